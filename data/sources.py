@@ -1,0 +1,455 @@
+"""Where text comes from: every --source form as a stream of training and of validation documents.
+
+    stdlib             the Python standard library of the running interpreter, always there, no network
+    climbmix           Hugging Face parquet; the last file is validation
+    fineweb-edu        likewise
+    hf:REPO/GLOB       files of any Hugging Face dataset, e.g. hf:user/name/data/*.parquet
+    PATH, GLOB, FOLDER .txt, .jsonl, .jsonl.gz, .jsonl.zst, .parquet; a comma-separated list is read in order
+
+Run it to look at documents:  python data/sources.py --source stdlib --show 2
+"""
+
+import argparse
+import gzip
+import hashlib
+import json
+import random
+import sysconfig
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from fnmatch import fnmatch
+from glob import glob
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from format import fail
+
+HUB_SOURCES = {
+    "climbmix": "hf:karpathy/climbmix-400b-shuffle/shard_*.parquet",
+    "fineweb-edu": "hf:karpathy/fineweb-edu-100b-shuffle/shard_*.parquet",
+}
+SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
+HUB_FILES = 40  # default number of Hugging Face training files, about 2 billion tokens of climbmix
+HUB_VAL_DOCUMENTS = 10_000  # default size of their validation split, which is one file of some 50 million tokens
+STDLIB_SECTION = 6_000  # characters
+TEXT_SECTION = 12_000  # characters
+STDLIB_VAL_FRACTION = 0.05
+
+
+class Source(NamedTuple):
+    """train() and val() each start a fresh pass over the documents (str, free of lone surrogates).
+
+    inputs identifies what is read: [name, size in bytes, digest] for local files, [name] otherwise.
+    """
+
+    spec: str
+    inputs: list[list[Any]]
+    train: Callable[[], Iterator[str]]
+    val: Callable[[], Iterator[str]]
+
+
+def open_source(
+    spec: str,
+    val_spec: str | None = None,
+    text_field: str = "text",
+    val_fraction: float = 0.01,
+    max_files: int = HUB_FILES,
+    max_documents: int | None = None,
+    max_bytes: int | None = None,
+    val_documents: int | None = None,
+) -> Source:
+    """Resolves a --source and an optional --val-source; mistakes end the script before any text is read.
+
+    max_documents and max_bytes (of UTF-8) end the reading of `spec` early; val_documents limits validation.
+    """
+
+    def limited(documents: Iterator[str]) -> Iterator[str]:
+        return take(documents, max_documents, max_bytes)
+
+    if not 0 < val_fraction <= 0.5:
+        fail(f"--val-fraction must lie above 0 and at most 0.5, found {val_fraction}; 0.01 is usual")
+    if spec == "stdlib":
+        inputs = [["stdlib", python_version()]]
+        train, val = (lambda: limited(stdlib_documents("train"))), (lambda: stdlib_documents("val"))
+    elif spec in HUB_SOURCES or spec.startswith("hf:"):
+        repo, names = hub_names(spec)
+        if val_spec is None:
+            if len(names) < 2:
+                fail(f"--source {spec} has {len(names)} file but needs 2, as the last one is validation; "
+                     "give --val-source")
+            names, val_names = names[:-1][:max_files], names[-1:]
+            if val_documents is None:
+                val_documents = HUB_VAL_DOCUMENTS
+        else:
+            names, val_names = names[:max_files], []
+        inputs = [[f"{repo}/{name}"] for name in [*names, *val_names]]
+        train = lambda: limited(hub_documents(repo, names, text_field))  # noqa: E731
+        val = lambda: hub_documents(repo, val_names, text_field)  # noqa: E731
+    else:
+        paths = local_paths(spec)
+        inputs = [identify(path) for path in paths]
+        if val_spec is None:
+            train = lambda: split(limited(local_documents(paths, text_field)), val_fraction, False)  # noqa: E731
+            val = lambda: split(limited(local_documents(paths, text_field)), val_fraction, True)  # noqa: E731
+        else:
+            train = lambda: limited(local_documents(paths, text_field))  # noqa: E731
+            val = None
+    if val_spec is not None:
+        if val_spec == "stdlib":
+            inputs = inputs + [["val", "stdlib", python_version()]]
+            val = lambda: stdlib_documents("val")  # noqa: E731
+        elif val_spec in HUB_SOURCES or val_spec.startswith("hf:"):
+            val_repo, held_out = hub_names(val_spec)
+            held_out = held_out[-1:] if val_spec in HUB_SOURCES else held_out
+            inputs = inputs + [["val", f"{val_repo}/{name}"] for name in held_out]
+            val = lambda: hub_documents(val_repo, held_out, text_field)  # noqa: E731
+        else:
+            val_paths = local_paths(val_spec)
+            for path in val_paths:
+                if identify(path) in inputs:
+                    fail(f"{path} is both in --source and in --val-source; validation text must not be trained on, "
+                         "remove it from one")
+            inputs = inputs + [["val", *identify(path)] for path in val_paths]
+            val = lambda: local_documents(val_paths, text_field)  # noqa: E731
+    return Source(spec, inputs, train, lambda: take(val(), val_documents, None))
+
+
+def take(documents: Iterator[str], max_documents: int | None, max_bytes: int | None) -> Iterator[str]:
+    """The first documents, whole, up to either limit."""
+    count = size = 0
+    for text in documents:
+        count, size = count + 1, size + utf8_length(text)
+        if (max_documents is not None and count > max_documents) or (max_bytes is not None and size > max_bytes):
+            return
+        yield text
+
+
+def split(documents: Iterable[str], fraction: float, want_val: bool) -> Iterator[str]:
+    """One of the two parts of a stream, by document number alone, so that it is the same in every pass.
+
+    Of each block of round(1 / fraction) documents one is validation, chosen by a hash of the block's number.
+    In the first block it is the first document, so that even two documents give both splits.
+    """
+    block = round(1 / fraction)
+    chosen = 0
+    for i, text in enumerate(documents):
+        if i % block == 0 and i > 0:
+            chosen = int.from_bytes(hashlib.sha256(str(i // block).encode()).digest()[:8]) % block
+        if (i % block == chosen) == want_val:
+            yield text
+
+
+def clean(text: str) -> str:
+    """Text that UTF-8 can hold: lone surrogates, which JSON escapes can spell, become "?"."""
+    if text.isascii():
+        return text
+    return text.encode("utf-8", "replace").decode()
+
+
+def utf8_length(text: str) -> int:
+    return len(text) if text.isascii() else len(text.encode())
+
+
+# --- local files ------------------------------------------------------------------------------------------
+
+
+def local_paths(spec: str, suffixes: tuple[str, ...] = SUFFIXES) -> list[Path]:
+    """The files that a comma-separated list of paths, globs and folders names, in order."""
+    paths: list[Path] = []
+    for part in (p.strip() for p in spec.split(",")):
+        if not part:
+            continue
+        if Path(part).is_dir():
+            found = sorted(p for p in Path(part).iterdir() if p.is_file() and p.name.endswith(suffixes))
+            if not found:
+                fail(f"--source folder {part} holds no {', '.join(suffixes)} file; check the path")
+        elif Path(part).exists():
+            found = [Path(part)]
+        else:
+            found = sorted(Path(p) for p in glob(part, recursive=True) if Path(p).is_file())
+            if not found:
+                names = ", ".join(["stdlib", *HUB_SOURCES, "hf:REPO/GLOB"])
+                fail(f"--source {part} matches no file; give {names}, or an existing path or glob")
+        for path in found:
+            if not path.name.endswith(suffixes):
+                fail(f"--source file {path} has an unknown ending; use one of {', '.join(suffixes)}")
+            if path in paths:
+                fail(f"--source names the file {path} twice; name it once")
+        paths += found
+    if not paths:
+        fail(f"--source {spec!r} names no file; give an existing path or glob")
+    return paths
+
+
+def identify(path: Path) -> list[Any]:
+    """[name, size, digest of the first and last MiB]: cheap, and enough to notice that a file was exchanged."""
+    digest = hashlib.sha256()
+    size = path.stat().st_size
+    with open(path, "rb") as f:
+        digest.update(f.read(2**20))
+        f.seek(max(0, size - 2**20))
+        digest.update(f.read(2**20))
+    return [path.name, size, digest.hexdigest()]
+
+
+def local_documents(paths: Iterable[Path], text_field: str = "text") -> Iterator[str]:
+    """Every document of the files, in order."""
+    for path in paths:
+        if path.name.endswith(".parquet"):
+            documents = parquet_documents(path, text_field)
+        elif path.name.endswith(".txt"):
+            documents = text_documents(path)
+        else:
+            documents = jsonl_documents(path, text_field)
+        for text in documents:
+            yield clean(text)
+
+
+def read_lines(path: Path) -> Iterator[bytes]:
+    """The lines of a plain, .gz or .zst file without their line end, split at b"\\n" only: texts may hold
+    U+2028 and the like, which str.splitlines would break. A file that ends early is an error."""
+    try:
+        if path.name.endswith(".zst"):
+            rest = b""
+            for chunk in zstd_chunks(path):
+                *lines, rest = (rest + chunk).split(b"\n")
+                yield from lines
+            if rest:
+                yield rest
+        else:
+            with gzip.open(path) if path.name.endswith(".gz") else open(path, "rb") as f:
+                for line in f:
+                    yield line.removesuffix(b"\n")
+    except (EOFError, zlib.error, gzip.BadGzipFile) as problem:
+        fail(f"{path} is damaged or incomplete ({problem}); fetch it again")
+
+
+def zstd_chunks(path: Path) -> Iterator[bytes]:
+    """Decompressed pieces of a .zst file of one or more frames, windows up to 128 MiB, never the whole file.
+
+    decompressobj, as stream_reader would take a truncated file for its end without a word.
+    """
+    import zstandard
+
+    decompressor = zstandard.ZstdDecompressor(max_window_size=2**27)
+    frame, started = decompressor.decompressobj(), False
+    with open(path, "rb") as f:
+        try:
+            while data := f.read(2**16):
+                while data:
+                    started = True
+                    yield frame.decompress(data)
+                    data = b""
+                    if frame.eof:
+                        data, frame, started = frame.unused_data, decompressor.decompressobj(), False
+        except zstandard.ZstdError as problem:
+            fail(f"{path} is damaged ({problem}); fetch it again")
+    if started:
+        fail(f"{path} is incomplete: it ends inside a zstd frame; fetch it again")
+
+
+def jsonl_documents(path: Path, text_field: str) -> Iterator[str]:
+    """The text field of each line; blank lines are passed over, anything else is an error with its line."""
+    for number, line in enumerate(read_lines(path), 1):
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line)
+        except ValueError as problem:
+            fail(f"{path} line {number} is not valid JSON ({problem}); correct or remove the line")
+        if not isinstance(value, dict) or not isinstance(value.get(text_field), str):
+            found = ", ".join(value) if isinstance(value, dict) else type(value).__name__
+            fail(f"{path} line {number} has no string field {text_field!r} (found: {found}); choose another with "
+                 "--text-field")
+        yield value[text_field]
+
+
+def text_documents(path: Path) -> Iterator[str]:
+    """Documents of a text file: parted by lines that hold only <|endoftext|>, and cut at a blank line (else
+    at a line) into sections of at most TEXT_SECTION characters, a longer single line excepted."""
+    section: list[str] = []
+    length = 0
+    for line in read_lines(path):
+        text = line.decode("utf-8", "replace") + "\n"
+        if text.strip() == "<|endoftext|>":
+            if section:
+                yield "".join(section)
+            section, length = [], 0
+            continue
+        if section and length + len(text) > TEXT_SECTION:
+            blank = [i for i, s in enumerate(section) if not s.strip()]
+            cut = blank[-1] + 1 if blank and blank[-1] >= len(section) // 4 else len(section)
+            yield "".join(section[:cut])
+            section = section[cut:]
+            length = sum(map(len, section))
+        section.append(text)
+        length += len(text)
+    if section:
+        yield "".join(section)
+
+
+def parquet_documents(path: Path, text_field: str) -> Iterator[str]:
+    """The text column, a row group and at most 1,024 rows at a time; nulls count as empty documents."""
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            if text_field not in file.schema_arrow.names:
+                fail(f"{path} has no column {text_field!r} (found: {', '.join(file.schema_arrow.names)}); choose "
+                     "another with --text-field")
+            if not pyarrow.types.is_string(kind := file.schema_arrow.field(text_field).type) and (
+                not pyarrow.types.is_large_string(kind)
+            ):
+                fail(f"{path} column {text_field!r} holds {kind}, expected string; choose another with --text-field")
+            for group in range(file.num_row_groups):
+                for batch in file.iter_batches(1024, row_groups=[group], columns=[text_field]):
+                    yield from (text or "" for text in batch.column(0).to_pylist())
+    except (pyarrow.ArrowException, OSError) as problem:
+        fail(f"{path} is not a readable parquet file ({problem}); fetch it again")
+
+
+# --- Hugging Face -----------------------------------------------------------------------------------------
+
+
+def hub_names(spec: str) -> tuple[str, list[str]]:
+    """(repository, sorted names of the files that match) of climbmix, fineweb-edu or hf:REPO/GLOB."""
+    import hub
+
+    parts = HUB_SOURCES.get(spec, spec).removeprefix("hf:").split("/", 2)
+    if len(parts) < 3 or not all(parts):
+        fail(f"--source {spec} is not of the form hf:OWNER/NAME/GLOB; add the file pattern, e.g. /*.parquet")
+    repo, pattern = "/".join(parts[:2]), parts[2]
+    names = sorted(n for n in hub.list_files(repo) if fnmatch(n, pattern) and n.endswith(SUFFIXES))
+    if not names:
+        fail(f"--source {spec}: no {', '.join(SUFFIXES)} file in dataset {repo} matches {pattern!r}; check the pattern")
+    return repo, names
+
+
+def hub_documents(repo: str, names: list[str], text_field: str) -> Iterator[str]:
+    """Documents of dataset files in the Hugging Face cache, fetched up to four files ahead of the reader."""
+    import hub
+
+    with ThreadPoolExecutor(4) as pool:
+        ahead = [pool.submit(hub.fetch, repo, name) for name in names[:4]]
+        try:
+            for i in range(len(names)):
+                path = ahead.pop(0).result()
+                if i + 4 < len(names):
+                    ahead.append(pool.submit(hub.fetch, repo, names[i + 4]))
+                yield from local_documents([path], text_field)
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+# --- the Python standard library --------------------------------------------------------------------------
+
+
+def python_version() -> str:
+    import platform
+
+    return platform.python_version()
+
+
+def stdlib_root() -> Path:
+    return Path(sysconfig.get_paths()["stdlib"])
+
+
+def stdlib_files() -> list[str]:
+    """Sorted paths (relative to stdlib_root) of the modules that people wrote: no installed packages, tests,
+    demos, character maps, or other files that are mostly generated tables."""
+    skip = {"site-packages", "dist-packages", "test", "tests", "__pycache__", "idlelib", "turtledemo", "_bundled"}
+    generated = {"pydoc_data/topics.py", "html/entities.py"}
+    root = stdlib_root()
+    names = []
+    for path in root.rglob("*.py"):
+        relative = path.relative_to(root)
+        name = relative.as_posix()
+        if skip & set(relative.parts) or name in generated or relative.parts[0].startswith("config-"):
+            continue
+        if path.name.startswith("_sysconfigdata") or not path.is_file():
+            continue
+        names.append(name)
+    return sorted(names)
+
+
+def is_val_file(name: str) -> bool:
+    """Whole files are held out, chosen by a hash of the path: no part of one is ever trained on."""
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8]) < STDLIB_VAL_FRACTION * 2**64
+
+
+def stdlib_documents(part: str) -> Iterator[str]:
+    """Sections of the "train" or "val" files, in an order that a fixed seed shuffled."""
+    sections: list[str] = []
+    for name in stdlib_files():
+        if is_val_file(name) != (part == "val"):
+            continue
+        text = (stdlib_root() / name).read_text(encoding="utf-8", errors="replace")
+        # encodings/ is half small codecs and half generated character maps; the maps hold these names.
+        if name.startswith("encodings/") and ("decoding_table" in text or "decoding_map" in text):
+            continue
+        sections += cut_sections(text, STDLIB_SECTION)
+    if not sections:
+        fail(f"the Python standard library in {stdlib_root()} holds no source files; choose another --source")
+    random.Random(20240520).shuffle(sections)
+    return map(clean, sections)
+
+
+def cut_sections(text: str, limit: int) -> list[str]:
+    """Cuts Python source into sections of at most `limit` characters (one longer line excepted).
+
+    Each cut is before a line, by preference a top-level def, class or decorator, then any other top-level
+    statement, then the line after a blank one. Joined, the sections give the text again.
+    """
+    lines = text.split("\n")
+    lines = [line + "\n" for line in lines[:-1]] + ([lines[-1]] if lines[-1] else [])
+    sections: list[str] = []
+    start, length = 0, 0
+    i = 0
+    while i < len(lines):
+        if i > start and length + len(lines[i]) > limit:
+            # The best cut among lines start+1 .. i; of equals the last, which fills the section best.
+            cut = max(range(start + 1, i + 1), key=lambda j: (cut_quality(lines, j), j))
+            sections.append("".join(lines[start:cut]))
+            start, i, length = cut, cut, 0
+        length += len(lines[i])
+        i += 1
+    sections.append("".join(lines[start:]))
+    return [section for section in sections if section.strip()]
+
+
+def cut_quality(lines: list[str], i: int) -> int:
+    """How good a place before line i is for a cut: 3 best, 0 worst."""
+    line = lines[i]
+    if line.startswith(("def ", "class ", "async def ", "@")) and not lines[i - 1].startswith("@"):
+        return 3
+    if line[0] not in " \t\r\n)]}#\"'" and not line.startswith(("else", "elif", "except", "finally")):
+        return 2
+    return int(not lines[i - 1].strip())
+
+
+def add_source_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags that every script which reads text shares."""
+    parser.add_argument("--source", required=True, help="stdlib, climbmix, fineweb-edu, hf:REPO/GLOB, path or glob")
+    parser.add_argument("--text-field", default="text", help="JSON field or parquet column that holds the text")
+    parser.add_argument("--max-files", type=int, default=HUB_FILES, help="Hugging Face training files to use")
+    parser.add_argument("--max-documents", type=int, help="stop reading the source after this many documents")
+    parser.add_argument("--max-bytes", type=int, help="stop reading the source after this many bytes of text")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Show documents of a source.")
+    add_source_flags(parser)
+    parser.add_argument("--split", choices=["train", "val"], default="train")
+    parser.add_argument("--show", type=int, default=3, help="number of documents to print")
+    args = parser.parse_args()
+    source = open_source(args.source, None, args.text_field, 0.01, args.max_files, args.max_documents, args.max_bytes)
+    for i, text in enumerate(getattr(source, args.split)()):
+        if i == args.show:
+            break
+        print(f"--- document {i}: {len(text)} characters\n{text}")
+
+
+if __name__ == "__main__":
+    main()
