@@ -164,6 +164,13 @@ class Config:
 
     def validate(self) -> None:
         """Raises UserError on values that contradict each other."""
+        for field, length in (("momentum", 4), ("softcap", 3)):
+            if len(getattr(self, field)) != length:
+                raise UserError(f"{field}={getattr(self, field)} must have {length} values")
+        names = [field.name for field in dataclasses.fields(Stage)]
+        for row in self.stages:
+            if not isinstance(row, tuple) or len(row) != len(names) or not all(isinstance(v, int | float) for v in row):
+                raise UserError(f"stages: the row {row} must hold {len(names)} numbers: {', '.join(names)}")
         if self.width % self.head_dim:
             raise UserError(f"width={self.width} is not a multiple of head_dim={self.head_dim}; change one of them")
         if self.head_dim % 4:
@@ -215,7 +222,7 @@ def parameter_table(config: Config) -> dict[str, Policy]:
         "head":             Policy("adam",      1.00,  (0.50, 0.95), 0.0060),
         "bigram_embed":     Policy("adam",     75.00,  (0.75, 0.95), 0.0150),
         "value_embed":      Policy("adam",     75.00,  (0.75, 0.95), 0.0150),
-        "embed":            Policy("adam",      1.00,  (0.50, 0.95), 0.0060),
+        "embed":            Policy("adam",     15.00,  (0.80, 0.95), 0.0010),
     }  # fmt: skip
 
 
@@ -309,7 +316,7 @@ class GPT(nn.Module):
         self.rotary.copy_(torch.stack((angles.cos(), angles.sin())))
 
     def window(self, layer: int) -> int:
-        return self.windows[layer in self.config.long_layers]
+        return self.windows[int(layer in self.config.long_layers)]
 
     def trunk(self, tokens_T: Tensor, previous_T: Tensor, positions_T: Tensor, attend: Callable) -> Tensor:
         """Everything between token ids and the head.
@@ -566,7 +573,7 @@ class Optimizer:
             slot.param = params[slot.name]
         fast = config.compile and ranks.device.type == "cuda"
         self.normuon_update = torch.compile(normuon_update, dynamic=False, fullgraph=True) if fast else normuon_update
-        self.adam_update = torch.compile(adam_update, dynamic=True, fullgraph=True) if fast else adam_update
+        self.adam_update = torch.compile(adam_update, dynamic=False, fullgraph=True) if fast else adam_update
         self.muon_dtype = torch.bfloat16 if ranks.device.type == "cuda" and bf16_is_native() else torch.float32
         self.reset()
 
@@ -840,7 +847,7 @@ class Dataset:
             )
         try:
             info = json.loads((root / "dataset.json").read_text(encoding="utf-8"))
-            tokenizer_hash = info["tokenizer_sha256"]
+            tokenizer_hash, _ = info["tokenizer_sha256"], info["splits"]["train"]["text_bytes"]
         except (ValueError, KeyError) as error:
             raise UserError(f"{root}/dataset.json cannot be read ({error!r}); make the dataset again") from None
         tokenizer = Tokenizer(root / "tokenizer.json")
@@ -1412,8 +1419,12 @@ class Log:
     def write(self, entry: dict) -> None:
         if not self.active:
             return
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(entry) + "\n")
+        try:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(entry) + "\n")
+        except OSError as error:
+            raise UserError(f"{self.path} could not be written ({error.strerror}); make room and go on with --resume "
+                            f"from the last checkpoint") from None  # fmt: skip
         if self.wandb is not None:
             self.wandb.log({k: v for k, v in entry.items() if isinstance(v, int | float)}, step=entry["step"])
 
@@ -1450,6 +1461,9 @@ def save_checkpoint(state: TrainState, run_dir: Path, position: dict, extra: dic
     model.safetensors holds fp32 weights, optimizer.safetensors fp32 moments and random state, state.json the rest.
     """
     weights, moments = state.optimizer.weights(), state.optimizer.state()
+    if broken := [name for name, weight in weights.items() if not weight.isfinite().all()]:
+        raise UserError(f"the weights {broken[0]} are no longer finite at step {state.step}, so it was not saved; "
+                        f"go on from the last checkpoint with --resume and a lower --set muon_lr= or adam_lr=")  # fmt: skip
     if not state.ranks.is_main:
         return
     from safetensors import SafetensorError
@@ -1772,7 +1786,7 @@ def pretrain(config: Config, args: argparse.Namespace) -> dict:
     """Trains, evaluates, saves, samples and reports; returns the result that is printed last."""
     ranks = start_ranks()
     dataset = Dataset.open(config.data)
-    run_dir = prepare_run_dir(config, args, ranks)
+    run_dir = prepare_run_dir(dataset, args, ranks)
     config = dataclasses.replace(config, vocab_size=dataset.tokenizer.vocab_size)
     config.validate()
     train_info = dataset.info["splits"]["train"]
@@ -1796,7 +1810,7 @@ def pretrain(config: Config, args: argparse.Namespace) -> dict:
     if args.resume:
         record = load_checkpoint(state, checkpoints(run_dir)[-1])
         position, train_seconds, tokens = record["position"], record["train_seconds"], record["tokens"]
-        val_bpb = record["val_bpb"]
+        val_bpb = record["val_bpb"] if state.step == config.num_steps else None  # belongs to that checkpoint only
         log.rewind(state.step)
         log.say(f"resumed at step {state.step} from {checkpoints(run_dir)[-1]}")
     elif ranks.is_main:
@@ -1928,7 +1942,7 @@ def finish_profile(profiler, run_dir: Path, log: Log, ranks: Ranks) -> None:
         log.say(f"profile: {run_dir}/profile.txt, {run_dir}/trace.json")
 
 
-def prepare_run_dir(config: Config, args: argparse.Namespace, ranks: Ranks) -> Path:
+def prepare_run_dir(dataset: Dataset, args: argparse.Namespace, ranks: Ranks) -> Path:
     """Creates or checks the run directory; all ranks get the same answer."""
     name = datetime.datetime.now().strftime(f"%Y-%m-%d_%H-%M-%S_{Path(__file__).stem}")
     names = [args.run_dir or f"out/{name}"]
@@ -1936,10 +1950,11 @@ def prepare_run_dir(config: Config, args: argparse.Namespace, ranks: Ranks) -> P
         dist.broadcast_object_list(names, 0)
     run_dir = Path(names[0])
     if args.resume:
-        if not args.run_dir:
-            raise UserError("--resume needs --run-dir, the run to continue")
         if not checkpoints(run_dir):
             raise UserError(f"--resume found no complete checkpoint in {run_dir}/checkpoints; start without --resume")
+        if (run_dir / "tokenizer.json").read_bytes() != dataset.tokenizer.path.read_bytes():
+            raise UserError(f"--resume cannot change the tokenizer: that of {dataset.root} is not the one in {run_dir}; "
+                            f"pass the --data that the run began with")  # fmt: skip
         return run_dir
     if ranks.is_main:
         if (run_dir / "log.jsonl").exists():
@@ -1951,10 +1966,11 @@ def prepare_run_dir(config: Config, args: argparse.Namespace, ranks: Ranks) -> P
     return run_dir
 
 
-# Fields that a resumed run may not change: the checkpoint would not fit, or the batches would not.
+# Fields that a resumed run may not change: the checkpoint would not fit, the model would be another, or the batches.
 FROZEN_ON_RESUME = (
-    "num_layers", "width", "head_dim", "mlp_width", "max_seq_len", "no_attention_layers", "value_embed_layers",
-    "bigram_rows", "smear", "skip_to", "gate_width", "pack_tokens", "pack_docs",
+    "num_layers", "width", "head_dim", "mlp_width", "max_seq_len", "no_attention_layers", "long_layers",
+    "key_offset_layers", "value_embed_layers", "bigram_rows", "smear", "x0_injection", "skip_from", "skip_to",
+    "backout_layer", "gate_width", "attention_scale", "rotary_base", "softcap", "pack_tokens", "pack_docs",
 )  # fmt: skip
 
 
@@ -1977,7 +1993,7 @@ def build_parser() -> Parser:
     parser = Parser(description=__doc__.splitlines()[0], allow_abbrev=False, fromfile_prefix_chars="@",
                     epilog="@FILE reads flags from a file, e.g. @runs/cpu.args")  # fmt: skip
     add = parser.add_argument
-    add("command", nargs="?", choices=("pretrain", "sample"), default="pretrain")
+    add("command", nargs="?", default="pretrain", help="pretrain or sample")
     add("--data", help="dataset directory (default data/shards/climbmix)")
     add("--run-dir", help="where the run is written (default a new dated directory under out/)")
     add("--from", dest="source", metavar="DIR", help="run directory to start from (sample)")
@@ -2021,7 +2037,9 @@ def parse_override(text: str) -> tuple[str, object]:
 
 def make_config(args: argparse.Namespace) -> Config:
     """Defaults, or on --resume the saved Config, then the flags that were given."""
-    base = read_config(Path(args.run_dir)) if args.resume and args.run_dir else Config()
+    if args.resume and not args.run_dir:
+        raise UserError("--resume needs --run-dir, the run to continue")
+    base = read_config(Path(args.run_dir)) if args.resume else Config()
     changes = dict(parse_override(text) for text in args.set)
     for flag in ("data", "tokens", "seed", "eval_every", "save_every", "log_every", "micro_batch_tokens", "attention",
                  "dtype", "wandb"):  # fmt: skip
@@ -2035,7 +2053,7 @@ def make_config(args: argparse.Namespace) -> Config:
             raise UserError(f"--steps {args.steps} must be at least 1")
         mean = sum(s.share * s.packs for s in config.stage_table) * config.pack_tokens
         config = dataclasses.replace(config, tokens=round(args.steps * mean))
-    if args.resume and args.run_dir:
+    if args.resume:
         for name in FROZEN_ON_RESUME:
             old, new = getattr(base, name), getattr(config, name)
             if old != new:
@@ -2054,7 +2072,7 @@ def sample_command(config: Config, args: argparse.Namespace) -> dict:
     start, count = time.perf_counter(), 0
     generator = Generator(model, tokenizer)
     for prompt in args.prompt or [""]:
-        new = min(config.sample_tokens, trained.max_seq_len - len(tokenizer.encode(prompt)))
+        new = max(1, min(config.sample_tokens, trained.max_seq_len - len(tokenizer.encode(prompt))))
         print(prompt, end="", flush=True)
         for piece in generator.stream_text(prompt, max_tokens=new, **options):
             print(piece, end="", flush=True)
@@ -2069,11 +2087,18 @@ def main(argv: list[str] | None = None) -> int:
         argv = sys.argv[1:] if argv is None else argv
         args = build_parser().parse_args(argv)
         args.flags = list(argv)
+        if args.command not in ("pretrain", "sample"):  # argparse's choices would hide an unknown flag before a value
+            raise UserError(f"unknown command {args.command}; use pretrain or sample")
         config = make_config(args)
         result = sample_command(config, args) if args.command == "sample" else pretrain(config, args)
         if int(os.environ.get("RANK", 0)) == 0:
             print(json.dumps(result), flush=True)
         return 0
+    except OSError as error:  # a full disk, a directory without rights
+        where = f" {error.filename}" if error.filename else ""
+        print(f"error: cannot read or write{where} ({error.strerror or error}); mend that, then go on with --resume "
+              f"from the last checkpoint", file=sys.stderr, flush=True)  # fmt: skip
+        return 1
     except UserError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return 1

@@ -73,7 +73,10 @@ def write_atomic(path: str | Path, pieces: Iterable[bytes | memoryview]) -> str:
                 os.unlink(temporary)
         if isinstance(problem, OSError):
             if problem.errno in (errno.ENOSPC, errno.EDQUOT):
-                fail(f"the disk of {path.parent} is full while writing {path.name}; free some space and run again")
+                fail(
+                    f"the disk of {path.parent} is full while writing {path.name}; free some space and run "
+                    f"again"
+                )
             fail(f"cannot write {path} ({problem.strerror}); check the folder and its permissions")
         raise
     return digest.hexdigest()
@@ -122,7 +125,9 @@ def write_shard(
     bos_id None, vocab_size 0 and tokenizer_sha256 "" are written as "not stated". ValueError on wrong input.
     """
     if tokens.ndim != 1 or tokens.dtype != np.uint16:
-        raise ValueError(f"tokens must be uint16 of shape [n], not {tokens.dtype} of shape {list(tokens.shape)}")
+        raise ValueError(
+            f"tokens must be uint16 of shape [n], not {tokens.dtype} of shape {list(tokens.shape)}"
+        )
     if not 0 < len(tokens) < 2**31:
         raise ValueError(f"a shard holds 1 to {2**31 - 1} tokens, not {len(tokens)}")
     payload = np.ascontiguousarray(tokens, dtype="<u2")
@@ -147,18 +152,27 @@ def read_header(path: str | Path) -> dict[str, Any]:
     except OSError as problem:
         fail(f"cannot read shard {path} ({problem.strerror}); check the path")
     if len(raw) < HEADER_BYTES:
-        fail(f"shard {path} is truncated: expected a header of {HEADER_BYTES} bytes, found {size}; write it again")
+        fail(
+            f"shard {path} is truncated: expected a header of {HEADER_BYTES} bytes, found {size}; write it "
+            f"again"
+        )
     header = np.frombuffer(raw, dtype="<i4")
     if header[0] != MAGIC or header[1] != VERSION:
-        fail(f"{path} is not a token shard: expected magic {MAGIC} version {VERSION}, found {header[0]} {header[1]}; "
-             "choose a file that data/pretrain.py wrote")
+        fail(
+            f"{path} is not a token shard: expected magic {MAGIC} version {VERSION}, found {header[0]} "
+            f"{header[1]}; "
+            "choose a file that data/pretrain.py wrote"
+        )
     count = int(header[2])
     if count <= 0:
         fail(f"shard {path} states {count} tokens, expected at least 1; write it again")
     expected = HEADER_BYTES + 2 * count
     if size != expected:
         kind = "truncated" if size < expected else "too long"
-        fail(f"shard {path} is {kind}: expected {expected} bytes for {count} tokens, found {size}; write it again")
+        fail(
+            f"shard {path} is {kind}: expected {expected} bytes for {count} tokens, found {size}; write it "
+            f"again"
+        )
     words = [header[5:13].tobytes(), header[13:21].tobytes()]
     tokenizer_sha256, payload_sha256 = (w.hex() if any(w) else "" for w in words)
     return {
@@ -180,8 +194,10 @@ def read_shard(path: str | Path, verify: bool = False) -> np.ndarray:
     if verify and header["payload_sha256"]:
         found = hashlib.sha256(tokens.data).hexdigest()
         if found != header["payload_sha256"]:
-            fail(f"shard {path} is damaged: expected token sha256 {header['payload_sha256']}, found {found}; "
-                 "write or download it again")
+            fail(
+                f"shard {path} is damaged: expected token sha256 {header['payload_sha256']}, found {found}; "
+                "write or download it again"
+            )
     return tokens
 
 
@@ -217,7 +233,9 @@ def read_dataset(folder: str | Path) -> dict[str, Any]:
     """Reads and checks folder/dataset.json."""
     path = Path(folder) / "dataset.json"
     if not path.exists():
-        fail(f"{folder} holds no dataset.json, so it is not a complete dataset; build it with data/pretrain.py")
+        fail(
+            f"{folder} holds no dataset.json, so it is not a complete dataset; build it with data/pretrain.py"
+        )
     return check_dataset(read_json(path), path)
 
 
@@ -226,11 +244,18 @@ def check_dataset(value: Any, path: str | Path) -> dict[str, Any]:
     found = value.get("format") if isinstance(value, dict) else type(value).__name__
     if found != DATASET_FORMAT:
         fail(f"{path} has format {found!r}, expected {DATASET_FORMAT!r}; build the dataset again")
-    for name, entry in value["files"].items():
+    files = value.get("files")
+    if not isinstance(files, dict) or not files:
+        fail(f"{path} lists no files; build the dataset again")
+    for name, entry in files.items():
         # The names come from outside when a dataset is downloaded: none may point out of the folder.
-        if name.startswith(("/", "\\")) or ".." in Path(name).parts or "sha256" not in entry:
+        inside = not Path(name).is_absolute() and ".." not in Path(name).parts and "\\" not in name
+        if not inside or not isinstance(entry, dict) or not isinstance(entry.get("sha256"), str):
             fail(f"{path} lists the file {name!r} with a bad path or no sha256; build the dataset again")
-    if value["fingerprint"] != fingerprint(value["files"]):
-        fail(f"{path} does not agree with itself: fingerprint {value['fingerprint']} is not that of its files; "
-             "build the dataset again")
+    if value.get("fingerprint") != fingerprint(files):
+        fail(
+            f"{path} does not agree with itself: fingerprint {value.get('fingerprint')} is not that of its "
+            f"files; "
+            "build the dataset again"
+        )
     return value

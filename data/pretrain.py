@@ -3,10 +3,11 @@
     python data/pretrain.py --source stdlib --vocab-size 4096 --out data/shards/stdlib
     python data/pretrain.py --source climbmix --out data/shards/climbmix
     python data/pretrain.py --source "text/*.jsonl.zst" --val-source val.jsonl --out data/shards/mine
-    python data/pretrain.py --source "shards:hosted/fineweb_*.bin" --tokenizer gpt2.json --out data/shards/fineweb
+    python data/pretrain.py --source "shards:hosted/*.bin" --tokenizer gpt2.json --out data/shards/fineweb
 
-Every document starts with BOS and lies whole in one shard. progress.json records each finished shard: the same
-command continues after the last one and gives the bytes an uninterrupted run gives. dataset.json comes last.
+Every document starts with BOS and lies whole in one shard. progress.json records each finished shard: the
+same command continues after the last one and gives the bytes that an uninterrupted run gives. dataset.json
+comes last.
 """
 
 import argparse
@@ -62,16 +63,12 @@ def start_worker(tokenizer_path: str) -> None:
 
 
 def encode_batch(texts: list[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Encodes documents: (tokens uint16 [n], tokens of each document int64, text bytes of each document int64).
-
-    encode_to_numpy with nothing allowed and nothing disallowed gives the tokens of encode_ordinary, special
-    tokens spelled in the text included, but spares the list of Python integers (20 % faster).
-    """
+    """Encodes documents: (tokens uint16 [n], tokens of each and text bytes of each, int64 [documents])."""
     bos = np.array([tokenizer.bos_id(worker_encoding)], dtype=np.uint16)
     pieces, lengths, sizes = [], [], []
     for text in texts:
-        tokens = worker_encoding.encode_to_numpy(text, allowed_special=set(), disallowed_special=())
-        pieces += [bos, tokens.astype(np.uint16)]
+        tokens = tokenizer.encode(worker_encoding, text)
+        pieces += [bos, tokens]
         lengths.append(len(tokens) + 1)
         sizes.append(len(text.encode()))
     return np.concatenate(pieces), np.array(lengths, dtype=np.int64), np.array(sizes, dtype=np.int64)
@@ -122,37 +119,34 @@ def write_split(
     """
     done = progress["shards"][split]
     already = sum(entry["documents"] for entry in done)
-    empty = 0
-
-    def non_empty() -> Iterator[str]:
-        nonlocal empty
-        for text in documents:
-            if not text or text.isspace():
-                empty += 1
-            else:
-                yield text
-
     buffer = np.empty(shard_tokens, dtype=np.uint16)
     held = {"tokens": 0, "documents": 0, "text_bytes": 0}
     bar = tqdm(unit="B", unit_scale=True, desc=split, disable=None, mininterval=1)
 
     def close() -> None:
         path = f"pretrain/{split}_{len(done):06d}.bin"
-        sha = write_shard(out / path, buffer[: held["tokens"]], tokenizer.bos_id(encoding), encoding.n_vocab,
-                          tokenizer_sha256)
+        sha = write_shard(
+            out / path,
+            buffer[: held["tokens"]],
+            tokenizer.bos_id(encoding),
+            encoding.n_vocab,
+            tokenizer_sha256,
+        )
         done.append({"path": path, **held, "sha256": sha})
         write_json(out / "progress.json", progress)
-        bar.write(f"wrote {path}: {held['tokens']:,} tokens, {held['documents']:,} documents", file=sys.stdout)
+        bar.write(
+            f"wrote {path}: {held['tokens']:,} tokens, {held['documents']:,} documents", file=sys.stdout
+        )
         held.update(tokens=0, documents=0, text_bytes=0)
 
-    for tokens, lengths, sizes in encode(islice(non_empty(), already, None)):
+    for tokens, lengths, sizes in encode(islice(documents, already, None)):
         ends = np.cumsum(lengths)
         first = 0  # first document of the batch that is not in the buffer yet
         while first < len(lengths):
             begin = int(ends[first] - lengths[first])
             room = shard_tokens - held["tokens"]
             last = int(np.searchsorted(ends, begin + room, side="right"))  # documents first..last-1 fit
-            if last == first:
+            if last <= first:  # below it after a document that was larger than a shard
                 if held["tokens"]:
                     close()
                     continue
@@ -169,9 +163,6 @@ def write_split(
     if held["tokens"]:
         close()
     bar.close()
-    if not done:
-        fail(f"the source gives no {split} document with text in it; give more text, or --val-source for validation")
-    progress["empty_documents"][split] = empty
     progress["complete"].append(split)
     write_json(out / "progress.json", progress)
 
@@ -180,19 +171,32 @@ def write_split(
 
 
 def compare_settings(out: Path, settings: dict[str, Any]) -> dict[str, Any] | None:
-    """progress.json of an earlier run of the same command, None in a fresh directory; else ends the script."""
+    """progress.json of an earlier run of the same command, or None in a fresh directory; else an error."""
     path = out / "progress.json"
     if not path.exists():
         if (out / "dataset.json").exists() or any((out / "pretrain").glob("*.bin")):
             fail(f"{out} already holds a dataset that this command did not write; choose another --out")
         return None
     progress = read_json(path)
+    if not progress.get("tokenizer_sha256") and not (out / "tokenizer.json").exists():
+        return (
+            None  # stopped before anything was made, for example as the text was too small for the tokenizer
+        )
     old = progress.get("settings", {})
     for key in settings:
         if old.get(key) != settings[key]:
-            name = f"--{key.replace('_', '-')}" if key != "inputs" else "the source files (names, sizes or content)"
-            was = f" {old.get(key)!r} before and {settings[key]!r} now" if key != "inputs" else " not as before"
-            fail(f"{out} was built with other settings: {name} is{was}; choose another --out or delete that folder")
+            name = (
+                f"--{key.replace('_', '-')}"
+                if key != "inputs"
+                else "the source files (names, sizes or content)"
+            )
+            was = (
+                f" {old.get(key)!r} before and {settings[key]!r} now" if key != "inputs" else " not as before"
+            )
+            fail(
+                f"{out} was built with other settings: {name} is{was}; choose another --out or delete that "
+                f"folder"
+            )
     return progress
 
 
@@ -200,14 +204,19 @@ def check_complete(out: Path, progress: dict[str, Any]) -> bool:
     """True if dataset.json is there and every shard is; a shard that vanished or shrank ends the script."""
     for entry in progress["shards"]["train"] + progress["shards"]["val"]:
         if read_header(out / entry["path"])["tokens"] != entry["tokens"]:
-            fail(f"{out / entry['path']} does not hold the {entry['tokens']} tokens noted; delete {out} and run again")
+            fail(
+                f"{out / entry['path']} does not hold the {entry['tokens']} tokens noted; delete {out} and "
+                f"run again"
+            )
     if not (out / "dataset.json").exists():
         return False
     read_dataset(out)
     return True
 
 
-def get_tokenizer(out: Path, args: argparse.Namespace, source: Source | None, progress: dict[str, Any]) -> str:
+def get_tokenizer(
+    out: Path, args: argparse.Namespace, source: Source | None, progress: dict[str, Any]
+) -> str:
     """Puts tokenizer.json into the directory: kept, copied or trained; returns its sha256."""
     path = out / "tokenizer.json"
     noted = progress["tokenizer_sha256"]
@@ -224,15 +233,25 @@ def get_tokenizer(out: Path, args: argparse.Namespace, source: Source | None, pr
         sha = write_atomic(path, [args.tokenizer.read_bytes()])
     else:
         start = time.perf_counter()
+        # First, so that a stop from here on is recognised as this command's.
+        write_json(out / "progress.json", progress)
         spec = tokenizer.train(source.train(), args.vocab_size or tokenizer.VOCAB_SIZE, args.tokenizer_chars)
         sha = write_json(path, spec)
         print(f"trained the tokenizer in {time.perf_counter() - start:.1f} s")
     vocab_size = tokenizer.load(path).n_vocab
     if args.vocab_size and vocab_size != args.vocab_size:
-        fail(f"{path} has {vocab_size} entries but --vocab-size is {args.vocab_size}; leave the flag out or train anew")
+        fail(
+            f"{path} has {vocab_size} entries but --vocab-size is {args.vocab_size}; leave the flag out or "
+            f"train anew"
+        )
     progress["tokenizer_sha256"] = sha
     write_json(out / "progress.json", progress)
     return sha
+
+
+def source_names(inputs: list[list[Any]]) -> list[str]:
+    """What dataset.json calls the sources: file names without the folders of this computer."""
+    return [f"{entry[1]} (val)" if entry[0] == "val" else entry[0] for entry in inputs]
 
 
 def finish(out: Path, name: str, sources: list[str], progress: dict[str, Any]) -> None:
@@ -253,8 +272,10 @@ def finish(out: Path, name: str, sources: list[str], progress: dict[str, Any]) -
     }
     write_dataset(out, dataset)
     for split, total in read_dataset(out)["splits"].items():
-        print(f"{split}: {total['documents']:,} documents, {total['tokens']:,} tokens, {total['text_bytes']:,} bytes of "
-              f"text ({total['text_bytes'] / total['tokens']:.3f} bytes per token)")
+        print(
+            f"{split}: {total['documents']:,} documents, {total['tokens']:,} tokens, {total['text_bytes']:,} "
+            f"bytes of text ({total['text_bytes'] / total['tokens']:.3f} bytes per token)"
+        )
     print(f"wrote {out / 'dataset.json'}")
 
 
@@ -262,12 +283,16 @@ def build(args: argparse.Namespace) -> None:
     """The main path: text to shards."""
     out = args.out
     source = open_source(
-        args.source, args.val_source, args.text_field, args.val_fraction, args.max_files, args.max_documents,
-        args.max_bytes, args.val_documents,
+        args.source,
+        args.val_source,
+        args.text_field,
+        args.val_fraction,
+        args.max_files,
+        args.max_documents,
+        args.max_bytes,
+        args.val_documents,
     )
     settings = {
-        "source": args.source,
-        "val_source": args.val_source,
         "inputs": source.inputs,
         "name": args.name,
         "text_field": args.text_field,
@@ -284,12 +309,22 @@ def build(args: argparse.Namespace) -> None:
     if progress and check_complete(out, progress):
         print(f"{out} is already complete")
         return
+    if progress is None:
+        # Before anything is made: both splits need a document.
+        for split, documents in (("train", source.train), ("val", source.val)):
+            if next(documents(), None) is None:
+                fail(
+                    f"the source gives no {split} document with text in it; give at least two documents, or "
+                    "--val-source for separate validation text"
+                )
+        progress = {
+            "settings": settings,
+            "tokenizer_sha256": None,
+            "shards": {"train": [], "val": []},
+            "complete": [],
+        }
     for folder in (out, out / "pretrain"):
         remove_leftovers(folder)
-    if progress is None:
-        empty_state = {"train": [], "val": []}
-        progress = {"settings": settings, "tokenizer_sha256": None, "shards": empty_state, "empty_documents": {},
-                    "complete": []}
     sha = get_tokenizer(out, args, source, progress)
     encoding = tokenizer.load(out / "tokenizer.json")
     # spawn, as forking a process with threads (the tokenizer trainer's, Arrow's) can deadlock.
@@ -303,19 +338,30 @@ def build(args: argparse.Namespace) -> None:
         start = time.perf_counter()
         for split, documents in (("val", source.val), ("train", source.train)):
             if split not in progress["complete"]:
-                write_split(out, split, documents(), lambda docs: encode_all(docs, pool, args.workers), progress, sha,
-                            encoding, args.shard_tokens)
+                write_split(
+                    out,
+                    split,
+                    documents(),
+                    lambda docs: encode_all(docs, pool, args.workers),
+                    progress,
+                    sha,
+                    encoding,
+                    args.shard_tokens,
+                )
         seconds = time.perf_counter() - start
     finally:
         if pool is not None:
             pool.shutdown(cancel_futures=True)
-    empty = sum(progress["empty_documents"].values())
+    empty = sum(source.empty.values())
     if empty:
         print(f"skipped {empty:,} empty documents")
-    finish(out, args.name, [s for s in (args.source, args.val_source) if s], progress)
+    finish(out, args.name, source_names(source.inputs), progress)
     peak = max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     unit = 1 if sys.platform == "darwin" else 1024
-    print(f"encoded in {seconds:.1f} s with {args.workers} workers; largest process {peak * unit / 2**30:.2f} GiB")
+    print(
+        f"encoded in {seconds:.1f} s with {args.workers} workers; largest process "
+        f"{peak * unit / 2**30:.2f} GiB"
+    )
 
 
 # --- hosted shards ----------------------------------------------------------------------------------------
@@ -326,21 +372,27 @@ def adopt(args: argparse.Namespace) -> None:
     out = args.out
     spec = args.source.removeprefix("shards:")
     if not args.tokenizer:
-        fail("--source shards: needs --tokenizer, the tokenizer.json the shards were made with; for GPT-2's vocabulary "
-             "make it with data/tokenizer.py gpt2")
+        fail(
+            "--source shards: needs --tokenizer, the tokenizer.json the shards were made with; for GPT-2's "
+            "vocabulary "
+            "make it with data/tokenizer.py gpt2"
+        )
     if Path(spec).is_dir():
         spec = str(Path(spec) / "*.bin")
     paths = local_paths(spec, (".bin",))
     by_split = {split: [p for p in paths if split in p.name] for split in ("train", "val")}
     for split, found in by_split.items():
         if not found:
-            fail(f"none of the {len(paths)} files of {spec} has {split!r} in its name; name the shards *_train_* and *_val_*")
+            fail(
+                f"none of the {len(paths)} files of {spec} has {split!r} in its name; name the shards "
+                f"*_train_* and *_val_*"
+            )
     lengths = tokenizer.token_bytes(args.tokenizer)
     encoding = tokenizer.load(args.tokenizer)
     bos = tokenizer.bos_id(encoding)
     sha = sha256_file(args.tokenizer)
-    settings = {"source": args.source, "inputs": [[p.name, p.stat().st_size] for p in paths], "name": args.name,
-                "tokenizer": sha}
+    inputs = [[p.name, p.stat().st_size] for p in paths]
+    settings = {"inputs": inputs, "name": args.name, "tokenizer": sha, "hosted_shards": True}
     progress = compare_settings(out, settings)
     if progress and check_complete(out, progress):
         print(f"{out} is already complete")
@@ -349,11 +401,17 @@ def adopt(args: argparse.Namespace) -> None:
     for path in paths:
         header = read_header(path)
         if header["tokenizer_sha256"] not in ("", sha):
-            fail(f"{path} was made with another tokenizer (sha256 {header['tokenizer_sha256']}, given {sha}); give that one")
+            fail(
+                f"{path} was made with another tokenizer (sha256 {header['tokenizer_sha256']}, given "
+                f"{sha}); give that one"
+            )
         largest = int(read_shard(path).max())
         if largest >= len(lengths):
-            fail(f"{path} holds token {largest} but {args.tokenizer} has {len(lengths)} entries; give the tokenizer it was "
-                 "made with")
+            fail(
+                f"{path} holds token {largest} but {args.tokenizer} has {len(lengths)} entries; give the "
+                f"tokenizer it was "
+                "made with"
+            )
     progress = {"settings": settings, "tokenizer_sha256": None, "shards": {"train": [], "val": []}}
     get_tokenizer(out, args, None, progress)
     for split, found in by_split.items():
@@ -364,11 +422,16 @@ def adopt(args: argparse.Namespace) -> None:
                 counts += np.bincount(tokens[start : start + 2**24], minlength=len(lengths))
             name = f"pretrain/{split}_{i:06d}.bin"
             link_or_copy(path, out / name)
-            entry = {"path": name, "tokens": len(tokens), "documents": int(counts[bos]),
-                     "text_bytes": int(counts @ lengths), "sha256": sha256_file(out / name)}
+            entry = {
+                "path": name,
+                "tokens": len(tokens),
+                "documents": int(counts[bos]),
+                "text_bytes": int(counts @ lengths),
+                "sha256": sha256_file(out / name),
+            }
             progress["shards"][split].append(entry)
     write_json(out / "progress.json", progress)
-    finish(out, args.name, [args.source], progress)
+    finish(out, args.name, source_names(inputs), progress)
 
 
 def link_or_copy(path: Path, target: Path) -> None:
@@ -390,27 +453,50 @@ def link_or_copy(path: Path, target: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Text to a dataset directory of token shards.")
     add_source_flags(parser)
-    parser.add_argument("--val-source", help="separate validation text; without it a part of the source is held out")
+    parser.add_argument(
+        "--val-source", help="separate validation text; without it a part of the source is held out"
+    )
     parser.add_argument("--val-fraction", type=float, default=0.01, help="held-out part of local files")
     parser.add_argument("--val-documents", type=int, help="at most this many validation documents")
     parser.add_argument("--out", required=True, type=Path, help="dataset directory, e.g. data/shards/mine")
     parser.add_argument("--name", help="name in dataset.json (default: that of the directory)")
-    parser.add_argument("--vocab-size", type=int, help=f"entries of a new tokenizer (default {tokenizer.VOCAB_SIZE})")
+    parser.add_argument(
+        "--vocab-size", type=int, help=f"entries of a new tokenizer (default {tokenizer.VOCAB_SIZE})"
+    )
     parser.add_argument("--tokenizer", type=Path, help="use this tokenizer.json instead of training one")
-    parser.add_argument("--tokenizer-chars", type=int, default=tokenizer.MAX_CHARS, help="characters to train it on")
+    parser.add_argument(
+        "--tokenizer-chars", type=int, default=tokenizer.MAX_CHARS, help="characters to train it on"
+    )
     parser.add_argument("--shard-tokens", type=int, default=SHARD_TOKENS, help="tokens in a shard")
-    parser.add_argument("--workers", type=int, default=available_cores(), help="encoding processes (default: all cores)")
+    parser.add_argument(
+        "--workers",
+        type=int,
+        default=available_cores(),
+        help="encoding processes (default: all cores, up to 16)",
+    )
     args = parser.parse_args()
     args.name = args.name or args.out.resolve().name
-    for flag in ("shard_tokens", "workers", "val_documents", "max_documents", "max_bytes", "tokenizer_chars", "max_files"):
+    for flag in (
+        "shard_tokens",
+        "workers",
+        "val_documents",
+        "max_documents",
+        "max_bytes",
+        "tokenizer_chars",
+        "max_files",
+    ):
         if (value := getattr(args, flag)) is not None and value < 1:
-            fail(f"--{flag.replace('_', '-')} must be at least 1, found {value}; leave it out for the default")
+            fail(
+                f"--{flag.replace('_', '-')} must be at least 1, found {value}; leave it out for the default"
+            )
     if args.shard_tokens >= 2**31:
         fail(f"--shard-tokens {args.shard_tokens} does not fit the header's int32; give less than {2**31}")
     if args.vocab_size:
         tokenizer.check_vocab_size(args.vocab_size)
     if args.tokenizer and not args.tokenizer.is_file():
-        fail(f"--tokenizer {args.tokenizer} does not exist; give a tokenizer.json or leave it out to train one")
+        fail(
+            f"--tokenizer {args.tokenizer} does not exist; give a tokenizer.json or leave it out to train one"
+        )
     if args.source.startswith("shards:"):
         adopt(args)
     else:
@@ -418,7 +504,9 @@ def main() -> None:
 
 
 def available_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Cores this process may use, at most 16: one reader feeds no more, and each encoder takes 0.1 GiB."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(cores, 16)
 
 
 if __name__ == "__main__":

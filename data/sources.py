@@ -31,22 +31,25 @@ HUB_SOURCES = {
 }
 SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
 HUB_FILES = 40  # default number of Hugging Face training files, about 2 billion tokens of climbmix
-HUB_VAL_DOCUMENTS = 10_000  # default size of their validation split, which is one file of some 50 million tokens
+HUB_VAL_DOCUMENTS = (
+    10_000  # default size of their validation split, which is one file of some 50 million tokens
+)
 STDLIB_SECTION = 6_000  # characters
 TEXT_SECTION = 12_000  # characters
 STDLIB_VAL_FRACTION = 0.05
 
 
 class Source(NamedTuple):
-    """train() and val() each start a fresh pass over the documents (str, free of lone surrogates).
+    """train() and val() each start a fresh pass over the documents (str, never empty, no lone surrogates).
 
     inputs identifies what is read: [name, size in bytes, digest] for local files, [name] otherwise.
+    empty counts the documents passed over because they hold no text, by file, in the latest pass over it.
     """
 
-    spec: str
     inputs: list[list[Any]]
     train: Callable[[], Iterator[str]]
     val: Callable[[], Iterator[str]]
+    empty: dict[str, int]
 
 
 def open_source(
@@ -67,6 +70,7 @@ def open_source(
     def limited(documents: Iterator[str]) -> Iterator[str]:
         return take(documents, max_documents, max_bytes)
 
+    empty: dict[str, int] = {}
     if not 0 < val_fraction <= 0.5:
         fail(f"--val-fraction must lie above 0 and at most 0.5, found {val_fraction}; 0.01 is usual")
     if spec == "stdlib":
@@ -76,24 +80,26 @@ def open_source(
         repo, names = hub_names(spec)
         if val_spec is None:
             if len(names) < 2:
-                fail(f"--source {spec} has {len(names)} file but needs 2, as the last one is validation; "
-                     "give --val-source")
+                fail(
+                    f"--source {spec} has {len(names)} file but needs 2, as the last one is validation; "
+                    "give --val-source"
+                )
             names, val_names = names[:-1][:max_files], names[-1:]
             if val_documents is None:
                 val_documents = HUB_VAL_DOCUMENTS
         else:
             names, val_names = names[:max_files], []
         inputs = [[f"{repo}/{name}"] for name in [*names, *val_names]]
-        train = lambda: limited(hub_documents(repo, names, text_field))  # noqa: E731
-        val = lambda: hub_documents(repo, val_names, text_field)  # noqa: E731
+        train = lambda: limited(hub_documents(repo, names, text_field, empty))  # noqa: E731
+        val = lambda: hub_documents(repo, val_names, text_field, empty)  # noqa: E731
     else:
         paths = local_paths(spec)
         inputs = [identify(path) for path in paths]
         if val_spec is None:
-            train = lambda: split(limited(local_documents(paths, text_field)), val_fraction, False)  # noqa: E731
-            val = lambda: split(limited(local_documents(paths, text_field)), val_fraction, True)  # noqa: E731
+            train = lambda: split(limited(local_documents(paths, text_field, empty)), val_fraction, False)  # noqa: E731
+            val = lambda: split(limited(local_documents(paths, text_field, empty)), val_fraction, True)  # noqa: E731
         else:
-            train = lambda: limited(local_documents(paths, text_field))  # noqa: E731
+            train = lambda: limited(local_documents(paths, text_field, empty))  # noqa: E731
             val = None
     if val_spec is not None:
         if val_spec == "stdlib":
@@ -103,16 +109,19 @@ def open_source(
             val_repo, held_out = hub_names(val_spec)
             held_out = held_out[-1:] if val_spec in HUB_SOURCES else held_out
             inputs = inputs + [["val", f"{val_repo}/{name}"] for name in held_out]
-            val = lambda: hub_documents(val_repo, held_out, text_field)  # noqa: E731
+            val = lambda: hub_documents(val_repo, held_out, text_field, empty)  # noqa: E731
         else:
             val_paths = local_paths(val_spec)
             for path in val_paths:
                 if identify(path) in inputs:
-                    fail(f"{path} is both in --source and in --val-source; validation text must not be trained on, "
-                         "remove it from one")
+                    fail(
+                        f"{path} is both in --source and in --val-source; validation text must not be "
+                        f"trained on, "
+                        "remove it from one"
+                    )
             inputs = inputs + [["val", *identify(path)] for path in val_paths]
-            val = lambda: local_documents(val_paths, text_field)  # noqa: E731
-    return Source(spec, inputs, train, lambda: take(val(), val_documents, None))
+            val = lambda: local_documents(val_paths, text_field, empty)  # noqa: E731
+    return Source(inputs, train, lambda: take(val(), val_documents, None), empty)
 
 
 def take(documents: Iterator[str], max_documents: int | None, max_bytes: int | None) -> Iterator[str]:
@@ -120,7 +129,9 @@ def take(documents: Iterator[str], max_documents: int | None, max_bytes: int | N
     count = size = 0
     for text in documents:
         count, size = count + 1, size + utf8_length(text)
-        if (max_documents is not None and count > max_documents) or (max_bytes is not None and size > max_bytes):
+        if (max_documents is not None and count > max_documents) or (
+            max_bytes is not None and size > max_bytes
+        ):
             return
         yield text
 
@@ -183,7 +194,7 @@ def local_paths(spec: str, suffixes: tuple[str, ...] = SUFFIXES) -> list[Path]:
 
 
 def identify(path: Path) -> list[Any]:
-    """[name, size, digest of the first and last MiB]: cheap, and enough to notice that a file was exchanged."""
+    """[name, size, digest of the first and last MiB]: cheap, and shows that a file was exchanged."""
     digest = hashlib.sha256()
     size = path.stat().st_size
     with open(path, "rb") as f:
@@ -193,8 +204,8 @@ def identify(path: Path) -> list[Any]:
     return [path.name, size, digest.hexdigest()]
 
 
-def local_documents(paths: Iterable[Path], text_field: str = "text") -> Iterator[str]:
-    """Every document of the files, in order."""
+def local_documents(paths: Iterable[Path], text_field: str, empty: dict[str, int]) -> Iterator[str]:
+    """Every document of the files, in order; those without text are only counted in empty[file]."""
     for path in paths:
         if path.name.endswith(".parquet"):
             documents = parquet_documents(path, text_field)
@@ -202,8 +213,12 @@ def local_documents(paths: Iterable[Path], text_field: str = "text") -> Iterator
             documents = text_documents(path)
         else:
             documents = jsonl_documents(path, text_field)
+        empty[str(path)] = 0
         for text in documents:
-            yield clean(text)
+            if not text or text.isspace():
+                empty[str(path)] += 1
+            else:
+                yield clean(text)
 
 
 def read_lines(path: Path) -> Iterator[bytes]:
@@ -260,8 +275,11 @@ def jsonl_documents(path: Path, text_field: str) -> Iterator[str]:
             fail(f"{path} line {number} is not valid JSON ({problem}); correct or remove the line")
         if not isinstance(value, dict) or not isinstance(value.get(text_field), str):
             found = ", ".join(value) if isinstance(value, dict) else type(value).__name__
-            fail(f"{path} line {number} has no string field {text_field!r} (found: {found}); choose another with "
-                 "--text-field")
+            fail(
+                f"{path} line {number} has no string field {text_field!r} (found: {found}); choose another "
+                f"with "
+                "--text-field"
+            )
         yield value[text_field]
 
 
@@ -297,12 +315,18 @@ def parquet_documents(path: Path, text_field: str) -> Iterator[str]:
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             if text_field not in file.schema_arrow.names:
-                fail(f"{path} has no column {text_field!r} (found: {', '.join(file.schema_arrow.names)}); choose "
-                     "another with --text-field")
+                fail(
+                    f"{path} has no column {text_field!r} (found: {', '.join(file.schema_arrow.names)}); "
+                    f"choose "
+                    "another with --text-field"
+                )
             if not pyarrow.types.is_string(kind := file.schema_arrow.field(text_field).type) and (
                 not pyarrow.types.is_large_string(kind)
             ):
-                fail(f"{path} column {text_field!r} holds {kind}, expected string; choose another with --text-field")
+                fail(
+                    f"{path} column {text_field!r} holds {kind}, expected string; choose another with "
+                    f"--text-field"
+                )
             for group in range(file.num_row_groups):
                 for batch in file.iter_batches(1024, row_groups=[group], columns=[text_field]):
                     yield from (text or "" for text in batch.column(0).to_pylist())
@@ -323,11 +347,14 @@ def hub_names(spec: str) -> tuple[str, list[str]]:
     repo, pattern = "/".join(parts[:2]), parts[2]
     names = sorted(n for n in hub.list_files(repo) if fnmatch(n, pattern) and n.endswith(SUFFIXES))
     if not names:
-        fail(f"--source {spec}: no {', '.join(SUFFIXES)} file in dataset {repo} matches {pattern!r}; check the pattern")
+        fail(
+            f"--source {spec}: no {', '.join(SUFFIXES)} file in dataset {repo} matches {pattern!r}; check "
+            f"the pattern"
+        )
     return repo, names
 
 
-def hub_documents(repo: str, names: list[str], text_field: str) -> Iterator[str]:
+def hub_documents(repo: str, names: list[str], text_field: str, empty: dict[str, int]) -> Iterator[str]:
     """Documents of dataset files in the Hugging Face cache, fetched up to four files ahead of the reader."""
     import hub
 
@@ -338,7 +365,7 @@ def hub_documents(repo: str, names: list[str], text_field: str) -> Iterator[str]
                 path = ahead.pop(0).result()
                 if i + 4 < len(names):
                     ahead.append(pool.submit(hub.fetch, repo, names[i + 4]))
-                yield from local_documents([path], text_field)
+                yield from local_documents([path], text_field, empty)
         finally:
             pool.shutdown(cancel_futures=True)
 
@@ -359,7 +386,16 @@ def stdlib_root() -> Path:
 def stdlib_files() -> list[str]:
     """Sorted paths (relative to stdlib_root) of the modules that people wrote: no installed packages, tests,
     demos, character maps, or other files that are mostly generated tables."""
-    skip = {"site-packages", "dist-packages", "test", "tests", "__pycache__", "idlelib", "turtledemo", "_bundled"}
+    skip = {
+        "site-packages",
+        "dist-packages",
+        "test",
+        "tests",
+        "__pycache__",
+        "idlelib",
+        "turtledemo",
+        "_bundled",
+    }
     generated = {"pydoc_data/topics.py", "html/entities.py"}
     root = stdlib_root()
     names = []
@@ -431,8 +467,12 @@ def cut_quality(lines: list[str], i: int) -> int:
 
 def add_source_flags(parser: argparse.ArgumentParser) -> None:
     """The flags that every script which reads text shares."""
-    parser.add_argument("--source", required=True, help="stdlib, climbmix, fineweb-edu, hf:REPO/GLOB, path or glob")
-    parser.add_argument("--text-field", default="text", help="JSON field or parquet column that holds the text")
+    parser.add_argument(
+        "--source", required=True, help="stdlib, climbmix, fineweb-edu, hf:REPO/GLOB, path or glob"
+    )
+    parser.add_argument(
+        "--text-field", default="text", help="JSON field or parquet column that holds the text"
+    )
     parser.add_argument("--max-files", type=int, default=HUB_FILES, help="Hugging Face training files to use")
     parser.add_argument("--max-documents", type=int, help="stop reading the source after this many documents")
     parser.add_argument("--max-bytes", type=int, help="stop reading the source after this many bytes of text")
@@ -444,7 +484,9 @@ def main() -> None:
     parser.add_argument("--split", choices=["train", "val"], default="train")
     parser.add_argument("--show", type=int, default=3, help="number of documents to print")
     args = parser.parse_args()
-    source = open_source(args.source, None, args.text_field, 0.01, args.max_files, args.max_documents, args.max_bytes)
+    source = open_source(
+        args.source, None, args.text_field, 0.01, args.max_files, args.max_documents, args.max_bytes
+    )
     for i, text in enumerate(getattr(source, args.split)()):
         if i == args.show:
             break

@@ -5,8 +5,8 @@
     python data/tokenizer.py eval --tokenizer tokenizer.json --source stdlib
     python data/tokenizer.py gpt2 --out gpt2.json
 
-tokenizer.json: {"format": "decoderstack-tokenizer-1", "pattern": split regex, "ranks": [base64 of each token's
-bytes, the index is the id and the merge rank], "special_tokens": {name: id}}.
+tokenizer.json: {"format": "decoderstack-tokenizer-1", "pattern": split regex, "ranks": [base64 of each
+token's bytes; the index is the id and the merge rank], "special_tokens": {name: id}}.
 """
 
 import argparse
@@ -36,8 +36,8 @@ SPECIAL_TOKENS = [
     "<|output_end|>",
 ]
 # GPT-4's split pattern with one change: digits in groups of one or two instead of up to three, which spends
-# fewer of a small vocabulary's entries on numbers (published for a 12-layer model: 0.965 bits per byte with two,
-# 0.969 with one, 0.972 with three).
+# fewer of a small vocabulary's entries on numbers (published for a 12-layer model: 0.965 bits per byte with
+# two, 0.969 with one, 0.972 with three).
 PATTERN = (
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,2}| ?[^\s\p{L}\p{N}]++[\r\n]*|"
     r"\s*[\r\n]|\s+(?!\S)|\s+"
@@ -49,7 +49,9 @@ DOC_CAP = 10_000  # characters of one document that the trainer sees, so that no
 MAX_CHARS = 2_000_000_000
 
 
-def train(documents: Iterable[str], vocab_size: int, max_chars: int = MAX_CHARS, doc_cap: int = DOC_CAP) -> dict:
+def train(
+    documents: Iterable[str], vocab_size: int, max_chars: int = MAX_CHARS, doc_cap: int = DOC_CAP
+) -> dict:
     """Trains BPE on the first max_chars characters; returns the content of tokenizer.json. Deterministic."""
     import rustbpe
 
@@ -58,11 +60,14 @@ def train(documents: Iterable[str], vocab_size: int, max_chars: int = MAX_CHARS,
     trainer = rustbpe.Tokenizer()
     trainer.train_from_iterator(cap(documents, max_chars, doc_cap), ranks_wanted, pattern=PATTERN)
     ranks = [bytes(token) for token, _ in sorted(trainer.get_mergeable_ranks(), key=lambda pair: pair[1])]
-    # Two merge paths can spell the same bytes; tiktoken looks tokens up by bytes, so the second could never occur.
+    # Two merge paths can spell the same bytes; tiktoken finds tokens by bytes, so the second would be dead.
     ranks = list(dict.fromkeys(ranks))
     if len(ranks) < ranks_wanted:
-        fail(f"the text is too small for --vocab-size {vocab_size}: only {len(ranks) + len(SPECIAL_TOKENS)} entries "
-             "could be trained; give more text or that size")
+        fail(
+            f"the text is too small for --vocab-size {vocab_size}: only {len(ranks) + len(SPECIAL_TOKENS)} "
+            f"entries "
+            "could be trained; give more text or that size"
+        )
     special = {name: ranks_wanted + i for i, name in enumerate(SPECIAL_TOKENS)}
     return make_spec(PATTERN, ranks, special)
 
@@ -70,7 +75,10 @@ def train(documents: Iterable[str], vocab_size: int, max_chars: int = MAX_CHARS,
 def check_vocab_size(vocab_size: int) -> None:
     least = 256 + len(SPECIAL_TOKENS)
     if not least <= vocab_size <= MAX_VOCAB:
-        fail(f"--vocab-size {vocab_size} is out of range: shards hold uint16 tokens; give {least} to {MAX_VOCAB}")
+        fail(
+            f"--vocab-size {vocab_size} is out of range: shards hold uint16 tokens; give {least} to "
+            f"{MAX_VOCAB}"
+        )
 
 
 def cap(documents: Iterable[str], max_chars: int, doc_cap: int) -> Iterator[str]:
@@ -102,7 +110,10 @@ def read_spec(path: str | Path) -> tuple[str, list[bytes], dict[str, int]]:
     except (KeyError, TypeError, AttributeError, binascii.Error) as problem:
         fail(f"{path} is damaged ({problem!r}); train it again with data/tokenizer.py")
     if len(ranks) + len(special) > MAX_VOCAB:
-        fail(f"{path} has {len(ranks) + len(special)} entries but shards hold uint16 tokens; give at most {MAX_VOCAB}")
+        fail(
+            f"{path} has {len(ranks) + len(special)} entries but shards hold uint16 tokens; give at most "
+            f"{MAX_VOCAB}"
+        )
     ids = sorted(special.values()) if valid else []
     if (
         not valid
@@ -110,15 +121,19 @@ def read_spec(path: str | Path) -> tuple[str, list[bytes], dict[str, int]]:
         or not {bytes([b]) for b in range(256)} <= set(ranks)
         or ids != list(range(len(ranks), len(ranks) + len(special)))
     ):
-        fail(f"{path} is damaged: it needs 256 single bytes, distinct ranks and special ids that follow them; "
-             "train it again with data/tokenizer.py")
+        fail(
+            f"{path} is damaged: it needs 256 single bytes, distinct ranks and special ids that follow them; "
+            "train it again with data/tokenizer.py"
+        )
     if not {"<|bos|>", "<|endoftext|>"} & set(special):
-        fail(f"{path} has no <|bos|> or <|endoftext|> token, and documents must start with one; train another")
+        fail(
+            f"{path} has no <|bos|> or <|endoftext|> token, and documents must start with one; train another"
+        )
     return pattern, ranks, special
 
 
 def load(path: str | Path) -> tiktoken.Encoding:
-    """The tiktoken encoding of a tokenizer.json. Encode text with encode_ordinary: it never makes specials."""
+    """The tiktoken encoding of a tokenizer.json. For text use encode: it never makes specials."""
     pattern, ranks, special = read_spec(path)
     name = f"decoderstack-{sha256_file(path)[:12]}"
     mergeable = {token: rank for rank, token in enumerate(ranks)}
@@ -128,10 +143,24 @@ def load(path: str | Path) -> tiktoken.Encoding:
 def token_bytes(path: str | Path) -> np.ndarray:
     """int32 [vocabulary]: how many bytes of text each token stands for; 0 for special tokens.
 
-    From the raw bytes, never from decoded strings: half a character would decode to U+FFFD and count as three.
+    From the raw bytes, never from decoded strings: half a character decodes to U+FFFD, which is three.
     """
     _, ranks, special = read_spec(path)
     return np.array([len(token) for token in ranks] + [0] * len(special), dtype=np.int32)
+
+
+def encode(encoding: tiktoken.Encoding, text: str) -> np.ndarray:
+    """uint16 [n]: the tokens of encode_ordinary, so special tokens spelled in the text stay text.
+
+    encode_to_numpy with nothing allowed and nothing disallowed gives just these, but spares the list of
+    Python integers (20 % faster). The split regex overflows its stack on a run of about a million blanks; a
+    text with such a run is encoded in pieces, which changes only tokens at their seams.
+    """
+    try:
+        return encoding.encode_to_numpy(text, allowed_special=set(), disallowed_special=()).astype(np.uint16)
+    except ValueError:
+        parts = [text[i : i + 100_000] for i in range(0, len(text), 100_000)]
+        return np.concatenate([encode(encoding, part) for part in parts])
 
 
 def special_tokens(encoding: tiktoken.Encoding) -> dict[str, int]:
@@ -157,11 +186,17 @@ def gpt2_spec(vocab_bpe: Path | None, encoder_json: Path | None) -> dict[str, An
         try:
             encoding = tiktoken.get_encoding("gpt2")
         except Exception as problem:  # tiktoken lets through whatever its HTTP client raises
-            fail(f"tiktoken cannot fetch the gpt2 files ({type(problem).__name__}); download vocab.bpe and encoder.json "
-                 "of GPT-2 and give them with --vocab-bpe and --encoder-json")
-        return make_spec(GPT2_PATTERN, [encoding.decode_single_token_bytes(i) for i in range(50256)],
-                         {"<|endoftext|>": 50256})
-    # The files spell each byte as a printable character: printable bytes as themselves, others from U+0100 on.
+            fail(
+                f"tiktoken cannot fetch the gpt2 files ({type(problem).__name__}); download vocab.bpe and "
+                f"encoder.json "
+                "of GPT-2 and give them with --vocab-bpe and --encoder-json"
+            )
+        return make_spec(
+            GPT2_PATTERN,
+            [encoding.decode_single_token_bytes(i) for i in range(50256)],
+            {"<|endoftext|>": 50256},
+        )
+    # The files spell each byte as one character: printable bytes as themselves, the others from U+0100 on.
     printable = [b for b in range(256) if chr(b).isprintable() and b != 32]
     others = [b for b in range(256) if b not in printable]
     to_byte = {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
@@ -173,9 +208,15 @@ def gpt2_spec(vocab_bpe: Path | None, encoder_json: Path | None) -> dict[str, An
         ranks = [bytes([b]) for b in printable + others]
         ranks += [bytes(to_byte[c] for c in merge.replace(" ", "")) for merge in merges]
     except (OSError, ValueError, KeyError, AttributeError) as problem:
-        fail(f"{vocab_bpe} and {encoder_json} are not GPT-2's vocabulary files ({problem!r}); download them again")
+        fail(
+            f"{vocab_bpe} and {encoder_json} are not GPT-2's vocabulary files ({problem!r}); download them "
+            f"again"
+        )
     if spelled != ranks or sorted(ids.values()) != list(range(len(ranks))):
-        fail(f"{vocab_bpe} gives {len(ranks)} tokens that are not the {len(ids)} of {encoder_json}; download both again")
+        fail(
+            f"{vocab_bpe} gives {len(ranks)} tokens that are not the {len(ids)} of {encoder_json}; "
+            f"download both again"
+        )
     return make_spec(GPT2_PATTERN, ranks, {"<|endoftext|>": len(ranks)})
 
 
@@ -191,7 +232,7 @@ def evaluate(path: str | Path, documents: Iterable[str]) -> dict[str, float]:
     words, seconds = 0, 0.0
     for text in documents:
         start = time.perf_counter()
-        tokens = encoding.encode_ordinary(text)
+        tokens = encode(encoding, text)
         seconds += time.perf_counter() - start
         counts += np.bincount(tokens, minlength=len(counts))
         words += len(text.split())
@@ -223,10 +264,14 @@ def main() -> None:
 
     p = commands.add_parser("train", help="train a tokenizer on a source")
     add_source_flags(p)
-    p.add_argument("--vocab-size", type=int, default=VOCAB_SIZE, help="entries, the nine special tokens included")
+    p.add_argument(
+        "--vocab-size", type=int, default=VOCAB_SIZE, help="entries, the nine special tokens included"
+    )
     p.add_argument("--max-chars", type=int, default=MAX_CHARS, help="characters of text to train on")
     p.add_argument("--doc-cap", type=int, default=DOC_CAP, help="characters to take of each document")
-    p.add_argument("--val-fraction", type=float, default=0.01, help="held-out part of local files, not trained on")
+    p.add_argument(
+        "--val-fraction", type=float, default=0.01, help="held-out part of local files, not trained on"
+    )
     p.add_argument("--out", required=True, type=Path)
 
     p = commands.add_parser("show", help="print how a tokenizer splits a text")
@@ -262,8 +307,10 @@ def main() -> None:
             start = time.perf_counter()
             spec = train(source.train(), args.vocab_size, args.max_chars, args.doc_cap)
             sha = write_json(args.out, spec)
-            print(f"trained {args.vocab_size} entries in {time.perf_counter() - start:.1f} s; wrote {args.out} "
-                  f"(sha256 {sha})")
+            print(
+                f"trained {args.vocab_size} entries in {time.perf_counter() - start:.1f} s; wrote {args.out} "
+                f"(sha256 {sha})"
+            )
         else:
             print(json.dumps(evaluate(args.tokenizer, getattr(source, args.split)())))
 

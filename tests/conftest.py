@@ -1,0 +1,136 @@
+"""What the tests of train_small.py share: a tiny configuration, random weights, documents in packed form, a dataset.
+
+Tests that reach into the packed interface do it through `pack` and `logits` below, so a change of the interface is
+mended here once.
+"""
+
+import base64
+import hashlib
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import train_small as ts
+
+ROOT = Path(__file__).resolve().parents[1]
+CPU = torch.device("cpu")
+ALONE = ts.Ranks(0, 0, 1, CPU)  # one process
+torch.set_num_threads(1)  # the model is tiny, and one thread adds up in one order
+os.environ["OMP_NUM_THREADS"] = "1"  # the same in subprocesses
+
+# Two stages: batch, long window and document length grow, so YaRN has something to do.
+TINY = {
+    "num_layers": 4, "width": 64, "head_dim": 16, "mlp_width": 128, "vocab_size": 300, "max_seq_len": 64,
+    "no_attention_layers": (2,), "long_layers": (1, 3), "key_offset_layers": (1, 3), "value_embed_layers": (0, 3),
+    "bigram_rows": 500, "skip_from": 0, "skip_to": 2, "backout_layer": 2, "pack_tokens": 128, "pack_docs": 8,
+    "stages": ((0.5, 2, 8, 16, 48, 1.0), (0.5, 4, 8, 24, 64, 1.5)), "tokens": 20 * 3 * 128, "val_tokens": 1500,
+    "sample_tokens": 16,
+}  # fmt: skip
+
+
+def tiny_config(**overrides) -> ts.Config:
+    return ts.Config(**{**TINY, **overrides})
+
+
+def random_model(config: ts.Config, seed: int = 0) -> ts.GPT:
+    """A model whose every parameter is random: zero-initialised gates and tables would hide mistakes."""
+    model = ts.GPT(config)
+    model.init_weights(seed)
+    rng = torch.Generator().manual_seed(seed + 1)
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            size = 0.1 if name.endswith("_bank") else 0.3
+            param.add_(torch.randn(param.shape, generator=rng) * size)
+    model.attention = ts.sdpa_attention
+    return model
+
+
+def random_documents(lengths, vocab=300, seed=0) -> list[list[int]]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, vocab, n).tolist() for n in lengths]
+
+
+def pack(documents) -> tuple:
+    """(tokens, targets, positions, cu_seqlens, max_doc); the last token of a document is a target only."""
+    inputs = [torch.tensor(d[:-1]) for d in documents]
+    targets = torch.cat([torch.tensor(d[1:]) for d in documents]).int()
+    ends = np.cumsum([0] + [len(i) for i in inputs])
+    cu_seqlens = torch.tensor([*ends, ends[-1], ends[-1]], dtype=torch.int32)  # two borders are padding
+    positions = torch.cat([torch.arange(len(i)) for i in inputs]).int()
+    return torch.cat(inputs).int(), targets, positions, cu_seqlens, max(len(i) for i in inputs)
+
+
+def logits(model, *documents) -> torch.Tensor:
+    """Logits after every token of the given documents, packed behind each other: (T, padded vocabulary)."""
+    tokens, _, *rest = pack([[*d, 0] for d in documents])
+    with torch.no_grad():
+        return model(tokens, None, *rest)
+
+
+# ---- datasets
+
+SPECIALS = ("<|bos|>", "<|user_start|>", "<|user_end|>", "<|assistant_start|>", "<|assistant_end|>",
+            "<|python_start|>", "<|python_end|>", "<|output_start|>", "<|output_end|>")  # fmt: skip
+MERGES = [m.encode() for m in ("th", "he", "the", " t", " a", "in", "er", "on", " the", "ed", "é", "ü", "an", "re",
+                               "nd", "and", " and", "or", "is", "st", "ing", "at", "es", "en", "to", "it", "ou", "al",
+                               "ar", "as", "se", "ll")] + ["€".encode()[:2], "€".encode(), b"\xa9 "]  # fmt: skip
+WORDS = "the and then rest is in an order of stone ting ell hat é ü € naïve 你好 12 ... seller outer".split()
+
+
+def write_tokenizer(path: Path, merges=MERGES, specials=SPECIALS) -> str:
+    """256 bytes, some merges, the specials: 300 entries by default. Returns the sha256 of the file."""
+    ranks = [bytes([b]) for b in range(256)] + list(merges)
+    spec = {"pattern": r"\s?\S+|\s+", "ranks": [base64.b64encode(r).decode() for r in ranks],
+            "special_tokens": {s: len(ranks) + i for i, s in enumerate(specials)}}  # fmt: skip
+    path.write_text(json.dumps(spec))
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def write_shard(path: Path, tokens, tokenizer_sha256: str = "") -> None:
+    """256 int32 of header, then uint16. Without a hash the header ends after its first three words (llm.c)."""
+    tokens = np.asarray(tokens, "<u2")
+    header = np.zeros(256, "<i4")
+    header[:3] = 20240520, 1, len(tokens)
+    if tokenizer_sha256:
+        header[5:13] = np.frombuffer(bytes.fromhex(tokenizer_sha256), "<i4")
+        header[13:21] = np.frombuffer(hashlib.sha256(tokens.tobytes()).digest(), "<i4")
+    path.write_bytes(header.tobytes() + tokens.tobytes())
+
+
+def write_dataset(root: Path, words=((0, 1, 300, 12, 2, 90, 0, 45), (700, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 60, 25, 1500),
+                                     (40, 150, 7, 800, 26, 1)), val_words=(30, 1, 0, 200, 9, 60, 4), hashes=True,
+                  merges=MERGES) -> Path:  # fmt: skip
+    """A dataset of documents of the given numbers of words, one tuple for each train shard: 0 words are a BOS alone,
+    1 word is one token."""
+    (root / "pretrain").mkdir(parents=True)
+    sha256 = write_tokenizer(root / "tokenizer.json", merges)
+    tokenizer, rng, splits = ts.Tokenizer(root / "tokenizer.json"), np.random.default_rng(0), {}
+    for split, shards in (("train", words), ("val", (val_words,))):
+        counts = {"tokens": 0, "text_bytes": 0}
+        for i, shard in enumerate(shards):
+            tokens = []
+            for n in shard:
+                text = "the" if n == 1 else " ".join(rng.choice(WORDS, n))
+                tokens += [tokenizer.bos_id, *tokenizer.encode(text)]
+                counts["text_bytes"] += len(text.encode())
+            counts["tokens"] += len(tokens)
+            write_shard(root / "pretrain" / f"{split}_{i:06d}.bin", tokens, sha256 if hashes else "")
+        splits[split] = counts
+    info = {"tokenizer_sha256": sha256, "vocab_size": tokenizer.vocab_size, "splits": splits}
+    (root / "dataset.json").write_text(json.dumps(info))
+    return root
+
+
+@pytest.fixture(scope="session")
+def dataset_dir(tmp_path_factory) -> Path:
+    """Three train shards with documents from 1 token to many packs, one validation shard. Tests must not change it."""
+    return write_dataset(tmp_path_factory.mktemp("data") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def dataset(dataset_dir) -> ts.Dataset:
+    return ts.Dataset.open(dataset_dir)

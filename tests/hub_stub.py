@@ -1,0 +1,197 @@
+"""A stand-in for the Hugging Face server on the loopback interface, as far as data/*.py uses it.
+
+start_hub() serves dataset repositories from a dict {repo: {path: bytes}} and records every request. Faults:
+    hub.break_after[path] = n     the next GET of the file drops the connection after n bytes (once)
+    hub.corrupt[path] = n         the next n GETs of the file deliver wrong bytes (-1: always)
+    hub.fail_posts[part] = n      the next n POSTs or PUTs whose path contains part answer 500
+"""
+
+import base64
+import contextlib
+import hashlib
+import json
+import re
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
+from urllib.parse import unquote, urlparse
+
+COMMIT = "c0ffee" + "0" * 34
+
+
+def git_blob_id(data: bytes) -> str:
+    return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+
+
+def make_handler(hub: SimpleNamespace) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+        def answer(self, status: int, body: bytes = b"", headers: dict[str, str] | None = None) -> None:
+            self.send_response(status)
+            for key, value in (headers or {}).items():
+                self.send_header(key, value)
+            if "Content-Length" not in (headers or {}):
+                self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            if self.command != "HEAD":
+                self.wfile.write(body)
+
+        def json(self, value: object, status: int = 200) -> None:
+            self.answer(status, json.dumps(value).encode(), {"Content-Type": "application/json"})
+
+        def missing(self, code: str) -> None:
+            self.answer(404, b"{}", {"X-Error-Code": code, "X-Error-Message": code})
+
+        def body(self) -> bytes:
+            if self.headers.get("Transfer-Encoding") == "chunked":
+                parts = []
+                while size := int(self.rfile.readline(), 16):
+                    parts.append(self.rfile.read(size))
+                    self.rfile.readline()
+                self.rfile.readline()
+                return b"".join(parts)
+            return self.rfile.read(int(self.headers.get("Content-Length", 0)))
+
+        def do_HEAD(self) -> None:
+            self.do_GET()
+
+        def do_GET(self) -> None:
+            path = unquote(urlparse(self.path).path)
+            hub.requests.append((self.command, path, self.headers.get("Range")))
+            if found := re.fullmatch(r"/api/datasets/([^/]+/[^/]+)(/revision/[^/]+)?", path):
+                if found[1] not in hub.repos:
+                    return self.missing("RepoNotFound")
+                return self.json(
+                    {"id": found[1], "sha": COMMIT, "siblings": [], "tags": [], "private": False}
+                )
+            if found := re.fullmatch(r"/api/datasets/([^/]+/[^/]+)/tree/[^/]+", path):
+                if found[1] not in hub.repos:
+                    return self.missing("RepoNotFound")
+                entries = []
+                for name, data in sorted(hub.repos[found[1]].items()):
+                    entry = {"type": "file", "path": name, "size": len(data), "oid": git_blob_id(data)}
+                    if name.endswith((".bin", ".parquet")):
+                        entry["lfs"] = {
+                            "oid": hashlib.sha256(data).hexdigest(),
+                            "size": len(data),
+                            "pointerSize": 130,
+                        }
+                    entries.append(entry)
+                return self.json(entries)
+            if found := re.fullmatch(r"/datasets/([^/]+/[^/]+)/resolve/[^/]+/(.+)", path):
+                if found[1] not in hub.repos:
+                    return self.missing("RepoNotFound")
+                if found[2] not in hub.repos[found[1]]:
+                    return self.missing("EntryNotFound")
+                return self.send_file(found[2], hub.repos[found[1]][found[2]])
+            self.missing("RepoNotFound")
+
+        def send_file(self, name: str, data: bytes) -> None:
+            headers = {
+                "ETag": f'"{hashlib.sha256(data).hexdigest()}"',
+                "X-Repo-Commit": COMMIT,
+                "Accept-Ranges": "bytes",
+            }
+            if self.command == "HEAD":
+                return self.answer(200, b"", {**headers, "Content-Length": str(len(data))})
+            if hub.corrupt.get(name, 0):
+                hub.corrupt[name] -= 1
+                middle = len(data) // 2
+                data = data[:middle] + bytes([data[middle] ^ 0xFF]) + data[middle + 1 :]
+            status, total, start = 200, len(data), 0
+            if asked := re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", "")):
+                status, start = 206, int(asked[1])
+                headers["Content-Range"] = f"bytes {start}-{total - 1}/{total}"
+            if (cut := hub.break_after.pop(name, None)) is not None:
+                self.send_response(status)
+                for key, value in {**headers, "Content-Length": str(total - start)}.items():
+                    self.send_header(key, value)
+                self.end_headers()
+                self.wfile.write(data[start : start + cut])
+                self.wfile.flush()
+                self.close_connection = True
+                return None
+            return self.answer(status, data[start:], headers)
+
+        def do_POST(self) -> None:
+            path = unquote(urlparse(self.path).path)
+            body = self.body()
+            hub.requests.append((self.command, path, None))
+            for part, left in hub.fail_posts.items():
+                if part in path and left:
+                    hub.fail_posts[part] -= 1
+                    return self.json({"error": "made up"}, 500)
+            if path == "/api/repos/create":
+                value = json.loads(body)
+                repo = f"{value['organization']}/{value['name']}"
+                value = {"url": f"{hub.url}/datasets/{repo}", "name": repo, "id": repo}
+                if repo in hub.repos:
+                    return self.json({**value, "error": "You already created this dataset repo"}, 409)
+                hub.repos[repo] = {}
+                return self.json(value)
+            if found := re.fullmatch(r"/api/datasets/([^/]+/[^/]+)/preupload/[^/]+", path):
+                files = []
+                for file in json.loads(body)["files"]:
+                    mode = "lfs" if file["path"].endswith(".bin") else "regular"
+                    files.append({"path": file["path"], "uploadMode": mode, "shouldIgnore": False})
+                return self.json({"files": files})
+            if found := re.fullmatch(r"/datasets/([^/]+/[^/]+)\.git/info/lfs/objects/batch", path):
+                objects = []
+                for item in json.loads(body)["objects"]:
+                    answer = {"oid": item["oid"], "size": item["size"]}
+                    if item["oid"] not in hub.blobs:
+                        answer["actions"] = {"upload": {"href": f"{hub.url}/lfs/{item['oid']}"}}
+                    objects.append(answer)
+                return self.json({"transfer": "basic", "objects": objects})
+            if found := re.fullmatch(r"/api/datasets/([^/]+/[^/]+)/commit/[^/]+", path):
+                for line in body.splitlines():
+                    item = json.loads(line)
+                    value = item["value"]
+                    if item["key"] == "file":
+                        hub.repos[found[1]][value["path"]] = base64.b64decode(value["content"])
+                        hub.committed.append(value["path"])
+                    elif item["key"] == "lfsFile":
+                        hub.repos[found[1]][value["path"]] = hub.blobs[value["oid"]]
+                        hub.committed.append(value["path"])
+                return self.json(
+                    {"commitUrl": f"{hub.url}/datasets/{found[1]}/commit/{COMMIT}", "commitOid": COMMIT}
+                )
+            return self.missing("RepoNotFound")
+
+        def do_PUT(self) -> None:
+            path = urlparse(self.path).path
+            data = self.body()
+            hub.requests.append(("PUT", path, None))
+            for part, left in hub.fail_posts.items():
+                if part in path and left:
+                    hub.fail_posts[part] -= 1
+                    return self.answer(500)
+            if hashlib.sha256(data).hexdigest() != path.removeprefix("/lfs/"):
+                return self.answer(400)
+            hub.blobs[path.removeprefix("/lfs/")] = data
+            return self.answer(200)
+
+    return Handler
+
+
+@contextlib.contextmanager
+def start_hub(repos: dict[str, dict[str, bytes]]) -> Iterator[SimpleNamespace]:
+    """A running server: .url, .repos, .requests [(method, path, Range)], .committed [path], faults."""
+    hub = SimpleNamespace(
+        repos=repos, requests=[], committed=[], blobs={}, break_after={}, corrupt={}, fail_posts={}
+    )
+    server = ThreadingHTTPServer(("127.0.0.1", 0), make_handler(hub))
+    server.daemon_threads = True
+    hub.url = f"http://127.0.0.1:{server.server_port}"
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield hub
+    finally:
+        server.shutdown()
+        server.server_close()

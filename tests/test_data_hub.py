@@ -1,0 +1,165 @@
+"""Download and upload of datasets against a stand-in server, with broken and corrupted transfers."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hub_stub import COMMIT, start_hub
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "data"))
+import format
+
+DATA = Path(__file__).parents[1] / "data"
+
+TOKEN = "hf_AbCdEfSecretSecret"
+TRAIN = "pretrain/train_000000.bin"
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory) -> Path:
+    """A dataset whose training shard is longer than the 10 MB pieces huggingface_hub downloads in."""
+    folder = tmp_path_factory.mktemp("dataset") / "x"
+    files = {}
+    for name, count in ((TRAIN, 6_000_000), ("pretrain/val_000000.bin", 1000)):
+        tokens = np.random.default_rng(count).integers(0, 300, count).astype(np.uint16)
+        sha = format.write_shard(folder / name, tokens)
+        files[name] = {"tokens": count, "documents": 1, "text_bytes": count, "sha256": sha}
+    files["tokenizer.json"] = {"sha256": format.write_json(folder / "tokenizer.json", {"made": "up"})}
+    format.write_dataset(folder, {"name": "x", "sources": [], "files": files})
+    (folder / "progress.json").write_text("not part of the dataset")
+    return folder
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    paths = [p for p in folder.rglob("*") if p.is_file() and p.name != "progress.json"]
+    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in paths}
+
+
+@pytest.fixture
+def hub(dataset, tmp_path):
+    with start_hub({"me/x": contents(dataset)}) as server:
+        server.home = tmp_path / "home"
+        yield server
+
+
+def run(hub, *args: object, code: int = 0) -> str:
+    """Runs data/hub.py; returns stdout and stderr together."""
+    env = {
+        **os.environ,
+        "HF_ENDPOINT": hub.url,
+        "HF_HOME": str(hub.home),
+        "HF_HUB_DISABLE_XET": "1",
+        "HF_TOKEN": TOKEN,
+    }
+    command = [sys.executable, str(DATA / "hub.py"), *map(str, args), "--backoff", "0.02"]
+    result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    output = result.stdout + result.stderr
+    assert result.returncode == code, output
+    assert TOKEN not in output and "Traceback" not in output
+    if code:
+        assert re.search(r"^error: ", result.stderr, re.M)
+    return output
+
+
+def fetched(hub, name: str) -> list[str | None]:
+    """The Range header of each GET of a file."""
+    return [r[2] for r in hub.requests if r[0] == "GET" and r[1].endswith(f"/resolve/{COMMIT}/{name}")]
+
+
+def test_download_survives_a_broken_connection(hub, dataset, tmp_path):
+    hub.break_after[TRAIN] = 11_000_000
+    out = tmp_path / "out"
+    output = run(hub, "download", "me/x", "--out", out)
+    assert "is complete: 3 files, 0 were there already" in output
+    assert contents(out) == contents(dataset)
+    ranges = fetched(hub, TRAIN)
+    assert len(ranges) == 2 and ranges[0] is None and re.fullmatch(r"bytes=[1-9]\d{6,}-", ranges[1])
+
+    hub.requests.clear()
+    assert "3 were there already" in run(hub, "download", "me/x", "--out", out)
+    assert fetched(hub, TRAIN) == [] and contents(out) == contents(dataset)
+
+    # A file that was damaged or lost afterwards is the only one fetched.
+    (out / "pretrain/val_000000.bin").write_bytes(b"damaged")
+    hub.requests.clear()
+    assert "2 were there already" in run(hub, "download", "me/x", "--out", out)
+    assert fetched(hub, TRAIN) == [] and len(fetched(hub, "pretrain/val_000000.bin")) == 1
+    assert contents(out) == contents(dataset)
+
+
+def test_a_corrupted_file_is_fetched_again(hub, dataset, tmp_path):
+    hub.corrupt["tokenizer.json"] = 2
+    output = run(hub, "download", "me/x", "--out", tmp_path / "out")
+    assert output.count("; deleted") == 2 and len(fetched(hub, "tokenizer.json")) == 3
+    assert contents(tmp_path / "out") == contents(dataset)
+
+
+def test_a_file_that_stays_corrupted(hub, dataset, tmp_path):
+    hub.corrupt["tokenizer.json"] = -1
+    out = tmp_path / "out"
+    output = run(hub, "download", "me/x", "--out", out, "--attempts", 3, code=1)
+    good = format.sha256_file(dataset / "tokenizer.json")
+    assert f"expected sha256 {good}, found " in output and "error: tokenizer.json" in output
+    assert len(fetched(hub, "tokenizer.json")) == 3
+    # Neither the bad file nor dataset.json is there, the good shard is; the next run needs only the rest.
+    assert (
+        not (out / "tokenizer.json").exists()
+        and not (out / "dataset.json").exists()
+        and (out / TRAIN).exists()
+    )
+    hub.corrupt.clear()
+    assert "2 were there already" in run(hub, "download", "me/x", "--out", out)
+    assert contents(out) == contents(dataset)
+
+
+def test_download_errors(hub, dataset, tmp_path):
+    assert "not found" in run(hub, "download", "me/none", "--out", tmp_path / "a", code=1)
+    assert "OWNER/NAME" in run(hub, "download", "me", "--out", tmp_path / "a", code=1)
+    hub.repos["me/empty"] = {"README.md": b""}
+    assert "dataset.json" in run(hub, "download", "me/empty", "--out", tmp_path / "a", code=1)
+    outside = contents(dataset)["dataset.json"].replace(b'"tokenizer.json"', b'"../../tokenizer.json"')
+    hub.repos["me/evil"] = {**contents(dataset), "dataset.json": outside}
+    assert "bad path" in run(hub, "download", "me/evil", "--out", tmp_path / "a", code=1)
+
+    # A directory with another dataset stays as it is.
+    out = tmp_path / "other"
+    format.write_dataset(out, {"name": "other", "files": {"tokenizer.json": {"sha256": "00"}}})
+    before = contents(out)
+    assert "another dataset" in run(hub, "download", "me/x", "--out", out, code=1)
+    assert {k: v for k, v in contents(out).items() if not k.startswith(".download")} == before
+
+
+def test_an_unreachable_server(hub, tmp_path):
+    hub.url = "http://127.0.0.1:9"  # discard: nothing listens
+    output = run(hub, "download", "me/x", "--out", tmp_path / "out", "--attempts", 3, code=1)
+    assert output.count("trying again") == 2 and "failed 3 times" in output and "HF_ENDPOINT" in output
+
+
+def test_upload(hub, dataset):
+    hub.fail_posts["/commit/"] = 2
+    output = run(hub, "upload", dataset, "me/new")
+    assert "is complete: 3 files sent, 0 were there already" in output and "trying again" in output
+    assert hub.repos["me/new"] == contents(dataset)
+    assert hub.committed[-1] == "dataset.json" and len(hub.committed) == 4
+
+    hub.requests.clear()
+    assert "2 were there already" in run(hub, "upload", dataset, "me/new")
+    assert not [r for r in hub.requests if r[0] == "PUT"]
+
+
+def test_upload_refuses_a_damaged_dataset(hub, dataset, tmp_path):
+    for name, data in contents(dataset).items():
+        (tmp_path / "copy" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "copy" / name).write_bytes(data)
+    (tmp_path / "copy/tokenizer.json").write_bytes(b"{}")
+    good = format.sha256_file(dataset / "tokenizer.json")
+    output = run(hub, "upload", tmp_path / "copy", "me/new", code=1)
+    assert "tokenizer.json" in output and f"expected sha256 {good}" in output
+    (tmp_path / "copy/tokenizer.json").unlink()
+    assert "missing" in run(hub, "upload", tmp_path / "copy", "me/new", code=1)
+    assert "me/new" not in hub.repos and not [r for r in hub.requests if r[0] == "POST"]
+    assert "no dataset.json" in run(hub, "upload", tmp_path / "nothing", "me/new", code=1)

@@ -1,0 +1,214 @@
+"""Shards to packs: no text lost, exact targets, and a position from which everything can be repeated."""
+
+import dataclasses
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from conftest import ALONE, CPU, tiny_config, write_dataset, write_shard
+
+import train_small as ts
+
+FIELDS = ("tokens", "targets", "positions", "ends")
+
+
+def batches(dataset, config, ranks=ALONE, position=None, first_step=0, most=10**9) -> list[ts.Batch]:
+    """Batches until the run or the text ends."""
+    loader, out = ts.PackLoader(dataset, config, ranks, position, first_step), []
+    try:
+        while first_step + len(out) < config.num_steps and len(out) < most:
+            out.append(loader.next())
+    except ts.UserError as error:
+        assert "ran out of text" in str(error)
+    loader.close()
+    return out
+
+
+def text_of(dataset, split="train") -> np.ndarray:
+    return np.concatenate([np.fromfile(p, "<u2", offset=1024) for p in dataset.files(split)]).astype(int)
+
+
+def segments(batch: ts.Batch, row: int):
+    """(inputs, targets) of each segment of a pack, by its ends alone."""
+    start = 0
+    for end in sorted({int(e) for e in batch.ends[row]}):
+        yield batch.tokens[row, start:end].tolist(), batch.targets[row, start:end].tolist()
+        start = end
+
+
+def same(a: ts.Batch, b: ts.Batch) -> bool:
+    return all(torch.equal(getattr(a, f), getattr(b, f)) for f in FIELDS) and a.position == b.position
+
+
+@pytest.fixture(scope="module")
+def epochs(dataset):
+    """All batches of two epochs, of both stages."""
+    config = tiny_config(tokens=2 * len(text_of(dataset)), max_epochs=2)
+    return config, batches(dataset, config)
+
+
+def test_dataset_is_worth_testing(dataset):
+    """The text has several shards, documents of one token and documents longer than a pack, more than 60 packs."""
+    text, bos = text_of(dataset), dataset.tokenizer.bos_id
+    lengths = np.diff([*np.flatnonzero(text == bos), len(text)])
+    assert len(dataset.files("train")) == 3 and lengths.min() == 1 and lengths.max() > 3 * 128 and len(text) > 60 * 128
+
+
+def test_no_token_is_lost_or_repeated(dataset, epochs):
+    """Segments behind each other, without the BOS that the loader put in, are the text of the shards, twice over."""
+    config, found = epochs
+    bos, text = dataset.tokenizer.bos_id, np.tile(text_of(dataset), 3).tolist()
+    at, inserted, lengths = 0, 0, []
+    for step, batch in enumerate(found):
+        stage = config.stage_table[ts.stage_index(config, step)]
+        assert batch.max_doc == stage.max_doc and batch.tokens.shape == (stage.packs, 128)
+        for row in range(stage.packs):
+            for inputs, targets in segments(batch, row):
+                if targets[0] == -1:  # padding
+                    assert set(targets) == {-1} and set(inputs) == {bos} and len(inputs) <= stage.max_doc
+                    continue
+                assert inputs[0] == bos and len(inputs) <= stage.max_doc
+                body = inputs if text[at] == bos else inputs[1:]
+                inserted += len(inputs) - len(body)
+                assert body == text[at : at + len(body)] and bos not in body[1:]
+                at += len(body)
+                assert targets == [*inputs[1:], text[at]], "targets are the next tokens"
+                lengths.append(len(inputs))
+    assert at > 1.5 * len(text_of(dataset)), "the test should see the second epoch"
+    assert inserted > 10 and min(lengths) == 1 and max(lengths) == 64
+    assert [b.position["epoch"] for b in found] == sorted(b.position["epoch"] for b in found)
+
+
+def test_positions_ends_and_counts(epochs):
+    """Positions restart at every end and nowhere else; ends are padded; the counted targets are the real ones."""
+    config, found = epochs
+    for batch in found:
+        for row in range(len(batch.tokens)):
+            ends, positions = batch.ends[row].tolist(), batch.positions[row].tolist()
+            assert ends == sorted(ends) and ends[-1] == 128
+            borders = [0, *sorted(set(ends))]
+            expected = [i for a, b in zip(borders, borders[1:], strict=False) for i in range(b - a)]
+            assert positions == expected
+        assert batch.total_targets == int((batch.targets >= 0).sum())
+        assert batch.total_tokens == batch.tokens.numel()
+    assert any(b.total_targets < b.total_tokens for b in found), "some pack should hit pack_docs and be padded"
+
+
+def test_any_position_continues_exactly(dataset, epochs):
+    """A loader that starts at a batch's position yields the batches that follow it, over shards and epochs."""
+    config, found = epochs
+    for i in range(0, len(found) - 3, 2):
+        later = batches(dataset, config, position=found[i].position, first_step=i + 1, most=3)
+        assert len(later) == 3 and all(map(same, later, found[i + 1 :]))
+
+
+@pytest.mark.parametrize("world", (2, 4))
+def test_ranks_share_the_same_step(dataset, world):
+    """The ranks' packs behind each other are the packs of one process."""
+    config = tiny_config(stages=((0.5, 4, 8, 16, 48, 1.0), (0.5, 8, 8, 24, 64, 1.5)), tokens=12 * 6 * 128)
+    whole = batches(dataset, config)
+    parts = [batches(dataset, config, ts.Ranks(rank, rank, world, CPU)) for rank in range(world)]
+    assert len(whole) == 12
+    for batch, *shares in zip(whole, *parts, strict=True):
+        for field in FIELDS:
+            assert torch.equal(getattr(batch, field), torch.cat([getattr(s, field) for s in shares]))
+        assert {(s.total_targets, s.total_tokens) for s in shares} == {(batch.total_targets, batch.total_tokens)}
+        assert all(s.position == batch.position for s in shares)
+
+
+@pytest.mark.parametrize("packs", (1, 2, 4))
+def test_micro_batches(epochs, packs):
+    """Micro-batches are the packs in order; their document borders are where the positions restart."""
+    batch = epochs[1][-1]
+    parts = list(batch.micro_batches(packs, CPU))
+    assert len(parts) == 4 // packs
+    for i, field in enumerate(FIELDS[:3]):
+        assert torch.equal(torch.cat([part[i] for part in parts]), getattr(batch, field).flatten())
+    for _, _, positions, cu_seqlens, max_doc in parts:
+        assert cu_seqlens.dtype == torch.int32 and cu_seqlens[0] == 0 and cu_seqlens[-1] == packs * 128
+        assert (cu_seqlens.diff() >= 0).all() and cu_seqlens.diff().max() <= max_doc == 64
+        starts = torch.cat((torch.nonzero(positions == 0)[:, 0], torch.tensor([packs * 128])))
+        assert torch.equal(cu_seqlens.unique(), starts.int())
+
+
+def test_loader_reports_the_end_of_the_text(dataset):
+    """One epoch more than there is ends with a sentence that names both ways out."""
+    config = tiny_config(tokens=10**6)
+    loader = ts.PackLoader(dataset, config, ALONE)
+    with pytest.raises(ts.UserError, match="ran out of text after 1 epoch.*--tokens.*max_epochs"):
+        for _ in range(config.num_steps):
+            loader.next()
+    loader.close()
+
+
+def test_hosted_shard_without_extras_loads(tmp_path, dataset):
+    """A header with three words (llm.c, modded-nanogpt) is enough, and a shard may begin inside a document."""
+    root = write_dataset(tmp_path / "hosted", hashes=False)
+    first = root / "pretrain" / "train_000000.bin"
+    write_shard(first, ts.Dataset.open(root).read(first)[5:])
+    hosted = ts.Dataset.open(root)
+    (batch,) = batches(hosted, tiny_config(), most=1)
+    assert batch.tokens[0, 0] == hosted.tokenizer.bos_id
+    assert batch.tokens[0, 1:48].tolist() == text_of(hosted)[:47].tolist()
+    assert np.array_equal(hosted.read(hosted.files("val")[0]), dataset.read(dataset.files("val")[0]))
+
+
+def damage(path, change):
+    tokens = np.fromfile(path, "<u2", offset=1024)
+    if change == "truncated":
+        path.write_bytes(path.read_bytes()[:-10])
+    elif change == "headless":
+        path.write_bytes(b"\0" * 100)
+    elif change == "magic":
+        path.write_bytes(b"\0\0\0\0" + path.read_bytes()[4:])
+    elif change == "corrupt":
+        path.write_bytes(path.read_bytes()[:-2] + b"\0\0")
+    elif change == "another tokenizer":
+        write_shard(path, tokens, "ab" * 32)
+    else:
+        tokens[7] = 300
+        write_shard(path, tokens)
+
+
+@pytest.mark.parametrize(
+    "change", ("truncated", "headless", "magic", "corrupt", "another tokenizer", "holds token 300")
+)
+def test_damaged_shard(tmp_path, dataset_dir, change):
+    """Each kind of damage to a shard is found and named, with the file."""
+    root = shutil.copytree(dataset_dir, tmp_path / "damaged")
+    shard = root / "pretrain" / "train_000001.bin"
+    damage(shard, change)
+    damaged = ts.Dataset.open(root)
+    with pytest.raises(ts.UserError) as caught:
+        damaged.read(shard)
+    word = "not a token shard" if change in ("headless", "magic") else change
+    assert word in str(caught.value) and str(shard) in str(caught.value)
+
+
+def test_validation_batch(dataset):
+    """Every validation document once, whole from its BOS, cut at the context; nothing continued; packs padded."""
+    config = tiny_config(val_tokens=10**9)
+    batch, bos = ts.validation_batch(dataset, config), dataset.tokenizer.bos_id
+    text = text_of(dataset, "val")
+    starts = [*np.flatnonzero(text == bos), len(text)]
+    documents = [text[a:b][:64].tolist() for a, b in zip(starts, starts[1:], strict=False)]
+    found = [s for row in range(len(batch.tokens)) for s in segments(batch, row)]
+    real = [inputs + targets[-1:] for inputs, targets in found if targets[0] != -1]
+    assert real == [d for d in documents if len(d) > 1] and {len(d) for d in real} >= {2, 64}
+    assert all(inputs[1:] == targets[:-1] for inputs, targets in found if targets[0] != -1)
+    assert all(set(targets) == {-1} and len(targets) <= 64 for _, targets in found if targets[0] == -1)
+    assert batch.total_targets == sum(len(d) - 1 for d in real) == int((batch.targets >= 0).sum())
+    assert batch.max_doc == 64 and batch.position is None
+    for pack_docs in (1, 2):  # few documents in a pack
+        narrow = ts.validation_batch(dataset, dataclasses.replace(config, pack_docs=pack_docs))
+        assert len(narrow.tokens) >= -(-len(real) // pack_docs) and narrow.total_targets == batch.total_targets
+
+
+def test_validation_stops_after_val_tokens(dataset):
+    """The document that crosses val_tokens is the last one, and it is whole."""
+    everything, some = (ts.validation_batch(dataset, tiny_config(val_tokens=n)) for n in (10**9, 70))
+    assert some.total_targets < everything.total_targets
+    lengths = [len(t) for row in range(len(everything.tokens)) for _, t in segments(everything, row) if t[0] != -1]
+    cumulative = np.cumsum(lengths)
+    assert some.total_targets == cumulative[np.searchsorted(cumulative, 70)]

@@ -1,0 +1,406 @@
+"""The one-command script: a plain reference, resuming after kill -9, hosted shards, user errors."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "data"))
+import format
+import pretrain
+import sources
+import tokenizer
+
+DATA = Path(__file__).parents[1] / "data"
+
+LETTERS = random.Random(5)
+WORDS = ["".join(LETTERS.choices("etaoinshrdlu", k=LETTERS.randint(2, 9))) for _ in range(500)]
+WORDS += [
+    "<|bos|>",
+    "gr\u00fc\u00dfe",
+    "\u4f60\u597d",
+    "\U0001f600",
+    "1234",
+    "it's\n\n",
+    "def",
+    "f(x):",
+    "a\u2028b",
+] * 20
+
+
+def make_texts(count: int, seed: int = 0) -> list[str]:
+    rng = random.Random(seed)
+    return [f"{seed}-{i} " + " ".join(rng.choices(WORDS, k=rng.randint(1, 400))) for i in range(count)]
+
+
+def write_jsonl(path: Path, texts: list[str]) -> Path:
+    path.write_text("".join(json.dumps({"text": t}) + "\n" for t in texts), encoding="utf-8", newline="\n")
+    return path
+
+
+def command(*args: object) -> list[str]:
+    return [sys.executable, str(DATA / "pretrain.py"), *map(str, args)]
+
+
+def run(*args: object) -> subprocess.CompletedProcess:
+    return subprocess.run(command(*args), capture_output=True, text=True, timeout=120)
+
+
+def snapshot(folder: Path) -> dict[str, bytes]:
+    """Every file of a dataset by relative path, but the settings, which name paths."""
+    return {
+        str(p.relative_to(folder)): p.read_bytes()
+        for p in sorted(folder.rglob("*"))
+        if p.is_file() and p.name != "progress.json"
+    }
+
+
+def expect_error(result: subprocess.CompletedProcess, *parts: object) -> None:
+    assert result.returncode == 1, result.stdout + result.stderr
+    assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1, result.stderr
+    for part in parts:
+        assert str(part) in result.stderr
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory) -> Path:
+    """train.jsonl, val.jsonl, tokenizer.json and the dataset "plain" built from them in one process."""
+    folder = tmp_path_factory.mktemp("corpus")
+    texts = make_texts(1500)
+    write_jsonl(folder / "train.jsonl", [*texts[:700], "", " \n", *texts[700:]])
+    write_jsonl(folder / "val.jsonl", make_texts(80, seed=1))
+    format.write_json(folder / "tokenizer.json", tokenizer.train(texts, 450))
+    result = run(*settings(folder, "plain"), "--workers", 1)
+    assert result.returncode == 0, result.stderr
+    assert "skipped 2 empty documents" in result.stdout
+    return folder
+
+
+def settings(corpus: Path, name: str) -> list[object]:
+    return [
+        *("--source", corpus / "train.jsonl", "--val-source", corpus / "val.jsonl", "--name", "x"),
+        *("--tokenizer", corpus / "tokenizer.json", "--shard-tokens", 60_000, "--out", corpus / name),
+    ]
+
+
+def test_equals_a_plain_reference(corpus):
+    """Token for token what the simplest possible code gives, and shards cut only between documents."""
+    encoding = tokenizer.load(corpus / "tokenizer.json")
+    dataset = format.read_dataset(corpus / "plain")
+    sha = format.sha256_file(corpus / "tokenizer.json")
+    assert dataset["tokenizer_sha256"] == sha == format.sha256_file(corpus / "plain/tokenizer.json")
+    assert (dataset["bos_id"], dataset["vocab_size"], dataset["name"]) == (441, 450, "x")
+    assert dataset["sources"] == ["train.jsonl", "val.jsonl (val)"]
+    for split, texts in (("train", make_texts(1500)), ("val", make_texts(80, seed=1))):
+        expected = [t for text in texts for t in [441, *encoding.encode_ordinary(text)]]
+        paths = sorted((corpus / "plain/pretrain").glob(f"{split}_*.bin"))
+        shards = [format.read_shard(path, verify=True) for path in paths]
+        assert np.concatenate(shards).tolist() == expected
+        assert all(shard[0] == 441 and len(shard) <= 60_000 for shard in shards)
+        assert [p.name for p in paths] == [f"{split}_{i:06d}.bin" for i in range(len(paths))]
+        size = sum(len(t.encode()) for t in texts)
+        assert dataset["splits"][split] == {
+            "tokens": len(expected),
+            "documents": len(texts),
+            "text_bytes": size,
+        }
+        for path, shard in zip(paths, shards, strict=True):
+            entry = dataset["files"][f"pretrain/{path.name}"]
+            assert entry["sha256"] == format.sha256_file(path) and entry["tokens"] == len(shard)
+            assert entry["documents"] == int((shard == 441).sum())
+            header = format.read_header(path)
+            assert (header["bos_id"], header["vocab_size"], header["tokenizer_sha256"]) == (441, 450, sha)
+    assert len(list((corpus / "plain/pretrain").glob("train_*.bin"))) > 5
+
+
+def test_parallel_gives_the_same_bytes(corpus):
+    result = run(*settings(corpus, "parallel"), "--workers", 3)
+    assert result.returncode == 0, result.stderr
+    assert snapshot(corpus / "parallel") == snapshot(corpus / "plain")
+
+
+def wait_for(condition, process: subprocess.Popen, what: str) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert process.poll() is None and time.monotonic() < deadline, f"the run ended before {what}"
+        time.sleep(0.002)
+
+
+def running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_killed_run_continues(corpus):
+    """kill -9 with shards still to come; leaves no worker behind; the second run reuses what is complete."""
+    out = corpus / "killed"
+    process = subprocess.Popen(
+        command(*settings(corpus, "killed"), "--workers", 2), stdout=subprocess.DEVNULL
+    )
+    wait_for(lambda: (out / "pretrain/train_000001.bin").exists(), process, "the second shard")
+    workers = []
+    if Path("/proc").exists():
+        tasks = Path(f"/proc/{process.pid}/task").iterdir()
+        workers = [int(pid) for task in tasks for pid in (task / "children").read_text().split()]
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    assert not (out / "dataset.json").exists()
+    deadline = time.monotonic() + 20
+    while any(map(running, workers)):
+        assert time.monotonic() < deadline, "workers outlived their parent"
+        time.sleep(0.05)
+    (out / "pretrain/.train_000002.bin.abc.tmp").write_bytes(b"half a shard")
+    first = (out / "pretrain/train_000000.bin").stat()
+
+    result = run(*settings(corpus, "killed"), "--workers", 1)
+    assert result.returncode == 0, result.stderr
+    assert snapshot(out) == snapshot(corpus / "plain")
+    after = (out / "pretrain/train_000000.bin").stat()
+    assert (after.st_ino, after.st_mtime_ns) == (first.st_ino, first.st_mtime_ns)
+
+
+def test_every_stop_gives_the_same_bytes(corpus, monkeypatch):
+    """Stops after 1, 2, 3 ... written files, so at every kind of point, without the cost of processes."""
+    out = corpus / "stopped"
+    monkeypatch.setattr(
+        sys, "argv", ["pretrain.py", *map(str, settings(corpus, "stopped")), "--workers", "1"]
+    )
+    real = os.replace
+    stops = 0
+    written = 0
+
+    def replace(source, target):
+        nonlocal written
+        real(source, target)
+        written += 1
+        if written > stops and Path(target).name != "dataset.json":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", replace)
+    while not (out / "dataset.json").exists():
+        written = 0
+        try:
+            pretrain.main()
+        except KeyboardInterrupt:
+            stops += 1
+        assert stops < 50
+    assert stops > 5 and snapshot(out) == snapshot(corpus / "plain")
+
+
+def test_second_run_and_other_settings(corpus):
+    before = snapshot(corpus / "plain")
+    result = run(*settings(corpus, "plain"))
+    assert (
+        result.returncode == 0
+        and "already complete" in result.stdout
+        and len(result.stdout.splitlines()) == 1
+    )
+    expect_error(run(*settings(corpus, "plain"), "--shard-tokens", 50_000), "--shard-tokens", 60000, 50000)
+    expect_error(
+        run(*settings(corpus, "plain"), "--source", corpus / "val.jsonl", "--val-source", "stdlib"),
+        "source files",
+    )
+    other = corpus / "other.json"
+    format.write_json(other, tokenizer.train(make_texts(300), 300))
+    expect_error(run(*settings(corpus, "plain"), "--tokenizer", other), "--tokenizer")
+    assert snapshot(corpus / "plain") == before
+
+
+def test_a_damaged_dataset_is_noticed(corpus):
+    out = corpus / "damaged"
+    assert run(*settings(corpus, "damaged"), "--workers", 1).returncode == 0
+    shard = out / "pretrain/train_000001.bin"
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[:-2])
+    expect_error(run(*settings(corpus, "damaged")), "truncated", shard.name)
+    shard.unlink()
+    expect_error(run(*settings(corpus, "damaged")), shard.name)
+    shard.write_bytes(whole)
+    (out / "progress.json").unlink()
+    before = snapshot(out)
+    expect_error(run(*settings(corpus, "damaged")), "did not write", out)
+    assert snapshot(out) == before
+
+
+def test_trains_its_own_tokenizer_and_holds_out_documents(tmp_path):
+    source = write_jsonl(tmp_path / "x.jsonl", make_texts(300))
+    args = ["--source", source, "--vocab-size", 400, "--workers", 1, "--val-fraction", 0.05]
+    for name in ("a", "b"):
+        assert run(*args, "--out", tmp_path / name, "--name", "x").returncode == 0
+    assert snapshot(tmp_path / "a") == snapshot(tmp_path / "b")
+    dataset = format.read_dataset(tmp_path / "a")
+    assert dataset["vocab_size"] == 400 and dataset["splits"]["val"]["documents"] == 15
+    assert dataset["splits"]["train"]["documents"] == 285
+    # The tokenizer saw only training text.
+    train = sources.open_source(str(source), val_fraction=0.05).train()
+    assert format.read_json(tmp_path / "a/tokenizer.json") == tokenizer.train(train, 400)
+
+
+def test_stdlib(tmp_path):
+    out = tmp_path / "stdlib"
+    args = [
+        "--source",
+        "stdlib",
+        "--vocab-size",
+        512,
+        "--max-bytes",
+        300_000,
+        "--val-documents",
+        5,
+        "--out",
+        out,
+    ]
+    result = run(*args, "--workers", 1)
+    assert result.returncode == 0, result.stderr
+    splits = format.read_dataset(out)["splits"]
+    assert splits["val"]["documents"] == 5 and 280_000 < splits["train"]["text_bytes"] <= 300_000
+
+
+def test_large_and_broken_documents(tmp_path, corpus):
+    """A document longer than a shard gets one of its own; lone surrogates become question marks."""
+    texts = ["small one", "big " * 3000, "small two", "a\ud800b"]
+    source = write_jsonl(tmp_path / "x.jsonl", texts)
+    result = run(
+        *("--source", source, "--val-source", corpus / "val.jsonl", "--tokenizer", corpus / "tokenizer.json"),
+        *("--shard-tokens", 100, "--workers", 1, "--out", tmp_path / "out"),
+    )
+    assert result.returncode == 0, result.stderr
+    encoding = tokenizer.load(corpus / "tokenizer.json")
+    shards = [format.read_shard(p) for p in sorted((tmp_path / "out/pretrain").glob("train_*.bin"))]
+    decoded = [encoding.decode(shard.tolist()) for shard in shards]
+    assert decoded == ["<|bos|>small one", "<|bos|>" + texts[1], "<|bos|>small two<|bos|>a?b"]
+
+
+@pytest.mark.parametrize(
+    ("args", "parts"),
+    [
+        (["--source", "{tmp}/none.jsonl"], ["matches no file"]),
+        (["--source", "{tmp}/empty.jsonl"], ["no train document", "two documents"]),
+        (["--source", "{tmp}/one.jsonl"], ["no train document", "two documents"]),
+        (["--source", "{tmp}/blank.jsonl"], ["no train document"]),
+        (["--source", "{tmp}/bad.jsonl"], ["bad.jsonl line 2"]),
+        (["--source", "{tmp}/two.jsonl"], ["too small", "--vocab-size 32768"]),
+        (["--source", "{tmp}/two.jsonl", "--vocab-size", "65537"], ["65537", "65536"]),
+        (["--source", "{tmp}/two.jsonl", "--tokenizer", "{tmp}/none.json"], ["none.json"]),
+        (["--source", "{tmp}/two.jsonl", "--tokenizer", "{tmp}/two.jsonl"], ["two.jsonl"]),
+        (["--source", "{tmp}/two.jsonl", "--shard-tokens", "0"], ["--shard-tokens"]),
+        (["--source", "{tmp}/two.jsonl", "--shard-tokens", "9999999999"], ["--shard-tokens", "int32"]),
+        (["--source", "shards:{tmp}/*.bin"], ["--tokenizer"]),
+    ],
+)
+def test_user_errors(tmp_path, args, parts, monkeypatch):
+    for name, lines in {
+        "empty": "",
+        "one": '{"text": "a"}\n',
+        "blank": '{"text": ""}\n{"text": " "}\n',
+        "bad": '{"text": "a"}\n{"text": \n',
+        "two": '{"text": "a"}\n{"text": "b"}\n',
+    }.items():
+        (tmp_path / f"{name}.jsonl").write_text(lines)
+    out = tmp_path / "out"
+    arguments = [a.replace("{tmp}", str(tmp_path)) for a in args]
+    monkeypatch.setattr(sys, "argv", ["pretrain.py", *arguments, "--out", str(out), "--workers", "1"])
+    with pytest.raises(SystemExit) as e:
+        pretrain.main()
+    assert e.value.code.startswith("error: ") and "\n" not in e.value.code
+    for part in parts:
+        assert part in e.value.code
+    assert not list(tmp_path.rglob("*.bin")) and not list(tmp_path.rglob("dataset.json"))
+    # The directory is not spoiled for the right command.
+    good = [
+        "--source",
+        str(tmp_path / "two.jsonl"),
+        "--vocab-size",
+        "265",
+        "--out",
+        str(out),
+        "--workers",
+        "1",
+    ]
+    monkeypatch.setattr(sys, "argv", ["pretrain.py", *good])
+    pretrain.main()
+    assert format.read_dataset(out)["splits"]["train"]["documents"] == 1
+
+
+# --- hosted shards ----------------------------------------------------------------------------------------
+
+
+def write_hosted(path: Path, tokens: list[int]) -> Path:
+    header = np.zeros(256, dtype="<i4")
+    header[:3] = 20240520, 1, len(tokens)
+    path.write_bytes(header.tobytes() + np.array(tokens, dtype="<u2").tobytes())
+    return path
+
+
+def test_hosted_shards(tmp_path, corpus):
+    encoding = tokenizer.load(corpus / "tokenizer.json")
+    hosted = tmp_path / "hosted"
+    hosted.mkdir()
+    texts = ["gr\u00fc\u00dfe \u4f60\u597d", "the river", "house"]
+    documents = [[441, *encoding.encode_ordinary(t)] for t in texts]
+    write_hosted(hosted / "fineweb_train_000001.bin", documents[0] + documents[1])
+    write_hosted(hosted / "fineweb_train_000002.bin", documents[2])
+    write_hosted(hosted / "fineweb_val_000000.bin", documents[1])
+    out = tmp_path / "out"
+    args = ["--source", f"shards:{hosted}", "--tokenizer", corpus / "tokenizer.json", "--out", out]
+    result = run(*args)
+    assert result.returncode == 0, result.stderr
+    dataset = format.read_dataset(out)
+    sizes = [len(t.encode()) for t in texts]
+    total = {"tokens": sum(map(len, documents)), "documents": 3, "text_bytes": sum(sizes)}
+    assert dataset["splits"]["train"] == total
+    assert dataset["splits"]["val"] == {"tokens": len(documents[1]), "documents": 1, "text_bytes": sizes[1]}
+    assert sorted(dataset["files"]) == [
+        *(
+            "pretrain/train_000000.bin",
+            "pretrain/train_000001.bin",
+            "pretrain/val_000000.bin",
+            "tokenizer.json",
+        ),
+    ]
+    assert format.read_shard(out / "pretrain/train_000001.bin").tolist() == documents[2]
+    for name, entry in dataset["files"].items():
+        assert format.sha256_file(out / name) == entry["sha256"]
+    assert (hosted / "fineweb_train_000002.bin").exists()
+    result = run(*args)
+    assert result.returncode == 0 and "already complete" in result.stdout
+
+
+def test_bad_hosted_shards(tmp_path, corpus, monkeypatch):
+    hosted, out = tmp_path / "hosted", tmp_path / "out"
+    hosted.mkdir()
+
+    def error(source: str) -> str:
+        argv = [
+            "pretrain.py",
+            "--source",
+            source,
+            "--tokenizer",
+            str(corpus / "tokenizer.json"),
+            "--out",
+            str(out),
+        ]
+        monkeypatch.setattr(sys, "argv", argv)
+        with pytest.raises(SystemExit) as e:
+            pretrain.main()
+        assert e.value.code.startswith("error: ") and not list(out.rglob("*.bin"))
+        return e.value.code
+
+    train = write_hosted(hosted / "x_train_000000.bin", [441, 1, 2])
+    assert "'val'" in error(f"shards:{hosted}")
+    val = write_hosted(hosted / "x_val_000000.bin", [441, 450])
+    assert "token 450" in error(f"shards:{hosted}/*.bin")
+    val.write_bytes(train.read_bytes()[:-1])
+    assert "truncated" in error(f"shards:{hosted}/*.bin")
+    format.write_shard(val, np.array([441, 1], dtype=np.uint16), 441, 450, "ab" * 32)
+    assert "another tokenizer" in error(f"shards:{hosted}/*.bin")
+    assert "matches no file" in error(f"shards:{hosted}/*.dat")

@@ -1,0 +1,267 @@
+"""Every form of --source, on small files of the published layouts."""
+
+import gzip
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import zstandard
+from hub_stub import start_hub
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "data"))
+import sources
+
+DATA = Path(__file__).parents[1] / "data"
+
+# Line and paragraph separators that str.splitlines would take for line ends, characters of 2 to 4 bytes, and
+# a special token's spelling.
+TEXTS = [
+    "plain",
+    "line\u2028sep \u2029 \x85 \x0b\x1c end",
+    "gr\u00fc\u00dfe \u4f60\u597d \U0001f600",
+    "a\nb\r\nc",
+    "<|bos|>",
+]
+
+
+def write(path: Path, texts: list[str], field: str = "text") -> Path:
+    lines = "".join(json.dumps({field: t, "n": 1}, ensure_ascii=False) + "\n" for t in texts).encode()
+    name = path.name
+    if name.endswith(".gz"):
+        path.write_bytes(gzip.compress(lines))
+    elif name.endswith(".zst"):
+        # Three frames: cut at the end of a line, and inside the next one.
+        end = lines.index(b"\n") + 1
+        frames = [lines[:end], lines[end : end + 3], lines[end + 3 :]]
+        path.write_bytes(b"".join(map(zstandard.compress, frames)))
+    elif name.endswith(".parquet"):
+        pyarrow.parquet.write_table(
+            pyarrow.table({"n": range(len(texts)), field: texts}), path, row_group_size=2
+        )
+    elif name.endswith(".txt"):
+        path.write_bytes("\n<|endoftext|>\n".join(texts).encode())
+    else:
+        path.write_bytes(lines)
+    return path
+
+
+def read(spec: object, val: object = "stdlib", **options) -> list[str]:
+    return list(sources.open_source(str(spec), str(val) if val else None, **options).train())
+
+
+def expect_error(action, *parts: object) -> None:
+    with pytest.raises(SystemExit) as e:
+        action()
+    assert str(e.value.code).startswith("error: ")
+    for part in parts:
+        assert str(part) in e.value.code, f"{part!r} not in {e.value.code!r}"
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "jsonl.gz", "jsonl.zst", "parquet"])
+def test_forms_give_the_same_documents(tmp_path, ending):
+    path = write(tmp_path / f"x.{ending}", TEXTS)
+    assert read(path) == TEXTS
+    assert read(write(tmp_path / f"y.{ending}", TEXTS, "body"), text_field="body") == TEXTS
+
+
+def test_txt(tmp_path):
+    path = write(tmp_path / "x.txt", TEXTS[:4])
+    assert read(path) == [t + "\n" for t in TEXTS[:4]]
+    paragraph = "word " * 100 + "\n"
+    path.write_text((paragraph * 5 + "\n") * 30, encoding="utf-8")
+    documents = read(path)
+    assert "".join(documents) == path.read_text()
+    assert all(len(d) <= 12_000 and d.endswith("\n\n") for d in documents) and len(documents) > 5
+    path.write_bytes(b"caf\xe9\n")  # not UTF-8
+    assert read(path) == ["caf\ufffd\n"]
+
+
+def test_lists_globs_and_folders(tmp_path):
+    a, b = write(tmp_path / "a.jsonl", ["1", "2"]), write(tmp_path / "b.parquet", ["3"])
+    (tmp_path / "notes.md").write_text("not data")
+    assert read(f"{b},{a}") == ["3", "1", "2"]
+    assert read(tmp_path) == ["1", "2", "3"]
+    assert read(tmp_path / "*.jsonl") == ["1", "2"]
+    expect_error(lambda: read(tmp_path / "*.gz"), "matches no file", "*.gz")
+    expect_error(lambda: read(tmp_path / "notes.md"), "unknown ending", "notes.md")
+    expect_error(lambda: read(f"{a},{a}"), "twice")
+    expect_error(lambda: read(a, a), "--val-source", a)
+    expect_error(lambda: read("no-such-source"), "no-such-source", "stdlib")
+
+
+def test_a_wide_zstd_window_opens(tmp_path):
+    """--long=27, which large published corpora use."""
+    texts = [f"{i} " + "x" * 1000 for i in range(2000)]
+    parameters = zstandard.ZstdCompressionParameters.from_level(3, window_log=27, enable_ldm=True)
+    lines = "".join(json.dumps({"text": t}) + "\n" for t in texts).encode()
+    compressor = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
+    (tmp_path / "x.jsonl.zst").write_bytes(compressor.compress(lines) + compressor.flush())
+    assert read(tmp_path / "x.jsonl.zst") == texts
+
+
+@pytest.mark.parametrize("ending", ["jsonl.gz", "jsonl.zst", "parquet"])
+def test_truncated_files_are_noticed(tmp_path, ending):
+    path = write(tmp_path / f"x.{ending}", [f"{i} {hash(str(i))}" for i in range(3000)])
+    path.write_bytes(path.read_bytes()[:-40])
+    expect_error(lambda: read(path), path)
+
+
+@pytest.mark.parametrize(
+    ("line", "parts"),
+    [
+        (b'{"text": "cut', ["line 3", "not valid JSON"]),
+        (b'{"body": "x"}', ["line 3", "'text'", "body", "--text-field"]),
+        (b'{"text": 5}', ["line 3", "'text'"]),
+        (b"[1]", ["line 3", "list"]),
+    ],
+)
+def test_malformed_lines_are_named(tmp_path, line, parts):
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(b'{"text": "a\xe2\x80\xa8b"}\n\n' + line + b'\n{"text": "d"}\n')
+    expect_error(lambda: read(path), path, *parts)
+
+
+def test_parquet_columns(tmp_path):
+    path = write(tmp_path / "x.parquet", ["a"])
+    expect_error(lambda: read(path, text_field="body"), path, "body", "text", "--text-field")
+    expect_error(lambda: read(path, text_field="n"), path, "int64")
+    path.write_bytes(b"not parquet")
+    expect_error(lambda: read(path), path, "parquet")
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["a", None, "b"]}), path)
+    assert read(path) == ["a", "b"]
+
+
+def test_empty_and_unencodable_documents(tmp_path):
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(b'{"text": ""}\n{"text": "ok"}\n{"text": " \\n"}\n{"text": "a\\ud800b"}\n')
+    source = sources.open_source(str(path), "stdlib")
+    assert list(source.train()) == ["ok", "a?b"]
+    assert sum(source.empty.values()) == 2
+    list(source.train())
+    assert sum(source.empty.values()) == 2  # of the latest pass, not of all
+
+
+def test_split_is_a_fixed_partition(tmp_path):
+    texts = [f"document {i}" for i in range(1000)]
+    source = sources.open_source(str(write(tmp_path / "x.jsonl", texts)), val_fraction=0.02)
+    train, val = list(source.train()), list(source.val())
+    assert len(val) == 20 and sorted(train + val) == sorted(texts) and not set(train) & set(val)
+    positions = [texts.index(t) % 50 for t in val]
+    assert len(set(positions)) > 5  # spread, not one fixed position
+    assert list(source.val()) == val
+    two = sources.open_source(str(write(tmp_path / "y.jsonl", ["a", "b"])))
+    assert (list(two.train()), list(two.val())) == (["b"], ["a"])
+    expect_error(lambda: read(tmp_path / "x.jsonl", None, val_fraction=0.9), "--val-fraction")
+
+
+def test_limits(tmp_path):
+    path = write(tmp_path / "x.jsonl", ["aaaa", "\u00fc\u00fc", "c", "d"])
+    assert read(path, max_documents=2) == ["aaaa", "\u00fc\u00fc"]
+    assert read(path, max_bytes=8) == ["aaaa", "\u00fc\u00fc"]
+    assert read(path, max_bytes=7) == ["aaaa"]
+    val = sources.open_source("stdlib", str(path), val_documents=3).val()
+    assert list(val) == ["aaaa", "\u00fc\u00fc", "c"]
+    # Both splits come from the first documents only.
+    both = sources.open_source(str(path), max_documents=3)
+    assert sorted([*both.train(), *both.val()]) == ["aaaa", "c", "\u00fc\u00fc"]
+
+
+def test_inputs_notice_a_changed_file(tmp_path):
+    path = write(tmp_path / "x.jsonl", ["abc"])
+    before = sources.open_source(str(path)).inputs
+    assert before == sources.open_source(str(path)).inputs
+    path.write_bytes(path.read_bytes().replace(b"abc", b"abd"))
+    assert before != sources.open_source(str(path)).inputs
+
+
+def test_stdlib():
+    names = sources.stdlib_files()
+    assert {"ast.py", "json/decoder.py", "email/message.py"} <= set(names) and names == sorted(names)
+    assert not [n for n in names if "/test" in n or "site-packages" in n or n.startswith("idlelib")]
+    source = sources.open_source("stdlib")
+    train, val = list(source.train()), list(source.val())
+    assert train == list(source.train())
+    assert sum(map(len, train)) > 4e6 and 0.01 < sum(map(len, val)) / sum(map(len, train)) < 0.12
+    assert not set(train) & set(val)
+    long = [d for d in train + val if len(d) > 6000]
+    assert all("\n" not in d.rstrip("\n") for d in long)  # only single lines exceed the limit
+    assert "".join(sorted(train)) and train != sorted(train)
+
+
+def test_stdlib_holds_out_whole_files():
+    val = [n for n in sources.stdlib_files() if sources.is_val_file(n)]
+    assert val
+    allowed = "\n".join(
+        (sources.stdlib_root() / n).read_text(encoding="utf-8", errors="replace") for n in val
+    )
+    assert all(section in allowed for section in sources.open_source("stdlib").val())
+
+
+def test_sections_cut_at_the_top_level():
+    body = "".join(f"    x{i} = {i}\n" for i in range(30))
+    text = "import os\n\n\n" + "".join(f"@cache\ndef f{i}():\n{body}\n\n" for i in range(40)) + "END = 1"
+    sections = sources.cut_sections(text, 2000)
+    assert "".join(sections) == text
+    assert all(len(s) <= 2000 for s in sections)
+    assert all(s.startswith("@cache\ndef") for s in sections[1:])
+    assert sources.cut_sections("x" * 50 + "\n" + "y\n", 20) == ["x" * 50 + "\n", "y\n"]
+    assert sources.cut_sections("", 20) == []
+
+
+HUB_PROGRAM = """
+import json, sys
+import sources
+spec, val, limit = json.loads(sys.argv[1])
+source = sources.open_source(spec, val, max_files=limit)
+print(json.dumps([list(source.train()), list(source.val())]))
+"""
+
+
+def test_hub_sources(tmp_path):
+    """In processes of their own, as huggingface_hub reads HF_ENDPOINT when it is imported."""
+    files = {"README.md": b"hello", "other/x.jsonl": b'{"text": "json"}\n'}
+    for i in range(7):  # more than are fetched ahead
+        parquet = write(tmp_path / "x.parquet", [f"{i} a", f"{i} \u2028"])
+        files[f"shard_{i:05d}.parquet"] = parquet.read_bytes()
+    repo = "karpathy/climbmix-400b-shuffle"
+    all_texts = [[f"{i} a", f"{i} \u2028"] for i in range(7)]
+    spec = f"hf:{repo}/other/*.jsonl"
+    with start_hub({repo: files}) as server:
+        env = {
+            **os.environ,
+            "HF_ENDPOINT": server.url,
+            "HF_HOME": str(tmp_path / "home"),
+            "HF_HUB_DISABLE_XET": "1",
+        }
+
+        def program(*arguments: object) -> subprocess.CompletedProcess:
+            command = [sys.executable, "-c", HUB_PROGRAM, json.dumps(arguments)]
+            environment = {**env, "PYTHONPATH": str(DATA)}
+            return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+
+        good = [
+            (("climbmix", None, 40), [sum(all_texts[:6], []), all_texts[6]]),
+            (("climbmix", None, 1), [all_texts[0], all_texts[6]]),
+            ((spec, "climbmix", 40), [["json"], all_texts[6]]),
+        ]
+        for arguments, expected in good:
+            result = program(*arguments)
+            assert result.returncode == 0, result.stderr
+            assert json.loads(result.stdout) == expected
+        gets = [r[1] for r in server.requests if r[0] == "GET" and "/resolve/" in r[1]]
+        assert len(gets) == len(set(gets)) == 8  # each file once, then from the cache
+        bad = [
+            ((spec, None, 40), "--val-source"),
+            ((f"hf:{repo}/*.gz", None, 40), "matches '*.gz'"),
+            (("hf:only-a-name", None, 40), "hf:OWNER/NAME/GLOB"),
+            (("hf:no/such/*.parquet", None, 40), "not found"),
+        ]
+        for arguments, part in bad:
+            result = program(*arguments)
+            assert result.returncode == 1 and part in result.stderr, result.stderr
+            assert result.stderr.splitlines()[-1].startswith("error: ")

@@ -1,0 +1,201 @@
+"""The tokenizer: lossless, safe against injected specials, exact byte counts, deterministic."""
+
+import base64
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiktoken
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "data"))
+import format
+import tokenizer
+
+DATA = Path(__file__).parents[1] / "data"
+
+SAMPLE = [
+    f"The quick brown fox number {i} jumps over {i * i} lazy dogs; gr\u00fc\u00dfe \u4f60\u597d."
+    for i in range(300)
+]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    format.write_json(path, tokenizer.train(SAMPLE, 400))
+    return path
+
+
+@pytest.fixture(scope="module")
+def encoding(path):
+    return tokenizer.load(path)
+
+
+def run(*args: object) -> subprocess.CompletedProcess:
+    command = [sys.executable, str(DATA / "tokenizer.py"), *map(str, args)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=200) | st.text(
+    " \n\t\r<|bos|>a1'\u00fc\u2028", max_size=80
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(text=texts)
+def test_lossless(encoding, path, text):
+    tokens = tokenizer.encode(encoding, text)
+    assert tokens.dtype == np.uint16 and tokens.tolist() == encoding.encode_ordinary(text)
+    assert encoding.decode(tokens.tolist()) == text
+    assert tokenizer.token_bytes(path)[tokens].sum() == len(text.encode())
+
+
+def test_special_tokens(encoding, path):
+    names = """<|bos|> <|user_start|> <|user_end|> <|assistant_start|> <|assistant_end|> <|python_start|>
+        <|python_end|> <|output_start|> <|output_end|>""".split()
+    assert tokenizer.special_tokens(encoding) == {name: 391 + i for i, name in enumerate(names)}
+    assert tokenizer.bos_id(encoding) == 391 and encoding.n_vocab == 400
+    tokens = tokenizer.encode(encoding, "".join(names))
+    assert tokens.max() < 391 and encoding.decode(tokens.tolist()) == "".join(names)
+    lengths = tokenizer.token_bytes(path)
+    assert lengths.dtype == np.int32 and len(lengths) == 400
+    assert (lengths[:391] > 0).all() and (lengths[391:] == 0).all()
+
+
+def test_byte_counts_of_partial_characters(encoding, path):
+    """A token that is half a character counts its bytes, not the three of the replacement character."""
+    lengths = tokenizer.token_bytes(path)
+    for byte in (0x80, 0xE4, 0xF0):
+        assert lengths[encoding.encode_single_token(bytes([byte]))] == 1
+
+
+def test_digits_in_groups_of_two(encoding):
+    pieces = [encoding.decode_single_token_bytes(t) for t in encoding.encode_ordinary("1234567")]
+    assert all(len(p) <= 2 for p in pieces)
+
+
+def test_a_million_blanks(encoding):
+    text = "start" + " " * 1_200_000 + "end"
+    assert encoding.decode(tokenizer.encode(encoding, text).tolist()) == text
+
+
+def test_deterministic_and_capped():
+    a = tokenizer.train(SAMPLE, 350)
+    assert a == tokenizer.train(iter(SAMPLE), 350)
+    assert a == tokenizer.train([*SAMPLE, "zzzz " * 1000], 350, max_chars=sum(map(len, SAMPLE)))
+    assert list(tokenizer.cap(["abcd", "efgh", "ij"], 6, 3)) == ["abc", "efg"]
+    assert list(tokenizer.cap(["abcd", "efgh"], 4, 3)) == ["abc", "e"]
+
+
+def test_too_little_text_says_how_much():
+    with pytest.raises(SystemExit) as e:
+        tokenizer.train(["ab ab ab"], 1000)
+    most = int(e.value.code.split("only ")[1].split()[0])
+    assert 265 < most < 275
+    assert len(tokenizer.train(["ab ab ab"], most)["ranks"]) == most - 9
+    for bad in (264, 65537):
+        with pytest.raises(SystemExit, match=str(bad)):
+            tokenizer.train(SAMPLE, bad)
+
+
+def spoil(path, target, change):
+    value = json.loads(path.read_text())
+    change(value)
+    target.write_text(json.dumps(value))
+    return target
+
+
+@pytest.mark.parametrize(
+    ("change", "part"),
+    [
+        (lambda v: v.update(format="x"), "format"),
+        (lambda v: v.pop("pattern"), "damaged"),
+        (lambda v: v["ranks"].__setitem__(300, "%%%"), "damaged"),
+        (lambda v: v["ranks"].__setitem__(300, v["ranks"][301]), "damaged"),
+        (lambda v: v["ranks"].__setitem__(5, base64.b64encode(b"unseen bytes").decode()), "damaged"),
+        (lambda v: v["special_tokens"].update({"<|bos|>": 5}), "damaged"),
+        (lambda v: v["special_tokens"].clear(), "bos"),
+        (lambda v: v["ranks"].extend(base64.b64encode(b"%d!" % i).decode() for i in range(66000)), "65536"),
+    ],
+)
+def test_bad_tokenizer_files(path, tmp_path, change, part):
+    with pytest.raises(SystemExit) as e:
+        tokenizer.load(spoil(path, tmp_path / "t.json", change))
+    assert e.value.code.startswith("error: ") and part in e.value.code
+
+
+def make_gpt2_files(folder: Path) -> tuple[Path, Path]:
+    """vocab.bpe and encoder.json in the published spelling, with three merges."""
+    printable = [b for b in range(256) if chr(b).isprintable() and b != 32]
+    spelled = [chr(b) for b in printable] + [chr(256 + i) for i in range(256 - len(printable))]
+    merges = ["\u0120 t", "h e", "\u0120t he"]
+    (folder / "vocab.bpe").write_text("#version: 0.2\n" + "\n".join(merges) + "\n", encoding="utf-8")
+    ids = {s: i for i, s in enumerate(spelled + [m.replace(" ", "") for m in merges])}
+    (folder / "encoder.json").write_text(json.dumps({**ids, "<|endoftext|>": len(ids)}), encoding="utf-8")
+    return folder / "vocab.bpe", folder / "encoder.json"
+
+
+def test_gpt2(tmp_path):
+    vocab, encoder = make_gpt2_files(tmp_path)
+    out = tmp_path / "gpt2.json"
+    result = run("gpt2", "--vocab-bpe", vocab, "--encoder-json", encoder, "--out", out)
+    assert result.returncode == 0, result.stderr
+    encoding = tokenizer.load(out)
+    assert encoding.n_vocab == 260 and tokenizer.bos_id(encoding) == 259
+    assert encoding.encode_ordinary(" the he") == [258, encoding.encode_single_token(b" "), 257]
+    assert encoding.encode_single_token(b"!") == 0 and tokenizer.token_bytes(out)[258] == 4
+    assert encoding.decode(encoding.encode_ordinary("\u4f60 \n\x00")) == "\u4f60 \n\x00"
+
+    before = out.read_bytes()
+    vocab.write_text("#version: 0.2\nh e\n", encoding="utf-8")
+    result = run("gpt2", "--vocab-bpe", vocab, "--encoder-json", encoder, "--out", out)
+    assert result.returncode == 1 and result.stderr.startswith("error: ") and "download both" in result.stderr
+    result = run("gpt2", "--vocab-bpe", vocab, "--out", out)
+    assert result.returncode == 1 and "--encoder-json" in result.stderr
+    assert out.read_bytes() == before
+
+
+def test_gpt2_pattern_is_tiktokens():
+    from tiktoken_ext import openai_public
+
+    assert tokenizer.GPT2_PATTERN == openai_public.r50k_pat_str
+
+
+def test_gpt2_without_files_or_network(monkeypatch):
+    def unreachable(_):
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr(tiktoken, "get_encoding", unreachable)
+    with pytest.raises(SystemExit, match="--vocab-bpe"):
+        tokenizer.gpt2_spec(None, None)
+
+
+def test_commands(tmp_path, path):
+    source = tmp_path / "x.jsonl"
+    source.write_text("".join(json.dumps({"text": t}) + "\n" for t in SAMPLE))
+    out = tmp_path / "t.json"
+    result = run("train", "--source", source, "--vocab-size", 300, "--out", out)
+    assert result.returncode == 0 and tokenizer.load(out).n_vocab == 300, result.stderr
+
+    result = run("eval", "--tokenizer", out, "--source", source, "--split", "train")
+    assert result.returncode == 0, result.stderr
+    found = json.loads(result.stdout)
+    train = SAMPLE[1:]  # of 300 documents 3 are held out; the first is one of them
+    assert found["bytes"] < sum(len(t.encode()) for t in train)
+    assert found["bytes_per_token"] == found["bytes"] / found["tokens"] and found["tokens_per_word"] > 1
+    assert 0 < found["partial_utf8_share"] < 0.5 and found["seconds"] > 0
+
+    result = run("show", "--tokenizer", out, "--text", "<|bos|> 12")
+    assert result.returncode == 0 and "300 entries" in result.stdout
+
+    before = out.read_bytes()
+    result = run("train", "--source", source, "--vocab-size", 60000, "--out", out)
+    assert result.returncode == 1 and result.stderr.startswith("error: the text is too small")
+    assert result.stderr.count("\n") == 1 and out.read_bytes() == before
+    result = run("show", "--tokenizer", tmp_path / "missing.json")
+    assert result.returncode == 1 and "missing.json" in result.stderr

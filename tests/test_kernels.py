@@ -1,0 +1,257 @@
+"""Kernels against their plain references: odd shapes in Triton's interpreter, real sizes with `-m gpu`."""
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+pytest.importorskip("triton")
+PATH = Path(__file__).parents[1] / "dev" / "kernels_draft.py"
+spec = importlib.util.spec_from_file_location(PATH.stem, PATH)
+K = sys.modules[PATH.stem] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(K)
+
+COMPILED = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here")
+GPU = [pytest.param("cpu", id="interpreter", marks=COMPILED),
+       pytest.param("cuda", id="gpu", marks=pytest.mark.gpu)]
+devices = pytest.mark.parametrize("device", GPU)
+
+
+@pytest.fixture(autouse=True)
+def kernels_on(monkeypatch, request):
+    if "device" in request.fixturenames and request.getfixturevalue("device") == "cpu":
+        monkeypatch.setattr(K, "use_triton", lambda x, capability=(8, 0): x.dtype != torch.float64)
+    torch.manual_seed(0)
+
+
+def close(got, want, tol):
+    got, want = got.double(), want.double()
+    assert torch.isfinite(got).all()
+    error = ((got - want).norm() / want.norm().clamp(min=1e-12)).item()
+    assert error < tol, f"relative error {error:.2e} above {tol}"
+
+
+def naive(x, w, targets, weights, prefix, row_weight, cap=(23.0, 5.0, 7.5)):
+    """The formula term by term through F.cross_entropy and autograd."""
+    z = cap[0] * torch.sigmoid(((x @ w.T).float() + cap[1]) / cap[2])
+    n_pred, loss = len(weights) - (prefix is not None), torch.zeros(len(x), device=x.device)
+    for k in range(min(n_pred, len(x))):
+        shifted = F.pad(targets[k:], (0, k), value=-1)
+        loss = loss + weights[k] * F.cross_entropy(z, shifted.long(), ignore_index=-1, reduction="none")
+    if prefix is not None:
+        loss = loss + weights[-1] * F.cross_entropy(z, prefix.long(), ignore_index=-1, reduction="none")
+    return (loss * (1 if row_weight is None else row_weight)).sum(), loss
+
+
+CASES = {  # T, V, weights, prefix, row weights, chunk, ignored
+    "plain": (7, 192, [1.0], False, False, 16, "some"),
+    "chunked": (21, 64, [1.0], False, True, 8, "some"),
+    "three": (13, 320, [1.0, 0.5, 0.25], False, False, 5, "some"),
+    "prefix": (9, 128, [1.0, 0.0, 0.25, 0.25], True, True, 4, "some"),
+    "zero": (5, 64, [0.0, 0.0], False, False, 8, "none"),
+    "ignored": (6, 64, [1.0, 0.5, 0.3], True, False, 8, "all"),
+    "one": (1, 64, [1.0, 0.5], False, False, 8, "none"),
+}
+
+
+def ce_inputs(case, device, dtype, T=None, V=None, D=32):
+    t, v, weights, prefix, row_weight, chunk, ignored = CASES[case]
+    T, V, D = T or t, V or v, D
+    x = torch.randn(T, D, device=device).to(dtype).requires_grad_()
+    w = (torch.randn(V, D, device=device) * 3 / D ** 0.5).to(dtype).requires_grad_()
+    targets = torch.randint(V, (T,), device=device, dtype=torch.int32 if prefix else torch.int64)
+    p = torch.where(torch.rand(T, device=device) < 0.5, targets.roll(1), -1) if prefix else None
+    targets[torch.rand(T, device=device) < {"some": 0.3, "none": 0.0, "all": 2.0}[ignored]] = -1
+    if ignored == "all" and prefix:
+        p[:] = -1
+    if T > 3 and ignored == "some":
+        targets[1:3] = targets[3] = 5  # equal neighbours: several terms of one row share a column
+    rows = torch.rand(T, device=device) if row_weight else None
+    return x, w, targets, torch.tensor(weights, device=device), p, rows, chunk
+
+
+@pytest.mark.parametrize("kernel", [False, True], ids=["plain", "kernel"])
+@pytest.mark.parametrize("case", CASES)
+def test_linear_cross_entropy_fp32(case, kernel, monkeypatch):
+    if torch.cuda.is_available() and kernel:
+        pytest.skip("compiled kernels are tested in 16 bits")
+    monkeypatch.setattr(K, "use_triton", lambda x, capability=(8, 0): kernel)
+    x, w, targets, weights, prefix, rows, chunk = ce_inputs(case, "cpu", torch.float32)
+    total, losses = K.linear_cross_entropy(x, w, targets, weights, prefix, rows, chunk=chunk)
+    got = torch.autograd.grad(total * 0.7, (x, w))
+    want_total, want_losses = naive(x, w, targets, weights, prefix, rows)
+    want = torch.autograd.grad(want_total * 0.7, (x, w))
+    for a, b in zip((total, losses, *got), (want_total, want_losses, *want)):
+        torch.testing.assert_close(a, b, rtol=2e-6 if not kernel else 1e-5, atol=2e-6 if not kernel else 1e-5)
+    with torch.no_grad():
+        _, again = K.linear_cross_entropy(x, w, targets, weights, prefix, rows, chunk=chunk)
+    torch.testing.assert_close(again, want_losses, rtol=1e-5, atol=1e-5)
+    assert not losses.requires_grad
+
+
+@pytest.mark.parametrize("block", [64, 256])
+def test_softcap_ce_sweeps(block, monkeypatch):
+    """One look at the row (block 256) and two (block 64), V = 192."""
+    if torch.cuda.is_available():
+        pytest.skip("interpreter only")
+    x, w, targets, weights, prefix, rows, _ = ce_inputs("prefix", "cpu", torch.float32, V=192)
+    logits = (x @ w.T).detach() * 4
+    want = K.softcap_ce_ref(logits, targets, weights, prefix, rows)
+    got = K.softcap_ce(logits.clone(), targets, weights, prefix, rows, config=dict(BLOCK=block))
+    for a, b in zip(got, want):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    out = torch.full(logits.shape, float("nan")).to(torch.float8_e5m2)
+    _, g8 = K.softcap_ce(logits.clone(), targets, weights, prefix, rows * 1000, out=out,
+                         config=dict(BLOCK=block))
+    close(g8.float() / 1000, want[1], 0.12)
+
+
+@devices
+@pytest.mark.parametrize("case", ["plain", "prefix"])
+def test_linear_cross_entropy_bf16(case, device):
+    big = device == "cuda"
+    size = (5001, 32768, 768) if big else ()
+    x, w, targets, weights, prefix, rows, chunk = ce_inputs(case, device, torch.bfloat16, *size)
+    total, losses = K.linear_cross_entropy(x, w, targets, weights, prefix, rows, chunk=2048 if big else chunk)
+    got = torch.autograd.grad(total, (x, w))
+    x, w = x.detach().float().requires_grad_(), w.detach().float().requires_grad_()
+    want_total, want_losses = naive(x, w, targets, weights, prefix, rows)
+    want = torch.autograd.grad(want_total, (x, w))
+    close(total, want_total, 5e-3)
+    close(losses, want_losses, 5e-3)
+    close(got[0], want[0], 2e-2)
+    close(got[1], want[1], 2e-2)
+
+
+@devices
+def test_linear_cross_entropy_fp8(device):
+    # the interpreter rounds to e5m2 without carrying into the exponent (32762 -> 16384): one mild case there
+    cuda, small = ("prefix", (4096, 32768, 768), 2048), ("plain", (64, 128, 32), 32)
+    case, size, chunk = cuda if device == "cuda" else small
+    x, w, targets, weights, prefix, rows, _ = ce_inputs(case, device, torch.bfloat16, *size)
+    outs = []
+    for fp8 in (False, True):
+        total, losses = K.linear_cross_entropy(x, w, targets, weights, prefix, rows, chunk=chunk, fp8=fp8)
+        outs.append((losses, *torch.autograd.grad(total, (x, w))))
+    for a, b, tol in zip(outs[1], outs[0], (2e-2, 0.12, 0.12)):
+        close(a, b, tol)
+
+
+@devices
+@pytest.mark.parametrize("shape", [(2, 40, 24), (1, 150, 70), (3, 16, 130)])
+def test_sym_mm(shape, device, monkeypatch):
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    if device == "cpu":
+        monkeypatch.setattr(K, "SYM_CONFIG", dict(BM=32, BN=32, BK=32))
+    shape = tuple(n * 10 for n in shape[1:]) if device == "cuda" else shape[1:]
+    x = torch.randn(2, *shape, device=device).to(dtype)
+    tol = 1e-5 if device == "cpu" else 5e-3
+    for v in (x, x.mT):
+        got, want = K.sym_mm(v, 0.5), K.sym_mm_ref(v.double(), 0.5)
+        close(got, want, tol)
+        close(got, got.mT, 1e-6)
+    a = K.sym_mm_ref(x) / x.shape[-1]
+    close(K.sym_mm(a, 0.7, -1.3, 2.0), K.sym_mm_ref(a.double(), 0.7, -1.3, 2.0), tol)
+
+
+@devices
+@pytest.mark.parametrize("shape", [(2, 48, 48), (1, 96, 32), (2, 3, 32, 80)])
+def test_polar_express(shape, device):
+    g = torch.randn(*shape, device=device)
+    cuda = device == "cuda"  # the interpreter has no bf16 dot
+    dtype, tol = (torch.bfloat16, 5e-2) if cuda else (torch.float32, 1e-4)
+    got = K.polar_express(g, dtype=dtype).double()
+    want = K.polar_express(g.double(), dtype=torch.float64)
+    close(got, want, tol)
+    s = torch.linalg.svdvals(want)
+    assert s.max() < 1.3 and s.median() > 0.8
+
+
+@devices
+@pytest.mark.parametrize("tma", [False, True], ids=["pointers", "tma"])
+def test_mlp_relu2(device, tma, monkeypatch):
+    cuda = device == "cuda"
+    if tma and cuda and torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("needs compute capability 9.0")
+    dtype, (T, D, Fw) = (torch.bfloat16, (5000, 768, 3072)) if cuda else (torch.float32, (70, 40, 72))
+    for name in ("MLP_CONFIG", "MLP_CONFIG_90"):
+        base = dict(GROUP=2, BM=32, BN=32, BK=32)
+        config = (K.MLP_CONFIG_90 if tma else K.MLP_CONFIG) if cuda else base
+        monkeypatch.setattr(K, name, dict(config, TMA=tma))
+    x, up, down = (torch.randn(n, D, device=device).mul(s).to(dtype).requires_grad_()
+                   for n, s in ((T, 1), (Fw, D ** -0.5), (Fw, Fw ** -0.5)))
+    g = torch.randn(T, D, device=device).to(dtype)
+    y = K.mlp_relu2(x, up, down)
+    got = (y, *torch.autograd.grad(y, (x, up, down), g))
+    x, up, down = (t.detach().double().requires_grad_() for t in (x, up, down))
+    y = F.relu(x @ up.T).square() @ down
+    for a, b in zip(got, (y, *torch.autograd.grad(y, (x, up, down), g.double()))):
+        close(a, b, 1e-5 if not cuda else 1e-2)
+
+
+@devices
+@pytest.mark.parametrize("cu,window", [([0, 70], 20), ([0, 1, 2, 40, 41, 77, 77, 77], 16), ([0, 33, 50], 500),
+                                       ([0, 5, 100], 0), ([0, 1], 3)])
+def test_window_attention(cu, window, device, monkeypatch):
+    cuda = device == "cuda"
+    cu = torch.tensor(cu, dtype=torch.int32, device=device) * (37 if cuda else 1)
+    T, H, D, dtype = int(cu[-1]), 2, 128 if cuda else 16, torch.bfloat16 if cuda else torch.float32
+    if not cuda:
+        blocks = dict(forward=(32, 16), dq=(32, 16), dkv=(16, 32))
+        config = {name: dict(BM=m, BN=n) for name, (m, n) in blocks.items()}
+        monkeypatch.setattr(K, "ATTENTION_CONFIG", config)
+    bounds = K.attention_bounds(cu, T, window)
+    doc, t = torch.bucketize(torch.arange(T, device=device), cu, right=True), torch.arange(T, device=device)
+    seen = (doc[:, None] == doc) & (t <= t[:, None]) & (t >= t[:, None] - window)
+    assert torch.equal(seen, (t >= bounds[0, :, None]) & (t <= t[:, None]))
+    assert torch.equal(seen, (t[:, None] <= bounds[1]) & (t <= t[:, None]))
+    qkv = torch.randn(T, 3, H, D, device=device).to(dtype).requires_grad_()
+    do = torch.randn(T, H, D, device=device).to(dtype)
+    y = K.window_attention(*qkv.unbind(1), bounds, 0.2)
+    got = (y, *torch.autograd.grad(y, qkv, do))
+    qkv = qkv.detach().double().requires_grad_()
+    y = K.window_attention_ref(*qkv.unbind(1), bounds, 0.2)
+    for a, b in zip(got, (y, *torch.autograd.grad(y, qkv, do.double()))):
+        close(a, b, 1e-2 if cuda else 1e-5)
+
+
+@devices
+def test_compiled_fullgraph(device):
+    """All operations traced by torch.compile without a graph break."""
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    x, w, targets, weights, prefix, rows, _ = ce_inputs("prefix", device, dtype)
+    up = torch.randn(64, 32, device=device, dtype=dtype, requires_grad=True)
+    down = torch.randn(64, 32, device=device, dtype=dtype, requires_grad=True)
+
+    def step(x, w, up, down):
+        y = K.mlp_relu2(x, up, down)
+        return K.linear_cross_entropy(y, w, targets, weights, prefix, rows, chunk=4)[0] / 3
+
+    leaves = (x, w, up, down)
+    want = torch.autograd.grad(step(*leaves), leaves)
+    compiled = torch.compile(step, fullgraph=True, backend="inductor" if device == "cuda" else "aot_eager")
+    got = torch.autograd.grad(compiled(*leaves), leaves)
+    for a, b in zip(got, want):
+        close(a, b, 1e-5 if device == "cpu" else 1e-2)
+    polar = torch.compile(K.polar_express, fullgraph=True,
+                          backend="inductor" if device == "cuda" else "aot_eager")
+    g = torch.randn(2, 48, 32, device=device)
+    close(polar(g, dtype=dtype), K.polar_express(g, dtype=dtype), 2e-2)
+
+
+def test_imports_without_triton():
+    """The file imports, and its plain paths work, where triton is absent."""
+    code = ("import sys; sys.modules['triton'] = None; import importlib.util as u, torch\n"
+            f"s = u.spec_from_file_location('k', r'{PATH}')\n"
+            "k = u.module_from_spec(s); s.loader.exec_module(k)\n"
+            "x = torch.randn(6, 8, requires_grad=True); w = torch.randn(64, 8, requires_grad=True)\n"
+            "k.linear_cross_entropy(x, w, torch.arange(6))[0].backward()\n"
+            "k.mlp_relu2(x, w, w).sum().backward(); k.polar_express(torch.randn(2, 8, 4)); print('fine')")
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "fine" in out.stdout, out.stderr

@@ -1,0 +1,276 @@
+"""NorMuon and Adam against textbook versions, the parameter table, and the schedules."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from conftest import ALONE, pack, random_documents, random_model, tiny_config
+from test_model import TECHNIQUES
+
+import train_small as ts
+
+
+def scalars(*values):
+    return [torch.tensor(float(v)) for v in values]
+
+
+def polar_by_svd(matrices):
+    """Polar Express in float64 on the singular values alone: U p(S) V^T."""
+    u, s, v = torch.linalg.svd(matrices.double(), full_matrices=False)
+    s = s / (s.square().sum(-1, keepdim=True).sqrt() * 1.02 + 1e-6)
+    for a, b, c in ts.POLAR_EXPRESS:
+        s = a * s + b * s**3 + c * s**5
+    return u @ (s[..., None] * v), s
+
+
+@pytest.mark.parametrize("shape", ((32, 32), (48, 16), (16, 48)), ids=("square", "tall", "wide"))
+def test_polar_express_keeps_vectors_and_levels_values(shape):
+    """Singular vectors stay, singular values over two decades become about 1."""
+    rng = torch.Generator().manual_seed(0)
+    u, _, v = torch.linalg.svd(torch.randn(3, *shape, generator=rng), full_matrices=False)
+    matrices = 7 * (u * torch.logspace(-2, 0, 16 if 16 in shape else 32)) @ v
+    expected, values = polar_by_svd(matrices)
+    got = ts.polar_express(matrices)
+    torch.testing.assert_close(got.double(), expected, atol=2e-4, rtol=0)
+    measured = torch.linalg.svdvals(got)
+    assert 0.85 < measured.min() and measured.max() < 1.15
+    turned = u.mT @ got @ v.mT  # diagonal if the singular vectors are the same
+    off_diagonal = turned - torch.diag_embed(torch.diagonal(turned, dim1=-2, dim2=-1))
+    assert off_diagonal.abs().max() < 2e-3
+    assert ts.polar_express(torch.zeros(1, *shape)).abs().max() == 0  # no gradient, no update, no NaN
+
+
+class TextbookMuon:
+    """NorMuon as the papers write it, in float64: EMA momentum, Nesterov, polar factor, a second moment per neuron,
+    the norm of the polar factor, cautious decay."""
+
+    def __init__(self, weights, lr, momentum, beta2, decay, mult=1.0):
+        self.p, self.m, self.v = weights.double(), 0.0, 0.0
+        self.lr, self.mu, self.beta2, self.decay, self.mult = lr, momentum, beta2, decay, mult
+
+    def step(self, grad):
+        grad = grad.double()
+        self.m = self.mu * self.m + (1 - self.mu) * grad
+        polar, _ = polar_by_svd(self.mu * self.m + (1 - self.mu) * grad)
+        rows, columns = polar.shape[-2:]
+        mean_square = (polar**2).mean(-1 if rows >= columns else -2, keepdim=True)
+        self.v = self.beta2 * self.v + (1 - self.beta2) * mean_square
+        update = polar / self.v**0.5
+        update *= (polar**2).sum((-2, -1), keepdim=True) ** 0.5 / (update**2).sum((-2, -1), keepdim=True) ** 0.5
+        mask = (update * self.p >= 0).double()
+        self.p = self.p - self.lr * self.mult * (update + self.decay * mask * self.p)
+
+
+@pytest.mark.parametrize("shape", ((24, 24), (40, 16), (16, 40)), ids=("square", "tall", "wide"))
+def test_normuon_is_the_textbook_one(shape):
+    """Five steps; the row statistic runs over the longer axis; the size of a step is that of the polar factor."""
+    rng = torch.Generator().manual_seed(1)
+    master = torch.randn(2, *shape, generator=rng)
+    statistic = torch.zeros(2, *((shape[0], 1) if shape[0] >= shape[1] else (1, shape[1])))
+    textbook = TextbookMuon(master.clone(), lr=0.05, momentum=0.9, beta2=0.8, decay=0.3, mult=2.0)
+    buffer, mult = torch.zeros(2, *shape), torch.full((2, 1, 1), 2.0)
+    for _ in range(5):
+        grad = torch.randn(2, *shape, generator=rng) * torch.rand(shape[0], 1, generator=rng) * 4
+        ts.normuon_update(master, grad / 8, buffer, statistic, mult, *scalars(0.05, 0.9, 0.8, 0.3, 8), torch.float32)
+        textbook.step(grad)
+        torch.testing.assert_close(master.double(), textbook.p, atol=5e-4, rtol=1e-4)
+    before = master.clone()
+    ts.normuon_update(master, grad, buffer, statistic, mult, *scalars(0.05, 0.9, 0.8, 0, 1), torch.float32)
+    length = ((before - master) / 0.1).norm(dim=(-2, -1))
+    polar, _ = polar_by_svd(0.9 * buffer + 0.1 * grad)
+    torch.testing.assert_close(length.double(), polar.norm(dim=(-2, -1)), atol=1e-3, rtol=1e-3)
+
+
+def test_normuon_decays_only_what_the_step_shrinks():
+    """The decay by hand: entries that the step moves away from zero do not decay."""
+    eye = torch.eye(8)[None]
+    steps = []
+    for decay in (0.0, 0.5):
+        master = torch.full((1, 8, 8), -0.2) + eye * 0.4
+        state = torch.zeros(1, 8, 8), torch.zeros(1, 8, 1), torch.ones(1, 1, 1)
+        ts.normuon_update(master, eye.clone(), *state, *scalars(0.1, 0.0, 0.9, decay, 1), torch.float32)
+        steps.append(master)
+    plain, decayed = steps
+    extra = plain - decayed
+    torch.testing.assert_close(torch.diagonal(extra[0]), torch.full((8,), 0.1 * 0.5 * 0.2))  # shrinks: decays
+    master = torch.full((1, 8, 8), -0.2)
+    ts.normuon_update(master, eye.clone(), *(torch.zeros_like(s) for s in (master, master[..., :1])),
+                      torch.ones(1, 1, 1), *scalars(0.1, 0.0, 0.9, 0.5, 1), torch.float32)  # fmt: skip
+    polar = ts.polar_express(eye)[0, 0, 0]
+    torch.testing.assert_close(torch.diagonal(master[0]), torch.full((8,), -0.2 - 0.1 * polar.item()))  # grows: not
+
+
+@pytest.mark.parametrize("betas", ((0.9, 0.99), (0.5, 0.95), (0.75, 0.95)))
+def test_adam_is_torch_adam(betas):
+    """Ten steps without decay are torch.optim.Adam's; a scaled gradient is scaled back."""
+    rng = torch.Generator().manual_seed(0)
+    ours = torch.randn(200, generator=rng)
+    theirs = torch.nn.Parameter(ours.clone())
+    optimizer = torch.optim.Adam([theirs], lr=0.01, betas=betas, eps=1e-10)
+    moments = torch.zeros(2, 200)
+    for step in range(1, 11):
+        theirs.grad = torch.randn(200, generator=rng) * 10.0 ** -(step % 4)
+        theirs.grad[:5] = 0  # rows of a table that no token touched
+        optimizer.step()
+        corrections = (1 - betas[0] ** step, 1 - betas[1] ** step)
+        ts.adam_update(ours, theirs.grad * 64, *moments, *scalars(0.01, *betas, 1e-10, 0, *corrections, 1 / 64))
+        torch.testing.assert_close(ours, theirs.detach(), atol=2e-6, rtol=1e-5)
+
+
+def test_adam_decays_only_what_the_step_shrinks():
+    """A first step moves by the sign of the gradient; weights of the same sign decay too. By hand."""
+    master = torch.tensor([1.0, -1.0, 2.0, 0.5])
+    grad = torch.tensor([0.3, 0.3, -5.0, 0.0])
+    ts.adam_update(master, grad, *torch.zeros(2, 4), *scalars(0.1, 0.9, 0.99, 1e-10, 0.5, 0.1, 0.01, 1))
+    expected = torch.tensor([1.0 - 0.1 * (1 + 0.5 * 1.0), -1.0 - 0.1, 2.0 + 0.1, 0.5])
+    torch.testing.assert_close(master, expected, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("overrides", [c for pair in TECHNIQUES.values() for c in pair])
+def test_every_parameter_has_a_policy(overrides):
+    """Each technique's parameters are in the table, matrices go to NorMuon, and the optimizer takes all of them."""
+    config = tiny_config(**overrides)
+    model, table = ts.GPT(config), ts.parameter_table(config)
+    names = {name for name, _ in model.named_parameters()}
+    assert names <= set(table)
+    assert {slot.name for slot in ts.build_optimizer(model, config).slots} == names
+    assert {n for n in names if table[n].optimizer == "normuon"} == {n for n in names if n.endswith("_bank")}
+    assert all(p.optimizer in ("normuon", "adam") and p.lr_mult > 0 and p.weight_decay >= 0 for p in table.values())
+    assert all(len(p.betas) == (2 if p.optimizer == "adam" else 0) for p in table.values())
+
+
+def test_optimizer_step_applies_the_table():
+    """Two steps on a whole model: for every parameter the textbook update with the rates of its row."""
+    config = tiny_config()
+    model, table = random_model(config), ts.parameter_table(config)
+    optimizer = ts.build_optimizer(model, config, ALONE)
+    muon, adam = {}, {}
+    for name, param in model.named_parameters():
+        policy, weights = table[name], param.detach().clone()
+        if policy.optimizer == "normuon":
+            # Q and K are orthogonalised by pairs of heads (32 of the 128 rows), the rest by whole matrices.
+            matrices = weights.view(-1, 32, 64) if name == "qk_bank" else weights
+            mult = torch.ones(len(matrices), 1, 1)
+            if name == "mlp_bank":  # (128, 64) is twice as tall as wide; down projections move twice as far
+                mult = torch.full_like(mult, 2**0.5)
+                mult[1::2] *= 2
+            decay = policy.weight_decay * 0.7
+            muon[name] = TextbookMuon(matrices, config.muon_lr * policy.lr_mult * 0.7, 0.9, 0.9, decay, mult)
+        else:
+            adam[name] = [weights.requires_grad_()]
+            lr = config.adam_lr * policy.lr_mult * 0.7
+            adam[name] += [lr, torch.optim.Adam(adam[name], lr=lr, betas=policy.betas, eps=config.adam_eps)]
+    for seed in (0, 1):
+        model(*pack(random_documents((60, 60), seed=seed))).mean().backward()
+        grads = {name: p.grad.clone() for name, p in model.named_parameters()}
+        assert optimizer.step(0.7, 0.9)
+        for name, textbook in muon.items():
+            textbook.step(grads[name].view(textbook.p.shape))
+            got = model.get_parameter(name).detach().view(textbook.p.shape)
+            worst = (got.double() - textbook.p).abs().max()
+            assert worst < 1e-3, f"{name}: {worst}"
+        for name, (weights, lr, textbook) in adam.items():
+            before = weights.detach().clone()
+            weights.grad = grads[name]
+            textbook.step()
+            with torch.no_grad():  # the cautious decay is on top
+                shrinks = (before - weights) * before > 0
+                weights -= lr * table[name].weight_decay * 0.7 * before * shrinks
+            got = model.get_parameter(name).detach()
+            worst = (got - weights.detach()).abs().max()
+            assert worst < 1e-3, f"{name}: {worst}"
+
+
+def test_optimizer_state_survives_a_round_trip():
+    """weights() and state() are all there is: a fresh optimizer that loads them takes the same next step."""
+    config = tiny_config()
+    models = [random_model(config, seed) for seed in (0, 1)]
+    first, second = (ts.build_optimizer(model, config) for model in models)
+    models[0](*pack(random_documents((50, 60)))).mean().backward()
+    first.step(1.0, 0.9)
+    second.load(first.weights(), first.state(), first.count)
+    models[1].load_state_dict(models[0].state_dict())
+    for model, optimizer in zip(models, (first, second), strict=True):
+        model(*pack(random_documents((40, 60), seed=3))).mean().backward()
+        optimizer.step(0.5, 0.95)
+    for (name, a), (_, b) in zip(*(m.named_parameters() for m in models), strict=True):
+        assert torch.equal(a, b), name
+
+
+def test_overflowed_gradient_is_not_applied():
+    """With loss scaling, one infinite gradient leaves weights and moments as they were."""
+    model = random_model(tiny_config())
+    optimizer = ts.build_optimizer(model, tiny_config())
+    model(*pack(random_documents((50,)))).mean().backward()
+    model.scalars.grad[0, 0] = math.inf
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    assert optimizer.step(1.0, 0.9, loss_scale=4.0) is False
+    assert optimizer.count == 0 and all(v.abs().max() == 0 for v in optimizer.state().values())
+    assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
+
+
+# ---- schedules
+
+THIRDS = tuple((1 / 3, packs, 8, 16 * packs, 64, mult) for packs, mult in ((1, 1.0), (2, 1.5), (3, 1.7)))
+
+
+def schedule_config(steps=300, **overrides) -> ts.Config:
+    return tiny_config(stages=THIRDS, tokens=steps * 2 * 128, **overrides)
+
+
+def test_stage_borders():
+    """Thirds of 300 steps begin at 0, 100 and 200; steps beyond the end stay in the last."""
+    config = schedule_config()
+    assert config.num_steps == 300
+    found = {step: ts.stage_index(config, step) for step in (0, 99, 100, 199, 200, 299, 300)}
+    assert found == {0: 0, 99: 0, 100: 1, 199: 1, 200: 2, 299: 2, 300: 2}
+    for steps in (3, 30, 31, 1000):  # every stage gets its share, to one step
+        config = schedule_config(steps)
+        counts = [[ts.stage_index(config, s) for s in range(steps)].count(i) for i in range(3)]
+        assert sum(counts) == steps and all(abs(n - steps / 3) < 1 for n in counts)
+
+
+def test_learning_rate():
+    """The stage's factor, then a line from the start of the cool-down to the floor at the end."""
+    config = schedule_config(cooldown=0.6, lr_floor=0.15)
+    rate = {step: ts.lr_multiplier(config, step) for step in (0, 99, 100, 120, 210, 300)}
+    by_hand = {0: 1.0, 99: 1.0, 100: 1.5, 120: 1.5, 210: 0.5 * 1.7 + 0.5 * 0.15, 300: 0.15}
+    assert rate == pytest.approx(by_hand)
+    assert ts.lr_multiplier(schedule_config(cooldown=0.0), 299) == 1.7
+
+
+def test_momentum():
+    """0.85 to 0.95 over the warm-up, back over the cool-down; short runs shorten both."""
+    config = schedule_config(3000, momentum=(0.85, 0.95, 300, 50))
+    found = {s: ts.muon_momentum(config, s) for s in (0, 150, 300, 2950, 2975, 3000)}
+    assert found == pytest.approx({0: 0.85, 150: 0.9, 300: 0.95, 2950: 0.95, 2975: 0.9, 3000: 0.85})
+    short = schedule_config(30, momentum=(0.85, 0.95, 300, 50))  # 10 steps up, 3 down
+    assert [ts.muon_momentum(short, s) for s in (0, 5, 10, 27)] == pytest.approx([0.85, 0.9, 0.95, 0.95])
+    assert all(0.85 <= ts.muon_momentum(schedule_config(n), s) <= 0.95 for n in (1, 2, 3, 10) for s in range(n))
+
+
+def test_yarn_only_when_the_window_grows():
+    """1,024 to 2,048: fast rotations stay, slow ones halve, one in between by hand; the scale grows by 0.2 ln 2."""
+    stages = [(1 / 4, 1, 8, window, 64, 1.0) for window in (1024, 1024, 2048, 512)]
+    config = tiny_config(stages=tuple(stages), head_dim=128, width=256, attention_scale=0.12, rotary_base=1024.0)
+    first, same, grown, shrunk = (ts.stage_attention(config, i) for i in range(4))
+    frequencies = [1024 ** (-i / 31) for i in range(32)]
+    assert first["frequencies"] == pytest.approx(frequencies) and first["scale"] == 0.12
+    assert {**same, "window_long": 0} == {**first, "window_long": 0}
+    assert grown["scale"] == pytest.approx(0.12 * (1 + 0.2 * 0.69314718))
+    # Turns inside the old window: 162.97 (kept), 27.25 (keeps 26.25 / 31 of it), 0.159 (stretched).
+    by_hand = [1.0, frequencies[8] * (0.5 + 0.5 * 0.84664), frequencies[31] * 0.5]
+    assert [grown["frequencies"][i] for i in (0, 8, 31)] == pytest.approx(by_hand, rel=1e-4)
+    assert shrunk["frequencies"] == grown["frequencies"] and shrunk["scale"] == grown["scale"]
+    assert (first["window_long"], grown["window_long"], shrunk["window_long"]) == (1024, 2048, 512)
+
+
+def test_number_of_steps():
+    """Tokens divided by the mean step; every default stage is divisible by eight ranks."""
+    assert tiny_config(tokens=20 * 3 * 128).num_steps == 20
+    assert tiny_config(tokens=1).num_steps == 1
+    default = ts.Config()
+    assert default.num_steps == round(340_000_000 / (32 * 8192))
+    assert all(stage.packs % 8 == 0 for stage in default.stage_table)
+    assert dataclasses.replace(default, vocab_size=32768).padded_vocab == 32768 and tiny_config().padded_vocab == 320

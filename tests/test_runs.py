@@ -1,0 +1,635 @@
+"""Whole runs: files, checkpoints, resuming, ranks, signals, the command line, and every error a person can cause.
+
+A run of 20 steps takes a second, so most runs go through main() in this process; only what kills a process or needs
+several gets its own.
+"""
+
+import contextlib
+import dataclasses
+import errno
+import hashlib
+import importlib.util
+import io
+import json
+import os
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+
+import matplotlib.image
+import pytest
+import safetensors.torch
+import torch
+from conftest import ALONE, CPU, MERGES, ROOT, TINY, logits, tiny_config, write_dataset
+from safetensors.torch import load_file
+
+import train_small as ts
+
+# Wide enough for most parameters to be shared out over ranks; one table has an odd number of rows.
+RUN = {**TINY, "width": 128, "head_dim": 32, "bigram_rows": 1501}
+RUN.pop("tokens")
+EVERY = ("--save-every", "5", "--eval-every", "10", "--log-every", "1")
+
+
+def flags(data, run_dir, *more, steps=20, **overrides) -> list[str]:
+    sets = [word for key, value in {**RUN, **overrides}.items() for word in ("--set", f"{key}={value}")]
+    return ["--data", str(data), "--run-dir", str(run_dir), *sets, "--steps", str(steps), *EVERY, *more]
+
+
+def entries(run_dir) -> list[dict]:
+    return [json.loads(line) for line in (run_dir / "log.jsonl").read_text().splitlines()]
+
+
+def losses(run_dir) -> dict[int, float]:
+    return {e["step"]: e["loss"] for e in entries(run_dir) if "loss" in e}
+
+
+def saved(run_dir) -> list[int]:
+    return [int(p.name[5:]) for p in ts.checkpoints(run_dir)]
+
+
+def tensors(run_dir, step=20) -> dict[str, torch.Tensor]:
+    folder = run_dir / "checkpoints" / f"step_{step:06d}"
+    return {f"{name}/{k}": v for name in ("model", "optimizer")
+            for k, v in load_file(folder / f"{name}.safetensors").items() if k != "rng.cpu"}  # fmt: skip
+
+
+def assert_same_run(run_dir, reference) -> None:
+    """Weights, moments and losses to the last bit, and a log without gaps or repetitions."""
+    a, b = tensors(run_dir), tensors(reference)
+    assert a.keys() == b.keys() and [k for k in a if not torch.equal(a[k], b[k])] == []
+    kinds = [[(e["step"], "loss" in e) for e in entries(d)] for d in (run_dir, reference)]
+    assert kinds[0] == kinds[1] and losses(run_dir) == losses(reference)
+
+
+def snapshot(folder) -> dict:
+    return {str(p): (p.stat().st_mtime_ns, p.read_bytes()) for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+@pytest.fixture(autouse=True)
+def signal_handlers():
+    """A run that ends early in this process must not keep pytest's Ctrl-C."""
+    before = [(s, signal.getsignal(s)) for s in (signal.SIGTERM, signal.SIGINT)]
+    yield
+    for number, handler in before:
+        signal.signal(number, handler)
+
+
+@pytest.fixture
+def fails(capsys):
+    def check(argv, *words) -> str:
+        """main(argv) must print one line `error: ...` that holds all the words, and return 1."""
+        capsys.readouterr()
+        code, err = ts.main([str(a) for a in argv]), capsys.readouterr().err
+        assert code == 1 and err.startswith("error: ") and err.count("\n") == 1 and len(err) > 30, err
+        assert [w for w in words if w not in err] == [], err
+        return err
+
+    return check
+
+
+@pytest.fixture(scope="module")
+def finished(dataset_dir, tmp_path_factory):
+    """An undisturbed run of 20 steps and what it printed. Tests must not change it."""
+    run_dir, out = tmp_path_factory.mktemp("runs") / "finished", io.StringIO()
+    with contextlib.redirect_stdout(out):
+        assert ts.main(flags(dataset_dir, run_dir)) == 0
+    return run_dir, out.getvalue()
+
+
+@pytest.fixture(scope="module")
+def halfway(dataset_dir, tmp_path_factory):
+    """A run that was stopped after step 10 of 20, as a folder to copy."""
+    run_dir = tmp_path_factory.mktemp("runs") / "halfway"
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(io.StringIO()):
+        at_step(patch, 10, lambda state: os.kill(os.getpid(), signal.SIGTERM))
+        assert ts.main(flags(dataset_dir, run_dir)) == 1
+    return run_dir
+
+
+def at_step(monkeypatch, step: int, action) -> None:
+    """Runs action(state) behind the given optimizer step."""
+    original = ts.train_step
+
+    def train_step(state, batch):
+        loss = original(state, batch)
+        if state.step == step:
+            action(state)
+        return loss
+
+    monkeypatch.setattr(ts, "train_step", train_step)
+
+
+# ---- what a run leaves
+
+
+def test_run_directory_is_complete(finished, dataset_dir):
+    """Script, tokenizer, config with versions and hardware, log, report, a picture with something on it."""
+    run_dir, _ = finished
+    assert (run_dir / "train_small.py").read_bytes() == (ROOT / "train_small.py").read_bytes()
+    assert (run_dir / "tokenizer.json").read_bytes() == (dataset_dir / "tokenizer.json").read_bytes()
+    config = json.loads((run_dir / "config.json").read_text())
+    assert config["config"]["width"] == 128 and config["config"]["vocab_size"] == 300
+    assert set(config["config"]) == {f.name for f in dataclasses.fields(ts.Config)}
+    assert config["flags"] == flags(dataset_dir, run_dir) and "width=128" in config["overridden"]
+    machine = config["machine"]
+    assert machine["torch"] == torch.__version__ and machine["num_devices"] == 1 and "git_commit" in machine
+    assert machine["script_sha256"] == hashlib.sha256((ROOT / "train_small.py").read_bytes()).hexdigest()
+    report = (run_dir / "report.md").read_text()
+    assert "bits per byte" in report and "curve.png" in report and report.count("```text") == 3
+    picture = matplotlib.image.imread(run_dir / "curve.png")
+    assert picture.shape[0] > 300 and picture.shape[1] > 500 and picture.std() > 0.02
+    assert not [p for p in run_dir.rglob("*") if ".tmp" in p.name]
+
+
+def test_log_and_last_line(finished):
+    """Every step once, validation at its steps; the last line of stdout is the result."""
+    run_dir, out = finished
+    assert [e["step"] for e in entries(run_dir) if "loss" in e] == list(range(1, 21))
+    assert [e["step"] for e in entries(run_dir) if "val_bpb" in e] == [10, 20]
+    assert {"tokens", "bpb", "lr", "step_ms", "tokens_per_second", "mfu", "memory_gib", "train_seconds"} <= set(
+        entries(run_dir)[0]
+    )
+    result = json.loads(out.splitlines()[-1])
+    assert set(result) >= {"val_bpb", "steps", "tokens", "train_seconds", "tokens_per_second", "mfu",
+                           "peak_memory_gib", "run_dir"}  # fmt: skip
+    assert (result["steps"], result["tokens"], result["run_dir"]) == (20, 10 * 256 + 10 * 512, str(run_dir))
+    assert result["val_bpb"] == entries(run_dir)[-1]["val_bpb"] and 0 < result["mfu"]
+    assert losses(run_dir)[20] < 0.5 * losses(run_dir)[1], "it should learn"
+    widths = {len(line) for line in out.splitlines() if re.match(r"step +\d+/20 \| loss", line)}
+    assert len(widths) == 1, "log lines have a fixed width"
+
+
+def test_default_run_directory(dataset_dir, tmp_path, monkeypatch, capsys):
+    """Without --run-dir a run goes to a new dated directory under out/."""
+    monkeypatch.chdir(tmp_path)
+    argv = flags(dataset_dir, "x", steps=1)
+    del argv[2:4]
+    assert ts.main(argv) == 0
+    (made,) = (tmp_path / "out").iterdir()
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d_train_small", made.name) and saved(made) == [1]
+
+
+def test_load_gives_the_trained_model(finished, dataset):
+    """load() of the script inside the run directory, imported from there: its bits per byte are the run's."""
+    run_dir, out = finished
+    spec = importlib.util.spec_from_file_location("copied_script", run_dir / "train_small.py")
+    script = sys.modules["copied_script"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    model, tokenizer, config = script.load(run_dir, device="cpu")
+    assert config.width == 128 and tokenizer.vocab_size == 300
+    token_bytes = torch.zeros(config.padded_vocab, dtype=torch.long)
+    token_bytes[:300] = torch.from_numpy(tokenizer.token_bytes)
+    bpb = script.bits_per_byte(model, script.validation_batch(dataset, config), 2, token_bytes, ALONE)
+    assert bpb == pytest.approx(json.loads(out.splitlines()[-1])["val_bpb"], rel=1e-6)
+    earlier, *_ = ts.load(run_dir, step=15)
+    assert not torch.equal(logits(earlier, [1, 2]), logits(model, [1, 2]))
+    with pytest.raises(ts.UserError, match="no checkpoint of step 3"):
+        ts.load(run_dir, step=3)
+
+
+def test_sample_command(finished, capsys, monkeypatch, fails):
+    """`sample` continues each prompt and ends with one JSON line; a prompt beyond the context is an error."""
+    run_dir, _ = finished
+    argv = ["sample", "--from", str(run_dir), "--prompt", "the rest", "--prompt", "é", "--set", "sample_tokens=9"]
+    assert ts.main(argv) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("the rest") and "\né" in out
+    result = json.loads(out.splitlines()[-1])
+    assert result["run_dir"] == str(run_dir) and 0 < result["new_tokens"] <= 20
+    fails(["sample", "--from", run_dir, "--prompt", "q" * 200], "context of 64")
+    fails(["sample"], "--from")
+    fails(["sample", "--from", run_dir.parent / "nothing"], "no checkpoint", "nothing")
+
+
+def test_wandb_offline(dataset_dir, tmp_path):
+    """With a name and no network the run is recorded in the run directory."""
+    environment = {**os.environ, "WANDB_MODE": "offline", "PYTHONWARNINGS": "ignore"}
+    argv = flags(dataset_dir, tmp_path / "run", "--wandb", "name", steps=2)
+    done = subprocess.run([sys.executable, "train_small.py", *argv], cwd=ROOT, env=environment, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    (record,) = (tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb")
+    assert b"val_bpb" in record.read_bytes()
+
+
+# ---- the training step
+
+
+def test_warm_up_leaves_no_trace(dataset):
+    """After the warm-up the state is that of a fresh start: weights, moments, step, stage, random numbers."""
+    config = tiny_config()
+    fresh, warm = (ts.build_state(config, ALONE, lambda text: None) for _ in range(2))
+    random_state = torch.get_rng_state()
+    ts.warm_up(warm, lambda text: None)
+    assert torch.equal(random_state, torch.get_rng_state())
+    for part in ("weights", "state"):
+        a, b = (getattr(s.optimizer, part)() for s in (fresh, warm))
+        assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+    assert all(torch.equal(a, b) for a, b in zip(fresh.model.parameters(), warm.model.parameters(), strict=True))
+    assert all(p.grad is None for p in warm.model.parameters())
+    assert (warm.step, warm.optimizer.count, warm.model.windows) == (0, 0, fresh.model.windows)
+    assert warm.model.attention_scale == fresh.model.attention_scale
+
+
+@pytest.mark.parametrize("packs", (2, 4))
+def test_micro_batches_do_not_change_the_step(dataset, packs):
+    """Two steps with micro-batches of one or several packs: the same losses and weights."""
+    config = tiny_config(stages=((1.0, 4, 8, 16, 64, 1.0),), tokens=10 * 4 * 128)
+    losses, weights = [], []
+    for size in (1, packs):
+        state = ts.build_state(config, ALONE, lambda text: None)
+        state.packs, loader = size, ts.PackLoader(dataset, config, ALONE)
+        losses.append([ts.train_step(state, loader.next()).item() for _ in range(2)])
+        weights.append(state.optimizer.weights())
+        loader.close()
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    for name in weights[0]:
+        if name not in ("bigram_embed", "value_embed", "embed"):  # Adam's first steps are signs: rounding flips some
+            torch.testing.assert_close(weights[0][name], weights[1][name], atol=2e-3, rtol=0)
+
+
+def test_micro_batch_size():
+    """The most packs that divide every stage's share and fit the wanted tokens."""
+    config = tiny_config(stages=((0.5, 8, 8, 16, 48, 1.0), (0.5, 12, 8, 24, 64, 1.5)))
+    ranks = {world: ts.Ranks(0, 0, world, CPU) for world in (1, 2, 3, 4)}
+
+    def packs(world, tokens):
+        return ts.choose_packs(dataclasses.replace(config, micro_batch_tokens=tokens), ranks[world])
+
+    assert [packs(1, n * 128) for n in (1, 2, 3, 4, 100)] == [1, 2, 2, 4, 4]
+    assert [packs(world, 0) for world in (1, 2, 4)] == [4, 2, 1]
+    with pytest.raises(ts.UserError, match="8 packs does not divide over 3 processes"):
+        packs(3, 0)
+
+
+# ---- kill, stop, resume
+
+KILL = """
+import os, signal, sys
+import safetensors.torch, torch
+import train_small as ts
+torch.set_num_threads(1)
+train_step, save_file = ts.train_step, safetensors.torch.save_file
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+def killed_step(state, batch):
+    return train_step(state, batch) if state.step != 13 else die()
+def killed_save(tensors, path):
+    if "step_000015" in str(path) and "optimizer" in str(path):
+        path.write_bytes(b"half")
+        die()
+    save_file(tensors, path)
+if sys.argv.pop(1) == "step":
+    ts.train_step = killed_step
+else:
+    safetensors.torch.save_file = killed_save
+sys.exit(ts.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("where", ("step", "save"))
+def test_kill_and_resume_is_bit_identical(finished, dataset_dir, tmp_path, where):
+    """kill -9 in step 14, or halfway through saving step 15; --resume ends with the undisturbed run's weights."""
+    run_dir = tmp_path / "killed"
+    argv = flags(dataset_dir, run_dir)
+    killed = subprocess.run([sys.executable, "-c", KILL, where, *argv], cwd=ROOT, capture_output=True, text=True)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert saved(run_dir) == [5, 10] and max(losses(run_dir)) > 10
+    assert ts.main(["--resume", "--run-dir", str(run_dir)]) == 0
+    assert_same_run(run_dir, finished[0])
+    assert not list(run_dir.glob("checkpoints/.*")), "the half-written checkpoint is gone"
+    for step in (15, 20):  # also what says which checkpoint is the best one
+        ours, theirs = (json.loads((d / "checkpoints" / f"step_{step:06d}" / "state.json").read_text())
+                        for d in (run_dir, finished[0]))  # fmt: skip
+        assert {**ours, "train_seconds": 0} == {**theirs, "train_seconds": 0}
+
+
+@pytest.mark.parametrize("name", ("SIGTERM", "SIGINT"))
+def test_signal_saves_and_resumes(finished, dataset_dir, tmp_path, monkeypatch, fails, name):
+    """SIGTERM or Ctrl-C in step 7: a checkpoint of step 7, exit code 1 and the way to go on, which loses nothing."""
+    run_dir = tmp_path / "stopped"
+    with monkeypatch.context() as patch:
+        at_step(patch, 7, lambda state: os.kill(os.getpid(), getattr(signal, name)))
+        fails(flags(dataset_dir, run_dir), f"stopped by {name} at step 7", f"--resume --run-dir {run_dir}")
+    assert saved(run_dir) == [5, 7] and max(losses(run_dir)) == 7
+    assert ts.main(["--resume", "--run-dir", str(run_dir)]) == 0
+    assert_same_run(run_dir, finished[0])
+
+
+def test_checkpoint_holds_the_random_state(tmp_path):
+    """Random numbers go on where they were when the checkpoint was written."""
+    state = ts.build_state(tiny_config(), ALONE, lambda text: None)
+    state.step = 3
+    ts.save_checkpoint(state, tmp_path, {"shard": 1}, {"val_bpb": None, "tokens": 0, "train_seconds": 0.0})
+    expected = torch.rand(5)
+    assert ts.load_checkpoint(state, ts.checkpoints(tmp_path)[0])["position"] == {"shard": 1}
+    assert torch.equal(torch.rand(5), expected)
+
+
+def test_resume_of_a_finished_run(finished, tmp_path, capsys):
+    """Nothing left to do: the same result again, no step repeated, the weights untouched."""
+    run_dir = shutil.copytree(finished[0], tmp_path / "again")
+    assert ts.main(["--resume", "--run-dir", str(run_dir)]) == 0
+    again, first = (json.loads(text.splitlines()[-1]) for text in (capsys.readouterr().out, finished[1]))
+    assert [again[k] for k in ("val_bpb", "steps", "tokens")] == [first[k] for k in ("val_bpb", "steps", "tokens")]
+    assert_same_run(run_dir, finished[0])
+
+
+def test_newest_and_best_checkpoints_are_kept(dataset, tmp_path):
+    """keep_checkpoints newest ones, and the one with the lowest validation wherever it lies."""
+    state = ts.build_state(tiny_config(keep_checkpoints=2), ALONE, lambda text: None)
+    kept = []
+    for state.step, bpb in enumerate((3.0, 1.5, None, 2.0, None, 1.2, 1.3, None, 1.4), 1):
+        ts.save_checkpoint(state, tmp_path, {}, {"val_bpb": bpb, "tokens": 0, "train_seconds": 0.0})
+        kept.append(saved(tmp_path))
+    assert kept == [[1], [1, 2], [2, 3], [2, 3, 4], [2, 4, 5], [5, 6], [6, 7], [6, 7, 8], [6, 8, 9]]
+
+
+# ---- several processes
+
+
+def torchrun(*argv) -> subprocess.Popen:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train_small.py"]
+    return subprocess.Popen([*command, *argv], cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def test_two_processes_train_like_one(finished, halfway, dataset_dir, tmp_path):
+    """From the start and resumed from one process's checkpoint of step 10: the same losses within 1e-5."""
+    resumed = shutil.copytree(halfway, tmp_path / "resumed")
+    jobs = [torchrun(*flags(dataset_dir, tmp_path / "two")), torchrun("--resume", "--run-dir", str(resumed))]
+    for job in jobs:
+        out, err = job.communicate(timeout=120)
+        assert job.returncode == 0, err
+        assert json.loads(out.splitlines()[-1])["steps"] == 20 and out.count("--- report") == 1
+    one, two, after = (losses(d) for d in (finished[0], tmp_path / "two", resumed))
+    first = range(1, 11)
+    assert [two[s] for s in first] == pytest.approx([one[s] for s in first], rel=1e-5)
+    second = range(11, 21)
+    assert [after[s] for s in second] == pytest.approx([one[s] for s in second], rel=1e-5)
+    ours, theirs = tensors(resumed), tensors(finished[0])
+    assert {k: v.shape for k, v in ours.items()} == {k: v.shape for k, v in theirs.items()}
+    for name in ("qk_bank", "mlp_bank", "scalars"):
+        torch.testing.assert_close(ours[f"model/{name}"], theirs[f"model/{name}"], atol=1e-3, rtol=0)
+
+
+def test_two_processes_stop_together(dataset_dir, tmp_path):
+    """SIGTERM to torchrun: all ranks save the same step and leave; one process can go on from there."""
+    run_dir = tmp_path / "two"
+    job = torchrun(*flags(dataset_dir, run_dir, steps=3000, max_epochs=1000), "--save-every", "0", "--eval-every", "0")
+    for line in job.stdout:
+        if re.match(r"step +2/", line):
+            break
+    job.send_signal(signal.SIGTERM)
+    _, err = job.communicate(timeout=60)
+    assert job.returncode != 0 and "stopped by SIGTERM" in err and "--resume --run-dir" in err
+    (step,) = saved(run_dir)
+    assert step % 10 == 0 and max(losses(run_dir)) == step
+    assert ts.main(["--resume", "--run-dir", str(run_dir), "--steps", str(step + 2)]) == 0
+    assert max(losses(run_dir)) == step + 2
+
+
+# ---- the command line
+
+FLAGS = {
+    "--attention", "--data", "--dtype", "--eval-every", "--from", "--help", "--log-every", "--micro-batch-tokens",
+    "--no-compile", "--profile", "--prompt", "--resume", "--run-dir", "--save-every", "--seed", "--set", "--steps",
+    "--tokens", "--wandb",
+}  # fmt: skip
+
+
+def test_flags_are_frozen():
+    """At most 20 flags in kebab-case, and exactly these: people's scripts depend on them."""
+    found = {f for action in ts.build_parser()._actions for f in action.option_strings if f.startswith("--")}
+    assert found == FLAGS and len(found) <= 20
+    assert all(re.fullmatch(r"--[a-z]+(-[a-z]+)*", flag) for flag in found)
+
+
+def test_flags_from_a_file(tmp_path):
+    """@FILE: several flags on a line, comments, later flags win; the shipped file parses and is valid."""
+    path = tmp_path / "some.args"
+    path.write_text("# a comment\n--steps 7 --set width=64   # half a line\n\n--set head_dim=16 --no-compile\n")
+    args = ts.build_parser().parse_args([f"@{path}", "--steps", "9"])
+    config = ts.make_config(args)
+    assert (config.width, config.head_dim, config.compile, config.num_steps) == (64, 16, False, 9)
+    assert "stdlib" in ts.make_config(ts.build_parser().parse_args([f"@{ROOT}/runs/cpu.args"])).data
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--dta", "x"], ["unknown flag --dta", "did you mean --data?"]),
+        (["--eval-evry=3"], ["unknown flag --eval-evry", "did you mean --eval-every?"]),
+        (["--res"], ["unknown flag --res"]),
+        (["--steps", "many"], ["--steps", "many"]),
+        (["--steps", "0"], ["--steps 0"]),
+        (["pretrian"], ["pretrian", "pretrain"]),
+        (["@nothing.args"], ["nothing.args"]),
+        (["--set", "widht=64"], ["unknown Config field widht", "did you mean width?"]),
+        (["--set", "width"], ["expected KEY=VALUE"]),
+        (["--set", "width=wide"], ["width takes a value like 768"]),
+        (["--set", "width=1.5"], ["width takes a value like 768"]),
+        (["--set", "smear=1"], ["smear takes a value like True"]),
+        (["--set", "long_layers=3"], ["long_layers takes a value like (3, 10)"]),
+        (["--set", "stages=((1.0, 2),)"], ["stages"]),
+        (["--set", "momentum=(0.9,)"], ["momentum"]),
+        (["--set", "width=100"], ["width=100", "head_dim=128"]),
+        (["--set", "vocab_size=70000"], ["70000", "65,536"]),
+        (["--set", "long_layers=(11,)"], ["layer 11", "10"]),
+        (["--set", "max_seq_len=16384"], ["max_seq_len=16384"]),
+        (["--set", "stages=((0.5, 16, 384, 1024, 2048, 1.0),)"], ["0.5000, not 1"]),
+        (["--set", "tokens=0"], ["tokens=0"]),
+    ],
+    ids=lambda value: " ".join(value) if value[0][0] in "-@p" else "",
+)
+def test_command_line_mistakes(fails, argv, words):
+    """Each is told what was wrong and what is near."""
+    fails(argv, *words)
+
+
+# ---- bad data and bad circumstances: one sentence, exit code 1, nothing lost
+
+
+def spoil(root, what: str) -> None:
+    shard, tokenizer = root / "pretrain" / "train_000000.bin", root / "tokenizer.json"
+    if what == "empty":
+        shutil.rmtree(root / "pretrain")
+        (root / "pretrain").mkdir()
+    elif what == "no validation":
+        (root / "pretrain" / "val_000000.bin").unlink()
+    elif what == "truncated":
+        shard.write_bytes(shard.read_bytes()[:-100])
+    elif what == "corrupt":
+        shard.write_bytes(shard.read_bytes()[:-2] + b"\0\0")
+    elif what == "tokenizer":
+        tokenizer.write_text(tokenizer.read_text() + "\n")
+    elif what == "no tokenizer":
+        tokenizer.unlink()
+    else:
+        description = json.loads((root / "dataset.json").read_text())
+        if what == "vocabulary":
+            spec = json.loads(tokenizer.read_text())
+            spec["special_tokens"]["<|big|>"] = 70000
+            tokenizer.write_text(json.dumps(spec))
+            description["tokenizer_sha256"] = hashlib.sha256(tokenizer.read_bytes()).hexdigest()
+        elif what == "description":
+            del description["splits"]
+        (root / "dataset.json").write_text(json.dumps(description) if what != "no json" else "{")
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("empty", ["pretrain has no train_*.bin shards", "make the dataset again"]),
+        ("no validation", ["pretrain has no val_*.bin shards"]),
+        ("truncated", ["train_000000.bin is truncated", "header says"]),
+        ("corrupt", ["train_000000.bin is corrupt", "checksum"]),
+        ("tokenizer", ["tokenizer.json does not belong to the shards"]),
+        ("no tokenizer", ["no tokenizer at"]),
+        ("vocabulary", ["70001", "65,536"]),
+        ("description", ["dataset.json"]),
+        ("no json", ["dataset.json cannot be read"]),
+    ],
+)
+def test_bad_dataset(fails, dataset_dir, tmp_path, what, words):
+    """What was wrong with which file, before anything is trained; the dataset stays as it was."""
+    root = shutil.copytree(dataset_dir, tmp_path / "bad")
+    spoil(root, what)
+    before = snapshot(root)
+    fails(flags(root, tmp_path / "run"), *words)
+    assert snapshot(root) == before and not saved(tmp_path / "run")
+
+
+def test_missing_dataset_names_both_commands(fails, tmp_path):
+    """The command that makes the default dataset and the one that needs no network."""
+    fails(flags(tmp_path / "none", tmp_path / "run"), "no dataset at", "python data/pretrain.py --source climbmix",
+          "python data/pretrain.py --source stdlib", "--data data/shards/stdlib")  # fmt: skip
+    assert not (tmp_path / "run").exists()
+
+
+def test_too_little_data(fails, dataset, dataset_dir, tmp_path):
+    """What there is, what was asked for, and both ways out."""
+    there = dataset.info["splits"]["train"]["tokens"]
+    fails(flags(dataset_dir, tmp_path / "run", steps=500), f"{there:,} training tokens", "192,000",
+          f"--tokens {there}", "max_epochs")  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (["--micro-batch-tokens", "200"], ["--micro-batch-tokens 200 is not a multiple of pack_tokens=128"]),
+        (["--attention", "flash9"], ["--attention flash9 is none of auto"]),
+        (["--attention", "varlen"], ["--attention varlen cannot run here"]),
+        (["--dtype", "int3"], ["--dtype int3 is none of auto"]),
+    ],
+    ids=lambda value: " ".join(value) if value[0].startswith("--") else "",
+)
+def test_impossible_requests(fails, dataset_dir, tmp_path, more, words):
+    """What this machine or this recipe cannot do is said in a sentence."""
+    fails(flags(dataset_dir, tmp_path / "run", *more), *words)
+
+
+def test_existing_run_is_not_overwritten(fails, finished, dataset_dir):
+    """A second run into the same directory is refused, and nothing there is touched."""
+    before = snapshot(finished[0])
+    fails(flags(dataset_dir, finished[0]), "already holds a run", "--resume")
+    assert snapshot(finished[0]) == before
+
+
+def test_resume_needs_a_checkpoint(fails, dataset_dir, finished, tmp_path):
+    """Without a run, or with one that was never saved; a half-written checkpoint is none."""
+    fails(["--resume"], "--resume needs --run-dir")
+    fails(flags(dataset_dir, tmp_path / "none", "--resume"), str(tmp_path / "none"))
+    run_dir = shutil.copytree(finished[0], tmp_path / "unsaved")
+    for checkpoint in ts.checkpoints(run_dir):
+        (checkpoint / "state.json").unlink()
+    before = snapshot(run_dir)
+    fails(["--resume", "--run-dir", run_dir], "no complete checkpoint", "start without --resume")
+    assert snapshot(run_dir) == before
+
+
+@pytest.mark.parametrize(
+    "change",
+    ("width=64", "num_layers=5", "bigram_rows=0", "smear=False", "skip_to=3", "key_offset_layers=()", "skip_from=1",
+     "long_layers=(0,)", "backout_layer=1", "x0_injection=False", "softcap=(15.0,0.0,15.0)", "rotary_base=10.0",
+     "attention_scale=0.2", "pack_tokens=256"),
+)  # fmt: skip
+def test_resume_cannot_change_the_architecture(fails, halfway, tmp_path, change):
+    """Also where the weights would fit: the model would silently be another one."""
+    run_dir = shutil.copytree(halfway, tmp_path / "run")
+    before = snapshot(run_dir)
+    fails(["--resume", "--run-dir", run_dir, "--set", change], change.partition("=")[0], "--resume")
+    assert snapshot(run_dir) == before
+
+
+@pytest.mark.parametrize("merges", (MERGES[:-9], [*MERGES[:-1], b"qq"]), ids=("smaller", "same size"))
+def test_resume_cannot_change_the_tokenizer(fails, halfway, tmp_path, merges):
+    """A dataset with another vocabulary, or with other words in a vocabulary of the same size, is refused."""
+    run_dir, other = shutil.copytree(halfway, tmp_path / "run"), write_dataset(tmp_path / "other", merges=merges)
+    before = snapshot(run_dir)
+    fails(["--resume", "--run-dir", run_dir, "--data", other], "tokenizer")
+    assert snapshot(run_dir) == before
+
+
+@pytest.mark.parametrize("how", ("no space", "short file"))
+def test_full_disk_while_saving(fails, finished, dataset_dir, tmp_path, monkeypatch, how):
+    """The checkpoint of step 10 cannot be written: that of step 5 is whole, and --resume finishes the run."""
+    run_dir, limits = tmp_path / "run", resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def break_disk(state):
+        def refuse(tensors, path):
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+        if how == "no space":
+            patch.setattr(safetensors.torch, "save_file", refuse)
+        else:  # a real write that really fails
+            resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, limits[1]))
+
+    try:
+        with monkeypatch.context() as patch:
+            at_step(patch, 8, break_disk)
+            words = ["the checkpoint of step 10 could not be written", "--resume"]
+            fails(flags(dataset_dir, run_dir), *words, *(["the disk is full"] if how == "no space" else []))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert saved(run_dir) == [5] and not list(run_dir.glob("checkpoints/.*"))
+    assert ts.main(["--resume", "--run-dir", str(run_dir)]) == 0
+    assert_same_run(run_dir, finished[0])
+
+
+def test_full_disk_while_logging(fails, dataset_dir, tmp_path, monkeypatch):
+    """A log line that cannot be written (/dev/full is a full disk) ends the run with a sentence too."""
+    log = tmp_path / "run" / "log.jsonl"
+
+    def fill(state):
+        log.unlink()
+        log.symlink_to("/dev/full")
+
+    at_step(monkeypatch, 7, fill)
+    fails(flags(dataset_dir, tmp_path / "run"), "log.jsonl", "--resume")
+    assert saved(tmp_path / "run") == [5]
+
+
+def test_nan_loss(fails, finished, dataset_dir, tmp_path, monkeypatch):
+    """Weights become NaN in step 12: the run ends, the checkpoint of step 10 is whole, and --resume finishes."""
+    run_dir = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        at_step(patch, 12, lambda state: state.model.head.data.fill_(torch.nan))
+        fails(flags(dataset_dir, run_dir), "the loss became nan at step 13", "--resume", "muon_lr")
+    assert saved(run_dir) == [5, 10]
+    assert ts.main(["--resume", "--run-dir", str(run_dir)]) == 0
+    assert_same_run(run_dir, finished[0])
+
+
+def test_nan_weights_are_not_saved(fails, dataset_dir, tmp_path, monkeypatch):
+    """The loss of step 10 is fine but its update is not: without validation in between, no such checkpoint appears."""
+    at_step(monkeypatch, 10, lambda state: state.model.head.data.fill_(torch.nan))
+    fails([*flags(dataset_dir, tmp_path / "run"), "--eval-every", "0"], "--resume")
+    assert saved(tmp_path / "run") == [5]
+
+
+def test_absurd_rate(fails, dataset_dir, tmp_path):
+    """A real divergence, by a rate of 1e30, is a sentence as well."""
+    fails(flags(dataset_dir, tmp_path / "run", adam_lr=1e30), "the loss became nan at step 2", "adam_lr")
