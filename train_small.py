@@ -10,11 +10,11 @@ holds this script, config.json, log.jsonl, checkpoints, report.md and curve.png.
 Sections
      1. CONFIG         every recipe number, the stage table, the parameter table
      2. MODEL          one trunk for packed training and for decoding with a KV cache
-     3. LOSS           softcapped cross-entropy
-     4. OPTIMIZER      NorMuon and Adam, state sharded over ranks
-     5. SCHEDULE       learning rate, momentum, windows, rotary frequencies: pure functions of the step
-     6. DATA           shards -> packs of documents -> micro-batches
-     7. ATTENTION      FlashAttention 3, torch varlen, or blocked SDPA behind one signature
+     3. OPTIMIZER      NorMuon and Adam, state sharded over ranks
+     4. SCHEDULE       learning rate, momentum, windows, rotary frequencies: pure functions of the step
+     5. DATA           shards -> packs of documents -> micro-batches
+     6. ATTENTION      FlashAttention 3, a Triton kernel, torch varlen, or blocked SDPA behind one signature
+     7. KERNELS        Triton: head and loss, symmetric products, relu^2, sliding-window attention
      8. EVALUATION     bits per byte
      9. GENERATION     KV cache, sampling, streaming text
     10. RUN UTILITIES  devices, ranks, log, checkpoints, report
@@ -55,6 +55,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+try:  # CPUs, Macs and Windows do without: every kernel has a plain path
+    import triton
+    import triton.language as tl
+    from triton.tools.tensor_descriptor import TensorDescriptor
+except ImportError:
+    triton = tl = TensorDescriptor = None
+jit = triton.jit if triton else (lambda function: function)
 
 
 class UserError(Exception):
@@ -103,6 +111,9 @@ class Config:
     attention_scale: float = 0.12  # modded-nanogpt record 20; grows by YaRN when the long window grows
     rotary_base: float = 1024.0
     softcap: tuple = (23.0, 5.0, 7.5)  # logits = a * sigmoid((z + b) / c), modded-nanogpt record 54
+    fp8_head: bool = True  # training only, from compute capability 8.9 on
+    ahead: tuple = (1.0,)  # loss weights of the next tokens; more than one: multi-token prediction (record 53)
+    ahead_until: float = 0.5  # share of the run over which all weights but the first fall to 0
     # -- data
     pack_tokens: int = 8192  # unit of the loader; a step is a fixed number of packs
     pack_docs: int = 64  # most documents in a pack; a pack that would hold more is padded
@@ -171,6 +182,8 @@ class Config:
         for row in self.stages:
             if not isinstance(row, tuple) or len(row) != len(names) or not all(isinstance(v, int | float) for v in row):
                 raise UserError(f"stages: the row {row} must hold {len(names)} numbers: {', '.join(names)}")
+        if self.num_layers < 3:
+            raise UserError(f"num_layers={self.num_layers} is too few; the table of scalars needs at least 3")
         if self.width % self.head_dim:
             raise UserError(f"width={self.width} is not a multiple of head_dim={self.head_dim}; change one of them")
         if self.head_dim % 4:
@@ -180,12 +193,16 @@ class Config:
         if abs(sum(s.share for s in self.stage_table) - 1) > 1e-6:
             raise UserError(f"the shares of the stages add up to {sum(s.share for s in self.stage_table):.4f}, not 1")
         for stage in self.stage_table:
-            if stage.max_doc > self.max_seq_len:
-                raise UserError(f"a stage has max_doc={stage.max_doc} above max_seq_len={self.max_seq_len}")
+            if not 2 <= stage.max_doc <= self.max_seq_len or min(stage.window_short, stage.window_long) < 1:
+                raise UserError(f"a stage has max_doc={stage.max_doc}, which must be 2 to max_seq_len="
+                                f"{self.max_seq_len}, and windows of at least 1")  # fmt: skip
         if self.max_seq_len > self.pack_tokens:
             raise UserError(f"max_seq_len={self.max_seq_len} does not fit into a pack of {self.pack_tokens} tokens")
         last = self.num_layers - 1
-        used = (*self.long_layers, *self.value_embed_layers, *self.key_offset_layers, self.skip_to, self.backout_layer)
+        if (self.skip_from < 0) != (self.skip_to < 0) or self.skip_from > self.skip_to:
+            raise UserError(f"skip_from={self.skip_from} must be before skip_to={self.skip_to}, or both -1")
+        used = (*self.long_layers, *self.value_embed_layers, *self.key_offset_layers, *self.no_attention_layers,
+                self.skip_to, self.backout_layer)  # fmt: skip
         if max(used) > last:
             raise UserError(f"layer {max(used)} is named in the config but the last of num_layers is {last}")
         for field in ("tokens", "pack_tokens", "pack_docs", "log_every", "max_epochs"):
@@ -281,7 +298,14 @@ class GPT(nn.Module):
             self.smear_gate = weight(1, c.gate_width)
         if c.skip_to >= 0:
             self.skip_gate = weight(1, c.gate_width)
-        self.register_buffer("rotary", torch.empty(2, c.max_seq_len, c.head_dim // 4, device=device), persistent=False)
+        for name, shape, kind in (
+            ("rotary", (2, c.max_seq_len, c.head_dim // 4), torch.float32),  # cosines, sines
+            ("attention_scale", (), torch.float32),  # tensors, because a python number would recompile the model
+            ("window_sizes", (2,), torch.int32),
+            ("loss_weights", (len(c.ahead),), torch.float32),
+        ):
+            self.register_buffer(name, torch.zeros(shape, device=device, dtype=kind), persistent=False)
+        self.loss_weights.copy_(torch.tensor(c.ahead))
         self.attention: Callable | None = None  # set by choose_attention
         self.set_stage(stage_attention(config, 0))
 
@@ -311,18 +335,16 @@ class GPT(nn.Module):
     def set_stage(self, attention: dict) -> None:
         """Sets windows, attention scale and rotary table; the dict is part of every checkpoint."""
         self.windows = (attention["window_short"], attention["window_long"])
-        self.attention_scale = attention["scale"]
+        self.window_sizes.copy_(torch.tensor(self.windows))
+        self.attention_scale.fill_(attention["scale"])
         angles = torch.outer(torch.arange(self.config.max_seq_len), torch.tensor(attention["frequencies"]))
         self.rotary.copy_(torch.stack((angles.cos(), angles.sin())))
-
-    def window(self, layer: int) -> int:
-        return self.windows[int(layer in self.config.long_layers)]
 
     def trunk(self, tokens_T: Tensor, previous_T: Tensor, positions_T: Tensor, attend: Callable) -> Tensor:
         """Everything between token ids and the head.
 
         Args:    tokens_T ids; previous_T id of the token before in the same document (any value at position 0);
-                 positions_T position in the document; attend(index, layer, q, k, v) -> y, all (T, H, K)
+                 positions_T position in the document; attend(index, layer, q, k, v) -> y, all (T, H, K), q scaled
         Returns: normalised hidden state (T, D)
         """
         c, T = self.config, tokens_T.size(0)
@@ -359,7 +381,7 @@ class GPT(nn.Module):
                 a = norm(x)
                 qkv = F.linear(a, qkv_weight).view(T, 3, c.num_heads, c.head_dim)
                 q, k, v = qkv.unbind(1)
-                q, k = rotate(norm(q), cos_TK, sin_TK), rotate(norm(k), cos_TK, sin_TK)
+                q, k = rotate(norm(q) * self.attention_scale, cos_TK, sin_TK), rotate(norm(k), cos_TK, sin_TK)
                 if layer in c.value_embed_layers:  # record 14; the gate reads the token's hidden state
                     e = c.value_embed_layers.index(layer)
                     gate = 2 * torch.sigmoid(F.linear(a[:, : c.gate_width], self.value_gate[e]))  # (T, H)
@@ -371,7 +393,7 @@ class GPT(nn.Module):
             if bigram is not None:
                 x = x + share_bigram[layer] * bigram
             up, down = mlp_weights[2 * layer], mlp_weights[2 * layer + 1]
-            x = resid_mlp[layer] * x + F.relu(F.linear(norm(x), up)).square() @ (down * scale_down[layer])
+            x = resid_mlp[layer] * x + mlp_relu2(norm(x), up, down * scale_down[layer])
             if layer == c.skip_from:
                 skip = x
             if layer == c.backout_layer:
@@ -385,21 +407,24 @@ class GPT(nn.Module):
 
         Args:    tokens_T, targets_T, positions_T int (T,), target -1 is ignored; cu_seqlens int32 (G + 1,) document
                  borders padded with T; max_doc bound on a document's length, a python int
-        Returns: nats of each target, fp32 (T,), 0 where ignored; logits (T, V) if targets_T is None
+        Returns: the sum of the loss, to be differentiated, and the nats of each target, fp32 (T,), detached, 0 where
+                 ignored; logits (T, V) if targets_T is None
         """
-        c = self.config
+        c, training = self.config, torch.is_grad_enabled()
         previous_T = torch.cat((tokens_T[:1], tokens_T[:-1]))
         first_T = (positions_T == 0)[:, None, None]
+        attention = self.attention(self, positions_T, cu_seqlens, max_doc)
 
         def attend(index, layer, q, k, v):
             if layer in c.key_offset_layers:
                 k = offset_keys(k, torch.cat((k[:1], k[:-1])), first_T)
-            return self.attention(q, k, v, positions_T, cu_seqlens, max_doc, self.window(layer), self.attention_scale)
+            return attention(q, k, v, int(layer in c.long_layers))
 
         hidden = self.trunk(tokens_T, previous_T, positions_T, attend)
         if targets_T is None:
             return softcap(F.linear(hidden, self.head).float(), c.softcap)
-        return linear_cross_entropy(hidden, self.head, targets_T, c.softcap)
+        weights = self.loss_weights if training else None
+        return linear_cross_entropy(hidden, self.head, targets_T, c.softcap, weights, fp8=c.fp8_head and training)
 
     def extend(self, cache: KVCache, tokens_BN: Tensor, counts_B: Tensor | None = None) -> Tensor:
         """Appends up to N tokens to each row of the cache: prefill in one or several chunks, or one decoding step.
@@ -413,7 +438,7 @@ class GPT(nn.Module):
         previous = torch.cat((cache.last_token[:, None], tokens_BN[:, :-1]), 1)
         rows = torch.arange(B, device=tokens_BN.device)[:, None]
         behind = positions[:, None, :, None] - torch.arange(cache.keys.size(2), device=tokens_BN.device)
-        masks = {w: (behind >= 0) & (behind <= w) for w in set(self.windows)}  # (B, 1, N, S)
+        masks = [(behind >= 0) & (behind <= window) for window in self.windows]  # (B, 1, N, S)
         half = c.head_dim // 2
 
         def attend(index, layer, q, k, v):
@@ -427,9 +452,9 @@ class GPT(nn.Module):
                 keys[:, 0, :, half:] = torch.where(first, k[:, 0, :, half:], keys[:, 0, :, half:])
             else:
                 keys[rows, positions] = k
-            mask = masks[self.window(layer)]
+            mask = masks[int(layer in c.long_layers)]
             y = F.scaled_dot_product_attention(
-                q.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2), mask, scale=self.attention_scale
+                q.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2), mask, scale=1.0
             )
             return y.transpose(1, 2).reshape(B * N, c.num_heads, c.head_dim)
 
@@ -455,24 +480,9 @@ def offset_keys(k_THK: Tensor, previous_THK: Tensor, first_T11: Tensor) -> Tenso
     return torch.cat((k_THK[..., :half], still), -1)
 
 
-# >>> shared: loss
-# ===============================================================================
-# 3. LOSS -- softcapped cross-entropy on the packed hidden state
-
-
-def linear_cross_entropy(hidden_TD: Tensor, head_VD: Tensor, targets_T: Tensor, cap: tuple) -> Tensor:
-    """Cross-entropy of softcap(hidden @ head.T) against the targets.
-
-    Returns: nats fp32 (T,), 0 where the target is -1
-    """
-    logits = softcap(F.linear(hidden_TD, head_VD).float(), cap)
-    return F.cross_entropy(logits, targets_T.long(), ignore_index=-1, reduction="none")
-
-
-# <<< shared: loss
 # >>> shared: optimizer
 # ===============================================================================
-# 4. OPTIMIZER -- NorMuon for matrices, Adam for the rest; state sharded over ranks
+# 3. OPTIMIZER -- NorMuon for matrices, Adam for the rest; state sharded over ranks
 # Each rank owns a slice of every bank and table: it holds the fp32 master weights and fp32 moments of that slice.
 # A step: reduce-scatter all gradients, update own slices in the same order, all-gather the compute-dtype weights.
 # One process is the same code with slices that are whole and communication that does nothing.
@@ -495,10 +505,9 @@ def polar_express(matrices_NRC: Tensor) -> Tensor:
     """
     x = matrices_NRC / (matrices_NRC.norm(dim=(-2, -1), keepdim=True) * 1.02 + 1e-6)
     tall = x.size(-2) > x.size(-1)
-    for a, b, c in POLAR_EXPRESS:
-        gram = x.mT @ x if tall else x @ x.mT
-        poly = b * gram + c * (gram @ gram)
-        x = a * x + (x @ poly if tall else poly @ x)
+    for a, b, c in POLAR_EXPRESS:  # x <- x (a I + b A + c A A); a I joins the small factor, so nothing is added after
+        poly = sym_mm(sym_mm(x.mT if tall else x), c, b, a)
+        x = x @ poly if tall else poly @ x
     return x
 
 
@@ -719,7 +728,7 @@ def build_optimizer(model: nn.Module, config: Config, ranks: Ranks | None = None
 # <<< shared: optimizer
 # >>> shared: schedule
 # ===============================================================================
-# 5. SCHEDULE -- pure functions of (config, step)
+# 4. SCHEDULE -- pure functions of (config, step)
 
 
 def stage_index(config: Config, step: int) -> int:
@@ -749,6 +758,12 @@ def muon_momentum(config: Config, step: int) -> float:
     return low + (high - low) * min(rise, fall)
 
 
+def loss_weights(config: Config, step: int) -> list[float]:
+    """Weights of the next tokens in the loss: the first stays, the others fade out linearly."""
+    fade = max(0.0, 1 - step / (config.num_steps * config.ahead_until))
+    return [config.ahead[0], *(weight * fade for weight in config.ahead[1:])]
+
+
 def stage_attention(config: Config, index: int) -> dict:
     """Windows, attention scale and rotary frequencies of a stage, by YaRN (arXiv 2309.00071) from stage to stage.
 
@@ -773,7 +788,7 @@ def stage_attention(config: Config, index: int) -> dict:
 # <<< shared: schedule
 # >>> shared: data
 # ===============================================================================
-# 6. DATA -- shards -> packs of documents -> micro-batches
+# 5. DATA -- shards -> packs of documents -> micro-batches
 # A pack is a fixed number of tokens that starts with a BOS and holds whole documents, as far as they fit. A document
 # that is longer than the stage allows, or than what is left of the pack, goes on as a new segment behind a BOS of its
 # own, so that no text is thrown away (cropping loses a third of it, techniques of nanochat). Packs are numbered over
@@ -1065,34 +1080,57 @@ def validation_batch(dataset: Dataset, config: Config) -> Batch:
 # <<< shared: data
 # >>> shared: attention
 # ===============================================================================
-# 7. ATTENTION -- causal, inside documents, over a window; one signature for all backends
-# attention(q, k, v (T, H, K), positions (T,), cu_seqlens (G + 1,), max_doc, window, scale) -> (T, H, K)
+# 6. ATTENTION -- causal, inside documents, over a window; one signature for all backends
+# attention(model, positions (T,), cu_seqlens (G + 1,), max_doc) prepares what all layers share and returns
+# attend(q, k, v (T, H, K), long 0 or 1) -> (T, H, K), where q already carries the scale.
 # Query i sees keys j of its own document with i - window <= j <= i.
 
 
-def sdpa_attention(q, k, v, positions_T, cu_seqlens, max_doc, window, scale):
-    """Plain torch, on any device: blocks of at least `window` queries look at their own and the previous block."""
-    T, H, K = q.shape
-    reach = min(window, max_doc)
-    block = next((b for b in range(reach, T) if T % b == 0), T)
-    blocks = T // block
-    index = torch.arange(T, device=q.device)
-    first = torch.maximum(index - positions_T, index - reach).view(blocks, 1, block, 1)  # first key a query sees
-    queries = index.view(blocks, 1, block, 1)
+def block_mask(positions_T: Tensor, reach: int) -> Tensor:
+    """Who sees whom, bool (T / block, 1, block, block or 2 block), in blocks that are no shorter than the reach.
+
+    Queries of a block look at their own and the previous block; before the first block lies nothing.
+    """
+    T = positions_T.numel()
+    block = next((b for b in range(max(reach, 1), T) if T % b == 0), T)
+    index = torch.arange(T, device=positions_T.device)
+    first = torch.maximum(index - positions_T, index - reach).view(-1, 1, block, 1)
+    queries, keys = index.view(-1, 1, block, 1), index.view(-1, 1, 1, block)
+    keys = torch.cat((keys - block, keys), 3) if block < T else keys
+    return (keys >= first) & (keys <= queries)
+
+
+def blocked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """q, k, v (T, H, K) and a block_mask -> (T, H, K), by scaled_dot_product_attention."""
+    (T, H, K), (blocks, _, block, width) = q.shape, mask.shape
     q, k, v = (t.view(blocks, block, H, K).transpose(1, 2) for t in (q, k, v))
-    keys = index.view(blocks, 1, 1, block)
-    if blocks > 1:  # (blocks, H, 2 * block, K); before the first block lies nothing
+    if width > block:
         k, v = (torch.cat((torch.cat((torch.zeros_like(t[:1]), t[:-1])), t), 2) for t in (k, v))
-        keys = torch.cat((keys - block, keys), 3)
-    y = F.scaled_dot_product_attention(q, k, v, (keys >= first) & (keys <= queries), scale=scale)
+    y = F.scaled_dot_product_attention(q, k, v, mask, scale=1.0)
     return y.transpose(1, 2).reshape(T, H, K)
 
 
-def varlen_attention(q, k, v, positions_T, cu_seqlens, max_doc, window, scale):
-    """FlashAttention 2 inside torch (Ampere and newer, bf16 or fp16)."""
+def sdpa_attention(model, positions_T, cu_seqlens, max_doc) -> Callable:
+    """Plain torch, on any device and in any dtype."""
+    masks = [block_mask(positions_T, min(window, max_doc)) for window in model.windows]
+    return lambda q, k, v, long: blocked_attention(q, k, v, masks[long])
+
+
+def varlen_attention(model, positions_T, cu_seqlens, max_doc) -> Callable:
+    """FlashAttention 2 inside torch (Ampere and newer, 16 bits). Every pair of windows is a graph of its own."""
     from torch.nn.attention.varlen import varlen_attn
 
-    return varlen_attn(q, k, v, cu_seqlens, cu_seqlens, max_doc, max_doc, scale=scale, window_size=(window, 0))
+    def attend(q, k, v, long):
+        window = (model.windows[long], 0)
+        return varlen_attn(q, k, v, cu_seqlens, cu_seqlens, max_doc, max_doc, scale=1.0, window_size=window)
+
+    return attend
+
+
+def triton_attention(model, positions_T, cu_seqlens, max_doc) -> Callable:
+    """window_attention of section 7 (Ampere and newer, 16 bits); windows are data, so one graph serves all stages."""
+    bounds = [attention_bounds(cu_seqlens, positions_T.numel(), size) for size in model.window_sizes.unbind()]
+    return lambda q, k, v, long: window_attention(q, k, v, bounds[long], 1.0)
 
 
 def load_fa3_attention() -> Callable:
@@ -1101,34 +1139,42 @@ def load_fa3_attention() -> Callable:
 
     flash = get_kernel("kernels-community/flash-attn3").flash_attn_varlen_func
 
-    def fa3_attention(q, k, v, positions_T, cu_seqlens, max_doc, window, scale):
-        y = flash(q, k, v, cu_seqlens, cu_seqlens, max_doc, max_doc, softmax_scale=scale, causal=True,
-                  window_size=(window, 0))  # fmt: skip
-        return y[0] if isinstance(y, tuple) else y
+    def fa3_attention(model, positions_T, cu_seqlens, max_doc):
+        def attend(q, k, v, long):
+            y = flash(q, k, v, cu_seqlens, cu_seqlens, max_doc, max_doc, softmax_scale=1.0, causal=True,
+                      window_size=(model.windows[long], 0))  # fmt: skip
+            return y[0] if isinstance(y, tuple) else y
+
+        return attend
 
     return fa3_attention
 
 
-ATTENTION = {"fa3": load_fa3_attention, "varlen": lambda: varlen_attention, "sdpa": lambda: sdpa_attention}
+ATTENTION = {
+    "fa3": load_fa3_attention, "triton": lambda: triton_attention, "varlen": lambda: varlen_attention,
+    "sdpa": lambda: sdpa_attention,
+}  # fmt: skip
 
 
-def choose_attention(config: Config, device: torch.device, dtype: torch.dtype, say: Callable = print) -> Callable:
-    """The first backend that runs a tiny case forward and backward; a named one must run."""
+def choose_attention(model: nn.Module, say: Callable = print) -> Callable:
+    """The first backend that runs a tiny case forward and backward; one named in the config must run."""
+    config, device, dtype = model.config, model.embed.device, model.embed.dtype
     if config.attention != "auto" and config.attention not in ATTENTION:
         raise UserError(f"--attention {config.attention} is none of auto, {', '.join(ATTENTION)}")
     names = [config.attention]
     if config.attention == "auto":
         capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
-        names = ["sdpa"] if dtype == torch.float32 or capability < (8, 0) else ["varlen", "sdpa"]
+        names = ["sdpa"] if dtype == torch.float32 or capability < (8, 0) else ["triton", "varlen", "sdpa"]
         names = ["fa3", *names] if capability == (9, 0) and dtype != torch.float32 else names
     for name in names:
         try:
             attention = ATTENTION[name]()
-            q, k, v = torch.randn(3, 256, config.num_heads, config.head_dim, device=device, dtype=dtype)
+            q, k, v = 0.1 * torch.randn(3, 256, config.num_heads, config.head_dim, device=device, dtype=dtype)
             q.requires_grad_()
             ends = torch.tensor([0, 100, 256, 256], device=device, dtype=torch.int32)
             positions = torch.cat((torch.arange(100), torch.arange(156))).to(device)
-            attention(q, k, v, positions, ends, 256, 64, 0.1).float().sum().backward()
+            with torch.enable_grad():
+                attention(model, positions, ends, 256)(q, k, v, 0).float().sum().backward()
             if not q.grad.isfinite().all():
                 raise RuntimeError("its gradient is not finite")
             say(f"attention: {name}")
@@ -1142,6 +1188,534 @@ def choose_attention(config: Config, device: torch.device, dtype: torch.dtype, s
 
 
 # <<< shared: attention
+# >>> shared: kernels
+# ===============================================================================
+# 7. KERNELS -- Triton, each beside its plain reference of the same signature (name_ref)
+# The references are the path of CPUs, of fp32 and of GPUs before Ampere, and the oracle of tests/test_kernels.py.
+# Times are for one H200 at T = 65,536 (dev/bench_kernels.py), against what torch.compile made of the plain code.
+
+
+def use_triton(x: Tensor, capability: tuple = (8, 0)) -> bool:
+    """Kernels run on 16-bit CUDA tensors from Ampere on; everything else takes the plain path."""
+    return (
+        triton is not None and x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)
+        and torch.cuda.get_device_capability(x.device) >= capability
+    )  # fmt: skip
+
+
+# -- softcapped cross-entropy: head, loss and gradient in one pass over the logits; 17.3 ms, in fp8 12.9, against 21.0
+# z = a sigmoid((x + b) / c); lse = log sum_j exp z_j; row t has the terms targets[t + k] with weight w_k and prefix[t]
+# with the last weight; a term past the end or with a negative target drops out; S is the sum of the row's weights.
+#   loss_t = S lse - sum_k w_k z[target_k];  dloss_t/dx_j = a/c s_j (1 - s_j) (S softmax_j - sum_k w_k [j = target_k])
+
+
+def softcap_ce_ref(logits, targets, weights, prefix, row_weight, cap, row0=0, grad=True):
+    """Rows row0.. of the loss: logits (n, V) -> losses (n,) fp32, and row_weight * gradient (n, V) or None."""
+    n, n_pred, (a, b, c) = len(logits), len(weights) - (prefix is not None), cap
+    s = torch.sigmoid((logits.float() + b) / c)
+    lse = (a * s).logsumexp(1)
+    pick = torch.full((n, len(weights)), -1, dtype=torch.int64, device=logits.device)
+    for k in range(n_pred):
+        shifted = targets[row0 + k : row0 + k + n]
+        pick[: len(shifted), k] = shifted
+    if prefix is not None:
+        pick[:, -1] = prefix[row0 : row0 + n]
+    w, pick = weights * (pick >= 0), pick.clamp(min=0)
+    losses = w.sum(1) * lse - (w * a * s.gather(1, pick)).sum(1)
+    if not grad:
+        return losses, None
+    g = torch.exp(a * s - lse[:, None]).mul_(w.sum(1, keepdim=True)).scatter_add_(1, pick, -w).mul_(a / c * s * (1 - s))
+    return losses, (g if row_weight is None else g * row_weight[row0 : row0 + n, None]).to(logits.dtype)
+
+
+@jit
+def softcap_ce_kernel(logits, grad, losses, targets, weights, prefix, row_weight, row0, T, a, b, c, V: tl.constexpr,
+                      N_PRED: tl.constexpr, TERMS: tl.constexpr, PAD: tl.constexpr, PREFIX: tl.constexpr,
+                      ROW_W: tl.constexpr, GRAD: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """One row a program. z <= a bounds the exponentials, so lse needs no running maximum, and the softmax part of the
+    gradient is const * v with v = e s (1 - s) known at the first look: with BLOCK >= V the row is read once and v waits
+    in registers, else a second sweep reads the row again from L2. Target columns are rewritten at the end."""
+    row = tl.program_id(0)
+    t, logits, grad = row0 + row, logits + row.to(tl.int64) * V, grad + row.to(tl.int64) * V
+    k = tl.arange(0, PAD)
+    target = tl.load(targets + t + k, mask=(k < N_PRED) & (t + k < T), other=-1).to(tl.int32)
+    if PREFIX:
+        target = tl.where(k == N_PRED, tl.load(prefix + t).to(tl.int32), target)
+    w = tl.where(target >= 0, tl.load(weights + k, mask=k < TERMS, other=0.0), 0.0)
+    z_t = tl.load(logits + target, mask=target >= 0, other=0.0).to(tl.float32)
+    s_t = tl.sigmoid((z_t + b) / c)
+    W, scale, log2e = tl.sum(w), 1.0 / c, 1.4426950408889634
+    if BLOCK >= V:
+        j = tl.arange(0, BLOCK)
+        s = tl.sigmoid((tl.load(logits + j, mask=j < V, other=0.0).to(tl.float32) + b) * scale)
+        e = tl.where(j < V, tl.exp2(a * log2e * (s - 1.0)), 0.0)
+        v = e * s * (1.0 - s)
+        v = v if logits.dtype.element_ty == tl.float32 else v.to(tl.bfloat16)
+        total = tl.sum(e)
+    else:
+        acc = tl.zeros([BLOCK], tl.float32)
+        for j0 in range(0, V, BLOCK):
+            j = j0 + tl.arange(0, BLOCK)
+            s = tl.sigmoid((tl.load(logits + j, mask=j < V, other=0.0).to(tl.float32) + b) * scale)
+            acc += tl.where(j < V, tl.exp2(a * log2e * (s - 1.0)), 0.0)
+        total = tl.sum(acc)
+    tl.store(losses + t, W * (a + tl.log(total)) - a * tl.sum(w * s_t))
+    if GRAD:
+        g = a / c
+        if ROW_W:
+            g = g * tl.load(row_weight + t)
+        if BLOCK >= V:
+            tl.store(grad + j, (v.to(tl.float32) * (g * W / total)).to(grad.dtype.element_ty), mask=j < V)
+        else:
+            for j0 in range(0, V, BLOCK):
+                j = j0 + tl.arange(0, BLOCK)
+                s = tl.sigmoid((tl.load(logits + j, mask=j < V, other=0.0).to(tl.float32) + b) * scale)
+                v = tl.exp2(a * log2e * (s - 1.0)) * s * (1.0 - s)
+                tl.store(grad + j, (v * (g * W / total)).to(grad.dtype.element_ty), mask=j < V)
+        w = tl.sum(tl.where(target[:, None] == target[None, :], w[None, :], 0.0), 1)  # equal targets share a column
+        g_t = g * s_t * (1.0 - s_t) * (W * tl.exp2(a * log2e * (s_t - 1.0)) / total - w)
+        tl.debug_barrier()
+        tl.store(grad + target, g_t.to(grad.dtype.element_ty), mask=target >= 0)
+
+
+def softcap_ce(logits, targets, weights, prefix, row_weight, cap, row0=0, grad=True, out=None, block=32768):
+    """As softcap_ce_ref on contiguous logits, one read and one write: the gradient replaces the logits or fills `out`.
+
+    4 bytes moved an element; 3.1 TB/s with whole rows in registers (block 32768, 16 warps, H200).
+    """
+    n, V = logits.shape
+    out, losses = logits if out is None else out, torch.empty(row0 + n, dtype=torch.float32, device=logits.device)
+    block = min(block if grad else 4096, triton.next_power_of_2(V))
+    softcap_ce_kernel[(n,)](
+        logits, out, losses, targets, weights, targets if prefix is None else prefix,
+        weights if row_weight is None else row_weight, row0, len(targets), *cap, V=V, TERMS=len(weights),
+        N_PRED=len(weights) - (prefix is not None), PAD=max(2, triton.next_power_of_2(len(weights))),
+        PREFIX=prefix is not None, ROW_W=row_weight is not None, GRAD=grad, BLOCK=block, num_warps=16 if grad else 8,
+    )  # fmt: skip
+    return losses[row0:], out if grad else None
+
+
+@jit
+def transpose_kernel(x, y, M, N, BM: tl.constexpr, BN: tl.constexpr):
+    m = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
+    n = tl.program_id(1).to(tl.int64) * BN + tl.arange(0, BN)
+    tile = tl.load(x + m[:, None] * N + n[None, :], mask=(m[:, None] < M) & (n[None, :] < N))
+    tl.store(y + n[:, None] * M + m[None, :], tl.trans(tile), mask=(n[:, None] < N) & (m[None, :] < M))
+
+
+def transpose8(x: Tensor) -> Tensor:
+    """(M, N) of one-byte items -> contiguous (N, M) at 3.9 TB/s; _scaled_mm takes its operands in one layout only."""
+    y = x.new_empty(x.shape[::-1])
+    grid = (triton.cdiv(x.shape[0], 128), triton.cdiv(x.shape[1], 128))
+    transpose_kernel[grid](x.view(torch.uint8), y.view(torch.uint8), *x.shape, BM=128, BN=128, num_warps=8)
+    return y
+
+
+def to_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """An e4m3 copy and its scale, largest magnitude / 448."""
+    scale = torch.linalg.vector_norm(x, float("inf")).float().clamp_(min=1e-12) / 448
+    return (x / scale).to(torch.float8_e4m3fn), scale
+
+
+@torch.library.custom_op("decoder::linear_ce", mutates_args=())
+def linear_ce(
+    x: Tensor, w: Tensor, targets: Tensor, weights: Tensor, prefix: Tensor | None, row_weight: Tensor | None,
+    cap: list[float], chunk: int, grad: bool, fp8: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Loss, losses, dx and dw of linear_cross_entropy, chunk by chunk over the tokens."""
+    T, V, kernel = len(x), len(w), use_triton(x)
+    losses = torch.empty(T, dtype=torch.float32, device=x.device)
+    dx, dw = x.new_empty(x.shape if grad else 0), None if grad else w.new_empty(0)
+    # More than one chunk is summed in fp32: a 16-bit running sum would round once a chunk.
+    g8, rows, wide = None, row_weight, x.is_cuda and x.dtype != torch.float32 and T > chunk
+    if fp8:
+        (x8, x_s), (w8, w_s) = to_fp8(x), to_fp8(w)
+        if grad:  # |gradient| <= a / (4 c) * sum of weights * row weight: a scale known without a look at the logits
+            g_s = weights.abs().sum() * (cap[0] / (4 * cap[2]) / 57344)
+            g_s = (g_s if rows is None else g_s * rows.abs().max()).clamp(min=1e-30)
+            rows = (torch.ones(T, device=x.device) if rows is None else rows) / g_s
+            g8 = torch.empty(min(chunk, T), V, dtype=torch.float8_e5m2, device=x.device)
+            w8t = transpose8(w8)
+    for i in range(0, T, chunk):
+        xc, n = x[i : i + chunk], min(chunk, T - i)
+        if fp8:
+            logits = torch._scaled_mm(x8[i : i + n], w8.T, x_s, w_s, out_dtype=x.dtype, use_fast_accum=True)
+        else:
+            logits = xc @ w.T
+        function, into = (softcap_ce, {"out": None if g8 is None else g8[:n]}) if kernel else (softcap_ce_ref, {})
+        losses[i : i + n], g = function(logits, targets, weights, prefix, rows, tuple(cap), i, grad, **into)
+        if not grad:
+            continue
+        if fp8:
+            dx[i : i + n] = torch._scaled_mm(g, w8t.T, g_s, w_s, out_dtype=x.dtype)
+            part = torch._scaled_mm(transpose8(g), transpose8(x8[i : i + n]).T, g_s, x_s,
+                                    out_dtype=torch.float32 if wide else w.dtype)  # fmt: skip
+        else:
+            torch.mm(g, w, out=dx[i : i + n])
+            part = torch.mm(g.T, xc, out_dtype=torch.float32) if wide else g.T @ xc
+        dw = part if dw is None else dw.add_(part)
+        del logits, g
+    total = losses.sum() if row_weight is None else losses @ row_weight
+    return total, losses, dx, dw.to(w.dtype)
+
+
+@linear_ce.register_fake
+def _(x, w, targets, weights, prefix, row_weight, cap, chunk, grad, fp8):
+    losses = x.new_empty(len(x), dtype=torch.float32)
+    return losses.new_empty(()), losses, x.new_empty(x.shape if grad else 0), w.new_empty(w.shape if grad else 0)
+
+
+def save_linear_ce(ctx, inputs, output):
+    ctx.save_for_backward(*output[2:])
+    ctx.set_materialize_grads(False)
+
+
+def linear_ce_backward(ctx, g, *unused):
+    dx, dw = ctx.saved_tensors
+    return (None,) * 10 if g is None else (dx * g, dw * g) + (None,) * 8
+
+
+linear_ce.register_autograd(linear_ce_backward, setup_context=save_linear_ce)
+
+
+def linear_cross_entropy(x, w, targets, cap, weights=None, prefix=None, row_weight=None, chunk=16384, fp8=False):
+    """Softcapped head and loss.
+
+    Args:    x (T, D), w (V, D), targets int (T,), negative: none; cap as in softcap(); weights fp32 (n_pred,) of the
+             targets ahead, with prefix int (T,) one more, last; row_weight fp32 (T,); fp8: e4m3 operands with dynamic
+             scales and an e5m2 gradient with an exact bound for scale, switched off below compute capability 8.9
+    Returns: sum over t of row_weight_t * loss_t, and loss_t fp32 (T,), detached
+
+    Gradients are made in the forward, a chunk of logits at a time, and the backward multiplies them by the gradient of
+    the sum, so they are exact for whatever flows in. A weighting by token goes into row_weight: loss_t carries no
+    gradient, so nothing can be silently wrong.
+    """
+    weights = torch.ones(1, device=x.device) if weights is None else weights
+    grad = torch.is_grad_enabled() and (x.requires_grad or w.requires_grad)
+    fp8 = fp8 and use_triton(x, (8, 9)) and all(n % 16 == 0 for n in (*x.shape, len(w), chunk))
+    total, losses, _, _ = linear_ce(x, w, targets, weights, prefix, row_weight, list(cap), chunk, grad, fp8)
+    return total, losses.detach()
+
+
+# -- symmetric products for Polar Express: half the tiles; the MLP bank's step 1.66 ms against 2.44
+
+
+def sym_mm_ref(x: Tensor, alpha: float = 1.0, beta: float = 0.0, gamma: float = 0.0) -> Tensor:
+    """alpha x x^T + beta x + gamma I: x (b, m, k) -> (b, m, m); beta needs a symmetric x. X^T X is sym_mm(x.mT)."""
+    out = alpha * (x @ x.mT)
+    out = out + beta * x if beta else out
+    return out + gamma * torch.eye(out.shape[-1], dtype=x.dtype, device=x.device) if gamma else out
+
+
+@jit
+def sym_mm_kernel(x, out, M, K, sb, sm, sk, alpha, beta, gamma, BETA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+                  BK: tl.constexpr):  # fmt: skip
+    i, j = tl.program_id(0) // tl.cdiv(M, BN), tl.program_id(0) % tl.cdiv(M, BN)
+    if j * BN < (i + 1) * BM:  # on or below the diagonal; the store mirrors it
+        x, out = x + tl.program_id(1).to(tl.int64) * sb, out + tl.program_id(1).to(tl.int64) * M * M
+        m, n, k = i * BM + tl.arange(0, BM), j * BN + tl.arange(0, BN), tl.arange(0, BK)
+        left, right = x + m[:, None] * sm + k[None, :] * sk, x + n[:, None] * sm + k[None, :] * sk
+        acc = tl.zeros([BM, BN], tl.float32)
+        for k0 in range(0, K, BK):
+            in_k = k[None, :] < K - k0
+            a = tl.load(left, mask=(m[:, None] < M) & in_k, other=0.0)
+            b = tl.load(right, mask=(n[:, None] < M) & in_k, other=0.0)
+            acc = tl.dot(a, tl.trans(b), acc, input_precision="ieee")
+            left += BK * sk
+            right += BK * sk
+        acc *= alpha
+        inside = (m[:, None] < M) & (n[None, :] < M)
+        if BETA:
+            tile = tl.load(x + m[:, None] * sm + n[None, :] * sk, mask=inside, other=0.0)
+            acc += beta * tile.to(tl.float32)
+        acc = (acc + tl.where(m[:, None] == n[None, :], gamma, 0.0)).to(out.dtype.element_ty)
+        tl.store(out + m[:, None] * M + n[None, :], acc, mask=inside)
+        tl.store(out + n[:, None] * M + m[None, :], tl.trans(acc), mask=(n[:, None] < M) & (m[None, :] < M))
+
+
+SYM_TILES = dict(BM=128, BN=128, BK=64, num_warps=8, num_stages=3)  # best of five on an H200, all four shapes
+
+
+@torch.library.custom_op("decoder::sym_mm", mutates_args=())
+def sym_mm(x: Tensor, alpha: float = 1.0, beta: float = 0.0, gamma: float = 0.0) -> Tensor:
+    """As sym_mm_ref with half the products: tiles below the diagonal, stored twice; x in any strides.
+
+    m (m + 1) k FLOP and 2 (m k + m m) bytes a matrix; 1,007 TFLOP/s counted as a full product of 24 x 768 x 3072.
+    """
+    if not use_triton(x):
+        return sym_mm_ref(x, alpha, beta, gamma)
+    b, m, k = x.shape
+    out = x.new_empty(b, m, m)
+    grid = (triton.cdiv(m, SYM_TILES["BM"]) * triton.cdiv(m, SYM_TILES["BN"]), b)
+    sym_mm_kernel[grid](x, out, m, k, *x.stride(), alpha, beta, gamma, BETA=beta != 0, **SYM_TILES)
+    return out
+
+
+@sym_mm.register_fake
+def _(x, alpha=1.0, beta=0.0, gamma=0.0):
+    return x.new_empty(x.shape[0], x.shape[1], x.shape[1])
+
+
+# -- relu(x w^T)^2 in the epilogue of a product, Hopper and newer; the MLP forward and backward 2.82 ms against 3.1
+# Only the activation after the square is kept: its root is relu(x w^T), which is all that the backward needs.
+
+
+def linear_relu2_ref(x: Tensor, w: Tensor) -> Tensor:
+    """x (T, D), w (F, D) -> relu(x w^T)^2, (T, F)."""
+    return F.relu(x @ w.T).square()
+
+
+def linear_relu2_grad_ref(g: Tensor, w: Tensor, post: Tensor) -> Tensor:
+    """g (T, D), w (F, D), post = relu(pre)^2 (T, F) -> gradient of pre, 2 (g w^T) sqrt(post)."""
+    return 2 * (g @ w.T) * post.sqrt()
+
+
+@jit
+def relu2_epilogue(acc, aux, BWD: tl.constexpr):
+    if BWD:
+        acc = 2.0 * acc * tl.sqrt(aux.to(tl.float32))
+    else:
+        acc = tl.maximum(acc, 0.0)
+        acc = acc * acc
+    return acc
+
+
+@jit
+def linear_relu2_kernel(a, b, aux, out, M, N, K, GROUP: tl.constexpr, PROGRAMS: tl.constexpr, BWD: tl.constexpr,
+                        BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):  # fmt: skip
+    """out = relu(a b^T)^2, or with BWD 2 (a b^T) sqrt(aux), on tensor descriptors of a (M, K), b (N, K), aux, out.
+
+    Programs persist, so that the loads of a tile overlap the stores of the one before."""
+    tiles_m, tiles_n = tl.cdiv(M, BM), tl.cdiv(N, BN)
+    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, PROGRAMS, flatten=True):
+        first = tile // (GROUP * tiles_n) * GROUP
+        rows = min(tiles_m - first, GROUP)
+        m0 = (first + tile % (GROUP * tiles_n) % rows) * BM
+        n0 = tile % (GROUP * tiles_n) // rows * BN
+        acc = tl.zeros([BM, BN], tl.float32)
+        for k0 in range(0, K, BK):
+            acc = tl.dot(a.load([m0, k0]), b.load([n0, k0]).T, acc)
+        lo, hi = tl.split(tl.permute(tl.reshape(acc, (BM, 2, BN // 2)), (0, 2, 1)))  # halves: less shared memory
+        lo = relu2_epilogue(lo, aux.load([m0, n0]) if BWD else lo, BWD)
+        out.store([m0, n0], lo.to(out.dtype))
+        hi = relu2_epilogue(hi, aux.load([m0, n0 + BN // 2]) if BWD else hi, BWD)
+        out.store([m0, n0 + BN // 2], hi.to(out.dtype))
+
+
+RELU2_TILES = dict(BM=128, BN=256, BK=64, GROUP=8, num_warps=8, num_stages=3)  # best of twelve on an H200
+
+
+def launch_relu2(a: Tensor, b: Tensor, aux: Tensor | None) -> Tensor:
+    """2 M N K FLOP; 2 (M K + N K + M N) bytes, with aux 2 M N more; 659 TFLOP/s forward, 530 backward."""
+    a, b, aux = a.contiguous(), b.contiguous(), None if aux is None else aux.contiguous()
+    (M, K), N, tiles = a.shape, len(b), RELU2_TILES
+    out = a.new_empty(M, N)
+    blocks = ([tiles["BM"], tiles["BK"]], [tiles["BN"], tiles["BK"]], *[[tiles["BM"], tiles["BN"] // 2]] * 2)
+    tensors = (a, b, out if aux is None else aux, out)
+    arguments = [TensorDescriptor.from_tensor(x, block) for x, block in zip(tensors, blocks, strict=True)]
+    programs = torch.cuda.get_device_properties(a.device).multi_processor_count if a.is_cuda else 3
+    programs = min(triton.cdiv(M, tiles["BM"]) * triton.cdiv(N, tiles["BN"]), programs)
+    linear_relu2_kernel[(programs,)](*arguments, M, N, K, PROGRAMS=programs, BWD=aux is not None, **tiles)
+    return out
+
+
+@torch.library.custom_op("decoder::linear_relu2", mutates_args=())
+def linear_relu2(x: Tensor, w: Tensor) -> Tensor:
+    return launch_relu2(x, w, None)
+
+
+@torch.library.custom_op("decoder::linear_relu2_grad", mutates_args=())
+def linear_relu2_grad(g: Tensor, w: Tensor, post: Tensor) -> Tensor:
+    return launch_relu2(g, w, post)
+
+
+linear_relu2.register_fake(lambda x, w: x.new_empty(len(x), len(w)))
+linear_relu2_grad.register_fake(lambda g, w, post: torch.empty_like(post))
+
+
+class MLPRelu2(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, up, down):
+        post = linear_relu2(x, up)
+        ctx.save_for_backward(x, up, down, post)
+        return post @ down
+
+    @staticmethod
+    def backward(ctx, g):
+        x, up, down, post = ctx.saved_tensors
+        before = linear_relu2_grad(g, down, post)
+        return before @ up, before.T @ x, post.T @ g
+
+
+def mlp_relu2(x_TD: Tensor, up_FD: Tensor, down_FD: Tensor) -> Tensor:
+    """relu(x up^T)^2 down, (T, D); for the backward only x and the squared activation are kept."""
+    fits = use_triton(x_TD, (9, 0)) and x_TD.size(1) % 8 == 0 and up_FD.size(0) % 8 == 0  # rows of 16 bytes
+    if fits and torch.is_grad_enabled():
+        return MLPRelu2.apply(x_TD, up_FD, down_FD)
+    return linear_relu2_ref(x_TD, up_FD) @ down_FD
+
+
+# -- sliding-window attention on packed documents; at windows 128, 384, 896 forward and backward in 0.66, 0.99, 1.44 ms
+# against 1.10, 1.50, 1.92 of torch varlen. Row i sees keys bounds[0, i] <= j <= i; key j is seen by rows
+# j <= i <= bounds[1, j]; both only ever rise. Windows are data, so a change of window compiles nothing.
+
+
+def attention_bounds(cu_seqlens: Tensor, T: int, window: int | Tensor) -> Tensor:
+    """cu_seqlens int32 (G + 1,) from 0, padded with T -> int32 (2, T): first key seen, last row seeing."""
+    t = torch.arange(T, dtype=torch.int32, device=cu_seqlens.device)
+    doc = torch.searchsorted(cu_seqlens, t, right=True, out_int32=True)
+    first, last = torch.maximum(cu_seqlens[doc - 1], t - window), torch.minimum(cu_seqlens[doc] - 1, t + window)
+    return torch.stack([first, last]).to(torch.int32)
+
+
+def window_attention_ref(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, scale: float) -> Tensor:
+    """q, k, v (T, H, K) -> (T, H, K) with dense scores (H, T, T); only for tests."""
+    t = torch.arange(len(q), device=q.device)
+    seen = (t >= bounds[0, :, None]) & (t <= t[:, None])
+    scores = torch.einsum("ihd,jhd->hij", q, k).mul(scale).masked_fill(~seen, float("-inf"))
+    p = scores.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32))
+    return torch.einsum("hij,jhd->ihd", p.to(v.dtype), v)
+
+
+@jit
+def load_rows(x, index, stride, T, D: tl.constexpr):
+    x += index.to(tl.int64)[:, None] * stride + tl.arange(0, D)[None, :]
+    return tl.load(x, mask=index[:, None] < T, other=0.0)
+
+
+@jit
+def attention_forward_kernel(q, k, v, o, lse, bounds, T, sq, sk, sv, so, scale_log2, D: tl.constexpr, BM: tl.constexpr,
+                             BN: tl.constexpr):  # fmt: skip
+    """One block of BM rows and one head a program; keys from the first that its first row sees."""
+    m0, h = tl.program_id(0) * BM, tl.program_id(1)
+    m = m0 + tl.arange(0, BM)
+    first = tl.load(bounds + m, mask=m < T, other=0)
+    Q = load_rows(q + h * D, m, sq, T, D)
+    top, total = tl.full([BM], -1e30, tl.float32), tl.zeros([BM], tl.float32)
+    acc = tl.zeros([BM, D], tl.float32)
+    for n0 in range(tl.load(bounds + m0) // BN * BN, min(m0 + BM, T), BN):
+        n = n0 + tl.arange(0, BN)
+        s = tl.dot(Q, tl.trans(load_rows(k + h * D, n, sk, T, D)), input_precision="ieee") * scale_log2
+        s = tl.where((n[None, :] >= first[:, None]) & (n[None, :] <= m[:, None]), s, -1e30)
+        new = tl.maximum(top, tl.max(s, 1))  # the first true maximum wipes what all-masked blocks left
+        p, shrink, top = tl.exp2(s - new[:, None]), tl.exp2(top - new), new
+        total = total * shrink + tl.sum(p, 1)
+        V = load_rows(v + h * D, n, sv, T, D)
+        acc = tl.dot(p.to(V.dtype), V, acc * shrink[:, None], input_precision="ieee")
+    tl.store(o + m.to(tl.int64)[:, None] * so + h * D + tl.arange(0, D)[None, :],
+             (acc / total[:, None]).to(o.dtype.element_ty), mask=m[:, None] < T)  # fmt: skip
+    tl.store(lse + h * T + m, top + tl.log2(total), mask=m < T)
+
+
+@jit
+def attention_dq_kernel(q, k, v, o, do, dq, lse, delta, bounds, T, sq, sk, sv, so, scale, D: tl.constexpr,
+                        BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
+    """As the forward; also leaves delta = rowsum(o do) for the other kernel."""
+    m0, h = tl.program_id(0) * BM, tl.program_id(1)
+    m = m0 + tl.arange(0, BM)
+    first, L = tl.load(bounds + m, mask=m < T, other=0), tl.load(lse + h * T + m, mask=m < T, other=0.0)
+    Q, dO = load_rows(q + h * D, m, sq, T, D), load_rows(do + h * D, m, so, T, D)
+    row = tl.sum(dO.to(tl.float32) * load_rows(o + h * D, m, so, T, D).to(tl.float32), 1)
+    tl.store(delta + h * T + m, row, mask=m < T)
+    acc = tl.zeros([BM, D], tl.float32)
+    for n0 in range(tl.load(bounds + m0) // BN * BN, min(m0 + BM, T), BN):
+        n = n0 + tl.arange(0, BN)
+        K = load_rows(k + h * D, n, sk, T, D)
+        s = tl.dot(Q, tl.trans(K), input_precision="ieee") * (scale * 1.4426950408889634)
+        s = tl.where((n[None, :] >= first[:, None]) & (n[None, :] <= m[:, None]), s, float("-inf"))
+        p = tl.exp2(s - L[:, None])
+        dp = tl.dot(dO, tl.trans(load_rows(v + h * D, n, sv, T, D)), input_precision="ieee")
+        acc = tl.dot((p * (dp - row[:, None])).to(K.dtype), K, acc, input_precision="ieee")
+    tl.store(dq + m.to(tl.int64)[:, None] * so + h * D + tl.arange(0, D)[None, :],
+             (acc * scale).to(dq.dtype.element_ty), mask=m[:, None] < T)  # fmt: skip
+
+
+@jit
+def attention_dkv_kernel(q, k, v, do, dk, dv, lse, delta, bounds, T, sq, sk, sv, so, scale, D: tl.constexpr,
+                         BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
+    """One block of BN keys and one head a program; rows up to the last that sees its last key."""
+    n0, h = tl.program_id(0) * BN, tl.program_id(1)
+    n = n0 + tl.arange(0, BN)
+    last = tl.load(bounds + T + n, mask=n < T, other=-1)
+    K, V = load_rows(k + h * D, n, sk, T, D), load_rows(v + h * D, n, sv, T, D)
+    dK, dV = tl.zeros([BN, D], tl.float32), tl.zeros([BN, D], tl.float32)
+    for m0 in range(n0 // BM * BM, tl.load(bounds + T + min(n0 + BN, T) - 1) + 1, BM):
+        m = m0 + tl.arange(0, BM)
+        Q, dO = load_rows(q + h * D, m, sq, T, D), load_rows(do + h * D, m, so, T, D)
+        L = tl.load(lse + h * T + m, mask=m < T, other=0.0)
+        row = tl.load(delta + h * T + m, mask=m < T, other=0.0)
+        s = tl.dot(K, tl.trans(Q), input_precision="ieee") * (scale * 1.4426950408889634)
+        s = tl.where((m[None, :] >= n[:, None]) & (m[None, :] <= last[:, None]), s, float("-inf"))
+        p = tl.exp2(s - L[None, :])
+        dV = tl.dot(p.to(dO.dtype), dO, dV, input_precision="ieee")
+        dp = tl.dot(V, tl.trans(dO), input_precision="ieee")
+        dK = tl.dot((p * (dp - row[None, :])).to(Q.dtype), Q, dK, input_precision="ieee")
+    offset = n.to(tl.int64)[:, None] * so + h * D + tl.arange(0, D)[None, :]
+    tl.store(dk + offset, (dK * scale).to(dk.dtype.element_ty), mask=n[:, None] < T)
+    tl.store(dv + offset, dV.to(dv.dtype.element_ty), mask=n[:, None] < T)
+
+
+ATTENTION_TILES = dict(BM=64, BN=64, num_warps=4, num_stages=2)  # best for all three kernels and windows on an H200
+
+
+def adjacent_heads(x: Tensor) -> Tensor:
+    return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()
+
+
+@torch.library.custom_op("decoder::window_attention", mutates_args=())
+def window_attention_forward(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    (T, H, D), (q, k, v) = q.shape, map(adjacent_heads, (q, k, v))
+    o, lse = q.new_empty(T, H, D), torch.empty(H, T, dtype=torch.float32, device=q.device)
+    strides = (T, q.stride(0), k.stride(0), v.stride(0), H * D)
+    grid = (triton.cdiv(T, ATTENTION_TILES["BM"]), H)
+    attention_forward_kernel[grid](q, k, v, o, lse, bounds, *strides, scale * math.log2(math.e), D, **ATTENTION_TILES)
+    return o, lse
+
+
+@torch.library.custom_op("decoder::window_attention_grad", mutates_args=())
+def window_attention_grad(q: Tensor, k: Tensor, v: Tensor, o: Tensor, do: Tensor, lse: Tensor, bounds: Tensor,
+                          scale: float) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    (T, H, D), (q, k, v), do = q.shape, map(adjacent_heads, (q, k, v)), do.contiguous()
+    (dq, dk, dv), delta = (q.new_empty(T, H, D) for _ in range(3)), torch.empty_like(lse)
+    strides = (T, q.stride(0), k.stride(0), v.stride(0), H * D, scale, D)
+    grid = (triton.cdiv(T, ATTENTION_TILES["BM"]), H)
+    attention_dq_kernel[grid](q, k, v, o, do, dq, lse, delta, bounds, *strides, **ATTENTION_TILES)
+    grid = (triton.cdiv(T, ATTENTION_TILES["BN"]), H)
+    attention_dkv_kernel[grid](q, k, v, do, dk, dv, lse, delta, bounds, *strides, **ATTENTION_TILES)
+    return dq, dk, dv
+
+
+@window_attention_forward.register_fake
+def _(q, k, v, bounds, scale):
+    return q.new_empty(q.shape), q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
+
+
+window_attention_grad.register_fake(lambda q, *rest: tuple(q.new_empty(q.shape) for _ in "qkv"))
+
+
+def save_window_attention(ctx, inputs, output):
+    ctx.save_for_backward(*inputs[:4], *output)
+    ctx.scale = inputs[4]
+    ctx.set_materialize_grads(False)
+
+
+def window_attention_backward(ctx, do, dlse):
+    q, k, v, bounds, o, lse = ctx.saved_tensors
+    return (*window_attention_grad(q, k, v, o, do, lse, bounds, ctx.scale), None, None)
+
+
+window_attention_forward.register_autograd(window_attention_backward, setup_context=save_window_attention)
+
+
+def window_attention(q_THK: Tensor, k_THK: Tensor, v_THK: Tensor, bounds: Tensor, scale: float) -> Tensor:
+    """As window_attention_ref, for 16-bit tensors with K a power of two; views of a packed qkv are fine.
+
+    4 / 10 T H K window FLOP forward / backward; 4 / 11 T H K values moved at the least.
+    """
+    return window_attention_forward(q_THK, k_THK, v_THK, bounds, scale)[0]
+
+
+# <<< shared: kernels
 # >>> shared: evaluation
 # ===============================================================================
 # 8. EVALUATION -- bits per byte
@@ -1151,7 +1725,7 @@ def choose_attention(config: Config, device: torch.device, dtype: torch.dtype, s
 def bits_per_byte(model: Callable, batch: Batch, packs: int, token_bytes: Tensor, ranks: Ranks) -> float:
     """Nats over targets that carry bytes, divided by ln 2 and by their bytes; specials are in neither sum.
 
-    Args: model(tokens, targets, positions, cu_seqlens, max_doc) -> nats (T,); token_bytes int (V,) bytes of each id
+    Args: model as GPT.forward, or compiled; token_bytes int (V,) bytes of each id
     """
     sums = torch.zeros(2, device=ranks.device)
     count, group = batch.tokens.size(0), ranks.world * packs
@@ -1163,7 +1737,7 @@ def bits_per_byte(model: Callable, batch: Batch, packs: int, token_bytes: Tensor
     for tokens, targets, positions, cu_seqlens, max_doc in Batch(*picked, batch.max_doc, 0, 0).micro_batches(
         packs, ranks.device
     ):
-        nats = model(tokens, targets, positions, cu_seqlens, max_doc)
+        _, nats = model(tokens, targets, positions, cu_seqlens, max_doc)
         counted = token_bytes[targets.clamp(min=0).long()] * (targets >= 0)
         sums += torch.stack(((nats * (counted > 0)).sum(), counted.sum()))
     if ranks.world > 1:
@@ -1463,7 +2037,7 @@ def save_checkpoint(state: TrainState, run_dir: Path, position: dict, extra: dic
     weights, moments = state.optimizer.weights(), state.optimizer.state()
     if broken := [name for name, weight in weights.items() if not weight.isfinite().all()]:
         raise UserError(f"the weights {broken[0]} are no longer finite at step {state.step}, so it was not saved; "
-                        f"go on from the last checkpoint with --resume and a lower --set muon_lr= or adam_lr=")  # fmt: skip
+                        f"go on from the last checkpoint with --resume and lower --set muon_lr=")  # fmt: skip
     if not state.ranks.is_main:
         return
     from safetensors import SafetensorError
@@ -1471,7 +2045,7 @@ def save_checkpoint(state: TrainState, run_dir: Path, position: dict, extra: dic
 
     final = run_dir / "checkpoints" / f"step_{state.step:06d}"
     temporary = final.with_name(f".{final.name}.tmp")
-    buffers = {k: v.cpu() for k, v in state.model.named_buffers() if k != "rotary"}
+    buffers = {k: v.cpu() for k, v in state.model.state_dict().items() if k not in weights}
     moments["rng.cpu"] = torch.get_rng_state()
     if state.ranks.device.type == "cuda":
         moments["rng.cuda"] = torch.cuda.get_rng_state(state.ranks.device)
@@ -1541,7 +2115,7 @@ def load(run_dir: str | Path, step: int | None = None, device: str | None = None
     weights = load_file(done[-1] / "model.safetensors")
     model.load_state_dict({k: v.to(model.state_dict()[k].dtype) for k, v in weights.items()})
     model.set_stage(json.loads((done[-1] / "state.json").read_text())["attention"])
-    model.attention = choose_attention(config, device, dtype, lambda text: None)
+    model.attention = choose_attention(model, lambda text: None)
     return model.eval(), Tokenizer(run_dir / "tokenizer.json"), config
 
 
@@ -1630,11 +2204,13 @@ def train_step(state: TrainState, batch: Batch) -> Tensor:
     The same function serves warm-up, training, profiles, benchmarks and tests.
     """
     config, step = state.config, state.step
+    if len(config.ahead) > 1:
+        state.model.loss_weights.copy_(torch.tensor(loss_weights(config, step)), non_blocking=True)
     while True:
         loss = torch.zeros((), device=state.ranks.device)
         try:
             for micro_batch in batch.micro_batches(state.packs, state.ranks.device):
-                part = state.forward(*micro_batch).sum() / batch.total_targets
+                part = state.forward(*micro_batch)[0] / batch.total_targets
                 (part * state.loss_scale).backward()
                 loss += part.detach()
             break
@@ -1689,7 +2265,7 @@ def build_state(config: Config, ranks: Ranks, say: Callable = print) -> TrainSta
     """Model, optimizer and compiled forward, with the weights of config.seed."""
     dtype = choose_dtype(config, ranks.device)
     model = GPT(config, ranks.device, dtype)
-    model.attention = choose_attention(config, ranks.device, dtype, say)
+    model.attention = choose_attention(model, say)
     model.init_weights(config.seed)
     forward = model
     if config.compile and ranks.device.type == "cuda":
@@ -1953,7 +2529,7 @@ def prepare_run_dir(dataset: Dataset, args: argparse.Namespace, ranks: Ranks) ->
         if not checkpoints(run_dir):
             raise UserError(f"--resume found no complete checkpoint in {run_dir}/checkpoints; start without --resume")
         if (run_dir / "tokenizer.json").read_bytes() != dataset.tokenizer.path.read_bytes():
-            raise UserError(f"--resume cannot change the tokenizer: that of {dataset.root} is not the one in {run_dir}; "
+            raise UserError(f"--resume cannot change the tokenizer: {dataset.root} has another one than {run_dir}; "
                             f"pass the --data that the run began with")  # fmt: skip
         return run_dir
     if ranks.is_main:

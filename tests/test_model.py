@@ -1,5 +1,7 @@
 """The model: documents in a pack do not see each other or the future, and decoding with a cache is the same model."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from conftest import logits, pack, random_documents, random_model, tiny_config
@@ -36,14 +38,18 @@ def config_of(overrides) -> ts.Config:
     return tiny_config(**{"stages": (ONE_STAGE,), **overrides})
 
 
-def dense_attention(q, k, v, positions_T, cu_seqlens, max_doc, window, scale):
+def dense_attention(model, positions_T, cu_seqlens, max_doc):
     """Reference: all scores, a full mask, a softmax. Knows documents from their borders only."""
-    T = q.size(0)
-    document = torch.bucketize(torch.arange(T), cu_seqlens.long(), right=True)
-    i, j = torch.arange(T)[:, None], torch.arange(T)[None, :]
-    seen = (document[:, None] == document[None, :]) & (j <= i) & (i - j <= window)
-    scores = torch.einsum("ihk,jhk->hij", q, k) * scale
-    return torch.einsum("hij,jhk->ihk", scores.masked_fill(~seen, float("-inf")).softmax(-1), v)
+
+    def attend(q, k, v, long):
+        T = q.size(0)
+        document = torch.bucketize(torch.arange(T), cu_seqlens.long(), right=True)
+        i, j = torch.arange(T)[:, None], torch.arange(T)[None, :]
+        seen = (document[:, None] == document[None, :]) & (j <= i) & (i - j <= model.windows[long])
+        scores = torch.einsum("ihk,jhk->hij", q, k)
+        return torch.einsum("hij,jhk->ihk", scores.masked_fill(~seen, float("-inf")).softmax(-1), v)
+
+    return attend
 
 
 def transplant(source: ts.GPT, target: ts.GPT) -> None:
@@ -66,8 +72,13 @@ def test_blocked_attention_is_dense_attention(lengths, window, slack):
     q, k, v = torch.randn(3, T, 2, 8, generator=rng)
     positions = torch.cat([torch.arange(n) for n in lengths])
     ends = torch.tensor([0, *lengths, 0, 0]).cumsum(0).int()
-    case = (q, k, v, positions, ends, max(lengths) + slack, window, 0.3)
-    torch.testing.assert_close(ts.sdpa_attention(*case), dense_attention(*case), atol=2e-6, rtol=1e-5)
+    model = SimpleNamespace(windows=(window, 2 * window))
+    for long in (0, 1):
+        got, want = (
+            make(model, positions, ends, max(lengths) + slack)(q, k, v, long)
+            for make in (ts.sdpa_attention, dense_attention)
+        )
+        torch.testing.assert_close(got, want, atol=2e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("overrides", CONFIGS.values(), ids=CONFIGS)
@@ -75,13 +86,15 @@ def test_packed_documents_equal_one_at_a_time(overrides):
     """Loss and gradient of every parameter: packed with the blocked attention, or each alone with the dense one."""
     documents = random_documents((6, 2, 65, 41, 18, 2))  # 128 inputs: several blocks
     model = random_model(config_of(overrides))
-    together = model(*pack(documents))
-    together.mean().backward()
+    loss, together = model(*pack(documents))
+    (loss / len(together)).backward()
     grads = {name: p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad(set_to_none=True)
     model.attention = dense_attention
-    alone = torch.cat([model(*pack([d])) for d in documents])
-    alone.mean().backward()
+    losses, alone = zip(*(model(*pack([d])) for d in documents), strict=True)
+    (sum(losses) / len(together)).backward()
+    alone = torch.cat(alone)
+    torch.testing.assert_close(loss, together.sum(), atol=1e-4, rtol=1e-5)
     torch.testing.assert_close(together, alone, atol=1e-5, rtol=1e-5)
     for name, param in model.named_parameters():
         torch.testing.assert_close(grads[name], param.grad, atol=1e-5, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
@@ -96,7 +109,7 @@ def test_loss_is_the_cross_entropy_of_the_capped_logits():
     assert capped.max() < 23 and capped.min() > 0
     expected = -capped.log_softmax(-1).gather(1, targets.long().clamp(min=0)[:, None])[:, 0]
     expected[3] = 0
-    nats = model(tokens, targets, *rest)
+    _, nats = model(tokens, targets, *rest)
     assert nats.dtype == torch.float32
     torch.testing.assert_close(nats.double(), expected, atol=1e-5, rtol=1e-5)
     z = torch.tensor([-9.0, 0.0, 4.0])
@@ -108,7 +121,7 @@ def test_no_leak_between_documents():
     """Another text in the middle document leaves the losses of its neighbours as they were."""
     model, (a, b, c) = random_model(config_of({})), random_documents((20, 31, 40))
     other = random_documents((31,), seed=5)[0]
-    before, after = (model(*pack([a, middle, c])) for middle in (b, other))
+    before, after = (model(*pack([a, middle, c]))[1] for middle in (b, other))
     same = torch.ones(len(before), dtype=torch.bool)
     same[19:49] = False  # the middle document's own
     assert (before - after)[same].abs().max() < 1e-6
@@ -127,7 +140,7 @@ def test_no_leak_from_the_future(border):
 def test_every_parameter_gets_a_gradient():
     """No weight is dead: what the model owns, it uses."""
     model = random_model(config_of({}))
-    model(*pack(random_documents((60, 60)))).mean().backward()
+    model(*pack(random_documents((60, 60))))[0].backward()
     for name, param in model.named_parameters():
         if name not in ("scalars", "embed", "value_embed", "bigram_embed"):
             parts = param.grad.flatten(1) if param.dim() > 1 else param.grad[None]
@@ -172,7 +185,7 @@ def test_bigram_rows_and_signs():
     """Which rows of the table and of the signs a text reads, by hand; the last row stands for the first token."""
     model, (document,) = random_model(config_of({})), random_documents((30,))
     pairs = list(zip(document[:-2], document[1:-1], strict=True))  # (previous, token) of every input but the first
-    model(*pack([document])).sum().backward()
+    model(*pack([document]))[0].backward()
     touched = model.bigram_embed.grad.abs().sum(1).nonzero()[:, 0].tolist()
     assert touched == sorted({((36313 * t) ^ (27191 * p)) % 499 for p, t in pairs} | {499})
     assert set(model.bigram_signs.unique().tolist()) == {-1.0, 1.0}
