@@ -122,13 +122,13 @@ class Config:
     val_tokens: int = 10_485_760  # validation stops after this many tokens
     # -- stages: share, packs, window_short, window_long, max_doc, lr_mult
     stages: tuple = (
-        (1 / 3, 16, 384, 1024, 2048, 1.00),
-        (1 / 3, 32, 384, 2048, 2048, 1.52),  # 2 ** 0.6
+        (1 / 3, 16, 128, 1024, 2048, 1.00),
+        (1 / 3, 32, 256, 2048, 2048, 1.52),  # 2 ** 0.6
         (1 / 3, 48, 384, 2048, 2048, 1.73),  # 3 ** 0.5
     )
     # -- optimizer: base rates, multiplied by the parameter table and the schedule
     muon_lr: float = 0.023
-    adam_lr: float = 0.008
+    adam_lr: float = 0.006
     muon_beta2: float = 0.9
     adam_eps: float = 1e-10  # 1e-8 costs 0.0014 nats in modded-nanogpt record 20
     momentum: tuple = (0.85, 0.95, 300, 50)  # from, to, warm-up steps, cool-down steps
@@ -2264,8 +2264,10 @@ def choose_packs(config: Config, ranks: Ranks) -> int:
     common = math.gcd(*(stage.packs // ranks.world for stage in config.stage_table))
     limit = 65536 if ranks.device.type == "cuda" else 8192
     if ranks.device.type == "cuda":
-        layer = 24 * config.width + 4 * config.mlp_width  # values kept for the backward, measured roughly
+        layer = 24 * config.width + 4 * config.mlp_width  # values kept for the backward: 0.9 MB a token, measured
         a_token = 2 * (config.num_layers * layer + 4 * config.padded_vocab)
+        if config.compile and bf16_is_native():
+            a_token *= 0.4  # compiled, with the kernels: 0.25 MB measured, rounded up
         states = 20 * config.padded_vocab * config.width * (2 + len(config.value_embed_layers))
         states += 20 * config.width * config.bigram_rows
         limit = min(limit, (0.85 * torch.cuda.mem_get_info(ranks.device)[0] - states) / a_token)

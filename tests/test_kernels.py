@@ -230,7 +230,7 @@ def test_compiled_fullgraph(device):
     polar = torch.compile(K.polar_express, fullgraph=True,
                           backend="inductor" if device == "cuda" else "aot_eager")
     g = torch.randn(2, 48, 32, device=device)
-    close(polar(g.to(dtype)), K.polar_express(g.to(dtype)), 2e-2)
+    close(polar(g.to(dtype)), K.polar_express(g.to(dtype)), 5e-2)  # bf16 rounds at other places
 
 
 def test_imports_without_triton():
