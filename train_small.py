@@ -34,6 +34,7 @@ import dataclasses
 import datetime
 import difflib
 import errno
+import gc
 import hashlib
 import json
 import math
@@ -541,6 +542,11 @@ def adam_update(master, grad, exp_avg, exp_avg_sq, lr, beta1, beta2, eps, decay,
     master.sub_(lr * (update + decay * master * agrees))
 
 
+# Their names until torch 2.12, which later versions call deprecated.
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
 @dataclass
 class Slot:
     """One parameter with this rank's slice of its optimizer state."""
@@ -624,7 +630,7 @@ class Optimizer:
         if not slot.sharded:
             return part
         full = part.new_empty(slot.rows * self.ranks.world, *part.shape[1:])
-        dist.all_gather_into_tensor(full, part.contiguous())
+        all_gather(full, part.contiguous())
         return full[: slot.view[0]]
 
     def start_reduce(self, slot: Slot) -> None:
@@ -641,7 +647,7 @@ class Optimizer:
             grad = torch.cat((grad, grad.new_zeros(pad, *grad.shape[1:])))
         slot.grad = grad.new_empty(slot.rows, *grad.shape[1:])
         slot.full = grad  # kept alive until the reduction is done
-        slot.work = dist.reduce_scatter_tensor(slot.grad, grad, async_op=True)
+        slot.work = reduce_scatter(slot.grad, grad, async_op=True)
 
     def start_gather(self, slot: Slot) -> None:
         slot.work = slot.full = None
@@ -653,7 +659,7 @@ class Optimizer:
         part = slot.master.to(weights.dtype)
         padded = slot.rows * self.ranks.world
         slot.full = weights if padded == slot.view[0] else part.new_empty(padded, *part.shape[1:])
-        slot.work = dist.all_gather_into_tensor(slot.full, part, async_op=True)
+        slot.work = all_gather(slot.full, part, async_op=True)
 
     def finish_gather(self, slot: Slot) -> None:
         if slot.work is not None:
@@ -2152,8 +2158,8 @@ def as_tuple(value):
 def write_report(run_dir: Path, result: dict, config: Config, machine: dict, samples: list[str]) -> None:
     """report.md and curve.png: what a person looks at after a run."""
     entries = [json.loads(line) for line in (run_dir / "log.jsonl").read_text(encoding="utf-8").splitlines()]
-    train = [(e["tokens"], e["bpb"]) for e in entries if "loss" in e]
-    val = [(e["tokens"], e["val_bpb"]) for e in entries if "val_bpb" in e]
+    train = [(e["tokens"] / 1e6, e["bpb"]) for e in entries if "loss" in e]
+    val = [(e["tokens"] / 1e6, e["val_bpb"]) for e in entries if "val_bpb" in e]
     picture = ""
     try:
         import matplotlib
@@ -2166,11 +2172,8 @@ def write_report(run_dir: Path, result: dict, config: Config, machine: dict, sam
             axes.plot(*zip(*train, strict=True), color="#9bb8d3", lw=1, label="training (estimate from mean bytes)")
         if val:
             axes.plot(*zip(*val, strict=True), color="#c0392b", marker="o", ms=3, label="validation")
-        axes.set(xlabel="training tokens", ylabel="bits per byte", title=f"{run_dir.name}: {result['val_bpb']:.4f} bpb")
-        if train or val:
-            lowest = min(bpb for _, bpb in [*train, *val])
-            axes.set_ylim(lowest * 0.95, min(lowest * 2.2, max(bpb for _, bpb in [*train, *val]) * 1.02))
-            axes.legend()
+        axes.set(xlabel="training tokens, millions", ylabel="bits per byte", title=f"{run_dir.name}: {result['val_bpb']:.4f} bpb")
+        axes.legend()
         axes.grid(alpha=0.3)
         figure.savefig(run_dir / "curve.png", dpi=120)
         plt.close(figure)
@@ -2418,6 +2421,7 @@ def pretrain(config: Config, args: argparse.Namespace) -> dict:
     token_bytes[: config.vocab_size] = torch.from_numpy(dataset.tokenizer.token_bytes).to(ranks.device)
     peak, stopper, entered_stage = peak_flops(ranks.device, state.model.embed.dtype), Stopper(ranks), -1
     profiler, flops, tokens_at_start, seconds_at_start = None, 0.0, tokens, train_seconds
+    losses = []  # of the steps since the last line, 0-D tensors on the device
     if ranks.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(ranks.device)
 
@@ -2446,7 +2450,7 @@ def pretrain(config: Config, args: argparse.Namespace) -> dict:
         if args.profile and state.step == 10:
             profiler = torch.profiler.profile(with_stack=False)
             profiler.__enter__()
-        loss = train_step(state, batch)
+        losses.append(train_step(state, batch))
         position, tokens = batch.position, tokens + batch.total_tokens
         done = state.step == config.num_steps
         if profiler is not None and (state.step == 15 or done):
@@ -2455,6 +2459,7 @@ def pretrain(config: Config, args: argparse.Namespace) -> dict:
         eval_now = done or (config.eval_every and state.step % config.eval_every == 0)
         save_now = done or stop or (config.save_every and state.step % config.save_every == 0)
         if state.step % config.log_every == 0 or eval_now or save_now or state.step == 1:
+            loss, losses = torch.stack(losses).mean(), []
             if ranks.world > 1:
                 dist.all_reduce(loss)
             loss = loss.item()  # waits for the device
@@ -2698,6 +2703,7 @@ def main(argv: list[str] | None = None) -> int:
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+            gc.collect()  # else a gloo thread may outlive the interpreter and abort the process
 
 
 if __name__ == "__main__":

@@ -1,0 +1,97 @@
+"""The tools in dev/ on a CPU, with the tiny model: they run, and their numbers are sane."""
+import json
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT, TINY
+
+from dev import bench
+
+FLAGS = [part for key in TINY if key != "tokens" for part in ("--set", f"{key}={TINY[key]}".replace(" ", ""))]
+
+
+def run_tool(*command) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, *map(str, command)], cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+
+def test_bench():
+    done = run_tool("dev/bench.py", *FLAGS, "--steps", 2)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert len(result["stages"]) == len(TINY["stages"])
+    for stage, row in zip(result["stages"], TINY["stages"], strict=True):
+        assert stage["tokens"] == row[1] * TINY["pack_tokens"] and stage["tokens_per_second"] > 0 and stage["mfu"] > 0
+        assert stage["ms_p10"] <= stage["ms"] <= stage["ms_p90"] and stage["windows"] == list(row[2:4])
+        assert 0 < stage["loss"] < 10
+    speeds = [stage["tokens_per_second"] for stage in result["stages"]]
+    assert min(speeds) <= result["tokens_per_second"] <= max(speeds)
+    sections = result["sections"]
+    assert set(sections) == set(bench.SECTIONS) and abs(sum(sections.values()) - 1) < 1e-6
+    used = ("attention", "MLP", "qkv and o products", "head and loss", "elementwise", "embeddings", "NorMuon", "Adam")
+    assert all(sections[name] > 0 for name in used) and sections["other"] < 0.3
+    assert result["ready_seconds"] >= result["import_seconds"] + result["warm_up_seconds"]
+
+
+def test_profile(tmp_path):
+    done = run_tool("dev/profile.py", *FLAGS, "--steps", 2, "--out", tmp_path / "new" / "trace.json")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["recompiles"] == result["graph_breaks"] == 0 and abs(sum(result["sections"].values()) - 1) < 1e-6
+    events = json.loads((tmp_path / "new" / "trace.json").read_text())["traceEvents"]
+    assert {"NorMuon", "attention"} <= {event.get("args", {}).get("section") for event in events}
+
+
+def test_profile_reports_a_recompile():
+    """A model that is compiled with one stage in the warm-up and another one after it."""
+    code = ("import sys; sys.argv[1:] = sys.argv[2:]; import dev.profile as p, torch; ts = p.ts\n"
+            "build, warm_up = ts.build_state, ts.warm_up\n"
+            "def compiled(*args):\n"
+            "    state = build(*args)\n"
+            "    state.forward = torch.compile(state.model, backend='eager', dynamic=False)\n"
+            "    return state\n"
+            "ts.build_state, ts.warm_up = compiled, lambda state, say: None\n"
+            "sys.exit(p.bench.run(p.main))")  # fmt: skip
+    done = run_tool("-c", code, "x", *FLAGS, "--steps", 1, "--out", "/dev/null")
+    assert done.returncode == 1, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1])["recompiles"] > 0
+
+
+def event(name, kind, start, length, thread=1, **args):
+    return {"ph": "X", "name": name, "cat": kind, "ts": start, "dur": length, "pid": 7, "tid": thread, "args": args}
+
+
+def launched(number, start, name, kernel_us, thread=1):
+    """The launch of a kernel, and the kernel, which runs later."""
+    return [event("cudaLaunchKernel", "cuda_runtime", start, 1, thread, correlation=number),
+            event(name, "kernel", 1000 + start, kernel_us, 99, correlation=number)]  # fmt: skip
+
+
+def test_sections_of_kernels():
+    """GPU kernels are named by what surrounds their launch, products by their sizes."""
+    config, mm = bench.ts.Config(), "nvjet_hsh_128x256"
+    backward = "autograd::engine::evaluate_function: CompiledFunctionBackward"
+    trace = {"traceEvents": [
+        event("step: forward", "user_annotation", 0, 100),
+        event("aten::mm", "cpu_op", 1, 9, **{"Input Dims": [[8192, 768], [768, 2304], []]}), *launched(1, 2, mm, 10),
+        event("aten::mm", "cpu_op", 11, 9, **{"Input Dims": [[8192, 3072], [3072, 768]]}), *launched(2, 12, mm, 20),
+        event("decoderstack0::linear_ce", "cpu_op", 21, 20), event("aten::mm", "cpu_op", 22, 9),
+        *launched(3, 23, mm, 5),
+        *launched(4, 50, "triton_per_fused_add_embedding_mul_0", 3), *launched(5, 60, "attention_forward_kernel", 4),
+        event(backward, "cpu_op", 5, 80, 2), *launched(6, 30, "triton_poi_fused_mul_1", 2, 2),
+        event("step: optimizer", "user_annotation", 200, 50), event("step: NorMuon", "user_annotation", 210, 20),
+        *launched(7, 215, "sym_mm_kernel", 6), *launched(8, 240, "Memcpy DtoD", 1), *launched(9, 245, "mystery", 1),
+    ]}  # fmt: skip
+    rows = {row[0]["args"]["correlation"]: row[1:] for row in bench.kernels(trace, config, 8192)}
+    assert rows == {
+        1: (10, "qkv and o products", "forward"), 2: (20, "MLP", "forward"), 3: (5, "head and loss", "forward"),
+        4: (3, "embeddings", "forward"), 5: (4, "attention", "forward"), 6: (2, "elementwise", "backward"),
+        7: (6, "NorMuon", "optimizer"), 8: (1, "copies", "optimizer"), 9: (1, "other", "optimizer"),
+    }  # fmt: skip
+
+
+@pytest.mark.skipif(bench.torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_bench_kernels_needs_a_gpu():
+    done = run_tool("dev/bench_kernels.py")
+    assert done.returncode == 1 and done.stdout == ""
+    assert done.stderr.count("\n") == 1 and "needs a CUDA device" in done.stderr
