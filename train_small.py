@@ -1033,6 +1033,8 @@ class PackLoader:
     def run(self) -> None:
         try:
             for step in range(self.first_step, self.config.num_steps):
+                if self.closing.is_set():
+                    return
                 self.put(self.batch(step))
         except BaseException as error:
             self.put(error)
@@ -2172,7 +2174,8 @@ def write_report(run_dir: Path, result: dict, config: Config, machine: dict, sam
             axes.plot(*zip(*train, strict=True), color="#9bb8d3", lw=1, label="training (estimate from mean bytes)")
         if val:
             axes.plot(*zip(*val, strict=True), color="#c0392b", marker="o", ms=3, label="validation")
-        axes.set(xlabel="training tokens, millions", ylabel="bits per byte", title=f"{run_dir.name}: {result['val_bpb']:.4f} bpb")
+        axes.set(xlabel="training tokens, millions", ylabel="bits per byte")
+        axes.set_title(f"{run_dir.name}: {result['val_bpb']:.4f} bits per byte")
         axes.legend()
         axes.grid(alpha=0.3)
         figure.savefig(run_dir / "curve.png", dpi=120)

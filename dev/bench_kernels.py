@@ -1,0 +1,339 @@
+# ruff: noqa: B023, E402, E731
+"""Checks every kernel of train_small.py against its reference on a CUDA device, then times it against plain PyTorch.
+
+    python dev/bench_kernels.py [ce] [sym] [mlp] [attention] [--seconds 110]
+
+Times are medians of triton.testing.do_bench, which flushes the L2 cache between runs. Per cent are of what this device
+reaches in a large bf16 product (fp8: fp8 product) and in a large copy, measured first. The table comes last. The exit
+code is 1 if a check failed.
+"""
+import argparse
+import sys
+import time
+from pathlib import Path
+
+sys.path[:1] = [str(Path(__file__).resolve().parents[1])]  # not dev/, whose profile.py would hide Python's own
+import torch
+import torch.nn.functional as F
+
+import train_small as K
+
+START, TABLE, FAILED, LIMIT = time.perf_counter(), [], [], {}
+SECONDS = 110.0
+CAP = (23.0, 5.0, 7.5)
+bf16 = torch.bfloat16
+
+
+def late() -> bool:
+    return time.perf_counter() - START > SECONDS
+
+
+def say(line: str) -> None:
+    TABLE.append(line)
+    print(f"[{time.perf_counter() - START:5.1f} s] {line}", flush=True)
+
+
+def attempt(name: str, function, tiles=False) -> None:
+    """Runs, and reports an error in one line instead of stopping; tiles that do not fit are no failure."""
+    try:
+        function()
+    except Exception as error:
+        FAILED.extend([] if tiles else [name])
+        say(f"{'    ' if tiles else 'FAIL'} {name}: {type(error).__name__} {' '.join(str(error).split())[:160]}")
+
+
+def check(name: str, pairs, tolerance: float) -> None:
+    """Relative error of each (got, want), in the Frobenius norm."""
+    pairs = [(got.double(), want.double()) for got, want in pairs]
+    errors = [((got - want).norm() / want.norm().clamp(min=1e-30)).item() for got, want in pairs]
+    line = f"{name}: {' '.join(f'{e:.1e}' for e in errors)} (below {tolerance:g})"
+    if all(e < tolerance for e in errors):  # a NaN fails
+        print(f"pass {line}", flush=True)
+    else:
+        FAILED.append(name)
+        say(f"FAIL {line}")
+
+
+def measure(function) -> float:
+    import triton
+
+    return triton.testing.do_bench(function, warmup=8, rep=40, return_mode="median")
+
+
+def timed(name: str, function, flop=0, moved=0, kind="bf16") -> None:
+    """Milliseconds, TFLOP/s and GB/s of a function, with per cent of the device's limits."""
+
+    def one():
+        ms = measure(function)
+        text = f"{flop / ms / 1e9:6.0f} TFLOP/s {flop / ms / 1e7 / LIMIT[kind]:4.0f}%" if flop else ""
+        text += f"{moved / ms / 1e6:6.0f} GB/s {moved / ms / 1e4 / LIMIT['copy']:4.0f}%" if moved else ""
+        say(f"{name:52}{ms:8.3f} ms {text}")
+
+    if not late():
+        attempt(name, one, tiles=name.startswith("  tiles"))
+
+
+def sweep(name: str, table: str, names: str, rows: str, function, **work) -> None:
+    """Times a function with the current tiles of K.`table`, then with other ones."""
+    kept = getattr(K, table)
+    timed(f"{name} as set", function, **work)
+    for row in rows.split(","):
+        tiles = dict(zip(names.split(), map(int, row.split()), strict=True))
+        if tiles != kept:
+            setattr(K, table, tiles)
+            timed(f"  tiles {' '.join(map(str, tiles.values()))}", function, **work)
+    setattr(K, table, kept)
+
+
+def randn(*shape, scale=1.0, dtype=bf16):
+    return torch.randn(*shape, device="cuda").mul_(scale).to(dtype)
+
+
+def limits() -> None:
+    a, b, big = randn(8192, 8192), randn(8192, 8192), torch.empty(2**29, device="cuda", dtype=bf16)
+    LIMIT["bf16"] = LIMIT["fp8"] = 2 * 8192**3 / measure(lambda: a @ b) / 1e9
+    LIMIT["copy"] = 2 * big.nbytes / measure(big.clone) / 1e6
+    if torch.cuda.get_device_capability() >= (8, 9):
+        (a8, s), (b8, t) = K.to_fp8(a), K.to_fp8(b)
+        product = lambda: torch._scaled_mm(a8, b8.T, s, t, out_dtype=bf16, use_fast_accum=True)
+        LIMIT["fp8"] = 2 * 8192**3 / measure(product) / 1e9
+    say("limits: " + ", ".join(f"{k} {v:,.0f} {'GB/s' if k == 'copy' else 'TFLOP/s'}" for k, v in LIMIT.items()))
+
+
+# ---- cross-entropy
+
+
+def ce_case(T: int, V: int, terms: int = 4):
+    """logits, targets, weights, prefix, row weights; one term: next token only."""
+    targets = torch.randint(V, (T,), device="cuda")
+    prefix = torch.where(torch.rand(T, device="cuda") < 0.5, targets.roll(1), -1) if terms > 1 else None
+    targets[torch.rand(T, device="cuda") < 0.2] = -1
+    targets[:4] = 5  # equal neighbours share a column
+    weights = torch.tensor([1.0, 0.5, 0.25, 0.25][:terms], device="cuda")
+    return randn(T, V, scale=3.0), targets, weights, prefix, torch.rand(T, device="cuda")
+
+
+def check_ce() -> None:
+    for T, V, block in ((37, 192, 32768), (515, 50304, 65536), (515, 32768, 32768), (1001, 65536, 8192)):
+        logits, targets, weights, prefix, rows = ce_case(T, V)
+        want = K.softcap_ce_ref(logits, targets, weights, prefix, rows, CAP)
+        got = K.softcap_ce(logits.clone(), targets, weights, prefix, rows, CAP, block=block)
+        check(f"softcap_ce {T} x {V}, block {block}: losses, gradient", zip(got, want, strict=True), 6e-3)
+        losses, _ = K.softcap_ce(logits.clone(), targets, weights, prefix, rows, CAP, grad=False)
+        check(f"softcap_ce {T} x {V}: validation losses", [(losses, want[0])], 1e-5)
+        out = torch.full((T, V), float("nan"), device="cuda").to(torch.float8_e5m2)
+        K.softcap_ce(logits, targets, weights, prefix, rows * 1e4, CAP, out=out, block=block)
+        check(f"softcap_ce {T} x {V}: e5m2 gradient", [(out.float() / 1e4, want[1])], 0.12)
+        check(f"transpose8 {T} x {V}", [(K.transpose8(out).float(), out.T.float())], 1e-9)
+    T, V, D = 5008, 32768, 768
+    x, w = randn(T, D).requires_grad_(), randn(V, D, scale=0.1).requires_grad_()
+    _, targets, weights, prefix, rows = ce_case(T, 64)
+
+    def head(x, w, fp8=False):
+        total, losses = K.linear_cross_entropy(x, w, targets, CAP, weights, prefix, rows, 2048, fp8)
+        return losses, *torch.autograd.grad(total * 3, (x, w))
+
+    want = head(*(t.detach().float().requires_grad_() for t in (x, w)))
+    check("linear_cross_entropy bf16: losses, dx, dw", zip(head(x, w), want, strict=True), 2e-2)
+    if torch.cuda.get_device_capability() >= (8, 9):
+        check("linear_cross_entropy fp8: losses, dx, dw", zip(head(x, w, True), want, strict=True), 0.12)
+
+
+def time_ce() -> None:
+    T, V, D = 16384, 32768, 768
+    logits, targets, one, _, _ = ce_case(T, V, 1)
+    moved = 4 * T * V
+    for block in (32768, 8192, 4096):
+        timed(f"softcap_ce {T} x {V}, block {block}",
+              lambda: K.softcap_ce(logits, targets, one, None, None, CAP, block=block), moved=moved)
+    _, targets4, weights, prefix, rows = ce_case(T, 64)
+    timed("  three targets, prefix, row weights",
+          lambda: K.softcap_ce(logits, targets4, weights, prefix, rows, CAP), moved=moved)  # fmt: skip
+    timed("  validation", lambda: K.softcap_ce(logits, targets, one, None, None, CAP, grad=False), moved=moved / 2)
+    g8 = torch.empty(T, V, device="cuda", dtype=torch.float8_e5m2)
+    timed("  e5m2 gradient", lambda: K.softcap_ce(logits, targets, one, None, None, CAP, out=g8), moved=moved * 3 / 4)
+    timed("  transpose8 of the gradient", lambda: K.transpose8(g8), moved=moved / 2)
+    timed("  torch, .T.contiguous()", lambda: g8.view(torch.uint8).T.contiguous(), moved=moved / 2)
+    logits = g8 = None
+    T = 65536
+    x, w = randn(T, D).requires_grad_(), randn(V, D, scale=0.1).requires_grad_()
+    targets, flop = torch.randint(V, (T,), device="cuda"), 6 * T * V * D
+
+    def head(chunk, fp8):
+        total, _ = K.linear_cross_entropy(x, w, targets, CAP, chunk=chunk, fp8=fp8)
+        torch.autograd.grad(total, (x, w))
+
+    for kind in ("bf16", "fp8") if torch.cuda.get_device_capability() >= (8, 9) else ("bf16",):
+        for chunk in (8192, 16384, 32768, 65536):
+            timed(f"linear_cross_entropy {T}, {kind}, chunk {chunk}", lambda: head(chunk, kind == "fp8"),
+                  flop=flop, kind=kind)  # fmt: skip
+    with torch.no_grad():
+        timed("  validation", lambda: K.linear_cross_entropy(x, w, targets, CAP), flop=flop / 3)
+
+    @torch.compile
+    def plain(x, w, targets):
+        return F.cross_entropy(K.softcap((x @ w.T).float(), CAP), targets, reduction="sum")
+
+    timed("  torch.compile of the plain formula",
+          lambda: torch.autograd.grad(plain(x, w, targets), (x, w)), flop=flop)  # fmt: skip
+
+
+# ---- symmetric products
+
+
+def polar_plain(x):
+    """polar_express with torch's products only."""
+    x = x / (x.norm(dim=(-2, -1), keepdim=True) * 1.02 + 1e-6)
+    tall = x.size(-2) > x.size(-1)
+    for a, b, c in K.POLAR_EXPRESS:
+        A = x.mT @ x if tall else x @ x.mT
+        B = torch.baddbmm(A, A, A, beta=b, alpha=c)
+        x = torch.baddbmm(x, x, B, beta=a) if tall else torch.baddbmm(x, B, x, beta=a)
+    return x
+
+
+def check_sym() -> None:
+    for shape in ((3, 208, 336), (2, 70, 777), (1, 17, 5), (2, 768, 3072)):
+        x = randn(*shape, scale=0.1)
+        pairs = [(K.sym_mm(v, 0.7), K.sym_mm_ref(v.double(), 0.7)) for v in (x, x.mT)]
+        a = K.sym_mm_ref(x)
+        pairs.append((K.sym_mm(a, 0.5, -1.2, 3.0), K.sym_mm_ref(a.double(), 0.5, -1.2, 3.0)))
+        check(f"sym_mm {shape}: x x^T, x^T x, polynomial", pairs, 5e-3)
+    for shape in ((4, 768, 768), (2, 3072, 768), (12, 256, 768)):
+        g = randn(*shape)
+        want = K.polar_express(g.double())
+        check(f"polar_express {shape}: kernel, torch", ((K.polar_express(g), want), (polar_plain(g), want)), 5e-2)
+
+
+def time_sym() -> None:
+    names, rows = "BM BN BK num_warps num_stages", "128 128 64 8 3,128 128 64 4 4,64 128 64 4 4,128 256 64 8 3"
+    for n, m, k in ((22, 768, 3072), (20, 768, 768), (60, 256, 768)):  # the MLP, VO and QK banks of the recipe
+        x = randn(n, k, m, scale=0.1).mT
+        work = {"flop": 2 * n * m * m * k}
+        sweep(f"sym_mm x^T x, {n} x {m} x {k}", "SYM_TILES", names, rows, lambda: K.sym_mm(x), **work)
+        timed("  torch.bmm", lambda: x @ x.mT, **work)
+    for shape in ((22, 3072, 768), (20, 768, 768), (60, 256, 768)):
+        g = randn(*shape)
+        timed(f"polar_express {shape}", lambda: K.polar_express(g))
+        timed("  torch", lambda: polar_plain(g))
+
+
+# ---- MLP
+
+
+def check_mlp() -> None:
+    for T, D, hidden in ((1008, 256, 640), (777, 72, 264), (8192, 768, 3072)):
+        x, up, down, g = randn(T, D), randn(hidden, D, scale=D**-0.5), randn(hidden, D, scale=hidden**-0.5), randn(T, D)
+        post = K.linear_relu2(x, up)
+        check(f"linear_relu2 {T} x {D} x {hidden}: forward, gradient", (
+            (post, K.linear_relu2_ref(x.double(), up.double())),
+            (K.linear_relu2_grad(g, down, post), K.linear_relu2_grad_ref(g.double(), down.double(), post.double())),
+        ), 5e-3)  # fmt: skip
+        leaves, exact = [x, up, down], [t.double().requires_grad_() for t in (x, up, down)]
+        got = torch.autograd.grad(K.mlp_relu2(*(t.requires_grad_() for t in leaves)), leaves, g)
+        want = torch.autograd.grad(F.relu(exact[0] @ exact[1].T).square() @ exact[2], exact, g.double())
+        check(f"mlp_relu2 {T} x {D} x {hidden}: dx, dup, ddown", zip(got, want, strict=True), 1e-2)
+
+
+def time_mlp() -> None:
+    T, D, hidden = 65536, 768, 3072
+    names = "BM BN BK GROUP num_warps num_stages"
+    rows = "128 256 64 8 8 3,128 256 64 16 8 3,128 128 64 8 4 4,256 128 64 8 8 3"
+    square, slope = torch.compile(lambda p: F.relu(p).square()), torch.compile(lambda d, post: 2 * d * post.sqrt())
+    plain = torch.compile(lambda x, up, down: K.linear_relu2_ref(x, up) @ down)
+    x, g = randn(T, D), randn(T, D)
+    up, down = randn(hidden, D, scale=D**-0.5), randn(hidden, D, scale=hidden**-0.5)
+    post, flop = K.linear_relu2(x, up), 2 * T * D * hidden
+    sweep(f"linear_relu2 {T} x {D} x {hidden}", "RELU2_TILES", names, rows, lambda: K.linear_relu2(x, up), flop=flop)
+    timed("  torch product alone", lambda: x @ up.T, flop=flop)
+    timed("  torch product, compiled relu^2", lambda: square(x @ up.T), flop=flop)
+    sweep("linear_relu2_grad", "RELU2_TILES", names, rows, lambda: K.linear_relu2_grad(g, down, post), flop=flop)
+    timed("  torch product, compiled slope", lambda: slope(g @ down.T, post), flop=flop)
+    leaves = [t.requires_grad_() for t in (x, up, down)]
+    for name, function in ((f"mlp_relu2 {T}, both ways", K.mlp_relu2), ("  torch.compile of the plain MLP", plain)):
+        timed(name, lambda: torch.autograd.grad(function(*leaves), leaves, g), flop=6 * flop)
+
+
+# ---- attention
+
+
+def documents(T: int, mean: int) -> torch.Tensor:
+    """cu_seqlens of documents with exponentially distributed lengths, padded with T."""
+    lengths = torch.empty(4 * T // mean + 1).exponential_(1 / mean).long().clamp(min=1)
+    ends = lengths.cumsum(0)
+    ends = ends[ends < T].int()
+    return torch.cat((torch.zeros(1), ends, torch.full((8,), T))).int().cuda()
+
+
+def check_attention() -> None:
+    for T, mean, window in ((1000, 90, 128), (777, 5, 16), (1500, 690, 896), (1, 1, 0)):
+        bounds = K.attention_bounds(documents(T, mean), T, window)
+        qkv, g = randn(T, 3, 6, 128).requires_grad_(), randn(T, 6, 128)
+        y = K.window_attention(*qkv.unbind(1), bounds, 0.1)
+        exact = qkv.detach().double().requires_grad_()
+        z = K.window_attention_ref(*exact.unbind(1), bounds, 0.1)
+        want = torch.autograd.grad(z, exact, g.double())[0]
+        check(f"window_attention {T}, window {window}: forward, dqkv", (
+            (y, z), (torch.autograd.grad(y, qkv, g)[0], want)), 1e-2)  # fmt: skip
+
+
+def time_attention() -> None:
+    T, H, D = 65536, 6, 128
+    cu = documents(T, 500)
+    q, k, v, g = (randn(T, H, D) for _ in range(4))
+    longest, leaves = int(cu.diff().max()), [t.detach().requires_grad_() for t in (q, k, v)]
+    names, rows = "BM BN num_warps num_stages", "64 64 4 2,128 64 8 2,128 64 4 2,64 64 4 3,128 128 8 2,64 128 4 2"
+
+    def varlen(q, k, v):
+        from torch.nn.attention.varlen import varlen_attn
+
+        return varlen_attn(q, k, v, cu, cu, longest, longest, scale=0.1, window_size=(window, 0))
+
+    for window in (128, 384, 896, 2048):
+        bounds = K.attention_bounds(cu, T, window)
+        pairs = (torch.arange(T, device="cuda") - bounds[0] + 1).sum().item()
+        o, lse = K.window_attention_forward(q, k, v, bounds, 0.1)
+        forward = lambda: K.window_attention_forward(q, k, v, bounds, 0.1)
+        backward = lambda: K.window_attention_grad(q, k, v, o, g, lse, bounds, 0.1)
+        rate = {"flop": 4 * pairs * H * D, "moved": 8 * T * H * D}
+        back = {"flop": 10 * pairs * H * D, "moved": 22 * T * H * D}
+        tried = rows if window in (128, 896) else "64 64 4 2"
+        sweep(f"window_attention {T}, window {window}, forward", "ATTENTION_TILES", names, tried, forward, **rate)
+        sweep(f"window_attention {T}, window {window}, backward", "ATTENTION_TILES", names, tried, backward, **back)
+        timed("  torch varlen, forward", lambda: varlen(q, k, v), **rate)
+        timed("  torch varlen, both ways", lambda: torch.autograd.grad(varlen(*leaves), leaves, g))
+
+
+PARTS = {"ce": (check_ce, time_ce), "sym": (check_sym, time_sym), "mlp": (check_mlp, time_mlp),
+         "attention": (check_attention, time_attention)}  # fmt: skip
+
+
+def main() -> int:
+    global SECONDS
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; default all")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="no new measurement later than that")
+    args = parser.parse_args()
+    SECONDS, parts = args.seconds, args.parts or list(PARTS)
+    if set(parts) - set(PARTS):
+        parser.error(f"unknown part {(set(parts) - set(PARTS)).pop()}; use {', '.join(PARTS)}")
+    if not torch.cuda.is_available() or not K.use_triton(torch.empty(1, device="cuda", dtype=bf16)):
+        print("error: bench_kernels.py needs a CUDA device of capability 8.0 or newer, and triton", file=sys.stderr)
+        return 1
+    if torch.cuda.get_device_capability() < (9, 0) and "mlp" in parts:
+        parts.remove("mlp")
+        say("mlp skipped: its kernel needs capability 9.0")
+    torch.manual_seed(0)
+    print(torch.cuda.get_device_name(), torch.__version__, flush=True)
+    limits()
+    for which in (0, 1):  # all checks first
+        for part in parts:
+            attempt(f"{part} {'times' if which else 'checks'}", PARTS[part][which])
+            torch.cuda.empty_cache()
+    print(f"\n==== {time.perf_counter() - START:.0f} s, {len(FAILED)} failed{', no time for all' if late() else ''}")
+    print("\n".join(TABLE))
+    return int(bool(FAILED))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
