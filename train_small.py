@@ -1981,7 +1981,8 @@ def describe_machine(ranks: Ranks) -> dict:
 
     def ask(*command):
         try:
-            return subprocess.run(command, capture_output=True, text=True, timeout=10).stdout.strip()
+            done = subprocess.run(command, capture_output=True, text=True, timeout=10)
+            return done.stdout.strip() if done.returncode == 0 else ""
         except (OSError, subprocess.SubprocessError):
             return ""
 

@@ -1,0 +1,2705 @@
+"""DecoderStack-small: the whole training stack of an 11-layer, 768-wide GPT in one file.
+
+    python train_small.py                                     one GPU (or a laptop: add @runs/cpu.args)
+    torchrun --standalone --nproc_per_node=8 train_small.py   eight GPUs, same recipe, same tokens per step
+    python train_small.py sample --from out/RUN --prompt "Once upon a time"
+
+Reads a dataset directory (binary shards + tokenizer.json, see data/README.md) and writes a run directory that
+holds this script, config.json, log.jsonl, checkpoints, report.md and curve.png. Results: README.md.
+
+Sections
+     1. CONFIG         every recipe number, the stage table, the parameter table
+     2. MODEL          one trunk for packed training and for decoding with a KV cache
+     3. OPTIMIZER      NorMuon and Adam, state sharded over ranks
+     4. SCHEDULE       learning rate, momentum, windows, rotary frequencies: pure functions of the step
+     5. DATA           shards -> packs of documents -> micro-batches
+     6. ATTENTION      FlashAttention 3, a Triton kernel, torch varlen, or blocked SDPA behind one signature
+     7. KERNELS        Triton: head and loss, symmetric products, relu^2, sliding-window attention
+     8. EVALUATION     bits per byte
+     9. GENERATION     KV cache, sampling, streaming text
+    10. RUN UTILITIES  devices, ranks, log, checkpoints, report
+    11. MAIN           train_step, warm-up, the loop, the command line
+
+Letters in shape comments: T packed tokens, D width, H heads, K head width, F MLP hidden width, V vocabulary,
+L layers, A layers with attention, G documents in a micro-batch, B rows of a decoding batch, S cache length.
+"""
+# >>> shared: imports
+from __future__ import annotations
+
+import argparse
+import ast
+import base64
+import codecs
+import dataclasses
+import datetime
+import difflib
+import errno
+import hashlib
+import json
+import math
+import os
+import platform
+import queue
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+try:  # CPUs, Macs and Windows do without: every kernel has a plain path
+    import triton
+    import triton.language as tl
+    from triton.tools.tensor_descriptor import TensorDescriptor
+except ImportError:
+    triton = tl = TensorDescriptor = None
+jit = triton.jit if triton else (lambda function: function)
+
+
+class UserError(Exception):
+    """Something the user can mend; printed as one sentence, without a traceback."""
+
+
+# <<< shared: imports
+# ===============================================================================
+# 1. CONFIG -- every recipe number with its unit or reason
+# A field is changed here, or for a try-out with --set NAME=VALUE (which voids record status).
+# Numbers of modded-nanogpt and nanochat are credited where they are used.
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One row of the stage table. Windows and lengths are in tokens."""
+
+    share: float  # of the run's steps
+    packs: int  # packs of a step, over all ranks and micro-batches
+    window_short: int  # keys a query sees behind itself in most layers
+    window_long: int  # the same in Config.long_layers
+    max_doc: int  # a longer document continues as a new segment behind a fresh BOS
+    lr_mult: float  # about sqrt(batch / batch of the first stage)
+
+
+@dataclass(frozen=True)
+class Config:
+    # -- model
+    num_layers: int = 11
+    width: int = 768
+    head_dim: int = 128
+    mlp_width: int = 3072
+    vocab_size: int = 32768  # taken from the dataset's tokenizer
+    max_seq_len: int = 2048  # longest document in validation and generation
+    no_attention_layers: tuple = (6,)  # modded-nanogpt record 17
+    long_layers: tuple = (3, 10)
+    key_offset_layers: tuple = (3, 10)  # half of each key comes from the previous token
+    value_embed_layers: tuple = (1, 2, 8, 9, 10)
+    bigram_rows: int = 163840  # 5 x 32,768; 0 switches the bigram embedding off
+    smear: bool = True
+    x0_injection: bool = True
+    skip_from: int = 3  # output of this layer is added before layer skip_to; -1 switches it off
+    skip_to: int = 6
+    backout_layer: int = 7  # half of this layer's output is subtracted before the head; -1: off
+    gate_width: int = 12  # channels that the small gates read
+    attention_scale: float = 0.12  # modded-nanogpt record 20; grows by YaRN when the long window grows
+    rotary_base: float = 1024.0
+    softcap: tuple = (23.0, 5.0, 7.5)  # logits = a * sigmoid((z + b) / c), modded-nanogpt record 54
+    fp8_head: bool = True  # training only, from compute capability 8.9 on
+    ahead: tuple = (1.0,)  # loss weights of the next tokens; more than one: multi-token prediction (record 53)
+    ahead_until: float = 0.5  # share of the run over which all weights but the first fall to 0
+    # -- data
+    pack_tokens: int = 8192  # unit of the loader; a step is a fixed number of packs
+    pack_docs: int = 64  # most documents in a pack; a pack that would hold more is padded
+    tokens: int = 340_000_000  # length of the run
+    max_epochs: int = 1  # more than 1 allows repeated text
+    val_tokens: int = 10_485_760  # validation stops after this many tokens
+    # -- stages: share, packs, window_short, window_long, max_doc, lr_mult
+    stages: tuple = (
+        (1 / 3, 16, 128, 1024, 2048, 1.00),
+        (1 / 3, 32, 256, 2048, 2048, 1.52),  # 2 ** 0.6
+        (1 / 3, 48, 384, 2048, 2048, 1.73),  # 3 ** 0.5
+    )
+    # -- optimizer: base rates, multiplied by the parameter table and the schedule
+    muon_lr: float = 0.023
+    adam_lr: float = 0.006
+    muon_beta2: float = 0.9
+    adam_eps: float = 1e-10  # 1e-8 costs 0.0014 nats in modded-nanogpt record 20
+    momentum: tuple = (0.85, 0.95, 300, 50)  # from, to, warm-up steps, cool-down steps
+    cooldown: float = 0.6  # share of the run over which the rate falls
+    lr_floor: float = 0.15  # rate at the end, as a fraction of the base rate
+    # -- evaluation and sampling
+    sample_tokens: int = 128
+    temperature: float = 0.8
+    top_k: int = 50
+    top_p: float = 1.0
+    # -- run knobs (flags of their own, no part of the recipe)
+    data: str = "data/shards/climbmix"
+    seed: int = 0
+    eval_every: int = 250  # steps; 0: only at the end
+    save_every: int = 0  # steps; 0: only at the end
+    log_every: int = 10
+    keep_checkpoints: int = 2  # newest ones, besides the best
+    micro_batch_tokens: int = 0  # 0: from free memory
+    attention: str = "auto"
+    dtype: str = "auto"
+    compile: bool = True
+    wandb: str = ""
+
+    @property
+    def num_heads(self) -> int:
+        return self.width // self.head_dim
+
+    @property
+    def attention_layers(self) -> tuple:
+        return tuple(i for i in range(self.num_layers) if i not in self.no_attention_layers)
+
+    @property
+    def padded_vocab(self) -> int:
+        return -(-self.vocab_size // 64) * 64  # tensor cores and the loss kernel like multiples of 64
+
+    @property
+    def num_steps(self) -> int:
+        mean_tokens = sum(s.share * s.packs for s in self.stage_table) * self.pack_tokens
+        return max(1, round(self.tokens / mean_tokens))
+
+    @property
+    def stage_table(self) -> tuple[Stage, ...]:
+        return tuple(Stage(*row) for row in self.stages)
+
+    def validate(self) -> None:
+        """Raises UserError on values that contradict each other."""
+        for field, length in (("momentum", 4), ("softcap", 3)):
+            if len(getattr(self, field)) != length:
+                raise UserError(f"{field}={getattr(self, field)} must have {length} values")
+        names = [field.name for field in dataclasses.fields(Stage)]
+        for row in self.stages:
+            if not isinstance(row, tuple) or len(row) != len(names) or not all(isinstance(v, int | float) for v in row):
+                raise UserError(f"stages: the row {row} must hold {len(names)} numbers: {', '.join(names)}")
+        if self.num_layers < 3:
+            raise UserError(f"num_layers={self.num_layers} is too few; the table of scalars needs at least 3")
+        if self.width % self.head_dim:
+            raise UserError(f"width={self.width} is not a multiple of head_dim={self.head_dim}; change one of them")
+        if self.head_dim % 4:
+            raise UserError(f"head_dim={self.head_dim} is not a multiple of 4, which the rotary embedding needs")
+        if self.vocab_size > 65536:
+            raise UserError(f"vocab_size={self.vocab_size} does not fit the 16-bit shards; use at most 65,536 entries")
+        if abs(sum(s.share for s in self.stage_table) - 1) > 1e-6:
+            raise UserError(f"the shares of the stages add up to {sum(s.share for s in self.stage_table):.4f}, not 1")
+        for stage in self.stage_table:
+            if not 2 <= stage.max_doc <= self.max_seq_len or min(stage.window_short, stage.window_long) < 1:
+                raise UserError(f"a stage has max_doc={stage.max_doc}, which must be 2 to max_seq_len="
+                                f"{self.max_seq_len}, and windows of at least 1")  # fmt: skip
+        if self.max_seq_len > self.pack_tokens:
+            raise UserError(f"max_seq_len={self.max_seq_len} does not fit into a pack of {self.pack_tokens} tokens")
+        last = self.num_layers - 1
+        if (self.skip_from < 0) != (self.skip_to < 0) or self.skip_from > self.skip_to:
+            raise UserError(f"skip_from={self.skip_from} must be before skip_to={self.skip_to}, or both -1")
+        used = (*self.long_layers, *self.value_embed_layers, *self.key_offset_layers, *self.no_attention_layers,
+                self.skip_to, self.backout_layer)  # fmt: skip
+        if max(used) > last:
+            raise UserError(f"layer {max(used)} is named in the config but the last of num_layers is {last}")
+        for field in ("tokens", "pack_tokens", "pack_docs", "log_every", "max_epochs"):
+            if getattr(self, field) < 1:
+                raise UserError(f"{field}={getattr(self, field)} must be at least 1")
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How one parameter is updated: a row of the parameter table."""
+
+    optimizer: str  # "normuon" for matrices, "adam" for the rest
+    lr_mult: float  # times Config.muon_lr or Config.adam_lr
+    betas: tuple = ()  # Adam only
+    weight_decay: float = 0.0  # cautious and tied to the schedule: p -= lr * weight_decay * schedule * p
+    rows: int = 0  # NorMuon: rows of one orthogonalised matrix; 0: the bank's own
+
+
+def parameter_table(config: Config) -> dict[str, Policy]:
+    """All optimizer policy on one screen. The order is the order of communication.
+
+    Rates, betas and decays follow modded-nanogpt (record 89), except that embedding and head are never tied here.
+    """
+    head_pair = min(2, config.num_heads) * config.head_dim  # record 80: Q and K per pair of heads
+    return {
+        # name                       optimizer  lr_mult  betas         weight_decay  rows
+        "qk_bank":          Policy("normuon",   1.00,  (),           0.0276, head_pair),
+        "vo_bank":          Policy("normuon",   1.00,  (),           0.0276),
+        "mlp_bank":         Policy("normuon",   1.00,  (),           0.0276),
+        "scalars":          Policy("adam",      5.00,  (0.90, 0.99)),
+        "smear_gate":       Policy("adam",      0.01,  (0.90, 0.99)),
+        "skip_gate":        Policy("adam",      0.05,  (0.90, 0.99)),
+        "value_gate":       Policy("adam",      1.00,  (0.90, 0.99)),
+        "head":             Policy("adam",      1.00,  (0.50, 0.95), 0.0060),
+        "bigram_embed":     Policy("adam",     75.00,  (0.75, 0.95), 0.0150),
+        "value_embed":      Policy("adam",     75.00,  (0.75, 0.95), 0.0150),
+        "embed":            Policy("adam",     15.00,  (0.80, 0.95), 0.0010),
+    }  # fmt: skip
+
+
+# ===============================================================================
+# 2. MODEL -- one trunk; attention is passed in, so that training and cached decoding share every line
+# Weights live in banks of equal shape (qk, vo, mlp): NorMuon works on whole banks, and ranks own slices of them.
+# Everything but attention and the previous token's id is per token, which is what makes the KV cache small.
+
+
+def norm(x: Tensor) -> Tensor:
+    """RMSNorm over the last axis, without a gain (nothing to learn, nothing to decay)."""
+    return F.rms_norm(x, (x.size(-1),))
+
+
+def rotate(x_THK: Tensor, cos_TK: Tensor, sin_TK: Tensor) -> Tensor:
+    """Rotary embedding on the first half of the head; the second half carries no position (sine 0, cosine 1).
+
+    Swapping quarters by flip() keeps it one branch-free kernel; with cat() it took twice as long.
+
+    Args:  x_THK (T, H, K); cos_TK, sin_TK (T, 1, K) as laid out by GPT.set_stage      Returns: (T, H, K)
+    """
+    swapped = x_THK.unflatten(-1, (2, 2, -1)).flip(-2).flatten(-3)
+    return x_THK * cos_TK + swapped * sin_TK
+
+
+def softcap(z: Tensor, cap: tuple) -> Tensor:
+    """a * sigmoid((z + b) / c): bounded logits, asymmetric because most logits are negative."""
+    a, b, c = cap
+    return a * torch.sigmoid((z + b) / c)
+
+
+class GPT(nn.Module):
+    """Decoder-only transformer. Parameters are listed in parameter_table; all others are fixed buffers."""
+
+    def __init__(self, config: Config, device="cpu", dtype=torch.float32):
+        super().__init__()
+        self.config = config
+        c, D, V = config, config.width, config.padded_vocab
+        A, L, E = len(c.attention_layers), c.num_layers, len(c.value_embed_layers)
+
+        def weight(*shape, dtype=dtype):
+            return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+
+        self.embed, self.head = weight(V, D), weight(V, D)
+        self.qk_bank = weight(A, 2 * D, D)
+        self.vo_bank = weight(2 * A, D, D)  # v0, o0, v1, o1, ...
+        self.mlp_bank = weight(2 * L, c.mlp_width, D)  # up0, down0, ...; down is stored (F, D) like up
+        # Rows: residual before attention, before MLP; scale of V, O, down; share of x0, bigram; whole-model scalars.
+        self.scalars = weight(8, L, dtype=torch.float32)
+        if E:
+            self.value_embed = weight(E * V, D)
+            self.value_gate = weight(E, c.num_heads, c.gate_width)
+        if c.bigram_rows:
+            self.bigram_embed = weight(c.bigram_rows, D)
+            self.register_buffer("bigram_signs", torch.empty(SIGN_ROWS, D, device=device, dtype=dtype))
+        if c.smear:
+            self.smear_gate = weight(1, c.gate_width)
+        if c.skip_to >= 0:
+            self.skip_gate = weight(1, c.gate_width)
+        for name, shape, kind in (
+            ("rotary", (2, c.max_seq_len, c.head_dim), torch.float32),  # cosines, sines
+            ("attention_scale", (), torch.float32),  # tensors, because a python number would recompile the model
+            ("window_sizes", (2,), torch.int32),
+            ("loss_weights", (len(c.ahead),), torch.float32),
+        ):
+            self.register_buffer(name, torch.zeros(shape, device=device, dtype=kind), persistent=False)
+        self.loss_weights.copy_(torch.tensor(c.ahead))
+        self.attention: Callable | None = None  # set by choose_attention
+        self.set_stage(stage_attention(config, 0))
+
+    @torch.no_grad()
+    def init_weights(self, seed: int) -> None:
+        """All initialisation in one table. Zero projections make each block start as the identity."""
+        rng = torch.Generator(device=self.embed.device).manual_seed(seed)
+        bound = 0.5 * math.sqrt(3 / self.config.width)  # uniform with standard deviation 0.5 / sqrt(D)
+        self.embed.normal_(0, 0.8, generator=rng)
+        self.head.normal_(0, 0.005, generator=rng)
+        self.qk_bank.uniform_(-bound, bound, generator=rng)
+        self.vo_bank.uniform_(-bound, bound, generator=rng)  # non-zero O: modded-nanogpt record 64
+        self.mlp_bank.uniform_(-bound, bound, generator=rng)
+        self.mlp_bank[1::2].zero_()
+        for row, value in enumerate((1.1**0.5, 1.1**0.5, 0.5, 1.0, 1.0, 0.0, 0.05, 0.0)):
+            self.scalars[row] = value
+        self.scalars[7, :3] = torch.tensor((0.0, -1.5, 0.5))  # smear, skip (through a sigmoid), backout
+        for name in ("value_gate", "bigram_embed", "smear_gate", "skip_gate"):
+            if hasattr(self, name):
+                getattr(self, name).zero_()
+        if self.config.value_embed_layers:
+            self.value_embed.normal_(0, 0.01, generator=rng)
+        if self.config.bigram_rows:  # signs are saved with the weights, so they need no stable generator
+            signs = torch.randint(0, 2, self.bigram_signs.shape, generator=torch.Generator().manual_seed(0))
+            self.bigram_signs.copy_(signs * 2 - 1)
+
+    def set_stage(self, attention: dict) -> None:
+        """Sets windows, attention scale and rotary table; the dict is part of every checkpoint."""
+        self.windows = (attention["window_short"], attention["window_long"])
+        self.window_sizes.copy_(torch.tensor(self.windows))
+        self.attention_scale.fill_(attention["scale"])
+        angles = torch.outer(torch.arange(self.config.max_seq_len), torch.tensor(attention["frequencies"]))
+        still, sine = torch.zeros_like(angles).repeat(1, 2), angles.sin()
+        self.rotary[0] = torch.cat((angles.cos(), angles.cos(), still + 1), 1)
+        self.rotary[1] = torch.cat((sine, -sine, still), 1)
+
+    def trunk(self, tokens_T: Tensor, previous_T: Tensor, positions_T: Tensor, attend: Callable) -> Tensor:
+        """Everything between token ids and the head.
+
+        Args:    tokens_T ids; previous_T id of the token before in the same document (any value at position 0);
+                 positions_T position in the document; attend(index, layer, q, k, v) -> y, all (T, H, K), q scaled
+        Returns: normalised hidden state (T, D)
+        """
+        c, T = self.config, tokens_T.size(0)
+        first_T = positions_T == 0  # nothing may leak from the document before
+        # Scalars multiply weights where they can: a weight is 100 times smaller than an activation (record 47).
+        resid_attn, resid_mlp, scale_v, scale_o, scale_down, share_x0, share_bigram, whole = self.scalars.unbind(0)
+        cos_TK, sin_TK = (t[positions_T][:, None].to(self.embed.dtype) for t in self.rotary)
+
+        x = F.embedding(tokens_T, self.embed)
+        if c.smear:  # a learned share of the previous token's embedding: -15 steps in modded-nanogpt record 34
+            gate = torch.sigmoid(F.linear(x[:, : c.gate_width], self.smear_gate)) * whole[0]
+            x = x + F.embedding(previous_T, self.embed) * gate.masked_fill(first_T[:, None], 0)
+        x = x0 = norm(x)
+        bigram = None
+        if c.bigram_rows:  # hashed token pairs, signed so that colliding pairs are nearly orthogonal (records 62, 83)
+            t, p = tokens_T.long(), previous_T.long()
+            pair = ((36313 * t) ^ (27191 * p)) % (c.bigram_rows - 1)
+            bigram = F.embedding(pair.masked_fill(first_T, c.bigram_rows - 1), self.bigram_embed)
+            bigram = bigram * F.embedding(((t ^ p) % SIGN_ROWS).masked_fill(first_T, 0), self.bigram_signs)
+        if c.value_embed_layers:  # all tables in one lookup; one scatter in the backward
+            offsets = torch.arange(len(c.value_embed_layers), device=x.device)[:, None] * c.padded_vocab
+            values = F.embedding(tokens_T + offsets, self.value_embed)  # (E, T, D)
+        qk_weights, vo_weights, mlp_weights = self.qk_bank.unbind(0), self.vo_bank.unbind(0), self.mlp_bank.unbind(0)
+
+        skip = backout = x0
+        for layer in range(c.num_layers):
+            if layer == c.skip_to:  # one long skip in place of a U-net (record 45)
+                gate = 2 * torch.sigmoid(F.linear(x0[:, : c.gate_width], self.skip_gate))
+                x = x + torch.sigmoid(whole[1]) * gate * skip
+            if layer not in c.no_attention_layers:
+                index = c.attention_layers.index(layer)
+                v_weight, o_weight = vo_weights[2 * index], vo_weights[2 * index + 1]
+                qkv_weight = torch.cat((qk_weights[index], v_weight * scale_v[layer]))
+                a = norm(x)
+                qkv = F.linear(a, qkv_weight).view(T, 3, c.num_heads, c.head_dim)
+                q, k, v = qkv.unbind(1)
+                q, k = rotate(norm(q) * self.attention_scale, cos_TK, sin_TK), rotate(norm(k), cos_TK, sin_TK)
+                if layer in c.value_embed_layers:  # record 14; the gate reads the token's hidden state
+                    e = c.value_embed_layers.index(layer)
+                    gate = 2 * torch.sigmoid(F.linear(a[:, : c.gate_width], self.value_gate[e]))  # (T, H)
+                    v = v + gate[..., None] * values[e].view_as(v)
+                y = attend(index, layer, q, k, v).reshape(T, c.width)
+                x = resid_attn[layer] * x + F.linear(y, o_weight * scale_o[layer])
+            if c.x0_injection:
+                x = x + share_x0[layer] * x0
+            if bigram is not None:
+                x = x + share_bigram[layer] * bigram
+            up, down = mlp_weights[2 * layer], mlp_weights[2 * layer + 1]
+            x = resid_mlp[layer] * x + mlp_relu2(norm(x), up, down * scale_down[layer])
+            if layer == c.skip_from:
+                skip = x
+            if layer == c.backout_layer:
+                backout = x
+        if c.backout_layer >= 0:  # what the middle of the network wrote for itself is not for the head (record 40)
+            x = x - whole[2] * backout
+        return norm(x)
+
+    def forward(self, tokens_T, targets_T, positions_T, cu_seqlens, max_doc: int) -> Tensor:
+        """Packed documents, each blind to the others.
+
+        Args:    tokens_T, targets_T, positions_T int (T,), target -1 is ignored; cu_seqlens int32 (G + 1,) document
+                 borders padded with T; max_doc bound on a document's length, a python int
+        Returns: the sum of the loss, to be differentiated, and the nats of each target, fp32 (T,), detached, 0 where
+                 ignored; logits (T, V) if targets_T is None
+        """
+        c, training = self.config, torch.is_grad_enabled()
+        previous_T = torch.cat((tokens_T[:1], tokens_T[:-1]))
+        first_T = (positions_T == 0)[:, None, None]
+        attention = self.attention(self, positions_T, cu_seqlens, max_doc)
+
+        def attend(index, layer, q, k, v):
+            if layer in c.key_offset_layers:
+                k = offset_keys(k, torch.cat((k[:1], k[:-1])), first_T)
+            return attention(q, k, v, int(layer in c.long_layers))
+
+        hidden = self.trunk(tokens_T, previous_T, positions_T, attend)
+        if targets_T is None:
+            return softcap(F.linear(hidden, self.head).float(), c.softcap)
+        weights = self.loss_weights if training else None
+        return linear_cross_entropy(hidden, self.head, targets_T, c.softcap, weights, fp8=c.fp8_head and training)
+
+    def extend(self, cache: KVCache, tokens_BN: Tensor, counts_B: Tensor | None = None) -> Tensor:
+        """Appends up to N tokens to each row of the cache: prefill in one or several chunks, or one decoding step.
+
+        Args:    tokens_BN ids, padded on the right; counts_B how many of them are real (default all)
+        Returns: logits (B, V) fp32 after the last real token of each row
+        """
+        c, (B, N) = self.config, tokens_BN.shape
+        counts_B = torch.full_like(cache.lengths, N) if counts_B is None else counts_B
+        positions = cache.lengths[:, None] + torch.arange(N, device=tokens_BN.device)  # (B, N)
+        previous = torch.cat((cache.last_token[:, None], tokens_BN[:, :-1]), 1)
+        rows = torch.arange(B, device=tokens_BN.device)[:, None]
+        behind = positions[:, None, :, None] - torch.arange(cache.keys.size(2), device=tokens_BN.device)
+        masks = [(behind >= 0) & (behind <= window) for window in self.windows]  # (B, 1, N, S)
+        half = c.head_dim // 2
+
+        def attend(index, layer, q, k, v):
+            q, k, v = (t.view(B, N, c.num_heads, c.head_dim) for t in (q, k, v))
+            keys, values = cache.keys[index], cache.values[index]  # (B, S, H, K)
+            values[rows, positions] = v
+            if layer in c.key_offset_layers:  # the still half belongs to the next slot; a first token keeps its own
+                keys[rows, positions, :, :half] = k[..., :half]
+                keys[rows, positions + 1, :, half:] = k[..., half:]
+                first = (positions[:, 0] == 0)[:, None, None]
+                keys[:, 0, :, half:] = torch.where(first, k[:, 0, :, half:], keys[:, 0, :, half:])
+            else:
+                keys[rows, positions] = k
+            mask = masks[int(layer in c.long_layers)]
+            y = F.scaled_dot_product_attention(
+                q.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2), mask, scale=1.0
+            )
+            return y.transpose(1, 2).reshape(B * N, c.num_heads, c.head_dim)
+
+        flat = positions.flatten().clamp(max=c.max_seq_len - 1)  # only padding can lie beyond
+        hidden = self.trunk(tokens_BN.flatten(), previous.flatten(), flat, attend)
+        last = (counts_B - 1)[:, None]
+        cache.last_token = tokens_BN.gather(1, last)[:, 0]
+        cache.lengths = cache.lengths + counts_B
+        hidden = hidden.view(B, N, -1)[rows[:, 0], last[:, 0]]
+        return softcap(F.linear(hidden, self.head).float(), c.softcap)
+
+
+SIGN_ROWS = 8192  # 500 to 15,000 are equally good in modded-nanogpt record 83
+
+
+def offset_keys(k_THK: Tensor, previous_THK: Tensor, first_T11: Tensor) -> Tensor:
+    """Takes the still half of each key from the previous token (modded-nanogpt record 49, -50 steps).
+
+    One attention layer can then look for "the token after the last X", which otherwise takes two.
+    """
+    still = torch.arange(k_THK.size(-1), device=k_THK.device) >= k_THK.size(-1) // 2
+    return torch.where(still & ~first_T11, previous_THK, k_THK)
+
+
+# >>> shared: optimizer
+# ===============================================================================
+# 3. OPTIMIZER -- NorMuon for matrices, Adam for the rest; state sharded over ranks
+# Each rank owns a slice of every bank and table: it holds the fp32 master weights and fp32 moments of that slice.
+# A step: reduce-scatter all gradients, update own slices in the same order, all-gather the compute-dtype weights.
+# One process is the same code with slices that are whole and communication that does nothing.
+
+# Five polynomials (a, b, c) of Polar Express (arXiv 2505.16932), for a safety factor of 2e-2 and a cushion of 2.
+POLAR_EXPRESS = (
+    (8.156554524902461, -22.48329292557795, 15.878769915207462),
+    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
+)
+
+
+def polar_express(matrices_NRC: Tensor) -> Tensor:
+    """Nearly orthogonal matrices with the singular vectors of the given ones: all singular values become about 1.
+
+    Args:    matrices_NRC (N, R, C) in the dtype to compute in
+    Returns: the same shape and dtype
+    """
+    x = matrices_NRC / (matrices_NRC.norm(dim=(-2, -1), keepdim=True) * 1.02 + 1e-6)
+    tall = x.size(-2) > x.size(-1)
+    for a, b, c in POLAR_EXPRESS:  # x <- x (a I + b A + c A A); a I joins the small factor, so nothing is added after
+        poly = sym_mm(sym_mm(x.mT if tall else x), c, b, a)
+        x = x @ poly if tall else poly @ x
+    return x
+
+
+def normuon_update(master, grad, momentum_buffer, row_square, mult, lr, momentum, beta2, decay, grad_scale, dtype):
+    """One NorMuon step (arXiv 2510.05491) with cautious weight decay (arXiv 2510.12402), in place.
+
+    Args: master, grad, momentum_buffer (N, R, C); row_square (N, R, 1), or (N, 1, C) for wide matrices; mult (N, 1, 1)
+          factors on lr; lr, momentum, beta2, decay, grad_scale 0-D tensors; dtype of the orthogonalisation
+    """
+    grad = grad.float() * grad_scale
+    momentum_buffer.lerp_(grad, 1 - momentum)
+    update = polar_express(grad.lerp(momentum_buffer, momentum).to(dtype)).float()  # Nesterov
+    length = update.norm(dim=(-2, -1), keepdim=True)
+    axis = -1 if update.size(-2) >= update.size(-1) else -2
+    row_square.lerp_(update.square().mean(axis, keepdim=True), 1 - beta2)
+    update = update * row_square.clamp_min(1e-10).rsqrt()  # every neuron moves by a like amount ...
+    update = update * (length / update.norm(dim=(-2, -1), keepdim=True).clamp_min(1e-10))  # ... and the sum is kept
+    agrees = update * master >= 0  # decay only where the step already shrinks the weight
+    master.sub_(lr * mult * (update + decay * master * agrees))
+
+
+def adam_update(master, grad, exp_avg, exp_avg_sq, lr, beta1, beta2, eps, decay, correction1, correction2, grad_scale):
+    """One Adam step with cautious weight decay, in place. All arguments after exp_avg_sq are 0-D tensors."""
+    grad = grad.float() * grad_scale
+    exp_avg.lerp_(grad, 1 - beta1)
+    exp_avg_sq.lerp_(grad.square(), 1 - beta2)
+    update = exp_avg / correction1 / ((exp_avg_sq / correction2).sqrt() + eps)
+    agrees = update * master > 0
+    master.sub_(lr * (update + decay * master * agrees))
+
+
+@dataclass
+class Slot:
+    """One parameter with this rank's slice of its optimizer state."""
+
+    name: str
+    param: Tensor
+    policy: Policy
+    view: tuple  # the parameter as (N, R, C) or (N, ...): the leading axis is what ranks share out
+    sharded: bool
+    rows: int  # leading rows of a slice; the last ranks' slices may reach into padding
+    master: Tensor  # fp32
+    moments: dict[str, Tensor]
+    mult: Tensor | None  # per matrix
+    grad: Tensor | None = None
+    full: Tensor | None = None  # gathered weights with padding, while a gather is under way
+    work: object = None
+
+
+class Optimizer:
+    """NorMuon and Adam over the rows of parameter_table(config)."""
+
+    def __init__(self, model: nn.Module, config: Config, ranks: Ranks):
+        self.config, self.ranks, self.count = config, ranks, 0
+        self.slots = []
+        params = dict(model.named_parameters())
+        table = parameter_table(config)
+        assert set(params) <= set(table), f"parameters without a policy: {set(params) - set(table)}"
+        for name, policy in table.items():
+            if name not in params:
+                continue
+            param = params[name].detach()
+            view = tuple(param.shape)
+            if policy.optimizer == "normuon":
+                view = (-1, policy.rows or param.size(-2), param.size(-1))
+                view = (param.numel() // (view[1] * view[2]), *view[1:])
+            sharded = ranks.world > 1 and param.numel() >= 65536  # smaller ones are updated by every rank alike
+            rows = -(-view[0] // ranks.world) if sharded else view[0]
+            self.slots.append(Slot(name, param, policy, view, sharded, rows, param, {}, None))
+        self.by_name = {slot.name: slot for slot in self.slots}
+        for slot in self.slots:
+            slot.param = params[slot.name]
+        fast = config.compile and ranks.device.type == "cuda"
+        self.normuon_update = torch.compile(normuon_update, dynamic=False, fullgraph=True) if fast else normuon_update
+        self.adam_update = torch.compile(adam_update, dynamic=False, fullgraph=True) if fast else adam_update
+        self.muon_dtype = torch.bfloat16 if ranks.device.type == "cuda" and bf16_is_native() else torch.float32
+        self.reset()
+
+    @torch.no_grad()
+    def reset(self) -> None:
+        """Takes the master weights from the model and zeroes the moments."""
+        self.count = 0
+        for slot in self.slots:
+            weights = slot.param.detach().view(slot.view)
+            alias = weights.dtype == torch.float32 and not slot.sharded
+            slot.master = weights if alias else self.slice(slot, weights).float()
+            names = ("exp_avg", "exp_avg_sq")
+            shapes = [slot.master.shape, slot.master.shape]
+            if slot.policy.optimizer == "normuon":
+                N, R, C = slot.master.shape
+                names, shapes = ("momentum", "row_square"), [(N, R, C), (N, R, 1) if R >= C else (N, 1, C)]
+                # sqrt(rows / columns) makes a step of a tall matrix as large per neuron as of a square one;
+                # down projections twice that (modded-nanogpt records 36 and 48).
+                mult = torch.full((slot.view[0], 1, 1), max(1, R / C) ** 0.5, device=slot.master.device)
+                if slot.name == "mlp_bank":
+                    mult[1::2] *= 2
+                slot.mult = self.slice(slot, mult)
+            slot.moments = {
+                n: torch.zeros(s, device=slot.master.device) for n, s in zip(names, shapes, strict=True)
+            }
+
+    def slice(self, slot: Slot, full: Tensor) -> Tensor:
+        """This rank's rows of a full (N, ...) tensor, padded with zeros."""
+        if not slot.sharded:
+            return full.clone()
+        start = self.ranks.rank * slot.rows
+        part = full[start : start + slot.rows]
+        return torch.cat((part, part.new_zeros(slot.rows - part.size(0), *part.shape[1:])))
+
+    def gather(self, slot: Slot, part: Tensor) -> Tensor:
+        """The full (N, ...) tensor from every rank's slice."""
+        if not slot.sharded:
+            return part
+        full = part.new_empty(slot.rows * self.ranks.world, *part.shape[1:])
+        dist.all_gather_into_tensor(full, part.contiguous())
+        return full[: slot.view[0]]
+
+    def start_reduce(self, slot: Slot) -> None:
+        grad = slot.param.grad.view(slot.view)
+        slot.param.grad = None
+        slot.grad, slot.work = grad, None
+        if self.ranks.world == 1:
+            return
+        if not slot.sharded:
+            slot.work = dist.all_reduce(grad, async_op=True)
+            return
+        if slot.rows * self.ranks.world != slot.view[0]:
+            pad = slot.rows * self.ranks.world - slot.view[0]
+            grad = torch.cat((grad, grad.new_zeros(pad, *grad.shape[1:])))
+        slot.grad = grad.new_empty(slot.rows, *grad.shape[1:])
+        slot.full = grad  # kept alive until the reduction is done
+        slot.work = dist.reduce_scatter_tensor(slot.grad, grad, async_op=True)
+
+    def start_gather(self, slot: Slot) -> None:
+        slot.work = slot.full = None
+        weights = slot.param.detach().view(slot.view)
+        if not slot.sharded:
+            if weights.data_ptr() != slot.master.data_ptr():
+                weights.copy_(slot.master)
+            return
+        part = slot.master.to(weights.dtype)
+        padded = slot.rows * self.ranks.world
+        slot.full = weights if padded == slot.view[0] else part.new_empty(padded, *part.shape[1:])
+        slot.work = dist.all_gather_into_tensor(slot.full, part, async_op=True)
+
+    def finish_gather(self, slot: Slot) -> None:
+        if slot.work is not None:
+            slot.work.wait()
+            if slot.full.size(0) != slot.view[0]:
+                slot.param.detach().view(slot.view).copy_(slot.full[: slot.view[0]])
+        slot.work = slot.full = slot.grad = None
+
+    @torch.no_grad()
+    def step(self, lr_mult: float, momentum: float, loss_scale: float = 1.0) -> bool:
+        """Reduces gradients (summed over ranks), updates, gathers. Returns False if a scaled gradient overflowed."""
+        for slot in self.slots:
+            self.start_reduce(slot)
+        if loss_scale != 1.0:
+            for slot in self.slots:
+                if slot.work is not None:
+                    slot.work.wait()
+            finite = torch.stack([slot.grad.isfinite().all() for slot in self.slots]).all().float()
+            if self.ranks.world > 1:
+                dist.all_reduce(finite, op=dist.ReduceOp.MIN)
+            if not finite.item():
+                for slot in self.slots:
+                    slot.work = slot.full = slot.grad = None
+                return False
+        self.count += 1
+        scalar = torch.tensor  # 0-D CPU tensors: a python float would recompile the update at every change
+        for slot in self.slots:
+            if slot.work is not None:
+                slot.work.wait()
+            policy, c = slot.policy, self.config
+            decay, inverse = scalar(policy.weight_decay * lr_mult), scalar(1.0 / loss_scale)
+            if policy.optimizer == "normuon":
+                lr = scalar(c.muon_lr * policy.lr_mult * lr_mult)
+                state = (slot.moments["momentum"], slot.moments["row_square"], slot.mult)
+                self.normuon_update(slot.master, slot.grad, *state, lr, scalar(momentum), scalar(c.muon_beta2), decay,
+                                    inverse, self.muon_dtype)  # fmt: skip
+            else:
+                lr = scalar(c.adam_lr * policy.lr_mult * lr_mult)
+                corrections = [scalar(1 - beta**self.count) for beta in policy.betas]
+                betas = [scalar(beta) for beta in policy.betas]
+                tensors = (slot.master, slot.grad, slot.moments["exp_avg"], slot.moments["exp_avg_sq"])
+                flat = (t.view(-1) for t in tensors)
+                self.adam_update(*flat, lr, *betas, scalar(c.adam_eps), decay, *corrections, inverse)
+            self.start_gather(slot)
+        for slot in self.slots:
+            self.finish_gather(slot)
+        return True
+
+    def weights(self) -> dict[str, Tensor]:
+        """The fp32 master weights, whole, by parameter name. Every rank must call it."""
+        return {s.name: self.gather(s, s.master).view(s.param.shape).cpu() for s in self.slots}
+
+    def state(self) -> dict[str, Tensor]:
+        """The moments, whole, so that any number of ranks can load them. Every rank must call it."""
+        return {f"{s.name}.{k}": self.gather(s, v).cpu() for s in self.slots for k, v in s.moments.items()}
+
+    @torch.no_grad()
+    def load(self, weights: dict[str, Tensor], state: dict[str, Tensor], count: int) -> None:
+        """Takes over fp32 weights and moments as saved by weights() and state()."""
+        self.count = count
+        for slot in self.slots:
+            full = weights[slot.name].to(slot.master.device).view(slot.view)
+            slot.master.copy_(self.slice(slot, full.float()))
+            slot.param.copy_(full.view(slot.param.shape))
+            for key, moment in slot.moments.items():
+                moment.copy_(self.slice(slot, state[f"{slot.name}.{key}"].to(moment.device)))
+
+
+def build_optimizer(model: nn.Module, config: Config, ranks: Ranks | None = None) -> Optimizer:
+    """The optimizer of a model in the state of its first step."""
+    return Optimizer(model, config, ranks or Ranks(0, 0, 1, model.embed.device))
+
+
+# <<< shared: optimizer
+# >>> shared: schedule
+# ===============================================================================
+# 4. SCHEDULE -- pure functions of (config, step)
+
+
+def stage_index(config: Config, step: int) -> int:
+    """Which row of the stage table a step belongs to."""
+    progress, passed = step / config.num_steps, 0.0
+    for index, stage in enumerate(config.stage_table):
+        passed += stage.share
+        if progress < passed - 1e-9:
+            return index
+    return len(config.stages) - 1
+
+
+def lr_multiplier(config: Config, step: int) -> float:
+    """The stage's factor, then a straight line down to lr_floor over the last `cooldown` of the run. No warm-up."""
+    mult = config.stage_table[stage_index(config, step)].lr_mult
+    fall = (step / config.num_steps - (1 - config.cooldown)) / config.cooldown if config.cooldown else 0.0
+    fall = min(max(fall, 0.0), 1.0)
+    return mult * (1 - fall) + config.lr_floor * fall
+
+
+def muon_momentum(config: Config, step: int) -> float:
+    """Rises over the first steps, when gradients still turn quickly, and falls over the last ones."""
+    low, high, warm, cool = config.momentum
+    warm, cool = min(warm, config.num_steps // 3), min(cool, config.num_steps // 10)
+    rise = min(1.0, step / warm) if warm else 1.0
+    fall = min(1.0, (config.num_steps - step) / cool) if cool else 1.0
+    return low + (high - low) * min(rise, fall)
+
+
+def loss_weights(config: Config, step: int) -> list[float]:
+    """Weights of the next tokens in the loss: the first stays, the others fade out linearly."""
+    fade = max(0.0, 1 - step / (config.num_steps * config.ahead_until))
+    return [config.ahead[0], *(weight * fade for weight in config.ahead[1:])]
+
+
+def stage_attention(config: Config, index: int) -> dict:
+    """Windows, attention scale and rotary frequencies of a stage, by YaRN (arXiv 2309.00071) from stage to stage.
+
+    When the long window grows from `old` to `new`, slow rotations are stretched by old / new, fast ones are kept, and
+    the scale grows with log(new / old). Replayed from the first stage, so that it is a pure function.
+    """
+    quarter = config.head_dim // 4
+    frequencies = (1 / config.rotary_base) ** np.linspace(0, 1, quarter)
+    scale = config.attention_scale
+    table = config.stage_table
+    for before, after in zip(table[:index], table[1 : index + 1], strict=True):
+        old, new = before.window_long, after.window_long
+        if new > old:
+            keep = np.clip((old * frequencies / (2 * np.pi) - 1) / (32 - 1), 0, 1)
+            frequencies = frequencies * (old / new + keep * (1 - old / new))
+            scale *= 0.2 * math.log(new / old) + 1
+    stage = table[index]
+    windows = {"window_short": stage.window_short, "window_long": stage.window_long}
+    return {**windows, "scale": scale, "frequencies": frequencies.tolist()}
+
+
+# <<< shared: schedule
+# >>> shared: data
+# ===============================================================================
+# 5. DATA -- shards -> packs of documents -> micro-batches
+# A pack is a fixed number of tokens that starts with a BOS and holds whole documents, as far as they fit. A document
+# that is longer than the stage allows, or than what is left of the pack, goes on as a new segment behind a BOS of its
+# own, so that no text is thrown away (cropping loses a third of it, techniques of nanochat). Packs are numbered over
+# the whole run; rank r of W takes the r-th of W equal parts of each step. So the tokens of a step depend neither on
+# the number of ranks nor on the micro-batch, and (epoch, shard, offset) says exactly where the loader stands.
+#
+#     tokens    B a a a a B b b B c c c | B c c c c c B d ...      two packs of 12; document c is continued
+#     targets   a a a a B b b B c c c c | c c c c c B d ...        the last target of a document is the next BOS
+#     positions 0 1 2 3 4 0 1 2 0 1 2 3 | 0 1 2 3 4 5 0 ...
+
+SHARD_MAGIC = 20240520
+
+
+class Tokenizer:
+    """Reads tokenizer.json: split pattern, base64 ranks, special tokens. Encoding needs tiktoken, decoding does not."""
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        try:
+            spec = json.loads(self.path.read_text(encoding="utf-8"))
+            self.pattern, self.specials = spec["pattern"], spec["special_tokens"]
+            ranks = [base64.b64decode(rank) for rank in spec["ranks"]]
+        except FileNotFoundError:
+            raise UserError(f"no tokenizer at {path}; make one with python data/tokenizer.py train") from None
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{path} is not a tokenizer.json of this project ({error!r}); make it again") from None
+        self.vocab_size = max(len(ranks) - 1, *self.specials.values()) + 1
+        self.bytes = ranks + [b""] * (self.vocab_size - len(ranks))  # of the raw token, never of decoded text
+        for text, index in self.specials.items():
+            self.bytes[index] = text.encode()
+        self.token_bytes = np.array([len(b) for b in self.bytes], np.int32)
+        self.token_bytes[list(self.specials.values())] = 0  # specials carry no text
+        self.bos_id = self.specials.get("<|bos|>", self.specials.get("<|endoftext|>"))
+        self.mergeable = {rank: i for i, rank in enumerate(ranks)}
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text; special tokens written in it stay text."""
+        if not hasattr(self, "encoding"):
+            import tiktoken
+
+            self.encoding = tiktoken.Encoding(
+                "decoderstack", pat_str=self.pattern, mergeable_ranks=self.mergeable, special_tokens=self.specials
+            )
+        return self.encoding.encode_ordinary(text)
+
+    def decode_bytes(self, ids) -> bytes:
+        return b"".join(self.bytes[i] for i in ids)
+
+    def decode(self, ids) -> str:
+        return self.decode_bytes(ids).decode("utf-8", errors="replace")
+
+
+@dataclass
+class Dataset:
+    """A dataset directory: its shards, tokenizer and description."""
+
+    root: Path
+    info: dict
+    tokenizer: Tokenizer
+
+    @staticmethod
+    def open(root: str | Path) -> Dataset:
+        """Raises UserError if anything that training needs is missing or does not belong together."""
+        root = Path(root)
+        if not (root / "dataset.json").is_file():
+            raise UserError(
+                f"no dataset at {root}: download or make the default one with "
+                f"`python data/pretrain.py --source climbmix --out data/shards/climbmix`, or make the embedded one, "
+                f"which needs no network, with `python data/pretrain.py --source stdlib --vocab-size 4096 "
+                f"--out data/shards/stdlib` and pass --data data/shards/stdlib"
+            )
+        try:
+            info = json.loads((root / "dataset.json").read_text(encoding="utf-8"))
+            tokenizer_hash, _ = info["tokenizer_sha256"], info["splits"]["train"]["text_bytes"]
+        except (ValueError, KeyError) as error:
+            raise UserError(f"{root}/dataset.json cannot be read ({error!r}); make the dataset again") from None
+        tokenizer = Tokenizer(root / "tokenizer.json")
+        found = hashlib.sha256((root / "tokenizer.json").read_bytes()).hexdigest()
+        if found != tokenizer_hash:
+            raise UserError(
+                f"{root}/tokenizer.json does not belong to the shards beside it: its sha256 is {found[:12]}..., "
+                f"dataset.json states {tokenizer_hash[:12]}...; restore the file or make the dataset again"
+            )
+        return Dataset(root, info, tokenizer)
+
+    def files(self, split: str) -> list[Path]:
+        files = sorted((self.root / "pretrain").glob(f"{split}_*.bin"))
+        if not files:
+            raise UserError(f"{self.root}/pretrain has no {split}_*.bin shards; make the dataset again")
+        return files
+
+    def read(self, path: Path) -> np.ndarray:
+        """Tokens of a shard, uint16, checked against its header.
+
+        Raises UserError if it is truncated, corrupt, of another format or of another tokenizer.
+        """
+        size = path.stat().st_size
+        header = np.fromfile(path, "<i4", 256)
+        again = f"remove it and make or download the dataset again ({self.root})"
+        if header.size < 256 or header[0] != SHARD_MAGIC or header[1] != 1:
+            raise UserError(f"{path} is not a token shard of version 1; {again}")
+        count = int(header[2])
+        if count < 1 or size != 1024 + 2 * count:
+            raise UserError(f"{path} is truncated: its header says {count} tokens, the file holds "
+                            f"{(size - 1024) // 2}; {again}")  # fmt: skip
+        tokens = np.fromfile(path, "<u2", count, offset=1024)
+        if header[5:13].any() and header[5:13].tobytes().hex() != self.info["tokenizer_sha256"]:
+            raise UserError(f"{path} was made with another tokenizer than {self.root}/tokenizer.json; {again}")
+        if header[13:21].any() and hashlib.sha256(tokens.tobytes()).digest() != header[13:21].tobytes():
+            raise UserError(f"{path} is corrupt: the checksum in its header does not fit its tokens; {again}")
+        if tokens.max() >= self.tokenizer.vocab_size:
+            raise UserError(f"{path} holds token {tokens.max()}, the tokenizer has {self.tokenizer.vocab_size} "
+                            f"entries; use the tokenizer that the shards were made with")  # fmt: skip
+        return tokens
+
+
+@dataclass
+class Batch:
+    """The packs of one step that belong to this rank, on the host: int32 (P, pack_tokens), ends (P, most documents)."""
+
+    tokens: Tensor
+    targets: Tensor  # -1 is ignored
+    positions: Tensor
+    ends: Tensor  # where each document of a pack ends; padded with pack_tokens
+    max_doc: int
+    total_tokens: int  # of the step, over all ranks
+    total_targets: int  # of those, how many are not ignored
+    position: dict | None = None  # where the loader stands after this batch
+
+    def micro_batches(self, packs: int, device: torch.device) -> Iterator[tuple]:
+        """(tokens_T, targets_T, positions_T, cu_seqlens, max_doc) on the device, `packs` packs at a time."""
+        P, pack_tokens = self.tokens.shape
+        assert P % packs == 0, f"{P} packs do not divide into micro-batches of {packs}"
+        starts = torch.arange(packs, dtype=torch.int32)[:, None] * pack_tokens
+        for i in range(0, P, packs):
+            ends = (self.ends[i : i + packs] + starts).flatten()
+            cu_seqlens = torch.cat((ends.new_zeros(1), ends))
+            tensors = [t[i : i + packs].flatten() for t in (self.tokens, self.targets, self.positions)]
+            if device.type == "cuda":
+                tensors, cu_seqlens = [t.pin_memory() for t in tensors], cu_seqlens.pin_memory()
+            moved = [t.to(device, non_blocking=True) for t in (*tensors, cu_seqlens)]
+            yield (*moved, self.max_doc)
+
+
+def empty_packs(count: int, config: Config, bos_id: int) -> tuple[np.ndarray, ...]:
+    """Packs to be filled: tokens (all BOS), targets (all ignored), positions (count, pack_tokens), and ends."""
+    shape = (count, config.pack_tokens)
+    spare = -(-config.pack_tokens // min(stage.max_doc for stage in config.stage_table))  # for pad_pack
+    ends = np.full((count, config.pack_docs + spare), config.pack_tokens, np.int32)
+    return np.full(shape, bos_id, np.int32), np.full(shape, -1, np.int32), np.zeros(shape, np.int32), ends
+
+
+def place(packs: tuple, row: int, doc: int, start: int, sequence: np.ndarray) -> int:
+    """Writes sequence[:-1] as inputs and sequence[1:] as targets at `start` of a pack; returns where it ends."""
+    tokens, targets, positions, ends = packs
+    end = start + len(sequence) - 1
+    tokens[row, start:end], targets[row, start:end] = sequence[:-1], sequence[1:]
+    positions[row, start:end] = np.arange(end - start)
+    ends[row, doc] = end
+    return end
+
+
+def pad_pack(packs: tuple, row: int, doc: int, start: int, max_doc: int) -> None:
+    """Closes a pack early: what is left becomes documents of ignored BOS tokens, none longer than max_doc."""
+    _, _, positions, ends = packs
+    rest = positions.shape[1] - start
+    positions[row, start:] = np.arange(rest) % max_doc
+    for i in range(-(-rest // max_doc)):
+        ends[row, doc + i] = min(start + (i + 1) * max_doc, positions.shape[1])
+
+
+class PackLoader:
+    """Yields one Batch for each step, prepared ahead by a thread.
+
+    Args: position {"epoch", "shard", "offset"} as left in a batch of an earlier run; first_step where to begin
+    """
+
+    def __init__(self, dataset: Dataset, config: Config, ranks: Ranks, position: dict | None = None, first_step=0):
+        self.dataset, self.config, self.ranks = dataset, config, ranks
+        self.files = dataset.files("train")
+        self.position = dict(position or {"epoch": 0, "shard": 0, "offset": 0})
+        self.first_step = first_step
+        self.queue: queue.Queue = queue.Queue(maxsize=2)
+        self.closing = threading.Event()
+        self.open_shard()
+        self.thread = threading.Thread(target=self.run, daemon=True)
+        self.thread.start()
+
+    def open_shard(self) -> None:
+        self.tokens = self.dataset.read(self.files[self.position["shard"]])
+        self.bos_at = np.flatnonzero(self.tokens == self.dataset.tokenizer.bos_id)
+
+    def segment(self, room: int, max_doc: int) -> np.ndarray:
+        """The next segment with at most min(room, max_doc) inputs: its inputs and one more token, the last target."""
+        offset, bos_id = self.position["offset"], self.dataset.tokenizer.bos_id
+        if offset == len(self.tokens):
+            self.position["shard"] += 1
+            if self.position["shard"] == len(self.files):
+                self.position = {"epoch": self.position["epoch"] + 1, "shard": 0, "offset": 0}
+                if self.position["epoch"] >= self.config.max_epochs:
+                    raise UserError(
+                        f"{self.dataset.root} ran out of text after {self.config.max_epochs} epoch(s); "
+                        f"train on fewer tokens (--tokens) or allow repeats with --set max_epochs=2"
+                    )
+            self.position["offset"] = offset = 0
+            self.open_shard()
+        continued = self.tokens[offset] != bos_id
+        after = np.searchsorted(self.bos_at, offset, side="right")
+        end = self.bos_at[after] if after < len(self.bos_at) else len(self.tokens)
+        take = min(end - offset, min(room, max_doc) - continued)
+        self.position["offset"] = int(offset + take)
+        last = self.tokens[offset + take] if offset + take < len(self.tokens) else bos_id
+        body = self.tokens[offset : offset + take]
+        return np.concatenate(([bos_id] if continued else [], body, [last])).astype(np.int32)
+
+    def batch(self, step: int) -> Batch:
+        config, ranks = self.config, self.ranks
+        stage = config.stage_table[stage_index(config, step)]
+        mine = stage.packs // ranks.world
+        packs = empty_packs(mine, config, self.dataset.tokenizer.bos_id)
+        scratch, targets = empty_packs(1, config, self.dataset.tokenizer.bos_id), 0
+        for pack in range(stage.packs):  # every rank walks over all packs: walking is cheap, talking is not
+            row = pack - ranks.rank * mine
+            target, row = (packs, row) if 0 <= row < mine else (scratch, 0)
+            filled = doc = 0
+            while filled < config.pack_tokens and doc < config.pack_docs:
+                sequence = self.segment(config.pack_tokens - filled, stage.max_doc)
+                filled, doc = place(target, row, doc, filled, sequence), doc + 1
+            pad_pack(target, row, doc, filled, stage.max_doc)
+            targets += filled
+        tensors = [torch.from_numpy(array) for array in packs]
+        return Batch(*tensors, stage.max_doc, stage.packs * config.pack_tokens, targets, dict(self.position))
+
+    def run(self) -> None:
+        try:
+            for step in range(self.first_step, self.config.num_steps):
+                self.put(self.batch(step))
+        except BaseException as error:
+            self.put(error)
+
+    def put(self, item) -> None:
+        while not self.closing.is_set():
+            try:
+                return self.queue.put(item, timeout=0.1)
+            except queue.Full:
+                pass
+
+    def next(self) -> Batch:
+        item = self.queue.get()
+        if isinstance(item, BaseException):
+            raise item
+        return item
+
+    def close(self) -> None:
+        self.closing.set()
+        self.thread.join()
+
+
+def validation_batch(dataset: Dataset, config: Config) -> Batch:
+    """Validation documents from their BOS, cut at max_seq_len, whole in their packs: the same for every run."""
+    sequences, total = [], 0
+    for path in dataset.files("val"):
+        tokens = dataset.read(path).astype(np.int32)
+        starts = np.flatnonzero(tokens == dataset.tokenizer.bos_id)
+        if not starts.size:
+            raise UserError(f"{path} has no BOS token ({dataset.tokenizer.bos_id}), so no documents; make it again")
+        for start, end in zip(starts, [*starts[1:], len(tokens)], strict=True):
+            end = min(end, start + config.max_seq_len)
+            if end - start > 1 and total < config.val_tokens:
+                sequences.append(tokens[start:end])
+                total += end - start - 1
+    spots, row, doc, filled = [], 0, 0, 0
+    for sequence in sequences:
+        if filled + len(sequence) - 1 > config.pack_tokens or doc == config.pack_docs:
+            spots.append((row, doc, filled, None))  # this pack is full
+            row, doc, filled = row + 1, 0, 0
+        spots.append((row, doc, filled, sequence))
+        doc, filled = doc + 1, filled + len(sequence) - 1
+    spots.append((row, doc, filled, None))
+    packs = empty_packs(row + 1, config, dataset.tokenizer.bos_id)
+    for row, doc, start, sequence in spots:
+        if sequence is None:
+            pad_pack(packs, row, doc, start, config.max_seq_len)
+        else:
+            place(packs, row, doc, start, sequence)
+    return Batch(*(torch.from_numpy(array) for array in packs), config.max_seq_len, packs[0].size, total)
+
+
+# <<< shared: data
+# >>> shared: attention
+# ===============================================================================
+# 6. ATTENTION -- causal, inside documents, over a window; one signature for all backends
+# attention(model, positions (T,), cu_seqlens (G + 1,), max_doc) prepares what all layers share and returns
+# attend(q, k, v (T, H, K), long 0 or 1) -> (T, H, K), where q already carries the scale.
+# Query i sees keys j of its own document with i - window <= j <= i.
+
+
+def block_mask(positions_T: Tensor, reach: int) -> Tensor:
+    """Who sees whom, bool (T / block, 1, block, block or 2 block), in blocks that are no shorter than the reach.
+
+    Queries of a block look at their own and the previous block; before the first block lies nothing.
+    """
+    T = positions_T.numel()
+    block = next((b for b in range(max(reach, 1), T) if T % b == 0), T)
+    index = torch.arange(T, device=positions_T.device)
+    first = torch.maximum(index - positions_T, index - reach).view(-1, 1, block, 1)
+    queries, keys = index.view(-1, 1, block, 1), index.view(-1, 1, 1, block)
+    keys = torch.cat((keys - block, keys), 3) if block < T else keys
+    return (keys >= first) & (keys <= queries)
+
+
+def blocked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """q, k, v (T, H, K) and a block_mask -> (T, H, K), by scaled_dot_product_attention."""
+    (T, H, K), (blocks, _, block, width) = q.shape, mask.shape
+    q, k, v = (t.view(blocks, block, H, K).transpose(1, 2) for t in (q, k, v))
+    if width > block:
+        k, v = (torch.cat((torch.cat((torch.zeros_like(t[:1]), t[:-1])), t), 2) for t in (k, v))
+    y = F.scaled_dot_product_attention(q, k, v, mask, scale=1.0)
+    return y.transpose(1, 2).reshape(T, H, K)
+
+
+def sdpa_attention(model, positions_T, cu_seqlens, max_doc) -> Callable:
+    """Plain torch, on any device and in any dtype."""
+    masks = [block_mask(positions_T, min(window, max_doc)) for window in model.windows]
+    return lambda q, k, v, long: blocked_attention(q, k, v, masks[long])
+
+
+def varlen_attention(model, positions_T, cu_seqlens, max_doc) -> Callable:
+    """FlashAttention 2 inside torch (Ampere and newer, 16 bits). Every pair of windows is a graph of its own."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    def attend(q, k, v, long):
+        window = (model.windows[long], 0)
+        return varlen_attn(q, k, v, cu_seqlens, cu_seqlens, max_doc, max_doc, scale=1.0, window_size=window)
+
+    return attend
+
+
+def triton_attention(model, positions_T, cu_seqlens, max_doc) -> Callable:
+    """window_attention of section 7 (Ampere and newer, 16 bits); windows are data, so one graph serves all stages."""
+    bounds = [attention_bounds(cu_seqlens, positions_T.numel(), size) for size in model.window_sizes.unbind()]
+    return lambda q, k, v, long: window_attention(q, k, v, bounds[long], 1.0)
+
+
+def load_fa3_attention() -> Callable:
+    """FlashAttention 3 from the Hugging Face hub through `kernels` (Hopper). Not measured by this project yet."""
+    from kernels import get_kernel
+
+    flash = get_kernel("kernels-community/flash-attn3").flash_attn_varlen_func
+
+    def fa3_attention(model, positions_T, cu_seqlens, max_doc):
+        def attend(q, k, v, long):
+            y = flash(q, k, v, cu_seqlens, cu_seqlens, max_doc, max_doc, softmax_scale=1.0, causal=True,
+                      window_size=(model.windows[long], 0))  # fmt: skip
+            return y[0] if isinstance(y, tuple) else y
+
+        return attend
+
+    return fa3_attention
+
+
+ATTENTION = {
+    "fa3": load_fa3_attention, "triton": lambda: triton_attention, "varlen": lambda: varlen_attention,
+    "sdpa": lambda: sdpa_attention,
+}  # fmt: skip
+
+
+def choose_attention(model: nn.Module, say: Callable = print) -> Callable:
+    """The first backend that runs a tiny case forward and backward; one named in the config must run."""
+    config, device, dtype = model.config, model.embed.device, model.embed.dtype
+    if config.attention != "auto" and config.attention not in ATTENTION:
+        raise UserError(f"--attention {config.attention} is none of auto, {', '.join(ATTENTION)}")
+    names = [config.attention]
+    if config.attention == "auto":
+        capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+        names = ["sdpa"] if dtype == torch.float32 or capability < (8, 0) else ["triton", "varlen", "sdpa"]
+        names = ["fa3", *names] if capability == (9, 0) and dtype != torch.float32 else names
+    for name in names:
+        try:
+            attention = ATTENTION[name]()
+            q, k, v = 0.1 * torch.randn(3, 256, config.num_heads, config.head_dim, device=device, dtype=dtype)
+            q.requires_grad_()
+            ends = torch.tensor([0, 100, 256, 256], device=device, dtype=torch.int32)
+            positions = torch.cat((torch.arange(100), torch.arange(156))).to(device)
+            with torch.enable_grad():
+                attention(model, positions, ends, 256)(q, k, v, 0).float().sum().backward()
+            if not q.grad.isfinite().all():
+                raise RuntimeError("its gradient is not finite")
+            say(f"attention: {name}")
+            return attention
+        except Exception as error:  # a backend may fail in any way, also when the hub cannot be reached
+            reason = f"{type(error).__name__}: {str(error).splitlines()[0][:120] if str(error) else ''}"
+            if config.attention != "auto":
+                raise UserError(f"--attention {name} cannot run here ({reason}); try --attention auto") from None
+            say(f"attention: {name} skipped ({reason})")
+    raise UserError("no attention backend runs on this device; try --dtype float32 --attention sdpa")
+
+
+# <<< shared: attention
+# >>> shared: kernels
+# ===============================================================================
+# 7. KERNELS -- Triton, each beside its plain reference of the same signature (name_ref)
+# The references are the path of CPUs, of fp32 and of GPUs before Ampere, and the oracle of tests/test_kernels.py.
+# Times are for one H200 at T = 65,536 (dev/bench_kernels.py), against what torch.compile made of the plain code.
+
+
+def use_triton(x: Tensor, capability: tuple = (8, 0)) -> bool:
+    """Kernels run on 16-bit CUDA tensors from Ampere on; everything else takes the plain path."""
+    return (
+        triton is not None and x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)
+        and torch.cuda.get_device_capability(x.device) >= capability
+    )  # fmt: skip
+
+
+# Operators have global names: a second copy of this file in a process (that of a run directory) takes the next one.
+OPS = next(f"decoderstack{n}" for n in range(1000) if not hasattr(getattr(torch.ops, f"decoderstack{n}"), "sym_mm"))
+
+# -- softcapped cross-entropy: head, loss and gradient in one pass over the logits; 17.3 ms, in fp8 12.9, against 21.0
+# z = a sigmoid((x + b) / c); lse = log sum_j exp z_j; row t has the terms targets[t + k] with weight w_k and prefix[t]
+# with the last weight; a term past the end or with a negative target drops out; S is the sum of the row's weights.
+#   loss_t = S lse - sum_k w_k z[target_k];  dloss_t/dx_j = a/c s_j (1 - s_j) (S softmax_j - sum_k w_k [j = target_k])
+
+
+def softcap_ce_ref(logits, targets, weights, prefix, row_weight, cap, row0=0, grad=True):
+    """Rows row0.. of the loss: logits (n, V) -> losses (n,) fp32, and row_weight * gradient (n, V) or None."""
+    n, n_pred, (a, b, c) = len(logits), len(weights) - (prefix is not None), cap
+    s = torch.sigmoid((logits.float() + b) / c)
+    lse = (a * s).logsumexp(1)
+    pick = torch.full((n, len(weights)), -1, dtype=torch.int64, device=logits.device)
+    for k in range(n_pred):
+        shifted = targets[row0 + k : row0 + k + n]
+        pick[: len(shifted), k] = shifted
+    if prefix is not None:
+        pick[:, -1] = prefix[row0 : row0 + n]
+    w, pick = weights * (pick >= 0), pick.clamp(min=0)
+    losses = w.sum(1) * lse - (w * a * s.gather(1, pick)).sum(1)
+    if not grad:
+        return losses, None
+    g = torch.exp(a * s - lse[:, None]).mul_(w.sum(1, keepdim=True)).scatter_add_(1, pick, -w).mul_(a / c * s * (1 - s))
+    return losses, (g if row_weight is None else g * row_weight[row0 : row0 + n, None]).to(logits.dtype)
+
+
+@jit
+def fast_sigmoid(x, FAST: tl.constexpr):
+    """With FAST one instruction, wrong by up to 2.5e-4, which bf16 logits cannot tell; 1 ms of 90 a step."""
+    if FAST:
+        half = tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [0.5 * x], tl.float32, True, 1)
+        return 0.5 + 0.5 * half
+    return tl.sigmoid(x)
+
+
+@jit
+def softcap_ce_kernel(logits, grad, losses, targets, weights, prefix, row_weight, row0, T, a, b, c, V: tl.constexpr,
+                      N_PRED: tl.constexpr, TERMS: tl.constexpr, PAD: tl.constexpr, PREFIX: tl.constexpr,
+                      ROW_W: tl.constexpr, GRAD: tl.constexpr, FAST: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """One row a program. z <= a bounds the exponentials, so lse needs no running maximum, and the softmax part of the
+    gradient is const * v with v = e s (1 - s) known at the first look: with BLOCK >= V the row is read once and v waits
+    in registers, else a second sweep reads the row again from L2. Target columns are rewritten at the end."""
+    row = tl.program_id(0)
+    t, logits, grad = row0 + row, logits + row.to(tl.int64) * V, grad + row.to(tl.int64) * V
+    k = tl.arange(0, PAD)
+    target = tl.load(targets + t + k, mask=(k < N_PRED) & (t + k < T), other=-1).to(tl.int32)
+    if PREFIX:
+        target = tl.where(k == N_PRED, tl.load(prefix + t).to(tl.int32), target)
+    w = tl.where(target >= 0, tl.load(weights + k, mask=k < TERMS, other=0.0), 0.0)
+    z_t = tl.load(logits + target, mask=target >= 0, other=0.0).to(tl.float32)
+    s_t = fast_sigmoid((z_t + b) / c, FAST)
+    W, scale, log2e = tl.sum(w), 1.0 / c, 1.4426950408889634
+    if BLOCK >= V:
+        j = tl.arange(0, BLOCK)
+        s = fast_sigmoid((tl.load(logits + j, mask=j < V, other=0.0).to(tl.float32) + b) * scale, FAST)
+        e = tl.where(j < V, tl.exp2(a * log2e * (s - 1.0)), 0.0)
+        v = e * s * (1.0 - s)
+        v = v if logits.dtype.element_ty == tl.float32 else v.to(tl.bfloat16)
+        total = tl.sum(e)
+    else:
+        acc = tl.zeros([BLOCK], tl.float32)
+        for j0 in range(0, V, BLOCK):
+            j = j0 + tl.arange(0, BLOCK)
+            s = fast_sigmoid((tl.load(logits + j, mask=j < V, other=0.0).to(tl.float32) + b) * scale, FAST)
+            acc += tl.where(j < V, tl.exp2(a * log2e * (s - 1.0)), 0.0)
+        total = tl.sum(acc)
+    tl.store(losses + t, W * (a + tl.log(total)) - a * tl.sum(w * s_t))
+    if GRAD:
+        g = a / c
+        if ROW_W:
+            g = g * tl.load(row_weight + t)
+        if BLOCK >= V:
+            tl.store(grad + j, (v.to(tl.float32) * (g * W / total)).to(grad.dtype.element_ty), mask=j < V)
+        else:
+            for j0 in range(0, V, BLOCK):
+                j = j0 + tl.arange(0, BLOCK)
+                s = fast_sigmoid((tl.load(logits + j, mask=j < V, other=0.0).to(tl.float32) + b) * scale, FAST)
+                v = tl.exp2(a * log2e * (s - 1.0)) * s * (1.0 - s)
+                tl.store(grad + j, (v * (g * W / total)).to(grad.dtype.element_ty), mask=j < V)
+        w = tl.sum(tl.where(target[:, None] == target[None, :], w[None, :], 0.0), 1)  # equal targets share a column
+        g_t = g * s_t * (1.0 - s_t) * (W * tl.exp2(a * log2e * (s_t - 1.0)) / total - w)
+        tl.debug_barrier()
+        tl.store(grad + target, g_t.to(grad.dtype.element_ty), mask=target >= 0)
+
+
+def softcap_ce(logits, targets, weights, prefix, row_weight, cap, row0=0, grad=True, out=None, block=32768):
+    """As softcap_ce_ref on contiguous logits, one read and one write: the gradient replaces the logits or fills `out`.
+
+    4 bytes moved an element; 3.1 TB/s with whole rows in registers (block 32768, 16 warps, H200).
+    """
+    n, V = logits.shape
+    out, losses = logits if out is None else out, torch.empty(row0 + n, dtype=torch.float32, device=logits.device)
+    block = min(block if grad else 4096, triton.next_power_of_2(V))
+    softcap_ce_kernel[(n,)](
+        logits, out, losses, targets, weights, targets if prefix is None else prefix,
+        weights if row_weight is None else row_weight, row0, len(targets), *cap, V=V, TERMS=len(weights),
+        N_PRED=len(weights) - (prefix is not None), PAD=max(2, triton.next_power_of_2(len(weights))),
+        PREFIX=prefix is not None, ROW_W=row_weight is not None, GRAD=grad, BLOCK=block, num_warps=16 if grad else 8,
+        FAST=grad and logits.is_cuda and logits.dtype != torch.float32,
+    )  # fmt: skip
+    return losses[row0:], out if grad else None
+
+
+@jit
+def transpose_kernel(x, y, M, N, BM: tl.constexpr, BN: tl.constexpr):
+    m = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
+    n = tl.program_id(1).to(tl.int64) * BN + tl.arange(0, BN)
+    tile = tl.load(x + m[:, None] * N + n[None, :], mask=(m[:, None] < M) & (n[None, :] < N))
+    tl.store(y + n[:, None] * M + m[None, :], tl.trans(tile), mask=(n[:, None] < N) & (m[None, :] < M))
+
+
+def transpose8(x: Tensor) -> Tensor:
+    """(M, N) of one-byte items -> contiguous (N, M) at 3.9 TB/s; _scaled_mm takes its operands in one layout only."""
+    y = x.new_empty(x.shape[::-1])
+    grid = (triton.cdiv(x.shape[0], 128), triton.cdiv(x.shape[1], 128))
+    transpose_kernel[grid](x.view(torch.uint8), y.view(torch.uint8), *x.shape, BM=128, BN=128, num_warps=8)
+    return y
+
+
+def to_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """An e4m3 copy and its scale, largest magnitude / 448."""
+    scale = torch.linalg.vector_norm(x, float("inf")).float().clamp_(min=1e-12) / 448
+    return (x / scale).to(torch.float8_e4m3fn), scale
+
+
+@torch.library.custom_op(f"{OPS}::linear_ce", mutates_args=())
+def linear_ce(
+    x: Tensor, w: Tensor, targets: Tensor, weights: Tensor, prefix: Tensor | None, row_weight: Tensor | None,
+    cap: list[float], chunk: int, grad: bool, fp8: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Loss, losses, dx and dw of linear_cross_entropy, chunk by chunk over the tokens."""
+    T, V, kernel = len(x), len(w), use_triton(x)
+    losses = torch.empty(T, dtype=torch.float32, device=x.device)
+    dx, dw = x.new_empty(x.shape if grad else 0), None if grad else w.new_empty(0)
+    # More than one chunk is summed in fp32: a 16-bit running sum would round once a chunk.
+    g8, rows, wide = None, row_weight, x.is_cuda and x.dtype != torch.float32 and T > chunk
+    if fp8:
+        (x8, x_s), (w8, w_s) = to_fp8(x), to_fp8(w)
+        if grad:  # |gradient| <= a / (4 c) * sum of weights * row weight: a scale known without a look at the logits
+            g_s = weights.abs().sum() * (cap[0] / (4 * cap[2]) / 57344)
+            g_s = (g_s if rows is None else g_s * rows.abs().max()).clamp(min=1e-30)
+            rows = (torch.ones(T, device=x.device) if rows is None else rows) / g_s
+            g8 = torch.empty(min(chunk, T), V, dtype=torch.float8_e5m2, device=x.device)
+            w8t = transpose8(w8)
+    for i in range(0, T, chunk):
+        xc, n = x[i : i + chunk], min(chunk, T - i)
+        if fp8:
+            logits = torch._scaled_mm(x8[i : i + n], w8.T, x_s, w_s, out_dtype=x.dtype, use_fast_accum=True)
+        else:
+            logits = xc @ w.T
+        function, into = (softcap_ce, {"out": None if g8 is None else g8[:n]}) if kernel else (softcap_ce_ref, {})
+        losses[i : i + n], g = function(logits, targets, weights, prefix, rows, tuple(cap), i, grad, **into)
+        if not grad:
+            continue
+        if fp8:
+            dx[i : i + n] = torch._scaled_mm(g, w8t.T, g_s, w_s, out_dtype=x.dtype)
+            part = torch._scaled_mm(transpose8(g), transpose8(x8[i : i + n]).T, g_s, x_s,
+                                    out_dtype=torch.float32 if wide else w.dtype)  # fmt: skip
+        else:
+            torch.mm(g, w, out=dx[i : i + n])
+            part = torch.mm(g.T, xc, out_dtype=torch.float32) if wide else g.T @ xc
+        dw = part if dw is None else dw.add_(part)
+        del logits, g
+    total = losses.sum() if row_weight is None else losses @ row_weight
+    return total, losses, dx, dw.to(w.dtype)
+
+
+@linear_ce.register_fake
+def _(x, w, targets, weights, prefix, row_weight, cap, chunk, grad, fp8):
+    losses = x.new_empty(len(x), dtype=torch.float32)
+    return losses.new_empty(()), losses, x.new_empty(x.shape if grad else 0), w.new_empty(w.shape if grad else 0)
+
+
+def save_linear_ce(ctx, inputs, output):
+    ctx.save_for_backward(*output[2:])
+    ctx.set_materialize_grads(False)
+
+
+def linear_ce_backward(ctx, g, *unused):
+    dx, dw = ctx.saved_tensors
+    return (None,) * 10 if g is None else (dx * g, dw * g) + (None,) * 8
+
+
+linear_ce.register_autograd(linear_ce_backward, setup_context=save_linear_ce)
+
+
+def linear_cross_entropy(x, w, targets, cap, weights=None, prefix=None, row_weight=None, chunk=16384, fp8=False):
+    """Softcapped head and loss.
+
+    Args:    x (T, D), w (V, D), targets int (T,), negative: none; cap as in softcap(); weights fp32 (n_pred,) of the
+             targets ahead, with prefix int (T,) one more, last; row_weight fp32 (T,); fp8: e4m3 operands with dynamic
+             scales and an e5m2 gradient with an exact bound for scale, switched off below compute capability 8.9
+    Returns: sum over t of row_weight_t * loss_t, and loss_t fp32 (T,), detached
+
+    Gradients are made in the forward, a chunk of logits at a time, and the backward multiplies them by the gradient of
+    the sum, so they are exact for whatever flows in. A weighting by token goes into row_weight: loss_t carries no
+    gradient, so nothing can be silently wrong.
+    """
+    weights = torch.ones(1, device=x.device) if weights is None else weights
+    grad = torch.is_grad_enabled() and (x.requires_grad or w.requires_grad)
+    fp8 = fp8 and use_triton(x, (8, 9)) and all(n % 16 == 0 for n in (*x.shape, len(w), chunk))
+    total, losses, _, _ = linear_ce(x, w, targets, weights, prefix, row_weight, list(cap), chunk, grad, fp8)
+    return total, losses.detach()
+
+
+# -- symmetric products for Polar Express: half the tiles; the MLP bank's step 1.66 ms against 2.44
+
+
+def sym_mm_ref(x: Tensor, alpha: float = 1.0, beta: float = 0.0, gamma: float = 0.0) -> Tensor:
+    """alpha x x^T + beta x + gamma I: x (b, m, k) -> (b, m, m); beta needs a symmetric x. X^T X is sym_mm(x.mT)."""
+    out = alpha * (x @ x.mT)
+    out = out + beta * x if beta else out
+    return out + gamma * torch.eye(out.shape[-1], dtype=x.dtype, device=x.device) if gamma else out
+
+
+@jit
+def sym_mm_kernel(x, out, M, K, sb, sm, sk, alpha, beta, gamma, BETA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+                  BK: tl.constexpr):  # fmt: skip
+    i, j = tl.program_id(0) // tl.cdiv(M, BN), tl.program_id(0) % tl.cdiv(M, BN)
+    if j * BN < (i + 1) * BM:  # on or below the diagonal; the store mirrors it
+        x, out = x + tl.program_id(1).to(tl.int64) * sb, out + tl.program_id(1).to(tl.int64) * M * M
+        m, n, k = i * BM + tl.arange(0, BM), j * BN + tl.arange(0, BN), tl.arange(0, BK)
+        left, right = x + m[:, None] * sm + k[None, :] * sk, x + n[:, None] * sm + k[None, :] * sk
+        acc = tl.zeros([BM, BN], tl.float32)
+        for k0 in range(0, K, BK):
+            in_k = k[None, :] < K - k0
+            a = tl.load(left, mask=(m[:, None] < M) & in_k, other=0.0)
+            b = tl.load(right, mask=(n[:, None] < M) & in_k, other=0.0)
+            acc = tl.dot(a, tl.trans(b), acc, input_precision="ieee")
+            left += BK * sk
+            right += BK * sk
+        acc *= alpha
+        inside = (m[:, None] < M) & (n[None, :] < M)
+        if BETA:
+            tile = tl.load(x + m[:, None] * sm + n[None, :] * sk, mask=inside, other=0.0)
+            acc += beta * tile.to(tl.float32)
+        acc = (acc + tl.where(m[:, None] == n[None, :], gamma, 0.0)).to(out.dtype.element_ty)
+        tl.store(out + m[:, None] * M + n[None, :], acc, mask=inside)
+        tl.store(out + n[:, None] * M + m[None, :], tl.trans(acc), mask=(n[:, None] < M) & (m[None, :] < M))
+
+
+SYM_TILES = dict(BM=128, BN=128, BK=64, num_warps=8, num_stages=3)  # best of five on an H200, all four shapes
+
+
+@torch.library.custom_op(f"{OPS}::sym_mm", mutates_args=())
+def sym_mm(x: Tensor, alpha: float = 1.0, beta: float = 0.0, gamma: float = 0.0) -> Tensor:
+    """As sym_mm_ref with half the products: tiles below the diagonal, stored twice; x in any strides.
+
+    m (m + 1) k FLOP and 2 (m k + m m) bytes a matrix; 1,007 TFLOP/s counted as a full product of 24 x 768 x 3072.
+    """
+    if not use_triton(x):
+        return sym_mm_ref(x, alpha, beta, gamma)
+    b, m, k = x.shape
+    out = x.new_empty(b, m, m)
+    grid = (triton.cdiv(m, SYM_TILES["BM"]) * triton.cdiv(m, SYM_TILES["BN"]), b)
+    sym_mm_kernel[grid](x, out, m, k, *x.stride(), alpha, beta, gamma, BETA=beta != 0, **SYM_TILES)
+    return out
+
+
+@sym_mm.register_fake
+def _(x, alpha=1.0, beta=0.0, gamma=0.0):
+    return x.new_empty(x.shape[0], x.shape[1], x.shape[1])
+
+
+# -- relu(x w^T)^2 in the epilogue of a product, Hopper and newer; the MLP forward and backward 2.82 ms against 3.1
+# Only the activation after the square is kept: its root is relu(x w^T), which is all that the backward needs.
+
+
+def linear_relu2_ref(x: Tensor, w: Tensor) -> Tensor:
+    """x (T, D), w (F, D) -> relu(x w^T)^2, (T, F)."""
+    return F.relu(x @ w.T).square()
+
+
+def linear_relu2_grad_ref(g: Tensor, w: Tensor, post: Tensor) -> Tensor:
+    """g (T, D), w (F, D), post = relu(pre)^2 (T, F) -> gradient of pre, 2 (g w^T) sqrt(post)."""
+    return 2 * (g @ w.T) * post.sqrt()
+
+
+@jit
+def relu2_epilogue(acc, aux, BWD: tl.constexpr):
+    if BWD:
+        acc = 2.0 * acc * tl.sqrt(aux.to(tl.float32))
+    else:
+        acc = tl.maximum(acc, 0.0)
+        acc = acc * acc
+    return acc
+
+
+@jit
+def linear_relu2_kernel(a, b, aux, out, M, N, K, GROUP: tl.constexpr, PROGRAMS: tl.constexpr, BWD: tl.constexpr,
+                        BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):  # fmt: skip
+    """out = relu(a b^T)^2, or with BWD 2 (a b^T) sqrt(aux), on tensor descriptors of a (M, K), b (N, K), aux, out.
+
+    Programs persist, so that the loads of a tile overlap the stores of the one before."""
+    tiles_m, tiles_n = tl.cdiv(M, BM), tl.cdiv(N, BN)
+    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, PROGRAMS, flatten=True):
+        first = tile // (GROUP * tiles_n) * GROUP
+        rows = min(tiles_m - first, GROUP)
+        m0 = (first + tile % (GROUP * tiles_n) % rows) * BM
+        n0 = tile % (GROUP * tiles_n) // rows * BN
+        acc = tl.zeros([BM, BN], tl.float32)
+        for k0 in range(0, K, BK):
+            acc = tl.dot(a.load([m0, k0]), b.load([n0, k0]).T, acc)
+        lo, hi = tl.split(tl.permute(tl.reshape(acc, (BM, 2, BN // 2)), (0, 2, 1)))  # halves: less shared memory
+        lo = relu2_epilogue(lo, aux.load([m0, n0]) if BWD else lo, BWD)
+        out.store([m0, n0], lo.to(out.dtype))
+        hi = relu2_epilogue(hi, aux.load([m0, n0 + BN // 2]) if BWD else hi, BWD)
+        out.store([m0, n0 + BN // 2], hi.to(out.dtype))
+
+
+RELU2_TILES = dict(BM=128, BN=256, BK=64, GROUP=8, num_warps=8, num_stages=3)  # best of twelve on an H200
+
+
+def launch_relu2(a: Tensor, b: Tensor, aux: Tensor | None) -> Tensor:
+    """2 M N K FLOP; 2 (M K + N K + M N) bytes, with aux 2 M N more; 659 TFLOP/s forward, 530 backward."""
+    a, b, aux = a.contiguous(), b.contiguous(), None if aux is None else aux.contiguous()
+    (M, K), N, tiles = a.shape, len(b), RELU2_TILES
+    out = a.new_empty(M, N)
+    blocks = ([tiles["BM"], tiles["BK"]], [tiles["BN"], tiles["BK"]], *[[tiles["BM"], tiles["BN"] // 2]] * 2)
+    tensors = (a, b, out if aux is None else aux, out)
+    arguments = [TensorDescriptor.from_tensor(x, block) for x, block in zip(tensors, blocks, strict=True)]
+    programs = torch.cuda.get_device_properties(a.device).multi_processor_count if a.is_cuda else 3
+    programs = min(triton.cdiv(M, tiles["BM"]) * triton.cdiv(N, tiles["BN"]), programs)
+    linear_relu2_kernel[(programs,)](*arguments, M, N, K, PROGRAMS=programs, BWD=aux is not None, **tiles)
+    return out
+
+
+@torch.library.custom_op(f"{OPS}::linear_relu2", mutates_args=())
+def linear_relu2(x: Tensor, w: Tensor) -> Tensor:
+    return launch_relu2(x, w, None)
+
+
+@torch.library.custom_op(f"{OPS}::linear_relu2_grad", mutates_args=())
+def linear_relu2_grad(g: Tensor, w: Tensor, post: Tensor) -> Tensor:
+    return launch_relu2(g, w, post)
+
+
+linear_relu2.register_fake(lambda x, w: x.new_empty(len(x), len(w)))
+linear_relu2_grad.register_fake(lambda g, w, post: torch.empty_like(post))
+
+
+class MLPRelu2(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, up, down):
+        post = linear_relu2(x, up)
+        ctx.save_for_backward(x, up, down, post)
+        return post @ down
+
+    @staticmethod
+    def backward(ctx, g):
+        x, up, down, post = ctx.saved_tensors
+        before = linear_relu2_grad(g, down, post)
+        return before @ up, before.T @ x, post.T @ g
+
+
+def mlp_relu2(x_TD: Tensor, up_FD: Tensor, down_FD: Tensor) -> Tensor:
+    """relu(x up^T)^2 down, (T, D); for the backward only x and the squared activation are kept."""
+    fits = use_triton(x_TD, (9, 0)) and x_TD.size(1) % 8 == 0 and up_FD.size(0) % 8 == 0  # rows of 16 bytes
+    if fits and torch.is_grad_enabled():
+        return MLPRelu2.apply(x_TD, up_FD, down_FD)
+    return linear_relu2_ref(x_TD, up_FD) @ down_FD
+
+
+# -- sliding-window attention on packed documents; at windows 128, 384, 896 forward and backward in 0.66, 0.99, 1.44 ms
+# against 1.10, 1.50, 1.92 of torch varlen. Row i sees keys bounds[0, i] <= j <= i; key j is seen by rows
+# j <= i <= bounds[1, j]; both only ever rise. Windows are data, so a change of window compiles nothing.
+
+
+def attention_bounds(cu_seqlens: Tensor, T: int, window: int | Tensor) -> Tensor:
+    """cu_seqlens int32 (G + 1,) from 0, padded with T -> int32 (2, T): first key seen, last row seeing."""
+    t = torch.arange(T, dtype=torch.int32, device=cu_seqlens.device)
+    doc = torch.searchsorted(cu_seqlens, t, right=True, out_int32=True)
+    first, last = torch.maximum(cu_seqlens[doc - 1], t - window), torch.minimum(cu_seqlens[doc] - 1, t + window)
+    return torch.stack([first, last]).to(torch.int32)
+
+
+def window_attention_ref(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, scale: float) -> Tensor:
+    """q, k, v (T, H, K) -> (T, H, K) with dense scores (H, T, T); only for tests."""
+    t = torch.arange(len(q), device=q.device)
+    seen = (t >= bounds[0, :, None]) & (t <= t[:, None])
+    scores = torch.einsum("ihd,jhd->hij", q, k).mul(scale).masked_fill(~seen, float("-inf"))
+    p = scores.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32))
+    return torch.einsum("hij,jhd->ihd", p.to(v.dtype), v)
+
+
+@jit
+def load_rows(x, index, stride, T, D: tl.constexpr):
+    x += index.to(tl.int64)[:, None] * stride + tl.arange(0, D)[None, :]
+    return tl.load(x, mask=index[:, None] < T, other=0.0)
+
+
+@jit
+def attention_forward_kernel(q, k, v, o, lse, bounds, T, sq, sk, sv, so, scale_log2, D: tl.constexpr, BM: tl.constexpr,
+                             BN: tl.constexpr):  # fmt: skip
+    """One block of BM rows and one head a program; keys from the first that its first row sees."""
+    m0, h = tl.program_id(0) * BM, tl.program_id(1)
+    m = m0 + tl.arange(0, BM)
+    first = tl.load(bounds + m, mask=m < T, other=0)
+    Q = load_rows(q + h * D, m, sq, T, D)
+    top, total = tl.full([BM], -1e30, tl.float32), tl.zeros([BM], tl.float32)
+    acc = tl.zeros([BM, D], tl.float32)
+    for n0 in range(tl.load(bounds + m0) // BN * BN, min(m0 + BM, T), BN):
+        n = n0 + tl.arange(0, BN)
+        s = tl.dot(Q, tl.trans(load_rows(k + h * D, n, sk, T, D)), input_precision="ieee") * scale_log2
+        s = tl.where((n[None, :] >= first[:, None]) & (n[None, :] <= m[:, None]), s, -1e30)
+        new = tl.maximum(top, tl.max(s, 1))  # the first true maximum wipes what all-masked blocks left
+        p, shrink, top = tl.exp2(s - new[:, None]), tl.exp2(top - new), new
+        total = total * shrink + tl.sum(p, 1)
+        V = load_rows(v + h * D, n, sv, T, D)
+        acc = tl.dot(p.to(V.dtype), V, acc * shrink[:, None], input_precision="ieee")
+    tl.store(o + m.to(tl.int64)[:, None] * so + h * D + tl.arange(0, D)[None, :],
+             (acc / total[:, None]).to(o.dtype.element_ty), mask=m[:, None] < T)  # fmt: skip
+    tl.store(lse + h * T + m, top + tl.log2(total), mask=m < T)
+
+
+@jit
+def attention_dq_kernel(q, k, v, o, do, dq, lse, delta, bounds, T, sq, sk, sv, so, scale, D: tl.constexpr,
+                        BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
+    """As the forward; also leaves delta = rowsum(o do) for the other kernel."""
+    m0, h = tl.program_id(0) * BM, tl.program_id(1)
+    m = m0 + tl.arange(0, BM)
+    first, L = tl.load(bounds + m, mask=m < T, other=0), tl.load(lse + h * T + m, mask=m < T, other=0.0)
+    Q, dO = load_rows(q + h * D, m, sq, T, D), load_rows(do + h * D, m, so, T, D)
+    row = tl.sum(dO.to(tl.float32) * load_rows(o + h * D, m, so, T, D).to(tl.float32), 1)
+    tl.store(delta + h * T + m, row, mask=m < T)
+    acc = tl.zeros([BM, D], tl.float32)
+    for n0 in range(tl.load(bounds + m0) // BN * BN, min(m0 + BM, T), BN):
+        n = n0 + tl.arange(0, BN)
+        K = load_rows(k + h * D, n, sk, T, D)
+        s = tl.dot(Q, tl.trans(K), input_precision="ieee") * (scale * 1.4426950408889634)
+        s = tl.where((n[None, :] >= first[:, None]) & (n[None, :] <= m[:, None]), s, float("-inf"))
+        p = tl.exp2(s - L[:, None])
+        dp = tl.dot(dO, tl.trans(load_rows(v + h * D, n, sv, T, D)), input_precision="ieee")
+        acc = tl.dot((p * (dp - row[:, None])).to(K.dtype), K, acc, input_precision="ieee")
+    tl.store(dq + m.to(tl.int64)[:, None] * so + h * D + tl.arange(0, D)[None, :],
+             (acc * scale).to(dq.dtype.element_ty), mask=m[:, None] < T)  # fmt: skip
+
+
+@jit
+def attention_dkv_kernel(q, k, v, do, dk, dv, lse, delta, bounds, T, sq, sk, sv, so, scale, D: tl.constexpr,
+                         BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
+    """One block of BN keys and one head a program; rows up to the last that sees its last key."""
+    n0, h = tl.program_id(0) * BN, tl.program_id(1)
+    n = n0 + tl.arange(0, BN)
+    last = tl.load(bounds + T + n, mask=n < T, other=-1)
+    K, V = load_rows(k + h * D, n, sk, T, D), load_rows(v + h * D, n, sv, T, D)
+    dK, dV = tl.zeros([BN, D], tl.float32), tl.zeros([BN, D], tl.float32)
+    for m0 in range(n0 // BM * BM, tl.load(bounds + T + min(n0 + BN, T) - 1) + 1, BM):
+        m = m0 + tl.arange(0, BM)
+        Q, dO = load_rows(q + h * D, m, sq, T, D), load_rows(do + h * D, m, so, T, D)
+        L = tl.load(lse + h * T + m, mask=m < T, other=0.0)
+        row = tl.load(delta + h * T + m, mask=m < T, other=0.0)
+        s = tl.dot(K, tl.trans(Q), input_precision="ieee") * (scale * 1.4426950408889634)
+        s = tl.where((m[None, :] >= n[:, None]) & (m[None, :] <= last[:, None]), s, float("-inf"))
+        p = tl.exp2(s - L[None, :])
+        dV = tl.dot(p.to(dO.dtype), dO, dV, input_precision="ieee")
+        dp = tl.dot(V, tl.trans(dO), input_precision="ieee")
+        dK = tl.dot((p * (dp - row[None, :])).to(Q.dtype), Q, dK, input_precision="ieee")
+    offset = n.to(tl.int64)[:, None] * so + h * D + tl.arange(0, D)[None, :]
+    tl.store(dk + offset, (dK * scale).to(dk.dtype.element_ty), mask=n[:, None] < T)
+    tl.store(dv + offset, dV.to(dv.dtype.element_ty), mask=n[:, None] < T)
+
+
+ATTENTION_TILES = dict(BM=64, BN=64, num_warps=4, num_stages=2)  # best for all three kernels and windows on an H200
+
+
+def adjacent_heads(x: Tensor) -> Tensor:
+    return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()
+
+
+@torch.library.custom_op(f"{OPS}::window_attention", mutates_args=())
+def window_attention_forward(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    (T, H, D), (q, k, v) = q.shape, map(adjacent_heads, (q, k, v))
+    o, lse = q.new_empty(T, H, D), torch.empty(H, T, dtype=torch.float32, device=q.device)
+    strides = (T, q.stride(0), k.stride(0), v.stride(0), H * D)
+    grid = (triton.cdiv(T, ATTENTION_TILES["BM"]), H)
+    attention_forward_kernel[grid](q, k, v, o, lse, bounds, *strides, scale * math.log2(math.e), D, **ATTENTION_TILES)
+    return o, lse
+
+
+@torch.library.custom_op(f"{OPS}::window_attention_grad", mutates_args=())
+def window_attention_grad(q: Tensor, k: Tensor, v: Tensor, o: Tensor, do: Tensor, lse: Tensor, bounds: Tensor,
+                          scale: float) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    (T, H, D), (q, k, v), do = q.shape, map(adjacent_heads, (q, k, v)), do.contiguous()
+    (dq, dk, dv), delta = (q.new_empty(T, H, D) for _ in range(3)), torch.empty_like(lse)
+    strides = (T, q.stride(0), k.stride(0), v.stride(0), H * D, scale, D)
+    grid = (triton.cdiv(T, ATTENTION_TILES["BM"]), H)
+    attention_dq_kernel[grid](q, k, v, o, do, dq, lse, delta, bounds, *strides, **ATTENTION_TILES)
+    grid = (triton.cdiv(T, ATTENTION_TILES["BN"]), H)
+    attention_dkv_kernel[grid](q, k, v, do, dk, dv, lse, delta, bounds, *strides, **ATTENTION_TILES)
+    return dq, dk, dv
+
+
+@window_attention_forward.register_fake
+def _(q, k, v, bounds, scale):
+    return q.new_empty(q.shape), q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
+
+
+window_attention_grad.register_fake(lambda q, *rest: tuple(q.new_empty(q.shape) for _ in "qkv"))
+
+
+def save_window_attention(ctx, inputs, output):
+    ctx.save_for_backward(*inputs[:4], *output)
+    ctx.scale = inputs[4]
+    ctx.set_materialize_grads(False)
+
+
+def window_attention_backward(ctx, do, dlse):
+    q, k, v, bounds, o, lse = ctx.saved_tensors
+    return (*window_attention_grad(q, k, v, o, do, lse, bounds, ctx.scale), None, None)
+
+
+window_attention_forward.register_autograd(window_attention_backward, setup_context=save_window_attention)
+
+
+def window_attention(q_THK: Tensor, k_THK: Tensor, v_THK: Tensor, bounds: Tensor, scale: float) -> Tensor:
+    """As window_attention_ref, for 16-bit tensors with K a power of two; views of a packed qkv are fine.
+
+    4 / 10 T H K window FLOP forward / backward; 4 / 11 T H K values moved at the least.
+    """
+    return window_attention_forward(q_THK, k_THK, v_THK, bounds, scale)[0]
+
+
+# <<< shared: kernels
+# >>> shared: evaluation
+# ===============================================================================
+# 8. EVALUATION -- bits per byte
+
+
+@torch.no_grad()
+def bits_per_byte(model: Callable, batch: Batch, packs: int, token_bytes: Tensor, ranks: Ranks) -> float:
+    """Nats over targets that carry bytes, divided by ln 2 and by their bytes; specials are in neither sum.
+
+    Args: model as GPT.forward, or compiled; token_bytes int (V,) bytes of each id
+    """
+    sums = torch.zeros(2, device=ranks.device)
+    count, group = batch.tokens.size(0), ranks.world * packs
+    padded = -(-count // group) * group  # whole micro-batches for every rank; repeated packs count for nothing
+    index = torch.arange(padded)
+    part = slice(ranks.rank * padded // ranks.world, (ranks.rank + 1) * padded // ranks.world)
+    picked = [t[index.clamp(max=count - 1)][part] for t in (batch.tokens, batch.targets, batch.positions, batch.ends)]
+    picked[1][index[part] >= count] = -1
+    for tokens, targets, positions, cu_seqlens, max_doc in Batch(*picked, batch.max_doc, 0, 0).micro_batches(
+        packs, ranks.device
+    ):
+        _, nats = model(tokens, targets, positions, cu_seqlens, max_doc)
+        counted = token_bytes[targets.clamp(min=0).long()] * (targets >= 0)
+        sums += torch.stack(((nats * (counted > 0)).sum(), counted.sum()))
+    if ranks.world > 1:
+        dist.all_reduce(sums)
+    return sums[0].item() / math.log(2) / max(sums[1].item(), 1)
+
+
+# <<< shared: evaluation
+# >>> shared: generation
+# ===============================================================================
+# 9. GENERATION -- KV cache, sampling, streaming text
+
+
+@dataclass
+class KVCache:
+    """Keys and values of every attention layer, and the last token id: all that a decoding step needs."""
+
+    keys: Tensor  # (A, B, S, H, K); one slot more than tokens, for the still half of the newest key
+    values: Tensor
+    lengths: Tensor  # (B,) tokens in each row
+    last_token: Tensor  # (B,)
+
+    @staticmethod
+    def empty(model: GPT, rows: int, max_tokens: int) -> KVCache:
+        c, like = model.config, model.embed
+        shape = (len(c.attention_layers), rows, max_tokens + 1, c.num_heads, c.head_dim)
+        ids = torch.zeros(2, rows, dtype=torch.long, device=like.device)
+        return KVCache(*(torch.zeros(shape, device=like.device, dtype=like.dtype) for _ in range(2)), *ids)
+
+
+def sample(logits_BV: Tensor, temperature: float, top_k: int, top_p: float, rng: torch.Generator | None) -> Tensor:
+    """One id for each row: argmax at temperature 0, else from the top_k most likely whose mass reaches top_p."""
+    if temperature == 0:
+        return logits_BV.argmax(-1)
+    k = min(top_k, logits_BV.size(-1)) if top_k > 0 else logits_BV.size(-1)
+    values, ids = logits_BV.float().topk(k, sorted=True)
+    probabilities = torch.softmax(values / temperature, -1)
+    if top_p < 1:  # keeps the first entry that crosses top_p
+        before = probabilities.cumsum(-1) - probabilities
+        probabilities = probabilities.masked_fill(before >= top_p, 0)
+    return ids.gather(-1, torch.multinomial(probabilities, 1, generator=rng))[:, 0]
+
+
+class Generator:
+    """Batched decoding of prompts of different lengths with a KV cache."""
+
+    def __init__(self, model: GPT, tokenizer: Tokenizer):
+        self.model, self.tokenizer = model, tokenizer
+
+    @torch.no_grad()
+    def stream(self, prompts, max_tokens=128, temperature=0.8, top_k=50, top_p=1.0, stop=(), seed=0, chunk=512):
+        """Yields one list of ids for each step, None for rows that have ended.
+
+        Args:   prompts lists of ids (BOS included); stop ids that end a row (BOS always does); chunk prefill length
+        Raises: UserError if prompt and answer do not fit the context
+        """
+        model, device = self.model, self.model.embed.device
+        limit = model.config.max_seq_len
+        longest = max(len(p) for p in prompts)
+        if min(len(p) for p in prompts) == 0:
+            raise UserError("a prompt is empty; give at least a BOS token")
+        if longest + max_tokens > limit + 1:
+            raise UserError(f"a prompt of {longest} tokens and {max_tokens} new ones exceed the context of {limit}; "
+                            f"shorten the prompt or ask for at most {max(limit + 1 - longest, 0)}")  # fmt: skip
+        rng = torch.Generator(device=device).manual_seed(seed)
+        lengths = torch.tensor([len(p) for p in prompts], device=device)
+        ids = torch.tensor([list(p) + [0] * (longest - len(p)) for p in prompts], device=device)
+        cache = KVCache.empty(model, len(prompts), longest + max_tokens)
+        logits = None
+        for start in range(0, longest, chunk):
+            counts = (lengths - start).clamp(0, min(chunk, longest - start))
+            logits = self.prefill_chunk(cache, ids[:, start : start + chunk], counts, logits)
+        ended = torch.zeros(len(prompts), dtype=torch.bool, device=device)
+        stops = torch.tensor([*stop, self.tokenizer.bos_id], device=device)
+        for i in range(max_tokens):
+            logits[:, self.tokenizer.vocab_size :] = -math.inf  # padding of the vocabulary
+            new = sample(logits, temperature, top_k, top_p, rng)
+            ended = ended | torch.isin(new, stops)
+            yield [None if end else token for token, end in zip(new.tolist(), ended.tolist(), strict=True)]
+            if i + 1 == max_tokens or ended.all():
+                return
+            logits = model.extend(cache, new[:, None])
+
+    def prefill_chunk(self, cache: KVCache, ids: Tensor, counts: Tensor, logits: Tensor | None) -> Tensor:
+        """Extends the rows that still have prompt tokens; the others keep their logits and their last token."""
+        live = counts > 0
+        last_token = cache.last_token
+        new = self.model.extend(cache, ids, counts.clamp(min=1))
+        cache.lengths = cache.lengths - (~live).long()
+        cache.last_token = torch.where(live, cache.last_token, last_token)
+        return new if logits is None else torch.where(live[:, None], new, logits)
+
+    def generate(self, prompts, **options) -> list[list[int]]:
+        """The new ids of each prompt, without the stop token."""
+        rows = [[] for _ in prompts]
+        for step in self.stream(prompts, **options):
+            for row, token in zip(rows, step, strict=True):
+                if token is not None:
+                    row.append(token)
+        return rows
+
+    def stream_text(self, prompt: str, **options) -> Iterator[str]:
+        """Pieces of text as they become certain: a character is never split between pieces."""
+        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        for (token,) in self.stream([[self.tokenizer.bos_id, *self.tokenizer.encode(prompt)]], **options):
+            if token is not None:
+                yield decoder.decode(self.tokenizer.bytes[token])
+        yield decoder.decode(b"", final=True)
+
+
+# <<< shared: generation
+# >>> shared: utilities
+# ===============================================================================
+# 10. RUN UTILITIES -- devices, ranks, log, checkpoints, report
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among all that torchrun started; one process has world 1."""
+
+    rank: int
+    local_rank: int
+    world: int
+    device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def sync(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        elif self.device.type == "mps":
+            torch.mps.synchronize()
+
+
+def bf16_is_native() -> bool:
+    """Compute capability, because torch.cuda.is_bf16_supported() also says yes to slow emulation on a T4."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
+
+
+def start_ranks() -> Ranks:
+    """Picks the device and joins the process group that torchrun describes in the environment."""
+    world, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    if torch.cuda.is_available():
+        if local_rank >= torch.cuda.device_count():
+            raise UserError(f"torchrun started process {local_rank} on this machine, which has "
+                            f"{torch.cuda.device_count()} GPU(s); lower --nproc_per_node")  # fmt: skip
+        torch.cuda.set_device(local_rank)
+        device = torch.device("cuda", local_rank)
+    else:
+        device = torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+    if world > 1 and not dist.is_initialized():
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo",
+                                device_id=device if device.type == "cuda" else None)  # fmt: skip
+    return Ranks(rank, local_rank, world, device)
+
+
+def choose_dtype(config: Config, device: torch.device) -> torch.dtype:
+    """bf16 where the hardware has it, fp16 with loss scaling on older GPUs, fp32 elsewhere."""
+    names = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+    if config.dtype == "auto":
+        return (torch.bfloat16 if bf16_is_native() else torch.float16) if device.type == "cuda" else torch.float32
+    if config.dtype not in names:
+        raise UserError(f"--dtype {config.dtype} is none of auto, {', '.join(names)}")
+    return names[config.dtype]
+
+
+# Dense bf16 (T4, V100: fp16) peak in TFLOP/s from the makers' data sheets.
+PEAK_TFLOPS = {
+    "H200": 989, "H100 NVL": 835, "H100 PCIe": 756, "H100": 989, "GH200": 989, "H800": 989, "B200": 2250,
+    "GB200": 2500, "A100": 312, "A800": 312, "A40": 149.7, "A30": 165, "A10": 125, "L40S": 362, "L4": 121,
+    "RTX 5090": 209.5, "RTX 4090": 165.2, "RTX 3090": 71, "T4": 65, "V100": 125, "MI300X": 1307.4,
+}  # fmt: skip
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
+    """Peak FLOP/s of the device: from the table, else what a matrix product reaches here."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    for key in sorted(PEAK_TFLOPS, key=len, reverse=True):
+        if key in name:
+            return PEAK_TFLOPS[key] * 1e12
+    size, ranks = (4096 if device.type == "cuda" else 1024), Ranks(0, 0, 1, device)
+    a = torch.randn(size, size, device=device, dtype=dtype)
+    best = math.inf
+    for _ in range(5):
+        ranks.sync()
+        start = time.perf_counter()
+        a @ a
+        ranks.sync()
+        best = min(best, time.perf_counter() - start)
+    return 2 * size**3 / best
+
+
+def flops_per_token(config: Config, windows: tuple[int, int], positions: Tensor) -> float:
+    """Training FLOPs: 6 for each matrix weight, 12 x heads x head width for each key seen; embeddings are free."""
+    c = config
+    matrices = 4 * c.width**2 * len(c.attention_layers) + 2 * c.mlp_width * c.width * c.num_layers
+    seen = [positions.clamp(max=w).float().mean().item() + 1 for w in windows]
+    attended = sum(seen[layer in c.long_layers] for layer in c.attention_layers)
+    return 6 * (matrices + c.width * c.padded_vocab) + 12 * c.width * attended
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """Most memory in use so far: of the GPU, or of the process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    try:
+        import resource
+    except ImportError:  # Windows
+        return 0.0
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**30 if sys.platform == "darwin" else 2**20)
+
+
+def describe_machine(ranks: Ranks) -> dict:
+    """Versions, hardware and commit: what it takes to compare two runs."""
+
+    def ask(*command):
+        try:
+            return subprocess.run(command, capture_output=True, text=True, timeout=10).stdout.strip()
+        except (OSError, subprocess.SubprocessError):
+            return ""
+
+    here = str(Path(__file__).resolve().parent)
+    gpu = torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else ""
+    return {
+        "python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda or "",
+        "numpy": np.__version__, "platform": f"{platform.system()} {platform.machine()}",
+        "device": gpu or f"{ranks.device.type}, {os.cpu_count()} cores", "num_devices": ranks.world,
+        "git_commit": ask("git", "-C", here, "rev-parse", "HEAD"),
+        "git_dirty": bool(ask("git", "-C", here, "status", "--porcelain", "--", Path(__file__).name)),
+        "script_sha256": hashlib.sha256(Path(__file__).read_bytes()).hexdigest(),
+    }  # fmt: skip
+
+
+class Log:
+    """One fixed-width line on the screen and one object in log.jsonl for each logged step; rank 0 only."""
+
+    def __init__(self, run_dir: Path, ranks: Ranks, wandb_name: str, config: dict):
+        self.path, self.active, self.wandb = run_dir / "log.jsonl", ranks.is_main, None
+        if wandb_name and self.active:
+            try:
+                import wandb
+            except ImportError:
+                raise UserError("--wandb needs the package wandb; pip install wandb, or leave the flag out") from None
+            self.wandb = wandb.init(project="decoderstack", name=wandb_name, config=config, dir=str(run_dir))
+
+    def say(self, text: str) -> None:
+        if self.active:
+            print(text, flush=True)
+
+    def write(self, entry: dict) -> None:
+        if not self.active:
+            return
+        try:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(entry) + "\n")
+        except OSError as error:
+            raise UserError(f"{self.path} could not be written ({error.strerror}); make room and go on with --resume "
+                            f"from the last checkpoint") from None  # fmt: skip
+        if self.wandb is not None:
+            self.wandb.log({k: v for k, v in entry.items() if isinstance(v, int | float)}, step=entry["step"])
+
+    def rewind(self, step: int) -> None:
+        """Drops entries after a step: a resumed run writes them anew."""
+        if self.active and self.path.is_file():
+            lines = self.path.read_text(encoding="utf-8").splitlines(keepends=True)
+            kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+            write_atomically(self.path, "".join(kept))
+
+    def close(self) -> None:
+        if self.wandb is not None:
+            self.wandb.finish()
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """A reader sees the old file or the new one, never half of it."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def checkpoints(run_dir: Path) -> list[Path]:
+    """Complete checkpoints of a run, oldest first."""
+    return sorted(p.parent for p in run_dir.glob("checkpoints/step_*/state.json"))
+
+
+def save_checkpoint(state: TrainState, run_dir: Path, position: dict, extra: dict) -> None:
+    """Writes checkpoints/step_N/ in one rename; every rank must call it. Old ones are removed afterwards.
+
+    model.safetensors holds fp32 weights, optimizer.safetensors fp32 moments and random state, state.json the rest.
+    """
+    weights, moments = state.optimizer.weights(), state.optimizer.state()
+    if broken := [name for name, weight in weights.items() if not weight.isfinite().all()]:
+        raise UserError(f"the weights {broken[0]} are no longer finite at step {state.step}, so it was not saved; "
+                        f"go on from the last checkpoint with --resume and lower --set muon_lr=")  # fmt: skip
+    if not state.ranks.is_main:
+        return
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    final = run_dir / "checkpoints" / f"step_{state.step:06d}"
+    temporary = final.with_name(f".{final.name}.tmp")
+    buffers = {k: v.cpu() for k, v in state.model.state_dict().items() if k not in weights}
+    moments["rng.cpu"] = torch.get_rng_state()
+    if state.ranks.device.type == "cuda":
+        moments["rng.cuda"] = torch.cuda.get_rng_state(state.ranks.device)
+    record = {
+        "step": state.step, "position": position, "optimizer_count": state.optimizer.count,
+        "loss_scale": state.loss_scale, "good_steps": state.good_steps,
+        "attention": stage_attention(state.config, stage_index(state.config, max(state.step - 1, 0))), **extra,
+    }  # fmt: skip
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        save_file({k: v.contiguous() for k, v in {**weights, **buffers}.items()}, temporary / "model.safetensors")
+        save_file({k: v.contiguous() for k, v in moments.items()}, temporary / "optimizer.safetensors")
+        write_atomically(temporary / "state.json", json.dumps(record, indent=1))
+        shutil.rmtree(final, ignore_errors=True)
+        os.replace(temporary, final)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        full = getattr(error, "errno", None) == errno.ENOSPC or "space" in str(error).lower()
+        free = shutil.disk_usage(run_dir).free / 2**30
+        raise UserError(
+            f"the checkpoint of step {state.step} could not be written to {final}: "
+            f"{'the disk is full' if full else error} ({free:.1f} GiB free); make room and go on with --resume "
+            f"from the newest of the {len(checkpoints(run_dir))} checkpoint(s) there, which are whole"
+        ) from None
+    done = checkpoints(run_dir)
+    scores = {p: json.loads((p / "state.json").read_text())["val_bpb"] for p in done}
+    best = min((p for p in done if scores[p] is not None), key=scores.get, default=None)
+    for old in done[: -state.config.keep_checkpoints]:
+        if old != best:
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def load_checkpoint(state: TrainState, folder: Path) -> dict:
+    """Restores weights, moments and random state, on any number of ranks; returns the record of state.json."""
+    from safetensors.torch import load_file
+
+    record = json.loads((folder / "state.json").read_text())
+    weights, moments = load_file(folder / "model.safetensors"), load_file(folder / "optimizer.safetensors")
+    state.optimizer.load(weights, moments, record["optimizer_count"])
+    for name, buffer in state.model.named_buffers():
+        if name in weights:
+            buffer.copy_(weights[name])
+    state.step, state.loss_scale, state.good_steps = record["step"], record["loss_scale"], record["good_steps"]
+    torch.set_rng_state(moments["rng.cpu"])
+    if state.ranks.device.type == "cuda" and "rng.cuda" in moments:
+        torch.cuda.set_rng_state(moments["rng.cuda"], state.ranks.device)
+    return record
+
+
+def load(run_dir: str | Path, step: int | None = None, device: str | None = None):
+    """A trained model for use: (model, tokenizer, config), from the newest checkpoint or that of a step."""
+    from safetensors.torch import load_file
+
+    run_dir = Path(run_dir)
+    done = checkpoints(run_dir)
+    if step is not None:
+        done = [p for p in done if int(p.name[5:]) == step]
+    if not done:
+        where = f"of step {step} " if step is not None else ""
+        raise UserError(f"no checkpoint {where}in {run_dir}/checkpoints; name a run directory with a finished save")
+    config = read_config(run_dir)
+    ranks = start_ranks()
+    device = torch.device(device) if device else ranks.device
+    dtype = choose_dtype(config, device)
+    model = GPT(config, device, dtype)
+    weights = load_file(done[-1] / "model.safetensors")
+    model.load_state_dict({k: v.to(model.state_dict()[k].dtype) for k, v in weights.items()})
+    model.set_stage(json.loads((done[-1] / "state.json").read_text())["attention"])
+    model.attention = choose_attention(model, lambda text: None)
+    return model.eval(), Tokenizer(run_dir / "tokenizer.json"), config
+
+
+def read_config(run_dir: Path) -> Config:
+    """The Config of a run, from its config.json."""
+    try:
+        values = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))["config"]
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"{run_dir} is not a run directory: its config.json cannot be read ({error})") from None
+    known = {field.name for field in dataclasses.fields(Config)}
+    return Config(**{k: as_tuple(v) for k, v in values.items() if k in known})
+
+
+def as_tuple(value):
+    """JSON has lists where Config has tuples."""
+    return tuple(as_tuple(v) for v in value) if isinstance(value, list | tuple) else value
+
+
+def write_report(run_dir: Path, result: dict, config: Config, machine: dict, samples: list[str]) -> None:
+    """report.md and curve.png: what a person looks at after a run."""
+    entries = [json.loads(line) for line in (run_dir / "log.jsonl").read_text(encoding="utf-8").splitlines()]
+    train = [(e["tokens"], e["bpb"]) for e in entries if "loss" in e]
+    val = [(e["tokens"], e["val_bpb"]) for e in entries if "val_bpb" in e]
+    picture = ""
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        import matplotlib.pyplot as plt
+
+        figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+        if train:
+            axes.plot(*zip(*train, strict=True), color="#9bb8d3", lw=1, label="training (estimate from mean bytes)")
+        if val:
+            axes.plot(*zip(*val, strict=True), color="#c0392b", marker="o", ms=3, label="validation")
+        axes.set(xlabel="training tokens", ylabel="bits per byte", title=f"{run_dir.name}: {result['val_bpb']:.4f} bpb")
+        if train or val:
+            lowest = min(bpb for _, bpb in [*train, *val])
+            axes.set_ylim(lowest * 0.95, min(lowest * 2.2, max(bpb for _, bpb in [*train, *val]) * 1.02))
+            axes.legend()
+        axes.grid(alpha=0.3)
+        figure.savefig(run_dir / "curve.png", dpi=120)
+        plt.close(figure)
+        picture = "![loss curve](curve.png)\n"
+    except ImportError:
+        picture = "(no picture: matplotlib is not installed)\n"
+    rows = {
+        "validation": f"{result['val_bpb']:.4f} bits per byte", "tokens": f"{result['tokens']:,}",
+        "steps": f"{result['steps']:,}", "training time": f"{result['train_seconds']:.1f} s",
+        "speed": f"{result['tokens_per_second']:,.0f} tokens/s", "MFU": f"{result['mfu']:.1%}",
+        "peak memory": f"{result['peak_memory_gib']:.1f} GiB",
+        "device time": f"{result['train_seconds'] * machine['num_devices'] / 3600:.4f} device hours",
+        "device": f"{machine['num_devices']} x {machine['device']}", "torch": machine["torch"],
+        "data": config.data, "commit": machine["git_commit"][:12] + (" (changed)" if machine["git_dirty"] else ""),
+    }  # fmt: skip
+    table = "\n".join(f"| {key} | {value} |" for key, value in rows.items())
+    texts = "\n".join(f"```text\n{sample}\n```\n" for sample in samples)
+    text = f"# {run_dir.name}\n\n| | |\n| --- | --- |\n{table}\n\n{picture}\n## Samples\n\n{texts}"
+    write_atomically(run_dir / "report.md", text)
+
+
+# <<< shared: utilities
+# >>> shared: main
+# ===============================================================================
+# 11. MAIN -- train_step, warm-up, the loop, the command line
+
+
+@dataclass
+class TrainState:
+    """What a training step changes, and what it needs to do so."""
+
+    config: Config
+    ranks: Ranks
+    model: GPT
+    forward: Callable  # the model, compiled where that pays
+    optimizer: Optimizer
+    packs: int  # of a micro-batch
+    step: int = 0
+    loss_scale: float = 1.0  # above 1 only in fp16
+    good_steps: int = 0  # since the loss scale last changed
+
+
+def train_step(state: TrainState, batch: Batch) -> Tensor:
+    """One optimizer step; returns this rank's share of the mean nats per target, a 0-D tensor.
+
+    The same function serves warm-up, training, profiles, benchmarks and tests.
+    """
+    config, step = state.config, state.step
+    if len(config.ahead) > 1:
+        state.model.loss_weights.copy_(torch.tensor(loss_weights(config, step)), non_blocking=True)
+    while True:
+        loss = torch.zeros((), device=state.ranks.device)
+        try:
+            for micro_batch in batch.micro_batches(state.packs, state.ranks.device):
+                part = state.forward(*micro_batch)[0] / batch.total_targets
+                (part * state.loss_scale).backward()
+                loss += part.detach()
+            break
+        except torch.OutOfMemoryError:
+            step_down(state)  # a micro-batch half as large; the global batch stays
+    stepped = state.optimizer.step(lr_multiplier(config, step), muon_momentum(config, step), state.loss_scale)
+    if state.loss_scale != 1.0:  # halve on overflow, double after 1,000 good steps
+        state.good_steps = state.good_steps + 1 if stepped else 0
+        if not stepped:
+            state.loss_scale = max(state.loss_scale / 2, 2.0)
+        elif state.good_steps == 1000:
+            state.loss_scale, state.good_steps = min(state.loss_scale * 2, 2.0**24), 0
+    state.step += 1
+    return loss
+
+
+def step_down(state: TrainState) -> None:
+    """Halves the micro-batch after the device ran out of memory; raises UserError when that cannot go on."""
+    state.model.zero_grad(set_to_none=True)
+    torch.cuda.empty_cache()
+    tokens = state.packs * state.config.pack_tokens
+    smaller = max((d for d in range(1, state.packs) if state.packs % d == 0), default=0)
+    if not smaller or (state.ranks.world > 1 and state.step > 0):  # other ranks would wait for ever
+        raise UserError(f"the device ran out of memory with micro-batches of {tokens} tokens; set "
+                        f"--micro-batch-tokens lower, or pack_tokens if it is one pack already")  # fmt: skip
+    state.packs = smaller
+    print(f"out of memory with {tokens} tokens a micro-batch; going on with {smaller * state.config.pack_tokens}")
+
+
+def choose_packs(config: Config, ranks: Ranks) -> int:
+    """Packs of a micro-batch: the most that divide every stage's batch, fit into memory and help speed."""
+    for stage in config.stage_table:
+        if stage.packs % ranks.world:
+            raise UserError(f"a step of {stage.packs} packs does not divide over {ranks.world} processes; "
+                            f"use a number of processes that divides {stage.packs}")  # fmt: skip
+    common = math.gcd(*(stage.packs // ranks.world for stage in config.stage_table))
+    limit = 65536 if ranks.device.type == "cuda" else 8192
+    if ranks.device.type == "cuda":
+        layer = 24 * config.width + 4 * config.mlp_width  # values kept for the backward: 0.9 MB a token, measured
+        a_token = 2 * (config.num_layers * layer + 4 * config.padded_vocab)
+        if config.compile and bf16_is_native():
+            a_token *= 0.4  # compiled, with the kernels: 0.25 MB measured, rounded up
+        states = 20 * config.padded_vocab * config.width * (2 + len(config.value_embed_layers))
+        states += 20 * config.width * config.bigram_rows
+        limit = min(limit, (0.85 * torch.cuda.mem_get_info(ranks.device)[0] - states) / a_token)
+    if config.micro_batch_tokens:
+        limit = config.micro_batch_tokens
+        if limit % config.pack_tokens:
+            raise UserError(f"--micro-batch-tokens {limit} is not a multiple of pack_tokens={config.pack_tokens}")
+    return max(d for d in range(1, common + 1) if common % d == 0 and (d * config.pack_tokens <= limit or d == 1))
+
+
+def build_state(config: Config, ranks: Ranks, say: Callable = print) -> TrainState:
+    """Model, optimizer and compiled forward, with the weights of config.seed."""
+    dtype = choose_dtype(config, ranks.device)
+    model = GPT(config, ranks.device, dtype)
+    model.attention = choose_attention(model, say)
+    model.init_weights(config.seed)
+    forward = model
+    if config.compile and ranks.device.type == "cuda":
+        torch._dynamo.config.recompile_limit = 64
+        forward = torch.compile(model, dynamic=False, fullgraph=True)
+    optimizer = build_optimizer(model, config, ranks)
+    state = TrainState(config, ranks, model, forward, optimizer, choose_packs(config, ranks))
+    reset_state(state)
+    return state
+
+
+def reset_state(state: TrainState) -> None:
+    """The state of step 0: initial weights, zero moments. Also what removes every trace of the warm-up."""
+    state.model.zero_grad(set_to_none=True)
+    state.model.init_weights(state.config.seed)
+    if state.ranks.world > 1:
+        for param in state.model.parameters():
+            dist.broadcast(param.detach(), 0)
+    state.model.set_stage(stage_attention(state.config, 0))
+    state.optimizer.reset()
+    state.step, state.good_steps = 0, 0
+    state.loss_scale = 2.0**16 if state.model.embed.dtype == torch.float16 else 1.0
+
+
+def checksum(model: nn.Module) -> list[float]:
+    return [param.detach().float().abs().sum().item() for param in model.parameters()]
+
+
+def warm_up(state: TrainState, say: Callable) -> None:
+    """Runs each stage once on dummy tokens, forward, backward, optimizer and validation, then forgets it all.
+
+    Everything is compiled here, so that nothing compiles while the clock runs.
+    """
+    config, start, before = state.config, time.perf_counter(), checksum(state.model)
+    rng = np.random.default_rng(0)
+    for index, stage in enumerate(config.stage_table):
+        state.model.set_stage(stage_attention(config, index))
+        for training in (True, False):
+            max_doc = stage.max_doc if training else config.max_seq_len
+            while True:
+                packs = empty_packs(state.packs, config, 0)
+                packs[1][:] = packs[0][:] = rng.integers(0, config.vocab_size, packs[0].shape)
+                for row in range(state.packs):
+                    pad_pack(packs, row, 0, 0, max_doc)
+                size = packs[0].size * state.ranks.world
+                batch = Batch(*(torch.from_numpy(a) for a in packs), max_doc, size, size)
+                if training:
+                    train_step(state, batch)
+                    break
+                try:
+                    zeros = torch.ones(config.padded_vocab, dtype=torch.long, device=state.ranks.device)
+                    bits_per_byte(state.forward, batch, state.packs, zeros, state.ranks)
+                    break
+                except torch.OutOfMemoryError:
+                    step_down(state)
+    if state.ranks.world > 1:  # memory may have run out on some ranks only
+        packs = torch.tensor(state.packs, device=state.ranks.device)
+        dist.all_reduce(packs, op=dist.ReduceOp.MIN)
+        state.packs = int(packs)
+    reset_state(state)
+    after = checksum(state.model)
+    assert before == after, f"the warm-up left a trace in the weights: {before} became {after}"
+    say(f"warm-up: {time.perf_counter() - start:.1f} s, micro-batch {state.packs * config.pack_tokens:,} tokens")
+
+
+class Stopper:
+    """Turns SIGTERM and Ctrl-C into a flag that the loop reads between steps."""
+
+    def __init__(self, ranks: Ranks):
+        self.ranks, self.signal = ranks, 0
+        self.before = {s: signal.signal(s, self.catch) for s in (signal.SIGTERM, signal.SIGINT)}
+
+    def catch(self, number, frame) -> None:
+        if self.signal == number:  # asked twice: at once
+            sys.exit(128 + number)
+        self.signal = number
+
+    def asked(self, step: int) -> bool:
+        if self.ranks.world == 1:
+            return bool(self.signal)
+        if step % 10:  # all ranks must stop at the same step, and asking costs a synchronisation
+            return False
+        flag = torch.tensor(self.signal, device=self.ranks.device)
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        self.signal = int(flag)
+        return bool(self.signal)
+
+    def restore(self) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+
+def pretrain(config: Config, args: argparse.Namespace) -> dict:
+    """Trains, evaluates, saves, samples and reports; returns the result that is printed last."""
+    ranks = start_ranks()
+    dataset = Dataset.open(config.data)
+    run_dir = prepare_run_dir(dataset, args, ranks)
+    config = dataclasses.replace(config, vocab_size=dataset.tokenizer.vocab_size)
+    config.validate()
+    train_info = dataset.info["splits"]["train"]
+    if config.tokens > train_info["tokens"] * config.max_epochs:
+        raise UserError(
+            f"{config.data} holds {train_info['tokens']:,} training tokens, the run asks for {config.tokens:,}; "
+            f"ask for fewer with --tokens {train_info['tokens']}, or allow repeats with --set max_epochs=N"
+        )
+    bytes_per_token = train_info["text_bytes"] / train_info["tokens"]
+    machine = describe_machine(ranks)
+    log = Log(run_dir, ranks, config.wandb, dataclasses.asdict(config))
+    state = build_state(config, ranks, log.say)
+    count = sum(p.numel() for p in state.model.parameters())
+    log.say(f"{Path(__file__).name}: {count / 1e6:.1f} M parameters, {state.model.embed.dtype}, "
+            f"{machine['num_devices']} x {machine['device']}, torch {machine['torch']}")  # fmt: skip
+    log.say(f"data: {config.data}, vocabulary {config.vocab_size:,}, {train_info['tokens']:,} training tokens")
+    log.say(f"run:  {run_dir}, {config.num_steps:,} steps, {config.tokens:,} tokens")
+    warm_up(state, log.say)
+
+    position, train_seconds, tokens, val_bpb = None, 0.0, 0, None
+    if args.resume:
+        record = load_checkpoint(state, checkpoints(run_dir)[-1])
+        position, train_seconds, tokens = record["position"], record["train_seconds"], record["tokens"]
+        val_bpb = record["val_bpb"] if state.step == config.num_steps else None  # belongs to that checkpoint only
+        log.rewind(state.step)
+        log.say(f"resumed at step {state.step} from {checkpoints(run_dir)[-1]}")
+    elif ranks.is_main:
+        description = {"config": dataclasses.asdict(config), "flags": args.flags, "overridden": args.set,
+                       "machine": machine, "dataset_fingerprint": dataset.info.get("fingerprint")}  # fmt: skip
+        write_atomically(run_dir / "config.json", json.dumps(description, indent=1))
+        write_atomically(run_dir / Path(__file__).name, Path(__file__).read_text(encoding="utf-8"))
+        write_atomically(run_dir / "tokenizer.json", dataset.tokenizer.path.read_text(encoding="utf-8"))
+    loader = PackLoader(dataset, config, ranks, position, state.step)
+    validation = validation_batch(dataset, config)
+    token_bytes = torch.zeros(config.padded_vocab, dtype=torch.long, device=ranks.device)
+    token_bytes[: config.vocab_size] = torch.from_numpy(dataset.tokenizer.token_bytes).to(ranks.device)
+    peak, stopper, entered_stage = peak_flops(ranks.device, state.model.embed.dtype), Stopper(ranks), -1
+    profiler, flops, tokens_at_start, seconds_at_start = None, 0.0, tokens, train_seconds
+    if ranks.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(ranks.device)
+
+    def evaluate() -> float:
+        bpb = bits_per_byte(state.forward, validation, state.packs, token_bytes, ranks)
+        if not math.isfinite(bpb):
+            raise UserError(f"validation gave {bpb} at step {state.step}; lower --set muon_lr= and adam_lr=, "
+                            f"then go on with --resume from the last checkpoint")  # fmt: skip
+        log.say(f"step {state.step:6d}/{config.num_steps} | val bpb {bpb:.4f} | elapsed {train_seconds:.1f} s")
+        log.write({"step": state.step, "tokens": tokens, "train_seconds": train_seconds, "val_bpb": bpb})
+        return bpb
+
+    def save() -> None:
+        start = time.perf_counter()
+        extra = {"tokens": tokens, "train_seconds": train_seconds, "val_bpb": val_bpb}
+        save_checkpoint(state, run_dir, position, extra)
+        log.say(f"step {state.step:6d}/{config.num_steps} | saved in {time.perf_counter() - start:.1f} s")
+
+    ranks.sync()
+    clock, logged_seconds, logged_tokens = time.perf_counter(), train_seconds, tokens
+    while state.step < config.num_steps:
+        if (index := stage_index(config, state.step)) != entered_stage:
+            state.model.set_stage(stage_attention(config, index))
+            entered_stage = index
+        batch = loader.next()
+        if args.profile and state.step == 10:
+            profiler = torch.profiler.profile(with_stack=False)
+            profiler.__enter__()
+        loss = train_step(state, batch)
+        position, tokens = batch.position, tokens + batch.total_tokens
+        done = state.step == config.num_steps
+        if profiler is not None and (state.step == 15 or done):
+            profiler = finish_profile(profiler, run_dir, log, ranks)
+        stop = stopper.asked(state.step)
+        eval_now = done or (config.eval_every and state.step % config.eval_every == 0)
+        save_now = done or stop or (config.save_every and state.step % config.save_every == 0)
+        if state.step % config.log_every == 0 or eval_now or save_now or state.step == 1:
+            if ranks.world > 1:
+                dist.all_reduce(loss)
+            loss = loss.item()  # waits for the device
+            ranks.sync()
+            train_seconds, clock = train_seconds + time.perf_counter() - clock, time.perf_counter()
+            if not math.isfinite(loss):
+                raise UserError(
+                    f"the loss became {loss} at step {state.step}; nothing was saved after the last checkpoint in "
+                    f"{run_dir}; go on from there with --resume and a lower --set muon_lr= or adam_lr="
+                )
+            flops = flops_per_token(config, state.model.windows, batch.positions)
+            interval = max(train_seconds - logged_seconds, 1e-9)
+            speed = (tokens - logged_tokens) / interval
+            steps = max(1, round((tokens - logged_tokens) / batch.total_tokens))
+            entry = {
+                "step": state.step, "tokens": tokens, "loss": loss, "bpb": loss / math.log(2) / bytes_per_token,
+                "lr": lr_multiplier(config, state.step - 1), "step_ms": interval / steps * 1e3,
+                "tokens_per_second": speed, "mfu": speed * flops / (peak * ranks.world),
+                "memory_gib": peak_memory_gib(ranks.device), "train_seconds": train_seconds,
+            }  # fmt: skip
+            step_ms, memory = entry["step_ms"], entry["memory_gib"]
+            eta = (config.num_steps - state.step) * step_ms / 1e3
+            log.write(entry)
+            log.say(
+                f"step {state.step:6d}/{config.num_steps} | loss {loss:7.4f} | bpb {entry['bpb']:6.4f} "
+                f"| lr {entry['lr']:5.3f} | {step_ms:8.1f} ms | {speed:9,.0f} tok/s "
+                f"| mfu {entry['mfu']:5.1%} | {memory:5.1f} GiB | {train_seconds:6.1f} s | eta {eta:5.0f} s"
+            )
+            logged_seconds, logged_tokens = train_seconds, tokens
+        if eval_now or save_now:
+            if eval_now:
+                val_bpb = evaluate()
+            if save_now:
+                save()
+            val_bpb = val_bpb if done else None
+            ranks.sync()
+            clock = time.perf_counter()
+        if stop and not done:
+            loader.close()
+            log.close()
+            name = signal.Signals(stopper.signal).name
+            raise UserError(f"stopped by {name} at step {state.step}, saved; continue with "
+                            f"`--resume --run-dir {run_dir}`")  # fmt: skip
+    loader.close()
+    stopper.restore()
+    if val_bpb is None:  # resumed after the last step
+        val_bpb = evaluate()
+    seconds = max(train_seconds - seconds_at_start, 1e-9)
+    speed = (tokens - tokens_at_start) / seconds
+    result = {
+        "val_bpb": val_bpb, "steps": state.step, "tokens": tokens, "train_seconds": train_seconds,
+        "tokens_per_second": speed, "mfu": speed * flops / (peak * ranks.world),
+        "peak_memory_gib": peak_memory_gib(ranks.device), "run_dir": str(run_dir),
+    }  # fmt: skip
+    if ranks.is_main:
+        generator = Generator(state.model, dataset.tokenizer)
+        new = min(config.sample_tokens, config.max_seq_len - 1)
+        options = {"max_tokens": new, "temperature": config.temperature, "top_k": config.top_k, "top_p": config.top_p}
+        rows = generator.generate([[dataset.tokenizer.bos_id]] * 3, **options, seed=config.seed)
+        samples = [dataset.tokenizer.decode(row) for row in rows]
+        for text in samples:
+            log.say(f"--- sample\n{text}")
+        write_report(run_dir, result, config, machine, samples)
+        log.say(f"--- report: {run_dir}/report.md")
+    log.close()
+    return result
+
+
+def finish_profile(profiler, run_dir: Path, log: Log, ranks: Ranks) -> None:
+    """Writes the trace of five steps and a table of the slowest operations into the run directory."""
+    ranks.sync()
+    profiler.__exit__(None, None, None)
+    if ranks.is_main:
+        profiler.export_chrome_trace(str(run_dir / "trace.json"))
+        key = "self_device_time_total" if ranks.device.type == "cuda" else "self_cpu_time_total"
+        table = profiler.key_averages().table(sort_by=key, row_limit=60, max_name_column_width=90)
+        write_atomically(run_dir / "profile.txt", table)
+        log.say(f"profile: {run_dir}/profile.txt, {run_dir}/trace.json")
+
+
+def prepare_run_dir(dataset: Dataset, args: argparse.Namespace, ranks: Ranks) -> Path:
+    """Creates or checks the run directory; all ranks get the same answer."""
+    name = datetime.datetime.now().strftime(f"%Y-%m-%d_%H-%M-%S_{Path(__file__).stem}")
+    names = [args.run_dir or f"out/{name}"]
+    if ranks.world > 1:
+        dist.broadcast_object_list(names, 0)
+    run_dir = Path(names[0])
+    if args.resume:
+        if not checkpoints(run_dir):
+            raise UserError(f"--resume found no complete checkpoint in {run_dir}/checkpoints; start without --resume")
+        if (run_dir / "tokenizer.json").read_bytes() != dataset.tokenizer.path.read_bytes():
+            raise UserError(f"--resume cannot change the tokenizer: {dataset.root} has another one than {run_dir}; "
+                            f"pass the --data that the run began with")  # fmt: skip
+        return run_dir
+    if ranks.is_main:
+        if (run_dir / "log.jsonl").exists():
+            raise UserError(f"{run_dir} already holds a run; continue it with --resume or name another --run-dir")
+        try:
+            run_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"cannot create the run directory {run_dir} ({error.strerror})") from None
+    return run_dir
+
+
+# Fields that a resumed run may not change: the checkpoint would not fit, the model would be another, or the batches.
+FROZEN_ON_RESUME = (
+    "num_layers", "width", "head_dim", "mlp_width", "max_seq_len", "no_attention_layers", "long_layers",
+    "key_offset_layers", "value_embed_layers", "bigram_rows", "smear", "x0_injection", "skip_from", "skip_to",
+    "backout_layer", "gate_width", "attention_scale", "rotary_base", "softcap", "pack_tokens", "pack_docs",
+)  # fmt: skip
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse with @FILE lines that may hold comments, and an error that names the nearest flag."""
+
+    def convert_arg_line_to_args(self, line: str) -> list[str]:
+        return line.split("#")[0].split()
+
+    def error(self, message: str):
+        if message.startswith("unrecognized arguments: "):
+            given = message.split(": ")[1].split()[0]
+            flags = [flag for action in self._actions for flag in action.option_strings]
+            near = difflib.get_close_matches(given.split("=")[0], flags, 1, 0.4)
+            message = f"unknown flag {given}" + (f"; did you mean {near[0]}?" if near else f"; see {self.prog} --help")
+        raise UserError(message)
+
+
+def build_parser() -> Parser:
+    parser = Parser(description=__doc__.splitlines()[0], allow_abbrev=False, fromfile_prefix_chars="@",
+                    epilog="@FILE reads flags from a file, e.g. @runs/cpu.args")  # fmt: skip
+    add = parser.add_argument
+    add("command", nargs="?", default="pretrain", help="pretrain or sample")
+    add("--data", help="dataset directory (default data/shards/climbmix)")
+    add("--run-dir", help="where the run is written (default a new dated directory under out/)")
+    add("--from", dest="source", metavar="DIR", help="run directory to start from (sample)")
+    add("--resume", action="store_true", help="continue the run in --run-dir")
+    add("--steps", type=int, help="length of the run in steps")
+    add("--tokens", type=int, help="length of the run in tokens")
+    add("--seed", type=int)
+    add("--eval-every", type=int, metavar="N", help="steps between validations, 0: only at the end")
+    add("--save-every", type=int, metavar="N", help="steps between checkpoints, 0: only at the end")
+    add("--log-every", type=int, metavar="N")
+    add("--micro-batch-tokens", type=int, metavar="N", help="default: from free memory")
+    add("--attention", help=f"auto, {', '.join(ATTENTION)}")
+    add("--dtype", help="auto, bfloat16, float16, float32")
+    add("--no-compile", action="store_true")
+    add("--wandb", metavar="NAME", help="also log to Weights & Biases under this name")
+    add("--profile", action="store_true", help="trace steps 11 to 15")
+    add("--prompt", action="append", help="text to continue (sample; repeatable)")
+    add("--set", action="append", default=[], metavar="KEY=VALUE", help="override a Config field; voids record status")
+    return parser
+
+
+def parse_override(text: str) -> tuple[str, object]:
+    """KEY=VALUE with the type of the Config field."""
+    key, equals, value = text.partition("=")
+    fields = {f.name: f for f in dataclasses.fields(Config)}
+    if not equals or key not in fields:
+        near = difflib.get_close_matches(key, fields, 1, 0.4)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise UserError(f"--set {text}: " + (f"unknown Config field {key}{hint}" if equals else "expected KEY=VALUE"))
+    default = fields[key].default
+    try:
+        parsed = value if isinstance(default, str) else as_tuple(ast.literal_eval(value))
+    except (ValueError, SyntaxError):
+        parsed = None
+    if isinstance(default, float) and type(parsed) is int:
+        parsed = float(parsed)
+    if type(parsed) is not type(default):
+        raise UserError(f"--set {text}: {key} takes a value like {default!r}")
+    return key, parsed
+
+
+def make_config(args: argparse.Namespace) -> Config:
+    """Defaults, or on --resume the saved Config, then the flags that were given."""
+    if args.resume and not args.run_dir:
+        raise UserError("--resume needs --run-dir, the run to continue")
+    base = read_config(Path(args.run_dir)) if args.resume else Config()
+    changes = dict(parse_override(text) for text in args.set)
+    for flag in ("data", "tokens", "seed", "eval_every", "save_every", "log_every", "micro_batch_tokens", "attention",
+                 "dtype", "wandb"):  # fmt: skip
+        if getattr(args, flag) is not None:
+            changes[flag] = getattr(args, flag)
+    if args.no_compile:
+        changes["compile"] = False
+    config = dataclasses.replace(base, **changes)
+    if args.steps is not None:
+        if args.steps < 1:
+            raise UserError(f"--steps {args.steps} must be at least 1")
+        mean = sum(s.share * s.packs for s in config.stage_table) * config.pack_tokens
+        config = dataclasses.replace(config, tokens=round(args.steps * mean))
+    if args.resume:
+        for name in FROZEN_ON_RESUME:
+            old, new = getattr(base, name), getattr(config, name)
+            if old != new:
+                raise UserError(f"--resume cannot change {name}: the run has {old}, the flags say {new}; leave it out, "
+                                f"or start a new run")  # fmt: skip
+    config.validate()
+    return config
+
+
+def sample_command(config: Config, args: argparse.Namespace) -> dict:
+    """Continues prompts with the model of a run directory, streaming to the screen."""
+    if not args.source:
+        raise UserError("sample needs --from, a run directory with a checkpoint")
+    model, tokenizer, trained = load(args.source)
+    options = {"temperature": config.temperature, "top_k": config.top_k, "top_p": config.top_p, "seed": config.seed}
+    start, count = time.perf_counter(), 0
+    generator = Generator(model, tokenizer)
+    for prompt in args.prompt or [""]:
+        new = max(1, min(config.sample_tokens, trained.max_seq_len - len(tokenizer.encode(prompt))))
+        print(prompt, end="", flush=True)
+        for piece in generator.stream_text(prompt, max_tokens=new, **options):
+            print(piece, end="", flush=True)
+            count += 1
+        print()
+    return {"new_tokens": count, "seconds": time.perf_counter() - start, "run_dir": str(args.source)}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs a command; prints its result as one JSON object on the last line. Returns the exit code."""
+    try:
+        argv = sys.argv[1:] if argv is None else argv
+        args = build_parser().parse_args(argv)
+        args.flags = list(argv)
+        if args.command not in ("pretrain", "sample"):  # argparse's choices would hide an unknown flag before a value
+            raise UserError(f"unknown command {args.command}; use pretrain or sample")
+        config = make_config(args)
+        result = sample_command(config, args) if args.command == "sample" else pretrain(config, args)
+        if int(os.environ.get("RANK", 0)) == 0:
+            print(json.dumps(result), flush=True)
+        return 0
+    except OSError as error:  # a full disk, a directory without rights
+        where = f" {error.filename}" if error.filename else ""
+        print(f"error: cannot read or write{where} ({error.strerror or error}); mend that, then go on with --resume "
+              f"from the last checkpoint", file=sys.stderr, flush=True)  # fmt: skip
+        return 1
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return 1
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
+# <<< shared: main
