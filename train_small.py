@@ -1415,6 +1415,8 @@ def linear_cross_entropy(x, w, targets, cap, weights=None, prefix=None, row_weig
     """
     weights = torch.ones(1, device=x.device) if weights is None else weights
     grad = torch.is_grad_enabled() and (x.requires_grad or w.requires_grad)
+    if not use_triton(x):  # the plain path holds several fp32 copies of a chunk's logits: 256 MiB each
+        chunk = min(chunk, max(2**26 // len(w), 1))
     fp8 = fp8 and use_triton(x, (8, 9)) and all(n % 16 == 0 for n in (*x.shape, len(w), chunk))
     total, losses, _, _ = linear_ce(x, w, targets, weights, prefix, row_weight, list(cap), chunk, grad, fp8)
     return total, losses.detach()
@@ -2026,6 +2028,16 @@ class Log:
         if self.wandb is not None:
             self.wandb.log({k: v for k, v in entry.items() if isinstance(v, int | float)}, step=entry["step"])
 
+    def step(self, entry: dict, num_steps: int) -> None:
+        """A training step: the file, and the line on the screen with what is left of the run."""
+        self.write(entry)
+        eta = (num_steps - entry["step"]) * entry["step_ms"] / 1e3
+        self.say(
+            "step {step:6d}/{num_steps} | loss {loss:7.4f} | bpb {bpb:6.4f} | lr {lr:5.3f} | {step_ms:8.1f} ms "
+            "| {tokens_per_second:9,.0f} tok/s | mfu {mfu:5.1%} | {memory_gib:5.1f} GiB | {train_seconds:6.1f} s "
+            "| eta {eta:5.0f} s".format(**entry, num_steps=num_steps, eta=eta)
+        )
+
     def rewind(self, step: int) -> None:
         """Drops entries after a step: a resumed run writes them anew."""
         if self.active and self.path.is_file():
@@ -2053,6 +2065,13 @@ def checkpoints(run_dir: Path) -> list[Path]:
     return sorted(p.parent for p in run_dir.glob("checkpoints/step_*/state.json"))
 
 
+def diverged_advice(run_dir: Path) -> str:
+    """What to do after a loss that is not finite."""
+    newest = [p.name for p in checkpoints(run_dir)][-1:]
+    way = f"go on from {newest[0]} with --resume" if newest else "nothing was saved yet, so start again"
+    return f"{way} and lower rates, e.g. half of --set muon_lr= and --set adam_lr="
+
+
 def save_checkpoint(state: TrainState, run_dir: Path, position: dict, extra: dict) -> None:
     """Writes checkpoints/step_N/ in one rename; every rank must call it. Old ones are removed afterwards.
 
@@ -2061,7 +2080,7 @@ def save_checkpoint(state: TrainState, run_dir: Path, position: dict, extra: dic
     weights, moments = state.optimizer.weights(), state.optimizer.state()
     if broken := [name for name, weight in weights.items() if not weight.isfinite().all()]:
         raise UserError(f"the weights {broken[0]} are no longer finite at step {state.step}, so it was not saved; "
-                        f"go on from the last checkpoint with --resume and lower --set muon_lr=")  # fmt: skip
+                        f"{diverged_advice(run_dir)}")  # fmt: skip
     if not state.ranks.is_main:
         return
     from safetensors import SafetensorError
@@ -2432,8 +2451,7 @@ def pretrain(config: Config, args: argparse.Namespace) -> dict:
     def evaluate() -> float:
         bpb = bits_per_byte(state.forward, validation, state.packs, token_bytes, ranks)
         if not math.isfinite(bpb):
-            raise UserError(f"validation gave {bpb} at step {state.step}; lower --set muon_lr= and adam_lr=, "
-                            f"then go on with --resume from the last checkpoint")  # fmt: skip
+            raise UserError(f"validation gave {bpb} at step {state.step}; {diverged_advice(run_dir)}")
         log.say(f"step {state.step:6d}/{config.num_steps} | val bpb {bpb:.4f} | elapsed {train_seconds:.1f} s")
         log.write({"step": state.step, "tokens": tokens, "train_seconds": train_seconds, "val_bpb": bpb})
         return bpb
@@ -2444,6 +2462,8 @@ def pretrain(config: Config, args: argparse.Namespace) -> dict:
         save_checkpoint(state, run_dir, position, extra)
         log.say(f"step {state.step:6d}/{config.num_steps} | saved in {time.perf_counter() - start:.1f} s")
 
+    gc.collect()
+    gc.freeze()  # else a collection of what the compiler left behind makes one step in some hundred slow
     ranks.sync()
     clock, logged_seconds, logged_tokens = time.perf_counter(), train_seconds, tokens
     while state.step < config.num_steps:
@@ -2470,10 +2490,7 @@ def pretrain(config: Config, args: argparse.Namespace) -> dict:
             ranks.sync()
             train_seconds, clock = train_seconds + time.perf_counter() - clock, time.perf_counter()
             if not math.isfinite(loss):
-                raise UserError(
-                    f"the loss became {loss} at step {state.step}; nothing was saved after the last checkpoint in "
-                    f"{run_dir}; go on from there with --resume and a lower --set muon_lr= or adam_lr="
-                )
+                raise UserError(f"the loss became {loss} at step {state.step}; {diverged_advice(run_dir)}")
             flops = flops_per_token(config, state.model.windows, batch.positions)
             interval = max(train_seconds - logged_seconds, 1e-9)
             speed = (tokens - logged_tokens) / interval
@@ -2484,14 +2501,7 @@ def pretrain(config: Config, args: argparse.Namespace) -> dict:
                 "tokens_per_second": speed, "mfu": speed * flops / (peak * ranks.world),
                 "memory_gib": peak_memory_gib(ranks.device), "train_seconds": train_seconds,
             }  # fmt: skip
-            step_ms, memory = entry["step_ms"], entry["memory_gib"]
-            eta = (config.num_steps - state.step) * step_ms / 1e3
-            log.write(entry)
-            log.say(
-                f"step {state.step:6d}/{config.num_steps} | loss {loss:7.4f} | bpb {entry['bpb']:6.4f} "
-                f"| lr {entry['lr']:5.3f} | {step_ms:8.1f} ms | {speed:9,.0f} tok/s "
-                f"| mfu {entry['mfu']:5.1%} | {memory:5.1f} GiB | {train_seconds:6.1f} s | eta {eta:5.0f} s"
-            )
+            log.step(entry, config.num_steps)
             logged_seconds, logged_tokens = train_seconds, tokens
         if eval_now or save_now:
             if eval_now:
@@ -2707,7 +2717,8 @@ def main(argv: list[str] | None = None) -> int:
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-            gc.collect()  # else a gloo thread may outlive the interpreter and abort the process
+        gc.unfreeze()
+        gc.collect()  # else a gloo thread may outlive the interpreter and abort the process
 
 
 if __name__ == "__main__":
