@@ -3,6 +3,7 @@
     python train_small.py                                     one GPU (or a laptop: add @runs/cpu.args)
     torchrun --standalone --nproc_per_node=8 train_small.py   eight GPUs, same recipe, same tokens per step
     python train_small.py sample --from out/RUN --prompt "Once upon a time"
+    python train_small.py core --from out/RUN                 score the CORE tasks of the run's dataset (data/core.py)
 
 Reads a dataset directory (binary shards + tokenizer.json, see data/README.md) and writes a run directory that
 holds this script, config.json, log.jsonl, checkpoints, report.md and curve.png. Results: README.md.
@@ -15,7 +16,7 @@ Sections
      5. DATA           shards -> packs of documents -> micro-batches
      6. ATTENTION      FlashAttention 3, a Triton kernel, torch varlen, or blocked SDPA behind one signature
      7. KERNELS        Triton: head and loss, symmetric products, relu^2, sliding-window attention
-     8. EVALUATION     bits per byte
+     8. EVALUATION     bits per byte; CORE, with the prefix that choices share computed once
      9. GENERATION     KV cache, sampling, streaming text
     10. RUN UTILITIES  devices, ranks, log, checkpoints, report
     11. MAIN           train_step, warm-up, the loop, the command line
@@ -30,12 +31,14 @@ import argparse
 import ast
 import base64
 import codecs
+import csv
 import dataclasses
 import datetime
 import difflib
 import errno
 import gc
 import hashlib
+import io
 import json
 import math
 import os
@@ -136,6 +139,7 @@ class Config:
     cooldown: float = 0.6  # share of the run over which the rate falls
     lr_floor: float = 0.15  # rate at the end, as a fraction of the base rate
     # -- evaluation and sampling
+    core_items: int = 0  # scored items of each CORE task; 0: all, -1: no CORE at the end of pretraining
     sample_tokens: int = 128
     temperature: float = 0.8
     top_k: int = 50
@@ -1743,7 +1747,7 @@ def window_attention(q_THK: Tensor, k_THK: Tensor, v_THK: Tensor, bounds: Tensor
 # <<< shared: kernels
 # >>> shared: evaluation
 # ===============================================================================
-# 8. EVALUATION -- bits per byte
+# 8. EVALUATION -- bits per byte, CORE
 
 
 @torch.no_grad()
@@ -1768,6 +1772,306 @@ def bits_per_byte(model: Callable, batch: Batch, packs: int, token_bytes: Tensor
     if ranks.world > 1:
         dist.all_reduce(sums)
     return sums[0].item() / math.log(2) / max(sums[1].item(), 1)
+
+
+# -- CORE (DCLM, arXiv 2406.11794): 22 tasks as files of data/core.py. Items lie behind each other in a buffer of fixed
+# size, and what the choices of an item have in common is there once; each choice goes on from it, blind to the others:
+#
+#     tokens     B q q q a a b b b      two choices, a a . and b b b . ; what only serves as a target is not there
+#     positions  0 1 2 3 4 5 4 5 6      previous: the b behind a sees q as the token before
+#     first      0 0 0 0 0 0 0 0 0      the first key seen, by the window; one row for each of the two windows
+#     skip       - - - - - - 4 4 4      keys of index 4 and 5 are hidden: skip <= j < branch
+#     branch     0 1 2 3 4 4 6 6 6      where the choice begins
+
+
+@dataclass
+class CoreTask:
+    """One file of data/core.py."""
+
+    name: str
+    kind: str  # multiple_choice, schema or language_modeling
+    baseline: float  # accuracy of guessing, 0 to 1
+    gold: np.ndarray  # (items,)
+    items: list[list[np.ndarray]]  # the rows of each item
+    spans: list[list[tuple[int, int]]]  # of each row: these tokens are scored
+
+    @staticmethod
+    def read(path: Path, sha256: str, limit: int, max_seq_len: int) -> CoreTask:
+        """The first `limit` items (0: all), cut on the left to max_seq_len."""
+        again = "make the core files again with python data/core.py"
+        if not path.is_file():
+            raise UserError(f"{path} is missing although dataset.json lists it; {again}")
+        content = path.read_bytes()
+        if hashlib.sha256(content).hexdigest() != sha256:
+            raise UserError(f"{path} is corrupt: its sha256 is not that of dataset.json; {again}")
+        try:
+            with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
+                tokens, shared, choices, gold, rest, start, end, meta = (
+                    arrays[key] for key in ("tokens", "shared", "choices", "gold", "rest", "start", "end", "meta")
+                )
+            meta = json.loads(meta.tobytes())
+            task = CoreTask(meta["task"], meta["type"], meta["random_baseline"] / 100, gold, [], [])
+        except (ValueError, KeyError) as error:
+            raise UserError(f"{path} is not a core file of this version ({error!r}); {again}") from None
+        tokens, at, row = tokens.astype(np.int32), 0, 0
+        for prefix, count in zip(shared.tolist(), choices.tolist(), strict=True):
+            common, at, rows, spans = tokens[at : at + prefix], at + prefix, [], []
+            for i in range(row, row + count):
+                full, at = np.concatenate((common, tokens[at : at + rest[i]])), at + int(rest[i])
+                cut = max(0, len(full) - max_seq_len)
+                rows.append(full[cut:])
+                spans.append((max(1, int(start[i]) - cut), max(1, int(end[i]) - cut)))
+            row += count
+            task.items.append(rows)
+            task.spans.append(spans)
+            if len(task.items) == limit:
+                break
+        task.gold = gold[: len(task.items)]
+        return task
+
+
+def shared_inputs(rows: list[np.ndarray], spans: list[tuple[int, int]]) -> int:
+    """How many inputs all rows begin with, before the first that predicts a scored token."""
+    if len(rows) == 1:
+        return 0
+    length = min(min(len(row) - 2 for row in rows), min(start for start, _ in spans) - 1)
+    for row in rows[1:]:
+        different = np.flatnonzero(rows[0][:length] != row[:length])
+        length = int(different[0]) if different.size else length
+    return max(length, 0)
+
+
+class CoreBatch:
+    """Inputs of score_packed on the host, filled item by item."""
+
+    def __init__(self, size: int, windows: tuple[int, int], bos_id: int):
+        self.windows, self.used, self.picked = windows, 0, 0
+        index = np.arange(size, dtype=np.int32)  # what is not filled sees itself only
+        self.tokens, self.positions = np.full(size, bos_id, np.int32), np.zeros(size, np.int32)
+        self.previous, self.branch = np.maximum(index - 1, 0), index.copy()
+        self.first, self.skip = np.stack((index, index)), index.copy()
+        self.picks, self.targets = np.zeros(size // 2, np.int32), np.zeros(size // 2, np.int32)
+        self.rows = np.full(size // 2, -1, np.int32)
+
+    def add(self, rows: list[np.ndarray], spans: list[tuple[int, int]], row: int) -> bool:
+        """Appends an item whose rows have the numbers row, row + 1, ...; False if there is no room."""
+        common, begin, tokens, previous = shared_inputs(rows, spans), self.used, self.tokens, self.previous
+        used = begin + common + sum(len(r) - 1 - common for r in rows)
+        if used > tokens.size or self.picked + sum(end - start for start, end in spans) > self.picks.size:
+            return False
+        tokens[begin : begin + common], self.positions[begin : begin + common] = rows[0][:common], np.arange(common)
+        self.branch[begin : begin + common] = self.skip[begin : begin + common] = begin
+        for window, first in zip(self.windows, self.first, strict=True):
+            first[begin : begin + common] = begin + np.maximum(np.arange(common) - window, 0)
+        at = begin + common
+        for i, (full, (start, end)) in enumerate(zip(rows, spans, strict=True)):
+            own = np.arange(common, len(full) - 1, dtype=np.int32)
+            stop = at + own.size
+            tokens[at:stop], self.positions[at:stop] = full[common:-1], own
+            if own.size:
+                previous[at] = max(begin + common - 1, 0)
+            self.branch[at:stop], self.skip[at:stop] = at, begin + common
+            for window, first in zip(self.windows, self.first, strict=True):
+                far = np.maximum(own - window, 0)
+                first[at:stop] = np.where(far < common, begin + far, at + far - common)
+            picked, scored = self.picked, np.arange(start, end)
+            self.picked += scored.size
+            self.picks[picked : self.picked] = at + scored - 1 - common
+            self.targets[picked : self.picked] = full[start:end]
+            self.rows[picked : self.picked] = row + i
+            at = stop
+        self.used = used
+        return True
+
+    def inputs(self, device: torch.device) -> list[Tensor]:
+        """(tokens, positions, previous, branch, skip, first, picks, targets) and the row of each target."""
+        arrays = (self.tokens, self.positions, self.previous, self.branch, self.skip, self.first, self.picks,
+                  self.targets, self.rows)  # fmt: skip
+        tensors = [torch.from_numpy(array) for array in arrays]
+        if device.type == "cuda":
+            tensors = [t.pin_memory() for t in tensors]
+        return [t.to(device, non_blocking=True) for t in tensors]
+
+
+def branch_attention_ref(q, k, v, first, skip, branch, scale: float, block: int = 256) -> Tensor:
+    """q, k, v (T, H, K) -> (T, H, K): row i sees keys first[i] <= j <= i but not skip[i] <= j < branch[i].
+
+    In blocks of queries, because a dense mask of all tokens would not fit.
+    """
+    y, index = torch.empty_like(q, memory_format=torch.contiguous_format), torch.arange(len(q), device=q.device)
+    lows = F.pad(first, (0, -len(q) % block), value=len(q)).view(-1, block).amin(1).tolist()
+    for i, low in enumerate(lows):
+        own = slice(i * block, min(len(q), (i + 1) * block))
+        i, j = index[own, None], index[None, low : own.stop]
+        seen = (j >= first[own, None]) & (j <= i) & ((j < skip[own, None]) | (j >= branch[own, None]))
+        rows, keys, values = (t.transpose(0, 1) for t in (q[own], k[low : own.stop], v[low : own.stop]))
+        part = F.scaled_dot_product_attention(rows[None], keys[None], values[None], seen, scale=scale)
+        y[own] = part[0].transpose(0, 1)
+    return y
+
+
+@jit
+def branch_attention_kernel(q, k, v, o, first, skip, branch, T, sq, sk, sv, so, scale_log2, D: tl.constexpr,
+                            BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
+    """attention_forward_kernel with hidden keys. The first key may fall from row to row, so its minimum is taken."""
+    m0, h = tl.program_id(0) * BM, tl.program_id(1)
+    m = m0 + tl.arange(0, BM)
+    low = tl.load(first + m, mask=m < T, other=T)
+    hole, after = tl.load(skip + m, mask=m < T, other=0), tl.load(branch + m, mask=m < T, other=0)
+    Q = load_rows(q + h * D, m, sq, T, D)
+    top, total = tl.full([BM], -1e30, tl.float32), tl.zeros([BM], tl.float32)
+    acc = tl.zeros([BM, D], tl.float32)
+    for n0 in range(tl.min(low, 0) // BN * BN, min(m0 + BM, T), BN):
+        n = n0 + tl.arange(0, BN)
+        s = tl.dot(Q, tl.trans(load_rows(k + h * D, n, sk, T, D)), input_precision="ieee") * scale_log2
+        seen = (n[None, :] >= low[:, None]) & (n[None, :] <= m[:, None])
+        seen = seen & ((n[None, :] < hole[:, None]) | (n[None, :] >= after[:, None]))
+        s = tl.where(seen, s, -1e30)
+        new = tl.maximum(top, tl.max(s, 1))
+        p, shrink, top = tl.exp2(s - new[:, None]), tl.exp2(top - new), new
+        total = total * shrink + tl.sum(p, 1)
+        V = load_rows(v + h * D, n, sv, T, D)
+        acc = tl.dot(p.to(V.dtype), V, acc * shrink[:, None], input_precision="ieee")
+    tl.store(o + m.to(tl.int64)[:, None] * so + h * D + tl.arange(0, D)[None, :],
+             (acc / total[:, None]).to(o.dtype.element_ty), mask=m[:, None] < T)  # fmt: skip
+
+
+@torch.library.custom_op(f"{OPS}::branch_attention", mutates_args=())
+def branch_attention(
+    q: Tensor, k: Tensor, v: Tensor, first: Tensor, skip: Tensor, branch: Tensor, scale: float
+) -> Tensor:
+    """As branch_attention_ref; forward only. The kernel where it can run, for K a power of two."""
+    T, H, D = q.shape
+    if not use_triton(q) or D & (D - 1):
+        return branch_attention_ref(q, k, v, first, skip, branch, scale)
+    (q, k, v), o = map(adjacent_heads, (q, k, v)), q.new_empty(T, H, D)
+    strides = (T, q.stride(0), k.stride(0), v.stride(0), H * D)
+    grid = (triton.cdiv(T, ATTENTION_TILES["BM"]), H)
+    branch_attention_kernel[grid](q, k, v, o, first, skip, branch, *strides, scale * math.log2(math.e), D,
+                                  **ATTENTION_TILES)  # fmt: skip
+    return o
+
+
+branch_attention.register_fake(lambda q, *rest: q.new_empty(q.shape))
+
+
+def score_packed(model: GPT, tokens_T, positions_T, previous_T, branch_T, skip_T, first_2T, picks_R, targets_R):
+    """Nats of the targets, fp32 (R,), and whether each is what the model would say, bool (R,).
+
+    The head sees the hidden state at picks_R only: few tokens of a few-shot prompt are scored.
+    """
+    c, first = model.config, (positions_T == 0)[:, None, None]
+
+    def attend(index, layer, q, k, v):
+        if layer in c.key_offset_layers:
+            k = offset_keys(k, k[previous_T], first)
+        return branch_attention(q, k, v, first_2T[int(layer in c.long_layers)], skip_T, branch_T, 1.0)
+
+    hidden = model.trunk(tokens_T, tokens_T[previous_T], positions_T, attend)
+    nats, hits = [], []
+    for picks, targets in zip(picks_R.split(8192), targets_R.split(8192), strict=True):
+        z = softcap(F.linear(hidden[picks], model.head).float(), c.softcap)
+        nats.append(z.logsumexp(1) - z.gather(1, targets[:, None].long())[:, 0])
+        hits.append(z[:, : c.vocab_size].argmax(1) == targets)
+    return torch.cat(nats), torch.cat(hits)
+
+
+@torch.no_grad()
+def score_task(score: Callable, task: CoreTask, size: int, windows: tuple, bos_id: int, ranks: Ranks) -> np.ndarray:
+    """Whether each item of a task is answered rightly, bool (items,). Batches go round over the ranks.
+
+    Multiple choice and schema: the choice with the lowest mean of nats, the first of equals. Language modelling: every
+    scored token must be the most likely one.
+    """
+    begins = np.cumsum([0] + [len(rows) for rows in task.items])
+    # Longest first: short items fill what is left of a batch. All ranks plan alike.
+    order = sorted(range(len(task.items)), key=lambda i: -sum(map(len, task.items[i])))
+    sums = torch.zeros(3, int(begins[-1]) + 1, device=ranks.device)  # nats, targets, hits; the last is for padding
+    batch, number = CoreBatch(size, windows, bos_id), 0
+
+    def finish():
+        nonlocal batch, number
+        if number % ranks.world == ranks.rank:
+            *inputs, rows = batch.inputs(ranks.device)
+            nats, hits = score(*inputs)
+            rows = torch.where(rows < 0, sums.size(1) - 1, rows)
+            sums.index_add_(1, rows, torch.stack((nats, torch.ones_like(nats), hits.float())))
+        batch, number = CoreBatch(size, windows, bos_id), number + 1
+
+    for i in order:
+        item = task.items[i], task.spans[i], int(begins[i])
+        if not batch.add(*item):
+            finish()
+            if not batch.add(*item):  # an enormous one: its choices apart, each of which fits
+                for j, (row, span) in enumerate(zip(*item[:2], strict=True)):
+                    if not batch.add([row], [span], item[2] + j):
+                        finish()
+                        batch.add([row], [span], item[2] + j)
+    finish()
+    if ranks.world > 1:
+        dist.all_reduce(sums)
+    nats, targets, hits = sums[:, :-1].double().cpu().numpy()
+    if not np.isfinite(nats).all():
+        raise UserError(f"the model's loss on {task.name} is not finite; score another checkpoint")
+    if task.kind == "language_modeling":
+        return (hits == targets)[begins[:-1]]
+    means, correct = nats / np.maximum(targets, 1), np.zeros(len(task.items), bool)
+    for i, rows in enumerate(task.items):
+        mean = means[begins[i] : begins[i + 1]].copy()
+        for j in range(1, len(rows)):  # equal choices are equal, whatever rounding made of them
+            same = [n for n in range(j) if np.array_equal(rows[n], rows[j])]
+            mean[j] = mean[same[0]] if same else mean[j]
+        correct[i] = mean.argmin() == task.gold[i]
+    return correct
+
+
+def core_files(dataset: Dataset) -> dict[str, str]:
+    """Path and sha256 of the dataset's core files, in the order of dataset.json."""
+    files = dataset.info.get("files", {})
+    return {name: entry["sha256"] for name, entry in files.items() if name.startswith("core/")}
+
+
+def evaluate_core(
+    model: GPT, dataset: Dataset, config: Config, ranks: Ranks, run_dir: Path, say: Callable, size: int
+) -> dict:
+    """Scores all tasks, `size` tokens at a time, prints a row for each and writes core.csv.
+
+    Returns: {"core", "core_seconds"}
+    """
+    size = max(size, 2 * model.config.max_seq_len)  # a row and its targets must fit
+
+    def score(*inputs):
+        return score_packed(model, *inputs)
+
+    if config.compile and ranks.device.type == "cuda":
+        torch._dynamo.config.recompile_limit = 64
+        score = torch.compile(score, dynamic=False, fullgraph=True)
+    bos_id = dataset.tokenizer.bos_id
+    ranks.sync()
+    start = time.perf_counter()
+    with torch.no_grad():
+        score(*CoreBatch(size, model.windows, bos_id).inputs(ranks.device)[:-1])
+    ranks.sync()
+    say(f"core: {size:,} tokens a batch, compiled in {time.perf_counter() - start:.1f} s")
+    begin, table = time.perf_counter(), [("task", "items", "accuracy", "centered", "seconds")]
+    say(f"{'task':34} {'items':>7} {'accuracy':>9} {'centered':>9} {'seconds':>8}")
+    for name, sha256 in core_files(dataset).items():
+        start = time.perf_counter()
+        task = CoreTask.read(dataset.root / name, sha256, config.core_items, model.config.max_seq_len)
+        accuracy = float(score_task(score, task, size, model.windows, bos_id, ranks).mean())
+        centered, seconds = (accuracy - task.baseline) / (1 - task.baseline), time.perf_counter() - start
+        table.append((task.name, len(task.items), accuracy, centered, seconds))
+        say(f"{task.name:34} {len(task.items):7,} {accuracy:9.4f} {centered:9.4f} {seconds:8.2f}")
+    seconds, items = time.perf_counter() - begin, sum(row[1] for row in table[1:])
+    core = sum(row[3] for row in table[1:]) / (len(table) - 1)
+    say(f"{'CORE':34} {items:7,} {'':9} {core:9.4f} {seconds:8.2f}")
+    if len(table) != 23:
+        say(f"note: {len(table) - 1} tasks; CORE is the mean over 22")
+    if ranks.is_main:
+        text = io.StringIO()
+        csv.writer(text, lineterminator="\n").writerows([*table, ("CORE", items, "", core, seconds)])
+        write_atomically(run_dir / "core.csv", text.getvalue())
+    return {"core": core, "core_seconds": seconds}
 
 
 # <<< shared: evaluation
@@ -2528,6 +2832,8 @@ def pretrain(config: Config, args: argparse.Namespace) -> dict:
         "tokens_per_second": speed, "mfu": speed * flops / (peak * ranks.world),
         "peak_memory_gib": peak_memory_gib(ranks.device), "run_dir": str(run_dir),
     }  # fmt: skip
+    if core_files(dataset) and config.core_items >= 0:
+        result |= evaluate_core(state.model, dataset, config, ranks, run_dir, log.say, state.packs * config.pack_tokens)
     if ranks.is_main:
         generator = Generator(state.model, dataset.tokenizer)
         new = min(config.sample_tokens, config.max_seq_len - 1)
@@ -2605,10 +2911,10 @@ def build_parser() -> Parser:
     parser = Parser(description=__doc__.splitlines()[0], allow_abbrev=False, fromfile_prefix_chars="@",
                     epilog="@FILE reads flags from a file, e.g. @runs/cpu.args")  # fmt: skip
     add = parser.add_argument
-    add("command", nargs="?", default="pretrain", help="pretrain or sample")
+    add("command", nargs="?", default="pretrain", help="pretrain, core or sample")
     add("--data", help="dataset directory (default data/shards/climbmix)")
     add("--run-dir", help="where the run is written (default a new dated directory under out/)")
-    add("--from", dest="source", metavar="DIR", help="run directory to start from (sample)")
+    add("--from", dest="source", metavar="DIR", help="run directory to start from (core, sample)")
     add("--resume", action="store_true", help="continue the run in --run-dir")
     add("--steps", type=int, help="length of the run in steps")
     add("--tokens", type=int, help="length of the run in tokens")
@@ -2693,16 +2999,37 @@ def sample_command(config: Config, args: argparse.Namespace) -> dict:
     return {"new_tokens": count, "seconds": time.perf_counter() - start, "run_dir": str(args.source)}
 
 
+def core_command(config: Config, args: argparse.Namespace) -> dict:
+    """Scores the model of a run directory on the CORE tasks of its dataset, or of --data."""
+    if not args.source:
+        raise UserError("core needs --from, a run directory with a checkpoint")
+    run_dir, ranks = Path(args.source), start_ranks()
+    dataset = Dataset.open(args.data or read_config(run_dir).data)
+    if not core_files(dataset):
+        raise UserError(f"{dataset.root} has no CORE tasks; add them with python data/core.py --download --data "
+                        f"{dataset.root}, or name another dataset with --data")  # fmt: skip
+    model, tokenizer, _ = load(run_dir)
+    if tokenizer.path.read_bytes() != dataset.tokenizer.path.read_bytes():
+        raise UserError(f"{dataset.root} has another tokenizer than {run_dir}; pass the --data that the run began with")
+    size = config.micro_batch_tokens or 8192
+    if not config.micro_batch_tokens and ranks.device.type == "cuda":
+        size = 65536 if torch.cuda.mem_get_info(ranks.device)[0] > 16 * 2**30 else 16384
+    say = print if ranks.is_main else lambda text: None
+    result = evaluate_core(model, dataset, config, ranks, run_dir, say, size)
+    return {**result, "run_dir": str(run_dir)}
+
+
 def main(argv: list[str] | None = None) -> int:
     """Runs a command; prints its result as one JSON object on the last line. Returns the exit code."""
     try:
         argv = sys.argv[1:] if argv is None else argv
         args = build_parser().parse_args(argv)
         args.flags = list(argv)
-        if args.command not in ("pretrain", "sample"):  # argparse's choices would hide an unknown flag before a value
-            raise UserError(f"unknown command {args.command}; use pretrain or sample")
+        commands = {"pretrain": pretrain, "core": core_command, "sample": sample_command}
+        if args.command not in commands:  # argparse's choices would hide an unknown flag before a value
+            raise UserError(f"unknown command {args.command}; use {', '.join(commands)}")
         config = make_config(args)
-        result = sample_command(config, args) if args.command == "sample" else pretrain(config, args)
+        result = commands[args.command](config, args)
         if int(os.environ.get("RANK", 0)) == 0:
             print(json.dumps(result), flush=True)
         return 0

@@ -1,0 +1,416 @@
+"""CORE: the packed scorer against one that renders and scores one example at a time, written from the definition.
+
+The bundle is synthetic, with the layout, the 22 tasks and the oddities of the real one: blank contexts, continuations
+with blanks around them, equal choices, choices that begin others, prompts that are too long, contexts that share ends.
+"""
+
+import csv
+import hashlib
+import json
+import math
+import random
+import shutil
+import subprocess
+import sys
+import zipfile
+
+import numpy as np
+import pytest
+import torch
+from conftest import ALONE, ROOT, WORDS, logits, random_model, tiny_config, write_dataset
+
+import train_small as ts
+
+# label, kind, shots, baseline in percent, delimiter
+TABLE = [
+    ("hellaswag_zeroshot", "multiple_choice", 0, 25, " "), ("jeopardy", "language_modeling", 10, 0, "\nAnswer: "),
+    ("bigbench_qa_wikidata", "language_modeling", 10, 0, " "), ("arc_easy", "multiple_choice", 10, 25, "\nAnswer: "),
+    ("arc_challenge", "multiple_choice", 10, 25, "\nAnswer: "), ("copa", "multiple_choice", 0, 50, " "),
+    ("commonsense_qa", "multiple_choice", 10, 20, " "), ("piqa", "multiple_choice", 10, 50, "\nAnswer: "),
+    ("openbook_qa", "multiple_choice", 0, 25, " "), ("lambada_openai", "language_modeling", 0, 0, " "),
+    ("hellaswag", "multiple_choice", 10, 25, " "), ("winograd", "schema", 0, 50, " "),
+    ("winogrande", "schema", 0, 50, " "), ("bigbench_dyck_languages", "language_modeling", 10, 0, " "),
+    ("agi_eval_lsat_ar", "multiple_choice", 3, 20, " "), ("bigbench_cs_algorithms", "language_modeling", 10, 0, " "),
+    ("bigbench_operators", "language_modeling", 10, 0, " "),
+    ("bigbench_repeat_copy_logic", "language_modeling", 10, 0, " "), ("squad", "language_modeling", 10, 0, " "),
+    ("coqa", "language_modeling", 0, 0, " "), ("boolq", "multiple_choice", 10, 62, "\nAnswer: "),
+    ("bigbench_language_identification", "multiple_choice", 10, 9.1, " "),
+]  # fmt: skip
+LENGTH = 160  # of the model's context; many ten-shot prompts are longer
+CONFIG = tiny_config(max_seq_len=LENGTH, pack_tokens=256, stages=((1.0, 2, 16, 100, LENGTH, 1.0),), core_items=0)
+
+
+def make_item(kind, rng, number):
+    def words(low, high):
+        return " ".join(rng.choice(WORDS) for _ in range(rng.randint(low, high)))
+
+    if kind == "language_modeling":
+        odd = [{"context": "", "continuation": "the"}, {"context": "  the \n", "continuation": "\n\nrest "},
+               {"context": words(90, 120), "continuation": "ü"}, {"context": "in", "continuation": words(12, 15)},
+               {"context": "Q:", "continuation": ""}]  # fmt: skip
+        item = {"context": words(2, 7), "continuation": words(1, 2)}
+    elif kind == "schema":
+        start = words(1, 4)
+        item = {"context_options": [start + " " + words(1, 3), start + " " + words(1, 3)],
+                "continuation": words(1, 5), "gold": rng.randrange(2)}  # fmt: skip
+        odd = [{"context_options": ["the and", "the the and"], "continuation": "is and", "gold": 1},
+               {"context_options": ["the", "the"], "continuation": "is", "gold": 1},
+               {"context_options": [words(150, 170), words(80, 90)], "continuation": "is in", "gold": 0}]  # fmt: skip
+    else:
+        count = rng.choice((2, 4))
+        item = {"query": words(2, 7), "choices": [words(1, 4) for _ in range(count)], "gold": rng.randrange(count)}
+        odd = [{"query": "the", "choices": ["an order", "stone", "an order", "in"], "gold": 2},
+               {"query": "is", "choices": ["the", "the and", "the stone ü"], "gold": 0},
+               {"query": words(60, 80), "choices": [words(1, 1), words(20, 30)], "gold": 1},
+               {"query": "is", "choices": ["the", "the"], "gold": 1}, {"query": "", "choices": ["a"] * 5, "gold": 0},
+               {"query": "x", "choices": [words(50, 60) for _ in range(5)], "gold": 3}]  # fmt: skip
+    return odd[number] if number < len(odd) else item
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory):
+    root, rng = tmp_path_factory.mktemp("bundle") / "eval_bundle", random.Random(0)
+    lines, meta = ["icl_tasks:"], ["Eval Task,Task Category,Task Type,#shots,Random baseline,Description"]
+    for label, kind, shots, baseline, delimiter in TABLE:
+        uri = f"some_group/{label}.jsonl"
+        lines += ["-", f"  label: {label}", f"  dataset_uri: {uri}", f"  num_fewshot: [{shots}]",
+                  f"  icl_task_type: {kind}"]  # fmt: skip
+        lines += [] if delimiter == " " else [f"  continuation_delimiter: {json.dumps(delimiter)}"]
+        meta.append(f'{label},group,{kind},{shots},{baseline},"a, b"')
+        path = root / "eval_data" / uri
+        path.parent.mkdir(parents=True, exist_ok=True)
+        items = [make_item(kind, rng, i) for i in range(14)]
+        path.write_text("".join(json.dumps(item) + "\n" for item in items), encoding="utf-8")
+    (root / "core.yaml").write_text("\n".join(lines) + "\n")
+    (root / "eval_meta_data.csv").write_text("\n".join(meta) + "\n")
+    return root
+
+
+def run_core(*flags):
+    command = [sys.executable, "data/core.py", *map(str, flags)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def data(bundle, tmp_path_factory):
+    """A dataset directory with core files. dataset.json is completed so that data/format.py accepts it."""
+    root = write_dataset(tmp_path_factory.mktemp("core") / "data", hashes=False)
+    finish_description(root)
+    done = run_core("--bundle", bundle, "--data", root)
+    assert done.returncode == 0, done.stderr
+    return root
+
+
+def finish_description(root):
+    info = json.loads((root / "dataset.json").read_text())
+    spec = {"format": "decoderstack-tokenizer-1", **json.loads((root / "tokenizer.json").read_text())}
+    (root / "tokenizer.json").write_text(json.dumps(spec))
+    info |= {"tokenizer_sha256": hashlib.sha256((root / "tokenizer.json").read_bytes()).hexdigest()}
+    files = {}
+    for path in sorted((root / "pretrain").glob("*.bin")):
+        sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
+        files[f"pretrain/{path.name}"] = {"sha256": sha256, "tokens": 10**6, "documents": 1, "text_bytes": 3 * 10**6}
+    lines = "".join(f"{name} {entry['sha256']}\n" for name, entry in sorted(files.items()))
+    info |= {"format": "decoderstack-dataset-1", "files": files,
+             "fingerprint": hashlib.sha256(lines.encode()).hexdigest()}  # fmt: skip
+    (root / "dataset.json").write_text(json.dumps(info))
+
+
+# ---- the definition, one example at a time
+
+
+def plain_rows(items, index, kind, shots, delimiter, encode, length):
+    """[(tokens, start)] of one item; the tokens from start on are scored."""
+    others = [other for i, other in enumerate(items) if i != index]
+    prompt = ""
+    for other in random.Random(1234 + index).sample(others, shots):
+        if kind == "multiple_choice":
+            prompt += other["query"] + delimiter + other["choices"][other["gold"]] + "\n\n"
+        elif kind == "schema":
+            prompt += other["context_options"][other["gold"]] + delimiter + other["continuation"] + "\n\n"
+        else:
+            prompt += other["context"].strip() + delimiter + other["continuation"] + "\n\n"
+    item = items[index]
+    if kind == "language_modeling":
+        question = prompt + item["context"].strip() + delimiter
+        without, row = encode(question.strip()), encode(question + item["continuation"])
+        start = 0
+        while start < min(len(without), len(row)) and without[start] == row[start]:
+            start += 1
+        rows, starts = [row], [start]
+    elif kind == "schema":
+        rows = [encode(prompt + context + delimiter + item["continuation"]) for context in item["context_options"]]
+        same = 0
+        while same < min(map(len, rows)) and len({row[-1 - same] for row in rows}) == 1:
+            same += 1
+        starts = [max(len(row) - same, 1) for row in rows]
+    else:
+        rows = [encode(prompt + item["query"] + delimiter + choice) for choice in item["choices"]]
+        same = 0
+        while same < min(map(len, rows)) - 1 and len({row[same] for row in rows}) == 1:
+            same += 1
+        starts = [same] * len(rows)
+    cut = [max(len(row) - length, 0) for row in rows]
+    return [(row[c:], max(start - c, 1)) for row, start, c in zip(rows, starts, cut, strict=True)]
+
+
+def plain_score(model, rows, kind, gold, vocab_size):
+    """(right or wrong, distance to the nearest tie) of one item, a forward for each of its rows."""
+    means = []
+    for tokens, start in rows:
+        z = logits(model, tokens).double()
+        if kind == "language_modeling":
+            said = z[start - 1 : len(tokens) - 1, :vocab_size]
+            top = said.topk(2).values
+            right = all(said[i].argmax().item() == tokens[start + i] for i in range(len(said)))
+            return right, (top[:, 0] - top[:, 1]).min().item() if len(said) else 1.0
+        nats = [-z[t - 1].log_softmax(0)[tokens[t]].item() for t in range(start, len(tokens))]
+        means.append(sum(nats) / len(nats))
+    best = means.index(min(means))  # the first of equals
+    gap = min((abs(m - means[best]) for i, m in enumerate(means) if rows[i] != rows[best]), default=1.0)
+    return best == gold, gap
+
+
+def read_items(bundle, label):
+    path = bundle / "eval_data/some_group" / f"{label}.jsonl"
+    items = [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
+    random.Random(1337).shuffle(items)
+    return items
+
+
+def packed(model, data, label, size=512, limit=0, ranks=ALONE, calls=None):
+    dataset = ts.Dataset.open(data)
+    name = f"core/{label}.npz"
+    task = ts.CoreTask.read(data / name, ts.core_files(dataset)[name], limit, model.config.max_seq_len)
+
+    def score(*inputs):
+        assert all(len(t) == size for t in inputs[:5]) and len(inputs[6]) == len(inputs[7]) == size // 2
+        if calls is not None:
+            calls.append(inputs)
+        return ts.score_packed(model, *inputs)
+
+    return task, ts.score_task(score, task, size, model.windows, dataset.tokenizer.bos_id, ranks)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return random_model(CONFIG, seed=3)
+
+
+@pytest.mark.parametrize("row", TABLE, ids=lambda row: row[0])
+def test_packed_equals_plain(bundle, data, model, row):
+    """Every item of every task: tokens, spans and the verdict, for three sizes of the buffer."""
+    label, kind, shots, baseline, delimiter = row
+    tokenizer, items = ts.Tokenizer(data / "tokenizer.json"), read_items(bundle, label)
+
+    def encode(text):
+        return [tokenizer.bos_id, *tokenizer.encode(text)]
+
+    expected = []
+    task, _ = packed(model, data, label)
+    assert (task.name, task.kind, task.baseline, len(task.items)) == (label, kind, baseline / 100, len(items))
+    for index, item in enumerate(items):
+        rows = plain_rows(items, index, kind, shots, delimiter, encode, LENGTH)
+        assert [r.tolist() for r in task.items[index]] == [tokens for tokens, _ in rows]
+        assert task.spans[index] == [(start, len(tokens)) for tokens, start in rows]
+        right, gap = plain_score(model, rows, kind, item.get("gold", 0), CONFIG.vocab_size)
+        assert gap > 1e-4, "the synthetic data should not hold near-ties"
+        expected.append(right)
+    for size in (2 * LENGTH, 512, 4096):
+        assert packed(model, data, label, size)[1].tolist() == expected
+
+
+def test_losses_of_shared_prefix(data, model):
+    """Nats of every scored token equal those of its row alone; the common prefix is there once."""
+    dataset, tokens = ts.Dataset.open(data), 0
+    for label in ("arc_easy", "hellaswag_zeroshot", "winograd", "squad"):
+        name = f"core/{label}.npz"
+        task = ts.CoreTask.read(data / name, ts.core_files(dataset)[name], 0, LENGTH)
+        for rows, spans in zip(task.items, task.spans, strict=True):
+            batch = ts.CoreBatch(2048, model.windows, dataset.tokenizer.bos_id)
+            assert batch.add(rows, spans, 0)
+            assert batch.used <= sum(len(r) - 1 for r in rows)
+            tokens += sum(len(r) - 1 for r in rows) - batch.used
+            *inputs, row_of = batch.inputs(torch.device("cpu"))
+            with torch.no_grad():
+                nats, hits = ts.score_packed(model, *inputs)
+            for i, (row, (start, end)) in enumerate(zip(rows, spans, strict=True)):
+                z = logits(model, row.tolist())[start - 1 : end - 1]
+                wanted = -z.log_softmax(1)[torch.arange(end - start), torch.from_numpy(row[start:end]).long()]
+                torch.testing.assert_close(nats[row_of == i], wanted, rtol=1e-4, atol=1e-4)
+                hit = z[:, : CONFIG.vocab_size].argmax(1) == torch.from_numpy(row[start:end])
+                assert torch.equal(hits[row_of == i], hit)
+    assert tokens > 1000, "something should be shared"
+
+
+def test_attention_kernel(data, model):
+    """The Triton kernel in its interpreter (or on a GPU) against the reference, on a real layout."""
+    if ts.triton is None:
+        pytest.skip("no triton")
+    dataset = ts.Dataset.open(data)
+    task = ts.CoreTask.read(data / "core/arc_easy.npz", ts.core_files(dataset)["core/arc_easy.npz"], 0, LENGTH)
+    batch = ts.CoreBatch(512, model.windows, 0)
+    for rows, spans in zip(task.items, task.spans, strict=True):
+        batch.add(rows, spans, 0)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    _, _, _, branch, skip, first, *_ = batch.inputs(device)
+    q, k, v = torch.randn(512, 3, 2, 16, generator=torch.Generator().manual_seed(0)).to(device).half().unbind(1)
+    for bounds in first:
+        out = torch.empty(512, 2, 16, dtype=q.dtype, device=device)
+        strides = (512, q.stride(0), k.stride(0), v.stride(0), 32)
+        ts.branch_attention_kernel[(8, 2)](q, k, v, out, bounds, skip, branch, *strides, math.log2(math.e), 16,
+                                           BM=64, BN=32)  # fmt: skip
+        wanted = ts.branch_attention_ref(q.float(), k.float(), v.float(), bounds, skip, branch, 1.0)
+        torch.testing.assert_close(out.float(), wanted, rtol=2e-3, atol=2e-3)
+
+
+def test_ties_go_to_the_first(data, model):
+    """Equal choices: the first counts, even if the packed losses differ by rounding."""
+    rows = [np.array([0, 5, 6, 7])] * 3
+    task = ts.CoreTask("t", "multiple_choice", 0.0, np.array([0, 1, 2]), [rows] * 3, [[(3, 4)] * 3] * 3)
+    drift = iter(torch.arange(1000, 0, -1).float())
+
+    def score(*inputs):
+        targets = inputs[7]
+        return torch.tensor([next(drift) for _ in targets]), targets > 0
+
+    assert ts.score_task(score, task, 64, model.windows, 0, ALONE).tolist() == [True, False, False]
+
+
+def test_greedy_answers_count(data, model):
+    """What the model itself says is right; with any one of its tokens changed it is wrong."""
+    rows, said = [], []
+    for prompt in ([0, 5, 6, 7], [0, *range(20, 110)], [0]):
+        row = list(prompt)
+        for _ in range(4):
+            row.append(logits(model, row)[-1, : CONFIG.vocab_size].argmax().item())
+        for change in (None, -1, -2, -4):
+            other = list(row)
+            if change:
+                other[change] = (other[change] + 1) % CONFIG.vocab_size
+            rows.append([np.array(other, np.int32)])
+            said.append(change is None)
+    spans = [[(len(row) - 4, len(row))] for (row,) in rows]
+    task = ts.CoreTask("t", "language_modeling", 0.0, np.zeros(len(rows), np.int32), rows, spans)
+    found = ts.score_task(lambda *a: ts.score_packed(model, *a), task, 512, model.windows, 0, ALONE)
+    assert found.tolist() == said
+
+
+def test_one_graph(data, model):
+    """The scorer compiles to one graph without a break, and batches of other content compile nothing."""
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    def score(*inputs):
+        return ts.score_packed(model, *inputs)
+
+    compiled, dataset = torch.compile(score, backend=backend, dynamic=False, fullgraph=True), ts.Dataset.open(data)
+    for label in ("copa", "arc_easy", "winograd"):
+        name = f"core/{label}.npz"
+        task = ts.CoreTask.read(data / name, ts.core_files(dataset)[name], 0, LENGTH)
+        found = ts.score_task(compiled, task, 512, model.windows, dataset.tokenizer.bos_id, ALONE)
+        assert found.tolist() == packed(model, data, label)[1].tolist()
+    assert len(graphs) == 1
+    torch._dynamo.reset()
+
+
+def test_subset_has_the_shots_of_the_full_run(data, bundle, model, tmp_path):
+    """The first N items score alike in a full run, in a limited one, and in files that hold N items only."""
+    root = tmp_path / "data"
+    shutil.copytree(data, root)
+    assert run_core("--bundle", bundle, "--data", root, "--items", 5).returncode == 0
+    for label in ("arc_easy", "squad", "agi_eval_lsat_ar"):
+        full, scores = packed(model, data, label)
+        for where in (data, root):
+            part, found = packed(model, where, label, limit=5)
+            assert found.tolist() == scores[:5].tolist() and len(part.items) == 5
+            for a, b in zip(part.items, full.items, strict=False):
+                assert all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def test_ranks_share_the_batches(data, model, monkeypatch):
+    """Two ranks score each batch once, and their sums are those of one."""
+    parts, counts = [], []
+    monkeypatch.setattr(ts.dist, "all_reduce", lambda sums: parts.append(sums.clone()))
+    for rank in (0, 1):
+        calls = []
+        packed(model, data, "arc_easy", ranks=ts.Ranks(rank, rank, 2, ALONE.device), calls=calls)
+        counts.append(len(calls))
+    calls = []
+    monkeypatch.setattr(ts.dist, "all_reduce", lambda sums: sums.copy_(parts[0] + parts[1]))
+    task, both = packed(model, data, "arc_easy", ranks=ts.Ranks(1, 1, 2, ALONE.device), calls=calls)
+    assert both.tolist() == packed(model, data, "arc_easy")[1].tolist() and min(counts) > 0
+
+
+def test_archives_and_repeats_give_the_same_files(data, bundle, tmp_path):
+    """Folder, .zip and .tar.zst; a second run changes nothing; dataset.json lists every file."""
+    import tarfile
+
+    import zstandard
+
+    with zipfile.ZipFile(tmp_path / "b.zip", "w") as z:
+        for path in sorted(bundle.rglob("*")):
+            z.write(path, path.relative_to(bundle.parent))
+    with tarfile.open(tmp_path / "b.tar", "w") as tar:
+        tar.add(bundle, "eval_bundle")
+    (tmp_path / "b.tar.zst").write_bytes(zstandard.compress((tmp_path / "b.tar").read_bytes()))
+    before = json.loads((data / "dataset.json").read_text())
+    assert sum(name.startswith("core/") for name in before["files"]) == 22
+    root = tmp_path / "data"
+    shutil.copytree(data, root)
+    for source in ("b.zip", "b.tar.zst"):
+        done = run_core("--bundle", tmp_path / source, "--data", root)
+        assert done.returncode == 0, done.stderr
+        assert json.loads((root / "dataset.json").read_text()) == before
+        assert "arc_easy" in done.stdout
+    with np.load(root / "core/squad.npz", allow_pickle=False) as arrays:
+        assert {"tokens", "shared", "gold", "start", "end", "meta"} <= set(arrays.files)
+
+
+def test_mistakes(data, bundle, tmp_path, capsys):
+    """One sentence for what a person can get wrong."""
+    for flags, words in (
+        (("--bundle", tmp_path / "none", "--data", data), "check the path"),
+        (("--bundle", tmp_path, "--data", data), "no core.yaml"),
+        (("--bundle", bundle, "--data", tmp_path), "dataset.json"),
+    ):
+        done = run_core(*flags)
+        assert done.returncode == 1 and words in done.stderr and done.stderr.startswith("error: ")
+        assert "Traceback" not in done.stderr
+    root = tmp_path / "data"
+    shutil.copytree(data, root)
+    sha256 = ts.core_files(ts.Dataset.open(root))["core/copa.npz"]
+    with pytest.raises(ts.UserError, match="corrupt"):
+        ts.CoreTask.read(root / "core/copa.npz", "0" * 64, 0, LENGTH)
+    (root / "core/copa.npz").unlink()
+    with pytest.raises(ts.UserError, match="missing"):
+        ts.CoreTask.read(root / "core/copa.npz", sha256, 0, LENGTH)
+    assert ts.main(["core"]) == 1 and "--from" in capsys.readouterr().err
+
+
+def test_command_and_end_of_pretraining(data, tmp_path, capsys, dataset_dir):
+    """Both write core.csv and give the same numbers; a dataset without core files is named."""
+    run_dir = tmp_path / "run"
+    overrides = {key: getattr(CONFIG, key) for key in (
+        "num_layers", "width", "head_dim", "mlp_width", "max_seq_len", "no_attention_layers", "long_layers",
+        "key_offset_layers", "value_embed_layers", "bigram_rows", "skip_from", "skip_to", "backout_layer",
+        "pack_tokens", "pack_docs", "stages", "sample_tokens", "val_tokens")}  # fmt: skip
+    argv = [f"--set={key}={value}" for key, value in overrides.items()]
+    argv += ["--data", str(data), "--run-dir", str(run_dir), "--steps", "2", "--set=core_items=4", "--dtype", "float32"]
+    assert ts.main(argv) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    first = list(csv.DictReader((run_dir / "core.csv").open()))
+    assert len(first) == 23 and first[-1]["task"] == "CORE" and float(first[-1]["centered"]) == result["core"]
+    for row in first[:-1]:
+        baseline = {label: value / 100 for label, _, _, value, _ in TABLE}[row["task"]]
+        wanted = (float(row["accuracy"]) - baseline) / (1 - baseline)
+        assert float(row["centered"]) == pytest.approx(wanted) and row["items"] == "4"
+    assert result["core"] == pytest.approx(sum(float(row["centered"]) for row in first[:-1]) / 22)
+    assert ts.main(["core", "--from", str(run_dir), "--set=core_items=4"]) == 0
+    again = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert again["core"] == result["core"]
+    assert ts.main(["core", "--from", str(run_dir), "--data", str(dataset_dir)]) == 1
+    assert "python data/core.py" in capsys.readouterr().err
