@@ -90,10 +90,30 @@ def test_cached_turns_equal_computing_everything_anew(make, system):
             backend.tokenizer.decode(text_ids).translate({ord(c): None for c in "[]="}).replace(" ", "")
         ), "marks of tool calls are shown as [ = ]"
         texts.append(answer["ids"])
+    say(chat, "/system Speak of other things.")  # the beginning of the conversation changes, and it gets longer
+    fed.clear()
+    say(chat, "more")
+    ids = template(backend, "Speak of other things.", [*texts, "more"])
+    assert chat.messages[-1]["ids"] == argmax_answer(backend, ids, 10)
+    assert fed[0] == len(ids), "what was in the cache no longer fits, so all is computed anew"
     say(chat, "/clear")
     say(chat, "again")
-    ids = template(backend, system, ["again"])
+    ids = template(backend, "Speak of other things.", ["again"])
     assert chat.messages[-1]["ids"] == argmax_answer(backend, ids, 10), "nothing is left of the old conversation"
+
+
+def test_a_long_message_is_fed_in_chunks(make):
+    """A prompt of more than 512 tokens, and a turn after it."""
+    chat = make(context=1024)
+    text = "12 x " * 200
+    for texts in ([text], [text, None, "so"]):
+        if len(texts) > 1:
+            texts[1] = chat.messages[-1]["ids"]
+        ids = template(chat.backend, "", texts)
+        say(chat, texts[-1])
+        assert len(ids) > 512 and chat.messages[-1]["ids"] == argmax_answer(chat.backend, ids, 10)
+        everything = [*ids, *chat.messages[-1]["ids"]]
+        assert chat.backend.cached in (everything, everything[:-1]), "the last token needs no place yet"
 
 
 def test_a_full_context_drops_the_oldest_turns(make):
@@ -102,11 +122,13 @@ def test_a_full_context_drops_the_oldest_turns(make):
     backend, dropped = chat.backend, 0
     for i in range(8):
         before = [m["ids"] if m["role"] == "assistant" else m["content"] for m in chat.messages]
-        out, err = say(chat, f"message {i} and")
+        text = f"message {i} and the rest in order"
+        out, err = say(chat, text)
+        assert [m["role"] for m in chat.messages] == ["user", "assistant"] * (len(chat.messages) // 2)
         if "full" in err:
             dropped += 1
             assert "context of 96 tokens is full: dropped the oldest" in err
-        kept = [*before, f"message {i} and"][-len(chat.messages) + 1 :]
+        kept = [*before, text][-len(chat.messages) + 1 :]
         ids = template(backend, "S", kept)
         assert chat.messages[-1]["ids"] == argmax_answer(backend, ids, 10) and len(ids) + 10 <= 97
     assert dropped > 2
@@ -115,8 +137,13 @@ def test_a_full_context_drops_the_oldest_turns(make):
     assert "error: the message takes" in err and "context is 96" in err and len(chat.messages) <= before
     out, err = say(chat, "short")
     assert len(out) > 1 and "error" not in err
-    out, err = say(chat, "x " * 44)
-    assert "error" not in err and len(backend.cached) <= 96, "an answer may be shorter than asked for"
+    for room in (5, 1):  # an answer may be shorter than asked for: all of the context is used and nothing beyond
+        candidates = ("1x" * n + end for n in range(99) for end in ("", "q", "qz", "1", "é"))
+        text = next(t for t in candidates if len(template(backend, "S", [t])) == 97 - room)
+        ids = template(backend, "S", [text])
+        say(chat, text)
+        assert chat.messages[-1]["ids"] == argmax_answer(backend, ids, room) and len(backend.cached) <= 96
+        assert len(chat.messages[-1]["ids"]) == room
 
 
 def test_a_base_model_continues_text(make):
@@ -181,17 +208,20 @@ def test_commands(make, tmp_path):
     assert chat.messages == [] and chat.system == "Be kind."
 
 
-def test_interrupted_answers_stay_and_the_chat_goes_on(make):
+@pytest.mark.parametrize("place", ["sample", "extend"])
+def test_interrupted_answers_stay_and_the_chat_goes_on(make, place):
     """Ctrl-C within a step keeps what was said; the next turn equals computing everything anew."""
     chat = make(context=256)
-    sample, count = chat.backend.script.sample, iter(range(100))
+    owner = chat.backend.script if place == "sample" else chat.backend.model
+    function, count = getattr(owner, place), iter(range(100))
 
     def interrupt(*args):
+        result = function(*args)  # the cache has moved on, and nobody noted it
         if next(count) == 4:
             raise KeyboardInterrupt
-        return sample(*args)
+        return result
 
-    chat.backend.script.sample = interrupt
+    setattr(owner, place, interrupt)
     assert "(stopped)" in say(chat, "one")[1]
     first = chat.messages[-1]["ids"]
     assert len(first) == 4
