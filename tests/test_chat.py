@@ -1,0 +1,348 @@
+"""The terminal chat: cached turns against computing everything anew, a full context, commands, and a stub server."""
+
+import contextlib
+import http.server
+import io
+import json
+import os
+import subprocess
+import sys
+import threading
+from argparse import Namespace
+
+import pytest
+import torch
+from conftest import ROOT, logits, random_model, tiny_config
+from test_export import bpe, write_run  # noqa: F401  (bpe is a fixture)
+
+sys.path.insert(0, str(ROOT / "runs"))
+import chat as chat_script
+
+SCRIPT = ROOT / "runs" / "chat.py"
+OPTIONS = {"temperature": 0.0, "top_k": 50, "top_k_given": False, "top_p": 1.0, "max_tokens": 10, "seed": 0,
+           "step": None, "device": "cpu", "model": None}  # fmt: skip
+
+
+def say(chat, text: str) -> tuple[str, str]:
+    """What a turn (or a command) writes on stdout and stderr."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        chat.command(text) if text.startswith("/") else chat.turn(text)
+    return out.getvalue(), err.getvalue()
+
+
+@pytest.fixture
+def make(bpe, tmp_path):  # noqa: F811
+    """make(**options): a chat with a model of random weights, finetuned by its config, and a context of 96 or more."""
+
+    def build(finetuned=True, context=96, system="", model=None, **options):
+        folder = write_run(tmp_path / "run", bpe, finetuned, model, max_seq_len=context, pack_tokens=context)
+        with contextlib.redirect_stderr(io.StringIO()) as err:
+            backend = chat_script.Local(folder, Namespace(**{**OPTIONS, **options}))
+        backend.said = err.getvalue()
+        return chat_script.Chat(backend, system)
+
+    return build
+
+
+def argmax_answer(backend, ids, most) -> list[int]:
+    """Reference: every token from a full forward over the whole conversation, without a cache."""
+    tools = ("python_start", "python_end", "output_start", "output_end")
+    new, stops = [], {i for name, i in backend.tokenizer.specials.items() if name[2:-2] not in tools}
+    while len(new) < most:
+        row = logits(backend.model, [*ids, *new])[-1, : backend.tokenizer.vocab_size]
+        token = row.argmax().item()
+        if token in stops:
+            break
+        new.append(token)
+    return new
+
+
+def template(backend, system, texts) -> list[int]:
+    """User texts and answers' ids in turn, as data/sft.py lays them out, up to the next answer."""
+    tok, ids = backend.tokenizer, [backend.tokenizer.bos_id]
+    for i, text in enumerate(texts):
+        role = ("user", "assistant")[i % 2]
+        part = text if role == "assistant" else tok.encode(f"{system}\n\n{text}" if system and i == 0 else text)
+        ids += [tok.specials[f"<|{role}_start|>"], *part, tok.specials[f"<|{role}_end|>"]]
+    return [*ids, tok.specials["<|assistant_start|>"]]
+
+
+@pytest.mark.parametrize("system", ["", "Be brief."])
+def test_cached_turns_equal_computing_everything_anew(make, system):
+    """At temperature 0 four turns give the reference's tokens, and each turn feeds only its own tokens."""
+    chat, texts = make(system=system, context=256), []
+    backend, fed = chat.backend, []
+    extend = backend.model.extend
+    backend.model.extend = lambda cache, ids: (fed.append(ids.size(1)), extend(cache, ids))[1]
+    for text in ("the rest of", "<|user_end|> é 你好", "12 and 345", "a"):
+        texts.append(text)
+        ids = template(backend, system, texts)
+        known = len(backend.cached)
+        fed.clear()
+        out, _ = say(chat, text)
+        answer = chat.messages[-1]
+        assert answer["ids"] == argmax_answer(backend, ids, 10) and fed[0] == len(ids) - known
+        assert known == 0 or known > len(ids) - 40, "the cache was kept"
+        assert out == chat_script.printable(answer["content"]) + "\n"
+        text_ids = [i for i in answer["ids"] if i < backend.tokenizer.bos_id]
+        assert answer["content"].translate({ord(c): None for c in "[]="}).replace(" ", "") == (
+            backend.tokenizer.decode(text_ids).translate({ord(c): None for c in "[]="}).replace(" ", "")
+        ), "marks of tool calls are shown as [ = ]"
+        texts.append(answer["ids"])
+    say(chat, "/system Speak of other things.")  # the beginning of the conversation changes, and it gets longer
+    fed.clear()
+    say(chat, "more")
+    ids = template(backend, "Speak of other things.", [*texts, "more"])
+    assert chat.messages[-1]["ids"] == argmax_answer(backend, ids, 10)
+    assert fed[0] == len(ids), "what was in the cache no longer fits, so all is computed anew"
+    say(chat, "/clear")
+    say(chat, "again")
+    ids = template(backend, "Speak of other things.", ["again"])
+    assert chat.messages[-1]["ids"] == argmax_answer(backend, ids, 10), "nothing is left of the old conversation"
+
+
+def test_a_long_message_is_fed_in_chunks(make):
+    """A prompt of more than 512 tokens, and a turn after it."""
+    chat = make(context=1024)
+    text = "12 x " * 200
+    for texts in ([text], [text, None, "so"]):
+        if len(texts) > 1:
+            texts[1] = chat.messages[-1]["ids"]
+        ids = template(chat.backend, "", texts)
+        say(chat, texts[-1])
+        assert len(ids) > 512 and chat.messages[-1]["ids"] == argmax_answer(chat.backend, ids, 10)
+        everything = [*ids, *chat.messages[-1]["ids"]]
+        assert chat.backend.cached in (everything, everything[:-1]), "the last token needs no place yet"
+
+
+def test_a_full_context_drops_the_oldest_turns(make):
+    """The note says so, and what follows equals a conversation that began later. A message too long is refused."""
+    chat = make(system="S")
+    backend, dropped = chat.backend, 0
+    for i in range(8):
+        before = [m["ids"] if m["role"] == "assistant" else m["content"] for m in chat.messages]
+        text = f"message {i} and the rest in order"
+        out, err = say(chat, text)
+        assert [m["role"] for m in chat.messages] == ["user", "assistant"] * (len(chat.messages) // 2)
+        if "full" in err:
+            dropped += 1
+            assert "context of 96 tokens is full: dropped the oldest" in err
+        kept = [*before, text][-len(chat.messages) + 1 :]
+        ids = template(backend, "S", kept)
+        assert chat.messages[-1]["ids"] == argmax_answer(backend, ids, 10) and len(ids) + 10 <= 97
+    assert dropped > 2
+    before = len(chat.messages)
+    _, err = say(chat, "word " * 200)
+    assert "error: the message takes" in err and "context is 96" in err and len(chat.messages) <= before
+    out, err = say(chat, "short")
+    assert len(out) > 1 and "error" not in err
+    for room in (5, 1):  # an answer may be shorter than asked for: all of the context is used and nothing beyond
+        candidates = ("1x" * n + end for n in range(99) for end in ("", "q", "qz", "1", "é"))
+        text = next(t for t in candidates if len(template(backend, "S", [t])) == 97 - room)
+        ids = template(backend, "S", [text])
+        say(chat, text)
+        assert chat.messages[-1]["ids"] == argmax_answer(backend, ids, room) and len(backend.cached) <= 96
+        assert len(chat.messages[-1]["ids"]) == room
+
+
+def test_a_base_model_continues_text(make):
+    """It says that it was not finetuned, uses no template, and later turns continue the same text."""
+    chat = make(finetuned=False, context=256)
+    tok = chat.backend.tokenizer
+    assert "not finetuned for chat" in chat.backend.said
+    ids = [tok.bos_id]
+    for text in ("the rest", " of it"):
+        ids += tok.encode(text)
+        say(chat, text)
+        assert chat.messages[-1]["ids"] == argmax_answer(chat.backend, ids, 10)
+        ids += chat.messages[-1]["ids"]
+
+
+def test_text_streams_whole_characters_and_no_control_codes(make):
+    """Bytes of a character that come one by one appear together; what could steer the terminal does not appear."""
+    text = "é你😀 a\x1b[2J\x9b\tb\n"
+    backend = make(max_tokens=60).backend
+    backend.tokenizer.bytes[:256] = [bytes([b]) for b in range(256)]
+    rest = iter([*text.encode(), 0xFF, backend.tokenizer.specials["<|assistant_end|>"]])
+    backend.script.sample = lambda *_: torch.tensor([next(rest)])
+    pieces = list(backend.stream("", [{"role": "user", "content": "x"}], {"ids": []}))
+    assert "".join(pieces) == text + "\ufffd" and "你" in pieces and "😀" in pieces
+    assert chat_script.printable("".join(pieces)) == "é你😀 a[2J\tb\n\ufffd"
+
+
+def test_tool_calls(make, tmp_path):
+    """The result is forced behind the call and shown; /save keeps the parts as data/sft.py takes them."""
+    base = make(max_tokens=60)
+    backend, tok = base.backend, base.backend.tokenizer
+    special, calls = tok.specials, []
+    plan = [*tok.encode("is "), special["<|python_start|>"], *tok.encode("3*4"), special["<|python_end|>"],
+            *tok.encode(" so"), special["<|assistant_end|>"]]  # fmt: skip
+    rest = iter(plan)
+    backend.script.sample = lambda *_: torch.tensor([next(rest)])
+    backend.tool = lambda expression: calls.append(expression) or "12"
+    out, _ = say(base, "3*4?")
+    assert out == "is [3*4 = 12] so\n" and calls == ["3*4"]
+    forced = [special["<|output_start|>"], *tok.encode("12"), special["<|output_end|>"]]
+    cut = plan.index(special["<|python_end|>"]) + 1
+    assert base.messages[-1]["ids"] == [*plan[:cut], *forced, *plan[cut:-1]]
+    assert backend.cached[-len(plan) - len(forced) + 1 :] == base.messages[-1]["ids"], "all of it is in the cache"
+    base.system = "Be exact."
+    say(base, f"/save {tmp_path}/saved.jsonl")
+    saved = json.loads((tmp_path / "saved.jsonl").read_text())
+    sys.path.insert(0, str(ROOT / "data"))
+    import sft
+
+    parts = [("text", "is "), ("python", "3*4"), ("python_output", "12"), ("text", " so")]
+    assert sft.check_messages(saved) == [("user", [("text", "Be exact.\n\n3*4?")]), ("assistant", parts)]
+
+
+def test_commands(make, tmp_path):
+    chat = make()
+    assert "/save FILE" in say(chat, "/help")[1] and "unknown command /foo" in say(chat, "/foo")[1]
+    say(chat, "/system Be kind.")
+    assert chat.system == "Be kind." and "needs a file" in say(chat, "/save")[1]
+    assert "cannot write" in say(chat, f"/save {tmp_path}/none/x")[1] and chat.command("/quit") is False
+    say(chat, "hello")
+    say(chat, "/clear")
+    assert chat.messages == [] and chat.system == "Be kind."
+
+
+@pytest.mark.parametrize("place", ["sample", "extend"])
+def test_interrupted_answers_stay_and_the_chat_goes_on(make, place):
+    """Ctrl-C within a step keeps what was said; the next turn equals computing everything anew."""
+    chat = make(context=256)
+    owner = chat.backend.script if place == "sample" else chat.backend.model
+    function, count = getattr(owner, place), iter(range(100))
+
+    def interrupt(*args):
+        result = function(*args)  # the cache has moved on, and nobody noted it
+        if next(count) == 4:
+            raise KeyboardInterrupt
+        return result
+
+    setattr(owner, place, interrupt)
+    assert "(stopped)" in say(chat, "one")[1]
+    first = chat.messages[-1]["ids"]
+    assert len(first) == 4
+    say(chat, "two")
+    ids = template(chat.backend, "", ["one", first, "two"])
+    assert chat.messages[-1]["ids"] == argmax_answer(chat.backend, ids, 10)
+
+
+# ---- a server
+
+
+class Stub(http.server.BaseHTTPRequestHandler):
+    """Answers /v1/chat/completions with what server.reply says and records the requests."""
+
+    def log_message(self, *args):
+        pass
+
+    def send(self, status, kind, body):
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def do_GET(self):
+        self.send(200, "application/json", json.dumps({"data": [{"id": "tiny"}]}).encode())
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.seen.append((self.path, self.headers.get("Authorization"), body))
+        self.send(*self.server.reply)
+
+
+@pytest.fixture
+def server():
+    stub = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Stub)
+    stub.seen, stub.url = [], f"http://127.0.0.1:{stub.server_port}"
+    threading.Thread(target=stub.serve_forever, args=(0.02,), daemon=True).start()
+    yield stub
+    stub.shutdown()
+    stub.server_close()
+
+
+def events(*pieces, end=True) -> tuple:
+    lines = [": a comment\n", *(f"data: {json.dumps({'choices': [{'delta': {'content': p}}]})}\n" for p in pieces)]
+    lines.append('data: {"choices": [], "usage": {}}\n')
+    return 200, "text/event-stream; charset=utf-8", "\n".join([*lines, "data: [DONE]\n" if end else ""]).encode()
+
+
+def test_endpoint(server, monkeypatch):
+    """History, system text and key go out; pieces come in one by one, characters whole."""
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    remote = chat_script.Remote(server.url + "/v1/", Namespace(**OPTIONS))
+    chat = chat_script.Chat(remote, "Be brief.")
+    server.reply = events("Hel", "lo ", None, "\ud83d", "\ude00", "\x1b!")
+    out, err = say(chat, "Hi")
+    assert (out, err) == ("Hello 😀!\n", "") and chat.messages[1]["content"] == "Hello 😀\x1b!"
+    server.reply = 200, "application/json", b'{"choices": [{"message": {"content": "plain"}}]}'
+    assert say(chat, "More")[0] == "plain\n"
+    path, key, body = server.seen[-1]
+    assert path == "/v1/chat/completions" and key == "Bearer secret"
+    assert body["model"] == "tiny" and body["stream"] and body["temperature"] == 0.0 and "top_k" not in body
+    assert [(m["role"], m["content"]) for m in body["messages"]] == [
+        ("system", "Be brief."), ("user", "Hi"), ("assistant", "Hello 😀\x1b!"), ("user", "More")
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("reply", "message", "kept"),
+    [
+        ((400, "application/json", b'{"error": {"message": "too long"}}'), "answered 400: too long", 0),
+        ((500, "text/html", b"<b>broken</b>"), "answered 500: <b>broken</b>", 0),
+        ((200, "text/event-stream", b"data: {nonsense\n\n"), "not the OpenAI chat protocol", 0),
+        ((200, "application/json", b"[]"), "not the OpenAI chat protocol", 0),
+        ((200, "text/event-stream", b'data: {"error": {"message": "no memory"}}\n\n'), "stopped: no memory", 0),
+        (events("Hel", end=False), "connection ended before", 2),
+    ],
+)
+def test_server_faults_are_one_sentence(server, reply, message, kept):
+    """The chat goes on afterwards; a message without an answer is forgotten, a broken answer is kept."""
+    chat = chat_script.Chat(chat_script.Remote(server.url, Namespace(**OPTIONS)))
+    server.reply = reply
+    _, err = say(chat, "Hi")
+    assert message in err and err.startswith("error: ") and err.count("\n") == 1 and len(chat.messages) == kept
+    server.reply = events("fine")
+    assert say(chat, "again")[0] == "fine\n"
+
+
+# ---- the command line
+
+
+def run(*args, text=""):
+    done = subprocess.run([sys.executable, str(SCRIPT), *map(str, args)], input=text, capture_output=True, text=True,
+                          timeout=60, env={**os.environ, "PYTHONIOENCODING": "utf-8"})  # fmt: skip
+    assert "Traceback" not in done.stderr, done.stderr
+    return done
+
+
+def test_command_line(server, bpe, tmp_path):  # noqa: F811
+    """One shot and piped lines, for both kinds; stdout holds the answers alone."""
+    server.reply = events("one ", "two")
+    done = run("--endpoint", server.url, "--prompt", "Hi", "--top-k", 5)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "one two\n", "") and server.seen[-1][2]["top_k"] == 5
+    done = run("--endpoint", server.url, "--model", "m", text="Hi\n\n//x\n/clear\n/quit\nnever\n")
+    assert done.stdout == "one two\none two\n" and [len(s[2]["messages"]) for s in server.seen[1:]] == [1, 3]
+    assert server.seen[-1][2]["messages"][-1]["content"] == "/x" and server.seen[-1][2]["model"] == "m"
+    folder = write_run(tmp_path / "run", bpe, model=random_model(tiny_config(vocab_size=900)))
+    done = run(folder, "--prompt", "the", "--temperature", 0, "--max-tokens", 5, "--device", "cpu")
+    assert done.returncode == 0 and "not finetuned for chat" in done.stderr and "cut after 5" in done.stderr
+    assert len(done.stdout) > 1
+
+
+def test_user_errors(server, tmp_path, monkeypatch, capsys):
+    server.reply = 401, "application/json", b'{"error": {"message": "no key"}}'
+    for args, message in [
+        ((), "name either"), ((tmp_path, "--endpoint", server.url), "name either"), ((tmp_path,), "0 training scripts"),
+        (("--endpoint", "localhost:1"), "is no web address"), (("--endpoint", "http://127.0.0.1:9"), "cannot reach"),
+        (("--endpoint", server.url, "--prompt", " "), "--prompt is empty"),
+        (("--endpoint", server.url, "--prompt", "x"), "answered 401: no key"),
+        (("--endpoint", server.url, "--temperature", "-1"), "--temperature and --top-k must be"),
+    ]:  # fmt: skip
+        monkeypatch.setattr(sys, "argv", ["chat.py", *map(str, args)])
+        assert chat_script.main() == 1
+        err = capsys.readouterr().err
+        assert message in err and err.startswith("error: ") and err.count("\n") == 1

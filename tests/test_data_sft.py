@@ -1,0 +1,346 @@
+"""Conversations to shards and masks: against a plain renderer, then sources, weights, held-out parts and errors."""
+
+import contextlib
+import gzip
+import io
+import json
+import os
+import random
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+from conftest import MERGES, SPECIALS
+from hub_stub import start_hub
+
+import train_small as ts
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "data"))
+import format
+import sft
+import tokenizer
+
+SCRIPT = Path(__file__).parents[1] / "data" / "sft.py"
+PIECES = ["the rest", " of", "\n\n", "你好", "é ü €", "<|user_end|>", "<|bos|>", "12345", "'it's'", "a" * 30, "😀"]
+
+
+def chat(*texts) -> dict:
+    """A conversation whose messages take turns."""
+    return {"messages": [{"role": ("user", "assistant")[i % 2], "content": t} for i, t in enumerate(texts)]}
+
+
+def random_conversations(count: int, seed: int = 0) -> list[dict]:
+    """Every form: system messages, parts with tools, text that spells special tokens, a last question unanswered."""
+    rng = random.Random(seed)
+    text = lambda: "x" + "".join(rng.choices(PIECES, k=rng.randint(0, 6)))  # noqa: E731
+    result = []
+    for i in range(count):
+        value = chat(*(text() for _ in range(rng.randint(2, 7))))
+        value["messages"][0]["content"] = f"{seed}-{i} " + text()  # tells them apart
+        for message in value["messages"][1::2]:
+            if rng.random() < 0.4:
+                kinds = rng.choices(("text", "python", "python_output"), k=rng.randint(1, 4))
+                message["content"] = [{"type": kind, "text": text()} for kind in kinds]
+        if rng.random() < 0.3:
+            value["messages"].insert(0, {"role": "system", "content": "system " + text()})
+        result.append(value)
+    return result
+
+
+def reference(value: dict, tok: ts.Tokenizer) -> tuple[list[int], list[int]]:
+    """The template, written as plainly as it can be, with the training script's tokenizer."""
+    messages = [dict(m) for m in value["messages"]]
+    if messages[0]["role"] == "system":
+        system = messages.pop(0)["content"]
+        messages[0]["content"] = system + "\n\n" + messages[0]["content"]
+    out = [(tok.bos_id, 0)]
+    for m in messages:
+        if m["role"] == "user":
+            out.append((tok.specials["<|user_start|>"], 0))
+            out += [(t, 0) for t in tok.encode(m["content"])]
+            out.append((tok.specials["<|user_end|>"], 0))
+            continue
+        out.append((tok.specials["<|assistant_start|>"], 0))
+        parts = m["content"] if isinstance(m["content"], list) else [{"type": "text", "text": m["content"]}]
+        for part in parts:
+            ids = tok.encode(part["text"])
+            if part["type"] == "python":
+                ids = [tok.specials["<|python_start|>"], *ids, tok.specials["<|python_end|>"]]
+            if part["type"] == "python_output":
+                ids = [tok.specials["<|output_start|>"], *ids, tok.specials["<|output_end|>"]]
+            out += [(t, int(part["type"] != "python_output")) for t in ids]
+        out.append((tok.specials["<|assistant_end|>"], 1))
+    tokens, mask = zip(*out, strict=True)
+    return list(tokens), list(mask)
+
+
+def write_tokenizer(path: Path, specials=SPECIALS) -> str:
+    """Few merges and the project's split pattern; returns the sha256."""
+    ranks = [*(bytes([b]) for b in range(256)), *MERGES]
+    special = {name: len(ranks) + i for i, name in enumerate(specials)}
+    return format.write_json(path, tokenizer.make_spec(tokenizer.PATTERN, ranks, special))
+
+
+def write_jsonl(path: Path, values) -> Path:
+    raw = "".join(json.dumps(v) + "\n" for v in values).encode()
+    path.write_bytes(gzip.compress(raw) if path.name.endswith(".gz") else raw)
+    return path
+
+
+@pytest.fixture
+def data(tmp_path) -> Path:
+    """A dataset directory with a tokenizer and one pretraining shard of each split."""
+    out = tmp_path / "data"
+    out.mkdir()
+    files = {"tokenizer.json": {"sha256": write_tokenizer(out / "tokenizer.json")}}
+    sha = files["tokenizer.json"]["sha256"]
+    for split in ("train", "val"):
+        name = f"pretrain/{split}_000000.bin"
+        written = format.write_shard(out / name, np.arange(1, 20, dtype=np.uint16), 291, 300, sha)
+        files[name] = {"tokens": 19, "documents": 1, "text_bytes": 19, "sha256": written}
+    info = {"name": "tiny", "sources": [], "tokenizer_sha256": sha, "files": files}
+    format.write_dataset(out, info)
+    return out
+
+
+def run(data: Path, *args, code: int = 0, env=None) -> str:
+    """The script's output and errors; in this process (a new one takes a third of a second) unless env is given."""
+    argv = [str(SCRIPT), "--data", str(data), *map(str, args)]
+    if env is not None:
+        done = subprocess.run([sys.executable, *argv], capture_output=True, text=True, timeout=120, env=env)
+        found, out = done.returncode, done.stdout + done.stderr
+    else:
+        stream, found, message = io.StringIO(), 0, ""
+        with contextlib.redirect_stdout(stream), mock.patch.object(sys, "argv", argv):
+            try:
+                sft.main()
+            except SystemExit as end:
+                found, message = 1, f"{end.code}\n"
+        out = stream.getvalue() + message
+    assert found == code and "Traceback" not in out, out
+    return out
+
+
+def read_split(data: Path, split: str) -> list[tuple[list[int], list[int]]]:
+    """The conversations of a split in order, from shards and masks as they lie on the disk."""
+    found = []
+    dataset = ts.Dataset.open(data)
+    for path in sorted((data / "sft").glob(f"{split}_*.bin")):
+        if path.name.endswith(".mask.bin"):
+            continue
+        tokens, mask = dataset.read(path), dataset.read(path.with_name(path.stem + ".mask.bin"))  # headers checked
+        assert len(tokens) == len(mask) and mask.max() <= 1 and tokens[0] == dataset.tokenizer.bos_id
+        starts = [*np.flatnonzero(tokens == dataset.tokenizer.bos_id), len(tokens)]
+        found += [(tokens[a:b].tolist(), mask[a:b].tolist()) for a, b in zip(starts, starts[1:], strict=False)]
+    return found
+
+
+def as_set(conversations) -> Counter:
+    return Counter((tuple(tokens), tuple(mask)) for tokens, mask in conversations)
+
+
+def test_every_conversation_is_as_the_plain_renderer_has_it(data, tmp_path):
+    """300 conversations of all forms: shards hold just the reference's tokens and masks, in another, fixed order."""
+    values, val = random_conversations(300), random_conversations(40, seed=1)
+    source = write_jsonl(tmp_path / "chat.jsonl.gz", values)
+    args = ("--source", source, "--val-source", write_jsonl(tmp_path / "val.jsonl", val), "--shard-tokens", 4000)
+    out = run(data, *args, "--workers", 3)
+    tok = ts.Tokenizer(data / "tokenizer.json")
+    found, expected = read_split(data, "train"), [reference(v, tok) for v in values]
+    assert as_set(found) == as_set(expected) and found != expected
+    assert as_set(read_split(data, "val")) == as_set(reference(v, tok) for v in val)
+    assert len(list((data / "sft").glob("train_*.mask.bin"))) > 3, "several shards"
+    info = format.read_dataset(data)
+    split = info["splits"]["sft_train"]
+    counts = [sum(len(t) for t, _ in expected), sum(sum(m) for _, m in expected), 300]
+    assert list(split.values()) == counts and list(split) == ["tokens", "counted_tokens", "conversations"]
+    assert info["splits"]["train"]["tokens"] == 19, "the pretraining splits are as they were"
+    assert info["sft"]["train"] == {"cut": 0, "dropped": 0, "bad": 0} and "300 conversations" in out
+    for name, entry in info["files"].items():
+        assert format.sha256_file(data / name) == entry["sha256"]
+    before = {p.name: p.read_bytes() for p in (data / "sft").iterdir()}
+    run(data, *args, "--workers", 1)  # again, over what is there: the same bytes from any number of threads
+    assert before == {p.name: p.read_bytes() for p in (data / "sft").iterdir()}
+    run(data, *args, "--seed", 7, "--shard-tokens", 10**6)
+    assert as_set(read_split(data, "train")) == as_set(expected) and read_split(data, "train") != found
+    assert sorted(p.name for p in (data / "sft").iterdir()) == [
+        f"{s}_000000{m}.bin" for s in ("train", "val") for m in ("", ".mask")
+    ], "no shard of the earlier run is left"
+    assert not list(data.glob(".*")), "nor its folders"
+
+
+def test_user_text_is_never_counted(data, tmp_path):
+    """Other user text of the same length changes no mask; counted tokens are the assistant's alone."""
+    tok = ts.Tokenizer(data / "tokenizer.json")
+    masks = []
+    for letter in "ab":
+        values = [chat(letter * (10 + i), "zz", letter * 5, "zzz") for i in range(20)]
+        path = write_jsonl(tmp_path / f"{letter}.jsonl", values)
+        run(data, "--source", path, "--val-source", write_jsonl(tmp_path / "v.jsonl", [chat("q", "z")]))
+        found = read_split(data, "train")
+        masks.append(sorted(m for _, m in found))
+        counted = {t for tokens, mask in found for t, m in zip(tokens, mask, strict=True) if m}
+        assert counted <= {tok.specials["<|assistant_end|>"], *tok.encode("zz"), *tok.encode("zzz")}
+    assert masks[0] == masks[1]
+
+
+def test_weights(data, tmp_path):
+    """:2 is twice each, :0.5 half of them once, :1.5 both; no other copies."""
+    tok = ts.Tokenizer(data / "tokenizer.json")
+    values = [random_conversations(40, seed) for seed in (2, 3, 4)]
+    paths = [write_jsonl(tmp_path / f"{i}.jsonl", v) for i, v in enumerate(values)]
+    val = write_jsonl(tmp_path / "v.jsonl", [chat("q", "z")])
+    specs = [f"{path}:{weight}" for path, weight in zip(paths, ("2", "0.5", "1.5"), strict=True)]
+    run(data, *(x for spec in specs for x in ("--source", spec)), "--val-source", val)
+    found = as_set(read_split(data, "train"))
+    copies = [Counter(found[tuple(map(tuple, reference(v, tok)))] for v in part) for part in values]
+    assert copies == [{2: 40}, {0: 20, 1: 20}, {1: 20, 2: 20}] and found.total() == 80 + 20 + 60
+    first = [found[tuple(map(tuple, reference(v, tok)))] for v in values[1]]
+    assert first not in ([0, 1] * 20, [1, 0] * 20, [1] * 20 + [0] * 20), "drawn, not a pattern"
+
+
+def test_held_out_conversations_are_in_no_training_shard(data, tmp_path):
+    """Without --val-source a part is held out before the weight applies."""
+    path = write_jsonl(tmp_path / "chat.jsonl", random_conversations(100))
+    run(data, "--source", f"{path}:3", "--val-fraction", 0.1)
+    train, val = as_set(read_split(data, "train")), as_set(read_split(data, "val"))
+    assert val.total() == 10 and train.total() == 270 and not set(train) & set(val) and len(train) == 90
+
+
+def test_long_conversations(data, tmp_path):
+    """Exactly --max-len stays whole; one token more is cut at the end; without an answer left it goes."""
+    tok = ts.Tokenizer(data / "tokenizer.json")
+    values = [chat("q" * 3, "z" * n) for n in (40, 41, 90)] + [chat("q" * 60, "zz")]
+    lengths = [len(reference(v, tok)[0]) for v in values]
+    val = write_jsonl(tmp_path / "v.jsonl", [chat("q", "z")])
+    out = run(data, "--source", write_jsonl(tmp_path / "c.jsonl", values), "--val-source", val, "--max-len", lengths[0])
+    assert lengths[1] == lengths[0] + 1 and "2 cut to 48 tokens, 1 with no answer left" in out, lengths
+    expected = [tuple(x[: lengths[0]] for x in reference(v, tok)) for v in values[:3]]
+    assert as_set(read_split(data, "train")) == as_set(expected)
+    assert format.read_dataset(data)["sft"]["train"] == {"cut": 2, "dropped": 1, "bad": 0}
+
+
+def test_parquet_and_hub(data, tmp_path):
+    """The messages column of a Parquet file, locally and by the name of a Hugging Face dataset."""
+    values = [chat(f"question {i}", f"answer {i}", "more", "z") for i in range(30)]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(values), tmp_path / "c.parquet")
+    tok = ts.Tokenizer(data / "tokenizer.json")
+    val = write_jsonl(tmp_path / "v.jsonl", [chat("q", "z")])
+    raw = (tmp_path / "c.parquet").read_bytes()
+    files = {"data/train-00000-of-00001.parquet": raw, "data/test-00000-of-00001.parquet": b"not read"}
+    with start_hub({"HuggingFaceTB/smol-smoltalk": files}) as server:
+        env = {**os.environ, "HF_ENDPOINT": server.url, "HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_XET": "1"}
+        for spec in (tmp_path / "c.parquet", "smol-smoltalk", "hf:HuggingFaceTB/smol-smoltalk/data/train*"):
+            run(data, "--source", f"{spec}:1", "--val-source", val, env=env)
+            assert as_set(read_split(data, "train")) == as_set(reference(v, tok) for v in values)
+
+
+def test_gsm8k(data, tmp_path):
+    """<<expression=result>> becomes a counted call and an uncounted output; a note without either goes."""
+    answer = "She has 3*4 = <<3*4=12>>12 eggs,\n<<a=b=7>> <<=5>><<>>so\n#### 12"
+    path = write_jsonl(tmp_path / "g.jsonl", [{"question": " How many? ", "answer": answer}] * 3)
+    parts = [("text", "She has 3*4 = "), ("python", "3*4"), ("python_output", "12"), ("text", "12 eggs,\n"),
+             ("python", "a=b"), ("python_output", "7"), ("text", " "), ("text", "so\n#### 12")]  # fmt: skip
+    run(data, "--source", f"gsm8k:{path}:2", "--val-fraction", 0.5)
+    found = as_set(read_split(data, "train"))
+    value = chat("How many?", [{"type": kind, "text": text} for kind, text in parts])
+    assert found == as_set([reference(value, ts.Tokenizer(data / "tokenizer.json"))] * found.total())
+    assert found.total() == 2 and "no text" in run(data, "--source", f"gsm8k:{write_jsonl(path, [{}])}", code=1)
+
+
+def test_spelling(data, tmp_path):
+    """Spellings and counts are right, held-out words do not appear in training, the count is the count asked for."""
+    rng = random.Random(0)
+    words = ["".join(rng.choices("abcdeé", k=rng.randint(3, 9))) for _ in range(400)]
+    path = tmp_path / "words.txt"
+    path.write_text("\n".join([*words, "don't", "x", "Upper"]), encoding="utf-8")
+    run(data, "--source", f"spelling:{path}:200", "--val-fraction", 0.2)
+    assert [format.read_dataset(data)["splits"][f"sft_{s}"]["conversations"] for s in ("train", "val")] == [200, 40]
+    seen = {}
+    for split in ("train", "val"):
+        tasks = list(sft.spelling_tasks(sft.read_words(path, "--source"), 300, split, 5))
+        seen[split] = set()
+        for task in tasks:
+            question, answer = (m["content"] for m in task["messages"])
+            if isinstance(answer, str):
+                word, _, spelled = answer.partition(":")
+                assert spelled == ",".join(word) and word in question
+            else:
+                by_hand, call, output, last = (part["text"] for part in answer)
+                word = by_hand.partition(":")[0]
+                assert eval(call) == int(output) == int(last.removeprefix("\n#### "))
+                assert by_hand.split("\n")[-2].endswith(f":{output}") and f"'{word}'" in call
+                assert word in question and not {"don't", "x"} & {word}
+            seen[split].add(word)
+    assert not seen["train"] & seen["val"] and len(seen["val"]) > 5
+
+
+BAD = [
+    ({"messages": []}, 'no list "messages"'),
+    ([1], 'no list "messages"'),
+    ({"messages": ["hello"]}, "message 1 has the role None, expected 'user'"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "message 1 has the role 'tool', expected 'user'"),
+    (chat("a"), "no answer"),
+    ({"messages": chat("a", "b")["messages"][::-1]}, "message 1 has the role 'assistant', expected 'user'"),
+    ({"messages": [*chat("a", "b")["messages"], *chat("a", "b")["messages"][1:]]}, "message 3 has the role 'assis"),
+    (chat("a", " \n"), r"message 2 \(assistant\) is empty"),
+    (chat("a", []), r"message 2 \(assistant\) is empty"),
+    (chat("a", None), r"message 2 \(assistant\) has no text"),
+    (chat([{"type": "text", "text": "a"}], "b"), r"message 1 \(user\) has no text"),
+    (chat("a", [{"type": "image", "text": "b"}]), "message 2 has a part"),
+    ({"messages": [*chat("a", "b")["messages"], {"role": "system", "content": "late"}]}, "message 3 has the role 'sys"),
+]
+
+
+@pytest.mark.parametrize(("value", "message"), BAD)
+def test_bad_conversations_are_named(value, message):
+    with pytest.raises(ValueError, match=message):
+        sft.check_messages(value)
+
+
+def test_bad_lines_end_the_script_or_are_counted(data, tmp_path):
+    """The error names file and line and leaves the dataset as it was; --skip-bad leaves the lines out."""
+    good = random_conversations(10)
+    path = write_jsonl(tmp_path / "c.jsonl", [*good[:5], *(value for value, _ in BAD), *good[5:]])
+    path.write_bytes(path.read_bytes() + b"\n{broken\n" + json.dumps(chat("\ud800", "b")).encode())
+    val = write_jsonl(tmp_path / "v.jsonl", [chat("q", "z")])
+    before = (data / "dataset.json").read_bytes()
+    out = run(data, "--source", path, "--val-source", val, code=1, env=os.environ)
+    assert "\nerror: " in f"\n{out}" and f"{path} line 6" in out and "--skip-bad" in out
+    assert (data / "dataset.json").read_bytes() == before and not (data / "sft").exists()
+    out = run(data, "--source", path, "--val-source", val, "--skip-bad")
+    tok = ts.Tokenizer(data / "tokenizer.json")
+    assert f"{len(BAD) + 1:,} bad ones left out" in out
+    assert as_set(read_split(data, "train")) == as_set(reference(v, tok) for v in [*good, chat("?", "b")])
+
+
+def test_user_errors(data, tmp_path):
+    """One sentence and exit code 1, and never a traceback."""
+    path = write_jsonl(tmp_path / "c.jsonl", random_conversations(4))
+    for args, message in [
+        (["--source", tmp_path / "none.jsonl"], "matches no file"),
+        (["--source", f"{path}:0"], "weight 0, which must be"),
+        (["--source", f"{path}:-1"], "weight -1"),
+        (["--source", f"{path}:1.2.3"], "weight 1.2.3"),
+        (["--source", path, "--val-source", path], "both in --source and in --val-source"),
+        (["--source", f"spelling:{tmp_path}/none"], "does not exist"),
+        (["--source", f"{path}:0.01"], "leave no train conversation"),
+        (["--source", path, "--max-len", "0"], "--max-len must be at least 8"),
+        (["--source", path, "--val-fraction", "1"], "--val-fraction"),
+        (["--source", write_jsonl(tmp_path / "empty.jsonl", [])], "gives no conversation"),
+    ]:
+        out = run(data, *args, code=1)
+        assert message in out and out.startswith("error: ") and out.count("\n") == 1, out
+    write_tokenizer(data / "tokenizer.json", specials=SPECIALS[:1])
+    assert "is not the one that dataset.json states" in run(data, "--source", path, code=1)
+    info = json.loads((data / "dataset.json").read_text())
+    info["tokenizer_sha256"] = format.sha256_file(data / "tokenizer.json")
+    (data / "dataset.json").write_text(json.dumps(info))
+    assert "has no <|assistant_end|> token" in run(data, "--source", path, code=1)
+    assert "complete dataset" in run(tmp_path, "--source", path, code=1)
