@@ -205,8 +205,12 @@ def read_shard(path: str | Path, verify: bool = False) -> np.ndarray:
 
 
 def fingerprint(files: dict[str, dict[str, Any]]) -> str:
-    """One hex sha256 for a whole dataset: over the sorted lines "path sha256" of its files."""
-    lines = sorted(f"{path} {entry['sha256']}\n" for path, entry in files.items())
+    """One hex sha256 for what pretraining reads: over the sorted lines "path sha256" of its tokenizer and shards.
+
+    Evaluation and finetuning files may be added later without making it another dataset.
+    """
+    read = {path: entry for path, entry in files.items() if path == "tokenizer.json" or path.startswith("pretrain/")}
+    lines = sorted(f"{path} {entry['sha256']}\n" for path, entry in read.items())
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
@@ -224,7 +228,8 @@ def write_dataset(folder: str | Path, dataset: dict[str, Any]) -> None:
     "special_tokens", "files", ...}; the format, the split totals and the fingerprint are filled in here.
     """
     files = dict(sorted(dataset["files"].items()))
-    value = {"format": DATASET_FORMAT, **dataset, "splits": sum_splits(files), "files": files}
+    splits = {**dataset.get("splits", {}), **sum_splits(files)}
+    value = {"format": DATASET_FORMAT, **dataset, "splits": splits, "files": files}
     value["fingerprint"] = fingerprint(files)
     write_json(Path(folder) / "dataset.json", value)
 
