@@ -2,6 +2,7 @@
 
     python train_small.py                                     one GPU (or a laptop: add @runs/cpu.args)
     torchrun --standalone --nproc_per_node=8 train_small.py   eight GPUs, same recipe, same tokens per step
+    python train_small.py sft --from out/RUN                  finetune on the conversations of data/sft.py
     python train_small.py sample --from out/RUN --prompt "Once upon a time"
     python train_small.py core --from out/RUN                 score the CORE tasks of the run's dataset (data/core.py)
 
@@ -17,7 +18,7 @@ Sections
      6. ATTENTION      FlashAttention 3, a Triton kernel, torch varlen, or blocked SDPA behind one signature
      7. KERNELS        Triton: head and loss, symmetric products, relu^2, sliding-window attention
      8. EVALUATION     bits per byte; CORE, with the prefix that choices share computed once
-     9. GENERATION     KV cache, sampling, streaming text
+     9. GENERATION     KV cache, sampling, calculator, rows that decode together, streaming text
     10. RUN UTILITIES  devices, ranks, log, checkpoints, report
     11. MAIN           train_step, warm-up, the loop, the command line
 
@@ -30,6 +31,7 @@ from __future__ import annotations
 import argparse
 import ast
 import base64
+import bisect
 import codecs
 import csv
 import dataclasses
@@ -41,16 +43,18 @@ import hashlib
 import io
 import json
 import math
+import operator
 import os
 import platform
 import queue
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -105,23 +109,25 @@ class Config:
     long_layers: tuple = (3, 10)
     key_offset_layers: tuple = (3, 10)  # half of each key comes from the previous token
     value_embed_layers: tuple = (1, 2, 8, 9, 10)
+    shared_input_from: int = 8  # attention of this layer and of all after it reads the same input (record 77)
+    attention_gates: bool = True
     bigram_rows: int = 163840  # 5 x 32,768; 0 switches the bigram embedding off
     smear: bool = True
     x0_injection: bool = True
-    skip_from: int = 3  # output of this layer is added before layer skip_to; both -1: off
-    skip_to: int = 6
     backout_layer: int = 7  # half of this layer's output is subtracted before the head; -1: off
     gate_width: int = 12  # channels that the small gates read
     attention_scale: float = 0.12  # modded-nanogpt record 20; grows by YaRN when the long window grows
     rotary_base: float = 1024.0
+    frequencies: tuple = ()  # of the rotary embedding; (): by rotary_base; finetuning takes over its source's
     softcap: tuple = (23.0, 5.0, 7.5)  # logits = a * sigmoid((z + b) / c), modded-nanogpt record 54
     fp8_head: bool = True  # training only, from compute capability 8.9 on
     ahead: tuple = (1.0,)  # loss weights of the next tokens; more than one: multi-token prediction (record 53)
     ahead_until: float = 0.5  # share of the run over which all weights but the first fall to 0
+    prefix_weight: float = 0.25  # of a second target in the loss, see prefix_table(); 0: off
     # -- data
     pack_tokens: int = 8192  # unit of the loader; a step is a fixed number of packs
     pack_docs: int = 64  # most documents in a pack; a pack that would hold more is padded
-    tokens: int = 340_000_000  # length of the run
+    tokens: int = 340_000_000  # length of the run; 0, only in finetuning: all of max_epochs
     max_epochs: int = 1  # more than 1 allows repeated text
     val_tokens: int = 10_485_760  # validation stops after this many tokens
     # -- stages: share, packs, window_short, window_long, max_doc, lr_mult
@@ -138,6 +144,11 @@ class Config:
     momentum: tuple = (0.85, 0.95, 300, 50)  # from, to, warm-up steps, cool-down steps
     cooldown: float = 0.6  # share of the run over which the rate falls
     lr_floor: float = 0.15  # rate at the end, as a fraction of the base rate
+    # -- finetuning: what sft_config builds its one stage from
+    source: str = ""  # the checkpoint it starts from, set by --from; "": pretraining
+    sft_packs: int = 8  # packs of a step; conversations are few, so this is less than in pretraining
+    sft_lr: float = 0.8  # rate at the start, as a fraction of the base rate; nanochat's
+    sft_moments: bool = True  # keep the optimizer's moments of the source; "slightly better" in nanochat
     # -- evaluation and sampling
     core_items: int = 0  # scored items of each CORE task; 0: all, -1: no CORE at the end of pretraining
     sample_tokens: int = 128
@@ -170,9 +181,12 @@ class Config:
         return -(-self.vocab_size // 64) * 64  # tensor cores and the loss kernel like multiples of 64
 
     @property
+    def step_tokens(self) -> float:
+        return sum(s.share * s.packs for s in self.stage_table) * self.pack_tokens  # mean over the stages
+
+    @property
     def num_steps(self) -> int:
-        mean_tokens = sum(s.share * s.packs for s in self.stage_table) * self.pack_tokens
-        return max(1, round(self.tokens / mean_tokens))
+        return max(1, round(self.tokens / self.step_tokens))
 
     @property
     def stage_table(self) -> tuple[Stage, ...]:
@@ -198,20 +212,21 @@ class Config:
         if abs(sum(s.share for s in self.stage_table) - 1) > 1e-6:
             raise UserError(f"the shares of the stages add up to {sum(s.share for s in self.stage_table):.4f}, not 1")
         for stage in self.stage_table:
-            if not 2 <= stage.max_doc <= self.max_seq_len or min(stage.window_short, stage.window_long) < 1:
+            least = min(stage.packs, stage.window_short, stage.window_long)
+            if not 2 <= stage.max_doc <= self.max_seq_len or least < 1:
                 raise UserError(f"a stage has max_doc={stage.max_doc}, which must be 2 to max_seq_len="
-                                f"{self.max_seq_len}, and windows of at least 1")  # fmt: skip
+                                f"{self.max_seq_len}, and packs and windows of at least 1")  # fmt: skip
         if self.max_seq_len > self.pack_tokens:
             raise UserError(f"max_seq_len={self.max_seq_len} does not fit into a pack of {self.pack_tokens} tokens")
         last = self.num_layers - 1
-        if (self.skip_from < 0) != (self.skip_to < 0) or self.skip_from > self.skip_to:
-            raise UserError(f"skip_from={self.skip_from} must be before skip_to={self.skip_to}, or both -1")
         used = (*self.long_layers, *self.value_embed_layers, *self.key_offset_layers, *self.no_attention_layers,
-                self.skip_to, self.backout_layer)  # fmt: skip
+                self.backout_layer)  # fmt: skip
+        if self.shared_input_from in self.no_attention_layers:
+            raise UserError(f"shared_input_from={self.shared_input_from} is a layer without attention; name another")
         if max(used) > last:
             raise UserError(f"layer {max(used)} is named in the config but the last of num_layers is {last}")
         for field in ("tokens", "pack_tokens", "pack_docs", "log_every", "max_epochs"):
-            if getattr(self, field) < 1:
+            if getattr(self, field) < (0 if field == "tokens" and self.source else 1):
                 raise UserError(f"{field}={getattr(self, field)} must be at least 1")
 
 
@@ -224,28 +239,40 @@ class Policy:
     betas: tuple = ()  # Adam only
     weight_decay: float = 0.0  # cautious and tied to the schedule: p -= lr * weight_decay * schedule * p
     rows: int = 0  # NorMuon: rows of one orthogonalised matrix; 0: the bank's own
+    odd_mult: float = 1.0  # NorMuon: factor on lr_mult of every second matrix of a bank
+    late: bool = False  # gradients are reduced while the next step computes and applied at its end, see Optimizer.step
 
 
 def parameter_table(config: Config) -> dict[str, Policy]:
     """All optimizer policy on one screen. The order is the order of communication.
 
-    Rates, betas and decays follow modded-nanogpt (record 89), except that embedding and head are never tied here.
+    Rates, betas and decays follow modded-nanogpt (record 89). Large tables that are only looked up are updated `late`.
     """
     head_pair = min(2, config.num_heads) * config.head_dim  # record 80: Q and K per pair of heads
     return {
         # name                       optimizer  lr_mult  betas         weight_decay  rows
         "qk_bank":          Policy("normuon",   1.00,  (),           0.0276, head_pair),
         "vo_bank":          Policy("normuon",   1.00,  (),           0.0276),
-        "mlp_bank":         Policy("normuon",   1.00,  (),           0.0276),
+        "mlp_bank":         Policy("normuon",   1.00,  (),           0.0276, odd_mult=2.0),  # down: records 36, 48
         "scalars":          Policy("adam",      5.00,  (0.90, 0.99)),
         "smear_gate":       Policy("adam",      0.01,  (0.90, 0.99)),
-        "skip_gate":        Policy("adam",      0.05,  (0.90, 0.99)),
         "value_gate":       Policy("adam",      1.00,  (0.90, 0.99)),
-        "head":             Policy("adam",      1.00,  (0.50, 0.95), 0.0060),
-        "bigram_embed":     Policy("adam",     75.00,  (0.75, 0.95), 0.0150),
-        "value_embed":      Policy("adam",     75.00,  (0.75, 0.95), 0.0150),
-        "embed":            Policy("adam",     15.00,  (0.80, 0.95), 0.0010),
+        "attention_gate":   Policy("adam",      1.00,  (0.90, 0.99)),
+        "embed":            Policy("adam",      1.00,  (0.50, 0.95), 0.0060),
+        "bigram_embed":     Policy("adam",     75.00,  (0.75, 0.95), 0.0150, late=True),
+        "value_embed":      Policy("adam",     75.00,  (0.75, 0.95), 0.0150, late=True),
     }  # fmt: skip
+
+
+def micro_batch_limit(config: Config, free: int) -> float:
+    """The most tokens of a micro-batch that fit into `free` bytes of GPU memory and help speed."""
+    layer = 24 * config.width + 4 * config.mlp_width  # values kept for the backward: 0.9 MB a token, measured
+    a_token = 2 * (config.num_layers * layer + 4 * config.padded_vocab)
+    if config.compile and bf16_is_native():
+        a_token *= 0.4  # compiled, with the kernels: 0.25 MB measured, rounded up
+    states = 20 * config.padded_vocab * config.width * (1 + len(config.value_embed_layers))
+    states += 20 * config.width * config.bigram_rows
+    return min(65536, (0.85 * free - states) / a_token)
 
 
 # ===============================================================================
@@ -254,6 +281,7 @@ def parameter_table(config: Config) -> dict[str, Policy]:
 # Everything but attention and the previous token's id is per token, which is what makes the KV cache small.
 
 
+# >>> shared: layers
 def norm(x: Tensor) -> Tensor:
     """RMSNorm over the last axis, without a gain (nothing to learn, nothing to decay)."""
     return F.rms_norm(x, (x.size(-1),))
@@ -277,6 +305,7 @@ def softcap(z: Tensor, cap: tuple) -> Tensor:
     return a * torch.sigmoid((z + b) / c)
 
 
+# <<< shared: layers
 class GPT(nn.Module):
     """Decoder-only transformer. Parameters are listed in parameter_table; all others are fixed buffers."""
 
@@ -289,7 +318,8 @@ class GPT(nn.Module):
         def weight(*shape, dtype=dtype):
             return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
 
-        self.embed, self.head = weight(V, D), weight(V, D)
+        # Input and output embedding are one table: -0.008 bpb on B34 against two (1.1767 against 1.1850).
+        self.embed = weight(V, D)
         self.qk_bank = weight(A, 2 * D, D)
         self.vo_bank = weight(2 * A, D, D)  # v0, o0, v1, o1, ...
         self.mlp_bank = weight(2 * L, c.mlp_width, D)  # up0, down0, ...; down is stored (F, D) like up
@@ -303,34 +333,39 @@ class GPT(nn.Module):
             self.register_buffer("bigram_signs", torch.empty(SIGN_ROWS, D, device=device, dtype=dtype))
         if c.smear:
             self.smear_gate = weight(1, c.gate_width)
-        if c.skip_to >= 0:
-            self.skip_gate = weight(1, c.gate_width)
+        if c.attention_gates:
+            self.attention_gate = weight(A, c.num_heads, c.gate_width)
         for name, shape, kind in (
             ("rotary", (2, c.max_seq_len, c.head_dim), torch.float32),  # cosines, sines
             ("attention_scale", (), torch.float32),  # tensors, because a python number would recompile the model
             ("window_sizes", (2,), torch.int32),
-            ("loss_weights", (len(c.ahead),), torch.float32),
+            ("loss_weights", (len(loss_weights(c, 0)),), torch.float32),
+            ("prefixes", (V,), torch.int32),  # set from the tokenizer where there is a prefix loss
         ):
             self.register_buffer(name, torch.zeros(shape, device=device, dtype=kind), persistent=False)
-        self.loss_weights.copy_(torch.tensor(c.ahead))
+        self.loss_weights.copy_(torch.tensor(loss_weights(c, 0)))
+        self.prefixes.fill_(-1)
         self.attention: Callable | None = None  # set by choose_attention
         self.set_stage(stage_attention(config, 0))
+
+    @property
+    def head(self) -> Tensor:
+        return self.embed
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
         """All initialisation in one table. Zero projections make each block start as the identity."""
         rng = torch.Generator(device=self.embed.device).manual_seed(seed)
         bound = 0.5 * math.sqrt(3 / self.config.width)  # uniform with standard deviation 0.5 / sqrt(D)
-        self.embed.normal_(0, 0.8, generator=rng)
-        self.head.normal_(0, 0.005, generator=rng)
+        self.embed.normal_(0, 0.005, generator=rng)  # as a head; as an input it is normalised anyway
         self.qk_bank.uniform_(-bound, bound, generator=rng)
         self.vo_bank.uniform_(-bound, bound, generator=rng)  # non-zero O: modded-nanogpt record 64
         self.mlp_bank.uniform_(-bound, bound, generator=rng)
         self.mlp_bank[1::2].zero_()
         for row, value in enumerate((1.1**0.5, 1.1**0.5, 0.5, 1.0, 1.0, 0.0, 0.05, 0.0)):
             self.scalars[row] = value
-        self.scalars[7, :3] = torch.tensor((0.0, -1.5, 0.5))  # smear, skip (through a sigmoid), backout
-        for name in ("value_gate", "bigram_embed", "smear_gate", "skip_gate"):
+        self.scalars[7, :2] = torch.tensor((0.0, 0.5))  # smear, backout
+        for name in ("value_gate", "attention_gate", "bigram_embed", "smear_gate"):
             if hasattr(self, name):
                 getattr(self, name).zero_()
         if self.config.value_embed_layers:
@@ -339,6 +374,7 @@ class GPT(nn.Module):
             signs = torch.randint(0, 2, self.bigram_signs.shape, generator=torch.Generator().manual_seed(0))
             self.bigram_signs.copy_(signs * 2 - 1)
 
+    # >>> shared: stage
     def set_stage(self, attention: dict) -> None:
         """Sets windows, attention scale and rotary table; the dict is part of every checkpoint."""
         self.windows = (attention["window_short"], attention["window_long"])
@@ -349,17 +385,37 @@ class GPT(nn.Module):
         self.rotary[0] = torch.cat((angles.cos(), angles.cos(), still + 1), 1)
         self.rotary[1] = torch.cat((sine, -sine, still), 1)
 
-    def trunk(self, tokens_T: Tensor, previous_T: Tensor, positions_T: Tensor, attend: Callable) -> Tensor:
+    # <<< shared: stage
+    def layer_weights(self) -> list[tuple]:
+        """(qkv (3 D, D), o (D, D), up (F, D), down (F, D)) of each layer; None for qkv and o without attention.
+
+        Scalars multiply weights where they can: a weight is 100 times smaller than an activation (record 47). And a
+        decoder needs that only once.
+        """
+        c, (_, _, scale_v, scale_o, scale_down, *_) = self.config, self.scalars.unbind(0)
+        qk, vo, mlp = self.qk_bank.unbind(0), self.vo_bank.unbind(0), self.mlp_bank.unbind(0)
+        weights = []
+        for layer in range(c.num_layers):
+            qkv = o = None
+            if layer not in c.no_attention_layers:
+                index = c.attention_layers.index(layer)
+                qkv = torch.cat((qk[index], vo[2 * index] * scale_v[layer]))
+                o = vo[2 * index + 1] * scale_o[layer]
+            weights.append((qkv, o, mlp[2 * layer], mlp[2 * layer + 1] * scale_down[layer]))
+        return weights
+
+    def trunk(self, tokens_T: Tensor, previous_T: Tensor, positions_T: Tensor, attend: Callable, weights=None):
         """Everything between token ids and the head.
 
         Args:    tokens_T ids; previous_T id of the token before in the same document (any value at position 0);
-                 positions_T position in the document; attend(index, layer, q, k, v) -> y, all (T, H, K), q scaled
+                 positions_T position in the document; attend(index, layer, q, k, v) -> y, all (T, H, K), q scaled;
+                 weights what layer_weights() gave
         Returns: normalised hidden state (T, D)
         """
         c, T = self.config, tokens_T.size(0)
         first_T = positions_T == 0  # nothing may leak from the document before
-        # Scalars multiply weights where they can: a weight is 100 times smaller than an activation (record 47).
-        resid_attn, resid_mlp, scale_v, scale_o, scale_down, share_x0, share_bigram, whole = self.scalars.unbind(0)
+        resid_attn, resid_mlp, _, _, _, share_x0, share_bigram, whole = self.scalars.unbind(0)
+        weights = weights or self.layer_weights()
         cos_TK, sin_TK = (t[positions_T][:, None].to(self.embed.dtype) for t in self.rotary)
 
         x = F.embedding(tokens_T, self.embed)
@@ -376,18 +432,13 @@ class GPT(nn.Module):
         if c.value_embed_layers:  # all tables in one lookup; one scatter in the backward
             offsets = torch.arange(len(c.value_embed_layers), device=x.device)[:, None] * c.padded_vocab
             values = F.embedding(tokens_T + offsets, self.value_embed)  # (E, T, D)
-        qk_weights, vo_weights, mlp_weights = self.qk_bank.unbind(0), self.vo_bank.unbind(0), self.mlp_bank.unbind(0)
 
-        skip = backout = x0
-        for layer in range(c.num_layers):
-            if layer == c.skip_to:  # one long skip in place of a U-net (record 45)
-                gate = 2 * torch.sigmoid(F.linear(x0[:, : c.gate_width], self.skip_gate))
-                x = x + torch.sigmoid(whole[1]) * gate * skip
+        backout = x0
+        for layer, (qkv_weight, o_weight, up, down) in enumerate(weights):
             if layer not in c.no_attention_layers:
                 index = c.attention_layers.index(layer)
-                v_weight, o_weight = vo_weights[2 * index], vo_weights[2 * index + 1]
-                qkv_weight = torch.cat((qk_weights[index], v_weight * scale_v[layer]))
-                a = norm(x)
+                if layer <= c.shared_input_from:
+                    a = norm(x)
                 qkv = F.linear(a, qkv_weight).view(T, 3, c.num_heads, c.head_dim)
                 q, k, v = qkv.unbind(1)
                 q, k = rotate(norm(q) * self.attention_scale, cos_TK, sin_TK), rotate(norm(k), cos_TK, sin_TK)
@@ -395,27 +446,28 @@ class GPT(nn.Module):
                     e = c.value_embed_layers.index(layer)
                     gate = 2 * torch.sigmoid(F.linear(a[:, : c.gate_width], self.value_gate[e]))  # (T, H)
                     v = v + gate[..., None] * values[e].view_as(v)
-                y = attend(index, layer, q, k, v).reshape(T, c.width)
-                x = resid_attn[layer] * x + F.linear(y, o_weight * scale_o[layer])
+                y = attend(index, layer, q, k, v)
+                if c.attention_gates:  # a head can say nothing (record 28); here on B34: -0.004 bpb
+                    y = y * (2 * torch.sigmoid(F.linear(a[:, : c.gate_width], self.attention_gate[index])))[..., None]
+                x = resid_attn[layer] * x + F.linear(y.reshape(T, c.width), o_weight)
             if c.x0_injection:
                 x = x + share_x0[layer] * x0
             if bigram is not None:
                 x = x + share_bigram[layer] * bigram
-            up, down = mlp_weights[2 * layer], mlp_weights[2 * layer + 1]
-            x = resid_mlp[layer] * x + mlp_relu2(norm(x), up, down * scale_down[layer])
-            if layer == c.skip_from:
-                skip = x
+            x = resid_mlp[layer] * x + mlp_relu2(norm(x), up, down)
             if layer == c.backout_layer:
                 backout = x
         if c.backout_layer >= 0:  # what the middle of the network wrote for itself is not for the head (record 40)
-            x = x - whole[2] * backout
+            x = x - whole[1] * backout
         return norm(x)
 
-    def forward(self, tokens_T, targets_T, positions_T, cu_seqlens, max_doc: int) -> Tensor:
+    # >>> shared: forward
+    def forward(self, tokens_T, targets_T, positions_T, cu_seqlens, max_doc: int, row_weight_T=None) -> Tensor:
         """Packed documents, each blind to the others.
 
         Args:    tokens_T, targets_T, positions_T int (T,), target -1 is ignored; cu_seqlens int32 (G + 1,) document
-                 borders padded with T; max_doc bound on a document's length, a python int
+                 borders padded with T; max_doc bound on a document's length, a python int; row_weight_T fp32 (T,)
+                 factor on the loss of each target
         Returns: the sum of the loss, to be differentiated, and the nats of each target, fp32 (T,), detached, 0 where
                  ignored; logits (T, V) if targets_T is None
         """
@@ -432,47 +484,83 @@ class GPT(nn.Module):
         hidden = self.trunk(tokens_T, previous_T, positions_T, attend)
         if targets_T is None:
             return softcap(F.linear(hidden, self.head).float(), c.softcap)
-        weights = self.loss_weights if training else None
-        return linear_cross_entropy(hidden, self.head, targets_T, c.softcap, weights, fp8=c.fp8_head and training)
+        weights, prefix = (self.loss_weights, None) if training else (None, None)
+        if training and c.prefix_weight:
+            prefix = torch.where(targets_T < 0, -1, self.prefixes[targets_T.clamp(min=0)])
+        return linear_cross_entropy(hidden, self.head, targets_T, c.softcap, weights, prefix, row_weight_T,
+                                    fp8=c.fp8_head and training)  # fmt: skip
 
-    def extend(self, cache: KVCache, tokens_BN: Tensor, counts_B: Tensor | None = None) -> Tensor:
-        """Appends up to N tokens to each row of the cache: prefill in one or several chunks, or one decoding step.
+    def prefill(self, cache: KVCache, rows: list[int], starts: list[int], texts: list[list[int]], weights=None) -> None:
+        """Brings rows of the cache up to the given texts, all in one packed forward.
 
-        Args:    tokens_BN ids, padded on the right; counts_B how many of them are real (default all)
-        Returns: logits (B, V) fp32 after the last real token of each row
+        Args:  starts[i] how many ids of texts[i] row rows[i] already holds, fewer than all; weights as for trunk
         """
-        c, (B, N) = self.config, tokens_BN.shape
-        counts_B = torch.full_like(cache.lengths, N) if counts_B is None else counts_B
-        positions = cache.lengths[:, None] + torch.arange(N, device=tokens_BN.device)  # (B, N)
-        previous = torch.cat((cache.last_token[:, None], tokens_BN[:, :-1]), 1)
-        rows = torch.arange(B, device=tokens_BN.device)[:, None]
-        behind = positions[:, None, :, None] - torch.arange(cache.keys.size(2), device=tokens_BN.device)
-        masks = [(behind >= 0) & (behind <= window) for window in self.windows]  # (B, 1, N, S)
-        half = c.head_dim // 2
+        c, n, half = self.config, len(rows), self.config.head_dim // 2
+        pairs = list(zip(starts, texts, strict=True))
+        tokens = [i for start, text in pairs for i in text[start:]]
+        previous = [i for start, text in pairs for i in [0, *text][start:-1]]
+        pad = -len(tokens) % 128  # a text of its own, never stored: sdpa_attention likes blocks of equal size
+        rows, starts, ends = np.array([*rows, 0]), np.array([*starts, 0]), np.array([*map(len, texts), pad])
+        borders = np.cumsum([0, *(ends - starts)])[: n + 1]
+
+        def tensor(array) -> Tensor:
+            return torch.as_tensor(array, device=self.embed.device)
+
+        def plan(window: int, slots: int) -> tuple:
+            """Attention over packs that hold, before the new keys of a row, those of its ring within the window."""
+            held = np.minimum(starts, window)
+            lengths = held + ends - starts
+            text, cu_seqlens = np.repeat(np.arange(n + 1), lengths), np.cumsum([0, *lengths])
+            place = np.arange(len(text)) - cu_seqlens[text]
+            position, old = place + (starts - held)[text], place < held[text]
+            order = np.where(old, np.cumsum(old), old.sum() + np.cumsum(~old)) - 1
+            attention = self.attention(self, tensor(place), tensor(cu_seqlens).int(), int(lengths.max()))
+            read = rows[text[old]], position[old] % slots
+            text, position = text[~old], position[~old]
+            kept = (text < n) & (position > ends[text] - slots)  # the last slot is for the still half of the next key
+            write = rows[text[kept]], position[kept] % slots
+            edges = rows[:n], starts[:n] % slots, ends[:n] % slots
+            arrays = (~old).nonzero()[0], order, *read, kept.nonzero()[0], *write, *edges
+            return attention, position, *map(tensor, arrays)
+
+        plans = [plan(*sizes) for sizes in zip(self.windows, cache.slots, strict=True)]
+        positions_T = tensor(plans[0][1]).clamp(max=c.max_seq_len - 1)  # only padding can lie beyond
+        begin, last = tensor(borders[:-1]), tensor(borders[1:] - 1)
+        first_T11 = (positions_T == 0)[:, None, None]
 
         def attend(index, layer, q, k, v):
-            q, k, v = (t.view(B, N, c.num_heads, c.head_dim) for t in (q, k, v))
-            keys, values = cache.keys[index], cache.values[index]  # (B, S, H, K)
-            values[rows, positions] = v
-            if layer in c.key_offset_layers:  # the still half belongs to the next slot; a first token keeps its own
-                keys[rows, positions, :, :half] = k[..., :half]
-                keys[rows, positions + 1, :, half:] = k[..., half:]
-                first = (positions[:, 0] == 0)[:, None, None]
-                keys[:, 0, :, half:] = torch.where(first, k[:, 0, :, half:], keys[:, 0, :, half:])
+            long, keys, values = int(layer in c.long_layers), cache.keys[index], cache.values[index]
+            attention, _, new, order, *read, kept, row, slot, rows, start, end = plans[long]
+            if layer in c.key_offset_layers:
+                own, before = k, torch.cat((k[:1], k[:-1]))
+                before[begin] = keys[rows, start]
+                k = offset_keys(k, before, first_T11)
+            if any(starts):  # old keys stand in for queries, whose results nobody reads
+                old_k, old_v = keys[*read], values[*read]
+                packed = (torch.cat(pair)[order] for pair in ((old_k, q), (old_k, k), (old_v, v)))
+                y = attention(*packed, long)[new]
             else:
-                keys[rows, positions] = k
-            mask = masks[int(layer in c.long_layers)]
-            y = F.scaled_dot_product_attention(
-                q.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2), mask, scale=1.0
-            )
-            return y.transpose(1, 2).reshape(B * N, c.num_heads, c.head_dim)
+                y = attention(q, k, v, long)
+            keys[row, slot], values[row, slot] = k[kept], v[kept]
+            if layer in c.key_offset_layers:
+                keys[rows, end, :, half:] = own[last, :, half:]
+            return y
 
-        flat = positions.flatten().clamp(max=c.max_seq_len - 1)  # only padding can lie beyond
-        hidden = self.trunk(tokens_BN.flatten(), previous.flatten(), flat, attend)
-        last = (counts_B - 1)[:, None]
-        cache.last_token = tokens_BN.gather(1, last)[:, 0]
-        cache.lengths = cache.lengths + counts_B
-        hidden = hidden.view(B, N, -1)[rows[:, 0], last[:, 0]]
+        self.trunk(tensor(tokens + [0] * pad), tensor(previous + [0] * pad), positions_T, attend, weights)
+
+    def decode(self, cache: KVCache, tokens_B: Tensor, previous_B: Tensor, positions_B: Tensor, weights=None) -> Tensor:
+        """Appends one token to each row of the cache; rows at position -1 rest and stay as they are.
+
+        Args:    ids, the ids before them, and int32 positions of the ids, (B,); weights as for trunk
+        Returns: logits (B, V) fp32
+        """
+        c = self.config
+
+        def attend(index, layer, q, k, v):
+            offset = layer in c.key_offset_layers
+            return decode_attention(q, k, v, cache.keys[index], cache.values[index], positions_B, offset)
+
+        hidden = self.trunk(tokens_B, previous_B, positions_B.clamp(min=0), attend, weights)
         return softcap(F.linear(hidden, self.head).float(), c.softcap)
 
 
@@ -488,11 +576,13 @@ def offset_keys(k_THK: Tensor, previous_THK: Tensor, first_T11: Tensor) -> Tenso
     return torch.where(still & ~first_T11, previous_THK, k_THK)
 
 
+# <<< shared: forward
 # >>> shared: optimizer
 # ===============================================================================
 # 3. OPTIMIZER -- NorMuon for matrices, Adam for the rest; state sharded over ranks
 # Each rank owns a slice of every bank and table: it holds the fp32 master weights and fp32 moments of that slice.
 # A step: reduce-scatter all gradients, update own slices in the same order, all-gather the compute-dtype weights.
+# Gradients of `late` tables travel while the next step computes, and their weights while matrices are orthogonalised.
 # One process is the same code with slices that are whole and communication that does nothing.
 
 # Five polynomials (a, b, c) of Polar Express (arXiv 2505.16932), for a safety factor of 2e-2 and a cushion of 2.
@@ -552,7 +642,7 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-@dataclass
+@dataclass(eq=False)
 class Slot:
     """One parameter with this rank's slice of its optimizer state."""
 
@@ -565,8 +655,9 @@ class Slot:
     master: Tensor  # fp32
     moments: dict[str, Tensor]
     mult: Tensor | None  # per matrix
-    grad: Tensor | None = None
-    full: Tensor | None = None  # gathered weights with padding, while a gather is under way
+    together: int = 0  # matrices in one call of NorMuon
+    grad: Tensor | None = None  # this rank's slice of the sum over ranks; of a late table it stays for the next step
+    full: Tensor | None = None  # what communication under way reads or writes
     work: object = None
 
 
@@ -601,6 +692,7 @@ class Optimizer:
         """Takes the master weights from the model and zeroes the moments."""
         self.count = 0
         for slot in self.slots:
+            slot.moments, slot.grad, slot.full, slot.work = {}, None, None, None
             weights = slot.param.detach().view(slot.view)
             alias = weights.dtype == torch.float32 and not slot.sharded
             slot.master = weights if alias else self.slice(slot, weights).float()
@@ -609,12 +701,12 @@ class Optimizer:
             if slot.policy.optimizer == "normuon":
                 N, R, C = slot.master.shape
                 names, shapes = ("momentum", "row_square"), [(N, R, C), (N, R, 1) if R >= C else (N, 1, C)]
-                # sqrt(rows / columns) makes a step of a tall matrix as large per neuron as of a square one;
-                # down projections twice that (modded-nanogpt records 36 and 48).
+                # sqrt(rows / columns) makes a step of a tall matrix as large per neuron as of a square one.
                 mult = torch.full((slot.view[0], 1, 1), max(1, R / C) ** 0.5, device=slot.master.device)
-                if slot.name == "mlp_bank":
-                    mult[1::2] *= 2
+                mult[1::2] *= slot.policy.odd_mult
                 slot.mult = self.slice(slot, mult)
+                # At most 2 ** 27 entries at once: each takes about 12 bytes of temporary memory (computed).
+                slot.together = max(n for n in range(1, N + 1) if N % n == 0 and (n == 1 or n * R * C <= 2**27))
             slot.moments = {
                 n: torch.zeros(s, device=slot.master.device) for n, s in zip(names, shapes, strict=True)
             }
@@ -672,8 +764,14 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self, lr_mult: float, momentum: float, loss_scale: float = 1.0) -> bool:
-        """Reduces gradients (summed over ranks), updates, gathers. Returns False if a scaled gradient overflowed."""
-        for slot in self.slots:
+        """Reduces gradients (summed over ranks), updates, gathers. Returns False if a scaled gradient overflowed.
+
+        A late table takes the gradient of the step before, so that nobody waits for it: on 4 H200s, where such tables
+        are four fifths of all bytes, they were most of the 2.7 ms a step that no computation hid.
+        """
+        late = [slot for slot in self.slots if slot.policy.late and loss_scale == 1.0]  # a scale must look at all
+        now = [slot for slot in self.slots if slot not in late]
+        for slot in now:
             self.start_reduce(slot)
         if loss_scale != 1.0:
             for slot in self.slots:
@@ -688,19 +786,22 @@ class Optimizer:
                 return False
         self.count += 1
         scalar = torch.tensor  # 0-D CPU tensors: a python float would recompile the update at every change
-        for slot in self.slots:
+        for slot in [*late, *now]:
+            if slot.grad is None:  # a late table in the first step
+                continue
             if slot.work is not None:
                 slot.work.wait()
             policy, c = slot.policy, self.config
             decay, inverse = scalar(policy.weight_decay * lr_mult), scalar(1.0 / loss_scale)
             if policy.optimizer == "normuon":
                 lr = scalar(c.muon_lr * policy.lr_mult * lr_mult)
-                state = (slot.moments["momentum"], slot.moments["row_square"], slot.mult)
-                self.normuon_update(slot.master, slot.grad, *state, lr, scalar(momentum), scalar(c.muon_beta2), decay,
-                                    inverse, self.muon_dtype)  # fmt: skip
+                state = (slot.master, slot.grad, slot.moments["momentum"], slot.moments["row_square"], slot.mult)
+                for part in zip(*(t.split(slot.together) for t in state), strict=True):
+                    self.normuon_update(*part, lr, scalar(momentum), scalar(c.muon_beta2), decay, inverse,
+                                        self.muon_dtype)  # fmt: skip
             else:
                 lr = scalar(c.adam_lr * policy.lr_mult * lr_mult)
-                corrections = [scalar(1 - beta**self.count) for beta in policy.betas]
+                corrections = [scalar(1 - beta ** (self.count - (slot in late))) for beta in policy.betas]
                 betas = [scalar(beta) for beta in policy.betas]
                 tensors = (slot.master, slot.grad, slot.moments["exp_avg"], slot.moments["exp_avg_sq"])
                 flat = (t.view(-1) for t in tensors)
@@ -708,6 +809,8 @@ class Optimizer:
             self.start_gather(slot)
         for slot in self.slots:
             self.finish_gather(slot)
+        for slot in late:
+            self.start_reduce(slot)
         return True
 
     def weights(self) -> dict[str, Tensor]:
@@ -715,8 +818,14 @@ class Optimizer:
         return {s.name: self.gather(s, s.master).view(s.param.shape).cpu() for s in self.slots}
 
     def state(self) -> dict[str, Tensor]:
-        """The moments, whole, so that any number of ranks can load them. Every rank must call it."""
-        return {f"{s.name}.{k}": self.gather(s, v).cpu() for s in self.slots for k, v in s.moments.items()}
+        """The moments and late gradients, whole, so that any number of ranks can load them. Every rank must call it."""
+        state = {f"{s.name}.{k}": self.gather(s, v).cpu() for s in self.slots for k, v in s.moments.items()}
+        for slot in self.slots:
+            if slot.work is not None:
+                slot.work.wait()
+            if slot.grad is not None:
+                state[f"{slot.name}.grad"] = self.gather(slot, slot.grad).cpu()
+        return state
 
     @torch.no_grad()
     def load(self, weights: dict[str, Tensor], state: dict[str, Tensor], count: int) -> None:
@@ -728,6 +837,8 @@ class Optimizer:
             slot.param.copy_(full.view(slot.param.shape))
             for key, moment in slot.moments.items():
                 moment.copy_(self.slice(slot, state[f"{slot.name}.{key}"].to(moment.device)))
+            if f"{slot.name}.grad" in state:
+                slot.grad = self.slice(slot, state[f"{slot.name}.grad"].to(slot.param))
 
 
 def build_optimizer(model: nn.Module, config: Config, ranks: Ranks | None = None) -> Optimizer:
@@ -769,9 +880,12 @@ def muon_momentum(config: Config, step: int) -> float:
 
 
 def loss_weights(config: Config, step: int) -> list[float]:
-    """Weights of the next tokens in the loss: the first stays, the others fade out linearly."""
+    """Weights of the next tokens in the loss, of which the first stays and the others fade out, and of the prefix."""
     fade = max(0.0, 1 - step / (config.num_steps * config.ahead_until))
-    return [config.ahead[0], *(weight * fade for weight in config.ahead[1:])]
+    weights = [config.ahead[0], *(weight * fade for weight in config.ahead[1:])]
+    if config.prefix_weight:  # whole for a third of the run, gone after two
+        weights.append(config.prefix_weight * min(1.0, max(0.0, 2 - 3 * step / config.num_steps)))
+    return weights
 
 
 def stage_attention(config: Config, index: int) -> dict:
@@ -781,7 +895,7 @@ def stage_attention(config: Config, index: int) -> dict:
     the scale grows with log(new / old). Replayed from the first stage, so that it is a pure function.
     """
     quarter = config.head_dim // 4
-    frequencies = (1 / config.rotary_base) ** np.linspace(0, 1, quarter)
+    frequencies = np.array(config.frequencies or (1 / config.rotary_base) ** np.linspace(0, 1, quarter))
     scale = config.attention_scale
     table = config.stage_table
     for before, after in zip(table[:index], table[1 : index + 1], strict=True):
@@ -808,6 +922,9 @@ def stage_attention(config: Config, index: int) -> dict:
 #     tokens    B a a a a B b b B c c c | B c c c c c B d ...      two packs of 12; document c is continued
 #     targets   a a a a B b b B c c c c | c c c c c B d ...        the last target of a document is the next BOS
 #     positions 0 1 2 3 4 0 1 2 0 1 2 3 | 0 1 2 3 4 5 0 ...
+#
+# Finetuning packs whole conversations instead, in an order drawn for each epoch, and pads what is left of a pack; a
+# target that is not the assistant's is -1. Its position is the number of the next pack.
 
 SHARD_MAGIC = 20240520
 
@@ -833,6 +950,15 @@ class Tokenizer:
         self.token_bytes[list(self.specials.values())] = 0  # specials carry no text
         self.bos_id = self.specials.get("<|bos|>", self.specials.get("<|endoftext|>"))
         self.mergeable = {rank: i for i, rank in enumerate(ranks)}
+
+    def prefixes(self) -> list[int]:
+        """For each token the longest other one that its bytes begin with, or -1: a second, coarser target.
+
+        modded-nanogpt record 88; here on B34 -0.002 bpb.
+        """
+        ids = {rank: i for i, rank in enumerate(self.bytes[: len(self.mergeable)])}
+        best = [max((n for n in range(1, len(b)) if b[:n] in ids), default=0) for b in self.bytes]
+        return [ids.get(b[:n], -1) for b, n in zip(self.bytes, best, strict=True)]
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text; special tokens written in it stay text."""
@@ -884,10 +1010,12 @@ class Dataset:
             )
         return Dataset(root, info, tokenizer)
 
-    def files(self, split: str) -> list[Path]:
-        files = sorted((self.root / "pretrain").glob(f"{split}_*.bin"))
+    def files(self, split: str, folder: str = "pretrain") -> list[Path]:
+        files = sorted(p for p in (self.root / folder).glob(f"{split}_*.bin") if not p.name.endswith(".mask.bin"))
         if not files:
-            raise UserError(f"{self.root}/pretrain has no {split}_*.bin shards; make the dataset again")
+            way = f"add them with python data/sft.py --data {self.root} --source FILE"
+            way = way if folder == "sft" else "make the dataset again"
+            raise UserError(f"{self.root}/{folder} has no {split}_*.bin shards; {way}")
         return files
 
     def read(self, path: Path) -> np.ndarray:
@@ -897,7 +1025,7 @@ class Dataset:
         """
         size = path.stat().st_size
         header = np.fromfile(path, "<i4", 256)
-        again = f"remove it and make or download the dataset again ({self.root})"
+        again = f"make or download it again with the scripts in data/ ({self.root})"
         if header.size < 256 or header[0] != SHARD_MAGIC or header[1] != 1:
             raise UserError(f"{path} is not a token shard of version 1; {again}")
         count = int(header[2])
@@ -913,6 +1041,51 @@ class Dataset:
             raise UserError(f"{path} holds token {tokens.max()}, the tokenizer has {self.tokenizer.vocab_size} "
                             f"entries; use the tokenizer that the shards were made with")  # fmt: skip
         return tokens
+
+
+def best_fit(lengths: np.ndarray, order: np.ndarray, room: int, most: int) -> list[list[int]]:
+    """Puts each index of `order` into the fullest pack that has room for its length and fewer than `most` in it."""
+    packs, unfilled, smallest = [], [], lengths.min()  # unfilled: (room left, pack), sorted
+    for i, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
+        at = bisect.bisect_left(unfilled, (length, 0))
+        left, pack = unfilled.pop(at) if at < len(unfilled) else (room, len(packs))
+        if pack == len(packs):
+            packs.append([])
+        packs[pack].append(i)
+        if left - length >= smallest and len(packs[pack]) < most:
+            bisect.insort(unfilled, (left - length, pack))
+    return packs
+
+
+class Conversations:
+    """The conversations of data/sft.py, a split of them in memory, and the packs they go into, epoch after epoch."""
+
+    def __init__(self, dataset: Dataset, split: str, config: Config):
+        shards = []
+        for path in dataset.files(split, "sft"):
+            mask_path = path.with_suffix(".mask.bin")
+            if not mask_path.is_file():
+                raise UserError(f"{path} has no loss mask {mask_path.name} beside it; run data/sft.py again")
+            tokens, mask = dataset.read(path), dataset.read(mask_path)
+            bos = tokens == dataset.tokenizer.bos_id
+            if not bos[0] or len(mask) != len(tokens) or mask.max() > 1 or mask[bos].any():
+                raise UserError(f"{mask_path} is not the loss mask of {path.name}; run data/sft.py again")
+            shards.append((tokens, mask == 1, bos))
+        self.tokens, self.counted, bos = (np.concatenate(part) for part in zip(*shards, strict=True))
+        self.borders = np.append(np.flatnonzero(bos), len(bos))
+        lengths, most = np.diff(self.borders) - 1, min(stage.max_doc for stage in config.stage_table)
+        if lengths.max() > most:
+            raise UserError(f"{dataset.root}/sft holds a conversation of {lengths.max() + 1:,} tokens, the model reads "
+                            f"{most:,}; make shorter ones with python data/sft.py --max-len {most + 1}")  # fmt: skip
+        self.packs, self.inputs = [], int(lengths.sum())
+        for epoch in range(config.max_epochs):
+            order = np.random.default_rng([config.seed, epoch]).permutation(len(lengths))
+            self.packs += best_fit(lengths, order, config.pack_tokens, config.pack_docs)
+
+    def read(self, i: int) -> tuple[np.ndarray, np.ndarray]:
+        """A conversation, int32 (n,), and which of its n - 1 targets count."""
+        start, end = self.borders[i : i + 2]
+        return self.tokens[start:end].astype(np.int32), self.counted[start + 1 : end]
 
 
 @dataclass
@@ -951,11 +1124,11 @@ def empty_packs(count: int, config: Config, bos_id: int) -> tuple[np.ndarray, ..
     return np.full(shape, bos_id, np.int32), np.full(shape, -1, np.int32), np.zeros(shape, np.int32), ends
 
 
-def place(packs: tuple, row: int, doc: int, start: int, sequence: np.ndarray) -> int:
-    """Writes sequence[:-1] as inputs and sequence[1:] as targets at `start` of a pack; returns where it ends."""
+def place(packs: tuple, row: int, doc: int, start: int, sequence: np.ndarray, counted=True) -> int:
+    """Writes inputs sequence[:-1] and targets sequence[1:], where counted, at `start` of a pack; returns the end."""
     tokens, targets, positions, ends = packs
     end = start + len(sequence) - 1
-    tokens[row, start:end], targets[row, start:end] = sequence[:-1], sequence[1:]
+    tokens[row, start:end], targets[row, start:end] = sequence[:-1], np.where(counted, sequence[1:], -1)
     positions[row, start:end] = np.arange(end - start)
     ends[row, doc] = end
     return end
@@ -970,20 +1143,33 @@ def pad_pack(packs: tuple, row: int, doc: int, start: int, max_doc: int) -> None
         ends[row, doc + i] = min(start + (i + 1) * max_doc, positions.shape[1])
 
 
+def fill_pack(packs: tuple, row: int, documents: Iterable, max_doc: int) -> int:
+    """Puts (sequence, counted) of whole documents behind each other into a pack; returns how many targets count."""
+    doc = filled = targets = 0
+    for sequence, counted in documents:
+        filled, doc = place(packs, row, doc, filled, sequence, counted), doc + 1
+        targets += int(counted.sum())
+    pad_pack(packs, row, doc, filled, max_doc)
+    return targets
+
+
 class PackLoader:
     """Yields one Batch for each step, prepared ahead by a thread.
 
-    Args: position {"epoch", "shard", "offset"} as left in a batch of an earlier run; first_step where to begin
+    Args: position {"epoch", "shard", "offset"}, or {"pack"} with conversations, as left in a batch of an earlier run;
+          first_step where to begin; conversations to train on in place of the dataset's documents
     """
 
-    def __init__(self, dataset: Dataset, config: Config, ranks: Ranks, position: dict | None = None, first_step=0):
-        self.dataset, self.config, self.ranks = dataset, config, ranks
-        self.files = dataset.files("train")
-        self.position = dict(position or {"epoch": 0, "shard": 0, "offset": 0})
+    def __init__(self, dataset: Dataset, config: Config, ranks: Ranks, position: dict | None = None, first_step=0,
+                 conversations: Conversations | None = None):  # fmt: skip
+        self.dataset, self.config, self.ranks, self.conversations = dataset, config, ranks, conversations
+        self.position = dict(position or ({"pack": 0} if conversations else {"epoch": 0, "shard": 0, "offset": 0}))
         self.first_step = first_step
         self.queue: queue.Queue = queue.Queue(maxsize=2)
         self.closing = threading.Event()
-        self.open_shard()
+        if not conversations:
+            self.files = dataset.files("train")
+            self.open_shard()
         self.thread = threading.Thread(target=self.run, daemon=True)
         self.thread.start()
 
@@ -1014,6 +1200,19 @@ class PackLoader:
         body = self.tokens[offset : offset + take]
         return np.concatenate(([bos_id] if continued else [], body, [last])).astype(np.int32)
 
+    def pack(self, max_doc: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """What the next pack holds: sequences, and which of their targets count. No conversation twice in an epoch."""
+        if self.conversations:
+            packs, number = self.conversations.packs, self.position["pack"]
+            self.position["pack"] += 1
+            yield from map(self.conversations.read, packs[number] if number < len(packs) else ())
+            return
+        room, docs = self.config.pack_tokens, 0
+        while room and docs < self.config.pack_docs:
+            sequence = self.segment(room, max_doc)
+            room, docs = room - len(sequence) + 1, docs + 1
+            yield sequence, np.ones(len(sequence) - 1, bool)
+
     def batch(self, step: int) -> Batch:
         config, ranks = self.config, self.ranks
         stage = config.stage_table[stage_index(config, step)]
@@ -1023,12 +1222,7 @@ class PackLoader:
         for pack in range(stage.packs):  # every rank walks over all packs: walking is cheap, talking is not
             row = pack - ranks.rank * mine
             target, row = (packs, row) if 0 <= row < mine else (scratch, 0)
-            filled = doc = 0
-            while filled < config.pack_tokens and doc < config.pack_docs:
-                sequence = self.segment(config.pack_tokens - filled, stage.max_doc)
-                filled, doc = place(target, row, doc, filled, sequence), doc + 1
-            pad_pack(target, row, doc, filled, stage.max_doc)
-            targets += filled
+            targets += fill_pack(target, row, self.pack(stage.max_doc), stage.max_doc)
         tensors = [torch.from_numpy(array) for array in packs]
         return Batch(*tensors, stage.max_doc, stage.packs * config.pack_tokens, targets, dict(self.position))
 
@@ -1059,9 +1253,12 @@ class PackLoader:
         self.thread.join()
 
 
-def validation_batch(dataset: Dataset, config: Config) -> Batch:
-    """Validation documents from their BOS, cut at max_seq_len, whole in their packs: the same for every run."""
-    sequences, total = [], 0
+def validation_documents(dataset: Dataset, config: Config) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Documents from their BOS, cut at max_seq_len, or conversations; and which of their targets count."""
+    if config.source:
+        conversations = Conversations(dataset, "val", config)
+        yield from map(conversations.read, range(len(conversations.borders) - 1))
+        return
     for path in dataset.files("val"):
         tokens = dataset.read(path).astype(np.int32)
         starts = np.flatnonzero(tokens == dataset.tokenizer.bos_id)
@@ -1069,24 +1266,22 @@ def validation_batch(dataset: Dataset, config: Config) -> Batch:
             raise UserError(f"{path} has no BOS token ({dataset.tokenizer.bos_id}), so no documents; make it again")
         for start, end in zip(starts, [*starts[1:], len(tokens)], strict=True):
             end = min(end, start + config.max_seq_len)
-            if end - start > 1 and total < config.val_tokens:
-                sequences.append(tokens[start:end])
-                total += end - start - 1
-    spots, row, doc, filled = [], 0, 0, 0
-    for sequence in sequences:
-        if filled + len(sequence) - 1 > config.pack_tokens or doc == config.pack_docs:
-            spots.append((row, doc, filled, None))  # this pack is full
-            row, doc, filled = row + 1, 0, 0
-        spots.append((row, doc, filled, sequence))
-        doc, filled = doc + 1, filled + len(sequence) - 1
-    spots.append((row, doc, filled, None))
-    packs = empty_packs(row + 1, config, dataset.tokenizer.bos_id)
-    for row, doc, start, sequence in spots:
-        if sequence is None:
-            pad_pack(packs, row, doc, start, config.max_seq_len)
-        else:
-            place(packs, row, doc, start, sequence)
-    return Batch(*(torch.from_numpy(array) for array in packs), config.max_seq_len, packs[0].size, total)
+            yield tokens[start:end], np.ones(end - start - 1, bool)
+
+
+def validation_batch(dataset: Dataset, config: Config) -> Batch:
+    """Validation documents up to val_tokens, whole in their packs: the same for every run."""
+    rows, room, total = [[]], config.pack_tokens, 0
+    for sequence, counted in validation_documents(dataset, config):
+        if len(counted) and total < config.val_tokens:
+            if len(counted) > room or len(rows[-1]) == config.pack_docs:
+                rows.append([])
+                room = config.pack_tokens
+            rows[-1].append((sequence, counted))
+            room, total = room - len(counted), total + len(counted)
+    packs = empty_packs(len(rows), config, dataset.tokenizer.bos_id)
+    targets = sum(fill_pack(packs, row, rows[row], config.max_seq_len) for row in range(len(rows)))
+    return Batch(*(torch.from_numpy(array) for array in packs), config.max_seq_len, packs[0].size, targets)
 
 
 # <<< shared: data
@@ -1208,11 +1403,9 @@ def choose_attention(model: nn.Module, say: Callable = print) -> Callable:
 
 
 def use_triton(x: Tensor, capability: tuple = (8, 0)) -> bool:
-    """Kernels run on 16-bit CUDA tensors from Ampere on; everything else takes the plain path."""
-    return (
-        triton is not None and x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)
-        and torch.cuda.get_device_capability(x.device) >= capability
-    )  # fmt: skip
+    """Kernels run on CUDA tensors of 16 or 8 bits from Ampere on; everything else takes the plain path."""
+    fits = triton is not None and x.is_cuda and x.itemsize <= 2
+    return fits and torch.cuda.get_device_capability(x.device) >= capability
 
 
 # Operators have global names: a second copy of this file in a process (that of a run directory) takes the next one.
@@ -1225,7 +1418,8 @@ OPS = next(f"decoderstack{n}" for n in range(1000) if not hasattr(getattr(torch.
 
 
 def softcap_ce_ref(logits, targets, weights, prefix, row_weight, cap, row0=0, grad=True):
-    """Rows row0.. of the loss: logits (n, V) -> losses (n,) fp32, and row_weight * gradient (n, V) or None."""
+    """Rows row0.. of the loss: logits (n, V) -> losses (n,) and nats of the next token (n,), fp32, and
+    row_weight * gradient (n, V) or None."""
     n, n_pred, (a, b, c) = len(logits), len(weights) - (prefix is not None), cap
     s = torch.sigmoid((logits.float() + b) / c)
     lse = (a * s).logsumexp(1)
@@ -1235,12 +1429,13 @@ def softcap_ce_ref(logits, targets, weights, prefix, row_weight, cap, row0=0, gr
         pick[: len(shifted), k] = shifted
     if prefix is not None:
         pick[:, -1] = prefix[row0 : row0 + n]
-    w, pick = weights * (pick >= 0), pick.clamp(min=0)
-    losses = w.sum(1) * lse - (w * a * s.gather(1, pick)).sum(1)
+    real, pick = pick >= 0, pick.clamp(min=0)
+    w, z = weights * real, a * s.gather(1, pick)
+    losses, nats = w.sum(1) * lse - (w * z).sum(1), (lse - z[:, 0]) * real[:, 0]
     if not grad:
-        return losses, None
+        return losses, nats, None
     g = torch.exp(a * s - lse[:, None]).mul_(w.sum(1, keepdim=True)).scatter_add_(1, pick, -w).mul_(a / c * s * (1 - s))
-    return losses, (g if row_weight is None else g * row_weight[row0 : row0 + n, None]).to(logits.dtype)
+    return losses, nats, (g if row_weight is None else g * row_weight[row0 : row0 + n, None]).to(logits.dtype)
 
 
 @jit
@@ -1253,9 +1448,10 @@ def fast_sigmoid(x, FAST: tl.constexpr):
 
 
 @jit
-def softcap_ce_kernel(logits, grad, losses, targets, weights, prefix, row_weight, row0, T, a, b, c, V: tl.constexpr,
-                      N_PRED: tl.constexpr, TERMS: tl.constexpr, PAD: tl.constexpr, PREFIX: tl.constexpr,
-                      ROW_W: tl.constexpr, GRAD: tl.constexpr, FAST: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+def softcap_ce_kernel(logits, grad, losses, nats, targets, weights, prefix, row_weight, row0, T, a, b, c,
+                      V: tl.constexpr, N_PRED: tl.constexpr, TERMS: tl.constexpr, PAD: tl.constexpr,
+                      PREFIX: tl.constexpr, ROW_W: tl.constexpr, GRAD: tl.constexpr, FAST: tl.constexpr,
+                      BLOCK: tl.constexpr):  # fmt: skip
     """One row a program. z <= a bounds the exponentials, so lse needs no running maximum, and the softmax part of the
     gradient is const * v with v = e s (1 - s) known at the first look: with BLOCK >= V the row is read once and v waits
     in registers, else a second sweep reads the row again from L2. Target columns are rewritten at the end."""
@@ -1283,7 +1479,9 @@ def softcap_ce_kernel(logits, grad, losses, targets, weights, prefix, row_weight
             s = fast_sigmoid((tl.load(logits + j, mask=j < V, other=0.0).to(tl.float32) + b) * scale, FAST)
             acc += tl.where(j < V, tl.exp2(a * log2e * (s - 1.0)), 0.0)
         total = tl.sum(acc)
-    tl.store(losses + t, W * (a + tl.log(total)) - a * tl.sum(w * s_t))
+    lse = a + tl.log(total)
+    tl.store(losses + t, W * lse - a * tl.sum(w * s_t))
+    tl.store(nats + t, tl.sum(tl.where((k == 0) & (target >= 0), lse - a * s_t, 0.0)))
     if GRAD:
         g = a / c
         if ROW_W:
@@ -1308,16 +1506,17 @@ def softcap_ce(logits, targets, weights, prefix, row_weight, cap, row0=0, grad=T
     4 bytes moved an element; 3.1 TB/s with whole rows in registers (block 32768, 16 warps, H200).
     """
     n, V = logits.shape
-    out, losses = logits if out is None else out, torch.empty(row0 + n, dtype=torch.float32, device=logits.device)
+    out = logits if out is None else out
+    losses, nats = torch.empty(2, row0 + n, dtype=torch.float32, device=logits.device)
     block = min(block if grad else 4096, triton.next_power_of_2(V))
     softcap_ce_kernel[(n,)](
-        logits, out, losses, targets, weights, targets if prefix is None else prefix,
+        logits, out, losses, nats, targets, weights, targets if prefix is None else prefix,
         weights if row_weight is None else row_weight, row0, len(targets), *cap, V=V, TERMS=len(weights),
         N_PRED=len(weights) - (prefix is not None), PAD=max(2, triton.next_power_of_2(len(weights))),
         PREFIX=prefix is not None, ROW_W=row_weight is not None, GRAD=grad, BLOCK=block, num_warps=16 if grad else 8,
         FAST=grad and logits.is_cuda and logits.dtype != torch.float32,
     )  # fmt: skip
-    return losses[row0:], out if grad else None
+    return losses[row0:], nats[row0:], out if grad else None
 
 
 @jit
@@ -1328,12 +1527,18 @@ def transpose_kernel(x, y, M, N, BM: tl.constexpr, BN: tl.constexpr):
     tl.store(y + n[:, None] * M + m[None, :], tl.trans(tile), mask=(n[:, None] < N) & (m[None, :] < M))
 
 
+@torch.library.custom_op(f"{OPS}::transpose8", mutates_args=())
 def transpose8(x: Tensor) -> Tensor:
     """(M, N) of one-byte items -> contiguous (N, M) at 3.9 TB/s; _scaled_mm takes its operands in one layout only."""
+    if not use_triton(x):
+        return x.T.contiguous()
     y = x.new_empty(x.shape[::-1])
     grid = (triton.cdiv(x.shape[0], 128), triton.cdiv(x.shape[1], 128))
     transpose_kernel[grid](x.view(torch.uint8), y.view(torch.uint8), *x.shape, BM=128, BN=128, num_warps=8)
     return y
+
+
+transpose8.register_fake(lambda x: x.new_empty(x.shape[::-1]))
 
 
 def to_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -1347,9 +1552,9 @@ def linear_ce(
     x: Tensor, w: Tensor, targets: Tensor, weights: Tensor, prefix: Tensor | None, row_weight: Tensor | None,
     cap: list[float], chunk: int, grad: bool, fp8: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Loss, losses, dx and dw of linear_cross_entropy, chunk by chunk over the tokens."""
+    """Loss, nats, dx and dw of linear_cross_entropy, chunk by chunk over the tokens."""
     T, V, kernel = len(x), len(w), use_triton(x)
-    losses = torch.empty(T, dtype=torch.float32, device=x.device)
+    losses, nats = torch.empty(T, device=x.device), torch.empty(T, device=x.device)
     dx, dw = x.new_empty(x.shape if grad else 0), None if grad else w.new_empty(0)
     # More than one chunk is summed in fp32: a 16-bit running sum would round once a chunk.
     g8, rows, wide = None, row_weight, x.is_cuda and x.dtype != torch.float32 and T > chunk
@@ -1368,7 +1573,8 @@ def linear_ce(
         else:
             logits = xc @ w.T
         function, into = (softcap_ce, {"out": None if g8 is None else g8[:n]}) if kernel else (softcap_ce_ref, {})
-        losses[i : i + n], g = function(logits, targets, weights, prefix, rows, tuple(cap), i, grad, **into)
+        own = slice(i, i + n)
+        losses[own], nats[own], g = function(logits, targets, weights, prefix, rows, tuple(cap), i, grad, **into)
         if not grad:
             continue
         if fp8:
@@ -1381,13 +1587,13 @@ def linear_ce(
         dw = part if dw is None else dw.add_(part)
         del logits, g
     total = losses.sum() if row_weight is None else losses @ row_weight
-    return total, losses, dx, dw.to(w.dtype)
+    return total, nats, dx, dw.to(w.dtype)
 
 
 @linear_ce.register_fake
 def _(x, w, targets, weights, prefix, row_weight, cap, chunk, grad, fp8):
-    losses = x.new_empty(len(x), dtype=torch.float32)
-    return losses.new_empty(()), losses, x.new_empty(x.shape if grad else 0), w.new_empty(w.shape if grad else 0)
+    nats = x.new_empty(len(x), dtype=torch.float32)
+    return nats.new_empty(()), nats, x.new_empty(x.shape if grad else 0), w.new_empty(w.shape if grad else 0)
 
 
 def save_linear_ce(ctx, inputs, output):
@@ -1409,10 +1615,10 @@ def linear_cross_entropy(x, w, targets, cap, weights=None, prefix=None, row_weig
     Args:    x (T, D), w (V, D), targets int (T,), negative: none; cap as in softcap(); weights fp32 (n_pred,) of the
              targets ahead, with prefix int (T,) one more, last; row_weight fp32 (T,); fp8: e4m3 operands with dynamic
              scales and an e5m2 gradient with an exact bound for scale, switched off below compute capability 8.9
-    Returns: sum over t of row_weight_t * loss_t, and loss_t fp32 (T,), detached
+    Returns: sum over t of row_weight_t * loss_t; nats of targets_t alone, fp32 (T,), detached, 0 where there is none
 
     Gradients are made in the forward, a chunk of logits at a time, and the backward multiplies them by the gradient of
-    the sum, so they are exact for whatever flows in. A weighting by token goes into row_weight: loss_t carries no
+    the sum, so they are exact for whatever flows in. A weighting by token goes into row_weight: the nats carry no
     gradient, so nothing can be silently wrong.
     """
     weights = torch.ones(1, device=x.device) if weights is None else weights
@@ -1420,8 +1626,8 @@ def linear_cross_entropy(x, w, targets, cap, weights=None, prefix=None, row_weig
     if not use_triton(x):  # the plain path holds several fp32 copies of a chunk's logits: 256 MiB each
         chunk = min(chunk, max(2**26 // len(w), 1))
     fp8 = fp8 and use_triton(x, (8, 9)) and all(n % 16 == 0 for n in (*x.shape, len(w), chunk))
-    total, losses, _, _ = linear_ce(x, w, targets, weights, prefix, row_weight, list(cap), chunk, grad, fp8)
-    return total, losses.detach()
+    total, nats, _, _ = linear_ce(x, w, targets, weights, prefix, row_weight, list(cap), chunk, grad, fp8)
+    return total, nats.detach()
 
 
 # -- symmetric products for Polar Express: half the tiles; the MLP bank's step 1.66 ms against 2.44
@@ -1740,6 +1946,81 @@ def window_attention(q_THK: Tensor, k_THK: Tensor, v_THK: Tensor, bounds: Tensor
     4 / 10 T H K window FLOP forward / backward; 4 / 11 T H K values moved at the least.
     """
     return window_attention_forward(q_THK, k_THK, v_THK, bounds, scale)[0]
+
+
+# -- one step of decoding: each row of the cache gets a key and a value and one query looks at its ring of S slots.
+# Position p lies in slot p % S. The slot after the newest is free: in layers with key offset the still half of a key
+# waits there for its other half. A row at position -1 rests: nothing of it is written.
+
+
+def decode_attention_ref(q, k, v, keys, values, positions, offset: bool) -> Tensor:
+    """q, k, v (B, H, K), keys, values (B, S, H, K), positions int (B,) -> (B, H, K); q carries the scale."""
+    S, K, rows = keys.size(1), keys.size(3), torch.arange(len(q), device=q.device)
+    p, live, still = positions.clamp(min=0).long(), (positions >= 0)[:, None, None], torch.arange(K, device=q.device)
+    slot, after, still = p % S, (p + 1) % S, still >= K // 2
+    if offset:
+        waiting = keys[rows, slot]
+        keys[rows, after] = torch.where(live & still, k, keys[rows, after])
+        k = torch.where(still & (p > 0)[:, None, None], waiting, k)
+    keys[rows, slot] = torch.where(live, k, keys[rows, slot])
+    values[rows, slot] = torch.where(live, v, values[rows, slot])
+    behind = (p[:, None] - torch.arange(S, device=q.device)) % S
+    seen = (behind <= p[:, None]) & (behind < S - 1)
+    q, keys, values = q[:, :, None], keys.transpose(1, 2), values.transpose(1, 2)
+    return F.scaled_dot_product_attention(q, keys, values, seen[:, None, None], scale=1.0)[:, :, 0]
+
+
+@jit
+def decode_attention_kernel(q, k, v, o, keys, values, positions, S, H, sq, sk, sv, OFFSET: tl.constexpr,
+                            D: tl.constexpr, BN: tl.constexpr):  # fmt: skip
+    """One row and one head a program. The new key and value are used from registers, never read back."""
+    row, h, d = tl.program_id(0), tl.program_id(1), tl.arange(0, D)
+    p = tl.load(positions + row)
+    slot, stride = tl.maximum(p, 0) % S, H * D
+    live, still = d < tl.where(p >= 0, D, 0), d >= D // 2
+    keys += (row.to(tl.int64) * S * H + h) * D
+    values += (row.to(tl.int64) * S * H + h) * D
+    Q = tl.load(q + row * sq + h * D + d).to(tl.float32) * 1.4426950408889634
+    K, V = tl.load(k + row * sk + h * D + d), tl.load(v + row * sv + h * D + d)
+    if OFFSET:
+        tl.store(keys + (slot + 1) % S * stride + d, K, mask=live & still)
+        taken = still & (d < p * D)
+        K = tl.where(taken, tl.load(keys + slot * stride + d, mask=taken, other=0.0), K)
+    tl.store(keys + slot * stride + d, K, mask=live)
+    tl.store(values + slot * stride + d, V, mask=live)
+    top, total, acc = tl.sum(Q * K.to(tl.float32), 0), 1.0, V.to(tl.float32)
+    for n0 in range(0, tl.minimum(p + 1, S), BN):
+        n = n0 + tl.arange(0, BN)
+        behind = slot - n + tl.where(n > slot, S, 0)
+        seen = (n < S) & (behind > 0) & (behind <= p) & (behind < S - 1)
+        at = n[:, None] * stride + d[None, :]
+        k_block = tl.load(keys + at, mask=seen[:, None], other=0.0).to(tl.float32)
+        v_block = tl.load(values + at, mask=seen[:, None], other=0.0).to(tl.float32)
+        s = tl.where(seen, tl.sum(k_block * Q[None, :], 1), float("-inf"))
+        new = tl.maximum(top, tl.max(s, 0))
+        e, shrink, top = tl.exp2(s - new), tl.exp2(top - new), new
+        total = total * shrink + tl.sum(e, 0)
+        acc = acc * shrink + tl.sum(e[:, None] * v_block, 0)
+    tl.store(o + row * stride + h * D + d, (acc / total).to(o.dtype.element_ty))
+
+
+DECODE_TILES = dict(BN=128, num_warps=8)
+
+
+@torch.library.custom_op(f"{OPS}::decode_attention", mutates_args=("keys", "values"))
+def decode_attention(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, positions: Tensor,
+                     offset: bool) -> Tensor:  # fmt: skip
+    """As decode_attention_ref; the kernel where it can run, for K a power of two. 4 H K bytes for each key seen."""
+    (B, H, D), S = q.shape, keys.size(1)
+    if not use_triton(q) or D & (D - 1):
+        return decode_attention_ref(q, k, v, keys, values, positions, offset)
+    (q, k, v), o = map(adjacent_heads, (q, k, v)), q.new_empty(B, H, D)
+    strides = (S, H, q.stride(0), k.stride(0), v.stride(0))
+    decode_attention_kernel[(B, H)](q, k, v, o, keys, values, positions, *strides, offset, D, **DECODE_TILES)
+    return o
+
+
+decode_attention.register_fake(lambda q, *rest: q.new_empty(q.shape))
 
 
 # <<< shared: kernels
@@ -2075,96 +2356,333 @@ def evaluate_core(
 # <<< shared: evaluation
 # >>> shared: generation
 # ===============================================================================
-# 9. GENERATION -- KV cache, sampling, streaming text
+# 9. GENERATION -- KV cache, sampling, calculator, rows that decode together, streaming text
 
 
 @dataclass
 class KVCache:
-    """Keys and values of every attention layer, and the last token id: all that a decoding step needs."""
+    """Keys and values of every attention layer in rings: a layer holds its window, not the whole text.
 
-    keys: Tensor  # (A, B, S, H, K); one slot more than tokens, for the still half of the newest key
-    values: Tensor
-    lengths: Tensor  # (B,) tokens in each row
-    last_token: Tensor  # (B,)
+    Position p of a row lies in slot p % S. Keys are stored rotated, so their order in the ring does not matter. S is
+    the window, the newest key and the place of the next, or that of the longest text if it is shorter.
+    """
+
+    keys: list[Tensor]  # of each attention layer, (B, S, H, K)
+    values: list[Tensor]
+    slots: tuple[int, int]  # S of short and of long windows
 
     @staticmethod
-    def empty(model: GPT, rows: int, max_tokens: int) -> KVCache:
-        c, like = model.config, model.embed
-        shape = (len(c.attention_layers), rows, max_tokens + 1, c.num_heads, c.head_dim)
-        ids = torch.zeros(2, rows, dtype=torch.long, device=like.device)
-        return KVCache(*(torch.zeros(shape, device=like.device, dtype=like.dtype) for _ in range(2)), *ids)
+    def empty(model: GPT, rows: int, max_len: int) -> KVCache:
+        c, slots = model.config, tuple(min(window + 2, max_len + 1) for window in model.windows)
+        shapes = [(rows, slots[layer in c.long_layers], c.num_heads, c.head_dim) for layer in c.attention_layers]
+        return KVCache(*([model.embed.new_zeros(shape) for shape in shapes] for _ in "kv"), slots)
 
 
-def sample(logits_BV: Tensor, temperature: float, top_k: int, top_p: float, rng: torch.Generator | None) -> Tensor:
-    """One id for each row: argmax at temperature 0, else from the top_k most likely whose mass reaches top_p."""
-    if temperature == 0:
-        return logits_BV.argmax(-1)
-    k = min(top_k, logits_BV.size(-1)) if top_k > 0 else logits_BV.size(-1)
-    values, ids = logits_BV.float().topk(k, sorted=True)
-    probabilities = torch.softmax(values / temperature, -1)
-    if top_p < 1:  # keeps the first entry that crosses top_p
-        before = probabilities.cumsum(-1) - probabilities
-        probabilities = probabilities.masked_fill(before >= top_p, 0)
-    return ids.gather(-1, torch.multinomial(probabilities, 1, generator=rng))[:, 0]
+def sample(logits_BV: Tensor, temperature_B, top_k_B, top_p_B, seeds_B, counters_B, width: int) -> Tensor:
+    """One id for each row: argmax at temperature 0, else from the top_k most likely whose mass reaches top_p.
+
+    Equals of the last one kept are kept too. Logits plus Gumbel noise are largest at a draw from their softmax. The
+    noise is a hash (C. Wellons's lowbias32) of seed, counter and id, so a row draws the same in any batch.
+
+    Args:  top_k_B 0: all; top_p_B 1 or more: all; width how many entries to sort: at least top_k of every row that
+           cuts, V if one cuts by top_p alone, 0 if none does
+    """
+
+    def mix(x):  # 32 bits in int64, where nothing overflows
+        x = (x ^ x >> 16) * 0x21F0AAAD & 0xFFFFFFFF
+        x = (x ^ x >> 15) * 0x735A2D97 & 0xFFFFFFFF
+        return x ^ x >> 15
+
+    z = logits_BV / temperature_B.clamp(min=1e-6)[:, None]
+    if width:
+        best, place = z.topk(width).values, torch.arange(width, device=z.device)
+        inside = (place < top_k_B[:, None]) | (top_k_B == 0)[:, None]
+        mass = best.masked_fill(~inside, -math.inf).softmax(-1)
+        inside &= mass.cumsum(-1) - mass < top_p_B[:, None]  # the entry that crosses top_p stays
+        least = best.masked_fill(~inside, math.inf).amin(-1)
+        z = z.masked_fill((z < least[:, None]) & ((top_k_B > 0) | (top_p_B < 1))[:, None], -math.inf)
+    ids = mix(torch.arange(z.size(-1), device=z.device))
+    bits = mix((mix((mix(seeds_B) + counters_B) & 0xFFFFFFFF)[:, None] + ids) & 0xFFFFFFFF) >> 9
+    z = z - torch.log(-torch.log((bits.float() + 0.5) * 2**-23))
+    return torch.where((temperature_B == 0)[:, None], logits_BV, z).argmax(-1)
+
+
+LEXEME = re.compile(r"""'[^'\\\n]*'|"[^"\\\n]*"|\.count\b|(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d*)?(?:[eE][-+]?\d+)?"""
+                    r"""|\.\d+|[-+*/%() ]""")  # fmt: skip
+OPERATORS = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.UAdd: operator.pos, ast.USub: operator.neg,
+    ast.Pow: lambda a, b: a**b if abs(b) <= 100 else math.nan,
+}  # fmt: skip
+
+
+def evaluate(node: ast.AST, depth: int = 100) -> int | float:
+    """Value of a syntax tree that holds arithmetic and .count alone; ValueError for anything else."""
+    match node:
+        case ast.Constant(value=int() | float() as x):
+            pass
+        case ast.UnaryOp() if depth:
+            x = OPERATORS[type(node.op)](evaluate(node.operand, depth - 1))
+        case ast.BinOp() if depth:
+            x = OPERATORS[type(node.op)](evaluate(node.left, depth - 1), evaluate(node.right, depth - 1))
+        case ast.Call(func=ast.Attribute(value=ast.Constant(value=str() as text), attr="count"),
+                      args=[ast.Constant(value=str() as part)], keywords=[]):  # fmt: skip
+            x = text.count(part)
+        case _:
+            raise ValueError
+    if isinstance(x, complex) or not abs(x) < 1e30:
+        raise ValueError
+    return x
+
+
+def calculate(expression: str) -> str | None:
+    """The calculator of tool calls: numbers, + - * / // % **, and 'text'.count('part'). None for anything else.
+
+    Length, depth and size of every number are bounded, and with that time and memory, in any thread.
+    """
+    text = expression.strip()
+    parts = LEXEME.findall(text) if len(text) <= 256 else []
+    if "".join(parts) != text:
+        return None
+    plain = "".join(part.replace(",", "") if part[0].isdigit() else part for part in parts)  # 1,000 is a number
+    try:
+        x = evaluate(ast.parse(plain, mode="eval").body)
+    except (SyntaxError, ValueError, ArithmeticError, RecursionError, MemoryError):
+        return None
+    return str(int(x)) if abs(x) < 1e15 and x == int(x) else str(x) if isinstance(x, int) else f"{x:.12g}"
+
+
+@dataclass
+class Completion:
+    """What to continue and how, and what has come of it."""
+
+    prompt: list[int]  # BOS included
+    max_tokens: int = 128
+    temperature: float = 0.8
+    top_k: int = 50  # 0: all
+    top_p: float = 1.0
+    stop: tuple = ()  # ids that end it; BOS always does
+    seed: int = 0
+    tools: bool = False  # run the calculator; without effect if the tokenizer lacks the marks of calls
+    tokens: list[int] = dataclasses.field(default_factory=list)  # new ids, without the one that ended it
+    forced: list[bool] = dataclasses.field(default_factory=list)  # of each new id: comes from a tool, not the model
+    reason: str = ""  # why it ended: "stop" or "length"
+    ended: int = -1  # the stop token
+    call: list[int] | None = None  # the call that is being written
+    queue: list[int] = dataclasses.field(default_factory=list)  # what a tool will say
+
+
+class Decoder:
+    """Rows of a KV cache that decode together: a text enters a free row while the others go on. For one thread.
+
+    On CUDA a step is a graph, launched at once. compile also fuses it, which takes half a minute at the first step.
+    """
+
+    def __init__(self, model: GPT, tokenizer: Tokenizer, rows: int, max_len=0, compile=False, graph=True):
+        self.model, self.tokenizer, self.rows, self.windows = model, tokenizer, rows, model.windows
+        self.max_len = min(max_len or model.config.max_seq_len, model.config.max_seq_len)
+        self.cache, device = KVCache.empty(model, rows, self.max_len), model.embed.device
+        kinds = torch.long, torch.long, torch.int32, torch.float32, torch.long, torch.float32, torch.long
+        self.state = [torch.zeros(rows, dtype=kind, device=device) for kind in kinds]
+        self.tokens, self.previous, self.positions, *self.controls = self.state
+        self.positions.fill_(-1)  # all rows rest
+        self.decode, self.sample = (torch.compile(f) if compile else f for f in (model.decode, sample))
+        self.graphs = {} if graph and device.type == "cuda" else None
+        self.known = [[] for _ in range(rows)]  # ids in the cache; of a live row also the next to go in
+        self.live: dict[int, Completion] = {}
+        names = ("<|python_start|>", "<|python_end|>", "<|output_start|>", "<|output_end|>")
+        self.marks = [tokenizer.specials.get(name, -1) for name in names]
+        with torch.no_grad():
+            self.weights = model.layer_weights()
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Takes over the present weights of the model; texts in the cache are forgotten."""
+        self.known = [[] for _ in range(self.rows)]
+        for old, new in zip(sum(self.weights, ()), sum(self.model.layer_weights(), ()), strict=True):
+            if old is not None:
+                old.copy_(new)
+
+    def check(self, completion: Completion) -> None:
+        """UserError if a completion does not fit a row."""
+        n, new, limit = len(completion.prompt), completion.max_tokens, self.max_len
+        if n == 0:
+            raise UserError("a prompt is empty; give at least a BOS token")
+        if new < 1:
+            raise UserError(f"max_tokens={new} asks for no token; use at least 1")
+        if n + new > limit + 1:
+            raise UserError(f"a prompt of {n} tokens and {new} new ones exceed the context of {limit}; "
+                            f"shorten the prompt or ask for at most {max(limit + 1 - n, 0)}")  # fmt: skip
+
+    @torch.no_grad()
+    def admit(self, completions: dict[int, Completion]) -> None:
+        """Puts completions into rows that are not live. What a row holds of its prompt already is not computed again.
+
+        The last token of a prompt goes in with the next step, which gives the first new token.
+        """
+        starts, values = {}, []
+        for row, c in completions.items():
+            assert row not in self.live, f"row {row} is taken"
+            self.check(c)
+            known, n = self.known[row], len(self.known[row])
+            starts[row] = n if n < len(c.prompt) and known == c.prompt[:n] else 0
+            previous, token = [0, *c.prompt[-2:]][-2:]
+            top_p = c.top_p if c.top_p < 1 else 2  # no rounding of the sum cuts anything
+            values.append((token, previous, len(c.prompt) - 1, max(c.temperature, 0), c.top_k, top_p, c.seed % 2**32))
+        for ring in (*self.cache.keys, *self.cache.values):  # masked anyhow, but a mask lets infinities through
+            ring[[row for row in starts if not starts[row]]] = 0
+        todo = [(row, starts[row], c.prompt[:-1]) for row, c in completions.items() if len(c.prompt) - 1 > starts[row]]
+        for row in completions:
+            self.known[row] = []  # should the prefill fail
+        while todo:
+            n = max(1, sum(np.cumsum([len(prompt) for _, _, prompt in todo]) <= PREFILL_TOKENS))
+            self.model.prefill(self.cache, *map(list, zip(*todo[:n], strict=True)), self.weights)
+            todo = todo[n:]
+        for state, column in zip(self.state, zip(*values, strict=True), strict=True):
+            state[[*completions]] = torch.tensor(column, dtype=state.dtype, device=state.device)
+        self.known = [list(completions[i].prompt) if i in completions else ids for i, ids in enumerate(self.known)]
+        self.live |= completions
+
+    def advance(self, width: int) -> None:
+        """The work of a step, between tensors that stay where they are."""
+        logits = self.decode(self.cache, self.tokens, self.previous, self.positions, self.weights)
+        logits = logits[:, : self.tokenizer.vocab_size]  # without the padding of the vocabulary
+        self.previous.copy_(self.tokens)
+        sampled = self.sample(logits, *self.controls, self.positions, width) if width >= 0 else logits.argmax(-1)
+        self.tokens.copy_(sampled)
+        self.positions.add_(self.positions >= 0)
+
+    def capture(self, width: int) -> torch.cuda.CUDAGraph:
+        """Records a step. All rows rest meanwhile, so that the warm-up writes nothing into the cache."""
+        kept, graph, side = [t.clone() for t in self.state], torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        self.positions.fill_(-1)
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                self.advance(width)
+        torch.cuda.current_stream().wait_stream(side)
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            self.advance(width)
+        for t, value in zip(self.state, kept, strict=True):
+            t.copy_(value)
+        return graph
+
+    @torch.no_grad()
+    def step(self) -> list[tuple[int, int | None, str]]:
+        """One token for each live row: (row, id, reason), the reason "" while it goes on.
+
+        "stop": a stop token came, the id is None; "length": this was the last of max_tokens. The row is then free.
+        """
+        if not self.live:
+            return []
+        V, live = self.tokenizer.vocab_size, self.live.values()
+        cut = max(min(c.top_k or V * (c.top_p < 1), V) if c.temperature > 0 else -1 for c in live)
+        width = min(V, next(size for size in (-1, 0, 64, 1024, V) if size >= cut))  # each is a graph of its own
+        if self.graphs is None:
+            self.advance(width)
+        else:
+            if width not in self.graphs:
+                self.graphs[width] = self.capture(width)
+            self.graphs[width].replay()
+        tokens, events, forced, (start, end, *output) = self.tokens.tolist(), [], {}, self.marks
+        for row, c in self.live.items():
+            token, by_tool, c.reason = tokens[row], bool(c.queue), ""
+            if by_tool:
+                token = forced[row] = c.queue.pop(0)
+            elif token == self.tokenizer.bos_id or token in c.stop:
+                token, c.reason, c.ended = None, "stop", token
+            elif c.tools and -1 not in self.marks:
+                if token == start:
+                    c.call = []
+                elif token == end and c.call is not None:
+                    result, c.call = calculate(self.tokenizer.decode(c.call)), None
+                    if result is not None:
+                        c.queue = [output[0], *self.tokenizer.encode(result), output[1]]
+                elif c.call is not None:
+                    c.call.append(token)
+            if token is not None:
+                c.tokens.append(token)
+                c.forced.append(by_tool)
+                c.reason = "length" if len(c.tokens) == c.max_tokens else ""
+            if not c.reason:
+                self.known[row].append(token)
+            events.append((row, token, c.reason))
+        if forced:
+            self.tokens[[*forced]] = self.tokens.new_tensor([*forced.values()])
+        self.rest([row for row, _, reason in events if reason])
+        return events
+
+    def rest(self, rows: list[int]) -> None:
+        if rows:
+            self.positions[rows] = -1
+        self.live = {row: c for row, c in self.live.items() if row not in rows}
+
+    def free(self, row: int) -> None:
+        """Drops a row's completion, if it has one, and forgets its text."""
+        self.rest([row] if row in self.live else [])
+        self.known[row] = []
+
+
+PREFILL_TOKENS = 16384  # at once
 
 
 class Generator:
-    """Batched decoding of prompts of different lengths with a KV cache."""
+    """Continues prompts of different lengths, up to `rows` at a time. Options are fields of Completion."""
 
-    def __init__(self, model: GPT, tokenizer: Tokenizer):
-        self.model, self.tokenizer = model, tokenizer
+    def __init__(self, model: GPT, tokenizer: Tokenizer, rows: int = 128, compile: bool = False):
+        self.model, self.tokenizer, self.rows, self.compile = model, tokenizer, rows, compile
+        self.decoder: Decoder | None = None  # of the last call, for its graphs
 
-    @torch.no_grad()
-    def stream(self, prompts, max_tokens=128, temperature=0.8, top_k=50, top_p=1.0, stop=(), seed=0, chunk=512):
-        """Yields one list of ids for each step, None for rows that have ended.
+    def run(self, completions: list[Completion], rows: int) -> Iterator[list[tuple[int, int | None, str]]]:
+        """Decoder.step over all completions, which take free rows in turn; with their index in place of the row."""
+        length = max(len(c.prompt) + c.max_tokens for c in completions) - 1
+        if self.model.embed.is_cuda:  # sizes that fit the next call too; keys that are not there cost no time
+            rows, length = 1 << (rows - 1).bit_length(), self.model.config.max_seq_len
+        decoder, self.decoder = self.decoder, None
+        if decoder and (decoder.rows, decoder.windows) == (rows, self.model.windows) and decoder.max_len >= length:
+            decoder.refresh()
+        else:
+            del decoder  # its memory first
+            decoder = Decoder(self.model, self.tokenizer, rows, length, self.compile)
+        waiting, index = list(enumerate(completions))[::-1], {}
+        try:
+            for completion in completions:
+                decoder.check(completion)
+            while waiting or decoder.live:
+                free = [row for row in range(rows) if row not in decoder.live]
+                if waiting and len(free) >= min(len(waiting), max(1, rows // 8)):  # a prefill holds the others up
+                    new = {row: waiting.pop() for row in free[: len(waiting)]}
+                    index |= {row: i for row, (i, _) in new.items()}
+                    decoder.admit({row: completion for row, (_, completion) in new.items()})
+                yield [(index[row], token, reason) for row, token, reason in decoder.step()]
+        finally:
+            for row in range(rows):
+                decoder.free(row)
+            self.decoder = decoder
 
-        Args:   prompts lists of ids (BOS included); stop ids that end a row (BOS always does); chunk prefill length
-        Raises: UserError if prompt and answer do not fit the context
+    def completions(self, prompts, seed: int = 0, **options) -> list[Completion]:
+        return [Completion(list(p), seed=seed + i * 0x9E3779B1, **options) for i, p in enumerate(prompts)]
+
+    def complete(self, prompts, **options) -> list[Completion]:
+        """Continues lists of ids to their end; equal prompts draw different noise.
+
+        Raises: UserError if a prompt and its answer do not fit the context
         """
-        model, device = self.model, self.model.embed.device
-        limit = model.config.max_seq_len
-        longest = max(len(p) for p in prompts)
-        if min(len(p) for p in prompts) == 0:
-            raise UserError("a prompt is empty; give at least a BOS token")
-        if longest + max_tokens > limit + 1:
-            raise UserError(f"a prompt of {longest} tokens and {max_tokens} new ones exceed the context of {limit}; "
-                            f"shorten the prompt or ask for at most {max(limit + 1 - longest, 0)}")  # fmt: skip
-        rng = torch.Generator(device=device).manual_seed(seed)
-        lengths = torch.tensor([len(p) for p in prompts], device=device)
-        ids = torch.tensor([list(p) + [0] * (longest - len(p)) for p in prompts], device=device)
-        cache = KVCache.empty(model, len(prompts), longest + max_tokens)
-        logits = None
-        for start in range(0, longest, chunk):
-            counts = (lengths - start).clamp(0, min(chunk, longest - start))
-            logits = self.prefill_chunk(cache, ids[:, start : start + chunk], counts, logits)
-        ended = torch.zeros(len(prompts), dtype=torch.bool, device=device)
-        stops = torch.tensor([*stop, self.tokenizer.bos_id], device=device)
-        for i in range(max_tokens):
-            logits[:, self.tokenizer.vocab_size :] = -math.inf  # padding of the vocabulary
-            new = sample(logits, temperature, top_k, top_p, rng)
-            ended = ended | torch.isin(new, stops)
-            yield [None if end else token for token, end in zip(new.tolist(), ended.tolist(), strict=True)]
-            if i + 1 == max_tokens or ended.all():
-                return
-            logits = model.extend(cache, new[:, None])
-
-    def prefill_chunk(self, cache: KVCache, ids: Tensor, counts: Tensor, logits: Tensor | None) -> Tensor:
-        """Extends the rows that still have prompt tokens; the others keep their logits and their last token."""
-        live = counts > 0
-        last_token = cache.last_token
-        new = self.model.extend(cache, ids, counts.clamp(min=1))
-        cache.lengths = cache.lengths - (~live).long()
-        cache.last_token = torch.where(live, cache.last_token, last_token)
-        return new if logits is None else torch.where(live[:, None], new, logits)
+        completions = self.completions(prompts, **options)
+        if completions:
+            list(self.run(completions, min(len(completions), self.rows)))
+        return completions
 
     def generate(self, prompts, **options) -> list[list[int]]:
         """The new ids of each prompt, without the stop token."""
-        rows = [[] for _ in prompts]
-        for step in self.stream(prompts, **options):
-            for row, token in zip(rows, step, strict=True):
-                if token is not None:
-                    row.append(token)
-        return rows
+        return [completion.tokens for completion in self.complete(prompts, **options)]
+
+    def stream(self, prompts, **options) -> Iterator[list[int | None]]:
+        """Yields one list of ids for each step, None for rows that have ended."""
+        completions = self.completions(prompts, **options)
+        for events in self.run(completions, len(completions)):
+            found = {i: token for i, token, _ in events}
+            yield [found.get(i) for i in range(len(completions))]
 
     def stream_text(self, prompt: str, **options) -> Iterator[str]:
         """Pieces of text as they become certain: a character is never split between pieces."""
@@ -2215,6 +2733,7 @@ def start_ranks() -> Ranks:
             raise UserError(f"torchrun started process {local_rank} on this machine, which has "
                             f"{torch.cuda.device_count()} GPU(s); lower --nproc_per_node")  # fmt: skip
         torch.cuda.set_device(local_rank)
+        torch.set_num_threads(1)  # OpenMP threads that wait slow down runs beside this one: 87 to 125 ms a step
         device = torch.device("cuda", local_rank)
     else:
         device = torch.device("mps" if torch.backends.mps.is_available() else "cpu")
@@ -2441,6 +2960,18 @@ def load_checkpoint(state: TrainState, folder: Path) -> dict:
     return record
 
 
+def start_from_source(state: TrainState) -> None:
+    """The weights that finetuning begins with; the moments too, unless Config.sft_moments is off."""
+    loss_scale = state.loss_scale
+    load_checkpoint(state, Path(state.config.source))
+    state.step, state.good_steps, state.loss_scale = 0, 0, loss_scale
+    for slot in state.optimizer.slots:
+        slot.grad = None  # a late one is of other text
+    if not state.config.sft_moments:
+        torch._foreach_zero_([moment for slot in state.optimizer.slots for moment in slot.moments.values()])
+        state.optimizer.count = 0
+
+
 def load(run_dir: str | Path, step: int | None = None, device: str | None = None):
     """A trained model for use: (model, tokenizer, config), from the newest checkpoint or that of a step."""
     from safetensors.torch import load_file
@@ -2512,10 +3043,11 @@ def write_report(run_dir: Path, result: dict, config: Config, machine: dict, sam
         "peak memory": f"{result['peak_memory_gib']:.1f} GiB",
         "device time": f"{result['train_seconds'] * machine['num_devices'] / 3600:.4f} device hours",
         "device": f"{machine['num_devices']} x {machine['device']}", "torch": machine["torch"],
+        **({"finetuned from": " ".join(Path(config.source).parts[-3::2])} if config.source else {}),
         "data": config.data, "commit": machine["git_commit"][:12] + (" (changed)" if machine["git_dirty"] else ""),
     }  # fmt: skip
     table = "\n".join(f"| {key} | {value} |" for key, value in rows.items())
-    texts = "\n".join(f"```text\n{sample}\n```\n" for sample in samples)
+    texts = "\n".join(f"````text\n{sample}\n````\n" for sample in samples)  # a sample may hold ``` itself
     text = f"# {run_dir.name}\n\n| | |\n| --- | --- |\n{table}\n\n{picture}\n## Samples\n\n{texts}"
     write_atomically(run_dir / "report.md", text)
 
@@ -2547,15 +3079,16 @@ def train_step(state: TrainState, batch: Batch) -> Tensor:
     The same function serves warm-up, training, profiles, benchmarks and tests.
     """
     config, step = state.config, state.step
-    if len(config.ahead) > 1:
+    if state.model.loss_weights.numel() > 1:
         state.model.loss_weights.copy_(torch.tensor(loss_weights(config, step)), non_blocking=True)
     while True:
         loss = torch.zeros((), device=state.ranks.device)
         try:
             for micro_batch in batch.micro_batches(state.packs, state.ranks.device):
-                part = state.forward(*micro_batch)[0] / batch.total_targets
-                (part * state.loss_scale).backward()
-                loss += part.detach()
+                total, nats = state.forward(*micro_batch)
+                targets = max(batch.total_targets, 1)
+                (total / targets * state.loss_scale).backward()
+                loss += nats.sum() / targets
             break
         except torch.OutOfMemoryError:
             step_down(state)  # a micro-batch half as large; the global batch stays
@@ -2590,15 +3123,9 @@ def choose_packs(config: Config, ranks: Ranks) -> int:
             raise UserError(f"a step of {stage.packs} packs does not divide over {ranks.world} processes; "
                             f"use a number of processes that divides {stage.packs}")  # fmt: skip
     common = math.gcd(*(stage.packs // ranks.world for stage in config.stage_table))
-    limit = 65536 if ranks.device.type == "cuda" else 8192
+    limit = 8192
     if ranks.device.type == "cuda":
-        layer = 24 * config.width + 4 * config.mlp_width  # values kept for the backward: 0.9 MB a token, measured
-        a_token = 2 * (config.num_layers * layer + 4 * config.padded_vocab)
-        if config.compile and bf16_is_native():
-            a_token *= 0.4  # compiled, with the kernels: 0.25 MB measured, rounded up
-        states = 20 * config.padded_vocab * config.width * (2 + len(config.value_embed_layers))
-        states += 20 * config.width * config.bigram_rows
-        limit = min(limit, (0.85 * torch.cuda.mem_get_info(ranks.device)[0] - states) / a_token)
+        limit = micro_batch_limit(config, torch.cuda.mem_get_info(ranks.device)[0])
     if config.micro_batch_tokens:
         limit = config.micro_batch_tokens
         if limit % config.pack_tokens:
@@ -2703,19 +3230,33 @@ class Stopper:
             signal.signal(number, handler)
 
 
-def pretrain(config: Config, args: argparse.Namespace) -> dict:
-    """Trains, evaluates, saves, samples and reports; returns the result that is printed last."""
+def train(config: Config, args: argparse.Namespace) -> dict:
+    """Pretrains, or finetunes config.source; evaluates, saves, samples, reports; returns what is printed last."""
     ranks = start_ranks()
     dataset = Dataset.open(config.data)
-    run_dir = prepare_run_dir(dataset, args, ranks)
+    conversations = Conversations(dataset, "train", config) if config.source else None
+    origin = Path(config.source).parent.parent / "tokenizer.json"
+    if conversations and not args.resume and origin.read_bytes() != dataset.tokenizer.path.read_bytes():
+        raise UserError(f"{dataset.root} has another tokenizer than {origin.parent}; pass the --data of that run, or "
+                        f"make a dataset with data/pretrain.py --tokenizer {origin}")  # fmt: skip
     config = dataclasses.replace(config, vocab_size=dataset.tokenizer.vocab_size)
     config.validate()
-    train_info = dataset.info["splits"]["train"]
-    if config.tokens > train_info["tokens"] * config.max_epochs:
+    train_info, note = dataset.info["splits"]["train"], "training tokens"
+    available = train_info["tokens"] * config.max_epochs
+    if conversations:  # whole steps, padding included
+        steps = math.ceil(len(conversations.packs) * config.pack_tokens / config.step_tokens)
+        available = round(steps * config.step_tokens)
+        config = dataclasses.replace(config, tokens=config.tokens or available)
+        counted = conversations.tokens[conversations.counted]
+        train_info = {"tokens": len(counted), "text_bytes": int(dataset.tokenizer.token_bytes[counted].sum())}
+        note = (f"counted tokens in {len(conversations.borders) - 1:,} conversations, "
+                f"{1 - conversations.inputs * config.max_epochs / available:.1%} padding")  # fmt: skip
+    if config.tokens > available:
         raise UserError(
-            f"{config.data} holds {train_info['tokens']:,} training tokens, the run asks for {config.tokens:,}; "
-            f"ask for fewer with --tokens {train_info['tokens']}, or allow repeats with --set max_epochs=N"
+            f"{config.data} holds {available:,} training tokens, the run asks for {config.tokens:,}; "
+            f"ask for fewer with --tokens {available}, or allow repeats with --set max_epochs=N"
         )
+    run_dir = prepare_run_dir(dataset, args, ranks)
     bytes_per_token = train_info["text_bytes"] / train_info["tokens"]
     machine = describe_machine(ranks)
     log = Log(run_dir, ranks, config.wandb, dataclasses.asdict(config))
@@ -2723,8 +3264,10 @@ def pretrain(config: Config, args: argparse.Namespace) -> dict:
     count = sum(p.numel() for p in state.model.parameters())
     log.say(f"{Path(__file__).name}: {count / 1e6:.1f} M parameters, {state.model.embed.dtype}, "
             f"{machine['num_devices']} x {machine['device']}, torch {machine['torch']}")  # fmt: skip
-    log.say(f"data: {config.data}, vocabulary {config.vocab_size:,}, {train_info['tokens']:,} training tokens")
+    log.say(f"data: {config.data}, vocabulary {config.vocab_size:,}, {train_info['tokens']:,} {note}")
     log.say(f"run:  {run_dir}, {config.num_steps:,} steps, {config.tokens:,} tokens")
+    if config.prefix_weight:
+        state.model.prefixes[: config.vocab_size] = torch.tensor(dataset.tokenizer.prefixes())
     warm_up(state, log.say)
 
     position, train_seconds, tokens, val_bpb = None, 0.0, 0, None
@@ -2734,18 +3277,22 @@ def pretrain(config: Config, args: argparse.Namespace) -> dict:
         val_bpb = record["val_bpb"] if state.step == config.num_steps else None  # belongs to that checkpoint only
         log.rewind(state.step)
         log.say(f"resumed at step {state.step} from {checkpoints(run_dir)[-1]}")
-    elif ranks.is_main:
-        description = {"config": dataclasses.asdict(config), "flags": args.flags, "overridden": args.set,
-                       "machine": machine, "dataset_fingerprint": dataset.info.get("fingerprint")}  # fmt: skip
+    elif config.source:
+        start_from_source(state)
+    if ranks.is_main and not args.resume:
+        description = {"command": "sft" if config.source else "pretrain", "config": dataclasses.asdict(config),
+                       "flags": args.flags, "overridden": args.set, "machine": machine,
+                       "date": datetime.datetime.now().isoformat(timespec="seconds"),
+                       "dataset_fingerprint": dataset.info.get("fingerprint")}  # fmt: skip
         write_atomically(run_dir / "config.json", json.dumps(description, indent=1))
         write_atomically(run_dir / Path(__file__).name, Path(__file__).read_text(encoding="utf-8"))
         write_atomically(run_dir / "tokenizer.json", dataset.tokenizer.path.read_text(encoding="utf-8"))
-    loader = PackLoader(dataset, config, ranks, position, state.step)
+    loader = PackLoader(dataset, config, ranks, position, state.step, conversations)
     validation = validation_batch(dataset, config)
     token_bytes = torch.zeros(config.padded_vocab, dtype=torch.long, device=ranks.device)
     token_bytes[: config.vocab_size] = torch.from_numpy(dataset.tokenizer.token_bytes).to(ranks.device)
     peak, stopper, entered_stage = peak_flops(ranks.device, state.model.embed.dtype), Stopper(ranks), -1
-    profiler, flops, tokens_at_start, seconds_at_start = None, 0.0, tokens, train_seconds
+    profiler, work, tokens_at_start, seconds_at_start = None, 0.0, tokens, train_seconds
     losses = []  # of the steps since the last line, 0-D tensors on the device
     if ranks.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(ranks.device)
@@ -2764,6 +3311,8 @@ def pretrain(config: Config, args: argparse.Namespace) -> dict:
         save_checkpoint(state, run_dir, position, extra)
         log.say(f"step {state.step:6d}/{config.num_steps} | saved in {time.perf_counter() - start:.1f} s")
 
+    if config.source and not args.resume:
+        evaluate()  # where finetuning starts
     gc.collect()
     gc.freeze()  # else a collection of what the compiler left behind makes one step in some hundred slow
     ranks.sync()
@@ -2794,6 +3343,7 @@ def pretrain(config: Config, args: argparse.Namespace) -> dict:
             if not math.isfinite(loss):
                 raise UserError(f"the loss became {loss} at step {state.step}; {diverged_advice(run_dir)}")
             flops = flops_per_token(config, state.model.windows, batch.positions)
+            work += flops * (tokens - logged_tokens)
             interval = max(train_seconds - logged_seconds, 1e-9)
             speed = (tokens - logged_tokens) / interval
             steps = max(1, round((tokens - logged_tokens) / batch.total_tokens))
@@ -2827,23 +3377,36 @@ def pretrain(config: Config, args: argparse.Namespace) -> dict:
     speed = (tokens - tokens_at_start) / seconds
     result = {
         "val_bpb": val_bpb, "steps": state.step, "tokens": tokens, "train_seconds": train_seconds,
-        "tokens_per_second": speed, "mfu": speed * flops / (peak * ranks.world),
+        "tokens_per_second": speed, "mfu": work / (seconds * peak * ranks.world),
         "peak_memory_gib": peak_memory_gib(ranks.device), "run_dir": str(run_dir),
     }  # fmt: skip
-    if core_files(dataset) and config.core_items >= 0:
+    if core_files(dataset) and config.core_items >= 0 and not config.source:
         result |= evaluate_core(state.model, dataset, config, ranks, run_dir, log.say, state.packs * config.pack_tokens)
     if ranks.is_main:
-        generator = Generator(state.model, dataset.tokenizer)
-        new = min(config.sample_tokens, config.max_seq_len - 1)
-        options = {"max_tokens": new, "temperature": config.temperature, "top_k": config.top_k, "top_p": config.top_p}
-        rows = generator.generate([[dataset.tokenizer.bos_id]] * 3, **options, seed=config.seed)
-        samples = [dataset.tokenizer.decode(row) for row in rows]
+        samples = make_samples(state.model, dataset.tokenizer, config)
         for text in samples:
             log.say(f"--- sample\n{text}")
+        write_atomically(run_dir / "result.json", json.dumps(result, indent=1))
         write_report(run_dir, result, config, machine, samples)
         log.say(f"--- report: {run_dir}/report.md")
     log.close()
     return result
+
+
+QUESTIONS = ("Hello! Who are you?", "Why is the sky blue?", "Write a Python function that adds two numbers.")
+
+
+def make_samples(model: GPT, tokenizer: Tokenizer, config: Config) -> list[str]:
+    """Three texts for the report: written from nothing, or after finetuning the most likely answers to QUESTIONS."""
+    ids, prompts, options = tokenizer.specials, [[tokenizer.bos_id]] * 3, {"temperature": config.temperature}
+    if config.source:
+        prompts = [[tokenizer.bos_id, ids["<|user_start|>"], *tokenizer.encode(question), ids["<|user_end|>"],
+                    ids["<|assistant_start|>"]] for question in QUESTIONS]  # fmt: skip
+        options = {"temperature": 0.0, "stop": (ids["<|assistant_end|>"],)}
+    options |= {"top_k": config.top_k, "top_p": config.top_p, "seed": config.seed}
+    new = min(config.sample_tokens, config.max_seq_len + 1 - max(map(len, prompts)))
+    texts = [tokenizer.decode(row) for row in Generator(model, tokenizer).generate(prompts, max_tokens=new, **options)]
+    return [f"{q}\n\n{text}" for q, text in zip(QUESTIONS, texts, strict=True)] if config.source else texts
 
 
 def finish_profile(profiler, run_dir: Path, log: Log, ranks: Ranks) -> None:
@@ -2861,10 +3424,15 @@ def finish_profile(profiler, run_dir: Path, log: Log, ranks: Ranks) -> None:
 def prepare_run_dir(dataset: Dataset, args: argparse.Namespace, ranks: Ranks) -> Path:
     """Creates or checks the run directory; all ranks get the same answer."""
     name = datetime.datetime.now().strftime(f"%Y-%m-%d_%H-%M-%S_{Path(__file__).stem}")
-    names = [args.run_dir or f"out/{name}"]
+    name += "_sft" if args.command == "sft" else ""
+    newest = [p.name for p in checkpoints(Path(args.run_dir))][-1:] if args.resume else "nothing"
+    names = [args.run_dir or f"out/{name}", newest]
     if ranks.world > 1:
         dist.broadcast_object_list(names, 0)
     run_dir = Path(names[0])
+    if names[1] != newest:  # a shared file system may be seconds behind on another machine
+        raise UserError(f"process {ranks.rank} would continue {newest} in {run_dir}, process 0 {names[1]}; the run "
+                        f"directory must be on one file system for all; if it is, start again")  # fmt: skip
     if args.resume:
         if not checkpoints(run_dir):
             raise UserError(f"--resume found no complete checkpoint in {run_dir}/checkpoints; start without --resume")
@@ -2882,12 +3450,13 @@ def prepare_run_dir(dataset: Dataset, args: argparse.Namespace, ranks: Ranks) ->
     return run_dir
 
 
-# Fields that a resumed run may not change: the checkpoint would not fit, the model would be another, or the batches.
-FROZEN_ON_RESUME = (
+# Fields that a resumed or finetuned run may not change: the checkpoint would not fit, or the model would be another.
+FROZEN = (
     "num_layers", "width", "head_dim", "mlp_width", "max_seq_len", "no_attention_layers", "long_layers",
-    "key_offset_layers", "value_embed_layers", "bigram_rows", "smear", "x0_injection", "skip_from", "skip_to",
-    "backout_layer", "gate_width", "attention_scale", "rotary_base", "softcap", "pack_tokens", "pack_docs",
+    "key_offset_layers", "value_embed_layers", "shared_input_from", "attention_gates", "bigram_rows", "smear",
+    "x0_injection", "backout_layer", "gate_width", "attention_scale", "rotary_base", "frequencies", "softcap", "source",
 )  # fmt: skip
+FROZEN_ON_RESUME = (*FROZEN, "pack_tokens", "pack_docs", "seed")  # the batches would be others
 
 
 class Parser(argparse.ArgumentParser):
@@ -2909,10 +3478,10 @@ def build_parser() -> Parser:
     parser = Parser(description=__doc__.splitlines()[0], allow_abbrev=False, fromfile_prefix_chars="@",
                     epilog="@FILE reads flags from a file, e.g. @runs/cpu.args")  # fmt: skip
     add = parser.add_argument
-    add("command", nargs="?", default="pretrain", help="pretrain, core or sample")
+    add("command", nargs="?", default="pretrain", help="pretrain, sft, core or sample")
     add("--data", help="dataset directory (default data/shards/climbmix)")
     add("--run-dir", help="where the run is written (default a new dated directory under out/)")
-    add("--from", dest="source", metavar="DIR", help="run directory to start from (core, sample)")
+    add("--from", dest="source", metavar="DIR", help="run directory to start from (sft, core, sample)")
     add("--resume", action="store_true", help="continue the run in --run-dir")
     add("--steps", type=int, help="length of the run in steps")
     add("--tokens", type=int, help="length of the run in tokens")
@@ -2951,11 +3520,33 @@ def parse_override(text: str) -> tuple[str, object]:
     return key, parsed
 
 
+def sft_config(run_dir: Path, changes: dict) -> Config:
+    """The Config of the run that finetuning starts from, with a schedule for one stage of its own.
+
+    Windows, scale and frequencies are those that the checkpoint was trained with last; YaRN has nothing to replay.
+    """
+    base, done = read_config(run_dir), checkpoints(run_dir)
+    if not done or not (run_dir / Path(__file__).name).is_file():
+        raise UserError(f"{run_dir} holds no checkpoint of {Path(__file__).name}; name a run that it has pretrained")
+    attention = json.loads((done[-1] / "state.json").read_text())["attention"]
+    packs, lr = (changes.get(name, getattr(base, name)) for name in ("sft_packs", "sft_lr"))
+    stage = (1.0, packs, attention["window_short"], attention["window_long"], base.max_seq_len, lr)
+    # Matrices begin with full momentum, because their buffers are filled; a short document takes 32 tokens.
+    return dataclasses.replace(
+        base, source=str(done[-1]), attention_scale=attention["scale"], frequencies=tuple(attention["frequencies"]),
+        stages=(stage,), tokens=0, max_epochs=1, cooldown=1.0, lr_floor=0.0, momentum=(base.momentum[1],) * 2 + (0, 0),
+        ahead=(1.0,), prefix_weight=0.0, pack_docs=max(base.pack_docs, base.pack_tokens // 32), wandb="",
+    )  # fmt: skip
+
+
 def make_config(args: argparse.Namespace) -> Config:
-    """Defaults, or on --resume the saved Config, then the flags that were given."""
+    """Defaults, on --resume the saved Config, or for finetuning that of its source; then the flags that were given."""
     if args.resume and not args.run_dir:
         raise UserError("--resume needs --run-dir, the run to continue")
-    base = read_config(Path(args.run_dir)) if args.resume else Config()
+    if args.command == "sft" and not args.source and not args.resume:
+        raise UserError("sft needs --from, a run directory with a checkpoint")
+    if args.command == "pretrain" and args.source:
+        raise UserError(f"pretraining takes no --from; to finetune that run say sft --from {args.source}")
     changes = dict(parse_override(text) for text in args.set)
     for flag in ("data", "tokens", "seed", "eval_every", "save_every", "log_every", "micro_batch_tokens", "attention",
                  "dtype", "wandb"):  # fmt: skip
@@ -2963,18 +3554,23 @@ def make_config(args: argparse.Namespace) -> Config:
             changes[flag] = getattr(args, flag)
     if args.no_compile:
         changes["compile"] = False
+    base = Config(**changes)
+    if args.resume:
+        base = read_config(Path(args.run_dir))
+        if args.command == "sft" and not base.source:
+            raise UserError(f"{args.run_dir} is a pretraining run; finetune it with sft --from {args.run_dir}")
+    elif args.command == "sft":
+        base = sft_config(Path(args.source), changes)
     config = dataclasses.replace(base, **changes)
     if args.steps is not None:
         if args.steps < 1:
             raise UserError(f"--steps {args.steps} must be at least 1")
-        mean = sum(s.share * s.packs for s in config.stage_table) * config.pack_tokens
-        config = dataclasses.replace(config, tokens=round(args.steps * mean))
-    if args.resume:
-        for name in FROZEN_ON_RESUME:
-            old, new = getattr(base, name), getattr(config, name)
-            if old != new:
-                raise UserError(f"--resume cannot change {name}: the run has {old}, the flags say {new}; leave it out, "
-                                f"or start a new run")  # fmt: skip
+        config = dataclasses.replace(config, tokens=round(args.steps * config.step_tokens))
+    for name in FROZEN_ON_RESUME if args.resume else FROZEN if config.source else ():
+        old, new = getattr(base, name), getattr(config, name)
+        if old != new:
+            raise UserError(f"{'--resume' if args.resume else 'sft'} cannot change {name}: the run has {old}, the "
+                            f"flags say {new}; leave it out, or start a new run")  # fmt: skip
     config.validate()
     return config
 
@@ -3023,7 +3619,7 @@ def main(argv: list[str] | None = None) -> int:
         argv = sys.argv[1:] if argv is None else argv
         args = build_parser().parse_args(argv)
         args.flags = list(argv)
-        commands = {"pretrain": pretrain, "core": core_command, "sample": sample_command}
+        commands = {"pretrain": train, "sft": train, "core": core_command, "sample": sample_command}
         if args.command not in commands:  # argparse's choices would hide an unknown flag before a value
             raise UserError(f"unknown command {args.command}; use {', '.join(commands)}")
         config = make_config(args)

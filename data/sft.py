@@ -11,6 +11,7 @@ the seed; 1.5: all once and half of them again):
     hf:REPO/GLOB, smol-smoltalk  the same from a Hugging Face dataset
     gsm8k:FILE                   {"question", "answer"}; <<3*4=12>> in an answer becomes a tool call
     spelling:WORDFILE[:COUNT]    COUNT (10,000) generated tasks: spell a word, count a letter with the tool
+    addition:COUNT[:DIGITS]      COUNT generated sums of numbers with up to DIGITS (2) digits, worked column by column
 
 Template: <|bos|>, then <|user_start|> text <|user_end|> and <|assistant_start|> text <|assistant_end|> in turn, with
 nothing between them. An assistant's content is a text or a list of {"type": "text"|"python"|"python_output", "text"}:
@@ -23,7 +24,7 @@ Written are sft/{train,val}_000000.bin, shards as in data/format.py, and beside 
 and uint16 format, one 0 or 1 for each token (1: the loss counts it as a target), with 2 as its vocabulary size. A
 reader of the shards must leave out *.mask.bin. dataset.json then lists the files and the splits "sft_train" and
 "sft_val". Without --val-source, --val-fraction of the conversations are held out before weights apply; the
-generated spelling tasks hold out words.
+generated tasks hold out words and pairs of numbers.
 """
 
 import argparse
@@ -139,6 +140,8 @@ class Source(NamedTuple):
 def parse_source(spec: str, flag: str, seed: int, val_fraction: float) -> Source:
     """Resolves a --source or --val-source; mistakes end the script before anything is read."""
     kind, colon, rest = spec.partition(":")
+    if kind == "addition" and colon:
+        return addition_source(rest, flag, seed, val_fraction)
     if kind not in ("gsm8k", "spelling") or not colon:
         kind, rest = "chat", spec
     path, number = rest, ""
@@ -287,6 +290,49 @@ def spelling_tasks(words: list[str], count: int, split: str, seed: int) -> Itera
         if rng.random() < 0.3:
             question = question.lower()
         yield {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+
+
+def is_val_sum(a: int, b: int) -> bool:
+    """Every fifth pair of numbers, by its hash, is held out, in both orders."""
+    return hashlib.sha256(f"{min(a, b)}+{max(a, b)}".encode()).digest()[0] < 51
+
+
+def draw_sum(rng: random.Random, digits: int, split: str) -> tuple[int, int]:
+    """Two numbers of exactly so many digits, of the training or of the validation part."""
+    while True:
+        a, b = (rng.randrange(10 ** (digits - 1) if digits > 1 else 0, 10**digits) for _ in "ab")
+        if is_val_sum(a, b) == (split == "val"):
+            return a, b
+
+
+def addition_texts(a: int, b: int) -> tuple[str, str]:
+    """Question and answer: a line for each column from the right, with what is carried, then the sum.
+
+    47 + 85 gives 7+5=12, 4+8+1=13 and #### 132. A small model learns a column; a whole sum it would have to look up.
+    """
+    width, carry, lines = len(str(max(a, b))), 0, []
+    for x, y in zip(reversed(f"{a:0{width}}"), reversed(f"{b:0{width}}"), strict=True):
+        total = int(x) + int(y) + carry
+        lines.append(f"{x}+{y}+1={total}" if carry else f"{x}+{y}={total}")
+        carry = total // 10
+    return f"What is {a} + {b}?", "\n".join([*lines, f"#### {a + b}"])
+
+
+def addition_source(rest: str, flag: str, seed: int, val_fraction: float) -> Source:
+    match = re.fullmatch(r"([0-9]+)(?::([0-9]+))?", rest)
+    count, most = (int(match[1]), int(match[2] or 2)) if match else (0, 0)
+    if count < 1 or not 1 <= most <= 18:
+        fail(f"{flag} addition:{rest} must be addition:COUNT or addition:COUNT:DIGITS with at least 1 task and 1 to 18 "
+             f"digits, e.g. addition:2000:2")  # fmt: skip
+
+    def generate(split: str) -> Iterator[tuple[str, Any, str]]:
+        total = count if split == "train" or flag == "--val-source" else max(1, round(count * val_fraction))
+        rng = random.Random(f"{seed} addition {split}")
+        for i in range(total):
+            roles = zip(("user", "assistant"), addition_texts(*draw_sum(rng, rng.randint(1, most), split)), strict=True)
+            yield f"task {i + 1}", {"messages": [{"role": role, "content": text} for role, text in roles]}, ""
+
+    return Source(f"addition:{count}:{most}", 1.0, [], generate, True)
 
 
 # --- encoding ---------------------------------------------------------------------------------------------
@@ -490,7 +536,8 @@ def main() -> None:
     add = parser.add_argument
     add("--data", required=True, type=Path, help="dataset directory whose tokenizer is used, e.g. data/shards/NAME")
     add("--source", required=True, action="append", metavar="SPEC[:WEIGHT]",
-        help="file, glob, hf:REPO/GLOB, smol-smoltalk, gsm8k:FILE, spelling:WORDFILE[:COUNT]; repeatable")  # fmt: skip
+        help="file, glob, hf:REPO/GLOB, smol-smoltalk, gsm8k:FILE, spelling:WORDFILE[:COUNT], "
+             "addition:COUNT[:DIGITS]; repeatable")  # fmt: skip
     add("--val-source", action="append", default=[], metavar="SPEC[:WEIGHT]", help="validation; repeatable")
     add("--val-fraction", type=float, default=0.01, help="held out if there is no --val-source")
     add("--max-len", type=int, default=2048, help="most tokens of a conversation; longer ones are cut at the end")

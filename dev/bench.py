@@ -1,8 +1,9 @@
 # ruff: noqa: E402
-"""Speed of train_small.py on random documents: start-up, steps of every stage, where a step's time goes.
+"""Speed of a training script on random documents: start-up, steps of every stage, where a step's time goes.
 
-    python dev/bench.py                                        the recipe of the script
-    python dev/bench.py @runs/b34.args --attention triton      any flags of train_small.py; --steps are timed ones
+    python dev/bench.py                                        the recipe of train_small.py
+    python dev/bench.py --script train_medium.py               that of the medium model
+    python dev/bench.py @runs/b34.args --attention triton      any flags of the script; --steps are timed ones
     torchrun --standalone --nproc_per_node=8 dev/bench.py      several GPUs
 
 Steps are train_step with batches of PackLoader. The table by section comes from 3 more steps of the last stage under
@@ -17,6 +18,7 @@ import bisect
 import collections
 import contextlib
 import dataclasses
+import importlib
 import json
 import math
 import re
@@ -29,7 +31,13 @@ sys.path[:1] = [str(Path(__file__).resolve().parents[1])]  # not dev/, whose pro
 import numpy as np
 import torch
 
-import train_small as ts
+SCRIPTS = ("train_small.py", "train_medium.py")
+chooser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+chooser.add_argument("--script", default=SCRIPTS[0])
+script = chooser.parse_known_args()[0].script  # before its own flags can be read
+if script not in SCRIPTS:
+    sys.exit(f"error: --script {script} is none of {', '.join(SCRIPTS)}")
+ts = importlib.import_module(Path(script).stem)
 
 UNMEASURED = 5  # steps before the timed ones of a stage
 PROFILED = 3
@@ -46,6 +54,7 @@ PATTERNS = (
     (r"linear_ce|softcap_ce", "head and loss"),
     (r"attention|flash|fmha|varlen", "attention"),
     (r"relu2", "MLP"),
+    (r"transpose8|transpose_kernel", "copies"),
     (r"<product>", ""),  # by the sizes of its operands
     (r"embedding|index_put|indexing_backward|index_select", "embeddings"),
     (r"AccumulateGrad|[Mm]emcpy|[Mm]emset|copy_|pin_memory|aten::(fill|zero|full|contiguous|clone)", "copies"),
@@ -56,8 +65,9 @@ PATTERNS = (
 
 
 def make_parser(name: str, doc: str, steps: int) -> argparse.ArgumentParser:
-    """The flags of train_small.py; --steps are measured ones here."""
+    """The flags of the training script; --steps are measured ones here."""
     parser = ts.build_parser()
+    parser.add_argument("--script", help=f"one of {', '.join(SCRIPTS)} (default {SCRIPTS[0]})")
     parser.prog, parser.description = name, doc.splitlines()[0]
     parser.set_defaults(steps=steps)
     next(a for a in parser._actions if a.dest == "steps").help = f"measured steps (default {steps})"

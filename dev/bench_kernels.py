@@ -1,7 +1,7 @@
 # ruff: noqa: B023, E402, E731
-"""Checks every kernel of train_small.py against its reference on a CUDA device, then times it against plain PyTorch.
+"""Checks every kernel of the scripts against its reference on a CUDA device, then times it against plain PyTorch.
 
-    python dev/bench_kernels.py [ce] [sym] [mlp] [attention] [--seconds 110]
+    python dev/bench_kernels.py [ce] [sym] [mlp] [attention] [fp8] [--seconds 110]
 
 Times are medians of triton.testing.do_bench, which flushes the L2 cache between runs. Per cent are of what this device
 reaches in a large bf16 product (fp8: fp8 product) and in a large copy, measured first. The table comes last. The exit
@@ -16,6 +16,7 @@ sys.path[:1] = [str(Path(__file__).resolve().parents[1])]  # not dev/, whose pro
 import torch
 import torch.nn.functional as F
 
+import train_medium as M
 import train_small as K
 
 START, TABLE, FAILED, LIMIT = time.perf_counter(), [], [], {}
@@ -118,12 +119,12 @@ def check_ce() -> None:
         logits, targets, weights, prefix, rows = ce_case(T, V)
         want = K.softcap_ce_ref(logits, targets, weights, prefix, rows, CAP)
         got = K.softcap_ce(logits.clone(), targets, weights, prefix, rows, CAP, block=block)
-        check(f"softcap_ce {T} x {V}, block {block}: losses, gradient", zip(got, want, strict=True), 6e-3)
-        losses, _ = K.softcap_ce(logits.clone(), targets, weights, prefix, rows, CAP, grad=False)
+        check(f"softcap_ce {T} x {V}, block {block}: losses, nats, gradient", zip(got, want, strict=True), 6e-3)
+        losses, _, _ = K.softcap_ce(logits.clone(), targets, weights, prefix, rows, CAP, grad=False)
         check(f"softcap_ce {T} x {V}: validation losses", [(losses, want[0])], 1e-5)
         out = torch.full((T, V), float("nan"), device="cuda").to(torch.float8_e5m2)
         K.softcap_ce(logits, targets, weights, prefix, rows * 1e4, CAP, out=out, block=block)
-        check(f"softcap_ce {T} x {V}: e5m2 gradient", [(out.float() / 1e4, want[1])], 0.12)
+        check(f"softcap_ce {T} x {V}: e5m2 gradient", [(out.float() / 1e4, want[2])], 0.12)
         check(f"transpose8 {T} x {V}", [(K.transpose8(out).float(), out.T.float())], 1e-9)
     T, V, D = 5008, 32768, 768
     x, w = randn(T, D).requires_grad_(), randn(V, D, scale=0.1).requires_grad_()
@@ -304,8 +305,63 @@ def time_attention() -> None:
         timed("  torch varlen, both ways", lambda: torch.autograd.grad(varlen(*leaves), leaves, g))
 
 
+# ---- fp8 products of the medium model: linear8
+
+
+def plain_product(x, w, flip):
+    return x @ w if flip else F.linear(x, w)
+
+
+def fp8_mlp(x, up, down):
+    return M.linear8(F.relu(M.linear8(x, up, x.shape[1] ** 0.5)).square(), down, flip=True)
+
+
+def fp8_cases(T: int):
+    """name, x, w, bound of x, flip, incoming gradient for each product of a layer."""
+    for name, k, n, flip in (("qkv", 1536, 4608, False), ("o", 1536, 1536, False), ("up", 1536, 6144, False),
+                             ("down", 6144, 1536, True)):  # fmt: skip
+        x = F.rms_norm(torch.randn(T, k, device="cuda"), (k,)).to(bf16).requires_grad_()
+        w = randn(*((k, n) if flip else (n, k)), scale=k**-0.5).requires_grad_()
+        yield name, x, w, None if name in ("o", "down") else k**0.5, flip, randn(T, n, scale=1e-6)
+
+
+def check_fp8() -> None:
+    for name, x, w, bound, flip, g in fp8_cases(4096):
+        y = M.linear8(x, w, bound, flip)
+        exact = [t.detach().double().requires_grad_() for t in (x, w)]
+        z = plain_product(*exact, flip)
+        got, want = (y, *torch.autograd.grad(y, (x, w), g)), (z, *torch.autograd.grad(z, exact, g.double()))
+        check(f"linear8 {name}: forward, dx, dw", zip(got, want, strict=True), 0.1)
+
+
+def time_fp8() -> None:
+    T = 32768
+    for name, x, w, bound, flip, g in fp8_cases(T):
+        flop, (x8, w8) = 2 * T * w.numel(), (M.cast8(t.detach(), M.scale8(t.detach())) for t in (x, w))
+        g8, one = M.cast8(g, M.scale8(g, M.E5M2), M.E5M2), torch.ones((), device="cuda")
+        b8 = M.transpose8(w8) if flip else w8
+        x8t, g8t = M.transpose8(x8), M.transpose8(g8)
+        for way, function in (("fast sums", lambda: M.product8(x8, b8, one, one, bf16, fast=True)),
+                              ("exact sums", lambda: M.product8(x8, b8, one, one, bf16)),
+                              ("for dw", lambda: M.product8(g8t, x8t, one, one, bf16))):  # fmt: skip
+            timed(f"{name} {T}, fp8 product alone, {way}", function, flop=flop, kind="fp8")
+        ways = {"bf16": plain_product, "fp8": lambda x, w, flip: M.linear8(x, w, bound, flip)}
+        for kind, function in ways.items():
+            compiled = torch.compile(function, fullgraph=True)
+            timed(f"{name} {T}, {kind}, both ways", lambda: torch.autograd.grad(compiled(x, w, flip), (x, w), g),
+                  flop=3 * flop, kind=kind)  # fmt: skip
+    D, hidden = 1536, 6144
+    x = F.rms_norm(torch.randn(T, D, device="cuda"), (D,)).to(bf16).requires_grad_()
+    up, down, g = randn(hidden, D, scale=D**-0.5), randn(hidden, D, scale=hidden**-0.5), randn(T, D, scale=1e-6)
+    leaves = [x, up.requires_grad_(), down.requires_grad_()]
+    for name, function, kind in (("mlp_relu2, bf16", K.mlp_relu2, "bf16"), ("fp8", fp8_mlp, "fp8")):
+        compiled = torch.compile(function, fullgraph=True)
+        timed(f"MLP {T} x {D}, {name}, both ways", lambda: torch.autograd.grad(compiled(*leaves), leaves, g),
+              flop=12 * T * D * hidden, kind=kind)  # fmt: skip
+
+
 PARTS = {"ce": (check_ce, time_ce), "sym": (check_sym, time_sym), "mlp": (check_mlp, time_mlp),
-         "attention": (check_attention, time_attention)}  # fmt: skip
+         "attention": (check_attention, time_attention), "fp8": (check_fp8, time_fp8)}  # fmt: skip
 
 
 def main() -> int:
@@ -323,6 +379,9 @@ def main() -> int:
     if torch.cuda.get_device_capability() < (9, 0) and "mlp" in parts:
         parts.remove("mlp")
         say("mlp skipped: its kernel needs capability 9.0")
+    if torch.cuda.get_device_capability() < (8, 9) and "fp8" in parts:
+        parts.remove("fp8")
+        say("fp8 skipped: it needs capability 8.9")
     torch.manual_seed(0)
     print(torch.cuda.get_device_name(), torch.__version__, flush=True)
     limits()

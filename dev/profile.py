@@ -1,7 +1,8 @@
 # ruff: noqa: E402
-"""Trace of steps of train_small.py with section names; graphs, graph breaks and recompiles after the warm-up counted.
+"""Trace of steps of a training script with section names; counts graphs, graph breaks and recompiles after the warm-up.
 
     python dev/profile.py [@runs/b34.args] [flags of train_small.py] [--steps 5] [--out out/profile/trace.json]
+    python dev/profile.py --script train_medium.py
 
 The trace opens in https://ui.perfetto.dev; every kernel carries its section. The exit code is 1 if there was a graph
 break, or if anything was compiled after the warm-up: steps and a validation in every stage are tried. The reasons
@@ -17,8 +18,9 @@ sys.path[:1] = [str(Path(__file__).resolve().parents[1])]  # not dev/: this file
 import torch
 from torch._dynamo.utils import counters
 
-import train_small as ts
 from dev import bench
+
+ts = bench.ts
 
 
 def compilations() -> dict[str, int]:

@@ -16,6 +16,7 @@ import http.client
 import importlib.util
 import json
 import os
+import random
 import sys
 import urllib.error
 import urllib.parse
@@ -73,6 +74,8 @@ class Local:
 
     def __init__(self, run_dir: Path, args: argparse.Namespace):
         self.script = import_script(run_dir)
+        if not hasattr(self.script, "Decoder"):
+            raise ChatError(f"the script in {run_dir} is too old for this chat; use the runs/chat.py of its commit")
         try:
             self.model, self.tokenizer, config = self.script.load(run_dir, args.step, args.device)
         except (self.script.UserError, RuntimeError) as error:  # torch says so if a device is not there
@@ -84,17 +87,9 @@ class Local:
                 "(finetune it with the sft command)")  # fmt: skip
         self.shown = {specials[name]: text.encode() for name, text in self.SHOWN.items() if name in specials}
         self.stops = {i for i in specials.values() if i not in self.shown}
-        self.tool = getattr(self.script, "calculate", None)  # the script's calculator, if it has one
         self.args, self.limit = args, config.max_seq_len
-        self.cache, self.cached = None, []  # the ids in the cache, in order
-        import torch
-
-        self.torch, device = torch, self.model.embed.device
-        self.rng = torch.Generator(device=device)
-        if args.seed is None:
-            self.rng.seed()
-        else:
-            self.rng.manual_seed(args.seed)
+        self.seed = random.randrange(2**32) if args.seed is None else args.seed
+        self.decoder = self.script.Decoder(self.model, self.tokenizer, 1)  # its row keeps the conversation
 
     def render(self, system: str, messages: list[dict]) -> list[int]:
         """The ids of a conversation, up to where the assistant's next answer starts."""
@@ -133,59 +128,26 @@ class Local:
             raise ChatError(f"the message takes {len(ids):,} tokens but the context is {self.limit:,}; shorten it")
         return ids
 
-    def feed(self, ids: list[int], chunk: int = 512):
-        """Appends ids to the cache; returns the logits after the last of them, (1, V)."""
-        logits = None
-        for i in range(0, len(ids), chunk):
-            new = self.torch.tensor([ids[i : i + chunk]], device=self.model.embed.device)
-            logits = self.model.extend(self.cache, new)
-            self.cached += ids[i : i + chunk]
-        return logits
-
     def stream(self, system: str, messages: list[dict], answer: dict) -> Iterator[str]:
         """Pieces of the answer; answer["ids"] grows with it. May drop the oldest messages."""
-        with self.torch.no_grad():
-            ids = self.fit(system, messages)
-            known = len(self.cached)
-            if self.cache is None or known >= len(ids) or self.cached != ids[:known]:
-                self.cache, self.cached, known = self.script.KVCache.empty(self.model, 1, self.limit), [], 0
-            try:
-                yield from self.decode(ids[known:], min(self.args.max_tokens, self.limit + 1 - len(ids)), answer)
-            except KeyboardInterrupt:
-                self.cache = None  # it may have struck within a step
-                raise
-
-    def decode(self, prompt: list[int], most: int, answer: dict) -> Iterator[str]:
-        args, vocabulary = self.args, self.tokenizer.vocab_size
-        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        new, call, special = answer["ids"], None, self.tokenizer.specials
-        logits = self.feed(prompt)
-        while True:
-            logits[:, vocabulary:] = -float("inf")  # padding of the vocabulary
-            token = int(self.script.sample(logits, args.temperature, args.top_k, args.top_p, self.rng)[0])
-            if token in self.stops:
-                break
-            forced = [token]
-            if token == special.get("<|python_start|>"):
-                call = []
-            elif token == special.get("<|python_end|>") and call is not None and self.tool:
-                result = self.tool(self.tokenizer.decode(call))
-                if result is not None:
-                    output = self.tokenizer.encode(str(result))
-                    forced += [special["<|output_start|>"], *output, special["<|output_end|>"]]
-                call = None
-            elif call is not None:
-                call.append(token)
-            if len(new) + len(forced) > most:
-                forced = forced[: most - len(new)]
-            new += forced
-            for token in forced:
-                yield decoder.decode(self.shown.get(token, self.tokenizer.bytes[token]))
-            if len(new) >= most:
-                say(f"\n(cut after {len(new):,} tokens)")
-                break
-            logits = self.feed(forced)
-        yield decoder.decode(b"", final=True)
+        ids, args = self.fit(system, messages), self.args
+        most = min(args.max_tokens, self.limit + 1 - len(ids))
+        options = {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p, "seed": self.seed}
+        completion = self.script.Completion(ids, most, stop=tuple(self.stops), tools=True, **options)
+        text = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        try:
+            self.decoder.admit({0: completion})
+            while not completion.reason:
+                ((_, token, _),) = self.decoder.step()
+                if token is not None:
+                    answer["ids"].append(token)
+                    yield text.decode(self.shown.get(token, self.tokenizer.bytes[token]))
+        finally:
+            if not completion.reason:  # Ctrl-C may have struck within a step
+                self.decoder.free(0)
+        if completion.reason == "length":
+            say(f"\n(cut after {most:,} tokens)")
+        yield text.decode(b"", final=True)
 
 
 class Remote:

@@ -357,7 +357,8 @@ def export(run_dir: Path, out: Path, step: int | None = None, dtype: str = "floa
             "max_position_embeddings": config.max_seq_len, "bos_token_id": tokenizer.bos_id, "eos_token_id": stops,
             "pad_token_id": tokenizer.bos_id, "tie_word_embeddings": False, "use_cache": False, "dtype": dtype,
             "torch_dtype": dtype, "stage": state["attention"],
-            "script_config": {**dataclasses.asdict(config), "data": ""},  # no folder of this computer
+            "script_config": {key: "" if key in ("data", "source") else value  # no folder of this computer
+                              for key, value in dataclasses.asdict(config).items()},
         })  # fmt: skip
         write_json(temporary / "generation_config.json", {
             "bos_token_id": tokenizer.bos_id, "eos_token_id": stops, "pad_token_id": tokenizer.bos_id,

@@ -1,13 +1,15 @@
-"""What the tests of train_small.py share: a tiny configuration, random weights, documents in packed form, a dataset.
+"""What the tests share: tiny configurations, random weights, documents in packed form, a dataset.
 
-Tests that reach into the packed interface do it through `pack` and `logits` below, so a change of the interface is
-mended here once.
+`ts` is train_small, also in tests of what both scripts share; `script(config)` is the module of a Config. Tests that
+reach into the packed interface do it through `pack` and `logits` below, so a change of the interface is mended here
+once.
 """
 
 import base64
 import hashlib
 import json
 import os
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +19,7 @@ import torch
 if not torch.cuda.is_available():  # before triton is imported anywhere: its kernels then run in the interpreter
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+import train_medium as tm
 import train_small as ts
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -29,9 +32,18 @@ os.environ["OMP_NUM_THREADS"] = "1"  # the same in subprocesses
 TINY = {
     "num_layers": 4, "width": 64, "head_dim": 16, "mlp_width": 128, "vocab_size": 300, "max_seq_len": 64,
     "no_attention_layers": (2,), "long_layers": (1, 3), "key_offset_layers": (1, 3), "value_embed_layers": (0, 3),
-    "bigram_rows": 500, "skip_from": 0, "skip_to": 2, "backout_layer": 2, "pack_tokens": 128, "pack_docs": 8,
+    "bigram_rows": 500, "shared_input_from": 1, "backout_layer": 2, "pack_tokens": 128, "pack_docs": 8,
     "stages": ((0.5, 2, 8, 16, 48, 1.0), (0.5, 4, 8, 24, 64, 1.5)), "tokens": 20 * 3 * 128, "val_tokens": 1500,
     "sample_tokens": 16,
+}  # fmt: skip
+
+
+# Layers 1 and 3 have the long window and value embeddings; layer 2's output is subtracted at the end.
+TINY_MEDIUM = {
+    "num_layers": 4, "width": 64, "head_dim": 16, "mlp_width": 128, "vocab_size": 300, "max_seq_len": 64,
+    "window_pattern": "SL", "pack_tokens": 128, "pack_docs": 8,
+    "stages": ((0.5, 2, 8, 16, 48, 1.0), (0.5, 4, 8, 24, 64, 1.5)), "tokens": 20 * 3 * 128, "val_tokens": 1500,
+    "sample_tokens": 16, "muon_lr": 0.023, "adam_lr": 0.006,
 }  # fmt: skip
 
 
@@ -39,16 +51,25 @@ def tiny_config(**overrides) -> ts.Config:
     return ts.Config(**{**TINY, **overrides})
 
 
-def random_model(config: ts.Config, seed: int = 0) -> ts.GPT:
+def tiny_medium(**overrides) -> tm.Config:
+    return tm.Config(**{**TINY_MEDIUM, **overrides})
+
+
+def script(config):
+    """The training script that a Config belongs to."""
+    return sys.modules[type(config).__module__]
+
+
+def random_model(config, seed: int = 0) -> torch.nn.Module:
     """A model whose every parameter is random: zero-initialised gates and tables would hide mistakes."""
-    model = ts.GPT(config)
+    model = script(config).GPT(config)
     model.init_weights(seed)
     rng = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():
         for name, param in model.named_parameters():
             size = 0.1 if name.endswith("_bank") else 0.3
             param.add_(torch.randn(param.shape, generator=rng) * size)
-    model.attention = ts.sdpa_attention
+    model.attention = script(config).sdpa_attention
     return model
 
 

@@ -281,6 +281,30 @@ def test_spelling(data, tmp_path):
     assert not seen["train"] & seen["val"] and len(seen["val"]) > 5
 
 
+def test_addition(data):
+    """Columns and sums are right, for numbers of any length; held-out pairs are in training in neither order."""
+    run(data, "--source", "addition:60:3", "--val-fraction", 0.2)
+    assert [format.read_dataset(data)["splits"][f"sft_{s}"]["conversations"] for s in ("train", "val")] == [60, 12]
+    assert sft.addition_texts(47, 85) == ("What is 47 + 85?", "7+5=12\n4+8+1=13\n#### 132")
+    seen, rng = {"train": set(), "val": set()}, random.Random(0)
+    for split, found in seen.items():
+        for digits in (1, 2, 3) * 300:
+            a, b = sft.draw_sum(rng, digits, split)
+            assert len(str(a)) == len(str(b)) == digits
+            found.add((min(a, b), max(a, b)))
+            question, answer = sft.addition_texts(a, b)
+            *columns, total = answer.split("\n")
+            assert question == f"What is {a} + {b}?" and total == f"#### {a + b}" and len(columns) == digits
+            carry = 0
+            for place, line in enumerate(columns):
+                left, _, right = line.partition("=")
+                terms = [int(term) for term in left.split("+")]
+                assert terms == [a // 10**place % 10, b // 10**place % 10] + [1] * carry and sum(terms) == int(right)
+                carry = int(right) // 10
+    assert not seen["train"] & seen["val"] and len(seen["val"]) > 100
+    assert sft.addition_texts(5, 995)[1] == "5+5=10\n0+9+1=10\n0+9+1=10\n#### 1000"
+
+
 BAD = [
     ({"messages": []}, 'no list "messages"'),
     ([1], 'no list "messages"'),
@@ -330,6 +354,9 @@ def test_user_errors(data, tmp_path):
         (["--source", f"{path}:1.2.3"], "weight 1.2.3"),
         (["--source", path, "--val-source", path], "both in --source and in --val-source"),
         (["--source", f"spelling:{tmp_path}/none"], "does not exist"),
+        (["--source", "addition:0"], "must be addition:COUNT"),
+        (["--source", "addition:5:19"], "must be addition:COUNT"),
+        (["--source", "addition:x"], "must be addition:COUNT"),
         (["--source", f"{path}:0.01"], "leave no train conversation"),
         (["--source", path, "--max-len", "0"], "--max-len must be at least 8"),
         (["--source", path, "--val-fraction", "1"], "--val-fraction"),

@@ -4,19 +4,28 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT, TINY
+from conftest import ROOT, TINY, TINY_MEDIUM
 
-from dev import bench
+import train_small as ts
+from dev import ablate, bench
 
-FLAGS = [part for key in TINY if key != "tokens" for part in ("--set", f"{key}={TINY[key]}".replace(" ", ""))]
+
+def flags_of(values) -> list[str]:
+    return [part for key in values if key != "tokens" for part in ("--set", f"{key}={values[key]}".replace(" ", ""))]
+
+
+FLAGS = flags_of(TINY)
+# 192: a width that tells the products of the MLP from others.
+MEDIUM = ["--script", "train_medium.py", *flags_of({**TINY_MEDIUM, "mlp_width": 192})]
 
 
 def run_tool(*command) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, *map(str, command)], cwd=ROOT, capture_output=True, text=True, timeout=120)
 
 
-def test_bench():
-    done = run_tool("dev/bench.py", *FLAGS, "--steps", 2)
+@pytest.mark.parametrize("flags", (FLAGS, MEDIUM), ids=("small", "medium"))
+def test_bench(flags):
+    done = run_tool("dev/bench.py", *flags, "--steps", 2)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
     assert len(result["stages"]) == len(TINY["stages"])
@@ -42,6 +51,12 @@ def test_profile(tmp_path):
     assert {"NorMuon", "attention"} <= {event.get("args", {}).get("section") for event in events}
 
 
+def test_unknown_script():
+    done = run_tool("dev/bench.py", "--script", "train_large.py")
+    assert done.returncode == 1 and done.stderr == "error: --script train_large.py is none of {}, {}\n".format(
+        *bench.SCRIPTS)  # fmt: skip
+
+
 def test_profile_reports_a_recompile():
     """A model that is compiled with one stage in the warm-up and another one after it."""
     code = ("import sys; sys.argv[1:] = sys.argv[2:]; import dev.profile as p, torch; ts = p.ts\n"
@@ -55,6 +70,19 @@ def test_profile_reports_a_recompile():
     done = run_tool("-c", code, "x", *FLAGS, "--steps", 1, "--out", "/dev/null")
     assert done.returncode == 1, done.stderr
     assert json.loads(done.stdout.splitlines()[-1])["recompiles"] > 0
+
+
+@pytest.mark.parametrize("script", bench.SCRIPTS)
+def test_bench_generate(script):
+    """Figures of every batch; on a CPU both paths are the same, so every token agrees."""
+    done = run_tool("dev/bench_generate.py", "--smoke", "--script", script)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert [row["batch"] for row in result["batches"]] == [1, 3] and result["new"] == 8
+    for row in result["batches"]:
+        assert row["equal"] == 1 and row["until"] == 8 and row["prefill_ms"] > 0 and row["memory_gib"] > 0
+        assert row["decode_tokens_per_second"] == pytest.approx(1e3 * row["batch"] / row["step_ms"])
+        assert 0 < row["tokens_per_second"] < row["decode_tokens_per_second"]
 
 
 def event(name, kind, start, length, thread=1, **args):
@@ -80,13 +108,15 @@ def test_sections_of_kernels():
         *launched(4, 50, "triton_per_fused_add_embedding_mul_0", 3), *launched(5, 60, "attention_forward_kernel", 4),
         event(backward, "cpu_op", 5, 80, 2), *launched(6, 30, "triton_poi_fused_mul_1", 2, 2),
         event("step: optimizer", "user_annotation", 200, 50), event("step: NorMuon", "user_annotation", 210, 20),
+        event("decoderstack0::transpose8", "cpu_op", 70, 5), *launched(10, 72, "transpose_kernel", 7),
         *launched(7, 215, "sym_mm_kernel", 6), *launched(8, 240, "Memcpy DtoD", 1), *launched(9, 245, "mystery", 1),
     ]}  # fmt: skip
     rows = {row[0]["args"]["correlation"]: row[1:] for row in bench.kernels(trace, config, 8192)}
     assert rows == {
         1: (10, "qkv and o products", "forward"), 2: (20, "MLP", "forward"), 3: (5, "head and loss", "forward"),
         4: (3, "embeddings", "forward"), 5: (4, "attention", "forward"), 6: (2, "elementwise", "backward"),
-        7: (6, "NorMuon", "optimizer"), 8: (1, "copies", "optimizer"), 9: (1, "other", "optimizer"),
+        10: (7, "copies", "forward"), 7: (6, "NorMuon", "optimizer"), 8: (1, "copies", "optimizer"),
+        9: (1, "other", "optimizer"),
     }  # fmt: skip
 
 
@@ -95,3 +125,21 @@ def test_bench_kernels_needs_a_gpu():
     done = run_tool("dev/bench_kernels.py")
     assert done.returncode == 1 and done.stdout == ""
     assert done.stderr.count("\n") == 1 and "needs a CUDA device" in done.stderr
+
+
+def test_ablations_are_differences_to_the_whole_recipe(tmp_path, capsys, monkeypatch):
+    """Runs that are there are read: bpb as printed last, the median step after a fifth, the worst loss first."""
+    for name, bpb, ms in (("whole_recipe", 1.25, 80.0), ("smear", 1.2625, 79.0), ("backout", 1.5, 70.5)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "result.json").write_text(json.dumps({"val_bpb": bpb}))
+        steps = [{"step_ms": 900.0}, *({"step_ms": ms + d} for d in (-1, 0, 0, 1)), {"val_bpb": bpb}]
+        (tmp_path / name / "log.jsonl").write_text("\n".join(map(json.dumps, steps)))
+    monkeypatch.setattr(sys, "argv", ["ablate.py", "--only", "smear,back", "--out", str(tmp_path), "--seed", "1"])
+    assert ablate.main() == 0
+    table = "| without | bpb | ms a step |\n| --- | ---: | ---: |\n"
+    table += "| backout | +0.2500 | -9.50 |\n| smear | +0.0125 | -1.00 |\n"
+    assert (tmp_path / "ablations.md").read_text() == table and capsys.readouterr().out.endswith(table)
+    monkeypatch.setattr(sys, "argv", ["ablate.py", "--only", "nothing", "--out", str(tmp_path)])
+    assert ablate.main() == 1 and "value embeddings" in capsys.readouterr().err
+    for change in ablate.TECHNIQUES.values():  # every switch is a field of today's Config, with a value of its type
+        ts.parse_override(change)

@@ -35,12 +35,13 @@ def naive(x, w, targets, weights, prefix, row_weight, cap=CAP):
     """The formula term by term through F.cross_entropy and autograd."""
     z = cap[0] * torch.sigmoid(((x @ w.T).float() + cap[1]) / cap[2])
     n_pred, loss = len(weights) - (prefix is not None), torch.zeros(len(x), device=x.device)
+    nats = F.cross_entropy(z, targets.long(), ignore_index=-1, reduction="none")
     for k in range(min(n_pred, len(x))):
         shifted = F.pad(targets[k:], (0, k), value=-1)
         loss = loss + weights[k] * F.cross_entropy(z, shifted.long(), ignore_index=-1, reduction="none")
     if prefix is not None:
         loss = loss + weights[-1] * F.cross_entropy(z, prefix.long(), ignore_index=-1, reduction="none")
-    return (loss * (1 if row_weight is None else row_weight)).sum(), loss
+    return (loss * (1 if row_weight is None else row_weight)).sum(), nats
 
 
 CASES = {  # T, V, weights, prefix, row weights, chunk, ignored
@@ -77,16 +78,16 @@ def test_linear_cross_entropy_fp32(case, kernel, monkeypatch):
         pytest.skip("compiled kernels are tested in 16 bits")
     monkeypatch.setattr(K, "use_triton", lambda x, capability=(8, 0): kernel)
     x, w, targets, weights, prefix, rows, chunk = ce_inputs(case, "cpu", torch.float32)
-    total, losses = K.linear_cross_entropy(x, w, targets, CAP, weights, prefix, rows, chunk=chunk)
+    total, nats = K.linear_cross_entropy(x, w, targets, CAP, weights, prefix, rows, chunk=chunk)
     got = torch.autograd.grad(total * 0.7, (x, w))
-    want_total, want_losses = naive(x, w, targets, weights, prefix, rows)
+    want_total, want_nats = naive(x, w, targets, weights, prefix, rows)
     want = torch.autograd.grad(want_total * 0.7, (x, w))
-    for a, b in zip((total, losses, *got), (want_total, want_losses, *want), strict=False):
+    for a, b in zip((total, nats, *got), (want_total, want_nats, *want), strict=False):
         torch.testing.assert_close(a, b, rtol=2e-6 if not kernel else 1e-5, atol=2e-6 if not kernel else 1e-5)
     with torch.no_grad():
         _, again = K.linear_cross_entropy(x, w, targets, CAP, weights, prefix, rows, chunk=chunk)
-    torch.testing.assert_close(again, want_losses, rtol=1e-5, atol=1e-5)
-    assert not losses.requires_grad
+    torch.testing.assert_close(again, want_nats, rtol=1e-5, atol=1e-5)
+    assert not nats.requires_grad
 
 
 @pytest.mark.parametrize("block", [64, 256])
@@ -101,8 +102,8 @@ def test_softcap_ce_sweeps(block, monkeypatch):
     for a, b in zip(got, want, strict=False):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
     out = torch.full(logits.shape, float("nan")).to(torch.float8_e5m2)
-    _, g8 = K.softcap_ce(logits.clone(), targets, weights, prefix, rows * 1000, CAP, out=out, block=block)
-    close(g8.float() / 1000, want[1], 0.12)
+    _, _, g8 = K.softcap_ce(logits.clone(), targets, weights, prefix, rows * 1000, CAP, out=out, block=block)
+    close(g8.float() / 1000, want[2], 0.12)
 
 
 @devices
@@ -111,13 +112,13 @@ def test_linear_cross_entropy_bf16(case, device):
     big = device == "cuda"
     size = (5001, 32768, 768) if big else ()
     x, w, targets, weights, prefix, rows, chunk = ce_inputs(case, device, torch.bfloat16, *size)
-    total, losses = K.linear_cross_entropy(x, w, targets, CAP, weights, prefix, rows, chunk=2048 if big else chunk)
+    total, nats = K.linear_cross_entropy(x, w, targets, CAP, weights, prefix, rows, chunk=2048 if big else chunk)
     got = torch.autograd.grad(total, (x, w))
     x, w = x.detach().float().requires_grad_(), w.detach().float().requires_grad_()
-    want_total, want_losses = naive(x, w, targets, weights, prefix, rows)
+    want_total, want_nats = naive(x, w, targets, weights, prefix, rows)
     want = torch.autograd.grad(want_total, (x, w))
     close(total, want_total, 5e-3)
-    close(losses, want_losses, 5e-3)
+    close(nats, want_nats, 5e-3)
     close(got[0], want[0], 2e-2)
     close(got[1], want[1], 2e-2)
 
@@ -130,10 +131,21 @@ def test_linear_cross_entropy_fp8(device):
     x, w, targets, weights, prefix, rows, _ = ce_inputs(case, device, torch.bfloat16, *size)
     outs = []
     for fp8 in (False, True):
-        total, losses = K.linear_cross_entropy(x, w, targets, CAP, weights, prefix, rows, chunk=chunk, fp8=fp8)
-        outs.append((losses, *torch.autograd.grad(total, (x, w))))
+        total, nats = K.linear_cross_entropy(x, w, targets, CAP, weights, prefix, rows, chunk=chunk, fp8=fp8)
+        outs.append((nats, *torch.autograd.grad(total, (x, w))))
     for a, b, tol in zip(outs[1], outs[0], (2e-2, 0.12, 0.12), strict=False):
         close(a, b, tol)
+
+
+@devices
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_transpose8(dtype, device, monkeypatch):
+    for M, N in ((130, 300), (16, 128)):
+        x = torch.randn(M, N, device=device).to(dtype)
+        want = x.view(torch.uint8).T
+        assert torch.equal(K.transpose8(x).view(torch.uint8), want) and K.transpose8(x).is_contiguous()
+    monkeypatch.setattr(K, "use_triton", lambda x: False)
+    assert torch.equal(K.transpose8(x).view(torch.uint8), want) and K.transpose8(x).is_contiguous()
 
 
 @devices
@@ -207,6 +219,31 @@ def test_window_attention(cu, window, device, monkeypatch):
     y = K.window_attention_ref(*qkv.unbind(1), bounds, 0.2)
     for a, b in zip(got, (y, *torch.autograd.grad(y, qkv, do.double())), strict=False):
         close(a, b, 1e-2 if cuda else 1e-5)
+
+
+@devices
+@pytest.mark.parametrize("offset", [False, True])
+@pytest.mark.parametrize("slots", [2, 21, 37])
+def test_decode_attention(slots, offset, device, monkeypatch):
+    """Several steps from rest, empty, half-full and wrapped rings; what lies in unseen slots does not matter."""
+    cuda = device == "cuda"
+    scale, D, dtype = (29, 128, torch.bfloat16) if cuda else (1, 16, torch.float32)
+    if not cuda:
+        monkeypatch.setattr(K, "DECODE_TILES", dict(BN=16))
+    slots, H = slots * scale, 2
+    positions = torch.tensor([-1, 0, slots // 2, slots - 2, slots - 1, slots, 5 * slots + 1], device=device).int()
+    behind = (positions[:, None] - torch.arange(slots, device=device)) % slots
+    unseen = ((behind > positions[:, None]) | (behind == slots - 1))[:, :, None, None]
+    rings = torch.randn(2, len(positions), slots, H, D, device=device).to(dtype)
+    mine, theirs = rings.masked_fill(unseen, float("nan")), rings.masked_fill(unseen, 0)
+    for _ in range(2):
+        q, k, v = torch.randn(len(positions), 3, H, D, device=device).to(dtype).unbind(1)
+        got = K.decode_attention(q * D**-0.5, k, v, *mine, positions, offset)
+        want = K.decode_attention_ref(q * D**-0.5, k, v, *theirs, positions, offset)
+        close(got[1:], want[1:], 1e-2 if cuda else 1e-5)
+        assert torch.equal(torch.where(mine.isnan(), theirs, mine), theirs), "both wrote the same"
+        assert mine[:, 0].isnan().all() and theirs[:, 0].eq(0).all() and got[0].isfinite().all(), "a row at rest"
+        positions = torch.where(positions < 0, positions, positions + 1)
 
 
 @devices

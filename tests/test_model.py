@@ -2,9 +2,10 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
-from conftest import logits, pack, random_documents, random_model, tiny_config
+from conftest import logits, pack, random_documents, random_model, script, tiny_config, tiny_medium
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -12,14 +13,15 @@ import train_small as ts
 
 ONE_STAGE = (1.0, 2, 8, 16, 64, 1.0)
 # Each technique: the config with it, the config without it. A new technique gets a line here, and with that its tests
-# for packing, for decoding with a cache and for its switch.
+# for packing, for decoding with a cache and for its switch. First those of train_small.py.
 TECHNIQUES = {
     "key_offset": ({}, {"key_offset_layers": ()}),
     "value_embed": ({}, {"value_embed_layers": ()}),
     "bigram": ({}, {"bigram_rows": 0}),
     "smear": ({}, {"smear": False}),
     "x0_injection": ({}, {"x0_injection": False}),
-    "skip": ({}, {"skip_from": -1, "skip_to": -1}),
+    "shared_input": ({}, {"shared_input_from": 3}),
+    "attention_gates": ({}, {"attention_gates": False}),
     "backout": ({}, {"backout_layer": -1}),
     "attention_everywhere": ({"no_attention_layers": ()}, {}),
     "long_layers": ({}, {"long_layers": ()}),
@@ -29,13 +31,37 @@ TECHNIQUES = {
     "attention_scale": ({}, {"attention_scale": 0.3}),
     "rotary": ({}, {"rotary_base": 16.0}),
 }
-CONFIGS = {"default": {}} | {
-    f"{name}-{word}": c for name, pair in TECHNIQUES.items() for word, c in zip(("on", "off"), pair, strict=True) if c
+MEDIUM = {
+    "key_offset": ({}, {"key_offset": False}),
+    "value_embed": ({}, {"value_embeds": False}),
+    "bigram": ({"bigram_rows": 500}, {}),
+    "smear": ({}, {"smear": False}),
+    "x0_injection": ({}, {"x0_injection": False}),
+    "backout": ({}, {"backout": False}),
+    "window_pattern": ({}, {"window_pattern": "S"}),
+    "tied": ({"tied": True}, {}),
+    "attention_gates": ({}, {"attention_gates": False}),
+    "odd_layers": ({"num_layers": 3}, {}),
 }
 
 
 def config_of(overrides) -> ts.Config:
     return tiny_config(**{"stages": (ONE_STAGE,), **overrides})
+
+
+def medium_of(overrides):
+    return tiny_medium(**{"stages": (ONE_STAGE,), **overrides})
+
+
+CONFIGS = {"default": config_of({}), "medium": medium_of({})}
+for prefix, table, build in (("", TECHNIQUES, config_of), ("medium-", MEDIUM, medium_of)):
+    for technique, pair in table.items():
+        CONFIGS |= {f"{prefix}{technique}-{word}": build(c) for word, c in zip(("on", "off"), pair, strict=True) if c}
+SWITCHES = {name: [config_of(c) for c in pair] for name, pair in TECHNIQUES.items()}
+SWITCHES |= {f"medium-{name}": [medium_of(c) for c in pair] for name, pair in MEDIUM.items()
+             if name not in ("tied", "odd_layers")}  # fmt: skip
+every_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+both = pytest.mark.parametrize("config", [CONFIGS["default"], CONFIGS["medium"]], ids=("small", "medium"))
 
 
 def dense_attention(model, positions_T, cu_seqlens, max_doc):
@@ -58,7 +84,7 @@ def transplant(source: ts.GPT, target: ts.GPT) -> None:
     with torch.no_grad():
         for name, param in target.named_parameters():
             weights = source.get_parameter(name)
-            if name in ("qk_bank", "vo_bank"):
+            if name in ("qk_bank", "vo_bank", "attention_gate"):
                 per_layer = weights.view(len(ours), -1, *weights.shape[1:])
                 weights = torch.cat([per_layer[ours.index(layer)] for layer in theirs]).view(param.shape)
             param.copy_(weights)
@@ -81,11 +107,11 @@ def test_blocked_attention_is_dense_attention(lengths, window, slack):
         torch.testing.assert_close(got, want, atol=2e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("overrides", CONFIGS.values(), ids=CONFIGS)
-def test_packed_documents_equal_one_at_a_time(overrides):
+@every_config
+def test_packed_documents_equal_one_at_a_time(config):
     """Loss and gradient of every parameter: packed with the blocked attention, or each alone with the dense one."""
     documents = random_documents((6, 2, 65, 41, 18, 2))  # 128 inputs: several blocks
-    model = random_model(config_of(overrides))
+    model = random_model(config)
     loss, together = model(*pack(documents))
     (loss / len(together)).backward()
     grads = {name: p.grad.clone() for name, p in model.named_parameters()}
@@ -98,6 +124,29 @@ def test_packed_documents_equal_one_at_a_time(overrides):
     torch.testing.assert_close(together, alone, atol=1e-5, rtol=1e-5)
     for name, param in model.named_parameters():
         torch.testing.assert_close(grads[name], param.grad, atol=1e-5, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_row_weights_scale_each_targets_loss():
+    """Loss and gradients with weights are those of the weighted sum over targets, one by one; weight 0 is no target."""
+    model = random_model(tiny_config(prefix_weight=0.0))
+    inputs = pack(random_documents((9, 5, 12)))
+    T = len(inputs[0])
+    weights = torch.randn(T, generator=torch.Generator().manual_seed(3))
+    weights[4] = 0.0
+    z = model(inputs[0], None, *inputs[2:])
+    expected = -(z.log_softmax(1)[torch.arange(T), inputs[1].long()] * weights).sum()
+    expected.backward()
+    grads = {name: param.grad for name, param in model.named_parameters()}
+    for silent in (False, True):  # an ignored target in place of weight 0
+        model.zero_grad(set_to_none=True)
+        targets = torch.where(weights == 0, -1, inputs[1]) if silent else inputs[1]
+        loss, nats = model(inputs[0], targets, *inputs[2:], row_weight_T=weights)
+        loss.backward()
+        assert loss.item() == pytest.approx(expected.item(), rel=1e-4)
+        torch.testing.assert_close((nats * weights).sum(), loss.detach(), rtol=1e-4, atol=1e-4)
+        for name, param in model.named_parameters():
+            scale = grads[name].abs().max().item()
+            torch.testing.assert_close(param.grad, grads[name], atol=2e-5 * scale, rtol=1e-3, msg=name)
 
 
 def test_loss_is_the_cross_entropy_of_the_capped_logits():
@@ -117,9 +166,10 @@ def test_loss_is_the_cross_entropy_of_the_capped_logits():
     torch.testing.assert_close(ts.softcap(z, (23.0, 5.0, 7.5)), by_hand)
 
 
-def test_no_leak_between_documents():
+@both
+def test_no_leak_between_documents(config):
     """Another text in the middle document leaves the losses of its neighbours as they were."""
-    model, (a, b, c) = random_model(config_of({})), random_documents((20, 31, 40))
+    model, (a, b, c) = random_model(config), random_documents((20, 31, 40))
     other = random_documents((31,), seed=5)[0]
     before, after = (model(*pack([a, middle, c]))[1] for middle in (b, other))
     same = torch.ones(len(before), dtype=torch.bool)
@@ -128,57 +178,104 @@ def test_no_leak_between_documents():
     assert (before - after)[~same].abs().min() > 0
 
 
+@both
 @pytest.mark.parametrize("border", (1, 2, 9, 30))
-def test_no_leak_from_the_future(border):
+def test_no_leak_from_the_future(config, border):
     """Logits before a token do not change with that token or later ones."""
-    model, (a, b) = random_model(config_of({})), random_documents((40, 40))
+    model, (a, b) = random_model(config), random_documents((40, 40))
     before, after = logits(model, a), logits(model, a[:border] + b[border:])
     assert (before - after)[:border].abs().max() < 1e-6
     assert (before - after)[border:].abs().max() > 1e-3
 
 
-def test_every_parameter_gets_a_gradient():
+@both
+def test_every_parameter_gets_a_gradient(config):
     """No weight is dead: what the model owns, it uses."""
-    model = random_model(config_of({}))
+    model = random_model(config)
     model(*pack(random_documents((60, 60))))[0].backward()
     for name, param in model.named_parameters():
         if name not in ("scalars", "embed", "value_embed", "bigram_embed"):
             parts = param.grad.flatten(1) if param.dim() > 1 else param.grad[None]
             assert (parts.abs().amax(1) > 0).all(), name
-    with_attention = [True, True, False, True]  # layer 2 has none, the last row holds three whole-model scalars
+    with_attention = [True, True, False, True]  # layer 2 has none, the last row holds two whole-model scalars
     rows = [with_attention, [True] * 4, with_attention, with_attention, [True] * 4, [True] * 4, [True] * 4]
-    assert (model.scalars.grad != 0).tolist() == [*rows, [True, True, True, False]]
-    for name in ("embed", "value_embed", "bigram_embed"):
+    rows.append([True, True, False, False])
+    if config is CONFIGS["medium"]:  # no bigram embedding
+        rows = [[True] * 4, [False] * 4, [True, True, False, False]]
+    assert (model.scalars.grad != 0).tolist() == rows
+    for name in {"embed", "value_embed", "bigram_embed"} & dict(model.named_parameters()).keys():
         assert (model.get_parameter(name).grad != 0).any(), name
 
 
-@pytest.mark.parametrize("name", TECHNIQUES)
+@pytest.mark.parametrize("name", SWITCHES)
 def test_technique_changes_the_output(name):
     """With the same weights, a technique that is switched off gives other logits: its switch is connected."""
-    on, off = (random_model(config_of(overrides)) for overrides in TECHNIQUES[name])
+    on, off = (random_model(config) for config in SWITCHES[name])
     transplant(on, off)
     document = random_documents((50,))[0]
     assert (logits(on, document) - logits(off, document)).abs().max() > 1e-2
 
 
-@pytest.mark.parametrize("overrides", CONFIGS.values(), ids=CONFIGS)
-def test_cached_decoding_equals_full_forward(overrides):
-    """Prefill in one or several ragged chunks, then token by token beyond the windows: the full forward's logits."""
-    model = random_model(config_of(overrides))
-    rows = random_documents((64, 58, 61))
-    full = [logits(model, row) for row in rows]
-    for prefill in ([(5, 40, 23)], [(1, 17, 2), (3, 1, 20), (1, 22, 1)], [(2, 1, 3)]):
-        done, cache = [0, 0, 0], ts.KVCache.empty(model, 3, 64)
-        one_by_one = [(1, 1, 1)] * (18 if len(prefill) < 3 else 6)
-        for counts in (*prefill, *one_by_one):
-            parts = [row[d : d + n] for row, d, n in zip(rows, done, counts, strict=True)]
-            padded = torch.tensor([part + [7] * (max(counts) - len(part)) for part in parts])
-            with torch.no_grad():
-                cached = model.extend(cache, padded, torch.tensor(counts))
-            done = [d + n for d, n in zip(done, counts, strict=True)]
+def feed(model, cache, texts, done, counts) -> torch.Tensor:
+    """Appends the next counts[row] tokens of each text (0: the row rests); logits after the last of them (B, V)."""
+    ends = [d + n for d, n in zip(done, counts, strict=True)]
+    long = [row for row, n in enumerate(counts) if n > 1]
+    with torch.no_grad():
+        if long:  # all but the last token
+            model.prefill(cache, long, [done[i] for i in long], [texts[i][: ends[i] - 1] for i in long])
+        steps = [(t[e - 1], t[e - 2] if e > 1 else 7, e - 1 if n else -1)
+                 for t, e, n in zip(texts, ends, counts, strict=True)]  # fmt: skip
+        tokens, previous, positions = torch.tensor(steps).unbind(1)
+        done[:] = ends
+        return model.decode(cache, tokens, previous, positions.int())
+
+
+@every_config
+def test_cached_decoding_equals_full_forward(config):
+    """Prefill in one or several ragged chunks, then token by token beyond the windows: the full forward's logits.
+
+    Rings hold 10 and 18 keys, so chunks of up to 40 and texts of 64 tokens go round several times.
+    """
+    model = random_model(config)
+    texts = random_documents((64, 58, 61))
+    full = [logits(model, text) for text in texts]
+    for chunks in ([(5, 40, 23)], [(1, 17, 2), (3, 0, 20), (1, 22, 1), (30, 1, 9)], [(2, 1, 3), (12, 30, 11)]):
+        done, cache = [0, 0, 0], script(config).KVCache.empty(model, 3, 64)
+        for counts in (*chunks, *[(1, 1, 1)] * 4, (0, 1, 0), *[(1, 1, 1)] * 8):
+            cached = feed(model, cache, texts, done, counts)
             for row in range(3):
-                error = (cached[row] - full[row][done[row] - 1]).abs().max()
-                assert error < 1e-4, f"row {row} after {done[row]} tokens: {error}"
+                if counts[row]:
+                    error = (cached[row] - full[row][done[row] - 1]).abs().max()
+                    assert error < 1e-4, f"row {row} after {done[row]} tokens: {error}"
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_rings_of_any_size(seed):
+    """Windows, longest text, layers with key offset, chunks and rests drawn at random."""
+    rng = np.random.default_rng(seed)
+    short, long, max_len = rng.integers(1, 20), rng.integers(1, 70), int(rng.integers(30, 65))
+    layers = ((), (1, 3), (0, 3), (0, 1, 3))[seed % 4]
+    model = random_model(tiny_config(stages=((1.0, 2, int(short), int(long), 64, 1.0),), key_offset_layers=layers))
+    texts, done = random_documents((max_len, max_len)), [0, 0]
+    full, cache = [logits(model, text) for text in texts], ts.KVCache.empty(model, 2, max_len)
+    assert [keys.size(1) for keys in cache.keys] == [min(n + 2, max_len + 1) for n in (short, long, long)]
+    while min(done) < max_len:
+        counts = [min(int(rng.choice((0, 1, 1, 2, rng.integers(max_len)))), max_len - d) for d in done]
+        cached = feed(model, cache, texts, done, counts)
+        for row in (0, 1):
+            if counts[row]:
+                torch.testing.assert_close(cached[row], full[row][done[row] - 1], atol=1e-4, rtol=0)
+
+
+def test_resting_rows_stay_as_they_are():
+    """A step of other rows changes neither keys nor values of a row at position -1."""
+    model, texts, done = random_model(config_of({})), random_documents((30, 30)), [0, 0]
+    cache = ts.KVCache.empty(model, 2, 64)
+    feed(model, cache, texts, done, (20, 20))
+    before = [ring[1].clone() for ring in (*cache.keys, *cache.values)]
+    for _ in range(5):
+        feed(model, cache, texts, done, (1, 0))
+    assert all(torch.equal(a, ring[1]) for a, ring in zip(before, (*cache.keys, *cache.values), strict=True))
 
 
 def test_bigram_rows_and_signs():
@@ -202,11 +299,10 @@ def test_bigram_rows_and_signs():
 
 def test_cache_reaches_the_end_of_the_context():
     """The last position of the context decodes like the others."""
-    model, (row,) = random_model(config_of({})), random_documents((64,))
+    model, (row,), done = random_model(config_of({})), random_documents((64,)), [0]
     cache = ts.KVCache.empty(model, 1, 64)
-    with torch.no_grad():
-        model.extend(cache, torch.tensor([row[:63]]))
-        last = model.extend(cache, torch.tensor([row[63:]]))
+    for count in (63, 1):
+        last = feed(model, cache, [row], done, (count,))
     torch.testing.assert_close(last, logits(model, row)[-1:], atol=1e-4, rtol=0)
 
 

@@ -5,8 +5,8 @@ import math
 
 import pytest
 import torch
-from conftest import ALONE, pack, random_documents, random_model, tiny_config
-from test_model import TECHNIQUES
+from conftest import ALONE, pack, random_documents, random_model, script, tiny_config, tiny_medium
+from test_model import CONFIGS
 
 import train_small as ts
 
@@ -127,43 +127,48 @@ def test_adam_decays_only_what_the_step_shrinks():
     torch.testing.assert_close(master, expected, atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize("overrides", [c for pair in TECHNIQUES.values() for c in pair])
-def test_every_parameter_has_a_policy(overrides):
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_every_parameter_has_a_policy(config):
     """Each technique's parameters are in the table, matrices go to NorMuon, and the optimizer takes all of them."""
-    config = tiny_config(**overrides)
-    model, table = ts.GPT(config), ts.parameter_table(config)
+    model, table = script(config).GPT(config), script(config).parameter_table(config)
     names = {name for name, _ in model.named_parameters()}
     assert names <= set(table)
-    assert {slot.name for slot in ts.build_optimizer(model, config).slots} == names
+    assert {slot.name for slot in script(config).build_optimizer(model, config).slots} == names
     assert {n for n in names if table[n].optimizer == "normuon"} == {n for n in names if n.endswith("_bank")}
     assert all(p.optimizer in ("normuon", "adam") and p.lr_mult > 0 and p.weight_decay >= 0 for p in table.values())
     assert all(len(p.betas) == (2 if p.optimizer == "adam" else 0) for p in table.values())
 
 
-def test_optimizer_step_applies_the_table():
+@pytest.mark.parametrize(
+    # Q and K of the small model are orthogonalised by pairs of heads (32 of the 128 rows), all else by whole matrices;
+    # its down projections move twice as far.
+    ("config", "rows", "down"),
+    [(tiny_config(), {"qk_bank": 32}, 2.0), (tiny_medium(), {"qkv_bank": 64}, 1.0)],
+    ids=("small", "medium"),
+)
+def test_optimizer_step_applies_the_table(config, rows, down):
     """Two steps on a whole model: for every parameter the textbook update with the rates of its row."""
-    config = tiny_config()
-    model, table = random_model(config), ts.parameter_table(config)
-    optimizer = ts.build_optimizer(model, config, ALONE)
+    model, table = random_model(config), script(config).parameter_table(config)
+    optimizer = script(config).build_optimizer(model, config, ALONE)
     muon, adam = {}, {}
     for name, param in model.named_parameters():
         policy, weights = table[name], param.detach().clone()
         if policy.optimizer == "normuon":
-            # Q and K are orthogonalised by pairs of heads (32 of the 128 rows), the rest by whole matrices.
-            matrices = weights.view(-1, 32, 64) if name == "qk_bank" else weights
+            matrices = weights.view(-1, rows.get(name, weights.size(1)), 64)
             mult = torch.ones(len(matrices), 1, 1)
-            if name == "mlp_bank":  # (128, 64) is twice as tall as wide; down projections move twice as far
+            if name == "mlp_bank":  # (128, 64) is twice as tall as wide
                 mult = torch.full_like(mult, 2**0.5)
-                mult[1::2] *= 2
+                mult[1::2] *= down
             decay = policy.weight_decay * 0.7
             muon[name] = TextbookMuon(matrices, config.muon_lr * policy.lr_mult * 0.7, 0.9, 0.9, decay, mult)
         else:
             adam[name] = [weights.requires_grad_()]
             lr = config.adam_lr * policy.lr_mult * 0.7
             adam[name] += [lr, torch.optim.Adam(adam[name], lr=lr, betas=policy.betas, eps=config.adam_eps)]
-    for seed in (0, 1):
+    grads = {}
+    for seed in (0, 1, 2):
         (model(*pack(random_documents((60, 60), seed=seed)))[0] / 100).backward()
-        grads = {name: p.grad.clone() for name, p in model.named_parameters()}
+        before_last, grads = grads, {name: p.grad.clone() for name, p in model.named_parameters()}
         assert optimizer.step(0.7, 0.9)
         for name, textbook in muon.items():
             textbook.step(grads[name].view(textbook.p.shape))
@@ -172,7 +177,7 @@ def test_optimizer_step_applies_the_table():
             assert worst < 1e-3, f"{name}: {worst}"
         for name, (weights, lr, textbook) in adam.items():
             before = weights.detach().clone()
-            weights.grad = grads[name]
+            weights.grad = before_last.get(name) if table[name].late else grads[name]  # nothing late in step 1
             textbook.step()
             with torch.no_grad():  # the cautious decay is on top
                 shrinks = (before - weights) * before > 0
@@ -196,6 +201,23 @@ def test_optimizer_state_survives_a_round_trip():
         optimizer.step(0.5, 0.95)
     for (name, a), (_, b) in zip(*(m.named_parameters() for m in models), strict=True):
         assert torch.equal(a, b), name
+
+
+def test_matrices_in_parts():
+    """NorMuon over one matrix at a time is NorMuon over the whole bank; at most 2 ** 27 entries go together."""
+    config, weights = tiny_config(), []
+    for together in (None, 1):
+        model = random_model(config)
+        optimizer = ts.build_optimizer(model, config)
+        for slot in optimizer.slots:
+            if slot.mult is not None:
+                assert slot.together == len(slot.master), "a tiny bank goes at once"
+                slot.together = together or slot.together
+        (model(*pack(random_documents((50, 60))))[0] / 100).backward()
+        optimizer.step(1.0, 0.9)
+        weights.append(optimizer.weights())
+    for name, whole in weights[0].items():
+        torch.testing.assert_close(weights[1][name], whole, atol=1e-6, rtol=1e-5)
 
 
 def test_overflowed_gradient_is_not_applied():

@@ -552,7 +552,8 @@ def test_resume_needs_a_checkpoint(fails, dataset_dir, finished, tmp_path):
 
 @pytest.mark.parametrize(
     "change",
-    ("width=64", "num_layers=5", "bigram_rows=0", "smear=False", "skip_to=3", "key_offset_layers=()", "skip_from=1",
+    ("width=64", "num_layers=5", "bigram_rows=0", "smear=False", "attention_gates=False", "key_offset_layers=()",
+     "shared_input_from=3",
      "long_layers=(0,)", "backout_layer=1", "x0_injection=False", "softcap=(15.0,0.0,15.0)", "rotary_base=10.0",
      "attention_scale=0.2", "pack_tokens=256"),
 )  # fmt: skip

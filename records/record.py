@@ -1,0 +1,519 @@
+"""What a record is: its files, the figures that follow from its logs, and the statistics on them.
+
+add.py, verify.py and compare.py compute every figure here, from log.jsonl and core.csv of the runs and from nothing
+else. A record is a folder of baselines/; README.md beside this file says what lies in it and what the figures mean.
+"""
+
+import ast
+import csv
+import difflib
+import gzip
+import hashlib
+import json
+import math
+import re
+import zlib
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import NoReturn
+
+from scipy import stats
+
+ROOT = Path(__file__).resolve().parents[1]
+BASELINES = ROOT / "baselines"
+TRACKS = ("small", "medium")
+CORE_TASKS = 22
+BEGIN = "<!-- figures: written by records/add.py, checked by records/verify.py; do not edit -->"
+END = "<!-- /figures -->"
+
+# Figures of a run: title and format in tables.
+FIGURES = {
+    "val_bpb": ("val bpb", ".5f"), "core": ("CORE", ".4f"), "steps": ("steps", ",.0f"), "tokens": ("tokens", ",.0f"),
+    "train_seconds": ("training seconds", ",.2f"), "tokens_per_second": ("tokens/s", ",.0f"), "mfu": ("MFU", ".1%"),
+    "peak_memory_gib": ("peak memory GiB", ".2f"),
+}  # fmt: skip
+
+# Classes of cards. Free: what notebook services lend for nothing.
+CLASSES = {
+    "Hopper": r"\b(H100|H200|H800|H20|GH200)\b", "Ampere": r"\b(A100|A800|A40|A30|A10|A6000|RTX 30\d\d)\b",
+    "free GPU": r"\b(T4|P100)\b",
+}  # fmt: skip
+
+
+class Unreadable(Exception):
+    """A file of a run or a record that is not what it should be, in a sentence."""
+
+
+def fail(message: str) -> NoReturn:
+    """Ends the program with one sentence on stderr and exit code 1."""
+    raise SystemExit(f"error: {message}")
+
+
+def sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def device_class(device: str) -> str:
+    return next((name for name, pattern in CLASSES.items() if re.search(pattern, device)), "other")
+
+
+# ---- logs and what follows from them
+
+
+def read_log(path: Path) -> list[dict]:
+    """Entries of a log.jsonl or log.jsonl.gz. Raises Unreadable if it cannot be read."""
+    try:
+        data = path.read_bytes()
+        text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode()
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+        raise Unreadable(f"{path.name} cannot be read ({error})") from None
+    entries = []
+    for number, line in enumerate(text.splitlines(), 1):
+        try:
+            entries.append(dict(json.loads(line)))
+        except (ValueError, TypeError):
+            raise Unreadable(f"{path.name}: line {number} is not a JSON object") from None
+    return entries
+
+
+def split(entries: list[dict]) -> tuple[list[dict], list[dict]]:
+    """(training steps, validations) of a log."""
+    return [e for e in entries if "loss" in e], [e for e in entries if "val_bpb" in e]
+
+
+def planned_steps(config: dict) -> int:
+    """Steps that a Config asks for: Config.num_steps of the training scripts, without importing one."""
+    mean_packs = sum(row[0] * row[1] for row in config["stages"])
+    return max(1, round(config["tokens"] / (mean_packs * config["pack_tokens"])))
+
+
+def check_log(entries: list[dict], config: dict | None = None) -> list[str]:
+    """What is wrong with a log: everything must be there, grow, and agree with the totals and with the Config."""
+    train, val = split(entries)
+    if not train or not val:
+        return [f"no {'validation' if train else 'training step'} is logged"]
+    keys = {"step", "tokens", "train_seconds"}
+    for entry in entries:
+        needed = keys | ({"loss", "bpb", "tokens_per_second", "mfu", "memory_gib"} if "loss" in entry else {"val_bpb"})
+        for key in sorted(needed):
+            value = entry.get(key)
+            if not isinstance(value, int | float) or not math.isfinite(value):
+                return [f"step {entry.get('step')}: {key} is {value}"]
+    out, last = [], train[-1]["step"]
+    if config and last != planned_steps(config):
+        out.append(f"it ends at step {last} of {planned_steps(config)}: the run is not finished")
+    if val[-1]["step"] != last:
+        out.append(f"the last validation is of step {val[-1]['step']}, the last training step is {last}")
+    before, at = dict.fromkeys(keys, 0), {e["step"]: e for e in train}
+    bpb_per_nat = train[0]["bpb"] / train[0]["loss"]
+    for entry in train:
+        where = f"step {entry['step']}"
+        steps, tokens, seconds = (entry[key] - before[key] for key in ("step", "tokens", "train_seconds"))
+        if min(steps, tokens, seconds) <= 0:
+            out.append(f"{where}: step, tokens and train_seconds do not all grow")
+        elif not math.isclose(entry["tokens_per_second"], tokens / seconds, rel_tol=1e-6):
+            out.append(f"{where}: {entry['tokens_per_second']:.1f} tokens/s are stated, tokens and seconds since "
+                       f"the line before give {tokens / seconds:.1f}")  # fmt: skip
+        if not math.isclose(entry["bpb"], entry["loss"] * bpb_per_nat, rel_tol=1e-6):
+            out.append(f"{where}: bpb {entry['bpb']:.5f} does not belong to the loss {entry['loss']:.5f}")
+        if config and steps > 0:
+            sizes = [row[1] * config["pack_tokens"] for row in config["stages"]]
+            if not min(sizes) <= tokens / steps <= max(sizes):
+                out.append(f"{where}: {tokens / steps:,.0f} tokens a step, the stage table has {sizes}")
+        before = entry
+    for entry in val:
+        trained = at.get(entry["step"], {})
+        if any(entry[key] != trained.get(key) for key in keys):
+            out.append(f"validation at step {entry['step']}: its tokens or seconds are not those of that step")
+    return out
+
+
+def figures(entries: list[dict]) -> dict:
+    """The figures of a finished run. MFU is the mean over the run, weighted by time."""
+    train, val = split(entries)
+    last, seconds = train[-1], [0.0, *(e["train_seconds"] for e in train)]
+    busy = sum(e["mfu"] * (e["train_seconds"] - start) for e, start in zip(train, seconds, strict=False))
+    return {
+        "val_bpb": val[-1]["val_bpb"], "core": None, "steps": last["step"], "tokens": last["tokens"],
+        "train_seconds": last["train_seconds"], "tokens_per_second": last["tokens"] / last["train_seconds"],
+        "mfu": busy / last["train_seconds"], "peak_memory_gib": max(e["memory_gib"] for e in train),
+    }  # fmt: skip
+
+
+def core_score(path: Path) -> float | None:
+    """CORE from core.csv: the mean of the centered accuracies; None if there are not all 22 tasks."""
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            centered = [float(row["centered"]) for row in csv.DictReader(file) if row["task"] != "CORE"]
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise Unreadable(f"{path.name} cannot be read ({error!r})") from None
+    return fmean(centered) if len(centered) == CORE_TASKS else None
+
+
+def summary(runs: list[dict]) -> dict:
+    """{figure: {"mean", "sd"}} over the runs; sd is None for a single run."""
+    out = {}
+    for key in FIGURES:
+        values = [run[key] for run in runs]
+        if None not in values:
+            out[key] = {"mean": fmean(values), "sd": stdev(values) if len(values) > 1 else None}
+    return out
+
+
+def loss_curve(logs: list[list[dict]]) -> list[dict]:
+    """Means over the runs at each step that all of them logged; loss_sd is None for a single run."""
+    trains = [{e["step"]: e for e in split(log)[0]} for log in logs]
+    vals = [{e["step"]: e["val_bpb"] for e in split(log)[1]} for log in logs]
+    rows = []
+    for step in sorted(set.intersection(*map(set, trains))):
+        entries = [train[step] for train in trains]
+        losses = [e["loss"] for e in entries]
+        rows.append({
+            "step": step, "tokens": entries[0]["tokens"], "train_seconds": fmean(e["train_seconds"] for e in entries),
+            "loss": fmean(losses), "loss_sd": stdev(losses) if len(losses) > 1 else None,
+            "bpb": fmean(e["bpb"] for e in entries),
+            "val_bpb": fmean(val[step] for val in vals) if all(step in val for val in vals) else None,
+        })  # fmt: skip
+    return rows
+
+
+def curve_csv(logs: list[list[dict]]) -> str:
+    rows = loss_curve(logs)
+    lines = [",".join(rows[0])]
+    for row in rows:
+        lines.append(",".join("" if v is None else str(v) if isinstance(v, int) else f"{v:.6g}" for v in row.values()))
+    return "\n".join(lines) + "\n"
+
+
+def loss_noise(logs: list[list[dict]]) -> float | None:
+    """How far seeds lie apart: sd of the loss over the runs divided by its mean, root mean square over steps."""
+    rows = loss_curve(logs)
+    return math.sqrt(fmean((row["loss_sd"] / row["loss"]) ** 2 for row in rows)) if len(logs) > 1 else None
+
+
+# ---- statistics
+
+
+def welch(new: list[float], old: list[float]) -> dict:
+    """mean(new) - mean(old), its 95 % interval and the two-sided p of Welch's t-test.
+
+    None where the test is not defined: a single run on one side, or no spread on both.
+    """
+    out = {"difference": fmean(new) - fmean(old), "low": None, "high": None, "p": None}
+    if min(len(new), len(old)) > 1 and max(stdev(new), stdev(old)) > 0:
+        test = stats.ttest_ind(new, old, equal_var=False)
+        interval = test.confidence_interval(0.95)
+        out |= {"low": float(interval.low), "high": float(interval.high), "p": float(test.pvalue)}
+    return out
+
+
+def below(values: list[float], target: float) -> float | None:
+    """One-sided p of a t-test that the mean is below the target; None for a single run or without spread."""
+    if len(values) < 2 or stdev(values) == 0:
+        return None
+    return float(stats.ttest_1samp(values, target, alternative="less").pvalue)
+
+
+# ---- scripts and args files
+
+
+def sections(text: str) -> dict[str, str]:
+    """Sections of a training script by name: the shared ones between their markers, the others behind their banner.
+
+    Raises Unreadable if the markers are not intact.
+    """
+    parts, name, outer, shared = {}, "docstring", "between sections", False
+    for number, line in enumerate(text.splitlines(keepends=True), 1):
+        marker = re.fullmatch(r" *# (>>>|<<<) shared: (.+)\n?", line)
+        banner = re.match(r"# \d+\. ([A-Z ]+) -- ", line)
+        if marker and marker[1] == ">>>":
+            if shared or marker[2] in parts:
+                raise Unreadable(f"line {number}: the section {marker[2]} begins inside {name}, or for the second time")
+            name, shared = marker[2], True
+        elif banner and not shared:
+            name = outer = banner[1].strip().lower()
+        if marker and marker[1] == "<<<" and (not shared or marker[2] != name):
+            raise Unreadable(f"line {number}: the section {marker[2]} ends, but it is not the one that is open")
+        parts.setdefault(name, []).append(line)
+        if marker and marker[1] == "<<<":
+            name, shared = outer, False  # a section may share a part only
+    if shared or len(parts) < 2:
+        raise Unreadable(f"the section {name} has no end" if shared else "it has no shared sections")
+    return {name: "".join(lines) for name, lines in parts.items()}
+
+
+def section_hashes(text: str) -> dict[str, str]:
+    return {name: hashlib.sha256(part.encode()).hexdigest() for name, part in sections(text).items()}
+
+
+def changed_lines(old: str, new: str) -> list[str]:
+    """For each section that differs, e.g. "optimizer (+3 -1)"."""
+    a, b, out = sections(old), sections(new), []
+    for name in dict.fromkeys((*a, *b)):
+        lines = [side.get(name, "").splitlines() for side in (a, b)]
+        edits = [op for op in difflib.SequenceMatcher(None, *lines, autojunk=False).get_opcodes() if op[0] != "equal"]
+        if edits:
+            out.append(f"{name} (+{sum(op[4] - op[3] for op in edits)} -{sum(op[2] - op[1] for op in edits)})")
+    return out
+
+
+def args_words(text: str) -> list[str]:
+    """The flags of an args file, as the training script reads them."""
+    return [word for line in text.splitlines() for word in line.split("#")[0].split()]
+
+
+def overrides(words: list[str]) -> list[str]:
+    """The KEY=VALUE of each --set, in order."""
+    pairs = zip(words, [*words, ""][1:], strict=True)
+    return [value if word == "--set" else word[6:] for word, value in pairs
+            if word == "--set" or word.startswith("--set=")]  # fmt: skip
+
+
+def flag_names(words: list[str]) -> set[str]:
+    """Names of the flags; --steps counts as --tokens, because both set the length of the run."""
+    return {word.split("=")[0].replace("--steps", "--tokens") for word in words if word.startswith("--")}
+
+
+# ---- records
+
+
+def read_record(folder: Path) -> dict:
+    """record.json of a folder. Raises Unreadable if it is none."""
+    try:
+        record = json.loads((folder / "record.json").read_text(encoding="utf-8"))
+        if record["format"] != 1:
+            raise Unreadable(f"its format is {record['format']}, this program reads 1")
+        names = [record["script"], *record["files"], *(run["log"] for run in record["runs"])]
+        if record["args"]:
+            names.append(record["args"])
+        for name in (*names, *([record["against"]] if record["against"] else [])):
+            if Path(name).name != name:
+                raise Unreadable(f"{name} is not the name of a file beside it")
+        if not record["runs"]:
+            raise Unreadable("it holds no runs")
+    except (OSError, KeyError, TypeError, ValueError, Unreadable) as error:
+        why = error if isinstance(error, Unreadable) else repr(error)
+        raise Unreadable(f"{folder.name}/record.json cannot be read ({why})") from None
+    return record
+
+
+def track_name(record: dict) -> str:
+    return record["track"] + (f", {record['args']}" if record["args"] else "")
+
+
+def compare_records(record: dict, other: dict) -> dict:
+    """Differences to another record: bits per byte, and seconds where both ran on the same cards."""
+    out = {"val_bpb": welch(*([run["val_bpb"] for run in r["runs"]] for r in (record, other))), "train_seconds": None}
+    if all(record["hardware"][key] == other["hardware"][key] for key in ("device", "num_devices")):
+        out["train_seconds"] = welch(*([run["train_seconds"] for run in r["runs"]] for r in (record, other)))
+    return out
+
+
+def recompute(folder: Path, record: dict) -> dict:
+    """Every figure of record.json, from the logs in the folder and the record it is compared with.
+
+    Raises Unreadable if one of them cannot be read.
+    """
+    logs, runs = [read_log(folder / run["log"]) for run in record["runs"]], []
+    for run, log in zip(record["runs"], logs, strict=True):
+        core = core_score(folder / run["core_table"]) if run["core_table"] else None
+        kept = {key: run[key] for key in ("seed", "log", "core_table")}
+        runs.append({**kept, **figures(log), "core": core})
+    comparison = None
+    if record["against"]:
+        comparison = compare_records({**record, "runs": runs}, read_record(folder.parent / record["against"]))
+    return {"runs": runs, "summary": summary(runs), "loss_noise": loss_noise(logs), "comparison": comparison}
+
+
+def hashes(folder: Path) -> dict[str, str]:
+    """sha256 of every file of a record but record.json, which holds them, and README.md, whose words may be mended."""
+    return {p.name: sha256(p) for p in sorted(folder.iterdir()) if p.name not in ("record.json", "README.md")}
+
+
+# ---- text
+
+
+def table(titles: list[str], rows: list[list[str]], left: int = 1) -> str:
+    """A Markdown table with columns of even width; the first `left` columns are text, the others figures."""
+    widths = [max(len(row[i]) for row in [titles, *rows]) for i in range(len(titles))]
+    rule = ["-" * w if i < left else "-" * (w - 1) + ":" for i, w in enumerate(widths)]
+    rule = [mark if len(mark) > 2 else "---" if i < left else "--:" for i, mark in enumerate(rule)]
+
+    def line(cells):
+        return "| " + " | ".join(c.ljust(max(w, 3)) if i < left else c.rjust(max(w, 3))
+                                 for i, (c, w) in enumerate(zip(cells, widths, strict=True))) + " |"  # fmt: skip
+
+    return "\n".join(line(row) for row in [titles, rule, *rows])
+
+
+def p_text(p: float | None) -> str:
+    return "not defined" if p is None else "< 0.0001" if p < 1e-4 else f"= {p:.2g}"
+
+
+def difference_text(test: dict, digits: int) -> str:
+    """Difference, interval and p of welch() in words."""
+    text = f"{test['difference']:+.{digits}f}"
+    if test["p"] is None:
+        return f"{text} (no test: a single run or no spread)"
+    return f"{text}, 95 % interval {test['low']:+.{digits}f} to {test['high']:+.{digits}f}, p {p_text(test['p'])}"
+
+
+def command(record: dict) -> str:
+    count = record["hardware"]["num_devices"]
+    start = "python" if count == 1 else f"torchrun --standalone --nproc_per_node={count}"
+    args = f" @runs/{record['args']}" if record["args"] else ""
+    return " ".join([f"{start} {record['script']}{args}", *record["flags"], "--seed S"])
+
+
+def figures_text(record: dict, folder: Path) -> str:
+    """The generated part of a record's README.md, markers included."""
+    hardware, data, runs = record["hardware"], record["dataset"], record["runs"]
+    versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items() if version)
+    changed = " and changes to the script" if record["script_changed"] else ""
+    about = {
+        "track": track_name(record),
+        "dataset": f"{data['name']}, fingerprint {data['fingerprint'][:12]}, vocabulary {data['vocab_size']:,}",
+        "hardware": f"{hardware['num_devices']} x {hardware['device']} ({device_class(hardware['device'])})",
+        "versions": versions,
+        "script": f"{record['script']}, sha256 {record['files'][record['script']][:12]}, "
+                  f"commit {(record['commit'] or 'unknown')[:12]}{changed}",
+        "command": f"`{command(record)}`",
+    }  # fmt: skip
+    about |= {"not kept": "; ".join(record["absent"])} if record["absent"] else {}
+    shown = [key for key in FIGURES if any(run[key] is not None for run in runs)]
+    rows = [[str(run["seed"]), *(format(run[k], FIGURES[k][1]) if run[k] is not None else "" for k in shown)]
+            for run in runs]  # fmt: skip
+    for kind in ("mean", "sd") if len(runs) > 1 else ():
+        cells = [record["summary"][key][kind] if key in record["summary"] else None for key in shown]
+        rows.append([kind, *("" if cell is None or kind == "sd" and key in ("steps", "tokens")
+                             else format(cell, FIGURES[key][1]) for key, cell in zip(shown, cells, strict=True))])
+    blocks = ["\n".join(f"- {key}: {value}" for key, value in about.items()),
+              table(["seed", *(FIGURES[key][0] for key in shown)], rows)]  # fmt: skip
+    raw = [f"- {FIGURES[key][0]}: {', '.join(repr(run[key]) for run in runs)}" for key in ("val_bpb", "train_seconds")]
+    blocks.append("Raw lists, in the order of the table:\n\n" + "\n".join(raw))
+    noise = record["loss_noise"]
+    words = "unknown, there is one run" if noise is None else f"{noise:.3%} of the loss"
+    blocks.append(f"Noise of the training loss between seeds: {words}.")
+    if record["against"]:
+        other = read_record(folder.parent / record["against"])
+        old, new = (path / r["script"] for path, r in ((folder.parent / record["against"], other), (folder, record)))
+        tests, n = record["comparison"], (len(runs), len(other["runs"]))
+        seconds = ("not compared, it ran on other hardware" if tests["train_seconds"] is None else
+                   difference_text(tests["train_seconds"], 2))  # fmt: skip
+        changes = changed_lines(old.read_text(encoding="utf-8"), new.read_text(encoding="utf-8"))
+        blocks.append(
+            f"Against `{record['against']}` (n = {n[0]} and {n[1]}, Welch, two-sided; negative is better):\n\n"
+            f"- val bpb: {difference_text(tests['val_bpb'], 5)}\n- training seconds: {seconds}\n"
+            f"- sections of the script that differ: {', '.join(changes) or 'none'}"
+        )
+    else:
+        blocks.append("Not compared with another record.")
+    return "\n\n".join([BEGIN, *blocks, END])
+
+
+# ---- verification
+
+
+def unequal(stated, found, where: str) -> list[str]:
+    """Where two JSON values differ; floats may differ in the last digits."""
+    if isinstance(stated, dict) and isinstance(found, dict):
+        out = []
+        for key in dict.fromkeys((*stated, *found)):
+            if key not in found or key not in stated:
+                out.append(f"{where}.{key} is {'not expected' if key not in found else 'missing'}")
+            else:
+                out += unequal(stated[key], found[key], f"{where}.{key}")
+        return out
+    if isinstance(stated, list) and isinstance(found, list) and len(stated) == len(found):
+        return [text for i, pair in enumerate(zip(stated, found, strict=True))
+                for text in unequal(*pair, f"{where}[{i}]")]  # fmt: skip
+    numbers = all(isinstance(v, int | float) and not isinstance(v, bool) for v in (stated, found))
+    if math.isclose(stated, found, rel_tol=1e-9) if numbers else stated == found:
+        return []
+    return [f"{where} is stated as {stated}, the files give {found}"]
+
+
+def problems(folder: Path) -> list[str]:
+    """Sentences, each beginning with the file that is wrong; an empty list is a good record."""
+    out = []
+    try:
+        record = read_record(folder)
+        out += check_files(folder, record)
+        out += check_script(folder, record)
+        out += check_args(folder, record)
+        for run in record["runs"]:
+            log = read_log(folder / run["log"])
+            out += [f"{run['log']} (seed {run['seed']}): {text}" for text in check_log(log, record["config"])]
+        found = recompute(folder, record)
+        for i, (run, true) in enumerate(zip(record["runs"], found["runs"], strict=True)):
+            out += unequal(run, true, f"record.json: runs[{i}] (seed {run['seed']})")
+        for key in ("summary", "loss_noise", "comparison"):
+            out += unequal(record[key], found[key], f"record.json: {key}")
+        curve = curve_csv([read_log(folder / run["log"]) for run in record["runs"]])
+        out += different_lines("curve.csv", (folder / "curve.csv").read_text(encoding="utf-8"), curve)
+        out += check_readme(folder, {**record, **found})
+    except Unreadable as error:
+        out.append(str(error))
+    except (OSError, KeyError, TypeError, IndexError) as error:
+        out.append(f"record.json, or a file that it names, does not have the form of a record ({error!r})")
+    return out
+
+
+def check_files(folder: Path, record: dict) -> list[str]:
+    """Every file is there, listed, and has the stated sha256."""
+    stated, found = record["files"], hashes(folder)
+    out = [f"{name} is not there" for name in stated if name not in found]
+    out += [f"{name} is not listed in record.json" for name in found if name not in stated]
+    return out + [f"{name} was changed: its sha256 is {found[name][:12]}..., record.json states {stated[name][:12]}..."
+                  for name in stated if name in found and stated[name] != found[name]]  # fmt: skip
+
+
+def check_script(folder: Path, record: dict) -> list[str]:
+    """The script is that of the track, its markers are intact, and each section has the stated sha256."""
+    if record["script"] != f"train_{record['track']}.py":
+        return [f"record.json: the track {record['track']} does not belong to the script {record['script']}"]
+    try:
+        found = section_hashes((folder / record["script"]).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, Unreadable) as error:
+        return [f"{record['script']}: {error}"]
+    names = dict.fromkeys((*record["sections"], *found))
+    return [f"{record['script']}: the section {name} is not the one whose sha256 record.json states"
+            for name in names if record["sections"].get(name) != found.get(name)]  # fmt: skip
+
+
+def check_args(folder: Path, record: dict) -> list[str]:
+    """The Config holds what the args file sets, and no --set was given besides."""
+    out = [f"record.json: flags override {text} with --set" for text in overrides(record["flags"])]
+    if not record["args"] or not record["config"]:
+        return out
+    words = args_words((folder / record["args"]).read_text(encoding="utf-8"))
+    length = [f"tokens={value}" for word, value in zip(words, words[1:], strict=False) if word == "--tokens"]
+    for key, _, value in (text.partition("=") for text in overrides(words) + length):
+        stated = record["config"].get(key)
+        try:
+            value = value if isinstance(stated, str) else json.loads(json.dumps(ast.literal_eval(value)))
+        except (ValueError, SyntaxError):
+            pass
+        if stated != value:
+            out.append(f"record.json: config.{key} is stated as {stated}, {record['args']} sets {value}")
+    return out
+
+
+def different_lines(name: str, stated: str, found: str) -> list[str]:
+    """Lines of a text that are not those which the logs give."""
+    a, b = stated.splitlines(), found.splitlines()
+    if len(a) != len(b):
+        return [f"{name}: {len(a)} lines, the logs give {len(b)}"]
+    pairs = zip(a, b, strict=True)
+    return [f"{name}: '{x.strip()}' is stated, the logs give '{y.strip()}'" for x, y in pairs if x != y]
+
+
+def check_readme(folder: Path, record: dict) -> list[str]:
+    try:
+        text = (folder / "README.md").read_text(encoding="utf-8")
+    except OSError:
+        return ["README.md is not there"]
+    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
+        return ["README.md: the markers around the figures are not there once each"]
+    part = text[text.index(BEGIN) : text.index(END) + len(END)]
+    return different_lines("README.md", part, figures_text(record, folder))

@@ -1,0 +1,81 @@
+#!/usr/bin/env bash
+# From text to a chat model of GPT-2's capability, with train_medium.py on all GPUs of this machine: data, tokenizer,
+# pretraining, CORE, finetuning, chat evaluation, export, report.
+#
+#     bash runs/speedrun_medium.sh             the whole thing; 8 GPUs of 80 GiB, 100 GB of disk
+#     bash runs/speedrun_medium.sh --smoke     no GPU: the same steps with a tiny model, in minutes
+#
+# Expected on 8 H200s. Computed from 125,000 tokens/s on one and 7.7 times that on eight, none of it measured:
+#
+#     data           140 files of climbmix, 14 GB to download; 6.5 billion tokens, 13 GB; 16 cores   0.5 hours
+#     pretraining    1.38 billion parameters, 5.84 billion tokens, 2.6e19 FLOPs; 5,568 steps         1.7 hours
+#     CORE           91,037 items                                                                    5 minutes
+#     finetuning     460,000 conversations, about 0.4 billion tokens                                 10 minutes
+#     GPU time       2 hours of 8 GPUs: 16 device hours, 48 USD at 3 USD an hour and device
+#
+# Target: CORE of at least 0.2565, that of GPT-2 XL; nanochat d24 has 0.2626 with as many tokens after 99 minutes on 8
+# H100s. Stopped runs continue, finished steps are skipped. Result: out/speedrun_medium and out/speedrun_medium_sft, each
+# with report.md, and out/speedrun_medium_hf for transformers.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+smoke=
+case "$*" in "") ;; --smoke) smoke=1 ;; *)
+  echo "error: speedrun_medium.sh takes no flag but --smoke; for other recipes call python train_medium.py" >&2
+  exit 2
+  ;;
+esac
+source runs/setup.sh
+setup requirements.txt
+source runs/launch.sh
+
+data=data/shards/climbmix_6b run=out/speedrun_medium
+pretrain=(--save-every 500) conversations=(--source smol-smoltalk) sft=()
+if [[ $smoke ]]; then
+  data=data/shards/stdlib run=out/smoke_medium
+  pretrain=(@runs/cpu_medium.args --steps 20 --set width=64 --set head_dim=16 --set core_items=-1)
+  sft=(--steps 4 --set sft_packs=1)
+fi
+
+# -- data: text, a tokenizer with 32,768 entries, token shards; then the CORE tasks
+if [[ $smoke ]]; then
+  python data/pretrain.py --source stdlib --vocab-size 4096 --out "$data"
+  mkdir -p out
+  python - >out/smoke_chat.jsonl <<'EOF'
+import json
+
+for i in range(200):
+    talk = [("user", f"What is {i} plus {i}?"), ("assistant", f"{i} plus {i} is {2 * i}.")]
+    print(json.dumps({"messages": [{"role": role, "content": text} for role, text in talk]}))
+EOF
+  conversations=(--source out/smoke_chat.jsonl --max-len 512)
+else
+  python data/pretrain.py --source climbmix --max-files 140 --out "$data"
+  if ! compgen -G "$data/core/*.npz" >/dev/null; then
+    python data/core.py --download --data "$data"
+  fi
+fi
+
+# -- pretraining; CORE at its end
+train "$run" --data "$data" "${pretrain[@]}"
+
+# -- finetuning on conversations
+if [[ ! -f $data/sft/train_000000.bin ]]; then
+  python data/sft.py --data "$data" "${conversations[@]}"
+fi
+train "${run}_sft" sft --from "$run" --data "$data" "${sft[@]}"
+
+# -- chat evaluation and export
+if [[ ! $smoke ]]; then
+  "${launch[@]}" runs/chat_eval.py "${run}_sft" # --run-code adds HumanEval, see there
+fi
+if [[ ! -d ${run}_hf ]]; then
+  python runs/export.py "${run}_sft" --out "${run}_hf"
+fi
+
+# -- results
+for name in "$run" "${run}_sft"; do
+  echo
+  sed -n '1,/^## /{/^## /!p}' "$name/report.md"
+done
+echo "Everything is in $run and ${run}_sft: report.md, curve.png, core.csv. This took $SECONDS s."
+echo "Chat: python runs/chat.py ${run}_sft (after: source .venv/bin/activate)"

@@ -1,0 +1,184 @@
+"""Chat evaluation: letters against one forward an item, numbers, programs under limits, files of each layout."""
+
+import contextlib
+import csv
+import io
+import json
+import random
+import sys
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+import zstandard
+from conftest import ALONE, ROOT, logits, random_model, tiny_config
+from test_export import bpe, write_run  # noqa: F401  (bpe is a fixture)
+
+import train_small as ts
+
+sys.path.insert(0, str(ROOT / "runs"))
+import chat_eval
+
+
+def words(rng, most) -> str:
+    return " ".join(rng.choices("the rest of an old stone is in that sea".split(), k=rng.randint(1, most)))
+
+
+def test_letters_against_one_forward_an_item(bpe):  # noqa: F811
+    """The chosen letter is the most likely of the item's letters behind the whole prompt, which may be cut."""
+    tokenizer, rng = ts.Tokenizer(bpe), random.Random(0)
+    config = tiny_config(vocab_size=tokenizer.vocab_size, max_seq_len=192, pack_tokens=256, bigram_rows=500)
+    model = random_model(config)
+    items = [(words(rng, 150), [words(rng, 8) for _ in range(rng.choice((3, 4, 4, 5)))], rng.randrange(3))
+             for _ in range(40)]  # fmt: skip
+    right, cut = chat_eval.score_choices(ts, model, tokenizer, items, ALONE, 512), 0
+    for (question, choices, gold), found in zip(items, right, strict=True):
+        lines = "".join(f"- {choice}={letter}\n" for choice, letter in zip(choices, "ABCDE", strict=False))
+        text = f"Multiple Choice question: {question}\n{lines}\nRespond only with the letter of the correct answer."
+        ids = tokenizer.specials
+        prompt = [ids["<|bos|>"], ids["<|user_start|>"], *tokenizer.encode(text), ids["<|user_end|>"],
+                  ids["<|assistant_start|>"]]  # fmt: skip
+        cut += len(prompt) > 191
+        last = logits(model, prompt[-191:])[-1]
+        letters = [last[tokenizer.encode(letter)[0]].item() for letter in "ABCDE"[: len(choices)]]
+        assert found == (np.argmax(letters) == gold)
+    assert 0 < cut < 40 and 0 < right.sum() < 40
+
+
+@pytest.mark.parametrize(("text", "number"), [
+    ("#### 18", "18"), ("so\n#### 18.0 dollars", "18"), ("#### 18.", "18"), ("#### $1,800", "1800"), ("####-5", "-5"),
+    ("#### 0.50 and #### 7", "0.5"), ("#### .5", "0.5"), ("18", None), ("####", None), ("#### x 5", None),
+    ("#### 1,2,", "12"),
+])  # fmt: skip
+def test_numbers_are_compared_as_numbers(text, number):
+    found = chat_eval.number_in(text)
+    assert found is None if number is None else found == chat_eval.Decimal(number)
+    if number is not None:
+        assert chat_eval.same_number(f"work\n#### {number}")(text)
+        assert not chat_eval.same_number("#### 999")(text)
+
+
+# ---- programs
+
+PROMPT = """from typing import List
+
+
+def helper(x):
+    return x + 1
+
+
+def inc(x: int) -> int:
+    '''Add 1.'''
+"""
+TEST = "def check(candidate):\n    assert candidate(1) == 2\n    assert candidate(-1) == 0\n"
+
+
+@pytest.mark.parametrize(("answer", "right"), [
+    ("Here it is:\n```python\ndef inc(x: int) -> int:\n    return helper(x)\n```\nDone.", True),
+    ("```\ndef inc(x: List) -> int:\n    return x + 1", True),  # the block never ends; List is imported by the prompt
+    ("    return x + 1\n", True),  # the body alone
+    ("def inc(x):\n    return x + 2\n", False),
+    ("def inc(x):\n    exit(0)\n", False),  # a quick way out is no success
+    ("import os\ndef inc(x):\n    os._exit(0)\n", False),
+    ("I do not know.", False),
+    ("def inc(x):\n    print('b' * 3 * 2**20)\n    return x + 1\n", False),  # output beyond the limit
+    ("def inc(x):\n    y = bytearray(3 * 2**30)\n    return x + 1\n", False),  # memory
+    ("def inc(x):\n    open('big', 'wb').write(b'x' * 2**22)\n    return x + 1\n", False),  # a file
+    ("import os\nassert not os.environ.get('HOME')\ndef inc(x):\n    return x + 1\n", True),  # an empty environment
+    ("\ud800", False),
+])  # fmt: skip
+def test_programs(answer, right):
+    assert chat_eval.run_program(*chat_eval.program(PROMPT, answer, TEST, "inc")) == right
+
+
+def test_programs_end(monkeypatch):
+    """A sleeping program is killed with its children's group; where namespaces are allowed there is no network."""
+    monkeypatch.setattr(chat_eval, "TIMEOUT", 1)
+    assert not chat_eval.run_program("import time\ntime.sleep(60)\n", "x")
+    interfaces = "import socket\nprint()\nprint(*(name for _, name in socket.if_nameindex()))\n"
+    if chat_eval.isolation():
+        assert chat_eval.run_program(interfaces, "lo")
+
+
+# ---- files and the command
+
+ARC = [{"question": f"q{i}", "choices": {"text": ["a", "b", "c"], "label": ["1", "2", "3"]}, "answerKey": "2"}
+       for i in range(5)]  # fmt: skip
+MMLU = [{"question": f"m{i}", "choices": ["a", "b", "c", "d"], "answer": i % 4, "subject": "x"} for i in range(8)]
+GSM8K = [{"question": f"g{i}", "answer": f"<<1+{i}={i + 1}>>{i + 1}\n#### {i + 1}"} for i in range(4)]
+HUMANEVAL = [{"task_id": "0", "prompt": PROMPT, "test": TEST, "entry_point": "inc", "canonical_solution": ""}]
+
+
+@pytest.fixture
+def files(tmp_path):
+    """A folder in which every layout occurs once."""
+    folder = tmp_path / "files"
+    folder.mkdir()
+    lines = lambda items: "".join(json.dumps(item) + "\n" for item in items)  # noqa: E731
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ARC), folder / "arc_easy_test.parquet")
+    (folder / "arc_easy_validation.jsonl").write_text("not read")
+    (folder / "arc_challenge_validation.jsonl").write_text(lines(ARC))
+    (folder / "mmlu_test.jsonl.zst").write_bytes(zstandard.compress(lines(MMLU).encode()))
+    (folder / "mmlu_dev.jsonl").write_text("not read")
+    (folder / "gsm8k_test.jsonl").write_text(lines(GSM8K))
+    (folder / "gsm8k_train.jsonl").write_text("not read")
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(HUMANEVAL), folder / "humaneval.parquet")
+    rng = random.Random(0)
+    made = {"".join(rng.choices("abcdefgh", k=rng.randint(3, 9))) for _ in range(400)}
+    (folder / "words.txt").write_text("\n".join(sorted(made)))
+    return folder
+
+
+def test_items_of_every_layout(files):
+    read = lambda task, limit=0: chat_eval.read_task(task, files, limit)  # noqa: E731
+    for task in ("arc_easy", "arc_challenge"):
+        assert sorted(read(task)) == [(f"q{i}", ["a", "b", "c"], 1) for i in range(5)]
+    assert sorted(read("mmlu")) == [(f"m{i}", ["a", "b", "c", "d"], i % 4) for i in range(8)]
+    assert read("mmlu", 3) == read("mmlu")[:3] and [m[0] for m in read("mmlu")] != [f"m{i}" for i in range(8)]
+    items = {item.question: item for item in read("gsm8k")}
+    assert items["g2"].expected == "3" and items["g2"].right("so #### 3.0") and not items["g2"].right("3")
+    (item,) = read("humaneval")
+    assert item.question == PROMPT and item.right("    return x + 1\n")
+    spelled = read("spelling", 40)
+    counted = [item for item in spelled if item.expected.isdigit()]
+    assert len(spelled) == 40 and len(counted) == 20
+    for item in spelled:
+        assert item.right(f"#### {item.expected}" if item in counted else f" {item.expected}\n")
+        assert not item.right("#### 77")
+    assert chat_eval.read_task("arc_easy", files.parent, 0) is None
+
+
+def evaluate(*args) -> tuple:
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = chat_eval.main([str(arg) for arg in args])
+    return code, out.getvalue(), err.getvalue()
+
+
+def test_the_command(bpe, files, tmp_path):  # noqa: F811
+    """The table, the csv file and the last line agree; ChatCORE is the mean of what goes beyond guessing."""
+    run_dir = write_run(tmp_path / "run", bpe, True, None, max_seq_len=256, pack_tokens=256)
+    code, out, err = evaluate(run_dir, "--files", files, "--limit", 4, "--run-code")
+    assert code == 0, err
+    *_, last = out.splitlines()
+    result, rows = json.loads(last), list(csv.reader((run_dir / "chat_eval.csv").open()))
+    assert rows[0] == ["task", "items", "accuracy", "centered", "seconds"] and rows[-1][0] == "ChatCORE"
+    assert [row[0] for row in rows[1:-1]] == list(chat_eval.TASKS) == list(result["tasks"])
+    assert [row[1] for row in rows[1:]] == ["4", "4", "4", "4", "1", "4", "21"]
+    centred = [(float(row[2]) - (0.25 if i < 3 else 0)) / (0.75 if i < 3 else 1) for i, row in enumerate(rows[1:-1])]
+    assert [float(row[3]) for row in rows[1:-1]] == pytest.approx(centred)
+    assert result["chatcore"] == pytest.approx(sum(centred) / 6) == pytest.approx(float(rows[-1][3]))
+    samples = [json.loads(line) for line in (run_dir / "chat_eval_samples.jsonl").open()]
+    assert {sample["task"] for sample in samples} == {"gsm8k", "humaneval", "spelling"} and len(samples) == 9
+    code, out, err = evaluate(run_dir, "--files", files, "--limit", 2, "--tasks", "mmlu,humaneval")
+    assert code == 0 and "allow that with --run-code" in out and "the mean of 1 tasks" in out
+    (files / "gsm8k_test.jsonl").write_text('{"question": "x"}\n')
+    for args, message in (
+        (("--files", tmp_path / "none"), "is no folder"), (("--tasks", "mmlo"), "mmlo, which is none of"),
+        (("--files", tmp_path, "--tasks", "mmlu"), "mmlu cannot be scored"), (("--limit", -1), "at least 0"),
+        (("--files", files, "--tasks", "gsm8k"), "is no item of gsm8k"), (("--step", 99), "no checkpoint"),
+    ):  # fmt: skip
+        code, _, err = evaluate(run_dir, *args)
+        assert code == 1 and message in err and err.startswith("error: ") and err.count("\n") == 1, err
+    assert evaluate(tmp_path)[0] == 1

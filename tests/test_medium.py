@@ -1,0 +1,411 @@
+"""What only train_medium.py has: rules, derived sizes, fp8 products, recomputation, its memory and its runs.
+
+Packing, cached decoding and the optimizer's step are tested for both scripts in test_model.py and test_optimizer.py.
+"""
+
+import collections
+import dataclasses
+import json
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import ALONE, ROOT, TINY_MEDIUM, pack, random_documents, random_model, tiny_medium
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import train_medium as tm
+
+
+def config_of(*flags) -> tm.Config:
+    return tm.make_config(tm.build_parser().parse_args(list(flags)))
+
+
+# ---- sizes and rules
+
+
+def test_sizes():
+    """24 layers of width 1536: counted on the model itself, and by hand."""
+    config = tm.Config()
+    config.validate()
+    model = tm.GPT(config, device="meta")
+    sizes = {name: p.numel() for name, p in model.named_parameters()}
+    D, V = 1536, 32768
+    assert (config.width, config.num_heads, config.mlp_width) == (D, 12, 4 * D)
+    assert sizes["qkv_bank"] + sizes["o_bank"] + sizes["mlp_bank"] == 24 * 12 * D * D
+    assert sizes["embed"] == sizes["unembed"] == V * D and sizes["value_embed"] == 12 * V * D
+    assert 1.38e9 < sum(sizes.values()) < 1.39e9
+    assert tm.matmul_weights(config) == 24 * 12 * D * D + V * D == 729_808_896
+    assert config.long_layers == (3, 7, 11, 15, 19, 23) == config.key_offset_layers
+    assert config.value_embed_layers == tuple(range(1, 24, 2)) and config.backout_layer == 12
+    other = tm.Config(num_layers=5, window_pattern="SL")
+    assert other.width == 384 and other.long_layers == (1, 3, 4) and other.value_embed_layers == (0, 2, 4)
+
+
+def test_default_recipe_is_nanochats():
+    """At 24 layers the rules give its 5.84 billion tokens, 5,568 steps of 2 ** 20, rate 0.0283 and decay 0.0597."""
+    config = tm.Config()
+    assert (config.tokens, config.num_steps) == (8 * 729_808_896, 5568)
+    assert config.stage_table[0].packs * config.pack_tokens == 2**20 and config.stage_table[0].packs % 8 == 0
+    table = tm.parameter_table(config)
+    assert config.muon_lr == pytest.approx(0.0283) and table["mlp_bank"].weight_decay == pytest.approx(0.0597, rel=1e-2)
+    assert config.adam_lr * table["unembed"].lr_mult == pytest.approx(0.0064 / 2**0.5)
+
+
+def test_rules_by_hand():
+    """Numbers that stand in the comments, worked out apart."""
+    assert [tm.batch_rule(n) for n in (5_840_000_000, 34_000_000, 881_000_000)] == [2**20, 2**17, 2**19]
+    tuned = {(34e6, 65536): 0.020, (340e6, 131072): 0.018, (2.18e9, 131072): 0.012, (5.84e9, 2**20): 0.028}
+    for (tokens, batch), rate in tuned.items():
+        assert round(0.0283 * tm.rate_rule(tokens, batch), 3) == rate
+    assert tm.rate_rule(1e9, 4 * 2**18) == pytest.approx(2 * tm.rate_rule(1e9, 2**18))  # root of the batch
+    assert tm.rate_rule(32e9, 2**18) == pytest.approx(tm.rate_rule(1e9, 2**18) / 2)  # 32 ** 0.2 = 2
+    decays = [tm.decay_rule(0.06, 0.02, steps, 9.4) for steps in (5000, 50000)]
+    assert decays == pytest.approx([0.06, 0.0094])
+
+
+def test_sizes_and_rates_follow_the_flags(tmp_path):
+    """A depth alone sets everything; what is given stays; a saved config comes back as it was."""
+    config = config_of("--set", "num_layers=12")
+    assert (config.width, config.mlp_width, config.tokens) == (768, 3072, 8 * (12 * 12 * 768**2 + 32768 * 768))
+    assert config.stages == ((1.0, 64, 512, 2048, 2048, 1.0),) and config.num_steps == 1680
+    wider = config_of("--set", "num_layers=12", "--set", "width=1024", "--set", "muon_lr=0.5", "--tokens", "34000000")
+    assert (wider.width, wider.mlp_width, wider.muon_lr, wider.tokens) == (1024, 4096, 0.5, 34_000_000)
+    assert wider.stage_table[0].packs == 16 and wider.adam_lr == float(f"{0.0064 * tm.rate_rule(34e6, 2**17):.3g}")
+    assert config_of("--steps", "7").num_steps == 7
+    (tmp_path / "config.json").write_text(json.dumps({"config": dataclasses.asdict(wider)}))
+    assert tm.read_config(tmp_path) == wider
+    tuned = dataclasses.replace(wider, source="somewhere", tokens=0, muon_lr=0.0)  # finetuning derives nothing
+    assert (tuned.tokens, tuned.muon_lr, tuned.adam_lr, tuned.stages) == (0, 0.0, wider.adam_lr, wider.stages)
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("window_pattern=SXL", "letters S and L"), ("window_pattern=", "letters S and L"), ("num_layers=1", "too few"),
+        ("num_layers=0", "too few"), ("width=100", "head_dim=128"), ("head_dim=6", "multiple of 4"),
+        ("stages=((1.0,2),)", "6 numbers"), ("stages=()", "6 numbers"), ("stages=(1.0,)", "6 numbers"),
+        ("stages=((0.5,16,384,1024,2048,1.0),)", "0.5000, not 1"), ("pack_tokens=0", "max_seq_len=2048"),
+        ("tokens=-1", "at least 1"), ("max_seq_len=16384", "max_seq_len=16384"), ("momentum=(0.9,)", "momentum"),
+        ("long_layers=(1,)", "unknown Config field long_layers"),
+    ],
+)  # fmt: skip
+def test_contradictions(setting, words):
+    with pytest.raises(tm.UserError, match=None) as caught:
+        config_of("--set", setting)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ("cpu_medium", "b34_medium"))
+def test_presets(name):
+    config = config_of(f"@{ROOT}/runs/{name}.args")
+    assert config.stage_table[0].packs * config.pack_tokens == {"cpu_medium": 2048, "b34_medium": 65536}[name]
+    if name == "b34_medium":
+        assert (config.muon_lr, config.adam_lr, config.num_steps) == (0.0198, 0.00448, 519)
+
+
+def test_initial_weights():
+    """Zero outputs of attention and MLP; the logits of a new model depend on the last token's embedding only."""
+    model = tm.GPT(tiny_medium())
+    model.init_weights(0)
+    model.attention = tm.sdpa_attention
+    assert model.o_bank.abs().max() == 0 and model.mlp_bank[1::2].abs().max() == 0
+    assert abs(model.qkv_bank.std() * 8 - 1) < 0.03 and abs(model.mlp_bank[::2].std() * 8 - 0.4) < 0.02
+    (a, b), last = random_documents((20, 20)), []
+    for document in (a, b[:19] + a[19:]):
+        tokens, _, *rest = pack([[*document, 0]])
+        last.append(model(tokens, None, *rest)[-1])
+    torch.testing.assert_close(*last)
+
+
+# ---- fp8
+
+
+@pytest.fixture
+def fp8_everywhere(monkeypatch):
+    """The same casts on the CPU, with fp32 products of what they leave."""
+    monkeypatch.setattr(tm, "fits_fp8", lambda x, *sizes: True)
+
+
+def product(x, w, flip):
+    return x @ w if flip else F.linear(x, w)
+
+
+@pytest.mark.parametrize("flip", (False, True))
+@pytest.mark.parametrize("bound", (None, 28.0))
+def test_linear8_is_exact_where_fp8_is(flip, bound):
+    """With powers of two as scales and few-bit integers as values nothing is rounded, nor in the gradients."""
+    rng = torch.Generator().manual_seed(0)
+    x, w, g = (torch.randint(-7, 8, shape, generator=rng).float() for shape in ((32, 16), (48, 16), (32, 48)))
+    w, g = w.T.contiguous() if flip else w, (g / 2).round().clamp(-3, 3) * 2**-20  # e5m2 has three bits
+    x[0, 0], w[0, 0], g[0, 0] = 7.0, 7.0, 3.5 * 2**-20  # largest: 448 / 64, 57344 * 2 ** -34
+    x, w = x.requires_grad_(), w.requires_grad_()
+    y = tm.linear8(x, w, bound, flip)
+    got, want = (torch.autograd.grad(out, (x, w), g) for out in (y, product(x, w, flip)))
+    assert torch.equal(y, product(x, w, flip)) and all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(st.booleans(), st.integers(-30, 20), st.integers(-60, 10), st.integers(0, 9))
+def test_linear8_error(flip, size_w, size_g, seed):
+    """Of any magnitude: the error of 4 bits of x and w, 3 of the gradient, and gradients in their places."""
+    rng = torch.Generator().manual_seed(seed)
+    x, w, g = (torch.randn(shape, generator=rng) for shape in ((96, 32), (32, 64) if flip else (64, 32), (96, 64)))
+    x, w, g = F.rms_norm(x, (32,)).requires_grad_(), (w * 2.0**size_w).requires_grad_(), g * 2.0**size_g
+    y = tm.linear8(x, w, math.sqrt(32), flip)
+    got, want = (torch.autograd.grad(out, (x, w), g) for out in (y, product(x, w, flip)))
+    pairs = zip((y, *got), (product(x, w, flip), *want), strict=True)
+    errors = [((a.double() - b.double()).norm() / b.double().norm()).item() for a, b in pairs]
+    assert errors[0] < 0.06 and max(errors[1:]) < 0.1, errors
+    assert not torch.equal(y, product(x, w, flip)), "it must be fp8"
+
+
+def test_linear8_of_zeros():
+    """The first backward of a zero projection: no NaN."""
+    x, w = torch.zeros(16, 16, requires_grad=True), torch.zeros(16, 16, requires_grad=True)
+    y = tm.linear8(x, w)
+    y.sum().backward()
+    assert y.abs().max() == x.grad.abs().max() == w.grad.abs().max() == 0
+
+
+def test_fp8_is_for_training_only(fp8_everywhere, monkeypatch):
+    """Validation and decoding do not use it, training does, and its switch works."""
+    calls, linear8 = [], tm.linear8
+    monkeypatch.setattr(tm, "linear8", lambda *args, **options: calls.append(0) or linear8(*args, **options))
+    model, plain = random_model(tiny_medium()), random_model(tiny_medium(fp8=False))
+    batch = pack(random_documents((40, 30)))
+    with torch.no_grad():
+        assert torch.equal(model(*batch)[1], plain(*batch)[1]) and not calls
+    plain(*batch)[0].backward()
+    assert not calls
+    model(*batch)[0].backward()
+    assert len(calls) == 4 * model.config.num_layers
+
+
+def test_fp8_does_not_fit_everywhere():
+    """fp32, CPUs and sizes that are no multiples of 16 take the plain products."""
+    assert not tm.fits_fp8(torch.zeros(16, 16, dtype=torch.bfloat16), 16) and not tm.fits_fp8(torch.zeros(16, 16), 16)
+
+
+def test_fp8_gradients_of_the_model(fp8_everywhere):
+    """Within a quarter of the plain ones, in nearly their direction; scalars are sums in which most cancels."""
+    grads = []
+    for fp8 in (False, True):
+        model = random_model(tiny_medium(fp8=fp8))
+        loss, _ = model(*pack(random_documents((60, 40, 28))))
+        (loss / 128).backward()
+        grads.append({name: p.grad for name, p in model.named_parameters()})
+    for name, plain in grads[0].items():
+        if name in ("residual", "scalars"):
+            assert grads[1][name].isfinite().all()
+            continue
+        error = ((grads[1][name] - plain).norm() / plain.norm()).item()
+        assert 1e-3 < error < 0.25, f"{name}: {error}"
+        assert F.cosine_similarity(plain.flatten(), grads[1][name].flatten(), 0) > 0.97, name
+
+
+# ---- compiling, recomputation, memory
+
+EVERYTHING = {"num_layers": 2, "bigram_rows": 500, "recompute": True}
+
+
+def gradients(model, function=None):
+    model.zero_grad(set_to_none=True)
+    loss, _ = (model if function is None else function)(*pack(random_documents((60, 40, 28))))
+    (loss / 128).backward()
+    return [p.grad.clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("recompute", (False, True))
+def test_compiled_in_one_graph(fp8_everywhere, recompute):
+    """With all techniques, fp8 and recomputation: no graph break, and the gradients of the uncompiled model."""
+    model = random_model(tiny_medium(**{**EVERYTHING, "recompute": recompute}))
+    want = gradients(model)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, dynamic=False, fullgraph=True, backend="aot_eager")
+    for a, b in zip(gradients(model, compiled), want, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-4)
+
+
+def test_recomputation_changes_nothing():
+    kept, again = (gradients(random_model(tiny_medium(recompute=recompute))) for recompute in (False, True))
+    assert all(torch.equal(a, b) for a, b in zip(kept, again, strict=True))
+
+
+@torch.library.custom_op("decoderstack_test::product", mutates_args=())
+def opaque_product(a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor) -> torch.Tensor:
+    return (a.float() @ b.float().T * (scale_a * scale_b)).bfloat16()
+
+
+opaque_product.register_fake(lambda a, b, *scales: a.new_empty(len(a), len(b), dtype=torch.bfloat16))
+
+
+class Seen(Exception):
+    """Carries what a compiled forward keeps, before anything runs."""
+
+
+def kept_bytes(config, monkeypatch) -> float:
+    """Bytes of a token and a layer, in units of D, that torch.compile keeps for the backward."""
+    from functorch.compile import min_cut_rematerialization_partition
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._inductor.decomposition import select_decomp_table
+
+    monkeypatch.setattr(tm, "product8", lambda a, b, sa, sb, *options, **more: opaque_product(a, b, sa, sb))
+    T, model = config.pack_tokens, tm.GPT(config, dtype=torch.bfloat16)
+    model.attention = tm.triton_attention
+
+    def look(graph, inputs):
+        (output,) = (node for node in graph.graph.nodes if node.op == "output")
+        sizes = collections.Counter()
+        for node in output.args[0]:
+            value = node.meta.get("val") if isinstance(node, torch.fx.Node) and node.op != "placeholder" else None
+            if isinstance(value, torch.Tensor) and T in value.shape and not node.name.startswith("alias"):
+                sizes[node.name] = value.numel() * value.itemsize
+        raise Seen(sum(sizes.values()))
+
+    backend = aot_autograd(fw_compiler=look, bw_compiler=look, partition_fn=min_cut_rematerialization_partition,
+                           decompositions=select_decomp_table())  # fmt: skip
+    torch._dynamo.reset()
+    tokens, positions = torch.zeros(T, dtype=torch.int32), torch.arange(T, dtype=torch.int32) % 64
+    borders = torch.arange(0, T + 1, 64, dtype=torch.int32)
+    with pytest.raises(Exception, match=r"Seen|\d+") as caught:
+        torch.compile(model, dynamic=False, fullgraph=True, backend=backend)(tokens, tokens, positions, borders, 64)
+    error = caught.value
+    while not isinstance(error, Seen):
+        error = error.__cause__ or error.inner_exception
+    return error.args[0] / T / config.width
+
+
+@pytest.mark.parametrize(("recompute", "units"), ((False, 34.0), (True, 3.0)))
+def test_memory_of_a_token(fp8_everywhere, monkeypatch, recompute, units):
+    """The table in micro_batch_limit against what torch.compile really keeps: the difference of 2 and 4 layers."""
+    kept = []
+    for layers in (2, 4):
+        config = tiny_medium(num_layers=layers, width=64, mlp_width=256, pack_tokens=320, recompute=recompute,
+                             max_seq_len=64, stages=((1.0, 1, 8, 16, 64, 1.0),))  # fmt: skip
+        kept.append(kept_bytes(config, monkeypatch))
+    a_layer = (kept[1] - kept[0]) / 2
+    assert units - 1.5 < a_layer < units + 2.5, kept  # also row statistics, small at a real width
+
+
+def test_micro_batch_limit(monkeypatch):
+    """What it must answer for cards of 140, 80 and 24 GiB, with 16.7 GB of weights and states on them."""
+    monkeypatch.setattr(tm, "bf16_is_native", lambda: True)
+    for gib, recompute, least, most in ((140, False, 32768, 32768), (80, False, 32768, 32768), (48, False, 8192, 24576),
+                                        (40, True, 32768, 32768), (24, False, -1e9, 0)):  # fmt: skip
+        limit = tm.micro_batch_limit(tm.Config(recompute=recompute), int(gib * 2**30 - 16.7e9))
+        assert least <= limit <= most, (gib, limit)
+
+
+# ---- runs
+
+
+def flags(data, run_dir, *more, **overrides) -> list[str]:
+    values = {key: value for key, value in {**TINY_MEDIUM, **overrides}.items() if key not in ("tokens", "vocab_size")}
+    sets = [word for key, value in values.items() for word in ("--set", f"{key}={value}")]
+    return ["--data", str(data), "--run-dir", str(run_dir), *sets, "--steps", "20", "--log-every", "1", *more]
+
+
+def losses(run_dir) -> list[float]:
+    entries = [json.loads(line) for line in (run_dir / "log.jsonl").read_text().splitlines()]
+    return [entry["loss"] for entry in entries if "loss" in entry]
+
+
+def test_run(dataset_dir, tmp_path, capsys):
+    """Trains, reports, samples; the run directory holds this script, and load() gives the model back."""
+    run_dir = tmp_path / "run"
+    assert tm.main(flags(dataset_dir, run_dir, "--save-every", "10")) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert result["steps"] == 20 and losses(run_dir)[-1] < 0.6 * losses(run_dir)[0]
+    assert (run_dir / "train_medium.py").read_bytes() == (ROOT / "train_medium.py").read_bytes()
+    assert (run_dir / "report.md").is_file() and len(tm.checkpoints(run_dir)) == 2
+    argv = ["sample", "--from", str(run_dir), "--prompt", "the rest", "--set", "sample_tokens=9"]
+    assert tm.main(argv) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["new_tokens"] > 0
+    model, tokenizer, config = tm.load(run_dir, device="cpu")
+    assert config.window_pattern == "SL" and config.muon_lr == 0.023 and tokenizer.vocab_size == 300
+    argv = ["--resume", "--run-dir", str(run_dir), "--set", "window_pattern=S"]
+    assert tm.main(argv) == 1 and "--resume cannot change" in capsys.readouterr().err
+
+
+def test_training_in_fp8(fp8_everywhere, dataset):
+    """20 steps in (emulated) fp8 learn what 20 plain steps learn."""
+    ends = []
+    for fp8 in (False, True):
+        config = tiny_medium(fp8=fp8)
+        state = tm.build_state(config, ALONE, lambda text: None)
+        loader = tm.PackLoader(dataset, config, ALONE)
+        curve = [tm.train_step(state, loader.next()).item() for _ in range(config.num_steps)]
+        loader.close()
+        ends.append(sum(curve[-3:]) / 3)
+        assert ends[-1] < 0.7 * curve[0]
+    assert ends[1] == pytest.approx(ends[0], rel=0.05) and ends[1] != ends[0]
+
+
+# ---- on a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("flip", (False, True))
+@pytest.mark.parametrize("compiled", (False, True))
+def test_linear8_gpu(flip, compiled):
+    """The hardware's products against the emulated ones of the same casts, and against fp32; sizes of the model."""
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("needs compute capability 8.9")
+    torch.manual_seed(0)
+    T, K, N = 4096, 1536, 6144
+    x = F.rms_norm(torch.randn(T, K, device="cuda"), (K,)).bfloat16().requires_grad_()
+    w = (torch.randn(*((K, N) if flip else (N, K)), device="cuda") * K**-0.5).bfloat16().requires_grad_()
+    g = (torch.randn(T, N, device="cuda") * 1e-6).bfloat16()
+    function = torch.compile(tm.linear8, fullgraph=True) if compiled else tm.linear8
+    for bound in (None, math.sqrt(K)):
+        y = function(x, w, bound, flip)
+        got = (y, *torch.autograd.grad(y, (x, w), g))
+        slow = [t.detach().float().requires_grad_() for t in (x, w)]
+        exact = product(*slow, flip)
+        want = (exact, *torch.autograd.grad(exact, slow, g.float()))
+        scale_x = tm.scale8(x) if bound is None else torch.tensor(bound / 448, device="cuda")
+        scale_w = tm.scale8(w)
+        rounded = [tm.cast8(x, scale_x).float() * scale_x, tm.cast8(w, scale_w).float() * scale_w]
+        for name, a, b, most in zip("y dx dw".split(), got, want, (0.06, 0.1, 0.1), strict=True):
+            error = ((a.float() - b).norm() / b.norm()).item()
+            assert a.dtype == torch.bfloat16 and error < most, f"{name}: {error}"
+        assert ((y.float() - product(*rounded, flip)).norm() / exact.norm()).item() < 0.01
+
+
+@pytest.mark.gpu
+def test_model_gpu():
+    """Four layers of the real width, compiled: fp8 against bf16, and recomputation against neither, in less memory."""
+    results, peaks = {}, {}
+    for name, options in {"bf16": {"fp8": False}, "fp8": {}, "again": {"recompute": True}}.items():
+        config = tm.Config(num_layers=4, width=1536, tokens=10**6, stages=((1.0, 1, 512, 2048, 2048, 1.0),),
+                           fp8_head=False, **options)  # fmt: skip
+        torch._dynamo.reset()
+        state = tm.build_state(config, tm.start_ranks(), lambda text: None)
+        rng = torch.Generator(device="cuda").manual_seed(1)
+        with torch.no_grad():
+            for bank in (state.model.o_bank, state.model.mlp_bank):
+                bank.add_(torch.randn(bank.shape, generator=rng, device="cuda") * 0.01)
+        documents = random_documents((3000, 2000, 100, 3004), vocab=32768)
+        cut = [document[i : i + 1001] for document in documents for i in range(0, len(document), 1001)]
+        tokens, targets, positions, borders, _ = (
+            t.cuda() if isinstance(t, torch.Tensor) else t for t in pack([d for d in cut if len(d) > 1])
+        )
+        keep = len(tokens) // 16 * 16
+        batch = (tokens[:keep], targets[:keep], positions[:keep], borders.clamp(max=keep), 1024)
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        loss, _ = state.forward(*batch)
+        (loss / keep).backward()
+        torch.cuda.synchronize()
+        peaks[name] = torch.cuda.max_memory_allocated() - before
+        results[name] = loss.item() / keep, {n: p.grad.float() for n, p in state.model.named_parameters()}
+        del state
+    for name in ("fp8", "again"):
+        assert results[name][0] == pytest.approx(results["bf16"][0], rel=5e-3)
+        for parameter, want in results["bf16"][1].items():
+            got = results[name][1][parameter]
+            if want.norm() > 0 and want.numel() > 10_000:  # in sums to few numbers most cancels
+                assert F.cosine_similarity(got.flatten(), want.flatten(), 0) > 0.95, (name, parameter)
+    assert peaks["again"] < 0.9 * peaks["fp8"], peaks

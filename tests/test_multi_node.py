@@ -1,0 +1,263 @@
+"""runs/multi_node.sh with two torchrun agents here, one of them killed; runs/slurm.sh with fakes of SLURM."""
+
+import contextlib
+import io
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, TINY
+
+import train_small as ts
+
+SLOW = """
+import sys, time
+import torch
+import train_small as ts
+from train_small import *
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    step = ts.train_step
+    def slow(state, batch):
+        time.sleep(0.05 if state.ranks.world > 1 else 0.4)  # time for the other one to come back
+        return step(state, batch)
+    ts.train_step = slow
+    print(f"process {os.environ['RANK']} of {os.environ['WORLD_SIZE']}: {sys.argv[-1]}", flush=True)
+    sys.exit(ts.main())
+"""
+STEPS = 60
+
+
+def flags(data, run_dir) -> list[str]:
+    sets = [word for key, value in TINY.items() if key != "tokens" for word in ("--set", f"{key}={value}")]
+    return ["--data", str(data), "--run-dir", str(run_dir), *sets, "--set", "max_epochs=99", "--steps", str(STEPS),
+            "--save-every", "5", "--eval-every", "0", "--log-every", "1"]  # fmt: skip
+
+
+def losses(run_dir) -> dict[int, float]:
+    path = Path(run_dir) / "log.jsonl"
+    lines = path.read_text().splitlines() if path.is_file() else []
+    return {e["step"]: e["loss"] for e in map(json.loads, lines) if "loss" in e}
+
+
+def python_first(**more) -> dict:
+    """An environment in which `python` is this one."""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    return {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), **more}
+
+
+def wait(condition, job, seconds=90):
+    """Until the condition holds; an agent that ends before is a failure."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert job.poll() is None and time.monotonic() < end, job.text()
+        time.sleep(0.05)
+
+
+def listening(port: int) -> bool:
+    with socket.socket() as client:
+        return client.connect_ex(("localhost", port)) == 0
+
+
+def descendants(pid: int) -> list[int]:
+    children = [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return [*children, *(grandchild for child in children for grandchild in descendants(child))]
+
+
+@pytest.fixture
+def agents(tmp_path):
+    """start() is what a person types on one more machine; whatever still runs at the end is killed."""
+    (tmp_path / "slow.py").write_text(SLOW)
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    environment = python_first(NODES="1:2", GPUS="1", HEAD=f"localhost:{port}", SCRIPT=str(tmp_path / "slow.py"),
+                               RDZV="keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=4")  # fmt: skip
+    started = []
+
+    def start(*argv, **more):
+        out = (tmp_path / f"agent_{len(started)}.txt").open("w+")
+        job = subprocess.Popen(["bash", "runs/multi_node.sh", *argv], cwd=ROOT, env={**environment, **more}, stdout=out,
+                               stderr=subprocess.STDOUT)  # fmt: skip
+        job.text, job.head = lambda: Path(out.name).read_text(), port
+        started.append(job)
+        return job
+
+    yield start
+    for job in started:
+        if job.poll() is None:
+            kill(job)
+
+
+def kill(job) -> None:
+    """The machine is lost: SIGKILL for the agent and its processes."""
+    for pid in (*descendants(job.pid), job.pid):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    job.wait()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_machine_is_lost_and_comes_back(agents, dataset_dir, tmp_path):
+    """Two machines, then one, then two again; the losses are those of one process that nothing disturbed."""
+    run, argv = tmp_path / "run", flags(dataset_dir, tmp_path / "run")
+    first = agents(*argv)
+    wait(lambda: listening(first.head), first)  # here both could be the head
+    second = agents(*argv)
+    wait(lambda: len(losses(run)) >= 12, first)
+    assert len(re.findall(r"process \d of 2", first.text() + second.text())) == 2
+    kill(second)
+    wait(lambda: "process 0 of 1: --resume" in first.text(), first)
+    wait(lambda: "resumed at step 1" in first.text(), first)
+    third = agents(*argv)
+    assert first.wait(90) == 0, first.text()
+    assert third.wait(30) == 0, third.text()
+    assert len(re.findall(r"process \d of 2: --resume", first.text() + third.text())) == 2
+    where = [int(step) for step in re.findall(r"resumed at step +(\d+)", first.text() + third.text())]
+    assert len(where) == 2 and where[0] in range(10, 25, 5) and where[1] > where[0]
+    result = json.loads((first.text() + third.text()).split("\n{")[1].split("\n")[0].join(("{", "")))
+
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        assert ts.main(flags(dataset_dir, tmp_path / "undisturbed")) == 0
+    expected = losses(tmp_path / "undisturbed")
+    assert sorted(losses(run)) == sorted(expected) == list(range(1, STEPS + 1))
+    assert [losses(run)[s] for s in expected] == pytest.approx(list(expected.values()), rel=1e-3)
+    assert result["val_bpb"] == pytest.approx(json.loads(out.getvalue().splitlines()[-1])["val_bpb"], rel=1e-4)
+
+
+# ---- what the script does on each start
+
+
+@pytest.fixture
+def fakes(tmp_path):
+    """write(name) puts a program on PATH that appends its name, arguments and some variables to calls.txt."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+
+    def write(*names, code=""):
+        for name in names:
+            path = folder / name
+            path.write_text(f'#!/usr/bin/env bash\necho "{name} $*" >>{tmp_path}/calls.txt\n{code}\n')
+            path.chmod(0o755)
+
+    def run(script, *argv, **more):
+        environment = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", **more}
+        job = subprocess.Popen(["bash", ROOT / "runs" / script, *map(str, argv)], cwd=ROOT, env=environment, text=True,
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE)  # fmt: skip
+        run.pid = job.pid
+        job.out, job.err = job.communicate(timeout=60)
+        return job
+
+    def calls():
+        path = tmp_path / "calls.txt"
+        return path.read_text().splitlines() if path.is_file() else []
+
+    fake = type("Fakes", (), {})()
+    fake.write, fake.run, fake.calls = write, run, calls
+    return fake
+
+
+def test_start_and_restart(fakes, tmp_path):
+    """A process starts fresh, moves what died early out of the way, or resumes; a half-written checkpoint is none."""
+    fakes.write("python")
+    run = tmp_path / "run"
+
+    def worker(rank):
+        done = fakes.run("multi_node.sh", "--steps", "9", "--run-dir", run, SCRIPT="train_small.py", RANK=str(rank),
+                         TORCHELASTIC_RUN_ID="x")  # fmt: skip
+        assert done.returncode == 0, done.err
+        return fakes.calls()[-1]
+
+    fresh = f"python train_small.py --steps 9 --run-dir {run}"
+    assert worker(0) == fresh
+    (run / "checkpoints" / ".step_000005.tmp").mkdir(parents=True)
+    (run / "log.jsonl").write_text("early")
+    assert worker(1) == fresh and run.exists()
+    assert worker(0) == fresh and not run.exists() and (tmp_path / "run.unfinished" / "log.jsonl").exists()
+    (run / "checkpoints" / "step_000005").mkdir(parents=True)
+    (run / "checkpoints" / "step_000005" / "state.json").touch()
+    assert worker(0) == worker(1) == f"{fresh} --resume"
+
+
+def test_multi_node_calls_torchrun(fakes, dataset_dir, tmp_path):
+    """The rendezvous as asked for; and refusals before anything starts."""
+    real = sys.executable
+    fakes.write("python", code=f'if [[ $1 == - ]]; then exec {real} "$@"; fi')
+    argv = flags(dataset_dir, tmp_path / "run")
+    done = fakes.run("multi_node.sh", *argv, NODES="1:2", GPUS="2", HEAD="node0:1234", JOB="seven", RESTARTS="5",
+                     PYTHONPATH=str(ROOT))  # fmt: skip
+    assert done.returncode == 1 and "2 machines x 2 processes = 4, which does not divide a step of 2 packs" in done.err
+    done = fakes.run("multi_node.sh", *argv, NODES="1:2", GPUS="1", HEAD="node0:1234", JOB="seven", RESTARTS="5")
+    assert done.returncode == 0, done.err
+    words = fakes.calls()[-1].split()
+    assert words[1:3] == ["-m", "torch.distributed.run"] and "--nnodes=1:2" in words and "--nproc-per-node=1" in words
+    assert {"--rdzv-backend=c10d", "--rdzv-endpoint=node0:1234", "--rdzv-id=seven", "--max-restarts=5"} <= set(words)
+    assert words[words.index("--no-python") :][:3] == ["--no-python", "bash", "runs/multi_node.sh"]
+    assert f"runs/multi_node.sh --save-every 250 {' '.join(argv)}" in fakes.calls()[-1]  # a later --save-every wins
+    for more, text in ((("--stepps", "3"), "did you mean --steps?"), (("--resume",), "decides by itself")):
+        done = fakes.run("multi_node.sh", *argv, *more)
+        assert done.returncode and text in done.err and done.err.count("\n") == 1
+    assert "needs --run-dir" in fakes.run("multi_node.sh", "--steps", "3").err
+
+
+def test_slurm(fakes, tmp_path):
+    """srun starts multi_node.sh with the first host as HEAD; USR1 queues the job again; the exit code is srun's."""
+    (tmp_path / "runs").mkdir()
+    fakes.write("scontrol", code="if [[ $1 == show ]]; then printf 'gpu7\\ngpu8\\n'; fi")
+    fakes.write("srun", code='echo "env $NODES $HEAD $JOB" >>$CALLS; sleep ${NAP:-0}; exit ${CODE:-0}')
+    slurm = dict(SLURM_SUBMIT_DIR=str(tmp_path), SLURM_JOB_ID="4321", SLURM_JOB_NUM_NODES="2",
+                 SLURM_JOB_NODELIST="gpu[7-8]", CALLS=str(tmp_path / "calls.txt"))  # fmt: skip
+    assert fakes.run("slurm.sh", "--run-dir", "out/a", **slurm).returncode == 0
+    assert fakes.calls() == ["scontrol show hostnames gpu[7-8]", "srun bash runs/multi_node.sh --run-dir out/a",
+                             "env 2 gpu7:24321 4321"]  # fmt: skip
+    assert fakes.run("slurm.sh", **slurm, CODE="7").returncode == 7
+    fakes.run("slurm.sh", **slurm, NODES="1:2")
+    assert fakes.calls()[-2] == "srun --no-kill --kill-on-bad-exit=0 bash runs/multi_node.sh"
+    assert fakes.calls()[-1] == "env 1:2 gpu7:24321 4321"
+
+    environment = {**os.environ, **slurm, "PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "NAP": "1.5"}
+    before = len(fakes.calls())
+    job = subprocess.Popen(["bash", ROOT / "runs/slurm.sh"], env=environment, stderr=subprocess.PIPE, text=True)
+    end = time.monotonic() + 20
+    while len(fakes.calls()) < before + 3 and time.monotonic() < end:
+        time.sleep(0.05)
+    job.send_signal(signal.SIGUSR1)
+    _, err = job.communicate(timeout=20)
+    assert job.returncode == 0 and "goes back into the queue" in err
+    assert fakes.calls()[-1] == "scontrol requeue 4321"
+
+
+def test_sbatch_directives():
+    """What sbatch reads from the head of the file: one task for each machine, all GPUs, a signal before the end."""
+    head = re.findall(r"^#SBATCH --([\w-]+)(?:=(\S+))?$", (ROOT / "runs/slurm.sh").read_text(), re.M)
+    assert dict(head)["ntasks-per-node"] == "1" and dict(head)["signal"] == "B:USR1@60" and ("requeue", "") in head
+
+
+@pytest.mark.parametrize("name", sorted(p.name for p in (ROOT / "runs").glob("*.sh")))
+def test_shellcheck(name):
+    done = subprocess.run(["shellcheck", "--shell=bash", "--severity=warning", "-x", f"runs/{name}"],
+                          cwd=ROOT, env=python_first(), capture_output=True, text=True)  # fmt: skip
+    assert done.returncode == 0, done.stdout
+
+
+def test_processes_must_agree_on_the_checkpoint(dataset_dir, tmp_path):
+    """Process 1 does not see the checkpoint that process 0 continues from: nothing is trained."""
+    run = tmp_path / "run"
+    with contextlib.redirect_stdout(io.StringIO()):
+        assert ts.main([*flags(dataset_dir, run), "--steps", "4", "--save-every", "2"]) == 0
+    code = ("import os, sys, train_small as ts\nreal = ts.checkpoints\n"
+            "ts.checkpoints = lambda d: real(d)[:1] if os.environ['RANK'] == '1' else real(d)\n"
+            "sys.exit(ts.main(sys.argv[1:]))")  # fmt: skip
+    (tmp_path / "stale.py").write_text(code)
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", tmp_path / "stale.py"]
+    done = subprocess.run([sys.executable, *command, "--resume", "--run-dir", run, "--steps", "8"], cwd=ROOT,
+                          env=python_first(), capture_output=True, text=True, timeout=120)  # fmt: skip
+    assert done.returncode != 0 and max(losses(run)) == 4
+    assert "process 1 would continue ['step_000002']" in done.stderr and "process 0 ['step_000004']" in done.stderr

@@ -1,0 +1,648 @@
+"""Records from real runs: add, verify and compare end to end, tampering, refusals, statistics, the logs of others.
+
+A small repository of its own holds the scripts, an args file and six runs: two variants of the training script with
+three seeds each, trained for 12 steps.
+"""
+
+import contextlib
+import gzip
+import importlib.util
+import io
+import json
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import matplotlib.image
+import numpy as np
+import pytest
+from conftest import ROOT, TINY, tiny_config, write_dataset
+from scipy import stats
+
+sys.path.insert(0, str(ROOT / "records"))
+import add
+import compare
+import record as rec
+import verify
+
+SEEDS = (0, 1, 2)
+
+
+def git(repo, *words):
+    subprocess.run(["git", "-C", repo, "-c", "user.name=t", "-c", "user.email=t@example.org", *words], check=True,
+                   capture_output=True)  # fmt: skip
+
+
+def train(script, *argv) -> None:
+    """main() of a script in this process, from the folder of its repository."""
+    spec = importlib.util.spec_from_file_location("trained_script", script)
+    module = sys.modules["trained_script"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    with contextlib.chdir(script.parent), contextlib.redirect_stdout(io.StringIO()):
+        assert module.main([str(word) for word in argv]) == 0
+
+
+def make_dataset(root):
+    info = write_dataset(root) / "dataset.json"
+    info.write_text(json.dumps({**json.loads(info.read_text()), "fingerprint": f"{root.name:0<64}"}))
+    return root
+
+
+@pytest.fixture(scope="session")
+def repo(tmp_path_factory):
+    """The repository with finished runs out/a_S and out/b_S and out/set with an override."""
+    repo = tmp_path_factory.mktemp("records") / "repo"
+    (repo / "runs").mkdir(parents=True)
+    (repo / "baselines").mkdir()
+    shutil.copy(ROOT / "train_small.py", repo)
+    shutil.copytree(ROOT / "records", repo / "records", ignore=shutil.ignore_patterns("__pycache__"))
+    sets = " ".join(f"--set {key}={value}".replace(", ", ",") for key, value in TINY.items() if key != "tokens")
+    (repo / "runs" / "tiny.args").write_text(f"# a tiny model\n--tokens 4608 {sets}  # 12 steps\n")
+    git(repo, "init", "-q")
+    git(repo, "add", ".")
+    git(repo, "commit", "-qm", "tiny")
+    data, _ = (make_dataset(repo / "data" / name) for name in ("tiny", "other"))
+    script, tiny, logs = repo / "train_small.py", "@runs/tiny.args", ("--log-every", 3, "--eval-every", 6)
+    for seed in SEEDS:
+        train(script, tiny, "--data", data, "--run-dir", f"out/a_{seed}", "--seed", seed, *logs)
+    train(script, tiny, "--data", data, "--run-dir", "out/set", "--seed", 7, *logs, "--set", "adam_lr=0.001")
+    before = script.read_text()
+    script.write_text(re.sub(r"adam_lr: float = [\d.]+", "adam_lr: float = 0.001", before))
+    for seed in SEEDS:
+        train(script, tiny, f"--data={data}", "--run-dir", f"out/b_{seed}", f"--seed={seed}", *logs)
+    script.write_text(before)
+    return repo
+
+
+@pytest.fixture(autouse=True)
+def here(request, monkeypatch):
+    """The tools work on the small repository in tests that use it."""
+    if "repo" in request.fixturenames:
+        root = request.getfixturevalue("repo")
+        monkeypatch.setattr(rec, "ROOT", root)
+        monkeypatch.setattr(rec, "BASELINES", root / "baselines")
+        monkeypatch.chdir(root)
+
+
+def run(tool, *argv) -> str:
+    """What main() of a tool prints."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        tool.main([str(word) for word in argv])
+    return out.getvalue()
+
+
+def refused(tool, *argv) -> str:
+    """The one sentence that main() of a tool ends with."""
+    with pytest.raises(SystemExit) as error, contextlib.redirect_stdout(io.StringIO()):
+        tool.main([str(word) for word in argv])
+    message = error.value.code
+    assert isinstance(message, str) and message.startswith("error: ") and "\n" not in message, message
+    return message
+
+
+@pytest.fixture(scope="session")
+def folders(repo):
+    """The records of both variants, made by the commands that a person would type."""
+    for name, more in (("a", ()), ("b", ("--against", "2026-11-22_base", "--hypothesis", "A lower rate is worse."))):
+        slug = {"a": "base", "b": "a-low-rate"}[name]
+        runs = [f"out/{name}_{seed}" for seed in SEEDS]
+        command = ["records/add.py", *runs, "--track", "small", "--slug", slug, "--date", "2026-11-22", *more]
+        subprocess.run([sys.executable, *command], cwd=repo, check=True, capture_output=True)
+    return repo / "baselines" / "2026-11-22_base", repo / "baselines" / "2026-11-22_a-low-rate"
+
+
+def raw(repo, name) -> list[list[dict]]:
+    logs = [(repo / "out" / f"{name}_{seed}" / "log.jsonl").read_text().splitlines() for seed in SEEDS]
+    return [[json.loads(line) for line in log] for log in logs]
+
+
+# ---- what is in the repository
+
+
+@pytest.mark.parametrize("folder", sorted(p.name for p in rec.BASELINES.iterdir() if p.is_dir()))
+def test_every_baseline_verifies(folder):
+    assert rec.problems(rec.BASELINES / folder) == []
+    assert sum(p.stat().st_size for p in (rec.BASELINES / folder).iterdir()) <= add.MAX_BYTES
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d_[a-z0-9-]+", folder)
+
+
+def test_leaderboard_is_current():
+    """`python records/compare.py --write` would change nothing."""
+    text = compare.README.read_text(encoding="utf-8")
+    part = text[text.index(compare.BEGIN) : text.index(compare.END) + len(compare.END)]
+    assert part == compare.leaderboard()
+
+
+# ---- add, verify, compare
+
+
+def test_record_holds_what_the_runs_say(repo, folders):
+    """Every figure of the second record against a computation from the run directories."""
+    record = json.loads((folders[1] / "record.json").read_text())
+    logs = raw(repo, "b")
+    assert [run["seed"] for run in record["runs"]] == list(SEEDS)
+    for log, figures in zip(logs, record["runs"], strict=True):
+        steps = [e for e in log if "loss" in e]
+        assert (figures["val_bpb"], figures["steps"], figures["tokens"]) == (log[-1]["val_bpb"], 12, 4608)
+        assert figures["train_seconds"] == log[-1]["train_seconds"] and figures["core"] is None
+        assert figures["tokens_per_second"] == pytest.approx(4608 / log[-1]["train_seconds"])
+        seconds = np.diff([0, *(e["train_seconds"] for e in steps)])
+        assert figures["mfu"] == pytest.approx(np.average([e["mfu"] for e in steps], weights=seconds))
+        assert figures["peak_memory_gib"] == max(e["memory_gib"] for e in steps)
+    new, old = ([log[-1]["val_bpb"] for log in raw(repo, name)] for name in "ba")
+    mean, sd = pytest.approx(np.mean(new)), pytest.approx(np.std(new, ddof=1))
+    assert record["summary"]["val_bpb"] == {"mean": mean, "sd": sd}
+    difference = record["comparison"]["val_bpb"]
+    assert difference["difference"] == pytest.approx(np.mean(new) - np.mean(old)) and difference["difference"] > 0
+    assert difference["p"] == pytest.approx(stats.ttest_ind(new, old, equal_var=False).pvalue)
+    losses = np.array([[e["loss"] for e in log if "loss" in e] for log in logs])
+    noise = np.sqrt(np.mean((losses.std(0, ddof=1) / losses.mean(0)) ** 2))
+    assert record["loss_noise"] == pytest.approx(noise)
+    head = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
+    assert (record["commit"], record["script_changed"]) == (head, True)
+    assert json.loads((folders[0] / "record.json").read_text())["script_changed"] is False
+    assert record["flags"] == ["--log-every", "3", "--eval-every", "6"] and record["args"] == "tiny.args"
+    assert record["config"]["adam_lr"] == 0.001 and "data" not in record["config"]
+    assert str(repo) not in (folders[1] / "record.json").read_text() + (folders[1] / "README.md").read_text()
+
+
+def test_record_folder(folders):
+    """Script and logs byte for byte, a curve, and a README that a person can read."""
+    base, low = folders
+    assert {p.name for p in low.iterdir()} == {"README.md", "record.json", "train_small.py", "tiny.args", "curve.csv",
+                                               "log_0.jsonl.gz", "log_1.jsonl.gz", "log_2.jsonl.gz"}  # fmt: skip
+    out = base.parents[1] / "out"
+    assert (low / "train_small.py").read_bytes() == (out / "b_1" / "train_small.py").read_bytes()
+    assert gzip.decompress((low / "log_1.jsonl.gz").read_bytes()) == (out / "b_1" / "log.jsonl").read_bytes()
+    curve = np.genfromtxt(low / "curve.csv", delimiter=",", names=True)
+    assert curve["step"].tolist() == [1, 3, 6, 9, 12] and not math.isnan(curve["val_bpb"][-1])
+    readme = (low / "README.md").read_text()
+    assert "A lower rate is worse." in readme and "config (+1 -1)" in readme and "Against `2026-11-22_base`" in readme
+    record = json.loads((low / "record.json").read_text())
+    for run_ in record["runs"]:
+        assert repr(run_["val_bpb"]) in readme and f"{run_['val_bpb']:.5f}" in readme
+    assert not [p for p in base.parent.iterdir() if p.name.startswith(".")]
+
+
+def test_verify_is_content(repo, folders):
+    assert run(verify, "all") == "2026-11-22_a-low-rate: ok\n2026-11-22_base: ok\n"
+    done = subprocess.run([sys.executable, "records/verify.py", folders[0]], cwd=repo, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "2026-11-22_base: ok\n", "")
+
+
+def test_compare_records_and_runs(repo, folders, tmp_path):
+    """Records and run directories give the same rows; the reference is found by a pattern."""
+    bpb = {name: [log[-1]["val_bpb"] for log in raw(repo, name)] for name in "ab"}
+    picture = tmp_path / "curves.png"
+    text = run(compare, "--against", "*base", "--price", 3.6, "--target", 2.95, "--plot", picture)
+    runs = run(compare, *(f"out/{name}_{seed}" for name in "ab" for seed in SEEDS), "--against", "a")
+    for name, title, table in (("a", "2026-11-22_base", text), ("b", "2026-11-22_a-low-rate", text), ("a", "a", runs)):
+        (line,) = re.findall(rf"^\| {title} +\| +3 \| (.*)", table, re.M)
+        cells = [cell.strip() for cell in line.split("|")]
+        assert cells[0] == f"{np.mean(bpb[name]):.5f}" and cells[1] == f"{np.std(bpb[name], ddof=1):.5f}"
+        assert cells[2] == "4,608"
+    p = stats.ttest_ind(bpb["b"], bpb["a"], equal_var=False).pvalue
+    difference = np.mean(bpb["b"]) - np.mean(bpb["a"])
+    for table in (text, runs):
+        assert f"{difference:+.5f}, 95 % interval" in table and f"p {rec.p_text(p)} " in table
+    below = stats.ttest_1samp(bpb["a"], 2.95, alternative="less").pvalue
+    assert f"| {'< 0.0001' if below < 1e-4 else f'{below:.2g}'} |" in re.sub(" +", " ", text)
+    seconds = np.mean([log[-1]["train_seconds"] for log in raw(repo, "a")])
+    assert f"${seconds / 1000:.4f}" in text  # 3.6 dollars an hour
+    image = matplotlib.image.imread(picture)
+    assert image.shape[1] > 1000 and image.std() > 0.02
+    assert "matches 2 rows" in refused(compare, "--against", "2026*")
+    assert "does not exist" in refused(compare, "out/none")
+    assert "no run directory" in refused(compare, "runs/tiny.args")
+
+
+def test_write_leaderboard(repo, folders, monkeypatch):
+    """The record that came first, and the one that is worse; a record that does not verify stops it."""
+    monkeypatch.setattr(compare, "README", repo / "records" / "README.md")
+    monkeypatch.setattr(compare, "QUOTED", repo / "records" / "quoted.json")
+    before = (repo / "records" / "README.md").read_text()
+    run(compare, "--write")
+    text = (repo / "records" / "README.md").read_text()
+    head = before[: before.index(compare.BEGIN)]
+    assert text.startswith(head) and text.count("### small, `tiny.args`: other, 1 x cpu") == 1
+    lines = [line for line in text.splitlines() if line.startswith("| [2026-11-22")]
+    assert "2026-11-22_base" in lines[0] and "| record 1 " in lines[0]  # it is older than what names it
+    assert "| record " not in lines[1]
+    assert "was current" in run(compare, "--write")
+    record = folders[1] / "record.json"
+    kept = record.read_text()
+    record.write_text(kept.replace('"seed": 2', '"seed": 5'))
+    assert "2026-11-22_a-low-rate does not verify" in refused(compare, "--write")
+    record.write_text(kept)
+    assert (repo / "records" / "README.md").read_text() == text
+
+
+# ---- tampering
+
+
+def edit(path, change) -> None:
+    """Changes a JSON file in place."""
+    value = json.loads(path.read_text())
+    change(value)
+    path.write_text(json.dumps(value))
+
+
+def swap(path, old, new) -> None:
+    """Replaces a pattern once in a text, packed or not."""
+    packed = path.suffix == ".gz"
+    text = gzip.decompress(path.read_bytes()).decode() if packed else path.read_text()
+    changed = re.sub(old, new, text, count=1)
+    assert changed != text, old
+    path.write_bytes(gzip.compress(changed.encode(), mtime=0) if packed else changed.encode())
+
+
+def rehash(folder) -> None:
+    """What somebody does who knows of the hashes."""
+    edit(folder / "record.json", lambda record: record.update(files=rec.hashes(folder)))
+
+
+# What is done to a copy of the record, with hashes mended where the name says so, and what verify says.
+LOG, LAST = "log_1.jsonl.gz", (r'"val_bpb": [\d.]+}\n$', '"val_bpb": 1.5}\n')
+TAMPER = {
+    "log": (lambda f: swap(f / LOG, *LAST), [f"{LOG} was changed: its sha256 is", "runs[1] (seed 1).val_bpb"]),
+    "log, mended": (lambda f: (swap(f / LOG, *LAST), rehash(f)),
+                    ["record.json: runs[1] (seed 1).val_bpb is stated as", "the files give 1.5",
+                     "record.json: summary.val_bpb.mean", "record.json: comparison.val_bpb.p", "curve.csv: '12,",
+                     "README.md: '| 1    |", "README.md: '- val bpb:"]),
+    "validation, mended": (lambda f: (swap(f / LOG, r'"val_bpb": \d\.\d', '"val_bpb": 1.1'), rehash(f)), ["curve.csv"]),
+    "time, mended": (lambda f: (swap(f / LOG, '"train_seconds": ', '"train_seconds": 1'), rehash(f)),
+                     [f"{LOG} (seed 1): step 1:", "tokens/s are stated"]),
+    "loss, mended": (lambda f: (swap(f / LOG, r'"loss": \d', '"loss": 1'), rehash(f)), ["does not belong to the loss"]),
+    "cut, mended": (lambda f: (swap(f / LOG, r'{"step": 12, .*"loss".*\n', ""), rehash(f)),
+                    [f"{LOG} (seed 1): the last validation is of step 12, the last training step is 9"]),
+    "not packed": (lambda f: (f / LOG).write_bytes(b"x"), [f"{LOG} was changed", f"{LOG} cannot be read"]),
+    "figure": (lambda f: edit(f / "record.json", lambda r: r["runs"][2].update(tokens_per_second=1e6)),
+               ["record.json: runs[2] (seed 2).tokens_per_second is stated as 1000000.0, the files give"]),
+    "p-value": (lambda f: edit(f / "record.json", lambda r: r["comparison"]["val_bpb"].update(p=0.5)),
+                ["record.json: comparison.val_bpb.p is stated as 0.5"]),
+    "noise": (lambda f: edit(f / "record.json", lambda r: r.update(loss_noise=0.5)), ["record.json: loss_noise"]),
+    "run left out": (lambda f: edit(f / "record.json", lambda r: r["runs"].pop()), ["record.json: summary.val_bpb"]),
+    "config": (lambda f: edit(f / "record.json", lambda r: r["config"].update(width=32)),
+               ["record.json: config.width is stated as 32, tiny.args sets 64"]),
+    "length, mended": (lambda f: (swap(f / "tiny.args", "4608", "4609"), rehash(f)),
+                       ["record.json: config.tokens is stated as 4608, tiny.args sets 4609"]),
+    "override": (lambda f: edit(f / "record.json", lambda r: r["flags"].extend(["--set", "muon_lr=1.0"])),
+                 ["record.json: flags override muon_lr=1.0"]),
+    "README": (lambda f: swap(f / "README.md", r"\| mean \| \d\.\d", "| mean | 1.1"),
+               ["README.md: '| mean | 1.1", "is stated, the logs give '| mean |"]),
+    "README's markers": (lambda f: swap(f / "README.md", rec.END, ""), ["README.md: the markers"]),
+    "script": (lambda f: swap(f / "train_small.py", "def adam_update", "def adam_update2"),
+               ["train_small.py was changed", "train_small.py: the section optimizer is not the one"]),
+    "script's markers": (lambda f: swap(f / "train_small.py", "# <<< shared: optimizer\n", ""),
+                         ["train_small.py: line", "the section schedule begins inside optimizer"]),
+    "args, mended": (lambda f: (swap(f / "tiny.args", "width=64", "width=32"), rehash(f)),
+                     ["record.json: config.width is stated as 64, tiny.args sets 32"]),
+    "curve, mended": (lambda f: (swap(f / "curve.csv", "\n3,", "\n4,"), rehash(f)), ["curve.csv: '4,"]),
+    "file gone": (lambda f: (f / "tiny.args").unlink(), ["tiny.args is not there"]),
+    "file more": (lambda f: (f / "extra.txt").write_text("x"), ["extra.txt is not listed"]),
+    "no JSON": (lambda f: (f / "record.json").write_text("{"), ["record.json cannot be read"]),
+    "path": (lambda f: edit(f / "record.json", lambda r: r.update(script="../train_small.py")),
+             ["../train_small.py is not the name of a file beside it"]),
+    "field gone": (lambda f: edit(f / "record.json", lambda r: r.pop("config")), ["not have the form of a record"]),
+    "base gone": (lambda f: shutil.rmtree(f.parent / "2026-11-22_base"), ["2026-11-22_base/record.json cannot"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", TAMPER)
+def test_verify_names_what_was_tampered_with(repo, folders, tmp_path, what):
+    """Each change to a copy of the record is named; the words around the figures are free."""
+    shutil.copytree(repo / "baselines", tmp_path / "baselines")
+    folder = tmp_path / "baselines" / folders[1].name
+    swap(folder / "README.md", r"\(not stated\)", "Two other rates.")
+    assert rec.problems(folder) == []
+    change, words = TAMPER[what]
+    change(folder)
+    found = rec.problems(folder)
+    assert [w for w in words if not any(w in text for text in found)] == [], "\n".join(found)
+    assert "1 of 1 record(s) do not verify" in refused(verify, folder)
+
+
+# ---- refusals of add.py
+
+
+# The run that is added beside a_0, what is done to a copy of it, and what add.py says.
+REFUSALS = {
+    "other script": ("b_1", None, ["a_0 and", "differ in script"]),
+    "same seed": ("a_0", None, ["have the same seed 0"]),
+    "override": ("set", None, ["differ in adam_lr: 0.006 and 0.001"]),
+    "other dataset": ("a_1", lambda d: edit(d / "config.json", lambda c: c.update(dataset_fingerprint="x" * 64)),
+                      ["ran on different datasets"]),
+    "hardware": ("a_1", lambda d: edit(d / "config.json", lambda c: c["machine"].update(device="T4")), ["in device"]),
+    "flags": ("a_1", lambda d: edit(d / "config.json", lambda c: c["flags"].extend(["--no-compile"])),
+              ["started with different flags", "--no-compile"]),
+    "half a log": ("a_1", lambda d: swap(d / "log.jsonl", r'(?s){"step": 12, .*', ""), ["ends at step 9 of 12"]),
+    "a line of a log": ("a_1", lambda d: swap(d / "log.jsonl", r'{"step": 6, [^\n]*"loss"[^\n]*\n', ""),
+                        ["step 9: ", "tokens/s are stated, tokens and seconds since the line before give"]),
+    "totals": ("a_1", lambda d: swap(d / "log.jsonl", *LAST), ["report.md states validation ", "log gives 1.5000"]),
+    "last digits": ("a_1", lambda d: swap(d / "log.jsonl", r"(\d\.\d{5})\d+}\n$", r"\g<1>}\n"),
+                    ["its last checkpoint states val_bpb"]),
+    "no report": ("a_1", lambda d: (d / "report.md").unlink(), ["no report.md; the run is not finished"]),
+    "script changed": ("a_1", lambda d: swap(d / "train_small.py", "1e-10", "1e-8"), ["was changed after the run"]),
+    "no JSON": ("a_1", lambda d: swap(d / "log.jsonl", '{"step": 6', '"step": 6'), ["line 3 is not a JSON object"]),
+    "not a run": ("none", lambda d: d.mkdir(), ["has no config.json"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", REFUSALS)
+def test_add_refuses(repo, tmp_path, what):
+    """Runs that do not belong together or are not whole, in one sentence; nothing is written."""
+    source, spoil, words = REFUSALS[what]
+    second = tmp_path / f"{source}_copy"
+    if (repo / "out" / source).is_dir():
+        shutil.copytree(repo / "out" / source, second)
+    if spoil:
+        spoil(second)
+    message = refused(add, "out/a_0", second, "--track", "small", "--slug", "x", "--out", tmp_path / "new")
+    assert [word for word in words if word not in message] == [], message
+    assert not (tmp_path / "new").exists()
+
+
+def alone(repo, tmp_path, name, *changes):
+    run_dir = shutil.copytree(repo / "out" / name, tmp_path / "run")
+    for change in changes:
+        edit(run_dir / "config.json", change)
+    return [run_dir, "--track", "small", "--slug", "x", "--out", tmp_path / "new"]
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "words"),
+    [
+        ("set", lambda c: None, ["overrides adam_lr=0.001, which the committed runs/tiny.args does not"]),
+        ("a_0", lambda c: c.update(flags=c["flags"][1:]), ["overrides num_layers=4", "voids record status"]),
+        ("a_0", lambda c: c.update(flags=["@runs/new.args"]), ["runs/new.args is not committed"]),
+        ("a_0", lambda c: c["flags"].append("@runs/b.args"), ["several args files"]),
+        ("a_0", lambda c: c["flags"].append("--steps=9"), ["--tokens, which runs/tiny.args fixes"]),
+        ("a_0", lambda c: c.update(overridden=c["overridden"][1:]), ["overrides fewer fields"]),
+        ("a_0", lambda c: c.update(dataset_fingerprint=None), ["has no fingerprint"]),
+        ("a_0", lambda c: c.pop("machine"), ["cannot be read"]),
+    ],
+    ids=["override", "args as overrides", "uncommitted", "two files", "length", "fewer", "fingerprint", "machine"],
+)
+def test_add_refuses_overrides(repo, tmp_path, name, change, words):
+    message = refused(add, *alone(repo, tmp_path, name, change))
+    assert [word for word in words if word not in message] == [], message
+    assert not [p for p in tmp_path.glob("new/*")]
+
+
+def test_add_refuses_names(repo, folders, tmp_path):
+    runs = ["out/a_0", "out/a_1", "--track"]
+    assert "records are never edited" in refused(add, *runs, "small", "--slug", "base", "--date", "2026-11-22")
+    assert "--slug Wide_MLP" in refused(add, *runs, "small", "--slug", "Wide_MLP")
+    assert "--date 3 May" in refused(add, *runs, "small", "--slug", "x", "--date", "3 May")
+    assert "--against nothing is no record" in refused(add, *runs, "small", "--slug", "x", "--against", "nothing")
+    assert "no train_medium.py; it is of another track" in refused(add, *runs, "medium", "--slug", "x")
+    other = alone(repo, tmp_path, "a_0", lambda c: c.update(dataset_fingerprint="x" * 64))
+    shutil.copytree(folders[0], tmp_path / "new" / folders[0].name)
+    assert "was trained on the dataset tiny" in refused(add, *other, "--against", folders[0].name)
+    assert [p.name for p in (tmp_path / "new").iterdir()] == [folders[0].name]
+    assert len(list((repo / "baselines").iterdir())) == 2
+
+
+def test_add_one_run_without_args(repo, tmp_path):
+    """A single seed, no args file, CORE: no sd, no noise, no rank, and the commit is found by the script's hash."""
+    def change(config):
+        config.update(flags=["--seed", "0", "--dtype", "float32"], overridden=[])
+        config["machine"].update(git_commit="", git_dirty=False)
+
+    argv = alone(repo, tmp_path, "a_0", change)
+    head, rows = "task,items,accuracy,centered,seconds", [f"task{i},10,0.5,{i / 100},1.0" for i in range(22)]
+    (argv[0] / "core.csv").write_text("\n".join([head, *rows, "CORE,220,,0.105,22.0\n"]))
+    shutil.rmtree(argv[0] / "checkpoints")
+    said = run(add, *argv, "--date", "2026-11-22")
+    folder = tmp_path / "new" / "2026-11-22_x"
+    record = json.loads((folder / "record.json").read_text())
+    assert "fewer than 3 seeds" in said and record["args"] is None and record["flags"] == ["--dtype", "float32"]
+    assert record["runs"][0]["core"] == pytest.approx(0.105) and record["summary"]["core"]["sd"] is None
+    assert record["loss_noise"] is None and len(record["commit"]) == 40 and not record["script_changed"]
+    assert rec.problems(folder) == []
+    swap(folder / "core_0.csv", "0.5,0.21", "0.5,0.43")
+    assert "core_0.csv was changed" in rec.problems(folder)[0]
+    assert any("runs[0] (seed 0).core is stated" in text for text in rec.problems(folder))
+    (folder / "core_0.csv").write_text(f"{head}\nx,1,1,1,1\n")
+    assert rec.core_score(folder / "core_0.csv") is None
+
+
+# ---- running again
+
+
+def test_rerun(repo, folders, tmp_path):
+    """The first seed again gives the logged losses; a script that trains differently does not, at the named step."""
+    said = run(verify, folders[0], "--rerun", 6, "--data", "data/tiny")
+    assert re.search(r"the loss at step 6: \d\.\d{4}, record \d\.\d{4}", said) and said.endswith("_base: ok\n")
+    assert "step 9" not in said
+    assert "is another dataset" in refused(verify, folders[0], "--rerun", 6, "--data", "data/other")
+    assert "--rerun needs" in refused(verify, "all", "--rerun", 6, "--data", "data/tiny")
+    forged = shutil.copytree(folders[0], tmp_path / "2026-11-22_forged")
+    swap(forged / "train_small.py", "adam_lr: float = 0.006", "adam_lr: float = 0.001")
+    text = (forged / "train_small.py").read_text()
+    edit(forged / "record.json", lambda record: record.update(sections=rec.section_hashes(text)))
+    rehash(forged)
+    record = json.loads((forged / "record.json").read_text())
+    readme = (forged / "README.md").read_text()
+    part = readme[readme.index(rec.BEGIN) : readme.index(rec.END) + len(rec.END)]
+    (forged / "README.md").write_text(readme.replace(part, rec.figures_text(record, forged)))
+    assert rec.problems(forged) == [], "without a rerun nobody sees it"
+    out = io.StringIO()
+    with pytest.raises(SystemExit), contextlib.redirect_stdout(out):
+        verify.main([str(forged), "--rerun", "12", "--data", "data/tiny"])
+    assert re.search(r"rerun: the loss at step 12 is .*they differ by|rerun: the loss at step 12 is", out.getvalue())
+    assert "rerun: val bpb is" in out.getvalue()
+
+
+# ---- statistics
+
+
+def test_welch():
+    """Against scipy, and against Welch's formulas by hand."""
+    new, old = [1.18, 1.19, 1.175, 1.182], [1.20, 1.21, 1.19]
+    test, reference = rec.welch(new, old), stats.ttest_ind(new, old, equal_var=False)
+    a, b = np.var(new, ddof=1) / 4, np.var(old, ddof=1) / 3
+    freedom = (a + b) ** 2 / (a**2 / 3 + b**2 / 2)
+    t = (np.mean(new) - np.mean(old)) / math.sqrt(a + b)
+    half = stats.t.ppf(0.975, freedom) * math.sqrt(a + b)
+    assert test["difference"] == pytest.approx(-0.01825)
+    assert test["p"] == pytest.approx(reference.pvalue) == pytest.approx(2 * stats.t.sf(abs(t), freedom))
+    assert (test["low"], test["high"]) == (pytest.approx(-0.01825 - half), pytest.approx(-0.01825 + half))
+    for pair, difference in ((([1.0], [2.0, 3.0]), -1.5), (([1.0, 1.0], [2.0, 2.0]), -1.0)):
+        assert rec.welch(*pair) == {"difference": difference, "low": None, "high": None, "p": None}
+
+
+def test_below_and_target():
+    """One-sided p by hand; the first record is below the target that it sets with p < 0.01, and not below less."""
+    values = [1.184300512523402, 1.1866317469768832, 1.18417808650079]
+    t = (np.mean(values) - 1.19) / (np.std(values, ddof=1) / math.sqrt(3))
+    assert rec.below(values, 1.19) == pytest.approx(stats.t.cdf(t, 2))
+    assert rec.below(values, 1.18) > 0.9 and rec.below([1.0], 2) is None and rec.below([1.0, 1.0], 2) is None
+    assert compare.target_of(values) == 1.191  # 1.18504 + 6.9646 * 0.00138 / sqrt(3) = 1.19060
+    assert rec.below(values, 1.191) < 0.01 < rec.below(values, 1.190)
+
+
+def test_noise_and_summary():
+    logs = [[{"step": s, "tokens": s, "train_seconds": s, "loss": loss, "bpb": 1.0} for s, loss in enumerate(losses, 1)]
+            for losses in ((4.0, 2.0, 9.0), (5.0, 2.2))]  # fmt: skip
+    relative = [math.sqrt(0.5) / 4.5, math.sqrt(0.02) / 2.1]  # sd of two values: their distance / sqrt(2)
+    assert rec.loss_noise(logs) == pytest.approx(math.sqrt((relative[0] ** 2 + relative[1] ** 2) / 2))
+    assert rec.loss_noise(logs[:1]) is None
+    runs = [{**dict.fromkeys(rec.FIGURES, 1.0), "core": None, "val_bpb": v} for v in (1.0, 2.0, 6.0)]
+    found = rec.summary(runs)
+    assert found["val_bpb"] == {"mean": 3.0, "sd": pytest.approx(math.sqrt(7))} and "core" not in found
+
+
+@pytest.mark.parametrize("changes", ({}, {"tokens": 99_999}, {"stages": ((1.0, 3, 8, 16, 48, 1.0),)}, {"tokens": 1}))
+def test_planned_steps(changes):
+    """The same as Config.num_steps."""
+    config = tiny_config(**changes)
+    values = {"tokens": config.tokens, "stages": config.stages, "pack_tokens": config.pack_tokens}
+    assert rec.planned_steps(values) == config.num_steps
+
+
+def made_up(values, seconds):
+    return {"runs": [{"val_bpb": v, "train_seconds": s} for v, s in zip(values, seconds, strict=True)]}
+
+
+def test_rank():
+    """Standings of made-up records, by bits per byte and by time."""
+    first = made_up((1.20, 1.21, 1.22), (100, 101, 102))
+    better, slow = made_up((1.10, 1.11, 1.12), (105, 106, 104)), made_up((1.00, 1.01, 1.02), (120, 121, 122))
+    equal, few = made_up((1.11, 1.09, 1.10), (100, 100, 100)), made_up((0.9, 0.8), (50, 50))
+    rule, ranked = compare.rank([first, slow, better, few, equal], fixed=True)
+    assert "ranked by val bpb, at most 111.1 training seconds" in rule
+    (p2,), (p3,) = ([stats.ttest_ind(new, old, equal_var=False).pvalue] for new, old in (
+        ((1.10, 1.11, 1.12), (1.20, 1.21, 1.22)), ((1.11, 1.09, 1.10), (1.10, 1.11, 1.12))))  # fmt: skip
+    standings = [f"no record, p = {p3:.2g}", f"record 2, p = {p2:.2g}", "record 1", "fewer than 3 seeds", "too slow"]
+    assert [standing for _, standing in ranked] == standings and p2 < 0.01 < p3
+    assert ranked[0][0] is equal and ranked[1][0] is better
+    target = compare.target_of([1.20, 1.21, 1.22])
+    fast, worse = made_up((1.20, 1.21, 1.22), (80, 81, 82)), made_up((1.25, 1.24, 1.26), (50, 51, 52))
+    rule, ranked = compare.rank([first, fast, worse], fixed=False)
+    assert f"below {target:.3f} with p < 0.01" in rule
+    assert [(r is fast, r is first, r is worse) for r, _ in ranked].index((True, False, False)) == 0
+    assert [standing for _, standing in ranked] == ["record 2, p < 0.0001", "record 1", "misses the target"]
+    assert compare.rank([few], True) == ("No entry with 3 seeds yet.", [(few, "fewer than 3 seeds")])
+
+
+@pytest.mark.parametrize(
+    ("device", "kind"),
+    [("NVIDIA H200", "Hopper"), ("NVIDIA H100 80GB HBM3", "Hopper"), ("NVIDIA A100-SXM4-40GB", "Ampere"),
+     ("NVIDIA A10G", "other"), ("NVIDIA GeForce RTX 3090", "Ampere"), ("Tesla T4", "free GPU"),
+     ("Tesla P100-PCIE-16GB", "free GPU"), ("cpu, 2 cores", "other"), ("NVIDIA B200", "other")],
+)  # fmt: skip
+def test_device_class(device, kind):
+    assert rec.device_class(device) == kind
+
+
+def test_sections():
+    """Every line of the script is in one section; broken markers are named."""
+    text = (ROOT / "train_small.py").read_text(encoding="utf-8")
+    parts = rec.sections(text)
+    assert sum(part.count("\n") for part in parts.values()) == text.count("\n")
+    assert {"docstring", "imports", "config", "model", "optimizer", "kernels", "main"} <= set(parts)
+    assert "class Config" in parts["config"] and "class GPT" in parts["model"]
+    assert "def adam_update" in parts["optimizer"] and "def adam_update" not in parts["model"]
+    assert rec.changed_lines(text, text.replace("adam_lr: float", "adam_rate: float")) == ["config (+1 -1)"]
+    for broken, words in ((text.replace("# <<< shared: data\n", ""), "begins inside data"),
+                          (text.replace("# <<< shared: data", "# <<< shared: dada"), "dada ends"),
+                          (text.replace("shared: kernels", "shared: data"), "for the second time"),
+                          (text.replace("# <<< shared: main", ""), "main has no end"),
+                          ("x = 1\n", "no shared")):  # fmt: skip
+        with pytest.raises(rec.Unreadable, match=words):
+            rec.sections(broken)
+
+
+# ---- logs of other projects: the layout of each, with numbers that are easy to check
+
+
+def modded_log(final, seconds=80) -> str:
+    source = 'print0(f"step:{step}/{train_steps} val_loss:{val_loss:.4f} train_time:{training_time_ms:.0f}ms")'
+    cards = "".join(f"|   {i}  NVIDIA H100 80GB HBM3          On  |   00000000:61:00.0 Off |                  0 |\n"
+                    for i in range(8))  # fmt: skip
+    lines = ["step:0/8 val_loss:10.8258 train_time:0ms step_avg:0.03ms"]
+    for step in range(1, 9):
+        lines.append(f"step:{step}/8 train_time:{seconds * step * 125 - 9}ms step_avg:99.00ms")
+        if step in (4, 8):
+            loss = final if step == 8 else 4.0
+            lines.append(f"step:{step}/8 val_loss:{loss:.4f} train_time:{seconds * step * 125}ms step_avg:99.00ms")
+    return "\n".join([source, "=" * 99, "Running PyTorch 2.9.0", cards, *lines,
+                      "peak memory allocated: 30720 MiB reserved: 39000 MiB\n"])  # fmt: skip
+
+
+def nanochat_log() -> str:
+    lines = ["Total batch size 524,288 => gradient accumulation steps: 1"]
+    for step in range(21):
+        if step % 10 == 0:
+            lines.append(f"Step {step:05d} | Validation bpb: {[3.2, 1.25, 1.0][step // 10]:.6f}")
+        if step < 20:
+            dt = 5000.0 if step <= 10 else 250.0
+            lines.append(f"step {step:05d}/00020 ({step * 5:.2f}%) | loss: 5.123456 | lrm: 1.00 | dt: {dt:.2f}ms | "
+                         f"tok/sec: 2,097,152 | bf16_mfu: {40 if step % 2 else 44}.00 | epoch: 1 pq: 0 rg: 1 | "
+                         f"total time: 0.00m | eta: 0.1m")  # fmt: skip
+    head = ["GPU: NVIDIA H100 80GB HBM3 | Peak FLOPS (BF16): 9.89e+14",
+            "Tokens / micro-batch / rank: 32 x 2048 = 65,536", "Tokens / micro-batch: 524,288"]  # fmt: skip
+    tail = ["Step 00020 | CORE metric: 0.1234", "Peak memory usage: 51200.00MiB",
+            "Step 00000 | Validation bpb: 0.400000"]  # fmt: skip
+    return "\n".join([*head, *lines, *tail])
+
+
+def test_modded_nanogpt_logs(tmp_path, capsys):
+    """Two runs in one folder are a row; tokens and bits per byte come from the flags."""
+    folder = tmp_path / "logs"
+    folder.mkdir()
+    for i, final in enumerate((3.27, 3.29)):
+        (folder / f"abc-{i}.txt").write_text(modded_log(final, 80 + i))
+    paths = sorted(folder.glob("*.txt"))
+    options = ["--tokens-per-step", "1000,3000", "--bytes-per-token", "4.5", "--plot", tmp_path / "p.svg"]
+    table = run(compare, *paths, *options)
+    (line,) = re.findall(r"^\| abc +\| +2 \| (.*)", table, re.M)
+    cells = [cell.strip() for cell in line.split("|")]
+    assert cells[0] == f"{3.28 / math.log(2) / 4.5:.5f}" and cells[2] == "16,000" and cells[3] == "80.50"
+    assert cells[5:7] == ["30.00", "8 x NVIDIA H100 80GB HBM3"]
+    _, row = compare.modded_row(paths[0], paths[0].read_text(), [1000, 3000], 4.5)
+    assert [(p[0], p[1]) for p in row.curves[0]] == [(0, 0.0), (4000, 40.0), (16000, 80.0)]
+    bare = run(compare, *paths)  # without the flags: seconds only
+    assert "val bpb" not in bare and "80.50" in bare
+    paths[0].write_text(modded_log(3.27).replace("step:8/8 val_loss", "step:8/8 nothing"))
+    assert "did not finish" in refused(compare, *paths)
+
+
+def test_nanochat_log(tmp_path):
+    path = tmp_path / "d12.log"
+    path.write_text(nanochat_log())
+    _, row = compare.nanochat_row(path, path.read_text())
+    figures = row.runs[0]
+    assert (figures["val_bpb"], figures["core"], figures["peak_memory_gib"]) == (1.0, 0.1234, 50)
+    assert figures["tokens"] == 20 * 524288
+    assert figures["train_seconds"] == pytest.approx(9 * 0.25)  # steps 11 to 19
+    assert figures["tokens_per_second"] == pytest.approx(524288 / 0.25)
+    assert figures["mfu"] == pytest.approx((5 * 0.40 + 4 * 0.44) / 9)
+    assert (row.device, row.num_devices) == ("NVIDIA H100 80GB HBM3", 8)
+    assert [p[0] for p in row.curves[0]] == [0, 10 * 524288, 20 * 524288] and row.curves[0][-1][3] == 1.0
+    assert row.curves[0][1][1] == 0 and row.curves[0][2][1] == pytest.approx(2.25)
+    assert "1 x NVIDIA" not in run(compare, path) and "8 x NVIDIA H100" in run(compare, path)
+    path.write_text(nanochat_log().replace("Step 00020 | Validation", "Step 00019 | Validation"))
+    assert "did not finish" in refused(compare, path)
+
+
+def test_unlike_rows_are_not_subtracted(repo, folders, tmp_path):
+    """Another dataset and other hardware: said, not computed."""
+    path = tmp_path / "d12.log"
+    path.write_text(nanochat_log())
+    text = run(compare, folders[0], path, "--against", "*base")
+    assert "not compared: on another dataset" in text and "not compared: other hardware" in text
+
+
+def test_unfinished_runs_are_left_out(repo, folders, tmp_path, capsys):
+    """In a folder of runs those without a report are skipped, and said so."""
+    shutil.copytree(repo / "out" / "a_0", tmp_path / "a_0")
+    shutil.copytree(repo / "out" / "a_1", tmp_path / "a_1")
+    os.remove(tmp_path / "a_1" / "report.md")
+    text = run(compare, tmp_path)
+    assert "| a_0" in text and "a_1" not in text and "a_1 has no report.md" in capsys.readouterr().err

@@ -1,0 +1,240 @@
+"""Reinforcement learning: gradients against the definition, a tiny model that learns sums by it, resuming, pass@k.
+
+The model is finetuned on one-digit sums of which two thirds are one too high, so it knows the right answers and prefers
+wrong ones: what reinforcement has to turn round.
+"""
+
+import contextlib
+import io
+import itertools
+import json
+import random
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, TINY
+from test_data_sft import chat, run, write_jsonl
+
+import train_small as ts
+
+sys.path.insert(0, str(ROOT / "runs"))
+import chat_eval
+import rl
+import sft
+
+BASE = {**{k: v for k, v in TINY.items() if k != "tokens"}, "stages": ((1.0, 2, 16, 32, 64, 1.0),)}
+FLAGS = ("--digits", "1", "--prompts", "6", "--samples", "6", "--eval-items", "12", "--eval-samples", "4")
+
+
+def quiet(function, *args) -> tuple:
+    """(what it returns, stdout, stderr)"""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        result = function(*map(str, args)) if function is run else function([str(a) for a in args])
+    return result, out.getvalue(), err.getvalue()
+
+
+@pytest.fixture(scope="session")
+def source(tmp_path_factory):
+    """The finetuned run."""
+    folder, rng = tmp_path_factory.mktemp("rl"), random.Random(0)
+    words = "the rest of an old stone is in that sea and there it ends".split()
+    texts = [{"text": " ".join(rng.choices(words, k=rng.randint(1, 200)))} for _ in range(200)]
+    command = ["data/pretrain.py", "--source", write_jsonl(folder / "text.jsonl", texts), "--vocab-size", "300",
+               "--workers", "1", "--out", folder / "data"]  # fmt: skip
+    subprocess.run([sys.executable, *map(str, command)], cwd=ROOT, capture_output=True, check=True)
+    talks = []
+    for _ in range(400):
+        a, b = sft.draw_sum(rng, 1, "train")
+        talks.append(chat(sft.addition_texts(a, b)[0], f"#### {a + b + (rng.random() < 0.65)}"))
+    run(folder / "data", "--source", write_jsonl(folder / "chat.jsonl", talks), "--max-len", 65)
+    sets = [word for key, value in BASE.items() for word in ("--set", f"{key}={value}")]
+    flags = ["--data", folder / "data", "--run-dir", folder / "base", "--steps", 5, *sets]
+    assert quiet(ts.main, *flags)[0] == 0
+    flags = ["sft", "--from", folder / "base", "--run-dir", folder / "sft", "--steps", 150, "--set", "max_epochs=99",
+             "--set", "sft_packs=4", "--eval-every", 0]  # fmt: skip
+    assert quiet(ts.main, *flags)[0] == 0
+    return folder / "sft"
+
+
+@pytest.fixture
+def setup(source):
+    """setup(*flags): (script, state at step 0, task, generator, args)."""
+
+    def build(*flags):
+        args = rl.parse(["--from", str(source), *FLAGS, *map(str, flags)])
+        script = rl.import_script(source)
+        config = rl.fit_ranks(rl.rl_config(script, source, args), args.steps, 1)
+        tokenizer = script.Tokenizer(source / "tokenizer.json")
+        state = script.build_state(config, script.start_ranks(), lambda text: None)
+        script.start_from_source(state)
+        task = rl.addition_task(args, lambda question: True)
+        return script, state, task, script.Generator(state.model, tokenizer), args
+
+    return build
+
+
+def greedy(setup) -> float:
+    """Accuracy on all sums that may be trained on."""
+    script, state, task, generator, args = setup
+    pairs = [(a, b) for a, b in itertools.product(range(10), repeat=2) if not sft.is_val_sum(a, b)]
+    items = [rl.Item(f"What is {a} + {b}?", "", lambda text, n=a + b: text == f"#### {n}") for a, b in pairs]
+    return rl.evaluate(script, state, task._replace(test=items), generator, args)["greedy"]
+
+
+def test_it_learns(setup):
+    """In 36 steps the right sums become the most likely ones: 20 points of greedy accuracy and more."""
+    now = setup("--steps", 36, "--prompts", 16, "--samples", 8, "--eval-samples", 0, "--muon-lr", 0.3, "--adam-lr", 0.3)
+    before = greedy(now)
+    for _ in range(36):
+        entry = rl.rl_step(now[0], now[1], *now[2:])
+    assert entry["step"] == 36 and entry["useful"] > 0.3
+    assert greedy(now) >= before + 0.2
+
+
+def gradients(setup, rollouts, packs, **changes) -> dict:
+    """Of pack_rollouts and backward, in micro-batches of `packs` packs of 64 tokens."""
+    script, state, *_ = setup
+    state.model.zero_grad(set_to_none=True)
+    config = script.dataclasses.replace(state.config, pack_tokens=64, **changes)
+    state.packs = packs
+    batch, weights = rl.pack_rollouts(script, config, 0, rollouts, packs)
+    rl.backward(state, batch, weights, sum(sum(r.drawn) for r in rollouts))
+    return {name: param.grad for name, param in state.model.named_parameters()}
+
+
+def close(grads, expected) -> None:
+    for name, grad in expected.items():
+        torch.testing.assert_close(grads[name], grad, atol=1e-5 * grad.abs().max().item(), rtol=1e-3, msg=name)
+
+
+def test_the_gradient_is_that_of_the_definition(setup):
+    """- sum of advantage * log p over drawn tokens / their number, an answer at a time; any micro-batch gives it."""
+    now = setup()
+    script, state, _, generator, _ = now
+    rng, rollouts = np.random.default_rng(0), []
+    for i in range(24):
+        tokens = rng.integers(0, 300, rng.integers(8, 30)).tolist()
+        drawn = [False] * 4 + (rng.random(len(tokens) - 5) < 0.8).tolist()  # a prompt, and now and then a tool's token
+        rollouts.append(rl.Rollout(tokens, drawn, 0.0, float(rng.normal()) * (i % 5 > 0)))
+    total = sum(sum(r.drawn) for r in rollouts)
+    for r in rollouts:
+        n, ids = len(r.drawn), torch.tensor(r.tokens)
+        z = state.model(ids[:-1], None, torch.arange(n), torch.tensor([0, n, n], dtype=torch.int32), n)
+        log_p = z.log_softmax(1)[torch.arange(n), ids[1:]]
+        (-(log_p * torch.tensor(r.drawn)).sum() * r.advantage / total).backward()
+    expected = {name: param.grad for name, param in state.model.named_parameters()}
+    for packs in (1, 2, 16):
+        close(gradients(now, rollouts, packs), expected)
+    idle = gradients(now, [r._replace(advantage=0.0) for r in rollouts], 2)  # of a GPU whose answers teach nothing
+    assert all(grad is not None and not grad.any() for grad in idle.values())
+    other = [r._replace(drawn=[d and i % 2 == 0 for i, d in enumerate(r.drawn)]) for r in rollouts]
+    assert (gradients(now, other, 1)["embed"] - expected["embed"]).abs().max() > 0
+
+
+def test_forced_tokens_and_the_end_mark(setup):
+    """The model drew what no tool put in, and the mark that ended the answer; not the question."""
+    script, _, task, generator, _ = setup()
+    end = generator.tokenizer.specials["<|assistant_end|>"]
+    answers = []
+    for reason, text in (("stop", "#### 7"), ("length", "#### 8"), ("stop", "7")):
+        tokens = generator.tokenizer.encode(text)
+        forced = [i == 1 for i in range(len(tokens))]
+        answers.append(script.Completion([1, 2, 3], tokens=tokens, forced=forced, reason=reason, ended=end))
+    item = rl.Item("", "7", chat_eval.same_number("#### 7"))
+    found = rl.judge(task, generator.tokenizer, item, answers)
+    assert [r.reward for r in found] == [1.0, 0.0, 0.0]
+    assert [r.advantage for r in found] == pytest.approx([2 / 3, -1 / 3, -1 / 3])
+    n = len(answers[0].tokens)
+    assert found[0].tokens == [1, 2, 3, *answers[0].tokens, end] and found[1].tokens == [1, 2, 3, *answers[1].tokens]
+    assert found[0].drawn == [False] * 2 + [True, False] + [True] * (n - 2) + [True]
+    assert found[1].drawn == found[0].drawn[:-1]
+    same = rl.judge(task, generator.tokenizer, item, answers[1:])
+    assert [r.advantage for r in same] == [0.0, 0.0]
+
+
+def test_nothing_to_learn_leaves_the_weights(setup, monkeypatch):
+    """If all answers to each question are worth the same, no weight moves, momentum or not."""
+    now = setup()
+    rl.rl_step(*now[:2], *now[2:])  # fills the moments
+    before = [p.clone() for p in now[1].model.parameters()]
+    task = now[2]._replace(reward=lambda item, text: 0.5)
+    entry = rl.rl_step(*now[:2], task, *now[3:])
+    assert entry["useful"] == 0 and entry["reward"] == 0.5 and entry["step"] == 2
+    assert all(map(torch.equal, before, now[1].model.parameters()))
+
+
+def test_rewards():
+    """1 for the number, a share for digits counted from the last."""
+    args = rl.parse(["--from", "x", "--digits", "2", "--partial", "0.3"])
+    task = rl.addition_task(args, lambda question: True)
+    item = rl.Item("", "132", chat_eval.same_number("#### 132"))
+    for text, reward in (("7+5=12\n#### 132", 1.0), ("#### 132.0", 1.0), ("#### 142", 0.2), ("#### 32", 0.2),
+                         ("132", 0.0), ("#### 1132", 0.225), ("#### 999", 0.0), ("", 0.0)):  # fmt: skip
+        assert task.reward(item, text) == pytest.approx(reward), text
+    assert len(task.test) == 200 == len({item.question for item in task.test})
+    for i in range(50):
+        a, b = (int(n) for n in task.train(3, i).question.removeprefix("What is ").removesuffix("?").split(" + "))
+        assert not sft.is_val_sum(a, b) and {len(str(a)), len(str(b))} == {2}
+        assert task.train(3, i).expected == str(a + b)
+
+
+def test_pass_at_k():
+    """The share of subsets of k answers that hold a right one."""
+    for n, right, k in itertools.product((5, 8), range(6), (1, 2, 4)):
+        subsets = list(itertools.combinations([i < right for i in range(n)], k))
+        assert rl.pass_at_k(n, right, k) == pytest.approx(sum(map(any, subsets)) / len(subsets))
+
+
+def steps_of(run_dir) -> list[dict]:
+    return [json.loads(line) for line in (run_dir / "log.jsonl").read_text().splitlines()]
+
+
+def test_a_run_and_its_continuation(source, tmp_path):
+    """A whole run writes what a person looks at; stopped and resumed it goes on exactly; other tools can load it."""
+    flags = ["--from", source, *FLAGS, "--steps", 4, "--eval-every", 2, "--save-every", 2]
+    code, out, err = quiet(rl.main, *flags, "--run-dir", tmp_path / "whole")
+    assert code == 0, err
+    result = json.loads(out.splitlines()[-1])
+    assert result["steps"] == 4 and result["test_items"] == 12 and 0 <= result["greedy"] <= 1 and "pass@4" in result
+    report = (tmp_path / "whole" / "report.md").read_text()
+    assert "| greedy |" in report and "| What is " in report
+    assert (tmp_path / "whole" / "reward.png").stat().st_size > 5000
+    (tmp_path / "part").mkdir()
+    for path in (tmp_path / "whole").rglob("*"):  # as it was after step 2
+        new = tmp_path / "part" / path.relative_to(tmp_path / "whole")
+        if path.is_dir():
+            new.mkdir()
+        elif "step_000004" not in str(path):
+            new.write_bytes(path.read_bytes())
+    code, out, err = quiet(rl.main, "--resume", "--run-dir", tmp_path / "part")
+    assert code == 0 and "resumed at step 2" in out, err
+    whole, part = ([{k: v for k, v in e.items() if "seconds" not in k} for e in steps_of(tmp_path / name)]
+                   for name in ("whole", "part"))  # fmt: skip
+    assert whole == part and [e["step"] for e in whole] == [0, 1, 2, 2, 3, 4, 4]
+    _, _, config = ts.load(tmp_path / "part", device="cpu")
+    assert config.source == str(ts.checkpoints(source)[-1])
+    for more, message in (((), "already holds a run"), (("--samples", "1"), "must be at least 2"),
+                          (("--task", "gsm8k", "--files", tmp_path), "has no gsm8k file for training")):  # fmt: skip
+        code, _, err = quiet(rl.main, *flags, "--run-dir", tmp_path / ("new" if "gsm8k" in more else "whole"), *more)
+        assert code == 1 and message in err and err.startswith("error: ") and err.count("\n") == 1, err
+    code, _, err = quiet(rl.main, "--resume", "--run-dir", tmp_path / "whole", "--steps", 9)
+    assert code == 1 and "leave out --steps" in err
+
+
+def test_gsm8k_items(source, tmp_path):
+    """Each epoch asks every question once; the file for testing is not the one for training."""
+    for part, n in (("train", 7), ("test", 3)):
+        items = [{"question": f"{part} {i}?", "answer": f"so <<{i}+1={i + 1}>>{i + 1}\n#### {i + 1}"} for i in range(n)]
+        write_jsonl(tmp_path / f"gsm8k_{part}.jsonl", items)
+    args = rl.parse(["--from", str(source), "--task", "gsm8k", "--files", str(tmp_path), "--prompts", "3"])
+    task = rl.gsm8k_task(args, lambda question: True)
+    asked = [task.train(step, place).question for step in range(7) for place in range(3)]
+    for epoch in range(3):
+        assert sorted(asked[7 * epoch : 7 * epoch + 7]) == [f"train {i}?" for i in range(7)]
+    assert asked[:7] != asked[7:14] and sorted(item.question for item in task.test) == [f"test {i}?" for i in range(3)]
+    item = task.test[0]
+    assert task.tools and task.reward(item, f"#### {item.expected}.0") == 1 and task.reward(item, item.expected) == 0

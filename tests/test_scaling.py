@@ -1,0 +1,195 @@
+"""Scripts of the medium model: fits of scaling series on a known law, a tiny real series, the steps of the speedrun."""
+
+import csv
+import inspect
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import matplotlib.image
+import numpy as np
+import pytest
+from conftest import ROOT
+
+import train_medium as tm
+
+# bpb = FLOOR + A / N ** ALPHA + B / D ** BETA: best sizes grow with FLOPs ** (BETA / (ALPHA + BETA)), tokens with the
+# rest, and what is above the floor falls with FLOPs ** -(ALPHA BETA / (ALPHA + BETA)).
+FLOOR, A, ALPHA, B, BETA = 0.5, 60.0, 0.30, 400.0, 0.35
+
+
+def fake_run(folder: Path, width: int, flops: float, name: str = "", vocab: int = 32759) -> None:
+    """What scaling_plot.py reads of a run with width / 64 layers."""
+    layers, padded = width // 64, -(-vocab // 64) * 64
+    weights = layers * 12 * width**2 + padded * width
+    tokens = flops / 6 / weights
+    bpb = FLOOR + A / weights**ALPHA + B / tokens**BETA
+    run_dir = folder / (name or f"run_{flops:.1e}_{width}")
+    run_dir.mkdir(parents=True)
+    config = {"num_layers": layers, "width": width, "mlp_width": 4 * width, "vocab_size": vocab}
+    (run_dir / "config.json").write_text(json.dumps({"config": config, "machine": {"num_devices": 8}}))
+    entries = [{"step": 1, "loss": 3.0}, {"step": 9, "tokens": tokens, "train_seconds": 5.0, "val_bpb": bpb}]
+    (run_dir / "log.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    (run_dir / "core.csv").write_text("task,items,accuracy,centered,seconds\nCORE,10,,0.25,1.5\n")
+    (run_dir / "report.md").touch()
+
+
+def scaling_plot(folder: Path) -> subprocess.CompletedProcess:
+    command = [sys.executable, ROOT / "runs/scaling_plot.py", folder]
+    return subprocess.run(command, capture_output=True, text=True, cwd=folder.parent)
+
+
+def test_exponents_of_a_known_law(tmp_path):
+    """Five budgets of nine sizes."""
+    for flops in np.geomspace(1e18, 1e20, 5):
+        for width in range(384, 2433, 256):
+            fake_run(tmp_path / "laws", width, flops)
+    done = scaling_plot(tmp_path / "laws")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["runs"] == 45 and len(result["budgets"]) == 5
+    assert result["weights"]["exponent"] == pytest.approx(BETA / (ALPHA + BETA), abs=0.04)
+    assert result["tokens"]["exponent"] == pytest.approx(ALPHA / (ALPHA + BETA), abs=0.04)
+    assert result["bpb"]["exponent"] == pytest.approx(ALPHA * BETA / (ALPHA + BETA), abs=0.03)
+    assert result["bpb"]["floor"] == pytest.approx(FLOOR, abs=0.05)
+    for found in result["budgets"]:
+        best = (found["flops"] / 6) ** (BETA / (ALPHA + BETA)) * (A * ALPHA / B / BETA) ** (1 / (ALPHA + BETA))
+        assert found["weights"] == pytest.approx(best, rel=0.2)
+    with (tmp_path / "laws/results.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 45 and float(rows[0]["flops"]) == pytest.approx(1e18) and float(rows[0]["core"]) == 0.25
+    assert all(float(r["flops"]) == pytest.approx(6 * int(r["weights"]) * float(r["tokens"])) for r in rows)
+    assert matplotlib.image.imread(tmp_path / "laws/scaling.png").std() > 0.02
+
+
+def test_no_minimum_inside(tmp_path):
+    """Sizes that are all too small for a budget give no best one, and say so; two budgets have no error bar."""
+    for flops in (1e20, 2e20):
+        for width in (256, 384, 512):
+            fake_run(tmp_path / "laws", width, flops)
+    done = scaling_plot(tmp_path / "laws")
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert [found["weights"] for found in result["budgets"]] == [None, None] and result["weights"] is None
+    assert done.stdout.count("no minimum between") == 2 and "weights: too few points" in done.stdout
+
+
+def test_nothing_to_plot(tmp_path):
+    (tmp_path / "empty").mkdir()
+    done = scaling_plot(tmp_path / "empty")
+    assert done.returncode == 1 and done.stderr.startswith("error: ") and "miniseries.sh" in done.stderr
+    fake_run(tmp_path / "bad", 384, 1e18)
+    (next((tmp_path / "bad").iterdir()) / "log.jsonl").write_text("{}\n")
+    done = scaling_plot(tmp_path / "bad")
+    assert done.returncode == 1 and "cannot be read as a finished run" in done.stderr and "Traceback" not in done.stderr
+
+
+# ---- the series themselves
+
+
+FAKE = """
+flags = sys.argv[1:]
+depth = next(int(flag.partition("=")[2]) for flag in flags if flag.startswith("num_layers="))
+tokens, run_dir = (flags[flags.index(name) + 1] for name in ("--tokens", "--run-dir"))
+weights = depth * 12 * (64 * depth) ** 2 + 320 * 64 * depth  # 300 entries are padded to 320
+fake_run(Path(run_dir).parent, 64 * depth, 6 * int(tokens) * weights, Path(run_dir).name, 300)
+"""
+
+
+@pytest.fixture
+def sandbox(tmp_path) -> Path:
+    """A copy of the scripts whose .venv is the python of this test; pip installs nothing. With a file `fake` there,
+    trainings are not run but written to train.log, and leave what scaling_plot.py reads."""
+    (tmp_path / ".venv/bin").mkdir(parents=True)
+    for name in ("train_medium.py", "requirements.txt", "requirements-test.txt", "runs"):
+        source = ROOT / name
+        (shutil.copytree if source.is_dir() else shutil.copy)(source, tmp_path / name)
+    constants = f"FLOOR, A, ALPHA, B, BETA = {FLOOR}, {A}, {ALPHA}, {B}, {BETA}\n"
+    imports = "import json, sys\nfrom pathlib import Path\n"
+    (tmp_path / "fake.py").write_text(imports + constants + inspect.getsource(fake_run) + FAKE)
+    python = tmp_path / ".venv/bin/python"
+    python.write_text(f"""#!/usr/bin/env bash
+if [[ "$1 $2" == "-m pip" ]]; then exit; fi
+if [[ $2 == *device_count* ]]; then echo 0; exit; fi # saves the import of torch
+if [[ $1 == train_medium.py && -e fake ]]; then
+  echo "$@" >>train.log
+  exec {sys.executable} fake.py "$@"
+fi
+if [[ $1 == *.py && -e log ]]; then
+  echo "$@" >>python.log
+  case "$*" in *--run-dir*) mkdir -p "${{@: -1}}" && echo "# done" >"${{@: -1}}/report.md" ;; esac
+  exit
+fi
+exec {sys.executable} "$@"
+""")
+    python.chmod(0o755)
+    return tmp_path
+
+
+def series(sandbox: Path, name: str, data: Path, environment: str, **more) -> subprocess.CompletedProcess:
+    tiny = {"head_dim": 16, "max_seq_len": 64, "pack_tokens": 128, "val_tokens": 1500, "sample_tokens": 4,
+            "stages": "((1.0,1,8,16,64,1.0),)", "muon_lr": 0.02, "adam_lr": 0.004, **more}  # fmt: skip
+    flags = " ".join(f"--set '{key}={value}'" for key, value in tiny.items())
+    command = f"{environment} bash {sandbox}/runs/{name} --data {data} {flags}"
+    return subprocess.run(["bash", "-c", command], cwd="/", capture_output=True, text=True, timeout=300)
+
+
+def test_miniseries(sandbox, dataset_dir):
+    """Two depths, whose width and tokens follow from them (with the default's 32,768 entries); called again, nothing
+    is trained."""
+    argv = ("miniseries.sh", dataset_dir, "DEPTHS='2 3' OUT=out/mini")
+    done = series(sandbox, *argv, tokens_per_weight=0.0005)
+    assert done.returncode == 0, done.stderr
+    with (sandbox / "out/mini/results.csv").open(newline="") as file:
+        rows = [(r["run"], r["num_layers"], r["width"], int(r["tokens"])) for r in csv.DictReader(file)]
+    assert [row[:3] for row in rows] == [("depth_02", "2", "128"), ("depth_03", "3", "192")]
+    for _, depth, width, tokens in rows:
+        weights = int(depth) * 12 * int(width) ** 2 + 32768 * int(width)
+        assert tokens == pytest.approx(0.0005 * weights, abs=64), "half a pack"
+    again = series(sandbox, *argv)
+    assert again.returncode == 0 and again.stdout.count("is finished already") == 2 and "loss" not in again.stdout
+    assert (sandbox / "out/mini/scaling.png").is_file()
+
+
+def test_scaling_laws(sandbox, dataset_dir):
+    """For each budget the tokens that make 6 x weights x tokens equal for all sizes; then the fits."""
+    (sandbox / "fake").touch()
+    done = series(sandbox, "scaling_laws.sh", dataset_dir, "BUDGETS='1e12 4e12 1.6e13' DEPTHS='2 3 4 5' OUT=out/laws")
+    assert done.returncode == 0, done.stderr
+    commands = (sandbox / "train.log").read_text().splitlines()
+    assert len(commands) == 12 and all(f"--data {dataset_dir}" in c and "--set head_dim=16" in c for c in commands)
+    weights = 3 * 12 * 192**2 + 320 * 192
+    assert f"--tokens {round(4e12 / 6 / weights)} --run-dir out/laws/flops_4e12_depth_03" in commands[5]
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["runs"] == 12 and len(result["budgets"]) == 3
+    done = series(sandbox, "scaling_laws.sh", sandbox / "nothing", "BUDGETS=1e12")
+    assert done.returncode == 1 and "no dataset at" in done.stderr and "Traceback" not in done.stderr
+
+
+
+def test_speedrun(sandbox):
+    """The steps in their order, with flags that exist; a second call trains nothing again."""
+    (sandbox / "log").touch()
+    for flag, run in (("", "out/speedrun_medium"), ("--smoke", "out/smoke_medium")):
+        (sandbox / "python.log").unlink(missing_ok=True)
+        command = ["bash", str(sandbox / "runs/speedrun_medium.sh"), *flag.split()]
+        done = subprocess.run(command, cwd="/", capture_output=True, text=True)
+        assert done.returncode == 0 and done.stdout.count("# done") == 2, done.stderr
+        lines = (sandbox / "python.log").read_text().splitlines()
+        scripts = [line.split()[0] for line in lines]
+        evaluations = [script for script in scripts if script in ("data/core.py", "runs/chat_eval.py")]
+        assert evaluations == ([] if flag else ["data/core.py", "runs/chat_eval.py"])
+        others = [script for script in scripts if script not in evaluations]
+        assert others == "data/pretrain.py train_medium.py data/sft.py train_medium.py runs/export.py".split()
+        pretrain, sft = (line for line in lines if line.startswith("train_medium.py"))
+        assert pretrain.endswith(f"--run-dir {run}") and f"sft --from {run} --data" in sft
+        for line in (pretrain, sft):
+            args = tm.build_parser().parse_args(line.replace("@runs", f"@{ROOT}/runs").split()[1:])
+            assert args.run_dir.startswith(run) and args.data.startswith("data/shards/")
+            for setting in args.set:
+                tm.parse_override(setting)
+        again = subprocess.run(command, cwd="/", capture_output=True, text=True)
+        assert again.stdout.count("is finished already") == 2
+    refused = subprocess.run([*command[:2], "--steps", "3"], capture_output=True, text=True)
+    assert refused.returncode == 2 and refused.stderr.startswith("error: ")

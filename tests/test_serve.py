@@ -1,0 +1,778 @@
+"""The server, through the official client and by hand: answers, streams, limits, failures, and the web page."""
+
+import codecs
+import contextlib
+import gc
+import http.client
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import httpx2
+import openai
+import pytest
+import torch
+from conftest import ROOT
+from hypothesis import given
+from hypothesis import strategies as st
+from test_export import bpe, write_run  # noqa: F401  (bpe is a fixture)
+
+import train_small as ts
+
+sys.path.insert(0, str(ROOT / "data"))
+sys.path.insert(0, str(ROOT / "runs"))
+import chat
+import serve
+import sft
+
+from dev import screenshot
+
+SCRIPT = ROOT / "runs" / "serve.py"
+QUIET = {"temperature": 0.0, "max_tokens": 24}
+HELLO = [{"role": "user", "content": "hello"}]
+TALK = [
+    {"role": "system", "content": "Be <|bos|> brief."}, {"role": "user", "content": "the <|user_end|> rest é 你好"},
+    {"role": "assistant", "content": "is [3*4 = 12] and [3*4 = 13]"}, {"role": "user", "content": "12 and 345"},
+]  # fmt: skip
+
+
+class Running:
+    """A server in threads of this process, with a client."""
+
+    def __init__(self, folder, *flags):
+        args = serve.parse([str(folder), "--device", "cpu", "--port", "0", *flags])
+        listening = serve.bind(args.host, args.port)
+        self.server = serve.Server(folder, args)
+        self.http = serve.http_server(self.server)
+        self.engine, self.decoder = self.server.engine, self.server.engine.decoder
+        self.thread = threading.Thread(target=self.http.run, args=([listening],))
+        self.thread.start()
+        self.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=30)
+        self.chat, self.text = self.client.chat.completions.create, self.client.completions.create
+        self.model = self.server.name
+
+    def post(self, body, path="chat/completions", **headers):
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        headers = {"Content-Type": "application/json", **headers}
+        return httpx2.post(f"{self.url}/v1/{path}", content=content, headers=headers, timeout=30)
+
+    def close(self):
+        self.http.should_exit = True
+        self.thread.join(20)
+        assert not self.thread.is_alive()
+        self.engine.join(20)
+        assert not self.engine.is_alive()
+
+
+@pytest.fixture(scope="module")
+def runs(bpe, tmp_path_factory):  # noqa: F811
+    """Run directories with random weights: after finetuning, and after pretraining alone."""
+    folder, sizes = tmp_path_factory.mktemp("serve"), {"max_seq_len": 512, "pack_tokens": 512}
+    return {chat: write_run(folder / ("talker" if chat else "writer"), bpe, chat, **sizes) for chat in (True, False)}
+
+
+@pytest.fixture(scope="module")
+def talker(runs):
+    running = Running(runs[True], "--rows", "6")
+    yield running
+    running.close()
+
+
+@pytest.fixture(scope="module")
+def writer(runs):
+    running = Running(runs[False], "--rows", "4", "--max-waiting", "20")
+    yield running
+    running.close()
+
+
+@pytest.fixture
+def lonely(runs):
+    """One row, and one answer may wait."""
+    running = Running(runs[True], "--rows", "1", "--max-waiting", "1")
+    yield running
+    running.close()
+
+
+def expected(running, prompts, stops=None, **options) -> list[str]:
+    """What the model says, by Generator in this thread, from ids."""
+    generator = ts.Generator(running.engine.model, running.server.tokenizer)
+    rows = generator.complete(prompts, stop=running.server.stops if stops is None else stops, **options)
+    return [running.server.tokenizer.decode(c.tokens) for c in rows]
+
+
+def rendered(running, messages) -> list[int]:
+    """Ids of a conversation without calls, up to the next answer, by data/sft.py."""
+    tokenizer = running.server.tokenizer
+    talk = sft.check_messages({"messages": [*messages, {"role": "assistant", "content": "x"}]})
+    return sft.render(talk, tokenizer.encode, tokenizer.specials)[0].tolist()[: -1 - len(tokenizer.encode("x"))]
+
+
+def until(condition, seconds=20):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.005)
+
+
+@contextlib.contextmanager
+def script(running, ids):
+    """The model says these ids, whatever it is asked; results of tools come between them by themselves."""
+    decoder, rest, sample = running.decoder, iter(ids), running.decoder.sample
+    stop = running.server.tokenizer.bos_id
+
+    def scripted(logits, *_):
+        (completion,) = decoder.live.values()
+        token = 0 if completion.queue else next(rest, stop)  # what is drawn while a result is forced is lost
+        return torch.full((len(logits),), token)
+
+    decoder.sample = scripted
+    try:
+        yield {"model": running.model, "messages": HELLO, "temperature": 1.0}
+    finally:
+        decoder.sample = sample
+
+
+@contextlib.contextmanager
+def gate(running):
+    """The model makes a step only after gate.release()."""
+    decoder, steps, step = running.decoder, threading.Semaphore(0), running.decoder.step
+
+    def gated():
+        if decoder.live:
+            steps.acquire()
+        return step()
+
+    decoder.step = gated
+    try:
+        yield steps
+    finally:
+        decoder.step = step
+        steps.release(10_000)
+
+
+def events(text: str) -> list:
+    assert text.endswith("\n\n")
+    lines = text[:-2].split("\n\n")
+    assert all(line.startswith("data: ") and "\n" not in line for line in lines)
+    return [line[6:] if line == "data: [DONE]" else json.loads(line[6:]) for line in lines]
+
+
+# ---- answers
+
+
+def test_models_and_health(talker):
+    (model,) = talker.client.models.list().data
+    assert model.id == talker.model == "talker" and model.object == "model" and model.chat and model.context == 512
+    assert talker.client.models.retrieve("talker").id == "talker"
+    with pytest.raises(openai.NotFoundError, match="only talker"):
+        talker.client.models.retrieve("gpt")
+    assert httpx2.get(f"{talker.url}/health").json() == {"status": "ok", "rows": 6, "live": 0, "waiting": 0}
+
+
+def test_greedy_chat_equals_the_generator(talker):
+    """Template, special tokens as text, and the answer, with and without streaming."""
+    talk = [*TALK[:2], {"role": "assistant", "content": "the <|assistant_end|> end"}, TALK[3]]
+    prompt = rendered(talker, talk)
+    (text,) = expected(talker, [prompt], **QUIET)
+    answer = talker.chat(model="talker", messages=talk, **QUIET)
+    assert answer.object == "chat.completion" and answer.id.startswith("chatcmpl-") and answer.model == "talker"
+    (choice,) = answer.choices
+    assert choice.message.content == text and choice.message.role == "assistant" and choice.finish_reason == "length"
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(prompt), 24)
+    assert answer.usage.total_tokens == len(prompt) + 24
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    chunks = list(talker.chat(model="talker", messages=talk, **QUIET, **options))
+    assert {c.object for c in chunks} == {"chat.completion.chunk"} and len({c.id for c in chunks}) == 1
+    assert chunks[0].choices[0].delta.role == "assistant" and len(chunks) > 10, "it comes in pieces"
+    assert "".join(c.choices[0].delta.content or "" for c in chunks[:-1]) == text
+    assert [c.choices[0].finish_reason for c in chunks[:-1]] == [None] * (len(chunks) - 2) + ["length"]
+    assert chunks[-1].choices == [] and chunks[-1].usage.total_tokens == answer.usage.total_tokens
+    parts = [{"type": "text", "text": "the <|user_"}, {"type": "text", "text": "end|> rest é 你好"}]
+    other = [{"role": "developer", "content": talk[0]["content"]}, {"role": "user", "content": parts}, *talk[2:]]
+    assert talker.chat(model="talker", messages=other, **QUIET).choices[0].message.content == text
+    blank = [{"role": "system", "content": " "}, *HELLO]
+    (text,) = expected(talker, [rendered(talker, HELLO)], **QUIET)
+    assert talker.chat(model="talker", messages=blank, **QUIET).choices[0].message.content == text
+
+
+def test_the_terminal_chat_as_a_client(talker):
+    remote = chat.Remote(talker.url, SimpleNamespace(model=None, seed=None, top_k_given=False, top_p=1.0, **QUIET))
+    (text,) = expected(talker, [rendered(talker, TALK[:2])], **QUIET)
+    assert "".join(remote.stream(TALK[0]["content"], TALK[1:2], {})) == text
+
+
+def test_completions(writer):
+    """A text, texts, ids and lists of ids; n choices of each, in order; the default of 16 tokens."""
+    bos, encode = writer.server.tokenizer.bos_id, writer.server.tokenizer.encode
+    ids = [[bos, *encode(text)] for text in ("the rest of", "", "é <|bos|> 12")]
+    texts = expected(writer, ids, max_tokens=16, temperature=0.0)
+    for prompt, wanted in (("the rest of", texts[:1]), (["the rest of", "", "é <|bos|> 12"], texts),
+                           (ids[0], texts[:1]), (ids, texts)):  # fmt: skip
+        answer = writer.text(model="writer", prompt=prompt, temperature=0)
+        assert answer.object == "text_completion" and [c.text for c in answer.choices] == wanted
+        assert [c.index for c in answer.choices] == list(range(len(wanted)))
+        assert answer.usage.prompt_tokens == sum(map(len, ids[: len(wanted)]))
+    options = {"temperature": 1.5, "max_tokens": 30, "seed": 5}
+    answer = writer.text(model="writer", prompt=ids[::2], n=3, **options, extra_body={"top_k": 7})
+    drawn = [c.text for c in answer.choices]
+    assert drawn == expected(writer, [ids[0]] * 3 + [ids[2]] * 3, top_k=7, **options) and len(set(drawn)) == 6
+    assert answer.usage.prompt_tokens == len(ids[0]) + len(ids[2]), "a prompt counts once, however many answers"
+    stream = writer.text(model="writer", prompt=ids[::2], n=3, stream=True, **options, extra_body={"top_k": 7})
+    streamed = [""] * 6
+    for chunk in stream:
+        for choice in chunk.choices:
+            streamed[choice.index] += choice.text
+    assert streamed == drawn
+    cut = writer.text(model="writer", prompt=ids[0], max_tokens=8, temperature=2, top_p=0)
+    assert cut.choices[0].text == expected(writer, ids[:1], max_tokens=8, temperature=0.0)[0], "top_p of 0 is greedy"
+
+
+def test_sampling_follows_the_seed(talker):
+    def ask(**options):
+        return talker.chat(model="talker", messages=HELLO, max_tokens=20, temperature=1.5, **options)
+
+    texts = [ask(seed=seed).choices[0].message.content for seed in (1, 1, 2, -(2**63), 2**63 - 1)]
+    assert texts[0] == texts[1] and len(set(texts)) == 4
+    assert len({ask().choices[0].message.content for _ in range(3)}) == 3, "without a seed it is drawn"
+    config = talker.server.config
+    default = talker.chat(model="talker", messages=HELLO, max_tokens=20, seed=3).choices[0].message.content
+    wanted = {"temperature": config.temperature, "top_k": config.top_k, "top_p": config.top_p}
+    assert [default] == expected(talker, [rendered(talker, HELLO)], max_tokens=20, seed=3, **wanted)
+
+
+def test_64_clients_get_what_each_gets_alone(talker):
+    """Different prompts and lengths over 6 rows; half of them sampled, half of them streamed."""
+
+    def ask(i):
+        body = {"model": "talker", "messages": [{"role": "user", "content": f"{i} the rest " * (1 + i % 7)}], "seed": i,
+                "max_tokens": 5 + i % 13, "temperature": float(i % 2)}  # fmt: skip
+        if i % 4 < 2:
+            return talker.chat(**body).choices[0].message.content
+        chunks = talker.chat(**body, stream=True)
+        return "".join(c.choices[0].delta.content or "" for c in chunks)
+
+    alone = [ask(i) for i in range(64)]
+    with ThreadPoolExecutor(64) as pool:
+        assert list(pool.map(ask, range(64))) == alone
+    assert len(set(alone)) > 50 and not talker.engine.jobs and not talker.engine.waiting
+
+
+def test_tool_calls(talker):
+    """Call and result are in the text, marked in a stream, and sent back they are the same ids again."""
+    tok = talker.server.tokenizer
+    special = {name[2:-2]: i for name, i in tok.specials.items()}
+    call = [special["python_start"], *tok.encode("3*4"), special["python_end"]]
+    wrong = [special["python_start"], *tok.encode("3*x"), special["python_end"]]
+    own = [special["output_start"], *tok.encode("9"), special["output_end"]]  # the model pretends to have a result
+    plan = [*tok.encode("is "), *call, *tok.encode(" so "), *wrong, *tok.encode(", "), *wrong, *own]
+    text = "is [3*4 = 12] so [3*x], [3*x = 9]"
+    with script(talker, plan) as ask:
+        chunks = [c.choices[0].delta for c in talker.chat(**ask, stream=True)]
+    parts: list = []
+    for delta in chunks:
+        part = getattr(delta, "part", "text")
+        if parts and parts[-1][0] == part:
+            parts[-1][1] += delta.content or ""
+        elif delta.content:
+            parts.append([part, delta.content])
+    assert parts == [["text", "is "], ["python", "[3*4"], ["python_output", " = 12]"], ["text", " so "],
+                     ["python", "[3*x]"], ["text", ", "], ["python", "[3*x"], ["text", " = 9]"]]  # fmt: skip
+    with script(talker, plan) as ask:
+        answer = talker.chat(**ask)
+    assert answer.choices[0].message.content == text and answer.choices[0].finish_reason == "stop"
+    forced = [special["output_start"], *tok.encode("12"), special["output_end"]]
+    assert answer.usage.completion_tokens == len(plan) + len(forced)
+    with script(talker, plan[: plan.index(special["python_end"]) + 1]) as ask:
+        assert talker.chat(**ask).choices[0].message.content == "is [3*4 = 12]"
+    # "is [3*4 = 12]" comes back
+    again = [*HELLO, {"role": "assistant", "content": "is [3*4 = 12]"}, {"role": "user", "content": "the"}]
+    ids = talker.server.render(again)
+    talk = [*HELLO, {"role": "assistant", "content": [
+        {"type": "text", "text": "is "}, {"type": "python", "text": "3*4"}, {"type": "python_output", "text": "12"}
+    ]}, {"role": "user", "content": "the"}]  # fmt: skip
+    assert ids == rendered(talker, talk)
+    cached = talker.chat(model="talker", messages=again, **QUIET).usage.prompt_tokens_details.cached_tokens
+    assert cached > ids.index(special["output_end"])
+    lies = [*HELLO, {"role": "assistant", "content": "[3*4 = 13] [x = 1] [ = ]"},
+            {"role": "user", "content": "[1+1 = 2]"}]  # fmt: skip
+    assert talker.server.render(lies) == rendered(talker, lies), "other brackets are text"
+
+
+def test_a_conversation_keeps_its_cache(lonely, talker):
+    """A turn computes only what is new, in the row that knows most of it; else the oldest row is taken."""
+    words = [i for i in talker.server.tokenizer.encode("the rest of an old stone")]
+
+    def turn(running, messages, plan):
+        with script(running, plan) as ask:
+            answer = running.chat(**{**ask, "messages": messages})
+        return answer.choices[0].message.content, answer.usage.prompt_tokens_details.cached_tokens
+
+    talks = [[{"role": "user", "content": f"conversation {i}"}] for i in range(3)]
+    for i in (0, 1, 2, 1, 0):
+        text, cached = turn(talker, talks[i], words)
+        before = len(rendered(talker, talks[i][:-2])) + len(words) if len(talks[i]) > 1 else 0
+        assert (cached == before) if before else cached <= 2
+        talks[i] += [{"role": "assistant", "content": text}, {"role": "user", "content": "and so on"}]
+    assert turn(lonely, talks[0][:1], words)[1] == 0
+    assert turn(lonely, talks[1][:1], words)[1] == 0, "another conversation took the row"
+    assert turn(lonely, talks[0][:1], words)[1] == 0
+
+
+# ---- text
+
+
+def make_reader(running, stops=()):
+    return serve.Reader(running.server.tokenizer, tuple(stops))
+
+
+def read(reader, ids) -> tuple[list[str], bool]:
+    """Pieces of ids until a stop string."""
+    pieces = []
+    for token in ids:
+        new, stopped = reader.push(token, False)
+        pieces += [text for _, text in new]
+        if stopped:
+            return pieces, True
+    return pieces + [text for _, text in reader.finish()], False
+
+
+@given(st.text("abcé\n", max_size=40), st.lists(st.text("abcé\n", min_size=1, max_size=5), max_size=3))
+def test_stop_strings(text, stops):
+    """Byte by byte: all of the text before the first place where a stop string is complete, and nothing of it."""
+    reader = serve.Reader(SimpleNamespace(bytes=[bytes([b]) for b in range(256)], specials={}), tuple(stops))
+    pieces, stopped = read(reader, text.encode())
+    ends = [text.find(stop) + len(stop) for stop in stops if stop in text]
+    first = min(ends, default=None)
+    places = [text.find(stop) for stop in stops if stop in text[:first]] if ends else []
+    assert "".join(pieces) == (text[: min(places)] if places else text) and stopped == bool(places)
+    if not stops:
+        assert pieces == list(text)
+
+
+def test_stop_strings_over_http(talker):
+    tok = talker.server.tokenizer
+    plan = [*tok.encode("one two"), *tok.encode(" thr"), *tok.encode("ee four")]
+    whole = "one two three four"
+    for stop, wanted in (("two three", "one "), (["nothing", "our"], "one two three f"), ("o", ""), ("fourteen", whole),
+                         ([], whole)):  # fmt: skip
+        with script(talker, plan) as ask:
+            choice = talker.chat(**ask, stop=stop).choices[0]
+        assert (choice.message.content, choice.finish_reason) == (wanted, "stop")
+        with script(talker, plan) as ask:
+            chunks = list(talker.chat(**ask, stop=stop, stream=True))
+        assert "".join(c.choices[0].delta.content or "" for c in chunks) == wanted
+    until(lambda: not talker.engine.jobs)
+
+
+def test_characters_are_whole(talker):
+    text = "é你😀 a\x1b\u2028\n"
+    one = {bytes([b]): i for i, b in enumerate(b[0] for b in talker.server.tokenizer.bytes[:256])}
+    plan = [one[bytes([b])] for b in text.encode()]
+    with script(talker, [*plan, one[b"\xff"], one[b"\xc3"]]) as ask:
+        reply = talker.post({**ask, "stream": True})
+    found = [e["choices"][0]["delta"].get("content", "") for e in events(reply.text)[1:-1]]
+    assert "".join(found) == text + "\ufffd\ufffd" and {"你", "😀", "é"} <= set(found)
+    assert reply.headers["content-type"].startswith("text/event-stream")
+    pieces, _ = read(make_reader(talker), plan)
+    assert "".join(pieces) == codecs.decode(text.encode(), "utf-8")
+
+
+# ---- what is refused
+
+
+@pytest.mark.parametrize(
+    ("body", "message", "param"),
+    [
+        ({}, "messages must be a list", "messages"),
+        ({"messages": []}, "at least one", "messages"),
+        ({"messages": "hello"}, "must be a list", "messages"),
+        ({"messages": ["hello"]}, "must be an object", "messages[0]"),
+        ({"messages": [{"role": "user"}]}, "text or a list", "messages[0].content"),
+        ({"messages": [{"role": "user", "content": " \n"}]}, "is empty", "messages[0].content"),
+        ({"messages": [{"role": "user", "content": []}]}, "is empty", "messages[0].content"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "image_url", "messages[0].content"),
+        ({"messages": [{"role": "king", "content": "x"}]}, 'role "king"; known are', "messages[0].role"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, 'role "tool"', "messages[0].role"),
+        ({"messages": [{"role": ["user"], "content": "x"}]}, "has the role", "messages[0].role"),
+        ({"messages": [*HELLO, *HELLO]}, "take turns", "messages[1].role"),
+        ({"messages": [{"role": "assistant", "content": "x"}]}, "expected user", "messages[0].role"),
+        ({"messages": [*HELLO, {"role": "system", "content": "x"}]}, "only the first", "messages[1]"),
+        ({"messages": [*HELLO, {"role": "assistant", "content": "x"}]}, "last message", "messages"),
+        ({"messages": [{"role": "system", "content": "x"}]}, "last message", "messages"),
+        ({"max_tokens": 0}, "at least 1 and at most 512, found 0", "max_tokens"),
+        ({"max_tokens": 513}, "at most 512, found 513", "max_tokens"),
+        ({"max_completion_tokens": 10**30}, "at most 512", "max_completion_tokens"),
+        ({"max_tokens": "10"}, 'whole number of at least 1 and at most 512, found "10"', "max_tokens"),
+        ({"max_tokens": 1.5}, "whole number", "max_tokens"),
+        ({"max_tokens": True}, "found true", "max_tokens"),
+        ({"temperature": -0.1}, "at least 0 and at most 2", "temperature"),
+        ({"temperature": 2.5}, "at least 0 and at most 2", "temperature"),
+        ({"temperature": "hot"}, "must be a number", "temperature"),
+        ({"top_p": 1.1}, "at most 1", "top_p"),
+        ({"top_k": -1}, "at least 0, found -1", "top_k"),
+        ({"seed": 2**63}, "seed must be", "seed"),
+        ({"n": 0}, "n must be", "n"),
+        ({"n": 65}, "at most 64", "n"),
+        ({"stop": ""}, "stop must be", "stop"),
+        ({"stop": 5}, "stop must be", "stop"),
+        ({"stop": ["x"] * 5}, "at most 4", "stop"),
+        ({"stop": ["x" * 257]}, "of 1 to 256 characters", "stop"),
+        ({"stream": 1}, "true or false, found 1", "stream"),
+        ({"stream": "yes"}, "true or false", "stream"),
+        ({"stream_options": {"include_usage": True}}, "only with stream", "stream_options"),
+        ({"stream": True, "stream_options": {"include_usage": 2}}, "found 2", "stream_options.include_usage"),
+        ({"stream": True, "stream_options": 5}, "must be an object", "stream_options"),
+        ({"logprobs": True}, "logprobs is not supported", "logprobs"),
+        ({"tools": [{"type": "function"}]}, "tools is not supported", "tools"),
+        ({"response_format": {"type": "json_object"}}, "not supported", "response_format"),
+        ({"max_token": 5}, 'unknown parameter "max_token"', "max_token"),
+        ({"prompt": "x"}, "unknown parameter", "prompt"),
+        ({"\ud800": "x"}, "unknown parameter", "?"),
+        ({"stop": "\ud800", "n": "\udfff"}, "n must be", "n"),
+    ],
+)
+def test_bad_requests(talker, body, message, param):
+    reply = talker.post({"messages": HELLO, **body} if body else body)
+    error = reply.json()["error"]
+    assert reply.status_code == 400 and error["type"] == "invalid_request_error", error
+    assert message in error["message"] and error["param"] == param, error
+
+
+def test_bad_prompts(writer):
+    for prompt, message in ((None, "must be a text"), ([], "must be a text"), (5, "must be a text"),
+                            ([[]], "must be a text"), (["a", 5], "must be a text"), ([900], "outside of 0 to 899"),
+                            ([1, "a"], "must be a text"), ([-1], "outside"), ([True], "must be a text"),
+                            (["a"] * 25, "holds 25 prompts; at most 24"), ({"a": 1}, "must be a text")):  # fmt: skip
+        reply = writer.post({"prompt": prompt}, "completions")
+        assert reply.status_code == 400 and message in reply.json()["error"]["message"], reply.text
+    reply = writer.post({"prompt": ["a"] * 9, "n": 3}, "completions")
+    assert reply.status_code == 400 and "ask for 27 answers" in reply.json()["error"]["message"]
+
+
+def test_a_base_model_does_not_chat(writer):
+    with pytest.raises(openai.BadRequestError, match="not finetuned for chat; use /v1/completions") as caught:
+        writer.chat(model="writer", messages=HELLO)
+    assert caught.value.code == "not_a_chat_model"
+    assert not writer.client.models.list().data[0].chat
+
+
+def test_the_context_is_a_limit(talker):
+    """A prompt that fills the context gets one token; one more is an error with numbers, as is a megabyte of text."""
+    word = talker.server.tokenizer.encode(" the")
+    assert len(word) == 1
+    base = len(rendered(talker, HELLO))
+
+    def fill(count):
+        return [{"role": "user", "content": "hello" + " the" * count}]
+
+    answer = talker.chat(model="talker", messages=fill(512 - base), max_tokens=300, temperature=0)
+    assert answer.usage.prompt_tokens == 512 and answer.usage.completion_tokens <= 1
+    with pytest.raises(openai.BadRequestError, match="context of this model is 512 tokens but .* takes 513") as caught:
+        talker.chat(model="talker", messages=fill(513 - base))
+    assert caught.value.code == "context_length_exceeded" and caught.value.param == "messages"
+    with pytest.raises(openai.BadRequestError, match="takes more than"):
+        talker.chat(model="talker", messages=fill(200_000))
+    answer = talker.chat(model="talker", messages=fill(500 - base), temperature=0)
+    (choice,) = answer.choices
+    assert answer.usage.completion_tokens == 13 or choice.finish_reason == "stop", "the rest of the context"
+
+
+def test_bad_bodies(talker):
+    for body, status, message in [
+        (b'{"messages": ', 400, "not valid JSON"), (b"", 400, "not valid JSON"), (b"[]", 400, "must be a JSON object"),
+        (b'{"temperature": NaN}', 400, "NaN is no JSON"), (b'{"a": "\xff"}', 400, "not valid JSON"),
+        (b"[" * 100_000, 400, "not valid JSON"), (b'{"a": ' + b"9" * 5000 + b"}", 400, "not valid JSON"),
+        (b'{"messages": ' + b"[" * 900 + b"]" * 900 + b"}", 400, "must be an object"),
+        (json.dumps({"messages": HELLO, "user": "x" * 1_100_000}).encode(), 413, "at most 1,048,576"),
+    ]:  # fmt: skip
+        reply = talker.post(body)
+        assert reply.status_code == status and message in reply.json()["error"]["message"], reply.text
+    with pytest.raises(openai.NotFoundError, match='no model "gpt-4" here, only talker') as caught:
+        talker.chat(model="gpt-4", messages=HELLO)
+    assert caught.value.code == "model_not_found"
+    for method, path, status in (("GET", "/v1/chat/completions", 405), ("GET", "/nothing", 404), ("POST", "/", 405)):
+        reply = httpx2.request(method, talker.url + path)
+        assert reply.status_code == status and path in reply.json()["error"]["message"]
+    neutral = {"user": "me", "tools": [], "logprobs": False, "presence_penalty": 0, "n": None, "stop": None,
+               "metadata": {"a": "b"}, "response_format": {"type": "text"}}  # fmt: skip
+    assert talker.post({"messages": HELLO, "max_tokens": 1, **neutral}).status_code == 200
+
+
+def test_other_origins_are_refused(talker, runs):
+    """DNS rebinding (a foreign Host) and requests of other pages (Origin, or a form's content type)."""
+    body, port = {"messages": HELLO, "max_tokens": 1}, talker.url.rpartition(":")[2]
+    for headers, status in [
+        ({}, 200), ({"Host": f"localhost:{port}"}, 200), ({"Host": "192.168.1.5"}, 200), ({"Host": "[::1]:80"}, 200),
+        ({"Origin": talker.url}, 200), ({"Host": f"evil.example:{port}"}, 403), ({"Host": "127.0.0.1.evil"}, 403),
+        ({"Host": ""}, 403), ({"Host": "[::1"}, 403), ({"Origin": "null"}, 403), ({"Origin": "http://evil"}, 403),
+        ({"Origin": "http://127.0.0.1:1"}, 403), ({"Host": "evil.example", "Origin": "http://evil.example"}, 403),
+        ({"Content-Type": "text/plain"}, 415), ({"Content-Type": "application/x-www-form-urlencoded"}, 415),
+        ({"Content-Type": "application/json; charset=utf-8"}, 200),
+    ]:  # fmt: skip
+        reply = talker.post(body, **headers)
+        assert reply.status_code == status and ("error" in reply.json()) == (status != 200), (headers, reply.text)
+    assert httpx2.get(talker.url, headers={"Host": "evil.example"}).status_code == 403
+    guard = serve.Guard(None, frozenset(["chat.example"]))
+    headers = httpx2.Headers({"Host": "chat.example", "Origin": "https://chat.example"})
+    assert guard.check(headers) is None, "behind a proxy that speaks TLS"
+    page = httpx2.get(talker.url)
+    assert "default-src 'none'" in page.headers["content-security-policy"]
+    assert not re.search(r"(src|href)=.(https?:)?//", page.text), "nothing comes from elsewhere"
+
+
+# ---- load, leaving, failures
+
+
+def test_a_full_queue(lonely):
+    with gate(lonely) as steps, ThreadPoolExecutor(2) as pool:
+        ask = {"model": "talker", "messages": HELLO, "max_tokens": 2}
+        first = [pool.submit(lonely.chat, **ask) for _ in range(2)]
+        until(lambda: len(lonely.engine.jobs) == len(lonely.engine.waiting) == 1)
+        assert httpx2.get(f"{lonely.url}/health").json() == {"status": "ok", "rows": 1, "live": 1, "waiting": 1}
+        with pytest.raises(openai.RateLimitError, match="2 answers are being written or wait") as caught:
+            lonely.chat(**ask)
+        assert caught.value.response.headers["retry-after"] == "1" and caught.value.code == "queue_full"
+        with pytest.raises(openai.BadRequestError, match="at most 2"):
+            lonely.chat(**ask, n=3)
+        steps.release(100)
+        assert all(f.result().usage.completion_tokens <= 2 for f in first)
+    assert lonely.chat(**ask).choices
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("place", ["row", "queue"])
+def test_a_client_that_leaves(lonely, stream, place):
+    """Its row is free at the next step, and in the queue it is passed over."""
+    with gate(lonely) as steps:
+        body = {"messages": HELLO, "temperature": 0, "stream": stream}
+        other = http.client.HTTPConnection("127.0.0.1", int(lonely.url.rpartition(":")[2]))
+        pool = ThreadPoolExecutor(1)
+        if place == "queue":
+            before = pool.submit(lonely.post, {**body, "stream": False, "max_tokens": 20})
+            until(lambda: lonely.engine.jobs)
+        other.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
+        until(lambda: lonely.engine.waiting if place == "queue" else lonely.engine.jobs)
+        job = lonely.engine.waiting[0] if place == "queue" else lonely.engine.jobs[0]
+        if place == "row":
+            steps.release(5)
+            until(lambda: job.count == 5)
+            if stream:
+                assert other.getresponse().read(10)
+        other.sock.close() if other.sock else None
+        other.close()
+        until(lambda: job.gone)
+        if place == "row":
+            steps.release(1)  # the step that the engine waits in
+            until(lambda: not lonely.engine.jobs)
+            assert 5 <= job.count <= 6 and job.completion.reason == ""
+        else:
+            steps.release(10_000)
+            assert before.result().json()["usage"]["completion_tokens"] <= 20
+            until(lambda: not lonely.engine.waiting)
+            assert job.count == 0
+        pool.shutdown()
+    assert lonely.chat(model="talker", messages=HELLO, **QUIET).choices
+
+
+def test_failures_are_told_and_survived(talker, capfd):
+    """A step that breaks ends what is in the rows, a prefill that breaks only the new; then all is as before."""
+    wanted = talker.chat(model="talker", messages=HELLO, **QUIET).choices[0].message.content
+    decoder, step, admit = talker.decoder, talker.decoder.step, talker.decoder.admit
+    secret = [{"role": "user", "content": "my secret word"}]
+    try:
+        with gate(talker) as steps, ThreadPoolExecutor(2) as pool:
+            body = {"messages": secret, "max_tokens": 40, "temperature": 0}
+            calls = [pool.submit(talker.post, {**body, "stream": stream}) for stream in (True, False)]
+            until(lambda: len(talker.engine.jobs) + len(talker.engine.waiting) == 2)
+            gated, count = decoder.step, iter(range(100))
+
+            def broken():
+                events = gated()
+                return events if next(count) < 5 else 1 / 0
+
+            decoder.step = broken
+            steps.release(1000)
+            streamed, plain = (call.result() for call in calls)
+            decoder.step = gated
+        assert plain.status_code == 500 and plain.json()["error"]["type"] == "server_error"
+        found = events(streamed.text)
+        assert streamed.status_code == 200 and "the model failed" in found[-1]["error"]["message"] and len(found) > 1
+        assert not talker.engine.jobs and not decoder.live
+        decoder.admit = lambda completions: 1 / 0
+        with pytest.raises(openai.InternalServerError, match="the model failed"):
+            talker.chat(model="talker", messages=HELLO, stream=True)
+    finally:
+        decoder.step, decoder.admit = step, admit
+    assert talker.chat(model="talker", messages=HELLO, **QUIET).choices[0].message.content == wanted
+    assert httpx2.get(f"{talker.url}/health").json()["status"] == "ok"
+    log = capfd.readouterr().err
+    assert "ZeroDivisionError" in log and "secret" not in log
+
+
+def test_nothing_is_left_of_requests(talker):
+    """After answers, streams, errors and clients that left, no object of a request is alive."""
+    for i in range(30):
+        body = {"messages": HELLO, "max_tokens": 3 if i % 5 else 10**9, "stream": i % 2 == 0}
+        talker.post(body)
+    with talker.client.chat.completions.create(model="talker", messages=HELLO, stream=True) as stream:
+        next(iter(stream))
+    until(lambda: not talker.engine.jobs)
+
+    def left():
+        gc.collect()
+        kinds = (serve.Job, serve.Ask, serve.Reader, serve.Problem, talker.server.script.Completion)
+        return [o for o in gc.get_objects() if type(o) in kinds]
+
+    until(lambda: not left())
+    assert sum(map(len, talker.decoder.known)) <= 6 * 512
+
+
+# ---- the program
+
+
+def start(*args):
+    process = subprocess.Popen([sys.executable, str(SCRIPT), *map(str, args), "--device", "cpu"], text=True,
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                               env={**os.environ, "PYTHONUNBUFFERED": "1"})  # fmt: skip
+    line = process.stdout.readline()
+    return process, line
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_signals_end_it_cleanly(runs, signum):
+    """An answer that is being written ends with an error, nothing is said on stderr, and the exit code is 0."""
+    process, line = start(runs[False], "--port", 0, "--rows", 2)
+    try:
+        url = re.fullmatch(r"writer: (http://127\.0\.0\.1:\d+) \(2 rows, context 512, completions\)\n", line)[1]
+        body = {"prompt": ["the"] * 60, "max_tokens": 500, "stream": True, "temperature": 2}
+        with httpx2.stream("POST", f"{url}/v1/completions", json=body, timeout=30) as reply:
+            parts = reply.iter_text()
+            text = next(parts)
+            process.send_signal(signum)
+            text += "".join(parts)
+        assert "the server is stopping" in events(text)[-1]["error"]["message"]
+        assert process.wait(20) == 0 and process.communicate() == ("", "")
+    finally:
+        process.kill()
+
+
+def test_user_errors(runs, tmp_path, talker, monkeypatch, capsys):
+    port = talker.url.rpartition(":")[2]
+    for args, message in [((tmp_path,), "0 training scripts"), ((runs[True], "--port", 99999), "--port 0 to 65,535"),
+                          ((runs[True], "--host", "203.0.113.1"), "cannot listen on 203.0.113.1"),
+                          ((runs[True], "--port", port), f"port {port} (Address already in use); choose another"),
+                          ((runs[True], "--port", 0, "--step", 3), "no checkpoint of step 3"),
+                          ((runs[True], "--port", 0, "--device", "gpu"), "device"),
+                          ((broken(runs[True], tmp_path), "--port", 0), "the model does not run: 1 row")]:  # fmt: skip
+        monkeypatch.setattr(sys, "argv", ["serve.py", *map(str, args)])
+        assert serve.main() == 1
+        out, err = capsys.readouterr()
+        assert message in err and err.startswith("error: ") and err.count("\n") == 1 and out == "", err
+
+
+def broken(run_dir, tmp_path):
+    """A run whose script fails at the first step."""
+    folder = shutil.copytree(run_dir, tmp_path / "broken")
+    text = (folder / "train_small.py").read_text().replace("def step(self) -> list", "def unused(self) -> list")
+    step = "    def step(self):\n        raise RuntimeError('1 row')\n\n"
+    (folder / "train_small.py").write_text(text.replace("    def rest(self, rows", f"{step}    def rest(self, rows"))
+    return folder
+
+
+# ---- the web page
+
+
+@pytest.fixture(scope="module")
+def chromium():
+    path = screenshot.find_chromium()
+    if not path:
+        pytest.skip("the web page is only tested where playwright finds a Chromium (apt-get install chromium, or "
+                    "playwright install chromium)")  # fmt: skip
+    return path
+
+
+@pytest.mark.browser
+def test_page(talker, chromium, tmp_path):
+    """Type a message, see the answer stream in, with a call; a second turn; stop; an error; a new chat."""
+    tok = talker.server.tokenizer
+    special = {name[2:-2]: i for name, i in tok.specials.items()}
+    plan = [*tok.encode("é <b>is</b> "), special["python_start"], *tok.encode("3*4"), special["python_end"],
+            *tok.encode("\nso")]  # fmt: skip
+    with screenshot.open_page(talker.url, chromium, (390, 700)) as page:
+        assert page.title() == "talker" and page.evaluate("document.activeElement.id") == "message"
+        with gate(talker) as steps, script(talker, plan):
+            page.keyboard.type("Hello <i>you</i>")
+            page.keyboard.press("Enter")
+            until(lambda: talker.engine.jobs)
+            steps.release(len(tok.encode("é <b>is</b> ")))
+            until(lambda: page.text_content(".busy .text") == "é <b>is</b> ")
+            assert page.is_visible("#stop") and not page.is_visible("#send")
+            assert page.get_attribute("#log", "aria-busy") == "true"
+            steps.release(100)
+            page.wait_for_selector("#send")
+        assert page.inner_text(".user .text") == "Hello <i>you</i>"
+        assert page.text_content(".assistant .text") == "é <b>is</b> 3*4 = 12\nso"
+        assert page.text_content(".assistant .call") == "3*4 = 12" and page.text_content(".call b") == " = 12"
+        assert page.get_attribute("#log", "aria-busy") == "false"
+        with script(talker, plan):
+            screenshot.ask(page, "again")
+        assert page.locator("#log .assistant").count() == 2
+        assert page.evaluate("turns[3].tokens") > page.evaluate("turns[1].tokens") > 0
+        page.reload()
+        until(lambda: page.locator("#log li").count() == 4)
+        assert page.text_content(".assistant .call b") == " = 12", "a reload keeps the conversation"
+        with gate(talker) as steps:
+            page.fill("#message", "endless")
+            page.press("#message", "Enter")
+            until(lambda: talker.engine.jobs)
+            steps.release(3)
+            page.keyboard.press("Escape")
+            page.wait_for_selector("text=stopped")
+            steps.release(3)
+            until(lambda: not talker.engine.jobs)
+        page.evaluate("document.getElementById('temperature').value = '9'")
+        page.press("#message", "x")
+        page.press("#message", "Enter")
+        assert page.locator("details[open]").count() == 1 and not talker.engine.jobs, "it shows what is wrong"
+        page.click("#new")
+        assert page.locator("#log li").count() == 0 and page.is_visible("#empty")
+        width = page.evaluate("[document.documentElement.scrollWidth, innerWidth]")
+        assert width[0] <= width[1], "nothing is wider than a phone"
+
+
+@pytest.mark.browser
+def test_page_drops_the_oldest_turns(talker, chromium):
+    """A full context is no dead end: what no longer fits is marked, and the model answers."""
+    with screenshot.open_page(talker.url, chromium) as page:
+        for text in ("the rest " * 60, "an old stone " * 60, "so it is " * 60):
+            with script(talker, talker.server.tokenizer.encode("yes")):
+                screenshot.ask(page, text)
+        assert page.locator(".assistant").count() == 3 and page.locator(".cut").count() == 1
+        seen = page.evaluate("turns.slice(first).length")
+        assert 1 < seen < 6 and page.locator(".cut ~ .user").count() == seen // 2
+
+
+@pytest.mark.browser
+def test_page_continues_texts(writer, chromium, tmp_path):
+    """Without finetuning; and the script that takes pictures."""
+    command = ["dev/screenshot.py", writer.url, tmp_path / "page.png", "the rest", "so", "--size", "500x500", "--dark"]
+    done = subprocess.run([sys.executable, *map(str, command)], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and "page.png" in done.stdout, done.stderr
+    assert (tmp_path / "page.png").read_bytes()[:4] == b"\x89PNG"
+    with screenshot.open_page(writer.url, chromium) as page:
+        assert "continues" in page.text_content("#about") and not page.is_visible("#system-field")
+        page.evaluate("document.getElementById('temperature').value = '0'")
+        screenshot.ask(page, "the rest of")
+        bos, tok = writer.server.tokenizer.bos_id, writer.server.tokenizer
+        (text,) = expected(writer, [[bos, *tok.encode("the rest of")]], max_tokens=200, temperature=0.0)
+        assert page.evaluate("turns[1].content") == text
+

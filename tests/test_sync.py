@@ -1,0 +1,94 @@
+"""The two training scripts share what does not depend on the model, byte for byte."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+
+import train_medium as tm
+import train_small as ts
+from dev import sync
+
+
+def test_scripts_share_their_sections():
+    """Same sections in the same order with the same bytes, at least 70 % of each script; what `sync.py` says too."""
+    small, medium = (sync.read(name) for name in sync.SCRIPTS)
+    assert list(sync.shared(small)) == list(sync.shared(medium))
+    different = sync.difference(sync.shared(small), sync.shared(medium), sync.SCRIPTS)
+    assert different == [], "".join(different)
+    assert min(sync.share(small), sync.share(medium)) >= 0.7
+    sections = "imports optimizer schedule data attention kernels evaluation generation utilities main"
+    assert set(sections.split()) <= set(sync.shared(small))
+    assert b"\r" not in b"".join((ROOT / name).read_bytes() for name in sync.SCRIPTS)
+
+
+def test_shared_sections_ask_for_what_both_configs_have():
+    """Every config.NAME of shared code, and every field that a run may not change, is in both Configs."""
+    sections = sync.shared(sync.read(sync.SCRIPTS[0]))
+    names = set(re.findall(r"\bconfig\.([a-z]\w+)", "".join(sections.values()))) - {"json", "recompile_limit"}
+    names |= set(re.findall(r"\bc\.([a-z]\w+)", sections["forward"] + sections["stage"]))
+    assert {"num_steps", "stage_table", "tokens", "softcap"} <= names
+    for module in (ts, tm):
+        config = module.Config()
+        missing = [name for name in (names | set(module.FROZEN_ON_RESUME)) if not hasattr(config, name)]
+        assert missing == []
+
+
+OLD = "a\n# >>> shared: one\nsame\n# <<< shared: one\nb\n    # >>> shared: two\n    old\n    # <<< shared: two\nc"
+NEW = OLD.replace("old", "new").replace("a\n", "z\n")
+
+
+def run(folder, *flags) -> subprocess.CompletedProcess:
+    command = [sys.executable, folder / "dev/sync.py", *flags]
+    return subprocess.run(command, cwd="/", capture_output=True, text=True)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A checkout with two tiny scripts: one shared section differs, and so does what is not shared."""
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev/sync.py").write_bytes((ROOT / "dev/sync.py").read_bytes())
+    (tmp_path / "train_small.py").write_text(NEW)
+    (tmp_path / "train_medium.py").write_text(OLD)
+    return tmp_path
+
+
+def test_sync_shows_and_copies(folder):
+    """A diff and exit code 1; --to replaces the shared sections of that script and nothing else."""
+    done = run(folder)
+    assert done.returncode == 1 and "-    new\n+    old\n" in done.stdout and "train_medium.py, two" in done.stdout
+    assert "same" not in done.stdout and "z" not in done.stdout.splitlines(), "equal and own lines are no difference"
+    assert run(folder, "--to", "train_medium.py").returncode == 0
+    assert (folder / "train_medium.py").read_text() == NEW.replace("z\n", "a\n")
+    assert (folder / "train_small.py").read_text() == NEW
+    assert run(folder).returncode == 0
+    assert sorted(p.name for p in folder.iterdir()) == ["dev", "train_medium.py", "train_small.py"]
+    (folder / "train_medium.py").write_text(OLD)
+    assert run(folder, "--to", "train_small.py").returncode == 0
+    assert (folder / "train_small.py").read_text() == OLD.replace("a\n", "z\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (OLD.replace("    # <<< shared: two\n", ""), "two is not closed"),
+        (OLD.replace("<<< shared: one", "<<< shared: two"), "train_medium.py:4"),
+        (OLD.replace("# <<< shared: one\n", ""), "train_medium.py:5"),
+        (OLD + "\n# >>> shared: one\n# <<< shared: one\n", "train_medium.py:10"),
+    ],
+)
+def test_markers_out_of_place(folder, text, words):
+    (folder / "train_medium.py").write_text(text)
+    done = run(folder, "--to", "train_small.py")
+    assert done.returncode == 1 and done.stderr.startswith("error: ") and words in done.stderr
+    assert (folder / "train_small.py").read_text() == NEW
+
+
+def test_a_missing_section_is_not_invented(folder):
+    """Where a new section belongs, only a person knows."""
+    (folder / "train_medium.py").write_text(OLD.replace("two", "three"))
+    done = run(folder, "--to", "train_medium.py")
+    assert done.returncode == 1 and "mend its marker lines" in done.stderr and "section two" in done.stdout
+    assert run(folder).returncode == 1
