@@ -116,7 +116,7 @@ def rendered(running, messages) -> list[int]:
     return sft.render(talk, tokenizer.encode, tokenizer.specials)[0].tolist()[: -1 - len(tokenizer.encode("x"))]
 
 
-def until(condition, seconds=20):
+def until(condition, seconds=60):
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it did not happen"
@@ -737,7 +737,8 @@ def test_page(talker, chromium, tmp_path):
             steps.release(3)
             page.keyboard.press("Escape")
             page.wait_for_selector("text=stopped")
-            steps.release(3)
+            until(lambda: all(job.gone for job in [*talker.engine.jobs.values()]))  # the server has heard of it
+            steps.release(1)  # the step that the engine waits in
             until(lambda: not talker.engine.jobs)
         page.evaluate("document.getElementById('temperature').value = '9'")
         page.press("#message", "x")
