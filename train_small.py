@@ -1402,10 +1402,10 @@ def choose_attention(model: nn.Module, say: Callable = print) -> Callable:
 # Times are for one H200 at T = 65,536 (dev/bench_kernels.py), against what torch.compile made of the plain code.
 
 
-def use_triton(x: Tensor, capability: tuple = (8, 0)) -> bool:
+def use_triton(x: Tensor, least: tuple = (8, 0), below: tuple = (99, 0)) -> bool:
     """Kernels run on CUDA tensors of 16 or 8 bits from Ampere on; everything else takes the plain path."""
     fits = triton is not None and x.is_cuda and x.itemsize <= 2
-    return fits and torch.cuda.get_device_capability(x.device) >= capability
+    return fits and least <= torch.cuda.get_device_capability(x.device) < below
 
 
 # Operators have global names: a second copy of this file in a process (that of a run directory) takes the next one.
@@ -1689,7 +1689,7 @@ def _(x, alpha=1.0, beta=0.0, gamma=0.0):
     return x.new_empty(x.shape[0], x.shape[1], x.shape[1])
 
 
-# -- relu(x w^T)^2 in the epilogue of a product, Hopper and newer; the MLP forward and backward 2.82 ms against 3.1
+# -- relu(x w^T)^2 in the epilogue of a product; the MLP forward and backward 2.82 ms against 3.1
 # Only the activation after the square is kept: its root is relu(x w^T), which is all that the backward needs.
 
 
@@ -1738,6 +1738,11 @@ def linear_relu2_kernel(a, b, aux, out, M, N, K, GROUP: tl.constexpr, PROGRAMS: 
 RELU2_TILES = dict(BM=128, BN=256, BK=64, GROUP=8, num_warps=8, num_stages=3)  # best of twelve on an H200
 
 
+def fused_relu2(x: Tensor, w: Tensor) -> bool:
+    """Hopper and B200 can: 208 KiB of shared memory, of which an RTX 50 (12.0) has 99, and rows of whole 16 bytes."""
+    return use_triton(x, (9, 0), (12, 0)) and x.size(1) % 8 == 0 and w.size(0) % 8 == 0
+
+
 def launch_relu2(a: Tensor, b: Tensor, aux: Tensor | None) -> Tensor:
     """2 M N K FLOP; 2 (M K + N K + M N) bytes, with aux 2 M N more; 659 TFLOP/s forward, 530 backward."""
     a, b, aux = a.contiguous(), b.contiguous(), None if aux is None else aux.contiguous()
@@ -1782,8 +1787,7 @@ class MLPRelu2(torch.autograd.Function):
 
 def mlp_relu2(x_TD: Tensor, up_FD: Tensor, down_FD: Tensor) -> Tensor:
     """relu(x up^T)^2 down, (T, D); for the backward only x and the squared activation are kept."""
-    fits = use_triton(x_TD, (9, 0)) and x_TD.size(1) % 8 == 0 and up_FD.size(0) % 8 == 0  # rows of 16 bytes
-    if fits and torch.is_grad_enabled():
+    if fused_relu2(x_TD, up_FD) and torch.is_grad_enabled():
         return MLPRelu2.apply(x_TD, up_FD, down_FD)
     return linear_relu2_ref(x_TD, up_FD) @ down_FD
 

@@ -774,11 +774,16 @@ def read_page() -> tuple[str, dict[str, str]]:
 
 
 class HTTPServer(uvicorn.Server):
-    """Ends the answers that are being written when it stops, instead of waiting for them."""
+    """Says where it is once it listens, and ends the answers that are being written when it stops."""
 
     def __init__(self, config: uvicorn.Config, engine: Engine):
         super().__init__(config)
-        self.engine = engine
+        self.engine, self.greeting = engine, ""
+
+    async def startup(self, sockets=None) -> None:
+        await super().startup(sockets)
+        if self.greeting:
+            print(self.greeting, flush=True)
 
     async def shutdown(self, sockets=None) -> None:
         self.engine.stop()
@@ -838,9 +843,9 @@ def main() -> int:
     except KeyboardInterrupt:
         return 130
     host, port = listening.getsockname()[:2]
-    print(f"{server.name}: http://{f'[{host}]' if ':' in host else host}:{port} "
-          f"({server.engine.decoder.rows} rows, context {server.limit:,}, {'chat' if server.chat else 'completions'})",
-          flush=True)  # fmt: skip
+    http.greeting = (f"{server.name}: http://{f'[{host}]' if ':' in host else host}:{port} "
+                     f"({server.engine.decoder.rows} rows, context {server.limit:,}, "
+                     f"{'chat' if server.chat else 'completions'})")  # fmt: skip
     if not ipaddress.ip_address(host).is_loopback:
         print("note: everyone who can reach this address can use the model; there is no password", file=sys.stderr)
     for signum in (signal.SIGTERM, signal.SIGINT):

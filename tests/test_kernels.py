@@ -1,4 +1,6 @@
 """Kernels against their plain references: odd shapes in Triton's interpreter, real sizes with `-m gpu`."""
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -20,7 +22,7 @@ devices = pytest.mark.parametrize("device", GPU)
 @pytest.fixture(autouse=True)
 def kernels_on(monkeypatch, request):
     if "device" in request.fixturenames and request.getfixturevalue("device") == "cpu":
-        monkeypatch.setattr(K, "use_triton", lambda x, capability=(8, 0): x.dtype != torch.float64)
+        monkeypatch.setattr(K, "use_triton", lambda x, *_: x.dtype != torch.float64)
     torch.manual_seed(0)
 
 
@@ -76,7 +78,7 @@ def ce_inputs(case, device, dtype, T=None, V=None, D=32):
 def test_linear_cross_entropy_fp32(case, kernel, monkeypatch):
     if torch.cuda.is_available() and kernel:
         pytest.skip("compiled kernels are tested in 16 bits")
-    monkeypatch.setattr(K, "use_triton", lambda x, capability=(8, 0): kernel)
+    monkeypatch.setattr(K, "use_triton", lambda x, *_: kernel)
     x, w, targets, weights, prefix, rows, chunk = ce_inputs(case, "cpu", torch.float32)
     total, nats = K.linear_cross_entropy(x, w, targets, CAP, weights, prefix, rows, chunk=chunk)
     got = torch.autograd.grad(total * 0.7, (x, w))
@@ -144,7 +146,7 @@ def test_transpose8(dtype, device, monkeypatch):
         x = torch.randn(M, N, device=device).to(dtype)
         want = x.view(torch.uint8).T
         assert torch.equal(K.transpose8(x).view(torch.uint8), want) and K.transpose8(x).is_contiguous()
-    monkeypatch.setattr(K, "use_triton", lambda x: False)
+    monkeypatch.setattr(K, "use_triton", lambda *_: False)
     assert torch.equal(K.transpose8(x).view(torch.uint8), want) and K.transpose8(x).is_contiguous()
 
 
@@ -280,3 +282,19 @@ def test_imports_without_triton():
             "k.mlp_relu2(x, w, w).sum().backward(); k.polar_express(torch.randn(2, 8, 4)); print('fine')")
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "fine" in out.stdout, out.stderr
+
+
+def test_kernels_compile_for_gpus_that_are_not_here():
+    """To machine code for an A100, an H100 and an RTX 5090, within the shared memory of each, without any of them."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, str(PATH.parent / "dev/compile_kernels.py"), "80", "90", "120"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = {name: set() for name in ("8.0", "9.0", "12.0")}
+    for arch, kernel, registers, _, shared in (line.split() for line in done.stdout.splitlines()[1:]):
+        found[arch].add(kernel)
+        assert 16 <= int(registers) <= 255 and float(shared) < 227
+    kernels = set(re.findall(r"^@jit\ndef (\w+_kernel)\(", PATH.read_text(), re.M))
+    assert found["9.0"] == kernels and len(kernels) == 9
+    assert found["8.0"] == kernels - {"transpose_kernel", "linear_relu2_kernel"}
+    assert found["12.0"] == kernels - {"linear_relu2_kernel"}

@@ -55,6 +55,7 @@ class Running:
         self.engine, self.decoder = self.server.engine, self.server.engine.decoder
         self.thread = threading.Thread(target=self.http.run, args=([listening],))
         self.thread.start()
+        until(lambda: self.http.started)
         self.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
         self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=30)
         self.chat, self.text = self.client.chat.completions.create, self.client.completions.create
@@ -776,4 +777,3 @@ def test_page_continues_texts(writer, chromium, tmp_path):
         bos, tok = writer.server.tokenizer.bos_id, writer.server.tokenizer
         (text,) = expected(writer, [[bos, *tok.encode("the rest of")]], max_tokens=200, temperature=0.0)
         assert page.evaluate("turns[1].content") == text
-

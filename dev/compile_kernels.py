@@ -1,0 +1,125 @@
+"""Compiles every kernel of a script for GPUs that need not be there, and prints what each would take of them.
+
+    python dev/compile_kernels.py [--script train_medium.py] [80 86 89 90 100 120]
+
+The numbers are compute capabilities times ten; without any: A100, L4, H100, B200, RTX 5090. Kernels are called as the
+script calls them, on tensors of the host, and Triton goes as far as the machine code (its ptxas needs no GPU).
+Registers are of a thread, at most 255; spilled are bytes of a thread that did not fit into them; shared memory is in
+KiB of a program, and must stay below what the card gives one. Exit code 1 if a kernel does not fit. This says nothing
+about speed: dev/bench_kernels.py does.
+"""
+# ruff: noqa: E402
+import argparse
+import importlib
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path[:1] = [str(Path(__file__).resolve().parents[1])]  # not dev/, whose profile.py would hide Python's own
+os.environ.pop("TRITON_INTERPRET", None)
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+# KiB that one program may have: table of compute capabilities in NVIDIA's CUDA C++ Programming Guide.
+SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99, 121: 99}
+CAP = (23.0, 5.0, 7.5)
+
+
+class NoDevice:
+    """What a launch asks of the driver before there is anything to launch."""
+
+    arch = 0
+
+    def get_current_target(self):
+        return GPUTarget("cuda", self.arch, 32)
+
+    def get_current_device(self):
+        return self.arch  # a cache for each
+
+    def get_current_stream(self, device=None):
+        return 0
+
+
+def launches(script, config) -> None:
+    """Every kernel in every form in which the script starts it, on small inputs of the model's widths."""
+    D, F, V, H, K = config.width, 4 * config.width, config.padded_vocab, config.num_heads, config.head_dim
+    T, bf16 = 256, torch.bfloat16
+
+    def new(*shape, dtype=bf16):
+        return torch.zeros(shape, dtype=dtype)
+
+    logits, targets, weights = new(4, V), new(T, dtype=torch.int32), torch.ones(2)
+    for dtype in (bf16, torch.float16):
+        script.softcap_ce(logits.to(dtype), targets, weights[:1], None, None, CAP)
+    script.softcap_ce(logits, targets, weights, targets, weights, CAP)
+    script.softcap_ce(logits, targets, weights[:1], None, None, CAP, grad=False)
+    if script.use_triton(logits, (8, 9)):
+        script.softcap_ce(logits, targets, weights, targets, None, CAP, out=new(4, V, dtype=torch.float8_e5m2))
+        script.transpose8(new(T, D, dtype=torch.float8_e4m3fn))
+    for shape in ((2, D, F), (2, D, D)):
+        for x in (new(*shape), new(*shape[::2], shape[1]).mT):
+            script.sym_mm(x, 1.0, 0.0, 0.5)
+            script.sym_mm(x, 1.0, 0.5, 0.5)
+    if script.fused_relu2(new(T, D), new(F, D)):
+        script.launch_relu2(new(T, D), new(F, D), None)
+        script.launch_relu2(new(T, D), new(F, D), new(T, F))
+    q, k, v = new(T, 3, H, K).unbind(1)
+    bounds = new(2, T, dtype=torch.int32)
+    script.window_attention_forward(q, k, v, bounds, 1.0)
+    script.window_attention_grad(q, k, v, new(T, H, K), new(T, H, K), new(H, T, dtype=torch.float32), bounds, 1.0)
+    for offset in (False, True):
+        cache = new(4, 64, H, K)
+        script.decode_attention(q[:4], k[:4], v[:4], cache, cache.clone(), new(4, dtype=torch.int32), offset)
+    script.branch_attention(q, k, v, *new(3, T, dtype=torch.int32), 1.0)
+
+
+def resources(cubin: bytes) -> tuple[int, int]:
+    """Registers of a thread, and bytes of it that spilled."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    return int(re.search(r"REG:(\d+)", text)[1]), int(re.search(r"STACK:(\d+)", text)[1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--script", default="train_small.py")
+    parser.add_argument("archs", nargs="*", type=int, default=[80, 89, 90, 100, 120])
+    args = parser.parse_args()
+    if unknown := set(args.archs) - set(SHARED):
+        raise SystemExit(f"compute capability {unknown.pop()} is none of {', '.join(map(str, SHARED))}")
+    device, misfits, seen = NoDevice(), 0, set()
+    driver.set_active(device)
+    script = importlib.import_module(Path(args.script).stem)
+    script.use_triton = lambda x, least=(8, 0), below=(99, 0): least <= divmod(device.arch, 10) < below
+    run = JITFunction.run
+
+    def compile_only(self, *arguments, warmup, **options):
+        nonlocal misfits
+        kernel = run(self, *arguments, warmup=True, **options)
+        if kernel.hash not in seen:
+            seen.add(kernel.hash)
+            registers, spilled = resources(kernel.asm["cubin"])
+            fits = kernel.metadata.shared <= 1024 * SHARED[device.arch]
+            misfits += not fits
+            print(f"{device.arch / 10:4.1f} {self.fn.__name__:26} {registers:9} {spilled:7} "
+                  f"{kernel.metadata.shared / 1024:11.1f}{'' if fits else '  DOES NOT FIT'}", flush=True)  # fmt: skip
+        return kernel
+
+    JITFunction.run = compile_only
+    print(f"{'cap.':4} {'kernel':26} {'registers':>9} {'spilled':>7} {'shared, KiB':>11}")
+    for device.arch in args.archs:
+        launches(script, script.Config())
+    raise SystemExit(f"{misfits} kernels ask for more shared memory than the card has" if misfits else 0)
+
+
+if __name__ == "__main__":
+    main()
