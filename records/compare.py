@@ -4,7 +4,7 @@
     python records/compare.py out/a_* out/b_* --against "a*"          runs that differ in their seed only are one row
     python records/compare.py baselines/2026-11-21_first-b34 --target 1.19 --price 3.50 --plot curves.png
     python records/compare.py baselines/2026-11-21_first-b34 logs/*.txt --tokens-per-step 524288 --bytes-per-token 4.6
-    python records/compare.py --write                                 the leaderboard in records/README.md
+    python records/compare.py --write                   the leaderboard in records/README.md, records/curves.png
 
 A log of modded-nanogpt states neither tokens nor bits per byte: --tokens-per-step gives the one (several numbers with
 commas: equal parts of the run), --bytes-per-token of its validation text the other. A log of nanochat states both; its
@@ -247,8 +247,11 @@ def find_row(rows: list[Row], pattern: str, args: argparse.Namespace) -> Row:
 # ---- picture
 
 
-def plot(rows: list[Row], path: Path) -> None:
-    """Bits per byte against tokens and against seconds: training as thin lines, validation as dots."""
+def plot(rows: list[Row], path: Path, quotes: tuple = ()) -> None:
+    """Bits per byte against tokens and against seconds: training as thin lines, validation as dots.
+
+    quotes: (name, tokens, seconds, val bpb) of runs without logs, drawn as crosses.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -270,6 +273,11 @@ def plot(rows: list[Row], path: Path) -> None:
                     axes.plot(*zip(*val, strict=True), color=colour, lw=1.2 if len(val) > 1 else 0, marker="o", ms=4)
             # The first twelfth of a run is far above the rest, which is what one wants to see.
             heights += [y for p in curve if p[0] >= curve[-1][0] / 12 for y in p[2:] if y is not None]
+    for number, (name, tokens, seconds, bpb) in enumerate(quotes):
+        style = {"color": "0.25", "ls": "", "marker": "xP*D"[number % 4], "ms": 8}
+        panels[0].plot(tokens, bpb, **style, label=f"{name}, quoted: {bpb:.4f}")
+        panels[1].plot(seconds, bpb, **style)
+        heights.append(bpb)
     if heights:
         margin = 0.05 * (max(heights) - min(heights)) or 0.1
         panels[0].set_ylim(min(heights) - margin, max(heights) + margin)
@@ -395,6 +403,20 @@ def write_leaderboard() -> None:
     temporary.write_text(new, encoding="utf-8")
     os.replace(temporary, README)
     print(f"{os.path.relpath(README)}: the leaderboard {'was current' if new == text else 'is written'}")
+    picture = README.with_name("curves.png")
+    plot([record_row(rec.BASELINES / r["name"]) for r in in_order()], picture, quoted_points())
+    print(f"{os.path.relpath(picture)}: the curves of all records")
+
+
+def quoted_points() -> tuple:
+    """(name, tokens, seconds, val bpb) of the quoted rows whose tokens a track fixes."""
+    tokens = {group_of(r): r["summary"]["tokens"]["mean"] for r in in_order() if r["fixed"]}
+    points = []
+    for quote in json.loads(QUOTED.read_text(encoding="utf-8"))["rows"]:
+        for (track, args, _, _, count, device), number in tokens.items():
+            if (quote["track"], quote["args"], quote["device"], quote["num_devices"]) == (track, args, device, count):
+                points.append((quote["what"].split(",")[0], number, quote["train_seconds"], quote["val_bpb"]))
+    return tuple(points)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -409,7 +431,7 @@ def main(argv: list[str] | None = None) -> None:
     add("--tokens-per-step", type=lambda text: [int(n) for n in text.split(",")], default=[], metavar="N[,N]",
         help="of modded-nanogpt logs")  # fmt: skip
     add("--bytes-per-token", type=float, metavar="X", help="of the validation text of modded-nanogpt logs")
-    add("--write", action="store_true", help="write the leaderboard of baselines/ into records/README.md")
+    add("--write", action="store_true", help="write the leaderboard into records/README.md, and records/curves.png")
     args = parser.parse_args(argv)
     if args.write:
         write_leaderboard()

@@ -35,8 +35,8 @@ A message that starts with a slash: write two."""
 TIMEOUT = 300  # seconds that a server may be silent
 
 
-class ChatError(Exception):
-    """Something that ends a turn but not the chat; one sentence."""
+class RunError(Exception):
+    """Something the user can mend; one sentence. It ends a turn but not the chat."""
 
 
 def say(text: str) -> None:
@@ -44,15 +44,17 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def import_script(run_dir: Path) -> ModuleType:
-    """The training script that lies in a run directory, as a module."""
+def import_script(run_dir: Path, needs: str = "Tokenizer") -> ModuleType:
+    """The training script that lies in a run directory, as a module that has what `needs` names. Raises: RunError"""
     scripts = sorted(run_dir.glob("train_*.py"))
     if len(scripts) != 1:
-        raise ChatError(f"{run_dir} holds {len(scripts)} training scripts, expected one; name a run directory")
+        raise RunError(f"{run_dir} holds {len(scripts)} training scripts, expected one; name a run directory")
     spec = importlib.util.spec_from_file_location(f"run_{scripts[0].stem}", scripts[0])
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up by name
     spec.loader.exec_module(module)
+    if not hasattr(module, needs):
+        raise RunError(f"the script in {run_dir} is too old for this tool; use the tool of its commit")
     return module
 
 
@@ -75,11 +77,11 @@ class Local:
     def __init__(self, run_dir: Path, args: argparse.Namespace):
         self.script = import_script(run_dir)
         if not hasattr(self.script, "Decoder"):
-            raise ChatError(f"the script in {run_dir} is too old for this chat; use the runs/chat.py of its commit")
+            raise RunError(f"the script in {run_dir} is too old for this chat; use the runs/chat.py of its commit")
         try:
             self.model, self.tokenizer, config = self.script.load(run_dir, args.step, args.device)
         except (self.script.UserError, RuntimeError) as error:  # torch says so if a device is not there
-            raise ChatError(str(error).splitlines()[0]) from None
+            raise RunError(str(error).splitlines()[0]) from None
         specials = self.tokenizer.specials
         self.chat = is_chat_run(run_dir) and set(self.MARKS) <= set(specials)
         if not self.chat:
@@ -125,7 +127,7 @@ class Local:
             say(f"(the context of {self.limit:,} tokens is full: dropped the oldest {dropped} "
                 f"turn{'s' if dropped > 1 else ''})")  # fmt: skip
         if len(ids) > self.limit:
-            raise ChatError(f"the message takes {len(ids):,} tokens but the context is {self.limit:,}; shorten it")
+            raise RunError(f"the message takes {len(ids):,} tokens but the context is {self.limit:,}; shorten it")
         return ids
 
     def stream(self, system: str, messages: list[dict], answer: dict) -> Iterator[str]:
@@ -155,7 +157,7 @@ class Remote:
 
     def __init__(self, url: str, args: argparse.Namespace):
         if urllib.parse.urlsplit(url).scheme not in ("http", "https"):
-            raise ChatError(f"--endpoint {url} is no web address; give one like http://127.0.0.1:8000")
+            raise RunError(f"--endpoint {url} is no web address; give one like http://127.0.0.1:8000")
         base = url.rstrip("/").removesuffix("/chat/completions")
         self.base = base if base.endswith("/v1") else f"{base}/v1"
         self.args, self.model = args, args.model
@@ -164,7 +166,7 @@ class Remote:
                 try:
                     self.model = json.loads(response.read())["data"][0]["id"]
                 except (ValueError, LookupError, TypeError, OSError, http.client.HTTPException):
-                    raise ChatError(f"{self.base}/models names no model; name one with --model") from None
+                    raise RunError(f"{self.base}/models names no model; name one with --model") from None
 
     def open(self, path: str, body: dict | None = None):
         headers = {"Content-Type": "application/json", "Accept": "text/event-stream, application/json"}
@@ -178,10 +180,10 @@ class Remote:
             text = error.read(10_000).decode("utf-8", "replace").strip()
             with contextlib.suppress(ValueError, LookupError, TypeError):
                 text = json.loads(text)["error"]["message"]
-            raise ChatError(f"the server answered {error.code}: {printable(text)[:500] or error.reason}") from None
+            raise RunError(f"the server answered {error.code}: {printable(text)[:500] or error.reason}") from None
         except (OSError, http.client.HTTPException, ValueError) as error:
             reason = getattr(error, "reason", error)
-            raise ChatError(f"cannot reach {self.base} ({reason}); check the address and the server") from None
+            raise RunError(f"cannot reach {self.base} ({reason}); check the address and the server") from None
 
     def stream(self, system: str, messages: list[dict], answer: dict) -> Iterator[str]:
         """Pieces of the answer as server-sent events bring them; a server that does not stream gives one piece."""
@@ -209,7 +211,7 @@ class Remote:
                     if "error" in event:
                         error = event["error"]
                         text = error.get("message") if isinstance(error, dict) else error
-                        raise ChatError(f"the server stopped: {printable(str(text))[:500]}")
+                        raise RunError(f"the server stopped: {printable(str(text))[:500]}")
                     for choice in event.get("choices") or ():
                         held += (choice.get("delta") or {}).get("content") or ""
                         ended = ended or bool(choice.get("finish_reason"))
@@ -221,11 +223,11 @@ class Remote:
         except (OSError, http.client.HTTPException):
             ended = False
         except (ValueError, LookupError, TypeError, AttributeError):
-            raise ChatError("the server sent something that is not the OpenAI chat protocol") from None
+            raise RunError("the server sent something that is not the OpenAI chat protocol") from None
         if held:
             yield whole(held)
         if not ended:
-            raise ChatError("the connection ended before the answer did")
+            raise RunError("the connection ended before the answer did")
 
 
 def whole(text: str) -> str:
@@ -260,7 +262,7 @@ class Chat:
                 print(printable(piece), end="", flush=True)
         except KeyboardInterrupt:
             problem = "(stopped)"
-        except ChatError as error:
+        except RunError as error:
             problem = f"error: {error}"
         finally:
             stream.close()
@@ -352,14 +354,14 @@ def main() -> int:
             stream.reconfigure(errors="replace")  # a terminal that lacks a character shows "?"
     try:
         if (args.run_dir is None) == (args.endpoint is None):
-            raise ChatError("name either a run directory or --endpoint URL")
+            raise RunError("name either a run directory or --endpoint URL")
         if args.temperature < 0 or args.max_tokens < 1 or args.top_k < 0 or not 0 < args.top_p <= 1:
-            raise ChatError("--temperature and --top-k must be at least 0, --max-tokens at least 1, and --top-p above "
+            raise RunError("--temperature and --top-k must be at least 0, --max-tokens at least 1, and --top-p above "
                             "0 and at most 1")  # fmt: skip
         if args.prompt is not None and not args.prompt.strip():
-            raise ChatError("--prompt is empty; give it a text")
+            raise RunError("--prompt is empty; give it a text")
         chat = Chat(Local(args.run_dir, args) if args.run_dir else Remote(args.endpoint, args), args.system)
-    except ChatError as error:
+    except RunError as error:
         say(f"error: {error}")
         return 1
     except KeyboardInterrupt:  # while the model was loaded

@@ -22,7 +22,6 @@ empty folder, and without network where Linux namespaces are allowed. This stops
 
 import argparse
 import csv
-import importlib.util
 import io
 import json
 import os
@@ -40,7 +39,6 @@ from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal
 from functools import cache
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -50,6 +48,7 @@ from tqdm import tqdm
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "data"))
 import sft
+from chat import RunError, import_script
 
 # name: (repository, file) on Hugging Face, columns, most new tokens (0: letters), accuracy of guessing
 TASKS = {
@@ -67,10 +66,6 @@ SPELLING_ITEMS = 512
 LETTERS = "ABCDEFGHIJ"
 
 
-class RunError(Exception):
-    """Something the user can mend; one sentence."""
-
-
 class Item(NamedTuple):
     """A task to answer in text."""
 
@@ -80,20 +75,6 @@ class Item(NamedTuple):
 
 
 # ---- the run
-
-
-def import_script(run_dir: Path) -> ModuleType:
-    """The training script that lies in a run directory, as a module."""
-    scripts = sorted(run_dir.glob("train_*.py"))
-    if len(scripts) != 1:
-        raise RunError(f"{run_dir} holds {len(scripts)} training scripts, expected one; name a run directory")
-    spec = importlib.util.spec_from_file_location(f"run_{scripts[0].stem}", scripts[0])
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up by name
-    spec.loader.exec_module(module)
-    if not hasattr(module, "Completion"):
-        raise RunError(f"the script in {run_dir} is too old for this tool; use the one of its commit")
-    return module
 
 
 def chat_prompt(tokenizer, question: str) -> list[int]:
@@ -402,7 +383,7 @@ def main(argv: list[str] | None = None) -> int:
             raise RunError(f"--limit {args.limit} must be at least 0")
         if args.files and not args.files.is_dir():
             raise RunError(f"--files {args.files} is no folder; name one that holds task files")
-        script = import_script(args.run_dir)
+        script = import_script(args.run_dir, "Completion")
         errors = (RunError, script.UserError)
         ranks = script.start_ranks()
         model, tokenizer, _ = script.load(args.run_dir, args.step)

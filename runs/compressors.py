@@ -8,31 +8,18 @@ the other. The table is printed and put into the run's report.md, once however o
 
 import argparse
 import gzip
-import importlib.util
 import json
 import lzma
 import os
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
+from chat import RunError, import_script
 
 ROOT = Path(__file__).resolve().parents[1]
 BEGIN, END = "<!-- compressors -->", "<!-- /compressors -->"
 PREFIX_LIMIT = 16_000_000  # bytes of training text that xz gets to see: about 10 s, and within its 64 MiB dictionary
-
-
-def import_script(run_dir: Path) -> ModuleType:
-    """The training script that lies in a run directory, as a module."""
-    scripts = sorted(run_dir.glob("train_*.py"))
-    if len(scripts) != 1:
-        sys.exit(f"error: {run_dir} holds {len(scripts)} training scripts, expected one; name a run directory")
-    spec = importlib.util.spec_from_file_location(scripts[0].stem, scripts[0])
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up by name
-    spec.loader.exec_module(module)
-    return module
 
 
 def text_of(tokenizer, ids: np.ndarray) -> bytes:
@@ -59,7 +46,10 @@ def xz(text: bytes) -> int:
 
 def compare(run_dir: Path) -> str:
     """The table as markdown."""
-    script = import_script(run_dir)
+    try:
+        script = import_script(run_dir)
+    except RunError as error:
+        sys.exit(f"error: {error}")
     try:
         config = script.read_config(run_dir)
         data = Path(config.data)

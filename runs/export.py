@@ -11,17 +11,16 @@ transformers here; upload the folder with `hf upload OWNER/NAME export/my-model`
 
 import argparse
 import dataclasses
-import importlib.util
 import json
 import os
 import re
 import shutil
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import NoReturn
 
 import torch
+from chat import RunError, import_script, is_chat_run
 from safetensors.torch import load_file, save_file
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -156,25 +155,6 @@ CHAT_TEMPLATE = """\
 
 def fail(message: str) -> NoReturn:
     sys.exit(f"error: {message}")
-
-
-def import_script(run_dir: Path) -> ModuleType:
-    """The training script that lies in a run directory, as a module."""
-    scripts = sorted(run_dir.glob("train_*.py"))
-    if len(scripts) != 1:
-        fail(f"{run_dir} holds {len(scripts)} training scripts, expected one; name a run directory")
-    spec = importlib.util.spec_from_file_location(f"run_{scripts[0].stem}", scripts[0])
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up by name
-    spec.loader.exec_module(module)
-    return module
-
-
-def is_chat_run(run_dir: Path) -> bool:
-    """Whether the run came out of finetuning (or of reinforcement learning after it), by its config.json."""
-    description = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
-    flags = description.get("flags") or [""]
-    return description.get("command", flags[0]) in ("sft", "rl")
 
 
 # ---- tokenizer
@@ -315,7 +295,10 @@ def export(run_dir: Path, out: Path, step: int | None = None, dtype: str = "floa
     """Writes the repository beside its final name and renames it; an existing, filled folder is left alone."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         fail(f"{out} is not an empty folder; choose another --out or remove it")
-    script = import_script(run_dir)
+    try:
+        script = import_script(run_dir)
+    except RunError as error:
+        fail(str(error))
     try:
         config = script.read_config(run_dir)
         tokenizer = script.Tokenizer(run_dir / "tokenizer.json")

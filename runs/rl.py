@@ -42,7 +42,8 @@ import numpy as np
 import sft
 import torch
 import torch.distributed as dist
-from chat_eval import Item, RunError, chat_prompt, complete, import_script, sum_over_ranks
+from chat import RunError, import_script
+from chat_eval import Item, chat_prompt, complete, sum_over_ranks
 
 SHOWN = 8  # held-out questions in the report
 MAX_TOKENS = {"addition": 24, "gsm8k": 256}  # of an answer; addition: for each digit and for the sum
@@ -499,7 +500,7 @@ def main(argv: list[str] | None = None) -> int:
     errors: tuple = (RunError,)
     try:
         args = parse(sys.argv[1:] if argv is None else argv)
-        script = import_script(args.run_dir if args.resume else args.source)
+        script = import_script(args.run_dir if args.resume else args.source, "Completion")
         errors = (RunError, script.UserError)
         result = train(script, args)
         if result:

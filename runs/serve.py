@@ -54,7 +54,7 @@ from pathlib import Path
 
 import torch
 import uvicorn
-from chat import ChatError, Local, import_script, is_chat_run
+from chat import Local, RunError, import_script, is_chat_run
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -359,13 +359,11 @@ class Server:
     """The model with what the requests need to know of it, and the HTTP handlers."""
 
     def __init__(self, run_dir: Path, args: argparse.Namespace):
-        self.script = import_script(run_dir)
-        if not hasattr(self.script, "Decoder"):
-            raise ChatError(f"the script in {run_dir} is too old for this server; use the runs/serve.py of its commit")
+        self.script = import_script(run_dir, "Decoder")
         try:
             model, self.tokenizer, self.config = self.script.load(run_dir, args.step, args.device)
         except (self.script.UserError, RuntimeError) as error:  # torch says so if a device is not there
-            raise ChatError(str(error).splitlines()[0]) from None
+            raise RunError(str(error).splitlines()[0]) from None
         self.tokenizer.encode("")  # now, since later several threads would build it at once
         specials = self.tokenizer.specials
         self.chat = is_chat_run(run_dir) and set(Local.MARKS) <= set(specials)
@@ -797,17 +795,17 @@ def bind(host: str, port: int) -> socket.socket:
     try:
         listening.bind((host, port))
     except OSError as error:
-        raise ChatError(f"cannot listen on {host} port {port} ({error.strerror}); choose another --host or --port"
+        raise RunError(f"cannot listen on {host} port {port} ({error.strerror}); choose another --host or --port"
                         ) from None  # fmt: skip
     return listening
 
 
 def http_server(server: Server) -> HTTPServer:
-    """Starts the engine and waits until it is warm. Raises: ChatError if the model does not run"""
+    """Starts the engine and waits until it is warm. Raises: RunError if the model does not run"""
     server.engine.start()
     server.engine.ready.wait()
     if problem := server.engine.problem:
-        raise ChatError(f"the model does not run: {str(problem).splitlines()[0] if str(problem) else repr(problem)}")
+        raise RunError(f"the model does not run: {str(problem).splitlines()[0] if str(problem) else repr(problem)}")
     config = uvicorn.Config(server.app, loop="asyncio", http="h11", ws="none", log_level="warning",
                             access_log=False, server_header=False, timeout_graceful_shutdown=10)  # fmt: skip
     return HTTPServer(config, server.engine)
@@ -833,11 +831,11 @@ def main() -> int:
     args = parse()
     try:
         if args.rows < 0 or args.max_waiting < 0 or not 0 <= args.port < 65536:
-            raise ChatError("--rows and --max-waiting must be at least 0, --port 0 to 65,535")
+            raise RunError("--rows and --max-waiting must be at least 0, --port 0 to 65,535")
         listening = bind(args.host, args.port)  # first, since a model takes a while to load
         server = Server(args.run_dir, args)
         http = http_server(server)
-    except ChatError as error:
+    except RunError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -220,12 +220,19 @@ def test_compare_records_and_runs(repo, folders, tmp_path):
     assert "no run directory" in refused(compare, "runs/tiny.args")
 
 
+def test_quoted_points():
+    """In the picture a quoted run lies at the tokens that its track fixes, which the quote does not state."""
+    (point,) = compare.quoted_points()
+    assert point == ("nanochat d12", 519 * 65536, 94.0, 1.2848)
+
+
 def test_write_leaderboard(repo, folders, monkeypatch):
     """The record that came first, and the one that is worse; a record that does not verify stops it."""
     monkeypatch.setattr(compare, "README", repo / "records" / "README.md")
     monkeypatch.setattr(compare, "QUOTED", repo / "records" / "quoted.json")
     before = (repo / "records" / "README.md").read_text()
     run(compare, "--write")
+    assert (repo / "records" / "curves.png").read_bytes().startswith(b"\x89PNG")
     text = (repo / "records" / "README.md").read_text()
     head = before[: before.index(compare.BEGIN)]
     assert text.startswith(head) and text.count("### small, `tiny.args`: other, 1 x cpu") == 1
