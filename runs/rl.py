@@ -382,7 +382,8 @@ def train(script, args: argparse.Namespace) -> dict:
     log = script.Log(run_dir, ranks, "", {})
     state = script.build_state(config, ranks, log.say)
     log.say(f"run: {run_dir}, {args.steps:,} steps of {args.prompts} questions x {args.samples} answers, "
-            f"{len(task.test):,} held-out questions, from {config.source}")  # fmt: skip
+            f"{len(task.test):,} held-out questions{', all there are' if len(task.test) < args.eval_items else ''}, "
+            f"from {config.source}")  # fmt: skip
     totals = {"train_seconds": 0.0, "draw_seconds": 0.0, "drawn_tokens": 0}
     if args.resume:
         folder = script.checkpoints(run_dir)[-1]
