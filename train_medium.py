@@ -1599,10 +1599,10 @@ def choose_attention(model: nn.Module, say: Callable = print) -> Callable:
 # Times are for one H200 at T = 65,536 (dev/bench_kernels.py), against what torch.compile made of the plain code.
 
 
-def use_triton(x: Tensor, least: tuple = (8, 0), below: tuple = (99, 0)) -> bool:
+def use_triton(x: Tensor, capability: tuple = (8, 0)) -> bool:
     """Kernels run on CUDA tensors of 16 or 8 bits from Ampere on; everything else takes the plain path."""
     fits = triton is not None and x.is_cuda and x.itemsize <= 2
-    return fits and least <= torch.cuda.get_device_capability(x.device) < below
+    return fits and torch.cuda.get_device_capability(x.device) >= capability
 
 
 # Operators have global names: a second copy of this file in a process (that of a run directory) takes the next one.
@@ -1940,7 +1940,7 @@ RELU2_TILES = dict(BM=128, BN=256, BK=64, GROUP=8, num_warps=8, num_stages=3)  #
 
 def fused_relu2(x: Tensor, w: Tensor) -> bool:
     """Hopper and B200 can: 208 KiB of shared memory, of which an RTX 50 (12.0) has 99, and rows of whole 16 bytes."""
-    return use_triton(x, (9, 0), (12, 0)) and x.size(1) % 8 == 0 and w.size(0) % 8 == 0
+    return use_triton(x, (9, 0)) and not use_triton(x, (12, 0)) and x.size(1) % 8 == 0 and w.size(0) % 8 == 0
 
 
 def launch_relu2(a: Tensor, b: Tensor, aux: Tensor | None) -> Tensor:

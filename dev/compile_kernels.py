@@ -99,7 +99,7 @@ def main() -> None:
     device, misfits, seen = NoDevice(), 0, set()
     driver.set_active(device)
     script = importlib.import_module(Path(args.script).stem)
-    script.use_triton = lambda x, least=(8, 0), below=(99, 0): least <= divmod(device.arch, 10) < below
+    script.use_triton = lambda x, capability=(8, 0): divmod(device.arch, 10) >= capability
     run = JITFunction.run
 
     def compile_only(self, *arguments, warmup, **options):
