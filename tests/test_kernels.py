@@ -184,14 +184,15 @@ def test_polar_express(shape, device):
 @devices
 def test_mlp_relu2(device, monkeypatch):
     cuda = device == "cuda"
-    if cuda and torch.cuda.get_device_capability() < (9, 0):
-        pytest.skip("needs compute capability 9.0")
+    if cuda and not (9, 0) <= torch.cuda.get_device_capability() < (12, 0):
+        pytest.skip("needs the shared memory of a Hopper or a B200")
     dtype, (T, D, Fw) = (torch.bfloat16, (5000, 768, 3072)) if cuda else (torch.float32, (70, 40, 72))
     if not cuda:
         monkeypatch.setattr(K, "RELU2_TILES", dict(GROUP=2, BM=32, BN=32, BK=32))
     x, up, down = (torch.randn(n, D, device=device).mul(s).to(dtype).requires_grad_()
                    for n, s in ((T, 1), (Fw, D ** -0.5), (Fw, Fw ** -0.5)))
     g = torch.randn(T, D, device=device).to(dtype)
+    assert K.fused_relu2(x, up), "this must not be the plain path"
     y = K.mlp_relu2(x, up, down)
     got = (y, *torch.autograd.grad(y, (x, up, down), g))
     x, up, down = (t.detach().double().requires_grad_() for t in (x, up, down))
