@@ -197,6 +197,8 @@ class Config:
         for field, length in (("momentum", 4), ("softcap", 3)):
             if len(getattr(self, field)) != length:
                 raise UserError(f"{field}={getattr(self, field)} must have {length} values")
+        if not 0 < self.softcap[0] <= 100:  # the loss takes exp(logit - bound) in fp32
+            raise UserError(f"softcap={self.softcap}: the bound, its first value, must be above 0 and at most 100")
         names = [field.name for field in dataclasses.fields(Stage)]
         for row in self.stages:
             if not isinstance(row, tuple) or len(row) != len(names) or not all(isinstance(v, int | float) for v in row):

@@ -520,6 +520,7 @@ def test_too_little_data(fails, dataset, dataset_dir, tmp_path):
     ("more", "words"),
     [
         (["--micro-batch-tokens", "200"], ["--micro-batch-tokens 200 is not a multiple of pack_tokens=128"]),
+        (["--set", "softcap=(300.0,0.0,7.5)"], ["softcap=(300.0, 0.0, 7.5)", "at most 100"]),
         (["--attention", "flash9"], ["--attention flash9 is none of auto"]),
         (["--attention", "varlen"], ["--attention varlen cannot run here"]),
         (["--dtype", "int3"], ["--dtype int3 is none of auto"]),
