@@ -26,7 +26,8 @@ import record as rec
 MAX_BYTES = 1_000_000
 # Flags that say where a run lies or which of several it is, with whether a value follows; they are no part of a record.
 PLACE_FLAGS = {"--data": 1, "--run-dir": 1, "--seed": 1, "--wandb": 1, "--resume": 0}
-PLACE_FIELDS = ("data", "seed", "wandb")  # the same in the Config
+PLACE_FIELDS = ("data", "seed", "wandb", "core_items")  # the same in the Config
+NO_CORE = "core_items=-1"  # the one --set that is free: CORE is scored after training, and not each seed needs it
 LOG_FLAGS = {"--eval-every", "--save-every", "--log-every"}  # may replace those of an args file
 
 
@@ -38,7 +39,8 @@ def read_run(run_dir: Path, script: str) -> dict:
             rec.fail(f"{run_dir} has no {name}; {what.get(name, 'name the directory of a run')}")
     try:
         run = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
-        run |= {"dir": run_dir, "script": script, "fingerprint": run["dataset_fingerprint"], "set": run["overridden"]}
+        run |= {"dir": run_dir, "script": script, "fingerprint": run["dataset_fingerprint"],
+                "set": [text for text in run["overridden"] if text != NO_CORE]}  # fmt: skip
         log, hashed = rec.read_log(run_dir / "log.jsonl"), run["machine"]["script_sha256"]
         problems = rec.check_log(log, run["config"])
     except (ValueError, KeyError, TypeError, rec.Unreadable) as error:
@@ -96,11 +98,13 @@ def check_alike(runs: list[dict]) -> None:
 
 
 def strip(flags: list[str]) -> list[str]:
-    """Flags of the recipe: those given, without the command, seeds and places."""
+    """Flags of the recipe: those given, without the command, seeds, places and NO_CORE."""
     out, skip = [], False
-    for word in flags:
+    for word, following in zip(flags, [*flags, ""][1:], strict=True):
         name = word.split("=")[0]
-        if skip or name in PLACE_FLAGS:
+        if not skip and word in ("--set", f"--set={NO_CORE}") and NO_CORE in (following, word[6:]):
+            skip = word == "--set"
+        elif skip or name in PLACE_FLAGS:
             skip = not skip and "=" not in word and PLACE_FLAGS[name] == 1
         elif word != "pretrain":
             out.append(word)

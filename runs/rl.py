@@ -15,7 +15,8 @@ Tokens that the calculator put in were not drawn: they carry no gradient and are
 all have the same reward teach nothing; if that is so for a whole step the weights stay, because Muon's step would be as
 large without a gradient as with one. Rates are fractions of the pretraining rates and fall in a straight line to 0.
 
-Reward: 1 for the right number behind ####; in addition --partial times the share of right digits otherwise. Held-out
+Reward: 1 for the right number behind ####; in addition --partial times the share of right digits otherwise. An answer
+that does not end right behind its number is wrong: rewarded for the number alone, a model forgot to stop. Held-out
 questions are answered before, every --eval-every steps and at the end: greedily, and --eval-samples times at
 temperature 1 for pass@k. The run directory is like that of pretraining, so chat.py, chat_eval.py and export.py take it;
 report.md shows the rewards (reward.png) and answers before and after. FOLDER holds gsm8k*train* and gsm8k*test* (or
@@ -145,9 +146,15 @@ def attempts(script, tokenizer, config, task: Task, item: Item, seeds: list[int]
             for seed in seeds]  # fmt: skip
 
 
+def ends(completion, text: str) -> bool:
+    """Whether an answer ended by itself and has one word behind ####: what does not is wrong."""
+    return completion.reason == "stop" and len(text.partition("####")[2].split()) == 1
+
+
 def judge(task: Task, tokenizer, item: Item, answers: list) -> list[Rollout]:
     """The answers to one question with their rewards and advantages."""
-    rewards = [task.reward(item, tokenizer.decode(c.tokens)) for c in answers]
+    texts = [tokenizer.decode(c.tokens) for c in answers]
+    rewards = [task.reward(item, text) * ends(c, text) for c, text in zip(answers, texts, strict=True)]
     mean, rollouts = sum(rewards) / len(rewards), []
     for completion, reward in zip(answers, rewards, strict=True):
         ended = [completion.ended] if completion.reason == "stop" else []
@@ -237,10 +244,11 @@ def evaluate(script, state, task: Task, generator, args: argparse.Namespace) -> 
     right = np.zeros((len(task.test), 2), np.int64)  # greedily, and of the drawn ones
     answers = []
     for i, group in zip(mine, groups, strict=True):
-        texts = [tokenizer.decode(c.tokens) for c in group]
-        right[i] = task.test[i].right(texts[0]), sum(map(task.test[i].right, texts[1:]))
-        answers.append({"question": task.test[i].question, "expected": task.test[i].expected, "answer": texts[0],
-                        "reward": task.reward(task.test[i], texts[0])})  # fmt: skip
+        item, texts = task.test[i], [tokenizer.decode(c.tokens) for c in group]
+        good = [ends(c, text) and item.right(text) for c, text in zip(group, texts, strict=True)]
+        right[i] = good[0], sum(good[1:])
+        answers.append({"question": item.question, "expected": item.expected, "answer": texts[0],
+                        "reward": judge(task, tokenizer, item, group[:1])[0].reward})  # fmt: skip
     greedy, drawn = sum_over_ranks(right, ranks).T
     found = {f"pass@{2**e}": float(np.mean([pass_at_k(n, int(c), 2**e) for c in drawn]))
              for e in range(n.bit_length())}  # fmt: skip

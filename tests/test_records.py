@@ -373,6 +373,23 @@ def test_add_refuses(repo, tmp_path, what):
     assert not (tmp_path / "new").exists()
 
 
+def no_core(config, text="core_items=-1", joined=False):
+    config["flags"] += [f"--set={text}"] if joined else ["--set", text]
+    config["overridden"].append(text)
+    config["config"]["core_items"] = int(text.split("=")[1])
+
+
+@pytest.mark.parametrize("joined", (False, True))
+def test_add_takes_seeds_without_core(repo, tmp_path, joined):
+    """A run that was told to leave CORE out makes a record with those that were not, in either order."""
+    second = shutil.copytree(repo / "out" / "a_1", tmp_path / "run")
+    edit(second / "config.json", lambda c: no_core(c, joined=joined))
+    for i, runs in enumerate((("out/a_0", second), (second, "out/a_0"))):
+        run(add, *runs, "--track", "small", "--slug", "x", "--out", tmp_path / str(i))
+        record = rec.read_record(next((tmp_path / str(i)).iterdir()))
+        assert [run["seed"] for run in record["runs"]] == [0, 1] and "core_items" not in json.dumps(record)
+
+
 def alone(repo, tmp_path, name, *changes):
     run_dir = shutil.copytree(repo / "out" / name, tmp_path / "run")
     for change in changes:
@@ -389,10 +406,12 @@ def alone(repo, tmp_path, name, *changes):
         ("a_0", lambda c: c["flags"].append("@runs/b.args"), ["several args files"]),
         ("a_0", lambda c: c["flags"].append("--steps=9"), ["--tokens, which runs/tiny.args fixes"]),
         ("a_0", lambda c: c.update(overridden=c["overridden"][1:]), ["overrides fewer fields"]),
+        ("a_0", lambda c: no_core(c, "core_items=5"), ["overrides core_items=5, which the committed"]),
         ("a_0", lambda c: c.update(dataset_fingerprint=None), ["has no fingerprint"]),
         ("a_0", lambda c: c.pop("machine"), ["cannot be read"]),
     ],
-    ids=["override", "args as overrides", "uncommitted", "two files", "length", "fewer", "fingerprint", "machine"],
+    ids=["override", "args as overrides", "uncommitted", "two files", "length", "fewer", "core", "fingerprint",
+         "machine"],  # fmt: skip
 )
 def test_add_refuses_overrides(repo, tmp_path, name, change, words):
     message = refused(add, *alone(repo, tmp_path, name, change))

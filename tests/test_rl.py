@@ -156,12 +156,36 @@ def test_forced_tokens_and_the_end_mark(setup):
     assert [r.advantage for r in same] == [0.0, 0.0]
 
 
+def test_an_answer_ends_behind_its_number(setup, monkeypatch):
+    """A right number is worth nothing if the model goes on behind it or does not stop, in training as in the test."""
+    script, state, task, generator, args = setup("--eval-samples", 0)
+    worth = {("stop", "6+1=7\n#### 7"): 1, ("stop", "#### 7 \n"): 1, ("length", "#### 7"): 0, ("stop", "7"): 0,
+             ("stop", "#### 7\n#### 7"): 0, ("stop", "#### 7 and"): 0, ("stop", "#### 8"): 0.08,
+             ("length", "#### 8"): 0}  # fmt: skip
+    task = task._replace(reward=lambda item, text: 1.0 if item.right(text) else 0.08 * ("####" in text))
+    items = [rl.Item("", "7", chat_eval.same_number("#### 7")) for _ in worth]
+
+    def fill(answers: list) -> list:
+        for completion, (reason, text) in zip(answers, worth, strict=True):
+            completion.tokens, completion.reason, completion.ended = generator.tokenizer.encode(text), reason, 0
+            completion.forced = [False] * len(completion.tokens)
+        return answers
+
+    answers = fill([script.Completion([1]) for _ in worth])
+    assert [r.reward for r in rl.judge(task, generator.tokenizer, items[0], answers)] == list(worth.values())
+    monkeypatch.setattr(rl, "complete", lambda generator, answers, *words: fill(answers))
+    found = rl.evaluate(script, state, task._replace(test=items), generator, args)
+    assert found["greedy"] == 2 / len(worth)
+    assert [a["reward"] for a in found["answers"]] == list(worth.values())
+
+
 def test_nothing_to_learn_leaves_the_weights(setup, monkeypatch):
     """If all answers to each question are worth the same, no weight moves, momentum or not."""
     now = setup()
     rl.rl_step(*now[:2], *now[2:])  # fills the moments
     before = [p.clone() for p in now[1].model.parameters()]
     task = now[2]._replace(reward=lambda item, text: 0.5)
+    monkeypatch.setattr(rl, "ends", lambda completion, text: True)
     entry = rl.rl_step(*now[:2], task, *now[3:])
     assert entry["useful"] == 0 and entry["reward"] == 0.5 and entry["step"] == 2
     assert all(map(torch.equal, before, now[1].model.parameters()))
