@@ -159,7 +159,7 @@ class Config:
     data: str = "data/shards/climbmix"
     seed: int = 0
     eval_every: int = 250  # steps; 0: only at the end
-    save_every: int = 0  # steps; 0: only at the end
+    save_every: int = 0  # steps; 0: only at the end, -1: not even then
     log_every: int = 10
     keep_checkpoints: int = 2  # newest ones, besides the best
     micro_batch_tokens: int = 0  # 0: from free memory
@@ -3341,7 +3341,8 @@ def train(config: Config, args: argparse.Namespace) -> dict:
             profiler = finish_profile(profiler, run_dir, log, ranks)
         stop = stopper.asked(state.step)
         eval_now = done or (config.eval_every and state.step % config.eval_every == 0)
-        save_now = done or stop or (config.save_every and state.step % config.save_every == 0)
+        due = done or (config.save_every and state.step % config.save_every == 0)
+        save_now = stop or (due and config.save_every >= 0)
         if state.step % config.log_every == 0 or eval_now or save_now or state.step == 1:
             loss, losses = torch.stack(losses).mean(), []
             if ranks.world > 1:
@@ -3496,7 +3497,7 @@ def build_parser() -> Parser:
     add("--tokens", type=int, help="length of the run in tokens")
     add("--seed", type=int)
     add("--eval-every", type=int, metavar="N", help="steps between validations, 0: only at the end")
-    add("--save-every", type=int, metavar="N", help="steps between checkpoints, 0: only at the end")
+    add("--save-every", type=int, metavar="N", help="steps between checkpoints, 0: only at the end, -1: none")
     add("--log-every", type=int, metavar="N")
     add("--micro-batch-tokens", type=int, metavar="N", help="default: from free memory")
     add("--attention", help=f"auto, {', '.join(ATTENTION)}")

@@ -44,14 +44,12 @@ def run(out: Path, name: str, flags: list[str], gpu: str) -> dict:
     change = ["--set", TECHNIQUES[name]] if name in TECHNIQUES else []
     if not (run_dir / "result.json").is_file():
         command = [sys.executable, str(ROOT / "train_small.py"), *flags, *change, "--run-dir", str(run_dir),
-                   "--set", "core_items=-1"]  # fmt: skip
+                   "--set", "core_items=-1", "--save-every", "-1"]  # fmt: skip
         env = os.environ | ({"CUDA_VISIBLE_DEVICES": gpu} if gpu else {})
         done = subprocess.run(command, env=env, capture_output=True, text=True, cwd=ROOT)
         if done.returncode:
             lines = (done.stderr.strip() or "no message").splitlines()
             return {"name": name, "error": lines[-1]}
-        for file in run_dir.glob("checkpoints/*/*.safetensors"):
-            file.unlink()  # two GB a run
     entries = [json.loads(line) for line in (run_dir / "log.jsonl").read_text(encoding="utf-8").splitlines()]
     steps = [e["step_ms"] for e in entries if "step_ms" in e]
     result = json.loads((run_dir / "result.json").read_text(encoding="utf-8"))

@@ -145,6 +145,19 @@ def test_run_directory_is_complete(finished, dataset_dir):
     assert not [p for p in run_dir.rglob("*") if ".tmp" in p.name]
 
 
+def test_a_run_without_checkpoints(dataset_dir, tmp_path, capsys):
+    """--save-every -1 leaves out nothing but the checkpoints; a stop still writes one."""
+    run_dir, stopped = tmp_path / "run", tmp_path / "stopped"
+    assert ts.main(flags(dataset_dir, run_dir, "--save-every", "-1", "--steps", "6")) == 0
+    assert not list(run_dir.glob("checkpoints/*")) and "val bpb" in capsys.readouterr().out
+    assert (run_dir / "report.md").is_file() and (run_dir / "result.json").is_file()
+    assert ts.main(["sample", "--from", str(run_dir)]) == 1 and "no checkpoint" in capsys.readouterr().err
+    with pytest.MonkeyPatch.context() as patch:
+        at_step(patch, 3, lambda state: os.kill(os.getpid(), signal.SIGTERM))
+        assert ts.main(flags(dataset_dir, stopped, "--save-every", "-1")) == 1
+    assert [p.name for p in stopped.glob("checkpoints/*")] == ["step_000003"]
+
+
 def test_log_and_last_line(finished):
     """Every step once, validation at its steps; the last line of stdout is the result."""
     run_dir, out = finished
