@@ -123,7 +123,7 @@ class Config:
     fp8_head: bool = True  # training only, from compute capability 8.9 on
     ahead: tuple = (1.0,)  # loss weights of the next tokens; more than one: multi-token prediction (record 53)
     ahead_until: float = 0.5  # share of the run over which all weights but the first fall to 0
-    prefix_weight: float = 0.25  # of a second target in the loss, see prefix_table(); 0: off
+    prefix_weight: float = 0.25  # of a second target in the loss, see Tokenizer.prefixes(); 0: off
     # -- data
     pack_tokens: int = 8192  # unit of the loader; a step is a fixed number of packs
     pack_docs: int = 64  # most documents in a pack; a pack that would hold more is padded
@@ -223,13 +223,18 @@ class Config:
         last = self.num_layers - 1
         used = (*self.long_layers, *self.value_embed_layers, *self.key_offset_layers, *self.no_attention_layers,
                 self.backout_layer)  # fmt: skip
-        if self.shared_input_from in self.no_attention_layers:
-            raise UserError(f"shared_input_from={self.shared_input_from} is a layer without attention; name another")
+        if self.shared_input_from < 0 or self.shared_input_from in self.no_attention_layers:
+            raise UserError(f"shared_input_from={self.shared_input_from} is no layer with attention; name another")
         if max(used) > last:
             raise UserError(f"layer {max(used)} is named in the config but the last of num_layers is {last}")
-        for field in ("tokens", "pack_tokens", "pack_docs", "log_every", "max_epochs"):
-            if getattr(self, field) < (0 if field == "tokens" and self.source else 1):
-                raise UserError(f"{field}={getattr(self, field)} must be at least 1")
+        least = {"tokens": int(not self.source), "pack_tokens": 1, "pack_docs": 1, "log_every": 1, "max_epochs": 1,
+                 "sample_tokens": 1, "val_tokens": 1, "keep_checkpoints": 1, "eval_every": 0, "save_every": -1,
+                 "seed": 0, "top_k": 0}  # fmt: skip
+        for field, bound in least.items():
+            if getattr(self, field) < bound:
+                raise UserError(f"{field}={getattr(self, field)} must be at least {bound}")
+        if self.top_p <= 0 or self.ahead_until <= 0:
+            raise UserError(f"top_p={self.top_p} and ahead_until={self.ahead_until} must be above 0")
 
 
 @dataclass(frozen=True)
@@ -1189,7 +1194,8 @@ class PackLoader:
                 if self.position["epoch"] >= self.config.max_epochs:
                     raise UserError(
                         f"{self.dataset.root} ran out of text after {self.config.max_epochs} epoch(s); "
-                        f"train on fewer tokens (--tokens) or allow repeats with --set max_epochs=2"
+                        f"train on fewer tokens (--tokens) or allow repeats with --set "
+                        f"max_epochs={self.config.max_epochs + 1}"
                     )
             self.position["offset"] = offset = 0
             self.open_shard()
@@ -2298,7 +2304,7 @@ def score_task(score: Callable, task: CoreTask, size: int, windows: tuple, bos_i
     finish()
     if ranks.world > 1:
         dist.all_reduce(sums)
-    nats, targets, hits = sums[:, :-1].double().cpu().numpy()
+    nats, targets, hits = sums[:, :-1].cpu().double().numpy()
     if not np.isfinite(nats).all():
         raise UserError(f"the model's loss on {task.name} is not finite; score another checkpoint")
     if task.kind == "language_modeling":
@@ -2773,9 +2779,9 @@ PEAK_TFLOPS = {
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     """Peak FLOP/s of the device: from the table, else what a matrix product reaches here."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    for key in sorted(PEAK_TFLOPS, key=len, reverse=True):
-        if key in name:
-            return PEAK_TFLOPS[key] * 1e12
+    for key, tflops in PEAK_TFLOPS.items():
+        if re.search(rf"\b{key}\b", name):  # an A4000 is no A40
+            return tflops * 1e12
     size, ranks = (4096 if device.type == "cuda" else 1024), Ranks(0, 0, 1, device)
     a = torch.randn(size, size, device=device, dtype=dtype)
     best = math.inf
@@ -2962,7 +2968,10 @@ def load_checkpoint(state: TrainState, folder: Path) -> dict:
     for name, buffer in state.model.named_buffers():
         if name in weights:
             buffer.copy_(weights[name])
-    state.step, state.loss_scale, state.good_steps = record["step"], record["loss_scale"], record["good_steps"]
+    state.model.set_stage(record["attention"])  # for a finished run, which enters no stage any more
+    state.step, state.good_steps = record["step"], record["good_steps"]
+    if 1.0 not in (state.loss_scale, record["loss_scale"]):  # 1: this run or the saved one is not in fp16
+        state.loss_scale = record["loss_scale"]
     torch.set_rng_state(moments["rng.cpu"])
     if state.ranks.device.type == "cuda" and "rng.cuda" in moments:
         torch.cuda.set_rng_state(moments["rng.cuda"], state.ranks.device)
@@ -2981,8 +2990,11 @@ def start_from_source(state: TrainState) -> None:
         state.optimizer.count = 0
 
 
-def load(run_dir: str | Path, step: int | None = None, device: str | None = None):
-    """A trained model for use: (model, tokenizer, config), from the newest checkpoint or that of a step."""
+def load(run_dir: str | Path, step: int | None = None, device: str | None = None, **changes):
+    """A trained model for use: (model, tokenizer, config), from the newest checkpoint or that of a step.
+
+    Changes are of the Config, such as dtype and attention, which another machine may not have.
+    """
     from safetensors.torch import load_file
 
     run_dir = Path(run_dir)
@@ -2992,13 +3004,11 @@ def load(run_dir: str | Path, step: int | None = None, device: str | None = None
     if not done:
         where = f"of step {step} " if step is not None else ""
         raise UserError(f"no checkpoint {where}in {run_dir}/checkpoints; name a run directory with a finished save")
-    config = read_config(run_dir)
-    ranks = start_ranks()
+    config, ranks = dataclasses.replace(read_config(run_dir), **changes), start_ranks()
     device = torch.device(device) if device else ranks.device
     dtype = choose_dtype(config, device)
     model = GPT(config, device, dtype)
-    weights = load_file(done[-1] / "model.safetensors")
-    model.load_state_dict({k: v.to(model.state_dict()[k].dtype) for k, v in weights.items()})
+    model.load_state_dict(load_file(done[-1] / "model.safetensors"))
     model.set_stage(json.loads((done[-1] / "state.json").read_text())["attention"])
     model.attention = choose_attention(model, lambda text: None)
     return model.eval(), Tokenizer(run_dir / "tokenizer.json"), config
@@ -3010,6 +3020,8 @@ def read_config(run_dir: Path) -> Config:
         values = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))["config"]
     except (OSError, ValueError, KeyError) as error:
         raise UserError(f"{run_dir} is not a run directory: its config.json cannot be read ({error})") from None
+    if not (run_dir / Path(__file__).name).is_file():
+        raise UserError(f"{run_dir} is no run of {Path(__file__).name}; call the script that lies in it")
     known = {field.name for field in dataclasses.fields(Config)}
     return Config(**{k: as_tuple(v) for k, v in values.items() if k in known})
 
@@ -3100,7 +3112,8 @@ def train_step(state: TrainState, batch: Batch) -> Tensor:
                 loss += nats.sum() / targets
             break
         except torch.OutOfMemoryError:
-            step_down(state)  # a micro-batch half as large; the global batch stays
+            total = nats = None  # these, and the exception until it ends here, hold the activations
+        step_down(state)
     stepped = state.optimizer.step(lr_multiplier(config, step), muon_momentum(config, step), state.loss_scale)
     if state.loss_scale != 1.0:  # halve on overflow, double after 1,000 good steps
         state.good_steps = state.good_steps + 1 if stepped else 0
@@ -3113,7 +3126,10 @@ def train_step(state: TrainState, batch: Batch) -> Tensor:
 
 
 def step_down(state: TrainState) -> None:
-    """Halves the micro-batch after the device ran out of memory; raises UserError when that cannot go on."""
+    """A smaller micro-batch after the device ran out of memory, in a step as large as before.
+
+    Called outside the except block, whose exception holds the activations. Raises UserError when it cannot go on.
+    """
     state.model.zero_grad(set_to_none=True)
     torch.cuda.empty_cache()
     tokens = state.packs * state.config.pack_tokens
@@ -3197,11 +3213,12 @@ def warm_up(state: TrainState, say: Callable) -> None:
                     train_step(state, batch)
                     break
                 try:
-                    zeros = torch.ones(config.padded_vocab, dtype=torch.long, device=state.ranks.device)
-                    bits_per_byte(state.forward, batch, state.packs, zeros, state.ranks)
+                    ones = torch.ones(config.padded_vocab, dtype=torch.long, device=state.ranks.device)
+                    bits_per_byte(state.forward, batch, state.packs, ones, state.ranks)
                     break
                 except torch.OutOfMemoryError:
-                    step_down(state)
+                    pass
+                step_down(state)
     if state.ranks.world > 1:  # memory may have run out on some ranks only
         packs = torch.tensor(state.packs, device=state.ranks.device)
         dist.all_reduce(packs, op=dist.ReduceOp.MIN)
@@ -3260,11 +3277,12 @@ def train(config: Config, args: argparse.Namespace) -> dict:
         train_info = {"tokens": len(counted), "text_bytes": int(dataset.tokenizer.token_bytes[counted].sum())}
         note = (f"counted tokens in {len(conversations.borders) - 1:,} conversations, "
                 f"{1 - conversations.inputs * config.max_epochs / available:.1%} padding")  # fmt: skip
-    if config.tokens > available:
-        raise UserError(
-            f"{config.data} holds {available:,} training tokens, the run asks for {config.tokens:,}; "
-            f"ask for fewer with --tokens {available}, or allow repeats with --set max_epochs=N"
-        )
+    needed = sum(config.stage_table[stage_index(config, s)].packs for s in range(config.num_steps)) * config.pack_tokens
+    if needed > available:
+        fewer = int((available // config.step_tokens - len(config.stages) + 1) * config.step_tokens)  # in whole steps
+        advice = f"ask for fewer with --tokens {fewer}, or" if fewer > 0 else "add text, make the batch smaller, or"
+        raise UserError(f"{config.data} holds {available:,} training tokens, the run asks for {needed:,}; {advice} "
+                        f"allow repeats with --set max_epochs=N")  # fmt: skip
     run_dir = prepare_run_dir(dataset, args, ranks)
     bytes_per_token = train_info["text_bytes"] / train_info["tokens"]
     machine = describe_machine(ranks)
@@ -3393,10 +3411,10 @@ def train(config: Config, args: argparse.Namespace) -> dict:
     if core_files(dataset) and config.core_items >= 0 and not config.source:
         result |= evaluate_core(state.model, dataset, config, ranks, run_dir, log.say, state.packs * config.pack_tokens)
     if ranks.is_main:
+        write_atomically(run_dir / "result.json", json.dumps(result, indent=1))
         samples = make_samples(state.model, dataset.tokenizer, config)
         for text in samples:
             log.say(f"--- sample\n{text}")
-        write_atomically(run_dir / "result.json", json.dumps(result, indent=1))
         write_report(run_dir, result, config, machine, samples)
         log.say(f"--- report: {run_dir}/report.md")
     log.close()
@@ -3452,7 +3470,8 @@ def prepare_run_dir(dataset: Dataset, args: argparse.Namespace, ranks: Ranks) ->
         return run_dir
     if ranks.is_main:
         if (run_dir / "log.jsonl").exists():
-            raise UserError(f"{run_dir} already holds a run; continue it with --resume or name another --run-dir")
+            way = "continue it with --resume" if checkpoints(run_dir) else "nothing was saved in it, so remove it"
+            raise UserError(f"{run_dir} already holds a run; {way}, or name another --run-dir")
         try:
             run_dir.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -3536,8 +3555,8 @@ def sft_config(run_dir: Path, changes: dict) -> Config:
     Windows, scale and frequencies are those that the checkpoint was trained with last; YaRN has nothing to replay.
     """
     base, done = read_config(run_dir), checkpoints(run_dir)
-    if not done or not (run_dir / Path(__file__).name).is_file():
-        raise UserError(f"{run_dir} holds no checkpoint of {Path(__file__).name}; name a run that it has pretrained")
+    if not done:
+        raise UserError(f"{run_dir} holds no checkpoint; name a run that {Path(__file__).name} has pretrained")
     attention = json.loads((done[-1] / "state.json").read_text())["attention"]
     packs, lr = (changes.get(name, getattr(base, name)) for name in ("sft_packs", "sft_lr"))
     stage = (1.0, packs, attention["window_short"], attention["window_long"], base.max_seq_len, lr)
@@ -3585,11 +3604,16 @@ def make_config(args: argparse.Namespace) -> Config:
     return config
 
 
+def chosen(args: argparse.Namespace) -> dict:
+    """What a command line may change about a trained model."""
+    return {field: value for field in ("attention", "dtype") if (value := getattr(args, field)) is not None}
+
+
 def sample_command(config: Config, args: argparse.Namespace) -> dict:
     """Continues prompts with the model of a run directory, streaming to the screen."""
     if not args.source:
         raise UserError("sample needs --from, a run directory with a checkpoint")
-    model, tokenizer, trained = load(args.source)
+    model, tokenizer, trained = load(args.source, **chosen(args))
     options = {"temperature": config.temperature, "top_k": config.top_k, "top_p": config.top_p, "seed": config.seed}
     start, count = time.perf_counter(), 0
     generator = Generator(model, tokenizer)
@@ -3612,7 +3636,7 @@ def core_command(config: Config, args: argparse.Namespace) -> dict:
     if not core_files(dataset):
         raise UserError(f"{dataset.root} has no CORE tasks; add them with python data/core.py --download --data "
                         f"{dataset.root}, or name another dataset with --data")  # fmt: skip
-    model, tokenizer, _ = load(run_dir)
+    model, tokenizer, _ = load(run_dir, **chosen(args))
     if tokenizer.path.read_bytes() != dataset.tokenizer.path.read_bytes():
         raise UserError(f"{dataset.root} has another tokenizer than {run_dir}; pass the --data that the run began with")
     size = config.micro_batch_tokens or 8192

@@ -75,6 +75,9 @@ def test_sizes_and_rates_follow_the_flags(tmp_path):
     assert wider.stage_table[0].packs == 16 and wider.adam_lr == float(f"{0.0064 * tm.rate_rule(34e6, 2**17):.3g}")
     assert config_of("--steps", "7").num_steps == 7
     (tmp_path / "config.json").write_text(json.dumps({"config": dataclasses.asdict(wider)}))
+    with pytest.raises(tm.UserError, match="is no run of train_medium.py"):  # of the small model, say
+        tm.read_config(tmp_path)
+    (tmp_path / "train_medium.py").touch()
     assert tm.read_config(tmp_path) == wider
     tuned = dataclasses.replace(wider, source="somewhere", tokens=0, muon_lr=0.0)  # finetuning derives nothing
     assert (tuned.tokens, tuned.muon_lr, tuned.adam_lr, tuned.stages) == (0, 0.0, wider.adam_lr, wider.stages)

@@ -18,6 +18,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import weakref
 
 import matplotlib.image
 import pytest
@@ -158,6 +159,22 @@ def test_a_run_without_checkpoints(dataset_dir, tmp_path, capsys):
     assert [p.name for p in stopped.glob("checkpoints/*")] == ["step_000003"]
 
 
+@pytest.mark.parametrize(("name", "tflops"), (("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H100 PCIe", 756),
+                                              ("NVIDIA A100-SXM4-40GB", 312), ("NVIDIA GH200 480GB", 989),
+                                              ("Tesla T4", 65),
+                                              ("NVIDIA RTX A4000", None), ("NVIDIA RTX A1000", None),
+                                              ("NVIDIA L40", None), ("NVIDIA A10G", None)))  # fmt: skip
+def test_peak_flops_are_those_of_the_card(monkeypatch, name, tflops):
+    """From the table by whole words of the name; an unknown card is measured."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    monkeypatch.setattr(ts, "Ranks", lambda *words: 1 / 0)  # what the measurement begins with
+    if tflops:
+        assert ts.peak_flops(torch.device("cuda"), torch.bfloat16) == tflops * 1e12
+    else:
+        with pytest.raises(ZeroDivisionError):
+            ts.peak_flops(torch.device("cuda"), torch.bfloat16)
+
+
 def test_log_and_last_line(finished):
     """Every step once, validation at its steps; the last line of stdout is the result."""
     run_dir, out = finished
@@ -204,7 +221,7 @@ def test_load_gives_the_trained_model(finished, dataset):
         ts.load(run_dir, step=3)
 
 
-def test_sample_command(finished, capsys, monkeypatch, fails):
+def test_sample_command(finished, capsys, tmp_path, fails):
     """`sample` continues each prompt and ends with one JSON line; a prompt beyond the context is an error."""
     run_dir, _ = finished
     argv = ["sample", "--from", str(run_dir), "--prompt", "the rest", "--prompt", "é", "--set", "sample_tokens=9"]
@@ -215,6 +232,15 @@ def test_sample_command(finished, capsys, monkeypatch, fails):
     assert result["run_dir"] == str(run_dir) and 0 < result["new_tokens"] <= 20
     fails(["sample", "--from", run_dir, "--prompt", "q" * 200], "context of 64")
     fails(["sample"], "--from")
+    fails(["sample", "--from", run_dir, "--dtype", "int3"], "--dtype int3")
+    fails(["sample", "--from", run_dir, "--attention", "varlen"], "varlen cannot run here")
+    other = shutil.copytree(run_dir, tmp_path / "from_another_machine")
+    edited = json.loads((other / "config.json").read_text())
+    edited["config"] |= {"attention": "varlen", "dtype": "bfloat16"}
+    (other / "config.json").write_text(json.dumps(edited))
+    fails(["sample", "--from", other], "varlen cannot run here")
+    assert ts.main([*argv[:2], str(other), *argv[3:], "--attention", "auto", "--dtype", "float32"]) == 0
+    assert capsys.readouterr().out.splitlines()[:-1] == out.splitlines()[:-1]
     fails(["sample", "--from", run_dir.parent / "nothing"], "no checkpoint", "nothing")
 
 
@@ -349,6 +375,74 @@ def test_resume_of_a_finished_run(finished, tmp_path, capsys):
     again, first = (json.loads(text.splitlines()[-1]) for text in (capsys.readouterr().out, finished[1]))
     assert [again[k] for k in ("val_bpb", "steps", "tokens")] == [first[k] for k in ("val_bpb", "steps", "tokens")]
     assert_same_run(run_dir, finished[0])
+
+
+def test_a_finished_run_is_evaluated_as_it_was_trained(finished, dataset, tmp_path, capsys):
+    """If it ended before it could say so: with windows and rotary frequencies of its last stage, not of the first."""
+    run_dir = shutil.copytree(finished[0], tmp_path / "again")
+    path = ts.checkpoints(run_dir)[-1] / "state.json"
+    record = json.loads(path.read_text())
+    path.write_text(json.dumps(record | {"val_bpb": None}))
+    state = ts.build_state(dataclasses.replace(ts.read_config(run_dir), dtype="float32"), ALONE, lambda text: None)
+    ts.load_checkpoint(state, path.parent)
+    assert state.model.windows == (8, 24) != ts.stage_attention(state.config, 0)["window_long"]
+    assert ts.main(["--resume", "--run-dir", str(run_dir)]) == 0
+    again = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert again["val_bpb"] == pytest.approx(record["val_bpb"], rel=1e-12)
+
+
+def test_loss_scale_follows_the_precision(finished, halfway, tmp_path, capsys):
+    """A run goes on in another precision with that one's loss scale, and in fp16 with the one it had."""
+    folder = ts.checkpoints(halfway)[-1]
+    for dtype, stated, expected in (("float16", 1.0, 2.0**16), ("float16", 2.0**9, 2.0**9), ("float32", 2.0**9, 1.0)):
+        changed = shutil.copytree(folder, tmp_path / f"{dtype}_{stated}")
+        record = json.loads((changed / "state.json").read_text())
+        (changed / "state.json").write_text(json.dumps(record | {"loss_scale": stated}))
+        state = ts.build_state(dataclasses.replace(ts.read_config(halfway), dtype=dtype), ALONE, lambda text: None)
+        ts.load_checkpoint(state, changed)
+        assert (state.step, state.loss_scale) == (10, expected), dtype
+
+
+@pytest.mark.parametrize("where", ("forward", "backward"))
+def test_out_of_memory_takes_smaller_micro_batches(dataset, monkeypatch, capsys, where):
+    """The step ends with the weights of a device with enough memory; what failed is freed before the next try."""
+    config = tiny_config(stages=((1.0, 4, 8, 16, 64, 1.0),))
+    weights, held, alive = [], [], []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: alive.append(any(ref() is not None for ref in held)))
+    for fits in (4, 1):
+        state = ts.build_state(config, ALONE, lambda text: None)
+        state.packs, forward = 4, state.forward
+
+        class Failing(torch.autograd.Function):  # keeps an activation, as the graph of a real one does
+            @staticmethod
+            def forward(ctx, total):
+                ctx.activation = torch.zeros(9)
+                held.append(weakref.ref(ctx.activation))
+                return total.clone()
+
+            @staticmethod
+            def backward(ctx, grad):
+                raise torch.OutOfMemoryError
+
+        def limited(tokens, *rest, forward=forward, fits=fits, failing=Failing):
+            total, nats = forward(tokens, *rest)
+            if len(tokens) <= fits * config.pack_tokens:
+                return total, nats
+            total = failing.apply(total)
+            if where == "forward":
+                raise torch.OutOfMemoryError
+            return total, nats
+
+        state.forward = limited
+        loader = ts.PackLoader(dataset, config, ALONE)
+        loss = ts.train_step(state, loader.next())
+        loader.close()
+        weights.append((loss, *(p.detach().clone() for p in state.model.parameters())))
+        assert state.packs == fits
+    assert len(held) == 2 and alive == [False, False]  # 4 packs, 2, 1
+    assert "going on with 128" in capsys.readouterr().out
+    for a, b in zip(*weights, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
 
 
 def test_newest_and_best_checkpoints_are_kept(dataset, tmp_path):
@@ -523,10 +617,19 @@ def test_missing_dataset_names_both_commands(fails, tmp_path):
 
 
 def test_too_little_data(fails, dataset, dataset_dir, tmp_path):
-    """What there is, what was asked for, and both ways out."""
+    """What there is, what was asked for, and both ways out; the advice holds to the last step."""
     there = dataset.info["splits"]["train"]["tokens"]
-    fails(flags(dataset_dir, tmp_path / "run", steps=500), f"{there:,} training tokens", "192,000",
-          f"--tokens {there}", "max_epochs")  # fmt: skip
+    words = f"{there:,} training tokens", "192,000", "max_epochs"
+    error = fails(flags(dataset_dir, tmp_path / "run", steps=500), *words)
+    config = tiny_config(tokens=int(re.search(r"--tokens (\d+)", error)[1]))
+    assert there - 3 * 384 < config.tokens <= there
+    with contextlib.closing(ts.PackLoader(dataset, config, ALONE)) as loader:
+        for _ in range(config.num_steps):
+            loader.next()
+    rounded_up = next(n for n in range(2, 99) if there % (128 * n) > 64 * n)  # packs with which the steps are
+    for packs, tokens, words in ((rounded_up, there, "training tokens"), (999, 9, "make the batch smaller")):
+        argv = [w for w in flags(dataset_dir, tmp_path / "run") if w not in ("--steps", "20")]
+        fails([*argv, "--set", f"stages=((1.0,{packs},8,16,48,1.0),)", "--tokens", tokens], words)
 
 
 @pytest.mark.parametrize(
@@ -537,6 +640,14 @@ def test_too_little_data(fails, dataset, dataset_dir, tmp_path):
         (["--attention", "flash9"], ["--attention flash9 is none of auto"]),
         (["--attention", "varlen"], ["--attention varlen cannot run here"]),
         (["--dtype", "int3"], ["--dtype int3 is none of auto"]),
+        (["--set", "sample_tokens=0"], ["sample_tokens=0 must be at least 1"]),
+        (["--set", "keep_checkpoints=0"], ["keep_checkpoints=0 must be at least 1"]),
+        (["--eval-every", "-1"], ["eval_every=-1 must be at least 0"]),
+        (["--seed", "-1"], ["seed=-1 must be at least 0"]),
+        (["--set", "top_k=-1"], ["top_k=-1 must be at least 0"]),
+        (["--set", "top_p=0.0"], ["top_p=0.0", "above 0"]),
+        (["--set", "ahead_until=0.0"], ["ahead_until=0.0", "above 0"]),
+        (["--set", "shared_input_from=-1"], ["shared_input_from=-1 is no layer with attention"]),
     ],
     ids=lambda value: " ".join(value) if value[0].startswith("--") else "",
 )
@@ -561,6 +672,7 @@ def test_resume_needs_a_checkpoint(fails, dataset_dir, finished, tmp_path):
         (checkpoint / "state.json").unlink()
     before = snapshot(run_dir)
     fails(["--resume", "--run-dir", run_dir], "no complete checkpoint", "start without --resume")
+    fails(flags(dataset_dir, run_dir), "already holds a run", "remove it")
     assert snapshot(run_dir) == before
 
 
