@@ -397,10 +397,11 @@ def micro_batch_limit(config: Config, free: int) -> float:
         v, and the output of attention            4 D     sum 34 D: 52 kB, 1.25 MB for 24 layers
 
     bf16 products take 31 D: their inputs are 4 D and not 3, and of the MLP one activation is kept (section 7), 8 D
-    and not 12. With `recompute` the stream, 2 D, and 1 D of value embeddings are kept, and all of one layer at a time:
-    0.2 MB. Besides, gradients of this and of earlier micro-batches take 4 bytes a parameter, 5.5 GB; transposed
-    fp8 weights 0.7 GB; the loss 6 bytes a logit of a chunk, 3.2 GB. Weights, masters and moments are no longer in
-    `free`: 10 bytes a matrix weight and 14 a table entry, 16.7 GB on one GPU, of which 13.9 GB are shared out over all.
+    and not 12. With `recompute` the stream, 2 D, and 1 D of value embeddings are kept, and all of one layer at a time,
+    with gradients: 0.2 MB. Besides, gradients of this and of earlier micro-batches take 4 bytes a parameter, 5.5 GB;
+    transposed fp8 weights 0.7 GB; the loss 6 bytes a logit of a chunk, 3.2 GB. Weights, masters and moments are no
+    longer in `free`: 10 bytes a matrix weight and 14 a table entry, 16.7 GB on one GPU, of which 13.9 GB are shared out
+    over all.
     """
     c = config
     layer = 22 * c.width + 3 * c.mlp_width
@@ -791,7 +792,7 @@ def offset_keys(k_THK: Tensor, previous_THK: Tensor, first_T11: Tensor) -> Tenso
 # Gradients of `late` tables travel while the next step computes, and their weights while matrices are orthogonalised.
 # One process is the same code with slices that are whole and communication that does nothing.
 
-# Five polynomials (a, b, c) of Polar Express (arXiv 2505.16932), for a safety factor of 2e-2 and a cushion of 2.
+# Five polynomials (a, b, c) of Polar Express (arXiv 2505.16932), for a safety factor and a cushion of 0.02.
 POLAR_EXPRESS = (
     (8.156554524902461, -22.48329292557795, 15.878769915207462),
     (4.042929935166739, -2.808917465908714, 0.5000178451051316),

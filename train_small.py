@@ -592,7 +592,7 @@ def offset_keys(k_THK: Tensor, previous_THK: Tensor, first_T11: Tensor) -> Tenso
 # Gradients of `late` tables travel while the next step computes, and their weights while matrices are orthogonalised.
 # One process is the same code with slices that are whole and communication that does nothing.
 
-# Five polynomials (a, b, c) of Polar Express (arXiv 2505.16932), for a safety factor of 2e-2 and a cushion of 2.
+# Five polynomials (a, b, c) of Polar Express (arXiv 2505.16932), for a safety factor and a cushion of 0.02.
 POLAR_EXPRESS = (
     (8.156554524902461, -22.48329292557795, 15.878769915207462),
     (4.042929935166739, -2.808917465908714, 0.5000178451051316),

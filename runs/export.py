@@ -107,7 +107,7 @@ class DecoderStackForCausalLM(GenerationMixin, PreTrainedModel):
         logits[real] = flat
         loss = None
         if labels is not None:
-            targets = torch.where(real, labels, -100)[:, 1:]
+            targets = torch.where(real[:, :-1] & real[:, 1:], labels[:, 1:], -100)
             loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), targets.flatten())
         if isinstance(logits_to_keep, int) and logits_to_keep:
             logits = logits[:, -logits_to_keep:]

@@ -149,6 +149,16 @@ def test_items_of_every_layout(files):
     assert chat_eval.read_task("arc_easy", files.parent, 0) is None
 
 
+def test_items_of_training_are_no_test(tmp_path):
+    """Nor are those for few-shot prompts; a test goes before validation, and that before any other name."""
+    found = []
+    for name in ("mmlu_auxiliary_train", "mmlu_dev", "mmlu_all", "mmlu_val", "mmlu_test"):
+        (tmp_path / f"{name}.jsonl").touch()
+        path = chat_eval.find_file(tmp_path, "mmlu")
+        found.append(path and path.stem)
+    assert found == [None, None, "mmlu_all", "mmlu_val", "mmlu_test"]
+
+
 def evaluate(*args) -> tuple:
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):

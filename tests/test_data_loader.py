@@ -140,6 +140,8 @@ def test_loader_reports_the_end_of_the_text(dataset):
         for _ in range(config.num_steps):
             loader.next()
     loader.close()
+    found = batches(dataset, config)
+    assert len(found) > 20 and {batch.position["epoch"] for batch in found} == {0}, "no text comes twice unasked"
 
 
 def test_hosted_shard_without_extras_loads(tmp_path, dataset):
@@ -162,6 +164,8 @@ def damage(path, change):
         path.write_bytes(b"\0" * 100)
     elif change == "magic":
         path.write_bytes(b"\0\0\0\0" + path.read_bytes()[4:])
+    elif change == "version":
+        path.write_bytes(path.read_bytes()[:4] + b"\2\0\0\0" + path.read_bytes()[8:])
     elif change == "corrupt":
         path.write_bytes(path.read_bytes()[:-2] + b"\0\0")
     elif change == "another tokenizer":
@@ -172,7 +176,7 @@ def damage(path, change):
 
 
 @pytest.mark.parametrize(
-    "change", ("truncated", "headless", "magic", "corrupt", "another tokenizer", "holds token 300")
+    "change", ("truncated", "headless", "magic", "version", "corrupt", "another tokenizer", "holds token 300")
 )
 def test_damaged_shard(tmp_path, dataset_dir, change):
     """Each kind of damage to a shard is found and named, with the file."""
@@ -182,7 +186,7 @@ def test_damaged_shard(tmp_path, dataset_dir, change):
     damaged = ts.Dataset.open(root)
     with pytest.raises(ts.UserError) as caught:
         damaged.read(shard)
-    word = "not a token shard" if change in ("headless", "magic") else change
+    word = "not a token shard" if change in ("headless", "magic", "version") else change
     assert word in str(caught.value) and str(shard) in str(caught.value)
 
 

@@ -36,6 +36,18 @@ def test_bytes_of_a_token_are_raw_bytes(tokenizer):
     assert tokenizer.decode_bytes(tokenizer.encode(text)).decode() == text
     assert sum(tokenizer.token_bytes[tokenizer.encode(text)]) == len(text.encode())
     assert tokenizer.bos_id not in tokenizer.encode(text), "a special in a text stays text"
+    assert not tokenizer.token_bytes[list(tokenizer.specials.values())].any()
+
+
+def test_prefixes(tokenizer):
+    """The longest shorter token that a token begins with; " th" is none here, so that of " the" is " t"."""
+    ids, found = tokenizer.mergeable, tokenizer.prefixes()
+    pairs = {b"the": b"th", b" the": b" t", b" and": b" a", b"and": b"an", "€".encode(): "€".encode()[:2], b"th": b"t"}
+    assert {token: found[ids[token]] for token in pairs} == {token: ids[prefix] for token, prefix in pairs.items()}
+    for i, token in enumerate(tokenizer.bytes[: len(ids)]):
+        shorter = [other for other in ids if token.startswith(other) and other != token]
+        assert found[i] == (ids[max(shorter, key=len)] if shorter else -1)
+    assert found[:256] == [-1] * 256 and len(found) == 300
 
 
 @pytest.mark.parametrize("packs", (1, 2, 3, 4))

@@ -125,6 +125,7 @@ with torch.no_grad():
         mask = torch.tensor([lay(row, [1] * len(row), 0) for row in rows])
         out = model(input_ids=ids, attention_mask=mask)
         answer[side] = [out.logits[i][mask[i].bool()].tolist() for i in range(len(rows))]
+        answer[f"{side}_loss"] = model(input_ids=ids, attention_mask=mask, labels=ids).loss.item()
         if side == "left":
             made = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=8, do_sample=False,
                                   eos_token_id=request["eos"], pad_token_id=request["eos"])
@@ -184,6 +185,9 @@ def test_transformers_gives_the_scripts_logits_and_text(bpe, tmp_path):
         torch.testing.assert_close(torch.tensor(answer[key]), reference(rows[0]), atol=1e-3, rtol=0)
     loss = torch.nn.functional.cross_entropy(reference(rows[0])[:-1], torch.tensor(rows[0][1:]))
     assert abs(answer["loss"] - loss.item()) < 1e-4 and answer["dtype"] == "torch.float32"
+    nats = torch.cat([-reference(row)[:-1].log_softmax(-1)[range(len(row) - 1), row[1:]] for row in rows])
+    for side in ("left", "right"):
+        assert abs(answer[f"{side}_loss"] - nats.mean().item()) < 1e-4, "padding is no target and predicts none"
     expected = script.Generator(model, own).generate(rows, max_tokens=8, temperature=0.0)
     stopped = [row[: row.index(own.bos_id)] if own.bos_id in row else row for row in answer["generated"]]
     assert stopped == expected and max(map(len, expected)) == 8

@@ -276,6 +276,7 @@ def test_sampling_repeats_with_its_seed(generator):
         ("1e3", "1000"), ("1e20/3", "3.33333333333e+19"), ("10**15", "1000000000000000"), ("5.0", "5"), ("-0.0", "0"),
         ("'strawberry'.count('r')", "3"), ("\"it's\".count(\"'\")", "1"), ("'1,000'.count(',')+1", "2"),
         ("'abc'.count('')", "4"), ("9*'a'.count('a')", "9"),
+        ("1" + "+1" * 100, "101"), ("1.5**100", "4.06561177535e+17"), (f"'{'a' * 243}'.count('a')", "243"),
     ],
 )  # fmt: skip
 def test_calculator(expression, result):
@@ -292,6 +293,7 @@ def test_calculator(expression, result):
         "1+" * 200 + "1", "-" * 120 + "1", "(" * 300, "(" * 100 + "1" + ")" * 101, "1\n+1", "'a\\x'.count('a')",
         "f'a'.count('a')", "b'a'.count(b'a')", "'a'.count('a').count('a')", "'é\x00'.count", "1+", "*", "5%", "1 2",
         "'a''", "1.count('a')", "\ud800",
+        "1" + "+1" * 101, "1.5**101", f"'{'a' * 244}'.count('a')",
     ],
 )  # fmt: skip
 def test_calculator_refuses(expression):

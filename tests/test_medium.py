@@ -51,6 +51,8 @@ def test_default_recipe_is_nanochats():
     table = tm.parameter_table(config)
     assert config.muon_lr == pytest.approx(0.0283) and table["mlp_bank"].weight_decay == pytest.approx(0.0597, rel=1e-2)
     assert config.adam_lr * table["unembed"].lr_mult == pytest.approx(0.0064 / 2**0.5)
+    moved = 5568 * 0.0064 * 75 / 2**0.5  # by the tables over the run, in units of their decay, which add up to 8
+    assert table["value_embed"].weight_decay == pytest.approx(8 / moved, rel=1e-2) and moved * 0.015 > 8
 
 
 def test_rules_by_hand():
@@ -115,6 +117,9 @@ def test_initial_weights():
     model.attention = tm.sdpa_attention
     assert model.o_bank.abs().max() == 0 and model.mlp_bank[1::2].abs().max() == 0
     assert abs(model.qkv_bank.std() * 8 - 1) < 0.03 and abs(model.mlp_bank[::2].std() * 8 - 0.4) < 0.02
+    torch.testing.assert_close(model.residual, torch.tensor([1.15, 1.15 - 0.1 / 3, 1.05 + 0.1 / 3, 1.05]))
+    by_hand = [[0.20, 0.15, 0.10, 0.05], [0.05] * 4, [0.0, 0.2, 0.0, 0.0]]  # shares of x0 and bigram; smear, backout
+    torch.testing.assert_close(model.scalars, torch.tensor(by_hand))
     (a, b), last = random_documents((20, 20)), []
     for document in (a, b[:19] + a[19:]):
         tokens, _, *rest = pack([[*document, 0]])
@@ -162,6 +167,15 @@ def test_linear8_error(flip, size_w, size_g, seed):
     errors = [((a.double() - b.double()).norm() / b.double().norm()).item() for a, b in pairs]
     assert errors[0] < 0.06 and max(errors[1:]) < 0.1, errors
     assert not torch.equal(y, product(x, w, flip)), "it must be fp8"
+
+
+@pytest.mark.parametrize("flip", (False, True))
+def test_linear8_keeps_small_gradients(flip):
+    """e5m2 has 30 powers of two from its smallest normal number to its largest, and the scale makes use of them all."""
+    x, w, g = (7 * torch.eye(16).requires_grad_(), 7 * torch.eye(16).requires_grad_(), torch.zeros(16, 16))
+    g[0, 0], g[1, 1] = 57344 * 2.0**-34, 2.0**-14 * 2.0**-34
+    got = torch.autograd.grad(tm.linear8(x, w, None, flip), (x, w), g)
+    assert all(torch.equal(grad, 7 * g) for grad in got)
 
 
 def test_linear8_of_zeros():

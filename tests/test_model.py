@@ -166,6 +166,33 @@ def test_loss_is_the_cross_entropy_of_the_capped_logits():
     torch.testing.assert_close(ts.softcap(z, (23.0, 5.0, 7.5)), by_hand)
 
 
+def test_flops_by_hand():
+    """6 for each weight that is multiplied; for each key seen 2 products of 2 operations each, backward twice more."""
+    config = tiny_config()
+    sizes = {name: p.numel() for name, p in ts.GPT(config).named_parameters()}
+    weights = sum(sizes[name] for name in ("qk_bank", "vo_bank", "mlp_bank", "embed"))  # the table is the head
+    seen = [sum(min(i, window) + 1 for i in range(40)) / 40 for window in (8, 16)]
+    by_hand = 6 * weights + 3 * 2 * 2 * 64 * (seen[0] + 2 * seen[1])  # layers 1 and 3 are long, 2 has no attention
+    assert ts.flops_per_token(config, (8, 16), torch.arange(40)) == pytest.approx(by_hand, rel=1e-6)
+
+
+@both
+def test_prefix_loss(config):
+    """In training the prefix of each target is a second one, with a weight; an ignored target has none."""
+    model, documents = random_model(config), random_documents((30, 20))
+    model.prefixes[:300] = torch.arange(300) // 2 - 1  # -1 for tokens 0 and 1
+    tokens, targets, *rest = pack(documents)
+    targets[3], targets[7], targets[8] = -1, 0, 1
+    log_p = logits(model, *(d[:-1] for d in documents)).double().log_softmax(-1)
+    expected = 0.0
+    for row, target in zip(log_p, targets.tolist(), strict=True):
+        expected -= row[target] if target >= 0 else 0.0
+        expected -= 0.25 * row[target // 2 - 1] if target >= 2 else 0.0
+    total, nats = model(tokens, targets, *rest)
+    assert total.item() == pytest.approx(expected.item(), rel=1e-5)
+    assert nats.sum().item() < 0.9 * expected.item(), "what is logged is the next token's alone"
+
+
 @both
 def test_no_leak_between_documents(config):
     """Another text in the middle document leaves the losses of its neighbours as they were."""
@@ -316,3 +343,6 @@ def test_initial_weights():
     assert not torch.equal(a["embed"], c["embed"])
     assert a["mlp_bank"][1::2].abs().max() == 0 and all(p.isfinite().all() for p in a.values())
     assert abs(a["vo_bank"].std() * 64**0.5 - 0.5) < 0.02 and a["vo_bank"].abs().max() < 0.5 * (3 / 64) ** 0.5 + 1e-6
+    # Residual before attention and MLP; V, O, down; shares of x0 and bigram; smear and backout for the whole model.
+    by_hand = torch.tensor([1.1**0.5, 1.1**0.5, 0.5, 1.0, 1.0, 0.0, 0.05])[:, None].expand(7, 4)
+    torch.testing.assert_close(a["scalars"], torch.cat((by_hand, torch.tensor([[0.0, 0.5, 0.0, 0.0]]))))

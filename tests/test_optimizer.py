@@ -41,6 +41,27 @@ def test_polar_express_keeps_vectors_and_levels_values(shape):
     assert ts.polar_express(torch.zeros(1, *shape)).abs().max() == 0  # no gradient, no update, no NaN
 
 
+def test_polar_express_coefficients():
+    """The paper's construction anew: on [l, u] the odd quintic nearest to 1 by Remez, from [0.001, 1], with a cushion
+    of 0.02 and, in all but the last, a safety factor of 1.02."""
+    low, high = 1e-3, 1.0
+    for step, coefficients in enumerate(ts.POLAR_EXPRESS):
+        x = torch.tensor([max(low, 0.02 * high), 0, 0, high], dtype=torch.float64)
+        x[1:3] = torch.stack((3 * x[0] + high, x[0] + 3 * high)) / 4
+        for _ in range(30):  # the error is the same in size at both ends and both extremes, with changing sign
+            signs = torch.tensor([1.0, -1, 1, -1], dtype=torch.float64)
+            a, b, c, _ = torch.linalg.solve(torch.stack((x, x**3, x**5, signs), 1), torch.ones_like(x)).tolist()
+            root = (9 * b * b - 20 * a * c) ** 0.5
+            x[1], x[2] = ((-3 * b - root) / (10 * c)) ** 0.5, ((-3 * b + root) / (10 * c)) ** 0.5
+        ends = [a * t + b * t**3 + c * t**5 for t in (low, high)]
+        centre = 2 / sum(ends) if low < 0.02 * high else 1.0  # the cushion moved it
+        safety = 1.02 if step < 4 else 1.0
+        a, b, c = a * centre / safety, b * centre / safety**3, c * centre / safety**5
+        assert coefficients == pytest.approx((a, b, c), rel=1e-10)
+        low = a * low + b * low**3 + c * low**5
+        high = 2 - low
+
+
 class TextbookMuon:
     """NorMuon as the papers write it, in float64: EMA momentum, Nesterov, polar factor, a second moment per neuron,
     the norm of the polar factor, cautious decay."""
@@ -139,6 +160,20 @@ def test_every_parameter_has_a_policy(config):
     assert all(len(p.betas) == (2 if p.optimizer == "adam" else 0) for p in table.values())
 
 
+def test_betas_of_adam():
+    """Those of modded-nanogpt's record 89; the medium model's input table has nanochat's, unless it is the head too."""
+    gates = dict.fromkeys(("scalars", "smear_gate", "value_gate", "attention_gate"), (0.9, 0.99))
+    head, tables = (0.5, 0.95), dict.fromkeys(("bigram_embed", "value_embed"), (0.75, 0.95))
+    for config, own in (
+        (tiny_config(), {"embed": head}),
+        (tiny_medium(), {"residual": (0.9, 0.99), "unembed": head, "embed": (0.8, 0.95)}),
+        (tiny_medium(tied=True), {"residual": (0.9, 0.99), "unembed": head, "embed": head}),
+    ):
+        table = script(config).parameter_table(config)
+        found = {name: policy.betas for name, policy in table.items() if policy.optimizer == "adam"}
+        assert found == {**gates, **tables, **own}
+
+
 @pytest.mark.parametrize(
     # Q and K of the small model are orthogonalised by pairs of heads (32 of the 128 rows), all else by whole matrices;
     # its down projections move twice as far.
@@ -232,6 +267,20 @@ def test_overflowed_gradient_is_not_applied():
     assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
 
 
+def test_loss_scale_is_taken_out():
+    """Gradients of one scale and then of another: the moments and weights are those of a constant scale."""
+    config, found = tiny_config(), []
+    for scales in ((4.0, 4.0, 4.0), (2.0, 64.0, 8.0)):
+        model = random_model(config)
+        optimizer = ts.build_optimizer(model, config)
+        for seed, scale in enumerate(scales):
+            (model(*pack(random_documents((50, 60), seed=seed)))[0] / 100 * scale).backward()
+            assert optimizer.step(1.0, 0.9, scale)
+        found.append({**optimizer.weights(), **optimizer.state()})
+    for name, tensor in found[0].items():
+        torch.testing.assert_close(found[1][name], tensor, atol=1e-6, rtol=1e-5, msg=name)
+
+
 # ---- schedules
 
 THIRDS = tuple((1 / 3, packs, 8, 16 * packs, 64, mult) for packs, mult in ((1, 1.0), (2, 1.5), (3, 1.7)))
@@ -270,6 +319,16 @@ def test_momentum():
     short = schedule_config(30, momentum=(0.85, 0.95, 300, 50))  # 10 steps up, 3 down
     assert [ts.muon_momentum(short, s) for s in (0, 5, 10, 27)] == pytest.approx([0.85, 0.9, 0.95, 0.95])
     assert all(0.85 <= ts.muon_momentum(schedule_config(n), s) <= 0.95 for n in (1, 2, 3, 10) for s in range(n))
+
+
+def test_loss_weights():
+    """The next token's stays, others are gone at ahead_until; the prefix's is whole for a third, gone after two."""
+    config = schedule_config(ahead=(1.0, 0.5, 0.25), ahead_until=0.5, prefix_weight=0.3)
+    found = [ts.loss_weights(config, step) for step in (0, 75, 100, 150, 200, 300)]
+    by_hand = [[1, 0.5, 0.25, 0.3], [1, 0.25, 0.125, 0.3], [1, 1 / 6, 1 / 12, 0.3], [1, 0, 0, 0.15], [1, 0, 0, 0],
+               [1, 0, 0, 0]]  # fmt: skip
+    assert all(a == pytest.approx(b) for a, b in zip(found, by_hand, strict=True))
+    assert ts.loss_weights(schedule_config(prefix_weight=0.0), 10) == [1.0]
 
 
 def test_yarn_only_when_the_window_grows():

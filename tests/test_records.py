@@ -512,6 +512,31 @@ def test_below_and_target():
     assert rec.below(values, 1.191) < 0.01 < rec.below(values, 1.190)
 
 
+def test_sections_are_compared_both_ways():
+    """A section that only the script has or that only record.json states is named, as is one that differs."""
+    folder = min(rec.BASELINES.glob("*/record.json")).parent
+    record = rec.read_record(folder)
+    stated, name = record["sections"], min(record["sections"])
+    assert rec.check_script(folder, record) == []
+    missing = {key: value for key, value in stated.items() if key != name}
+    more, other = {**stated, "more": "0" * 64}, {**stated, name: "0" * 64}
+    for sections, wrong in ((other, name), (missing, name), (more, "more")):
+        (text,) = rec.check_script(folder, {**record, "sections": sections})
+        assert f"the section {wrong} is not" in text
+
+
+def test_unequal():
+    """Rounding in the last digits is none; a figure that is changed in its seventh is named with its place."""
+    stated = {"runs": [{"val_bpb": 1.1727, "steps": 520, "core": None}]}
+    found = {"runs": [{"val_bpb": 1.1727 * (1 + 1e-12), "steps": 520, "core": None}]}
+    assert rec.unequal(stated, found, "record.json") == []
+    for key, value in (("val_bpb", 1.1727 * (1 + 1e-7)), ("steps", 521), ("core", 0.1)):
+        changed = {"runs": [{**stated["runs"][0], key: value}]}
+        (text,) = rec.unequal(stated, changed, "record.json")
+        assert text.startswith(f"record.json.runs[0].{key} is stated as")
+    assert len(rec.unequal({"runs": [1.0, 2.0]}, {"runs": [1.0]}, "")) == 1
+
+
 def test_noise_and_summary():
     logs = [[{"step": s, "tokens": s, "train_seconds": s, "loss": loss, "bpb": 1.0} for s, loss in enumerate(losses, 1)]
             for losses in ((4.0, 2.0, 9.0), (5.0, 2.2))]  # fmt: skip
@@ -523,7 +548,11 @@ def test_noise_and_summary():
     assert found["val_bpb"] == {"mean": 3.0, "sd": pytest.approx(math.sqrt(7))} and "core" not in found
 
 
-@pytest.mark.parametrize("changes", ({}, {"tokens": 99_999}, {"stages": ((1.0, 3, 8, 16, 48, 1.0),)}, {"tokens": 1}))
+UNEVEN = ((0.25, 2, 8, 16, 48, 1.0), (0.75, 6, 8, 24, 64, 1.5))
+
+
+@pytest.mark.parametrize("changes", ({}, {"tokens": 99_999}, {"stages": ((1.0, 3, 8, 16, 48, 1.0),)}, {"tokens": 1},
+                                     {"stages": UNEVEN}))  # fmt: skip
 def test_planned_steps(changes):
     """The same as Config.num_steps."""
     config = tiny_config(**changes)

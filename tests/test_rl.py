@@ -95,6 +95,16 @@ def test_it_learns(setup):
     assert greedy(now) >= before + 0.2
 
 
+def test_what_it_starts_with(setup, source):
+    """The weights of its source but none of its moments, fractions of the source's rates, and no fp8 head."""
+    script, state, *_ = setup("--muon-lr", 0.3, "--adam-lr", 0.04)
+    base, now = script.read_config(source), state.config
+    assert (now.muon_lr, now.adam_lr) == pytest.approx((0.3 * base.muon_lr, 0.04 * base.adam_lr)) and not now.fp8_head
+    assert state.optimizer.count == 0 and not any(tensor.any() for tensor in state.optimizer.state().values())
+    trained = script.load(source)[0].state_dict()
+    assert all(torch.equal(weight, trained[name]) for name, weight in state.optimizer.weights().items())
+
+
 def gradients(setup, rollouts, packs, **changes) -> dict:
     """Of pack_rollouts and backward, in micro-batches of `packs` packs of 64 tokens."""
     script, state, *_ = setup
@@ -179,6 +189,37 @@ def test_an_answer_ends_behind_its_number(setup, monkeypatch):
     assert [a["reward"] for a in found["answers"]] == list(worth.values())
 
 
+def test_every_answer_has_noise_of_its_own(setup, monkeypatch):
+    """No seed comes twice, neither in the questions of a step nor in the next step, nor in a test."""
+    now, complete, seeds = setup(), rl.complete, []
+
+    def watched(generator, completions, *note):
+        seeds.extend(c.seed for c in completions if c.temperature)
+        complete(generator, completions, *note)
+
+    monkeypatch.setattr(rl, "complete", watched)
+    for _ in range(2):
+        rl.rl_step(*now)
+    assert len(set(seeds)) == len(seeds) == 2 * 6 * 6
+    rl.evaluate(*now)
+    assert len(set(seeds)) == len(seeds) == 2 * 6 * 6 + 12 * 4
+
+
+def test_a_step_divides_by_all_that_was_drawn(setup, monkeypatch):
+    """Also by the answers that teach nothing; and its rate is that of its step in a line to 0."""
+    now, backward, seen = setup("--steps", 4), rl.backward, []
+
+    def watched(state, batch, weights, total_drawn):
+        seen.append((total_drawn, batch.total_targets))
+        return backward(state, batch, weights, total_drawn)
+
+    monkeypatch.setattr(rl, "backward", watched)
+    entries = [rl.rl_step(*now) for _ in range(4)]
+    assert [total for total, _ in seen] == [entry["drawn_tokens"] for entry in entries if entry["useful"]]
+    assert any(targets < total for total, targets in seen), "some question should be answered alike"
+    assert [entry["lr"] for entry in entries] == pytest.approx([1, 0.75, 0.5, 0.25])
+
+
 def test_nothing_to_learn_leaves_the_weights(setup, monkeypatch):
     """If all answers to each question are worth the same, no weight moves, momentum or not."""
     now = setup()
@@ -204,6 +245,9 @@ def test_rewards():
         a, b = (int(n) for n in task.train(3, i).question.removeprefix("What is ").removesuffix("?").split(" + "))
         assert not sft.is_val_sum(a, b) and {len(str(a)), len(str(b))} == {2}
         assert task.train(3, i).expected == str(a + b)
+    for item in task.test:
+        a, b = (int(n) for n in item.question.removeprefix("What is ").removesuffix("?").split(" + "))
+        assert sft.is_val_sum(a, b) and item.expected == str(a + b), "no sum of the test is ever trained on"
 
 
 def test_pass_at_k():

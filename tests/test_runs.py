@@ -193,6 +193,17 @@ def test_log_and_last_line(finished):
     assert len(widths) == 1, "log lines have a fixed width"
 
 
+def test_checkpoints_hold_the_attention_they_were_trained_with(dataset_dir, tmp_path):
+    """Step 10 is the last of the first stage, step 15 is in the second: windows, scale and frequencies by YaRN."""
+    run_dir = tmp_path / "run"
+    assert ts.main(flags(dataset_dir, run_dir, keep_checkpoints=4)) == 0
+    config = ts.read_config(run_dir)
+    for step, stage in ((5, 0), (10, 0), (15, 1), (20, 1)):
+        state = json.loads((run_dir / "checkpoints" / f"step_{step:06d}" / "state.json").read_text())
+        assert state["attention"] == ts.stage_attention(config, stage), step
+    assert ts.stage_attention(config, 0) != ts.stage_attention(config, 1)
+
+
 def test_default_run_directory(dataset_dir, tmp_path, monkeypatch, capsys):
     """Without --run-dir a run goes to a new dated directory under out/."""
     monkeypatch.chdir(tmp_path)
@@ -271,6 +282,51 @@ def test_warm_up_leaves_no_trace(dataset):
     assert all(p.grad is None for p in warm.model.parameters())
     assert (warm.step, warm.optimizer.count, warm.model.windows) == (0, 0, fresh.model.windows)
     assert warm.model.attention_scale == fresh.model.attention_scale
+
+
+def test_every_step_takes_its_own_numbers(dataset_dir, dataset, tmp_path, monkeypatch):
+    """Rate, momentum, loss weights, windows and scale are those of the step; prefixes are the tokenizer's."""
+    update, train_step, taken, seen = ts.Optimizer.step, ts.train_step, [], []
+
+    def watched_update(optimizer, lr, momentum, *rest):
+        taken[:] = lr, momentum
+        return update(optimizer, lr, momentum, *rest)
+
+    def watched_step(state, batch):
+        loss, model = train_step(state, batch), state.model
+        seen.append(([*taken, *model.loss_weights.tolist()], model.windows, model.attention_scale.item()))
+        assert len(seen) <= 2 or model.prefixes.tolist() == [*dataset.tokenizer.prefixes(), *[-1] * 20]  # 2: warm-up
+        return loss
+
+    monkeypatch.setattr(ts.Optimizer, "step", watched_update)
+    monkeypatch.setattr(ts, "train_step", watched_step)
+    assert ts.main(flags(dataset_dir, tmp_path / "run", ahead="(1.0,0.5)")) == 0
+    config, seen = ts.read_config(tmp_path / "run"), seen[2:]
+    assert len(seen) == 20
+    for step, (numbers, windows, scale) in enumerate(seen):
+        stage = ts.stage_attention(config, ts.stage_index(config, step))
+        rates = ts.lr_multiplier(config, step), ts.muon_momentum(config, step)
+        assert numbers == pytest.approx([*rates, *ts.loss_weights(config, step)])
+        assert (*windows, scale) == pytest.approx((stage["window_short"], stage["window_long"], stage["scale"]))
+
+
+def test_loss_scale():
+    """Half after an overflow, but at least 2; twice after 1,000 good steps in a row, but at most 2 ** 24."""
+    config = tiny_config()
+    state = ts.build_state(config, ALONE, lambda text: None)
+    empty = ts.Batch(*map(torch.from_numpy, ts.empty_packs(0, config, 0)), 48, 0, 0)
+
+    def after(scale: float, *outcomes: bool) -> float:
+        state.loss_scale, state.good_steps = scale, 0
+        for outcome in outcomes:
+            state.optimizer.step = lambda *args: outcome  # noqa: B023  (called at once)
+            ts.train_step(state, empty)
+        return state.loss_scale
+
+    assert [after(scale, False) for scale in (1024.0, 4.0, 2.0)] == [512.0, 2.0, 2.0]
+    assert [after(64.0, *[True] * n) for n in (999, 1000, 2000)] == [64.0, 128.0, 256.0]
+    assert after(64.0, *[True] * 999, False, *[True] * 999) == 32.0
+    assert after(2.0**24, *[True] * 1000) == 2.0**24
 
 
 @pytest.mark.parametrize("packs", (2, 4))

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -306,6 +307,14 @@ def test_tool_calls(talker):
     lies = [*HELLO, {"role": "assistant", "content": "[3*4 = 13] [x = 1] [ = ]"},
             {"role": "user", "content": "[1+1 = 2]"}]  # fmt: skip
     assert talker.server.render(lies) == rendered(talker, lies), "other brackets are text"
+
+
+def test_a_row_that_holds_all_of_a_prompt_does_not_help():
+    """The last token of a prompt must go in anew, so the row that holds the longest shorter beginning is taken."""
+    rows = SimpleNamespace(rows=4, known=[[9], [1, 2, 3], [1, 2], [1]])
+    job = SimpleNamespace(gone=False, completion=SimpleNamespace(prompt=[1, 2, 3]), cached=0)
+    engine = SimpleNamespace(decoder=rows, jobs={}, waiting=deque([job]), script=ts, ended=[0, 1, 2, 3])
+    assert serve.Engine.place(engine) == {2: job} and job.cached == 2
 
 
 def test_a_conversation_keeps_its_cache(lonely, talker):

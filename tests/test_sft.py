@@ -153,6 +153,14 @@ def test_whole_conversations_once_an_epoch(setup, data):
     assert epochs[0] != truth and epochs[0] != epochs[1], "shuffled, each time anew"
 
 
+def test_the_seed_draws_the_order(setup):
+    """Equal seeds, equal packs; another seed packs the same conversations in another order."""
+    config, dataset, talks = setup
+    same_seed, other = (ts.Conversations(dataset, "train", dataclasses.replace(config, seed=seed)).packs
+                        for seed in (config.seed, config.seed + 1))  # fmt: skip
+    assert same_seed == talks.packs != other and sorted(sum(other, [])) == sorted(sum(talks.packs, []))
+
+
 def test_best_fit():
     """Against the definition: the fullest pack with room, the oldest of equals; and little is left empty."""
     rng = np.random.default_rng(0)
@@ -341,6 +349,7 @@ def test_flags_come_last(base):
     config = make_config(base, "--steps", 3, sft_lr=0.3, cooldown=0.4)
     assert config.stages == ((1.0, 4, 8, 24, 64, 0.3),) and (config.num_steps, config.cooldown) == (3, 0.4)
     assert (config.lr_floor, config.bigram_rows, config.momentum) == (0.0, 500, (0.95, 0.95, 0, 0))
+    assert (config.ahead, config.prefix_weight) == ((1.0,), 0.0), "one target for a token, as validation has it"
 
 
 def test_kill_and_resume_is_bit_identical(finished, base, tmp_path):
@@ -407,6 +416,7 @@ def test_memorised_answers(memorised, base, monkeypatch, capsys):
     assert [tokenizer.decode(answer) for answer in answers] == list(MEMORY.values())
     report = (memorised / "report.md").read_text()
     assert all(f"````text\n{q}\n\n{a}\n````\n" in report for q, a in MEMORY.items())
+    monkeypatch.syspath_prepend(ROOT / "runs")
     for name in ("chat", "export"):
         spec = importlib.util.spec_from_file_location(f"runs_{name}", ROOT / "runs" / f"{name}.py")
         module = importlib.util.module_from_spec(spec)
