@@ -233,8 +233,9 @@ class Config:
         for field, bound in least.items():
             if getattr(self, field) < bound:
                 raise UserError(f"{field}={getattr(self, field)} must be at least {bound}")
-        if self.top_p <= 0 or self.ahead_until <= 0:
-            raise UserError(f"top_p={self.top_p} and ahead_until={self.ahead_until} must be above 0")
+        if min(self.top_p, self.ahead_until) <= 0 or self.temperature < 0:
+            raise UserError(f"top_p={self.top_p} and ahead_until={self.ahead_until} must be above 0, "
+                            f"temperature={self.temperature} at least 0")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -3304,6 +3305,17 @@ def train(config: Config, args: argparse.Namespace) -> dict:
         val_bpb = record["val_bpb"] if state.step == config.num_steps else None  # belongs to that checkpoint only
         log.rewind(state.step)
         log.say(f"resumed at step {state.step} from {checkpoints(run_dir)[-1]}")
+        if state.step > config.num_steps:
+            raise UserError(f"{run_dir} is at step {state.step} already, the flags ask for {config.num_steps}; ask for "
+                            f"more, or leave out --steps and --tokens")  # fmt: skip
+        if state.step == config.num_steps and (run_dir / "report.md").is_file():
+            log.say(f"this run is finished; its results are in {run_dir}/report.md")
+            log.close()
+            return json.loads((run_dir / "result.json").read_text(encoding="utf-8"))
+        if ranks.is_main and config != read_config(run_dir):  # the next --resume goes on with these flags
+            description = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
+            description |= {"config": dataclasses.asdict(config), "overridden": [*description["overridden"], *args.set]}
+            write_atomically(run_dir / "config.json", json.dumps(description, indent=1))
     elif config.source:
         start_from_source(state)
     if ranks.is_main and not args.resume:
@@ -3586,6 +3598,8 @@ def make_config(args: argparse.Namespace) -> Config:
     base = Config(**changes)
     if args.resume:
         base = read_config(Path(args.run_dir))
+        if json.loads((Path(args.run_dir) / "config.json").read_text(encoding="utf-8")).get("command") == "rl":
+            raise UserError(f"{args.run_dir} is a run of runs/rl.py; continue it with that")
         if args.command == "sft" and not base.source:
             raise UserError(f"{args.run_dir} is a pretraining run; finetune it with sft --from {args.run_dir}")
     elif args.command == "sft":
@@ -3623,6 +3637,7 @@ def sample_command(config: Config, args: argparse.Namespace) -> dict:
         for piece in generator.stream_text(prompt, max_tokens=new, **options):
             print(piece, end="", flush=True)
             count += 1
+        count -= 1  # the last piece is no token
         print()
     return {"new_tokens": count, "seconds": time.perf_counter() - start, "run_dir": str(args.source)}
 

@@ -42,6 +42,7 @@ def retry(action: Callable[[], Any], what: str, attempts: int = ATTEMPTS, backof
     from huggingface_hub.errors import (
         EntryNotFoundError,
         HfHubHTTPError,
+        LocalEntryNotFoundError,
         RepositoryNotFoundError,
         RevisionNotFoundError,
     )
@@ -49,9 +50,10 @@ def retry(action: Callable[[], Any], what: str, attempts: int = ATTEMPTS, backof
     for attempt in range(attempts):
         try:
             return action()
-        except (RepositoryNotFoundError, RevisionNotFoundError, EntryNotFoundError) as problem:
-            fail(f"{what}: not found ({redact(problem)}); check the names, and HF_TOKEN if it is private")
         except Exception as problem:  # many kinds, of several libraries: connection, time-out, size, server
+            gone = isinstance(problem, RepositoryNotFoundError | RevisionNotFoundError | EntryNotFoundError)
+            if gone and not isinstance(problem, LocalEntryNotFoundError):  # that one: not here, and no network
+                fail(f"{what}: not found ({redact(problem)}); check the names, and HF_TOKEN if it is private")
             status = getattr(getattr(problem, "response", None), "status_code", None)
             if isinstance(problem, HfHubHTTPError) and status in (400, 401, 403):
                 fail(

@@ -14,6 +14,7 @@ import gzip
 import hashlib
 import json
 import random
+import sys
 import sysconfig
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -287,9 +288,12 @@ def text_documents(path: Path) -> Iterator[str]:
     """Documents of a text file: parted by lines that hold only <|endoftext|>, and cut at a blank line (else
     at a line) into sections of at most TEXT_SECTION characters, a longer single line excepted."""
     section: list[str] = []
-    length = 0
+    length, warned = 0, False
     for line in read_lines(path):
         text = line.decode("utf-8", "replace") + "\n"
+        if not warned and "\ufffd" in text and "\ufffd".encode() not in line:
+            warned = True
+            print(f"warning: {path} is not UTF-8 everywhere; convert it, or the rest becomes \ufffd", file=sys.stderr)
         if text.strip() == "<|endoftext|>":
             if section:
                 yield "".join(section)

@@ -10,6 +10,7 @@ repeated. One seed says little about differences below twice the spread of seeds
 """
 
 import argparse
+import hashlib
 import json
 import os
 import queue
@@ -42,7 +43,12 @@ def run(out: Path, name: str, flags: list[str], gpu: str) -> dict:
     """Trains once on a GPU ("": the CPU), or reads what an earlier call left; returns bpb and ms a step."""
     run_dir = out / name.replace(" ", "_").replace("(", "").replace(")", "")
     change = ["--set", TECHNIQUES[name]] if name in TECHNIQUES else []
-    if not (run_dir / "result.json").is_file():
+    script = hashlib.sha256((ROOT / "train_small.py").read_bytes()).hexdigest()
+    made, wanted = run_dir / "ablation.json", {"flags": [*flags, *change], "script": script}
+    if (run_dir / "result.json").is_file():
+        if not made.is_file() or json.loads(made.read_text(encoding="utf-8")) != wanted:
+            return {"name": name, "error": f"{run_dir} is of other flags or another script; take another --out"}
+    else:
         command = [sys.executable, str(ROOT / "train_small.py"), *flags, *change, "--run-dir", str(run_dir),
                    "--set", "core_items=-1", "--save-every", "-1"]  # fmt: skip
         env = os.environ | ({"CUDA_VISIBLE_DEVICES": gpu} if gpu else {})
@@ -50,6 +56,7 @@ def run(out: Path, name: str, flags: list[str], gpu: str) -> dict:
         if done.returncode:
             lines = (done.stderr.strip() or "no message").splitlines()
             return {"name": name, "error": lines[-1]}
+        made.write_text(json.dumps(wanted), encoding="utf-8")
     entries = [json.loads(line) for line in (run_dir / "log.jsonl").read_text(encoding="utf-8").splitlines()]
     steps = [e["step_ms"] for e in entries if "step_ms" in e]
     result = json.loads((run_dir / "result.json").read_text(encoding="utf-8"))

@@ -39,6 +39,8 @@ def read_run(run_dir: Path, script: str) -> dict:
             rec.fail(f"{run_dir} has no {name}; {what.get(name, 'name the directory of a run')}")
     try:
         run = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
+        if run["command"] != "pretrain":
+            rec.fail(f"{run_dir} is a run of {run['command']}; a record is made of pretraining runs")
         run |= {"dir": run_dir, "script": script, "fingerprint": run["dataset_fingerprint"],
                 "set": [text for text in run["overridden"] if text != NO_CORE]}  # fmt: skip
         log, hashed = rec.read_log(run_dir / "log.jsonl"), run["machine"]["script_sha256"]

@@ -287,7 +287,10 @@ def plot(rows: list[Row], path: Path, quotes: tuple = ()) -> None:
     panels[0].xaxis.set_major_formatter(EngFormatter())
     panels[0].set_ylabel("bits per byte (dots: validation, thin: training)")
     figure.legend(loc="outside upper center", ncols=2, frameon=False, fontsize=9)
-    figure.savefig(path, dpi=120)
+    try:
+        figure.savefig(path, dpi=120)
+    except (OSError, ValueError) as error:  # no such folder, or an ending that is no picture
+        rec.fail(f"{path} cannot be written: {error}")
     plt.close(figure)
 
 

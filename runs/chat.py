@@ -80,7 +80,7 @@ class Local:
             raise RunError(f"the script in {run_dir} is too old for this chat; use the runs/chat.py of its commit")
         try:
             self.model, self.tokenizer, config = self.script.load(run_dir, args.step, args.device)
-        except (self.script.UserError, RuntimeError) as error:  # torch says so if a device is not there
+        except (self.script.UserError, RuntimeError, AssertionError) as error:  # torch's, if a device is not there
             raise RunError(str(error).splitlines()[0]) from None
         specials = self.tokenizer.specials
         self.chat = is_chat_run(run_dir) and set(self.MARKS) <= set(specials)
@@ -89,6 +89,8 @@ class Local:
                 "(finetune it with the sft command)")  # fmt: skip
         self.shown = {specials[name]: text.encode() for name, text in self.SHOWN.items() if name in specials}
         self.stops = {i for i in specials.values() if i not in self.shown}
+        import torch._dynamo  # noqa: F401  (now: Ctrl-C in the first answer would leave half of it imported)
+
         self.args, self.limit = args, config.max_seq_len
         self.seed = random.randrange(2**32) if args.seed is None else args.seed
         self.decoder = self.script.Decoder(self.model, self.tokenizer, 1)  # its row keeps the conversation
@@ -120,14 +122,14 @@ class Local:
     def fit(self, system: str, messages: list[dict]) -> list[int]:
         """render(), after dropping the oldest turns until there is room for an answer."""
         reserve, dropped = min(self.args.max_tokens, self.limit // 4), 0
+        if (alone := len(self.render(system, messages[-1:]))) > self.limit:
+            raise RunError(f"the message takes {alone:,} tokens but the context is {self.limit:,}; shorten it")
         while len(ids := self.render(system, messages)) + reserve > self.limit + 1 and len(messages) > 1:
             del messages[:2]
             dropped += 1
         if dropped:
             say(f"(the context of {self.limit:,} tokens is full: dropped the oldest {dropped} "
                 f"turn{'s' if dropped > 1 else ''})")  # fmt: skip
-        if len(ids) > self.limit:
-            raise RunError(f"the message takes {len(ids):,} tokens but the context is {self.limit:,}; shorten it")
         return ids
 
     def stream(self, system: str, messages: list[dict], answer: dict) -> Iterator[str]:
@@ -297,6 +299,8 @@ class Chat:
         return True
 
     def save(self, path: Path) -> None:
+        if not self.messages:
+            return say("there is nothing to save yet")
         messages = [{"role": m["role"], "content": m["content"]} for m in self.messages]
         for message, known in zip(messages, self.messages, strict=True):
             if known.get("ids"):

@@ -258,7 +258,8 @@ DecoderStack. {kind}
 ## Results
 
 {report_table(run_dir, last)}
-{core}{"![loss curve](curve.png)" if picture else ""}
+{core}
+{"![loss curve](curve.png)" if picture else ""}
 
 ## Use
 

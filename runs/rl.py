@@ -404,14 +404,16 @@ def train(script, args: argparse.Namespace) -> dict:
     generator = script.Generator(state.model, tokenizer, rows=args.rows)
     stopper = script.Stopper(ranks)
 
-    def test() -> None:
+    def test() -> dict:
         found = evaluate(script, state, task, generator, args)
         log.write(found)
         scores = " | ".join(f"{k} {v:6.1%}" for k, v in found.items() if k == "greedy" or k.startswith("pass@"))
         log.say(f"step {state.step:5d}/{args.steps} | held out: {scores} | {found['eval_seconds']:.1f} s")
+        return found
 
-    if not args.resume:
-        test()
+    if not args.resume and not any(v for k, v in test().items() if k == "greedy" or k.startswith("pass@")):
+        log.say("no answer is right, so there may be nothing to learn from: finetune on such answers first, e.g. with "
+                "data/sft.py --source addition:2000")  # fmt: skip
     while state.step < args.steps:
         entry = rl_step(script, state, task, generator, args)
         seconds = entry["draw_seconds"] + entry["update_seconds"]

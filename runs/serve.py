@@ -362,7 +362,7 @@ class Server:
         self.script = import_script(run_dir, "Decoder")
         try:
             model, self.tokenizer, self.config = self.script.load(run_dir, args.step, args.device)
-        except (self.script.UserError, RuntimeError) as error:  # torch says so if a device is not there
+        except (self.script.UserError, RuntimeError, AssertionError) as error:  # torch's, if a device is not there
             raise RunError(str(error).splitlines()[0]) from None
         self.tokenizer.encode("")  # now, since later several threads would build it at once
         specials = self.tokenizer.specials

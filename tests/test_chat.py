@@ -132,9 +132,9 @@ def test_a_full_context_drops_the_oldest_turns(make):
         ids = template(backend, "S", kept)
         assert chat.messages[-1]["ids"] == argmax_answer(backend, ids, 10) and len(ids) + 10 <= 97
     assert dropped > 2
-    before = len(chat.messages)
+    before = [*chat.messages]
     _, err = say(chat, "word " * 200)
-    assert "error: the message takes" in err and "context is 96" in err and len(chat.messages) <= before
+    assert "error: the message takes" in err and "context is 96" in err and chat.messages == before
     out, err = say(chat, "short")
     assert len(out) > 1 and "error" not in err
     for room in (5, 1):  # an answer may be shorter than asked for: all of the context is used and nothing beyond
@@ -201,6 +201,8 @@ def test_commands(make, tmp_path):
     assert "/save FILE" in say(chat, "/help")[1] and "unknown command /foo" in say(chat, "/foo")[1]
     say(chat, "/system Be kind.")
     assert chat.system == "Be kind." and "needs a file" in say(chat, "/save")[1]
+    assert "nothing to save" in say(chat, f"/save {tmp_path}/x")[1] and not (tmp_path / "x").exists()
+    chat.messages.append({"role": "user", "content": "a"})
     assert "cannot write" in say(chat, f"/save {tmp_path}/none/x")[1] and chat.command("/quit") is False
     say(chat, "hello")
     say(chat, "/clear")

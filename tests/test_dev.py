@@ -1,4 +1,5 @@
 """The tools in dev/ on a CPU, with the tiny model: they run, and their numbers are sane."""
+import hashlib
 import json
 import subprocess
 import sys
@@ -134,11 +135,17 @@ def test_ablations_are_differences_to_the_whole_recipe(tmp_path, capsys, monkeyp
         (tmp_path / name / "result.json").write_text(json.dumps({"val_bpb": bpb}))
         steps = [{"step_ms": 900.0}, *({"step_ms": ms + d} for d in (-1, 0, 0, 1)), {"val_bpb": bpb}]
         (tmp_path / name / "log.jsonl").write_text("\n".join(map(json.dumps, steps)))
+        change = ["--set", ablate.TECHNIQUES[name]] if name in ablate.TECHNIQUES else []
+        script = hashlib.sha256((ROOT / "train_small.py").read_bytes()).hexdigest()
+        made = {"flags": ["--seed", "1", *change], "script": script}
+        (tmp_path / name / "ablation.json").write_text(json.dumps(made))
     monkeypatch.setattr(sys, "argv", ["ablate.py", "--only", "smear,back", "--out", str(tmp_path), "--seed", "1"])
     assert ablate.main() == 0
     table = "| without | bpb | ms a step |\n| --- | ---: | ---: |\n"
     table += "| backout | +0.2500 | -9.50 |\n| smear | +0.0125 | -1.00 |\n"
     assert (tmp_path / "ablations.md").read_text() == table and capsys.readouterr().out.endswith(table)
+    monkeypatch.setattr(sys, "argv", ["ablate.py", "--only", "smear", "--out", str(tmp_path), "--seed", "2"])
+    assert ablate.main() == 1 and "whole_recipe is of other flags" in capsys.readouterr().out
     monkeypatch.setattr(sys, "argv", ["ablate.py", "--only", "nothing", "--out", str(tmp_path)])
     assert ablate.main() == 1 and "value embeddings" in capsys.readouterr().err
     for change in ablate.TECHNIQUES.values():  # every switch is a field of today's Config, with a value of its type

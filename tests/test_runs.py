@@ -425,12 +425,33 @@ def test_checkpoint_holds_the_random_state(tmp_path):
 
 
 def test_resume_of_a_finished_run(finished, tmp_path, capsys):
-    """Nothing left to do: the same result again, no step repeated, the weights untouched."""
+    """Nothing left to do: the same result again, no step repeated, report and weights untouched."""
     run_dir = shutil.copytree(finished[0], tmp_path / "again")
     assert ts.main(["--resume", "--run-dir", str(run_dir)]) == 0
-    again, first = (json.loads(text.splitlines()[-1]) for text in (capsys.readouterr().out, finished[1]))
-    assert [again[k] for k in ("val_bpb", "steps", "tokens")] == [first[k] for k in ("val_bpb", "steps", "tokens")]
+    out = capsys.readouterr().out
+    assert "this run is finished" in out
+    assert json.loads(out.splitlines()[-1]) == json.loads(finished[1].splitlines()[-1])
     assert_same_run(run_dir, finished[0])
+    for name in ("report.md", "result.json", "config.json"):
+        assert (run_dir / name).read_bytes() == (finished[0] / name).read_bytes()
+
+
+def test_resume_remembers_new_flags(halfway, tmp_path, fails, capsys):
+    """A run that is made longer and stopped again goes on to its new end without the flags being said twice."""
+    run_dir = shutil.copytree(halfway, tmp_path / "run")
+    before = json.loads((run_dir / "config.json").read_text())
+    fails(["--resume", "--run-dir", run_dir, "--steps", "8"], "is at step 10 already", "ask for 8")
+    assert json.loads((run_dir / "config.json").read_text()) == before
+    with pytest.MonkeyPatch.context() as patch:
+        at_step(patch, 12, lambda state: os.kill(os.getpid(), signal.SIGTERM))
+        assert ts.main(["--resume", "--run-dir", str(run_dir), "--steps", "14", "--set", "cooldown=0.3"]) == 1
+    assert ts.main(["--resume", "--run-dir", str(run_dir)]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["steps"] == 14
+    after = json.loads((run_dir / "config.json").read_text())
+    assert after["overridden"] == [*before["overridden"], "cooldown=0.3"], "which voids record status"
+    assert after["config"] == before["config"] | {"tokens": 14 * 3 * 128, "cooldown": 0.3}
+    (run_dir / "config.json").write_text(json.dumps(after | {"command": "rl"}))
+    fails(["--resume", "--run-dir", run_dir], "is a run of runs/rl.py")
 
 
 def test_a_finished_run_is_evaluated_as_it_was_trained(finished, dataset, tmp_path, capsys):
@@ -439,6 +460,7 @@ def test_a_finished_run_is_evaluated_as_it_was_trained(finished, dataset, tmp_pa
     path = ts.checkpoints(run_dir)[-1] / "state.json"
     record = json.loads(path.read_text())
     path.write_text(json.dumps(record | {"val_bpb": None}))
+    (run_dir / "report.md").unlink()
     state = ts.build_state(dataclasses.replace(ts.read_config(run_dir), dtype="float32"), ALONE, lambda text: None)
     ts.load_checkpoint(state, path.parent)
     assert state.model.windows == (8, 24) != ts.stage_attention(state.config, 0)["window_long"]
