@@ -5,8 +5,9 @@
 
 Other arguments go to train_small.py. Every GPU first trains the whole recipe and then takes techniques from one queue,
 one run at a time; differences are against the whole recipe on the same GPU, because cards differ by some percent.
-Prints a table as runs end and writes it, sorted, to OUT/ablations.md; runs that are there already are read, not
-repeated. One seed says little about differences below twice the spread of seeds (0.0007 on B34).
+Prints a table as runs end and writes it, sorted, to OUT/ablations.md. Runs that are there already, with the same flags
+and the same script, are read, not repeated. One seed says little about differences below twice the spread of seeds
+(0.0006 on B34).
 """
 
 import argparse

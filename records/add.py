@@ -26,7 +26,7 @@ import record as rec
 MAX_BYTES = 1_000_000
 # Flags that say where a run lies or which of several it is, with whether a value follows; they are no part of a record.
 PLACE_FLAGS = {"--data": 1, "--run-dir": 1, "--seed": 1, "--wandb": 1, "--resume": 0}
-PLACE_FIELDS = ("data", "seed", "wandb", "core_items")  # the same in the Config
+PLACE_FIELDS = ("data", "seed", "wandb")  # the same in the Config
 NO_CORE = "core_items=-1"  # the one --set that is free: CORE is scored after training, and not each seed needs it
 LOG_FLAGS = {"--eval-every", "--save-every", "--log-every"}  # may replace those of an args file
 
@@ -43,6 +43,8 @@ def read_run(run_dir: Path, script: str) -> dict:
             rec.fail(f"{run_dir} is a run of {run['command']}; a record is made of pretraining runs")
         run |= {"dir": run_dir, "script": script, "fingerprint": run["dataset_fingerprint"],
                 "set": [text for text in run["overridden"] if text != NO_CORE]}  # fmt: skip
+        if NO_CORE in run["overridden"]:  # the recipe is that of the runs that were scored
+            run["config"]["core_items"] = int(dict(text.split("=", 1) for text in run["set"]).get("core_items", 0))
         log, hashed = rec.read_log(run_dir / "log.jsonl"), run["machine"]["script_sha256"]
         problems = rec.check_log(log, run["config"])
     except (ValueError, KeyError, TypeError, rec.Unreadable) as error:

@@ -387,7 +387,24 @@ def test_add_takes_seeds_without_core(repo, tmp_path, joined):
     for i, runs in enumerate((("out/a_0", second), (second, "out/a_0"))):
         run(add, *runs, "--track", "small", "--slug", "x", "--out", tmp_path / str(i))
         record = rec.read_record(next((tmp_path / str(i)).iterdir()))
-        assert [run["seed"] for run in record["runs"]] == [0, 1] and "core_items" not in json.dumps(record)
+        assert [run["seed"] for run in record["runs"]] == [0, 1] and record["config"]["core_items"] == 0
+        assert "core_items" not in " ".join(record["flags"]) and rec.problems(next((tmp_path / str(i)).iterdir())) == []
+
+
+def test_add_takes_an_args_file_about_core(repo, tmp_path):
+    """A track that scores some items of each task: its number stays in the record, also beside a seed without CORE."""
+    (repo / "runs" / "some_core.args").write_text((repo / "runs" / "tiny.args").read_text() + "--set core_items=5\n")
+    git(repo, "add", "runs/some_core.args")
+    git(repo, "commit", "-qm", "a track")
+    runs = [shutil.copytree(repo / "out" / f"a_{seed}", tmp_path / f"a_{seed}") for seed in (0, 1)]
+    for run_dir in runs:
+        edit(run_dir / "config.json", lambda c: (c.update(flags=["@runs/some_core.args", *c["flags"][1:]]),
+                                                 c["overridden"].append("core_items=5"),
+                                                 c["config"].update(core_items=5)))  # fmt: skip
+    edit(runs[1] / "config.json", no_core)
+    run(add, *runs, "--track", "small", "--slug", "x", "--out", tmp_path / "new")
+    record = rec.read_record(next((tmp_path / "new").iterdir()))
+    assert record["config"]["core_items"] == 5 and record["args"] == "some_core.args"
 
 
 def alone(repo, tmp_path, name, *changes):

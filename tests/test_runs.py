@@ -704,7 +704,7 @@ def test_too_little_data(fails, dataset, dataset_dir, tmp_path):
     with contextlib.closing(ts.PackLoader(dataset, config, ALONE)) as loader:
         for _ in range(config.num_steps):
             loader.next()
-    rounded_up = next(n for n in range(2, 99) if there % (128 * n) > 64 * n)  # packs with which the steps are
+    rounded_up = next(n for n in range(2, 99) if there % (128 * n) > 64 * n)  # packs: the steps come to more
     for packs, tokens, words in ((rounded_up, there, "training tokens"), (999, 9, "make the batch smaller")):
         argv = [w for w in flags(dataset_dir, tmp_path / "run") if w not in ("--steps", "20")]
         fails([*argv, "--set", f"stages=((1.0,{packs},8,16,48,1.0),)", "--tokens", tokens], words)
