@@ -416,8 +416,8 @@ class GPT(nn.Module):
         """Everything between token ids and the head.
 
         Args:    tokens_T ids; previous_T id of the token before in the same document (any value at position 0);
-                 positions_T position in the document; attend(index, layer, q, k, v) -> y, all (T, H, K), q scaled;
-                 weights what layer_weights() gave
+                 positions_T position in the document; attend(index, layer, q, k, v, gate (T, H) or None) -> y, all
+                 others (T, H, K), q scaled, y gated; weights what layer_weights() gave
         Returns: normalised hidden state (T, D)
         """
         c, T = self.config, tokens_T.size(0)
@@ -430,13 +430,13 @@ class GPT(nn.Module):
         if c.smear:  # a learned share of the previous token's embedding: -15 steps in modded-nanogpt record 34
             gate = torch.sigmoid(F.linear(x[:, : c.gate_width], self.smear_gate)) * whole[0]
             x = x + F.embedding(previous_T, self.embed) * gate.masked_fill(first_T[:, None], 0)
-        x = x0 = norm(x)
+        x = x0 = settled(norm(x))
         bigram = None
         if c.bigram_rows:  # hashed token pairs, signed so that colliding pairs are nearly orthogonal (records 62, 83)
             t, p = tokens_T.long(), previous_T.long()
             pair = ((36313 * t) ^ (27191 * p)) % (c.bigram_rows - 1)
             bigram = F.embedding(pair.masked_fill(first_T, c.bigram_rows - 1), self.bigram_embed)
-            bigram = bigram * F.embedding(((t ^ p) % SIGN_ROWS).masked_fill(first_T, 0), self.bigram_signs)
+            bigram = settled(bigram * F.embedding(((t ^ p) % SIGN_ROWS).masked_fill(first_T, 0), self.bigram_signs))
         if c.value_embed_layers:  # all tables in one lookup; one scatter in the backward
             offsets = torch.arange(len(c.value_embed_layers), device=x.device)[:, None] * c.padded_vocab
             values = F.embedding(tokens_T + offsets, self.value_embed)  # (E, T, D)
@@ -448,15 +448,15 @@ class GPT(nn.Module):
                 if layer <= c.shared_input_from:
                     a = norm(x)
                 qkv = F.linear(a, qkv_weight).view(T, 3, c.num_heads, c.head_dim)
-                q, k, v = qkv.unbind(1)
-                q, k = rotate(norm(q) * self.attention_scale, cos_TK, sin_TK), rotate(norm(k), cos_TK, sin_TK)
+                q, k, v = norm_rotate(qkv, cos_TK, sin_TK, self.attention_scale)
                 if layer in c.value_embed_layers:  # record 14; the gate reads the token's hidden state
                     e = c.value_embed_layers.index(layer)
                     gate = 2 * torch.sigmoid(F.linear(a[:, : c.gate_width], self.value_gate[e]))  # (T, H)
                     v = v + gate[..., None] * values[e].view_as(v)
-                y = attend(index, layer, q, k, v)
+                gate = None
                 if c.attention_gates:  # a head can say nothing (record 28); here on B34: -0.004 bpb
-                    y = y * (2 * torch.sigmoid(F.linear(a[:, : c.gate_width], self.attention_gate[index])))[..., None]
+                    gate = 2 * torch.sigmoid(F.linear(a[:, : c.gate_width], self.attention_gate[index]))
+                y = attend(index, layer, q, k, v, gate)
                 x = resid_attn[layer] * x + F.linear(y.reshape(T, c.width), o_weight)
             if c.x0_injection:
                 x = x + share_x0[layer] * x0
@@ -484,10 +484,10 @@ class GPT(nn.Module):
         first_T = (positions_T == 0)[:, None, None]
         attention = self.attention(self, positions_T, cu_seqlens, max_doc)
 
-        def attend(index, layer, q, k, v):
+        def attend(index, layer, q, k, v, gate):
             if layer in c.key_offset_layers:
                 k = offset_keys(k, torch.cat((k[:1], k[:-1])), first_T)
-            return attention(q, k, v, int(layer in c.long_layers))
+            return attention(q, k, v, int(layer in c.long_layers), gate)
 
         hidden = self.trunk(tokens_T, previous_T, positions_T, attend)
         if targets_T is None:
@@ -536,7 +536,7 @@ class GPT(nn.Module):
         begin, last = tensor(borders[:-1]), tensor(borders[1:] - 1)
         first_T11 = (positions_T == 0)[:, None, None]
 
-        def attend(index, layer, q, k, v):
+        def attend(index, layer, q, k, v, gate):
             long, keys, values = int(layer in c.long_layers), cache.keys[index], cache.values[index]
             attention, _, new, order, *read, kept, row, slot, rows, start, end = plans[long]
             if layer in c.key_offset_layers:
@@ -552,7 +552,7 @@ class GPT(nn.Module):
             keys[row, slot], values[row, slot] = k[kept], v[kept]
             if layer in c.key_offset_layers:
                 keys[rows, end, :, half:] = own[last, :, half:]
-            return y
+            return gated(y, gate)
 
         self.trunk(tensor(tokens + [0] * pad), tensor(previous + [0] * pad), positions_T, attend, weights)
 
@@ -564,9 +564,9 @@ class GPT(nn.Module):
         """
         c = self.config
 
-        def attend(index, layer, q, k, v):
+        def attend(index, layer, q, k, v, gate):
             offset = layer in c.key_offset_layers
-            return decode_attention(q, k, v, cache.keys[index], cache.values[index], positions_B, offset)
+            return gated(decode_attention(q, k, v, cache.keys[index], cache.values[index], positions_B, offset), gate)
 
         hidden = self.trunk(tokens_B, previous_B, positions_B.clamp(min=0), attend, weights)
         return softcap(F.linear(hidden, self.head).float(), c.softcap)
@@ -1298,8 +1298,12 @@ def validation_batch(dataset: Dataset, config: Config) -> Batch:
 # ===============================================================================
 # 6. ATTENTION -- causal, inside documents, over a window; one signature for all backends
 # attention(model, positions (T,), cu_seqlens (G + 1,), max_doc) prepares what all layers share and returns
-# attend(q, k, v (T, H, K), long 0 or 1) -> (T, H, K), where q already carries the scale.
+# attend(q, k, v (T, H, K), long 0 or 1, gate (T, H) or None) -> (T, H, K), where q already carries the scale.
 # Query i sees keys j of its own document with i - window <= j <= i.
+
+
+def gated(y_THK: Tensor, gate_TH: Tensor | None) -> Tensor:
+    return y_THK if gate_TH is None else y_THK * gate_TH[..., None]
 
 
 def block_mask(positions_T: Tensor, reach: int) -> Tensor:
@@ -1329,16 +1333,17 @@ def blocked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
 def sdpa_attention(model, positions_T, cu_seqlens, max_doc) -> Callable:
     """Plain torch, on any device and in any dtype."""
     masks = [block_mask(positions_T, min(window, max_doc)) for window in model.windows]
-    return lambda q, k, v, long: blocked_attention(q, k, v, masks[long])
+    return lambda q, k, v, long, gate=None: gated(blocked_attention(q, k, v, masks[long]), gate)
 
 
 def varlen_attention(model, positions_T, cu_seqlens, max_doc) -> Callable:
     """FlashAttention 2 inside torch (Ampere and newer, 16 bits). Every pair of windows is a graph of its own."""
     from torch.nn.attention.varlen import varlen_attn
 
-    def attend(q, k, v, long):
+    def attend(q, k, v, long, gate=None):
         window = (model.windows[long], 0)
-        return varlen_attn(q, k, v, cu_seqlens, cu_seqlens, max_doc, max_doc, scale=1.0, window_size=window)
+        y = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, max_doc, max_doc, scale=1.0, window_size=window)
+        return gated(y, gate)
 
     return attend
 
@@ -1346,7 +1351,7 @@ def varlen_attention(model, positions_T, cu_seqlens, max_doc) -> Callable:
 def triton_attention(model, positions_T, cu_seqlens, max_doc) -> Callable:
     """window_attention of section 7 (Ampere and newer, 16 bits); windows are data, so one graph serves all stages."""
     bounds = [attention_bounds(cu_seqlens, positions_T.numel(), size) for size in model.window_sizes.unbind()]
-    return lambda q, k, v, long: window_attention(q, k, v, bounds[long], 1.0)
+    return lambda q, k, v, long, gate=None: window_attention(q, k, v, bounds[long], 1.0, gate)
 
 
 def load_fa3_attention() -> Callable:
@@ -1356,10 +1361,10 @@ def load_fa3_attention() -> Callable:
     flash = get_kernel("kernels-community/flash-attn3").flash_attn_varlen_func
 
     def fa3_attention(model, positions_T, cu_seqlens, max_doc):
-        def attend(q, k, v, long):
+        def attend(q, k, v, long, gate=None):
             y = flash(q, k, v, cu_seqlens, cu_seqlens, max_doc, max_doc, softmax_scale=1.0, causal=True,
                       window_size=(model.windows[long], 0))  # fmt: skip
-            return y[0] if isinstance(y, tuple) else y
+            return gated(y[0] if isinstance(y, tuple) else y, gate)
 
         return attend
 
@@ -1806,7 +1811,8 @@ def mlp_relu2(x_TD: Tensor, up_FD: Tensor, down_FD: Tensor) -> Tensor:
 
 # -- sliding-window attention on packed documents; at windows 128, 384, 896 forward and backward in 0.66, 0.99, 1.44 ms
 # against 1.10, 1.50, 1.92 of torch varlen. Row i sees keys bounds[0, i] <= j <= i; key j is seen by rows
-# j <= i <= bounds[1, j]; both only ever rise. Windows are data, so a change of window compiles nothing.
+# j <= i <= bounds[1, j]; both only ever rise. Windows are data, so a change of window compiles nothing. A gate is a
+# positive factor of each row and head, for nothing.
 
 
 def attention_bounds(cu_seqlens: Tensor, T: int, window: int | Tensor) -> Tensor:
@@ -1817,13 +1823,13 @@ def attention_bounds(cu_seqlens: Tensor, T: int, window: int | Tensor) -> Tensor
     return torch.stack([first, last]).to(torch.int32)
 
 
-def window_attention_ref(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, scale: float) -> Tensor:
-    """q, k, v (T, H, K) -> (T, H, K) with dense scores (H, T, T); only for tests."""
+def window_attention_ref(q, k, v, bounds: Tensor, scale: float, gate: Tensor | None = None) -> Tensor:
+    """q, k, v (T, H, K), gate (T, H) -> (T, H, K) with dense scores (H, T, T); only for tests."""
     t = torch.arange(len(q), device=q.device)
     seen = (t >= bounds[0, :, None]) & (t <= t[:, None])
     scores = torch.einsum("ihd,jhd->hij", q, k).mul(scale).masked_fill(~seen, float("-inf"))
     p = scores.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32))
-    return torch.einsum("hij,jhd->ihd", p.to(v.dtype), v)
+    return gated(torch.einsum("hij,jhd->ihd", p.to(v.dtype), v), gate)
 
 
 @jit
@@ -1833,8 +1839,13 @@ def load_rows(x, index, stride, T, D: tl.constexpr):
 
 
 @jit
-def attention_forward_kernel(q, k, v, o, lse, bounds, T, sq, sk, sv, so, scale_log2, D: tl.constexpr, BM: tl.constexpr,
-                             BN: tl.constexpr):  # fmt: skip
+def load_gate(gate, m, h, T, H, GATED: tl.constexpr):
+    return tl.load(gate + m * H + h, mask=m < T, other=1.0).to(tl.float32) if GATED else 1.0
+
+
+@jit
+def attention_forward_kernel(q, k, v, o, lse, gate, bounds, T, sq, sk, sv, so, scale_log2, GATED: tl.constexpr,
+                             D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
     """One block of BM rows and one head a program; keys from the first that its first row sees."""
     m0, h = tl.program_id(0) * BM, tl.program_id(1)
     m = m0 + tl.arange(0, BM)
@@ -1851,20 +1862,29 @@ def attention_forward_kernel(q, k, v, o, lse, bounds, T, sq, sk, sv, so, scale_l
         total = total * shrink + tl.sum(p, 1)
         V = load_rows(v + h * D, n, sv, T, D)
         acc = tl.dot(p.to(V.dtype), V, acc * shrink[:, None], input_precision="ieee")
+    factor = load_gate(gate, m, h, T, so // D, GATED) / total
     tl.store(o + m.to(tl.int64)[:, None] * so + h * D + tl.arange(0, D)[None, :],
-             (acc / total[:, None]).to(o.dtype.element_ty), mask=m[:, None] < T)  # fmt: skip
+             (acc * factor[:, None]).to(o.dtype.element_ty), mask=m[:, None] < T)  # fmt: skip
     tl.store(lse + h * T + m, top + tl.log2(total), mask=m < T)
 
 
 @jit
-def attention_dq_kernel(q, k, v, o, do, dq, lse, delta, bounds, T, sq, sk, sv, so, scale, D: tl.constexpr,
-                        BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
-    """As the forward; also leaves delta = rowsum(o do) for the other kernel."""
+def attention_dq_kernel(q, k, v, o, do, dq, lse, delta, gate, gated_lse, bounds, T, sq, sk, sv, so, scale,
+                        GATED: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
+    """As the forward; also leaves delta = rowsum(o do) for the other kernel.
+
+    With a gate G: ds = p (G dp - delta) = p' (dp - delta / G), where p' = G p = exp2(s - (lse - log2 G)) is what dv
+    takes too. So both kernels see another lse and another delta, which is the gradient of the gate.
+    """
     m0, h = tl.program_id(0) * BM, tl.program_id(1)
     m = m0 + tl.arange(0, BM)
     first, L = tl.load(bounds + m, mask=m < T, other=0), tl.load(lse + h * T + m, mask=m < T, other=0.0)
     Q, dO = load_rows(q + h * D, m, sq, T, D), load_rows(do + h * D, m, so, T, D)
     row = tl.sum(dO.to(tl.float32) * load_rows(o + h * D, m, so, T, D).to(tl.float32), 1)
+    if GATED:  # a gate of exactly 0 has a sigmoid of slope 0 behind it
+        G = load_gate(gate, m, h, T, so // D, GATED)
+        row, L = tl.where(G == 0.0, 0.0, row / G), L - tl.log2(G)
+        tl.store(gated_lse + h * T + m, L, mask=m < T)
     tl.store(delta + h * T + m, row, mask=m < T)
     acc = tl.zeros([BM, D], tl.float32)
     for n0 in range(tl.load(bounds + m0) // BN * BN, min(m0 + BM, T), BN):
@@ -1912,56 +1932,194 @@ def adjacent_heads(x: Tensor) -> Tensor:
 
 
 @torch.library.custom_op(f"{OPS}::window_attention", mutates_args=())
-def window_attention_forward(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def window_attention_forward(
+    q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, scale: float, gate: Tensor | None
+) -> tuple[Tensor, Tensor]:
     (T, H, D), (q, k, v) = q.shape, map(adjacent_heads, (q, k, v))
     o, lse = q.new_empty(T, H, D), torch.empty(H, T, dtype=torch.float32, device=q.device)
-    strides = (T, q.stride(0), k.stride(0), v.stride(0), H * D)
+    strides = (T, q.stride(0), k.stride(0), v.stride(0), H * D, scale * math.log2(math.e))
+    factor = lse if gate is None else gate.contiguous()
     grid = (triton.cdiv(T, ATTENTION_TILES["BM"]), H)
-    attention_forward_kernel[grid](q, k, v, o, lse, bounds, *strides, scale * math.log2(math.e), D, **ATTENTION_TILES)
+    attention_forward_kernel[grid](q, k, v, o, lse, factor, bounds, *strides, gate is not None, D, **ATTENTION_TILES)
     return o, lse
 
 
 @torch.library.custom_op(f"{OPS}::window_attention_grad", mutates_args=())
-def window_attention_grad(q: Tensor, k: Tensor, v: Tensor, o: Tensor, do: Tensor, lse: Tensor, bounds: Tensor,
-                          scale: float) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+def window_attention_grad(
+    q: Tensor, k: Tensor, v: Tensor, o: Tensor, do: Tensor, lse: Tensor, bounds: Tensor, scale: float,
+    gate: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     (T, H, D), (q, k, v), do = q.shape, map(adjacent_heads, (q, k, v)), do.contiguous()
     (dq, dk, dv), delta = (q.new_empty(T, H, D) for _ in range(3)), torch.empty_like(lse)
-    strides = (T, q.stride(0), k.stride(0), v.stride(0), H * D, scale, D)
+    strides = (T, q.stride(0), k.stride(0), v.stride(0), H * D, scale)
+    factors = (lse, lse) if gate is None else (gate.contiguous(), torch.empty_like(lse))
     grid = (triton.cdiv(T, ATTENTION_TILES["BM"]), H)
-    attention_dq_kernel[grid](q, k, v, o, do, dq, lse, delta, bounds, *strides, **ATTENTION_TILES)
+    attention_dq_kernel[grid](q, k, v, o, do, dq, lse, delta, *factors, bounds, *strides, gate is not None, D,
+                              **ATTENTION_TILES)  # fmt: skip
     grid = (triton.cdiv(T, ATTENTION_TILES["BN"]), H)
-    attention_dkv_kernel[grid](q, k, v, do, dk, dv, lse, delta, bounds, *strides, **ATTENTION_TILES)
-    return dq, dk, dv
+    attention_dkv_kernel[grid](q, k, v, do, dk, dv, factors[1], delta, bounds, *strides, D, **ATTENTION_TILES)
+    return dq, dk, dv, q.new_empty(0) if gate is None else delta.T.to(gate.dtype).contiguous()
 
 
 @window_attention_forward.register_fake
-def _(q, k, v, bounds, scale):
+def _(q, k, v, bounds, scale, gate):
     return q.new_empty(q.shape), q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
 
 
-window_attention_grad.register_fake(lambda q, *rest: tuple(q.new_empty(q.shape) for _ in "qkv"))
+@window_attention_grad.register_fake
+def _(q, k, v, o, do, lse, bounds, scale, gate):
+    return *(q.new_empty(q.shape) for _ in "qkv"), q.new_empty(0) if gate is None else gate.new_empty(gate.shape)
 
 
 def save_window_attention(ctx, inputs, output):
-    ctx.save_for_backward(*inputs[:4], *output)
-    ctx.scale = inputs[4]
+    *tensors, ctx.scale, gate = inputs
+    ctx.save_for_backward(*tensors, gate, *output)
     ctx.set_materialize_grads(False)
 
 
 def window_attention_backward(ctx, do, dlse):
-    q, k, v, bounds, o, lse = ctx.saved_tensors
-    return (*window_attention_grad(q, k, v, o, do, lse, bounds, ctx.scale), None, None)
+    q, k, v, bounds, gate, o, lse = ctx.saved_tensors
+    dq, dk, dv, dgate = window_attention_grad(q, k, v, o, do, lse, bounds, ctx.scale, gate)
+    return dq, dk, dv, None, None, None if gate is None else dgate
 
 
 window_attention_forward.register_autograd(window_attention_backward, setup_context=save_window_attention)
 
 
-def window_attention(q_THK: Tensor, k_THK: Tensor, v_THK: Tensor, bounds: Tensor, scale: float) -> Tensor:
-    """As window_attention_ref, for 16-bit tensors with K a power of two; views of a packed qkv are fine.
+def window_attention(q_THK, k_THK, v_THK, bounds: Tensor, scale: float, gate_TH: Tensor | None = None) -> Tensor:
+    """As window_attention_ref, for 16-bit tensors with K a power of two; views of a packed qkv are fine. Gate above 0.
 
     4 / 10 T H K window FLOP forward / backward; 4 / 11 T H K values moved at the least.
     """
-    return window_attention_forward(q_THK, k_THK, v_THK, bounds, scale)[0]
+    return window_attention_forward(q_THK, k_THK, v_THK, bounds, scale, gate_TH)[0]
+
+
+# -- queries and keys: norm, scale and rotary embedding in one pass over qkv, and the way back in another.
+# torch.compile takes two for the way back, with fp32 gradients of the normalised in memory between them.
+
+
+def norm_rotate_ref(qkv: Tensor, cos: Tensor, sin: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = qkv.unbind(1)
+    return rotate(norm(q) * scale, cos, sin), rotate(norm(k), cos, sin), v
+
+
+NORM_EPS = torch.finfo(torch.float32).eps  # what F.rms_norm adds in 16 and 32 bits
+
+
+@jit
+def load_quarters(x, K: tl.constexpr, live):
+    """The four quarters of rows of K values, fp32; in this way loads stay wide although two quarters are turned."""
+    a, b = tl.load(x, mask=live, other=0.0), tl.load(x + K // 4, mask=live, other=0.0)
+    c, d = tl.load(x + K // 2, mask=live, other=0.0), tl.load(x + 3 * (K // 4), mask=live, other=0.0)
+    return a.to(tl.float32), b.to(tl.float32), c.to(tl.float32), d.to(tl.float32)
+
+
+@jit
+def store_quarters(x, a, b, c, d, K: tl.constexpr, live):
+    tl.store(x, a.to(x.dtype.element_ty), mask=live)
+    tl.store(x + K // 4, b.to(x.dtype.element_ty), mask=live)
+    tl.store(x + K // 2, c.to(x.dtype.element_ty), mask=live)
+    tl.store(x + 3 * (K // 4), d.to(x.dtype.element_ty), mask=live)
+
+
+@jit
+def norm_rotate_kernel(qkv, q, k, v, dqkv, cos, sin, scale, rows, H, eps, BWD: tl.constexpr, K: tl.constexpr,
+                       BR: tl.constexpr):  # fmt: skip
+    """BR rows t H + h of K values: from qkv to q and k, or with BWD from the gradients q, k, v to dqkv."""
+    row, column = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR), tl.arange(0, K // 4)[None, :]
+    live, t = (row < rows)[:, None], row // H
+    C = tl.load(cos + (t * K)[:, None] + column, mask=live, other=0.0).to(tl.float32)
+    S = tl.load(sin + (t * K)[:, None] + column, mask=live, other=0.0).to(tl.float32)
+    for part in tl.static_range(3 if BWD else 2):
+        packed, own = ((t * 3 + part) * H + row % H)[:, None] * K + column, row[:, None] * K + column
+        other = (q if part == 0 else (k if part == 1 else v)) + own
+        if part == 2:
+            a, b, c, d = load_quarters(other, K, live)
+        else:
+            a, b, c, d = load_quarters(qkv + packed, K, live)
+            shrink = tl.rsqrt(tl.sum(a * a + b * b + c * c + d * d, 1) / K + eps)[:, None]
+            factor = shrink * tl.load(scale) if part == 0 else shrink
+            if BWD:
+                e, f, g, h = load_quarters(other, K, live)
+                e, f = e * C - f * S, e * S + f * C
+                along = (tl.sum(a * e + b * f + c * g + d * h, 1) / K)[:, None] * shrink * shrink
+                a, b, c, d = e - a * along, f - b * along, g - c * along, h - d * along
+            else:
+                a, b = a * C + b * S, b * C - a * S
+            a, b, c, d = a * factor, b * factor, c * factor, d * factor
+        store_quarters(dqkv + packed if BWD else other, a, b, c, d, K, live)
+
+
+ROTATE_ROWS = 32  # of a program
+
+
+def launch_norm_rotate(qkv, q, k, v, dqkv, cos, sin, scale) -> None:
+    (T, _, H, K), grid = qkv.shape, (triton.cdiv(qkv.numel() // (3 * qkv.size(3)), ROTATE_ROWS),)
+    norm_rotate_kernel[grid](qkv, q, k, v, dqkv, cos.contiguous(), sin.contiguous(), scale, T * H, H, NORM_EPS,
+                             dqkv is not qkv, K, ROTATE_ROWS)  # fmt: skip
+
+
+@torch.library.custom_op(f"{OPS}::norm_rotate", mutates_args=())
+def norm_rotate_forward(qkv: Tensor, cos: Tensor, sin: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    qkv = qkv.contiguous()
+    q, k = (torch.empty_like(qkv[:, 0], memory_format=torch.contiguous_format) for _ in "qk")
+    launch_norm_rotate(qkv, q, k, q, qkv, cos, sin, scale)
+    return q, k
+
+
+@torch.library.custom_op(f"{OPS}::norm_rotate_grad", mutates_args=())
+def norm_rotate_grad(
+    qkv: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, scale: Tensor
+) -> Tensor:
+    tensors = [t.contiguous() for t in (qkv, dq, dk, dv)]
+    launch_norm_rotate(*tensors, dqkv := torch.empty_like(tensors[0]), cos, sin, scale)
+    return dqkv
+
+
+norm_rotate_forward.register_fake(lambda qkv, *rest: tuple(qkv.new_empty(qkv[:, 0].shape) for _ in "qk"))
+norm_rotate_grad.register_fake(lambda qkv, *rest: qkv.new_empty(qkv.shape))
+
+
+class NormRotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, qkv, cos, sin, scale):
+        ctx.save_for_backward(qkv, cos, sin, scale)
+        return *norm_rotate_forward(qkv, cos, sin, scale), qkv[:, 2]
+
+    @staticmethod
+    def backward(ctx, dq, dk, dv):
+        qkv, *rest = ctx.saved_tensors
+        return norm_rotate_grad(qkv, dq, dk, dv, *rest), None, None, None
+
+
+def norm_rotate(qkv: Tensor, cos_TK: Tensor, sin_TK: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """qkv (T, 3, H, K) -> q, normalised, times the scale and rotated; k, normalised and rotated; v: each (T, H, K).
+
+    cos_TK and sin_TK (T, 1, K) as for rotate, of which the kernel reads the first quarter; scale 0-D, without a
+    gradient. 4 / 8 T H K values moved.
+    """
+    K = qkv.size(-1)
+    if use_triton(qkv) and torch.is_grad_enabled() and K & (K - 1) == 0:
+        return NormRotate.apply(qkv, cos_TK, sin_TK, scale)
+    return norm_rotate_ref(qkv, cos_TK, sin_TK, scale)
+
+
+# -- torch.compile computes cheap things anew wherever they are read. What every layer reads is better computed once:
+# the signed bigram embedding, else read as embedding and signs, and x0, else kept in fp32.
+
+
+@torch.library.custom_op(f"{OPS}::settle", mutates_args=())
+def settle(x: Tensor) -> Tensor:
+    return x.clone()
+
+
+settle.register_fake(torch.empty_like)
+settle.register_autograd(lambda ctx, g: g)
+
+
+def settled(x: Tensor) -> Tensor:
+    """x, in training on a GPU as a tensor in memory."""
+    return settle(x) if use_triton(x) and torch.is_grad_enabled() else x
 
 
 # -- one step of decoding: each row of the cache gets a key and a value and one query looks at its ring of S slots.
@@ -2257,10 +2415,10 @@ def score_packed(model: GPT, tokens_T, positions_T, previous_T, branch_T, skip_T
     """
     c, first = model.config, (positions_T == 0)[:, None, None]
 
-    def attend(index, layer, q, k, v):
+    def attend(index, layer, q, k, v, gate):
         if layer in c.key_offset_layers:
             k = offset_keys(k, k[previous_T], first)
-        return branch_attention(q, k, v, first_2T[int(layer in c.long_layers)], skip_T, branch_T, 1.0)
+        return gated(branch_attention(q, k, v, first_2T[int(layer in c.long_layers)], skip_T, branch_T, 1.0), gate)
 
     hidden = model.trunk(tokens_T, tokens_T[previous_T], positions_T, attend)
     nats, hits = [], []

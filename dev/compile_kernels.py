@@ -71,8 +71,13 @@ def launches(script, config) -> None:
         script.launch_relu2(new(T, D), new(F, D), new(T, F))
     q, k, v = new(T, 3, H, K).unbind(1)
     bounds = new(2, T, dtype=torch.int32)
-    script.window_attention_forward(q, k, v, bounds, 1.0)
-    script.window_attention_grad(q, k, v, new(T, H, K), new(T, H, K), new(H, T, dtype=torch.float32), bounds, 1.0)
+    for gate in (None, new(T, H)):
+        script.window_attention_forward(q, k, v, bounds, 1.0, gate)
+        o, lse = new(T, H, K), new(H, T, dtype=torch.float32)
+        script.window_attention_grad(q, k, v, o, o.clone(), lse, bounds, 1.0, gate)
+    turn = new(T, 1, K), new(T, 1, K), torch.ones(())
+    script.norm_rotate_forward(new(T, 3, H, K), *turn)
+    script.norm_rotate_grad(new(T, 3, H, K), *new(3, T, H, K), *turn)
     for offset in (False, True):
         cache = new(4, 64, H, K)
         script.decode_attention(q[:4], k[:4], v[:4], cache, cache.clone(), new(4, dtype=torch.int32), offset)

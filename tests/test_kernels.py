@@ -202,9 +202,10 @@ def test_mlp_relu2(device, monkeypatch):
 
 
 @devices
+@pytest.mark.parametrize("gates", [False, True], ids=["plain", "gated"])
 @pytest.mark.parametrize("cu,window", [([0, 70], 20), ([0, 1, 2, 40, 41, 77, 77, 77], 16), ([0, 33, 50], 500),
                                        ([0, 5, 100], 0), ([0, 1], 3)])
-def test_window_attention(cu, window, device, monkeypatch):
+def test_window_attention(cu, window, gates, device, monkeypatch):
     cuda = device == "cuda"
     cu = torch.tensor(cu, dtype=torch.int32, device=device) * (37 if cuda else 1)
     T, H, D, dtype = int(cu[-1]), 2, 128 if cuda else 16, torch.bfloat16 if cuda else torch.float32
@@ -217,12 +218,61 @@ def test_window_attention(cu, window, device, monkeypatch):
     assert torch.equal(seen, (t[:, None] <= bounds[1]) & (t <= t[:, None]))
     qkv = torch.randn(T, 3, H, D, device=device).to(dtype).requires_grad_()
     do = torch.randn(T, H, D, device=device).to(dtype)
-    y = K.window_attention(*qkv.unbind(1), bounds, 0.2)
-    got = (y, *torch.autograd.grad(y, qkv, do))
-    qkv = qkv.detach().double().requires_grad_()
-    y = K.window_attention_ref(*qkv.unbind(1), bounds, 0.2)
-    for a, b in zip(got, (y, *torch.autograd.grad(y, qkv, do.double())), strict=False):
+    gate = 2 * torch.rand(T, H, device=device).to(dtype)
+    y = K.window_attention(*qkv.unbind(1), bounds, 0.2, gate.requires_grad_() if gates else None)
+    leaves = (qkv, gate) if gates else (qkv,)
+    got = (y, *torch.autograd.grad(y, leaves, do))
+    exact = [t.detach().double().requires_grad_() for t in leaves]
+    y = K.window_attention_ref(*exact[0].unbind(1), bounds, 0.2, *exact[1:])
+    for a, b in zip(got, (y, *torch.autograd.grad(y, exact, do.double())), strict=True):
         close(a, b, 1e-2 if cuda else 1e-5)
+
+
+def test_a_closed_gate(monkeypatch):
+    """A gate of 0 lets nothing through and gets no gradient, instead of 0 / 0."""
+    if torch.cuda.is_available():
+        pytest.skip("interpreter only")
+    monkeypatch.setattr(K, "ATTENTION_TILES", dict(BM=32, BN=16))
+    q, k, v = torch.randn(3, 20, 2, 16)
+    gate = torch.ones(20, 2)
+    gate[5, 1] = 0
+    bounds = K.attention_bounds(torch.tensor([0, 20], dtype=torch.int32), 20, 20)
+    y = K.window_attention(q, k, v, bounds, 0.2, gate.requires_grad_())
+    y.sum().backward()
+    assert (y[5, 1] == 0).all() and gate.grad[5, 1] == 0 and gate.grad.isfinite().all() and (gate.grad != 0).sum() == 39
+
+
+@devices
+@pytest.mark.parametrize("T,heads,width", [(37, 3, 16), (1, 1, 8), (64, 2, 128)])
+def test_norm_rotate(T, heads, width, device, monkeypatch):
+    """Against norms and rotation by complex numbers, in float64; v goes through untouched."""
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    T = T * 101 if device == "cuda" else T
+    qkv = torch.randn(T, 3, heads, width, device=device).to(dtype).requires_grad_()
+    angle = torch.rand(T, 1, width // 4, device=device) * 6
+    still = torch.zeros(T, 1, width // 2, device=device)
+    cos = torch.cat((angle.cos(), angle.cos(), still + 1), 2).to(dtype)
+    sin = torch.cat((angle.sin(), -angle.sin(), still), 2).to(dtype)
+    scale = torch.tensor(0.3, device=device)
+    grads = [torch.randn(T, heads, width, device=device).to(dtype) for _ in "qkv"]
+    q, k, v = K.norm_rotate(qkv, cos, sin, scale)
+    assert torch.equal(v, qkv[:, 2]) and type(v.grad_fn).__name__ == "NormRotateBackward"
+    got = (q, k, *torch.autograd.grad((q, k, v), qkv, grads))
+    exact = qkv.detach().double().requires_grad_()
+    turns = torch.complex(cos[..., : width // 4].double(), -sin[..., : width // 4].double())
+
+    def turned(x):
+        x = x / (x.square().mean(-1, keepdim=True) + torch.finfo(torch.float32).eps).sqrt()
+        first, second, rest = x.split((width // 4, width // 4, width // 2), -1)
+        pair = torch.complex(first, second) * turns
+        return torch.cat((pair.real, pair.imag, rest), -1)
+
+    want = (turned(exact[:, 0]) * 0.3, turned(exact[:, 1]), exact[:, 2])
+    want = (*want[:2], *torch.autograd.grad(want, exact, [g.double() for g in grads]))
+    for a, b in zip(got, want, strict=True):
+        close(a, b, 1e-2 if device == "cuda" else 1e-5)
+    for a, b in zip(K.norm_rotate_ref(qkv, cos, sin, scale), (q, k, v), strict=True):
+        close(a, b, 2e-2 if device == "cuda" else 1e-5)
 
 
 @devices
@@ -258,11 +308,19 @@ def test_compiled_fullgraph(device):
     up = torch.randn(64, 32, device=device, dtype=dtype, requires_grad=True)
     down = torch.randn(64, 32, device=device, dtype=dtype, requires_grad=True)
 
-    def step(x, w, up, down):
-        y = K.mlp_relu2(x, up, down)
+    qkv = torch.randn(len(x), 3, 1, 32, device=device, dtype=dtype, requires_grad=True)
+    angle = torch.rand(len(x), 1, 16, device=device)
+    turn, scale = torch.cat((angle, angle * 0), -1).to(dtype), torch.tensor(0.5, device=device)
+    slant = turn / 2
+    bounds = K.attention_bounds(torch.tensor([0, len(x)], dtype=torch.int32, device=device), len(x), 4)
+
+    def step(x, w, up, down, qkv):
+        q, k, v = K.norm_rotate(K.settled(qkv / 2), turn, slant, scale)
+        y = K.window_attention(q, k, v * 2, bounds, 1.0, x[:, :1].sigmoid())
+        y = K.mlp_relu2(x + y.flatten(1), up, down)
         return K.linear_cross_entropy(y, w, targets, CAP, weights, prefix, rows, chunk=4)[0] / 3
 
-    leaves = (x, w, up, down)
+    leaves = (x, w, up, down, qkv)
     want = torch.autograd.grad(step(*leaves), leaves)
     compiled = torch.compile(step, fullgraph=True, backend="inductor" if device == "cuda" else "aot_eager")
     got = torch.autograd.grad(compiled(*leaves), leaves)
@@ -297,6 +355,6 @@ def test_kernels_compile_for_gpus_that_are_not_here():
         found[arch].add(kernel)
         assert 16 <= int(registers) <= 255 and float(shared) < 227
     kernels = set(re.findall(r"^@jit\ndef (\w+_kernel)\(", PATH.read_text(), re.M))
-    assert found["9.0"] == kernels and len(kernels) == 9
+    assert found["9.0"] == kernels and len(kernels) == 10
     assert found["8.0"] == kernels - {"transpose_kernel", "linear_relu2_kernel"}
     assert found["12.0"] == kernels - {"linear_relu2_kernel"}

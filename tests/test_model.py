@@ -67,13 +67,14 @@ both = pytest.mark.parametrize("config", [CONFIGS["default"], CONFIGS["medium"]]
 def dense_attention(model, positions_T, cu_seqlens, max_doc):
     """Reference: all scores, a full mask, a softmax. Knows documents from their borders only."""
 
-    def attend(q, k, v, long):
+    def attend(q, k, v, long, gate=None):
         T = q.size(0)
         document = torch.bucketize(torch.arange(T), cu_seqlens.long(), right=True)
         i, j = torch.arange(T)[:, None], torch.arange(T)[None, :]
         seen = (document[:, None] == document[None, :]) & (j <= i) & (i - j <= model.windows[long])
         scores = torch.einsum("ihk,jhk->hij", q, k)
-        return torch.einsum("hij,jhk->ihk", scores.masked_fill(~seen, float("-inf")).softmax(-1), v)
+        y = torch.einsum("hij,jhk->ihk", scores.masked_fill(~seen, float("-inf")).softmax(-1), v)
+        return y if gate is None else y * gate[:, :, None]
 
     return attend
 
