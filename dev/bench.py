@@ -58,7 +58,7 @@ PATTERNS = (
     (r"<product>", ""),  # by the sizes of its operands
     (r"embedding|index_put|indexing_backward|index_select", "embeddings"),
     (r"AccumulateGrad|[Mm]emcpy|[Mm]emset|copy_|pin_memory|aten::(fill|zero|full|contiguous|clone)", "copies"),
-    (r"elementwise|reduce|rms_norm|norm_rotate|settle|aten::(mul|add|sub|neg|div|sum|mean|pow|rsqrt|sqrt|sigmoid|where|"
+    (r"elementwise|reduce|rms_norm|norm_rotate|aten::(mul|add|sub|neg|div|sum|mean|pow|rsqrt|sqrt|sigmoid|where|"
      r"masked_fill|cat|flip|relu|square|clamp|index|slice|select|unbind|stack|constant_pad|expand|remainder|bitwise|"
      r"\w*_backward)", "elementwise"),
 )  # fmt: skip

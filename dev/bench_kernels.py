@@ -269,19 +269,18 @@ def documents(T: int, mean: int) -> torch.Tensor:
 def check_attention() -> None:
     for T, mean, window in ((1000, 90, 128), (777, 5, 16), (1500, 690, 896), (1, 1, 0)):
         bounds = K.attention_bounds(documents(T, mean), T, window)
-        qkv, g = randn(T, 3, 6, 128).requires_grad_(), randn(T, 6, 128)
-        y = K.window_attention(*qkv.unbind(1), bounds, 0.1)
-        exact = qkv.detach().double().requires_grad_()
-        z = K.window_attention_ref(*exact.unbind(1), bounds, 0.1)
-        want = torch.autograd.grad(z, exact, g.double())[0]
-        check(f"window_attention {T}, window {window}: forward, dqkv", (
-            (y, z), (torch.autograd.grad(y, qkv, g)[0], want)), 1e-2)  # fmt: skip
+        leaves = randn(T, 3, 6, 128).requires_grad_(), torch.rand(T, 6, device="cuda").to(bf16).requires_grad_()
+        exact, g = [t.detach().double().requires_grad_() for t in leaves], randn(T, 6, 128)
+        y = K.window_attention(*leaves[0].unbind(1), bounds, 0.1, leaves[1])
+        z = K.window_attention_ref(*exact[0].unbind(1), bounds, 0.1, exact[1])
+        got, want = (y, *torch.autograd.grad(y, leaves, g)), (z, *torch.autograd.grad(z, exact, g.double()))
+        check(f"window_attention {T}, window {window}: forward, dqkv, dgate", zip(got, want, strict=True), 1e-2)
 
 
 def time_attention() -> None:
     T, H, D = 65536, 6, 128
     cu = documents(T, 500)
-    q, k, v, g = (randn(T, H, D) for _ in range(4))
+    (q, k, v, g), gate = (randn(T, H, D) for _ in range(4)), torch.rand(T, H, device="cuda").to(bf16)
     longest, leaves = int(cu.diff().max()), [t.detach().requires_grad_() for t in (q, k, v)]
     names, rows = "BM BN num_warps num_stages", "64 64 4 2,128 64 8 2,128 64 4 2,64 64 4 3,128 128 8 2,64 128 4 2"
 
@@ -293,9 +292,9 @@ def time_attention() -> None:
     for window in (128, 384, 896, 2048):
         bounds = K.attention_bounds(cu, T, window)
         pairs = (torch.arange(T, device="cuda") - bounds[0] + 1).sum().item()
-        o, lse = K.window_attention_forward(q, k, v, bounds, 0.1)
-        forward = lambda: K.window_attention_forward(q, k, v, bounds, 0.1)
-        backward = lambda: K.window_attention_grad(q, k, v, o, g, lse, bounds, 0.1)
+        o, lse = K.window_attention_forward(q, k, v, bounds, 0.1, gate)
+        forward = lambda: K.window_attention_forward(q, k, v, bounds, 0.1, gate)
+        backward = lambda: K.window_attention_grad(q, k, v, o, g, lse, bounds, 0.1, gate)
         rate = {"flop": 4 * pairs * H * D, "moved": 8 * T * H * D}
         back = {"flop": 10 * pairs * H * D, "moved": 22 * T * H * D}
         tried = rows if window in (128, 896) else "64 64 4 2"
@@ -303,6 +302,39 @@ def time_attention() -> None:
         sweep(f"window_attention {T}, window {window}, backward", "ATTENTION_TILES", names, tried, backward, **back)
         timed("  torch varlen, forward", lambda: varlen(q, k, v), **rate)
         timed("  torch varlen, both ways", lambda: torch.autograd.grad(varlen(*leaves), leaves, g))
+
+
+# ---- norm and rotary embedding of queries and keys
+
+
+def rotate_case(T: int, H: int):
+    """qkv, cosines, sines, scale and the gradients of q, k, v."""
+    angle = torch.rand(T, 1, 32, device="cuda") * 6
+    cos = torch.cat((angle.cos(), angle.cos(), torch.ones(T, 1, 64, device="cuda")), 2).to(bf16)
+    sin = torch.cat((angle.sin(), -angle.sin(), torch.zeros(T, 1, 64, device="cuda")), 2).to(bf16)
+    scale = torch.tensor(0.1, device="cuda")
+    return randn(T, 3, H, 128).requires_grad_(), cos, sin, scale, [randn(T, H, 128) for _ in "qkv"]
+
+
+def check_rotate() -> None:
+    for T, H in ((1001, 6), (77, 12), (1, 1)):
+        qkv, cos, sin, scale, grads = rotate_case(T, H)
+        exact = qkv.detach().double().requires_grad_()
+        y, z = K.norm_rotate(qkv, cos, sin, scale), K.norm_rotate_ref(exact, cos.double(), sin.double(), scale.double())
+        got = *y, *torch.autograd.grad(y, qkv, grads)
+        want = *z, *torch.autograd.grad(z, exact, [g.double() for g in grads])
+        check(f"norm_rotate {T} x {H}: q, k, v, dqkv", zip(got, want, strict=True), 1e-2)
+
+
+def time_rotate() -> None:
+    plain = torch.compile(K.norm_rotate_ref)
+    for T, H in ((65536, 6), (32768, 12)):
+        qkv, cos, sin, scale, grads = rotate_case(T, H)
+        moved = 2 * T * H * 128
+        timed(f"norm_rotate {T} x {H}, forward", lambda: K.norm_rotate_forward(qkv, cos, sin, scale), moved=4 * moved)
+        timed("  backward", lambda: K.norm_rotate_grad(qkv, *grads, cos, sin, scale), moved=8 * moved)
+        for name, function in (("  both ways", K.norm_rotate), ("  torch.compile, both ways", plain)):
+            timed(name, lambda: torch.autograd.grad(function(qkv, cos, sin, scale), qkv, grads), moved=12 * moved)
 
 
 # ---- fp8 products of the medium model: linear8
@@ -361,7 +393,8 @@ def time_fp8() -> None:
 
 
 PARTS = {"ce": (check_ce, time_ce), "sym": (check_sym, time_sym), "mlp": (check_mlp, time_mlp),
-         "attention": (check_attention, time_attention), "fp8": (check_fp8, time_fp8)}  # fmt: skip
+         "attention": (check_attention, time_attention), "rotate": (check_rotate, time_rotate),
+         "fp8": (check_fp8, time_fp8)}  # fmt: skip
 
 
 def main() -> int:

