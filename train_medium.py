@@ -3188,7 +3188,12 @@ class Log:
                 import wandb
             except ImportError:
                 raise UserError("--wandb needs the package wandb; pip install wandb, or leave the flag out") from None
-            self.wandb = wandb.init(project="decoderstack", name=wandb_name, config=config, dir=str(run_dir))
+            try:
+                self.wandb = wandb.init(project="decoderstack", name=wandb_name, config=config, dir=str(run_dir))
+            except wandb.Error as error:
+                reason = str(error).splitlines()[0].rstrip(".")
+                raise UserError(f"--wandb could not start ({reason}); run `wandb login`, set WANDB_MODE=offline, or "
+                                "leave the flag out") from None  # fmt: skip
 
     def say(self, text: str) -> None:
         if self.active:
@@ -3625,6 +3630,8 @@ def train(config: Config, args: argparse.Namespace) -> dict:
         advice = f"ask for fewer with --tokens {fewer}, or" if fewer > 0 else "add text, make the batch smaller, or"
         raise UserError(f"{config.data} holds {available:,} training tokens, the run asks for {needed:,}; {advice} "
                         f"allow repeats with --set max_epochs=N")  # fmt: skip
+    if args.profile and config.num_steps < 11:
+        raise UserError(f"--profile traces steps 11 to 15, the run has {config.num_steps}; use --steps 15 or more")
     run_dir = prepare_run_dir(dataset, args, ranks)
     bytes_per_token = train_info["text_bytes"] / train_info["tokens"]
     machine = describe_machine(ranks)

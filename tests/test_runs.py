@@ -265,6 +265,24 @@ def test_wandb_offline(dataset_dir, tmp_path):
     assert b"val_bpb" in record.read_bytes()
 
 
+def test_wandb_without_a_login(dataset_dir, tmp_path):
+    """One sentence, not wandb's traceback; the same command without the flag then trains."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("WANDB")}
+    environment |= {"HOME": str(tmp_path), "NETRC": str(tmp_path / "none"), "PYTHONWARNINGS": "ignore"}
+    argv = flags(dataset_dir, tmp_path / "run", steps=2)
+    command = [sys.executable, "train_small.py", *argv]
+    done = subprocess.run([*command, "--wandb", "x"], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "error: --wandb could not start" in done.stderr and "WANDB_MODE=offline" in done.stderr
+    assert subprocess.run(command, cwd=ROOT, env=environment, capture_output=True).returncode == 0
+
+
+def test_profile_of_a_short_run(dataset_dir, tmp_path, fails):
+    """Steps 11 to 15 are traced; a run that ends before says so instead of writing nothing."""
+    fails(flags(dataset_dir, tmp_path / "run", "--profile", steps=10), "steps 11 to 15", "has 10")
+    assert not (tmp_path / "run").exists()
+
+
 # ---- the training step
 
 
