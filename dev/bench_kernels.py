@@ -1,13 +1,14 @@
 # ruff: noqa: B023, E402, E731
 """Checks every kernel of the scripts against its reference on a CUDA device, then times it against plain PyTorch.
 
-    python dev/bench_kernels.py [ce] [sym] [mlp] [attention] [fp8] [--seconds 110]
+    python dev/bench_kernels.py [ce] [sym] [mlp] [attention] [rotate] [fp8] [--seconds 110]
 
 Times are medians of triton.testing.do_bench, which flushes the L2 cache between runs. Per cent are of what this device
 reaches in a large bf16 product (fp8: fp8 product) and in a large copy, measured first. The table comes last. The exit
 code is 1 if a check failed.
 """
 import argparse
+import importlib.util
 import sys
 import time
 from pathlib import Path
@@ -289,6 +290,15 @@ def time_attention() -> None:
 
         return varlen_attn(q, k, v, cu, cu, longest, longest, scale=0.1, window_size=(window, 0))
 
+    def flash4(q, k, v):  # the package flash-attn-4, a pre-release
+        from flash_attn.cute import flash_attn_varlen_func
+
+        y = flash_attn_varlen_func(q, k, v, cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=longest,
+                                   max_seqlen_k=longest, softmax_scale=0.1, causal=True,
+                                   window_size=(window, 0))  # fmt: skip
+        return y[0] if isinstance(y, tuple) else y
+
+    others = {"torch varlen": varlen} | ({"flash-attn-4": flash4} if importlib.util.find_spec("flash_attn") else {})
     for window in (128, 384, 896, 2048):
         bounds = K.attention_bounds(cu, T, window)
         pairs = (torch.arange(T, device="cuda") - bounds[0] + 1).sum().item()
@@ -300,8 +310,9 @@ def time_attention() -> None:
         tried = rows if window in (128, 896) else "64 64 4 2"
         sweep(f"window_attention {T}, window {window}, forward", "ATTENTION_TILES", names, tried, forward, **rate)
         sweep(f"window_attention {T}, window {window}, backward", "ATTENTION_TILES", names, tried, backward, **back)
-        timed("  torch varlen, forward", lambda: varlen(q, k, v), **rate)
-        timed("  torch varlen, both ways", lambda: torch.autograd.grad(varlen(*leaves), leaves, g))
+        for name, function in others.items():
+            timed(f"  {name}, forward", lambda: function(q, k, v), **rate)
+            timed(f"  {name}, both ways", lambda: torch.autograd.grad(function(*leaves), leaves, g))
 
 
 # ---- norm and rotary embedding of queries and keys
