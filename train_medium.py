@@ -746,9 +746,9 @@ class GPT(nn.Module):
             if any(starts):  # old keys stand in for queries, whose results nobody reads
                 old_k, old_v = keys[*read], values[*read]
                 packed = (torch.cat(pair)[order] for pair in ((old_k, q), (old_k, k), (old_v, v)))
-                y = attention(*packed, long)[new]
+                y = attention(*packed, long, None)[new]
             else:
-                y = attention(q, k, v, long)
+                y = attention(q, k, v, long, None)
             keys[row, slot], values[row, slot] = k[kept], v[kept]
             if layer in c.key_offset_layers:
                 keys[rows, end, :, half:] = own[last, :, half:]
@@ -1533,14 +1533,14 @@ def blocked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
 def sdpa_attention(model, positions_T, cu_seqlens, max_doc) -> Callable:
     """Plain torch, on any device and in any dtype."""
     masks = [block_mask(positions_T, min(window, max_doc)) for window in model.windows]
-    return lambda q, k, v, long, gate=None: gated(blocked_attention(q, k, v, masks[long]), gate)
+    return lambda q, k, v, long, gate: gated(blocked_attention(q, k, v, masks[long]), gate)
 
 
 def varlen_attention(model, positions_T, cu_seqlens, max_doc) -> Callable:
     """FlashAttention 2 inside torch (Ampere and newer, 16 bits). Every pair of windows is a graph of its own."""
     from torch.nn.attention.varlen import varlen_attn
 
-    def attend(q, k, v, long, gate=None):
+    def attend(q, k, v, long, gate):
         window = (model.windows[long], 0)
         y = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, max_doc, max_doc, scale=1.0, window_size=window)
         return gated(y, gate)
@@ -1551,7 +1551,7 @@ def varlen_attention(model, positions_T, cu_seqlens, max_doc) -> Callable:
 def triton_attention(model, positions_T, cu_seqlens, max_doc) -> Callable:
     """window_attention of section 7 (Ampere and newer, 16 bits); windows are data, so one graph serves all stages."""
     bounds = [attention_bounds(cu_seqlens, positions_T.numel(), size) for size in model.window_sizes.unbind()]
-    return lambda q, k, v, long, gate=None: window_attention(q, k, v, bounds[long], 1.0, gate)
+    return lambda q, k, v, long, gate: window_attention(q, k, v, bounds[long], 1.0, gate)
 
 
 def load_fa3_attention() -> Callable:
@@ -1561,7 +1561,7 @@ def load_fa3_attention() -> Callable:
     flash = get_kernel("kernels-community/flash-attn3").flash_attn_varlen_func
 
     def fa3_attention(model, positions_T, cu_seqlens, max_doc):
-        def attend(q, k, v, long, gate=None):
+        def attend(q, k, v, long, gate):
             y = flash(q, k, v, cu_seqlens, cu_seqlens, max_doc, max_doc, softmax_scale=1.0, causal=True,
                       window_size=(model.windows[long], 0))  # fmt: skip
             return gated(y[0] if isinstance(y, tuple) else y, gate)
@@ -1592,10 +1592,11 @@ def choose_attention(model: nn.Module, say: Callable = print) -> Callable:
             attention = ATTENTION[name]()
             q, k, v = 0.1 * torch.randn(3, 256, config.num_heads, config.head_dim, device=device, dtype=dtype)
             q.requires_grad_()
+            gate = q.new_ones(256, config.num_heads) if config.attention_gates else None
             ends = torch.tensor([0, 100, 256, 256], device=device, dtype=torch.int32)
             positions = torch.cat((torch.arange(100), torch.arange(156))).to(device)
             with torch.enable_grad():
-                attention(model, positions, ends, 256)(q, k, v, 0).float().sum().backward()
+                attention(model, positions, ends, 256)(q, k, v, 0, gate).float().sum().backward()
             if not q.grad.isfinite().all():
                 raise RuntimeError("its gradient is not finite")
             say(f"attention: {name}")
@@ -2195,7 +2196,7 @@ def window_attention(q_THK, k_THK, v_THK, bounds: Tensor, scale: float, gate_TH:
 
 
 # -- queries and keys: norm, scale and rotary embedding in one pass over qkv, and the way back in another; 0.11 and
-# 0.20 ms at 6 heads, 91 and 99 % of the speed of a copy. torch.compile took 0.16 and 0.27, with two passes for the way
+# 0.20 ms at 6 heads, 90 and 99 % of the speed of a copy. torch.compile took 0.16 and 0.27, with two passes for the way
 # back and fp32 gradients of the normalised in memory between them, in the medium model 31 ms of 504, now 14.
 
 
@@ -2255,16 +2256,19 @@ ROTATE_ROWS = 32  # of a program
 
 
 def launch_norm_rotate(qkv, q, k, v, dqkv, cos, sin, scale) -> None:
-    (T, _, H, K), grid = qkv.shape, (triton.cdiv(qkv.numel() // (3 * qkv.size(3)), ROTATE_ROWS),)
-    norm_rotate_kernel[grid](qkv, q, k, v, dqkv, cos.contiguous(), sin.contiguous(), scale, T * H, H, NORM_EPS,
-                             dqkv is not qkv, K, ROTATE_ROWS)  # fmt: skip
+    """Writes q and k, or with v and dqkv the latter from the gradients q, k, v."""
+    T, _, H, K = qkv.shape
+    norm_rotate_kernel[(triton.cdiv(T * H, ROTATE_ROWS),)](
+        qkv, q, k, v, dqkv, cos.contiguous(), sin.contiguous(), scale, T * H, H, NORM_EPS, dqkv is not None, K,
+        ROTATE_ROWS
+    )  # fmt: skip
 
 
 @torch.library.custom_op(f"{OPS}::norm_rotate", mutates_args=())
 def norm_rotate_forward(qkv: Tensor, cos: Tensor, sin: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     qkv = qkv.contiguous()
-    q, k = (torch.empty_like(qkv[:, 0], memory_format=torch.contiguous_format) for _ in "qk")
-    launch_norm_rotate(qkv, q, k, q, qkv, cos, sin, scale)
+    q, k = (qkv.new_empty(qkv[:, 0].shape) for _ in "qk")
+    launch_norm_rotate(qkv, q, k, None, None, cos, sin, scale)
     return q, k
 
 
@@ -2273,7 +2277,8 @@ def norm_rotate_grad(
     qkv: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, scale: Tensor
 ) -> Tensor:
     tensors = [t.contiguous() for t in (qkv, dq, dk, dv)]
-    launch_norm_rotate(*tensors, dqkv := torch.empty_like(tensors[0]), cos, sin, scale)
+    dqkv = torch.empty_like(tensors[0])
+    launch_norm_rotate(*tensors, dqkv, cos, sin, scale)
     return dqkv
 
 

@@ -298,7 +298,9 @@ def time_attention() -> None:
                                    window_size=(window, 0))  # fmt: skip
         return y[0] if isinstance(y, tuple) else y
 
-    others = {"torch varlen": varlen} | ({"flash-attn-4": flash4} if importlib.util.find_spec("flash_attn") else {})
+    others = {"torch varlen": varlen}
+    if importlib.util.find_spec("flash_attn") and importlib.util.find_spec("flash_attn.cute"):
+        others["flash-attn-4"] = flash4
     for window in (128, 384, 896, 2048):
         bounds = K.attention_bounds(cu, T, window)
         pairs = (torch.arange(T, device="cuda") - bounds[0] + 1).sum().item()

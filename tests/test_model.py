@@ -67,7 +67,7 @@ both = pytest.mark.parametrize("config", [CONFIGS["default"], CONFIGS["medium"]]
 def dense_attention(model, positions_T, cu_seqlens, max_doc):
     """Reference: all scores, a full mask, a softmax. Knows documents from their borders only."""
 
-    def attend(q, k, v, long, gate=None):
+    def attend(q, k, v, long, gate):
         T = q.size(0)
         document = torch.bucketize(torch.arange(T), cu_seqlens.long(), right=True)
         i, j = torch.arange(T)[:, None], torch.arange(T)[None, :]
@@ -97,12 +97,13 @@ def test_blocked_attention_is_dense_attention(lengths, window, slack):
     """sdpa_attention's blocks give what a full mask gives, whatever the documents, the window and the length."""
     T, rng = sum(lengths), torch.Generator().manual_seed(window)
     q, k, v = torch.randn(3, T, 2, 8, generator=rng)
+    gate = torch.rand(T, 2, generator=rng)
     positions = torch.cat([torch.arange(n) for n in lengths])
     ends = torch.tensor([0, *lengths, 0, 0]).cumsum(0).int()
     model = SimpleNamespace(windows=(window, 2 * window))
     for long in (0, 1):
         got, want = (
-            make(model, positions, ends, max(lengths) + slack)(q, k, v, long)
+            make(model, positions, ends, max(lengths) + slack)(q, k, v, long, gate)
             for make in (ts.sdpa_attention, dense_attention)
         )
         torch.testing.assert_close(got, want, atol=2e-6, rtol=1e-5)
