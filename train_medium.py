@@ -12,12 +12,12 @@ holds this script, config.json, log.jsonl, checkpoints, report.md and curve.png.
 
 Sections
      1. CONFIG         every recipe number, rules that scale them, the stage table, the parameter table
-     2. MODEL          one trunk for packed training and for decoding with a KV cache; fp8 products
+     2. MODEL          one trunk for packed training and for decoding with a KV cache
      3. OPTIMIZER      NorMuon and Adam, state sharded over ranks
      4. SCHEDULE       learning rate, momentum, windows, rotary frequencies: pure functions of the step
      5. DATA           shards -> packs of documents -> micro-batches
      6. ATTENTION      FlashAttention 3, a Triton kernel, torch varlen, or blocked SDPA behind one signature
-     7. KERNELS        Triton: head and loss, symmetric products, relu^2, sliding-window attention
+     7. KERNELS        Triton: head and loss, symmetric products, relu^2, attention; fp8 products
      8. EVALUATION     bits per byte; CORE, with the prefix that choices share computed once
      9. GENERATION     KV cache, sampling, streaming text
     10. RUN UTILITIES  devices, ranks, log, checkpoints, report
@@ -48,8 +48,7 @@ Speeds and shapes in their comments are those of the small model. What differs, 
                                                                       and V saves a copy in every layer
     down moves twice as far as up    as far as up                     between modded-nanogpt (4 x a square matrix) and
                                                                       nanochat (1 x)
-    fp8 in the head                  fp8 in all large products        products of this width gain more than the
-                                                                      conversions cost (nanochat: + 17 % at 26 layers)
+    fp8 in head, qkv and MLP         and in o                         at width 768 its casts would cost what they save
 
 Letters in shape comments: T packed tokens, D width, H heads, K head width, F MLP hidden width, V vocabulary,
 L layers, A layers with attention, G documents in a micro-batch, B rows of a decoding batch, S cache length.
@@ -389,23 +388,23 @@ def parameter_table(config: Config) -> dict[str, Policy]:
 def micro_batch_limit(config: Config, free: int) -> float:
     """The most tokens of a micro-batch that fit into `free` bytes of GPU memory and help speed.
 
-    Computed; with micro-batches of 32,768 tokens it makes 61 GiB in all, an H200 measured 59.1. What the backward needs
-    of a token and a layer, in bytes, when torch.compile has chosen what to keep; F = 4 D:
+    What the backward needs of a token and a layer, in bytes, when torch.compile has chosen what to keep; F = 4 D:
 
-        residual stream at three points           6 D     before relu^2                                     8 D
-        inputs of qkv, o and up in e4m3           3 D     after it, in e4m3                                 4 D
-        q and k, before and after norm, rotary    8 D     value embedding, in every other layer             1 D
-        v, and the output of attention            4 D     sum 34 D: 52 kB, 1.25 MB for 24 layers
+        residual stream at three points           6 D     after relu^2                                      8 D
+        inputs of qkv, o and up                   4 D     value embedding, in every other layer             1 D
+        q and k, before and after norm, rotary    8 D     sum 31 D: 48 kB, 1.14 MB for 24 layers
+        v, and the output of attention            4 D
 
-    bf16 products take 31 D: their inputs are 4 D and not 3, and of the MLP one activation is kept (section 7), 8 D
-    and not 12. With `recompute` the stream, 2 D, and 1 D of value embeddings are kept, and all of one layer at a time,
+    fp8 products take 26 D, their inputs being 3 D and the activation 4 D. With micro-batches of 32,768 tokens an H200
+    measured 52.1 GiB in all, with fp8 and one table for input and output.
+    With `recompute` the stream, 2 D, and 1 D of value embeddings are kept, and all of one layer at a time,
     with gradients: 0.2 MB. Besides, gradients of this and of earlier micro-batches take 4 bytes a parameter, 5.5 GB;
     transposed fp8 weights 0.7 GB; the loss 6 bytes a logit of a chunk, 3.2 GB. Weights, masters and moments are no
     longer in `free`: 10 bytes a matrix weight and 14 a table entry, 16.7 GB on one GPU, of which 13.9 GB are shared out
     over all.
     """
     c = config
-    layer = 22 * c.width + 3 * c.mlp_width
+    layer = 23 * c.width + 2 * c.mlp_width
     if not (c.compile and bf16_is_native()):
         layer *= 3
     if c.recompute:
@@ -446,69 +445,28 @@ def softcap(z: Tensor, cap: tuple) -> Tensor:
 
 
 # <<< shared: layers
-# -- fp8 products. Operands are cast with one scale for a tensor, from its largest magnitude at that moment: nothing is
-# carried from step to step, so a resumed run goes on exactly, and a first step needs no special case. Norms have a
-# known bound, which saves the look. Weights and activations are e4m3, gradients e5m2, sums fp32. Casts are plain traced
-# code, which torch.compile merges into the kernels around them; only products and one-byte transposes are operations
-# of their own. Weights are cast anew in each micro-batch: 2 ms of 24 layers at 3.5 TB/s (computed), against copies to
-# keep and to refresh. nanochat: 17 % more tokens/s at 26 layers than bf16, and slower with a scale for each row.
-
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-
-
-def fits_fp8(x_TD: Tensor, *sizes: int) -> bool:
-    """The products need compute capability 8.9 and sizes that are multiples of 16."""
-    return use_triton(x_TD, (8, 9)) and x_TD.dtype == torch.bfloat16 and all(n % 16 == 0 for n in sizes)
-
-
-def scale8(x: Tensor, dtype: torch.dtype = E4M3) -> Tensor:
-    """The 0-D fp32 scale that maps the largest magnitude to the largest number of an fp8 type."""
-    return x.abs().amax().float().clamp(min=1e-30) / torch.finfo(dtype).max
-
-
-def cast8(x: Tensor, scale: Tensor, dtype: torch.dtype = E4M3) -> Tensor:
-    return (x / scale).to(dtype)
-
-
-def product8(a_MK: Tensor, b_NK: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype, fast=False) -> Tensor:
-    """a b^T times both scales, (M, N) in dtype, of contiguous fp8 operands; on other devices by fp32 products."""
-    if use_triton(a_MK, (8, 9)):
-        return torch._scaled_mm(a_MK, b_NK.T, scale_a, scale_b, out_dtype=dtype, use_fast_accum=fast)
-    product = a_MK.float() @ b_NK.float().T * (scale_a * scale_b)
-    # An idle .to() as the result of an autograd.Function makes its compiled gradients 0 in torch 2.11.
-    return product if dtype == torch.float32 else product.to(dtype)
-
-
 class Linear8(torch.autograd.Function):
-    """x w^T, or x w if flip, and its gradients by fp8 products. For the backward the fp8 input is kept, not x."""
+    """x w^T and its gradients by fp8 products (section 7); for the backward the fp8 input is kept, not x."""
 
     @staticmethod
-    def forward(ctx, x, w, bound, flip):
-        scale_w = scale8(w)
-        scale_x = scale8(x) if bound is None else torch.full_like(scale_w, bound / torch.finfo(E4M3).max)
+    def forward(ctx, x, w):
+        scale_x, scale_w = largest_row(x) / E4M3_MAX, largest_row(w) / E4M3_MAX
         x8, w8 = cast8(x, scale_x), cast8(w, scale_w)
-        ctx.save_for_backward(x8, w, scale_x, scale_w)
-        ctx.flip = flip
-        return product8(x8, transpose8(w8) if flip else w8, scale_x, scale_w, x.dtype, fast=True)
+        ctx.save_for_backward(x8, w8, scale_x, scale_w)
+        return product8(x8, w8, scale_x, scale_w, x.dtype, fast=True)
 
     @staticmethod
     def backward(ctx, g):
-        x8, w, scale_x, scale_w = ctx.saved_tensors
-        scale_g = scale8(g, E5M2)
-        g8, w8 = cast8(g.contiguous(), scale_g, E5M2), cast8(w, scale_w)
-        dx = product8(g8, w8 if ctx.flip else transpose8(w8), scale_g, scale_w, g.dtype)
-        sides = ((x8, scale_x), (g8, scale_g)) if ctx.flip else ((g8, scale_g), (x8, scale_x))
-        (a, scale_a), (b, scale_b) = sides
-        return dx, product8(transpose8(a), transpose8(b), scale_a, scale_b, w.dtype), None, None
+        x8, w8, scale_x, scale_w = ctx.saved_tensors
+        scale_g = largest_row(g) / E5M2_MAX
+        g8 = cast8(g.contiguous(), scale_g, E5M2)
+        dx = product8(g8, transpose8(w8), scale_g, scale_w, g.dtype)
+        return dx, product8(transpose8(g8), transpose8(x8), scale_g, scale_x, g.dtype)
 
 
-def linear8(x_TK: Tensor, w: Tensor, bound: float | None = None, flip: bool = False) -> Tensor:
-    """F.linear(x, w), or x @ w if flip, in fp8.
-
-    Args:    x_TK (T, K); w (N, K), or (K, N) if flip; bound of |x|, None: looked for
-    Returns: (T, N) in the dtype of x; gradients are in the dtypes of x and w
-    """
-    return Linear8.apply(x_TK, w, bound, flip)
+def linear8(x_TK: Tensor, w_NK: Tensor) -> Tensor:
+    """F.linear(x, w) in fp8: (T, N) in the dtype of x; gradients are in the dtypes of x and w."""
+    return Linear8.apply(x_TK, w_NK)
 
 
 class GPT(nn.Module):
@@ -631,7 +589,6 @@ class GPT(nn.Module):
         # torch 2.11 keeps what an autograd.Function saves even if told to recompute: hence plain products there.
         recompute = c.recompute and torch.is_grad_enabled()
         fp8 = c.fp8 and torch.is_grad_enabled() and not recompute and fits_fp8(x, T, c.width, c.mlp_width)
-        bound = math.sqrt(c.width)  # of what norm() returns
 
         def block(x: Tensor, layer: int) -> Tensor:
             qkv_weight, o_weight, up, down = weights[layer]
@@ -641,9 +598,11 @@ class GPT(nn.Module):
             if bigram is not None:
                 x = x + share_bigram[layer] * bigram
             a = norm(x)
-            qkv = linear8(a, qkv_weight, bound) if fp8 else F.linear(a, qkv_weight)
-            split = norm_rotate_ref if recompute else norm_rotate
-            q, k, v = split(qkv.view(T, 3, c.num_heads, c.head_dim), cos_TK, sin_TK, self.attention_scale)
+            rotary = cos_TK, sin_TK, self.attention_scale
+            if recompute:
+                q, k, v = norm_rotate_ref(F.linear(a, qkv_weight).view(T, 3, c.num_heads, c.head_dim), *rotary)
+            else:
+                q, k, v = project_qkv(a, qkv_weight, *rotary, fp8)
             if layer in c.value_embed_layers:  # record 14; the gate reads the token's hidden state
                 e = c.value_embed_layers.index(layer)
                 gate = 2 * torch.sigmoid(F.linear(a[:, : c.gate_width], self.value_gate[e]))  # (T, H)
@@ -653,9 +612,7 @@ class GPT(nn.Module):
                 gate = 2 * torch.sigmoid(F.linear(a[:, : c.gate_width], self.attention_gate[layer]))
             y = attend(layer, layer, q, k, v, gate).reshape(T, c.width)
             x = x + (linear8(y, o_weight) if fp8 else F.linear(y, o_weight))
-            if fp8:
-                return x + linear8(F.relu(linear8(norm(x), up, bound)).square(), down, flip=True)
-            return x + (linear_relu2_ref(norm(x), up) @ down if recompute else mlp_relu2(norm(x), up, down))
+            return x + (linear_relu2_ref(norm(x), up) @ down if recompute else mlp_relu2(norm(x), up, down, fp8))
 
         backout = x0
         for layer in range(c.num_layers):
@@ -1758,6 +1715,36 @@ def transpose8(x: Tensor) -> Tensor:
 
 transpose8.register_fake(lambda x: x.new_empty(x.shape[::-1]))
 
+# -- fp8 products of the layers; a step of B34 76.1 ms in place of 86 with equal loss
+# Weights and activations are e4m3, gradients e5m2, sums fp32. A tensor has one scale, made from norms of rows where
+# they bound what is to be cast: nothing is looked for in what is large, and nothing is carried from step to step, so a
+# resumed run goes on exactly. A bound may be far off: e4m3 has 18 binades, e5m2 32, nearly all of them with all bits.
+
+E4M3, E5M2, E4M3_MAX, E5M2_MAX = torch.float8_e4m3fn, torch.float8_e5m2, 448.0, 57344.0
+
+
+def fits_fp8(x: Tensor, *sizes: int) -> bool:
+    """The products need compute capability 8.9 and sizes that are multiples of 16; x says device and dtype."""
+    return use_triton(x, (8, 9)) and x.dtype == torch.bfloat16 and all(n % 16 == 0 for n in sizes)
+
+
+def largest_row(x: Tensor) -> Tensor:
+    """The largest norm of a row of x (N, K), fp32, 0-D."""
+    return torch.linalg.vector_norm(x, dim=1, dtype=torch.float32).amax().clamp(min=1e-20)
+
+
+def cast8(x: Tensor, scale: Tensor, dtype: torch.dtype = E4M3) -> Tensor:
+    return (x / scale).to(dtype)
+
+
+def product8(a_MK: Tensor, b_NK: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype, fast=False) -> Tensor:
+    """a b^T times both scales, (M, N) in dtype, of contiguous fp8 operands; on other devices by fp32 products."""
+    if use_triton(a_MK, (8, 9)) and a_MK.is_cuda:
+        return torch._scaled_mm(a_MK, b_NK.T, scale_a, scale_b, out_dtype=dtype, use_fast_accum=fast)
+    product = a_MK.float() @ b_NK.float().T * (scale_a * scale_b)
+    # An idle .to() as the result of an autograd.Function makes its compiled gradients 0 in torch 2.11.
+    return product if dtype == torch.float32 else product.to(dtype)
+
 
 def to_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
     """An e4m3 copy and its scale, largest magnitude / 448."""
@@ -1907,7 +1894,7 @@ def _(x, alpha=1.0, beta=0.0, gamma=0.0):
     return x.new_empty(x.shape[0], x.shape[1], x.shape[1])
 
 
-# -- relu(x w^T)^2 in the epilogue of a product; the MLP forward and backward 2.82 ms against 3.1
+# -- relu(x w^T)^2 in the epilogue of a product; the MLP forward and backward 2.89 ms against 3.1, in fp8 2.04
 # Only the activation after the square is kept: its root is relu(x w^T), which is all that the backward needs.
 
 
@@ -1922,19 +1909,19 @@ def linear_relu2_grad_ref(g: Tensor, w: Tensor, post: Tensor) -> Tensor:
 
 
 @jit
-def relu2_epilogue(acc, aux, BWD: tl.constexpr):
+def relu2_epilogue(acc, aux, factor, BWD: tl.constexpr):
     if BWD:
         acc = 2.0 * acc * tl.sqrt(aux.to(tl.float32))
     else:
         acc = tl.maximum(acc, 0.0)
         acc = acc * acc
-    return acc
+    return acc * factor
 
 
 @jit
-def linear_relu2_kernel(a, b, aux, out, M, N, K, GROUP: tl.constexpr, PROGRAMS: tl.constexpr, BWD: tl.constexpr,
+def linear_relu2_kernel(a, b, aux, out, factor, M, N, K, GROUP: tl.constexpr, PROGRAMS: tl.constexpr, BWD: tl.constexpr,
                         BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):  # fmt: skip
-    """out = relu(a b^T)^2, or with BWD 2 (a b^T) sqrt(aux), on tensor descriptors of a (M, K), b (N, K), aux, out.
+    """out = relu(a b^T)^2 factor, or with BWD 2 (a b^T) sqrt(aux) factor; descriptors of a (M, K), b (N, K), aux, out.
 
     Programs persist, so that the loads of a tile overlap the stores of the one before."""
     tiles_m, tiles_n = tl.cdiv(M, BM), tl.cdiv(N, BN)
@@ -1947,13 +1934,13 @@ def linear_relu2_kernel(a, b, aux, out, M, N, K, GROUP: tl.constexpr, PROGRAMS: 
         for k0 in range(0, K, BK):
             acc = tl.dot(a.load([m0, k0]), b.load([n0, k0]).T, acc)
         lo, hi = tl.split(tl.permute(tl.reshape(acc, (BM, 2, BN // 2)), (0, 2, 1)))  # halves: less shared memory
-        lo = relu2_epilogue(lo, aux.load([m0, n0]) if BWD else lo, BWD)
+        lo = relu2_epilogue(lo, aux.load([m0, n0]) if BWD else lo, factor, BWD)
         out.store([m0, n0], lo.to(out.dtype))
-        hi = relu2_epilogue(hi, aux.load([m0, n0 + BN // 2]) if BWD else hi, BWD)
+        hi = relu2_epilogue(hi, aux.load([m0, n0 + BN // 2]) if BWD else hi, factor, BWD)
         out.store([m0, n0 + BN // 2], hi.to(out.dtype))
 
 
-RELU2_TILES = dict(BM=128, BN=256, BK=64, GROUP=8, num_warps=8, num_stages=3)  # best of twelve on an H200
+RELU2_TILES = dict(BM=128, BN=256, BK=64, GROUP=8, num_warps=8, num_stages=3)  # best of twelve on an H200; fp8: 2 BK
 
 
 def fused_relu2(x: Tensor, w: Tensor) -> bool:
@@ -1961,32 +1948,34 @@ def fused_relu2(x: Tensor, w: Tensor) -> bool:
     return use_triton(x, (9, 0)) and not use_triton(x, (12, 0)) and x.size(1) % 8 == 0 and w.size(0) % 8 == 0
 
 
-def launch_relu2(a: Tensor, b: Tensor, aux: Tensor | None) -> Tensor:
-    """2 M N K FLOP; 2 (M K + N K + M N) bytes, with aux 2 M N more; 659 TFLOP/s forward, 530 backward."""
+def launch_relu2(a: Tensor, b: Tensor, aux: Tensor | None, factor: float = 1.0) -> Tensor:
+    """The result has the dtype of a. 2 M N K FLOP; moves M K + N K + M N items, with aux M N more. On an H200 710
+    TFLOP/s forward and 491 backward in bf16, 1,194 and 810 in fp8."""
     a, b, aux = a.contiguous(), b.contiguous(), None if aux is None else aux.contiguous()
-    (M, K), N, tiles = a.shape, len(b), RELU2_TILES
+    (M, K), N, tiles = a.shape, len(b), dict(RELU2_TILES)
+    tiles["BK"] *= 2 if a.itemsize == 1 else 1
     out = a.new_empty(M, N)
     blocks = ([tiles["BM"], tiles["BK"]], [tiles["BN"], tiles["BK"]], *[[tiles["BM"], tiles["BN"] // 2]] * 2)
     tensors = (a, b, out if aux is None else aux, out)
     arguments = [TensorDescriptor.from_tensor(x, block) for x, block in zip(tensors, blocks, strict=True)]
     programs = torch.cuda.get_device_properties(a.device).multi_processor_count if a.is_cuda else 3
     programs = min(triton.cdiv(M, tiles["BM"]) * triton.cdiv(N, tiles["BN"]), programs)
-    linear_relu2_kernel[(programs,)](*arguments, M, N, K, PROGRAMS=programs, BWD=aux is not None, **tiles)
+    linear_relu2_kernel[(programs,)](*arguments, factor, M, N, K, PROGRAMS=programs, BWD=aux is not None, **tiles)
     return out
 
 
 @torch.library.custom_op(f"{OPS}::linear_relu2", mutates_args=())
-def linear_relu2(x: Tensor, w: Tensor) -> Tensor:
-    return launch_relu2(x, w, None)
+def linear_relu2(x: Tensor, w: Tensor, factor: float = 1.0) -> Tensor:
+    return launch_relu2(x, w, None, factor)
 
 
 @torch.library.custom_op(f"{OPS}::linear_relu2_grad", mutates_args=())
-def linear_relu2_grad(g: Tensor, w: Tensor, post: Tensor) -> Tensor:
-    return launch_relu2(g, w, post)
+def linear_relu2_grad(g: Tensor, w: Tensor, post: Tensor, factor: float = 1.0) -> Tensor:
+    return launch_relu2(g, w, post, factor)
 
 
-linear_relu2.register_fake(lambda x, w: x.new_empty(len(x), len(w)))
-linear_relu2_grad.register_fake(lambda g, w, post: torch.empty_like(post))
+linear_relu2.register_fake(lambda x, w, factor=1.0: x.new_empty(len(x), len(w)))
+linear_relu2_grad.register_fake(lambda g, w, post, factor=1.0: g.new_empty(post.shape))
 
 
 class MLPRelu2(torch.autograd.Function):
@@ -2003,8 +1992,63 @@ class MLPRelu2(torch.autograd.Function):
         return before @ up, before.T @ x, post.T @ g
 
 
-def mlp_relu2(x_TD: Tensor, up_FD: Tensor, down_FD: Tensor) -> Tensor:
-    """relu(x up^T)^2 down, (T, D); for the backward only x and the squared activation are kept."""
+def relu2_8(x8: Tensor, w8: Tensor) -> Tensor:
+    """e4m3 of relu(x w^T)^2, scaled as MLP8 says."""
+    if fused_relu2(x8, w8):
+        return linear_relu2(x8, w8, E4M3_MAX**-3)
+    one, dtype = torch.ones((), device=x8.device), torch.bfloat16 if x8.is_cuda else torch.float32
+    post = F.relu(product8(x8, w8, one, one, dtype).float()).square() * E4M3_MAX**-3
+    return post.clamp(max=E4M3_MAX).to(E4M3)  # torch rounds to NaN what is too large, Triton to the largest number
+
+
+def relu2_grad8(g8: Tensor, w8: Tensor, post8: Tensor) -> Tensor:
+    """e5m2 of 2 (g w^T) sqrt(post), scaled as MLP8 says."""
+    if fused_relu2(g8, w8):
+        return linear_relu2_grad(g8, w8, post8, E4M3_MAX**-1.5 / 2)
+    one, dtype = torch.ones((), device=g8.device), torch.bfloat16 if g8.is_cuda else torch.float32
+    before = product8(g8, w8, one, one, dtype) * post8.float().sqrt() * E4M3_MAX**-1.5
+    return before.clamp(-E5M2_MAX, E5M2_MAX).to(E5M2)
+
+
+class MLP8(torch.autograd.Function):
+    """MLPRelu2 with all six products in fp8, for an x whose rows have norm sqrt(D), as norm() makes them.
+
+    Nothing of size (T, F) exists in more than 8 bits. |x w^T| <= |x| |w| bounds the activation, and in the same way the
+    gradient before it, so their scales are known; between operands and result only constants do not cancel.
+    """
+
+    @staticmethod
+    def scales(x, row_up, row_down):
+        row_x = math.sqrt(x.size(1))
+        of_rows = (row / E4M3_MAX for row in (torch.full_like(row_up, row_x), row_up, row_down))
+        return *of_rows, (row_x * row_up) ** 2 / E4M3_MAX  # of x, up, down and the activation
+
+    @staticmethod
+    def forward(ctx, x, up, down):
+        row_up, row_down = largest_row(up), largest_row(down)
+        scale_x, scale_up, scale_down, scale_post = MLP8.scales(x, row_up, row_down)
+        x8, up8, down8 = cast8(x, scale_x), cast8(up, scale_up), cast8(down, scale_down)
+        post8 = relu2_8(x8, up8)
+        ctx.save_for_backward(x8, up8, down8, post8, row_up, row_down)
+        return product8(post8, transpose8(down8), scale_post, scale_down, x.dtype, fast=True)
+
+    @staticmethod
+    def backward(ctx, g):
+        x8, up8, down8, post8, row_up, row_down = ctx.saved_tensors
+        scale_x, scale_up, _, scale_post = MLP8.scales(x8, row_up, row_down)
+        row_g = largest_row(g)
+        scale_g, scale_before = row_g / E5M2_MAX, 2 * row_g * row_down * row_up * math.sqrt(x8.size(1)) / E5M2_MAX
+        g8 = cast8(g.contiguous(), scale_g, E5M2)
+        before8 = relu2_grad8(g8, down8, post8)
+        dx = product8(before8, transpose8(up8), scale_before, scale_up, g.dtype)
+        dup = product8(transpose8(before8), transpose8(x8), scale_before, scale_x, g.dtype)
+        return dx, dup, product8(transpose8(post8), transpose8(g8), scale_post, scale_g, g.dtype)
+
+
+def mlp_relu2(x_TD: Tensor, up_FD: Tensor, down_FD: Tensor, fp8: bool = False) -> Tensor:
+    """relu(x up^T)^2 down, (T, D); for the backward only x and the squared activation are kept. fp8: see MLP8."""
+    if fp8:
+        return MLP8.apply(x_TD, up_FD, down_FD)
     if fused_relu2(x_TD, up_FD) and torch.is_grad_enabled():
         return MLPRelu2.apply(x_TD, up_FD, down_FD)
     return linear_relu2_ref(x_TD, up_FD) @ down_FD
@@ -2225,20 +2269,22 @@ def store_quarters(x, a, b, c, d, K: tl.constexpr, live):
 
 
 @jit
-def norm_rotate_kernel(qkv, q, k, v, dqkv, cos, sin, scale, rows, H, eps, BWD: tl.constexpr, K: tl.constexpr,
-                       BR: tl.constexpr):  # fmt: skip
-    """BR rows t H + h of K values: from qkv to q and k, or with BWD from the gradients q, k, v to dqkv."""
+def norm_rotate_kernel(qkv, q, k, v, dqkv, cos, sin, scale, scale_out, rows, H, every, eps, BWD: tl.constexpr,
+                       K: tl.constexpr, BR: tl.constexpr):  # fmt: skip
+    """BR rows n H + head of K values: from qkv to q and k, or with BWD from the gradients q, k, v to dqkv, divided by
+    scale_out if there is one. Row n of the results is of token n * every."""
     row, column = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR), tl.arange(0, K // 4)[None, :]
-    live, t = (row < rows)[:, None], row // H
+    live, head, n = (row < rows)[:, None], row % H, row // H
+    t = n * every
     C = tl.load(cos + (t * K)[:, None] + column, mask=live, other=0.0).to(tl.float32)
     S = tl.load(sin + (t * K)[:, None] + column, mask=live, other=0.0).to(tl.float32)
     for part in tl.static_range(3 if BWD else 2):
-        packed, own = ((t * 3 + part) * H + row % H)[:, None] * K + column, row[:, None] * K + column
-        other = (q if part == 0 else (k if part == 1 else v)) + own
+        packed = qkv + ((t * 3 + part) * H + head)[:, None] * K + column
+        other = (q if part == 0 else (k if part == 1 else v)) + (t * H + head)[:, None] * K + column
         if part == 2:
             a, b, c, d = load_quarters(other, K, live)
         else:
-            a, b, c, d = load_quarters(qkv + packed, K, live)
+            a, b, c, d = load_quarters(packed, K, live)
             shrink = tl.rsqrt(tl.sum(a * a + b * b + c * c + d * d, 1) / K + eps)[:, None]
             factor = shrink * tl.load(scale) if part == 0 else shrink
             if BWD:
@@ -2249,18 +2295,22 @@ def norm_rotate_kernel(qkv, q, k, v, dqkv, cos, sin, scale, rows, H, eps, BWD: t
             else:
                 a, b = a * C + b * S, b * C - a * S
             a, b, c, d = a * factor, b * factor, c * factor, d * factor
-        store_quarters(dqkv + packed if BWD else other, a, b, c, d, K, live)
+        if scale_out is not None:
+            inverse = 1.0 / tl.load(scale_out)
+            a, b, c, d = a * inverse, b * inverse, c * inverse, d * inverse
+        out = dqkv + ((n * 3 + part) * H + head)[:, None] * K + column if BWD else other
+        store_quarters(out, a, b, c, d, K, live)
 
 
 ROTATE_ROWS = 32  # of a program
 
 
-def launch_norm_rotate(qkv, q, k, v, dqkv, cos, sin, scale) -> None:
-    """Writes q and k, or with v and dqkv the latter from the gradients q, k, v."""
-    T, _, H, K = qkv.shape
+def launch_norm_rotate(qkv, q, k, v, dqkv, cos, sin, scale, scale_out=None, every=1) -> None:
+    """Writes q and k, or with v and dqkv the latter from the gradients q, k, v of every so many-th token."""
+    T, _, H, K = (qkv if dqkv is None else dqkv).shape
     norm_rotate_kernel[(triton.cdiv(T * H, ROTATE_ROWS),)](
-        qkv, q, k, v, dqkv, cos.contiguous(), sin.contiguous(), scale, T * H, H, NORM_EPS, dqkv is not None, K,
-        ROTATE_ROWS
+        qkv, q, k, v, dqkv, cos.contiguous(), sin.contiguous(), scale, scale_out, T * H, H, every, NORM_EPS,
+        dqkv is not None, K, ROTATE_ROWS
     )  # fmt: skip
 
 
@@ -2282,8 +2332,25 @@ def norm_rotate_grad(
     return dqkv
 
 
+@torch.library.custom_op(f"{OPS}::norm_rotate_grad8", mutates_args=())
+def norm_rotate_grad8(
+    qkv: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, scale: Tensor
+) -> tuple[Tensor, Tensor]:
+    """norm_rotate_grad in e5m2, and its scale, 256 times that of every 64th token: e5m2 has 32 binades, so other tokens
+    may exceed those by 8 of them (what exceeds more becomes the largest number) and fall below by 20."""
+    tensors = [t.contiguous() for t in (qkv, dq, dk, dv)]
+    few, dqkv8 = qkv.new_empty(-(-len(qkv) // 64), *qkv.shape[1:]), torch.empty_like(tensors[0], dtype=E5M2)
+    launch_norm_rotate(*tensors, few, cos, sin, scale, every=64)
+    scale8 = torch.linalg.vector_norm(few, float("inf"), dtype=torch.float32).clamp(min=1e-30) * (256 / E5M2_MAX)
+    launch_norm_rotate(*tensors, dqkv8, cos, sin, scale, scale8)
+    return dqkv8, scale8
+
+
 norm_rotate_forward.register_fake(lambda qkv, *rest: tuple(qkv.new_empty(qkv[:, 0].shape) for _ in "qk"))
 norm_rotate_grad.register_fake(lambda qkv, *rest: qkv.new_empty(qkv.shape))
+norm_rotate_grad8.register_fake(
+    lambda qkv, *rest: (qkv.new_empty(qkv.shape, dtype=E5M2), qkv.new_empty((), dtype=torch.float32))
+)
 
 
 class NormRotate(torch.autograd.Function):
@@ -2308,6 +2375,35 @@ def norm_rotate(qkv: Tensor, cos_TK: Tensor, sin_TK: Tensor, scale: Tensor) -> t
     if use_triton(qkv) and torch.is_grad_enabled() and K & (K - 1) == 0:
         return NormRotate.apply(qkv, cos_TK, sin_TK, scale)
     return norm_rotate_ref(qkv, cos_TK, sin_TK, scale)
+
+
+class QKV8(torch.autograd.Function):
+    """project_qkv with its three products in fp8, for an x whose rows have norm sqrt(D), as norm() makes them."""
+
+    @staticmethod
+    def forward(ctx, x, w, cos, sin, scale):
+        row_w = largest_row(w)
+        scale_x, scale_w = torch.full_like(row_w, math.sqrt(x.size(1)) / E4M3_MAX), row_w / E4M3_MAX
+        x8, w8 = cast8(x, scale_x), cast8(w, scale_w)
+        qkv = product8(x8, w8, scale_x, scale_w, x.dtype, fast=True).view(len(x), 3, -1, cos.size(-1))
+        ctx.save_for_backward(x8, w8, row_w, qkv, cos, sin, scale)
+        return *norm_rotate_forward(qkv, cos, sin, scale), qkv[:, 2]
+
+    @staticmethod
+    def backward(ctx, dq, dk, dv):
+        x8, w8, row_w, *rest = ctx.saved_tensors
+        g8, scale_g = norm_rotate_grad8(rest[0], dq, dk, dv, *rest[1:])
+        g8, scale_x = g8.view(len(x8), -1), torch.full_like(row_w, math.sqrt(x8.size(1)) / E4M3_MAX)
+        dx = product8(g8, transpose8(w8), scale_g, row_w / E4M3_MAX, dq.dtype)
+        return dx, product8(transpose8(g8), transpose8(x8), scale_g, scale_x, dq.dtype), None, None, None
+
+
+def project_qkv(x_TD: Tensor, w: Tensor, cos_TK: Tensor, sin_TK: Tensor, scale: Tensor, fp8: bool = False):
+    """x w^T, w (3 H K, D), as q, k, v, each (T, H, K), through norm_rotate; fp8: see QKV8."""
+    K = cos_TK.size(-1)
+    if fp8 and use_triton(x_TD) and K & (K - 1) == 0:
+        return QKV8.apply(x_TD, w, cos_TK, sin_TK, scale)
+    return norm_rotate(F.linear(x_TD, w).view(len(x_TD), 3, -1, K), cos_TK, sin_TK, scale)
 
 
 # -- one step of decoding: each row of the cache gets a key and a value and one query looks at its ring of S slots.

@@ -36,6 +36,7 @@ TECHNIQUES = {  # name: what switches it off, or puts the common alternative in 
     "smear": "smear=False",
     "backout": "backout_layer=-1",
     "no attention in layer 6": "no_attention_layers=()",
+    "fp8 layers": "fp8=False",
     "fp8 head": "fp8_head=False",
 }
 

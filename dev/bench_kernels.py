@@ -254,6 +254,10 @@ def time_mlp() -> None:
     leaves = [t.requires_grad_() for t in (x, up, down)]
     for name, function in ((f"mlp_relu2 {T}, both ways", K.mlp_relu2), ("  torch.compile of the plain MLP", plain)):
         timed(name, lambda: torch.autograd.grad(function(*leaves), leaves, g), flop=6 * flop)
+    x8, up8, down8, g8 = *(t.detach().to(K.E4M3) for t in (x, up, down)), g.to(K.E5M2)
+    post8, work = K.relu2_8(x8, up8), {"flop": flop, "kind": "fp8"}
+    sweep(f"linear_relu2 {T} x {D} x {hidden}, fp8", "RELU2_TILES", names, rows, lambda: K.relu2_8(x8, up8), **work)
+    sweep("linear_relu2_grad, fp8", "RELU2_TILES", names, rows, lambda: K.relu2_grad8(g8, down8, post8), **work)
 
 
 # ---- attention
@@ -346,63 +350,49 @@ def time_rotate() -> None:
         moved = 2 * T * H * 128
         timed(f"norm_rotate {T} x {H}, forward", lambda: K.norm_rotate_forward(qkv, cos, sin, scale), moved=4 * moved)
         timed("  backward", lambda: K.norm_rotate_grad(qkv, *grads, cos, sin, scale), moved=8 * moved)
+        timed("  backward to fp8", lambda: K.norm_rotate_grad8(qkv, *grads, cos, sin, scale), moved=6.5 * moved)
         for name, function in (("  both ways", K.norm_rotate), ("  torch.compile, both ways", plain)):
             timed(name, lambda: torch.autograd.grad(function(qkv, cos, sin, scale), qkv, grads), moved=12 * moved)
 
 
-# ---- fp8 products of the medium model: linear8
+# ---- fp8 products of a layer, at the widths of both models
 
 
-def plain_product(x, w, flip):
-    return x @ w if flip else F.linear(x, w)
+def fp8_cases():
+    """name, function of (leaves, fp8), leaves, incoming gradients for each part of a layer."""
+    for T, D, H in ((65536, 768, 6), (32768, 1536, 12)):
+        x = F.rms_norm(torch.randn(T, D, device="cuda"), (D,)).to(bf16).requires_grad_()
+        up, down, w, o = (randn(n, D, scale=D**-0.5).requires_grad_() for n in (4 * D, 4 * D, 3 * D, D))
+        _, cos, sin, scale, grads = rotate_case(T, H)
+        grads, g = [g.mul_(1e-6) for g in grads], randn(T, D, scale=1e-6)
+
+        def project(leaves, fp8, cos=cos, sin=sin, scale=scale):
+            return K.project_qkv(*leaves, cos, sin, scale, fp8)
+
+        yield f"MLP {T} x {D}", lambda leaves, fp8: K.mlp_relu2(*leaves, fp8), (x, up, down), g, 6 * 8 * T * D * D
+        yield f"qkv {T} x {D}", project, (x, w), grads, 6 * 3 * T * D * D
+        if D > 768:
+            product = lambda leaves, fp8: (M.linear8 if fp8 else F.linear)(*leaves)
+            yield f"o {T} x {D}", product, (x, o), g, 6 * T * D * D
 
 
-def fp8_mlp(x, up, down):
-    return M.linear8(F.relu(M.linear8(x, up, x.shape[1] ** 0.5)).square(), down, flip=True)
-
-
-def fp8_cases(T: int):
-    """name, x, w, bound of x, flip, incoming gradient for each product of a layer."""
-    for name, k, n, flip in (("qkv", 1536, 4608, False), ("o", 1536, 1536, False), ("up", 1536, 6144, False),
-                             ("down", 6144, 1536, True)):  # fmt: skip
-        x = F.rms_norm(torch.randn(T, k, device="cuda"), (k,)).to(bf16).requires_grad_()
-        w = randn(*((k, n) if flip else (n, k)), scale=k**-0.5).requires_grad_()
-        yield name, x, w, None if name in ("o", "down") else k**0.5, flip, randn(T, n, scale=1e-6)
+def both_ways(function, leaves, g, fp8):
+    y = function(leaves, fp8)
+    return *(y if isinstance(y, tuple) else (y,)), *torch.autograd.grad(y, leaves, g)
 
 
 def check_fp8() -> None:
-    for name, x, w, bound, flip, g in fp8_cases(4096):
-        y = M.linear8(x, w, bound, flip)
-        exact = [t.detach().double().requires_grad_() for t in (x, w)]
-        z = plain_product(*exact, flip)
-        got, want = (y, *torch.autograd.grad(y, (x, w), g)), (z, *torch.autograd.grad(z, exact, g.double()))
-        check(f"linear8 {name}: forward, dx, dw", zip(got, want, strict=True), 0.1)
+    for name, function, leaves, g, _ in fp8_cases():
+        got, want = (both_ways(function, leaves, g, fp8) for fp8 in (True, False))
+        check(f"fp8 {name}: forward, gradients", zip(got, want, strict=True), 0.12)
 
 
 def time_fp8() -> None:
-    T = 32768
-    for name, x, w, bound, flip, g in fp8_cases(T):
-        flop, (x8, w8) = 2 * T * w.numel(), (M.cast8(t.detach(), M.scale8(t.detach())) for t in (x, w))
-        g8, one = M.cast8(g, M.scale8(g, M.E5M2), M.E5M2), torch.ones((), device="cuda")
-        b8 = M.transpose8(w8) if flip else w8
-        x8t, g8t = M.transpose8(x8), M.transpose8(g8)
-        for way, function in (("fast sums", lambda: M.product8(x8, b8, one, one, bf16, fast=True)),
-                              ("exact sums", lambda: M.product8(x8, b8, one, one, bf16)),
-                              ("for dw", lambda: M.product8(g8t, x8t, one, one, bf16))):  # fmt: skip
-            timed(f"{name} {T}, fp8 product alone, {way}", function, flop=flop, kind="fp8")
-        ways = {"bf16": plain_product, "fp8": lambda x, w, flip: M.linear8(x, w, bound, flip)}
-        for kind, function in ways.items():
-            compiled = torch.compile(function, fullgraph=True)
-            timed(f"{name} {T}, {kind}, both ways", lambda: torch.autograd.grad(compiled(x, w, flip), (x, w), g),
-                  flop=3 * flop, kind=kind)  # fmt: skip
-    D, hidden = 1536, 6144
-    x = F.rms_norm(torch.randn(T, D, device="cuda"), (D,)).to(bf16).requires_grad_()
-    up, down, g = randn(hidden, D, scale=D**-0.5), randn(hidden, D, scale=hidden**-0.5), randn(T, D, scale=1e-6)
-    leaves = [x, up.requires_grad_(), down.requires_grad_()]
-    for name, function, kind in (("mlp_relu2, bf16", K.mlp_relu2, "bf16"), ("fp8", fp8_mlp, "fp8")):
-        compiled = torch.compile(function, fullgraph=True)
-        timed(f"MLP {T} x {D}, {name}, both ways", lambda: torch.autograd.grad(compiled(*leaves), leaves, g),
-              flop=12 * T * D * hidden, kind=kind)  # fmt: skip
+    for name, function, leaves, g, flop in fp8_cases():
+        for kind in ("bf16", "fp8"):
+            compiled = torch.compile(lambda leaves, fp8: function(leaves, fp8), fullgraph=True)
+            run = lambda: both_ways(compiled, leaves, g, kind == "fp8")
+            timed(f"{name}, {kind}, both ways", run, flop=flop, kind=kind)
 
 
 PARTS = {"ce": (check_ce, time_ce), "sym": (check_sym, time_sym), "mlp": (check_mlp, time_mlp),

@@ -69,6 +69,9 @@ def launches(script, config) -> None:
     if script.fused_relu2(new(T, D), new(F, D)):
         script.launch_relu2(new(T, D), new(F, D), None)
         script.launch_relu2(new(T, D), new(F, D), new(T, F))
+        x, w, post = (new(*shape, dtype=script.E4M3) for shape in ((T, D), (F, D), (T, F)))
+        script.launch_relu2(x, w, None, 0.5)
+        script.launch_relu2(x.to(script.E5M2), w, post, 0.5)
     q, k, v = new(T, 3, H, K).unbind(1)
     bounds = new(2, T, dtype=torch.int32)
     for gate in (None, new(T, H)):
@@ -78,6 +81,8 @@ def launches(script, config) -> None:
     turn = new(T, 1, K), new(T, 1, K), torch.ones(())
     script.norm_rotate_forward(new(T, 3, H, K), *turn)
     script.norm_rotate_grad(new(T, 3, H, K), *new(3, T, H, K), *turn)
+    if script.use_triton(logits, (8, 9)):
+        script.norm_rotate_grad8(new(T, 3, H, K), *new(3, T, H, K), *turn)
     for offset in (False, True):
         cache = new(4, 64, H, K)
         script.decode_attention(q[:4], k[:4], v[:4], cache, cache.clone(), new(4, dtype=torch.int32), offset)

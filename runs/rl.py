@@ -344,7 +344,7 @@ def rl_config(script, source: Path, args: argparse.Namespace):
     base = script.sft_config(source, {})
     return dataclasses.replace(
         base, muon_lr=base.muon_lr * args.muon_lr, adam_lr=base.adam_lr * args.adam_lr, sft_moments=False,
-        fp8_head=False, seed=args.seed, eval_every=args.eval_every, save_every=args.save_every,
+        fp8=False, fp8_head=False, seed=args.seed, eval_every=args.eval_every, save_every=args.save_every,
         compile=base.compile and not args.no_compile,
     )  # fmt: skip
 

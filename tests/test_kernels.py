@@ -202,6 +202,84 @@ def test_mlp_relu2(device, monkeypatch):
 
 
 @devices
+@pytest.mark.parametrize("kernel", [True, False], ids=["kernel", "plain"])
+def test_relu2_8(kernel, device, monkeypatch):
+    """Both fp8 products with their epilogues, to the last bit of each result. A few may be wrong: the interpreter's
+    casts lose the carry of numbers rounded up to a power of two; a GPU's sums have 14 bits, and plain ones are bf16."""
+    monkeypatch.setattr(K, "fused_relu2", lambda x, w: kernel)
+    if device == "cpu":
+        monkeypatch.setattr(K, "RELU2_TILES", dict(GROUP=2, BM=32, BN=32, BK=32))
+    T, D, Fw = (5008, 768, 3072) if device == "cuda" else (80, 48, 112)
+    x, up, down, g = (torch.randn(n, D, device=device).mul(s) for n, s in ((T, 30), (Fw, 60), (Fw, 20), (T, 10)))
+    x8, up8, down8, g8 = x.to(K.E4M3), up.to(K.E4M3), down.to(K.E4M3), g.to(K.E5M2)
+    x, up, down, g = (t.double() for t in (x8.float(), up8.float(), down8.float(), g8.float()))
+    post8 = K.relu2_8(x8, up8)
+    want, share = F.relu(x @ up.T).square() * 448.0**-3, 0.95 if kernel or device == "cuda" else 1.0
+    right = (post8.double() - want).abs() <= want / 15 + 2**-10
+    assert post8.dtype == K.E4M3 and want.max() > 1 and right.double().mean() >= share
+    before8 = K.relu2_grad8(g8, down8, post8)
+    want = (g @ down.T) * post8.double().sqrt() * 448.0**-1.5
+    right = (before8.double() - want).abs() <= want.abs() / 7.5 + 2**-17
+    assert before8.dtype == K.E5M2 and want.abs().max() > 0.1 and right.double().mean() >= share
+
+
+def mlp_gradients(leaves, g, fp8):
+    y = K.mlp_relu2(*leaves, fp8=fp8)
+    return y, *torch.autograd.grad(y, leaves, g)
+
+
+@devices
+def test_mlp_fp8(device, monkeypatch):
+    cuda = device == "cuda"
+    if cuda and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("needs compute capability 8.9")
+    dtype, (T, D, Fw) = (torch.bfloat16, (5008, 768, 3072)) if cuda else (torch.float32, (96, 64, 160))
+    if not cuda:
+        monkeypatch.setattr(K, "RELU2_TILES", dict(GROUP=2, BM=32, BN=64, BK=32))
+    x = F.rms_norm(torch.randn(T, D, device=device), (D,)).to(dtype)
+    up, down, g = (torch.randn(n, D, device=device).mul(s).to(dtype) for n, s in ((Fw, 0.1), (Fw, 0.02), (T, 1e-4)))
+    leaves = [t.requires_grad_() for t in (x, up, down)]
+    got = mlp_gradients(leaves, g, fp8=True)
+    exact = [t.detach().double().requires_grad_() for t in leaves]
+    y = F.relu(exact[0] @ exact[1].T).square() @ exact[2]
+    for a, b in zip(got, (y, *torch.autograd.grad(y, exact, g.double())), strict=True):
+        close(a, b, 0.11 if cuda else 0.16)
+        assert ((a.double() - b).norm() / b.norm()).item() > 0.02, "it must be fp8"
+    # Scales take up powers of two, so that results differ by these alone, bit by bit.
+    leaves = [x, (up * 2**12).detach().requires_grad_(), (down / 2**9).detach().requires_grad_()]
+    powers = (2.0**15, 2.0**-1, 2.0**-13, 2.0**8)
+    for a, b, power in zip(mlp_gradients(leaves, g * 2**-16, fp8=True), got, powers, strict=True):
+        assert torch.equal(a, b * power)
+
+
+@devices
+def test_qkv_fp8(device):
+    """Against norm_rotate of the plain product; gradients of a token outside the sample may be 100 times as large."""
+    cuda = device == "cuda"
+    if cuda and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("needs compute capability 8.9")
+    dtype, (T, D, H, width) = (torch.bfloat16, (5008, 768, 6, 128)) if cuda else (torch.float32, (208, 64, 2, 32))
+    x = F.rms_norm(torch.randn(T, D, device=device), (D,)).to(dtype).requires_grad_()
+    w = torch.randn(3 * H * width, D, device=device).mul(0.1).to(dtype).requires_grad_()
+    angle, still = torch.rand(T, 1, width // 4, device=device) * 6, torch.ones(T, 1, width // 2, device=device)
+    cos, sin = (torch.cat(t, 2).to(dtype) for t in ((angle.cos(), angle.cos(), still),
+                                                    (angle.sin(), -angle.sin(), still * 0)))  # fmt: skip
+    scale, grads = torch.tensor(0.1, device=device), torch.randn(3, T, H, width, device=device).mul(1e-5).to(dtype)
+    grads[:, 5] *= 100
+    y = K.project_qkv(x, w, cos, sin, scale, fp8=True)
+    exact = [t.detach().double().requires_grad_() for t in (x, w)]
+    z = K.norm_rotate_ref((exact[0] @ exact[1].T).view(T, 3, H, width), cos.double(), sin.double(), scale.double())
+    got = *y, *torch.autograd.grad(y, (x, w), list(grads))
+    want = *z, *torch.autograd.grad(z, exact, list(grads.double()))
+    for a, b in zip(got, want, strict=True):
+        close(a, b, 0.08 if cuda else 0.15)
+    assert ((y[0].double() - z[0]).norm() / z[0].norm()).item() > 0.01, "it must be fp8"
+    close(got[3][5], want[3][5], 0.08 if cuda else 0.15)
+    g8, scale8 = K.norm_rotate_grad8(y[0].new_ones(T, 3, H, width), *grads, cos, sin, scale)
+    assert g8.dtype == K.E5M2 and scale8.shape == () and g8.float().isfinite().all()
+
+
+@devices
 @pytest.mark.parametrize("gates", [False, True], ids=["plain", "gated"])
 @pytest.mark.parametrize("cu,window", [([0, 70], 20), ([0, 1, 2, 40, 41, 77, 77, 77], 16), ([0, 33, 50], 500),
                                        ([0, 5, 100], 0), ([0, 1], 3)])
@@ -330,6 +408,28 @@ def test_compiled_fullgraph(device):
                           backend="inductor" if device == "cuda" else "aot_eager")
     g = torch.randn(2, 48, 32, device=device)
     close(polar(g.to(dtype)), K.polar_express(g.to(dtype)), 5e-2)  # bf16 rounds at other places
+
+
+@devices
+def test_fp8_compiled_fullgraph(device):
+    """The fp8 products of a layer in one graph, with the gradients of uncompiled code but for where bf16 is rounded."""
+    cuda = device == "cuda"
+    if cuda and not (9, 0) <= torch.cuda.get_device_capability() < (12, 0):
+        pytest.skip("needs the shared memory of a Hopper or a B200")
+    dtype, (T, D, Fw) = (torch.bfloat16, (512, 128, 512)) if cuda else (torch.float32, (128, 64, 256))
+    w, up, down = (torch.randn(n, D, device=device).mul(0.1).to(dtype).requires_grad_() for n in (3 * D, Fw, Fw))
+    x, turn = torch.randn(T, D, device=device, dtype=dtype), torch.rand(T, 1, D // 2, device=device, dtype=dtype)
+    scale = torch.tensor(0.5, device=device)
+
+    def step(x, w, up, down):
+        q, k, v = K.project_qkv(K.norm(x), w, turn, turn / 2, scale, fp8=True)
+        return K.mlp_relu2(K.norm((q * k + v).flatten(1)), up, down, fp8=True).float().square().sum()
+
+    leaves = (x.requires_grad_(), w, up, down)
+    compiled = torch.compile(step, fullgraph=True, backend="inductor" if cuda else "aot_eager")
+    got, want = (torch.autograd.grad(function(*leaves), leaves) for function in (compiled, step))
+    for a, b in zip(got, want, strict=True):
+        close(a, b, 0.1 if cuda else 1e-5)
 
 
 def test_imports_without_triton():

@@ -6,7 +6,6 @@ Packing, cached decoding and the optimizer's step are tested for both scripts in
 import collections
 import dataclasses
 import json
-import math
 
 import pytest
 import torch
@@ -136,60 +135,57 @@ def fp8_everywhere(monkeypatch):
     monkeypatch.setattr(tm, "fits_fp8", lambda x, *sizes: True)
 
 
-def product(x, w, flip):
-    return x @ w if flip else F.linear(x, w)
-
-
-@pytest.mark.parametrize("flip", (False, True))
-@pytest.mark.parametrize("bound", (None, 28.0))
-def test_linear8_is_exact_where_fp8_is(flip, bound):
+def test_linear8_is_exact_where_fp8_is():
     """With powers of two as scales and few-bit integers as values nothing is rounded, nor in the gradients."""
     rng = torch.Generator().manual_seed(0)
-    x, w, g = (torch.randint(-7, 8, shape, generator=rng).float() for shape in ((32, 16), (48, 16), (32, 48)))
-    w, g = w.T.contiguous() if flip else w, (g / 2).round().clamp(-3, 3) * 2**-20  # e5m2 has three bits
-    x[0, 0], w[0, 0], g[0, 0] = 7.0, 7.0, 3.5 * 2**-20  # largest: 448 / 64, 57344 * 2 ** -34
-    x, w = x.requires_grad_(), w.requires_grad_()
-    y = tm.linear8(x, w, bound, flip)
-    got, want = (torch.autograd.grad(out, (x, w), g) for out in (y, product(x, w, flip)))
-    assert torch.equal(y, product(x, w, flip)) and all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    x, w, g = (torch.randint(-1, 2, shape, generator=rng).float() for shape in ((32, 16), (48, 16), (32, 48)))
+    for t in (x, w, g):
+        t[0], t[0, 0] = 0.0, 7.0  # the longest row; 448 / 64, 57344 / 2 ** 13
+    x, w, g = x.requires_grad_(), w.requires_grad_(), g * 2**-20
+    y = tm.linear8(x, w)
+    got, want = (torch.autograd.grad(out, (x, w), g) for out in (y, F.linear(x, w)))
+    assert torch.equal(y, F.linear(x, w)) and all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
 @settings(max_examples=25, deadline=None, derandomize=True)
-@given(st.booleans(), st.integers(-30, 20), st.integers(-60, 10), st.integers(0, 9))
-def test_linear8_error(flip, size_w, size_g, seed):
-    """Of any magnitude: the error of 4 bits of x and w, 3 of the gradient, and gradients in their places."""
+@given(st.integers(-30, 20), st.integers(-30, 20), st.integers(-60, 10), st.integers(0, 9))
+def test_fp8_error(size_w, size_down, size_g, seed):
+    """Of any magnitude: the error of 4 bits of x and weights, 3 of gradients, and gradients in their places."""
     rng = torch.Generator().manual_seed(seed)
-    x, w, g = (torch.randn(shape, generator=rng) for shape in ((96, 32), (32, 64) if flip else (64, 32), (96, 64)))
-    x, w, g = F.rms_norm(x, (32,)).requires_grad_(), (w * 2.0**size_w).requires_grad_(), g * 2.0**size_g
-    y = tm.linear8(x, w, math.sqrt(32), flip)
-    got, want = (torch.autograd.grad(out, (x, w), g) for out in (y, product(x, w, flip)))
-    pairs = zip((y, *got), (product(x, w, flip), *want), strict=True)
-    errors = [((a.double() - b.double()).norm() / b.double().norm()).item() for a, b in pairs]
-    assert errors[0] < 0.06 and max(errors[1:]) < 0.1, errors
-    assert not torch.equal(y, product(x, w, flip)), "it must be fp8"
+    shapes = (96, 32), (64, 32), (64, 32), (96, 64), (96, 32)
+    x, w, down, g, h = (torch.randn(shape, generator=rng) for shape in shapes)
+    x, g, h = F.rms_norm(x, (32,)).requires_grad_(), g * 2.0**size_g, h * 2.0**size_g
+    w, down = (w * 2.0**size_w).requires_grad_(), (down * 2.0**size_down).requires_grad_()
+    cases = (tm.linear8(x, w), F.linear(x, w), (x, w), g), (
+        tm.mlp_relu2(x, w, down, fp8=True), tm.mlp_relu2(x, w, down), (x, w, down), h)  # fmt: skip
+    for y, exact, leaves, grad in cases:
+        got, want = ((out, *torch.autograd.grad(out, leaves, grad)) for out in (y, exact))
+        errors = [((a.double() - b.double()).norm() / b.double().norm()).item() for a, b in zip(got, want, strict=True)]
+        assert errors[0] < 0.08 and max(errors[1:]) < 0.13, errors
+        assert errors[0] > 0.01, "it must be fp8"
 
 
-@pytest.mark.parametrize("flip", (False, True))
-def test_linear8_keeps_small_gradients(flip):
+def test_fp8_keeps_small_gradients():
     """e5m2 has 30 powers of two from its smallest normal number to its largest, and the scale makes use of them all."""
     x, w, g = (7 * torch.eye(16).requires_grad_(), 7 * torch.eye(16).requires_grad_(), torch.zeros(16, 16))
     g[0, 0], g[1, 1] = 57344 * 2.0**-34, 2.0**-14 * 2.0**-34
-    got = torch.autograd.grad(tm.linear8(x, w, None, flip), (x, w), g)
+    got = torch.autograd.grad(tm.linear8(x, w), (x, w), g)
     assert all(torch.equal(grad, 7 * g) for grad in got)
 
 
-def test_linear8_of_zeros():
-    """The first backward of a zero projection: no NaN."""
+def test_fp8_of_zeros():
+    """The first backward of a zero projection, and rows of zeros: no NaN."""
     x, w = torch.zeros(16, 16, requires_grad=True), torch.zeros(16, 16, requires_grad=True)
-    y = tm.linear8(x, w)
-    y.sum().backward()
-    assert y.abs().max() == x.grad.abs().max() == w.grad.abs().max() == 0
+    for y in (tm.linear8(x, w), tm.mlp_relu2(x, w, w, fp8=True), tm.mlp_relu2(x + 1, w + 1, w, fp8=True)):
+        x.grad = w.grad = None
+        y.sum().backward()
+        assert y.abs().max() == 0 and x.grad.isfinite().all() and w.grad.isfinite().all()
 
 
 def test_fp8_is_for_training_only(fp8_everywhere, monkeypatch):
     """Validation and decoding do not use it, training does, and its switch works."""
-    calls, linear8 = [], tm.linear8
-    monkeypatch.setattr(tm, "linear8", lambda *args, **options: calls.append(0) or linear8(*args, **options))
+    calls, product8 = [], tm.product8
+    monkeypatch.setattr(tm, "product8", lambda *args, **options: calls.append(0) or product8(*args, **options))
     model, plain = random_model(tiny_medium()), random_model(tiny_medium(fp8=False))
     batch = pack(random_documents((40, 30)))
     with torch.no_grad():
@@ -197,7 +193,7 @@ def test_fp8_is_for_training_only(fp8_everywhere, monkeypatch):
     plain(*batch)[0].backward()
     assert not calls
     model(*batch)[0].backward()
-    assert len(calls) == 4 * model.config.num_layers
+    assert len(calls) == 9 * model.config.num_layers, "six products of the MLP, three of o; those of qkv need a GPU"
 
 
 def test_fp8_does_not_fit_everywhere():
@@ -269,6 +265,7 @@ def kept_bytes(config, monkeypatch) -> float:
     from torch._inductor.decomposition import select_decomp_table
 
     monkeypatch.setattr(tm, "product8", lambda a, b, sa, sb, *options, **more: opaque_product(a, b, sa, sb))
+    monkeypatch.setattr(tm, "use_triton", lambda x, least=(8, 0): least <= (9, 0))  # traced only, nothing runs
     T, model = config.pack_tokens, tm.GPT(config, dtype=torch.bfloat16)
     model.attention = tm.triton_attention
 
@@ -294,7 +291,7 @@ def kept_bytes(config, monkeypatch) -> float:
     return error.args[0] / T / config.width
 
 
-@pytest.mark.parametrize(("recompute", "units"), ((False, 34.0), (True, 3.0)))
+@pytest.mark.parametrize(("recompute", "units"), ((False, 26.0), (True, 3.0)))
 def test_memory_of_a_token(fp8_everywhere, monkeypatch, recompute, units):
     """The table in micro_batch_limit against what torch.compile really keeps: the difference of 2 and 4 layers."""
     kept = []
@@ -364,32 +361,28 @@ def test_training_in_fp8(fp8_everywhere, dataset):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("flip", (False, True))
 @pytest.mark.parametrize("compiled", (False, True))
-def test_linear8_gpu(flip, compiled):
+def test_linear8_gpu(compiled):
     """The hardware's products against the emulated ones of the same casts, and against fp32; sizes of the model."""
     if torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("needs compute capability 8.9")
     torch.manual_seed(0)
-    T, K, N = 4096, 1536, 6144
+    T, K, N = 4096, 1536, 1536
     x = F.rms_norm(torch.randn(T, K, device="cuda"), (K,)).bfloat16().requires_grad_()
-    w = (torch.randn(*((K, N) if flip else (N, K)), device="cuda") * K**-0.5).bfloat16().requires_grad_()
+    w = (torch.randn(N, K, device="cuda") * K**-0.5).bfloat16().requires_grad_()
     g = (torch.randn(T, N, device="cuda") * 1e-6).bfloat16()
     function = torch.compile(tm.linear8, fullgraph=True) if compiled else tm.linear8
     wide = torch.Tensor.float if compiled else torch.clone  # compiled casts divide in fp32, plain ones in bf16
-    for bound in (None, math.sqrt(K)):
-        y = function(x, w, bound, flip)
-        got = (y, *torch.autograd.grad(y, (x, w), g))
-        slow = [t.detach().float().requires_grad_() for t in (x, w)]
-        exact = product(*slow, flip)
-        want = (exact, *torch.autograd.grad(exact, slow, g.float()))
-        scale_x = tm.scale8(x) if bound is None else torch.tensor(bound / 448, device="cuda")
-        scale_w = tm.scale8(w)
-        rounded = [tm.cast8(wide(t), scale).float() * scale for t, scale in ((x, scale_x), (w, scale_w))]
-        for name, a, b, most in zip("y dx dw".split(), got, want, (0.06, 0.1, 0.1), strict=True):
-            error = ((a.float() - b).norm() / b.norm()).item()
-            assert a.dtype == torch.bfloat16 and error < most, f"{name}: {error}"
-        assert ((y.float() - product(*rounded, flip)).norm() / exact.norm()).item() < 0.01
+    y = function(x, w)
+    got = (y, *torch.autograd.grad(y, (x, w), g))
+    slow = [t.detach().float().requires_grad_() for t in (x, w)]
+    exact = F.linear(*slow)
+    want = (exact, *torch.autograd.grad(exact, slow, g.float()))
+    rounded = [tm.cast8(wide(t), tm.largest_row(t) / 448).float() * tm.largest_row(t) / 448 for t in (x, w)]
+    for name, a, b, most in zip("y dx dw".split(), got, want, (0.06, 0.1, 0.1), strict=True):
+        error = ((a.float() - b).norm() / b.norm()).item()
+        assert a.dtype == torch.bfloat16 and error < most, f"{name}: {error}"
+    assert ((y.float() - F.linear(*rounded)).norm() / exact.norm()).item() < 0.01
 
 
 @pytest.mark.gpu

@@ -99,7 +99,8 @@ def test_what_it_starts_with(setup, source):
     """The weights of its source but none of its moments, fractions of the source's rates, and no fp8 head."""
     script, state, *_ = setup("--muon-lr", 0.3, "--adam-lr", 0.04)
     base, now = script.read_config(source), state.config
-    assert (now.muon_lr, now.adam_lr) == pytest.approx((0.3 * base.muon_lr, 0.04 * base.adam_lr)) and not now.fp8_head
+    assert (now.muon_lr, now.adam_lr) == pytest.approx((0.3 * base.muon_lr, 0.04 * base.adam_lr))
+    assert not now.fp8 and not now.fp8_head, "answers are drawn by bf16 products"
     assert state.optimizer.count == 0 and not any(tensor.any() for tensor in state.optimizer.state().values())
     trained = script.load(source)[0].state_dict()
     assert all(torch.equal(weight, trained[name]) for name, weight in state.optimizer.weights().items())
