@@ -429,7 +429,7 @@ def test_fp8_compiled_fullgraph(device):
     compiled = torch.compile(step, fullgraph=True, backend="inductor" if cuda else "aot_eager")
     got, want = (torch.autograd.grad(function(*leaves), leaves) for function in (compiled, step))
     for a, b in zip(got, want, strict=True):
-        close(a, b, 0.1 if cuda else 1e-5)
+        close(a, b, 0.25 if cuda else 1e-5)
 
 
 def test_imports_without_triton():

@@ -348,3 +348,26 @@ def test_initial_weights():
     # Residual before attention and MLP; V, O, down; shares of x0 and bigram; smear and backout for the whole model.
     by_hand = torch.tensor([1.1**0.5, 1.1**0.5, 0.5, 1.0, 1.0, 0.0, 0.05])[:, None].expand(7, 4)
     torch.testing.assert_close(a["scalars"], torch.cat((by_hand, torch.tensor([[0.0, 0.5, 0.0, 0.0]]))))
+
+
+def test_fp8_is_for_training_with_large_micro_batches(monkeypatch):
+    """Not for validation and small micro-batches; and the gradients are within a quarter of the plain ones."""
+    calls, product8, batch = [], ts.product8, pack(random_documents((60, 40, 28)))
+    monkeypatch.setattr(ts, "product8", lambda *args, **options: calls.append(0) or product8(*args, **options))
+    monkeypatch.setattr(ts, "fits_fp8", lambda x, *sizes: True)
+    model, found = random_model(tiny_config()), []
+    for least in (len(batch[0]) + 1, len(batch[0])):
+        monkeypatch.setattr(ts, "FP8_TOKENS", least)
+        model.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            model(*batch)
+        assert not calls
+        (model(*batch)[0] / 128).backward()
+        found.append({name: p.grad for name, p in model.named_parameters() if p.dim() > 1 and name != "scalars"})
+    assert len(calls) == 6 * model.config.num_layers, "of the MLP; those of qkv need a GPU"
+    for name, plain in found[0].items():
+        error = ((found[1][name] - plain).norm() / plain.norm()).item()
+        assert 1e-3 < error < 0.25, f"{name}: {error}"
+    calls.clear()
+    (random_model(tiny_config(fp8=False))(*batch)[0] / 128).backward()
+    assert not calls
