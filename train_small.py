@@ -1565,7 +1565,7 @@ def transpose8(x: Tensor) -> Tensor:
 
 transpose8.register_fake(lambda x: x.new_empty(x.shape[::-1]))
 
-# -- fp8 products of the layers; a step of B34 76.1 ms in place of 86 with equal loss
+# -- fp8 products of the layers; a step of B34 74.6 ms for 89.7 in bf16, 0.0005 bpb worse (11 runs)
 # Weights and activations are e4m3, gradients e5m2, sums fp32. A tensor has one scale, made from norms of rows where
 # they bound what is to be cast: nothing is looked for in what is large, and nothing is carried from step to step, so a
 # resumed run goes on exactly. A bound may be far off: e4m3 has 18 binades, e5m2 32, nearly all of them with all bits.
