@@ -39,7 +39,7 @@ Speeds and shapes in their comments are those of the small model. What differs, 
     layer 6 without attention        attention in all layers          would save 1.4 % here; banks shard evenly
     one input for last 3 attentions  each its own                     found at 11 layers, for 0.002 bpb
     2 long windows of 10             every fourth layer and the last  nanochat's SSSL; a deep model has room for them
-    scalars on V, O and down         none                             worth 1e-4 there; fp8 takes weights as they are
+    scalars on V, O and down         none                             worth 1e-4 there
     residual scalar per sub-layer    one per layer, 1.15 to 1.05,     nanochat's at this depth: shares of x0 start at
                                      x0 from 0.20 to 0.05             once, residual scalars learn slowly
     O random, V and QK at half size  O zero, others at full size      both medium recipes; the gain of a random O was
@@ -48,7 +48,7 @@ Speeds and shapes in their comments are those of the small model. What differs, 
                                                                       and V saves a copy in every layer
     down moves twice as far as up    as far as up                     between modded-nanogpt (4 x a square matrix) and
                                                                       nanochat (1 x)
-    fp8 in head, qkv and MLP         and in o                         at width 768 its casts would cost what they save
+    fp8 in head, qkv and MLP         and in o                         computed: at width 768 casts cost what that saves
 
 Letters in shape comments: T packed tokens, D width, H heads, K head width, F MLP hidden width, V vocabulary,
 L layers, A layers with attention, G documents in a micro-batch, B rows of a decoding batch, S cache length.
@@ -149,7 +149,7 @@ class Config:
     softcap: tuple = (23.0, 5.0, 7.5)  # logits = a * sigmoid((z + b) / c), modded-nanogpt record 54
     fp8: bool = True  # products of the layers, in training only, from compute capability 8.9 on
     fp8_head: bool = True  # the same for the head
-    recompute: bool = False  # layers run again in the backward: 0.2 MB a token, not 1.25; a third more FLOPs, no fp8
+    recompute: bool = False  # layers run again in the backward: 0.2 MB a token, not 1; a third more FLOPs, no fp8
     ahead: tuple = (1.0,)  # loss weights of the next tokens; more than one: multi-token prediction (record 53)
     ahead_until: float = 0.5  # share of the run over which all weights but the first fall to 0
     prefix_weight: float = 0.25  # of a second target in the loss, see Tokenizer.prefixes(); 0: off
@@ -399,7 +399,7 @@ def micro_batch_limit(config: Config, free: int) -> float:
     measured 52.1 GiB in all, with fp8 and one table for input and output.
     With `recompute` the stream, 2 D, and 1 D of value embeddings are kept, and all of one layer at a time,
     with gradients: 0.2 MB. Besides, gradients of this and of earlier micro-batches take 4 bytes a parameter, 5.5 GB;
-    transposed fp8 weights 0.7 GB; the loss 6 bytes a logit of a chunk, 3.2 GB. Weights, masters and moments are no
+    fp8 copies of weights 0.7 GB; the loss 6 bytes a logit of a chunk, 3.2 GB. Weights, masters and moments are no
     longer in `free`: 10 bytes a matrix weight and 14 a table entry, 16.7 GB on one GPU, of which 13.9 GB are shared out
     over all.
     """
@@ -1739,7 +1739,7 @@ def cast8(x: Tensor, scale: Tensor, dtype: torch.dtype = E4M3) -> Tensor:
 
 def product8(a_MK: Tensor, b_NK: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype, fast=False) -> Tensor:
     """a b^T times both scales, (M, N) in dtype, of contiguous fp8 operands; on other devices by fp32 products."""
-    if use_triton(a_MK, (8, 9)) and a_MK.is_cuda:
+    if a_MK.is_cuda:  # of capability 8.9, see fits_fp8
         return torch._scaled_mm(a_MK, b_NK.T, scale_a, scale_b, out_dtype=dtype, use_fast_accum=fast)
     product = a_MK.float() @ b_NK.float().T * (scale_a * scale_b)
     # An idle .to() as the result of an autograd.Function makes its compiled gradients 0 in torch 2.11.
@@ -1748,8 +1748,8 @@ def product8(a_MK: Tensor, b_NK: Tensor, scale_a: Tensor, scale_b: Tensor, dtype
 
 def to_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
     """An e4m3 copy and its scale, largest magnitude / 448."""
-    scale = torch.linalg.vector_norm(x, float("inf")).float().clamp_(min=1e-12) / 448
-    return (x / scale).to(torch.float8_e4m3fn), scale
+    scale = torch.linalg.vector_norm(x, float("inf")).float().clamp_(min=1e-12) / E4M3_MAX
+    return cast8(x, scale), scale
 
 
 @torch.library.custom_op(f"{OPS}::linear_ce", mutates_args=())

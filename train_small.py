@@ -1589,7 +1589,7 @@ def cast8(x: Tensor, scale: Tensor, dtype: torch.dtype = E4M3) -> Tensor:
 
 def product8(a_MK: Tensor, b_NK: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype, fast=False) -> Tensor:
     """a b^T times both scales, (M, N) in dtype, of contiguous fp8 operands; on other devices by fp32 products."""
-    if use_triton(a_MK, (8, 9)) and a_MK.is_cuda:
+    if a_MK.is_cuda:  # of capability 8.9, see fits_fp8
         return torch._scaled_mm(a_MK, b_NK.T, scale_a, scale_b, out_dtype=dtype, use_fast_accum=fast)
     product = a_MK.float() @ b_NK.float().T * (scale_a * scale_b)
     # An idle .to() as the result of an autograd.Function makes its compiled gradients 0 in torch 2.11.
@@ -1598,8 +1598,8 @@ def product8(a_MK: Tensor, b_NK: Tensor, scale_a: Tensor, scale_b: Tensor, dtype
 
 def to_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
     """An e4m3 copy and its scale, largest magnitude / 448."""
-    scale = torch.linalg.vector_norm(x, float("inf")).float().clamp_(min=1e-12) / 448
-    return (x / scale).to(torch.float8_e4m3fn), scale
+    scale = torch.linalg.vector_norm(x, float("inf")).float().clamp_(min=1e-12) / E4M3_MAX
+    return cast8(x, scale), scale
 
 
 @torch.library.custom_op(f"{OPS}::linear_ce", mutates_args=())
