@@ -120,7 +120,7 @@ class Config:
     rotary_base: float = 1024.0
     frequencies: tuple = ()  # of the rotary embedding; (): by rotary_base; finetuning takes over its source's
     softcap: tuple = (23.0, 5.0, 7.5)  # logits = a * sigmoid((z + b) / c), modded-nanogpt record 54
-    fp8: bool = True  # products of qkv and MLP, in training with large micro-batches, from compute capability 8.9 on
+    fp8: bool = True  # products of qkv and MLP, in training only, from compute capability 8.9 on
     fp8_head: bool = True  # the same for the head
     ahead: tuple = (1.0,)  # loss weights of the next tokens; more than one: multi-token prediction (record 53)
     ahead_until: float = 0.5  # share of the run over which all weights but the first fall to 0
@@ -167,6 +167,7 @@ class Config:
     attention: str = "auto"
     dtype: str = "auto"
     compile: bool = True
+    cuda_graphs: bool = True  # where compiled; False launches kernel by kernel, as a profile needs it
     wandb: str = ""
 
     @property
@@ -315,11 +316,6 @@ def softcap(z: Tensor, cap: tuple) -> Tensor:
 
 
 # <<< shared: layers
-# Micro-batches from here on have qkv and MLP in fp8. It has some 200 launches more: four GPUs with 16,384 tokens each
-# took 45 to 55 ms a step and in another session, in bf16, 28: the host cannot keep up. 65,536 tokens take a GPU 75 ms.
-FP8_TOKENS = 49152
-
-
 class GPT(nn.Module):
     """Decoder-only transformer. Parameters are listed in parameter_table; all others are fixed buffers."""
 
@@ -431,8 +427,7 @@ class GPT(nn.Module):
         resid_attn, resid_mlp, _, _, _, share_x0, share_bigram, whole = self.scalars.unbind(0)
         weights = weights or self.layer_weights()
         cos_TK, sin_TK = (t[positions_T][:, None].to(self.embed.dtype) for t in self.rotary)
-        many = T >= FP8_TOKENS and torch.is_grad_enabled()
-        fp8 = c.fp8 and many and fits_fp8(self.embed, T, c.width, c.mlp_width)
+        fp8 = c.fp8 and torch.is_grad_enabled() and fits_fp8(self.embed, T, c.width, c.mlp_width)
 
         x = F.embedding(tokens_T, self.embed)
         if c.smear:  # a learned share of the previous token's embedding: -15 steps in modded-nanogpt record 34
@@ -744,6 +739,8 @@ class Optimizer:
 
     def start_reduce(self, slot: Slot) -> None:
         grad = slot.param.grad.view(slot.view)
+        if slot.policy.late:
+            grad = grad.clone()  # replay() writes the next gradient into the same memory
         slot.param.grad = None
         slot.grad, slot.work = grad, None
         if self.ranks.world == 1:
@@ -1384,6 +1381,10 @@ ATTENTION = {
 }  # fmt: skip
 
 
+def first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).splitlines()[0][:120] if str(error) else ''}"
+
+
 def choose_attention(model: nn.Module, say: Callable = print) -> Callable:
     """The first backend that runs a tiny case forward and backward; one named in the config must run."""
     config, device, dtype = model.config, model.embed.device, model.embed.dtype
@@ -1409,7 +1410,7 @@ def choose_attention(model: nn.Module, say: Callable = print) -> Callable:
             say(f"attention: {name}")
             return attention
         except Exception as error:  # a backend may fail in any way, also when the hub cannot be reached
-            reason = f"{type(error).__name__}: {str(error).splitlines()[0][:120] if str(error) else ''}"
+            reason = first_line(error)
             if config.attention != "auto":
                 raise UserError(f"--attention {name} cannot run here ({reason}); try --attention auto") from None
             say(f"attention: {name} skipped ({reason})")
@@ -1583,15 +1584,16 @@ def largest_row(x: Tensor) -> Tensor:
     return torch.linalg.vector_norm(x, dim=1, dtype=torch.float32).amax().clamp(min=1e-20)
 
 
-def cast8(x: Tensor, scale: Tensor, dtype: torch.dtype = E4M3) -> Tensor:
-    return (x / scale).to(dtype)
+def cast8(x: Tensor, factor: Tensor | float, dtype: torch.dtype = E4M3) -> Tensor:
+    return (x * factor).to(dtype)
 
 
-def product8(a_MK: Tensor, b_NK: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype, fast=False) -> Tensor:
-    """a b^T times both scales, (M, N) in dtype, of contiguous fp8 operands; on other devices by fp32 products."""
+def product8(a_MK: Tensor, b_NK: Tensor, scale: Tensor, dtype: torch.dtype, fast=False) -> Tensor:
+    """a b^T times a 0-D fp32 scale, (M, N) in dtype, of contiguous fp8 operands; on other devices by fp32 products."""
     if a_MK.is_cuda:  # of capability 8.9, see fits_fp8
-        return torch._scaled_mm(a_MK, b_NK.T, scale_a, scale_b, out_dtype=dtype, use_fast_accum=fast)
-    product = a_MK.float() @ b_NK.float().T * (scale_a * scale_b)
+        one = torch.ones((), device=scale.device)
+        return torch._scaled_mm(a_MK, b_NK.T, scale, one, out_dtype=dtype, use_fast_accum=fast)
+    product = a_MK.float() @ b_NK.float().T * scale
     # An idle .to() as the result of an autograd.Function makes its compiled gradients 0 in torch 2.11.
     return product if dtype == torch.float32 else product.to(dtype)
 
@@ -1599,7 +1601,7 @@ def product8(a_MK: Tensor, b_NK: Tensor, scale_a: Tensor, scale_b: Tensor, dtype
 def to_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
     """An e4m3 copy and its scale, largest magnitude / 448."""
     scale = torch.linalg.vector_norm(x, float("inf")).float().clamp_(min=1e-12) / E4M3_MAX
-    return cast8(x, scale), scale
+    return cast8(x, 1 / scale), scale
 
 
 @torch.library.custom_op(f"{OPS}::linear_ce", mutates_args=())
@@ -1847,7 +1849,7 @@ def relu2_8(x8: Tensor, w8: Tensor) -> Tensor:
     if fused_relu2(x8, w8):
         return linear_relu2(x8, w8, E4M3_MAX**-3)
     one, dtype = torch.ones((), device=x8.device), torch.bfloat16 if x8.is_cuda else torch.float32
-    post = F.relu(product8(x8, w8, one, one, dtype).float()).square() * E4M3_MAX**-3
+    post = F.relu(product8(x8, w8, one, dtype).float()).square() * E4M3_MAX**-3
     return post.clamp(max=E4M3_MAX).to(E4M3)  # torch rounds to NaN what is too large, Triton to the largest number
 
 
@@ -1856,7 +1858,7 @@ def relu2_grad8(g8: Tensor, w8: Tensor, post8: Tensor) -> Tensor:
     if fused_relu2(g8, w8):
         return linear_relu2_grad(g8, w8, post8, E4M3_MAX**-1.5 / 2)
     one, dtype = torch.ones((), device=g8.device), torch.bfloat16 if g8.is_cuda else torch.float32
-    before = product8(g8, w8, one, one, dtype) * post8.float().sqrt() * E4M3_MAX**-1.5
+    before = product8(g8, w8, one, dtype) * post8.float().sqrt() * E4M3_MAX**-1.5
     return before.clamp(-E5M2_MAX, E5M2_MAX).to(E5M2)
 
 
@@ -1868,31 +1870,25 @@ class MLP8(torch.autograd.Function):
     """
 
     @staticmethod
-    def scales(x, row_up, row_down):
-        row_x = math.sqrt(x.size(1))
-        of_rows = (row / E4M3_MAX for row in (torch.full_like(row_up, row_x), row_up, row_down))
-        return *of_rows, (row_x * row_up) ** 2 / E4M3_MAX  # of x, up, down and the activation
-
-    @staticmethod
     def forward(ctx, x, up, down):
-        row_up, row_down = largest_row(up), largest_row(down)
-        scale_x, scale_up, scale_down, scale_post = MLP8.scales(x, row_up, row_down)
-        x8, up8, down8 = cast8(x, scale_x), cast8(up, scale_up), cast8(down, scale_down)
-        post8 = relu2_8(x8, up8)
+        row_x, row_up, row_down = math.sqrt(x.size(1)), largest_row(up), largest_row(down)
+        x8, up8, down8 = cast8(x, E4M3_MAX / row_x), cast8(up, E4M3_MAX / row_up), cast8(down, E4M3_MAX / row_down)
+        post8 = relu2_8(x8, up8)  # in units of (row_x row_up)^2 / 448
         ctx.save_for_backward(x8, up8, down8, post8, row_up, row_down)
-        return product8(post8, transpose8(down8), scale_post, scale_down, x.dtype, fast=True)
+        scale = (row_x * row_up / E4M3_MAX) ** 2 * row_down
+        return product8(post8, transpose8(down8), scale, x.dtype, fast=True)
 
     @staticmethod
     def backward(ctx, g):
         x8, up8, down8, post8, row_up, row_down = ctx.saved_tensors
-        scale_x, scale_up, _, scale_post = MLP8.scales(x8, row_up, row_down)
-        row_g = largest_row(g)
-        scale_g, scale_before = row_g / E5M2_MAX, 2 * row_g * row_down * row_up * math.sqrt(x8.size(1)) / E5M2_MAX
-        g8 = cast8(g.contiguous(), scale_g, E5M2)
-        before8 = relu2_grad8(g8, down8, post8)
-        dx = product8(before8, transpose8(up8), scale_before, scale_up, g.dtype)
-        dup = product8(transpose8(before8), transpose8(x8), scale_before, scale_x, g.dtype)
-        return dx, dup, product8(transpose8(post8), transpose8(g8), scale_post, scale_g, g.dtype)
+        row_x, row_g = math.sqrt(x8.size(1)), largest_row(g)
+        g8 = cast8(g.contiguous(), E5M2_MAX / row_g, E5M2)
+        before8 = relu2_grad8(g8, down8, post8)  # in units of 2 row_g row_down row_x row_up / 57344
+        unit = 2 * row_g * row_down * row_up * (row_x / E5M2_MAX / E4M3_MAX)
+        dx = product8(before8, transpose8(up8), unit * row_up, g.dtype)
+        dup = product8(transpose8(before8), transpose8(x8), unit * row_x, g.dtype)
+        scale = (row_x * row_up) ** 2 * row_g / (E4M3_MAX * E5M2_MAX)
+        return dx, dup, product8(transpose8(post8), transpose8(g8), scale, g.dtype)
 
 
 def mlp_relu2(x_TD: Tensor, up_FD: Tensor, down_FD: Tensor, fp8: bool = False) -> Tensor:
@@ -2232,20 +2228,20 @@ class QKV8(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, w, cos, sin, scale):
-        row_w = largest_row(w)
-        scale_x, scale_w = torch.full_like(row_w, math.sqrt(x.size(1)) / E4M3_MAX), row_w / E4M3_MAX
-        x8, w8 = cast8(x, scale_x), cast8(w, scale_w)
-        qkv = product8(x8, w8, scale_x, scale_w, x.dtype, fast=True).view(len(x), 3, -1, cos.size(-1))
+        row_x, row_w = math.sqrt(x.size(1)), largest_row(w)
+        x8, w8 = cast8(x, E4M3_MAX / row_x), cast8(w, E4M3_MAX / row_w)
+        qkv = product8(x8, w8, row_w * (row_x / E4M3_MAX**2), x.dtype, fast=True).view(len(x), 3, -1, cos.size(-1))
         ctx.save_for_backward(x8, w8, row_w, qkv, cos, sin, scale)
         return *norm_rotate_forward(qkv, cos, sin, scale), qkv[:, 2]
 
     @staticmethod
     def backward(ctx, dq, dk, dv):
-        x8, w8, row_w, *rest = ctx.saved_tensors
-        g8, scale_g = norm_rotate_grad8(rest[0], dq, dk, dv, *rest[1:])
-        g8, scale_x = g8.view(len(x8), -1), torch.full_like(row_w, math.sqrt(x8.size(1)) / E4M3_MAX)
-        dx = product8(g8, transpose8(w8), scale_g, row_w / E4M3_MAX, dq.dtype)
-        return dx, product8(transpose8(g8), transpose8(x8), scale_g, scale_x, dq.dtype), None, None, None
+        x8, w8, row_w, qkv, *rest = ctx.saved_tensors
+        g8, unit = norm_rotate_grad8(qkv, dq, dk, dv, *rest)
+        g8, row_x = g8.view(len(x8), -1), math.sqrt(x8.size(1))
+        dx = product8(g8, transpose8(w8), unit * row_w / E4M3_MAX, dq.dtype)
+        dw = product8(transpose8(g8), transpose8(x8), unit * (row_x / E4M3_MAX), dq.dtype)
+        return dx, dw, None, None, None
 
 
 def project_qkv(x_TD: Tensor, w: Tensor, cos_TK: Tensor, sin_TK: Tensor, scale: Tensor, fp8: bool = False):
@@ -3099,7 +3095,7 @@ def flops_per_token(config: Config, windows: tuple[int, int], positions: Tensor)
 def peak_memory_gib(device: torch.device) -> float:
     """Most memory in use so far: of the GPU, or of the process."""
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
+        return torch.cuda.max_memory_reserved(device) / 2**30  # graphs hold memory that nothing allocates any more
     try:
         import resource
     except ImportError:  # Windows
@@ -3390,6 +3386,7 @@ class TrainState:
     step: int = 0
     loss_scale: float = 1.0  # above 1 only in fp16
     good_steps: int = 0  # since the loss scale last changed
+    graphs: dict | None = None  # of replay(), by shape; None: every kernel is launched by the host
 
 
 def train_step(state: TrainState, batch: Batch) -> Tensor:
@@ -3401,16 +3398,14 @@ def train_step(state: TrainState, batch: Batch) -> Tensor:
     if state.model.loss_weights.numel() > 1:
         state.model.loss_weights.copy_(torch.tensor(loss_weights(config, step)), non_blocking=True)
     while True:
-        loss = torch.zeros((), device=state.ranks.device)
+        loss, targets = torch.zeros((), device=state.ranks.device), max(batch.total_targets, 1)
+        factor = torch.full_like(loss, state.loss_scale / targets)
         try:
             for micro_batch in batch.micro_batches(state.packs, state.ranks.device):
-                total, nats = state.forward(*micro_batch)
-                targets = max(batch.total_targets, 1)
-                (total / targets * state.loss_scale).backward()
-                loss += nats.sum() / targets
+                loss += (micro_step if state.graphs is None else replay)(state, micro_batch, factor) / targets
             break
         except torch.OutOfMemoryError:
-            total = nats = None  # these, and the exception until it ends here, hold the activations
+            pass  # the exception holds the activations until it ends here
         step_down(state)
     stepped = state.optimizer.step(lr_multiplier(config, step), muon_momentum(config, step), state.loss_scale)
     if state.loss_scale != 1.0:  # halve on overflow, double after 1,000 good steps
@@ -3423,12 +3418,72 @@ def train_step(state: TrainState, batch: Batch) -> Tensor:
     return loss
 
 
+def micro_step(state: TrainState, micro_batch: tuple, factor: Tensor) -> Tensor:
+    """Forward, and backward of the loss times a 0-D factor; gradients add up in .grad. Returns the sum of nats, 0-D."""
+    total, nats = state.forward(*micro_batch)
+    (total * factor).backward()
+    return nats.sum()
+
+
+def replay(state: TrainState, micro_batch: tuple, factor: Tensor) -> Tensor:
+    """As micro_step, from the second call with the same shapes on by one CUDA graph, which the host launches at once.
+
+    A step of 16,384 tokens is 960 kernels: 24 ms of an H200, but 53 for the host that launches them one by one.
+    A graph works in memory of its own: inputs are copied into it, and the first gradients of a step are always the
+    same tensors, to which those of later micro-batches (a second graph) are added.
+    """
+    *tensors, max_doc = micro_batch
+    params = list(state.model.parameters())
+    windows = None if state.model.attention is triton_attention else state.model.windows  # to that one they are data
+    key = params[0].grad is None, max_doc, windows, *(tuple(t.shape) for t in tensors)
+    if key not in state.graphs:
+        return record(state, key, micro_batch, factor)
+    graph, inputs, grads, output = state.graphs[key]
+    for static, given in zip(inputs, (*tensors, factor), strict=True):
+        static.copy_(given)
+    graph.replay()
+    for param, grad in zip(params, grads, strict=True):
+        param.grad = grad
+    return output
+
+
+def record(state: TrainState, key: tuple, micro_batch: tuple, factor: Tensor) -> Tensor:
+    """micro_step, and then the same as a graph of state.graphs; where that fails, the run goes on without graphs."""
+    nats = micro_step(state, micro_batch, factor)  # the result, and it compiles what is not compiled yet
+    *tensors, max_doc = micro_batch
+    params, first = list(state.model.parameters()), key[0]
+    grads, inputs, graph = [p.grad for p in params], [t.clone() for t in (*tensors, factor)], torch.cuda.CUDAGraph()
+    pool = next(iter(state.graphs.values()))[0].pool() if state.graphs else None  # one for all, as one runs at a time
+    try:
+        if first:
+            state.model.zero_grad(set_to_none=True)
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):  # other threads may go on
+            output = micro_step(state, (*inputs[:-1], max_doc), inputs[-1])  # computes nothing
+        state.graphs[key] = graph, inputs, [p.grad for p in params], output
+        for param, grad in zip(params, grads, strict=True):
+            if first and grad is not None:
+                param.grad.copy_(grad)
+    except Exception as error:
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):  # else random numbers wait for the end of the recording
+            torch.zeros_like(factor)
+        divisible = state.packs > 1 and (state.ranks.world == 1 or state.step == 0)
+        if isinstance(error, torch.OutOfMemoryError) and divisible:
+            raise  # train_step tries smaller micro-batches: with graphs they are faster than large ones without
+        print(f"CUDA graphs: off ({first_line(error)})")
+        state.graphs = None
+    return nats
+
+
 def step_down(state: TrainState) -> None:
     """A smaller micro-batch after the device ran out of memory, in a step as large as before.
 
     Called outside the except block, whose exception holds the activations. Raises UserError when it cannot go on.
     """
     state.model.zero_grad(set_to_none=True)
+    state.graphs = None if state.graphs is None else {}
+    gc.collect()  # what a failed forward leaves may lie in cycles
     torch.cuda.empty_cache()
     tokens = state.packs * state.config.pack_tokens
     smaller = max((d for d in range(1, state.packs) if state.packs % d == 0), default=0)
@@ -3468,6 +3523,7 @@ def build_state(config: Config, ranks: Ranks, say: Callable = print) -> TrainSta
         forward = torch.compile(model, dynamic=False, fullgraph=True)
     optimizer = build_optimizer(model, config, ranks)
     state = TrainState(config, ranks, model, forward, optimizer, choose_packs(config, ranks))
+    state.graphs = {} if forward is not model and config.cuda_graphs else None
     reset_state(state)
     return state
 
@@ -3498,7 +3554,7 @@ def warm_up(state: TrainState, say: Callable) -> None:
     rng = np.random.default_rng(0)
     for index, stage in enumerate(config.stage_table):
         state.model.set_stage(stage_attention(config, index))
-        for training in (True, False):
+        for training in (True, False) if index else (True, True, False):  # late tables are updated from step 2 on
             max_doc = stage.max_doc if training else config.max_seq_len
             while True:
                 packs = empty_packs(state.packs, config, 0)
@@ -3588,6 +3644,8 @@ def train(config: Config, args: argparse.Namespace) -> dict:
     machine = describe_machine(ranks)
     log = Log(run_dir, ranks, config.wandb, dataclasses.asdict(config))
     state = build_state(config, ranks, log.say)
+    if args.profile:
+        state.graphs = None  # a trace names only what the host launches
     count = sum(p.numel() for p in state.model.parameters())
     log.say(f"{Path(__file__).name}: {count / 1e6:.1f} M parameters, {state.model.embed.dtype}, "
             f"{machine['num_devices']} x {machine['device']}, torch {machine['torch']}")  # fmt: skip
@@ -3710,6 +3768,7 @@ def train(config: Config, args: argparse.Namespace) -> dict:
                             f"`--resume --run-dir {run_dir}`")  # fmt: skip
     loader.close()
     stopper.restore()
+    state.graphs = None  # CORE and sampling can have their memory
     if val_bpb is None:  # resumed after the last step
         val_bpb = evaluate()
     seconds = max(train_seconds - seconds_at_start, 1e-9)

@@ -170,6 +170,7 @@ def ranges(state: ts.TrainState):
 
 def trace_steps(state: ts.TrainState, dataset, index: int, steps: int) -> dict:
     """Steps of a stage under the profiler, as a Chrome trace."""
+    state.graphs = None  # a trace names only what the host launches
     with stage_batches(state, dataset, index) as batches, tempfile.TemporaryDirectory() as folder:
         ts.train_step(state, batches())
         ready = [batches() for _ in range(steps)]  # the loader's thread would stand in the trace

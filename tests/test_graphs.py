@@ -1,0 +1,144 @@
+"""CUDA graphs of the training step: on a CPU with a stand-in that repeats the recorded call, on a GPU as they are."""
+
+import contextlib
+import dataclasses
+
+import pytest
+import torch
+from conftest import ALONE, tiny_config, write_dataset
+
+import train_small as ts
+
+
+class Repeated:
+    """Stands for torch.cuda.CUDAGraph: runs the recorded micro_step again and writes into what it returned then."""
+
+    def pool(self):
+        return None
+
+    def record(self, call, state, micro_batch, factor, fresh):
+        held = [None if fresh else p.grad.clone() for p in state.model.parameters()]
+        output = call(state, micro_batch, factor)
+        grads = [p.grad for p in state.model.parameters()]
+        for grad, before in zip(grads, held, strict=True):
+            grad.copy_(torch.full_like(grad, float("nan")) if fresh else before)  # recording computes nothing
+
+        def repeat():
+            params = list(state.model.parameters())
+            kept = [p.grad for p in params]
+            for p in params:
+                p.grad = None
+            result = call(state, micro_batch, factor)
+            for p, grad, before in zip(params, grads, kept, strict=True):
+                grad.copy_(p.grad if fresh else grad + p.grad)
+                p.grad = before
+            output.copy_(result)
+
+        self.replay = repeat
+        return output.fill_(float("nan"))
+
+
+@pytest.fixture
+def stand_in(monkeypatch):
+    @contextlib.contextmanager
+    def record(graph, **options):
+        with monkeypatch.context() as patch:
+            call = ts.micro_step
+
+            def micro_step(state, micro_batch, factor):
+                fresh = next(state.model.parameters()).grad is None
+                return graph.record(call, state, micro_batch, factor, fresh)
+
+            patch.setattr(ts, "micro_step", micro_step)
+            yield
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Repeated)
+    monkeypatch.setattr(torch.cuda, "graph", record)
+
+
+def curve(config, dataset, graphs: bool, steps: int, change=lambda state, step: None):
+    """Losses of the first steps and the weights after them."""
+    state = ts.build_state(config, ts.start_ranks() if torch.cuda.is_available() else ALONE, lambda text: None)
+    if not graphs:
+        state.graphs = None
+    elif state.graphs is None:  # on a CPU
+        state.graphs = {}
+    loader, losses = ts.PackLoader(dataset, config, ALONE), []
+    for step in range(steps):
+        state.model.set_stage(ts.stage_attention(config, ts.stage_index(config, state.step)))
+        change(state, step)
+        losses.append(ts.train_step(state, loader.next()).item())
+    loader.close()
+    return losses, {n: p.detach().float() for n, p in state.model.named_parameters()}, state
+
+
+STAGES = ((0.5, 4, 16, 32, 32, 1.0), (0.5, 2, 32, 64, 64, 1.2))  # four micro-batches, then two, of longer documents
+
+
+@pytest.mark.parametrize("ahead", ((1.0,), (1.0, 0.5)))
+def test_replayed_steps_are_steps(stand_in, tmp_path, ahead):
+    """Several micro-batches, two stages, a late table, changing loss weights."""
+    write_dataset(tmp_path / "d")
+    dataset = ts.Dataset.open(tmp_path / "d")
+    config = tiny_config(stages=STAGES, vocab_size=dataset.tokenizer.vocab_size, micro_batch_tokens=128, ahead=ahead)
+    config = dataclasses.replace(config, tokens=round(8 * config.step_tokens))
+    want, weights, _ = curve(config, dataset, False, 8)
+    got, same, state = curve(config, dataset, True, 8)
+    assert got == want and all(torch.equal(same[n], weights[n]) for n in weights)
+    shapes = [(32, (16, 32)), (64, (32, 64))]  # documents and windows, which sdpa_attention reads as constants
+    assert len(set(want)) == 8
+    assert sorted(key[:3] for key in state.graphs) == [(first, *shape) for first in (False, True) for shape in shapes]
+
+
+@pytest.mark.parametrize(("error", "packs", "said"), (
+    (RuntimeError("operation not permitted when stream is capturing"), 2, "CUDA graphs: off (RuntimeError: operation"),
+    (torch.OutOfMemoryError(), 2, "going on with 128"),
+    (torch.OutOfMemoryError(), 1, "CUDA graphs: off (OutOfMemoryError"),
+))  # fmt: skip
+def test_a_graph_that_cannot_be_recorded(monkeypatch, stand_in, tmp_path, capsys, error, packs, said):
+    """Nothing of the attempt is in the gradients. Without memory, smaller micro-batches where there are any."""
+    write_dataset(tmp_path / "d")
+    dataset = ts.Dataset.open(tmp_path / "d")
+    config = tiny_config(stages=STAGES, vocab_size=dataset.tokenizer.vocab_size, micro_batch_tokens=packs * 128)
+    want, weights, _ = curve(config, dataset, False, 3)
+    record = torch.cuda.graph
+
+    def fails_once(graph, **options):
+        monkeypatch.setattr(torch.cuda, "graph", record)
+        raise error
+
+    monkeypatch.setattr(torch.cuda, "graph", fails_once)
+    got, same, state = curve(config, dataset, True, 3)
+    assert said in capsys.readouterr().out and (state.graphs is None) == ("off" in said)
+    assert state.packs == (1 if "going on" in said else packs)
+    for a, b in zip((*got, *same.values()), (*want, *weights.values()), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", ({}, {"dtype": "float16", "attention": "sdpa"}), ids=("bf16", "fp16 sdpa"))
+def test_graphs_gpu(tmp_path, options):
+    """As the same steps without graphs but for the order of sums; and steps go on when a recording fails."""
+    write_dataset(tmp_path / "d")
+    dataset = ts.Dataset.open(tmp_path / "d")
+    config = ts.Config(
+        num_layers=4, width=256, mlp_width=1024, no_attention_layers=(), long_layers=(3,), key_offset_layers=(3,),
+        value_embed_layers=(1,), shared_input_from=3, backout_layer=-1, bigram_rows=4096, pack_tokens=1024,
+        stages=((0.5, 4, 64, 256, 512, 1.0), (0.5, 2, 128, 512, 512, 1.2)), micro_batch_tokens=1024,
+        vocab_size=dataset.tokenizer.vocab_size, max_epochs=1000, **options)  # fmt: skip
+    config = dataclasses.replace(config, tokens=round(12 * config.step_tokens))
+    want, weights, _ = curve(config, dataset, False, 12)
+    got, same, state = curve(config, dataset, True, 12)
+    assert len(state.graphs) == (2 if state.model.attention is ts.triton_attention else 4)
+    assert got == pytest.approx(want, rel=2e-3) and want[-1] < want[0]
+    for name, weight in weights.items():
+        assert torch.nn.functional.cosine_similarity(same[name].flatten(), weight.flatten(), 0) > 0.99, name
+
+    def break_recording(state, step):
+        if step == 0:
+            forward = state.forward
+            state.forward = lambda tokens, *rest: forward(tokens, *rest) if tokens.sum().item() >= 0 else None
+
+    got, _, state = curve(config, dataset, True, 12, break_recording)
+    assert state.graphs is None and got == pytest.approx(want, rel=2e-3)
+    assert torch.rand(9, device="cuda").unique().numel() > 1, "random numbers after a recording that failed"
