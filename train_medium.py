@@ -3702,38 +3702,43 @@ def checksum(model: nn.Module) -> list[float]:
     return [param.detach().float().abs().sum().item() for param in model.parameters()]
 
 
-def warm_up(state: TrainState, say: Callable) -> None:
-    """Runs each stage once on dummy tokens, forward, backward, optimizer and validation, then forgets it all.
+def dummy_batch(config: Config, ranks: Ranks, rows: int, max_doc: int, rng) -> Batch:
+    """A batch of `rows` packs for each rank, of random tokens in documents of the greatest length."""
+    packs = empty_packs(rows, config, 0)
+    packs[1][:] = packs[0][:] = rng.integers(0, config.vocab_size, packs[0].shape)
+    for row in range(rows):
+        pad_pack(packs, row, 0, 0, max_doc)
+    size = packs[0].size * ranks.world
+    return Batch(*(torch.from_numpy(a) for a in packs), max_doc, size, size)
 
-    Everything is compiled here, so that nothing compiles while the clock runs.
+
+def warm_up(state: TrainState, say: Callable) -> None:
+    """Runs each stage on dummy tokens, forward, backward, optimizer and validation, then forgets it all.
+
+    Everything is compiled and recorded here, so that nothing of it happens while the clock runs.
     """
-    config, start, before = state.config, time.perf_counter(), checksum(state.model)
-    rng = np.random.default_rng(0)
+    config, ranks, start, before = state.config, state.ranks, time.perf_counter(), checksum(state.model)
+    rng, ones = np.random.default_rng(0), torch.ones(config.padded_vocab, dtype=torch.long, device=ranks.device)
     for index, stage in enumerate(config.stage_table):
         state.model.set_stage(stage_attention(config, index))
-        for training in (True, False) if index else (True, True, False):  # late tables are updated from step 2 on
-            max_doc = stage.max_doc if training else config.max_seq_len
+        tried = 0
+        while tried != state.packs:  # once more with smaller micro-batches where memory ran out
+            tried = state.packs
+            several = state.graphs is not None and stage.packs > tried * ranks.world  # the second has another graph
+            for _ in range(1 if index else 2):  # late tables are updated from the second step on
+                train_step(state, dummy_batch(config, ranks, tried * (1 + several), stage.max_doc, rng))
+            batch = dummy_batch(config, ranks, state.packs, config.max_seq_len, rng)
             while True:
-                packs = empty_packs(state.packs, config, 0)
-                packs[1][:] = packs[0][:] = rng.integers(0, config.vocab_size, packs[0].shape)
-                for row in range(state.packs):
-                    pad_pack(packs, row, 0, 0, max_doc)
-                size = packs[0].size * state.ranks.world
-                batch = Batch(*(torch.from_numpy(a) for a in packs), max_doc, size, size)
-                if training:
-                    train_step(state, batch)
-                    break
                 try:
-                    ones = torch.ones(config.padded_vocab, dtype=torch.long, device=state.ranks.device)
-                    bits_per_byte(state.forward, batch, state.packs, ones, state.ranks)
+                    bits_per_byte(state.forward, batch, state.packs, ones, ranks)
                     break
                 except torch.OutOfMemoryError:
                     pass
                 step_down(state)
-    if state.ranks.world > 1:  # memory may have run out on some ranks only
-        packs = torch.tensor(state.packs, device=state.ranks.device)
-        dist.all_reduce(packs, op=dist.ReduceOp.MIN)
-        state.packs = int(packs)
+            if ranks.world > 1:  # memory may have run out on some ranks only
+                packs = torch.tensor(state.packs, device=ranks.device)
+                dist.all_reduce(packs, op=dist.ReduceOp.MIN)
+                state.packs = int(packs)
     reset_state(state)
     after = checksum(state.model)
     assert before == after, f"the warm-up left a trace in the weights: {before} became {after}"

@@ -57,7 +57,7 @@ def stand_in(monkeypatch):
 
 
 def curve(config, dataset, graphs: bool, steps: int, change=lambda state, step: None):
-    """Losses of the first steps and the weights after them."""
+    """Losses of the first steps, the weights after them, the state; change(state, step) is called before each."""
     state = ts.build_state(config, ts.start_ranks() if torch.cuda.is_available() else ALONE, lambda text: None)
     if not graphs:
         state.graphs = None
@@ -88,6 +88,23 @@ def test_replayed_steps_are_steps(stand_in, tmp_path, ahead):
     shapes = [(32, (16, 32)), (64, (32, 64))]  # documents and windows, which sdpa_attention reads as constants
     assert len(set(want)) == 8
     assert sorted(key[:3] for key in state.graphs) == [(first, *shape) for first in (False, True) for shape in shapes]
+
+
+def test_everything_is_recorded_in_the_warm_up(stand_in, tmp_path):
+    write_dataset(tmp_path / "d")
+    dataset, recorded = ts.Dataset.open(tmp_path / "d"), []
+    config = tiny_config(stages=STAGES, vocab_size=dataset.tokenizer.vocab_size, micro_batch_tokens=128)
+    config = dataclasses.replace(config, tokens=round(8 * config.step_tokens))
+
+    def warmed(state, step):
+        if step == 0:
+            ts.warm_up(state, lambda text: None)
+        recorded.append(set(state.graphs))
+
+    want, weights, _ = curve(config, dataset, False, 8)
+    got, same, _ = curve(config, dataset, True, 8, warmed)
+    assert recorded == [recorded[0]] * 8 and len(recorded[0]) == 4
+    assert got == want and all(torch.equal(same[n], weights[n]) for n in weights)
 
 
 @pytest.mark.parametrize(("error", "packs", "said"), (

@@ -316,6 +316,29 @@ def test_warm_up_updates_every_parameter(dataset):
     assert {name for name, pointer in masters.items() if pointer in updated} == masters.keys()
 
 
+def test_warm_up_where_validation_does_not_fit(dataset, monkeypatch, capsys):
+    """Training is compiled for the smaller micro-batches too, in every stage that is run with them."""
+    state, trained = ts.build_state(tiny_config(micro_batch_tokens=256), ALONE, lambda text: None), []
+    forward, bits_per_byte = state.forward, ts.bits_per_byte
+    assert state.packs == 2
+
+    def watched(tokens, *rest):
+        trained.append((len(tokens) // 128, state.model.windows))
+        return forward(tokens, *rest)
+
+    def limited(forward, batch, packs, *rest):
+        if packs > 1:
+            raise torch.OutOfMemoryError
+        return bits_per_byte(state.model, batch, packs, *rest)
+
+    state.forward = watched
+    monkeypatch.setattr(ts, "bits_per_byte", limited)
+    ts.warm_up(state, print)
+    assert set(trained) == {(2, (8, 16)), (1, (8, 16)), (1, (8, 24))}
+    said = capsys.readouterr().out
+    assert said.count("going on with 128") == 1 and "micro-batch 128 tokens" in said
+
+
 def test_every_step_takes_its_own_numbers(dataset_dir, dataset, tmp_path, monkeypatch):
     """Rate, momentum, loss weights, windows and scale are those of the step; prefixes are the tokenizer's."""
     update, train_step, taken, seen = ts.Optimizer.step, ts.train_step, [], []
