@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc_per_node=8 train_medium.py   eight GPUs (runs/speedrun_medium.sh: from text to chat)
     python train_medium.py                                     one GPU, same recipe, same tokens per step
-    python train_medium.py --set recompute=True                one GPU of 24 GiB
+    python train_medium.py --set recompute=True                one GPU of 24 GiB, as README says
     python train_medium.py --set num_layers=12                 another size: width, tokens, batch and rates follow
     python train_medium.py sample --from out/RUN --prompt "Once upon a time"
     python train_medium.py core --from out/RUN                 score the CORE tasks of the run's dataset (data/core.py)
@@ -397,7 +397,7 @@ def micro_batch_limit(config: Config, free: int) -> float:
         v, and the output of attention            4 D
 
     fp8 products take 26 D, their inputs being 3 D and the activation 4 D. With micro-batches of 32,768 tokens an H200
-    measured 52.1 GiB in all, with fp8 and one table for input and output.
+    measured 52.1 GiB allocated and 57.2 reserved, with fp8 and one table for input and output.
     With `recompute` the stream, 2 D, and 1 D of value embeddings are kept, and all of one layer at a time,
     with gradients: 0.2 MB. Besides, gradients of this and of earlier micro-batches take 4 bytes a parameter, 5.5 GB;
     fp8 copies of weights 0.7 GB; the loss 6 bytes a logit of a chunk, 3.2 GB. Weights, masters and moments are no
@@ -3646,7 +3646,8 @@ def step_down(state: TrainState) -> None:
     smaller = max((d for d in range(1, state.packs) if state.packs % d == 0), default=0)
     if not smaller or (state.ranks.world > 1 and state.step > 0):  # other ranks would wait for ever
         raise UserError(f"the device ran out of memory with micro-batches of {tokens} tokens; set "
-                        f"--micro-batch-tokens lower, or pack_tokens if it is one pack already")  # fmt: skip
+                        f"--micro-batch-tokens lower, or pack_tokens if it is one pack already, or let memory be less "
+                        f"fragmented by PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True")  # fmt: skip
     state.packs = smaller
     print(f"out of memory with {tokens} tokens a micro-batch; going on with {smaller * state.config.pack_tokens}")
 

@@ -3489,7 +3489,8 @@ def step_down(state: TrainState) -> None:
     smaller = max((d for d in range(1, state.packs) if state.packs % d == 0), default=0)
     if not smaller or (state.ranks.world > 1 and state.step > 0):  # other ranks would wait for ever
         raise UserError(f"the device ran out of memory with micro-batches of {tokens} tokens; set "
-                        f"--micro-batch-tokens lower, or pack_tokens if it is one pack already")  # fmt: skip
+                        f"--micro-batch-tokens lower, or pack_tokens if it is one pack already, or let memory be less "
+                        f"fragmented by PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True")  # fmt: skip
     state.packs = smaller
     print(f"out of memory with {tokens} tokens a micro-batch; going on with {smaller * state.config.pack_tokens}")
 
