@@ -6,7 +6,7 @@
 #     bash runs/quickstart.sh               the whole thing
 #     bash runs/quickstart.sh --steps 20    a smoke test; flags go to train_small.py, the run gets a directory of its own
 #
-# Time: 5 to 8 minutes on two cores, 4 to 6 of them training. Result: out/quickstart/ with report.md and
+# Time: 5 to 9 minutes on two cores, 4 to 7 of them training. Result: out/quickstart/ with report.md and
 # curve.png, about 1.16 bits per byte. Stopped runs continue, finished ones show their results at once.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
