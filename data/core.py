@@ -57,7 +57,11 @@ def open_bundle(path: Path | None, archive: bytes | None = None) -> dict[str, An
             with zipfile.ZipFile(io.BytesIO(archive) if archive is not None else path) as z:
                 files = {name: z.read(name) for name in z.namelist() if wanted(name)}
         elif path and path.is_dir():
-            files = {str(p.relative_to(path).as_posix()): p for p in sorted(path.rglob("*")) if wanted(p.name)}
+            files = {
+                str(p.relative_to(path).as_posix()): p
+                for p in sorted(path.rglob("*"))
+                if wanted(p.name)
+            }
         elif path and path.name.endswith((".tar.zst", ".tar.gz", ".tar")):
             files = read_tar(path)
         else:
@@ -70,7 +74,9 @@ def open_bundle(path: Path | None, archive: bytes | None = None) -> dict[str, An
     if not top:
         fail(f"{path or URL} holds no core.yaml, so it is no CORE bundle; check the path")
     prefix = min(top, key=len).removesuffix("core.yaml")
-    return {name.removeprefix(prefix): value for name, value in files.items() if name.startswith(prefix)}
+    return {
+        name.removeprefix(prefix): value for name, value in files.items() if name.startswith(prefix)
+    }
 
 
 def wanted(name: str) -> bool:
@@ -102,7 +108,9 @@ def download() -> bytes:
         with urllib.request.urlopen(URL, timeout=60) as reply:
             return reply.read()
     except (OSError, urllib.error.URLError) as problem:
-        fail(f"{URL} cannot be fetched ({problem}); download it by other means and pass it with --bundle")
+        fail(
+            f"{URL} cannot be fetched ({problem}); download it by other means and pass it with --bundle"
+        )
 
 
 def read_bytes(bundle: dict[str, Any], name: str) -> bytes:
@@ -126,13 +134,17 @@ def read_tasks(bundle: dict[str, Any]) -> list[dict[str, Any]]:
         if match := re.match(r"\s+(\w+):\s*(.+)$", line):
             key, value = match.groups()
             if not tasks:
-                fail(f"core.yaml has the line {line.strip()!r} before its first task; fetch the bundle again")
+                fail(
+                    f"core.yaml has the line {line.strip()!r} before its first task; fetch the bundle again"
+                )
             if value.startswith('"'):
                 value = json.loads(value)
             elif value.startswith("'"):
                 value = value.strip("'")
             tasks[-1][key] = value
-    table = csv.DictReader(io.StringIO(read_bytes(bundle, "eval_meta_data.csv").decode("utf-8-sig")))
+    table = csv.DictReader(
+        io.StringIO(read_bytes(bundle, "eval_meta_data.csv").decode("utf-8-sig"))
+    )
     baselines = {row["Eval Task"]: row["Random baseline"] for row in table}
     found = []
     for task in tasks:
@@ -147,7 +159,9 @@ def read_tasks(bundle: dict[str, Any]) -> list[dict[str, Any]]:
             fail(f"core.yaml and eval_meta_data.csv do not describe the task {label} fully ({problem}); "
                  f"fetch the bundle again")  # fmt: skip
         if task["icl_task_type"] not in TYPES or not re.fullmatch(r"\w+", label):
-            fail(f"core.yaml names a task {label!r} of type {task['icl_task_type']!r}, which this script does not know")
+            fail(
+                f"core.yaml names a task {label!r} of type {task['icl_task_type']!r}, which this script does not know"
+            )
     if not found:
         fail("core.yaml lists no tasks; fetch the bundle again")
     return found
@@ -163,15 +177,23 @@ def read_items(bundle: dict[str, Any], task: dict[str, Any]) -> list[dict[str, A
             item = json.loads(line)
             missing = [key for key in TYPES[task["type"]] if key not in item]
         except (ValueError, TypeError) as problem:
-            fail(f"{task['file']} line {number} is no JSON object ({problem}); fetch the bundle again")
+            fail(
+                f"{task['file']} line {number} is no JSON object ({problem}); fetch the bundle again"
+            )
         if missing:
             fail(f"{task['file']} line {number} has no {missing[0]!r}; fetch the bundle again")
         options = item.get("choices") or item.get("context_options")
-        if task["type"] != "language_modeling" and (not options or not 0 <= item["gold"] < len(options)):
-            fail(f"{task['file']} line {number} has no choice {item['gold']}; fetch the bundle again")
+        if task["type"] != "language_modeling" and (
+            not options or not 0 <= item["gold"] < len(options)
+        ):
+            fail(
+                f"{task['file']} line {number} has no choice {item['gold']}; fetch the bundle again"
+            )
         items.append(item)
     if len(items) <= task["shots"]:
-        fail(f"{task['file']} has {len(items)} items, too few for {task['shots']} shots; fetch the bundle again")
+        fail(
+            f"{task['file']} has {len(items)} items, too few for {task['shots']} shots; fetch the bundle again"
+        )
     random.Random(1337).shuffle(items)
     return items
 
@@ -199,7 +221,10 @@ def render(item: dict[str, Any], shown: str, task: dict[str, Any]) -> list[str]:
     if task["type"] == "multiple_choice":
         return [shown + item["query"] + task["delimiter"] + choice for choice in item["choices"]]
     if task["type"] == "schema":
-        return [shown + context + task["delimiter"] + item["continuation"] for context in item["context_options"]]
+        return [
+            shown + context + task["delimiter"] + item["continuation"]
+            for context in item["context_options"]
+        ]
     question = shown + item["context"].strip() + task["delimiter"]
     # Stripped, because a blank before the border usually belongs to the token behind it.
     return [question.strip(), question + item["continuation"]]
@@ -220,7 +245,9 @@ def spans(rows: list[np.ndarray], kind: str) -> tuple[list[np.ndarray], list[int
     """The rows that are scored and where scoring starts in each; it ends with the row."""
     if kind == "language_modeling":
         without, full = rows
-        return [full], [common_length([without, full])]  # all of `without`, unless a token lies across the border
+        return [full], [
+            common_length([without, full])
+        ]  # all of `without`, unless a token lies across the border
     if kind == "schema":
         suffix = common_length(rows, backwards=True)
         return rows, [max(1, len(row) - suffix) for row in rows]
@@ -237,7 +264,9 @@ def build_task(
     """The arrays of a task's file, and what to say about it."""
     bos = np.array([tokenizer.bos_id(encoding)], np.uint16)
     pieces: list[np.ndarray] = []
-    columns: dict[str, list[int]] = {key: [] for key in ("shared", "choices", "gold", "rest", "start", "end")}
+    columns: dict[str, list[int]] = {
+        key: [] for key in ("shared", "choices", "gold", "rest", "start", "end")
+    }
     counts = {"cut": 0, "merged": 0, "unshared": 0}
     texts = [solved(item, task) + "\n\n" for item in items] if task["shots"] else []
     for index, item in enumerate(items[:limit] if limit else items):
@@ -282,19 +311,27 @@ def build(bundle: dict[str, Any], root: Path, max_seq_len: int, limit: int = 0) 
     dataset = read_dataset(root)
     path = root / "tokenizer.json"
     if sha256_file(path) != dataset["tokenizer_sha256"]:
-        fail(f"{path} is not the tokenizer of {root}/dataset.json; restore it or build the dataset again")
+        fail(
+            f"{path} is not the tokenizer of {root}/dataset.json; restore it or build the dataset again"
+        )
     encoding, tasks = tokenizer.load(path), read_tasks(bundle)
     remove_leftovers(root / "core")
-    files = {name: entry for name, entry in dataset["files"].items() if not name.startswith("core/")}
+    files = {
+        name: entry for name, entry in dataset["files"].items() if not name.startswith("core/")
+    }
     begin, totals = time.perf_counter(), [0, 0, 0]
-    print(f"{'task':34} {'items':>7} {'rows':>7} {'tokens':>11} {'unshared':>11} {'cut':>6} {'seconds':>8}")
+    print(
+        f"{'task':34} {'items':>7} {'rows':>7} {'tokens':>11} {'unshared':>11} {'cut':>6} {'seconds':>8}"
+    )
     for task in tasks:
         start = time.perf_counter()
         arrays, counts = build_task(task, read_items(bundle, task), encoding, max_seq_len, limit)
         name = f"core/{task['label']}.npz"
         numbers = {"items": len(arrays["gold"]), "tokens": len(arrays["tokens"])}
         files[name] = {**numbers, "sha256": write_atomic(root / name, pack_npz(arrays))}
-        totals = [a + b for a, b in zip(totals, (*numbers.values(), counts["unshared"]), strict=True)]
+        totals = [
+            a + b for a, b in zip(totals, (*numbers.values(), counts["unshared"]), strict=True)
+        ]
         print(f"{task['label']:34} {numbers['items']:7,} {len(arrays['rest']):7,} {numbers['tokens']:11,} "
               f"{counts['unshared']:11,} {counts['cut']:6,} {time.perf_counter() - start:8.1f}",
               flush=True)  # fmt: skip
@@ -305,22 +342,34 @@ def build(bundle: dict[str, Any], root: Path, max_seq_len: int, limit: int = 0) 
     for old in (root / "core").glob("*.npz"):
         if f"core/{old.name}" not in files:
             old.unlink()
-    print(f"{'all':34} {totals[0]:7,} {'':7} {totals[1]:11,} {totals[2]:11,} {'':6} {time.perf_counter() - begin:8.1f}")
+    print(
+        f"{'all':34} {totals[0]:7,} {'':7} {totals[1]:11,} {totals[2]:11,} {'':6} {time.perf_counter() - begin:8.1f}"
+    )
     if len(tasks) != NUM_TASKS:
         print(f"note: the bundle has {len(tasks)} tasks; CORE is the mean over {NUM_TASKS}")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Render and tokenize the CORE tasks into a dataset directory.")
+    parser = argparse.ArgumentParser(
+        description="Render and tokenize the CORE tasks into a dataset directory."
+    )
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--bundle", type=Path, help="CORE bundle: a folder, a .zip or a .tar.zst")
     source.add_argument("--download", action="store_true", help=f"fetch {URL}")
-    parser.add_argument("--data", required=True, type=Path, help="dataset directory, e.g. data/shards/climbmix")
-    parser.add_argument("--max-seq-len", type=int, default=2048, help="longer rows lose their beginning")
-    parser.add_argument("--items", type=int, default=0, metavar="N", help="write N items a task (default all)")
+    parser.add_argument(
+        "--data", required=True, type=Path, help="dataset directory, e.g. data/shards/climbmix"
+    )
+    parser.add_argument(
+        "--max-seq-len", type=int, default=2048, help="longer rows lose their beginning"
+    )
+    parser.add_argument(
+        "--items", type=int, default=0, metavar="N", help="write N items a task (default all)"
+    )
     args = parser.parse_args()
     if args.max_seq_len < 2 or args.items < 0:
-        fail(f"--max-seq-len {args.max_seq_len} must be at least 2 and --items {args.items} at least 0")
+        fail(
+            f"--max-seq-len {args.max_seq_len} must be at least 2 and --items {args.items} at least 0"
+        )
     read_dataset(args.data)
     bundle = open_bundle(args.bundle, download() if args.download else None)
     build(bundle, args.data, args.max_seq_len, args.items)

@@ -58,14 +58,18 @@ def write_atomic(path: str | Path, pieces: Iterable[bytes | memoryview]) -> str:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         # The leading dot and the ending keep a file left by kill -9 out of every *.bin or *.json pattern.
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+        handle, temporary = tempfile.mkstemp(
+            dir=path.parent, prefix=f".{path.name}.", suffix=".tmp"
+        )
         with open(handle, "wb") as f:
             for piece in pieces:
                 f.write(piece)
                 digest.update(piece)
             f.flush()
             os.fsync(f.fileno())
-        os.chmod(temporary, 0o666 & ~current_umask())  # mkstemp makes 0600, which others could not read
+        os.chmod(
+            temporary, 0o666 & ~current_umask()
+        )  # mkstemp makes 0600, which others could not read
         os.replace(temporary, path)
     except BaseException as problem:
         if temporary:
@@ -209,7 +213,11 @@ def fingerprint(files: dict[str, dict[str, Any]]) -> str:
 
     Evaluation and finetuning files may be added later without making it another dataset.
     """
-    read = {path: entry for path, entry in files.items() if path == "tokenizer.json" or path.startswith("pretrain/")}
+    read = {
+        path: entry
+        for path, entry in files.items()
+        if path == "tokenizer.json" or path.startswith("pretrain/")
+    }
     lines = sorted(f"{path} {entry['sha256']}\n" for path, entry in read.items())
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
@@ -219,7 +227,9 @@ def sum_splits(files: dict[str, dict[str, Any]]) -> dict[str, dict[str, int]]:
     splits = {}
     for split in ("train", "val"):
         entries = [entry for path, entry in files.items() if path.startswith(f"pretrain/{split}_")]
-        splits[split] = {key: sum(e[key] for e in entries) for key in ("tokens", "documents", "text_bytes")}
+        splits[split] = {
+            key: sum(e[key] for e in entries) for key in ("tokens", "documents", "text_bytes")
+        }
     return splits
 
 
@@ -256,7 +266,9 @@ def check_dataset(value: Any, path: str | Path) -> dict[str, Any]:
         # The names come from outside when a dataset is downloaded: none may point out of the folder.
         inside = not Path(name).is_absolute() and ".." not in Path(name).parts and "\\" not in name
         if not inside or not isinstance(entry, dict) or not isinstance(entry.get("sha256"), str):
-            fail(f"{path} lists the file {name!r} with a bad path or no sha256; build the dataset again")
+            fail(
+                f"{path} lists the file {name!r} with a bad path or no sha256; build the dataset again"
+            )
     if value.get("fingerprint") != fingerprint(files):
         fail(
             f"{path} does not agree with itself: fingerprint {value.get('fingerprint')} is not that of its "

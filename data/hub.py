@@ -34,7 +34,9 @@ def redact(text: object) -> str:
     return line[:300]
 
 
-def retry(action: Callable[[], Any], what: str, attempts: int = ATTEMPTS, backoff: float = 1.0) -> Any:
+def retry(
+    action: Callable[[], Any], what: str, attempts: int = ATTEMPTS, backoff: float = 1.0
+) -> Any:
     """Calls action until it succeeds, waiting backoff * 1, 2, 4, ... seconds between failures.
 
     What no repetition can cure (no such repository, file or permission) ends the script at once.
@@ -50,10 +52,18 @@ def retry(action: Callable[[], Any], what: str, attempts: int = ATTEMPTS, backof
     for attempt in range(attempts):
         try:
             return action()
-        except Exception as problem:  # many kinds, of several libraries: connection, time-out, size, server
-            gone = isinstance(problem, RepositoryNotFoundError | RevisionNotFoundError | EntryNotFoundError)
-            if gone and not isinstance(problem, LocalEntryNotFoundError):  # that one: not here, and no network
-                fail(f"{what}: not found ({redact(problem)}); check the names, and HF_TOKEN if it is private")
+        except (
+            Exception
+        ) as problem:  # many kinds, of several libraries: connection, time-out, size, server
+            gone = isinstance(
+                problem, RepositoryNotFoundError | RevisionNotFoundError | EntryNotFoundError
+            )
+            if gone and not isinstance(
+                problem, LocalEntryNotFoundError
+            ):  # that one: not here, and no network
+                fail(
+                    f"{what}: not found ({redact(problem)}); check the names, and HF_TOKEN if it is private"
+                )
             status = getattr(getattr(problem, "response", None), "status_code", None)
             if isinstance(problem, HfHubHTTPError) and status in (400, 401, 403):
                 fail(
@@ -73,7 +83,11 @@ def fetch(repo: str, name: str) -> Path:
     """A file of a dataset repository in the Hugging Face cache."""
     from huggingface_hub import hf_hub_download
 
-    return Path(retry(lambda: hf_hub_download(repo, name, repo_type="dataset"), f"fetching {name} of {repo}"))
+    return Path(
+        retry(
+            lambda: hf_hub_download(repo, name, repo_type="dataset"), f"fetching {name} of {repo}"
+        )
+    )
 
 
 def list_files(repo: str) -> list[str]:
@@ -81,7 +95,9 @@ def list_files(repo: str) -> list[str]:
     from huggingface_hub import HfApi
 
     # One attempt, as huggingface_hub itself repeats this request five times.
-    return retry(lambda: HfApi().list_repo_files(repo, repo_type="dataset"), f"listing {repo}", attempts=1)
+    return retry(
+        lambda: HfApi().list_repo_files(repo, repo_type="dataset"), f"listing {repo}", attempts=1
+    )
 
 
 def is_right(path: Path, sha256: str) -> bool:
@@ -97,12 +113,19 @@ def download(
 
     what = f"opening {repo} at {revision}"
     # One commit for all files, even if someone uploads meanwhile.
-    commit = retry(lambda: HfApi().dataset_info(repo, revision=revision).sha, what, attempts, backoff)
+    commit = retry(
+        lambda: HfApi().dataset_info(repo, revision=revision).sha, what, attempts, backoff
+    )
     staging = out / ".download"
 
     def get(name: str, force: bool) -> Path:
         action = lambda: hf_hub_download(  # noqa: E731
-            repo, name, repo_type="dataset", revision=commit, local_dir=staging, force_download=force
+            repo,
+            name,
+            repo_type="dataset",
+            revision=commit,
+            local_dir=staging,
+            force_download=force,
         )
         return Path(retry(action, f"fetching {name} of {repo}", attempts, backoff))
 
@@ -139,7 +162,9 @@ def download(
         os.replace(path, out / name)
     os.replace(new, out / "dataset.json")
     shutil.rmtree(staging)
-    print(f"{out} is complete: {len(dataset['files'])} files, {skipped} were there already, commit {commit}")
+    print(
+        f"{out} is complete: {len(dataset['files'])} files, {skipped} were there already, commit {commit}"
+    )
 
 
 def upload(
@@ -184,7 +209,9 @@ def upload(
         def commit(group: list[str] = group) -> None:
             # Made anew at each attempt: huggingface_hub marks operations that it has sent.
             operations = [CommitOperationAdd(name, folder / name) for name in group]
-            api.create_commit(repo, operations, commit_message=f"Add {len(group)} files", repo_type="dataset")
+            api.create_commit(
+                repo, operations, commit_message=f"Add {len(group)} files", repo_type="dataset"
+            )
 
         retry(commit, f"uploading {group[0]} to {repo}", attempts, backoff)
     print(
@@ -203,19 +230,28 @@ def main() -> None:
     p = commands.add_parser("upload", help="send a dataset directory")
     p.add_argument("folder", metavar="DIR", type=Path)
     p.add_argument(
-        "repo", metavar="REPO", help="OWNER/NAME of a Hugging Face dataset, made if it does not exist"
+        "repo",
+        metavar="REPO",
+        help="OWNER/NAME of a Hugging Face dataset, made if it does not exist",
     )
     p.add_argument("--private", action="store_true")
     for p in commands.choices.values():
-        p.add_argument("--attempts", type=int, default=ATTEMPTS, help="tries for each request and each file")
         p.add_argument(
-            "--backoff", type=float, default=1.0, help="seconds before the second try; doubles each time"
+            "--attempts", type=int, default=ATTEMPTS, help="tries for each request and each file"
+        )
+        p.add_argument(
+            "--backoff",
+            type=float,
+            default=1.0,
+            help="seconds before the second try; doubles each time",
         )
     args = parser.parse_args()
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", args.repo):
         fail(f"{args.repo!r} is not a repository name; give OWNER/NAME")
     if args.attempts < 1 or args.backoff < 0:
-        fail(f"--attempts {args.attempts} --backoff {args.backoff:g} is out of range; give at least 1 and 0")
+        fail(
+            f"--attempts {args.attempts} --backoff {args.backoff:g} is out of range; give at least 1 and 0"
+        )
     with contextlib.suppress(BrokenPipeError):
         if args.command == "download":
             download(args.repo, args.out, args.revision, args.attempts, args.backoff)

@@ -43,7 +43,9 @@ from format import (
 from sources import Source, add_source_flags, local_paths, open_source
 from tqdm import tqdm
 
-BATCH_CHARS = 500_000  # text given to a worker at once: large enough to hide the hand-over, small in memory
+BATCH_CHARS = (
+    500_000  # text given to a worker at once: large enough to hide the hand-over, small in memory
+)
 SHARD_TOKENS = 100_000_000
 
 
@@ -71,7 +73,11 @@ def encode_batch(texts: list[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         pieces += [bos, tokens]
         lengths.append(len(tokens) + 1)
         sizes.append(len(text.encode()))
-    return np.concatenate(pieces), np.array(lengths, dtype=np.int64), np.array(sizes, dtype=np.int64)
+    return (
+        np.concatenate(pieces),
+        np.array(lengths, dtype=np.int64),
+        np.array(sizes, dtype=np.int64),
+    )
 
 
 def make_batches(documents: Iterable[str]) -> Iterator[list[str]]:
@@ -87,7 +93,9 @@ def make_batches(documents: Iterable[str]) -> Iterator[list[str]]:
         yield batch
 
 
-def encode_all(documents: Iterable[str], pool: ProcessPoolExecutor | None, workers: int) -> Iterator[tuple]:
+def encode_all(
+    documents: Iterable[str], pool: ProcessPoolExecutor | None, workers: int
+) -> Iterator[tuple]:
     """encode_batch over a stream, results in the stream's order; at most 3 batches a worker are under way, so
     memory does not grow with the corpus."""
     if pool is None:
@@ -135,7 +143,8 @@ def write_split(
         done.append({"path": path, **held, "sha256": sha})
         write_json(out / "progress.json", progress)
         bar.write(
-            f"wrote {path}: {held['tokens']:,} tokens, {held['documents']:,} documents", file=sys.stdout
+            f"wrote {path}: {held['tokens']:,} tokens, {held['documents']:,} documents",
+            file=sys.stdout,
         )
         held.update(tokens=0, documents=0, text_bytes=0)
 
@@ -145,7 +154,9 @@ def write_split(
         while first < len(lengths):
             begin = int(ends[first] - lengths[first])
             room = shard_tokens - held["tokens"]
-            last = int(np.searchsorted(ends, begin + room, side="right"))  # documents first..last-1 fit
+            last = int(
+                np.searchsorted(ends, begin + room, side="right")
+            )  # documents first..last-1 fit
             if last <= first:  # below it after a document that was larger than a shard
                 if held["tokens"]:
                     close()
@@ -175,13 +186,13 @@ def compare_settings(out: Path, settings: dict[str, Any]) -> dict[str, Any] | No
     path = out / "progress.json"
     if not path.exists():
         if (out / "dataset.json").exists() or any((out / "pretrain").glob("*.bin")):
-            fail(f"{out} already holds a dataset that this command did not write; choose another --out")
+            fail(
+                f"{out} already holds a dataset that this command did not write; choose another --out"
+            )
         return None
     progress = read_json(path)
     if not progress.get("tokenizer_sha256") and not (out / "tokenizer.json").exists():
-        return (
-            None  # stopped before anything was made, for example as the text was too small for the tokenizer
-        )
+        return None  # stopped before anything was made, for example as the text was too small for the tokenizer
     old = progress.get("settings", {})
     for key in settings:
         if old.get(key) != settings[key]:
@@ -191,7 +202,9 @@ def compare_settings(out: Path, settings: dict[str, Any]) -> dict[str, Any] | No
                 else "the source files (names, sizes or content)"
             )
             was = (
-                f" {old.get(key)!r} before and {settings[key]!r} now" if key != "inputs" else " not as before"
+                f" {old.get(key)!r} before and {settings[key]!r} now"
+                if key != "inputs"
+                else " not as before"
             )
             fail(
                 f"{out} was built with other settings: {name} is{was}; choose another --out or delete that "
@@ -223,7 +236,9 @@ def get_tokenizer(
     if path.exists():
         sha = sha256_file(path)
         if noted and sha != noted:
-            fail(f"{path} is not the tokenizer that this dataset was begun with; delete {out} and run again")
+            fail(
+                f"{path} is not the tokenizer that this dataset was begun with; delete {out} and run again"
+            )
         if not noted and args.tokenizer and sha != sha256_file(args.tokenizer):
             fail(f"{path} differs from --tokenizer {args.tokenizer}; choose another --out")
     elif noted:
@@ -235,7 +250,9 @@ def get_tokenizer(
         start = time.perf_counter()
         # First, so that a stop from here on is recognised as this command's.
         write_json(out / "progress.json", progress)
-        spec = tokenizer.train(source.train(), args.vocab_size or tokenizer.VOCAB_SIZE, args.tokenizer_chars)
+        spec = tokenizer.train(
+            source.train(), args.vocab_size or tokenizer.VOCAB_SIZE, args.tokenizer_chars
+        )
         sha = write_json(path, spec)
         print(f"trained the tokenizer in {time.perf_counter() - start:.1f} s")
     vocab_size = tokenizer.load(path).n_vocab
@@ -259,7 +276,9 @@ def finish(out: Path, name: str, sources: list[str], progress: dict[str, Any]) -
     encoding = tokenizer.load(out / "tokenizer.json")
     files = {}
     for entry in progress["shards"]["train"] + progress["shards"]["val"]:
-        files[entry["path"]] = {key: entry[key] for key in ("tokens", "documents", "text_bytes", "sha256")}
+        files[entry["path"]] = {
+            key: entry[key] for key in ("tokens", "documents", "text_bytes", "sha256")
+        }
     files["tokenizer.json"] = {"sha256": progress["tokenizer_sha256"]}
     dataset = {
         "name": name,
@@ -356,7 +375,10 @@ def build(args: argparse.Namespace) -> None:
     if empty:
         print(f"skipped {empty:,} empty documents")
     finish(out, args.name, source_names(source.inputs), progress)
-    peak = max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    peak = max(
+        resource.getrusage(who).ru_maxrss
+        for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    )
     unit = 1 if sys.platform == "darwin" else 1024
     print(
         f"encoded in {seconds:.1f} s with {args.workers} workers; largest process "
@@ -418,7 +440,9 @@ def adopt(args: argparse.Namespace) -> None:
         for i, path in enumerate(tqdm(found, desc=split, disable=None)):
             tokens = read_shard(path, verify=True)
             counts = np.zeros(len(lengths), dtype=np.int64)
-            for start in range(0, len(tokens), 2**24):  # bincount widens to int64: a piece at a time
+            for start in range(
+                0, len(tokens), 2**24
+            ):  # bincount widens to int64: a piece at a time
                 counts += np.bincount(tokens[start : start + 2**24], minlength=len(lengths))
             name = f"pretrain/{split}_{i:06d}.bin"
             link_or_copy(path, out / name)
@@ -445,7 +469,9 @@ def link_or_copy(path: Path, target: Path) -> None:
             shutil.copyfile(path, temporary)
         os.replace(temporary, target)
     except OSError as problem:
-        fail(f"cannot link or copy {path} to {target} ({problem.strerror}); free some space and run again")
+        fail(
+            f"cannot link or copy {path} to {target} ({problem.strerror}); free some space and run again"
+        )
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -456,14 +482,22 @@ def main() -> None:
     parser.add_argument(
         "--val-source", help="separate validation text; without it a part of the source is held out"
     )
-    parser.add_argument("--val-fraction", type=float, default=0.01, help="held-out part of local files")
+    parser.add_argument(
+        "--val-fraction", type=float, default=0.01, help="held-out part of local files"
+    )
     parser.add_argument("--val-documents", type=int, help="at most this many validation documents")
-    parser.add_argument("--out", required=True, type=Path, help="dataset directory, e.g. data/shards/mine")
+    parser.add_argument(
+        "--out", required=True, type=Path, help="dataset directory, e.g. data/shards/mine"
+    )
     parser.add_argument("--name", help="name in dataset.json (default: that of the directory)")
     parser.add_argument(
-        "--vocab-size", type=int, help=f"entries of a new tokenizer (default {tokenizer.VOCAB_SIZE})"
+        "--vocab-size",
+        type=int,
+        help=f"entries of a new tokenizer (default {tokenizer.VOCAB_SIZE})",
     )
-    parser.add_argument("--tokenizer", type=Path, help="use this tokenizer.json instead of training one")
+    parser.add_argument(
+        "--tokenizer", type=Path, help="use this tokenizer.json instead of training one"
+    )
     parser.add_argument(
         "--tokenizer-chars", type=int, default=tokenizer.MAX_CHARS, help="characters to train it on"
     )
@@ -490,7 +524,9 @@ def main() -> None:
                 f"--{flag.replace('_', '-')} must be at least 1, found {value}; leave it out for the default"
             )
     if args.shard_tokens >= 2**31:
-        fail(f"--shard-tokens {args.shard_tokens} does not fit the header's int32; give less than {2**31}")
+        fail(
+            f"--shard-tokens {args.shard_tokens} does not fit the header's int32; give less than {2**31}"
+        )
     if args.vocab_size:
         tokenizer.check_vocab_size(args.vocab_size)
     if args.tokenizer and not args.tokenizer.is_file():
@@ -505,7 +541,9 @@ def main() -> None:
 
 def available_cores() -> int:
     """Cores this process may use, at most 16: one reader feeds no more, and each encoder takes 0.1 GiB."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     return min(cores, 16)
 
 

@@ -43,7 +43,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import tokenizer
-from format import fail, fingerprint, read_dataset, remove_leftovers, sha256_file, write_json, write_shard
+from format import (
+    fail,
+    fingerprint,
+    read_dataset,
+    remove_leftovers,
+    sha256_file,
+    write_json,
+    write_shard,
+)
 from pretrain import available_cores
 from sources import clean, hub_names, identify, local_paths, read_lines
 from tqdm import tqdm
@@ -51,7 +59,10 @@ from tqdm import tqdm
 NAMED = {"smol-smoltalk": "hf:HuggingFaceTB/smol-smoltalk/data/train-*.parquet"}
 SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
 SPELLING_COUNT = 10_000
-MARKS = {"python": ("<|python_start|>", "<|python_end|>"), "python_output": ("<|output_start|>", "<|output_end|>")}
+MARKS = {
+    "python": ("<|python_start|>", "<|python_end|>"),
+    "python_output": ("<|output_start|>", "<|output_end|>"),
+}
 BATCH = 64  # conversations given to a thread at once
 SHARD_TOKENS = 100_000_000
 
@@ -84,9 +95,13 @@ def check_messages(value: Any) -> list[Message]:
         elif role == "assistant" and isinstance(content, list):
             parts = []
             for part in content:
-                kind, text = (part.get("type"), part.get("text")) if isinstance(part, dict) else (None, None)
+                kind, text = (
+                    (part.get("type"), part.get("text")) if isinstance(part, dict) else (None, None)
+                )
                 if kind not in ("text", *MARKS) or not isinstance(text, str):
-                    raise ValueError(f"message {i + 1} has a part that is no text, python or python_output")
+                    raise ValueError(
+                        f"message {i + 1} has a part that is no text, python or python_output"
+                    )
                 parts.append((kind, clean(text)))
         else:
             raise ValueError(f"message {i + 1} ({role}) has no text as its content")
@@ -100,7 +115,9 @@ def check_messages(value: Any) -> list[Message]:
     return result
 
 
-def render(messages: list[Message], encode: Callable[[str], np.ndarray], ids: dict[str, int]) -> tuple:
+def render(
+    messages: list[Message], encode: Callable[[str], np.ndarray], ids: dict[str, int]
+) -> tuple:
     """(tokens uint16 [n], counted bool [n]) of a conversation; the template is in the text at the top."""
     pieces: list[np.ndarray] = []
     counts: list[bool] = []
@@ -152,7 +169,9 @@ def parse_source(spec: str, flag: str, seed: int, val_fraction: float) -> Source
     except ValueError:
         weight = 0.0
     if weight <= 0:
-        fail(f"{flag} {spec} has the weight {number}, which must be a number above 0; 2 means twice, 0.5 half")
+        fail(
+            f"{flag} {spec} has the weight {number}, which must be a number above 0; 2 means twice, 0.5 half"
+        )
     if kind == "spelling":
         if weight != int(weight):
             fail(f"{flag} {spec}: the number of spelling tasks must be whole, found {number}")
@@ -160,7 +179,11 @@ def parse_source(spec: str, flag: str, seed: int, val_fraction: float) -> Source
         words = read_words(Path(path), flag)
 
         def generate(split: str) -> Iterator[tuple[str, Any, str]]:
-            total = count if split == "train" or flag == "--val-source" else max(1, round(count * val_fraction))
+            total = (
+                count
+                if split == "train" or flag == "--val-source"
+                else max(1, round(count * val_fraction))
+            )
             for i, value in enumerate(spelling_tasks(words, total, split, seed)):
                 yield f"task {i + 1}", value, ""
 
@@ -185,7 +208,9 @@ def parse_source(spec: str, flag: str, seed: int, val_fraction: float) -> Source
 
     def read(split: str) -> Iterator[tuple[str, Any, str]]:
         for file in open_files():
-            for where, value, problem in records(file, ("question", "answer") if kind == "gsm8k" else ("messages",)):
+            for where, value, problem in records(
+                file, ("question", "answer") if kind == "gsm8k" else ("messages",)
+            ):
                 if kind == "gsm8k" and not problem:
                     try:
                         value = gsm8k_conversation(value)
@@ -231,12 +256,20 @@ def gsm8k_conversation(value: Any) -> dict[str, Any]:
         raise ValueError('there is no text "question" and "answer"')
     parts = []
     for piece in re.split(r"(<<[^<>]*>>)", texts[1]):
-        expression, equals, result = piece[2:-2].rpartition("=") if piece.startswith("<<") else ("", "", "")
+        expression, equals, result = (
+            piece[2:-2].rpartition("=") if piece.startswith("<<") else ("", "", "")
+        )
         if expression.strip() and result.strip():
-            parts += [{"type": "python", "text": expression.strip()}, {"type": "python_output", "text": result.strip()}]
+            parts += [
+                {"type": "python", "text": expression.strip()},
+                {"type": "python_output", "text": result.strip()},
+            ]
         elif piece and not piece.startswith("<<"):  # an empty note says nothing
             parts.append({"type": "text", "text": piece})
-    messages = [{"role": "user", "content": texts[0].strip()}, {"role": "assistant", "content": parts}]
+    messages = [
+        {"role": "user", "content": texts[0].strip()},
+        {"role": "assistant", "content": parts},
+    ]
     return {"messages": messages}
 
 
@@ -247,7 +280,9 @@ def read_words(path: Path, flag: str) -> list[str]:
     lines = (line.decode("utf-8", "replace").strip().lower() for line in read_lines(path))
     words = list(dict.fromkeys(word for word in lines if word.isalpha() and 2 <= len(word) <= 20))
     if not any(map(is_val_word, words)) or all(map(is_val_word, words)):
-        fail(f"{path} holds {len(words)} usable words, too few for a training and a validation part; give more words")
+        fail(
+            f"{path} holds {len(words)} usable words, too few for a training and a validation part; give more words"
+        )
     return words
 
 
@@ -256,7 +291,12 @@ def is_val_word(word: str) -> bool:
     return hashlib.sha256(word.encode()).digest()[0] < 13
 
 
-SPELL = ("Spell the word: {w}", "How do you spell {w}?", "Spell {w} letter by letter.", "Please spell the word {w}")
+SPELL = (
+    "Spell the word: {w}",
+    "How do you spell {w}?",
+    "Spell {w} letter by letter.",
+    "Please spell the word {w}",
+)
 COUNT = (
     "How many times does the letter {l} appear in {w}?", "How many {l} are in the word {w}", "Count the {l} in {w}.",
     "How often does {w} contain the letter {l}?", "Tell me the number of {l} in {w}", "In {w}, how many {l} are there?",
@@ -275,7 +315,9 @@ def spelling_tasks(words: list[str], count: int, split: str, seed: int) -> Itera
             question, answer = rng.choice(SPELL).format(w=shown), f"{word}:{','.join(word)}"
         else:
             # One time in ten a letter that may not be there at all.
-            letter = rng.choice(word) if rng.random() < 0.9 else rng.choice("abcdefghijklmnopqrstuvwxyz")
+            letter = (
+                rng.choice(word) if rng.random() < 0.9 else rng.choice("abcdefghijklmnopqrstuvwxyz")
+            )
             question = rng.choice(COUNT).format(w=shown, l=f"{quote}{letter}{quote}")
             number, lines = 0, [f"{word}:{','.join(word)}"]
             for c in word:
@@ -289,7 +331,12 @@ def spelling_tasks(words: list[str], count: int, split: str, seed: int) -> Itera
             ]
         if rng.random() < 0.3:
             question = question.lower()
-        yield {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+        yield {
+            "messages": [
+                {"role": "user", "content": question},
+                {"role": "assistant", "content": answer},
+            ]
+        }
 
 
 def is_val_sum(a: int, b: int) -> bool:
@@ -326,11 +373,23 @@ def addition_source(rest: str, flag: str, seed: int, val_fraction: float) -> Sou
              f"digits, e.g. addition:2000:2")  # fmt: skip
 
     def generate(split: str) -> Iterator[tuple[str, Any, str]]:
-        total = count if split == "train" or flag == "--val-source" else max(1, round(count * val_fraction))
+        total = (
+            count
+            if split == "train" or flag == "--val-source"
+            else max(1, round(count * val_fraction))
+        )
         rng = random.Random(f"{seed} addition {split}")
         for i in range(total):
-            roles = zip(("user", "assistant"), addition_texts(*draw_sum(rng, rng.randint(1, most), split)), strict=True)
-            yield f"task {i + 1}", {"messages": [{"role": role, "content": text} for role, text in roles]}, ""
+            roles = zip(
+                ("user", "assistant"),
+                addition_texts(*draw_sum(rng, rng.randint(1, most), split)),
+                strict=True,
+            )
+            yield (
+                f"task {i + 1}",
+                {"messages": [{"role": role, "content": text} for role, text in roles]},
+                "",
+            )
 
     return Source(f"addition:{count}:{most}", 1.0, [], generate, True)
 
@@ -346,7 +405,9 @@ class Pool(NamedTuple):
     order: list[int]
 
 
-def encode_source(source: Source, split: str, encoding: Any, args: argparse.Namespace, tally: Counter) -> list[tuple]:
+def encode_source(
+    source: Source, split: str, encoding: Any, args: argparse.Namespace, tally: Counter
+) -> list[tuple]:
     """(tokens, counted) of every conversation of a source, in its order, cut to --max-len."""
     ids = tokenizer.special_tokens(encoding)
 
@@ -356,7 +417,16 @@ def encode_source(source: Source, split: str, encoding: Any, args: argparse.Name
             try:
                 if problem:
                     raise ValueError(problem)
-                done.append((where, *render(check_messages(value), lambda text: tokenizer.encode(encoding, text), ids)))
+                done.append(
+                    (
+                        where,
+                        *render(
+                            check_messages(value),
+                            lambda text: tokenizer.encode(encoding, text),
+                            ids,
+                        ),
+                    )
+                )
             except ValueError as error:
                 done.append((where, str(error), None))
         return done
@@ -376,7 +446,9 @@ def encode_source(source: Source, split: str, encoding: Any, args: argparse.Name
                 threads.shutdown(cancel_futures=True)
 
     found = []
-    for where, tokens, counted in tqdm(results(), desc=source.name, unit=" conversations", disable=None):
+    for where, tokens, counted in tqdm(
+        results(), desc=source.name, unit=" conversations", disable=None
+    ):
         if counted is None:
             if not args.skip_bad:
                 fail(f"{where}: {tokens}; mend it, or leave out such conversations with --skip-bad")
@@ -394,7 +466,9 @@ def encode_source(source: Source, split: str, encoding: Any, args: argparse.Name
     return found
 
 
-def fill_pools(sources: list[Source], val_sources: list[Source], encoding: Any, args: argparse.Namespace) -> tuple:
+def fill_pools(
+    sources: list[Source], val_sources: list[Source], encoding: Any, args: argparse.Namespace
+) -> tuple:
     """The pools of both splits and how many conversations were cut, dropped or bad in each."""
     pools = {split: Pool([], [], []) for split in ("train", "val")}
     tallies = {split: Counter() for split in pools}
@@ -405,7 +479,10 @@ def fill_pools(sources: list[Source], val_sources: list[Source], encoding: Any, 
         pool.counted.extend(counted for _, counted in found)
         whole = int(weight)
         chosen = rng.choice(len(found), round((weight - whole) * len(found)), replace=False)
-        pool.order.extend([start + i for i in range(len(found))] * whole + [start + int(i) for i in sorted(chosen)])
+        pool.order.extend(
+            [start + i for i in range(len(found))] * whole
+            + [start + int(i) for i in sorted(chosen)]
+        )
 
     for i, source in enumerate(sources):
         rng = np.random.default_rng([args.seed, 0, i])
@@ -414,8 +491,14 @@ def fill_pools(sources: list[Source], val_sources: list[Source], encoding: Any, 
             put("val", encode_source(source, "val", encoding, args, tallies["val"]), 1.0, rng)
         elif not val_sources:
             if len(found) < 2:
-                fail(f"--source {source.name} gives one conversation, too few to hold one out; give --val-source")
-            held = set(rng.choice(len(found), max(1, round(args.val_fraction * len(found))), replace=False).tolist())
+                fail(
+                    f"--source {source.name} gives one conversation, too few to hold one out; give --val-source"
+                )
+            held = set(
+                rng.choice(
+                    len(found), max(1, round(args.val_fraction * len(found))), replace=False
+                ).tolist()
+            )
             put("val", [f for j, f in enumerate(found) if j in held], 1.0, rng)
             found = [f for j, f in enumerate(found) if j not in held]
         put("train", found, source.weight, rng)
@@ -432,7 +515,9 @@ def fill_pools(sources: list[Source], val_sources: list[Source], encoding: Any, 
 # --- writing ----------------------------------------------------------------------------------------------
 
 
-def write_split(folder: Path, split: str, pool: Pool, shard_tokens: int, sha: str, encoding: Any) -> dict[str, dict]:
+def write_split(
+    folder: Path, split: str, pool: Pool, shard_tokens: int, sha: str, encoding: Any
+) -> dict[str, dict]:
     """The shards and masks of a split; returns their entries for dataset.json. No conversation lies in two shards."""
     files: dict[str, dict] = {}
     shard: list[int] = []
@@ -442,10 +527,18 @@ def write_split(folder: Path, split: str, pool: Pool, shard_tokens: int, sha: st
         name = f"{split}_{len(files) // 2:06d}"
         tokens = np.concatenate([pool.tokens[i] for i in shard])
         mask = np.concatenate([pool.counted[i] for i in shard]).astype(np.uint16)
-        entry = {"tokens": len(tokens), "counted_tokens": int(mask.sum()), "conversations": len(shard)}
-        written = write_shard(folder / f"{name}.bin", tokens, tokenizer.bos_id(encoding), encoding.n_vocab, sha)
+        entry = {
+            "tokens": len(tokens),
+            "counted_tokens": int(mask.sum()),
+            "conversations": len(shard),
+        }
+        written = write_shard(
+            folder / f"{name}.bin", tokens, tokenizer.bos_id(encoding), encoding.n_vocab, sha
+        )
         files[f"sft/{name}.bin"] = {**entry, "sha256": written}
-        files[f"sft/{name}.mask.bin"] = {"sha256": write_shard(folder / f"{name}.mask.bin", mask, None, 2, sha)}
+        files[f"sft/{name}.mask.bin"] = {
+            "sha256": write_shard(folder / f"{name}.mask.bin", mask, None, 2, sha)
+        }
 
     for i in pool.order:
         if shard and size + len(pool.tokens[i]) > shard_tokens:
@@ -458,8 +551,14 @@ def write_split(folder: Path, split: str, pool: Pool, shard_tokens: int, sha: st
 
 
 def sum_files(files: dict[str, dict], split: str) -> dict[str, int]:
-    entries = [e for path, e in files.items() if path.startswith(f"sft/{split}_") and not path.endswith(".mask.bin")]
-    return {key: sum(e[key] for e in entries) for key in ("tokens", "counted_tokens", "conversations")}
+    entries = [
+        e
+        for path, e in files.items()
+        if path.startswith(f"sft/{split}_") and not path.endswith(".mask.bin")
+    ]
+    return {
+        key: sum(e[key] for e in entries) for key in ("tokens", "counted_tokens", "conversations")
+    }
 
 
 def register(out: Path, files: dict[str, dict], notes: dict[str, Any] | None) -> dict[str, Any]:
@@ -467,7 +566,11 @@ def register(out: Path, files: dict[str, dict], notes: dict[str, Any] | None) ->
     dataset = read_dataset(out)
     dataset.pop("sft", None)
     kept = {path: entry for path, entry in dataset["files"].items() if not path.startswith("sft/")}
-    splits = {name: split for name, split in dataset.get("splits", {}).items() if not name.startswith("sft_")}
+    splits = {
+        name: split
+        for name, split in dataset.get("splits", {}).items()
+        if not name.startswith("sft_")
+    }
     if files:
         splits |= {f"sft_{split}": sum_files(files, split) for split in ("train", "val")}
         dataset["sft"] = notes
@@ -482,13 +585,17 @@ def build(args: argparse.Namespace) -> None:
     dataset = read_dataset(out)
     encoding, sha = tokenizer.load(out / "tokenizer.json"), sha256_file(out / "tokenizer.json")
     if dataset.get("tokenizer_sha256", sha) != sha:
-        fail(f"{out}/tokenizer.json is not the one that dataset.json states; restore it or build the dataset again")
+        fail(
+            f"{out}/tokenizer.json is not the one that dataset.json states; restore it or build the dataset again"
+        )
     missing = set(tokenizer.SPECIAL_TOKENS) - set(tokenizer.special_tokens(encoding))
     if missing:
         fail(f"the tokenizer of {out} has no {sorted(missing)[0]} token, which conversations need; choose a dataset "
              f"whose tokenizer was made by data/tokenizer.py train")  # fmt: skip
     sources = [parse_source(spec, "--source", args.seed, args.val_fraction) for spec in args.source]
-    val_sources = [parse_source(spec, "--val-source", args.seed, args.val_fraction) for spec in args.val_source]
+    val_sources = [
+        parse_source(spec, "--val-source", args.seed, args.val_fraction) for spec in args.val_source
+    ]
     for held_out in (entry for source in val_sources for entry in source.inputs):
         if any(held_out in source.inputs for source in sources):
             fail(f"{held_out[0]} is both in --source and in --val-source; validation must not be trained on, remove "
@@ -510,7 +617,9 @@ def build(args: argparse.Namespace) -> None:
             (out / "sft").rename(old)
         new.rename(out / "sft")
     except OSError as problem:
-        fail(f"cannot put {out}/sft in place ({problem.strerror}); check the folder's permissions and run again")
+        fail(
+            f"cannot put {out}/sft in place ({problem.strerror}); check the folder's permissions and run again"
+        )
     finally:
         shutil.rmtree(new, ignore_errors=True)
     tally_names = ("cut", "dropped", "bad")
@@ -527,20 +636,38 @@ def build(args: argparse.Namespace) -> None:
               f"{tally['cut']:,} cut to {args.max_len:,} tokens, {tally['dropped']:,} with no answer left, "
               f"{tally['bad']:,} bad ones left out")  # fmt: skip
     read = sum(len(tokens) for pool in pools.values() for tokens in pool.tokens)
-    print(f"encoded {read:,} tokens in {seconds:.1f} s with {args.workers} threads ({read / seconds:,.0f} tokens/s)")
+    print(
+        f"encoded {read:,} tokens in {seconds:.1f} s with {args.workers} threads ({read / seconds:,.0f} tokens/s)"
+    )
     print(f"wrote {out / 'sft'}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Conversations to token shards with loss masks.")
     add = parser.add_argument
-    add("--data", required=True, type=Path, help="dataset directory whose tokenizer is used, e.g. data/shards/NAME")
+    add(
+        "--data",
+        required=True,
+        type=Path,
+        help="dataset directory whose tokenizer is used, e.g. data/shards/NAME",
+    )
     add("--source", required=True, action="append", metavar="SPEC[:WEIGHT]",
         help="file, glob, hf:REPO/GLOB, smol-smoltalk, gsm8k:FILE, spelling:WORDFILE[:COUNT], "
              "addition:COUNT[:DIGITS]; repeatable")  # fmt: skip
-    add("--val-source", action="append", default=[], metavar="SPEC[:WEIGHT]", help="validation; repeatable")
+    add(
+        "--val-source",
+        action="append",
+        default=[],
+        metavar="SPEC[:WEIGHT]",
+        help="validation; repeatable",
+    )
     add("--val-fraction", type=float, default=0.01, help="held out if there is no --val-source")
-    add("--max-len", type=int, default=2048, help="most tokens of a conversation; longer ones are cut at the end")
+    add(
+        "--max-len",
+        type=int,
+        default=2048,
+        help="most tokens of a conversation; longer ones are cut at the end",
+    )
     add("--skip-bad", action="store_true", help="leave out malformed conversations, and count them")
     add("--seed", type=int, default=1337, help="of the shuffle and of all draws")
     add("--shard-tokens", type=int, default=SHARD_TOKENS, help="tokens in a shard")
@@ -548,9 +675,13 @@ def main() -> None:
     args = parser.parse_args()
     for flag, least in (("max_len", 8), ("shard_tokens", 1), ("workers", 1), ("seed", 0)):
         if getattr(args, flag) < least:
-            fail(f"--{flag.replace('_', '-')} must be at least {least}, found {getattr(args, flag)}")
+            fail(
+                f"--{flag.replace('_', '-')} must be at least {least}, found {getattr(args, flag)}"
+            )
     if not 0 < args.val_fraction <= 0.5:
-        fail(f"--val-fraction must lie above 0 and at most 0.5, found {args.val_fraction}; 0.01 is usual")
+        fail(
+            f"--val-fraction must lie above 0 and at most 0.5, found {args.val_fraction}; 0.01 is usual"
+        )
     build(args)
 
 

@@ -73,7 +73,9 @@ def open_source(
 
     empty: dict[str, int] = {}
     if not 0 < val_fraction <= 0.5:
-        fail(f"--val-fraction must lie above 0 and at most 0.5, found {val_fraction}; 0.01 is usual")
+        fail(
+            f"--val-fraction must lie above 0 and at most 0.5, found {val_fraction}; 0.01 is usual"
+        )
     if spec == "stdlib":
         inputs = [["stdlib", python_version()]]
         train, val = (lambda: limited(stdlib_documents("train"))), (lambda: stdlib_documents("val"))
@@ -91,26 +93,30 @@ def open_source(
         else:
             names, val_names = names[:max_files], []
         inputs = [[f"{repo}/{name}"] for name in [*names, *val_names]]
-        train = lambda: limited(hub_documents(repo, names, text_field, empty))  # noqa: E731
-        val = lambda: hub_documents(repo, val_names, text_field, empty)  # noqa: E731
+        train = lambda: limited(hub_documents(repo, names, text_field, empty))
+        val = lambda: hub_documents(repo, val_names, text_field, empty)
     else:
         paths = local_paths(spec)
         inputs = [identify(path) for path in paths]
         if val_spec is None:
-            train = lambda: split(limited(local_documents(paths, text_field, empty)), val_fraction, False)  # noqa: E731
-            val = lambda: split(limited(local_documents(paths, text_field, empty)), val_fraction, True)  # noqa: E731
+            train = lambda: split(
+                limited(local_documents(paths, text_field, empty)), val_fraction, False
+            )
+            val = lambda: split(
+                limited(local_documents(paths, text_field, empty)), val_fraction, True
+            )
         else:
-            train = lambda: limited(local_documents(paths, text_field, empty))  # noqa: E731
+            train = lambda: limited(local_documents(paths, text_field, empty))
             val = None
     if val_spec is not None:
         if val_spec == "stdlib":
             inputs = inputs + [["val", "stdlib", python_version()]]
-            val = lambda: stdlib_documents("val")  # noqa: E731
+            val = lambda: stdlib_documents("val")
         elif val_spec in HUB_SOURCES or val_spec.startswith("hf:"):
             val_repo, held_out = hub_names(val_spec)
             held_out = held_out[-1:] if val_spec in HUB_SOURCES else held_out
             inputs = inputs + [["val", f"{val_repo}/{name}"] for name in held_out]
-            val = lambda: hub_documents(val_repo, held_out, text_field, empty)  # noqa: E731
+            val = lambda: hub_documents(val_repo, held_out, text_field, empty)
         else:
             val_paths = local_paths(val_spec)
             for path in val_paths:
@@ -121,11 +127,13 @@ def open_source(
                         "remove it from one"
                     )
             inputs = inputs + [["val", *identify(path)] for path in val_paths]
-            val = lambda: local_documents(val_paths, text_field, empty)  # noqa: E731
+            val = lambda: local_documents(val_paths, text_field, empty)
     return Source(inputs, train, lambda: take(val(), val_documents, None), empty)
 
 
-def take(documents: Iterator[str], max_documents: int | None, max_bytes: int | None) -> Iterator[str]:
+def take(
+    documents: Iterator[str], max_documents: int | None, max_bytes: int | None
+) -> Iterator[str]:
     """The first documents, whole, up to either limit."""
     count = size = 0
     for text in documents:
@@ -173,7 +181,9 @@ def local_paths(spec: str, suffixes: tuple[str, ...] = SUFFIXES) -> list[Path]:
         if not part:
             continue
         if Path(part).is_dir():
-            found = sorted(p for p in Path(part).iterdir() if p.is_file() and p.name.endswith(suffixes))
+            found = sorted(
+                p for p in Path(part).iterdir() if p.is_file() and p.name.endswith(suffixes)
+            )
             if not found:
                 fail(f"--source folder {part} holds no {', '.join(suffixes)} file; check the path")
         elif Path(part).exists():
@@ -185,7 +195,9 @@ def local_paths(spec: str, suffixes: tuple[str, ...] = SUFFIXES) -> list[Path]:
                 fail(f"--source {part} matches no file; give {names}, or an existing path or glob")
         for path in found:
             if not path.name.endswith(suffixes):
-                fail(f"--source file {path} has an unknown ending; use one of {', '.join(suffixes)}")
+                fail(
+                    f"--source file {path} has an unknown ending; use one of {', '.join(suffixes)}"
+                )
             if path in paths:
                 fail(f"--source names the file {path} twice; name it once")
         paths += found
@@ -258,7 +270,11 @@ def zstd_chunks(path: Path) -> Iterator[bytes]:
                     yield frame.decompress(data)
                     data = b""
                     if frame.eof:
-                        data, frame, started = frame.unused_data, decompressor.decompressobj(), False
+                        data, frame, started = (
+                            frame.unused_data,
+                            decompressor.decompressobj(),
+                            False,
+                        )
         except zstandard.ZstdError as problem:
             fail(f"{path} is damaged ({problem}); fetch it again")
     if started:
@@ -293,7 +309,10 @@ def text_documents(path: Path) -> Iterator[str]:
         text = line.decode("utf-8", "replace") + "\n"
         if not warned and "\ufffd" in text and "\ufffd".encode() not in line:
             warned = True
-            print(f"warning: {path} is not UTF-8 everywhere; convert it, or the rest becomes \ufffd", file=sys.stderr)
+            print(
+                f"warning: {path} is not UTF-8 everywhere; convert it, or the rest becomes \ufffd",
+                file=sys.stderr,
+            )
         if text.strip() == "<|endoftext|>":
             if section:
                 yield "".join(section)
@@ -347,7 +366,9 @@ def hub_names(spec: str) -> tuple[str, list[str]]:
 
     parts = HUB_SOURCES.get(spec, spec).removeprefix("hf:").split("/", 2)
     if len(parts) < 3 or not all(parts):
-        fail(f"--source {spec} is not of the form hf:OWNER/NAME/GLOB; add the file pattern, e.g. /*.parquet")
+        fail(
+            f"--source {spec} is not of the form hf:OWNER/NAME/GLOB; add the file pattern, e.g. /*.parquet"
+        )
     repo, pattern = "/".join(parts[:2]), parts[2]
     names = sorted(n for n in hub.list_files(repo) if fnmatch(n, pattern) and n.endswith(SUFFIXES))
     if not names:
@@ -358,7 +379,9 @@ def hub_names(spec: str) -> tuple[str, list[str]]:
     return repo, names
 
 
-def hub_documents(repo: str, names: list[str], text_field: str, empty: dict[str, int]) -> Iterator[str]:
+def hub_documents(
+    repo: str, names: list[str], text_field: str, empty: dict[str, int]
+) -> Iterator[str]:
     """Documents of dataset files in the Hugging Face cache, fetched up to four files ahead of the reader."""
     import hub
 
@@ -406,7 +429,11 @@ def stdlib_files() -> list[str]:
     for path in root.rglob("*.py"):
         relative = path.relative_to(root)
         name = relative.as_posix()
-        if skip & set(relative.parts) or name in generated or relative.parts[0].startswith("config-"):
+        if (
+            skip & set(relative.parts)
+            or name in generated
+            or relative.parts[0].startswith("config-")
+        ):
             continue
         if path.name.startswith("_sysconfigdata") or not path.is_file():
             continue
@@ -431,7 +458,9 @@ def stdlib_documents(part: str) -> Iterator[str]:
             continue
         sections += cut_sections(text, STDLIB_SECTION)
     if not sections:
-        fail(f"the Python standard library in {stdlib_root()} holds no source files; choose another --source")
+        fail(
+            f"the Python standard library in {stdlib_root()} holds no source files; choose another --source"
+        )
     random.Random(20240520).shuffle(sections)
     return map(clean, sections)
 
@@ -464,7 +493,9 @@ def cut_quality(lines: list[str], i: int) -> int:
     line = lines[i]
     if line.startswith(("def ", "class ", "async def ", "@")) and not lines[i - 1].startswith("@"):
         return 3
-    if line[0] not in " \t\r\n)]}#\"'" and not line.startswith(("else", "elif", "except", "finally")):
+    if line[0] not in " \t\r\n)]}#\"'" and not line.startswith(
+        ("else", "elif", "except", "finally")
+    ):
         return 2
     return int(not lines[i - 1].strip())
 
@@ -477,9 +508,15 @@ def add_source_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--text-field", default="text", help="JSON field or parquet column that holds the text"
     )
-    parser.add_argument("--max-files", type=int, default=HUB_FILES, help="Hugging Face training files to use")
-    parser.add_argument("--max-documents", type=int, help="stop reading the source after this many documents")
-    parser.add_argument("--max-bytes", type=int, help="stop reading the source after this many bytes of text")
+    parser.add_argument(
+        "--max-files", type=int, default=HUB_FILES, help="Hugging Face training files to use"
+    )
+    parser.add_argument(
+        "--max-documents", type=int, help="stop reading the source after this many documents"
+    )
+    parser.add_argument(
+        "--max-bytes", type=int, help="stop reading the source after this many bytes of text"
+    )
 
 
 def main() -> None:

@@ -59,7 +59,9 @@ def train(
     ranks_wanted = vocab_size - len(SPECIAL_TOKENS)
     trainer = rustbpe.Tokenizer()
     trainer.train_from_iterator(cap(documents, max_chars, doc_cap), ranks_wanted, pattern=PATTERN)
-    ranks = [bytes(token) for token, _ in sorted(trainer.get_mergeable_ranks(), key=lambda pair: pair[1])]
+    ranks = [
+        bytes(token) for token, _ in sorted(trainer.get_mergeable_ranks(), key=lambda pair: pair[1])
+    ]
     # Two merge paths can spell the same bytes; tiktoken finds tokens by bytes, so the second would be dead.
     ranks = list(dict.fromkeys(ranks))
     if len(ranks) < ranks_wanted:
@@ -137,7 +139,9 @@ def load(path: str | Path) -> tiktoken.Encoding:
     pattern, ranks, special = read_spec(path)
     name = f"decoderstack-{sha256_file(path)[:12]}"
     mergeable = {token: rank for rank, token in enumerate(ranks)}
-    return tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=mergeable, special_tokens=special)
+    return tiktoken.Encoding(
+        name, pat_str=pattern, mergeable_ranks=mergeable, special_tokens=special
+    )
 
 
 def token_bytes(path: str | Path) -> np.ndarray:
@@ -157,7 +161,9 @@ def encode(encoding: tiktoken.Encoding, text: str) -> np.ndarray:
     text with such a run is encoded in pieces, which changes only tokens at their seams.
     """
     try:
-        return encoding.encode_to_numpy(text, allowed_special=set(), disallowed_special=()).astype(np.uint16)
+        return encoding.encode_to_numpy(text, allowed_special=set(), disallowed_special=()).astype(
+            np.uint16
+        )
     except ValueError:
         parts = [text[i : i + 100_000] for i in range(0, len(text), 100_000)]
         return np.concatenate([encode(encoding, part) for part in parts])
@@ -181,7 +187,9 @@ def bos_id(encoding: tiktoken.Encoding) -> int:
 def gpt2_spec(vocab_bpe: Path | None, encoder_json: Path | None) -> dict[str, Any]:
     """GPT-2's published vocabulary as tokenizer.json, from its two files or from tiktoken's copy."""
     if (vocab_bpe is None) != (encoder_json is None):
-        fail("--vocab-bpe and --encoder-json belong together but one is missing; give both or neither")
+        fail(
+            "--vocab-bpe and --encoder-json belong together but one is missing; give both or neither"
+        )
     if vocab_bpe is None:
         try:
             encoding = tiktoken.get_encoding("gpt2")
@@ -239,7 +247,9 @@ def evaluate(path: str | Path, documents: Iterable[str]) -> dict[str, float]:
     if not counts.sum() or not words:
         fail("the source holds no text to measure on; choose another --source")
     total = int(counts.sum())
-    partial = sum(int(counts[i]) for i, token in enumerate(read_spec(path)[1]) if not is_utf8(token))
+    partial = sum(
+        int(counts[i]) for i, token in enumerate(read_spec(path)[1]) if not is_utf8(token)
+    )
     return {
         "tokens": total,
         "bytes": int(counts @ lengths),
@@ -265,12 +275,22 @@ def main() -> None:
     p = commands.add_parser("train", help="train a tokenizer on a source")
     add_source_flags(p)
     p.add_argument(
-        "--vocab-size", type=int, default=VOCAB_SIZE, help="entries, the nine special tokens included"
+        "--vocab-size",
+        type=int,
+        default=VOCAB_SIZE,
+        help="entries, the nine special tokens included",
     )
-    p.add_argument("--max-chars", type=int, default=MAX_CHARS, help="characters of text to train on")
-    p.add_argument("--doc-cap", type=int, default=DOC_CAP, help="characters to take of each document")
     p.add_argument(
-        "--val-fraction", type=float, default=0.01, help="held-out part of local files, not trained on"
+        "--max-chars", type=int, default=MAX_CHARS, help="characters of text to train on"
+    )
+    p.add_argument(
+        "--doc-cap", type=int, default=DOC_CAP, help="characters to take of each document"
+    )
+    p.add_argument(
+        "--val-fraction",
+        type=float,
+        default=0.01,
+        help="held-out part of local files, not trained on",
     )
     p.add_argument("--out", required=True, type=Path)
 
@@ -293,14 +313,22 @@ def main() -> None:
         encoding = load(args.tokenizer)
         tokens = encoding.encode_ordinary(args.text)
         print(" ".join(f"{i}:{encoding.decode_single_token_bytes(i)!r}" for i in tokens))
-        print(f"{encoding.n_vocab} entries, {len(tokens)} tokens for {len(args.text.encode())} bytes")
+        print(
+            f"{encoding.n_vocab} entries, {len(tokens)} tokens for {len(args.text.encode())} bytes"
+        )
     elif args.command == "gpt2":
         sha = write_json(args.out, gpt2_spec(args.vocab_bpe, args.encoder_json))
         print(f"wrote {args.out} (sha256 {sha})")
     else:
         fraction = getattr(args, "val_fraction", 0.01)
         source = open_source(
-            args.source, None, args.text_field, fraction, args.max_files, args.max_documents, args.max_bytes
+            args.source,
+            None,
+            args.text_field,
+            fraction,
+            args.max_files,
+            args.max_documents,
+            args.max_bytes,
         )
         if args.command == "train":
             check_vocab_size(args.vocab_size)

@@ -49,7 +49,10 @@ def run(out: Path, name: str, flags: list[str], gpu: str) -> dict:
     made, wanted = run_dir / "ablation.json", {"flags": [*flags, *change], "script": script}
     if (run_dir / "result.json").is_file():
         if not made.is_file() or json.loads(made.read_text(encoding="utf-8")) != wanted:
-            return {"name": name, "error": f"{run_dir} is of other flags or another script; take another --out"}
+            return {
+                "name": name,
+                "error": f"{run_dir} is of other flags or another script; take another --out",
+            }
     else:
         command = [sys.executable, str(ROOT / "train_small.py"), *flags, *change, "--run-dir", str(run_dir),
                    "--set", "core_items=-1", "--save-every", "-1"]  # fmt: skip
@@ -59,10 +62,17 @@ def run(out: Path, name: str, flags: list[str], gpu: str) -> dict:
             lines = (done.stderr.strip() or "no message").splitlines()
             return {"name": name, "error": lines[-1]}
         made.write_text(json.dumps(wanted), encoding="utf-8")
-    entries = [json.loads(line) for line in (run_dir / "log.jsonl").read_text(encoding="utf-8").splitlines()]
+    entries = [
+        json.loads(line)
+        for line in (run_dir / "log.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     steps = [e["step_ms"] for e in entries if "step_ms" in e]
     result = json.loads((run_dir / "result.json").read_text(encoding="utf-8"))
-    return {"name": name, "bpb": result["val_bpb"], "ms": statistics.median(steps[len(steps) // 5 :])}
+    return {
+        "name": name,
+        "bpb": result["val_bpb"],
+        "ms": statistics.median(steps[len(steps) // 5 :]),
+    }
 
 
 def row(found: dict, whole: dict) -> str:
@@ -73,15 +83,25 @@ def row(found: dict, whole: dict) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=ROOT / "out" / "ablations", help="where runs and table go")
-    parser.add_argument("--only", help="some of the techniques, by the beginnings of their names, with commas")
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "out" / "ablations", help="where runs and table go"
+    )
+    parser.add_argument(
+        "--only", help="some of the techniques, by the beginnings of their names, with commas"
+    )
     args, flags = parser.parse_known_args()
-    names = [n for n in TECHNIQUES if not args.only or any(n.startswith(o.strip()) for o in args.only.split(","))]
+    names = [
+        n
+        for n in TECHNIQUES
+        if not args.only or any(n.startswith(o.strip()) for o in args.only.split(","))
+    ]
     if not names:
         print(f"error: --only {args.only} names none of {', '.join(TECHNIQUES)}", file=sys.stderr)
         return 1
     seen = subprocess.run(
-        [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"], capture_output=True, text=True
+        [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"],
+        capture_output=True,
+        text=True,
     )
     gpus = [str(i) for i in range(int(seen.stdout or 0))] or [""]
     todo: queue.Queue = queue.Queue()
@@ -94,7 +114,10 @@ def main() -> int:
         if "error" in whole:
             rows.append((0, row(whole, whole)))
             return
-        print(f"{WHOLE} on GPU {gpu or '-'}: {whole['bpb']:.4f} bpb, {whole['ms']:.2f} ms a step", flush=True)
+        print(
+            f"{WHOLE} on GPU {gpu or '-'}: {whole['bpb']:.4f} bpb, {whole['ms']:.2f} ms a step",
+            flush=True,
+        )
         while not todo.empty():
             try:
                 found = run(args.out, todo.get_nowait(), flags, gpu)
@@ -108,7 +131,11 @@ def main() -> int:
         thread.start()
     for thread in threads:
         thread.join()
-    table = ["| without | bpb | ms a step |", "| --- | ---: | ---: |", *(line for _, line in sorted(rows))]
+    table = [
+        "| without | bpb | ms a step |",
+        "| --- | ---: | ---: |",
+        *(line for _, line in sorted(rows)),
+    ]
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "ablations.md").write_text("\n".join(table) + "\n", encoding="utf-8")
     print("\n".join(table))

@@ -9,6 +9,7 @@
 Steps are train_step with batches of PackLoader. The table by section comes from 3 more steps of the last stage under
 torch.profiler. The last line is the result as JSON.
 """
+
 import time
 
 START = time.perf_counter()
@@ -27,7 +28,9 @@ import tempfile
 import types
 from pathlib import Path
 
-sys.path[:1] = [str(Path(__file__).resolve().parents[1])]  # not dev/, whose profile.py would hide Python's own
+sys.path[:1] = [
+    str(Path(__file__).resolve().parents[1])
+]  # not dev/, whose profile.py would hide Python's own
 import numpy as np
 import torch
 
@@ -90,7 +93,9 @@ def random_dataset(config: ts.Config) -> types.SimpleNamespace:
     rng = np.random.default_rng(0)
     count = max(2**20, 2 * config.pack_tokens * max(stage.packs for stage in config.stage_table))
     lengths = np.maximum(2, rng.lognormal(math.log(500) - 0.5, 1.0, count // 250)).astype(int)
-    tokens = (config.vocab_size ** rng.random(count)).astype(np.uint16).clip(1, config.vocab_size - 1)  # Zipf: 1 / id
+    tokens = (
+        (config.vocab_size ** rng.random(count)).astype(np.uint16).clip(1, config.vocab_size - 1)
+    )  # Zipf: 1 / id
     ends = np.cumsum(lengths)
     tokens[np.concatenate(([0], ends[ends < count]))] = 0
     return types.SimpleNamespace(root="random tokens", files=lambda split: [None], read=lambda path: tokens,
@@ -101,7 +106,9 @@ def random_dataset(config: ts.Config) -> types.SimpleNamespace:
 def stage_batches(state: ts.TrainState, dataset, index: int):
     """Enters a stage; gives the function that returns its next batch."""
     config = state.config
-    state.step = bisect.bisect_left(range(config.num_steps), index, key=lambda step: ts.stage_index(config, step))
+    state.step = bisect.bisect_left(
+        range(config.num_steps), index, key=lambda step: ts.stage_index(config, step)
+    )
     state.model.set_stage(ts.stage_attention(config, index))
     loader = ts.PackLoader(dataset, config, state.ranks, first_step=state.step)
     try:
@@ -184,19 +191,38 @@ def trace_steps(state: ts.TrainState, dataset, index: int, steps: int) -> dict:
         return json.loads(path.read_text(encoding="utf-8", errors="replace"))
 
 
-def classify(event: dict, around: list[dict], config: ts.Config, micro_batch: int) -> tuple[str, str]:
+def classify(
+    event: dict, around: list[dict], config: ts.Config, micro_batch: int
+) -> tuple[str, str]:
     """(section, phase) of a kernel; `around` are the operators around its launch, outermost first."""
     text, product = " ".join(e["name"] for e in (*around, event)), None
-    phase = "optimizer" if "step: optimizer" in text else "backward" if "autograd::engine" in text else "forward"
+    phase = (
+        "optimizer"
+        if "step: optimizer" in text
+        else "backward"
+        if "autograd::engine" in text
+        else "forward"
+    )
     for operator in (*around, event):
         if re.fullmatch(r"aten::(mm|addmm|bmm|matmul|linear|_scaled_mm)", operator["name"]):
             product = operator.get("args", {}).get("Input Dims") or product
     text += " <product>" if product else ""
     section = next((name for pattern, name in PATTERNS if re.search(pattern, text)), "other")
     if not section:
-        sizes = {n for shape in product for n in (shape if isinstance(shape, list) else []) if isinstance(n, int)}
-        known = ((config.padded_vocab, "head and loss"), (config.gate_width, "elementwise"), (config.mlp_width, "MLP"))
-        section = next((name for size, name in known if size in sizes - {micro_batch}), "qkv and o products")
+        sizes = {
+            n
+            for shape in product
+            for n in (shape if isinstance(shape, list) else [])
+            if isinstance(n, int)
+        }
+        known = (
+            (config.padded_vocab, "head and loss"),
+            (config.gate_width, "elementwise"),
+            (config.mlp_width, "MLP"),
+        )
+        section = next(
+            (name for size, name in known if size in sizes - {micro_batch}), "qkv and o products"
+        )
     return section, phase
 
 
@@ -217,7 +243,9 @@ def kernels(trace: dict, config: ts.Config, micro_batch: int) -> list[tuple[dict
                 around.pop()
             if on_gpu and event["cat"].startswith("cuda"):
                 for kernel in launched.pop(event["args"].get("correlation"), ()):
-                    result.append((kernel, kernel["dur"], *classify(kernel, around, config, micro_batch)))
+                    result.append(
+                        (kernel, kernel["dur"], *classify(kernel, around, config, micro_batch))
+                    )
             elif not on_gpu:
                 own[id(event)] = [event, event["dur"], list(around)]
                 if around:
@@ -225,8 +253,12 @@ def kernels(trace: dict, config: ts.Config, micro_batch: int) -> list[tuple[dict
             around.append(event)
         result += [(event, left, *classify(event, outer, config, micro_batch)) for event, left, outer in own.values()
                    if event["cat"] == "cpu_op"]  # fmt: skip
-    unknown = (kernel for group in launched.values() for kernel in group)  # whose launch is not in the trace
-    return result + [(kernel, kernel["dur"], *classify(kernel, [], config, micro_batch)) for kernel in unknown]
+    unknown = (
+        kernel for group in launched.values() for kernel in group
+    )  # whose launch is not in the trace
+    return result + [
+        (kernel, kernel["dur"], *classify(kernel, [], config, micro_batch)) for kernel in unknown
+    ]
 
 
 def section_table(rows: list[tuple], steps: int) -> tuple[dict, float, str]:
@@ -239,7 +271,11 @@ def section_table(rows: list[tuple], steps: int) -> tuple[dict, float, str]:
     shares = {name: sum(times[name, phase] for phase in phases) / total for name in SECTIONS}
     for name in sorted(SECTIONS, key=shares.get, reverse=True):
         values = [times[name, phase] for phase in phases]
-        lines.append(f"{name:20}" + "".join(f"{v:11.2f}" for v in (*values, sum(values))) + f"{shares[name]:11.1%}")
+        lines.append(
+            f"{name:20}"
+            + "".join(f"{v:11.2f}" for v in (*values, sum(values)))
+            + f"{shares[name]:11.1%}"
+        )
     sums = [sum(times[name, phase] for name in SECTIONS) for phase in phases]
     lines.append(f"{'sum':20}" + "".join(f"{v:11.2f}" for v in (*sums, total)) + f"{1:11.1%}")
     return shares, total, "\n".join(lines)
@@ -268,12 +304,17 @@ def main() -> dict:
             f"({row['ms_p10']:.1f} to {row['ms_p90']:.1f}) | {row['tokens_per_second']:,.0f} tok/s "
             f"| mfu {row['mfu']:.1%} | {row['memory_gib']:.1f} GiB | loss {row['loss']:.3f}")  # fmt: skip
     shares = [stage.share for stage in config.stage_table]
-    seconds = sum(share * row["tokens"] / row["tokens_per_second"] for share, row in zip(shares, stages, strict=True))
+    seconds = sum(
+        share * row["tokens"] / row["tokens_per_second"]
+        for share, row in zip(shares, stages, strict=True)
+    )
     speed = sum(share * row["tokens"] for share, row in zip(shares, stages, strict=True)) / seconds
     say(f"recipe  | {speed:,.0f} tok/s, stages weighted by their steps")
 
     trace = trace_steps(state, dataset, len(config.stages) - 1, PROFILED)
-    sections, total, table = section_table(kernels(trace, config, state.packs * config.pack_tokens), PROFILED)
+    sections, total, table = section_table(
+        kernels(trace, config, state.packs * config.pack_tokens), PROFILED
+    )
     busy, where = total / stages[-1]["ms"], "GPU" if ranks.device.type == "cuda" else "CPU"
     say(f"\nwhere a step of stage {len(stages) - 1} spends {where} time ({busy:.0%} of the timed step)\n{table}\n"
         f"not classified: {sections['other']:.1%}")  # fmt: skip

@@ -10,6 +10,7 @@ steps launched without reading their tokens in between; "equal" is the share of 
 kernels in decoding, no graph, nothing compiled) agrees, and "until" the mean place of the first that differs: a near
 tie that rounding decides changes all that follows. Times are medians of 3. The last line is the result as JSON.
 """
+
 import argparse
 import dataclasses
 import statistics
@@ -18,7 +19,9 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-sys.path[:1] = [str(Path(__file__).resolve().parents[1])]  # not dev/, whose profile.py would hide Python's own
+sys.path[:1] = [
+    str(Path(__file__).resolve().parents[1])
+]  # not dev/, whose profile.py would hide Python's own
 import torch
 
 from dev import bench
@@ -38,7 +41,9 @@ def build(config: ts.Config, device: torch.device) -> ts.GPT:
     with torch.no_grad():
         for name, param in model.named_parameters():
             scale = 0.02 if name.endswith("_bank") else 1.0 if name in ("embed", "unembed") else 0.1
-            param.add_(torch.randn(param.shape, generator=rng, device=device).to(param.dtype) * scale)
+            param.add_(
+                torch.randn(param.shape, generator=rng, device=device).to(param.dtype) * scale
+            )
     model.set_stage(ts.stage_attention(config, len(config.stages) - 1))
     model.attention = ts.choose_attention(model)
     return model
@@ -66,7 +71,9 @@ def finish(decoder: ts.Decoder) -> None:
         decoder.step()
 
 
-def measure(model: ts.GPT, tokenizer, prompts: list, new: int, compile: bool, ranks: ts.Ranks) -> dict:
+def measure(
+    model: ts.GPT, tokenizer, prompts: list, new: int, compile: bool, ranks: ts.Ranks
+) -> dict:
     """Figures of one batch size."""
     if ranks.device.type == "cuda":
         torch.cuda.empty_cache()
@@ -83,7 +90,9 @@ def measure(model: ts.GPT, tokenizer, prompts: list, new: int, compile: bool, ra
            "decode_tokens_per_second": count / b * 1e3, "tokens_per_second": count / (a + b) * 1e3}  # fmt: skip
     if decoder.graphs is not None:
         fill(decoder, prompts, new, **greedy)
-        row["gpu_step_ms"] = timed(ranks, lambda: [decoder.graphs[-1].replay() for _ in range(new)]) / new
+        row["gpu_step_ms"] = (
+            timed(ranks, lambda: [decoder.graphs[-1].replay() for _ in range(new)]) / new
+        )
     fill(decoder, prompts, new, temperature=0.8, top_k=50)
     decoder.step()
     row["sampled_step_ms"] = timed(ranks, lambda: finish(decoder)) / (new - 1)
@@ -98,13 +107,18 @@ def measure(model: ts.GPT, tokenizer, prompts: list, new: int, compile: bool, ra
         ts.use_triton = kept
     same = torch.tensor([[x == y for x, y in zip(c.tokens, o.tokens, strict=True)]
                          for c, o in zip(completions, others, strict=True)])  # fmt: skip
-    row["equal"], row["until"] = same.double().mean().item(), same.cumprod(1).sum(1).double().mean().item()
+    row["equal"], row["until"] = (
+        same.double().mean().item(),
+        same.cumprod(1).sum(1).double().mean().item(),
+    )
     return row
 
 
 def main() -> dict:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--script", help=f"one of {', '.join(bench.SCRIPTS)} (default {bench.SCRIPTS[0]})")
+    parser.add_argument(
+        "--script", help=f"one of {', '.join(bench.SCRIPTS)} (default {bench.SCRIPTS[0]})"
+    )
     parser.add_argument("--smoke", action="store_true", help="a tiny model, few tokens")
     parser.add_argument("--batches", type=int, nargs="+")
     parser.add_argument("--prompt", type=int, help="tokens (1,024)")
@@ -116,7 +130,10 @@ def main() -> dict:
     tiny = {name: value for name, value in SMOKE.items() if name in fields} if args.smoke else {}
     config = ts.Config(attention=args.attention, **tiny)
     batches = args.batches or ([1, 3] if args.smoke else [1, 32, 128])
-    length, new = args.prompt or (50 if args.smoke else 1024), args.new or (8 if args.smoke else 128)
+    length, new = (
+        args.prompt or (50 if args.smoke else 1024),
+        args.new or (8 if args.smoke else 128),
+    )
     config.validate()
     ranks = ts.start_ranks()
     cuda = ranks.device.type == "cuda"
@@ -127,7 +144,9 @@ def main() -> dict:
                "decode_tokens_per_second", "tokens_per_second", "memory_gib", "equal", "until")  # fmt: skip
     heads = ("batch", "ready s", "prefill ms", "step ms", "GPU ms", "sampled ms", "plain ms", "decode tok/s",
              "all tok/s", "GiB", "equal", "until")  # fmt: skip
-    print(f"prompt {length:,}, {new:,} new tokens, windows {model.windows}, {model.embed.dtype}, compile {compile}")
+    print(
+        f"prompt {length:,}, {new:,} new tokens, windows {model.windows}, {model.embed.dtype}, compile {compile}"
+    )
     print("".join(f"{head:>13}" for head in heads), flush=True)
     rows = []
     for batch in batches:

@@ -7,13 +7,16 @@ Times are medians of triton.testing.do_bench, which flushes the L2 cache between
 reaches in a large bf16 product (fp8: fp8 product) and in a large copy, measured first. The table comes last. The exit
 code is 1 if a check failed.
 """
+
 import argparse
 import importlib.util
 import sys
 import time
 from pathlib import Path
 
-sys.path[:1] = [str(Path(__file__).resolve().parents[1])]  # not dev/, whose profile.py would hide Python's own
+sys.path[:1] = [
+    str(Path(__file__).resolve().parents[1])
+]  # not dev/, whose profile.py would hide Python's own
 import torch
 import torch.nn.functional as F
 
@@ -41,7 +44,9 @@ def attempt(name: str, function, tiles=False) -> None:
         function()
     except Exception as error:
         FAILED.extend([] if tiles else [name])
-        say(f"{'    ' if tiles else 'FAIL'} {name}: {type(error).__name__} {' '.join(str(error).split())[:160]}")
+        say(
+            f"{'    ' if tiles else 'FAIL'} {name}: {type(error).__name__} {' '.join(str(error).split())[:160]}"
+        )
 
 
 def check(name: str, pairs, tolerance: float) -> None:
@@ -69,8 +74,14 @@ def timed(name: str, function, flop=0, moved=0, kind="bf16", graph=False) -> Non
 
     def one():
         ms = measure(function, graph)
-        text = f"{flop / ms / 1e9:6.0f} TFLOP/s {flop / ms / 1e7 / LIMIT[kind]:4.0f}%" if flop else ""
-        text += f"{moved / ms / 1e6:6.0f} GB/s {moved / ms / 1e4 / LIMIT['copy']:4.0f}%" if moved else ""
+        text = (
+            f"{flop / ms / 1e9:6.0f} TFLOP/s {flop / ms / 1e7 / LIMIT[kind]:4.0f}%" if flop else ""
+        )
+        text += (
+            f"{moved / ms / 1e6:6.0f} GB/s {moved / ms / 1e4 / LIMIT['copy']:4.0f}%"
+            if moved
+            else ""
+        )
         say(f"{name:52}{ms:8.3f} ms {text}")
 
     if not late():
@@ -101,7 +112,12 @@ def limits() -> None:
         (a8, s), (b8, t) = K.to_fp8(a), K.to_fp8(b)
         product = lambda: torch._scaled_mm(a8, b8.T, s, t, out_dtype=bf16, use_fast_accum=True)
         LIMIT["fp8"] = 2 * 8192**3 / measure(product) / 1e9
-    say("limits: " + ", ".join(f"{k} {v:,.0f} {'GB/s' if k == 'copy' else 'TFLOP/s'}" for k, v in LIMIT.items()))
+    say(
+        "limits: "
+        + ", ".join(
+            f"{k} {v:,.0f} {'GB/s' if k == 'copy' else 'TFLOP/s'}" for k, v in LIMIT.items()
+        )
+    )
 
 
 # ---- cross-entropy
@@ -110,7 +126,9 @@ def limits() -> None:
 def ce_case(T: int, V: int, terms: int = 4):
     """logits, targets, weights, prefix, row weights; one term: next token only."""
     targets = torch.randint(V, (T,), device="cuda")
-    prefix = torch.where(torch.rand(T, device="cuda") < 0.5, targets.roll(1), -1) if terms > 1 else None
+    prefix = (
+        torch.where(torch.rand(T, device="cuda") < 0.5, targets.roll(1), -1) if terms > 1 else None
+    )
     targets[torch.rand(T, device="cuda") < 0.2] = -1
     targets[:4] = 5  # equal neighbours share a column
     weights = torch.tensor([1.0, 0.5, 0.25, 0.25][:terms], device="cuda")
@@ -118,11 +136,20 @@ def ce_case(T: int, V: int, terms: int = 4):
 
 
 def check_ce() -> None:
-    for T, V, block in ((37, 192, 32768), (515, 50304, 65536), (515, 32768, 32768), (1001, 65536, 8192)):
+    for T, V, block in (
+        (37, 192, 32768),
+        (515, 50304, 65536),
+        (515, 32768, 32768),
+        (1001, 65536, 8192),
+    ):
         logits, targets, weights, prefix, rows = ce_case(T, V)
         want = K.softcap_ce_ref(logits, targets, weights, prefix, rows, CAP)
         got = K.softcap_ce(logits.clone(), targets, weights, prefix, rows, CAP, block=block)
-        check(f"softcap_ce {T} x {V}, block {block}: losses, nats, gradient", zip(got, want, strict=True), 6e-3)
+        check(
+            f"softcap_ce {T} x {V}, block {block}: losses, nats, gradient",
+            zip(got, want, strict=True),
+            6e-3,
+        )
         losses, _, _ = K.softcap_ce(logits.clone(), targets, weights, prefix, rows, CAP, grad=False)
         check(f"softcap_ce {T} x {V}: validation losses", [(losses, want[0])], 1e-5)
         out = torch.full((T, V), float("nan"), device="cuda").to(torch.float8_e5m2)
@@ -140,7 +167,11 @@ def check_ce() -> None:
     want = head(*(t.detach().float().requires_grad_() for t in (x, w)))
     check("linear_cross_entropy bf16: losses, dx, dw", zip(head(x, w), want, strict=True), 2e-2)
     if torch.cuda.get_device_capability() >= (8, 9):
-        check("linear_cross_entropy fp8: losses, dx, dw", zip(head(x, w, True), want, strict=True), 0.12)
+        check(
+            "linear_cross_entropy fp8: losses, dx, dw",
+            zip(head(x, w, True), want, strict=True),
+            0.12,
+        )
 
 
 def time_ce() -> None:
@@ -148,14 +179,25 @@ def time_ce() -> None:
     logits, targets, one, _, _ = ce_case(T, V, 1)
     moved = 4 * T * V
     for block in (32768, 8192, 4096):
-        timed(f"softcap_ce {T} x {V}, block {block}",
-              lambda: K.softcap_ce(logits, targets, one, None, None, CAP, block=block), moved=moved)
+        timed(
+            f"softcap_ce {T} x {V}, block {block}",
+            lambda: K.softcap_ce(logits, targets, one, None, None, CAP, block=block),
+            moved=moved,
+        )
     _, targets4, weights, prefix, rows = ce_case(T, 64)
     timed("  three targets, prefix, row weights",
           lambda: K.softcap_ce(logits, targets4, weights, prefix, rows, CAP), moved=moved)  # fmt: skip
-    timed("  validation", lambda: K.softcap_ce(logits, targets, one, None, None, CAP, grad=False), moved=moved / 2)
+    timed(
+        "  validation",
+        lambda: K.softcap_ce(logits, targets, one, None, None, CAP, grad=False),
+        moved=moved / 2,
+    )
     g8 = torch.empty(T, V, device="cuda", dtype=torch.float8_e5m2)
-    timed("  e5m2 gradient", lambda: K.softcap_ce(logits, targets, one, None, None, CAP, out=g8), moved=moved * 3 / 4)
+    timed(
+        "  e5m2 gradient",
+        lambda: K.softcap_ce(logits, targets, one, None, None, CAP, out=g8),
+        moved=moved * 3 / 4,
+    )
     timed("  transpose8 of the gradient", lambda: K.transpose8(g8), moved=moved / 2)
     timed("  torch, .T.contiguous()", lambda: g8.view(torch.uint8).T.contiguous(), moved=moved / 2)
     logits = g8 = None
@@ -206,15 +248,28 @@ def check_sym() -> None:
     for shape in ((4, 768, 768), (2, 3072, 768), (12, 256, 768)):
         g = randn(*shape)
         want = K.polar_express(g.double())
-        check(f"polar_express {shape}: kernel, torch", ((K.polar_express(g), want), (polar_plain(g), want)), 5e-2)
+        check(
+            f"polar_express {shape}: kernel, torch",
+            ((K.polar_express(g), want), (polar_plain(g), want)),
+            5e-2,
+        )
 
 
 def time_sym() -> None:
-    names, rows = "BM BN BK num_warps num_stages", "128 128 64 8 3,128 128 64 4 4,64 128 64 4 4,128 256 64 8 3"
-    for n, m, k in ((22, 768, 3072), (20, 768, 768), (60, 256, 768)):  # the MLP, VO and QK banks of the recipe
+    names, rows = (
+        "BM BN BK num_warps num_stages",
+        "128 128 64 8 3,128 128 64 4 4,64 128 64 4 4,128 256 64 8 3",
+    )
+    for n, m, k in (
+        (22, 768, 3072),
+        (20, 768, 768),
+        (60, 256, 768),
+    ):  # the MLP, VO and QK banks of the recipe
         x = randn(n, k, m, scale=0.1).mT
         work = {"flop": 2 * n * m * m * k}
-        sweep(f"sym_mm x^T x, {n} x {m} x {k}", "SYM_TILES", names, rows, lambda: K.sym_mm(x), **work)
+        sweep(
+            f"sym_mm x^T x, {n} x {m} x {k}", "SYM_TILES", names, rows, lambda: K.sym_mm(x), **work
+        )
         timed("  torch.bmm", lambda: x @ x.mT, **work)
     for shape in ((22, 3072, 768), (20, 768, 768), (60, 256, 768)):
         g = randn(*shape)
@@ -227,7 +282,12 @@ def time_sym() -> None:
 
 def check_mlp() -> None:
     for T, D, hidden in ((1008, 256, 640), (777, 72, 264), (8192, 768, 3072)):
-        x, up, down, g = randn(T, D), randn(hidden, D, scale=D**-0.5), randn(hidden, D, scale=hidden**-0.5), randn(T, D)
+        x, up, down, g = (
+            randn(T, D),
+            randn(hidden, D, scale=D**-0.5),
+            randn(hidden, D, scale=hidden**-0.5),
+            randn(T, D),
+        )
         post = K.linear_relu2(x, up)
         check(f"linear_relu2 {T} x {D} x {hidden}: forward, gradient", (
             (post, K.linear_relu2_ref(x.double(), up.double())),
@@ -235,7 +295,9 @@ def check_mlp() -> None:
         ), 5e-3)  # fmt: skip
         leaves, exact = [x, up, down], [t.double().requires_grad_() for t in (x, up, down)]
         got = torch.autograd.grad(K.mlp_relu2(*(t.requires_grad_() for t in leaves)), leaves, g)
-        want = torch.autograd.grad(F.relu(exact[0] @ exact[1].T).square() @ exact[2], exact, g.double())
+        want = torch.autograd.grad(
+            F.relu(exact[0] @ exact[1].T).square() @ exact[2], exact, g.double()
+        )
         check(f"mlp_relu2 {T} x {D} x {hidden}: dx, dup, ddown", zip(got, want, strict=True), 1e-2)
 
 
@@ -243,23 +305,57 @@ def time_mlp() -> None:
     T, D, hidden = 65536, 768, 3072
     names = "BM BN BK GROUP num_warps num_stages"
     rows = "128 256 64 8 8 3,128 256 64 16 8 3,128 128 64 8 4 4,256 128 64 8 8 3"
-    square, slope = torch.compile(lambda p: F.relu(p).square()), torch.compile(lambda d, post: 2 * d * post.sqrt())
+    square, slope = (
+        torch.compile(lambda p: F.relu(p).square()),
+        torch.compile(lambda d, post: 2 * d * post.sqrt()),
+    )
     plain = torch.compile(lambda x, up, down: K.linear_relu2_ref(x, up) @ down)
     x, g = randn(T, D), randn(T, D)
     up, down = randn(hidden, D, scale=D**-0.5), randn(hidden, D, scale=hidden**-0.5)
     post, flop = K.linear_relu2(x, up), 2 * T * D * hidden
-    sweep(f"linear_relu2 {T} x {D} x {hidden}", "RELU2_TILES", names, rows, lambda: K.linear_relu2(x, up), flop=flop)
+    sweep(
+        f"linear_relu2 {T} x {D} x {hidden}",
+        "RELU2_TILES",
+        names,
+        rows,
+        lambda: K.linear_relu2(x, up),
+        flop=flop,
+    )
     timed("  torch product alone", lambda: x @ up.T, flop=flop)
     timed("  torch product, compiled relu^2", lambda: square(x @ up.T), flop=flop)
-    sweep("linear_relu2_grad", "RELU2_TILES", names, rows, lambda: K.linear_relu2_grad(g, down, post), flop=flop)
+    sweep(
+        "linear_relu2_grad",
+        "RELU2_TILES",
+        names,
+        rows,
+        lambda: K.linear_relu2_grad(g, down, post),
+        flop=flop,
+    )
     timed("  torch product, compiled slope", lambda: slope(g @ down.T, post), flop=flop)
     leaves = [t.requires_grad_() for t in (x, up, down)]
-    for name, function in ((f"mlp_relu2 {T}, both ways", K.mlp_relu2), ("  torch.compile of the plain MLP", plain)):
+    for name, function in (
+        (f"mlp_relu2 {T}, both ways", K.mlp_relu2),
+        ("  torch.compile of the plain MLP", plain),
+    ):
         timed(name, lambda: torch.autograd.grad(function(*leaves), leaves, g), flop=6 * flop)
     x8, up8, down8, g8 = *(t.detach().to(K.E4M3) for t in (x, up, down)), g.to(K.E5M2)
     post8, work = K.relu2_8(x8, up8), {"flop": flop, "kind": "fp8"}
-    sweep(f"linear_relu2 {T} x {D} x {hidden}, fp8", "RELU2_TILES", names, rows, lambda: K.relu2_8(x8, up8), **work)
-    sweep("linear_relu2_grad, fp8", "RELU2_TILES", names, rows, lambda: K.relu2_grad8(g8, down8, post8), **work)
+    sweep(
+        f"linear_relu2 {T} x {D} x {hidden}, fp8",
+        "RELU2_TILES",
+        names,
+        rows,
+        lambda: K.relu2_8(x8, up8),
+        **work,
+    )
+    sweep(
+        "linear_relu2_grad, fp8",
+        "RELU2_TILES",
+        names,
+        rows,
+        lambda: K.relu2_grad8(g8, down8, post8),
+        **work,
+    )
 
 
 # ---- attention
@@ -276,20 +372,36 @@ def documents(T: int, mean: int) -> torch.Tensor:
 def check_attention() -> None:
     for T, mean, window in ((1000, 90, 128), (777, 5, 16), (1500, 690, 896), (1, 1, 0)):
         bounds = K.attention_bounds(documents(T, mean), T, window)
-        leaves = randn(T, 3, 6, 128).requires_grad_(), torch.rand(T, 6, device="cuda").to(bf16).requires_grad_()
+        leaves = (
+            randn(T, 3, 6, 128).requires_grad_(),
+            torch.rand(T, 6, device="cuda").to(bf16).requires_grad_(),
+        )
         exact, g = [t.detach().double().requires_grad_() for t in leaves], randn(T, 6, 128)
         y = K.window_attention(*leaves[0].unbind(1), bounds, 0.1, leaves[1])
         z = K.window_attention_ref(*exact[0].unbind(1), bounds, 0.1, exact[1])
-        got, want = (y, *torch.autograd.grad(y, leaves, g)), (z, *torch.autograd.grad(z, exact, g.double()))
-        check(f"window_attention {T}, window {window}: forward, dqkv, dgate", zip(got, want, strict=True), 1e-2)
+        got, want = (
+            (y, *torch.autograd.grad(y, leaves, g)),
+            (z, *torch.autograd.grad(z, exact, g.double())),
+        )
+        check(
+            f"window_attention {T}, window {window}: forward, dqkv, dgate",
+            zip(got, want, strict=True),
+            1e-2,
+        )
 
 
 def time_attention() -> None:
     T, H, D = 65536, 6, 128
     cu = documents(T, 500)
-    (q, k, v, g), gate = (randn(T, H, D) for _ in range(4)), torch.rand(T, H, device="cuda").to(bf16)
+    (q, k, v, g), gate = (
+        (randn(T, H, D) for _ in range(4)),
+        torch.rand(T, H, device="cuda").to(bf16),
+    )
     longest, leaves = int(cu.diff().max()), [t.detach().requires_grad_() for t in (q, k, v)]
-    names, rows = "BM BN num_warps num_stages", "64 64 4 2,128 64 8 2,128 64 4 2,64 64 4 3,128 128 8 2,64 128 4 2"
+    names, rows = (
+        "BM BN num_warps num_stages",
+        "64 64 4 2,128 64 8 2,128 64 4 2,64 64 4 3,128 128 8 2,64 128 4 2",
+    )
 
     def varlen(q, k, v):
         from torch.nn.attention.varlen import varlen_attn
@@ -316,8 +428,22 @@ def time_attention() -> None:
         rate = {"flop": 4 * pairs * H * D, "moved": 8 * T * H * D}
         back = {"flop": 10 * pairs * H * D, "moved": 22 * T * H * D}
         tried = rows if window in (128, 896) else "64 64 4 2"
-        sweep(f"window_attention {T}, window {window}, forward", "ATTENTION_TILES", names, tried, forward, **rate)
-        sweep(f"window_attention {T}, window {window}, backward", "ATTENTION_TILES", names, tried, backward, **back)
+        sweep(
+            f"window_attention {T}, window {window}, forward",
+            "ATTENTION_TILES",
+            names,
+            tried,
+            forward,
+            **rate,
+        )
+        sweep(
+            f"window_attention {T}, window {window}, backward",
+            "ATTENTION_TILES",
+            names,
+            tried,
+            backward,
+            **back,
+        )
         for name, function in others.items():
             timed(f"  {name}, forward", lambda: function(q, k, v), **rate)
             timed(f"  {name}, both ways", lambda: torch.autograd.grad(function(*leaves), leaves, g))
@@ -339,7 +465,10 @@ def check_rotate() -> None:
     for T, H in ((1001, 6), (77, 12), (1, 1)):
         qkv, cos, sin, scale, grads = rotate_case(T, H)
         exact = qkv.detach().double().requires_grad_()
-        y, z = K.norm_rotate(qkv, cos, sin, scale), K.norm_rotate_ref(exact, cos.double(), sin.double(), scale.double())
+        y, z = (
+            K.norm_rotate(qkv, cos, sin, scale),
+            K.norm_rotate_ref(exact, cos.double(), sin.double(), scale.double()),
+        )
         got = *y, *torch.autograd.grad(y, qkv, grads)
         want = *z, *torch.autograd.grad(z, exact, [g.double() for g in grads])
         check(f"norm_rotate {T} x {H}: q, k, v, dqkv", zip(got, want, strict=True), 1e-2)
@@ -350,11 +479,28 @@ def time_rotate() -> None:
     for T, H in ((65536, 6), (32768, 12)):
         qkv, cos, sin, scale, grads = rotate_case(T, H)
         moved = 2 * T * H * 128
-        timed(f"norm_rotate {T} x {H}, forward", lambda: K.norm_rotate_forward(qkv, cos, sin, scale), moved=4 * moved)
-        timed("  backward", lambda: K.norm_rotate_grad(qkv, *grads, cos, sin, scale), moved=8 * moved)
-        timed("  backward to fp8", lambda: K.norm_rotate_grad8(qkv, *grads, cos, sin, scale), moved=6.5 * moved)
-        for name, function in (("  both ways", K.norm_rotate), ("  torch.compile, both ways", plain)):
-            timed(name, lambda: torch.autograd.grad(function(qkv, cos, sin, scale), qkv, grads), moved=12 * moved)
+        timed(
+            f"norm_rotate {T} x {H}, forward",
+            lambda: K.norm_rotate_forward(qkv, cos, sin, scale),
+            moved=4 * moved,
+        )
+        timed(
+            "  backward", lambda: K.norm_rotate_grad(qkv, *grads, cos, sin, scale), moved=8 * moved
+        )
+        timed(
+            "  backward to fp8",
+            lambda: K.norm_rotate_grad8(qkv, *grads, cos, sin, scale),
+            moved=6.5 * moved,
+        )
+        for name, function in (
+            ("  both ways", K.norm_rotate),
+            ("  torch.compile, both ways", plain),
+        ):
+            timed(
+                name,
+                lambda: torch.autograd.grad(function(qkv, cos, sin, scale), qkv, grads),
+                moved=12 * moved,
+            )
 
 
 # ---- fp8 products of a layer, at the widths of both models
@@ -364,14 +510,22 @@ def fp8_cases():
     """name, function of (leaves, fp8), leaves, incoming gradients for each part of a layer."""
     for T, D, H in ((65536, 768, 6), (32768, 1536, 12)):
         x = F.rms_norm(torch.randn(T, D, device="cuda"), (D,)).to(bf16).requires_grad_()
-        up, down, w, o = (randn(n, D, scale=D**-0.5).requires_grad_() for n in (4 * D, 4 * D, 3 * D, D))
+        up, down, w, o = (
+            randn(n, D, scale=D**-0.5).requires_grad_() for n in (4 * D, 4 * D, 3 * D, D)
+        )
         _, cos, sin, scale, grads = rotate_case(T, H)
         grads, g = [g.mul_(1e-6) for g in grads], randn(T, D, scale=1e-6)
 
         def project(leaves, fp8, cos=cos, sin=sin, scale=scale):
             return K.project_qkv(*leaves, cos, sin, scale, fp8)
 
-        yield f"MLP {T} x {D}", lambda leaves, fp8: K.mlp_relu2(*leaves, fp8), (x, up, down), g, 6 * 8 * T * D * D
+        yield (
+            f"MLP {T} x {D}",
+            lambda leaves, fp8: K.mlp_relu2(*leaves, fp8),
+            (x, up, down),
+            g,
+            6 * 8 * T * D * D,
+        )
         yield f"qkv {T} x {D}", project, (x, w), grads, 6 * 3 * T * D * D
         if D > 768:
             product = lambda leaves, fp8: (M.linear8 if fp8 else F.linear)(*leaves)
@@ -393,7 +547,9 @@ def time_fp8() -> None:
     for name, function, leaves, g, flop in fp8_cases():
         for kind in ("bf16", "fp8"):
             torch._dynamo.reset()
-            compiled = torch.compile(lambda leaves, fp8: function(leaves, fp8), fullgraph=True, dynamic=False)
+            compiled = torch.compile(
+                lambda leaves, fp8: function(leaves, fp8), fullgraph=True, dynamic=False
+            )
             run = lambda: both_ways(compiled, leaves, g, kind == "fp8")
             timed(f"{name}, {kind}, both ways", run, flop=flop, kind=kind, graph=True)
 
@@ -406,14 +562,21 @@ PARTS = {"ce": (check_ce, time_ce), "sym": (check_sym, time_sym), "mlp": (check_
 def main() -> int:
     global SECONDS
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; default all")
-    parser.add_argument("--seconds", type=float, default=SECONDS, help="no new measurement later than that")
+    parser.add_argument(
+        "parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; default all"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=SECONDS, help="no new measurement later than that"
+    )
     args = parser.parse_args()
     SECONDS, parts = args.seconds, args.parts or list(PARTS)
     if set(parts) - set(PARTS):
         parser.error(f"unknown part {(set(parts) - set(PARTS)).pop()}; use {', '.join(PARTS)}")
     if not torch.cuda.is_available() or not K.use_triton(torch.empty(1, device="cuda", dtype=bf16)):
-        print("error: bench_kernels.py needs a CUDA device of capability 8.0 or newer, and triton", file=sys.stderr)
+        print(
+            "error: bench_kernels.py needs a CUDA device of capability 8.0 or newer, and triton",
+            file=sys.stderr,
+        )
         return 1
     if "mlp" in parts and not K.fused_relu2(randn(8, 8), randn(8, 8)):
         parts.remove("mlp")
@@ -428,7 +591,9 @@ def main() -> int:
         for part in parts:
             attempt(f"{part} {'times' if which else 'checks'}", PARTS[part][which])
             torch.cuda.empty_cache()
-    print(f"\n==== {time.perf_counter() - START:.0f} s, {len(FAILED)} failed{', no time for all' if late() else ''}")
+    print(
+        f"\n==== {time.perf_counter() - START:.0f} s, {len(FAILED)} failed{', no time for all' if late() else ''}"
+    )
     print("\n".join(TABLE))
     return int(bool(FAILED))
 

@@ -8,6 +8,7 @@ Registers are of a thread, at most 255; spilled are bytes of a thread that did n
 KiB of a program, and must stay below what the card gives one. Exit code 1 if a kernel does not fit. This says nothing
 about speed: dev/bench_kernels.py does.
 """
+
 # ruff: noqa: E402
 import argparse
 import importlib
@@ -18,7 +19,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-sys.path[:1] = [str(Path(__file__).resolve().parents[1])]  # not dev/, whose profile.py would hide Python's own
+sys.path[:1] = [
+    str(Path(__file__).resolve().parents[1])
+]  # not dev/, whose profile.py would hide Python's own
 os.environ.pop("TRITON_INTERPRET", None)
 import torch
 import triton
@@ -48,7 +51,13 @@ class NoDevice:
 
 def launches(script, config) -> None:
     """Every kernel in every form in which the script starts it, on small inputs of the model's widths."""
-    D, F, V, H, K = config.width, 4 * config.width, config.padded_vocab, config.num_heads, config.head_dim
+    D, F, V, H, K = (
+        config.width,
+        4 * config.width,
+        config.padded_vocab,
+        config.num_heads,
+        config.head_dim,
+    )
     T, bf16 = 256, torch.bfloat16
 
     def new(*shape, dtype=bf16):
@@ -60,7 +69,9 @@ def launches(script, config) -> None:
     script.softcap_ce(logits, targets, weights, targets, weights, CAP)
     script.softcap_ce(logits, targets, weights[:1], None, None, CAP, grad=False)
     if script.use_triton(logits, (8, 9)):
-        script.softcap_ce(logits, targets, weights, targets, None, CAP, out=new(4, V, dtype=torch.float8_e5m2))
+        script.softcap_ce(
+            logits, targets, weights, targets, None, CAP, out=new(4, V, dtype=torch.float8_e5m2)
+        )
         script.transpose8(new(T, D, dtype=torch.float8_e4m3fn))
     for shape in ((2, D, F), (2, D, D)):
         for x in (new(*shape), new(*shape[::2], shape[1]).mT):
@@ -85,7 +96,9 @@ def launches(script, config) -> None:
         script.norm_rotate_grad8(new(T, 3, H, K), *new(3, T, H, K), *turn)
     for offset in (False, True):
         cache = new(4, 64, H, K)
-        script.decode_attention(q[:4], k[:4], v[:4], cache, cache.clone(), new(4, dtype=torch.int32), offset)
+        script.decode_attention(
+            q[:4], k[:4], v[:4], cache, cache.clone(), new(4, dtype=torch.int32), offset
+        )
     script.branch_attention(q, k, v, *new(3, T, dtype=torch.int32), 1.0)
 
 
@@ -95,17 +108,23 @@ def resources(cubin: bytes) -> tuple[int, int]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+        text = subprocess.run(
+            [tool, "-res-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
     return int(re.search(r"REG:(\d+)", text)[1]), int(re.search(r"STACK:(\d+)", text)[1])
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--script", default="train_small.py")
     parser.add_argument("archs", nargs="*", type=int, default=[80, 89, 90, 100, 120])
     args = parser.parse_args()
     if unknown := set(args.archs) - set(SHARED):
-        raise SystemExit(f"compute capability {unknown.pop()} is none of {', '.join(map(str, SHARED))}")
+        raise SystemExit(
+            f"compute capability {unknown.pop()} is none of {', '.join(map(str, SHARED))}"
+        )
     device, misfits, seen = NoDevice(), 0, set()
     driver.set_active(device)
     script = importlib.import_module(Path(args.script).stem)
@@ -128,7 +147,9 @@ def main() -> None:
     print(f"{'cap.':4} {'kernel':26} {'registers':>9} {'spilled':>7} {'shared, KiB':>11}")
     for device.arch in args.archs:
         launches(script, script.Config())
-    raise SystemExit(f"{misfits} kernels ask for more shared memory than the card has" if misfits else 0)
+    raise SystemExit(
+        f"{misfits} kernels ask for more shared memory than the card has" if misfits else 0
+    )
 
 
 if __name__ == "__main__":

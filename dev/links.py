@@ -34,7 +34,9 @@ def line_links(section: str) -> str:
 
     def link(match: re.Match) -> str:
         if match[1] not in lines:
-            sys.exit(f"error: README.md names {match[1]}(), which {SCRIPT} does not define; mend the text")
+            sys.exit(
+                f"error: README.md names {match[1]}(), which {SCRIPT} does not define; mend the text"
+            )
         return f"[`{match[1]}()`]({SCRIPT}#L{lines[match[1]]})"
 
     bare = re.sub(rf"\[(`[\w.]+\(\)`)\]\({SCRIPT}#L\d+\)", r"\1", section)
@@ -47,7 +49,9 @@ def line_counts(section: str) -> str:
         counts = []
         for path in re.findall(r"`([^`]+)`", paths):
             if not (ROOT / path).exists():
-                sys.exit(f"error: the file map of README.md names {path}, which does not exist; mend the row")
+                sys.exit(
+                    f"error: the file map of README.md names {path}, which does not exist; mend the row"
+                )
             if (ROOT / path).is_file() and not path.endswith(".ipynb"):
                 counts.append(f"{len((ROOT / path).read_text(encoding='utf-8').splitlines()):,}")
         return f"| {paths} | {' + '.join(counts)} | {what} |"
@@ -66,14 +70,19 @@ def update(text: str) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="change nothing; exit code 1 if something would change")
+    parser.add_argument(
+        "--check", action="store_true", help="change nothing; exit code 1 if something would change"
+    )
     check = parser.parse_args().check
     path = ROOT / "README.md"
     text = path.read_text(encoding="utf-8")
     new = update(text)
     if new != text and not check:
         path.write_text(new, encoding="utf-8")
-    print("README.md: links and counts " + ("are true" if new == text else "are not true" if check else "are written"))
+    print(
+        "README.md: links and counts "
+        + ("are true" if new == text else "are not true" if check else "are written")
+    )
     return int(check and new != text)
 
 

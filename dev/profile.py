@@ -8,13 +8,16 @@ The trace opens in https://ui.perfetto.dev; every kernel carries its section. Th
 break, or if anything was compiled after the warm-up: steps and a validation in every stage are tried. The reasons
 of recompiles are printed by torch. The last line is the result as JSON.
 """
+
 import collections
 import dataclasses
 import json
 import sys
 from pathlib import Path
 
-sys.path[:1] = [str(Path(__file__).resolve().parents[1])]  # not dev/: this file would hide Python's own profile
+sys.path[:1] = [
+    str(Path(__file__).resolve().parents[1])
+]  # not dev/: this file would hide Python's own profile
 import torch
 from torch._dynamo.utils import counters
 
@@ -26,7 +29,10 @@ ts = bench.ts
 def compilations() -> dict[str, int]:
     """How much has been compiled so far: graphs of torch.compile, and variants of the Triton kernels of section 7."""
     caches = [c for k in vars(ts).values() for c in getattr(k, "device_caches", {}).values()]
-    return {"graphs": counters["stats"]["unique_graphs"], "triton_kernels": sum(len(cache[0]) for cache in caches)}
+    return {
+        "graphs": counters["stats"]["unique_graphs"],
+        "triton_kernels": sum(len(cache[0]) for cache in caches),
+    }
 
 
 def name_sections(trace: dict, rows: list[tuple]) -> None:
@@ -37,7 +43,9 @@ def name_sections(trace: dict, rows: list[tuple]) -> None:
             line = {"ph": "X", "cat": "section", "pid": -1, "tid": event["tid"], "name": section, "ts": event["ts"],
                     "dur": microseconds, "args": {"phase": phase}}  # fmt: skip
             trace["traceEvents"].append(line)
-    trace["traceEvents"].append({"ph": "M", "pid": -1, "name": "process_name", "args": {"name": "sections"}})
+    trace["traceEvents"].append(
+        {"ph": "M", "pid": -1, "name": "process_name", "args": {"name": "sections"}}
+    )
 
 
 def kernel_table(rows: list[tuple], steps: int, count: int) -> str:
@@ -49,13 +57,17 @@ def kernel_table(rows: list[tuple], steps: int, count: int) -> str:
     lines = [f"{'ms of a step':>12}{'calls':>7}{'us each':>9}  {'section':19}{'phase':10} name"]
     for (name, section, phase), ms in times.most_common(count):
         number = calls[name, section, phase] / steps
-        lines.append(f"{ms:12.3f}{number:7.1f}{ms / number * 1e3:9.1f}  {section:19}{phase:10} {name[:90]}")
+        lines.append(
+            f"{ms:12.3f}{number:7.1f}{ms / number * 1e3:9.1f}  {section:19}{phase:10} {name[:90]}"
+        )
     return "\n".join(lines)
 
 
 def main() -> dict:
     parser = bench.make_parser("profile.py", __doc__, 5)
-    parser.add_argument("--out", default="out/profile/trace.json", help="default out/profile/trace.json")
+    parser.add_argument(
+        "--out", default="out/profile/trace.json", help="default out/profile/trace.json"
+    )
     args, config, ranks = bench.configure(parser, 5)
     say = print if ranks.is_main else (lambda text: None)
     state = ts.build_state(config, ranks, say)
@@ -83,8 +95,12 @@ def main() -> dict:
         say(f"trace: {args.out}")
     late = {name: number - warm[name] for name, number in compilations().items()}
     breaks = sum(counters["graph_break"].values())
-    say(f"compiled: {warm['graphs']} graphs, {warm['triton_kernels']} Triton variants, {breaks} graph breaks")
-    say(f"after the warm-up: {late['graphs']} graphs, {late['triton_kernels']} variants (expected 0, 0)")
+    say(
+        f"compiled: {warm['graphs']} graphs, {warm['triton_kernels']} Triton variants, {breaks} graph breaks"
+    )
+    say(
+        f"after the warm-up: {late['graphs']} graphs, {late['triton_kernels']} variants (expected 0, 0)"
+    )
     for reason, number in counters["graph_break"].items():
         say(f"graph break, {number} times: {reason}")
     return {**warm, "graph_breaks": breaks, "recompiles": sum(late.values()), "late": late, "step_ms": total,

@@ -30,7 +30,9 @@ def find_chromium() -> str | None:
 
 
 @contextlib.contextmanager
-def open_page(url: str, chromium: str, size: tuple[int, int] = (900, 760), dark: bool = False) -> Iterator:
+def open_page(
+    url: str, chromium: str, size: tuple[int, int] = (900, 760), dark: bool = False
+) -> Iterator:
     """A playwright page at a URL. Raises what the page's script raises or logs as an error, once it is left."""
     from playwright.sync_api import sync_playwright
 
@@ -40,8 +42,14 @@ def open_page(url: str, chromium: str, size: tuple[int, int] = (900, 760), dark:
                                 color_scheme="dark" if dark else "light", device_scale_factor=1.5)  # fmt: skip
         problems: list[str] = []
         page.on("pageerror", lambda error: problems.append(str(error)))
-        page.on("console", lambda message: message.type == "error" and problems.append(message.text)
-                if "Failed to load resource" not in message.text else None)  # an answer of 400 is one, and is no fault
+        page.on(
+            "console",
+            lambda message: (
+                message.type == "error" and problems.append(message.text)
+                if "Failed to load resource" not in message.text
+                else None
+            ),
+        )  # an answer of 400 is one, and is no fault
         page.goto(url)
         page.wait_for_selector("#send:enabled")
         try:
@@ -60,7 +68,9 @@ def ask(page, question: str, seconds: float = 120) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="A picture of a conversation in the web page of runs/serve.py.")
+    parser = argparse.ArgumentParser(
+        description="A picture of a conversation in the web page of runs/serve.py."
+    )
     parser.add_argument("url", metavar="URL")
     parser.add_argument("out", metavar="OUT.png", type=Path)
     parser.add_argument("questions", metavar="QUESTION", nargs="*")
@@ -75,7 +85,9 @@ def main() -> int:
         return 1
     width, height = map(int, args.size.split("x"))
     with open_page(args.url, chromium, (width, height), args.dark) as page:
-        page.evaluate("value => { document.getElementById('temperature').value = value }", args.temperature)
+        page.evaluate(
+            "value => { document.getElementById('temperature').value = value }", args.temperature
+        )
         for question in args.questions:
             ask(page, question)
         page.evaluate("document.activeElement.blur()")

@@ -33,7 +33,9 @@ def split(text: str, name: str) -> list[tuple[str, str]]:
         start, inside = border, section if kind == ">>>" else ""
         seen.add(section)
     if inside:
-        sys.exit(f"error: {name}: the section {inside} is not closed; add its line # <<< shared: {inside}")
+        sys.exit(
+            f"error: {name}: the section {inside} is not closed; add its line # <<< shared: {inside}"
+        )
     return [*pieces, ("", text[start:])]
 
 
@@ -54,7 +56,11 @@ def share(pieces: list[tuple[str, str]]) -> float:
 def difference(old: dict[str, str], new: dict[str, str], names: tuple[str, str]) -> list[str]:
     """A unified diff, section by section; also of what only one script has, or in another order."""
     if list(old) != list(new):
-        return list(difflib.unified_diff([f"section {s}\n" for s in old], [f"section {s}\n" for s in new], *names))
+        return list(
+            difflib.unified_diff(
+                [f"section {s}\n" for s in old], [f"section {s}\n" for s in new], *names
+            )
+        )
     lines = []
     for section, text in old.items():
         titles = [f"{name}, {section}" for name in names]
@@ -64,14 +70,21 @@ def difference(old: dict[str, str], new: dict[str, str], names: tuple[str, str])
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--to", choices=SCRIPTS, help="overwrite the shared sections of this script")
+    parser.add_argument(
+        "--to", choices=SCRIPTS, help="overwrite the shared sections of this script"
+    )
     args = parser.parse_args()
     pieces = {name: read(name) for name in SCRIPTS}
     if args.to:
         source = shared(pieces[next(name for name in SCRIPTS if name != args.to)])
         if list(source) != list(shared(pieces[args.to])):
-            sys.stdout.writelines(difference(shared(pieces[args.to]), source, (args.to, "the other script")))
-            print(f"error: {args.to} has other sections, or in another order; mend its marker lines", file=sys.stderr)
+            sys.stdout.writelines(
+                difference(shared(pieces[args.to]), source, (args.to, "the other script"))
+            )
+            print(
+                f"error: {args.to} has other sections, or in another order; mend its marker lines",
+                file=sys.stderr,
+            )
             return 1
         text = "".join(source.get(section, own) for section, own in pieces[args.to])
         temporary = ROOT / f".{args.to}.tmp"
@@ -81,7 +94,9 @@ def main() -> int:
     lines = difference(*(shared(pieces[name]) for name in SCRIPTS), SCRIPTS)
     sys.stdout.writelines(lines)
     for name in SCRIPTS:
-        print(f"{name}: {len(shared(pieces[name]))} shared sections, {share(pieces[name]):.1%} of its lines")
+        print(
+            f"{name}: {len(shared(pieces[name]))} shared sections, {share(pieces[name]):.1%} of its lines"
+        )
     return int(bool(lines))
 
 

@@ -40,11 +40,15 @@ def read_run(run_dir: Path, script: str) -> dict:
     try:
         run = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
         if run["command"] != "pretrain":
-            rec.fail(f"{run_dir} is a run of {run['command']}; a record is made of pretraining runs")
+            rec.fail(
+                f"{run_dir} is a run of {run['command']}; a record is made of pretraining runs"
+            )
         run |= {"dir": run_dir, "script": script, "fingerprint": run["dataset_fingerprint"],
                 "set": [text for text in run["overridden"] if text != NO_CORE]}  # fmt: skip
         if NO_CORE in run["overridden"]:  # the recipe is that of the runs that were scored
-            run["config"]["core_items"] = int(dict(text.split("=", 1) for text in run["set"]).get("core_items", 0))
+            run["config"]["core_items"] = int(
+                dict(text.split("=", 1) for text in run["set"]).get("core_items", 0)
+            )
         log, hashed = rec.read_log(run_dir / "log.jsonl"), run["machine"]["script_sha256"]
         problems = rec.check_log(log, run["config"])
     except (ValueError, KeyError, TypeError, rec.Unreadable) as error:
@@ -60,7 +64,11 @@ def read_run(run_dir: Path, script: str) -> dict:
 
 def check_totals(run_dir: Path, figures: dict) -> str:
     """What the report, or the last checkpoint if it is still there, states differently from the log."""
-    report = dict(re.findall(r"^\| (.+?) \| (.+?) \|$", (run_dir / "report.md").read_text(encoding="utf-8"), re.M))
+    report = dict(
+        re.findall(
+            r"^\| (.+?) \| (.+?) \|$", (run_dir / "report.md").read_text(encoding="utf-8"), re.M
+        )
+    )
     stated = {"validation": f"{figures['val_bpb']:.4f} bits per byte", "tokens": f"{figures['tokens']:,}",
               "steps": f"{figures['steps']:,}", "training time": f"{figures['train_seconds']:.1f} s"}  # fmt: skip
     for key, value in stated.items():
@@ -71,7 +79,9 @@ def check_totals(run_dir: Path, figures: dict) -> str:
         state = json.loads(path.read_text(encoding="utf-8"))
         for key in ("tokens", "train_seconds", "val_bpb"):
             if state[key] is not None and not math.isclose(state[key], figures[key], rel_tol=1e-12):
-                return f"its last checkpoint states {key} {state[key]}, the log gives {figures[key]}"
+                return (
+                    f"its last checkpoint states {key} {state[key]}, the log gives {figures[key]}"
+                )
     return ""
 
 
@@ -81,7 +91,9 @@ def check_alike(runs: list[dict]) -> None:
     for run in runs:
         seed = run["config"]["seed"]
         if seed in seeds:
-            rec.fail(f"{seeds[seed]} and {run['dir']} have the same seed {seed}; a record needs different seeds")
+            rec.fail(
+                f"{seeds[seed]} and {run['dir']} have the same seed {seed}; a record needs different seeds"
+            )
         seeds[seed] = run["dir"]
         for part, skip in (("machine", ("git_commit", "git_dirty")), ("config", PLACE_FIELDS)):
             for key in dict.fromkeys((*first[part], *run[part])):
@@ -98,7 +110,9 @@ def check_alike(runs: list[dict]) -> None:
             rec.fail(f"{first['dir']} and {run['dir']} were started with different flags: "
                      f"{' '.join(strip(first['flags']))} and {' '.join(strip(run['flags']))}")  # fmt: skip
     if not first["fingerprint"]:
-        rec.fail(f"the dataset of {first['dir']} has no fingerprint; make it with data/pretrain.py, and train on that")
+        rec.fail(
+            f"the dataset of {first['dir']} has no fingerprint; make it with data/pretrain.py, and train on that"
+        )
 
 
 def strip(flags: list[str]) -> list[str]:
@@ -129,7 +143,10 @@ def find_commit(run: dict) -> tuple[str | None, bool]:
     stated, script = run["machine"]["git_commit"], run["script"]
     for commit in [stated, *(git("log", "--format=%H", "--", script) or "").split()]:
         text = git("show", f"{commit}:{script}") if commit else None
-        if text is not None and hashlib.sha256(text.encode()).hexdigest() == run["machine"]["script_sha256"]:
+        if (
+            text is not None
+            and hashlib.sha256(text.encode()).hexdigest() == run["machine"]["script_sha256"]
+        ):
             return commit, False
     return stated or None, True
 
@@ -138,12 +155,16 @@ def args_file(run: dict, flags: list[str], commit: str | None) -> tuple[str | No
     """(name, text) of the args file that the run used, as it is committed. No other --set may have been given."""
     files = [word[1:] for word in flags if word.startswith("@")]
     if len(files) > 1:
-        rec.fail(f"{run['dir']} used several args files ({', '.join(files)}); a track has one at most")
+        rec.fail(
+            f"{run['dir']} used several args files ({', '.join(files)}); a track has one at most"
+        )
     given = rec.overrides(flags)
     if not files:
         if run["set"]:
-            rec.fail(f"{run['dir']} overrides {', '.join(run['set'])} with --set, which voids record status; "
-                     f"change {run['script']} itself, or commit an args file in runs/, which makes a track of its own")
+            rec.fail(
+                f"{run['dir']} overrides {', '.join(run['set'])} with --set, which voids record status; "
+                f"change {run['script']} itself, or commit an args file in runs/, which makes a track of its own"
+            )
         return None, ""
     name = Path(files[0]).name
     text = git("show", f"{commit}:runs/{name}") if commit else None
@@ -154,7 +175,9 @@ def args_file(run: dict, flags: list[str], commit: str | None) -> tuple[str | No
                  f"repository, so commit it first")  # fmt: skip
     words = rec.args_words(text)
     if given or run["set"] != rec.overrides(words):
-        extra = given or [o for o in run["set"] if o not in rec.overrides(words)] or ["fewer fields"]
+        extra = (
+            given or [o for o in run["set"] if o not in rec.overrides(words)] or ["fewer fields"]
+        )
         rec.fail(f"{run['dir']} overrides {', '.join(extra)}, which the committed runs/{name} does not; --set voids "
                  f"record status")  # fmt: skip
     if twice := (rec.flag_names(flags) & rec.flag_names(words)) - LOG_FLAGS:
@@ -184,12 +207,16 @@ def build(runs: list[dict], args: argparse.Namespace, folder: Path, name: str) -
     for run in sorted(runs, key=lambda run: run["config"]["seed"]):
         seed = run["config"]["seed"]
         entry = {"seed": seed, "log": f"log_{seed}.jsonl.gz", "core_table": None}
-        (folder / entry["log"]).write_bytes(gzip.compress((run["dir"] / "log.jsonl").read_bytes(), 9, mtime=0))
+        (folder / entry["log"]).write_bytes(
+            gzip.compress((run["dir"] / "log.jsonl").read_bytes(), 9, mtime=0)
+        )
         if (run["dir"] / "core.csv").is_file():
             entry["core_table"] = f"core_{seed}.csv"
             shutil.copyfile(run["dir"] / "core.csv", folder / entry["core_table"])
         listed.append(entry)
-    (folder / "curve.csv").write_text(rec.curve_csv([rec.read_log(folder / e["log"]) for e in listed]))
+    (folder / "curve.csv").write_text(
+        rec.curve_csv([rec.read_log(folder / e["log"]) for e in listed])
+    )
     machine = first["machine"]
     record = {
         "format": 1, "track": args.track, "script": script, "args": args_name,
@@ -211,35 +238,56 @@ def build(runs: list[dict], args: argparse.Namespace, folder: Path, name: str) -
     sections = rec.section_hashes((folder / script).read_text(encoding="utf-8"))
     record |= {**rec.recompute(folder, record), "sections": sections, "files": rec.hashes(folder)}
     (folder / "record.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    texts = {"name": name, "hypothesis": args.hypothesis, "change": args.change, "dropped": args.dropped}
+    texts = {
+        "name": name,
+        "hypothesis": args.hypothesis,
+        "change": args.change,
+        "dropped": args.dropped,
+    }
     (folder / "README.md").write_text(readme(record, folder, texts), encoding="utf-8")
     if (size := sum(p.stat().st_size for p in folder.iterdir())) > MAX_BYTES:
-        rec.fail(f"the record would take {size:,} bytes of at most {MAX_BYTES:,}; log less often (--log-every)")
+        rec.fail(
+            f"the record would take {size:,} bytes of at most {MAX_BYTES:,}; log less often (--log-every)"
+        )
     if problems := rec.problems(folder):
         rec.fail(f"the record does not verify: {problems[0]}")
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run_dirs", metavar="RUN_DIR", type=Path, nargs="+", help="finished runs, one for each seed")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "run_dirs", metavar="RUN_DIR", type=Path, nargs="+", help="finished runs, one for each seed"
+    )
     parser.add_argument("--track", required=True, choices=rec.TRACKS, help="which training script")
     parser.add_argument("--slug", required=True, help="short name in lower case, e.g. wider-mlp")
     parser.add_argument("--against", help="the record to compare with, a folder of baselines/")
     parser.add_argument("--hypothesis", default="", help="what was expected, and why")
     parser.add_argument("--change", default="", help="what is different")
     parser.add_argument("--dropped", default="", help="what was tried and dropped")
-    parser.add_argument("--date", help="YYYY-MM-DD of the runs (default: when the last log was written)")
+    parser.add_argument(
+        "--date", help="YYYY-MM-DD of the runs (default: when the last log was written)"
+    )
     parser.add_argument("--out", type=Path, default=rec.BASELINES, help="default baselines/")
     args = parser.parse_args(argv)
     if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", args.slug):
-        rec.fail(f"--slug {args.slug} must be lower-case words and figures with - between, e.g. wider-mlp")
+        rec.fail(
+            f"--slug {args.slug} must be lower-case words and figures with - between, e.g. wider-mlp"
+        )
     if args.against and not (args.out / Path(args.against).name / "record.json").is_file():
-        rec.fail(f"--against {args.against} is no record in {args.out}; name a folder there, or leave it out")
+        rec.fail(
+            f"--against {args.against} is no record in {args.out}; name a folder there, or leave it out"
+        )
     runs = [read_run(run_dir, f"train_{args.track}.py") for run_dir in args.run_dirs]
     check_alike(runs)
     newest = max((run["dir"] / "log.jsonl").stat().st_mtime for run in runs)
     try:
-        date = datetime.date.fromisoformat(args.date) if args.date else datetime.date.fromtimestamp(newest)
+        date = (
+            datetime.date.fromisoformat(args.date)
+            if args.date
+            else datetime.date.fromtimestamp(newest)
+        )
     except ValueError:
         rec.fail(f"--date {args.date} is not a day like 2026-11-21")
     final = args.out / f"{date}_{args.slug}"

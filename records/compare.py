@@ -27,7 +27,10 @@ from scipy import stats
 
 README = rec.ROOT / "records" / "README.md"
 QUOTED = rec.ROOT / "records" / "quoted.json"
-BEGIN, END = "<!-- leaderboard: written by records/compare.py --write; do not edit -->", "<!-- /leaderboard -->"
+BEGIN, END = (
+    "<!-- leaderboard: written by records/compare.py --write; do not edit -->",
+    "<!-- /leaderboard -->",
+)
 SLOWER = 1.1  # a record at a fixed number of tokens may take this much of the first one's training seconds
 P = 0.01
 
@@ -39,7 +42,9 @@ class Row:
     name: str
     device: str
     num_devices: int
-    data: str | None = None  # fingerprint of the dataset, or what else says that bits per byte may be compared
+    data: str | None = (
+        None  # fingerprint of the dataset, or what else says that bits per byte may be compared
+    )
     runs: list[dict] = field(default_factory=list)  # figures, None where a log does not state them
     curves: list[list[tuple]] = field(default_factory=list)
 
@@ -56,7 +61,9 @@ class Row:
 
 def points(log: list[dict]) -> list[tuple]:
     val = {e["step"]: e["val_bpb"] for e in rec.split(log)[1]}
-    return [(e["tokens"], e["train_seconds"], e["bpb"], val.get(e["step"])) for e in rec.split(log)[0]]
+    return [
+        (e["tokens"], e["train_seconds"], e["bpb"], val.get(e["step"])) for e in rec.split(log)[0]
+    ]
 
 
 def record_row(folder: Path) -> Row:
@@ -83,23 +90,31 @@ def run_row(run_dir: Path) -> tuple[str, Row]:
         figures = {**rec.figures(log), "core": core}
     except (OSError, KeyError, TypeError, ValueError, rec.Unreadable) as error:
         raise rec.Unreadable(f"{run_dir} is not a finished run ({error})") from None
-    return key, Row(run_dir.name, machine["device"], machine["num_devices"], data, [figures], [points(log)])
+    return key, Row(
+        run_dir.name, machine["device"], machine["num_devices"], data, [figures], [points(log)]
+    )
 
 
-def modded_row(path: Path, text: str, tokens_per_step: list[int], bytes_per_token: float | None) -> tuple[str, Row]:
+def modded_row(
+    path: Path, text: str, tokens_per_step: list[int], bytes_per_token: float | None
+) -> tuple[str, Row]:
     """A log of modded-nanogpt: `step:250/1285 val_loss:4.4890 train_time:7925ms step_avg:31.70ms`."""
     steps = [(int(a), int(b), loss and float(loss), int(ms) / 1e3) for a, b, loss, ms in re.findall(
         r"^step:(\d+)/(\d+) (?:val_loss:([\d.]+) )?train_time:(\d+)ms", text, re.M)]  # fmt: skip
     last, total, loss, seconds = steps[-1]
     if last != total or not loss:
-        raise rec.Unreadable(f"{path} is the log of a run that did not finish: step {last} of {total}")
+        raise rec.Unreadable(
+            f"{path} is the log of a run that did not finish: step {last} of {total}"
+        )
     cards = re.findall(r"^\|\s+\d+\s+(\S.*?)\s+(?:On|Off)\s+\|", text, re.M)
     memory = re.search(r"^peak memory allocated: (\d+) MiB", text, re.M)
 
     def tokens(step: int) -> int:
         """Steps in equal parts, one for each number of tokens."""
         part = total / len(tokens_per_step)
-        return round(sum(n * min(max(step - i * part, 0), part) for i, n in enumerate(tokens_per_step)))
+        return round(
+            sum(n * min(max(step - i * part, 0), part) for i, n in enumerate(tokens_per_step))
+        )
 
     def bpb(nats: float) -> float | None:
         return nats / math.log(2) / bytes_per_token if bytes_per_token else None
@@ -108,8 +123,19 @@ def modded_row(path: Path, text: str, tokens_per_step: list[int], bytes_per_toke
     run = {**dict.fromkeys(rec.FIGURES), "val_bpb": bpb(loss), "steps": total, "tokens": count,
            "train_seconds": seconds, "tokens_per_second": count and count / seconds,
            "peak_memory_gib": int(memory[1]) / 1024 if memory else None}  # fmt: skip
-    curve = [(tokens(a), s, None, bpb(nats)) for a, _, nats, s in steps if nats and tokens_per_step and bytes_per_token]
-    row = Row(path.stem, cards[0] if cards else "unknown", len(cards) or 1, "modded-nanogpt", [run], [curve])
+    curve = [
+        (tokens(a), s, None, bpb(nats))
+        for a, _, nats, s in steps
+        if nats and tokens_per_step and bytes_per_token
+    ]
+    row = Row(
+        path.stem,
+        cards[0] if cards else "unknown",
+        len(cards) or 1,
+        "modded-nanogpt",
+        [run],
+        [curve],
+    )
     return json.dumps(["modded-nanogpt", str(path.parent), total, row.device, row.num_devices]), row
 
 
@@ -121,24 +147,44 @@ def nanochat_row(path: Path, text: str) -> tuple[str, Row]:
     if not batch:
         raise rec.Unreadable(f"{path} does not state its total batch size; give the whole log")
     batch = int(batch[1].replace(",", ""))
-    seconds, clock, busy = {0: 0.0}, 0.0, 0.0  # by finished steps; a line is numbered by the steps before it
+    seconds, clock, busy = (
+        {0: 0.0},
+        0.0,
+        0.0,
+    )  # by finished steps; a line is numbered by the steps before it
     for step, *_, dt, _, mfu in found:
         if int(step) > 10:
             clock, busy = clock + float(dt) / 1e3, busy + float(mfu) / 100 * float(dt) / 1e3
         seconds[int(step) + 1] = clock
-    vals = [(int(step), float(bpb)) for step, bpb in re.findall(r"^Step (\d+) \| Validation bpb: ([\d.]+)", text, re.M)]
-    ends = [i for i, (step, _) in enumerate(vals) if step == total]  # finetuning behind it counts from 0 again
+    vals = [
+        (int(step), float(bpb))
+        for step, bpb in re.findall(r"^Step (\d+) \| Validation bpb: ([\d.]+)", text, re.M)
+    ]
+    ends = [
+        i for i, (step, _) in enumerate(vals) if step == total
+    ]  # finetuning behind it counts from 0 again
     if not ends or not clock or total not in seconds:
-        raise rec.Unreadable(f"{path} is the log of a run that did not finish, or of less than 11 steps")
+        raise rec.Unreadable(
+            f"{path} is the log of a run that did not finish, or of less than 11 steps"
+        )
     core = re.findall(rf"^Step 0*{total} \| CORE metric: ([-\d.]+)", text, re.M)
     memory = re.search(r"^Peak memory usage: ([\d.]+)MiB", text, re.M)
     card = re.search(r"^GPU: (.+?) \|", text, re.M)
-    sizes = [re.search(rf"^Tokens / micro-batch{rank}: .*?([\d,]+)$", text, re.M) for rank in ("", " / rank")]
-    ranks = int(sizes[0][1].replace(",", "")) // int(sizes[1][1].replace(",", "")) if all(sizes) else 1
+    sizes = [
+        re.search(rf"^Tokens / micro-batch{rank}: .*?([\d,]+)$", text, re.M)
+        for rank in ("", " / rank")
+    ]
+    ranks = (
+        int(sizes[0][1].replace(",", "")) // int(sizes[1][1].replace(",", "")) if all(sizes) else 1
+    )
     run = {"val_bpb": vals[ends[0]][1], "core": float(core[0]) if core else None, "steps": total,
            "tokens": total * batch, "train_seconds": clock, "tokens_per_second": (total - 11) * batch / clock,
            "mfu": busy / clock, "peak_memory_gib": float(memory[1]) / 1024 if memory else None}  # fmt: skip
-    curve = [(step * batch, seconds[step], None, bpb) for step, bpb in vals[: ends[0] + 1] if step in seconds]
+    curve = [
+        (step * batch, seconds[step], None, bpb)
+        for step, bpb in vals[: ends[0] + 1]
+        if step in seconds
+    ]
     row = Row(path.stem, card[1] if card else "unknown", ranks, "nanochat", [run], [curve])
     return json.dumps(["nanochat", str(path.parent), total, batch, row.device, ranks]), row
 
@@ -149,7 +195,9 @@ def foreign_row(path: Path, args: argparse.Namespace) -> tuple[str, Row]:
         return modded_row(path, text, args.tokens_per_step, args.bytes_per_token)
     if re.search(r"^step \d+/\d+ \(.*\| dt: ", text, re.M):
         return nanochat_row(path, text)
-    raise rec.Unreadable(f"{path} is no log of modded-nanogpt or nanochat, and no run directory or record")
+    raise rec.Unreadable(
+        f"{path} is no log of modded-nanogpt or nanochat, and no run directory or record"
+    )
 
 
 def finished(folder: Path) -> bool:
@@ -164,7 +212,9 @@ def read_rows(paths: list[Path], args: argparse.Namespace) -> list[Row]:
     """One row for each record, and one for each set of runs that differ in their seed only."""
     rows, groups = [], {}
     for path in paths:
-        inside = sorted(p.parent for name in ("record.json", "log.jsonl") for p in path.glob(f"*/{name}"))
+        inside = sorted(
+            p.parent for name in ("record.json", "log.jsonl") for p in path.glob(f"*/{name}")
+        )
         if (path / "record.json").is_file():
             rows.append(record_row(path))
         elif path.is_dir() and not (path / "log.jsonl").is_file() and inside:
@@ -174,8 +224,13 @@ def read_rows(paths: list[Path], args: argparse.Namespace) -> list[Row]:
             groups.setdefault(key, []).append(row)
     for group in groups.values():
         first = group[0]
-        name = os.path.commonprefix([row.name for row in group]).rstrip("_-. ") or f"{first.name} and more"
-        runs, curves = ([x for row in group for x in getattr(row, part)] for part in ("runs", "curves"))
+        name = (
+            os.path.commonprefix([row.name for row in group]).rstrip("_-. ")
+            or f"{first.name} and more"
+        )
+        runs, curves = (
+            [x for row in group for x in getattr(row, part)] for part in ("runs", "curves")
+        )
         rows.append(Row(name, first.device, first.num_devices, first.data, runs, curves))
     return rows
 
@@ -188,17 +243,27 @@ def cell(value: float | None, form: str) -> str:
 
 
 def main_table(rows: list[Row], price: float | None, target: float | None) -> str:
-    shown = [key for key in rec.FIGURES if key != "steps" and any(row.mean(key) is not None for row in rows)]
+    shown = [
+        key
+        for key in rec.FIGURES
+        if key != "steps" and any(row.mean(key) is not None for row in rows)
+    ]
     titles, lines = ["", "runs"], []
     for key in shown:
         titles += [rec.FIGURES[key][0], *(["sd"] if key == "val_bpb" else [])]
-    titles += ["hardware", *(["cost"] if price else []), *([f"p (below {target:g})"] if target else [])]
+    titles += [
+        "hardware",
+        *(["cost"] if price else []),
+        *([f"p (below {target:g})"] if target else []),
+    ]
     for row in rows:
         line = [row.name, str(len(row.runs))]
         for key in shown:
             line.append(cell(row.mean(key), rec.FIGURES[key][1]))
             if key == "val_bpb":
-                line.append(cell(stdev(row.values(key)) if len(row.values(key)) > 1 else None, ".5f"))
+                line.append(
+                    cell(stdev(row.values(key)) if len(row.values(key)) > 1 else None, ".5f")
+                )
         line.append(f"{row.num_devices} x {row.device}")
         if price:
             line.append(f"${row.mean('train_seconds') * row.num_devices / 3600 * price:.4f}")
@@ -218,7 +283,12 @@ def differences(rows: list[Row], base: Row) -> str:
         same = row.data == base.data
         for key, digits, ok, why in (
             ("val_bpb", 5, same, "on another dataset"),
-            ("train_seconds", 2, (row.device, row.num_devices) == (base.device, base.num_devices), "other hardware"),
+            (
+                "train_seconds",
+                2,
+                (row.device, row.num_devices) == (base.device, base.num_devices),
+                "other hardware",
+            ),
         ):
             values = row.values(key), base.values(key)
             if not ok or not all(values):
@@ -231,16 +301,23 @@ def differences(rows: list[Row], base: Row) -> str:
 
 def find_row(rows: list[Row], pattern: str, args: argparse.Namespace) -> Row:
     """The row whose name matches; records of baselines/ may be named even if they are not among the rows."""
+
     def matching(names):
         return [n for n in names if fnmatch.fnmatchcase(n, pattern) or n == Path(pattern).name]
 
     found = [row for row in rows if matching([row.name])]
     if not found:
-        folders = [p.parent for p in sorted(rec.BASELINES.glob("*/record.json")) if matching([p.parent.name])]
+        folders = [
+            p.parent
+            for p in sorted(rec.BASELINES.glob("*/record.json"))
+            if matching([p.parent.name])
+        ]
         found = read_rows(folders, args)
     if len(found) != 1:
         names = ", ".join(row.name for row in found or rows)
-        rec.fail(f"--against {pattern} matches {len(found)} rows and must match one; there are {names}")
+        rec.fail(
+            f"--against {pattern} matches {len(found)} rows and must match one; there are {names}"
+        )
     return found[0]
 
 
@@ -270,9 +347,17 @@ def plot(rows: list[Row], path: Path, quotes: tuple = ()) -> None:
                 if train:
                     axes.plot(*zip(*train, strict=True), color=colour, lw=0.8, alpha=0.45)
                 if val:
-                    axes.plot(*zip(*val, strict=True), color=colour, lw=1.2 if len(val) > 1 else 0, marker="o", ms=4)
+                    axes.plot(
+                        *zip(*val, strict=True),
+                        color=colour,
+                        lw=1.2 if len(val) > 1 else 0,
+                        marker="o",
+                        ms=4,
+                    )
             # The first twelfth of a run is far above the rest, which is what one wants to see.
-            heights += [y for p in curve if p[0] >= curve[-1][0] / 12 for y in p[2:] if y is not None]
+            heights += [
+                y for p in curve if p[0] >= curve[-1][0] / 12 for y in p[2:] if y is not None
+            ]
     for number, (name, tokens, seconds, bpb) in enumerate(quotes):
         style = {"color": "0.25", "ls": "", "marker": "xP*D"[number % 4], "ms": 8}
         panels[0].plot(tokens, bpb, **style, label=f"{name}, quoted: {bpb:.4f}")
@@ -311,7 +396,9 @@ def fixes_tokens(folder: Path, record: dict) -> bool:
 
 def target_of(values: list[float]) -> float:
     """The bound that a first record sets: the upper end of the one-sided 99 % interval of its mean, rounded up."""
-    bound = fmean(values) + stats.t.ppf(1 - P, len(values) - 1) * stdev(values) / math.sqrt(len(values))
+    bound = fmean(values) + stats.t.ppf(1 - P, len(values) - 1) * stdev(values) / math.sqrt(
+        len(values)
+    )
     return math.ceil(bound * 1000) / 1000
 
 
@@ -321,7 +408,10 @@ def significant(p: float | None) -> bool:
 
 def rank(records: list[dict], fixed: bool) -> tuple[str, list[tuple[dict, str]]]:
     """(the rule in words, [(record, its standing)], best first), from records of one group in the order of time."""
-    values = [{key: [run[key] for run in r["runs"]] for key in ("val_bpb", "train_seconds")} for r in records]
+    values = [
+        {key: [run[key] for run in r["runs"]] for key in ("val_bpb", "train_seconds")}
+        for r in records
+    ]
     enough = [i for i, v in enumerate(values) if len(v["val_bpb"]) >= 3]
     standing = ["fewer than 3 seeds"] * len(records)
     if not enough:
@@ -354,13 +444,23 @@ def in_order() -> list[dict]:
     records = {}
     for folder in sorted(p.parent for p in rec.BASELINES.glob("*/record.json")):
         record = rec.read_record(folder)
-        records[folder.name] = {**record, "name": folder.name, "fixed": fixes_tokens(folder, record)}
+        records[folder.name] = {
+            **record,
+            "name": folder.name,
+            "fixed": fixes_tokens(folder, record),
+        }
 
     def depth(record: dict, seen: tuple = ()) -> int:
         other = record["against"]
-        return 1 + depth(records[other], (*seen, other)) if other in records and other not in seen else 0
+        return (
+            1 + depth(records[other], (*seen, other))
+            if other in records and other not in seen
+            else 0
+        )
 
-    return sorted(records.values(), key=lambda record: (record["name"][:10], depth(record), record["name"]))
+    return sorted(
+        records.values(), key=lambda record: (record["name"][:10], depth(record), record["name"])
+    )
 
 
 def leaderboard() -> str:
@@ -370,7 +470,14 @@ def leaderboard() -> str:
         groups.setdefault(group_of(record), []).append(record)
     quotes = json.loads(QUOTED.read_text(encoding="utf-8"))
     shown = ("val_bpb", "train_seconds", "tokens", "tokens_per_second", "mfu", "peak_memory_gib")
-    titles = ["entry", "standing", "seeds", "val bpb", "sd", *(rec.FIGURES[key][0] for key in shown[1:])]
+    titles = [
+        "entry",
+        "standing",
+        "seeds",
+        "val bpb",
+        "sd",
+        *(rec.FIGURES[key][0] for key in shown[1:]),
+    ]
     for (track, args, fingerprint, kind, count, device), records in sorted(groups.items()):
         rule, ranked = rank(records, records[0]["fixed"])
         lines = []
@@ -381,23 +488,43 @@ def leaderboard() -> str:
                           str(len(record["runs"])), format(mean["val_bpb"], ".5f"), cell(sd, ".5f"),
                           *(format(mean[key], rec.FIGURES[key][1]) for key in shown[1:])])  # fmt: skip
         for quote in quotes["rows"]:
-            if (quote["track"], quote["args"], quote["device"], quote["num_devices"]) == (track, args, device, count):
+            if (quote["track"], quote["args"], quote["device"], quote["num_devices"]) == (
+                track,
+                args,
+                device,
+                count,
+            ):
                 lines.append([quote["what"], "quoted", "", cell(quote.get("val_bpb"), ".4f"), "",
                               *(cell(quote.get(key), rec.FIGURES[key][1]) for key in shown[1:])])  # fmt: skip
         name = f"{track}, `{args}`" if args else track
         data = f"Dataset {records[0]['dataset']['name']}, fingerprint {fingerprint[:12]}."
-        blocks.append(f"### {name}: {kind}, {count} x {device}\n\n{data} {rule}\n\n{rec.table(titles, lines, 2)}")
+        blocks.append(
+            f"### {name}: {kind}, {count} x {device}\n\n{data} {rule}\n\n{rec.table(titles, lines, 2)}"
+        )
     lines = [[q["what"], f"{q['num_devices']} x {q['device']}", q["speed"], q.get("mfu", ""), q.get("memory", ""),
               q.get("start", "")] for q in quotes["speeds"]]  # fmt: skip
-    titles = ["training speed, quoted", "hardware", "tokens/s", "MFU", "peak memory", "start to first step"]
+    titles = [
+        "training speed, quoted",
+        "hardware",
+        "tokens/s",
+        "MFU",
+        "peak memory",
+        "start to first step",
+    ]
     peers = rec.table(titles, lines, len(titles))
-    return "\n\n".join([BEGIN, *blocks, f"### Other projects\n\n{quotes['source']}\n\n{peers}", END])
+    return "\n\n".join(
+        [BEGIN, *blocks, f"### Other projects\n\n{quotes['source']}\n\n{peers}", END]
+    )
 
 
 def write_leaderboard() -> None:
-    for folder in sorted(p for p in rec.BASELINES.iterdir() if p.is_dir() and not p.name.startswith(".")):
+    for folder in sorted(
+        p for p in rec.BASELINES.iterdir() if p.is_dir() and not p.name.startswith(".")
+    ):
         if problems := rec.problems(folder):
-            rec.fail(f"{folder.name} does not verify ({problems[0]}), so the leaderboard stays as it was")
+            rec.fail(
+                f"{folder.name} does not verify ({problems[0]}), so the leaderboard stays as it was"
+            )
     text = README.read_text(encoding="utf-8")
     if text.count(BEGIN) != 1 or text.count(END) != 1:
         rec.fail(f"{README} has lost the markers of the leaderboard; restore them")
@@ -405,7 +532,9 @@ def write_leaderboard() -> None:
     temporary = README.with_name(f".{README.name}.{os.getpid()}.tmp")
     temporary.write_text(new, encoding="utf-8")
     os.replace(temporary, README)
-    print(f"{os.path.relpath(README)}: the leaderboard {'was current' if new == text else 'is written'}")
+    print(
+        f"{os.path.relpath(README)}: the leaderboard {'was current' if new == text else 'is written'}"
+    )
     picture = README.with_name("curves.png")
     plot([record_row(rec.BASELINES / r["name"]) for r in in_order()], picture, quoted_points())
     print(f"{os.path.relpath(picture)}: the curves of all records")
@@ -417,24 +546,58 @@ def quoted_points() -> tuple:
     points = []
     for quote in json.loads(QUOTED.read_text(encoding="utf-8"))["rows"]:
         for (track, args, _, _, count, device), number in tokens.items():
-            if (quote["track"], quote["args"], quote["device"], quote["num_devices"]) == (track, args, device, count):
-                points.append((quote["what"].split(",")[0], number, quote["train_seconds"], quote["val_bpb"]))
+            if (quote["track"], quote["args"], quote["device"], quote["num_devices"]) == (
+                track,
+                args,
+                device,
+                count,
+            ):
+                points.append(
+                    (quote["what"].split(",")[0], number, quote["train_seconds"], quote["val_bpb"])
+                )
     return tuple(points)
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add = parser.add_argument
     add("folders", metavar="FOLDER", type=Path, nargs="*", help="records, runs, folders of them, or logs of others "
         "(default baselines/)")  # fmt: skip
-    add("--against", metavar="PATTERN", help="name of the row to compare the others with, e.g. \"*first*\"")
-    add("--price", type=float, metavar="USD", help="of one GPU (or of a machine without) for an hour: adds the cost")
-    add("--target", type=float, metavar="BPB", help="adds the one-sided p that the mean is below it")
-    add("--plot", type=Path, metavar="FILE", help="picture of bits per byte against tokens and seconds (.png, .svg)")
+    add(
+        "--against",
+        metavar="PATTERN",
+        help='name of the row to compare the others with, e.g. "*first*"',
+    )
+    add(
+        "--price",
+        type=float,
+        metavar="USD",
+        help="of one GPU (or of a machine without) for an hour: adds the cost",
+    )
+    add(
+        "--target", type=float, metavar="BPB", help="adds the one-sided p that the mean is below it"
+    )
+    add(
+        "--plot",
+        type=Path,
+        metavar="FILE",
+        help="picture of bits per byte against tokens and seconds (.png, .svg)",
+    )
     add("--tokens-per-step", type=lambda text: [int(n) for n in text.split(",")], default=[], metavar="N[,N]",
         help="of modded-nanogpt logs")  # fmt: skip
-    add("--bytes-per-token", type=float, metavar="X", help="of the validation text of modded-nanogpt logs")
-    add("--write", action="store_true", help="write the leaderboard into records/README.md, and records/curves.png")
+    add(
+        "--bytes-per-token",
+        type=float,
+        metavar="X",
+        help="of the validation text of modded-nanogpt logs",
+    )
+    add(
+        "--write",
+        action="store_true",
+        help="write the leaderboard into records/README.md, and records/curves.png",
+    )
     args = parser.parse_args(argv)
     if args.write:
         write_leaderboard()
@@ -451,7 +614,9 @@ def main(argv: list[str] | None = None) -> None:
     blocks = [main_table(rows, args.price, args.target)]
     if base:
         blocks.append(differences(rows, base))
-        blocks.append("Differences of means, 95 % intervals and two-sided p of Welch's t-test; negative is better.")
+        blocks.append(
+            "Differences of means, 95 % intervals and two-sided p of Welch's t-test; negative is better."
+        )
     if args.plot:
         plot(rows, args.plot)
         blocks.append(f"picture: {args.plot}")

@@ -94,7 +94,11 @@ def check_log(entries: list[dict], config: dict | None = None) -> list[str]:
         return [f"no {'validation' if train else 'training step'} is logged"]
     keys = {"step", "tokens", "train_seconds"}
     for entry in entries:
-        needed = keys | ({"loss", "bpb", "tokens_per_second", "mfu", "memory_gib"} if "loss" in entry else {"val_bpb"})
+        needed = keys | (
+            {"loss", "bpb", "tokens_per_second", "mfu", "memory_gib"}
+            if "loss" in entry
+            else {"val_bpb"}
+        )
         for key in sorted(needed):
             value = entry.get(key)
             if not isinstance(value, int | float) or not math.isfinite(value):
@@ -103,28 +107,38 @@ def check_log(entries: list[dict], config: dict | None = None) -> list[str]:
     if config and last != planned_steps(config):
         out.append(f"it ends at step {last} of {planned_steps(config)}: the run is not finished")
     if val[-1]["step"] != last:
-        out.append(f"the last validation is of step {val[-1]['step']}, the last training step is {last}")
+        out.append(
+            f"the last validation is of step {val[-1]['step']}, the last training step is {last}"
+        )
     before, at = dict.fromkeys(keys, 0), {e["step"]: e for e in train}
     bpb_per_nat = train[0]["bpb"] / train[0]["loss"]
     for entry in train:
         where = f"step {entry['step']}"
-        steps, tokens, seconds = (entry[key] - before[key] for key in ("step", "tokens", "train_seconds"))
+        steps, tokens, seconds = (
+            entry[key] - before[key] for key in ("step", "tokens", "train_seconds")
+        )
         if min(steps, tokens, seconds) <= 0:
             out.append(f"{where}: step, tokens and train_seconds do not all grow")
         elif not math.isclose(entry["tokens_per_second"], tokens / seconds, rel_tol=1e-6):
             out.append(f"{where}: {entry['tokens_per_second']:.1f} tokens/s are stated, tokens and seconds since "
                        f"the line before give {tokens / seconds:.1f}")  # fmt: skip
         if not math.isclose(entry["bpb"], entry["loss"] * bpb_per_nat, rel_tol=1e-6):
-            out.append(f"{where}: bpb {entry['bpb']:.5f} does not belong to the loss {entry['loss']:.5f}")
+            out.append(
+                f"{where}: bpb {entry['bpb']:.5f} does not belong to the loss {entry['loss']:.5f}"
+            )
         if config and steps > 0:
             sizes = [row[1] * config["pack_tokens"] for row in config["stages"]]
             if not min(sizes) <= tokens / steps <= max(sizes):
-                out.append(f"{where}: {tokens / steps:,.0f} tokens a step, the stage table has {sizes}")
+                out.append(
+                    f"{where}: {tokens / steps:,.0f} tokens a step, the stage table has {sizes}"
+                )
         before = entry
     for entry in val:
         trained = at.get(entry["step"], {})
         if any(entry[key] != trained.get(key) for key in keys):
-            out.append(f"validation at step {entry['step']}: its tokens or seconds are not those of that step")
+            out.append(
+                f"validation at step {entry['step']}: its tokens or seconds are not those of that step"
+            )
     return out
 
 
@@ -132,7 +146,9 @@ def figures(entries: list[dict]) -> dict:
     """The figures of a finished run. MFU is the mean over the run, weighted by time."""
     train, val = split(entries)
     last, seconds = train[-1], [0.0, *(e["train_seconds"] for e in train)]
-    busy = sum(e["mfu"] * (e["train_seconds"] - start) for e, start in zip(train, seconds, strict=False))
+    busy = sum(
+        e["mfu"] * (e["train_seconds"] - start) for e, start in zip(train, seconds, strict=False)
+    )
     return {
         "val_bpb": val[-1]["val_bpb"], "core": None, "steps": last["step"], "tokens": last["tokens"],
         "train_seconds": last["train_seconds"], "tokens_per_second": last["tokens"] / last["train_seconds"],
@@ -144,7 +160,9 @@ def core_score(path: Path) -> float | None:
     """CORE from core.csv: the mean of the centered accuracies; None if there are not all 22 tasks."""
     try:
         with path.open(encoding="utf-8", newline="") as file:
-            centered = [float(row["centered"]) for row in csv.DictReader(file) if row["task"] != "CORE"]
+            centered = [
+                float(row["centered"]) for row in csv.DictReader(file) if row["task"] != "CORE"
+            ]
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise Unreadable(f"{path.name} cannot be read ({error!r})") from None
     return fmean(centered) if len(centered) == CORE_TASKS else None
@@ -181,14 +199,23 @@ def curve_csv(logs: list[list[dict]]) -> str:
     rows = loss_curve(logs)
     lines = [",".join(rows[0])]
     for row in rows:
-        lines.append(",".join("" if v is None else str(v) if isinstance(v, int) else f"{v:.6g}" for v in row.values()))
+        lines.append(
+            ",".join(
+                "" if v is None else str(v) if isinstance(v, int) else f"{v:.6g}"
+                for v in row.values()
+            )
+        )
     return "\n".join(lines) + "\n"
 
 
 def loss_noise(logs: list[list[dict]]) -> float | None:
     """How far seeds lie apart: sd of the loss over the runs divided by its mean, root mean square over steps."""
     rows = loss_curve(logs)
-    return math.sqrt(fmean((row["loss_sd"] / row["loss"]) ** 2 for row in rows)) if len(logs) > 1 else None
+    return (
+        math.sqrt(fmean((row["loss_sd"] / row["loss"]) ** 2 for row in rows))
+        if len(logs) > 1
+        else None
+    )
 
 
 # ---- statistics
@@ -228,22 +255,30 @@ def sections(text: str) -> dict[str, str]:
         banner = re.match(r"# \d+\. ([A-Z ]+) -- ", line)
         if marker and marker[1] == ">>>":
             if shared or marker[2] in parts:
-                raise Unreadable(f"line {number}: the section {marker[2]} begins inside {name}, or for the second time")
+                raise Unreadable(
+                    f"line {number}: the section {marker[2]} begins inside {name}, or for the second time"
+                )
             name, shared = marker[2], True
         elif banner and not shared:
             name = outer = banner[1].strip().lower()
         if marker and marker[1] == "<<<" and (not shared or marker[2] != name):
-            raise Unreadable(f"line {number}: the section {marker[2]} ends, but it is not the one that is open")
+            raise Unreadable(
+                f"line {number}: the section {marker[2]} ends, but it is not the one that is open"
+            )
         parts.setdefault(name, []).append(line)
         if marker and marker[1] == "<<<":
             name, shared = outer, False  # a section may share a part only
     if shared or len(parts) < 2:
-        raise Unreadable(f"the section {name} has no end" if shared else "it has no shared sections")
+        raise Unreadable(
+            f"the section {name} has no end" if shared else "it has no shared sections"
+        )
     return {name: "".join(lines) for name, lines in parts.items()}
 
 
 def section_hashes(text: str) -> dict[str, str]:
-    return {name: hashlib.sha256(part.encode()).hexdigest() for name, part in sections(text).items()}
+    return {
+        name: hashlib.sha256(part.encode()).hexdigest() for name, part in sections(text).items()
+    }
 
 
 def changed_lines(old: str, new: str) -> list[str]:
@@ -251,9 +286,15 @@ def changed_lines(old: str, new: str) -> list[str]:
     a, b, out = sections(old), sections(new), []
     for name in dict.fromkeys((*a, *b)):
         lines = [side.get(name, "").splitlines() for side in (a, b)]
-        edits = [op for op in difflib.SequenceMatcher(None, *lines, autojunk=False).get_opcodes() if op[0] != "equal"]
+        edits = [
+            op
+            for op in difflib.SequenceMatcher(None, *lines, autojunk=False).get_opcodes()
+            if op[0] != "equal"
+        ]
         if edits:
-            out.append(f"{name} (+{sum(op[4] - op[3] for op in edits)} -{sum(op[2] - op[1] for op in edits)})")
+            out.append(
+                f"{name} (+{sum(op[4] - op[3] for op in edits)} -{sum(op[2] - op[1] for op in edits)})"
+            )
     return out
 
 
@@ -271,7 +312,9 @@ def overrides(words: list[str]) -> list[str]:
 
 def flag_names(words: list[str]) -> set[str]:
     """Names of the flags; --steps counts as --tokens, because both set the length of the run."""
-    return {word.split("=")[0].replace("--steps", "--tokens") for word in words if word.startswith("--")}
+    return {
+        word.split("=")[0].replace("--steps", "--tokens") for word in words if word.startswith("--")
+    }
 
 
 # ---- records
@@ -303,9 +346,14 @@ def track_name(record: dict) -> str:
 
 def compare_records(record: dict, other: dict) -> dict:
     """Differences to another record: bits per byte, and seconds where both ran on the same cards."""
-    out = {"val_bpb": welch(*([run["val_bpb"] for run in r["runs"]] for r in (record, other))), "train_seconds": None}
+    out = {
+        "val_bpb": welch(*([run["val_bpb"] for run in r["runs"]] for r in (record, other))),
+        "train_seconds": None,
+    }
     if all(record["hardware"][key] == other["hardware"][key] for key in ("device", "num_devices")):
-        out["train_seconds"] = welch(*([run["train_seconds"] for run in r["runs"]] for r in (record, other)))
+        out["train_seconds"] = welch(
+            *([run["train_seconds"] for run in r["runs"]] for r in (record, other))
+        )
     return out
 
 
@@ -321,13 +369,24 @@ def recompute(folder: Path, record: dict) -> dict:
         runs.append({**kept, **figures(log), "core": core})
     comparison = None
     if record["against"]:
-        comparison = compare_records({**record, "runs": runs}, read_record(folder.parent / record["against"]))
-    return {"runs": runs, "summary": summary(runs), "loss_noise": loss_noise(logs), "comparison": comparison}
+        comparison = compare_records(
+            {**record, "runs": runs}, read_record(folder.parent / record["against"])
+        )
+    return {
+        "runs": runs,
+        "summary": summary(runs),
+        "loss_noise": loss_noise(logs),
+        "comparison": comparison,
+    }
 
 
 def hashes(folder: Path) -> dict[str, str]:
     """sha256 of every file of a record but record.json, which holds them, and README.md, whose words may be mended."""
-    return {p.name: sha256(p) for p in sorted(folder.iterdir()) if p.name not in ("record.json", "README.md")}
+    return {
+        p.name: sha256(p)
+        for p in sorted(folder.iterdir())
+        if p.name not in ("record.json", "README.md")
+    }
 
 
 # ---- text
@@ -368,7 +427,9 @@ def command(record: dict) -> str:
 def figures_text(record: dict, folder: Path) -> str:
     """The generated part of a record's README.md, markers included."""
     hardware, data, runs = record["hardware"], record["dataset"], record["runs"]
-    versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items() if version)
+    versions = ", ".join(
+        f"{name} {version}" for name, version in record["versions"].items() if version
+    )
     changed = " and changes to the script" if record["script_changed"] else ""
     about = {
         "track": track_name(record),
@@ -384,19 +445,36 @@ def figures_text(record: dict, folder: Path) -> str:
     rows = [[str(run["seed"]), *(format(run[k], FIGURES[k][1]) if run[k] is not None else "" for k in shown)]
             for run in runs]  # fmt: skip
     for kind in ("mean", "sd") if len(runs) > 1 else ():
-        cells = [record["summary"][key][kind] if key in record["summary"] else None for key in shown]
-        rows.append([kind, *("" if cell is None or kind == "sd" and key in ("steps", "tokens")
-                             else format(cell, FIGURES[key][1]) for key, cell in zip(shown, cells, strict=True))])
+        cells = [
+            record["summary"][key][kind] if key in record["summary"] else None for key in shown
+        ]
+        rows.append(
+            [
+                kind,
+                *(
+                    ""
+                    if cell is None or kind == "sd" and key in ("steps", "tokens")
+                    else format(cell, FIGURES[key][1])
+                    for key, cell in zip(shown, cells, strict=True)
+                ),
+            ]
+        )
     blocks = ["\n".join(f"- {key}: {value}" for key, value in about.items()),
               table(["seed", *(FIGURES[key][0] for key in shown)], rows)]  # fmt: skip
-    raw = [f"- {FIGURES[key][0]}: {', '.join(repr(run[key]) for run in runs)}" for key in ("val_bpb", "train_seconds")]
+    raw = [
+        f"- {FIGURES[key][0]}: {', '.join(repr(run[key]) for run in runs)}"
+        for key in ("val_bpb", "train_seconds")
+    ]
     blocks.append("Raw lists, in the order of the table:\n\n" + "\n".join(raw))
     noise = record["loss_noise"]
     words = "unknown, there is one run" if noise is None else f"{noise:.3%} of the loss"
     blocks.append(f"Noise of the training loss between seeds: {words}.")
     if record["against"]:
         other = read_record(folder.parent / record["against"])
-        old, new = (path / r["script"] for path, r in ((folder.parent / record["against"], other), (folder, record)))
+        old, new = (
+            path / r["script"]
+            for path, r in ((folder.parent / record["against"], other), (folder, record))
+        )
         tests, n = record["comparison"], (len(runs), len(other["runs"]))
         seconds = ("not compared, it ran on other hardware" if tests["train_seconds"] is None else
                    difference_text(tests["train_seconds"], 2))  # fmt: skip
@@ -443,19 +521,26 @@ def problems(folder: Path) -> list[str]:
         out += check_args(folder, record)
         for run in record["runs"]:
             log = read_log(folder / run["log"])
-            out += [f"{run['log']} (seed {run['seed']}): {text}" for text in check_log(log, record["config"])]
+            out += [
+                f"{run['log']} (seed {run['seed']}): {text}"
+                for text in check_log(log, record["config"])
+            ]
         found = recompute(folder, record)
         for i, (run, true) in enumerate(zip(record["runs"], found["runs"], strict=True)):
             out += unequal(run, true, f"record.json: runs[{i}] (seed {run['seed']})")
         for key in ("summary", "loss_noise", "comparison"):
             out += unequal(record[key], found[key], f"record.json: {key}")
         curve = curve_csv([read_log(folder / run["log"]) for run in record["runs"]])
-        out += different_lines("curve.csv", (folder / "curve.csv").read_text(encoding="utf-8"), curve)
+        out += different_lines(
+            "curve.csv", (folder / "curve.csv").read_text(encoding="utf-8"), curve
+        )
         out += check_readme(folder, {**record, **found})
     except Unreadable as error:
         out.append(str(error))
     except (OSError, KeyError, TypeError, IndexError) as error:
-        out.append(f"record.json, or a file that it names, does not have the form of a record ({error!r})")
+        out.append(
+            f"record.json, or a file that it names, does not have the form of a record ({error!r})"
+        )
     return out
 
 
@@ -471,7 +556,9 @@ def check_files(folder: Path, record: dict) -> list[str]:
 def check_script(folder: Path, record: dict) -> list[str]:
     """The script is that of the track, its markers are intact, and each section has the stated sha256."""
     if record["script"] != f"train_{record['track']}.py":
-        return [f"record.json: the track {record['track']} does not belong to the script {record['script']}"]
+        return [
+            f"record.json: the track {record['track']} does not belong to the script {record['script']}"
+        ]
     try:
         found = section_hashes((folder / record["script"]).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, Unreadable) as error:
@@ -487,15 +574,25 @@ def check_args(folder: Path, record: dict) -> list[str]:
     if not record["args"] or not record["config"]:
         return out
     words = args_words((folder / record["args"]).read_text(encoding="utf-8"))
-    length = [f"tokens={value}" for word, value in zip(words, words[1:], strict=False) if word == "--tokens"]
+    length = [
+        f"tokens={value}"
+        for word, value in zip(words, words[1:], strict=False)
+        if word == "--tokens"
+    ]
     for key, _, value in (text.partition("=") for text in overrides(words) + length):
         stated = record["config"].get(key)
         try:
-            value = value if isinstance(stated, str) else json.loads(json.dumps(ast.literal_eval(value)))
+            value = (
+                value
+                if isinstance(stated, str)
+                else json.loads(json.dumps(ast.literal_eval(value)))
+            )
         except (ValueError, SyntaxError):
             pass
         if stated != value:
-            out.append(f"record.json: config.{key} is stated as {stated}, {record['args']} sets {value}")
+            out.append(
+                f"record.json: config.{key} is stated as {stated}, {record['args']} sets {value}"
+            )
     return out
 
 
@@ -505,7 +602,9 @@ def different_lines(name: str, stated: str, found: str) -> list[str]:
     if len(a) != len(b):
         return [f"{name}: {len(a)} lines, the logs give {len(b)}"]
     pairs = zip(a, b, strict=True)
-    return [f"{name}: '{x.strip()}' is stated, the logs give '{y.strip()}'" for x, y in pairs if x != y]
+    return [
+        f"{name}: '{x.strip()}' is stated, the logs give '{y.strip()}'" for x, y in pairs if x != y
+    ]
 
 
 def check_readme(folder: Path, record: dict) -> list[str]:

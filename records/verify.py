@@ -35,14 +35,30 @@ def rerun(folder: Path, steps: int, data: Path, processes: int) -> list[str]:
     if found != record["dataset"]["fingerprint"]:
         rec.fail(f"{data} is another dataset: its fingerprint is {found[:12]}, the record ran on "
                  f"{record['dataset']['fingerprint'][:12]}")  # fmt: skip
-    curve = {row["step"]: row for row in rec.loss_curve([rec.read_log(folder / r["log"]) for r in record["runs"]])}
+    curve = {
+        row["step"]: row
+        for row in rec.loss_curve([rec.read_log(folder / r["log"]) for r in record["runs"]])
+    }
     last, noise = max(curve), record["loss_noise"] or UNKNOWN_NOISE
     with tempfile.TemporaryDirectory() as temporary:
         run_dir, out = Path(temporary) / "run", []
         starter = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
         args = [f"@{folder.resolve() / record['args']}"] if record["args"] else []
-        flags = [*record["flags"], "--seed", record["runs"][0]["seed"], "--data", data.resolve(), "--run-dir", run_dir]
-        words = [*(starter if processes > 1 else []), folder.resolve() / record["script"], *args, *flags]
+        flags = [
+            *record["flags"],
+            "--seed",
+            record["runs"][0]["seed"],
+            "--data",
+            data.resolve(),
+            "--run-dir",
+            run_dir,
+        ]
+        words = [
+            *(starter if processes > 1 else []),
+            folder.resolve() / record["script"],
+            *args,
+            *flags,
+        ]
         line = [sys.executable, *map(str, words)]
         log = train_until(steps, last, line, run_dir / "log.jsonl", Path(temporary) / "stderr")
     pairs = [(f"the loss at step {e['step']}", e["loss"], curve[e["step"]]["loss"], noise)
@@ -53,7 +69,10 @@ def rerun(folder: Path, steps: int, data: Path, processes: int) -> list[str]:
         pairs.append(("val bpb", rec.split(log)[1][-1]["val_bpb"], val["mean"], spread))
     for what, value, mean, spread in pairs:
         off, allowed = value / mean - 1, SPREADS * spread
-        print(f"  {what}: {value:.4f}, record {mean:.4f} ({off:+.3%}, allowed {allowed:.3%})", flush=True)
+        print(
+            f"  {what}: {value:.4f}, record {mean:.4f} ({off:+.3%}, allowed {allowed:.3%})",
+            flush=True,
+        )
         if not abs(off) <= allowed:
             out.append(f"rerun: {what} is {value:.4f}, the record has {mean:.4f}; that is {off:+.2%}, and {SPREADS} sd "
                        f"of its seeds are {allowed:.2%}")  # fmt: skip
@@ -70,14 +89,18 @@ def train_until(steps: int, last: int, command: list[str], log: Path, errors: Pa
     try:
         while True:
             ended = run.poll() is not None  # asked before reading: what it wrote last is then seen
-            lines = log.read_text(encoding="utf-8").splitlines(keepends=True) if log.is_file() else []
+            lines = (
+                log.read_text(encoding="utf-8").splitlines(keepends=True) if log.is_file() else []
+            )
             entries = [json.loads(line) for line in lines if line.endswith("\n")]
             reached = bool(entries) and entries[-1]["step"] >= min(steps, last)
             if reached and (steps < last or ended):
                 return entries
             if ended:
                 said = errors.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-                rec.fail(f"the rerun ended before step {steps}: {said[-1] if said else 'it said nothing'}")
+                rec.fail(
+                    f"the rerun ended before step {steps}: {said[-1] if said else 'it said nothing'}"
+                )
             time.sleep(0.2)
     finally:
         if run.poll() is None:
@@ -86,17 +109,27 @@ def train_until(steps: int, last: int, command: list[str], log: Path, errors: Pa
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", metavar="FOLDER|all", help="a record, or all in baselines/")
-    parser.add_argument("--rerun", type=int, metavar="N", help="also train until step N and compare the loss")
+    parser.add_argument(
+        "--rerun", type=int, metavar="N", help="also train until step N and compare the loss"
+    )
     parser.add_argument("--data", type=Path, help="with --rerun: the dataset directory")
-    parser.add_argument("--processes", type=int, default=1, help="with --rerun: GPUs to use (default 1)")
+    parser.add_argument(
+        "--processes", type=int, default=1, help="with --rerun: GPUs to use (default 1)"
+    )
     args = parser.parse_args(argv)
     if args.rerun is not None and (args.folder == "all" or not args.data or args.rerun < 1):
-        rec.fail("--rerun needs one record, a step of at least 1, and --data with the dataset it was trained on")
+        rec.fail(
+            "--rerun needs one record, a step of at least 1, and --data with the dataset it was trained on"
+        )
     folders = [Path(args.folder)]
     if args.folder == "all":
-        folders = sorted(p for p in rec.BASELINES.iterdir() if p.is_dir() and not p.name.startswith("."))
+        folders = sorted(
+            p for p in rec.BASELINES.iterdir() if p.is_dir() and not p.name.startswith(".")
+        )
     bad = 0
     for folder in folders:
         if not folder.is_dir():

@@ -48,13 +48,17 @@ def import_script(run_dir: Path, needs: str = "Tokenizer") -> ModuleType:
     """The training script that lies in a run directory, as a module that has what `needs` names. Raises: RunError"""
     scripts = sorted(run_dir.glob("train_*.py"))
     if len(scripts) != 1:
-        raise RunError(f"{run_dir} holds {len(scripts)} training scripts, expected one; name a run directory")
+        raise RunError(
+            f"{run_dir} holds {len(scripts)} training scripts, expected one; name a run directory"
+        )
     spec = importlib.util.spec_from_file_location(f"run_{scripts[0].stem}", scripts[0])
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up by name
     spec.loader.exec_module(module)
     if not hasattr(module, needs):
-        raise RunError(f"the script in {run_dir} is too old for this tool; use the tool of its commit")
+        raise RunError(
+            f"the script in {run_dir} is too old for this tool; use the tool of its commit"
+        )
     return module
 
 
@@ -72,28 +76,43 @@ class Local:
     """A model of a run directory with the conversation in its KV cache."""
 
     MARKS = ("<|user_start|>", "<|user_end|>", "<|assistant_start|>", "<|assistant_end|>")
-    SHOWN = {"<|python_start|>": "[", "<|python_end|>": "", "<|output_start|>": " = ", "<|output_end|>": "]"}
+    SHOWN = {
+        "<|python_start|>": "[",
+        "<|python_end|>": "",
+        "<|output_start|>": " = ",
+        "<|output_end|>": "]",
+    }
 
     def __init__(self, run_dir: Path, args: argparse.Namespace):
         self.script = import_script(run_dir)
         if not hasattr(self.script, "Decoder"):
-            raise RunError(f"the script in {run_dir} is too old for this chat; use the runs/chat.py of its commit")
+            raise RunError(
+                f"the script in {run_dir} is too old for this chat; use the runs/chat.py of its commit"
+            )
         try:
             self.model, self.tokenizer, config = self.script.load(run_dir, args.step, args.device)
-        except (self.script.UserError, RuntimeError, AssertionError) as error:  # torch's, if a device is not there
+        except (
+            self.script.UserError,
+            RuntimeError,
+            AssertionError,
+        ) as error:  # torch's, if a device is not there
             raise RunError(str(error).splitlines()[0]) from None
         specials = self.tokenizer.specials
         self.chat = is_chat_run(run_dir) and set(self.MARKS) <= set(specials)
         if not self.chat:
             say("this run was not finetuned for chat; it will continue your text instead of answering it "
                 "(finetune it with the sft command)")  # fmt: skip
-        self.shown = {specials[name]: text.encode() for name, text in self.SHOWN.items() if name in specials}
+        self.shown = {
+            specials[name]: text.encode() for name, text in self.SHOWN.items() if name in specials
+        }
         self.stops = {i for i in specials.values() if i not in self.shown}
         import torch._dynamo  # noqa: F401  (now: Ctrl-C in the first answer would leave half of it imported)
 
         self.args, self.limit = args, config.max_seq_len
         self.seed = random.randrange(2**32) if args.seed is None else args.seed
-        self.decoder = self.script.Decoder(self.model, self.tokenizer, 1)  # its row keeps the conversation
+        self.decoder = self.script.Decoder(
+            self.model, self.tokenizer, 1
+        )  # its row keeps the conversation
 
     def render(self, system: str, messages: list[dict]) -> list[int]:
         """The ids of a conversation, up to where the assistant's next answer starts."""
@@ -117,14 +136,21 @@ class Local:
             else:
                 runs[-1][1].append(i)
         found = [{"type": kind, "text": self.tokenizer.decode(run)} for kind, run in runs if run]
-        return found if any(part["type"] != "text" for part in found) else self.tokenizer.decode(ids)
+        return (
+            found if any(part["type"] != "text" for part in found) else self.tokenizer.decode(ids)
+        )
 
     def fit(self, system: str, messages: list[dict]) -> list[int]:
         """render(), after dropping the oldest turns until there is room for an answer."""
         reserve, dropped = min(self.args.max_tokens, self.limit // 4), 0
         if (alone := len(self.render(system, messages[-1:]))) > self.limit:
-            raise RunError(f"the message takes {alone:,} tokens but the context is {self.limit:,}; shorten it")
-        while len(ids := self.render(system, messages)) + reserve > self.limit + 1 and len(messages) > 1:
+            raise RunError(
+                f"the message takes {alone:,} tokens but the context is {self.limit:,}; shorten it"
+            )
+        while (
+            len(ids := self.render(system, messages)) + reserve > self.limit + 1
+            and len(messages) > 1
+        ):
             del messages[:2]
             dropped += 1
         if dropped:
@@ -136,8 +162,15 @@ class Local:
         """Pieces of the answer; answer["ids"] grows with it. May drop the oldest messages."""
         ids, args = self.fit(system, messages), self.args
         most = min(args.max_tokens, self.limit + 1 - len(ids))
-        options = {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p, "seed": self.seed}
-        completion = self.script.Completion(ids, most, stop=tuple(self.stops), tools=True, **options)
+        options = {
+            "temperature": args.temperature,
+            "top_k": args.top_k,
+            "top_p": args.top_p,
+            "seed": self.seed,
+        }
+        completion = self.script.Completion(
+            ids, most, stop=tuple(self.stops), tools=True, **options
+        )
         text = codecs.getincrementaldecoder("utf-8")(errors="replace")
         try:
             self.decoder.admit({0: completion})
@@ -159,7 +192,9 @@ class Remote:
 
     def __init__(self, url: str, args: argparse.Namespace):
         if urllib.parse.urlsplit(url).scheme not in ("http", "https"):
-            raise RunError(f"--endpoint {url} is no web address; give one like http://127.0.0.1:8000")
+            raise RunError(
+                f"--endpoint {url} is no web address; give one like http://127.0.0.1:8000"
+            )
         base = url.rstrip("/").removesuffix("/chat/completions")
         self.base = base if base.endswith("/v1") else f"{base}/v1"
         self.args, self.model = args, args.model
@@ -168,10 +203,15 @@ class Remote:
                 try:
                     self.model = json.loads(response.read())["data"][0]["id"]
                 except (ValueError, LookupError, TypeError, OSError, http.client.HTTPException):
-                    raise RunError(f"{self.base}/models names no model; name one with --model") from None
+                    raise RunError(
+                        f"{self.base}/models names no model; name one with --model"
+                    ) from None
 
     def open(self, path: str, body: dict | None = None):
-        headers = {"Content-Type": "application/json", "Accept": "text/event-stream, application/json"}
+        headers = {
+            "Content-Type": "application/json",
+            "Accept": "text/event-stream, application/json",
+        }
         if key := os.environ.get("OPENAI_API_KEY"):
             headers["Authorization"] = f"Bearer {key}"
         data = json.dumps(body).encode() if body is not None else None
@@ -182,10 +222,14 @@ class Remote:
             text = error.read(10_000).decode("utf-8", "replace").strip()
             with contextlib.suppress(ValueError, LookupError, TypeError):
                 text = json.loads(text)["error"]["message"]
-            raise RunError(f"the server answered {error.code}: {printable(text)[:500] or error.reason}") from None
+            raise RunError(
+                f"the server answered {error.code}: {printable(text)[:500] or error.reason}"
+            ) from None
         except (OSError, http.client.HTTPException, ValueError) as error:
             reason = getattr(error, "reason", error)
-            raise RunError(f"cannot reach {self.base} ({reason}); check the address and the server") from None
+            raise RunError(
+                f"cannot reach {self.base} ({reason}); check the address and the server"
+            ) from None
 
     def stream(self, system: str, messages: list[dict], answer: dict) -> Iterator[str]:
         """Pieces of the answer as server-sent events bring them; a server that does not stream gives one piece."""
@@ -225,7 +269,9 @@ class Remote:
         except (OSError, http.client.HTTPException):
             ended = False
         except (ValueError, LookupError, TypeError, AttributeError):
-            raise RunError("the server sent something that is not the OpenAI chat protocol") from None
+            raise RunError(
+                "the server sent something that is not the OpenAI chat protocol"
+            ) from None
         if held:
             yield whole(held)
         if not ended:
@@ -253,7 +299,9 @@ class Chat:
 
     def turn(self, text: str) -> bool:
         """Sends a message and prints the answer as it comes. False if there was none; the message is then undone."""
-        text = text.encode("utf-8", "replace").decode()  # a terminal can hand over bytes that are no text
+        text = text.encode(
+            "utf-8", "replace"
+        ).decode()  # a terminal can hand over bytes that are no text
         answer = {"role": "assistant", "content": "", "ids": []}
         pieces, problem = [], None
         self.messages.append({"role": "user", "content": text})
@@ -295,7 +343,11 @@ class Chat:
         elif name == "/help":
             say(HELP)
         else:
-            say(f"{name} needs a file name" if name == "/save" else f"unknown command {name}; /help lists all")
+            say(
+                f"{name} needs a file name"
+                if name == "/save"
+                else f"unknown command {name}; /help lists all"
+            )
         return True
 
     def save(self, path: Path) -> None:
@@ -336,7 +388,9 @@ class Chat:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Chat with a trained model or with an OpenAI-compatible server.")
+    parser = argparse.ArgumentParser(
+        description="Chat with a trained model or with an OpenAI-compatible server."
+    )
     add = parser.add_argument
     add("run_dir", metavar="RUN_DIR", nargs="?", type=Path)
     add("--endpoint", metavar="URL", help="an OpenAI-compatible server instead of a run directory")
@@ -364,7 +418,9 @@ def main() -> int:
                             "0 and at most 1")  # fmt: skip
         if args.prompt is not None and not args.prompt.strip():
             raise RunError("--prompt is empty; give it a text")
-        chat = Chat(Local(args.run_dir, args) if args.run_dir else Remote(args.endpoint, args), args.system)
+        chat = Chat(
+            Local(args.run_dir, args) if args.run_dir else Remote(args.endpoint, args), args.system
+        )
     except RunError as error:
         say(f"error: {error}")
         return 1

@@ -92,8 +92,12 @@ def check_chat_tokens(tokenizer, run_dir: Path) -> None:
 
 def complete(generator, completions: list, note: str = "") -> None:
     """Brings completions to their end, with a progress bar on a terminal."""
-    with tqdm(total=len(completions), desc=note, disable=None if note else True, leave=False) as bar:
-        for events in generator.run(completions, min(len(completions), generator.rows)) if completions else ():
+    with tqdm(
+        total=len(completions), desc=note, disable=None if note else True, leave=False
+    ) as bar:
+        for events in (
+            generator.run(completions, min(len(completions), generator.rows)) if completions else ()
+        ):
             bar.update(sum(bool(reason) for _, _, reason in events))
 
 
@@ -134,21 +138,35 @@ def choice_item(value: dict[str, Any]) -> tuple[str, list[str], int]:
     """(question, choices, index of the right one) of an ARC or MMLU item."""
     choices = value["choices"]
     if isinstance(choices, dict):
-        return value["question"], list(choices["text"]), list(choices["label"]).index(value["answerKey"])
+        return (
+            value["question"],
+            list(choices["text"]),
+            list(choices["label"]).index(value["answerKey"]),
+        )
     return value["question"], list(choices), int(value["answer"])
 
 
 def choice_question(question: str, choices: list[str]) -> str:
     """nanochat's wording: the letter behind the choice, with no blank before it, binds better in a small model."""
-    lines = "\n".join(f"- {choice}={letter}" for choice, letter in zip(choices, LETTERS, strict=False))
+    lines = "\n".join(
+        f"- {choice}={letter}" for choice, letter in zip(choices, LETTERS, strict=False)
+    )
     return f"Multiple Choice question: {question}\n{lines}\n\nRespond only with the letter of the correct answer."
 
 
 def text_item(task: str, value: dict[str, Any]) -> Item:
     if task == "gsm8k":
-        return Item(value["question"], value["answer"].rpartition("####")[2].strip(), same_number(value["answer"]))
+        return Item(
+            value["question"],
+            value["answer"].rpartition("####")[2].strip(),
+            same_number(value["answer"]),
+        )
     prompt, test, entry = value["prompt"], value["test"], value["entry_point"]
-    return Item(prompt, f"{entry} passes its tests", lambda text: run_program(*program(prompt, text, test, entry)))
+    return Item(
+        prompt,
+        f"{entry} passes its tests",
+        lambda text: run_program(*program(prompt, text, test, entry)),
+    )
 
 
 def spelling_item(value: dict[str, Any]) -> Item:
@@ -171,7 +189,10 @@ def read_task(task: str, folder: Path | None, limit: int) -> list | None:
         return None
     if task == "spelling":
         count = limit or SPELLING_ITEMS
-        return [spelling_item(value) for value in sft.spelling_tasks(sft.read_words(path, "--files"), count, "val", 0)]
+        return [
+            spelling_item(value)
+            for value in sft.spelling_tasks(sft.read_words(path, "--files"), count, "val", 0)
+        ]
     items = []
     for where, value, problem in sft.records(path, columns):
         try:
@@ -179,7 +200,9 @@ def read_task(task: str, folder: Path | None, limit: int) -> list | None:
                 raise ValueError(problem)
             items.append(text_item(task, value) if new_tokens else choice_item(value))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise RunError(f"{where} is no item of {task} ({error}); it needs {', '.join(columns)}") from None
+            raise RunError(
+                f"{where} is no item of {task} ({error}); it needs {', '.join(columns)}"
+            ) from None
     random.Random(1337).shuffle(items)  # MMLU is sorted by subject
     return items[: limit or None]
 
@@ -212,10 +235,14 @@ def score_choices(script, model, tokenizer, items: list, ranks, size: int) -> np
     gold = np.array([item[2] for item in items])
     task = script.CoreTask("choices", "multiple_choice", 0.25, gold, rows, spans)
     score = scorer(script, model, ranks.device.type == "cuda" and model.config.compile)
-    return script.score_task(score, task, max(size, 2 * limit), model.windows, tokenizer.bos_id, ranks)
+    return script.score_task(
+        score, task, max(size, 2 * limit), model.windows, tokenizer.bos_id, ranks
+    )
 
 
-def score_texts(script, generator, items: list[Item], new_tokens: int, ranks, note: str) -> tuple[np.ndarray, list]:
+def score_texts(
+    script, generator, items: list[Item], new_tokens: int, ranks, note: str
+) -> tuple[np.ndarray, list]:
     """Whether the most likely answer to each item is right, bool (items,), and this rank's samples.
 
     Questions that fill the context count as wrong.
@@ -256,7 +283,15 @@ TIMEOUT = 10  # seconds on the clock
 def isolation() -> tuple[str, ...]:
     """A command that starts another one without network and ends its children with it, where the system allows."""
     unshare = shutil.which("unshare")
-    command = (unshare or "", "--user", "--map-root-user", "--net", "--pid", "--fork", "--kill-child")
+    command = (
+        unshare or "",
+        "--user",
+        "--map-root-user",
+        "--net",
+        "--pid",
+        "--fork",
+        "--kill-child",
+    )
     if unshare and subprocess.run((*command, "true"), capture_output=True).returncode == 0:
         return command
     return ()
@@ -311,7 +346,13 @@ def evaluate(script, model, tokenizer, args: argparse.Namespace, ranks) -> dict:
             print(text, flush=True)
 
     cuda = ranks.device.type == "cuda"
-    size = 65536 if cuda and torch.cuda.mem_get_info(ranks.device)[0] > 16 * 2**30 else 16384 if cuda else 8192
+    size = (
+        65536
+        if cuda and torch.cuda.mem_get_info(ranks.device)[0] > 16 * 2**30
+        else 16384
+        if cuda
+        else 8192
+    )
     generator = script.Generator(model, tokenizer, rows=128 if cuda else 32)
     table, samples, begin = [], [], time.perf_counter()
     left_out = []
@@ -324,13 +365,19 @@ def evaluate(script, model, tokenizer, args: argparse.Namespace, ranks) -> dict:
             continue
         start, (_, _, new_tokens, guessing) = time.perf_counter(), TASKS[task]
         if task == "humaneval" and not args.run_code:
-            say(f"{task:34} left out: it executes programs of the model; allow that with --run-code")
+            say(
+                f"{task:34} left out: it executes programs of the model; allow that with --run-code"
+            )
             left_out.append(task)
             continue
         items = read_task(task, args.files, args.limit)
         if not items:
             where = f"{args.files} has no {'words*.txt' if task == 'spelling' else f'{task}* file'}"
-            where = where if args.files else "its word list is no Hugging Face dataset; give it with --files"
+            where = (
+                where
+                if args.files
+                else "its word list is no Hugging Face dataset; give it with --files"
+            )
             if task in args.tasks:
                 raise RunError(f"{task} cannot be scored: {where}")
             say(f"{task:34} left out: {where}")
@@ -342,7 +389,15 @@ def evaluate(script, model, tokenizer, args: argparse.Namespace, ranks) -> dict:
         else:
             right = score_choices(script, model, tokenizer, items, ranks, size)
         accuracy = float(right.mean())
-        table.append((task, len(items), accuracy, (accuracy - guessing) / (1 - guessing), time.perf_counter() - start))
+        table.append(
+            (
+                task,
+                len(items),
+                accuracy,
+                (accuracy - guessing) / (1 - guessing),
+                time.perf_counter() - start,
+            )
+        )
         say("{:34} {:7,} {:9.4f} {:9.4f} {:8.2f}".format(*table[-1]))
     if not table:
         raise RunError("no task could be scored; give files with --files")
@@ -354,7 +409,9 @@ def evaluate(script, model, tokenizer, args: argparse.Namespace, ranks) -> dict:
     if ranks.is_main:
         text = io.StringIO()
         header = ("task", "items", "accuracy", "centered", "seconds")
-        csv.writer(text, lineterminator="\n").writerows([header, *table, ("ChatCORE", items, "", chatcore, seconds)])
+        csv.writer(text, lineterminator="\n").writerows(
+            [header, *table, ("ChatCORE", items, "", chatcore, seconds)]
+        )
         script.write_atomically(args.run_dir / "chat_eval.csv", text.getvalue())
         lines = "".join(json.dumps(sample) + "\n" for sample in samples)
         script.write_atomically(args.run_dir / "chat_eval_samples.jsonl", lines)
@@ -368,17 +425,35 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Score a finetuned run on chat tasks.")
     add = parser.add_argument
     add("run_dir", metavar="RUN_DIR", type=Path)
-    add("--files", type=Path, metavar="FOLDER", help="task files (default: download from Hugging Face)")
-    add("--tasks", default="", metavar="A,B", help=f"some of {','.join(TASKS)} (default: all there are)")
-    add("--limit", type=int, default=0, metavar="N", help="items of each task, drawn (default: all)")
-    add("--run-code", action="store_true", help="execute the model's programs for humaneval; no security boundary")
+    add(
+        "--files",
+        type=Path,
+        metavar="FOLDER",
+        help="task files (default: download from Hugging Face)",
+    )
+    add(
+        "--tasks",
+        default="",
+        metavar="A,B",
+        help=f"some of {','.join(TASKS)} (default: all there are)",
+    )
+    add(
+        "--limit", type=int, default=0, metavar="N", help="items of each task, drawn (default: all)"
+    )
+    add(
+        "--run-code",
+        action="store_true",
+        help="execute the model's programs for humaneval; no security boundary",
+    )
     add("--step", type=int, help="checkpoint to use (default: the newest)")
     args = parser.parse_args(argv)
     args.tasks = [task for task in args.tasks.split(",") if task]
     errors: tuple = (RunError,)
     try:
         if unknown := set(args.tasks) - set(TASKS):
-            raise RunError(f"--tasks names {sorted(unknown)[0]}, which is none of {', '.join(TASKS)}")
+            raise RunError(
+                f"--tasks names {sorted(unknown)[0]}, which is none of {', '.join(TASKS)}"
+            )
         if args.limit < 0:
             raise RunError(f"--limit {args.limit} must be at least 0")
         if args.files and not args.files.is_dir():

@@ -54,15 +54,23 @@ def compare(run_dir: Path) -> str:
         config = script.read_config(run_dir)
         data = Path(config.data)
         dataset = script.Dataset.open(data if data.is_absolute() or data.exists() else ROOT / data)
-        text = text_of(dataset.tokenizer, script.validation_batch(dataset, config).targets.numpy().reshape(-1))
+        text = text_of(
+            dataset.tokenizer, script.validation_batch(dataset, config).targets.numpy().reshape(-1)
+        )
     except script.UserError as error:
         sys.exit(f"error: {error}")
-    ran_on = json.loads((run_dir / "config.json").read_text(encoding="utf-8")).get("dataset_fingerprint")
+    ran_on = json.loads((run_dir / "config.json").read_text(encoding="utf-8")).get(
+        "dataset_fingerprint"
+    )
     if ran_on != dataset.info.get("fingerprint"):
         sys.exit(f"error: {dataset.root} is not the dataset of this run any more: its fingerprint has changed; "
                  f"train again, or restore the dataset")  # fmt: skip
     log = run_dir / "log.jsonl"
-    entries = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()] if log.is_file() else []
+    entries = (
+        [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
+        if log.is_file()
+        else []
+    )
     scores = [entry for entry in entries if "val_bpb" in entry]
     if not scores:
         sys.exit(f"error: {log} has no val_bpb yet; let the run finish first")
@@ -73,13 +81,17 @@ def compare(run_dir: Path) -> str:
     ]
     read = training_text(dataset, scores[-1]["tokens"])
     if config.max_epochs == 1 and len(read) <= PREFIX_LIMIT:
-        rows.append(("xz -9e behind the same training text", 8 * (xz(read + text) - xz(read)) / len(text)))
+        rows.append(
+            ("xz -9e behind the same training text", 8 * (xz(read + text) - xz(read)) / len(text))
+        )
     lines = [f"| {len(text):,} bytes of validation text | bits per byte |", "| --- | ---: |"]
     lines += [f"| {name} | {bpb:.4f} |" for name, bpb in rows]
     note = "The model has learned from training text first and holds weights that are not counted; gzip and xz see " \
            "the validation text alone, as one file."  # fmt: skip
     if len(rows) == 4:
-        note += " The last row counts what xz adds for it after the text that the model was trained on."
+        note += (
+            " The last row counts what xz adds for it after the text that the model was trained on."
+        )
     return "\n".join(lines) + f"\n\n{note}\n"
 
 
@@ -98,7 +110,9 @@ def add_to_report(path: Path, table: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Compares a run with gzip -9 and xz -9e on its validation text.")
+    parser = argparse.ArgumentParser(
+        description="Compares a run with gzip -9 and xz -9e on its validation text."
+    )
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path)
     run_dir = parser.parse_args().run_dir
     table = compare(run_dir)

@@ -186,7 +186,13 @@ def convert_tokenizer(spec: dict, ranks: list[bytes], bos: str) -> dict:
     letters = byte_letters()
     spell = lambda token: "".join(letters[b] for b in token)  # noqa: E731
     specials = dict(sorted(spec["special_tokens"].items(), key=lambda pair: pair[1]))
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    flags = {
+        "single_word": False,
+        "lstrip": False,
+        "rstrip": False,
+        "normalized": False,
+        "special": True,
+    }
     bos_piece = {"SpecialToken": {"id": bos, "type_id": 0}}
     a, b = ({"Sequence": {"id": name, "type_id": 0}} for name in "AB")
     return {
@@ -223,16 +229,26 @@ def report_table(run_dir: Path, last: dict) -> str:
         return match[0]
     names = {"val_bpb": "validation, bits per byte", "step": "steps", "tokens": "training tokens",
              "train_seconds": "training time, s"}  # fmt: skip
-    rows = [f"| {label} | {last[key]:,.6g} |" for key, label in names.items() if isinstance(last.get(key), int | float)]
+    rows = [
+        f"| {label} | {last[key]:,.6g} |"
+        for key, label in names.items()
+        if isinstance(last.get(key), int | float)
+    ]
     return "\n".join(["| | |", "| --- | --- |", *rows])
 
 
-def model_card(name: str, run_dir: Path, config, parameters: int, last: dict, chat: bool, picture: bool) -> str:
+def model_card(
+    name: str, run_dir: Path, config, parameters: int, last: dict, chat: bool, picture: bool
+) -> str:
     core = ""
     if (run_dir / "core.csv").is_file():
         header, *rows = (run_dir / "core.csv").read_text(encoding="utf-8").strip().splitlines()
         lines = [header, ",".join(["---"] * len(header.split(","))), *rows]
-        core = "\n## CORE\n\n" + "\n".join("| " + " | ".join(line.split(",")) + " |" for line in lines) + "\n"
+        core = (
+            "\n## CORE\n\n"
+            + "\n".join("| " + " | ".join(line.split(",")) + " |" for line in lines)
+            + "\n"
+        )
     if chat:
         use = """\
 messages = [{"role": "user", "content": "Why is the sky blue?"}]
@@ -292,7 +308,9 @@ def write_json(path: Path, value) -> None:
     path.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def export(run_dir: Path, out: Path, step: int | None = None, dtype: str = "float32", name: str = "") -> None:
+def export(
+    run_dir: Path, out: Path, step: int | None = None, dtype: str = "float32", name: str = ""
+) -> None:
     """Writes the repository beside its final name and renames it; an existing, filled folder is left alone."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         fail(f"{out} is not an empty folder; choose another --out or remove it")
@@ -317,7 +335,12 @@ def export(run_dir: Path, out: Path, step: int | None = None, dtype: str = "floa
     chat, name = is_chat_run(run_dir), name or out.resolve().name
     log = run_dir / "log.jsonl"
     lines = log.read_text(encoding="utf-8").splitlines() if log.is_file() else []
-    last = {k: v for line in lines for k, v in json.loads(line).items() if json.loads(line)["step"] <= state["step"]}
+    last = {
+        k: v
+        for line in lines
+        for k, v in json.loads(line).items()
+        if json.loads(line)["step"] <= state["step"]
+    }
     spec = json.loads((run_dir / "tokenizer.json").read_text(encoding="utf-8"))
     ranks = sorted(tokenizer.mergeable, key=tokenizer.mergeable.get)
     bos = next(text for text, i in tokenizer.specials.items() if i == tokenizer.bos_id)
@@ -330,7 +353,11 @@ def export(run_dir: Path, out: Path, step: int | None = None, dtype: str = "floa
         temporary.mkdir(parents=True)
         kept = {"scalars"}  # whole-model scalars stay fp32, as in training
         tensors = {f"gpt.{k}": v if k in kept else v.to(DTYPES[dtype]) for k, v in weights.items()}
-        save_file({k: v.contiguous() for k, v in tensors.items()}, temporary / "model.safetensors", {"format": "pt"})
+        save_file(
+            {k: v.contiguous() for k, v in tensors.items()},
+            temporary / "model.safetensors",
+            {"format": "pt"},
+        )
         os.chmod(temporary / "model.safetensors", 0o644)  # else only its owner could read it
         write_json(temporary / "config.json", {
             "model_type": "decoderstack", "architectures": ["DecoderStackForCausalLM"],
@@ -368,7 +395,9 @@ def export(run_dir: Path, out: Path, step: int | None = None, dtype: str = "floa
             out.rmdir()  # empty
         os.replace(temporary, out)
     except OSError as error:
-        fail(f"cannot write {out} ({error.strerror or error}); check its folder and the space there")
+        fail(
+            f"cannot write {out} ({error.strerror or error}); check its folder and the space there"
+        )
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     size = sum(p.stat().st_size for p in out.iterdir())
@@ -381,8 +410,12 @@ def main() -> None:
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path)
     parser.add_argument("--out", required=True, type=Path, help="new folder")
     parser.add_argument("--step", type=int, help="checkpoint to take (default: the newest)")
-    parser.add_argument("--dtype", choices=list(DTYPES), default="float32", help="of the stored weights")
-    parser.add_argument("--name", default="", help="name in the model card, e.g. OWNER/NAME (default: the folder's)")
+    parser.add_argument(
+        "--dtype", choices=list(DTYPES), default="float32", help="of the stored weights"
+    )
+    parser.add_argument(
+        "--name", default="", help="name in the model card, e.g. OWNER/NAME (default: the folder's)"
+    )
     args = parser.parse_args()
     export(args.run_dir, args.out, args.step, args.dtype, args.name)
 

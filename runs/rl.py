@@ -47,7 +47,10 @@ from chat import RunError, import_script
 from chat_eval import Item, chat_prompt, complete, sum_over_ranks
 
 SHOWN = 8  # held-out questions in the report
-MAX_TOKENS = {"addition": 24, "gsm8k": 256}  # of an answer; addition: for each digit and for the sum
+MAX_TOKENS = {
+    "addition": 24,
+    "gsm8k": 256,
+}  # of an answer; addition: for each digit and for the sum
 
 
 # ---- tasks
@@ -78,31 +81,50 @@ def addition_task(args: argparse.Namespace, fits: Callable[[str], bool]) -> Task
         return Item(sft.addition_texts(a, b)[0], str(a + b), chat_eval.same_number(f"#### {a + b}"))
 
     def train(step: int, place: int) -> Item:
-        return item(*sft.draw_sum(random.Random(f"{args.seed} {step} {place}"), args.digits, "train"))
+        return item(
+            *sft.draw_sum(random.Random(f"{args.seed} {step} {place}"), args.digits, "train")
+        )
 
     def reward(item: Item, text: str) -> float:
         return 1.0 if item.right(text) else args.partial * digits_right(item.expected, text)
 
     rng = random.Random(0)  # the same test whatever the seed
-    pairs = dict.fromkeys(sft.draw_sum(rng, args.digits, "val") for _ in range(20 * args.eval_items))
+    pairs = dict.fromkeys(
+        sft.draw_sum(rng, args.digits, "val") for _ in range(20 * args.eval_items)
+    )
     if not fits(item(*next(iter(pairs))).question):
-        raise RunError(f"sums of {args.digits} digits do not fit the context of this model; use fewer")
+        raise RunError(
+            f"sums of {args.digits} digits do not fit the context of this model; use fewer"
+        )
     tests = [item(*pair) for pair in list(pairs)[: args.eval_items]]
     return Task(train, tests, reward, False, MAX_TOKENS["addition"] * (args.digits + 1))
 
 
 def gsm8k_task(args: argparse.Namespace, fits: Callable[[str], bool]) -> Task:
     files = []
-    for part, name in (("train", "main/train-00000-of-00001.parquet"), ("test", "main/test-00000-of-00001.parquet")):
+    for part, name in (
+        ("train", "main/train-00000-of-00001.parquet"),
+        ("test", "main/test-00000-of-00001.parquet"),
+    ):
         if not args.files:
             import hub
 
             files.append(hub.fetch("openai/gsm8k", name))
             continue
-        found = [p for p in sorted(args.files.glob("gsm8k*train*")) if p.name.endswith(sft.SUFFIXES)]
-        path = chat_eval.find_file(args.files, "gsm8k") if part == "test" else found[0] if found else None
+        found = [
+            p for p in sorted(args.files.glob("gsm8k*train*")) if p.name.endswith(sft.SUFFIXES)
+        ]
+        path = (
+            chat_eval.find_file(args.files, "gsm8k")
+            if part == "test"
+            else found[0]
+            if found
+            else None
+        )
         if path is None:
-            raise RunError(f"{args.files} has no gsm8k file for {part}ing; it needs gsm8k*train* and gsm8k*test*")
+            raise RunError(
+                f"{args.files} has no gsm8k file for {part}ing; it needs gsm8k*train* and gsm8k*test*"
+            )
         files.append(path)
     items = []
     for path in files:
@@ -113,17 +135,27 @@ def gsm8k_task(args: argparse.Namespace, fits: Callable[[str], bool]) -> Task:
                     raise ValueError(problem)
                 items[-1].append(chat_eval.text_item("gsm8k", value))
             except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise RunError(f"{where} is no item of gsm8k ({error}); it needs question and answer") from None
+                raise RunError(
+                    f"{where} is no item of gsm8k ({error}); it needs question and answer"
+                ) from None
     train, test = ([item for item in part if fits(item.question)] for part in items)
     if not train or not test:
-        raise RunError("no gsm8k question fits the context of this model; use one with a longer context")
+        raise RunError(
+            "no gsm8k question fits the context of this model; use one with a longer context"
+        )
     random.Random(1337).shuffle(test)
 
     def pick(step: int, place: int) -> Item:
         epoch, index = divmod(step * args.prompts + place, len(train))
         return train[np.random.default_rng([args.seed, epoch]).permutation(len(train))[index]]
 
-    return Task(pick, test[: args.eval_items], lambda item, text: float(item.right(text)), True, MAX_TOKENS["gsm8k"])
+    return Task(
+        pick,
+        test[: args.eval_items],
+        lambda item, text: float(item.right(text)),
+        True,
+        MAX_TOKENS["gsm8k"],
+    )
 
 
 # ---- a step
@@ -133,12 +165,16 @@ class Rollout(NamedTuple):
     """An answer that was drawn, behind its question."""
 
     tokens: list[int]  # prompt, answer and the token that ended it
-    drawn: list[bool]  # of each but the first: the model drew it, so it has a log probability to learn from
+    drawn: list[
+        bool
+    ]  # of each but the first: the model drew it, so it has a log probability to learn from
     reward: float
     advantage: float
 
 
-def attempts(script, tokenizer, config, task: Task, item: Item, seeds: list[int], temperature: float) -> list:
+def attempts(
+    script, tokenizer, config, task: Task, item: Item, seeds: list[int], temperature: float
+) -> list:
     """A completion of the question for each seed, from the whole vocabulary."""
     prompt, stop = chat_prompt(tokenizer, item.question), (tokenizer.specials["<|assistant_end|>"],)
     most = min(task.max_tokens, config.max_seq_len + 1 - len(prompt))
@@ -154,13 +190,21 @@ def ends(completion, text: str) -> bool:
 def judge(task: Task, tokenizer, item: Item, answers: list) -> list[Rollout]:
     """The answers to one question with their rewards and advantages."""
     texts = [tokenizer.decode(c.tokens) for c in answers]
-    rewards = [task.reward(item, text) * ends(c, text) for c, text in zip(answers, texts, strict=True)]
+    rewards = [
+        task.reward(item, text) * ends(c, text) for c, text in zip(answers, texts, strict=True)
+    ]
     mean, rollouts = sum(rewards) / len(rewards), []
     for completion, reward in zip(answers, rewards, strict=True):
         ended = [completion.ended] if completion.reason == "stop" else []
         tokens = [*completion.prompt, *completion.tokens, *ended]
-        drawn = [False] * (len(completion.prompt) - 1) + [not f for f in completion.forced] + [True] * len(ended)
-        rollouts.append(Rollout(tokens, drawn, reward, reward - mean if max(rewards) > min(rewards) else 0.0))
+        drawn = (
+            [False] * (len(completion.prompt) - 1)
+            + [not f for f in completion.forced]
+            + [True] * len(ended)
+        )
+        rollouts.append(
+            Rollout(tokens, drawn, reward, reward - mean if max(rewards) > min(rewards) else 0.0)
+        )
     return rollouts
 
 
@@ -170,7 +214,9 @@ def pack_rollouts(script, config, bos_id: int, rollouts: list[Rollout], packs: i
     rows = [[]]
     if rollouts:
         lengths = np.array([len(r.drawn) for r in rollouts])
-        rows = script.best_fit(lengths, np.arange(len(rollouts)), config.pack_tokens, config.pack_docs)
+        rows = script.best_fit(
+            lengths, np.arange(len(rollouts)), config.pack_tokens, config.pack_docs
+        )
     rows += [[] for _ in range(-len(rows) % packs)]
     arrays = script.empty_packs(len(rows), config, bos_id)
     weights, targets = np.zeros(arrays[0].shape, np.float32), 0
@@ -179,14 +225,20 @@ def pack_rollouts(script, config, bos_id: int, rollouts: list[Rollout], packs: i
         documents = [(np.array(r.tokens, np.int32), np.array(r.drawn)) for r in chosen]
         targets += script.fill_pack(arrays, row, documents, config.max_seq_len)
         end = sum(len(r.drawn) for r in chosen)
-        weights[row, :end] = np.repeat([r.advantage for r in chosen], [len(r.drawn) for r in chosen])
+        weights[row, :end] = np.repeat(
+            [r.advantage for r in chosen], [len(r.drawn) for r in chosen]
+        )
     tensors = [torch.from_numpy(array) for array in (*arrays, weights)]
     return script.Batch(*tensors[:4], config.max_seq_len, arrays[0].size, targets), tensors[4]
 
 
 def backward(state, batch, weights: torch.Tensor, total_drawn: int) -> float:
     """Adds the gradient of sum(advantage * nats) / total_drawn, from this rank's packs; returns their sum of nats."""
-    device, packs, total_nats = state.ranks.device, state.packs, torch.zeros((), device=state.ranks.device)
+    device, packs, total_nats = (
+        state.ranks.device,
+        state.packs,
+        torch.zeros((), device=state.ranks.device),
+    )
     for i, micro_batch in enumerate(batch.micro_batches(packs, device)):
         weight = weights[i * packs : (i + 1) * packs].flatten().to(device)
         loss, nats = state.forward(*micro_batch, weight)
@@ -197,12 +249,21 @@ def backward(state, batch, weights: torch.Tensor, total_drawn: int) -> float:
 
 def rl_step(script, state, task: Task, generator, args: argparse.Namespace) -> dict:
     """Draws, judges and updates once; returns what to log about it."""
-    ranks, tokenizer, step, start = state.ranks, generator.tokenizer, state.step, time.perf_counter()
+    ranks, tokenizer, step, start = (
+        state.ranks,
+        generator.tokenizer,
+        state.step,
+        time.perf_counter(),
+    )
     groups = []
-    for place in range(ranks.rank, args.prompts, ranks.world):  # the answers to a question stay together
+    for place in range(
+        ranks.rank, args.prompts, ranks.world
+    ):  # the answers to a question stay together
         first = ((args.seed * 1_000_003 + step) * args.prompts + place) * args.samples
         item, seeds = task.train(step, place), range(first, first + args.samples)
-        groups.append((item, attempts(script, tokenizer, state.config, task, item, seeds, args.temperature)))
+        groups.append(
+            (item, attempts(script, tokenizer, state.config, task, item, seeds, args.temperature))
+        )
     complete(generator, [completion for _, group in groups for completion in group])
     judged = [judge(task, tokenizer, item, group) for item, group in groups]
     rollouts, rolled = [rollout for group in judged for rollout in group], time.perf_counter()
@@ -211,7 +272,9 @@ def rl_step(script, state, task: Task, generator, args: argparse.Namespace) -> d
     drawn, reward, right, useful = sum_over_ranks(np.array(sums, float), ranks).tolist()
     lr, nats, targets = script.lr_multiplier(state.config, step), 0.0, 0
     if useful:
-        batch, weights = pack_rollouts(script, state.config, tokenizer.bos_id, rollouts, state.packs)
+        batch, weights = pack_rollouts(
+            script, state.config, tokenizer.bos_id, rollouts, state.packs
+        )
         nats, targets = backward(state, batch, weights, int(drawn)), batch.total_targets
         if not state.optimizer.step(lr, script.muon_momentum(state.config, step), state.loss_scale):
             state.loss_scale = max(state.loss_scale / 2, 2.0)  # fp16 overflowed
@@ -234,13 +297,24 @@ def pass_at_k(n: int, right: int, k: int) -> float:
 
 def evaluate(script, state, task: Task, generator, args: argparse.Namespace) -> dict:
     """Greedy accuracy and pass@k on the held-out questions, and the greedy answers to the first few."""
-    ranks, tokenizer, start, n = state.ranks, generator.tokenizer, time.perf_counter(), args.eval_samples
+    ranks, tokenizer, start, n = (
+        state.ranks,
+        generator.tokenizer,
+        time.perf_counter(),
+        args.eval_samples,
+    )
     mine, groups = range(ranks.rank, len(task.test), ranks.world), []
     for i in mine:
         greedy = attempts(script, tokenizer, state.config, task, task.test[i], [0], 0.0)
         seeds = range(10**9 + i * n, 10**9 + (i + 1) * n)
-        groups.append(greedy + attempts(script, tokenizer, state.config, task, task.test[i], seeds, 1.0))
-    complete(generator, [c for group in groups for c in group], "held-out questions" if ranks.is_main else "")
+        groups.append(
+            greedy + attempts(script, tokenizer, state.config, task, task.test[i], seeds, 1.0)
+        )
+    complete(
+        generator,
+        [c for group in groups for c in group],
+        "held-out questions" if ranks.is_main else "",
+    )
     right = np.zeros((len(task.test), 2), np.int64)  # greedily, and of the drawn ones
     answers = []
     for i, group in zip(mine, groups, strict=True):
@@ -261,7 +335,12 @@ def evaluate(script, state, task: Task, generator, args: argparse.Namespace) -> 
 
 def cell(text: str) -> str:
     """A text as a cell of a table."""
-    return html.escape(text, quote=False).replace("|", "&#124;").replace("\r", "").replace("\n", "<br>")
+    return (
+        html.escape(text, quote=False)
+        .replace("|", "&#124;")
+        .replace("\r", "")
+        .replace("\n", "<br>")
+    )
 
 
 def draw_curve(path: Path, steps: list[dict], evals: list[dict], title: str) -> str:
@@ -281,9 +360,23 @@ def draw_curve(path: Path, steps: list[dict], evals: list[dict], title: str) -> 
         smooth = np.convolve(reward, np.ones(width) / width, "valid")
         axes.plot(x[width - 1 :], smooth, color="#2c6fa3", lw=1.6, label=f"mean of {width} steps")
     at = [e["step"] for e in evals]
-    axes.plot(at, [e["greedy"] for e in evals], color="#c0392b", marker="o", ms=4, label="held out, greedy")
+    axes.plot(
+        at,
+        [e["greedy"] for e in evals],
+        color="#c0392b",
+        marker="o",
+        ms=4,
+        label="held out, greedy",
+    )
     if "pass@1" in evals[0]:
-        axes.plot(at, [e["pass@1"] for e in evals], color="#c0392b", ls=":", marker=".", label="held out, pass@1")
+        axes.plot(
+            at,
+            [e["pass@1"] for e in evals],
+            color="#c0392b",
+            ls=":",
+            marker=".",
+            label="held out, pass@1",
+        )
     axes.set(xlabel="step", ylabel="reward, accuracy", ylim=(-0.02, 1.02), title=title)
     axes.legend()
     axes.grid(alpha=0.3)
@@ -292,9 +385,14 @@ def draw_curve(path: Path, steps: list[dict], evals: list[dict], title: str) -> 
     return "![rewards](reward.png)\n"
 
 
-def write_report(script, run_dir: Path, args: argparse.Namespace, machine: dict, result: dict) -> None:
+def write_report(
+    script, run_dir: Path, args: argparse.Namespace, machine: dict, result: dict
+) -> None:
     """report.md and reward.png, from log.jsonl."""
-    entries = [json.loads(line) for line in (run_dir / "log.jsonl").read_text(encoding="utf-8").splitlines()]
+    entries = [
+        json.loads(line)
+        for line in (run_dir / "log.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     steps, evals = [e for e in entries if "reward" in e], [e for e in entries if "greedy" in e]
     first, last = evals[0], evals[-1]
     scores = "\n".join(f"| {key} | {first[key]:.1%} | {last[key]:.1%} | {100 * (last[key] - first[key]):+.1f} |"
@@ -317,7 +415,9 @@ def write_report(script, run_dir: Path, args: argparse.Namespace, machine: dict,
         f"| {cell(b['answer'])} | {b['reward']:.2f} |"
         for a, b in zip(first["answers"], last["answers"], strict=True)
     )
-    script.write_atomically(run_dir / "report.md", f"""# {run_dir.name}
+    script.write_atomically(
+        run_dir / "report.md",
+        f"""# {run_dir.name}
 
 | held out | before | after | points |
 | --- | ---: | ---: | ---: |
@@ -333,7 +433,8 @@ def write_report(script, run_dir: Path, args: argparse.Namespace, machine: dict,
 | question | expected | before | reward | after | reward |
 | --- | --- | --- | ---: | --- | ---: |
 {samples}
-""")
+""",
+    )
 
 
 # ---- the run
@@ -363,7 +464,9 @@ def prepare(script, args: argparse.Namespace, ranks) -> Path:
         dist.barrier()
     run_dir = Path(names[0])
     if (run_dir / "log.jsonl").exists():
-        raise RunError(f"{run_dir} already holds a run; continue it with --resume or name another --run-dir")
+        raise RunError(
+            f"{run_dir} already holds a run; continue it with --resume or name another --run-dir"
+        )
     return run_dir
 
 
@@ -381,10 +484,17 @@ def train(script, args: argparse.Namespace) -> dict:
     if ranks.is_main and not args.resume:
         run_dir.mkdir(parents=True, exist_ok=True)
         settings = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()}
-        description = {"command": "rl", "config": dataclasses.asdict(config), "rl": settings, "machine": machine}
+        description = {
+            "command": "rl",
+            "config": dataclasses.asdict(config),
+            "rl": settings,
+            "machine": machine,
+        }
         script.write_atomically(run_dir / "config.json", json.dumps(description, indent=1))
         for name in (Path(script.__file__).name, "tokenizer.json"):
-            script.write_atomically(run_dir / name, (args.source / name).read_text(encoding="utf-8"))
+            script.write_atomically(
+                run_dir / name, (args.source / name).read_text(encoding="utf-8")
+            )
     if ranks.world > 1:
         dist.barrier()
     log = script.Log(run_dir, ranks, "", {})
@@ -407,11 +517,17 @@ def train(script, args: argparse.Namespace) -> dict:
     def test() -> dict:
         found = evaluate(script, state, task, generator, args)
         log.write(found)
-        scores = " | ".join(f"{k} {v:6.1%}" for k, v in found.items() if k == "greedy" or k.startswith("pass@"))
-        log.say(f"step {state.step:5d}/{args.steps} | held out: {scores} | {found['eval_seconds']:.1f} s")
+        scores = " | ".join(
+            f"{k} {v:6.1%}" for k, v in found.items() if k == "greedy" or k.startswith("pass@")
+        )
+        log.say(
+            f"step {state.step:5d}/{args.steps} | held out: {scores} | {found['eval_seconds']:.1f} s"
+        )
         return found
 
-    if not args.resume and not any(v for k, v in test().items() if k == "greedy" or k.startswith("pass@")):
+    if not args.resume and not any(
+        v for k, v in test().items() if k == "greedy" or k.startswith("pass@")
+    ):
         log.say("no answer is right, so there may be nothing to learn from: finetune on such answers first, e.g. with "
                 "data/sft.py --source addition:2000")  # fmt: skip
     while state.step < args.steps:
@@ -422,7 +538,9 @@ def train(script, args: argparse.Namespace) -> dict:
             totals[key] += value
         entry["train_seconds"] = totals["train_seconds"]
         if not math.isfinite(entry["nats"]):
-            raise RunError(f"the loss is no longer finite at step {state.step}; lower --muon-lr and --adam-lr")
+            raise RunError(
+                f"the loss is no longer finite at step {state.step}; lower --muon-lr and --adam-lr"
+            )
         log.write(entry)
         done, stop = state.step == args.steps, stopper.asked(state.step)
         if state.step % args.log_every == 0 or done or state.step == 1:
@@ -439,7 +557,10 @@ def train(script, args: argparse.Namespace) -> dict:
     stopper.restore()
     if not ranks.is_main:
         return {}
-    entries = [json.loads(line) for line in (run_dir / "log.jsonl").read_text(encoding="utf-8").splitlines()]
+    entries = [
+        json.loads(line)
+        for line in (run_dir / "log.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     evals = [entry for entry in entries if "greedy" in entry]
     result = {"greedy_before": evals[0]["greedy"], "greedy": evals[-1]["greedy"],
               **{k: v for k, v in evals[-1].items() if k.startswith("pass@")}, "steps": state.step, **totals,
@@ -454,25 +575,69 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Reinforcement learning on a finetuned run.")
     add = parser.add_argument
     add("--from", dest="source", type=Path, metavar="DIR", help="finetuned run to start from")
-    add("--run-dir", type=Path, metavar="DIR", help="where the run is written (default a dated directory under out/)")
-    add("--resume", action="store_true", help="continue the run in --run-dir, with its own settings")
+    add(
+        "--run-dir",
+        type=Path,
+        metavar="DIR",
+        help="where the run is written (default a dated directory under out/)",
+    )
+    add(
+        "--resume", action="store_true", help="continue the run in --run-dir, with its own settings"
+    )
     add("--task", choices=tuple(MAX_TOKENS), default="addition")
     add("--digits", type=int, default=2, metavar="N", help="of each number in addition")
-    add("--files", type=Path, metavar="FOLDER", help="folder with the files of gsm8k (default: download)")
+    add(
+        "--files",
+        type=Path,
+        metavar="FOLDER",
+        help="folder with the files of gsm8k (default: download)",
+    )
     add("--steps", type=int, default=250)
     add("--prompts", type=int, default=16, metavar="N", help="questions of a step, over all GPUs")
     add("--samples", type=int, default=16, metavar="N", help="answers to each question")
     add("--temperature", type=float, default=1.0, help="of the answers; only 1 is on-policy")
     # These took a small model from 35.5 % to 71.5 % of two-digit sums; 0.5 for matrices, or 0.2 for all, did harm.
-    add("--muon-lr", type=float, default=0.2, metavar="X", help="rate of matrices, as a fraction of pretraining's")
+    add(
+        "--muon-lr",
+        type=float,
+        default=0.2,
+        metavar="X",
+        help="rate of matrices, as a fraction of pretraining's",
+    )
     add("--adam-lr", type=float, default=0.02, metavar="X", help="rate of all else, likewise")
-    add("--partial", type=float, default=0.2, metavar="X", help="reward for a sum whose digits are all but right")
-    add("--eval-every", type=int, default=50, metavar="N", help="steps between tests, 0: only before and after")
+    add(
+        "--partial",
+        type=float,
+        default=0.2,
+        metavar="X",
+        help="reward for a sum whose digits are all but right",
+    )
+    add(
+        "--eval-every",
+        type=int,
+        default=50,
+        metavar="N",
+        help="steps between tests, 0: only before and after",
+    )
     add("--eval-items", type=int, default=200, metavar="N", help="held-out questions")
-    add("--eval-samples", type=int, default=8, metavar="N", help="answers to each for pass@k, 0: none")
-    add("--save-every", type=int, default=0, metavar="N", help="steps between checkpoints, 0: only at the end")
+    add(
+        "--eval-samples",
+        type=int,
+        default=8,
+        metavar="N",
+        help="answers to each for pass@k, 0: none",
+    )
+    add(
+        "--save-every",
+        type=int,
+        default=0,
+        metavar="N",
+        help="steps between checkpoints, 0: only at the end",
+    )
     add("--log-every", type=int, default=1, metavar="N")
-    add("--rows", type=int, default=256, metavar="N", help="answers that are drawn at the same time")
+    add(
+        "--rows", type=int, default=256, metavar="N", help="answers that are drawn at the same time"
+    )
     add("--seed", type=int, default=0)
     add("--no-compile", action="store_true")
     return parser
@@ -485,18 +650,38 @@ def parse(argv: list[str]) -> argparse.Namespace:
     if not args.resume:
         if not args.source:
             raise RunError("--from is missing; name a finetuned run to start from")
-        least = {"digits": 1, "steps": 1, "prompts": 1, "samples": 2, "eval_items": 1, "log_every": 1, "rows": 1}
-        for name, value in {**least, "eval_every": 0, "eval_samples": 0, "save_every": 0, "seed": 0}.items():
+        least = {
+            "digits": 1,
+            "steps": 1,
+            "prompts": 1,
+            "samples": 2,
+            "eval_items": 1,
+            "log_every": 1,
+            "rows": 1,
+        }
+        for name, value in {
+            **least,
+            "eval_every": 0,
+            "eval_samples": 0,
+            "save_every": 0,
+            "seed": 0,
+        }.items():
             if getattr(args, name) < value:
-                raise RunError(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least {value}")
+                raise RunError(
+                    f"--{name.replace('_', '-')} {getattr(args, name)} must be at least {value}"
+                )
         if args.temperature <= 0 or not 0 <= args.partial < 1 or args.digits > 18:
-            raise RunError("--temperature must be above 0, --partial 0 or more and below 1, --digits at most 18")
+            raise RunError(
+                "--temperature must be above 0, --partial 0 or more and below 1, --digits at most 18"
+            )
         return args
     if not args.run_dir:
         raise RunError("--resume needs --run-dir, the run to continue")
     for name, value in vars(args).items():
         if name not in ("resume", "run_dir") and value != parser.get_default(name):
-            raise RunError(f"--resume takes the settings of {args.run_dir}; leave out --{name.replace('_', '-')}")
+            raise RunError(
+                f"--resume takes the settings of {args.run_dir}; leave out --{name.replace('_', '-')}"
+            )
     try:
         settings = json.loads((args.run_dir / "config.json").read_text(encoding="utf-8"))["rl"]
     except (OSError, ValueError, KeyError):

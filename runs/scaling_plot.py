@@ -34,7 +34,9 @@ def read_run(run_dir: Path) -> dict:
         D, V = c["width"], -(-c["vocab_size"] // 64) * 64
         weights = c["num_layers"] * (4 * D + 2 * c["mlp_width"]) * D + V * D
     except (OSError, ValueError, KeyError, IndexError) as error:
-        sys.exit(f"error: {run_dir} cannot be read as a finished run ({error!r}); remove it or let it finish")
+        sys.exit(
+            f"error: {run_dir} cannot be read as a finished run ({error!r}); remove it or let it finish"
+        )
     core = None
     if (run_dir / "core.csv").is_file():
         with (run_dir / "core.csv").open(encoding="utf-8", newline="") as file:
@@ -63,9 +65,19 @@ def optimum(group: list[dict]) -> dict:
     x, y = (np.array([row[key] for row in group]) for key in ("weights", "val_bpb"))
     flops = float(np.exp(np.mean(np.log([row["flops"] for row in group]))))
     curve = np.polyfit(np.log(x), y, 2)
-    found = {"flops": flops, "curve": curve, "weights": None, "tokens": None, "val_bpb": float(y.min())}
+    found = {
+        "flops": flops,
+        "curve": curve,
+        "weights": None,
+        "tokens": None,
+        "val_bpb": float(y.min()),
+    }
     if curve[0] > 0 and x.min() < (best := math.exp(-curve[1] / (2 * curve[0]))) < x.max():
-        found |= {"weights": best, "tokens": flops / 6 / best, "val_bpb": float(np.polyval(curve, math.log(best)))}
+        found |= {
+            "weights": best,
+            "tokens": flops / 6 / best,
+            "val_bpb": float(np.polyval(curve, math.log(best))),
+        }
     return found
 
 
@@ -90,7 +102,9 @@ def floor_and_power(x: list[float], y: list[float]) -> dict | None:
 
     try:
         start, most = (0.5 * min(y), 0.5 * y[0], 0.2), (min(y), 10 * y[0], 3.0)
-        (floor, size, exponent), covariance = curve_fit(curve, np.array(x), y, start, bounds=(0, most))
+        (floor, size, exponent), covariance = curve_fit(
+            curve, np.array(x), y, start, bounds=(0, most)
+        )
     except (RuntimeError, OptimizeWarning):
         return {**plain, "exponent": -plain["exponent"], "floor": 0.0}
     return {"floor": float(floor), "exponent": float(exponent), "factor": float(size * scale**exponent),
@@ -132,17 +146,25 @@ def plot(rows: list[dict], result: dict, path: Path) -> None:
         for group, found in zip(budgets(rows), best, strict=True):
             x = np.array([row["weights"] for row in group])
             fine = np.geomspace(x.min(), x.max(), 50)
-            (line,) = axes[1].plot(x, [row["val_bpb"] for row in group], "o", label=f"{found['flops']:.1e} FLOPs")
-            axes[1].plot(fine, np.polyval(found["curve"], np.log(fine)), color=line.get_color(), lw=1)
+            (line,) = axes[1].plot(
+                x, [row["val_bpb"] for row in group], "o", label=f"{found['flops']:.1e} FLOPs"
+            )
+            axes[1].plot(
+                fine, np.polyval(found["curve"], np.log(fine)), color=line.get_color(), lw=1
+            )
             if found["weights"]:
                 axes[1].plot(found["weights"], found["val_bpb"], "*", ms=14, color=line.get_color())
-        axes[1].set(xscale="log", xlabel="weights", ylabel="bits per byte", title="sizes for one budget")
+        axes[1].set(
+            xscale="log", xlabel="weights", ylabel="bits per byte", title="sizes for one budget"
+        )
         axes[1].legend(fontsize=8)
         for key, color in (("weights", "#c0392b"), ("tokens", "#2f6f9f")) if inside else ():
             axes[2].plot([b["flops"] for b in inside], [b[key] for b in inside], "o", color=color,
                          label=describe(result[key], key))  # fmt: skip
             if fit := result[key]:
-                x = np.geomspace(min(b["flops"] for b in inside), max(b["flops"] for b in inside), 50)
+                x = np.geomspace(
+                    min(b["flops"] for b in inside), max(b["flops"] for b in inside), 50
+                )
                 axes[2].plot(x, fit["factor"] * x ** fit["exponent"], color=color, lw=1)
         axes[2].set(xlabel="FLOPs", title="best weights and tokens")
         if inside:  # an empty axis cannot be logarithmic
@@ -152,7 +174,9 @@ def plot(rows: list[dict], result: dict, path: Path) -> None:
     axes[0].plot(x, [p["val_bpb"] for p in points], "o", color="#2f6f9f")
     if fit := result["bpb"]:
         fine = np.geomspace(x.min(), x.max(), 100)
-        axes[0].plot(fine, fit["floor"] + fit["factor"] * fine ** -fit["exponent"], color="#2f6f9f", lw=1)
+        axes[0].plot(
+            fine, fit["floor"] + fit["factor"] * fine ** -fit["exponent"], color="#2f6f9f", lw=1
+        )
     for row in [] if best else rows:
         axes[0].annotate(f"{row['num_layers']} layers", (row["flops"], row["val_bpb"]), fontsize=8)
     axes[0].set(xscale="log", xlabel="FLOPs (6 x weights x tokens)", ylabel="bits per byte")
@@ -166,9 +190,14 @@ def plot(rows: list[dict], result: dict, path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, help="folder with run directories")
-    parser.add_argument("--out", type=Path, help="where results.csv and scaling.png go (default: the folder)")
+    parser.add_argument(
+        "--out", type=Path, help="where results.csv and scaling.png go (default: the folder)"
+    )
     args = parser.parse_args()
-    out, found = args.out or args.folder, sorted(path.parent for path in args.folder.glob("*/report.md"))
+    out, found = (
+        args.out or args.folder,
+        sorted(path.parent for path in args.folder.glob("*/report.md")),
+    )
     if not found:
         sys.exit(f"error: {args.folder} holds no finished run; train some with runs/miniseries.sh")
     rows = sorted(map(read_run, found), key=lambda row: (row["flops"], row["weights"]))
@@ -179,7 +208,9 @@ def main() -> None:
         writer.writerows(rows)
     result = analyse(rows)
     plot(rows, result, out / "scaling.png")
-    print(f"{'run':28}{'layers':>7}{'width':>7}{'weights':>14}{'tokens':>15}{'FLOPs':>10}{'bpb':>9}{'CORE':>9}{'seconds':>10}")
+    print(
+        f"{'run':28}{'layers':>7}{'width':>7}{'weights':>14}{'tokens':>15}{'FLOPs':>10}{'bpb':>9}{'CORE':>9}{'seconds':>10}"
+    )
     for r in rows:
         core = f"{r['core']:9.4f}" if r["core"] is not None else f"{'':9}"
         print(f"{r['run']:28}{r['num_layers']:7}{r['width']:7}{r['weights']:14,}{r['tokens']:15,}{r['flops']:10.2e}"

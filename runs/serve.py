@@ -77,22 +77,45 @@ NEUTRAL = {
     "web_search_options": (), "reasoning_effort": (), "verbosity": (), "best_of": (1,), "echo": (False,),
     "suffix": ("",),
 }  # fmt: skip
-IGNORED = ("user", "store", "metadata", "service_tier", "parallel_tool_calls", "safety_identifier", "prompt_cache_key")
-KNOWN = ("model", "max_tokens", "temperature", "top_p", "top_k", "stop", "seed", "n", "stream", "stream_options")
+IGNORED = (
+    "user",
+    "store",
+    "metadata",
+    "service_tier",
+    "parallel_tool_calls",
+    "safety_identifier",
+    "prompt_cache_key",
+)
+KNOWN = (
+    "model",
+    "max_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "stop",
+    "seed",
+    "n",
+    "stream",
+    "stream_options",
+)
 CALL = re.compile(r"\[([^\[\]]{1,256}) = ([^\[\]]{1,64})\]")  # as Reader shows a call
 
 
 class Problem(Exception):
     """A request that gets an error; in OpenAI's form."""
 
-    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None):
+    def __init__(
+        self, status: int, message: str, param: str | None = None, code: str | None = None
+    ):
         super().__init__(message)
         self.status, self.param, self.code = status, param, code
 
     def body(self) -> dict:
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
         kind = "rate_limit_error" if self.status == 429 else kind
-        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+        return {
+            "error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}
+        }
 
     def response(self) -> JSONResponse:
         headers = {"Retry-After": str(RETRY_AFTER)} if self.status in (429, 503) else None
@@ -109,8 +132,14 @@ class Reader:
     """
 
     def __init__(self, tokenizer, stops: tuple[str, ...] = ()):
-        self.bytes, self.stops, self.most = tokenizer.bytes, stops, max(map(len, stops), default=1) - 1
-        self.marks = {tokenizer.specials[name]: name for name in Local.SHOWN if name in tokenizer.specials}
+        self.bytes, self.stops, self.most = (
+            tokenizer.bytes,
+            stops,
+            max(map(len, stops), default=1) - 1,
+        )
+        self.marks = {
+            tokenizer.specials[name]: name for name in Local.SHOWN if name in tokenizer.specials
+        }
         self.text = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self.part, self.closing = "text", False  # closing: the call is written, a result may follow
         self.held: list[tuple[str, str]] = []
@@ -124,7 +153,9 @@ class Reader:
         self.closing = mark == "<|python_end|>"
         if mark == "<|python_start|>":
             self.part = "python"
-        elif mark == "<|output_start|>":  # a model can also write one itself, which is no result of the calculator
+        elif (
+            mark == "<|output_start|>"
+        ):  # a model can also write one itself, which is no result of the calculator
             self.part = "python_output" if forced else "text"
         self.add(self.text.decode(Local.SHOWN[mark].encode() if mark else self.bytes[token]))
         if mark == "<|output_end|>":
@@ -147,7 +178,9 @@ class Reader:
         cut = min(found, default=len(text))
         if not found and not final:  # keep the longest end that a stop string begins with
             ends = range(max(0, len(text) - self.most), len(text))
-            cut = next((i for i in ends if any(stop.startswith(text[i:]) for stop in self.stops)), cut)
+            cut = next(
+                (i for i in ends if any(stop.startswith(text[i:]) for stop in self.stops)), cut
+            )
         pieces, rest = [], []
         for part, piece in self.held:
             pieces.append((part, piece[:cut]))
@@ -176,7 +209,9 @@ class Job:
 class Engine(threading.Thread):
     """Decodes all jobs together in the rows of one Decoder. submit() and stop() are for the event loop's thread."""
 
-    def __init__(self, script, model, tokenizer, config, rows: int, max_waiting: int, compile: bool = False):
+    def __init__(
+        self, script, model, tokenizer, config, rows: int, max_waiting: int, compile: bool = False
+    ):
         super().__init__(name="engine", daemon=True)
         self.script, self.model, self.config, self.max_waiting = script, model, config, max_waiting
         self.decoder = script.Decoder(model, tokenizer, rows, compile=compile)
@@ -209,8 +244,13 @@ class Engine(threading.Thread):
         try:
             if self.model.embed.is_cuda:
                 torch.cuda.set_device(self.model.embed.device)  # of this thread
-            for temperature in (0.0, self.config.temperature):  # builds the usual graphs before anyone waits for them
-                self.decoder.admit({0: self.script.Completion([0], 1, temperature, self.config.top_k)})
+            for temperature in (
+                0.0,
+                self.config.temperature,
+            ):  # builds the usual graphs before anyone waits for them
+                self.decoder.admit(
+                    {0: self.script.Completion([0], 1, temperature, self.config.top_k)}
+                )
                 self.decoder.step()
             self.decoder.free(0)
         except Exception as error:
@@ -259,7 +299,11 @@ class Engine(threading.Thread):
             if job.gone:
                 continue
             prompt = job.completion.prompt
-            held = {row: len(ids) for row in free if (ids := self.decoder.known[row]) == prompt[: len(ids)]}
+            held = {
+                row: len(ids)
+                for row in free
+                if (ids := self.decoder.known[row]) == prompt[: len(ids)]
+            }
             held = {row: n for row, n in held.items() if n < len(prompt)}
             row = max(free, key=lambda row: (held.get(row, 0), -self.ended[row]))  # noqa: B023  (called at once)
             job.cached = held.get(row, 0)
@@ -298,13 +342,17 @@ class Engine(threading.Thread):
             self.leave(rows)
         except Exception:  # a device that does nothing any more
             self.jobs = {row: job for row, job in self.jobs.items() if row not in rows}
-        self.deliver([(job, Problem(500, "the model failed; the server's log says how")) for job in jobs])
+        self.deliver(
+            [(job, Problem(500, "the model failed; the server's log says how")) for job in jobs]
+        )
 
     def deliver(self, items: list[tuple[Job, object]]) -> None:
         """Hands results to the event loop, all of a step at once."""
         items = [(job.queue, item) for job, item in items if not job.gone]
         if items:
-            self.loop.call_soon_threadsafe(lambda: [queue.put_nowait(item) for queue, item in items])
+            self.loop.call_soon_threadsafe(
+                lambda: [queue.put_nowait(item) for queue, item in items]
+            )
 
 
 # ---- requests
@@ -330,14 +378,18 @@ def number(body: dict, name: str, default, low: float, high: float, whole: bool 
     if not good or not low <= value <= high:
         kind = "a whole number" if whole else "a number"
         upper = f" and at most {high:,}" if high < 2**53 else ""
-        raise Problem(400, f"{name} must be {kind} of at least {low:,}{upper}, found {shorten(value)}", name)
+        raise Problem(
+            400, f"{name} must be {kind} of at least {low:,}{upper}, found {shorten(value)}", name
+        )
     return value
 
 
 def flag(body: dict, name: str, param: str = "") -> bool:
     value = body.get(name)
     if value is not None and not isinstance(value, bool):
-        raise Problem(400, f"{param or name} must be true or false, found {shorten(value)}", param or name)
+        raise Problem(
+            400, f"{param or name} must be true or false, found {shorten(value)}", param or name
+        )
     return bool(value)
 
 
@@ -362,7 +414,11 @@ class Server:
         self.script = import_script(run_dir, "Decoder")
         try:
             model, self.tokenizer, self.config = self.script.load(run_dir, args.step, args.device)
-        except (self.script.UserError, RuntimeError, AssertionError) as error:  # torch's, if a device is not there
+        except (
+            self.script.UserError,
+            RuntimeError,
+            AssertionError,
+        ) as error:  # torch's, if a device is not there
             raise RunError(str(error).splitlines()[0]) from None
         self.tokenizer.encode("")  # now, since later several threads would build it at once
         specials = self.tokenizer.specials
@@ -370,11 +426,17 @@ class Server:
         tools = {specials[name] for name in Local.SHOWN if name in specials} if self.chat else set()
         self.stops = tuple(sorted({*specials.values()} - tools))
         self.name, self.created = args.name or run_dir.resolve().name, int(time.time())
-        rows = args.rows or (32 if model.embed.is_cuda else 8)  # without a GPU a row costs time also when it rests
-        self.engine = Engine(self.script, model, self.tokenizer, self.config, rows, args.max_waiting, args.compile)
+        rows = args.rows or (
+            32 if model.embed.is_cuda else 8
+        )  # without a GPU a row costs time also when it rests
+        self.engine = Engine(
+            self.script, model, self.tokenizer, self.config, rows, args.max_waiting, args.compile
+        )
         self.limit = self.engine.decoder.max_len
         self.most_choices = min(MAX_CHOICES, rows + args.max_waiting)
-        self.most_bytes = self.limit * max(map(len, self.tokenizer.bytes))  # a longer text surely does not fit
+        self.most_bytes = self.limit * max(
+            map(len, self.tokenizer.bytes)
+        )  # a longer text surely does not fit
         self.page, self.page_headers = read_page()
         routes = [
             Route("/", self.get_page), Route("/health", self.health), Route("/v1/models", self.models),
@@ -396,25 +458,45 @@ class Server:
             if value is None or name in (*KNOWN, *own, *IGNORED):
                 continue
             if name not in NEUTRAL:
-                raise Problem(400, f"unknown parameter {shorten(name)}", plain(name[:60]), "unknown_parameter")
+                raise Problem(
+                    400, f"unknown parameter {shorten(name)}", plain(name[:60]), "unknown_parameter"
+                )
             if not any(value == v and type(value) is type(v) for v in NEUTRAL[name]):
-                raise Problem(400, f"{name} is not supported here; leave it out", name, "unsupported_parameter")
+                raise Problem(
+                    400,
+                    f"{name} is not supported here; leave it out",
+                    name,
+                    "unsupported_parameter",
+                )
         model = body.get("model")
         if model is not None and model != self.name:
-            raise Problem(404, f"there is no model {shorten(model)} here, only {self.name}", "model", "model_not_found")
+            raise Problem(
+                404,
+                f"there is no model {shorten(model)} here, only {self.name}",
+                "model",
+                "model_not_found",
+            )
         stream = flag(body, "stream")
         options = body.get("stream_options") or {}
         if not isinstance(options, dict) or options and not stream:
-            raise Problem(400, "stream_options must be an object, and only with stream", "stream_options")
+            raise Problem(
+                400, "stream_options must be an object, and only with stream", "stream_options"
+            )
         usage = flag(options, "include_usage", "stream_options.include_usage")
         stops = body.get("stop")
         stops = [stops] if isinstance(stops, str) else [] if stops is None else stops
         if (not isinstance(stops, list) or len(stops) > MAX_STOPS
                 or not all(isinstance(s, str) and 0 < len(s) <= STOP_LENGTH for s in stops)):  # fmt: skip
-            raise Problem(400, f"stop must be a text, or at most {MAX_STOPS}, of 1 to {STOP_LENGTH} characters", "stop")
+            raise Problem(
+                400,
+                f"stop must be a text, or at most {MAX_STOPS}, of 1 to {STOP_LENGTH} characters",
+                "stop",
+            )
         sampling = {
             "temperature": float(number(body, "temperature", self.config.temperature, 0, 2)),
-            "top_p": max(float(number(body, "top_p", self.config.top_p, 0, 1)), 1e-6),  # 0: the most likely one
+            "top_p": max(
+                float(number(body, "top_p", self.config.top_p, 0, 1)), 1e-6
+            ),  # 0: the most likely one
             "top_k": number(body, "top_k", self.config.top_k, 0, math.inf, whole=True),
         }
         sampling["top_k"] = min(sampling["top_k"], self.tokenizer.vocab_size)
@@ -424,7 +506,11 @@ class Server:
         if n * len(prompts) > self.most_choices:
             raise Problem(400, f"{len(prompts)} prompts with n={n} ask for {n * len(prompts)} answers; at most "
                                f"{self.most_choices} are possible in one request", "n")  # fmt: skip
-        name = "max_completion_tokens" if body.get("max_completion_tokens") is not None else "max_tokens"
+        name = (
+            "max_completion_tokens"
+            if body.get("max_completion_tokens") is not None
+            else "max_tokens"
+        )
         most = number(body, name, self.limit if chat else 16, 1, self.limit, whole=True)
         queue, jobs = asyncio.Queue(), []
         for prompt in prompts:
@@ -459,11 +545,17 @@ class Server:
                 raise Problem(400, f"{where} has the role {shorten(role)}; known are system, user and assistant",
                               f"{where}.role")  # fmt: skip
             text = self.content(message.get("content"), f"{where}.content")
-            if not text.strip() and role == "user":  # a model can answer with nothing, and clients send empty systems
+            if (
+                not text.strip() and role == "user"
+            ):  # a model can answer with nothing, and clients send empty systems
                 raise Problem(400, f"{where} (user) is empty", f"{where}.content")
             if role in ("system", "developer"):
                 if i:
-                    raise Problem(400, f"{where} is a system message; only the first message may be one", where)
+                    raise Problem(
+                        400,
+                        f"{where} is a system message; only the first message may be one",
+                        where,
+                    )
                 system = f"{text}\n\n" if text.strip() else ""
                 continue
             expected = ("user", "assistant")[len(texts) % 2]
@@ -486,9 +578,17 @@ class Server:
         if isinstance(value, str):
             return plain(value)
         if not isinstance(value, list):
-            raise Problem(400, f"{where} must be a text or a list of text parts, found {shorten(value)}", where)
+            raise Problem(
+                400,
+                f"{where} must be a text or a list of text parts, found {shorten(value)}",
+                where,
+            )
         for part in value:
-            if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            if (
+                not isinstance(part, dict)
+                or part.get("type") != "text"
+                or not isinstance(part.get("text"), str)
+            ):
                 raise Problem(400, f'{where} may only hold {{"type": "text", "text": ...}}, found {shorten(part)}',
                               where)  # fmt: skip
         return plain("".join(part["text"] for part in value))
@@ -497,7 +597,9 @@ class Server:
         """Ids of an answer; [3*4 = 12] in it is a call of the calculator, if that is what the calculator says."""
         special, encode, ids, end = self.tokenizer.specials, self.tokenizer.encode, [], 0
         if all(mark in special for mark in Local.SHOWN):
-            python_start, python_end, output_start, output_end = (special[mark] for mark in Local.SHOWN)
+            python_start, python_end, output_start, output_end = (
+                special[mark] for mark in Local.SHOWN
+            )
             for call in CALL.finditer(text):
                 if self.script.calculate(call[1]) == call[2]:
                     ids += [*encode(text[end : call.start()]), python_start, *encode(call[1]), python_end,
@@ -523,10 +625,18 @@ class Server:
                 found.append([self.tokenizer.bos_id, *self.tokenizer.encode(plain(one))])
             elif isinstance(one, list) and one and all(type(id) is int for id in one):
                 if not all(0 <= id < self.tokenizer.vocab_size for id in one):
-                    raise Problem(400, f"{where} holds ids outside of 0 to {self.tokenizer.vocab_size - 1:,}", "prompt")
+                    raise Problem(
+                        400,
+                        f"{where} holds ids outside of 0 to {self.tokenizer.vocab_size - 1:,}",
+                        "prompt",
+                    )
                 found.append(one)
             else:
-                raise Problem(400, f"{where} must be a text or a list of token ids, found {shorten(one)}", "prompt")
+                raise Problem(
+                    400,
+                    f"{where} must be a text or a list of token ids, found {shorten(one)}",
+                    "prompt",
+                )
         return found
 
     # -- handlers
@@ -551,7 +661,9 @@ class Server:
 
     async def one_model(self, request: Request) -> Response:
         if request.path_params["name"] != self.name:
-            raise Problem(404, f"there is no such model here, only {self.name}", "model", "model_not_found")
+            raise Problem(
+                404, f"there is no such model here, only {self.name}", "model", "model_not_found"
+            )
         return JSONResponse(self.describe())
 
     async def chat_completions(self, request: Request) -> Response:
@@ -622,7 +734,11 @@ class Server:
 
 
 def choice(chat: bool, index: int, text: str, reason: str) -> dict:
-    content = {"message": {"role": "assistant", "content": text, "refusal": None}} if chat else {"text": text}
+    content = (
+        {"message": {"role": "assistant", "content": text, "refusal": None}}
+        if chat
+        else {"text": text}
+    )
     return {"index": index, **content, "logprobs": None, "finish_reason": reason}
 
 
@@ -653,7 +769,9 @@ class Stream(StreamingResponse):
     """Server-sent events; whichever way they end, the engine hears of it."""
 
     def __init__(self, events: AsyncIterator[str], ask: Ask):
-        super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+        super().__init__(
+            events, media_type="text/event-stream", headers={"Cache-Control": "no-store"}
+        )
         self.ask = ask
 
     async def __call__(self, scope, receive, send) -> None:
@@ -683,7 +801,10 @@ async def unless_left(request: Request, result: Awaitable):
 
 async def read_body(request: Request) -> dict:
     """The JSON object of a request."""
-    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+    if (
+        request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        != "application/json"
+    ):
         raise Problem(415, 'the request must have the header "Content-Type: application/json"')
     data, size = bytearray(), 0
     try:
@@ -703,7 +824,9 @@ async def read_body(request: Request) -> dict:
     try:
         body = json.loads(data, parse_constant=refuse)
     except (ValueError, RecursionError) as error:
-        raise Problem(400, f"the request is not valid JSON ({str(error)[:200] or 'nested too deep'})") from None
+        raise Problem(
+            400, f"the request is not valid JSON ({str(error)[:200] or 'nested too deep'})"
+        ) from None
     if not isinstance(body, dict):
         raise Problem(400, "the request must be a JSON object")
     return body
@@ -741,7 +864,9 @@ async def problem_response(request: Request, problem: Problem) -> Response:
 
 async def http_error(request: Request, error: HTTPException) -> Response:
     """Unknown paths and methods."""
-    response = Problem(error.status_code, f"{request.method} {request.url.path[:100]}: {error.detail}").response()
+    response = Problem(
+        error.status_code, f"{request.method} {request.url.path[:100]}: {error.detail}"
+    ).response()
     response.headers.update(error.headers or {})
     return response
 
@@ -805,21 +930,45 @@ def http_server(server: Server) -> HTTPServer:
     server.engine.start()
     server.engine.ready.wait()
     if problem := server.engine.problem:
-        raise RunError(f"the model does not run: {str(problem).splitlines()[0] if str(problem) else repr(problem)}")
+        raise RunError(
+            f"the model does not run: {str(problem).splitlines()[0] if str(problem) else repr(problem)}"
+        )
     config = uvicorn.Config(server.app, loop="asyncio", http="h11", ws="none", log_level="warning",
                             access_log=False, server_header=False, timeout_graceful_shutdown=10)  # fmt: skip
     return HTTPServer(config, server.engine)
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Serve a run as an OpenAI-compatible API, with a web page.")
+    parser = argparse.ArgumentParser(
+        description="Serve a run as an OpenAI-compatible API, with a web page."
+    )
     add = parser.add_argument
     add("run_dir", metavar="RUN_DIR", type=Path)
-    add("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0: all, for everyone who can reach them")
+    add(
+        "--host",
+        default="127.0.0.1",
+        help="address to listen on; 0.0.0.0: all, for everyone who can reach them",
+    )
     add("--port", type=int, default=8000, help="0: any that is free")
-    add("--rows", type=int, default=0, help="answers written at the same time (default: 32, without a GPU 8)")
-    add("--max-waiting", type=int, default=256, help="answers that may wait for a row; above that: 429")
-    add("--allow-host", metavar="NAME", action="append", default=[], help="a name the server is reached by, repeatable")
+    add(
+        "--rows",
+        type=int,
+        default=0,
+        help="answers written at the same time (default: 32, without a GPU 8)",
+    )
+    add(
+        "--max-waiting",
+        type=int,
+        default=256,
+        help="answers that may wait for a row; above that: 429",
+    )
+    add(
+        "--allow-host",
+        metavar="NAME",
+        action="append",
+        default=[],
+        help="a name the server is reached by, repeatable",
+    )
     add("--name", help="of the model (default: that of the run directory)")
     add("--step", type=int, help="checkpoint to use (default: the newest)")
     add("--device", help="cuda, mps or cpu (default: the best there is)")
@@ -845,9 +994,14 @@ def main() -> int:
                      f"({server.engine.decoder.rows} rows, context {server.limit:,}, "
                      f"{'chat' if server.chat else 'completions'})")  # fmt: skip
     if not ipaddress.ip_address(host).is_loopback:
-        print("note: everyone who can reach this address can use the model; there is no password", file=sys.stderr)
+        print(
+            "note: everyone who can reach this address can use the model; there is no password",
+            file=sys.stderr,
+        )
     for signum in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(signum, lambda *_: None)  # uvicorn takes them over, and raises them again once it is done
+        signal.signal(
+            signum, lambda *_: None
+        )  # uvicorn takes them over, and raises them again once it is done
     http.run(sockets=[listening])
     server.engine.join(10)
     return 0

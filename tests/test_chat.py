@@ -12,6 +12,7 @@ from argparse import Namespace
 
 import pytest
 import torch
+
 from conftest import ROOT, logits, random_model, tiny_config
 from test_export import bpe, write_run  # noqa: F401  (bpe is a fixture)
 

@@ -11,11 +11,11 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
+import train_small as ts
 import zstandard
+
 from conftest import ALONE, ROOT, logits, random_model, tiny_config
 from test_export import bpe, write_run  # noqa: F401  (bpe is a fixture)
-
-import train_small as ts
 
 sys.path.insert(0, str(ROOT / "runs"))
 import chat_eval

@@ -17,9 +17,9 @@ import zipfile
 import numpy as np
 import pytest
 import torch
-from conftest import ALONE, ROOT, WORDS, logits, random_model, tiny_config, write_dataset
-
 import train_small as ts
+
+from conftest import ALONE, ROOT, WORDS, logits, random_model, tiny_config, write_dataset
 
 # label, kind, shots, baseline in percent, delimiter
 TABLE = [

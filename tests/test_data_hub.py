@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from hub_stub import COMMIT, start_hub
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "data"))

@@ -6,9 +6,9 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from conftest import ALONE, CPU, tiny_config, write_dataset, write_shard
-
 import train_small as ts
+
+from conftest import ALONE, CPU, tiny_config, write_dataset, write_shard
 
 FIELDS = ("tokens", "targets", "positions", "ends")
 

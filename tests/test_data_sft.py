@@ -16,10 +16,10 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
+import train_small as ts
+
 from conftest import MERGES, SPECIALS
 from hub_stub import start_hub
-
-import train_small as ts
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "data"))
 import format

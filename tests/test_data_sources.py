@@ -11,6 +11,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import zstandard
+
 from hub_stub import start_hub
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "data"))

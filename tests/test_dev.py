@@ -5,10 +5,10 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT, TINY, TINY_MEDIUM
-
 import train_small as ts
 from dev import ablate, bench
+
+from conftest import ROOT, TINY, TINY_MEDIUM
 
 
 def flags_of(values) -> list[str]:

@@ -4,9 +4,9 @@ import math
 
 import pytest
 import torch
-from conftest import ALONE, pack, random_model, tiny_config, write_tokenizer
-
 import train_small as ts
+
+from conftest import ALONE, pack, random_model, tiny_config, write_tokenizer
 
 
 def as_batch(config, tokens, targets) -> ts.Batch:

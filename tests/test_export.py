@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import tiktoken
 import torch
-from conftest import ROOT, random_model, tiny_config
+import train_small as ts
 from safetensors.torch import load_file, save_file
 
-import train_small as ts
+from conftest import ROOT, random_model, tiny_config
 
 sys.path.insert(0, str(ROOT / "data"))
 sys.path.insert(0, str(ROOT / "runs"))

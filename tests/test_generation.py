@@ -8,11 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import logits, random_documents, random_model, tiny_config
+import train_small as ts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import train_small as ts
+from conftest import logits, random_documents, random_model, tiny_config
 
 
 @pytest.fixture(scope="module")

@@ -5,9 +5,9 @@ import dataclasses
 
 import pytest
 import torch
-from conftest import ALONE, tiny_config, write_dataset
-
 import train_small as ts
+
+from conftest import ALONE, tiny_config, write_dataset
 
 
 class Repeated:

@@ -7,6 +7,7 @@ import sysconfig
 from pathlib import Path
 
 import pytest
+
 from conftest import ROOT
 
 # Runs in a process of its own; every event of interest is recorded by an audit hook, which cannot be circumvented.

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-
 import train_small as K
 
 PATH = Path(K.__file__)

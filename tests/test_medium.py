@@ -10,11 +10,11 @@ import json
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ALONE, ROOT, TINY_MEDIUM, pack, random_documents, random_model, tiny_medium
+import train_medium as tm
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import train_medium as tm
+from conftest import ALONE, ROOT, TINY_MEDIUM, pack, random_documents, random_model, tiny_medium
 
 
 def config_of(*flags) -> tm.Config:

@@ -5,11 +5,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import logits, pack, random_documents, random_model, script, tiny_config, tiny_medium
+import train_small as ts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import train_small as ts
+from conftest import logits, pack, random_documents, random_model, script, tiny_config, tiny_medium
 
 ONE_STAGE = (1.0, 2, 8, 16, 64, 1.0)
 # Each technique: the config with it, the config without it. A new technique gets a line here, and with that its tests

@@ -13,9 +13,9 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, TINY
-
 import train_small as ts
+
+from conftest import ROOT, TINY
 
 SLOW = """
 import sys, time

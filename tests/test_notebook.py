@@ -8,6 +8,7 @@ from pathlib import Path
 import nbclient
 import nbformat
 import pytest
+
 from conftest import ROOT
 
 NOTEBOOK = ROOT / "runs" / "colab_small.ipynb"

@@ -5,10 +5,10 @@ import math
 
 import pytest
 import torch
+import train_small as ts
+
 from conftest import ALONE, pack, random_documents, random_model, script, tiny_config, tiny_medium
 from test_model import CONFIGS
-
-import train_small as ts
 
 
 def scalars(*values):

@@ -13,11 +13,11 @@ import sys
 from pathlib import Path
 
 import pytest
-import zstandard
-from conftest import ROOT, TINY
-
 import train_medium as tm
 import train_small as ts
+import zstandard
+
+from conftest import ROOT, TINY
 
 SCRIPTS = (*(str(path.relative_to(ROOT)) for path in sorted((ROOT / "runs").glob("*.sh"))), ".ci/run")
 

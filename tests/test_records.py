@@ -19,8 +19,9 @@ import sys
 import matplotlib.image
 import numpy as np
 import pytest
-from conftest import ROOT, TINY, tiny_config, write_dataset
 from scipy import stats
+
+from conftest import ROOT, TINY, tiny_config, write_dataset
 
 sys.path.insert(0, str(ROOT / "records"))
 import add

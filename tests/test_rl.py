@@ -15,10 +15,10 @@ import sys
 import numpy as np
 import pytest
 import torch
+import train_small as ts
+
 from conftest import ROOT, TINY
 from test_data_sft import chat, run, write_jsonl
-
-import train_small as ts
 
 sys.path.insert(0, str(ROOT / "runs"))
 import chat_eval

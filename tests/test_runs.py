@@ -24,10 +24,10 @@ import matplotlib.image
 import pytest
 import safetensors.torch
 import torch
-from conftest import ALONE, CPU, MERGES, ROOT, TINY, logits, tiny_config, write_dataset
+import train_small as ts
 from safetensors.torch import load_file
 
-import train_small as ts
+from conftest import ALONE, CPU, MERGES, ROOT, TINY, logits, tiny_config, write_dataset
 
 # Wide enough for most parameters to be shared out over ranks; one table has an odd number of rows.
 RUN = {**TINY, "width": 128, "head_dim": 32, "bigram_rows": 1501}

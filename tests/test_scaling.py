@@ -11,9 +11,9 @@ from pathlib import Path
 import matplotlib.image
 import numpy as np
 import pytest
-from conftest import ROOT
-
 import train_medium as tm
+
+from conftest import ROOT
 
 # bpb = FLOOR + A / N ** ALPHA + B / D ** BETA: best sizes grow with FLOPs ** (BETA / (ALPHA + BETA)), tokens with the
 # rest, and what is above the floor falls with FLOPs ** -(ALPHA BETA / (ALPHA + BETA)).

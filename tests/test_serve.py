@@ -21,19 +21,18 @@ import httpx2
 import openai
 import pytest
 import torch
-from conftest import ROOT
+import train_small as ts
 from hypothesis import given
 from hypothesis import strategies as st
-from test_export import bpe, write_run  # noqa: F401  (bpe is a fixture)
 
-import train_small as ts
+from conftest import ROOT
+from test_export import bpe, write_run  # noqa: F401  (bpe is a fixture)
 
 sys.path.insert(0, str(ROOT / "data"))
 sys.path.insert(0, str(ROOT / "runs"))
 import chat
 import serve
 import sft
-
 from dev import screenshot
 
 SCRIPT = ROOT / "runs" / "serve.py"

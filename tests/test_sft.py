@@ -20,8 +20,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import ALONE, CPU, MERGES, ROOT, TINY, TINY_MEDIUM, logits, random_model, write_dataset
+import train_medium as tm
+import train_small as ts
 from safetensors.torch import load_file
+
+from conftest import ALONE, CPU, MERGES, ROOT, TINY, TINY_MEDIUM, logits, random_model, write_dataset
 from test_data_loader import FIELDS, same, segments
 from test_data_sft import chat, read_split, run, write_jsonl
 from test_runs import (  # noqa: F401  (two are fixtures)
@@ -36,9 +39,6 @@ from test_runs import (  # noqa: F401  (two are fixtures)
     tensors,
     torchrun,
 )
-
-import train_medium as tm
-import train_small as ts
 
 CONTEXT = TINY["max_seq_len"]
 BASE = {key: value for key, value in TINY.items() if key != "tokens"}

@@ -5,11 +5,11 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT
-
 import train_medium as tm
 import train_small as ts
 from dev import sync
+
+from conftest import ROOT
 
 
 def test_scripts_share_their_sections():
