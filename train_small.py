@@ -73,6 +73,9 @@ except ImportError:
 jit = triton.jit if triton else (lambda function: function)
 
 
+INTERFACE = 2  # rises when what runs/*.py use of this script changes its meaning
+
+
 class UserError(Exception):
     """Something the user can mend; printed as one sentence, without a traceback."""
 
@@ -499,6 +502,14 @@ class GPT(nn.Module):
             prefix = torch.where(targets_T < 0, -1, self.prefixes[targets_T.clamp(min=0)])
         return linear_cross_entropy(hidden, self.head, targets_T, c.softcap, weights, prefix, row_weight_T,
                                     fp8=c.fp8_head and training)  # fmt: skip
+
+    def logits(self, hidden_TD: Tensor) -> Tensor:
+        """Softcapped logits (T, V), fp32, of what trunk returned."""
+        return softcap(F.linear(hidden_TD, self.head).float(), self.config.softcap)
+
+    @staticmethod
+    def offset_keys(k_THK: Tensor, previous_THK: Tensor, first_T11: Tensor) -> Tensor:
+        return offset_keys(k_THK, previous_THK, first_T11)
 
     def prefill(self, cache: KVCache, rows: list[int], starts: list[int], texts: list[list[int]], weights=None) -> None:
         """Brings rows of the cache up to the given texts, all in one packed forward.
