@@ -70,20 +70,6 @@ except ImportError:
     triton = tl = TensorDescriptor = None
 jit = triton.jit if triton else (lambda function: function)
 
-# A run directory keeps the script that made it, and the tools in runs/ import that copy. They use
-# the names below and no others (tests/test_interface.py). INTERFACE rises when one of them, or what
-# `attend` in GPT.trunk receives, changes its meaning; a tool refuses a script of another number.
-INTERFACE = 2
-INTERFACE_NAMES = """
-    Config UserError GPT Tokenizer Dataset Ranks TrainState Job Batch ShardReader PackLoader Log
-    empty_packs fill_pack validation_documents validation_batch bits_per_byte
-    lr_multiplier muon_momentum stage_attention stage_index
-    start_ranks choose_dtype choose_attention sdpa_attention peak_memory_gib describe_machine
-    build_state build_optimizer warm_up train train_step load load_checkpoint save_checkpoint checkpoints
-    read_config write_atomically
-    build_parser config_changes change_config make_config run_command
-""".split()
-
 
 class UserError(Exception):
     """Something the user can fix; printed as one sentence, without a traceback."""
@@ -749,20 +735,12 @@ class GPT(nn.Module):
             weights.append(LayerWeights(qkv, o, mlp[2 * layer], down))
         return weights
 
-    def trunk(
-        self,
-        tokens_T: Tensor,
-        previous_T: Tensor,
-        positions_T: Tensor,
-        attend: Callable,
-        weights: list[LayerWeights] | None = None,
-    ) -> Tensor:
+    def trunk(self, tokens_T, previous_T, positions_T, attend: Callable, weights=None) -> Tensor:
         """Everything between token ids and the head.
 
-        Args:    tokens_T ids; previous_T id of the token before in the same document (any value at
-                 position 0); positions_T position in the document; attend(index, layer, q, k, v,
-                 gate (T, H) or None) -> y, all others (T, H, K), q scaled, y gated; weights as
-                 layer_weights() gave them
+        Args:    int tokens_T; previous_T the token before in the same document (any value at
+                 position 0); positions_T in the document; attend(index, layer, q, k, v, gate (T, H)
+                 or None) -> y, all others (T, H, K), q scaled, y gated; weights by layer_weights()
         Returns: normalised hidden state (T, D)
         """
         c = self.config
@@ -1680,12 +1658,8 @@ class Job:
     bytes_per_token: float  # of counted targets, for the estimate of bits per byte in the log
     note: str  # what there is to train on, for the log
     command: str = "pretrain"
-    load_start: Callable | None = (
-        None  # load_start(state) loads other weights than the initial ones
-    )
-    samples: Callable = (
-        continue_prompts  # samples(model, tokenizer, config) -> texts for the report
-    )
+    load_start: Callable | None = None  # load_start(state) loads weights to begin with
+    samples: Callable = continue_prompts  # samples(model, tokenizer, config) -> texts
     description: dict = field(default_factory=dict)  # further entries of config.json
     scripts: tuple[Path, ...] = ()  # further scripts that the run directory keeps
 
@@ -1710,25 +1684,18 @@ def pretraining_job(config: Config) -> Job:
 def check_length(job: Job, args: argparse.Namespace) -> None:
     """Raises UserError if the run needs more text than there is, or is too short to profile."""
     config = job.config
-    packs = sum(
-        config.stage_table[stage_index(config, step)].packs for step in range(config.num_steps)
-    )
+    packs = sum(config.stage_table[stage_index(config, s)].packs for s in range(config.num_steps))
     needed = packs * config.pack_tokens
     if needed > job.available:
         whole_steps = job.available // config.step_tokens - len(config.stages) + 1
         fewer = int(whole_steps * config.step_tokens)
-        if fewer > 0:
-            advice = f"ask for fewer with --tokens {fewer}, or"
-        else:
-            advice = "add text, make the batch smaller, or"
+        way = f"ask for fewer with --tokens {fewer}" if fewer > 0 else "make the batch smaller"
         raise UserError(
             f"{config.data} holds {job.available:,} training tokens, the run asks for {needed:,}; "
-            f"{advice} allow repeats with --set max_epochs=N"
+            f"{way}, add text, or allow repeats with --set max_epochs=N"
         )
     if args.profile and config.num_steps < 11:
-        raise UserError(
-            f"--profile traces steps 11 to 15, the run has {config.num_steps}; use --steps 15 or more"
-        )
+        raise UserError(f"--profile traces steps 11 to 15 of {config.num_steps}; use more --steps")
 
 
 @dataclass
@@ -1830,10 +1797,8 @@ def resume(run: Run) -> None:
     run.log.rewind(step)
     run.log.say(f"resumed at step {step} from {newest}")
     if step > config.num_steps:
-        raise UserError(
-            f"{run.run_dir} is at step {step} already, the flags ask for {config.num_steps}; ask for "
-            f"more, or leave out --steps and --tokens"
-        )
+        asked = f"the flags ask for {config.num_steps}; ask for more, or leave them out"
+        raise UserError(f"{run.run_dir} is at step {step} already, {asked}")
 
     # The next --resume goes on with the flags of this one.
     finished = step == config.num_steps and (run.run_dir / "report.md").is_file()
@@ -1860,7 +1825,7 @@ def prepare_loop(run: Run) -> None:
     token_bytes = torch.zeros(config.padded_vocab, dtype=torch.long)
     token_bytes[: config.vocab_size] = torch.from_numpy(job.dataset.tokenizer.token_bytes)
     run.token_bytes = token_bytes.to(run.ranks.device)
-    run.peak_flops = peak_flops(run.ranks.device, run.state.model.embed.dtype)
+    run.peak_flops = peak_flops(run.ranks.device)
     run.stopper = Stopper(run.ranks)
     run.begun = dataclasses.replace(run.progress)
     run.logged = dataclasses.replace(run.progress)
@@ -1925,18 +1890,11 @@ def evaluate(run: Run) -> float:
     if not math.isfinite(bpb):
         advice = diverged_advice(run.run_dir)
         raise UserError(f"validation gave {bpb} at step {state.step}; {advice}")
-    run.log.say(
-        f"step {state.step:6d}/{run.job.config.num_steps} | val bpb {bpb:.4f} "
-        f"| elapsed {progress.train_seconds:.1f} s"
-    )
-    run.log.write(
-        {
-            "step": state.step,
-            "tokens": progress.tokens,
-            "train_seconds": progress.train_seconds,
-            "val_bpb": bpb,
-        }
-    )
+    seconds = progress.train_seconds
+    place = f"step {state.step:6d}/{run.job.config.num_steps}"
+    run.log.say(f"{place} | val bpb {bpb:.4f} | elapsed {seconds:.1f} s")
+    entry = {"step": state.step, "tokens": progress.tokens, "train_seconds": seconds}
+    run.log.write({**entry, "val_bpb": bpb})
     return bpb
 
 
@@ -1953,10 +1911,8 @@ def stop_early(run: Run) -> None:
     run.loader.close()
     run.log.close()
     name = signal.Signals(run.stopper.signal).name
-    raise UserError(
-        f"stopped by {name} at step {run.state.step}, saved; continue with "
-        f"`--resume --run-dir {run.run_dir}`"
-    )
+    way = f"continue with `--resume --run-dir {run.run_dir}`"
+    raise UserError(f"stopped by {name} at step {run.state.step}, saved; {way}")
 
 
 def finish(run: Run) -> dict:
@@ -2150,9 +2106,9 @@ def choose_packs(config: Config, ranks: Ranks) -> int:
     """Packs in a micro-batch: the most that divide every stage's batch, fit into memory and help speed."""
     for stage in config.stage_table:
         if stage.packs % ranks.world:
+            way = f"use a number of processes that divides {stage.packs}"
             raise UserError(
-                f"a step of {stage.packs} packs does not divide over {ranks.world} processes; "
-                f"use a number of processes that divides {stage.packs}"
+                f"{stage.packs} packs do not divide over {ranks.world} processes; {way}"
             )
     limit = 8192
     if ranks.device.type == "cuda":
@@ -2160,9 +2116,8 @@ def choose_packs(config: Config, ranks: Ranks) -> int:
     if config.micro_batch_tokens:
         limit = config.micro_batch_tokens
         if limit % config.pack_tokens:
-            raise UserError(
-                f"--micro-batch-tokens {limit} is not a multiple of pack_tokens={config.pack_tokens}"
-            )
+            multiple = f"a multiple of pack_tokens={config.pack_tokens}"
+            raise UserError(f"--micro-batch-tokens {limit} is not {multiple}")
     common = math.gcd(*(stage.packs // ranks.world for stage in config.stage_table))
     divisors = [d for d in range(1, common + 1) if common % d == 0]
     return max((d for d in divisors if d * config.pack_tokens <= limit), default=1)
@@ -2225,10 +2180,8 @@ def start_ranks() -> Ranks:
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     if torch.cuda.is_available():
         if local_rank >= torch.cuda.device_count():
-            raise UserError(
-                f"torchrun started process {local_rank} on this machine, which has "
-                f"{torch.cuda.device_count()} GPU(s); lower --nproc_per_node"
-            )
+            gpus = f"{torch.cuda.device_count()} GPU(s); lower --nproc_per_node"
+            raise UserError(f"torchrun started process {local_rank} on a machine with {gpus}")
         torch.cuda.set_device(local_rank)
         # OpenMP threads that wait slow down runs beside this one: 87 to 125 ms a step.
         torch.set_num_threads(1)
@@ -2268,23 +2221,13 @@ PEAK_TFLOPS = {
 }  # fmt: skip
 
 
-def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Peak FLOP/s of the device: from the table, else what a matrix product reaches here."""
+def peak_flops(device: torch.device) -> float:
+    """Peak FLOP/s of the device; infinite if the table does not know it, which makes the MFU 0."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     for key, tflops in PEAK_TFLOPS.items():
         if re.search(rf"\b{key}\b", name):  # an A4000 is no A40
             return tflops * 1e12
-    size = 4096 if device.type == "cuda" else 1024
-    ranks = Ranks(0, 0, 1, device)
-    a = torch.randn(size, size, device=device, dtype=dtype)
-    best = math.inf
-    for _ in range(5):
-        ranks.sync()
-        begin = time.perf_counter()
-        a @ a
-        ranks.sync()
-        best = min(best, time.perf_counter() - begin)
-    return 2 * size**3 / best
+    return math.inf
 
 
 def flops_per_token(config: Config, windows: tuple[int, int], positions: Tensor) -> float:
@@ -2376,13 +2319,11 @@ class Tokenizer:
             self.specials = spec["special_tokens"]
             ranks = [base64.b64decode(rank) for rank in spec["ranks"]]
         except FileNotFoundError:
-            raise UserError(
-                f"no tokenizer at {path}; make one with python data/tokenizer.py train"
-            ) from None
+            way = "make one with python data/tokenizer.py train"
+            raise UserError(f"no tokenizer at {path}; {way}") from None
         except (ValueError, KeyError, TypeError) as error:
-            raise UserError(
-                f"{path} is not a tokenizer.json of this project ({error!r}); make it again"
-            ) from None
+            what = "is not a tokenizer.json of this project"
+            raise UserError(f"{path} {what} ({error!r}); make it again") from None
         self.vocab_size = max(len(ranks) - 1, *self.specials.values()) + 1
         self.mergeable = {rank: i for i, rank in enumerate(ranks)}
         self.bos_id = self.specials.get("<|bos|>", self.specials.get("<|endoftext|>"))
@@ -2453,9 +2394,8 @@ class Dataset:
             stated = info["tokenizer_sha256"]
             _ = info["splits"]["train"]["text_bytes"]
         except (ValueError, KeyError) as error:
-            raise UserError(
-                f"{root}/dataset.json cannot be read ({error!r}); make the dataset again"
-            ) from None
+            way = "make the dataset again"
+            raise UserError(f"{root}/dataset.json cannot be read ({error!r}); {way}") from None
         tokenizer = Tokenizer(root / "tokenizer.json")
         found = hashlib.sha256((root / "tokenizer.json").read_bytes()).hexdigest()
         if found != stated:
@@ -2482,36 +2422,28 @@ class Dataset:
 
         Raises: UserError if it is truncated, corrupt, of another format or of another tokenizer
         """
-        again = f"make or download it again with the scripts in data/ ({self.root})"
         header = np.fromfile(path, "<i4", 256)
-        if header.size < 256 or header[0] != SHARD_MAGIC or header[1] != 1:
-            raise UserError(f"{path} is not a token shard of version 1; {again}")
-        count = int(header[2])
-        size = path.stat().st_size
-        if count < 1 or size != 1024 + 2 * count:
-            raise UserError(
-                f"{path} is truncated: its header states {count} tokens, the file holds "
-                f"{(size - 1024) // 2}; {again}"
-            )
-        tokens = np.fromfile(path, "<u2", count, offset=1024)
+        tokens = np.fromfile(path, "<u2", offset=1024)
+        for problem in self.shard_problems(path.stat().st_size, header, tokens):
+            again = f"make or download it again with the scripts in data/ ({self.root})"
+            raise UserError(f"{path} {problem}; {again}")
+        return tokens
 
-        # Zeros in the header mean "not stated": shards of other projects have no hashes.
+    def shard_problems(self, size: int, header: np.ndarray, tokens: np.ndarray) -> Iterator[str]:
+        """Zeros in the header mean "not stated": shards of other projects have no hashes."""
+        if header.size < 256 or header[0] != SHARD_MAGIC or header[1] != 1:
+            yield "is not a token shard of version 1"
+        if header[2] < 1 or size != 1024 + 2 * header[2]:
+            yield f"is truncated: its header states {header[2]} tokens, the file holds {len(tokens)}"
         tokenizer_hash = header[5:13]
         if tokenizer_hash.any() and tokenizer_hash.tobytes().hex() != self.info["tokenizer_sha256"]:
-            raise UserError(
-                f"{path} was made with another tokenizer than {self.root}/tokenizer.json; {again}"
-            )
+            yield f"was made with another tokenizer than {self.root}/tokenizer.json"
         checksum = header[13:21]
         if checksum.any() and hashlib.sha256(tokens.tobytes()).digest() != checksum.tobytes():
-            raise UserError(
-                f"{path} is corrupt: the checksum in its header does not fit its tokens; {again}"
-            )
-        if tokens.max() >= self.tokenizer.vocab_size:
-            raise UserError(
-                f"{path} holds token {tokens.max()}, the tokenizer has {self.tokenizer.vocab_size} "
-                f"entries; use the tokenizer that the shards were made with"
-            )
-        return tokens
+            yield "is corrupt: the checksum in its header does not fit its tokens"
+        vocab_size = self.tokenizer.vocab_size
+        if tokens.max() >= vocab_size:
+            yield f"holds token {tokens.max()}, but its tokenizer has {vocab_size} entries"
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -2526,6 +2458,19 @@ def write_atomically(path: Path, text: str) -> None:
 
 # -- the run directory
 
+# The tools in runs/ import the script that a run directory keeps. They use these names and no others
+# (tests/test_interface.py). INTERFACE rises when one of them, or what `attend` in GPT.trunk receives,
+# changes its meaning; a tool refuses a script of another number.
+INTERFACE = 2
+INTERFACE_NAMES = """
+    Config UserError GPT Tokenizer Dataset Ranks TrainState Job Batch Packs MicroBatch ShardReader
+    PackLoader Log empty_packs fill_pack validation_documents validation_batch bits_per_byte
+    lr_multiplier muon_momentum stage_attention stage_index start_ranks choose_dtype choose_attention
+    sdpa_attention peak_memory_gib describe_machine build_state build_optimizer warm_up train train_step
+    checkpoints load_checkpoint save_checkpoint read_config read_description write_atomically
+    FROZEN FROZEN_ON_RESUME build_parser config_changes change_config make_config run_command
+""".split()
+
 
 def prepare_run_dir(job: Job, args: argparse.Namespace, ranks: Ranks) -> Path:
     """Creates or checks the run directory; all ranks get the same answer."""
@@ -2538,17 +2483,16 @@ def prepare_run_dir(job: Job, args: argparse.Namespace, ranks: Ranks) -> Path:
     if ranks.world > 1:
         dist.broadcast_object_list(of_main, 0)
     run_dir = Path(of_main[0])
-    if of_main[1] != newest:  # a shared file system may be seconds behind on another machine
+    if of_main[1] != newest:
         raise UserError(
-            f"process {ranks.rank} would continue {newest} in {run_dir}, process 0 {of_main[1]}; the "
-            f"run directory must be on one file system for all; if it is, start again"
+            f"process {ranks.rank} sees {newest} in {run_dir}, process 0 sees {of_main[1]}; put the run "
+            f"directory on a file system that all share; if it is there, it lags: start again"
         )
 
     if args.resume:
         if not checkpoints(run_dir):
-            raise UserError(
-                f"--resume found no complete checkpoint in {run_dir}/checkpoints; start without --resume"
-            )
+            what = f"no complete checkpoint in {run_dir}/checkpoints"
+            raise UserError(f"--resume found {what}; start without --resume")
         tokenizer = job.dataset.tokenizer.path
         if (run_dir / "tokenizer.json").read_bytes() != tokenizer.read_bytes():
             raise UserError(
@@ -2559,16 +2503,14 @@ def prepare_run_dir(job: Job, args: argparse.Namespace, ranks: Ranks) -> Path:
 
     if ranks.is_main:
         if (run_dir / "log.jsonl").exists():
-            way = "nothing was saved in it, so remove it"
-            if checkpoints(run_dir):
-                way = "continue it with --resume"
+            saved = checkpoints(run_dir)
+            way = "continue it with --resume" if saved else "nothing was saved in it, so remove it"
             raise UserError(f"{run_dir} already holds a run; {way}, or name another --run-dir")
         try:
             run_dir.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise UserError(
-                f"cannot create the run directory {run_dir} ({error.strerror})"
-            ) from None
+            reason = error.strerror
+            raise UserError(f"cannot create the run directory {run_dir} ({reason})") from None
     return run_dir
 
 
@@ -2578,9 +2520,8 @@ def read_config(run_dir: Path) -> Config:
     if not isinstance(values, dict):
         raise UserError(f"{run_dir} is not a run directory: its config.json holds no config")
     if not (run_dir / Path(__file__).name).is_file():
-        raise UserError(
-            f"{run_dir} is no run of {Path(__file__).name}; call the script that lies in it"
-        )
+        name = Path(__file__).name
+        raise UserError(f"{run_dir} is no run of {name}; call the script that lies in it")
     known = {f.name for f in dataclasses.fields(Config)}
     return Config(**{name: as_tuple(v) for name, v in values.items() if name in known})
 
@@ -2590,41 +2531,13 @@ def read_description(run_dir: Path) -> dict:
     try:
         return json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise UserError(
-            f"{run_dir} is not a run directory: its config.json cannot be read ({error})"
-        ) from None
+        what = "is not a run directory: its config.json cannot be read"
+        raise UserError(f"{run_dir} {what} ({error})") from None
 
 
 def as_tuple(value):
     """JSON has lists where Config has tuples."""
     return tuple(as_tuple(v) for v in value) if isinstance(value, list | tuple) else value
-
-
-def load(run_dir: str | Path, step: int | None = None, device: str | None = None, **changes):
-    """A trained model for use, from the newest checkpoint or that of a step.
-
-    Args:    changes of the Config, such as dtype and attention, which another machine may not have
-    Returns: model, tokenizer, config
-    """
-    from safetensors.torch import load_file
-
-    run_dir = Path(run_dir)
-    found = checkpoints(run_dir)
-    if step is not None:
-        found = [path for path in found if int(path.name.removeprefix("step_")) == step]
-    if not found:
-        where = f"of step {step} " if step is not None else ""
-        raise UserError(
-            f"no checkpoint {where}in {run_dir}/checkpoints; name a run directory with a finished save"
-        )
-    config = dataclasses.replace(read_config(run_dir), **changes)
-    default_device = start_ranks().device
-    device = torch.device(device) if device else default_device
-    model = GPT(config, device, choose_dtype(config, device))
-    model.load_state_dict(load_file(found[-1] / "model.safetensors"))
-    model.set_stage(json.loads((found[-1] / "state.json").read_text())["attention"])
-    model.attention = choose_attention(model, lambda text: None)
-    return model.eval(), Tokenizer(run_dir / "tokenizer.json"), config
 
 
 # -- log
@@ -2651,10 +2564,8 @@ class Log:
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(entry) + "\n")
         except OSError as error:
-            raise UserError(
-                f"{self.path} could not be written ({error.strerror}); make room and go on with "
-                f"--resume from the last checkpoint"
-            ) from None
+            way = "make room and go on with --resume from the last checkpoint"
+            raise UserError(f"cannot write {self.path} ({error.strerror}); {way}") from None
         if self.wandb is not None:
             numbers = {k: v for k, v in entry.items() if isinstance(v, int | float)}
             self.wandb.log(numbers, step=entry["step"])
@@ -2689,17 +2600,13 @@ def start_wandb(run_dir: Path, name: str, config: dict):
     try:
         import wandb
     except ImportError:
-        raise UserError(
-            "--wandb needs the package wandb; pip install wandb, or leave the flag out"
-        ) from None
+        raise UserError("--wandb needs the package wandb; install it, or drop the flag") from None
     try:
         return wandb.init(project="decoderstack", name=name, config=config, dir=str(run_dir))
     except wandb.Error as error:
         reason = str(error).splitlines()[0].rstrip(".")
-        raise UserError(
-            f"--wandb could not start ({reason}); run `wandb login`, set WANDB_MODE=offline, or leave "
-            f"the flag out"
-        ) from None
+        way = "run `wandb login`, set WANDB_MODE=offline, or drop the flag"
+        raise UserError(f"--wandb could not start ({reason}); {way}") from None
 
 
 # -- checkpoints
@@ -2810,9 +2717,7 @@ def load_checkpoint(state: TrainState, folder: Path) -> dict:
 def diverged_advice(run_dir: Path) -> str:
     """What to do after a loss that is not finite."""
     found = checkpoints(run_dir)
-    way = "nothing was saved yet, so start again"
-    if found:
-        way = f"go on from {found[-1].name} with --resume"
+    way = f"go on from {found[-1].name} with --resume" if found else "start again"
     return f"{way} and lower rates, e.g. half of --set muon_lr= and --set adam_lr="
 
 
@@ -2859,24 +2764,13 @@ def draw_curve(run_dir: Path, title: str) -> str:
 
     lines = (run_dir / "log.jsonl").read_text(encoding="utf-8").splitlines()
     entries = [json.loads(line) for line in lines]
-    train = [e for e in entries if "loss" in e]
-    val = [e for e in entries if "val_bpb" in e]
+    train = [(e["tokens"] / 1e6, e["bpb"]) for e in entries if "loss" in e]
+    val = [(e["tokens"] / 1e6, e["val_bpb"]) for e in entries if "val_bpb" in e]
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     axes.plot(
-        [e["tokens"] / 1e6 for e in train],
-        [e["bpb"] for e in train],
-        color="#9bb8d3",
-        lw=1,
-        label="training (estimate from mean bytes)",
+        *np.array(train).reshape(-1, 2).T, color="#9bb8d3", label="training (from mean bytes)"
     )
-    axes.plot(
-        [e["tokens"] / 1e6 for e in val],
-        [e["val_bpb"] for e in val],
-        color="#c0392b",
-        marker="o",
-        ms=3,
-        label="validation",
-    )
+    axes.plot(*np.array(val).reshape(-1, 2).T, "o-", color="#c0392b", ms=3, label="validation")
     axes.set(xlabel="training tokens, millions", ylabel="bits per byte", title=title)
     axes.legend()
     axes.grid(alpha=0.3)
@@ -2890,28 +2784,27 @@ def draw_curve(run_dir: Path, title: str) -> str:
 # 10. COMMAND LINE -- flags, overrides, checks of the config
 
 
-def validate(config: Config) -> None:
-    """Raises UserError on values that contradict each other."""
+def model_problems(config: Config) -> Iterator[str]:
+    """What contradicts the shape of this model."""
     c = config
-    validate_stages(c)
-    validate_ranges(c)
     if c.num_layers < 3:
-        raise UserError(
-            f"num_layers={c.num_layers} is too few; the table of scalars needs at least 3"
-        )
+        yield f"num_layers={c.num_layers} is too few; the table of scalars needs at least 3"
     if c.shared_input_from < 0 or c.shared_input_from in c.no_attention_layers:
-        raise UserError(
-            f"shared_input_from={c.shared_input_from} is no layer with attention; name another"
-        )
+        yield f"shared_input_from={c.shared_input_from} is no layer with attention; name another"
     named = (*c.long_layers, *c.value_embed_layers, *c.key_offset_layers, *c.no_attention_layers)
-    highest = max(*named, c.backout_layer)
-    if highest >= c.num_layers:
-        raise UserError(
-            f"layer {highest} is named in the config but the last of num_layers is {c.num_layers - 1}"
-        )
+    if max(*named, c.backout_layer) >= c.num_layers:
+        highest = max(*named, c.backout_layer)
+        yield f"layer {highest} is named in the config, but the last of num_layers is {c.num_layers - 1}"
 
 
 # >>> shared: cli
+def validate(config: Config) -> None:
+    """Raises UserError with the first problem."""
+    for problems in (stage_problems, value_problems, model_problems):
+        for problem in problems(config):
+            raise UserError(problem)
+
+
 def bad_stage(config: Config) -> object:
     """The first row of the stage table that is not made of six numbers, or None."""
     for row in config.stages or ((),):
@@ -2921,49 +2814,41 @@ def bad_stage(config: Config) -> object:
     return None
 
 
-def validate_stages(config: Config) -> None:
+def stage_problems(config: Config) -> Iterator[str]:
     c = config
     row = bad_stage(c)
     if row is not None:
         names = [f.name for f in dataclasses.fields(Stage)]
-        raise UserError(f"stages: the row {row} must hold {len(names)} numbers: {', '.join(names)}")
+        yield f"stages: the row {row} must hold {len(names)} numbers: {', '.join(names)}"
     shares = sum(stage.share for stage in c.stage_table)
     if abs(shares - 1) > 1e-6:
-        raise UserError(f"the shares of the stages add up to {shares:.4f}, not 1")
+        yield f"the shares of the stages add up to {shares:.4f}, not 1"
     for stage in c.stage_table:
-        least = min(stage.packs, stage.window_short, stage.window_long)
-        if not 2 <= stage.max_doc <= c.max_seq_len or least < 1:
-            raise UserError(
-                f"a stage has max_doc={stage.max_doc}, which must be 2 to max_seq_len={c.max_seq_len}, "
-                f"and packs and windows of at least 1"
-            )
+        if not 2 <= stage.max_doc <= c.max_seq_len:
+            yield f"a stage has max_doc={stage.max_doc}, which must be 2 to max_seq_len={c.max_seq_len}"
+        if min(stage.packs, stage.window_short, stage.window_long) < 1:
+            yield "a stage has packs or windows below 1"
     if c.max_seq_len > c.pack_tokens:
-        raise UserError(
-            f"max_seq_len={c.max_seq_len} does not fit into a pack of {c.pack_tokens} tokens"
-        )
+        yield f"max_seq_len={c.max_seq_len} does not fit into a pack of {c.pack_tokens} tokens"
 
 
-def validate_ranges(config: Config) -> None:
+def value_problems(config: Config) -> Iterator[str]:
     c = config
     for name, length in (("momentum", 4), ("softcap", 3)):
         if len(getattr(c, name)) != length:
-            raise UserError(f"{name}={getattr(c, name)} must have {length} values")
+            yield f"{name}={getattr(c, name)} must have {length} values"
     if not 0 < c.softcap[0] <= 100:  # the loss computes exp(logit - bound) in fp32
-        raise UserError(
-            f"softcap={c.softcap}: the bound, its first value, must be above 0 and at most 100"
-        )
+        yield f"softcap={c.softcap}: the bound, its first value, must be above 0 and at most 100"
     if c.width % c.head_dim:
-        raise UserError(
-            f"width={c.width} is not a multiple of head_dim={c.head_dim}; change one of them"
-        )
+        yield f"width={c.width} is not a multiple of head_dim={c.head_dim}; change one of them"
     if c.head_dim % 4:
-        raise UserError(
-            f"head_dim={c.head_dim} is not a multiple of 4, which the rotary embedding needs"
-        )
+        yield f"head_dim={c.head_dim} is not a multiple of 4, which the rotary embedding needs"
     if c.vocab_size > 65536:
-        raise UserError(
-            f"vocab_size={c.vocab_size} does not fit the 16-bit shards; use at most 65,536 entries"
-        )
+        yield f"vocab_size={c.vocab_size} does not fit the 16-bit shards; use at most 65,536 entries"
+    if c.ahead_until <= 0:
+        yield f"ahead_until={c.ahead_until} must be above 0"
+    if not all(isinstance(prompt, str) for prompt in c.sample_prompts):
+        yield f"sample_prompts={c.sample_prompts} must be texts, e.g. ('def','import')"
     least = {
         "tokens": 1, "pack_tokens": 1, "pack_docs": 1, "log_every": 1, "max_epochs": 1, "val_tokens": 1,
         "keep_checkpoints": 1, "eval_every": 0, "save_every": -1, "seed": 0, "sample_tokens": 0,
@@ -2971,11 +2856,7 @@ def validate_ranges(config: Config) -> None:
     }  # fmt: skip
     for name, bound in least.items():
         if getattr(c, name) < bound:
-            raise UserError(f"{name}={getattr(c, name)} must be at least {bound}")
-    if c.ahead_until <= 0:
-        raise UserError(f"ahead_until={c.ahead_until} must be above 0")
-    if not all(isinstance(prompt, str) for prompt in c.sample_prompts):
-        raise UserError(f"sample_prompts={c.sample_prompts} must be texts, e.g. ('def','import')")
+            yield f"{name}={getattr(c, name)} must be at least {bound}"
 
 
 # Fields that a resumed or finetuned run may not change: the checkpoint would not fit, or the model
