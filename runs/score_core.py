@@ -520,6 +520,7 @@ class CoreScore:
     tasks: list[TaskScore]
     core: float  # mean of the centered accuracies
     seconds: float  # of scoring, without compilation
+    name: str = "CORE"  # chat_eval.py has another
 
     @property
     def items(self) -> int:
@@ -531,7 +532,7 @@ class CoreScore:
         writer.writerow(("task", "items", "accuracy", "centered", "seconds"))
         for row in self.tasks:
             writer.writerow((row.task, row.items, row.accuracy, row.centered, row.seconds))
-        writer.writerow(("CORE", self.items, "", self.core, self.seconds))
+        writer.writerow((self.name, self.items, "", self.core, self.seconds))
         return text.getvalue()
 
 
