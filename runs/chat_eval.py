@@ -84,7 +84,7 @@ LETTERS = "ABCDEFGHIJ"
 
 
 @dataclass
-class TextItem:
+class Item:
     """A question to answer in text."""
 
     question: str
@@ -180,13 +180,11 @@ def choice_question(question: str, choices: list[str]) -> str:
     return f"Multiple Choice question: {question}\n{lines}\n\nRespond only with the letter of the correct answer."
 
 
-def text_item(task: str, value: dict[str, Any]) -> TextItem:
+def text_item(task: str, value: dict[str, Any]) -> Item:
     """An item of gsm8k or humaneval."""
     if task == "gsm8k":
         answer = value["answer"]
-        return TextItem(
-            value["question"], answer.rpartition("####")[2].strip(), same_number(answer)
-        )
+        return Item(value["question"], answer.rpartition("####")[2].strip(), same_number(answer))
     prompt = value["prompt"]
     test = value["test"]
     entry = value["entry_point"]
@@ -194,15 +192,15 @@ def text_item(task: str, value: dict[str, Any]) -> TextItem:
     def right(answer: str) -> bool:
         return run_program(*program(prompt, answer, test, entry))
 
-    return TextItem(prompt, f"{entry} passes its tests", right)
+    return Item(prompt, f"{entry} passes its tests", right)
 
 
-def spelling_item(value: dict[str, Any]) -> TextItem:
+def spelling_item(value: dict[str, Any]) -> Item:
     question, answer = (message["content"] for message in value["messages"])
     if isinstance(answer, str):
-        return TextItem(question, answer, lambda text: text.strip() == answer)
+        return Item(question, answer, lambda text: text.strip() == answer)
     last = answer[-1]["text"]
-    return TextItem(question, last.rpartition("####")[2].strip(), same_number(last))
+    return Item(question, last.rpartition("####")[2].strip(), same_number(last))
 
 
 def read_task(name: str, folder: Path | None, limit: int) -> list | None:
@@ -269,7 +267,7 @@ class TextScore:
     samples: list[dict]  # those of this rank
 
 
-def score_texts(generator, items: list[TextItem], new_tokens: int, ranks, note: str) -> TextScore:
+def score_texts(generator, items: list[Item], new_tokens: int, ranks, note: str) -> TextScore:
     """Whether the most likely answer to each item is correct. Questions that fill the context count as wrong."""
     tokenizer = generator.tokenizer
     limit = generator.model.config.max_seq_len
