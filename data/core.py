@@ -4,8 +4,8 @@
     python data/core.py --download --data data/shards/climbmix                   fetches the public bundle
 
 It writes core/TASK.npz into the dataset directory and lists the files with their checksums in dataset.json;
-runs/score_core.py scores them. The files hold plain arrays, no pickle. An item is stored as what all its choices have in
-common, once, and then the rest of each choice:
+runs/score_core.py scores them. The files hold plain arrays, no pickle. An item is what all its choices have in common,
+stored once, and then the rest of each choice:
 
     tokens  uint16 (n,)      item 0: common tokens, rest of choice 0, rest of choice 1, ...; item 1: ...
     shared  int32 (items,)   length of the common tokens; BOS is the first unless the row was cut
@@ -218,7 +218,7 @@ def solved(item: dict[str, Any], task: dict[str, Any]) -> str:
 
 
 def render(item: dict[str, Any], shown: str, task: dict[str, Any]) -> list[str]:
-    """The texts to tokenize: one for each choice, or in language modelling one without and one with the continuation."""
+    """The texts to tokenize: one for each choice; in language modelling, one without and one with the continuation."""
     if task["type"] == "multiple_choice":
         return [shown + item["query"] + task["delimiter"] + choice for choice in item["choices"]]
     if task["type"] == "schema":
