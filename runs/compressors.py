@@ -56,7 +56,8 @@ def xz(text: bytes) -> int:
 
 def evaluated_text(script, dataset, config) -> bytes:
     """The text that validation scores."""
-    batch = script.validation_batch(dataset, config)
+    documents = script.validation_documents(dataset, config)
+    batch = script.validation_batch(documents, config, dataset.tokenizer.bos_id)
     return text_of(dataset.tokenizer, batch.targets.numpy().reshape(-1))
 
 
