@@ -167,7 +167,6 @@ def test_scaling_laws(sandbox, dataset_dir):
     assert done.returncode == 1 and "no dataset at" in done.stderr and "Traceback" not in done.stderr
 
 
-
 def test_speedrun(sandbox):
     """The steps in their order, with flags that exist; a second call trains nothing again."""
     (sandbox / "log").touch()
