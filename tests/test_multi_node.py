@@ -201,7 +201,7 @@ def test_multi_node_calls_torchrun(fakes, dataset_dir, tmp_path):
     assert {"--rdzv-backend=c10d", "--rdzv-endpoint=node0:1234", "--rdzv-id=seven", "--max-restarts=5"} <= set(words)
     assert words[words.index("--no-python") :][:3] == ["--no-python", "bash", "runs/multi_node.sh"]
     assert f"runs/multi_node.sh --save-every 250 {' '.join(argv)}" in fakes.calls()[-1]  # a later --save-every wins
-    for more, text in ((("--stepps", "3"), "did you mean --steps?"), (("--resume",), "decides by itself")):
+    for more, text in ((("--stepps", "3"), "did you mean --steps?"), (("--resume",), "adds --resume where")):
         done = fakes.run("multi_node.sh", *argv, *more)
         assert done.returncode and text in done.err and done.err.count("\n") == 1
     assert "needs --run-dir" in fakes.run("multi_node.sh", "--steps", "3").err
