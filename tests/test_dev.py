@@ -147,7 +147,7 @@ def test_ablations_are_differences_to_the_whole_recipe(tmp_path, capsys, monkeyp
     table += "| backout | +0.2500 | -9.50 |\n| smear | +0.0125 | -1.00 |\n"
     assert (tmp_path / "ablations.md").read_text() == table and capsys.readouterr().out.endswith(table)
     monkeypatch.setattr(sys, "argv", ["ablate.py", "--only", "smear", "--out", str(tmp_path), "--seed", "2"])
-    assert ablate.main() == 1 and "whole_recipe is of other flags" in capsys.readouterr().out
+    assert ablate.main() == 1 and "whole_recipe has other flags" in capsys.readouterr().out
     monkeypatch.setattr(sys, "argv", ["ablate.py", "--only", "nothing", "--out", str(tmp_path)])
     assert ablate.main() == 1 and "value embeddings" in capsys.readouterr().err
     for change in ablate.TECHNIQUES.values():  # every switch is a field of today's Config, with a value of its type
