@@ -1,49 +1,46 @@
-"""DecoderStack-small: the whole training stack of an 11-layer, 768-wide GPT in one file.
+"""DecoderStack-small: how an 11-layer, 768-wide GPT is trained, in one file.
 
-    python train_small.py                                     one GPU (or a laptop: add @runs/cpu.args)
+    python train_small.py                                     one GPU (on a laptop add @runs/cpu.args)
     torchrun --standalone --nproc_per_node=8 train_small.py   eight GPUs, same recipe, same tokens per step
-    python train_small.py sft --from out/RUN                  finetune on the conversations of data/sft.py
-    python train_small.py sample --from out/RUN --prompt "Once upon a time"
-    python train_small.py core --from out/RUN                 score the CORE tasks of the run's dataset (data/core.py)
 
-Reads a dataset directory (binary shards + tokenizer.json, see data/README.md) and writes a run directory that
-holds this script, config.json, log.jsonl, checkpoints, report.md and curve.png. Results: README.md.
+It reads a dataset directory (binary shards and tokenizer.json, see data/README.md) and writes a run
+directory that holds this script, config.json, log.jsonl, checkpoints, report.md and curve.png.
+What is done with a trained model lives in runs/: sample.py, chat.py, score_core.py, finetune.py.
 
-Sections
-     1. CONFIG         every recipe number, the stage table, the parameter table
-     2. MODEL          one trunk for packed training and for decoding with a KV cache
-     3. OPTIMIZER      NorMuon and Adam, state sharded over ranks
-     4. SCHEDULE       learning rate, momentum, windows, rotary frequencies: pure functions of the step
-     5. DATA           shards -> packs of documents -> micro-batches
-     6. ATTENTION      FlashAttention 3, a Triton kernel, torch varlen, or blocked SDPA behind one signature
-     7. KERNELS        Triton: head and loss, symmetric products, relu^2, attention; fp8 products
-     8. EVALUATION     bits per byte; CORE, with the prefix that choices share computed once
-     9. GENERATION     KV cache, sampling, calculator, rows that decode together, streaming text
-    10. RUN UTILITIES  devices, ranks, log, checkpoints, report
-    11. MAIN           train_step, warm-up, the loop, the command line
+The file reads downward. One training step needs sections 1 to 6; kernels come last.
 
-Letters in shape comments: T packed tokens, D width, H heads, K head width, F MLP hidden width, V vocabulary,
-L layers, A layers with attention, G documents in a micro-batch, B rows of a decoding batch, S cache length.
+     1. CONFIG        every recipe number, the stage table, the parameter table
+     2. SCHEDULE      learning rate, momentum, windows, rotary frequencies: pure functions of the step
+     3. TRAINING      the outline of a run, the loop, one step, CUDA graphs
+     4. MODEL         one trunk between token ids and head; attention is passed in
+     5. DATA          shards -> packs of documents -> micro-batches
+     6. OPTIMIZER     NorMuon and Adam, state sharded over ranks
+     7. EVALUATION    bits per byte, samples
+     8. RUN           ranks and devices, model building, warm-up, start, resume, finish
+     9. FILES         dataset directory, run directory: log, checkpoints, report
+    10. COMMAND LINE  flags, overrides, checks of the config
+    11. ATTENTION     FlashAttention 3, a Triton kernel, torch varlen or SDPA behind one signature
+    12. KERNELS       Triton, each beside a plain reference; fp8 products
+
+Letters in shape comments: T packed tokens, D width, H heads, K head width, F MLP hidden width,
+V vocabulary, L layers, A layers with attention, E value embeddings, G documents in a micro-batch,
+P packs.
 """
+
 # >>> shared: imports
 from __future__ import annotations
 
 import argparse
 import ast
 import base64
-import bisect
-import codecs
-import csv
 import dataclasses
 import datetime
 import difflib
 import errno
 import gc
 import hashlib
-import io
 import json
 import math
-import operator
 import os
 import platform
 import queue
@@ -55,8 +52,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -64,7 +62,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-try:  # CPUs, Macs and Windows do without: every kernel has a plain path
+try:  # CPUs, Macs and Windows do without Triton: every kernel has a plain path
     import triton
     import triton.language as tl
     from triton.tools.tensor_descriptor import TensorDescriptor
@@ -73,17 +71,14 @@ except ImportError:
 jit = triton.jit if triton else (lambda function: function)
 
 
-INTERFACE = 2  # rises when what runs/*.py use of this script changes its meaning
-
-
 class UserError(Exception):
-    """Something the user can mend; printed as one sentence, without a traceback."""
+    """Something the user can fix; printed as one sentence, without a traceback."""
 
 
 # <<< shared: imports
 # ===============================================================================
 # 1. CONFIG -- every recipe number with its unit or reason
-# A field is changed here, or for a try-out with --set NAME=VALUE (which voids record status).
+# Change a field here, or for a try-out with --set NAME=VALUE (which voids record status).
 # Numbers of modded-nanogpt and nanochat are credited where they are used.
 
 
@@ -92,8 +87,8 @@ class Stage:
     """One row of the stage table. Windows and lengths are in tokens."""
 
     share: float  # of the run's steps
-    packs: int  # packs of a step, over all ranks and micro-batches
-    window_short: int  # keys a query sees behind itself in most layers
+    packs: int  # packs in a step, over all ranks and micro-batches
+    window_short: int  # how many keys a query sees behind itself in most layers
     window_long: int  # the same in Config.long_layers
     max_doc: int  # a longer document continues as a new segment behind a fresh BOS
     lr_mult: float  # about sqrt(batch / batch of the first stage)
@@ -106,32 +101,34 @@ class Config:
     width: int = 768
     head_dim: int = 128
     mlp_width: int = 3072
-    vocab_size: int = 32768  # taken from the dataset's tokenizer
+    vocab_size: int = 32768  # replaced by that of the dataset's tokenizer
     max_seq_len: int = 2048  # longest document in validation and generation
     no_attention_layers: tuple = (6,)  # modded-nanogpt record 17
     long_layers: tuple = (3, 10)
     key_offset_layers: tuple = (3, 10)  # half of each key comes from the previous token
     value_embed_layers: tuple = (1, 2, 8, 9, 10)
-    shared_input_from: int = 8  # attention of this layer and of all after it reads the same input (record 77)
+    shared_input_from: int = 8  # from this layer on all attention reads the same input (record 77)
     attention_gates: bool = True
     bigram_rows: int = 163840  # 5 x 32,768; 0 switches the bigram embedding off
     smear: bool = True
     x0_injection: bool = True
     backout_layer: int = 7  # half of this layer's output is subtracted before the head; -1: off
     gate_width: int = 12  # channels that the small gates read
-    attention_scale: float = 0.12  # modded-nanogpt record 20; grows by YaRN when the long window grows
+    attention_scale: float = 0.12  # modded-nanogpt record 20; YaRN raises it with the long window
     rotary_base: float = 1024.0
-    frequencies: tuple = ()  # of the rotary embedding; (): by rotary_base; finetuning takes over its source's
+    frequencies: tuple = ()  # of the rotary embedding; (): by rotary_base
     softcap: tuple = (23.0, 5.0, 7.5)  # logits = a * sigmoid((z + b) / c), modded-nanogpt record 54
-    fp8: bool = True  # products of qkv and MLP, in training only, from compute capability 8.9 on
+    fp8: bool = True  # products of qkv and MLP, only in training, from compute capability 8.9 on
     fp8_head: bool = True  # the same for the head
-    ahead: tuple = (1.0,)  # loss weights of the next tokens; more than one: multi-token prediction (record 53)
+    ahead: tuple = (
+        1.0,
+    )  # loss weights of the next tokens; several: multi-token prediction (record 53)
     ahead_until: float = 0.5  # share of the run over which all weights but the first fall to 0
     prefix_weight: float = 0.25  # of a second target in the loss, see Tokenizer.prefixes(); 0: off
     # -- data
-    pack_tokens: int = 8192  # unit of the loader; a step is a fixed number of packs
+    pack_tokens: int = 8192  # the loader's unit; a step is a fixed number of packs
     pack_docs: int = 64  # most documents in a pack; a pack that would hold more is padded
-    tokens: int = 340_000_000  # length of the run; 0, only in finetuning: all of max_epochs
+    tokens: int = 340_000_000  # length of the run
     max_epochs: int = 1  # more than 1 allows repeated text
     val_tokens: int = 10_485_760  # validation stops after this many tokens
     # -- stages: share, packs, window_short, window_long, max_doc, lr_mult
@@ -148,17 +145,10 @@ class Config:
     momentum: tuple = (0.85, 0.95, 300, 50)  # from, to, warm-up steps, cool-down steps
     cooldown: float = 0.6  # share of the run over which the rate falls
     lr_floor: float = 0.15  # rate at the end, as a fraction of the base rate
-    # -- finetuning: what sft_config builds its one stage from
-    source: str = ""  # the checkpoint it starts from, set by --from; "": pretraining
-    sft_packs: int = 8  # packs of a step; conversations are few, so this is less than in pretraining
-    sft_lr: float = 0.8  # rate at the start, as a fraction of the base rate; nanochat's
-    sft_moments: bool = True  # keep the optimizer's moments of the source; "slightly better" in nanochat
-    # -- evaluation and sampling
-    core_items: int = 0  # scored items of each CORE task; 0: all, -1: no CORE at the end of pretraining
-    sample_tokens: int = 128
-    temperature: float = 0.8
-    top_k: int = 50
-    top_p: float = 1.0
+    # -- samples in the report
+    sample_prompts: tuple = ("Once upon a time", "The most important thing is", "In the year")
+    sample_tokens: int = 100
+    sample_temperature: float = 0.5
     # -- run knobs (flags of their own, no part of the recipe)
     data: str = "data/shards/climbmix"
     seed: int = 0
@@ -170,7 +160,7 @@ class Config:
     attention: str = "auto"
     dtype: str = "auto"
     compile: bool = True
-    cuda_graphs: bool = True  # where compiled; False launches kernel by kernel and takes 4 GiB less
+    cuda_graphs: bool = True  # where compiled; False launches every kernel and needs 4 GiB less
     wandb: str = ""
 
     @property
@@ -183,64 +173,22 @@ class Config:
 
     @property
     def padded_vocab(self) -> int:
-        return -(-self.vocab_size // 64) * 64  # tensor cores and the loss kernel like multiples of 64
-
-    @property
-    def step_tokens(self) -> float:
-        return sum(s.share * s.packs for s in self.stage_table) * self.pack_tokens  # mean over the stages
-
-    @property
-    def num_steps(self) -> int:
-        return max(1, round(self.tokens / self.step_tokens))
+        return (
+            -(-self.vocab_size // 64) * 64
+        )  # tensor cores and the loss kernel like multiples of 64
 
     @property
     def stage_table(self) -> tuple[Stage, ...]:
         return tuple(Stage(*row) for row in self.stages)
 
-    def validate(self) -> None:
-        """Raises UserError on values that contradict each other."""
-        for field, length in (("momentum", 4), ("softcap", 3)):
-            if len(getattr(self, field)) != length:
-                raise UserError(f"{field}={getattr(self, field)} must have {length} values")
-        if not 0 < self.softcap[0] <= 100:  # the loss takes exp(logit - bound) in fp32
-            raise UserError(f"softcap={self.softcap}: the bound, its first value, must be above 0 and at most 100")
-        names = [field.name for field in dataclasses.fields(Stage)]
-        for row in self.stages:
-            if not isinstance(row, tuple) or len(row) != len(names) or not all(isinstance(v, int | float) for v in row):
-                raise UserError(f"stages: the row {row} must hold {len(names)} numbers: {', '.join(names)}")
-        if self.num_layers < 3:
-            raise UserError(f"num_layers={self.num_layers} is too few; the table of scalars needs at least 3")
-        if self.width % self.head_dim:
-            raise UserError(f"width={self.width} is not a multiple of head_dim={self.head_dim}; change one of them")
-        if self.head_dim % 4:
-            raise UserError(f"head_dim={self.head_dim} is not a multiple of 4, which the rotary embedding needs")
-        if self.vocab_size > 65536:
-            raise UserError(f"vocab_size={self.vocab_size} does not fit the 16-bit shards; use at most 65,536 entries")
-        if abs(sum(s.share for s in self.stage_table) - 1) > 1e-6:
-            raise UserError(f"the shares of the stages add up to {sum(s.share for s in self.stage_table):.4f}, not 1")
-        for stage in self.stage_table:
-            least = min(stage.packs, stage.window_short, stage.window_long)
-            if not 2 <= stage.max_doc <= self.max_seq_len or least < 1:
-                raise UserError(f"a stage has max_doc={stage.max_doc}, which must be 2 to max_seq_len="
-                                f"{self.max_seq_len}, and packs and windows of at least 1")  # fmt: skip
-        if self.max_seq_len > self.pack_tokens:
-            raise UserError(f"max_seq_len={self.max_seq_len} does not fit into a pack of {self.pack_tokens} tokens")
-        last = self.num_layers - 1
-        used = (*self.long_layers, *self.value_embed_layers, *self.key_offset_layers, *self.no_attention_layers,
-                self.backout_layer)  # fmt: skip
-        if self.shared_input_from < 0 or self.shared_input_from in self.no_attention_layers:
-            raise UserError(f"shared_input_from={self.shared_input_from} is no layer with attention; name another")
-        if max(used) > last:
-            raise UserError(f"layer {max(used)} is named in the config but the last of num_layers is {last}")
-        least = {"tokens": int(not self.source), "pack_tokens": 1, "pack_docs": 1, "log_every": 1, "max_epochs": 1,
-                 "sample_tokens": 1, "val_tokens": 1, "keep_checkpoints": 1, "eval_every": 0, "save_every": -1,
-                 "seed": 0, "top_k": 0}  # fmt: skip
-        for field, bound in least.items():
-            if getattr(self, field) < bound:
-                raise UserError(f"{field}={getattr(self, field)} must be at least {bound}")
-        if min(self.top_p, self.ahead_until) <= 0 or self.temperature < 0:
-            raise UserError(f"top_p={self.top_p} and ahead_until={self.ahead_until} must be above 0, "
-                            f"temperature={self.temperature} at least 0")  # fmt: skip
+    @property
+    def step_tokens(self) -> float:
+        """Tokens in a step, the mean over all steps."""
+        return sum(s.share * s.packs for s in self.stage_table) * self.pack_tokens
+
+    @property
+    def num_steps(self) -> int:
+        return max(1, round(self.tokens / self.step_tokens))
 
 
 @dataclass(frozen=True)
@@ -250,23 +198,26 @@ class Policy:
     optimizer: str  # "normuon" for matrices, "adam" for the rest
     lr_mult: float  # times Config.muon_lr or Config.adam_lr
     betas: tuple = ()  # Adam only
-    weight_decay: float = 0.0  # cautious and tied to the schedule: p -= lr * weight_decay * schedule * p
+    weight_decay: float = (
+        0.0  # cautious, and tied to the schedule: p -= lr * weight_decay * schedule * p
+    )
     rows: int = 0  # NorMuon: rows of one orthogonalised matrix; 0: the bank's own
     odd_mult: float = 1.0  # NorMuon: factor on lr_mult of every second matrix of a bank
-    late: bool = False  # gradients are reduced while the next step computes and applied at its end, see Optimizer.step
+    late: bool = False  # updated one step later, see Optimizer.step
 
 
 def parameter_table(config: Config) -> dict[str, Policy]:
     """All optimizer policy on one screen. The order is the order of communication.
 
-    Rates, betas and decays follow modded-nanogpt (record 89). Large tables that are only looked up are updated `late`.
+    Rates, betas and decays follow modded-nanogpt (record 89). Large tables that are only looked up
+    are updated `late`.
     """
     head_pair = min(2, config.num_heads) * config.head_dim  # record 80: Q and K per pair of heads
     return {
-        # name                       optimizer  lr_mult  betas         weight_decay  rows
+        # name                     optimizer  lr_mult  betas         weight_decay  rows
         "qk_bank":          Policy("normuon",   1.00,  (),           0.0276, head_pair),
         "vo_bank":          Policy("normuon",   1.00,  (),           0.0276),
-        "mlp_bank":         Policy("normuon",   1.00,  (),           0.0276, odd_mult=2.0),  # down: records 36, 48
+        "mlp_bank":         Policy("normuon",   1.00,  (),           0.0276, odd_mult=2.0),  # records 36, 48
         "scalars":          Policy("adam",      5.00,  (0.90, 0.99)),
         "smear_gate":       Policy("adam",      0.01,  (0.90, 0.99)),
         "value_gate":       Policy("adam",      1.00,  (0.90, 0.99)),
@@ -277,21 +228,359 @@ def parameter_table(config: Config) -> dict[str, Policy]:
     }  # fmt: skip
 
 
-def micro_batch_limit(config: Config, free: int) -> float:
-    """The most tokens of a micro-batch that fit into `free` bytes of GPU memory and help speed."""
-    layer = 24 * config.width + 4 * config.mlp_width  # values kept for the backward: 0.9 MB a token, measured
-    a_token = 2 * (config.num_layers * layer + 4 * config.padded_vocab)
-    if config.compile and bf16_is_native():
-        a_token *= 0.4  # compiled, with the kernels: 0.25 MB measured, rounded up
-    states = 20 * config.padded_vocab * config.width * (1 + len(config.value_embed_layers))
-    states += 20 * config.width * config.bigram_rows
-    return min(65536, (0.85 * free - states) / a_token)
-
-
+# >>> shared: schedule
 # ===============================================================================
-# 2. MODEL -- one trunk; attention is passed in, so that training and cached decoding share every line
-# Weights live in banks of equal shape (qk, vo, mlp): NorMuon works on whole banks, and ranks own slices of them.
-# Everything but attention and the previous token's id is per token, which is what makes the KV cache small.
+# 2. SCHEDULE -- pure functions of (config, step)
+
+
+def stage_index(config: Config, step: int) -> int:
+    """Which row of the stage table a step belongs to."""
+    progress = step / config.num_steps
+    passed = 0.0
+    for index, stage in enumerate(config.stage_table):
+        passed += stage.share
+        if progress < passed - 1e-9:
+            return index
+    return len(config.stages) - 1
+
+
+def lr_multiplier(config: Config, step: int) -> float:
+    """The stage's factor, then a straight line to lr_floor over the last `cooldown` of the run.
+
+    There is no warm-up.
+    """
+    mult = config.stage_table[stage_index(config, step)].lr_mult
+    if not config.cooldown:
+        return mult
+    fall = (step / config.num_steps - (1 - config.cooldown)) / config.cooldown
+    fall = min(max(fall, 0.0), 1.0)
+    return mult * (1 - fall) + config.lr_floor * fall
+
+
+def muon_momentum(config: Config, step: int) -> float:
+    """Rises over the first steps, when gradients still turn quickly, and falls over the last ones."""
+    low, high, warm, cool = config.momentum
+    warm = min(warm, config.num_steps // 3)
+    cool = min(cool, config.num_steps // 10)
+    rise = min(1.0, step / warm) if warm else 1.0
+    fall = min(1.0, (config.num_steps - step) / cool) if cool else 1.0
+    return low + (high - low) * min(rise, fall)
+
+
+def loss_weights(config: Config, step: int) -> list[float]:
+    """Weights of the next tokens in the loss, and of the prefix.
+
+    The first next token keeps its weight, the others fade out. The prefix has its full weight for a
+    third of the run, and none after two thirds.
+    """
+    fade = max(0.0, 1 - step / (config.num_steps * config.ahead_until))
+    weights = [config.ahead[0], *(weight * fade for weight in config.ahead[1:])]
+    if config.prefix_weight:
+        weights.append(config.prefix_weight * min(1.0, max(0.0, 2 - 3 * step / config.num_steps)))
+    return weights
+
+
+def stage_attention(config: Config, index: int) -> dict:
+    """Windows, attention scale and rotary frequencies of a stage.
+
+    They follow YaRN (arXiv 2309.00071) from stage to stage: when the long window grows from `old` to
+    `new`, slow rotations are stretched by old / new, fast ones are kept, and the scale grows with
+    log(new / old). All stages are replayed from the first, which makes this a pure function.
+    """
+    quarter = config.head_dim // 4
+    frequencies = np.array(
+        config.frequencies or (1 / config.rotary_base) ** np.linspace(0, 1, quarter)
+    )
+    scale = config.attention_scale
+    table = config.stage_table
+    for before, after in zip(table[:index], table[1 : index + 1], strict=True):
+        old = before.window_long
+        new = after.window_long
+        if new > old:
+            keep = np.clip((old * frequencies / (2 * np.pi) - 1) / (32 - 1), 0, 1)
+            frequencies = frequencies * (old / new + keep * (1 - old / new))
+            scale *= 0.2 * math.log(new / old) + 1
+    return {
+        "window_short": table[index].window_short,
+        "window_long": table[index].window_long,
+        "scale": scale,
+        "frequencies": frequencies.tolist(),
+    }
+
+
+# <<< shared: schedule
+# >>> shared: training
+# ===============================================================================
+# 3. TRAINING -- the outline of a run, the loop, one step, CUDA graphs
+
+
+def train(config: Config, args: argparse.Namespace, job: Job | None = None) -> dict:
+    """The outline of a run; returns the result that is printed last.
+
+    Args: args the flags of build_parser(); job what to train on, by default the text of config.data
+    """
+    # The data comes first: nothing is written before it is known to suffice.
+    ranks = start_ranks()
+    job = job or pretraining_job(config)
+    check_length(job, args)
+    run = open_run(job, args, ranks)
+
+    # Everything is compiled on dummy tokens, before the clock starts.
+    run.state = build_state(job.config, ranks, run.log.say)
+    if args.profile:
+        run.state.graphs = None  # a trace names only what the host launches
+    describe_run(run)
+    set_prefixes(run)
+    warm_up(run.state, run.log.say)
+
+    # A new run begins with its first weights, a resumed one with those of its newest checkpoint.
+    if args.resume:
+        resume(run)
+        if run.state.step == job.config.num_steps and (run.run_dir / "report.md").is_file():
+            return show_finished(run)
+    else:
+        start(run)
+
+    prepare_loop(run)
+    run_steps(run)
+    return finish(run)
+
+
+def run_steps(run: Run) -> None:
+    """The loop: steps until the end of the run or a signal; logs, validates and saves in between."""
+    config = run.job.config
+    state = run.state
+    progress = run.progress
+    losses = []  # since the last line of the log, 0-D tensors on the device
+    entered_stage = -1
+    run.clock = time.perf_counter()
+
+    while state.step < config.num_steps:
+        # A new stage changes windows and the rotary table.
+        index = stage_index(config, state.step)
+        if index != entered_stage:
+            state.model.set_stage(stage_attention(config, index))
+            entered_stage = index
+
+        # The step itself. The device works on it while the host goes on.
+        batch = run.loader.next()
+        losses.append(train_step(state, batch))
+        progress.position = batch.position
+        progress.tokens += batch.total_tokens
+        if run.profiler:
+            run.profiler.step()
+
+        # What is due after this step?
+        done = state.step == config.num_steps
+        stop = run.stopper.asked(state.step)
+        eval_now = done or is_due(state.step, config.eval_every)
+        save_now = done or is_due(state.step, config.save_every)
+        save_now = stop or (save_now and config.save_every >= 0)
+        log_now = state.step == 1 or is_due(state.step, config.log_every)
+
+        if log_now or eval_now or save_now:
+            log_steps(run, losses, batch)  # waits for the device
+            losses = []
+        if eval_now:
+            progress.val_bpb = evaluate(run)
+        if save_now:
+            save(run)
+        if eval_now or save_now:
+            if not done:
+                progress.val_bpb = None  # it belongs to this step alone
+            run.ranks.sync()
+            run.clock = time.perf_counter()  # validation and saving are not training time
+        if stop and not done:
+            stop_early(run)
+
+
+def is_due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+# -- one step
+
+
+@dataclass
+class TrainState:
+    """What a training step changes, and what it needs to do so."""
+
+    config: Config
+    ranks: Ranks
+    model: GPT
+    forward: Callable  # the model, compiled where that pays
+    optimizer: Optimizer
+    packs: int  # in a micro-batch
+    step: int = 0
+    loss_scale: float = 1.0  # above 1 only in fp16
+    good_steps: int = 0  # since the loss scale last changed
+    graphs: dict[GraphKey, Graph] | None = (
+        None  # for replay(); None: the host launches every kernel
+    )
+
+
+def train_step(state: TrainState, batch: Batch) -> Tensor:
+    """One optimizer step; returns this rank's share of the mean nats per target, a 0-D tensor.
+
+    Warm-up, training, profiles, benchmarks and tests all call this function.
+    """
+    config = state.config
+    if state.model.loss_weights.numel() > 1:
+        weights = torch.tensor(loss_weights(config, state.step))
+        state.model.loss_weights.copy_(weights, non_blocking=True)
+
+    loss = accumulate_gradients(state, batch)
+    lr_mult = lr_multiplier(config, state.step)
+    momentum = muon_momentum(config, state.step)
+    stepped = state.optimizer.step(lr_mult, momentum, state.loss_scale)
+
+    if state.loss_scale != 1.0:
+        adjust_loss_scale(state, stepped)
+    state.step += 1
+    return loss
+
+
+def accumulate_gradients(state: TrainState, batch: Batch) -> Tensor:
+    """Forward and backward of all micro-batches; starts over with smaller ones if memory runs out.
+
+    Returns: this rank's share of the mean nats per target, 0-D
+    """
+    while True:
+        loss = torch.zeros((), device=state.ranks.device)
+        targets = max(batch.total_targets, 1)
+        factor = torch.full_like(loss, state.loss_scale / targets)
+        try:
+            for micro_batch in batch.micro_batches(state.packs, state.ranks.device):
+                if state.graphs is None:
+                    nats = micro_step(state, micro_batch, factor)
+                else:
+                    nats = replay(state, micro_batch, factor)
+                loss += nats / targets
+            return loss
+        except torch.OutOfMemoryError:
+            pass  # the exception holds the activations until it ends here
+        shrink_micro_batch(state)
+
+
+def micro_step(state: TrainState, micro_batch: MicroBatch, factor: Tensor) -> Tensor:
+    """Forward, and backward of the loss times a 0-D factor; gradients add up in .grad.
+
+    Returns: the sum of nats, 0-D
+    """
+    total, nats = state.forward(*micro_batch)
+    (total * factor).backward()
+    return nats.sum()
+
+
+def adjust_loss_scale(state: TrainState, stepped: bool) -> None:
+    """For fp16: halves the scale when a gradient overflowed, doubles it after 1,000 good steps."""
+    if not stepped:
+        state.loss_scale = max(state.loss_scale / 2, 2.0)
+        state.good_steps = 0
+        return
+    state.good_steps += 1
+    if state.good_steps == 1000:
+        state.loss_scale = min(state.loss_scale * 2, 2.0**24)
+        state.good_steps = 0
+
+
+# -- CUDA graphs: a step of 16,384 tokens is 960 kernels, which take an H200 24 ms, but 55 ms when the
+# host launches them one by one. A graph launches them all at once. It works in memory of its own:
+# inputs are copied into it, and the first gradients of a step always lie in the same tensors, to
+# which those of later micro-batches are added by a second graph.
+
+
+class GraphKey(NamedTuple):
+    """What a graph was captured for. Another key needs another graph."""
+
+    first: bool  # the first micro-batch of a step writes gradients, later ones add to them
+    max_doc: int
+    windows: tuple | None  # None where attention reads them from the device
+    shapes: tuple
+
+
+@dataclass
+class Graph:
+    """micro_step as a CUDA graph, with the tensors that it reads and writes."""
+
+    cuda: torch.cuda.CUDAGraph
+    inputs: list[Tensor]  # those of the micro-batch, then the factor
+    grads: list[Tensor]  # of each parameter
+    nats: Tensor
+
+
+def replay(state: TrainState, micro_batch: MicroBatch, factor: Tensor) -> Tensor:
+    """micro_step as one graph, from the second call with the same shapes on."""
+    params = list(state.model.parameters())
+    tensors = [*micro_batch.tensors(), factor]
+    windows_are_data = state.model.attention is triton_attention
+    key = GraphKey(
+        first=params[0].grad is None,
+        max_doc=micro_batch.max_doc,
+        windows=None if windows_are_data else state.model.windows,
+        shapes=tuple(tuple(t.shape) for t in tensors),
+    )
+    if key not in state.graphs:
+        return capture(state, key, micro_batch, factor)
+
+    graph = state.graphs[key]
+    for static, given in zip(graph.inputs, tensors, strict=True):
+        static.copy_(given)
+    graph.cuda.replay()
+    for param, grad in zip(params, graph.grads, strict=True):
+        param.grad = grad
+    return graph.nats
+
+
+def capture(state: TrainState, key: GraphKey, micro_batch: MicroBatch, factor: Tensor) -> Tensor:
+    """micro_step, and then a graph of it; if that fails, the run goes on without graphs."""
+    nats = micro_step(state, micro_batch, factor)  # the result; it also compiles the model
+    params = list(state.model.parameters())
+    grads = [param.grad for param in params]
+    try:
+        graph = capture_graph(state, key, micro_batch, factor)
+    except Exception as error:
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad
+        with torch.cuda.graph(
+            torch.cuda.CUDAGraph()
+        ):  # else the random generator stays in capture mode
+            torch.zeros_like(factor)
+        # With graphs small micro-batches are faster than large ones without: let train_step shrink them.
+        if isinstance(error, torch.OutOfMemoryError) and can_shrink(state):
+            raise
+        print(f"CUDA graphs: off ({first_line(error)})")
+        state.graphs = None
+        return nats
+
+    # The first graph wrote its gradients into tensors of its own, which hold nothing yet.
+    if key.first:
+        for own, grad in zip(graph.grads, grads, strict=True):
+            own.copy_(grad)
+    state.graphs[key] = graph
+    return nats
+
+
+def capture_graph(state, key: GraphKey, micro_batch: MicroBatch, factor: Tensor) -> Graph:
+    """Captures micro_step on copies of its inputs, without computing anything."""
+    inputs = [t.clone() for t in (*micro_batch.tensors(), factor)]
+    static_batch = MicroBatch(*inputs[:-1], micro_batch.max_doc)
+    # All graphs share one pool of memory, because one runs at a time.
+    pool = next((graph.cuda.pool() for graph in state.graphs.values()), None)
+    if key.first:
+        state.model.zero_grad(set_to_none=True)
+    cuda = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(cuda, pool=pool, capture_error_mode="thread_local"):
+        nats = micro_step(state, static_batch, inputs[-1])
+    return Graph(cuda, inputs, [param.grad for param in state.model.parameters()], nats)
+
+
+# <<< shared: training
+# ===============================================================================
+# 4. MODEL -- one trunk; attention is passed in, so training and cached decoding share every line
+# Weights live in banks of equal shape: NorMuon works on whole banks, and ranks own slices of
+# them. Everything but attention and the previous token's id is per token, which keeps the KV cache
+# small. Here a module is just a dictionary of parameters: the trunk reads like the formulas.
 
 
 # >>> shared: layers
@@ -301,12 +590,14 @@ def norm(x: Tensor) -> Tensor:
 
 
 def rotate(x_THK: Tensor, cos_TK: Tensor, sin_TK: Tensor) -> Tensor:
-    """Rotary embedding on the first half of the head; the second half carries no position (sine 0, cosine 1).
+    """Rotary embedding on the first half of the head; the second half carries no position.
 
-    Swapping quarters by flip() keeps the compiled kernel free of branches: with norms 0.16 ms forward and 0.27 ms
-    backward a layer at T = 65,536 on an H200, against 0.30 and 0.40 with cat().
+    There the sine is 0 and the cosine 1. Swapping quarters by flip() keeps the compiled kernel free
+    of branches: with norms 0.16 ms forward and 0.27 ms backward a layer at T = 65,536 on an H200,
+    against 0.30 and 0.40 with cat().
 
-    Args:  x_THK (T, H, K); cos_TK, sin_TK (T, 1, K) as laid out by GPT.set_stage      Returns: (T, H, K)
+    Args:    x_THK (T, H, K); cos_TK, sin_TK (T, 1, K) as laid out by GPT.set_stage
+    Returns: (T, H, K)
     """
     swapped = x_THK.unflatten(-1, (2, 2, -1)).flip(-2).flatten(-3)
     return x_THK * cos_TK + swapped * sin_TK
@@ -318,48 +609,77 @@ def softcap(z: Tensor, cap: tuple) -> Tensor:
     return a * torch.sigmoid((z + b) / c)
 
 
+def head_gates(x_TD: Tensor, weight_HG: Tensor) -> Tensor:
+    """A factor between 0 and 2 for each head, (T, H), from the first G channels; 1 at the start."""
+    return 2 * torch.sigmoid(F.linear(x_TD[:, : weight_HG.size(-1)], weight_HG))
+
+
+class LayerWeights(NamedTuple):
+    """The matrices of one layer as they are used; None where a layer has no attention."""
+
+    qkv: Tensor | None  # (3 D, D)
+    o: Tensor | None  # (D, D)
+    up: Tensor  # (F, D)
+    down: Tensor  # (F, D)
+
+
+class Inputs(NamedTuple):
+    """What all layers share of a trunk's input."""
+
+    x0: Tensor  # (T, D) normalised embedding
+    bigram: Tensor | None  # (T, D) embedding of the token pair
+    values: Tensor | None  # (E, T, D) value embeddings
+    cos: Tensor  # (T, 1, K)
+    sin: Tensor  # (T, 1, K)
+
+
 # <<< shared: layers
+# The table of learned scalars: a row for each name, a column for each layer, and its initial value.
+SCALARS = {
+    "resid_attn": 1.1**0.5,  # of the residual stream, before attention is added
+    "resid_mlp": 1.1**0.5,  # and before the MLP is added
+    "scale_v": 0.5,
+    "scale_o": 1.0,
+    "scale_down": 1.0,
+    "share_x0": 0.0,
+    "share_bigram": 0.05,
+}
+MODEL_SCALARS = {"smear": 0.0, "backout": 0.5}  # the last row: one for the whole model each
+
+
 class GPT(nn.Module):
-    """Decoder-only transformer. Parameters are listed in parameter_table; all others are fixed buffers."""
+    """Decoder-only transformer. Parameters are listed in parameter_table; all others are buffers."""
 
     def __init__(self, config: Config, device="cpu", dtype=torch.float32):
         super().__init__()
-        self.config = config
-        c, D, V = config, config.width, config.padded_vocab
-        A, L, E = len(c.attention_layers), c.num_layers, len(c.value_embed_layers)
+        self.config = c = config
+        D = c.width
+        V = c.padded_vocab
+        A = len(c.attention_layers)
+        L = c.num_layers
+        E = len(c.value_embed_layers)
 
         def weight(*shape, dtype=dtype):
             return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
 
-        # Input and output embedding are one table: -0.008 bpb on B34 against two (1.1767 against 1.1850).
+        # One table for input and output: -0.008 bpb on B34 against two (1.1767 against 1.1850).
         self.embed = weight(V, D)
         self.qk_bank = weight(A, 2 * D, D)
         self.vo_bank = weight(2 * A, D, D)  # v0, o0, v1, o1, ...
-        self.mlp_bank = weight(2 * L, c.mlp_width, D)  # up0, down0, ...; down is stored (F, D) like up
-        # Rows: residual before attention, before MLP; scale of V, O, down; share of x0, bigram; whole-model scalars.
-        self.scalars = weight(8, L, dtype=torch.float32)
+        self.mlp_bank = weight(2 * L, c.mlp_width, D)  # up0, down0, ...; down is (F, D) like up
+        self.scalars = weight(len(SCALARS) + 1, L, dtype=torch.float32)
         if E:
             self.value_embed = weight(E * V, D)
             self.value_gate = weight(E, c.num_heads, c.gate_width)
         if c.bigram_rows:
             self.bigram_embed = weight(c.bigram_rows, D)
-            self.register_buffer("bigram_signs", torch.empty(SIGN_ROWS, D, device=device, dtype=dtype))
+            signs = torch.empty(SIGN_ROWS, D, device=device, dtype=dtype)
+            self.register_buffer("bigram_signs", signs)
         if c.smear:
             self.smear_gate = weight(1, c.gate_width)
         if c.attention_gates:
             self.attention_gate = weight(A, c.num_heads, c.gate_width)
-        for name, shape, kind in (
-            ("rotary", (2, c.max_seq_len, c.head_dim), torch.float32),  # cosines, sines
-            ("attention_scale", (), torch.float32),  # tensors, because a python number would recompile the model
-            ("window_sizes", (2,), torch.int32),
-            ("loss_weights", (len(loss_weights(c, 0)),), torch.float32),
-            ("prefixes", (V,), torch.int32),  # set from the tokenizer where there is a prefix loss
-        ):
-            self.register_buffer(name, torch.zeros(shape, device=device, dtype=kind), persistent=False)
-        self.loss_weights.copy_(torch.tensor(loss_weights(c, 0)))
-        self.prefixes.fill_(-1)
-        self.attention: Callable | None = None  # set by choose_attention
-        self.set_stage(stage_attention(config, 0))
+        self.add_stage_buffers(device)
 
     @property
     def head(self) -> Tensor:
@@ -369,242 +689,482 @@ class GPT(nn.Module):
     def init_weights(self, seed: int) -> None:
         """All initialisation in one table. Zero projections make each block start as the identity."""
         rng = torch.Generator(device=self.embed.device).manual_seed(seed)
-        bound = 0.5 * math.sqrt(3 / self.config.width)  # uniform with standard deviation 0.5 / sqrt(D)
-        self.embed.normal_(0, 0.005, generator=rng)  # as a head; as an input it is normalised anyway
+        bound = 0.5 * math.sqrt(3 / self.config.width)  # uniform, standard deviation 0.5 / sqrt(D)
+        self.embed.normal_(
+            0, 0.005, generator=rng
+        )  # as a head; as an input it is normalised anyway
         self.qk_bank.uniform_(-bound, bound, generator=rng)
         self.vo_bank.uniform_(-bound, bound, generator=rng)  # non-zero O: modded-nanogpt record 64
         self.mlp_bank.uniform_(-bound, bound, generator=rng)
         self.mlp_bank[1::2].zero_()
-        for row, value in enumerate((1.1**0.5, 1.1**0.5, 0.5, 1.0, 1.0, 0.0, 0.05, 0.0)):
-            self.scalars[row] = value
-        self.scalars[7, :2] = torch.tensor((0.0, 0.5))  # smear, backout
         for name in ("value_gate", "attention_gate", "bigram_embed", "smear_gate"):
             if hasattr(self, name):
                 getattr(self, name).zero_()
         if self.config.value_embed_layers:
             self.value_embed.normal_(0, 0.01, generator=rng)
-        if self.config.bigram_rows:  # signs are saved with the weights, so they need no stable generator
-            signs = torch.randint(0, 2, self.bigram_signs.shape, generator=torch.Generator().manual_seed(0))
-            self.bigram_signs.copy_(signs * 2 - 1)
 
-    # >>> shared: stage
-    def set_stage(self, attention: dict) -> None:
-        """Sets windows, attention scale and rotary table; the dict is part of every checkpoint."""
-        self.windows = (attention["window_short"], attention["window_long"])
-        self.window_sizes.copy_(torch.tensor(self.windows))
-        self.attention_scale.fill_(attention["scale"])
-        angles = torch.outer(torch.arange(self.config.max_seq_len), torch.tensor(attention["frequencies"]))
-        still, sine = torch.zeros_like(angles).repeat(1, 2), angles.sin()
-        self.rotary[0] = torch.cat((angles.cos(), angles.cos(), still + 1), 1)
-        self.rotary[1] = torch.cat((sine, -sine, still), 1)
+        self.scalars.zero_()
+        for row, value in enumerate(SCALARS.values()):
+            self.scalars[row] = value
+        for column, value in enumerate(MODEL_SCALARS.values()):
+            self.scalars[-1, column] = value
+        if self.config.bigram_rows:
+            self.init_signs()
 
-    # <<< shared: stage
-    def layer_weights(self) -> list[tuple]:
-        """(qkv (3 D, D), o (D, D), up (F, D), down (F, D)) of each layer; None for qkv and o without attention.
+    def layer_weights(self) -> list[LayerWeights]:
+        """The matrices of each layer, for a trunk or for many.
 
-        Scalars multiply weights where they can: a weight is 100 times smaller than an activation (record 47). And a
-        decoder needs that only once.
+        Scalars multiply weights where they can: a weight is 100 times smaller than an activation
+        (record 47), and a decoder needs that only once.
         """
-        c, (_, _, scale_v, scale_o, scale_down, *_) = self.config, self.scalars.unbind(0)
-        qk, vo, mlp = self.qk_bank.unbind(0), self.vo_bank.unbind(0), self.mlp_bank.unbind(0)
+        c = self.config
+        scalar = dict(zip(SCALARS, self.scalars.unbind(0), strict=False))
+        qk = self.qk_bank.unbind(0)
+        vo = self.vo_bank.unbind(0)
+        mlp = self.mlp_bank.unbind(0)
         weights = []
         for layer in range(c.num_layers):
-            qkv = o = None
+            qkv = None
+            o = None
             if layer not in c.no_attention_layers:
                 index = c.attention_layers.index(layer)
-                qkv = torch.cat((qk[index], vo[2 * index] * scale_v[layer]))
-                o = vo[2 * index + 1] * scale_o[layer]
-            weights.append((qkv, o, mlp[2 * layer], mlp[2 * layer + 1] * scale_down[layer]))
+                v = vo[2 * index] * scalar["scale_v"][layer]
+                qkv = torch.cat((qk[index], v))
+                o = vo[2 * index + 1] * scalar["scale_o"][layer]
+            down = mlp[2 * layer + 1] * scalar["scale_down"][layer]
+            weights.append(LayerWeights(qkv, o, mlp[2 * layer], down))
         return weights
 
-    def trunk(self, tokens_T: Tensor, previous_T: Tensor, positions_T: Tensor, attend: Callable, weights=None):
+    def trunk(self, tokens_T, previous_T, positions_T, attend: Callable, weights=None) -> Tensor:
         """Everything between token ids and the head.
 
-        Args:    tokens_T ids; previous_T id of the token before in the same document (any value at position 0);
-                 positions_T position in the document; attend(index, layer, q, k, v, gate (T, H) or None) -> y, all
-                 others (T, H, K), q scaled, y gated; weights what layer_weights() gave
+        Args:    int tokens_T; previous_T the token before in the same document (any value at
+                 position 0); positions_T in the document; attend(index, layer, q, k, v, gate (T, H)
+                 or None) -> y, all others (T, H, K), q scaled, y gated; weights by layer_weights()
         Returns: normalised hidden state (T, D)
         """
-        c, T = self.config, tokens_T.size(0)
-        first_T = positions_T == 0  # nothing may leak from the document before
-        resid_attn, resid_mlp, _, _, _, share_x0, share_bigram, whole = self.scalars.unbind(0)
+        c = self.config
         weights = weights or self.layer_weights()
-        cos_TK, sin_TK = (t[positions_T][:, None].to(self.embed.dtype) for t in self.rotary)
-        fp8 = c.fp8 and torch.is_grad_enabled() and fits_fp8(self.embed, T, c.width, c.mlp_width)
+        scalar = dict(zip(SCALARS, self.scalars.unbind(0), strict=False))
+        whole = dict(zip(MODEL_SCALARS, self.scalars[-1].unbind(0), strict=False))
+        inputs = self.embed_inputs(tokens_T, previous_T, positions_T, whole["smear"])
+        fp8 = c.fp8 and torch.is_grad_enabled()
+        fp8 = fp8 and fits_fp8(self.embed, len(tokens_T), c.width, c.mlp_width)
 
-        x = F.embedding(tokens_T, self.embed)
-        if c.smear:  # a learned share of the previous token's embedding: -15 steps in modded-nanogpt record 34
-            gate = torch.sigmoid(F.linear(x[:, : c.gate_width], self.smear_gate)) * whole[0]
-            x = x + F.embedding(previous_T, self.embed) * gate.masked_fill(first_T[:, None], 0)
-        x = x0 = norm(x)
-        bigram = None
-        if c.bigram_rows:  # hashed token pairs, signed so that colliding pairs are nearly orthogonal (records 62, 83)
-            t, p = tokens_T.long(), previous_T.long()
-            pair = ((36313 * t) ^ (27191 * p)) % (c.bigram_rows - 1)
-            bigram = F.embedding(pair.masked_fill(first_T, c.bigram_rows - 1), self.bigram_embed)
-            bigram = bigram * F.embedding(((t ^ p) % SIGN_ROWS).masked_fill(first_T, 0), self.bigram_signs)
-        if c.value_embed_layers:  # all tables in one lookup; one scatter in the backward
-            offsets = torch.arange(len(c.value_embed_layers), device=x.device)[:, None] * c.padded_vocab
-            values = F.embedding(tokens_T + offsets, self.value_embed)  # (E, T, D)
-
-        backout = x0
-        for layer, (qkv_weight, o_weight, up, down) in enumerate(weights):
+        x = backout = inputs.x0
+        for layer, w in enumerate(weights):
             if layer not in c.no_attention_layers:
-                index = c.attention_layers.index(layer)
                 if layer <= c.shared_input_from:
                     a = norm(x)
-                q, k, v = project_qkv(a, qkv_weight, cos_TK, sin_TK, self.attention_scale, fp8)
-                if layer in c.value_embed_layers:  # record 14; the gate reads the token's hidden state
-                    e = c.value_embed_layers.index(layer)
-                    gate = 2 * torch.sigmoid(F.linear(a[:, : c.gate_width], self.value_gate[e]))  # (T, H)
-                    v = v + gate[..., None] * values[e].view_as(v)
-                gate = None
-                if c.attention_gates:  # a head can say nothing (record 28); here on B34: -0.004 bpb
-                    gate = 2 * torch.sigmoid(F.linear(a[:, : c.gate_width], self.attention_gate[index]))
-                y = attend(index, layer, q, k, v, gate)
-                x = resid_attn[layer] * x + F.linear(y.reshape(T, c.width), o_weight)
+                y = self.attend_layer(layer, a, w, inputs, attend, fp8)
+                x = scalar["resid_attn"][layer] * x + F.linear(y, w.o)
             if c.x0_injection:
-                x = x + share_x0[layer] * x0
-            if bigram is not None:
-                x = x + share_bigram[layer] * bigram
-            x = resid_mlp[layer] * x + mlp_relu2(norm(x), up, down, fp8)
+                x = x + scalar["share_x0"][layer] * inputs.x0
+            if inputs.bigram is not None:
+                x = x + scalar["share_bigram"][layer] * inputs.bigram
+            x = scalar["resid_mlp"][layer] * x + mlp_relu2(norm(x), w.up, w.down, fp8)
             if layer == c.backout_layer:
                 backout = x
-        if c.backout_layer >= 0:  # what the middle of the network wrote for itself is not for the head (record 40)
-            x = x - whole[1] * backout
+        # What the middle of the network wrote for itself is not for the head (record 40).
+        if c.backout_layer >= 0:
+            x = x - whole["backout"] * backout
         return norm(x)
 
+    def attend_layer(self, layer: int, a_TD, w: LayerWeights, inputs: Inputs, attend, fp8: bool):
+        """Attention of one layer on its normalised input, before the output projection: (T, D)."""
+        c = self.config
+        index = c.attention_layers.index(layer)
+        q, k, v = project_qkv(a_TD, w.qkv, inputs.cos, inputs.sin, self.attention_scale, fp8)
+        if layer in c.value_embed_layers:  # record 14; the gate reads the token's hidden state
+            e = c.value_embed_layers.index(layer)
+            gate_TH = head_gates(a_TD, self.value_gate[e])
+            v = v + gate_TH[..., None] * inputs.values[e].view_as(v)
+        gate_TH = None
+        if c.attention_gates:  # a head can stay silent (record 28); here on B34: -0.004 bpb
+            gate_TH = head_gates(a_TD, self.attention_gate[index])
+        return attend(index, layer, q, k, v, gate_TH).reshape(len(a_TD), c.width)
+
     # >>> shared: forward
-    def forward(self, tokens_T, targets_T, positions_T, cu_seqlens, max_doc: int, row_weight_T=None) -> Tensor:
+    def embed_inputs(self, tokens_T, previous_T, positions_T, smear: Tensor) -> Inputs:
+        """Embeddings of the token, of the token before and of the pair, and the rotary table."""
+        c = self.config
+        first_T = positions_T == 0  # nothing may leak from the document before
+        cos, sin = (table[positions_T][:, None].to(self.embed.dtype) for table in self.rotary)
+
+        x = F.embedding(tokens_T, self.embed)
+        # Smear: a learned share of the previous token (-15 steps in modded-nanogpt record 34).
+        if c.smear:
+            gate = torch.sigmoid(F.linear(x[:, : c.gate_width], self.smear_gate)) * smear
+            x = x + F.embedding(previous_T, self.embed) * gate.masked_fill(first_T[:, None], 0)
+
+        # Bigrams: hashed pairs, signed so that pairs that collide are nearly orthogonal (records 62, 83).
+        bigram = None
+        if c.bigram_rows:
+            t = tokens_T.long()
+            p = previous_T.long()
+            pair = ((36313 * t) ^ (27191 * p)) % (c.bigram_rows - 1)
+            sign = (t ^ p) % SIGN_ROWS
+            bigram = F.embedding(pair.masked_fill(first_T, c.bigram_rows - 1), self.bigram_embed)
+            bigram = bigram * F.embedding(sign.masked_fill(first_T, 0), self.bigram_signs)
+
+        # Value embeddings: all tables in one lookup, so that the backward has one scatter.
+        values = None
+        if c.value_embed_layers:
+            tables = torch.arange(len(c.value_embed_layers), device=x.device)[:, None]
+            values = F.embedding(tokens_T + tables * c.padded_vocab, self.value_embed)
+        return Inputs(norm(x), bigram, values, cos, sin)
+
+    def forward(
+        self, tokens_T, targets_T, positions_T, cu_seqlens, max_doc: int, row_weight_T=None
+    ) -> tuple[Tensor, Tensor] | Tensor:
         """Packed documents, each blind to the others.
 
-        Args:    tokens_T, targets_T, positions_T int (T,), target -1 is ignored; cu_seqlens int32 (G + 1,) document
-                 borders padded with T; max_doc bound on a document's length, a python int; row_weight_T fp32 (T,)
-                 factor on the loss of each target
-        Returns: the sum of the loss, to be differentiated, and the nats of each target, fp32 (T,), detached, 0 where
-                 ignored; logits (T, V) if targets_T is None
+        Args:    tokens_T, targets_T, positions_T int (T,), target -1 is ignored; cu_seqlens int32
+                 (G + 1,) borders of documents, padded with T; max_doc bound on a document's length,
+                 a python int; row_weight_T fp32 (T,) factor on the loss of each target
+        Returns: the sum of the loss, to be differentiated, and the nats of each target, fp32 (T,),
+                 detached, 0 where ignored; logits (T, V) if targets_T is None
         """
-        c, training = self.config, torch.is_grad_enabled()
+        c = self.config
         previous_T = torch.cat((tokens_T[:1], tokens_T[:-1]))
         first_T = (positions_T == 0)[:, None, None]
         attention = self.attention(self, positions_T, cu_seqlens, max_doc)
 
         def attend(index, layer, q, k, v, gate):
             if layer in c.key_offset_layers:
-                k = offset_keys(k, torch.cat((k[:1], k[:-1])), first_T)
+                k = self.offset_keys(k, torch.cat((k[:1], k[:-1])), first_T)
             return attention(q, k, v, int(layer in c.long_layers), gate)
 
-        hidden = self.trunk(tokens_T, previous_T, positions_T, attend)
+        hidden_TD = self.trunk(tokens_T, previous_T, positions_T, attend)
         if targets_T is None:
-            return softcap(F.linear(hidden, self.head).float(), c.softcap)
-        weights, prefix = (self.loss_weights, None) if training else (None, None)
+            return self.logits(hidden_TD)
+
+        # Validation counts the next token alone; training adds more targets with weights.
+        training = torch.is_grad_enabled()
+        weights = self.loss_weights if training else None
+        prefix = None
         if training and c.prefix_weight:
             prefix = torch.where(targets_T < 0, -1, self.prefixes[targets_T.clamp(min=0)])
-        return linear_cross_entropy(hidden, self.head, targets_T, c.softcap, weights, prefix, row_weight_T,
-                                    fp8=c.fp8_head and training)  # fmt: skip
+        fp8 = c.fp8_head and training
+        return linear_cross_entropy(
+            hidden_TD, self.head, targets_T, c.softcap, weights, prefix, row_weight_T, fp8=fp8
+        )
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
-        """Softcapped logits (T, V), fp32, of what trunk returned."""
+        """Softcapped logits (T, V), fp32, of what the trunk returned."""
         return softcap(F.linear(hidden_TD, self.head).float(), self.config.softcap)
 
     @staticmethod
     def offset_keys(k_THK: Tensor, previous_THK: Tensor, first_T11: Tensor) -> Tensor:
-        return offset_keys(k_THK, previous_THK, first_T11)
+        """Replaces the half of each key without position by that of the previous token's key.
 
-    def prefill(self, cache: KVCache, rows: list[int], starts: list[int], texts: list[list[int]], weights=None) -> None:
-        """Brings rows of the cache up to the given texts, all in one packed forward.
-
-        Args:  starts[i] how many ids of texts[i] row rows[i] already holds, fewer than all; weights as for trunk
+        One attention layer can then look for "the token after the last X", which otherwise needs
+        two (modded-nanogpt record 49, -50 steps).
         """
-        c, n, half = self.config, len(rows), self.config.head_dim // 2
-        pairs = list(zip(starts, texts, strict=True))
-        tokens = [i for start, text in pairs for i in text[start:]]
-        previous = [i for start, text in pairs for i in [0, *text][start:-1]]
-        pad = -len(tokens) % 128  # a text of its own, never stored: sdpa_attention likes blocks of equal size
-        rows, starts, ends = np.array([*rows, 0]), np.array([*starts, 0]), np.array([*map(len, texts), pad])
-        borders = np.cumsum([0, *(ends - starts)])[: n + 1]
+        K = k_THK.size(-1)
+        unrotated = torch.arange(K, device=k_THK.device) >= K // 2
+        return torch.where(unrotated & ~first_T11, previous_THK, k_THK)
 
-        def tensor(array) -> Tensor:
-            return torch.as_tensor(array, device=self.embed.device)
-
-        def plan(window: int, slots: int) -> tuple:
-            """Attention over packs that hold, before the new keys of a row, those of its ring within the window."""
-            held = np.minimum(starts, window)
-            lengths = held + ends - starts
-            text, cu_seqlens = np.repeat(np.arange(n + 1), lengths), np.cumsum([0, *lengths])
-            place = np.arange(len(text)) - cu_seqlens[text]
-            position, old = place + (starts - held)[text], place < held[text]
-            order = np.where(old, np.cumsum(old), old.sum() + np.cumsum(~old)) - 1
-            attention = self.attention(self, tensor(place), tensor(cu_seqlens).int(), int(lengths.max()))
-            read = rows[text[old]], position[old] % slots
-            text, position = text[~old], position[~old]
-            kept = (text < n) & (position > ends[text] - slots)  # the last slot is for the still half of the next key
-            write = rows[text[kept]], position[kept] % slots
-            edges = rows[:n], starts[:n] % slots, ends[:n] % slots
-            arrays = (~old).nonzero()[0], order, *read, kept.nonzero()[0], *write, *edges
-            return attention, position, *map(tensor, arrays)
-
-        plans = [plan(*sizes) for sizes in zip(self.windows, cache.slots, strict=True)]
-        positions_T = tensor(plans[0][1]).clamp(max=c.max_seq_len - 1)  # only padding can lie beyond
-        begin, last = tensor(borders[:-1]), tensor(borders[1:] - 1)
-        first_T11 = (positions_T == 0)[:, None, None]
-
-        def attend(index, layer, q, k, v, gate):
-            long, keys, values = int(layer in c.long_layers), cache.keys[index], cache.values[index]
-            attention, _, new, order, *read, kept, row, slot, rows, start, end = plans[long]
-            if layer in c.key_offset_layers:
-                own, before = k, torch.cat((k[:1], k[:-1]))
-                before[begin] = keys[rows, start]
-                k = offset_keys(k, before, first_T11)
-            if any(starts):  # old keys stand in for queries, whose results nobody reads
-                old_k, old_v = keys[*read], values[*read]
-                packed = (torch.cat(pair)[order] for pair in ((old_k, q), (old_k, k), (old_v, v)))
-                y = attention(*packed, long, None)[new]
-            else:
-                y = attention(q, k, v, long, None)
-            keys[row, slot], values[row, slot] = k[kept], v[kept]
-            if layer in c.key_offset_layers:
-                keys[rows, end, :, half:] = own[last, :, half:]
-            return gated(y, gate)
-
-        self.trunk(tensor(tokens + [0] * pad), tensor(previous + [0] * pad), positions_T, attend, weights)
-
-    def decode(self, cache: KVCache, tokens_B: Tensor, previous_B: Tensor, positions_B: Tensor, weights=None) -> Tensor:
-        """Appends one token to each row of the cache; rows at position -1 rest and stay as they are.
-
-        Args:    ids, the ids before them, and int32 positions of the ids, (B,); weights as for trunk
-        Returns: logits (B, V) fp32
-        """
+    def add_stage_buffers(self, device) -> None:
+        """Adds what the stage and the schedule set: tensors, as numbers would recompile the model."""
         c = self.config
+        weights = torch.tensor(loss_weights(c, 0), device=device)
 
-        def attend(index, layer, q, k, v, gate):
-            offset = layer in c.key_offset_layers
-            return gated(decode_attention(q, k, v, cache.keys[index], cache.values[index], positions_B, offset), gate)
+        def buffer(name: str, value: Tensor) -> None:
+            self.register_buffer(name, value.to(device), persistent=False)
 
-        hidden = self.trunk(tokens_B, previous_B, positions_B.clamp(min=0), attend, weights)
-        return softcap(F.linear(hidden, self.head).float(), c.softcap)
+        buffer("rotary", torch.zeros(2, c.max_seq_len, c.head_dim))  # cosines, sines
+        buffer("attention_scale", torch.zeros(()))
+        buffer("window_sizes", torch.zeros(2, dtype=torch.int32))
+        buffer("loss_weights", weights)
+        buffer("prefixes", torch.full((c.padded_vocab,), -1, dtype=torch.int32))  # see set_prefixes
+        self.attention: Callable | None = None  # set by choose_attention
+        self.set_stage(stage_attention(c, 0))
+
+    def set_stage(self, attention: dict) -> None:
+        """Sets windows, attention scale and rotary table; the dict is part of every checkpoint."""
+        self.windows = (attention["window_short"], attention["window_long"])
+        self.window_sizes.copy_(torch.tensor(self.windows))
+        self.attention_scale.fill_(attention["scale"])
+        positions = torch.arange(self.config.max_seq_len)
+        angles = torch.outer(positions, torch.tensor(attention["frequencies"]))
+        cosine = angles.cos()
+        sine = angles.sin()
+        unrotated = torch.zeros_like(angles).repeat(1, 2)
+        self.rotary[0] = torch.cat((cosine, cosine, unrotated + 1), 1)
+        self.rotary[1] = torch.cat((sine, -sine, unrotated), 1)
+
+    def init_signs(self) -> None:
+        """Signs are saved with the weights, so they need no generator that is stable over versions."""
+        rng = torch.Generator().manual_seed(0)
+        self.bigram_signs.copy_(torch.randint(0, 2, self.bigram_signs.shape, generator=rng) * 2 - 1)
 
 
 SIGN_ROWS = 8192  # 500 to 15,000 are equally good in modded-nanogpt record 83
 
 
-def offset_keys(k_THK: Tensor, previous_THK: Tensor, first_T11: Tensor) -> Tensor:
-    """Takes the still half of each key from the previous token (modded-nanogpt record 49, -50 steps).
-
-    One attention layer can then look for "the token after the last X", which otherwise takes two.
-    """
-    still = torch.arange(k_THK.size(-1), device=k_THK.device) >= k_THK.size(-1) // 2
-    return torch.where(still & ~first_T11, previous_THK, k_THK)
-
-
 # <<< shared: forward
+# >>> shared: data
+# ===============================================================================
+# 5. DATA -- shards -> packs of documents -> micro-batches
+# A pack is a fixed number of tokens that starts with a BOS and holds whole documents, as far as they
+# fit. A document that is longer than the stage allows, or than what is left of the pack, goes on as a
+# new segment behind a BOS of its own, so no text is thrown away (nanochat's cropping loses 35 %).
+#
+#     tokens    B a a a a B b b B c c c | B c c c c c B d ...    two packs of 12; document c goes on
+#     targets   a a a a B b b B c c c c | c c c c c B d ...      a document's last target is the next BOS
+#     positions 0 1 2 3 4 0 1 2 0 1 2 3 | 0 1 2 3 4 5 0 ...
+#
+# Packs are numbered over the whole run; rank r of W gets the r-th of W equal parts of each step. So the
+# tokens of a step depend neither on the number of ranks nor on the micro-batch, and (epoch, shard,
+# offset) is exactly where the reader stands.
+
+
+class MicroBatch(NamedTuple):
+    """What GPT.forward reads, on the device."""
+
+    tokens_T: Tensor
+    targets_T: Tensor
+    positions_T: Tensor
+    cu_seqlens: Tensor  # int32 (G + 1,)
+    max_doc: int
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self[:4]
+
+
+@dataclass
+class Batch:
+    """The packs of one step that belong to this rank, on the host, int32."""
+
+    tokens: Tensor  # (P, pack_tokens)
+    targets: Tensor  # (P, pack_tokens); -1 is ignored
+    positions: Tensor  # (P, pack_tokens)
+    ends: Tensor  # (P, most documents), where each document ends; padded with pack_tokens
+    max_doc: int
+    total_tokens: int  # in the step, over all ranks
+    total_targets: int  # how many of them are not ignored
+    position: dict | None = None  # where the reader stands after this batch
+
+    def micro_batches(self, packs: int, device: torch.device) -> Iterator[MicroBatch]:
+        """The batch on the device, `packs` packs at a time."""
+        P, pack_tokens = self.tokens.shape
+        assert P % packs == 0, f"{P} packs do not divide into micro-batches of {packs}"
+        starts = torch.arange(packs, dtype=torch.int32)[:, None] * pack_tokens
+        for i in range(0, P, packs):
+            own = slice(i, i + packs)
+            ends = (self.ends[own] + starts).flatten()
+            cu_seqlens = torch.cat((ends.new_zeros(1), ends))
+            tensors = [t[own].flatten() for t in (self.tokens, self.targets, self.positions)]
+            tensors.append(cu_seqlens)
+            if device.type == "cuda":
+                tensors = [t.pin_memory() for t in tensors]
+            yield MicroBatch(*(t.to(device, non_blocking=True) for t in tensors), self.max_doc)
+
+
+@dataclass
+class Packs:
+    """Packs that are being filled: arrays as in Batch."""
+
+    tokens: np.ndarray
+    targets: np.ndarray
+    positions: np.ndarray
+    ends: np.ndarray
+
+    def batch(self, max_doc: int, total_tokens: int, total_targets: int, position=None) -> Batch:
+        arrays = (self.tokens, self.targets, self.positions, self.ends)
+        tensors = [torch.from_numpy(array) for array in arrays]
+        return Batch(*tensors, max_doc, total_tokens, total_targets, position)
+
+
+def empty_packs(count: int, config: Config, bos_id: int) -> Packs:
+    """Packs to be filled: all tokens are BOS, all targets are ignored."""
+    shape = (count, config.pack_tokens)
+    shortest = min(stage.max_doc for stage in config.stage_table)
+    spare = -(-config.pack_tokens // shortest)  # for pad_pack
+    return Packs(
+        tokens=np.full(shape, bos_id, np.int32),
+        targets=np.full(shape, -1, np.int32),
+        positions=np.zeros(shape, np.int32),
+        ends=np.full((count, config.pack_docs + spare), config.pack_tokens, np.int32),
+    )
+
+
+def fill_pack(packs: Packs, row: int, documents: Iterable, max_doc: int) -> int:
+    """Puts whole documents behind each other into a pack, and pads the rest.
+
+    Args:    documents (sequence int32 (n,), counted bool (n - 1,)) pairs: the inputs are
+             sequence[:-1], the targets sequence[1:] where counted
+    Returns: how many targets count
+    """
+    start = 0
+    num_docs = 0
+    num_targets = 0
+    for sequence, counted in documents:
+        end = start + len(sequence) - 1
+        packs.tokens[row, start:end] = sequence[:-1]
+        packs.targets[row, start:end] = np.where(counted, sequence[1:], -1)
+        packs.positions[row, start:end] = np.arange(end - start)
+        packs.ends[row, num_docs] = end
+        start = end
+        num_docs += 1
+        num_targets += int(counted.sum())
+    pad_pack(packs, row, num_docs, start, max_doc)
+    return num_targets
+
+
+def pad_pack(packs: Packs, row: int, num_docs: int, start: int, max_doc: int) -> None:
+    """Closes a pack early: the rest becomes documents of ignored BOS tokens, none above max_doc."""
+    size = packs.positions.shape[1]
+    rest = size - start
+    packs.positions[row, start:] = np.arange(rest) % max_doc
+    for i in range(-(-rest // max_doc)):
+        packs.ends[row, num_docs + i] = min(start + (i + 1) * max_doc, size)
+
+
+class ShardReader:
+    """Walks over the training shards of a dataset and cuts them into the documents of packs.
+
+    A reader of another kind, for example of conversations, needs the same three things:
+    `position`, a dict that says where it stands and that seek() returns to; `bos_id`; and
+    `pack(max_doc)`, the documents of the next pack.
+    """
+
+    def __init__(self, dataset: Dataset, config: Config):
+        self.dataset = dataset
+        self.config = config
+        self.bos_id = dataset.tokenizer.bos_id
+        self.files = dataset.files("train")
+        self.seek({"epoch": 0, "shard": 0, "offset": 0})
+
+    def seek(self, position: dict) -> None:
+        self.position = dict(position)
+        self.tokens = None  # of the shard, read when needed
+
+    def pack(self, max_doc: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """(sequence, counted) of the documents in the next pack; every target counts."""
+        room = self.config.pack_tokens
+        num_docs = 0
+        while room and num_docs < self.config.pack_docs:
+            sequence = self.segment(min(room, max_doc))
+            room -= len(sequence) - 1
+            num_docs += 1
+            yield sequence, np.ones(len(sequence) - 1, bool)
+
+    def segment(self, room: int) -> np.ndarray:
+        """The next segment with at most `room` inputs, and one more token, the last target."""
+        if self.tokens is None:
+            self.open_shard()
+        if self.position["offset"] == len(self.tokens):
+            self.next_shard()
+
+        # Where does the document end that we are in? One that goes on gets a BOS of its own.
+        offset = self.position["offset"]
+        continued = self.tokens[offset] != self.bos_id
+        following = np.searchsorted(self.bos_at, offset, side="right")
+        if following < len(self.bos_at):
+            end = self.bos_at[following]
+        else:
+            end = len(self.tokens)
+
+        # Take as much of it as fits.
+        stop = int(offset + min(end - offset, room - continued))
+        self.position["offset"] = stop
+        start = [self.bos_id] if continued else []
+        last = self.tokens[stop] if stop < len(self.tokens) else self.bos_id
+        return np.concatenate((start, self.tokens[offset:stop], [last])).astype(np.int32)
+
+    def open_shard(self) -> None:
+        self.tokens = self.dataset.read(self.files[self.position["shard"]])
+        self.bos_at = np.flatnonzero(self.tokens == self.bos_id)
+
+    def next_shard(self) -> None:
+        """Goes on with the next shard, or with the next epoch if that is allowed."""
+        epoch = self.position["epoch"]
+        shard = self.position["shard"] + 1
+        if shard == len(self.files):
+            epoch += 1
+            shard = 0
+        if epoch >= self.config.max_epochs:
+            raise UserError(
+                f"{self.dataset.root} ran out of text after {self.config.max_epochs} epoch(s); train "
+                f"on fewer tokens (--tokens), or allow repeats with --set max_epochs={epoch + 1}"
+            )
+        self.position = {"epoch": epoch, "shard": shard, "offset": 0}
+        self.open_shard()
+
+
+class PackLoader:
+    """Yields one Batch for each step, prepared ahead by a thread.
+
+    Args: reader a ShardReader or the like; first_step where to begin
+    """
+
+    def __init__(self, reader: ShardReader, config: Config, ranks: Ranks, first_step: int = 0):
+        self.reader = reader
+        self.config = config
+        self.ranks = ranks
+        self.first_step = first_step
+        self.queue: queue.Queue = queue.Queue(maxsize=2)
+        self.closing = threading.Event()
+        self.thread = threading.Thread(target=self.run, daemon=True)
+        self.thread.start()
+
+    def batch(self, step: int) -> Batch:
+        """The packs of a step. Every rank walks over all of them: walking is cheap, talking is not."""
+        config = self.config
+        stage = config.stage_table[stage_index(config, step)]
+        own = stage.packs // self.ranks.world
+        packs = empty_packs(own, config, self.reader.bos_id)
+        scratch = empty_packs(1, config, self.reader.bos_id)  # for the packs of other ranks
+        num_targets = 0
+        for pack in range(stage.packs):
+            row = pack - self.ranks.rank * own
+            documents = self.reader.pack(stage.max_doc)
+            if 0 <= row < own:
+                num_targets += fill_pack(packs, row, documents, stage.max_doc)
+            else:
+                num_targets += fill_pack(scratch, 0, documents, stage.max_doc)
+        num_tokens = stage.packs * config.pack_tokens
+        return packs.batch(stage.max_doc, num_tokens, num_targets, dict(self.reader.position))
+
+    def run(self) -> None:
+        """The thread: an error travels through the queue and is raised by next()."""
+        try:
+            for step in range(self.first_step, self.config.num_steps):
+                if self.closing.is_set():
+                    return
+                self.put(self.batch(step))
+        except BaseException as error:
+            self.put(error)
+
+    def put(self, item: Batch | BaseException) -> None:
+        while not self.closing.is_set():
+            try:
+                return self.queue.put(item, timeout=0.1)
+            except queue.Full:
+                pass
+
+    def next(self) -> Batch:
+        item = self.queue.get()
+        if isinstance(item, BaseException):
+            raise item
+        return item
+
+    def close(self) -> None:
+        self.closing.set()
+        self.thread.join()
+
+
+# <<< shared: data
 # >>> shared: optimizer
 # ===============================================================================
-# 3. OPTIMIZER -- NorMuon for matrices, Adam for the rest; state sharded over ranks
-# Each rank owns a slice of every bank and table: it holds the fp32 master weights and fp32 moments of that slice.
-# A step: reduce-scatter all gradients, update own slices in the same order, all-gather the compute-dtype weights.
-# Gradients of `late` tables travel while the next step computes, and their weights while matrices are orthogonalised.
-# One process is the same code with slices that are whole and communication that does nothing.
+# 6. OPTIMIZER -- NorMuon for matrices, Adam for the rest; state sharded over ranks
+# Each rank owns a slice of every bank and table, with the fp32 master weights and fp32 moments of that
+# slice. A step reduce-scatters all gradients, updates the own slices in the same order, and all-gathers
+# the weights in the dtype of the model. Gradients of `late` tables travel while the next step computes,
+# and their weights while matrices are orthogonalised. One process runs the same code: its slices are
+# whole, and communication does nothing.
 
 # Five polynomials (a, b, c) of Polar Express (arXiv 2505.16932), for a safety factor and a cushion of 0.02.
 POLAR_EXPRESS = (
@@ -617,39 +1177,64 @@ POLAR_EXPRESS = (
 
 
 def polar_express(matrices_NRC: Tensor) -> Tensor:
-    """Nearly orthogonal matrices with the singular vectors of the given ones: all singular values become about 1.
+    """Nearly orthogonal matrices with the singular vectors of the given ones.
+
+    All singular values become about 1.
 
     Args:    matrices_NRC (N, R, C) in the dtype to compute in
     Returns: the same shape and dtype
     """
     x = matrices_NRC / (matrices_NRC.norm(dim=(-2, -1), keepdim=True) * 1.02 + 1e-6)
     tall = x.size(-2) > x.size(-1)
-    for a, b, c in POLAR_EXPRESS:  # x <- x (a I + b A + c A A); a I joins the small factor, so nothing is added after
-        poly = sym_mm(sym_mm(x.mT if tall else x), c, b, a)
+    # x <- x (a I + b A + c A A); a I joins the small factor, so nothing is added afterwards.
+    for a, b, c in POLAR_EXPRESS:
+        gram = sym_mm(x.mT if tall else x)
+        poly = sym_mm(gram, c, b, a)
         x = x @ poly if tall else poly @ x
     return x
 
 
-def normuon_update(master, grad, momentum_buffer, row_square, mult, lr, momentum, beta2, decay, grad_scale, dtype):
+def normuon_update(
+    master, grad, momentum_buffer, row_square, mult, lr, momentum, beta2, decay, grad_scale, dtype
+) -> None:
     """One NorMuon step (arXiv 2510.05491) with cautious weight decay (arXiv 2510.12402), in place.
 
-    Args: master, grad, momentum_buffer (N, R, C); row_square (N, R, 1), or (N, 1, C) for wide matrices; mult (N, 1, 1)
-          factors on lr; lr, momentum, beta2, decay, grad_scale 0-D tensors; dtype of the orthogonalisation
+    Args: master, grad, momentum_buffer (N, R, C); row_square (N, R, 1), or (N, 1, C) for wide
+          matrices; mult (N, 1, 1) factors on lr; lr, momentum, beta2, decay, grad_scale 0-D tensors;
+          dtype of the orthogonalisation
     """
+    # Momentum in Nesterov's form, then orthogonalisation.
     grad = grad.float() * grad_scale
     momentum_buffer.lerp_(grad, 1 - momentum)
-    update = polar_express(grad.lerp(momentum_buffer, momentum).to(dtype)).float()  # Nesterov
+    update = polar_express(grad.lerp(momentum_buffer, momentum).to(dtype)).float()
+
+    # Every neuron moves by a similar amount, and the length of the whole update is kept.
     length = update.norm(dim=(-2, -1), keepdim=True)
     axis = -1 if update.size(-2) >= update.size(-1) else -2
     row_square.lerp_(update.square().mean(axis, keepdim=True), 1 - beta2)
-    update = update * row_square.clamp_min(1e-10).rsqrt()  # every neuron moves by a like amount ...
-    update = update * (length / update.norm(dim=(-2, -1), keepdim=True).clamp_min(1e-10))  # ... and the sum is kept
-    agrees = update * master >= 0  # decay only where the step already shrinks the weight
+    update = update * row_square.clamp_min(1e-10).rsqrt()
+    update = update * (length / update.norm(dim=(-2, -1), keepdim=True).clamp_min(1e-10))
+
+    # Weights decay only where the step shrinks them anyway.
+    agrees = update * master >= 0
     master.sub_(lr * mult * (update + decay * master * agrees))
 
 
-def adam_update(master, grad, exp_avg, exp_avg_sq, lr, beta1, beta2, eps, decay, correction1, correction2, grad_scale):
-    """One Adam step with cautious weight decay, in place. All arguments after exp_avg_sq are 0-D tensors."""
+def adam_update(
+    master,
+    grad,
+    exp_avg,
+    exp_avg_sq,
+    lr,
+    beta1,
+    beta2,
+    eps,
+    decay,
+    correction1,
+    correction2,
+    grad_scale,
+) -> None:
+    """One Adam step with cautious weight decay, in place. From lr on all arguments are 0-D tensors."""
     grad = grad.float() * grad_scale
     exp_avg.lerp_(grad, 1 - beta1)
     exp_avg_sq.lerp_(grad.square(), 1 - beta2)
@@ -670,165 +1255,80 @@ class Slot:
     name: str
     param: Tensor
     policy: Policy
-    view: tuple  # the parameter as (N, R, C) or (N, ...): the leading axis is what ranks share out
+    shape: tuple  # the parameter as (N, R, C) or (N, ...): ranks share out the first axis
     sharded: bool
-    rows: int  # leading rows of a slice; the last ranks' slices may reach into padding
+    rows: int  # first-axis rows in a slice; the last ranks' slices may reach into padding
     master: Tensor  # fp32
-    moments: dict[str, Tensor]
-    mult: Tensor | None  # per matrix
+    moments: dict[str, Tensor] = field(default_factory=dict)
+    mult: Tensor | None = None  # NorMuon: factor of each matrix
     together: int = 0  # matrices in one call of NorMuon
-    grad: Tensor | None = None  # this rank's slice of the sum over ranks; of a late table it stays for the next step
-    full: Tensor | None = None  # what communication under way reads or writes
-    work: object = None
+    grad: Tensor | None = (
+        None  # this rank's slice of the sum; of a late table kept for the next step
+    )
+    buffer: Tensor | None = None  # what communication under way reads or writes
+    work: object = None  # the handle of that communication
 
 
 class Optimizer:
-    """NorMuon and Adam over the rows of parameter_table(config)."""
+    """NorMuon and Adam over the rows of a parameter table."""
 
-    def __init__(self, model: nn.Module, config: Config, ranks: Ranks):
-        self.config, self.ranks, self.count = config, ranks, 0
-        self.slots = []
+    def __init__(self, model: nn.Module, config: Config, ranks: Ranks, table: dict[str, Policy]):
+        self.config = config
+        self.ranks = ranks
+        self.count = 0
         params = dict(model.named_parameters())
-        table = parameter_table(config)
         assert set(params) <= set(table), f"parameters without a policy: {set(params) - set(table)}"
-        for name, policy in table.items():
-            if name not in params:
-                continue
-            param = params[name]
-            view = tuple(param.shape)
-            if policy.optimizer == "normuon":
-                view = (-1, policy.rows or param.size(-2), param.size(-1))
-                view = (param.numel() // (view[1] * view[2]), *view[1:])
-            sharded = ranks.world > 1 and param.numel() >= 65536  # smaller ones are updated by every rank alike
-            rows = -(-view[0] // ranks.world) if sharded else view[0]
-            self.slots.append(Slot(name, param, policy, view, sharded, rows, param, {}, None))
-        fast = config.compile and ranks.device.type == "cuda"
-        self.normuon_update = torch.compile(normuon_update, dynamic=False, fullgraph=True) if fast else normuon_update
-        self.adam_update = torch.compile(adam_update, dynamic=False, fullgraph=True) if fast else adam_update
-        self.muon_dtype = torch.bfloat16 if ranks.device.type == "cuda" and bf16_is_native() else torch.float32
+        self.slots = [self.make_slot(n, params[n], table[n]) for n in table if n in params]
+
+        on_gpu = ranks.device.type == "cuda"
+        self.normuon_update = normuon_update
+        self.adam_update = adam_update
+        if config.compile and on_gpu:
+            self.normuon_update = torch.compile(normuon_update, dynamic=False, fullgraph=True)
+            self.adam_update = torch.compile(adam_update, dynamic=False, fullgraph=True)
+        self.muon_dtype = torch.bfloat16 if on_gpu and bf16_is_native() else torch.float32
         self.reset()
 
-    @torch.no_grad()
-    def reset(self) -> None:
-        """Takes the master weights from the model and zeroes the moments."""
-        self.count = 0
-        for slot in self.slots:
-            slot.moments, slot.grad, slot.full, slot.work = {}, None, None, None
-            weights = slot.param.detach().view(slot.view)
-            alias = weights.dtype == torch.float32 and not slot.sharded
-            slot.master = weights if alias else self.slice(slot, weights).float()
-            names = ("exp_avg", "exp_avg_sq")
-            shapes = [slot.master.shape, slot.master.shape]
-            if slot.policy.optimizer == "normuon":
-                N, R, C = slot.master.shape
-                names, shapes = ("momentum", "row_square"), [(N, R, C), (N, R, 1) if R >= C else (N, 1, C)]
-                # sqrt(rows / columns) makes a step of a tall matrix as large per neuron as of a square one.
-                mult = torch.full((slot.view[0], 1, 1), max(1, R / C) ** 0.5, device=slot.master.device)
-                mult[1::2] *= slot.policy.odd_mult
-                slot.mult = self.slice(slot, mult)
-                # At most 2 ** 27 entries at once: each takes about 12 bytes of temporary memory (computed).
-                slot.together = max(n for n in range(1, N + 1) if N % n == 0 and (n == 1 or n * R * C <= 2**27))
-            slot.moments = {
-                n: torch.zeros(s, device=slot.master.device) for n, s in zip(names, shapes, strict=True)
-            }
-
-    def slice(self, slot: Slot, full: Tensor) -> Tensor:
-        """This rank's rows of a full (N, ...) tensor, padded with zeros."""
-        if not slot.sharded:
-            return full.clone()
-        start = self.ranks.rank * slot.rows
-        part = full[start : start + slot.rows]
-        return torch.cat((part, part.new_zeros(slot.rows - part.size(0), *part.shape[1:])))
-
-    def gather(self, slot: Slot, part: Tensor) -> Tensor:
-        """The full (N, ...) tensor from every rank's slice."""
-        if not slot.sharded:
-            return part
-        full = part.new_empty(slot.rows * self.ranks.world, *part.shape[1:])
-        all_gather(full, part.contiguous())
-        return full[: slot.view[0]]
-
-    def start_reduce(self, slot: Slot) -> None:
-        grad = slot.param.grad.view(slot.view)
-        if slot.policy.late:
-            grad = grad.clone()  # replay() writes the next gradient into the same memory
-        slot.param.grad = None
-        slot.grad, slot.work = grad, None
-        if self.ranks.world == 1:
-            return
-        if not slot.sharded:
-            slot.work = dist.all_reduce(grad, async_op=True)
-            return
-        if slot.rows * self.ranks.world != slot.view[0]:
-            pad = slot.rows * self.ranks.world - slot.view[0]
-            grad = torch.cat((grad, grad.new_zeros(pad, *grad.shape[1:])))
-        slot.grad = grad.new_empty(slot.rows, *grad.shape[1:])
-        slot.full = grad  # kept alive until the reduction is done
-        slot.work = reduce_scatter(slot.grad, grad, async_op=True)
-
-    def start_gather(self, slot: Slot) -> None:
-        slot.work = slot.full = None
-        weights = slot.param.detach().view(slot.view)
-        if not slot.sharded:
-            if weights.data_ptr() != slot.master.data_ptr():
-                weights.copy_(slot.master)
-            return
-        part = slot.master.to(weights.dtype)
-        padded = slot.rows * self.ranks.world
-        slot.full = weights if padded == slot.view[0] else part.new_empty(padded, *part.shape[1:])
-        slot.work = all_gather(slot.full, part, async_op=True)
-
-    def finish_gather(self, slot: Slot) -> None:
-        if slot.work is not None:
-            slot.work.wait()
-            if slot.full.size(0) != slot.view[0]:
-                slot.param.detach().view(slot.view).copy_(slot.full[: slot.view[0]])
-        slot.work = slot.full = slot.grad = None
+    def make_slot(self, name: str, param: Tensor, policy: Policy) -> Slot:
+        shape = tuple(param.shape)
+        if policy.optimizer == "normuon":
+            R = policy.rows or param.size(-2)
+            C = param.size(-1)
+            shape = (param.numel() // (R * C), R, C)
+        # Small parameters are not worth a message: every rank updates them alike.
+        sharded = self.ranks.world > 1 and param.numel() >= 65536
+        rows = -(-shape[0] // self.ranks.world) if sharded else shape[0]
+        return Slot(name, param, policy, shape, sharded, rows, master=param)
 
     @torch.no_grad()
     def step(self, lr_mult: float, momentum: float, loss_scale: float = 1.0) -> bool:
-        """Reduces gradients (summed over ranks), updates, gathers. Returns False if a scaled gradient overflowed.
+        """Reduces gradients (summed over ranks), updates, gathers.
 
-        A late table takes the gradient of the step before, so that nobody waits for it: on 4 H200s, where such tables
-        are four fifths of all bytes, they were most of the 2.7 ms a step that no computation hid.
+        A late table uses the gradient of the step before, so that nobody waits for it: on 4 H200s
+        such tables are four fifths of all bytes, and were most of the 2.7 ms a step that no
+        computation hid.
+
+        Returns: False if a scaled gradient overflowed; nothing is updated then
         """
-        late = [slot for slot in self.slots if slot.policy.late and loss_scale == 1.0]  # a scale must look at all
-        now = [slot for slot in self.slots if slot not in late]
+        late = [
+            s for s in self.slots if s.policy.late and loss_scale == 1.0
+        ]  # a scale must see all
+        now = [s for s in self.slots if s not in late]
         for slot in now:
             self.start_reduce(slot)
-        if loss_scale != 1.0:
-            for slot in self.slots:
-                if slot.work is not None:
-                    slot.work.wait()
-            finite = torch.stack([slot.grad.isfinite().all() for slot in self.slots]).all().float()
-            if self.ranks.world > 1:
-                dist.all_reduce(finite, op=dist.ReduceOp.MIN)
-            if not finite.item():
-                for slot in self.slots:
-                    slot.work = slot.full = slot.grad = None
-                return False
+        if loss_scale != 1.0 and not self.all_finite():
+            return False
+
         self.count += 1
-        scalar = torch.tensor  # 0-D CPU tensors: a python float would recompile the update at every change
         for slot in [*late, *now]:
             if slot.grad is None:  # a late table in the first step
                 continue
             if slot.work is not None:
                 slot.work.wait()
-            policy, c = slot.policy, self.config
-            decay, inverse = scalar(policy.weight_decay * lr_mult), scalar(1.0 / loss_scale)
-            if policy.optimizer == "normuon":
-                lr = scalar(c.muon_lr * policy.lr_mult * lr_mult)
-                state = (slot.master, slot.grad, slot.moments["momentum"], slot.moments["row_square"], slot.mult)
-                for part in zip(*(t.split(slot.together) for t in state), strict=True):
-                    self.normuon_update(*part, lr, scalar(momentum), scalar(c.muon_beta2), decay, inverse,
-                                        self.muon_dtype)  # fmt: skip
+            if slot.policy.optimizer == "normuon":
+                self.update_normuon(slot, lr_mult, momentum, loss_scale)
             else:
-                lr = scalar(c.adam_lr * policy.lr_mult * lr_mult)
-                corrections = [scalar(1 - beta ** (self.count - (slot in late))) for beta in policy.betas]
-                betas = [scalar(beta) for beta in policy.betas]
-                tensors = (slot.master, slot.grad, slot.moments["exp_avg"], slot.moments["exp_avg_sq"])
-                flat = (t.view(-1) for t in tensors)
-                self.adam_update(*flat, lr, *betas, scalar(c.adam_eps), decay, *corrections, inverse)
+                self.update_adam(slot, lr_mult, loss_scale, late=slot in late)
             self.start_gather(slot)
         for slot in self.slots:
             self.finish_gather(slot)
@@ -836,13 +1336,154 @@ class Optimizer:
             self.start_reduce(slot)
         return True
 
+    def update_normuon(self, slot: Slot, lr_mult, momentum, loss_scale) -> None:
+        """Numbers travel as 0-D CPU tensors: a python float would recompile the update at every change."""
+        c = self.config
+        lr = torch.tensor(c.muon_lr * slot.policy.lr_mult * lr_mult)
+        decay = torch.tensor(slot.policy.weight_decay * lr_mult)
+        numbers = (lr, torch.tensor(momentum), torch.tensor(c.muon_beta2), decay)
+        inverse_scale = torch.tensor(1.0 / loss_scale)
+        moments = (slot.moments["momentum"], slot.moments["row_square"])
+        state = (slot.master, slot.grad, *moments, slot.mult)
+        for part in zip(*(t.split(slot.together) for t in state), strict=True):
+            self.normuon_update(*part, *numbers, inverse_scale, self.muon_dtype)
+
+    def update_adam(self, slot: Slot, lr_mult, loss_scale, late: bool) -> None:
+        c = self.config
+        count = self.count - late
+        lr = torch.tensor(c.adam_lr * slot.policy.lr_mult * lr_mult)
+        decay = torch.tensor(slot.policy.weight_decay * lr_mult)
+        betas = [torch.tensor(beta) for beta in slot.policy.betas]
+        corrections = [torch.tensor(1 - beta**count) for beta in slot.policy.betas]
+        numbers = (lr, *betas, torch.tensor(c.adam_eps), decay, *corrections)
+        inverse_scale = torch.tensor(1.0 / loss_scale)
+        moments = (slot.moments["exp_avg"], slot.moments["exp_avg_sq"])
+        state = (slot.master, slot.grad, *moments)
+        self.adam_update(*(t.view(-1) for t in state), *numbers, inverse_scale)
+
+    def all_finite(self) -> bool:
+        """Whether no gradient of any rank overflowed; if one did, all gradients are dropped."""
+        for slot in self.slots:
+            if slot.work is not None:
+                slot.work.wait()
+        finite = torch.stack([slot.grad.isfinite().all() for slot in self.slots]).all().float()
+        if self.ranks.world > 1:
+            dist.all_reduce(finite, op=dist.ReduceOp.MIN)
+        if finite.item():
+            return True
+        for slot in self.slots:
+            slot.work = slot.buffer = slot.grad = None
+        return False
+
+    # -- communication
+
+    def start_reduce(self, slot: Slot) -> None:
+        grad = slot.param.grad.view(slot.shape)
+        if slot.policy.late:
+            grad = grad.clone()  # replay() writes the next gradient into the same memory
+        slot.param.grad = None
+        slot.grad = grad
+        slot.work = None
+        if self.ranks.world == 1:
+            return
+        if not slot.sharded:
+            slot.work = dist.all_reduce(grad, async_op=True)
+            return
+        padding = slot.rows * self.ranks.world - slot.shape[0]
+        if padding:
+            grad = torch.cat((grad, grad.new_zeros(padding, *grad.shape[1:])))
+        slot.grad = grad.new_empty(slot.rows, *grad.shape[1:])
+        slot.buffer = grad  # kept alive until the reduction is done
+        slot.work = reduce_scatter(slot.grad, grad, async_op=True)
+
+    def start_gather(self, slot: Slot) -> None:
+        slot.work = slot.buffer = None
+        weights = slot.param.detach().view(slot.shape)
+        if not slot.sharded:
+            if weights.data_ptr() != slot.master.data_ptr():
+                weights.copy_(slot.master)
+            return
+        part = slot.master.to(weights.dtype)
+        padded = slot.rows * self.ranks.world
+        if padded == slot.shape[0]:
+            slot.buffer = weights
+        else:
+            slot.buffer = part.new_empty(padded, *part.shape[1:])
+        slot.work = all_gather(slot.buffer, part, async_op=True)
+
+    def finish_gather(self, slot: Slot) -> None:
+        if slot.work is not None:
+            slot.work.wait()
+            if slot.buffer.size(0) != slot.shape[0]:
+                slot.param.detach().view(slot.shape).copy_(slot.buffer[: slot.shape[0]])
+        slot.work = slot.buffer = slot.grad = None
+
+    def slice(self, slot: Slot, full: Tensor) -> Tensor:
+        """This rank's rows of a full (N, ...) tensor, padded with zeros."""
+        if not slot.sharded:
+            return full.clone()
+        start = self.ranks.rank * slot.rows
+        part = full[start : start + slot.rows]
+        padding = part.new_zeros(slot.rows - part.size(0), *part.shape[1:])
+        return torch.cat((part, padding))
+
+    def gather(self, slot: Slot, part: Tensor) -> Tensor:
+        """The full (N, ...) tensor from every rank's slice."""
+        if not slot.sharded:
+            return part
+        full = part.new_empty(slot.rows * self.ranks.world, *part.shape[1:])
+        all_gather(full, part.contiguous())
+        return full[: slot.shape[0]]
+
+    # -- state
+
+    @torch.no_grad()
+    def reset(self) -> None:
+        """Copies the master weights from the model and zeroes the moments."""
+        self.count = 0
+        for slot in self.slots:
+            slot.grad = slot.buffer = slot.work = None
+            weights = slot.param.detach().view(slot.shape)
+            if weights.dtype == torch.float32 and not slot.sharded:
+                slot.master = weights  # the parameter itself
+            else:
+                slot.master = self.slice(slot, weights).float()
+            if slot.policy.optimizer == "normuon":
+                self.reset_normuon(slot)
+            else:
+                slot.moments = {
+                    "exp_avg": torch.zeros_like(slot.master),
+                    "exp_avg_sq": torch.zeros_like(slot.master),
+                }
+
+    def reset_normuon(self, slot: Slot) -> None:
+        N, R, C = slot.master.shape
+        device = slot.master.device
+        slot.moments = {
+            "momentum": torch.zeros(N, R, C, device=device),
+            "row_square": torch.zeros((N, R, 1) if R >= C else (N, 1, C), device=device),
+        }
+        # sqrt(rows / columns) makes a step of a tall matrix as large per neuron as of a square one.
+        mult = torch.full((slot.shape[0], 1, 1), max(1, R / C) ** 0.5, device=device)
+        mult[1::2] *= slot.policy.odd_mult
+        slot.mult = self.slice(slot, mult)
+        # At most 2 ** 27 entries at once: each needs about 12 bytes of temporary memory (computed).
+        fits = [n for n in range(1, N + 1) if N % n == 0 and n * R * C <= 2**27]
+        slot.together = max(fits, default=1)
+
     def weights(self) -> dict[str, Tensor]:
-        """The fp32 master weights, whole, by parameter name. Every rank must call it."""
+        """The whole fp32 master weights by parameter name. Every rank must call it."""
         return {s.name: self.gather(s, s.master).view(s.param.shape).cpu() for s in self.slots}
 
     def state(self) -> dict[str, Tensor]:
-        """The moments and late gradients, whole, so that any number of ranks can load them. Every rank must call it."""
-        state = {f"{s.name}.{k}": self.gather(s, v).cpu() for s in self.slots for k, v in s.moments.items()}
+        """Whole moments and late gradients, so that any number of ranks can load them.
+
+        Every rank must call it.
+        """
+        state = {}
+        for slot in self.slots:
+            for name, moment in slot.moments.items():
+                state[f"{slot.name}.{name}"] = self.gather(slot, moment).cpu()
         for slot in self.slots:
             if slot.work is not None:
                 slot.work.wait()
@@ -852,136 +1493,862 @@ class Optimizer:
 
     @torch.no_grad()
     def load(self, weights: dict[str, Tensor], state: dict[str, Tensor], count: int) -> None:
-        """Takes over fp32 weights and moments as saved by weights() and state()."""
+        """Restores what weights() and state() returned."""
         self.count = count
         for slot in self.slots:
-            full = weights[slot.name].to(slot.master.device).view(slot.view)
+            full = weights[slot.name].to(slot.master.device).view(slot.shape)
             slot.master.copy_(self.slice(slot, full.float()))
             slot.param.copy_(full.view(slot.param.shape))
-            for key, moment in slot.moments.items():
-                moment.copy_(self.slice(slot, state[f"{slot.name}.{key}"].to(moment.device)))
+            for name, moment in slot.moments.items():
+                saved = state[f"{slot.name}.{name}"].to(moment.device)
+                moment.copy_(self.slice(slot, saved))
             if f"{slot.name}.grad" in state:
                 slot.grad = self.slice(slot, state[f"{slot.name}.grad"].to(slot.param))
 
+    def drop_gradients(self) -> None:
+        """Forgets late gradients, for a model that goes on with other text."""
+        for slot in self.slots:
+            slot.grad = None
 
-def build_optimizer(model: nn.Module, config: Config, ranks: Ranks | None = None) -> Optimizer:
-    """The optimizer of a model in the state of its first step."""
-    return Optimizer(model, config, ranks or Ranks(0, 0, 1, model.embed.device))
+    def drop_moments(self) -> None:
+        self.count = 0
+        for slot in self.slots:
+            for moment in slot.moments.values():
+                moment.zero_()
+
+
+def build_optimizer(model: nn.Module, config: Config, table=None, ranks=None) -> Optimizer:
+    """The optimizer of a model before its first step; by default all of parameter_table on one rank."""
+    ranks = ranks or Ranks(0, 0, 1, next(model.parameters()).device)
+    return Optimizer(model, config, ranks, table or parameter_table(config))
 
 
 # <<< shared: optimizer
-# >>> shared: schedule
+# >>> shared: evaluation
 # ===============================================================================
-# 4. SCHEDULE -- pure functions of (config, step)
+# 7. EVALUATION -- bits per byte, samples
 
 
-def stage_index(config: Config, step: int) -> int:
-    """Which row of the stage table a step belongs to."""
-    progress, passed = step / config.num_steps, 0.0
-    for index, stage in enumerate(config.stage_table):
-        passed += stage.share
-        if progress < passed - 1e-9:
-            return index
-    return len(config.stages) - 1
+def validation_documents(
+    dataset: Dataset, config: Config
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """(sequence, counted) of held-out documents, from their BOS, cut at max_seq_len."""
+    bos_id = dataset.tokenizer.bos_id
+    for path in dataset.files("val"):
+        tokens = dataset.read(path).astype(np.int32)
+        starts = np.flatnonzero(tokens == bos_id)
+        if not starts.size:
+            raise UserError(f"{path} has no BOS token ({bos_id}), so no documents; make it again")
+        for start, end in zip(starts, [*starts[1:], len(tokens)], strict=True):
+            end = min(end, start + config.max_seq_len)
+            yield tokens[start:end], np.ones(end - start - 1, bool)
 
 
-def lr_multiplier(config: Config, step: int) -> float:
-    """The stage's factor, then a straight line down to lr_floor over the last `cooldown` of the run. No warm-up."""
-    mult = config.stage_table[stage_index(config, step)].lr_mult
-    fall = (step / config.num_steps - (1 - config.cooldown)) / config.cooldown if config.cooldown else 0.0
-    fall = min(max(fall, 0.0), 1.0)
-    return mult * (1 - fall) + config.lr_floor * fall
+def validation_batch(documents: Iterable, config: Config, bos_id: int) -> Batch:
+    """Documents up to val_tokens, whole in their packs: the same packs for every run."""
+    rows = [[]]
+    room = config.pack_tokens
+    total = 0
+    for sequence, counted in documents:
+        if total >= config.val_tokens:
+            break
+        if not len(counted):
+            continue
+        if len(counted) > room or len(rows[-1]) == config.pack_docs:
+            rows.append([])
+            room = config.pack_tokens
+        rows[-1].append((sequence, counted))
+        room -= len(counted)
+        total += len(counted)
+
+    packs = empty_packs(len(rows), config, bos_id)
+    num_targets = 0
+    for row, members in enumerate(rows):
+        num_targets += fill_pack(packs, row, members, config.max_seq_len)
+    return packs.batch(config.max_seq_len, packs.tokens.size, num_targets)
 
 
-def muon_momentum(config: Config, step: int) -> float:
-    """Rises over the first steps, when gradients still turn quickly, and falls over the last ones."""
-    low, high, warm, cool = config.momentum
-    warm, cool = min(warm, config.num_steps // 3), min(cool, config.num_steps // 10)
-    rise = min(1.0, step / warm) if warm else 1.0
-    fall = min(1.0, (config.num_steps - step) / cool) if cool else 1.0
-    return low + (high - low) * min(rise, fall)
+@torch.no_grad()
+def bits_per_byte(
+    model: Callable, batch: Batch, packs: int, token_bytes: Tensor, ranks: Ranks
+) -> float:
+    """Nats over targets that carry bytes, divided by ln 2 and by their bytes.
 
+    Special tokens are in neither sum.
 
-def loss_weights(config: Config, step: int) -> list[float]:
-    """Weights of the next tokens in the loss, of which the first stays and the others fade out, and of the prefix."""
-    fade = max(0.0, 1 - step / (config.num_steps * config.ahead_until))
-    weights = [config.ahead[0], *(weight * fade for weight in config.ahead[1:])]
-    if config.prefix_weight:  # whole for a third of the run, gone after two
-        weights.append(config.prefix_weight * min(1.0, max(0.0, 2 - 3 * step / config.num_steps)))
-    return weights
-
-
-def stage_attention(config: Config, index: int) -> dict:
-    """Windows, attention scale and rotary frequencies of a stage, by YaRN (arXiv 2309.00071) from stage to stage.
-
-    When the long window grows from `old` to `new`, slow rotations are stretched by old / new, fast ones are kept, and
-    the scale grows with log(new / old). Replayed from the first stage, so that it is a pure function.
+    Args: model as GPT.forward, or compiled; packs in a micro-batch; token_bytes int (V,)
     """
-    quarter = config.head_dim // 4
-    frequencies = np.array(config.frequencies or (1 / config.rotary_base) ** np.linspace(0, 1, quarter))
-    scale = config.attention_scale
-    table = config.stage_table
-    for before, after in zip(table[:index], table[1 : index + 1], strict=True):
-        old, new = before.window_long, after.window_long
-        if new > old:
-            keep = np.clip((old * frequencies / (2 * np.pi) - 1) / (32 - 1), 0, 1)
-            frequencies = frequencies * (old / new + keep * (1 - old / new))
-            scale *= 0.2 * math.log(new / old) + 1
-    stage = table[index]
-    windows = {"window_short": stage.window_short, "window_long": stage.window_long}
-    return {**windows, "scale": scale, "frequencies": frequencies.tolist()}
+    nats_sum = torch.zeros((), device=ranks.device)
+    bytes_sum = torch.zeros((), device=ranks.device)
+    for micro_batch in share_of_rank(batch, packs, ranks).micro_batches(packs, ranks.device):
+        _, nats = model(*micro_batch)
+        targets = micro_batch.targets_T
+        num_bytes = token_bytes[targets.clamp(min=0).long()] * (targets >= 0)
+        nats_sum += (nats * (num_bytes > 0)).sum()
+        bytes_sum += num_bytes.sum()
+
+    sums = torch.stack((nats_sum, bytes_sum))
+    if ranks.world > 1:
+        dist.all_reduce(sums)
+    return sums[0].item() / math.log(2) / max(sums[1].item(), 1)
 
 
-# <<< shared: schedule
-# >>> shared: data
+def share_of_rank(batch: Batch, packs: int, ranks: Ranks) -> Batch:
+    """This rank's part, in whole micro-batches; packs that fill up the last ones count for nothing."""
+    count = len(batch.tokens)
+    group = ranks.world * packs
+    padded = -(-count // group) * group
+    share = padded // ranks.world
+    index = torch.arange(ranks.rank * share, (ranks.rank + 1) * share)
+    repeated = index >= count
+    index = index.clamp(max=count - 1)
+    targets = batch.targets[index]
+    targets[repeated] = -1
+    return dataclasses.replace(
+        batch,
+        tokens=batch.tokens[index],
+        targets=targets,
+        positions=batch.positions[index],
+        ends=batch.ends[index],
+    )
+
+
+@torch.no_grad()
+def continue_prompts(model: GPT, tokenizer: Tokenizer, config: Config) -> list[str]:
+    """The samples of the report: what the model makes of config.sample_prompts.
+
+    Every new token is a forward over all texts, which is simple and slow; runs/engine.py is fast.
+    """
+    rng = torch.Generator().manual_seed(config.seed)
+    texts = [[tokenizer.bos_id, *tokenizer.encode(prompt)] for prompt in config.sample_prompts]
+    longest = max((len(text) for text in texts), default=0)
+    for _ in range(min(config.sample_tokens, config.max_seq_len - longest) if texts else 0):
+        lengths = torch.tensor([len(text) for text in texts])
+        ends = lengths.cumsum(0)
+        tokens = torch.tensor([token for text in texts for token in text])
+        positions = torch.cat([torch.arange(n) for n in lengths.tolist()])
+        packed = [tokens, positions, F.pad(ends, (1, 0)).int()]
+        tokens, positions, cu_seqlens = (t.to(model.embed.device) for t in packed)
+        logits = model(tokens, None, positions, cu_seqlens, int(lengths.max()))
+        logits = logits[ends.to(logits.device) - 1, : config.vocab_size].cpu()
+        probabilities = (logits / max(config.sample_temperature, 1e-4)).softmax(-1)
+        drawn = torch.multinomial(probabilities, 1, generator=rng)
+        for text, token in zip(texts, drawn.flatten().tolist(), strict=True):
+            text.append(token)
+    # A text ends where the model began another document.
+    ends = [[*text, tokenizer.bos_id].index(tokenizer.bos_id, 1) for text in texts]
+    return [tokenizer.decode(text[1:end]) for text, end in zip(texts, ends, strict=True)]
+
+
+# <<< shared: evaluation
+# >>> shared: run
 # ===============================================================================
-# 5. DATA -- shards -> packs of documents -> micro-batches
-# A pack is a fixed number of tokens that starts with a BOS and holds whole documents, as far as they fit. A document
-# that is longer than the stage allows, or than what is left of the pack, goes on as a new segment behind a BOS of its
-# own, so that no text is thrown away (nanochat's cropping loses 35 %). Packs are numbered over
-# the whole run; rank r of W takes the r-th of W equal parts of each step. So the tokens of a step depend neither on
-# the number of ranks nor on the micro-batch, and (epoch, shard, offset) says exactly where the loader stands.
-#
-#     tokens    B a a a a B b b B c c c | B c c c c c B d ...      two packs of 12; document c is continued
-#     targets   a a a a B b b B c c c c | c c c c c B d ...        the last target of a document is the next BOS
-#     positions 0 1 2 3 4 0 1 2 0 1 2 3 | 0 1 2 3 4 5 0 ...
-#
-# Finetuning packs whole conversations instead, in an order drawn for each epoch, and pads what is left of a pack; a
-# target that is not the assistant's is -1. Its position is the number of the next pack.
+# 8. RUN -- what a run is made of, start, resume, what happens between steps, finish
+
+
+@dataclass
+class Job:
+    """What a run trains on. Tools that train on other text bring a Job of their own."""
+
+    config: Config  # with the vocabulary of the dataset
+    dataset: Dataset
+    reader: ShardReader  # of training packs
+    validation: Iterable  # (sequence, counted) of each held-out document
+    available: int  # training tokens, padding included
+    bytes_per_token: float  # of counted targets, for the estimate of bits per byte in the log
+    note: str  # what there is to train on, for the log
+    command: str = "pretrain"
+    load_start: Callable | None = None  # load_start(state) loads weights to begin with
+    samples: Callable = continue_prompts  # samples(model, tokenizer, config) -> texts
+    description: dict = field(default_factory=dict)  # further entries of config.json
+    scripts: tuple[Path, ...] = ()  # further scripts that the run directory keeps
+
+
+def pretraining_job(config: Config) -> Job:
+    """The documents of the dataset config.data."""
+    dataset = Dataset.open(config.data)
+    config = dataclasses.replace(config, vocab_size=dataset.tokenizer.vocab_size)
+    validate(config)
+    train_split = dataset.info["splits"]["train"]
+    return Job(
+        config=config,
+        dataset=dataset,
+        reader=ShardReader(dataset, config),
+        validation=validation_documents(dataset, config),
+        available=train_split["tokens"] * config.max_epochs,
+        bytes_per_token=train_split["text_bytes"] / train_split["tokens"],
+        note=f"{train_split['tokens']:,} training tokens",
+    )
+
+
+def check_length(job: Job, args: argparse.Namespace) -> None:
+    """Raises UserError if the run needs more text than there is, or is too short to profile."""
+    config = job.config
+    packs = sum(config.stage_table[stage_index(config, s)].packs for s in range(config.num_steps))
+    needed = packs * config.pack_tokens
+    if needed > job.available:
+        whole_steps = job.available // config.step_tokens - len(config.stages) + 1
+        fewer = int(whole_steps * config.step_tokens)
+        way = f"ask for fewer with --tokens {fewer}" if fewer > 0 else "make the batch smaller"
+        raise UserError(
+            f"{config.data} holds {job.available:,} training tokens, the run asks for {needed:,}; "
+            f"{way}, add text, or allow repeats with --set max_epochs=N"
+        )
+    if args.profile and config.num_steps < 11:
+        raise UserError(f"--profile traces steps 11 to 15 of {config.num_steps}; use more --steps")
+
+
+@dataclass
+class Progress:
+    """How far a run has come; saved with every checkpoint."""
+
+    position: dict | None = None  # where the reader stands
+    tokens: int = 0
+    train_seconds: float = 0.0
+    val_bpb: float | None = None  # if this very step was validated
+
+
+@dataclass
+class Run:
+    """A run under way."""
+
+    job: Job
+    args: argparse.Namespace
+    ranks: Ranks
+    run_dir: Path
+    machine: dict
+    log: Log
+    progress: Progress = field(default_factory=Progress)
+    # -- set by train() and prepare_loop()
+    state: TrainState | None = None
+    loader: PackLoader | None = None
+    validation: Batch | None = None
+    token_bytes: Tensor | None = None  # int (V,)
+    peak_flops: float = math.inf  # FLOP/s of one device
+    stopper: Stopper | None = None
+    profiler: object = None
+    # -- for the log
+    clock: float = 0.0  # when training seconds were last counted
+    begun: Progress | None = None  # at the start of this process
+    logged: Progress | None = None  # at the last line
+    flops: float = 0.0  # since the start of this process
+
+
+def open_run(job: Job, args: argparse.Namespace, ranks: Ranks) -> Run:
+    run_dir = prepare_run_dir(job, args, ranks)
+    log = Log(run_dir, ranks, job.config.wandb, dataclasses.asdict(job.config))
+    return Run(job, args, ranks, run_dir, describe_machine(ranks), log)
+
+
+def describe_run(run: Run) -> None:
+    """The first lines on the screen."""
+    config = run.job.config
+    machine = run.machine
+    parameters = sum(p.numel() for p in run.state.model.parameters())
+    run.log.say(
+        f"{Path(__file__).name}: {parameters / 1e6:.1f} M parameters, {run.state.model.embed.dtype}, "
+        f"{machine['num_devices']} x {machine['device']}, torch {machine['torch']}"
+    )
+    run.log.say(f"data: {config.data}, vocabulary {config.vocab_size:,}, {run.job.note}")
+    run.log.say(f"run:  {run.run_dir}, {config.num_steps:,} steps, {config.tokens:,} tokens")
+
+
+def set_prefixes(run: Run) -> None:
+    """Gives the model the second target of each token, where the loss has one."""
+    config = run.job.config
+    if config.prefix_weight:
+        prefixes = torch.tensor(run.job.dataset.tokenizer.prefixes())
+        run.state.model.prefixes[: config.vocab_size] = prefixes
+
+
+def start(run: Run) -> None:
+    """A new run: its first weights, and everything that makes its directory complete."""
+    job = run.job
+    if job.load_start:
+        job.load_start(run.state)
+    if not run.ranks.is_main:
+        return
+    description = {
+        "command": job.command,
+        "config": dataclasses.asdict(job.config),
+        "flags": run.args.flags,
+        "overridden": run.args.set,
+        "machine": run.machine,
+        "date": datetime.datetime.now().isoformat(timespec="seconds"),
+        "dataset_fingerprint": job.dataset.info.get("fingerprint"),
+        **job.description,
+    }
+    write_atomically(run.run_dir / "config.json", json.dumps(description, indent=1))
+    for path in (Path(__file__), job.dataset.tokenizer.path, *job.scripts):
+        write_atomically(run.run_dir / path.name, path.read_text(encoding="utf-8"))
+
+
+def resume(run: Run) -> None:
+    """Goes on where the newest checkpoint stands."""
+    config = run.job.config
+    newest = checkpoints(run.run_dir)[-1]
+    saved = load_checkpoint(run.state, newest)
+    step = run.state.step
+    run.progress = Progress(saved["position"], saved["tokens"], saved["train_seconds"])
+    if step == config.num_steps:
+        run.progress.val_bpb = saved["val_bpb"]  # no further step will change it
+    if saved["position"]:
+        run.job.reader.seek(saved["position"])
+    run.log.rewind(step)
+    run.log.say(f"resumed at step {step} from {newest}")
+    if step > config.num_steps:
+        asked = f"the flags ask for {config.num_steps}; ask for more, or leave them out"
+        raise UserError(f"{run.run_dir} is at step {step} already, {asked}")
+
+    # The next --resume goes on with the flags of this one.
+    finished = step == config.num_steps and (run.run_dir / "report.md").is_file()
+    if run.ranks.is_main and not finished and config != read_config(run.run_dir):
+        path = run.run_dir / "config.json"
+        description = json.loads(path.read_text(encoding="utf-8"))
+        description["config"] = dataclasses.asdict(config)
+        description["overridden"] += run.args.set
+        write_atomically(path, json.dumps(description, indent=1))
+
+
+def show_finished(run: Run) -> dict:
+    run.log.say(f"this run is finished; its results are in {run.run_dir}/report.md")
+    run.log.close()
+    return json.loads((run.run_dir / "result.json").read_text(encoding="utf-8"))
+
+
+def prepare_loop(run: Run) -> None:
+    """Starts the loader's thread and makes what the loop needs besides the model."""
+    job = run.job
+    config = job.config
+    run.loader = PackLoader(job.reader, config, run.ranks, run.state.step)
+    run.validation = validation_batch(job.validation, config, job.dataset.tokenizer.bos_id)
+    token_bytes = torch.zeros(config.padded_vocab, dtype=torch.long)
+    token_bytes[: config.vocab_size] = torch.from_numpy(job.dataset.tokenizer.token_bytes)
+    run.token_bytes = token_bytes.to(run.ranks.device)
+    run.peak_flops = peak_flops(run.ranks.device)
+    run.stopper = Stopper(run.ranks)
+    run.begun = dataclasses.replace(run.progress)
+    run.logged = dataclasses.replace(run.progress)
+    if run.ranks.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(run.ranks.device)
+
+    if job.load_start and not run.args.resume:
+        evaluate(run)  # what the loaded weights are worth
+    if run.args.profile:
+        run.profiler = start_profiler(run)
+    gc.collect()
+    gc.freeze()  # else a collection of what the compiler left makes one step in some hundred slow
+    run.ranks.sync()
+
+
+# -- between steps
+
+
+def log_steps(run: Run, losses: list[Tensor], batch: Batch) -> None:
+    """Waits for the device, counts the training time, and logs the steps since the last line."""
+    config = run.job.config
+    state = run.state
+    progress = run.progress
+    loss = torch.stack(losses).mean()
+    if run.ranks.world > 1:
+        dist.all_reduce(loss)
+    loss = loss.item()
+    run.ranks.sync()
+    now = time.perf_counter()
+    progress.train_seconds += now - run.clock
+    run.clock = now
+    if not math.isfinite(loss):
+        advice = diverged_advice(run.run_dir)
+        raise UserError(f"the loss became {loss} at step {state.step}; {advice}")
+
+    seconds = max(progress.train_seconds - run.logged.train_seconds, 1e-9)
+    tokens = progress.tokens - run.logged.tokens
+    steps = max(1, round(tokens / batch.total_tokens))
+    flops = flops_per_token(config, state.model.windows, batch.positions)
+    run.flops += flops * tokens
+    entry = {
+        "step": state.step,
+        "tokens": progress.tokens,
+        "loss": loss,
+        "bpb": loss / math.log(2) / run.job.bytes_per_token,
+        "lr": lr_multiplier(config, state.step - 1),
+        "step_ms": seconds / steps * 1e3,
+        "tokens_per_second": tokens / seconds,
+        "mfu": tokens / seconds * flops / (run.peak_flops * run.ranks.world),
+        "memory_gib": peak_memory_gib(run.ranks.device),
+        "train_seconds": progress.train_seconds,
+    }
+    run.log.step(entry, config.num_steps)
+    run.logged = dataclasses.replace(progress)
+
+
+def evaluate(run: Run) -> float:
+    """Bits per byte of the validation text, logged."""
+    state = run.state
+    progress = run.progress
+    bpb = bits_per_byte(state.forward, run.validation, state.packs, run.token_bytes, run.ranks)
+    if not math.isfinite(bpb):
+        advice = diverged_advice(run.run_dir)
+        raise UserError(f"validation gave {bpb} at step {state.step}; {advice}")
+    seconds = progress.train_seconds
+    place = f"step {state.step:6d}/{run.job.config.num_steps}"
+    run.log.say(f"{place} | val bpb {bpb:.4f} | elapsed {seconds:.1f} s")
+    entry = {"step": state.step, "tokens": progress.tokens, "train_seconds": seconds}
+    run.log.write({**entry, "val_bpb": bpb})
+    return bpb
+
+
+def save(run: Run) -> None:
+    begin = time.perf_counter()
+    save_checkpoint(run.state, run.run_dir, dataclasses.asdict(run.progress))
+    seconds = time.perf_counter() - begin
+    num_steps = run.job.config.num_steps
+    run.log.say(f"step {run.state.step:6d}/{num_steps} | saved in {seconds:.1f} s")
+
+
+def stop_early(run: Run) -> None:
+    """Ends a run that was asked to stop and has been saved."""
+    run.loader.close()
+    run.log.close()
+    name = signal.Signals(run.stopper.signal).name
+    way = f"continue with `--resume --run-dir {run.run_dir}`"
+    raise UserError(f"stopped by {name} at step {run.state.step}, saved; {way}")
+
+
+def finish(run: Run) -> dict:
+    """The last validation, result.json and the report; returns the result."""
+    state = run.state
+    progress = run.progress
+    run.loader.close()
+    run.stopper.restore()
+    if run.profiler:
+        run.profiler.stop()
+    state.graphs = None  # samples can have their memory
+    if progress.val_bpb is None:  # resumed after the last step
+        progress.val_bpb = evaluate(run)
+
+    seconds = max(progress.train_seconds - run.begun.train_seconds, 1e-9)
+    result = {
+        "val_bpb": progress.val_bpb,
+        "steps": state.step,
+        "tokens": progress.tokens,
+        "train_seconds": progress.train_seconds,
+        "tokens_per_second": (progress.tokens - run.begun.tokens) / seconds,
+        "mfu": run.flops / (seconds * run.peak_flops * run.ranks.world),
+        "peak_memory_gib": peak_memory_gib(run.ranks.device),
+        "run_dir": str(run.run_dir),
+    }
+    if run.ranks.is_main:
+        write_atomically(run.run_dir / "result.json", json.dumps(result, indent=1))
+        samples = run.job.samples(state.model, run.job.dataset.tokenizer, run.job.config)
+        for text in samples:
+            run.log.say(f"--- sample\n{text}")
+        write_report(run, result, samples)
+        run.log.say(f"--- report: {run.run_dir}/report.md")
+    run.log.close()
+    return result
+
+
+def start_profiler(run: Run):
+    """Traces steps 11 to 15; writes the trace and a table of the slowest operations when they are done."""
+
+    def write(profiler) -> None:
+        if not run.ranks.is_main:
+            return
+        profiler.export_chrome_trace(str(run.run_dir / "trace.json"))
+        where = "device" if run.ranks.device.type == "cuda" else "cpu"
+        averages = profiler.key_averages()
+        table = averages.table(
+            sort_by=f"self_{where}_time_total", row_limit=60, max_name_column_width=90
+        )
+        write_atomically(run.run_dir / "profile.txt", table)
+        run.log.say(f"profile: {run.run_dir}/profile.txt, {run.run_dir}/trace.json")
+
+    steps = torch.profiler.schedule(skip_first=9, wait=0, warmup=1, active=5, repeat=1)
+    profiler = torch.profiler.profile(schedule=steps, on_trace_ready=write)
+    profiler.start()
+    return profiler
+
+
+class Stopper:
+    """Turns SIGTERM and Ctrl-C into a flag that the loop reads between steps."""
+
+    def __init__(self, ranks: Ranks):
+        self.ranks = ranks
+        self.signal = 0
+        self.before = {s: signal.signal(s, self.catch) for s in (signal.SIGTERM, signal.SIGINT)}
+
+    def catch(self, number, frame) -> None:
+        if self.signal == number:  # asked twice: at once
+            sys.exit(128 + number)
+        self.signal = number
+
+    def asked(self, step: int) -> bool:
+        if self.ranks.world == 1:
+            return bool(self.signal)
+        if step % 10:  # all ranks must stop at the same step, and asking costs a synchronisation
+            return False
+        flag = torch.tensor(self.signal, device=self.ranks.device)
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        self.signal = int(flag)
+        return bool(self.signal)
+
+    def restore(self) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+
+# -- model, optimizer and warm-up
+
+
+def build_state(config: Config, ranks: Ranks, say: Callable = print) -> TrainState:
+    """Model, optimizer and compiled forward, with the weights of config.seed."""
+    dtype = choose_dtype(config, ranks.device)
+    model = GPT(config, ranks.device, dtype)
+    model.attention = choose_attention(model, say)
+    model.init_weights(config.seed)
+    forward = model
+    if config.compile and ranks.device.type == "cuda":
+        torch._dynamo.config.recompile_limit = 64
+        forward = torch.compile(model, dynamic=False, fullgraph=True)
+    optimizer = build_optimizer(model, config, ranks=ranks)
+    state = TrainState(config, ranks, model, forward, optimizer, choose_packs(config, ranks))
+    if forward is not model and config.cuda_graphs:
+        state.graphs = {}
+    reset_state(state)
+    return state
+
+
+def reset_state(state: TrainState) -> None:
+    """The state of step 0: initial weights, zero moments. It also removes every trace of the warm-up."""
+    state.model.zero_grad(set_to_none=True)
+    state.model.init_weights(state.config.seed)
+    if state.ranks.world > 1:
+        for param in state.model.parameters():
+            dist.broadcast(param.detach(), 0)
+    state.model.set_stage(stage_attention(state.config, 0))
+    state.optimizer.reset()
+    state.step = 0
+    state.good_steps = 0
+    state.loss_scale = 2.0**16 if state.model.embed.dtype == torch.float16 else 1.0
+
+
+def warm_up(state: TrainState, say: Callable) -> None:
+    """Runs each stage on dummy tokens, forward, backward, optimizer and validation, and forgets it all.
+
+    Everything is compiled and captured here, so that nothing of it happens while the clock runs.
+    """
+    begin = time.perf_counter()
+    before = checksum(state.model)
+    rng = np.random.default_rng(0)
+    for index in range(len(state.config.stages)):
+        state.model.set_stage(stage_attention(state.config, index))
+        # Where memory runs out, the stage is tried again with smaller micro-batches.
+        packs = 0
+        while packs != state.packs:
+            packs = state.packs
+            warm_up_stage(state, index, rng)
+    reset_state(state)
+    after = checksum(state.model)
+    assert before == after, f"the warm-up left a trace in the weights: {before} became {after}"
+    seconds = time.perf_counter() - begin
+    tokens = state.packs * state.config.pack_tokens
+    say(f"warm-up: {seconds:.1f} s, micro-batch {tokens:,} tokens")
+
+
+def warm_up_stage(state: TrainState, index: int, rng: np.random.Generator) -> None:
+    """Trains on one stage's shapes and validates; may leave state.packs smaller."""
+    config = state.config
+    ranks = state.ranks
+    stage = config.stage_table[index]
+    # The second micro-batch of a step has a graph of its own.
+    rows = state.packs
+    if state.graphs is not None and stage.packs > rows * ranks.world:
+        rows = 2 * rows
+    for _ in range(1 if index else 2):  # late tables are updated from the second step on
+        train_step(state, dummy_batch(config, ranks, rows, stage.max_doc, rng))
+
+    batch = dummy_batch(config, ranks, state.packs, config.max_seq_len, rng)
+    token_bytes = torch.ones(config.padded_vocab, dtype=torch.long, device=ranks.device)
+    while True:
+        try:
+            bits_per_byte(state.forward, batch, state.packs, token_bytes, ranks)
+            break
+        except torch.OutOfMemoryError:
+            pass  # the exception holds the activations until it ends here
+        shrink_micro_batch(state)
+
+    if ranks.world > 1:  # memory may have run out on some ranks only
+        packs = torch.tensor(state.packs, device=ranks.device)
+        dist.all_reduce(packs, op=dist.ReduceOp.MIN)
+        state.packs = int(packs)
+
+
+def dummy_batch(config: Config, ranks: Ranks, rows: int, max_doc: int, rng) -> Batch:
+    """A batch of `rows` packs for each rank, random tokens in documents of the greatest length."""
+    packs = empty_packs(rows, config, 0)
+    packs.tokens[:] = rng.integers(0, config.vocab_size, packs.tokens.shape)
+    packs.targets[:] = packs.tokens
+    for row in range(rows):
+        pad_pack(packs, row, 0, 0, max_doc)
+    size = packs.tokens.size * ranks.world
+    return packs.batch(max_doc, size, size)
+
+
+def checksum(model: nn.Module) -> list[float]:
+    return [param.detach().float().abs().sum().item() for param in model.parameters()]
+
+
+# -- memory
+
+
+def choose_packs(config: Config, ranks: Ranks) -> int:
+    """Packs in a micro-batch: the most that divide every stage's batch, fit into memory and help speed."""
+    for stage in config.stage_table:
+        if stage.packs % ranks.world:
+            way = f"use a number of processes that divides {stage.packs}"
+            raise UserError(
+                f"{stage.packs} packs do not divide over {ranks.world} processes; {way}"
+            )
+    limit = 8192
+    if ranks.device.type == "cuda":
+        limit = micro_batch_limit(config, torch.cuda.mem_get_info(ranks.device)[0])
+    if config.micro_batch_tokens:
+        limit = config.micro_batch_tokens
+        if limit % config.pack_tokens:
+            multiple = f"a multiple of pack_tokens={config.pack_tokens}"
+            raise UserError(f"--micro-batch-tokens {limit} is not {multiple}")
+    common = math.gcd(*(stage.packs // ranks.world for stage in config.stage_table))
+    divisors = [d for d in range(1, common + 1) if common % d == 0]
+    return max((d for d in divisors if d * config.pack_tokens <= limit), default=1)
+
+
+def can_shrink(state: TrainState) -> bool:
+    """Once a run of several ranks is under way, one rank cannot: the others would wait for it."""
+    return state.packs > 1 and (state.ranks.world == 1 or state.step == 0)
+
+
+def shrink_micro_batch(state: TrainState) -> None:
+    """A smaller micro-batch after the device ran out of memory; the step stays as large as before.
+
+    Call it outside the except block, whose exception holds the activations.
+    """
+    state.model.zero_grad(set_to_none=True)
+    if state.graphs is not None:
+        state.graphs = {}
+    gc.collect()  # what a failed forward leaves may lie in cycles
+    torch.cuda.empty_cache()
+    tokens = state.packs * state.config.pack_tokens
+    if not can_shrink(state):
+        raise UserError(
+            f"the device ran out of memory with micro-batches of {tokens} tokens; lower "
+            f"--micro-batch-tokens, or pack_tokens if it is one pack already, or reduce fragmentation "
+            f"with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+        )
+    state.packs = max(d for d in range(1, state.packs) if state.packs % d == 0)
+    smaller = state.packs * state.config.pack_tokens
+    print(f"out of memory with {tokens} tokens a micro-batch; going on with {smaller}")
+
+
+# -- ranks and devices
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among all that torchrun started; one process has world 1."""
+
+    rank: int
+    local_rank: int
+    world: int
+    device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def sync(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        elif self.device.type == "mps":
+            torch.mps.synchronize()
+
+
+def start_ranks() -> Ranks:
+    """Picks the device and joins the process group that torchrun describes in the environment."""
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    rank = int(os.environ.get("RANK", 0))
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    if torch.cuda.is_available():
+        if local_rank >= torch.cuda.device_count():
+            gpus = f"{torch.cuda.device_count()} GPU(s); lower --nproc_per_node"
+            raise UserError(f"torchrun started process {local_rank} on a machine with {gpus}")
+        torch.cuda.set_device(local_rank)
+        # OpenMP threads that wait slow down runs beside this one: 87 to 125 ms a step.
+        torch.set_num_threads(1)
+        device = torch.device("cuda", local_rank)
+        backend = "nccl"
+    else:
+        device = torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+        backend = "gloo"
+    if world > 1 and not dist.is_initialized():
+        device_id = device if device.type == "cuda" else None
+        dist.init_process_group(backend, device_id=device_id)
+    return Ranks(rank, local_rank, world, device)
+
+
+def bf16_is_native() -> bool:
+    """Asks for the compute capability: torch.cuda.is_bf16_supported() is also true for slow emulation."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
+
+
+def choose_dtype(config: Config, device: torch.device) -> torch.dtype:
+    """bf16 where the hardware has it, fp16 with loss scaling on older GPUs, fp32 elsewhere."""
+    names = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+    if config.dtype != "auto":
+        if config.dtype not in names:
+            raise UserError(f"--dtype {config.dtype} is none of auto, {', '.join(names)}")
+        return names[config.dtype]
+    if device.type != "cuda":
+        return torch.float32
+    return torch.bfloat16 if bf16_is_native() else torch.float16
+
+
+# Dense bf16 peak (T4, V100: fp16) in TFLOP/s, from the makers' data sheets.
+PEAK_TFLOPS = {
+    "H200": 989, "H100 NVL": 835, "H100 PCIe": 756, "H100": 989, "GH200": 989, "H800": 989, "B200": 2250,
+    "GB200": 2500, "A100": 312, "A800": 312, "A40": 149.7, "A30": 165, "A10": 125, "L40S": 362, "L4": 121,
+    "RTX 5090": 209.5, "RTX 4090": 165.2, "RTX 3090": 71, "T4": 65, "V100": 125, "MI300X": 1307.4,
+}  # fmt: skip
+
+
+def peak_flops(device: torch.device) -> float:
+    """Peak FLOP/s of the device; infinite if the table does not know it, which makes the MFU 0."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    for key, tflops in PEAK_TFLOPS.items():
+        if re.search(rf"\b{key}\b", name):  # an A4000 is no A40
+            return tflops * 1e12
+    return math.inf
+
+
+def flops_per_token(config: Config, windows: tuple[int, int], positions: Tensor) -> float:
+    """Training FLOPs: 6 for each matrix weight, 12 x heads x head width for each key seen.
+
+    Embeddings are free.
+    """
+    c = config
+    attention = 4 * c.width**2 * len(c.attention_layers)
+    mlp = 2 * c.mlp_width * c.width * c.num_layers
+    head = c.width * c.padded_vocab
+    keys_seen = [positions.clamp(max=window).float().mean().item() + 1 for window in windows]
+    attended = sum(keys_seen[layer in c.long_layers] for layer in c.attention_layers)
+    return 6 * (attention + mlp + head) + 12 * c.width * attended
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """Most memory in use so far: of the GPU, or of the process."""
+    if device.type == "cuda":
+        # Reserved, because graphs hold memory that nothing allocates any more.
+        return torch.cuda.max_memory_reserved(device) / 2**30
+    try:
+        import resource
+    except ImportError:  # Windows
+        return 0.0
+    unit = 2**30 if sys.platform == "darwin" else 2**20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
+
+
+def describe_machine(ranks: Ranks) -> dict:
+    """Versions, hardware and commit: what it takes to compare two runs."""
+
+    def ask(*command):
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=10)
+            return done.stdout.strip() if done.returncode == 0 else ""
+        except (OSError, subprocess.SubprocessError):
+            return ""
+
+    script = Path(__file__).resolve()
+    git = ("git", "-C", str(script.parent))
+    gpu = torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else ""
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda or "",
+        "numpy": np.__version__,
+        "platform": f"{platform.system()} {platform.machine()}",
+        "device": gpu or f"{ranks.device.type}, {os.cpu_count()} cores",
+        "num_devices": ranks.world,
+        "git_commit": ask(*git, "rev-parse", "HEAD"),
+        "git_dirty": bool(ask(*git, "status", "--porcelain", "--", script.name)),
+        "script_sha256": hashlib.sha256(script.read_bytes()).hexdigest(),
+    }
+
+
+# <<< shared: run
+def micro_batch_limit(config: Config, free: int) -> float:
+    """The most tokens in a micro-batch that fit into `free` bytes of GPU memory and help speed."""
+    layer = (
+        24 * config.width + 4 * config.mlp_width
+    )  # kept for the backward: 0.9 MB a token, measured
+    a_token = 2 * (config.num_layers * layer + 4 * config.padded_vocab)
+    if config.compile and bf16_is_native():
+        a_token *= 0.4  # compiled, with the kernels: 0.25 MB measured, rounded up
+    tables = config.padded_vocab * (1 + len(config.value_embed_layers)) + config.bigram_rows
+    states = 20 * config.width * tables
+    return min(65536, (0.85 * free - states) / a_token)
+
+
+# >>> shared: files
+# ===============================================================================
+# 9. FILES -- the dataset directory, and the run directory: log, checkpoints, report
 
 SHARD_MAGIC = 20240520
 
 
 class Tokenizer:
-    """Reads tokenizer.json: split pattern, base64 ranks, special tokens. Encoding needs tiktoken, decoding does not."""
+    """Reads tokenizer.json: split pattern, base64 ranks, special tokens.
+
+    Encoding needs tiktoken, decoding does not.
+    """
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
         try:
             spec = json.loads(self.path.read_text(encoding="utf-8"))
-            self.pattern, self.specials = spec["pattern"], spec["special_tokens"]
+            self.pattern = spec["pattern"]
+            self.specials = spec["special_tokens"]
             ranks = [base64.b64decode(rank) for rank in spec["ranks"]]
         except FileNotFoundError:
-            raise UserError(f"no tokenizer at {path}; make one with python data/tokenizer.py train") from None
+            way = "make one with python data/tokenizer.py train"
+            raise UserError(f"no tokenizer at {path}; {way}") from None
         except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{path} is not a tokenizer.json of this project ({error!r}); make it again") from None
+            what = "is not a tokenizer.json of this project"
+            raise UserError(f"{path} {what} ({error!r}); make it again") from None
         self.vocab_size = max(len(ranks) - 1, *self.specials.values()) + 1
-        self.bytes = ranks + [b""] * (self.vocab_size - len(ranks))  # of the raw token, never of decoded text
+        self.mergeable = {rank: i for i, rank in enumerate(ranks)}
+        self.bos_id = self.specials.get("<|bos|>", self.specials.get("<|endoftext|>"))
+
+        # The raw bytes of each token, never those of decoded text. Specials carry no text.
+        self.bytes = ranks + [b""] * (self.vocab_size - len(ranks))
         for text, index in self.specials.items():
             self.bytes[index] = text.encode()
         self.token_bytes = np.array([len(b) for b in self.bytes], np.int32)
-        self.token_bytes[list(self.specials.values())] = 0  # specials carry no text
-        self.bos_id = self.specials.get("<|bos|>", self.specials.get("<|endoftext|>"))
-        self.mergeable = {rank: i for i, rank in enumerate(ranks)}
+        self.token_bytes[list(self.specials.values())] = 0
 
     def prefixes(self) -> list[int]:
-        """For each token the longest other one that its bytes begin with, or -1: a second, coarser target.
+        """For each token the longest other one that its bytes begin with, or -1.
 
-        modded-nanogpt record 88; here on B34 -0.002 bpb.
+        It is a second, coarser target: modded-nanogpt record 88; here on B34 -0.002 bpb.
         """
         ids = {rank: i for i, rank in enumerate(self.bytes[: len(self.mergeable)])}
-        best = [max((n for n in range(1, len(b)) if b[:n] in ids), default=0) for b in self.bytes]
-        return [ids.get(b[:n], -1) for b, n in zip(self.bytes, best, strict=True)]
+
+        def longest_prefix(text: bytes) -> int:
+            for length in range(len(text) - 1, 0, -1):
+                if text[:length] in ids:
+                    return ids[text[:length]]
+            return -1
+
+        return [longest_prefix(text) for text in self.bytes]
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text; special tokens written in it stay text."""
@@ -989,7 +2356,10 @@ class Tokenizer:
             import tiktoken
 
             self.encoding = tiktoken.Encoding(
-                "decoderstack", pat_str=self.pattern, mergeable_ranks=self.mergeable, special_tokens=self.specials
+                "decoderstack",
+                pat_str=self.pattern,
+                mergeable_ranks=self.mergeable,
+                special_tokens=self.specials,
             )
         return self.encoding.encode_ordinary(text)
 
@@ -1015,300 +2385,674 @@ class Dataset:
         if not (root / "dataset.json").is_file():
             raise UserError(
                 f"no dataset at {root}: download or make the default one with "
-                f"`python data/pretrain.py --source climbmix --out data/shards/climbmix`, or make the embedded one, "
-                f"which needs no network, with `python data/pretrain.py --source stdlib --vocab-size 4096 "
-                f"--out data/shards/stdlib` and pass --data data/shards/stdlib"
+                f"`python data/pretrain.py --source climbmix --out data/shards/climbmix`, or make the "
+                f"embedded one, which needs no network, with `python data/pretrain.py --source stdlib "
+                f"--vocab-size 4096 --out data/shards/stdlib` and pass --data data/shards/stdlib"
             )
         try:
             info = json.loads((root / "dataset.json").read_text(encoding="utf-8"))
-            tokenizer_hash, _ = info["tokenizer_sha256"], info["splits"]["train"]["text_bytes"]
+            stated = info["tokenizer_sha256"]
+            _ = info["splits"]["train"]["text_bytes"]
         except (ValueError, KeyError) as error:
-            raise UserError(f"{root}/dataset.json cannot be read ({error!r}); make the dataset again") from None
+            way = "make the dataset again"
+            raise UserError(f"{root}/dataset.json cannot be read ({error!r}); {way}") from None
         tokenizer = Tokenizer(root / "tokenizer.json")
         found = hashlib.sha256((root / "tokenizer.json").read_bytes()).hexdigest()
-        if found != tokenizer_hash:
+        if found != stated:
             raise UserError(
-                f"{root}/tokenizer.json does not belong to the shards beside it: its sha256 is {found[:12]}..., "
-                f"dataset.json states {tokenizer_hash[:12]}...; restore the file or make the dataset again"
+                f"{root}/tokenizer.json does not belong to the shards beside it: its sha256 is "
+                f"{found[:12]}..., dataset.json states {stated[:12]}...; restore the file or make the "
+                f"dataset again"
             )
         return Dataset(root, info, tokenizer)
 
     def files(self, split: str, folder: str = "pretrain") -> list[Path]:
-        files = sorted(p for p in (self.root / folder).glob(f"{split}_*.bin") if not p.name.endswith(".mask.bin"))
+        """The shards of a split, without the loss masks beside them."""
+        files = sorted((self.root / folder).glob(f"{split}_*.bin"))
+        files = [path for path in files if not path.name.endswith(".mask.bin")]
         if not files:
-            way = f"add them with python data/sft.py --data {self.root} --source FILE"
-            way = way if folder == "sft" else "make the dataset again"
+            way = "make the dataset again"
+            if folder == "sft":
+                way = f"add them with python data/sft.py --data {self.root} --source FILE"
             raise UserError(f"{self.root}/{folder} has no {split}_*.bin shards; {way}")
         return files
 
     def read(self, path: Path) -> np.ndarray:
         """Tokens of a shard, uint16, checked against its header.
 
-        Raises UserError if it is truncated, corrupt, of another format or of another tokenizer.
+        Raises: UserError if it is truncated, corrupt, of another format or of another tokenizer
         """
-        size = path.stat().st_size
         header = np.fromfile(path, "<i4", 256)
-        again = f"make or download it again with the scripts in data/ ({self.root})"
-        if header.size < 256 or header[0] != SHARD_MAGIC or header[1] != 1:
-            raise UserError(f"{path} is not a token shard of version 1; {again}")
-        count = int(header[2])
-        if count < 1 or size != 1024 + 2 * count:
-            raise UserError(f"{path} is truncated: its header says {count} tokens, the file holds "
-                            f"{(size - 1024) // 2}; {again}")  # fmt: skip
-        tokens = np.fromfile(path, "<u2", count, offset=1024)
-        if header[5:13].any() and header[5:13].tobytes().hex() != self.info["tokenizer_sha256"]:
-            raise UserError(f"{path} was made with another tokenizer than {self.root}/tokenizer.json; {again}")
-        if header[13:21].any() and hashlib.sha256(tokens.tobytes()).digest() != header[13:21].tobytes():
-            raise UserError(f"{path} is corrupt: the checksum in its header does not fit its tokens; {again}")
-        if tokens.max() >= self.tokenizer.vocab_size:
-            raise UserError(f"{path} holds token {tokens.max()}, the tokenizer has {self.tokenizer.vocab_size} "
-                            f"entries; use the tokenizer that the shards were made with")  # fmt: skip
+        tokens = np.fromfile(path, "<u2", offset=1024)
+        for problem in self.shard_problems(path.stat().st_size, header, tokens):
+            again = f"make or download it again with the scripts in data/ ({self.root})"
+            raise UserError(f"{path} {problem}; {again}")
         return tokens
 
-
-def best_fit(lengths: np.ndarray, order: np.ndarray, room: int, most: int) -> list[list[int]]:
-    """Puts each index of `order` into the fullest pack that has room for its length and fewer than `most` in it."""
-    packs, unfilled, smallest = [], [], lengths.min()  # unfilled: (room left, pack), sorted
-    for i, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
-        at = bisect.bisect_left(unfilled, (length, 0))
-        left, pack = unfilled.pop(at) if at < len(unfilled) else (room, len(packs))
-        if pack == len(packs):
-            packs.append([])
-        packs[pack].append(i)
-        if left - length >= smallest and len(packs[pack]) < most:
-            bisect.insort(unfilled, (left - length, pack))
-    return packs
-
-
-class Conversations:
-    """The conversations of data/sft.py, a split of them in memory, and the packs they go into, epoch after epoch."""
-
-    def __init__(self, dataset: Dataset, split: str, config: Config):
-        shards = []
-        for path in dataset.files(split, "sft"):
-            mask_path = path.with_suffix(".mask.bin")
-            if not mask_path.is_file():
-                raise UserError(f"{path} has no loss mask {mask_path.name} beside it; run data/sft.py again")
-            tokens, mask = dataset.read(path), dataset.read(mask_path)
-            bos = tokens == dataset.tokenizer.bos_id
-            if not bos[0] or len(mask) != len(tokens) or mask.max() > 1 or mask[bos].any():
-                raise UserError(f"{mask_path} is not the loss mask of {path.name}; run data/sft.py again")
-            shards.append((tokens, mask == 1, bos))
-        self.tokens, self.counted, bos = (np.concatenate(part) for part in zip(*shards, strict=True))
-        self.borders = np.append(np.flatnonzero(bos), len(bos))
-        lengths, most = np.diff(self.borders) - 1, min(stage.max_doc for stage in config.stage_table)
-        if lengths.max() > most:
-            raise UserError(f"{dataset.root}/sft holds a conversation of {lengths.max() + 1:,} tokens, the model reads "
-                            f"{most:,}; make shorter ones with python data/sft.py --max-len {most + 1}")  # fmt: skip
-        self.packs, self.inputs = [], int(lengths.sum())
-        for epoch in range(config.max_epochs):
-            order = np.random.default_rng([config.seed, epoch]).permutation(len(lengths))
-            self.packs += best_fit(lengths, order, config.pack_tokens, config.pack_docs)
-
-    def read(self, i: int) -> tuple[np.ndarray, np.ndarray]:
-        """A conversation, int32 (n,), and which of its n - 1 targets count."""
-        start, end = self.borders[i : i + 2]
-        return self.tokens[start:end].astype(np.int32), self.counted[start + 1 : end]
+    def shard_problems(self, size: int, header: np.ndarray, tokens: np.ndarray) -> Iterator[str]:
+        """Zeros in the header mean "not stated": shards of other projects have no hashes."""
+        if header.size < 256 or header[0] != SHARD_MAGIC or header[1] != 1:
+            yield "is not a token shard of version 1"
+        if header[2] < 1 or size != 1024 + 2 * header[2]:
+            yield f"is truncated: its header states {header[2]} tokens, the file holds {len(tokens)}"
+        tokenizer_hash = header[5:13]
+        if tokenizer_hash.any() and tokenizer_hash.tobytes().hex() != self.info["tokenizer_sha256"]:
+            yield f"was made with another tokenizer than {self.root}/tokenizer.json"
+        checksum = header[13:21]
+        if checksum.any() and hashlib.sha256(tokens.tobytes()).digest() != checksum.tobytes():
+            yield "is corrupt: the checksum in its header does not fit its tokens"
+        vocab_size = self.tokenizer.vocab_size
+        if tokens.max() >= vocab_size:
+            yield f"holds token {tokens.max()}, but its tokenizer has {vocab_size} entries"
 
 
-@dataclass
-class Batch:
-    """The packs of one step that belong to this rank, on the host: int32 (P, pack_tokens), ends (P, most documents)."""
-
-    tokens: Tensor
-    targets: Tensor  # -1 is ignored
-    positions: Tensor
-    ends: Tensor  # where each document of a pack ends; padded with pack_tokens
-    max_doc: int
-    total_tokens: int  # of the step, over all ranks
-    total_targets: int  # of those, how many are not ignored
-    position: dict | None = None  # where the loader stands after this batch
-
-    def micro_batches(self, packs: int, device: torch.device) -> Iterator[tuple]:
-        """(tokens_T, targets_T, positions_T, cu_seqlens, max_doc) on the device, `packs` packs at a time."""
-        P, pack_tokens = self.tokens.shape
-        assert P % packs == 0, f"{P} packs do not divide into micro-batches of {packs}"
-        starts = torch.arange(packs, dtype=torch.int32)[:, None] * pack_tokens
-        for i in range(0, P, packs):
-            ends = (self.ends[i : i + packs] + starts).flatten()
-            cu_seqlens = torch.cat((ends.new_zeros(1), ends))
-            tensors = [t[i : i + packs].flatten() for t in (self.tokens, self.targets, self.positions)]
-            if device.type == "cuda":
-                tensors, cu_seqlens = [t.pin_memory() for t in tensors], cu_seqlens.pin_memory()
-            moved = [t.to(device, non_blocking=True) for t in (*tensors, cu_seqlens)]
-            yield (*moved, self.max_doc)
+def write_atomically(path: Path, text: str) -> None:
+    """A reader sees the old file or the new one, never half of it."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
 
 
-def empty_packs(count: int, config: Config, bos_id: int) -> tuple[np.ndarray, ...]:
-    """Packs to be filled: tokens (all BOS), targets (all ignored), positions (count, pack_tokens), and ends."""
-    shape = (count, config.pack_tokens)
-    spare = -(-config.pack_tokens // min(stage.max_doc for stage in config.stage_table))  # for pad_pack
-    ends = np.full((count, config.pack_docs + spare), config.pack_tokens, np.int32)
-    return np.full(shape, bos_id, np.int32), np.full(shape, -1, np.int32), np.zeros(shape, np.int32), ends
+# -- the run directory
+
+# The tools in runs/ import the script that a run directory keeps. They use these names and no others
+# (tests/test_interface.py). INTERFACE rises when one of them, or what `attend` in GPT.trunk receives,
+# changes its meaning; a tool refuses a script of another number.
+INTERFACE = 2
+INTERFACE_NAMES = """
+    Config UserError GPT Tokenizer Dataset Ranks TrainState Job Batch Packs MicroBatch ShardReader
+    PackLoader Log empty_packs fill_pack validation_documents validation_batch bits_per_byte
+    lr_multiplier muon_momentum stage_attention stage_index start_ranks choose_dtype choose_attention
+    sdpa_attention peak_memory_gib describe_machine build_state build_optimizer warm_up train train_step
+    checkpoints load_checkpoint save_checkpoint read_config read_description write_atomically
+    FROZEN FROZEN_ON_RESUME build_parser config_changes change_config make_config run_command
+""".split()
 
 
-def place(packs: tuple, row: int, doc: int, start: int, sequence: np.ndarray, counted=True) -> int:
-    """Writes inputs sequence[:-1] and targets sequence[1:], where counted, at `start` of a pack; returns the end."""
-    tokens, targets, positions, ends = packs
-    end = start + len(sequence) - 1
-    tokens[row, start:end], targets[row, start:end] = sequence[:-1], np.where(counted, sequence[1:], -1)
-    positions[row, start:end] = np.arange(end - start)
-    ends[row, doc] = end
-    return end
+def prepare_run_dir(job: Job, args: argparse.Namespace, ranks: Ranks) -> Path:
+    """Creates or checks the run directory; all ranks get the same answer."""
+    name = datetime.datetime.now().strftime(f"%Y-%m-%d_%H-%M-%S_{Path(__file__).stem}")
+    if job.command != "pretrain":
+        name += f"_{job.command}"
+    run_dir = args.run_dir or f"out/{name}"
+    newest = [p.name for p in checkpoints(Path(run_dir))][-1:] if args.resume else "nothing"
+    of_main = [run_dir, newest]
+    if ranks.world > 1:
+        dist.broadcast_object_list(of_main, 0)
+    run_dir = Path(of_main[0])
+    if of_main[1] != newest:
+        raise UserError(
+            f"process {ranks.rank} sees {newest} in {run_dir}, process 0 sees {of_main[1]}; put the run "
+            f"directory on a file system that all share; if it is there, it lags: start again"
+        )
 
+    if args.resume:
+        if not checkpoints(run_dir):
+            what = f"no complete checkpoint in {run_dir}/checkpoints"
+            raise UserError(f"--resume found {what}; start without --resume")
+        tokenizer = job.dataset.tokenizer.path
+        if (run_dir / "tokenizer.json").read_bytes() != tokenizer.read_bytes():
+            raise UserError(
+                f"--resume cannot change the tokenizer: {job.dataset.root} has another one than "
+                f"{run_dir}; pass the --data that the run began with"
+            )
+        return run_dir
 
-def pad_pack(packs: tuple, row: int, doc: int, start: int, max_doc: int) -> None:
-    """Closes a pack early: what is left becomes documents of ignored BOS tokens, none longer than max_doc."""
-    _, _, positions, ends = packs
-    rest = positions.shape[1] - start
-    positions[row, start:] = np.arange(rest) % max_doc
-    for i in range(-(-rest // max_doc)):
-        ends[row, doc + i] = min(start + (i + 1) * max_doc, positions.shape[1])
-
-
-def fill_pack(packs: tuple, row: int, documents: Iterable, max_doc: int) -> int:
-    """Puts (sequence, counted) of whole documents behind each other into a pack; returns how many targets count."""
-    doc = filled = targets = 0
-    for sequence, counted in documents:
-        filled, doc = place(packs, row, doc, filled, sequence, counted), doc + 1
-        targets += int(counted.sum())
-    pad_pack(packs, row, doc, filled, max_doc)
-    return targets
-
-
-class PackLoader:
-    """Yields one Batch for each step, prepared ahead by a thread.
-
-    Args: position {"epoch", "shard", "offset"}, or {"pack"} with conversations, as left in a batch of an earlier run;
-          first_step where to begin; conversations to train on in place of the dataset's documents
-    """
-
-    def __init__(self, dataset: Dataset, config: Config, ranks: Ranks, position: dict | None = None, first_step=0,
-                 conversations: Conversations | None = None):  # fmt: skip
-        self.dataset, self.config, self.ranks, self.conversations = dataset, config, ranks, conversations
-        self.position = dict(position or ({"pack": 0} if conversations else {"epoch": 0, "shard": 0, "offset": 0}))
-        self.first_step = first_step
-        self.queue: queue.Queue = queue.Queue(maxsize=2)
-        self.closing = threading.Event()
-        if not conversations:
-            self.files = dataset.files("train")
-            self.open_shard()
-        self.thread = threading.Thread(target=self.run, daemon=True)
-        self.thread.start()
-
-    def open_shard(self) -> None:
-        self.tokens = self.dataset.read(self.files[self.position["shard"]])
-        self.bos_at = np.flatnonzero(self.tokens == self.dataset.tokenizer.bos_id)
-
-    def segment(self, room: int, max_doc: int) -> np.ndarray:
-        """The next segment with at most min(room, max_doc) inputs: its inputs and one more token, the last target."""
-        offset, bos_id = self.position["offset"], self.dataset.tokenizer.bos_id
-        if offset == len(self.tokens):
-            self.position["shard"] += 1
-            if self.position["shard"] == len(self.files):
-                self.position = {"epoch": self.position["epoch"] + 1, "shard": 0, "offset": 0}
-                if self.position["epoch"] >= self.config.max_epochs:
-                    raise UserError(
-                        f"{self.dataset.root} ran out of text after {self.config.max_epochs} epoch(s); "
-                        f"train on fewer tokens (--tokens) or allow repeats with --set "
-                        f"max_epochs={self.config.max_epochs + 1}"
-                    )
-            self.position["offset"] = offset = 0
-            self.open_shard()
-        continued = self.tokens[offset] != bos_id
-        after = np.searchsorted(self.bos_at, offset, side="right")
-        end = self.bos_at[after] if after < len(self.bos_at) else len(self.tokens)
-        take = min(end - offset, min(room, max_doc) - continued)
-        self.position["offset"] = int(offset + take)
-        last = self.tokens[offset + take] if offset + take < len(self.tokens) else bos_id
-        body = self.tokens[offset : offset + take]
-        return np.concatenate(([bos_id] if continued else [], body, [last])).astype(np.int32)
-
-    def pack(self, max_doc: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """What the next pack holds: sequences, and which of their targets count. No conversation twice in an epoch."""
-        if self.conversations:
-            packs, number = self.conversations.packs, self.position["pack"]
-            self.position["pack"] += 1
-            yield from map(self.conversations.read, packs[number] if number < len(packs) else ())
-            return
-        room, docs = self.config.pack_tokens, 0
-        while room and docs < self.config.pack_docs:
-            sequence = self.segment(room, max_doc)
-            room, docs = room - len(sequence) + 1, docs + 1
-            yield sequence, np.ones(len(sequence) - 1, bool)
-
-    def batch(self, step: int) -> Batch:
-        config, ranks = self.config, self.ranks
-        stage = config.stage_table[stage_index(config, step)]
-        mine = stage.packs // ranks.world
-        packs = empty_packs(mine, config, self.dataset.tokenizer.bos_id)
-        scratch, targets = empty_packs(1, config, self.dataset.tokenizer.bos_id), 0
-        for pack in range(stage.packs):  # every rank walks over all packs: walking is cheap, talking is not
-            row = pack - ranks.rank * mine
-            target, row = (packs, row) if 0 <= row < mine else (scratch, 0)
-            targets += fill_pack(target, row, self.pack(stage.max_doc), stage.max_doc)
-        tensors = [torch.from_numpy(array) for array in packs]
-        return Batch(*tensors, stage.max_doc, stage.packs * config.pack_tokens, targets, dict(self.position))
-
-    def run(self) -> None:
+    if ranks.is_main:
+        if (run_dir / "log.jsonl").exists():
+            saved = checkpoints(run_dir)
+            way = "continue it with --resume" if saved else "nothing was saved in it, so remove it"
+            raise UserError(f"{run_dir} already holds a run; {way}, or name another --run-dir")
         try:
-            for step in range(self.first_step, self.config.num_steps):
-                if self.closing.is_set():
-                    return
-                self.put(self.batch(step))
-        except BaseException as error:
-            self.put(error)
+            run_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            reason = error.strerror
+            raise UserError(f"cannot create the run directory {run_dir} ({reason})") from None
+    return run_dir
 
-    def put(self, item) -> None:
-        while not self.closing.is_set():
-            try:
-                return self.queue.put(item, timeout=0.1)
-            except queue.Full:
-                pass
 
-    def next(self) -> Batch:
-        item = self.queue.get()
-        if isinstance(item, BaseException):
-            raise item
-        return item
+def read_config(run_dir: Path) -> Config:
+    """The Config of a run, from its config.json."""
+    values = read_description(run_dir).get("config")
+    if not isinstance(values, dict):
+        raise UserError(f"{run_dir} is not a run directory: its config.json holds no config")
+    if not (run_dir / Path(__file__).name).is_file():
+        name = Path(__file__).name
+        raise UserError(f"{run_dir} is no run of {name}; call the script that lies in it")
+    known = {f.name for f in dataclasses.fields(Config)}
+    return Config(**{name: as_tuple(v) for name, v in values.items() if name in known})
+
+
+def read_description(run_dir: Path) -> dict:
+    """config.json of a run."""
+    try:
+        return json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        what = "is not a run directory: its config.json cannot be read"
+        raise UserError(f"{run_dir} {what} ({error})") from None
+
+
+def as_tuple(value):
+    """JSON has lists where Config has tuples."""
+    return tuple(as_tuple(v) for v in value) if isinstance(value, list | tuple) else value
+
+
+# -- log
+
+
+class Log:
+    """One line on the screen and one object in log.jsonl for each logged step; rank 0 only."""
+
+    def __init__(self, run_dir: Path, ranks: Ranks, wandb_name: str, config: dict):
+        self.path = run_dir / "log.jsonl"
+        self.active = ranks.is_main
+        self.wandb = None
+        if wandb_name and self.active:
+            self.wandb = start_wandb(run_dir, wandb_name, config)
+
+    def say(self, text: str) -> None:
+        if self.active:
+            print(text, flush=True)
+
+    def write(self, entry: dict) -> None:
+        if not self.active:
+            return
+        try:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(entry) + "\n")
+        except OSError as error:
+            way = "make room and go on with --resume from the last checkpoint"
+            raise UserError(f"cannot write {self.path} ({error.strerror}); {way}") from None
+        if self.wandb is not None:
+            numbers = {k: v for k, v in entry.items() if isinstance(v, int | float)}
+            self.wandb.log(numbers, step=entry["step"])
+
+    def step(self, entry: dict, num_steps: int) -> None:
+        """A training step: the file, and the line on the screen with the time that is left."""
+        self.write(entry)
+        eta = (num_steps - entry["step"]) * entry["step_ms"] / 1e3
+        self.say(
+            "step {step:6d}/{num_steps} | loss {loss:7.4f} | bpb {bpb:6.4f} | lr {lr:5.3f} "
+            "| {step_ms:8.1f} ms | {tokens_per_second:9,.0f} tok/s | mfu {mfu:5.1%} "
+            "| {memory_gib:5.1f} GiB | {train_seconds:6.1f} s | eta {eta:5.0f} s".format(
+                **entry, num_steps=num_steps, eta=eta
+            )
+        )
+
+    def rewind(self, step: int) -> None:
+        """Drops entries after a step: a resumed run writes them anew."""
+        if not self.active or not self.path.is_file():
+            return
+        lines = self.path.read_text(encoding="utf-8").splitlines(keepends=True)
+        whole = [line for line in lines if line.endswith("\n")]
+        kept = [line for line in whole if json.loads(line)["step"] <= step]
+        write_atomically(self.path, "".join(kept))
 
     def close(self) -> None:
-        self.closing.set()
-        self.thread.join()
+        if self.wandb is not None:
+            self.wandb.finish()
 
 
-def validation_documents(dataset: Dataset, config: Config) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Documents from their BOS, cut at max_seq_len, or conversations; and which of their targets count."""
-    if config.source:
-        conversations = Conversations(dataset, "val", config)
-        yield from map(conversations.read, range(len(conversations.borders) - 1))
+def start_wandb(run_dir: Path, name: str, config: dict):
+    try:
+        import wandb
+    except ImportError:
+        raise UserError("--wandb needs the package wandb; install it, or drop the flag") from None
+    try:
+        return wandb.init(project="decoderstack", name=name, config=config, dir=str(run_dir))
+    except wandb.Error as error:
+        reason = str(error).splitlines()[0].rstrip(".")
+        way = "run `wandb login`, set WANDB_MODE=offline, or drop the flag"
+        raise UserError(f"--wandb could not start ({reason}); {way}") from None
+
+
+# -- checkpoints
+
+
+def checkpoints(run_dir: Path) -> list[Path]:
+    """Complete checkpoints of a run, oldest first."""
+    return sorted(path.parent for path in run_dir.glob("checkpoints/step_*/state.json"))
+
+
+def save_checkpoint(state: TrainState, run_dir: Path, progress: dict) -> None:
+    """Writes checkpoints/step_N/ in one rename, then removes old ones; every rank must call it.
+
+    model.safetensors holds fp32 weights, optimizer.safetensors fp32 moments and the state of random
+    generators, state.json the rest: progress is what resume() needs.
+    """
+    weights = state.optimizer.weights()
+    moments = state.optimizer.state()
+    broken = [name for name, weight in weights.items() if not weight.isfinite().all()]
+    if broken:
+        raise UserError(
+            f"the weights {broken[0]} are no longer finite at step {state.step}, so it was not saved; "
+            f"{diverged_advice(run_dir)}"
+        )
+    if not state.ranks.is_main:
         return
-    for path in dataset.files("val"):
-        tokens = dataset.read(path).astype(np.int32)
-        starts = np.flatnonzero(tokens == dataset.tokenizer.bos_id)
-        if not starts.size:
-            raise UserError(f"{path} has no BOS token ({dataset.tokenizer.bos_id}), so no documents; make it again")
-        for start, end in zip(starts, [*starts[1:], len(tokens)], strict=True):
-            end = min(end, start + config.max_seq_len)
-            yield tokens[start:end], np.ones(end - start - 1, bool)
+
+    buffers = {k: v.cpu() for k, v in state.model.state_dict().items() if k not in weights}
+    moments["rng.cpu"] = torch.get_rng_state()
+    if state.ranks.device.type == "cuda":
+        moments["rng.cuda"] = torch.cuda.get_rng_state(state.ranks.device)
+    last_stage = stage_index(state.config, max(state.step - 1, 0))
+    description = {
+        "step": state.step,
+        "optimizer_count": state.optimizer.count,
+        "loss_scale": state.loss_scale,
+        "good_steps": state.good_steps,
+        "attention": stage_attention(state.config, last_stage),
+        **progress,
+    }
+    write_checkpoint(run_dir, {**weights, **buffers}, moments, description)
+    prune_checkpoints(run_dir, state.config.keep_checkpoints)
 
 
-def validation_batch(dataset: Dataset, config: Config) -> Batch:
-    """Validation documents up to val_tokens, whole in their packs: the same for every run."""
-    rows, room, total = [[]], config.pack_tokens, 0
-    for sequence, counted in validation_documents(dataset, config):
-        if len(counted) and total < config.val_tokens:
-            if len(counted) > room or len(rows[-1]) == config.pack_docs:
-                rows.append([])
-                room = config.pack_tokens
-            rows[-1].append((sequence, counted))
-            room, total = room - len(counted), total + len(counted)
-    packs = empty_packs(len(rows), config, dataset.tokenizer.bos_id)
-    targets = sum(fill_pack(packs, row, rows[row], config.max_seq_len) for row in range(len(rows)))
-    return Batch(*(torch.from_numpy(array) for array in packs), config.max_seq_len, packs[0].size, targets)
+def write_checkpoint(run_dir: Path, weights: dict, moments: dict, description: dict) -> None:
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    final = run_dir / "checkpoints" / f"step_{description['step']:06d}"
+    temporary = final.with_name(f".{final.name}.tmp")
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        for name, tensors in (("model", weights), ("optimizer", moments)):
+            contiguous = {k: v.contiguous() for k, v in tensors.items()}
+            save_file(contiguous, temporary / f"{name}.safetensors")
+        write_atomically(temporary / "state.json", json.dumps(description, indent=1))
+        shutil.rmtree(final, ignore_errors=True)
+        os.replace(temporary, final)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        full = getattr(error, "errno", None) == errno.ENOSPC or "space" in str(error).lower()
+        reason = "the disk is full" if full else error
+        free = shutil.disk_usage(run_dir).free / 2**30
+        raise UserError(
+            f"the checkpoint of step {description['step']} could not be written to {final}: {reason} "
+            f"({free:.1f} GiB free); make room and go on with --resume from the newest of the "
+            f"{len(checkpoints(run_dir))} checkpoint(s) there, which are whole"
+        ) from None
 
 
-# <<< shared: data
+def prune_checkpoints(run_dir: Path, keep: int) -> None:
+    """Removes all but the newest `keep` checkpoints and the one with the lowest val_bpb."""
+    found = checkpoints(run_dir)
+    scores = {path: json.loads((path / "state.json").read_text())["val_bpb"] for path in found}
+    validated = [path for path in found if scores[path] is not None]
+    best = min(validated, key=scores.get, default=None)
+    for path in found[:-keep]:
+        if path != best:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def load_checkpoint(state: TrainState, folder: Path) -> dict:
+    """Restores weights, moments and random state, on any number of ranks; returns state.json."""
+    from safetensors.torch import load_file
+
+    saved = json.loads((folder / "state.json").read_text())
+    weights = load_file(folder / "model.safetensors")
+    moments = load_file(folder / "optimizer.safetensors")
+    state.optimizer.load(weights, moments, saved["optimizer_count"])
+    for name, buffer in state.model.named_buffers():
+        if name in weights:
+            buffer.copy_(weights[name])
+    state.model.set_stage(saved["attention"])  # a finished run enters no stage any more
+    state.step = saved["step"]
+    state.good_steps = saved["good_steps"]
+    if 1.0 not in (
+        state.loss_scale,
+        saved["loss_scale"],
+    ):  # 1: this run or the saved one is not in fp16
+        state.loss_scale = saved["loss_scale"]
+    torch.set_rng_state(moments["rng.cpu"])
+    if state.ranks.device.type == "cuda" and "rng.cuda" in moments:
+        torch.cuda.set_rng_state(moments["rng.cuda"], state.ranks.device)
+    return saved
+
+
+def diverged_advice(run_dir: Path) -> str:
+    """What to do after a loss that is not finite."""
+    found = checkpoints(run_dir)
+    way = f"go on from {found[-1].name} with --resume" if found else "start again"
+    return f"{way} and lower rates, e.g. half of --set muon_lr= and --set adam_lr="
+
+
+# -- report
+
+
+def write_report(run: Run, result: dict, samples: list[str]) -> None:
+    """report.md and curve.png: what a person looks at after a run."""
+    machine = run.machine
+    hours = result["train_seconds"] * machine["num_devices"] / 3600
+    commit = machine["git_commit"][:12] + (" (changed)" if machine["git_dirty"] else "")
+    rows = {
+        "validation": f"{result['val_bpb']:.4f} bits per byte",
+        "tokens": f"{result['tokens']:,}",
+        "steps": f"{result['steps']:,}",
+        "training time": f"{result['train_seconds']:.1f} s",
+        "speed": f"{result['tokens_per_second']:,.0f} tokens/s",
+        "MFU": f"{result['mfu']:.1%}",
+        "peak memory": f"{result['peak_memory_gib']:.1f} GiB",
+        "device time": f"{hours:.4f} device hours",
+        "device": f"{machine['num_devices']} x {machine['device']}",
+        "torch": machine["torch"],
+        **run.job.description,
+        "data": run.job.config.data,
+        "commit": commit,
+    }
+    table = "\n".join(f"| {key} | {value} |" for key, value in rows.items())
+    texts = "\n".join(f"````text\n{sample}\n````\n" for sample in samples)  # may hold ``` itself
+    name = run.run_dir.name
+    picture = draw_curve(run.run_dir, f"{name}: {result['val_bpb']:.4f} bits per byte")
+    text = f"# {name}\n\n| | |\n| --- | --- |\n{table}\n\n{picture}\n## Samples\n\n{texts}"
+    write_atomically(run.run_dir / "report.md", text)
+
+
+def draw_curve(run_dir: Path, title: str) -> str:
+    """curve.png from log.jsonl; returns the line that shows it in the report."""
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        import matplotlib.pyplot as plt
+    except ImportError:
+        return "(no picture: matplotlib is not installed)\n"
+
+    lines = (run_dir / "log.jsonl").read_text(encoding="utf-8").splitlines()
+    entries = [json.loads(line) for line in lines]
+    train = [(e["tokens"] / 1e6, e["bpb"]) for e in entries if "loss" in e]
+    val = [(e["tokens"] / 1e6, e["val_bpb"]) for e in entries if "val_bpb" in e]
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    axes.plot(
+        *np.array(train).reshape(-1, 2).T, color="#9bb8d3", label="training (from mean bytes)"
+    )
+    axes.plot(*np.array(val).reshape(-1, 2).T, "o-", color="#c0392b", ms=3, label="validation")
+    axes.set(xlabel="training tokens, millions", ylabel="bits per byte", title=title)
+    axes.legend()
+    axes.grid(alpha=0.3)
+    figure.savefig(run_dir / "curve.png", dpi=120)
+    plt.close(figure)
+    return "![loss curve](curve.png)\n"
+
+
+# <<< shared: files
+# ===============================================================================
+# 10. COMMAND LINE -- flags, overrides, checks of the config
+
+
+def model_problems(config: Config) -> Iterator[str]:
+    """What contradicts the shape of this model."""
+    c = config
+    if c.num_layers < 3:
+        yield f"num_layers={c.num_layers} is too few; the table of scalars needs at least 3"
+    if c.shared_input_from < 0 or c.shared_input_from in c.no_attention_layers:
+        yield f"shared_input_from={c.shared_input_from} is no layer with attention; name another"
+    named = (*c.long_layers, *c.value_embed_layers, *c.key_offset_layers, *c.no_attention_layers)
+    if max(*named, c.backout_layer) >= c.num_layers:
+        highest = max(*named, c.backout_layer)
+        yield f"layer {highest} is named in the config, but the last of num_layers is {c.num_layers - 1}"
+
+
+# >>> shared: cli
+def validate(config: Config) -> None:
+    """Raises UserError with the first problem."""
+    for problems in (stage_problems, value_problems, model_problems):
+        for problem in problems(config):
+            raise UserError(problem)
+
+
+def bad_stage(config: Config) -> object:
+    """The first row of the stage table that is not made of six numbers, or None."""
+    for row in config.stages or ((),):
+        numbers = isinstance(row, tuple) and all(isinstance(value, int | float) for value in row)
+        if not numbers or len(row) != len(dataclasses.fields(Stage)):
+            return row
+    return None
+
+
+def stage_problems(config: Config) -> Iterator[str]:
+    c = config
+    row = bad_stage(c)
+    if row is not None:
+        names = [f.name for f in dataclasses.fields(Stage)]
+        yield f"stages: the row {row} must hold {len(names)} numbers: {', '.join(names)}"
+    shares = sum(stage.share for stage in c.stage_table)
+    if abs(shares - 1) > 1e-6:
+        yield f"the shares of the stages add up to {shares:.4f}, not 1"
+    for stage in c.stage_table:
+        if not 2 <= stage.max_doc <= c.max_seq_len:
+            yield f"a stage has max_doc={stage.max_doc}, which must be 2 to max_seq_len={c.max_seq_len}"
+        if min(stage.packs, stage.window_short, stage.window_long) < 1:
+            yield "a stage has packs or windows below 1"
+    if c.max_seq_len > c.pack_tokens:
+        yield f"max_seq_len={c.max_seq_len} does not fit into a pack of {c.pack_tokens} tokens"
+
+
+def value_problems(config: Config) -> Iterator[str]:
+    c = config
+    for name, length in (("momentum", 4), ("softcap", 3)):
+        if len(getattr(c, name)) != length:
+            yield f"{name}={getattr(c, name)} must have {length} values"
+    if not 0 < c.softcap[0] <= 100:  # the loss computes exp(logit - bound) in fp32
+        yield f"softcap={c.softcap}: the bound, its first value, must be above 0 and at most 100"
+    if c.width % c.head_dim:
+        yield f"width={c.width} is not a multiple of head_dim={c.head_dim}; change one of them"
+    if c.head_dim % 4:
+        yield f"head_dim={c.head_dim} is not a multiple of 4, which the rotary embedding needs"
+    if c.vocab_size > 65536:
+        yield f"vocab_size={c.vocab_size} does not fit the 16-bit shards; use at most 65,536 entries"
+    if c.ahead_until <= 0:
+        yield f"ahead_until={c.ahead_until} must be above 0"
+    if not all(isinstance(prompt, str) for prompt in c.sample_prompts):
+        yield f"sample_prompts={c.sample_prompts} must be texts, e.g. ('def','import')"
+    least = {
+        "tokens": 1, "pack_tokens": 1, "pack_docs": 1, "log_every": 1, "max_epochs": 1, "val_tokens": 1,
+        "keep_checkpoints": 1, "eval_every": 0, "save_every": -1, "seed": 0, "sample_tokens": 0,
+        "sample_temperature": 0,
+    }  # fmt: skip
+    for name, bound in least.items():
+        if getattr(c, name) < bound:
+            yield f"{name}={getattr(c, name)} must be at least {bound}"
+
+
+# Fields that a resumed or finetuned run may not change: the checkpoint would not fit, or the model
+# would be another one.
+FROZEN = (
+    "num_layers", "width", "head_dim", "mlp_width", "max_seq_len", "no_attention_layers", "long_layers",
+    "key_offset_layers", "value_embed_layers", "shared_input_from", "attention_gates", "bigram_rows", "smear",
+    "x0_injection", "backout_layer", "gate_width", "attention_scale", "rotary_base", "frequencies", "softcap",
+)  # fmt: skip
+FROZEN_ON_RESUME = (*FROZEN, "pack_tokens", "pack_docs", "seed")  # the batches would be others
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse with @FILE lines that may hold comments, and an error that names the nearest flag."""
+
+    def convert_arg_line_to_args(self, line: str) -> list[str]:
+        return line.split("#")[0].split()
+
+    def error(self, message: str):
+        if message.startswith("unrecognized arguments: "):
+            given = message.split(": ")[1].split()[0]
+            flags = [flag for action in self._actions for flag in action.option_strings]
+            near = difflib.get_close_matches(given.split("=")[0], flags, 1, 0.4)
+            hint = f"did you mean {near[0]}?" if near else f"see {self.prog} --help"
+            message = f"unknown flag {given}; {hint}"
+        raise UserError(message)
+
+
+def build_parser() -> Parser:
+    """The flags of a training run. runs/finetune.py has them too."""
+    parser = Parser(
+        description=__doc__.splitlines()[0],
+        allow_abbrev=False,
+        fromfile_prefix_chars="@",
+        epilog="@FILE reads flags from a file, e.g. @runs/cpu.args",
+    )
+    add = parser.add_argument
+    add("--data", help="dataset directory (default data/shards/climbmix)")
+    add("--run-dir", help="where the run is written (default a new dated directory under out/)")
+    add("--resume", action="store_true", help="continue the run in --run-dir")
+    add("--steps", type=int, help="length of the run in steps")
+    add("--tokens", type=int, help="length of the run in tokens")
+    add("--seed", type=int)
+    add("--eval-every", type=int, metavar="N", help="steps between validations, 0: only at the end")
+    add(
+        "--save-every",
+        type=int,
+        metavar="N",
+        help="steps between checkpoints, 0: at the end, -1: none",
+    )
+    add("--log-every", type=int, metavar="N")
+    add("--micro-batch-tokens", type=int, metavar="N", help="default: from free memory")
+    add("--attention", help=f"auto, {', '.join(ATTENTION)}")
+    add("--dtype", help="auto, bfloat16, float16, float32")
+    add("--no-compile", action="store_true")
+    add("--wandb", metavar="NAME", help="also log to Weights & Biases under this name")
+    add("--profile", action="store_true", help="trace steps 11 to 15")
+    add(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="override a Config field; voids record status",
+    )
+    return parser
+
+
+def parse_override(text: str) -> tuple[str, object]:
+    """KEY=VALUE with the type of the Config field."""
+    key, equals, value = text.partition("=")
+    fields = {f.name: f for f in dataclasses.fields(Config)}
+    if not equals:
+        raise UserError(f"--set {text}: expected KEY=VALUE")
+    if key not in fields:
+        near = difflib.get_close_matches(key, fields, 1, 0.4)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise UserError(f"--set {text}: unknown Config field {key}{hint}")
+    default = fields[key].default
+    if isinstance(default, str):
+        return key, value
+    try:
+        parsed = as_tuple(ast.literal_eval(value))
+    except (ValueError, SyntaxError):
+        parsed = None
+    if isinstance(default, float) and type(parsed) is int:
+        parsed = float(parsed)
+    if type(parsed) is not type(default):
+        raise UserError(f"--set {text}: {key} takes a value like {default!r}")
+    return key, parsed
+
+
+def config_changes(args: argparse.Namespace) -> dict:
+    """Fields of the Config that the command line gives."""
+    changes = dict(parse_override(text) for text in args.set)
+    flags = (
+        "data", "tokens", "seed", "eval_every", "save_every", "log_every", "micro_batch_tokens", "attention",
+        "dtype", "wandb",
+    )  # fmt: skip
+    for flag in flags:
+        if getattr(args, flag) is not None:
+            changes[flag] = getattr(args, flag)
+    if args.no_compile:
+        changes["compile"] = False
+    return changes
+
+
+def change_config(base: Config, changes: dict, steps: int | None, frozen=(), what="") -> Config:
+    """A Config with other values, valid, and as long as `steps` if they are given.
+
+    Args: frozen fields that must stay as they are in base; what, for the message, says who asks for that
+    """
+    config = dataclasses.replace(base, **changes)
+    if steps is not None:
+        if steps < 1:
+            raise UserError(f"--steps {steps} must be at least 1")
+        config = dataclasses.replace(config, tokens=round(steps * config.step_tokens))
+    for name in frozen:
+        old = getattr(base, name)
+        new = getattr(config, name)
+        if old != new:
+            raise UserError(
+                f"{what} cannot change {name}: the run has {old}, the flags ask for {new}; leave it out, "
+                f"or start a new run"
+            )
+    validate(config)
+    return config
+
+
+def make_config(args: argparse.Namespace) -> Config:
+    """Defaults, or on --resume the saved Config, with the flags that were given."""
+    changes = config_changes(args)
+    if not args.resume:
+        return change_config(Config(**changes), {}, args.steps)
+    if not args.run_dir:
+        raise UserError("--resume needs --run-dir, the run to continue")
+    run_dir = Path(args.run_dir)
+    base = read_config(run_dir)
+    command = read_description(run_dir).get("command", "pretrain")
+    if command != "pretrain":
+        tool = {"sft": "finetune"}.get(command, command)
+        raise UserError(
+            f"{run_dir} is a run of runs/{tool}.py; continue it with "
+            f"python runs/{tool}.py --resume --run-dir {run_dir}"
+        )
+    return change_config(base, changes, args.steps, FROZEN_ON_RESUME, "--resume")
+
+
+# Commands that this script once had, and what to call now.
+MOVED = {
+    "pretrain": "leave the word out",
+    "sft": "call python runs/finetune.py RUN",
+    "sample": "call python runs/sample.py RUN --prompt TEXT",
+    "core": "call python runs/score_core.py RUN",
+}
+
+
+def run_command(command: Callable[[], dict]) -> int:
+    """Prints what a command returns as one JSON object on the last line; returns the exit code."""
+    try:
+        result = command()
+        if int(os.environ.get("RANK", 0)) == 0:
+            print(json.dumps(result), flush=True)
+        return 0
+    except OSError as error:  # a full disk, a directory without rights
+        where = f" {error.filename}" if error.filename else ""
+        message = (
+            f"cannot read or write{where} ({error.strerror or error}); fix that, then continue with "
+            f"--resume from the last checkpoint"
+        )
+    except UserError as error:
+        message = str(error)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        gc.unfreeze()
+        gc.collect()  # else a gloo thread may outlive the interpreter and abort the process
+    print(f"error: {message}", file=sys.stderr, flush=True)
+    return 1
+
+
+def main(argv: list[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+
+    def command() -> dict:
+        if argv and argv[0] in MOVED:
+            raise UserError(
+                f"{Path(__file__).name} only trains, without a command; {MOVED[argv[0]]}"
+            )
+        args = build_parser().parse_args(argv)
+        args.flags = list(argv)
+        return train(make_config(args), args)
+
+    return run_command(command)
+
+
+# <<< shared: cli
 # >>> shared: attention
 # ===============================================================================
 # 6. ATTENTION -- causal, inside documents, over a window; one signature for all backends
@@ -1357,7 +3101,9 @@ def varlen_attention(model, positions_T, cu_seqlens, max_doc) -> Callable:
 
     def attend(q, k, v, long, gate):
         window = (model.windows[long], 0)
-        y = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, max_doc, max_doc, scale=1.0, window_size=window)
+        y = varlen_attn(
+            q, k, v, cu_seqlens, cu_seqlens, max_doc, max_doc, scale=1.0, window_size=window
+        )
         return gated(y, gate)
 
     return attend
@@ -1365,7 +3111,10 @@ def varlen_attention(model, positions_T, cu_seqlens, max_doc) -> Callable:
 
 def triton_attention(model, positions_T, cu_seqlens, max_doc) -> Callable:
     """window_attention of section 7 (Ampere and newer, 16 bits); windows are data, so one graph serves all stages."""
-    bounds = [attention_bounds(cu_seqlens, positions_T.numel(), size) for size in model.window_sizes.unbind()]
+    bounds = [
+        attention_bounds(cu_seqlens, positions_T.numel(), size)
+        for size in model.window_sizes.unbind()
+    ]
     return lambda q, k, v, long, gate: window_attention(q, k, v, bounds[long], 1.0, gate)
 
 
@@ -1404,12 +3153,18 @@ def choose_attention(model: nn.Module, say: Callable = print) -> Callable:
     names = [config.attention]
     if config.attention == "auto":
         capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
-        names = ["sdpa"] if dtype == torch.float32 or capability < (8, 0) else ["triton", "varlen", "sdpa"]
+        names = (
+            ["sdpa"]
+            if dtype == torch.float32 or capability < (8, 0)
+            else ["triton", "varlen", "sdpa"]
+        )
         names = ["fa3", *names] if capability == (9, 0) and dtype != torch.float32 else names
     for name in names:
         try:
             attention = ATTENTION[name]()
-            q, k, v = 0.1 * torch.randn(3, 256, config.num_heads, config.head_dim, device=device, dtype=dtype)
+            q, k, v = 0.1 * torch.randn(
+                3, 256, config.num_heads, config.head_dim, device=device, dtype=dtype
+            )
             q.requires_grad_()
             gate = q.new_ones(256, config.num_heads) if config.attention_gates else None
             ends = torch.tensor([0, 100, 256, 256], device=device, dtype=torch.int32)
@@ -1420,12 +3175,18 @@ def choose_attention(model: nn.Module, say: Callable = print) -> Callable:
                 raise RuntimeError("its gradient is not finite")
             say(f"attention: {name}")
             return attention
-        except Exception as error:  # a backend may fail in any way, also when the hub cannot be reached
+        except (
+            Exception
+        ) as error:  # a backend may fail in any way, also when the hub cannot be reached
             reason = first_line(error)
             if config.attention != "auto":
-                raise UserError(f"--attention {name} cannot run here ({reason}); try --attention auto") from None
+                raise UserError(
+                    f"--attention {name} cannot run here ({reason}); try --attention auto"
+                ) from None
             say(f"attention: {name} skipped ({reason})")
-    raise UserError("no attention backend runs on this device; try --dtype float32 --attention sdpa")
+    raise UserError(
+        "no attention backend runs on this device; try --dtype float32 --attention sdpa"
+    )
 
 
 # <<< shared: attention
@@ -1443,7 +3204,11 @@ def use_triton(x: Tensor, capability: tuple = (8, 0)) -> bool:
 
 
 # Operators have global names: a second copy of this file in a process (that of a run directory) takes the next one.
-OPS = next(f"decoderstack{n}" for n in range(1000) if not hasattr(getattr(torch.ops, f"decoderstack{n}"), "sym_mm"))
+OPS = next(
+    f"decoderstack{n}"
+    for n in range(1000)
+    if not hasattr(getattr(torch.ops, f"decoderstack{n}"), "sym_mm")
+)
 
 # -- softcapped cross-entropy: head, loss and gradient in one pass over the logits; 17.3 ms, in fp8 12.9, against 21.0
 # z = a sigmoid((x + b) / c); lse = log sum_j exp z_j; row t has the terms targets[t + k] with weight w_k and prefix[t]
@@ -1456,7 +3221,9 @@ def softcap_ce_ref(logits, targets, weights, prefix, row_weight, cap, row0=0, gr
     row_weight * gradient (n, V) or None."""
     n, n_pred, (a, b, c) = len(logits), len(weights) - (prefix is not None), cap
     # z <= a, so exp needs no maximum. Few passes, most in place: 43 ms against 180 on two CPU cores, 2,048 x 4,096.
-    s = torch.add(torch.full((), b / c, device=logits.device), logits.float(), alpha=1 / c).sigmoid_()
+    s = torch.add(
+        torch.full((), b / c, device=logits.device), logits.float(), alpha=1 / c
+    ).sigmoid_()
     e = torch.add(torch.full((), -a, device=logits.device), s, alpha=a).exp_()
     total = e.sum(1)
     pick = torch.full((n, len(weights)), -1, dtype=torch.int64, device=logits.device)
@@ -1479,7 +3246,9 @@ def softcap_ce_ref(logits, targets, weights, prefix, row_weight, cap, row0=0, gr
 def fast_sigmoid(x, FAST: tl.constexpr):
     """With FAST one instruction, wrong by up to 2.5e-4, which bf16 logits cannot tell; 0.4 ms of 88 a step."""
     if FAST:
-        half = tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [0.5 * x], tl.float32, True, 1)
+        half = tl.inline_asm_elementwise(
+            "tanh.approx.f32 $0, $1;", "=f,f", [0.5 * x], tl.float32, True, 1
+        )
         return 0.5 + 0.5 * half
     return tl.sigmoid(x)
 
@@ -1504,7 +3273,9 @@ def softcap_ce_kernel(logits, grad, losses, nats, targets, weights, prefix, row_
     W, scale, log2e = tl.sum(w), 1.0 / c, 1.4426950408889634
     if BLOCK >= V:
         j = tl.arange(0, BLOCK)
-        s = fast_sigmoid((tl.load(logits + j, mask=j < V, other=0.0).to(tl.float32) + b) * scale, FAST)
+        s = fast_sigmoid(
+            (tl.load(logits + j, mask=j < V, other=0.0).to(tl.float32) + b) * scale, FAST
+        )
         e = tl.where(j < V, tl.exp2(a * log2e * (s - 1.0)), 0.0)
         v = e * s * (1.0 - s)
         v = v if logits.dtype.element_ty == tl.float32 else v.to(tl.bfloat16)
@@ -1513,7 +3284,9 @@ def softcap_ce_kernel(logits, grad, losses, nats, targets, weights, prefix, row_
         acc = tl.zeros([BLOCK], tl.float32)
         for j0 in range(0, V, BLOCK):
             j = j0 + tl.arange(0, BLOCK)
-            s = fast_sigmoid((tl.load(logits + j, mask=j < V, other=0.0).to(tl.float32) + b) * scale, FAST)
+            s = fast_sigmoid(
+                (tl.load(logits + j, mask=j < V, other=0.0).to(tl.float32) + b) * scale, FAST
+            )
             acc += tl.where(j < V, tl.exp2(a * log2e * (s - 1.0)), 0.0)
         total = tl.sum(acc)
     lse = a + tl.log(total)
@@ -1524,20 +3297,28 @@ def softcap_ce_kernel(logits, grad, losses, nats, targets, weights, prefix, row_
         if ROW_W:
             g = g * tl.load(row_weight + t)
         if BLOCK >= V:
-            tl.store(grad + j, (v.to(tl.float32) * (g * W / total)).to(grad.dtype.element_ty), mask=j < V)
+            tl.store(
+                grad + j, (v.to(tl.float32) * (g * W / total)).to(grad.dtype.element_ty), mask=j < V
+            )
         else:
             for j0 in range(0, V, BLOCK):
                 j = j0 + tl.arange(0, BLOCK)
-                s = fast_sigmoid((tl.load(logits + j, mask=j < V, other=0.0).to(tl.float32) + b) * scale, FAST)
+                s = fast_sigmoid(
+                    (tl.load(logits + j, mask=j < V, other=0.0).to(tl.float32) + b) * scale, FAST
+                )
                 v = tl.exp2(a * log2e * (s - 1.0)) * s * (1.0 - s)
                 tl.store(grad + j, (v * (g * W / total)).to(grad.dtype.element_ty), mask=j < V)
-        w = tl.sum(tl.where(target[:, None] == target[None, :], w[None, :], 0.0), 1)  # equal targets share a column
+        w = tl.sum(
+            tl.where(target[:, None] == target[None, :], w[None, :], 0.0), 1
+        )  # equal targets share a column
         g_t = g * s_t * (1.0 - s_t) * (W * tl.exp2(a * log2e * (s_t - 1.0)) / total - w)
         tl.debug_barrier()
         tl.store(grad + target, g_t.to(grad.dtype.element_ty), mask=target >= 0)
 
 
-def softcap_ce(logits, targets, weights, prefix, row_weight, cap, row0=0, grad=True, out=None, block=32768):
+def softcap_ce(
+    logits, targets, weights, prefix, row_weight, cap, row0=0, grad=True, out=None, block=32768
+):
     """As softcap_ce_ref on contiguous logits, one read and one write: the gradient replaces the logits or fills `out`.
 
     4 bytes moved an element; 3.1 TB/s with whole rows in registers (block 32768, 16 warps, H200).
@@ -1561,7 +3342,9 @@ def transpose_kernel(x, y, M, N, BM: tl.constexpr, BN: tl.constexpr):
     m = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
     n = tl.program_id(1).to(tl.int64) * BN + tl.arange(0, BN)
     tile = tl.load(x + m[:, None] * N + n[None, :], mask=(m[:, None] < M) & (n[None, :] < N))
-    tl.store(y + n[:, None] * M + m[None, :], tl.trans(tile), mask=(n[:, None] < N) & (m[None, :] < M))
+    tl.store(
+        y + n[:, None] * M + m[None, :], tl.trans(tile), mask=(n[:, None] < N) & (m[None, :] < M)
+    )
 
 
 @torch.library.custom_op(f"{OPS}::transpose8", mutates_args=())
@@ -1571,7 +3354,9 @@ def transpose8(x: Tensor) -> Tensor:
         return x.T.contiguous()
     y = x.new_empty(x.shape[::-1])
     grid = (triton.cdiv(x.shape[0], 128), triton.cdiv(x.shape[1], 128))
-    transpose_kernel[grid](x.view(torch.uint8), y.view(torch.uint8), *x.shape, BM=128, BN=128, num_warps=8)
+    transpose_kernel[grid](
+        x.view(torch.uint8), y.view(torch.uint8), *x.shape, BM=128, BN=128, num_warps=8
+    )
     return y
 
 
@@ -1637,12 +3422,20 @@ def linear_ce(
     for i in range(0, T, chunk):
         xc, n = x[i : i + chunk], min(chunk, T - i)
         if fp8:
-            logits = torch._scaled_mm(x8[i : i + n], w8.T, x_s, w_s, out_dtype=x.dtype, use_fast_accum=True)
+            logits = torch._scaled_mm(
+                x8[i : i + n], w8.T, x_s, w_s, out_dtype=x.dtype, use_fast_accum=True
+            )
         else:
             logits = xc @ w.T
-        function, into = (softcap_ce, {"out": None if g8 is None else g8[:n]}) if kernel else (softcap_ce_ref, {})
+        function, into = (
+            (softcap_ce, {"out": None if g8 is None else g8[:n]})
+            if kernel
+            else (softcap_ce_ref, {})
+        )
         own = slice(i, i + n)
-        losses[own], nats[own], g = function(logits, targets, weights, prefix, rows, tuple(cap), i, grad, **into)
+        losses[own], nats[own], g = function(
+            logits, targets, weights, prefix, rows, tuple(cap), i, grad, **into
+        )
         if not grad:
             continue
         if fp8:
@@ -1661,7 +3454,12 @@ def linear_ce(
 @linear_ce.register_fake
 def _(x, w, targets, weights, prefix, row_weight, cap, chunk, grad, fp8):
     nats = x.new_empty(len(x), dtype=torch.float32)
-    return nats.new_empty(()), nats, x.new_empty(x.shape if grad else 0), w.new_empty(w.shape if grad else 0)
+    return (
+        nats.new_empty(()),
+        nats,
+        x.new_empty(x.shape if grad else 0),
+        w.new_empty(w.shape if grad else 0),
+    )
 
 
 def save_linear_ce(ctx, inputs, output):
@@ -1677,7 +3475,9 @@ def linear_ce_backward(ctx, g, *unused):
 linear_ce.register_autograd(linear_ce_backward, setup_context=save_linear_ce)
 
 
-def linear_cross_entropy(x, w, targets, cap, weights=None, prefix=None, row_weight=None, chunk=16384, fp8=False):
+def linear_cross_entropy(
+    x, w, targets, cap, weights=None, prefix=None, row_weight=None, chunk=16384, fp8=False
+):
     """Softcapped head and loss.
 
     Args:    x (T, D), w (V, D), targets int (T,), negative: none; cap as in softcap(); weights fp32 (n_pred,) of the
@@ -1691,10 +3491,14 @@ def linear_cross_entropy(x, w, targets, cap, weights=None, prefix=None, row_weig
     """
     weights = torch.ones(1, device=x.device) if weights is None else weights
     grad = torch.is_grad_enabled() and (x.requires_grad or w.requires_grad)
-    if not use_triton(x):  # the plain path holds several fp32 copies of a chunk's logits: 256 MiB each
+    if not use_triton(
+        x
+    ):  # the plain path holds several fp32 copies of a chunk's logits: 256 MiB each
         chunk = min(chunk, max(2**26 // len(w), 1))
     fp8 = fp8 and use_triton(x, (8, 9)) and all(n % 16 == 0 for n in (*x.shape, len(w), chunk))
-    total, nats, _, _ = linear_ce(x, w, targets, weights, prefix, row_weight, list(cap), chunk, grad, fp8)
+    total, nats, _, _ = linear_ce(
+        x, w, targets, weights, prefix, row_weight, list(cap), chunk, grad, fp8
+    )
     return total, nats.detach()
 
 
@@ -1731,10 +3535,16 @@ def sym_mm_kernel(x, out, M, K, sb, sm, sk, alpha, beta, gamma, BETA: tl.constex
             acc += beta * tile.to(tl.float32)
         acc = (acc + tl.where(m[:, None] == n[None, :], gamma, 0.0)).to(out.dtype.element_ty)
         tl.store(out + m[:, None] * M + n[None, :], acc, mask=inside)
-        tl.store(out + n[:, None] * M + m[None, :], tl.trans(acc), mask=(n[:, None] < M) & (m[None, :] < M))
+        tl.store(
+            out + n[:, None] * M + m[None, :],
+            tl.trans(acc),
+            mask=(n[:, None] < M) & (m[None, :] < M),
+        )
 
 
-SYM_TILES = dict(BM=128, BN=128, BK=64, num_warps=8, num_stages=3)  # best of five on an H200, all four shapes
+SYM_TILES = dict(
+    BM=128, BN=128, BK=64, num_warps=8, num_stages=3
+)  # best of five on an H200, all four shapes
 
 
 @torch.library.custom_op(f"{OPS}::sym_mm", mutates_args=())
@@ -1796,19 +3606,28 @@ def linear_relu2_kernel(a, b, aux, out, factor, M, N, K, GROUP: tl.constexpr, PR
         acc = tl.zeros([BM, BN], tl.float32)
         for k0 in range(0, K, BK):
             acc = tl.dot(a.load([m0, k0]), b.load([n0, k0]).T, acc)
-        lo, hi = tl.split(tl.permute(tl.reshape(acc, (BM, 2, BN // 2)), (0, 2, 1)))  # halves: less shared memory
+        lo, hi = tl.split(
+            tl.permute(tl.reshape(acc, (BM, 2, BN // 2)), (0, 2, 1))
+        )  # halves: less shared memory
         lo = relu2_epilogue(lo, aux.load([m0, n0]) if BWD else lo, factor, BWD)
         out.store([m0, n0], lo.to(out.dtype))
         hi = relu2_epilogue(hi, aux.load([m0, n0 + BN // 2]) if BWD else hi, factor, BWD)
         out.store([m0, n0 + BN // 2], hi.to(out.dtype))
 
 
-RELU2_TILES = dict(BM=128, BN=256, BK=64, GROUP=8, num_warps=8, num_stages=3)  # best of twelve on an H200; fp8: 2 BK
+RELU2_TILES = dict(
+    BM=128, BN=256, BK=64, GROUP=8, num_warps=8, num_stages=3
+)  # best of twelve on an H200; fp8: 2 BK
 
 
 def fused_relu2(x: Tensor, w: Tensor) -> bool:
     """Hopper and B200 can: 208 KiB of shared memory, of which an RTX 50 (12.0) has 99, and rows of whole 16 bytes."""
-    return use_triton(x, (9, 0)) and not use_triton(x, (12, 0)) and x.size(1) % 8 == 0 and w.size(0) % 8 == 0
+    return (
+        use_triton(x, (9, 0))
+        and not use_triton(x, (12, 0))
+        and x.size(1) % 8 == 0
+        and w.size(0) % 8 == 0
+    )
 
 
 def launch_relu2(a: Tensor, b: Tensor, aux: Tensor | None, factor: float = 1.0) -> Tensor:
@@ -1818,12 +3637,20 @@ def launch_relu2(a: Tensor, b: Tensor, aux: Tensor | None, factor: float = 1.0) 
     (M, K), N, tiles = a.shape, len(b), dict(RELU2_TILES)
     tiles["BK"] *= 2 if a.itemsize == 1 else 1
     out = a.new_empty(M, N)
-    blocks = ([tiles["BM"], tiles["BK"]], [tiles["BN"], tiles["BK"]], *[[tiles["BM"], tiles["BN"] // 2]] * 2)
+    blocks = (
+        [tiles["BM"], tiles["BK"]],
+        [tiles["BN"], tiles["BK"]],
+        *[[tiles["BM"], tiles["BN"] // 2]] * 2,
+    )
     tensors = (a, b, out if aux is None else aux, out)
-    arguments = [TensorDescriptor.from_tensor(x, block) for x, block in zip(tensors, blocks, strict=True)]
+    arguments = [
+        TensorDescriptor.from_tensor(x, block) for x, block in zip(tensors, blocks, strict=True)
+    ]
     programs = torch.cuda.get_device_properties(a.device).multi_processor_count if a.is_cuda else 3
     programs = min(triton.cdiv(M, tiles["BM"]) * triton.cdiv(N, tiles["BN"]), programs)
-    linear_relu2_kernel[(programs,)](*arguments, factor, M, N, K, PROGRAMS=programs, BWD=aux is not None, **tiles)
+    linear_relu2_kernel[(programs,)](
+        *arguments, factor, M, N, K, PROGRAMS=programs, BWD=aux is not None, **tiles
+    )
     return out
 
 
@@ -1861,7 +3688,9 @@ def relu2_8(x8: Tensor, w8: Tensor) -> Tensor:
         return linear_relu2(x8, w8, E4M3_MAX**-3)
     one, dtype = torch.ones((), device=x8.device), torch.bfloat16 if x8.is_cuda else torch.float32
     post = F.relu(product8(x8, w8, one, dtype).float()).square() * E4M3_MAX**-3
-    return post.clamp(max=E4M3_MAX).to(E4M3)  # torch rounds to NaN what is too large, Triton to the largest number
+    return post.clamp(max=E4M3_MAX).to(
+        E4M3
+    )  # torch rounds to NaN what is too large, Triton to the largest number
 
 
 def relu2_grad8(g8: Tensor, w8: Tensor, post8: Tensor) -> Tensor:
@@ -1883,7 +3712,11 @@ class MLP8(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, up, down):
         row_x, row_up, row_down = math.sqrt(x.size(1)), largest_row(up), largest_row(down)
-        x8, up8, down8 = cast8(x, E4M3_MAX / row_x), cast8(up, E4M3_MAX / row_up), cast8(down, E4M3_MAX / row_down)
+        x8, up8, down8 = (
+            cast8(x, E4M3_MAX / row_x),
+            cast8(up, E4M3_MAX / row_up),
+            cast8(down, E4M3_MAX / row_down),
+        )
         post8 = relu2_8(x8, up8)  # in units of (row_x row_up)^2 / 448
         ctx.save_for_backward(x8, up8, down8, post8, row_up, row_down)
         scale = (row_x * row_up / E4M3_MAX) ** 2 * row_down
@@ -1921,11 +3754,16 @@ def attention_bounds(cu_seqlens: Tensor, T: int, window: int | Tensor) -> Tensor
     """cu_seqlens int32 (G + 1,) from 0, padded with T -> int32 (2, T): first key seen, last row seeing."""
     t = torch.arange(T, dtype=torch.int32, device=cu_seqlens.device)
     doc = torch.searchsorted(cu_seqlens, t, right=True, out_int32=True)
-    first, last = torch.maximum(cu_seqlens[doc - 1], t - window), torch.minimum(cu_seqlens[doc] - 1, t + window)
+    first, last = (
+        torch.maximum(cu_seqlens[doc - 1], t - window),
+        torch.minimum(cu_seqlens[doc] - 1, t + window),
+    )
     return torch.stack([first, last]).to(torch.int32)
 
 
-def window_attention_ref(q, k, v, bounds: Tensor, scale: float, gate: Tensor | None = None) -> Tensor:
+def window_attention_ref(
+    q, k, v, bounds: Tensor, scale: float, gate: Tensor | None = None
+) -> Tensor:
     """q, k, v (T, H, K), gate (T, H) -> (T, H, K) with dense scores (H, T, T); only for tests."""
     t = torch.arange(len(q), device=q.device)
     seen = (t >= bounds[0, :, None]) & (t <= t[:, None])
@@ -1957,9 +3795,14 @@ def attention_forward_kernel(q, k, v, o, lse, gate, bounds, T, sq, sk, sv, so, s
     acc = tl.zeros([BM, D], tl.float32)
     for n0 in range(tl.load(bounds + m0) // BN * BN, min(m0 + BM, T), BN):
         n = n0 + tl.arange(0, BN)
-        s = tl.dot(Q, tl.trans(load_rows(k + h * D, n, sk, T, D)), input_precision="ieee") * scale_log2
+        s = (
+            tl.dot(Q, tl.trans(load_rows(k + h * D, n, sk, T, D)), input_precision="ieee")
+            * scale_log2
+        )
         s = tl.where((n[None, :] >= first[:, None]) & (n[None, :] <= m[:, None]), s, -1e30)
-        new = tl.maximum(top, tl.max(s, 1))  # the first true maximum wipes what all-masked blocks left
+        new = tl.maximum(
+            top, tl.max(s, 1)
+        )  # the first true maximum wipes what all-masked blocks left
         p, shrink, top = tl.exp2(s - new[:, None]), tl.exp2(top - new), new
         total = total * shrink + tl.sum(p, 1)
         V = load_rows(v + h * D, n, sv, T, D)
@@ -1980,7 +3823,10 @@ def attention_dq_kernel(q, k, v, o, do, dq, lse, delta, gate, gated_lse, bounds,
     """
     m0, h = tl.program_id(0) * BM, tl.program_id(1)
     m = m0 + tl.arange(0, BM)
-    first, L = tl.load(bounds + m, mask=m < T, other=0), tl.load(lse + h * T + m, mask=m < T, other=0.0)
+    first, L = (
+        tl.load(bounds + m, mask=m < T, other=0),
+        tl.load(lse + h * T + m, mask=m < T, other=0.0),
+    )
     Q, dO = load_rows(q + h * D, m, sq, T, D), load_rows(do + h * D, m, so, T, D)
     row = tl.sum(dO.to(tl.float32) * load_rows(o + h * D, m, so, T, D).to(tl.float32), 1)
     if GATED:  # a gate of exactly 0 has a sigmoid of slope 0 behind it
@@ -2026,7 +3872,9 @@ def attention_dkv_kernel(q, k, v, do, dk, dv, lse, delta, bounds, T, sq, sk, sv,
     tl.store(dv + offset, dV.to(dv.dtype.element_ty), mask=n[:, None] < T)
 
 
-ATTENTION_TILES = dict(BM=64, BN=64, num_warps=4, num_stages=2)  # best for all three kernels and windows on an H200
+ATTENTION_TILES = dict(
+    BM=64, BN=64, num_warps=4, num_stages=2
+)  # best for all three kernels and windows on an H200
 
 
 def adjacent_heads(x: Tensor) -> Tensor:
@@ -2042,7 +3890,9 @@ def window_attention_forward(
     strides = (T, q.stride(0), k.stride(0), v.stride(0), H * D, scale * math.log2(math.e))
     factor = lse if gate is None else gate.contiguous()
     grid = (triton.cdiv(T, ATTENTION_TILES["BM"]), H)
-    attention_forward_kernel[grid](q, k, v, o, lse, factor, bounds, *strides, gate is not None, D, **ATTENTION_TILES)
+    attention_forward_kernel[grid](
+        q, k, v, o, lse, factor, bounds, *strides, gate is not None, D, **ATTENTION_TILES
+    )
     return o, lse
 
 
@@ -2059,7 +3909,9 @@ def window_attention_grad(
     attention_dq_kernel[grid](q, k, v, o, do, dq, lse, delta, *factors, bounds, *strides, gate is not None, D,
                               **ATTENTION_TILES)  # fmt: skip
     grid = (triton.cdiv(T, ATTENTION_TILES["BN"]), H)
-    attention_dkv_kernel[grid](q, k, v, do, dk, dv, factors[1], delta, bounds, *strides, D, **ATTENTION_TILES)
+    attention_dkv_kernel[grid](
+        q, k, v, do, dk, dv, factors[1], delta, bounds, *strides, D, **ATTENTION_TILES
+    )
     return dq, dk, dv, q.new_empty(0) if gate is None else delta.T.to(gate.dtype).contiguous()
 
 
@@ -2070,7 +3922,9 @@ def _(q, k, v, bounds, scale, gate):
 
 @window_attention_grad.register_fake
 def _(q, k, v, o, do, lse, bounds, scale, gate):
-    return *(q.new_empty(q.shape) for _ in "qkv"), q.new_empty(0) if gate is None else gate.new_empty(gate.shape)
+    return *(q.new_empty(q.shape) for _ in "qkv"), q.new_empty(
+        0
+    ) if gate is None else gate.new_empty(gate.shape)
 
 
 def save_window_attention(ctx, inputs, output):
@@ -2085,10 +3939,14 @@ def window_attention_backward(ctx, do, dlse):
     return dq, dk, dv, None, None, None if gate is None else dgate
 
 
-window_attention_forward.register_autograd(window_attention_backward, setup_context=save_window_attention)
+window_attention_forward.register_autograd(
+    window_attention_backward, setup_context=save_window_attention
+)
 
 
-def window_attention(q_THK, k_THK, v_THK, bounds: Tensor, scale: float, gate_TH: Tensor | None = None) -> Tensor:
+def window_attention(
+    q_THK, k_THK, v_THK, bounds: Tensor, scale: float, gate_TH: Tensor | None = None
+) -> Tensor:
     """As window_attention_ref, for 16-bit tensors with K a power of two; views of a packed qkv are fine. Gate above 0.
 
     4 / 10 T H K window FLOP forward / backward; 4 / 11 T H K values moved at the least.
@@ -2101,7 +3959,9 @@ def window_attention(q_THK, k_THK, v_THK, bounds: Tensor, scale: float, gate_TH:
 # back and fp32 gradients of the normalised in memory between them, in the medium model 31 ms of 504, now 14.
 
 
-def norm_rotate_ref(qkv: Tensor, cos: Tensor, sin: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def norm_rotate_ref(
+    qkv: Tensor, cos: Tensor, sin: Tensor, scale: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v = qkv.unbind(1)
     return rotate(norm(q) * scale, cos, sin), rotate(norm(k), cos, sin), v
 
@@ -2113,7 +3973,10 @@ NORM_EPS = torch.finfo(torch.float32).eps  # what F.rms_norm adds in 16 and 32 b
 def load_quarters(x, K: tl.constexpr, live):
     """The four quarters of rows of K values, fp32; in this way loads stay wide although two quarters are turned."""
     a, b = tl.load(x, mask=live, other=0.0), tl.load(x + K // 4, mask=live, other=0.0)
-    c, d = tl.load(x + K // 2, mask=live, other=0.0), tl.load(x + 3 * (K // 4), mask=live, other=0.0)
+    c, d = (
+        tl.load(x + K // 2, mask=live, other=0.0),
+        tl.load(x + 3 * (K // 4), mask=live, other=0.0),
+    )
     return a.to(tl.float32), b.to(tl.float32), c.to(tl.float32), d.to(tl.float32)
 
 
@@ -2130,7 +3993,10 @@ def norm_rotate_kernel(qkv, q, k, v, dqkv, cos, sin, scale, scale_out, rows, H, 
                        K: tl.constexpr, BR: tl.constexpr):  # fmt: skip
     """BR rows n H + head of K values: from qkv to q and k, or with BWD from the gradients q, k, v to dqkv, divided by
     scale_out if there is one. Row n of the results is of token n * every."""
-    row, column = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR), tl.arange(0, K // 4)[None, :]
+    row, column = (
+        tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR),
+        tl.arange(0, K // 4)[None, :],
+    )
     live, head, n = (row < rows)[:, None], row % H, row // H
     t = n * every
     C = tl.load(cos + (t * K)[:, None] + column, mask=live, other=0.0).to(tl.float32)
@@ -2172,7 +4038,9 @@ def launch_norm_rotate(qkv, q, k, v, dqkv, cos, sin, scale, scale_out=None, ever
 
 
 @torch.library.custom_op(f"{OPS}::norm_rotate", mutates_args=())
-def norm_rotate_forward(qkv: Tensor, cos: Tensor, sin: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+def norm_rotate_forward(
+    qkv: Tensor, cos: Tensor, sin: Tensor, scale: Tensor
+) -> tuple[Tensor, Tensor]:
     qkv = qkv.contiguous()
     q, k = (qkv.new_empty(qkv[:, 0].shape) for _ in "qk")
     launch_norm_rotate(qkv, q, k, None, None, cos, sin, scale)
@@ -2196,17 +4064,27 @@ def norm_rotate_grad8(
     """norm_rotate_grad in e5m2, and its scale, 256 times that of every 64th token: e5m2 has 32 binades, so other tokens
     may exceed those by 8 of them (what exceeds more becomes the largest number) and fall below by 20."""
     tensors = [t.contiguous() for t in (qkv, dq, dk, dv)]
-    few, dqkv8 = qkv.new_empty(-(-len(qkv) // 64), *qkv.shape[1:]), torch.empty_like(tensors[0], dtype=E5M2)
+    few, dqkv8 = (
+        qkv.new_empty(-(-len(qkv) // 64), *qkv.shape[1:]),
+        torch.empty_like(tensors[0], dtype=E5M2),
+    )
     launch_norm_rotate(*tensors, few, cos, sin, scale, every=64)
-    scale8 = torch.linalg.vector_norm(few, float("inf"), dtype=torch.float32).clamp(min=1e-30) * (256 / E5M2_MAX)
+    scale8 = torch.linalg.vector_norm(few, float("inf"), dtype=torch.float32).clamp(min=1e-30) * (
+        256 / E5M2_MAX
+    )
     launch_norm_rotate(*tensors, dqkv8, cos, sin, scale, scale8)
     return dqkv8, scale8
 
 
-norm_rotate_forward.register_fake(lambda qkv, *rest: tuple(qkv.new_empty(qkv[:, 0].shape) for _ in "qk"))
+norm_rotate_forward.register_fake(
+    lambda qkv, *rest: tuple(qkv.new_empty(qkv[:, 0].shape) for _ in "qk")
+)
 norm_rotate_grad.register_fake(lambda qkv, *rest: qkv.new_empty(qkv.shape))
 norm_rotate_grad8.register_fake(
-    lambda qkv, *rest: (qkv.new_empty(qkv.shape, dtype=E5M2), qkv.new_empty((), dtype=torch.float32))
+    lambda qkv, *rest: (
+        qkv.new_empty(qkv.shape, dtype=E5M2),
+        qkv.new_empty((), dtype=torch.float32),
+    )
 )
 
 
@@ -2222,7 +4100,9 @@ class NormRotate(torch.autograd.Function):
         return norm_rotate_grad(qkv, dq, dk, dv, *rest), None, None, None
 
 
-def norm_rotate(qkv: Tensor, cos_TK: Tensor, sin_TK: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def norm_rotate(
+    qkv: Tensor, cos_TK: Tensor, sin_TK: Tensor, scale: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """qkv (T, 3, H, K) -> q, normalised, times the scale and rotated; k, normalised and rotated; v: each (T, H, K).
 
     cos_TK and sin_TK (T, 1, K) as for rotate, of which the kernel reads the first quarter; scale 0-D, without a
@@ -2241,7 +4121,9 @@ class QKV8(torch.autograd.Function):
     def forward(ctx, x, w, cos, sin, scale):
         row_x, row_w = math.sqrt(x.size(1)), largest_row(w)
         x8, w8 = cast8(x, E4M3_MAX / row_x), cast8(w, E4M3_MAX / row_w)
-        qkv = product8(x8, w8, row_w * (row_x / E4M3_MAX**2), x.dtype, fast=True).view(len(x), 3, -1, cos.size(-1))
+        qkv = product8(x8, w8, row_w * (row_x / E4M3_MAX**2), x.dtype, fast=True).view(
+            len(x), 3, -1, cos.size(-1)
+        )
         ctx.save_for_backward(x8, w8, row_w, qkv, cos, sin, scale)
         return *norm_rotate_forward(qkv, cos, sin, scale), qkv[:, 2]
 
@@ -2255,7 +4137,9 @@ class QKV8(torch.autograd.Function):
         return dx, dw, None, None, None
 
 
-def project_qkv(x_TD: Tensor, w: Tensor, cos_TK: Tensor, sin_TK: Tensor, scale: Tensor, fp8: bool = False):
+def project_qkv(
+    x_TD: Tensor, w: Tensor, cos_TK: Tensor, sin_TK: Tensor, scale: Tensor, fp8: bool = False
+):
     """x w^T, w (3 H K, D), as q, k, v, each (T, H, K), through norm_rotate; fp8: see QKV8."""
     K = cos_TK.size(-1)
     if fp8 and use_triton(x_TD) and K & (K - 1) == 0:
@@ -2271,7 +4155,11 @@ def project_qkv(x_TD: Tensor, w: Tensor, cos_TK: Tensor, sin_TK: Tensor, scale: 
 def decode_attention_ref(q, k, v, keys, values, positions, offset: bool) -> Tensor:
     """q, k, v (B, H, K), keys, values (B, S, H, K), positions int (B,) -> (B, H, K); q carries the scale."""
     S, K, rows = keys.size(1), keys.size(3), torch.arange(len(q), device=q.device)
-    p, live, still = positions.clamp(min=0).long(), (positions >= 0)[:, None, None], torch.arange(K, device=q.device)
+    p, live, still = (
+        positions.clamp(min=0).long(),
+        (positions >= 0)[:, None, None],
+        torch.arange(K, device=q.device),
+    )
     slot, after, still = p % S, (p + 1) % S, still >= K // 2
     if offset:
         waiting = keys[rows, slot]
@@ -2331,7 +4219,9 @@ def decode_attention(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tens
         return decode_attention_ref(q, k, v, keys, values, positions, offset)
     (q, k, v), o = map(adjacent_heads, (q, k, v)), q.new_empty(B, H, D)
     strides = (S, H, q.stride(0), k.stride(0), v.stride(0))
-    decode_attention_kernel[(B, H)](q, k, v, o, keys, values, positions, *strides, offset, D, **DECODE_TILES)
+    decode_attention_kernel[(B, H)](
+        q, k, v, o, keys, values, positions, *strides, offset, D, **DECODE_TILES
+    )
     return o
 
 
@@ -2339,1733 +4229,7 @@ decode_attention.register_fake(lambda q, *rest: q.new_empty(q.shape))
 
 
 # <<< shared: kernels
-# >>> shared: evaluation
-# ===============================================================================
-# 8. EVALUATION -- bits per byte, CORE
-
-
-@torch.no_grad()
-def bits_per_byte(model: Callable, batch: Batch, packs: int, token_bytes: Tensor, ranks: Ranks) -> float:
-    """Nats over targets that carry bytes, divided by ln 2 and by their bytes; specials are in neither sum.
-
-    Args: model as GPT.forward, or compiled; token_bytes int (V,) bytes of each id
-    """
-    sums = torch.zeros(2, device=ranks.device)
-    count, group = batch.tokens.size(0), ranks.world * packs
-    padded = -(-count // group) * group  # whole micro-batches for every rank; repeated packs count for nothing
-    index = torch.arange(padded)
-    part = slice(ranks.rank * padded // ranks.world, (ranks.rank + 1) * padded // ranks.world)
-    picked = [t[index.clamp(max=count - 1)][part] for t in (batch.tokens, batch.targets, batch.positions, batch.ends)]
-    picked[1][index[part] >= count] = -1
-    for tokens, targets, positions, cu_seqlens, max_doc in Batch(*picked, batch.max_doc, 0, 0).micro_batches(
-        packs, ranks.device
-    ):
-        _, nats = model(tokens, targets, positions, cu_seqlens, max_doc)
-        counted = token_bytes[targets.clamp(min=0).long()] * (targets >= 0)
-        sums += torch.stack(((nats * (counted > 0)).sum(), counted.sum()))
-    if ranks.world > 1:
-        dist.all_reduce(sums)
-    return sums[0].item() / math.log(2) / max(sums[1].item(), 1)
-
-
-# -- CORE (DCLM, arXiv 2406.11794): 22 tasks as files of data/core.py. Items lie behind each other in a buffer of fixed
-# size, and what the choices of an item have in common is there once; each choice goes on from it, blind to the others:
-#
-#     tokens     B q q q a a b b b      two choices, a a . and b b b . ; what only serves as a target is not there
-#     positions  0 1 2 3 4 5 4 5 6      previous: the b behind a sees q as the token before
-#     first      0 0 0 0 0 0 0 0 0      the first key seen, by the window; one row for each of the two windows
-#     skip       - - - - - - 4 4 4      keys of index 4 and 5 are hidden: skip <= j < branch
-#     branch     0 1 2 3 4 4 6 6 6      where the choice begins
-
-
-@dataclass
-class CoreTask:
-    """One file of data/core.py."""
-
-    name: str
-    kind: str  # multiple_choice, schema or language_modeling
-    baseline: float  # accuracy of guessing, 0 to 1
-    gold: np.ndarray  # (items,)
-    items: list[list[np.ndarray]]  # the rows of each item
-    spans: list[list[tuple[int, int]]]  # of each row: these tokens are scored
-
-    @staticmethod
-    def read(path: Path, sha256: str, limit: int, max_seq_len: int) -> CoreTask:
-        """The first `limit` items (0: all), cut on the left to max_seq_len."""
-        again = "make the core files again with python data/core.py"
-        if not path.is_file():
-            raise UserError(f"{path} is missing although dataset.json lists it; {again}")
-        content = path.read_bytes()
-        if hashlib.sha256(content).hexdigest() != sha256:
-            raise UserError(f"{path} is corrupt: its sha256 is not that of dataset.json; {again}")
-        try:
-            with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
-                tokens, shared, choices, gold, rest, start, end, meta = (
-                    arrays[key] for key in ("tokens", "shared", "choices", "gold", "rest", "start", "end", "meta")
-                )
-            meta = json.loads(meta.tobytes())
-            task = CoreTask(meta["task"], meta["type"], meta["random_baseline"] / 100, gold, [], [])
-        except (ValueError, KeyError) as error:
-            raise UserError(f"{path} is not a core file of this version ({error!r}); {again}") from None
-        tokens, at, row = tokens.astype(np.int32), 0, 0
-        for prefix, count in zip(shared.tolist(), choices.tolist(), strict=True):
-            common, at, rows, spans = tokens[at : at + prefix], at + prefix, [], []
-            for i in range(row, row + count):
-                full, at = np.concatenate((common, tokens[at : at + rest[i]])), at + int(rest[i])
-                cut = max(0, len(full) - max_seq_len)
-                rows.append(full[cut:])
-                spans.append((max(1, int(start[i]) - cut), max(1, int(end[i]) - cut)))
-            row += count
-            task.items.append(rows)
-            task.spans.append(spans)
-            if len(task.items) == limit:
-                break
-        task.gold = gold[: len(task.items)]
-        return task
-
-
-def shared_inputs(rows: list[np.ndarray], spans: list[tuple[int, int]]) -> int:
-    """How many inputs all rows begin with, before the first that predicts a scored token."""
-    if len(rows) == 1:
-        return 0
-    length = min(min(len(row) - 2 for row in rows), min(start for start, _ in spans) - 1)
-    for row in rows[1:]:
-        different = np.flatnonzero(rows[0][:length] != row[:length])
-        length = int(different[0]) if different.size else length
-    return max(length, 0)
-
-
-class CoreBatch:
-    """Inputs of score_packed on the host, filled item by item."""
-
-    def __init__(self, size: int, windows: tuple[int, int], bos_id: int):
-        self.windows, self.used, self.picked = windows, 0, 0
-        index = np.arange(size, dtype=np.int32)  # what is not filled sees itself only
-        self.tokens, self.positions = np.full(size, bos_id, np.int32), np.zeros(size, np.int32)
-        self.previous, self.branch = np.maximum(index - 1, 0), index.copy()
-        self.first, self.skip = np.stack((index, index)), index.copy()
-        self.picks, self.targets = np.zeros(size // 2, np.int32), np.zeros(size // 2, np.int32)
-        self.rows = np.full(size // 2, -1, np.int32)
-
-    def add(self, rows: list[np.ndarray], spans: list[tuple[int, int]], row: int) -> bool:
-        """Appends an item whose rows have the numbers row, row + 1, ...; False if there is no room."""
-        common, begin, tokens, previous = shared_inputs(rows, spans), self.used, self.tokens, self.previous
-        used = begin + common + sum(len(r) - 1 - common for r in rows)
-        if used > tokens.size or self.picked + sum(end - start for start, end in spans) > self.picks.size:
-            return False
-        tokens[begin : begin + common], self.positions[begin : begin + common] = rows[0][:common], np.arange(common)
-        self.branch[begin : begin + common] = self.skip[begin : begin + common] = begin
-        for window, first in zip(self.windows, self.first, strict=True):
-            first[begin : begin + common] = begin + np.maximum(np.arange(common) - window, 0)
-        at = begin + common
-        for i, (full, (start, end)) in enumerate(zip(rows, spans, strict=True)):
-            own = np.arange(common, len(full) - 1, dtype=np.int32)
-            stop = at + own.size
-            tokens[at:stop], self.positions[at:stop] = full[common:-1], own
-            if own.size:
-                previous[at] = max(begin + common - 1, 0)
-            self.branch[at:stop], self.skip[at:stop] = at, begin + common
-            for window, first in zip(self.windows, self.first, strict=True):
-                far = np.maximum(own - window, 0)
-                first[at:stop] = np.where(far < common, begin + far, at + far - common)
-            picked, scored = self.picked, np.arange(start, end)
-            self.picked += scored.size
-            self.picks[picked : self.picked] = at + scored - 1 - common
-            self.targets[picked : self.picked] = full[start:end]
-            self.rows[picked : self.picked] = row + i
-            at = stop
-        self.used = used
-        return True
-
-    def inputs(self, device: torch.device) -> list[Tensor]:
-        """(tokens, positions, previous, branch, skip, first, picks, targets) and the row of each target."""
-        arrays = (self.tokens, self.positions, self.previous, self.branch, self.skip, self.first, self.picks,
-                  self.targets, self.rows)  # fmt: skip
-        tensors = [torch.from_numpy(array) for array in arrays]
-        if device.type == "cuda":
-            tensors = [t.pin_memory() for t in tensors]
-        return [t.to(device, non_blocking=True) for t in tensors]
-
-
-def branch_attention_ref(q, k, v, first, skip, branch, scale: float, block: int = 256) -> Tensor:
-    """q, k, v (T, H, K) -> (T, H, K): row i sees keys first[i] <= j <= i but not skip[i] <= j < branch[i].
-
-    In blocks of queries, because a dense mask of all tokens would not fit.
-    """
-    y, index = torch.empty_like(q, memory_format=torch.contiguous_format), torch.arange(len(q), device=q.device)
-    lows = F.pad(first, (0, -len(q) % block), value=len(q)).view(-1, block).amin(1).tolist()
-    for i, low in enumerate(lows):
-        own = slice(i * block, min(len(q), (i + 1) * block))
-        i, j = index[own, None], index[None, low : own.stop]
-        seen = (j >= first[own, None]) & (j <= i) & ((j < skip[own, None]) | (j >= branch[own, None]))
-        rows, keys, values = (t.transpose(0, 1) for t in (q[own], k[low : own.stop], v[low : own.stop]))
-        part = F.scaled_dot_product_attention(rows[None], keys[None], values[None], seen, scale=scale)
-        y[own] = part[0].transpose(0, 1)
-    return y
-
-
-@jit
-def branch_attention_kernel(q, k, v, o, first, skip, branch, T, sq, sk, sv, so, scale_log2, D: tl.constexpr,
-                            BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
-    """attention_forward_kernel with hidden keys. The first key may fall from row to row, so its minimum is taken."""
-    m0, h = tl.program_id(0) * BM, tl.program_id(1)
-    m = m0 + tl.arange(0, BM)
-    low = tl.load(first + m, mask=m < T, other=T)
-    hole, after = tl.load(skip + m, mask=m < T, other=0), tl.load(branch + m, mask=m < T, other=0)
-    Q = load_rows(q + h * D, m, sq, T, D)
-    top, total = tl.full([BM], -1e30, tl.float32), tl.zeros([BM], tl.float32)
-    acc = tl.zeros([BM, D], tl.float32)
-    for n0 in range(tl.min(low, 0) // BN * BN, min(m0 + BM, T), BN):
-        n = n0 + tl.arange(0, BN)
-        s = tl.dot(Q, tl.trans(load_rows(k + h * D, n, sk, T, D)), input_precision="ieee") * scale_log2
-        seen = (n[None, :] >= low[:, None]) & (n[None, :] <= m[:, None])
-        seen = seen & ((n[None, :] < hole[:, None]) | (n[None, :] >= after[:, None]))
-        s = tl.where(seen, s, -1e30)
-        new = tl.maximum(top, tl.max(s, 1))
-        p, shrink, top = tl.exp2(s - new[:, None]), tl.exp2(top - new), new
-        total = total * shrink + tl.sum(p, 1)
-        V = load_rows(v + h * D, n, sv, T, D)
-        acc = tl.dot(p.to(V.dtype), V, acc * shrink[:, None], input_precision="ieee")
-    tl.store(o + m.to(tl.int64)[:, None] * so + h * D + tl.arange(0, D)[None, :],
-             (acc / total[:, None]).to(o.dtype.element_ty), mask=m[:, None] < T)  # fmt: skip
-
-
-@torch.library.custom_op(f"{OPS}::branch_attention", mutates_args=())
-def branch_attention(
-    q: Tensor, k: Tensor, v: Tensor, first: Tensor, skip: Tensor, branch: Tensor, scale: float
-) -> Tensor:
-    """As branch_attention_ref; forward only. The kernel where it can run, for K a power of two."""
-    T, H, D = q.shape
-    if not use_triton(q) or D & (D - 1):
-        return branch_attention_ref(q, k, v, first, skip, branch, scale)
-    (q, k, v), o = map(adjacent_heads, (q, k, v)), q.new_empty(T, H, D)
-    strides = (T, q.stride(0), k.stride(0), v.stride(0), H * D)
-    grid = (triton.cdiv(T, ATTENTION_TILES["BM"]), H)
-    branch_attention_kernel[grid](q, k, v, o, first, skip, branch, *strides, scale * math.log2(math.e), D,
-                                  **ATTENTION_TILES)  # fmt: skip
-    return o
-
-
-branch_attention.register_fake(lambda q, *rest: q.new_empty(q.shape))
-
-
-def score_packed(model: GPT, tokens_T, positions_T, previous_T, branch_T, skip_T, first_2T, picks_R, targets_R):
-    """Nats of the targets, fp32 (R,), and whether each is what the model would say, bool (R,).
-
-    The head sees the hidden state at picks_R only: few tokens of a few-shot prompt are scored.
-    """
-    c, first = model.config, (positions_T == 0)[:, None, None]
-
-    def attend(index, layer, q, k, v, gate):
-        if layer in c.key_offset_layers:
-            k = offset_keys(k, k[previous_T], first)
-        return gated(branch_attention(q, k, v, first_2T[int(layer in c.long_layers)], skip_T, branch_T, 1.0), gate)
-
-    hidden = model.trunk(tokens_T, tokens_T[previous_T], positions_T, attend)
-    nats, hits = [], []
-    for picks, targets in zip(picks_R.split(8192), targets_R.split(8192), strict=True):
-        z = softcap(F.linear(hidden[picks], model.head).float(), c.softcap)
-        nats.append(z.logsumexp(1) - z.gather(1, targets[:, None].long())[:, 0])
-        hits.append(z[:, : c.vocab_size].argmax(1) == targets)
-    return torch.cat(nats), torch.cat(hits)
-
-
-@torch.no_grad()
-def score_task(score: Callable, task: CoreTask, size: int, windows: tuple, bos_id: int, ranks: Ranks) -> np.ndarray:
-    """Whether each item of a task is answered rightly, bool (items,). Batches go round over the ranks.
-
-    Multiple choice and schema: the choice with the lowest mean of nats, the first of equals. Language modelling: every
-    scored token must be the most likely one.
-    """
-    begins = np.cumsum([0] + [len(rows) for rows in task.items])
-    # Longest first: short items fill what is left of a batch. All ranks plan alike.
-    order = sorted(range(len(task.items)), key=lambda i: -sum(map(len, task.items[i])))
-    sums = torch.zeros(3, int(begins[-1]) + 1, device=ranks.device)  # nats, targets, hits; the last is for padding
-    batch, number = CoreBatch(size, windows, bos_id), 0
-
-    def finish():
-        nonlocal batch, number
-        if number % ranks.world == ranks.rank:
-            *inputs, rows = batch.inputs(ranks.device)
-            nats, hits = score(*inputs)
-            rows = torch.where(rows < 0, sums.size(1) - 1, rows)
-            sums.index_add_(1, rows, torch.stack((nats, torch.ones_like(nats), hits.float())))
-        batch, number = CoreBatch(size, windows, bos_id), number + 1
-
-    for i in order:
-        item = task.items[i], task.spans[i], int(begins[i])
-        if not batch.add(*item):
-            finish()
-            if not batch.add(*item):  # an enormous one: its choices apart, each of which fits
-                for j, (row, span) in enumerate(zip(*item[:2], strict=True)):
-                    if not batch.add([row], [span], item[2] + j):
-                        finish()
-                        batch.add([row], [span], item[2] + j)
-    finish()
-    if ranks.world > 1:
-        dist.all_reduce(sums)
-    nats, targets, hits = sums[:, :-1].cpu().double().numpy()
-    if not np.isfinite(nats).all():
-        raise UserError(f"the model's loss on {task.name} is not finite; score another checkpoint")
-    if task.kind == "language_modeling":
-        return (hits == targets)[begins[:-1]]
-    means, correct = nats / np.maximum(targets, 1), np.zeros(len(task.items), bool)
-    for i, rows in enumerate(task.items):
-        mean = means[begins[i] : begins[i + 1]].copy()
-        for j in range(1, len(rows)):  # equal choices are equal, whatever rounding made of them
-            same = [n for n in range(j) if np.array_equal(rows[n], rows[j])]
-            mean[j] = mean[same[0]] if same else mean[j]
-        correct[i] = mean.argmin() == task.gold[i]
-    return correct
-
-
-def core_files(dataset: Dataset) -> dict[str, str]:
-    """Path and sha256 of the dataset's core files, in the order of dataset.json."""
-    files = dataset.info.get("files", {})
-    return {name: entry["sha256"] for name, entry in files.items() if name.startswith("core/")}
-
-
-def evaluate_core(
-    model: GPT, dataset: Dataset, config: Config, ranks: Ranks, run_dir: Path, say: Callable, size: int
-) -> dict:
-    """Scores all tasks, `size` tokens at a time, prints a row for each and writes core.csv.
-
-    Returns: {"core", "core_seconds"}
-    """
-    size = max(size, 2 * model.config.max_seq_len)  # a row and its targets must fit
-
-    def score(*inputs):
-        return score_packed(model, *inputs)
-
-    if config.compile and ranks.device.type == "cuda":
-        torch._dynamo.config.recompile_limit = 64
-        score = torch.compile(score, dynamic=False, fullgraph=True)
-    bos_id = dataset.tokenizer.bos_id
-    ranks.sync()
-    start = time.perf_counter()
-    with torch.no_grad():
-        score(*CoreBatch(size, model.windows, bos_id).inputs(ranks.device)[:-1])
-    ranks.sync()
-    say(f"core: {size:,} tokens a batch, compiled in {time.perf_counter() - start:.1f} s")
-    begin, table = time.perf_counter(), [("task", "items", "accuracy", "centered", "seconds")]
-    say(f"{'task':34} {'items':>7} {'accuracy':>9} {'centered':>9} {'seconds':>8}")
-    for name, sha256 in core_files(dataset).items():
-        start = time.perf_counter()
-        task = CoreTask.read(dataset.root / name, sha256, config.core_items, model.config.max_seq_len)
-        accuracy = float(score_task(score, task, size, model.windows, bos_id, ranks).mean())
-        centered, seconds = (accuracy - task.baseline) / (1 - task.baseline), time.perf_counter() - start
-        table.append((task.name, len(task.items), accuracy, centered, seconds))
-        say(f"{task.name:34} {len(task.items):7,} {accuracy:9.4f} {centered:9.4f} {seconds:8.2f}")
-    seconds, items = time.perf_counter() - begin, sum(row[1] for row in table[1:])
-    core = sum(row[3] for row in table[1:]) / (len(table) - 1)
-    say(f"{'CORE':34} {items:7,} {'':9} {core:9.4f} {seconds:8.2f}")
-    if len(table) != 23:
-        say(f"note: {len(table) - 1} tasks; CORE is the mean over 22")
-    if ranks.is_main:
-        text = io.StringIO()
-        csv.writer(text, lineterminator="\n").writerows([*table, ("CORE", items, "", core, seconds)])
-        write_atomically(run_dir / "core.csv", text.getvalue())
-    return {"core": core, "core_seconds": seconds}
-
-
-# <<< shared: evaluation
-# >>> shared: generation
-# ===============================================================================
-# 9. GENERATION -- KV cache, sampling, calculator, rows that decode together, streaming text
-
-
-@dataclass
-class KVCache:
-    """Keys and values of every attention layer in rings: a layer holds its window, not the whole text.
-
-    Position p of a row lies in slot p % S. Keys are stored rotated, so their order in the ring does not matter. S is
-    the window, the newest key and the place of the next, or that of the longest text if it is shorter.
-    """
-
-    keys: list[Tensor]  # of each attention layer, (B, S, H, K)
-    values: list[Tensor]
-    slots: tuple[int, int]  # S of short and of long windows
-
-    @staticmethod
-    def empty(model: GPT, rows: int, max_len: int) -> KVCache:
-        c, slots = model.config, tuple(min(window + 2, max_len + 1) for window in model.windows)
-        shapes = [(rows, slots[layer in c.long_layers], c.num_heads, c.head_dim) for layer in c.attention_layers]
-        return KVCache(*([model.embed.new_zeros(shape) for shape in shapes] for _ in "kv"), slots)
-
-
-def sample(logits_BV: Tensor, temperature_B, top_k_B, top_p_B, seeds_B, counters_B, width: int) -> Tensor:
-    """One id for each row: argmax at temperature 0, else from the top_k most likely whose mass reaches top_p.
-
-    Equals of the last one kept are kept too. Logits plus Gumbel noise are largest at a draw from their softmax. The
-    noise is a hash (C. Wellons's lowbias32) of seed, counter and id, so a row draws the same in any batch.
-
-    Args:  top_k_B 0: all; top_p_B 1 or more: all; width how many entries to sort: at least top_k of every row that
-           cuts, V if one cuts by top_p alone, 0 if none does
-    """
-
-    def mix(x):  # 32 bits in int64, where nothing overflows
-        x = (x ^ x >> 16) * 0x21F0AAAD & 0xFFFFFFFF
-        x = (x ^ x >> 15) * 0x735A2D97 & 0xFFFFFFFF
-        return x ^ x >> 15
-
-    z = logits_BV / temperature_B.clamp(min=1e-6)[:, None]
-    if width:
-        best, place = z.topk(width).values, torch.arange(width, device=z.device)
-        inside = (place < top_k_B[:, None]) | (top_k_B == 0)[:, None]
-        mass = best.masked_fill(~inside, -math.inf).softmax(-1)
-        inside &= mass.cumsum(-1) - mass < top_p_B[:, None]  # the entry that crosses top_p stays
-        least = best.masked_fill(~inside, math.inf).amin(-1)
-        z = z.masked_fill((z < least[:, None]) & ((top_k_B > 0) | (top_p_B < 1))[:, None], -math.inf)
-    ids = mix(torch.arange(z.size(-1), device=z.device))
-    bits = mix((mix((mix(seeds_B) + counters_B) & 0xFFFFFFFF)[:, None] + ids) & 0xFFFFFFFF) >> 9
-    z = z - torch.log(-torch.log((bits.float() + 0.5) * 2**-23))
-    return torch.where((temperature_B == 0)[:, None], logits_BV, z).argmax(-1)
-
-
-LEXEME = re.compile(r"""'[^'\\\n]*'|"[^"\\\n]*"|\.count\b|(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d*)?(?:[eE][-+]?\d+)?"""
-                    r"""|\.\d+|[-+*/%() ]""")  # fmt: skip
-OPERATORS = {
-    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.UAdd: operator.pos, ast.USub: operator.neg,
-    ast.Pow: lambda a, b: a**b if abs(b) <= 100 else math.nan,
-}  # fmt: skip
-
-
-def evaluate(node: ast.AST, depth: int = 100) -> int | float:
-    """Value of a syntax tree that holds arithmetic and .count alone; ValueError for anything else."""
-    match node:
-        case ast.Constant(value=int() | float() as x):
-            pass
-        case ast.UnaryOp() if depth:
-            x = OPERATORS[type(node.op)](evaluate(node.operand, depth - 1))
-        case ast.BinOp() if depth:
-            x = OPERATORS[type(node.op)](evaluate(node.left, depth - 1), evaluate(node.right, depth - 1))
-        case ast.Call(func=ast.Attribute(value=ast.Constant(value=str() as text), attr="count"),
-                      args=[ast.Constant(value=str() as part)], keywords=[]):  # fmt: skip
-            x = text.count(part)
-        case _:
-            raise ValueError
-    if isinstance(x, complex) or not abs(x) < 1e30:
-        raise ValueError
-    return x
-
-
-def calculate(expression: str) -> str | None:
-    """The calculator of tool calls: numbers, + - * / // % **, and 'text'.count('part'). None for anything else.
-
-    Length, depth and size of every number are bounded, and with that time and memory, in any thread.
-    """
-    text = expression.strip()
-    parts = LEXEME.findall(text) if len(text) <= 256 else []
-    if "".join(parts) != text:
-        return None
-    plain = "".join(part.replace(",", "") if part[0].isdigit() else part for part in parts)  # 1,000 is a number
-    try:
-        x = evaluate(ast.parse(plain, mode="eval").body)
-    except (SyntaxError, ValueError, ArithmeticError, RecursionError, MemoryError):
-        return None
-    return str(int(x)) if abs(x) < 1e15 and x == int(x) else str(x) if isinstance(x, int) else f"{x:.12g}"
-
-
-@dataclass
-class Completion:
-    """What to continue and how, and what has come of it."""
-
-    prompt: list[int]  # BOS included
-    max_tokens: int = 128
-    temperature: float = 0.8
-    top_k: int = 50  # 0: all
-    top_p: float = 1.0
-    stop: tuple = ()  # ids that end it; BOS always does
-    seed: int = 0
-    tools: bool = False  # run the calculator; without effect if the tokenizer lacks the marks of calls
-    tokens: list[int] = dataclasses.field(default_factory=list)  # new ids, without the one that ended it
-    forced: list[bool] = dataclasses.field(default_factory=list)  # of each new id: comes from a tool, not the model
-    reason: str = ""  # why it ended: "stop" or "length"
-    ended: int = -1  # the stop token
-    call: list[int] | None = None  # the call that is being written
-    queue: list[int] = dataclasses.field(default_factory=list)  # what a tool will say
-
-
-class Decoder:
-    """Rows of a KV cache that decode together: a text enters a free row while the others go on. For one thread.
-
-    On CUDA a step is a graph, launched at once. compile also fuses it, which takes half a minute at the first step.
-    """
-
-    def __init__(self, model: GPT, tokenizer: Tokenizer, rows: int, max_len=0, compile=False, graph=True):
-        self.model, self.tokenizer, self.rows, self.windows = model, tokenizer, rows, model.windows
-        self.max_len = min(max_len or model.config.max_seq_len, model.config.max_seq_len)
-        self.cache, device = KVCache.empty(model, rows, self.max_len), model.embed.device
-        kinds = torch.long, torch.long, torch.int32, torch.float32, torch.long, torch.float32, torch.long
-        self.state = [torch.zeros(rows, dtype=kind, device=device) for kind in kinds]
-        self.tokens, self.previous, self.positions, *self.controls = self.state
-        self.positions.fill_(-1)  # all rows rest
-        self.decode, self.sample = (torch.compile(f) if compile else f for f in (model.decode, sample))
-        self.graphs = {} if graph and device.type == "cuda" else None
-        self.known = [[] for _ in range(rows)]  # ids in the cache; of a live row also the next to go in
-        self.live: dict[int, Completion] = {}
-        names = ("<|python_start|>", "<|python_end|>", "<|output_start|>", "<|output_end|>")
-        self.marks = [tokenizer.specials.get(name, -1) for name in names]
-        with torch.no_grad():
-            self.weights = model.layer_weights()
-
-    @torch.no_grad()
-    def refresh(self) -> None:
-        """Takes over the present weights of the model; texts in the cache are forgotten."""
-        self.known = [[] for _ in range(self.rows)]
-        for old, new in zip(sum(self.weights, ()), sum(self.model.layer_weights(), ()), strict=True):
-            if old is not None:
-                old.copy_(new)
-
-    def check(self, completion: Completion) -> None:
-        """UserError if a completion does not fit a row."""
-        n, new, limit = len(completion.prompt), completion.max_tokens, self.max_len
-        if n == 0:
-            raise UserError("a prompt is empty; give at least a BOS token")
-        if new < 1:
-            raise UserError(f"max_tokens={new} asks for no token; use at least 1")
-        if n + new > limit + 1:
-            raise UserError(f"a prompt of {n} tokens and {new} new ones exceed the context of {limit}; "
-                            f"shorten the prompt or ask for at most {max(limit + 1 - n, 0)}")  # fmt: skip
-
-    @torch.no_grad()
-    def admit(self, completions: dict[int, Completion]) -> None:
-        """Puts completions into rows that are not live. What a row holds of its prompt already is not computed again.
-
-        The last token of a prompt goes in with the next step, which gives the first new token.
-        """
-        starts, values = {}, []
-        for row, c in completions.items():
-            assert row not in self.live, f"row {row} is taken"
-            self.check(c)
-            known, n = self.known[row], len(self.known[row])
-            starts[row] = n if n < len(c.prompt) and known == c.prompt[:n] else 0
-            previous, token = [0, *c.prompt[-2:]][-2:]
-            top_p = c.top_p if c.top_p < 1 else 2  # no rounding of the sum cuts anything
-            values.append((token, previous, len(c.prompt) - 1, max(c.temperature, 0), c.top_k, top_p, c.seed % 2**32))
-        for ring in (*self.cache.keys, *self.cache.values):  # masked anyhow, but a mask lets infinities through
-            ring[[row for row in starts if not starts[row]]] = 0
-        todo = [(row, starts[row], c.prompt[:-1]) for row, c in completions.items() if len(c.prompt) - 1 > starts[row]]
-        for row in completions:
-            self.known[row] = []  # should the prefill fail
-        while todo:
-            n = max(1, sum(np.cumsum([len(prompt) for _, _, prompt in todo]) <= PREFILL_TOKENS))
-            self.model.prefill(self.cache, *map(list, zip(*todo[:n], strict=True)), self.weights)
-            todo = todo[n:]
-        for state, column in zip(self.state, zip(*values, strict=True), strict=True):
-            state[[*completions]] = torch.tensor(column, dtype=state.dtype, device=state.device)
-        self.known = [list(completions[i].prompt) if i in completions else ids for i, ids in enumerate(self.known)]
-        self.live |= completions
-
-    def advance(self, width: int) -> None:
-        """The work of a step, between tensors that stay where they are."""
-        logits = self.decode(self.cache, self.tokens, self.previous, self.positions, self.weights)
-        logits = logits[:, : self.tokenizer.vocab_size]  # without the padding of the vocabulary
-        self.previous.copy_(self.tokens)
-        sampled = self.sample(logits, *self.controls, self.positions, width) if width >= 0 else logits.argmax(-1)
-        self.tokens.copy_(sampled)
-        self.positions.add_(self.positions >= 0)
-
-    def capture(self, width: int) -> torch.cuda.CUDAGraph:
-        """Records a step. All rows rest meanwhile, so that the warm-up writes nothing into the cache."""
-        kept, graph, side = [t.clone() for t in self.state], torch.cuda.CUDAGraph(), torch.cuda.Stream()
-        self.positions.fill_(-1)
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(3):
-                self.advance(width)
-        torch.cuda.current_stream().wait_stream(side)
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            self.advance(width)
-        for t, value in zip(self.state, kept, strict=True):
-            t.copy_(value)
-        return graph
-
-    @torch.no_grad()
-    def step(self) -> list[tuple[int, int | None, str]]:
-        """One token for each live row: (row, id, reason), the reason "" while it goes on.
-
-        "stop": a stop token came, the id is None; "length": this was the last of max_tokens. The row is then free.
-        """
-        if not self.live:
-            return []
-        V, live = self.tokenizer.vocab_size, self.live.values()
-        cut = max(min(c.top_k or V * (c.top_p < 1), V) if c.temperature > 0 else -1 for c in live)
-        width = min(V, next(size for size in (-1, 0, 64, 1024, V) if size >= cut))  # each is a graph of its own
-        if self.graphs is None:
-            self.advance(width)
-        else:
-            if width not in self.graphs:
-                self.graphs[width] = self.capture(width)
-            self.graphs[width].replay()
-        tokens, events, forced, (start, end, *output) = self.tokens.tolist(), [], {}, self.marks
-        for row, c in self.live.items():
-            token, by_tool, c.reason = tokens[row], bool(c.queue), ""
-            if by_tool:
-                token = forced[row] = c.queue.pop(0)
-            elif token == self.tokenizer.bos_id or token in c.stop:
-                token, c.reason, c.ended = None, "stop", token
-            elif c.tools and -1 not in self.marks:
-                if token == start:
-                    c.call = []
-                elif token == end and c.call is not None:
-                    result, c.call = calculate(self.tokenizer.decode(c.call)), None
-                    if result is not None:
-                        c.queue = [output[0], *self.tokenizer.encode(result), output[1]]
-                elif c.call is not None:
-                    c.call.append(token)
-            if token is not None:
-                c.tokens.append(token)
-                c.forced.append(by_tool)
-                c.reason = "length" if len(c.tokens) == c.max_tokens else ""
-            if not c.reason:
-                self.known[row].append(token)
-            events.append((row, token, c.reason))
-        if forced:
-            self.tokens[[*forced]] = self.tokens.new_tensor([*forced.values()])
-        self.rest([row for row, _, reason in events if reason])
-        return events
-
-    def rest(self, rows: list[int]) -> None:
-        if rows:
-            self.positions[rows] = -1
-        self.live = {row: c for row, c in self.live.items() if row not in rows}
-
-    def free(self, row: int) -> None:
-        """Drops a row's completion, if it has one, and forgets its text."""
-        self.rest([row] if row in self.live else [])
-        self.known[row] = []
-
-
-PREFILL_TOKENS = 16384  # at once
-
-
-class Generator:
-    """Continues prompts of different lengths, up to `rows` at a time. Options are fields of Completion."""
-
-    def __init__(self, model: GPT, tokenizer: Tokenizer, rows: int = 128, compile: bool = False):
-        self.model, self.tokenizer, self.rows, self.compile = model, tokenizer, rows, compile
-        self.decoder: Decoder | None = None  # of the last call, for its graphs
-
-    def run(self, completions: list[Completion], rows: int) -> Iterator[list[tuple[int, int | None, str]]]:
-        """Decoder.step over all completions, which take free rows in turn; with their index in place of the row."""
-        length = max(len(c.prompt) + c.max_tokens for c in completions) - 1
-        if self.model.embed.is_cuda:  # sizes that fit the next call too; keys that are not there cost no time
-            rows, length = 1 << (rows - 1).bit_length(), self.model.config.max_seq_len
-        decoder, self.decoder = self.decoder, None
-        if decoder and (decoder.rows, decoder.windows) == (rows, self.model.windows) and decoder.max_len >= length:
-            decoder.refresh()
-        else:
-            del decoder  # its memory first
-            decoder = Decoder(self.model, self.tokenizer, rows, length, self.compile)
-        waiting, index = list(enumerate(completions))[::-1], {}
-        try:
-            for completion in completions:
-                decoder.check(completion)
-            while waiting or decoder.live:
-                free = [row for row in range(rows) if row not in decoder.live]
-                if waiting and len(free) >= min(len(waiting), max(1, rows // 8)):  # a prefill holds the others up
-                    new = {row: waiting.pop() for row in free[: len(waiting)]}
-                    index |= {row: i for row, (i, _) in new.items()}
-                    decoder.admit({row: completion for row, (_, completion) in new.items()})
-                yield [(index[row], token, reason) for row, token, reason in decoder.step()]
-        finally:
-            for row in range(rows):
-                decoder.free(row)
-            self.decoder = decoder
-
-    def completions(self, prompts, seed: int = 0, **options) -> list[Completion]:
-        return [Completion(list(p), seed=seed + i * 0x9E3779B1, **options) for i, p in enumerate(prompts)]
-
-    def complete(self, prompts, **options) -> list[Completion]:
-        """Continues lists of ids to their end; equal prompts draw different noise.
-
-        Raises: UserError if a prompt and its answer do not fit the context
-        """
-        completions = self.completions(prompts, **options)
-        if completions:
-            list(self.run(completions, min(len(completions), self.rows)))
-        return completions
-
-    def generate(self, prompts, **options) -> list[list[int]]:
-        """The new ids of each prompt, without the stop token."""
-        return [completion.tokens for completion in self.complete(prompts, **options)]
-
-    def stream(self, prompts, **options) -> Iterator[list[int | None]]:
-        """Yields one list of ids for each step, None for rows that have ended."""
-        completions = self.completions(prompts, **options)
-        for events in self.run(completions, len(completions)):
-            found = {i: token for i, token, _ in events}
-            yield [found.get(i) for i in range(len(completions))]
-
-    def stream_text(self, prompt: str, **options) -> Iterator[str]:
-        """Pieces of text as they become certain: a character is never split between pieces."""
-        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        for (token,) in self.stream([[self.tokenizer.bos_id, *self.tokenizer.encode(prompt)]], **options):
-            if token is not None:
-                yield decoder.decode(self.tokenizer.bytes[token])
-        yield decoder.decode(b"", final=True)
-
-
-# <<< shared: generation
-# >>> shared: utilities
-# ===============================================================================
-# 10. RUN UTILITIES -- devices, ranks, log, checkpoints, report
-
-
-@dataclass(frozen=True)
-class Ranks:
-    """This process among all that torchrun started; one process has world 1."""
-
-    rank: int
-    local_rank: int
-    world: int
-    device: torch.device
-
-    @property
-    def is_main(self) -> bool:
-        return self.rank == 0
-
-    def sync(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        elif self.device.type == "mps":
-            torch.mps.synchronize()
-
-
-def bf16_is_native() -> bool:
-    """Compute capability, because torch.cuda.is_bf16_supported() also says yes to slow emulation on a T4."""
-    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
-
-
-def start_ranks() -> Ranks:
-    """Picks the device and joins the process group that torchrun describes in the environment."""
-    world, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    if torch.cuda.is_available():
-        if local_rank >= torch.cuda.device_count():
-            raise UserError(f"torchrun started process {local_rank} on this machine, which has "
-                            f"{torch.cuda.device_count()} GPU(s); lower --nproc_per_node")  # fmt: skip
-        torch.cuda.set_device(local_rank)
-        torch.set_num_threads(1)  # OpenMP threads that wait slow down runs beside this one: 87 to 125 ms a step
-        device = torch.device("cuda", local_rank)
-    else:
-        device = torch.device("mps" if torch.backends.mps.is_available() else "cpu")
-    if world > 1 and not dist.is_initialized():
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo",
-                                device_id=device if device.type == "cuda" else None)  # fmt: skip
-    return Ranks(rank, local_rank, world, device)
-
-
-def choose_dtype(config: Config, device: torch.device) -> torch.dtype:
-    """bf16 where the hardware has it, fp16 with loss scaling on older GPUs, fp32 elsewhere."""
-    names = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-    if config.dtype == "auto":
-        return (torch.bfloat16 if bf16_is_native() else torch.float16) if device.type == "cuda" else torch.float32
-    if config.dtype not in names:
-        raise UserError(f"--dtype {config.dtype} is none of auto, {', '.join(names)}")
-    return names[config.dtype]
-
-
-# Dense bf16 (T4, V100: fp16) peak in TFLOP/s from the makers' data sheets.
-PEAK_TFLOPS = {
-    "H200": 989, "H100 NVL": 835, "H100 PCIe": 756, "H100": 989, "GH200": 989, "H800": 989, "B200": 2250,
-    "GB200": 2500, "A100": 312, "A800": 312, "A40": 149.7, "A30": 165, "A10": 125, "L40S": 362, "L4": 121,
-    "RTX 5090": 209.5, "RTX 4090": 165.2, "RTX 3090": 71, "T4": 65, "V100": 125, "MI300X": 1307.4,
-}  # fmt: skip
-
-
-def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Peak FLOP/s of the device: from the table, else what a matrix product reaches here."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    for key, tflops in PEAK_TFLOPS.items():
-        if re.search(rf"\b{key}\b", name):  # an A4000 is no A40
-            return tflops * 1e12
-    size, ranks = (4096 if device.type == "cuda" else 1024), Ranks(0, 0, 1, device)
-    a = torch.randn(size, size, device=device, dtype=dtype)
-    best = math.inf
-    for _ in range(5):
-        ranks.sync()
-        start = time.perf_counter()
-        a @ a
-        ranks.sync()
-        best = min(best, time.perf_counter() - start)
-    return 2 * size**3 / best
-
-
-def flops_per_token(config: Config, windows: tuple[int, int], positions: Tensor) -> float:
-    """Training FLOPs: 6 for each matrix weight, 12 x heads x head width for each key seen; embeddings are free."""
-    c = config
-    matrices = 4 * c.width**2 * len(c.attention_layers) + 2 * c.mlp_width * c.width * c.num_layers
-    seen = [positions.clamp(max=w).float().mean().item() + 1 for w in windows]
-    attended = sum(seen[layer in c.long_layers] for layer in c.attention_layers)
-    return 6 * (matrices + c.width * c.padded_vocab) + 12 * c.width * attended
-
-
-def peak_memory_gib(device: torch.device) -> float:
-    """Most memory in use so far: of the GPU, or of the process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_reserved(device) / 2**30  # graphs hold memory that nothing allocates any more
-    try:
-        import resource
-    except ImportError:  # Windows
-        return 0.0
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**30 if sys.platform == "darwin" else 2**20)
-
-
-def describe_machine(ranks: Ranks) -> dict:
-    """Versions, hardware and commit: what it takes to compare two runs."""
-
-    def ask(*command):
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=10)
-            return done.stdout.strip() if done.returncode == 0 else ""
-        except (OSError, subprocess.SubprocessError):
-            return ""
-
-    here = str(Path(__file__).resolve().parent)
-    gpu = torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else ""
-    return {
-        "python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda or "",
-        "numpy": np.__version__, "platform": f"{platform.system()} {platform.machine()}",
-        "device": gpu or f"{ranks.device.type}, {os.cpu_count()} cores", "num_devices": ranks.world,
-        "git_commit": ask("git", "-C", here, "rev-parse", "HEAD"),
-        "git_dirty": bool(ask("git", "-C", here, "status", "--porcelain", "--", Path(__file__).name)),
-        "script_sha256": hashlib.sha256(Path(__file__).read_bytes()).hexdigest(),
-    }  # fmt: skip
-
-
-class Log:
-    """One fixed-width line on the screen and one object in log.jsonl for each logged step; rank 0 only."""
-
-    def __init__(self, run_dir: Path, ranks: Ranks, wandb_name: str, config: dict):
-        self.path, self.active, self.wandb = run_dir / "log.jsonl", ranks.is_main, None
-        if wandb_name and self.active:
-            try:
-                import wandb
-            except ImportError:
-                raise UserError("--wandb needs the package wandb; pip install wandb, or leave the flag out") from None
-            try:
-                self.wandb = wandb.init(project="decoderstack", name=wandb_name, config=config, dir=str(run_dir))
-            except wandb.Error as error:
-                reason = str(error).splitlines()[0].rstrip(".")
-                raise UserError(f"--wandb could not start ({reason}); run `wandb login`, set WANDB_MODE=offline, or "
-                                "leave the flag out") from None  # fmt: skip
-
-    def say(self, text: str) -> None:
-        if self.active:
-            print(text, flush=True)
-
-    def write(self, entry: dict) -> None:
-        if not self.active:
-            return
-        try:
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(entry) + "\n")
-        except OSError as error:
-            raise UserError(f"{self.path} could not be written ({error.strerror}); make room and go on with --resume "
-                            f"from the last checkpoint") from None  # fmt: skip
-        if self.wandb is not None:
-            self.wandb.log({k: v for k, v in entry.items() if isinstance(v, int | float)}, step=entry["step"])
-
-    def step(self, entry: dict, num_steps: int) -> None:
-        """A training step: the file, and the line on the screen with what is left of the run."""
-        self.write(entry)
-        eta = (num_steps - entry["step"]) * entry["step_ms"] / 1e3
-        self.say(
-            "step {step:6d}/{num_steps} | loss {loss:7.4f} | bpb {bpb:6.4f} | lr {lr:5.3f} | {step_ms:8.1f} ms "
-            "| {tokens_per_second:9,.0f} tok/s | mfu {mfu:5.1%} | {memory_gib:5.1f} GiB | {train_seconds:6.1f} s "
-            "| eta {eta:5.0f} s".format(**entry, num_steps=num_steps, eta=eta)
-        )
-
-    def rewind(self, step: int) -> None:
-        """Drops entries after a step: a resumed run writes them anew."""
-        if self.active and self.path.is_file():
-            lines = self.path.read_text(encoding="utf-8").splitlines(keepends=True)
-            kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
-            write_atomically(self.path, "".join(kept))
-
-    def close(self) -> None:
-        if self.wandb is not None:
-            self.wandb.finish()
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """A reader sees the old file or the new one, never half of it."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-
-
-def checkpoints(run_dir: Path) -> list[Path]:
-    """Complete checkpoints of a run, oldest first."""
-    return sorted(p.parent for p in run_dir.glob("checkpoints/step_*/state.json"))
-
-
-def diverged_advice(run_dir: Path) -> str:
-    """What to do after a loss that is not finite."""
-    newest = [p.name for p in checkpoints(run_dir)][-1:]
-    way = f"go on from {newest[0]} with --resume" if newest else "nothing was saved yet, so start again"
-    return f"{way} and lower rates, e.g. half of --set muon_lr= and --set adam_lr="
-
-
-def save_checkpoint(state: TrainState, run_dir: Path, position: dict, extra: dict) -> None:
-    """Writes checkpoints/step_N/ in one rename; every rank must call it. Old ones are removed afterwards.
-
-    model.safetensors holds fp32 weights, optimizer.safetensors fp32 moments and random state, state.json the rest.
-    """
-    weights, moments = state.optimizer.weights(), state.optimizer.state()
-    if broken := [name for name, weight in weights.items() if not weight.isfinite().all()]:
-        raise UserError(f"the weights {broken[0]} are no longer finite at step {state.step}, so it was not saved; "
-                        f"{diverged_advice(run_dir)}")  # fmt: skip
-    if not state.ranks.is_main:
-        return
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
-    final = run_dir / "checkpoints" / f"step_{state.step:06d}"
-    temporary = final.with_name(f".{final.name}.tmp")
-    buffers = {k: v.cpu() for k, v in state.model.state_dict().items() if k not in weights}
-    moments["rng.cpu"] = torch.get_rng_state()
-    if state.ranks.device.type == "cuda":
-        moments["rng.cuda"] = torch.cuda.get_rng_state(state.ranks.device)
-    record = {
-        "step": state.step, "position": position, "optimizer_count": state.optimizer.count,
-        "loss_scale": state.loss_scale, "good_steps": state.good_steps,
-        "attention": stage_attention(state.config, stage_index(state.config, max(state.step - 1, 0))), **extra,
-    }  # fmt: skip
-    try:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-        save_file({k: v.contiguous() for k, v in {**weights, **buffers}.items()}, temporary / "model.safetensors")
-        save_file({k: v.contiguous() for k, v in moments.items()}, temporary / "optimizer.safetensors")
-        write_atomically(temporary / "state.json", json.dumps(record, indent=1))
-        shutil.rmtree(final, ignore_errors=True)
-        os.replace(temporary, final)
-    except (OSError, SafetensorError) as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        full = getattr(error, "errno", None) == errno.ENOSPC or "space" in str(error).lower()
-        free = shutil.disk_usage(run_dir).free / 2**30
-        raise UserError(
-            f"the checkpoint of step {state.step} could not be written to {final}: "
-            f"{'the disk is full' if full else error} ({free:.1f} GiB free); make room and go on with --resume "
-            f"from the newest of the {len(checkpoints(run_dir))} checkpoint(s) there, which are whole"
-        ) from None
-    done = checkpoints(run_dir)
-    scores = {p: json.loads((p / "state.json").read_text())["val_bpb"] for p in done}
-    best = min((p for p in done if scores[p] is not None), key=scores.get, default=None)
-    for old in done[: -state.config.keep_checkpoints]:
-        if old != best:
-            shutil.rmtree(old, ignore_errors=True)
-
-
-def load_checkpoint(state: TrainState, folder: Path) -> dict:
-    """Restores weights, moments and random state, on any number of ranks; returns the record of state.json."""
-    from safetensors.torch import load_file
-
-    record = json.loads((folder / "state.json").read_text())
-    weights, moments = load_file(folder / "model.safetensors"), load_file(folder / "optimizer.safetensors")
-    state.optimizer.load(weights, moments, record["optimizer_count"])
-    for name, buffer in state.model.named_buffers():
-        if name in weights:
-            buffer.copy_(weights[name])
-    state.model.set_stage(record["attention"])  # for a finished run, which enters no stage any more
-    state.step, state.good_steps = record["step"], record["good_steps"]
-    if 1.0 not in (state.loss_scale, record["loss_scale"]):  # 1: this run or the saved one is not in fp16
-        state.loss_scale = record["loss_scale"]
-    torch.set_rng_state(moments["rng.cpu"])
-    if state.ranks.device.type == "cuda" and "rng.cuda" in moments:
-        torch.cuda.set_rng_state(moments["rng.cuda"], state.ranks.device)
-    return record
-
-
-def start_from_source(state: TrainState) -> None:
-    """The weights that finetuning begins with; the moments too, unless Config.sft_moments is off."""
-    loss_scale = state.loss_scale
-    load_checkpoint(state, Path(state.config.source))
-    state.step, state.good_steps, state.loss_scale = 0, 0, loss_scale
-    for slot in state.optimizer.slots:
-        slot.grad = None  # a late one is of other text
-    if not state.config.sft_moments:
-        torch._foreach_zero_([moment for slot in state.optimizer.slots for moment in slot.moments.values()])
-        state.optimizer.count = 0
-
-
-def load(run_dir: str | Path, step: int | None = None, device: str | None = None, **changes):
-    """A trained model for use: (model, tokenizer, config), from the newest checkpoint or that of a step.
-
-    Changes are of the Config, such as dtype and attention, which another machine may not have.
-    """
-    from safetensors.torch import load_file
-
-    run_dir = Path(run_dir)
-    done = checkpoints(run_dir)
-    if step is not None:
-        done = [p for p in done if int(p.name[5:]) == step]
-    if not done:
-        where = f"of step {step} " if step is not None else ""
-        raise UserError(f"no checkpoint {where}in {run_dir}/checkpoints; name a run directory with a finished save")
-    config, ranks = dataclasses.replace(read_config(run_dir), **changes), start_ranks()
-    device = torch.device(device) if device else ranks.device
-    dtype = choose_dtype(config, device)
-    model = GPT(config, device, dtype)
-    model.load_state_dict(load_file(done[-1] / "model.safetensors"))
-    model.set_stage(json.loads((done[-1] / "state.json").read_text())["attention"])
-    model.attention = choose_attention(model, lambda text: None)
-    return model.eval(), Tokenizer(run_dir / "tokenizer.json"), config
-
-
-def read_config(run_dir: Path) -> Config:
-    """The Config of a run, from its config.json."""
-    try:
-        values = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))["config"]
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"{run_dir} is not a run directory: its config.json cannot be read ({error})") from None
-    if not (run_dir / Path(__file__).name).is_file():
-        raise UserError(f"{run_dir} is no run of {Path(__file__).name}; call the script that lies in it")
-    known = {field.name for field in dataclasses.fields(Config)}
-    return Config(**{k: as_tuple(v) for k, v in values.items() if k in known})
-
-
-def as_tuple(value):
-    """JSON has lists where Config has tuples."""
-    return tuple(as_tuple(v) for v in value) if isinstance(value, list | tuple) else value
-
-
-def write_report(run_dir: Path, result: dict, config: Config, machine: dict, samples: list[str]) -> None:
-    """report.md and curve.png: what a person looks at after a run."""
-    entries = [json.loads(line) for line in (run_dir / "log.jsonl").read_text(encoding="utf-8").splitlines()]
-    train = [(e["tokens"] / 1e6, e["bpb"]) for e in entries if "loss" in e]
-    val = [(e["tokens"] / 1e6, e["val_bpb"]) for e in entries if "val_bpb" in e]
-    picture = ""
-    try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        import matplotlib.pyplot as plt
-
-        figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
-        if train:
-            axes.plot(*zip(*train, strict=True), color="#9bb8d3", lw=1, label="training (estimate from mean bytes)")
-        if val:
-            axes.plot(*zip(*val, strict=True), color="#c0392b", marker="o", ms=3, label="validation")
-        axes.set(xlabel="training tokens, millions", ylabel="bits per byte")
-        axes.set_title(f"{run_dir.name}: {result['val_bpb']:.4f} bits per byte")
-        axes.legend()
-        axes.grid(alpha=0.3)
-        figure.savefig(run_dir / "curve.png", dpi=120)
-        plt.close(figure)
-        picture = "![loss curve](curve.png)\n"
-    except ImportError:
-        picture = "(no picture: matplotlib is not installed)\n"
-    rows = {
-        "validation": f"{result['val_bpb']:.4f} bits per byte", "tokens": f"{result['tokens']:,}",
-        "steps": f"{result['steps']:,}", "training time": f"{result['train_seconds']:.1f} s",
-        "speed": f"{result['tokens_per_second']:,.0f} tokens/s", "MFU": f"{result['mfu']:.1%}",
-        "peak memory": f"{result['peak_memory_gib']:.1f} GiB",
-        "device time": f"{result['train_seconds'] * machine['num_devices'] / 3600:.4f} device hours",
-        "device": f"{machine['num_devices']} x {machine['device']}", "torch": machine["torch"],
-        **({"finetuned from": " ".join(Path(config.source).parts[-3::2])} if config.source else {}),
-        "data": config.data, "commit": machine["git_commit"][:12] + (" (changed)" if machine["git_dirty"] else ""),
-    }  # fmt: skip
-    table = "\n".join(f"| {key} | {value} |" for key, value in rows.items())
-    texts = "\n".join(f"````text\n{sample}\n````\n" for sample in samples)  # a sample may hold ``` itself
-    text = f"# {run_dir.name}\n\n| | |\n| --- | --- |\n{table}\n\n{picture}\n## Samples\n\n{texts}"
-    write_atomically(run_dir / "report.md", text)
-
-
-# <<< shared: utilities
-# >>> shared: main
-# ===============================================================================
-# 11. MAIN -- train_step, warm-up, the loop, the command line
-
-
-@dataclass
-class TrainState:
-    """What a training step changes, and what it needs to do so."""
-
-    config: Config
-    ranks: Ranks
-    model: GPT
-    forward: Callable  # the model, compiled where that pays
-    optimizer: Optimizer
-    packs: int  # of a micro-batch
-    step: int = 0
-    loss_scale: float = 1.0  # above 1 only in fp16
-    good_steps: int = 0  # since the loss scale last changed
-    graphs: dict | None = None  # of replay(), by shape; None: every kernel is launched by the host
-
-
-def train_step(state: TrainState, batch: Batch) -> Tensor:
-    """One optimizer step; returns this rank's share of the mean nats per target, a 0-D tensor.
-
-    The same function serves warm-up, training, profiles, benchmarks and tests.
-    """
-    config, step = state.config, state.step
-    if state.model.loss_weights.numel() > 1:
-        state.model.loss_weights.copy_(torch.tensor(loss_weights(config, step)), non_blocking=True)
-    while True:
-        loss, targets = torch.zeros((), device=state.ranks.device), max(batch.total_targets, 1)
-        factor = torch.full_like(loss, state.loss_scale / targets)
-        try:
-            for micro_batch in batch.micro_batches(state.packs, state.ranks.device):
-                loss += (micro_step if state.graphs is None else replay)(state, micro_batch, factor) / targets
-            break
-        except torch.OutOfMemoryError:
-            pass  # the exception holds the activations until it ends here
-        step_down(state)
-    stepped = state.optimizer.step(lr_multiplier(config, step), muon_momentum(config, step), state.loss_scale)
-    if state.loss_scale != 1.0:  # halve on overflow, double after 1,000 good steps
-        state.good_steps = state.good_steps + 1 if stepped else 0
-        if not stepped:
-            state.loss_scale = max(state.loss_scale / 2, 2.0)
-        elif state.good_steps == 1000:
-            state.loss_scale, state.good_steps = min(state.loss_scale * 2, 2.0**24), 0
-    state.step += 1
-    return loss
-
-
-def micro_step(state: TrainState, micro_batch: tuple, factor: Tensor) -> Tensor:
-    """Forward, and backward of the loss times a 0-D factor; gradients add up in .grad. Returns the sum of nats, 0-D."""
-    total, nats = state.forward(*micro_batch)
-    (total * factor).backward()
-    return nats.sum()
-
-
-def replay(state: TrainState, micro_batch: tuple, factor: Tensor) -> Tensor:
-    """As micro_step, from the second call with the same shapes on by one CUDA graph, which the host launches at once.
-
-    A step of 16,384 tokens is 960 kernels: 24 ms of an H200, but 55 for the host that launches them one by one.
-    A graph works in memory of its own: inputs are copied into it, and the first gradients of a step are always the
-    same tensors, to which those of later micro-batches (a second graph) are added.
-    """
-    *tensors, max_doc = micro_batch
-    params = list(state.model.parameters())
-    windows = None if state.model.attention is triton_attention else state.model.windows  # to that one they are data
-    key = params[0].grad is None, max_doc, windows, *(tuple(t.shape) for t in tensors)
-    if key not in state.graphs:
-        return record(state, key, micro_batch, factor)
-    graph, inputs, grads, output = state.graphs[key]
-    for static, given in zip(inputs, (*tensors, factor), strict=True):
-        static.copy_(given)
-    graph.replay()
-    for param, grad in zip(params, grads, strict=True):
-        param.grad = grad
-    return output
-
-
-def record(state: TrainState, key: tuple, micro_batch: tuple, factor: Tensor) -> Tensor:
-    """micro_step, and then the same as a graph of state.graphs; where that fails, the run goes on without graphs."""
-    nats = micro_step(state, micro_batch, factor)  # the result, and it compiles what is not compiled yet
-    *tensors, max_doc = micro_batch
-    params, first = list(state.model.parameters()), key[0]
-    grads, inputs, graph = [p.grad for p in params], [t.clone() for t in (*tensors, factor)], torch.cuda.CUDAGraph()
-    pool = next(iter(state.graphs.values()))[0].pool() if state.graphs else None  # one for all, as one runs at a time
-    try:
-        if first:
-            state.model.zero_grad(set_to_none=True)
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):  # other threads may go on
-            output = micro_step(state, (*inputs[:-1], max_doc), inputs[-1])  # computes nothing
-        state.graphs[key] = graph, inputs, [p.grad for p in params], output
-        for param, grad in zip(params, grads, strict=True):
-            if first:
-                param.grad.copy_(grad)
-    except Exception as error:
-        for param, grad in zip(params, grads, strict=True):
-            param.grad = grad
-        with torch.cuda.graph(torch.cuda.CUDAGraph()):  # else random numbers wait for the end of the recording
-            torch.zeros_like(factor)
-        divisible = state.packs > 1 and (state.ranks.world == 1 or state.step == 0)
-        if isinstance(error, torch.OutOfMemoryError) and divisible:
-            raise  # train_step tries smaller micro-batches: with graphs they are faster than large ones without
-        print(f"CUDA graphs: off ({first_line(error)})")
-        state.graphs = None
-    return nats
-
-
-def step_down(state: TrainState) -> None:
-    """A smaller micro-batch after the device ran out of memory, in a step as large as before.
-
-    Called outside the except block, whose exception holds the activations. Raises UserError when it cannot go on.
-    """
-    state.model.zero_grad(set_to_none=True)
-    state.graphs = None if state.graphs is None else {}
-    gc.collect()  # what a failed forward leaves may lie in cycles
-    torch.cuda.empty_cache()
-    tokens = state.packs * state.config.pack_tokens
-    smaller = max((d for d in range(1, state.packs) if state.packs % d == 0), default=0)
-    if not smaller or (state.ranks.world > 1 and state.step > 0):  # other ranks would wait for ever
-        raise UserError(f"the device ran out of memory with micro-batches of {tokens} tokens; set "
-                        f"--micro-batch-tokens lower, or pack_tokens if it is one pack already, or let memory be less "
-                        f"fragmented by PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True")  # fmt: skip
-    state.packs = smaller
-    print(f"out of memory with {tokens} tokens a micro-batch; going on with {smaller * state.config.pack_tokens}")
-
-
-def choose_packs(config: Config, ranks: Ranks) -> int:
-    """Packs of a micro-batch: the most that divide every stage's batch, fit into memory and help speed."""
-    for stage in config.stage_table:
-        if stage.packs % ranks.world:
-            raise UserError(f"a step of {stage.packs} packs does not divide over {ranks.world} processes; "
-                            f"use a number of processes that divides {stage.packs}")  # fmt: skip
-    common = math.gcd(*(stage.packs // ranks.world for stage in config.stage_table))
-    limit = 8192
-    if ranks.device.type == "cuda":
-        limit = micro_batch_limit(config, torch.cuda.mem_get_info(ranks.device)[0])
-    if config.micro_batch_tokens:
-        limit = config.micro_batch_tokens
-        if limit % config.pack_tokens:
-            raise UserError(f"--micro-batch-tokens {limit} is not a multiple of pack_tokens={config.pack_tokens}")
-    return max(d for d in range(1, common + 1) if common % d == 0 and (d * config.pack_tokens <= limit or d == 1))
-
-
-def build_state(config: Config, ranks: Ranks, say: Callable = print) -> TrainState:
-    """Model, optimizer and compiled forward, with the weights of config.seed."""
-    dtype = choose_dtype(config, ranks.device)
-    model = GPT(config, ranks.device, dtype)
-    model.attention = choose_attention(model, say)
-    model.init_weights(config.seed)
-    forward = model
-    if config.compile and ranks.device.type == "cuda":
-        torch._dynamo.config.recompile_limit = 64
-        forward = torch.compile(model, dynamic=False, fullgraph=True)
-    optimizer = build_optimizer(model, config, ranks)
-    state = TrainState(config, ranks, model, forward, optimizer, choose_packs(config, ranks))
-    state.graphs = {} if forward is not model and config.cuda_graphs else None
-    reset_state(state)
-    return state
-
-
-def reset_state(state: TrainState) -> None:
-    """The state of step 0: initial weights, zero moments. Also what removes every trace of the warm-up."""
-    state.model.zero_grad(set_to_none=True)
-    state.model.init_weights(state.config.seed)
-    if state.ranks.world > 1:
-        for param in state.model.parameters():
-            dist.broadcast(param.detach(), 0)
-    state.model.set_stage(stage_attention(state.config, 0))
-    state.optimizer.reset()
-    state.step, state.good_steps = 0, 0
-    state.loss_scale = 2.0**16 if state.model.embed.dtype == torch.float16 else 1.0
-
-
-def checksum(model: nn.Module) -> list[float]:
-    return [param.detach().float().abs().sum().item() for param in model.parameters()]
-
-
-def dummy_batch(config: Config, ranks: Ranks, rows: int, max_doc: int, rng) -> Batch:
-    """A batch of `rows` packs for each rank, of random tokens in documents of the greatest length."""
-    packs = empty_packs(rows, config, 0)
-    packs[1][:] = packs[0][:] = rng.integers(0, config.vocab_size, packs[0].shape)
-    for row in range(rows):
-        pad_pack(packs, row, 0, 0, max_doc)
-    size = packs[0].size * ranks.world
-    return Batch(*(torch.from_numpy(a) for a in packs), max_doc, size, size)
-
-
-def warm_up(state: TrainState, say: Callable) -> None:
-    """Runs each stage on dummy tokens, forward, backward, optimizer and validation, then forgets it all.
-
-    Everything is compiled and recorded here, so that nothing of it happens while the clock runs.
-    """
-    config, ranks, start, before = state.config, state.ranks, time.perf_counter(), checksum(state.model)
-    rng, ones = np.random.default_rng(0), torch.ones(config.padded_vocab, dtype=torch.long, device=ranks.device)
-    for index, stage in enumerate(config.stage_table):
-        state.model.set_stage(stage_attention(config, index))
-        tried = 0
-        while tried != state.packs:  # once more with smaller micro-batches where memory ran out
-            tried = state.packs
-            several = state.graphs is not None and stage.packs > tried * ranks.world  # the second has another graph
-            for _ in range(1 if index else 2):  # late tables are updated from the second step on
-                train_step(state, dummy_batch(config, ranks, tried * (1 + several), stage.max_doc, rng))
-            batch = dummy_batch(config, ranks, state.packs, config.max_seq_len, rng)
-            while True:
-                try:
-                    bits_per_byte(state.forward, batch, state.packs, ones, ranks)
-                    break
-                except torch.OutOfMemoryError:
-                    pass
-                step_down(state)
-            if ranks.world > 1:  # memory may have run out on some ranks only
-                packs = torch.tensor(state.packs, device=ranks.device)
-                dist.all_reduce(packs, op=dist.ReduceOp.MIN)
-                state.packs = int(packs)
-    reset_state(state)
-    after = checksum(state.model)
-    assert before == after, f"the warm-up left a trace in the weights: {before} became {after}"
-    say(f"warm-up: {time.perf_counter() - start:.1f} s, micro-batch {state.packs * config.pack_tokens:,} tokens")
-
-
-class Stopper:
-    """Turns SIGTERM and Ctrl-C into a flag that the loop reads between steps."""
-
-    def __init__(self, ranks: Ranks):
-        self.ranks, self.signal = ranks, 0
-        self.before = {s: signal.signal(s, self.catch) for s in (signal.SIGTERM, signal.SIGINT)}
-
-    def catch(self, number, frame) -> None:
-        if self.signal == number:  # asked twice: at once
-            sys.exit(128 + number)
-        self.signal = number
-
-    def asked(self, step: int) -> bool:
-        if self.ranks.world == 1:
-            return bool(self.signal)
-        if step % 10:  # all ranks must stop at the same step, and asking costs a synchronisation
-            return False
-        flag = torch.tensor(self.signal, device=self.ranks.device)
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-        self.signal = int(flag)
-        return bool(self.signal)
-
-    def restore(self) -> None:
-        for number, handler in self.before.items():
-            signal.signal(number, handler)
-
-
-def train(config: Config, args: argparse.Namespace) -> dict:
-    """Pretrains, or finetunes config.source; evaluates, saves, samples, reports; returns what is printed last."""
-    ranks = start_ranks()
-    dataset = Dataset.open(config.data)
-    conversations = Conversations(dataset, "train", config) if config.source else None
-    origin = Path(config.source).parent.parent / "tokenizer.json"
-    if conversations and not args.resume and origin.read_bytes() != dataset.tokenizer.path.read_bytes():
-        raise UserError(f"{dataset.root} has another tokenizer than {origin.parent}; pass the --data of that run, or "
-                        f"make a dataset with data/pretrain.py --tokenizer {origin}")  # fmt: skip
-    config = dataclasses.replace(config, vocab_size=dataset.tokenizer.vocab_size)
-    config.validate()
-    train_info, note = dataset.info["splits"]["train"], "training tokens"
-    available = train_info["tokens"] * config.max_epochs
-    if conversations:  # whole steps, padding included
-        steps = math.ceil(len(conversations.packs) * config.pack_tokens / config.step_tokens)
-        available = round(steps * config.step_tokens)
-        config = dataclasses.replace(config, tokens=config.tokens or available)
-        counted = conversations.tokens[conversations.counted]
-        train_info = {"tokens": len(counted), "text_bytes": int(dataset.tokenizer.token_bytes[counted].sum())}
-        note = (f"counted tokens in {len(conversations.borders) - 1:,} conversations, "
-                f"{1 - conversations.inputs * config.max_epochs / available:.1%} padding")  # fmt: skip
-    needed = sum(config.stage_table[stage_index(config, s)].packs for s in range(config.num_steps)) * config.pack_tokens
-    if needed > available:
-        fewer = int((available // config.step_tokens - len(config.stages) + 1) * config.step_tokens)  # in whole steps
-        advice = f"ask for fewer with --tokens {fewer}, or" if fewer > 0 else "add text, make the batch smaller, or"
-        raise UserError(f"{config.data} holds {available:,} training tokens, the run asks for {needed:,}; {advice} "
-                        f"allow repeats with --set max_epochs=N")  # fmt: skip
-    if args.profile and config.num_steps < 11:
-        raise UserError(f"--profile traces steps 11 to 15, the run has {config.num_steps}; use --steps 15 or more")
-    run_dir = prepare_run_dir(dataset, args, ranks)
-    bytes_per_token = train_info["text_bytes"] / train_info["tokens"]
-    machine = describe_machine(ranks)
-    log = Log(run_dir, ranks, config.wandb, dataclasses.asdict(config))
-    state = build_state(config, ranks, log.say)
-    if args.profile:
-        state.graphs = None  # a trace names only what the host launches
-    count = sum(p.numel() for p in state.model.parameters())
-    log.say(f"{Path(__file__).name}: {count / 1e6:.1f} M parameters, {state.model.embed.dtype}, "
-            f"{machine['num_devices']} x {machine['device']}, torch {machine['torch']}")  # fmt: skip
-    log.say(f"data: {config.data}, vocabulary {config.vocab_size:,}, {train_info['tokens']:,} {note}")
-    log.say(f"run:  {run_dir}, {config.num_steps:,} steps, {config.tokens:,} tokens")
-    if config.prefix_weight:
-        state.model.prefixes[: config.vocab_size] = torch.tensor(dataset.tokenizer.prefixes())
-    warm_up(state, log.say)
-
-    position, train_seconds, tokens, val_bpb = None, 0.0, 0, None
-    if args.resume:
-        record = load_checkpoint(state, checkpoints(run_dir)[-1])
-        position, train_seconds, tokens = record["position"], record["train_seconds"], record["tokens"]
-        val_bpb = record["val_bpb"] if state.step == config.num_steps else None  # belongs to that checkpoint only
-        log.rewind(state.step)
-        log.say(f"resumed at step {state.step} from {checkpoints(run_dir)[-1]}")
-        if state.step > config.num_steps:
-            raise UserError(f"{run_dir} is at step {state.step} already, the flags ask for {config.num_steps}; ask for "
-                            f"more, or leave out --steps and --tokens")  # fmt: skip
-        if state.step == config.num_steps and (run_dir / "report.md").is_file():
-            log.say(f"this run is finished; its results are in {run_dir}/report.md")
-            log.close()
-            return json.loads((run_dir / "result.json").read_text(encoding="utf-8"))
-        if ranks.is_main and config != read_config(run_dir):  # the next --resume goes on with these flags
-            description = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
-            description |= {"config": dataclasses.asdict(config), "overridden": [*description["overridden"], *args.set]}
-            write_atomically(run_dir / "config.json", json.dumps(description, indent=1))
-    elif config.source:
-        start_from_source(state)
-    if ranks.is_main and not args.resume:
-        description = {"command": "sft" if config.source else "pretrain", "config": dataclasses.asdict(config),
-                       "flags": args.flags, "overridden": args.set, "machine": machine,
-                       "date": datetime.datetime.now().isoformat(timespec="seconds"),
-                       "dataset_fingerprint": dataset.info.get("fingerprint")}  # fmt: skip
-        write_atomically(run_dir / "config.json", json.dumps(description, indent=1))
-        write_atomically(run_dir / Path(__file__).name, Path(__file__).read_text(encoding="utf-8"))
-        write_atomically(run_dir / "tokenizer.json", dataset.tokenizer.path.read_text(encoding="utf-8"))
-    loader = PackLoader(dataset, config, ranks, position, state.step, conversations)
-    validation = validation_batch(dataset, config)
-    token_bytes = torch.zeros(config.padded_vocab, dtype=torch.long, device=ranks.device)
-    token_bytes[: config.vocab_size] = torch.from_numpy(dataset.tokenizer.token_bytes).to(ranks.device)
-    peak, stopper, entered_stage = peak_flops(ranks.device, state.model.embed.dtype), Stopper(ranks), -1
-    profiler, work, tokens_at_start, seconds_at_start = None, 0.0, tokens, train_seconds
-    losses = []  # of the steps since the last line, 0-D tensors on the device
-    if ranks.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(ranks.device)
-
-    def evaluate() -> float:
-        bpb = bits_per_byte(state.forward, validation, state.packs, token_bytes, ranks)
-        if not math.isfinite(bpb):
-            raise UserError(f"validation gave {bpb} at step {state.step}; {diverged_advice(run_dir)}")
-        log.say(f"step {state.step:6d}/{config.num_steps} | val bpb {bpb:.4f} | elapsed {train_seconds:.1f} s")
-        log.write({"step": state.step, "tokens": tokens, "train_seconds": train_seconds, "val_bpb": bpb})
-        return bpb
-
-    def save() -> None:
-        start = time.perf_counter()
-        extra = {"tokens": tokens, "train_seconds": train_seconds, "val_bpb": val_bpb}
-        save_checkpoint(state, run_dir, position, extra)
-        log.say(f"step {state.step:6d}/{config.num_steps} | saved in {time.perf_counter() - start:.1f} s")
-
-    if config.source and not args.resume:
-        evaluate()  # where finetuning starts
-    gc.collect()
-    gc.freeze()  # else a collection of what the compiler left behind makes one step in some hundred slow
-    ranks.sync()
-    clock, logged_seconds, logged_tokens = time.perf_counter(), train_seconds, tokens
-    while state.step < config.num_steps:
-        if (index := stage_index(config, state.step)) != entered_stage:
-            state.model.set_stage(stage_attention(config, index))
-            entered_stage = index
-        batch = loader.next()
-        if args.profile and state.step == 10:
-            profiler = torch.profiler.profile(with_stack=False)
-            profiler.__enter__()
-        losses.append(train_step(state, batch))
-        position, tokens = batch.position, tokens + batch.total_tokens
-        done = state.step == config.num_steps
-        if profiler is not None and (state.step == 15 or done):
-            profiler = finish_profile(profiler, run_dir, log, ranks)
-        stop = stopper.asked(state.step)
-        eval_now = done or (config.eval_every and state.step % config.eval_every == 0)
-        due = done or (config.save_every and state.step % config.save_every == 0)
-        save_now = stop or (due and config.save_every >= 0)
-        if state.step % config.log_every == 0 or eval_now or save_now or state.step == 1:
-            loss, losses = torch.stack(losses).mean(), []
-            if ranks.world > 1:
-                dist.all_reduce(loss)
-            loss = loss.item()  # waits for the device
-            ranks.sync()
-            train_seconds, clock = train_seconds + time.perf_counter() - clock, time.perf_counter()
-            if not math.isfinite(loss):
-                raise UserError(f"the loss became {loss} at step {state.step}; {diverged_advice(run_dir)}")
-            flops = flops_per_token(config, state.model.windows, batch.positions)
-            work += flops * (tokens - logged_tokens)
-            interval = max(train_seconds - logged_seconds, 1e-9)
-            speed = (tokens - logged_tokens) / interval
-            steps = max(1, round((tokens - logged_tokens) / batch.total_tokens))
-            entry = {
-                "step": state.step, "tokens": tokens, "loss": loss, "bpb": loss / math.log(2) / bytes_per_token,
-                "lr": lr_multiplier(config, state.step - 1), "step_ms": interval / steps * 1e3,
-                "tokens_per_second": speed, "mfu": speed * flops / (peak * ranks.world),
-                "memory_gib": peak_memory_gib(ranks.device), "train_seconds": train_seconds,
-            }  # fmt: skip
-            log.step(entry, config.num_steps)
-            logged_seconds, logged_tokens = train_seconds, tokens
-        if eval_now or save_now:
-            if eval_now:
-                val_bpb = evaluate()
-            if save_now:
-                save()
-            val_bpb = val_bpb if done else None
-            ranks.sync()
-            clock = time.perf_counter()
-        if stop and not done:
-            loader.close()
-            log.close()
-            name = signal.Signals(stopper.signal).name
-            raise UserError(f"stopped by {name} at step {state.step}, saved; continue with "
-                            f"`--resume --run-dir {run_dir}`")  # fmt: skip
-    loader.close()
-    stopper.restore()
-    state.graphs = None  # CORE and sampling can have their memory
-    if val_bpb is None:  # resumed after the last step
-        val_bpb = evaluate()
-    seconds = max(train_seconds - seconds_at_start, 1e-9)
-    speed = (tokens - tokens_at_start) / seconds
-    result = {
-        "val_bpb": val_bpb, "steps": state.step, "tokens": tokens, "train_seconds": train_seconds,
-        "tokens_per_second": speed, "mfu": work / (seconds * peak * ranks.world),
-        "peak_memory_gib": peak_memory_gib(ranks.device), "run_dir": str(run_dir),
-    }  # fmt: skip
-    if core_files(dataset) and config.core_items >= 0 and not config.source:
-        result |= evaluate_core(state.model, dataset, config, ranks, run_dir, log.say, state.packs * config.pack_tokens)
-    if ranks.is_main:
-        write_atomically(run_dir / "result.json", json.dumps(result, indent=1))
-        samples = make_samples(state.model, dataset.tokenizer, config)
-        for text in samples:
-            log.say(f"--- sample\n{text}")
-        write_report(run_dir, result, config, machine, samples)
-        log.say(f"--- report: {run_dir}/report.md")
-    log.close()
-    return result
-
-
-QUESTIONS = ("Hello! Who are you?", "Why is the sky blue?", "Write a Python function that adds two numbers.")
-
-
-def make_samples(model: GPT, tokenizer: Tokenizer, config: Config) -> list[str]:
-    """Three texts for the report: written from nothing, or after finetuning the most likely answers to QUESTIONS."""
-    ids, prompts, options = tokenizer.specials, [[tokenizer.bos_id]] * 3, {"temperature": config.temperature}
-    if config.source:
-        prompts = [[tokenizer.bos_id, ids["<|user_start|>"], *tokenizer.encode(question), ids["<|user_end|>"],
-                    ids["<|assistant_start|>"]] for question in QUESTIONS]  # fmt: skip
-        options = {"temperature": 0.0, "stop": (ids["<|assistant_end|>"],)}
-    options |= {"top_k": config.top_k, "top_p": config.top_p, "seed": config.seed}
-    new = min(config.sample_tokens, config.max_seq_len + 1 - max(map(len, prompts)))
-    texts = [tokenizer.decode(row) for row in Generator(model, tokenizer).generate(prompts, max_tokens=new, **options)]
-    return [f"{q}\n\n{text}" for q, text in zip(QUESTIONS, texts, strict=True)] if config.source else texts
-
-
-def finish_profile(profiler, run_dir: Path, log: Log, ranks: Ranks) -> None:
-    """Writes the trace of five steps and a table of the slowest operations into the run directory."""
-    ranks.sync()
-    profiler.__exit__(None, None, None)
-    if ranks.is_main:
-        profiler.export_chrome_trace(str(run_dir / "trace.json"))
-        key = "self_device_time_total" if ranks.device.type == "cuda" else "self_cpu_time_total"
-        table = profiler.key_averages().table(sort_by=key, row_limit=60, max_name_column_width=90)
-        write_atomically(run_dir / "profile.txt", table)
-        log.say(f"profile: {run_dir}/profile.txt, {run_dir}/trace.json")
-
-
-def prepare_run_dir(dataset: Dataset, args: argparse.Namespace, ranks: Ranks) -> Path:
-    """Creates or checks the run directory; all ranks get the same answer."""
-    name = datetime.datetime.now().strftime(f"%Y-%m-%d_%H-%M-%S_{Path(__file__).stem}")
-    name += "_sft" if args.command == "sft" else ""
-    newest = [p.name for p in checkpoints(Path(args.run_dir))][-1:] if args.resume else "nothing"
-    names = [args.run_dir or f"out/{name}", newest]
-    if ranks.world > 1:
-        dist.broadcast_object_list(names, 0)
-    run_dir = Path(names[0])
-    if names[1] != newest:  # a shared file system may be seconds behind on another machine
-        raise UserError(f"process {ranks.rank} would continue {newest} in {run_dir}, process 0 {names[1]}; the run "
-                        f"directory must be on one file system for all; if it is, start again")  # fmt: skip
-    if args.resume:
-        if not checkpoints(run_dir):
-            raise UserError(f"--resume found no complete checkpoint in {run_dir}/checkpoints; start without --resume")
-        if (run_dir / "tokenizer.json").read_bytes() != dataset.tokenizer.path.read_bytes():
-            raise UserError(f"--resume cannot change the tokenizer: {dataset.root} has another one than {run_dir}; "
-                            f"pass the --data that the run began with")  # fmt: skip
-        return run_dir
-    if ranks.is_main:
-        if (run_dir / "log.jsonl").exists():
-            way = "continue it with --resume" if checkpoints(run_dir) else "nothing was saved in it, so remove it"
-            raise UserError(f"{run_dir} already holds a run; {way}, or name another --run-dir")
-        try:
-            run_dir.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"cannot create the run directory {run_dir} ({error.strerror})") from None
-    return run_dir
-
-
-# Fields that a resumed or finetuned run may not change: the checkpoint would not fit, or the model would be another.
-FROZEN = (
-    "num_layers", "width", "head_dim", "mlp_width", "max_seq_len", "no_attention_layers", "long_layers",
-    "key_offset_layers", "value_embed_layers", "shared_input_from", "attention_gates", "bigram_rows", "smear",
-    "x0_injection", "backout_layer", "gate_width", "attention_scale", "rotary_base", "frequencies", "softcap", "source",
-)  # fmt: skip
-FROZEN_ON_RESUME = (*FROZEN, "pack_tokens", "pack_docs", "seed")  # the batches would be others
-
-
-class Parser(argparse.ArgumentParser):
-    """argparse with @FILE lines that may hold comments, and an error that names the nearest flag."""
-
-    def convert_arg_line_to_args(self, line: str) -> list[str]:
-        return line.split("#")[0].split()
-
-    def error(self, message: str):
-        if message.startswith("unrecognized arguments: "):
-            given = message.split(": ")[1].split()[0]
-            flags = [flag for action in self._actions for flag in action.option_strings]
-            near = difflib.get_close_matches(given.split("=")[0], flags, 1, 0.4)
-            message = f"unknown flag {given}" + (f"; did you mean {near[0]}?" if near else f"; see {self.prog} --help")
-        raise UserError(message)
-
-
-def build_parser() -> Parser:
-    parser = Parser(description=__doc__.splitlines()[0], allow_abbrev=False, fromfile_prefix_chars="@",
-                    epilog="@FILE reads flags from a file, e.g. @runs/cpu.args")  # fmt: skip
-    add = parser.add_argument
-    add("command", nargs="?", default="pretrain", help="pretrain, sft, core or sample")
-    add("--data", help="dataset directory (default data/shards/climbmix)")
-    add("--run-dir", help="where the run is written (default a new dated directory under out/)")
-    add("--from", dest="source", metavar="DIR", help="run directory to start from (sft, core, sample)")
-    add("--resume", action="store_true", help="continue the run in --run-dir")
-    add("--steps", type=int, help="length of the run in steps")
-    add("--tokens", type=int, help="length of the run in tokens")
-    add("--seed", type=int)
-    add("--eval-every", type=int, metavar="N", help="steps between validations, 0: only at the end")
-    add("--save-every", type=int, metavar="N", help="steps between checkpoints, 0: only at the end, -1: none")
-    add("--log-every", type=int, metavar="N")
-    add("--micro-batch-tokens", type=int, metavar="N", help="default: from free memory")
-    add("--attention", help=f"auto, {', '.join(ATTENTION)}")
-    add("--dtype", help="auto, bfloat16, float16, float32")
-    add("--no-compile", action="store_true")
-    add("--wandb", metavar="NAME", help="also log to Weights & Biases under this name")
-    add("--profile", action="store_true", help="trace steps 11 to 15")
-    add("--prompt", action="append", help="text to continue (sample; repeatable)")
-    add("--set", action="append", default=[], metavar="KEY=VALUE", help="override a Config field; voids record status")
-    return parser
-
-
-def parse_override(text: str) -> tuple[str, object]:
-    """KEY=VALUE with the type of the Config field."""
-    key, equals, value = text.partition("=")
-    fields = {f.name: f for f in dataclasses.fields(Config)}
-    if not equals or key not in fields:
-        near = difflib.get_close_matches(key, fields, 1, 0.4)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise UserError(f"--set {text}: " + (f"unknown Config field {key}{hint}" if equals else "expected KEY=VALUE"))
-    default = fields[key].default
-    try:
-        parsed = value if isinstance(default, str) else as_tuple(ast.literal_eval(value))
-    except (ValueError, SyntaxError):
-        parsed = None
-    if isinstance(default, float) and type(parsed) is int:
-        parsed = float(parsed)
-    if type(parsed) is not type(default):
-        raise UserError(f"--set {text}: {key} takes a value like {default!r}")
-    return key, parsed
-
-
-def sft_config(run_dir: Path, changes: dict) -> Config:
-    """The Config of the run that finetuning starts from, with a schedule for one stage of its own.
-
-    Windows, scale and frequencies are those that the checkpoint was trained with last; YaRN has nothing to replay.
-    """
-    base, done = read_config(run_dir), checkpoints(run_dir)
-    if not done:
-        raise UserError(f"{run_dir} holds no checkpoint; name a run that {Path(__file__).name} has pretrained")
-    attention = json.loads((done[-1] / "state.json").read_text())["attention"]
-    packs, lr = (changes.get(name, getattr(base, name)) for name in ("sft_packs", "sft_lr"))
-    stage = (1.0, packs, attention["window_short"], attention["window_long"], base.max_seq_len, lr)
-    # Matrices begin with full momentum, because their buffers are filled; a short document takes 32 tokens.
-    return dataclasses.replace(
-        base, source=str(done[-1]), attention_scale=attention["scale"], frequencies=tuple(attention["frequencies"]),
-        stages=(stage,), tokens=0, max_epochs=1, cooldown=1.0, lr_floor=0.0, momentum=(base.momentum[1],) * 2 + (0, 0),
-        ahead=(1.0,), prefix_weight=0.0, pack_docs=max(base.pack_docs, base.pack_tokens // 32), wandb="",
-    )  # fmt: skip
-
-
-def make_config(args: argparse.Namespace) -> Config:
-    """Defaults, on --resume the saved Config, or for finetuning that of its source; then the flags that were given."""
-    if args.resume and not args.run_dir:
-        raise UserError("--resume needs --run-dir, the run to continue")
-    if args.command == "sft" and not args.source and not args.resume:
-        raise UserError("sft needs --from, a run directory with a checkpoint")
-    if args.command == "pretrain" and args.source:
-        raise UserError(f"pretraining takes no --from; to finetune that run say sft --from {args.source}")
-    changes = dict(parse_override(text) for text in args.set)
-    for flag in ("data", "tokens", "seed", "eval_every", "save_every", "log_every", "micro_batch_tokens", "attention",
-                 "dtype", "wandb"):  # fmt: skip
-        if getattr(args, flag) is not None:
-            changes[flag] = getattr(args, flag)
-    if args.no_compile:
-        changes["compile"] = False
-    base = Config(**changes)
-    if args.resume:
-        base = read_config(Path(args.run_dir))
-        if json.loads((Path(args.run_dir) / "config.json").read_text(encoding="utf-8")).get("command") == "rl":
-            raise UserError(f"{args.run_dir} is a run of runs/rl.py; continue it with that")
-        if args.command == "sft" and not base.source:
-            raise UserError(f"{args.run_dir} is a pretraining run; finetune it with sft --from {args.run_dir}")
-    elif args.command == "sft":
-        base = sft_config(Path(args.source), changes)
-    config = dataclasses.replace(base, **changes)
-    if args.steps is not None:
-        if args.steps < 1:
-            raise UserError(f"--steps {args.steps} must be at least 1")
-        config = dataclasses.replace(config, tokens=round(args.steps * config.step_tokens))
-    for name in FROZEN_ON_RESUME if args.resume else FROZEN if config.source else ():
-        old, new = getattr(base, name), getattr(config, name)
-        if old != new:
-            raise UserError(f"{'--resume' if args.resume else 'sft'} cannot change {name}: the run has {old}, the "
-                            f"flags say {new}; leave it out, or start a new run")  # fmt: skip
-    config.validate()
-    return config
-
-
-def chosen(args: argparse.Namespace) -> dict:
-    """What a command line may change about a trained model."""
-    return {field: value for field in ("attention", "dtype") if (value := getattr(args, field)) is not None}
-
-
-def sample_command(config: Config, args: argparse.Namespace) -> dict:
-    """Continues prompts with the model of a run directory, streaming to the screen."""
-    if not args.source:
-        raise UserError("sample needs --from, a run directory with a checkpoint")
-    model, tokenizer, trained = load(args.source, **chosen(args))
-    options = {"temperature": config.temperature, "top_k": config.top_k, "top_p": config.top_p, "seed": config.seed}
-    start, count = time.perf_counter(), 0
-    generator = Generator(model, tokenizer)
-    for prompt in args.prompt or [""]:
-        new = max(1, min(config.sample_tokens, trained.max_seq_len - len(tokenizer.encode(prompt))))
-        print(prompt, end="", flush=True)
-        for piece in generator.stream_text(prompt, max_tokens=new, **options):
-            print(piece, end="", flush=True)
-            count += 1
-        count -= 1  # the last piece is no token
-        print()
-    return {"new_tokens": count, "seconds": time.perf_counter() - start, "run_dir": str(args.source)}
-
-
-def core_command(config: Config, args: argparse.Namespace) -> dict:
-    """Scores the model of a run directory on the CORE tasks of its dataset, or of --data."""
-    if not args.source:
-        raise UserError("core needs --from, a run directory with a checkpoint")
-    run_dir, ranks = Path(args.source), start_ranks()
-    dataset = Dataset.open(args.data or read_config(run_dir).data)
-    if not core_files(dataset):
-        raise UserError(f"{dataset.root} has no CORE tasks; add them with python data/core.py --download --data "
-                        f"{dataset.root}, or name another dataset with --data")  # fmt: skip
-    model, tokenizer, _ = load(run_dir, **chosen(args))
-    if tokenizer.path.read_bytes() != dataset.tokenizer.path.read_bytes():
-        raise UserError(f"{dataset.root} has another tokenizer than {run_dir}; pass the --data that the run began with")
-    size = config.micro_batch_tokens or 8192
-    if not config.micro_batch_tokens and ranks.device.type == "cuda":
-        size = 65536 if torch.cuda.mem_get_info(ranks.device)[0] > 16 * 2**30 else 16384
-    say = print if ranks.is_main else lambda text: None
-    result = evaluate_core(model, dataset, config, ranks, run_dir, say, size)
-    return {**result, "run_dir": str(run_dir)}
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Runs a command; prints its result as one JSON object on the last line. Returns the exit code."""
-    try:
-        argv = sys.argv[1:] if argv is None else argv
-        args = build_parser().parse_args(argv)
-        args.flags = list(argv)
-        commands = {"pretrain": train, "sft": train, "core": core_command, "sample": sample_command}
-        if args.command not in commands:  # argparse's choices would hide an unknown flag before a value
-            raise UserError(f"unknown command {args.command}; use {', '.join(commands)}")
-        config = make_config(args)
-        result = commands[args.command](config, args)
-        if int(os.environ.get("RANK", 0)) == 0:
-            print(json.dumps(result), flush=True)
-        return 0
-    except OSError as error:  # a full disk, a directory without rights
-        where = f" {error.filename}" if error.filename else ""
-        print(f"error: cannot read or write{where} ({error.strerror or error}); mend that, then go on with --resume "
-              f"from the last checkpoint", file=sys.stderr, flush=True)  # fmt: skip
-        return 1
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        return 1
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        gc.unfreeze()
-        gc.collect()  # else a gloo thread may outlive the interpreter and abort the process
 
 
 if __name__ == "__main__":
     sys.exit(main())
-# <<< shared: main
