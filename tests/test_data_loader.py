@@ -8,14 +8,15 @@ import pytest
 import torch
 import train_small as ts
 
-from conftest import ALONE, CPU, tiny_config, write_dataset, write_shard
+from conftest import ALONE, CPU, loader_of, tiny_config, validation_of, write_dataset, write_shard
 
 FIELDS = ("tokens", "targets", "positions", "ends")
 
 
 def batches(dataset, config, ranks=ALONE, position=None, first_step=0, most=10**9) -> list[ts.Batch]:
     """Batches until the run or the text ends."""
-    loader, out = ts.PackLoader(dataset, config, ranks, position, first_step), []
+    loader = loader_of(dataset, config, ranks, position, first_step)
+    out = []
     try:
         while first_step + len(out) < config.num_steps and len(out) < most:
             out.append(loader.next())
@@ -135,7 +136,7 @@ def test_micro_batches(epochs, packs):
 def test_loader_reports_the_end_of_the_text(dataset):
     """One epoch more than there is ends with a sentence that names both ways out."""
     config = tiny_config(tokens=10**6)
-    loader = ts.PackLoader(dataset, config, ALONE)
+    loader = loader_of(dataset, config)
     with pytest.raises(ts.UserError, match="ran out of text after 1 epoch.*--tokens.*max_epochs"):
         for _ in range(config.num_steps):
             loader.next()
@@ -193,7 +194,8 @@ def test_damaged_shard(tmp_path, dataset_dir, change):
 def test_validation_batch(dataset):
     """Every validation document once, whole from its BOS, cut at the context; nothing continued; packs padded."""
     config = tiny_config(val_tokens=10**9)
-    batch, bos = ts.validation_batch(dataset, config), dataset.tokenizer.bos_id
+    batch = validation_of(dataset, config)
+    bos = dataset.tokenizer.bos_id
     text = text_of(dataset, "val")
     starts = [*np.flatnonzero(text == bos), len(text)]
     documents = [text[a:b][:64].tolist() for a, b in zip(starts, starts[1:], strict=False)]
@@ -205,13 +207,13 @@ def test_validation_batch(dataset):
     assert batch.total_targets == sum(len(d) - 1 for d in real) == int((batch.targets >= 0).sum())
     assert batch.max_doc == 64 and batch.position is None
     for pack_docs in (1, 2):  # few documents in a pack
-        narrow = ts.validation_batch(dataset, dataclasses.replace(config, pack_docs=pack_docs))
+        narrow = validation_of(dataset, dataclasses.replace(config, pack_docs=pack_docs))
         assert len(narrow.tokens) >= -(-len(real) // pack_docs) and narrow.total_targets == batch.total_targets
 
 
 def test_validation_stops_after_val_tokens(dataset):
     """The document that crosses val_tokens is the last one, and it is whole."""
-    everything, some = (ts.validation_batch(dataset, tiny_config(val_tokens=n)) for n in (10**9, 70))
+    everything, some = (validation_of(dataset, tiny_config(val_tokens=n)) for n in (10**9, 70))
     assert some.total_targets < everything.total_targets
     lengths = [len(t) for row in range(len(everything.tokens)) for _, t in segments(everything, row) if t[0] != -1]
     cumulative = np.cumsum(lengths)

@@ -74,7 +74,7 @@ def test_bits_per_byte_by_hand(tokenizer, packs):
 def test_bits_per_byte_of_a_model(dataset):
     """The validation split of a dataset: each document alone, summed in float64, and any number of packs at a time."""
     config = tiny_config()
-    model, batch = random_model(config), ts.validation_batch(dataset, config)
+    model, batch = random_model(config), validation_of(dataset, config)
     token_bytes = torch.zeros(config.padded_vocab, dtype=torch.long)
     token_bytes[:300] = torch.from_numpy(dataset.tokenizer.token_bytes)
     found = [ts.bits_per_byte(model, batch, packs, token_bytes, ALONE) for packs in (1, 2, 5, 100)]

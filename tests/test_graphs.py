@@ -7,7 +7,7 @@ import pytest
 import torch
 import train_small as ts
 
-from conftest import ALONE, tiny_config, write_dataset
+from conftest import ALONE, loader_of, tiny_config, write_dataset
 
 
 class Repeated:
@@ -63,7 +63,8 @@ def curve(config, dataset, graphs: bool, steps: int, change=lambda state, step: 
         state.graphs = None
     elif state.graphs is None:  # on a CPU
         state.graphs = {}
-    loader, losses = ts.PackLoader(dataset, config, ALONE), []
+    loader = loader_of(dataset, config)
+    losses = []
     for step in range(steps):
         state.model.set_stage(ts.stage_attention(config, ts.stage_index(config, state.step)))
         change(state, step)
