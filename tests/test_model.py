@@ -8,7 +8,7 @@ import train_small as ts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from conftest import logits, pack, random_documents, random_model, script, tiny_config, tiny_medium
+from conftest import logits, pack, random_documents, random_model, tiny_config, tiny_medium
 
 ONE_STAGE = (1.0, 2, 8, 16, 64, 1.0)
 # Each technique: the config with it, the config without it. A new technique gets a line here, which adds it to the
