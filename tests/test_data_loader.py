@@ -191,6 +191,52 @@ def test_damaged_shard(tmp_path, dataset_dir, change):
     assert word in str(caught.value) and str(shard) in str(caught.value)
 
 
+def test_a_damaged_shard_ends_the_loader(tmp_path, dataset_dir):
+    """What the loader's thread finds is raised by next(), after the batches before it."""
+    for number, whole in ((0, 0), (1, 2)):
+        root = shutil.copytree(dataset_dir, tmp_path / f"damaged_{number}")
+        shard = root / "pretrain" / f"train_{number:06d}.bin"
+        damage(shard, "truncated")
+        loader = loader_of(ts.Dataset.open(root), tiny_config())
+        for _ in range(whole):
+            loader.next()
+        with pytest.raises(ts.UserError, match=f"{shard} is truncated"):
+            for _ in range(20):
+                loader.next()
+        loader.close()
+
+
+def test_a_reader_of_another_kind(dataset):
+    """The loader needs of a reader `position`, `bos_id` and `pack()`: parts of a document may not count."""
+
+    class Counting:
+        bos_id = 7
+
+        def __init__(self):
+            self.position = {"next": 0}
+
+        def pack(self, max_doc):
+            first = self.position["next"]
+            self.position["next"] += 1
+            yield np.array([7, first, first + 1]), np.array([True, False])
+            yield np.array([7, first]), np.array([False])
+
+    config = tiny_config()
+    whole, *parts = (
+        ts.PackLoader(Counting(), config, ranks, first_step=3)
+        for ranks in (ALONE, ts.Ranks(0, 0, 2, CPU), ts.Ranks(1, 1, 2, CPU))
+    )
+    batch = whole.next()
+    assert batch.tokens[1, :4].tolist() == [7, 1, 7, 7] and batch.targets[1, :4].tolist() == [1, -1, -1, -1]
+    assert batch.positions[1, :4].tolist() == [0, 1, 0, 0] and batch.ends[1, :3].tolist() == [2, 3, 3 + 48]
+    assert (batch.total_targets, batch.total_tokens, batch.position) == (2, 256, {"next": 2})
+    for row, part in enumerate(loader.next() for loader in parts):
+        assert torch.equal(part.tokens[0], batch.tokens[row]) and torch.equal(part.targets[0], batch.targets[row])
+        assert (part.total_targets, part.total_tokens, part.position) == (2, 256, {"next": 2})
+    for loader in (whole, *parts):
+        loader.close()
+
+
 def test_validation_batch(dataset):
     """Every validation document once, whole from its BOS, cut at the context; nothing continued; packs padded."""
     config = tiny_config(val_tokens=10**9)
