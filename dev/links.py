@@ -1,7 +1,7 @@
 """Line links of "One training step" and line counts of the file map in README.md.
 
-    python dev/links.py             writes them anew
-    python dev/links.py --check     exit code 1 if they are not true
+    python dev/links.py             updates them
+    python dev/links.py --check     exit code 1 if any is out of date
 
 A function named in backticks with () in that section becomes a link to its line in train_small.py. A new row of the
 file map may be written without its count.
@@ -23,9 +23,9 @@ def definitions() -> dict[str, int]:
     for node in ast.parse((ROOT / SCRIPT).read_text(encoding="utf-8")).body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             lines[node.name] = node.lineno
-        for part in node.body if isinstance(node, ast.ClassDef) else ():
-            if isinstance(part, ast.FunctionDef):
-                lines[f"{node.name}.{part.name}"] = part.lineno
+        if isinstance(node, ast.ClassDef):
+            methods = [part for part in node.body if isinstance(part, ast.FunctionDef)]
+            lines |= {f"{node.name}.{method.name}": method.lineno for method in methods}
     return lines
 
 
@@ -35,7 +35,7 @@ def line_links(section: str) -> str:
     def link(match: re.Match) -> str:
         if match[1] not in lines:
             sys.exit(
-                f"error: README.md names {match[1]}(), which {SCRIPT} does not define; mend the text"
+                f"error: README.md names {match[1]}(), which {SCRIPT} does not define; fix the text"
             )
         return f"[`{match[1]}()`]({SCRIPT}#L{lines[match[1]]})"
 
@@ -45,12 +45,13 @@ def line_links(section: str) -> str:
 
 def line_counts(section: str) -> str:
     def row(match: re.Match) -> str:
-        paths, what = match[1], match[2]
+        paths = match[1]
+        what = match[2]
         counts = []
         for path in re.findall(r"`([^`]+)`", paths):
             if not (ROOT / path).exists():
                 sys.exit(
-                    f"error: the file map of README.md names {path}, which does not exist; mend the row"
+                    f"error: the file map of README.md names {path}, which does not exist; fix the row"
                 )
             if (ROOT / path).is_file() and not path.endswith(".ipynb"):
                 counts.append(f"{len((ROOT / path).read_text(encoding='utf-8').splitlines()):,}")
@@ -60,7 +61,7 @@ def line_counts(section: str) -> str:
 
 
 def update(text: str) -> str:
-    """README.md with its links and counts as they should be."""
+    """README.md with up-to-date links and counts."""
     for title, change in (("One training step", line_links), ("Files", line_counts)):
         before, heading, rest = text.partition(f"\n## {title}\n")
         section, following, after = rest.partition("\n## ")
@@ -77,13 +78,15 @@ def main() -> int:
     path = ROOT / "README.md"
     text = path.read_text(encoding="utf-8")
     new = update(text)
-    if new != text and not check:
-        path.write_text(new, encoding="utf-8")
-    print(
-        "README.md: links and counts "
-        + ("are true" if new == text else "are not true" if check else "are written")
-    )
-    return int(check and new != text)
+    if new == text:
+        print("README.md: links and counts are up to date")
+        return 0
+    if check:
+        print("README.md: links or counts are out of date; run python dev/links.py")
+        return 1
+    path.write_text(new, encoding="utf-8")
+    print("README.md: links and counts updated")
+    return 0
 
 
 if __name__ == "__main__":

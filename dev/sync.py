@@ -1,10 +1,10 @@
-"""The sections that train_small.py and train_medium.py share: shows where they differ, or copies them.
+"""Compares the sections that train_small.py and train_medium.py share, or copies them.
 
     python dev/sync.py                          a diff and exit code 1 if a shared section differs
-    python dev/sync.py --to train_medium.py     takes over every shared section from train_small.py
+    python dev/sync.py --to train_medium.py     copies every shared section from train_small.py
 
-A shared section lies between `# >>> shared: NAME` and `# <<< shared: NAME`, indented or not, and is the same byte for
-byte in both scripts. A new section needs its two marker lines in both, because only a person knows where it belongs.
+A shared section lies between `# >>> shared: NAME` and `# <<< shared: NAME`, indented or not, and is equal byte for
+byte in both scripts. To add a section, write its two marker lines into both: only a person knows where it belongs.
 """
 
 import argparse
@@ -21,16 +21,28 @@ MARKER = re.compile(r"^ *# (>>>|<<<) shared: (\w+)\n", re.M)
 
 def split(text: str, name: str) -> list[tuple[str, str]]:
     """(section, text) pieces of a script, in order: with marker lines if shared, the section "" if not."""
-    pieces, start, inside, seen = [], 0, "", set()
+    pieces = []
+    start = 0
+    inside = ""  # the section that is open
+    seen = set()
     for match in MARKER.finditer(text):
-        kind, section = match.groups()
-        if (kind == ">>>" and (inside or section in seen)) or (kind == "<<<" and section != inside):
+        opens = match[1] == ">>>"
+        section = match[2]
+        if opens:
+            misplaced = bool(inside) or section in seen
+        else:
+            misplaced = section != inside
+        if misplaced:
             line = text.count("\n", 0, match.start()) + 1
-            sys.exit(f"error: {name}:{line}: the marker {match[0].strip()} is out of place; sections must not be open "
-                     f"twice, nested or closed by another name")  # fmt: skip
-        border = match.start() if kind == ">>>" else match.end()
+            sys.exit(
+                f"error: {name}:{line}: the marker {match[0].strip()} is out of place; sections must not "
+                f"be open twice, nested or closed by another name"
+            )
+        # A marker line belongs to its section.
+        border = match.start() if opens else match.end()
         pieces.append((inside, text[start:border]))
-        start, inside = border, section if kind == ">>>" else ""
+        start = border
+        inside = section if opens else ""
         seen.add(section)
     if inside:
         sys.exit(
@@ -49,23 +61,49 @@ def shared(pieces: list[tuple[str, str]]) -> dict[str, str]:
 
 def share(pieces: list[tuple[str, str]]) -> float:
     """Which part of a script's lines is shared."""
-    lines = [text.count("\n") for _, text in pieces]
-    return sum(n for n, (section, _) in zip(lines, pieces, strict=True) if section) / sum(lines)
+    all_lines = 0
+    shared_lines = 0
+    for section, text in pieces:
+        lines = text.count("\n")
+        all_lines += lines
+        if section:
+            shared_lines += lines
+    return shared_lines / all_lines
 
 
 def difference(old: dict[str, str], new: dict[str, str], names: tuple[str, str]) -> list[str]:
     """A unified diff, section by section; also of what only one script has, or in another order."""
     if list(old) != list(new):
-        return list(
-            difflib.unified_diff(
-                [f"section {s}\n" for s in old], [f"section {s}\n" for s in new], *names
-            )
-        )
+        old_order = [f"section {section}\n" for section in old]
+        new_order = [f"section {section}\n" for section in new]
+        return list(difflib.unified_diff(old_order, new_order, *names))
     lines = []
     for section, text in old.items():
         titles = [f"{name}, {section}" for name in names]
-        lines += difflib.unified_diff(text.splitlines(True), new[section].splitlines(True), *titles)
+        old_lines = text.splitlines(keepends=True)
+        new_lines = new[section].splitlines(keepends=True)
+        lines += difflib.unified_diff(old_lines, new_lines, *titles)
     return lines
+
+
+def copy_sections(pieces: dict[str, list], target: str) -> bool:
+    """Overwrites the shared sections of one script with the other's; False if their sections differ."""
+    other = next(name for name in SCRIPTS if name != target)
+    source = shared(pieces[other])
+    found = shared(pieces[target])
+    if list(source) != list(found):
+        sys.stdout.writelines(difference(found, source, (target, "the other script")))
+        print(
+            f"error: {target} has other sections, or in another order; fix its marker lines",
+            file=sys.stderr,
+        )
+        return False
+    text = "".join(source.get(section, own) for section, own in pieces[target])
+    temporary = ROOT / f".{target}.tmp"
+    temporary.write_bytes(text.encode("utf-8"))
+    os.replace(temporary, ROOT / target)
+    pieces[target] = read(target)
+    return True
 
 
 def main() -> int:
@@ -75,28 +113,13 @@ def main() -> int:
     )
     args = parser.parse_args()
     pieces = {name: read(name) for name in SCRIPTS}
-    if args.to:
-        source = shared(pieces[next(name for name in SCRIPTS if name != args.to)])
-        if list(source) != list(shared(pieces[args.to])):
-            sys.stdout.writelines(
-                difference(shared(pieces[args.to]), source, (args.to, "the other script"))
-            )
-            print(
-                f"error: {args.to} has other sections, or in another order; mend its marker lines",
-                file=sys.stderr,
-            )
-            return 1
-        text = "".join(source.get(section, own) for section, own in pieces[args.to])
-        temporary = ROOT / f".{args.to}.tmp"
-        temporary.write_bytes(text.encode("utf-8"))
-        os.replace(temporary, ROOT / args.to)
-        pieces[args.to] = read(args.to)
+    if args.to and not copy_sections(pieces, args.to):
+        return 1
     lines = difference(*(shared(pieces[name]) for name in SCRIPTS), SCRIPTS)
     sys.stdout.writelines(lines)
     for name in SCRIPTS:
-        print(
-            f"{name}: {len(shared(pieces[name]))} shared sections, {share(pieces[name]):.1%} of its lines"
-        )
+        count = len(shared(pieces[name]))
+        print(f"{name}: {count} shared sections, {share(pieces[name]):.1%} of its lines")
     return int(bool(lines))
 
 

@@ -1,8 +1,8 @@
-"""What the tests share: tiny configurations, random weights, documents in packed form, a dataset.
+"""What the tests share: tiny configurations, random weights, documents in packed form, a dataset, a loader.
 
-`ts` is train_small, also in tests of what both scripts share; `script(config)` is the module of a Config. Tests that
-reach into the packed interface do it through `pack` and `logits` below, so a change of the interface is mended here
-once.
+`ts` is train_small, also in tests of what both scripts share; `script(config)` is the module of a Config. Tests reach
+the packed interface through `pack`, `logits`, `loader_of` and `validation_of` below, so that a change of the interface
+needs one change here.
 """
 
 import base64
@@ -96,6 +96,23 @@ def logits(model, *documents) -> torch.Tensor:
 
 
 # ---- datasets
+
+
+def loader_of(dataset, config, ranks=ALONE, position=None, first_step=0):
+    """A PackLoader over the training shards of a dataset, from a reader's position on."""
+    module = script(config)
+    reader = module.ShardReader(dataset, config)
+    if position is not None:
+        reader.seek(position)
+    return module.PackLoader(reader, config, ranks, first_step)
+
+
+def validation_of(dataset, config):
+    """The Batch of a dataset's validation split."""
+    module = script(config)
+    documents = module.validation_documents(dataset, config)
+    return module.validation_batch(documents, config, dataset.tokenizer.bos_id)
+
 
 SPECIALS = ("<|bos|>", "<|user_start|>", "<|user_end|>", "<|assistant_start|>", "<|assistant_end|>",
             "<|python_start|>", "<|python_end|>", "<|output_start|>", "<|output_end|>")  # fmt: skip

@@ -8,14 +8,15 @@ import pytest
 import torch
 import train_small as ts
 
-from conftest import ALONE, CPU, tiny_config, write_dataset, write_shard
+from conftest import ALONE, CPU, loader_of, tiny_config, validation_of, write_dataset, write_shard
 
 FIELDS = ("tokens", "targets", "positions", "ends")
 
 
 def batches(dataset, config, ranks=ALONE, position=None, first_step=0, most=10**9) -> list[ts.Batch]:
     """Batches until the run or the text ends."""
-    loader, out = ts.PackLoader(dataset, config, ranks, position, first_step), []
+    loader = loader_of(dataset, config, ranks, position, first_step)
+    out = []
     try:
         while first_step + len(out) < config.num_steps and len(out) < most:
             out.append(loader.next())
@@ -135,7 +136,7 @@ def test_micro_batches(epochs, packs):
 def test_loader_reports_the_end_of_the_text(dataset):
     """One epoch more than there is ends with a sentence that names both ways out."""
     config = tiny_config(tokens=10**6)
-    loader = ts.PackLoader(dataset, config, ALONE)
+    loader = loader_of(dataset, config)
     with pytest.raises(ts.UserError, match="ran out of text after 1 epoch.*--tokens.*max_epochs"):
         for _ in range(config.num_steps):
             loader.next()
@@ -190,10 +191,57 @@ def test_damaged_shard(tmp_path, dataset_dir, change):
     assert word in str(caught.value) and str(shard) in str(caught.value)
 
 
+def test_a_damaged_shard_ends_the_loader(tmp_path, dataset_dir):
+    """What the loader's thread finds is raised by next(), after the batches before it."""
+    for number, whole in ((0, 0), (1, 2)):
+        root = shutil.copytree(dataset_dir, tmp_path / f"damaged_{number}")
+        shard = root / "pretrain" / f"train_{number:06d}.bin"
+        damage(shard, "truncated")
+        loader = loader_of(ts.Dataset.open(root), tiny_config())
+        for _ in range(whole):
+            loader.next()
+        with pytest.raises(ts.UserError, match=f"{shard} is truncated"):
+            for _ in range(20):
+                loader.next()
+        loader.close()
+
+
+def test_a_reader_of_another_kind(dataset):
+    """The loader needs of a reader `position`, `bos_id` and `pack()`: parts of a document may not count."""
+
+    class Counting:
+        bos_id = 7
+
+        def __init__(self):
+            self.position = {"next": 0}
+
+        def pack(self, max_doc):
+            first = self.position["next"]
+            self.position["next"] += 1
+            yield np.array([7, first, first + 1]), np.array([True, False])
+            yield np.array([7, first]), np.array([False])
+
+    config = tiny_config()
+    whole, *parts = (
+        ts.PackLoader(Counting(), config, ranks, first_step=3)
+        for ranks in (ALONE, ts.Ranks(0, 0, 2, CPU), ts.Ranks(1, 1, 2, CPU))
+    )
+    batch = whole.next()
+    assert batch.tokens[1, :4].tolist() == [7, 1, 7, 7] and batch.targets[1, :4].tolist() == [1, -1, -1, -1]
+    assert batch.positions[1, :4].tolist() == [0, 1, 0, 0] and batch.ends[1, :3].tolist() == [2, 3, 3 + 48]
+    assert (batch.total_targets, batch.total_tokens, batch.position) == (2, 256, {"next": 2})
+    for row, part in enumerate(loader.next() for loader in parts):
+        assert torch.equal(part.tokens[0], batch.tokens[row]) and torch.equal(part.targets[0], batch.targets[row])
+        assert (part.total_targets, part.total_tokens, part.position) == (2, 256, {"next": 2})
+    for loader in (whole, *parts):
+        loader.close()
+
+
 def test_validation_batch(dataset):
     """Every validation document once, whole from its BOS, cut at the context; nothing continued; packs padded."""
     config = tiny_config(val_tokens=10**9)
-    batch, bos = ts.validation_batch(dataset, config), dataset.tokenizer.bos_id
+    batch = validation_of(dataset, config)
+    bos = dataset.tokenizer.bos_id
     text = text_of(dataset, "val")
     starts = [*np.flatnonzero(text == bos), len(text)]
     documents = [text[a:b][:64].tolist() for a, b in zip(starts, starts[1:], strict=False)]
@@ -205,13 +253,13 @@ def test_validation_batch(dataset):
     assert batch.total_targets == sum(len(d) - 1 for d in real) == int((batch.targets >= 0).sum())
     assert batch.max_doc == 64 and batch.position is None
     for pack_docs in (1, 2):  # few documents in a pack
-        narrow = ts.validation_batch(dataset, dataclasses.replace(config, pack_docs=pack_docs))
+        narrow = validation_of(dataset, dataclasses.replace(config, pack_docs=pack_docs))
         assert len(narrow.tokens) >= -(-len(real) // pack_docs) and narrow.total_targets == batch.total_targets
 
 
 def test_validation_stops_after_val_tokens(dataset):
     """The document that crosses val_tokens is the last one, and it is whole."""
-    everything, some = (ts.validation_batch(dataset, tiny_config(val_tokens=n)) for n in (10**9, 70))
+    everything, some = (validation_of(dataset, tiny_config(val_tokens=n)) for n in (10**9, 70))
     assert some.total_targets < everything.total_targets
     lengths = [len(t) for row in range(len(everything.tokens)) for _, t in segments(everything, row) if t[0] != -1]
     cumulative = np.cumsum(lengths)

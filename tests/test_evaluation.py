@@ -1,22 +1,35 @@
-"""Bits per byte against sums made by hand."""
+"""Bits per byte against sums made by hand, and the samples of the report."""
 
+import dataclasses
 import math
 
+import numpy as np
 import pytest
 import torch
 import train_small as ts
 
-from conftest import ALONE, pack, random_model, tiny_config, write_tokenizer
+from conftest import (
+    ALONE,
+    CPU,
+    logits,
+    pack,
+    random_model,
+    script,
+    tiny_config,
+    tiny_medium,
+    validation_of,
+    write_tokenizer,
+)
 
 
-def as_batch(config, tokens, targets) -> ts.Batch:
+def as_batch(config, *documents) -> ts.Batch:
     """One document for each pack, the rest of the pack ignored."""
-    packs = ts.empty_packs(len(tokens), config, 0)
-    for row, (inputs, outputs) in enumerate(zip(tokens, targets, strict=True)):
-        end = ts.place(packs, row, 0, 0, [*inputs, outputs[-1]])
-        packs[1][row, :end] = outputs
-        ts.pad_pack(packs, row, 1, end, config.max_seq_len)
-    return ts.Batch(*map(torch.from_numpy, packs), config.max_seq_len, packs[0].size, sum(map(len, targets)))
+    packs = ts.empty_packs(len(documents), config, 0)
+    num_targets = 0
+    for row, (sequence, counted) in enumerate(documents):
+        pair = (np.array(sequence), np.array(counted))
+        num_targets += ts.fill_pack(packs, row, [pair], config.max_seq_len)
+    return packs.batch(config.max_seq_len, packs.tokens.size, num_targets)
 
 
 @pytest.fixture(scope="module")
@@ -55,10 +68,15 @@ def test_bits_per_byte_by_hand(tokenizer, packs):
     """Known nats on a text of known bytes: a, é, half a €, an invalid byte, specials and ignored targets."""
     a, e_acute, half_euro, invalid = ord("a"), *(tokenizer.mergeable[b] for b in ("é".encode(), b"\xe2\x82")), 0xFF
     bos = tokenizer.bos_id
-    targets = [[a, e_acute, bos], [half_euro, -1, invalid, a], [bos]]
     nats_of = {a: 0.5, e_acute: 2.0, half_euro: 3.0, invalid: 7.0, bos: 100.0, -1: 0.0}
     config = tiny_config()
-    batch = as_batch(config, [[bos, a, e_acute], [bos, half_euro, 1, invalid], [bos]], targets)
+    batch = as_batch(
+        config,
+        ([bos, a, e_acute, bos], [True] * 3),
+        ([bos, half_euro, 1, invalid, a], [True, False, True, True]),
+        ([bos, bos], [True]),
+    )
+    assert batch.total_targets == 7 and batch.targets[1, :5].tolist() == [half_euro, -1, invalid, a, -1]
 
     def model(tokens, targets, positions, cu_seqlens, max_doc):
         assert len(tokens) == packs * config.pack_tokens and cu_seqlens[-1] == len(tokens)
@@ -74,7 +92,8 @@ def test_bits_per_byte_by_hand(tokenizer, packs):
 def test_bits_per_byte_of_a_model(dataset):
     """The validation split of a dataset: each document alone, summed in float64, and any number of packs at a time."""
     config = tiny_config()
-    model, batch = random_model(config), ts.validation_batch(dataset, config)
+    model = random_model(config)
+    batch = validation_of(dataset, config)
     token_bytes = torch.zeros(config.padded_vocab, dtype=torch.long)
     token_bytes[:300] = torch.from_numpy(dataset.tokenizer.token_bytes)
     found = [ts.bits_per_byte(model, batch, packs, token_bytes, ALONE) for packs in (1, 2, 5, 100)]
@@ -88,3 +107,113 @@ def test_bits_per_byte_of_a_model(dataset):
             nats += model(*pack([document]))[1].double().sum().item()
             text_bytes += size.sum().item()
     assert found == pytest.approx([nats / math.log(2) / text_bytes] * 4, rel=1e-5)
+
+
+@pytest.mark.parametrize("world", (2, 3))
+def test_bits_per_byte_of_several_ranks(dataset, tokenizer, monkeypatch, world):
+    """The ranks' shares are whole micro-batches that together hold every target once; the sums are those of one."""
+    config = tiny_config()
+    model = random_model(config)
+    batch = validation_of(dataset, config)
+    token_bytes = torch.zeros(config.padded_vocab, dtype=torch.long)
+    token_bytes[:300] = torch.from_numpy(dataset.tokenizer.token_bytes)
+    alone = ts.bits_per_byte(model, batch, 2, token_bytes, ALONE)
+
+    ranks = [ts.Ranks(rank, rank, world, CPU) for rank in range(world)]
+    shares = [ts.share_of_rank(batch, 2, rank) for rank in ranks]
+    assert {len(share.tokens) for share in shares} == {-(-len(batch.tokens) // (2 * world)) * 2}
+    targets = torch.cat([share.targets for share in shares])
+    assert torch.equal(targets[: len(batch.targets)], batch.targets) and (targets[len(batch.targets) :] == -1).all()
+
+    sums = []
+    monkeypatch.setattr(ts.dist, "all_reduce", lambda tensor: sums.append(tensor.clone()))
+    for rank in ranks:
+        ts.bits_per_byte(model, batch, 2, token_bytes, rank)
+    nats, text_bytes = torch.stack(sums).sum(0).tolist()
+    assert nats / math.log(2) / text_bytes == pytest.approx(alone, rel=1e-5)
+
+
+# ---- samples
+
+
+def greedy(model, text, tokens, vocab_size) -> list[int]:
+    """`text` and its most likely next tokens, each from a forward of its own."""
+    text = list(text)
+    for _ in range(tokens):
+        text.append(int(logits(model, text)[-1, :vocab_size].argmax()))
+    return text
+
+
+PROMPTS = ("the rest", "é", "in order of the stone and then")
+
+
+@pytest.mark.parametrize("make", (tiny_config, tiny_medium), ids=("small", "medium"))
+def test_samples_of_a_cold_model(tokenizer, make):
+    """Near temperature 0 each sample is its prompt and the most likely tokens, one forward each, up to a BOS."""
+    config = make(sample_prompts=PROMPTS, sample_tokens=20, sample_temperature=0.0)
+    model = random_model(config)
+    samples = script(config).continue_prompts(model, tokenizer, config)
+    assert len(samples) == 3
+    for prompt, sample in zip(PROMPTS, samples, strict=True):
+        text = greedy(model, [tokenizer.bos_id, *tokenizer.encode(prompt)], 20, config.vocab_size)
+        end = [*text, tokenizer.bos_id].index(tokenizer.bos_id, 1)
+        assert sample == tokenizer.decode(text[1:end]) and sample.startswith(prompt)
+        assert end > len(tokenizer.encode(prompt)) + 5, "the test should see more than the prompt"
+
+
+class Planned:
+    """Stands for a model: after every text of n tokens comes next_token(text), however warm it is."""
+
+    def __init__(self, next_token, max_seq_len):
+        self.embed = torch.zeros(1)
+        self.next_token = next_token
+        self.max_seq_len = max_seq_len
+        self.longest = 0
+
+    def __call__(self, tokens, targets, positions, cu_seqlens, max_doc):
+        assert targets is None and cu_seqlens[0] == 0 and cu_seqlens[-1] == len(tokens)
+        z = torch.full((len(tokens), 320), -30.0)
+        for start, end in zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True):
+            assert positions[start:end].tolist() == list(range(end - start)) and end - start <= max_doc
+            assert max_doc <= self.max_seq_len
+            self.longest = max(self.longest, max_doc)
+            z[end - 1, self.next_token(tokens[start:end].tolist())] = 30.0
+            z[end - 1, 300:] = 60.0  # entries that only pad the vocabulary must never be drawn
+        return z
+
+
+def test_samples_end_at_bos(tokenizer):
+    """A text ends where the model begins another document; the others go on."""
+
+    def next_token(text):
+        return tokenizer.bos_id if len(text) == 6 and text[1] == ord("a") else ord("z")
+
+    config = tiny_config(sample_prompts=("abc", "bc"), sample_tokens=8)
+    samples = ts.continue_prompts(Planned(next_token, 64), tokenizer, config)
+    assert samples == ["abczz", "bc" + "z" * 8]
+
+
+def test_samples_stay_in_the_context(tokenizer):
+    """No text is longer than max_seq_len, whatever sample_tokens is; no prompts or no tokens are fine."""
+    model = Planned(lambda text: ord("z"), 64)
+    config = tiny_config(sample_prompts=("abc", "b" * 50), sample_tokens=1000)
+    short, long = ts.continue_prompts(model, tokenizer, config)
+    room = 64 - 1 - 50  # the longest text has its BOS and 50 tokens
+    assert long == "b" * 50 + "z" * room and short == "abc" + "z" * room
+    assert model.longest == 63
+    for changes, expected in (({"sample_prompts": ()}, []), ({"sample_tokens": 0}, ["abc", "b" * 50])):
+        assert ts.continue_prompts(model, tokenizer, dataclasses.replace(config, **changes)) == expected
+    beyond = dataclasses.replace(config, sample_prompts=("c" * 100,))
+    assert ts.continue_prompts(model, tokenizer, beyond) == ["c" * 100]
+
+
+def test_samples_follow_seed_and_temperature(tokenizer):
+    """The seed repeats them, another seed or a higher temperature gives other texts."""
+    config = tiny_config(sample_prompts=PROMPTS, sample_temperature=1.0)
+    model = random_model(config)
+
+    def texts(**changes):
+        return ts.continue_prompts(model, tokenizer, dataclasses.replace(config, **changes))
+
+    assert texts() == texts()
+    assert texts(seed=1) != texts() and texts(sample_temperature=0.01) != texts()

@@ -1,4 +1,4 @@
-"""CUDA graphs of the training step: on a CPU with a stand-in that repeats the recorded call, on a GPU as they are."""
+"""CUDA graphs of the training step: on a CPU with a stand-in that repeats the captured call, on a GPU as they are."""
 
 import contextlib
 import dataclasses
@@ -7,21 +7,21 @@ import pytest
 import torch
 import train_small as ts
 
-from conftest import ALONE, tiny_config, write_dataset
+from conftest import ALONE, loader_of, tiny_config, write_dataset
 
 
 class Repeated:
-    """Stands for torch.cuda.CUDAGraph: runs the recorded micro_step again and writes into what it returned then."""
+    """Stands for torch.cuda.CUDAGraph: runs the captured micro_step again and writes into what it returned then."""
 
     def pool(self):
         return None
 
-    def record(self, call, state, micro_batch, factor, fresh):
+    def capture(self, call, state, micro_batch, factor, fresh):
         held = [None if fresh else p.grad.clone() for p in state.model.parameters()]
         output = call(state, micro_batch, factor)
         grads = [p.grad for p in state.model.parameters()]
         for grad, before in zip(grads, held, strict=True):
-            grad.copy_(torch.full_like(grad, float("nan")) if fresh else before)  # recording computes nothing
+            grad.copy_(torch.full_like(grad, float("nan")) if fresh else before)  # capturing computes nothing
 
         def repeat():
             params = list(state.model.parameters())
@@ -41,19 +41,19 @@ class Repeated:
 @pytest.fixture
 def stand_in(monkeypatch):
     @contextlib.contextmanager
-    def record(graph, **options):
+    def capture(graph, **options):
         with monkeypatch.context() as patch:
             call = ts.micro_step
 
             def micro_step(state, micro_batch, factor):
                 fresh = next(state.model.parameters()).grad is None
-                return graph.record(call, state, micro_batch, factor, fresh)
+                return graph.capture(call, state, micro_batch, factor, fresh)
 
             patch.setattr(ts, "micro_step", micro_step)
             yield
 
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Repeated)
-    monkeypatch.setattr(torch.cuda, "graph", record)
+    monkeypatch.setattr(torch.cuda, "graph", capture)
 
 
 def curve(config, dataset, graphs: bool, steps: int, change=lambda state, step: None):
@@ -63,7 +63,8 @@ def curve(config, dataset, graphs: bool, steps: int, change=lambda state, step: 
         state.graphs = None
     elif state.graphs is None:  # on a CPU
         state.graphs = {}
-    loader, losses = ts.PackLoader(dataset, config, ALONE), []
+    loader = loader_of(dataset, config)
+    losses = []
     for step in range(steps):
         state.model.set_stage(ts.stage_attention(config, ts.stage_index(config, state.step)))
         change(state, step)
@@ -87,23 +88,25 @@ def test_replayed_steps_are_steps(stand_in, tmp_path, ahead):
     assert got == want and all(torch.equal(same[n], weights[n]) for n in weights)
     shapes = [(32, (16, 32)), (64, (32, 64))]  # documents and windows, which sdpa_attention reads as constants
     assert len(set(want)) == 8
-    assert sorted(key[:3] for key in state.graphs) == [(first, *shape) for first in (False, True) for shape in shapes]
+    found = sorted((key.first, key.max_doc, key.windows) for key in state.graphs)
+    assert found == [(first, *shape) for first in (False, True) for shape in shapes]
 
 
-def test_everything_is_recorded_in_the_warm_up(stand_in, tmp_path):
+def test_everything_is_captured_in_the_warm_up(stand_in, tmp_path):
     write_dataset(tmp_path / "d")
-    dataset, recorded = ts.Dataset.open(tmp_path / "d"), []
+    dataset = ts.Dataset.open(tmp_path / "d")
+    captured = []
     config = tiny_config(stages=STAGES, vocab_size=dataset.tokenizer.vocab_size, micro_batch_tokens=128)
     config = dataclasses.replace(config, tokens=round(8 * config.step_tokens))
 
     def warmed(state, step):
         if step == 0:
             ts.warm_up(state, lambda text: None)
-        recorded.append(set(state.graphs))
+        captured.append(set(state.graphs))
 
     want, weights, _ = curve(config, dataset, False, 8)
     got, same, _ = curve(config, dataset, True, 8, warmed)
-    assert recorded == [recorded[0]] * 8 and len(recorded[0]) == 4
+    assert captured == [captured[0]] * 8 and len(captured[0]) == 4
     assert got == want and all(torch.equal(same[n], weights[n]) for n in weights)
 
 
@@ -112,16 +115,16 @@ def test_everything_is_recorded_in_the_warm_up(stand_in, tmp_path):
     (torch.OutOfMemoryError(), 2, "going on with 128"),
     (torch.OutOfMemoryError(), 1, "CUDA graphs: off (OutOfMemoryError"),
 ))  # fmt: skip
-def test_a_graph_that_cannot_be_recorded(monkeypatch, stand_in, tmp_path, capsys, error, packs, said):
+def test_a_graph_that_cannot_be_captured(monkeypatch, stand_in, tmp_path, capsys, error, packs, said):
     """Nothing of the attempt is in the gradients. Without memory, smaller micro-batches where there are any."""
     write_dataset(tmp_path / "d")
     dataset = ts.Dataset.open(tmp_path / "d")
     config = tiny_config(stages=STAGES, vocab_size=dataset.tokenizer.vocab_size, micro_batch_tokens=packs * 128)
     want, weights, _ = curve(config, dataset, False, 3)
-    record = torch.cuda.graph
+    capture = torch.cuda.graph
 
     def fails_once(graph, **options):
-        monkeypatch.setattr(torch.cuda, "graph", record)
+        monkeypatch.setattr(torch.cuda, "graph", capture)
         raise error
 
     monkeypatch.setattr(torch.cuda, "graph", fails_once)
@@ -135,7 +138,7 @@ def test_a_graph_that_cannot_be_recorded(monkeypatch, stand_in, tmp_path, capsys
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", ({}, {"dtype": "float16", "attention": "sdpa"}), ids=("bf16", "fp16 sdpa"))
 def test_graphs_gpu(tmp_path, options):
-    """As the same steps without graphs but for the order of sums; and steps go on when a recording fails."""
+    """As the same steps without graphs but for the order of sums; and steps go on when a capture fails."""
     write_dataset(tmp_path / "d")
     dataset = ts.Dataset.open(tmp_path / "d")
     config = ts.Config(
@@ -151,11 +154,11 @@ def test_graphs_gpu(tmp_path, options):
     for name, weight in weights.items():
         assert torch.nn.functional.cosine_similarity(same[name].flatten(), weight.flatten(), 0) > 0.99, name
 
-    def break_recording(state, step):
+    def break_capture(state, step):
         if step == 0:
             forward = state.forward
             state.forward = lambda tokens, *rest: forward(tokens, *rest) if tokens.sum().item() >= 0 else None
 
-    got, _, state = curve(config, dataset, True, 12, break_recording)
+    got, _, state = curve(config, dataset, True, 12, break_capture)
     assert state.graphs is None and got == pytest.approx(want, rel=2e-3)
-    assert torch.rand(9, device="cuda").unique().numel() > 1, "random numbers after a recording that failed"
+    assert torch.rand(9, device="cuda").unique().numel() > 1, "random numbers after a capture that failed"

@@ -1,19 +1,18 @@
-"""The model: documents in a pack do not see each other or the future, and decoding with a cache is the same model."""
+"""The model: documents in a pack do not see each other or the future, and every technique does what it should."""
 
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 import train_small as ts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from conftest import logits, pack, random_documents, random_model, script, tiny_config, tiny_medium
+from conftest import logits, pack, random_documents, random_model, tiny_config, tiny_medium
 
 ONE_STAGE = (1.0, 2, 8, 16, 64, 1.0)
-# Each technique: the config with it, the config without it. A new technique gets a line here, and with that its tests
-# for packing, for decoding with a cache and for its switch. First those of train_small.py.
+# Each technique: the config with it, the config without it. A new technique gets a line here, which adds it to the
+# tests of packing, of the switch and, in test_generation.py, of decoding with a cache. First those of train_small.py.
 TECHNIQUES = {
     "key_offset": ({}, {"key_offset_layers": ()}),
     "value_embed": ({}, {"value_embed_layers": ()}),
@@ -245,66 +244,61 @@ def test_technique_changes_the_output(name):
     assert (logits(on, document) - logits(off, document)).abs().max() > 1e-2
 
 
-def feed(model, cache, texts, done, counts) -> torch.Tensor:
-    """Appends the next counts[row] tokens of each text (0: the row rests); logits after the last of them (B, V)."""
-    ends = [d + n for d, n in zip(done, counts, strict=True)]
-    long = [row for row, n in enumerate(counts) if n > 1]
-    with torch.no_grad():
-        if long:  # all but the last token
-            model.prefill(cache, long, [done[i] for i in long], [texts[i][: ends[i] - 1] for i in long])
-        steps = [(t[e - 1], t[e - 2] if e > 1 else 7, e - 1 if n else -1)
-                 for t, e, n in zip(texts, ends, counts, strict=True)]  # fmt: skip
-        tokens, previous, positions = torch.tensor(steps).unbind(1)
-        done[:] = ends
-        return model.decode(cache, tokens, previous, positions.int())
-
-
 @every_config
-def test_cached_decoding_equals_full_forward(config):
-    """Prefill in one or several ragged chunks, then token by token beyond the windows: the full forward's logits.
+def test_trunk_as_tools_call_it(config):
+    """The trunk with given weights and an attend of its own: as tools decode, one token after another.
 
-    Rings hold 10 and 18 keys, so chunks of up to 40 and texts of 64 tokens go round several times.
+    Each text is written token by token. The keys and values of the tokens before are all that a step sees of them.
     """
     model = random_model(config)
-    texts = random_documents((64, 58, 61))
-    full = [logits(model, text) for text in texts]
-    for chunks in ([(5, 40, 23)], [(1, 17, 2), (3, 0, 20), (1, 22, 1), (30, 1, 9)], [(2, 1, 3), (12, 30, 11)]):
-        done, cache = [0, 0, 0], script(config).KVCache.empty(model, 3, 64)
-        for counts in (*chunks, *[(1, 1, 1)] * 4, (0, 1, 0), *[(1, 1, 1)] * 8):
-            cached = feed(model, cache, texts, done, counts)
-            for row in range(3):
-                if counts[row]:
-                    error = (cached[row] - full[row][done[row] - 1]).abs().max()
-                    assert error < 1e-4, f"row {row} after {done[row]} tokens: {error}"
+    (document,) = random_documents((40,))
+    expected = logits(model, document)
+    weights = model.layer_weights()
+    kept = {}  # of each layer: keys before the offset, keys, values
+
+    def attend(index, layer, q, k, v, gate):
+        raw, keys, values = kept.setdefault(layer, ([], [], []))
+        before = raw[-1] if raw else k
+        raw.append(k)
+        if layer in config.key_offset_layers:
+            k = model.offset_keys(k, before, torch.tensor(len(raw) == 1).view(1, 1, 1))
+        keys.append(k)
+        values.append(v)
+        window = model.windows[layer in config.long_layers]
+        scores = torch.einsum("qhk,jhk->hqj", q, torch.cat(keys[-window - 1 :]))
+        y = torch.einsum("hqj,jhk->qhk", scores.softmax(-1), torch.cat(values[-window - 1 :]))
+        assert index == config.attention_layers.index(layer)
+        return y if gate is None else y * gate[:, :, None]
+
+    with torch.no_grad():
+        for position, token in enumerate(document):
+            inputs = [torch.tensor([n]) for n in (token, document[max(position - 1, 0)], position)]
+            got = model.logits(model.trunk(*inputs, attend, weights))
+            assert got.dtype == torch.float32
+            torch.testing.assert_close(got[0], expected[position], atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("seed", range(24))
-def test_rings_of_any_size(seed):
-    """Windows, longest text, layers with key offset, chunks and rests drawn at random."""
-    rng = np.random.default_rng(seed)
-    short, long, max_len = rng.integers(1, 20), rng.integers(1, 70), int(rng.integers(30, 65))
-    layers = ((), (1, 3), (0, 3), (0, 1, 3))[seed % 4]
-    model = random_model(tiny_config(stages=((1.0, 2, int(short), int(long), 64, 1.0),), key_offset_layers=layers))
-    texts, done = random_documents((max_len, max_len)), [0, 0]
-    full, cache = [logits(model, text) for text in texts], ts.KVCache.empty(model, 2, max_len)
-    assert [keys.size(1) for keys in cache.keys] == [min(n + 2, max_len + 1) for n in (short, long, long)]
-    while min(done) < max_len:
-        counts = [min(int(rng.choice((0, 1, 1, 2, rng.integers(max_len)))), max_len - d) for d in done]
-        cached = feed(model, cache, texts, done, counts)
-        for row in (0, 1):
-            if counts[row]:
-                torch.testing.assert_close(cached[row], full[row][done[row] - 1], atol=1e-4, rtol=0)
+def test_offset_keys_by_hand():
+    """The second half of a head comes from the token before, but for the first token of a document."""
+    keys = torch.arange(3 * 1 * 4).view(3, 1, 4)
+    first = torch.tensor([True, False, True]).view(3, 1, 1)
+    found = ts.GPT.offset_keys(keys, torch.cat((keys[:1], keys[:-1])), first)
+    assert found[:, 0].tolist() == [[0, 1, 2, 3], [4, 5, 2, 3], [8, 9, 10, 11]]
 
 
-def test_resting_rows_stay_as_they_are():
-    """A step of other rows changes neither keys nor values of a row at position -1."""
-    model, texts, done = random_model(config_of({})), random_documents((30, 30)), [0, 0]
-    cache = ts.KVCache.empty(model, 2, 64)
-    feed(model, cache, texts, done, (20, 20))
-    before = [ring[1].clone() for ring in (*cache.keys, *cache.values)]
-    for _ in range(5):
-        feed(model, cache, texts, done, (1, 0))
-    assert all(torch.equal(a, ring[1]) for a, ring in zip(before, (*cache.keys, *cache.values), strict=True))
+def test_layer_weights():
+    """The banks by layer and by name; scalars of V, O and down are in their matrices."""
+    config = tiny_config()
+    model = random_model(config)
+    weights = model.layer_weights()
+    scalars = dict(zip(ts.SCALARS, model.scalars, strict=False))
+    assert [w.qkv is None and w.o is None for w in weights] == [False, False, True, False]
+    assert weights[2].up is not None and weights[3].qkv.shape == (3 * 64, 64)
+    assert torch.equal(weights[3].qkv[:128], model.qk_bank[2]), "layer 2 has none, so layer 3 has the third of the bank"
+    assert torch.equal(weights[3].qkv[128:], model.vo_bank[4] * scalars["scale_v"][3])
+    assert torch.equal(weights[3].o, model.vo_bank[5] * scalars["scale_o"][3])
+    assert torch.equal(weights[3].up, model.mlp_bank[6])
+    assert torch.equal(weights[3].down, model.mlp_bank[7] * scalars["scale_down"][3])
 
 
 def test_bigram_rows_and_signs():
@@ -324,15 +318,6 @@ def test_bigram_rows_and_signs():
         model.bigram_signs[row] *= -1
         assert not torch.equal(logits(model, document[:-1]), before)
         model.bigram_signs[row] *= -1
-
-
-def test_cache_reaches_the_end_of_the_context():
-    """The last position of the context decodes like the others."""
-    model, (row,), done = random_model(config_of({})), random_documents((64,)), [0]
-    cache = ts.KVCache.empty(model, 1, 64)
-    for count in (63, 1):
-        last = feed(model, cache, [row], done, (count,))
-    torch.testing.assert_close(last, logits(model, row)[-1:], atol=1e-4, rtol=0)
 
 
 def test_initial_weights():

@@ -7,7 +7,7 @@ import pytest
 import torch
 import train_small as ts
 
-from conftest import ALONE, pack, random_documents, random_model, script, tiny_config, tiny_medium
+from conftest import pack, random_documents, random_model, script, tiny_config, tiny_medium
 from test_model import CONFIGS
 
 
@@ -184,7 +184,7 @@ def test_betas_of_adam():
 def test_optimizer_step_applies_the_table(config, rows, down):
     """Two steps on a whole model: for every parameter the textbook update with the rates of its row."""
     model, table = random_model(config), script(config).parameter_table(config)
-    optimizer = script(config).build_optimizer(model, config, ALONE)
+    optimizer = script(config).build_optimizer(model, config)
     muon, adam = {}, {}
     for name, param in model.named_parameters():
         policy, weights = table[name], param.detach().clone()
