@@ -1822,6 +1822,7 @@ class Job:
     load_start: Callable | None = None  # load_start(state) loads weights to begin with
     samples: Callable = continue_prompts  # samples(model, tokenizer, config) -> texts
     description: dict = field(default_factory=dict)  # further entries of config.json
+    report_rows: dict = field(default_factory=dict)  # further rows of the report's table
     scripts: tuple[Path, ...] = ()  # further scripts that the run directory keeps
 
 
@@ -2921,7 +2922,7 @@ def write_report(run: Run, result: dict, samples: list[str]) -> None:
         "device time": f"{hours:.4f} device hours",
         "device": f"{machine['num_devices']} x {machine['device']}",
         "torch": machine["torch"],
-        **run.job.description,
+        **run.job.report_rows,
         "data": run.job.config.data,
         "commit": commit,
     }
