@@ -42,6 +42,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import Tensor
 
 try:  # without Triton (CPUs, Macs, Windows) the plain path runs
@@ -121,7 +122,7 @@ def load_run(
     """
     script = import_script(run_dir)
     try:
-        loaded = script.load(run_dir, step, device, **changes)
+        loaded = load_model(script, Path(run_dir), step, device, changes)
     except (
         script.UserError,
         RuntimeError,
@@ -132,6 +133,26 @@ def load_run(
     run = Run(script, *loaded)
     check_decoding(run, Path(run_dir))
     return run
+
+
+def load_model(script: ModuleType, run_dir: Path, step, device, changes: dict) -> tuple:
+    """The model, tokenizer and config of a run."""
+    found = script.checkpoints(run_dir)
+    if step is not None:
+        found = [folder for folder in found if int(folder.name.removeprefix("step_")) == step]
+    if not found:
+        which = "checkpoint" if step is None else f"checkpoint of step {step}"
+        way = "name a run directory with a finished save"
+        raise RunError(f"no {which} in {run_dir}/checkpoints; {way}")
+    config = dataclasses.replace(script.read_config(run_dir), **changes)
+    default_device = script.start_ranks().device
+    device = torch.device(device) if device else default_device
+    model = script.GPT(config, device, script.choose_dtype(config, device))
+    model.load_state_dict(load_file(found[-1] / "model.safetensors"))
+    description = json.loads((found[-1] / "state.json").read_text(encoding="utf-8"))
+    model.set_stage(description["attention"])
+    model.attention = script.choose_attention(model, lambda text: None)
+    return model.eval(), script.Tokenizer(run_dir / "tokenizer.json"), config
 
 
 # -- the check at loading

@@ -159,7 +159,7 @@ def test_transformers_gives_the_scripts_logits_and_text(bpe, tmp_path):
     export.export(run_dir, out)
     export.export(run_dir, half, dtype="bfloat16")
     script = engine.import_script(run_dir)
-    model, own, config = script.load(run_dir, device="cpu")
+    model, own, config = engine.load_model(script, run_dir, None, "cpu", {})
     rng = random.Random(3)
     rows = [[own.bos_id, *rng.choices(range(250), k=n)] for n in (20, 1, 50)]
     parts = [{"type": "text", "text": "see "}, {"type": "python", "text": "1+1"},
