@@ -159,8 +159,8 @@ def load_model(script: ModuleType, run_dir: Path, step, device, changes: dict) -
 
 CHECKED_TOKENS = 32
 # Largest difference between the logits of decode and forward, relative to the spread of the logits.
-# Models of random weights show 1e-6 in fp32 and up to 2e-2 in bf16. A wrong position shows 1e-1, but
-# a missing key offset as little as 1e-2, which only fp32 can tell from rounding.
+# Models of random weights show 1e-6 in fp32 and up to 2e-2 in bf16. A wrong position shows 1e-1,
+# but a missing key offset as little as 1e-2, which only fp32 can tell from rounding.
 EXACT_TOLERANCE = 1e-3
 ROUNDED_TOLERANCE = 1e-1  # for 16 bits
 
