@@ -1,12 +1,12 @@
 # ruff: noqa: E402
-"""Trace of steps of a training script with section names; counts graphs, graph breaks and recompiles after the warm-up.
+"""Traces training steps with section names; counts graphs, graph breaks and what is compiled after the warm-up.
 
     python dev/profile.py [@runs/b34.args] [flags of train_small.py] [--steps 5] [--out out/profile/trace.json]
     python dev/profile.py --script train_medium.py
 
-The trace opens in https://ui.perfetto.dev; every kernel carries its section. The exit code is 1 if there was a graph
-break, or if anything was compiled after the warm-up: steps and a validation in every stage are tried. The reasons
-of recompiles are printed by torch. The last line is the result as JSON.
+Open the trace in https://ui.perfetto.dev; each kernel carries its section. The exit code is 1 if there was a graph
+break, or if steps and a validation in each stage compiled anything after the warm-up. torch prints why something was
+recompiled. The last line is the result as JSON.
 """
 
 import collections
@@ -15,9 +15,8 @@ import json
 import sys
 from pathlib import Path
 
-sys.path[:1] = [
-    str(Path(__file__).resolve().parents[1])
-]  # not dev/: this file would hide Python's own profile
+# The repository, in place of dev/, where this file would hide Python's own profile.
+sys.path[:1] = [str(Path(__file__).resolve().parents[1])]
 import torch
 from torch._dynamo.utils import counters
 
@@ -27,40 +26,63 @@ ts = bench.ts
 
 
 def compilations() -> dict[str, int]:
-    """How much has been compiled so far: graphs of torch.compile, and variants of the Triton kernels of section 7."""
-    caches = [c for k in vars(ts).values() for c in getattr(k, "device_caches", {}).values()]
-    return {
-        "graphs": counters["stats"]["unique_graphs"],
-        "triton_kernels": sum(len(cache[0]) for cache in caches),
-    }
+    """How much has been compiled so far: graphs of torch.compile, and variants of the script's Triton kernels."""
+    variants = 0
+    for value in vars(ts).values():
+        for cache in getattr(value, "device_caches", {}).values():
+            variants += len(cache[0])
+    return {"graphs": counters["stats"]["unique_graphs"], "triton_kernels": variants}
 
 
-def name_sections(trace: dict, rows: list[tuple]) -> None:
-    """Adds the section to every event, and a line of sections above the kernels of the GPU."""
-    for event, microseconds, section, phase in rows:
-        event.setdefault("args", {})["section"] = section
+def name_sections(trace: dict, rows: list[bench.Row]) -> None:
+    """Adds the section to each event, and a line of sections above the kernels of the GPU."""
+    for row in rows:
+        event = row.event
+        event.setdefault("args", {})["section"] = row.section
         if event["cat"] != "cpu_op":
-            line = {"ph": "X", "cat": "section", "pid": -1, "tid": event["tid"], "name": section, "ts": event["ts"],
-                    "dur": microseconds, "args": {"phase": phase}}  # fmt: skip
-            trace["traceEvents"].append(line)
-    trace["traceEvents"].append(
-        {"ph": "M", "pid": -1, "name": "process_name", "args": {"name": "sections"}}
-    )
+            section = {
+                "ph": "X",
+                "cat": "section",
+                "pid": -1,
+                "tid": event["tid"],
+                "name": row.section,
+                "ts": event["ts"],
+                "dur": row.microseconds,
+                "args": {"phase": row.phase},
+            }
+            trace["traceEvents"].append(section)
+    title = {"ph": "M", "pid": -1, "name": "process_name", "args": {"name": "sections"}}
+    trace["traceEvents"].append(title)
 
 
-def kernel_table(rows: list[tuple], steps: int, count: int) -> str:
-    times, calls = collections.Counter(), collections.Counter()
-    for event, microseconds, section, phase in rows:
-        key = event["name"], section, phase
-        times[key] += microseconds / steps / 1e3
+def kernel_table(rows: list[bench.Row], steps: int, count: int) -> str:
+    """The kernels that take most of a step."""
+    times = collections.Counter()
+    calls = collections.Counter()
+    for row in rows:
+        key = (row.event["name"], row.section, row.phase)
+        times[key] += row.microseconds / steps / 1e3
         calls[key] += 1
     lines = [f"{'ms of a step':>12}{'calls':>7}{'us each':>9}  {'section':19}{'phase':10} name"]
-    for (name, section, phase), ms in times.most_common(count):
-        number = calls[name, section, phase] / steps
-        lines.append(
-            f"{ms:12.3f}{number:7.1f}{ms / number * 1e3:9.1f}  {section:19}{phase:10} {name[:90]}"
-        )
+    for key, ms in times.most_common(count):
+        name, section, phase = key
+        number = calls[key] / steps
+        each = ms / number * 1e3
+        lines.append(f"{ms:12.3f}{number:7.1f}{each:9.1f}  {section:19}{phase:10} {name[:90]}")
     return "\n".join(lines)
+
+
+def visit_stages(state: ts.TrainState, dataset) -> None:
+    """Two steps and a validation in each stage, which should compile nothing."""
+    config = state.config
+    few = dataclasses.replace(config, val_tokens=2 * state.packs * config.pack_tokens)
+    validation = ts.validation_batch(ts.validation_documents(dataset, few), few, 0)
+    ones = torch.ones(config.padded_vocab, dtype=torch.long, device=state.ranks.device)
+    for index in range(len(config.stages)):
+        with bench.stage_batches(state, dataset, index) as next_batch:
+            for _ in range(2):
+                ts.train_step(state, next_batch())
+            ts.bits_per_byte(state.forward, validation, state.packs, ones, state.ranks)
 
 
 def main() -> dict:
@@ -68,33 +90,31 @@ def main() -> dict:
     parser.add_argument(
         "--out", default="out/profile/trace.json", help="default out/profile/trace.json"
     )
-    args, config, ranks = bench.configure(parser, 5)
+    settings = bench.configure(parser, 5)
+    args = settings.args
+    config = settings.config
+    ranks = settings.ranks
     say = print if ranks.is_main else (lambda text: None)
     state = ts.build_state(config, ranks, say)
     ts.warm_up(state, say)
     warm = compilations()
     torch._logging.set_logs(recompiles=True)
-    dataset, last = bench.random_dataset(config), len(config.stages) - 1
-    few = dataclasses.replace(config, val_tokens=2 * state.packs * config.pack_tokens)
-    validation = ts.validation_batch(dataset, few)
-    ones = torch.ones(config.padded_vocab, dtype=torch.long, device=ranks.device)
-    for index in range(last + 1):
-        with bench.stage_batches(state, dataset, index) as batches:
-            for _ in range(2):
-                ts.train_step(state, batches())
-            ts.bits_per_byte(state.forward, validation, state.packs, ones, ranks)
-    trace = bench.trace_steps(state, dataset, last, args.steps)
 
+    dataset = bench.random_dataset(config)
+    visit_stages(state, dataset)
+    trace = bench.trace_steps(state, dataset, len(config.stages) - 1, args.steps)
     rows = bench.kernels(trace, config, state.packs * config.pack_tokens)
-    sections, total, table = bench.section_table(rows, args.steps)
-    say(f"\n{kernel_table(rows, args.steps, 25)}\n\n{table}\n")
+    table = bench.section_table(rows, args.steps)
+    say(f"\n{kernel_table(rows, args.steps, 25)}\n\n{table.text}\n")
     if ranks.is_main:
         name_sections(trace, rows)
         Path(args.out).parent.mkdir(parents=True, exist_ok=True)
         Path(args.out).write_text(json.dumps(trace), encoding="utf-8")
         say(f"trace: {args.out}")
+
     late = {name: number - warm[name] for name, number in compilations().items()}
     breaks = sum(counters["graph_break"].values())
+    recompiles = sum(late.values())
     say(
         f"compiled: {warm['graphs']} graphs, {warm['triton_kernels']} Triton variants, {breaks} graph breaks"
     )
@@ -103,8 +123,16 @@ def main() -> dict:
     )
     for reason, number in counters["graph_break"].items():
         say(f"graph break, {number} times: {reason}")
-    return {**warm, "graph_breaks": breaks, "recompiles": sum(late.values()), "late": late, "step_ms": total,
-            "sections": sections, "trace": args.out, "failed": bool(breaks or sum(late.values()))}  # fmt: skip
+    return {
+        **warm,
+        "graph_breaks": breaks,
+        "recompiles": recompiles,
+        "late": late,
+        "step_ms": table.step_ms,
+        "sections": table.shares,
+        "trace": args.out,
+        "failed": bool(breaks or recompiles),
+    }
 
 
 if __name__ == "__main__":

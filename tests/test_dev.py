@@ -114,7 +114,8 @@ def test_sections_of_kernels():
         event("decoderstack0::transpose8", "cpu_op", 70, 5), *launched(10, 72, "transpose_kernel", 7),
         *launched(7, 215, "sym_mm_kernel", 6), *launched(8, 240, "Memcpy DtoD", 1), *launched(9, 245, "mystery", 1),
     ]}  # fmt: skip
-    rows = {row[0]["args"]["correlation"]: row[1:] for row in bench.kernels(trace, config, 8192)}
+    rows = {row.event["args"]["correlation"]: (row.microseconds, row.section, row.phase)
+            for row in bench.kernels(trace, config, 8192)}  # fmt: skip
     assert rows == {
         1: (10, "qkv and o products", "forward"), 2: (20, "MLP", "forward"), 3: (5, "head and loss", "forward"),
         4: (3, "embeddings", "forward"), 5: (4, "attention", "forward"), 6: (2, "elementwise", "backward"),
