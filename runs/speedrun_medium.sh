@@ -85,5 +85,5 @@ for name in "$run" "${run}_sft"; do
   echo
   sed -n '1,/^## /{/^## /!p}' "$name/report.md"
 done
-echo "The results are in $run and ${run}_sft: report.md, curve.png, core.csv. This took $SECONDS s."
+echo "The results are in $run, ${run}_sft and ${run}_hf. This took $SECONDS s."
 echo "Chat: python runs/chat.py ${run}_sft (after: source .venv/bin/activate)"
