@@ -84,10 +84,10 @@ install_cpu_torch() {
     return 0
   fi
 
-  # Ask for the list of versions first, as an install would retry for minutes. The limit of 20 s is for hosts with several
-  # addresses. +cpu in the version keeps pip from taking a CUDA build from another configured index.
-  versions=$(timeout 20 "$python" -m pip index versions torch --index-url "$index" --timeout 5 --retries 0 2>/dev/null) ||
-    versions=""
+  # Ask for the list of versions first, as an install would retry for minutes. The limit of 20 s is for hosts with
+  # several addresses. +cpu in the version keeps pip from taking a CUDA build from another configured index.
+  versions=$(timeout 20 "$python" -m pip index versions torch --index-url "$index" --timeout 5 --retries 0 \
+    2>/dev/null) || versions=""
   if [[ $versions == *"$version+cpu"* ]]; then
     echo "setup: no NVIDIA GPU found; installing the CPU build of torch from $index"
     if "$python" -m pip install --quiet --no-input --disable-pip-version-check --no-deps --index-url "$index" \
@@ -95,8 +95,8 @@ install_cpu_torch() {
       return 0
     fi
   fi
-  echo "setup: no NVIDIA GPU found, but $index does not offer the CPU build of torch $version now; torch comes from the" \
-    "default package index, about 3 GB with its CUDA packages"
+  echo "setup: no NVIDIA GPU found, but $index does not offer the CPU build of torch $version now; torch comes from" \
+    "the default package index, about 3 GB with its CUDA packages"
 }
 
 # The lines of the stamp: the file, the file that it includes, and so on.
