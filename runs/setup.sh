@@ -75,7 +75,7 @@ has_nvidia_gpu() {
 # installs torch with everything else, from the default index.
 install_cpu_torch() {
   local python=$1/python index=${TORCH_CPU_INDEX-https://download.pytorch.org/whl/cpu} version versions
-  version=$(sed -n 's/^torch==//p' requirements-quickstart.txt)
+  version=$(sed -n 's/^torch==//p' requirements*.txt)
   if compgen -G "$SITE_PACKAGES/torch-$version*.dist-info" >/dev/null; then
     return 0 # some build of it is there already
   fi
