@@ -1,6 +1,8 @@
 """The two commands, the comparison with compressors, and what the README promises."""
 
+import contextlib
 import gzip
+import http.server
 import json
 import lzma
 import os
@@ -8,8 +10,12 @@ import re
 import runpy
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
+import threading
+import urllib.parse
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -34,50 +40,107 @@ def test_ci_can_be_executed():
     assert os.access(ROOT / ".ci/run", os.X_OK)
 
 
+REQUIREMENTS = ("requirements-quickstart.txt", "requirements.txt", "requirements-test.txt")
+PIN = re.compile(r"^([\w-]+)==([^\s;]+)(?: *; *(.+?))?(?: +#.*)?$", re.M)
+
+
+def pins(name: str) -> dict[str, tuple[str, str]]:
+    """Version and marker of each package in a requirement file."""
+    return {package: (version, marker) for package, version, marker in PIN.findall((ROOT / name).read_text())}
+
+
+def test_requirement_files_include_each_other():
+    """Each file includes the one before and pins nothing that stands there already."""
+    quickstart, full, test = map(pins, REQUIREMENTS)
+    includes = [re.findall(r"^-r (.+)$", (ROOT / name).read_text(), re.M) for name in REQUIREMENTS]
+    assert includes == [[], ["requirements-quickstart.txt"], ["requirements.txt"]]
+    assert not quickstart.keys() & full.keys() and not (quickstart.keys() | full.keys()) & test.keys()
+    for name in REQUIREMENTS:
+        lines = [line for line in (ROOT / name).read_text().splitlines() if not line.startswith(("#", "-r "))]
+        assert lines and all(PIN.match(line) for line in lines)
+
+
+def test_triton_is_the_one_that_torch_requires():
+    """With the marker that torch 2.13.0 gives it; no other system has wheels of triton."""
+    assert pins("requirements-quickstart.txt")["torch"] == ("2.13.0", "")
+    assert pins("requirements-test.txt")["triton"] == (
+        "3.7.1", 'platform_system == "Linux" and python_version < "3.15"'
+    )  # fmt: skip
+
+
+def test_check_requirements_is_skipped_without_an_index():
+    with socket.socket() as closed:  # a port on which nobody listens
+        closed.bind(("127.0.0.1", 0))
+        index = f"http://127.0.0.1:{closed.getsockname()[1]}/simple"
+        command = [sys.executable, ROOT / "dev/check_requirements.py"]
+        done = subprocess.run(command, env={**os.environ, "PIP_INDEX_URL": index}, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.count("\n") == 1 and "skipped" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_check_requirements(tmp_path, broken):
+    """With a uv that knows 3 packages, or finds no solution for one file on Windows."""
+    uv = tmp_path / "uv"
+    failure = 'case "$*" in *windows*requirements-test.txt*) echo "no solution" >&2; exit 1 ;; esac' if broken else ""
+    uv.write_text(f"#!/usr/bin/env bash\n{failure}\nprintf 'a==1\\nb==2\\nc==3\\n'\n")
+    uv.chmod(0o755)
+    with package_index({"tqdm": []}) as (index, _):
+        environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "PIP_INDEX_URL": index}
+        command = [sys.executable, ROOT / "dev/check_requirements.py"]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    rows = [
+        line.split() for line in done.stdout.splitlines() if re.match(r"requirements.*\d$|requirements.*FAILS$", line)
+    ]
+    assert [row[-4:] for row in rows] == [["3"] * 4] * 8 + [["FAILS" if broken else "3"] * 4], done.stderr
+    assert done.returncode == broken and done.stdout.count("no solution") == 4 * broken
+
+
 @pytest.fixture
 def sandbox(tmp_path) -> Path:
     """A copy of the scripts with a .venv whose python runs a fake pip, which writes its arguments to pip.log and then
     fails if there is a file `fail`. Everything else goes to the python of this test."""
     for folder in ("runs", ".venv/bin"):
         (tmp_path / folder).mkdir(parents=True)
-    for name in ("runs/setup.sh", "runs/quickstart.sh", "requirements.txt", "requirements-test.txt"):
+    for name in ("runs/setup.sh", "runs/quickstart.sh", *REQUIREMENTS):
         shutil.copy(ROOT / name, tmp_path / name)
     python = tmp_path / ".venv/bin/python"
     python.write_text(f"""#!/usr/bin/env bash
 root=$(cd "$(dirname "$0")/../.." && pwd)
 if [[ "$1 $2" == "-m pip" ]]; then echo "$@" >>"$root/pip.log"; [[ ! -e $root/fail ]]; exit; fi
-if [[ $1 == *.py ]]; then echo "$@" >>"$root/python.log"; exit; fi
+if [[ $1 == *.py ]]; then printf '%s ' "${{@//$'\\n'/ }}" >>"$root/python.log"; echo >>"$root/python.log"; exit; fi
 exec {sys.executable} "$@"
 """)
     python.chmod(0o755)
     return tmp_path
 
 
-def setup(sandbox: Path, file: str) -> subprocess.CompletedProcess:
+def setup(sandbox: Path, file: str, cpu_index: str = "", **environment: str) -> subprocess.CompletedProcess:
     command = f"set -euo pipefail; source runs/setup.sh; setup {file}; command -v python"
-    return subprocess.run(["bash", "-c", command], cwd=sandbox, capture_output=True, text=True)
+    environment = {**os.environ, "TORCH_CPU_INDEX": cpu_index, **environment}
+    return subprocess.run(["bash", "-c", command], cwd=sandbox, env=environment, capture_output=True, text=True)
 
 
 def installs(sandbox: Path) -> list[str]:
     """The requirement files that pip was asked to install, in order."""
     log = sandbox / "pip.log"
-    return [line.split()[-1] for line in log.read_text().splitlines()] if log.exists() else []
+    return re.findall(r"-r (\S+)$", log.read_text(), re.M) if log.exists() else []
 
 
 def test_setup_installs_once(sandbox):
-    first = setup(sandbox, "requirements.txt")
+    first = setup(sandbox, "requirements-quickstart.txt")
     assert first.returncode == 0 and first.stdout.strip().endswith(".venv/bin/python"), first.stderr
-    assert setup(sandbox, "requirements.txt").returncode == 0
-    assert installs(sandbox) == ["requirements.txt"]
-    assert setup(sandbox, "requirements-test.txt").returncode == 0  # the test packages are still missing
-    assert setup(sandbox, "requirements-test.txt").returncode == 0
-    assert setup(sandbox, "requirements.txt").returncode == 0  # contained in the other
-    assert installs(sandbox) == ["requirements.txt", "requirements-test.txt"]
+    for file in ("requirements-quickstart.txt", "requirements-test.txt", "requirements-test.txt"):
+        assert setup(sandbox, file).returncode == 0
+    assert installs(sandbox) == ["requirements-quickstart.txt", "requirements-test.txt"]
+    for file in ("requirements.txt", "requirements-quickstart.txt"):  # contained in the one for tests
+        assert setup(sandbox, file).returncode == 0
+    assert installs(sandbox) == ["requirements-quickstart.txt", "requirements-test.txt"]
 
 
-def test_setup_installs_again_after_a_change(sandbox):
+@pytest.mark.parametrize("changed", REQUIREMENTS)
+def test_setup_installs_again_after_a_change(sandbox, changed):
     setup(sandbox, "requirements.txt")
-    with (sandbox / "requirements.txt").open("a") as file:
+    with (sandbox / changed).open("a") as file:
         file.write("another==1.0\n")
     setup(sandbox, "requirements.txt")
     assert installs(sandbox) == ["requirements.txt"] * 2
@@ -99,15 +162,190 @@ def test_setup_names_the_missing_python(tmp_path):
     command = f"set -euo pipefail; source {ROOT}/runs/setup.sh; setup requirements.txt"
     done = subprocess.run(["bash", "-c", command], cwd=tmp_path, env={"PATH": str(tmp_path / "bin")},
                           capture_output=True, text=True)  # fmt: skip
-    assert done.returncode == 1 and done.stderr.startswith("error: Python 3.11 or newer"), done.stderr
+    assert done.returncode == 1 and done.stderr.startswith("error: this requires Python 3.11 or newer"), done.stderr
+
+
+def test_setup_finds_the_python_of_windows(sandbox):
+    (sandbox / ".venv/bin").rename(sandbox / ".venv/Scripts")
+    done = setup(sandbox, "requirements.txt")
+    assert done.returncode == 0 and done.stdout.strip().endswith(".venv/Scripts/python"), done.stderr
+    assert installs(sandbox) == ["requirements.txt"]
+
+
+# ---- where torch comes from: real pip, indexes on this machine
+
+
+def fake_wheel(folder: Path, version: str) -> Path:
+    """A wheel of an empty torch."""
+    name = f"torch-{version}"
+    path = folder / f"{name}-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as wheel:
+        wheel.writestr("torch/__init__.py", "")
+        wheel.writestr(f"{name}.dist-info/METADATA", f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n")
+        wheel.writestr(f"{name}.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{name}.dist-info/RECORD", "")
+    return path
+
+
+@contextlib.contextmanager
+def package_index(packages: dict[str, list[Path]]):
+    """Serves a package index: gives its address, and the list of paths that were asked for."""
+    asked = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            asked.append(self.path)
+            parts = self.path.strip("/").split("/")
+            files = packages.get(parts[1] if len(parts) > 1 else "")
+            if files is None:
+                self.send_error(404)
+                return
+            if len(parts) == 2:
+                kind = "text/html"
+                links = [f'<a href="{path.name.replace("+", "%2B")}">{path.name}</a>' for path in files]
+                body = f"<!DOCTYPE html><html><body>{''.join(links)}</body></html>".encode()
+            else:
+                kind = "application/octet-stream"
+                wanted = urllib.parse.unquote(parts[2])
+                body = next(path for path in files if path.name == wanted).read_bytes()
+            self.send_response(200)
+            self.send_header("Content-Type", kind)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_):
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}/simple", asked
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+class Stranger:
+    """A machine with a real .venv whose default index has torch 2.13.0; its requirement files name nothing else.
+
+    Programs in `bin` come first in PATH: nvidia-smi finds no GPU, and uname says Linux, until a test changes them.
+    """
+
+    def __init__(self, folder: Path, default_index: str):
+        pip = pytest.importorskip("pip")
+        self.folder, self.default_index = folder, default_index
+        subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / ".venv"], check=True)
+        self.packages = next((folder / ".venv/lib").glob("python3*")) / "site-packages"
+        (self.packages / "pip").symlink_to(Path(pip.__file__).parent)
+        (folder / "runs").mkdir()
+        shutil.copy(ROOT / "runs/setup.sh", folder / "runs")
+        (folder / "requirements-quickstart.txt").write_text("torch==2.13.0\n")
+        (folder / "requirements.txt").write_text("-r requirements-quickstart.txt\n")
+        (folder / "bin").mkdir()
+        self.program("nvidia-smi", "exit 1")
+        self.program("uname", "echo Linux")
+
+    def program(self, name: str, line: str) -> None:
+        path = self.folder / "bin" / name
+        path.write_text(f"#!/usr/bin/env bash\n{line}\n")
+        path.chmod(0o755)
+
+    def setup(self, cpu_index: str, **settings: str) -> tuple[str, str]:
+        """What setup says, and the version of torch that is there afterwards."""
+        settings = {"PIP_CONFIG_FILE": os.devnull, "PIP_INDEX_URL": self.default_index, "no_proxy": "*", **settings}
+        settings["PATH"] = f"{self.folder / 'bin'}:{os.environ['PATH']}"
+        done = setup(self.folder, "requirements.txt", cpu_index, **settings)
+        assert done.returncode == 0, done.stderr
+        versions = [path.name.split("-")[1][: -len(".dist")] for path in self.packages.glob("torch-*.dist-info")]
+        return done.stdout, " ".join(versions)
+
+
+@pytest.fixture
+def stranger(tmp_path, monkeypatch):
+    for name in [name for name in os.environ if name.startswith("PIP_")]:
+        monkeypatch.delenv(name)
+    with package_index({"torch": [fake_wheel(tmp_path, "2.13.0")]}) as (index, _):
+        yield Stranger(tmp_path, index)
+
+
+@pytest.fixture
+def cpu_index(tmp_path):
+    """An index like PyTorch's for CPUs, and what was asked of it."""
+    wheels = [fake_wheel(tmp_path, version) for version in ("2.12.1+cpu", "2.13.0+cpu", "2.14.0+cpu")]
+    with package_index({"torch": wheels}) as served:
+        yield served
+
+
+def test_without_a_gpu_torch_comes_from_the_cpu_index(stranger, cpu_index):
+    said, version = stranger.setup(cpu_index[0])
+    assert version == "2.13.0+cpu"
+    assert f"setup: no NVIDIA GPU found; installing the CPU build of torch from {cpu_index[0]}\n" in said
+    asked = len(cpu_index[1])
+    (stranger.folder / ".venv/decoderstack-installed").unlink()
+    said, version = stranger.setup(cpu_index[0])  # torch is there already
+    assert version == "2.13.0+cpu" and len(cpu_index[1]) == asked and said.count("setup:") == 1
+
+
+def test_other_indexes_of_pip_do_not_disturb_the_cpu_build(stranger, cpu_index):
+    """The default index as an extra one as well, and a folder of wheels."""
+    extra = {"PIP_EXTRA_INDEX_URL": stranger.default_index, "PIP_FIND_LINKS": str(stranger.folder / "wheels")}
+    (stranger.folder / "wheels").mkdir()
+    fake_wheel(stranger.folder / "wheels", "2.13.0")
+    assert stranger.setup(cpu_index[0], **extra)[1] == "2.13.0+cpu"
+
+
+@pytest.mark.parametrize("answer", ["refused", "silent", "other versions"])
+def test_without_the_cpu_index_torch_comes_from_the_default_one(stranger, answer):
+    """A port on which nobody listens, a server that never answers, an index without this version."""
+    with contextlib.ExitStack() as stack:
+        if answer == "other versions":
+            wheels = [fake_wheel(stranger.folder, "2.12.1+cpu")]
+            index = stack.enter_context(package_index({"torch": wheels}))[0]
+        else:
+            listener = stack.enter_context(socket.socket())
+            listener.bind(("127.0.0.1", 0))
+            if answer == "silent":
+                listener.listen()
+            index = f"http://127.0.0.1:{listener.getsockname()[1]}/simple"
+        said, version = stranger.setup(index, PIP_EXTRA_INDEX_URL=stranger.default_index)
+    assert version == "2.13.0" and "does not offer the CPU build of torch 2.13.0 now" in said
+    assert said.count("\n") == 3, said  # torch, requirements.txt, the path of python
+
+
+@pytest.mark.parametrize("reason", ["NVIDIA GPU", "macOS", "Git Bash", "TORCH_CPU_INDEX is empty"])
+def test_elsewhere_torch_comes_from_the_default_index(stranger, cpu_index, reason):
+    if reason == "NVIDIA GPU":
+        stranger.program("nvidia-smi", 'echo "GPU 0: NVIDIA H200 (UUID: GPU-1)"')
+    if reason == "macOS":
+        stranger.program("uname", "echo Darwin")
+    if reason == "Git Bash":
+        stranger.program("uname", "echo MINGW64_NT-10.0")
+    said, version = stranger.setup("" if "empty" in reason else cpu_index[0])
+    assert version == "2.13.0" and "setup: torch comes from the default package index\n" in said
+    assert cpu_index[1] == []
+
+
+def test_setup_warns_when_a_gpu_was_added(stranger, cpu_index):
+    assert "remove .venv" not in stranger.setup(cpu_index[0])[0]
+    stranger.program("nvidia-smi", 'echo "GPU 0: NVIDIA H200 (UUID: GPU-1)"')
+    said, version = stranger.setup(cpu_index[0])
+    assert version == "2.13.0+cpu" and "remove .venv and run this again" in said
+
+
+# ---- quickstart.sh
 
 
 def quickstart(sandbox: Path, *flags: str) -> tuple[subprocess.CompletedProcess, list[str]]:
     """Runs the script from another directory; also returns the lines of python commands that it ran."""
     (sandbox / "python.log").unlink(missing_ok=True)
-    done = subprocess.run(["bash", sandbox / "runs/quickstart.sh", *flags], cwd="/", capture_output=True, text=True)
+    environment = {**os.environ, "TORCH_CPU_INDEX": ""}
+    command = ["bash", sandbox / "runs/quickstart.sh", *flags]
+    done = subprocess.run(command, cwd="/", env=environment, capture_output=True, text=True)
     log = sandbox / "python.log"
-    return done, log.read_text().splitlines() if log.exists() else []
+    return done, [line.strip() for line in log.read_text().splitlines()] if log.exists() else []
 
 
 def test_quickstart_starts_resumes_and_skips(sandbox):
@@ -115,9 +353,13 @@ def test_quickstart_starts_resumes_and_skips(sandbox):
     done, commands = quickstart(sandbox)
     assert done.returncode == 0, done.stderr
     assert [c.split()[0] for c in commands] == [
-        "data/pretrain.py", "train_small.py", "out/quickstart/train_small.py", "runs/compressors.py"
+        "data/pretrain.py", "train_small.py", "runs/sample.py", "runs/compressors.py"
     ]  # fmt: skip
+    assert installs(sandbox) == ["requirements-quickstart.txt"]
     assert commands[1] == "train_small.py @runs/cpu.args --run-dir out/quickstart"
+    assert commands[2].startswith("runs/sample.py out/quickstart --tokens ")
+    lines = done.stdout.splitlines()
+    assert "Report:  out/quickstart/report.md" in lines and "Picture: out/quickstart/curve.png" in lines
 
     run.mkdir(parents=True)  # what a kill before the first checkpoint leaves
     (run / "log.jsonl").write_text("{}\n")
@@ -131,7 +373,7 @@ def test_quickstart_starts_resumes_and_skips(sandbox):
 
     (run / "report.md").touch()
     done, commands = quickstart(sandbox)
-    assert not any(c.startswith("train_small.py") for c in commands) and "finished already" in done.stdout
+    assert not any(c.startswith("train_small.py") for c in commands) and "is already finished" in done.stdout
 
 
 def test_quickstart_passes_flags_on(sandbox):
@@ -415,8 +657,8 @@ def test_readme_names_real_flags_fields_and_files():
     for path in re.findall(r"^\| `([\w/.-]+)` \|", files, re.M):
         assert (ROOT / path).exists(), path
     needs = text.split("\n## Requirements\n")[1].split("\n## ")[0]
-    for file in ("requirements.txt", "requirements-test.txt"):
-        for package in re.findall(r"^([\w-]+)==", (ROOT / file).read_text(encoding="utf-8"), re.M):
+    for file in REQUIREMENTS:
+        for package in pins(file):
             assert package in ("torch", "numpy") or f"`{package}`" in needs, f"{package} has no reason in the README"
     for name in re.findall(r"`(\w+(?:\.\w+)?)\(\)`", text):  # functions of the training script
         target = ts
