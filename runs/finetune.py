@@ -1,23 +1,23 @@
-"""Finetuning: a pretrained run goes on with conversations, so that its model answers questions.
+"""Finetunes a pretrained run on conversations, so that its model answers questions.
 
     python runs/finetune.py out/RUN                        one pass over the conversations of its dataset
     python runs/finetune.py out/RUN --packs 16 --lr 0.5 --steps 200 --set max_epochs=3
     python runs/finetune.py --resume --run-dir out/SFT     continue a run that was stopped
     torchrun --standalone --nproc_per_node=8 runs/finetune.py out/RUN
 
-RUN comes first. Behind it stand the flags of training (`runs/finetune.py RUN --help` lists them), and
+RUN comes first. It is followed by the flags of training (`runs/finetune.py RUN --help` lists them) and
 
     --packs N       packs in a step (default 8 for train_small.py, 16 for train_medium.py)
     --lr X          rate at the start, as a fraction of that of pretraining (default 0.8 and 0.3)
     --no-moments    start with empty optimizer moments in place of those of RUN
 
-The conversations are those that data/sft.py adds to a dataset. The default is RUN's own dataset;
---data names another one with the same tokenizer. The loss counts only what the assistant writes.
-Training is done by the script that lies in RUN, so its model is trained as it was before.
+The conversations are those that data/sft.py adds to a dataset: RUN's own, or another one with the
+same tokenizer that --data names. The loss counts only what the assistant writes. The script that
+lies in RUN does the training, so the model stays exactly the one that was pretrained.
 
-The screen shows the bits per byte of held-out answers before the first step, then what pretraining
-shows. The run directory has the files of a pretraining run and this script; its report ends with
-answers to three questions. runs/chat.py and runs/chat_eval.py read it.
+The screen shows bits per byte of held-out answers before the first step, then what pretraining shows.
+The run directory holds the files of a pretraining run and this script. Its report ends with answers
+to three questions. Talk to the model with runs/chat.py; score it with runs/chat_eval.py.
 """
 
 import argparse
