@@ -1,23 +1,23 @@
-"""Finetuning: a pretrained run goes on with conversations, so that its model answers questions.
+"""Finetunes a pretrained run on conversations, so that its model answers questions.
 
     python runs/finetune.py out/RUN                        one pass over the conversations of its dataset
     python runs/finetune.py out/RUN --packs 16 --lr 0.5 --steps 200 --set max_epochs=3
     python runs/finetune.py --resume --run-dir out/SFT     continue a run that was stopped
     torchrun --standalone --nproc_per_node=8 runs/finetune.py out/RUN
 
-RUN comes first. Behind it stand the flags of training (`runs/finetune.py RUN --help` lists them), and
+RUN comes first. It is followed by the flags of training (`runs/finetune.py RUN --help` lists them) and
 
     --packs N       packs in a step (default 8 for train_small.py, 16 for train_medium.py)
     --lr X          rate at the start, as a fraction of that of pretraining (default 0.8 and 0.3)
     --no-moments    start with empty optimizer moments in place of those of RUN
 
-The conversations are those that data/sft.py adds to a dataset. The default is RUN's own dataset;
---data names another one with the same tokenizer. The loss counts only what the assistant writes.
-Training is done by the script that lies in RUN, so its model is trained as it was before.
+The conversations are those that data/sft.py adds to a dataset: RUN's own, or another one with the
+same tokenizer that --data names. The loss counts only what the assistant writes. The script that
+lies in RUN does the training, so the model stays exactly the one that was pretrained.
 
-The screen shows the bits per byte of held-out answers before the first step, then what pretraining
-shows. The run directory has the files of a pretraining run and this script; its report ends with
-answers to three questions. runs/chat.py and runs/chat_eval.py read it.
+The screen shows bits per byte of held-out answers before the first step, then what pretraining shows.
+The run directory holds the files of a pretraining run and this script. Its report ends with answers
+to three questions. Talk to the model with runs/chat.py; score it with runs/chat_eval.py.
 """
 
 import argparse
@@ -25,6 +25,7 @@ import bisect
 import dataclasses
 import hashlib
 import json
+import math
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -240,12 +241,13 @@ def new_job(script: ModuleType, args: argparse.Namespace):
         if name in changes and getattr(config, name) != changes[name]:
             raise RunError(f"--set {name}=0 stands for the rate of pretraining; name one above 0")
 
-    job = make_job(script, config, settings)
-    if (run_dir / "tokenizer.json").read_bytes() != job.dataset.tokenizer.path.read_bytes():
+    dataset = script.Dataset.open(config.data)
+    if (run_dir / "tokenizer.json").read_bytes() != dataset.tokenizer.path.read_bytes():
         raise RunError(
-            f"{job.dataset.root} has another tokenizer than {run_dir}; pass the --data of that run, "
+            f"{dataset.root} has another tokenizer than {run_dir}; pass the --data of that run, "
             f"or make a dataset with data/pretrain.py --tokenizer {run_dir}/tokenizer.json"
         )
+    job = make_job(script, config, dataset, settings)
     if args.steps is None and "tokens" not in changes:
         job.config = dataclasses.replace(job.config, tokens=job.available)
     return job
@@ -256,22 +258,17 @@ def resumed_job(script: ModuleType, args: argparse.Namespace):
     run_dir = Path(args.run_dir)
     description = script.read_description(run_dir)
     command = description.get("command")
-    if command == "rl":
-        raise RunError(
-            f"{run_dir} is a run of runs/rl.py; continue it with "
-            f"python runs/rl.py --resume --run-dir {run_dir}"
-        )
     if command != "finetune":
-        name = Path(script.__file__).name
+        tool = "runs/rl.py" if command == "rl" else Path(script.__file__).name
         raise RunError(
-            f"{run_dir} is a pretraining run; continue it with python {name} --resume --run-dir "
+            f"{run_dir} is no finetuning run; continue it with python {tool} --resume --run-dir "
             f"{run_dir}, or finetune it with python runs/finetune.py {run_dir}"
         )
 
     settings = Settings(**description["finetune"])
-    for name in ("run", "packs", "lr", "moments"):
+    given = {"run": args.run, "packs": args.packs, "lr": args.lr, "moments": args.moments}
+    for name, new in given.items():
         old = getattr(settings, name)
-        new = getattr(args, name)
         if new is not None and new != old:
             raise RunError(
                 f"--resume cannot change {name}: the run has {old}, the flags ask for {new}; leave "
@@ -281,20 +278,18 @@ def resumed_job(script: ModuleType, args: argparse.Namespace):
     changes = script.config_changes(args)
     frozen = script.FROZEN_ON_RESUME
     config = script.change_config(base, changes, args.steps, frozen, "--resume")
-    return make_job(script, config, settings)
+    return make_job(script, config, script.Dataset.open(config.data), settings)
 
 
-def make_job(script: ModuleType, config, settings: Settings):
+def make_job(script: ModuleType, config, dataset, settings: Settings):
     """What the training script needs to know to finetune."""
-    dataset = script.Dataset.open(config.data)
     config = dataclasses.replace(config, vocab_size=dataset.tokenizer.vocab_size)
     conversations = Conversations(dataset, "train", config)
     held_out = Conversations(dataset, "val", config)
 
     # An epoch ends with a whole step, which may hold empty packs.
-    step_packs = config.stage_table[0].packs
-    steps = -(-len(conversations.packs) // step_packs)
-    available = steps * step_packs * config.pack_tokens
+    steps = math.ceil(len(conversations.packs) * config.pack_tokens / config.step_tokens)
+    available = round(steps * config.step_tokens)
     padding = 1 - conversations.inputs * config.max_epochs / available
     counted = conversations.tokens[conversations.counted]
 
@@ -368,18 +363,15 @@ def script_directory(argv: list[str]) -> Path:
 def build_parser(script: ModuleType) -> argparse.ArgumentParser:
     """The flags of training and those of finetuning."""
     parser = script.build_parser()
+    parser.usage = "%(prog)s RUN [flags], or %(prog)s --resume --run-dir DIR [flags]"
     parser.description = __doc__.splitlines()[0]
     add = parser.add_argument
     add("run", nargs="?", metavar="RUN", help="run directory to start from; comes first")
     add("--packs", type=int, metavar="N", help="packs in a step")
     add("--lr", type=float, metavar="X", help="rate at the start, as a fraction of pretraining's")
-    add(
-        "--no-moments",
-        dest="moments",
-        action="store_const",
-        const=False,
-        help="start with empty optimizer moments",
-    )
+    # None where it is not given, which --resume needs to know of all flags.
+    empty = "start with empty optimizer moments"
+    add("--no-moments", dest="moments", action="store_const", const=False, help=empty)
     return parser
 
 

@@ -57,10 +57,8 @@ from chat_eval import Item, chat_prompt, complete, sum_over_ranks
 from engine import RunError
 
 SHOWN = 8  # held-out questions in the report
-MAX_TOKENS = {
-    "addition": 24,  # for each digit and for the sum
-    "gsm8k": 256,
-}  # in an answer
+# Most tokens of an answer; for addition they are multiplied by the digits of the sum.
+MAX_TOKENS = {"addition": 24, "gsm8k": 256}
 
 
 @dataclass(frozen=True)
@@ -276,7 +274,9 @@ class WeightedBatch:
     weights: torch.Tensor  # fp32 (P, pack_tokens): the advantage of the answer that a target is in
 
 
-def pack_rollouts(script, config, bos_id: int, rollouts: list[Rollout], packs: int):
+def pack_rollouts(
+    script, config, bos_id: int, rollouts: list[Rollout], packs: int
+) -> WeightedBatch:
     """The rollouts that have an advantage, as whole micro-batches of `packs` packs, at least one."""
     rollouts = [r for r in rollouts if r.advantage]
     rows = [[]]
@@ -391,8 +391,10 @@ def rl_step(run: Run) -> dict:
 
 
 def pass_at_k(n: int, right: int, k: int) -> float:
-    """Chance that k of n answers, drawn without replacement, hold a right one: the unbiased estimate
-    of the Codex paper (arXiv 2107.03374)."""
+    """Chance that k of n answers, drawn without replacement, hold a right one.
+
+    The unbiased estimate of the Codex paper (arXiv 2107.03374).
+    """
     return 1.0 - math.comb(n - right, k) / math.comb(n, k)
 
 
@@ -667,7 +669,7 @@ def open_run(script, args: argparse.Namespace, ranks, machine: dict) -> Run:
     return Run(script, args, run_dir, state, task, generator, log, totals)
 
 
-def test_model(run: Run) -> dict[str, float]:
+def log_evaluation(run: Run) -> dict[str, float]:
     """Answers the held-out questions, logs that and returns the scores."""
     found = evaluate(run)
     run.log.write(found)
@@ -706,7 +708,7 @@ def run_steps(run: Run) -> None:
     """The loop: steps until the end or a signal; tests and saves in between."""
     args = run.args
     stopper = run.script.Stopper(run.ranks)
-    if not args.resume and not any(test_model(run).values()):
+    if not args.resume and not any(log_evaluation(run).values()):
         run.log.say(
             "no answer is right, so there may be nothing to learn from: finetune on such answers "
             "first, e.g. with data/sft.py --source addition:2000"
@@ -717,7 +719,7 @@ def run_steps(run: Run) -> None:
         done = step == args.steps
         stop = stopper.asked(step)
         if done or (args.eval_every and step % args.eval_every == 0):
-            test_model(run)
+            log_evaluation(run)
         if done or stop or (args.save_every and step % args.save_every == 0):
             totals = dataclasses.asdict(run.totals)
             progress = {"position": None, "val_bpb": None, "totals": totals}
@@ -761,37 +763,37 @@ def train(script, args: argparse.Namespace) -> dict:
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Reinforcement learning on a finetuned run.")
 
-    def add(
-        flag: str, default=None, metavar: str | None = None, help="", kind=None, **more
-    ) -> None:
-        kind = kind or (type(default) if default is not None else None)
-        parser.add_argument(flag, default=default, metavar=metavar, help=help, type=kind, **more)
+    add = parser.add_argument
 
-    add("--from", None, "DIR", "finetuned run to start from", Path, dest="source")
-    add("--run-dir", None, "DIR", "where the run is written (default: dated, under out/)", Path)
-    parser.add_argument(
-        "--resume", action="store_true", help="continue the run in --run-dir, with its own settings"
+    def number(flag: str, default: int | float, help: str = "") -> None:
+        metavar = "X" if isinstance(default, float) else "N"
+        add(flag, type=type(default), default=default, metavar=metavar, help=help)
+
+    add("--from", dest="source", type=Path, metavar="DIR", help="finetuned run to start from")
+    add(
+        "--run-dir", type=Path, metavar="DIR", help="where the run is written (default: under out/)"
     )
-    add("--task", "addition", choices=tuple(MAX_TOKENS))
-    add("--digits", 2, "N", "in each number of addition")
-    add("--files", None, "FOLDER", "folder with the files of gsm8k (default: download)", Path)
-    add("--steps", 250, "N")
-    add("--prompts", 16, "N", "questions of a step, over all GPUs")
-    add("--samples", 16, "N", "answers to each question")
-    add("--temperature", 1.0, "X", "of the answers; only 1 is on-policy")
+    add("--resume", action="store_true", help="continue the run in --run-dir, with its settings")
+    add("--task", choices=tuple(MAX_TOKENS), default="addition")
+    number("--digits", 2, "in each number of addition")
+    add("--files", type=Path, metavar="FOLDER", help="files of gsm8k (default: download)")
+    number("--steps", 250)
+    number("--prompts", 16, "questions of a step, over all GPUs")
+    number("--samples", 16, "answers to each question")
+    number("--temperature", 1.0, "of the answers; only 1 is on-policy")
     # These took a small model from 35.5 % to 71.5 % of two-digit sums; 0.5 for matrices, or 0.2 for
     # all, did harm.
-    add("--muon-lr", 0.2, "X", "rate of matrices, as a fraction of pretraining's")
-    add("--adam-lr", 0.02, "X", "rate of all else, likewise")
-    add("--partial", 0.2, "X", "reward for a sum with all but one digit right, about")
-    add("--eval-every", 50, "N", "steps between tests, 0: only before and after")
-    add("--eval-items", 200, "N", "held-out questions")
-    add("--eval-samples", 8, "N", "answers to each of them for pass@k, 0: none")
-    add("--save-every", 0, "N", "steps between checkpoints, 0: only at the end")
-    add("--log-every", 1, "N")
-    add("--rows", 256, "N", "answers that are drawn at the same time")
-    add("--seed", 0, "N")
-    parser.add_argument("--no-compile", action="store_true")
+    number("--muon-lr", 0.2, "rate of matrices, as a fraction of pretraining's")
+    number("--adam-lr", 0.02, "rate of all else, likewise")
+    number("--partial", 0.2, "reward for a wrong sum, times its share of right digits")
+    number("--eval-every", 50, "steps between tests, 0: only before and after")
+    number("--eval-items", 200, "held-out questions")
+    number("--eval-samples", 8, "answers to each of them for pass@k, 0: none")
+    number("--save-every", 0, "steps between checkpoints, 0: only at the end")
+    number("--log-every", 1)
+    number("--rows", 256, "answers that are drawn at the same time")
+    number("--seed", 0)
+    add("--no-compile", action="store_true")
     return parser
 
 

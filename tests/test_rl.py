@@ -1,10 +1,12 @@
 """Reinforcement learning: gradients against the definition, a tiny model that learns sums by it, resuming, pass@k.
 
 The model is finetuned on one-digit sums of which two thirds are one too high, so it knows the right answers and prefers
-wrong ones: what reinforcement has to turn round.
+wrong ones: what reinforcement has to turn around.
 """
 
 import contextlib
+import dataclasses
+import hashlib
 import io
 import itertools
 import json
@@ -22,6 +24,8 @@ from test_data_sft import chat, run, write_jsonl
 
 sys.path.insert(0, str(ROOT / "runs"))
 import chat_eval
+import engine
+import finetune
 import rl
 import sft
 
@@ -54,35 +58,36 @@ def source(tmp_path_factory):
     sets = [word for key, value in BASE.items() for word in ("--set", f"{key}={value}")]
     flags = ["--data", folder / "data", "--run-dir", folder / "base", "--steps", 5, *sets]
     assert quiet(ts.main, *flags)[0] == 0
-    flags = ["sft", "--from", folder / "base", "--run-dir", folder / "sft", "--steps", 150, "--set", "max_epochs=99",
-             "--set", "sft_packs=4", "--eval-every", 0]  # fmt: skip
-    assert quiet(ts.main, *flags)[0] == 0
+    flags = [folder / "base", "--run-dir", folder / "sft", "--steps", 150, "--set", "max_epochs=99", "--packs", 4,
+             "--eval-every", 0]  # fmt: skip
+    assert quiet(finetune.main, *flags)[0] == 0
     return folder / "sft"
 
 
 @pytest.fixture
 def setup(source):
-    """setup(*flags): (script, state at step 0, task, generator, args)."""
+    """setup(*flags): a run at step 0 that writes no files."""
 
-    def build(*flags):
+    def build(*flags) -> rl.Run:
         args = rl.parse(["--from", str(source), *FLAGS, *map(str, flags)])
-        script = rl.import_script(source)
-        config = rl.fit_ranks(rl.rl_config(script, source, args), args.steps, 1)
-        tokenizer = script.Tokenizer(source / "tokenizer.json")
+        script = engine.import_script(source)
+        checkpoint = finetune.newest_checkpoint(script, source)
+        config = rl.fit_ranks(rl.rl_config(script, checkpoint, args), args.steps, 1)
         state = script.build_state(config, script.start_ranks(), lambda text: None)
-        script.start_from_source(state)
+        finetune.load_source(script, state, checkpoint, moments=False)
         task = rl.addition_task(args, lambda question: True)
-        return script, state, task, script.Generator(state.model, tokenizer), args
+        generator = engine.Generator(state.model, script.Tokenizer(source / "tokenizer.json"))
+        return rl.Run(script, args, None, state, task, generator, None, rl.Totals())
 
     return build
 
 
-def greedy(setup) -> float:
+def greedy(now) -> float:
     """Accuracy on all sums that may be trained on."""
-    script, state, task, generator, args = setup
     pairs = [(a, b) for a, b in itertools.product(range(10), repeat=2) if not sft.is_val_sum(a, b)]
     items = [rl.Item(f"What is {a} + {b}?", "", lambda text, n=a + b: text == f"#### {n}") for a, b in pairs]
-    return rl.evaluate(script, state, task._replace(test=items), generator, args)["greedy"]
+    task = dataclasses.replace(now.task, test=items)
+    return rl.evaluate(dataclasses.replace(now, task=task))["greedy"]
 
 
 def test_it_learns(setup):
@@ -90,14 +95,15 @@ def test_it_learns(setup):
     now = setup("--steps", 36, "--prompts", 16, "--samples", 8, "--eval-samples", 0, "--muon-lr", 0.3, "--adam-lr", 0.3)
     before = greedy(now)
     for _ in range(36):
-        entry = rl.rl_step(now[0], now[1], *now[2:])
+        entry = rl.rl_step(now)
     assert entry["step"] == 36 and entry["useful"] > 0.3
     assert greedy(now) >= before + 0.2
 
 
 def test_what_it_starts_with(setup, source):
     """The weights of its source but none of its moments, fractions of the source's rates, and no fp8 head."""
-    script, state, *_ = setup("--muon-lr", 0.3, "--adam-lr", 0.04)
+    now = setup("--muon-lr", 0.3, "--adam-lr", 0.04)
+    script, state = now.script, now.state
     base, now = script.read_config(source), state.config
     assert (now.muon_lr, now.adam_lr) == pytest.approx((0.3 * base.muon_lr, 0.04 * base.adam_lr))
     assert not now.fp8 and not now.fp8_head, "answers are drawn by bf16 products"
@@ -106,14 +112,14 @@ def test_what_it_starts_with(setup, source):
     assert all(torch.equal(weight, trained[name]) for name, weight in state.optimizer.weights().items())
 
 
-def gradients(setup, rollouts, packs, **changes) -> dict:
+def gradients(now, rollouts, packs, **changes) -> dict:
     """Of pack_rollouts and backward, in micro-batches of `packs` packs of 64 tokens."""
-    script, state, *_ = setup
+    script, state = now.script, now.state
     state.model.zero_grad(set_to_none=True)
-    config = script.dataclasses.replace(state.config, pack_tokens=64, **changes)
+    config = dataclasses.replace(state.config, pack_tokens=64, **changes)
     state.packs = packs
-    batch, weights = rl.pack_rollouts(script, config, 0, rollouts, packs)
-    rl.backward(state, batch, weights, sum(sum(r.drawn) for r in rollouts))
+    weighted = rl.pack_rollouts(script, config, 0, rollouts, packs)
+    rl.backward(state, weighted, sum(sum(r.drawn) for r in rollouts))
     return {name: param.grad for name, param in state.model.named_parameters()}
 
 
@@ -125,7 +131,7 @@ def close(grads, expected) -> None:
 def test_the_gradient_is_that_of_the_definition(setup):
     """- sum of advantage * log p over drawn tokens / their number, an answer at a time; any micro-batch gives it."""
     now = setup()
-    script, state, _, generator, _ = now
+    state = now.state
     rng, rollouts = np.random.default_rng(0), []
     for i in range(24):
         tokens = rng.integers(0, 300, rng.integers(8, 30)).tolist()
@@ -140,41 +146,49 @@ def test_the_gradient_is_that_of_the_definition(setup):
     expected = {name: param.grad for name, param in state.model.named_parameters()}
     for packs in (1, 2, 16):
         close(gradients(now, rollouts, packs), expected)
-    idle = gradients(now, [r._replace(advantage=0.0) for r in rollouts], 2)  # of a GPU whose answers teach nothing
+    idle = gradients(
+        now, [dataclasses.replace(r, advantage=0.0) for r in rollouts], 2
+    )  # of a GPU whose answers teach nothing
     assert all(grad is not None and not grad.any() for grad in idle.values())
-    other = [r._replace(drawn=[d and i % 2 == 0 for i, d in enumerate(r.drawn)]) for r in rollouts]
+    other = [dataclasses.replace(r, drawn=[d and i % 2 == 0 for i, d in enumerate(r.drawn)]) for r in rollouts]
     assert (gradients(now, other, 1)["embed"] - expected["embed"]).abs().max() > 0
 
 
 def test_forced_tokens_and_the_end_mark(setup):
     """The model drew what no tool put in, and the mark that ended the answer; not the question."""
-    script, _, task, generator, _ = setup()
+    now = setup()
+    task, generator = now.task, now.generator
     end = generator.tokenizer.specials["<|assistant_end|>"]
     answers = []
     for reason, text in (("stop", "#### 7"), ("length", "#### 8"), ("stop", "7")):
         tokens = generator.tokenizer.encode(text)
         forced = [i == 1 for i in range(len(tokens))]
-        answers.append(script.Completion([1, 2, 3], tokens=tokens, forced=forced, reason=reason, ended=end))
+        answers.append(engine.Completion([1, 2, 3], tokens=tokens, forced=forced, reason=reason, ended=end))
     item = rl.Item("", "7", chat_eval.same_number("#### 7"))
-    found = rl.judge(task, generator.tokenizer, item, answers)
+    found = rl.judge(task, generator.tokenizer, rl.Group(item, answers))
     assert [r.reward for r in found] == [1.0, 0.0, 0.0]
     assert [r.advantage for r in found] == pytest.approx([2 / 3, -1 / 3, -1 / 3])
     n = len(answers[0].tokens)
     assert found[0].tokens == [1, 2, 3, *answers[0].tokens, end] and found[1].tokens == [1, 2, 3, *answers[1].tokens]
     assert found[0].drawn == [False] * 2 + [True, False] + [True] * (n - 2) + [True]
     assert found[1].drawn == found[0].drawn[:-1]
-    same = rl.judge(task, generator.tokenizer, item, answers[1:])
+    same = rl.judge(task, generator.tokenizer, rl.Group(item, answers[1:]))
     assert [r.advantage for r in same] == [0.0, 0.0]
 
 
 def test_an_answer_ends_behind_its_number(setup, monkeypatch):
     """A right number is worth nothing if the model goes on behind it or does not stop, in training as in the test."""
-    script, state, task, generator, args = setup("--eval-samples", 0)
+    now = setup("--eval-samples", 0)
+    generator = now.generator
     worth = {("stop", "6+1=7\n#### 7"): 1, ("stop", "#### 7 \n"): 1, ("length", "#### 7"): 0, ("stop", "7"): 0,
              ("stop", "#### 7\n#### 7"): 0, ("stop", "#### 7 and"): 0, ("stop", "#### 8"): 0.08,
              ("length", "#### 8"): 0}  # fmt: skip
-    task = task._replace(reward=lambda item, text: 1.0 if item.right(text) else 0.08 * ("####" in text))
     items = [rl.Item("", "7", chat_eval.same_number("#### 7")) for _ in worth]
+
+    def reward(item, text: str) -> float:
+        return 1.0 if item.right(text) else 0.08 * ("####" in text)
+
+    now.task = dataclasses.replace(now.task, reward=reward, test=items)
 
     def fill(answers: list) -> list:
         for completion, (reason, text) in zip(answers, worth, strict=True):
@@ -182,10 +196,10 @@ def test_an_answer_ends_behind_its_number(setup, monkeypatch):
             completion.forced = [False] * len(completion.tokens)
         return answers
 
-    answers = fill([script.Completion([1]) for _ in worth])
-    assert [r.reward for r in rl.judge(task, generator.tokenizer, items[0], answers)] == list(worth.values())
+    group = rl.Group(items[0], fill([engine.Completion([1]) for _ in worth]))
+    assert [r.reward for r in rl.judge(now.task, generator.tokenizer, group)] == list(worth.values())
     monkeypatch.setattr(rl, "complete", lambda generator, answers, *words: fill(answers))
-    found = rl.evaluate(script, state, task._replace(test=items), generator, args)
+    found = rl.evaluate(now)
     assert found["greedy"] == 2 / len(worth)
     assert [a["reward"] for a in found["answers"]] == list(worth.values())
 
@@ -200,9 +214,9 @@ def test_every_answer_has_noise_of_its_own(setup, monkeypatch):
 
     monkeypatch.setattr(rl, "complete", watched)
     for _ in range(2):
-        rl.rl_step(*now)
+        rl.rl_step(now)
     assert len(set(seeds)) == len(seeds) == 2 * 6 * 6
-    rl.evaluate(*now)
+    rl.evaluate(now)
     assert len(set(seeds)) == len(seeds) == 2 * 6 * 6 + 12 * 4
 
 
@@ -210,12 +224,12 @@ def test_a_step_divides_by_all_that_was_drawn(setup, monkeypatch):
     """Also by the answers that teach nothing; and its rate is that of its step in a line to 0."""
     now, backward, seen = setup("--steps", 4), rl.backward, []
 
-    def watched(state, batch, weights, total_drawn):
-        seen.append((total_drawn, batch.total_targets))
-        return backward(state, batch, weights, total_drawn)
+    def watched(state, weighted, total_drawn):
+        seen.append((total_drawn, weighted.batch.total_targets))
+        return backward(state, weighted, total_drawn)
 
     monkeypatch.setattr(rl, "backward", watched)
-    entries = [rl.rl_step(*now) for _ in range(4)]
+    entries = [rl.rl_step(now) for _ in range(4)]
     assert [total for total, _ in seen] == [entry["drawn_tokens"] for entry in entries if entry["useful"]]
     assert any(targets < total for total, targets in seen), "some question should be answered alike"
     assert [entry["lr"] for entry in entries] == pytest.approx([1, 0.75, 0.5, 0.25])
@@ -224,13 +238,13 @@ def test_a_step_divides_by_all_that_was_drawn(setup, monkeypatch):
 def test_nothing_to_learn_leaves_the_weights(setup, monkeypatch):
     """If all answers to each question are worth the same, no weight moves, momentum or not."""
     now = setup()
-    rl.rl_step(*now[:2], *now[2:])  # fills the moments
-    before = [p.clone() for p in now[1].model.parameters()]
-    task = now[2]._replace(reward=lambda item, text: 0.5)
+    rl.rl_step(now)  # fills the moments
+    before = [p.clone() for p in now.state.model.parameters()]
+    now.task = dataclasses.replace(now.task, reward=lambda item, text: 0.5)
     monkeypatch.setattr(rl, "ends", lambda completion, text: True)
-    entry = rl.rl_step(*now[:2], task, *now[3:])
+    entry = rl.rl_step(now)
     assert entry["useful"] == 0 and entry["reward"] == 0.5 and entry["step"] == 2
-    assert all(map(torch.equal, before, now[1].model.parameters()))
+    assert all(map(torch.equal, before, now.state.model.parameters()))
 
 
 def test_rewards():
@@ -284,14 +298,24 @@ def test_a_run_and_its_continuation(source, tmp_path):
     whole, part = ([{k: v for k, v in e.items() if "seconds" not in k} for e in steps_of(tmp_path / name)]
                    for name in ("whole", "part"))  # fmt: skip
     assert whole == part and [e["step"] for e in whole] == [0, 1, 2, 2, 3, 4, 4]
-    _, _, config = ts.load(tmp_path / "part", device="cpu")
-    assert config.source == str(ts.checkpoints(source)[-1])
+    ts.load(tmp_path / "part", device="cpu")
+    description = json.loads((tmp_path / "whole" / "config.json").read_text())
+    assert description["command"] == "rl" and description["checkpoint"] == ts.checkpoints(source)[-1].name
+    assert description["rl"]["source"] == str(source) and description["rl"]["samples"] == 6
+    tool = (ROOT / "runs" / "rl.py").read_bytes()
+    assert (tmp_path / "whole" / "rl.py").read_bytes() == tool
+    assert description["rl_sha256"] == hashlib.sha256(tool).hexdigest()
     for more, message in (((), "already holds a run"), (("--samples", "1"), "must be at least 2"),
+                          (("--adam-lr", "0"), "must be above 0"),
                           (("--task", "gsm8k", "--files", tmp_path), "has no gsm8k file for training")):  # fmt: skip
         code, _, err = quiet(rl.main, *flags, "--run-dir", tmp_path / ("new" if "gsm8k" in more else "whole"), *more)
         assert code == 1 and message in err and err.startswith("error: ") and err.count("\n") == 1, err
     code, _, err = quiet(rl.main, "--resume", "--run-dir", tmp_path / "whole", "--steps", 9)
     assert code == 1 and "leave out --steps" in err
+    code, _, err = quiet(rl.main, "--resume", "--run-dir", source)
+    assert code == 1 and "is no run of runs/rl.py" in err
+    code, _, err = quiet(ts.main, "--resume", "--run-dir", tmp_path / "whole")
+    assert code == 1 and "python runs/rl.py --resume" in err
 
 
 def test_gsm8k_items(source, tmp_path):

@@ -1,10 +1,12 @@
 """Finetuning on conversations: the loss against its definition, whole conversations in packs, and whole runs.
 
-The dataset is made by data/pretrain.py and data/sft.py; runs go through main() as in test_runs.py.
+The dataset is made by data/pretrain.py and data/sft.py. Runs go through the main() of runs/finetune.py, which imports
+the script of their source.
 """
 
 import contextlib
 import dataclasses
+import hashlib
 import importlib.util
 import io
 import json
@@ -27,18 +29,11 @@ from safetensors.torch import load_file
 from conftest import ALONE, CPU, MERGES, ROOT, TINY, TINY_MEDIUM, logits, random_model, write_dataset
 from test_data_loader import FIELDS, same, segments
 from test_data_sft import chat, read_split, run, write_jsonl
-from test_runs import (  # noqa: F401  (two are fixtures)
-    KILL,
-    at_step,
-    entries,
-    fails,
-    losses,
-    saved,
-    signal_handlers,
-    snapshot,
-    tensors,
-    torchrun,
-)
+from test_runs import entries, losses, saved, signal_handlers, snapshot, tensors  # noqa: F401  (one is a fixture)
+
+sys.path.insert(0, str(ROOT / "runs"))
+import engine
+import finetune
 
 CONTEXT = TINY["max_seq_len"]
 BASE = {key: value for key, value in TINY.items() if key != "tokens"}
@@ -81,9 +76,21 @@ def base(data, tmp_path_factory) -> Path:
     return run_dir
 
 
-def sft(base, run_dir, *more, **overrides) -> list[str]:
-    argv = flags("unused", run_dir, *more, **{"sft_packs": 4, **overrides})[2:]  # --data is that of the source
-    return ["sft", "--from", str(base), *argv]
+def tune(base, run_dir, *more, packs=4, **overrides) -> list[str]:
+    """Arguments of main() for a finetuning run on the data of its source."""
+    return [str(base), "--packs", str(packs), *flags("unused", run_dir, *more, **overrides)[2:]]
+
+
+@pytest.fixture
+def fails(capsys):
+    def check(argv, *words, main=finetune.main) -> None:
+        """main(argv) must print one line `error: ...` that holds all the words, and return 1."""
+        capsys.readouterr()
+        code, err = main([str(a) for a in argv]), capsys.readouterr().err
+        assert code == 1 and err.startswith("error: ") and err.count("\n") == 1 and len(err) > 30, err
+        assert [w for w in words if w not in err] == [], err
+
+    return check
 
 
 @pytest.fixture(scope="session")
@@ -91,27 +98,28 @@ def finished(base, tmp_path_factory) -> tuple[Path, str]:
     """An undisturbed finetuning run and what it printed. Tests must not change it."""
     run_dir, out = tmp_path_factory.mktemp("runs") / "sft", io.StringIO()
     with contextlib.redirect_stdout(out):
-        assert ts.main(sft(base, run_dir)) == 0
+        assert finetune.main(tune(base, run_dir)) == 0
     return run_dir, out.getvalue()
 
 
-def make_config(base, *more, **overrides) -> ts.Config:
-    return ts.make_config(ts.build_parser().parse_args(sft(base, "unused", *more, **overrides)))
+def job(base, *more, **overrides) -> ts.Job:
+    argv = tune(base, "unused", *more, **overrides)
+    return finetune.new_job(ts, finetune.build_parser(ts).parse_args(argv))
 
 
 @pytest.fixture(scope="session")
 def setup(data, base):
     """(config, dataset, its train conversations) of a finetuning run of two epochs."""
-    config, dataset = make_config(base, max_epochs=2, tokens=2 * 60 * 512), ts.Dataset.open(data)
-    config = dataclasses.replace(config, vocab_size=dataset.tokenizer.vocab_size)
-    return config, dataset, ts.Conversations(dataset, "train", config)
+    two = job(base, max_epochs=2)
+    return two.config, two.dataset, two.reader
 
 
 def batches(setup, ranks=ALONE, position=None, first_step=0, most=10**9) -> list[ts.Batch]:
     """Those of two epochs, or the first of them."""
-    config, dataset, talks = setup
+    config, _, talks = setup
     steps = min(most, -(-len(talks.packs) // 4) - first_step)
-    loader = ts.PackLoader(dataset, config, ranks, position, first_step, talks)
+    talks.seek(position or {"pack": 0})
+    loader = ts.PackLoader(talks, config, ranks, first_step)
     found = [loader.next() for _ in range(steps)]
     loader.close()
     return found
@@ -156,7 +164,7 @@ def test_whole_conversations_once_an_epoch(setup, data):
 def test_the_seed_draws_the_order(setup):
     """Equal seeds, equal packs; another seed packs the same conversations in another order."""
     config, dataset, talks = setup
-    same_seed, other = (ts.Conversations(dataset, "train", dataclasses.replace(config, seed=seed)).packs
+    same_seed, other = (finetune.Conversations(dataset, "train", dataclasses.replace(config, seed=seed)).packs
                         for seed in (config.seed, config.seed + 1))  # fmt: skip
     assert same_seed == talks.packs != other and sorted(sum(other, [])) == sorted(sum(talks.packs, []))
 
@@ -173,9 +181,9 @@ def test_best_fit():
                 max(open_packs, key=lambda p: lengths[p].sum()).append(i)
             else:
                 packs.append([i])
-        assert ts.best_fit(lengths, order, room, most) == packs
+        assert finetune.best_fit(lengths, order, room, most) == packs
     lengths = np.clip(rng.lognormal(5.5, 0.8, 5000).astype(int), 8, 2048)
-    packs = ts.best_fit(lengths, rng.permutation(5000), 8192, 256)
+    packs = finetune.best_fit(lengths, rng.permutation(5000), 8192, 256)
     assert lengths.sum() / (8192 * len(packs)) > 0.995
 
 
@@ -237,14 +245,16 @@ def test_user_tokens_are_no_targets(setup):
     """The end mark of a question without an answer is a target only: another token there changes no bit."""
     config, dataset, talks = setup
     batch = batches(setup, most=1)[0]
-    other = ts.Conversations(dataset, "train", config)
+    other = finetune.Conversations(dataset, "train", config)
     ends = other.borders[1:] - 1
     changed = ends[~other.counted[ends]]
     assert len(changed) > 5
     other.tokens[changed] = 7
     again = batches((config, dataset, other), most=1)[0]
     assert same(batch, again) and step(setup, batch)[0] == step(setup, again)[0]
-    starts = ts.Conversations(dataset, "train", config).tokens == dataset.tokenizer.specials["<|assistant_start|>"]
+    starts = (
+        finetune.Conversations(dataset, "train", config).tokens == dataset.tokenizer.specials["<|assistant_start|>"]
+    )
     assert not talks.counted[starts].any() and set(talks.tokens[talks.counted].tolist()).isdisjoint(
         dataset.tokenizer.specials[name] for name in ("<|bos|>", "<|user_start|>", "<|user_end|>")
     )
@@ -255,8 +265,8 @@ def test_micro_batches_and_steps_without_a_target(setup):
     config = setup[0]
     batch, empty = batches(setup, most=1)[0], ts.empty_packs(4, config, 0)
     for row in range(4):
-        ts.pad_pack(empty, row, 0, 0, CONTEXT)
-    empty = ts.Batch(*map(torch.from_numpy, empty), CONTEXT, 512, 0)
+        assert ts.fill_pack(empty, row, [], CONTEXT) == 0
+    empty = empty.batch(CONTEXT, 512, 0)
     joined = (torch.cat((getattr(empty, f), getattr(batch, f))) for f in FIELDS)
     both = dataclasses.replace(batch, **dict(zip(FIELDS, joined, strict=True)))
     (loss, grads), (loss_both, grads_both) = step(setup, batch), step(setup, both)
@@ -270,7 +280,7 @@ def test_micro_batches_and_steps_without_a_target(setup):
 def test_the_last_step_holds_what_is_left(setup):
     """An epoch that does not fill its last step ends with packs of padding."""
     config, dataset, talks = setup
-    short = ts.Conversations(dataset, "train", config)
+    short = finetune.Conversations(dataset, "train", config)
     short.packs = short.packs[:6]
     first, last = batches((config, dataset, short))
     assert [len(talks_of(last, row)) > 0 for row in range(4)] == [True, True, False, False]
@@ -284,17 +294,22 @@ def test_run_directory_is_complete(finished, base, data):
     """Files as after pretraining, the command in config.json, every conversation once, answers in the report."""
     run_dir, out = finished
     config = json.loads((run_dir / "config.json").read_text())
-    assert config["command"] == "sft" and json.loads((base / "config.json").read_text())["command"] == "pretrain"
-    assert config["config"]["source"] == str(base / "checkpoints" / "step_000020") and config["flags"][0] == "sft"
+    assert config["command"] == "finetune" and json.loads((base / "config.json").read_text())["command"] == "pretrain"
+    settings = {"run": str(base), "checkpoint": "step_000020", "packs": 4, "lr": 0.8, "moments": True}
+    assert config["finetune"] == settings and config["flags"][0] == str(base)
     assert config["config"]["data"] == str(data) and config["config"]["width"] == 64
+    tool = (ROOT / "runs" / "finetune.py").read_bytes()
+    assert (run_dir / "finetune.py").read_bytes() == tool
+    assert config["finetune_sha256"] == hashlib.sha256(tool).hexdigest()
     for name in ("train_small.py", "tokenizer.json"):
         assert (run_dir / name).read_bytes() == (base / name).read_bytes()
     report = (run_dir / "report.md").read_text()
     assert "| finetuned from | base step_000020 |" in report
-    assert report.count("```text") == 3 and all(question in report for question in ts.QUESTIONS)
+    assert report.count("```text") == 3 and all(question in report for question in finetune.QUESTIONS)
+    assert "sha256" not in report
     assert (run_dir / "curve.png").stat().st_size > 5000
     result = json.loads(out.splitlines()[-1])
-    steps = -(-len(ts.Conversations(ts.Dataset.open(data), "train", ts.read_config(run_dir)).packs) // 4)
+    steps = -(-len(finetune.Conversations(ts.Dataset.open(data), "train", ts.read_config(run_dir)).packs) // 4)
     assert (result["steps"], result["tokens"], result["run_dir"]) == (steps, steps * 512, str(run_dir))
     assert [e["step"] for e in entries(run_dir) if "val_bpb" in e] == [0, *range(10, steps, 10), steps]
     assert result["val_bpb"] == entries(run_dir)[-1]["val_bpb"] < entries(run_dir)[0]["val_bpb"]
@@ -330,10 +345,10 @@ def test_starts_from_the_models_weights_and_attention(finished, base, data):
 @pytest.mark.parametrize("moments", (True, False))
 def test_moments(base, moments):
     """Those of the source, or none; fp16 begins with its own loss scale."""
-    config = make_config(base, sft_moments=moments)
-    state = ts.build_state(dataclasses.replace(config, vocab_size=300), ALONE, lambda text: None)
+    start = job(base, *([] if moments else ["--no-moments"]))
+    state = ts.build_state(start.config, ALONE, lambda text: None)
     state.loss_scale = 65536.0
-    ts.start_from_source(state)
+    start.load_start(state)
     source = base / "checkpoints" / "step_000020"
     weights, theirs = load_file(source / "model.safetensors"), load_file(source / "optimizer.safetensors")
     assert (state.step, state.loss_scale, state.optimizer.count) == (0, 65536.0, 20 * moments)
@@ -346,18 +361,40 @@ def test_moments(base, moments):
 
 def test_flags_come_last(base):
     """What is set wins over the schedule of finetuning, the source's recipe over the defaults."""
-    config = make_config(base, "--steps", 3, sft_lr=0.3, cooldown=0.4)
+    config = job(base, "--steps", 3, "--lr", 0.3, cooldown=0.4).config
     assert config.stages == ((1.0, 4, 8, 24, 64, 0.3),) and (config.num_steps, config.cooldown) == (3, 0.4)
     assert (config.lr_floor, config.bigram_rows, config.momentum) == (0.0, 500, (0.95, 0.95, 0, 0))
     assert (config.ahead, config.prefix_weight) == ((1.0,), 0.0), "one target for a token, as validation has it"
 
 
+KILL = """
+import os, signal, sys
+import torch
+import engine, finetune
+torch.set_num_threads(1)
+import_script = engine.import_script
+def import_deadly(run_dir):
+    script = import_script(run_dir)
+    train_step = script.train_step
+    def killed_step(state, batch):
+        return train_step(state, batch) if state.step != 13 else os.kill(os.getpid(), signal.SIGKILL)
+    script.train_step = killed_step
+    return script
+engine.import_script = import_deadly
+sys.exit(finetune.main(sys.argv[1:]))
+"""
+
+
 def test_kill_and_resume_is_bit_identical(finished, base, tmp_path):
-    """kill -9 in step 14; --resume, which need not be told that it is finetuning, ends with the same weights."""
-    run_dir = tmp_path / "killed"
-    killed = subprocess.run([sys.executable, "-c", KILL, "step", *sft(base, run_dir)], cwd=ROOT, capture_output=True)
+    """kill -9 in step 14; --resume ends with the same weights, and needs neither the source nor its flags."""
+    run_dir, source = tmp_path / "killed", tmp_path / "source"
+    shutil.copytree(base, source)
+    killed = subprocess.run(
+        [sys.executable, "-c", KILL, *tune(source, run_dir)], cwd=ROOT / "runs", capture_output=True
+    )
     assert killed.returncode == -signal.SIGKILL and saved(run_dir) == [5, 10]
-    assert ts.main(["--resume", "--run-dir", str(run_dir)]) == 0
+    shutil.rmtree(source)
+    assert finetune.main(["--resume", "--run-dir", str(run_dir)]) == 0
     assert_finished_alike(run_dir, finished[0])
 
 
@@ -370,21 +407,37 @@ def assert_finished_alike(run_dir, reference) -> None:
     assert kinds[0] == kinds[1] and losses(run_dir) == losses(reference)
 
 
-def test_signal_saves_and_resumes(finished, base, tmp_path, monkeypatch, fails):  # noqa: F811
+def test_signal_saves_and_resumes(finished, base, tmp_path, monkeypatch, fails):
     """SIGTERM in step 7 saves; the same command with --resume goes on."""
-    run_dir = tmp_path / "stopped"
+    run_dir, import_script = tmp_path / "stopped", engine.import_script
+
+    def import_stopping(directory):
+        script = import_script(directory)
+        train_step = script.train_step
+
+        def step(state, batch):
+            loss = train_step(state, batch)
+            if state.step == 7:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return loss
+
+        script.train_step = step
+        return script
+
     with monkeypatch.context() as patch:
-        at_step(patch, 7, lambda state: os.kill(os.getpid(), signal.SIGTERM))
-        fails(sft(base, run_dir), "stopped by SIGTERM at step 7")
+        patch.setattr(engine, "import_script", import_stopping)
+        fails(tune(base, run_dir), "stopped by SIGTERM at step 7", f"--resume --run-dir {run_dir}")
     assert saved(run_dir) == [5, 7]
-    assert ts.main([*sft(base, run_dir), "--resume"]) == 0
+    assert finetune.main([*tune(base, run_dir), "--resume"]) == 0
     assert_finished_alike(run_dir, finished[0])
 
 
 def test_two_processes_train_like_one(finished, base, tmp_path):
-    job = torchrun(*sft(base, tmp_path / "two"))
-    out, err = job.communicate(timeout=120)
-    assert job.returncode == 0, err
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "runs/finetune.py"]
+    done = subprocess.run(
+        [*command, *tune(base, tmp_path / "two")], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
     one, two = losses(finished[0]), losses(tmp_path / "two")
     assert one.keys() == two.keys() and list(two.values()) == pytest.approx(list(one.values()), rel=1e-5)
 
@@ -397,11 +450,10 @@ def memorised(base, tmp_path_factory) -> Path:
     source = write_jsonl(folder / "c.jsonl", [chat(q, a) for q, a in MEMORY.items()])
     val = write_jsonl(folder / "v.jsonl", [chat("who? ", "the stone")])
     run(data, "--source", source, "--val-source", val)
-    argv = sft(base, folder / "run", "--data", data, "--eval-every", 0, sft_packs=1, max_epochs=80, sft_lr=1.0)
+    argv = tune(base, folder / "run", "--data", data, "--eval-every", 0, "--lr", 1, packs=1, max_epochs=80)
     with contextlib.redirect_stdout(io.StringIO()), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ts, "QUESTIONS", tuple(MEMORY))
-        patch.setattr(ts, "core_files", lambda dataset: {"core/x.npz": ""})  # only pretraining ends with CORE
-        assert ts.main(argv) == 0
+        patch.setattr(finetune, "QUESTIONS", tuple(MEMORY))
+        assert finetune.main(argv) == 0
     return folder / "run"
 
 
@@ -411,12 +463,11 @@ def test_memorised_answers(memorised, base, monkeypatch, capsys):
     ids = tokenizer.specials
     prompts = [[tokenizer.bos_id, ids["<|user_start|>"], *tokenizer.encode(q), ids["<|user_end|>"],
                 ids["<|assistant_start|>"]] for q in MEMORY]  # fmt: skip
-    generator = ts.Generator(model, tokenizer)
+    generator = engine.Generator(model, tokenizer)
     answers = generator.generate(prompts, max_tokens=20, temperature=0, stop=(ids["<|assistant_end|>"],))
     assert [tokenizer.decode(answer) for answer in answers] == list(MEMORY.values())
     report = (memorised / "report.md").read_text()
     assert all(f"````text\n{q}\n\n{a}\n````\n" in report for q, a in MEMORY.items())
-    monkeypatch.syspath_prepend(ROOT / "runs")
     for name in ("chat", "export"):
         spec = importlib.util.spec_from_file_location(f"runs_{name}", ROOT / "runs" / f"{name}.py")
         module = importlib.util.module_from_spec(spec)
@@ -433,17 +484,32 @@ def test_memorised_answers(memorised, base, monkeypatch, capsys):
 
 def test_finetuning_again(finished, tmp_path):
     """A finetuned run is a source like any other; the rate does not shrink a second time."""
-    assert ts.main(sft(finished[0], tmp_path / "again", "--steps", 1)) == 0
+    assert finetune.main(tune(finished[0], tmp_path / "again", "--steps", 1)) == 0
     config, first = ts.read_config(tmp_path / "again"), ts.read_config(finished[0])
     assert (config.frequencies, config.attention_scale) == (first.frequencies, first.attention_scale)
-    assert config.source.startswith(str(finished[0])) and config.stages == first.stages
+    assert config.stages == first.stages and config.muon_lr == first.muon_lr
+    assert ts.read_description(tmp_path / "again")["finetune"]["run"] == str(finished[0])
 
 
-def test_default_run_directory(base, tmp_path, monkeypatch):
+def test_the_script_of_the_source_trains(base, tmp_path, capsys):
+    """Not that of the repository; and the run directory keeps it."""
+    source = shutil.copytree(base, tmp_path / "source")
+    script = source / "train_small.py"
+    script.write_text(script.read_text().replace(" M parameters", " million parameters"))
+    assert finetune.main(tune(source, tmp_path / "sft", "--steps", 1)) == 0
+    assert " million parameters" in capsys.readouterr().out
+    assert (tmp_path / "sft" / "train_small.py").read_bytes() == script.read_bytes()
+
+
+def test_defaults(base, tmp_path, monkeypatch, capsys):
+    """Packs, rate and run directory without flags, on a script that has all of them by its name."""
     monkeypatch.chdir(tmp_path)
-    assert ts.main(["sft", "--from", str(base), "--steps", "1", "--set", "sft_packs=1"]) == 0
+    assert finetune.main([str(base), "--steps", "1"]) == 0
     (made,) = (tmp_path / "out").iterdir()
-    assert made.name.endswith("_train_small_sft") and saved(made) == [1]
+    assert made.name.endswith("_train_small_finetune") and saved(made) == [1]
+    assert ts.read_config(made).stages == ((1.0, 8, 8, 24, 64, 0.8),)
+    assert finetune.main(["--help"]) == 0
+    assert "--no-moments" in capsys.readouterr().out
 
 
 # ---- errors
@@ -452,43 +518,54 @@ def test_default_run_directory(base, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["sft"], ["sft needs --from"]),
-        (["sft", "--from", "{tmp}/none"], ["{tmp}/none is not a run directory"]),
-        (["--from", "{base}"], ["sft --from {base}"]),
-        (["sft", "--resume", "--run-dir", "{base}"], ["{base} is a pretraining run", "sft --from {base}"]),
-        (["sft", "--from", "{base}", "--run-dir", "{base}"], ["already holds a run"]),
-        (["sft", "--from", "{base}", "--set", "width=128"], ["sft cannot change width", "64", "128"]),
-        (["sft", "--from", "{base}", "--set", "source=x"], ["sft cannot change source"]),
-        (["sft", "--from", "{base}", "--set", "sft_packs=0"], ["packs and windows of at least 1"]),
-        (["sft", "--from", "{base}", "--steps", "1000"], ["the run asks for 1,024,000", "max_epochs"]),
-        (["sft", "--from", "{base}", "--data", "{other}"], ["{other} has another tokenizer than {base}"]),
-        (["sft", "--from", "{base}", "--data", "{text}"], ["{text}/sft has no train_*.bin", "data/sft.py --data"]),
+        ([], ["a run directory with a checkpoint", "python runs/finetune.py RUN"]),
+        (["--steps", "5", "{base}"], ["name it first"]),
+        (["--resume"], ["--resume needs --run-dir"]),
+        (["{tmp}/none"], ["{tmp}/none holds 0 training scripts"]),
+        (["--resume", "--run-dir", "{base}"], ["{base} is no finetuning run", "train_small.py --resume"]),
+        (["--resume", "--run-dir", "{rl}"], ["{rl} is no finetuning run", "runs/rl.py --resume"]),
+        (["{base}", "--run-dir", "{base}"], ["already holds a run"]),
+        (["{base}", "--set", "width=128"], ["finetuning cannot change width", "64", "128"]),
+        (["{base}", "--set", "source=x"], ["unknown Config field source"]),
+        (["{base}", "--pack", "2"], ["unknown flag --pack; did you mean --packs?"]),
+        (["{base}", "--packs", "0"], ["packs and windows of at least 1"]),
+        (["{base}", "--lr", "0"], ["--lr 0.0 must be above 0"]),
+        (["{base}", "--packs", "4", "--steps", "1000"], ["the run asks for 512,000", "max_epochs"]),
+        (["{base}", "--data", "{other}"], ["{other} has another tokenizer than {base}"]),
+        (["{base}", "--data", "{text}"], ["{text}/sft has no train_*.bin", "data/sft.py --data"]),
         (["--resume", "--run-dir", "{sft}", "--seed", "5"], ["--resume cannot change seed"]),
+        (["--resume", "--run-dir", "{sft}", "--packs", "5"], ["--resume cannot change packs", "4", "5"]),
+        (["--resume", "--run-dir", "{sft}", "--no-moments"], ["--resume cannot change moments"]),
+        (["{tmp}", "--resume", "--run-dir", "{sft}"], ["--resume cannot change run: the run has {base}"]),
     ],
     ids=lambda value: " ".join(value)[:40],
 )  # fmt: skip
-def test_mistakes(argv, words, fails, base, finished, data, tmp_path, monkeypatch):  # noqa: F811
+def test_mistakes(argv, words, fails, base, finished, data, tmp_path, monkeypatch):
     """Each is told in a sentence; nothing is written, into the source least of all."""
     monkeypatch.chdir(tmp_path)
     before = snapshot(base)
-    text, other = tmp_path / "text", tmp_path / "other"
+    text, other, rl = tmp_path / "text", tmp_path / "other", tmp_path / "rl"
     if "{text}" in argv:
         shutil.copytree(data, text)
         shutil.rmtree(text / "sft")
     if "{other}" in argv:
         write_dataset(other, merges=MERGES)
-        shutil.copytree(data / "sft", other / "sft")
-        for path in (other / "sft").iterdir():  # headers that state no tokenizer
-            raw = path.read_bytes()
-            path.write_bytes(raw[:12] + bytes(1012) + raw[1024:])
-        words = ["another tokenizer"]
-    names = {"tmp": tmp_path, "base": base, "text": text, "other": other, "sft": finished[0]}
+    if "{rl}" in argv:
+        shutil.copytree(base, rl)
+        (rl / "config.json").write_text(json.dumps({"command": "rl"}))
+    names = {"tmp": tmp_path, "base": base, "text": text, "other": other, "sft": finished[0], "rl": rl}
     fails([a.format(**names) for a in argv], *(w.format(**names) for w in words))
     assert snapshot(base) == before and not (tmp_path / "out").exists()
 
 
+def test_training_scripts_name_the_tool(fails, finished, base):
+    """train_small.py continues no finetuning run, and knows what to call in place of its old command."""
+    fails(["--resume", "--run-dir", finished[0]], "python runs/finetune.py --resume --run-dir", main=ts.main)
+    fails(["sft", "--from", base], "python runs/finetune.py RUN", main=ts.main)
+
+
 @pytest.mark.parametrize("what", ("missing", "truncated", "corrupt", "foreign", "no mask", "too long"))
-def test_bad_masks(what, fails, base, data, tmp_path):  # noqa: F811
+def test_bad_masks(what, fails, base, data, tmp_path):
     """One sentence with the file; the run directory is not even made."""
     root = shutil.copytree(data, tmp_path / "data")
     mask, other = root / "sft" / "train_000001.mask.bin", root / "sft" / "train_000002.mask.bin"
@@ -508,18 +585,18 @@ def test_bad_masks(what, fails, base, data, tmp_path):  # noqa: F811
         talk = write_jsonl(tmp_path / "long.jsonl", [chat("why " * 40, "the " * 40)] * 3)
         run(root, "--source", talk)
         words = ["holds a conversation of", "the model reads 64", "--max-len 65"]
-    fails(sft(base, tmp_path / "run", "--data", root), *words)
+    fails(tune(base, tmp_path / "run", "--data", root), *words)
     assert not (tmp_path / "run").exists()
 
 
-def test_medium_finetunes_too(data, tmp_path, capsys):
+def test_medium_finetunes_too(data, tmp_path, fails):
     """train_medium.py derives sizes and rates from zeros; finetuning keeps what its source had of them."""
     medium = {key: value for key, value in TINY_MEDIUM.items() if key not in ("tokens", "muon_lr", "adam_lr")}
     assert tm.main(flags(data, tmp_path / "base", "--steps", 20, **medium)) == 0
-    assert tm.main(sft(tmp_path / "base", tmp_path / "sft")) == 0
-    assert tm.main(["sample", "--from", str(tmp_path / "sft"), "--prompt", "the", "--set", "sample_tokens=5"]) == 0
-    capsys.readouterr()
-    before, after = (json.loads((tmp_path / name / "config.json").read_text())["config"] for name in ("base", "sft"))
+    assert finetune.main([str(tmp_path / "base"), "--run-dir", str(tmp_path / "sft"), "--log-every", "1"]) == 0
+    before, after = (tm.read_description(tmp_path / name)["config"] for name in ("base", "sft"))
     assert all(before[name] == after[name] > 0 for name in ("muon_lr", "adam_lr", "width", "num_layers"))
-    assert after["tokens"] != before["tokens"] and after["tokens"] % 512 == 0 and after["source"]
+    assert after["stages"] == [[1.0, 16, 8, 24, 64, 0.3]]
+    assert after["tokens"] != before["tokens"] and after["tokens"] % (16 * 128) == 0
     assert losses(tmp_path / "sft")[max(losses(tmp_path / "sft"))] < losses(tmp_path / "sft")[1]
+    fails([tmp_path / "base", "--set", "muon_lr=0"], "muon_lr=0 stands for the rate of pretraining")
