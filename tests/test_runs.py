@@ -21,6 +21,7 @@ import sys
 import weakref
 
 import matplotlib.image
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -192,6 +193,7 @@ def test_log_and_last_line(finished):
     assert losses(run_dir)[20] < 0.5 * losses(run_dir)[1], "it should learn"
     widths = {len(line) for line in out.splitlines() if re.match(r"step +\d+/20 \| loss", line)}
     assert len(widths) == 1, "log lines have a fixed width"
+    assert "CORE" not in out, "which runs/score_core.py computes"
 
 
 def test_checkpoints_hold_the_attention_they_were_trained_with(dataset_dir, tmp_path):
@@ -253,6 +255,50 @@ def test_load_on_another_machine(finished, tmp_path):
         ts.load(run_dir.parent / "nothing")
 
 
+def test_a_job_of_a_tool(dataset_dir, dataset, tmp_path, capsys):
+    """Other text, other first weights, other samples: what a tool brings is used, and the run directory tells."""
+    run_dir = tmp_path / "run"
+    note = tmp_path / "tool.py"
+    note.write_text("print(1)\n")
+    argv = flags(dataset_dir, run_dir, "--save-every", "0", "--eval-every", "0", steps=4)
+    args = ts.build_parser().parse_args(argv)
+    args.flags = argv
+    config = ts.make_config(args)
+    loaded = []
+
+    def load_start(state):
+        loaded.append(state.step)
+        state.model.init_weights(7)
+        state.optimizer.reset()
+
+    def samples(model, tokenizer, config):
+        return ["a sample of the tool"]
+
+    held_out = [(np.array([dataset.tokenizer.bos_id, 1, 2]), np.array([True, True]))]
+    job = dataclasses.replace(
+        ts.pretraining_job(config), command="finetune", note="what it is", load_start=load_start, samples=samples,
+        description={"source": "elsewhere"}, scripts=(note,), validation=held_out,
+    )  # fmt: skip
+    result = ts.train(config, args, job)
+    out = capsys.readouterr().out
+    assert loaded == [0] and result["steps"] == 4 and ", what it is\n" in out
+    validated = [e for e in entries(run_dir) if "val_bpb" in e]
+    assert [e["step"] for e in validated] == [0, 4], "the loaded weights are validated too"
+    fresh = ts.build_state(job.config, ALONE, lambda text: None)
+    fresh.model.init_weights(7)
+    token_bytes = torch.zeros(job.config.padded_vocab, dtype=torch.long)
+    token_bytes[:300] = torch.from_numpy(dataset.tokenizer.token_bytes)
+    batch = ts.validation_batch(held_out, job.config, dataset.tokenizer.bos_id)
+    bpb = ts.bits_per_byte(fresh.model, batch, 1, token_bytes, ALONE)
+    assert validated[0]["val_bpb"] == pytest.approx(bpb, rel=1e-6) and validated[1]["val_bpb"] == result["val_bpb"]
+    description = json.loads((run_dir / "config.json").read_text())
+    assert (description["command"], description["source"]) == ("finetune", "elsewhere")
+    assert (run_dir / "tool.py").read_text() == "print(1)\n" and (run_dir / "train_small.py").is_file()
+    report = (run_dir / "report.md").read_text()
+    assert "| source | elsewhere |" in report and report.count("```text") == 1 and "a sample of the tool" in report
+    assert ts.read_config(run_dir) == job.config
+
+
 def test_wandb_offline(dataset_dir, tmp_path):
     """With a name and no network the run is recorded in the run directory."""
     environment = {**os.environ, "WANDB_MODE": "offline", "PYTHONWARNINGS": "ignore"}
@@ -273,6 +319,17 @@ def test_wandb_without_a_login(dataset_dir, tmp_path):
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert "error: --wandb could not start" in done.stderr and "WANDB_MODE=offline" in done.stderr
     assert subprocess.run(command, cwd=ROOT, env=environment, capture_output=True).returncode == 0
+
+
+def test_profile(dataset_dir, tmp_path):
+    """Steps 11 to 15 of a run are traced, with a table of operations; the numbers are those of any run."""
+    run_dir = tmp_path / "run"
+    assert ts.main(flags(dataset_dir, run_dir, "--profile", steps=16)) == 0
+    events = json.loads((run_dir / "trace.json").read_text())["traceEvents"]
+    named = [event for event in events if str(event.get("name")).startswith("ProfilerStep#")]
+    assert {event["name"] for event in named} == {f"ProfilerStep#{n}" for n in range(10, 15)}
+    assert "aten::mm" in (run_dir / "profile.txt").read_text()
+    assert len(losses(run_dir)) == 16 and saved(run_dir)[-1] == 16
 
 
 def test_profile_of_a_short_run(dataset_dir, tmp_path, fails):
@@ -505,8 +562,9 @@ def test_resume_remembers_new_flags(halfway, tmp_path, fails, capsys):
     after = json.loads((run_dir / "config.json").read_text())
     assert after["overridden"] == [*before["overridden"], "cooldown=0.3"], "which voids record status"
     assert after["config"] == before["config"] | {"tokens": 14 * 3 * 128, "cooldown": 0.3}
-    (run_dir / "config.json").write_text(json.dumps(after | {"command": "rl"}))
-    fails(["--resume", "--run-dir", run_dir], "is a run of runs/rl.py")
+    for command, tool in (("rl", "runs/rl.py"), ("finetune", "runs/finetune.py"), ("sft", "runs/finetune.py")):
+        (run_dir / "config.json").write_text(json.dumps(after | {"command": command}))
+        fails(["--resume", "--run-dir", run_dir], f"is a run of {tool}", f"python {tool} --resume --run-dir {run_dir}")
 
 
 def test_a_finished_run_is_evaluated_as_it_was_trained(finished, dataset, tmp_path, capsys):
