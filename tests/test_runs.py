@@ -279,8 +279,9 @@ def test_a_job_of_a_tool(dataset_dir, dataset, tmp_path, capsys):
         ts.pretraining_job(config), command="finetune", note="what it is", load_start=load_start, samples=samples,
         description={"source": "elsewhere"}, scripts=(note,), validation=held_out,
     )  # fmt: skip
-    result = ts.train(config, args, job)
+    assert ts.run_command(lambda: ts.train(config, args, job)) == 0
     out = capsys.readouterr().out
+    result = json.loads(out.splitlines()[-1])
     assert loaded == [0] and result["steps"] == 4 and ", what it is\n" in out
     validated = [e for e in entries(run_dir) if "val_bpb" in e]
     assert [e["step"] for e in validated] == [0, 4], "the loaded weights are validated too"
