@@ -103,20 +103,6 @@ except ImportError:
     triton = tl = TensorDescriptor = None
 jit = triton.jit if triton else (lambda function: function)
 
-# A run directory keeps the script that made it, and the tools in runs/ import that copy. They use
-# the names below and no others (tests/test_interface.py). INTERFACE rises when one of them, or what
-# `attend` in GPT.trunk receives, changes its meaning; a tool refuses a script of another number.
-INTERFACE = 2
-INTERFACE_NAMES = """
-    Config UserError GPT Tokenizer Dataset Ranks TrainState Job Batch ShardReader PackLoader Log
-    empty_packs fill_pack validation_documents validation_batch bits_per_byte
-    lr_multiplier muon_momentum stage_attention stage_index
-    start_ranks choose_dtype choose_attention sdpa_attention peak_memory_gib describe_machine
-    build_state build_optimizer warm_up train train_step load load_checkpoint save_checkpoint checkpoints
-    read_config write_atomically
-    build_parser config_changes change_config make_config run_command
-""".split()
-
 
 class UserError(Exception):
     """Something the user can fix; printed as one sentence, without a traceback."""
@@ -775,12 +761,14 @@ class Inputs(NamedTuple):
 
 # <<< shared: layers
 class Linear8(torch.autograd.Function):
-    """x w^T and its gradients by fp8 products (section 7); for the backward the fp8 input is kept, not x."""
+    """x w^T and its gradients by fp8 products (section 12); the backward keeps the fp8 input, not x."""
 
     @staticmethod
     def forward(ctx, x, w):
-        row_x, row_w = largest_row(x), largest_row(w)
-        x8, w8 = cast8(x, E4M3_MAX / row_x), cast8(w, E4M3_MAX / row_w)
+        row_x = largest_row(x)
+        row_w = largest_row(w)
+        x8 = cast8(x, E4M3_MAX / row_x)
+        w8 = cast8(w, E4M3_MAX / row_w)
         ctx.save_for_backward(x8, w8, row_x, row_w)
         return product8(x8, w8, row_x * row_w / E4M3_MAX**2, x.dtype, fast=True)
 
@@ -791,7 +779,8 @@ class Linear8(torch.autograd.Function):
         g8 = cast8(g.contiguous(), E5M2_MAX / row_g, E5M2)
         unit = row_g / (E4M3_MAX * E5M2_MAX)
         dx = product8(g8, transpose8(w8), unit * row_w, g.dtype)
-        return dx, product8(transpose8(g8), transpose8(x8), unit * row_x, g.dtype)
+        dw = product8(transpose8(g8), transpose8(x8), unit * row_x, g.dtype)
+        return dx, dw
 
 
 def linear8(x_TK: Tensor, w_NK: Tensor) -> Tensor:
@@ -882,20 +871,12 @@ class GPT(nn.Module):
         banks = (self.qkv_bank.unbind(0), self.o_bank.unbind(0), mlp[::2], mlp[1::2])
         return [LayerWeights(*matrices) for matrices in zip(*banks, strict=True)]
 
-    def trunk(
-        self,
-        tokens_T: Tensor,
-        previous_T: Tensor,
-        positions_T: Tensor,
-        attend: Callable,
-        weights: list[LayerWeights] | None = None,
-    ) -> Tensor:
+    def trunk(self, tokens_T, previous_T, positions_T, attend: Callable, weights=None) -> Tensor:
         """Everything between token ids and the head.
 
-        Args:    tokens_T ids; previous_T id of the token before in the same document (any value at
-                 position 0); positions_T position in the document; attend(index, layer, q, k, v,
-                 gate (T, H) or None) -> y, all others (T, H, K), q scaled, y gated; weights as
-                 layer_weights() gave them
+        Args:    int tokens_T; previous_T the token before in the same document (any value at
+                 position 0); positions_T in the document; attend(index, layer, q, k, v, gate (T, H)
+                 or None) -> y, all others (T, H, K), q scaled, y gated; weights by layer_weights()
         Returns: normalised hidden state (T, D)
         """
         c = self.config
@@ -1841,13 +1822,10 @@ class Job:
     bytes_per_token: float  # of counted targets, for the estimate of bits per byte in the log
     note: str  # what there is to train on, for the log
     command: str = "pretrain"
-    load_start: Callable | None = (
-        None  # load_start(state) loads other weights than the initial ones
-    )
-    samples: Callable = (
-        continue_prompts  # samples(model, tokenizer, config) -> texts for the report
-    )
+    load_start: Callable | None = None  # load_start(state) loads weights to begin with
+    samples: Callable = continue_prompts  # samples(model, tokenizer, config) -> texts
     description: dict = field(default_factory=dict)  # further entries of config.json
+    report_rows: dict = field(default_factory=dict)  # further rows of the report's table
     scripts: tuple[Path, ...] = ()  # further scripts that the run directory keeps
 
 
@@ -1871,25 +1849,18 @@ def pretraining_job(config: Config) -> Job:
 def check_length(job: Job, args: argparse.Namespace) -> None:
     """Raises UserError if the run needs more text than there is, or is too short to profile."""
     config = job.config
-    packs = sum(
-        config.stage_table[stage_index(config, step)].packs for step in range(config.num_steps)
-    )
+    packs = sum(config.stage_table[stage_index(config, s)].packs for s in range(config.num_steps))
     needed = packs * config.pack_tokens
     if needed > job.available:
         whole_steps = job.available // config.step_tokens - len(config.stages) + 1
         fewer = int(whole_steps * config.step_tokens)
-        if fewer > 0:
-            advice = f"ask for fewer with --tokens {fewer}, or"
-        else:
-            advice = "add text, make the batch smaller, or"
+        way = f"ask for fewer with --tokens {fewer}" if fewer > 0 else "make the batch smaller"
         raise UserError(
             f"{config.data} holds {job.available:,} training tokens, the run asks for {needed:,}; "
-            f"{advice} allow repeats with --set max_epochs=N"
+            f"{way}, add text, or allow repeats with --set max_epochs=N"
         )
     if args.profile and config.num_steps < 11:
-        raise UserError(
-            f"--profile traces steps 11 to 15, the run has {config.num_steps}; use --steps 15 or more"
-        )
+        raise UserError(f"--profile traces steps 11 to 15 of {config.num_steps}; use more --steps")
 
 
 @dataclass
@@ -1991,10 +1962,8 @@ def resume(run: Run) -> None:
     run.log.rewind(step)
     run.log.say(f"resumed at step {step} from {newest}")
     if step > config.num_steps:
-        raise UserError(
-            f"{run.run_dir} is at step {step} already, the flags ask for {config.num_steps}; ask for "
-            f"more, or leave out --steps and --tokens"
-        )
+        asked = f"the flags ask for {config.num_steps}; ask for more, or leave them out"
+        raise UserError(f"{run.run_dir} is at step {step} already, {asked}")
 
     # The next --resume goes on with the flags of this one.
     finished = step == config.num_steps and (run.run_dir / "report.md").is_file()
@@ -2021,7 +1990,7 @@ def prepare_loop(run: Run) -> None:
     token_bytes = torch.zeros(config.padded_vocab, dtype=torch.long)
     token_bytes[: config.vocab_size] = torch.from_numpy(job.dataset.tokenizer.token_bytes)
     run.token_bytes = token_bytes.to(run.ranks.device)
-    run.peak_flops = peak_flops(run.ranks.device, run.state.model.embed.dtype)
+    run.peak_flops = peak_flops(run.ranks.device)
     run.stopper = Stopper(run.ranks)
     run.begun = dataclasses.replace(run.progress)
     run.logged = dataclasses.replace(run.progress)
@@ -2086,18 +2055,11 @@ def evaluate(run: Run) -> float:
     if not math.isfinite(bpb):
         advice = diverged_advice(run.run_dir)
         raise UserError(f"validation gave {bpb} at step {state.step}; {advice}")
-    run.log.say(
-        f"step {state.step:6d}/{run.job.config.num_steps} | val bpb {bpb:.4f} "
-        f"| elapsed {progress.train_seconds:.1f} s"
-    )
-    run.log.write(
-        {
-            "step": state.step,
-            "tokens": progress.tokens,
-            "train_seconds": progress.train_seconds,
-            "val_bpb": bpb,
-        }
-    )
+    seconds = progress.train_seconds
+    place = f"step {state.step:6d}/{run.job.config.num_steps}"
+    run.log.say(f"{place} | val bpb {bpb:.4f} | elapsed {seconds:.1f} s")
+    entry = {"step": state.step, "tokens": progress.tokens, "train_seconds": seconds}
+    run.log.write({**entry, "val_bpb": bpb})
     return bpb
 
 
@@ -2114,10 +2076,8 @@ def stop_early(run: Run) -> None:
     run.loader.close()
     run.log.close()
     name = signal.Signals(run.stopper.signal).name
-    raise UserError(
-        f"stopped by {name} at step {run.state.step}, saved; continue with "
-        f"`--resume --run-dir {run.run_dir}`"
-    )
+    way = f"continue with `--resume --run-dir {run.run_dir}`"
+    raise UserError(f"stopped by {name} at step {run.state.step}, saved; {way}")
 
 
 def finish(run: Run) -> dict:
@@ -2311,9 +2271,9 @@ def choose_packs(config: Config, ranks: Ranks) -> int:
     """Packs in a micro-batch: the most that divide every stage's batch, fit into memory and help speed."""
     for stage in config.stage_table:
         if stage.packs % ranks.world:
+            way = f"use a number of processes that divides {stage.packs}"
             raise UserError(
-                f"a step of {stage.packs} packs does not divide over {ranks.world} processes; "
-                f"use a number of processes that divides {stage.packs}"
+                f"{stage.packs} packs do not divide over {ranks.world} processes; {way}"
             )
     limit = 8192
     if ranks.device.type == "cuda":
@@ -2321,9 +2281,8 @@ def choose_packs(config: Config, ranks: Ranks) -> int:
     if config.micro_batch_tokens:
         limit = config.micro_batch_tokens
         if limit % config.pack_tokens:
-            raise UserError(
-                f"--micro-batch-tokens {limit} is not a multiple of pack_tokens={config.pack_tokens}"
-            )
+            multiple = f"a multiple of pack_tokens={config.pack_tokens}"
+            raise UserError(f"--micro-batch-tokens {limit} is not {multiple}")
     common = math.gcd(*(stage.packs // ranks.world for stage in config.stage_table))
     divisors = [d for d in range(1, common + 1) if common % d == 0]
     return max((d for d in divisors if d * config.pack_tokens <= limit), default=1)
@@ -2386,10 +2345,8 @@ def start_ranks() -> Ranks:
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     if torch.cuda.is_available():
         if local_rank >= torch.cuda.device_count():
-            raise UserError(
-                f"torchrun started process {local_rank} on this machine, which has "
-                f"{torch.cuda.device_count()} GPU(s); lower --nproc_per_node"
-            )
+            gpus = f"{torch.cuda.device_count()} GPU(s); lower --nproc_per_node"
+            raise UserError(f"torchrun started process {local_rank} on a machine with {gpus}")
         torch.cuda.set_device(local_rank)
         # OpenMP threads that wait slow down runs beside this one: 87 to 125 ms a step.
         torch.set_num_threads(1)
@@ -2429,23 +2386,13 @@ PEAK_TFLOPS = {
 }  # fmt: skip
 
 
-def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Peak FLOP/s of the device: from the table, else what a matrix product reaches here."""
+def peak_flops(device: torch.device) -> float:
+    """Peak FLOP/s of the device; infinite if the table does not know it, which makes the MFU 0."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     for key, tflops in PEAK_TFLOPS.items():
         if re.search(rf"\b{key}\b", name):  # an A4000 is no A40
             return tflops * 1e12
-    size = 4096 if device.type == "cuda" else 1024
-    ranks = Ranks(0, 0, 1, device)
-    a = torch.randn(size, size, device=device, dtype=dtype)
-    best = math.inf
-    for _ in range(5):
-        ranks.sync()
-        begin = time.perf_counter()
-        a @ a
-        ranks.sync()
-        best = min(best, time.perf_counter() - begin)
-    return 2 * size**3 / best
+    return math.inf
 
 
 def flops_per_token(config: Config, windows: tuple[int, int], positions: Tensor) -> float:
@@ -2557,13 +2504,11 @@ class Tokenizer:
             self.specials = spec["special_tokens"]
             ranks = [base64.b64decode(rank) for rank in spec["ranks"]]
         except FileNotFoundError:
-            raise UserError(
-                f"no tokenizer at {path}; make one with python data/tokenizer.py train"
-            ) from None
+            way = "make one with python data/tokenizer.py train"
+            raise UserError(f"no tokenizer at {path}; {way}") from None
         except (ValueError, KeyError, TypeError) as error:
-            raise UserError(
-                f"{path} is not a tokenizer.json of this project ({error!r}); make it again"
-            ) from None
+            what = "is not a tokenizer.json of this project"
+            raise UserError(f"{path} {what} ({error!r}); make it again") from None
         self.vocab_size = max(len(ranks) - 1, *self.specials.values()) + 1
         self.mergeable = {rank: i for i, rank in enumerate(ranks)}
         self.bos_id = self.specials.get("<|bos|>", self.specials.get("<|endoftext|>"))
@@ -2634,9 +2579,8 @@ class Dataset:
             stated = info["tokenizer_sha256"]
             _ = info["splits"]["train"]["text_bytes"]
         except (ValueError, KeyError) as error:
-            raise UserError(
-                f"{root}/dataset.json cannot be read ({error!r}); make the dataset again"
-            ) from None
+            way = "make the dataset again"
+            raise UserError(f"{root}/dataset.json cannot be read ({error!r}); {way}") from None
         tokenizer = Tokenizer(root / "tokenizer.json")
         found = hashlib.sha256((root / "tokenizer.json").read_bytes()).hexdigest()
         if found != stated:
@@ -2663,36 +2607,28 @@ class Dataset:
 
         Raises: UserError if it is truncated, corrupt, of another format or of another tokenizer
         """
-        again = f"make or download it again with the scripts in data/ ({self.root})"
         header = np.fromfile(path, "<i4", 256)
-        if header.size < 256 or header[0] != SHARD_MAGIC or header[1] != 1:
-            raise UserError(f"{path} is not a token shard of version 1; {again}")
-        count = int(header[2])
-        size = path.stat().st_size
-        if count < 1 or size != 1024 + 2 * count:
-            raise UserError(
-                f"{path} is truncated: its header states {count} tokens, the file holds "
-                f"{(size - 1024) // 2}; {again}"
-            )
-        tokens = np.fromfile(path, "<u2", count, offset=1024)
+        tokens = np.fromfile(path, "<u2", offset=1024)
+        for problem in self.shard_problems(path.stat().st_size, header, tokens):
+            again = f"make or download it again with the scripts in data/ ({self.root})"
+            raise UserError(f"{path} {problem}; {again}")
+        return tokens
 
-        # Zeros in the header mean "not stated": shards of other projects have no hashes.
+    def shard_problems(self, size: int, header: np.ndarray, tokens: np.ndarray) -> Iterator[str]:
+        """Zeros in the header mean "not stated": shards of other projects have no hashes."""
+        if header.size < 256 or header[0] != SHARD_MAGIC or header[1] != 1:
+            yield "is not a token shard of version 1"
+        if header[2] < 1 or size != 1024 + 2 * header[2]:
+            yield f"is truncated: its header states {header[2]} tokens, the file holds {len(tokens)}"
         tokenizer_hash = header[5:13]
         if tokenizer_hash.any() and tokenizer_hash.tobytes().hex() != self.info["tokenizer_sha256"]:
-            raise UserError(
-                f"{path} was made with another tokenizer than {self.root}/tokenizer.json; {again}"
-            )
+            yield f"was made with another tokenizer than {self.root}/tokenizer.json"
         checksum = header[13:21]
         if checksum.any() and hashlib.sha256(tokens.tobytes()).digest() != checksum.tobytes():
-            raise UserError(
-                f"{path} is corrupt: the checksum in its header does not fit its tokens; {again}"
-            )
-        if tokens.max() >= self.tokenizer.vocab_size:
-            raise UserError(
-                f"{path} holds token {tokens.max()}, the tokenizer has {self.tokenizer.vocab_size} "
-                f"entries; use the tokenizer that the shards were made with"
-            )
-        return tokens
+            yield "is corrupt: the checksum in its header does not fit its tokens"
+        vocab_size = self.tokenizer.vocab_size
+        if tokens.max() >= vocab_size:
+            yield f"holds token {tokens.max()}, but its tokenizer has {vocab_size} entries"
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -2707,6 +2643,19 @@ def write_atomically(path: Path, text: str) -> None:
 
 # -- the run directory
 
+# The tools in runs/ import the script that a run directory keeps. They use these names and no others
+# (tests/test_interface.py). INTERFACE rises when one of them, or what `attend` in GPT.trunk receives,
+# changes its meaning; a tool refuses a script of another number.
+INTERFACE = 2
+INTERFACE_NAMES = """
+    Config UserError GPT Tokenizer Dataset Ranks TrainState Job Batch Packs MicroBatch ShardReader
+    PackLoader Log empty_packs fill_pack validation_documents validation_batch bits_per_byte
+    lr_multiplier muon_momentum stage_attention stage_index start_ranks choose_dtype choose_attention
+    sdpa_attention peak_memory_gib describe_machine build_state build_optimizer warm_up train train_step
+    checkpoints load_checkpoint save_checkpoint read_config read_description write_atomically
+    FROZEN FROZEN_ON_RESUME build_parser config_changes change_config make_config run_command
+""".split()
+
 
 def prepare_run_dir(job: Job, args: argparse.Namespace, ranks: Ranks) -> Path:
     """Creates or checks the run directory; all ranks get the same answer."""
@@ -2719,17 +2668,16 @@ def prepare_run_dir(job: Job, args: argparse.Namespace, ranks: Ranks) -> Path:
     if ranks.world > 1:
         dist.broadcast_object_list(of_main, 0)
     run_dir = Path(of_main[0])
-    if of_main[1] != newest:  # a shared file system may be seconds behind on another machine
+    if of_main[1] != newest:
         raise UserError(
-            f"process {ranks.rank} would continue {newest} in {run_dir}, process 0 {of_main[1]}; the "
-            f"run directory must be on one file system for all; if it is, start again"
+            f"process {ranks.rank} sees {newest} in {run_dir}, process 0 sees {of_main[1]}; put the run "
+            f"directory on a file system that all share; if it is there, it lags: start again"
         )
 
     if args.resume:
         if not checkpoints(run_dir):
-            raise UserError(
-                f"--resume found no complete checkpoint in {run_dir}/checkpoints; start without --resume"
-            )
+            what = f"no complete checkpoint in {run_dir}/checkpoints"
+            raise UserError(f"--resume found {what}; start without --resume")
         tokenizer = job.dataset.tokenizer.path
         if (run_dir / "tokenizer.json").read_bytes() != tokenizer.read_bytes():
             raise UserError(
@@ -2740,16 +2688,14 @@ def prepare_run_dir(job: Job, args: argparse.Namespace, ranks: Ranks) -> Path:
 
     if ranks.is_main:
         if (run_dir / "log.jsonl").exists():
-            way = "nothing was saved in it, so remove it"
-            if checkpoints(run_dir):
-                way = "continue it with --resume"
+            saved = checkpoints(run_dir)
+            way = "continue it with --resume" if saved else "nothing was saved in it, so remove it"
             raise UserError(f"{run_dir} already holds a run; {way}, or name another --run-dir")
         try:
             run_dir.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise UserError(
-                f"cannot create the run directory {run_dir} ({error.strerror})"
-            ) from None
+            reason = error.strerror
+            raise UserError(f"cannot create the run directory {run_dir} ({reason})") from None
     return run_dir
 
 
@@ -2759,9 +2705,8 @@ def read_config(run_dir: Path) -> Config:
     if not isinstance(values, dict):
         raise UserError(f"{run_dir} is not a run directory: its config.json holds no config")
     if not (run_dir / Path(__file__).name).is_file():
-        raise UserError(
-            f"{run_dir} is no run of {Path(__file__).name}; call the script that lies in it"
-        )
+        name = Path(__file__).name
+        raise UserError(f"{run_dir} is no run of {name}; call the script that lies in it")
     known = {f.name for f in dataclasses.fields(Config)}
     return Config(**{name: as_tuple(v) for name, v in values.items() if name in known})
 
@@ -2771,41 +2716,13 @@ def read_description(run_dir: Path) -> dict:
     try:
         return json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise UserError(
-            f"{run_dir} is not a run directory: its config.json cannot be read ({error})"
-        ) from None
+        what = "is not a run directory: its config.json cannot be read"
+        raise UserError(f"{run_dir} {what} ({error})") from None
 
 
 def as_tuple(value):
     """JSON has lists where Config has tuples."""
     return tuple(as_tuple(v) for v in value) if isinstance(value, list | tuple) else value
-
-
-def load(run_dir: str | Path, step: int | None = None, device: str | None = None, **changes):
-    """A trained model for use, from the newest checkpoint or that of a step.
-
-    Args:    changes of the Config, such as dtype and attention, which another machine may not have
-    Returns: model, tokenizer, config
-    """
-    from safetensors.torch import load_file
-
-    run_dir = Path(run_dir)
-    found = checkpoints(run_dir)
-    if step is not None:
-        found = [path for path in found if int(path.name.removeprefix("step_")) == step]
-    if not found:
-        where = f"of step {step} " if step is not None else ""
-        raise UserError(
-            f"no checkpoint {where}in {run_dir}/checkpoints; name a run directory with a finished save"
-        )
-    config = dataclasses.replace(read_config(run_dir), **changes)
-    default_device = start_ranks().device
-    device = torch.device(device) if device else default_device
-    model = GPT(config, device, choose_dtype(config, device))
-    model.load_state_dict(load_file(found[-1] / "model.safetensors"))
-    model.set_stage(json.loads((found[-1] / "state.json").read_text())["attention"])
-    model.attention = choose_attention(model, lambda text: None)
-    return model.eval(), Tokenizer(run_dir / "tokenizer.json"), config
 
 
 # -- log
@@ -2832,10 +2749,8 @@ class Log:
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(entry) + "\n")
         except OSError as error:
-            raise UserError(
-                f"{self.path} could not be written ({error.strerror}); make room and go on with "
-                f"--resume from the last checkpoint"
-            ) from None
+            way = "make room and go on with --resume from the last checkpoint"
+            raise UserError(f"cannot write {self.path} ({error.strerror}); {way}") from None
         if self.wandb is not None:
             numbers = {k: v for k, v in entry.items() if isinstance(v, int | float)}
             self.wandb.log(numbers, step=entry["step"])
@@ -2870,17 +2785,13 @@ def start_wandb(run_dir: Path, name: str, config: dict):
     try:
         import wandb
     except ImportError:
-        raise UserError(
-            "--wandb needs the package wandb; pip install wandb, or leave the flag out"
-        ) from None
+        raise UserError("--wandb needs the package wandb; install it, or drop the flag") from None
     try:
         return wandb.init(project="decoderstack", name=name, config=config, dir=str(run_dir))
     except wandb.Error as error:
         reason = str(error).splitlines()[0].rstrip(".")
-        raise UserError(
-            f"--wandb could not start ({reason}); run `wandb login`, set WANDB_MODE=offline, or leave "
-            f"the flag out"
-        ) from None
+        way = "run `wandb login`, set WANDB_MODE=offline, or drop the flag"
+        raise UserError(f"--wandb could not start ({reason}); {way}") from None
 
 
 # -- checkpoints
@@ -2991,9 +2902,7 @@ def load_checkpoint(state: TrainState, folder: Path) -> dict:
 def diverged_advice(run_dir: Path) -> str:
     """What to do after a loss that is not finite."""
     found = checkpoints(run_dir)
-    way = "nothing was saved yet, so start again"
-    if found:
-        way = f"go on from {found[-1].name} with --resume"
+    way = f"go on from {found[-1].name} with --resume" if found else "start again"
     return f"{way} and lower rates, e.g. half of --set muon_lr= and --set adam_lr="
 
 
@@ -3016,7 +2925,7 @@ def write_report(run: Run, result: dict, samples: list[str]) -> None:
         "device time": f"{hours:.4f} device hours",
         "device": f"{machine['num_devices']} x {machine['device']}",
         "torch": machine["torch"],
-        **run.job.description,
+        **run.job.report_rows,
         "data": run.job.config.data,
         "commit": commit,
     }
@@ -3040,24 +2949,13 @@ def draw_curve(run_dir: Path, title: str) -> str:
 
     lines = (run_dir / "log.jsonl").read_text(encoding="utf-8").splitlines()
     entries = [json.loads(line) for line in lines]
-    train = [e for e in entries if "loss" in e]
-    val = [e for e in entries if "val_bpb" in e]
+    train = [(e["tokens"] / 1e6, e["bpb"]) for e in entries if "loss" in e]
+    val = [(e["tokens"] / 1e6, e["val_bpb"]) for e in entries if "val_bpb" in e]
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     axes.plot(
-        [e["tokens"] / 1e6 for e in train],
-        [e["bpb"] for e in train],
-        color="#9bb8d3",
-        lw=1,
-        label="training (estimate from mean bytes)",
+        *np.array(train).reshape(-1, 2).T, color="#9bb8d3", label="training (from mean bytes)"
     )
-    axes.plot(
-        [e["tokens"] / 1e6 for e in val],
-        [e["val_bpb"] for e in val],
-        color="#c0392b",
-        marker="o",
-        ms=3,
-        label="validation",
-    )
+    axes.plot(*np.array(val).reshape(-1, 2).T, "o-", color="#c0392b", ms=3, label="validation")
     axes.set(xlabel="training tokens, millions", ylabel="bits per byte", title=title)
     axes.legend()
     axes.grid(alpha=0.3)
@@ -3071,21 +2969,23 @@ def draw_curve(run_dir: Path, title: str) -> str:
 # 10. COMMAND LINE -- flags, overrides, checks of the config
 
 
-def validate(config: Config) -> None:
-    """Raises UserError on values that contradict each other."""
-    validate_stages(config)
-    validate_ranges(config)
-    if config.num_layers < 2:
-        raise UserError(
-            f"num_layers={config.num_layers} is too few; the table of scalars needs at least 2"
-        )
-    if not config.window_pattern or set(config.window_pattern) - set("SL"):
-        raise UserError(
-            f"window_pattern={config.window_pattern} must be made of the letters S and L, e.g. SSSL"
-        )
+def model_problems(config: Config) -> Iterator[str]:
+    """What contradicts the shape of this model."""
+    c = config
+    if c.num_layers < 2:
+        yield f"num_layers={c.num_layers} is too few; the table of scalars needs at least 2"
+    if not c.window_pattern or set(c.window_pattern) - set("SL"):
+        yield f"window_pattern={c.window_pattern} must be made of the letters S and L, e.g. SSSL"
 
 
 # >>> shared: cli
+def validate(config: Config) -> None:
+    """Raises UserError with the first problem."""
+    for problems in (stage_problems, value_problems, model_problems):
+        for problem in problems(config):
+            raise UserError(problem)
+
+
 def bad_stage(config: Config) -> object:
     """The first row of the stage table that is not made of six numbers, or None."""
     for row in config.stages or ((),):
@@ -3095,49 +2995,41 @@ def bad_stage(config: Config) -> object:
     return None
 
 
-def validate_stages(config: Config) -> None:
+def stage_problems(config: Config) -> Iterator[str]:
     c = config
     row = bad_stage(c)
     if row is not None:
         names = [f.name for f in dataclasses.fields(Stage)]
-        raise UserError(f"stages: the row {row} must hold {len(names)} numbers: {', '.join(names)}")
+        yield f"stages: the row {row} must hold {len(names)} numbers: {', '.join(names)}"
     shares = sum(stage.share for stage in c.stage_table)
     if abs(shares - 1) > 1e-6:
-        raise UserError(f"the shares of the stages add up to {shares:.4f}, not 1")
+        yield f"the shares of the stages add up to {shares:.4f}, not 1"
     for stage in c.stage_table:
-        least = min(stage.packs, stage.window_short, stage.window_long)
-        if not 2 <= stage.max_doc <= c.max_seq_len or least < 1:
-            raise UserError(
-                f"a stage has max_doc={stage.max_doc}, which must be 2 to max_seq_len={c.max_seq_len}, "
-                f"and packs and windows of at least 1"
-            )
+        if not 2 <= stage.max_doc <= c.max_seq_len:
+            yield f"a stage has max_doc={stage.max_doc}, which must be 2 to max_seq_len={c.max_seq_len}"
+        if min(stage.packs, stage.window_short, stage.window_long) < 1:
+            yield "a stage has packs or windows below 1"
     if c.max_seq_len > c.pack_tokens:
-        raise UserError(
-            f"max_seq_len={c.max_seq_len} does not fit into a pack of {c.pack_tokens} tokens"
-        )
+        yield f"max_seq_len={c.max_seq_len} does not fit into a pack of {c.pack_tokens} tokens"
 
 
-def validate_ranges(config: Config) -> None:
+def value_problems(config: Config) -> Iterator[str]:
     c = config
     for name, length in (("momentum", 4), ("softcap", 3)):
         if len(getattr(c, name)) != length:
-            raise UserError(f"{name}={getattr(c, name)} must have {length} values")
+            yield f"{name}={getattr(c, name)} must have {length} values"
     if not 0 < c.softcap[0] <= 100:  # the loss computes exp(logit - bound) in fp32
-        raise UserError(
-            f"softcap={c.softcap}: the bound, its first value, must be above 0 and at most 100"
-        )
+        yield f"softcap={c.softcap}: the bound, its first value, must be above 0 and at most 100"
     if c.width % c.head_dim:
-        raise UserError(
-            f"width={c.width} is not a multiple of head_dim={c.head_dim}; change one of them"
-        )
+        yield f"width={c.width} is not a multiple of head_dim={c.head_dim}; change one of them"
     if c.head_dim % 4:
-        raise UserError(
-            f"head_dim={c.head_dim} is not a multiple of 4, which the rotary embedding needs"
-        )
+        yield f"head_dim={c.head_dim} is not a multiple of 4, which the rotary embedding needs"
     if c.vocab_size > 65536:
-        raise UserError(
-            f"vocab_size={c.vocab_size} does not fit the 16-bit shards; use at most 65,536 entries"
-        )
+        yield f"vocab_size={c.vocab_size} does not fit the 16-bit shards; use at most 65,536 entries"
+    if c.ahead_until <= 0:
+        yield f"ahead_until={c.ahead_until} must be above 0"
+    if not all(isinstance(prompt, str) for prompt in c.sample_prompts):
+        yield f"sample_prompts={c.sample_prompts} must be texts, e.g. ('def','import')"
     least = {
         "tokens": 1, "pack_tokens": 1, "pack_docs": 1, "log_every": 1, "max_epochs": 1, "val_tokens": 1,
         "keep_checkpoints": 1, "eval_every": 0, "save_every": -1, "seed": 0, "sample_tokens": 0,
@@ -3145,11 +3037,7 @@ def validate_ranges(config: Config) -> None:
     }  # fmt: skip
     for name, bound in least.items():
         if getattr(c, name) < bound:
-            raise UserError(f"{name}={getattr(c, name)} must be at least {bound}")
-    if c.ahead_until <= 0:
-        raise UserError(f"ahead_until={c.ahead_until} must be above 0")
-    if not all(isinstance(prompt, str) for prompt in c.sample_prompts):
-        raise UserError(f"sample_prompts={c.sample_prompts} must be texts, e.g. ('def','import')")
+            yield f"{name}={getattr(c, name)} must be at least {bound}"
 
 
 # Fields that a resumed or finetuned run may not change: the checkpoint would not fit, or the model
@@ -3348,10 +3236,10 @@ def main(argv: list[str] | None = None) -> int:
 # <<< shared: cli
 # >>> shared: attention
 # ===============================================================================
-# 6. ATTENTION -- causal, inside documents, over a window; one signature for all backends
-# attention(model, positions (T,), cu_seqlens (G + 1,), max_doc) prepares what all layers share and returns
-# attend(q, k, v (T, H, K), long 0 or 1, gate (T, H) or None) -> (T, H, K), where q already carries the scale.
-# Query i sees keys j of its own document with i - window <= j <= i.
+# 11. ATTENTION -- causal, inside documents, over a window; one signature for all backends
+# attention(model, positions (T,), cu_seqlens (G + 1,), max_doc) prepares what all layers share and
+# returns attend(q, k, v (T, H, K), long 0 or 1, gate (T, H) or None) -> (T, H, K), where q already
+# carries the scale. Query i sees keys j of its own document with i - window <= j <= i.
 
 
 def gated(y_THK: Tensor, gate_TH: Tensor | None) -> Tensor:
@@ -3359,25 +3247,37 @@ def gated(y_THK: Tensor, gate_TH: Tensor | None) -> Tensor:
 
 
 def block_mask(positions_T: Tensor, reach: int) -> Tensor:
-    """Who sees whom, bool (T / block, 1, block, block or 2 block), in blocks that are no shorter than the reach.
+    """Which keys each query sees, in blocks that are at least as long as the reach.
 
-    Queries of a block look at their own and the previous block; before the first block lies nothing.
+    Queries of a block look at their own and the previous block; the first block has none before it.
+
+    Returns: bool (T / block, 1, block, 2 block), or (1, 1, T, T) if T has no such divisor
     """
     T = positions_T.numel()
     block = next((b for b in range(max(reach, 1), T) if T % b == 0), T)
     index = torch.arange(T, device=positions_T.device)
     first = torch.maximum(index - positions_T, index - reach).view(-1, 1, block, 1)
-    queries, keys = index.view(-1, 1, block, 1), index.view(-1, 1, 1, block)
-    keys = torch.cat((keys - block, keys), 3) if block < T else keys
+    queries = index.view(-1, 1, block, 1)
+    keys = index.view(-1, 1, 1, block)
+    if block < T:
+        keys = torch.cat((keys - block, keys), 3)
     return (keys >= first) & (keys <= queries)
+
+
+def with_previous_block(x: Tensor) -> Tensor:
+    """(blocks, H, block, K) -> (blocks, H, 2 block, K); zeros come before the first block."""
+    previous = torch.cat((torch.zeros_like(x[:1]), x[:-1]))
+    return torch.cat((previous, x), 2)
 
 
 def blocked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     """q, k, v (T, H, K) and a block_mask -> (T, H, K), by scaled_dot_product_attention."""
-    (T, H, K), (blocks, _, block, width) = q.shape, mask.shape
-    q, k, v = (t.view(blocks, block, H, K).transpose(1, 2) for t in (q, k, v))
+    T, H, K = q.shape
+    blocks, _, block, width = mask.shape
+    q, k, v = (x.view(blocks, block, H, K).transpose(1, 2) for x in (q, k, v))
     if width > block:
-        k, v = (torch.cat((torch.cat((torch.zeros_like(t[:1]), t[:-1])), t), 2) for t in (k, v))
+        k = with_previous_block(k)
+        v = with_previous_block(v)
     y = F.scaled_dot_product_attention(q, k, v, mask, scale=1.0)
     return y.transpose(1, 2).reshape(T, H, K)
 
@@ -3389,38 +3289,37 @@ def sdpa_attention(model, positions_T, cu_seqlens, max_doc) -> Callable:
 
 
 def varlen_attention(model, positions_T, cu_seqlens, max_doc) -> Callable:
-    """FlashAttention 2 inside torch (Ampere and newer, 16 bits). Every pair of windows is a graph of its own."""
+    """FlashAttention 2 inside torch (Ampere or newer, 16 bits); new windows compile a new graph."""
     from torch.nn.attention.varlen import varlen_attn
+
+    sizes = (cu_seqlens, cu_seqlens, max_doc, max_doc)
 
     def attend(q, k, v, long, gate):
         window = (model.windows[long], 0)
-        y = varlen_attn(
-            q, k, v, cu_seqlens, cu_seqlens, max_doc, max_doc, scale=1.0, window_size=window
-        )
-        return gated(y, gate)
+        return gated(varlen_attn(q, k, v, *sizes, scale=1.0, window_size=window), gate)
 
     return attend
 
 
 def triton_attention(model, positions_T, cu_seqlens, max_doc) -> Callable:
-    """window_attention of section 7 (Ampere and newer, 16 bits); windows are data, so one graph serves all stages."""
-    bounds = [
-        attention_bounds(cu_seqlens, positions_T.numel(), size)
-        for size in model.window_sizes.unbind()
-    ]
+    """window_attention of section 12 (Ampere or newer, 16 bits); one graph serves all windows."""
+    T = positions_T.numel()
+    bounds = [attention_bounds(cu_seqlens, T, size) for size in model.window_sizes.unbind()]
     return lambda q, k, v, long, gate: window_attention(q, k, v, bounds[long], 1.0, gate)
 
 
 def load_fa3_attention() -> Callable:
-    """FlashAttention 3 from the Hugging Face hub through `kernels` (Hopper). Not measured by this project yet."""
+    """FlashAttention 3 from the Hugging Face hub (Hopper). Not measured by this project yet."""
     from kernels import get_kernel
 
     flash = get_kernel("kernels-community/flash-attn3").flash_attn_varlen_func
 
     def fa3_attention(model, positions_T, cu_seqlens, max_doc):
+        sizes = (cu_seqlens, cu_seqlens, max_doc, max_doc)
+
         def attend(q, k, v, long, gate):
-            y = flash(q, k, v, cu_seqlens, cu_seqlens, max_doc, max_doc, softmax_scale=1.0, causal=True,
-                      window_size=(model.windows[long], 0))  # fmt: skip
+            window = (model.windows[long], 0)
+            y = flash(q, k, v, *sizes, softmax_scale=1.0, causal=True, window_size=window)
             return gated(y[0] if isinstance(y, tuple) else y, gate)
 
         return attend
@@ -3429,115 +3328,144 @@ def load_fa3_attention() -> Callable:
 
 
 ATTENTION = {
-    "fa3": load_fa3_attention, "triton": lambda: triton_attention, "varlen": lambda: varlen_attention,
+    "fa3": load_fa3_attention,
+    "triton": lambda: triton_attention,
+    "varlen": lambda: varlen_attention,
     "sdpa": lambda: sdpa_attention,
-}  # fmt: skip
+}
 
 
 def first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).splitlines()[0][:120] if str(error) else ''}"
 
 
-def choose_attention(model: nn.Module, say: Callable = print) -> Callable:
-    """The first backend that runs a tiny case forward and backward; one named in the config must run."""
+def attention_names(name: str, device: torch.device, dtype: torch.dtype) -> list[str]:
+    """The backends to try, best first: the one named, or for "auto" those the device may run."""
+    if name != "auto":
+        return [name]
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    if dtype == torch.float32 or capability < (8, 0):
+        return ["sdpa"]
+    names = ["triton", "varlen", "sdpa"]
+    return ["fa3", *names] if capability == (9, 0) else names
+
+
+def probe_attention(attention: Callable, model: nn.Module) -> None:
+    """Runs two short documents forward and backward; raises whatever goes wrong."""
     config, device, dtype = model.config, model.embed.device, model.embed.dtype
-    if config.attention != "auto" and config.attention not in ATTENTION:
-        raise UserError(f"--attention {config.attention} is none of auto, {', '.join(ATTENTION)}")
-    names = [config.attention]
-    if config.attention == "auto":
-        capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
-        names = (
-            ["sdpa"]
-            if dtype == torch.float32 or capability < (8, 0)
-            else ["triton", "varlen", "sdpa"]
-        )
-        names = ["fa3", *names] if capability == (9, 0) and dtype != torch.float32 else names
-    for name in names:
+    shape = (3, 256, config.num_heads, config.head_dim)
+    q, k, v = 0.1 * torch.randn(shape, device=device, dtype=dtype)
+    q.requires_grad_()
+    gate = q.new_ones(256, config.num_heads) if config.attention_gates else None
+    ends = torch.tensor([0, 100, 256, 256], device=device, dtype=torch.int32)
+    positions = torch.cat((torch.arange(100), torch.arange(156))).to(device)
+    with torch.enable_grad():
+        attention(model, positions, ends, 256)(q, k, v, 0, gate).float().sum().backward()
+    if not q.grad.isfinite().all():
+        raise RuntimeError("its gradient is not finite")
+
+
+def choose_attention(model: nn.Module, say: Callable = print) -> Callable:
+    """The first backend that passes the probe; a backend named in the config must pass it."""
+    wanted = model.config.attention
+    if wanted != "auto" and wanted not in ATTENTION:
+        raise UserError(f"--attention {wanted} is none of auto, {', '.join(ATTENTION)}")
+    for name in attention_names(wanted, model.embed.device, model.embed.dtype):
         try:
             attention = ATTENTION[name]()
-            q, k, v = 0.1 * torch.randn(
-                3, 256, config.num_heads, config.head_dim, device=device, dtype=dtype
-            )
-            q.requires_grad_()
-            gate = q.new_ones(256, config.num_heads) if config.attention_gates else None
-            ends = torch.tensor([0, 100, 256, 256], device=device, dtype=torch.int32)
-            positions = torch.cat((torch.arange(100), torch.arange(156))).to(device)
-            with torch.enable_grad():
-                attention(model, positions, ends, 256)(q, k, v, 0, gate).float().sum().backward()
-            if not q.grad.isfinite().all():
-                raise RuntimeError("its gradient is not finite")
+            probe_attention(attention, model)
             say(f"attention: {name}")
             return attention
-        except (
-            Exception
-        ) as error:  # a backend may fail in any way, also when the hub cannot be reached
+        except Exception as error:  # backends fail in many ways, also if the hub cannot be reached
             reason = first_line(error)
-            if config.attention != "auto":
-                raise UserError(
-                    f"--attention {name} cannot run here ({reason}); try --attention auto"
-                ) from None
+            if wanted != "auto":
+                message = f"--attention {name} cannot run here ({reason}); try --attention auto"
+                raise UserError(message) from None
             say(f"attention: {name} skipped ({reason})")
-    raise UserError(
-        "no attention backend runs on this device; try --dtype float32 --attention sdpa"
-    )
+    raise UserError("no attention backend runs here; try --dtype float32 --attention sdpa")
 
 
 # <<< shared: attention
 # >>> shared: kernels
 # ===============================================================================
-# 7. KERNELS -- Triton, each beside its plain reference of the same signature (name_ref)
-# The references are the path of CPUs, of fp32 and of GPUs before Ampere, and the oracle of tests/test_kernels.py.
-# Times are for one H200 at T = 65,536 (dev/bench_kernels.py), against what torch.compile made of the plain code.
+# 12. KERNELS -- Triton, each beside its plain reference of the same signature (name_ref)
+# CPUs, fp32 and GPUs before Ampere run the plain code; tests/test_kernels.py compares both. Times:
+# one H200 at T = 65,536 (dev/bench_kernels.py), against torch.compile of the plain code.
+# Rows of a kernel's signature: tensors, then sizes and numbers, then constants.
 
 
 def use_triton(x: Tensor, capability: tuple = (8, 0)) -> bool:
-    """Kernels run on CUDA tensors of 16 or 8 bits from Ampere on; everything else takes the plain path."""
+    """Kernels run on CUDA tensors of 16 or 8 bits, from Ampere on; plain code does the rest."""
     fits = triton is not None and x.is_cuda and x.itemsize <= 2
     return fits and torch.cuda.get_device_capability(x.device) >= capability
 
 
-# Operators have global names: a second copy of this file in a process (that of a run directory) takes the next one.
+# Operator names are global. A second copy of this file in a process (that of a run directory) uses
+# the next free prefix.
 OPS = next(
     f"decoderstack{n}"
     for n in range(1000)
     if not hasattr(getattr(torch.ops, f"decoderstack{n}"), "sym_mm")
 )
 
-# -- softcapped cross-entropy: head, loss and gradient in one pass over the logits; 17.3 ms, in fp8 12.9, against 21.0
-# z = a sigmoid((x + b) / c); lse = log sum_j exp z_j; row t has the terms targets[t + k] with weight w_k and prefix[t]
-# with the last weight; a term past the end or with a negative target drops out; S is the sum of the row's weights.
-#   loss_t = S lse - sum_k w_k z[target_k];  dloss_t/dx_j = a/c s_j (1 - s_j) (S softmax_j - sum_k w_k [j = target_k])
+# -- softcapped cross-entropy: head, loss and gradient in one pass over the logits; 17.3 ms, in fp8
+# 12.9, against 21.0. With z = a sigmoid((x + b) / c), s = z / a and lse = log sum_j exp z_j: row t
+# has the terms targets[t + k] with weight w_k, and prefix[t] with the last weight. A term past the
+# end or with a negative target is left out. S is the sum of the row's weights.
+#   loss_t = S lse - sum_k w_k z[target_k]
+#   dloss_t/dx_j = a/c s_j (1 - s_j) (S softmax_j - sum_k w_k [j = target_k])
 
 
-def softcap_ce_ref(logits, targets, weights, prefix, row_weight, cap, row0=0, grad=True):
-    """Rows row0.. of the loss: logits (n, V) -> losses (n,) and nats of the next token (n,), fp32, and
-    row_weight * gradient (n, V) or None."""
-    n, n_pred, (a, b, c) = len(logits), len(weights) - (prefix is not None), cap
-    # z <= a, so exp needs no maximum. Few passes, most in place: 43 ms against 180 on two CPU cores, 2,048 x 4,096.
-    s = torch.add(
-        torch.full((), b / c, device=logits.device), logits.float(), alpha=1 / c
-    ).sigmoid_()
-    e = torch.add(torch.full((), -a, device=logits.device), s, alpha=a).exp_()
-    total = e.sum(1)
-    pick = torch.full((n, len(weights)), -1, dtype=torch.int64, device=logits.device)
-    for k in range(n_pred):
+def loss_terms(targets, weights, prefix, row0, n) -> tuple[Tensor, Tensor]:
+    """Targets of n rows from row0 on, 0 for none, and whether there is one; each (n, terms)."""
+    picks = torch.full((n, len(weights)), -1, dtype=torch.int64, device=targets.device)
+    for k in range(len(weights) - (prefix is not None)):
         shifted = targets[row0 + k : row0 + k + n]
-        pick[: len(shifted), k] = shifted
+        picks[: len(shifted), k] = shifted
     if prefix is not None:
-        pick[:, -1] = prefix[row0 : row0 + n]
-    real, pick = pick >= 0, pick.clamp(min=0)
-    w, z, lse = weights * real, a * s.gather(1, pick), a + total.log()
-    losses, nats = w.sum(1) * lse - (w * z).sum(1), (lse - z[:, 0]) * real[:, 0]
+        picks[:, -1] = prefix[row0 : row0 + n]
+    return picks.clamp(min=0), picks >= 0
+
+
+def softcap_ce_ref(logits, targets, weights, prefix, cap):
+    """logits (T, V) -> losses (T,) and nats of the next token (T,); only for tests, with autograd."""
+    picks, real = loss_terms(targets, weights, prefix, 0, len(logits))
+    z = softcap(logits.float(), cap)
+    terms = z.logsumexp(1, keepdim=True) - z.gather(1, picks)
+    return (weights * real * terms).sum(1), terms[:, 0] * real[:, 0]
+
+
+def softcap_ce_cpu(logits, targets, weights, prefix, row_weight, cap, row0=0, grad=True):
+    """Losses (n,), nats (n,) and row_weight * gradient (n, V) or None of logits (n, V), rows row0 on.
+
+    Few passes, most of them in place: 43 ms against 180 on two CPU cores, 2,048 x 4,096.
+    """
+    a, b, c = cap
+    picks, real = loss_terms(targets, weights, prefix, row0, len(logits))
+    w = weights * real
+
+    # e = exp(z - a): z <= a, so exp needs no maximum.
+    s = torch.add(torch.full((), b / c, device=w.device), logits.float(), alpha=1 / c).sigmoid_()
+    e = torch.add(torch.full((), -a, device=w.device), s, alpha=a).exp_()
+    total = e.sum(1)
+    lse = a + total.log()
+    z = a * s.gather(1, picks)
+    losses = w.sum(1) * lse - (w * z).sum(1)
+    nats = (lse - z[:, 0]) * real[:, 0]
     if not grad:
         return losses, nats, None
-    g = (a / c) * w if row_weight is None else (a / c) * w * row_weight[row0 : row0 + n, None]
-    e.mul_((g.sum(1) / total)[:, None]).scatter_add_(1, pick, -g)
-    return losses, nats, e.mul_(s.addcmul_(s, s, value=-1)).to(logits.dtype)
+
+    g = (a / c) * w
+    if row_weight is not None:
+        g = g * row_weight[row0 : row0 + len(logits), None]
+    e.mul_((g.sum(1) / total)[:, None]).scatter_add_(1, picks, -g)
+    s.addcmul_(s, s, value=-1)
+    return losses, nats, e.mul_(s).to(logits.dtype)
 
 
 @jit
 def fast_sigmoid(x, FAST: tl.constexpr):
-    """With FAST one instruction, wrong by up to 2.5e-4, which bf16 logits cannot tell; 0.4 ms of 88 a step."""
+    """FAST is one instruction, off by up to 2.5e-4, which bf16 hides; 0.4 ms of 88 a step."""
     if FAST:
         half = tl.inline_asm_elementwise(
             "tanh.approx.f32 $0, $1;", "=f,f", [0.5 * x], tl.float32, True, 1
@@ -3547,29 +3475,47 @@ def fast_sigmoid(x, FAST: tl.constexpr):
 
 
 @jit
-def softcap_ce_kernel(logits, grad, losses, nats, targets, weights, prefix, row_weight, row0, T, a, b, c,
-                      V: tl.constexpr, N_PRED: tl.constexpr, TERMS: tl.constexpr, PAD: tl.constexpr,
-                      PREFIX: tl.constexpr, ROW_W: tl.constexpr, GRAD: tl.constexpr, FAST: tl.constexpr,
-                      BLOCK: tl.constexpr):  # fmt: skip
-    """One row a program. z <= a bounds the exponentials, so lse needs no running maximum, and the softmax part of the
-    gradient is const * v with v = e s (1 - s) known at the first look: with BLOCK >= V the row is read once and v waits
-    in registers, else a second sweep reads the row again from L2. Target columns are rewritten at the end."""
+def load_softcap(logits, j, a, b, scale, V: tl.constexpr, FAST: tl.constexpr):
+    """s = sigmoid((x + b) / c) of the columns j, and exp(z - a)."""
+    x = tl.load(logits + j, mask=j < V, other=0.0).to(tl.float32)
+    s = fast_sigmoid((x + b) * scale, FAST)
+    return s, tl.exp2(a * 1.4426950408889634 * (s - 1.0))
+
+
+@jit
+def softcap_ce_kernel(
+    logits, grad, losses, nats, targets, weights, prefix, row_weight,
+    row0, T, a, b, c,
+    V: tl.constexpr, N_PRED: tl.constexpr, TERMS: tl.constexpr, PAD: tl.constexpr,
+    FAST: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One row of logits (n, V) a program; grad (n, V), prefix and row_weight may be None.
+
+    z <= a bounds the exponentials, so lse needs no running maximum, and the softmax part of the
+    gradient is const * v with v = e s (1 - s) known at the first look. With BLOCK >= V the row is
+    read once and v waits in registers, else a second sweep reads the row again from L2. Target
+    columns are rewritten at the end.
+    """
     row = tl.program_id(0)
-    t, logits, grad = row0 + row, logits + row.to(tl.int64) * V, grad + row.to(tl.int64) * V
+    t = row0 + row
+    logits += row.to(tl.int64) * V
+    scale = 1.0 / c
+
+    # The terms of the row, padded to a power of two.
     k = tl.arange(0, PAD)
     target = tl.load(targets + t + k, mask=(k < N_PRED) & (t + k < T), other=-1).to(tl.int32)
-    if PREFIX:
+    if prefix is not None:
         target = tl.where(k == N_PRED, tl.load(prefix + t).to(tl.int32), target)
     w = tl.where(target >= 0, tl.load(weights + k, mask=k < TERMS, other=0.0), 0.0)
     z_t = tl.load(logits + target, mask=target >= 0, other=0.0).to(tl.float32)
     s_t = fast_sigmoid((z_t + b) / c, FAST)
-    W, scale, log2e = tl.sum(w), 1.0 / c, 1.4426950408889634
+    W = tl.sum(w)
+
+    # The sum of exp(z - a).
     if BLOCK >= V:
         j = tl.arange(0, BLOCK)
-        s = fast_sigmoid(
-            (tl.load(logits + j, mask=j < V, other=0.0).to(tl.float32) + b) * scale, FAST
-        )
-        e = tl.where(j < V, tl.exp2(a * log2e * (s - 1.0)), 0.0)
+        s, e = load_softcap(logits, j, a, b, scale, V, FAST)
+        e = tl.where(j < V, e, 0.0)
         v = e * s * (1.0 - s)
         v = v if logits.dtype.element_ty == tl.float32 else v.to(tl.bfloat16)
         total = tl.sum(e)
@@ -3577,34 +3523,31 @@ def softcap_ce_kernel(logits, grad, losses, nats, targets, weights, prefix, row_
         acc = tl.zeros([BLOCK], tl.float32)
         for j0 in range(0, V, BLOCK):
             j = j0 + tl.arange(0, BLOCK)
-            s = fast_sigmoid(
-                (tl.load(logits + j, mask=j < V, other=0.0).to(tl.float32) + b) * scale, FAST
-            )
-            acc += tl.where(j < V, tl.exp2(a * log2e * (s - 1.0)), 0.0)
+            s, e = load_softcap(logits, j, a, b, scale, V, FAST)
+            acc += tl.where(j < V, e, 0.0)
         total = tl.sum(acc)
     lse = a + tl.log(total)
     tl.store(losses + t, W * lse - a * tl.sum(w * s_t))
     tl.store(nats + t, tl.sum(tl.where((k == 0) & (target >= 0), lse - a * s_t, 0.0)))
-    if GRAD:
+
+    if grad is not None:
+        grad += row.to(tl.int64) * V
         g = a / c
-        if ROW_W:
+        if row_weight is not None:
             g = g * tl.load(row_weight + t)
         if BLOCK >= V:
-            tl.store(
-                grad + j, (v.to(tl.float32) * (g * W / total)).to(grad.dtype.element_ty), mask=j < V
-            )
+            v = v.to(tl.float32) * (g * W / total)
+            tl.store(grad + j, v.to(grad.dtype.element_ty), mask=j < V)
         else:
             for j0 in range(0, V, BLOCK):
                 j = j0 + tl.arange(0, BLOCK)
-                s = fast_sigmoid(
-                    (tl.load(logits + j, mask=j < V, other=0.0).to(tl.float32) + b) * scale, FAST
-                )
-                v = tl.exp2(a * log2e * (s - 1.0)) * s * (1.0 - s)
-                tl.store(grad + j, (v * (g * W / total)).to(grad.dtype.element_ty), mask=j < V)
-        w = tl.sum(
-            tl.where(target[:, None] == target[None, :], w[None, :], 0.0), 1
-        )  # equal targets share a column
-        g_t = g * s_t * (1.0 - s_t) * (W * tl.exp2(a * log2e * (s_t - 1.0)) / total - w)
+                s, e = load_softcap(logits, j, a, b, scale, V, FAST)
+                v = e * s * (1.0 - s) * (g * W / total)
+                tl.store(grad + j, v.to(grad.dtype.element_ty), mask=j < V)
+        # Equal targets share a column.
+        w = tl.sum(tl.where(target[:, None] == target[None, :], w[None, :], 0.0), 1)
+        e_t = tl.exp2(a * 1.4426950408889634 * (s_t - 1.0))
+        g_t = g * s_t * (1.0 - s_t) * (W * e_t / total - w)
         tl.debug_barrier()
         tl.store(grad + target, g_t.to(grad.dtype.element_ty), mask=target >= 0)
 
@@ -3612,59 +3555,71 @@ def softcap_ce_kernel(logits, grad, losses, nats, targets, weights, prefix, row_
 def softcap_ce(
     logits, targets, weights, prefix, row_weight, cap, row0=0, grad=True, out=None, block=32768
 ):
-    """As softcap_ce_ref on contiguous logits, one read and one write: the gradient replaces the logits or fills `out`.
+    """As softcap_ce_cpu in one read and one write; the gradient replaces the logits or fills `out`.
 
     4 bytes moved an element; 3.1 TB/s with whole rows in registers (block 32768, 16 warps, H200).
     """
     n, V = logits.shape
-    out = logits if out is None else out
+    terms = len(weights)
     losses, nats = torch.empty(2, row0 + n, dtype=torch.float32, device=logits.device)
-    block = min(block if grad else 4096, triton.next_power_of_2(V))
+    gradient = None
+    if grad:
+        gradient = logits if out is None else out
+    tensors = (logits, gradient, losses, nats, targets, weights, prefix, row_weight)
     softcap_ce_kernel[(n,)](
-        logits, out, losses, nats, targets, weights, targets if prefix is None else prefix,
-        weights if row_weight is None else row_weight, row0, len(targets), *cap, V=V, TERMS=len(weights),
-        N_PRED=len(weights) - (prefix is not None), PAD=max(2, triton.next_power_of_2(len(weights))),
-        PREFIX=prefix is not None, ROW_W=row_weight is not None, GRAD=grad, BLOCK=block, num_warps=16 if grad else 8,
+        *tensors,
+        row0,
+        len(targets),
+        *cap,
+        V=V,
+        N_PRED=terms - (prefix is not None),
+        TERMS=terms,
+        PAD=max(2, triton.next_power_of_2(terms)),
         FAST=grad and logits.is_cuda and logits.dtype != torch.float32,
-    )  # fmt: skip
-    return losses[row0:], nats[row0:], out if grad else None
+        BLOCK=min(block if grad else 4096, triton.next_power_of_2(V)),
+        num_warps=16 if grad else 8,
+    )
+    return losses[row0:], nats[row0:], gradient
 
 
 @jit
 def transpose_kernel(x, y, M, N, BM: tl.constexpr, BN: tl.constexpr):
+    """x (M, N) -> y (N, M)."""
     m = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
     n = tl.program_id(1).to(tl.int64) * BN + tl.arange(0, BN)
-    tile = tl.load(x + m[:, None] * N + n[None, :], mask=(m[:, None] < M) & (n[None, :] < N))
-    tl.store(
-        y + n[:, None] * M + m[None, :], tl.trans(tile), mask=(n[:, None] < N) & (m[None, :] < M)
-    )
+    inside = (m[:, None] < M) & (n[None, :] < N)
+    tile = tl.load(x + m[:, None] * N + n[None, :], mask=inside)
+    inside = (n[:, None] < N) & (m[None, :] < M)
+    tl.store(y + n[:, None] * M + m[None, :], tl.trans(tile), mask=inside)
 
 
 @torch.library.custom_op(f"{OPS}::transpose8", mutates_args=())
 def transpose8(x: Tensor) -> Tensor:
-    """(M, N) of one-byte items -> contiguous (N, M) at 3.9 TB/s; _scaled_mm takes its operands in one layout only."""
+    """(M, N) of one-byte items -> contiguous (N, M) at 3.9 TB/s, for _scaled_mm's one layout."""
     if not use_triton(x):
         return x.T.contiguous()
-    y = x.new_empty(x.shape[::-1])
-    grid = (triton.cdiv(x.shape[0], 128), triton.cdiv(x.shape[1], 128))
-    transpose_kernel[grid](
-        x.view(torch.uint8), y.view(torch.uint8), *x.shape, BM=128, BN=128, num_warps=8
-    )
+    M, N = x.shape
+    y = x.new_empty(N, M)
+    grid = (triton.cdiv(M, 128), triton.cdiv(N, 128))
+    bytes_x, bytes_y = x.view(torch.uint8), y.view(torch.uint8)
+    transpose_kernel[grid](bytes_x, bytes_y, M, N, BM=128, BN=128, num_warps=8)
     return y
 
 
 transpose8.register_fake(lambda x: x.new_empty(x.shape[::-1]))
 
 # -- fp8 products of the layers; a step of B34 74.6 ms for 89.7 in bf16, 0.0005 bpb worse (11 runs)
-# Weights and activations are e4m3, gradients e5m2, sums fp32. A tensor has one scale, made from norms of rows where
-# they bound what is to be cast: nothing is looked for in what is large, and nothing is carried from step to step, so a
-# resumed run goes on exactly. A bound may be far off: e4m3 has 18 binades, e5m2 32, nearly all of them with all bits.
+# Weights and activations are e4m3, gradients e5m2, sums fp32. A tensor has one scale, which comes
+# from norms of rows where they bound what is to be cast: no large tensor is searched and nothing is
+# carried from step to step, so a resumed run continues exactly. A bound may be far off: e4m3 has 18
+# binades, e5m2 32, nearly all of them with all bits.
 
-E4M3, E5M2, E4M3_MAX, E5M2_MAX = torch.float8_e4m3fn, torch.float8_e5m2, 448.0, 57344.0
+E4M3, E4M3_MAX = torch.float8_e4m3fn, 448.0
+E5M2, E5M2_MAX = torch.float8_e5m2, 57344.0
 
 
 def fits_fp8(x: Tensor, *sizes: int) -> bool:
-    """The products need compute capability 8.9 and sizes that are multiples of 16; x says device and dtype."""
+    """Whether x is bf16 on capability 8.9 or newer, and all sizes are multiples of 16."""
     return use_triton(x, (8, 9)) and x.dtype == torch.bfloat16 and all(n % 16 == 0 for n in sizes)
 
 
@@ -3678,12 +3633,12 @@ def cast8(x: Tensor, factor: Tensor | float, dtype: torch.dtype = E4M3) -> Tenso
 
 
 def product8(a_MK: Tensor, b_NK: Tensor, scale: Tensor, dtype: torch.dtype, fast=False) -> Tensor:
-    """a b^T times a 0-D fp32 scale, (M, N) in dtype, of contiguous fp8 operands; on other devices by fp32 products."""
+    """a b^T times a 0-D fp32 scale, (M, N) in dtype, of contiguous fp8 operands."""
     if a_MK.is_cuda:  # of capability 8.9, see fits_fp8
         one = torch.ones((), device=scale.device)
         return torch._scaled_mm(a_MK, b_NK.T, scale, one, out_dtype=dtype, use_fast_accum=fast)
     product = a_MK.float() @ b_NK.float().T * scale
-    # An idle .to() as the result of an autograd.Function makes its compiled gradients 0 in torch 2.11.
+    # When an autograd.Function returns an idle .to(), its compiled gradients are 0 in torch 2.11.
     return product if dtype == torch.float32 else product.to(dtype)
 
 
@@ -3693,53 +3648,78 @@ def to_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
     return cast8(x, 1 / scale), scale
 
 
+def scale_head_gradient(x, weights, row_weight, cap) -> tuple[Tensor, Tensor]:
+    """The e5m2 scale of the logits' gradient (0-D), and row_weight (T,) divided by it.
+
+    |gradient| <= a / (4 c) * sum of weights * row weight, so no look at the logits is needed.
+    """
+    scale = weights.abs().sum() * (cap[0] / (4 * cap[2]) / E5M2_MAX)
+    if row_weight is None:
+        row_weight = torch.ones(len(x), device=x.device)
+    else:
+        scale = scale * row_weight.abs().max()
+    scale = scale.clamp(min=1e-30)
+    return scale, row_weight / scale
+
+
 @torch.library.custom_op(f"{OPS}::linear_ce", mutates_args=())
 def linear_ce(
-    x: Tensor, w: Tensor, targets: Tensor, weights: Tensor, prefix: Tensor | None, row_weight: Tensor | None,
-    cap: list[float], chunk: int, grad: bool, fp8: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    x: Tensor,
+    w: Tensor,
+    targets: Tensor,
+    weights: Tensor,
+    prefix: Tensor | None,
+    row_weight: Tensor | None,
+    cap: list[float],
+    chunk: int,
+    grad: bool,
+    fp8: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Loss, nats, dx and dw of linear_cross_entropy, chunk by chunk over the tokens."""
-    T, V, kernel = len(x), len(w), use_triton(x)
+    T = len(x)
     losses, nats = torch.empty(T, device=x.device), torch.empty(T, device=x.device)
-    dx, dw = x.new_empty(x.shape if grad else 0), None if grad else w.new_empty(0)
+    dx = x.new_empty(x.shape if grad else 0)
+    dw = None if grad else w.new_empty(0)
     # More than one chunk is summed in fp32: a 16-bit running sum would round once a chunk.
-    g8, rows, wide = None, row_weight, x.is_cuda and x.dtype != torch.float32 and T > chunk
+    wide = x.is_cuda and x.dtype != torch.float32 and T > chunk
+    factor = row_weight
+    g8 = None  # the buffer of an fp8 gradient
     if fp8:
-        (x8, x_s), (w8, w_s) = to_fp8(x), to_fp8(w)
-        if grad:  # |gradient| <= a / (4 c) * sum of weights * row weight: a scale known without a look at the logits
-            g_s = weights.abs().sum() * (cap[0] / (4 * cap[2]) / 57344)
-            g_s = (g_s if rows is None else g_s * rows.abs().max()).clamp(min=1e-30)
-            rows = (torch.ones(T, device=x.device) if rows is None else rows) / g_s
-            g8 = torch.empty(min(chunk, T), V, dtype=torch.float8_e5m2, device=x.device)
-            w8t = transpose8(w8)
-    for i in range(0, T, chunk):
-        xc, n = x[i : i + chunk], min(chunk, T - i)
+        x8, x_scale = to_fp8(x)
+        w8, w_scale = to_fp8(w)
+    if fp8 and grad:
+        w8_T = transpose8(w8)
+        g_scale, factor = scale_head_gradient(x, weights, row_weight, cap)
+        g8 = torch.empty(min(chunk, T), len(w), dtype=E5M2, device=x.device)
+
+    for start in range(0, T, chunk):
+        own = slice(start, min(start + chunk, T))
         if fp8:
             logits = torch._scaled_mm(
-                x8[i : i + n], w8.T, x_s, w_s, out_dtype=x.dtype, use_fast_accum=True
+                x8[own], w8.T, x_scale, w_scale, out_dtype=x.dtype, use_fast_accum=True
             )
         else:
-            logits = xc @ w.T
-        function, into = (
-            (softcap_ce, {"out": None if g8 is None else g8[:n]})
-            if kernel
-            else (softcap_ce_ref, {})
-        )
-        own = slice(i, i + n)
-        losses[own], nats[own], g = function(
-            logits, targets, weights, prefix, rows, tuple(cap), i, grad, **into
-        )
+            logits = x[own] @ w.T
+        terms = (targets, weights, prefix, factor, cap, start, grad)
+        if use_triton(x):
+            out = None if g8 is None else g8[: len(logits)]
+            losses[own], nats[own], g = softcap_ce(logits, *terms, out)
+        else:
+            losses[own], nats[own], g = softcap_ce_cpu(logits, *terms)
         if not grad:
             continue
+
         if fp8:
-            dx[i : i + n] = torch._scaled_mm(g, w8t.T, g_s, w_s, out_dtype=x.dtype)
-            part = torch._scaled_mm(transpose8(g), transpose8(x8[i : i + n]).T, g_s, x_s,
-                                    out_dtype=torch.float32 if wide else w.dtype)  # fmt: skip
+            dx[own] = torch._scaled_mm(g, w8_T.T, g_scale, w_scale, out_dtype=x.dtype)
+            dtype = torch.float32 if wide else w.dtype
+            part = torch._scaled_mm(
+                transpose8(g), transpose8(x8[own]).T, g_scale, x_scale, out_dtype=dtype
+            )
         else:
-            torch.mm(g, w, out=dx[i : i + n])
-            part = torch.mm(g.T, xc, out_dtype=torch.float32) if wide else g.T @ xc
+            torch.mm(g, w, out=dx[own])
+            part = torch.mm(g.T, x[own], out_dtype=torch.float32) if wide else g.T @ x[own]
         dw = part if dw is None else dw.add_(part)
-        del logits, g
+        del logits, g  # before the next chunk needs the memory
     total = losses.sum() if row_weight is None else losses @ row_weight
     return total, nats, dx, dw.to(w.dtype)
 
@@ -3747,12 +3727,9 @@ def linear_ce(
 @linear_ce.register_fake
 def _(x, w, targets, weights, prefix, row_weight, cap, chunk, grad, fp8):
     nats = x.new_empty(len(x), dtype=torch.float32)
-    return (
-        nats.new_empty(()),
-        nats,
-        x.new_empty(x.shape if grad else 0),
-        w.new_empty(w.shape if grad else 0),
-    )
+    dx = x.new_empty(x.shape if grad else 0)
+    dw = w.new_empty(w.shape if grad else 0)
+    return nats.new_empty(()), nats, dx, dw
 
 
 def save_linear_ce(ctx, inputs, output):
@@ -3761,8 +3738,10 @@ def save_linear_ce(ctx, inputs, output):
 
 
 def linear_ce_backward(ctx, g, *unused):
+    if g is None:
+        return (None,) * 10
     dx, dw = ctx.saved_tensors
-    return (None,) * 10 if g is None else (dx * g, dw * g) + (None,) * 8
+    return dx * g, dw * g, *(None,) * 8
 
 
 linear_ce.register_autograd(linear_ce_backward, setup_context=save_linear_ce)
@@ -3773,25 +3752,24 @@ def linear_cross_entropy(
 ):
     """Softcapped head and loss.
 
-    Args:    x (T, D), w (V, D), targets int (T,), negative: none; cap as in softcap(); weights fp32 (n_pred,) of the
-             targets ahead, with prefix int (T,) one more, last; row_weight fp32 (T,); fp8: e4m3 operands with dynamic
-             scales and an e5m2 gradient with an exact bound for scale, switched off below compute capability 8.9
-    Returns: sum over t of row_weight_t * loss_t; nats of targets_t alone, fp32 (T,), detached, 0 where there is none
+    Args:    x (T, D), w (V, D); targets int (T,), negative for none; cap as in softcap();
+             weights fp32 (n_pred,) of the targets ahead, with prefix int (T,) one more, the last;
+             row_weight fp32 (T,); fp8: e4m3 operands with dynamic scales and an e5m2 gradient whose
+             scale is an exact bound, switched off below compute capability 8.9
+    Returns: sum over t of row_weight_t * loss_t; nats of targets_t alone, fp32 (T,), detached, 0
+             where there is none
 
-    Gradients are made in the forward, a chunk of logits at a time, and the backward multiplies them by the gradient of
-    the sum, so they are exact for whatever flows in. A weighting by token goes into row_weight: the nats carry no
-    gradient, so nothing can be silently wrong.
+    The forward computes the gradients, a chunk of logits at a time; the backward multiplies them by
+    the gradient of the sum, so they are exact for whatever flows in. A weighting by token goes into
+    row_weight: the nats carry no gradient, so nothing can be silently wrong.
     """
     weights = torch.ones(1, device=x.device) if weights is None else weights
     grad = torch.is_grad_enabled() and (x.requires_grad or w.requires_grad)
-    if not use_triton(
-        x
-    ):  # the plain path holds several fp32 copies of a chunk's logits: 256 MiB each
+    if not use_triton(x):  # plain code holds several fp32 copies of a chunk's logits: 256 MiB each
         chunk = min(chunk, max(2**26 // len(w), 1))
     fp8 = fp8 and use_triton(x, (8, 9)) and all(n % 16 == 0 for n in (*x.shape, len(w), chunk))
-    total, nats, _, _ = linear_ce(
-        x, w, targets, weights, prefix, row_weight, list(cap), chunk, grad, fp8
-    )
+    arguments = (x, w, targets, weights, prefix, row_weight, list(cap), chunk, grad, fp8)
+    total, nats, _, _ = linear_ce(*arguments)
     return total, nats.detach()
 
 
@@ -3799,20 +3777,32 @@ def linear_cross_entropy(
 
 
 def sym_mm_ref(x: Tensor, alpha: float = 1.0, beta: float = 0.0, gamma: float = 0.0) -> Tensor:
-    """alpha x x^T + beta x + gamma I: x (b, m, k) -> (b, m, m); beta needs a symmetric x. X^T X is sym_mm(x.mT)."""
+    """alpha x x^T + beta x + gamma I: x (b, m, k) -> (b, m, m); beta needs a symmetric x."""
     out = alpha * (x @ x.mT)
-    out = out + beta * x if beta else out
-    return out + gamma * torch.eye(out.shape[-1], dtype=x.dtype, device=x.device) if gamma else out
+    if beta:
+        out = out + beta * x
+    if gamma:
+        out = out + gamma * torch.eye(out.shape[-1], dtype=x.dtype, device=x.device)
+    return out
 
 
 @jit
-def sym_mm_kernel(x, out, M, K, sb, sm, sk, alpha, beta, gamma, BETA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-                  BK: tl.constexpr):  # fmt: skip
-    i, j = tl.program_id(0) // tl.cdiv(M, BN), tl.program_id(0) % tl.cdiv(M, BN)
+def sym_mm_kernel(
+    x, out,
+    M, K, sb, sm, sk, alpha, beta, gamma,
+    BETA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """x (b, M, K) with strides sb, sm, sk -> out (b, M, M), one tile of one matrix a program."""
+    i = tl.program_id(0) // tl.cdiv(M, BN)
+    j = tl.program_id(0) % tl.cdiv(M, BN)
     if j * BN < (i + 1) * BM:  # on or below the diagonal; the store mirrors it
-        x, out = x + tl.program_id(1).to(tl.int64) * sb, out + tl.program_id(1).to(tl.int64) * M * M
-        m, n, k = i * BM + tl.arange(0, BM), j * BN + tl.arange(0, BN), tl.arange(0, BK)
-        left, right = x + m[:, None] * sm + k[None, :] * sk, x + n[:, None] * sm + k[None, :] * sk
+        x += tl.program_id(1).to(tl.int64) * sb
+        out += tl.program_id(1).to(tl.int64) * M * M
+        m = i * BM + tl.arange(0, BM)
+        n = j * BN + tl.arange(0, BN)
+        k = tl.arange(0, BK)
+        left = x + m[:, None] * sm + k[None, :] * sk
+        right = x + n[:, None] * sm + k[None, :] * sk
         acc = tl.zeros([BM, BN], tl.float32)
         for k0 in range(0, K, BK):
             in_k = k[None, :] < K - k0
@@ -3828,30 +3818,28 @@ def sym_mm_kernel(x, out, M, K, sb, sm, sk, alpha, beta, gamma, BETA: tl.constex
             acc += beta * tile.to(tl.float32)
         acc = (acc + tl.where(m[:, None] == n[None, :], gamma, 0.0)).to(out.dtype.element_ty)
         tl.store(out + m[:, None] * M + n[None, :], acc, mask=inside)
-        tl.store(
-            out + n[:, None] * M + m[None, :],
-            tl.trans(acc),
-            mask=(n[:, None] < M) & (m[None, :] < M),
-        )
+        mirrored = (n[:, None] < M) & (m[None, :] < M)
+        tl.store(out + n[:, None] * M + m[None, :], tl.trans(acc), mask=mirrored)
 
 
-SYM_TILES = dict(
-    BM=128, BN=128, BK=64, num_warps=8, num_stages=3
-)  # best of five on an H200, all four shapes
+# The best of five on an H200, for all four shapes.
+SYM_TILES = dict(BM=128, BN=128, BK=64, num_warps=8, num_stages=3)
 
 
 @torch.library.custom_op(f"{OPS}::sym_mm", mutates_args=())
 def sym_mm(x: Tensor, alpha: float = 1.0, beta: float = 0.0, gamma: float = 0.0) -> Tensor:
-    """As sym_mm_ref with half the products: tiles below the diagonal, stored twice; x in any strides.
+    """As sym_mm_ref with half the products: tiles below the diagonal, stored twice. Any strides.
 
-    m (m + 1) k FLOP and 2 (m k + m m) bytes a matrix; 1,007 TFLOP/s counted as a full product of 24 x 768 x 3072.
+    X^T X is sym_mm(X.mT). m (m + 1) k FLOP and 2 (m k + m m) bytes a matrix; 1,007 TFLOP/s counted
+    as a full product of 24 x 768 x 3072.
     """
     if not use_triton(x):
         return sym_mm_ref(x, alpha, beta, gamma)
     b, m, k = x.shape
     out = x.new_empty(b, m, m)
     grid = (triton.cdiv(m, SYM_TILES["BM"]) * triton.cdiv(m, SYM_TILES["BN"]), b)
-    sym_mm_kernel[grid](x, out, m, k, *x.stride(), alpha, beta, gamma, BETA=beta != 0, **SYM_TILES)
+    numbers = (m, k, *x.stride(), alpha, beta, gamma)
+    sym_mm_kernel[grid](x, out, *numbers, BETA=beta != 0, **SYM_TILES)
     return out
 
 
@@ -3860,8 +3848,9 @@ def _(x, alpha=1.0, beta=0.0, gamma=0.0):
     return x.new_empty(x.shape[0], x.shape[1], x.shape[1])
 
 
-# -- relu(x w^T)^2 in the epilogue of a product; the MLP forward and backward 2.89 ms against 3.1, in fp8 2.04
-# Only the activation after the square is kept: its root is relu(x w^T), which is all that the backward needs.
+# -- relu(x w^T)^2 in the epilogue of a product; the MLP forward and backward 2.89 ms against 3.1,
+# in fp8 2.04. Only the activation after the square is kept: its root is relu(x w^T), which is all
+# that the backward needs.
 
 
 def linear_relu2_ref(x: Tensor, w: Tensor) -> Tensor:
@@ -3869,28 +3858,30 @@ def linear_relu2_ref(x: Tensor, w: Tensor) -> Tensor:
     return F.relu(x @ w.T).square()
 
 
-def linear_relu2_grad_ref(g: Tensor, w: Tensor, post: Tensor) -> Tensor:
-    """g (T, D), w (F, D), post = relu(pre)^2 (T, F) -> gradient of pre, 2 (g w^T) sqrt(post)."""
-    return 2 * (g @ w.T) * post.sqrt()
-
-
 @jit
-def relu2_epilogue(acc, aux, factor, BWD: tl.constexpr):
-    if BWD:
-        acc = 2.0 * acc * tl.sqrt(aux.to(tl.float32))
+def store_relu2(acc, aux, out, m0, n0, factor):
+    if aux is not None:
+        acc = 2.0 * acc * tl.sqrt(aux.load([m0, n0]).to(tl.float32))
     else:
         acc = tl.maximum(acc, 0.0)
         acc = acc * acc
-    return acc * factor
+    out.store([m0, n0], (acc * factor).to(out.dtype))
 
 
 @jit
-def linear_relu2_kernel(a, b, aux, out, factor, M, N, K, GROUP: tl.constexpr, PROGRAMS: tl.constexpr, BWD: tl.constexpr,
-                        BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):  # fmt: skip
-    """out = relu(a b^T)^2 factor, or with BWD 2 (a b^T) sqrt(aux) factor; descriptors of a (M, K), b (N, K), aux, out.
+def linear_relu2_kernel(
+    a, b, aux, out,
+    factor, M, N, K,
+    GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """out = relu(a b^T)^2 factor, or with aux 2 (a b^T) sqrt(aux) factor.
 
-    Programs persist, so that the loads of a tile overlap the stores of the one before."""
-    tiles_m, tiles_n = tl.cdiv(M, BM), tl.cdiv(N, BN)
+    Descriptors of a (M, K), b (N, K), aux and out (M, N). Programs persist, so that the loads of a
+    tile overlap the stores of the one before.
+    """
+    tiles_m = tl.cdiv(M, BM)
+    tiles_n = tl.cdiv(N, BN)
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, PROGRAMS, flatten=True):
         first = tile // (GROUP * tiles_n) * GROUP
         rows = min(tiles_m - first, GROUP)
@@ -3899,50 +3890,50 @@ def linear_relu2_kernel(a, b, aux, out, factor, M, N, K, GROUP: tl.constexpr, PR
         acc = tl.zeros([BM, BN], tl.float32)
         for k0 in range(0, K, BK):
             acc = tl.dot(a.load([m0, k0]), b.load([n0, k0]).T, acc)
-        lo, hi = tl.split(
-            tl.permute(tl.reshape(acc, (BM, 2, BN // 2)), (0, 2, 1))
-        )  # halves: less shared memory
-        lo = relu2_epilogue(lo, aux.load([m0, n0]) if BWD else lo, factor, BWD)
-        out.store([m0, n0], lo.to(out.dtype))
-        hi = relu2_epilogue(hi, aux.load([m0, n0 + BN // 2]) if BWD else hi, factor, BWD)
-        out.store([m0, n0 + BN // 2], hi.to(out.dtype))
+        # Halves need less shared memory.
+        left, right = tl.split(tl.permute(tl.reshape(acc, (BM, 2, BN // 2)), (0, 2, 1)))
+        store_relu2(left, aux, out, m0, n0, factor)
+        store_relu2(right, aux, out, m0, n0 + BN // 2, factor)
 
 
-RELU2_TILES = dict(
-    BM=128, BN=256, BK=64, GROUP=8, num_warps=8, num_stages=3
-)  # best of twelve on an H200; fp8: 2 BK
+# The best of twelve on an H200; fp8 has twice the BK.
+RELU2_TILES = dict(BM=128, BN=256, BK=64, GROUP=8, num_warps=8, num_stages=3)
 
 
 def fused_relu2(x: Tensor, w: Tensor) -> bool:
-    """Hopper and B200 can: 208 KiB of shared memory, of which an RTX 50 (12.0) has 99, and rows of whole 16 bytes."""
-    return (
-        use_triton(x, (9, 0))
-        and not use_triton(x, (12, 0))
-        and x.size(1) % 8 == 0
-        and w.size(0) % 8 == 0
-    )
+    """Whether the kernel runs on this device, with rows of whole 16 bytes.
+
+    Hopper and B200 can: it needs 208 KiB of shared memory, of which an RTX 50 (12.0) has 99.
+    """
+    device_fits = use_triton(x, (9, 0)) and not use_triton(x, (12, 0))
+    return device_fits and x.size(1) % 8 == 0 and w.size(0) % 8 == 0
 
 
 def launch_relu2(a: Tensor, b: Tensor, aux: Tensor | None, factor: float = 1.0) -> Tensor:
-    """The result has the dtype of a. 2 M N K FLOP; moves M K + N K + M N items, with aux M N more. On an H200 710
-    TFLOP/s forward and 491 backward in bf16, 1,194 and 810 in fp8."""
-    a, b, aux = a.contiguous(), b.contiguous(), None if aux is None else aux.contiguous()
-    (M, K), N, tiles = a.shape, len(b), dict(RELU2_TILES)
-    tiles["BK"] *= 2 if a.itemsize == 1 else 1
+    """The result has the dtype of a. 2 M N K FLOP; moves M K + N K + M N items, with aux M N more.
+
+    On an H200 710 TFLOP/s forward and 491 backward in bf16, 1,194 and 810 in fp8.
+    """
+    M, K = a.shape
+    N = len(b)
     out = a.new_empty(M, N)
-    blocks = (
-        [tiles["BM"], tiles["BK"]],
-        [tiles["BN"], tiles["BK"]],
-        *[[tiles["BM"], tiles["BN"] // 2]] * 2,
-    )
-    tensors = (a, b, out if aux is None else aux, out)
-    arguments = [
-        TensorDescriptor.from_tensor(x, block) for x, block in zip(tensors, blocks, strict=True)
-    ]
-    programs = torch.cuda.get_device_properties(a.device).multi_processor_count if a.is_cuda else 3
-    programs = min(triton.cdiv(M, tiles["BM"]) * triton.cdiv(N, tiles["BN"]), programs)
+    tiles = dict(RELU2_TILES)
+    if a.itemsize == 1:
+        tiles["BK"] *= 2
+    BM, BN, BK = tiles["BM"], tiles["BN"], tiles["BK"]
+
+    describe = TensorDescriptor.from_tensor
+    half = [BM, BN // 2]
+    aux = None if aux is None else describe(aux.contiguous(), half)
+    tensors = (describe(a.contiguous(), [BM, BK]), describe(b.contiguous(), [BN, BK]), aux)
+
+    programs = 3  # of the interpreter
+    if a.is_cuda:
+        programs = torch.cuda.get_device_properties(a.device).multi_processor_count
+    programs = min(triton.cdiv(M, BM) * triton.cdiv(N, BN), programs)
+    numbers = (factor, M, N, K)
     linear_relu2_kernel[(programs,)](
-        *arguments, factor, M, N, K, PROGRAMS=programs, BWD=aux is not None, **tiles
+        *tensors, describe(out, half), *numbers, PROGRAMS=programs, **tiles
     )
     return out
 
@@ -3954,6 +3945,7 @@ def linear_relu2(x: Tensor, w: Tensor, factor: float = 1.0) -> Tensor:
 
 @torch.library.custom_op(f"{OPS}::linear_relu2_grad", mutates_args=())
 def linear_relu2_grad(g: Tensor, w: Tensor, post: Tensor, factor: float = 1.0) -> Tensor:
+    """g (T, D), w (F, D), post = relu(pre)^2 (T, F) -> gradient of pre, 2 (g w^T) sqrt(post)."""
     return launch_relu2(g, w, post, factor)
 
 
@@ -3975,41 +3967,46 @@ class MLPRelu2(torch.autograd.Function):
         return before @ up, before.T @ x, post.T @ g
 
 
+def plain_product8(a8: Tensor, b8: Tensor) -> Tensor:
+    """a b^T unscaled, fp32; on CUDA rounded to bf16."""
+    one = torch.ones((), device=a8.device)
+    dtype = torch.bfloat16 if a8.is_cuda else torch.float32
+    return product8(a8, b8, one, dtype).float()
+
+
 def relu2_8(x8: Tensor, w8: Tensor) -> Tensor:
-    """e4m3 of relu(x w^T)^2, scaled as MLP8 says."""
+    """e4m3 of relu(x w^T)^2 / 448^3, see MLP8."""
     if fused_relu2(x8, w8):
         return linear_relu2(x8, w8, E4M3_MAX**-3)
-    one, dtype = torch.ones((), device=x8.device), torch.bfloat16 if x8.is_cuda else torch.float32
-    post = F.relu(product8(x8, w8, one, dtype).float()).square() * E4M3_MAX**-3
-    return post.clamp(max=E4M3_MAX).to(
-        E4M3
-    )  # torch rounds to NaN what is too large, Triton to the largest number
+    post = F.relu(plain_product8(x8, w8)).square() * E4M3_MAX**-3
+    # torch rounds to NaN what is too large, Triton to the largest number.
+    return post.clamp(max=E4M3_MAX).to(E4M3)
 
 
 def relu2_grad8(g8: Tensor, w8: Tensor, post8: Tensor) -> Tensor:
-    """e5m2 of 2 (g w^T) sqrt(post), scaled as MLP8 says."""
+    """e5m2 of (g w^T) sqrt(post) / 448^1.5, see MLP8."""
     if fused_relu2(g8, w8):
         return linear_relu2_grad(g8, w8, post8, E4M3_MAX**-1.5 / 2)
-    one, dtype = torch.ones((), device=g8.device), torch.bfloat16 if g8.is_cuda else torch.float32
-    before = product8(g8, w8, one, dtype) * post8.float().sqrt() * E4M3_MAX**-1.5
+    before = plain_product8(g8, w8) * post8.float().sqrt() * E4M3_MAX**-1.5
     return before.clamp(-E5M2_MAX, E5M2_MAX).to(E5M2)
 
 
 class MLP8(torch.autograd.Function):
-    """MLPRelu2 with all six products in fp8, for an x whose rows have norm sqrt(D), as norm() makes them.
+    """MLPRelu2 with its six products in fp8, for an x whose rows have norm sqrt(D) as after norm().
 
-    Nothing of size (T, F) exists in more than 8 bits. |x w^T| <= |x| |w| bounds the activation, and in the same way the
-    gradient before it, so their scales are known; between operands and result only constants do not cancel.
+    Nothing of size (T, F) exists in more than 8 bits. |x w^T| <= |x| |w| bounds the activation, and
+    in the same way the gradient before it, so their scales are known. What remains between operands
+    and result is a constant.
     """
 
     @staticmethod
     def forward(ctx, x, up, down):
-        row_x, row_up, row_down = math.sqrt(x.size(1)), largest_row(up), largest_row(down)
-        x8, up8, down8 = (
-            cast8(x, E4M3_MAX / row_x),
-            cast8(up, E4M3_MAX / row_up),
-            cast8(down, E4M3_MAX / row_down),
-        )
+        row_x = math.sqrt(x.size(1))
+        row_up = largest_row(up)
+        row_down = largest_row(down)
+        x8 = cast8(x, E4M3_MAX / row_x)
+        up8 = cast8(up, E4M3_MAX / row_up)
+        down8 = cast8(down, E4M3_MAX / row_down)
         post8 = relu2_8(x8, up8)  # in units of (row_x row_up)^2 / 448
         ctx.save_for_backward(x8, up8, down8, post8, row_up, row_down)
         scale = (row_x * row_up / E4M3_MAX) ** 2 * row_down
@@ -4018,18 +4015,20 @@ class MLP8(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g):
         x8, up8, down8, post8, row_up, row_down = ctx.saved_tensors
-        row_x, row_g = math.sqrt(x8.size(1)), largest_row(g)
+        row_x = math.sqrt(x8.size(1))
+        row_g = largest_row(g)
         g8 = cast8(g.contiguous(), E5M2_MAX / row_g, E5M2)
         before8 = relu2_grad8(g8, down8, post8)  # in units of 2 row_g row_down row_x row_up / 57344
         unit = 2 * row_g * row_down * row_up * (row_x / E5M2_MAX / E4M3_MAX)
         dx = product8(before8, transpose8(up8), unit * row_up, g.dtype)
         dup = product8(transpose8(before8), transpose8(x8), unit * row_x, g.dtype)
-        scale = (row_x * row_up) ** 2 * row_g / (E4M3_MAX * E5M2_MAX)
-        return dx, dup, product8(transpose8(post8), transpose8(g8), scale, g.dtype)
+        unit = (row_x * row_up) ** 2 * row_g / (E4M3_MAX * E5M2_MAX)
+        ddown = product8(transpose8(post8), transpose8(g8), unit, g.dtype)
+        return dx, dup, ddown
 
 
 def mlp_relu2(x_TD: Tensor, up_FD: Tensor, down_FD: Tensor, fp8: bool = False) -> Tensor:
-    """relu(x up^T)^2 down, (T, D); for the backward only x and the squared activation are kept. fp8: see MLP8."""
+    """relu(x up^T)^2 down, (T, D); keeps only x and the square for the backward. fp8: see MLP8."""
     if fp8:
         return MLP8.apply(x_TD, up_FD, down_FD)
     if fused_relu2(x_TD, up_FD) and torch.is_grad_enabled():
@@ -4037,26 +4036,23 @@ def mlp_relu2(x_TD: Tensor, up_FD: Tensor, down_FD: Tensor, fp8: bool = False) -
     return linear_relu2_ref(x_TD, up_FD) @ down_FD
 
 
-# -- sliding-window attention on packed documents; at windows 128, 384, 896 forward and backward in 0.66, 0.99, 1.44 ms
-# against 1.10, 1.50, 1.92 of torch varlen. Row i sees keys bounds[0, i] <= j <= i; key j is seen by rows
-# j <= i <= bounds[1, j]; both only ever rise. Windows are data, so a change of window compiles nothing. A gate is a
-# positive factor of each row and head; in here it saves the 1.2 ms of 90 that it takes outside.
+# -- sliding-window attention on packed documents; at windows 128, 384, 896 forward and backward in
+# 0.66, 0.99, 1.44 ms against 1.10, 1.50, 1.92 of torch varlen. Row i sees keys bounds[0, i] <= j <=
+# i; key j is seen by rows j <= i <= bounds[1, j]; neither bound ever falls. Windows are data, so new
+# ones compile nothing. A gate is a positive factor of each row and head; in the kernel it saves the
+# 1.2 ms of 90 that it costs outside.
 
 
 def attention_bounds(cu_seqlens: Tensor, T: int, window: int | Tensor) -> Tensor:
-    """cu_seqlens int32 (G + 1,) from 0, padded with T -> int32 (2, T): first key seen, last row seeing."""
+    """cu_seqlens int32 (G + 1,), padded with T -> int32 (2, T): first key seen, last row seeing."""
     t = torch.arange(T, dtype=torch.int32, device=cu_seqlens.device)
     doc = torch.searchsorted(cu_seqlens, t, right=True, out_int32=True)
-    first, last = (
-        torch.maximum(cu_seqlens[doc - 1], t - window),
-        torch.minimum(cu_seqlens[doc] - 1, t + window),
-    )
+    first = torch.maximum(cu_seqlens[doc - 1], t - window)
+    last = torch.minimum(cu_seqlens[doc] - 1, t + window)
     return torch.stack([first, last]).to(torch.int32)
 
 
-def window_attention_ref(
-    q, k, v, bounds: Tensor, scale: float, gate: Tensor | None = None
-) -> Tensor:
+def window_attention_ref(q, k, v, bounds: Tensor, scale: float, gate: Tensor | None = None):
     """q, k, v (T, H, K), gate (T, H) -> (T, H, K) with dense scores (H, T, T); only for tests."""
     t = torch.arange(len(q), device=q.device)
     seen = (t >= bounds[0, :, None]) & (t <= t[:, None])
@@ -4067,64 +4063,80 @@ def window_attention_ref(
 
 @jit
 def load_rows(x, index, stride, T, D: tl.constexpr):
+    """Rows of one head: x points at its first value, `stride` values lie between tokens."""
     x += index.to(tl.int64)[:, None] * stride + tl.arange(0, D)[None, :]
     return tl.load(x, mask=index[:, None] < T, other=0.0)
 
 
 @jit
-def load_gate(gate, m, h, T, H, GATED: tl.constexpr):
-    return tl.load(gate + m * H + h, mask=m < T, other=1.0).to(tl.float32) if GATED else 1.0
+def store_rows(x, value, index, stride, T, D: tl.constexpr):
+    x += index.to(tl.int64)[:, None] * stride + tl.arange(0, D)[None, :]
+    tl.store(x, value.to(x.dtype.element_ty), mask=index[:, None] < T)
 
 
 @jit
-def attention_forward_kernel(q, k, v, o, lse, gate, bounds, T, sq, sk, sv, so, scale_log2, GATED: tl.constexpr,
-                             D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
-    """One block of BM rows and one head a program; keys from the first that its first row sees."""
-    m0, h = tl.program_id(0) * BM, tl.program_id(1)
+def attention_forward_kernel(
+    q, k, v, o, lse, gate, bounds,
+    T, sq, sk, sv, so, scale_log2,
+    D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """One block of BM rows and one head a program; keys from the first that its first row sees.
+
+    q, k, v, o (T, H, D) with strides sq to so between tokens, lse (H, T), gate (T, H) or None.
+    """
+    m0 = tl.program_id(0) * BM
+    h = tl.program_id(1)
     m = m0 + tl.arange(0, BM)
     first = tl.load(bounds + m, mask=m < T, other=0)
     Q = load_rows(q + h * D, m, sq, T, D)
-    top, total = tl.full([BM], -1e30, tl.float32), tl.zeros([BM], tl.float32)
+    top = tl.full([BM], -1e30, tl.float32)
+    total = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, D], tl.float32)
     for n0 in range(tl.load(bounds + m0) // BN * BN, min(m0 + BM, T), BN):
         n = n0 + tl.arange(0, BN)
-        s = (
-            tl.dot(Q, tl.trans(load_rows(k + h * D, n, sk, T, D)), input_precision="ieee")
-            * scale_log2
-        )
+        K = load_rows(k + h * D, n, sk, T, D)
+        s = tl.dot(Q, tl.trans(K), input_precision="ieee") * scale_log2
         s = tl.where((n[None, :] >= first[:, None]) & (n[None, :] <= m[:, None]), s, -1e30)
-        new = tl.maximum(
-            top, tl.max(s, 1)
-        )  # the first true maximum wipes what all-masked blocks left
-        p, shrink, top = tl.exp2(s - new[:, None]), tl.exp2(top - new), new
+        new_top = tl.maximum(top, tl.max(s, 1))
+        p = tl.exp2(s - new_top[:, None])
+        # The first true maximum wipes out what all-masked blocks left.
+        shrink = tl.exp2(top - new_top)
+        top = new_top
         total = total * shrink + tl.sum(p, 1)
         V = load_rows(v + h * D, n, sv, T, D)
         acc = tl.dot(p.to(V.dtype), V, acc * shrink[:, None], input_precision="ieee")
-    factor = load_gate(gate, m, h, T, so // D, GATED) / total
-    tl.store(o + m.to(tl.int64)[:, None] * so + h * D + tl.arange(0, D)[None, :],
-             (acc * factor[:, None]).to(o.dtype.element_ty), mask=m[:, None] < T)  # fmt: skip
+    G = 1.0
+    if gate is not None:
+        G = tl.load(gate + m * (so // D) + h, mask=m < T, other=1.0).to(tl.float32)
+    store_rows(o + h * D, acc * (G / total)[:, None], m, so, T, D)
     tl.store(lse + h * T + m, top + tl.log2(total), mask=m < T)
 
 
 @jit
-def attention_dq_kernel(q, k, v, o, do, dq, lse, delta, gate, gated_lse, bounds, T, sq, sk, sv, so, scale,
-                        GATED: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
+def attention_dq_kernel(
+    q, k, v, o, do, dq, lse, delta, gate, gated_lse, bounds,
+    T, sq, sk, sv, so, scale,
+    D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
     """As the forward; also leaves delta = rowsum(o do) for the other kernel.
 
-    With a gate G: ds = p (G dp - delta) = p' (dp - delta / G), where p' = G p = exp2(s - (lse - log2 G)) is what dv
-    takes too. So both kernels see another lse and another delta, which is the gradient of the gate.
+    With a gate G: ds = p (G dp - delta) = p' (dp - delta / G), where p' = G p is exp2(s - (lse -
+    log2 G)) and also the factor of dv. So both kernels see another lse and another delta, and the
+    latter is the gradient of the gate.
     """
-    m0, h = tl.program_id(0) * BM, tl.program_id(1)
+    m0 = tl.program_id(0) * BM
+    h = tl.program_id(1)
     m = m0 + tl.arange(0, BM)
-    first, L = (
-        tl.load(bounds + m, mask=m < T, other=0),
-        tl.load(lse + h * T + m, mask=m < T, other=0.0),
-    )
-    Q, dO = load_rows(q + h * D, m, sq, T, D), load_rows(do + h * D, m, so, T, D)
-    row = tl.sum(dO.to(tl.float32) * load_rows(o + h * D, m, so, T, D).to(tl.float32), 1)
-    if GATED:  # a gate of exactly 0 has a sigmoid of slope 0 behind it
-        G = load_gate(gate, m, h, T, so // D, GATED)
-        row, L = tl.where(G == 0.0, 0.0, row / G), L - tl.log2(G)
+    first = tl.load(bounds + m, mask=m < T, other=0)
+    L = tl.load(lse + h * T + m, mask=m < T, other=0.0)
+    Q = load_rows(q + h * D, m, sq, T, D)
+    dO = load_rows(do + h * D, m, so, T, D)
+    O = load_rows(o + h * D, m, so, T, D)
+    row = tl.sum(dO.to(tl.float32) * O.to(tl.float32), 1)
+    if gate is not None:  # a gate of exactly 0 has a sigmoid of slope 0 behind it
+        G = tl.load(gate + m * (so // D) + h, mask=m < T, other=1.0).to(tl.float32)
+        row = tl.where(G == 0.0, 0.0, row / G)
+        L = L - tl.log2(G)
         tl.store(gated_lse + h * T + m, L, mask=m < T)
     tl.store(delta + h * T + m, row, mask=m < T)
     acc = tl.zeros([BM, D], tl.float32)
@@ -4134,24 +4146,32 @@ def attention_dq_kernel(q, k, v, o, do, dq, lse, delta, gate, gated_lse, bounds,
         s = tl.dot(Q, tl.trans(K), input_precision="ieee") * (scale * 1.4426950408889634)
         s = tl.where((n[None, :] >= first[:, None]) & (n[None, :] <= m[:, None]), s, float("-inf"))
         p = tl.exp2(s - L[:, None])
-        dp = tl.dot(dO, tl.trans(load_rows(v + h * D, n, sv, T, D)), input_precision="ieee")
-        acc = tl.dot((p * (dp - row[:, None])).to(K.dtype), K, acc, input_precision="ieee")
-    tl.store(dq + m.to(tl.int64)[:, None] * so + h * D + tl.arange(0, D)[None, :],
-             (acc * scale).to(dq.dtype.element_ty), mask=m[:, None] < T)  # fmt: skip
+        V = load_rows(v + h * D, n, sv, T, D)
+        dp = tl.dot(dO, tl.trans(V), input_precision="ieee")
+        ds = p * (dp - row[:, None])
+        acc = tl.dot(ds.to(K.dtype), K, acc, input_precision="ieee")
+    store_rows(dq + h * D, acc * scale, m, so, T, D)
 
 
 @jit
-def attention_dkv_kernel(q, k, v, do, dk, dv, lse, delta, bounds, T, sq, sk, sv, so, scale, D: tl.constexpr,
-                         BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
+def attention_dkv_kernel(
+    q, k, v, do, dk, dv, lse, delta, bounds,
+    T, sq, sk, sv, so, scale,
+    D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
     """One block of BN keys and one head a program; rows up to the last that sees its last key."""
-    n0, h = tl.program_id(0) * BN, tl.program_id(1)
+    n0 = tl.program_id(0) * BN
+    h = tl.program_id(1)
     n = n0 + tl.arange(0, BN)
     last = tl.load(bounds + T + n, mask=n < T, other=-1)
-    K, V = load_rows(k + h * D, n, sk, T, D), load_rows(v + h * D, n, sv, T, D)
-    dK, dV = tl.zeros([BN, D], tl.float32), tl.zeros([BN, D], tl.float32)
+    K = load_rows(k + h * D, n, sk, T, D)
+    V = load_rows(v + h * D, n, sv, T, D)
+    dK = tl.zeros([BN, D], tl.float32)
+    dV = tl.zeros([BN, D], tl.float32)
     for m0 in range(n0 // BM * BM, tl.load(bounds + T + min(n0 + BN, T) - 1) + 1, BM):
         m = m0 + tl.arange(0, BM)
-        Q, dO = load_rows(q + h * D, m, sq, T, D), load_rows(do + h * D, m, so, T, D)
+        Q = load_rows(q + h * D, m, sq, T, D)
+        dO = load_rows(do + h * D, m, so, T, D)
         L = tl.load(lse + h * T + m, mask=m < T, other=0.0)
         row = tl.load(delta + h * T + m, mask=m < T, other=0.0)
         s = tl.dot(K, tl.trans(Q), input_precision="ieee") * (scale * 1.4426950408889634)
@@ -4159,18 +4179,18 @@ def attention_dkv_kernel(q, k, v, do, dk, dv, lse, delta, bounds, T, sq, sk, sv,
         p = tl.exp2(s - L[None, :])
         dV = tl.dot(p.to(dO.dtype), dO, dV, input_precision="ieee")
         dp = tl.dot(V, tl.trans(dO), input_precision="ieee")
-        dK = tl.dot((p * (dp - row[None, :])).to(Q.dtype), Q, dK, input_precision="ieee")
-    offset = n.to(tl.int64)[:, None] * so + h * D + tl.arange(0, D)[None, :]
-    tl.store(dk + offset, (dK * scale).to(dk.dtype.element_ty), mask=n[:, None] < T)
-    tl.store(dv + offset, dV.to(dv.dtype.element_ty), mask=n[:, None] < T)
+        ds = p * (dp - row[None, :])
+        dK = tl.dot(ds.to(Q.dtype), Q, dK, input_precision="ieee")
+    store_rows(dk + h * D, dK * scale, n, so, T, D)
+    store_rows(dv + h * D, dV, n, so, T, D)
 
 
-ATTENTION_TILES = dict(
-    BM=64, BN=64, num_warps=4, num_stages=2
-)  # best for all three kernels and windows on an H200
+# The best for all three kernels and all windows on an H200.
+ATTENTION_TILES = dict(BM=64, BN=64, num_warps=4, num_stages=2)
 
 
 def adjacent_heads(x: Tensor) -> Tensor:
+    """x (T, H, K), copied unless the heads of a token follow each other in memory."""
     return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()
 
 
@@ -4178,34 +4198,51 @@ def adjacent_heads(x: Tensor) -> Tensor:
 def window_attention_forward(
     q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, scale: float, gate: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    (T, H, D), (q, k, v) = q.shape, map(adjacent_heads, (q, k, v))
-    o, lse = q.new_empty(T, H, D), torch.empty(H, T, dtype=torch.float32, device=q.device)
-    strides = (T, q.stride(0), k.stride(0), v.stride(0), H * D, scale * math.log2(math.e))
-    factor = lse if gate is None else gate.contiguous()
+    """window_attention and lse (H, T), the base-2 logarithms of the softmax's denominators."""
+    T, H, D = q.shape
+    q, k, v = map(adjacent_heads, (q, k, v))
+    gate = None if gate is None else gate.contiguous()
+    o = q.new_empty(T, H, D)
+    lse = torch.empty(H, T, dtype=torch.float32, device=q.device)
     grid = (triton.cdiv(T, ATTENTION_TILES["BM"]), H)
-    attention_forward_kernel[grid](
-        q, k, v, o, lse, factor, bounds, *strides, gate is not None, D, **ATTENTION_TILES
-    )
+    sizes = (T, q.stride(0), k.stride(0), v.stride(0), H * D, scale * math.log2(math.e), D)
+    attention_forward_kernel[grid](q, k, v, o, lse, gate, bounds, *sizes, **ATTENTION_TILES)
     return o, lse
 
 
 @torch.library.custom_op(f"{OPS}::window_attention_grad", mutates_args=())
 def window_attention_grad(
-    q: Tensor, k: Tensor, v: Tensor, o: Tensor, do: Tensor, lse: Tensor, bounds: Tensor, scale: float,
-    gate: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    (T, H, D), (q, k, v), do = q.shape, map(adjacent_heads, (q, k, v)), do.contiguous()
-    (dq, dk, dv), delta = (q.new_empty(T, H, D) for _ in range(3)), torch.empty_like(lse)
-    strides = (T, q.stride(0), k.stride(0), v.stride(0), H * D, scale)
-    factors = (lse, lse) if gate is None else (gate.contiguous(), torch.empty_like(lse))
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    do: Tensor,
+    lse: Tensor,
+    bounds: Tensor,
+    scale: float,
+    gate: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dq, dk, dv (T, H, K) and dgate (T, H), which is empty without a gate."""
+    T, H, D = q.shape
+    q, k, v = map(adjacent_heads, (q, k, v))
+    do = do.contiguous()
+    dq, dk, dv = (q.new_empty(T, H, D) for _ in range(3))
+    delta = torch.empty_like(lse)
+    gated_lse = None
+    if gate is not None:
+        gate = gate.contiguous()
+        gated_lse = torch.empty_like(lse)
+
+    sizes = (T, q.stride(0), k.stride(0), v.stride(0), H * D, scale, D)
+    tensors = (q, k, v, o, do, dq, lse, delta, gate, gated_lse, bounds)
     grid = (triton.cdiv(T, ATTENTION_TILES["BM"]), H)
-    attention_dq_kernel[grid](q, k, v, o, do, dq, lse, delta, *factors, bounds, *strides, gate is not None, D,
-                              **ATTENTION_TILES)  # fmt: skip
+    attention_dq_kernel[grid](*tensors, *sizes, **ATTENTION_TILES)
+
+    tensors = (q, k, v, do, dk, dv, lse if gate is None else gated_lse, delta, bounds)
     grid = (triton.cdiv(T, ATTENTION_TILES["BN"]), H)
-    attention_dkv_kernel[grid](
-        q, k, v, do, dk, dv, factors[1], delta, bounds, *strides, D, **ATTENTION_TILES
-    )
-    return dq, dk, dv, q.new_empty(0) if gate is None else delta.T.to(gate.dtype).contiguous()
+    attention_dkv_kernel[grid](*tensors, *sizes, **ATTENTION_TILES)
+    dgate = q.new_empty(0) if gate is None else delta.T.to(gate.dtype).contiguous()
+    return dq, dk, dv, dgate
 
 
 @window_attention_forward.register_fake
@@ -4215,14 +4252,13 @@ def _(q, k, v, bounds, scale, gate):
 
 @window_attention_grad.register_fake
 def _(q, k, v, o, do, lse, bounds, scale, gate):
-    return *(q.new_empty(q.shape) for _ in "qkv"), q.new_empty(
-        0
-    ) if gate is None else gate.new_empty(gate.shape)
+    dq, dk, dv = (q.new_empty(q.shape) for _ in range(3))
+    return dq, dk, dv, q.new_empty(0) if gate is None else gate.new_empty(gate.shape)
 
 
 def save_window_attention(ctx, inputs, output):
-    *tensors, ctx.scale, gate = inputs
-    ctx.save_for_backward(*tensors, gate, *output)
+    q, k, v, bounds, ctx.scale, gate = inputs
+    ctx.save_for_backward(q, k, v, bounds, gate, *output)
     ctx.set_materialize_grads(False)
 
 
@@ -4237,24 +4273,21 @@ window_attention_forward.register_autograd(
 )
 
 
-def window_attention(
-    q_THK, k_THK, v_THK, bounds: Tensor, scale: float, gate_TH: Tensor | None = None
-) -> Tensor:
-    """As window_attention_ref, for 16-bit tensors with K a power of two; views of a packed qkv are fine. Gate above 0.
+def window_attention(q_THK, k_THK, v_THK, bounds: Tensor, scale: float, gate_TH=None) -> Tensor:
+    """As window_attention_ref, for 16 bits, K a power of two; q, k, v may be views of a packed qkv.
 
-    4 / 10 T H K window FLOP forward / backward; 4 / 11 T H K values moved at the least.
+    Gate above 0. 4 / 10 T H K window FLOP forward / backward; 4 / 11 T H K values moved at least.
     """
     return window_attention_forward(q_THK, k_THK, v_THK, bounds, scale, gate_TH)[0]
 
 
-# -- queries and keys: norm, scale and rotary embedding in one pass over qkv, and the way back in another; 0.11 and
-# 0.20 ms at 6 heads, 90 and 99 % of the speed of a copy. torch.compile took 0.16 and 0.27, with two passes for the way
-# back and fp32 gradients of the normalised in memory between them, in the medium model 31 ms of 504, now 14.
+# -- queries and keys: norm, scale and rotary embedding in one pass over qkv, and the way back in
+# another; 0.11 and 0.20 ms at 6 heads, 90 and 99 % of the speed of a copy. torch.compile needed 0.16
+# and 0.27, with two passes for the way back and fp32 gradients of the normalised in memory between
+# them; in the medium model 31 ms of 504, now 14.
 
 
-def norm_rotate_ref(
-    qkv: Tensor, cos: Tensor, sin: Tensor, scale: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+def norm_rotate_ref(qkv: Tensor, cos: Tensor, sin: Tensor, scale: Tensor):
     q, k, v = qkv.unbind(1)
     return rotate(norm(q) * scale, cos, sin), rotate(norm(k), cos, sin), v
 
@@ -4263,90 +4296,126 @@ NORM_EPS = torch.finfo(torch.float32).eps  # what F.rms_norm adds in 16 and 32 b
 
 
 @jit
+def quarter(x, row, K: tl.constexpr):
+    """Pointers to the first quarters of rows of K values."""
+    return x + row[:, None] * K + tl.arange(0, K // 4)[None, :]
+
+
+@jit
 def load_quarters(x, K: tl.constexpr, live):
-    """The four quarters of rows of K values, fp32; in this way loads stay wide although two quarters are turned."""
-    a, b = tl.load(x, mask=live, other=0.0), tl.load(x + K // 4, mask=live, other=0.0)
-    c, d = (
-        tl.load(x + K // 2, mask=live, other=0.0),
-        tl.load(x + 3 * (K // 4), mask=live, other=0.0),
-    )
-    return a.to(tl.float32), b.to(tl.float32), c.to(tl.float32), d.to(tl.float32)
+    """Four quarters, fp32: two of them turn against each other, and the loads stay wide."""
+    x0 = tl.load(x, mask=live, other=0.0).to(tl.float32)
+    x1 = tl.load(x + K // 4, mask=live, other=0.0).to(tl.float32)
+    x2 = tl.load(x + K // 2, mask=live, other=0.0).to(tl.float32)
+    x3 = tl.load(x + 3 * (K // 4), mask=live, other=0.0).to(tl.float32)
+    return x0, x1, x2, x3
 
 
 @jit
-def store_quarters(x, a, b, c, d, K: tl.constexpr, live):
-    tl.store(x, a.to(x.dtype.element_ty), mask=live)
-    tl.store(x + K // 4, b.to(x.dtype.element_ty), mask=live)
-    tl.store(x + K // 2, c.to(x.dtype.element_ty), mask=live)
-    tl.store(x + 3 * (K // 4), d.to(x.dtype.element_ty), mask=live)
+def store_quarters(x, x0, x1, x2, x3, factor, K: tl.constexpr, live):
+    tl.store(x, (x0 * factor).to(x.dtype.element_ty), mask=live)
+    tl.store(x + K // 4, (x1 * factor).to(x.dtype.element_ty), mask=live)
+    tl.store(x + K // 2, (x2 * factor).to(x.dtype.element_ty), mask=live)
+    tl.store(x + 3 * (K // 4), (x3 * factor).to(x.dtype.element_ty), mask=live)
 
 
 @jit
-def norm_rotate_kernel(qkv, q, k, v, dqkv, cos, sin, scale, scale_out, rows, H, every, eps, BWD: tl.constexpr,
-                       K: tl.constexpr, BR: tl.constexpr):  # fmt: skip
-    """BR rows n H + head of K values: from qkv to q and k, or with BWD from the gradients q, k, v to dqkv, divided by
-    scale_out if there is one. Row n of the results is of token n * every."""
-    row, column = (
-        tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR),
-        tl.arange(0, K // 4)[None, :],
-    )
-    live, head, n = (row < rows)[:, None], row % H, row // H
+def norm_rotate_kernel(
+    qkv, q, k, cos, sin, scale,
+    rows, H, eps,
+    K: tl.constexpr, BR: tl.constexpr,
+):  # fmt: skip
+    """From qkv (T, 3, H, K) to q and k (T, H, K), BR rows of K values a program."""
+    row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
+    live = (row < rows)[:, None]
+    head = row % H
+    t = row // H
+    C = tl.load(quarter(cos, t, K), mask=live, other=0.0).to(tl.float32)
+    S = tl.load(quarter(sin, t, K), mask=live, other=0.0).to(tl.float32)
+    for part in tl.static_range(2):
+        x0, x1, x2, x3 = load_quarters(quarter(qkv, (t * 3 + part) * H + head, K), K, live)
+        squares = tl.sum(x0 * x0 + x1 * x1 + x2 * x2 + x3 * x3, 1)
+        factor = tl.rsqrt(squares / K + eps)[:, None]
+        if part == 0:
+            factor = factor * tl.load(scale)
+        turned0 = x0 * C + x1 * S
+        turned1 = x1 * C - x0 * S
+        out = quarter(q if part == 0 else k, t * H + head, K)
+        store_quarters(out, turned0, turned1, x2, x3, factor, K, live)
+
+
+@jit
+def norm_rotate_grad_kernel(
+    qkv, dq, dk, dv, dqkv, cos, sin, scale, scale_out,
+    rows, H, every, eps,
+    K: tl.constexpr, BR: tl.constexpr,
+):  # fmt: skip
+    """From the gradients dq, dk, dv (T, H, K) to dqkv (N, 3, H, K), BR rows of K values a program.
+
+    Row n of dqkv is of token n * every; it is divided by scale_out if there is one.
+    """
+    row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
+    live = (row < rows)[:, None]
+    head = row % H
+    n = row // H
     t = n * every
-    C = tl.load(cos + (t * K)[:, None] + column, mask=live, other=0.0).to(tl.float32)
-    S = tl.load(sin + (t * K)[:, None] + column, mask=live, other=0.0).to(tl.float32)
-    for part in tl.static_range(3 if BWD else 2):
-        packed = qkv + ((t * 3 + part) * H + head)[:, None] * K + column
-        other = (q if part == 0 else (k if part == 1 else v)) + (t * H + head)[:, None] * K + column
-        if part == 2:
-            a, b, c, d = load_quarters(other, K, live)
-        else:
-            a, b, c, d = load_quarters(packed, K, live)
-            shrink = tl.rsqrt(tl.sum(a * a + b * b + c * c + d * d, 1) / K + eps)[:, None]
-            factor = shrink * tl.load(scale) if part == 0 else shrink
-            if BWD:
-                e, f, g, h = load_quarters(other, K, live)
-                e, f = e * C - f * S, e * S + f * C
-                along = (tl.sum(a * e + b * f + c * g + d * h, 1) / K)[:, None] * shrink * shrink
-                a, b, c, d = e - a * along, f - b * along, g - c * along, h - d * along
-            else:
-                a, b = a * C + b * S, b * C - a * S
-            a, b, c, d = a * factor, b * factor, c * factor, d * factor
-        if scale_out is not None:
-            inverse = 1.0 / tl.load(scale_out)
-            a, b, c, d = a * inverse, b * inverse, c * inverse, d * inverse
-        out = dqkv + ((n * 3 + part) * H + head)[:, None] * K + column if BWD else other
-        store_quarters(out, a, b, c, d, K, live)
+    C = tl.load(quarter(cos, t, K), mask=live, other=0.0).to(tl.float32)
+    S = tl.load(quarter(sin, t, K), mask=live, other=0.0).to(tl.float32)
+    inverse = 1.0 if scale_out is None else 1.0 / tl.load(scale_out)
+    for part in tl.static_range(2):
+        x0, x1, x2, x3 = load_quarters(quarter(qkv, (t * 3 + part) * H + head, K), K, live)
+        squares = tl.sum(x0 * x0 + x1 * x1 + x2 * x2 + x3 * x3, 1)
+        shrink = tl.rsqrt(squares / K + eps)[:, None]
+        factor = shrink * tl.load(scale) if part == 0 else shrink
+        g = quarter(dq if part == 0 else dk, t * H + head, K)
+        g0, g1, g2, g3 = load_quarters(g, K, live)
+        turned0 = g0 * C - g1 * S
+        turned1 = g0 * S + g1 * C
+        # The norm takes away the part of the gradient along x.
+        along = tl.sum(x0 * turned0 + x1 * turned1 + x2 * g2 + x3 * g3, 1)
+        along = (along / K)[:, None] * shrink * shrink
+        g0 = (turned0 - x0 * along) * factor
+        g1 = (turned1 - x1 * along) * factor
+        g2 = (g2 - x2 * along) * factor
+        g3 = (g3 - x3 * along) * factor
+        out = quarter(dqkv, (n * 3 + part) * H + head, K)
+        store_quarters(out, g0, g1, g2, g3, inverse, K, live)
+    g0, g1, g2, g3 = load_quarters(quarter(dv, t * H + head, K), K, live)
+    out = quarter(dqkv, (n * 3 + 2) * H + head, K)
+    store_quarters(out, g0, g1, g2, g3, inverse, K, live)
 
 
 ROTATE_ROWS = 32  # of a program
-
-
-def launch_norm_rotate(qkv, q, k, v, dqkv, cos, sin, scale, scale_out=None, every=1) -> None:
-    """Writes q and k, or with v and dqkv the latter from the gradients q, k, v of every so many-th token."""
-    T, _, H, K = (qkv if dqkv is None else dqkv).shape
-    norm_rotate_kernel[(triton.cdiv(T * H, ROTATE_ROWS),)](
-        qkv, q, k, v, dqkv, cos.contiguous(), sin.contiguous(), scale, scale_out, T * H, H, every, NORM_EPS,
-        dqkv is not None, K, ROTATE_ROWS
-    )  # fmt: skip
 
 
 @torch.library.custom_op(f"{OPS}::norm_rotate", mutates_args=())
 def norm_rotate_forward(
     qkv: Tensor, cos: Tensor, sin: Tensor, scale: Tensor
 ) -> tuple[Tensor, Tensor]:
-    qkv = qkv.contiguous()
-    q, k = (qkv.new_empty(qkv[:, 0].shape) for _ in "qk")
-    launch_norm_rotate(qkv, q, k, None, None, cos, sin, scale)
+    T, _, H, K = qkv.shape
+    q, k = qkv.new_empty(T, H, K), qkv.new_empty(T, H, K)
+    tensors = (qkv.contiguous(), q, k, cos.contiguous(), sin.contiguous(), scale)
+    grid = (triton.cdiv(T * H, ROTATE_ROWS),)
+    norm_rotate_kernel[grid](*tensors, T * H, H, NORM_EPS, K, ROTATE_ROWS)
     return q, k
+
+
+def launch_norm_rotate_grad(tensors, dqkv, rotary, scale_out=None, every=1) -> None:
+    """Fills dqkv (N, 3, H, K) from tensors = qkv, dq, dk, dv and rotary = cos, sin, scale."""
+    N, _, H, K = dqkv.shape
+    tensors = [t.contiguous() for t in tensors]
+    rotary = [t.contiguous() for t in rotary]
+    grid = (triton.cdiv(N * H, ROTATE_ROWS),)
+    sizes = (N * H, H, every, NORM_EPS, K, ROTATE_ROWS)
+    norm_rotate_grad_kernel[grid](*tensors, dqkv, *rotary, scale_out, *sizes)
 
 
 @torch.library.custom_op(f"{OPS}::norm_rotate_grad", mutates_args=())
 def norm_rotate_grad(
     qkv: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, scale: Tensor
 ) -> Tensor:
-    tensors = [t.contiguous() for t in (qkv, dq, dk, dv)]
-    dqkv = torch.empty_like(tensors[0])
-    launch_norm_rotate(*tensors, dqkv, cos, sin, scale)
+    dqkv = qkv.new_empty(qkv.shape)
+    launch_norm_rotate_grad((qkv, dq, dk, dv), dqkv, (cos, sin, scale))
     return dqkv
 
 
@@ -4354,31 +4423,32 @@ def norm_rotate_grad(
 def norm_rotate_grad8(
     qkv: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, scale: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """norm_rotate_grad in e5m2, and its scale, 256 times that of every 64th token: e5m2 has 32 binades, so other tokens
-    may exceed those by 8 of them (what exceeds more becomes the largest number) and fall below by 20."""
+    """norm_rotate_grad in e5m2, and its scale, 256 times that of every 64th token.
+
+    e5m2 has 32 binades, so other tokens may exceed those by 8 of them (what exceeds more becomes
+    the largest number) and fall below by 20.
+    """
     tensors = [t.contiguous() for t in (qkv, dq, dk, dv)]
-    few, dqkv8 = (
-        qkv.new_empty(-(-len(qkv) // 64), *qkv.shape[1:]),
-        torch.empty_like(tensors[0], dtype=E5M2),
-    )
-    launch_norm_rotate(*tensors, few, cos, sin, scale, every=64)
-    scale8 = torch.linalg.vector_norm(few, float("inf"), dtype=torch.float32).clamp(min=1e-30) * (
-        256 / E5M2_MAX
-    )
-    launch_norm_rotate(*tensors, dqkv8, cos, sin, scale, scale8)
+    sample = qkv.new_empty(math.ceil(len(qkv) / 64), *qkv.shape[1:])
+    launch_norm_rotate_grad(tensors, sample, (cos, sin, scale), every=64)
+    largest = torch.linalg.vector_norm(sample, float("inf"), dtype=torch.float32)
+    scale8 = largest.clamp(min=1e-30) * (256 / E5M2_MAX)
+    dqkv8 = qkv.new_empty(qkv.shape, dtype=E5M2)
+    launch_norm_rotate_grad(tensors, dqkv8, (cos, sin, scale), scale8)
     return dqkv8, scale8
 
 
-norm_rotate_forward.register_fake(
-    lambda qkv, *rest: tuple(qkv.new_empty(qkv[:, 0].shape) for _ in "qk")
-)
+@norm_rotate_forward.register_fake
+def _(qkv, *rest):
+    return qkv.new_empty(qkv[:, 0].shape), qkv.new_empty(qkv[:, 0].shape)
+
+
 norm_rotate_grad.register_fake(lambda qkv, *rest: qkv.new_empty(qkv.shape))
-norm_rotate_grad8.register_fake(
-    lambda qkv, *rest: (
-        qkv.new_empty(qkv.shape, dtype=E5M2),
-        qkv.new_empty((), dtype=torch.float32),
-    )
-)
+
+
+@norm_rotate_grad8.register_fake
+def _(qkv, *rest):
+    return qkv.new_empty(qkv.shape, dtype=E5M2), qkv.new_empty((), dtype=torch.float32)
 
 
 class NormRotate(torch.autograd.Function):
@@ -4389,17 +4459,15 @@ class NormRotate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dq, dk, dv):
-        qkv, *rest = ctx.saved_tensors
-        return norm_rotate_grad(qkv, dq, dk, dv, *rest), None, None, None
+        qkv, *rotary = ctx.saved_tensors
+        return norm_rotate_grad(qkv, dq, dk, dv, *rotary), None, None, None
 
 
-def norm_rotate(
-    qkv: Tensor, cos_TK: Tensor, sin_TK: Tensor, scale: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """qkv (T, 3, H, K) -> q, normalised, times the scale and rotated; k, normalised and rotated; v: each (T, H, K).
+def norm_rotate(qkv: Tensor, cos_TK: Tensor, sin_TK: Tensor, scale: Tensor):
+    """qkv (T, 3, H, K) -> q, normalised, times the scale and rotated; k, normalised and rotated; v.
 
-    cos_TK and sin_TK (T, 1, K) as for rotate, of which the kernel reads the first quarter; scale 0-D, without a
-    gradient. 4 / 8 T H K values moved.
+    Each is (T, H, K). cos_TK and sin_TK (T, 1, K) as for rotate, of which the kernel reads the
+    first quarter; scale 0-D, without a gradient. 4 / 8 T H K values moved.
     """
     K = qkv.size(-1)
     if use_triton(qkv) and torch.is_grad_enabled() and K & (K - 1) == 0:
@@ -4408,117 +4476,36 @@ def norm_rotate(
 
 
 class QKV8(torch.autograd.Function):
-    """project_qkv with its three products in fp8, for an x whose rows have norm sqrt(D), as norm() makes them."""
+    """project_qkv with fp8 products, for an x whose rows have norm sqrt(D) as after norm()."""
 
     @staticmethod
     def forward(ctx, x, w, cos, sin, scale):
-        row_x, row_w = math.sqrt(x.size(1)), largest_row(w)
-        x8, w8 = cast8(x, E4M3_MAX / row_x), cast8(w, E4M3_MAX / row_w)
-        qkv = product8(x8, w8, row_w * (row_x / E4M3_MAX**2), x.dtype, fast=True).view(
-            len(x), 3, -1, cos.size(-1)
-        )
+        row_x = math.sqrt(x.size(1))
+        row_w = largest_row(w)
+        x8 = cast8(x, E4M3_MAX / row_x)
+        w8 = cast8(w, E4M3_MAX / row_w)
+        qkv = product8(x8, w8, row_w * (row_x / E4M3_MAX**2), x.dtype, fast=True)
+        qkv = qkv.view(len(x), 3, -1, cos.size(-1))
         ctx.save_for_backward(x8, w8, row_w, qkv, cos, sin, scale)
         return *norm_rotate_forward(qkv, cos, sin, scale), qkv[:, 2]
 
     @staticmethod
     def backward(ctx, dq, dk, dv):
-        x8, w8, row_w, qkv, *rest = ctx.saved_tensors
-        g8, unit = norm_rotate_grad8(qkv, dq, dk, dv, *rest)
-        g8, row_x = g8.view(len(x8), -1), math.sqrt(x8.size(1))
+        x8, w8, row_w, qkv, *rotary = ctx.saved_tensors
+        row_x = math.sqrt(x8.size(1))
+        g8, unit = norm_rotate_grad8(qkv, dq, dk, dv, *rotary)
+        g8 = g8.view(len(x8), -1)
         dx = product8(g8, transpose8(w8), unit * row_w / E4M3_MAX, dq.dtype)
         dw = product8(transpose8(g8), transpose8(x8), unit * (row_x / E4M3_MAX), dq.dtype)
         return dx, dw, None, None, None
 
 
-def project_qkv(
-    x_TD: Tensor, w: Tensor, cos_TK: Tensor, sin_TK: Tensor, scale: Tensor, fp8: bool = False
-):
+def project_qkv(x_TD: Tensor, w: Tensor, cos_TK: Tensor, sin_TK: Tensor, scale, fp8: bool = False):
     """x w^T, w (3 H K, D), as q, k, v, each (T, H, K), through norm_rotate; fp8: see QKV8."""
     K = cos_TK.size(-1)
     if fp8 and use_triton(x_TD) and K & (K - 1) == 0:
         return QKV8.apply(x_TD, w, cos_TK, sin_TK, scale)
     return norm_rotate(F.linear(x_TD, w).view(len(x_TD), 3, -1, K), cos_TK, sin_TK, scale)
-
-
-# -- one step of decoding: each row of the cache gets a key and a value and one query looks at its ring of S slots.
-# Position p lies in slot p % S. The slot after the newest is free: in layers with key offset the still half of a key
-# waits there for its other half. A row at position -1 rests: nothing of it is written.
-
-
-def decode_attention_ref(q, k, v, keys, values, positions, offset: bool) -> Tensor:
-    """q, k, v (B, H, K), keys, values (B, S, H, K), positions int (B,) -> (B, H, K); q carries the scale."""
-    S, K, rows = keys.size(1), keys.size(3), torch.arange(len(q), device=q.device)
-    p, live, still = (
-        positions.clamp(min=0).long(),
-        (positions >= 0)[:, None, None],
-        torch.arange(K, device=q.device),
-    )
-    slot, after, still = p % S, (p + 1) % S, still >= K // 2
-    if offset:
-        waiting = keys[rows, slot]
-        keys[rows, after] = torch.where(live & still, k, keys[rows, after])
-        k = torch.where(still & (p > 0)[:, None, None], waiting, k)
-    keys[rows, slot] = torch.where(live, k, keys[rows, slot])
-    values[rows, slot] = torch.where(live, v, values[rows, slot])
-    behind = (p[:, None] - torch.arange(S, device=q.device)) % S
-    seen = (behind <= p[:, None]) & (behind < S - 1)
-    q, keys, values = q[:, :, None], keys.transpose(1, 2), values.transpose(1, 2)
-    return F.scaled_dot_product_attention(q, keys, values, seen[:, None, None], scale=1.0)[:, :, 0]
-
-
-@jit
-def decode_attention_kernel(q, k, v, o, keys, values, positions, S, H, sq, sk, sv, OFFSET: tl.constexpr,
-                            D: tl.constexpr, BN: tl.constexpr):  # fmt: skip
-    """One row and one head a program. The new key and value are used from registers, never read back."""
-    row, h, d = tl.program_id(0), tl.program_id(1), tl.arange(0, D)
-    p = tl.load(positions + row)
-    slot, stride = tl.maximum(p, 0) % S, H * D
-    live, still = d < tl.where(p >= 0, D, 0), d >= D // 2
-    keys += (row.to(tl.int64) * S * H + h) * D
-    values += (row.to(tl.int64) * S * H + h) * D
-    Q = tl.load(q + row * sq + h * D + d).to(tl.float32) * 1.4426950408889634
-    K, V = tl.load(k + row * sk + h * D + d), tl.load(v + row * sv + h * D + d)
-    if OFFSET:
-        tl.store(keys + (slot + 1) % S * stride + d, K, mask=live & still)
-        taken = still & (d < p * D)
-        K = tl.where(taken, tl.load(keys + slot * stride + d, mask=taken, other=0.0), K)
-    tl.store(keys + slot * stride + d, K, mask=live)
-    tl.store(values + slot * stride + d, V, mask=live)
-    top, total, acc = tl.sum(Q * K.to(tl.float32), 0), 1.0, V.to(tl.float32)
-    for n0 in range(0, tl.minimum(p + 1, S), BN):
-        n = n0 + tl.arange(0, BN)
-        behind = slot - n + tl.where(n > slot, S, 0)
-        seen = (n < S) & (behind > 0) & (behind <= p) & (behind < S - 1)
-        at = n[:, None] * stride + d[None, :]
-        k_block = tl.load(keys + at, mask=seen[:, None], other=0.0).to(tl.float32)
-        v_block = tl.load(values + at, mask=seen[:, None], other=0.0).to(tl.float32)
-        s = tl.where(seen, tl.sum(k_block * Q[None, :], 1), float("-inf"))
-        new = tl.maximum(top, tl.max(s, 0))
-        e, shrink, top = tl.exp2(s - new), tl.exp2(top - new), new
-        total = total * shrink + tl.sum(e, 0)
-        acc = acc * shrink + tl.sum(e[:, None] * v_block, 0)
-    tl.store(o + row * stride + h * D + d, (acc / total).to(o.dtype.element_ty))
-
-
-DECODE_TILES = dict(BN=128, num_warps=8)
-
-
-@torch.library.custom_op(f"{OPS}::decode_attention", mutates_args=("keys", "values"))
-def decode_attention(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, positions: Tensor,
-                     offset: bool) -> Tensor:  # fmt: skip
-    """As decode_attention_ref; the kernel where it can run, for K a power of two. 4 H K bytes for each key seen."""
-    (B, H, D), S = q.shape, keys.size(1)
-    if not use_triton(q) or D & (D - 1):
-        return decode_attention_ref(q, k, v, keys, values, positions, offset)
-    (q, k, v), o = map(adjacent_heads, (q, k, v)), q.new_empty(B, H, D)
-    strides = (S, H, q.stride(0), k.stride(0), v.stride(0))
-    decode_attention_kernel[(B, H)](
-        q, k, v, o, keys, values, positions, *strides, offset, D, **DECODE_TILES
-    )
-    return o
-
-
-decode_attention.register_fake(lambda q, *rest: q.new_empty(q.shape))
 
 
 # <<< shared: kernels

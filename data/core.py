@@ -1,10 +1,11 @@
-"""The 22 CORE tasks (DCLM) as token files: rendered, few-shot, tokenized, with the spans to score.
+"""Makes token files of the 22 CORE tasks (DCLM): few-shot prompts, rendered and tokenized, with the spans to score.
 
     python data/core.py --bundle eval_bundle.zip --data data/shards/climbmix     a folder, .zip or .tar.zst
     python data/core.py --download --data data/shards/climbmix                   fetches the public bundle
 
-Writes core/TASK.npz into the dataset directory and lists the files with their checksums in dataset.json. Plain
-arrays, no pickle; an item is what all its choices have in common, once, then the rest of each choice:
+It writes core/TASK.npz into the dataset directory and lists the files with their checksums in dataset.json;
+runs/score_core.py scores them. The files hold plain arrays, no pickle. An item is what all its choices have in common,
+stored once, and then the rest of each choice:
 
     tokens  uint16 (n,)      item 0: common tokens, rest of choice 0, rest of choice 1, ...; item 1: ...
     shared  int32 (items,)   length of the common tokens; BOS is the first unless the row was cut
@@ -15,8 +16,8 @@ arrays, no pickle; an item is what all its choices have in common, once, then th
     end     int32 (rows,)
     meta    uint8 (m,)       JSON: task, type, shots, random_baseline in percent, max_seq_len
 
-Items are in the shuffled order of the definition and carry shots drawn from the whole task, so the first N items are
-a fair subset that a full run scores in the same way.
+Items are in the shuffled order of the definition, and their shots are drawn from the whole task. So the first N items
+are a fair subset, which a full run scores in the same way.
 """
 
 import argparse
@@ -50,7 +51,7 @@ TYPES = {
 
 
 def open_bundle(path: Path | None, archive: bytes | None = None) -> dict[str, Any]:
-    """Name inside the bundle -> bytes or Path, from a folder, a .zip or a .tar.zst; the top folder is stripped."""
+    """{name inside the bundle: bytes or Path} of a folder, a .zip or a .tar.zst; the top folder is stripped."""
     files: dict[str, Any] = {}
     try:
         if archive is not None or (path and path.suffix == ".zip"):
@@ -109,7 +110,7 @@ def download() -> bytes:
             return reply.read()
     except (OSError, urllib.error.URLError) as problem:
         fail(
-            f"{URL} cannot be fetched ({problem}); download it by other means and pass it with --bundle"
+            f"{URL} cannot be fetched ({problem}); download it in another way and pass it with --bundle"
         )
 
 
@@ -123,7 +124,7 @@ def read_bytes(bundle: dict[str, Any], name: str) -> bytes:
 def read_tasks(bundle: dict[str, Any]) -> list[dict[str, Any]]:
     """The tasks of core.yaml with their random baselines: label, file, shots, type, delimiter, baseline.
 
-    A reader for just this file: a list of flat maps, strings plain or in double quotes, one-element lists.
+    Reads no YAML but that of this file: a list of flat maps, plain or quoted strings, one-element lists.
     """
     tasks: list[dict[str, Any]] = []
     for line in read_bytes(bundle, "core.yaml").decode().splitlines():
@@ -202,7 +203,7 @@ def read_items(bundle: dict[str, Any], task: dict[str, Any]) -> list[dict[str, A
 
 
 def draw_shots(count: int, index: int, shots: int) -> list[int]:
-    """Which items are shown before item `index`: always drawn from all `count`, whatever part is scored."""
+    """The items that are shown before item `index`, drawn from all `count` even if only a part is scored."""
     # The definition samples from a list of the other items; a range gives the same picks without the list.
     return [i + (i >= index) for i in random.Random(1234 + index).sample(range(count - 1), shots)]
 
@@ -217,7 +218,7 @@ def solved(item: dict[str, Any], task: dict[str, Any]) -> str:
 
 
 def render(item: dict[str, Any], shown: str, task: dict[str, Any]) -> list[str]:
-    """The texts to tokenize: one for each choice; in language modelling without and with the continuation."""
+    """The texts to tokenize: one for each choice; in language modelling, one without and one with the continuation."""
     if task["type"] == "multiple_choice":
         return [shown + item["query"] + task["delimiter"] + choice for choice in item["choices"]]
     if task["type"] == "schema":
@@ -226,7 +227,7 @@ def render(item: dict[str, Any], shown: str, task: dict[str, Any]) -> list[str]:
             for context in item["context_options"]
         ]
     question = shown + item["context"].strip() + task["delimiter"]
-    # Stripped, because a blank before the border usually belongs to the token behind it.
+    # Stripped, because a blank before the border usually belongs to the token after it.
     return [question.strip(), question + item["continuation"]]
 
 
@@ -251,7 +252,7 @@ def spans(rows: list[np.ndarray], kind: str) -> tuple[list[np.ndarray], list[int
     if kind == "schema":
         suffix = common_length(rows, backwards=True)
         return rows, [max(1, len(row) - suffix) for row in rows]
-    # A choice that begins all others would have nothing to score: its last token counts for everybody then.
+    # If one choice is the beginning of all others, nothing of it is left to score. Then its last token counts in each.
     return rows, [min(common_length(rows), min(map(len, rows)) - 1)] * len(rows)
 
 
@@ -261,7 +262,7 @@ def spans(rows: list[np.ndarray], kind: str) -> tuple[list[np.ndarray], list[int
 def build_task(
     task: dict[str, Any], items: list[dict[str, Any]], encoding: Any, max_seq_len: int, limit: int
 ) -> tuple[dict[str, np.ndarray], dict[str, int]]:
-    """The arrays of a task's file, and what to say about it."""
+    """The arrays of a task's file, and counts for the messages."""
     bos = np.array([tokenizer.bos_id(encoding)], np.uint16)
     pieces: list[np.ndarray] = []
     columns: dict[str, list[int]] = {
@@ -307,7 +308,7 @@ def pack_npz(arrays: dict[str, np.ndarray]) -> Iterator[bytes]:
 
 
 def build(bundle: dict[str, Any], root: Path, max_seq_len: int, limit: int = 0) -> None:
-    """Writes core/*.npz of all tasks, then dataset.json once: a broken run leaves the old one valid or absent."""
+    """Writes core/*.npz of all tasks, then dataset.json once, so that a run that fails leaves the old one valid."""
     dataset = read_dataset(root)
     path = root / "tokenizer.json"
     if sha256_file(path) != dataset["tokenizer_sha256"]:

@@ -1,17 +1,19 @@
 # ruff: noqa: E402
-"""Speed of decoding with a model of random weights: prefill, tokens a second, memory, and whether the paths agree.
+"""Speed of decoding with random weights: prefill, tokens a second, memory, and whether paths agree.
 
-    python dev/bench_generate.py                      default config, one GPU: batches of 1, 32, 128; 1,024 + 128 tokens
-    python dev/bench_generate.py --smoke              a tiny model, in seconds, on any machine
+    python dev/bench_generate.py           one GPU: batches of 1, 32, 128; 1,024 + 128 tokens
+    python dev/bench_generate.py --smoke   a tiny model, in seconds, on any machine
     python dev/bench_generate.py --script train_medium.py
 
-Greedy unless said otherwise; no text ends early. "step" is one step with everything that the host does, "GPU" the same
-steps launched without reading their tokens in between; "equal" is the share of tokens on which the plain path (no
-kernels in decoding, no graph, nothing compiled) agrees, and "until" the mean place of the first that differs: a near
-tie that rounding decides changes all that follows. Times are medians of 3. The last line is the result as JSON.
+Greedy unless noted; no text ends early. "step" is one step with all work of the host, "GPU" the
+same steps launched without reading their tokens in between. "equal" is the share of tokens on which
+the plain path (no kernels in decoding, no graph, nothing compiled) agrees, and "until" the mean
+place of the first that differs: a near tie that rounding decides changes everything after it. Times
+are medians of 3. The last line is the result as JSON.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import statistics
 import sys
@@ -19,31 +21,37 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-sys.path[:1] = [
-    str(Path(__file__).resolve().parents[1])
-]  # not dev/, whose profile.py would hide Python's own
+# In place of dev/, whose profile.py would hide Python's own.
+sys.path[:1] = [str(Path(__file__).resolve().parents[1])]
 import torch
 
 from dev import bench
+from runs import engine
 
 ts = bench.ts
-SMOKE = {"num_layers": 4, "width": 64, "head_dim": 16, "mlp_width": 128, "vocab_size": 512, "max_seq_len": 128,
-         "no_attention_layers": (2,), "long_layers": (1, 3), "key_offset_layers": (1, 3), "value_embed_layers": (0, 3),
-         "bigram_rows": 500, "shared_input_from": 1, "backout_layer": 2, "pack_tokens": 256,
-         "stages": ((1.0, 1, 16, 64, 128, 1.0),)}  # fmt: skip
+SMOKE = {
+    "num_layers": 4, "width": 64, "head_dim": 16, "mlp_width": 128, "vocab_size": 512,
+    "max_seq_len": 128, "no_attention_layers": (2,), "long_layers": (1, 3),
+    "key_offset_layers": (1, 3), "value_embed_layers": (0, 3), "bigram_rows": 500,
+    "shared_input_from": 1, "backout_layer": 2, "pack_tokens": 256,
+    "stages": ((1.0, 1, 16, 64, 128, 1.0),),
+}  # fmt: skip
 
 
 def build(config: ts.Config, device: torch.device) -> ts.GPT:
-    """Random weights that use every part of the model, and a head whose choices are not all near ties."""
+    """Random weights that use every part of the model; the head's choices are not all near ties."""
     model = ts.GPT(config, device, ts.choose_dtype(config, device))
     model.init_weights(0)
     rng = torch.Generator(device).manual_seed(1)
     with torch.no_grad():
         for name, param in model.named_parameters():
-            scale = 0.02 if name.endswith("_bank") else 1.0 if name in ("embed", "unembed") else 0.1
-            param.add_(
-                torch.randn(param.shape, generator=rng, device=device).to(param.dtype) * scale
-            )
+            scale = 0.1
+            if name.endswith("_bank"):
+                scale = 0.02
+            elif name in ("embed", "unembed"):
+                scale = 1.0
+            noise = torch.randn(param.shape, generator=rng, device=device).to(param.dtype)
+            param.add_(noise * scale)
     model.set_stage(ts.stage_attention(config, len(config.stages) - 1))
     model.attention = ts.choose_attention(model)
     return model
@@ -58,17 +66,32 @@ def timed(ranks: ts.Ranks, function) -> float:
     return (time.perf_counter() - start) * 1e3
 
 
-def fill(decoder: ts.Decoder, prompts: list, new: int, **options) -> list[ts.Completion]:
+def fill(decoder: engine.Decoder, prompts: list, new: int, **options) -> list[engine.Completion]:
+    """Puts new completions of the prompts into all rows."""
     for row in range(decoder.rows):
         decoder.free(row)
-    completions = [ts.Completion(p, new, seed=i, **options) for i, p in enumerate(prompts)]
+    completions = [engine.Completion(p, new, seed=i, **options) for i, p in enumerate(prompts)]
     decoder.admit(dict(enumerate(completions)))
     return completions
 
 
-def finish(decoder: ts.Decoder) -> None:
+def finish(decoder: engine.Decoder) -> None:
     while decoder.live:
         decoder.step()
+
+
+@contextlib.contextmanager
+def without_kernels():
+    """The plain path of the model and of decoding."""
+    kept_script = ts.use_triton
+    kept_engine = engine.use_triton
+    ts.use_triton = lambda *_: False
+    engine.use_triton = lambda *_: False
+    try:
+        yield
+    finally:
+        ts.use_triton = kept_script
+        engine.use_triton = kept_engine
 
 
 def measure(
@@ -78,84 +101,117 @@ def measure(
     if ranks.device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    decoder = ts.Decoder(model, tokenizer, len(prompts), compile=compile)
-    greedy, count, prefill, decode = {"temperature": 0.0}, len(prompts) * new, [], []
-    ready = timed(ranks, lambda: (fill(decoder, prompts, new, **greedy), decoder.step()))
+    decoder = engine.Decoder(model, tokenizer, len(prompts), compile=compile)
+    row = {"batch": len(prompts)}
+
+    # The first prefill and step, which compile and capture.
+    ready = timed(ranks, lambda: (fill(decoder, prompts, new, temperature=0.0), decoder.step()))
+    row["ready_s"] = ready / 1e3
+
+    # Prefill and greedy steps.
+    prefill = []
+    decode = []
     for _ in range(3):
-        prefill.append(timed(ranks, lambda: fill(decoder, prompts, new, **greedy)))
+        prefill.append(timed(ranks, lambda: fill(decoder, prompts, new, temperature=0.0)))
         completions = list(decoder.live.values())
         decode.append(timed(ranks, lambda: finish(decoder)))
-    a, b = statistics.median(prefill), statistics.median(decode)
-    row = {"batch": len(prompts), "ready_s": ready / 1e3, "prefill_ms": a, "step_ms": b / new,
-           "decode_tokens_per_second": count / b * 1e3, "tokens_per_second": count / (a + b) * 1e3}  # fmt: skip
+    prefill_ms = statistics.median(prefill)
+    decode_ms = statistics.median(decode)
+    count = len(prompts) * new
+    row["prefill_ms"] = prefill_ms
+    row["step_ms"] = decode_ms / new
+    row["decode_tokens_per_second"] = count / decode_ms * 1e3
+    row["tokens_per_second"] = count / (prefill_ms + decode_ms) * 1e3
+
+    # The same steps without the host, and steps that sample.
     if decoder.graphs is not None:
-        fill(decoder, prompts, new, **greedy)
-        row["gpu_step_ms"] = (
-            timed(ranks, lambda: [decoder.graphs[-1].replay() for _ in range(new)]) / new
-        )
+        fill(decoder, prompts, new, temperature=0.0)
+        graph = decoder.graphs[engine.GREEDY]
+        row["gpu_step_ms"] = timed(ranks, lambda: [graph.replay() for _ in range(new)]) / new
     fill(decoder, prompts, new, temperature=0.8, top_k=50)
     decoder.step()
     row["sampled_step_ms"] = timed(ranks, lambda: finish(decoder)) / (new - 1)
     row["memory_gib"] = ts.peak_memory_gib(ranks.device)
-    decoder = None  # its memory
-    kept, ts.use_triton = ts.use_triton, lambda *_: False
-    try:
-        plain = ts.Decoder(model, tokenizer, len(prompts), graph=False)
-        others = fill(plain, prompts, new, **greedy)
+
+    # The plain path, and where its tokens are the same.
+    graph = None
+    decoder = None  # frees its memory
+    with without_kernels():
+        plain = engine.Decoder(model, tokenizer, len(prompts), graph=False)
+        others = fill(plain, prompts, new, temperature=0.0)
         row["plain_step_ms"] = timed(ranks, lambda: finish(plain)) / new
-    finally:
-        ts.use_triton = kept
-    same = torch.tensor([[x == y for x, y in zip(c.tokens, o.tokens, strict=True)]
-                         for c, o in zip(completions, others, strict=True)])  # fmt: skip
-    row["equal"], row["until"] = (
-        same.double().mean().item(),
-        same.cumprod(1).sum(1).double().mean().item(),
-    )
+    pairs = list(zip(completions, others, strict=True))
+    same = torch.tensor(
+        [[x == y for x, y in zip(a.tokens, b.tokens, strict=True)] for a, b in pairs]
+    ).double()
+    row["equal"] = same.mean().item()
+    row["until"] = same.cumprod(1).sum(1).mean().item()
     return row
 
 
-def main() -> dict:
+# Of a row, and its head in the table.
+COLUMNS = {
+    "batch": "batch", "ready_s": "ready s", "prefill_ms": "prefill ms", "step_ms": "step ms",
+    "gpu_step_ms": "GPU ms", "sampled_step_ms": "sampled ms", "plain_step_ms": "plain ms",
+    "decode_tokens_per_second": "decode tok/s", "tokens_per_second": "all tok/s",
+    "memory_gib": "GiB", "equal": "equal", "until": "until",
+}  # fmt: skip
+
+
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "--script", help=f"one of {', '.join(bench.SCRIPTS)} (default {bench.SCRIPTS[0]})"
     )
     parser.add_argument("--smoke", action="store_true", help="a tiny model, few tokens")
-    parser.add_argument("--batches", type=int, nargs="+")
-    parser.add_argument("--prompt", type=int, help="tokens (1,024)")
-    parser.add_argument("--new", type=int, help="tokens (128)")
-    parser.add_argument("--attention", default="auto", help="of the prefill")
+    parser.add_argument("--batches", type=int, nargs="+", help="sizes (1 32 128; smoke 1 3)")
+    parser.add_argument("--prompt", type=int, help="tokens of each prompt (1,024; smoke 50)")
+    parser.add_argument("--new", type=int, help="new tokens (128; smoke 8)")
+    parser.add_argument("--attention", default="auto", help="backend of the prefill")
     parser.add_argument("--no-compile", action="store_true", help="graphs of the plain operators")
     args = parser.parse_args()
+    args.batches = args.batches or ([1, 3] if args.smoke else [1, 32, 128])
+    args.prompt = args.prompt or (50 if args.smoke else 1024)
+    args.new = args.new or (8 if args.smoke else 128)
+    return args
+
+
+def main() -> dict:
+    args = parse()
     fields = {field.name for field in dataclasses.fields(ts.Config)}
     tiny = {name: value for name, value in SMOKE.items() if name in fields} if args.smoke else {}
     config = ts.Config(attention=args.attention, **tiny)
-    batches = args.batches or ([1, 3] if args.smoke else [1, 32, 128])
-    length, new = (
-        args.prompt or (50 if args.smoke else 1024),
-        args.new or (8 if args.smoke else 128),
-    )
     config.validate()
     ranks = ts.start_ranks()
     cuda = ranks.device.type == "cuda"
-    compile, model = cuda and not args.no_compile, build(config, ranks.device)
+    compile = cuda and not args.no_compile
+    model = build(config, ranks.device)
     tokenizer = SimpleNamespace(bos_id=-1, vocab_size=config.vocab_size, specials={})
-    rng = torch.Generator().manual_seed(0)
-    columns = ("batch", "ready_s", "prefill_ms", "step_ms", "gpu_step_ms", "sampled_step_ms", "plain_step_ms",
-               "decode_tokens_per_second", "tokens_per_second", "memory_gib", "equal", "until")  # fmt: skip
-    heads = ("batch", "ready s", "prefill ms", "step ms", "GPU ms", "sampled ms", "plain ms", "decode tok/s",
-             "all tok/s", "GiB", "equal", "until")  # fmt: skip
+
+    dtype = str(model.embed.dtype)
     print(
-        f"prompt {length:,}, {new:,} new tokens, windows {model.windows}, {model.embed.dtype}, compile {compile}"
+        f"prompt {args.prompt:,}, {args.new:,} new tokens, windows {model.windows}, {dtype}, "
+        f"compile {compile}"
     )
-    print("".join(f"{head:>13}" for head in heads), flush=True)
+    print("".join(f"{head:>13}" for head in COLUMNS.values()), flush=True)
+    rng = torch.Generator().manual_seed(0)
     rows = []
-    for batch in batches:
-        prompts = torch.randint(0, config.vocab_size, (batch, length), generator=rng).tolist()
-        rows.append(row := measure(model, tokenizer, prompts, new, compile, ranks))
-        print("".join(f"{row.get(name, float('nan')):13,.3f}" for name in columns), flush=True)
-    return {"device": torch.cuda.get_device_name() if cuda else "cpu", "torch": torch.__version__, "prompt": length,
-            "new": new, "dtype": str(model.embed.dtype), "attention": model.attention.__name__, "compile": compile,
-            "batches": rows}  # fmt: skip
+    for batch in args.batches:
+        shape = (batch, args.prompt)
+        prompts = torch.randint(0, config.vocab_size, shape, generator=rng).tolist()
+        row = measure(model, tokenizer, prompts, args.new, compile, ranks)
+        rows.append(row)
+        print("".join(f"{row.get(name, float('nan')):13,.3f}" for name in COLUMNS), flush=True)
+    return {
+        "device": torch.cuda.get_device_name() if cuda else "cpu",
+        "torch": torch.__version__,
+        "prompt": args.prompt,
+        "new": args.new,
+        "dtype": dtype,
+        "attention": model.attention.__name__,
+        "compile": compile,
+        "batches": rows,
+    }
 
 
 if __name__ == "__main__":

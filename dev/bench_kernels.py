@@ -12,19 +12,24 @@ import argparse
 import importlib.util
 import sys
 import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-sys.path[:1] = [
-    str(Path(__file__).resolve().parents[1])
-]  # not dev/, whose profile.py would hide Python's own
+# Not dev/, whose profile.py would hide Python's own.
+sys.path[:1] = [str(Path(__file__).resolve().parents[1])]
 import torch
 import torch.nn.functional as F
 
 import train_medium as M
 import train_small as K
 
-START, TABLE, FAILED, LIMIT = time.perf_counter(), [], [], {}
-SECONDS = 110.0
+START = time.perf_counter()
+SECONDS = 110.0  # no new measurement later than that
+TABLE = []  # the lines printed at the end
+FAILED = []  # names of failed checks
+LIMIT = {}  # what the device reaches: "bf16" and "fp8" in TFLOP/s, "copy" in GB/s
 CAP = (23.0, 5.0, 7.5)
 bf16 = torch.bfloat16
 
@@ -43,10 +48,10 @@ def attempt(name: str, function, tiles=False) -> None:
     try:
         function()
     except Exception as error:
-        FAILED.extend([] if tiles else [name])
-        say(
-            f"{'    ' if tiles else 'FAIL'} {name}: {type(error).__name__} {' '.join(str(error).split())[:160]}"
-        )
+        if not tiles:
+            FAILED.append(name)
+        reason = " ".join(str(error).split())[:160]
+        say(f"{'    ' if tiles else 'FAIL'} {name}: {type(error).__name__} {reason}")
 
 
 def check(name: str, pairs, tolerance: float) -> None:
@@ -74,15 +79,14 @@ def timed(name: str, function, flop=0, moved=0, kind="bf16", graph=False) -> Non
 
     def one():
         ms = measure(function, graph)
-        text = (
-            f"{flop / ms / 1e9:6.0f} TFLOP/s {flop / ms / 1e7 / LIMIT[kind]:4.0f}%" if flop else ""
-        )
-        text += (
-            f"{moved / ms / 1e6:6.0f} GB/s {moved / ms / 1e4 / LIMIT['copy']:4.0f}%"
-            if moved
-            else ""
-        )
-        say(f"{name:52}{ms:8.3f} ms {text}")
+        line = f"{name:52}{ms:8.3f} ms "
+        if flop:
+            tflops = flop / ms / 1e9
+            line += f"{tflops:6.0f} TFLOP/s {100 * tflops / LIMIT[kind]:4.0f}%"
+        if moved:
+            rate = moved / ms / 1e6
+            line += f"{rate:6.0f} GB/s {100 * rate / LIMIT['copy']:4.0f}%"
+        say(line)
 
     if not late():
         attempt(name, one, tiles=name.startswith("  tiles"))
@@ -105,19 +109,17 @@ def randn(*shape, scale=1.0, dtype=bf16):
 
 
 def limits() -> None:
-    a, b, big = randn(8192, 8192), randn(8192, 8192), torch.empty(2**29, device="cuda", dtype=bf16)
-    LIMIT["bf16"] = LIMIT["fp8"] = 2 * 8192**3 / measure(lambda: a @ b) / 1e9
+    a, b = randn(8192, 8192), randn(8192, 8192)
+    big = torch.empty(2**29, device="cuda", dtype=bf16)
+    LIMIT["bf16"] = 2 * 8192**3 / measure(lambda: a @ b) / 1e9
+    LIMIT["fp8"] = LIMIT["bf16"]
     LIMIT["copy"] = 2 * big.nbytes / measure(big.clone) / 1e6
     if torch.cuda.get_device_capability() >= (8, 9):
         (a8, s), (b8, t) = K.to_fp8(a), K.to_fp8(b)
         product = lambda: torch._scaled_mm(a8, b8.T, s, t, out_dtype=bf16, use_fast_accum=True)
         LIMIT["fp8"] = 2 * 8192**3 / measure(product) / 1e9
-    say(
-        "limits: "
-        + ", ".join(
-            f"{k} {v:,.0f} {'GB/s' if k == 'copy' else 'TFLOP/s'}" for k, v in LIMIT.items()
-        )
-    )
+    products = f"bf16 {LIMIT['bf16']:,.0f} TFLOP/s, fp8 {LIMIT['fp8']:,.0f} TFLOP/s"
+    say(f"limits: {products}, copy {LIMIT['copy']:,.0f} GB/s")
 
 
 # ---- cross-entropy
@@ -126,9 +128,9 @@ def limits() -> None:
 def ce_case(T: int, V: int, terms: int = 4):
     """logits, targets, weights, prefix, row weights; one term: next token only."""
     targets = torch.randint(V, (T,), device="cuda")
-    prefix = (
-        torch.where(torch.rand(T, device="cuda") < 0.5, targets.roll(1), -1) if terms > 1 else None
-    )
+    prefix = None
+    if terms > 1:
+        prefix = torch.where(torch.rand(T, device="cuda") < 0.5, targets.roll(1), -1)
     targets[torch.rand(T, device="cuda") < 0.2] = -1
     targets[:4] = 5  # equal neighbours share a column
     weights = torch.tensor([1.0, 0.5, 0.25, 0.25][:terms], device="cuda")
@@ -136,25 +138,20 @@ def ce_case(T: int, V: int, terms: int = 4):
 
 
 def check_ce() -> None:
-    for T, V, block in (
-        (37, 192, 32768),
-        (515, 50304, 65536),
-        (515, 32768, 32768),
-        (1001, 65536, 8192),
-    ):
+    sizes = ((37, 192, 32768), (515, 50304, 65536), (515, 32768, 32768), (1001, 65536, 8192))
+    for T, V, block in sizes:
         logits, targets, weights, prefix, rows = ce_case(T, V)
-        want = K.softcap_ce_ref(logits, targets, weights, prefix, rows, CAP)
+        leaf = logits.clone().requires_grad_()
+        losses, nats = K.softcap_ce_ref(leaf, targets, weights, prefix, CAP)
+        want = losses, nats, *torch.autograd.grad(losses @ rows, leaf)
         got = K.softcap_ce(logits.clone(), targets, weights, prefix, rows, CAP, block=block)
-        check(
-            f"softcap_ce {T} x {V}, block {block}: losses, nats, gradient",
-            zip(got, want, strict=True),
-            6e-3,
-        )
+        name = f"softcap_ce {T} x {V}"
+        check(f"{name}, block {block}: losses, nats, gradient", zip(got, want, strict=True), 6e-3)
         losses, _, _ = K.softcap_ce(logits.clone(), targets, weights, prefix, rows, CAP, grad=False)
-        check(f"softcap_ce {T} x {V}: validation losses", [(losses, want[0])], 1e-5)
+        check(f"{name}: validation losses", [(losses, want[0])], 1e-5)
         out = torch.full((T, V), float("nan"), device="cuda").to(torch.float8_e5m2)
         K.softcap_ce(logits, targets, weights, prefix, rows * 1e4, CAP, out=out, block=block)
-        check(f"softcap_ce {T} x {V}: e5m2 gradient", [(out.float() / 1e4, want[2])], 0.12)
+        check(f"{name}: e5m2 gradient", [(out.float() / 1e4, want[2])], 0.12)
         check(f"transpose8 {T} x {V}", [(K.transpose8(out).float(), out.T.float())], 1e-9)
     T, V, D = 5008, 32768, 768
     x, w = randn(T, D).requires_grad_(), randn(V, D, scale=0.1).requires_grad_()
@@ -167,52 +164,45 @@ def check_ce() -> None:
     want = head(*(t.detach().float().requires_grad_() for t in (x, w)))
     check("linear_cross_entropy bf16: losses, dx, dw", zip(head(x, w), want, strict=True), 2e-2)
     if torch.cuda.get_device_capability() >= (8, 9):
-        check(
-            "linear_cross_entropy fp8: losses, dx, dw",
-            zip(head(x, w, True), want, strict=True),
-            0.12,
-        )
+        got = head(x, w, True)
+        check("linear_cross_entropy fp8: losses, dx, dw", zip(got, want, strict=True), 0.12)
 
 
 def time_ce() -> None:
     T, V, D = 16384, 32768, 768
     logits, targets, one, _, _ = ce_case(T, V, 1)
-    moved = 4 * T * V
-    for block in (32768, 8192, 4096):
-        timed(
-            f"softcap_ce {T} x {V}, block {block}",
-            lambda: K.softcap_ce(logits, targets, one, None, None, CAP, block=block),
-            moved=moved,
-        )
     _, targets4, weights, prefix, rows = ce_case(T, 64)
-    timed("  three targets, prefix, row weights",
-          lambda: K.softcap_ce(logits, targets4, weights, prefix, rows, CAP), moved=moved)  # fmt: skip
-    timed(
-        "  validation",
-        lambda: K.softcap_ce(logits, targets, one, None, None, CAP, grad=False),
-        moved=moved / 2,
-    )
     g8 = torch.empty(T, V, device="cuda", dtype=torch.float8_e5m2)
-    timed(
-        "  e5m2 gradient",
-        lambda: K.softcap_ce(logits, targets, one, None, None, CAP, out=g8),
-        moved=moved * 3 / 4,
-    )
+    moved = 4 * T * V
+
+    def loss(**options):
+        return K.softcap_ce(logits, targets, one, None, None, CAP, **options)
+
+    def all_terms():
+        return K.softcap_ce(logits, targets4, weights, prefix, rows, CAP)
+
+    for block in (32768, 8192, 4096):
+        timed(f"softcap_ce {T} x {V}, block {block}", lambda: loss(block=block), moved=moved)
+    timed("  three targets, prefix, row weights", all_terms, moved=moved)
+    timed("  validation", lambda: loss(grad=False), moved=moved / 2)
+    timed("  e5m2 gradient", lambda: loss(out=g8), moved=moved * 3 / 4)
     timed("  transpose8 of the gradient", lambda: K.transpose8(g8), moved=moved / 2)
     timed("  torch, .T.contiguous()", lambda: g8.view(torch.uint8).T.contiguous(), moved=moved / 2)
     logits = g8 = None
     T = 65536
     x, w = randn(T, D).requires_grad_(), randn(V, D, scale=0.1).requires_grad_()
-    targets, flop = torch.randint(V, (T,), device="cuda"), 6 * T * V * D
+    targets = torch.randint(V, (T,), device="cuda")
+    flop = 6 * T * V * D
 
     def head(chunk, fp8):
         total, _ = K.linear_cross_entropy(x, w, targets, CAP, chunk=chunk, fp8=fp8)
         torch.autograd.grad(total, (x, w))
 
-    for kind in ("bf16", "fp8") if torch.cuda.get_device_capability() >= (8, 9) else ("bf16",):
+    kinds = ("bf16", "fp8") if torch.cuda.get_device_capability() >= (8, 9) else ("bf16",)
+    for kind in kinds:
         for chunk in (8192, 16384, 32768, 65536):
-            timed(f"linear_cross_entropy {T}, {kind}, chunk {chunk}", lambda: head(chunk, kind == "fp8"),
-                  flop=flop, kind=kind)  # fmt: skip
+            name = f"linear_cross_entropy {T}, {kind}, chunk {chunk}"
+            timed(name, lambda: head(chunk, kind == "fp8"), flop=flop, kind=kind)
     with torch.no_grad():
         timed("  validation", lambda: K.linear_cross_entropy(x, w, targets, CAP), flop=flop / 3)
 
@@ -220,8 +210,8 @@ def time_ce() -> None:
     def plain(x, w, targets):
         return F.cross_entropy(K.softcap((x @ w.T).float(), CAP), targets, reduction="sum")
 
-    timed("  torch.compile of the plain formula",
-          lambda: torch.autograd.grad(plain(x, w, targets), (x, w)), flop=flop)  # fmt: skip
+    both = lambda: torch.autograd.grad(plain(x, w, targets), (x, w))
+    timed("  torch.compile of the plain formula", both, flop=flop)
 
 
 # ---- symmetric products
@@ -248,29 +238,20 @@ def check_sym() -> None:
     for shape in ((4, 768, 768), (2, 3072, 768), (12, 256, 768)):
         g = randn(*shape)
         want = K.polar_express(g.double())
-        check(
-            f"polar_express {shape}: kernel, torch",
-            ((K.polar_express(g), want), (polar_plain(g), want)),
-            5e-2,
-        )
+        pairs = ((K.polar_express(g), want), (polar_plain(g), want))
+        check(f"polar_express {shape}: kernel, torch", pairs, 5e-2)
 
 
 def time_sym() -> None:
-    names, rows = (
-        "BM BN BK num_warps num_stages",
-        "128 128 64 8 3,128 128 64 4 4,64 128 64 4 4,128 256 64 8 3",
-    )
-    for n, m, k in (
-        (22, 768, 3072),
-        (20, 768, 768),
-        (60, 256, 768),
-    ):  # the MLP, VO and QK banks of the recipe
+    names = "BM BN BK num_warps num_stages"
+    rows = "128 128 64 8 3,128 128 64 4 4,64 128 64 4 4,128 256 64 8 3"
+    banks = ((22, 768, 3072), (20, 768, 768), (60, 256, 768))  # MLP, VO and QK of the recipe
+    for n, m, k in banks:
         x = randn(n, k, m, scale=0.1).mT
-        work = {"flop": 2 * n * m * m * k}
-        sweep(
-            f"sym_mm x^T x, {n} x {m} x {k}", "SYM_TILES", names, rows, lambda: K.sym_mm(x), **work
-        )
-        timed("  torch.bmm", lambda: x @ x.mT, **work)
+        flop = 2 * n * m * m * k
+        name = f"sym_mm x^T x, {n} x {m} x {k}"
+        sweep(name, "SYM_TILES", names, rows, lambda: K.sym_mm(x), flop=flop)
+        timed("  torch.bmm", lambda: x @ x.mT, flop=flop)
     for shape in ((22, 3072, 768), (20, 768, 768), (60, 256, 768)):
         g = randn(*shape)
         timed(f"polar_express {shape}", lambda: K.polar_express(g))
@@ -282,22 +263,20 @@ def time_sym() -> None:
 
 def check_mlp() -> None:
     for T, D, hidden in ((1008, 256, 640), (777, 72, 264), (8192, 768, 3072)):
-        x, up, down, g = (
-            randn(T, D),
-            randn(hidden, D, scale=D**-0.5),
-            randn(hidden, D, scale=hidden**-0.5),
-            randn(T, D),
-        )
+        x, g = randn(T, D), randn(T, D)
+        up, down = randn(hidden, D, scale=D**-0.5), randn(hidden, D, scale=hidden**-0.5)
         post = K.linear_relu2(x, up)
-        check(f"linear_relu2 {T} x {D} x {hidden}: forward, gradient", (
+        slope = 2 * (g.double() @ down.double().T) * post.double().sqrt()
+        pairs = (
             (post, K.linear_relu2_ref(x.double(), up.double())),
-            (K.linear_relu2_grad(g, down, post), K.linear_relu2_grad_ref(g.double(), down.double(), post.double())),
-        ), 5e-3)  # fmt: skip
-        leaves, exact = [x, up, down], [t.double().requires_grad_() for t in (x, up, down)]
-        got = torch.autograd.grad(K.mlp_relu2(*(t.requires_grad_() for t in leaves)), leaves, g)
-        want = torch.autograd.grad(
-            F.relu(exact[0] @ exact[1].T).square() @ exact[2], exact, g.double()
+            (K.linear_relu2_grad(g, down, post), slope),
         )
+        check(f"linear_relu2 {T} x {D} x {hidden}: forward, gradient", pairs, 5e-3)
+        exact = [t.double().requires_grad_() for t in (x, up, down)]
+        y = F.relu(exact[0] @ exact[1].T).square() @ exact[2]
+        want = torch.autograd.grad(y, exact, g.double())
+        leaves = [t.requires_grad_() for t in (x, up, down)]
+        got = torch.autograd.grad(K.mlp_relu2(*leaves), leaves, g)
         check(f"mlp_relu2 {T} x {D} x {hidden}: dx, dup, ddown", zip(got, want, strict=True), 1e-2)
 
 
@@ -305,57 +284,33 @@ def time_mlp() -> None:
     T, D, hidden = 65536, 768, 3072
     names = "BM BN BK GROUP num_warps num_stages"
     rows = "128 256 64 8 8 3,128 256 64 16 8 3,128 128 64 8 4 4,256 128 64 8 8 3"
-    square, slope = (
-        torch.compile(lambda p: F.relu(p).square()),
-        torch.compile(lambda d, post: 2 * d * post.sqrt()),
-    )
+    tiles = ("RELU2_TILES", names, rows)
+    square = torch.compile(lambda p: F.relu(p).square())
+    slope = torch.compile(lambda d, post: 2 * d * post.sqrt())
     plain = torch.compile(lambda x, up, down: K.linear_relu2_ref(x, up) @ down)
     x, g = randn(T, D), randn(T, D)
     up, down = randn(hidden, D, scale=D**-0.5), randn(hidden, D, scale=hidden**-0.5)
-    post, flop = K.linear_relu2(x, up), 2 * T * D * hidden
-    sweep(
-        f"linear_relu2 {T} x {D} x {hidden}",
-        "RELU2_TILES",
-        names,
-        rows,
-        lambda: K.linear_relu2(x, up),
-        flop=flop,
-    )
+    post = K.linear_relu2(x, up)
+    flop = 2 * T * D * hidden
+    name = f"linear_relu2 {T} x {D} x {hidden}"
+
+    sweep(name, *tiles, lambda: K.linear_relu2(x, up), flop=flop)
     timed("  torch product alone", lambda: x @ up.T, flop=flop)
     timed("  torch product, compiled relu^2", lambda: square(x @ up.T), flop=flop)
-    sweep(
-        "linear_relu2_grad",
-        "RELU2_TILES",
-        names,
-        rows,
-        lambda: K.linear_relu2_grad(g, down, post),
-        flop=flop,
-    )
+    sweep("linear_relu2_grad", *tiles, lambda: K.linear_relu2_grad(g, down, post), flop=flop)
     timed("  torch product, compiled slope", lambda: slope(g @ down.T, post), flop=flop)
+
     leaves = [t.requires_grad_() for t in (x, up, down)]
-    for name, function in (
-        (f"mlp_relu2 {T}, both ways", K.mlp_relu2),
-        ("  torch.compile of the plain MLP", plain),
-    ):
-        timed(name, lambda: torch.autograd.grad(function(*leaves), leaves, g), flop=6 * flop)
-    x8, up8, down8, g8 = *(t.detach().to(K.E4M3) for t in (x, up, down)), g.to(K.E5M2)
-    post8, work = K.relu2_8(x8, up8), {"flop": flop, "kind": "fp8"}
-    sweep(
-        f"linear_relu2 {T} x {D} x {hidden}, fp8",
-        "RELU2_TILES",
-        names,
-        rows,
-        lambda: K.relu2_8(x8, up8),
-        **work,
-    )
-    sweep(
-        "linear_relu2_grad, fp8",
-        "RELU2_TILES",
-        names,
-        rows,
-        lambda: K.relu2_grad8(g8, down8, post8),
-        **work,
-    )
+    both = lambda function: torch.autograd.grad(function(*leaves), leaves, g)
+    timed(f"mlp_relu2 {T}, both ways", lambda: both(K.mlp_relu2), flop=6 * flop)
+    timed("  torch.compile of the plain MLP", lambda: both(plain), flop=6 * flop)
+
+    x8, up8, down8 = (t.detach().to(K.E4M3) for t in (x, up, down))
+    g8 = g.to(K.E5M2)
+    post8 = K.relu2_8(x8, up8)
+    work = {"flop": flop, "kind": "fp8"}
+    sweep(f"{name}, fp8", *tiles, lambda: K.relu2_8(x8, up8), **work)
+    sweep("linear_relu2_grad, fp8", *tiles, lambda: K.relu2_grad8(g8, down8, post8), **work)
 
 
 # ---- attention
@@ -372,36 +327,28 @@ def documents(T: int, mean: int) -> torch.Tensor:
 def check_attention() -> None:
     for T, mean, window in ((1000, 90, 128), (777, 5, 16), (1500, 690, 896), (1, 1, 0)):
         bounds = K.attention_bounds(documents(T, mean), T, window)
-        leaves = (
-            randn(T, 3, 6, 128).requires_grad_(),
-            torch.rand(T, 6, device="cuda").to(bf16).requires_grad_(),
-        )
-        exact, g = [t.detach().double().requires_grad_() for t in leaves], randn(T, 6, 128)
-        y = K.window_attention(*leaves[0].unbind(1), bounds, 0.1, leaves[1])
+        qkv = randn(T, 3, 6, 128).requires_grad_()
+        gate = torch.rand(T, 6, device="cuda").to(bf16).requires_grad_()
+        g = randn(T, 6, 128)
+        y = K.window_attention(*qkv.unbind(1), bounds, 0.1, gate)
+        got = (y, *torch.autograd.grad(y, (qkv, gate), g))
+
+        exact = [t.detach().double().requires_grad_() for t in (qkv, gate)]
         z = K.window_attention_ref(*exact[0].unbind(1), bounds, 0.1, exact[1])
-        got, want = (
-            (y, *torch.autograd.grad(y, leaves, g)),
-            (z, *torch.autograd.grad(z, exact, g.double())),
-        )
-        check(
-            f"window_attention {T}, window {window}: forward, dqkv, dgate",
-            zip(got, want, strict=True),
-            1e-2,
-        )
+        want = (z, *torch.autograd.grad(z, exact, g.double()))
+        name = f"window_attention {T}, window {window}: forward, dqkv, dgate"
+        check(name, zip(got, want, strict=True), 1e-2)
 
 
 def time_attention() -> None:
     T, H, D = 65536, 6, 128
     cu = documents(T, 500)
-    (q, k, v, g), gate = (
-        (randn(T, H, D) for _ in range(4)),
-        torch.rand(T, H, device="cuda").to(bf16),
-    )
-    longest, leaves = int(cu.diff().max()), [t.detach().requires_grad_() for t in (q, k, v)]
-    names, rows = (
-        "BM BN num_warps num_stages",
-        "64 64 4 2,128 64 8 2,128 64 4 2,64 64 4 3,128 128 8 2,64 128 4 2",
-    )
+    q, k, v, g = (randn(T, H, D) for _ in range(4))
+    gate = torch.rand(T, H, device="cuda").to(bf16)
+    leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+    longest = int(cu.diff().max())
+    names = "BM BN num_warps num_stages"
+    rows = "64 64 4 2,128 64 8 2,128 64 4 2,64 64 4 3,128 128 8 2,64 128 4 2"
 
     def varlen(q, k, v):
         from torch.nn.attention.varlen import varlen_attn
@@ -411,9 +358,10 @@ def time_attention() -> None:
     def flash4(q, k, v):  # the package flash-attn-4, a pre-release
         from flash_attn.cute import flash_attn_varlen_func
 
-        y = flash_attn_varlen_func(q, k, v, cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=longest,
-                                   max_seqlen_k=longest, softmax_scale=0.1, causal=True,
-                                   window_size=(window, 0))  # fmt: skip
+        documents = {"cu_seqlens_q": cu, "cu_seqlens_k": cu}
+        documents |= {"max_seqlen_q": longest, "max_seqlen_k": longest}
+        options = {"softmax_scale": 0.1, "causal": True, "window_size": (window, 0)}
+        y = flash_attn_varlen_func(q, k, v, **documents, **options)
         return y[0] if isinstance(y, tuple) else y
 
     others = {"torch varlen": varlen}
@@ -428,22 +376,10 @@ def time_attention() -> None:
         rate = {"flop": 4 * pairs * H * D, "moved": 8 * T * H * D}
         back = {"flop": 10 * pairs * H * D, "moved": 22 * T * H * D}
         tried = rows if window in (128, 896) else "64 64 4 2"
-        sweep(
-            f"window_attention {T}, window {window}, forward",
-            "ATTENTION_TILES",
-            names,
-            tried,
-            forward,
-            **rate,
-        )
-        sweep(
-            f"window_attention {T}, window {window}, backward",
-            "ATTENTION_TILES",
-            names,
-            tried,
-            backward,
-            **back,
-        )
+        tiles = ("ATTENTION_TILES", names, tried)
+        name = f"window_attention {T}, window {window}"
+        sweep(f"{name}, forward", *tiles, forward, **rate)
+        sweep(f"{name}, backward", *tiles, backward, **back)
         for name, function in others.items():
             timed(f"  {name}, forward", lambda: function(q, k, v), **rate)
             timed(f"  {name}, both ways", lambda: torch.autograd.grad(function(*leaves), leaves, g))
@@ -465,10 +401,8 @@ def check_rotate() -> None:
     for T, H in ((1001, 6), (77, 12), (1, 1)):
         qkv, cos, sin, scale, grads = rotate_case(T, H)
         exact = qkv.detach().double().requires_grad_()
-        y, z = (
-            K.norm_rotate(qkv, cos, sin, scale),
-            K.norm_rotate_ref(exact, cos.double(), sin.double(), scale.double()),
-        )
+        y = K.norm_rotate(qkv, cos, sin, scale)
+        z = K.norm_rotate_ref(exact, cos.double(), sin.double(), scale.double())
         got = *y, *torch.autograd.grad(y, qkv, grads)
         want = *z, *torch.autograd.grad(z, exact, [g.double() for g in grads])
         check(f"norm_rotate {T} x {H}: q, k, v, dqkv", zip(got, want, strict=True), 1e-2)
@@ -477,106 +411,104 @@ def check_rotate() -> None:
 def time_rotate() -> None:
     plain = torch.compile(K.norm_rotate_ref)
     for T, H in ((65536, 6), (32768, 12)):
-        qkv, cos, sin, scale, grads = rotate_case(T, H)
+        qkv, *rotary, grads = rotate_case(T, H)
         moved = 2 * T * H * 128
-        timed(
-            f"norm_rotate {T} x {H}, forward",
-            lambda: K.norm_rotate_forward(qkv, cos, sin, scale),
-            moved=4 * moved,
-        )
-        timed(
-            "  backward", lambda: K.norm_rotate_grad(qkv, *grads, cos, sin, scale), moved=8 * moved
-        )
-        timed(
-            "  backward to fp8",
-            lambda: K.norm_rotate_grad8(qkv, *grads, cos, sin, scale),
-            moved=6.5 * moved,
-        )
-        for name, function in (
-            ("  both ways", K.norm_rotate),
-            ("  torch.compile, both ways", plain),
-        ):
-            timed(
-                name,
-                lambda: torch.autograd.grad(function(qkv, cos, sin, scale), qkv, grads),
-                moved=12 * moved,
-            )
+        forward = lambda: K.norm_rotate_forward(qkv, *rotary)
+        backward = lambda: K.norm_rotate_grad(qkv, *grads, *rotary)
+        backward8 = lambda: K.norm_rotate_grad8(qkv, *grads, *rotary)
+        both = lambda function: torch.autograd.grad(function(qkv, *rotary), qkv, grads)
+
+        timed(f"norm_rotate {T} x {H}, forward", forward, moved=4 * moved)
+        timed("  backward", backward, moved=8 * moved)
+        timed("  backward to fp8", backward8, moved=6.5 * moved)
+        timed("  both ways", lambda: both(K.norm_rotate), moved=12 * moved)
+        timed("  torch.compile, both ways", lambda: both(plain), moved=12 * moved)
 
 
 # ---- fp8 products of a layer, at the widths of both models
 
 
-def fp8_cases():
-    """name, function of (leaves, fp8), leaves, incoming gradients for each part of a layer."""
+@dataclass
+class Part:
+    """A part of a layer whose products may be fp8."""
+
+    name: str
+    function: Callable  # (leaves, fp8) -> tensor or tensors
+    leaves: tuple
+    gradients: Any  # of what the function returns
+    flop: int  # forward and backward
+
+
+def fp8_cases() -> Iterator[Part]:
     for T, D, H in ((65536, 768, 6), (32768, 1536, 12)):
         x = F.rms_norm(torch.randn(T, D, device="cuda"), (D,)).to(bf16).requires_grad_()
-        up, down, w, o = (
-            randn(n, D, scale=D**-0.5).requires_grad_() for n in (4 * D, 4 * D, 3 * D, D)
-        )
-        _, cos, sin, scale, grads = rotate_case(T, H)
-        grads, g = [g.mul_(1e-6) for g in grads], randn(T, D, scale=1e-6)
+        heights = (4 * D, 4 * D, 3 * D, D)
+        up, down, w, o = (randn(n, D, scale=D**-0.5).requires_grad_() for n in heights)
+        _, *rotary, grads = rotate_case(T, H)
+        grads = [g.mul_(1e-6) for g in grads]
+        g = randn(T, D, scale=1e-6)
 
-        def project(leaves, fp8, cos=cos, sin=sin, scale=scale):
-            return K.project_qkv(*leaves, cos, sin, scale, fp8)
+        def project(leaves, fp8, rotary=rotary):
+            return K.project_qkv(*leaves, *rotary, fp8)
 
-        yield (
-            f"MLP {T} x {D}",
-            lambda leaves, fp8: K.mlp_relu2(*leaves, fp8),
-            (x, up, down),
-            g,
-            6 * 8 * T * D * D,
-        )
-        yield f"qkv {T} x {D}", project, (x, w), grads, 6 * 3 * T * D * D
+        def mlp(leaves, fp8):
+            return K.mlp_relu2(*leaves, fp8)
+
+        def product(leaves, fp8):
+            return M.linear8(*leaves) if fp8 else F.linear(*leaves)
+
+        yield Part(f"MLP {T} x {D}", mlp, (x, up, down), g, 6 * 8 * T * D * D)
+        yield Part(f"qkv {T} x {D}", project, (x, w), grads, 6 * 3 * T * D * D)
         if D > 768:
-            product = lambda leaves, fp8: (M.linear8 if fp8 else F.linear)(*leaves)
-            yield f"o {T} x {D}", product, (x, o), g, 6 * T * D * D
+            yield Part(f"o {T} x {D}", product, (x, o), g, 6 * T * D * D)
 
 
-def both_ways(function, leaves, g, fp8):
-    y = function(leaves, fp8)
-    return *(y if isinstance(y, tuple) else (y,)), *torch.autograd.grad(y, leaves, g)
+def both_ways(function, part: Part, fp8: bool):
+    y = function(part.leaves, fp8)
+    outputs = y if isinstance(y, tuple) else (y,)
+    return *outputs, *torch.autograd.grad(y, part.leaves, part.gradients)
 
 
 def check_fp8() -> None:
-    for name, function, leaves, g, _ in fp8_cases():
-        got, want = (both_ways(function, leaves, g, fp8) for fp8 in (True, False))
-        check(f"fp8 {name}: forward, gradients", zip(got, want, strict=True), 0.12)
+    for part in fp8_cases():
+        got = both_ways(part.function, part, True)
+        want = both_ways(part.function, part, False)
+        check(f"fp8 {part.name}: forward, gradients", zip(got, want, strict=True), 0.12)
 
 
 def time_fp8() -> None:
-    for name, function, leaves, g, flop in fp8_cases():
+    for part in fp8_cases():
         for kind in ("bf16", "fp8"):
             torch._dynamo.reset()
-            compiled = torch.compile(
-                lambda leaves, fp8: function(leaves, fp8), fullgraph=True, dynamic=False
-            )
-            run = lambda: both_ways(compiled, leaves, g, kind == "fp8")
-            timed(f"{name}, {kind}, both ways", run, flop=flop, kind=kind, graph=True)
+            compiled = torch.compile(part.function, fullgraph=True, dynamic=False)
+            run = lambda: both_ways(compiled, part, kind == "fp8")
+            timed(f"{part.name}, {kind}, both ways", run, flop=part.flop, kind=kind, graph=True)
 
 
-PARTS = {"ce": (check_ce, time_ce), "sym": (check_sym, time_sym), "mlp": (check_mlp, time_mlp),
-         "attention": (check_attention, time_attention), "rotate": (check_rotate, time_rotate),
-         "fp8": (check_fp8, time_fp8)}  # fmt: skip
+PARTS = {
+    "ce": (check_ce, time_ce),
+    "sym": (check_sym, time_sym),
+    "mlp": (check_mlp, time_mlp),
+    "attention": (check_attention, time_attention),
+    "rotate": (check_rotate, time_rotate),
+    "fp8": (check_fp8, time_fp8),
+}
 
 
 def main() -> int:
     global SECONDS
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; default all"
-    )
-    parser.add_argument(
-        "--seconds", type=float, default=SECONDS, help="no new measurement later than that"
-    )
+    add = parser.add_argument
+    add("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; default all")
+    add("--seconds", type=float, default=SECONDS, help="no new measurement later than that")
     args = parser.parse_args()
-    SECONDS, parts = args.seconds, args.parts or list(PARTS)
+    SECONDS = args.seconds
+    parts = args.parts or list(PARTS)
     if set(parts) - set(PARTS):
         parser.error(f"unknown part {(set(parts) - set(PARTS)).pop()}; use {', '.join(PARTS)}")
     if not torch.cuda.is_available() or not K.use_triton(torch.empty(1, device="cuda", dtype=bf16)):
-        print(
-            "error: bench_kernels.py needs a CUDA device of capability 8.0 or newer, and triton",
-            file=sys.stderr,
-        )
+        message = "bench_kernels.py needs a CUDA device of capability 8.0 or newer, and triton"
+        print(f"error: {message}", file=sys.stderr)
         return 1
     if "mlp" in parts and not K.fused_relu2(randn(8, 8), randn(8, 8)):
         parts.remove("mlp")
@@ -591,9 +523,8 @@ def main() -> int:
         for part in parts:
             attempt(f"{part} {'times' if which else 'checks'}", PARTS[part][which])
             torch.cuda.empty_cache()
-    print(
-        f"\n==== {time.perf_counter() - START:.0f} s, {len(FAILED)} failed{', no time for all' if late() else ''}"
-    )
+    seconds = time.perf_counter() - START
+    print(f"\n==== {seconds:.0f} s, {len(FAILED)} failed{', no time for all' if late() else ''}")
     print("\n".join(TABLE))
     return int(bool(FAILED))
 

@@ -4,9 +4,10 @@
         --hypothesis "..." --change "..." --dropped "..."
 
 Nothing is written unless everything is right: one script, dataset, Config, hardware and set of versions, different
-seeds, no --set but those of an args file that is committed in runs/, logs that are complete and agree with their
+seeds, no --set except those of an args file that is committed in runs/, and complete logs that agree with their
 totals. The folder appears in one rename. The words of its README.md may be edited until it is committed; the figures
-between the markers may not. Rules: records/README.md.
+between the markers may not. CORE is read from core.csv where runs/score_core.py, or an older script, has written it.
+Rules: records/README.md.
 """
 
 import argparse
@@ -24,10 +25,11 @@ from pathlib import Path
 import record as rec
 
 MAX_BYTES = 1_000_000
-# Flags that say where a run lies or which of several it is, with whether a value follows; they are no part of a record.
+# Flags for the place and the seed of a run, and whether a value follows. They are not part of a record.
 PLACE_FLAGS = {"--data": 1, "--run-dir": 1, "--seed": 1, "--wandb": 1, "--resume": 0}
 PLACE_FIELDS = ("data", "seed", "wandb")  # the same in the Config
-NO_CORE = "core_items=-1"  # the one --set that is free: CORE is scored after training, and not each seed needs it
+# The one --set that is free. Scripts up to 2026-11-22 scored CORE at the end of training; not each seed needs it.
+NO_CORE = "core_items=-1"
 LOG_FLAGS = {"--eval-every", "--save-every", "--log-every"}  # may replace those of an args file
 
 
@@ -46,9 +48,10 @@ def read_run(run_dir: Path, script: str) -> dict:
         run |= {"dir": run_dir, "script": script, "fingerprint": run["dataset_fingerprint"],
                 "set": [text for text in run["overridden"] if text != NO_CORE]}  # fmt: skip
         if NO_CORE in run["overridden"]:  # the recipe is that of the runs that were scored
-            run["config"]["core_items"] = int(
-                dict(text.split("=", 1) for text in run["set"]).get("core_items", 0)
-            )
+            given = dict(text.split("=", 1) for text in run["set"])
+            run["config"]["core_items"] = int(given.get("core_items", 0))
+        table = run_dir / "core.csv"
+        run["core_items"] = rec.core_items(table) if table.is_file() else None
         log, hashed = rec.read_log(run_dir / "log.jsonl"), run["machine"]["script_sha256"]
         problems = rec.check_log(log, run["config"])
     except (ValueError, KeyError, TypeError, rec.Unreadable) as error:
@@ -63,12 +66,9 @@ def read_run(run_dir: Path, script: str) -> dict:
 
 
 def check_totals(run_dir: Path, figures: dict) -> str:
-    """What the report, or the last checkpoint if it is still there, states differently from the log."""
-    report = dict(
-        re.findall(
-            r"^\| (.+?) \| (.+?) \|$", (run_dir / "report.md").read_text(encoding="utf-8"), re.M
-        )
-    )
+    """What the report, or the last checkpoint if it still exists, states differently from the log."""
+    text = (run_dir / "report.md").read_text(encoding="utf-8")
+    report = dict(re.findall(r"^\| (.+?) \| (.+?) \|$", text, re.M))
     stated = {"validation": f"{figures['val_bpb']:.4f} bits per byte", "tokens": f"{figures['tokens']:,}",
               "steps": f"{figures['steps']:,}", "training time": f"{figures['train_seconds']:.1f} s"}  # fmt: skip
     for key, value in stated.items():
@@ -87,7 +87,8 @@ def check_totals(run_dir: Path, figures: dict) -> str:
 
 def check_alike(runs: list[dict]) -> None:
     """Runs of one record differ in seed, place and commit only."""
-    first, seeds = runs[0], {}
+    first = runs[0]
+    seeds = {}
     for run in runs:
         seed = run["config"]["seed"]
         if seed in seeds:
@@ -109,6 +110,11 @@ def check_alike(runs: list[dict]) -> None:
         if strip(run["flags"]) != strip(first["flags"]) or run["set"] != first["set"]:
             rec.fail(f"{first['dir']} and {run['dir']} were started with different flags: "
                      f"{' '.join(strip(first['flags']))} and {' '.join(strip(run['flags']))}")  # fmt: skip
+    scored = [run for run in runs if run["core_items"] is not None]
+    for run in scored:
+        if run["core_items"] != scored[0]["core_items"]:
+            rec.fail(f"{scored[0]['dir']} and {run['dir']} were scored on different items of CORE; score both with the "
+                     f"same --items")  # fmt: skip
     if not first["fingerprint"]:
         rec.fail(
             f"the dataset of {first['dir']} has no fingerprint; make it with data/pretrain.py, and train on that"
@@ -303,7 +309,7 @@ def main(argv: list[str] | None = None) -> None:
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     shown = os.path.relpath(final)
-    print(f"{shown} holds {len(runs)} run(s): read its README.md, mend its words, then\n"
+    print(f"{shown} holds {len(runs)} run(s): read its README.md, edit its words, then\n"
           f"    python records/verify.py {shown}\n    python records/compare.py --write")  # fmt: skip
     if len(runs) < 3:
         print("It has fewer than 3 seeds, so it is listed without a rank.")

@@ -8,7 +8,7 @@
 
 A log of modded-nanogpt states neither tokens nor bits per byte: --tokens-per-step gives the one (several numbers with
 commas: equal parts of the run), --bytes-per-token of its validation text the other. A log of nanochat states both; its
-clock starts behind step 10. Text that is not the same gives bits per byte that only look comparable.
+clock starts after step 10. Bits per byte of different texts only look comparable.
 """
 
 import argparse
@@ -383,7 +383,7 @@ def plot(rows: list[Row], path: Path, quotes: tuple = ()) -> None:
 
 
 def group_of(record: dict) -> tuple:
-    """What two records must share to be ranked against each other."""
+    """What two records must have in common to be ranked against each other."""
     device, count = record["hardware"]["device"], record["hardware"]["num_devices"]
     return (record["track"], record["args"] or "", record["dataset"]["fingerprint"], rec.device_class(device), count,
             device)  # fmt: skip
@@ -558,46 +558,23 @@ def quoted_points() -> tuple:
     return tuple(points)
 
 
+def numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("folders", metavar="FOLDER", type=Path, nargs="*", help="records, runs, folders of them, or logs of others "
-        "(default baselines/)")  # fmt: skip
-    add(
-        "--against",
-        metavar="PATTERN",
-        help='name of the row to compare the others with, e.g. "*first*"',
-    )
-    add(
-        "--price",
-        type=float,
-        metavar="USD",
-        help="of one GPU (or of a machine without) for an hour: adds the cost",
-    )
-    add(
-        "--target", type=float, metavar="BPB", help="adds the one-sided p that the mean is below it"
-    )
-    add(
-        "--plot",
-        type=Path,
-        metavar="FILE",
-        help="picture of bits per byte against tokens and seconds (.png, .svg)",
-    )
-    add("--tokens-per-step", type=lambda text: [int(n) for n in text.split(",")], default=[], metavar="N[,N]",
-        help="of modded-nanogpt logs")  # fmt: skip
-    add(
-        "--bytes-per-token",
-        type=float,
-        metavar="X",
-        help="of the validation text of modded-nanogpt logs",
-    )
-    add(
-        "--write",
-        action="store_true",
-        help="write the leaderboard into records/README.md, and records/curves.png",
-    )
+    add("folders", metavar="FOLDER", type=Path, nargs="*", help="default: baselines/")
+    add("--against", metavar="NAME", help='row to compare the others with, e.g. "*first*"')
+    add("--price", type=float, metavar="USD", help="of one GPU for an hour: adds the cost")
+    add("--target", type=float, metavar="BPB", help="adds the one-sided p of a lower mean")
+    add("--plot", type=Path, metavar="FILE", help="picture of bits per byte (.png, .svg)")
+    add("--tokens-per-step", type=numbers, default=[], metavar="N[,N]", help="modded-nanogpt")
+    add("--bytes-per-token", type=float, metavar="X", help="modded-nanogpt: of validation text")
+    add("--write", action="store_true", help="update records/README.md and records/curves.png")
     args = parser.parse_args(argv)
     if args.write:
         write_leaderboard()

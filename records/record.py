@@ -1,7 +1,7 @@
 """What a record is: its files, the figures that follow from its logs, and the statistics on them.
 
-add.py, verify.py and compare.py compute every figure here, from log.jsonl and core.csv of the runs and from nothing
-else. A record is a folder of baselines/; README.md beside this file says what lies in it and what the figures mean.
+add.py, verify.py and compare.py compute every figure with this file, from log.jsonl and core.csv of the runs alone.
+A record is a folder of baselines/; README.md beside this file explains what it holds and what the figures mean.
 """
 
 import ast
@@ -33,7 +33,7 @@ FIGURES = {
     "peak_memory_gib": ("peak memory GiB", ".2f"),
 }  # fmt: skip
 
-# Classes of cards. Free: what notebook services lend for nothing.
+# Classes of cards. Free: what notebook services offer without charge.
 CLASSES = {
     "Hopper": r"\b(H100|H200|H800|H20|GH200)\b", "Ampere": r"\b(A100|A800|A40|A30|A10|A6000|RTX 30\d\d)\b",
     "free GPU": r"\b(T4|P100)\b",
@@ -41,7 +41,7 @@ CLASSES = {
 
 
 class Unreadable(Exception):
-    """A file of a run or a record that is not what it should be, in a sentence."""
+    """A file of a run or a record that is not what it should be. The message is one sentence."""
 
 
 def fail(message: str) -> NoReturn:
@@ -78,7 +78,9 @@ def read_log(path: Path) -> list[dict]:
 
 def split(entries: list[dict]) -> tuple[list[dict], list[dict]]:
     """(training steps, validations) of a log."""
-    return [e for e in entries if "loss" in e], [e for e in entries if "val_bpb" in e]
+    train = [e for e in entries if "loss" in e]
+    val = [e for e in entries if "val_bpb" in e]
+    return train, val
 
 
 def planned_steps(config: dict) -> int:
@@ -88,7 +90,7 @@ def planned_steps(config: dict) -> int:
 
 
 def check_log(entries: list[dict], config: dict | None = None) -> list[str]:
-    """What is wrong with a log: everything must be there, grow, and agree with the totals and with the Config."""
+    """What is wrong with a log: it must be complete, it must grow, and it must agree with the totals and the Config."""
     train, val = split(entries)
     if not train or not val:
         return [f"no {'validation' if train else 'training step'} is logged"]
@@ -159,13 +161,27 @@ def figures(entries: list[dict]) -> dict:
 def core_score(path: Path) -> float | None:
     """CORE from core.csv: the mean of the centered accuracies; None if there are not all 22 tasks."""
     try:
-        with path.open(encoding="utf-8", newline="") as file:
-            centered = [
-                float(row["centered"]) for row in csv.DictReader(file) if row["task"] != "CORE"
-            ]
-    except (OSError, KeyError, TypeError, ValueError) as error:
+        centered = [float(row["centered"]) for row in core_rows(path)]
+    except (KeyError, TypeError, ValueError) as error:
         raise Unreadable(f"{path.name} cannot be read ({error!r})") from None
     return fmean(centered) if len(centered) == CORE_TASKS else None
+
+
+def core_items(path: Path) -> dict[str, str]:
+    """How many items of each task core.csv covers."""
+    try:
+        return {row["task"]: row["items"] for row in core_rows(path)}
+    except KeyError as error:
+        raise Unreadable(f"{path.name} cannot be read ({error!r})") from None
+
+
+def core_rows(path: Path) -> list[dict]:
+    """The rows of the tasks in core.csv, which runs/score_core.py writes; pretraining wrote it up to 2026-11-22."""
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            return [row for row in csv.DictReader(file) if row["task"] != "CORE"]
+    except (OSError, KeyError, ValueError) as error:
+        raise Unreadable(f"{path.name} cannot be read ({error!r})") from None
 
 
 def summary(runs: list[dict]) -> dict:
@@ -196,26 +212,23 @@ def loss_curve(logs: list[list[dict]]) -> list[dict]:
 
 
 def curve_csv(logs: list[list[dict]]) -> str:
+    def cell(value: float | None) -> str:
+        if value is None:
+            return ""
+        return str(value) if isinstance(value, int) else f"{value:.6g}"
+
     rows = loss_curve(logs)
     lines = [",".join(rows[0])]
     for row in rows:
-        lines.append(
-            ",".join(
-                "" if v is None else str(v) if isinstance(v, int) else f"{v:.6g}"
-                for v in row.values()
-            )
-        )
+        lines.append(",".join(cell(value) for value in row.values()))
     return "\n".join(lines) + "\n"
 
 
 def loss_noise(logs: list[list[dict]]) -> float | None:
-    """How far seeds lie apart: sd of the loss over the runs divided by its mean, root mean square over steps."""
-    rows = loss_curve(logs)
-    return (
-        math.sqrt(fmean((row["loss_sd"] / row["loss"]) ** 2 for row in rows))
-        if len(logs) > 1
-        else None
-    )
+    """Distance between seeds: sd of the loss over the runs divided by its mean, root mean square over steps."""
+    if len(logs) < 2:
+        return None
+    return math.sqrt(fmean((row["loss_sd"] / row["loss"]) ** 2 for row in loss_curve(logs)))
 
 
 # ---- statistics
@@ -283,18 +296,21 @@ def section_hashes(text: str) -> dict[str, str]:
 
 def changed_lines(old: str, new: str) -> list[str]:
     """For each section that differs, e.g. "optimizer (+3 -1)"."""
-    a, b, out = sections(old), sections(new), []
-    for name in dict.fromkeys((*a, *b)):
-        lines = [side.get(name, "").splitlines() for side in (a, b)]
-        edits = [
-            op
-            for op in difflib.SequenceMatcher(None, *lines, autojunk=False).get_opcodes()
-            if op[0] != "equal"
-        ]
-        if edits:
-            out.append(
-                f"{name} (+{sum(op[4] - op[3] for op in edits)} -{sum(op[2] - op[1] for op in edits)})"
-            )
+    before = sections(old)
+    after = sections(new)
+    out = []
+    for name in dict.fromkeys((*before, *after)):
+        a = before.get(name, "").splitlines()
+        b = after.get(name, "").splitlines()
+        added = 0
+        removed = 0
+        codes = difflib.SequenceMatcher(None, a, b, autojunk=False).get_opcodes()
+        for kind, a_start, a_end, b_start, b_end in codes:
+            if kind != "equal":
+                added += b_end - b_start
+                removed += a_end - a_start
+        if added or removed:
+            out.append(f"{name} (+{added} -{removed})")
     return out
 
 
@@ -362,7 +378,8 @@ def recompute(folder: Path, record: dict) -> dict:
 
     Raises Unreadable if one of them cannot be read.
     """
-    logs, runs = [read_log(folder / run["log"]) for run in record["runs"]], []
+    logs = [read_log(folder / run["log"]) for run in record["runs"]]
+    runs = []
     for run, log in zip(record["runs"], logs, strict=True):
         core = core_score(folder / run["core_table"]) if run["core_table"] else None
         kept = {key: run[key] for key in ("seed", "log", "core_table")}
@@ -381,7 +398,7 @@ def recompute(folder: Path, record: dict) -> dict:
 
 
 def hashes(folder: Path) -> dict[str, str]:
-    """sha256 of every file of a record but record.json, which holds them, and README.md, whose words may be mended."""
+    """sha256 of every file of a record except record.json, which holds them, and README.md, whose words may change."""
     return {
         p.name: sha256(p)
         for p in sorted(folder.iterdir())
@@ -394,19 +411,22 @@ def hashes(folder: Path) -> dict[str, str]:
 
 def table(titles: list[str], rows: list[list[str]], left: int = 1) -> str:
     """A Markdown table with columns of even width; the first `left` columns are text, the others figures."""
-    widths = [max(len(row[i]) for row in [titles, *rows]) for i in range(len(titles))]
+    widths = [max(3, *(len(row[i]) for row in [titles, *rows])) for i in range(len(titles))]
     rule = ["-" * w if i < left else "-" * (w - 1) + ":" for i, w in enumerate(widths)]
-    rule = [mark if len(mark) > 2 else "---" if i < left else "--:" for i, mark in enumerate(rule)]
 
     def line(cells):
-        return "| " + " | ".join(c.ljust(max(w, 3)) if i < left else c.rjust(max(w, 3))
-                                 for i, (c, w) in enumerate(zip(cells, widths, strict=True))) + " |"  # fmt: skip
+        padded = []
+        for i, (cell, width) in enumerate(zip(cells, widths, strict=True)):
+            padded.append(cell.ljust(width) if i < left else cell.rjust(width))
+        return "| " + " | ".join(padded) + " |"
 
     return "\n".join(line(row) for row in [titles, rule, *rows])
 
 
 def p_text(p: float | None) -> str:
-    return "not defined" if p is None else "< 0.0001" if p < 1e-4 else f"= {p:.2g}"
+    if p is None:
+        return "not defined"
+    return "< 0.0001" if p < 1e-4 else f"= {p:.2g}"
 
 
 def difference_text(test: dict, digits: int) -> str:
@@ -426,67 +446,75 @@ def command(record: dict) -> str:
 
 def figures_text(record: dict, folder: Path) -> str:
     """The generated part of a record's README.md, markers included."""
-    hardware, data, runs = record["hardware"], record["dataset"], record["runs"]
-    versions = ", ".join(
-        f"{name} {version}" for name, version in record["versions"].items() if version
-    )
+    runs = record["runs"]
+    noise = record["loss_noise"]
+    words = "unknown, there is one run" if noise is None else f"{noise:.3%} of the loss"
+    raw = []
+    for key in ("val_bpb", "train_seconds"):
+        raw.append(f"- {FIGURES[key][0]}: {', '.join(repr(run[key]) for run in runs)}")
+    blocks = [
+        about_text(record),
+        runs_table(record),
+        "Raw lists, in the order of the table:\n\n" + "\n".join(raw),
+        f"Noise of the training loss between seeds: {words}.",
+        against_text(record, folder) if record["against"] else "Not compared with another record.",
+    ]
+    return "\n\n".join([BEGIN, *blocks, END])
+
+
+def about_text(record: dict) -> str:
+    """Where the runs come from, as a list."""
+    hardware = record["hardware"]
+    data = record["dataset"]
+    versions = [f"{name} {version}" for name, version in record["versions"].items() if version]
     changed = " and changes to the script" if record["script_changed"] else ""
     about = {
         "track": track_name(record),
         "dataset": f"{data['name']}, fingerprint {data['fingerprint'][:12]}, vocabulary {data['vocab_size']:,}",
         "hardware": f"{hardware['num_devices']} x {hardware['device']} ({device_class(hardware['device'])})",
-        "versions": versions,
+        "versions": ", ".join(versions),
         "script": f"{record['script']}, sha256 {record['files'][record['script']][:12]}, "
                   f"commit {(record['commit'] or 'unknown')[:12]}{changed}",
         "command": f"`{command(record)}`",
     }  # fmt: skip
-    about |= {"not kept": "; ".join(record["absent"])} if record["absent"] else {}
+    if record["absent"]:
+        about["not kept"] = "; ".join(record["absent"])
+    return "\n".join(f"- {key}: {value}" for key, value in about.items())
+
+
+def runs_table(record: dict) -> str:
+    """A row for each run, then mean and sd if there are several."""
+    runs = record["runs"]
     shown = [key for key in FIGURES if any(run[key] is not None for run in runs)]
-    rows = [[str(run["seed"]), *(format(run[k], FIGURES[k][1]) if run[k] is not None else "" for k in shown)]
-            for run in runs]  # fmt: skip
-    for kind in ("mean", "sd") if len(runs) > 1 else ():
-        cells = [
-            record["summary"][key][kind] if key in record["summary"] else None for key in shown
-        ]
-        rows.append(
-            [
-                kind,
-                *(
-                    ""
-                    if cell is None or kind == "sd" and key in ("steps", "tokens")
-                    else format(cell, FIGURES[key][1])
-                    for key, cell in zip(shown, cells, strict=True)
-                ),
-            ]
-        )
-    blocks = ["\n".join(f"- {key}: {value}" for key, value in about.items()),
-              table(["seed", *(FIGURES[key][0] for key in shown)], rows)]  # fmt: skip
-    raw = [
-        f"- {FIGURES[key][0]}: {', '.join(repr(run[key]) for run in runs)}"
-        for key in ("val_bpb", "train_seconds")
-    ]
-    blocks.append("Raw lists, in the order of the table:\n\n" + "\n".join(raw))
-    noise = record["loss_noise"]
-    words = "unknown, there is one run" if noise is None else f"{noise:.3%} of the loss"
-    blocks.append(f"Noise of the training loss between seeds: {words}.")
-    if record["against"]:
-        other = read_record(folder.parent / record["against"])
-        old, new = (
-            path / r["script"]
-            for path, r in ((folder.parent / record["against"], other), (folder, record))
-        )
-        tests, n = record["comparison"], (len(runs), len(other["runs"]))
-        seconds = ("not compared, it ran on other hardware" if tests["train_seconds"] is None else
-                   difference_text(tests["train_seconds"], 2))  # fmt: skip
-        changes = changed_lines(old.read_text(encoding="utf-8"), new.read_text(encoding="utf-8"))
-        blocks.append(
-            f"Against `{record['against']}` (n = {n[0]} and {n[1]}, Welch, two-sided; negative is better):\n\n"
-            f"- val bpb: {difference_text(tests['val_bpb'], 5)}\n- training seconds: {seconds}\n"
-            f"- sections of the script that differ: {', '.join(changes) or 'none'}"
-        )
-    else:
-        blocks.append("Not compared with another record.")
-    return "\n\n".join([BEGIN, *blocks, END])
+
+    def cell(key: str, value: float | None) -> str:
+        return "" if value is None else format(value, FIGURES[key][1])
+
+    rows = [[str(run["seed"]), *(cell(key, run[key]) for key in shown)] for run in runs]
+    if len(runs) > 1:
+        known = {key: record["summary"].get(key, {"mean": None, "sd": None}) for key in shown}
+        means = [cell(key, known[key]["mean"]) for key in shown]
+        sds = ["" if key in ("steps", "tokens") else cell(key, known[key]["sd"]) for key in shown]
+        rows += [["mean", *means], ["sd", *sds]]
+    return table(["seed", *(FIGURES[key][0] for key in shown)], rows)
+
+
+def against_text(record: dict, folder: Path) -> str:
+    """The differences from the record that this one names."""
+    other_folder = folder.parent / record["against"]
+    other = read_record(other_folder)
+    tests = record["comparison"]
+    seconds = "not compared, it ran on other hardware"
+    if tests["train_seconds"] is not None:
+        seconds = difference_text(tests["train_seconds"], 2)
+    old = (other_folder / other["script"]).read_text(encoding="utf-8")
+    new = (folder / record["script"]).read_text(encoding="utf-8")
+    counts = f"n = {len(record['runs'])} and {len(other['runs'])}"
+    return (
+        f"Against `{record['against']}` ({counts}, Welch, two-sided; negative is better):\n\n"
+        f"- val bpb: {difference_text(tests['val_bpb'], 5)}\n- training seconds: {seconds}\n"
+        f"- sections of the script that differ: {', '.join(changed_lines(old, new)) or 'none'}"
+    )
 
 
 # ---- verification

@@ -1,4 +1,4 @@
-"""Recomputes every figure of a record from its logs, and says exactly what does not agree.
+"""Recomputes every figure of a record from its logs and names everything that does not agree.
 
     python records/verify.py all
     python records/verify.py baselines/2026-11-21_first-b34
@@ -6,7 +6,7 @@
 
 Checked: hashes of all files, completeness and consistency of the logs, the markers and hash of each section of the
 script, every figure in record.json, p-values included, curve.csv, and every line between the markers in README.md.
-Nothing in the folder is executed, except with --rerun: that trains with the folder's script and flags until step N and
+Nothing in the folder is executed, except with --rerun: it trains with the folder's script and flags until step N and
 compares the loss with that of the record.
 """
 
@@ -88,10 +88,9 @@ def train_until(steps: int, last: int, command: list[str], log: Path, errors: Pa
         run = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=stderr, cwd=rec.ROOT)
     try:
         while True:
-            ended = run.poll() is not None  # asked before reading: what it wrote last is then seen
-            lines = (
-                log.read_text(encoding="utf-8").splitlines(keepends=True) if log.is_file() else []
-            )
+            ended = run.poll() is not None  # asked before reading, so that its last lines are seen
+            text = log.read_text(encoding="utf-8") if log.is_file() else ""
+            lines = text.splitlines(keepends=True)
             entries = [json.loads(line) for line in lines if line.endswith("\n")]
             reached = bool(entries) and entries[-1]["step"] >= min(steps, last)
             if reached and (steps < last or ended):

@@ -2,18 +2,18 @@
 
     python runs/chat.py out/RUN
     python runs/chat.py out/RUN --prompt "Why is the sky blue?" --temperature 0
-    python runs/chat.py --endpoint http://127.0.0.1:8000 --model NAME       (a key is read from OPENAI_API_KEY)
+    python runs/chat.py --endpoint http://127.0.0.1:8000 --model NAME   (key: OPENAI_API_KEY)
 
-Text appears as it is made. Commands: /clear /system TEXT /save FILE /help /quit; Ctrl-C ends an answer, Ctrl-D the
-chat. The KV cache is kept between turns, so a turn computes only its own tokens; when the context is full the oldest
-turns are dropped, and it says so. A model that was not finetuned for chat continues the text instead.
+Text appears as it is generated. Commands: /clear /system TEXT /save FILE /help /quit; Ctrl-C ends
+an answer, Ctrl-D the chat. With a run directory, the KV cache is kept between turns, so a turn
+computes only its own tokens; when the context is full, the oldest turns are dropped and a note says
+so. A model that was not finetuned for chat continues the text instead.
 """
 
 import argparse
 import codecs
 import contextlib
 import http.client
-import importlib.util
 import json
 import os
 import random
@@ -23,50 +23,33 @@ import urllib.parse
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+
+import engine
+from engine import RunError, import_script  # noqa: F401  (for the tools that import them from here)
 
 HELP = """\
 /clear         forget the conversation
 /system TEXT   instructions ahead of the conversation; without TEXT: none
 /save FILE     add the conversation to FILE as one line of JSON, as data/sft.py reads it
 /help          this list
-/quit          end (also Ctrl-D)
-A message that starts with a slash: write two."""
-TIMEOUT = 300  # seconds that a server may be silent
-
-
-class RunError(Exception):
-    """Something the user can mend; one sentence. It ends a turn but not the chat."""
+/quit          end the chat (also Ctrl-D)
+For a message that starts with a slash, type two."""
+TIMEOUT = 300  # seconds without a word from the server
 
 
 def say(text: str) -> None:
-    """Notes go to stderr, so that stdout holds the answers alone."""
+    """Prints a note to stderr, so that stdout holds nothing but the answers."""
     print(text, file=sys.stderr, flush=True)
 
 
-def import_script(run_dir: Path, needs: str = "Tokenizer") -> ModuleType:
-    """The training script that lies in a run directory, as a module that has what `needs` names. Raises: RunError"""
-    scripts = sorted(run_dir.glob("train_*.py"))
-    if len(scripts) != 1:
-        raise RunError(
-            f"{run_dir} holds {len(scripts)} training scripts, expected one; name a run directory"
-        )
-    spec = importlib.util.spec_from_file_location(f"run_{scripts[0].stem}", scripts[0])
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up by name
-    spec.loader.exec_module(module)
-    if not hasattr(module, needs):
-        raise RunError(
-            f"the script in {run_dir} is too old for this tool; use the tool of its commit"
-        )
-    return module
-
-
 def is_chat_run(run_dir: Path) -> bool:
-    """Whether the run came out of finetuning (or of reinforcement learning after it), by its config.json."""
+    """Whether a run was finetuned (or trained by reinforcement after it), by its config.json."""
     description = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
-    flags = description.get("flags") or [""]
-    return description.get("command", flags[0]) in ("sft", "rl")
+    command = description.get("command")
+    if command is None:  # old runs have their command as the first flag
+        flags = description.get("flags") or [""]
+        command = flags[0]
+    return command in ("finetune", "sft", "rl")
 
 
 # ---- where answers come from
@@ -84,106 +67,117 @@ class Local:
     }
 
     def __init__(self, run_dir: Path, args: argparse.Namespace):
-        self.script = import_script(run_dir)
-        if not hasattr(self.script, "Decoder"):
-            raise RunError(
-                f"the script in {run_dir} is too old for this chat; use the runs/chat.py of its commit"
-            )
-        try:
-            self.model, self.tokenizer, config = self.script.load(run_dir, args.step, args.device)
-        except (
-            self.script.UserError,
-            RuntimeError,
-            AssertionError,
-        ) as error:  # torch's, if a device is not there
-            raise RunError(str(error).splitlines()[0]) from None
-        specials = self.tokenizer.specials
+        run = engine.load_run(run_dir, args.step, args.device)
+        # Imported now, since Ctrl-C during the first answer would leave it half imported.
+        import torch._dynamo  # noqa: F401
+
+        self.args = args
+        self.model = run.model
+        self.tokenizer = run.tokenizer
+        self.limit = run.config.max_seq_len
+        self.seed = random.randrange(2**32) if args.seed is None else args.seed
+        self.decoder = engine.Decoder(run.model, run.tokenizer, 1)  # its row keeps the conversation
+
+        specials = run.tokenizer.specials
         self.chat = is_chat_run(run_dir) and set(self.MARKS) <= set(specials)
         if not self.chat:
-            say("this run was not finetuned for chat; it will continue your text instead of answering it "
-                "(finetune it with the sft command)")  # fmt: skip
+            say(
+                "this run was not finetuned for chat; it will continue your text instead of "
+                "answering it (finetune it with runs/finetune.py)"
+            )
         self.shown = {
             specials[name]: text.encode() for name, text in self.SHOWN.items() if name in specials
         }
-        self.stops = {i for i in specials.values() if i not in self.shown}
-        import torch._dynamo  # noqa: F401  (now: Ctrl-C in the first answer would leave half of it imported)
-
-        self.args, self.limit = args, config.max_seq_len
-        self.seed = random.randrange(2**32) if args.seed is None else args.seed
-        self.decoder = self.script.Decoder(
-            self.model, self.tokenizer, 1
-        )  # its row keeps the conversation
+        self.stops = tuple(i for i in specials.values() if i not in self.shown)
 
     def render(self, system: str, messages: list[dict]) -> list[int]:
         """The ids of a conversation, up to where the assistant's next answer starts."""
-        special, encode = self.tokenizer.specials, self.tokenizer.encode
+        special = self.tokenizer.specials
         ids = [self.tokenizer.bos_id]
         for i, message in enumerate(messages):
-            text = f"{system}\n\n{message['content']}" if i == 0 and system else message["content"]
-            part = message["ids"] if message["role"] == "assistant" else encode(text)
-            start, end = f"<|{message['role']}_start|>", f"<|{message['role']}_end|>"
-            ids += [special[start], *part, special[end]] if self.chat else part
-        return [*ids, special["<|assistant_start|>"]] if self.chat else ids
+            role = message["role"]
+            if role == "assistant":
+                part = message["ids"]
+            elif i == 0 and system:
+                part = self.tokenizer.encode(f"{system}\n\n{message['content']}")
+            else:
+                part = self.tokenizer.encode(message["content"])
+            if self.chat:
+                part = [special[f"<|{role}_start|>"], *part, special[f"<|{role}_end|>"]]
+            ids += part
+        if self.chat:
+            ids.append(special["<|assistant_start|>"])
+        return ids
 
     def parts(self, ids: list[int]) -> str | list[dict]:
-        """An answer as data/sft.py takes it: a text, or with tool calls a list of parts."""
-        kinds = {"<|python_start|>": "python", "<|output_start|>": "python_output"}
-        named = {i: name for name, i in self.tokenizer.specials.items() if i in self.shown}
-        runs = [("text", [])]
+        """An answer as data/sft.py reads it: a text, or a list of parts if there are tool calls."""
+        decode = self.tokenizer.decode
+        part_after = {"<|python_start|>": "python", "<|output_start|>": "python_output"}
+        mark_names = {i: name for name, i in self.tokenizer.specials.items() if i in self.shown}
+        parts = []
+        kind = "text"
+        run = []
         for i in ids:
-            if i in named:
-                runs.append((kinds.get(named[i], "text"), []))
+            if i in mark_names:
+                parts.append((kind, run))
+                kind = part_after.get(mark_names[i], "text")
+                run = []
             else:
-                runs[-1][1].append(i)
-        found = [{"type": kind, "text": self.tokenizer.decode(run)} for kind, run in runs if run]
-        return (
-            found if any(part["type"] != "text" for part in found) else self.tokenizer.decode(ids)
-        )
+                run.append(i)
+        parts.append((kind, run))
+        found = [{"type": kind, "text": decode(run)} for kind, run in parts if run]
+        has_calls = any(part["type"] != "text" for part in found)
+        return found if has_calls else decode(ids)
 
     def fit(self, system: str, messages: list[dict]) -> list[int]:
-        """render(), after dropping the oldest turns until there is room for an answer."""
-        reserve, dropped = min(self.args.max_tokens, self.limit // 4), 0
-        if (alone := len(self.render(system, messages[-1:]))) > self.limit:
+        """Like render, after dropping the oldest turns until there is room for an answer."""
+        newest = len(self.render(system, messages[-1:]))
+        if newest > self.limit:
             raise RunError(
-                f"the message takes {alone:,} tokens but the context is {self.limit:,}; shorten it"
+                f"the message has {newest:,} tokens but the context is {self.limit:,}; shorten it"
             )
-        while (
-            len(ids := self.render(system, messages)) + reserve > self.limit + 1
-            and len(messages) > 1
-        ):
+        room = min(self.args.max_tokens, self.limit // 4)
+        dropped = 0
+        ids = self.render(system, messages)
+        while len(ids) + room > self.limit + 1 and len(messages) > 1:
             del messages[:2]
             dropped += 1
+            ids = self.render(system, messages)
         if dropped:
-            say(f"(the context of {self.limit:,} tokens is full: dropped the oldest {dropped} "
-                f"turn{'s' if dropped > 1 else ''})")  # fmt: skip
+            turns = "turn" if dropped == 1 else "turns"
+            say(
+                f"(the context of {self.limit:,} tokens is full: dropped the oldest {dropped} "
+                f"{turns})"
+            )
         return ids
 
     def stream(self, system: str, messages: list[dict], answer: dict) -> Iterator[str]:
         """Pieces of the answer; answer["ids"] grows with it. May drop the oldest messages."""
-        ids, args = self.fit(system, messages), self.args
-        most = min(args.max_tokens, self.limit + 1 - len(ids))
-        options = {
-            "temperature": args.temperature,
-            "top_k": args.top_k,
-            "top_p": args.top_p,
-            "seed": self.seed,
-        }
-        completion = self.script.Completion(
-            ids, most, stop=tuple(self.stops), tools=True, **options
+        ids = self.fit(system, messages)
+        completion = engine.Completion(
+            ids,
+            max_tokens=min(self.args.max_tokens, self.limit + 1 - len(ids)),
+            temperature=self.args.temperature,
+            top_k=self.args.top_k,
+            top_p=self.args.top_p,
+            seed=self.seed,
+            stop=self.stops,
+            tools=True,
         )
         text = codecs.getincrementaldecoder("utf-8")(errors="replace")
         try:
             self.decoder.admit({0: completion})
             while not completion.reason:
-                ((_, token, _),) = self.decoder.step()
-                if token is not None:
-                    answer["ids"].append(token)
-                    yield text.decode(self.shown.get(token, self.tokenizer.bytes[token]))
+                (event,) = self.decoder.step()
+                if event.token is not None:
+                    answer["ids"].append(event.token)
+                    own_bytes = self.tokenizer.bytes[event.token]
+                    yield text.decode(self.shown.get(event.token, own_bytes))
         finally:
-            if not completion.reason:  # Ctrl-C may have struck within a step
+            if not completion.reason:  # Ctrl-C may have come in the middle of a step
                 self.decoder.free(0)
         if completion.reason == "length":
-            say(f"\n(cut after {most:,} tokens)")
+            say(f"\n(cut after {completion.max_tokens:,} tokens)")
         yield text.decode(b"", final=True)
 
 
@@ -193,21 +187,25 @@ class Remote:
     def __init__(self, url: str, args: argparse.Namespace):
         if urllib.parse.urlsplit(url).scheme not in ("http", "https"):
             raise RunError(
-                f"--endpoint {url} is no web address; give one like http://127.0.0.1:8000"
+                f"--endpoint {url} is not a web address; give one like http://127.0.0.1:8000"
             )
         base = url.rstrip("/").removesuffix("/chat/completions")
         self.base = base if base.endswith("/v1") else f"{base}/v1"
-        self.args, self.model = args, args.model
-        if not self.model:
-            with self.open("models") as response:
-                try:
-                    self.model = json.loads(response.read())["data"][0]["id"]
-                except (ValueError, LookupError, TypeError, OSError, http.client.HTTPException):
-                    raise RunError(
-                        f"{self.base}/models names no model; name one with --model"
-                    ) from None
+        self.args = args
+        self.model = args.model or self.first_model()
+
+    def first_model(self) -> str:
+        """The first model that the server lists."""
+        with self.open("models") as response:
+            try:
+                return json.loads(response.read())["data"][0]["id"]
+            except (ValueError, LookupError, TypeError, OSError, http.client.HTTPException):
+                raise RunError(
+                    f"{self.base}/models lists no model; name one with --model"
+                ) from None
 
     def open(self, path: str, body: dict | None = None):
+        """The response to a request: POST if there is a body, else GET. Raises: RunError"""
         headers = {
             "Content-Type": "application/json",
             "Accept": "text/event-stream, application/json",
@@ -232,40 +230,30 @@ class Remote:
             ) from None
 
     def stream(self, system: str, messages: list[dict], answer: dict) -> Iterator[str]:
-        """Pieces of the answer as server-sent events bring them; a server that does not stream gives one piece."""
-        lead = [{"role": "system", "content": system}] if system else []
-        history = [{"role": m["role"], "content": m["content"]} for m in messages]
-        body = {"model": self.model, "messages": lead + history, "stream": True, "max_tokens": self.args.max_tokens,
-                "temperature": self.args.temperature, "top_p": self.args.top_p}  # fmt: skip
-        if self.args.seed is not None:
-            body["seed"] = self.args.seed
-        if self.args.top_k_given:  # no part of the protocol, so only if asked for
-            body["top_k"] = self.args.top_k
-        ended, held = False, ""
+        """Pieces of the answer as server-sent events bring them.
+
+        A server that does not stream gives one piece.
+        """
+        body = self.request(system, messages)
+        ended = False
+        held = ""  # half a character that waits for its other half
         try:
             with self.open("chat/completions", body) as response:
                 if "event-stream" not in response.headers.get("Content-Type", ""):
                     yield json.loads(response.read())["choices"][0]["message"]["content"] or ""
                     return
-                for line in response:
-                    if not line.startswith(b"data:"):
-                        continue
-                    if line[5:].strip() == b"[DONE]":
+                for data in events(response):
+                    if data == b"[DONE]":
                         ended = True
                         break
-                    event = json.loads(line[5:])
-                    if "error" in event:
-                        error = event["error"]
-                        text = error.get("message") if isinstance(error, dict) else error
-                        raise RunError(f"the server stopped: {printable(str(text))[:500]}")
-                    for choice in event.get("choices") or ():
-                        held += (choice.get("delta") or {}).get("content") or ""
-                        ended = ended or bool(choice.get("finish_reason"))
-                    # JSON may spell one character as two halves, which need not come together.
+                    text, finished = delta(json.loads(data))
+                    ended = ended or finished
+                    held += text
+                    # JSON may write one character as two halves, which can come in two events.
                     cut = len(held) - ("\ud800" <= held[-1:] <= "\udbff")
-                    piece, held = held[:cut], held[cut:]
-                    if piece:
-                        yield whole(piece)
+                    if cut:
+                        yield whole(held[:cut])
+                    held = held[cut:]
         except (OSError, http.client.HTTPException):
             ended = False
         except (ValueError, LookupError, TypeError, AttributeError):
@@ -277,14 +265,53 @@ class Remote:
         if not ended:
             raise RunError("the connection ended before the answer did")
 
+    def request(self, system: str, messages: list[dict]) -> dict:
+        """The body of a request in the OpenAI chat protocol."""
+        lead = [{"role": "system", "content": system}] if system else []
+        history = [{"role": m["role"], "content": m["content"]} for m in messages]
+        body = {
+            "model": self.model,
+            "messages": lead + history,
+            "stream": True,
+            "max_tokens": self.args.max_tokens,
+            "temperature": self.args.temperature,
+            "top_p": self.args.top_p,
+        }
+        if self.args.seed is not None:
+            body["seed"] = self.args.seed
+        if self.args.top_k_given:  # not part of the protocol, so only on request
+            body["top_k"] = self.args.top_k
+        return body
+
+
+def events(response) -> Iterator[bytes]:
+    """The data of each server-sent event of a response."""
+    for line in response:
+        if line.startswith(b"data:"):
+            yield line[5:].strip()
+
+
+def delta(event: dict) -> tuple[str, bool]:
+    """The text that an event adds, and whether it ends the answer. Raises: RunError"""
+    if "error" in event:
+        error = event["error"]
+        text = error.get("message") if isinstance(error, dict) else error
+        raise RunError(f"the server stopped: {printable(str(text))[:500]}")
+    text = ""
+    finished = False
+    for choice in event.get("choices") or ():
+        text += (choice.get("delta") or {}).get("content") or ""
+        finished = finished or bool(choice.get("finish_reason"))
+    return text, finished
+
 
 def whole(text: str) -> str:
-    """Pairs of surrogates become their character, lone ones a replacement mark."""
+    """The text with pairs of surrogates joined, and lone ones replaced by a mark."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def printable(text: str) -> str:
-    """Without control characters, which could steer the terminal."""
+    """The text without control characters, which could steer the terminal."""
     return "".join(c for c in text if c in "\n\t" or not (ord(c) < 32 or 127 <= ord(c) < 160))
 
 
@@ -292,18 +319,27 @@ def printable(text: str) -> str:
 
 
 class Chat:
-    """History and commands. A message is {"role", "content"}, an answer of a local model also {"ids"}."""
+    """History and commands.
+
+    A message is {"role", "content"}; an answer of a local model also has "ids".
+    """
 
     def __init__(self, backend: Local | Remote, system: str = ""):
-        self.backend, self.system, self.messages = backend, system, []
+        self.backend = backend
+        self.system = system
+        self.messages = []
 
     def turn(self, text: str) -> bool:
-        """Sends a message and prints the answer as it comes. False if there was none; the message is then undone."""
+        """Sends a message and prints the answer as it comes.
+
+        False if something went wrong; without any answer the message is undone.
+        """
         text = text.encode(
             "utf-8", "replace"
-        ).decode()  # a terminal can hand over bytes that are no text
+        ).decode()  # a terminal may pass bytes that are no text
         answer = {"role": "assistant", "content": "", "ids": []}
-        pieces, problem = [], None
+        pieces = []
+        problem = None
         self.messages.append({"role": "user", "content": text})
         stream = self.backend.stream(self.system, self.messages, answer)
         try:
@@ -319,10 +355,10 @@ class Chat:
         print(flush=True)
         if problem:
             say(problem)
-        answer["content"] = "".join(pieces)
         if problem and not pieces:
             self.messages.pop()
             return False
+        answer["content"] = "".join(pieces)
         self.messages.append(answer)
         return not problem
 
@@ -342,17 +378,16 @@ class Chat:
             self.save(Path(rest).expanduser())
         elif name == "/help":
             say(HELP)
+        elif name == "/save":
+            say("/save needs a file name")
         else:
-            say(
-                f"{name} needs a file name"
-                if name == "/save"
-                else f"unknown command {name}; /help lists all"
-            )
+            say(f"unknown command {name}; /help lists all")
         return True
 
     def save(self, path: Path) -> None:
         if not self.messages:
-            return say("there is nothing to save yet")
+            say("there is nothing to save yet")
+            return
         messages = [{"role": m["role"], "content": m["content"]} for m in self.messages]
         for message, known in zip(messages, self.messages, strict=True):
             if known.get("ids"):
@@ -387,7 +422,7 @@ class Chat:
                 self.turn(line.removeprefix("/"))
 
 
-def main() -> int:
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Chat with a trained model or with an OpenAI-compatible server."
     )
@@ -395,37 +430,51 @@ def main() -> int:
     add("run_dir", metavar="RUN_DIR", nargs="?", type=Path)
     add("--endpoint", metavar="URL", help="an OpenAI-compatible server instead of a run directory")
     add("--model", help="its name on the server (default: the first it lists)")
-    add("--prompt", help="answer this and end")
+    add("--prompt", help="answer this message and end")
     add("--system", default="", help="instructions ahead of the conversation")
     add("--temperature", type=float, default=0.8, help="0: always the most likely token")
-    add("--top-k", type=int, help="sample from this many tokens, 0: all (default 50)")
-    add("--top-p", type=float, default=1.0)
-    add("--max-tokens", type=int, default=512, help="most tokens of an answer")
-    add("--seed", type=int, help="repeat the same answers (default: others each time)")
+    add("--top-k", type=int, help="sample from this many tokens, 0: from all (default 50)")
+    add(
+        "--top-p", type=float, default=1.0, help="sample from the tokens with this much probability"
+    )
+    add("--max-tokens", type=int, default=512, help="the longest answer, in tokens")
+    add("--seed", type=int, help="the same seed gives the same answers (default: a random one)")
     add("--step", type=int, help="checkpoint to use (default: the newest)")
-    add("--device", help="cuda, mps or cpu (default: the best there is)")
-    args = parser.parse_args()
+    add("--device", help="cuda, mps or cpu (default: the best available)")
+    args = parser.parse_args(argv)
     args.top_k_given = args.top_k is not None
-    args.top_k = 50 if args.top_k is None else args.top_k
+    if not args.top_k_given:
+        args.top_k = 50
+    return args
+
+
+def check_flags(args: argparse.Namespace) -> None:
+    """Raises RunError if a flag has a value that makes no sense."""
+    if (args.run_dir is None) == (args.endpoint is None):
+        raise RunError("name either a run directory or --endpoint URL")
+    if args.temperature < 0 or args.max_tokens < 1 or args.top_k < 0 or not 0 < args.top_p <= 1:
+        raise RunError(
+            "--temperature and --top-k must be at least 0, --max-tokens at least 1, and --top-p "
+            "above 0 and at most 1"
+        )
+    if args.prompt is not None and not args.prompt.strip():
+        raise RunError("--prompt is empty; give it a text")
+
+
+def main() -> int:
+    args = parse()
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal that lacks a character shows "?"
     try:
-        if (args.run_dir is None) == (args.endpoint is None):
-            raise RunError("name either a run directory or --endpoint URL")
-        if args.temperature < 0 or args.max_tokens < 1 or args.top_k < 0 or not 0 < args.top_p <= 1:
-            raise RunError("--temperature and --top-k must be at least 0, --max-tokens at least 1, and --top-p above "
-                            "0 and at most 1")  # fmt: skip
-        if args.prompt is not None and not args.prompt.strip():
-            raise RunError("--prompt is empty; give it a text")
-        chat = Chat(
-            Local(args.run_dir, args) if args.run_dir else Remote(args.endpoint, args), args.system
-        )
+        check_flags(args)
+        backend = Local(args.run_dir, args) if args.run_dir else Remote(args.endpoint, args)
     except RunError as error:
         say(f"error: {error}")
         return 1
-    except KeyboardInterrupt:  # while the model was loaded
+    except KeyboardInterrupt:  # while the model was being loaded
         return 130
+    chat = Chat(backend, args.system)
     if args.prompt is not None:
         return 0 if chat.turn(args.prompt) else 1
     chat.loop()

@@ -3,10 +3,12 @@
     python runs/export.py out/RUN --out export/my-model
     AutoModelForCausalLM.from_pretrained("export/my-model", trust_remote_code=True)      # then, in Python
 
-Written are model.safetensors, config.json, generation_config.json, tokenizer.json (for the `tokenizers` library),
+It writes model.safetensors, config.json, generation_config.json, tokenizer.json (for the `tokenizers` library),
 tokenizer_config.json with the chat template, the training script as it ran with a thin modelling file beside it, and
-README.md with the results. The model is the script's own GPT class, so its logits are the script's. Needs no
-transformers here; upload the folder with `hf upload OWNER/NAME export/my-model`.
+README.md with the results. The model is the script's own GPT class, so its logits are the script's. Exporting does not
+need transformers; upload the folder with `hf upload OWNER/NAME export/my-model`.
+
+This executes the training script that lies in the run directory.
 """
 
 import argparse
@@ -20,7 +22,8 @@ from pathlib import Path
 from typing import NoReturn
 
 import torch
-from chat import RunError, import_script, is_chat_run
+from chat import is_chat_run
+from engine import RunError, import_script
 from safetensors.torch import load_file, save_file
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -70,13 +73,13 @@ class DecoderStackForCausalLM(GenerationMixin, PreTrainedModel):
         self.post_init()
 
     def _init_weights(self, module):
-        """Every weight comes from model.safetensors."""
+        """All weights come from model.safetensors."""
 
     def get_input_embeddings(self):
-        return None  # a plain parameter in the script, which cannot be exchanged
+        return None  # a plain parameter in the script, which cannot be replaced
 
     def prepare(self, device):
-        """Windows, scale and rotary table are no weights: they are made anew, in fp32, where the model lies."""
+        """Windows, scale and rotary table are not weights: they are rebuilt, in fp32, on the model's device."""
         gpt = self.gpt
         gpt.attention = sdpa_attention
         shapes = (gpt.config.max_seq_len, gpt.config.head_dim)
@@ -170,8 +173,8 @@ def byte_letters() -> list[str]:
 
 
 def to_merges(ranks: list[bytes]) -> list[tuple[bytes, bytes]]:
-    """Merges in the order in which they apply. Ranks allow any pair that spells a token, so all pairs are listed,
-    those of one token behind each other, and not only the pair by which training found it."""
+    """Merges in the order in which they apply. Ranks allow any pair that spells a token, so all pairs of a token are
+    listed, one after the other, and not only the pair by which training found it."""
     index = {token: rank for rank, token in enumerate(ranks)}
     merges = []
     for token in ranks:
@@ -222,7 +225,7 @@ def convert_tokenizer(spec: dict, ranks: list[bytes], bos: str) -> dict:
 
 
 def report_table(run_dir: Path, last: dict) -> str:
-    """The result table of the run's report, or what its log says last."""
+    """The result table of the run's report, or the last figures of its log."""
     report = run_dir / "report.md"
     text = report.read_text(encoding="utf-8") if report.is_file() else ""
     if match := re.search(r"^\|.*\|\n\| ---.*(?:\n\|.*\|)+", text, re.M):
@@ -311,7 +314,7 @@ def write_json(path: Path, value) -> None:
 def export(
     run_dir: Path, out: Path, step: int | None = None, dtype: str = "float32", name: str = ""
 ) -> None:
-    """Writes the repository beside its final name and renames it; an existing, filled folder is left alone."""
+    """Writes the repository beside its final name and renames it. Refuses a folder that holds files."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         fail(f"{out} is not an empty folder; choose another --out or remove it")
     try:

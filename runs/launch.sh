@@ -1,26 +1,35 @@
-# Sourced by scripts that train from the repository root, after setup.sh. `train RUN_DIR FLAGS` runs train_medium.py on
-# all GPUs of this machine, or without a GPU; a finished run is skipped, a stopped one goes on from its checkpoint.
+# Sourced from the repository root, after setup.sh, by the scripts that train.
+#
+# ${launch[@]} starts a Python script on 8, 4 or 2 GPUs of this machine, as many as there are, or else in one process.
+# `train SCRIPT RUN_DIR ARGUMENTS...` starts a run. It skips a finished run, and continues an interrupted one from its
+# newest checkpoint:
+#
+#     train train_small.py out/first @runs/cpu.args
+#     train runs/finetune.py out/first_sft out/first --packs 2
 
 gpus=$(python -c "import torch; print(torch.cuda.device_count())")
 launch=(python)
-if ((gpus > 1)); then
-  launch=(python -m torch.distributed.run --standalone "--nproc_per_node=$gpus")
-fi
+for count in 8 4 2; do # the packs of a step divide by these
+  if ((gpus >= count)); then
+    launch=(python -m torch.distributed.run --standalone "--nproc_per_node=$count")
+    break
+  fi
+done
 
 train() {
-  local run=$1
-  shift
+  local script=$1 run=$2
+  shift 2
   if [[ -f $run/report.md ]]; then # written last
     echo "$run is finished already; remove it to train again"
   elif compgen -G "$run/checkpoints/step_*/state.json" >/dev/null; then
-    echo "$run was interrupted; it continues from its last checkpoint"
-    "${launch[@]}" train_medium.py --run-dir "$run" --resume
+    echo "$run was interrupted; it continues from its newest checkpoint"
+    "${launch[@]}" "$script" --run-dir "$run" --resume
   else
     if [[ -e $run ]]; then
       echo "$run has no checkpoint; it is moved to $run.unfinished"
       rm -rf "$run.unfinished"
       mv "$run" "$run.unfinished"
     fi
-    "${launch[@]}" train_medium.py "$@" --run-dir "$run"
+    "${launch[@]}" "$script" "$@" --run-dir "$run"
   fi
 }

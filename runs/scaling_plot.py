@@ -4,10 +4,11 @@
     python runs/scaling_plot.py out/laws --out out/laws     writes results.csv and scaling.png there (the default)
 
 Weights are those that are multiplied for every token (matrices and head, no embeddings), FLOPs are 6 x weights x
-tokens. Runs that cost the same (to 5 %) and differ in size give the best size for that budget: the minimum of a
-parabola of bits per byte over log(weights). Over several budgets, best sizes and token counts are fitted by powers of
-FLOPs. The lowest bits per byte of each budget, or of all runs, are fitted by floor + b x FLOPs ** -c, with fewer than
-four by a power alone. The last line is the result as JSON.
+tokens. Runs whose FLOPs differ by at most 5 % form a budget if there are at least three sizes among them. The best size
+for a budget is the minimum of a parabola of bits per byte over log(weights). Over several budgets, best sizes and token
+counts are fitted by powers of FLOPs. The lowest bits per byte of each budget, or those of all runs if there is no
+budget, are fitted by floor + factor x FLOPs ** -exponent, and with fewer than four points by a power alone. The column
+CORE is filled for runs that runs/score_core.py has scored. The last line is the result as JSON.
 """
 
 import argparse
@@ -21,37 +22,58 @@ import numpy as np
 from scipy.optimize import OptimizeWarning, curve_fit
 from scipy.stats import linregress
 
-COLUMNS = ("run", "num_layers", "width", "weights", "tokens", "tokens_per_weight", "flops", "val_bpb", "core",
-           "train_seconds", "devices")  # fmt: skip
+BLUE = "#2f6f9f"
+RED = "#c0392b"
+
+
+def read_core(run_dir: Path) -> float | None:
+    """The CORE score of a run; None if it has not been scored."""
+    path = run_dir / "core.csv"
+    if not path.is_file():
+        return None
+    with path.open(encoding="utf-8", newline="") as file:
+        scores = [float(row[3]) for row in csv.reader(file) if row[0] == "CORE"]
+    return scores[0]
 
 
 def read_run(run_dir: Path) -> dict:
-    """A row of the table, from what the run wrote."""
+    """A row of the table, from what the run wrote. Ends the program if the run is not a finished one."""
     try:
         description = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
         lines = (run_dir / "log.jsonl").read_text(encoding="utf-8").splitlines()
-        c, last = description["config"], [e for e in map(json.loads, lines) if "val_bpb" in e][-1]
-        D, V = c["width"], -(-c["vocab_size"] // 64) * 64
-        weights = c["num_layers"] * (4 * D + 2 * c["mlp_width"]) * D + V * D
+        entries = [json.loads(line) for line in lines]
+        last = [entry for entry in entries if "val_bpb" in entry][-1]
+        config = description["config"]
+        layers = config["num_layers"]
+        width = config["width"]
+        vocab_size = math.ceil(config["vocab_size"] / 64) * 64  # as the model pads it
+        weights = layers * (4 * width + 2 * config["mlp_width"]) * width + vocab_size * width
+        return {
+            "run": run_dir.name,
+            "num_layers": layers,
+            "width": width,
+            "weights": weights,
+            "tokens": last["tokens"],
+            "tokens_per_weight": last["tokens"] / weights,
+            "flops": 6.0 * weights * last["tokens"],
+            "val_bpb": last["val_bpb"],
+            "core": read_core(run_dir),
+            "train_seconds": last["train_seconds"],
+            "devices": description["machine"]["num_devices"],
+        }
     except (OSError, ValueError, KeyError, IndexError) as error:
         sys.exit(
             f"error: {run_dir} cannot be read as a finished run ({error!r}); remove it or let it finish"
         )
-    core = None
-    if (run_dir / "core.csv").is_file():
-        with (run_dir / "core.csv").open(encoding="utf-8", newline="") as file:
-            core = next(float(row[3]) for row in csv.reader(file) if row[0] == "CORE")
-    return {
-        "run": run_dir.name, "num_layers": c["num_layers"], "width": D, "weights": weights, "tokens": last["tokens"],
-        "tokens_per_weight": last["tokens"] / weights, "flops": 6.0 * weights * last["tokens"],
-        "val_bpb": last["val_bpb"], "core": core, "train_seconds": last["train_seconds"],
-        "devices": description["machine"]["num_devices"],
-    }  # fmt: skip
+
+
+def column(rows: list[dict], key: str) -> np.ndarray:
+    return np.array([row[key] for row in rows])
 
 
 def budgets(rows: list[dict]) -> list[list[dict]]:
-    """Rows of at least three sizes that cost the same to 5 %."""
-    groups = []
+    """Groups of rows of at least three sizes whose FLOPs differ by at most 5 %."""
+    groups: list[list[dict]] = []
     for row in sorted(rows, key=lambda row: row["flops"]):
         if groups and row["flops"] <= 1.05 * groups[-1][0]["flops"]:
             groups[-1].append(row)
@@ -62,22 +84,24 @@ def budgets(rows: list[dict]) -> list[list[dict]]:
 
 def optimum(group: list[dict]) -> dict:
     """Best size of a budget; weights and tokens are None if no minimum lies between the smallest and the largest."""
-    x, y = (np.array([row[key] for row in group]) for key in ("weights", "val_bpb"))
-    flops = float(np.exp(np.mean(np.log([row["flops"] for row in group]))))
-    curve = np.polyfit(np.log(x), y, 2)
+    weights = column(group, "weights")
+    val_bpb = column(group, "val_bpb")
+    flops = float(np.exp(np.mean(np.log(column(group, "flops")))))
+    curve = np.polyfit(np.log(weights), val_bpb, 2)
     found = {
         "flops": flops,
         "curve": curve,
         "weights": None,
         "tokens": None,
-        "val_bpb": float(y.min()),
+        "val_bpb": float(val_bpb.min()),
     }
-    if curve[0] > 0 and x.min() < (best := math.exp(-curve[1] / (2 * curve[0]))) < x.max():
-        found |= {
-            "weights": best,
-            "tokens": flops / 6 / best,
-            "val_bpb": float(np.polyval(curve, math.log(best))),
-        }
+    if curve[0] <= 0:  # the parabola opens downward
+        return found
+    best = math.exp(-curve[1] / (2 * curve[0]))
+    if weights.min() < best < weights.max():
+        found["weights"] = best
+        found["tokens"] = flops / 6 / best
+        found["val_bpb"] = float(np.polyval(curve, math.log(best)))
     return found
 
 
@@ -86,41 +110,60 @@ def power(x: list[float], y: list[float]) -> dict | None:
     if len(x) < 2:
         return None
     fit = linregress(np.log(x), np.log(y))
-    return {"exponent": float(fit.slope), "error": float(fit.stderr) if len(x) > 2 else None,
-            "factor": math.exp(fit.intercept)}  # fmt: skip
+    return {
+        "exponent": float(fit.slope),
+        "error": float(fit.stderr) if len(x) > 2 else None,
+        "factor": math.exp(fit.intercept),
+    }
+
+
+def falling_power(x: list[float], y: list[float]) -> dict | None:
+    """y = factor x ** -exponent, as floor_and_power writes it, with a floor of 0."""
+    fit = power(x, y)
+    if fit is None:
+        return None
+    return fit | {"exponent": -fit["exponent"], "floor": 0.0}
 
 
 def floor_and_power(x: list[float], y: list[float]) -> dict | None:
     """y = floor + factor x ** -exponent; without a floor if there are fewer than four points or no fit is found."""
-    plain = power(x, y)
     if len(x) < 4:
-        return plain and {**plain, "exponent": -plain["exponent"], "floor": 0.0}
+        return falling_power(x, y)
     scale = x[0]  # keeps the numbers of the search near 1
 
     def curve(x, floor, size, exponent):
         return floor + size * (x / scale) ** -exponent
 
+    start = (0.5 * min(y), 0.5 * y[0], 0.2)
+    most = (min(y), 10 * y[0], 3.0)
     try:
-        start, most = (0.5 * min(y), 0.5 * y[0], 0.2), (min(y), 10 * y[0], 3.0)
-        (floor, size, exponent), covariance = curve_fit(
-            curve, np.array(x), y, start, bounds=(0, most)
-        )
+        found, covariance = curve_fit(curve, np.array(x), y, start, bounds=(0, most))
     except (RuntimeError, OptimizeWarning):
-        return {**plain, "exponent": -plain["exponent"], "floor": 0.0}
-    return {"floor": float(floor), "exponent": float(exponent), "factor": float(size * scale**exponent),
-            "error": float(np.sqrt(covariance[2, 2]))}  # fmt: skip
+        return falling_power(x, y)
+    floor, size, exponent = found
+    return {
+        "floor": float(floor),
+        "exponent": float(exponent),
+        "factor": float(size * scale**exponent),
+        "error": float(np.sqrt(covariance[2, 2])),
+    }
 
 
 def analyse(rows: list[dict]) -> dict:
+    """Best sizes of all budgets, and the fits over them."""
     best = [optimum(group) for group in budgets(rows)]
-    inside = [b for b in best if b["weights"]]
+    inside = [found for found in best if found["weights"]]
+    flops = [found["flops"] for found in inside]
     points = best or sorted(rows, key=lambda row: row["flops"])
-    flops = [b["flops"] for b in inside]
     return {
-        "runs": len(rows), "budgets": best,
-        "weights": power(flops, [b["weights"] for b in inside]), "tokens": power(flops, [b["tokens"] for b in inside]),
-        "bpb": floor_and_power([p["flops"] for p in points], [p["val_bpb"] for p in points]),
-    }  # fmt: skip
+        "runs": len(rows),
+        "budgets": best,
+        "weights": power(flops, [found["weights"] for found in inside]),
+        "tokens": power(flops, [found["tokens"] for found in inside]),
+        "bpb": floor_and_power(
+            [point["flops"] for point in points], [point["val_bpb"] for point in points]
+        ),
+    }
 
 
 def describe(fit: dict | None, name: str) -> str:
@@ -132,98 +175,126 @@ def describe(fit: dict | None, name: str) -> str:
     return f"{name} ~ FLOPs ^ {fit['exponent']:.3f}{error}"
 
 
+def plot_bpb(axis, rows: list[dict], result: dict) -> None:
+    """Bits per byte over FLOPs, of each budget or else of each run, and the fit."""
+    points = result["budgets"] or rows
+    flops = column(points, "flops")
+    axis.plot(flops, column(points, "val_bpb"), "o", color=BLUE)
+    fit = result["bpb"]
+    if fit:
+        fine = np.geomspace(flops.min(), flops.max(), 100)
+        axis.plot(fine, fit["floor"] + fit["factor"] * fine ** -fit["exponent"], color=BLUE, lw=1)
+    if not result["budgets"]:
+        for row in rows:
+            axis.annotate(f"{row['num_layers']} layers", (row["flops"], row["val_bpb"]), fontsize=8)
+    axis.set(xscale="log", xlabel="FLOPs (6 x weights x tokens)", ylabel="bits per byte")
+    axis.set_title(describe(fit, "bpb"), fontsize=9)
+
+
+def plot_sizes(axis, rows: list[dict], result: dict) -> None:
+    """Bits per byte over weights: the runs of each budget, its parabola, and a star at its minimum."""
+    for group, found in zip(budgets(rows), result["budgets"], strict=True):
+        weights = column(group, "weights")
+        label = f"{found['flops']:.1e} FLOPs"
+        (dots,) = axis.plot(weights, column(group, "val_bpb"), "o", label=label)
+        color = dots.get_color()
+        fine = np.geomspace(weights.min(), weights.max(), 50)
+        axis.plot(fine, np.polyval(found["curve"], np.log(fine)), color=color, lw=1)
+        if found["weights"]:
+            axis.plot(found["weights"], found["val_bpb"], "*", ms=14, color=color)
+    axis.set(xscale="log", xlabel="weights", ylabel="bits per byte", title="sizes for one budget")
+    axis.legend(fontsize=8)
+
+
+def plot_best(axis, result: dict) -> None:
+    """Best weights and tokens over FLOPs, and their fits."""
+    axis.set(xlabel="FLOPs", title="best weights and tokens")
+    inside = [found for found in result["budgets"] if found["weights"]]
+    if not inside:  # an empty axis cannot be logarithmic
+        return
+    flops = column(inside, "flops")
+    fine = np.geomspace(flops.min(), flops.max(), 50)
+    for key, color in (("weights", RED), ("tokens", BLUE)):
+        fit = result[key]
+        axis.plot(flops, column(inside, key), "o", color=color, label=describe(fit, key))
+        if fit:
+            axis.plot(fine, fit["factor"] * fine ** fit["exponent"], color=color, lw=1)
+    axis.set(xscale="log", yscale="log")
+    axis.legend(fontsize=8)
+
+
 def plot(rows: list[dict], result: dict, path: Path) -> None:
+    """One picture, with two more panels if there are budgets."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    best, inside = result["budgets"], [b for b in result["budgets"] if b["weights"]]
-    size = {"ncols": 3 if best else 1, "figsize": (15 if best else 7, 4.5)}
-    figure, axes = plt.subplots(**size, layout="constrained", squeeze=False)
-    axes, points = axes[0], best or rows
-    if best:
-        for group, found in zip(budgets(rows), best, strict=True):
-            x = np.array([row["weights"] for row in group])
-            fine = np.geomspace(x.min(), x.max(), 50)
-            (line,) = axes[1].plot(
-                x, [row["val_bpb"] for row in group], "o", label=f"{found['flops']:.1e} FLOPs"
-            )
-            axes[1].plot(
-                fine, np.polyval(found["curve"], np.log(fine)), color=line.get_color(), lw=1
-            )
-            if found["weights"]:
-                axes[1].plot(found["weights"], found["val_bpb"], "*", ms=14, color=line.get_color())
-        axes[1].set(
-            xscale="log", xlabel="weights", ylabel="bits per byte", title="sizes for one budget"
-        )
-        axes[1].legend(fontsize=8)
-        for key, color in (("weights", "#c0392b"), ("tokens", "#2f6f9f")) if inside else ():
-            axes[2].plot([b["flops"] for b in inside], [b[key] for b in inside], "o", color=color,
-                         label=describe(result[key], key))  # fmt: skip
-            if fit := result[key]:
-                x = np.geomspace(
-                    min(b["flops"] for b in inside), max(b["flops"] for b in inside), 50
-                )
-                axes[2].plot(x, fit["factor"] * x ** fit["exponent"], color=color, lw=1)
-        axes[2].set(xlabel="FLOPs", title="best weights and tokens")
-        if inside:  # an empty axis cannot be logarithmic
-            axes[2].set(xscale="log", yscale="log")
-            axes[2].legend(fontsize=8)
-    x = np.array([p["flops"] for p in points])
-    axes[0].plot(x, [p["val_bpb"] for p in points], "o", color="#2f6f9f")
-    if fit := result["bpb"]:
-        fine = np.geomspace(x.min(), x.max(), 100)
-        axes[0].plot(
-            fine, fit["floor"] + fit["factor"] * fine ** -fit["exponent"], color="#2f6f9f", lw=1
-        )
-    for row in [] if best else rows:
-        axes[0].annotate(f"{row['num_layers']} layers", (row["flops"], row["val_bpb"]), fontsize=8)
-    axes[0].set(xscale="log", xlabel="FLOPs (6 x weights x tokens)", ylabel="bits per byte")
-    axes[0].set_title(describe(result["bpb"], "bpb"), fontsize=9)
+    panels = 3 if result["budgets"] else 1
+    width = 15 if result["budgets"] else 7
+    figure, grid = plt.subplots(
+        ncols=panels, figsize=(width, 4.5), layout="constrained", squeeze=False
+    )
+    axes = grid[0]
+    plot_bpb(axes[0], rows, result)
+    if result["budgets"]:
+        plot_sizes(axes[1], rows, result)
+        plot_best(axes[2], result)
     for axis in axes:
         axis.grid(alpha=0.3)
     figure.savefig(path, dpi=120)
     plt.close(figure)
 
 
+def print_table(rows: list[dict]) -> None:
+    heads = f"{'run':28}{'layers':>7}{'width':>7}{'weights':>14}{'tokens':>15}"
+    print(f"{heads}{'FLOPs':>10}{'bpb':>9}{'CORE':>9}{'seconds':>10}")
+    for row in rows:
+        sizes = f"{row['num_layers']:7}{row['width']:7}{row['weights']:14,}{row['tokens']:15,}"
+        core = f"{row['core']:9.4f}" if row["core"] is not None else " " * 9
+        found = f"{row['flops']:10.2e}{row['val_bpb']:9.4f}{core}{row['train_seconds']:10.1f}"
+        print(f"{row['run']:28}{sizes}{found}")
+
+
+def print_result(result: dict) -> None:
+    for found in result["budgets"]:
+        size = "no minimum between the smallest and the largest size; train others"
+        if found["weights"]:
+            size = f"{found['weights']:,.0f} weights, {found['tokens']:,.0f} tokens"
+        print(f"{found['flops']:.2e} FLOPs: {size}")
+    if result["budgets"]:
+        print(describe(result["weights"], "weights"))
+        print(describe(result["tokens"], "tokens"))
+    print(describe(result["bpb"], "bpb"))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path, help="folder with run directories")
-    parser.add_argument(
-        "--out", type=Path, help="where results.csv and scaling.png go (default: the folder)"
-    )
+    add = parser.add_argument
+    add("folder", type=Path, help="folder with run directories")
+    add("--out", type=Path, help="folder for results.csv and scaling.png (default: FOLDER)")
     args = parser.parse_args()
-    out, found = (
-        args.out or args.folder,
-        sorted(path.parent for path in args.folder.glob("*/report.md")),
-    )
-    if not found:
+    out = args.out or args.folder
+
+    finished = sorted(path.parent for path in args.folder.glob("*/report.md"))
+    if not finished:
         sys.exit(f"error: {args.folder} holds no finished run; train some with runs/miniseries.sh")
-    rows = sorted(map(read_run, found), key=lambda row: (row["flops"], row["weights"]))
+    rows = [read_run(run_dir) for run_dir in finished]
+    rows.sort(key=lambda row: (row["flops"], row["weights"]))
+    result = analyse(rows)
+
     out.mkdir(parents=True, exist_ok=True)
     with (out / "results.csv").open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
-    result = analyse(rows)
     plot(rows, result, out / "scaling.png")
-    print(
-        f"{'run':28}{'layers':>7}{'width':>7}{'weights':>14}{'tokens':>15}{'FLOPs':>10}{'bpb':>9}{'CORE':>9}{'seconds':>10}"
-    )
-    for r in rows:
-        core = f"{r['core']:9.4f}" if r["core"] is not None else f"{'':9}"
-        print(f"{r['run']:28}{r['num_layers']:7}{r['width']:7}{r['weights']:14,}{r['tokens']:15,}{r['flops']:10.2e}"
-              f"{r['val_bpb']:9.4f}{core}{r['train_seconds']:10.1f}")  # fmt: skip
-    for budget in result["budgets"]:
-        size = f"{budget['weights']:,.0f} weights, {budget['tokens']:,.0f} tokens" if budget["weights"] else \
-            "no minimum between the smallest and the largest size; train others"  # fmt: skip
-        print(f"{budget['flops']:.2e} FLOPs: {size}")
-        del budget["curve"]
-    for key in ("weights", "tokens", "bpb"):
-        if result["budgets"] or key == "bpb":
-            print(describe(result[key], key))
+
+    print_table(rows)
+    print_result(result)
     print(f"{out / 'results.csv'}, {out / 'scaling.png'}")
+    for found in result["budgets"]:
+        del found["curve"]  # an array, for the picture only
     print(json.dumps(result))
 
 

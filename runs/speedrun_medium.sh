@@ -5,8 +5,7 @@
 #     bash runs/speedrun_medium.sh             the whole thing; 8 GPUs of 80 GiB, 100 GB of disk
 #     bash runs/speedrun_medium.sh --smoke     no GPU: the same steps with a tiny model, in minutes
 #
-# Expected on 8 H200s. Computed from one, which was measured at 143,000 tokens/s, and 7.5 times that on eight, which was
-# not:
+# What to expect on 8 H200s, computed from one H200 (measured at 143,000 tokens/s) times 7.5 (not measured):
 #
 #     data           140 files of climbmix, 14 GB to download; 6.5 billion tokens, 13 GB; 16 cores   0.5 hours
 #     pretraining    1.38 billion parameters, 5.84 billion tokens, 2.6e19 FLOPs; 5,568 steps         1.5 hours
@@ -14,14 +13,15 @@
 #     finetuning     460,000 conversations, about 0.4 billion tokens                                 10 minutes
 #     GPU time       1.8 hours of 8 GPUs: 14 device hours, 42 USD at 3 USD an hour and device
 #
-# Target: CORE of at least 0.2565, that of GPT-2 XL; nanochat d24 has 0.2626 with as many tokens after 99 minutes on 8
-# H100s. Stopped runs continue, finished steps are skipped. Result: out/speedrun_medium and out/speedrun_medium_sft, each
-# with report.md, and out/speedrun_medium_hf for transformers.
+# The target is a CORE score of at least 0.2565, that of GPT-2 XL; nanochat d24 reaches 0.2626 with as many tokens after
+# 99 minutes on 8 H100s. Call it again after an interruption: it continues, and skips the steps that are complete. The
+# results are in out/speedrun_medium and out/speedrun_medium_sft, each with a report.md, and in out/speedrun_medium_hf
+# for transformers.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 smoke=
 case "$*" in "") ;; --smoke) smoke=1 ;; *)
-  echo "error: speedrun_medium.sh takes no flag but --smoke; for other recipes call python train_medium.py" >&2
+  echo "error: speedrun_medium.sh has no flag but --smoke, found: $*; for other recipes call train_medium.py" >&2
   exit 2
   ;;
 esac
@@ -29,12 +29,16 @@ source runs/setup.sh
 setup requirements.txt
 source runs/launch.sh
 
-data=data/shards/climbmix_6b run=out/speedrun_medium
-pretrain=(--save-every 500) conversations=(--source smol-smoltalk) sft=()
+data=data/shards/climbmix_6b
+run=out/speedrun_medium
+pretrain=(--save-every 500)
+conversations=(--source smol-smoltalk)
+finetune=()
 if [[ $smoke ]]; then
-  data=data/shards/stdlib run=out/smoke_medium
-  pretrain=(@runs/cpu_medium.args --steps 20 --set width=64 --set head_dim=16 --set core_items=-1)
-  sft=(--steps 4 --set sft_packs=1)
+  data=data/shards/stdlib
+  run=out/smoke_medium
+  pretrain=(@runs/cpu_medium.args --steps 20 --set width=64 --set head_dim=16)
+  finetune=(--steps 4 --packs 1)
 fi
 
 # -- data: text, a tokenizer with 32,768 entries, token shards; then the CORE tasks
@@ -56,18 +60,21 @@ else
   fi
 fi
 
-# -- pretraining; CORE at its end
-train "$run" --data "$data" "${pretrain[@]}"
+# -- pretraining and CORE
+train train_medium.py "$run" --data "$data" "${pretrain[@]}"
+if [[ ! $smoke && ! -f $run/core.csv ]]; then
+  "${launch[@]}" runs/score_core.py "$run"
+fi
 
 # -- finetuning on conversations
 if [[ ! -f $data/sft/train_000000.bin ]]; then
   python data/sft.py --data "$data" "${conversations[@]}"
 fi
-train "${run}_sft" sft --from "$run" --data "$data" "${sft[@]}"
+train runs/finetune.py "${run}_sft" "$run" --data "$data" "${finetune[@]}"
 
 # -- chat evaluation and export
 if [[ ! $smoke ]]; then
-  "${launch[@]}" runs/chat_eval.py "${run}_sft" # --run-code adds HumanEval, see there
+  "${launch[@]}" runs/chat_eval.py "${run}_sft" # --run-code would add HumanEval
 fi
 if [[ ! -d ${run}_hf ]]; then
   python runs/export.py "${run}_sft" --out "${run}_hf"
@@ -78,5 +85,5 @@ for name in "$run" "${run}_sft"; do
   echo
   sed -n '1,/^## /{/^## /!p}' "$name/report.md"
 done
-echo "Everything is in $run and ${run}_sft: report.md, curve.png, core.csv. This took $SECONDS s."
+echo "The results are in $run and ${run}_sft: report.md, curve.png, core.csv. This took $SECONDS s."
 echo "Chat: python runs/chat.py ${run}_sft (after: source .venv/bin/activate)"

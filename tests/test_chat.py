@@ -18,6 +18,7 @@ from test_export import bpe, write_run  # noqa: F401  (bpe is a fixture)
 
 sys.path.insert(0, str(ROOT / "runs"))
 import chat as chat_script
+import engine
 
 SCRIPT = ROOT / "runs" / "chat.py"
 OPTIONS = {"temperature": 0.0, "top_k": 50, "top_k_given": False, "top_p": 1.0, "max_tokens": 10, "seed": 0,
@@ -70,12 +71,16 @@ def template(backend, system, texts) -> list[int]:
 
 
 @pytest.mark.parametrize("system", ["", "Be brief."])
-def test_cached_turns_equal_computing_everything_anew(make, system):
+def test_cached_turns_equal_computing_everything_anew(make, system, monkeypatch):
     """At temperature 0 four turns give the reference's tokens, and each turn feeds only its own tokens."""
     chat, texts = make(system=system, context=256), []
-    backend, fed = chat.backend, []
-    prefill = backend.model.prefill
-    backend.model.prefill = lambda *args: (fed.append(len(args[3][0]) - args[2][0]), prefill(*args))[1]
+    backend, fed, prefill = chat.backend, [], engine.prefill
+
+    def counted(model, cache, rows, starts, texts, weights):
+        fed.append(len(texts[0]) - starts[0])
+        prefill(model, cache, rows, starts, texts, weights)
+
+    monkeypatch.setattr(engine, "prefill", counted)
     for text in ("the rest of", "<|user_end|> é 你好", "12 and 345", "a"):
         texts.append(text)
         ids = template(backend, system, texts)
@@ -135,7 +140,7 @@ def test_a_full_context_drops_the_oldest_turns(make):
     assert dropped > 2
     before = [*chat.messages]
     _, err = say(chat, "word " * 200)
-    assert "error: the message takes" in err and "context is 96" in err and chat.messages == before
+    assert "error: the message has" in err and "context is 96" in err and chat.messages == before
     out, err = say(chat, "short")
     assert len(out) > 1 and "error" not in err
     for room in (5, 1):  # an answer may be shorter than asked for: all of the context is used and nothing beyond
@@ -272,6 +277,24 @@ def events(*pieces, end=True) -> tuple:
     return 200, "text/event-stream; charset=utf-8", "\n".join([*lines, "data: [DONE]\n" if end else ""]).encode()
 
 
+@pytest.mark.parametrize(
+    ("config", "finetuned"),
+    [
+        ({"command": "finetune"}, True),
+        ({"command": "sft", "flags": ["--from", "x"]}, True),
+        ({"command": "rl"}, True),
+        ({"command": "pretrain", "flags": ["sft"]}, False),
+        ({"flags": ["sft", "--from", "x"]}, True),
+        ({"flags": ["--data", "x"]}, False),
+        ({"flags": []}, False),
+    ],
+)
+def test_which_runs_chat(tmp_path, config, finetuned):
+    """By the command in config.json, in old runs by the first flag."""
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert chat_script.is_chat_run(tmp_path) is finetuned
+
+
 def test_endpoint(server, monkeypatch):
     """History, system text and key go out; pieces come in one by one, characters whole."""
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
@@ -339,7 +362,7 @@ def test_user_errors(server, tmp_path, monkeypatch, capsys):
     server.reply = 401, "application/json", b'{"error": {"message": "no key"}}'
     for args, message in [
         ((), "name either"), ((tmp_path, "--endpoint", server.url), "name either"), ((tmp_path,), "0 training scripts"),
-        (("--endpoint", "localhost:1"), "is no web address"), (("--endpoint", "http://127.0.0.1:9"), "cannot reach"),
+        (("--endpoint", "localhost:1"), "is not a web address"), (("--endpoint", "http://127.0.0.1:9"), "cannot reach"),
         (("--endpoint", server.url, "--prompt", " "), "--prompt is empty"),
         (("--endpoint", server.url, "--prompt", "x"), "answered 401: no key"),
         (("--endpoint", server.url, "--temperature", "-1"), "--temperature and --top-k must be"),

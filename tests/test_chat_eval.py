@@ -19,6 +19,7 @@ from test_export import bpe, write_run  # noqa: F401  (bpe is a fixture)
 
 sys.path.insert(0, str(ROOT / "runs"))
 import chat_eval
+import score_core
 
 
 def words(rng, most) -> str:
@@ -30,19 +31,25 @@ def test_letters_against_one_forward_an_item(bpe):  # noqa: F811
     tokenizer, rng = ts.Tokenizer(bpe), random.Random(0)
     config = tiny_config(vocab_size=tokenizer.vocab_size, max_seq_len=192, pack_tokens=256, bigram_rows=500)
     model = random_model(config)
-    items = [(words(rng, 150), [words(rng, 8) for _ in range(rng.choice((3, 4, 4, 5)))], rng.randrange(3))
-             for _ in range(40)]  # fmt: skip
-    right, cut = chat_eval.score_choices(ts, model, tokenizer, items, ALONE, 512), 0
-    for (question, choices, gold), found in zip(items, right, strict=True):
-        lines = "".join(f"- {choice}={letter}\n" for choice, letter in zip(choices, "ABCDE", strict=False))
-        text = f"Multiple Choice question: {question}\n{lines}\nRespond only with the letter of the correct answer."
+    items = []
+    for _ in range(40):
+        choices = [words(rng, 8) for _ in range(rng.choice((3, 4, 4, 5)))]
+        items.append(chat_eval.ChoiceItem(words(rng, 150), choices, rng.randrange(3)))
+    score = score_core.scorer(model, compile=False)
+    right = chat_eval.score_choices(score, model, tokenizer, items, ALONE, 512)
+    cut = 0
+    for item, found in zip(items, right, strict=True):
+        lines = "".join(f"- {choice}={letter}\n" for choice, letter in zip(item.choices, "ABCDE", strict=False))
+        text = (
+            f"Multiple Choice question: {item.question}\n{lines}\nRespond only with the letter of the correct answer."
+        )
         ids = tokenizer.specials
         prompt = [ids["<|bos|>"], ids["<|user_start|>"], *tokenizer.encode(text), ids["<|user_end|>"],
                   ids["<|assistant_start|>"]]  # fmt: skip
         cut += len(prompt) > 191
         last = logits(model, prompt[-191:])[-1]
-        letters = [last[tokenizer.encode(letter)[0]].item() for letter in "ABCDE"[: len(choices)]]
-        assert found == (np.argmax(letters) == gold)
+        letters = [last[tokenizer.encode(letter)[0]].item() for letter in "ABCDE"[: len(item.choices)]]
+        assert found == (np.argmax(letters) == item.gold)
     assert 0 < cut < 40 and 0 < right.sum() < 40
 
 
@@ -130,12 +137,16 @@ def files(tmp_path):
     return folder
 
 
+def in_order(items) -> list:
+    return sorted(items, key=lambda item: item.question)
+
+
 def test_items_of_every_layout(files):
     read = lambda task, limit=0: chat_eval.read_task(task, files, limit)  # noqa: E731
     for task in ("arc_easy", "arc_challenge"):
-        assert sorted(read(task)) == [(f"q{i}", ["a", "b", "c"], 1) for i in range(5)]
-    assert sorted(read("mmlu")) == [(f"m{i}", ["a", "b", "c", "d"], i % 4) for i in range(8)]
-    assert read("mmlu", 3) == read("mmlu")[:3] and [m[0] for m in read("mmlu")] != [f"m{i}" for i in range(8)]
+        assert in_order(read(task)) == [chat_eval.ChoiceItem(f"q{i}", ["a", "b", "c"], 1) for i in range(5)]
+    wanted = [chat_eval.ChoiceItem(f"m{i}", ["a", "b", "c", "d"], i % 4) for i in range(8)]
+    assert in_order(read("mmlu")) == wanted != read("mmlu") and read("mmlu", 3) == read("mmlu")[:3]
     items = {item.question: item for item in read("gsm8k")}
     assert items["g2"].expected == "3" and items["g2"].right("so #### 3.0") and not items["g2"].right("3")
     (item,) = read("humaneval")

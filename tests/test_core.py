@@ -19,7 +19,10 @@ import pytest
 import torch
 import train_small as ts
 
-from conftest import ALONE, ROOT, WORDS, logits, random_model, tiny_config, write_dataset
+from conftest import ALONE, MERGES, ROOT, WORDS, logits, random_model, tiny_config, write_dataset
+
+sys.path.insert(0, str(ROOT / "runs"))
+import score_core
 
 # label, kind, shots, baseline in percent, delimiter
 TABLE = [
@@ -37,7 +40,7 @@ TABLE = [
     ("bigbench_language_identification", "multiple_choice", 10, 9.1, " "),
 ]  # fmt: skip
 LENGTH = 160  # of the model's context; many ten-shot prompts are longer
-CONFIG = tiny_config(max_seq_len=LENGTH, pack_tokens=256, stages=((1.0, 2, 16, 100, LENGTH, 1.0),), core_items=0)
+CONFIG = tiny_config(max_seq_len=LENGTH, pack_tokens=256, stages=((1.0, 2, 16, 100, LENGTH, 1.0),))
 
 
 def make_item(kind, rng, number):
@@ -181,15 +184,15 @@ def read_items(bundle, label):
 def packed(model, data, label, size=512, limit=0, ranks=ALONE, calls=None):
     dataset = ts.Dataset.open(data)
     name = f"core/{label}.npz"
-    task = ts.CoreTask.read(data / name, ts.core_files(dataset)[name], limit, model.config.max_seq_len)
+    task = score_core.CoreTask.read(data / name, score_core.core_files(dataset)[name], limit, model.config.max_seq_len)
 
     def score(*inputs):
         assert all(len(t) == size for t in inputs[:5]) and len(inputs[6]) == len(inputs[7]) == size // 2
         if calls is not None:
             calls.append(inputs)
-        return ts.score_packed(model, *inputs)
+        return score_core.score_packed(model, *inputs)
 
-    return task, ts.score_task(score, task, size, model.windows, dataset.tokenizer.bos_id, ranks)
+    return task, score_core.score_task(score, task, size, model.windows, dataset.tokenizer.bos_id, ranks)
 
 
 @pytest.fixture(scope="module")
@@ -225,56 +228,59 @@ def test_losses_of_shared_prefix(data, model):
     dataset, tokens = ts.Dataset.open(data), 0
     for label in ("arc_easy", "hellaswag_zeroshot", "winograd", "squad"):
         name = f"core/{label}.npz"
-        task = ts.CoreTask.read(data / name, ts.core_files(dataset)[name], 0, LENGTH)
+        task = score_core.CoreTask.read(data / name, score_core.core_files(dataset)[name], 0, LENGTH)
         for rows, spans in zip(task.items, task.spans, strict=True):
-            batch = ts.CoreBatch(2048, model.windows, dataset.tokenizer.bos_id)
+            batch = score_core.CoreBatch(2048, model.windows, dataset.tokenizer.bos_id)
             assert batch.add(rows, spans, 0)
             assert batch.used <= sum(len(r) - 1 for r in rows)
             tokens += sum(len(r) - 1 for r in rows) - batch.used
-            *inputs, row_of = batch.inputs(torch.device("cpu"))
+            inputs = batch.inputs(torch.device("cpu"))
             with torch.no_grad():
-                nats, hits = ts.score_packed(model, *inputs)
+                nats, hits = score_core.score_packed(model, *inputs.of_model())
             for i, (row, (start, end)) in enumerate(zip(rows, spans, strict=True)):
                 z = logits(model, row.tolist())[start - 1 : end - 1]
                 wanted = -z.log_softmax(1)[torch.arange(end - start), torch.from_numpy(row[start:end]).long()]
-                torch.testing.assert_close(nats[row_of == i], wanted, rtol=1e-4, atol=1e-4)
+                torch.testing.assert_close(nats[inputs.rows_R == i], wanted, rtol=1e-4, atol=1e-4)
                 hit = z[:, : CONFIG.vocab_size].argmax(1) == torch.from_numpy(row[start:end])
-                assert torch.equal(hits[row_of == i], hit)
+                assert torch.equal(hits[inputs.rows_R == i], hit)
     assert tokens > 1000, "something should be shared"
 
 
 def test_attention_kernel(data, model):
     """The Triton kernel in its interpreter (or on a GPU) against the reference, on a real layout."""
-    if ts.triton is None:
+    if score_core.triton is None:
         pytest.skip("no triton")
     dataset = ts.Dataset.open(data)
-    task = ts.CoreTask.read(data / "core/arc_easy.npz", ts.core_files(dataset)["core/arc_easy.npz"], 0, LENGTH)
-    batch = ts.CoreBatch(512, model.windows, 0)
+    task = score_core.CoreTask.read(
+        data / "core/arc_easy.npz", score_core.core_files(dataset)["core/arc_easy.npz"], 0, LENGTH
+    )
+    batch = score_core.CoreBatch(512, model.windows, 0)
     for rows, spans in zip(task.items, task.spans, strict=True):
         batch.add(rows, spans, 0)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    _, _, _, branch, skip, first, *_ = batch.inputs(device)
+    inputs = batch.inputs(device)
+    rows = (inputs.skip_T, inputs.branch_T)
     q, k, v = torch.randn(512, 3, 2, 16, generator=torch.Generator().manual_seed(0)).to(device).half().unbind(1)
-    for bounds in first:
+    for first in inputs.first_2T:
         out = torch.empty(512, 2, 16, dtype=q.dtype, device=device)
         strides = (512, q.stride(0), k.stride(0), v.stride(0), 32)
-        ts.branch_attention_kernel[(8, 2)](q, k, v, out, bounds, skip, branch, *strides, math.log2(math.e), 16,
-                                           BM=64, BN=32)  # fmt: skip
-        wanted = ts.branch_attention_ref(q.float(), k.float(), v.float(), bounds, skip, branch, 1.0)
+        score_core.branch_attention_kernel[(8, 2)](q, k, v, out, first, *rows, *strides, math.log2(math.e), 16,
+                                                   BM=64, BN=32)  # fmt: skip
+        wanted = score_core.branch_attention_ref(q.float(), k.float(), v.float(), first, *rows, 1.0)
         torch.testing.assert_close(out.float(), wanted, rtol=2e-3, atol=2e-3)
 
 
 def test_ties_go_to_the_first(data, model):
     """Equal choices: the first counts, even if the packed losses differ by rounding."""
     rows = [np.array([0, 5, 6, 7])] * 3
-    task = ts.CoreTask("t", "multiple_choice", 0.0, np.array([0, 1, 2]), [rows] * 3, [[(3, 4)] * 3] * 3)
+    task = score_core.CoreTask("t", "multiple_choice", 0.0, np.array([0, 1, 2]), [rows] * 3, [[(3, 4)] * 3] * 3)
     drift = iter(torch.arange(1000, 0, -1).float())
 
     def score(*inputs):
         targets = inputs[7]
         return torch.tensor([next(drift) for _ in targets]), targets > 0
 
-    assert ts.score_task(score, task, 64, model.windows, 0, ALONE).tolist() == [True, False, False]
+    assert score_core.score_task(score, task, 64, model.windows, 0, ALONE).tolist() == [True, False, False]
 
 
 def test_greedy_answers_count(data, model):
@@ -291,8 +297,8 @@ def test_greedy_answers_count(data, model):
             rows.append([np.array(other, np.int32)])
             said.append(change is None)
     spans = [[(len(row) - 4, len(row))] for (row,) in rows]
-    task = ts.CoreTask("t", "language_modeling", 0.0, np.zeros(len(rows), np.int32), rows, spans)
-    found = ts.score_task(lambda *a: ts.score_packed(model, *a), task, 512, model.windows, 0, ALONE)
+    task = score_core.CoreTask("t", "language_modeling", 0.0, np.zeros(len(rows), np.int32), rows, spans)
+    found = score_core.score_task(score_core.scorer(model, compile=False), task, 512, model.windows, 0, ALONE)
     assert found.tolist() == said
 
 
@@ -305,13 +311,13 @@ def test_one_graph(data, model):
         return graph.forward
 
     def score(*inputs):
-        return ts.score_packed(model, *inputs)
+        return score_core.score_packed(model, *inputs)
 
     compiled, dataset = torch.compile(score, backend=backend, dynamic=False, fullgraph=True), ts.Dataset.open(data)
     for label in ("copa", "arc_easy", "winograd"):
         name = f"core/{label}.npz"
-        task = ts.CoreTask.read(data / name, ts.core_files(dataset)[name], 0, LENGTH)
-        found = ts.score_task(compiled, task, 512, model.windows, dataset.tokenizer.bos_id, ALONE)
+        task = score_core.CoreTask.read(data / name, score_core.core_files(dataset)[name], 0, LENGTH)
+        found = score_core.score_task(compiled, task, 512, model.windows, dataset.tokenizer.bos_id, ALONE)
         assert found.tolist() == packed(model, data, label)[1].tolist()
     assert len(graphs) == 1
     torch._dynamo.reset()
@@ -334,13 +340,13 @@ def test_subset_has_the_shots_of_the_full_run(data, bundle, model, tmp_path):
 def test_ranks_share_the_batches(data, model, monkeypatch):
     """Two ranks score each batch once, and their sums are those of one."""
     parts, counts = [], []
-    monkeypatch.setattr(ts.dist, "all_reduce", lambda sums: parts.append(sums.clone()))
+    monkeypatch.setattr(score_core.dist, "all_reduce", lambda sums: parts.append(sums.clone()))
     for rank in (0, 1):
         calls = []
         packed(model, data, "arc_easy", ranks=ts.Ranks(rank, rank, 2, ALONE.device), calls=calls)
         counts.append(len(calls))
     calls = []
-    monkeypatch.setattr(ts.dist, "all_reduce", lambda sums: sums.copy_(parts[0] + parts[1]))
+    monkeypatch.setattr(score_core.dist, "all_reduce", lambda sums: sums.copy_(parts[0] + parts[1]))
     task, both = packed(model, data, "arc_easy", ranks=ts.Ranks(1, 1, 2, ALONE.device), calls=calls)
     assert both.tolist() == packed(model, data, "arc_easy")[1].tolist() and min(counts) > 0
 
@@ -370,7 +376,7 @@ def test_archives_and_repeats_give_the_same_files(data, bundle, tmp_path):
         assert {"tokens", "shared", "gold", "start", "end", "meta"} <= set(arrays.files)
 
 
-def test_mistakes(data, bundle, tmp_path, capsys):
+def test_mistakes(data, bundle, tmp_path):
     """One sentence for what a person can get wrong."""
     for flags, words in (
         (("--bundle", tmp_path / "none", "--data", data), "check the path"),
@@ -382,35 +388,101 @@ def test_mistakes(data, bundle, tmp_path, capsys):
         assert "Traceback" not in done.stderr
     root = tmp_path / "data"
     shutil.copytree(data, root)
-    sha256 = ts.core_files(ts.Dataset.open(root))["core/copa.npz"]
-    with pytest.raises(ts.UserError, match="corrupt"):
-        ts.CoreTask.read(root / "core/copa.npz", "0" * 64, 0, LENGTH)
+    sha256 = score_core.core_files(ts.Dataset.open(root))["core/copa.npz"]
+    with pytest.raises(score_core.RunError, match="corrupt"):
+        score_core.CoreTask.read(root / "core/copa.npz", "0" * 64, 0, LENGTH)
+    (root / "core/copa.npz").write_bytes(b"x")
+    with pytest.raises(score_core.RunError, match="not a CORE file"):
+        score_core.CoreTask.read(root / "core/copa.npz", hashlib.sha256(b"x").hexdigest(), 0, LENGTH)
     (root / "core/copa.npz").unlink()
-    with pytest.raises(ts.UserError, match="missing"):
-        ts.CoreTask.read(root / "core/copa.npz", sha256, 0, LENGTH)
-    assert ts.main(["core"]) == 1 and "--from" in capsys.readouterr().err
+    with pytest.raises(score_core.RunError, match="missing"):
+        score_core.CoreTask.read(root / "core/copa.npz", sha256, 0, LENGTH)
 
 
-def test_command_and_end_of_pretraining(data, tmp_path, capsys, dataset_dir):
-    """Both write core.csv and give the same numbers; a dataset without core files is named."""
-    run_dir = tmp_path / "run"
+# ---- the command
+
+
+@pytest.fixture(scope="module")
+def trained(data, tmp_path_factory):
+    """A finished run of four steps with a checkpoint in the middle."""
+    run_dir = tmp_path_factory.mktemp("run") / "run"
     overrides = {key: getattr(CONFIG, key) for key in (
         "num_layers", "width", "head_dim", "mlp_width", "max_seq_len", "no_attention_layers", "long_layers",
         "key_offset_layers", "value_embed_layers", "bigram_rows", "shared_input_from", "backout_layer",
         "pack_tokens", "pack_docs", "stages", "sample_tokens", "val_tokens")}  # fmt: skip
     argv = [f"--set={key}={value}" for key, value in overrides.items()]
-    argv += ["--data", str(data), "--run-dir", str(run_dir), "--steps", "2", "--set=core_items=4", "--dtype", "float32"]
+    argv += ["--data", str(data), "--run-dir", str(run_dir), "--steps", "4", "--save-every", "2", "--dtype", "float32"]
     assert ts.main(argv) == 0
-    result = json.loads(capsys.readouterr().out.splitlines()[-1])
-    first = list(csv.DictReader((run_dir / "core.csv").open()))
-    assert len(first) == 23 and first[-1]["task"] == "CORE" and float(first[-1]["centered"]) == result["core"]
-    for row in first[:-1]:
+    return run_dir
+
+
+def score(capsys, *argv) -> tuple[int, dict | str]:
+    """Exit code of the command, and its result or its error."""
+    code = score_core.main([str(word) for word in argv])
+    said = capsys.readouterr()
+    return code, json.loads(said.out.splitlines()[-1]) if code == 0 else said.err
+
+
+def test_command(data, trained, tmp_path, capsys):
+    """core.csv, result.json and the last line agree with each other and with the definition of CORE."""
+    run_dir = shutil.copytree(trained, tmp_path / "run")
+    before = json.loads((run_dir / "result.json").read_text())
+    code, result = score(capsys, run_dir, "--items", 4)
+    assert code == 0 and result["run_dir"] == str(run_dir)
+    rows = list(csv.DictReader((run_dir / "core.csv").open()))
+    assert len(rows) == 23 and rows[-1]["task"] == "CORE" and float(rows[-1]["centered"]) == result["core"]
+    model, _, _ = ts.load(run_dir, device="cpu")
+    for row in rows[:-1]:
         baseline = {label: value / 100 for label, _, _, value, _ in TABLE}[row["task"]]
         wanted = (float(row["accuracy"]) - baseline) / (1 - baseline)
         assert float(row["centered"]) == pytest.approx(wanted) and row["items"] == "4"
-    assert result["core"] == pytest.approx(sum(float(row["centered"]) for row in first[:-1]) / 22)
-    assert ts.main(["core", "--from", str(run_dir), "--set=core_items=4"]) == 0
-    again = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert again["core"] == result["core"]
-    assert ts.main(["core", "--from", str(run_dir), "--data", str(dataset_dir)]) == 1
-    assert "python data/core.py" in capsys.readouterr().err
+        assert float(row["accuracy"]) == packed(model, data, row["task"], limit=4)[1].mean()
+    assert result["core"] == pytest.approx(sum(float(row["centered"]) for row in rows[:-1]) / 22)
+    after = json.loads((run_dir / "result.json").read_text())
+    for key in ("core", "core_seconds"):
+        assert after[key] == result[key]
+        before[key] = after[key]
+    assert after == before, "what training has written is still there"
+    assert score(capsys, run_dir, "--items", 4, "--batch-tokens", 700)[1]["core"] == result["core"]
+
+
+def test_other_checkpoints_have_their_own_table(trained, tmp_path, capsys):
+    """core.csv and result.json describe the finished model only."""
+    run_dir = shutil.copytree(trained, tmp_path / "run")
+    result = run_dir / "result.json"
+    before = result.read_text()
+    assert score(capsys, run_dir, "--items", 1, "--step", 2)[0] == 0
+    assert (run_dir / "core_step_2.csv").is_file() and not (run_dir / "core.csv").exists()
+    assert result.read_text() == before
+    result.unlink()  # a run that was stopped
+    assert score(capsys, run_dir, "--items", 1)[0] == 0
+    assert (run_dir / "core_step_4.csv").is_file() and not (run_dir / "core.csv").exists() and not result.exists()
+
+
+def test_two_processes(trained, tmp_path):
+    """Under torchrun the ranks share the work; the score is that of one process."""
+    scores = []
+    for number, starter in enumerate(([], ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"])):
+        run_dir = shutil.copytree(trained, tmp_path / str(number))
+        command = [sys.executable, *starter, "runs/score_core.py", str(run_dir), "--items", "3"]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.count("core: ") == 1, "one rank prints"
+        scores.append(json.loads(done.stdout.splitlines()[-1])["core"])
+    assert scores[0] == scores[1]
+
+
+def test_mistakes_of_the_command(trained, tmp_path, capsys, dataset_dir):
+    """One sentence each; a dataset without CORE files is named with the command that adds them."""
+    other = write_dataset(tmp_path / "other", merges=MERGES[:-1])
+    info = json.loads((other / "dataset.json").read_text())
+    (other / "dataset.json").write_text(json.dumps({**info, "files": {"core/copa.npz": {"sha256": ""}}}))
+    for flags, words in (
+        (("--data", dataset_dir), f"python data/core.py --download --data {dataset_dir}"),
+        (("--data", other), "another tokenizer"), (("--data", tmp_path / "none"), "none"),
+        (("--step", 99), "no checkpoint of step 99"), (("--items", -1), "at least 0"),
+        (("--batch-tokens", 0), "at least 1"), (("--dtype", "int8"), "int8"), (("--attention", "x"), "x"),
+    ):  # fmt: skip
+        code, error = score(capsys, trained, *flags)
+        assert code == 1 and words in error and error.startswith("error: ") and error.count("\n") == 1, error
+    assert score(capsys, tmp_path)[0] == 1

@@ -1,12 +1,14 @@
 """The tools in dev/ on a CPU, with the tiny model: they run, and their numbers are sane."""
+
 import hashlib
 import json
+import re
 import subprocess
 import sys
 
 import pytest
 import train_small as ts
-from dev import ablate, bench
+from dev import ablate, bench, readability
 
 from conftest import ROOT, TINY, TINY_MEDIUM
 
@@ -146,8 +148,106 @@ def test_ablations_are_differences_to_the_whole_recipe(tmp_path, capsys, monkeyp
     table += "| backout | +0.2500 | -9.50 |\n| smear | +0.0125 | -1.00 |\n"
     assert (tmp_path / "ablations.md").read_text() == table and capsys.readouterr().out.endswith(table)
     monkeypatch.setattr(sys, "argv", ["ablate.py", "--only", "smear", "--out", str(tmp_path), "--seed", "2"])
-    assert ablate.main() == 1 and "whole_recipe is of other flags" in capsys.readouterr().out
+    assert ablate.main() == 1 and "whole_recipe has other flags" in capsys.readouterr().out
     monkeypatch.setattr(sys, "argv", ["ablate.py", "--only", "nothing", "--out", str(tmp_path)])
     assert ablate.main() == 1 and "value embeddings" in capsys.readouterr().err
     for change in ablate.TECHNIQUES.values():  # every switch is a field of today's Config, with a value of its type
         ts.parse_override(change)
+
+
+EXAMPLE = """\
+# a comment, which is no code
+
+import triton
+
+a, b = 1, 2
+c, d = e = pair()
+(f, g), h = (1, 2), 3
+i = 1, 2
+
+
+@triton.jit
+def kernel(x):
+    y = x
+    z = y
+    w, v = z, y
+    return w
+
+
+def short(x):
+    # nor is this code
+    text = "{long}"
+    return text
+
+
+class Thing:
+    def method(self):
+        self.a, self.b = 1, 2
+        return short
+"""
+
+
+def test_readability_of_an_example(tmp_path):
+    """Counted by hand: 28 lines, 18 of them code, 4 tuple = tuple assignments, one line of 101 characters; the longest
+    function that is no kernel has 4 lines."""
+    line = '    text = ""'
+    (tmp_path / "example.py").write_text(EXAMPLE.format(long="x" * (101 - len(line))))
+    found = readability.measure(tmp_path / "example.py")
+    assert (found["lines"], found["longest"], found["name"], found["step ends"]) == (28, 4, "short", 0)
+    assert found["tuples"] == pytest.approx(100 * 4 / 18) and found["long %"] == pytest.approx(100 / 28)
+    (tmp_path / "example.py").write_text(EXAMPLE.format(long="x" * (100 - len(line))))
+    assert readability.measure(tmp_path / "example.py")["long %"] == 0
+
+
+def step_example(*without: str) -> str:
+    """A training script of one-line functions and classes, a method in GPT, and something behind them."""
+    names = [name for name in readability.STEP if "." not in name and name not in without]
+    lines = [f"class {name}: pass" if name[0].isupper() else f"def {name}(): pass" for name in names if name != "GPT"]
+    gpt = ["class GPT:", "    def forward(self): pass", "    def trunk(self): pass"]
+    return "\n".join([*lines, *gpt, "def later(): pass", "x = 1"]) + "\n"
+
+
+def test_readability_of_a_step(tmp_path):
+    """The step ends with the last thing it passes through; a name that is missing is an error."""
+    script = tmp_path / "train_small.py"
+    script.write_text(step_example())
+    assert len(readability.STEP) == 19, "16 lines of others, then the three of GPT"
+    assert readability.measure(script)["step ends"] == 16 + 3
+    done = run_tool("dev/readability.py", "--check", script)
+    assert done.returncode == 0 and "train_small.py" in done.stdout, done.stderr
+    script.write_text(step_example("polar_express"))
+    done = run_tool("dev/readability.py", script)
+    assert done.returncode == 1 and "has no polar_express" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_readability_limits(tmp_path):
+    """Each figure that is beyond its limit is named; at the limit nothing is."""
+    body = "".join(f"    x = {n}\n" for n in range(78))
+    script = tmp_path / "train_small.py"
+    script.write_text(step_example() + f"def long():\n    a = 1\n{body}")
+    assert run_tool("dev/readability.py", "--check", script).returncode == 0
+    script.write_text("a, b = 1, 2\nc, d = 1, 2\n" + "#" * 101 + "\n" * 1400 + "#" * 101 + "\n" + "#\n" * 2100
+                      + step_example() + f"def long():\n    a = 1\n    b = 2\n{body}")  # fmt: skip
+    done = run_tool("dev/readability.py", "--check", script)
+    named = re.findall(r"train_small.py: (.+?) is ", done.stderr)
+    assert done.returncode == 1 and sorted(named) == ["lines", "longest", "step ends", "tuples"]
+    script.write_text("#" * 101 + "\n" + step_example())
+    done = run_tool("dev/readability.py", "--check", script)
+    assert done.returncode == 1 and "long % is 4.5455, the limit is 4.0" in done.stderr
+    assert run_tool("dev/readability.py", script).returncode == 0
+
+
+def test_log():
+    """Every entry has its five fields in order, and the index at the top repeats date, title and verdict."""
+    text = (ROOT / "dev/LOG.md").read_text(encoding="utf-8")
+    entries = re.findall(r"^## (\d{4}-\d\d-\d\d): (.+)\n\n- \*\*Verdict:\*\* (\w+)$", text, re.M)
+    dates = [date for date, _, _ in entries]
+    assert len(entries) == text.count("\n## ") >= 42 and dates == sorted(dates, reverse=True)
+    assert {verdict for _, _, verdict in entries} <= {"kept", "dropped", "neutral", "reported", "open"}
+    for entry in text.split("\n## ")[1:]:
+        fields = re.findall(r"^- \*\*(\w+):\*\* \S", entry, re.M)
+        assert fields == ["Verdict", "Hypothesis", "Change", "Result", "Decision"], entry.splitlines()[0]
+    rows = re.findall(r"^\| (\S+) \| \[(.+?)\]\(#(.+?)\) \| (\w+) \| .+ \|$", text, re.M)
+    assert [(date, title, verdict) for date, title, _, verdict in rows] == entries
+    for date, title, anchor, _ in rows:  # as GitHub makes anchors of headings
+        assert anchor == re.sub(r"[^\w -]", "", f"{date}: {title}".lower()).replace(" ", "-")

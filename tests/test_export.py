@@ -19,6 +19,7 @@ from conftest import ROOT, random_model, tiny_config
 
 sys.path.insert(0, str(ROOT / "data"))
 sys.path.insert(0, str(ROOT / "runs"))
+import engine
 import export
 import format
 import sft
@@ -50,7 +51,7 @@ def write_run(folder: Path, bpe: Path, chat: bool = False, model=None, **overrid
     save_file({k: v.contiguous() for k, v in model.state_dict().items()}, checkpoint / "model.safetensors")
     state = {"step": 7, "attention": ts.stage_attention(config, 1), "val_bpb": 1.25}
     (checkpoint / "state.json").write_text(json.dumps(state))
-    description = {"config": dataclasses.asdict(config), "flags": ["sft"] if chat else ["--data", "x"]}
+    description = {"config": dataclasses.asdict(config), "command": "sft" if chat else "pretrain", "flags": []}
     (folder / "config.json").write_text(json.dumps(description))
     entries = [{"step": 5, "loss": 2.0}, {"step": 7, "val_bpb": 1.25, "tokens": 4096}, {"step": 9, "val_bpb": 9.0}]
     (folder / "log.jsonl").write_text("".join(json.dumps(e) + "\n" for e in entries))
@@ -157,8 +158,8 @@ def test_transformers_gives_the_scripts_logits_and_text(bpe, tmp_path):
     out, half = tmp_path / "model", tmp_path / "half"
     export.export(run_dir, out)
     export.export(run_dir, half, dtype="bfloat16")
-    script = export.import_script(run_dir)
-    model, own, config = script.load(run_dir, device="cpu")
+    script = engine.import_script(run_dir)
+    model, own, config = engine.load_model(script, run_dir, None, "cpu", {})
     rng = random.Random(3)
     rows = [[own.bos_id, *rng.choices(range(250), k=n)] for n in (20, 1, 50)]
     parts = [{"type": "text", "text": "see "}, {"type": "python", "text": "1+1"},
@@ -188,7 +189,7 @@ def test_transformers_gives_the_scripts_logits_and_text(bpe, tmp_path):
     nats = torch.cat([-reference(row)[:-1].log_softmax(-1)[range(len(row) - 1), row[1:]] for row in rows])
     for side in ("left", "right"):
         assert abs(answer[f"{side}_loss"] - nats.mean().item()) < 1e-4, "padding is no target and predicts none"
-    expected = script.Generator(model, own).generate(rows, max_tokens=8, temperature=0.0)
+    expected = engine.Generator(model, own).generate(rows, max_tokens=8, temperature=0.0)
     stopped = [row[: row.index(own.bos_id)] if own.bos_id in row else row for row in answer["generated"]]
     assert stopped == expected and max(map(len, expected)) == 8
     assert answer["sampled"] < 900 and "65 tokens but the model's context is 64" in answer["error"]

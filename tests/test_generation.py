@@ -1,23 +1,299 @@
-"""Generation: the cache, rows that come and go, sampling, tools, and text that never breaks inside a character."""
+"""runs/engine.py: loading, the cache, rows that come and go, sampling, tools, text in whole characters, the kernel."""
 
 import codecs
 import concurrent.futures
+import contextlib
 import functools
+import importlib.util
+import io
+import json
+import sys
 from fractions import Fraction
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import train_small as ts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from conftest import logits, random_documents, random_model, tiny_config
+from conftest import ROOT, logits, random_documents, random_model, tiny_config, tiny_medium
+from test_export import bpe, write_run  # noqa: F401  (bpe is a fixture)
+from test_model import CONFIGS, config_of
+
+sys.path.insert(0, str(ROOT / "runs"))
+import engine
+import sample as sample_script
+
+# ---- loading
+
+
+@pytest.fixture
+def run_dir(bpe, tmp_path):  # noqa: F811
+    return write_run(tmp_path / "run", bpe)
+
+
+def test_load_run(run_dir):
+    """The parts belong together, and the script is the one that lies in the run directory."""
+    run = engine.load_run(run_dir, device="cpu")
+    assert run.script.__file__ == str(run_dir / "train_small.py") and run.script is not ts
+    assert type(run.model) is run.script.GPT and run.config.vocab_size == run.tokenizer.vocab_size == 900
+    assert engine.load_run(run_dir, 7, "cpu", attention="sdpa").config.attention == "sdpa"
+
+
+@pytest.mark.parametrize(
+    ("line", "found"), [("INTERFACE = 1", 1), ("INTERFACE = 3", 3), ("", 1)], ids=("older", "newer", "none")
+)
+@pytest.mark.parametrize("commit", ["0123abc", ""])
+def test_another_interface_is_refused(run_dir, line, found, commit):
+    """One sentence names both interfaces and the commit to check out."""
+    path = run_dir / "train_small.py"
+    lines = [line if old.startswith("INTERFACE = ") else old for old in path.read_text().splitlines()]
+    path.write_text("\n".join(lines))
+    description = json.loads((run_dir / "config.json").read_text())
+    (run_dir / "config.json").write_text(json.dumps({**description, "machine": {"git_commit": commit}}))
+    with pytest.raises(engine.RunError) as error:
+        engine.load_run(run_dir, device="cpu")
+    message = str(error.value)
+    assert f"has interface {found} but this tool reads interface 2; " in message and "\n" not in message
+    assert ("check out commit 0123abc" if commit else "config.json names none") in message
+
+
+def test_what_cannot_be_loaded(run_dir, tmp_path):
+    for arguments, message in [
+        ((tmp_path / "nothing",), "0 training scripts"),
+        ((run_dir, 3), "no checkpoint of step 3"),
+        ((run_dir, None, "gpu"), "device"),
+    ]:
+        with pytest.raises(engine.RunError, match=message) as error:
+            engine.load_run(*arguments)
+        assert "\n" not in str(error.value)
+    with pytest.raises(engine.RunError, match="--dtype int3"):
+        engine.load_run(run_dir, device="cpu", dtype="int3")
+
+
+def shifted(decode, model, cache, tokens, previous, positions, weights):
+    return decode(model, cache, tokens, previous, positions + 1, weights)
+
+
+def without_previous(decode, model, cache, tokens, previous, positions, weights):
+    return decode(model, cache, tokens, tokens, positions, weights)
+
+
+def without_offset(decode_attention, q, k, v, keys, values, positions, offset):
+    return decode_attention(q, k, v, keys, values, positions, False)
+
+
+def with_offset(decode_attention, q, k, v, keys, values, positions, offset):
+    return decode_attention(q, k, v, keys, values, positions, True)
+
+
+def one_late(plan_ring, model, rows, starts, ends, window, slots):
+    return plan_ring(model, rows, starts, ends, max(window - 1, 1), slots)
+
+
+FAULTS = [("decode", shifted), ("decode", without_previous), ("decode_attention", without_offset),
+          ("decode_attention", with_offset), ("plan_ring", one_late)]  # fmt: skip
+
+
+def run_of(plain, dtype, device="cpu", tokenizer=None) -> engine.Run:
+    """A Run without a folder, with the weights of a model in a dtype."""
+    script = sys.modules[type(plain).__module__]
+    model = script.GPT(plain.config, device, dtype)
+    model.load_state_dict({k: v.to(model.state_dict()[k].dtype) for k, v in plain.state_dict().items()})
+    model.attention = script.choose_attention(model, lambda text: None)
+    return engine.Run(script, model, tokenizer, plain.config)
+
+
+@pytest.mark.parametrize(("name", "fault"), FAULTS, ids=[fault.__name__ for _, fault in FAULTS])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("medium", [False, True], ids=("small", "medium"))
+def test_wrong_decoding_is_found(dataset, monkeypatch, tmp_path, name, fault, dtype, medium):
+    """A wrong position, previous token, key offset or window is refused, also where rounding could hide it."""
+    config = (tiny_medium if medium else tiny_config)(stages=((1.0, 2, 8, 16, 64, 1.0),))
+    run = run_of(random_model(config), dtype, tokenizer=dataset.tokenizer)
+    engine.check_decoding(run, tmp_path)
+    rounding = engine.decoding_error(run.model, run.tokenizer)
+    assert rounding < (engine.EXACT_TOLERANCE if dtype == torch.float32 else engine.ROUNDED_TOLERANCE) / 3
+    monkeypatch.setattr(engine, name, functools.partial(fault, getattr(engine, name)))
+    with pytest.raises(engine.RunError, match="decodes other logits than its forward pass"):
+        engine.check_decoding(run, tmp_path)
+
+
+def test_a_run_that_decodes_wrongly_is_refused(run_dir):
+    """A script in which keys take the other half from the token before loads, but is not used."""
+    path = run_dir / "train_small.py"
+    text = path.read_text()
+    rule = ">= k_THK.size(-1) // 2"
+    assert text.count(rule) == 1
+    path.write_text(text.replace(rule, "< k_THK.size(-1) // 2"))
+    with pytest.raises(engine.RunError, match="decodes other logits than its forward pass") as error:
+        engine.load_run(run_dir, device="cpu")
+    assert "use the tools of the commit that made the run" in str(error.value) and "\n" not in str(error.value)
+
+
+def test_weights_that_are_not_finite_are_refused(bpe, tmp_path):  # noqa: F811
+    model = random_model(tiny_config(vocab_size=900))
+    with torch.no_grad():
+        model.mlp_bank[0, 0, 0] = float("nan")
+    with pytest.raises(engine.RunError, match="not finite; name an earlier checkpoint"):
+        engine.load_run(write_run(tmp_path / "run", bpe, model=model), device="cpu")
+
+
+def test_engine_can_be_imported_twice():
+    """As two copies in one process; their operators have different names."""
+    names = {engine.decode_attention._qualname}
+    for name in ("first_copy", "second_copy"):
+        spec = importlib.util.spec_from_file_location(name, engine.__file__)
+        copy = importlib.util.module_from_spec(spec)
+        sys.modules[name] = copy
+        spec.loader.exec_module(copy)
+        names.add(copy.decode_attention._qualname)
+        del sys.modules[name]
+    assert len(names) == 3
+
+
+# ---- runs/sample.py
+
+
+def run_sample(monkeypatch, *args) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr."""
+    out, err = io.TextIOWrapper(io.BytesIO(), "utf-8"), io.StringIO()
+    monkeypatch.setattr(sys, "argv", ["sample.py", *map(str, args)])
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = sample_script.main()
+    out.seek(0)
+    return code, out.read(), err.getvalue()
+
+
+def test_sample_command(run_dir, monkeypatch):
+    """Prompts with their continuations, then one JSON object; the seed decides, a long prompt shortens the answer."""
+    flags = (run_dir, "--device", "cpu", "--seed", 3, "--dtype", "float32", "--attention", "sdpa")
+    code, out, err = run_sample(monkeypatch, *flags, "--prompt", "the rest", "--prompt", "é", "--tokens", 9)
+    *lines, last = out.rstrip("\n").split("\n")
+    result = json.loads(last)
+    assert code == 0 and err == "" and set(result) == {"new_tokens", "seconds", "run_dir"}
+    run = engine.load_run(run_dir, device="cpu")
+    generator = engine.Generator(run.model, run.tokenizer)
+    options = {"max_tokens": 9, "temperature": 0.8, "top_k": 50, "seed": 3}
+    texts = ["".join(generator.stream_text(prompt, **options)) for prompt in ("the rest", "é")]
+    assert "\n".join(lines) == f"the rest{texts[0]}\né{texts[1]}"
+    ids = [[run.tokenizer.bos_id, *run.tokenizer.encode(prompt)] for prompt in ("the rest", "é")]
+    assert result["new_tokens"] == sum(len(generator.generate([one], **options)[0]) for one in ids)
+    prompt = "q" * 60
+    room = 64 - len(run.tokenizer.encode(prompt))
+    assert 0 < room < 9
+    code, out, _ = run_sample(monkeypatch, *flags, "--prompt", prompt, "--temperature", 0)
+    assert code == 0 and json.loads(out.splitlines()[-1])["new_tokens"] <= room
+
+
+def test_sample_errors(run_dir, monkeypatch):
+    for args, message in [
+        ((run_dir.parent,), "0 training scripts"),
+        ((run_dir, "--prompt", "q" * 200), "context of 64"),
+        ((run_dir, "--tokens", 0), "--tokens 0 must be"),
+        ((run_dir, "--temperature", -1), "--temperature and --top-k must be"),
+        ((run_dir, "--top-p", 0), "--top-p 0.0 must be"),
+        ((run_dir, "--attention", "varlen", "--device", "cpu"), "varlen cannot run here"),
+        ((run_dir, "--step", 1), "no checkpoint of step 1"),
+    ]:
+        code, out, err = run_sample(monkeypatch, *args)
+        assert code == 1 and message in err and err.startswith("error: ") and err.count("\n") == 1
+
+
+# ---- the cache
+
+
+def feed(model, cache, texts, done, counts) -> torch.Tensor:
+    """Appends the next counts[row] tokens of each text (0: the row rests); logits after the last of them (B, V)."""
+    ends = [d + n for d, n in zip(done, counts, strict=True)]
+    long = [row for row, n in enumerate(counts) if n > 1]
+    with torch.no_grad():
+        if long:  # all but the last token
+            texts_of_rows = [texts[row][: ends[row] - 1] for row in long]
+            engine.prefill(model, cache, long, [done[row] for row in long], texts_of_rows)
+        steps = [(t[e - 1], t[e - 2] if e > 1 else 7, e - 1 if n else -1)
+                 for t, e, n in zip(texts, ends, counts, strict=True)]  # fmt: skip
+        tokens, previous, positions = torch.tensor(steps).unbind(1)
+        done[:] = ends
+        return engine.decode(model, cache, tokens, previous, positions.int())
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_cached_decoding_equals_full_forward(config):
+    """Prefill in one or several ragged chunks, then token by token beyond the windows: the full forward's logits.
+
+    Rings hold 10 and 18 keys, so chunks of up to 40 and texts of 64 tokens go round several times.
+    """
+    model = random_model(config)
+    texts = random_documents((64, 58, 61))
+    full = [logits(model, text) for text in texts]
+    for chunks in ([(5, 40, 23)], [(1, 17, 2), (3, 0, 20), (1, 22, 1), (30, 1, 9)], [(2, 1, 3), (12, 30, 11)]):
+        done, cache = [0, 0, 0], engine.KVCache.empty(model, 3, 64)
+        for counts in (*chunks, *[(1, 1, 1)] * 4, (0, 1, 0), *[(1, 1, 1)] * 8):
+            cached = feed(model, cache, texts, done, counts)
+            for row in range(3):
+                if counts[row]:
+                    error = (cached[row] - full[row][done[row] - 1]).abs().max()
+                    assert error < 1e-4, f"row {row} after {done[row]} tokens: {error}"
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_rings_of_any_size(seed):
+    """Windows, longest text, layers with key offset, chunks and rests drawn at random."""
+    rng = np.random.default_rng(seed)
+    short, long, max_len = rng.integers(1, 20), rng.integers(1, 70), int(rng.integers(30, 65))
+    layers = ((), (1, 3), (0, 3), (0, 1, 3))[seed % 4]
+    model = random_model(tiny_config(stages=((1.0, 2, int(short), int(long), 64, 1.0),), key_offset_layers=layers))
+    texts, done = random_documents((max_len, max_len)), [0, 0]
+    full, cache = [logits(model, text) for text in texts], engine.KVCache.empty(model, 2, max_len)
+    assert [keys.size(1) for keys in cache.keys] == [min(n + 2, max_len + 1) for n in (short, long, long)]
+    while min(done) < max_len:
+        counts = [min(int(rng.choice((0, 1, 1, 2, rng.integers(max_len)))), max_len - d) for d in done]
+        cached = feed(model, cache, texts, done, counts)
+        for row in (0, 1):
+            if counts[row]:
+                torch.testing.assert_close(cached[row], full[row][done[row] - 1], atol=1e-4, rtol=0)
+
+
+def test_the_picture_of_a_ring_plan():
+    """The example that RingPlan draws."""
+    model = random_model(config_of({}))
+    plan = engine.plan_ring(model, np.array([0, 1, 0]), np.array([5, 1, 0]), np.array([7, 3, 0]), 3, 5)
+    assert plan.order.tolist() == [0, 1, 2, 4, 5, 3, 6, 7] and plan.new_places.tolist() == [3, 4, 6, 7]
+    assert plan.read_rows.tolist() == [0, 0, 0, 1] and plan.read_slots.tolist() == [2, 3, 4, 0]
+    assert plan.kept.tolist() == [0, 1, 2, 3]
+    assert plan.write_rows.tolist() == [0, 0, 1, 1] and plan.write_slots.tolist() == [0, 1, 1, 2]
+    assert plan.first_slots.tolist() == [0, 1] and plan.next_slots.tolist() == [2, 3]
+
+
+def test_resting_rows_stay_as_they_are():
+    """A step of other rows changes neither keys nor values of a row at position -1."""
+    model, texts, done = random_model(config_of({})), random_documents((30, 30)), [0, 0]
+    cache = engine.KVCache.empty(model, 2, 64)
+    feed(model, cache, texts, done, (20, 20))
+    before = [ring[1].clone() for ring in (*cache.keys, *cache.values)]
+    for _ in range(5):
+        feed(model, cache, texts, done, (1, 0))
+    assert all(torch.equal(a, ring[1]) for a, ring in zip(before, (*cache.keys, *cache.values), strict=True))
+
+
+def test_cache_reaches_the_end_of_the_context():
+    """The last position of the context decodes like the others."""
+    model, (row,), done = random_model(config_of({})), random_documents((64,)), [0]
+    cache = engine.KVCache.empty(model, 1, 64)
+    for count in (63, 1):
+        last = feed(model, cache, [row], done, (count,))
+    torch.testing.assert_close(last, logits(model, row)[-1:], atol=1e-4, rtol=0)
+
+
+# ---- generation
 
 
 @pytest.fixture(scope="module")
 def generator(dataset):
-    return ts.Generator(random_model(tiny_config()), dataset.tokenizer)
+    return engine.Generator(random_model(tiny_config()), dataset.tokenizer)
 
 
 def argmax_loop(generator, prompt, max_tokens, stop=()):
@@ -38,7 +314,7 @@ PROMPTS = random_documents((3, 20, 9, 1), vocab=290)
 def test_greedy_batch_equals_uncached_loop(generator, rows):
     """Prompts of different lengths, all at once or as rows get free, give what each gives alone without a cache."""
     options = {"max_tokens": 40, "temperature": 0.0}
-    together = ts.Generator(generator.model, generator.tokenizer, rows).generate(PROMPTS, **options)
+    together = engine.Generator(generator.model, generator.tokenizer, rows).generate(PROMPTS, **options)
     assert together == [argmax_loop(generator, prompt, 40) for prompt in PROMPTS]
     assert together == [generator.generate([prompt], **options)[0] for prompt in PROMPTS]
     assert max(map(len, together)) == 40, "the windows are 8 and 16"
@@ -47,10 +323,14 @@ def test_greedy_batch_equals_uncached_loop(generator, rows):
 
 def test_prompts_are_prefilled_in_packs(generator, monkeypatch):
     """A limit on the tokens computed at once changes nothing; a prompt above it is a pack of its own."""
-    packs, model = [], generator.model
-    prefill = model.prefill
-    monkeypatch.setattr(model, "prefill", lambda *args: (packs.append(args[1]), prefill(*args))[1])
-    monkeypatch.setattr(ts, "PREFILL_TOKENS", 12)
+    packs, prefill = [], engine.prefill
+
+    def noted(model, cache, rows, starts, texts, weights):
+        packs.append(rows)
+        prefill(model, cache, rows, starts, texts, weights)
+
+    monkeypatch.setattr(engine, "prefill", noted)
+    monkeypatch.setattr(engine, "PREFILL_TOKENS", 12)
     answers = generator.generate(PROMPTS, max_tokens=5, temperature=0.0)
     assert answers == [argmax_loop(generator, prompt, 5) for prompt in PROMPTS] and packs == [[0], [1], [2]]
 
@@ -68,7 +348,7 @@ def test_stop_tokens_and_bos_end_a_row(generator):
     assert steps[-1] == [None] and len(steps) == len(stopped[1].tokens) + 1 <= 4, "nothing is computed after the end"
     bos = generator.tokenizer.bos_id
     tokenizer = SimpleNamespace(bos_id=stop, vocab_size=300, specials={})
-    other = ts.Generator(generator.model, tokenizer).generate(PROMPTS[1:2], max_tokens=12, temperature=0.0)
+    other = engine.Generator(generator.model, tokenizer).generate(PROMPTS[1:2], max_tokens=12, temperature=0.0)
     assert other == [stopped[1].tokens]
     assert all(bos not in row for row in generator.generate(PROMPTS, max_tokens=40, temperature=5.0, top_k=0))
 
@@ -79,7 +359,7 @@ def test_padding_of_the_vocabulary_is_never_sampled(generator):
     with torch.no_grad():
         model.head[300:] = 50 * model.head[:20]
     for options in ({"temperature": 0.0}, {"temperature": 3.0, "top_k": 0}, {"temperature": 3.0, "top_k": 5}):
-        rows = ts.Generator(model, generator.tokenizer).generate(PROMPTS, max_tokens=30, **options)
+        rows = engine.Generator(model, generator.tokenizer).generate(PROMPTS, max_tokens=30, **options)
         assert max(max(row) for row in rows if row) < 300
 
 
@@ -93,8 +373,11 @@ def run_out(decoder) -> None:
 
 def test_rows_come_and_go(generator):
     """Texts enter while others decode, one is dropped, its row is taken again: each is as if it were alone."""
-    decoder, texts = ts.Decoder(generator.model, generator.tokenizer, 3, 60), random_documents((20, 9, 30, 1, 14), 290)
-    a, b, c, d, e = (ts.Completion(text, 25, temperature=0.0) for text in texts)
+    decoder, texts = (
+        engine.Decoder(generator.model, generator.tokenizer, 3, 60),
+        random_documents((20, 9, 30, 1, 14), 290),
+    )
+    a, b, c, d, e = (engine.Completion(text, 25, temperature=0.0) for text in texts)
     decoder.admit({0: a, 2: b})
     for _ in range(4):
         assert [row for row, *_ in decoder.step()] == [0, 2]
@@ -118,8 +401,8 @@ def test_rows_come_and_go(generator):
 
 def test_nothing_is_left_for_the_next_text(generator):
     """Keys that are not numbers, as an overflow leaves them, do no harm to the next text in the row."""
-    decoder = ts.Decoder(generator.model, generator.tokenizer, 2)
-    first, second = (ts.Completion(text, 20, temperature=0.0) for text in random_documents((40, 4), 290))
+    decoder = engine.Decoder(generator.model, generator.tokenizer, 2)
+    first, second = (engine.Completion(text, 20, temperature=0.0) for text in random_documents((40, 4), 290))
     decoder.admit({1: first})
     run_out(decoder)
     for ring in (*decoder.cache.keys, *decoder.cache.values):
@@ -131,16 +414,20 @@ def test_nothing_is_left_for_the_next_text(generator):
 
 def test_turns_compute_only_what_is_new(generator, monkeypatch):
     """A prompt that begins with what its row holds continues it, however often the rings went round."""
-    model, fed = generator.model, []
-    prefill, decoder = model.prefill, ts.Decoder(model, generator.tokenizer, 2)
-    monkeypatch.setattr(model, "prefill", lambda *args: (fed.append(len(args[3][0]) - args[2][0]), prefill(*args))[1])
+    fed, prefill, decoder = [], engine.prefill, engine.Decoder(generator.model, generator.tokenizer, 2)
+
+    def counted(model, cache, rows, starts, texts, weights):
+        fed.append(len(texts[0]) - starts[0])
+        prefill(model, cache, rows, starts, texts, weights)
+
+    monkeypatch.setattr(engine, "prefill", counted)
     text = PROMPTS[2]
     for turn, news in enumerate(random_documents((2, 5, 20, 1), 290)):
         text, held = [*text, *news], len(decoder.known[1])
         fed.clear()
         answer = argmax_loop(generator, text, 5)
         stop = (answer[3],) if turn == 1 else ()  # the token that stops it has not entered the cache, nor the last one
-        completion = ts.Completion(text, 5, temperature=0.0, stop=stop)
+        completion = engine.Completion(text, 5, temperature=0.0, stop=stop)
         decoder.admit({1: completion})
         run_out(decoder)
         assert completion.tokens == (answer[: answer.index(*stop)] if stop else answer)
@@ -149,7 +436,7 @@ def test_turns_compute_only_what_is_new(generator, monkeypatch):
         assert decoder.known[1] == (text if stop else text[:-1])
     for other in ([*text[:30], 5, 6], text[:30], text[1:]):  # begins otherwise, or earlier than the rings reach
         fed.clear()
-        completion = ts.Completion(other, 5, temperature=0.0)
+        completion = engine.Completion(other, 5, temperature=0.0)
         decoder.admit({1: completion})
         run_out(decoder)
         assert completion.tokens == argmax_loop(generator, other, 5) and sum(fed) == len(other) - 1
@@ -171,7 +458,7 @@ def test_a_stream_left_early_frees_its_rows(generator):
 def test_changed_weights_are_used(generator):
     """A generator that outlives an update of the model continues with the new weights."""
     model = random_model(tiny_config())
-    mine = ts.Generator(model, generator.tokenizer)
+    mine = engine.Generator(model, generator.tokenizer)
     before, rows = mine.generate(PROMPTS, max_tokens=10, temperature=0.0), mine.decoder
     with torch.no_grad():
         for param in model.parameters():
@@ -183,7 +470,7 @@ def test_changed_weights_are_used(generator):
 def test_one_graph_of_a_step(generator, monkeypatch):
     """decode and sample compile without a break, write the cache in place, and give the same tokens."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager", fullgraph=True))
-    mine = ts.Generator(generator.model, generator.tokenizer, compile=True)
+    mine = engine.Generator(generator.model, generator.tokenizer, compile=True)
     for options in ({"temperature": 0.0}, {"temperature": 1.0}):
         assert mine.generate(PROMPTS, max_tokens=8, **options) == generator.generate(PROMPTS, max_tokens=8, **options)
 
@@ -197,7 +484,7 @@ def frequencies(values, draws=20000, width=None, **options):
     options = {"temperature": 1.0, "top_k": 0, "top_p": 2.0, **options}
     columns = [torch.full((draws,), value) for value in options.values()]
     width = V if width is None else width
-    drawn = ts.sample(row.repeat(draws, 1), *columns, torch.arange(draws), torch.tensor(7), width)
+    drawn = engine.sample(row.repeat(draws, 1), *columns, torch.arange(draws), torch.tensor(7), width)
     return torch.bincount(drawn, minlength=V).double()
 
 
@@ -235,7 +522,7 @@ def test_rows_that_sample_differently_share_a_batch():
     settings_ = [(0.0, 0, 2.0), (1.0, 0, 2.0), (1.0, 2, 2.0), (0.5, 0, 0.45)]
     temperature, top_k, top_p = (torch.tensor(column).repeat(n) for column in zip(*settings_, strict=True))
     logits_, seeds = torch.tensor(LOGITS).repeat(4 * n, 1), torch.arange(4 * n)
-    drawn = ts.sample(logits_, temperature, top_k, top_p, seeds, torch.tensor(3), V).view(n, 4)
+    drawn = engine.sample(logits_, temperature, top_k, top_p, seeds, torch.tensor(3), V).view(n, 4)
     assert set(drawn[:, 0].tolist()) == set(drawn[:, 3].tolist()) == {1}
     assert set(drawn[:, 1].tolist()) == {0, 1, 2, 3, 4} and set(drawn[:, 2].tolist()) == {1, 3}
     share = (drawn == 1).double().mean(0)
@@ -247,7 +534,7 @@ def test_noise_is_uniform_over_the_ids():
     """Equal logits: all 1,024 ids are as likely (chi square), for seeds that count up and for steps that do."""
     flat, zeros, count = torch.zeros(8192, 1024), torch.zeros(8192, dtype=torch.long), torch.arange(8192)
     for seeds, counters in ((count, zeros + 5), (zeros + 5, count), (count * 0x9E3779B1 % 2**32, zeros)):
-        drawn = ts.sample(flat, torch.ones(8192), zeros, zeros + 2.0, seeds, counters, 0)
+        drawn = engine.sample(flat, torch.ones(8192), zeros, zeros + 2.0, seeds, counters, 0)
         assert 840 < ((torch.bincount(drawn, minlength=1024) - 8) ** 2 / 8).sum() < 1210  # 1,023 of freedom, sigma 45
 
 
@@ -256,7 +543,7 @@ def test_sampling_repeats_with_its_seed(generator):
     options = {"max_tokens": 10, "temperature": 1.0}
     rows = [generator.generate(PROMPTS, **options, seed=seed) for seed in (1, 1, 2)]
     assert rows[0] == rows[1] != rows[2]
-    assert ts.Generator(generator.model, generator.tokenizer, 2).generate(PROMPTS, **options, seed=1) == rows[0]
+    assert engine.Generator(generator.model, generator.tokenizer, 2).generate(PROMPTS, **options, seed=1) == rows[0]
     assert generator.generate(PROMPTS[:1], **options, seed=1) == rows[0][:1]
     assert len(set(map(tuple, generator.generate([PROMPTS[0]] * 5, **options)))) == 5
     greedy = generator.generate(PROMPTS, max_tokens=10, temperature=0)
@@ -280,7 +567,7 @@ def test_sampling_repeats_with_its_seed(generator):
     ],
 )  # fmt: skip
 def test_calculator(expression, result):
-    assert ts.calculate(expression) == result
+    assert engine.calculate(expression) == result
 
 
 @pytest.mark.parametrize(
@@ -297,14 +584,14 @@ def test_calculator(expression, result):
     ],
 )  # fmt: skip
 def test_calculator_refuses(expression):
-    assert ts.calculate(expression) is None
+    assert engine.calculate(expression) is None
 
 
 @settings(max_examples=400, deadline=None, derandomize=True)
 @given(st.one_of(st.text(max_size=300), st.text("0123456789.,+-*/%() e'\"countab", max_size=60)))
 def test_calculator_never_raises(text):
     """Whatever a model writes, the answer is short or None."""
-    result = ts.calculate(text)
+    result = engine.calculate(text)
     assert result is None or 0 < len(result) <= 31
 
 
@@ -316,21 +603,21 @@ def test_calculator_is_exact(data):
         inner, st.sampled_from("+-*"), inner).map(lambda t: (f"({t[0][0]} {t[1]}{t[2][0]})", {
             "+": t[0][1] + t[2][1], "-": t[0][1] - t[2][1], "*": t[0][1] * t[2][1]}[t[1]])), max_leaves=8)  # fmt: skip
     (a, x), (b, y) = data.draw(tree), data.draw(tree)
-    assert ts.calculate(a) == str(x)
+    assert engine.calculate(a) == str(x)
     if y:
-        assert float(ts.calculate(f"{a}/{b}")) == pytest.approx(float(x / y), rel=1e-11)
+        assert float(engine.calculate(f"{a}/{b}")) == pytest.approx(float(x / y), rel=1e-11)
 
 
 def test_calculator_in_threads():
     with concurrent.futures.ThreadPoolExecutor(4) as threads:
-        results = list(threads.map(ts.calculate, [f"{i}*{i}" if i % 2 else "9**9**9" for i in range(200)]))
+        results = list(threads.map(engine.calculate, [f"{i}*{i}" if i % 2 else "9**9**9" for i in range(200)]))
     assert results == [str(i * i) if i % 2 else None for i in range(200)]
 
 
 # ---- tool calls
 
 
-def scripted(monkeypatch, generator, plan, prompts, tokenizer=None, **options) -> list[ts.Completion]:
+def scripted(monkeypatch, generator, plan, prompts, tokenizer=None, **options) -> list[engine.Completion]:
     """Sampled tokens come from plan[row][i] in the i-th step of the batch, then from the model (argmax)."""
     steps = iter(range(10**6))
 
@@ -339,8 +626,8 @@ def scripted(monkeypatch, generator, plan, prompts, tokenizer=None, **options) -
         ids = [row[i] if i < len(row) else z.argmax().item() for row, z in zip(plan, logits_BV, strict=True)]
         return torch.tensor(ids)
 
-    monkeypatch.setattr(ts, "sample", planned)
-    return ts.Generator(generator.model, tokenizer or generator.tokenizer).complete(prompts, **options)
+    monkeypatch.setattr(engine, "sample", planned)
+    return engine.Generator(generator.model, tokenizer or generator.tokenizer).complete(prompts, **options)
 
 
 def test_tool_calls(generator, monkeypatch):
@@ -375,7 +662,7 @@ def test_tool_calls(generator, monkeypatch):
 
 
 def pieces_of(generator, ids) -> list[str]:
-    scripted = ts.Generator(generator.model, generator.tokenizer)
+    scripted = engine.Generator(generator.model, generator.tokenizer)
     scripted.stream = lambda prompts, **options: iter([[token] for token in ids])
     return list(scripted.stream_text("x"))
 
@@ -408,18 +695,18 @@ def test_context_overflow(generator):
     """A prompt of 60 leaves room for 5 of 64 (the newest token needs no place); the error says so."""
     (prompt,) = random_documents((60,), vocab=290)
     assert generator.generate([prompt], max_tokens=5, temperature=0.0) == [argmax_loop(generator, prompt, 5)]
-    with pytest.raises(ts.UserError, match="60 tokens and 6 new ones exceed the context of 64.*at most 5"):
+    with pytest.raises(engine.RunError, match="60 tokens and 6 new ones exceed the context of 64.*at most 5"):
         generator.generate([[1], prompt], max_tokens=6)
-    with pytest.raises(ts.UserError, match="prompt is empty"):
+    with pytest.raises(engine.RunError, match="prompt is empty"):
         generator.generate([[]])
-    with pytest.raises(ts.UserError, match="at least 1"):
+    with pytest.raises(engine.RunError, match="at least 1"):
         generator.generate([[1]], max_tokens=0)
-    decoder = ts.Decoder(generator.model, generator.tokenizer, 2)
-    good = ts.Completion(PROMPTS[1], 9, temperature=0.0)
+    decoder = engine.Decoder(generator.model, generator.tokenizer, 2)
+    good = engine.Completion(PROMPTS[1], 9, temperature=0.0)
     decoder.admit({0: good})
     decoder.step()
-    with pytest.raises(ts.UserError, match="at most 5"):
-        decoder.admit({1: ts.Completion(prompt, 10**9)})
+    with pytest.raises(engine.RunError, match="at most 5"):
+        decoder.admit({1: engine.Completion(prompt, 10**9)})
     run_out(decoder)
     assert good.tokens == argmax_loop(generator, good.prompt, 9)
 
@@ -441,8 +728,8 @@ def test_graph_equals_plain_path(generator, monkeypatch, compile, dtype):
     model.load_state_dict({k: v.to(model.state_dict()[k].dtype) for k, v in plain.state_dict().items()})
     plain.load_state_dict({k: v.float() for k, v in model.state_dict().items()})
     model.attention = ts.choose_attention(model, lambda text: None)
-    sides = [ts.Decoder(m, generator.tokenizer, 4, 64, compile and m is model) for m in (model, plain)]
-    seen = [torch.zeros(4, config.padded_vocab, device=side.tokens.device) for side in sides]
+    sides = [engine.Decoder(m, generator.tokenizer, 4, 64, compile and m is model) for m in (model, plain)]
+    seen = [torch.zeros(4, config.padded_vocab, device=side.state.tokens.device) for side in sides]
     for side, out in zip(sides, seen, strict=True):
         side.decode = functools.partial(lambda decode, out, *args: out.copy_(decode(*args)), side.decode, out)
     assert sides[0].graphs == {} and sides[1].graphs is None
@@ -453,12 +740,12 @@ def test_graph_equals_plain_path(generator, monkeypatch, compile, dtype):
             row = (0, 1, 2, 3, 0)[step // 8]
             for side in sides:
                 side.free(row)
-                side.admit({row: ts.Completion(texts[step // 8], 30, seed=step, **samplings[step // 8])})
+                side.admit({row: engine.Completion(texts[step // 8], 30, seed=step, **samplings[step // 8])})
         if sides[1].live:
             before = {row: len(c.tokens) for row, c in sides[1].live.items()}
             for side in sides:
                 side.step()
-            sides[0].tokens.copy_(sides[1].tokens)
+            sides[0].state.tokens.copy_(sides[1].state.tokens)
             errors += [(seen[0][row].cpu() - seen[1][row]).abs().max().item() for row in before]
             if set(sides[0].live) != set(sides[1].live):  # a BOS that only one of them drew
                 for row in set(sides[0].live) ^ set(sides[1].live):
@@ -474,10 +761,78 @@ def test_graph_equals_plain_path(generator, monkeypatch, compile, dtype):
 def test_generator_on_a_gpu(generator):
     """fp32 on the GPU gives the CPU's greedy tokens, with rows that are taken again, twice."""
     model = random_model(tiny_config()).cuda()
-    mine = ts.Generator(model, generator.tokenizer, rows=2)
+    mine = engine.Generator(model, generator.tokenizer, rows=2)
     for _ in range(2):
         answers = mine.generate(PROMPTS, max_tokens=20, temperature=0.0)
         assert answers == [argmax_loop(generator, prompt, 20) for prompt in PROMPTS]
     for cut in ({}, {"top_k": 0}, {"top_k": 0, "top_p": 0.8}):
         options = {"max_tokens": 10, "temperature": 1.0, "seed": 3, **cut}
         assert mine.generate(PROMPTS, **options) == generator.generate(PROMPTS, **options)
+
+
+# ---- the kernel
+
+COMPILED = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here")
+DEVICES = [pytest.param("cpu", id="interpreter", marks=COMPILED),
+           pytest.param("cuda", id="gpu", marks=pytest.mark.gpu)]  # fmt: skip
+
+
+def close(got, want, tolerance):
+    got, want = got.double(), want.double()
+    assert torch.isfinite(got).all()
+    error = ((got - want).norm() / want.norm()).item()
+    assert error < tolerance, f"relative error {error:.2e} above {tolerance}"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("offset", [False, True])
+@pytest.mark.parametrize("slots", [2, 21, 37])
+def test_decode_attention(slots, offset, device, monkeypatch):
+    """Several steps from rest, empty, half-full and wrapped rings; what lies in unseen slots does not matter."""
+    cuda = device == "cuda"
+    torch.manual_seed(0)
+    scale, D, dtype = (29, 128, torch.bfloat16) if cuda else (1, 16, torch.float32)
+    if not cuda:
+        monkeypatch.setattr(engine, "DECODE_TILES", dict(BN=16))
+        monkeypatch.setattr(engine, "use_triton", lambda x: True)
+    slots, H = slots * scale, 2
+    positions = torch.tensor([-1, 0, slots // 2, slots - 2, slots - 1, slots, 5 * slots + 1], device=device).int()
+    behind = (positions[:, None] - torch.arange(slots, device=device)) % slots
+    unseen = ((behind > positions[:, None]) | (behind == slots - 1))[:, :, None, None]
+    rings = torch.randn(2, len(positions), slots, H, D, device=device).to(dtype)
+    mine, theirs = rings.masked_fill(unseen, float("nan")), rings.masked_fill(unseen, 0)
+    for _ in range(2):
+        q, k, v = torch.randn(len(positions), 3, H, D, device=device).to(dtype).unbind(1)
+        got = engine.decode_attention(q * D**-0.5, k, v, *mine, positions, offset)
+        want = engine.decode_attention_ref(q * D**-0.5, k, v, *theirs, positions, offset)
+        close(got[1:], want[1:], 1e-2 if cuda else 1e-5)
+        assert torch.equal(torch.where(mine.isnan(), theirs, mine), theirs), "both wrote the same"
+        assert mine[:, 0].isnan().all() and theirs[:, 0].eq(0).all() and got[0].isfinite().all(), "a row at rest"
+        positions = torch.where(positions < 0, positions, positions + 1)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here")
+def test_generation_through_the_kernel(generator, monkeypatch):
+    """Greedy texts with the kernel in Triton's interpreter are those of the plain path."""
+    plain = generator.generate(PROMPTS, max_tokens=6, temperature=0.0)
+    launches, adjacent_heads = [], engine.adjacent_heads
+    monkeypatch.setattr(engine, "use_triton", lambda x: True)
+    monkeypatch.setattr(engine, "DECODE_TILES", dict(BN=16))
+    monkeypatch.setattr(engine, "adjacent_heads", lambda x: launches.append(0) or adjacent_heads(x))
+    assert (
+        engine.Generator(generator.model, generator.tokenizer).generate(PROMPTS, max_tokens=6, temperature=0.0) == plain
+    )
+    assert launches, "the kernel ran"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("attention", ["auto", "sdpa"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("medium", [False, True], ids=("small", "medium"))
+def test_check_on_a_gpu(dataset, tmp_path, dtype, attention, medium):
+    """Random models pass the check at loading with every kernel that a real one uses."""
+    sizes = {"width": 256, "head_dim": 64, "mlp_width": 512, "stages": ((1.0, 2, 8, 16, 64, 1.0),)}
+    config = (tiny_medium if medium else tiny_config)(**sizes, attention=attention)
+    run = run_of(random_model(config), dtype, "cuda", dataset.tokenizer)
+    engine.check_decoding(run, tmp_path)
+    assert engine.decoding_error(run.model, run.tokenizer) < (1e-3 if dtype == torch.float32 else 5e-2)

@@ -79,7 +79,7 @@ def agents(tmp_path):
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     environment = python_first(NODES="1:2", GPUS="1", HEAD=f"localhost:{port}", SCRIPT=str(tmp_path / "slow.py"),
-                               RDZV="keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=4")  # fmt: skip
+                               RDZV="keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=12")  # fmt: skip
     started = []
 
     def start(*argv, **more):
@@ -201,7 +201,7 @@ def test_multi_node_calls_torchrun(fakes, dataset_dir, tmp_path):
     assert {"--rdzv-backend=c10d", "--rdzv-endpoint=node0:1234", "--rdzv-id=seven", "--max-restarts=5"} <= set(words)
     assert words[words.index("--no-python") :][:3] == ["--no-python", "bash", "runs/multi_node.sh"]
     assert f"runs/multi_node.sh --save-every 250 {' '.join(argv)}" in fakes.calls()[-1]  # a later --save-every wins
-    for more, text in ((("--stepps", "3"), "did you mean --steps?"), (("--resume",), "decides by itself")):
+    for more, text in ((("--stepps", "3"), "did you mean --steps?"), (("--resume",), "adds --resume where")):
         done = fakes.run("multi_node.sh", *argv, *more)
         assert done.returncode and text in done.err and done.err.count("\n") == 1
     assert "needs --run-dir" in fakes.run("multi_node.sh", "--steps", "3").err
@@ -260,4 +260,4 @@ def test_processes_must_agree_on_the_checkpoint(dataset_dir, tmp_path):
     done = subprocess.run([sys.executable, *command, "--resume", "--run-dir", run, "--steps", "8"], cwd=ROOT,
                           env=python_first(), capture_output=True, text=True, timeout=120)  # fmt: skip
     assert done.returncode != 0 and max(losses(run)) == 4
-    assert "process 1 would continue ['step_000002']" in done.stderr and "process 0 ['step_000004']" in done.stderr
+    assert "process 1 sees ['step_000002']" in done.stderr and "process 0 sees ['step_000004']" in done.stderr

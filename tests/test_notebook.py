@@ -16,15 +16,16 @@ NOTEBOOK = ROOT / "runs" / "colab_small.ipynb"
 
 @pytest.fixture(scope="module")
 def repo(tmp_path_factory) -> Path:
-    """A copy of what the notebook uses; it writes into it."""
+    """A copy of the files that the notebook uses, because it writes into its folder."""
     root = tmp_path_factory.mktemp("notebook") / "repo"
     for folder in ("data", "runs"):
         (root / folder).mkdir(parents=True)
         for path in (ROOT / folder).iterdir():
             if path.suffix in (".py", ".args"):
                 shutil.copy(path, root / folder)
-    for name in ("train_small.py", "requirements.txt"):
-        shutil.copy(ROOT / name, root)
+    shutil.copy(ROOT / "train_small.py", root)
+    for path in ROOT.glob("requirements*.txt"):
+        shutil.copy(path, root)
     return root
 
 
@@ -46,14 +47,14 @@ def execute(repo: Path, monkeypatch, **settings) -> str:
 
 
 def test_notebook_from_top_to_bottom(repo, monkeypatch):
-    """Data, training, curve, samples and chat; run again it does nothing twice; interrupted it continues."""
+    """Data, training, curve, samples and chat. An interrupted run continues, and finished work is not repeated."""
     text = execute(repo, monkeypatch, SMOKE=True)
     assert "installed now: nothing" in text and "no GPU" in text and "1 pictures" in text
     log = [json.loads(line) for line in (repo / "out/first/log.jsonl").read_text().splitlines()]
     assert max(entry["step"] for entry in log) == 20 and (repo / "out/first_chat/report.md").exists()
     assert text.count("resumed at step") == 0 and "Once upon a time" in text and "Why is the sky blue?" in text
 
-    (repo / "out/first/report.md").unlink()  # what a disconnect behind step 10 leaves
+    (repo / "out/first/report.md").unlink()  # as a disconnect after step 10 leaves it
     shutil.rmtree(repo / "out/first/checkpoints/step_000020")
     text = execute(repo, monkeypatch, SMOKE=True)
     assert "resumed at step 10" in text and "first_chat is finished" in text and "is complete" in text
@@ -67,7 +68,7 @@ def test_notebook_needs_a_gpu(repo, monkeypatch):
 
 
 def test_notebook_is_clean():
-    """Committed without outputs, as nbformat wants it, with short cells."""
+    """Committed without outputs, valid for nbformat, with short cells."""
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     nbformat.validate(notebook)
     for cell in notebook.cells:

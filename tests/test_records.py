@@ -382,10 +382,11 @@ def no_core(config, text="core_items=-1", joined=False):
 
 @pytest.mark.parametrize("joined", (False, True))
 def test_add_takes_seeds_without_core(repo, tmp_path, joined):
-    """A run that was told to leave CORE out makes a record with those that were not, in either order."""
-    second = shutil.copytree(repo / "out" / "a_1", tmp_path / "run")
+    """A run of an older script that was told to leave CORE out makes a record with those that were not."""
+    first, second = (shutil.copytree(repo / "out" / f"a_{seed}", tmp_path / f"a_{seed}") for seed in (0, 1))
+    edit(first / "config.json", lambda c: c["config"].update(core_items=0))
     edit(second / "config.json", lambda c: no_core(c, joined=joined))
-    for i, runs in enumerate((("out/a_0", second), (second, "out/a_0"))):
+    for i, runs in enumerate(((first, second), (second, first))):
         run(add, *runs, "--track", "small", "--slug", "x", "--out", tmp_path / str(i))
         record = rec.read_record(next((tmp_path / str(i)).iterdir()))
         assert [run["seed"] for run in record["runs"]] == [0, 1] and record["config"]["core_items"] == 0
@@ -408,6 +409,32 @@ def test_add_takes_an_args_file_about_core(repo, tmp_path):
     assert record["config"]["core_items"] == 5 and record["args"] == "some_core.args"
 
 
+def core_table(run_dir, accuracy, items=10) -> None:
+    rows = [f"task{i},{items},0.5,{accuracy + i / 1000},1.0" for i in range(rec.CORE_TASKS)]
+    head = "task,items,accuracy,centered,seconds"
+    (run_dir / "core.csv").write_text("\n".join([head, *rows, "CORE,220,,0.3,22.0\n"]))
+
+
+def test_add_reads_core_of_both_forms(repo, tmp_path):
+    """core.csv counts, whether training has written it, as older scripts did, or runs/score_core.py later."""
+    runs = [shutil.copytree(repo / "out" / f"a_{seed}", tmp_path / f"a_{seed}") for seed in (0, 1)]
+    for run_dir, accuracy in zip(runs, (0.2, 0.4), strict=True):
+        core_table(run_dir, accuracy)
+        edit(run_dir / "config.json", lambda c: c["config"].update(core_items=0))
+    run(add, *runs, "--track", "small", "--slug", "x", "--out", tmp_path / "old")
+    for run_dir in runs:
+        edit(run_dir / "config.json", lambda c: c["config"].pop("core_items"))  # which later scripts do not have
+    run(add, *runs, "--track", "small", "--slug", "x", "--out", tmp_path / "new")
+    for kind in ("old", "new"):
+        folder = next((tmp_path / kind).iterdir())
+        record = rec.read_record(folder)
+        assert [r["core"] for r in record["runs"]] == [pytest.approx(0.2 + 0.0105), pytest.approx(0.4 + 0.0105)]
+        assert record["summary"]["core"]["mean"] == pytest.approx(0.3105) and rec.problems(folder) == []
+    core_table(runs[1], 0.4, items=5)
+    message = refused(add, *runs, "--track", "small", "--slug", "x", "--out", tmp_path / "third")
+    assert "different items of CORE" in message and "--items" in message
+
+
 def alone(repo, tmp_path, name, *changes):
     run_dir = shutil.copytree(repo / "out" / name, tmp_path / "run")
     for change in changes:
@@ -428,8 +455,17 @@ def alone(repo, tmp_path, name, *changes):
         ("a_0", lambda c: c.update(dataset_fingerprint=None), ["has no fingerprint"]),
         ("a_0", lambda c: c.pop("machine"), ["cannot be read"]),
     ],
-    ids=["override", "args as overrides", "uncommitted", "two files", "length", "fewer", "core", "fingerprint",
-         "machine"],  # fmt: skip
+    ids=[
+        "override",
+        "args as overrides",
+        "uncommitted",
+        "two files",
+        "length",
+        "fewer",
+        "core",
+        "fingerprint",
+        "machine",
+    ],  # fmt: skip
 )
 def test_add_refuses_overrides(repo, tmp_path, name, change, words):
     message = refused(add, *alone(repo, tmp_path, name, change))
@@ -453,6 +489,7 @@ def test_add_refuses_names(repo, folders, tmp_path):
 
 def test_add_one_run_without_args(repo, tmp_path):
     """A single seed, no args file, CORE: no sd, no noise, no rank, and the commit is found by the script's hash."""
+
     def change(config):
         config.update(flags=["--seed", "0", "--dtype", "float32"], overridden=[])
         config["machine"].update(git_commit="", git_dirty=False)

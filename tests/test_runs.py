@@ -223,7 +223,7 @@ def test_load_gives_the_trained_model(finished, dataset):
     spec = importlib.util.spec_from_file_location("copied_script", run_dir / "train_small.py")
     script = sys.modules["copied_script"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
-    model, tokenizer, config = script.load(run_dir, device="cpu")
+    model, tokenizer, config = engine.load_model(script, run_dir, None, "cpu", {})
     assert config.width == 128 and tokenizer.vocab_size == 300
     token_bytes = torch.zeros(config.padded_vocab, dtype=torch.long)
     token_bytes[:300] = torch.from_numpy(tokenizer.token_bytes)

@@ -3,6 +3,8 @@
 import csv
 import inspect
 import json
+import os
+import re
 import shutil
 import subprocess
 import sys
@@ -22,7 +24,8 @@ FLOOR, A, ALPHA, B, BETA = 0.5, 60.0, 0.30, 400.0, 0.35
 
 def fake_run(folder: Path, width: int, flops: float, name: str = "", vocab: int = 32759) -> None:
     """What scaling_plot.py reads of a run with width / 64 layers."""
-    layers, padded = width // 64, -(-vocab // 64) * 64
+    layers = width // 64
+    padded = -(-vocab // 64) * 64
     weights = layers * 12 * width**2 + padded * width
     tokens = flops / 6 / weights
     bpb = FLOOR + A / weights**ALPHA + B / tokens**BETA
@@ -91,7 +94,8 @@ def test_nothing_to_plot(tmp_path):
 FAKE = """
 flags = sys.argv[1:]
 depth = next(int(flag.partition("=")[2]) for flag in flags if flag.startswith("num_layers="))
-tokens, run_dir = (flags[flags.index(name) + 1] for name in ("--tokens", "--run-dir"))
+tokens = flags[flags.index("--tokens") + 1]
+run_dir = flags[flags.index("--run-dir") + 1]
 weights = depth * 12 * (64 * depth) ** 2 + 320 * 64 * depth  # 300 entries are padded to 320
 fake_run(Path(run_dir).parent, 64 * depth, 6 * int(tokens) * weights, Path(run_dir).name, 300)
 """
@@ -102,9 +106,9 @@ def sandbox(tmp_path) -> Path:
     """A copy of the scripts whose .venv is the python of this test; pip installs nothing. With a file `fake` there,
     trainings are not run but written to train.log, and leave what scaling_plot.py reads."""
     (tmp_path / ".venv/bin").mkdir(parents=True)
-    for name in ("train_medium.py", "requirements.txt", "requirements-test.txt", "runs"):
-        source = ROOT / name
-        (shutil.copytree if source.is_dir() else shutil.copy)(source, tmp_path / name)
+    shutil.copytree(ROOT / "runs", tmp_path / "runs")
+    for path in (ROOT / "train_medium.py", *ROOT.glob("requirements*.txt")):
+        shutil.copy(path, tmp_path)
     constants = f"FLOOR, A, ALPHA, B, BETA = {FLOOR}, {A}, {ALPHA}, {B}, {BETA}\n"
     imports = "import json, sys\nfrom pathlib import Path\n"
     (tmp_path / "fake.py").write_text(imports + constants + inspect.getsource(fake_run) + FAKE)
@@ -167,6 +171,36 @@ def test_scaling_laws(sandbox, dataset_dir):
     assert done.returncode == 1 and "no dataset at" in done.stderr and "Traceback" not in done.stderr
 
 
+LAUNCH = """
+source runs/launch.sh
+train runs/tool.py out/new SOURCE --packs 2
+mkdir -p out/stopped/checkpoints/step_000010 out/dead out/finished
+touch out/stopped/checkpoints/step_000010/state.json out/dead/log.jsonl out/finished/report.md
+train runs/tool.py out/stopped SOURCE
+train runs/tool.py out/dead SOURCE
+train runs/tool.py out/finished SOURCE
+"""
+
+
+@pytest.mark.parametrize(("gpus", "processes"), ((0, 1), (1, 1), (3, 2), (8, 8), (16, 8)))
+def test_launch(tmp_path, gpus, processes):
+    """A run is started, continued, started over or skipped, with 8, 4 or 2 processes or one."""
+    (tmp_path / "runs").symlink_to(ROOT / "runs")
+    (tmp_path / "bin").mkdir()
+    python = tmp_path / "bin/python"
+    python.write_text(f'#!/bin/sh\nif [ "$1" = -c ]; then echo {gpus}; else echo "$@" >>calls; fi\n')
+    python.chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}
+    done = subprocess.run(["bash", "-ec", LAUNCH], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    torchrun = f"-m torch.distributed.run --standalone --nproc_per_node={processes} " if processes > 1 else ""
+    assert (tmp_path / "calls").read_text().splitlines() == [
+        f"{torchrun}runs/tool.py SOURCE --packs 2 --run-dir out/new",
+        f"{torchrun}runs/tool.py --run-dir out/stopped --resume",
+        f"{torchrun}runs/tool.py SOURCE --run-dir out/dead",
+    ]
+    assert (tmp_path / "out/dead.unfinished/log.jsonl").is_file() and "out/finished is finished" in done.stdout
+
 
 def test_speedrun(sandbox):
     """The steps in their order, with flags that exist; a second call trains nothing again."""
@@ -178,17 +212,25 @@ def test_speedrun(sandbox):
         assert done.returncode == 0 and done.stdout.count("# done") == 2, done.stderr
         lines = (sandbox / "python.log").read_text().splitlines()
         scripts = [line.split()[0] for line in lines]
-        evaluations = [script for script in scripts if script in ("data/core.py", "runs/chat_eval.py")]
-        assert evaluations == ([] if flag else ["data/core.py", "runs/chat_eval.py"])
-        others = [script for script in scripts if script not in evaluations]
-        assert others == "data/pretrain.py train_medium.py data/sft.py train_medium.py runs/export.py".split()
-        pretrain, sft = (line for line in lines if line.startswith("train_medium.py"))
-        assert pretrain.endswith(f"--run-dir {run}") and f"sft --from {run} --data" in sft
-        for line in (pretrain, sft):
-            args = tm.build_parser().parse_args(line.replace("@runs", f"@{ROOT}/runs").split()[1:])
-            assert args.run_dir.startswith(run) and args.data.startswith("data/shards/")
-            for setting in args.set:
-                tm.parse_override(setting)
+        expected = "data/pretrain.py data/core.py train_medium.py runs/score_core.py data/sft.py runs/finetune.py"
+        expected = [*expected.split(), "runs/chat_eval.py", "runs/export.py"]
+        large = ("data/core.py", "runs/score_core.py", "runs/chat_eval.py")  # evaluations that the smoke test skips
+        assert scripts == [script for script in expected if not flag or script not in large]
+
+        (pretrain,) = [line for line in lines if line.startswith("train_medium.py")]
+        args = tm.build_parser().parse_args(pretrain.replace("@runs", f"@{ROOT}/runs").split()[1:])
+        assert args.run_dir == run and args.data.startswith("data/shards/")
+        for setting in args.set:
+            tm.parse_override(setting)
+
+        (finetune,) = [line for line in lines if line.startswith("runs/finetune.py")]
+        assert finetune.startswith(f"runs/finetune.py {run} --data {args.data}")
+        assert finetune.endswith(f"--run-dir {run}_sft")
+        tool = (ROOT / "runs/finetune.py").read_text(encoding="utf-8")
+        known = {option for action in tm.build_parser()._actions for option in action.option_strings}
+        assert {word for word in finetune.split() if word.startswith("--")} <= known | set(
+            re.findall(r'"(--[a-z-]+)"', tool)
+        )
         again = subprocess.run(command, cwd="/", capture_output=True, text=True)
         assert again.stdout.count("is finished already") == 2
     refused = subprocess.run([*command[:2], "--steps", "3"], capture_output=True, text=True)

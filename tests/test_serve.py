@@ -2,12 +2,12 @@
 
 import codecs
 import contextlib
+import functools
 import gc
 import http.client
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -21,7 +21,6 @@ import httpx2
 import openai
 import pytest
 import torch
-import train_small as ts
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -31,6 +30,7 @@ from test_export import bpe, write_run  # noqa: F401  (bpe is a fixture)
 sys.path.insert(0, str(ROOT / "data"))
 sys.path.insert(0, str(ROOT / "runs"))
 import chat
+import engine
 import serve
 import sft
 from dev import screenshot
@@ -52,7 +52,7 @@ class Running:
         listening = serve.bind(args.host, args.port)
         self.server = serve.Server(folder, args)
         self.http = serve.http_server(self.server)
-        self.engine, self.decoder = self.server.engine, self.server.engine.decoder
+        self.worker, self.decoder = self.server.worker, self.server.worker.decoder
         self.thread = threading.Thread(target=self.http.run, args=([listening],))
         self.thread.start()
         until(lambda: self.http.started)
@@ -70,8 +70,8 @@ class Running:
         self.http.should_exit = True
         self.thread.join(20)
         assert not self.thread.is_alive()
-        self.engine.join(20)
-        assert not self.engine.is_alive()
+        self.worker.join(20)
+        assert not self.worker.is_alive()
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +105,7 @@ def lonely(runs):
 
 def expected(running, prompts, stops=None, **options) -> list[str]:
     """What the model says, by Generator in this thread, from ids."""
-    generator = ts.Generator(running.engine.model, running.server.tokenizer)
+    generator = engine.Generator(running.worker.model, running.server.tokenizer)
     rows = generator.complete(prompts, stop=running.server.stops if stops is None else stops, **options)
     return [running.server.tokenizer.decode(c.tokens) for c in rows]
 
@@ -264,7 +264,7 @@ def test_64_clients_get_what_each_gets_alone(talker):
     alone = [ask(i) for i in range(64)]
     with ThreadPoolExecutor(64) as pool:
         assert list(pool.map(ask, range(64))) == alone
-    assert len(set(alone)) > 50 and not talker.engine.jobs and not talker.engine.waiting
+    assert len(set(alone)) > 50 and not talker.worker.jobs and not talker.worker.waiting
 
 
 def test_tool_calls(talker):
@@ -311,9 +311,10 @@ def test_tool_calls(talker):
 def test_a_row_that_holds_all_of_a_prompt_does_not_help():
     """The last token of a prompt must go in anew, so the row that holds the longest shorter beginning is taken."""
     rows = SimpleNamespace(rows=4, known=[[9], [1, 2, 3], [1, 2], [1]])
+    rows.held = functools.partial(engine.Decoder.held, rows)
     job = SimpleNamespace(gone=False, completion=SimpleNamespace(prompt=[1, 2, 3]), cached=0)
-    engine = SimpleNamespace(decoder=rows, jobs={}, waiting=deque([job]), script=ts, ended=[0, 1, 2, 3])
-    assert serve.Engine.place(engine) == {2: job} and job.cached == 2
+    worker = SimpleNamespace(decoder=rows, jobs={}, waiting=deque([job]), ended=[0, 1, 2, 3])
+    assert serve.Worker.place(worker) == {2: job} and job.cached == 2
 
 
 def test_a_conversation_keeps_its_cache(lonely, talker):
@@ -379,7 +380,7 @@ def test_stop_strings_over_http(talker):
         with script(talker, plan) as ask:
             chunks = list(talker.chat(**ask, stop=stop, stream=True))
         assert "".join(c.choices[0].delta.content or "" for c in chunks) == wanted
-    until(lambda: not talker.engine.jobs)
+    until(lambda: not talker.worker.jobs)
 
 
 def test_characters_are_whole(talker):
@@ -485,10 +486,10 @@ def test_the_context_is_a_limit(talker):
 
     answer = talker.chat(model="talker", messages=fill(512 - base), max_tokens=300, temperature=0)
     assert answer.usage.prompt_tokens == 512 and answer.usage.completion_tokens <= 1
-    with pytest.raises(openai.BadRequestError, match="context of this model is 512 tokens but .* takes 513") as caught:
+    with pytest.raises(openai.BadRequestError, match="context of this model is 512 tokens but .* has 513") as caught:
         talker.chat(model="talker", messages=fill(513 - base))
     assert caught.value.code == "context_length_exceeded" and caught.value.param == "messages"
-    with pytest.raises(openai.BadRequestError, match="takes more than"):
+    with pytest.raises(openai.BadRequestError, match="has more than"):
         talker.chat(model="talker", messages=fill(200_000))
     answer = talker.chat(model="talker", messages=fill(500 - base), temperature=0)
     (choice,) = answer.choices
@@ -498,7 +499,7 @@ def test_the_context_is_a_limit(talker):
 def test_bad_bodies(talker):
     for body, status, message in [
         (b'{"messages": ', 400, "not valid JSON"), (b"", 400, "not valid JSON"), (b"[]", 400, "must be a JSON object"),
-        (b'{"temperature": NaN}', 400, "NaN is no JSON"), (b'{"a": "\xff"}', 400, "not valid JSON"),
+        (b'{"temperature": NaN}', 400, "NaN is not JSON"), (b'{"a": "\xff"}', 400, "not valid JSON"),
         (b"[" * 100_000, 400, "not valid JSON"), (b'{"a": ' + b"9" * 5000 + b"}", 400, "not valid JSON"),
         (b'{"messages": ' + b"[" * 900 + b"]" * 900 + b"}", 400, "must be an object"),
         (json.dumps({"messages": HELLO, "user": "x" * 1_100_000}).encode(), 413, "at most 1,048,576"),
@@ -545,7 +546,7 @@ def test_a_full_queue(lonely):
     with gate(lonely) as steps, ThreadPoolExecutor(2) as pool:
         ask = {"model": "talker", "messages": HELLO, "max_tokens": 2}
         first = [pool.submit(lonely.chat, **ask) for _ in range(2)]
-        until(lambda: len(lonely.engine.jobs) == len(lonely.engine.waiting) == 1)
+        until(lambda: len(lonely.worker.jobs) == len(lonely.worker.waiting) == 1)
         assert httpx2.get(f"{lonely.url}/health").json() == {"status": "ok", "rows": 1, "live": 1, "waiting": 1}
         with pytest.raises(openai.RateLimitError, match="2 answers are being written or wait") as caught:
             lonely.chat(**ask)
@@ -567,10 +568,10 @@ def test_a_client_that_leaves(lonely, stream, place):
         pool = ThreadPoolExecutor(1)
         if place == "queue":
             before = pool.submit(lonely.post, {**body, "stream": False, "max_tokens": 20})
-            until(lambda: lonely.engine.jobs)
+            until(lambda: lonely.worker.jobs)
         other.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
-        until(lambda: lonely.engine.waiting if place == "queue" else lonely.engine.jobs)
-        job = lonely.engine.waiting[0] if place == "queue" else lonely.engine.jobs[0]
+        until(lambda: lonely.worker.waiting if place == "queue" else lonely.worker.jobs)
+        job = lonely.worker.waiting[0] if place == "queue" else lonely.worker.jobs[0]
         if place == "row":
             steps.release(5)
             until(lambda: job.count == 5)
@@ -580,13 +581,13 @@ def test_a_client_that_leaves(lonely, stream, place):
         other.close()
         until(lambda: job.gone)
         if place == "row":
-            steps.release(1)  # the step that the engine waits in
-            until(lambda: not lonely.engine.jobs)
+            steps.release(1)  # the step that the worker waits in
+            until(lambda: not lonely.worker.jobs)
             assert 5 <= job.count <= 6 and job.completion.reason == ""
         else:
             steps.release(10_000)
             assert before.result().json()["usage"]["completion_tokens"] <= 20
-            until(lambda: not lonely.engine.waiting)
+            until(lambda: not lonely.worker.waiting)
             assert job.count == 0
         pool.shutdown()
     assert lonely.chat(model="talker", messages=HELLO, **QUIET).choices
@@ -601,7 +602,7 @@ def test_failures_are_told_and_survived(talker, capfd):
         with gate(talker) as steps, ThreadPoolExecutor(2) as pool:
             body = {"messages": secret, "max_tokens": 40, "temperature": 0}
             calls = [pool.submit(talker.post, {**body, "stream": stream}) for stream in (True, False)]
-            until(lambda: len(talker.engine.jobs) + len(talker.engine.waiting) == 2)
+            until(lambda: len(talker.worker.jobs) + len(talker.worker.waiting) == 2)
             gated, count = decoder.step, iter(range(100))
 
             def broken():
@@ -615,7 +616,7 @@ def test_failures_are_told_and_survived(talker, capfd):
         assert plain.status_code == 500 and plain.json()["error"]["type"] == "server_error"
         found = events(streamed.text)
         assert streamed.status_code == 200 and "the model failed" in found[-1]["error"]["message"] and len(found) > 1
-        assert not talker.engine.jobs and not decoder.live
+        assert not talker.worker.jobs and not decoder.live
         decoder.admit = lambda completions: 1 / 0
         with pytest.raises(openai.InternalServerError, match="the model failed"):
             talker.chat(model="talker", messages=HELLO, stream=True)
@@ -634,11 +635,11 @@ def test_nothing_is_left_of_requests(talker):
         talker.post(body)
     with talker.client.chat.completions.create(model="talker", messages=HELLO, stream=True) as stream:
         next(iter(stream))
-    until(lambda: not talker.engine.jobs)
+    until(lambda: not talker.worker.jobs)
 
     def left():
         gc.collect()
-        kinds = (serve.Job, serve.Ask, serve.Reader, serve.Problem, talker.server.script.Completion)
+        kinds = (serve.Job, serve.Ask, serve.Reader, serve.Problem, engine.Completion)
         return [o for o in gc.get_objects() if type(o) in kinds]
 
     until(lambda: not left())
@@ -680,21 +681,23 @@ def test_user_errors(runs, tmp_path, talker, monkeypatch, capsys):
                           ((runs[True], "--host", "203.0.113.1"), "cannot listen on 203.0.113.1"),
                           ((runs[True], "--port", port), f"port {port} (Address already in use); choose another"),
                           ((runs[True], "--port", 0, "--step", 3), "no checkpoint of step 3"),
-                          ((runs[True], "--port", 0, "--device", "gpu"), "device"),
-                          ((broken(runs[True], tmp_path), "--port", 0), "the model does not run: 1 row")]:  # fmt: skip
+                          ((runs[True], "--port", 0, "--device", "gpu"), "device")]:  # fmt: skip
         monkeypatch.setattr(sys, "argv", ["serve.py", *map(str, args)])
         assert serve.main() == 1
         out, err = capsys.readouterr()
         assert message in err and err.startswith("error: ") and err.count("\n") == 1 and out == "", err
 
 
-def broken(run_dir, tmp_path):
-    """A run whose script fails at the first step."""
-    folder = shutil.copytree(run_dir, tmp_path / "broken")
-    text = (folder / "train_small.py").read_text().replace("def step(self) -> list", "def unused(self) -> list")
-    step = "    def step(self):\n        raise RuntimeError('1 row')\n\n"
-    (folder / "train_small.py").write_text(text.replace("    def rest(self, rows", f"{step}    def rest(self, rows"))
-    return folder
+def test_a_model_that_does_not_run(runs, monkeypatch, capsys):
+    """A failure of the first step is one sentence."""
+
+    def fail(decoder):
+        raise RuntimeError("1 row")
+
+    monkeypatch.setattr(engine.Decoder, "step", fail)
+    monkeypatch.setattr(sys, "argv", ["serve.py", str(runs[True]), "--port", "0", "--device", "cpu"])
+    assert serve.main() == 1
+    assert capsys.readouterr().err == "error: the model does not run: 1 row\n"
 
 
 # ---- the web page
@@ -721,7 +724,7 @@ def test_page(talker, chromium, tmp_path):
         with gate(talker) as steps, script(talker, plan):
             page.keyboard.type("Hello <i>you</i>")
             page.keyboard.press("Enter")
-            until(lambda: talker.engine.jobs)
+            until(lambda: talker.worker.jobs)
             steps.release(len(tok.encode("é <b>is</b> ")))
             until(lambda: page.text_content(".busy .text") == "é <b>is</b> ")
             assert page.is_visible("#stop") and not page.is_visible("#send")
@@ -742,17 +745,17 @@ def test_page(talker, chromium, tmp_path):
         with gate(talker) as steps:
             page.fill("#message", "endless")
             page.press("#message", "Enter")
-            until(lambda: talker.engine.jobs)
+            until(lambda: talker.worker.jobs)
             steps.release(3)
             page.keyboard.press("Escape")
             page.wait_for_selector("text=stopped")
-            until(lambda: all(job.gone for job in [*talker.engine.jobs.values()]))  # the server has heard of it
-            steps.release(1)  # the step that the engine waits in
-            until(lambda: not talker.engine.jobs)
+            until(lambda: all(job.gone for job in [*talker.worker.jobs.values()]))  # the server has heard of it
+            steps.release(1)  # the step that the worker waits in
+            until(lambda: not talker.worker.jobs)
         page.evaluate("document.getElementById('temperature').value = '9'")
         page.press("#message", "x")
         page.press("#message", "Enter")
-        assert page.locator("details[open]").count() == 1 and not talker.engine.jobs, "it shows what is wrong"
+        assert page.locator("details[open]").count() == 1 and not talker.worker.jobs, "it shows what is wrong"
         page.click("#new")
         assert page.locator("#log li").count() == 0 and page.is_visible("#empty")
         width = page.evaluate("[document.documentElement.scrollWidth, innerWidth]")

@@ -1,0 +1,1206 @@
+"""Decoding with a trained model: KV cache, sampling, calculator, and rows that decode together.
+
+    run = engine.load_run("out/RUN")
+    generator = engine.Generator(run.model, run.tokenizer)
+    for piece in generator.stream_text("The sky is", max_tokens=100, temperature=0.8):
+        print(piece, end="")
+
+The model is the GPT class of the script that lies in the run directory. This file imports no
+training script of the repository, so a run keeps decoding as it was trained. Everything here is
+built on GPT.trunk(attend): trunk computes all but the attention, and what happens to keys and
+values is up to the `attend` that it is given.
+
+    RUNS        load_run: a run's model, checked to decode as it was trained
+    CACHE       KVCache, prefill, decode
+    SAMPLING    sample
+    CALCULATOR  calculate
+    DECODING    Completion, Decoder (one step for all rows), Generator (texts from prompts)
+    KERNEL      attention of one step of decoding, in Triton and in plain PyTorch
+
+Letters in shape comments: T packed tokens, D width, H heads, K head width, V vocabulary, B rows of
+the cache, S slots of a ring, N texts of a prefill.
+"""
+
+from __future__ import annotations
+
+import ast
+import codecs
+import copy
+import dataclasses
+import importlib.util
+import json
+import math
+import operator
+import re
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import Tensor
+
+try:  # without Triton (CPUs, Macs, Windows) the plain path runs
+    import triton
+    import triton.language as tl
+except ImportError:
+    triton = tl = None
+jit = triton.jit if triton else (lambda function: function)
+
+INTERFACE = 2  # of the training scripts that this file can read
+PREFILL_TOKENS = 16384  # prompt tokens computed at once; a longer prompt is a pack of its own
+SEED_STRIDE = 0x9E3779B1  # between the seeds of prompts that are generated together
+
+# ==================================================================================================
+# RUNS -- the script and the model of a run directory
+
+
+class RunError(Exception):
+    """Something the user can fix. The message is one sentence: what is wrong, and what to do."""
+
+
+def import_script(run_dir: str | Path) -> ModuleType:
+    """Imports the training script that lies in a run directory, which executes its code.
+
+    Raises: RunError if there is not exactly one, or if its interface is another than INTERFACE
+    """
+    run_dir = Path(run_dir)
+    scripts = sorted(run_dir.glob("train_*.py"))
+    if len(scripts) != 1:
+        raise RunError(
+            f"{run_dir} holds {len(scripts)} training scripts, expected one; name a run directory"
+        )
+    spec = importlib.util.spec_from_file_location(f"run_{scripts[0].stem}", scripts[0])
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up by name
+    spec.loader.exec_module(module)
+
+    found = getattr(module, "INTERFACE", 1)
+    if found != INTERFACE:
+        raise RunError(
+            f"the script in {run_dir} has interface {found} but this tool reads interface "
+            f"{INTERFACE}; {commit_advice(run_dir)}"
+        )
+    return module
+
+
+def commit_advice(run_dir: Path) -> str:
+    """What to do about a run that these tools cannot read."""
+    try:
+        description = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
+        commit = description["machine"]["git_commit"]
+    except (OSError, ValueError, LookupError, TypeError):
+        commit = ""
+    if not commit:
+        return "use the tools of the commit that made the run (its config.json names none)"
+    return f"check out commit {commit}, which made the run, and use its tools"
+
+
+@dataclass(frozen=True)
+class Run:
+    """What load_run returns."""
+
+    script: ModuleType  # of the run directory
+    model: Any  # its GPT, on the device, in eval mode
+    tokenizer: Any
+    config: Any
+
+
+def load_run(
+    run_dir: str | Path, step: int | None = None, device: str | None = None, **changes
+) -> Run:
+    """Loads the newest checkpoint of a run, or that of a step, and checks that it decodes rightly.
+
+    Args:   device "cuda", "mps" or "cpu", by default the best there is; changes are fields of the
+            script's Config, such as dtype and attention, that may differ between machines
+    Raises: RunError if the run, the step or the device is missing, or if decoding is wrong
+    """
+    script = import_script(run_dir)
+    try:
+        loaded = load_model(script, Path(run_dir), step, device, changes)
+    except (
+        script.UserError,
+        RuntimeError,
+        AssertionError,
+    ) as error:  # torch's, if a device is missing
+        lines = str(error).splitlines() or [repr(error)]
+        raise RunError(lines[0]) from None
+    run = Run(script, *loaded)
+    check_decoding(run, Path(run_dir))
+    return run
+
+
+def load_model(script: ModuleType, run_dir: Path, step, device, changes: dict) -> tuple:
+    """The model, tokenizer and config of a run."""
+    found = script.checkpoints(run_dir)
+    if step is not None:
+        found = [folder for folder in found if int(folder.name.removeprefix("step_")) == step]
+    if not found:
+        which = "checkpoint" if step is None else f"checkpoint of step {step}"
+        way = "name a run directory with a finished save"
+        raise RunError(f"no {which} in {run_dir}/checkpoints; {way}")
+    config = dataclasses.replace(script.read_config(run_dir), **changes)
+    default_device = script.start_ranks().device
+    device = torch.device(device) if device else default_device
+    model = script.GPT(config, device, script.choose_dtype(config, device))
+    model.load_state_dict(load_file(found[-1] / "model.safetensors"))
+    description = json.loads((found[-1] / "state.json").read_text(encoding="utf-8"))
+    model.set_stage(description["attention"])
+    model.attention = script.choose_attention(model, lambda text: None)
+    return model.eval(), script.Tokenizer(run_dir / "tokenizer.json"), config
+
+
+# -- the check at loading
+
+CHECKED_TOKENS = 32
+# Largest difference between the logits of decode and forward, relative to the spread of the logits.
+# Models of random weights show 1e-6 in fp32 and up to 2e-2 in bf16. A wrong position shows 1e-1,
+# but a missing key offset as little as 1e-2, which only fp32 can tell from rounding.
+EXACT_TOLERANCE = 1e-3
+ROUNDED_TOLERANCE = 1e-1  # for 16 bits
+
+
+def check_decoding(run: Run, run_dir: Path) -> None:
+    """Compares decoding with the forward pass that the model was trained with.
+
+    An old run could otherwise be decoded wrongly, and in silence, by a later version of this file.
+    A model of 16 bits is compared as it is, with its kernels, and as a copy in fp32 on the CPU.
+
+    Raises: RunError if they differ by more than rounding
+    """
+    if run.model.embed.dtype == torch.float32:
+        judge(decoding_error(run.model, run.tokenizer), EXACT_TOLERANCE, run_dir)
+        return
+    judge(decoding_error(run.model, run.tokenizer), ROUNDED_TOLERANCE, run_dir)
+    exact = copy.deepcopy(run.model).cpu().float()
+    exact.attention = run.script.sdpa_attention
+    judge(decoding_error(exact, run.tokenizer), EXACT_TOLERANCE, run_dir)
+
+
+def judge(error: float, tolerance: float, run_dir: Path) -> None:
+    """Raises RunError if an error is NaN or above its tolerance."""
+    if math.isnan(error):
+        raise RunError(
+            f"the model in {run_dir} computes logits that are not finite; name an earlier "
+            f"checkpoint with --step"
+        )
+    if error > tolerance:
+        raise RunError(
+            f"the model in {run_dir} decodes other logits than its forward pass gives (difference "
+            f"{error:.1e}, at most {tolerance:.0e} is rounding); {commit_advice(run_dir)}"
+        )
+
+
+@torch.no_grad()
+def decoding_error(model, tokenizer) -> float:
+    """Root mean square difference of the logits of decode and forward, relative to their spread.
+
+    A third of CHECKED_TOKENS random ids is prefilled into an empty row, another third into the row
+    that then holds the first, and the rest is decoded one by one. NaN if any logit is not finite.
+    """
+    device = model.embed.device
+    vocab_size = tokenizer.vocab_size
+    length = min(CHECKED_TOKENS, model.config.max_seq_len)
+    rng = torch.Generator().manual_seed(0)
+    random_ids = torch.randint(0, vocab_size, (length - 1,), generator=rng)
+    ids = [tokenizer.bos_id, *random_ids.tolist()]
+
+    # All at once, as in training.
+    tokens_T = torch.tensor(ids, device=device, dtype=torch.int32)
+    positions_T = torch.arange(length, device=device, dtype=torch.int32)
+    cu_seqlens = torch.tensor([0, length, length, length], device=device, dtype=torch.int32)
+    expected = model(tokens_T, None, positions_T, cu_seqlens, length)
+
+    # In parts, with a cache.
+    cache = KVCache.empty(model, 1, length)
+    weights = model.layer_weights()
+    first = length // 3
+    second = 2 * length // 3
+    prefill(model, cache, [0], [0], [ids[:first]], weights)
+    prefill(model, cache, [0], [first], [ids[:second]], weights)
+    found = []
+    for position in range(second, length):
+        token = torch.tensor([ids[position]], device=device)
+        previous = torch.tensor([ids[position - 1]], device=device)
+        where = torch.tensor([position], device=device, dtype=torch.int32)
+        found.append(decode(model, cache, token, previous, where, weights))
+
+    expected = expected[second:, :vocab_size].double()
+    found = torch.cat(found)[:, :vocab_size].double()
+    spread = (expected - expected.mean(-1, keepdim=True)).square().mean().sqrt()
+    difference = (found - expected).square().mean().sqrt()
+    return (difference / spread.clamp(min=1e-30)).item()
+
+
+# ==================================================================================================
+# CACHE -- keys and values of the texts so far; prefill adds many tokens, decode one for each row
+
+
+@dataclass
+class KVCache:
+    """Keys and values of every attention layer in rings: a layer holds its window, not all tokens.
+
+    Position p of a row lies in slot p % S. Keys are stored rotated, so their order in the ring does
+    not matter. S is the window, the newest key and the place of the next, or one more than the
+    longest text if that is less.
+
+    In layers with key offset, a key takes its second half from the token before. That half waits in
+    the slot of the next position until the next token comes.
+    """
+
+    keys: list[Tensor]  # of each attention layer, (B, S, H, K)
+    values: list[Tensor]
+    slots: tuple[int, int]  # S of layers with a short and with a long window
+
+    @staticmethod
+    def empty(model, rows: int, max_len: int) -> KVCache:
+        """A cache of zeros for texts of up to max_len tokens, in the model's dtype and place."""
+        config = model.config
+        slots = tuple(min(window + 2, max_len + 1) for window in model.windows)
+        keys = []
+        values = []
+        for layer in config.attention_layers:
+            size = slots[int(layer in config.long_layers)]
+            shape = (rows, size, config.num_heads, config.head_dim)
+            keys.append(model.embed.new_zeros(shape))
+            values.append(model.embed.new_zeros(shape))
+        return KVCache(keys, values, slots)
+
+
+@dataclass
+class RingPlan:
+    """How a prefill reads and writes the rings of all layers that have one window.
+
+    A picture with a window of 3, so rings of 5 slots. Row A holds 5 tokens and gets 2 more, row B
+    holds 1 token and gets 2. Old keys come from the ring, new ones from the layer:
+
+        old of all rows, then new of all rows     A2 A3 A4 B0 A5 A6 B1 B2
+                          the index of each        0  1  2  3  4  5  6  7
+        packed, a text of its own for each row    A2 A3 A4 A5 A6 | B0 B1 B2
+                                         order     0  1  2  4  5    3  6  7
+                                    new_places              3  4       6  7
+
+    Attention runs over the packed texts. Old keys stand in for queries there, and nobody reads the
+    results at their places. The ring of A afterwards, with the slots of the new keys marked:
+
+        slot     0    1    2    3    4
+                A5*  A6*   .   A3   A4         first_slot 0, next_slot 2 (free for the key of A7)
+    """
+
+    attention: Callable  # over the packed texts: (q, k, v, long, gate) -> y
+    order: Tensor  # of cat((old, new)), which gives the packed texts
+    new_places: Tensor  # (T,) where the new tokens are in the packed texts
+    read_rows: Tensor  # row and slot of each old key
+    read_slots: Tensor
+    kept: Tensor  # which of the T new tokens their ring holds at the end
+    write_rows: Tensor  # row and slot of each of those
+    write_slots: Tensor
+    rows: Tensor  # (N,) the row of each text
+    first_slots: Tensor  # (N,) slot of the first new token
+    next_slots: Tensor  # (N,) slot of the token after the last new one
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, long: int):
+        """Attention of the new tokens: q, k, v (T, H, K), rings (B, S, H, K) -> (T, H, K)."""
+        if not len(self.read_rows):
+            return self.attention(q, k, v, long, None)
+        old_keys = keys[self.read_rows, self.read_slots]
+        old_values = values[self.read_rows, self.read_slots]
+        packed_q = torch.cat((old_keys, q))[self.order]
+        packed_k = torch.cat((old_keys, k))[self.order]
+        packed_v = torch.cat((old_values, v))[self.order]
+        return self.attention(packed_q, packed_k, packed_v, long, None)[self.new_places]
+
+
+def plan_ring(model, text_rows, starts, ends, window: int, slots: int) -> RingPlan:
+    """The plan for rings of one size.
+
+    Args:  text_rows, starts, ends (N + 1,) int64 arrays: row of each text, how many of its tokens
+           the row holds, and its length. The last text is padding, which is never stored.
+    """
+    count = len(text_rows) - 1
+    held = np.minimum(starts, window)  # older keys are out of sight
+    lengths = held + ends - starts
+    cu_seqlens = np.cumsum([0, *lengths])
+
+    # For every place of the packed texts: which text, where in it, and whether its key is old.
+    text = np.repeat(np.arange(count + 1), lengths)
+    place = np.arange(len(text)) - cu_seqlens[text]
+    position = place + (starts - held)[text]
+    old = place < held[text]
+
+    # Old keys are numbered before all new ones.
+    number_if_old = np.cumsum(old) - 1
+    number_if_new = old.sum() + np.cumsum(~old) - 1
+    order = np.where(old, number_if_old, number_if_new)
+
+    # The ring keeps the last S - 1 tokens; one slot stays free for the token that comes next.
+    new_text = text[~old]
+    new_position = position[~old]
+    kept = (new_text < count) & (new_position > ends[new_text] - slots)
+
+    def tensor(array) -> Tensor:
+        return torch.as_tensor(array, device=model.embed.device)
+
+    return RingPlan(
+        attention=model.attention(
+            model, tensor(place), tensor(cu_seqlens).int(), int(lengths.max())
+        ),
+        order=tensor(order),
+        new_places=tensor((~old).nonzero()[0]),
+        read_rows=tensor(text_rows[text[old]]),
+        read_slots=tensor(position[old] % slots),
+        kept=tensor(kept.nonzero()[0]),
+        write_rows=tensor(text_rows[new_text[kept]]),
+        write_slots=tensor(new_position[kept] % slots),
+        rows=tensor(text_rows[:count]),
+        first_slots=tensor(starts[:count] % slots),
+        next_slots=tensor(ends[:count] % slots),
+    )
+
+
+def new_ids(starts: list[int], texts: list[list[int]]) -> tuple[list[int], list[int]]:
+    """The ids of texts from `starts` on, behind each other, and the id before each of them.
+
+    0 stands before the first id of a text, where no layer reads it.
+    """
+    tokens = []
+    previous = []
+    for start, text in zip(starts, texts, strict=True):
+        tokens += text[start:]
+        previous += [0, *text[:-1]][start:]
+    return tokens, previous
+
+
+def prefill(model, cache: KVCache, rows: list, starts: list, texts: list, weights=None) -> None:
+    """Brings rows of the cache up to the given texts, all in one packed pass through the model.
+
+    Args:  rows[i] the row of texts[i], a list of ids; starts[i] how many of them the row already
+           holds, fewer than all; weights what model.layer_weights() gave, so that it is not
+           computed again
+    """
+    config = model.config
+    half = config.head_dim // 2
+
+    # Padding is one more text; sdpa_attention works in blocks of equal size.
+    tokens, previous = new_ids(starts, texts)
+    padding = -len(tokens) % 128
+    tokens += [0] * padding
+    previous += [0] * padding
+    text_rows = np.array([*rows, 0])
+    starts = np.array([*starts, 0])
+    ends = np.array([*map(len, texts), padding])
+    borders = np.cumsum([0, *(ends - starts)])
+    positions = np.concatenate([np.arange(*span) for span in zip(starts, ends, strict=True)])
+
+    def tensor(array) -> Tensor:
+        return torch.as_tensor(array, device=model.embed.device)
+
+    first_new = tensor(borders[:-2])  # of each text, among the new tokens
+    last_new = tensor(borders[1:-1] - 1)
+    positions_T = tensor(positions).clamp(max=config.max_seq_len - 1)  # only padding can lie beyond
+    first_T11 = (positions_T == 0)[:, None, None]
+    plans = [
+        plan_ring(model, text_rows, starts, ends, window, slots)
+        for window, slots in zip(model.windows, cache.slots, strict=True)
+    ]
+
+    def attend(index, layer, q, k, v, gate):
+        long = int(layer in config.long_layers)
+        plan = plans[long]
+        keys = cache.keys[index]
+        values = cache.values[index]
+
+        own_keys = k
+        offset = layer in config.key_offset_layers
+        if offset:
+            before = torch.cat((k[:1], k[:-1]))
+            before[first_new] = keys[plan.rows, plan.first_slots]  # its second half waits there
+            k = model.offset_keys(k, before, first_T11)
+
+        y = plan.attend(q, k, v, keys, values, long)
+        keys[plan.write_rows, plan.write_slots] = k[plan.kept]
+        values[plan.write_rows, plan.write_slots] = v[plan.kept]
+        if offset:
+            keys[plan.rows, plan.next_slots, :, half:] = own_keys[last_new, :, half:]
+        return gated(y, gate)
+
+    model.trunk(tensor(tokens), tensor(previous), positions_T, attend, weights)
+
+
+def decode(model, cache: KVCache, tokens_B, previous_B, positions_B, weights=None) -> Tensor:
+    """Appends one token to each row of the cache.
+
+    Args:    tokens_B, previous_B ids and the ids before them, int (B,); positions_B int32 (B,), -1
+             for rows that rest, of which nothing changes; weights as for prefill
+    Returns: logits (B, V) fp32, which mean nothing for rows that rest
+    """
+
+    def attend(index, layer, q, k, v, gate):
+        offset = layer in model.config.key_offset_layers
+        keys = cache.keys[index]
+        values = cache.values[index]
+        return gated(decode_attention(q, k, v, keys, values, positions_B, offset), gate)
+
+    hidden = model.trunk(tokens_B, previous_B, positions_B.clamp(min=0), attend, weights)
+    return model.logits(hidden)
+
+
+def gated(y_THK: Tensor, gate_TH: Tensor | None) -> Tensor:
+    """The output of attention times the gate of each head, if there is one."""
+    return y_THK if gate_TH is None else y_THK * gate_TH[..., None]
+
+
+# ==================================================================================================
+# SAMPLING
+
+
+def sample(
+    logits_BV: Tensor, temperature_B, top_k_B, top_p_B, seeds_B, counters_B, width: int
+) -> Tensor:
+    """One id for each row: argmax at temperature 0, else a draw from the likeliest.
+
+    The draw is from the top_k likeliest ids, of these from the fewest whose mass reaches top_p; ids
+    as likely as the last of them count too. Logits plus Gumbel noise are largest at a draw from
+    their softmax.
+
+    Args:    top_k_B 0: all ids; top_p_B 1 or more: all ids; seeds_B, counters_B integers, on which
+             the noise depends, and on nothing else, so a row draws the same in any batch; width how
+             many logits to sort: at least top_k of every row that cuts, V if one cuts by top_p
+             alone, 0 if none does
+    Returns: ids (B,)
+    """
+    z = logits_BV / temperature_B.clamp(min=1e-6)[:, None]
+    if width:
+        cuts = (top_k_B > 0) | (top_p_B < 1)
+        unlikely = z < least_kept(z, top_k_B, top_p_B, width)[:, None]
+        z = z.masked_fill(unlikely & cuts[:, None], -math.inf)
+    z = z + gumbel_noise(seeds_B, counters_B, z.size(-1))
+    greedy = (temperature_B == 0)[:, None]
+    return torch.where(greedy, logits_BV, z).argmax(-1)
+
+
+def least_kept(z_BV: Tensor, top_k_B: Tensor, top_p_B: Tensor, width: int) -> Tensor:
+    """The smallest logit of each row that top_k and top_p keep, (B,)."""
+    best = z_BV.topk(width).values
+    place = torch.arange(width, device=best.device)
+    kept = (place < top_k_B[:, None]) | (top_k_B == 0)[:, None]
+    mass = best.masked_fill(~kept, -math.inf).softmax(-1)
+    mass_before = mass.cumsum(-1) - mass
+    kept &= mass_before < top_p_B[:, None]  # the id that crosses top_p stays
+    return best.masked_fill(~kept, math.inf).amin(-1)
+
+
+def gumbel_noise(seeds_B: Tensor, counters_B: Tensor, vocab_size: int) -> Tensor:
+    """Noise (B, V) fp32: a hash of seed, counter and id, which needs no state."""
+    ids = lowbias32(torch.arange(vocab_size, device=seeds_B.device))
+    rows = lowbias32((lowbias32(seeds_B) + counters_B) & 0xFFFFFFFF)
+    bits = lowbias32((rows[:, None] + ids) & 0xFFFFFFFF) >> 9
+    uniform = (bits.float() + 0.5) * 2**-23
+    return -torch.log(-torch.log(uniform))
+
+
+def lowbias32(x: Tensor) -> Tensor:
+    """A hash of 32 bits, by C. Wellons; in int64, where nothing overflows."""
+    x = ((x ^ (x >> 16)) * 0x21F0AAAD) & 0xFFFFFFFF
+    x = ((x ^ (x >> 15)) * 0x735A2D97) & 0xFFFFFFFF
+    return x ^ (x >> 15)
+
+
+# ==================================================================================================
+# CALCULATOR -- of tool calls
+
+LEXEME = re.compile(
+    r"""
+    '[^'\\\n]*' | "[^"\\\n]*" | \.count\b           # texts, and the one method they have
+    | (?: \d{1,3}(?:,\d{3})+(?!\d) | \d+ )          # 1,000 or 1000
+      (?: \.\d* )? (?: [eE][-+]?\d+ )?
+    | \.\d+ | [-+*/%()\ ]
+    """,
+    re.VERBOSE,
+)
+OPERATORS = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: lambda a, b: a**b if abs(b) <= 100 else math.nan,
+    ast.UAdd: operator.pos,
+    ast.USub: operator.neg,
+}
+
+
+def evaluate(node: ast.AST, depth: int = 100) -> int | float:
+    """The value of a syntax tree that holds nothing but arithmetic and .count.
+
+    Raises: ValueError for anything else, for more than `depth` levels, and for numbers of 1e30 or
+            more; ArithmeticError for a division by zero or an overflow
+    """
+    match node:
+        case ast.Constant(value=int() | float() as value):
+            x = value
+        case ast.UnaryOp() if depth:
+            x = OPERATORS[type(node.op)](evaluate(node.operand, depth - 1))
+        case ast.BinOp() if depth:
+            left = evaluate(node.left, depth - 1)
+            right = evaluate(node.right, depth - 1)
+            x = OPERATORS[type(node.op)](left, right)
+        case ast.Call(
+            func=ast.Attribute(value=ast.Constant(value=str() as text), attr="count"),
+            args=[ast.Constant(value=str() as part)],
+            keywords=[],
+        ):
+            x = text.count(part)
+        case _:
+            raise ValueError
+    if isinstance(x, complex) or not abs(x) < 1e30:
+        raise ValueError
+    return x
+
+
+def calculate(expression: str) -> str | None:
+    """The result of an expression of numbers, + - * / // % **, and 'text'.count('part').
+
+    None for anything else. Length, depth and the size of every number are bounded, and with them
+    time and memory, in any thread.
+    """
+    text = expression.strip()
+    if len(text) > 256:
+        return None
+    parts = LEXEME.findall(text)
+    if "".join(parts) != text:
+        return None
+
+    # Python does not read 1,000 as a number.
+    plain = "".join(part.replace(",", "") if part[0].isdigit() else part for part in parts)
+    try:
+        x = evaluate(ast.parse(plain, mode="eval").body)
+    except (SyntaxError, ValueError, ArithmeticError, RecursionError, MemoryError):
+        return None
+
+    if abs(x) < 1e15 and x == int(x):
+        return str(int(x))
+    if isinstance(x, int):
+        return str(x)
+    return f"{x:.12g}"
+
+
+# ==================================================================================================
+# DECODING -- rows that decode together, and generation on top of them
+
+
+@dataclass
+class Completion:
+    """One request and its result."""
+
+    prompt: list[int]  # BOS included
+    max_tokens: int = 128
+    temperature: float = 0.8  # 0: the most likely id
+    top_k: int = 50  # 0: all
+    top_p: float = 1.0
+    stop: tuple = ()  # ids that end it; BOS always does
+    seed: int = 0
+    tools: bool = (
+        False  # run the calculator; without effect if the tokenizer lacks the marks of calls
+    )
+
+    # The result: new ids without the one that ended it, and whether each came from a tool.
+    tokens: list[int] = field(default_factory=list)
+    forced: list[bool] = field(default_factory=list)
+    reason: str = ""  # why it ended: "stop" or "length"
+    ended: int = -1  # the stop token
+
+    # A tool call under way: ids of its expression so far, and ids of its result yet to be added.
+    call: list[int] | None = None
+    queue: list[int] = field(default_factory=list)
+
+    def check(self, max_len: int) -> None:
+        """Raises RunError if it does not fit a row for texts of max_len tokens."""
+        length = len(self.prompt)
+        room = max(max_len + 1 - length, 0)  # the last new token needs no place in the cache
+        if length == 0:
+            raise RunError("a prompt is empty; give at least a BOS token")
+        if self.max_tokens < 1:
+            raise RunError(f"max_tokens={self.max_tokens} asks for no token; use at least 1")
+        if self.max_tokens > room:
+            raise RunError(
+                f"a prompt of {length} tokens and {self.max_tokens} new ones exceed the context of "
+                f"{max_len}; shorten the prompt or ask for at most {room}"
+            )
+
+    def sort_width(self, vocab_size: int) -> int:
+        """How many logits sample must sort for it, or GREEDY if it needs no sample."""
+        if self.temperature <= 0:
+            return GREEDY
+        if self.top_k:
+            return min(self.top_k, vocab_size)
+        return vocab_size if self.top_p < 1 else 0
+
+    def accept(self, sampled: int, tokenizer, marks: ToolMarks | None) -> int | None:
+        """Adds the sampled id, or that of a tool's result if one is due; None if a stop came."""
+        by_tool = bool(self.queue)
+        if by_tool:
+            token = self.queue.pop(0)
+        elif sampled == tokenizer.bos_id or sampled in self.stop:
+            self.reason = "stop"
+            self.ended = sampled
+            return None
+        else:
+            token = sampled
+            if self.tools and marks:
+                self.follow_call(token, tokenizer, marks)
+        self.tokens.append(token)
+        self.forced.append(by_tool)
+        if len(self.tokens) == self.max_tokens:
+            self.reason = "length"
+        return token
+
+    def follow_call(self, token: int, tokenizer, marks: ToolMarks) -> None:
+        """Notes the ids of a tool call; at its end the result goes into the queue."""
+        if token == marks.call_start:
+            self.call = []
+        elif token == marks.call_end and self.call is not None:
+            result = calculate(tokenizer.decode(self.call))
+            self.call = None
+            if result is not None:
+                self.queue = [marks.result_start, *tokenizer.encode(result), marks.result_end]
+        elif self.call is not None:
+            self.call.append(token)
+
+
+@dataclass(frozen=True)
+class ToolMarks:
+    """Ids of the special tokens around a tool call and around its result."""
+
+    call_start: int
+    call_end: int
+    result_start: int
+    result_end: int
+
+    @staticmethod
+    def of(tokenizer) -> ToolMarks | None:
+        """None if the tokenizer lacks one of them."""
+        names = ("<|python_start|>", "<|python_end|>", "<|output_start|>", "<|output_end|>")
+        if not all(name in tokenizer.specials for name in names):
+            return None
+        return ToolMarks(*(tokenizer.specials[name] for name in names))
+
+
+@dataclass
+class RowState:
+    """What a step reads of each row: tensors (B,) that are only written in place.
+
+    A CUDA graph of a step holds their addresses.
+    """
+
+    tokens: Tensor  # the id that goes in next
+    previous: Tensor  # the id before it
+    positions: Tensor  # int32, of the id that goes in next; -1: the row rests
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    seeds: Tensor
+
+    @staticmethod
+    def resting(rows: int, device: torch.device) -> RowState:
+        """The state of rows without a text."""
+
+        def zeros(dtype) -> Tensor:
+            return torch.zeros(rows, dtype=dtype, device=device)
+
+        return RowState(
+            tokens=zeros(torch.long),
+            previous=zeros(torch.long),
+            positions=zeros(torch.int32) - 1,
+            temperature=zeros(torch.float32),
+            top_k=zeros(torch.long),
+            top_p=zeros(torch.float32),
+            seeds=zeros(torch.long),
+        )
+
+    def write(self, completions: dict[int, Completion]) -> None:
+        """Sets rows so that the last token of each prompt goes in with the next step."""
+        prompts = [c.prompt for c in completions.values()]
+        columns = {
+            "tokens": [prompt[-1] for prompt in prompts],
+            "previous": [prompt[-2] if len(prompt) > 1 else 0 for prompt in prompts],
+            "positions": [len(prompt) - 1 for prompt in prompts],
+            "temperature": [max(c.temperature, 0) for c in completions.values()],
+            "top_k": [c.top_k for c in completions.values()],
+            # At 1 the rounding of a sum could cut something.
+            "top_p": [c.top_p if c.top_p < 1 else 2 for c in completions.values()],
+            "seeds": [c.seed % 2**32 for c in completions.values()],
+        }
+        for name, values in columns.items():
+            tensor = getattr(self, name)
+            tensor[list(completions)] = torch.tensor(
+                values, dtype=tensor.dtype, device=tensor.device
+            )
+
+    def tensors(self) -> list[Tensor]:
+        return [getattr(self, f.name) for f in dataclasses.fields(self)]
+
+
+class Event(NamedTuple):
+    """What a step did to a row."""
+
+    row: int
+    token: int | None  # the new id; None if a stop token came
+    reason: str  # why the completion ended: "stop" or "length"; "" while it goes on
+
+
+GREEDY = -1  # a width for steps that take the most likely id in every row
+WIDTHS = (GREEDY, 0, 64, 1024)  # and the whole vocabulary; on CUDA each is a graph of its own
+
+
+class Decoder:
+    """Rows of a KV cache that decode together: a text enters a free row while others go on.
+
+    On CUDA a step is a graph, launched at once. `compile` also fuses it, which costs half a minute
+    at the first step. A Decoder is for one thread.
+    """
+
+    def __init__(
+        self,
+        model,
+        tokenizer,
+        rows: int,
+        max_len: int = 0,  # tokens of the longest text, by default the model's context
+        compile: bool = False,
+        graph: bool = True,
+    ):
+        device = model.embed.device
+        context = model.config.max_seq_len
+        self.model = model
+        self.tokenizer = tokenizer
+        self.rows = rows
+        self.max_len = min(max_len or context, context)
+        self.windows = model.windows
+        self.marks = ToolMarks.of(tokenizer)
+        with torch.no_grad():
+            self.weights = model.layer_weights()
+
+        self.cache = KVCache.empty(model, rows, self.max_len)
+        self.state = RowState.resting(rows, device)
+        self.known = [[] for _ in range(rows)]  # ids in the cache; of a live row also the next one
+        self.live: dict[int, Completion] = {}
+
+        self.decode = torch.compile(decode) if compile else decode
+        self.sample = torch.compile(sample) if compile else sample
+        self.graphs = {} if graph and device.type == "cuda" else None  # by width
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Reads the weights of the model again; texts in the cache are forgotten."""
+        self.known = [[] for _ in range(self.rows)]
+        for old_layer, new_layer in zip(self.weights, self.model.layer_weights(), strict=True):
+            for old, new in zip(old_layer, new_layer, strict=True):
+                if old is not None:
+                    old.copy_(new)
+
+    @torch.no_grad()
+    def admit(self, completions: dict[int, Completion]) -> None:
+        """Puts completions into rows that are not live.
+
+        What a row still holds of its new prompt is not computed again. The last token of a prompt
+        goes in with the next step, which gives the first new token.
+
+        Raises: RunError if one does not fit its row
+        """
+        starts = {}
+        for row, completion in completions.items():
+            assert row not in self.live, f"row {row} is taken"
+            completion.check(self.max_len)
+            starts[row] = self.held(row, completion.prompt)
+
+        # Old keys are masked, but infinities and NaN would get through a mask.
+        empty = [row for row, start in starts.items() if start == 0]
+        for ring in (*self.cache.keys, *self.cache.values):
+            ring[empty] = 0
+
+        for row in completions:
+            self.known[row] = []  # should the prefill fail
+        texts = {row: completion.prompt[:-1] for row, completion in completions.items()}
+        for pack in prefill_packs(texts, starts):
+            pack_starts = [starts[row] for row in pack]
+            pack_texts = [texts[row] for row in pack]
+            prefill(self.model, self.cache, pack, pack_starts, pack_texts, self.weights)
+
+        self.state.write(completions)
+        for row, completion in completions.items():
+            self.known[row] = list(completion.prompt)
+        self.live |= completions
+
+    def held(self, row: int, prompt: list[int]) -> int:
+        """How many ids of a prompt are in a row of the cache, at most all but the last."""
+        known = self.known[row]
+        if len(known) < len(prompt) and known == prompt[: len(known)]:
+            return len(known)
+        return 0
+
+    @torch.no_grad()
+    def step(self) -> list[Event]:
+        """Computes one token for each live row; a row that ends is free afterwards."""
+        if not self.live:
+            return []
+        self.run(self.sort_width())
+        sampled = self.state.tokens.tolist()
+
+        events = []
+        for row, completion in self.live.items():
+            token = completion.accept(sampled[row], self.tokenizer, self.marks)
+            if not completion.reason:
+                self.known[row].append(token)
+            events.append(Event(row, token, completion.reason))
+
+        self.force({e.row: e.token for e in events if e.token not in (None, sampled[e.row])})
+        self.rest([e.row for e in events if e.reason])
+        return events
+
+    def sort_width(self) -> int:
+        """How many logits the next step sorts: one of WIDTHS, or the whole vocabulary."""
+        vocab_size = self.tokenizer.vocab_size
+        needed = max(completion.sort_width(vocab_size) for completion in self.live.values())
+        enough = [width for width in WIDTHS if width >= needed]
+        return min([*enough, vocab_size])
+
+    def run(self, width: int) -> None:
+        """Computes a step, by a graph where there are graphs."""
+        if self.graphs is None:
+            self.advance(width)
+            return
+        if width not in self.graphs:
+            self.graphs[width] = self.capture(width)
+        self.graphs[width].replay()
+
+    def advance(self, width: int) -> None:
+        """The work of a step, between tensors that stay where they are."""
+        state = self.state
+        logits = self.decode(
+            self.model, self.cache, state.tokens, state.previous, state.positions, self.weights
+        )
+        logits = logits[:, : self.tokenizer.vocab_size]  # without the padding of the vocabulary
+        if width == GREEDY:
+            sampled = logits.argmax(-1)
+        else:
+            sampled = self.sample(
+                logits,
+                state.temperature,
+                state.top_k,
+                state.top_p,
+                state.seeds,
+                state.positions,
+                width,
+            )
+        state.previous.copy_(state.tokens)
+        state.tokens.copy_(sampled)
+        state.positions.add_(state.positions >= 0)
+
+    def capture(self, width: int) -> torch.cuda.CUDAGraph:
+        """Records a step, while all rows rest, so its warm-up writes nothing into the cache."""
+        saved = [tensor.clone() for tensor in self.state.tensors()]
+        self.state.positions.fill_(-1)
+
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                self.advance(width)
+        torch.cuda.current_stream().wait_stream(side)
+
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            self.advance(width)
+        for tensor, value in zip(self.state.tensors(), saved, strict=True):
+            tensor.copy_(value)
+        return graph
+
+    def force(self, tokens: dict[int, int]) -> None:
+        """Replaces the ids that go in next, by row."""
+        if tokens:
+            ids = torch.tensor([*tokens.values()], device=self.state.tokens.device)
+            self.state.tokens[list(tokens)] = ids
+
+    def rest(self, rows: list[int]) -> None:
+        """Ends the completions of rows; what the rows hold stays known."""
+        if rows:
+            self.state.positions[rows] = -1
+        self.live = {row: c for row, c in self.live.items() if row not in rows}
+
+    def free(self, row: int) -> None:
+        """Drops a row's completion, if it has one, and forgets its text."""
+        self.rest([row] if row in self.live else [])
+        self.known[row] = []
+
+
+def prefill_packs(texts: dict[int, list[int]], starts: dict[int, int]) -> Iterator[list[int]]:
+    """Rows that have something to compute, in groups of up to PREFILL_TOKENS of text."""
+    pack = []
+    size = 0
+    for row, text in texts.items():
+        if len(text) <= starts[row]:
+            continue
+        if pack and size + len(text) > PREFILL_TOKENS:
+            yield pack
+            pack = []
+            size = 0
+        pack.append(row)
+        size += len(text)
+    if pack:
+        yield pack
+
+
+class Generator:
+    """Continues prompts of different lengths, up to `rows` at a time.
+
+    The options of its methods are the fields of Completion. They raise RunError if a prompt and its
+    answer do not fit the context.
+    """
+
+    def __init__(self, model, tokenizer, rows: int = 128, compile: bool = False):
+        self.model = model
+        self.tokenizer = tokenizer
+        self.rows = rows
+        self.compile = compile
+        self.decoder: Decoder | None = None  # of the last call, kept for its graphs
+
+    def run(self, completions: list[Completion], rows: int) -> Iterator[list[Event]]:
+        """Decodes completions, which enter free rows in turn.
+
+        Yields what Decoder.step returns, with a completion's index in place of the row.
+        """
+        decoder = self.take_decoder(completions, rows)
+        rows = decoder.rows
+        waiting = list(range(len(completions)))[::-1]  # indices, the first at the end
+        index_of = {}  # by row
+        try:
+            for completion in completions:
+                completion.check(decoder.max_len)
+            while waiting or decoder.live:
+                # A prefill holds the other rows up, so several texts enter together.
+                free = [row for row in range(rows) if row not in decoder.live]
+                if waiting and len(free) >= min(len(waiting), max(1, rows // 8)):
+                    entering = {row: waiting.pop() for row in free[: len(waiting)]}
+                    index_of |= entering
+                    decoder.admit({row: completions[index] for row, index in entering.items()})
+                yield [event._replace(row=index_of[event.row]) for event in decoder.step()]
+        finally:
+            for row in range(rows):
+                decoder.free(row)
+            self.decoder = decoder
+
+    def take_decoder(self, completions: list[Completion], rows: int) -> Decoder:
+        """The decoder of the last call if it fits these completions, else a new one."""
+        length = max(len(c.prompt) + c.max_tokens for c in completions) - 1
+        if self.model.embed.is_cuda:  # sizes that fit the next call too; empty slots cost no time
+            rows = 1 << (rows - 1).bit_length()
+            length = self.model.config.max_seq_len
+
+        # Taken out of self, so that a call within this one gets another decoder.
+        decoder = self.decoder
+        self.decoder = None
+        if (
+            decoder is not None
+            and decoder.rows == rows
+            and decoder.windows == self.model.windows
+            and decoder.max_len >= length
+        ):
+            decoder.refresh()
+            return decoder
+        del decoder  # frees its memory before the next one is made
+        return Decoder(self.model, self.tokenizer, rows, length, self.compile)
+
+    def completions(self, prompts, seed: int = 0, **options) -> list[Completion]:
+        """A Completion for each prompt; equal prompts draw different noise."""
+        return [
+            Completion(list(prompt), seed=seed + i * SEED_STRIDE, **options)
+            for i, prompt in enumerate(prompts)
+        ]
+
+    def complete(self, prompts, **options) -> list[Completion]:
+        """Continues lists of ids to their end."""
+        completions = self.completions(prompts, **options)
+        if completions:
+            for _ in self.run(completions, min(len(completions), self.rows)):
+                pass
+        return completions
+
+    def generate(self, prompts, **options) -> list[list[int]]:
+        """The new ids of each prompt, without the stop token."""
+        return [completion.tokens for completion in self.complete(prompts, **options)]
+
+    def stream(self, prompts, **options) -> Iterator[list[int | None]]:
+        """Yields one list of ids for each step, None for prompts that have ended."""
+        completions = self.completions(prompts, **options)
+        for events in self.run(completions, len(completions)):
+            found = {event.row: event.token for event in events}
+            yield [found.get(i) for i in range(len(completions))]
+
+    def stream_text(self, prompt: str, **options) -> Iterator[str]:
+        """Pieces of text as they become certain: a character is never split between two pieces.
+
+        One piece for each token, which may be empty, and one more at the end.
+        """
+        ids = [self.tokenizer.bos_id, *self.tokenizer.encode(prompt)]
+        text = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        for (token,) in self.stream([ids], **options):
+            if token is not None:
+                yield text.decode(self.tokenizer.bytes[token])
+        yield text.decode(b"", final=True)
+
+
+# ==================================================================================================
+# KERNEL -- attention of one step of decoding
+# Each row of the cache gets one key and one value, and one query looks at its ring of S slots.
+# Position p lies in slot p % S. The slot after the newest is free: in layers with key offset the
+# second half of a key waits there for its first. Rows at position -1 rest, and nothing of them is
+# written.
+
+
+def use_triton(x: Tensor) -> bool:
+    """The kernel runs on CUDA tensors of 16 bits from Ampere on; all else takes the plain path."""
+    if triton is None or not x.is_cuda or x.itemsize > 2:
+        return False
+    return torch.cuda.get_device_capability(x.device) >= (8, 0)
+
+
+def decode_attention_ref(q, k, v, keys, values, positions, offset: bool) -> Tensor:
+    """Writes a key and a value into each ring, and returns what the query finds there.
+
+    Args:    q, k, v (B, H, K), q carries the scale; keys, values (B, S, H, K), written in place;
+             positions int (B,), -1 for rows that rest; offset: keys take their second half from the
+             token before
+    Returns: (B, H, K)
+    """
+    slots = keys.size(1)
+    width = keys.size(3)
+    row = torch.arange(len(q), device=q.device)
+    live = (positions >= 0)[:, None, None]
+    position = positions.clamp(min=0).long()
+    slot = position % slots
+
+    if offset:
+        second_half = torch.arange(width, device=q.device) >= width // 2
+        waiting = keys[row, slot]
+        next_slot = (position + 1) % slots
+        keys[row, next_slot] = torch.where(live & second_half, k, keys[row, next_slot])
+        has_previous = (position > 0)[:, None, None]
+        k = torch.where(second_half & has_previous, waiting, k)
+    keys[row, slot] = torch.where(live, k, keys[row, slot])
+    values[row, slot] = torch.where(live, v, values[row, slot])
+
+    # How far behind the newest key each slot is; the oldest one is the free slot.
+    behind = (position[:, None] - torch.arange(slots, device=q.device)) % slots
+    seen = (behind <= position[:, None]) & (behind < slots - 1)
+    y = F.scaled_dot_product_attention(
+        q[:, :, None],
+        keys.transpose(1, 2),
+        values.transpose(1, 2),
+        seen[:, None, None],
+        scale=1.0,
+    )
+    return y[:, :, 0]
+
+
+@jit
+def decode_attention_kernel(
+    q, k, v, o, keys, values, positions, S, H, stride_q, stride_k, stride_v,
+    OFFSET: tl.constexpr, D: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """One row and one head a program. The new key and value are not read back from the ring."""
+    row = tl.program_id(0)
+    h = tl.program_id(1)
+    d = tl.arange(0, D)
+    p = tl.load(positions + row)
+    slot = tl.maximum(p, 0) % S
+    stride = H * D  # from slot to slot
+    live = d < tl.where(p >= 0, D, 0)
+    keys += (row.to(tl.int64) * S * H + h) * D
+    values += (row.to(tl.int64) * S * H + h) * D
+
+    # The new key and value; exp2 below needs the query times log2(e).
+    Q = tl.load(q + row * stride_q + h * D + d).to(tl.float32) * 1.4426950408889634
+    K = tl.load(k + row * stride_k + h * D + d)
+    V = tl.load(v + row * stride_v + h * D + d)
+    if OFFSET:
+        second_half = d >= D // 2
+        tl.store(keys + (slot + 1) % S * stride + d, K, mask=live & second_half)
+        taken = second_half & (d < p * D)  # from the token before, which the first has not
+        K = tl.where(taken, tl.load(keys + slot * stride + d, mask=taken, other=0.0), K)
+    tl.store(keys + slot * stride + d, K, mask=live)
+    tl.store(values + slot * stride + d, V, mask=live)
+
+    # Online softmax over the ring, starting with the new key.
+    top = tl.sum(Q * K.to(tl.float32), 0)
+    total = 1.0
+    acc = V.to(tl.float32)
+    for n0 in range(0, tl.minimum(p + 1, S), BN):
+        n = n0 + tl.arange(0, BN)
+        behind = slot - n + tl.where(n > slot, S, 0)
+        seen = (n < S) & (behind > 0) & (behind <= p) & (behind < S - 1)
+        at = n[:, None] * stride + d[None, :]
+        k_block = tl.load(keys + at, mask=seen[:, None], other=0.0).to(tl.float32)
+        v_block = tl.load(values + at, mask=seen[:, None], other=0.0).to(tl.float32)
+        s = tl.where(seen, tl.sum(k_block * Q[None, :], 1), float("-inf"))
+        new_top = tl.maximum(top, tl.max(s, 0))
+        e = tl.exp2(s - new_top)
+        shrink = tl.exp2(top - new_top)
+        top = new_top
+        total = total * shrink + tl.sum(e, 0)
+        acc = acc * shrink + tl.sum(e[:, None] * v_block, 0)
+    tl.store(o + row * stride + h * D + d, (acc / total).to(o.dtype.element_ty))
+
+
+DECODE_TILES = dict(BN=128, num_warps=8)
+
+
+def free_prefix(name: str) -> str:
+    """A prefix of operators that has no operator of this name yet.
+
+    Operators have global names, and a process may import this file twice.
+    """
+    for n in range(1000):
+        prefix = f"decoderstack_engine{n}"
+        if not hasattr(getattr(torch.ops, prefix), name):
+            return prefix
+    raise AssertionError("no prefix is free")
+
+
+def adjacent_heads(x: Tensor) -> Tensor:
+    """x (B, H, K) with the heads of a row next to each other in memory."""
+    return x if x.stride()[1:] == (x.size(2), 1) else x.contiguous()
+
+
+@torch.library.custom_op(
+    f"{free_prefix('decode_attention')}::decode_attention", mutates_args=("keys", "values")
+)
+def decode_attention(
+    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, positions: Tensor, offset: bool
+) -> Tensor:
+    """As decode_attention_ref: the kernel where it runs, for K a power of two.
+
+    It reads 4 H K bytes for each key seen.
+    """
+    B, H, D = q.shape
+    if not use_triton(q) or D & (D - 1):
+        return decode_attention_ref(q, k, v, keys, values, positions, offset)
+    q = adjacent_heads(q)
+    k = adjacent_heads(k)
+    v = adjacent_heads(v)
+    o = q.new_empty(B, H, D)
+    decode_attention_kernel[(B, H)](
+        q, k, v, o, keys, values, positions, keys.size(1), H, q.stride(0), k.stride(0), v.stride(0),
+        OFFSET=offset, D=D, **DECODE_TILES,
+    )  # fmt: skip
+    return o
+
+
+@decode_attention.register_fake
+def _(q, k, v, keys, values, positions, offset):
+    return q.new_empty(q.shape)

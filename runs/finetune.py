@@ -1,0 +1,411 @@
+"""Finetuning: a pretrained run goes on with conversations, so that its model answers questions.
+
+    python runs/finetune.py out/RUN                        one pass over the conversations of its dataset
+    python runs/finetune.py out/RUN --packs 16 --lr 0.5 --steps 200 --set max_epochs=3
+    python runs/finetune.py --resume --run-dir out/SFT     continue a run that was stopped
+    torchrun --standalone --nproc_per_node=8 runs/finetune.py out/RUN
+
+RUN comes first. Behind it stand the flags of training (`runs/finetune.py RUN --help` lists them), and
+
+    --packs N       packs in a step (default 8 for train_small.py, 16 for train_medium.py)
+    --lr X          rate at the start, as a fraction of that of pretraining (default 0.8 and 0.3)
+    --no-moments    start with empty optimizer moments in place of those of RUN
+
+The conversations are those that data/sft.py adds to a dataset. The default is RUN's own dataset;
+--data names another one with the same tokenizer. The loss counts only what the assistant writes.
+Training is done by the script that lies in RUN, so its model is trained as it was before.
+
+The screen shows the bits per byte of held-out answers before the first step, then what pretraining
+shows. The run directory has the files of a pretraining run and this script; its report ends with
+answers to three questions. runs/chat.py and runs/chat_eval.py read it.
+"""
+
+import argparse
+import bisect
+import dataclasses
+import hashlib
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import engine
+import numpy as np
+from engine import RunError
+
+QUESTIONS = (
+    "Hello! Who are you?",
+    "Why is the sky blue?",
+    "Write a Python function that adds two numbers.",
+)
+ANSWER_TOKENS = 128  # most tokens of an answer in the report
+
+
+@dataclass(frozen=True)
+class Defaults:
+    packs: int  # in a step; conversations are few, so this is less than in pretraining
+    lr: float  # rate at the start, as a fraction of the base rate
+
+
+DEFAULTS = {
+    "train_small": Defaults(8, 0.8),  # the rate is nanochat's
+    "train_medium": Defaults(16, 0.3),  # nanochat's 0.8, for an eighth of the batch
+}
+
+
+# ---- conversations
+
+
+def best_fit(lengths: np.ndarray, order: np.ndarray, room: int, most: int) -> list[list[int]]:
+    """Packs documents: each goes into the fullest pack that it fits into.
+
+    Args:    lengths of all documents in tokens; order in which they are packed, indices of lengths;
+             room in a pack, in tokens; most documents in a pack
+    Returns: the indices in each pack
+    """
+    packs = []
+    unfilled = []  # (room left, number of the pack), sorted
+    smallest = lengths.min()
+    for i, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
+        at = bisect.bisect_left(unfilled, (length, 0))
+        if at < len(unfilled):
+            left, number = unfilled.pop(at)
+        else:
+            left = room
+            number = len(packs)
+            packs.append([])
+        packs[number].append(i)
+        left -= length
+        if left >= smallest and len(packs[number]) < most:
+            bisect.insort(unfilled, (left, number))
+    return packs
+
+
+class Conversations:
+    """The conversations of data/sft.py, one split of them in memory, and a reader of their packs.
+
+    It has what PackLoader needs of a reader: position, seek(), bos_id and pack(). All packs of all
+    epochs are laid out in advance; each epoch shuffles the conversations anew.
+
+    Raises: RunError if a loss mask is missing or wrong, or if a conversation is too long
+    """
+
+    def __init__(self, dataset, split: str, config):
+        self.bos_id = dataset.tokenizer.bos_id
+        shards = [read_shard(dataset, path) for path in dataset.files(split, "sft")]
+        self.tokens = np.concatenate([tokens for tokens, _ in shards])
+        self.counted = np.concatenate([counted for _, counted in shards])
+        starts = np.flatnonzero(self.tokens == self.bos_id)
+        self.borders = np.append(starts, len(self.tokens))
+
+        # The last token of a conversation is a target only.
+        lengths = np.diff(self.borders) - 1
+        longest = lengths.max()
+        most = min(stage.max_doc for stage in config.stage_table)
+        if longest > most:
+            raise RunError(
+                f"{dataset.root}/sft holds a conversation of {longest + 1:,} tokens, the model reads "
+                f"{most:,}; make shorter ones with python data/sft.py --max-len {most + 1}"
+            )
+        self.count = len(lengths)
+        self.inputs = int(lengths.sum())  # tokens, padding excluded
+
+        self.packs = []
+        for epoch in range(config.max_epochs):
+            order = np.random.default_rng([config.seed, epoch]).permutation(self.count)
+            self.packs += best_fit(lengths, order, config.pack_tokens, config.pack_docs)
+        self.seek({"pack": 0})
+
+    def seek(self, position: dict) -> None:
+        self.position = dict(position)
+
+    def read(self, i: int) -> tuple[np.ndarray, np.ndarray]:
+        """A conversation, int32 (n,), and which of its n - 1 targets count, bool."""
+        start, end = self.borders[i : i + 2]
+        return self.tokens[start:end].astype(np.int32), self.counted[start + 1 : end]
+
+    def pack(self, max_doc: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """The conversations of the next pack; none after the last one, to fill up the last step."""
+        number = self.position["pack"]
+        self.position["pack"] += 1
+        members = self.packs[number] if number < len(self.packs) else []
+        for i in members:
+            yield self.read(i)
+
+
+def read_shard(dataset, path: Path) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens of a shard, uint16 (n,), and which of them count as targets, bool (n,)."""
+    mask_path = path.with_suffix(".mask.bin")
+    if not mask_path.is_file():
+        raise RunError(f"{path} has no loss mask {mask_path.name} beside it; run data/sft.py again")
+    tokens = dataset.read(path)
+    mask = dataset.read(mask_path)
+    starts = tokens == dataset.tokenizer.bos_id
+    if not starts[0] or len(mask) != len(tokens) or mask.max() > 1 or mask[starts].any():
+        raise RunError(f"{mask_path} is not the loss mask of {path.name}; run data/sft.py again")
+    return tokens, mask == 1
+
+
+# ---- where finetuning starts
+
+
+def newest_checkpoint(script: ModuleType, run_dir: Path) -> Path:
+    found = script.checkpoints(run_dir)
+    if not found:
+        raise RunError(f"{run_dir} holds no checkpoint; name a run directory with a finished save")
+    return found[-1]
+
+
+def stage_config(script: ModuleType, checkpoint: Path, packs: int, lr: float):
+    """The Config of the run that finetuning starts from, with a schedule of one stage.
+
+    Windows, scale and frequencies are those that the checkpoint was last trained with, so YaRN has
+    nothing to replay.
+    """
+    base = script.read_config(checkpoint.parent.parent)
+    attention = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))["attention"]
+    stage = (1.0, packs, attention["window_short"], attention["window_long"], base.max_seq_len, lr)
+    full_momentum = base.momentum[1]
+    return dataclasses.replace(
+        base,
+        stages=(stage,),
+        attention_scale=attention["scale"],
+        frequencies=tuple(attention["frequencies"]),
+        max_epochs=1,
+        # The rate falls from the first step to the last, down to 0.
+        cooldown=1.0,
+        lr_floor=0.0,
+        # Matrices begin with full momentum, because their buffers are filled.
+        momentum=(full_momentum, full_momentum, 0, 0),
+        # One target for each token, as in validation.
+        ahead=(1.0,),
+        prefix_weight=0.0,
+        # A short conversation has 32 tokens.
+        pack_docs=max(base.pack_docs, base.pack_tokens // 32),
+        wandb="",
+    )
+
+
+def load_source(script: ModuleType, state, checkpoint: Path, moments: bool) -> None:
+    """Gives a new state the weights of another run, and its optimizer moments if asked for."""
+    loss_scale = state.loss_scale
+    script.load_checkpoint(state, checkpoint)
+    state.step = 0
+    state.good_steps = 0
+    state.loss_scale = loss_scale
+    state.optimizer.drop_gradients()  # late ones are of text that is not trained on now
+    if not moments:
+        state.optimizer.drop_moments()
+
+
+# ---- the run
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What finetuning adds to the Config of a run; the entry "finetune" of config.json."""
+
+    run: str  # directory of the source
+    checkpoint: str  # name of the one it started from
+    packs: int
+    lr: float
+    moments: bool  # kept: "slightly better" in nanochat
+
+    @property
+    def source(self) -> Path:
+        return Path(self.run) / "checkpoints" / self.checkpoint
+
+
+def new_job(script: ModuleType, args: argparse.Namespace):
+    """The job of a run that starts from args.run."""
+    run_dir = Path(args.run)
+    checkpoint = newest_checkpoint(script, run_dir)
+    defaults = DEFAULTS.get(Path(script.__file__).stem, DEFAULTS["train_small"])
+    settings = Settings(
+        run=args.run,
+        checkpoint=checkpoint.name,
+        packs=defaults.packs if args.packs is None else args.packs,
+        lr=defaults.lr if args.lr is None else args.lr,
+        moments=args.moments is None,
+    )
+    if settings.lr <= 0:
+        raise RunError(f"--lr {settings.lr} must be above 0")
+
+    base = stage_config(script, checkpoint, settings.packs, settings.lr)
+    changes = script.config_changes(args)
+    config = script.change_config(base, changes, args.steps, script.FROZEN, "finetuning")
+    for name in ("muon_lr", "adam_lr"):
+        if name in changes and getattr(config, name) != changes[name]:
+            raise RunError(f"--set {name}=0 stands for the rate of pretraining; name one above 0")
+
+    job = make_job(script, config, settings)
+    if (run_dir / "tokenizer.json").read_bytes() != job.dataset.tokenizer.path.read_bytes():
+        raise RunError(
+            f"{job.dataset.root} has another tokenizer than {run_dir}; pass the --data of that run, "
+            f"or make a dataset with data/pretrain.py --tokenizer {run_dir}/tokenizer.json"
+        )
+    if args.steps is None and "tokens" not in changes:
+        job.config = dataclasses.replace(job.config, tokens=job.available)
+    return job
+
+
+def resumed_job(script: ModuleType, args: argparse.Namespace):
+    """The job of the run in args.run_dir, as it began, with the flags that may change."""
+    run_dir = Path(args.run_dir)
+    description = script.read_description(run_dir)
+    command = description.get("command")
+    if command == "rl":
+        raise RunError(
+            f"{run_dir} is a run of runs/rl.py; continue it with "
+            f"python runs/rl.py --resume --run-dir {run_dir}"
+        )
+    if command != "finetune":
+        name = Path(script.__file__).name
+        raise RunError(
+            f"{run_dir} is a pretraining run; continue it with python {name} --resume --run-dir "
+            f"{run_dir}, or finetune it with python runs/finetune.py {run_dir}"
+        )
+
+    settings = Settings(**description["finetune"])
+    for name in ("run", "packs", "lr", "moments"):
+        old = getattr(settings, name)
+        new = getattr(args, name)
+        if new is not None and new != old:
+            raise RunError(
+                f"--resume cannot change {name}: the run has {old}, the flags ask for {new}; leave "
+                f"it out, or start a new run"
+            )
+    base = script.read_config(run_dir)
+    changes = script.config_changes(args)
+    frozen = script.FROZEN_ON_RESUME
+    config = script.change_config(base, changes, args.steps, frozen, "--resume")
+    return make_job(script, config, settings)
+
+
+def make_job(script: ModuleType, config, settings: Settings):
+    """What the training script needs to know to finetune."""
+    dataset = script.Dataset.open(config.data)
+    config = dataclasses.replace(config, vocab_size=dataset.tokenizer.vocab_size)
+    conversations = Conversations(dataset, "train", config)
+    held_out = Conversations(dataset, "val", config)
+
+    # An epoch ends with a whole step, which may hold empty packs.
+    step_packs = config.stage_table[0].packs
+    steps = -(-len(conversations.packs) // step_packs)
+    available = steps * step_packs * config.pack_tokens
+    padding = 1 - conversations.inputs * config.max_epochs / available
+    counted = conversations.tokens[conversations.counted]
+
+    def load_start(state) -> None:
+        load_source(script, state, settings.source, settings.moments)
+
+    this_script = Path(__file__).resolve()
+    source = settings.source.resolve()
+    return script.Job(
+        config=config,
+        dataset=dataset,
+        reader=conversations,
+        validation=(held_out.read(i) for i in range(held_out.count)),
+        available=available,
+        bytes_per_token=int(dataset.tokenizer.token_bytes[counted].sum()) / len(counted),
+        note=f"{len(counted):,} counted tokens in {conversations.count:,} conversations, "
+        f"{padding:.1%} padding",
+        command="finetune",
+        load_start=load_start,
+        samples=answer_questions,
+        description={
+            "finetune": dataclasses.asdict(settings),
+            "finetune_sha256": hashlib.sha256(this_script.read_bytes()).hexdigest(),
+        },
+        report_rows={"finetuned from": f"{source.parent.parent.name} {source.name}"},
+        scripts=(this_script,),
+    )
+
+
+def answer_questions(model, tokenizer, config) -> list[str]:
+    """QUESTIONS with the model's most likely answers, for the report."""
+    special = tokenizer.specials
+    prompts = []
+    for question in QUESTIONS:
+        user = [special["<|user_start|>"], *tokenizer.encode(question), special["<|user_end|>"]]
+        prompts.append([tokenizer.bos_id, *user, special["<|assistant_start|>"]])
+    room = config.max_seq_len + 1 - max(len(prompt) for prompt in prompts)
+    if room < 1:
+        return []
+    answers = engine.Generator(model, tokenizer).generate(
+        prompts,
+        max_tokens=min(ANSWER_TOKENS, room),
+        temperature=0.0,
+        stop=(special["<|assistant_end|>"],),
+    )
+    texts = [tokenizer.decode(answer) for answer in answers]
+    return [f"{question}\n\n{text}" for question, text in zip(QUESTIONS, texts, strict=True)]
+
+
+# ---- the command line
+
+
+def script_directory(argv: list[str]) -> Path:
+    """The run directory whose script trains: RUN, or with --resume that of --run-dir."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--run-dir", nargs="?")
+    known, _ = parser.parse_known_args(argv)
+    if known.resume and not known.run_dir:
+        raise RunError("--resume needs --run-dir, the run to continue")
+    if known.resume:
+        return Path(known.run_dir)
+    if not argv or argv[0].startswith(("-", "@")):
+        raise RunError(
+            "finetuning starts from a run directory with a checkpoint; name it first, as in "
+            "python runs/finetune.py RUN"
+        )
+    return Path(argv[0])
+
+
+def build_parser(script: ModuleType) -> argparse.ArgumentParser:
+    """The flags of training and those of finetuning."""
+    parser = script.build_parser()
+    parser.description = __doc__.splitlines()[0]
+    add = parser.add_argument
+    add("run", nargs="?", metavar="RUN", help="run directory to start from; comes first")
+    add("--packs", type=int, metavar="N", help="packs in a step")
+    add("--lr", type=float, metavar="X", help="rate at the start, as a fraction of pretraining's")
+    add(
+        "--no-moments",
+        dest="moments",
+        action="store_const",
+        const=False,
+        help="start with empty optimizer moments",
+    )
+    return parser
+
+
+def finetune(script: ModuleType, argv: list[str]) -> dict:
+    """Runs or resumes; returns the result that is printed last."""
+    try:
+        args = build_parser(script).parse_args(argv)
+        args.flags = list(argv)
+        job = resumed_job(script, args) if args.resume else new_job(script, args)
+        return script.train(job.config, args, job)
+    except RunError as error:
+        raise script.UserError(str(error)) from None
+
+
+def main(argv: list[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    if argv and argv[0] in ("-h", "--help"):
+        print(__doc__.strip())
+        return 0
+    try:
+        script = engine.import_script(script_directory(argv))
+    except RunError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return 1
+    return script.run_command(lambda: finetune(script, argv))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

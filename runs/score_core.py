@@ -1,0 +1,676 @@
+"""Scores a pretrained run on CORE, the 22 tasks of DCLM (arXiv 2406.11794).
+
+    python runs/score_core.py out/RUN
+    python runs/score_core.py out/RUN --items 200                  the first 200 items of each task
+    torchrun --standalone --nproc_per_node=8 runs/score_core.py out/RUN
+
+The tasks are files in the run's dataset, made by data/core.py. CORE is the mean over the tasks of
+(accuracy - guessing) / (1 - guessing). The table goes to core.csv in the run directory, the score to its result.json,
+and the last line on stdout is one JSON object. Of an earlier checkpoint (--step), or of a run that has not finished,
+there is only the table, as core_step_N.csv.
+
+This executes the training script that lies in the run directory.
+
+Letters in shapes: T tokens of a batch, R scored tokens of a batch, H heads, K head width.
+"""
+
+import argparse
+import csv
+import hashlib
+import io
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import engine
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from engine import RunError
+from torch import Tensor
+
+try:  # without Triton the plain path runs
+    import triton
+    import triton.language as tl
+except ImportError:
+    triton = tl = None
+jit = triton.jit if triton else (lambda function: function)
+
+NUM_TASKS = 22
+REPAIR = "make the CORE files again with python data/core.py"
+
+# ==== Tasks
+
+
+@dataclass
+class CoreTask:
+    """The items of one task. An item has a row of tokens for each of its choices.
+
+    A row has a span (start, end): the tokens row[start:end] are scored.
+    """
+
+    name: str
+    kind: str  # multiple_choice, schema or language_modeling
+    baseline: float  # accuracy of guessing, 0 to 1
+    gold: np.ndarray  # (items,) the right choice
+    items: list[list[np.ndarray]]  # the rows of each item
+    spans: list[list[tuple[int, int]]]  # the span of each row
+
+    @staticmethod
+    def read(path: Path, sha256: str, limit: int, max_seq_len: int) -> "CoreTask":
+        """Reads a file of data/core.py.
+
+        Args:   limit: only the first items, 0: all; max_seq_len: longer rows lose their beginning
+        Raises: RunError if the file is missing, corrupt or of another version
+        """
+        if not path.is_file():
+            raise RunError(f"{path} is missing although dataset.json lists it; {REPAIR}")
+        content = path.read_bytes()
+        if hashlib.sha256(content).hexdigest() != sha256:
+            raise RunError(
+                f"{path} is corrupt: its sha256 is not the one in dataset.json; {REPAIR}"
+            )
+        try:
+            with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
+                meta = json.loads(arrays["meta"].tobytes())
+                baseline = meta["random_baseline"] / 100
+                task = CoreTask(meta["task"], meta["type"], baseline, arrays["gold"], [], [])
+                task.unpack(arrays, limit, max_seq_len)
+        except (ValueError, KeyError) as error:
+            raise RunError(
+                f"{path} is not a CORE file of this version ({error!r}); {REPAIR}"
+            ) from None
+        return task
+
+    def unpack(self, arrays, limit: int, max_seq_len: int) -> None:
+        """Fills items and spans. A file holds what all choices of an item have in common once, then their rests."""
+        tokens = arrays["tokens"].astype(np.int32)
+        rest = arrays["rest"].tolist()
+        start = arrays["start"].tolist()
+        end = arrays["end"].tolist()
+        shared_lengths = arrays["shared"].tolist()
+        choice_counts = arrays["choices"].tolist()
+
+        cursor = 0  # in tokens
+        row = 0  # in rest, start and end
+        for shared, choices in zip(shared_lengths, choice_counts, strict=True):
+            common = tokens[cursor : cursor + shared]
+            cursor += shared
+
+            rows = []
+            spans = []
+            for _ in range(choices):
+                full = np.concatenate((common, tokens[cursor : cursor + rest[row]]))
+                cut = max(0, len(full) - max_seq_len)
+                rows.append(full[cut:])
+                spans.append((max(1, start[row] - cut), max(1, end[row] - cut)))
+                cursor += rest[row]
+                row += 1
+
+            self.items.append(rows)
+            self.spans.append(spans)
+            if len(self.items) == limit:
+                break
+        self.gold = self.gold[: len(self.items)]
+
+
+def core_files(dataset) -> dict[str, str]:
+    """Path and sha256 of the dataset's CORE files, in the order of dataset.json."""
+    files = dataset.info.get("files", {})
+    return {name: entry["sha256"] for name, entry in files.items() if name.startswith("core/")}
+
+
+def shared_inputs(rows: list[np.ndarray], spans: list[tuple[int, int]]) -> int:
+    """How many inputs all rows begin with, before the first that predicts a scored token."""
+    if len(rows) == 1:
+        return 0
+    shortest = min(len(row) for row in rows)
+    first_scored = min(start for start, _ in spans)
+    length = min(shortest - 2, first_scored - 1)
+    for row in rows[1:]:
+        different = np.flatnonzero(rows[0][:length] != row[:length])
+        if different.size:
+            length = int(different[0])
+    return max(length, 0)
+
+
+# ==== Packing
+# Items lie one after the other in a buffer of fixed size. What the choices of an item have in common is stored once;
+# each choice continues from there and does not see the others:
+#
+#     tokens     B q q q a a b b b      two choices, a a . and b b b . ; a token that is only a target is not stored
+#     positions  0 1 2 3 4 5 4 5 6      previous: for the first b, the token before is the last q
+#     first      0 0 0 0 0 0 0 0 0      the first key seen, by the window; one row for each of the two windows
+#     skip       - - - - - - 4 4 4      keys of index 4 and 5 are hidden: skip <= j < branch
+#     branch     0 1 2 3 4 4 6 6 6      where the choice begins
+
+
+@dataclass
+class CoreInputs:
+    """A batch on the device, all int32. Padding tokens see only themselves; padding targets have row -1."""
+
+    tokens_T: Tensor
+    positions_T: Tensor  # in the row
+    previous_T: Tensor  # index of the token before in the row
+    branch_T: Tensor
+    skip_T: Tensor
+    first_2T: Tensor  # for the short and the long window
+    picks_R: Tensor  # index of the input that predicts each scored token
+    targets_R: Tensor  # the scored tokens
+    rows_R: Tensor  # the row that each of them belongs to
+
+    def of_model(self) -> list[Tensor]:
+        """The arguments of score_packed after the model, in their order."""
+        return [self.tokens_T, self.positions_T, self.previous_T, self.branch_T, self.skip_T, self.first_2T,
+                self.picks_R, self.targets_R]  # fmt: skip
+
+
+class CoreBatch:
+    """A batch on the host, filled item by item."""
+
+    def __init__(self, size: int, windows: tuple[int, int], bos_id: int):
+        index = np.arange(size, dtype=np.int32)
+        self.tokens = np.full(size, bos_id, np.int32)
+        self.positions = np.zeros(size, np.int32)
+        self.previous = np.maximum(index - 1, 0)
+        self.branch = index.copy()
+        self.skip = index.copy()
+        self.first = np.stack((index, index))
+        self.picks = np.zeros(size // 2, np.int32)
+        self.targets = np.zeros(size // 2, np.int32)
+        self.rows = np.full(size // 2, -1, np.int32)
+        self.windows = windows
+        self.used = 0  # tokens
+        self.picked = 0  # scored tokens
+
+    def add(self, rows: list[np.ndarray], spans: list[tuple[int, int]], row: int) -> bool:
+        """Appends an item whose rows have the numbers row, row + 1, ...; False if there is no room."""
+        common = shared_inputs(rows, spans)
+        tokens = common + sum(len(full) - 1 - common for full in rows)
+        scored = sum(end - start for start, end in spans)
+        if self.used + tokens > self.tokens.size or self.picked + scored > self.picks.size:
+            return False
+        begin = self.used
+        self.add_common(rows[0][:common])
+        for number, (full, (start, end)) in enumerate(zip(rows, spans, strict=True), row):
+            self.add_choice(full, start, end, begin, common, number)
+        return True
+
+    def add_common(self, tokens: np.ndarray) -> None:
+        """What all choices of an item begin with."""
+        begin = self.used
+        part = slice(begin, begin + len(tokens))
+        positions = np.arange(len(tokens))
+        self.tokens[part] = tokens
+        self.positions[part] = positions
+        self.branch[part] = begin
+        self.skip[part] = begin
+        for window, first in zip(self.windows, self.first, strict=True):
+            first[part] = begin + np.maximum(positions - window, 0)
+        self.used = part.stop
+
+    def add_choice(
+        self, full: np.ndarray, start: int, end: int, begin: int, common: int, number: int
+    ) -> None:
+        """The rest of one row, whose first `common` tokens are stored from `begin` on."""
+        positions = np.arange(common, len(full) - 1, dtype=np.int32)
+        branch = self.used
+        part = slice(branch, branch + positions.size)
+        self.tokens[part] = full[common:-1]
+        self.positions[part] = positions
+        self.branch[part] = branch
+        self.skip[part] = begin + common
+        if positions.size:
+            self.previous[branch] = max(begin + common - 1, 0)
+        # The first position seen lies in the common part or in this one.
+        for window, first in zip(self.windows, self.first, strict=True):
+            far = np.maximum(positions - window, 0)
+            first[part] = np.where(far < common, begin + far, branch + far - common)
+        self.used = part.stop
+
+        # The input before a scored token predicts it; shared_inputs leaves this input to the choice.
+        picks = slice(self.picked, self.picked + end - start)
+        self.picks[picks] = np.arange(start, end) - 1 - common + branch
+        self.targets[picks] = full[start:end]
+        self.rows[picks] = number
+        self.picked = picks.stop
+
+    def inputs(self, device: torch.device) -> CoreInputs:
+        """The batch on a device. The copy may still be under way."""
+        arrays = (self.tokens, self.positions, self.previous, self.branch, self.skip, self.first, self.picks,
+                  self.targets, self.rows)  # fmt: skip
+        tensors = [torch.from_numpy(array) for array in arrays]
+        if device.type == "cuda":
+            tensors = [tensor.pin_memory() for tensor in tensors]
+        return CoreInputs(*(tensor.to(device, non_blocking=True) for tensor in tensors))
+
+
+# ==== Attention
+# As in training, but each row also has a gap of keys that it does not see. Forward only.
+
+
+def branch_attention_ref(q, k, v, first, skip, branch, scale: float, block: int = 256) -> Tensor:
+    """q, k, v (T, H, K) -> (T, H, K): row i sees the keys first[i] <= j <= i, except skip[i] <= j < branch[i].
+
+    In blocks of queries, because a dense mask of all tokens would not fit into memory.
+    """
+    y = torch.empty_like(q, memory_format=torch.contiguous_format)
+    index = torch.arange(len(q), device=q.device)
+    padded = F.pad(first, (0, -len(q) % block), value=len(q))
+    lows = padded.view(-1, block).amin(1).tolist()  # the first key that any query of a block sees
+    for number, low in enumerate(lows):
+        own = slice(number * block, min(len(q), (number + 1) * block))
+        seen = slice(low, own.stop)
+
+        i = index[own, None]
+        j = index[None, seen]
+        visible = (j >= first[own, None]) & (j <= i)
+        visible &= (j < skip[own, None]) | (j >= branch[own, None])
+
+        queries = q[own].transpose(0, 1)[None]
+        keys = k[seen].transpose(0, 1)[None]
+        values = v[seen].transpose(0, 1)[None]
+        part = F.scaled_dot_product_attention(queries, keys, values, visible, scale=scale)
+        y[own] = part[0].transpose(0, 1)
+    return y
+
+
+@jit
+def load_rows(x, index, stride, T, D: tl.constexpr):
+    """Rows of one head, (BLOCK, D); zeros past the end."""
+    x += index.to(tl.int64)[:, None] * stride + tl.arange(0, D)[None, :]
+    return tl.load(x, mask=index[:, None] < T, other=0.0)
+
+
+@jit
+def branch_attention_kernel(q, k, v, o, first, skip, branch, T, sq, sk, sv, so, scale_log2, D: tl.constexpr,
+                            BM: tl.constexpr, BN: tl.constexpr):  # fmt: skip
+    """One block of BM rows and one head a program; sq, sk, sv and so are the strides of a token.
+
+    The training kernel of window attention with a gap of hidden keys. Here the first key may fall from row to row, so
+    a block begins at the least of its rows.
+    """
+    m0 = tl.program_id(0) * BM
+    h = tl.program_id(1)
+    m = m0 + tl.arange(0, BM)
+    low = tl.load(first + m, mask=m < T, other=T)
+    gap = tl.load(skip + m, mask=m < T, other=0)
+    after = tl.load(branch + m, mask=m < T, other=0)
+    Q = load_rows(q + h * D, m, sq, T, D)
+
+    # Online softmax in base 2: `top` is the largest score so far, `total` the sum of exp2(score - top).
+    top = tl.full([BM], -1e30, tl.float32)
+    total = tl.zeros([BM], tl.float32)
+    acc = tl.zeros([BM, D], tl.float32)
+    for n0 in range(tl.min(low, 0) // BN * BN, min(m0 + BM, T), BN):
+        n = n0 + tl.arange(0, BN)
+        K = load_rows(k + h * D, n, sk, T, D)
+        scores = tl.dot(Q, tl.trans(K), input_precision="ieee") * scale_log2
+        seen = (n[None, :] >= low[:, None]) & (n[None, :] <= m[:, None])
+        seen = seen & ((n[None, :] < gap[:, None]) | (n[None, :] >= after[:, None]))
+        scores = tl.where(seen, scores, -1e30)
+
+        # The first visible key makes `shrink` 0, which wipes out what hidden keys have added.
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        p = tl.exp2(scores - new_top[:, None])
+        shrink = tl.exp2(top - new_top)
+        top = new_top
+        total = total * shrink + tl.sum(p, 1)
+        V = load_rows(v + h * D, n, sv, T, D)
+        acc = tl.dot(p.to(V.dtype), V, acc * shrink[:, None], input_precision="ieee")
+
+    out = o + m.to(tl.int64)[:, None] * so + h * D + tl.arange(0, D)[None, :]
+    tl.store(out, (acc / total[:, None]).to(o.dtype.element_ty), mask=m[:, None] < T)
+
+
+# The sizes of the training kernel, which are the best on an H200.
+TILES = {"BM": 64, "BN": 64, "num_warps": 4, "num_stages": 2}
+
+
+def kernel_runs(q: Tensor) -> bool:
+    """16 bits on a GPU from Ampere on, and a head width that is a power of two."""
+    if triton is None or not q.is_cuda or q.itemsize > 2:
+        return False
+    ampere = torch.cuda.get_device_capability(q.device) >= (8, 0)
+    head_width = q.size(2)
+    return ampere and head_width & (head_width - 1) == 0
+
+
+def adjacent_heads(x: Tensor) -> Tensor:
+    """The kernel steps from token to token by a stride and expects the heads of a token behind each other."""
+    return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()
+
+
+@torch.library.custom_op("decoderstack_core::branch_attention", mutates_args=())
+def branch_attention(
+    q: Tensor, k: Tensor, v: Tensor, first: Tensor, skip: Tensor, branch: Tensor, scale: float
+) -> Tensor:
+    """As branch_attention_ref, by the kernel where it can run."""
+    if not kernel_runs(q):
+        return branch_attention_ref(q, k, v, first, skip, branch, scale)
+    T, H, D = q.shape
+    q = adjacent_heads(q)
+    k = adjacent_heads(k)
+    v = adjacent_heads(v)
+    o = q.new_empty(T, H, D)
+    strides = (q.stride(0), k.stride(0), v.stride(0), o.stride(0))
+    grid = (triton.cdiv(T, TILES["BM"]), H)
+    branch_attention_kernel[grid](q, k, v, o, first, skip, branch, T, *strides, scale * math.log2(math.e), D,
+                                  **TILES)  # fmt: skip
+    return o
+
+
+@branch_attention.register_fake
+def _(q, k, v, first, skip, branch, scale):
+    return q.new_empty(q.shape)
+
+
+# ==== Scoring
+
+
+def score_packed(
+    model, tokens_T, positions_T, previous_T, branch_T, skip_T, first_2T, picks_R, targets_R
+):
+    """Nats of the targets, fp32 (R,), and whether each is the most likely token, bool (R,).
+
+    The head sees the hidden state at picks_R only: few tokens of a few-shot prompt are scored. Arguments: CoreInputs.
+    """
+    config = model.config
+    first_T11 = (positions_T == 0)[:, None, None]
+
+    def attend(index, layer, q, k, v, gate):
+        if layer in config.key_offset_layers:
+            k = model.offset_keys(k, k[previous_T], first_T11)
+        first = first_2T[int(layer in config.long_layers)]
+        y = branch_attention(q, k, v, first, skip_T, branch_T, 1.0)
+        return y if gate is None else y * gate[..., None]
+
+    hidden = model.trunk(tokens_T, tokens_T[previous_T], positions_T, attend)
+
+    # In parts, which bounds the memory of the logits.
+    nats = []
+    hits = []
+    for picks, targets in zip(picks_R.split(8192), targets_R.split(8192), strict=True):
+        z = model.logits(hidden[picks])
+        nats.append(z.logsumexp(1) - z.gather(1, targets[:, None].long())[:, 0])
+        hits.append(z[:, : config.vocab_size].argmax(1) == targets)
+    return torch.cat(nats), torch.cat(hits)
+
+
+def scorer(model, compile: bool) -> Callable:
+    """score_packed of a model: tensors of CoreInputs.of_model() -> nats, hits. Compiled to one graph on request."""
+
+    def score(*inputs):
+        return score_packed(model, *inputs)
+
+    if not compile:
+        return score
+    return torch.compile(score, dynamic=False, fullgraph=True)
+
+
+def pack_items(
+    task: CoreTask, size: int, windows: tuple[int, int], bos_id: int
+) -> Iterator[CoreBatch]:
+    """All items of a task in batches of `size` tokens. Rows are numbered in the order of the task's items."""
+    begins = np.cumsum([0] + [len(rows) for rows in task.items])
+    lengths = [sum(len(row) for row in rows) for rows in task.items]
+
+    # Longest first, so that short items fill what is left of a batch.
+    order = sorted(range(len(task.items)), key=lambda i: -lengths[i])
+    batch = CoreBatch(size, windows, bos_id)
+    for i in order:
+        rows = task.items[i]
+        spans = task.spans[i]
+        begin = int(begins[i])
+        if batch.add(rows, spans, begin):
+            continue
+        yield batch
+        batch = CoreBatch(size, windows, bos_id)
+        if batch.add(rows, spans, begin):
+            continue
+
+        # The item does not fit into an empty batch. Each of its choices does.
+        for number, (row, span) in enumerate(zip(rows, spans, strict=True), begin):
+            if not batch.add([row], [span], number):
+                yield batch
+                batch = CoreBatch(size, windows, bos_id)
+                batch.add([row], [span], number)
+    yield batch
+
+
+@torch.no_grad()
+def score_task(
+    score: Callable, task: CoreTask, size: int, windows: tuple, bos_id: int, ranks
+) -> np.ndarray:
+    """Whether each item of a task is answered correctly, bool (items,). Raises: RunError if the loss is not finite.
+
+    Args: score: as scorer() makes it; size: tokens of a batch; windows: of the model; ranks: the script's Ranks
+    """
+    count = sum(len(rows) for rows in task.items)
+    # Nats, targets and hits of each row; the last column is for padding.
+    sums = torch.zeros(3, count + 1, device=ranks.device)
+
+    # All ranks pack alike and score the batches in turn.
+    for number, batch in enumerate(pack_items(task, size, windows, bos_id)):
+        if number % ranks.world != ranks.rank:
+            continue
+        inputs = batch.inputs(ranks.device)
+        nats, hits = score(*inputs.of_model())
+        rows = torch.where(inputs.rows_R < 0, count, inputs.rows_R)
+        sums.index_add_(1, rows, torch.stack((nats, torch.ones_like(nats), hits.float())))
+    if ranks.world > 1:
+        dist.all_reduce(sums)
+
+    nats, targets, hits = sums[:, :-1].cpu().double().numpy()
+    if not np.isfinite(nats).all():
+        raise RunError(
+            f"the model's loss on {task.name} is not finite; score another checkpoint with --step"
+        )
+    return correct_items(task, nats, targets, hits)
+
+
+def correct_items(
+    task: CoreTask, nats: np.ndarray, targets: np.ndarray, hits: np.ndarray
+) -> np.ndarray:
+    """The verdicts, bool (items,), from sums over the scored tokens of each row.
+
+    Language modelling: every scored token must be the most likely one. Multiple choice and schema: the right choice
+    must have the lowest mean of nats; the first of equals counts.
+    """
+    begins = np.cumsum([0] + [len(rows) for rows in task.items])
+    if task.kind == "language_modeling":
+        return (hits == targets)[begins[:-1]]
+    means = nats / np.maximum(targets, 1)
+    correct = np.zeros(len(task.items), bool)
+    for i, rows in enumerate(task.items):
+        mean = means[begins[i] : begins[i + 1]].copy()
+        # Equal choices have equal means, whatever rounding has made of them.
+        for j in range(len(rows)):
+            for earlier in range(j):
+                if np.array_equal(rows[earlier], rows[j]):
+                    mean[j] = mean[earlier]
+                    break
+        correct[i] = mean.argmin() == task.gold[i]
+    return correct
+
+
+# ==== The command
+
+
+@dataclass
+class TaskScore:
+    """A row of the table."""
+
+    task: str
+    items: int
+    accuracy: float
+    centered: float  # (accuracy - guessing) / (1 - guessing)
+    seconds: float
+
+
+@dataclass
+class CoreScore:
+    """The whole table."""
+
+    tasks: list[TaskScore]
+    core: float  # mean of the centered accuracies
+    seconds: float  # of scoring, without compilation
+    name: str = "CORE"  # chat_eval.py has another
+
+    @property
+    def items(self) -> int:
+        return sum(row.items for row in self.tasks)
+
+    def csv(self) -> str:
+        text = io.StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow(("task", "items", "accuracy", "centered", "seconds"))
+        for row in self.tasks:
+            writer.writerow((row.task, row.items, row.accuracy, row.centered, row.seconds))
+        writer.writerow((self.name, self.items, "", self.core, self.seconds))
+        return text.getvalue()
+
+
+def evaluate_core(
+    model, dataset, ranks, limit: int, size: int, compile: bool = False, say: Callable = print
+) -> CoreScore:
+    """Scores all tasks of a dataset and prints a row for each.
+
+    Args:   limit: items of each task, 0: all; size: tokens of a batch
+    Raises: RunError if a file is damaged or the loss is not finite
+    """
+    max_seq_len = model.config.max_seq_len
+    bos_id = dataset.tokenizer.bos_id
+    size = max(size, 2 * max_seq_len)  # a row and its targets must fit
+    score = scorer(model, compile)
+
+    ranks.sync()
+    start = time.perf_counter()
+    with torch.no_grad():
+        score(*CoreBatch(size, model.windows, bos_id).inputs(ranks.device).of_model())
+    ranks.sync()
+    say(f"core: {size:,} tokens a batch, compiled in {time.perf_counter() - start:.1f} s")
+
+    say(f"{'task':34} {'items':>7} {'accuracy':>9} {'centered':>9} {'seconds':>8}")
+    begin = time.perf_counter()
+    rows = []
+    for name, sha256 in core_files(dataset).items():
+        start = time.perf_counter()
+        task = CoreTask.read(dataset.root / name, sha256, limit, max_seq_len)
+        accuracy = float(score_task(score, task, size, model.windows, bos_id, ranks).mean())
+        centered = (accuracy - task.baseline) / (1 - task.baseline)
+        seconds = time.perf_counter() - start
+        rows.append(TaskScore(task.name, len(task.items), accuracy, centered, seconds))
+        say(f"{task.name:34} {len(task.items):7,} {accuracy:9.4f} {centered:9.4f} {seconds:8.2f}")
+
+    core = sum(row.centered for row in rows) / len(rows)
+    result = CoreScore(rows, core, time.perf_counter() - begin)
+    say(f"{'CORE':34} {result.items:7,} {'':9} {result.core:9.4f} {result.seconds:8.2f}")
+    if len(rows) != NUM_TASKS:
+        say(f"note: {len(rows)} tasks; CORE is the mean over {NUM_TASKS}")
+    return result
+
+
+def default_batch_tokens(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 8192
+    free, _ = torch.cuda.mem_get_info(device)
+    return 65536 if free > 16 * 2**30 else 16384
+
+
+def step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("step_"))
+
+
+def write_scores(run: engine.Run, run_dir: Path, step: int | None, score: CoreScore) -> None:
+    """core.csv and result.json describe the finished model; any other checkpoint has a table of its own."""
+    newest = step_of(run.script.checkpoints(run_dir)[-1])
+    step = newest if step is None else step
+    result_path = run_dir / "result.json"  # the run writes it when it has finished
+    if step != newest or not result_path.is_file():
+        run.script.write_atomically(run_dir / f"core_step_{step}.csv", score.csv())
+        return
+    run.script.write_atomically(run_dir / "core.csv", score.csv())
+    result = json.loads(result_path.read_text(encoding="utf-8"))
+    result["core"] = score.core
+    result["core_seconds"] = score.seconds
+    run.script.write_atomically(result_path, json.dumps(result, indent=1))
+
+
+def open_dataset(run: engine.Run, args: argparse.Namespace):
+    """The dataset of --data or of the run. Raises: RunError if it does not fit the run"""
+    try:
+        dataset = run.script.Dataset.open(args.data or run.config.data)
+    except run.script.UserError as error:
+        raise RunError(str(error)) from None
+    if not core_files(dataset):
+        raise RunError(f"{dataset.root} has no CORE tasks; add them with python data/core.py --download --data "
+                       f"{dataset.root}, or name another dataset with --data")  # fmt: skip
+    if run.tokenizer.path.read_bytes() != dataset.tokenizer.path.read_bytes():
+        raise RunError(f"{dataset.root} has another tokenizer than {args.run_dir}; pass the --data that the run was "
+                       f"trained on")  # fmt: skip
+    return dataset
+
+
+def score_run(args: argparse.Namespace) -> dict | None:
+    """Scores the model of a run directory and writes the files. Returns what is printed last, on the first rank."""
+    if args.items < 0 or (args.batch_tokens is not None and args.batch_tokens < 1):
+        raise RunError("--items must be at least 0 and --batch-tokens at least 1")
+    changes = {}
+    if args.attention:
+        changes["attention"] = args.attention
+    if args.dtype:
+        changes["dtype"] = args.dtype
+    run = engine.load_run(args.run_dir, args.step, **changes)
+    ranks = run.script.start_ranks()
+    dataset = open_dataset(run, args)
+
+    def say(text: str) -> None:
+        if ranks.is_main:
+            print(text, flush=True)
+
+    size = args.batch_tokens or default_batch_tokens(ranks.device)
+    compile = ranks.device.type == "cuda" and not args.no_compile
+    score = evaluate_core(run.model, dataset, ranks, args.items, size, compile, say)
+    if not ranks.is_main:
+        return None
+    write_scores(run, args.run_dir, args.step, score)
+    return {"core": score.core, "core_seconds": score.seconds, "run_dir": str(args.run_dir)}
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Score a pretrained run on the CORE tasks.")
+    add = parser.add_argument
+    add("run_dir", metavar="RUN", type=Path, help="run directory")
+    add("--data", metavar="DIR", help="dataset with CORE tasks (default: the run's)")
+    add("--items", type=int, default=0, metavar="N", help="first items of each task (default: all)")
+    add("--batch-tokens", type=int, metavar="N", help="default: from free memory")
+    add("--step", type=int, metavar="N", help="checkpoint to score (default: the newest)")
+    add("--attention", metavar="NAME", help="if the run's backend does not work here")
+    add("--dtype", metavar="NAME", help="auto, bfloat16, float16, float32 (default: the run's)")
+    add("--no-compile", action="store_true")
+    args = parser.parse_args(argv)
+    try:
+        result = score_run(args)
+        if result is not None:
+            print(json.dumps(result), flush=True)
+        return 0
+    except RunError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return 1
+    except OSError as error:
+        print(f"error: cannot read or write {error.filename} ({error.strerror or error}); fix that, then score again",
+              file=sys.stderr, flush=True)  # fmt: skip
+        return 1
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,58 @@
+"""The web page of runs/serve.py in a headless Chromium, for the tests marked `browser`.
+
+Needs the package playwright and a Chromium: the system's (apt-get install chromium) or playwright's own
+(playwright install chromium).
+"""
+
+import contextlib
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+
+def find_chromium() -> str | None:
+    """Path of a Chromium, the system's or playwright's; None if there is none, or no playwright."""
+    try:
+        from playwright.sync_api import sync_playwright
+    except ImportError:
+        return None
+    for name in ("chromium", "chromium-browser", "google-chrome"):
+        if path := shutil.which(name):
+            return path
+    with sync_playwright() as play:
+        path = play.chromium.executable_path
+    return path if Path(path).exists() else None
+
+
+@contextlib.contextmanager
+def open_page(url: str, chromium: str, size: tuple[int, int] = (900, 760)) -> Iterator:
+    """A playwright page at a URL. Raises an error of the page's script, once the page is left."""
+    from playwright.sync_api import sync_playwright
+
+    problems: list[str] = []
+
+    def note(message) -> None:
+        """Keeps errors of the console, except that of an answer of 400, which is no fault of the page."""
+        if message.type == "error" and "Failed to load resource" not in message.text:
+            problems.append(message.text)
+
+    with sync_playwright() as play:
+        browser = play.chromium.launch(executable_path=chromium)
+        page = browser.new_page(viewport={"width": size[0], "height": size[1]})
+        page.on("pageerror", lambda error: problems.append(str(error)))
+        page.on("console", note)
+        page.goto(url)
+        page.wait_for_selector("#send:enabled")
+        try:
+            yield page
+        finally:
+            browser.close()
+        if problems:
+            raise RuntimeError(f"the page reports {problems[0]}")
+
+
+def ask(page, question: str, seconds: float = 120) -> None:
+    """Types a message and waits until the answer is there."""
+    page.fill("#message", question)
+    page.press("#message", "Enter")  # the page hides #send at once
+    page.wait_for_selector("#send", timeout=seconds * 1000)

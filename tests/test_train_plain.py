@@ -1,0 +1,182 @@
+"""runs/tutorials/train_plain.py trains as train_small.py does, and stays short and free of other modules."""
+
+import ast
+import collections
+import importlib.util
+import sys
+
+import numpy as np
+import pytest
+import torch
+import train_small as ts
+
+from conftest import ALONE, CPU, ROOT, tiny_config
+
+PATH = ROOT / "runs" / "tutorials" / "train_plain.py"
+STEPS = 20
+
+
+def import_plain():
+    spec = importlib.util.spec_from_file_location("train_plain", PATH)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["train_plain"] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+plain = import_plain()
+
+
+def plain_config(config: ts.Config) -> "plain.Config":
+    """The same recipe for train_plain, of what conftest.TINY sets."""
+    same = ("num_layers", "width", "head_dim", "mlp_width", "no_attention_layers", "long_layers", "key_offset_layers",
+            "value_embed_layers", "shared_input_from", "backout_layer", "bigram_rows", "pack_tokens",
+            "pack_docs")  # fmt: skip
+    fields = {name: getattr(config, name) for name in same}
+    assert len({row[0] for row in config.stages}) == 1  # train_plain has stages of equal length
+    stages = tuple(plain.Stage(*row[1:]) for row in config.stages)
+    return plain.Config(**fields, vocab_size=config.padded_vocab, steps=config.num_steps, stages=stages)
+
+
+class Small:
+    """What the test needs of train_small.py: its names appear here only."""
+
+    def __init__(self, dataset_dir):
+        self.dataset = ts.Dataset.open(dataset_dir)
+        config = tiny_config(attention="sdpa", dtype="float32", val_tokens=10**6)
+        self.config = config
+        self.state = ts.build_state(config, ALONE, say=lambda text: None)
+        self.model = self.state.model
+        self.model.prefixes[: config.vocab_size] = torch.tensor(self.dataset.tokenizer.prefixes())
+        assert config.num_steps == STEPS
+
+    def loader(self):
+        return ts.PackLoader(self.dataset, self.config, ALONE)
+
+    def randomise(self) -> None:
+        """Adds noise to all that starts at a round number: zero gates and scalars would hide mistakes."""
+        generator = torch.Generator().manual_seed(1)
+        with torch.no_grad():
+            for name, param in self.model.named_parameters():
+                if not name.endswith("_bank"):
+                    param.add_(torch.randn(param.shape, generator=generator) * 0.02)
+        self.state.optimizer.reset()
+
+    def copy_weights_to(self, model) -> None:
+        """Writes all weights into the model of train_plain, whose banks hold a row for every layer."""
+        small = self.model
+        layers = list(self.config.attention_layers)
+        scalars = ("keep_before_attention", "keep_before_mlp", "scale_v", "scale_o", "scale_down", "share_x0",
+                   "share_bigram")  # fmt: skip
+        with torch.no_grad():
+            for name in ("embed", "bigram_embed", "bigram_signs", "smear_gate", "value_gate"):
+                getattr(model, name).copy_(getattr(small, name))
+            model.value_embed.copy_(small.value_embed.view_as(model.value_embed))
+            model.qk[layers] = small.qk_bank.view_as(model.qk[layers])
+            model.v[layers] = small.vo_bank[0::2]
+            model.o[layers] = small.vo_bank[1::2]
+            model.attention_gate[layers] = small.attention_gate
+            model.up.copy_(small.mlp_bank[0::2])
+            model.down.copy_(small.mlp_bank[1::2])
+            for row, name in enumerate(scalars):
+                getattr(model, name).copy_(small.scalars[row])
+            model.smear_scale.copy_(small.scalars[7, 0])
+            model.backout_scale.copy_(small.scalars[7, 1])
+
+    def losses(self) -> list[float]:
+        loader = self.loader()
+        losses = []
+        for step in range(STEPS):
+            self.model.set_stage(ts.stage_attention(self.config, ts.stage_index(self.config, step)))
+            losses.append(ts.train_step(self.state, loader.next()).item())
+        loader.close()
+        return losses
+
+    def bits_per_byte(self) -> float:
+        token_bytes = torch.zeros(self.config.padded_vocab, dtype=torch.long)
+        token_bytes[: self.config.vocab_size] = torch.from_numpy(self.dataset.tokenizer.token_bytes)
+        batch = ts.validation_batch(self.dataset, self.config)
+        return ts.bits_per_byte(self.model, batch, 1, token_bytes, ALONE)
+
+
+@pytest.mark.parametrize("start", ["initial weights", "random weights"])
+def test_losses_and_validation_are_those_of_train_small_at_every_step(dataset_dir, start):
+    small = Small(dataset_dir)
+    if start == "random weights":
+        small.randomise()
+    dataset = plain.Dataset(dataset_dir)
+    model = plain.Model(plain_config(small.config)).to(CPU)
+    small.copy_weights_to(model)
+    state = collections.defaultdict(float)
+
+    ours = [plain.train_step(model, state, dataset, step) for step in range(STEPS)]
+    theirs = small.losses()
+
+    assert len({plain.stage_index(model.config, step) for step in range(STEPS)}) == 2
+    assert ours[-1] < ours[0]
+    print("largest relative difference", max(abs(a / b - 1) for a, b in zip(ours, theirs, strict=True)))
+    np.testing.assert_allclose(ours, theirs, rtol=1e-5)
+    assert plain.bits_per_byte(model, dataset) == pytest.approx(small.bits_per_byte(), rel=1e-5)
+
+
+def test_packs_are_those_of_train_small(dataset_dir):
+    small = Small(dataset_dir)
+    dataset = plain.Dataset(dataset_dir)
+    config = plain_config(small.config)
+    loader = small.loader()
+    for step in range(STEPS):
+        stage = config.stages[plain.stage_index(config, step)]
+        packs = [dataset.pack(config, stage.max_doc) for _ in range(stage.packs)]
+        batch = loader.next()
+        counted = batch.targets >= 0  # train_plain does without padding
+        documents = [document for pack in packs for document in pack]
+        assert np.array_equal(np.concatenate([d[:-1] for d in documents]), batch.tokens[counted])
+        assert np.array_equal(np.concatenate([d[1:] for d in documents]), batch.targets[counted])
+        assert np.array_equal(np.concatenate([np.arange(len(d) - 1) for d in documents]), batch.positions[counted])
+    loader.close()
+
+
+def test_schedule_is_that_of_train_small_over_the_small_recipe():
+    small = ts.Config()
+    config = plain.Config()
+    assert config == plain_config(small)
+    for step in range(config.steps):
+        assert plain.lr_multiplier(config, step) == pytest.approx(ts.lr_multiplier(small, step), rel=1e-12)
+        assert plain.muon_momentum(config, step) == pytest.approx(ts.muon_momentum(small, step), rel=1e-12)
+        assert plain.stage_index(config, step) == ts.stage_index(small, step)
+
+
+def test_the_script_is_short_and_needs_only_torch_and_numpy():
+    text = PATH.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 450
+    imported = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            imported |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0
+            imported.add(node.module.split(".")[0])
+    assert imported - sys.stdlib_module_names <= {"torch", "numpy"}
+
+
+def test_the_command_prints_losses_bits_per_byte_and_samples(dataset_dir, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["train_plain.py", "--data", str(dataset_dir), "--steps", "2"])
+    plain.main()
+    out = capsys.readouterr().out
+    assert "step 1 | loss" in out
+    assert "step 2 | loss" in out
+    assert "bits per byte" in out
+    assert out.count("---") == 3
+
+
+def test_a_missing_dataset_is_one_sentence(tmp_path):
+    with pytest.raises(SystemExit, match="no dataset at .*nowhere"):
+        plain.Dataset(tmp_path / "nowhere")
+
+
+def test_running_out_of_text_is_one_sentence(dataset_dir):
+    dataset = plain.Dataset(dataset_dir)
+    config = plain.Config(pack_tokens=1024)
+    with pytest.raises(SystemExit, match="no more text"):
+        for _ in range(100):
+            dataset.pack(config, 512)
