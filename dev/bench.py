@@ -445,7 +445,7 @@ def start_up(settings: Settings, say) -> Ready:
 
 
 def time_stages(state: ts.TrainState, dataset, steps: int, say) -> list[dict]:
-    peak = ts.peak_flops(state.ranks.device, state.model.embed.dtype)
+    peak = ts.peak_flops(state.ranks.device)
     stages = []
     for index in range(len(state.config.stages)):
         row = time_stage(state, dataset, index, steps, peak)
