@@ -23,6 +23,7 @@ import train_medium as tm
 import train_small as ts
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "runs"))  # the tools there import each other by name
 CPU = torch.device("cpu")
 ALONE = ts.Ranks(0, 0, 1, CPU)  # one process
 torch.set_num_threads(1)  # the model is tiny, and one thread adds up in one order

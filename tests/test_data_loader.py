@@ -191,6 +191,13 @@ def test_damaged_shard(tmp_path, dataset_dir, change):
     assert word in str(caught.value) and str(shard) in str(caught.value)
 
 
+def test_a_shard_of_a_billion_tokens(dataset):
+    """Its size in bytes does not fit into the header's 32 bits."""
+    header = np.zeros(256, "<i4")
+    header[:3] = 20240520, 1, 2**30
+    assert list(dataset.shard_problems(1024 + 2 * 2**30, header, np.zeros(1, np.uint16))) == []
+
+
 def test_a_damaged_shard_ends_the_loader(tmp_path, dataset_dir):
     """What the loader's thread finds is raised by next(), after the batches before it."""
     for number, whole in ((0, 0), (1, 2)):

@@ -33,7 +33,7 @@ def test_bench(flags):
     result = json.loads(done.stdout.splitlines()[-1])
     assert len(result["stages"]) == len(TINY["stages"])
     for stage, row in zip(result["stages"], TINY["stages"], strict=True):
-        assert stage["tokens"] == row[1] * TINY["pack_tokens"] and stage["tokens_per_second"] > 0 and stage["mfu"] > 0
+        assert stage["tokens"] == row[1] * TINY["pack_tokens"] and stage["tokens_per_second"] > 0 and stage["mfu"] == 0
         assert stage["ms_p10"] <= stage["ms"] <= stage["ms_p90"] and stage["windows"] == list(row[2:4])
         assert 0 < stage["loss"] < 10
     speeds = [stage["tokens_per_second"] for stage in result["stages"]]

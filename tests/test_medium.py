@@ -8,6 +8,7 @@ import collections
 import dataclasses
 import json
 
+import engine
 import pytest
 import torch
 import torch.nn.functional as F
@@ -330,7 +331,7 @@ def losses(run_dir) -> list[float]:
 
 
 def test_run(dataset_dir, tmp_path, capsys):
-    """Trains, reports, samples; the run directory holds this script, and load() gives the model back."""
+    """Trains, reports, samples; the run directory holds this script, and gives the model back."""
     run_dir = tmp_path / "run"
     assert tm.main(flags(dataset_dir, run_dir, "--save-every", "10")) == 0
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -339,8 +340,8 @@ def test_run(dataset_dir, tmp_path, capsys):
     assert (run_dir / "report.md").is_file() and len(tm.checkpoints(run_dir)) == 2
     report = (run_dir / "report.md").read_text()
     assert report.count("```text") == 3 and all(prompt in report for prompt in tm.Config.sample_prompts)
-    model, tokenizer, config = tm.load(run_dir, device="cpu")
-    assert config.window_pattern == "SL" and config.muon_lr == 0.023 and tokenizer.vocab_size == 300
+    run = engine.load_run(run_dir, device="cpu")
+    assert run.config.window_pattern == "SL" and run.config.muon_lr == 0.023 and run.tokenizer.vocab_size == 300
     argv = ["--resume", "--run-dir", str(run_dir), "--set", "window_pattern=S"]
     assert tm.main(argv) == 1 and "--resume cannot change" in capsys.readouterr().err
 

@@ -8,9 +8,9 @@ import contextlib
 import dataclasses
 import errno
 import hashlib
-import importlib.util
 import io
 import json
+import math
 import os
 import re
 import resource
@@ -20,7 +20,9 @@ import subprocess
 import sys
 import weakref
 
+import engine
 import matplotlib.image
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -152,8 +154,7 @@ def test_a_run_without_checkpoints(dataset_dir, tmp_path, capsys):
     assert ts.main(flags(dataset_dir, run_dir, "--save-every", "-1", "--steps", "6")) == 0
     assert not list(run_dir.glob("checkpoints/*")) and "val bpb" in capsys.readouterr().out
     assert (run_dir / "report.md").is_file() and (run_dir / "result.json").is_file()
-    with pytest.raises(ts.UserError, match="no checkpoint"):
-        ts.load(run_dir)
+    assert ts.checkpoints(run_dir) == []
     with pytest.MonkeyPatch.context() as patch:
         at_step(patch, 6, lambda state: os.kill(os.getpid(), signal.SIGTERM))
         assert ts.main(flags(dataset_dir, stopped, "--save-every", "-1")) == 1
@@ -166,14 +167,25 @@ def test_a_run_without_checkpoints(dataset_dir, tmp_path, capsys):
                                               ("NVIDIA RTX A4000", None), ("NVIDIA RTX A1000", None),
                                               ("NVIDIA L40", None), ("NVIDIA A10G", None)))  # fmt: skip
 def test_peak_flops_are_those_of_the_card(monkeypatch, name, tflops):
-    """From the table by whole words of the name; an unknown card is measured."""
+    """From the table, by whole words of the name; an unknown card or a CPU has none, so that its MFU is 0."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-    monkeypatch.setattr(ts, "Ranks", lambda *words: 1 / 0)  # what the measurement begins with
-    if tflops:
-        assert ts.peak_flops(torch.device("cuda"), torch.bfloat16) == tflops * 1e12
-    else:
-        with pytest.raises(ZeroDivisionError):
-            ts.peak_flops(torch.device("cuda"), torch.bfloat16)
+    expected = tflops * 1e12 if tflops else math.inf
+    assert ts.peak_flops(torch.device("cuda")) == expected
+    assert ts.peak_flops(CPU) == math.inf
+
+
+def test_mfu(dataset_dir, tmp_path, monkeypatch, capsys):
+    """Of each line and of the whole run: FLOPs of its tokens a second over those of the device; 0 where unknown."""
+    monkeypatch.setattr(ts, "peak_flops", lambda device: 2e12)
+    monkeypatch.setattr(ts, "flops_per_token", lambda config, windows, positions: 1e6 if windows == (8, 16) else 3e6)
+    run_dir = tmp_path / "run"
+    assert ts.main(flags(dataset_dir, run_dir, "--eval-every", "0")) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    lines = [entry for entry in entries(run_dir) if "loss" in entry]
+    for line, flops in zip(lines, [1e6] * 10 + [3e6] * 10, strict=True):
+        assert line["mfu"] == pytest.approx(line["tokens_per_second"] * flops / 2e12)
+    flops = 10 * 256 * 1e6 + 10 * 512 * 3e6
+    assert result["mfu"] == pytest.approx(flops / result["train_seconds"] / 2e12)
 
 
 def test_log_and_last_line(finished):
@@ -188,10 +200,11 @@ def test_log_and_last_line(finished):
     assert set(result) >= {"val_bpb", "steps", "tokens", "train_seconds", "tokens_per_second", "mfu",
                            "peak_memory_gib", "run_dir"}  # fmt: skip
     assert (result["steps"], result["tokens"], result["run_dir"]) == (20, 10 * 256 + 10 * 512, str(run_dir))
-    assert result["val_bpb"] == entries(run_dir)[-1]["val_bpb"] and 0 < result["mfu"]
+    assert result["val_bpb"] == entries(run_dir)[-1]["val_bpb"] and result["mfu"] == 0
     assert losses(run_dir)[20] < 0.5 * losses(run_dir)[1], "it should learn"
     widths = {len(line) for line in out.splitlines() if re.match(r"step +\d+/20 \| loss", line)}
     assert len(widths) == 1, "log lines have a fixed width"
+    assert "CORE" not in out, "which runs/score_core.py computes"
 
 
 def test_checkpoints_hold_the_attention_they_were_trained_with(dataset_dir, tmp_path):
@@ -215,42 +228,85 @@ def test_default_run_directory(dataset_dir, tmp_path, monkeypatch, capsys):
     assert re.fullmatch(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d_train_small", made.name) and saved(made) == [1]
 
 
-def test_load_gives_the_trained_model(finished, dataset):
-    """load() of the script inside the run directory, imported from there: its bits per byte are the run's."""
+def test_a_run_directory_gives_its_model_back(finished, dataset):
+    """The script inside the run directory, imported from there: the weights' bits per byte are the run's."""
     run_dir, out = finished
-    spec = importlib.util.spec_from_file_location("copied_script", run_dir / "train_small.py")
-    script = sys.modules["copied_script"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    model, tokenizer, config = engine.load_model(script, run_dir, None, "cpu", {})
-    assert config.width == 128 and tokenizer.vocab_size == 300
-    token_bytes = torch.zeros(config.padded_vocab, dtype=torch.long)
-    token_bytes[:300] = torch.from_numpy(tokenizer.token_bytes)
-    validation = script.validation_batch(script.validation_documents(dataset, config), config, tokenizer.bos_id)
-    bpb = script.bits_per_byte(model, validation, 2, token_bytes, ALONE)
+    run = engine.load_run(run_dir, device="cpu")
+    script = run.script
+    assert script is not ts and script.__file__ == str(run_dir / "train_small.py")
+    assert run.config.width == 128 and run.tokenizer.vocab_size == 300
+    token_bytes = torch.zeros(run.config.padded_vocab, dtype=torch.long)
+    token_bytes[:300] = torch.from_numpy(run.tokenizer.token_bytes)
+    documents = script.validation_documents(dataset, run.config)
+    validation = script.validation_batch(documents, run.config, run.tokenizer.bos_id)
+    bpb = script.bits_per_byte(run.model, validation, 2, token_bytes, ALONE)
     assert bpb == pytest.approx(json.loads(out.splitlines()[-1])["val_bpb"], rel=1e-6)
-    earlier, *_ = ts.load(run_dir, step=15)
-    assert not torch.equal(logits(earlier, [1, 2]), logits(model, [1, 2]))
-    with pytest.raises(ts.UserError, match="no checkpoint of step 3"):
-        ts.load(run_dir, step=3)
+    earlier = engine.load_run(run_dir, step=15, device="cpu")
+    assert not torch.equal(logits(earlier.model, [1, 2]), logits(run.model, [1, 2]))
 
 
 def test_load_on_another_machine(finished, tmp_path):
-    """What the run's machine had and this one lacks is an error in a sentence, unless other values are passed."""
+    """A backend and a dtype that this machine lacks end in a sentence, unless others are asked for."""
     run_dir, _ = finished
     other = shutil.copytree(run_dir, tmp_path / "from_another_machine")
     edited = json.loads((other / "config.json").read_text())
     edited["config"] |= {"attention": "varlen", "dtype": "bfloat16"}
     (other / "config.json").write_text(json.dumps(edited))
-    with pytest.raises(ts.UserError, match="varlen cannot run here"):
-        ts.load(other)
-    model, *_ = ts.load(other, attention="auto", dtype="float32")
-    same, *_ = ts.load(run_dir)
-    assert torch.equal(logits(model, [1, 2, 3]), logits(same, [1, 2, 3]))
-    for changes, words in (({"dtype": "int3"}, "--dtype int3"), ({"attention": "varlen"}, "varlen cannot run here")):
-        with pytest.raises(ts.UserError, match=words):
-            ts.load(run_dir, **changes)
-    with pytest.raises(ts.UserError, match="no checkpoint in .*nothing"):
-        ts.load(run_dir.parent / "nothing")
+    with pytest.raises(engine.RunError, match="varlen cannot run here"):
+        engine.load_run(other)
+    loaded = engine.load_run(other, attention="auto", dtype="float32")
+    same = engine.load_run(run_dir)
+    assert torch.equal(logits(loaded.model, [1, 2, 3]), logits(same.model, [1, 2, 3]))
+
+
+def test_a_job_of_a_tool(dataset_dir, dataset, tmp_path, capsys):
+    """Other text, other first weights, other samples: what a tool brings is used, and the run directory tells."""
+    run_dir = tmp_path / "run"
+    note = tmp_path / "tool.py"
+    note.write_text("print(1)\n")
+    argv = flags(dataset_dir, run_dir, "--save-every", "0", "--eval-every", "0", steps=4)
+    args = ts.build_parser().parse_args(argv)
+    args.flags = argv
+    config = ts.make_config(args)
+    loaded = []
+
+    def load_start(state):
+        loaded.append(state.step)
+        state.model.init_weights(7)
+        state.optimizer.reset()
+
+    def samples(model, tokenizer, config):
+        return ["a sample of the tool"]
+
+    held_out = [(np.array([dataset.tokenizer.bos_id, 1, 2]), np.array([True, True]))]
+    job = dataclasses.replace(
+        ts.pretraining_job(config), command="finetune", note="what it is", load_start=load_start, samples=samples,
+        description={"source": "elsewhere"}, report_rows={"base": "a model"}, scripts=(note,), validation=held_out,
+    )  # fmt: skip
+    assert ts.run_command(lambda: ts.train(config, args, job)) == 0
+    out = capsys.readouterr().out
+    result = json.loads(out.splitlines()[-1])
+    assert loaded == [0] and result["steps"] == 4 and ", what it is\n" in out
+    validated = [e for e in entries(run_dir) if "val_bpb" in e]
+    assert [e["step"] for e in validated] == [0, 4], "the loaded weights are validated too"
+    fresh = ts.build_state(job.config, ALONE, lambda text: None)
+    fresh.model.init_weights(7)
+    token_bytes = torch.zeros(job.config.padded_vocab, dtype=torch.long)
+    token_bytes[:300] = torch.from_numpy(dataset.tokenizer.token_bytes)
+    batch = ts.validation_batch(held_out, job.config, dataset.tokenizer.bos_id)
+    bpb = ts.bits_per_byte(fresh.model, batch, 1, token_bytes, ALONE)
+    assert validated[0]["val_bpb"] == pytest.approx(bpb, rel=1e-6) and validated[1]["val_bpb"] == result["val_bpb"]
+    description = json.loads((run_dir / "config.json").read_text())
+    assert (description["command"], description["source"]) == ("finetune", "elsewhere")
+    assert (run_dir / "tool.py").read_text() == "print(1)\n" and (run_dir / "train_small.py").is_file()
+    report = (run_dir / "report.md").read_text()
+    assert (
+        "| base | a model |" in report
+        and "elsewhere" not in report
+        and report.count("```text") == 1
+        and "a sample of the tool" in report
+    )
+    assert ts.read_config(run_dir) == job.config
 
 
 def test_wandb_offline(dataset_dir, tmp_path):
@@ -275,9 +331,20 @@ def test_wandb_without_a_login(dataset_dir, tmp_path):
     assert subprocess.run(command, cwd=ROOT, env=environment, capture_output=True).returncode == 0
 
 
+def test_profile(dataset_dir, tmp_path):
+    """Steps 11 to 15 of a run are traced, with a table of operations; the numbers are those of any run."""
+    run_dir = tmp_path / "run"
+    assert ts.main(flags(dataset_dir, run_dir, "--profile", steps=16)) == 0
+    events = json.loads((run_dir / "trace.json").read_text())["traceEvents"]
+    named = [event for event in events if str(event.get("name")).startswith("ProfilerStep#")]
+    assert {event["name"] for event in named} == {f"ProfilerStep#{n}" for n in range(10, 15)}
+    assert "aten::mm" in (run_dir / "profile.txt").read_text()
+    assert len(losses(run_dir)) == 16 and saved(run_dir)[-1] == 16
+
+
 def test_profile_of_a_short_run(dataset_dir, tmp_path, fails):
     """Steps 11 to 15 are traced; a run that ends before says so instead of writing nothing."""
-    fails(flags(dataset_dir, tmp_path / "run", "--profile", steps=10), "steps 11 to 15", "has 10")
+    fails(flags(dataset_dir, tmp_path / "run", "--profile", steps=10), "steps 11 to 15 of 10", "more --steps")
     assert not (tmp_path / "run").exists()
 
 
@@ -410,7 +477,7 @@ def test_micro_batch_size():
 
     assert [packs(1, n * 128) for n in (1, 2, 3, 4, 100)] == [1, 2, 2, 4, 4]
     assert [packs(world, 0) for world in (1, 2, 4)] == [4, 2, 1]
-    with pytest.raises(ts.UserError, match="8 packs does not divide over 3 processes"):
+    with pytest.raises(ts.UserError, match="8 packs do not divide over 3 processes"):
         packs(3, 0)
 
 
@@ -505,8 +572,9 @@ def test_resume_remembers_new_flags(halfway, tmp_path, fails, capsys):
     after = json.loads((run_dir / "config.json").read_text())
     assert after["overridden"] == [*before["overridden"], "cooldown=0.3"], "which voids record status"
     assert after["config"] == before["config"] | {"tokens": 14 * 3 * 128, "cooldown": 0.3}
-    (run_dir / "config.json").write_text(json.dumps(after | {"command": "rl"}))
-    fails(["--resume", "--run-dir", run_dir], "is a run of runs/rl.py")
+    for command, tool in (("rl", "runs/rl.py"), ("finetune", "runs/finetune.py"), ("sft", "runs/finetune.py")):
+        (run_dir / "config.json").write_text(json.dumps(after | {"command": command}))
+        fails(["--resume", "--run-dir", run_dir], f"is a run of {tool}", f"python {tool} --resume --run-dir {run_dir}")
 
 
 def test_a_finished_run_is_evaluated_as_it_was_trained(finished, dataset, tmp_path, capsys):
