@@ -2649,7 +2649,7 @@ def write_atomically(path: Path, text: str) -> None:
 INTERFACE = 2
 INTERFACE_NAMES = """
     Config UserError GPT Tokenizer Dataset Ranks TrainState Job Batch Packs MicroBatch ShardReader
-    PackLoader Log empty_packs fill_pack validation_documents validation_batch bits_per_byte
+    PackLoader Log Stopper empty_packs fill_pack validation_documents validation_batch bits_per_byte
     lr_multiplier muon_momentum stage_attention stage_index start_ranks choose_dtype choose_attention
     sdpa_attention peak_memory_gib describe_machine build_state build_optimizer warm_up train train_step
     checkpoints load_checkpoint save_checkpoint read_config read_description write_atomically

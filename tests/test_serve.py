@@ -24,6 +24,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import browser
 from conftest import ROOT
 from test_export import bpe, write_run  # noqa: F401  (bpe is a fixture)
 
@@ -33,7 +34,6 @@ import chat
 import engine
 import serve
 import sft
-from dev import screenshot
 
 SCRIPT = ROOT / "runs" / "serve.py"
 QUIET = {"temperature": 0.0, "max_tokens": 24}
@@ -705,7 +705,7 @@ def test_a_model_that_does_not_run(runs, monkeypatch, capsys):
 
 @pytest.fixture(scope="module")
 def chromium():
-    path = screenshot.find_chromium()
+    path = browser.find_chromium()
     if not path:
         pytest.skip("the web page is only tested where playwright finds a Chromium (apt-get install chromium, or "
                     "playwright install chromium)")  # fmt: skip
@@ -719,7 +719,7 @@ def test_page(talker, chromium, tmp_path):
     special = {name[2:-2]: i for name, i in tok.specials.items()}
     plan = [*tok.encode("é <b>is</b> "), special["python_start"], *tok.encode("3*4"), special["python_end"],
             *tok.encode("\nso")]  # fmt: skip
-    with screenshot.open_page(talker.url, chromium, (390, 700)) as page:
+    with browser.open_page(talker.url, chromium, (390, 700)) as page:
         assert page.title() == "talker" and page.evaluate("document.activeElement.id") == "message"
         with gate(talker) as steps, script(talker, plan):
             page.keyboard.type("Hello <i>you</i>")
@@ -736,7 +736,7 @@ def test_page(talker, chromium, tmp_path):
         assert page.text_content(".assistant .call") == "3*4 = 12" and page.text_content(".call b") == " = 12"
         assert page.get_attribute("#log", "aria-busy") == "false"
         with script(talker, plan):
-            screenshot.ask(page, "again")
+            browser.ask(page, "again")
         assert page.locator("#log .assistant").count() == 2
         assert page.evaluate("turns[3].tokens") > page.evaluate("turns[1].tokens") > 0
         page.reload()
@@ -765,26 +765,22 @@ def test_page(talker, chromium, tmp_path):
 @pytest.mark.browser
 def test_page_drops_the_oldest_turns(talker, chromium):
     """A full context is no dead end: what no longer fits is marked, and the model answers."""
-    with screenshot.open_page(talker.url, chromium) as page:
+    with browser.open_page(talker.url, chromium) as page:
         for text in ("the rest " * 60, "an old stone " * 60, "so it is " * 60):
             with script(talker, talker.server.tokenizer.encode("yes")):
-                screenshot.ask(page, text)
+                browser.ask(page, text)
         assert page.locator(".assistant").count() == 3 and page.locator(".cut").count() == 1
         seen = page.evaluate("turns.slice(first).length")
         assert 1 < seen < 6 and page.locator(".cut ~ .user").count() == seen // 2
 
 
 @pytest.mark.browser
-def test_page_continues_texts(writer, chromium, tmp_path):
-    """Without finetuning; and the script that takes pictures."""
-    command = ["dev/screenshot.py", writer.url, tmp_path / "page.png", "the rest", "so", "--size", "500x500", "--dark"]
-    done = subprocess.run([sys.executable, *map(str, command)], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0 and "page.png" in done.stdout, done.stderr
-    assert (tmp_path / "page.png").read_bytes()[:4] == b"\x89PNG"
-    with screenshot.open_page(writer.url, chromium) as page:
+def test_page_continues_texts(writer, chromium):
+    """A model without finetuning continues the message."""
+    with browser.open_page(writer.url, chromium) as page:
         assert "continues" in page.text_content("#about") and not page.is_visible("#system-field")
         page.evaluate("document.getElementById('temperature').value = '0'")
-        screenshot.ask(page, "the rest of")
+        browser.ask(page, "the rest of")
         bos, tok = writer.server.tokenizer.bos_id, writer.server.tokenizer
         (text,) = expected(writer, [[bos, *tok.encode("the rest of")]], max_tokens=200, temperature=0.0)
         assert page.evaluate("turns[1].content") == text
