@@ -2608,7 +2608,7 @@ class Dataset:
         Raises: UserError if it is truncated, corrupt, of another format or of another tokenizer
         """
         header = np.fromfile(path, "<i4", 256)
-        tokens = np.fromfile(path, "<u2", offset=1024)
+        tokens = np.fromfile(path, "<u2")[1024 // 2 :]
         for problem in self.shard_problems(path.stat().st_size, header, tokens):
             again = f"make or download it again with the scripts in data/ ({self.root})"
             raise UserError(f"{path} {problem}; {again}")
@@ -2618,13 +2618,14 @@ class Dataset:
         """Zeros in the header mean "not stated": shards of other projects have no hashes."""
         if header.size < 256 or header[0] != SHARD_MAGIC or header[1] != 1:
             yield "is not a token shard of version 1"
-        if header[2] < 1 or size != 1024 + 2 * header[2]:
-            yield f"is truncated: its header states {header[2]} tokens, the file holds {len(tokens)}"
+        count = int(header[2])
+        if count < 1 or size != 1024 + 2 * count:
+            yield f"is truncated: its header states {count} tokens, the file holds {len(tokens)}"
         tokenizer_hash = header[5:13]
         if tokenizer_hash.any() and tokenizer_hash.tobytes().hex() != self.info["tokenizer_sha256"]:
             yield f"was made with another tokenizer than {self.root}/tokenizer.json"
         checksum = header[13:21]
-        if checksum.any() and hashlib.sha256(tokens.tobytes()).digest() != checksum.tobytes():
+        if checksum.any() and hashlib.sha256(tokens).digest() != checksum.tobytes():
             yield "is corrupt: the checksum in its header does not fit its tokens"
         vocab_size = self.tokenizer.vocab_size
         if tokens.max() >= vocab_size:
@@ -2981,7 +2982,7 @@ def model_problems(config: Config) -> Iterator[str]:
 # >>> shared: cli
 def validate(config: Config) -> None:
     """Raises UserError with the first problem."""
-    for problems in (stage_problems, value_problems, model_problems):
+    for problems in (model_problems, stage_problems, value_problems):
         for problem in problems(config):
             raise UserError(problem)
 
@@ -3044,7 +3045,7 @@ def value_problems(config: Config) -> Iterator[str]:
 # would be another one.
 FROZEN = (
     "num_layers", "width", "head_dim", "mlp_width", "max_seq_len", "no_attention_layers", "long_layers",
-    "key_offset_layers", "value_embed_layers", "shared_input_from", "attention_gates", "bigram_rows", "smear",
+    "key_offset_layers", "value_embed_layers", "shared_input_from", "tied", "attention_gates", "bigram_rows", "smear",
     "x0_injection", "backout_layer", "gate_width", "attention_scale", "rotary_base", "frequencies", "softcap",
 )  # fmt: skip
 FROZEN_ON_RESUME = (*FROZEN, "pack_tokens", "pack_docs", "seed")  # the batches would be others

@@ -376,7 +376,7 @@ def export(
         })  # fmt: skip
         write_json(temporary / "generation_config.json", {
             "bos_token_id": tokenizer.bos_id, "eos_token_id": stops, "pad_token_id": tokenizer.bos_id,
-            "do_sample": True, "temperature": config.temperature, "top_k": config.top_k, "use_cache": False,
+            "do_sample": True, "temperature": 0.8, "top_k": 50, "use_cache": False,
         })  # fmt: skip
         write_json(temporary / "tokenizer.json", convert_tokenizer(spec, ranks, bos))
         template = {"chat_template": CHAT_TEMPLATE} if chat else {}
