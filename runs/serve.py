@@ -285,8 +285,8 @@ class Worker(threading.Thread):
         """Builds the usual graphs before anyone waits for them."""
         if self.model.embed.is_cuda:
             torch.cuda.set_device(self.model.embed.device)  # of this thread
-        for temperature in (0.0, self.config.temperature):
-            completion = engine.Completion([0], 1, temperature, self.config.top_k)
+        for temperature in (0.0, engine.Completion.temperature):
+            completion = engine.Completion([0], 1, temperature)
             self.decoder.admit({0: completion})
             self.decoder.step()
         self.decoder.free(0)
@@ -564,9 +564,9 @@ class Server:
 
     def sampling(self, body: dict) -> dict:
         """temperature, top_p and top_k, as Completion takes them."""
-        temperature = number(body, "temperature", self.config.temperature, 0, 2)
-        top_p = number(body, "top_p", self.config.top_p, 0, 1)
-        top_k = number(body, "top_k", self.config.top_k, 0, math.inf, whole=True)
+        temperature = number(body, "temperature", engine.Completion.temperature, 0, 2)
+        top_p = number(body, "top_p", engine.Completion.top_p, 0, 1)
+        top_k = number(body, "top_k", engine.Completion.top_k, 0, math.inf, whole=True)
         return {
             "temperature": float(temperature),
             "top_p": max(float(top_p), 1e-6),  # 0 keeps the most likely token

@@ -66,9 +66,7 @@ def make_handler(hub: SimpleNamespace) -> type[BaseHTTPRequestHandler]:
             if found := re.fullmatch(r"/api/datasets/([^/]+/[^/]+)(/revision/[^/]+)?", path):
                 if found[1] not in hub.repos:
                     return self.missing("RepoNotFound")
-                return self.json(
-                    {"id": found[1], "sha": COMMIT, "siblings": [], "tags": [], "private": False}
-                )
+                return self.json({"id": found[1], "sha": COMMIT, "siblings": [], "tags": [], "private": False})
             if found := re.fullmatch(r"/api/datasets/([^/]+/[^/]+)/tree/[^/]+", path):
                 if found[1] not in hub.repos:
                     return self.missing("RepoNotFound")
@@ -158,9 +156,7 @@ def make_handler(hub: SimpleNamespace) -> type[BaseHTTPRequestHandler]:
                     elif item["key"] == "lfsFile":
                         hub.repos[found[1]][value["path"]] = hub.blobs[value["oid"]]
                         hub.committed.append(value["path"])
-                return self.json(
-                    {"commitUrl": f"{hub.url}/datasets/{found[1]}/commit/{COMMIT}", "commitOid": COMMIT}
-                )
+                return self.json({"commitUrl": f"{hub.url}/datasets/{found[1]}/commit/{COMMIT}", "commitOid": COMMIT})
             return self.missing("RepoNotFound")
 
         def do_PUT(self) -> None:
@@ -182,9 +178,7 @@ def make_handler(hub: SimpleNamespace) -> type[BaseHTTPRequestHandler]:
 @contextlib.contextmanager
 def start_hub(repos: dict[str, dict[str, bytes]]) -> Iterator[SimpleNamespace]:
     """A running server: .url, .repos, .requests [(method, path, Range)], .committed [path], faults."""
-    hub = SimpleNamespace(
-        repos=repos, requests=[], committed=[], blobs={}, break_after={}, corrupt={}, fail_posts={}
-    )
+    hub = SimpleNamespace(repos=repos, requests=[], committed=[], blobs={}, break_after={}, corrupt={}, fail_posts={})
     server = ThreadingHTTPServer(("127.0.0.1", 0), make_handler(hub))
     server.daemon_threads = True
     hub.url = f"http://127.0.0.1:{server.server_port}"

@@ -55,9 +55,7 @@ def test_layout_is_the_published_one(tmp_path):
     path = tmp_path / "x.bin"
     format.write_shard(path, np.array([7, 65535, 256], dtype=np.uint16), 7, 300, SHA)
     raw = path.read_bytes()
-    assert raw[:12] == (20240520).to_bytes(4, "little") + (1).to_bytes(4, "little") + (3).to_bytes(
-        4, "little"
-    )
+    assert raw[:12] == (20240520).to_bytes(4, "little") + (1).to_bytes(4, "little") + (3).to_bytes(4, "little")
     assert raw[12:20] == (8).to_bytes(4, "little") + (300).to_bytes(4, "little")
     assert raw[20:52].hex() == SHA
     assert raw[52:84] == hashlib.sha256(raw[1024:]).digest()
@@ -107,9 +105,7 @@ def test_damage_is_found(tmp_path):
     expect_error(e, "damaged", path, "expected", "found")
 
 
-@pytest.mark.parametrize(
-    ("word", "value", "part"), [(0, 1, "magic"), (1, 2, "version"), (2, 0, " 0 "), (2, -5, "-5")]
-)
+@pytest.mark.parametrize(("word", "value", "part"), [(0, 1, "magic"), (1, 2, "version"), (2, 0, " 0 "), (2, -5, "-5")])
 def test_bad_headers(tmp_path, word, value, part):
     path = tmp_path / "x.bin"
     format.write_shard(path, TOKENS)

@@ -107,11 +107,7 @@ def test_a_file_that_stays_corrupted(hub, dataset, tmp_path):
     assert f"expected sha256 {good}, found " in output and "error: tokenizer.json" in output
     assert len(fetched(hub, "tokenizer.json")) == 3
     # Neither the bad file nor dataset.json is there, the good shard is; the next run needs only the rest.
-    assert (
-        not (out / "tokenizer.json").exists()
-        and not (out / "dataset.json").exists()
-        and (out / TRAIN).exists()
-    )
+    assert not (out / "tokenizer.json").exists() and not (out / "dataset.json").exists() and (out / TRAIN).exists()
     hub.corrupt.clear()
     assert "2 were there already" in run(hub, "download", "me/x", "--out", out)
     assert contents(out) == contents(dataset)

@@ -153,9 +153,7 @@ def running(pid: int) -> bool:
 def test_killed_run_continues(corpus):
     """kill -9 with shards still to come; leaves no worker behind; the second run reuses what is complete."""
     out = corpus / "killed"
-    process = subprocess.Popen(
-        command(*settings(corpus, "killed"), "--workers", 2), stdout=subprocess.DEVNULL
-    )
+    process = subprocess.Popen(command(*settings(corpus, "killed"), "--workers", 2), stdout=subprocess.DEVNULL)
     wait_for(lambda: (out / "pretrain/train_000001.bin").exists(), process, "the second shard")
     workers = []
     if Path("/proc").exists():
@@ -181,9 +179,7 @@ def test_killed_run_continues(corpus):
 def test_every_stop_gives_the_same_bytes(corpus, monkeypatch):
     """Stops after 1, 2, 3 ... written files, so at every kind of point, without the cost of processes."""
     out = corpus / "stopped"
-    monkeypatch.setattr(
-        sys, "argv", ["pretrain.py", *map(str, settings(corpus, "stopped")), "--workers", "1"]
-    )
+    monkeypatch.setattr(sys, "argv", ["pretrain.py", *map(str, settings(corpus, "stopped")), "--workers", "1"])
     real = os.replace
     stops = 0
     written = 0
@@ -209,11 +205,7 @@ def test_every_stop_gives_the_same_bytes(corpus, monkeypatch):
 def test_second_run_and_other_settings(corpus):
     before = snapshot(corpus / "plain")
     result = run(*settings(corpus, "plain"))
-    assert (
-        result.returncode == 0
-        and "already complete" in result.stdout
-        and len(result.stdout.splitlines()) == 1
-    )
+    assert result.returncode == 0 and "already complete" in result.stdout and len(result.stdout.splitlines()) == 1
     expect_error(run(*settings(corpus, "plain"), "--shard-tokens", 50_000), "--shard-tokens", 60000, 50000)
     expect_error(
         run(*settings(corpus, "plain"), "--source", corpus / "val.jsonl", "--val-source", "stdlib"),

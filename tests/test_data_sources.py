@@ -41,9 +41,7 @@ def write(path: Path, texts: list[str], field: str = "text") -> Path:
         frames = [lines[:end], lines[end : end + 3], lines[end + 3 :]]
         path.write_bytes(b"".join(map(zstandard.compress, frames)))
     elif name.endswith(".parquet"):
-        pyarrow.parquet.write_table(
-            pyarrow.table({"n": range(len(texts)), field: texts}), path, row_group_size=2
-        )
+        pyarrow.parquet.write_table(pyarrow.table({"n": range(len(texts)), field: texts}), path, row_group_size=2)
     elif name.endswith(".txt"):
         path.write_bytes("\n<|endoftext|>\n".join(texts).encode())
     else:
@@ -197,9 +195,7 @@ def test_stdlib():
 def test_stdlib_holds_out_whole_files():
     val = [n for n in sources.stdlib_files() if sources.is_val_file(n)]
     assert val
-    allowed = "\n".join(
-        (sources.stdlib_root() / n).read_text(encoding="utf-8", errors="replace") for n in val
-    )
+    allowed = "\n".join((sources.stdlib_root() / n).read_text(encoding="utf-8", errors="replace") for n in val)
     assert all(section in allowed for section in sources.open_source("stdlib").val())
 
 

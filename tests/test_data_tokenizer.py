@@ -19,8 +19,7 @@ import tokenizer
 DATA = Path(__file__).parents[1] / "data"
 
 SAMPLE = [
-    f"The quick brown fox number {i} jumps over {i * i} lazy dogs; gr\u00fc\u00dfe \u4f60\u597d."
-    for i in range(300)
+    f"The quick brown fox number {i} jumps over {i * i} lazy dogs; gr\u00fc\u00dfe \u4f60\u597d." for i in range(300)
 ]
 
 

@@ -125,9 +125,9 @@ def test_a_run_that_decodes_wrongly_is_refused(run_dir):
     """A script in which keys take the other half from the token before loads, but is not used."""
     path = run_dir / "train_small.py"
     text = path.read_text()
-    rule = ">= k_THK.size(-1) // 2"
+    rule = ">= K // 2"
     assert text.count(rule) == 1
-    path.write_text(text.replace(rule, "< k_THK.size(-1) // 2"))
+    path.write_text(text.replace(rule, "< K // 2"))
     with pytest.raises(engine.RunError, match="decodes other logits than its forward pass") as error:
         engine.load_run(run_dir, device="cpu")
     assert "use the tools of the commit that made the run" in str(error.value) and "\n" not in str(error.value)

@@ -1,4 +1,5 @@
 """Kernels against their plain references: odd shapes in Triton's interpreter, real sizes with `-m gpu`."""
+
 import os
 import re
 import subprocess
@@ -13,8 +14,7 @@ import train_small as K
 PATH = Path(K.__file__)
 CAP = (23.0, 5.0, 7.5)
 COMPILED = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here")
-GPU = [pytest.param("cpu", id="interpreter", marks=COMPILED),
-       pytest.param("cuda", id="gpu", marks=pytest.mark.gpu)]
+GPU = [pytest.param("cpu", id="interpreter", marks=COMPILED), pytest.param("cuda", id="gpu", marks=pytest.mark.gpu)]
 devices = pytest.mark.parametrize("device", GPU)
 
 
@@ -61,7 +61,7 @@ def ce_inputs(case, device, dtype, T=None, V=None, D=32):
     t, v, weights, prefix, row_weight, chunk, ignored = CASES[case]
     T, V, D = T or t, V or v, D
     x = torch.randn(T, D, device=device).to(dtype).requires_grad_()
-    w = (torch.randn(V, D, device=device) * 3 / D ** 0.5).to(dtype).requires_grad_()
+    w = (torch.randn(V, D, device=device) * 3 / D**0.5).to(dtype).requires_grad_()
     targets = torch.randint(V, (T,), device=device, dtype=torch.int32 if prefix else torch.int64)
     p = torch.where(torch.rand(T, device=device) < 0.5, targets.roll(1), -1) if prefix else None
     targets[torch.rand(T, device=device) < {"some": 0.3, "none": 0.0, "all": 2.0}[ignored]] = -1
@@ -222,8 +222,10 @@ def test_mlp_relu2(device, monkeypatch):
     dtype, (T, D, Fw) = (torch.bfloat16, (5000, 768, 3072)) if cuda else (torch.float32, (70, 40, 72))
     if not cuda:
         monkeypatch.setattr(K, "RELU2_TILES", dict(GROUP=2, BM=32, BN=32, BK=32))
-    x, up, down = (torch.randn(n, D, device=device).mul(s).to(dtype).requires_grad_()
-                   for n, s in ((T, 1), (Fw, D ** -0.5), (Fw, Fw ** -0.5)))
+    x, up, down = (
+        torch.randn(n, D, device=device).mul(s).to(dtype).requires_grad_()
+        for n, s in ((T, 1), (Fw, D**-0.5), (Fw, Fw**-0.5))
+    )
     g = torch.randn(T, D, device=device).to(dtype)
     assert K.fused_relu2(x, up), "this must not be the plain path"
     y = K.mlp_relu2(x, up, down)
@@ -320,8 +322,9 @@ def test_qkv_fp8(device):
 
 @devices
 @pytest.mark.parametrize("gates", [False, True], ids=["plain", "gated"])
-@pytest.mark.parametrize("cu,window", [([0, 70], 20), ([0, 1, 2, 40, 41, 77, 77, 77], 16), ([0, 33, 50], 500),
-                                       ([0, 5, 100], 0), ([0, 1], 3)])
+@pytest.mark.parametrize(
+    "cu,window", [([0, 70], 20), ([0, 1, 2, 40, 41, 77, 77, 77], 16), ([0, 33, 50], 500), ([0, 5, 100], 0), ([0, 1], 3)]
+)
 def test_window_attention(cu, window, gates, device, monkeypatch):
     cuda = device == "cuda"
     cu = torch.tensor(cu, dtype=torch.int32, device=device) * (37 if cuda else 1)
@@ -418,8 +421,7 @@ def test_compiled_fullgraph(device):
     got = torch.autograd.grad(compiled(*leaves), leaves)
     for a, b in zip(got, want, strict=False):
         close(a, b, 1e-5 if device == "cpu" else 1e-2)
-    polar = torch.compile(K.polar_express, fullgraph=True,
-                          backend="inductor" if device == "cuda" else "aot_eager")
+    polar = torch.compile(K.polar_express, fullgraph=True, backend="inductor" if device == "cuda" else "aot_eager")
     g = torch.randn(2, 48, 32, device=device)
     close(polar(g.to(dtype)), K.polar_express(g.to(dtype)), 5e-2)  # bf16 rounds at other places
 
@@ -448,12 +450,14 @@ def test_fp8_compiled_fullgraph(device):
 
 def test_imports_without_triton():
     """The file imports, and its plain paths work, where triton is absent."""
-    code = ("import sys; sys.modules['triton'] = None; import importlib.util as u, torch\n"
-            f"s = u.spec_from_file_location('k', r'{PATH}')\n"
-            "k = sys.modules['k'] = u.module_from_spec(s); s.loader.exec_module(k)\n"
-            "x = torch.randn(6, 8, requires_grad=True); w = torch.randn(64, 8, requires_grad=True)\n"
-            "k.linear_cross_entropy(x, w, torch.arange(6), (23.0, 5.0, 7.5))[0].backward()\n"
-            "k.mlp_relu2(x, w, w).sum().backward(); k.polar_express(torch.randn(2, 8, 4)); print('fine')")
+    code = (
+        "import sys; sys.modules['triton'] = None; import importlib.util as u, torch\n"
+        f"s = u.spec_from_file_location('k', r'{PATH}')\n"
+        "k = sys.modules['k'] = u.module_from_spec(s); s.loader.exec_module(k)\n"
+        "x = torch.randn(6, 8, requires_grad=True); w = torch.randn(64, 8, requires_grad=True)\n"
+        "k.linear_cross_entropy(x, w, torch.arange(6), (23.0, 5.0, 7.5))[0].backward()\n"
+        "k.mlp_relu2(x, w, w).sum().backward(); k.polar_express(torch.randn(2, 8, 4)); print('fine')"
+    )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "fine" in out.stdout, out.stderr
 

@@ -306,7 +306,7 @@ TAMPER = {
     "script": (lambda f: swap(f / "train_small.py", "def adam_update", "def adam_update2"),
                ["train_small.py was changed", "train_small.py: the section optimizer is not the one"]),
     "script's markers": (lambda f: swap(f / "train_small.py", "# <<< shared: optimizer\n", ""),
-                         ["train_small.py: line", "the section schedule begins inside optimizer"]),
+                         ["train_small.py: line", "the section evaluation begins inside optimizer"]),
     "args, mended": (lambda f: (swap(f / "tiny.args", "width=64", "width=32"), rehash(f)),
                      ["record.json: config.width is stated as 64, tiny.args sets 32"]),
     "curve, mended": (lambda f: (swap(f / "curve.csv", "\n3,", "\n4,"), rehash(f)), ["curve.csv: '4,"]),
@@ -655,14 +655,14 @@ def test_sections():
     text = (ROOT / "train_small.py").read_text(encoding="utf-8")
     parts = rec.sections(text)
     assert sum(part.count("\n") for part in parts.values()) == text.count("\n")
-    assert {"docstring", "imports", "config", "model", "optimizer", "kernels", "main"} <= set(parts)
+    assert {"docstring", "imports", "config", "model", "optimizer", "kernels", "run"} <= set(parts)
     assert "class Config" in parts["config"] and "class GPT" in parts["model"]
     assert "def adam_update" in parts["optimizer"] and "def adam_update" not in parts["model"]
     assert rec.changed_lines(text, text.replace("adam_lr: float", "adam_rate: float")) == ["config (+1 -1)"]
     for broken, words in ((text.replace("# <<< shared: data\n", ""), "begins inside data"),
                           (text.replace("# <<< shared: data", "# <<< shared: dada"), "dada ends"),
                           (text.replace("shared: kernels", "shared: data"), "for the second time"),
-                          (text.replace("# <<< shared: main", ""), "main has no end"),
+                          (text.replace("# <<< shared: kernels", ""), "kernels has no end"),
                           ("x = 1\n", "no shared")):  # fmt: skip
         with pytest.raises(rec.Unreadable, match=words):
             rec.sections(broken)
