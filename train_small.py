@@ -1875,8 +1875,9 @@ def check_same_run(run: Run) -> list[str]:
 def resume(run: Run, changed: list[str]) -> None:
     """Goes on where the newest whole checkpoint stands."""
     config = run.job.config
-    folder, saved = load_newest(run.state, run.run_dir, run.log.say)
+    folder = newest_whole(run.run_dir, run.log.say)
     check_agreement(run.ranks, folder.name)
+    saved = load_checkpoint(run.state, folder)
     step = run.state.step
     run.progress = Progress(saved["position"], saved["tokens"], saved["train_seconds"])
     if step == config.num_steps:
@@ -2727,7 +2728,8 @@ def dataset_problems(info: dict) -> Iterator[str]:
         if not isinstance(entry, dict) or not isinstance(entry.get("sha256"), str):
             yield f"lists {name} without its sha256"
         counts = {"pretrain": ["tokens", "text_bytes"], "sft": ["tokens"]}
-        for key in counts.get(name.split("/")[0], []):
+        is_mask = name.endswith(".mask.bin")
+        for key in [] if is_mask else counts.get(name.split("/")[0], []):
             count = entry.get(key)
             if type(count) is not int or not 0 <= count < 2**40:
                 yield f"lists {name} with {key} {count}"
@@ -2758,8 +2760,8 @@ INTERFACE_NAMES = """
     PackLoader Log Stopper empty_packs fill_pack validation_documents validation_batch bits_per_byte
     lr_multiplier muon_momentum stage_attention stage_index start_ranks choose_dtype choose_attention
     sdpa_attention peak_memory_gib describe_machine build_state build_optimizer warm_up train train_step
-    checkpoints load_checkpoint load_newest save_checkpoint read_config read_description write_description
-    lock_run_dir fingerprint write_atomically FREE_ON_RESUME
+    checkpoints newest_whole check_checkpoint load_checkpoint save_checkpoint lock_run_dir fingerprint
+    read_config read_description write_description write_atomically FREE_ON_RESUME
     FROZEN FROZEN_ON_RESUME build_parser config_changes change_config make_config run_command
 """.split()
 
@@ -3076,23 +3078,39 @@ def read_state(folder: Path) -> dict:
     return saved
 
 
-def load_checkpoint(state: TrainState, folder: Path) -> dict:
-    """Restores weights, moments and random state, on any number of ranks; returns state.json.
-
-    Raises: UserError, with the state as it was, if a file is not what was saved
-    """
-    from safetensors.torch import load_file
-
+def check_checkpoint(folder: Path, names=CHECKPOINT_FILES) -> dict:
+    """Returns state.json; raises UserError if it or one of the files is not what was saved."""
     saved = read_state(folder)
-    for name in CHECKPOINT_FILES:
+    for name in names:
         path = folder / name
         if not path.is_file():
             raise UserError(f"{path} is missing")
         if file_sha256(path) != saved["files"][name]:
             raise UserError(f"{path} is damaged: its sha256 is not that in state.json")
+    return saved
+
+
+def newest_whole(run_dir: Path, say: Callable, names=CHECKPOINT_FILES) -> Path:
+    """The newest checkpoint without damage; says which it passes over. UserError if there is none."""
+    found = checkpoints(run_dir)
+    for folder in reversed(found):
+        try:
+            check_checkpoint(folder, names)
+            return folder
+        except UserError as error:
+            say(f"skipped {folder.name}: {error}")
+    what = f"none of the {len(found)} checkpoints in {run_dir} is whole" if found else ""
+    what = what or f"there is no complete checkpoint in {run_dir}/checkpoints"
+    raise UserError(f"{what}; restore one, or start again")
+
+
+def load_checkpoint(state: TrainState, folder: Path) -> dict:
+    """Restores weights, moments and random state, on any number of ranks; returns state.json."""
+    from safetensors.torch import load_file
+
+    saved = check_checkpoint(folder)
     weights = load_file(folder / "model.safetensors")
     moments = load_file(folder / "optimizer.safetensors")
-
     state.optimizer.load(weights, moments, saved["optimizer_count"])
     for name, buffer in state.model.named_buffers():
         if name in weights:
@@ -3107,22 +3125,6 @@ def load_checkpoint(state: TrainState, folder: Path) -> dict:
     if state.ranks.device.type == "cuda" and "rng.cuda" in moments:
         torch.cuda.set_rng_state(moments["rng.cuda"], state.ranks.device)
     return saved
-
-
-def load_newest(state: TrainState, run_dir: Path, say: Callable) -> tuple[Path, dict]:
-    """Loads the newest whole checkpoint, and says which damaged ones it passes over.
-
-    Returns: the folder and its state.json
-    """
-    found = checkpoints(run_dir)
-    for folder in reversed(found):
-        try:
-            return folder, load_checkpoint(state, folder)
-        except UserError as error:
-            say(f"skipped {folder.name}: {error}")
-    raise UserError(
-        f"none of the {len(found)} checkpoints in {run_dir} is whole; restore one, or start again"
-    )
 
 
 def file_sha256(path: Path) -> str:

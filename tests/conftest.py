@@ -164,7 +164,7 @@ def write_dataset(root: Path, words=((0, 1, 300, 12, 2, 90, 0, 45), (700, 3, 3, 
     return root
 
 
-def list_files(root: Path, text_bytes: dict | None = None) -> None:
+def list_files(root: Path, text_bytes: dict | None = None, **more) -> None:
     """Writes into dataset.json what lies in the directory, as if it had been made so. Counts of text stay if known."""
     info = json.loads((root / "dataset.json").read_text())
     before, files = info.get("files", {}), {}
@@ -175,7 +175,7 @@ def list_files(root: Path, text_bytes: dict | None = None) -> None:
             files[name]["tokens"] = max(0, (path.stat().st_size - 1024) // 2)
         if name.startswith("pretrain/"):
             known = before.get(name, {}).get("text_bytes", 1)
-            files[name]["text_bytes"] = (text_bytes or {}).get(name, known)
+            files[name] |= {"text_bytes": (text_bytes or {}).get(name, known), **more}
     info |= {
         "files": files,
         "tokenizer_sha256": files["tokenizer.json"]["sha256"],
