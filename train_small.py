@@ -1284,9 +1284,7 @@ class Slot:
     moments: dict[str, Tensor] = field(default_factory=dict)
     mult: Tensor | None = None  # NorMuon: factor of each matrix
     together: int = 0  # matrices in one call of NorMuon
-    grad: Tensor | None = (
-        None  # this rank's slice of the sum; of a late table kept for the next step
-    )
+    grad: Tensor | None = None  # this rank's slice of the sum; a late table keeps it for a step
     buffer: Tensor | None = None  # what communication under way reads or writes
     work: object = None  # the handle of that communication
 
@@ -1332,9 +1330,8 @@ class Optimizer:
 
         Returns: False if a scaled gradient overflowed; nothing is updated then
         """
-        late = [
-            s for s in self.slots if s.policy.late and loss_scale == 1.0
-        ]  # a scale must see all
+        # A loss scale must see all gradients of its step, so nothing is late then.
+        late = [s for s in self.slots if s.policy.late and loss_scale == 1.0]
         now = [s for s in self.slots if s not in late]
         for slot in now:
             self.start_reduce(slot)

@@ -330,7 +330,7 @@ def test_starts_from_the_models_weights_and_attention(finished, base, data):
     assert attention["window_long"] == 24 and attention["scale"] > TINY.get("attention_scale", 0.12)
     for run_dir, logged in ((base, entries(finished[0])[0]), (finished[0], entries(finished[0])[-1])):
         run = engine.load_run(run_dir, device="cpu", attention="sdpa")
-        model, tokenizer, config = run.model, run.tokenizer, run.config
+        model, tokenizer = run.model, run.tokenizer
         nats = size = 0
         for tokens, mask in read_split(data, "val"):
             lengths = tokenizer.token_bytes[tokens[1:]] * np.array(mask[1:])
