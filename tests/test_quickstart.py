@@ -397,7 +397,7 @@ def test_args_files(name):
     """Each is valid and makes a model, and the time in its comment follows from its tokens and the stated speed."""
     script = tm if "medium" in name else ts
     config = script.make_config(script.build_parser().parse_args([f"@{ROOT}/runs/{name}"]))
-    config.validate()
+    script.validate(config)
     script.GPT(config, "meta")
     text = (ROOT / "runs" / name).read_text(encoding="utf-8")
     unit = {"k": 1e3, "M": 1e6}
