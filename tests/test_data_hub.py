@@ -29,8 +29,9 @@ def dataset(tmp_path_factory) -> Path:
         tokens = np.random.default_rng(count).integers(0, 300, count).astype(np.uint16)
         sha = format.write_shard(folder / name, tokens)
         files[name] = {"tokens": count, "documents": 1, "text_bytes": count, "sha256": sha}
-    files["tokenizer.json"] = {"sha256": format.write_json(folder / "tokenizer.json", {"made": "up"})}
-    format.write_dataset(folder, {"name": "x", "sources": [], "files": files})
+    sha = format.write_json(folder / "tokenizer.json", {"made": "up"})
+    files["tokenizer.json"] = format.entry_of(folder / "tokenizer.json", sha)
+    format.write_dataset(folder, {"name": "x", "sources": [], "tokenizer_sha256": sha, "files": files})
     (folder / "progress.json").write_text("not part of the dataset")
     return folder
 
@@ -124,7 +125,9 @@ def test_download_errors(hub, dataset, tmp_path):
 
     # A directory with another dataset stays as it is.
     out = tmp_path / "other"
-    format.write_dataset(out, {"name": "other", "files": {"tokenizer.json": {"sha256": "00"}}})
+    info = format.read_dataset(dataset)
+    info["files"][TRAIN]["sha256"] = "ab" * 32
+    format.write_dataset(out, info)
     before = contents(out)
     assert "another dataset" in run(hub, "download", "me/x", "--out", out, code=1)
     assert {k: v for k, v in contents(out).items() if not k.startswith(".download")} == before
