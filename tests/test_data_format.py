@@ -131,7 +131,9 @@ def test_wrong_tokens_are_refused(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(("number", "part"), [(errno.ENOSPC, "full"), (errno.EACCES, "permissions")])
+@pytest.mark.parametrize(
+    ("number", "part"), [(errno.ENOSPC, "full"), (errno.EDQUOT, "full"), (errno.EACCES, "permissions")]
+)
 def test_failed_write_keeps_the_old_file(tmp_path, monkeypatch, number, part):
     path = tmp_path / "x.bin"
     format.write_shard(path, TOKENS)
