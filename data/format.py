@@ -25,6 +25,7 @@ import json
 import os
 import re
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -61,6 +62,10 @@ def run(main: Callable[[], None]) -> None:
         main()
     except KeyboardInterrupt:
         raise SystemExit("\nstopped; repeat the same command to go on") from None
+    except BrokenPipeError:
+        # What read the output, such as head, has ended. The rest of it must go somewhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(1) from None
     except MemoryError:
         fail("this computer's memory is used up; give fewer --workers or smaller shards")
     except OSError as problem:
@@ -375,12 +380,12 @@ def check_entry(name: str, entry: Any, path: str | Path) -> None:
 
 def check_splits(value: dict[str, Any], path: str | Path) -> None:
     """Ends the script unless both splits have tokens and text: rates per byte are divided by them."""
-    splits = value.get("splits")
-    for split in ("train", "val"):
-        total = splits.get(split) if isinstance(splits, dict) else None
+    if not isinstance(value.get("splits", {}), dict):
+        fail(f"{path} has no table of splits; build the dataset again")
+    for split, total in sum_splits(value["files"]).items():
         for key in ("tokens", "text_bytes"):
-            if not isinstance(total, dict) or not is_count(total.get(key), least=1):
-                fail(f"{path} states no {key} of the split {split!r}; build the dataset again")
+            if not total[key]:
+                fail(f"{path} lists no {key} of the split {split!r}; build the dataset again")
 
 
 def check_fingerprints(value: dict[str, Any], path: str | Path) -> None:

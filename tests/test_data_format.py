@@ -226,7 +226,7 @@ def test_datasets_of_earlier_versions_are_read(tmp_path):
         (f'"{AA}"', '"aa"', "without its sha256"),
         (f'"tokenizer_sha256": "{CC}"', f'"tokenizer_sha256": "{AA}"', "tokenizer_sha256"),
         ('"text_bytes": 9', '"text_bytes": true', "text_bytes"),
-        ('"text_bytes": 18', '"text_bytes": 0', "text_bytes of the split 'train'"),
+        ('"splits": {', '"splits": 5, "other": {', "no table of splits"),
         ('"bytes": 11024', '"bytes": -1', "bytes"),
         ('"tokens": 5000', '"tokens": 1e999', "tokens"),
         ("pretrain/val_000000.bin", "pretrain/\\u0000.bin", "bad path"),
@@ -246,6 +246,17 @@ def test_bad_dataset_json(tmp_path, old, new, part):
     with pytest.raises(SystemExit) as e:
         format.read_dataset(tmp_path)
     expect_error(e, part)
+
+
+def test_a_split_without_text(tmp_path):
+    """Bits per byte would be divided by it."""
+    make_dataset(tmp_path)
+    value = format.read_json(tmp_path / "dataset.json")
+    value["files"]["pretrain/val_000000.bin"]["text_bytes"] = 0
+    format.write_dataset(tmp_path, value)
+    with pytest.raises(SystemExit) as e:
+        format.read_dataset(tmp_path)
+    expect_error(e, "text_bytes of the split 'val'")
 
 
 def test_hostile_json(tmp_path, monkeypatch):
