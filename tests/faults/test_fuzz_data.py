@@ -6,6 +6,7 @@ sets the number of cases of each target:
     FUZZ_CASES=20000 python -m pytest -m soak tests/faults/test_fuzz_data.py
 """
 
+import copy
 import gzip
 import json
 import math
@@ -104,7 +105,7 @@ def spoil_json(value, rng: random.Random):
         if change == "delete":
             del parent[key]
         elif change == "replace":
-            parent[key] = rng.choice(HOSTILE)
+            parent[key] = copy.deepcopy(rng.choice(HOSTILE))
         elif change == "wrap":
             parent[key] = rng.choice(([parent[key]], {"x": parent[key]}, str(parent[key])))
         elif isinstance(parent, dict):
