@@ -2566,20 +2566,25 @@ class Tokenizer:
         """tiktoken's encoder; raises UserError if the pattern is none, or if it drops text."""
         import tiktoken
 
+        # First with single bytes. The empty entry is for patterns that match nothing at some place:
+        # tiktoken would crash there.
+        trial = {bytes([i]): i for i in range(256)} | {b"": 256}
         sample = "Aa1 2,\n\t\r\u00fc\u6f22\U0001f642 _-\u2028 end"
         try:
             encoding = tiktoken.Encoding(
-                "decoderstack",
-                pat_str=self.pattern,
-                mergeable_ranks=self.mergeable,
-                special_tokens=self.specials,
+                "trial", pat_str=self.pattern, mergeable_ranks=trial, special_tokens={}
             )
-            kept = self.decode(encoding.encode_ordinary(sample)) == sample
+            ids = encoding.encode_to_numpy(sample, allowed_special=set(), disallowed_special=())
         except ValueError as error:
-            raise UserError(f"the pattern in {self.path} cannot be used ({error})") from None
-        if not kept:
+            raise UserError(f"the pattern in {self.path} cannot be used ({error!r})") from None
+        if ids.tolist() != list(sample.encode()):
             raise UserError(f"the pattern in {self.path} drops text; make the tokenizer again")
-        return encoding
+        return tiktoken.Encoding(
+            "decoderstack",
+            pat_str=self.pattern,
+            mergeable_ranks=self.mergeable,
+            special_tokens=self.specials,
+        )
 
     def decode_bytes(self, ids) -> bytes:
         return b"".join(self.bytes[i] for i in ids)
@@ -2599,8 +2604,9 @@ def tokenizer_problems(spec: dict) -> Iterator[str]:
         yield f"has {len(ranks) + len(specials):,} entries; 16 bits hold 65,536"
     try:
         texts = [base64.b64decode(rank, validate=True) for rank in ranks]
+        "".join(specials).encode()
     except (ValueError, TypeError) as error:
-        yield f"has an entry that is not base64 ({error})"
+        yield f"has an entry that is not base64 or a special token that is no text ({error!r})"
     if len(set(texts)) < len(texts) or not set(texts).issuperset(bytes([i]) for i in range(256)):
         yield "must hold each entry once, all 256 single bytes among them"
     ids = list(specials.values())
@@ -2713,7 +2719,7 @@ def fingerprint(files: dict, folder: str = "pretrain") -> str:
     """One sha256 for what a run reads: tokenizer and shards, as dataset.json lists them."""
     read = [name for name in files if name == "tokenizer.json" or name.startswith(f"{folder}/")]
     lines = sorted(f"{name} {files[name]['sha256']}\n" for name in read)
-    return hashlib.sha256("".join(lines).encode()).hexdigest()
+    return hashlib.sha256("".join(lines).encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def dataset_problems(info: dict) -> Iterator[str]:
@@ -2723,13 +2729,13 @@ def dataset_problems(info: dict) -> Iterator[str]:
         yield "lists no files"
     for name, entry in files.items():
         if not isinstance(entry, dict) or not isinstance(entry.get("sha256"), str):
-            yield f"lists {name} without its sha256"
+            yield f"lists {name!r} without its sha256"
         counts = {"pretrain": ["tokens", "text_bytes"], "sft": ["tokens"]}
         is_mask = name.endswith(".mask.bin")
         for key in [] if is_mask else counts.get(name.split("/")[0], []):
             count = entry.get(key)
             if type(count) is not int or not 0 <= count < 2**40:
-                yield f"lists {name} with {key} {count}"
+                yield f"lists {name!r} with {key} {count!r}"
     if info.get("fingerprint") != fingerprint(files):
         yield "does not agree with itself: its fingerprint is not that of the files it lists"
     if info.get("tokenizer_sha256") != files["tokenizer.json"]["sha256"]:
