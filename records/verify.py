@@ -19,6 +19,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import check
 import record as rec
 
 SPREADS = 4  # how many sd of the seeds a rerun may differ from the mean of the record
@@ -133,7 +134,7 @@ def main(argv: list[str] | None = None) -> None:
     for folder in folders:
         if not folder.is_dir():
             rec.fail(f"{folder} is not a folder; name a record, or all")
-        found = rec.problems(folder)
+        found = check.problems(folder)
         if args.rerun and not found:
             print(f"{folder.name}: training until step {args.rerun}", flush=True)
             found = rerun(folder, args.rerun, args.data, args.processes)
