@@ -271,9 +271,8 @@ def check_config(run: dict, args_text: str) -> None:
     file = run["file"]
     script = (run["dir"] / run["script"]).read_text(encoding="utf-8")
     words = [*recipe.args_words(args_text), *(w for w in file["flags"] if not w.startswith("@"))]
-    config = {"core_items": 0, **file["config"]}
-    found = recipe.check_config(config, script, words, file["config"]["vocab_size"])
-    found = [text for text in found if "core_items is no field" not in text]
+    vocab_size = file["config"]["vocab_size"]
+    found = recipe.check_config(file["config"], script, words, vocab_size)
     if found:
         rec.fail(
             f"{run['dir']}/config.json: {found[0]}; a number of the recipe is changed in the script"

@@ -14,7 +14,9 @@ import record as rec
 import tracks
 
 # Entries of "machine" that all starts of a run must share. Others, such as the commit, may differ.
-SAME_MACHINE = ("script_sha256", "device", "num_devices", "torch", "triton", "cuda")
+SAME_MACHINE = (
+    "script_sha256", "device", "num_devices", "platform", "python", "torch", "triton", "cuda", "numpy",
+)  # fmt: skip
 FREE_MACHINE = ("git_commit", "git_dirty")  # may differ between the runs of a record
 
 
@@ -215,13 +217,8 @@ def check_flags(folder: Path, record: dict) -> list[str]:
     if record["args"]:
         words = recipe.args_words((folder / record["args"]).read_text(encoding="utf-8"))
     script = (folder / record["script"]).read_text(encoding="utf-8")
-    # Of an old run that left CORE out, the recipe is that of the runs that were scored.
-    config = record["config"]
-    if "core_items" not in config:
-        config = {**config, "core_items": 0}
     vocab_size = record["dataset"]["vocab_size"]
-    found = recipe.check_config(config, script, [*words, *record["flags"]], vocab_size)
-    found = [text for text in found if "config.core_items is no field" not in text]
+    found = recipe.check_config(record["config"], script, [*words, *record["flags"]], vocab_size)
     return out + [f"record.json: {text}" for text in found]
 
 

@@ -5,8 +5,10 @@ record's own script holds, changed by the args file and the flags, so that no nu
 """
 
 import ast
+import functools
 import json
 import operator
+import re
 from pathlib import PurePath
 
 OPERATORS = {
@@ -123,15 +125,16 @@ def literal(node: ast.AST):
     raise Unknown(f"{ast.unparse(node)[:80]} is no plain value")
 
 
+@functools.lru_cache(maxsize=16)
 def config_class(text: str) -> ast.ClassDef:
-    try:
-        tree = ast.parse(text)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        raise Unknown("it is not Python") from None
-    found = [n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "Config"]
+    """The class Config of a script: its line `class Config` and all indented lines behind it."""
+    found = re.findall(r"^class Config\b.*\n(?:(?:[ \t].*)?\n)+", text, re.M)
     if len(found) != 1:
         raise Unknown(f"it has {len(found)} classes Config, one is expected")
-    return found[0]
+    try:
+        return ast.parse(found[0]).body[0]
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        raise Unknown("its class Config is not Python") from None
 
 
 def defaults(text: str) -> dict:
@@ -217,7 +220,7 @@ def check_config(stated: dict, script: str, words: list[str], vocab_size: int) -
         return [f"the Config of the script cannot be read ({error})"]
     if "vocab_size" in expected:
         expected["vocab_size"] = vocab_size  # the tokenizer's takes the place of the default
-    missing = [key for key in names if key not in stated]
+    missing = [key for key in names if key not in stated and key != "core_items"]  # see NO_CORE
     out = [f"config.{key} is missing, the script has such a field" for key in missing]
     for key, value in stated.items():
         if key not in names:
