@@ -60,9 +60,10 @@ def one_start(run: dict, start: dict) -> list[str]:
         )
     if start["changed"]:
         out.append(f"changed is not empty: {'; '.join(start['changed'])}")
-    given = recipe.recipe_flags(start["flags"])
-    wanted = recipe.recipe_flags(run["flags"])
+    # A resumed run may be given other intervals and nothing else: a new length would be another schedule.
     is_first = start is run["starts"][0]
+    given = start["flags"] if is_first else recipe.recipe_flags(start["flags"])
+    wanted = run["flags"] if is_first else recipe.recipe_flags(run["flags"])
     if given != wanted and (given or is_first):
         out.append(
             f"its flags are {' '.join(given) or 'none'}, those of the run are {' '.join(wanted) or 'none'}"

@@ -98,7 +98,7 @@ def whole_steps(step_ms: float | None, seconds: float) -> bool:
     if not isinstance(step_ms, int | float) or not step_ms > 0:
         return False
     steps = seconds * 1e3 / step_ms
-    return steps >= 0.5 and math.isclose(steps, round(steps), rel_tol=1e-6)
+    return steps >= 0.5 and math.isclose(steps, round(steps), rel_tol=1e-8)
 
 
 def check_log(entries: list[dict], config: dict | None = None) -> list[str]:
@@ -133,7 +133,7 @@ def check_log(entries: list[dict], config: dict | None = None) -> list[str]:
         )
         if min(steps, tokens, seconds) <= 0:
             out.append(f"{where}: step, tokens and train_seconds do not all grow")
-        elif not math.isclose(entry["tokens_per_second"], tokens / seconds, rel_tol=1e-6):
+        elif not math.isclose(entry["tokens_per_second"], tokens / seconds, rel_tol=1e-8):
             out.append(f"{where}: {entry['tokens_per_second']:.1f} tokens/s are stated, tokens and seconds since "
                        f"the line before give {tokens / seconds:.1f}")  # fmt: skip
         elif not whole_steps(entry.get("step_ms"), seconds):
@@ -141,7 +141,7 @@ def check_log(entries: list[dict], config: dict | None = None) -> list[str]:
                 f"{where}: {entry['step_ms']} ms a step are stated, but no number of steps of that length takes "
                 f"{seconds:.6f} s"
             )
-        if not math.isclose(entry["bpb"], entry["loss"] * bpb_per_nat, rel_tol=1e-6):
+        if not math.isclose(entry["bpb"], entry["loss"] * bpb_per_nat, rel_tol=1e-8):
             out.append(
                 f"{where}: bpb {entry['bpb']:.5f} does not belong to the loss {entry['loss']:.5f}"
             )

@@ -6,6 +6,7 @@ three seeds each, trained for 12 steps.
 
 import ast
 import contextlib
+import dataclasses
 import functools
 import gzip
 import hashlib
@@ -19,19 +20,21 @@ import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import matplotlib.image
 import numpy as np
 import pytest
 from scipy import stats
 
-from conftest import ROOT, TINY, tiny_config, write_dataset
+from conftest import ROOT, TINY, tiny_config, tm, ts, validation_of, write_dataset
 
 sys.path.insert(0, str(ROOT / "records"))
 import add
 import check
 import compare
 import leaderboard
+import recipe
 import record as rec
 import tracks
 import verify
@@ -453,9 +456,8 @@ def attacks(rng, folder):
 
 def harmless(folder, before, name, what) -> str | None:
     """The rule by which a change of a record means nothing; None if it must be noticed."""
-    if name == "README.md" and not before.index(rec.BEGIN) <= before.find(before.splitlines()[what]) < before.index(
-        rec.END
-    ):
+    lines = before.splitlines()
+    if name == "README.md" and not lines.index(rec.BEGIN) <= what <= lines.index(rec.END):
         return "words of README.md outside the markers are its author's"
     if name == LOG and what[1] == "memory_gib":
         return "memory of a log line counts only where it is the highest"
@@ -727,6 +729,260 @@ def test_add_one_run_without_args(repo, tmp_path):
     assert any("runs[0] (seed 0).core is stated" in text for text in check.problems(folder))
     (folder / "core_0.csv").write_text(f"{head}\nx,1,1,1,1\n")
     assert rec.core_score(folder / "core_0.csv") is None
+
+
+# ---- starts, copies, what is scored
+
+
+def second_start(run_dir, **changes) -> None:
+    """The run was stopped after step 6 and resumed, with something else."""
+    path = run_dir / "config.json"
+    config = json.loads(path.read_text())
+    first = config["starts"][0]
+    flags = ["--resume", "--run-dir", "/somewhere/else", "--log-every", "3", "--save-every=2"]
+    start = {**first, "date": "2026-11-23T01:02:03", "step": 6, "flags": flags}
+    machine = {**start["machine"], "git_commit": "0" * 40, **changes.pop("machine", {})}
+    config["starts"].append({**start, "machine": machine, **changes})
+    path.write_text(json.dumps(config))
+
+
+def test_a_resumed_run_is_a_run(repo, tmp_path):
+    """Other intervals, paths and commits are free; the record counts its starts and takes the day of the first."""
+    run_dir = shutil.copytree(repo / "out" / "a_0", tmp_path / "run")
+    second_start(run_dir)
+    run(add, run_dir, "--track", "small", "--slug", "x", "--out", tmp_path / "new")
+    folder = tmp_path / "new" / "2026-11-22_x"
+    record = json.loads((folder / "record.json").read_text())
+    assert record["runs"][0]["starts"] == 2 and record["date"] == "2026-11-22" and check.problems(folder) == []
+    assert "starts of each run: 2" in (folder / "README.md").read_text()
+    assert "somewhere" not in (folder / "run_0.json").read_text()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"machine": {"script_sha256": "0" * 64}}, "start 2: machine.script_sha256 is 000"),
+        ({"machine": {"device": "NVIDIA H200"}}, "start 2: machine.device is NVIDIA H200, the run states cpu"),
+        ({"machine": {"num_devices": 4}}, "start 2: machine.num_devices is 4, the run states 1"),
+        ({"machine": {"torch": "2.0"}}, "start 2: machine.torch is 2.0"),
+        ({"machine": {"triton": "1.0"}}, "start 2: machine.triton is 1.0"),
+        ({"dataset_fingerprint": "f"}, "start 2: dataset_fingerprint is f, the run states"),
+        ({"changed": ["adam_lr was 0.006 and is 0.1"]}, "start 2: changed is not empty: adam_lr was 0.006"),
+        (
+            {"flags": ["--resume", "--tokens", "9216"]},
+            "start 2: its flags are --tokens 9216, those of the run are @tiny",
+        ),
+        ({"step": -1}, "start 2: its step is -1, it must be at least 0"),
+        ({"step": "6"}, "start 2: its step is 6"),
+        ({"date": "yesterday"}, "start 2 does not have the form of a start"),
+    ],
+)
+def test_starts_that_differ_are_refused(repo, tmp_path, changes, words):
+    run_dir = shutil.copytree(repo / "out" / "a_0", tmp_path / "run")
+    second_start(run_dir, **changes)
+    message = refused(add, run_dir, "--track", "small", "--slug", "x", "--out", tmp_path / "new")
+    assert words in message and not (tmp_path / "new").exists(), message
+
+
+def test_starts_begin_at_the_beginning(repo, tmp_path):
+    for number, (starts, words) in enumerate(((lambda s: [], "starts is empty"), (lambda s: [{**s[0], "step": 3}],
+                                              "start 1: its step is 3, it must be 0"))):  # fmt: skip
+        run_dir = shutil.copytree(repo / "out" / "a_0", tmp_path / f"run_{number}")
+        edit(run_dir / "config.json", lambda c, change=starts: c.update(starts=change(c["starts"])))
+        assert words in refused(add, run_dir, "--track", "small", "--slug", "x", "--out", tmp_path / "new")
+
+
+def test_dates_come_from_the_starts(repo, tmp_path):
+    """--date cannot contradict them; runs of old scripts have none, and take it."""
+    run_dir = shutil.copytree(repo / "out" / "a_0", tmp_path / "run")
+    argv = [run_dir, "--track", "small", "--slug", "x", "--out", tmp_path / "new", "--date", "2026-01-01"]
+    assert "its first start was on 2026-11-22; leave --date out" in refused(add, *argv)
+    edit(run_dir / "config.json", lambda c: c.pop("starts"))
+    run(add, *argv)
+    record = rec.read_record(tmp_path / "new" / "2026-01-01_x")
+    assert record["date"] == "2026-01-01" and record["runs"][0]["starts"] is None and "starts" in record["absent"][0]
+    other = shutil.copytree(tmp_path / "new" / "2026-01-01_x", tmp_path / "new" / "2025-01-01_x")
+    assert any("date is 2026-01-01, the folder is 2025" in text for text in check.problems(other))
+
+
+def test_one_run_is_no_second_seed(repo, folders, tmp_path):
+    """A copy with another seed in its config.json, copied weights, a seed that was not asked for, a copied log."""
+    out = ["--track", "small", "--slug", "x", "--out", tmp_path / "new"]
+    copy = shutil.copytree(repo / "out" / "a_0", tmp_path / "copy")
+    edit(copy / "config.json", lambda c: c["config"].update(seed=1))
+    assert "are copies of one run: train_seconds is the same to the last digit at 5 of 5" in refused(
+        add, repo / "out" / "a_0", copy, *out
+    )
+    assert "the seed is 1, its flags ask for 0" in refused(add, copy, *out)
+    again = shutil.copytree(repo / "out" / "a_1", tmp_path / "again")
+    weights = Path("checkpoints", "step_000012", "model.safetensors")
+    shutil.copy(repo / "out" / "a_0" / weights, again / weights)
+    assert "their last weights are equal" in refused(add, "out/a_0", again, *out)
+
+    steps = [{"step": s, "loss": 4.0 / s, "train_seconds": 1.1 * s} for s in range(1, 9)]
+    slower = [{**entry, "train_seconds": entry["train_seconds"] * 1.01} for entry in steps]
+    other = [{**entry, "loss": entry["loss"] * 1.01} for entry in slower]
+    assert "loss is the same" in check.copied(steps, slower) and "train_seconds" in check.copied(steps, steps)
+    assert check.copied(steps, other) is None
+
+    shutil.copytree(folders[1].parent, tmp_path / "baselines")
+    folder = tmp_path / "baselines" / folders[1].name
+    shutil.copy(folder / "log_0.jsonl.gz", folder / LOG)
+    mend(folder)
+    assert any(text.startswith(f"{LOG}: it is the log of one run with log_0") for text in check.problems(folder))
+
+
+def test_a_hidden_override_is_found(repo, tmp_path):
+    """--set taken out of flags and overrides: the Config is not what the script gives."""
+
+    def hide(config):
+        config["overridden"] = [text for text in config["overridden"] if "adam_lr" not in text]
+        config["flags"] = config["flags"][:-2]
+
+    message = refused(add, *alone(repo, tmp_path, "set", hide))
+    assert "config.adam_lr is stated as 0.001, the script and its flags give 0.006" in message
+
+
+def test_a_changed_first_loss_is_named(repo, folders, tmp_path):
+    """The first line is wrong, and only it is blamed."""
+    shutil.copytree(folders[1].parent, tmp_path / "baselines")
+    folder = tmp_path / "baselines" / folders[1].name
+    swap(folder / LOG, r'"loss": \d', '"loss": 1')
+    mend(folder)
+    found = [text for text in check.problems(folder) if "does not belong" in text]
+    assert len(found) == 1 and found[0].startswith(f"{LOG} (seed 1): step 1: bpb")
+
+
+def test_what_is_scored_is_that_of_the_track(repo, folders, tmp_path):
+    """Bytes, targets and hash from the dataset; another cut, or a log that scored other text, is refused."""
+    found = tracks.read()
+    scored = found["datasets"]["tiny"]["scored"]
+    config = tiny_config()
+    dataset = ts.Dataset.open(repo / "data" / "tiny")
+    targets = validation_of(dataset, config).targets
+    targets = targets[targets >= 0]
+    counted = dataset.tokenizer.token_bytes[targets.numpy()]
+    assert scored["targets"] == (counted > 0).sum() and scored["bytes"] == counted.sum()
+    pieces = b"".join(np.asarray(sequence, "<u2").tobytes() for sequence, _ in ts.validation_documents(dataset, config))
+    everything = tracks.scored_text(repo / "data" / "tiny", 64, 10**9)
+    assert everything["sha256"] == hashlib.sha256(pieces).hexdigest()
+
+    record = rec.read_record(folders[0])
+    assert tracks.scoring_problems(record, record["config"], None, found) == []
+    (text,) = tracks.scoring_problems(record, {**record["config"], "max_seq_len": 32}, None, found)
+    assert "config.max_seq_len is 32, which scores other text" in text
+
+    stated = {key: scored[key] for key in ("targets", "bytes", "sha256")}
+    for number, (values, words) in enumerate((([stated, stated], None), ([stated, {**stated, "bytes": 5}], "another"),
+                                              ([{**stated, "bytes": 5}] * 2, "scored.bytes 5"))):  # fmt: skip
+        run_dir = shutil.copytree(repo / "out" / "a_0", tmp_path / f"run_{number}")
+        entries = [json.loads(line) for line in (run_dir / "log.jsonl").read_text().splitlines()]
+        for entry, value in zip([e for e in entries if "val_bpb" in e], values, strict=True):
+            entry["scored"] = value
+        (run_dir / "log.jsonl").write_text("".join(json.dumps(e) + "\n" for e in entries))
+        argv = [run_dir, "--track", "small", "--slug", "x", "--out", tmp_path / str(number)]
+        if words:
+            assert words in refused(add, *argv)
+            continue
+        run(add, *argv)
+        folder = tmp_path / str(number) / "2026-11-22_x"
+        assert rec.read_record(folder)["scored"] == stated and check.problems(folder) == []
+
+
+# ---- tracks.json
+
+
+def test_committed_tracks():
+    """Limits are those of the records that they name; no record of format 1 is missing; every track has a rule."""
+    found = tracks.read()
+    for name, track in found["tracks"].items():
+        assert rec.device_class(track["hardware"]["device"]) == track["class"] and name.rsplit("-", 1)[1] in (
+            "bpb", "seconds"), name  # fmt: skip
+        assert len(tracks.rule_text(track)) > 40 and f"train_{track['script']}.py" in track["train"]
+        if track["limits_from"]:
+            runs = rec.read_record(rec.BASELINES / track["limits_from"])["runs"]
+            if track["ranked_by"] == "val_bpb":
+                assert track["max_seconds"] == tracks.limit_of([run["train_seconds"] for run in runs])
+            else:
+                assert track["target_bpb"] == tracks.target_of([run["val_bpb"] for run in runs])
+    old = [p.parent.name for p in rec.BASELINES.glob("*/record.json") if json.loads(p.read_text())["format"] == 1]
+    assert sorted(found["format_1"]) == sorted(old) and found["picture"] in found["datasets"]
+
+
+def test_add_a_track(repo, tmp_path, monkeypatch):
+    """Open limits are filled in once, from three seeds; what stands is never changed."""
+    monkeypatch.setattr(tracks, "FILE", tmp_path / "tracks.json")
+    (tmp_path / "tracks.json").write_text(json.dumps({"datasets": {}, "tracks": {}, "format_1": {}, "picture": "b34"}))
+    argv = ["add", "data/tiny", "--dataset", "new", "--script", "small", "--tokens", "4608", "--device", "Tesla T4"]
+    assert "no limit of time yet" in run(tracks, *argv)
+    figures = ["--val-bpb", "1.2,1.21,1.22", "--seconds", "100,101,102"]
+    assert "at most 111.1 training seconds" in run(tracks, *argv, *figures)
+    before = (tmp_path / "tracks.json").read_text()
+    found = json.loads(before)
+    assert found["tracks"]["new-small-seconds"]["target_bpb"] == tracks.target_of([1.2, 1.21, 1.22])
+    assert found["tracks"]["new-small-bpb"]["class"] == "free GPU"
+    assert (
+        found["datasets"]["new"]["fingerprint"] == json.loads(Path("data/tiny/dataset.json").read_text())["fingerprint"]
+    )
+    assert "new-small-bpb" in run(tracks)
+    for more, words in ((["--seconds", "90,91,92", *figures[:2]], "max_seconds is 111.1 and would become"),
+                        (["--val-bpb", "1.2,1.3", "--seconds", "1,2"], "at least 3 seeds"),
+                        (["--tokens", "999999999"], "is more than the"), (["--dataset", "N X"], "lower-case"),
+                        (["--max-seq-len", "32"], "tracks are frozen")):  # fmt: skip
+        assert words in refused(tracks, *argv, *more)
+    assert "is no complete dataset" in refused(tracks, "add", tmp_path, *argv[2:])
+    assert (tmp_path / "tracks.json").read_text() == before
+    (tmp_path / "tracks.json").write_text("{}")
+    assert "tracks.json cannot be read" in refused(tracks)
+
+
+# ---- the Config, read off the script
+
+
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [
+        (ts, []), (ts, ["--tokens", "99999", "--set", "adam_lr=1", "--set=softcap=(30.0,0.0,7.5)", "--no-compile"]),
+        (ts, ["--steps=10", "--dtype", "float32", "--eval-every", "0", "--set", "fp8=False"]), (tm, []),
+        (tm, ["--tokens", "34013184", "--set", "stages=((1.0,8,512,2048,2048,1.0),)", "--set", "tied=True"]),
+    ],
+)  # fmt: skip
+def test_config_off_the_script(module, words):
+    """The same as the script makes of these flags, except what the medium script derives by a rule."""
+    text = Path(module.__file__).read_text(encoding="utf-8")
+    made = json.loads(json.dumps(dataclasses.asdict(module.make_config(module.build_parser().parse_args(words)))))
+    made = {key: value for key, value in made.items() if key not in recipe.PLACE_FIELDS}
+    found = recipe.expected_config(text, words)
+    assert made.keys() - found.keys() <= set(recipe.RULED if module is tm else ())
+    assert found == {key: made[key] for key in found}
+    assert recipe.check_config(made, text, words, made["vocab_size"]) == []
+    assert "missing" in recipe.check_config({k: v for k, v in made.items() if k != "width"}, text, words, 32768)[0]
+    assert "is no field" in recipe.check_config({**made, "more": 1}, text, words, 32768)[0]
+
+
+@pytest.mark.parametrize("value", ["open('x')", "9 ** 9 ** 9", "[i for i in x]", "1 / 0", "__import__('os')", "-'a'"])
+def test_nothing_of_a_script_is_executed(value):
+    text = f"class Config:\n    a: int = {value}\n\n\nx = 1\n"
+    with pytest.raises(recipe.Unknown):
+        recipe.defaults(text)
+    assert "cannot be read" in recipe.check_config({}, text, [], 1)[0]
+    assert recipe.defaults(text.replace(value, "(1 / 2, -3, 'x')")) == {"a": [0.5, -3, "x"]}
+    for broken in ("x = 1\n", text + text, "class Config:\n    a: int = (\n"):
+        assert "cannot be read" in recipe.check_config({}, broken, [], 1)[0]
+
+
+def test_rules_of_the_medium_script(tmp_path, monkeypatch):
+    """add.py has the script itself derive what a rule gives: a hidden --set muon_lr is found."""
+    shutil.copy(ROOT / "train_medium.py", tmp_path)
+    words = ["--tokens", "34013184", "--set", "stages=((1.0,8,512,2048,2048,1.0),)"]
+    config = dataclasses.asdict(tm.make_config(tm.build_parser().parse_args(words)))
+    run = {"dir": tmp_path, "script": "train_medium.py", "file": {"config": json.loads(json.dumps(config))}}
+    add.check_rules(run, words)
+    run["file"]["config"]["muon_lr"] = 0.03
+    with pytest.raises(SystemExit, match="config.muon_lr is 0.03, the script's rules give 0.0198"):
+        add.check_rules(run, words)
+    with pytest.raises(SystemExit, match="could not be asked for its Config"):
+        add.check_rules(run, ["--unknown"])
 
 
 # ---- running again
