@@ -329,6 +329,7 @@ def draw(rows: list[dict], path: Path) -> None:
         axes.plot(differences, [y] * len(differences), "o", color="0.5", ms=4, mec="white", mew=0.5)
         axes.plot(statistics.fmean(differences), y, "|", color="C0", ms=14, mew=2)
     axes.axvline(0, color="0.3", lw=0.8)
+    axes.margins(y=0.15)
     axes.set_yticks(range(len(shown)), [row["name"] for row in shown])
     axes.set_xlabel(
         f"val bpb minus the base's {middle:.4f}; left is better\n"

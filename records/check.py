@@ -82,7 +82,7 @@ def difference(first: dict, other: dict) -> tuple[str, object, object] | None:
     """(what, value of the first, value of the other) where two runs of a record must agree and do not."""
     if first["dataset_fingerprint"] != other["dataset_fingerprint"]:
         return "dataset_fingerprint", first["dataset_fingerprint"], other["dataset_fingerprint"]
-    for part, free in (("machine", FREE_MACHINE), ("config", ())):
+    for part, free in (("machine", FREE_MACHINE), ("config", recipe.INTERVAL_FIELDS)):
         for key in dict.fromkeys((*first[part], *other[part])):
             a = first[part].get(key)
             b = other[part].get(key)

@@ -23,6 +23,11 @@ LARGEST_POWER = 64  # a script is a stranger's text: 9 ** 9 ** 9 must not be com
 PLACE_FLAGS = {"--data": 1, "--run-dir": 1, "--seed": 1, "--wandb": 1, "--resume": 0}
 PLACE_FIELDS = ("data", "seed", "wandb")  # the same in the Config
 INTERVALS = ("--eval-every", "--save-every", "--log-every")  # may replace those of an args file
+INTERVAL_FIELDS = (
+    "eval_every",
+    "save_every",
+    "log_every",
+)  # free, also from start to start of a run
 # The one --set that is free. Scripts up to 2026-11-22 scored CORE at the end of training; not each seed needs it.
 NO_CORE = "core_items=-1"
 # Flags with a field of the Config that has their name.
@@ -225,6 +230,8 @@ def check_config(stated: dict, script: str, words: list[str], vocab_size: int) -
     for key, value in stated.items():
         if key not in names:
             out.append(f"config.{key} is no field of the script's Config")
+        elif key in INTERVAL_FIELDS:
+            continue
         elif key in expected and json.dumps(value) != json.dumps(expected[key]):
             out.append(
                 f"config.{key} is stated as {value}, the script and its flags give {expected[key]}"

@@ -141,7 +141,8 @@ def scored_text(folder: Path, max_seq_len: int, val_tokens: int) -> dict:
     """Targets, bytes and hash of what validation scores on a dataset directory, as the training scripts do.
 
     Each document of the validation shards counts from its BOS, cut at max_seq_len tokens, until val_tokens targets
-    are reached. The hash is over the uint16 tokens of these pieces, BOS included, one behind the other.
+    are reached. The hash is over the uint16 tokens of these pieces, BOS included, one behind the other; a document that
+    is a BOS alone has no target and is left out.
     """
     info = json.loads((folder / "dataset.json").read_text(encoding="utf-8"))
     names = sorted(name for name in info["files"] if name.startswith("pretrain/val"))
