@@ -32,7 +32,10 @@ from __future__ import annotations
 
 import argparse
 import ast
+import atexit
 import base64
+import bisect
+import contextlib
 import dataclasses
 import datetime
 import difflib
@@ -56,12 +59,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+if __name__ == "__main__":  # Ctrl-C ends the process quietly while torch is imported
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+try:
+    import fcntl  # locks files
+except ImportError:  # Windows
+    fcntl = None
 try:  # CPUs, Macs and Windows do without Triton: every kernel has a plain path
     import triton
     import triton.language as tl
@@ -120,9 +130,8 @@ class Config:
     softcap: tuple = (23.0, 5.0, 7.5)  # logits = a * sigmoid((z + b) / c), modded-nanogpt record 54
     fp8: bool = True  # products of qkv and MLP, only in training, from compute capability 8.9 on
     fp8_head: bool = True  # the same for the head
-    ahead: tuple = (
-        1.0,
-    )  # loss weights of the next tokens; several: multi-token prediction (record 53)
+    # Loss weights of the next tokens. Several of them: multi-token prediction (record 53).
+    ahead: tuple = (1.0,)
     ahead_until: float = 0.5  # share of the run over which all weights but the first fall to 0
     prefix_weight: float = 0.25  # of a second target in the loss, see Tokenizer.prefixes(); 0: off
     # -- data
@@ -163,7 +172,9 @@ class Config:
     cuda_graphs: bool = True  # where compiled; False launches every kernel and needs 4 GiB less
     wandb: str = ""
 
-    tied = True  # no field: one table for input and output; shared code asks for what differs in medium
+    # No fields: shared code asks for what differs in the medium model.
+    tied = True  # one table for input and output
+    by_rule = ()  # fields whose 0 stands for a rule
 
     @property
     def num_heads(self) -> int:
@@ -175,9 +186,8 @@ class Config:
 
     @property
     def padded_vocab(self) -> int:
-        return (
-            -(-self.vocab_size // 64) * 64
-        )  # tensor cores and the loss kernel like multiples of 64
+        """Tensor cores and the loss kernel like multiples of 64."""
+        return -(-self.vocab_size // 64) * 64
 
     @property
     def stage_table(self) -> tuple[Stage, ...]:
@@ -200,9 +210,8 @@ class Policy:
     optimizer: str  # "normuon" for matrices, "adam" for the rest
     lr_mult: float  # times Config.muon_lr or Config.adam_lr
     betas: tuple = ()  # Adam only
-    weight_decay: float = (
-        0.0  # cautious, and tied to the schedule: p -= lr * weight_decay * schedule * p
-    )
+    # Cautious, and tied to the schedule: p -= lr * weight_decay * schedule * p.
+    weight_decay: float = 0.0
     rows: int = 0  # NorMuon: rows of one orthogonalised matrix; 0: the bank's own
     odd_mult: float = 1.0  # NorMuon: factor on lr_mult of every second matrix of a bank
     late: bool = False  # updated one step later, see Optimizer.step
@@ -322,10 +331,11 @@ def train(config: Config, args: argparse.Namespace, job: Job | None = None) -> d
     Args: args the flags of build_parser(); job what to train on, by default the text of config.data
     """
     # The data comes first: nothing is written before it is known to suffice.
-    ranks = start_ranks()
+    ranks = start_ranks(args.rank_timeout)
     job = job or pretraining_job(config)
     check_length(job, args)
     run = open_run(job, args, ranks)
+    changed = check_same_run(run) if args.resume else []
 
     # Everything is compiled on dummy tokens, before the clock starts.
     run.state = build_state(job.config, ranks, run.log.say)
@@ -337,8 +347,8 @@ def train(config: Config, args: argparse.Namespace, job: Job | None = None) -> d
 
     # A new run begins with its first weights, a resumed one with those of its newest checkpoint.
     if args.resume:
-        resume(run)
-        if run.state.step == job.config.num_steps and (run.run_dir / "report.md").is_file():
+        resume(run, changed)
+        if is_finished(run):
             return show_finished(run)
     else:
         start(run)
@@ -365,6 +375,7 @@ def run_steps(run: Run) -> None:
             entered_stage = index
 
         # The step itself. The device works on it while the host goes on.
+        run.ranks.at_step(state.step)
         batch = run.loader.next()
         losses.append(train_step(state, batch))
         progress.position = batch.position
@@ -383,6 +394,7 @@ def run_steps(run: Run) -> None:
         if log_now or eval_now or save_now:
             log_steps(run, losses, batch)  # waits for the device
             losses = []
+        run.ranks.at_step(None)
         if eval_now:
             progress.val_bpb = evaluate(run)
         if save_now:
@@ -416,9 +428,8 @@ class TrainState:
     step: int = 0
     loss_scale: float = 1.0  # above 1 only in fp16
     good_steps: int = 0  # since the loss scale last changed
-    graphs: dict[GraphKey, Graph] | None = (
-        None  # for replay(); None: the host launches every kernel
-    )
+    # For replay(). None: the host launches every kernel.
+    graphs: dict[GraphKey, Graph] | None = None
 
 
 def train_step(state: TrainState, batch: Batch) -> Tensor:
@@ -591,6 +602,16 @@ def norm(x: Tensor) -> Tensor:
     return F.rms_norm(x, (x.size(-1),))
 
 
+def times(scalar: Tensor, x: Tensor) -> Tensor:
+    """A learned fp32 scalar, 0-D, times x, in the dtype of x.
+
+    Eager torch would round the scalar to bf16 first. Compiled code does not, so training never does.
+    """
+    if torch.compiler.is_compiling():
+        return scalar * x
+    return (scalar.view(1) * x).to(x.dtype)
+
+
 def rotate(x_THK: Tensor, cos_TK: Tensor, sin_TK: Tensor) -> Tensor:
     """Rotary embedding on the first half of the head; the second half carries no position.
 
@@ -692,9 +713,8 @@ class GPT(nn.Module):
         """All initialisation in one table. Zero projections make each block start as the identity."""
         rng = torch.Generator(device=self.embed.device).manual_seed(seed)
         bound = 0.5 * math.sqrt(3 / self.config.width)  # uniform, standard deviation 0.5 / sqrt(D)
-        self.embed.normal_(
-            0, 0.005, generator=rng
-        )  # as a head; as an input it is normalised anyway
+        # As a head. As an input it is normalised anyway.
+        self.embed.normal_(0, 0.005, generator=rng)
         self.qk_bank.uniform_(-bound, bound, generator=rng)
         self.vo_bank.uniform_(-bound, bound, generator=rng)  # non-zero O: modded-nanogpt record 64
         self.mlp_bank.uniform_(-bound, bound, generator=rng)
@@ -730,10 +750,10 @@ class GPT(nn.Module):
             o = None
             if layer not in c.no_attention_layers:
                 index = c.attention_layers.index(layer)
-                v = vo[2 * index] * scalar["scale_v"][layer]
+                v = times(scalar["scale_v"][layer], vo[2 * index])
                 qkv = torch.cat((qk[index], v))
-                o = vo[2 * index + 1] * scalar["scale_o"][layer]
-            down = mlp[2 * layer + 1] * scalar["scale_down"][layer]
+                o = times(scalar["scale_o"][layer], vo[2 * index + 1])
+            down = times(scalar["scale_down"][layer], mlp[2 * layer + 1])
             weights.append(LayerWeights(qkv, o, mlp[2 * layer], down))
         return weights
 
@@ -759,17 +779,17 @@ class GPT(nn.Module):
                 if layer <= c.shared_input_from:
                     a = norm(x)
                 y = self.attend_layer(layer, a, w, inputs, attend, fp8)
-                x = scalar["resid_attn"][layer] * x + F.linear(y, w.o)
+                x = times(scalar["resid_attn"][layer], x) + F.linear(y, w.o)
             if c.x0_injection:
-                x = x + scalar["share_x0"][layer] * inputs.x0
+                x = x + times(scalar["share_x0"][layer], inputs.x0)
             if inputs.bigram is not None:
-                x = x + scalar["share_bigram"][layer] * inputs.bigram
-            x = scalar["resid_mlp"][layer] * x + mlp_relu2(norm(x), w.up, w.down, fp8)
+                x = x + times(scalar["share_bigram"][layer], inputs.bigram)
+            x = times(scalar["resid_mlp"][layer], x) + mlp_relu2(norm(x), w.up, w.down, fp8)
             if layer == c.backout_layer:
                 backout = x
         # What the middle of the network wrote for itself is not for the head (record 40).
         if c.backout_layer >= 0:
-            x = x - whole["backout"] * backout
+            x = x - times(whole["backout"], backout)
         return norm(x)
 
     def attend_layer(self, layer: int, a_TD, w: LayerWeights, inputs: Inputs, attend, fp8: bool):
@@ -796,7 +816,7 @@ class GPT(nn.Module):
         x = F.embedding(tokens_T, self.embed)
         # Smear: a learned share of the previous token (-15 steps in modded-nanogpt record 34).
         if c.smear:
-            gate = torch.sigmoid(F.linear(x[:, : c.gate_width], self.smear_gate)) * smear
+            gate = times(smear, torch.sigmoid(F.linear(x[:, : c.gate_width], self.smear_gate)))
             x = x + F.embedding(previous_T, self.embed) * gate.masked_fill(first_T[:, None], 0)
 
         # Bigrams: hashed pairs, signed so that pairs that collide are nearly orthogonal (records 62, 83).
@@ -1264,9 +1284,7 @@ class Slot:
     moments: dict[str, Tensor] = field(default_factory=dict)
     mult: Tensor | None = None  # NorMuon: factor of each matrix
     together: int = 0  # matrices in one call of NorMuon
-    grad: Tensor | None = (
-        None  # this rank's slice of the sum; of a late table kept for the next step
-    )
+    grad: Tensor | None = None  # this rank's slice of the sum; a late table keeps it for a step
     buffer: Tensor | None = None  # what communication under way reads or writes
     work: object = None  # the handle of that communication
 
@@ -1312,9 +1330,8 @@ class Optimizer:
 
         Returns: False if a scaled gradient overflowed; nothing is updated then
         """
-        late = [
-            s for s in self.slots if s.policy.late and loss_scale == 1.0
-        ]  # a scale must see all
+        # A loss scale must see all gradients of its step, so nothing is late then.
+        late = [s for s in self.slots if s.policy.late and loss_scale == 1.0]
         now = [s for s in self.slots if s not in late]
         for slot in now:
             self.start_reduce(slot)
@@ -1656,6 +1673,7 @@ class Job:
     dataset: Dataset
     reader: ShardReader  # of training packs
     validation: Iterable  # (sequence, counted) of each held-out document
+    fingerprint: str  # of what is read
     available: int  # training tokens, padding included
     bytes_per_token: float  # of counted targets, for the estimate of bits per byte in the log
     note: str  # what there is to train on, for the log
@@ -1672,22 +1690,31 @@ def pretraining_job(config: Config) -> Job:
     dataset = Dataset.open(config.data)
     config = dataclasses.replace(config, vocab_size=dataset.tokenizer.vocab_size)
     validate(config)
-    train_split = dataset.info["splits"]["train"]
+    tokens = dataset.total("train", "tokens")
+    if tokens == 0 or dataset.total("train", "text_bytes") == 0:
+        raise UserError(f"{config.data} holds no text to train on; make the dataset again")
     return Job(
         config=config,
         dataset=dataset,
         reader=ShardReader(dataset, config),
         validation=validation_documents(dataset, config),
-        available=train_split["tokens"] * config.max_epochs,
-        bytes_per_token=train_split["text_bytes"] / train_split["tokens"],
-        note=f"{train_split['tokens']:,} training tokens",
+        fingerprint=fingerprint(dataset.info["files"]),
+        available=tokens * config.max_epochs,
+        bytes_per_token=dataset.total("train", "text_bytes") / tokens,
+        note=f"{tokens:,} training tokens",
     )
 
 
 def check_length(job: Job, args: argparse.Namespace) -> None:
     """Raises UserError if the run needs more text than there is, or is too short to profile."""
     config = job.config
-    packs = sum(config.stage_table[stage_index(config, s)].packs for s in range(config.num_steps))
+    packs = 0
+    begin = 0
+    for index, stage in enumerate(config.stage_table):
+        steps = range(config.num_steps)
+        end = bisect.bisect_right(steps, index, key=lambda step: stage_index(config, step))
+        packs += (end - begin) * stage.packs
+        begin = end
     needed = packs * config.pack_tokens
     if needed > job.available:
         whole_steps = job.available // config.step_tokens - len(config.stages) + 1
@@ -1719,6 +1746,7 @@ class Run:
     args: argparse.Namespace
     ranks: Ranks
     run_dir: Path
+    lock: object  # of run_dir, held while this lives
     machine: dict
     log: Log
     progress: Progress = field(default_factory=Progress)
@@ -1738,9 +1766,9 @@ class Run:
 
 
 def open_run(job: Job, args: argparse.Namespace, ranks: Ranks) -> Run:
-    run_dir = prepare_run_dir(job, args, ranks)
+    run_dir, lock = prepare_run_dir(job, args, ranks)
     log = Log(run_dir, ranks, job.config.wandb, dataclasses.asdict(job.config))
-    return Run(job, args, ranks, run_dir, describe_machine(ranks), log)
+    return Run(job, args, ranks, run_dir, lock, describe_machine(ranks), log)
 
 
 def describe_run(run: Run) -> None:
@@ -1771,26 +1799,82 @@ def start(run: Run) -> None:
         job.load_start(run.state)
     if not run.ranks.is_main:
         return
+    first = describe_start(run, [])
     description = {
         "command": job.command,
         "config": dataclasses.asdict(job.config),
         "flags": run.args.flags,
         "overridden": run.args.set,
         "machine": run.machine,
-        "date": datetime.datetime.now().isoformat(timespec="seconds"),
-        "dataset_fingerprint": job.dataset.info.get("fingerprint"),
+        "date": first["date"],
+        "dataset_fingerprint": job.fingerprint,
         **job.description,
+        "starts": [first],
     }
-    write_atomically(run.run_dir / "config.json", json.dumps(description, indent=1))
-    for path in (Path(__file__), job.dataset.tokenizer.path, *job.scripts):
+    complete_directory(run, description)
+
+
+def describe_start(run: Run, changed: list[str]) -> dict:
+    """An entry of "starts" in config.json; changed says what differs from the start before."""
+    return {
+        "date": datetime.datetime.now().isoformat(timespec="seconds"),
+        "step": run.state.step,
+        "flags": run.args.flags,
+        "machine": run.machine,
+        "dataset_fingerprint": run.job.fingerprint,
+        "changed": changed,
+    }
+
+
+def complete_directory(run: Run, description: dict) -> None:
+    """Writes config.json, and beside it the scripts that run and the tokenizer."""
+    write_description(run.run_dir, description)
+    for path in (Path(__file__), run.job.dataset.tokenizer.path, *run.job.scripts):
         write_atomically(run.run_dir / path.name, path.read_text(encoding="utf-8"))
 
 
-def resume(run: Run) -> None:
-    """Goes on where the newest checkpoint stands."""
+# What --resume may change freely: where a run ends, what it reports, and how the same is computed.
+FREE_ON_RESUME = (
+    "tokens", "log_every", "eval_every", "save_every", "keep_checkpoints", "data", "wandb", "sample_prompts",
+    "sample_tokens", "sample_temperature", "micro_batch_tokens", "attention", "dtype", "compile", "cuda_graphs",
+)  # fmt: skip
+
+
+def changes_of_run(run: Run) -> Iterator[str]:
+    """What makes this start another run than the one that it is to continue."""
+    description = read_description(run.run_dir)
+    last = description["starts"][-1]
+    if run.machine["script_sha256"] != last["machine"]["script_sha256"]:
+        yield f"{Path(__file__).name} was edited"
+    for key, value in run.job.description.items():
+        if description[key] != value:
+            yield f"{key} was {description[key]} and is {value}"
+    if run.job.fingerprint != last["dataset_fingerprint"]:
+        yield f"{run.job.dataset.root} holds other data"
+    before = read_config(run.run_dir)
+    for name, value in dataclasses.asdict(run.job.config).items():
+        old = getattr(before, name)
+        if name not in FREE_ON_RESUME and value != old:
+            yield f"{name} was {old} and is {value}"
+
+
+def check_same_run(run: Run) -> list[str]:
+    """Returns what --resume-changed allows to differ; raises UserError without that flag."""
+    changed = list(changes_of_run(run))
+    if changed and not run.args.resume_changed:
+        raise UserError(
+            f"--resume would not continue {run.run_dir} as it began: {', '.join(changed)}; undo that, "
+            f"or add --resume-changed if it is meant, which voids record status"
+        )
+    return changed
+
+
+def resume(run: Run, changed: list[str]) -> None:
+    """Goes on where the newest whole checkpoint stands."""
     config = run.job.config
-    newest = checkpoints(run.run_dir)[-1]
-    saved = load_checkpoint(run.state, newest)
+    folder = newest_whole(run.run_dir, run.log.say)
+    check_agreement(run.ranks, folder.name)
+    saved = load_checkpoint(run.state, folder)
     step = run.state.step
     run.progress = Progress(saved["position"], saved["tokens"], saved["train_seconds"])
     if step == config.num_steps:
@@ -1798,19 +1882,36 @@ def resume(run: Run) -> None:
     if saved["position"]:
         run.job.reader.seek(saved["position"])
     run.log.rewind(step)
-    run.log.say(f"resumed at step {step} from {newest}")
+    run.log.say(f"resumed at step {step} from {folder}")
     if step > config.num_steps:
         asked = f"the flags ask for {config.num_steps}; ask for more, or leave them out"
         raise UserError(f"{run.run_dir} is at step {step} already, {asked}")
 
     # The next --resume goes on with the flags of this one.
-    finished = step == config.num_steps and (run.run_dir / "report.md").is_file()
-    if run.ranks.is_main and not finished and config != read_config(run.run_dir):
-        path = run.run_dir / "config.json"
-        description = json.loads(path.read_text(encoding="utf-8"))
+    if run.ranks.is_main and not is_finished(run):
+        for damaged in checkpoints(run.run_dir):
+            if int(damaged.name[5:]) > step:
+                damaged.rename(damaged.with_name(f"{damaged.name}.damaged"))
+        description = read_description(run.run_dir)
         description["config"] = dataclasses.asdict(config)
         description["overridden"] += run.args.set
-        write_atomically(path, json.dumps(description, indent=1))
+        description["starts"].append(describe_start(run, changed))
+        complete_directory(run, description)
+
+
+def check_agreement(ranks: Ranks, value: str) -> None:
+    """Raises UserError unless all ranks have the same value."""
+    if ranks.world == 1:
+        return
+    values = [None] * ranks.world
+    dist.all_gather_object(values, value)
+    if len(set(values)) > 1:
+        raise UserError(f"the processes loaded different checkpoints ({values}); start again")
+
+
+def is_finished(run: Run) -> bool:
+    at_end = run.state.step == run.job.config.num_steps
+    return at_end and (run.run_dir / "report.md").is_file()
 
 
 def show_finished(run: Run) -> dict:
@@ -1982,8 +2083,8 @@ class Stopper:
         self.before = {s: signal.signal(s, self.catch) for s in (signal.SIGTERM, signal.SIGINT)}
 
     def catch(self, number, frame) -> None:
-        if self.signal == number:  # asked twice: at once
-            sys.exit(128 + number)
+        if self.signal:  # asked twice: at once
+            raise KeyboardInterrupt
         self.signal = number
 
     def asked(self, step: int) -> bool:
@@ -1999,6 +2100,79 @@ class Stopper:
     def restore(self) -> None:
         for number, handler in self.before.items():
             signal.signal(number, handler)
+
+
+class RankWatch:
+    """Ends this process with a sentence that names the rank which has stopped.
+
+    Each rank writes into the store of the process group, every second, that it lives, and its step. A
+    thread of each rank reads that of the others, because a rank that waits for another one cannot
+    be interrupted.
+    """
+
+    def __init__(self, ranks: Ranks, store: dist.Store, timeout: float):
+        self.ranks = ranks
+        self.store = store
+        self.timeout = timeout
+        self.step = None  # what the loop is at; None outside of it, where a wait may be long
+        self.closing = threading.Event()
+        self.thread = threading.Thread(target=self.run, daemon=True)
+        self.thread.start()
+
+    def run(self) -> None:
+        seen = {}  # rank: (its last message, when that was new)
+        beat = 0
+        while not self.closing.wait(min(1.0, self.timeout / 5)):
+            beat += 1
+            try:
+                self.store.set(f"watch/{self.ranks.rank}", json.dumps([beat, self.step]))
+                for rank in range(self.ranks.world):
+                    self.listen(rank, seen)
+            except RuntimeError:  # the store is gone, and with it process 0
+                return
+            problem = self.problem(seen)
+            if problem:
+                self.end(problem)
+
+    def listen(self, rank: int, seen: dict) -> None:
+        key = f"watch/{rank}"
+        if self.store.check([key]):
+            message = json.loads(self.store.get(key))
+            if rank not in seen or seen[rank][0] != message:
+                seen[rank] = (message, time.monotonic())
+
+    def problem(self, seen: dict) -> str | None:
+        """What is wrong with another rank, or None."""
+        now = time.monotonic()
+        for rank, (message, when) in seen.items():
+            if message is not None and now - when > self.timeout:
+                return f"process {rank} has not been heard of for {self.timeout:.0f} s"
+
+        # All live, but nobody gets on: then the one that is furthest behind holds up the others.
+        steps = {rank: message[1] for rank, (message, _) in seen.items() if message is not None}
+        if None in steps.values() or self.steps_since(steps, now) < self.timeout:
+            return None
+        behind = min(steps, key=steps.get)
+        return f"no step has ended for {self.timeout:.0f} s, and process {behind} is the furthest behind"
+
+    def steps_since(self, steps: dict, now: float) -> float:
+        """Seconds since any rank was at another step."""
+        if steps != getattr(self, "last_steps", None):
+            self.last_steps = steps
+            self.changed = now
+        return now - self.changed
+
+    def end(self, problem: str) -> None:
+        way = "look at that machine, then continue with --resume; --rank-timeout sets the time"
+        print_error(f"{problem}, so process {self.ranks.rank} ends; {way}")
+        os._exit(1)
+
+    def close(self) -> None:
+        """Says good-bye, so that the others do not wait for a word from here."""
+        self.closing.set()
+        self.thread.join()
+        with contextlib.suppress(RuntimeError):
+            self.store.set(f"watch/{self.ranks.rank}", json.dumps(None))
 
 
 # -- model, optimizer and warm-up
@@ -2156,7 +2330,7 @@ def shrink_micro_batch(state: TrainState) -> None:
 # -- ranks and devices
 
 
-@dataclass(frozen=True)
+@dataclass
 class Ranks:
     """This process among all that torchrun started; one process has world 1."""
 
@@ -2164,6 +2338,12 @@ class Ranks:
     local_rank: int
     world: int
     device: torch.device
+    watch: RankWatch | None = None  # of the other ranks
+
+    def at_step(self, step: int | None) -> None:
+        """Tells the others; None where a step may take long: validation, saving."""
+        if self.watch:
+            self.watch.step = step
 
     @property
     def is_main(self) -> bool:
@@ -2176,8 +2356,11 @@ class Ranks:
             torch.mps.synchronize()
 
 
-def start_ranks() -> Ranks:
-    """Picks the device and joins the process group that torchrun describes in the environment."""
+def start_ranks(timeout: float = 300.0) -> Ranks:
+    """Picks the device and joins the process group that torchrun describes in the environment.
+
+    Args: timeout in seconds, after which a rank that hangs is given up
+    """
     world = int(os.environ.get("WORLD_SIZE", 1))
     rank = int(os.environ.get("RANK", 0))
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
@@ -2193,10 +2376,21 @@ def start_ranks() -> Ranks:
     else:
         device = torch.device("mps" if torch.backends.mps.is_available() else "cpu")
         backend = "gloo"
+    ranks = Ranks(rank, local_rank, world, device)
     if world > 1 and not dist.is_initialized():
-        device_id = device if device.type == "cuda" else None
-        dist.init_process_group(backend, device_id=device_id)
-    return Ranks(rank, local_rank, world, device)
+        store, _, _ = next(dist.rendezvous("env://"))
+        patience = datetime.timedelta(seconds=max(timeout, 1800))  # RankWatch speaks first
+        dist.init_process_group(
+            backend,
+            store=dist.PrefixStore("group", store),
+            rank=rank,
+            world_size=world,
+            timeout=patience,
+            device_id=device if device.type == "cuda" else None,
+        )
+        ranks.watch = RankWatch(ranks, store, timeout)
+        atexit.register(ranks.watch.close)
+    return ranks
 
 
 def bf16_is_native() -> bool:
@@ -2308,6 +2502,19 @@ def micro_batch_limit(config: Config, free: int) -> float:
 SHARD_MAGIC = 20240520
 
 
+def read_json(path: Path, way: str) -> dict:
+    """The object in a JSON file; raises UserError, which ends with the way out, if there is none."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path} does not exist; {way}") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path} cannot be read ({error}); {way}") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{path} holds no JSON object but a {type(value).__name__}; {way}")
+    return value
+
+
 class Tokenizer:
     """Reads tokenizer.json: split pattern, base64 ranks, special tokens.
 
@@ -2316,18 +2523,14 @@ class Tokenizer:
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
-        try:
-            spec = json.loads(self.path.read_text(encoding="utf-8"))
-            self.pattern = spec["pattern"]
-            self.specials = spec["special_tokens"]
-            ranks = [base64.b64decode(rank) for rank in spec["ranks"]]
-        except FileNotFoundError:
-            way = "make one with python data/tokenizer.py train"
-            raise UserError(f"no tokenizer at {path}; {way}") from None
-        except (ValueError, KeyError, TypeError) as error:
-            what = "is not a tokenizer.json of this project"
-            raise UserError(f"{path} {what} ({error!r}); make it again") from None
-        self.vocab_size = max(len(ranks) - 1, *self.specials.values()) + 1
+        way = "make a tokenizer with python data/tokenizer.py train"
+        spec = read_json(self.path, way)
+        for problem in tokenizer_problems(spec):
+            raise UserError(f"{path} {problem}; {way}")
+        self.pattern = spec["pattern"]
+        self.specials = spec["special_tokens"]
+        ranks = [base64.b64decode(rank) for rank in spec["ranks"]]
+        self.vocab_size = max(self.specials.values()) + 1
         self.mergeable = {rank: i for i, rank in enumerate(ranks)}
         self.bos_id = self.specials.get("<|bos|>", self.specials.get("<|endoftext|>"))
 
@@ -2336,35 +2539,47 @@ class Tokenizer:
         for text, index in self.specials.items():
             self.bytes[index] = text.encode()
         self.token_bytes = np.array([len(b) for b in self.bytes], np.int32)
-        self.token_bytes[list(self.specials.values())] = 0
+        self.token_bytes[len(ranks) :] = 0
 
     def prefixes(self) -> list[int]:
-        """For each token the longest other one that its bytes begin with, or -1.
+        """For each token the longest other one that its bytes begin with, or -1; -1 for specials.
 
         It is a second, coarser target: modded-nanogpt record 88; here on B34 -0.002 bpb.
         """
-        ids = {rank: i for i, rank in enumerate(self.bytes[: len(self.mergeable)])}
 
         def longest_prefix(text: bytes) -> int:
             for length in range(len(text) - 1, 0, -1):
-                if text[:length] in ids:
-                    return ids[text[:length]]
+                if text[:length] in self.mergeable:
+                    return self.mergeable[text[:length]]
             return -1
 
-        return [longest_prefix(text) for text in self.bytes]
+        special = self.vocab_size - len(self.mergeable)
+        return [longest_prefix(text) for text in self.mergeable] + [-1] * special
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text; special tokens written in it stay text."""
         if not hasattr(self, "encoding"):
-            import tiktoken
+            self.encoding = self.make_encoding()
+        return self.encoding.encode_ordinary(text)
 
-            self.encoding = tiktoken.Encoding(
+    def make_encoding(self):
+        """tiktoken's encoder; raises UserError if the pattern is none, or if it drops text."""
+        import tiktoken
+
+        sample = "Aa1 2,\n\t\r\u00fc\u6f22\U0001f642 _-\u2028 end"
+        try:
+            encoding = tiktoken.Encoding(
                 "decoderstack",
                 pat_str=self.pattern,
                 mergeable_ranks=self.mergeable,
                 special_tokens=self.specials,
             )
-        return self.encoding.encode_ordinary(text)
+            kept = self.decode(encoding.encode_ordinary(sample)) == sample
+        except ValueError as error:
+            raise UserError(f"the pattern in {self.path} cannot be used ({error})") from None
+        if not kept:
+            raise UserError(f"the pattern in {self.path} drops text; make the tokenizer again")
+        return encoding
 
     def decode_bytes(self, ids) -> bytes:
         return b"".join(self.bytes[i] for i in ids)
@@ -2373,9 +2588,32 @@ class Tokenizer:
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
 
+def tokenizer_problems(spec: dict) -> Iterator[str]:
+    """What is wrong with the contents of a tokenizer.json."""
+    pattern = spec.get("pattern")
+    ranks = spec.get("ranks")
+    specials = spec.get("special_tokens")
+    if not (isinstance(pattern, str) and isinstance(ranks, list) and isinstance(specials, dict)):
+        yield "is not a tokenizer.json of this project"
+    if len(ranks) + len(specials) > 65536:
+        yield f"has {len(ranks) + len(specials):,} entries; 16 bits hold 65,536"
+    try:
+        texts = [base64.b64decode(rank, validate=True) for rank in ranks]
+    except (ValueError, TypeError) as error:
+        yield f"has an entry that is not base64 ({error})"
+    if len(set(texts)) < len(texts) or not set(texts).issuperset(bytes([i]) for i in range(256)):
+        yield "must hold each entry once, all 256 single bytes among them"
+    ids = list(specials.values())
+    following = list(range(len(ranks), len(ranks) + len(specials)))
+    if any(type(i) is not int for i in ids) or sorted(ids) != following:
+        yield "has special tokens whose ids do not follow the other entries"
+    if "<|bos|>" not in specials and "<|endoftext|>" not in specials:
+        yield "has neither <|bos|> nor <|endoftext|>, which begins each document"
+
+
 @dataclass
 class Dataset:
-    """A dataset directory: its shards, tokenizer and description."""
+    """A dataset directory. Only what dataset.json lists is read, and only if it is what is listed."""
 
     root: Path
     info: dict
@@ -2392,62 +2630,110 @@ class Dataset:
                 f"embedded one, which needs no network, with `python data/pretrain.py --source stdlib "
                 f"--vocab-size 4096 --out data/shards/stdlib` and pass --data data/shards/stdlib"
             )
-        try:
-            info = json.loads((root / "dataset.json").read_text(encoding="utf-8"))
-            stated = info["tokenizer_sha256"]
-            _ = info["splits"]["train"]["text_bytes"]
-        except (ValueError, KeyError) as error:
-            way = "make the dataset again"
-            raise UserError(f"{root}/dataset.json cannot be read ({error!r}); {way}") from None
-        tokenizer = Tokenizer(root / "tokenizer.json")
-        found = hashlib.sha256((root / "tokenizer.json").read_bytes()).hexdigest()
+        way = "make the dataset again"
+        info = read_json(root / "dataset.json", way)
+        for problem in dataset_problems(info):
+            raise UserError(f"{root}/dataset.json {problem}; {way}")
+        path = root / "tokenizer.json"
+        stated = info["files"]["tokenizer.json"]["sha256"]
+        found = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "missing"
         if found != stated:
             raise UserError(
-                f"{root}/tokenizer.json does not belong to the shards beside it: its sha256 is "
-                f"{found[:12]}..., dataset.json states {stated[:12]}...; restore the file or make the "
-                f"dataset again"
+                f"{path} does not belong to the shards beside it: its sha256 is {found[:12]}, "
+                f"dataset.json states {stated[:12]}; restore the file or make the dataset again"
             )
-        return Dataset(root, info, tokenizer)
+        return Dataset(root, info, Tokenizer(path))
 
     def files(self, split: str, folder: str = "pretrain") -> list[Path]:
-        """The shards of a split, without the loss masks beside them."""
-        files = sorted((self.root / folder).glob(f"{split}_*.bin"))
-        files = [path for path in files if not path.name.endswith(".mask.bin")]
-        if not files:
+        """The shards of a split, without the loss masks beside them.
+
+        Raises: UserError if one is missing or of another size, or if there is one too many
+        """
+        listed = self.info["files"]
+        pattern = rf"{folder}/{split}_\d+\.bin"
+        names = sorted(name for name in listed if re.fullmatch(pattern, name))
+        if not names:
             way = "make the dataset again"
             if folder == "sft":
                 way = f"add them with python data/sft.py --data {self.root} --source FILE"
             raise UserError(f"{self.root}/{folder} has no {split}_*.bin shards; {way}")
-        return files
+
+        way = "restore it, or make the dataset again"
+        for name in names:
+            path = self.root / name
+            expected = 1024 + 2 * listed[name]["tokens"]
+            if not path.is_file():
+                raise UserError(f"{path} is missing, but dataset.json lists it; {way}")
+            if path.stat().st_size != expected:
+                found = f"{path.stat().st_size:,} bytes, dataset.json says {expected:,}"
+                raise UserError(f"{path} has {found}; {way}")
+        for path in sorted((self.root / folder).glob(f"{split}_*.bin")):
+            if f"{folder}/{path.name}" not in listed:
+                raise UserError(f"{path} is not listed in dataset.json; remove it, or add it there")
+        return [self.root / name for name in names]
+
+    def total(self, split: str, key: str) -> int:
+        """Sum of a count, "tokens" or "text_bytes", over the shards of a split for pretraining."""
+        listed = self.info["files"].items()
+        return sum(entry[key] for name, entry in listed if name.startswith(f"pretrain/{split}_"))
 
     def read(self, path: Path) -> np.ndarray:
-        """Tokens of a shard, uint16, checked against its header.
+        """Tokens of a listed shard, uint16.
 
-        Raises: UserError if it is truncated, corrupt, of another format or of another tokenizer
+        Raises: UserError if it is not the listed one, of another format or of another tokenizer
         """
-        header = np.fromfile(path, "<i4", 256)
-        tokens = np.fromfile(path, "<u2")[1024 // 2 :]
-        for problem in self.shard_problems(path.stat().st_size, header, tokens):
-            again = f"make or download it again with the scripts in data/ ({self.root})"
-            raise UserError(f"{path} {problem}; {again}")
-        return tokens
+        way = f"make or download it again with the scripts in data/ ({self.root})"
+        entry = self.info["files"].get(path.relative_to(self.root).as_posix())
+        if entry is None:
+            raise UserError(f"{path} is not listed in dataset.json; {way}")
+        content = path.read_bytes()
+        if hashlib.sha256(content).hexdigest() != entry["sha256"]:
+            raise UserError(f"{path} was changed: its sha256 is not that of dataset.json; {way}")
+        for problem in self.shard_problems(content):
+            raise UserError(f"{path} {problem}; {way}")
+        return np.frombuffer(content, "<u2", offset=1024)
 
-    def shard_problems(self, size: int, header: np.ndarray, tokens: np.ndarray) -> Iterator[str]:
-        """Zeros in the header mean "not stated": shards of other projects have no hashes."""
+    def shard_problems(self, content: bytes) -> Iterator[str]:
+        """Zeros in the header mean "not stated": shards of other projects name no tokenizer."""
+        header = np.frombuffer(content[:1024], "<i4")
         if header.size < 256 or header[0] != SHARD_MAGIC or header[1] != 1:
             yield "is not a token shard of version 1"
-        count = int(header[2])
-        if count < 1 or size != 1024 + 2 * count:
-            yield f"is truncated: its header states {count} tokens, the file holds {len(tokens)}"
+        if header[2] < 1 or len(content) != 1024 + 2 * int(header[2]):
+            held = (len(content) - 1024) // 2
+            yield f"is truncated: its header states {header[2]} tokens, the file holds {held}"
         tokenizer_hash = header[5:13]
         if tokenizer_hash.any() and tokenizer_hash.tobytes().hex() != self.info["tokenizer_sha256"]:
             yield f"was made with another tokenizer than {self.root}/tokenizer.json"
-        checksum = header[13:21]
-        if checksum.any() and hashlib.sha256(tokens).digest() != checksum.tobytes():
-            yield "is corrupt: the checksum in its header does not fit its tokens"
-        vocab_size = self.tokenizer.vocab_size
-        if tokens.max() >= vocab_size:
-            yield f"holds token {tokens.max()}, but its tokenizer has {vocab_size} entries"
+        largest = np.frombuffer(content, "<u2", offset=1024).max()
+        if largest >= self.tokenizer.vocab_size:
+            yield f"holds token {largest}, but its tokenizer has {self.tokenizer.vocab_size} entries"
+
+
+def fingerprint(files: dict, folder: str = "pretrain") -> str:
+    """One sha256 for what a run reads: tokenizer and shards, as dataset.json lists them."""
+    read = [name for name in files if name == "tokenizer.json" or name.startswith(f"{folder}/")]
+    lines = sorted(f"{name} {files[name]['sha256']}\n" for name in read)
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+def dataset_problems(info: dict) -> Iterator[str]:
+    """What is wrong with the contents of a dataset.json."""
+    files = info.get("files")
+    if not isinstance(files, dict) or "tokenizer.json" not in files:
+        yield "lists no files"
+    for name, entry in files.items():
+        if not isinstance(entry, dict) or not isinstance(entry.get("sha256"), str):
+            yield f"lists {name} without its sha256"
+        counts = {"pretrain": ["tokens", "text_bytes"], "sft": ["tokens"]}
+        is_mask = name.endswith(".mask.bin")
+        for key in [] if is_mask else counts.get(name.split("/")[0], []):
+            count = entry.get(key)
+            if type(count) is not int or not 0 <= count < 2**40:
+                yield f"lists {name} with {key} {count}"
+    if info.get("fingerprint") != fingerprint(files):
+        yield "does not agree with itself: its fingerprint is not that of the files it lists"
+    if info.get("tokenizer_sha256") != files["tokenizer.json"]["sha256"]:
+        yield "names two tokenizers"
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -2471,51 +2757,94 @@ INTERFACE_NAMES = """
     PackLoader Log Stopper empty_packs fill_pack validation_documents validation_batch bits_per_byte
     lr_multiplier muon_momentum stage_attention stage_index start_ranks choose_dtype choose_attention
     sdpa_attention peak_memory_gib describe_machine build_state build_optimizer warm_up train train_step
-    checkpoints load_checkpoint save_checkpoint read_config read_description write_atomically
+    checkpoints newest_whole check_checkpoint load_checkpoint save_checkpoint lock_run_dir fingerprint
+    read_config read_description write_description write_atomically FREE_ON_RESUME
     FROZEN FROZEN_ON_RESUME build_parser config_changes change_config make_config run_command
 """.split()
 
 
-def prepare_run_dir(job: Job, args: argparse.Namespace, ranks: Ranks) -> Path:
-    """Creates or checks the run directory; all ranks get the same answer."""
-    name = datetime.datetime.now().strftime(f"%Y-%m-%d_%H-%M-%S_{Path(__file__).stem}")
+def prepare_run_dir(job: Job, args: argparse.Namespace, ranks: Ranks) -> tuple[Path, object]:
+    """Creates or checks the run directory; all ranks get the same one.
+
+    Returns: the directory, and in process 0 what holds its lock
+    """
+    run_dir = None
+    lock = None
+    if ranks.is_main:
+        if args.run_dir:
+            run_dir = Path(args.run_dir)
+            if not args.resume:
+                run_dir.mkdir(parents=True, exist_ok=True)
+        else:
+            run_dir = create_dated_dir(job)
+        lock = lock_run_dir(run_dir)
+    if ranks.world > 1:
+        of_main = [str(run_dir)]
+        dist.broadcast_object_list(of_main, 0)
+        run_dir = Path(of_main[0])
+    if args.resume:
+        check_resumable(run_dir, job, ranks)
+    elif ranks.is_main and (run_dir / "log.jsonl").exists():
+        saved = checkpoints(run_dir)
+        way = "continue it with --resume" if saved else "nothing was saved in it, so remove it"
+        raise UserError(f"{run_dir} already holds a run; {way}, or name another --run-dir")
+    return run_dir, lock
+
+
+def create_dated_dir(job: Job) -> Path:
+    """A new directory under out/, also if two runs start in one second."""
+    date = datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+    name = f"out/{date}_{Path(__file__).stem}"
     if job.command != "pretrain":
         name += f"_{job.command}"
-    run_dir = args.run_dir or f"out/{name}"
-    newest = [p.name for p in checkpoints(Path(run_dir))][-1:] if args.resume else "nothing"
-    of_main = [run_dir, newest]
-    if ranks.world > 1:
-        dist.broadcast_object_list(of_main, 0)
-    run_dir = Path(of_main[0])
-    if of_main[1] != newest:
-        raise UserError(
-            f"process {ranks.rank} sees {newest} in {run_dir}, process 0 sees {of_main[1]}; put the run "
-            f"directory on a file system that all share; if it is there, it lags: start again"
-        )
-
-    if args.resume:
-        if not checkpoints(run_dir):
-            what = f"no complete checkpoint in {run_dir}/checkpoints"
-            raise UserError(f"--resume found {what}; start without --resume")
-        tokenizer = job.dataset.tokenizer.path
-        if (run_dir / "tokenizer.json").read_bytes() != tokenizer.read_bytes():
-            raise UserError(
-                f"--resume cannot change the tokenizer: {job.dataset.root} has another one than "
-                f"{run_dir}; pass the --data that the run began with"
-            )
-        return run_dir
-
-    if ranks.is_main:
-        if (run_dir / "log.jsonl").exists():
-            saved = checkpoints(run_dir)
-            way = "continue it with --resume" if saved else "nothing was saved in it, so remove it"
-            raise UserError(f"{run_dir} already holds a run; {way}, or name another --run-dir")
+    for number in range(2, 1000):
         try:
-            run_dir.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            reason = error.strerror
-            raise UserError(f"cannot create the run directory {run_dir} ({reason})") from None
-    return run_dir
+            Path(name).mkdir(parents=True)
+            break
+        except FileExistsError:
+            name = f"{name.split('__')[0]}__{number}"
+    return Path(name)
+
+
+def lock_run_dir(run_dir: Path):
+    """Keeps every other process out of a run directory until this one ends.
+
+    Returns: the file that holds the lock, to be kept open
+    """
+    if fcntl is None:  # Windows
+        return None
+    file = (run_dir / ".lock").open("a")
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            way = "wait until it ends, or name another --run-dir"
+            raise UserError(f"another process is training in {run_dir}; {way}") from None
+        reason = f"its file system supports no locks ({error.strerror})"
+        print(f"{run_dir} is not locked: {reason}; start no second run in it", flush=True)
+    return file
+
+
+def check_resumable(run_dir: Path, job: Job, ranks: Ranks) -> None:
+    """Raises UserError if --resume finds nothing to continue, or not the same on all ranks."""
+    names = [folder.name for folder in checkpoints(run_dir)]
+    if ranks.world > 1:
+        of_main = [names]
+        dist.broadcast_object_list(of_main, 0)
+        if of_main[0] != names:
+            raise UserError(
+                f"process {ranks.rank} sees the checkpoints {names} in {run_dir}, process 0 sees "
+                f"{of_main[0]}; put the run directory on a file system that all share; if it is "
+                f"there, it lags: start again"
+            )
+    if not names:
+        what = f"no complete checkpoint in {run_dir}/checkpoints"
+        raise UserError(f"--resume found {what}; start without --resume")
+    if (run_dir / "tokenizer.json").read_bytes() != job.dataset.tokenizer.path.read_bytes():
+        raise UserError(
+            f"--resume cannot change the tokenizer: {job.dataset.root} has another one than "
+            f"{run_dir}; pass the --data that the run began with"
+        )
 
 
 def read_config(run_dir: Path) -> Config:
@@ -2532,11 +2861,17 @@ def read_config(run_dir: Path) -> Config:
 
 def read_description(run_dir: Path) -> dict:
     """config.json of a run."""
-    try:
-        return json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        what = "is not a run directory: its config.json cannot be read"
-        raise UserError(f"{run_dir} {what} ({error})") from None
+    path = run_dir / "config.json"
+    description = read_json(path, f"{run_dir} is no run directory")
+    stated = description.pop("sha256", None)
+    if stated != object_sha256(description):
+        raise UserError(f"{path} was changed after it was written; restore it, or start a new run")
+    return description
+
+
+def write_description(run_dir: Path, description: dict) -> None:
+    sealed = {**description, "sha256": object_sha256(description)}
+    write_atomically(run_dir / "config.json", json.dumps(sealed, indent=1))
 
 
 def as_tuple(value):
@@ -2590,9 +2925,16 @@ class Log:
         """Drops entries after a step: a resumed run writes them anew."""
         if not self.active or not self.path.is_file():
             return
-        lines = self.path.read_text(encoding="utf-8").splitlines(keepends=True)
-        whole = [line for line in lines if line.endswith("\n")]
-        kept = [line for line in whole if json.loads(line)["step"] <= step]
+        kept = []
+        damaged = 0
+        for line in self.path.read_text(encoding="utf-8", errors="replace").splitlines():
+            try:
+                if json.loads(line)["step"] <= step:
+                    kept.append(f"{line}\n")
+            except (ValueError, TypeError, KeyError, RecursionError):
+                damaged += 1
+        if damaged:
+            self.say(f"dropped {damaged} damaged line(s) of {self.path}")
         write_atomically(self.path, "".join(kept))
 
     def close(self) -> None:
@@ -2615,10 +2957,17 @@ def start_wandb(run_dir: Path, name: str, config: dict):
 
 # -- checkpoints
 
+CHECKPOINT_FILES = ("model.safetensors", "optimizer.safetensors")
+
 
 def checkpoints(run_dir: Path) -> list[Path]:
-    """Complete checkpoints of a run, oldest first."""
-    return sorted(path.parent for path in run_dir.glob("checkpoints/step_*/state.json"))
+    """Complete checkpoints of a run, oldest first; folders with other names are not looked at."""
+    found = {}
+    for path in run_dir.glob("checkpoints/step_*/state.json"):
+        match = re.fullmatch(r"step_(\d{6,})", path.parent.name)
+        if match:
+            found[int(match[1])] = path.parent
+    return [found[step] for step in sorted(found)]
 
 
 def save_checkpoint(state: TrainState, run_dir: Path, progress: dict) -> None:
@@ -2656,48 +3005,107 @@ def save_checkpoint(state: TrainState, run_dir: Path, progress: dict) -> None:
 
 
 def write_checkpoint(run_dir: Path, weights: dict, moments: dict, description: dict) -> None:
+    """Everything is on the disk and was read back before it gets its name."""
     from safetensors import SafetensorError
-    from safetensors.torch import save_file
 
     final = run_dir / "checkpoints" / f"step_{description['step']:06d}"
     temporary = final.with_name(f".{final.name}.tmp")
     try:
-        shutil.rmtree(temporary, ignore_errors=True)
+        for leftover in final.parent.glob(".step_*.tmp"):  # of saves that were killed
+            shutil.rmtree(leftover, ignore_errors=True)
         temporary.mkdir(parents=True)
-        for name, tensors in (("model", weights), ("optimizer", moments)):
-            contiguous = {k: v.contiguous() for k, v in tensors.items()}
-            save_file(contiguous, temporary / f"{name}.safetensors")
+        files = {}
+        for name, tensors in zip(CHECKPOINT_FILES, (weights, moments), strict=True):
+            files[name] = write_tensors(temporary / name, tensors)
+        description = {**description, "files": files}
+        description["sha256"] = object_sha256(description)
         write_atomically(temporary / "state.json", json.dumps(description, indent=1))
+        sync_to_disk(temporary)
         shutil.rmtree(final, ignore_errors=True)
         os.replace(temporary, final)
+        sync_to_disk(final.parent)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
         full = getattr(error, "errno", None) == errno.ENOSPC or "space" in str(error).lower()
         reason = "the disk is full" if full else error
         free = shutil.disk_usage(run_dir).free / 2**30
+        way = "go on with --resume" if checkpoints(run_dir) else "start again"
         raise UserError(
             f"the checkpoint of step {description['step']} could not be written to {final}: {reason} "
-            f"({free:.1f} GiB free); make room and go on with --resume from the newest of the "
-            f"{len(checkpoints(run_dir))} checkpoint(s) there, which are whole"
+            f"({free:.1f} GiB free); make room and {way}"
         ) from None
+
+
+def write_tensors(path: Path, tensors: dict[str, Tensor]) -> str:
+    """Writes a safetensors file and reads it back; returns its sha256. Raises OSError if it differs."""
+    from safetensors.torch import load_file, save_file
+
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
+    sync_to_disk(path)
+    written = load_file(path)
+    for name, tensor in tensors.items():
+        expected = tensor.cpu().reshape(-1).view(torch.uint8)
+        if not torch.equal(written[name].reshape(-1).view(torch.uint8), expected):
+            raise OSError(f"{path.name} reads back with another {name} than was written")
+    return file_sha256(path)
 
 
 def prune_checkpoints(run_dir: Path, keep: int) -> None:
     """Removes all but the newest `keep` checkpoints and the one with the lowest val_bpb."""
     found = checkpoints(run_dir)
-    scores = {path: json.loads((path / "state.json").read_text())["val_bpb"] for path in found}
-    validated = [path for path in found if scores[path] is not None]
+    scores = {}
+    for folder in found:
+        try:
+            scores[folder] = read_state(folder)["val_bpb"]
+        except UserError:
+            scores[folder] = None  # it is damaged
+    validated = [folder for folder in found if scores[folder] is not None]
     best = min(validated, key=scores.get, default=None)
-    for path in found[:-keep]:
-        if path != best:
-            shutil.rmtree(path, ignore_errors=True)
+    for folder in found[:-keep]:
+        if folder != best:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def read_state(folder: Path) -> dict:
+    """state.json of a checkpoint; raises UserError if it is not what was saved."""
+    saved = read_json(folder / "state.json", "the checkpoint is damaged")
+    stated = saved.pop("sha256", None)
+    if stated != object_sha256(saved):
+        raise UserError(f"{folder}/state.json is damaged: its sha256 does not fit what it holds")
+    return saved
+
+
+def check_checkpoint(folder: Path, names=CHECKPOINT_FILES) -> dict:
+    """Returns state.json; raises UserError if it or one of the files is not what was saved."""
+    saved = read_state(folder)
+    for name in names:
+        path = folder / name
+        if not path.is_file():
+            raise UserError(f"{path} is missing")
+        if file_sha256(path) != saved["files"][name]:
+            raise UserError(f"{path} is damaged: its sha256 is not that in state.json")
+    return saved
+
+
+def newest_whole(run_dir: Path, say: Callable, names=CHECKPOINT_FILES) -> Path:
+    """The newest checkpoint without damage; says which it passes over. UserError if there is none."""
+    found = checkpoints(run_dir)
+    for folder in reversed(found):
+        try:
+            check_checkpoint(folder, names)
+            return folder
+        except UserError as error:
+            say(f"skipped {folder.name}: {error}")
+    what = f"none of the {len(found)} checkpoints in {run_dir} is whole" if found else ""
+    what = what or f"there is no complete checkpoint in {run_dir}/checkpoints"
+    raise UserError(f"{what}; restore one, or start again")
 
 
 def load_checkpoint(state: TrainState, folder: Path) -> dict:
     """Restores weights, moments and random state, on any number of ranks; returns state.json."""
     from safetensors.torch import load_file
 
-    saved = json.loads((folder / "state.json").read_text())
+    saved = check_checkpoint(folder)
     weights = load_file(folder / "model.safetensors")
     moments = load_file(folder / "optimizer.safetensors")
     state.optimizer.load(weights, moments, saved["optimizer_count"])
@@ -2707,10 +3115,8 @@ def load_checkpoint(state: TrainState, folder: Path) -> dict:
     state.model.set_stage(saved["attention"])  # a finished run enters no stage any more
     state.step = saved["step"]
     state.good_steps = saved["good_steps"]
-    if 1.0 not in (
-        state.loss_scale,
-        saved["loss_scale"],
-    ):  # 1: this run or the saved one is not in fp16
+    # A scale of 1: this run or the saved one is not in fp16.
+    if 1.0 not in (state.loss_scale, saved["loss_scale"]):
         state.loss_scale = saved["loss_scale"]
     torch.set_rng_state(moments["rng.cpu"])
     if state.ranks.device.type == "cuda" and "rng.cuda" in moments:
@@ -2718,10 +3124,31 @@ def load_checkpoint(state: TrainState, folder: Path) -> dict:
     return saved
 
 
+def file_sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def object_sha256(value: dict) -> str:
+    """Of a dict as it comes back from JSON."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def sync_to_disk(path: Path) -> None:
+    """Waits until a file or a directory is on the disk."""
+    if path.is_dir() and os.name == "nt":  # Windows cannot open directories
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def diverged_advice(run_dir: Path) -> str:
     """What to do after a loss that is not finite."""
     found = checkpoints(run_dir)
-    way = f"go on from {found[-1].name} with --resume" if found else "start again"
+    way = f"go on from {found[-1].name} with --resume --resume-changed" if found else "start again"
     return f"{way} and lower rates, e.g. half of --set muon_lr= and --set adam_lr="
 
 
@@ -2793,7 +3220,7 @@ def model_problems(config: Config) -> Iterator[str]:
     c = config
     if c.num_layers < 3:
         yield f"num_layers={c.num_layers} is too few; the table of scalars needs at least 3"
-    if c.shared_input_from < 0 or c.shared_input_from in c.no_attention_layers:
+    if c.shared_input_from in c.no_attention_layers:
         yield f"shared_input_from={c.shared_input_from} is no layer with attention; name another"
     named = (*c.long_layers, *c.value_embed_layers, *c.key_offset_layers, *c.no_attention_layers)
     if max(*named, c.backout_layer) >= c.num_layers:
@@ -2802,18 +3229,69 @@ def model_problems(config: Config) -> Iterator[str]:
 
 
 # >>> shared: cli
+# The least and the most that each number of the Config can be.
+RANGES = {
+    "num_layers": (2, 256), "width": (1, 16384), "head_dim": (4, 512), "mlp_width": (1, 65536),
+    "vocab_size": (1, 65536), "max_seq_len": (2, 2**20), "shared_input_from": (0, 255), "bigram_rows": (0, 2**26),
+    "backout_layer": (-1, 255), "gate_width": (1, 16384), "attention_scale": (1e-6, 100.0), "rotary_base": (1.0, 1e9),
+    "ahead_until": (1e-6, 1.0), "prefix_weight": (0.0, 100.0), "pack_tokens": (2, 2**24), "pack_docs": (1, 2**20),
+    "tokens": (1, 10**15), "tokens_per_weight": (1e-6, 1e6), "max_epochs": (1, 10**6), "val_tokens": (1, 10**12),
+    "muon_lr": (1e-9, 100.0), "adam_lr": (1e-9, 100.0), "muon_beta2": (0.0, 0.999999), "adam_eps": (1e-30, 1.0),
+    "muon_decay": (0.0, 100.0), "table_decay": (0.0, 100.0), "cooldown": (0.0, 1.0), "lr_floor": (0.0, 1.0),
+    "sample_tokens": (0, 10**6), "sample_temperature": (0.0, 100.0), "seed": (0, 2**63 - 1),
+    "eval_every": (0, 10**15), "save_every": (-1, 10**15), "log_every": (1, 10**15), "keep_checkpoints": (1, 10**6),
+    "micro_batch_tokens": (0, 2**40),
+}  # fmt: skip
+
+# The same for tuples: how many numbers they hold (None: any), and the range of each.
+TUPLE_RANGES = {
+    "no_attention_layers": (None, 0, 255), "long_layers": (None, 0, 255), "key_offset_layers": (None, 0, 255),
+    "value_embed_layers": (None, 0, 255), "frequencies": (None, 0.0, 100.0), "softcap": (3, -100.0, 100.0),
+    "ahead": (None, 0.0, 100.0), "momentum": (4, 0.0, 1e9),
+}  # fmt: skip
+
+
+def is_number(value, low: float, high: float) -> bool:
+    """A NaN is none. Where the bounds are whole numbers, only they will do."""
+    types = int if type(low) is int else (int, float)
+    return isinstance(value, types) and not isinstance(value, bool) and low <= value <= high
+
+
+def problems_of_field(name: str, value) -> Iterator[str]:
+    """What is wrong with one field of the Config, whatever the others are."""
+    if name in RANGES:
+        low, high = RANGES[name]
+        by_rule = name in Config.by_rule and value == 0
+        if not by_rule and not is_number(value, low, high):
+            yield f"{name}={value} must be {low:,} to {high:,}"
+    elif name in TUPLE_RANGES:
+        length, low, high = TUPLE_RANGES[name]
+        if length is not None and len(value) != length:
+            yield f"{name}={value} must have {length} values"
+        for number in value:
+            if not is_number(number, low, high):
+                yield f"{name}={value}: each value must be {low:,} to {high:,}"
+    elif isinstance(value, str) and ("\0" in value or len(value) > 1000):
+        yield f"{name} must be a text of at most 1,000 characters without NUL"
+
+
 def validate(config: Config) -> None:
     """Raises UserError with the first problem."""
+    for field_ in dataclasses.fields(config):
+        for problem in problems_of_field(field_.name, getattr(config, field_.name)):
+            raise UserError(problem)
     for problems in (model_problems, stage_problems, value_problems):
         for problem in problems(config):
             raise UserError(problem)
 
 
 def bad_stage(config: Config) -> object:
-    """The first row of the stage table that is not made of six numbers, or None."""
+    """The first row of the stage table that is not what Stage describes, or None."""
+    ranges = [(0.0, 1.0), (0, 2**30), (1, 2**30), (1, 2**30), (2, 2**20), (0.0, 100.0)]
     for row in config.stages or ((),):
-        numbers = isinstance(row, tuple) and all(isinstance(value, int | float) for value in row)
-        if not numbers or len(row) != len(dataclasses.fields(Stage)):
+        if not isinstance(row, tuple) or len(row) != len(ranges):
+            return row
+        if not all(is_number(value, *bounds) for value, bounds in zip(row, ranges, strict=True)):
             return row
     return None
 
@@ -2828,39 +3306,36 @@ def stage_problems(config: Config) -> Iterator[str]:
     if abs(shares - 1) > 1e-6:
         yield f"the shares of the stages add up to {shares:.4f}, not 1"
     for stage in c.stage_table:
-        if not 2 <= stage.max_doc <= c.max_seq_len:
-            yield f"a stage has max_doc={stage.max_doc}, which must be 2 to max_seq_len={c.max_seq_len}"
-        if min(stage.packs, stage.window_short, stage.window_long) < 1:
-            yield "a stage has packs or windows below 1"
+        if stage.max_doc > c.max_seq_len:
+            yield f"a stage has max_doc={stage.max_doc}, above max_seq_len={c.max_seq_len}"
+        if stage.packs < 1:
+            yield "a stage has packs below 1"
     if c.max_seq_len > c.pack_tokens:
         yield f"max_seq_len={c.max_seq_len} does not fit into a pack of {c.pack_tokens} tokens"
 
 
 def value_problems(config: Config) -> Iterator[str]:
     c = config
-    for name, length in (("momentum", 4), ("softcap", 3)):
-        if len(getattr(c, name)) != length:
-            yield f"{name}={getattr(c, name)} must have {length} values"
-    if not 0 < c.softcap[0] <= 100:  # the loss computes exp(logit - bound) in fp32
-        yield f"softcap={c.softcap}: the bound, its first value, must be above 0 and at most 100"
+    if not (
+        0 < c.softcap[0] <= 100 and c.softcap[2] > 0
+    ):  # the loss computes exp(logit - bound) in fp32
+        yield f"softcap={c.softcap}: the bound and the slope, its first and last value, must be above 0"
     if c.width % c.head_dim:
         yield f"width={c.width} is not a multiple of head_dim={c.head_dim}; change one of them"
     if c.head_dim % 4:
         yield f"head_dim={c.head_dim} is not a multiple of 4, which the rotary embedding needs"
-    if c.vocab_size > 65536:
-        yield f"vocab_size={c.vocab_size} does not fit the 16-bit shards; use at most 65,536 entries"
-    if c.ahead_until <= 0:
-        yield f"ahead_until={c.ahead_until} must be above 0"
+    if c.frequencies and len(c.frequencies) != c.head_dim // 4:
+        yield f"frequencies must be {c.head_dim // 4} numbers, a quarter of head_dim"
+    if c.gate_width > c.width:
+        yield f"gate_width={c.gate_width} is above width={c.width}"
+    if c.bigram_rows == 1:
+        yield "bigram_rows=1 leaves no row for pairs; use 0 for none"
+    if not c.ahead:
+        yield "ahead=() leaves the loss without a target; the default is (1.0,)"
+    if max(c.momentum[:2]) >= 1:
+        yield f"momentum={c.momentum}: the first two values must be below 1"
     if not all(isinstance(prompt, str) for prompt in c.sample_prompts):
         yield f"sample_prompts={c.sample_prompts} must be texts, e.g. ('def','import')"
-    least = {
-        "tokens": 1, "pack_tokens": 1, "pack_docs": 1, "log_every": 1, "max_epochs": 1, "val_tokens": 1,
-        "keep_checkpoints": 1, "eval_every": 0, "save_every": -1, "seed": 0, "sample_tokens": 0,
-        "sample_temperature": 0,
-    }  # fmt: skip
-    for name, bound in least.items():
-        if getattr(c, name) < bound:
-            yield f"{name}={getattr(c, name)} must be at least {bound}"
 
 
 # Fields that a resumed or finetuned run may not change: the checkpoint would not fit, or the model
@@ -2878,6 +3353,12 @@ class Parser(argparse.ArgumentParser):
 
     def convert_arg_line_to_args(self, line: str) -> list[str]:
         return line.split("#")[0].split()
+
+    def parse_args(self, args=None, namespace=None):
+        try:
+            return super().parse_args(args, namespace)
+        except (UnicodeDecodeError, RecursionError, ValueError) as error:
+            raise UserError(f"the flags in an @FILE cannot be read ({error})") from None
 
     def error(self, message: str):
         if message.startswith("unrecognized arguments: "):
@@ -2901,6 +3382,11 @@ def build_parser() -> Parser:
     add("--data", help="dataset directory (default data/shards/climbmix)")
     add("--run-dir", help="where the run is written (default a new dated directory under out/)")
     add("--resume", action="store_true", help="continue the run in --run-dir")
+    add(
+        "--resume-changed",
+        action="store_true",
+        help="with --resume: accept another script, text or recipe",
+    )
     add("--steps", type=int, help="length of the run in steps")
     add("--tokens", type=int, help="length of the run in tokens")
     add("--seed", type=int)
@@ -2916,6 +3402,13 @@ def build_parser() -> Parser:
     add("--attention", help=f"auto, {', '.join(ATTENTION)}")
     add("--dtype", help="auto, bfloat16, float16, float32")
     add("--no-compile", action="store_true")
+    add(
+        "--rank-timeout",
+        type=float,
+        default=300.0,
+        metavar="S",
+        help="seconds until a rank that hangs is given up",
+    )
     add("--wandb", metavar="NAME", help="also log to Weights & Biases under this name")
     add("--profile", action="store_true", help="trace steps 11 to 15")
     add(
@@ -2943,12 +3436,14 @@ def parse_override(text: str) -> tuple[str, object]:
         return key, value
     try:
         parsed = as_tuple(ast.literal_eval(value))
-    except (ValueError, SyntaxError):
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
         parsed = None
-    if isinstance(default, float) and type(parsed) is int:
+    if isinstance(default, float) and type(parsed) is int and abs(parsed) < 2**53:
         parsed = float(parsed)
     if type(parsed) is not type(default):
         raise UserError(f"--set {text}: {key} takes a value like {default!r}")
+    for problem in problems_of_field(key, parsed):
+        raise UserError(f"--set {problem}")
     return key, parsed
 
 
@@ -2960,8 +3455,12 @@ def config_changes(args: argparse.Namespace) -> dict:
         "dtype", "wandb",
     )  # fmt: skip
     for flag in flags:
-        if getattr(args, flag) is not None:
-            changes[flag] = getattr(args, flag)
+        value = getattr(args, flag)
+        if value is None:
+            continue
+        for problem in problems_of_field(flag, value):
+            raise UserError(problem)
+        changes[flag] = value
     if args.no_compile:
         changes["compile"] = False
     return changes
@@ -2974,9 +3473,7 @@ def change_config(base: Config, changes: dict, steps: int | None, frozen=(), wha
     """
     config = dataclasses.replace(base, **changes)
     if steps is not None:
-        if steps < 1:
-            raise UserError(f"--steps {steps} must be at least 1")
-        config = dataclasses.replace(config, tokens=round(steps * config.step_tokens))
+        config = dataclasses.replace(config, tokens=tokens_of_steps(config, steps))
     for name in frozen:
         old = getattr(base, name)
         new = getattr(config, name)
@@ -2989,11 +3486,29 @@ def change_config(base: Config, changes: dict, steps: int | None, frozen=(), wha
     return config
 
 
+def tokens_of_steps(config: Config, steps: int) -> int:
+    if not 1 <= steps <= 10**12:
+        raise UserError(f"--steps {steps} must be 1 to {10**12:,}")
+    return round(steps * config.step_tokens)
+
+
+def new_config(changes: dict, steps: int | None) -> Config:
+    """The defaults with other values. A rule may make the batch depend on the length of the run."""
+    config = Config(**changes)
+    while steps is not None and bad_stage(config) is None:
+        longer = Config(**{**changes, "tokens": tokens_of_steps(config, steps)})
+        if longer == config:
+            break
+        config = longer
+    validate(config)
+    return config
+
+
 def make_config(args: argparse.Namespace) -> Config:
     """Defaults, or on --resume the saved Config, with the flags that were given."""
     changes = config_changes(args)
     if not args.resume:
-        return change_config(Config(**changes), {}, args.steps)
+        return new_config(changes, args.steps)
     if not args.run_dir:
         raise UserError("--resume needs --run-dir, the run to continue")
     run_dir = Path(args.run_dir)
@@ -3019,26 +3534,61 @@ MOVED = {
 
 def run_command(command: Callable[[], dict]) -> int:
     """Prints what a command returns as one JSON object on the last line; returns the exit code."""
+    code = 1
     try:
         result = command()
         if int(os.environ.get("RANK", 0)) == 0:
             print(json.dumps(result), flush=True)
         return 0
+    except KeyboardInterrupt:
+        code = 130
+        message = "stopped at once; a run that has saved goes on with --resume"
+    except UserError as error:
+        message = str(error)
     except OSError as error:  # a full disk, a directory without rights
         where = f" {error.filename}" if error.filename else ""
         message = (
-            f"cannot read or write{where} ({error.strerror or error}); fix that, then continue with "
-            f"--resume from the last checkpoint"
+            f"cannot read or write{where} ({error.strerror or error}); fix that and start again, with "
+            f"--resume if the run has saved"
         )
-    except UserError as error:
-        message = str(error)
+    except (RuntimeError, MemoryError) as error:
+        message = sentence_of(error)
+        if message is None:
+            raise
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
         gc.unfreeze()
         gc.collect()  # else a gloo thread may outlive the interpreter and abort the process
+    print_error(message)
+    return code
+
+
+def sentence_of(error: Exception) -> str | None:
+    """For errors of torch that are no bugs: too little memory, and a rank that is gone."""
+    text = str(error)
+    if isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in text:
+        return (
+            f"memory ran out ({first_line(error)}); use a smaller model, or smaller micro-batches "
+            f"with --micro-batch-tokens"
+        )
+    lost = ("Connection", "connection", "Timed out", "timed out", "gloo", "NCCL")
+    if dist.is_initialized() and any(word in text for word in lost):
+        return (
+            f"process {os.environ.get('RANK')} lost the others ({first_line(error)}); look for the "
+            f"first error of another process, then continue with --resume"
+        )
+    return None
+
+
+def print_error(message: str) -> None:
+    """Prints the sentence, and hands it to torchrun for the report of the process that failed."""
     print(f"error: {message}", file=sys.stderr, flush=True)
-    return 1
+    if os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+        handler = get_error_handler()
+        handler.record_exception(UserError(message))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -4335,4 +4885,5 @@ def project_qkv(x_TD: Tensor, w: Tensor, cos_TK: Tensor, sin_TK: Tensor, scale, 
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.exit(main())

@@ -89,6 +89,10 @@ def import_script(run_dir: str | Path) -> ModuleType:
     return module
 
 
+def print_note(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
 def commit_advice(run_dir: Path) -> str:
     """What to do about a run that these tools cannot read."""
     try:
@@ -109,6 +113,7 @@ class Run:
     model: Any  # its GPT, on the device, in eval mode
     tokenizer: Any
     config: Any
+    step: int  # of the checkpoint
 
 
 def load_run(
@@ -136,23 +141,25 @@ def load_run(
 
 
 def load_model(script: ModuleType, run_dir: Path, step, device, changes: dict) -> tuple:
-    """The model, tokenizer and config of a run."""
-    found = script.checkpoints(run_dir)
-    if step is not None:
-        found = [folder for folder in found if int(folder.name.removeprefix("step_")) == step]
-    if not found:
-        which = "checkpoint" if step is None else f"checkpoint of step {step}"
-        way = "name a run directory with a finished save"
-        raise RunError(f"no {which} in {run_dir}/checkpoints; {way}")
+    """The model, tokenizer, config and step of a run."""
+    weights_only = ("model.safetensors",)
+    if step is None:
+        folder = script.newest_whole(run_dir, print_note, weights_only)
+    else:
+        folder = run_dir / "checkpoints" / f"step_{step:06d}"
+        if folder not in script.checkpoints(run_dir):
+            way = "name another with --step, or leave it out"
+            raise RunError(f"no checkpoint of step {step} in {run_dir}/checkpoints; {way}")
+    description = script.check_checkpoint(folder, weights_only)
     config = dataclasses.replace(script.read_config(run_dir), **changes)
     default_device = script.start_ranks().device
     device = torch.device(device) if device else default_device
     model = script.GPT(config, device, script.choose_dtype(config, device))
-    model.load_state_dict(load_file(found[-1] / "model.safetensors"))
-    description = json.loads((found[-1] / "state.json").read_text(encoding="utf-8"))
+    model.load_state_dict(load_file(folder / "model.safetensors"))
     model.set_stage(description["attention"])
     model.attention = script.choose_attention(model, lambda text: None)
-    return model.eval(), script.Tokenizer(run_dir / "tokenizer.json"), config
+    tokenizer = script.Tokenizer(run_dir / "tokenizer.json")
+    return model.eval(), tokenizer, config, description["step"]
 
 
 # -- the check at loading

@@ -24,7 +24,6 @@ import argparse
 import bisect
 import dataclasses
 import hashlib
-import json
 import math
 import sys
 from collections.abc import Iterator
@@ -153,10 +152,8 @@ def read_shard(dataset, path: Path) -> tuple[np.ndarray, np.ndarray]:
 
 
 def newest_checkpoint(script: ModuleType, run_dir: Path) -> Path:
-    found = script.checkpoints(run_dir)
-    if not found:
-        raise RunError(f"{run_dir} holds no checkpoint; name a run directory with a finished save")
-    return found[-1]
+    """The one to start from: damaged ones are passed over."""
+    return script.newest_whole(run_dir, engine.print_note)
 
 
 def stage_config(script: ModuleType, checkpoint: Path, packs: int, lr: float):
@@ -166,7 +163,7 @@ def stage_config(script: ModuleType, checkpoint: Path, packs: int, lr: float):
     nothing to replay.
     """
     base = script.read_config(checkpoint.parent.parent)
-    attention = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))["attention"]
+    attention = script.check_checkpoint(checkpoint, ())["attention"]
     stage = (1.0, packs, attention["window_short"], attention["window_long"], base.max_seq_len, lr)
     full_momentum = base.momentum[1]
     return dataclasses.replace(
@@ -303,6 +300,7 @@ def make_job(script: ModuleType, config, dataset, settings: Settings):
         dataset=dataset,
         reader=conversations,
         validation=(held_out.read(i) for i in range(held_out.count)),
+        fingerprint=script.fingerprint(dataset.info["files"], "sft"),
         available=available,
         bytes_per_token=int(dataset.tokenizer.token_bytes[counted].sum()) / len(counted),
         note=f"{len(counted):,} counted tokens in {conversations.count:,} conversations, "

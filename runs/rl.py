@@ -93,6 +93,7 @@ class Run:
     generator: engine.Generator
     log: Any
     totals: Totals
+    lock: Any = None  # of run_dir, held while this lives
 
     @property
     def tokenizer(self):
@@ -614,10 +615,24 @@ def write_description(script, run_dir: Path, config, checkpoint: Path, args, mac
         "checkpoint": checkpoint.name,  # of the source
         "machine": machine,
     }
-    run_dir.mkdir(parents=True, exist_ok=True)
-    script.write_atomically(run_dir / "config.json", json.dumps(description, indent=1))
+    script.write_description(run_dir, description)
     for path in (Path(script.__file__), args.source / "tokenizer.json", this_script):
         script.write_atomically(run_dir / path.name, path.read_text(encoding="utf-8"))
+
+
+def check_same_tool(script, run_dir: Path) -> None:
+    """Raises RunError if the training script or this file is another than when the run began."""
+    description = script.read_description(run_dir)
+    began_with = {
+        Path(script.__file__): description["machine"]["script_sha256"],
+        Path(__file__): description["rl_sha256"],
+    }
+    for path, sha256 in began_with.items():
+        if hashlib.sha256(path.read_bytes()).hexdigest() != sha256:
+            raise RunError(
+                f"{path} was edited since {run_dir} began; call the rl.py in the run directory, or "
+                f"start a new run"
+            )
 
 
 def make_task(args: argparse.Namespace, tokenizer, max_seq_len: int) -> Task:
@@ -633,6 +648,7 @@ def open_run(script, args: argparse.Namespace, ranks, machine: dict) -> Run:
     """A run that is ready for its next step, new or resumed."""
     if args.resume:
         run_dir = args.run_dir
+        check_same_tool(script, run_dir)
         home = run_dir
         checkpoint = finetune.newest_checkpoint(script, run_dir)
         base = script.read_config(run_dir)
@@ -645,6 +661,10 @@ def open_run(script, args: argparse.Namespace, ranks, machine: dict) -> Run:
     tokenizer = script.Tokenizer(home / "tokenizer.json")
     chat_eval.check_chat_tokens(tokenizer, home)
     task = make_task(args, tokenizer, config.max_seq_len)
+    lock = None
+    if ranks.is_main:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        lock = script.lock_run_dir(run_dir)
     if ranks.is_main and not args.resume:
         write_description(script, run_dir, config, checkpoint, args, machine)
     if ranks.world > 1:
@@ -666,7 +686,7 @@ def open_run(script, args: argparse.Namespace, ranks, machine: dict) -> Run:
     else:
         finetune.load_source(script, state, checkpoint, moments=False)
     generator = engine.Generator(state.model, tokenizer, rows=args.rows)
-    return Run(script, args, run_dir, state, task, generator, log, totals)
+    return Run(script, args, run_dir, state, task, generator, log, totals, lock)
 
 
 def log_evaluation(run: Run) -> dict[str, float]:

@@ -587,10 +587,10 @@ def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("step_"))
 
 
-def write_scores(run: engine.Run, run_dir: Path, step: int | None, score: CoreScore) -> None:
+def write_scores(run: engine.Run, run_dir: Path, score: CoreScore) -> None:
     """core.csv and result.json describe the finished model; any other checkpoint has a table of its own."""
     newest = step_of(run.script.checkpoints(run_dir)[-1])
-    step = newest if step is None else step
+    step = run.step
     result_path = run_dir / "result.json"  # the run writes it when it has finished
     if step != newest or not result_path.is_file():
         run.script.write_atomically(run_dir / f"core_step_{step}.csv", score.csv())
@@ -639,7 +639,7 @@ def score_run(args: argparse.Namespace) -> dict | None:
     score = evaluate_core(run.model, dataset, ranks, args.items, size, compile, say)
     if not ranks.is_main:
         return None
-    write_scores(run, args.run_dir, args.step, score)
+    write_scores(run, args.run_dir, score)
     return {"core": score.core, "core_seconds": score.seconds, "run_dir": str(args.run_dir)}
 
 

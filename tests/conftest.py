@@ -150,21 +150,38 @@ def write_dataset(root: Path, words=((0, 1, 300, 12, 2, 90, 0, 45), (700, 3, 3, 
     1 word is one token."""
     (root / "pretrain").mkdir(parents=True)
     sha256 = write_tokenizer(root / "tokenizer.json", merges)
-    tokenizer, rng, splits = ts.Tokenizer(root / "tokenizer.json"), np.random.default_rng(0), {}
+    tokenizer, rng, text_bytes = ts.Tokenizer(root / "tokenizer.json"), np.random.default_rng(0), {}
     for split, shards in (("train", words), ("val", (val_words,))):
-        counts = {"tokens": 0, "text_bytes": 0}
         for i, shard in enumerate(shards):
-            tokens = []
-            for n in shard:
-                text = "the" if n == 1 else " ".join(rng.choice(WORDS, n))
+            tokens, texts = [], ["the" if n == 1 else " ".join(rng.choice(WORDS, n)) for n in shard]
+            for text in texts:
                 tokens += [tokenizer.bos_id, *tokenizer.encode(text)]
-                counts["text_bytes"] += len(text.encode())
-            counts["tokens"] += len(tokens)
-            write_shard(root / "pretrain" / f"{split}_{i:06d}.bin", tokens, sha256 if hashes else "")
-        splits[split] = counts
-    info = {"tokenizer_sha256": sha256, "vocab_size": tokenizer.vocab_size, "splits": splits}
-    (root / "dataset.json").write_text(json.dumps(info))
+            path = root / "pretrain" / f"{split}_{i:06d}.bin"
+            write_shard(path, tokens, sha256 if hashes else "")
+            text_bytes[path.relative_to(root).as_posix()] = len("".join(texts).encode())
+    (root / "dataset.json").write_text(json.dumps({"vocab_size": tokenizer.vocab_size}))
+    list_files(root, text_bytes)
     return root
+
+
+def list_files(root: Path, text_bytes: dict | None = None, **more) -> None:
+    """Writes into dataset.json what lies in the directory, as if it had been made so. Counts of text stay if known."""
+    info = json.loads((root / "dataset.json").read_text())
+    before, files = info.get("files", {}), {}
+    for path in sorted([root / "tokenizer.json", *root.glob("*/*.bin")]):
+        name = path.relative_to(root).as_posix()
+        files[name] = {"sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+        if path.suffix == ".bin":
+            files[name]["tokens"] = max(0, (path.stat().st_size - 1024) // 2)
+        if name.startswith("pretrain/"):
+            known = before.get(name, {}).get("text_bytes", 1)
+            files[name] |= {"text_bytes": (text_bytes or {}).get(name, known), **more}
+    info |= {
+        "files": files,
+        "tokenizer_sha256": files["tokenizer.json"]["sha256"],
+        "fingerprint": ts.fingerprint(files),
+    }
+    (root / "dataset.json").write_text(json.dumps(info))
 
 
 @pytest.fixture(scope="session")

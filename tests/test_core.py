@@ -19,7 +19,7 @@ import pytest
 import torch
 import train_small as ts
 
-from conftest import ALONE, MERGES, ROOT, WORDS, logits, random_model, tiny_config, write_dataset
+from conftest import ALONE, MERGES, ROOT, WORDS, list_files, logits, random_model, tiny_config, write_dataset
 
 sys.path.insert(0, str(ROOT / "runs"))
 import score_core
@@ -105,18 +105,11 @@ def data(bundle, tmp_path_factory):
 
 
 def finish_description(root):
-    info = json.loads((root / "dataset.json").read_text())
     spec = {"format": "decoderstack-tokenizer-1", **json.loads((root / "tokenizer.json").read_text())}
     (root / "tokenizer.json").write_text(json.dumps(spec))
-    info |= {"tokenizer_sha256": hashlib.sha256((root / "tokenizer.json").read_bytes()).hexdigest()}
-    files = {}
-    for path in sorted((root / "pretrain").glob("*.bin")):
-        sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
-        files[f"pretrain/{path.name}"] = {"sha256": sha256, "tokens": 10**6, "documents": 1, "text_bytes": 3 * 10**6}
-    lines = "".join(f"{name} {entry['sha256']}\n" for name, entry in sorted(files.items()))
-    info |= {"format": "decoderstack-dataset-1", "files": files,
-             "fingerprint": hashlib.sha256(lines.encode()).hexdigest()}  # fmt: skip
-    (root / "dataset.json").write_text(json.dumps(info))
+    info = json.loads((root / "dataset.json").read_text())
+    (root / "dataset.json").write_text(json.dumps({"format": "decoderstack-dataset-1", **info}))
+    list_files(root, documents=1)
 
 
 # ---- the definition, one example at a time
@@ -431,7 +424,7 @@ def test_command(data, trained, tmp_path, capsys):
     assert code == 0 and result["run_dir"] == str(run_dir)
     rows = list(csv.DictReader((run_dir / "core.csv").open()))
     assert len(rows) == 23 and rows[-1]["task"] == "CORE" and float(rows[-1]["centered"]) == result["core"]
-    model, _, _ = ts.load(run_dir, device="cpu")
+    model = score_core.engine.load_run(run_dir, device="cpu").model
     for row in rows[:-1]:
         baseline = {label: value / 100 for label, _, _, value, _ in TABLE}[row["task"]]
         wanted = (float(row["accuracy"]) - baseline) / (1 - baseline)
@@ -476,7 +469,9 @@ def test_mistakes_of_the_command(trained, tmp_path, capsys, dataset_dir):
     """One sentence each; a dataset without CORE files is named with the command that adds them."""
     other = write_dataset(tmp_path / "other", merges=MERGES[:-1])
     info = json.loads((other / "dataset.json").read_text())
-    (other / "dataset.json").write_text(json.dumps({**info, "files": {"core/copa.npz": {"sha256": ""}}}))
+    (other / "dataset.json").write_text(
+        json.dumps({**info, "files": {**info["files"], "core/copa.npz": {"sha256": ""}}})
+    )
     for flags, words in (
         (("--data", dataset_dir), f"python data/core.py --download --data {dataset_dir}"),
         (("--data", other), "another tokenizer"), (("--data", tmp_path / "none"), "none"),

@@ -13,7 +13,7 @@ import pytest
 import tiktoken
 import torch
 import train_small as ts
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from conftest import ROOT, random_model, tiny_config
 
@@ -46,13 +46,11 @@ def write_run(folder: Path, bpe: Path, chat: bool = False, model=None, **overrid
     """A run directory with a model of random weights, as pretraining or (chat) finetuning leaves it."""
     config = tiny_config(**{"vocab_size": 900, "dtype": "float32", "data": "/home/me/secret", **overrides})
     model = model or random_model(config)
-    checkpoint = folder / "checkpoints" / "step_000007"
-    checkpoint.mkdir(parents=True)
-    save_file({k: v.contiguous() for k, v in model.state_dict().items()}, checkpoint / "model.safetensors")
+    folder.mkdir(parents=True)
     state = {"step": 7, "attention": ts.stage_attention(config, 1), "val_bpb": 1.25}
-    (checkpoint / "state.json").write_text(json.dumps(state))
+    ts.write_checkpoint(folder, model.state_dict(), {}, state)
     description = {"config": dataclasses.asdict(config), "command": "sft" if chat else "pretrain", "flags": []}
-    (folder / "config.json").write_text(json.dumps(description))
+    ts.write_description(folder, description)
     entries = [{"step": 5, "loss": 2.0}, {"step": 7, "val_bpb": 1.25, "tokens": 4096}, {"step": 9, "val_bpb": 9.0}]
     (folder / "log.jsonl").write_text("".join(json.dumps(e) + "\n" for e in entries))
     shutil.copy(ROOT / "train_small.py", folder)

@@ -103,7 +103,7 @@ def run_of(plain, dtype, device="cpu", tokenizer=None) -> engine.Run:
     model = script.GPT(plain.config, device, dtype)
     model.load_state_dict({k: v.to(model.state_dict()[k].dtype) for k, v in plain.state_dict().items()})
     model.attention = script.choose_attention(model, lambda text: None)
-    return engine.Run(script, model, tokenizer, plain.config)
+    return engine.Run(script, model, tokenizer, plain.config, 0)
 
 
 @pytest.mark.parametrize(("name", "fault"), FAULTS, ids=[fault.__name__ for _, fault in FAULTS])

@@ -77,7 +77,7 @@ def test_sizes_and_rates_follow_the_flags(tmp_path):
     assert (wider.width, wider.mlp_width, wider.muon_lr, wider.tokens) == (1024, 4096, 0.5, 34_000_000)
     assert wider.stage_table[0].packs == 16 and wider.adam_lr == float(f"{0.0064 * tm.rate_rule(34e6, 2**17):.3g}")
     assert config_of("--steps", "7").num_steps == 7
-    (tmp_path / "config.json").write_text(json.dumps({"config": dataclasses.asdict(wider)}))
+    tm.write_description(tmp_path, {"config": dataclasses.asdict(wider)})
     with pytest.raises(tm.UserError, match="is no run of train_medium.py"):  # of the small model, say
         tm.read_config(tmp_path)
     (tmp_path / "train_medium.py").touch()
@@ -89,11 +89,11 @@ def test_sizes_and_rates_follow_the_flags(tmp_path):
 @pytest.mark.parametrize(
     ("setting", "words"),
     [
-        ("window_pattern=SXL", "letters S and L"), ("window_pattern=", "letters S and L"), ("num_layers=1", "too few"),
-        ("num_layers=0", "too few"), ("width=100", "head_dim=128"), ("head_dim=6", "multiple of 4"),
+        ("window_pattern=SXL", "letters S and L"), ("window_pattern=", "letters S and L"), ("num_layers=1", "2 to 256"),
+        ("num_layers=0", "2 to 256"), ("width=100", "head_dim=128"), ("head_dim=6", "multiple of 4"),
         ("stages=((1.0,2),)", "6 numbers"), ("stages=()", "6 numbers"), ("stages=(1.0,)", "6 numbers"),
-        ("stages=((0.5,16,384,1024,2048,1.0),)", "0.5000, not 1"), ("pack_tokens=0", "max_seq_len=2048"),
-        ("tokens=-1", "at least 1"), ("max_seq_len=16384", "max_seq_len=16384"), ("momentum=(0.9,)", "momentum"),
+        ("stages=((0.5,16,384,1024,2048,1.0),)", "0.5000, not 1"), ("pack_tokens=0", "must be 2 to"),
+        ("tokens=-1", "must be 1 to"), ("max_seq_len=16384", "max_seq_len=16384"), ("momentum=(0.9,)", "momentum"),
         ("long_layers=(1,)", "unknown Config field long_layers"),
     ],
 )  # fmt: skip

@@ -29,7 +29,7 @@ import torch
 import train_small as ts
 from safetensors.torch import load_file
 
-from conftest import ALONE, CPU, MERGES, ROOT, TINY, loader_of, logits, tiny_config, write_dataset
+from conftest import ALONE, CPU, MERGES, ROOT, TINY, list_files, loader_of, logits, tiny_config, write_dataset
 
 # Wide enough for most parameters to be shared out over ranks; one table has an odd number of rows.
 RUN = {**TINY, "width": 128, "head_dim": 32, "bigram_rows": 1501}
@@ -742,13 +742,30 @@ def test_flags_from_a_file(tmp_path):
         (["--set", "smear=1"], ["smear takes a value like True"]),
         (["--set", "long_layers=3"], ["long_layers takes a value like (3, 10)"]),
         (["--set", "stages=((1.0, 2),)"], ["stages"]),
-        (["--set", "momentum=(0.9,)"], ["momentum"]),
+        (["--set", "momentum=(0.9,)"], ["momentum", "4 values"]),
+        (["--set", "momentum=('a',1,1,1)"], ["momentum", "each value must be 0.0 to"]),
+        (["--set", "momentum=(2.0,3.0,1,1)"], ["momentum", "below 1"]),
+        (["--set", "frequencies=(1,)"], ["frequencies must be 32 numbers"]),
+        (["--set", "frequencies=('a',)"], ["frequencies", "each value"]),
+        (["--set", "stages=((),)"], ["stages: the row ()"]),
+        (["--set", "stages=((2,1,1,1,2,1),(-1,1,1,1,2,1))"], ["stages: the row (2, 1"]),
+        (["--set", "ahead=()"], ["ahead=()"]),
+        (["--set", "muon_beta2=2.0"], ["muon_beta2=2.0 must be 0.0 to"]),
+        (["--set", "long_layers=(1.5,)"], ["long_layers", "0 to 255"]),
+        (["--set", "long_layers=(True,)"], ["long_layers", "0 to 255"]),
+        (["--set", "width=1000000000"], ["width=1000000000 must be 1 to 16,384"]),
+        (["--set", "muon_lr=1e999"], ["muon_lr=inf must be"]),
+        (["--set", "softcap=" + "(" * 3000], ["softcap takes a value like"]),
+        (["--set", f"seed={2**63}"], ["seed=9223372036854775808 must be"]),
+        (["--set", "data=" + "x" * 2000], ["data must be a text of at most"]),
+        (["--steps", "1000000000000000"], ["--steps 1000000000000000 must be"]),
         (["--set", "width=100"], ["width=100", "head_dim=128"]),
         (["--set", "vocab_size=70000"], ["70000", "65,536"]),
         (["--set", "long_layers=(11,)"], ["layer 11", "10"]),
         (["--set", "max_seq_len=16384"], ["max_seq_len=16384"]),
         (["--set", "stages=((0.5, 16, 384, 1024, 2048, 1.0),)"], ["0.5000, not 1"]),
         (["--set", "tokens=0"], ["tokens=0"]),
+        (["@train_small.py\0"], ["null"]),
     ],
     ids=lambda value: " ".join(value) if value[0][0] in "-@p" else "",
 )
@@ -781,22 +798,23 @@ def spoil(root, what: str) -> None:
             spec = json.loads(tokenizer.read_text())
             spec["special_tokens"]["<|big|>"] = 70000
             tokenizer.write_text(json.dumps(spec))
-            description["tokenizer_sha256"] = hashlib.sha256(tokenizer.read_bytes()).hexdigest()
         elif what == "description":
-            del description["splits"]
+            del description["files"]
         (root / "dataset.json").write_text(json.dumps(description) if what != "no json" else "{")
+        if what == "vocabulary":
+            list_files(root)
 
 
 @pytest.mark.parametrize(
     ("what", "words"),
     [
-        ("empty", ["pretrain has no train_*.bin shards", "make the dataset again"]),
-        ("no validation", ["pretrain has no val_*.bin shards"]),
-        ("truncated", ["train_000000.bin is truncated", "header states"]),
-        ("corrupt", ["train_000000.bin is corrupt", "checksum"]),
+        ("empty", ["train_000000.bin is missing", "make the dataset again"]),
+        ("no validation", ["val_000000.bin is missing"]),
+        ("truncated", ["train_000000.bin has", "bytes, dataset.json says"]),
+        ("corrupt", ["train_000000.bin was changed"]),
         ("tokenizer", ["tokenizer.json does not belong to the shards"]),
-        ("no tokenizer", ["no tokenizer at"]),
-        ("vocabulary", ["70001", "65,536"]),
+        ("no tokenizer", ["tokenizer.json does not belong", "missing"]),
+        ("vocabulary", ["special tokens whose ids do not follow"]),
         ("description", ["dataset.json"]),
         ("no json", ["dataset.json cannot be read"]),
     ],

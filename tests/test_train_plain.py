@@ -10,7 +10,7 @@ import pytest
 import torch
 import train_small as ts
 
-from conftest import ALONE, CPU, ROOT, tiny_config
+from conftest import ALONE, CPU, ROOT, loader_of, tiny_config, validation_of
 
 PATH = ROOT / "runs" / "tutorials" / "train_plain.py"
 STEPS = 20
@@ -51,7 +51,7 @@ class Small:
         assert config.num_steps == STEPS
 
     def loader(self):
-        return ts.PackLoader(self.dataset, self.config, ALONE)
+        return loader_of(self.dataset, self.config)
 
     def randomise(self) -> None:
         """Adds noise to all that starts at a round number: zero gates and scalars would hide mistakes."""
@@ -95,7 +95,7 @@ class Small:
     def bits_per_byte(self) -> float:
         token_bytes = torch.zeros(self.config.padded_vocab, dtype=torch.long)
         token_bytes[: self.config.vocab_size] = torch.from_numpy(self.dataset.tokenizer.token_bytes)
-        batch = ts.validation_batch(self.dataset, self.config)
+        batch = validation_of(self.dataset, self.config)
         return ts.bits_per_byte(self.model, batch, 1, token_bytes, ALONE)
 
 

@@ -245,10 +245,10 @@ class Dataset:  # a directory that data/pretrain.py made: a tokenizer, and shard
         self.bytes = ordinary + [name.encode() for name in specials]
         self.text_bytes = torch.tensor([len(token) for token in ordinary] + [0] * len(specials))
 
-        # The prefix of a token: the longest other one that its bytes begin with; -1: none.
+        # The prefix of a token: the longest other one that its bytes begin with; -1: none, as of specials.
         ids = {token: index for index, token in enumerate(ordinary)}
         prefixes = [-1] * len(self.bytes)
-        for index, token in enumerate(self.bytes):
+        for index, token in enumerate(ordinary):
             for length in range(1, len(token)):
                 prefixes[index] = ids.get(token[:length], prefixes[index])
         self.prefixes = torch.tensor(prefixes)
