@@ -244,10 +244,15 @@ def add(args: argparse.Namespace) -> None:
             rec.fail(f"{flag} {text} must be lower-case words and figures with - between, e.g. p34")
     try:
         info = json.loads((args.folder / "dataset.json").read_text(encoding="utf-8"))
+        files = info["files"]
         dataset = {
             "fingerprint": info["fingerprint"],
             "vocab_size": info["vocab_size"],
-            "train_tokens": info["splits"]["train"]["tokens"],
+            "train_tokens": sum(
+                entry["tokens"]
+                for name, entry in files.items()
+                if name.startswith("pretrain/train")
+            ),
             "made_by": args.made_by,
             "scored": scored_text(args.folder, args.max_seq_len, args.val_tokens),
         }

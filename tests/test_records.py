@@ -57,28 +57,16 @@ def train(script, *argv) -> None:
 
 
 def make_dataset(root, **words):
-    """A dataset whose dataset.json lists its files, as that of data/pretrain.py does."""
+    """A dataset whose dataset.json also states what records/tracks.py reads, as that of data/pretrain.py does."""
     path = write_dataset(root, **words) / "dataset.json"
-    info = json.loads(path.read_text())
-    names = ["tokenizer.json", *sorted(f"pretrain/{p.name}" for p in (root / "pretrain").iterdir())]
-    listed = {name: {"sha256": rec.sha256(root / name)} for name in names}
-    listed = {name: {**entry, **info.get("files", {}).get(name, {})} for name, entry in listed.items()}
-    lines = "".join(sorted(f"{name} {entry['sha256']}\n" for name, entry in listed.items()))
-    info |= {"files": listed, "fingerprint": hashlib.sha256(lines.encode()).hexdigest()}
     bos_id = json.loads((root / "tokenizer.json").read_text())["special_tokens"]["<|bos|>"]
-    path.write_text(json.dumps({**info, "bos_id": bos_id}))
+    path.write_text(json.dumps({**json.loads(path.read_text()), "bos_id": bos_id}))
     return root
 
 
-def add_starts(run_dir, day="2026-11-22") -> None:
-    """What a run states of its start, where its script does not write that itself yet; and a fixed day."""
-
-    def change(config):
-        own = {"step": 0, "flags": config["flags"], "machine": config["machine"], "changed": [],
-               "dataset_fingerprint": config["dataset_fingerprint"]}  # fmt: skip
-        config["starts"] = [{**start, "date": f"{day}T10:00:00"} for start in config.get("starts") or [own]]
-
-    edit(run_dir / "config.json", change)
+def fix_day(run_dir, day="2026-11-22") -> None:
+    """A day for the start of a run, so that the names of records are known."""
+    edit(run_dir / "config.json", lambda c: c["starts"][0].update(date=f"{day}T10:00:00"))
 
 
 @pytest.fixture(scope="session")
@@ -106,7 +94,7 @@ def repo(tmp_path_factory):
         train(script, tiny, f"--data={data}", "--run-dir", f"out/b_{seed}", f"--seed={seed}", *logs)
     script.write_text(before)
     for run_dir in (repo / "out").iterdir():
-        add_starts(run_dir)
+        fix_day(run_dir)
     return repo
 
 
@@ -759,6 +747,20 @@ def test_a_resumed_run_is_a_run(repo, tmp_path):
     assert record["runs"][0]["starts"] == 2 and record["date"] == "2026-11-22" and check.problems(folder) == []
     assert "starts of each run: 2" in (folder / "README.md").read_text()
     assert "somewhere" not in (folder / "run_0.json").read_text()
+
+
+def test_a_run_that_was_really_resumed(repo, tmp_path):
+    """Its last checkpoint is lost and made again: log and starts of the scripts are as the tools expect them."""
+    run_dir = tmp_path / "run"
+    flags = ("--data", repo / "data" / "tiny", "--run-dir", run_dir)
+    train(repo / "train_small.py", "@runs/tiny.args", *flags, "--log-every", "3", "--save-every", "4")
+    shutil.rmtree(run_dir / "checkpoints" / "step_000012")
+    for name in ("report.md", "result.json"):
+        os.remove(run_dir / name)
+    train(repo / "train_small.py", "--resume", "--run-dir", run_dir)
+    run(add, run_dir, "--track", "small", "--slug", "x", "--out", tmp_path / "new")
+    (folder,) = (tmp_path / "new").iterdir()
+    assert rec.read_record(folder)["runs"][0]["starts"] == 2 and check.problems(folder) == []
 
 
 @pytest.mark.parametrize(
