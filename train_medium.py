@@ -1881,7 +1881,7 @@ def check_length(job: Job, args: argparse.Namespace) -> None:
     if needed > job.available:
         whole_steps = job.available // config.step_tokens - len(config.stages) + 1
         fewer = int(whole_steps * config.step_tokens)
-        way = f"ask for fewer with --tokens {fewer}" if fewer > 0 else "make the batch smaller"
+        way = f"ask for fewer with --tokens {fewer}" if fewer > 0 else "make the steps smaller"
         raise UserError(
             f"{config.data} holds {job.available:,} training tokens, the run asks for {needed:,}; "
             f"{way}, add text, or allow repeats with --set max_epochs=N"
@@ -3565,7 +3565,7 @@ def build_parser() -> Parser:
     )
     add("--steps", type=int, help="length of the run in steps")
     add("--tokens", type=int, help="length of the run in tokens")
-    add("--seed", type=int)
+    add("--seed", type=int, help="of the first weights (default 0)")
     add("--eval-every", type=int, metavar="N", help="steps between validations, 0: only at the end")
     add(
         "--save-every",
@@ -3573,11 +3573,11 @@ def build_parser() -> Parser:
         metavar="N",
         help="steps between checkpoints, 0: at the end, -1: none",
     )
-    add("--log-every", type=int, metavar="N")
+    add("--log-every", type=int, metavar="N", help="steps between lines of the log")
     add("--micro-batch-tokens", type=int, metavar="N", help="default: from free memory")
     add("--attention", help=f"auto, {', '.join(ATTENTION)}")
     add("--dtype", help="auto, bfloat16, float16, float32")
-    add("--no-compile", action="store_true")
+    add("--no-compile", action="store_true", help="slower steps, quicker start")
     add(
         "--rank-timeout",
         type=float,
