@@ -3,11 +3,11 @@
     python records/add.py out/a_0 out/a_1 out/a_2 --track small --slug wider-mlp --against 2026-11-21_first-b34 \\
         --hypothesis "..." --change "..." --dropped "..."
 
-Nothing is written unless everything is right: one script, dataset, Config, hardware and set of versions, different
-seeds, no --set except those of an args file that is committed in runs/, and complete logs that agree with their
-totals. The folder appears in one rename. The words of its README.md may be edited until it is committed; the figures
-between the markers may not. CORE is read from core.csv where runs/score_core.py, or an older script, has written it.
-Rules: records/README.md.
+Nothing is written unless everything is right: one script, dataset, Config, hardware and set of versions in every start
+of every run, different seeds, weights and logs, no --set except those of an args file that is committed in runs/, a
+Config that is the script's own with these flags, and complete logs that agree with their totals. The folder appears in
+one rename. The words of its README.md may be edited until it is committed; the figures between the markers may not.
+CORE is read from core.csv where runs/score_core.py, or an older script, has written it. Rules: records/README.md.
 """
 
 import argparse
@@ -20,49 +20,98 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
+import check
+import recipe
 import record as rec
+import tracks
 
 MAX_BYTES = 1_000_000
-# Flags for the place and the seed of a run, and whether a value follows. They are not part of a record.
-PLACE_FLAGS = {"--data": 1, "--run-dir": 1, "--seed": 1, "--wandb": 1, "--resume": 0}
-PLACE_FIELDS = ("data", "seed", "wandb")  # the same in the Config
-# The one --set that is free. Scripts up to 2026-11-22 scored CORE at the end of training; not each seed needs it.
-NO_CORE = "core_items=-1"
-LOG_FLAGS = {"--eval-every", "--save-every", "--log-every"}  # may replace those of an args file
+START = ("date", "step", "flags", "machine", "dataset_fingerprint", "changed")
+# Prints the Config that a script makes of flags. It runs the script's import, so only of one's own runs.
+PRINT_CONFIG = """
+import dataclasses, importlib.util, json, sys
+spec = importlib.util.spec_from_file_location("script", sys.argv[1])
+module = sys.modules["script"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+args = module.build_parser().parse_args(sys.argv[2:])
+print(json.dumps(dataclasses.asdict(module.make_config(args))))
+"""
 
 
-def read_run(run_dir: Path, script: str) -> dict:
-    """{"config", "log", ...} of a run directory; ends the program if it is not a finished run of the script."""
+def read_run(run_dir: Path, script: str, day: str | None) -> dict:
+    """A run directory: {"dir", "script", "log", "core_items", "file": what its run_SEED.json will hold}.
+
+    Ends the program if it is not a finished run of the script.
+    """
     for name in ("config.json", "log.jsonl", script, "report.md"):
         if not (run_dir / name).is_file():
             what = {"report.md": "the run is not finished", script: "it is of another track"}
             rec.fail(f"{run_dir} has no {name}; {what.get(name, 'name the directory of a run')}")
     try:
-        run = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
-        if run["command"] != "pretrain":
+        stated = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
+        if stated["command"] != "pretrain":
             rec.fail(
-                f"{run_dir} is a run of {run['command']}; a record is made of pretraining runs"
+                f"{run_dir} is a run of {stated['command']}; a record is made of pretraining runs"
             )
-        run |= {"dir": run_dir, "script": script, "fingerprint": run["dataset_fingerprint"],
-                "set": [text for text in run["overridden"] if text != NO_CORE]}  # fmt: skip
-        if NO_CORE in run["overridden"]:  # the recipe is that of the runs that were scored
-            given = dict(text.split("=", 1) for text in run["set"])
-            run["config"]["core_items"] = int(given.get("core_items", 0))
+        log = rec.read_log(run_dir / "log.jsonl")
+        file = run_file(stated, log)
+        problems = rec.check_log(log, file["config"])
         table = run_dir / "core.csv"
-        run["core_items"] = rec.core_items(table) if table.is_file() else None
-        log, hashed = rec.read_log(run_dir / "log.jsonl"), run["machine"]["script_sha256"]
-        problems = rec.check_log(log, run["config"])
-    except (ValueError, KeyError, TypeError, rec.Unreadable) as error:
+        core_items = rec.core_items(table) if table.is_file() else None
+    except (ValueError, KeyError, TypeError, AttributeError, rec.Unreadable) as error:
         rec.fail(f"{run_dir} cannot be read: {error}")
     if problems:
         rec.fail(f"{run_dir}/log.jsonl is not the log of a finished run: {problems[0]}")
     if problem := check_totals(run_dir, rec.figures(log)):
         rec.fail(f"{run_dir}: {problem}")
-    if rec.sha256(run_dir / script) != hashed:
+    if rec.sha256(run_dir / script) != file["machine"]["script_sha256"]:
         rec.fail(f"{run_dir}/{script} was changed after the run: config.json states another sha256")
+    if problems := check.start_problems(file):
+        rec.fail(f"{run_dir}/config.json: {problems[0]}")
+
+    run = {"dir": run_dir, "script": script, "log": log, "core_items": core_items, "file": file}
+    file["commit"], file["script_changed"] = find_commit(run)
+    file["date"] = day_of(run, day)
     return run
+
+
+def run_file(stated: dict, log: list[dict]) -> dict:
+    """What config.json states, without places and names of folders."""
+    config = dict(stated["config"])
+    overridden = [text for text in stated["overridden"] if text != recipe.NO_CORE]
+    if recipe.NO_CORE in stated["overridden"]:  # the recipe is that of the runs that were scored
+        given = dict(text.split("=", 1) for text in overridden)
+        config["core_items"] = int(given.get("core_items", 0))
+    starts = stated.get("starts")
+    if starts is not None:
+        starts = [{key: start[key] for key in START} for start in starts]
+        starts = [{**start, "flags": recipe.strip(start["flags"])} for start in starts]
+    return {
+        "seed": config["seed"],
+        "seeds_asked": recipe.values_of(stated["flags"], "--seed"),
+        "data": Path(config["data"]).name,
+        "dataset_fingerprint": stated["dataset_fingerprint"],
+        "flags": recipe.strip(stated["flags"]),
+        "overridden": overridden,
+        "config": {key: value for key, value in config.items() if key not in recipe.PLACE_FIELDS},
+        "machine": stated["machine"],
+        "starts": starts,
+        "scored": check.logged_score(log),
+    }
+
+
+def day_of(run: dict, day: str | None) -> str:
+    """The day of a run: of its first start, or for old runs the one that is given, or of its log's last line."""
+    started = check.first_date(run["file"])
+    if started and day and day != started:
+        rec.fail(
+            f"--date {day} is not the day of {run['dir']}: its first start was on {started}; leave --date out"
+        )
+    written = datetime.date.fromtimestamp((run["dir"] / "log.jsonl").stat().st_mtime)
+    return started or day or written.isoformat()
 
 
 def check_totals(run_dir: Path, figures: dict) -> str:
@@ -86,53 +135,59 @@ def check_totals(run_dir: Path, figures: dict) -> str:
 
 
 def check_alike(runs: list[dict]) -> None:
-    """Runs of one record differ in seed, place and commit only."""
+    """Runs of one record differ in seed, place and commit only, and are different runs."""
     first = runs[0]
     seeds = {}
     for run in runs:
-        seed = run["config"]["seed"]
+        seed = run["file"]["seed"]
         if seed in seeds:
             rec.fail(
                 f"{seeds[seed]} and {run['dir']} have the same seed {seed}; a record needs different seeds"
             )
         seeds[seed] = run["dir"]
-        for part, skip in (("machine", ("git_commit", "git_dirty")), ("config", PLACE_FIELDS)):
-            for key in dict.fromkeys((*first[part], *run[part])):
-                a, b = (r[part].get(key) for r in (first, run))
-                if a != b and key not in skip:
-                    what = {"script_sha256": "script"}.get(key, key)
-                    a, b = (str(v)[: 12 if what == "script" else 80] for v in (a, b))
-                    rec.fail(f"{first['dir']} and {run['dir']} differ in {what}: {a} and {b}; a record is made of runs "
-                             f"that differ in their seed only")  # fmt: skip
-        if run["fingerprint"] != first["fingerprint"]:
-            rec.fail(f"{first['dir']} and {run['dir']} ran on different datasets: their fingerprints are "
-                     f"{first['fingerprint']} and {run['fingerprint']}")  # fmt: skip
-        if strip(run["flags"]) != strip(first["flags"]) or run["set"] != first["set"]:
-            rec.fail(f"{first['dir']} and {run['dir']} were started with different flags: "
-                     f"{' '.join(strip(first['flags']))} and {' '.join(strip(run['flags']))}")  # fmt: skip
+        if unlike := check.difference(first["file"], run["file"]):
+            rec.fail(unlike_text(first["dir"], run["dir"], *unlike))
+    for i, run in enumerate(runs):
+        for other in runs[i + 1 :]:
+            if why := check.copied(run["log"], other["log"]) or same_weights(run, other):
+                rec.fail(f"{run['dir']} and {other['dir']} are copies of one run: {why}")
     scored = [run for run in runs if run["core_items"] is not None]
     for run in scored:
         if run["core_items"] != scored[0]["core_items"]:
-            rec.fail(f"{scored[0]['dir']} and {run['dir']} were scored on different items of CORE; score both with the "
-                     f"same --items")  # fmt: skip
-    if not first["fingerprint"]:
+            rec.fail(
+                f"{scored[0]['dir']} and {run['dir']} were scored on different items of CORE; score both with the "
+                f"same --items"
+            )
+    if not first["file"]["dataset_fingerprint"]:
         rec.fail(
             f"the dataset of {first['dir']} has no fingerprint; make it with data/pretrain.py, and train on that"
         )
 
 
-def strip(flags: list[str]) -> list[str]:
-    """Flags of the recipe: those given, without the command, seeds, places and NO_CORE."""
-    out, skip = [], False
-    for word, following in zip(flags, [*flags, ""][1:], strict=True):
-        name = word.split("=")[0]
-        if not skip and word in ("--set", f"--set={NO_CORE}") and NO_CORE in (following, word[6:]):
-            skip = word == "--set"
-        elif skip or name in PLACE_FLAGS:
-            skip = not skip and "=" not in word and PLACE_FLAGS[name] == 1
-        elif word != "pretrain":
-            out.append(word)
-    return out
+def unlike_text(first: Path, other: Path, what: str, a, b) -> str:
+    if what == "dataset_fingerprint":
+        return f"{first} and {other} ran on different datasets: their fingerprints are {a} and {b}"
+    if what in ("flags", "overridden"):
+        return f"{first} and {other} were started with different flags: {' '.join(a)} and {' '.join(b)}"
+    name = what.split(".")[-1].replace("script_sha256", "script")
+    a = str(a)[: 12 if name == "script" else 80]
+    b = str(b)[: 12 if name == "script" else 80]
+    return f"{first} and {other} differ in {name}: {a} and {b}; a record is made of runs that differ in their seed only"
+
+
+def same_weights(run: dict, other: dict) -> str | None:
+    """Why two runs ended with the same weights, where both still have their last checkpoint."""
+    steps = rec.figures(run["log"])["steps"]
+    paths = [
+        r["dir"] / "checkpoints" / f"step_{steps:06d}" / "model.safetensors" for r in (run, other)
+    ]
+    if not all(path.is_file() for path in paths):
+        return None
+    digests = []
+    for path in paths:
+        with path.open("rb") as file:
+            digests.append(hashlib.file_digest(file, "sha256").hexdigest())
+    return "their last weights are equal" if digests[0] == digests[1] else None
 
 
 def git(*words: str) -> str | None:
@@ -146,50 +201,106 @@ def git(*words: str) -> str | None:
 
 def find_commit(run: dict) -> tuple[str | None, bool]:
     """(commit, whether the script differs from it): of the run, or else the newest one that holds its script."""
-    stated, script = run["machine"]["git_commit"], run["script"]
+    machine = run["file"]["machine"]
+    stated = machine["git_commit"]
+    script = run["script"]
     for commit in [stated, *(git("log", "--format=%H", "--", script) or "").split()]:
         text = git("show", f"{commit}:{script}") if commit else None
         if (
             text is not None
-            and hashlib.sha256(text.encode()).hexdigest() == run["machine"]["script_sha256"]
+            and hashlib.sha256(text.encode()).hexdigest() == machine["script_sha256"]
         ):
             return commit, False
     return stated or None, True
 
 
-def args_file(run: dict, flags: list[str], commit: str | None) -> tuple[str | None, str]:
+def args_file(run: dict, commit: str | None) -> tuple[str | None, str]:
     """(name, text) of the args file that the run used, as it is committed. No other --set may have been given."""
+    flags = run["file"]["flags"]
+    overridden = run["file"]["overridden"]
     files = [word[1:] for word in flags if word.startswith("@")]
     if len(files) > 1:
         rec.fail(
-            f"{run['dir']} used several args files ({', '.join(files)}); a track has one at most"
+            f"{run['dir']} used several args files ({', '.join(files)}); a record has one at most"
         )
-    given = rec.overrides(flags)
+    given = recipe.overrides(flags)
     if not files:
-        if run["set"]:
+        if overridden:
             rec.fail(
-                f"{run['dir']} overrides {', '.join(run['set'])} with --set, which voids record status; "
-                f"change {run['script']} itself, or commit an args file in runs/, which makes a track of its own"
+                f"{run['dir']} overrides {', '.join(overridden)} with --set, which voids record status; "
+                f"change {run['script']} itself, or commit an args file in runs/"
             )
         return None, ""
-    name = Path(files[0]).name
+    name = files[0]
     text = git("show", f"{commit}:runs/{name}") if commit else None
     if text is None:
         text = git("show", f"HEAD:runs/{name}")
     if text is None:
-        rec.fail(f"{run['dir']} used {files[0]}, and runs/{name} is not committed; a track's args file is part of the "
-                 f"repository, so commit it first")  # fmt: skip
-    words = rec.args_words(text)
-    if given or run["set"] != rec.overrides(words):
-        extra = (
-            given or [o for o in run["set"] if o not in rec.overrides(words)] or ["fewer fields"]
+        rec.fail(
+            f"{run['dir']} used {name}, and runs/{name} is not committed; the args file of a record is part of the "
+            f"repository, so commit it first"
         )
-        rec.fail(f"{run['dir']} overrides {', '.join(extra)}, which the committed runs/{name} does not; --set voids "
-                 f"record status")  # fmt: skip
-    if twice := (rec.flag_names(flags) & rec.flag_names(words)) - LOG_FLAGS:
-        rec.fail(f"{run['dir']} was started with {', '.join(sorted(twice))}, which runs/{name} fixes for this track; "
-                 f"leave it out, or make the change in {run['script']}")  # fmt: skip
+    words = recipe.args_words(text)
+    known = recipe.overrides(words)
+    if given or overridden != known:
+        extra = given or [o for o in overridden if o not in known] or ["fewer fields"]
+        rec.fail(
+            f"{run['dir']} overrides {', '.join(extra)}, which the committed runs/{name} does not; --set voids "
+            f"record status"
+        )
+    check_repeated(run, flags, words, name)
     return name, text
+
+
+def check_repeated(run: dict, flags: list[str], words: list[str], name: str) -> None:
+    """A flag that the args file gives may not be given again; --steps and --tokens both set the length."""
+    fixed = recipe.flag_names(words)
+    for flag in sorted(recipe.flag_names(flags) - set(recipe.INTERVALS)):
+        other = {"--steps": "--tokens", "--tokens": "--steps"}.get(flag)
+        found = flag if flag in fixed else other if other in fixed else None
+        if found:
+            how = "fixes" if found == flag else f"fixes by {found}"
+            rec.fail(
+                f"{run['dir']} was started with {flag}, which runs/{name} {how}; leave it out, or make the change "
+                f"in {run['script']}"
+            )
+
+
+def check_config(run: dict, args_text: str) -> None:
+    """The Config is what the script makes of its flags, and the seed is the one that was asked for."""
+    file = run["file"]
+    script = (run["dir"] / run["script"]).read_text(encoding="utf-8")
+    words = [*recipe.args_words(args_text), *(w for w in file["flags"] if not w.startswith("@"))]
+    vocab_size = file["config"]["vocab_size"]
+    found = recipe.check_config(file["config"], script, words, vocab_size)
+    if found:
+        rec.fail(
+            f"{run['dir']}/config.json: {found[0]}; a number of the recipe is changed in the script"
+        )
+    seeds = file["seeds_asked"] or recipe.values_of(words, "--seed") or ["0"]
+    if str(file["seed"]) != seeds[-1]:
+        rec.fail(
+            f"{run['dir']}/config.json: the seed is {file['seed']}, its flags ask for {seeds[-1]}"
+        )
+    if file["starts"] and recipe.has_rules(script):
+        check_rules(run, words)
+
+
+def check_rules(run: dict, words: list[str]) -> None:
+    """Fields that the script derives by a rule, against what the script itself makes of the flags."""
+    path = (run["dir"] / run["script"]).resolve()
+    command = [sys.executable, "-c", PRINT_CONFIG, str(path), *words]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=run["dir"])
+    if done.returncode:
+        said = done.stderr.strip().splitlines() or ["it said nothing"]
+        rec.fail(f"{path} could not be asked for its Config: {said[-1]}")
+    made = json.loads(done.stdout.splitlines()[-1])
+    for key in recipe.RULED:
+        stated = run["file"]["config"].get(key)
+        if stated != made.get(key):
+            rec.fail(
+                f"{run['dir']}/config.json: config.{key} is {stated}, the script's rules give {made.get(key)}"
+            )
 
 
 def readme(record: dict, folder: Path, texts: dict[str, str]) -> str:
@@ -203,47 +314,29 @@ def readme(record: dict, folder: Path, texts: dict[str, str]) -> str:
 
 def build(runs: list[dict], args: argparse.Namespace, folder: Path, name: str) -> None:
     """Fills a folder that nobody sees yet."""
-    first, script, flags = runs[0], runs[0]["script"], strip(runs[0]["flags"])
-    commit, changed = find_commit(first)
-    args_name, args_text = args_file(first, flags, commit)
+    runs = sorted(runs, key=lambda run: run["file"]["seed"])
+    first = runs[0]
+    script = first["script"]
+    args_name, args_text = args_file(first, first["file"]["commit"])
+    for run in runs:
+        check_config(run, args_text)
     shutil.copyfile(first["dir"] / script, folder / script)
     if args_name:
         (folder / args_name).write_text(args_text, encoding="utf-8")
-    listed = []
-    for run in sorted(runs, key=lambda run: run["config"]["seed"]):
-        seed = run["config"]["seed"]
-        entry = {"seed": seed, "log": f"log_{seed}.jsonl.gz", "core_table": None}
-        (folder / entry["log"]).write_bytes(
-            gzip.compress((run["dir"] / "log.jsonl").read_bytes(), 9, mtime=0)
-        )
-        if (run["dir"] / "core.csv").is_file():
-            entry["core_table"] = f"core_{seed}.csv"
-            shutil.copyfile(run["dir"] / "core.csv", folder / entry["core_table"])
-        listed.append(entry)
-    (folder / "curve.csv").write_text(
-        rec.curve_csv([rec.read_log(folder / e["log"]) for e in listed])
-    )
-    machine = first["machine"]
-    record = {
-        "format": 1, "track": args.track, "script": script, "args": args_name,
-        "flags": [word for word in flags if not word.startswith("@")],
-        "dataset": {"name": Path(first["config"]["data"]).name, "fingerprint": first["fingerprint"],
-                    "vocab_size": first["config"]["vocab_size"]},
-        "hardware": {key: machine[key] for key in ("device", "num_devices", "platform")},
-        "versions": {key: machine[key] for key in ("python", "torch", "cuda", "numpy")},
-        "commit": commit, "script_changed": changed,
-        "config": {key: value for key, value in first["config"].items() if key not in PLACE_FIELDS},
-        "absent": [], "against": args.against and Path(args.against).name, "runs": listed,
-    }  # fmt: skip
+    listed = [copy_run(run, folder) for run in runs]
+    logs = [rec.read_log(folder / entry["log"]) for entry in listed]
+    (folder / "curve.csv").write_text(rec.curve_csv(logs))
+
+    files = [rec.read_run_file(folder / entry["run"]) for entry in listed]
+    against = args.against and Path(args.against).name
+    record = {"format": 2, "track": args.track, "script": script, "args": args_name}
+    record |= {**rec.facts(files), "against": against, "runs": listed}
+    check_scored(record)
     if record["against"]:
-        other = rec.read_record(folder.parent / record["against"])
-        if other["dataset"]["fingerprint"] != record["dataset"]["fingerprint"]:
-            a, b = (r["dataset"]["fingerprint"][:12] for r in (other, record))
-            rec.fail(f"{record['against']} was trained on the dataset {a}, these runs on {b}; bits per byte are "
-                     f"compared on the same one only")  # fmt: skip
+        check_against(record, folder.parent)
     sections = rec.section_hashes((folder / script).read_text(encoding="utf-8"))
     record |= {**rec.recompute(folder, record), "sections": sections, "files": rec.hashes(folder)}
-    (folder / "record.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    (folder / "record.json").write_text(check.dump(record), encoding="utf-8")
     texts = {
         "name": name,
         "hypothesis": args.hypothesis,
@@ -255,8 +348,54 @@ def build(runs: list[dict], args: argparse.Namespace, folder: Path, name: str) -
         rec.fail(
             f"the record would take {size:,} bytes of at most {MAX_BYTES:,}; log less often (--log-every)"
         )
-    if problems := rec.problems(folder):
+    if problems := check.problems(folder):
         rec.fail(f"the record does not verify: {problems[0]}")
+
+
+def copy_run(run: dict, folder: Path) -> dict:
+    """Puts log, CORE table and run_SEED.json of a run into the folder; returns its entry in record.json."""
+    seed = run["file"]["seed"]
+    starts = run["file"]["starts"]
+    entry = {"seed": seed, "log": f"log_{seed}.jsonl.gz", "core_table": None}
+    entry |= {"run": f"run_{seed}.json", "starts": len(starts) if starts else None}
+    log = (run["dir"] / "log.jsonl").read_bytes()
+    (folder / entry["log"]).write_bytes(gzip.compress(log, 9, mtime=0))
+    kept = {key: value for key, value in run["file"].items() if key != "seeds_asked"}
+    (folder / entry["run"]).write_text(check.dump(kept), encoding="utf-8")
+    if (run["dir"] / "core.csv").is_file():
+        entry["core_table"] = f"core_{seed}.csv"
+        shutil.copyfile(run["dir"] / "core.csv", folder / entry["core_table"])
+    return entry
+
+
+def check_scored(record: dict) -> None:
+    """The runs scored the text that the tracks of their dataset are about."""
+    found = tracks.read()
+    if wrong := tracks.scoring_problems(record, record["config"], record["scored"], found):
+        rec.fail(wrong[0])
+
+
+def check_against(record: dict, baselines: Path) -> None:
+    other = rec.read_record(baselines / record["against"])
+    if other["dataset"]["fingerprint"] != record["dataset"]["fingerprint"]:
+        a, b = (r["dataset"]["fingerprint"][:12] for r in (other, record))
+        rec.fail(
+            f"{record['against']} was trained on the dataset {a}, these runs on {b}; bits per byte are compared on "
+            f"the same one only"
+        )
+
+
+def standing_lines(folder: Path) -> list[str]:
+    """The tracks that a new record is on, and why it is not ranked there."""
+    record = rec.read_record(folder)
+    found = tracks.read()
+    lines = []
+    for name in tracks.tracks_of(record, found):
+        why = tracks.refusal(record, found["tracks"][name])
+        lines.append(f"track {name}: {why or 'ranked by records/compare.py --write'}")
+    return lines or [
+        "No track of records/tracks.json has this dataset, script and hardware, so the record is listed without a rank."
+    ]
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -273,7 +412,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--change", default="", help="what is different")
     parser.add_argument("--dropped", default="", help="what was tried and dropped")
     parser.add_argument(
-        "--date", help="YYYY-MM-DD of the runs (default: when the last log was written)"
+        "--date", help="YYYY-MM-DD, only of runs whose config.json does not state their starts"
     )
     parser.add_argument("--out", type=Path, default=rec.BASELINES, help="default baselines/")
     args = parser.parse_args(argv)
@@ -285,17 +424,13 @@ def main(argv: list[str] | None = None) -> None:
         rec.fail(
             f"--against {args.against} is no record in {args.out}; name a folder there, or leave it out"
         )
-    runs = [read_run(run_dir, f"train_{args.track}.py") for run_dir in args.run_dirs]
-    check_alike(runs)
-    newest = max((run["dir"] / "log.jsonl").stat().st_mtime for run in runs)
     try:
-        date = (
-            datetime.date.fromisoformat(args.date)
-            if args.date
-            else datetime.date.fromtimestamp(newest)
-        )
+        day = args.date and datetime.date.fromisoformat(args.date).isoformat()
     except ValueError:
         rec.fail(f"--date {args.date} is not a day like 2026-11-21")
+    runs = [read_run(run_dir, f"train_{args.track}.py", day) for run_dir in args.run_dirs]
+    check_alike(runs)
+    date = max(run["file"]["date"] for run in runs)
     final = args.out / f"{date}_{args.slug}"
     if final.exists():
         rec.fail(f"{final} exists; records are never edited, so choose another --slug")
@@ -311,8 +446,7 @@ def main(argv: list[str] | None = None) -> None:
     shown = os.path.relpath(final)
     print(f"{shown} holds {len(runs)} run(s): read its README.md, edit its words, then\n"
           f"    python records/verify.py {shown}\n    python records/compare.py --write")  # fmt: skip
-    if len(runs) < 3:
-        print("It has fewer than 3 seeds, so it is listed without a rank.")
+    print("\n".join(standing_lines(final)))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
     python records/compare.py out/a_* out/b_* --against "a*"          runs that differ in their seed only are one row
     python records/compare.py baselines/2026-11-21_first-b34 --target 1.19 --price 3.50 --plot curves.png
     python records/compare.py baselines/2026-11-21_first-b34 logs/*.txt --tokens-per-step 524288 --bytes-per-token 4.6
-    python records/compare.py --write                   the leaderboard in records/README.md, records/curves.png
+    python records/compare.py --write                   the leaderboard in records/README.md, its pictures
 
 A log of modded-nanogpt states neither tokens nor bits per byte: --tokens-per-step gives the one (several numbers with
 commas: equal parts of the run), --bytes-per-token of its validation text the other. A log of nanochat states both; its
@@ -22,17 +22,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, stdev
 
+import leaderboard
 import record as rec
-from scipy import stats
-
-README = rec.ROOT / "records" / "README.md"
-QUOTED = rec.ROOT / "records" / "quoted.json"
-BEGIN, END = (
-    "<!-- leaderboard: written by records/compare.py --write; do not edit -->",
-    "<!-- /leaderboard -->",
-)
-SLOWER = 1.1  # a record at a fixed number of tokens may take this much of the first one's training seconds
-P = 0.01
 
 
 @dataclass
@@ -324,11 +315,8 @@ def find_row(rows: list[Row], pattern: str, args: argparse.Namespace) -> Row:
 # ---- picture
 
 
-def plot(rows: list[Row], path: Path, quotes: tuple = ()) -> None:
-    """Bits per byte against tokens and against seconds: training as thin lines, validation as dots.
-
-    quotes: (name, tokens, seconds, val bpb) of runs without logs, drawn as crosses.
-    """
+def plot(rows: list[Row], path: Path) -> None:
+    """Bits per byte against tokens and against seconds: training as thin lines, validation as dots."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -358,11 +346,6 @@ def plot(rows: list[Row], path: Path, quotes: tuple = ()) -> None:
             heights += [
                 y for p in curve if p[0] >= curve[-1][0] / 12 for y in p[2:] if y is not None
             ]
-    for number, (name, tokens, seconds, bpb) in enumerate(quotes):
-        style = {"color": "0.25", "ls": "", "marker": "xP*D"[number % 4], "ms": 8}
-        panels[0].plot(tokens, bpb, **style, label=f"{name}, quoted: {bpb:.4f}")
-        panels[1].plot(seconds, bpb, **style)
-        heights.append(bpb)
     if heights:
         margin = 0.05 * (max(heights) - min(heights)) or 0.1
         panels[0].set_ylim(min(heights) - margin, max(heights) + margin)
@@ -377,185 +360,6 @@ def plot(rows: list[Row], path: Path, quotes: tuple = ()) -> None:
     except (OSError, ValueError) as error:  # no such folder, or an ending that is no picture
         rec.fail(f"{path} cannot be written: {error}")
     plt.close(figure)
-
-
-# ---- leaderboard
-
-
-def group_of(record: dict) -> tuple:
-    """What two records must have in common to be ranked against each other."""
-    device, count = record["hardware"]["device"], record["hardware"]["num_devices"]
-    return (record["track"], record["args"] or "", record["dataset"]["fingerprint"], rec.device_class(device), count,
-            device)  # fmt: skip
-
-
-def fixes_tokens(folder: Path, record: dict) -> bool:
-    text = (folder / record["args"]).read_text(encoding="utf-8") if record["args"] else ""
-    return "--tokens" in rec.flag_names(rec.args_words(text))
-
-
-def target_of(values: list[float]) -> float:
-    """The bound that a first record sets: the upper end of the one-sided 99 % interval of its mean, rounded up."""
-    bound = fmean(values) + stats.t.ppf(1 - P, len(values) - 1) * stdev(values) / math.sqrt(
-        len(values)
-    )
-    return math.ceil(bound * 1000) / 1000
-
-
-def significant(p: float | None) -> bool:
-    return p is not None and p < P
-
-
-def rank(records: list[dict], fixed: bool) -> tuple[str, list[tuple[dict, str]]]:
-    """(the rule in words, [(record, its standing)], best first), from records of one group in the order of time."""
-    values = [
-        {key: [run[key] for run in r["runs"]] for key in ("val_bpb", "train_seconds")}
-        for r in records
-    ]
-    enough = [i for i, v in enumerate(values) if len(v["val_bpb"]) >= 3]
-    standing = ["fewer than 3 seeds"] * len(records)
-    if not enough:
-        return "No entry with 3 seeds yet.", list(zip(records, standing, strict=True))
-    first, key = values[enough[0]], "val_bpb" if fixed else "train_seconds"
-    limit, target = SLOWER * fmean(first["train_seconds"]), target_of(first["val_bpb"])
-    best, count = None, 0
-    for i in enough:
-        if fixed:
-            allowed, why = fmean(values[i]["train_seconds"]) <= limit, "too slow"
-        else:
-            allowed, why = significant(rec.below(values[i]["val_bpb"], target)), "misses the target"
-        test = rec.welch(values[i][key], best) if best else None
-        if not allowed:
-            standing[i] = why
-        elif not test or (test["difference"] < 0 and significant(test["p"])):
-            best, count = values[i][key], count + 1
-            standing[i] = f"record {count}" + (f", p {rec.p_text(test['p'])}" if test else "")
-        else:
-            standing[i] = f"no record, p {rec.p_text(test['p'])}"
-    rule = (f"The tokens are fixed: ranked by val bpb, at most {limit:,.1f} training seconds." if fixed else
-            f"Ranked by training seconds; the mean val bpb must be below {target:.3f} with p < {P}.")  # fmt: skip
-    order = sorted(range(len(records)), key=lambda i: (not standing[i].startswith(("record", "no record")),
-                                                       fmean(values[i][key])))  # fmt: skip
-    return rule, [(records[i], standing[i]) for i in order]
-
-
-def in_order() -> list[dict]:
-    """All records by day, and on one day each after the one that it is compared with."""
-    records = {}
-    for folder in sorted(p.parent for p in rec.BASELINES.glob("*/record.json")):
-        record = rec.read_record(folder)
-        records[folder.name] = {
-            **record,
-            "name": folder.name,
-            "fixed": fixes_tokens(folder, record),
-        }
-
-    def depth(record: dict, seen: tuple = ()) -> int:
-        other = record["against"]
-        return (
-            1 + depth(records[other], (*seen, other))
-            if other in records and other not in seen
-            else 0
-        )
-
-    return sorted(
-        records.values(), key=lambda record: (record["name"][:10], depth(record), record["name"])
-    )
-
-
-def leaderboard() -> str:
-    """The generated part of records/README.md, markers included."""
-    groups, blocks = {}, []
-    for record in in_order():
-        groups.setdefault(group_of(record), []).append(record)
-    quotes = json.loads(QUOTED.read_text(encoding="utf-8"))
-    shown = ("val_bpb", "train_seconds", "tokens", "tokens_per_second", "mfu", "peak_memory_gib")
-    titles = [
-        "entry",
-        "standing",
-        "seeds",
-        "val bpb",
-        "sd",
-        *(rec.FIGURES[key][0] for key in shown[1:]),
-    ]
-    for (track, args, fingerprint, kind, count, device), records in sorted(groups.items()):
-        rule, ranked = rank(records, records[0]["fixed"])
-        lines = []
-        for record, standing in ranked:
-            mean = {key: record["summary"][key]["mean"] for key in shown}
-            sd = record["summary"]["val_bpb"]["sd"]
-            lines.append([f"[{record['name']}](../baselines/{record['name']}/README.md)", standing,
-                          str(len(record["runs"])), format(mean["val_bpb"], ".5f"), cell(sd, ".5f"),
-                          *(format(mean[key], rec.FIGURES[key][1]) for key in shown[1:])])  # fmt: skip
-        for quote in quotes["rows"]:
-            if (quote["track"], quote["args"], quote["device"], quote["num_devices"]) == (
-                track,
-                args,
-                device,
-                count,
-            ):
-                lines.append([quote["what"], "quoted", "", cell(quote.get("val_bpb"), ".4f"), "",
-                              *(cell(quote.get(key), rec.FIGURES[key][1]) for key in shown[1:])])  # fmt: skip
-        name = f"{track}, `{args}`" if args else track
-        data = f"Dataset {records[0]['dataset']['name']}, fingerprint {fingerprint[:12]}."
-        blocks.append(
-            f"### {name}: {kind}, {count} x {device}\n\n{data} {rule}\n\n{rec.table(titles, lines, 2)}"
-        )
-    lines = [[q["what"], f"{q['num_devices']} x {q['device']}", q["speed"], q.get("mfu", ""), q.get("memory", ""),
-              q.get("start", "")] for q in quotes["speeds"]]  # fmt: skip
-    titles = [
-        "training speed, quoted",
-        "hardware",
-        "tokens/s",
-        "MFU",
-        "peak memory",
-        "start to first step",
-    ]
-    peers = rec.table(titles, lines, len(titles))
-    return "\n\n".join(
-        [BEGIN, *blocks, f"### Other projects\n\n{quotes['source']}\n\n{peers}", END]
-    )
-
-
-def write_leaderboard() -> None:
-    for folder in sorted(
-        p for p in rec.BASELINES.iterdir() if p.is_dir() and not p.name.startswith(".")
-    ):
-        if problems := rec.problems(folder):
-            rec.fail(
-                f"{folder.name} does not verify ({problems[0]}), so the leaderboard stays as it was"
-            )
-    text = README.read_text(encoding="utf-8")
-    if text.count(BEGIN) != 1 or text.count(END) != 1:
-        rec.fail(f"{README} has lost the markers of the leaderboard; restore them")
-    new = text[: text.index(BEGIN)] + leaderboard() + text[text.index(END) + len(END) :]
-    temporary = README.with_name(f".{README.name}.{os.getpid()}.tmp")
-    temporary.write_text(new, encoding="utf-8")
-    os.replace(temporary, README)
-    print(
-        f"{os.path.relpath(README)}: the leaderboard {'was current' if new == text else 'is written'}"
-    )
-    picture = README.with_name("curves.png")
-    plot([record_row(rec.BASELINES / r["name"]) for r in in_order()], picture, quoted_points())
-    print(f"{os.path.relpath(picture)}: the curves of all records")
-
-
-def quoted_points() -> tuple:
-    """(name, tokens, seconds, val bpb) of the quoted rows whose tokens a track fixes."""
-    tokens = {group_of(r): r["summary"]["tokens"]["mean"] for r in in_order() if r["fixed"]}
-    points = []
-    for quote in json.loads(QUOTED.read_text(encoding="utf-8"))["rows"]:
-        for (track, args, _, _, count, device), number in tokens.items():
-            if (quote["track"], quote["args"], quote["device"], quote["num_devices"]) == (
-                track,
-                args,
-                device,
-                count,
-            ):
-                points.append(
-                    (quote["what"].split(",")[0], number, quote["train_seconds"], quote["val_bpb"])
-                )
-    return tuple(points)
 
 
 def numbers(text: str) -> list[int]:
@@ -574,10 +378,13 @@ def main(argv: list[str] | None = None) -> None:
     add("--plot", type=Path, metavar="FILE", help="picture of bits per byte (.png, .svg)")
     add("--tokens-per-step", type=numbers, default=[], metavar="N[,N]", help="modded-nanogpt")
     add("--bytes-per-token", type=float, metavar="X", help="modded-nanogpt: of validation text")
-    add("--write", action="store_true", help="update records/README.md and records/curves.png")
+    add("--write", action="store_true", help="update records/README.md and the pictures beside it")
     args = parser.parse_args(argv)
     if args.write:
-        write_leaderboard()
+        try:
+            leaderboard.write()
+        except rec.Unreadable as error:
+            rec.fail(str(error))
         return
     try:
         if missing := [str(path) for path in args.folders if not path.exists()]:

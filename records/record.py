@@ -2,11 +2,13 @@
 
 add.py, verify.py and compare.py compute every figure with this file, from log.jsonl and core.csv of the runs alone.
 A record is a folder of baselines/; README.md beside this file explains what it holds and what the figures mean.
+Records of format 1 are those from before 2026-11-23. Those of format 2 also hold run_SEED.json, what config.json of
+each run stated, and everything in record.json follows from these files.
 """
 
-import ast
 import csv
 import difflib
+import functools
 import gzip
 import hashlib
 import json
@@ -14,7 +16,7 @@ import math
 import re
 import zlib
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean, median, stdev
 from typing import NoReturn
 
 from scipy import stats
@@ -89,6 +91,16 @@ def planned_steps(config: dict) -> int:
     return max(1, round(config["tokens"] / (mean_packs * config["pack_tokens"])))
 
 
+def whole_steps(step_ms: float | None, seconds: float) -> bool:
+    """Whether the time between two lines is a whole number of steps of the stated length."""
+    if step_ms is None:
+        return True
+    if not isinstance(step_ms, int | float) or not step_ms > 0:
+        return False
+    steps = seconds * 1e3 / step_ms
+    return steps >= 0.5 and math.isclose(steps, round(steps), rel_tol=1e-8)
+
+
 def check_log(entries: list[dict], config: dict | None = None) -> list[str]:
     """What is wrong with a log: it must be complete, it must grow, and it must agree with the totals and the Config."""
     train, val = split(entries)
@@ -113,7 +125,7 @@ def check_log(entries: list[dict], config: dict | None = None) -> list[str]:
             f"the last validation is of step {val[-1]['step']}, the last training step is {last}"
         )
     before, at = dict.fromkeys(keys, 0), {e["step"]: e for e in train}
-    bpb_per_nat = train[0]["bpb"] / train[0]["loss"]
+    bpb_per_nat = median(entry["bpb"] / entry["loss"] for entry in train if entry["loss"])
     for entry in train:
         where = f"step {entry['step']}"
         steps, tokens, seconds = (
@@ -121,10 +133,15 @@ def check_log(entries: list[dict], config: dict | None = None) -> list[str]:
         )
         if min(steps, tokens, seconds) <= 0:
             out.append(f"{where}: step, tokens and train_seconds do not all grow")
-        elif not math.isclose(entry["tokens_per_second"], tokens / seconds, rel_tol=1e-6):
+        elif not math.isclose(entry["tokens_per_second"], tokens / seconds, rel_tol=1e-8):
             out.append(f"{where}: {entry['tokens_per_second']:.1f} tokens/s are stated, tokens and seconds since "
                        f"the line before give {tokens / seconds:.1f}")  # fmt: skip
-        if not math.isclose(entry["bpb"], entry["loss"] * bpb_per_nat, rel_tol=1e-6):
+        elif not whole_steps(entry.get("step_ms"), seconds):
+            out.append(
+                f"{where}: {entry['step_ms']} ms a step are stated, but no number of steps of that length takes "
+                f"{seconds:.6f} s"
+            )
+        if not math.isclose(entry["bpb"], entry["loss"] * bpb_per_nat, rel_tol=1e-8):
             out.append(
                 f"{where}: bpb {entry['bpb']:.5f} does not belong to the loss {entry['loss']:.5f}"
             )
@@ -254,7 +271,7 @@ def below(values: list[float], target: float) -> float | None:
     return float(stats.ttest_1samp(values, target, alternative="less").pvalue)
 
 
-# ---- scripts and args files
+# ---- scripts
 
 
 def sections(text: str) -> dict[str, str]:
@@ -294,6 +311,7 @@ def section_hashes(text: str) -> dict[str, str]:
     }
 
 
+@functools.lru_cache(maxsize=16)  # some 50 ms for two scripts
 def changed_lines(old: str, new: str) -> list[str]:
     """For each section that differs, e.g. "optimizer (+3 -1)"."""
     before = sections(old)
@@ -314,25 +332,6 @@ def changed_lines(old: str, new: str) -> list[str]:
     return out
 
 
-def args_words(text: str) -> list[str]:
-    """The flags of an args file, as the training script reads them."""
-    return [word for line in text.splitlines() for word in line.split("#")[0].split()]
-
-
-def overrides(words: list[str]) -> list[str]:
-    """The KEY=VALUE of each --set, in order."""
-    pairs = zip(words, [*words, ""][1:], strict=True)
-    return [value if word == "--set" else word[6:] for word, value in pairs
-            if word == "--set" or word.startswith("--set=")]  # fmt: skip
-
-
-def flag_names(words: list[str]) -> set[str]:
-    """Names of the flags; --steps counts as --tokens, because both set the length of the run."""
-    return {
-        word.split("=")[0].replace("--steps", "--tokens") for word in words if word.startswith("--")
-    }
-
-
 # ---- records
 
 
@@ -340,13 +339,16 @@ def read_record(folder: Path) -> dict:
     """record.json of a folder. Raises Unreadable if it is none."""
     try:
         record = json.loads((folder / "record.json").read_text(encoding="utf-8"))
-        if record["format"] != 1:
-            raise Unreadable(f"its format is {record['format']}, this program reads 1")
+        if record["format"] not in (1, 2):
+            raise Unreadable(f"its format is {record['format']}, this program reads 1 and 2")
         names = [record["script"], *record["files"], *(run["log"] for run in record["runs"])]
+        if record["format"] == 2:
+            names += [run["run"] for run in record["runs"]]
+        names += [run["core_table"] for run in record["runs"] if run["core_table"]]
         if record["args"]:
             names.append(record["args"])
         for name in (*names, *([record["against"]] if record["against"] else [])):
-            if Path(name).name != name:
+            if not isinstance(name, str) or Path(name).name != name:
                 raise Unreadable(f"{name} is not the name of a file beside it")
         if not record["runs"]:
             raise Unreadable("it holds no runs")
@@ -373,6 +375,43 @@ def compare_records(record: dict, other: dict) -> dict:
     return out
 
 
+def facts(runs: list[dict]) -> dict:
+    """What a record of format 2 states about its runs, from their run_SEED.json in the order of the seeds."""
+    first = runs[0]
+    machine = first["machine"]
+    return {
+        "date": max(run["date"] for run in runs),
+        "flags": [word for word in first["flags"] if not word.startswith("@")],
+        "dataset": {
+            "name": first["data"],
+            "fingerprint": first["dataset_fingerprint"],
+            "vocab_size": first["config"]["vocab_size"],
+        },
+        "hardware": {key: machine.get(key) for key in ("device", "num_devices", "platform")},
+        "versions": {
+            key: machine[key]
+            for key in ("python", "torch", "triton", "cuda", "numpy")
+            if key in machine
+        },
+        "commit": first["commit"],
+        "script_changed": first["script_changed"],
+        "max_epochs": first["config"].get("max_epochs", 1),
+        "config": first["config"],
+        "scored": first["scored"],
+        "absent": []
+        if first["starts"]
+        else ["the starts of each run, which its script did not write"],
+    }
+
+
+def read_run_file(path: Path) -> dict:
+    """A run_SEED.json. Raises Unreadable if it cannot be read."""
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise Unreadable(f"{path.name} cannot be read ({error})") from None
+
+
 def recompute(folder: Path, record: dict) -> dict:
     """Every figure of record.json, from the logs in the folder and the record it is compared with.
 
@@ -382,7 +421,9 @@ def recompute(folder: Path, record: dict) -> dict:
     runs = []
     for run, log in zip(record["runs"], logs, strict=True):
         core = core_score(folder / run["core_table"]) if run["core_table"] else None
-        kept = {key: run[key] for key in ("seed", "log", "core_table")}
+        kept = {
+            key: run[key] for key in ("seed", "log", "core_table", "run", "starts") if key in run
+        }
         runs.append({**kept, **figures(log), "core": core})
     comparison = None
     if record["against"]:
@@ -468,6 +509,7 @@ def about_text(record: dict) -> str:
     data = record["dataset"]
     versions = [f"{name} {version}" for name, version in record["versions"].items() if version]
     changed = " and changes to the script" if record["script_changed"] else ""
+    starts = [str(run["starts"]) for run in record["runs"] if run.get("starts")]
     about = {
         "track": track_name(record),
         "dataset": f"{data['name']}, fingerprint {data['fingerprint'][:12]}, vocabulary {data['vocab_size']:,}",
@@ -477,6 +519,8 @@ def about_text(record: dict) -> str:
                   f"commit {(record['commit'] or 'unknown')[:12]}{changed}",
         "command": f"`{command(record)}`",
     }  # fmt: skip
+    if starts:
+        about["date"] = f"{record['date']}, starts of each run: {', '.join(starts)}"
     if record["absent"]:
         about["not kept"] = "; ".join(record["absent"])
     return "\n".join(f"- {key}: {value}" for key, value in about.items())
@@ -515,132 +559,3 @@ def against_text(record: dict, folder: Path) -> str:
         f"- val bpb: {difference_text(tests['val_bpb'], 5)}\n- training seconds: {seconds}\n"
         f"- sections of the script that differ: {', '.join(changed_lines(old, new)) or 'none'}"
     )
-
-
-# ---- verification
-
-
-def unequal(stated, found, where: str) -> list[str]:
-    """Where two JSON values differ; floats may differ in the last digits."""
-    if isinstance(stated, dict) and isinstance(found, dict):
-        out = []
-        for key in dict.fromkeys((*stated, *found)):
-            if key not in found or key not in stated:
-                out.append(f"{where}.{key} is {'not expected' if key not in found else 'missing'}")
-            else:
-                out += unequal(stated[key], found[key], f"{where}.{key}")
-        return out
-    if isinstance(stated, list) and isinstance(found, list) and len(stated) == len(found):
-        return [text for i, pair in enumerate(zip(stated, found, strict=True))
-                for text in unequal(*pair, f"{where}[{i}]")]  # fmt: skip
-    numbers = all(isinstance(v, int | float) and not isinstance(v, bool) for v in (stated, found))
-    if math.isclose(stated, found, rel_tol=1e-9) if numbers else stated == found:
-        return []
-    return [f"{where} is stated as {stated}, the files give {found}"]
-
-
-def problems(folder: Path) -> list[str]:
-    """Sentences, each beginning with the file that is wrong; an empty list is a good record."""
-    out = []
-    try:
-        record = read_record(folder)
-        out += check_files(folder, record)
-        out += check_script(folder, record)
-        out += check_args(folder, record)
-        for run in record["runs"]:
-            log = read_log(folder / run["log"])
-            out += [
-                f"{run['log']} (seed {run['seed']}): {text}"
-                for text in check_log(log, record["config"])
-            ]
-        found = recompute(folder, record)
-        for i, (run, true) in enumerate(zip(record["runs"], found["runs"], strict=True)):
-            out += unequal(run, true, f"record.json: runs[{i}] (seed {run['seed']})")
-        for key in ("summary", "loss_noise", "comparison"):
-            out += unequal(record[key], found[key], f"record.json: {key}")
-        curve = curve_csv([read_log(folder / run["log"]) for run in record["runs"]])
-        out += different_lines(
-            "curve.csv", (folder / "curve.csv").read_text(encoding="utf-8"), curve
-        )
-        out += check_readme(folder, {**record, **found})
-    except Unreadable as error:
-        out.append(str(error))
-    except (OSError, KeyError, TypeError, IndexError) as error:
-        out.append(
-            f"record.json, or a file that it names, does not have the form of a record ({error!r})"
-        )
-    return out
-
-
-def check_files(folder: Path, record: dict) -> list[str]:
-    """Every file is there, listed, and has the stated sha256."""
-    stated, found = record["files"], hashes(folder)
-    out = [f"{name} is not there" for name in stated if name not in found]
-    out += [f"{name} is not listed in record.json" for name in found if name not in stated]
-    return out + [f"{name} was changed: its sha256 is {found[name][:12]}..., record.json states {stated[name][:12]}..."
-                  for name in stated if name in found and stated[name] != found[name]]  # fmt: skip
-
-
-def check_script(folder: Path, record: dict) -> list[str]:
-    """The script is that of the track, its markers are intact, and each section has the stated sha256."""
-    if record["script"] != f"train_{record['track']}.py":
-        return [
-            f"record.json: the track {record['track']} does not belong to the script {record['script']}"
-        ]
-    try:
-        found = section_hashes((folder / record["script"]).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, Unreadable) as error:
-        return [f"{record['script']}: {error}"]
-    names = dict.fromkeys((*record["sections"], *found))
-    return [f"{record['script']}: the section {name} is not the one whose sha256 record.json states"
-            for name in names if record["sections"].get(name) != found.get(name)]  # fmt: skip
-
-
-def check_args(folder: Path, record: dict) -> list[str]:
-    """The Config holds what the args file sets, and no --set was given besides."""
-    out = [f"record.json: flags override {text} with --set" for text in overrides(record["flags"])]
-    if not record["args"] or not record["config"]:
-        return out
-    words = args_words((folder / record["args"]).read_text(encoding="utf-8"))
-    length = [
-        f"tokens={value}"
-        for word, value in zip(words, words[1:], strict=False)
-        if word == "--tokens"
-    ]
-    for key, _, value in (text.partition("=") for text in overrides(words) + length):
-        stated = record["config"].get(key)
-        try:
-            value = (
-                value
-                if isinstance(stated, str)
-                else json.loads(json.dumps(ast.literal_eval(value)))
-            )
-        except (ValueError, SyntaxError):
-            pass
-        if stated != value:
-            out.append(
-                f"record.json: config.{key} is stated as {stated}, {record['args']} sets {value}"
-            )
-    return out
-
-
-def different_lines(name: str, stated: str, found: str) -> list[str]:
-    """Lines of a text that are not those which the logs give."""
-    a, b = stated.splitlines(), found.splitlines()
-    if len(a) != len(b):
-        return [f"{name}: {len(a)} lines, the logs give {len(b)}"]
-    pairs = zip(a, b, strict=True)
-    return [
-        f"{name}: '{x.strip()}' is stated, the logs give '{y.strip()}'" for x, y in pairs if x != y
-    ]
-
-
-def check_readme(folder: Path, record: dict) -> list[str]:
-    try:
-        text = (folder / "README.md").read_text(encoding="utf-8")
-    except OSError:
-        return ["README.md is not there"]
-    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
-        return ["README.md: the markers around the figures are not there once each"]
-    part = text[text.index(BEGIN) : text.index(END) + len(END)]
-    return different_lines("README.md", part, figures_text(record, folder))

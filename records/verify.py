@@ -4,8 +4,10 @@
     python records/verify.py baselines/2026-11-21_first-b34
     python records/verify.py baselines/2026-11-21_first-b34 --rerun 100 --data data/shards/b34
 
-Checked: hashes of all files, completeness and consistency of the logs, the markers and hash of each section of the
-script, every figure in record.json, p-values included, curve.csv, and every line between the markers in README.md.
+Checked: hashes of all files, completeness and consistency of the logs, that no two logs are of one run, that the starts
+of each run agree in what matters, the Config against the script's own defaults and the flags, the markers and hash of
+each section of the script, every entry of record.json, p-values included, curve.csv, and every line between the markers
+in README.md. Each problem names the file and the entry or line.
 Nothing in the folder is executed, except with --rerun: it trains with the folder's script and flags until step N and
 compares the loss with that of the record.
 """
@@ -19,6 +21,8 @@ import tempfile
 import time
 from pathlib import Path
 
+import check
+import recipe
 import record as rec
 
 SPREADS = 4  # how many sd of the seeds a rerun may differ from the mean of the record
@@ -41,7 +45,8 @@ def rerun(folder: Path, steps: int, data: Path, processes: int) -> list[str]:
     }
     last, noise = max(curve), record["loss_noise"] or UNKNOWN_NOISE
     with tempfile.TemporaryDirectory() as temporary:
-        run_dir, out = Path(temporary) / "run", []
+        run_dir = Path(temporary) / "run"
+        out = []
         starter = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
         args = [f"@{folder.resolve() / record['args']}"] if record["args"] else []
         flags = [
@@ -61,6 +66,13 @@ def rerun(folder: Path, steps: int, data: Path, processes: int) -> list[str]:
         ]
         line = [sys.executable, *map(str, words)]
         log = train_until(steps, last, line, run_dir / "log.jsonl", Path(temporary) / "stderr")
+        made = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))["config"]
+    for key in (
+        recipe.RULED
+    ):  # a script may derive these by a rule, which only the script itself can compute
+        stated = (record["config"] or {}).get(key)
+        if record["config"] and stated != made.get(key):
+            out.append(f"rerun: config.{key} is {made.get(key)}, record.json states {stated}")
     pairs = [(f"the loss at step {e['step']}", e["loss"], curve[e["step"]]["loss"], noise)
              for e in rec.split(log)[0] if e["step"] in curve and e["step"] <= steps]  # fmt: skip
     if steps >= last:
@@ -133,7 +145,7 @@ def main(argv: list[str] | None = None) -> None:
     for folder in folders:
         if not folder.is_dir():
             rec.fail(f"{folder} is not a folder; name a record, or all")
-        found = rec.problems(folder)
+        found = check.problems(folder)
         if args.rerun and not found:
             print(f"{folder.name}: training until step {args.rerun}", flush=True)
             found = rerun(folder, args.rerun, args.data, args.processes)

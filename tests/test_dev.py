@@ -1,14 +1,12 @@
 """The tools in dev/ on a CPU, with the tiny model: they run, and their numbers are sane."""
 
-import hashlib
 import json
 import re
 import subprocess
 import sys
 
 import pytest
-import train_small as ts
-from dev import ablate, bench, readability
+from dev import bench, readability
 
 from conftest import ROOT, TINY, TINY_MEDIUM
 
@@ -129,30 +127,6 @@ def test_bench_kernels_needs_a_gpu():
     done = run_tool("dev/bench_kernels.py")
     assert done.returncode == 1 and done.stdout == ""
     assert done.stderr.count("\n") == 1 and "needs a CUDA device" in done.stderr
-
-
-def test_ablations_are_differences_to_the_whole_recipe(tmp_path, capsys, monkeypatch):
-    """Runs that are there are read: bpb as printed last, the median step after a fifth, the worst loss first."""
-    for name, bpb, ms in (("whole_recipe", 1.25, 80.0), ("smear", 1.2625, 79.0), ("backout", 1.5, 70.5)):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "result.json").write_text(json.dumps({"val_bpb": bpb}))
-        steps = [{"step_ms": 900.0}, *({"step_ms": ms + d} for d in (-1, 0, 0, 1)), {"val_bpb": bpb}]
-        (tmp_path / name / "log.jsonl").write_text("\n".join(map(json.dumps, steps)))
-        change = ["--set", ablate.TECHNIQUES[name]] if name in ablate.TECHNIQUES else []
-        script = hashlib.sha256((ROOT / "train_small.py").read_bytes()).hexdigest()
-        made = {"flags": ["--seed", "1", *change], "script": script}
-        (tmp_path / name / "ablation.json").write_text(json.dumps(made))
-    monkeypatch.setattr(sys, "argv", ["ablate.py", "--only", "smear,back", "--out", str(tmp_path), "--seed", "1"])
-    assert ablate.main() == 0
-    table = "| without | bpb | ms a step |\n| --- | ---: | ---: |\n"
-    table += "| backout | +0.2500 | -9.50 |\n| smear | +0.0125 | -1.00 |\n"
-    assert (tmp_path / "ablations.md").read_text() == table and capsys.readouterr().out.endswith(table)
-    monkeypatch.setattr(sys, "argv", ["ablate.py", "--only", "smear", "--out", str(tmp_path), "--seed", "2"])
-    assert ablate.main() == 1 and "whole_recipe has other flags" in capsys.readouterr().out
-    monkeypatch.setattr(sys, "argv", ["ablate.py", "--only", "nothing", "--out", str(tmp_path)])
-    assert ablate.main() == 1 and "value embeddings" in capsys.readouterr().err
-    for change in ablate.TECHNIQUES.values():  # every switch is a field of today's Config, with a value of its type
-        ts.parse_override(change)
 
 
 EXAMPLE = """\

@@ -4,29 +4,39 @@ A small repository of its own holds the scripts, an args file and six runs: two 
 three seeds each, trained for 12 steps.
 """
 
+import ast
 import contextlib
+import dataclasses
+import functools
 import gzip
+import hashlib
 import importlib.util
 import io
 import json
 import math
 import os
+import random
 import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import matplotlib.image
 import numpy as np
 import pytest
 from scipy import stats
 
-from conftest import ROOT, TINY, tiny_config, write_dataset
+from conftest import ROOT, TINY, tiny_config, tm, ts, validation_of, write_dataset
 
 sys.path.insert(0, str(ROOT / "records"))
 import add
+import check
 import compare
+import leaderboard
+import recipe
 import record as rec
+import tracks
 import verify
 
 SEEDS = (0, 1, 2)
@@ -46,10 +56,17 @@ def train(script, *argv) -> None:
         assert module.main([str(word) for word in argv]) == 0
 
 
-def make_dataset(root):
-    info = write_dataset(root) / "dataset.json"
-    info.write_text(json.dumps({**json.loads(info.read_text()), "fingerprint": f"{root.name:0<64}"}))
+def make_dataset(root, **words):
+    """A dataset whose dataset.json also states what records/tracks.py reads, as that of data/pretrain.py does."""
+    path = write_dataset(root, **words) / "dataset.json"
+    bos_id = json.loads((root / "tokenizer.json").read_text())["special_tokens"]["<|bos|>"]
+    path.write_text(json.dumps({**json.loads(path.read_text()), "bos_id": bos_id}))
     return root
+
+
+def fix_day(run_dir, day="2026-11-22") -> None:
+    """A day for the start of a run, so that the names of records are known."""
+    edit(run_dir / "config.json", lambda c: c["starts"][0].update(date=f"{day}T10:00:00"))
 
 
 @pytest.fixture(scope="session")
@@ -65,7 +82,8 @@ def repo(tmp_path_factory):
     git(repo, "init", "-q")
     git(repo, "add", ".")
     git(repo, "commit", "-qm", "tiny")
-    data, _ = (make_dataset(repo / "data" / name) for name in ("tiny", "other"))
+    data = make_dataset(repo / "data" / "tiny")
+    make_dataset(repo / "data" / "other", val_words=(40, 1, 0, 100, 9, 60, 4))
     script, tiny, logs = repo / "train_small.py", "@runs/tiny.args", ("--log-every", 3, "--eval-every", 6)
     for seed in SEEDS:
         train(script, tiny, "--data", data, "--run-dir", f"out/a_{seed}", "--seed", seed, *logs)
@@ -75,6 +93,8 @@ def repo(tmp_path_factory):
     for seed in SEEDS:
         train(script, tiny, f"--data={data}", "--run-dir", f"out/b_{seed}", f"--seed={seed}", *logs)
     script.write_text(before)
+    for run_dir in (repo / "out").iterdir():
+        fix_day(run_dir)
     return repo
 
 
@@ -85,6 +105,9 @@ def here(request, monkeypatch):
         root = request.getfixturevalue("repo")
         monkeypatch.setattr(rec, "ROOT", root)
         monkeypatch.setattr(rec, "BASELINES", root / "baselines")
+        monkeypatch.setattr(tracks, "FILE", root / "records" / "tracks.json")
+        monkeypatch.setattr(leaderboard, "README", root / "records" / "README.md")
+        monkeypatch.setattr(leaderboard, "QUOTED", root / "records" / "quoted.json")
         monkeypatch.chdir(root)
 
 
@@ -111,8 +134,14 @@ def folders(repo):
     for name, more in (("a", ()), ("b", ("--against", "2026-11-22_base", "--hypothesis", "A lower rate is worse."))):
         slug = {"a": "base", "b": "a-low-rate"}[name]
         runs = [f"out/{name}_{seed}" for seed in SEEDS]
-        command = ["records/add.py", *runs, "--track", "small", "--slug", slug, "--date", "2026-11-22", *more]
+        command = ["records/add.py", *runs, "--track", "small", "--slug", slug, *more]
         subprocess.run([sys.executable, *command], cwd=repo, check=True, capture_output=True)
+        if name == "a":
+            device = json.loads((repo / "out" / "a_0" / "config.json").read_text())["machine"]["device"]
+            command = ["records/tracks.py", "add", "data/tiny", "--dataset", "tiny", "--script", "small", "--tokens",
+                       "4608", "--device", device, "--max-seq-len", "64", "--val-tokens", "1500", "--made-by", "make",
+                       "--train", "train", "--first", "baselines/2026-11-22_base"]  # fmt: skip
+            subprocess.run([sys.executable, *command], cwd=repo, check=True, capture_output=True)
     return repo / "baselines" / "2026-11-22_base", repo / "baselines" / "2026-11-22_a-low-rate"
 
 
@@ -126,16 +155,16 @@ def raw(repo, name) -> list[list[dict]]:
 
 @pytest.mark.parametrize("folder", sorted(p.name for p in rec.BASELINES.iterdir() if p.is_dir()))
 def test_every_baseline_verifies(folder):
-    assert rec.problems(rec.BASELINES / folder) == []
+    assert check.problems(rec.BASELINES / folder) == []
     assert sum(p.stat().st_size for p in (rec.BASELINES / folder).iterdir()) <= add.MAX_BYTES
     assert re.fullmatch(r"\d{4}-\d\d-\d\d_[a-z0-9-]+", folder)
 
 
 def test_leaderboard_is_current():
     """`python records/compare.py --write` would change nothing."""
-    text = compare.README.read_text(encoding="utf-8")
-    part = text[text.index(compare.BEGIN) : text.index(compare.END) + len(compare.END)]
-    assert part == compare.leaderboard()
+    text = leaderboard.README.read_text(encoding="utf-8")
+    part = text[text.index(leaderboard.BEGIN) : text.index(leaderboard.END) + len(leaderboard.END)]
+    assert part == leaderboard.leaderboard()
 
 
 # ---- add, verify, compare
@@ -163,8 +192,8 @@ def test_record_holds_what_the_runs_say(repo, folders):
     losses = np.array([[e["loss"] for e in log if "loss" in e] for log in logs])
     noise = np.sqrt(np.mean((losses.std(0, ddof=1) / losses.mean(0)) ** 2))
     assert record["loss_noise"] == pytest.approx(noise)
-    head = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
-    assert (record["commit"], record["script_changed"]) == (head, True)
+    commits = subprocess.run(["git", "rev-list", "HEAD"], capture_output=True, text=True).stdout.split()
+    assert (record["commit"], record["script_changed"]) == (commits[-1], True)
     assert json.loads((folders[0] / "record.json").read_text())["script_changed"] is False
     assert record["flags"] == ["--log-every", "3", "--eval-every", "6"] and record["args"] == "tiny.args"
     assert record["config"]["adam_lr"] == 0.001 and "data" not in record["config"]
@@ -175,7 +204,8 @@ def test_record_folder(folders):
     """Script and logs byte for byte, a curve, and a README that a person can read."""
     base, low = folders
     assert {p.name for p in low.iterdir()} == {"README.md", "record.json", "train_small.py", "tiny.args", "curve.csv",
-                                               "log_0.jsonl.gz", "log_1.jsonl.gz", "log_2.jsonl.gz"}  # fmt: skip
+                                               "log_0.jsonl.gz", "log_1.jsonl.gz", "log_2.jsonl.gz",
+                                               "run_0.json", "run_1.json", "run_2.json"}  # fmt: skip
     out = base.parents[1] / "out"
     assert (low / "train_small.py").read_bytes() == (out / "b_1" / "train_small.py").read_bytes()
     assert gzip.decompress((low / "log_1.jsonl.gz").read_bytes()) == (out / "b_1" / "log.jsonl").read_bytes()
@@ -221,25 +251,22 @@ def test_compare_records_and_runs(repo, folders, tmp_path):
     assert "no run directory" in refused(compare, "runs/tiny.args")
 
 
-def test_quoted_points():
-    """In the picture a quoted run lies at the tokens that its track fixes, which the quote does not state."""
-    (point,) = compare.quoted_points()
-    assert point == ("nanochat d12", 519 * 65536, 94.0, 1.2848)
-
-
-def test_write_leaderboard(repo, folders, monkeypatch):
-    """The record that came first, and the one that is worse; a record that does not verify stops it."""
-    monkeypatch.setattr(compare, "README", repo / "records" / "README.md")
-    monkeypatch.setattr(compare, "QUOTED", repo / "records" / "quoted.json")
+def test_write_leaderboard(repo, folders):
+    """Both tracks of the toy: the record that came first, and the one that is worse. README's picture stays."""
     before = (repo / "records" / "README.md").read_text()
+    picture = (repo / "records" / "curves.png").read_bytes()
     run(compare, "--write")
-    assert (repo / "records" / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert (repo / "records" / "curves.png").read_bytes() == picture
+    assert (repo / "records" / "curves_tiny.png").read_bytes().startswith(b"\x89PNG")
     text = (repo / "records" / "README.md").read_text()
-    head = before[: before.index(compare.BEGIN)]
-    assert text.startswith(head) and text.count("### small, `tiny.args`: other, 1 x cpu") == 1
-    lines = [line for line in text.splitlines() if line.startswith("| [2026-11-22")]
-    assert "2026-11-22_base" in lines[0] and "| record 1 " in lines[0]  # it is older than what names it
-    assert "| record " not in lines[1]
+    assert text.startswith(before[: before.index(leaderboard.BEGIN)])
+    for name, rule in (("bpb", "Fewest bits per byte with 4,608 tokens, at most"), ("seconds", "Fewest training sec")):
+        part = text[text.index(f"### tiny-small-{name}") :]
+        assert rule in part.splitlines()[2] and "fingerprint " in part.splitlines()[2]
+        lines = [line for line in part.split("###")[1].splitlines() if line.startswith("| [2026-11-22")]
+        assert len(lines) == 2 and "2026-11-22_base" in lines[0] and "| record 1 " in lines[0]
+        assert "| record " not in lines[1]
+    assert "c34-small-bpb, c34-small-seconds" in text and "--max-files 1" in text
     assert "was current" in run(compare, "--write")
     record = folders[1] / "record.json"
     kept = record.read_text()
@@ -256,6 +283,9 @@ def edit(path, change) -> None:
     """Changes a JSON file in place."""
     value = json.loads(path.read_text())
     change(value)
+    if path.name == "config.json" and len(value.get("starts") or []) == 1 and "machine" in value:
+        same = ("flags", "machine", "dataset_fingerprint")  # of a run with one start
+        value["starts"][0].update({key: value[key] for key in same})
     path.write_text(json.dumps(value))
 
 
@@ -295,9 +325,9 @@ TAMPER = {
     "noise": (lambda f: edit(f / "record.json", lambda r: r.update(loss_noise=0.5)), ["record.json: loss_noise"]),
     "run left out": (lambda f: edit(f / "record.json", lambda r: r["runs"].pop()), ["record.json: summary.val_bpb"]),
     "config": (lambda f: edit(f / "record.json", lambda r: r["config"].update(width=32)),
-               ["record.json: config.width is stated as 32, tiny.args sets 64"]),
+               ["record.json: config.width is stated as 32, the script and its flags give 64"]),
     "length, mended": (lambda f: (swap(f / "tiny.args", "4608", "4609"), rehash(f)),
-                       ["record.json: config.tokens is stated as 4608, tiny.args sets 4609"]),
+                       ["record.json: config.tokens is stated as 4608, the script and its flags give 4609"]),
     "override": (lambda f: edit(f / "record.json", lambda r: r["flags"].extend(["--set", "muon_lr=1.0"])),
                  ["record.json: flags override muon_lr=1.0"]),
     "README": (lambda f: swap(f / "README.md", r"\| mean \| \d\.\d", "| mean | 1.1"),
@@ -308,7 +338,7 @@ TAMPER = {
     "script's markers": (lambda f: swap(f / "train_small.py", "# <<< shared: optimizer\n", ""),
                          ["train_small.py: line", "the section evaluation begins inside optimizer"]),
     "args, mended": (lambda f: (swap(f / "tiny.args", "width=64", "width=32"), rehash(f)),
-                     ["record.json: config.width is stated as 64, tiny.args sets 32"]),
+                     ["record.json: config.width is stated as 64, the script and its flags give 32"]),
     "curve, mended": (lambda f: (swap(f / "curve.csv", "\n3,", "\n4,"), rehash(f)), ["curve.csv: '4,"]),
     "file gone": (lambda f: (f / "tiny.args").unlink(), ["tiny.args is not there"]),
     "file more": (lambda f: (f / "extra.txt").write_text("x"), ["extra.txt is not listed"]),
@@ -326,12 +356,152 @@ def test_verify_names_what_was_tampered_with(repo, folders, tmp_path, what):
     shutil.copytree(repo / "baselines", tmp_path / "baselines")
     folder = tmp_path / "baselines" / folders[1].name
     swap(folder / "README.md", r"\(not stated\)", "Two other rates.")
-    assert rec.problems(folder) == []
+    assert check.problems(folder) == []
     change, words = TAMPER[what]
     change(folder)
-    found = rec.problems(folder)
+    found = check.problems(folder)
     assert [w for w in words if not any(w in text for text in found)] == [], "\n".join(found)
     assert "1 of 1 record(s) do not verify" in refused(verify, folder)
+
+
+# ---- an attack: every leaf of a record, one at a time
+
+
+def leaves(value, path=()):
+    """(path, value) of everything in a JSON value that holds nothing further."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    if not items:
+        yield path, value
+    for key, item in items:
+        yield from leaves(item, (*path, key))
+
+
+def mutated(rng, value):
+    """Another value of the same kind: a figure that differs a little, a text with one other character."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int):
+        return value + rng.choice((-1, 1, 1000))
+    if isinstance(value, float):
+        return value * (1 + rng.choice((-1e-3, 1e-6, 0.1))) if value else 0.1
+    if isinstance(value, str):
+        place = rng.randrange(len(value)) if value else 0
+        return value[:place] + rng.choice("0123456789".replace(value[place : place + 1], "")) + value[place + 1 :]
+    return {"x": 1} if value == {} else ["x"] if value == [] else 1
+
+
+def replace(value, path, new):
+    for key in path[:-1]:
+        value = value[key]
+    value[path[-1]] = new
+
+
+def mend(folder) -> None:
+    """Hashes of files and sections, as somebody would correct them who wants to hide a change."""
+    try:
+        sections = rec.section_hashes((folder / "train_small.py").read_text())
+    except rec.Unreadable:
+        sections = {}
+    edit(folder / "record.json", lambda record: record.update(sections=sections))
+    rehash(folder)
+
+
+def attacks(rng, folder):
+    """(file, what is changed, the change) for every leaf of record.json, run_1.json and log_1, and for lines of the
+    other files. The change corrects hashes, except in record.json and README.md, which have none."""
+
+    def in_json(name, path, new):
+        edit(folder / name, lambda value: replace(value, path, new))
+        if name != "record.json":
+            mend(folder)
+
+    for name in ("record.json", "run_1.json"):
+        for path, value in leaves(json.loads((folder / name).read_text())):
+            yield name, path, functools.partial(in_json, name, path, mutated(rng, value))
+
+    def in_lines(name, number, new):
+        path = folder / name
+        packed = path.suffix == ".gz"
+        lines = (gzip.decompress(path.read_bytes()).decode() if packed else path.read_text()).splitlines()
+        lines[number] = new
+        data = ("\n".join(lines) + "\n").encode()
+        path.write_bytes(gzip.compress(data, mtime=0) if packed else data)
+        if name != "README.md":
+            mend(folder)
+
+    for number, line in enumerate(gzip.decompress((folder / LOG).read_bytes()).decode().splitlines()):
+        entry = json.loads(line)
+        for key, value in entry.items():
+            new = json.dumps({**entry, key: mutated(rng, value)})
+            yield LOG, (number, key), functools.partial(in_lines, LOG, number, new)
+
+    for name, count in (("train_small.py", 25), ("tiny.args", 1), ("curve.csv", 6), ("README.md", 200)):
+        lines = (folder / name).read_text().splitlines()
+        full = [number for number, line in enumerate(lines) if line.strip()]
+        for number in sorted(rng.sample(full, min(count, len(full)))):
+            yield name, number, functools.partial(in_lines, name, number, mutated(rng, lines[number]))
+
+
+def harmless(folder, before, name, what) -> str | None:
+    """The rule by which a change of a record means nothing; None if it must be noticed."""
+    lines = before.splitlines()
+    if name == "README.md" and not lines.index(rec.BEGIN) <= what <= lines.index(rec.END):
+        return "words of README.md outside the markers are its author's"
+    if name == LOG and what[1] == "memory_gib":
+        return "memory of a log line counts only where it is the highest"
+    if name == "run_1.json":
+        if what[-1] in ("git_commit", "git_dirty"):
+            return "the commit may differ from run to run; the sha256 of the script says what ran"
+        if what[0] == "config" and what[1] in recipe.INTERVAL_FIELDS:
+            return "how often a run logs, validates and saves is free"
+        if what in (("commit",), ("script_changed",)):
+            return "the commit of a record is that of its first run"
+        if what[0] == "starts" and what[-1] == "date":
+            return "the time of day of a start; its day is checked"
+    return None
+
+
+def test_every_leaf_is_guarded(folders, tmp_path):
+    """At least 200 seeded changes of single leaves and lines: each is noticed, or harmless by a stated rule."""
+    rng = random.Random(17)
+    kept = shutil.copytree(folders[1].parent, tmp_path / "kept")
+    folder = shutil.copytree(kept, tmp_path / "baselines") / folders[1].name
+    before = (folder / "README.md").read_text()
+    table = {}
+    unnoticed = []
+    for name, what, change in list(attacks(rng, folder)):
+        change()
+        found = check.problems(folder)
+        rule = None if found else harmless(folder, before, name, what)
+        counts = table.setdefault(name, {"noticed": 0, "harmless": 0, "unnoticed": 0})
+        counts["noticed" if found else "harmless" if rule else "unnoticed"] += 1
+        if not found and not rule:
+            unnoticed.append((name, what))
+        for path in folder.iterdir():
+            if path.read_bytes() != (kept / folder.name / path.name).read_bytes():
+                shutil.copy(kept / folder.name / path.name, path)
+    print("\n| file | noticed | harmless by a rule | unnoticed |\n| --- | ---: | ---: | ---: |")
+    for name, counts in table.items():
+        print(f"| {name} | {' | '.join(map(str, counts.values()))} |")
+    assert unnoticed == []
+    assert sum(counts["noticed"] for counts in table.values()) >= 200
+    assert check.problems(folder) == []
+
+
+def test_old_records_are_frozen(tmp_path):
+    """Any change of a record.json of format 1 is noticed by its sha256 in tracks.json; a new one is refused."""
+    rng = random.Random(1)
+    kept = shutil.copytree(rec.BASELINES, tmp_path / "baselines")
+    folder = kept / "2026-11-22_fp8-layers"
+    text = (folder / "record.json").read_text()
+    for path, value in rng.sample(list(leaves(json.loads(text))), 20):
+        new = mutated(rng, value)
+        edit(folder / "record.json", lambda record, p=path, v=new: replace(record, p, v))
+        assert check.problems(folder), path
+        (folder / "record.json").write_text(text)
+    assert check.problems(folder) == []
+    other = shutil.copytree(folder, kept / "2026-11-23_again")
+    assert any("format 1" in problem for problem in check.problems(other))
 
 
 # ---- refusals of add.py
@@ -374,6 +544,30 @@ def test_add_refuses(repo, tmp_path, what):
     assert not (tmp_path / "new").exists()
 
 
+def change_script(run_dir, change) -> None:
+    """Another script in a run directory, as if the run had been made with it."""
+    path = run_dir / "train_small.py"
+    path.write_text(change(path.read_text()))
+    edit(run_dir / "config.json", lambda c: c["machine"].update(script_sha256=rec.sha256(path)))
+
+
+def core_field(text) -> str:
+    """The script as it was while CORE was scored at the end of training."""
+    return text.replace("    sample_tokens: int", "    core_items: int = 0\n    sample_tokens: int")
+
+
+def tiny_defaults(text) -> str:
+    """The script with the toy's numbers as defaults of its Config, so that it needs no args file."""
+    lines = text.splitlines(keepends=True)
+    (tree,) = [n for n in ast.parse(text).body if isinstance(n, ast.ClassDef) and n.name == "Config"]
+    values = {**TINY, "tokens": 4608, "log_every": 3, "eval_every": 6}
+    for node in reversed(tree.body):
+        if isinstance(node, ast.AnnAssign) and node.target.id in values:
+            new = f"    {node.target.id}: {node.annotation.id} = {values[node.target.id]!r}\n"
+            lines[node.lineno - 1 : node.end_lineno] = [new]
+    return "".join(lines)
+
+
 def no_core(config, text="core_items=-1", joined=False):
     config["flags"] += [f"--set={text}"] if joined else ["--set", text]
     config["overridden"].append(text)
@@ -384,13 +578,17 @@ def no_core(config, text="core_items=-1", joined=False):
 def test_add_takes_seeds_without_core(repo, tmp_path, joined):
     """A run of an older script that was told to leave CORE out makes a record with those that were not."""
     first, second = (shutil.copytree(repo / "out" / f"a_{seed}", tmp_path / f"a_{seed}") for seed in (0, 1))
+    for run_dir in (first, second):
+        change_script(run_dir, core_field)
     edit(first / "config.json", lambda c: c["config"].update(core_items=0))
     edit(second / "config.json", lambda c: no_core(c, joined=joined))
     for i, runs in enumerate(((first, second), (second, first))):
         run(add, *runs, "--track", "small", "--slug", "x", "--out", tmp_path / str(i))
         record = rec.read_record(next((tmp_path / str(i)).iterdir()))
         assert [run["seed"] for run in record["runs"]] == [0, 1] and record["config"]["core_items"] == 0
-        assert "core_items" not in " ".join(record["flags"]) and rec.problems(next((tmp_path / str(i)).iterdir())) == []
+        assert (
+            "core_items" not in " ".join(record["flags"]) and check.problems(next((tmp_path / str(i)).iterdir())) == []
+        )
 
 
 def test_add_takes_an_args_file_about_core(repo, tmp_path):
@@ -400,6 +598,7 @@ def test_add_takes_an_args_file_about_core(repo, tmp_path):
     git(repo, "commit", "-qm", "a track")
     runs = [shutil.copytree(repo / "out" / f"a_{seed}", tmp_path / f"a_{seed}") for seed in (0, 1)]
     for run_dir in runs:
+        change_script(run_dir, core_field)
         edit(run_dir / "config.json", lambda c: (c.update(flags=["@runs/some_core.args", *c["flags"][1:]]),
                                                  c["overridden"].append("core_items=5"),
                                                  c["config"].update(core_items=5)))  # fmt: skip
@@ -420,16 +619,18 @@ def test_add_reads_core_of_both_forms(repo, tmp_path):
     runs = [shutil.copytree(repo / "out" / f"a_{seed}", tmp_path / f"a_{seed}") for seed in (0, 1)]
     for run_dir, accuracy in zip(runs, (0.2, 0.4), strict=True):
         core_table(run_dir, accuracy)
+        change_script(run_dir, core_field)
         edit(run_dir / "config.json", lambda c: c["config"].update(core_items=0))
     run(add, *runs, "--track", "small", "--slug", "x", "--out", tmp_path / "old")
     for run_dir in runs:
         edit(run_dir / "config.json", lambda c: c["config"].pop("core_items"))  # which later scripts do not have
+        change_script(run_dir, lambda text: text.replace("    core_items: int = 0\n", ""))
     run(add, *runs, "--track", "small", "--slug", "x", "--out", tmp_path / "new")
     for kind in ("old", "new"):
         folder = next((tmp_path / kind).iterdir())
         record = rec.read_record(folder)
         assert [r["core"] for r in record["runs"]] == [pytest.approx(0.2 + 0.0105), pytest.approx(0.4 + 0.0105)]
-        assert record["summary"]["core"]["mean"] == pytest.approx(0.3105) and rec.problems(folder) == []
+        assert record["summary"]["core"]["mean"] == pytest.approx(0.3105) and check.problems(folder) == []
     core_table(runs[1], 0.4, items=5)
     message = refused(add, *runs, "--track", "small", "--slug", "x", "--out", tmp_path / "third")
     assert "different items of CORE" in message and "--items" in message
@@ -449,7 +650,11 @@ def alone(repo, tmp_path, name, *changes):
         ("a_0", lambda c: c.update(flags=c["flags"][1:]), ["overrides num_layers=4", "voids record status"]),
         ("a_0", lambda c: c.update(flags=["@runs/new.args"]), ["runs/new.args is not committed"]),
         ("a_0", lambda c: c["flags"].append("@runs/b.args"), ["several args files"]),
-        ("a_0", lambda c: c["flags"].append("--steps=9"), ["--tokens, which runs/tiny.args fixes"]),
+        (
+            "a_0",
+            lambda c: c["flags"].append("--steps=9"),
+            ["was started with --steps, which runs/tiny.args fixes by --tokens"],
+        ),
         ("a_0", lambda c: c.update(overridden=c["overridden"][1:]), ["overrides fewer fields"]),
         ("a_0", lambda c: no_core(c, "core_items=5"), ["overrides core_items=5, which the committed"]),
         ("a_0", lambda c: c.update(dataset_fingerprint=None), ["has no fingerprint"]),
@@ -482,34 +687,308 @@ def test_add_refuses_names(repo, folders, tmp_path):
     assert "no train_medium.py; it is of another track" in refused(add, *runs, "medium", "--slug", "x")
     other = alone(repo, tmp_path, "a_0", lambda c: c.update(dataset_fingerprint="x" * 64))
     shutil.copytree(folders[0], tmp_path / "new" / folders[0].name)
-    assert "was trained on the dataset tiny" in refused(add, *other, "--against", folders[0].name)
+    assert "was trained on the dataset" in refused(add, *other, "--against", folders[0].name)
     assert [p.name for p in (tmp_path / "new").iterdir()] == [folders[0].name]
     assert len(list((repo / "baselines").iterdir())) == 2
 
 
 def test_add_one_run_without_args(repo, tmp_path):
     """A single seed, no args file, CORE: no sd, no noise, no rank, and the commit is found by the script's hash."""
+    script = repo / "train_small.py"
+    before = script.read_text()
+    script.write_text(tiny_defaults(before))
+    git(repo, "commit", "-qam", "a tiny script")
+    script.write_text(before)
+    git(repo, "commit", "-qam", "the script again")
 
-    def change(config):
-        config.update(flags=["--seed", "0", "--dtype", "float32"], overridden=[])
-        config["machine"].update(git_commit="", git_dirty=False)
-
-    argv = alone(repo, tmp_path, "a_0", change)
+    argv = alone(repo, tmp_path, "a_0", lambda c: c.update(flags=["--seed", "0", "--dtype", "auto"], overridden=[]))
+    change_script(argv[0], tiny_defaults)
+    edit(argv[0] / "config.json", lambda c: c["machine"].update(git_commit="", git_dirty=False))
     head, rows = "task,items,accuracy,centered,seconds", [f"task{i},10,0.5,{i / 100},1.0" for i in range(22)]
     (argv[0] / "core.csv").write_text("\n".join([head, *rows, "CORE,220,,0.105,22.0\n"]))
     shutil.rmtree(argv[0] / "checkpoints")
-    said = run(add, *argv, "--date", "2026-11-22")
+    said = run(add, *argv)
     folder = tmp_path / "new" / "2026-11-22_x"
     record = json.loads((folder / "record.json").read_text())
-    assert "fewer than 3 seeds" in said and record["args"] is None and record["flags"] == ["--dtype", "float32"]
+    assert "fewer than 3 seeds" in said and record["args"] is None and record["flags"] == ["--dtype", "auto"]
     assert record["runs"][0]["core"] == pytest.approx(0.105) and record["summary"]["core"]["sd"] is None
     assert record["loss_noise"] is None and len(record["commit"]) == 40 and not record["script_changed"]
-    assert rec.problems(folder) == []
+    assert check.problems(folder) == []
     swap(folder / "core_0.csv", "0.5,0.21", "0.5,0.43")
-    assert "core_0.csv was changed" in rec.problems(folder)[0]
-    assert any("runs[0] (seed 0).core is stated" in text for text in rec.problems(folder))
+    assert "core_0.csv was changed" in check.problems(folder)[0]
+    assert any("runs[0] (seed 0).core is stated" in text for text in check.problems(folder))
     (folder / "core_0.csv").write_text(f"{head}\nx,1,1,1,1\n")
     assert rec.core_score(folder / "core_0.csv") is None
+
+
+# ---- starts, copies, what is scored
+
+
+def second_start(run_dir, **changes) -> None:
+    """The run was stopped after step 6 and resumed, with something else."""
+    path = run_dir / "config.json"
+    config = json.loads(path.read_text())
+    first = config["starts"][0]
+    flags = ["--resume", "--run-dir", "/somewhere/else", "--log-every", "3", "--save-every=2"]
+    start = {**first, "date": "2026-11-23T01:02:03", "step": 6, "flags": flags}
+    config["config"]["save_every"] = 2  # config.json holds the newest
+    machine = {**start["machine"], "git_commit": "0" * 40, **changes.pop("machine", {})}
+    config["starts"].append({**start, "machine": machine, **changes})
+    path.write_text(json.dumps(config))
+
+
+def test_a_resumed_run_is_a_run(repo, tmp_path):
+    """Other intervals, paths and commits are free; the record counts its starts and takes the day of the first."""
+    run_dir = shutil.copytree(repo / "out" / "a_0", tmp_path / "run")
+    second_start(run_dir)
+    run(add, run_dir, "--track", "small", "--slug", "x", "--out", tmp_path / "new")
+    folder = tmp_path / "new" / "2026-11-22_x"
+    record = json.loads((folder / "record.json").read_text())
+    assert record["runs"][0]["starts"] == 2 and record["date"] == "2026-11-22" and check.problems(folder) == []
+    assert "starts of each run: 2" in (folder / "README.md").read_text()
+    assert "somewhere" not in (folder / "run_0.json").read_text()
+
+
+def test_a_run_that_was_really_resumed(repo, tmp_path):
+    """Its last checkpoint is lost and made again: log and starts of the scripts are as the tools expect them."""
+    run_dir = tmp_path / "run"
+    flags = ("--data", repo / "data" / "tiny", "--run-dir", run_dir)
+    train(repo / "train_small.py", "@runs/tiny.args", *flags, "--log-every", "3", "--save-every", "4")
+    shutil.rmtree(run_dir / "checkpoints" / "step_000012")
+    for name in ("report.md", "result.json"):
+        os.remove(run_dir / name)
+    train(repo / "train_small.py", "--resume", "--run-dir", run_dir)
+    run(add, run_dir, "--track", "small", "--slug", "x", "--out", tmp_path / "new")
+    (folder,) = (tmp_path / "new").iterdir()
+    assert rec.read_record(folder)["runs"][0]["starts"] == 2 and check.problems(folder) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"machine": {"script_sha256": "0" * 64}}, "start 2: machine.script_sha256 is 000"),
+        ({"machine": {"device": "NVIDIA H200"}}, "start 2: machine.device is NVIDIA H200, the run states cpu"),
+        ({"machine": {"num_devices": 4}}, "start 2: machine.num_devices is 4, the run states 1"),
+        ({"machine": {"torch": "2.0"}}, "start 2: machine.torch is 2.0"),
+        ({"machine": {"triton": "1.0"}}, "start 2: machine.triton is 1.0"),
+        ({"dataset_fingerprint": "f"}, "start 2: dataset_fingerprint is f, the run states"),
+        ({"changed": ["adam_lr was 0.006 and is 0.1"]}, "start 2: changed is not empty: adam_lr was 0.006"),
+        (
+            {"flags": ["--resume", "--tokens", "9216"]},
+            "start 2: its flags are --tokens 9216, those of the run are @tiny",
+        ),
+        ({"step": -1}, "start 2: its step is -1, it must be at least 0"),
+        ({"step": "6"}, "start 2: its step is 6"),
+        ({"date": "yesterday"}, "start 2 does not have the form of a start"),
+    ],
+)
+def test_starts_that_differ_are_refused(repo, tmp_path, changes, words):
+    run_dir = shutil.copytree(repo / "out" / "a_0", tmp_path / "run")
+    second_start(run_dir, **changes)
+    message = refused(add, run_dir, "--track", "small", "--slug", "x", "--out", tmp_path / "new")
+    assert words in message and not (tmp_path / "new").exists(), message
+
+
+def test_starts_begin_at_the_beginning(repo, tmp_path):
+    for number, (starts, words) in enumerate(((lambda s: [], "starts is empty"), (lambda s: [{**s[0], "step": 3}],
+                                              "start 1: its step is 3, it must be 0"))):  # fmt: skip
+        run_dir = shutil.copytree(repo / "out" / "a_0", tmp_path / f"run_{number}")
+        edit(run_dir / "config.json", lambda c, change=starts: c.update(starts=change(c["starts"])))
+        assert words in refused(add, run_dir, "--track", "small", "--slug", "x", "--out", tmp_path / "new")
+
+
+def test_dates_come_from_the_starts(repo, tmp_path):
+    """--date cannot contradict them; runs of old scripts have none, and take it."""
+    run_dir = shutil.copytree(repo / "out" / "a_0", tmp_path / "run")
+    argv = [run_dir, "--track", "small", "--slug", "x", "--out", tmp_path / "new", "--date", "2026-01-01"]
+    assert "its first start was on 2026-11-22; leave --date out" in refused(add, *argv)
+    edit(run_dir / "config.json", lambda c: c.pop("starts"))
+    run(add, *argv)
+    record = rec.read_record(tmp_path / "new" / "2026-01-01_x")
+    assert record["date"] == "2026-01-01" and record["runs"][0]["starts"] is None and "starts" in record["absent"][0]
+    other = shutil.copytree(tmp_path / "new" / "2026-01-01_x", tmp_path / "new" / "2025-01-01_x")
+    assert any("date is 2026-01-01, the folder is 2025" in text for text in check.problems(other))
+
+
+def test_one_run_is_no_second_seed(repo, folders, tmp_path):
+    """A copy with another seed in its config.json, copied weights, a seed that was not asked for, a copied log."""
+    out = ["--track", "small", "--slug", "x", "--out", tmp_path / "new"]
+    copy = shutil.copytree(repo / "out" / "a_0", tmp_path / "copy")
+    edit(copy / "config.json", lambda c: c["config"].update(seed=1))
+    assert "are copies of one run: train_seconds is the same to the last digit at 5 of 5" in refused(
+        add, repo / "out" / "a_0", copy, *out
+    )
+    assert "the seed is 1, its flags ask for 0" in refused(add, copy, *out)
+    again = shutil.copytree(repo / "out" / "a_1", tmp_path / "again")
+    weights = Path("checkpoints", "step_000012", "model.safetensors")
+    shutil.copy(repo / "out" / "a_0" / weights, again / weights)
+    assert "their last weights are equal" in refused(add, "out/a_0", again, *out)
+
+    steps = [{"step": s, "loss": 4.0 / s, "train_seconds": 1.1 * s} for s in range(1, 9)]
+    slower = [{**entry, "train_seconds": entry["train_seconds"] * 1.01} for entry in steps]
+    other = [{**entry, "loss": entry["loss"] * 1.01} for entry in slower]
+    assert "loss is the same" in check.copied(steps, slower) and "train_seconds" in check.copied(steps, steps)
+    assert check.copied(steps, other) is None
+
+    shutil.copytree(folders[1].parent, tmp_path / "baselines")
+    folder = tmp_path / "baselines" / folders[1].name
+    shutil.copy(folder / "log_0.jsonl.gz", folder / LOG)
+    mend(folder)
+    assert any(text.startswith(f"{LOG}: it is the log of one run with log_0") for text in check.problems(folder))
+
+
+def test_a_hidden_override_is_found(repo, tmp_path):
+    """--set taken out of flags and overrides: the Config is not what the script gives."""
+
+    def hide(config):
+        config["overridden"] = [text for text in config["overridden"] if "adam_lr" not in text]
+        config["flags"] = config["flags"][:-2]
+
+    message = refused(add, *alone(repo, tmp_path, "set", hide))
+    assert "config.adam_lr is stated as 0.001, the script and its flags give 0.006" in message
+
+
+def test_a_changed_first_loss_is_named(repo, folders, tmp_path):
+    """The first line is wrong, and only it is blamed."""
+    shutil.copytree(folders[1].parent, tmp_path / "baselines")
+    folder = tmp_path / "baselines" / folders[1].name
+    swap(folder / LOG, r'"loss": \d', '"loss": 1')
+    mend(folder)
+    found = [text for text in check.problems(folder) if "does not belong" in text]
+    assert len(found) == 1 and found[0].startswith(f"{LOG} (seed 1): step 1: bpb")
+
+
+def test_what_is_scored_is_that_of_the_track(repo, folders, tmp_path):
+    """Bytes, targets and hash from the dataset; another cut, or a log that scored other text, is refused."""
+    found = tracks.read()
+    scored = found["datasets"]["tiny"]["scored"]
+    config = tiny_config()
+    dataset = ts.Dataset.open(repo / "data" / "tiny")
+    targets = validation_of(dataset, config).targets
+    targets = targets[targets >= 0]
+    counted = dataset.tokenizer.token_bytes[targets.numpy()]
+    assert scored["targets"] == (counted > 0).sum() and scored["bytes"] == counted.sum()
+    documents = ts.validation_documents(dataset, config)
+    pieces = b"".join(np.asarray(piece, "<u2").tobytes() for piece, counted in documents if len(counted))
+    everything = tracks.scored_text(repo / "data" / "tiny", 64, 10**9)
+    assert everything["sha256"] == hashlib.sha256(pieces).hexdigest()
+
+    record = rec.read_record(folders[0])
+    assert tracks.scoring_problems(record, record["config"], None, found) == []
+    (text,) = tracks.scoring_problems(record, {**record["config"], "max_seq_len": 32}, None, found)
+    assert "config.max_seq_len is 32, which scores other text" in text
+
+    stated = {key: scored[key] for key in ("targets", "bytes", "sha256")}
+    for number, (values, words) in enumerate((([stated, stated], None), ([stated, {**stated, "bytes": 5}], "another"),
+                                              ([{**stated, "bytes": 5}] * 2, "scored.bytes 5"))):  # fmt: skip
+        run_dir = shutil.copytree(repo / "out" / "a_0", tmp_path / f"run_{number}")
+        entries = [json.loads(line) for line in (run_dir / "log.jsonl").read_text().splitlines()]
+        for entry, value in zip([e for e in entries if "val_bpb" in e], values, strict=True):
+            entry["scored"] = value
+        (run_dir / "log.jsonl").write_text("".join(json.dumps(e) + "\n" for e in entries))
+        argv = [run_dir, "--track", "small", "--slug", "x", "--out", tmp_path / str(number)]
+        if words:
+            assert words in refused(add, *argv)
+            continue
+        run(add, *argv)
+        folder = tmp_path / str(number) / "2026-11-22_x"
+        assert rec.read_record(folder)["scored"] == stated and check.problems(folder) == []
+
+
+# ---- tracks.json
+
+
+def test_committed_tracks():
+    """Limits are those of the records that they name; no record of format 1 is missing; every track has a rule."""
+    found = tracks.read()
+    for name, track in found["tracks"].items():
+        assert rec.device_class(track["hardware"]["device"]) == track["class"] and name.rsplit("-", 1)[1] in (
+            "bpb", "seconds"), name  # fmt: skip
+        assert len(tracks.rule_text(track)) > 40 and f"train_{track['script']}.py" in track["train"]
+        if track["limits_from"]:
+            runs = rec.read_record(rec.BASELINES / track["limits_from"])["runs"]
+            if track["ranked_by"] == "val_bpb":
+                assert track["max_seconds"] == tracks.limit_of([run["train_seconds"] for run in runs])
+            else:
+                assert track["target_bpb"] == tracks.target_of([run["val_bpb"] for run in runs])
+    old = [p.parent.name for p in rec.BASELINES.glob("*/record.json") if json.loads(p.read_text())["format"] == 1]
+    assert sorted(found["format_1"]) == sorted(old) and found["picture"] in found["datasets"]
+
+
+def test_add_a_track(repo, tmp_path, monkeypatch):
+    """Open limits are filled in once, from three seeds; what stands is never changed."""
+    monkeypatch.setattr(tracks, "FILE", tmp_path / "tracks.json")
+    (tmp_path / "tracks.json").write_text(json.dumps({"datasets": {}, "tracks": {}, "format_1": {}, "picture": "b34"}))
+    argv = ["add", "data/tiny", "--dataset", "new", "--script", "small", "--tokens", "4608", "--device", "Tesla T4"]
+    assert "no limit of time yet" in run(tracks, *argv)
+    figures = ["--val-bpb", "1.2,1.21,1.22", "--seconds", "100,101,102"]
+    assert "at most 111.1 training seconds" in run(tracks, *argv, *figures)
+    before = (tmp_path / "tracks.json").read_text()
+    found = json.loads(before)
+    assert found["tracks"]["new-small-seconds"]["target_bpb"] == tracks.target_of([1.2, 1.21, 1.22])
+    assert found["tracks"]["new-small-bpb"]["class"] == "free GPU"
+    assert (
+        found["datasets"]["new"]["fingerprint"] == json.loads(Path("data/tiny/dataset.json").read_text())["fingerprint"]
+    )
+    assert "new-small-bpb" in run(tracks)
+    for more, words in ((["--seconds", "90,91,92", *figures[:2]], "max_seconds is 111.1 and would become"),
+                        (["--val-bpb", "1.2,1.3", "--seconds", "1,2"], "at least 3 seeds"),
+                        (["--tokens", "999999999"], "is more than the"), (["--dataset", "N X"], "lower-case"),
+                        (["--max-seq-len", "32"], "tracks are frozen")):  # fmt: skip
+        assert words in refused(tracks, *argv, *more)
+    assert "is no complete dataset" in refused(tracks, "add", tmp_path, *argv[2:])
+    assert (tmp_path / "tracks.json").read_text() == before
+    (tmp_path / "tracks.json").write_text("{}")
+    assert "tracks.json cannot be read" in refused(tracks)
+
+
+# ---- the Config, read off the script
+
+
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [
+        (ts, []), (ts, ["--tokens", "99999", "--set", "adam_lr=1", "--set=softcap=(30.0,0.0,7.5)", "--no-compile"]),
+        (ts, ["--steps=10", "--dtype", "float32", "--eval-every", "0", "--set", "fp8=False"]), (tm, []),
+        (tm, ["--tokens", "34013184", "--set", "stages=((1.0,8,512,2048,2048,1.0),)", "--set", "tied=True"]),
+    ],
+)  # fmt: skip
+def test_config_off_the_script(module, words):
+    """The same as the script makes of these flags, except what the medium script derives by a rule."""
+    text = Path(module.__file__).read_text(encoding="utf-8")
+    made = json.loads(json.dumps(dataclasses.asdict(module.make_config(module.build_parser().parse_args(words)))))
+    made = {key: value for key, value in made.items() if key not in recipe.PLACE_FIELDS}
+    found = recipe.expected_config(text, words)
+    assert made.keys() - found.keys() <= set(recipe.RULED if module is tm else ())
+    assert found == {key: made[key] for key in found}
+    assert recipe.check_config(made, text, words, made["vocab_size"]) == []
+    assert "missing" in recipe.check_config({k: v for k, v in made.items() if k != "width"}, text, words, 32768)[0]
+    assert "is no field" in recipe.check_config({**made, "more": 1}, text, words, 32768)[0]
+
+
+@pytest.mark.parametrize("value", ["open('x')", "9 ** 9 ** 9", "[i for i in x]", "1 / 0", "__import__('os')", "-'a'"])
+def test_nothing_of_a_script_is_executed(value):
+    text = f"class Config:\n    a: int = {value}\n\n\nx = 1\n"
+    with pytest.raises(recipe.Unknown):
+        recipe.defaults(text)
+    assert "cannot be read" in recipe.check_config({}, text, [], 1)[0]
+    assert recipe.defaults(text.replace(value, "(1 / 2, -3, 'x')")) == {"a": [0.5, -3, "x"]}
+    for broken in ("x = 1\n", text + text, "class Config:\n    a: int = (\n"):
+        assert "cannot be read" in recipe.check_config({}, broken, [], 1)[0]
+
+
+def test_rules_of_the_medium_script(tmp_path, monkeypatch):
+    """add.py has the script itself derive what a rule gives: a hidden --set muon_lr is found."""
+    shutil.copy(ROOT / "train_medium.py", tmp_path)
+    words = ["--tokens", "34013184", "--set", "stages=((1.0,8,512,2048,2048,1.0),)"]
+    config = dataclasses.asdict(tm.make_config(tm.build_parser().parse_args(words)))
+    run = {"dir": tmp_path, "script": "train_medium.py", "file": {"config": json.loads(json.dumps(config))}}
+    add.check_rules(run, words)
+    run["file"]["config"]["muon_lr"] = 0.03
+    with pytest.raises(SystemExit, match="config.muon_lr is 0.03, the script's rules give 0.0198"):
+        add.check_rules(run, words)
+    with pytest.raises(SystemExit, match="could not be asked for its Config"):
+        add.check_rules(run, ["--unknown"])
 
 
 # ---- running again
@@ -523,15 +1002,18 @@ def test_rerun(repo, folders, tmp_path):
     assert "is another dataset" in refused(verify, folders[0], "--rerun", 6, "--data", "data/other")
     assert "--rerun needs" in refused(verify, "all", "--rerun", 6, "--data", "data/tiny")
     forged = shutil.copytree(folders[0], tmp_path / "2026-11-22_forged")
-    swap(forged / "train_small.py", "adam_lr: float = 0.006", "adam_lr: float = 0.001")
+    swap(forged / "train_small.py", r'"embed": +Policy\("adam", +1.00', '"embed": Policy("adam", 0.10')
     text = (forged / "train_small.py").read_text()
     edit(forged / "record.json", lambda record: record.update(sections=rec.section_hashes(text)))
+    for path in forged.glob("run_*.json"):
+        path.write_text(path.read_text().replace(rec.sha256(folders[0] / "train_small.py"),
+                                                 rec.sha256(forged / "train_small.py")))  # fmt: skip
     rehash(forged)
     record = json.loads((forged / "record.json").read_text())
     readme = (forged / "README.md").read_text()
     part = readme[readme.index(rec.BEGIN) : readme.index(rec.END) + len(rec.END)]
     (forged / "README.md").write_text(readme.replace(part, rec.figures_text(record, forged)))
-    assert rec.problems(forged) == [], "without a rerun nobody sees it"
+    assert check.problems(forged) == [], "without a rerun nobody sees it"
     out = io.StringIO()
     with pytest.raises(SystemExit), contextlib.redirect_stdout(out):
         verify.main([str(forged), "--rerun", "12", "--data", "data/tiny"])
@@ -563,7 +1045,7 @@ def test_below_and_target():
     t = (np.mean(values) - 1.19) / (np.std(values, ddof=1) / math.sqrt(3))
     assert rec.below(values, 1.19) == pytest.approx(stats.t.cdf(t, 2))
     assert rec.below(values, 1.18) > 0.9 and rec.below([1.0], 2) is None and rec.below([1.0, 1.0], 2) is None
-    assert compare.target_of(values) == 1.191  # 1.18504 + 6.9646 * 0.00138 / sqrt(3) = 1.19060
+    assert tracks.target_of(values) == 1.191  # 1.18504 + 6.9646 * 0.00138 / sqrt(3) = 1.19060
     assert rec.below(values, 1.191) < 0.01 < rec.below(values, 1.190)
 
 
@@ -572,11 +1054,11 @@ def test_sections_are_compared_both_ways():
     folder = min(rec.BASELINES.glob("*/record.json")).parent
     record = rec.read_record(folder)
     stated, name = record["sections"], min(record["sections"])
-    assert rec.check_script(folder, record) == []
+    assert check.check_script(folder, record) == []
     missing = {key: value for key, value in stated.items() if key != name}
     more, other = {**stated, "more": "0" * 64}, {**stated, name: "0" * 64}
     for sections, wrong in ((other, name), (missing, name), (more, "more")):
-        (text,) = rec.check_script(folder, {**record, "sections": sections})
+        (text,) = check.check_script(folder, {**record, "sections": sections})
         assert f"the section {wrong} is not" in text
 
 
@@ -584,12 +1066,12 @@ def test_unequal():
     """Rounding in the last digits is none; a figure that is changed in its seventh is named with its place."""
     stated = {"runs": [{"val_bpb": 1.1727, "steps": 520, "core": None}]}
     found = {"runs": [{"val_bpb": 1.1727 * (1 + 1e-12), "steps": 520, "core": None}]}
-    assert rec.unequal(stated, found, "record.json") == []
+    assert check.unequal(stated, found, "record.json") == []
     for key, value in (("val_bpb", 1.1727 * (1 + 1e-7)), ("steps", 521), ("core", 0.1)):
         changed = {"runs": [{**stated["runs"][0], key: value}]}
-        (text,) = rec.unequal(stated, changed, "record.json")
+        (text,) = check.unequal(stated, changed, "record.json")
         assert text.startswith(f"record.json.runs[0].{key} is stated as")
-    assert len(rec.unequal({"runs": [1.0, 2.0]}, {"runs": [1.0]}, "")) == 1
+    assert len(check.unequal({"runs": [1.0, 2.0]}, {"runs": [1.0]}, "")) == 1
 
 
 def test_noise_and_summary():
@@ -615,29 +1097,50 @@ def test_planned_steps(changes):
     assert rec.planned_steps(values) == config.num_steps
 
 
-def made_up(values, seconds):
-    return {"runs": [{"val_bpb": v, "train_seconds": s} for v, s in zip(values, seconds, strict=True)]}
+def made_up(values, seconds, tokens=100):
+    runs = [{"val_bpb": v, "train_seconds": s, "tokens": tokens} for v, s in zip(values, seconds, strict=True)]
+    return {"runs": runs}
 
 
 def test_rank():
-    """Standings of made-up records, by bits per byte and by time."""
+    """Standings of made-up records on both tracks; limits are those of the track, whoever came first."""
     first = made_up((1.20, 1.21, 1.22), (100, 101, 102))
     better, slow = made_up((1.10, 1.11, 1.12), (105, 106, 104)), made_up((1.00, 1.01, 1.02), (120, 121, 122))
     equal, few = made_up((1.11, 1.09, 1.10), (100, 100, 100)), made_up((0.9, 0.8), (50, 50))
-    rule, ranked = compare.rank([first, slow, better, few, equal], fixed=True)
-    assert "ranked by val bpb, at most 111.1 training seconds" in rule
-    (p2,), (p3,) = ([stats.ttest_ind(new, old, equal_var=False).pvalue] for new, old in (
-        ((1.10, 1.11, 1.12), (1.20, 1.21, 1.22)), ((1.11, 1.09, 1.10), (1.10, 1.11, 1.12))))  # fmt: skip
-    standings = [f"no record, p = {p3:.2g}", f"record 2, p = {p2:.2g}", "record 1", "fewer than 3 seeds", "too slow"]
+    more, whole = made_up((1.0, 1.01, 1.02), (90, 90, 91), 101), made_up((1.2, 1.3, 1.2), (90, 90, 91), 100.1)
+    bpb = {"ranked_by": "val_bpb", "tokens": 100, "max_seconds": 111.1, "max_epochs": 1}
+    ranked = leaderboard.rank([slow, first, better, few, equal, more, whole], bpb)
+    p2, p3, p4 = (stats.ttest_ind(new, old, equal_var=False).pvalue for new, old in (
+        ((1.10, 1.11, 1.12), (1.20, 1.21, 1.22)), ((1.11, 1.09, 1.10), (1.10, 1.11, 1.12)),
+        ((1.2, 1.3, 1.2), (1.10, 1.11, 1.12))))  # fmt: skip
+    standings = [f"no record, p = {p3:.2g}", f"record 2, p = {p2:.2g}", "record 1", f"no record, p = {p4:.2g}",
+                 "fewer than 3 seeds", "too slow", "too many tokens"]  # fmt: skip
     assert [standing for _, standing in ranked] == standings and p2 < 0.01 < p3
     assert ranked[0][0] is equal and ranked[1][0] is better
-    target = compare.target_of([1.20, 1.21, 1.22])
+
+    target = tracks.target_of([1.20, 1.21, 1.22])
+    seconds = {"ranked_by": "train_seconds", "target_bpb": target, "max_epochs": 1}
     fast, worse = made_up((1.20, 1.21, 1.22), (80, 81, 82)), made_up((1.25, 1.24, 1.26), (50, 51, 52))
-    rule, ranked = compare.rank([first, fast, worse], fixed=False)
-    assert f"below {target:.3f} with p < 0.01" in rule
-    assert [(r is fast, r is first, r is worse) for r, _ in ranked].index((True, False, False)) == 0
+    ranked = leaderboard.rank([worse, first, fast], seconds)
+    assert [r for r, _ in ranked] == [fast, first, worse]
     assert [standing for _, standing in ranked] == ["record 2, p < 0.0001", "record 1", "misses the target"]
-    assert compare.rank([few], True) == ("No entry with 3 seeds yet.", [(few, "fewer than 3 seeds")])
+    assert leaderboard.rank([{**first, "max_epochs": 2}], seconds)[0][1] == "repeats text"
+    assert leaderboard.rank([few], bpb) == [(few, "fewer than 3 seeds")]
+    assert leaderboard.rank([first], {**bpb, "max_seconds": None})[0][1] == "no limit yet"
+    assert leaderboard.rank([first], {**seconds, "target_bpb": None})[0][1] == "no target yet"
+
+
+def test_faster_at_equal_bpb_is_a_record():
+    """The fp8 layers: 15 % faster than the first record at bits per byte that differ by nothing, on today's data."""
+    found = tracks.read()
+    names = ("2026-11-21_first-b34", "2026-11-22_shared-table-and-gates", "2026-11-22_fp8-layers")
+    records = [rec.read_record(rec.BASELINES / name) for name in names]
+    standing = {
+        r["runs"][0]["val_bpb"]: text for r, text in leaderboard.rank(records, found["tracks"]["b34-small-seconds"])
+    }
+    assert standing[records[2]["runs"][0]["val_bpb"]].startswith("record 2, p = 0.0009")
+    by_bpb = {r["runs"][0]["val_bpb"]: text for r, text in leaderboard.rank(records, found["tracks"]["b34-small-bpb"])}
+    assert by_bpb[records[2]["runs"][0]["val_bpb"]].startswith("no record")
 
 
 @pytest.mark.parametrize(

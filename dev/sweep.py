@@ -1,0 +1,388 @@
+"""Variants of a recipe with several seeds each: a small file of lists becomes runs, a table and a picture.
+
+    python dev/sweep.py dev/ablations.toml
+    python dev/sweep.py dev/ablations.toml --only smear,backout --seeds 0,1,2
+    python dev/sweep.py rates.toml --out out/rates @runs/b34.args
+
+The file is TOML. Its base is always run. Each variant adds flags to it, and a grid adds every combination of its
+values:
+
+    script = "train_small.py"        # the default
+    flags = ["@runs/b34.args"]       # of every run; further words of the command line are added
+    seeds = [0, 1, 2]
+
+    [variants]
+    "no smear" = ["--set", "smear=False"]
+
+    [grid]                           # fields of the Config, or flags
+    adam_lr = [0.004, 0.006, 0.008]
+    "--tokens" = [17_000_000, 34_000_000]
+
+Every GPU takes one run at a time (CUDA_VISIBLE_DEVICES chooses among them); without a GPU the runs follow each other.
+Finished runs are kept: the same command goes on where it was stopped. Runs, table (sweep.md) and picture (sweep.png)
+lie in --out. Differences are means minus the base, with the 95 % interval and p of Welch's t-test. Cards differ by some
+percent in speed, so milliseconds of runs on different cards are a hint only.
+"""
+
+import argparse
+import difflib
+import hashlib
+import itertools
+import json
+import os
+import queue
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import threading
+import tomllib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NoReturn
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "records"))
+import record as rec  # noqa: E402
+
+BASE = "base"
+KEYS = ("script", "flags", "seeds", "variants", "grid")
+
+
+@dataclass
+class Sweep:
+    """What a file asks for: flags of every run, and those that each variant adds."""
+
+    script: Path
+    flags: list[str]
+    seeds: list[int]
+    variants: dict[str, list[str]]
+
+
+@dataclass
+class Job:
+    """One run: a variant with a seed."""
+
+    variant: str
+    seed: int
+    run_dir: Path
+    flags: list[str]
+    bpb: float | None = None
+    step_ms: float | None = None
+    error: str | None = None
+
+
+@dataclass
+class Work:
+    """What the threads share."""
+
+    todo: queue.Queue = field(default_factory=queue.Queue)
+    running: set = field(default_factory=set)
+    stopped: bool = False
+
+
+def fail(message: str) -> NoReturn:
+    raise SystemExit(f"error: {message}")
+
+
+# ---- the file
+
+
+def read_sweep(path: Path) -> Sweep:
+    try:
+        text = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        fail(f"{path} cannot be read: {error.strerror}")
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        fail(f"{path} is no TOML: {error}")
+    for key in text:
+        if key not in KEYS:
+            near = difflib.get_close_matches(key, KEYS, 1, 0.4)
+            hint = f"did you mean {near[0]}?" if near else f"it takes {', '.join(KEYS)}"
+            fail(f"{path} has the entry {key}, which means nothing here; {hint}")
+
+    script = ROOT / str(text.get("script", "train_small.py"))
+    if not script.is_file():
+        fail(f"{path} names the script {script.name}, which is not in {script.parent}")
+    seeds = text.get("seeds", [0])
+    whole = isinstance(seeds, list) and all(type(seed) is int for seed in seeds)
+    if not whole or not seeds or len(set(seeds)) < len(seeds):
+        fail(f"{path}: seeds must be a list of different whole numbers, not {seeds}")
+    variants = {BASE: []}
+    for name, flags in table_of(text, "variants", path).items():
+        variants[name] = words_of(flags, f"{path}: the variant {name}")
+    if set(variants) != {BASE, *table_of(text, "variants", path)} or variants[BASE]:
+        fail(f"{path}: {BASE} is the name of the runs without changes; call the variant otherwise")
+    variants |= grid_variants(table_of(text, "grid", path), path)
+    return Sweep(script, words_of(text.get("flags", []), f"{path}: flags"), seeds, variants)
+
+
+def table_of(text: dict, key: str, path: Path) -> dict:
+    value = text.get(key, {})
+    if not isinstance(value, dict):
+        fail(f"{path}: {key} must be a table, [{key}], not {value}")
+    return value
+
+
+def words_of(value, what: str) -> list[str]:
+    if not isinstance(value, list) or not all(isinstance(word, str) for word in value):
+        fail(f'{what} must be a list of words like ["--set", "smear=False"], not {value}')
+    return value
+
+
+def grid_variants(grid: dict, path: Path) -> dict[str, list[str]]:
+    """{name: flags} for every combination of the values."""
+    for key, values in grid.items():
+        if not isinstance(values, list) or not values:
+            fail(f"{path}: {key} in [grid] must be a list of values, not {values}")
+    out = {}
+    if grid:
+        for values in itertools.product(*grid.values()):
+            flags = []
+            names = []
+            for key, value in zip(grid, values, strict=True):
+                text = value if isinstance(value, str) else repr(as_tuple(value)).replace(" ", "")
+                flags += [key, text] if key.startswith("-") else ["--set", f"{key}={text}"]
+                names.append(f"{key.lstrip('-')}={text}")
+            out[" ".join(names)] = flags
+    return out
+
+
+def as_tuple(value):
+    return tuple(as_tuple(item) for item in value) if isinstance(value, list) else value
+
+
+# ---- runs
+
+
+def plan(sweep: Sweep, out: Path) -> list[Job]:
+    """All runs, seed by seed, so that an early look at the table compares like with like."""
+    jobs = []
+    taken = {}
+    for seed in sweep.seeds:
+        for name, flags in sweep.variants.items():
+            folder = re.sub(r"[^A-Za-z0-9.=-]+", "_", name).strip("_") or "variant"
+            if taken.setdefault(folder, name) != name:
+                fail(f"the variants {taken[folder]} and {name} would share a folder; rename one")
+            run_dir = out / f"{folder}_{seed}"
+            jobs.append(Job(name, seed, run_dir, [*sweep.flags, *flags, "--seed", str(seed)]))
+    return jobs
+
+
+def train(job: Job, script: Path, gpu: str, work: Work) -> None:
+    """Trains a run on a GPU ("": whatever the script finds), or reads what an earlier call left."""
+    digest = hashlib.sha256(script.read_bytes()).hexdigest()
+    wanted = {"flags": job.flags, "script": digest}
+    note = job.run_dir.with_name(f"{job.run_dir.name}.json")
+    ours = note.is_file() and json.loads(note.read_text(encoding="utf-8")) == wanted
+    if job.run_dir.exists() and not ours:
+        job.error = f"{job.run_dir} has other flags or another script; choose another --out"
+        return
+    if not (job.run_dir / "result.json").is_file():
+        shutil.rmtree(job.run_dir, ignore_errors=True)  # of a sweep that was stopped
+        write_whole(note, json.dumps(wanted))
+        run_script(job, script, gpu, work)
+    if not job.error:
+        read_result(job)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes a file whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def run_script(job: Job, script: Path, gpu: str, work: Work) -> None:
+    command = [sys.executable, str(script), "--save-every", "-1", *job.flags]
+    command += ["--run-dir", str(job.run_dir.resolve())]
+    env = dict(os.environ)
+    if gpu:
+        env["CUDA_VISIBLE_DEVICES"] = gpu
+    pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    process = subprocess.Popen(command, env=env, text=True, cwd=ROOT, **pipes)
+    work.running.add(process)
+    if work.stopped:
+        process.terminate()
+    said = process.communicate()[1].strip()
+    work.running.discard(process)
+    if process.returncode:
+        job.error = said.splitlines()[-1] if said else f"exit code {process.returncode}"
+
+
+def read_result(job: Job) -> None:
+    """Final bits per byte, and the median time of a step without the first fifth of them."""
+    result = json.loads((job.run_dir / "result.json").read_text(encoding="utf-8"))
+    steps, _ = rec.split(rec.read_log(job.run_dir / "log.jsonl"))
+    times = [entry["step_ms"] for entry in steps]
+    job.bpb = result["val_bpb"]
+    job.step_ms = statistics.median(times[len(times) // 5 :])
+
+
+def take_jobs(gpu: str, script: Path, work: Work) -> None:
+    """Trains runs from the queue until it is empty."""
+    while not work.stopped:
+        try:
+            job = work.todo.get_nowait()
+        except queue.Empty:
+            return
+        try:
+            train(job, script, gpu, work)
+        except (OSError, ValueError, KeyError, rec.Unreadable, statistics.StatisticsError) as error:
+            job.error = f"{job.run_dir} cannot be read or written ({error})"
+        if not work.stopped:
+            end = job.error or f"{job.bpb:.4f} bpb, {job.step_ms:.2f} ms a step"
+            print(f"{job.variant}, seed {job.seed}: {end}", flush=True)
+
+
+def find_gpus() -> list[str]:
+    """Names of the GPUs that may be used, or [""] without one. Asks another process, which lets go of them."""
+    code = "import torch; print(torch.cuda.device_count())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    count = int(done.stdout or 0)
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    names = [name.strip() for name in chosen.split(",") if name.strip()]
+    return (names or [str(index) for index in range(count)])[:count] or [""]
+
+
+def run_all(jobs: list[Job], script: Path) -> None:
+    work = Work()
+    for job in jobs:
+        work.todo.put(job)
+    threads = [threading.Thread(target=take_jobs, args=(gpu, script, work)) for gpu in find_gpus()]
+    for thread in threads:
+        thread.start()
+    try:
+        for thread in threads:
+            thread.join()
+    except KeyboardInterrupt:
+        work.stopped = True
+        for process in list(work.running):
+            process.terminate()
+        for thread in threads:
+            thread.join()
+        fail("stopped; finished runs are kept, and the same command goes on with the others")
+
+
+# ---- what came of it
+
+
+def rows_of(jobs: list[Job]) -> list[dict]:
+    """A row for each variant: its runs, and the difference to the base. The best comes first."""
+    groups = {}
+    for job in jobs:
+        groups.setdefault(job.variant, []).append(job)
+    base = [job.bpb for job in groups[BASE] if job.bpb is not None]
+    rows = []
+    for name, members in groups.items():
+        done = [job for job in members if job.bpb is not None]
+        errors = [job.error for job in members if job.error]
+        bpb = [job.bpb for job in done]
+        test = rec.welch(bpb, base) if bpb and base and name != BASE else None
+        row = {"name": name, "bpb": bpb, "errors": errors, "test": test}
+        row["step_ms"] = statistics.median(job.step_ms for job in done) if done else None
+        rows.append(row)
+    return sorted(rows, key=lambda r: statistics.fmean(r["bpb"]) if r["bpb"] else float("inf"))
+
+
+def table_text(rows: list[dict]) -> str:
+    lines = []
+    for row in rows:
+        bpb = row["bpb"]
+        mean = f"{statistics.fmean(bpb):.5f}" if bpb else ""
+        sd = f"{statistics.stdev(bpb):.5f}" if len(bpb) > 1 else ""
+        ms = f"{row['step_ms']:.2f}" if bpb else ""
+        test = row["test"]
+        words = [""] * 3
+        if test:
+            words[0] = f"{test['difference']:+.5f}"
+        if test and test["p"] is not None:
+            words[1] = f"{test['low']:+.5f} to {test['high']:+.5f}"
+            words[2] = rec.p_text(test["p"]).removeprefix("= ")
+        name = row["name"]
+        if row["errors"]:
+            name += f" ({len(row['errors'])} failed: {row['errors'][0]})".replace("|", "/")
+        lines.append([name, str(len(bpb)), mean, sd, *words, ms])
+    titles = ["variant", "seeds", "val bpb", "sd", "minus base", "95 % interval", "p", "ms a step"]
+    return rec.table(titles, lines) + "\n"
+
+
+def draw(rows: list[dict], path: Path) -> None:
+    """Every variant minus the base: a dot a seed, the mean, and its interval."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    base = next(row["bpb"] for row in rows if row["name"] == BASE)
+    shown = [row for row in rows if row["bpb"]][::-1]
+    middle = statistics.fmean(base)
+    size = (9, 1.6 + 0.34 * len(shown))
+    figure, axes = plt.subplots(figsize=size, layout="constrained")
+    for y, row in enumerate(shown):
+        test = row["test"]
+        if test and test["low"] is not None:
+            axes.plot([test["low"], test["high"]], [y, y], color="C0", lw=2, alpha=0.5)
+        differences = [value - middle for value in row["bpb"]]
+        axes.plot(differences, [y] * len(differences), "o", color="0.5", ms=4, mec="white", mew=0.5)
+        axes.plot(statistics.fmean(differences), y, "|", color="C0", ms=14, mew=2)
+    axes.axvline(0, color="0.3", lw=0.8)
+    axes.margins(y=0.15)
+    axes.set_yticks(range(len(shown)), [row["name"] for row in shown])
+    axes.set_xlabel(
+        f"val bpb minus the base's {middle:.4f}; left is better\n"
+        f"dots: seeds, marks: means, bars: 95 % intervals of the difference (Welch)"
+    )
+    axes.grid(axis="x", alpha=0.3)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def choose(sweep: Sweep, only: str | None, seeds: str | None) -> None:
+    """Leaves the variants whose names begin with a word of --only, and the base; other seeds if --seeds is given."""
+    if only:
+        beginnings = tuple(word.strip() for word in only.split(",") if word.strip())
+        names = [name for name in sweep.variants if name != BASE and name.startswith(beginnings)]
+        if not names:
+            fail(f"--only {only} matches no variant; choose from {', '.join(sweep.variants)}")
+        sweep.variants = {name: sweep.variants[name] for name in (BASE, *names)}
+    if seeds:
+        try:
+            sweep.seeds = list(dict.fromkeys(int(word) for word in seeds.split(",")))
+        except ValueError:
+            fail(f"--seeds {seeds} must be whole numbers with commas between, e.g. 0,1,2")
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )  # fmt: skip
+    add = parser.add_argument
+    add("file", type=Path, help="the list, TOML")
+    add("--out", type=Path, help="folder of runs, table and picture (default out/NAME of the file)")
+    add("--only", help="beginnings of the names of some variants, separated by commas")
+    add("--seeds", metavar="N[,N]", help="instead of those of the file")
+    args, more = parser.parse_known_args(argv)
+    sweep = read_sweep(args.file)
+    choose(sweep, args.only, args.seeds)
+    sweep.flags = [*sweep.flags, *more]
+
+    out = args.out or ROOT / "out" / args.file.stem
+    jobs = plan(sweep, out)
+    print(f"{len(jobs)} runs: {len(sweep.variants)} variants, seeds {sweep.seeds}, in {out}")
+    run_all(jobs, sweep.script)
+
+    rows = rows_of(jobs)
+    table = table_text(rows)
+    print(table, end="")
+    write_whole(out / "sweep.md", table)
+    if any(row["bpb"] for row in rows if row["name"] == BASE):
+        draw(rows, out / "sweep.png")
+        print(f"{out / 'sweep.md'}, {out / 'sweep.png'}")
+    return int(any(job.error for job in jobs))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
