@@ -24,7 +24,6 @@ Nothing here depends on the number of workers, the order of a set, the locale or
 """
 
 import argparse
-import functools
 import hashlib
 import json
 import os
@@ -42,7 +41,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from format import fail, read_dataset, read_json, sha256_file, write_json
+from format import fail, read_dataset, read_json, sha256_file, write_atomic
 from sources import cut_sections
 from tqdm import tqdm
 
@@ -212,6 +211,7 @@ def read_wheel(path: str) -> tuple[list[Section], Counter]:
     """The sections of a wheel by steps 1 to 3, and how many files or sections each rule dropped."""
     dropped: Counter = Counter()
     sections: dict[bytes, Section] = {}
+    word_hashes.clear()  # one wheel's words are few, all of them would fill the memory
     for name, data in read_members(path, dropped):
         text = normalise(data)
         if text is None:
@@ -220,7 +220,6 @@ def read_wheel(path: str) -> tuple[list[Section], Counter]:
         if GENERATED.search(text[:2_000].encode().lower()):
             dropped["generated files"] += 1
             continue
-        dropped["(files read)"] += 1
         for piece in cut_sections(text, SECTION):
             encoded = piece.encode()
             reason = why_dropped(encoded)
@@ -304,6 +303,10 @@ BLANKS = np.zeros(256, dtype=bool)
 BLANKS[[9, 10, 12, 32]] = True
 
 
+LINE = re.compile(rb"[^ \t\n][^\n]*")  # without the blanks before it
+ENTRY = re.compile(rb"^[ \t]*[\"'0-9(\[{-]", re.MULTILINE)
+
+
 def is_data(section: bytes) -> bool:
     """Whether a section holds a table, numbers or an encoded file rather than what a person wrote line by line:
     a line over 1,000 bytes, more than 15 % digits or less than half letters (blanks not counted), more than half
@@ -313,9 +316,8 @@ def is_data(section: bytes) -> bool:
     if 100 * counts[DIGITS].sum() > 15 * visible or 2 * counts[LETTERS].sum() < visible:
         return True
 
-    lines = [line.strip() for line in section.split(b"\n")]
-    lines = [line for line in lines if line]
-    entries = sum(line[:1] in b"\"'0123456789([{-" for line in lines)
+    lines = LINE.findall(section)
+    entries = len(ENTRY.findall(section))
     return (
         max(map(len, lines)) > 1_000
         or 2 * entries > len(lines)
@@ -326,9 +328,15 @@ def is_data(section: bytes) -> bool:
 # --- near duplicates --------------------------------------------------------------------------------------
 
 
-@functools.lru_cache(maxsize=500_000)
-def word_hash(word: bytes) -> int:
-    return int.from_bytes(hashlib.blake2b(word, digest_size=8).digest(), "big")
+class WordHashes(dict):
+    """The 64-bit hash of each word that was looked up."""
+
+    def __missing__(self, word: bytes) -> int:
+        self[word] = int.from_bytes(hashlib.blake2b(word, digest_size=8).digest(), "big")
+        return self[word]
+
+
+word_hashes = WordHashes()
 
 
 def mix(values: np.ndarray) -> np.ndarray:
@@ -341,7 +349,7 @@ def mix(values: np.ndarray) -> np.ndarray:
 def shingles(text: bytes) -> np.ndarray:
     """uint64 [n]: a hash for every run of five words of a text; one for the whole of a shorter text."""
     words = WORD.findall(text)
-    hashes = np.fromiter(map(word_hash, words), dtype=np.uint64, count=len(words))
+    hashes = np.fromiter(map(word_hashes.__getitem__, words), dtype=np.uint64, count=len(words))
     count = max(len(words) - SHINGLE_WORDS + 1, 1)
     runs = np.zeros(count, dtype=np.uint64)
     for start in range(min(SHINGLE_WORDS, len(words))):
@@ -426,6 +434,18 @@ def make_corpus(lock: dict[str, Any], name: str, folder: Path, workers: int) -> 
     return corpus
 
 
+def open_set(spec: str, workers: int) -> tuple[list[list[Any]], Corpus]:
+    """For --source pypi:NAME: what identifies the input, and the documents."""
+    name = spec.removeprefix("pypi:")
+    lock = read_lock()
+    packages = set_packages(lock, name)
+    corpus = make_corpus(lock, name, wheel_folder(), workers)
+    for reason, count in sorted(corpus.dropped.items()):
+        print(f"{count:9,} {reason}")
+    files = [[package["file"], package["size"], package["sha256"]] for package in packages]
+    return [[spec], *files], corpus
+
+
 def read_all(paths: list[Path], workers: int) -> Iterator[tuple[list[Section], Counter]]:
     """read_wheel over the paths, in their order."""
     names = [str(path) for path in paths]
@@ -476,6 +496,17 @@ def compare_documents(corpus: Corpus, lock: dict[str, Any], name: str) -> None:
                 f"{stated[split]['documents']:,} with {stated[split]['sha256'][:12]}); check that data/ is "
                 f"unchanged, and report your versions of Python and numpy"
             )
+
+
+def compare_build(args: argparse.Namespace) -> None:
+    """compare_dataset after data/pretrain.py, unless flags asked for another dataset."""
+    flags = ["max_documents", "max_bytes", "val_source", "val_documents", "tokenizer", "vocab_size"]
+    flags = [flag for flag in flags if getattr(args, flag) is not None]
+    if flags:
+        names = ", ".join(f"--{flag.replace('_', '-')}" for flag in flags)
+        print(f"not compared with the lock, which holds for a dataset made without {names}")
+    else:
+        compare_dataset(args.out, args.source.removeprefix("pypi:"))
 
 
 def compare_dataset(out: Path, name: str, lock: dict[str, Any] | None = None) -> None:
@@ -546,8 +577,15 @@ def write_lock(name: str, out: Path | None, workers: int) -> None:
         entry["dropped"] = dict(sorted(corpus.dropped.items()))
     else:
         entry["dataset"] = dataset_layers(read_dataset(out))
-    write_json(LOCK, lock)
+    write_atomic(LOCK, [format_lock(lock).encode()])
     print(json.dumps(entry, indent=1))
+
+
+def format_lock(lock: dict[str, Any]) -> str:
+    """JSON with a line for each wheel."""
+    packages = ",\n".join("  " + json.dumps(package) for package in lock["packages"])
+    sets = json.dumps(lock["sets"], indent=1).replace("\n", "\n ")
+    return f'{{\n "format": "{LOCK_FORMAT}",\n "packages": [\n{packages}\n ],\n "sets": {sets}\n}}\n'
 
 
 def main() -> None:
