@@ -48,7 +48,8 @@ from tqdm import tqdm
 LOCK = Path(__file__).parent / "pypi_lock.json"
 LOCK_FORMAT = "decoderstack-pypi-1"
 WHEELS = Path(__file__).parent / "shards" / "wheels"
-TOKENIZER_SET = "p34"  # every set has the tokenizer of this one's training text
+TOKENIZER_SET = "p34"  # every set has the tokenizer of this one's training text,
+TOKENIZER_BYTES = 50_000_000  # of its first documents up to this size
 
 SUFFIXES = (".py", ".pyi", ".rst", ".md", ".txt")
 MEMBER_LIMIT = 400_000  # bytes: what people write is smaller
@@ -66,8 +67,9 @@ SKIPPED_NAMES = re.compile(
     r"|_pb2(_grpc)?\.pyi?$|(parse|lex|yacc)tab\.py$"
 )
 GENERATED = re.compile(
-    rb"(auto|automatically)[- ]?generated|generated (by|from|automatically|with|using)|@generated"
-    rb"|code ?gen(erated|erator)|do not (edit|modify|change)|(don't|should not be) (edit|modify)"
+    r"(auto|automatically)[- ]?generated|@generated|do not (edit|modify)"
+    r"|^[^\w\n]*(this (file|module) (is|was|has been) )?(code )?generated (by|from|with|using)",
+    re.IGNORECASE | re.MULTILINE | re.ASCII,
 )
 
 WORD = re.compile(rb"[0-9A-Za-z_]+|[\x80-\xff]+")
@@ -155,7 +157,9 @@ def download_all(packages: list[dict[str, Any]], folder: Path) -> None:
     with ThreadPoolExecutor(4) as pool:
         running = [pool.submit(download, package, folder) for package in packages]
         try:
-            for done in tqdm(as_completed(running), total=len(running), desc="wheels", disable=None):
+            for done in tqdm(
+                as_completed(running), total=len(running), desc="wheels", disable=None
+            ):
                 done.result()
         finally:
             pool.shutdown(cancel_futures=True)
@@ -167,7 +171,7 @@ def download(package: dict[str, Any], folder: Path) -> None:
     with tempfile.TemporaryDirectory(dir=folder, prefix=".download-") as temporary:
         requirement = Path(temporary) / "requirements.txt"
         requirement.write_text(f"{name} --hash=sha256:{package['sha256']}\n")
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-input", "--no-deps"]
+        command = [sys.executable, "-m", "pip", "download", "-vv", "--no-input", "--no-deps"]
         command += ["--disable-pip-version-check", "--progress-bar=off", "--only-binary=:all:"]
         command += ["--require-hashes", "--ignore-requires-python", "--dest", temporary]
         result = subprocess.run(
@@ -185,7 +189,9 @@ def explain(name: str, file: str, output: str) -> str:
     """pip's answer as one sentence."""
     stays = "what was downloaded stays, so run the same command again afterwards"
     if "No module named pip" in output:
-        return f"this Python has no pip; run `{sys.executable} -m ensurepip`, then the command again"
+        return (
+            f"this Python has no pip; run `{sys.executable} -m ensurepip`, then the command again"
+        )
     if "No space left" in output or "Disk quota" in output:
         return f"the disk is full while pip downloads {file}; free some space; {stays}"
     if "DO NOT MATCH THE HASHES" in output:
@@ -193,11 +199,13 @@ def explain(name: str, file: str, output: str) -> str:
             f"the index gives another file for {name} than {file} of the lock: its sha256 differs; "
             f"choose another index; {stays}"
         )
-    # Without a network pip ends with "no matching distribution" too, after these warnings.
-    if re.search(r"Retrying|Max retries|ConnectionError|ConnectTimeout|ReadTimeout", output):
+    # Without a network pip ends with "no matching distribution" too, after such lines.
+    if re.search(r"Retrying|connection error|ConnectionError|[Tt]imed? ?out|ssl cert", output):
         return f"pip cannot reach its index for {name}; check network and proxy; {stays}"
     if "No matching distribution" in output or "Could not find a version" in output:
-        return f"the configured index has no {file}; choose another index in pip's settings; {stays}"
+        return (
+            f"the configured index has no {file}; choose another index in pip's settings; {stays}"
+        )
     lines = [line for line in output.splitlines() if line.strip()] or ["no message"]
     errors = [line for line in lines if line.startswith("ERROR:")]
     last = (errors or lines)[-1].removeprefix("ERROR:").strip()
@@ -212,12 +220,12 @@ def read_wheel(path: str) -> tuple[list[Section], Counter]:
     dropped: Counter = Counter()
     sections: dict[bytes, Section] = {}
     word_hashes.clear()  # one wheel's words are few, all of them would fill the memory
-    for name, data in read_members(path, dropped):
+    for data in read_members(path, dropped):
         text = normalise(data)
         if text is None:
             dropped["files that are not UTF-8 text"] += 1
             continue
-        if GENERATED.search(text[:2_000].encode().lower()):
+        if GENERATED.search(text[:2_000]) or GENERATED.search(text[-1_000:]):
             dropped["generated files"] += 1
             continue
         for piece in cut_sections(text, SECTION):
@@ -233,8 +241,8 @@ def read_wheel(path: str) -> tuple[list[Section], Counter]:
     return list(sections.values()), dropped
 
 
-def read_members(path: str, dropped: Counter) -> Iterator[tuple[str, bytes]]:
-    """(name, content) of the text files in a wheel. What it states of itself is checked before any is read, and no
+def read_members(path: str, dropped: Counter) -> Iterator[bytes]:
+    """The text files of a wheel, by name. What it states of itself is checked before any is read, and no
     more than MEMBER_LIMIT bytes are ever unpacked, whatever the archive states."""
     try:
         with zipfile.ZipFile(path) as wheel:
@@ -252,8 +260,10 @@ def read_members(path: str, dropped: Counter) -> Iterator[tuple[str, bytes]]:
                 with wheel.open(member) as file:
                     data = file.read(MEMBER_LIMIT + 1)
                 if len(data) != member.file_size:
-                    fail(f"{path} misstates the size of {member.filename}; delete it, and run again")
-                yield member.filename, data
+                    fail(
+                        f"{path} misstates the size of {member.filename}; delete it, and run again"
+                    )
+                yield data
     except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, OSError) as problem:
         fail(f"{path} is not a readable wheel ({problem}); delete it, and run again")
 
@@ -304,13 +314,13 @@ BLANKS[[9, 10, 12, 32]] = True
 
 
 LINE = re.compile(rb"[^ \t\n][^\n]*")  # without the blanks before it
-ENTRY = re.compile(rb"^[ \t]*[\"'0-9(\[{-]", re.MULTILINE)
+ENTRY = re.compile(rb"^[ \t]*[\"'0-9(\[{]", re.MULTILINE)
 
 
 def is_data(section: bytes) -> bool:
     """Whether a section holds a table, numbers or an encoded file rather than what a person wrote line by line:
     a line over 1,000 bytes, more than 15 % digits or less than half letters (blanks not counted), more than half
-    of the lines beginning with a quote, a digit, a bracket or a minus, or most lines equal to another."""
+    of the lines beginning with a quote, a digit or a bracket, or more than half of the longer lines repeated."""
     counts = np.bincount(np.frombuffer(section, dtype=np.uint8), minlength=256)
     visible = counts.sum() - counts[BLANKS].sum()
     if 100 * counts[DIGITS].sum() > 15 * visible or 2 * counts[LETTERS].sum() < visible:
@@ -318,11 +328,10 @@ def is_data(section: bytes) -> bool:
 
     lines = LINE.findall(section)
     entries = len(ENTRY.findall(section))
-    return (
-        max(map(len, lines)) > 1_000
-        or 2 * entries > len(lines)
-        or (len(lines) > 20 and 2 * len(set(lines)) < len(lines))
-    )
+    if max(map(len, lines)) > 1_000 or 2 * entries > len(lines):
+        return True
+    longer = [line for line in lines if len(line) > 10]
+    return len(longer) > 20 and 2 * len(set(longer)) < len(longer)
 
 
 # --- near duplicates --------------------------------------------------------------------------------------
@@ -394,7 +403,9 @@ def drop_duplicates(
                 continue
             seen.add(section.digest)
             keys = band_keys(section.sketch[None])[0].tolist()
-            if any(is_near(section.sketch, other) for key in keys for other in buckets.get(key, ())):
+            if any(
+                is_near(section.sketch, other) for key in keys for other in buckets.get(key, ())
+            ):
                 dropped["near duplicates"] += 1
                 continue
             kept.append(section.text)
@@ -429,9 +440,16 @@ def make_corpus(lock: dict[str, Any], name: str, folder: Path, workers: int) -> 
         used = [part for part in lock["sets"][TOKENIZER_SET]["parts"] if part != "val"]
         first = [section for part in used for section in parts[part]]
         tokenizer_text = drop_duplicates([val, first])[1]
+    tokenizer_text = first_bytes(tokenizer_text, TOKENIZER_BYTES)
     corpus = Corpus(texts[1], texts[0], tokenizer_text, dict(dropped))
     compare_documents(corpus, lock, name)
     return corpus
+
+
+def first_bytes(documents: list[bytes], size: int) -> list[bytes]:
+    """The first documents, whole, up to a size in all."""
+    ends = np.cumsum([len(text) for text in documents])
+    return documents[: int(np.searchsorted(ends, size, side="right"))]
 
 
 def open_set(spec: str, workers: int) -> tuple[list[list[Any]], Corpus]:
@@ -585,17 +603,23 @@ def format_lock(lock: dict[str, Any]) -> str:
     """JSON with a line for each wheel."""
     packages = ",\n".join("  " + json.dumps(package) for package in lock["packages"])
     sets = json.dumps(lock["sets"], indent=1).replace("\n", "\n ")
-    return f'{{\n "format": "{LOCK_FORMAT}",\n "packages": [\n{packages}\n ],\n "sets": {sets}\n}}\n'
+    return (
+        f'{{\n "format": "{LOCK_FORMAT}",\n "packages": [\n{packages}\n ],\n "sets": {sets}\n}}\n'
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Verify a dataset made of pinned wheels.")
     commands = parser.add_subparsers(dest="command", required=True)
-    p = commands.add_parser("verify", help="compare a dataset directory with the lock, layer by layer")
+    p = commands.add_parser(
+        "verify", help="compare a dataset directory with the lock, layer by layer"
+    )
     p.add_argument("set", help="p34 or p100")
     p.add_argument("data", type=Path, help="dataset directory, e.g. data/shards/p34")
     p.add_argument("--workers", type=int, default=1, help="reading processes")
-    p = commands.add_parser("lock", help="write what was made into the lock (after a change of rules)")
+    p = commands.add_parser(
+        "lock", help="write what was made into the lock (after a change of rules)"
+    )
     p.add_argument("set", help="p34 or p100")
     p.add_argument("data", type=Path, nargs="?", help="dataset directory made of these documents")
     p.add_argument("--workers", type=int, default=1, help="reading processes")
