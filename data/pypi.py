@@ -63,7 +63,7 @@ SKIPPED_FOLDERS = frozenset(
     "_external _externals locale locales node_modules".split()
 )
 SKIPPED_NAMES = re.compile(
-    r"(licen[cs]e|copying|notice|authors|contributors|requirements|constraints|sources)[^/]*$"
+    r"^(licen[cs]e|copying|notice|authors|contributors|requirements|constraints).*\.(txt|md|rst)$"
     r"|_pb2(_grpc)?\.pyi?$|(parse|lex|yacc)tab\.py$"
 )
 GENERATED = re.compile(
@@ -167,16 +167,26 @@ def download_all(packages: list[dict[str, Any]], folder: Path) -> None:
 
 def download(package: dict[str, Any], folder: Path) -> None:
     """One wheel, through a folder of its own, so that a half file never has the wheel's name."""
+    try:
+        run_pip(package, folder)
+    except OSError as problem:
+        fail(f"cannot write to {folder} ({problem.strerror}); free some space and run again")
+
+
+def run_pip(package: dict[str, Any], folder: Path) -> None:
     name = f"{package['name']}=={package['version']}"
     with tempfile.TemporaryDirectory(dir=folder, prefix=".download-") as temporary:
         requirement = Path(temporary) / "requirements.txt"
         requirement.write_text(f"{name} --hash=sha256:{package['sha256']}\n")
-        command = [sys.executable, "-m", "pip", "download", "-vv", "--no-input", "--no-deps"]
+        command = [sys.executable, "-m", "pip", "download", "--no-input", "--no-deps"]
         command += ["--disable-pip-version-check", "--progress-bar=off", "--only-binary=:all:"]
         command += ["--require-hashes", "--ignore-requires-python", "--dest", temporary]
-        result = subprocess.run(
-            [*command, "-r", str(requirement)], capture_output=True, text=True, errors="replace"
-        )
+        command += ["-r", str(requirement)]
+        result = subprocess.run(command, capture_output=True, text=True, errors="replace")
+        if result.returncode:
+            # Only in detail does pip say whether it reached the index; always, that takes twice as long.
+            command.append("-vv")
+            result = subprocess.run(command, capture_output=True, text=True, errors="replace")
         found = sorted(Path(temporary).glob("*.whl"))
         if result.returncode or not found:
             fail(explain(name, package["file"], result.stdout + result.stderr))
