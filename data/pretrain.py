@@ -1,6 +1,7 @@
 """Text to a dataset directory in one command: trains a tokenizer, encodes in parallel, writes token shards.
 
     python data/pretrain.py --source stdlib --vocab-size 4096 --out data/shards/stdlib
+    python data/pretrain.py --source pypi:p34 --out data/shards/p34
     python data/pretrain.py --source climbmix --out data/shards/climbmix
     python data/pretrain.py --source "text/*.jsonl.zst" --val-source val.jsonl --out data/shards/mine
     python data/pretrain.py --source "shards:hosted/*.bin" --tokenizer gpt2.json --out data/shards/fineweb
@@ -28,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pypi
 import tokenizer
 from format import (
     LISTED_NAME,
@@ -285,7 +287,9 @@ def get_tokenizer(
         # First, so that a stop from here on is recognised as this command's.
         write_json(out / "progress.json", progress)
         spec = tokenizer.train(
-            source.train(), args.vocab_size or tokenizer.VOCAB_SIZE, args.tokenizer_chars
+            (source.tokenizer_text or source.train)(),
+            args.vocab_size or tokenizer.VOCAB_SIZE,
+            args.tokenizer_chars,
         )
         sha = write_json(path, spec)
         print(f"trained the tokenizer in {time.perf_counter() - start:.1f} s")
@@ -343,6 +347,7 @@ def build(args: argparse.Namespace) -> None:
         args.max_documents,
         args.max_bytes,
         args.val_documents,
+        args.workers,
     )
     settings = {
         "inputs": source.inputs,
@@ -412,6 +417,8 @@ def build(args: argparse.Namespace) -> None:
     if empty:
         print(f"skipped {empty:,} empty documents")
     finish(out, args.name, source_names(source.inputs), progress)
+    if args.source.startswith("pypi:"):
+        pypi.compare_build(args)
     peak = max(
         resource.getrusage(who).ru_maxrss
         for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)

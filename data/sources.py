@@ -4,6 +4,7 @@
     climbmix           Hugging Face parquet; the last file is validation
     fineweb-edu        likewise
     hf:REPO/GLOB       files of any Hugging Face dataset, e.g. hf:user/name/data/*.parquet
+    pypi:p34, p100     pinned wheels of Python projects, the same text for everyone: see data/pypi.py
     PATH, GLOB, FOLDER .txt, .jsonl, .jsonl.gz, .jsonl.zst, .parquet; a comma-separated list is read in order
 
 Run it to look at documents:  python data/sources.py --source stdlib --show 2
@@ -47,12 +48,14 @@ class Source(NamedTuple):
 
     inputs identifies what is read: [name, size in bytes, digest] for local files, [name] otherwise.
     empty counts the documents passed over because they hold no text, by file, in the latest pass over it.
+    tokenizer_text() gives the documents for a new tokenizer, where those are not train().
     """
 
     inputs: list[list[Any]]
     train: Callable[[], Iterator[str]]
     val: Callable[[], Iterator[str]]
     empty: dict[str, int]
+    tokenizer_text: Callable[[], Iterator[str]] | None = None
 
 
 def open_source(
@@ -64,6 +67,7 @@ def open_source(
     max_documents: int | None = None,
     max_bytes: int | None = None,
     val_documents: int | None = None,
+    workers: int = 1,
 ) -> Source:
     """Resolves a --source and an optional --val-source; mistakes end the script before any text is read.
 
@@ -74,6 +78,7 @@ def open_source(
         return take(documents, max_documents, max_bytes)
 
     empty: dict[str, int] = {}
+    tokenizer_text = None
     if not 0 < val_fraction <= 0.5:
         fail(
             f"--val-fraction must lie above 0 and at most 0.5, found {val_fraction}; 0.01 is usual"
@@ -81,6 +86,13 @@ def open_source(
     if spec == "stdlib":
         inputs = [["stdlib", python_version()]]
         train, val = (lambda: limited(stdlib_documents("train"))), (lambda: stdlib_documents("val"))
+    elif spec.startswith("pypi:"):
+        import pypi
+
+        inputs, corpus = pypi.open_set(spec, workers)
+        train = lambda: limited(map(bytes.decode, corpus.train))
+        val = lambda: map(bytes.decode, corpus.val)
+        tokenizer_text = lambda: limited(map(bytes.decode, corpus.tokenizer_text))
     elif spec in HUB_SOURCES or spec.startswith("hf:"):
         repo, names = hub_names(spec)
         if val_spec is None:
@@ -130,7 +142,8 @@ def open_source(
                     )
             inputs = inputs + [["val", *identify(path)] for path in val_paths]
             val = lambda: local_documents(val_paths, text_field, empty)
-    return Source(inputs, train, lambda: take(val(), val_documents, None), empty)
+    limited_val = lambda: take(val(), val_documents, None)
+    return Source(inputs, train, limited_val, empty, tokenizer_text)
 
 
 def take(
@@ -193,7 +206,7 @@ def local_paths(spec: str, suffixes: tuple[str, ...] = SUFFIXES) -> list[Path]:
         else:
             found = sorted(Path(p) for p in glob(part, recursive=True) if Path(p).is_file())
             if not found:
-                names = ", ".join(["stdlib", *HUB_SOURCES, "hf:REPO/GLOB"])
+                names = ", ".join(["stdlib", *HUB_SOURCES, "pypi:p34", "hf:REPO/GLOB"])
                 fail(f"--source {part} matches no file; give {names}, or an existing path or glob")
         for path in found:
             if not path.name.endswith(suffixes):
@@ -518,14 +531,27 @@ def cut_sections(text: str, limit: int) -> list[str]:
     i = 0
     while i < len(lines):
         if i > start and length + len(lines[i]) > limit:
-            # The best cut among lines start+1 .. i; of equals the last, which fills the section best.
-            cut = max(range(start + 1, i + 1), key=lambda j: (cut_quality(lines, j), j))
+            cut = best_cut(lines, start, i)
             sections.append("".join(lines[start:cut]))
             start, i, length = cut, cut, 0
         length += len(lines[i])
         i += 1
     sections.append("".join(lines[start:]))
     return [section for section in sections if section.strip()]
+
+
+def best_cut(lines: list[str], start: int, end: int) -> int:
+    """The best cut among lines start+1 .. end; of equals the last, which fills the section best."""
+    best = end
+    quality = -1
+    for i in range(end, start, -1):
+        found = cut_quality(lines, i)
+        if found == 3:
+            return i
+        if found > quality:
+            best = i
+            quality = found
+    return best
 
 
 def cut_quality(lines: list[str], i: int) -> int:
@@ -543,7 +569,9 @@ def cut_quality(lines: list[str], i: int) -> int:
 def add_source_flags(parser: argparse.ArgumentParser) -> None:
     """The flags that every script which reads text shares."""
     parser.add_argument(
-        "--source", required=True, help="stdlib, climbmix, fineweb-edu, hf:REPO/GLOB, path or glob"
+        "--source",
+        required=True,
+        help="stdlib, climbmix, fineweb-edu, pypi:p34, pypi:p100, hf:REPO/GLOB, path or glob",
     )
     parser.add_argument(
         "--text-field", default="text", help="JSON field or parquet column that holds the text"

@@ -1,0 +1,655 @@
+"""A corpus that everyone can have, bit for bit: the code and manuals inside pinned wheels of Python projects.
+
+    python data/pretrain.py --source pypi:p34 --out data/shards/p34     # 34 million training tokens
+    python data/pretrain.py --source pypi:p100 --out data/shards/p100   # 100 million
+    python data/pypi.py verify p34 data/shards/p34                      # says in which layer a dataset differs
+
+data/pypi_lock.json names the wheels (version, sha256, licence) and states the hashes of what comes out of them. pip
+downloads them from the index that the user has configured, into data/shards/wheels or the folder that
+DECODERSTACK_WHEELS names. Nothing is installed or run: the text is read from the archives.
+
+From a wheel to documents:
+
+1.  Members that end in .py, .pyi, .rst, .md or .txt, of at most 400,000 bytes. Not those in a vendored copy, a
+    catalogue of translations or the wheel's own metadata (SKIPPED_FOLDERS), not licences and lists of requirements
+    (SKIPPED_NAMES), and not what a program wrote (GENERATED in its first 2,000 bytes).
+2.  UTF-8 only. A byte order mark goes, and every line ends in "\\n". Nothing else is changed.
+3.  Each file is cut into sections of at most 6,000 characters, by preference before a top-level definition. Sections
+    of less than 200 bytes go, and so do those that hold data (`is_data`).
+4.  Sections are ordered by the hash of their text. An equal section goes, and so does a near duplicate of one that
+    stays: at least half of their MinHash values over shingles of five words agree.
+5.  Validation is whole projects, listed as "val". They come first in step 4, and every set has the same ones.
+
+What that leaves and drops, from the lock:
+
+    set    wheels   MB    documents  MB of text | vendored  large  generated  data   short  near     equal
+                                    for training| files     files  files      sections      duplicates
+    p34    29       48    36,944     157.8      | 46        7      201        1,745  1,289  1,822    336
+    p100   67       176   105,929    451.5      | 344       26     3,399      4,647  3,973  8,205    729
+
+and 2,368 documents (9.9 MB) of five projects for validation. Almost all of it is Python code with its docstrings.
+
+Nothing here depends on the number of workers, the order of a set, the locale or Python's Unicode tables.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import zipfile
+import zlib
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from format import fail, read_dataset, read_json, sha256_file, write_atomic
+from sources import cut_sections
+from tqdm import tqdm
+
+LOCK = Path(__file__).parent / "pypi_lock.json"
+LOCK_FORMAT = "decoderstack-pypi-1"
+WHEELS = Path(__file__).parent / "shards" / "wheels"
+TOKENIZER_SET = "p34"  # every set has the tokenizer of this one's training text,
+TOKENIZER_BYTES = 50_000_000  # of its first documents up to this size
+
+SUFFIXES = (".py", ".pyi", ".rst", ".md", ".txt")
+MEMBER_LIMIT = 400_000  # bytes: what people write is smaller
+WHEEL_LIMIT = 500_000_000  # bytes of text in one wheel
+MEMBERS_LIMIT = 100_000
+SECTION = 6_000  # characters
+SHORTEST = 200  # bytes
+
+SKIPPED_FOLDERS = frozenset(
+    "_vendor vendor vendored _vendored vendors third_party thirdparty _third_party extern externals external "
+    "_external _externals locale locales node_modules".split()
+)
+SKIPPED_NAMES = re.compile(
+    r"^(licen[cs]e|copying|notice|authors|contributors|requirements|constraints).*\.(txt|md|rst)$"
+    r"|_pb2(_grpc)?\.pyi?$|(parse|lex|yacc)tab\.py$"
+)
+GENERATED = re.compile(
+    r"(auto|automatically)[- ]?generated|@generated|do not (edit|modify)"
+    r"|^[^\w\n]*(this (file|module) (is|was|has been) )?(code )?generated (by|from|with|using)",
+    re.IGNORECASE | re.MULTILINE | re.ASCII,
+)
+
+WORD = re.compile(rb"[0-9A-Za-z_]+|[\x80-\xff]+")
+SHINGLE_WORDS = 5
+BANDS = 24  # finds 96 % of pairs with a Jaccard similarity of 0.5, 99.6 % at 0.6
+BAND_ROWS = 3
+MIN_AGREEING = BANDS * BAND_ROWS // 2
+
+
+class Section(NamedTuple):
+    """One document of the corpus: UTF-8, its 16-byte hash, its MinHash values (uint32 [72])."""
+
+    text: bytes
+    digest: bytes
+    sketch: np.ndarray
+
+
+class Corpus(NamedTuple):
+    """The documents of a set in their order, as UTF-8, and why the rest was dropped."""
+
+    train: list[bytes]
+    val: list[bytes]
+    tokenizer_text: list[bytes]
+    dropped: dict[str, int]
+
+
+# --- the lock ---------------------------------------------------------------------------------------------
+
+
+def read_lock(path: Path | None = None) -> dict[str, Any]:
+    path = path or LOCK
+    lock = read_json(path)
+    found = lock.get("format") if isinstance(lock, dict) else type(lock).__name__
+    if found != LOCK_FORMAT:
+        fail(f"{path} has format {found!r}, expected {LOCK_FORMAT!r}; check out the file again")
+    return lock
+
+
+def read_set(lock: dict[str, Any], name: str) -> dict[str, Any]:
+    """What the lock states of a set; an unknown name ends the script."""
+    if name not in lock["sets"]:
+        known = ", ".join(f"pypi:{known}" for known in lock["sets"])
+        fail(f"--source pypi:{name} is unknown; choose one of {known}")
+    return lock["sets"][name]
+
+
+def set_packages(lock: dict[str, Any], name: str) -> list[dict[str, Any]]:
+    """The wheels of a set: those of its parts, validation among them."""
+    parts = read_set(lock, name)["parts"]
+    return [package for package in lock["packages"] if package["part"] in parts]
+
+
+# --- downloading ------------------------------------------------------------------------------------------
+
+
+def wheel_folder() -> Path:
+    return Path(os.environ.get("DECODERSTACK_WHEELS") or WHEELS)
+
+
+def fetch(packages: list[dict[str, Any]], folder: Path) -> list[Path]:
+    """The wheels in `folder`, downloaded with pip where they are missing or damaged. Whole ones stay there,
+    whatever happens to the others."""
+    missing = []
+    for package in packages:
+        path = folder / package["file"]
+        if path.exists() and sha256_file(path) == package["sha256"]:
+            continue
+        if path.exists():
+            print(f"{path} is damaged and is downloaded again")
+        missing.append(package)
+
+    if missing:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as problem:
+            fail(f"cannot make the folder {folder} ({problem.strerror}); check its permissions")
+        size = sum(package["size"] for package in missing)
+        print(f"downloading {len(missing)} wheels ({size / 1e6:.0f} MB) with pip to {folder}")
+        download_all(missing, folder)
+    return [folder / package["file"] for package in packages]
+
+
+def download_all(packages: list[dict[str, Any]], folder: Path) -> None:
+    """Four at a time, and no further ones after the first problem."""
+    with ThreadPoolExecutor(4) as pool:
+        running = [pool.submit(download, package, folder) for package in packages]
+        try:
+            for done in tqdm(
+                as_completed(running), total=len(running), desc="wheels", disable=None
+            ):
+                done.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def download(package: dict[str, Any], folder: Path) -> None:
+    """One wheel, through a folder of its own, so that a half file never has the wheel's name."""
+    try:
+        run_pip(package, folder)
+    except OSError as problem:
+        fail(f"cannot write to {folder} ({problem.strerror}); free some space and run again")
+
+
+def run_pip(package: dict[str, Any], folder: Path) -> None:
+    name = f"{package['name']}=={package['version']}"
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".download-") as temporary:
+        requirement = Path(temporary) / "requirements.txt"
+        requirement.write_text(f"{name} --hash=sha256:{package['sha256']}\n")
+        command = [sys.executable, "-m", "pip", "download", "--no-input", "--no-deps"]
+        command += ["--disable-pip-version-check", "--progress-bar=off", "--only-binary=:all:"]
+        command += ["--require-hashes", "--ignore-requires-python", "--dest", temporary]
+        command += ["-r", str(requirement)]
+        result = subprocess.run(command, capture_output=True, text=True, errors="replace")
+        if result.returncode:
+            # Only in detail does pip say whether it reached the index; always, that takes twice as long.
+            command.append("-vv")
+            result = subprocess.run(command, capture_output=True, text=True, errors="replace")
+        found = sorted(Path(temporary).glob("*.whl"))
+        if result.returncode or not found:
+            fail(explain(name, package["file"], result.stdout + result.stderr))
+        if sha256_file(found[0]) != package["sha256"]:
+            fail(f"pip gave another file for {name} than the lock names; check the index")
+        os.replace(found[0], folder / package["file"])
+
+
+def explain(name: str, file: str, output: str) -> str:
+    """pip's answer as one sentence."""
+    stays = "what was downloaded stays, so run the same command again afterwards"
+    if "No module named pip" in output:
+        return (
+            f"this Python has no pip; run `{sys.executable} -m ensurepip`, then the command again"
+        )
+    if "No space left" in output or "Disk quota" in output:
+        return f"the disk is full while pip downloads {file}; free some space; {stays}"
+    if "DO NOT MATCH THE HASHES" in output:
+        return (
+            f"the index gives another file for {name} than {file} of the lock: its sha256 differs; "
+            f"choose another index; {stays}"
+        )
+    # Without a network pip ends with "no matching distribution" too, after such lines.
+    if re.search(r"Retrying|connection error|ConnectionError|[Tt]imed? ?out|ssl cert", output):
+        return f"pip cannot reach its index for {name}; check network and proxy; {stays}"
+    if "No matching distribution" in output or "Could not find a version" in output:
+        return (
+            f"the configured index has no {file}; choose another index in pip's settings; {stays}"
+        )
+    lines = [line for line in output.splitlines() if line.strip()] or ["no message"]
+    errors = [line for line in lines if line.startswith("ERROR:")]
+    last = (errors or lines)[-1].removeprefix("ERROR:").strip()
+    return f"pip cannot download {name} ({last}); {stays}"
+
+
+# --- reading ----------------------------------------------------------------------------------------------
+
+
+def read_wheel(path: str) -> tuple[list[Section], Counter]:
+    """The sections of a wheel by steps 1 to 3, and how many files or sections each rule dropped."""
+    dropped: Counter = Counter()
+    sections: dict[bytes, Section] = {}
+    word_hashes.clear()  # one wheel's words are few, all of them would fill the memory
+    for data in read_members(path, dropped):
+        text = normalise(data)
+        if text is None:
+            dropped["files that are not UTF-8 text"] += 1
+            continue
+        if GENERATED.search(text[:2_000]) or GENERATED.search(text[-1_000:]):
+            dropped["generated files"] += 1
+            continue
+        for piece in cut_sections(text, SECTION):
+            encoded = piece.encode()
+            reason = why_dropped(encoded)
+            digest = hashlib.blake2b(encoded, digest_size=16).digest()
+            if reason:
+                dropped[reason] += 1
+            elif digest in sections:
+                dropped["equal sections"] += 1
+            else:
+                sections[digest] = Section(encoded, digest, sketch(shingles(encoded)))
+    return list(sections.values()), dropped
+
+
+def read_members(path: str, dropped: Counter) -> Iterator[bytes]:
+    """The text files of a wheel, by name. What it states of itself is checked before any is read, and no
+    more than MEMBER_LIMIT bytes are ever unpacked, whatever the archive states."""
+    try:
+        with zipfile.ZipFile(path) as wheel:
+            members = [member for member in wheel.infolist() if is_text(member, dropped)]
+            total = sum(member.file_size for member in members)
+            if total > WHEEL_LIMIT or len(wheel.infolist()) > MEMBERS_LIMIT:
+                fail(
+                    f"{path} holds {len(wheel.infolist()):,} files and {total:,} bytes of text, more than the "
+                    f"{MEMBERS_LIMIT:,} and {WHEEL_LIMIT:,} that are read; check the lock"
+                )
+            for member in sorted(members, key=lambda member: member.filename):
+                # Other methods unpack without a limit.
+                if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+                    fail(f"{path} is not a plain wheel ({member.filename}); check the lock")
+                with wheel.open(member) as file:
+                    data = file.read(MEMBER_LIMIT + 1)
+                if len(data) != member.file_size:
+                    fail(
+                        f"{path} misstates the size of {member.filename}; delete it, and run again"
+                    )
+                yield data
+    except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, OSError) as problem:
+        fail(f"{path} is not a readable wheel ({problem}); delete it, and run again")
+
+
+def is_text(member: zipfile.ZipInfo, dropped: Counter) -> bool:
+    """Step 1, as far as names and sizes say."""
+    name = member.filename.lower()
+    folders = name.split("/")[:-1]
+    if not name.endswith(SUFFIXES) or folders and folders[0].endswith((".dist-info", ".data")):
+        return False
+    if not SKIPPED_FOLDERS.isdisjoint(folders):
+        dropped["files in vendored copies and translations"] += 1
+    elif SKIPPED_NAMES.search(name.rsplit("/", 1)[-1]):
+        dropped["files by name"] += 1
+    elif member.file_size > MEMBER_LIMIT:
+        dropped["files over 400,000 bytes"] += 1
+    else:
+        return True
+    return False
+
+
+def normalise(data: bytes) -> str | None:
+    """Step 2; None for what is not UTF-8 or holds a zero byte."""
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError:
+        return None
+    if "\0" in text:
+        return None
+    return text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
+
+
+def why_dropped(section: bytes) -> str:
+    """The rule of step 3 that drops a section, or ""."""
+    if len(section) < SHORTEST:
+        return "short sections"
+    if is_data(section):
+        return "sections of data"
+    return ""
+
+
+LETTERS = np.zeros(256, dtype=bool)
+LETTERS[[*range(65, 91), *range(97, 123), *range(128, 256)]] = True
+DIGITS = np.zeros(256, dtype=bool)
+DIGITS[48:58] = True
+BLANKS = np.zeros(256, dtype=bool)
+BLANKS[[9, 10, 12, 32]] = True
+
+
+LINE = re.compile(rb"[^ \t\n][^\n]*")  # without the blanks before it
+ENTRY = re.compile(rb"^[ \t]*[\"'0-9(\[{]", re.MULTILINE)
+
+
+def is_data(section: bytes) -> bool:
+    """Whether a section holds a table, numbers or an encoded file rather than what a person wrote line by line:
+    a line over 1,000 bytes, more than 15 % digits or less than half letters (blanks not counted), more than half
+    of the lines beginning with a quote, a digit or a bracket, or more than half of the longer lines repeated."""
+    counts = np.bincount(np.frombuffer(section, dtype=np.uint8), minlength=256)
+    visible = counts.sum() - counts[BLANKS].sum()
+    if 100 * counts[DIGITS].sum() > 15 * visible or 2 * counts[LETTERS].sum() < visible:
+        return True
+
+    lines = LINE.findall(section)
+    entries = len(ENTRY.findall(section))
+    if max(map(len, lines)) > 1_000 or 2 * entries > len(lines):
+        return True
+    longer = [line for line in lines if len(line) > 10]
+    return len(longer) > 20 and 2 * len(set(longer)) < len(longer)
+
+
+# --- near duplicates --------------------------------------------------------------------------------------
+
+
+class WordHashes(dict):
+    """The 64-bit hash of each word that was looked up."""
+
+    def __missing__(self, word: bytes) -> int:
+        self[word] = int.from_bytes(hashlib.blake2b(word, digest_size=8).digest(), "big")
+        return self[word]
+
+
+word_hashes = WordHashes()
+
+
+def mix(values: np.ndarray) -> np.ndarray:
+    """Spreads every bit of uint64 values over all of them (the finalizer of splitmix64)."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
+def shingles(text: bytes) -> np.ndarray:
+    """uint64 [n]: a hash for every run of five words of a text; one for the whole of a shorter text."""
+    words = WORD.findall(text)
+    hashes = np.fromiter(map(word_hashes.__getitem__, words), dtype=np.uint64, count=len(words))
+    count = max(len(words) - SHINGLE_WORDS + 1, 1)
+    runs = np.zeros(count, dtype=np.uint64)
+    for start in range(min(SHINGLE_WORDS, len(words))):
+        runs = mix(runs + hashes[start : start + count])
+    return runs
+
+
+# One multiplier for each MinHash value, odd, so that it permutes the 64-bit numbers.
+FACTORS = mix(np.arange(1, BANDS * BAND_ROWS + 1, dtype=np.uint64)) | np.uint64(1)
+
+
+def sketch(runs: np.ndarray) -> np.ndarray:
+    """MinHash, uint32 [72]: two texts agree in each value with a probability that is their Jaccard similarity, the
+    shared part of their shingles."""
+    products = runs[None, :] * FACTORS[:, None]
+    return (products.min(axis=1) >> np.uint64(32)).astype(np.uint32)
+
+
+def band_keys(sketches: np.ndarray) -> np.ndarray:
+    """uint64 [n, bands]: near duplicates have at least one key in common, nearly surely."""
+    bands = sketches.astype(np.uint64).reshape(len(sketches), BANDS, BAND_ROWS)
+    keys = np.broadcast_to(np.arange(BANDS, dtype=np.uint64), bands.shape[:2])
+    for row in range(BAND_ROWS):
+        keys = mix(keys + bands[:, :, row])
+    return keys
+
+
+def drop_duplicates(
+    groups: list[list[Section]], dropped: Counter | None = None
+) -> list[list[bytes]]:
+    """Step 4: the texts that stay, group by group, each in the order of the hashes."""
+    dropped = Counter() if dropped is None else dropped
+    seen: set[bytes] = set()
+    buckets: dict[int, list[np.ndarray]] = {}
+    result = []
+    for group in groups:
+        kept = []
+        group = sorted(group, key=lambda section: section.digest)
+        for section in group:
+            if section.digest in seen:
+                dropped["equal sections"] += 1
+                continue
+            seen.add(section.digest)
+            keys = band_keys(section.sketch[None])[0].tolist()
+            if any(
+                is_near(section.sketch, other) for key in keys for other in buckets.get(key, ())
+            ):
+                dropped["near duplicates"] += 1
+                continue
+            kept.append(section.text)
+            for key in keys:
+                buckets.setdefault(key, []).append(section.sketch)
+        result.append(kept)
+    return result
+
+
+def is_near(sketch: np.ndarray, other: np.ndarray) -> bool:
+    return np.count_nonzero(sketch == other) >= MIN_AGREEING
+
+
+# --- the corpus -------------------------------------------------------------------------------------------
+
+
+def make_corpus(lock: dict[str, Any], name: str, folder: Path, workers: int) -> Corpus:
+    """Downloads and reads the wheels of a set; ends the script if the documents are not those of the lock."""
+    packages = set_packages(lock, name)
+    paths = fetch(packages, folder)
+    parts: dict[str, list[Section]] = {}
+    dropped: Counter = Counter()
+    for package, (sections, reasons) in zip(packages, read_all(paths, workers), strict=True):
+        parts.setdefault(package["part"], []).extend(sections)
+        dropped += reasons
+
+    val = parts.pop("val")
+    train = [section for part in parts.values() for section in part]
+    texts = drop_duplicates([val, train], dropped)
+    tokenizer_text = texts[1]
+    if name != TOKENIZER_SET:
+        used = [part for part in lock["sets"][TOKENIZER_SET]["parts"] if part != "val"]
+        first = [section for part in used for section in parts[part]]
+        tokenizer_text = drop_duplicates([val, first])[1]
+    tokenizer_text = first_bytes(tokenizer_text, TOKENIZER_BYTES)
+    corpus = Corpus(texts[1], texts[0], tokenizer_text, dict(dropped))
+    compare_documents(corpus, lock, name)
+    return corpus
+
+
+def first_bytes(documents: list[bytes], size: int) -> list[bytes]:
+    """The first documents, whole, up to a size in all."""
+    ends = np.cumsum([len(text) for text in documents])
+    return documents[: int(np.searchsorted(ends, size, side="right"))]
+
+
+def open_set(spec: str, workers: int) -> tuple[list[list[Any]], Corpus]:
+    """For --source pypi:NAME: what identifies the input, and the documents."""
+    name = spec.removeprefix("pypi:")
+    lock = read_lock()
+    packages = set_packages(lock, name)
+    corpus = make_corpus(lock, name, wheel_folder(), workers)
+    for reason, count in sorted(corpus.dropped.items()):
+        print(f"{count:9,} {reason}")
+    files = [[package["file"], package["size"], package["sha256"]] for package in packages]
+    return [[spec], *files], corpus
+
+
+def read_all(paths: list[Path], workers: int) -> Iterator[tuple[list[Section], Counter]]:
+    """read_wheel over the paths, in their order."""
+    names = [str(path) for path in paths]
+    with tqdm(total=len(names), desc="reading", unit="wheel", disable=None) as bar:
+        if workers == 1:
+            for name in names:
+                yield read_wheel(name)
+                bar.update()
+            return
+        with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
+            for result in pool.map(read_wheel, names):
+                yield result
+                bar.update()
+
+
+def hash_documents(documents: Iterable[bytes]) -> str:
+    """sha256 over the documents in their order, each after its length."""
+    digest = hashlib.sha256()
+    for text in documents:
+        digest.update(len(text).to_bytes(8, "little"))
+        digest.update(text)
+    return digest.hexdigest()
+
+
+def describe(corpus: Corpus) -> dict[str, Any]:
+    """What the lock states of the documents of a set."""
+    return {
+        split: {
+            "documents": len(documents),
+            "bytes": sum(map(len, documents)),
+            "sha256": hash_documents(documents),
+        }
+        for split, documents in (("train", corpus.train), ("val", corpus.val))
+    }
+
+
+def compare_documents(corpus: Corpus, lock: dict[str, Any], name: str) -> None:
+    """The first layer; a set that the lock does not describe yet passes."""
+    stated = lock["sets"][name].get("documents")
+    if not stated:
+        return
+    found = describe(corpus)
+    for split in ("val", "train"):
+        if found[split] != stated[split]:
+            fail(
+                f"the wheels of pypi:{name} are those of the lock, but their {split} documents differ "
+                f"({found[split]['documents']:,} with sha256 {found[split]['sha256'][:12]}, the lock states "
+                f"{stated[split]['documents']:,} with {stated[split]['sha256'][:12]}); check that data/ is "
+                f"unchanged, and report your versions of Python and numpy"
+            )
+
+
+def compare_build(args: argparse.Namespace) -> None:
+    """compare_dataset after data/pretrain.py, unless flags asked for another dataset."""
+    flags = ["max_documents", "max_bytes", "val_source", "val_documents", "tokenizer", "vocab_size"]
+    flags = [flag for flag in flags if getattr(args, flag) is not None]
+    if flags:
+        names = ", ".join(f"--{flag.replace('_', '-')}" for flag in flags)
+        print(f"not compared with the lock, which holds for a dataset made without {names}")
+    else:
+        compare_dataset(args.out, args.source.removeprefix("pypi:"))
+
+
+def compare_dataset(out: Path, name: str, lock: dict[str, Any] | None = None) -> None:
+    """The layers after the documents: the first that differs ends the script."""
+    lock = lock or read_lock()
+    stated = read_set(lock, name).get("dataset")
+    if not stated:
+        return
+    dataset = read_dataset(out)
+    found = dataset_layers(dataset)
+    if found["tokenizer"] != stated["tokenizer"]:
+        fail(
+            f"{out} has the documents of pypi:{name}, but its tokenizer differs ({found['tokenizer'][:12]}, the "
+            f"lock states {stated['tokenizer'][:12]}); install the versions of requirements.txt and build it again"
+        )
+    for path in sorted(stated["shards"] | found["shards"]):
+        expected, actual = stated["shards"].get(path), found["shards"].get(path)
+        if actual != expected:
+            fail(
+                f"{out} has the documents and the tokenizer of pypi:{name}, but {path} differs (sha256 "
+                f"{(actual or 'none')[:12]}, the lock states {(expected or 'none')[:12]}); install the versions "
+                f"of requirements.txt and build it again"
+            )
+    print(f"{out} is pypi:{name} bit for bit (fingerprint {dataset['fingerprint'][:12]})")
+
+
+def dataset_layers(dataset: dict[str, Any]) -> dict[str, Any]:
+    """What the lock states of a dataset directory."""
+    shards = {
+        path: entry["sha256"]
+        for path, entry in dataset["files"].items()
+        if path.startswith("pretrain/")
+    }
+    return {
+        "tokens": {split: total["tokens"] for split, total in dataset["splits"].items()},
+        "tokenizer": dataset["tokenizer_sha256"],
+        "shards": shards,
+        "fingerprint": dataset["fingerprint"],
+    }
+
+
+# --- commands ---------------------------------------------------------------------------------------------
+
+
+def verify(name: str, out: Path, workers: int) -> None:
+    """All layers of a dataset directory: wheels, documents, tokenizer, shards."""
+    lock = read_lock()
+    read_set(lock, name)
+    dataset = read_dataset(out)
+    make_corpus(lock, name, wheel_folder(), workers)
+    print(f"wheels and documents are those of pypi:{name}")
+    for path, entry in dataset["files"].items():
+        file = out / path
+        if not file.exists() or sha256_file(file) != entry["sha256"]:
+            fail(f"{file} is not the file that dataset.json lists; delete {out} and build it again")
+    compare_dataset(out, name, lock)
+
+
+def write_lock(name: str, out: Path | None, workers: int) -> None:
+    """Notes the documents of a set, or, with a dataset directory that was built since, all the rest."""
+    lock = read_lock()
+    entry = read_set(lock, name)
+    if out is None:
+        entry.pop("documents", None)
+        entry.pop("dataset", None)
+        corpus = make_corpus(lock, name, wheel_folder(), workers)
+        entry["documents"] = describe(corpus)
+        entry["dropped"] = dict(sorted(corpus.dropped.items()))
+    else:
+        entry["dataset"] = dataset_layers(read_dataset(out))
+    write_atomic(LOCK, [format_lock(lock).encode()])
+    print(json.dumps(entry, indent=1))
+
+
+def format_lock(lock: dict[str, Any]) -> str:
+    """JSON with a line for each wheel."""
+    packages = ",\n".join("  " + json.dumps(package) for package in lock["packages"])
+    sets = json.dumps(lock["sets"], indent=1).replace("\n", "\n ")
+    return (
+        f'{{\n "format": "{LOCK_FORMAT}",\n "packages": [\n{packages}\n ],\n "sets": {sets}\n}}\n'
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Verify a dataset made of pinned wheels.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    p = commands.add_parser(
+        "verify", help="compare a dataset directory with the lock, layer by layer"
+    )
+    p.add_argument("set", help="p34 or p100")
+    p.add_argument("data", type=Path, help="dataset directory, e.g. data/shards/p34")
+    p.add_argument("--workers", type=int, default=1, help="reading processes")
+    p = commands.add_parser(
+        "lock", help="write what was made into the lock (after a change of rules)"
+    )
+    p.add_argument("set", help="p34 or p100")
+    p.add_argument("data", type=Path, nargs="?", help="dataset directory made of these documents")
+    p.add_argument("--workers", type=int, default=1, help="reading processes")
+    args = parser.parse_args()
+    if args.workers < 1:
+        fail(f"--workers must be at least 1, found {args.workers}; leave it out for the default")
+    if args.command == "verify":
+        verify(args.set, args.data, args.workers)
+    else:
+        write_lock(args.set, args.data, args.workers)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,442 @@
+"""The corpus of pinned wheels, on tiny wheels made here: rules, near duplicates, pip's errors, the lock."""
+
+import functools
+import hashlib
+import itertools
+import json
+import random
+import shutil
+import sys
+import zipfile
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "data"))
+import format
+import pretrain
+import pypi
+
+WORDS = [
+    f"{a}{b}" for a, b in itertools.product("ka lo mi ren tus vel dor".split(), "ba che fi nor sul wax zet".split())
+]
+BLOCKS = 30
+
+
+def prose(seed: int, lines: int = 40) -> str:
+    """Lines of words that look like a person's code to every rule."""
+    rng = random.Random(seed)
+    return "".join(f"{' '.join(rng.choices(WORDS, k=8))}\n" for _ in range(lines))
+
+
+def make_wheel(folder: Path, name: str, members: dict[str, str | bytes], version: str = "1.0") -> Path:
+    """A wheel that pip accepts, with the same bytes each time."""
+    folder.mkdir(parents=True, exist_ok=True)
+    info = f"{name}-{version}.dist-info"
+    members = {
+        **members,
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n",
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        f"{info}/RECORD": "",
+        f"{info}/licence.txt": prose(99),
+    }
+    path = folder / f"{name}-{version}-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as wheel:
+        for member, content in members.items():
+            wheel.writestr(zipfile.ZipInfo(member), content, zipfile.ZIP_DEFLATED)
+    return path
+
+
+def entry(path: Path, part: str) -> dict:
+    name, version, *_ = path.name.split("-")
+    sha256 = format.sha256_file(path)
+    size = path.stat().st_size
+    return {
+        "name": name, "version": version, "part": part, "licence": "MIT", "file": path.name, "size": size,
+        "sha256": sha256,
+    }  # fmt: skip
+
+
+@pytest.fixture
+def downloaded(world):
+    """The same with the wheels in place already."""
+    shutil.copytree(world / "index", world / "wheels")
+    return world
+
+
+@pytest.fixture
+def world(tmp_path, monkeypatch):
+    """Four wheels in index/, a lock that names them, and a pip that knows that folder alone."""
+    index = tmp_path / "index"
+    copied = prose(1)
+    packages = [
+        entry(make_wheel(index, "held", {"held/a.py": copied, "held/b.md": prose(2)}), "val"),
+        entry(make_wheel(index, "one", {"one/a.py": copied, "one/b.py": prose(3), "one/c.rst": prose(4)}), "p34"),
+        entry(make_wheel(index, "two", {f"two/{i}.py": prose(10 + i) for i in range(20)}), "p34"),
+        entry(make_wheel(index, "more", {f"more/{i}.py": prose(40 + i) for i in range(20)}), "p100"),
+    ]
+    sets = {"p34": {"parts": ["val", "p34"]}, "p100": {"parts": ["val", "p34", "p100"]}}
+    lock = {"format": pypi.LOCK_FORMAT, "packages": packages, "sets": sets}
+    (tmp_path / "lock.json").write_text(pypi.format_lock(lock))
+    monkeypatch.setattr(pypi, "LOCK", tmp_path / "lock.json")
+    monkeypatch.setenv("DECODERSTACK_WHEELS", str(tmp_path / "wheels"))
+    monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(index))
+    return tmp_path
+
+
+def build(world: Path, name: str, workers: int, *more: object) -> Path:
+    """Runs data/pretrain.py in this process, where the lock is the test's."""
+    out = world / f"{name}-{workers}"
+    argv = ["pretrain.py", "--source", f"pypi:{name}", "--out", out, "--workers", workers, *more]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", list(map(str, argv)))
+        patch.setattr(pretrain.tokenizer, "VOCAB_SIZE", 320)
+        pretrain.main()
+    return out
+
+
+def sections(*texts: str) -> list[pypi.Section]:
+    result = []
+    for text in texts:
+        digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
+        result.append(pypi.Section(text.encode(), digest, pypi.sketch(pypi.shingles(text.encode()))))
+    return result
+
+
+# --- rules ------------------------------------------------------------------------------------------------
+
+TABLE = "".join(f'    "{a}{b}": "{b}{a}",\n' for a, b in itertools.combinations(WORDS[:12], 2))
+DROPPED = {
+    "x/_vendor/y/a.py": (prose(5), "files in vendored copies and translations"),
+    "x/Third_Party/a.py": (prose(5), "files in vendored copies and translations"),
+    "x/locale/de/notes.txt": (prose(5), "files in vendored copies and translations"),
+    "x/LICENSE-MIT.txt": (prose(5), "files by name"),
+    "x/requirements-dev.txt": (prose(5), "files by name"),
+    "x/service_pb2.py": (prose(5), "files by name"),
+    "x/large.py": (prose(5) * 400, "files over 400,000 bytes"),
+    "x/latin.py": (prose(5).encode() + b"\xe9\n", "files that are not UTF-8 text"),
+    "x/zero.txt": (prose(5) + "\0", "files that are not UTF-8 text"),
+    "x/made.py": ("# This file was generated by tools/make.py\n" + prose(5), "generated files"),
+    "x/made2.py": ("# Do NOT edit this file manually\n" + prose(5), "generated files"),
+    "x/made3.py": (prose(5) + "\n# This file is auto-generated.\n", "generated files"),
+    "x/short.py": ("import this\n", "short sections"),
+    "x/table.py": (TABLE, "sections of data"),
+    "x/numbers.txt": ("".join(f"row {i} {i * i} {i**3}\n" for i in range(100, 200)), "sections of data"),
+    "x/line.py": (prose(5) + f"blob = {'abcd' * 300}\n", "sections of data"),
+    "x/signs.txt": ("x = ((a)) + [[b]] - {{c}}; !!\n" * 12, "sections of data"),
+    "x/same.py": (prose(5) + "call_it_again(with_this)\n" * 60, "sections of data"),
+}
+
+
+@pytest.mark.parametrize("name", DROPPED)
+def test_each_rule_drops_its_file_and_nothing_else(tmp_path, name):
+    text, reason = DROPPED[name]
+    path = make_wheel(tmp_path, "x", {name: text, "x/good.py": prose(6)})
+    kept, dropped = pypi.read_wheel(str(path))
+    assert [section.text.decode() for section in kept] == [prose(6)]
+    assert dropped == {reason: 1}
+
+
+def test_text_that_a_person_wrote_stays(tmp_path):
+    """Words of the rules inside ordinary code and prose, endings that are not read."""
+    files = {
+        "x/tests/test_generated.py": '"""Files are generated from the template."""\n' + prose(1),
+        "x/data/notes.md": "# Notes\n\n" + "".join(f"- {line}\n" for line in prose(2).splitlines()),
+        "x/stub.pyi": prose(3),
+        "x/manual.RST": prose(4),
+        "x/linear_constraints.py": prose(9),
+        "x/module.c": prose(7),
+        "x/page.html": prose(8),
+    }
+    kept, dropped = pypi.read_wheel(str(make_wheel(tmp_path, "x", files)))
+    assert sorted(section.text.decode() for section in kept) == sorted(list(files.values())[:5])
+    assert not dropped
+
+
+def test_text_is_normalised_and_cut_into_sections(tmp_path):
+    body = "".join(f"def f{i}(x):\n    return x  # {' '.join(WORDS[i % 40 : i % 40 + 8])}\n\n\n" for i in range(400))
+    mixed = body.replace("\n", "\r\n", 700).replace("):\n", "):\r")
+    data = b"\xef\xbb\xbf" + mixed.encode()
+    kept, dropped = pypi.read_wheel(str(make_wheel(tmp_path, "x", {"x/a.py": data})))
+    texts = [section.text.decode() for section in kept]
+    assert "".join(texts) == body and not dropped
+    assert len(texts) > 4 and max(map(len, texts)) <= pypi.SECTION
+    assert all(text.startswith("def ") for text in texts)
+
+
+# --- near duplicates --------------------------------------------------------------------------------------
+
+
+@functools.cache
+def five_words(text: str) -> set[tuple[str, ...]]:
+    words = text.split()
+    return {tuple(words[i : i + 5]) for i in range(len(words) - 4)}
+
+
+def jaccard(a: str, b: str) -> float:
+    """By definition: the shared part of two sets of runs of five words."""
+    both = len(five_words(a) & five_words(b))
+    return both / (len(five_words(a)) + len(five_words(b)) - both)
+
+
+def edited(text: str, share: float, seed: int) -> str:
+    """The text with a share of its lines replaced."""
+    lines = text.splitlines(keepends=True)
+    for i in random.Random(seed).sample(range(len(lines)), round(share * len(lines))):
+        lines[i] = prose(1000 * seed + i, 1)
+    return "".join(lines)
+
+
+def test_near_duplicates_are_those_of_a_brute_force_comparison():
+    texts = []
+    for i in range(BLOCKS):
+        original = prose(i)
+        texts += [original] + [edited(original, share, 7 * i + 1) for share in (0.02, 0.1, 0.3, 0.8)]
+    dropped = Counter()
+    kept = [text.decode() for text in pypi.drop_duplicates([sections(*texts)], dropped)[0]]
+    gone = set(texts) - set(kept)
+    assert dropped["near duplicates"] == len(gone) and BLOCKS <= len(gone) <= 4 * BLOCKS
+
+    # The estimate from 72 values is within 0.18 (three standard deviations) of the true similarity.
+    for a, b in itertools.combinations(kept, 2):
+        assert jaccard(a, b) < 0.68
+    for text in gone:
+        assert max(jaccard(text, other) for other in kept) > 0.32
+    similar = sum(jaccard(a, b) > 0.68 for a, b in itertools.combinations(texts, 2))
+    assert similar >= BLOCKS, "the test holds pairs that must be found"
+
+
+def test_the_sketch_estimates_the_jaccard_similarity():
+    errors = []
+    for seed in range(60):
+        text = prose(seed)
+        other = edited(text, (seed % 10) / 12, seed + 100)
+        first, second = sections(text, other)
+        errors.append(np.mean(first.sketch == second.sketch) - jaccard(text, other))
+    assert abs(np.mean(errors)) < 0.03 and np.std(errors) < 0.09
+
+
+def test_hashes_are_the_same_on_every_machine():
+    """Literal values: another Python, numpy or processor must give them too."""
+    runs = pypi.shingles("def caf\u00e9(x_1): return x_1 + 42 # a\u2028b".encode())
+    assert hashlib.sha256(runs.astype("<u8").tobytes()).hexdigest()[:16] == "b35a40a8899d8cad"
+    assert hashlib.sha256(pypi.sketch(runs).astype("<u4").tobytes()).hexdigest()[:16] == "3e8ccfcf74c137b7"
+    assert len(pypi.shingles(b"one two")) == len(pypi.shingles(b"")) == 1
+
+
+def test_validation_goes_first_and_the_first_hash_stays():
+    a, b, c, d = prose(1), prose(2), prose(3), prose(4)
+    val, train = pypi.drop_duplicates([sections(a, b), sections(edited(a, 0.02, 1), b, c, edited(d, 0.02, 2), d)])
+    assert sorted(val) == sorted([a.encode(), b.encode()])
+    assert len(train) == 2 and c.encode() in train
+    pair = sections(d, edited(d, 0.02, 2))
+    assert min(pair, key=lambda section: section.digest).text in train
+    assert train == sorted(train, key=lambda text: hashlib.blake2b(text, digest_size=16).digest())
+
+
+# --- archives that are not what they state ----------------------------------------------------------------
+
+
+def test_an_archive_that_lies_about_a_size_is_refused(tmp_path):
+    """50 MB of zeros that state 1,000 bytes: no more than the limit is unpacked."""
+    path = make_wheel(tmp_path, "x", {"x/a.txt": b" " * 50_000_000})
+    data = path.read_bytes()
+    path.write_bytes(data.replace((50_000_000).to_bytes(4, "little"), (1_000).to_bytes(4, "little")))
+    with pytest.raises(SystemExit, match="x/a.txt|not a readable wheel"):
+        pypi.read_wheel(str(path))
+
+
+def test_an_archive_with_too_much_text_is_refused_before_it_is_read(tmp_path, monkeypatch):
+    path = make_wheel(tmp_path, "x", {f"x/{i}.py": prose(i) for i in range(5)})
+    monkeypatch.setattr(pypi, "WHEEL_LIMIT", 5_000)
+    monkeypatch.setattr(zipfile.ZipFile, "open", lambda *args: pytest.fail("read"))
+    with pytest.raises(SystemExit, match="more than the"):
+        pypi.read_wheel(str(path))
+
+
+@pytest.mark.parametrize("method", [zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+def test_only_plain_compression_is_read(tmp_path, method):
+    path = tmp_path / "x.whl"
+    with zipfile.ZipFile(path, "w", method) as wheel:
+        wheel.writestr("x/a.py", prose(1))
+    with pytest.raises(SystemExit, match="not a plain wheel"):
+        pypi.read_wheel(str(path))
+
+
+def test_a_damaged_archive_is_one_sentence(tmp_path):
+    path = make_wheel(tmp_path, "x", {"x/a.py": prose(1)})
+    data = bytearray(path.read_bytes())
+    data[60] ^= 255
+    path.write_bytes(data)
+    with pytest.raises(SystemExit, match="not a readable wheel"):
+        pypi.read_wheel(str(path))
+    path.write_bytes(data[:100])
+    with pytest.raises(SystemExit, match="not a readable wheel"):
+        pypi.read_wheel(str(path))
+
+
+# --- pip --------------------------------------------------------------------------------------------------
+
+
+def test_wheels_are_downloaded_once(world, monkeypatch, capsys):
+    packages = pypi.set_packages(pypi.read_lock(), "p34")
+    folder = world / "wheels"
+    paths = pypi.fetch(packages, folder)
+    assert [format.sha256_file(path) for path in paths] == [package["sha256"] for package in packages]
+    assert sorted(p.name for p in folder.iterdir()) == sorted(p["file"] for p in packages)
+
+    # A damaged one is fetched again, and it alone.
+    paths[0].write_bytes(b"damaged")
+    assert "downloading 3 wheels" in capsys.readouterr().out
+    pypi.fetch(packages, folder)
+    printed = capsys.readouterr().out
+    assert "is damaged" in printed and "downloading 1 wheels" in printed
+    assert format.sha256_file(paths[0]) == packages[0]["sha256"]
+
+    monkeypatch.setattr(pypi, "download", lambda *args: pytest.fail("downloaded again"))
+    assert pypi.fetch(packages, folder) == paths
+
+
+def test_what_was_downloaded_stays_when_the_index_lacks_a_wheel(world):
+    (world / "index/two-1.0-py3-none-any.whl").unlink()
+    packages = pypi.set_packages(pypi.read_lock(), "p34")
+    with pytest.raises(SystemExit, match=r"the configured index has no two-1.0-py3-none-any.whl; .* stays"):
+        pypi.fetch(packages, world / "wheels")
+    names = sorted(path.name for path in (world / "wheels").iterdir())
+    assert names == ["held-1.0-py3-none-any.whl", "one-1.0-py3-none-any.whl"]
+
+
+def test_another_file_under_the_name_is_refused(world):
+    make_wheel(world / "index", "two", {"two/evil.py": prose(77)})
+    packages = pypi.set_packages(pypi.read_lock(), "p34")
+    with pytest.raises(SystemExit, match="another file for two==1.0 .* its sha256 differs"):
+        pypi.fetch(packages, world / "wheels")
+    assert not (world / "wheels/two-1.0-py3-none-any.whl").exists()
+
+
+def test_a_yanked_release_is_downloaded_all_the_same(world, monkeypatch):
+    """An index that marks a release as withdrawn still gives the file to those who pin it."""
+    page = world / "simple/held/index.html"
+    page.parent.mkdir(parents=True)
+    wheel = world / "index/held-1.0-py3-none-any.whl"
+    page.write_text(f'<html><body><a href="{wheel.as_uri()}" data-yanked="broken">{wheel.name}</a></body></html>')
+    monkeypatch.delenv("PIP_NO_INDEX")
+    monkeypatch.delenv("PIP_FIND_LINKS")
+    monkeypatch.setenv("PIP_INDEX_URL", (world / "simple").as_uri())
+    packages = pypi.set_packages(pypi.read_lock(), "p34")[:1]
+    assert format.sha256_file(pypi.fetch(packages, world / "wheels")[0]) == packages[0]["sha256"]
+
+
+def test_no_network_is_one_sentence(world, monkeypatch):
+    monkeypatch.delenv("PIP_NO_INDEX")
+    monkeypatch.delenv("PIP_FIND_LINKS")
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
+    for retries in ("0", "1"):
+        monkeypatch.setenv("PIP_RETRIES", retries)
+        packages = pypi.set_packages(pypi.read_lock(), "p34")[:1]
+        with pytest.raises(SystemExit, match="cannot reach its index for held==1.0"):
+            pypi.fetch(packages, world / "wheels")
+
+
+@pytest.mark.parametrize(
+    "output, message",
+    [
+        ("python: No module named pip\n", "no pip; run"),
+        ("ERROR: Could not install packages: [Errno 28] No space left on device\n", "the disk is full"),
+        ("WARNING: x\nERROR: something else\n\nNotice: y\n", r"cannot download a==1 \(something else\)"),
+        ("", "no message"),
+    ],
+)
+def test_other_answers_of_pip_are_one_sentence(output, message):
+    sentence = pypi.explain("a==1", "a-1-py3-none-any.whl", output)
+    assert "\n" not in sentence
+    with pytest.raises(SystemExit, match=message):
+        format.fail(sentence)
+
+
+def test_an_unknown_set_is_one_sentence(world):
+    with pytest.raises(SystemExit, match="pypi:p7 is unknown; choose one of pypi:p34, pypi:p100"):
+        pypi.open_set("pypi:p7", 1)
+
+
+# --- the lock ---------------------------------------------------------------------------------------------
+
+
+def test_the_dataset_does_not_depend_on_the_workers_and_the_lock_names_the_layer(downloaded, capsys):
+    one = build(downloaded, "p34", 1)
+    two = build(downloaded, "p34", 2)
+    dataset = format.read_dataset(one)
+    assert dataset["fingerprint"] == format.read_dataset(two)["fingerprint"]
+    assert dataset["splits"]["val"]["documents"] == 2
+    assert dataset["splits"]["train"]["documents"] == 22, "one of 23 is in validation"
+    assert dataset["sources"][:2] == ["pypi:p34", "held-1.0-py3-none-any.whl"]
+
+    pypi.write_lock("p34", None, 1)
+    pypi.write_lock("p34", one, 1)
+    capsys.readouterr()
+    pypi.verify("p34", two, 2)
+    assert "bit for bit" in capsys.readouterr().out
+    lock = json.loads(pypi.LOCK.read_text())
+
+    def change(*path: str) -> None:
+        """Spoils one value of the lock."""
+        value = json.loads(json.dumps(lock))
+        inner = value["sets"]["p34"]
+        for key in path[:-1]:
+            inner = inner[key]
+        inner[path[-1]] = "0" * 64
+        pypi.LOCK.write_text(json.dumps(value))
+
+    change("documents", "train", "sha256")
+    with pytest.raises(SystemExit, match="wheels of pypi:p34 are those of the lock, but their train documents differ"):
+        pypi.verify("p34", one, 1)
+    change("dataset", "tokenizer")
+    with pytest.raises(SystemExit, match="has the documents of pypi:p34, but its tokenizer differs"):
+        pypi.verify("p34", one, 1)
+    change("dataset", "shards", "pretrain/val_000000.bin")
+    with pytest.raises(SystemExit, match="the documents and the tokenizer of pypi:p34, but pretrain/val_000000.bin"):
+        pypi.verify("p34", one, 1)
+
+    pypi.LOCK.write_text(json.dumps(lock))
+    shard = one / "pretrain/train_000000.bin"
+    shard.write_bytes(shard.read_bytes()[:-1] + b"\1")
+    with pytest.raises(SystemExit, match="is not the file that dataset.json lists"):
+        pypi.verify("p34", one, 1)
+
+
+def test_both_sets_share_validation_and_tokenizer(downloaded):
+    small = format.read_dataset(build(downloaded, "p34", 1))
+    large = format.read_dataset(build(downloaded, "p100", 1))
+    assert large["tokenizer_sha256"] == small["tokenizer_sha256"]
+    assert large["files"]["pretrain/val_000000.bin"] == small["files"]["pretrain/val_000000.bin"]
+    assert large["splits"]["train"]["documents"] == 42
+    assert build(downloaded, "p100", 1) == downloaded / "p100-1", "a complete one is left alone"
+
+
+def test_a_dataset_made_with_other_flags_is_not_compared(downloaded, capsys):
+    pypi.write_lock("p34", None, 1)
+    pypi.write_lock("p34", build(downloaded, "p34", 1), 1)
+    build(downloaded, "p34", 2, "--max-documents", 5)
+    assert (
+        "not compared with the lock, which holds for a dataset made without --max-documents" in capsys.readouterr().out
+    )
+
+
+def test_the_committed_lock():
+    lock = pypi.read_lock()
+    assert pypi.LOCK.read_text() == pypi.format_lock(lock)
+    assert {package["licence"] for package in lock["packages"]} <= {"Apache-2.0", "BSD-2-Clause", "BSD-3-Clause", "MIT"}
+    names = [package["name"] for package in lock["packages"]]
+    assert len(set(names)) == len(names) >= 60
+    assert all(package["file"].endswith("py3-none-any.whl") for package in lock["packages"])
+    small, large = lock["sets"]["p34"], lock["sets"]["p100"]
+    assert small["dataset"]["tokens"]["train"] >= 34_013_184
+    assert large["dataset"]["tokens"]["train"] >= 100_000_000
+    assert small["documents"]["val"] == large["documents"]["val"]
+    assert small["dataset"]["tokenizer"] == large["dataset"]["tokenizer"]
+    val = "pretrain/val_000000.bin"
+    assert small["dataset"]["shards"][val] == large["dataset"]["shards"][val]
