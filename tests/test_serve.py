@@ -13,7 +13,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -32,6 +31,7 @@ sys.path.insert(0, str(ROOT / "data"))
 sys.path.insert(0, str(ROOT / "runs"))
 import chat
 import engine
+import protocol
 import serve
 import sft
 
@@ -106,7 +106,7 @@ def lonely(runs):
 def expected(running, prompts, stops=None, **options) -> list[str]:
     """What the model says, by Generator in this thread, from ids."""
     generator = engine.Generator(running.worker.model, running.server.tokenizer)
-    rows = generator.complete(prompts, stop=running.server.stops if stops is None else stops, **options)
+    rows = generator.complete(prompts, stop=running.server.protocol.stops if stops is None else stops, **options)
     return [running.server.tokenizer.decode(c.tokens) for c in rows]
 
 
@@ -244,9 +244,9 @@ def test_sampling_follows_the_seed(talker):
     texts = [ask(seed=seed).choices[0].message.content for seed in (1, 1, 2, -(2**63), 2**63 - 1)]
     assert texts[0] == texts[1] and len(set(texts)) == 4
     assert len({ask().choices[0].message.content for _ in range(3)}) == 3, "without a seed it is drawn"
-    config = talker.server.config
     default = talker.chat(model="talker", messages=HELLO, max_tokens=20, seed=3).choices[0].message.content
-    wanted = {"temperature": config.temperature, "top_k": config.top_k, "top_p": config.top_p}
+    usual = engine.Completion
+    wanted = {"temperature": usual.temperature, "top_k": usual.top_k, "top_p": usual.top_p}
     assert [default] == expected(talker, [rendered(talker, HELLO)], max_tokens=20, seed=3, **wanted)
 
 
@@ -264,7 +264,7 @@ def test_64_clients_get_what_each_gets_alone(talker):
     alone = [ask(i) for i in range(64)]
     with ThreadPoolExecutor(64) as pool:
         assert list(pool.map(ask, range(64))) == alone
-    assert len(set(alone)) > 50 and not talker.worker.jobs and not talker.worker.waiting
+    assert len(set(alone)) > 50 and not talker.worker.jobs and not talker.worker.waiting()
 
 
 def test_tool_calls(talker):
@@ -296,7 +296,7 @@ def test_tool_calls(talker):
         assert talker.chat(**ask).choices[0].message.content == "is [3*4 = 12]"
     # "is [3*4 = 12]" comes back
     again = [*HELLO, {"role": "assistant", "content": "is [3*4 = 12]"}, {"role": "user", "content": "the"}]
-    ids = talker.server.render(again)
+    ids = talker.server.protocol.render(again)
     talk = [*HELLO, {"role": "assistant", "content": [
         {"type": "text", "text": "is "}, {"type": "python", "text": "3*4"}, {"type": "python_output", "text": "12"}
     ]}, {"role": "user", "content": "the"}]  # fmt: skip
@@ -305,16 +305,19 @@ def test_tool_calls(talker):
     assert cached > ids.index(special["output_end"])
     lies = [*HELLO, {"role": "assistant", "content": "[3*4 = 13] [x = 1] [ = ]"},
             {"role": "user", "content": "[1+1 = 2]"}]  # fmt: skip
-    assert talker.server.render(lies) == rendered(talker, lies), "other brackets are text"
+    assert talker.server.protocol.render(lies) == rendered(talker, lies), "other brackets are text"
 
 
 def test_a_row_that_holds_all_of_a_prompt_does_not_help():
     """The last token of a prompt must go in anew, so the row that holds the longest shorter beginning is taken."""
     rows = SimpleNamespace(rows=4, known=[[9], [1, 2, 3], [1, 2], [1]])
     rows.held = functools.partial(engine.Decoder.held, rows)
-    job = SimpleNamespace(gone=False, completion=SimpleNamespace(prompt=[1, 2, 3]), cached=0)
-    worker = SimpleNamespace(decoder=rows, jobs={}, waiting=deque([job]), ended=[0, 1, 2, 3])
-    assert serve.Worker.place(worker) == {2: job} and job.cached == 2
+    job = SimpleNamespace(reason="", completion=engine.Completion([1, 2, 3]))
+    ask = protocol.Ask([], chat=True, stream=False, usage=False, prompt_tokens=3)
+    ask.waiting.append(job)
+    queue = {ask: None}
+    worker = SimpleNamespace(decoder=rows, jobs={}, queue=queue, ended=[0, 1, 2, 3], holds_back=lambda: False)
+    assert serve.Worker.place(worker) == {2: job} and not queue
 
 
 def test_a_conversation_keeps_its_cache(lonely, talker):
@@ -341,7 +344,7 @@ def test_a_conversation_keeps_its_cache(lonely, talker):
 
 
 def make_reader(running, stops=()):
-    return serve.Reader(running.server.tokenizer, tuple(stops))
+    return protocol.Reader(running.server.tokenizer, tuple(stops))
 
 
 def read(reader, ids) -> tuple[list[str], bool]:
@@ -358,7 +361,7 @@ def read(reader, ids) -> tuple[list[str], bool]:
 @given(st.text("abcé\n", max_size=40), st.lists(st.text("abcé\n", min_size=1, max_size=5), max_size=3))
 def test_stop_strings(text, stops):
     """Byte by byte: all of the text before the first place where a stop string is complete, and nothing of it."""
-    reader = serve.Reader(SimpleNamespace(bytes=[bytes([b]) for b in range(256)], specials={}), tuple(stops))
+    reader = protocol.Reader(SimpleNamespace(bytes=[bytes([b]) for b in range(256)], specials={}), tuple(stops))
     pieces, stopped = read(reader, text.encode())
     ends = [text.find(stop) + len(stop) for stop in stops if stop in text]
     first = min(ends, default=None)
@@ -413,11 +416,16 @@ def test_characters_are_whole(talker):
         ({"messages": [{"role": "king", "content": "x"}]}, 'role "king"; known are', "messages[0].role"),
         ({"messages": [{"role": "tool", "content": "x"}]}, 'role "tool"', "messages[0].role"),
         ({"messages": [{"role": ["user"], "content": "x"}]}, "has the role", "messages[0].role"),
-        ({"messages": [*HELLO, *HELLO]}, "take turns", "messages[1].role"),
-        ({"messages": [{"role": "assistant", "content": "x"}]}, "expected user", "messages[0].role"),
-        ({"messages": [*HELLO, {"role": "system", "content": "x"}]}, "only the first", "messages[1]"),
-        ({"messages": [*HELLO, {"role": "assistant", "content": "x"}]}, "last message", "messages"),
-        ({"messages": [{"role": "system", "content": "x"}]}, "last message", "messages"),
+        ({"messages": [{"role": "system", "content": " "}]}, "one of the user", "messages"),
+        ({"messages": [{"role": "assistant", "content": ""}]}, "one of the user", "messages"),
+        ({"logprobs": 1}, "true or false, found 1", "logprobs"),
+        ({"top_logprobs": 2}, "needs logprobs", "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "at most 20", "top_logprobs"),
+        ({"echo": False}, "unknown parameter", "echo"),
+        ({"min_p": 1.5}, "at most 1", "min_p"),
+        ({"presence_penalty": -2.5}, "at least -2", "presence_penalty"),
+        ({"frequency_penalty": "x"}, "must be a number", "frequency_penalty"),
+        ({"logit_bias": {"5": 1}}, "not supported", "logit_bias"),
         ({"max_tokens": 0}, "at least 1 and at most 512, found 0", "max_tokens"),
         ({"max_tokens": 513}, "at most 512, found 513", "max_tokens"),
         ({"max_completion_tokens": 10**30}, "at most 512", "max_completion_tokens"),
@@ -441,7 +449,6 @@ def test_characters_are_whole(talker):
         ({"stream_options": {"include_usage": True}}, "only with stream", "stream_options"),
         ({"stream": True, "stream_options": {"include_usage": 2}}, "found 2", "stream_options.include_usage"),
         ({"stream": True, "stream_options": 5}, "must be an object", "stream_options"),
-        ({"logprobs": True}, "logprobs is not supported", "logprobs"),
         ({"tools": [{"type": "function"}]}, "tools is not supported", "tools"),
         ({"response_format": {"type": "json_object"}}, "not supported", "response_format"),
         ({"max_token": 5}, 'unknown parameter "max_token"', "max_token"),
@@ -546,7 +553,7 @@ def test_a_full_queue(lonely):
     with gate(lonely) as steps, ThreadPoolExecutor(2) as pool:
         ask = {"model": "talker", "messages": HELLO, "max_tokens": 2}
         first = [pool.submit(lonely.chat, **ask) for _ in range(2)]
-        until(lambda: len(lonely.worker.jobs) == len(lonely.worker.waiting) == 1)
+        until(lambda: len(lonely.worker.jobs) == lonely.worker.waiting() == 1)
         assert httpx2.get(f"{lonely.url}/health").json() == {"status": "ok", "rows": 1, "live": 1, "waiting": 1}
         with pytest.raises(openai.RateLimitError, match="2 answers are being written or wait") as caught:
             lonely.chat(**ask)
@@ -570,24 +577,24 @@ def test_a_client_that_leaves(lonely, stream, place):
             before = pool.submit(lonely.post, {**body, "stream": False, "max_tokens": 20})
             until(lambda: lonely.worker.jobs)
         other.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
-        until(lambda: lonely.worker.waiting if place == "queue" else lonely.worker.jobs)
-        job = lonely.worker.waiting[0] if place == "queue" else lonely.worker.jobs[0]
+        until(lambda: lonely.worker.queue if place == "queue" else lonely.worker.jobs)
+        job = [*lonely.worker.queue][0].jobs[0] if place == "queue" else lonely.worker.jobs[0]
         if place == "row":
             steps.release(5)
-            until(lambda: job.count == 5)
+            until(lambda: len(job.completion.tokens) == 5)
             if stream:
                 assert other.getresponse().read(10)
         other.sock.close() if other.sock else None
         other.close()
-        until(lambda: job.gone)
+        until(lambda: job.ask.gone)
         if place == "row":
             steps.release(1)  # the step that the worker waits in
             until(lambda: not lonely.worker.jobs)
-            assert 5 <= job.count <= 6 and job.completion.reason == ""
+            assert 5 <= len(job.completion.tokens) <= 6 and job.completion.reason == ""
         else:
+            assert not lonely.worker.queue, "it makes room at once"
             steps.release(10_000)
             assert before.result().json()["usage"]["completion_tokens"] <= 20
-            until(lambda: not lonely.worker.waiting)
             assert job.count == 0
         pool.shutdown()
     assert lonely.chat(model="talker", messages=HELLO, **QUIET).choices
@@ -602,7 +609,7 @@ def test_failures_are_told_and_survived(talker, capfd):
         with gate(talker) as steps, ThreadPoolExecutor(2) as pool:
             body = {"messages": secret, "max_tokens": 40, "temperature": 0}
             calls = [pool.submit(talker.post, {**body, "stream": stream}) for stream in (True, False)]
-            until(lambda: len(talker.worker.jobs) + len(talker.worker.waiting) == 2)
+            until(lambda: len(talker.worker.jobs) + talker.worker.waiting() == 2)
             gated, count = decoder.step, iter(range(100))
 
             def broken():
@@ -639,7 +646,7 @@ def test_nothing_is_left_of_requests(talker):
 
     def left():
         gc.collect()
-        kinds = (serve.Job, serve.Ask, serve.Reader, serve.Problem, engine.Completion)
+        kinds = (protocol.Job, protocol.Ask, protocol.Reader, protocol.Problem, engine.Completion)
         return [o for o in gc.get_objects() if type(o) in kinds]
 
     until(lambda: not left())
@@ -749,7 +756,7 @@ def test_page(talker, chromium, tmp_path):
             steps.release(3)
             page.keyboard.press("Escape")
             page.wait_for_selector("text=stopped")
-            until(lambda: all(job.gone for job in [*talker.worker.jobs.values()]))  # the server has heard of it
+            until(lambda: all(job.ask.gone for job in [*talker.worker.jobs.values()]))  # the server has heard of it
             steps.release(1)  # the step that the worker waits in
             until(lambda: not talker.worker.jobs)
         page.evaluate("document.getElementById('temperature').value = '9'")
