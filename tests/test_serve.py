@@ -421,7 +421,7 @@ def test_characters_are_whole(talker):
         ({"logprobs": 1}, "true or false, found 1", "logprobs"),
         ({"top_logprobs": 2}, "needs logprobs", "top_logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "at most 20", "top_logprobs"),
-        ({"echo": False}, "unknown parameter", "echo"),
+        ({"echo": True}, "not supported", "echo"),
         ({"min_p": 1.5}, "at most 1", "min_p"),
         ({"presence_penalty": -2.5}, "at least -2", "presence_penalty"),
         ({"frequency_penalty": "x"}, "must be a number", "frequency_penalty"),
@@ -538,7 +538,7 @@ def test_other_origins_are_refused(talker, runs):
         reply = talker.post(body, **headers)
         assert reply.status_code == status and ("error" in reply.json()) == (status != 200), (headers, reply.text)
     assert httpx2.get(talker.url, headers={"Host": "evil.example"}).status_code == 403
-    guard = serve.Guard(None, frozenset(["chat.example"]))
+    guard = serve.Guard(None, frozenset(["chat.example"]), None)
     headers = httpx2.Headers({"Host": "chat.example", "Origin": "https://chat.example"})
     assert guard.check(headers) is None, "behind a proxy that speaks TLS"
     page = httpx2.get(talker.url)
