@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 
 import httpx2
@@ -745,9 +746,9 @@ def test_page(talker, chromium, tmp_path):
         with script(talker, plan):
             browser.ask(page, "again")
         assert page.locator("#log .assistant").count() == 2
-        assert page.evaluate("turns[3].tokens") > page.evaluate("turns[1].tokens") > 0
+        assert page.evaluate("chat.turns[3].tokens") > page.evaluate("chat.turns[1].tokens") > 0
         page.reload()
-        until(lambda: page.locator("#log li").count() == 4)
+        until(lambda: page.locator("#log .turn").count() == 4)
         assert page.text_content(".assistant .call b") == " = 12", "a reload keeps the conversation"
         with gate(talker) as steps:
             page.fill("#message", "endless")
@@ -762,9 +763,12 @@ def test_page(talker, chromium, tmp_path):
         page.evaluate("document.getElementById('temperature').value = '9'")
         page.press("#message", "x")
         page.press("#message", "Enter")
-        assert page.locator("details[open]").count() == 1 and not talker.worker.jobs, "it shows what is wrong"
+        assert page.is_visible("#settings") and not talker.worker.jobs, "it shows what is wrong"
+        page.fill("#temperature", "0.75")
+        page.click("#done")
+        assert page.input_value("#message").endswith("x"), "the message is still there"
         page.click("#new")
-        assert page.locator("#log li").count() == 0 and page.is_visible("#empty")
+        assert page.locator("#log .turn").count() == 0 and page.is_visible("#empty")
         width = page.evaluate("[document.documentElement.scrollWidth, innerWidth]")
         assert width[0] <= width[1], "nothing is wider than a phone"
 
@@ -777,8 +781,12 @@ def test_page_drops_the_oldest_turns(talker, chromium):
             with script(talker, talker.server.tokenizer.encode("yes")):
                 browser.ask(page, text)
         assert page.locator(".assistant").count() == 3 and page.locator(".cut").count() == 1
-        seen = page.evaluate("turns.slice(first).length")
+        seen = page.evaluate("chat.turns.slice(chat.first).length")
         assert 1 < seen < 6 and page.locator(".cut ~ .user").count() == seen // 2
+        browser.ask(page, "word " * 600)
+        assert "the prompt has" in page.text_content(".note.bad")
+        assert page.evaluate("chat.turns.slice(chat.first).length") == seen, "a message too long drops nothing"
+        assert page.input_value("#message").startswith("word word")
 
 
 @pytest.mark.browser
@@ -790,4 +798,144 @@ def test_page_continues_texts(writer, chromium):
         browser.ask(page, "the rest of")
         bos, tok = writer.server.tokenizer.bos_id, writer.server.tokenizer
         (text,) = expected(writer, [[bos, *tok.encode("the rest of")]], max_tokens=200, temperature=0.0)
-        assert page.evaluate("turns[1].content") == text
+        assert page.evaluate("chat.turns[1].content") == text
+
+
+MARKUP = """Some **bold**, *thin* and `a <b>` text with snake_case_names and 3*4*5.
+
+1. one
+2. two <img src=x onerror=alert(1)>
+   - inner
+
+| a | b |
+|---|---|
+| 1 | <script>x</script> |
+
+```py
+x = "**not bold**"
+```
+<b>raw</b> [link](javascript:alert(1)) &amp; **open"""
+
+
+@pytest.mark.browser
+def test_page_renders_markdown_and_no_markup(talker, chromium):
+    """Blocks become elements; tags, links and entities of the text stay text."""
+    with browser.open_page(talker.url, chromium) as page:
+        with script(talker, talker.server.tokenizer.encode(MARKUP)):
+            browser.ask(page, "<img src=x>")
+        kinds = page.evaluate("[...document.querySelectorAll('.assistant .text *')].map((e) => e.nodeName).join(' ')")
+        assert kinds == ("P STRONG EM CODE OL LI LI UL LI DIV TABLE THEAD TR TH TH TBODY TR TD TD "
+                         "DIV DIV SPAN BUTTON PRE CODE P")  # fmt: skip
+        text = page.text_content(".assistant .text")
+        for piece in ("snake_case_names and 3*4*5.", "<img src=x onerror=alert(1)>", "<script>x</script>",
+                      '"**not bold**"', "<b>raw</b> [link](javascript:alert(1)) &amp; **open"):  # fmt: skip
+            assert piece in text
+        assert page.text_content(".user .text") == "<img src=x>" and page.locator("#log img, #log a").count() == 0
+        page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+        page.click(".code button")
+        page.wait_for_selector(".code >> text=Copied")
+        assert page.evaluate("navigator.clipboard.readText()") == 'x = "**not bold**"'
+
+
+@pytest.mark.browser
+def test_page_edits_regenerates_and_keeps_conversations(talker, chromium):
+    words = talker.server.tokenizer.encode
+    with browser.open_page(talker.url, chromium, (1200, 800)) as page:
+
+        def answer(text):
+            return script(talker, words(text))
+
+        with answer("first"):
+            page.click("#examples button")
+            page.wait_for_selector(".assistant >> text=Regenerate")
+        question = page.text_content(".user .text")
+        with answer("second"):
+            page.click("text=Regenerate")
+            page.wait_for_selector(".assistant .text >> text=second")
+            page.wait_for_selector("#send")
+        assert page.evaluate("chat.turns.map((turn) => turn.content)") == [question, "second"]
+        with answer("third"):
+            page.click("text=Edit")
+            page.keyboard.type("Tell me: ")
+            page.keyboard.press("Enter")
+            page.wait_for_selector(".assistant .text >> text=third")
+            page.wait_for_selector("#send")
+        assert len(page.evaluate("chat.turns")) == 2 and "Tell me: " in page.text_content(".user .text")
+        with page.expect_download() as download:
+            page.click("#export")
+        lines = open(download.value.path(), encoding="utf-8").read().splitlines()
+        assert [m["role"] for m in json.loads(lines[0])["messages"]] == ["user", "assistant"]
+        assert len(sft.check_messages(json.loads(lines[0]))) == 2, "data/sft.py reads it"
+        page.click("#new")
+        with answer("other"):
+            browser.ask(page, "Another talk")
+        assert page.locator("#chats li").count() == 2
+        page.click("#chats li:nth-child(2) .pick")
+        assert page.text_content(".assistant .text") == "third"
+        page.on("dialog", lambda dialog: dialog.accept())
+        page.click("#chats li.open >> text=Delete")
+        assert page.locator("#chats li").count() == 1 and page.is_visible("#empty")
+
+
+@pytest.mark.browser
+def test_page_reloaded_within_an_answer(talker, chromium):
+    """Question and partial answer stay; Continue goes on behind them; a phone's list opens and closes by keyboard."""
+    words = talker.server.tokenizer.encode
+    with browser.open_page(talker.url, chromium, (390, 700)) as page:
+        with gate(talker) as steps, script(talker, words("one two three four")):
+            page.fill("#message", "count")
+            page.press("#message", "Enter")
+            until(lambda: talker.worker.jobs)
+            steps.release(len(words("one two")))
+            until(lambda: page.text_content(".busy .text") == "one two")
+            page.reload()
+            page.wait_for_selector("#send:enabled")
+            steps.release(1)
+            until(lambda: not talker.worker.jobs)
+        assert page.text_content(".user .text") == "count" and page.text_content(".assistant .text") == "one two"
+        with script(talker, words(" three")):
+            page.click("text=Continue")
+            until(lambda: page.text_content(".assistant .text") == "one two three")
+            page.wait_for_selector("#send")
+        page.focus("#menu")
+        page.keyboard.press("Enter")
+        assert page.is_visible("#side") and page.evaluate("document.activeElement.className").startswith("bare pick")
+        page.keyboard.press("Escape")
+        assert not page.is_visible("#side") and page.evaluate("document.activeElement.id") == "menu"
+
+
+@pytest.mark.browser
+def test_page_asks_for_the_key(runs, chromium):
+    running = Running(runs[True], "--api-key", "a key", "--rows", "2")
+    try:
+        with browser.open_page(running.url, chromium, ready="#key") as page:
+            page.fill("#key", "a key")
+            page.press("#key", "Enter")
+            page.wait_for_selector("#send:enabled")
+            with script(running, running.server.tokenizer.encode("yes")):
+                browser.ask(page, "hello")
+            assert page.text_content(".assistant .text") == "yes"
+    finally:
+        running.close()
+
+
+AXE = Path(os.environ.get("AXE_PATH", "axe.min.js"))  # of the npm package axe-core
+
+
+@pytest.mark.browser
+@pytest.mark.skipif(not AXE.exists(), reason="AXE_PATH names no axe.min.js (npm pack axe-core)")
+@pytest.mark.parametrize("size", [(390, 844), (1400, 900)])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_page_has_no_axe_findings(talker, chromium, size, scheme):
+    with browser.open_page(talker.url, chromium, size, scheme=scheme, bypass_csp=True) as page:
+        page.evaluate(AXE.read_text(encoding="utf-8"))
+
+        def findings():
+            return [(v["id"], v["nodes"][0]["html"]) for v in page.evaluate("axe.run()")["violations"]]
+
+        assert findings() == []
+        with script(talker, talker.server.tokenizer.encode(MARKUP)):
+            browser.ask(page, "all kinds")
+        assert findings() == []
+        page.click("#setup")
+        assert findings() == []
