@@ -914,6 +914,7 @@ class Decoder:
         self.decode = torch.compile(decode) if compile else decode
         self.sample = torch.compile(sample) if compile else sample
         self.graphs = {} if graph and device.type == "cuda" else None  # by width
+        self.shaped_graphs = {}  # the same, of steps with penalties or min_p
         self.ahead = device.type == "cuda" if ahead is None else ahead
         self.flight: Flight | None = None
 
@@ -1105,26 +1106,27 @@ class Decoder:
         self.flight = None
         if not self.live:
             return []
-        if flight is None or not self.still_live(flight):
+        rows = self.still_live(flight) if flight else {}
+        if not rows:
             flight = self.launch(self.live)
+            rows = flight.rows
 
         # A tool's ids take the place of the sampled ones before they go in.
-        going_in = self.still_live(flight)
-        self.force({row: c.queue[0] for row, c in going_in.items() if c.queue})
+        self.force({row: c.queue[0] for row, c in rows.items() if c.queue})
         if self.ahead:
-            going_on = self.rest_those_at_their_end(flight)
+            going_on = self.rest_those_at_their_end(rows)
             if going_on:
                 self.flight = self.launch(going_on)
-        return self.accept(flight)
+        return self.accept(flight, rows)
 
     def still_live(self, flight: Flight) -> dict[int, Completion]:
         """Rows of a flight that still have the completion that they had at its start."""
         return {row: c for row, c in flight.rows.items() if self.live.get(row) is c}
 
-    def rest_those_at_their_end(self, flight: Flight) -> dict[int, Completion]:
-        """Rests the rows to which the ids in flight are the last. Returns the others."""
+    def rest_those_at_their_end(self, rows: dict[int, Completion]) -> dict[int, Completion]:
+        """Rests those of the rows in flight whose last id is in it. Returns the live others."""
         going_on = dict(self.live)
-        for row, completion in self.still_live(flight).items():
+        for row, completion in rows.items():
             if len(completion.tokens) + 1 >= completion.max_tokens:
                 self.state.positions[row] = -1
                 del going_on[row]
@@ -1146,11 +1148,11 @@ class Decoder:
         done.record()
         return Flight(dict(rows), copy, done, chances)
 
-    def accept(self, flight: Flight) -> list[Event]:
+    def accept(self, flight: Flight, rows: dict[int, Completion]) -> list[Event]:
         """Gives the ids of a step to the completions that wait for them."""
         sampled = flight.read()
         events = []
-        for row, completion in self.still_live(flight).items():
+        for row, completion in rows.items():
             token = completion.accept(sampled[row], self.tokenizer, self.marks)
             if token is not None and completion.logprobs is not None:
                 by_tool = completion.forced[-1]
@@ -1171,50 +1173,43 @@ class Decoder:
 
     def run(self, width: int, eager: bool = False) -> Tensor | None:
         """Computes a step, by a graph where there are graphs. Gives the logits if it is eager."""
+        shaped = any(completion.is_shaped() for completion in self.live.values())
         if self.graphs is None or eager:
-            return self.advance(width)
-        if width not in self.graphs:
-            self.graphs[width] = self.capture(width)
-        self.graphs[width].replay()
+            return self.advance(width, shaped)
+        graphs = self.shaped_graphs if shaped else self.graphs
+        if width not in graphs:
+            graphs[width] = self.capture(width, shaped)
+        graphs[width].replay()
         return None
 
-    def advance(self, width: int) -> Tensor:
+    def advance(self, width: int, shaped: bool) -> Tensor:
         """The work of a step, between tensors that stay where they are. Gives the logits."""
         state = self.state
         logits = self.decode(
             self.model, self.row_cache, state.tokens, state.previous, state.positions, self.weights
         )
         logits = logits[:, : self.tokenizer.vocab_size]  # without the padding of the vocabulary
+        if width == GREEDY:
+            sampled = logits.argmax(-1)
+        else:
+            sampled = self.draw(logits, width, shaped)
         state.previous.copy_(state.tokens)
-        state.tokens.copy_(self.choose(logits, width))
+        state.tokens.copy_(sampled)
         state.positions.add_(state.positions >= 0)
         return logits
 
-    def choose(self, logits: Tensor, width: int) -> Tensor:
-        """The next id of each row."""
+    def draw(self, logits: Tensor, width: int, shaped: bool) -> Tensor:
+        """The next id of each row; `shaped`: with penalties and min_p."""
         state = self.state
-        min_p = None
-        shaped = logits
-        if self.counts is not None:
-            live = (state.positions >= 0).to(self.counts.dtype)
-            self.counts.scatter_add_(1, state.previous[:, None], live[:, None])
-            min_p = state.min_p
-        if width == GREEDY:
-            return logits.argmax(-1)
-        if self.counts is not None:
-            shaped = penalised(logits, self.counts, state.presence, state.frequency)
-        return self.sample(
-            shaped,
-            state.temperature,
-            state.top_k,
-            state.top_p,
-            state.seeds,
-            state.positions,
-            width,
-            min_p,
-        )
+        cuts = (state.temperature, state.top_k, state.top_p, state.seeds, state.positions, width)
+        if not shaped:
+            return self.sample(logits, *cuts)
+        live = (state.positions >= 0).to(self.counts.dtype)
+        self.counts.scatter_add_(1, state.tokens[:, None], live[:, None])
+        logits = penalised(logits, self.counts, state.presence, state.frequency)
+        return self.sample(logits, *cuts, state.min_p)
 
-    def capture(self, width: int) -> torch.cuda.CUDAGraph:
+    def capture(self, width: int, shaped: bool) -> torch.cuda.CUDAGraph:
         """Records a step, while all rows rest, so its warm-up writes nothing into the cache."""
         saved = [tensor.clone() for tensor in self.state.tensors()]
         self.state.positions.fill_(-1)
@@ -1223,12 +1218,12 @@ class Decoder:
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(3):
-                self.advance(width)
+                self.advance(width, shaped)
         torch.cuda.current_stream().wait_stream(side)
 
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            self.advance(width)
+            self.advance(width, shaped)
         for tensor, value in zip(self.state.tensors(), saved, strict=True):
             tensor.copy_(value)
         return graph

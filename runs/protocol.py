@@ -128,6 +128,10 @@ class Reader:
 
     def release(self, final: bool = False) -> tuple[list[tuple[str, str]], bool]:
         """The pieces that are certain, and whether a stop string was found."""
+        if not self.stops:
+            pieces = self.held
+            self.held = []
+            return pieces, False
         text = "".join(piece for _, piece in self.held)
         places = [text.find(stop) for stop in self.stops]
         places = [place for place in places if place >= 0]
