@@ -347,19 +347,19 @@ def test_a_conversation_keeps_its_cache(lonely, talker):
 
 
 def test_a_short_request_beside_two_large_ones(runs):
-    """It gets a row within two steps, though two requests of n=64 wait; theirs are the answers they would be anyway."""
+    """It gets a row within two steps, though two requests of n=16 wait; theirs are the answers they would be anyway."""
     running = Running(runs[True], "--rows", "4")
     try:
-        body = {"model": "talker", "messages": HELLO, "max_tokens": 12, "temperature": 1.0, "n": 64}
+        body = {"model": "talker", "messages": HELLO, "max_tokens": 12, "temperature": 1.0, "n": 16}
         wanted = [[c.message.content for c in running.chat(**body, seed=seed).choices] for seed in (1, 2)]
         with gate(running) as steps, ThreadPoolExecutor(3) as pool:
             large = [pool.submit(running.chat, **body, seed=seed) for seed in (1, 2)]
             until(lambda: len(running.worker.jobs) == 4)
-            until(lambda: running.worker.waiting() == 124)
+            until(lambda: running.worker.waiting() == 28)
             steps.release(6)  # answers are under way
             until(lambda: steps._value == 0)
             short = pool.submit(running.chat, model="talker", messages=HELLO, max_tokens=2, temperature=0)
-            until(lambda: running.worker.waiting() == 125)
+            until(lambda: running.worker.waiting() == 29)
             steps.release(1 + serve.HOLD + 2)
             assert short.result(20).usage.completion_tokens <= 2
             steps.release(10_000)
@@ -371,8 +371,11 @@ def test_a_short_request_beside_two_large_ones(runs):
 def test_requests_take_turns():
     """The request with the fewest rows is next; one with two rows gives one up for one that has none."""
     rows = SimpleNamespace(rows=4, known=[[]] * 4, live={}, held=lambda row, text: 0)
-    jobs = {name: [SimpleNamespace(name=name, reason="", completion=engine.Completion([1])) for _ in range(n)]
-            for name, n in (("a", 6), ("b", 3), ("c", 1))}  # fmt: skip
+    reader = SimpleNamespace(stops=())
+    jobs = {}
+    for name, count in (("a", 6), ("b", 3), ("c", 1)):
+        fields = {"name": name, "reason": "", "reader": reader}
+        jobs[name] = [SimpleNamespace(completion=engine.Completion([1]), **fields) for _ in range(count)]
     asks = {}
     for name, own in jobs.items():
         asks[name] = protocol.Ask(own, chat=True, stream=False, usage=False, prompt_tokens=1)
@@ -435,7 +438,7 @@ def test_logprobs_of_answers(talker, writer):
     streamed = [entry for chunk in talker.chat(model="talker", messages=HELLO, **options, stream=True)
                 for choice in chunk.choices if choice.logprobs for entry in choice.logprobs.content]  # fmt: skip
     entries = answer.logprobs.content
-    assert streamed == entries and len(entries) == 8
+    assert streamed == entries and len(entries) > 3
     one = {bytes(b): i for i, b in enumerate(talker.server.tokenizer.bytes)}
     ids = [one[bytes(entry.bytes)] for entry in entries]
     table = model_chances(talker, [*prompt, *ids])[len(prompt) - 1 :]
@@ -608,7 +611,8 @@ def test_connections_that_do_nothing(talker, monkeypatch):
             time.sleep(0.01)
     for connection in (silent, dripping, second, body):
         text = end(connection).decode()
-        assert text.startswith("HTTP/1.1 ") and ("408" in text or "404" in text or "400" in text), text
+        wanted = "200" if connection is second else "404" if connection is body else "408"
+        assert text.startswith(f"HTTP/1.1 {wanted} "), text
         connection.close()
     until(lambda: len(talker.http.server_state.connections) == 0)
     monkeypatch.setattr(serve.Connection, "most", 5)
@@ -684,8 +688,10 @@ def test_stop_strings_over_http(talker):
     whole = "one two three four"
     for stop, wanted in (("two three", "one "), (["nothing", "our"], "one two three f"), ("o", ""), ("fourteen", whole),
                          ([], whole)):  # fmt: skip
+        until(lambda: not talker.worker.jobs)  # the plan is for one answer at a time
         with script(talker, plan) as ask:
             choice = talker.chat(**ask, stop=stop).choices[0]
+        until(lambda: not talker.worker.jobs)
         assert (choice.message.content, choice.finish_reason) == (wanted, "stop")
         with script(talker, plan) as ask:
             chunks = list(talker.chat(**ask, stop=stop, stream=True))
