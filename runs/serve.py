@@ -270,6 +270,8 @@ class Worker(threading.Thread):
 
         The answer that has come least far waits at the front of its request.
         """
+        if not self.jobs:
+            return
         waiting = [ask for ask in self.queue if not ask.rows]
         missing = len(waiting) - (self.decoder.rows - len(self.jobs))
         for _ in range(missing):

@@ -1000,12 +1000,32 @@ def test_user_errors(runs, tmp_path, talker, monkeypatch, capsys):
     for args, message in [((tmp_path,), "0 training scripts"), ((runs[True], "--port", 99999), "--port 0 to 65,535"),
                           ((runs[True], "--host", "203.0.113.1"), "cannot listen on 203.0.113.1"),
                           ((runs[True], "--port", port), f"port {port} (Address already in use); choose another"),
+                          ((runs[True], "--port", 0, "--rows", 10**10), "rows does not fit into memory"),
+                          ((runs[True], "--port", 0, "--api-key", ""), "--api-key must be"),
                           ((runs[True], "--port", 0, "--step", 3), "no checkpoint of step 3"),
                           ((runs[True], "--port", 0, "--device", "gpu"), "device")]:  # fmt: skip
         monkeypatch.setattr(sys, "argv", ["serve.py", *map(str, args)])
         assert serve.main() == 1
         out, err = capsys.readouterr()
         assert message in err and err.startswith("error: ") and err.count("\n") == 1 and out == "", err
+
+
+def test_two_servers_that_start_at_once():
+    """The second is told before it loads a model."""
+    first = serve.bind("127.0.0.1", 0)
+    with first, pytest.raises(serve.RunError, match="Address already in use"):
+        serve.bind("127.0.0.1", first.getsockname()[1])
+
+
+def test_ctrl_c_while_it_starts(runs):
+    """In the first moments, which are imports, and later: no traceback."""
+    for seconds in (0.3, 1.5):
+        process = subprocess.Popen([sys.executable, str(SCRIPT), str(runs[True]), "--port", "0", "--device", "cpu"],
+                                   stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)  # fmt: skip
+        time.sleep(seconds)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+        assert process.returncode in (130, 0, -signal.SIGINT) and "Traceback" not in err, err
 
 
 def test_a_model_that_does_not_run(runs, monkeypatch, capsys):
