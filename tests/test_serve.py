@@ -387,6 +387,12 @@ def test_requests_take_turns():
     def owners():
         return "".join(sorted(job.name for job in worker.jobs.values()))
 
+    single = [SimpleNamespace(name="s", reason="", reader=reader, completion=engine.Completion([1])) for _ in range(5)]
+    worker.queue = {protocol.Ask([job], True, False, False, 1): None for job in single}
+    worker.make_room()
+    worker.place()
+    assert owners() == "ssss" and len(worker.queue) == 1, "more requests than rows, on an empty server"
+    worker.jobs, worker.queue = {}, {asks["a"]: None}
     worker.place()
     assert owners() == "aaaa"
     worker.queue |= {asks["b"]: None, asks["c"]: None}
