@@ -3,6 +3,7 @@
 FUZZ_CASES=20000 sets how many requests are tried (default 200).
 """
 
+import contextlib
 import json
 import os
 import socket
@@ -87,14 +88,12 @@ class Connection:
     def send(self, data: bytes) -> bytes:
         """All that the server says to some bytes, after which the client says nothing more."""
         with socket.create_connection(self.place, timeout=60) as connection:
-            connection.sendall(data)
-            connection.shutdown(socket.SHUT_WR)
             answer = b""
-            try:
+            with contextlib.suppress(OSError):  # the server may close before it has read all
+                connection.sendall(data)
+                connection.shutdown(socket.SHUT_WR)
                 while part := connection.recv(65536):
                     answer += part
-            except ConnectionResetError:
-                pass  # the server has closed before it read all
             return answer
 
 
