@@ -5,17 +5,27 @@
     python runs/chat.py --endpoint http://127.0.0.1:8000 --model NAME   (key: OPENAI_API_KEY)
 
 Text appears as it is generated. Commands: /clear /system TEXT /save FILE /help /quit; Ctrl-C ends
-an answer, Ctrl-D the chat. With a run directory, the KV cache is kept between turns, so a turn
-computes only its own tokens; when the context is full, the oldest turns are dropped and a note says
-so. A model that was not finetuned for chat continues the text instead.
+an answer or empties the line, Ctrl-D ends the chat. The lines of a terminal are kept for the next
+time in ~/.local/state/decoderstack/chat_history. With a run directory, the KV cache is kept between
+turns, so a turn computes only its own tokens. When the context is full, the oldest turns are
+dropped and a note says so. A model that was not finetuned for chat continues the text instead.
+
+Result: the exit code is 1 if a question of --prompt or of a pipe got no whole answer.
 """
 
+# ruff: noqa: E402
+import os
+import signal
+
+if __name__ == "__main__":  # before the imports, which take seconds
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+
 import argparse
+import atexit
 import codecs
 import contextlib
 import http.client
 import json
-import os
 import random
 import sys
 import urllib.error
@@ -35,11 +45,28 @@ HELP = """\
 /quit          end the chat (also Ctrl-D)
 For a message that starts with a slash, type two."""
 TIMEOUT = 300  # seconds without a word from the server
+MAX_TOKENS = 512  # of an answer of a local model, unless --max-tokens says otherwise
+HISTORY_LINES = 1000
 
 
 def say(text: str) -> None:
     """Prints a note to stderr, so that stdout holds nothing but the answers."""
     print(text, file=sys.stderr, flush=True)
+
+
+def say_dropped(turns: int, context: str) -> None:
+    """Says that a conversation got shorter."""
+    which = "turn" if turns == 1 else f"{turns} turns"
+    say(f"({context} is full: dropped the oldest {which})")
+
+
+class Refused(RunError):
+    """A server's answer to a request that it does not take."""
+
+    def __init__(self, status: int, text: str, code: str = ""):
+        super().__init__(f"the server answered {status}: {text}")
+        too_long = code == "context_length_exceeded" or "context" in text.lower()
+        self.too_long = status == 400 and too_long
 
 
 def is_chat_run(run_dir: Path) -> bool:
@@ -76,6 +103,8 @@ class Local:
         self.tokenizer = run.tokenizer
         self.limit = run.config.max_seq_len
         self.seed = random.randrange(2**32) if args.seed is None else args.seed
+        self.max_tokens = args.max_tokens or MAX_TOKENS
+        self.turns = 0
         self.decoder = engine.Decoder(run.model, run.tokenizer, 1)  # its row keeps the conversation
 
         specials = run.tokenizer.specials
@@ -136,7 +165,7 @@ class Local:
             raise RunError(
                 f"the message has {newest:,} tokens but the context is {self.limit:,}; shorten it"
             )
-        room = min(self.args.max_tokens, self.limit // 4)
+        room = min(self.max_tokens, self.limit // 4)
         dropped = 0
         ids = self.render(system, messages)
         while len(ids) + room > self.limit + 1 and len(messages) > 1:
@@ -144,23 +173,21 @@ class Local:
             dropped += 1
             ids = self.render(system, messages)
         if dropped:
-            turns = "turn" if dropped == 1 else "turns"
-            say(
-                f"(the context of {self.limit:,} tokens is full: dropped the oldest {dropped} "
-                f"{turns})"
-            )
+            say_dropped(dropped, f"the context of {self.limit:,} tokens")
         return ids
 
     def stream(self, system: str, messages: list[dict], answer: dict) -> Iterator[str]:
         """Pieces of the answer; answer["ids"] grows with it. May drop the oldest messages."""
         ids = self.fit(system, messages)
+        seed = self.seed + self.turns * engine.SEED_STRIDE  # a question asked again draws anew
+        self.turns += 1
         completion = engine.Completion(
             ids,
-            max_tokens=min(self.args.max_tokens, self.limit + 1 - len(ids)),
+            max_tokens=min(self.max_tokens, self.limit + 1 - len(ids)),
             temperature=self.args.temperature,
             top_k=self.args.top_k,
             top_p=self.args.top_p,
-            seed=self.seed,
+            seed=seed,
             stop=self.stops,
             tools=True,
         )
@@ -192,6 +219,7 @@ class Remote:
         base = url.rstrip("/").removesuffix("/chat/completions")
         self.base = base if base.endswith("/v1") else f"{base}/v1"
         self.args = args
+        self.turns = 0
         self.model = args.model or self.first_model()
 
     def first_model(self) -> str:
@@ -218,11 +246,12 @@ class Remote:
             return urllib.request.urlopen(request, timeout=TIMEOUT)
         except urllib.error.HTTPError as error:
             text = error.read(10_000).decode("utf-8", "replace").strip()
+            code = ""
             with contextlib.suppress(ValueError, LookupError, TypeError):
-                text = json.loads(text)["error"]["message"]
-            raise RunError(
-                f"the server answered {error.code}: {printable(text)[:500] or error.reason}"
-            ) from None
+                found = json.loads(text)["error"]
+                text = str(found["message"])
+                code = found.get("code") or ""
+            raise Refused(error.code, printable(text)[:500] or error.reason, code) from None
         except (OSError, http.client.HTTPException, ValueError) as error:
             reason = getattr(error, "reason", error)
             raise RunError(
@@ -230,15 +259,14 @@ class Remote:
             ) from None
 
     def stream(self, system: str, messages: list[dict], answer: dict) -> Iterator[str]:
-        """Pieces of the answer as server-sent events bring them.
+        """Pieces of the answer as server-sent events bring them. May drop the oldest messages.
 
         A server that does not stream gives one piece.
         """
-        body = self.request(system, messages)
         ended = False
         held = ""  # half a character that waits for its other half
         try:
-            with self.open("chat/completions", body) as response:
+            with self.ask(system, messages) as response:
                 if "event-stream" not in response.headers.get("Content-Type", ""):
                     yield json.loads(response.read())["choices"][0]["message"]["content"] or ""
                     return
@@ -265,6 +293,23 @@ class Remote:
         if not ended:
             raise RunError("the connection ended before the answer did")
 
+    def ask(self, system: str, messages: list[dict]):
+        """The response to a conversation, without its oldest turns if they are too much for it."""
+        first = 0
+        self.turns += 1
+        while True:
+            try:
+                response = self.open("chat/completions", self.request(system, messages[first:]))
+                break
+            except Refused as refused:
+                if not refused.too_long or first + 2 >= len(messages):
+                    raise
+                first += 2
+        if first:
+            del messages[:first]  # only now: a message too long by itself costs nothing
+            say_dropped(first // 2, "the context")
+        return response
+
     def request(self, system: str, messages: list[dict]) -> dict:
         """The body of a request in the OpenAI chat protocol."""
         lead = [{"role": "system", "content": system}] if system else []
@@ -273,12 +318,13 @@ class Remote:
             "model": self.model,
             "messages": lead + history,
             "stream": True,
-            "max_tokens": self.args.max_tokens,
             "temperature": self.args.temperature,
             "top_p": self.args.top_p,
         }
+        if self.args.max_tokens:  # otherwise the server decides, which knows its context
+            body["max_tokens"] = self.args.max_tokens
         if self.args.seed is not None:
-            body["seed"] = self.args.seed
+            body["seed"] = self.args.seed + self.turns - 1
         if self.args.top_k_given:  # not part of the protocol, so only on request
             body["top_k"] = self.args.top_k
         return body
@@ -401,25 +447,51 @@ class Chat:
         except OSError as error:
             say(f"cannot write {path} ({error.strerror})")
 
-    def loop(self) -> None:
-        """Reads lines until /quit or the end of the input."""
+    def loop(self) -> bool:
+        """Reads lines until /quit or the end of the input. Whether every message was answered."""
         terminal = sys.stdin.isatty()
+        good = True
         if terminal:
-            with contextlib.suppress(ImportError):
-                import readline  # noqa: F401  (line editing and history for input)
+            use_history()
             say("/help lists the commands")
         while True:
             try:
                 line = input("> " if terminal else "")
-            except (EOFError, KeyboardInterrupt):
+            except EOFError:
                 if terminal:
                     print()
-                return
+                return good
+            except KeyboardInterrupt:
+                if not terminal:
+                    return False
+                say("\n(Ctrl-D or /quit ends the chat)")
+                continue
             if line.startswith("/") and not line.startswith("//"):
                 if not self.command(line.strip()):
-                    return
+                    return good
             elif line.strip():
-                self.turn(line.removeprefix("/"))
+                good = self.turn(line.removeprefix("/")) and good
+
+
+def use_history() -> None:
+    """Gives input() the terminal's line editing, with the lines of earlier chats."""
+    try:
+        import readline
+    except ImportError:  # Windows edits lines by itself
+        return
+    state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
+    path = Path(state).expanduser() / "decoderstack" / "chat_history"
+
+    def keep() -> None:
+        with contextlib.suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch(mode=0o600)  # for nobody else to read
+            readline.set_history_length(HISTORY_LINES)
+            readline.write_history_file(path)
+
+    with contextlib.suppress(OSError):
+        readline.read_history_file(path)
+    atexit.register(keep)
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -437,7 +509,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add(
         "--top-p", type=float, default=1.0, help="sample from the tokens with this much probability"
     )
-    add("--max-tokens", type=int, default=512, help="the longest answer, in tokens")
+    add("--max-tokens", type=int,
+        help=f"the longest answer, in tokens (default: {MAX_TOKENS}; of a server: its own)")  # fmt: skip
     add("--seed", type=int, help="the same seed gives the same answers (default: a random one)")
     add("--step", type=int, help="checkpoint to use (default: the newest)")
     add("--device", help="cuda, mps or cpu (default: the best available)")
@@ -452,7 +525,8 @@ def check_flags(args: argparse.Namespace) -> None:
     """Raises RunError if a flag has a value that makes no sense."""
     if (args.run_dir is None) == (args.endpoint is None):
         raise RunError("name either a run directory or --endpoint URL")
-    if args.temperature < 0 or args.max_tokens < 1 or args.top_k < 0 or not 0 < args.top_p <= 1:
+    too_short = args.max_tokens is not None and args.max_tokens < 1
+    if args.temperature < 0 or too_short or args.top_k < 0 or not 0 < args.top_p <= 1:
         raise RunError(
             "--temperature and --top-k must be at least 0, --max-tokens at least 1, and --top-p "
             "above 0 and at most 1"
@@ -462,6 +536,16 @@ def check_flags(args: argparse.Namespace) -> None:
 
 
 def main() -> int:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        return run()
+    except BrokenPipeError:
+        # Whoever read the answers has left. What Python still wants to write goes nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def run() -> int:
     args = parse()
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
@@ -475,10 +559,10 @@ def main() -> int:
     except KeyboardInterrupt:  # while the model was being loaded
         return 130
     chat = Chat(backend, args.system)
-    if args.prompt is not None:
-        return 0 if chat.turn(args.prompt) else 1
-    chat.loop()
-    return 0
+    good = chat.turn(args.prompt) if args.prompt is not None else chat.loop()
+    if sys.stdin.isatty() and args.prompt is None:
+        return 0  # the reader has seen what went wrong
+    return 0 if good else 1
 
 
 if __name__ == "__main__":

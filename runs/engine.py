@@ -264,6 +264,12 @@ class KVCache:
     values: list[Tensor]
     slots: tuple[int, int]  # S of layers with a short and with a long window
 
+    def first(self, rows: int) -> KVCache:
+        """The first rows of this cache, in the same memory."""
+        keys = [ring[:rows] for ring in self.keys]
+        values = [ring[:rows] for ring in self.values]
+        return KVCache(keys, values, self.slots)
+
     @staticmethod
     def empty(model, rows: int, max_len: int) -> KVCache:
         """A cache of zeros for texts of up to max_len tokens, in the model's dtype and place."""
@@ -351,7 +357,7 @@ def plan_ring(model, text_rows, starts, ends, window: int, slots: int) -> RingPl
     kept = (new_text < count) & (new_position > ends[new_text] - slots)
 
     def tensor(array) -> Tensor:
-        return torch.as_tensor(array, device=model.embed.device)
+        return to_device(array, model.embed.device)
 
     return RingPlan(
         attention=model.attention(
@@ -370,6 +376,11 @@ def plan_ring(model, text_rows, starts, ends, window: int, slots: int) -> RingPl
     )
 
 
+def to_device(array, device: torch.device) -> Tensor:
+    """A tensor with the values of an array or list, without waiting for work that is under way."""
+    return torch.as_tensor(array).to(device, non_blocking=True)
+
+
 def new_ids(starts: list[int], texts: list[list[int]]) -> tuple[list[int], list[int]]:
     """The ids of texts from `starts` on, behind each other, and the id before each of them.
 
@@ -383,12 +394,13 @@ def new_ids(starts: list[int], texts: list[list[int]]) -> tuple[list[int], list[
     return tokens, previous
 
 
-def prefill(model, cache: KVCache, rows: list, starts: list, texts: list, weights=None) -> None:
+def prefill(model, cache: KVCache, rows: list, starts: list, texts: list, weights=None) -> Tensor:
     """Brings rows of the cache up to the given texts, all in one packed pass through the model.
 
-    Args:  rows[i] the row of texts[i], a list of ids; starts[i] how many of them the row already
-           holds, fewer than all; weights what model.layer_weights() gave, so that it is not
-           computed again
+    Args:    rows[i] the row of texts[i], a list of ids; starts[i] how many of them the row already
+             holds, fewer than all; weights what model.layer_weights() gave, so that it is not
+             computed again
+    Returns: hidden states of the new ids, behind each other, and of some padding (T, D)
     """
     config = model.config
     half = config.head_dim // 2
@@ -405,7 +417,7 @@ def prefill(model, cache: KVCache, rows: list, starts: list, texts: list, weight
     positions = np.concatenate([np.arange(*span) for span in zip(starts, ends, strict=True)])
 
     def tensor(array) -> Tensor:
-        return torch.as_tensor(array, device=model.embed.device)
+        return to_device(array, model.embed.device)
 
     first_new = tensor(borders[:-2])  # of each text, among the new tokens
     last_new = tensor(borders[1:-1] - 1)
@@ -436,7 +448,7 @@ def prefill(model, cache: KVCache, rows: list, starts: list, texts: list, weight
             keys[plan.rows, plan.next_slots, :, half:] = own_keys[last_new, :, half:]
         return gated(y, gate)
 
-    model.trunk(tensor(tokens), tensor(previous), positions_T, attend, weights)
+    return model.trunk(tensor(tokens), tensor(previous), positions_T, attend, weights)
 
 
 def decode(model, cache: KVCache, tokens_B, previous_B, positions_B, weights=None) -> Tensor:
@@ -467,7 +479,14 @@ def gated(y_THK: Tensor, gate_TH: Tensor | None) -> Tensor:
 
 
 def sample(
-    logits_BV: Tensor, temperature_B, top_k_B, top_p_B, seeds_B, counters_B, width: int
+    logits_BV: Tensor,
+    temperature_B,
+    top_k_B,
+    top_p_B,
+    seeds_B,
+    counters_B,
+    width: int,
+    min_p_B=None,
 ) -> Tensor:
     """One id for each row: argmax at temperature 0, else a draw from the likeliest.
 
@@ -478,7 +497,8 @@ def sample(
     Args:    top_k_B 0: all ids; top_p_B 1 or more: all ids; seeds_B, counters_B integers, on which
              the noise depends, and on nothing else, so a row draws the same in any batch; width how
              many logits to sort: at least top_k of every row that cuts, V if one cuts by top_p
-             alone, 0 if none does
+             alone, 0 if none does; min_p_B: drops ids with less than this share of the likeliest
+             one's probability
     Returns: ids (B,)
     """
     z = logits_BV / temperature_B.clamp(min=1e-6)[:, None]
@@ -486,6 +506,9 @@ def sample(
         cuts = (top_k_B > 0) | (top_p_B < 1)
         unlikely = z < least_kept(z, top_k_B, top_p_B, width)[:, None]
         z = z.masked_fill(unlikely & cuts[:, None], -math.inf)
+    if min_p_B is not None:
+        least = z.amax(-1) + min_p_B.log()  # min_p of 0 gives minus infinity, which cuts nothing
+        z = z.masked_fill(z < least[:, None], -math.inf)
     z = z + gumbel_noise(seeds_B, counters_B, z.size(-1))
     greedy = (temperature_B == 0)[:, None]
     return torch.where(greedy, logits_BV, z).argmax(-1)
@@ -500,6 +523,41 @@ def least_kept(z_BV: Tensor, top_k_B: Tensor, top_p_B: Tensor, width: int) -> Te
     mass_before = mass.cumsum(-1) - mass
     kept &= mass_before < top_p_B[:, None]  # the id that crosses top_p stays
     return best.masked_fill(~kept, math.inf).amin(-1)
+
+
+def penalised(logits_BV: Tensor, counts_BV: Tensor, presence_B, frequency_B) -> Tensor:
+    """Logits less the penalties for ids that an answer already holds, by how often it does."""
+    counts = counts_BV.to(logits_BV.dtype)
+    return logits_BV - frequency_B[:, None] * counts - presence_B[:, None] * (counts > 0)
+
+
+class Chance(NamedTuple):
+    """How likely an id was to the model, at temperature 1 and without any cut or penalty."""
+
+    logprob: float
+    best: list[tuple[int, float]]  # the likeliest ids with their logprobs, the likeliest first
+
+
+CERTAIN = Chance(0.0, [])  # of the ids of a tool's result, which were not drawn
+
+
+def token_chances(logits_BV: Tensor, tokens_B: Tensor, most: int) -> list[Chance]:
+    """The chance of one id in each row, with the `most` likeliest ids, at least one."""
+    logprobs = logits_BV.float().log_softmax(-1)
+    chosen = logprobs.gather(1, tokens_B[:, None].long())[:, 0].tolist()
+    best = logprobs.topk(max(most, 1))
+    rows = zip(chosen, best.indices.tolist(), best.values.tolist(), strict=True)
+    return [Chance(one, list(zip(ids, values, strict=True))) for one, ids, values in rows]
+
+
+def prompt_chances(model, hidden_TD: Tensor, tokens: list[int], vocab: int, most: int) -> list:
+    """The chance of each id, given the hidden state before it; some hundred rows at a time."""
+    found = []
+    for start in range(0, len(tokens), 256):
+        part = to_device(tokens[start : start + 256], hidden_TD.device)
+        logits = model.logits(hidden_TD[start : start + len(part)])[:, :vocab]
+        found += token_chances(logits, part, most)
+    return found
 
 
 def gumbel_noise(seeds_B: Tensor, counters_B: Tensor, vocab_size: int) -> Tensor:
@@ -616,10 +674,18 @@ class Completion:
     tools: bool = (
         False  # run the calculator; without effect if the tokenizer lacks the marks of calls
     )
+    # These three need a Decoder with shaping=True.
+    min_p: float = 0.0  # leave out ids with less than this share of the likeliest one's probability
+    presence_penalty: float = 0.0  # off the logit of an id that is in the answer
+    frequency_penalty: float = 0.0  # the same, for each time that it is there
+    logprobs: int | None = None  # keep the chance of each new id, and of so many likeliest ones
+    score_prompt: bool = False  # with logprobs: also those of the prompt's ids
 
     # The result: new ids without the one that ended it, and whether each came from a tool.
     tokens: list[int] = field(default_factory=list)
     forced: list[bool] = field(default_factory=list)
+    chances: list[Chance] = field(default_factory=list)  # of each new id, with logprobs
+    prompt_chances: list[Chance | None] = field(default_factory=list)  # None for the first id
     reason: str = ""  # why it ended: "stop" or "length"
     ended: int = -1  # the stop token
 
@@ -641,13 +707,20 @@ class Completion:
                 f"{max_len}; shorten the prompt or ask for at most {room}"
             )
 
+    def is_shaped(self) -> bool:
+        return bool(self.min_p or self.presence_penalty or self.frequency_penalty)
+
     def sort_width(self, vocab_size: int) -> int:
         """How many logits sample must sort for it, or GREEDY if it needs no sample."""
         if self.temperature <= 0:
-            return GREEDY
+            return 0 if self.is_shaped() else GREEDY
         if self.top_k:
             return min(self.top_k, vocab_size)
         return vocab_size if self.top_p < 1 else 0
+
+    def text(self) -> list[int]:
+        """The prompt and the answer so far."""
+        return [*self.prompt, *self.tokens] if self.tokens else self.prompt
 
     def accept(self, sampled: int, tokenizer, marks: ToolMarks | None) -> int | None:
         """Adds the sampled id, or that of a tool's result if one is due; None if a stop came."""
@@ -713,6 +786,9 @@ class RowState:
     top_k: Tensor
     top_p: Tensor
     seeds: Tensor
+    min_p: Tensor
+    presence: Tensor
+    frequency: Tensor
 
     @staticmethod
     def resting(rows: int, device: torch.device) -> RowState:
@@ -729,26 +805,32 @@ class RowState:
             top_k=zeros(torch.long),
             top_p=zeros(torch.float32),
             seeds=zeros(torch.long),
+            min_p=zeros(torch.float32),
+            presence=zeros(torch.float32),
+            frequency=zeros(torch.float32),
         )
 
     def write(self, completions: dict[int, Completion]) -> None:
-        """Sets rows so that the last token of each prompt goes in with the next step."""
-        prompts = [c.prompt for c in completions.values()]
-        columns = {
-            "tokens": [prompt[-1] for prompt in prompts],
-            "previous": [prompt[-2] if len(prompt) > 1 else 0 for prompt in prompts],
-            "positions": [len(prompt) - 1 for prompt in prompts],
-            "temperature": [max(c.temperature, 0) for c in completions.values()],
-            "top_k": [c.top_k for c in completions.values()],
-            # At 1 the rounding of a sum could cut something.
-            "top_p": [c.top_p if c.top_p < 1 else 2 for c in completions.values()],
-            "seeds": [c.seed % 2**32 for c in completions.values()],
-        }
-        for name, values in columns.items():
+        """Sets rows so that the last id of each text goes in with the next step."""
+        places = []
+        samplings = []
+        for c in completions.values():
+            text = c.text()
+            previous = text[-2] if len(text) > 1 else 0
+            places.append((text[-1], previous, len(text) - 1, c.top_k, c.seed % 2**32))
+            top_p = c.top_p if c.top_p < 1 else 2  # at 1 the rounding of a sum could cut something
+            penalties = (c.presence_penalty, c.frequency_penalty)
+            samplings.append((max(c.temperature, 0), top_p, c.min_p, *penalties))
+
+        device = self.tokens.device
+        rows = to_device(list(completions), device)
+        integers = to_device(np.array(places, dtype=np.int64).T, device)
+        numbers = to_device(np.array(samplings, dtype=np.float32).T, device)
+        names = ("tokens", "previous", "positions", "top_k", "seeds")
+        names += ("temperature", "top_p", "min_p", "presence", "frequency")
+        for name, column in zip(names, (*integers, *numbers), strict=True):
             tensor = getattr(self, name)
-            tensor[list(completions)] = torch.tensor(
-                values, dtype=tensor.dtype, device=tensor.device
-            )
+            tensor[rows] = column.to(tensor.dtype)
 
     def tensors(self) -> list[Tensor]:
         return [getattr(self, f.name) for f in dataclasses.fields(self)]
@@ -764,6 +846,24 @@ class Event(NamedTuple):
 
 GREEDY = -1  # a width for steps that take the most likely id in every row
 WIDTHS = (GREEDY, 0, 64, 1024)  # and the whole vocabulary; on CUDA each is a graph of its own
+WORTH_SHARING = 64  # ids that two texts must begin with in common before a shelf holds them
+
+
+@dataclass
+class Flight:
+    """A step that was launched and whose ids nobody has read yet."""
+
+    rows: dict[int, Completion]  # that it computes; some may have ended since
+    tokens: Tensor | list[int]  # its ids by row: on CUDA a copy that is complete after `done`
+    done: torch.cuda.Event | None
+    chances: list[Chance]  # by row; empty if no row wants them
+
+    def read(self) -> list[int]:
+        """The sampled ids by row, once they are there."""
+        if self.done is None:
+            return self.tokens
+        self.done.synchronize()
+        return self.tokens.tolist()
 
 
 class Decoder:
@@ -771,6 +871,13 @@ class Decoder:
 
     On CUDA a step is a graph, launched at once. `compile` also fuses it, which costs half a minute
     at the first step. A Decoder is for one thread.
+
+    With `ahead`, the default on CUDA, the next step is launched before the ids of the last are
+    read, so that the device does not wait for the host. A row that meets a stop token then computes
+    one id too many. That writes only into places of its rings that the next id overwrites.
+
+    Shelves are further rows of the cache. They hold beginnings that several texts have in common,
+    such as a system text, and a text that begins like one starts with a copy of it.
     """
 
     def __init__(
@@ -781,6 +888,9 @@ class Decoder:
         max_len: int = 0,  # tokens of the longest text, by default the model's context
         compile: bool = False,
         graph: bool = True,
+        shaping: bool = False,  # whether completions may have penalties and min_p
+        shelves: int = 0,
+        ahead: bool | None = None,
     ):
         device = model.embed.device
         context = model.config.max_seq_len
@@ -793,56 +903,75 @@ class Decoder:
         with torch.no_grad():
             self.weights = model.layer_weights()
 
-        self.cache = KVCache.empty(model, rows, self.max_len)
+        self.cache = KVCache.empty(model, rows + shelves, self.max_len)
+        self.row_cache = self.cache.first(rows)
         self.state = RowState.resting(rows, device)
         self.known = [[] for _ in range(rows)]  # ids in the cache; of a live row also the next one
         self.live: dict[int, Completion] = {}
+        self.shelves = [[] for _ in range(shelves)]  # ids of each
+        self.shelf_used = [0] * shelves  # when, in calls of admit
+        self.admissions = 0
+
+        # How often each id is in the answer of a row.
+        vocab_size = tokenizer.vocab_size
+        self.counts = None
+        if shaping:
+            self.counts = torch.zeros(rows, vocab_size, dtype=torch.int32, device=device)
 
         self.decode = torch.compile(decode) if compile else decode
         self.sample = torch.compile(sample) if compile else sample
         self.graphs = {} if graph and device.type == "cuda" else None  # by width
+        self.shaped_graphs = {}  # the same, of steps with penalties or min_p
+        self.ahead = device.type == "cuda" if ahead is None else ahead
+        self.flight: Flight | None = None
 
     @torch.no_grad()
     def refresh(self) -> None:
         """Reads the weights of the model again; texts in the cache are forgotten."""
         self.known = [[] for _ in range(self.rows)]
+        self.shelves = [[] for _ in self.shelves]
+        self.flight = None
         for old_layer, new_layer in zip(self.weights, self.model.layer_weights(), strict=True):
             for old, new in zip(old_layer, new_layer, strict=True):
                 if old is not None:
                     old.copy_(new)
 
-    @torch.no_grad()
-    def admit(self, completions: dict[int, Completion]) -> None:
-        """Puts completions into rows that are not live.
+    # -- texts that enter
 
-        What a row still holds of its new prompt is not computed again. The last token of a prompt
-        goes in with the next step, which gives the first new token.
+    @torch.no_grad()
+    def admit(self, completions: dict[int, Completion]) -> dict[int, int]:
+        """Puts completions into rows that are not live. Returns how many ids each did not compute.
+
+        What a row still holds of its new text is not computed again, nor what a shelf holds. The
+        last id of a text goes in with the next step, which gives the first new one.
 
         Raises: RunError if one does not fit its row
         """
+        texts = {}
         starts = {}
         for row, completion in completions.items():
             assert row not in self.live, f"row {row} is taken"
+            assert self.counts is not None or not completion.is_shaped(), "needs shaping=True"
             completion.check(self.max_len)
-            starts[row] = self.held(row, completion.prompt)
+            texts[row] = completion.text()
+            # To score a prompt, all of it is computed.
+            starts[row] = 0 if completion.score_prompt else self.held(row, texts[row])
 
-        # Old keys are masked, but infinities and NaN would get through a mask.
-        empty = [row for row, start in starts.items() if start == 0]
-        for ring in (*self.cache.keys, *self.cache.values):
-            ring[empty] = 0
-
+        sources = self.find_shelves(completions, texts, starts)
         for row in completions:
             self.known[row] = []  # should the prefill fail
-        texts = {row: completion.prompt[:-1] for row, completion in completions.items()}
-        for pack in prefill_packs(texts, starts):
-            pack_starts = [starts[row] for row in pack]
-            pack_texts = [texts[row] for row in pack]
-            prefill(self.model, self.cache, pack, pack_starts, pack_texts, self.weights)
+        self.clear([row for row in completions if starts[row] == 0 and row not in sources])
+        self.copy_rows(sources)
+        for row, shelf in sources.items():
+            starts[row] = len(self.shelves[shelf - self.rows])
+        self.fill({row: text[:-1] for row, text in texts.items()}, starts, completions)
 
         self.state.write(completions)
-        for row, completion in completions.items():
-            self.known[row] = list(completion.prompt)
+        self.count(completions)
+        for row, text in texts.items():
+            self.known[row] = list(text)
         self.live |= completions
+        return starts
 
     def held(self, row: int, prompt: list[int]) -> int:
         """How many ids of a prompt are in a row of the cache, at most all but the last."""
@@ -851,22 +980,194 @@ class Decoder:
             return len(known)
         return 0
 
+    def clear(self, rows: list[int]) -> None:
+        """Zeroes rows. Old keys are masked, but infinities and NaN would get through a mask."""
+        if rows:
+            index = to_device(rows, self.model.embed.device)
+            for ring in (*self.cache.keys, *self.cache.values):
+                ring[index] = 0
+
+    def copy_rows(self, sources: dict[int, int]) -> None:
+        """Copies rows of the cache: {to: from}."""
+        if sources:
+            device = self.model.embed.device
+            target = to_device(list(sources), device)
+            source = to_device(list(sources.values()), device)
+            for ring in (*self.cache.keys, *self.cache.values):
+                ring[target] = ring[source]
+
+    def fill(self, texts: dict, starts: dict, completions: dict[int, Completion]) -> None:
+        """Computes what rows lack of their texts, and the chances of prompts that want them."""
+        for pack in prefill_packs(texts, starts):
+            pack_starts = [starts[row] for row in pack]
+            pack_texts = [texts[row] for row in pack]
+            hidden = prefill(self.model, self.cache, pack, pack_starts, pack_texts, self.weights)
+
+            place = 0  # of a text's first new id
+            for row in pack:
+                completion = completions.get(row)
+                count = len(texts[row]) - starts[row]
+                if completion and completion.score_prompt:
+                    vocab_size = self.tokenizer.vocab_size
+                    own = hidden[place : place + count]
+                    after = completion.prompt[1:]
+                    most = completion.logprobs or 0
+                    found = prompt_chances(self.model, own, after, vocab_size, most)
+                    completion.prompt_chances = [None, *found]
+                place += count
+        for completion in completions.values():
+            if completion.score_prompt and not completion.prompt_chances:
+                completion.prompt_chances = [None]  # a prompt of one id
+
+    def count(self, completions: dict[int, Completion]) -> None:
+        """Sets the counts of rows to those of their answers so far.
+
+        A step counts the id that goes in. The last of a text is counted here or in the prompt, so
+        its count begins one lower.
+        """
+        for row, completion in completions.items():
+            if not completion.is_shaped():
+                continue
+            self.counts[row] = 0
+            ids = to_device([*completion.tokens, completion.text()[-1]], self.counts.device)
+            signs = torch.ones_like(ids, dtype=self.counts.dtype)
+            signs[-1] = -1
+            self.counts[row].index_add_(0, ids, signs)
+
+    # -- beginnings in common
+
+    def find_shelves(self, completions: dict, texts: dict, starts: dict) -> dict[int, int]:
+        """Which row of the cache each text should start as a copy of; fills new shelves.
+
+        A beginning goes onto a shelf when a second text has it, in place of the beginning that
+        was not used for longest.
+        """
+        if not self.shelves:
+            return {}
+        self.admissions += 1
+        sources = {}
+        new = {}
+        earlier = []
+        for row, text in texts.items():
+            if completions[row].score_prompt:
+                continue
+            shelf = self.longest_shelf(text)
+            length = len(self.shelves[shelf]) if shelf is not None else 0
+            common = self.longest_common(text, [*self.known, *earlier])
+            earlier.append(text)
+            oldest = min(range(len(self.shelves)), key=lambda i: self.shelf_used[i])
+            is_free = self.shelf_used[oldest] < self.admissions
+            if is_free and common >= max(starts[row], length) + WORTH_SHARING:
+                shelf = oldest
+                length = common
+                self.shelves[shelf] = text[:common]
+                new[self.rows + shelf] = text[:common]
+            if length > starts[row]:
+                self.shelf_used[shelf] = self.admissions
+                sources[row] = self.rows + shelf
+
+        try:
+            self.clear(list(new))
+            self.fill(new, dict.fromkeys(new, 0), {})
+        except BaseException:
+            self.shelves = [[] for _ in self.shelves]  # what they hold is not certain
+            raise
+        return sources
+
+    def longest_shelf(self, text: list[int]) -> int | None:
+        """The shelf with the longest beginning of a text, shorter than all of it."""
+        fitting = [
+            i
+            for i, ids in enumerate(self.shelves)
+            if 0 < len(ids) < len(text) and ids == text[: len(ids)]
+        ]
+        return max(fitting, key=lambda i: len(self.shelves[i]), default=None)
+
+    def longest_common(self, text: list[int], others: list[list[int]]) -> int:
+        """How many first ids, of all but the last, a text shares with any of the others."""
+        longest = 0
+        start = text[:WORTH_SHARING]
+        for other in others:
+            if other[:WORTH_SHARING] != start:
+                continue
+            low = 0  # in common
+            high = min(len(text) - 1, len(other))
+            while low < high:
+                middle = (low + high + 1) // 2
+                if other[:middle] == text[:middle]:
+                    low = middle
+                else:
+                    high = middle - 1
+            longest = max(longest, low)
+        return longest
+
+    # -- steps
+
     @torch.no_grad()
     def step(self) -> list[Event]:
-        """Computes one token for each live row; a row that ends is free afterwards."""
+        """Computes one token for each live row; a row that ends is free afterwards.
+
+        Rows that entered while a step was in flight get their first token with the next one.
+        """
+        flight = self.flight
+        self.flight = None
         if not self.live:
             return []
-        self.run(self.sort_width())
-        sampled = self.state.tokens.tolist()
+        rows = self.still_live(flight) if flight else {}
+        if not rows:
+            flight = self.launch(self.live)
+            rows = flight.rows
 
+        # A tool's ids take the place of the sampled ones before they go in.
+        self.force({row: c.queue[0] for row, c in rows.items() if c.queue})
+        if self.ahead:
+            going_on = self.rest_those_at_their_end(rows)
+            if going_on:
+                self.flight = self.launch(going_on)
+        return self.accept(flight, rows)
+
+    def still_live(self, flight: Flight) -> dict[int, Completion]:
+        """Rows of a flight that still have the completion that they had at its start."""
+        return {row: c for row, c in flight.rows.items() if self.live.get(row) is c}
+
+    def rest_those_at_their_end(self, rows: dict[int, Completion]) -> dict[int, Completion]:
+        """Rests those of the rows in flight whose last id is in it. Returns the live others."""
+        going_on = dict(self.live)
+        for row, completion in rows.items():
+            if len(completion.tokens) + 1 >= completion.max_tokens:
+                self.state.positions[row] = -1
+                del going_on[row]
+        return going_on
+
+    def launch(self, rows: dict[int, Completion]) -> Flight:
+        """Starts a step. What it finds goes in with the next one, except where a tool speaks."""
+        most = max((c.logprobs for c in rows.values() if c.logprobs is not None), default=None)
+        logits = self.run(self.sort_width(), most is not None)
+        chances = []
+        if most is not None:
+            chances = token_chances(logits, self.state.tokens, most)
+
+        if not self.state.tokens.is_cuda:
+            return Flight(dict(rows), self.state.tokens.tolist(), None, chances)
+        copy = torch.empty(self.rows, dtype=torch.long, pin_memory=True)
+        copy.copy_(self.state.tokens, non_blocking=True)
+        done = torch.cuda.Event()
+        done.record()
+        return Flight(dict(rows), copy, done, chances)
+
+    def accept(self, flight: Flight, rows: dict[int, Completion]) -> list[Event]:
+        """Gives the ids of a step to the completions that wait for them."""
+        sampled = flight.read()
         events = []
-        for row, completion in self.live.items():
+        for row, completion in rows.items():
             token = completion.accept(sampled[row], self.tokenizer, self.marks)
+            if token is not None and completion.logprobs is not None:
+                by_tool = completion.forced[-1]
+                completion.chances.append(CERTAIN if by_tool else flight.chances[row])
             if not completion.reason:
                 self.known[row].append(token)
             events.append(Event(row, token, completion.reason))
 
-        self.force({e.row: e.token for e in events if e.token not in (None, sampled[e.row])})
         self.rest([e.row for e in events if e.reason])
         return events
 
@@ -877,39 +1178,45 @@ class Decoder:
         enough = [width for width in WIDTHS if width >= needed]
         return min([*enough, vocab_size])
 
-    def run(self, width: int) -> None:
-        """Computes a step, by a graph where there are graphs."""
-        if self.graphs is None:
-            self.advance(width)
-            return
-        if width not in self.graphs:
-            self.graphs[width] = self.capture(width)
-        self.graphs[width].replay()
+    def run(self, width: int, eager: bool = False) -> Tensor | None:
+        """Computes a step, by a graph where there are graphs. Gives the logits if it is eager."""
+        shaped = any(completion.is_shaped() for completion in self.live.values())
+        if self.graphs is None or eager:
+            return self.advance(width, shaped)
+        graphs = self.shaped_graphs if shaped else self.graphs
+        if width not in graphs:
+            graphs[width] = self.capture(width, shaped)
+        graphs[width].replay()
+        return None
 
-    def advance(self, width: int) -> None:
-        """The work of a step, between tensors that stay where they are."""
+    def advance(self, width: int, shaped: bool) -> Tensor:
+        """The work of a step, between tensors that stay where they are. Gives the logits."""
         state = self.state
         logits = self.decode(
-            self.model, self.cache, state.tokens, state.previous, state.positions, self.weights
+            self.model, self.row_cache, state.tokens, state.previous, state.positions, self.weights
         )
         logits = logits[:, : self.tokenizer.vocab_size]  # without the padding of the vocabulary
         if width == GREEDY:
             sampled = logits.argmax(-1)
         else:
-            sampled = self.sample(
-                logits,
-                state.temperature,
-                state.top_k,
-                state.top_p,
-                state.seeds,
-                state.positions,
-                width,
-            )
+            sampled = self.draw(logits, width, shaped)
         state.previous.copy_(state.tokens)
         state.tokens.copy_(sampled)
         state.positions.add_(state.positions >= 0)
+        return logits
 
-    def capture(self, width: int) -> torch.cuda.CUDAGraph:
+    def draw(self, logits: Tensor, width: int, shaped: bool) -> Tensor:
+        """The next id of each row; `shaped`: with penalties and min_p."""
+        state = self.state
+        cuts = (state.temperature, state.top_k, state.top_p, state.seeds, state.positions, width)
+        if not shaped:
+            return self.sample(logits, *cuts)
+        live = (state.positions >= 0).to(self.counts.dtype)
+        self.counts.scatter_add_(1, state.tokens[:, None], live[:, None])
+        logits = penalised(logits, self.counts, state.presence, state.frequency)
+        return self.sample(logits, *cuts, state.min_p)
+
+    def capture(self, width: int, shaped: bool) -> torch.cuda.CUDAGraph:
         """Records a step, while all rows rest, so its warm-up writes nothing into the cache."""
         saved = [tensor.clone() for tensor in self.state.tensors()]
         self.state.positions.fill_(-1)
@@ -918,27 +1225,31 @@ class Decoder:
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(3):
-                self.advance(width)
+                self.advance(width, shaped)
         torch.cuda.current_stream().wait_stream(side)
 
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            self.advance(width)
+            self.advance(width, shaped)
         for tensor, value in zip(self.state.tensors(), saved, strict=True):
             tensor.copy_(value)
         return graph
 
     def force(self, tokens: dict[int, int]) -> None:
         """Replaces the ids that go in next, by row."""
-        if tokens:
-            ids = torch.tensor([*tokens.values()], device=self.state.tokens.device)
-            self.state.tokens[list(tokens)] = ids
+        for row, token in tokens.items():
+            self.state.tokens[row] = token
 
     def rest(self, rows: list[int]) -> None:
         """Ends the completions of rows; what the rows hold stays known."""
-        if rows:
-            self.state.positions[rows] = -1
+        for row in rows:
+            self.state.positions[row] = -1
         self.live = {row: c for row, c in self.live.items() if row not in rows}
+
+    def stop(self, row: int) -> None:
+        """Ends a row's completion early; what the row holds stays known."""
+        self.rest([row])
+        self.known[row].pop()  # the id that was to go in next
 
     def free(self, row: int) -> None:
         """Drops a row's completion, if it has one, and forgets its text."""

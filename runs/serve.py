@@ -9,52 +9,65 @@
     model = client.models.list().data[0].id
     answer = client.chat.completions.create(model=model, messages=[...], temperature=0)
 
-GET /v1/models, /health and / (the page); POST /v1/chat/completions and /v1/completions. Requests
-that run at the same time share every step of the model (continuous batching), up to --rows; more
-wait, up to --max-waiting, and above that the answer is 429. A conversation that goes on finds its
-keys and values in the row that it left, unless another text took it, and then
-usage.prompt_tokens_details.cached_tokens counts them.
+GET /v1/models, /health, /metrics (for Prometheus) and / (the page); POST /v1/chat/completions,
+/v1/completions, /tokenize and /detokenize. Requests that run at the same time share every step of
+the model (continuous batching), up to --rows; more wait, up to --max-waiting, and above that the
+answer is 429. Rows go to requests in turn, however many answers each wants: a request without a row
+takes one from a request with several, whose answer goes on later. What the model has computed is
+kept where it can be: a conversation that goes on finds its keys and values in the row that it left,
+and a beginning that several prompts have in common, such as a system text, is computed once.
+usage.prompt_tokens_details.cached_tokens counts both.
 
 Accepted fields: model (optional), messages or prompt (a string, token ids, or a list of either; ids
-are used as they are), max_tokens, max_completion_tokens, temperature, top_p, top_k, stop, seed, n,
-stream, stream_options.include_usage. Defaults come from the run's config. max_tokens above the
-context is an error; otherwise the room behind the prompt bounds the answer, which then ends with
-finish_reason "length". Fields that the server cannot honour (logprobs, tools of the client, ...)
-and unknown ones are errors. A system message goes in front of the first user message, as in
-training; special tokens written in a text are plain text.
+are used as they are), max_tokens, max_completion_tokens, temperature, top_p, top_k, min_p,
+presence_penalty, frequency_penalty, stop, seed, n, logprobs, top_logprobs, echo, stream,
+stream_options.include_usage. max_tokens above the context is an error; otherwise the room behind
+the prompt bounds the answer, which then ends with finish_reason "length". Fields that the server
+cannot honour (tools of the client, ...) and unknown ones are errors. Log-probabilities are the
+model's own, before temperature and penalties; those of a calculator's result are 0. With echo they
+cover the prompt, which is what lm-evaluation-harness needs (model local-completions).
+
+A system message goes in front of the user message behind it, as in training, and messages of one
+role in a row become one. If the last message is the assistant's, the answer continues it. Special
+tokens written in a text are plain text.
 
 A finetuned model has a calculator. A client sees a call and its result in the text, as [3*4 = 12];
 in a stream those pieces carry "part": "python" or "python_output" beside "content", and only a
 result of the calculator gets the latter. When a client sends such text back in an assistant
 message, it becomes a call again. Models without finetuning offer only completions.
 
-The server listens on 127.0.0.1 by default, and has no passwords and no CORS. So that a web page of
+The server listens on 127.0.0.1 by default and has no CORS. With --api-key, or a key in the
+environment variable DECODERSTACK_API_KEY (which other users of the machine do not see in a list of
+processes), all but the page and /health needs "Authorization: Bearer KEY". So that a web page of
 another origin cannot use it, Host must be an IP address, localhost or an --allow-host (against DNS
 rebinding), Origin, if sent, must be the server itself, and a POST must be application/json. Texts
-are never logged.
+are never logged; --access-log writes a line for each request to stderr.
 """
+
+# ruff: noqa: E402
+import os
+import signal
+
+if __name__ == "__main__":  # before the imports, which take seconds
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
 
 import argparse
 import asyncio
 import base64
-import codecs
 import contextlib
 import hashlib
+import hmac
+import http
 import ipaddress
 import json
-import math
 import re
-import secrets
-import signal
 import socket
 import sys
 import threading
 import time
 import traceback
 import urllib.parse
-from collections import deque
-from collections.abc import AsyncIterator, Awaitable
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 import engine
@@ -62,202 +75,135 @@ import torch
 import uvicorn
 from chat import Local, is_chat_run
 from engine import RunError
+from prometheus_client import (
+    CONTENT_TYPE_LATEST,
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    generate_latest,
+)
+from protocol import Answers, Ask, Item, Job, Problem, Protocol
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+try:
+    import resource
+except ImportError:  # Windows has no such limits
+    resource = None
 
 MAX_BODY = 1 << 20  # bytes of a request
-BODY_SECONDS = 60  # for sending one
-MAX_CHOICES = 64  # answers to one request
-MAX_STOPS = 4  # stop strings of a request
-STOP_LENGTH = 256  # characters of each
-RETRY_AFTER = 1  # seconds that a client should wait when the queue is full
+SMALL_BODY = 1 << 14  # bytes; the texts of a larger one are handled in another thread
+HEAD_SECONDS = 10  # for sending the head of a request
+BODY_SECONDS = 60  # for sending the rest
+READ_SECONDS = 60  # without reading, while an answer waits
+MAX_CONNECTIONS = 1000
+BACKLOG = 64  # connections that are accepted at once
+SWITCH_SECONDS = 2e-4  # after which a thread gives way to another
+HOLD = 2  # steps that a new request may wait for others, so that they enter together
 STOPPING = "the server is stopping"
-
-# What a request may hold besides the fields above: values that change nothing, and ignored fields.
-NEUTRAL = {
-    "logprobs": (False,), "top_logprobs": (0,), "logit_bias": ({},), "echo": (False,),
-    "tools": ([],), "tool_choice": ("none", "auto"),
-    "functions": ([],), "function_call": ("none", "auto"),
-    "presence_penalty": (0, 0.0), "frequency_penalty": (0, 0.0),
-    "response_format": ({"type": "text"},), "modalities": (["text"],), "audio": (),
-    "prediction": (), "web_search_options": (), "reasoning_effort": (), "verbosity": (),
-    "best_of": (1,), "suffix": ("",),
-}  # fmt: skip
-IGNORED = (
-    "user store metadata service_tier parallel_tool_calls safety_identifier prompt_cache_key"
-).split()
-KNOWN = "model max_tokens temperature top_p top_k stop seed n stream stream_options".split()
-CALL = re.compile(r"\[([^\[\]]{1,256}) = ([^\[\]]{1,64})\]")  # as Reader shows a call
-
-
-class Problem(Exception):
-    """An error in the form of OpenAI's, for the client."""
-
-    def __init__(
-        self, status: int, message: str, param: str | None = None, code: str | None = None
-    ):
-        super().__init__(message)
-        self.status = status
-        self.param = param
-        self.code = code
-
-    def body(self) -> dict:
-        kind = "invalid_request_error"
-        if self.status >= 500:
-            kind = "server_error"
-        elif self.status == 429:
-            kind = "rate_limit_error"
-        return {
-            "error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}
-        }
-
-    def response(self) -> JSONResponse:
-        headers = {"Retry-After": str(RETRY_AFTER)} if self.status in (429, 503) else None
-        return JSONResponse(self.body(), self.status, headers)
-
-
-# ---- from ids to what a client sees
-
-
-class Reader:
-    """Turns ids into pieces of text as they come: (part, text), part "text", "python" or
-    "python_output".
-
-    Characters come out whole, and stop strings do not come out at all: text that may become one is
-    held back until that is clear.
-    """
-
-    def __init__(self, tokenizer, stops: tuple[str, ...] = ()):
-        self.bytes = tokenizer.bytes
-        self.stops = stops
-        self.longest_stop = max(map(len, stops), default=1)
-        self.marks = {
-            tokenizer.specials[name]: name for name in Local.SHOWN if name in tokenizer.specials
-        }
-        self.text = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self.part = "text"
-        self.closing = False  # the call is written, and a result may follow
-        self.held: list[tuple[str, str]] = []
-
-    def push(self, token: int, forced: bool) -> tuple[list[tuple[str, str]], bool]:
-        """Returns pieces and whether a stop string ended the text; `forced` as in Completion."""
-        mark = self.marks.get(token, "")
-        if self.closing and mark != "<|output_start|>":
-            self.add("]")
-            self.part = "text"
-        self.closing = mark == "<|python_end|>"
-        if mark == "<|python_start|>":
-            self.part = "python"
-        elif mark == "<|output_start|>":
-            # A model can write this mark itself; then no result of the calculator follows.
-            self.part = "python_output" if forced else "text"
-        shown = Local.SHOWN[mark].encode() if mark else self.bytes[token]
-        self.add(self.text.decode(shown))
-        if mark == "<|output_end|>":
-            self.part = "text"
-        return self.release()
-
-    def finish(self) -> list[tuple[str, str]]:
-        """The pieces that remain after the last token."""
-        self.add("]" if self.closing else "")
-        self.add(self.text.decode(b"", final=True))
-        return self.release(final=True)[0]
-
-    def add(self, text: str) -> None:
-        if text:
-            self.held.append((self.part, text))
-
-    def release(self, final: bool = False) -> tuple[list[tuple[str, str]], bool]:
-        """The pieces that are certain, and whether a stop string was found."""
-        text = "".join(piece for _, piece in self.held)
-        places = [text.find(stop) for stop in self.stops]
-        places = [place for place in places if place >= 0]
-        if places:
-            cut = min(places)
-        elif final:
-            cut = len(text)
-        else:
-            cut = self.possible_stop(text)
-
-        pieces = []
-        rest = []
-        for part, piece in self.held:
-            pieces.append((part, piece[:cut]))
-            rest.append((part, piece[cut:]))
-            cut = max(0, cut - len(piece))
-        self.held = [piece for piece in rest if piece[1]]
-        return [piece for piece in pieces if piece[1]], bool(places)
-
-    def possible_stop(self, text: str) -> int:
-        """Where the longest end of a text begins that a stop string may begin with."""
-        for start in range(max(0, len(text) - self.longest_stop + 1), len(text)):
-            if any(stop.startswith(text[start:]) for stop in self.stops):
-                return start
-        return len(text)
-
+PUBLIC = ("/", "/health")  # without a key
+KEY_VARIABLE = "DECODERSTACK_API_KEY"
 
 # ---- the thread that owns the model
 
 
-@dataclass
-class Job:
-    """One answer to write. The worker puts (index, pieces, reason) into the queue, or a Problem."""
+class Metrics:
+    """Counters in Prometheus' format."""
 
-    index: int  # among the choices of its request
-    completion: engine.Completion
-    reader: Reader
-    queue: asyncio.Queue
-    cached: int = 0  # ids of the prompt that its row already held
-    count: int = 0  # ids of the answer so far
-    gone: bool = False  # the client left; set by the other thread
+    def __init__(self, worker: "Worker"):
+        self.registry = CollectorRegistry()
+
+        def counter(name: str, text: str, labels=()) -> Counter:
+            return Counter(f"decoderstack_{name}", text, labels, registry=self.registry)
+
+        self.requests = counter("requests", "Requests by path and status", ("path", "status"))
+        self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts")
+        self.cached_tokens = counter("cached_tokens", "Tokens of prompts that were not computed")
+        self.new_tokens = counter("generated_tokens", "Tokens of answers")
+        self.steps = counter("steps", "Steps of the model")
+        self.moved = counter("moved_answers", "Answers that made room for another request")
+        self.left = counter("abandoned_requests", "Requests whose client left")
+        self.first_token = Histogram(
+            "decoderstack_first_token_seconds",
+            "From a request to its first token",
+            registry=self.registry,
+        )
+        gauges = {
+            "rows": lambda: worker.decoder.rows,
+            "answers_live": lambda: len(worker.jobs),
+            "answers_waiting": worker.waiting,
+        }
+        for name, value in gauges.items():
+            text = name.replace("_", " ").capitalize()
+            Gauge(f"decoderstack_{name}", text, registry=self.registry).set_function(value)
 
 
 class Worker(threading.Thread):
     """Decodes all jobs together in the rows of one Decoder.
 
-    submit() and stop() are for the thread of the event loop.
+    submit(), withdraw() and stop() are for the thread of the event loop.
     """
 
-    def __init__(
-        self, model, tokenizer, config, rows: int, max_waiting: int, compile: bool = False
-    ):
+    def __init__(self, model, tokenizer, rows: int, max_waiting: int, compile: bool = False):
         super().__init__(name="worker", daemon=True)
         self.model = model
-        self.config = config
         self.max_waiting = max_waiting
-        self.decoder = engine.Decoder(model, tokenizer, rows, compile=compile)
-        self.waiting: deque[Job] = deque()
+        shelves = max(2, rows // 4)
+        self.decoder = engine.Decoder(
+            model, tokenizer, rows, compile=compile, shaping=True, shelves=shelves
+        )
+        self.queue: dict[Ask, None] = {}  # requests with jobs that wait, in order of arrival
         self.jobs: dict[int, Job] = {}  # by row
         self.ended = [0] * rows  # when a row was last in use, in rounds
         self.rounds = 0
+        self.held_back = 0  # rounds in a row that new jobs have waited for company
         self.failures = 0  # in a row
         self.closed = False
         self.wake = threading.Condition()
         self.ready = threading.Event()
         self.problem: Exception | None = None
         self.loop: asyncio.AbstractEventLoop | None = None
+        self.metrics = Metrics(self)
 
-    def submit(self, jobs: list[Job]) -> None:
+    def waiting(self) -> int:
+        """How many jobs wait for a row."""
+        return sum(len(ask.waiting) for ask in list(self.queue))
+
+    def submit(self, ask: Ask) -> None:
         """Queues the jobs of one request, all or none. Raises: Problem"""
         self.loop = asyncio.get_running_loop()
         with self.wake:
             if self.closed:
                 raise Problem(503, STOPPING)
-            taken = len(self.waiting) + len(self.jobs)
+            taken = self.waiting() + len(self.jobs)
             most = self.decoder.rows + self.max_waiting
-            if taken + len(jobs) > most:
+            if taken + len(ask.jobs) > most:
                 raise Problem(
                     429,
                     f"the server is busy: {taken} answers are being written or wait, and at most "
                     f"{most} may; try again in a moment",
                     code="queue_full",
                 )
-            self.waiting += jobs
+            self.queue[ask] = None
             self.wake.notify()
+
+    def withdraw(self, ask: Ask) -> None:
+        """Ends a request, also when its client left; its rows are free before the next step."""
+        if not ask.gone and not ask.done() and not ask.problem:
+            self.metrics.left.inc()
+        self.drop(ask)
+
+    def drop(self, ask: Ask) -> None:
+        ask.gone = True
+        with self.wake:
+            ask.waiting.clear()
+            self.queue.pop(ask, None)
 
     def stop(self) -> None:
         with self.wake:
@@ -272,202 +218,221 @@ class Worker(threading.Thread):
         self.ready.set()
         while not self.problem and not self.closed:
             with self.wake:
-                while not (self.waiting or self.jobs or self.closed):
+                while not (self.queue or self.jobs or self.closed):
                     self.wake.wait()
             self.round()
         with self.wake:
-            jobs = [*self.jobs.values(), *self.waiting]
-            self.waiting = deque()
-        with contextlib.suppress(RuntimeError):  # nobody listens any more
-            self.deliver([(job, Problem(503, STOPPING)) for job in jobs])
+            asks = {job.ask for job in self.jobs.values()} | set(self.queue)
+            self.queue = {}
+        self.tell([(ask, Problem(503, STOPPING)) for ask in asks])
 
     def warm_up(self) -> None:
-        """Builds the usual graphs before anyone waits for them."""
+        """Builds the usual graphs before anyone waits for them, and takes memory for a prefill."""
         if self.model.embed.is_cuda:
             torch.cuda.set_device(self.model.embed.device)  # of this thread
+        prompt = [0] * min(128, self.decoder.max_len)
         for temperature in (0.0, engine.Completion.temperature):
-            completion = engine.Completion([0], 1, temperature)
+            completion = engine.Completion(prompt, 1, temperature)
             self.decoder.admit({0: completion})
             self.decoder.step()
-        self.decoder.free(0)
+            self.decoder.free(0)
 
     def round(self) -> None:
         """Drops jobs that nobody waits for, admits others into free rows, and makes one step."""
         self.rounds += 1
-        self.leave([row for row, job in self.jobs.items() if job.gone])
+        for row, job in list(self.jobs.items()):
+            if job.ask.gone or job.reason:  # its client left, or has found a stop string
+                self.leave(row)
         new: dict[int, Job] = {}
         try:
             with self.wake:
+                self.make_room()
                 new = self.place()
-                self.jobs |= new  # under the lock, so that submit() counts each once
             if new:
-                self.decoder.admit({row: job.completion for row, job in new.items()})
+                found = self.decoder.admit({row: job.completion for row, job in new.items()})
+                self.note_cached(new, found)
         except Exception:
             self.fail([*new])
-        items = []
         try:
-            for event in self.decoder.step():
-                job = self.jobs[event.row]
-                items.append((job, self.read(job, event)))
+            items = [self.read(event) for event in self.decoder.step()]
             if items:
                 self.failures = 0
+                self.metrics.steps.inc()
+                self.metrics.new_tokens.inc(sum(item.token is not None for item in items))
+            self.deliver(items)
         except Exception:
             self.fail([*self.jobs])
-        self.deliver(items)
+
+    # -- rows
+
+    def make_room(self) -> None:
+        """Takes a row from the request with the most, for one that has none.
+
+        The answer that has come least far waits at the front of its request.
+        """
+        if not self.jobs:
+            return
+        waiting = [ask for ask in self.queue if not ask.rows]
+        missing = len(waiting) - (self.decoder.rows - len(self.jobs))
+        for _ in range(missing):
+            richest = max((job.ask for job in self.jobs.values()), key=lambda ask: ask.rows)
+            if richest.rows < 2:
+                return
+            rows = [row for row, job in self.jobs.items() if job.ask is richest]
+            row = min(rows, key=lambda row: len(self.jobs[row].completion.tokens))
+            job = self.jobs[row]
+            self.leave(row)
+            richest.waiting.appendleft(job)
+            self.queue[richest] = None
+            self.metrics.moved.inc()
 
     def place(self) -> dict[int, Job]:
-        """Chooses rows for waiting jobs.
+        """Chooses rows for waiting jobs, and enters them.
 
-        A job gets the row that holds the longest beginning of its prompt, or else the one that has
-        been unused for longest. The prompts of one round are bounded, since all other rows wait.
+        The request with the fewest rows is next, and of these the one that came first. A job gets
+        the row that holds the longest beginning of its text, or else the one that has been unused
+        for longest. The texts of one round are bounded, since all other rows wait for them.
         """
-        free = set(range(self.decoder.rows)) - set(self.jobs)
         new = {}
+        free = set(range(self.decoder.rows)) - set(self.jobs)
+        if not free or not self.queue or self.holds_back():
+            return new
         tokens = 0
-        while free and self.waiting and tokens < engine.PREFILL_TOKENS:
-            job = self.waiting.popleft()
-            if job.gone:
-                continue
-            held = {row: self.decoder.held(row, job.completion.prompt) for row in free}
+        while free and self.queue and tokens < engine.PREFILL_TOKENS:
+            ask = min(self.queue, key=lambda ask: ask.rows)
+            job = ask.waiting.popleft()
+            if not ask.waiting:
+                del self.queue[ask]
+            if job.reason:
+                continue  # a stop string was found after it made room
+            text = job.completion.text()
+            held = {row: self.decoder.held(row, text) for row in free}
             oldest_first = sorted(free, key=lambda row: self.ended[row])
             row = max(oldest_first, key=held.get)  # the first of equals
-            job.cached = held[row]
-            tokens += len(job.completion.prompt) - job.cached
+            tokens += len(text) - held[row]
             free.remove(row)
+            ask.rows += 1
             new[row] = job
+        self.jobs |= new  # under the lock, so that submit() counts each once
         return new
 
-    def read(self, job: Job, event: engine.Event) -> tuple:
-        """What the queue of a job gets after a step: (index, pieces, reason)."""
-        pieces = []
-        stopped = False
-        reason = event.reason
-        if event.token is not None:
-            job.count += 1
-            pieces, stopped = job.reader.push(event.token, job.completion.forced[-1])
-        if stopped:
-            reason = "stop"
-            self.leave([event.row])
-        elif reason:
-            pieces += job.reader.finish()
-            self.ended[event.row] = self.rounds
-            del self.jobs[event.row]
-        return job.index, pieces, reason
+    def holds_back(self) -> bool:
+        """Whether a few new jobs should wait for others, as each prefill holds all rows up."""
+        few = self.waiting() < self.decoder.rows // 8
+        if self.jobs and few and self.held_back < HOLD:
+            self.held_back += 1
+            return True
+        self.held_back = 0
+        return False
 
-    def leave(self, rows: list[int]) -> None:
-        """Frees rows whose texts are not continued."""
-        for row in rows:
-            self.decoder.free(row)
-            self.ended[row] = 0
-            del self.jobs[row]
+    def note_cached(self, new: dict[int, Job], found: dict[int, int]) -> None:
+        for row, job in new.items():
+            if job.admitted:
+                continue  # it goes on after it made room
+            job.admitted = True
+            job.cached = found[row]
+            self.metrics.prompt_tokens.inc(len(job.completion.prompt))
+            self.metrics.cached_tokens.inc(found[row])
+
+    def leave(self, row: int) -> None:
+        """Frees a row whose answer is not continued; what it holds stays known."""
+        if row in self.decoder.live:
+            self.decoder.stop(row)
+        self.release(row)
+
+    def release(self, row: int) -> Job:
+        job = self.jobs.pop(row)
+        job.ask.rows -= 1
+        self.ended[row] = self.rounds
+        return job
+
+    # -- results
+
+    def read(self, event: engine.Event) -> Item:
+        """What the client of a row gets after a step."""
+        job = self.jobs[event.row]
+        completion = job.completion
+        forced = False
+        chance = None
+        if event.token is not None:
+            forced = completion.forced[-1]
+            chance = completion.chances[-1] if completion.chances else None
+            if len(completion.tokens) == 1:
+                self.metrics.first_token.observe(time.monotonic() - job.ask.began)
+        if event.reason:
+            self.release(event.row)
+        return Item(job, event.token, forced, event.reason, chance)
 
     def fail(self, rows: list[int]) -> None:
         """Reports a failure to those whose answers were in these rows; the server goes on."""
         self.failures += 1
         traceback.print_exc()
-        jobs = [self.jobs[row] for row in rows]
-        try:
-            self.leave(rows)
-        except Exception:  # the device no longer works
-            self.jobs = {row: job for row, job in self.jobs.items() if row not in rows}
-        self.deliver(
-            [(job, Problem(500, "the model failed; the server's log says how")) for job in jobs]
-        )
+        asks = {self.jobs[row].ask for row in rows}
+        for row in rows:
+            with contextlib.suppress(Exception):  # the device may no longer work
+                self.decoder.free(row)
+            self.release(row)
+        for ask in asks:
+            self.drop(ask)
+        problem = "the model failed; the server's log says how"
+        self.tell([(ask, Problem(500, problem)) for ask in asks])
 
-    def deliver(self, items: list[tuple[Job, object]]) -> None:
-        """Hands results to the event loop, all those of a step at once."""
-        items = [(job.queue, item) for job, item in items if not job.gone]
+    def deliver(self, items: list[Item]) -> None:
+        """Hands ids to the event loop, all those of a step at once."""
+
+        def put() -> None:
+            for item in items:
+                if not item.job.ask.gone:
+                    item.job.ask.put(item)
+
         if items:
-            self.loop.call_soon_threadsafe(
-                lambda: [queue.put_nowait(item) for queue, item in items]
-            )
+            with contextlib.suppress(RuntimeError):  # nobody listens any more
+                self.loop.call_soon_threadsafe(put)
+
+    def tell(self, problems: list[tuple[Ask, Problem]]) -> None:
+        with contextlib.suppress(RuntimeError):  # nobody listens any more
+            for ask, problem in problems:
+                self.loop.call_soon_threadsafe(ask.fail, problem)
 
 
-# ---- requests
-
-
-@dataclass
-class Ask:
-    """A request after its checks."""
-
-    jobs: list[Job]
-    queue: asyncio.Queue
-    chat: bool
-    stream: bool
-    usage: bool  # in the stream
-    prompt_tokens: int
-
-
-def number(body: dict, name: str, default, low: float, high: float, whole: bool = False):
-    value = body.get(name)
-    if value is None:
-        return default
-    good = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
-    if not good or not low <= value <= high:
-        kind = "a whole number" if whole else "a number"
-        upper = f" and at most {high:,}" if high < 2**53 else ""
-        raise Problem(
-            400, f"{name} must be {kind} of at least {low:,}{upper}, found {shorten(value)}", name
-        )
-    return value
-
-
-def flag(body: dict, name: str, param: str = "") -> bool:
-    value = body.get(name)
-    if value is not None and not isinstance(value, bool):
-        raise Problem(
-            400, f"{param or name} must be true or false, found {shorten(value)}", param or name
-        )
-    return bool(value)
-
-
-def shorten(value) -> str:
-    """A value of a request, for a message about it."""
-    try:
-        text = json.dumps(value)
-    except RecursionError:
-        text = "something nested very deep"
-    return text if len(text) <= 60 else f"{text[:60]}..."
-
-
-def plain(text: str) -> str:
-    """The text with halves of characters replaced by "?", as data/sources.py does it."""
-    return text.encode("utf-8", "replace").decode()
+# ---- the HTTP handlers
 
 
 class Server:
-    """The model, what requests need to know about it, and the HTTP handlers."""
+    """The model, the requests that it understands, and the HTTP handlers."""
 
     def __init__(self, run_dir: Path, args: argparse.Namespace):
         run = engine.load_run(run_dir, args.step, args.device)
-        self.config = run.config
         self.tokenizer = run.tokenizer
         self.tokenizer.encode("")  # now, since later several threads would build its tables at once
-        specials = self.tokenizer.specials
-        self.chat = is_chat_run(run_dir) and set(Local.MARKS) <= set(specials)
-        tools = {specials[name] for name in Local.SHOWN if name in specials} if self.chat else set()
-        self.stops = tuple(sorted({*specials.values()} - tools))
+        self.chat = is_chat_run(run_dir) and set(Local.MARKS) <= set(self.tokenizer.specials)
         self.name = args.name or run_dir.resolve().name
         self.created = int(time.time())
 
         rows = args.rows
         if not rows:  # without a GPU a row costs time even while it rests
             rows = 32 if run.model.embed.is_cuda else 8
-        self.worker = Worker(
-            run.model, self.tokenizer, self.config, rows, args.max_waiting, args.compile
-        )
+        try:
+            self.worker = Worker(run.model, self.tokenizer, rows, args.max_waiting, args.compile)
+        except (RuntimeError, MemoryError) as error:
+            lines = str(error).splitlines() or ["out of memory"]
+            raise RunError(
+                f"the cache of {rows:,} rows does not fit into memory ({lines[0]}); use fewer --rows"
+            ) from None
         self.limit = self.worker.decoder.max_len
-        self.most_choices = min(MAX_CHOICES, rows + args.max_waiting)
-        longest_token = max(map(len, self.tokenizer.bytes))
-        self.most_bytes = self.limit * longest_token  # a longer text cannot fit
+        most = rows + args.max_waiting
+        self.protocol = Protocol(self.name, self.tokenizer, self.limit, self.chat, most)
         self.page, self.page_headers = read_page()
         routes = [
             Route("/", self.get_page),
             Route("/health", self.health),
+            Route("/metrics", self.get_metrics),
             Route("/v1/models", self.models),
             Route("/v1/models/{name:path}", self.one_model),
             Route("/v1/chat/completions", self.chat_completions, methods=["POST"]),
             Route("/v1/completions", self.completions, methods=["POST"]),
+            Route("/tokenize", self.tokenize, methods=["POST"]),
+            Route("/detokenize", self.detokenize, methods=["POST"]),
         ]
         handlers = {
             Problem: problem_response,
@@ -475,244 +440,11 @@ class Server:
             ClientDisconnect: client_left,
             Exception: server_error,
         }
-        guard = Middleware(Guard, allowed=frozenset(map(str.lower, [args.host, *args.allow_host])))
-        self.app = Starlette(routes=routes, middleware=[guard], exception_handlers=handlers)
-
-    # -- the fields of a request
-
-    def prepare(self, body: dict, chat: bool) -> Ask:
-        """Checks a request and turns its texts into ids. Raises: Problem"""
-        self.check_fields(body, chat)
-        stream = flag(body, "stream")
-        usage = self.wants_usage(body, stream)
-        stops = self.stop_strings(body)
-        sampling = self.sampling(body)
-        seed = number(body, "seed", secrets.randbits(32), -(2**63), 2**63 - 1, whole=True)
-        n = number(body, "n", 1, 1, self.most_choices, whole=True)
-        prompts = [self.render(body.get("messages"))] if chat else self.prompts(body.get("prompt"))
-        if n * len(prompts) > self.most_choices:
-            raise Problem(
-                400,
-                f"{len(prompts)} prompts with n={n} ask for {n * len(prompts)} answers; at most "
-                f"{self.most_choices} are possible in one request",
-                "n",
-            )
-        for prompt in prompts:
-            if len(prompt) > self.limit:
-                self.too_long(f"{len(prompt):,}", "messages" if chat else "prompt")
-
-        name = "max_tokens"
-        if body.get("max_completion_tokens") is not None:
-            name = "max_completion_tokens"
-        most = number(body, name, self.limit if chat else 16, 1, self.limit, whole=True)
-        queue = asyncio.Queue()
-        jobs = []
-        for prompt in prompts:
-            for _ in range(n):
-                completion = engine.Completion(
-                    prompt,
-                    max_tokens=min(most, self.limit + 1 - len(prompt)),
-                    stop=self.stops,
-                    tools=self.chat,
-                    seed=seed + len(jobs) * engine.SEED_STRIDE,
-                    **sampling,
-                )
-                jobs.append(Job(len(jobs), completion, Reader(self.tokenizer, stops), queue))
-        return Ask(jobs, queue, chat, stream, usage, sum(map(len, prompts)))
-
-    def check_fields(self, body: dict, chat: bool) -> None:
-        """Refuses unknown fields, unsupported values, and the name of another model."""
-        own = ("messages", "max_completion_tokens") if chat else ("prompt",)
-        for name, value in body.items():
-            if value is None or name in (*KNOWN, *own, *IGNORED):
-                continue
-            if name not in NEUTRAL:
-                raise Problem(
-                    400, f"unknown parameter {shorten(name)}", plain(name[:60]), "unknown_parameter"
-                )
-            if not any(value == v and type(value) is type(v) for v in NEUTRAL[name]):
-                message = f"{name} is not supported here; leave it out"
-                raise Problem(400, message, name, "unsupported_parameter")
-        model = body.get("model")
-        if model is not None and model != self.name:
-            message = f"there is no model {shorten(model)} here, only {self.name}"
-            raise Problem(404, message, "model", "model_not_found")
-
-    def wants_usage(self, body: dict, stream: bool) -> bool:
-        """Whether a stream should end with the numbers of tokens."""
-        options = body.get("stream_options") or {}
-        if not isinstance(options, dict) or options and not stream:
-            message = "stream_options must be an object, and only with stream"
-            raise Problem(400, message, "stream_options")
-        return flag(options, "include_usage", "stream_options.include_usage")
-
-    def stop_strings(self, body: dict) -> tuple[str, ...]:
-        stops = body.get("stop")
-        if stops is None:
-            stops = []
-        elif isinstance(stops, str):
-            stops = [stops]
-        good = isinstance(stops, list) and len(stops) <= MAX_STOPS
-        good = good and all(isinstance(s, str) and 0 < len(s) <= STOP_LENGTH for s in stops)
-        if not good:
-            raise Problem(
-                400,
-                f"stop must be a text, or at most {MAX_STOPS}, of 1 to {STOP_LENGTH} characters",
-                "stop",
-            )
-        return tuple(stops)
-
-    def sampling(self, body: dict) -> dict:
-        """temperature, top_p and top_k, as Completion takes them."""
-        temperature = number(body, "temperature", engine.Completion.temperature, 0, 2)
-        top_p = number(body, "top_p", engine.Completion.top_p, 0, 1)
-        top_k = number(body, "top_k", engine.Completion.top_k, 0, math.inf, whole=True)
-        return {
-            "temperature": float(temperature),
-            "top_p": max(float(top_p), 1e-6),  # 0 keeps the most likely token
-            "top_k": min(top_k, self.tokenizer.vocab_size),
-        }
-
-    def too_long(self, tokens: str, param: str):
-        message = (
-            f"the context of this model is {self.limit:,} tokens but the prompt has {tokens}; "
-            f"shorten it"
-        )
-        raise Problem(400, message, param, "context_length_exceeded")
-
-    def render(self, messages) -> list[int]:
-        """Ids of a conversation up to its next answer, in the template of data/sft.py."""
-        if not self.chat:
-            raise Problem(
-                400,
-                f"{self.name} was not finetuned for chat; use /v1/completions to continue a text, "
-                f"or finetune it with runs/finetune.py",
-                "model",
-                "not_a_chat_model",
-            )
-        texts = self.turns(messages)
-        self.check_size(sum(len(text) for text in texts), "messages")
-        special = self.tokenizer.specials
-        ids = [self.tokenizer.bos_id]
-        for i, text in enumerate(texts):
-            role = ("user", "assistant")[i % 2]
-            inner = self.answer_ids(text) if role == "assistant" else self.tokenizer.encode(text)
-            ids += [special[f"<|{role}_start|>"], *inner, special[f"<|{role}_end|>"]]
-        return [*ids, special["<|assistant_start|>"]]
-
-    def turns(self, messages) -> list[str]:
-        """The texts of user and assistant in turn, a system text in the first. Raises: Problem"""
-        if not isinstance(messages, list) or not messages:
-            raise Problem(400, "messages must be a list of at least one message", "messages")
-        texts = []
-        system = ""
-        for i, message in enumerate(messages):
-            where = f"messages[{i}]"
-            role, text = self.role_and_text(message, where)
-            if role in ("system", "developer"):
-                if i:
-                    reason = "is a system message; only the first message may be one"
-                    raise Problem(400, f"{where} {reason}", where)
-                system = f"{text}\n\n" if text.strip() else ""
-                continue
-            expected = ("user", "assistant")[len(texts) % 2]
-            if role != expected:
-                raise Problem(
-                    400,
-                    f"{where} has the role {role}, expected {expected}: user and assistant take "
-                    f"turns, the user first",
-                    f"{where}.role",
-                )
-            texts.append(system + text)
-            system = ""
-        if len(texts) % 2 == 0:
-            raise Problem(400, "the last message must be the user's", "messages")
-        return texts
-
-    def role_and_text(self, message, where: str) -> tuple[str, str]:
-        """The role and the text of one message, checked. Raises: Problem"""
-        if not isinstance(message, dict):
-            raise Problem(400, f"{where} must be an object with role and content", where)
-        role = message.get("role")
-        if role not in ("system", "developer", "user", "assistant"):
-            raise Problem(
-                400,
-                f"{where} has the role {shorten(role)}; known are system, user and assistant",
-                f"{where}.role",
-            )
-        text = self.content(message.get("content"), f"{where}.content")
-        # A model may answer with nothing, and clients send empty system texts.
-        if role == "user" and not text.strip():
-            raise Problem(400, f"{where} (user) is empty", f"{where}.content")
-        return role, text
-
-    def content(self, value, where: str) -> str:
-        """The text of a message's content. Raises: Problem"""
-        if isinstance(value, str):
-            return plain(value)
-        if not isinstance(value, list):
-            message = f"{where} must be a text or a list of text parts, found {shorten(value)}"
-            raise Problem(400, message, where)
-        for part in value:
-            good = isinstance(part, dict) and part.get("type") == "text"
-            if not good or not isinstance(part.get("text"), str):
-                expected = '{"type": "text", "text": ...}'
-                message = f"{where} may only hold {expected}, found {shorten(part)}"
-                raise Problem(400, message, where)
-        return plain("".join(part["text"] for part in value))
-
-    def answer_ids(self, text: str) -> list[int]:
-        """Ids of an answer; [3*4 = 12] in it is a call if the calculator gives that result."""
-        special = self.tokenizer.specials
-        encode = self.tokenizer.encode
-        if not all(mark in special for mark in Local.SHOWN):
-            return encode(text)
-        python_start, python_end, output_start, output_end = (special[mark] for mark in Local.SHOWN)
-        ids = []
-        end = 0  # of the last call
-        for call in CALL.finditer(text):
-            expression, result = call.groups()
-            if engine.calculate(expression) != result:
-                continue
-            ids += encode(text[end : call.start()])
-            ids += [python_start, *encode(expression), python_end]
-            ids += [output_start, *encode(result), output_end]
-            end = call.end()
-        return ids + encode(text[end:])
-
-    def check_size(self, characters: int, param: str) -> None:
-        if characters > self.most_bytes:
-            self.too_long(f"more than {characters * self.limit // self.most_bytes:,}", param)
-
-    def prompts(self, prompt) -> list[list[int]]:
-        """A text, ids, or a list of either, as lists of ids. Raises: Problem"""
-        is_list = isinstance(prompt, list) and prompt and not isinstance(prompt[0], int)
-        if not is_list:
-            return [self.prompt_ids(prompt, "prompt")]
-        if len(prompt) > self.most_choices:
-            raise Problem(
-                400,
-                f"prompt holds {len(prompt):,} prompts; at most {self.most_choices} are possible "
-                f"in one request",
-                "prompt",
-            )
-        return [self.prompt_ids(one, f"prompt[{i}]") for i, one in enumerate(prompt)]
-
-    def prompt_ids(self, prompt, where: str) -> list[int]:
-        """One prompt as ids. Raises: Problem"""
-        if isinstance(prompt, str):
-            self.check_size(len(prompt), where)
-            return [self.tokenizer.bos_id, *self.tokenizer.encode(plain(prompt))]
-        is_ids = isinstance(prompt, list) and prompt and all(type(id) is int for id in prompt)
-        if not is_ids:
-            message = f"{where} must be a text or a list of token ids, found {shorten(prompt)}"
-            raise Problem(400, message, "prompt")
-        largest = self.tokenizer.vocab_size - 1
-        if not all(0 <= id <= largest for id in prompt):
-            raise Problem(400, f"{where} holds ids outside of 0 to {largest:,}", "prompt")
-        return prompt
-
-    # -- handlers
+        hosts = frozenset(map(str.lower, [args.host, *args.allow_host]))
+        guard = Middleware(Guard, allowed=hosts, key=args.api_key)
+        paths = frozenset(route.path for route in routes)
+        log = Middleware(Log, self.worker.metrics.requests, paths=paths, lines=args.access_log)
+        self.app = Starlette(routes=routes, middleware=[log, guard], exception_handlers=handlers)
 
     async def get_page(self, request: Request) -> Response:
         return HTMLResponse(self.page, headers=self.page_headers)
@@ -724,9 +456,13 @@ class Server:
             "status": "ok" if good else "failing",
             "rows": worker.decoder.rows,
             "live": len(worker.jobs),
-            "waiting": len(worker.waiting),
+            "waiting": worker.waiting(),
         }
         return JSONResponse(state, 200 if good else 503)
+
+    async def get_metrics(self, request: Request) -> Response:
+        text = generate_latest(self.worker.metrics.registry)
+        return Response(text, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     def describe(self) -> dict:
         """An entry of /v1/models; context and chat are for the web page, beyond the protocol."""
@@ -736,6 +472,7 @@ class Server:
             "created": self.created,
             "owned_by": "local",
             "context": self.limit,
+            "max_model_len": self.limit,
             "chat": self.chat,
         }
 
@@ -749,6 +486,14 @@ class Server:
             )
         return JSONResponse(self.describe())
 
+    async def tokenize(self, request: Request) -> Response:
+        body, _ = await read_body(request)
+        return JSONResponse(await asyncio.to_thread(self.protocol.tokenize, body))
+
+    async def detokenize(self, request: Request) -> Response:
+        body, _ = await read_body(request)
+        return JSONResponse(await asyncio.to_thread(self.protocol.detokenize, body))
+
     async def chat_completions(self, request: Request) -> Response:
         return await self.answer(request, chat=True)
 
@@ -756,119 +501,61 @@ class Server:
         return await self.answer(request, chat=False)
 
     async def answer(self, request: Request, chat: bool) -> Response:
-        body = await read_body(request)
-        ask = await asyncio.to_thread(self.prepare, body, chat)
-        self.worker.submit(ask.jobs)
+        body, size = await read_body(request)
+        if size <= SMALL_BODY:
+            ask = self.protocol.prepare(body, chat)
+        else:
+            ask = await asyncio.to_thread(self.protocol.prepare, body, chat)
+        answers = Answers(ask, self.name, self.tokenizer)
+        self.worker.submit(ask)
         try:
-            head = {
-                "id": f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}",
-                "object": "chat.completion" if chat else "text_completion",
-                "created": int(time.time()),
-                "model": self.name,
-            }
-            if ask.stream:  # an error before the first token is still a plain error
-                first = await unless_left(request, ask.queue.get())
-                if isinstance(first, Problem):
-                    raise first
-                return Stream(self.events(ask, head, first), ask)
-            texts = [[] for _ in ask.jobs]
-            reasons = [""] * len(ask.jobs)
-            while not all(reasons):
-                item = await unless_left(request, ask.queue.get())
-                if isinstance(item, Problem):
-                    raise item
-                index, pieces, reasons[index] = item
-                texts[index] += [text for _, text in pieces]
-            choices = [choice(chat, i, "".join(text), reasons[i]) for i, text in enumerate(texts)]
-            return JSONResponse(head | {"choices": choices, "usage": usage(ask)})
+            if not ask.stream:
+                await unless_left(request, all_of(ask))
+                return JSONResponse(answers.whole())
+            jobs = await unless_left(request, ask.progress())  # an error now is still a plain error
+            return Stream(events(ask, answers, jobs), lambda: self.worker.withdraw(ask))
         except BaseException:
-            leave(ask)
+            self.worker.withdraw(ask)
             raise
 
-    async def events(self, ask: Ask, head: dict, item) -> AsyncIterator[str]:
-        """The answer as server-sent events."""
-        if ask.chat:
-            head |= {"object": "chat.completion.chunk"}
-        if ask.usage:
-            head |= {"usage": None}
 
-        def event(value: dict) -> str:
-            return f"data: {json.dumps(value)}\n\n"
+async def all_of(ask: Ask) -> None:
+    """Waits until all answers to a request are there."""
+    while not ask.done():
+        await ask.progress()
 
-        def chunk(*values) -> str:
-            return event(head | {"choices": [delta(ask.chat, *values)]})
 
-        left = len(ask.jobs)
-        if ask.chat:
-            yield "".join(chunk(job.index, "", "role", None) for job in ask.jobs)
+async def events(ask: Ask, answers: Answers, jobs: list[Job]) -> AsyncIterator[str]:
+    """The answers as server-sent events. What came while the client was slow goes out at once."""
+    if opening := answers.opening():
+        yield opening
+    try:
         while True:
-            if isinstance(item, Problem):
-                yield event(item.body())
-                return
-            index, pieces, reason = item
-            lines = [chunk(index, text, part, None) for part, text in pieces]
-            if reason:
-                left -= 1
-                lines.append(chunk(index, "", "", reason))
-            if lines:
-                yield "".join(lines)
-            if not left:
+            if news := "".join(answers.news(job) for job in jobs):
+                yield news
+            if ask.done():
                 break
-            item = await ask.queue.get()
-        if ask.usage:
-            yield event(head | {"choices": [], "usage": usage(ask)})
-        yield "data: [DONE]\n\n"
-
-
-def choice(chat: bool, index: int, text: str, reason: str) -> dict:
-    if chat:
-        content = {"message": {"role": "assistant", "content": text, "refusal": None}}
-    else:
-        content = {"text": text}
-    return {"index": index, **content, "logprobs": None, "finish_reason": reason}
-
-
-def delta(chat: bool, index: int, text: str, part: str, reason: str | None) -> dict:
-    """A choice of a stream; part "role" begins a chat answer, "" ends it."""
-    content: dict = {"content": text} if part else {}
-    if part == "role":
-        content["role"] = "assistant"
-    elif part in ("python", "python_output"):
-        content["part"] = part
-    content = {"delta": content} if chat else {"text": text}
-    return {"index": index, **content, "logprobs": None, "finish_reason": reason}
-
-
-def usage(ask: Ask) -> dict:
-    new = sum(job.count for job in ask.jobs)
-    return {
-        "prompt_tokens": ask.prompt_tokens,
-        "completion_tokens": new,
-        "total_tokens": ask.prompt_tokens + new,
-        "prompt_tokens_details": {"cached_tokens": sum(job.cached for job in ask.jobs)},
-    }
-
-
-def leave(ask: Ask) -> None:
-    """Tells the worker, which looks before each step, to drop what is not done."""
-    for job in ask.jobs:
-        job.gone = True
+            jobs = await ask.progress()
+    except Problem as problem:
+        yield f"data: {json.dumps(problem.body())}\n\n"
+        return
+    yield answers.closing()
 
 
 class Stream(StreamingResponse):
-    """Server-sent events; whichever way they end, the worker is told."""
+    """Server-sent events; whichever way they end, `ended` is called."""
 
-    def __init__(self, events: AsyncIterator[str], ask: Ask):
+    def __init__(self, events: AsyncIterator[str], ended: Callable[[], None]):
         super().__init__(
             events, media_type="text/event-stream", headers={"Cache-Control": "no-store"}
         )
-        self.ask = ask
+        self.ended = ended
 
     async def __call__(self, scope, receive, send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
-            leave(self.ask)
+            self.ended()
 
 
 async def unless_left(request: Request, result: Awaitable):
@@ -890,8 +577,8 @@ async def unless_left(request: Request, result: Awaitable):
         departure.cancel()
 
 
-async def read_body(request: Request) -> dict:
-    """The JSON object of a request. Raises: Problem"""
+async def read_body(request: Request) -> tuple[dict, int]:
+    """The JSON object of a request, and its size in bytes. Raises: Problem"""
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json":
         raise Problem(415, 'the request must have the header "Content-Type: application/json"')
@@ -919,21 +606,72 @@ async def read_body(request: Request) -> dict:
         ) from None
     if not isinstance(body, dict):
         raise Problem(400, "the request must be a JSON object")
-    return body
+    return body, size
+
+
+class Log:
+    """Counts requests, and with --access-log writes a line for each."""
+
+    def __init__(self, app, counter: Counter, paths: frozenset[str], lines: bool):
+        self.app = app
+        self.counter = counter
+        self.paths = paths
+        self.lines = lines
+
+    async def __call__(self, scope, receive, send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        status = 499  # unless something is sent, the client left
+        began = time.monotonic()
+
+        async def noting(message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self.app(scope, receive, noting)
+        finally:
+            path = scope["path"]
+            self.counter.labels(path if path in self.paths else "other", status).inc()
+            if self.lines:
+                now = time.strftime("%Y-%m-%d %H:%M:%S")
+                client = (scope["client"] or ("-",))[0]
+                shown = urllib.parse.quote(path[:200])
+                seconds = time.monotonic() - began
+                line = f"{now} {client} {scope['method']} {shown} {status} {seconds:.3f} s"
+                print(line, file=sys.stderr, flush=True)
 
 
 class Guard:
-    """Keeps web pages of other origins out (see the top). Programs send no Origin."""
+    """Keeps web pages of other origins out (see the top), and those without the key."""
 
-    def __init__(self, app, allowed: frozenset[str]):
+    def __init__(self, app, allowed: frozenset[str], key: str | None):
         self.app = app
         self.allowed = allowed | {"localhost"}
+        self.key = key
 
     async def __call__(self, scope, receive, send) -> None:
-        if scope["type"] == "http" and (problem := self.check(Request(scope).headers)):
+        problem = None
+        if scope["type"] == "http":
+            headers = Request(scope).headers
+            problem = self.check(headers) or self.check_key(headers, scope["path"])
+        if problem:
             await problem.response()(scope, receive, send)
         else:
             await self.app(scope, receive, send)
+
+    def check_key(self, headers, path: str) -> Problem | None:
+        if self.key is None or path in PUBLIC:
+            return None
+        kind, _, given = headers.get("authorization", "").partition(" ")
+        right = hmac.compare_digest(given.strip().encode(), self.key.encode())
+        if kind.lower() == "bearer" and right:
+            return None
+        message = 'this server needs its key in the header "Authorization: Bearer KEY"'
+        return Problem(401, message, code="invalid_api_key")
 
     def check(self, headers) -> Problem | None:
         host = headers.get("host", "").lower()
@@ -995,6 +733,95 @@ def read_page() -> tuple[str, dict[str, str]]:
     }
 
 
+# ---- connections
+
+
+class Connection(H11Protocol):
+    """uvicorn's connection, with deadlines and a limit: idle ones must not use up the server.
+
+    uvicorn itself closes a connection that is silent between two requests.
+    """
+
+    most = MAX_CONNECTIONS
+    deadline: asyncio.TimerHandle | None = None  # for the head of a request
+    patience: asyncio.TimerHandle | None = None  # for a client that does not read
+
+    def connection_made(self, transport) -> None:
+        super().connection_made(transport)
+        if len(self.connections) > self.most:
+            self.refuse(Problem(503, f"the server has {self.most:,} connections already"))
+        else:
+            self.deadline = self.loop.call_later(HEAD_SECONDS, self.too_slow)
+
+    def data_received(self, data: bytes) -> None:
+        if self.transport.is_closing():
+            return
+        super().data_received(data)
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.stop(self.deadline)
+            self.deadline = None
+        elif self.deadline is None and not self.transport.is_closing():
+            self.deadline = self.loop.call_later(HEAD_SECONDS, self.too_slow)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self.stop(self.deadline)
+        self.deadline = None
+
+    def too_slow(self) -> None:
+        message = f"the head of the request did not arrive within {HEAD_SECONDS} seconds"
+        self.refuse(Problem(408, message))
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self.patience = self.loop.call_later(READ_SECONDS, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self.stop(self.patience)
+
+    def connection_lost(self, exc) -> None:
+        self.stop(self.deadline)
+        self.stop(self.patience)
+        super().connection_lost(exc)
+
+    def stop(self, timer: asyncio.TimerHandle | None) -> None:
+        if timer is not None:
+            timer.cancel()
+
+    def send_400_response(self, msg: str) -> None:
+        self.refuse(Problem(400, "this is not a valid HTTP request"))
+
+    def refuse(self, problem: Problem) -> None:
+        """Answers without h11, whose state may not allow an answer any more, and closes."""
+        body = json.dumps(problem.body()).encode()
+        idle = self.cycle is None or self.cycle.response_complete
+        if idle and not self.transport.is_closing():
+            head = (
+                f"HTTP/1.1 {problem.status} {http.HTTPStatus(problem.status).phrase}\r\n"
+                f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+                f"Connection: close\r\n\r\n"
+            )
+            self.transport.write(head.encode() + body)
+        self.transport.close()
+
+
+def connection_limit() -> int:
+    """How many connections leave files for the rest of the program."""
+    if resource is None:
+        return MAX_CONNECTIONS
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_CONNECTIONS + 4 * BACKLOG
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if soft == resource.RLIM_INFINITY:
+        return MAX_CONNECTIONS
+    return max(8, min(MAX_CONNECTIONS, soft - 4 * BACKLOG))
+
+
 # ---- the command line
 
 
@@ -1017,11 +844,12 @@ class HTTPServer(uvicorn.Server):
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Reserves an address, without listening yet. Raises: RunError"""
+    """A socket that listens on an address. Raises: RunError"""
     listening = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listening.bind((host, port))
+        listening.listen(BACKLOG)  # now, since two programs can bind one port, and one can listen
     except OSError as error:
         raise RunError(
             f"cannot listen on {host} port {port} ({error.strerror}); choose another --host or "
@@ -1037,12 +865,16 @@ def http_server(server: Server) -> HTTPServer:
     if problem := server.worker.problem:
         lines = str(problem).splitlines() or [repr(problem)]
         raise RunError(f"the model does not run: {lines[0]}")
+    Connection.most = connection_limit()
+    # The worker waits for the interpreter after each call to the device, by default up to 5 ms.
+    sys.setswitchinterval(SWITCH_SECONDS)
     config = uvicorn.Config(
         server.app,
         loop="asyncio",
-        http="h11",
+        http=Connection,
         ws="none",
-        log_level="warning",
+        backlog=BACKLOG,
+        log_level="error",
         access_log=False,
         server_header=False,
         timeout_graceful_shutdown=10,
@@ -1070,14 +902,20 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add(
         "--compile", action="store_true", help="faster steps, after half a minute more at the start"
     )
+    add("--api-key", metavar="KEY", default=os.environ.get(KEY_VARIABLE) or None,
+        help=f"that clients must send (default: the environment variable {KEY_VARIABLE}, if set)")  # fmt: skip
+    add("--access-log", action="store_true", help="a line for each request on stderr")
     return parser.parse_args(argv)
 
 
 def main() -> int:
     args = parse()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         if args.rows < 0 or args.max_waiting < 0 or not 0 <= args.port < 65536:
             raise RunError("--rows and --max-waiting must be at least 0, --port 0 to 65,535")
+        if args.api_key is not None and not args.api_key.isascii() or args.api_key == "":
+            raise RunError("--api-key must be a text of ASCII characters; choose another")
         listening = bind(args.host, args.port)  # first, since a model takes a while to load
         server = Server(args.run_dir, args)
         http = http_server(server)
@@ -1093,9 +931,9 @@ def main() -> int:
         f"{server.name}: http://{shown_host}:{port} ({server.worker.decoder.rows} rows, "
         f"context {server.limit:,}, {kind})"
     )
-    if not ipaddress.ip_address(host).is_loopback:
+    if not ipaddress.ip_address(host).is_loopback and args.api_key is None:
         print(
-            "note: everyone who can reach this address can use the model; there is no password",
+            "note: everyone who can reach this address can use the model; set a key with --api-key",
             file=sys.stderr,
         )
     for signum in (signal.SIGTERM, signal.SIGINT):

@@ -25,8 +25,18 @@ def find_chromium() -> str | None:
 
 
 @contextlib.contextmanager
-def open_page(url: str, chromium: str, size: tuple[int, int] = (900, 760)) -> Iterator:
-    """A playwright page at a URL. Raises an error of the page's script, once the page is left."""
+def open_page(
+    url: str,
+    chromium: str,
+    size: tuple[int, int] = (900, 760),
+    ready: str = "#send:enabled",
+    scheme: str = "light",
+    bypass_csp: bool = False,
+) -> Iterator:
+    """A playwright page at a URL, once `ready` is seen. Raises an error of the page's script, once the page is left.
+
+    bypass_csp: for scripts of a test, which the page's policy forbids
+    """
     from playwright.sync_api import sync_playwright
 
     problems: list[str] = []
@@ -38,11 +48,12 @@ def open_page(url: str, chromium: str, size: tuple[int, int] = (900, 760)) -> It
 
     with sync_playwright() as play:
         browser = play.chromium.launch(executable_path=chromium)
-        page = browser.new_page(viewport={"width": size[0], "height": size[1]})
+        viewport = {"width": size[0], "height": size[1]}
+        page = browser.new_page(viewport=viewport, color_scheme=scheme, bypass_csp=bypass_csp)
         page.on("pageerror", lambda error: problems.append(str(error)))
         page.on("console", note)
         page.goto(url)
-        page.wait_for_selector("#send:enabled")
+        page.wait_for_selector(ready)
         try:
             yield page
         finally:

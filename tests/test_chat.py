@@ -5,6 +5,8 @@ import http.server
 import io
 import json
 import os
+import select
+import signal
 import subprocess
 import sys
 import threading
@@ -371,3 +373,110 @@ def test_user_errors(server, tmp_path, monkeypatch, capsys):
         assert chat_script.main() == 1
         err = capsys.readouterr().err
         assert message in err and err.startswith("error: ") and err.count("\n") == 1
+
+
+# ---- full contexts of servers, pipes, and the keys of a terminal
+
+
+class Small(Stub):
+    """A server whose context holds two messages; longer conversations are refused as OpenAI's protocol does it."""
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.seen.append(body)
+        if len(body["messages"]) > 2 or len(body["messages"][-1]["content"]) > 50:
+            error = {"message": "the context is full", "code": "context_length_exceeded"}
+            self.send(400, "application/json", json.dumps({"error": error}).encode())
+        else:
+            self.send(*events(f"answer {len(self.server.seen)}"))
+
+
+def test_a_server_whose_context_is_full(server):
+    """The oldest turns go and a note says so; a message that is too long by itself costs nothing."""
+    server.RequestHandlerClass = Small
+    remote = chat_script.Remote(server.url, Namespace(**{**OPTIONS, "max_tokens": None}))
+    chat = chat_script.Chat(remote, "S")
+    assert say(chat, "one") == ("answer 1\n", "")
+    for i, text in enumerate(("two", "three")):
+        out, err = say(chat, text)
+        assert "dropped the oldest turn" in err and out.startswith("answer")
+        assert [m["content"] for m in chat.messages][0] == text and len(chat.messages) == 2, i
+    assert [m["content"] for m in server.seen[-1]["messages"]] == ["S", "three"]
+    assert "max_tokens" not in server.seen[-1], "the server knows what fits"
+    before = [*chat.messages]
+    assert "answered 400: the context is full" in say(chat, "x" * 60)[1] and chat.messages == before
+
+
+def test_a_question_asked_again_draws_anew(make, server):
+    """With a seed the whole conversation is fixed, not each answer."""
+    answers = []
+    for _ in range(2):
+        chat = make(temperature=1.0, seed=5) if not answers else answers[0][0]
+        texts = []
+        for _ in range(3):
+            say(chat, "/clear")
+            texts.append(say(chat, "the rest")[0])
+        answers.append((chat, texts))
+        assert len(set(texts)) == 3
+        chat.backend.turns = 0
+    assert answers[0][1] == answers[1][1]
+    server.reply = events("x")
+    chat = chat_script.Chat(chat_script.Remote(server.url, Namespace(**{**OPTIONS, "seed": 7})))
+    for _ in range(2):
+        say(chat, "a")
+    assert [body["seed"] for *_, body in server.seen] == [7, 8]
+
+
+def test_exit_codes_of_pipes(server):
+    """1 if any question of a pipe had no whole answer; and who reads only a little gets no traceback."""
+    server.reply = events("fine")
+    assert run("--endpoint", server.url, text="a\nb\n").returncode == 0
+    server.reply = events("half", end=False)
+    done = run("--endpoint", server.url, text="a\n/quit\n")
+    assert done.returncode == 1 and "connection ended" in done.stderr
+    server.reply = events(*["many words\n"] * 20_000)
+    command = f"{sys.executable} {SCRIPT} --endpoint {server.url} --prompt x | head -n 1"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "many words\n" and done.stderr == ""
+
+
+def test_the_keys_of_a_terminal(server, tmp_path):
+    """Ctrl-C empties the line, the arrow brings the last one back, also that of an earlier chat, and Ctrl-D ends it."""
+    pty = pytest.importorskip("pty")
+    pytest.importorskip("readline")
+    server.reply = events("fine")
+    environment = {**os.environ, "XDG_STATE_HOME": str(tmp_path), "TERM": "dumb"}
+
+    def chat(*keys):
+        main, other = pty.openpty()
+        command = [sys.executable, str(SCRIPT), "--endpoint", server.url, "--model", "m"]
+        process = subprocess.Popen(command, stdin=other, stdout=other, stderr=other, env=environment,
+                                   start_new_session=True)  # fmt: skip
+        os.close(other)
+        seen = b""
+        try:
+            for wait, key in keys:
+                while seen.count(b"> ") < wait:
+                    assert select.select([main], [], [], 30)[0], seen
+                    seen += os.read(main, 4096)
+                os.write(main, key)
+                while key == b"half" and b"Ctrl-D or" not in seen:
+                    # Python forgets a signal that comes just before it waits for a key.
+                    process.send_signal(signal.SIGINT)
+                    if select.select([main], [], [], 0.5)[0]:
+                        seen += os.read(main, 4096)
+            with contextlib.suppress(OSError):  # the terminal is gone
+                while part := os.read(main, 4096):
+                    seen += part
+            assert process.wait(30) == 0 and b"Traceback" not in seen, seen
+        finally:
+            process.kill()
+            os.close(main)
+        return seen
+
+    seen = chat((1, b"first question\n"), (2, b"half"), (3, b"\x1b[A\n"), (4, b"\x04"))
+    assert b"Ctrl-D or /quit" in seen
+    assert [body["messages"][-1]["content"] for *_, body in server.seen] == ["first question"] * 2
+    chat((1, b"\x1b[A\n"), (2, b"\x04"))
+    assert server.seen[-1][2]["messages"] == [{"role": "user", "content": "first question"}]
+    assert (tmp_path / "decoderstack" / "chat_history").stat().st_mode & 0o077 == 0

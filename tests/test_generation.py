@@ -614,6 +614,92 @@ def test_calculator_in_threads():
     assert results == [str(i * i) if i % 2 else None for i in range(200)]
 
 
+# ---- steps ahead of the host
+
+
+def test_steps_ahead_give_the_same_texts(generator):
+    """Stops, lengths, tool calls and rows that enter late: the same events as without, with drawn texts too."""
+    tok = generator.tokenizer
+    calls = [tok.specials[f"<|{name}|>"] for name in ("python_start", "python_end")]
+    prompts = [*PROMPTS, [*tok.encode("is "), calls[0], *tok.encode("3*4")], *random_documents((3, 70, 1), vocab=290)]
+    prompts = [prompt[:50] for prompt in prompts]
+
+    def run(ahead):
+        decoder = engine.Decoder(generator.model, tok, 3, 64, ahead=ahead, shaping=True, shelves=2)
+        options = [{"temperature": 0.0}, {"temperature": 1.3}, {"temperature": 0.0, "presence_penalty": 1.0}]
+        waiting = [engine.Completion(prompt, 3 + 4 * i % 13, stop=(5, 17, *range(100, 130)), seed=i, tools=True,
+                                     **options[i % 3]) for i, prompt in enumerate(prompts * 3)]  # fmt: skip
+        every = list(waiting)
+        while waiting or decoder.live:
+            free = [row for row in range(3) if row not in decoder.live]
+            if free and waiting:
+                decoder.admit({free[0]: waiting.pop(0)})
+            decoder.step()
+        return [(c.tokens, c.forced, c.reason) for c in every], decoder
+
+    plain, _ = run(False)
+    ahead, decoder = run(True)
+    assert ahead == plain and {reason for *_, reason in plain} == {"stop", "length"}
+    # What the rows hold continues as if it were computed anew.
+    for row in range(3):
+        known = decoder.known[row][:58]
+        decoder.known[row] = known if len(known) == len(decoder.known[row]) else []
+        done = engine.Completion([*known, 7], 5, temperature=0.0)
+        assert decoder.admit({row: done}) in ({row: len(known)}, {row: 0})
+        run_out(decoder)
+        assert done.tokens == argmax_loop(generator, [*known, 7], 5)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_answers_that_make_room_go_on_unchanged(generator, ahead):
+    """Stopped after some steps and admitted again elsewhere, an answer is the one it would have been."""
+    options = {"max_tokens": 14, "temperature": 1.2, "seed": 9, "frequency_penalty": 0.5}
+    whole = engine.Completion(PROMPTS[1], **options)
+    decoder = engine.Decoder(generator.model, generator.tokenizer, 2, 64, ahead=ahead, shaping=True)
+    decoder.admit({0: whole})
+    run_out(decoder)
+    parted = engine.Completion(PROMPTS[1], **options)
+    for row in (0, 1, 1):
+        decoder.admit({row: parted})
+        for _ in range(4):
+            decoder.step()
+        if parted.reason:
+            break
+        decoder.stop(row)
+        decoder.admit({row: engine.Completion(PROMPTS[2], 3)})  # another text takes the row
+        run_out(decoder)
+    decoder.admit({0: parted})
+    run_out(decoder)
+    assert parted.tokens == whole.tokens and parted.reason == whole.reason
+
+
+def test_shelves_hold_what_texts_have_in_common(generator):
+    """A third text starts with a copy, two in one batch share, and a shelf that is used longest ago makes room."""
+    decoder = engine.Decoder(generator.model, generator.tokenizer, 3, 64, shelves=1)
+    first, second = ([1, *part] for part in random_documents((40, 40), vocab=290, seed=5))
+    worth = engine.WORTH_SHARING
+    try:
+        engine.WORTH_SHARING = 16
+
+        def ask(row, text):
+            completion = engine.Completion(text, 4, temperature=0.0)
+            (start,) = decoder.admit({row: completion}).values()
+            run_out(decoder)
+            assert completion.tokens == argmax_loop(generator, text, 4)
+            return start
+
+        assert [ask(0, [*first, 5]), ask(1, [*first, 6]), ask(2, [*first, 7])] == [0, 41, 41]
+        assert [ask(0, [*second, 5]), ask(1, [*second, 6]), ask(0, [*second, 7])] == [0, 41, 41]
+        assert ask(2, [*first[:30], 9]) == 30 and decoder.shelves == [first[:30]], "rows are looked at too"
+        texts = {row: engine.Completion([*first[:35], row], 4, temperature=0.0) for row in range(3)}
+        assert sum(start > 0 for start in decoder.admit(texts).values()) >= 2
+        run_out(decoder)
+        for completion in texts.values():
+            assert completion.tokens == argmax_loop(generator, completion.prompt, 4)
+    finally:
+        engine.WORTH_SHARING = worth
+
+
 # ---- tool calls
 
 
@@ -728,7 +814,7 @@ def test_graph_equals_plain_path(generator, monkeypatch, compile, dtype):
     model.load_state_dict({k: v.to(model.state_dict()[k].dtype) for k, v in plain.state_dict().items()})
     plain.load_state_dict({k: v.float() for k, v in model.state_dict().items()})
     model.attention = ts.choose_attention(model, lambda text: None)
-    sides = [engine.Decoder(m, generator.tokenizer, 4, 64, compile and m is model) for m in (model, plain)]
+    sides = [engine.Decoder(m, generator.tokenizer, 4, 64, compile and m is model, ahead=False) for m in (model, plain)]
     seen = [torch.zeros(4, config.padded_vocab, device=side.state.tokens.device) for side in sides]
     for side, out in zip(sides, seen, strict=True):
         side.decode = functools.partial(lambda decode, out, *args: out.copy_(decode(*args)), side.decode, out)

@@ -1,5 +1,6 @@
 """The server, through the official client and by hand: answers, streams, limits, failures, and the web page."""
 
+import asyncio
 import codecs
 import contextlib
 import functools
@@ -9,12 +10,13 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
-from collections import deque
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 
 import httpx2
@@ -25,13 +27,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import browser
-from conftest import ROOT
+from conftest import ROOT, logits
 from test_export import bpe, write_run  # noqa: F401  (bpe is a fixture)
 
 sys.path.insert(0, str(ROOT / "data"))
 sys.path.insert(0, str(ROOT / "runs"))
 import chat
 import engine
+import protocol
 import serve
 import sft
 
@@ -106,7 +109,7 @@ def lonely(runs):
 def expected(running, prompts, stops=None, **options) -> list[str]:
     """What the model says, by Generator in this thread, from ids."""
     generator = engine.Generator(running.worker.model, running.server.tokenizer)
-    rows = generator.complete(prompts, stop=running.server.stops if stops is None else stops, **options)
+    rows = generator.complete(prompts, stop=running.server.protocol.stops if stops is None else stops, **options)
     return [running.server.tokenizer.decode(c.tokens) for c in rows]
 
 
@@ -244,9 +247,9 @@ def test_sampling_follows_the_seed(talker):
     texts = [ask(seed=seed).choices[0].message.content for seed in (1, 1, 2, -(2**63), 2**63 - 1)]
     assert texts[0] == texts[1] and len(set(texts)) == 4
     assert len({ask().choices[0].message.content for _ in range(3)}) == 3, "without a seed it is drawn"
-    config = talker.server.config
     default = talker.chat(model="talker", messages=HELLO, max_tokens=20, seed=3).choices[0].message.content
-    wanted = {"temperature": config.temperature, "top_k": config.top_k, "top_p": config.top_p}
+    usual = engine.Completion
+    wanted = {"temperature": usual.temperature, "top_k": usual.top_k, "top_p": usual.top_p}
     assert [default] == expected(talker, [rendered(talker, HELLO)], max_tokens=20, seed=3, **wanted)
 
 
@@ -264,7 +267,7 @@ def test_64_clients_get_what_each_gets_alone(talker):
     alone = [ask(i) for i in range(64)]
     with ThreadPoolExecutor(64) as pool:
         assert list(pool.map(ask, range(64))) == alone
-    assert len(set(alone)) > 50 and not talker.worker.jobs and not talker.worker.waiting
+    assert len(set(alone)) > 50 and not talker.worker.jobs and not talker.worker.waiting()
 
 
 def test_tool_calls(talker):
@@ -296,7 +299,7 @@ def test_tool_calls(talker):
         assert talker.chat(**ask).choices[0].message.content == "is [3*4 = 12]"
     # "is [3*4 = 12]" comes back
     again = [*HELLO, {"role": "assistant", "content": "is [3*4 = 12]"}, {"role": "user", "content": "the"}]
-    ids = talker.server.render(again)
+    ids = talker.server.protocol.render(again)
     talk = [*HELLO, {"role": "assistant", "content": [
         {"type": "text", "text": "is "}, {"type": "python", "text": "3*4"}, {"type": "python_output", "text": "12"}
     ]}, {"role": "user", "content": "the"}]  # fmt: skip
@@ -305,16 +308,19 @@ def test_tool_calls(talker):
     assert cached > ids.index(special["output_end"])
     lies = [*HELLO, {"role": "assistant", "content": "[3*4 = 13] [x = 1] [ = ]"},
             {"role": "user", "content": "[1+1 = 2]"}]  # fmt: skip
-    assert talker.server.render(lies) == rendered(talker, lies), "other brackets are text"
+    assert talker.server.protocol.render(lies) == rendered(talker, lies), "other brackets are text"
 
 
 def test_a_row_that_holds_all_of_a_prompt_does_not_help():
     """The last token of a prompt must go in anew, so the row that holds the longest shorter beginning is taken."""
     rows = SimpleNamespace(rows=4, known=[[9], [1, 2, 3], [1, 2], [1]])
     rows.held = functools.partial(engine.Decoder.held, rows)
-    job = SimpleNamespace(gone=False, completion=SimpleNamespace(prompt=[1, 2, 3]), cached=0)
-    worker = SimpleNamespace(decoder=rows, jobs={}, waiting=deque([job]), ended=[0, 1, 2, 3])
-    assert serve.Worker.place(worker) == {2: job} and job.cached == 2
+    job = SimpleNamespace(reason="", completion=engine.Completion([1, 2, 3]))
+    ask = protocol.Ask([], chat=True, stream=False, usage=False, prompt_tokens=3)
+    ask.waiting.append(job)
+    queue = {ask: None}
+    worker = SimpleNamespace(decoder=rows, jobs={}, queue=queue, ended=[0, 1, 2, 3], holds_back=lambda: False)
+    assert serve.Worker.place(worker) == {2: job} and not queue
 
 
 def test_a_conversation_keeps_its_cache(lonely, talker):
@@ -337,11 +343,325 @@ def test_a_conversation_keeps_its_cache(lonely, talker):
     assert turn(lonely, talks[0][:1], words)[1] == 0
 
 
+# ---- turns, shared beginnings, chances, and what operators need
+
+
+def test_a_short_request_beside_two_large_ones(runs):
+    """It gets a row within two steps, though two requests of n=16 wait; theirs are the answers they would be anyway."""
+    running = Running(runs[True], "--rows", "4")
+    try:
+        body = {"model": "talker", "messages": HELLO, "max_tokens": 12, "temperature": 1.0, "n": 16}
+        wanted = [[c.message.content for c in running.chat(**body, seed=seed).choices] for seed in (1, 2)]
+        with gate(running) as steps, ThreadPoolExecutor(3) as pool:
+            large = [pool.submit(running.chat, **body, seed=seed) for seed in (1, 2)]
+            until(lambda: len(running.worker.jobs) == 4)
+            until(lambda: running.worker.waiting() == 28)
+            steps.release(6)  # answers are under way
+            until(lambda: steps._value == 0)
+            short = pool.submit(running.chat, model="talker", messages=HELLO, max_tokens=2, temperature=0)
+            until(lambda: running.worker.waiting() == 29)
+            steps.release(1 + serve.HOLD + 2)
+            assert short.result(20).usage.completion_tokens <= 2
+            steps.release(10_000)
+            assert [[c.message.content for c in call.result(60).choices] for call in large] == wanted
+    finally:
+        running.close()
+
+
+def test_requests_take_turns():
+    """The request with the fewest rows is next; one with two rows gives one up for one that has none."""
+    rows = SimpleNamespace(rows=4, known=[[]] * 4, live={}, held=lambda row, text: 0)
+    reader = SimpleNamespace(stops=())
+    jobs = {}
+    for name, count in (("a", 6), ("b", 3), ("c", 1)):
+        fields = {"name": name, "reason": "", "reader": reader}
+        jobs[name] = [SimpleNamespace(completion=engine.Completion([1]), **fields) for _ in range(count)]
+    asks = {}
+    for name, own in jobs.items():
+        asks[name] = protocol.Ask(own, chat=True, stream=False, usage=False, prompt_tokens=1)
+    worker = serve.Worker.__new__(serve.Worker)
+    worker.__dict__ |= {"decoder": rows, "jobs": {}, "queue": {asks["a"]: None}, "ended": [0] * 4, "rounds": 1,
+                        "held_back": 0}  # fmt: skip
+    worker.metrics = SimpleNamespace(moved=SimpleNamespace(inc=lambda: None))
+
+    def owners():
+        return "".join(sorted(job.name for job in worker.jobs.values()))
+
+    single = [SimpleNamespace(name="s", reason="", reader=reader, completion=engine.Completion([1])) for _ in range(5)]
+    worker.queue = {protocol.Ask([job], True, False, False, 1): None for job in single}
+    worker.make_room()
+    worker.place()
+    assert owners() == "ssss" and len(worker.queue) == 1, "more requests than rows, on an empty server"
+    worker.jobs, worker.queue = {}, {asks["a"]: None}
+    worker.place()
+    assert owners() == "aaaa"
+    worker.queue |= {asks["b"]: None, asks["c"]: None}
+    worker.make_room()
+    assert owners() == "aa"
+    worker.place()
+    assert owners() == "aabc" and len(asks["a"].waiting) == 4 and asks["a"].waiting[0] is jobs["a"][1]
+    worker.release(next(row for row, job in worker.jobs.items() if job.name == "c"))
+    worker.make_room()
+    worker.place()
+    assert owners() == "aabb", "b had one row, a two"
+
+
+def test_shared_beginnings_are_computed_once(runs):
+    """From the second prompt on, a long system text is copied; answers stay those of the generator."""
+    running = Running(runs[True], "--rows", "4")
+    try:
+        system = {"role": "system", "content": "the rest of an old stone, " * 12}
+        talks = [[system, {"role": "user", "content": f"{word} is it"}] for word in ("what", "who", "1", "é")]
+        prompts = [rendered(running, talk) for talk in talks]
+        common = len(os.path.commonprefix(prompts))
+        assert common > engine.WORTH_SHARING
+        wanted = expected(running, prompts, **QUIET)
+        cached = []
+        for talk, text in zip(talks, wanted, strict=True):
+            answer = running.chat(model="talker", messages=talk, **QUIET)
+            assert answer.choices[0].message.content == text
+            cached.append(answer.usage.prompt_tokens_details.cached_tokens)
+        assert cached[0] == 0 and min(cached[1:]) >= common - 2, cached
+        answer = running.chat(model="talker", messages=[*HELLO, *talks[0]], n=4, **QUIET)
+        assert answer.usage.prompt_tokens_details.cached_tokens >= 3 * (answer.usage.prompt_tokens - 1)
+        assert len({c.message.content for c in answer.choices}) == 1
+    finally:
+        running.close()
+
+
+def model_chances(running, ids) -> torch.Tensor:
+    """Log-probabilities of the next id after each id of a text, from the training script's forward."""
+    with torch.no_grad():
+        return logits(running.worker.model, ids)[:, : running.server.tokenizer.vocab_size].log_softmax(-1)
+
+
+def test_logprobs_of_answers(talker, writer):
+    """Both endpoints give the model's own log-probabilities, whatever temperature and penalties are; streams too."""
+    prompt = rendered(talker, HELLO)
+    options = {"max_tokens": 8, "temperature": 1.3, "seed": 4, "logprobs": True, "top_logprobs": 3}
+    options |= {"presence_penalty": 1.0}
+    answer = talker.chat(model="talker", messages=HELLO, **options).choices[0]
+    streamed = [entry for chunk in talker.chat(model="talker", messages=HELLO, **options, stream=True)
+                for choice in chunk.choices if choice.logprobs for entry in choice.logprobs.content]  # fmt: skip
+    entries = answer.logprobs.content
+    assert streamed == entries and len(entries) > 3
+    one = {bytes(b): i for i, b in enumerate(talker.server.tokenizer.bytes)}
+    ids = [one[bytes(entry.bytes)] for entry in entries]
+    table = model_chances(talker, [*prompt, *ids])[len(prompt) - 1 :]
+    for entry, id, row in zip(entries, ids, table, strict=False):
+        assert entry.logprob == pytest.approx(row[id].item(), abs=1e-3)
+        best = row.topk(3)
+        assert [one[bytes(top.bytes)] for top in entry.top_logprobs] == best.indices.tolist()
+        assert [top.logprob for top in entry.top_logprobs] == pytest.approx(best.values.tolist(), abs=1e-3)
+    plain = writer.text(model="writer", prompt=[5, 6, 7], max_tokens=4, temperature=0, logprobs=2).choices[0].logprobs
+    assert len(plain.tokens) == len(plain.token_logprobs) == len(plain.text_offset) == 4 and plain.text_offset[0] == 0
+    assert all(max(top.values()) == one for top, one in zip(plain.top_logprobs, plain.token_logprobs, strict=True))
+
+
+def test_echo_scores_prompts_as_the_evaluation_harness_asks(writer):
+    """lm-evaluation-harness sends ids of context and continuation, and reads what lies between both ends."""
+    rng = torch.Generator().manual_seed(0)
+    texts = [torch.randint(0, 890, (length,), generator=rng).tolist() for length in (5, 40, 1, 200)]
+    body = {"model": "writer", "prompt": texts, "max_tokens": 1, "logprobs": 1, "seed": 1234, "echo": True}
+    for _ in range(2):  # the second time rows hold the prompts already
+        choices = writer.post(body, "completions").json()["choices"]
+        for text, choice in zip(texts, choices, strict=True):
+            table = model_chances(writer, text)
+            found, tops = choice["logprobs"]["token_logprobs"], choice["logprobs"]["top_logprobs"]
+            assert found[0] is None and tops[0] is None and len(found) == len(text) + 1
+            wanted = [table[i, text[i + 1]].item() for i in range(len(text) - 1)]
+            assert found[1:-1] == pytest.approx(wanted, abs=1e-3)
+            greedy = [one == max(top.values()) for one, top in zip(found[1:-1], tops[1:-1], strict=True)]
+            assert greedy == [table[i].argmax().item() == text[i + 1] for i in range(len(text) - 1)]
+    echoed = writer.text(model="writer", prompt="the rest é", max_tokens=0, echo=True, logprobs=1)
+    assert echoed.choices[0].text == "the rest é" and echoed.usage.completion_tokens == 0
+    assert echoed.choices[0].logprobs.tokens[0] == "<|bos|>" and echoed.choices[0].logprobs.text_offset[:2] == [0, 0]
+    (text,) = expected(writer, [[writer.server.tokenizer.bos_id, *writer.server.tokenizer.encode("the")]],
+                       max_tokens=5, temperature=0.0)  # fmt: skip
+    echo = {"model": "writer", "prompt": "the", "max_tokens": 5, "temperature": 0, "echo": True}
+    assert writer.text(**echo).choices[0].text == "the" + text
+    assert "".join(c.choices[0].text for c in writer.text(**echo, stream=True)) == "the" + text
+
+
+def test_penalties_and_min_p(talker):
+    """A large presence penalty brings only new ids; min_p of 1 leaves the likeliest alone."""
+    options = {"model": "talker", "messages": HELLO, "max_tokens": 30, "logprobs": True}
+
+    def ids(**more):
+        entries = talker.chat(**options, **more).choices[0].logprobs.content
+        return [bytes(entry.bytes) for entry in entries]
+
+    greedy = ids(temperature=0)
+    assert ids(temperature=1.7, seed=1, extra_body={"min_p": 1}) == greedy
+    for penalty in ("presence_penalty", "frequency_penalty"):
+        prompt, tokens = rendered(talker, HELLO), []
+        for _ in range(30):
+            row = logits(talker.worker.model, [*prompt, *tokens])[-1, : talker.server.tokenizer.vocab_size].clone()
+            for id in set(tokens):
+                row[id] -= 1.5 * (tokens.count(id) if penalty[0] == "f" else 1)
+            token = row.argmax().item()
+            if token in talker.server.protocol.stops:
+                break
+            tokens.append(token)
+        found = ids(temperature=0, **{penalty: 1.5})
+        assert found == [talker.server.tokenizer.bytes[id] for id in tokens]
+
+
+def test_stop_strings_within_n(talker):
+    """Each answer of a request stops by itself."""
+    options = {"model": "talker", "messages": HELLO, "n": 5, "seed": 3, "temperature": 1.5, "max_tokens": 40}
+    whole = [choice.message.content for choice in talker.chat(**options).choices]
+    letter = next(c for c in "etaoin " if 0 < sum(c in text for text in whole) < 6)
+    answer = talker.chat(**options, stop=letter)
+    assert [choice.message.content for choice in answer.choices] == [text.partition(letter)[0] for text in whole]
+    reasons = ["stop" if letter in text else "length" for text in whole]
+    found = [choice.finish_reason for choice in answer.choices]
+    assert all(a == b or a == "stop" for a, b in zip(found, reasons, strict=True))
+
+
+def test_orders_of_messages(talker):
+    """What clients send besides turns: each list gives the ids of the turns behind it."""
+    render, special = talker.server.protocol.render, talker.server.tokenizer.specials
+    user, system = {"role": "user", "content": "a"}, {"role": "system", "content": "S"}
+    said = {"role": "assistant", "content": "b"}
+
+    def turns(*texts):
+        talk = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
+        return rendered(talker, talk)
+
+    assert render([user, user]) == turns("a\n\na")
+    assert render([system, user, said, system, user]) == turns("S\n\na", "b", "S\n\na")
+    assert render([system, system, user]) == turns("S\n\nS\n\na")
+    assert render([user, system]) == turns("a\n\nS") and render([system]) == turns("S")
+    assert render([user, {"role": "assistant", "content": None}, user]) == [
+        *turns("a")[:-1], special["<|assistant_start|>"], special["<|assistant_end|>"], *turns("a")[1:]
+    ]  # fmt: skip
+    assert render([user, said]) == [*turns("a"), *talker.server.tokenizer.encode("b")], "the answer goes on"
+    assert render([user, {**said, "content": ""}]) == turns("a")
+    text = talker.chat(model="talker", messages=HELLO, **QUIET).choices[0].message.content
+    half = [*HELLO, {"role": "assistant", "content": text[:6]}]
+    ids = talker.server.protocol.render(half)
+    answer = talker.chat(model="talker", messages=half, **QUIET).choices[0].message.content
+    assert [answer] == expected(talker, [ids], **QUIET)
+
+
+def test_tokenize_and_detokenize(talker):
+    post = lambda path, body: httpx2.post(f"{talker.url}/{path}", json=body).json()  # noqa: E731
+    encode, bos = talker.server.tokenizer.encode, talker.server.tokenizer.bos_id
+    text = "the rest é <|bos|>"
+    found = post("tokenize", {"prompt": text})
+    assert found == {"tokens": [bos, *encode(text)], "count": 1 + len(encode(text)), "max_model_len": 512}
+    assert post("tokenize", {"prompt": text, "add_special_tokens": False})["tokens"] == encode(text)
+    assert post("tokenize", {"messages": HELLO})["tokens"] == rendered(talker, HELLO)
+    assert post("detokenize", {"tokens": encode(text)}) == {"prompt": text} and post("detokenize", {"tokens": []})
+    for path, body, message in (("tokenize", {}, "must be a text"), ("tokenize", {"prompt": 5}, "found 5"),
+                                ("detokenize", {"tokens": "a"}, "list of token ids"), ("tokenize", {"a": 1}, "unknown"),
+                                ("detokenize", {"tokens": [10**9]}, "outside of 0")):  # fmt: skip
+        assert message in post(path, body)["error"]["message"]
+
+
+def test_metrics(talker):
+    def value(name):
+        text = httpx2.get(f"{talker.url}/metrics").text
+        return sum(float(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith(name))
+
+    before = value("decoderstack_generated_tokens_total")
+    requests = value('decoderstack_requests_total{path="/v1/chat/completions",status="200"}')
+    usage = talker.chat(model="talker", messages=HELLO, **QUIET).usage
+    assert value("decoderstack_generated_tokens_total") == before + usage.completion_tokens
+    assert value('decoderstack_requests_total{path="/v1/chat/completions",status="200"}') == requests + 1
+    assert value("decoderstack_rows") == 6 and value("decoderstack_answers_live") == 0
+    httpx2.get(f"{talker.url}/{'x' * 50}")
+    assert "xxx" not in httpx2.get(f"{talker.url}/metrics").text, "paths of strangers are no labels"
+
+
+def test_api_key_and_access_log(runs, capfd, monkeypatch):
+    monkeypatch.setenv(serve.KEY_VARIABLE, "s3cret")
+    running = Running(runs[True], "--rows", "1", "--access-log")
+    try:
+        with pytest.raises(openai.AuthenticationError, match="needs its key"):
+            running.chat(model="talker", messages=HELLO)
+        client = openai.OpenAI(base_url=f"{running.url}/v1", api_key="s3cret", max_retries=0)
+        assert client.chat.completions.create(model="talker", messages=HELLO, max_tokens=1).choices
+        for path, status in (("/", 200), ("/health", 200), ("/metrics", 401), ("/v1/models", 401), ("/tokenize", 401)):
+            assert httpx2.get(running.url + path).status_code == status
+        for value in ("s3cret", "Basic s3cret", "Bearer", "Bearer s3cre", "Bearer s3crets", "Bearer \xe9".encode()):
+            assert httpx2.get(f"{running.url}/metrics", headers={"Authorization": value}).status_code == 401
+        assert httpx2.get(f"{running.url}/metrics", headers={"Authorization": "bearer s3cret"}).status_code == 200
+    finally:
+        running.close()
+    log = capfd.readouterr().err
+    assert re.search(r"^\d{4}-\S+ \S+ 127\.0\.0\.1 POST /v1/chat/completions 200 \d+\.\d+ s$", log, re.M)
+    assert "GET /metrics 401" in log and "hello" not in log and "s3cret" not in log
+
+
+def test_connections_that_do_nothing(talker, monkeypatch):
+    """A head has a deadline, also dripped or behind another request, and more than the limit are refused."""
+    monkeypatch.setattr(serve, "HEAD_SECONDS", 0.3)
+    place = ("127.0.0.1", int(talker.url.rpartition(":")[2]))
+
+    def end(connection) -> bytes:
+        """What the server says until it closes the connection."""
+        connection.settimeout(20)
+        data = b""
+        while part := connection.recv(4096):
+            data += part
+        return data
+
+    silent, dripping, second, body = (socket.create_connection(place) for _ in range(4))
+    second.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\nGET /he")
+    body.sendall(b"POST /x HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n1")
+    with contextlib.suppress(OSError):
+        for _ in range(100):
+            dripping.sendall(b"G")
+            time.sleep(0.01)
+    for connection in (silent, dripping, second, body):
+        text = end(connection).decode()
+        wanted = "200" if connection is second else "404" if connection is body else "408"
+        assert text.startswith(f"HTTP/1.1 {wanted} "), text
+        connection.close()
+    until(lambda: len(talker.http.server_state.connections) == 0)
+    monkeypatch.setattr(serve.Connection, "most", 5)
+    many = [socket.create_connection(place) for _ in range(9)]
+    refused = [end(connection) for connection in many[5:]]
+    assert all(b"503" in text and b"connections already" in text for text in refused)
+    for connection in many:
+        connection.close()
+    until(lambda: len(talker.http.server_state.connections) == 0)
+    assert talker.chat(model="talker", messages=HELLO, max_tokens=1).choices
+    assert httpx2.get(f"{talker.url}/health").json()["status"] == "ok"
+
+
+def test_a_client_that_does_not_read(talker, monkeypatch):
+    """Its connection ends, and with it what it holds."""
+    connection = SimpleNamespace(aborted=[])
+    loop = SimpleNamespace(call_later=lambda seconds, action: connection.aborted.append((seconds, action)))
+    one = serve.Connection.__new__(serve.Connection)
+    one.__dict__ |= {"loop": loop, "transport": SimpleNamespace(abort="abort"),
+                     "flow": SimpleNamespace(pause_writing=lambda: None)}  # fmt: skip
+    one.pause_writing()
+    assert connection.aborted == [(serve.READ_SECONDS, "abort")]
+
+
+def test_slow_clients_get_several_ids_at_once(talker):
+    """What came between two looks is one event, with the same text."""
+    reader = make_reader(talker)
+    ids = talker.server.tokenizer.encode("the rest of it")
+    job = protocol.Job(0, engine.Completion([1]), reader)
+    ask = protocol.Ask([job], chat=True, stream=True, usage=False, prompt_tokens=1)
+    for i, id in enumerate(ids):
+        ask.put(protocol.Item(job, id, False, "length" if i == len(ids) - 1 else "", None))
+    answers = protocol.Answers(ask, "talker", talker.server.tokenizer)
+    (changed,) = asyncio.run(ask.progress())
+    found = events(answers.news(changed))
+    assert [event["choices"][0]["delta"] for event in found] == [{"content": "the rest of it"}, {}]
+
+
 # ---- text
 
 
 def make_reader(running, stops=()):
-    return serve.Reader(running.server.tokenizer, tuple(stops))
+    return protocol.Reader(running.server.tokenizer, tuple(stops))
 
 
 def read(reader, ids) -> tuple[list[str], bool]:
@@ -358,7 +678,7 @@ def read(reader, ids) -> tuple[list[str], bool]:
 @given(st.text("abcé\n", max_size=40), st.lists(st.text("abcé\n", min_size=1, max_size=5), max_size=3))
 def test_stop_strings(text, stops):
     """Byte by byte: all of the text before the first place where a stop string is complete, and nothing of it."""
-    reader = serve.Reader(SimpleNamespace(bytes=[bytes([b]) for b in range(256)], specials={}), tuple(stops))
+    reader = protocol.Reader(SimpleNamespace(bytes=[bytes([b]) for b in range(256)], specials={}), tuple(stops))
     pieces, stopped = read(reader, text.encode())
     ends = [text.find(stop) + len(stop) for stop in stops if stop in text]
     first = min(ends, default=None)
@@ -374,8 +694,10 @@ def test_stop_strings_over_http(talker):
     whole = "one two three four"
     for stop, wanted in (("two three", "one "), (["nothing", "our"], "one two three f"), ("o", ""), ("fourteen", whole),
                          ([], whole)):  # fmt: skip
+        until(lambda: not talker.worker.jobs)  # the plan is for one answer at a time
         with script(talker, plan) as ask:
             choice = talker.chat(**ask, stop=stop).choices[0]
+        until(lambda: not talker.worker.jobs)
         assert (choice.message.content, choice.finish_reason) == (wanted, "stop")
         with script(talker, plan) as ask:
             chunks = list(talker.chat(**ask, stop=stop, stream=True))
@@ -413,11 +735,16 @@ def test_characters_are_whole(talker):
         ({"messages": [{"role": "king", "content": "x"}]}, 'role "king"; known are', "messages[0].role"),
         ({"messages": [{"role": "tool", "content": "x"}]}, 'role "tool"', "messages[0].role"),
         ({"messages": [{"role": ["user"], "content": "x"}]}, "has the role", "messages[0].role"),
-        ({"messages": [*HELLO, *HELLO]}, "take turns", "messages[1].role"),
-        ({"messages": [{"role": "assistant", "content": "x"}]}, "expected user", "messages[0].role"),
-        ({"messages": [*HELLO, {"role": "system", "content": "x"}]}, "only the first", "messages[1]"),
-        ({"messages": [*HELLO, {"role": "assistant", "content": "x"}]}, "last message", "messages"),
-        ({"messages": [{"role": "system", "content": "x"}]}, "last message", "messages"),
+        ({"messages": [{"role": "system", "content": " "}]}, "one of the user", "messages"),
+        ({"messages": [{"role": "assistant", "content": ""}]}, "one of the user", "messages"),
+        ({"logprobs": 1}, "true or false, found 1", "logprobs"),
+        ({"top_logprobs": 2}, "needs logprobs", "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "at most 20", "top_logprobs"),
+        ({"echo": True}, "not supported", "echo"),
+        ({"min_p": 1.5}, "at most 1", "min_p"),
+        ({"presence_penalty": -2.5}, "at least -2", "presence_penalty"),
+        ({"frequency_penalty": "x"}, "must be a number", "frequency_penalty"),
+        ({"logit_bias": {"5": 1}}, "not supported", "logit_bias"),
         ({"max_tokens": 0}, "at least 1 and at most 512, found 0", "max_tokens"),
         ({"max_tokens": 513}, "at most 512, found 513", "max_tokens"),
         ({"max_completion_tokens": 10**30}, "at most 512", "max_completion_tokens"),
@@ -441,7 +768,6 @@ def test_characters_are_whole(talker):
         ({"stream_options": {"include_usage": True}}, "only with stream", "stream_options"),
         ({"stream": True, "stream_options": {"include_usage": 2}}, "found 2", "stream_options.include_usage"),
         ({"stream": True, "stream_options": 5}, "must be an object", "stream_options"),
-        ({"logprobs": True}, "logprobs is not supported", "logprobs"),
         ({"tools": [{"type": "function"}]}, "tools is not supported", "tools"),
         ({"response_format": {"type": "json_object"}}, "not supported", "response_format"),
         ({"max_token": 5}, 'unknown parameter "max_token"', "max_token"),
@@ -531,7 +857,7 @@ def test_other_origins_are_refused(talker, runs):
         reply = talker.post(body, **headers)
         assert reply.status_code == status and ("error" in reply.json()) == (status != 200), (headers, reply.text)
     assert httpx2.get(talker.url, headers={"Host": "evil.example"}).status_code == 403
-    guard = serve.Guard(None, frozenset(["chat.example"]))
+    guard = serve.Guard(None, frozenset(["chat.example"]), None)
     headers = httpx2.Headers({"Host": "chat.example", "Origin": "https://chat.example"})
     assert guard.check(headers) is None, "behind a proxy that speaks TLS"
     page = httpx2.get(talker.url)
@@ -546,7 +872,7 @@ def test_a_full_queue(lonely):
     with gate(lonely) as steps, ThreadPoolExecutor(2) as pool:
         ask = {"model": "talker", "messages": HELLO, "max_tokens": 2}
         first = [pool.submit(lonely.chat, **ask) for _ in range(2)]
-        until(lambda: len(lonely.worker.jobs) == len(lonely.worker.waiting) == 1)
+        until(lambda: len(lonely.worker.jobs) == lonely.worker.waiting() == 1)
         assert httpx2.get(f"{lonely.url}/health").json() == {"status": "ok", "rows": 1, "live": 1, "waiting": 1}
         with pytest.raises(openai.RateLimitError, match="2 answers are being written or wait") as caught:
             lonely.chat(**ask)
@@ -570,24 +896,24 @@ def test_a_client_that_leaves(lonely, stream, place):
             before = pool.submit(lonely.post, {**body, "stream": False, "max_tokens": 20})
             until(lambda: lonely.worker.jobs)
         other.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
-        until(lambda: lonely.worker.waiting if place == "queue" else lonely.worker.jobs)
-        job = lonely.worker.waiting[0] if place == "queue" else lonely.worker.jobs[0]
+        until(lambda: lonely.worker.queue if place == "queue" else lonely.worker.jobs)
+        job = [*lonely.worker.queue][0].jobs[0] if place == "queue" else lonely.worker.jobs[0]
         if place == "row":
             steps.release(5)
-            until(lambda: job.count == 5)
+            until(lambda: len(job.completion.tokens) == 5)
             if stream:
                 assert other.getresponse().read(10)
         other.sock.close() if other.sock else None
         other.close()
-        until(lambda: job.gone)
+        until(lambda: job.ask.gone)
         if place == "row":
             steps.release(1)  # the step that the worker waits in
             until(lambda: not lonely.worker.jobs)
-            assert 5 <= job.count <= 6 and job.completion.reason == ""
+            assert 5 <= len(job.completion.tokens) <= 6 and job.completion.reason == ""
         else:
+            assert not lonely.worker.queue, "it makes room at once"
             steps.release(10_000)
             assert before.result().json()["usage"]["completion_tokens"] <= 20
-            until(lambda: not lonely.worker.waiting)
             assert job.count == 0
         pool.shutdown()
     assert lonely.chat(model="talker", messages=HELLO, **QUIET).choices
@@ -602,7 +928,7 @@ def test_failures_are_told_and_survived(talker, capfd):
         with gate(talker) as steps, ThreadPoolExecutor(2) as pool:
             body = {"messages": secret, "max_tokens": 40, "temperature": 0}
             calls = [pool.submit(talker.post, {**body, "stream": stream}) for stream in (True, False)]
-            until(lambda: len(talker.worker.jobs) + len(talker.worker.waiting) == 2)
+            until(lambda: len(talker.worker.jobs) + talker.worker.waiting() == 2)
             gated, count = decoder.step, iter(range(100))
 
             def broken():
@@ -639,7 +965,7 @@ def test_nothing_is_left_of_requests(talker):
 
     def left():
         gc.collect()
-        kinds = (serve.Job, serve.Ask, serve.Reader, serve.Problem, engine.Completion)
+        kinds = (protocol.Job, protocol.Ask, protocol.Reader, protocol.Problem, engine.Completion)
         return [o for o in gc.get_objects() if type(o) in kinds]
 
     until(lambda: not left())
@@ -680,12 +1006,32 @@ def test_user_errors(runs, tmp_path, talker, monkeypatch, capsys):
     for args, message in [((tmp_path,), "0 training scripts"), ((runs[True], "--port", 99999), "--port 0 to 65,535"),
                           ((runs[True], "--host", "203.0.113.1"), "cannot listen on 203.0.113.1"),
                           ((runs[True], "--port", port), f"port {port} (Address already in use); choose another"),
+                          ((runs[True], "--port", 0, "--rows", 10**10), "rows does not fit into memory"),
+                          ((runs[True], "--port", 0, "--api-key", ""), "--api-key must be"),
                           ((runs[True], "--port", 0, "--step", 3), "no checkpoint of step 3"),
                           ((runs[True], "--port", 0, "--device", "gpu"), "device")]:  # fmt: skip
         monkeypatch.setattr(sys, "argv", ["serve.py", *map(str, args)])
         assert serve.main() == 1
         out, err = capsys.readouterr()
         assert message in err and err.startswith("error: ") and err.count("\n") == 1 and out == "", err
+
+
+def test_two_servers_that_start_at_once():
+    """The second is told before it loads a model."""
+    first = serve.bind("127.0.0.1", 0)
+    with first, pytest.raises(serve.RunError, match="Address already in use"):
+        serve.bind("127.0.0.1", first.getsockname()[1])
+
+
+def test_ctrl_c_while_it_starts(runs):
+    """In the first moments, which are imports, and later: no traceback."""
+    for seconds in (0.3, 1.5):
+        process = subprocess.Popen([sys.executable, str(SCRIPT), str(runs[True]), "--port", "0", "--device", "cpu"],
+                                   stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)  # fmt: skip
+        time.sleep(seconds)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+        assert process.returncode in (130, 0, -signal.SIGINT) and "Traceback" not in err, err
 
 
 def test_a_model_that_does_not_run(runs, monkeypatch, capsys):
@@ -726,7 +1072,7 @@ def test_page(talker, chromium, tmp_path):
             page.keyboard.press("Enter")
             until(lambda: talker.worker.jobs)
             steps.release(len(tok.encode("é <b>is</b> ")))
-            until(lambda: page.text_content(".busy .text") == "é <b>is</b> ")
+            until(lambda: page.text_content(".busy .text") == "é <b>is</b>")
             assert page.is_visible("#stop") and not page.is_visible("#send")
             assert page.get_attribute("#log", "aria-busy") == "true"
             steps.release(100)
@@ -738,9 +1084,9 @@ def test_page(talker, chromium, tmp_path):
         with script(talker, plan):
             browser.ask(page, "again")
         assert page.locator("#log .assistant").count() == 2
-        assert page.evaluate("turns[3].tokens") > page.evaluate("turns[1].tokens") > 0
+        assert page.evaluate("chat.turns[3].tokens") > page.evaluate("chat.turns[1].tokens") > 0
         page.reload()
-        until(lambda: page.locator("#log li").count() == 4)
+        until(lambda: page.locator("#log .turn").count() == 4)
         assert page.text_content(".assistant .call b") == " = 12", "a reload keeps the conversation"
         with gate(talker) as steps:
             page.fill("#message", "endless")
@@ -749,15 +1095,18 @@ def test_page(talker, chromium, tmp_path):
             steps.release(3)
             page.keyboard.press("Escape")
             page.wait_for_selector("text=stopped")
-            until(lambda: all(job.gone for job in [*talker.worker.jobs.values()]))  # the server has heard of it
+            until(lambda: all(job.ask.gone for job in [*talker.worker.jobs.values()]))  # the server has heard of it
             steps.release(1)  # the step that the worker waits in
             until(lambda: not talker.worker.jobs)
         page.evaluate("document.getElementById('temperature').value = '9'")
         page.press("#message", "x")
         page.press("#message", "Enter")
-        assert page.locator("details[open]").count() == 1 and not talker.worker.jobs, "it shows what is wrong"
+        assert page.is_visible("#settings") and not talker.worker.jobs, "it shows what is wrong"
+        page.fill("#temperature", "0.75")
+        page.click("#done")
+        assert page.input_value("#message").endswith("x"), "the message is still there"
         page.click("#new")
-        assert page.locator("#log li").count() == 0 and page.is_visible("#empty")
+        assert page.locator("#log .turn").count() == 0 and page.is_visible("#empty")
         width = page.evaluate("[document.documentElement.scrollWidth, innerWidth]")
         assert width[0] <= width[1], "nothing is wider than a phone"
 
@@ -770,8 +1119,12 @@ def test_page_drops_the_oldest_turns(talker, chromium):
             with script(talker, talker.server.tokenizer.encode("yes")):
                 browser.ask(page, text)
         assert page.locator(".assistant").count() == 3 and page.locator(".cut").count() == 1
-        seen = page.evaluate("turns.slice(first).length")
+        seen = page.evaluate("chat.turns.slice(chat.first).length")
         assert 1 < seen < 6 and page.locator(".cut ~ .user").count() == seen // 2
+        browser.ask(page, "word " * 600)
+        assert "the prompt has" in page.text_content(".note.bad")
+        assert page.evaluate("chat.turns.slice(chat.first).length") == seen, "a message too long drops nothing"
+        assert page.input_value("#message").startswith("word word")
 
 
 @pytest.mark.browser
@@ -783,4 +1136,144 @@ def test_page_continues_texts(writer, chromium):
         browser.ask(page, "the rest of")
         bos, tok = writer.server.tokenizer.bos_id, writer.server.tokenizer
         (text,) = expected(writer, [[bos, *tok.encode("the rest of")]], max_tokens=200, temperature=0.0)
-        assert page.evaluate("turns[1].content") == text
+        assert page.evaluate("chat.turns[1].content") == text
+
+
+MARKUP = """Some **bold**, *thin* and `a <b>` text with snake_case_names and 3*4*5.
+
+1. one
+2. two <img src=x onerror=alert(1)>
+   - inner
+
+| a | b |
+|---|---|
+| 1 | <script>x</script> |
+
+```py
+x = "**not bold**"
+```
+<b>raw</b> [link](javascript:alert(1)) &amp; **open"""
+
+
+@pytest.mark.browser
+def test_page_renders_markdown_and_no_markup(talker, chromium):
+    """Blocks become elements; tags, links and entities of the text stay text."""
+    with browser.open_page(talker.url, chromium) as page:
+        with script(talker, talker.server.tokenizer.encode(MARKUP)):
+            browser.ask(page, "<img src=x>")
+        kinds = page.evaluate("[...document.querySelectorAll('.assistant .text *')].map((e) => e.nodeName).join(' ')")
+        assert kinds == ("P STRONG EM CODE OL LI LI UL LI DIV TABLE THEAD TR TH TH TBODY TR TD TD "
+                         "DIV DIV SPAN BUTTON PRE CODE P")  # fmt: skip
+        text = page.text_content(".assistant .text")
+        for piece in ("snake_case_names and 3*4*5.", "<img src=x onerror=alert(1)>", "<script>x</script>",
+                      '"**not bold**"', "<b>raw</b> [link](javascript:alert(1)) &amp; **open"):  # fmt: skip
+            assert piece in text
+        assert page.text_content(".user .text") == "<img src=x>" and page.locator("#log img, #log a").count() == 0
+        page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+        page.click(".code button")
+        page.wait_for_selector(".code >> text=Copied")
+        assert page.evaluate("navigator.clipboard.readText()") == 'x = "**not bold**"'
+
+
+@pytest.mark.browser
+def test_page_edits_regenerates_and_keeps_conversations(talker, chromium):
+    words = talker.server.tokenizer.encode
+    with browser.open_page(talker.url, chromium, (1200, 800)) as page:
+
+        def answer(text):
+            return script(talker, words(text))
+
+        with answer("first"):
+            page.click("#examples button")
+            page.wait_for_selector(".assistant >> text=Regenerate")
+        question = page.text_content(".user .text")
+        with answer("second"):
+            page.click("text=Regenerate")
+            page.wait_for_selector(".assistant .text >> text=second")
+            page.wait_for_selector("#send")
+        assert page.evaluate("chat.turns.map((turn) => turn.content)") == [question, "second"]
+        with answer("third"):
+            page.click("text=Edit")
+            page.keyboard.type("Tell me: ")
+            page.keyboard.press("Enter")
+            page.wait_for_selector(".assistant .text >> text=third")
+            page.wait_for_selector("#send")
+        assert len(page.evaluate("chat.turns")) == 2 and "Tell me: " in page.text_content(".user .text")
+        with page.expect_download() as download:
+            page.click("#export")
+        lines = open(download.value.path(), encoding="utf-8").read().splitlines()
+        assert [m["role"] for m in json.loads(lines[0])["messages"]] == ["user", "assistant"]
+        assert len(sft.check_messages(json.loads(lines[0]))) == 2, "data/sft.py reads it"
+        page.click("#new")
+        with answer("other"):
+            browser.ask(page, "Another talk")
+        assert page.locator("#chats li").count() == 2
+        page.click("#chats li:nth-child(2) .pick")
+        assert page.text_content(".assistant .text") == "third"
+        page.on("dialog", lambda dialog: dialog.accept())
+        page.click("#chats li.open >> text=Delete")
+        assert page.locator("#chats li").count() == 1 and page.is_visible("#empty")
+
+
+@pytest.mark.browser
+def test_page_reloaded_within_an_answer(talker, chromium):
+    """Question and partial answer stay; Continue goes on behind them; a phone's list opens and closes by keyboard."""
+    words = talker.server.tokenizer.encode
+    with browser.open_page(talker.url, chromium, (390, 700)) as page:
+        with gate(talker) as steps, script(talker, words("one two three four")):
+            page.fill("#message", "count")
+            page.press("#message", "Enter")
+            until(lambda: talker.worker.jobs)
+            steps.release(len(words("one two")))
+            until(lambda: page.text_content(".busy .text") == "one two")
+            page.reload()
+            page.wait_for_selector("#send:enabled")
+            steps.release(1)
+            until(lambda: not talker.worker.jobs)
+        assert page.text_content(".user .text") == "count" and page.text_content(".assistant .text") == "one two"
+        with script(talker, words(" three")):
+            page.click("text=Continue")
+            until(lambda: page.text_content(".assistant .text") == "one two three")
+            page.wait_for_selector("#send")
+        page.focus("#menu")
+        page.keyboard.press("Enter")
+        assert page.is_visible("#side") and page.evaluate("document.activeElement.className").startswith("bare pick")
+        page.keyboard.press("Escape")
+        assert not page.is_visible("#side") and page.evaluate("document.activeElement.id") == "menu"
+
+
+@pytest.mark.browser
+def test_page_asks_for_the_key(runs, chromium):
+    running = Running(runs[True], "--api-key", "a key", "--rows", "2")
+    try:
+        with browser.open_page(running.url, chromium, ready="#key") as page:
+            page.fill("#key", "a key")
+            page.press("#key", "Enter")
+            page.wait_for_selector("#send:enabled")
+            with script(running, running.server.tokenizer.encode("yes")):
+                browser.ask(page, "hello")
+            assert page.text_content(".assistant .text") == "yes"
+    finally:
+        running.close()
+
+
+AXE = Path(os.environ.get("AXE_PATH", "axe.min.js"))  # of the npm package axe-core
+
+
+@pytest.mark.browser
+@pytest.mark.skipif(not AXE.exists(), reason="AXE_PATH names no axe.min.js (npm pack axe-core)")
+@pytest.mark.parametrize("size", [(390, 844), (1400, 900)])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_page_has_no_axe_findings(talker, chromium, size, scheme):
+    with browser.open_page(talker.url, chromium, size, scheme=scheme, bypass_csp=True) as page:
+        page.evaluate(AXE.read_text(encoding="utf-8"))
+
+        def findings():
+            return [(v["id"], v["nodes"][0]["html"]) for v in page.evaluate("axe.run()")["violations"]]
+
+        assert findings() == []
+        with script(talker, talker.server.tokenizer.encode(MARKUP)):
+            browser.ask(page, "all kinds")
+        assert findings() == []
+        page.click("#setup")
+        assert findings() == []

@@ -1,0 +1,322 @@
+"""Speed of a running server: tokens a second and time to the first token, and a soak with clients that leave.
+
+    python runs/serve.py out/RUN --rows 64 --compile &
+    python dev/bench_serve.py                            1, 8 and 64 clients, answers of 128 tokens
+    python dev/bench_serve.py --soak 10000 --pid PID     10,000 requests of 64 clients, a third leaves
+    python dev/bench_serve.py --smoke                    a few requests, on any machine
+
+Every request of the table is for exactly --tokens tokens: where an answer ends earlier, its client
+asks once more for the rest, until the count is full. "short" counts these further requests. The
+clients are threads of processes of their own with plain sockets, so that what is measured is the
+server. It must listen on 127.0.0.1; nothing else is spoken to. With --pid the memory of the server
+is read at the start, in the middle and at the end of a soak (Linux). The last line is the result as
+JSON.
+
+The time to the first token is from the first byte of a request to the first event with text.
+Tokens are those that the server counts (usage of a stream), not events, which may hold several.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import random
+import socket
+import statistics
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+HOST = "127.0.0.1"
+WORDS = (
+    "what why how the sky sea stone bread old blue small is are do we who wrote made of in".split()
+)
+KEY_VARIABLE = "DECODERSTACK_API_KEY"
+
+
+@dataclass
+class Outcome:
+    """What one request gave."""
+
+    tokens: int
+    first: float  # seconds to the first text
+    left: bool  # the client went away in the middle
+    error: str = ""
+
+
+class Client:
+    """Sends requests over one connection after the other, and reads streams."""
+
+    def __init__(self, port: int, chat: bool, tokens: int, seed: int):
+        self.port = port
+        self.chat = chat
+        self.tokens = tokens
+        self.rng = random.Random(seed)
+
+    def body(self) -> dict:
+        question = " ".join(self.rng.choices(WORDS, k=self.rng.randint(5, 40)))
+        fields = {
+            "max_tokens": self.tokens,
+            "temperature": 0.8,
+            "seed": self.rng.randrange(2**31),
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        if self.chat:
+            return fields | {"messages": [{"role": "user", "content": question}]}
+        return fields | {"prompt": question}
+
+    def ask(self, leave_after: int = 0) -> Outcome:
+        """One request; the client goes away after so many events, if that is not 0."""
+        path = "/v1/chat/completions" if self.chat else "/v1/completions"
+        data = json.dumps(self.body()).encode()
+        head = (
+            f"POST {path} HTTP/1.1\r\nHost: {HOST}:{self.port}\r\nContent-Type: application/json\r\n"
+            f"Connection: close\r\nContent-Length: {len(data)}\r\n"
+        )
+        if key := os.environ.get(KEY_VARIABLE):
+            head += f"Authorization: Bearer {key}\r\n"
+        began = time.perf_counter()
+        with socket.create_connection((HOST, self.port), timeout=120) as connection:
+            connection.sendall(head.encode() + b"\r\n" + data)
+            return read_stream(connection, began, leave_after)
+
+    def full(self) -> tuple[list[Outcome], int]:
+        """Requests until exactly `tokens` tokens came, and how many ended early."""
+        outcomes = []
+        missing = self.tokens
+        whole = self.tokens
+        while missing > 0:
+            self.tokens = missing
+            outcome = self.ask()
+            outcomes.append(outcome)
+            if outcome.error or not outcome.tokens:
+                break
+            missing -= outcome.tokens
+        self.tokens = whole
+        return outcomes, len(outcomes) - 1
+
+
+def read_stream(connection: socket.socket, began: float, leave_after: int) -> Outcome:
+    """Reads server-sent events to their end."""
+    first = 0.0
+    tokens = 0
+    count = 0
+    held = b""
+    while part := connection.recv(65536):
+        held += part
+        lines = held.split(b"\n")
+        held = lines.pop()
+        for line in lines:
+            if line.startswith(b"HTTP/1.1 ") and not line.startswith(b"HTTP/1.1 200"):
+                return Outcome(0, 0.0, False, line.decode().strip())
+            if not line.startswith(b"data: {"):
+                if line.startswith(b"data: [DONE]"):
+                    return Outcome(tokens, first, False)
+                continue
+            event = json.loads(line[6:])
+            if "error" in event:
+                return Outcome(tokens, first, False, event["error"]["message"])
+            if not first and any(has_text(choice) for choice in event["choices"]):
+                first = time.perf_counter() - began
+            if event.get("usage"):
+                tokens = event["usage"]["completion_tokens"]
+            count += 1
+            if count == leave_after:
+                return Outcome(tokens, first, True)
+    return Outcome(tokens, first, False, "the stream ended without [DONE]")
+
+
+def has_text(choice: dict) -> bool:
+    return bool(choice.get("text") or (choice.get("delta") or {}).get("content"))
+
+
+# ---- load
+
+
+def run_clients(settings: dict, results) -> None:
+    """The threads of one process: each asks until the requests of all are used up."""
+    lock = threading.Lock()
+    left = [settings["requests"]]
+    outcomes = []
+
+    def work(seed: int) -> None:
+        client = Client(settings["port"], settings["chat"], settings["tokens"], seed)
+        while True:
+            with lock:
+                if left[0] <= 0:
+                    return
+                left[0] -= 1
+            leaves = settings["leaving"] and client.rng.random() < settings["leaving"]
+            try:
+                if leaves:
+                    found = [client.ask(client.rng.randint(1, 20))]
+                elif settings["exact"]:
+                    found = client.full()[0]
+                else:
+                    found = [client.ask()]
+            except OSError as error:
+                found = [Outcome(0, 0.0, False, f"{type(error).__name__}: {error}")]
+            with lock:
+                outcomes.extend(found)
+
+    seeds = [settings["seed"] + i for i in range(settings["clients"])]
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in seeds]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    results.put(json.dumps([vars(outcome) for outcome in outcomes]))
+
+
+def load(args, clients: int, requests: int, leaving: float = 0.0, exact: bool = True) -> dict:
+    """The outcome of so many clients together, spread over a few processes."""
+    processes = min(args.processes, clients)
+    results = multiprocessing.Queue()
+    workers = []
+    for i in range(processes):
+        settings = {
+            "port": args.port, "chat": args.chat, "tokens": args.tokens, "leaving": leaving,
+            "exact": exact, "seed": 1000 * (i + 1) + args.seed, "clients": share(clients, processes, i),
+            "requests": share(requests, processes, i),
+        }  # fmt: skip
+        workers.append(multiprocessing.Process(target=run_clients, args=(settings, results)))
+    began = time.perf_counter()
+    for worker in workers:
+        worker.start()
+    found = [Outcome(**one) for _ in workers for one in json.loads(results.get())]
+    seconds = time.perf_counter() - began
+    for worker in workers:
+        worker.join()
+
+    firsts = [outcome.first for outcome in found if outcome.first and not outcome.error]
+    errors = [outcome.error for outcome in found if outcome.error]
+    tokens = sum(outcome.tokens for outcome in found)
+    return {
+        "clients": clients,
+        "requests": len(found),
+        "tokens": tokens,
+        "seconds": round(seconds, 2),
+        "tokens_per_s": round(tokens / seconds, 1),
+        "first_ms": round(1000 * statistics.median(firsts), 1) if firsts else None,
+        "first_ms_p95": round(1000 * percentile(firsts, 0.95), 1) if firsts else None,
+        "short": len(found) - requests if exact else 0,
+        "left": sum(outcome.left for outcome in found),
+        "errors": len(errors),
+        "first_error": errors[0] if errors else "",
+    }
+
+
+def share(total: int, parts: int, i: int) -> int:
+    return total // parts + (i < total % parts)
+
+
+def percentile(values: list[float], part: float) -> float:
+    return sorted(values)[min(len(values) - 1, int(part * len(values)))]
+
+
+def server_memory(pid: int | None) -> float | None:
+    """Resident memory of the server in MiB, where the system says it."""
+    if pid is None:
+        return None
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("VmRSS:"):
+            return round(int(line.split()[1]) / 1024, 1)
+    return None
+
+
+def get(port: int, path: str) -> dict:
+    head = f"GET {path} HTTP/1.1\r\nHost: {HOST}\r\nConnection: close\r\n"
+    if key := os.environ.get(KEY_VARIABLE):
+        head += f"Authorization: Bearer {key}\r\n"
+    data = b""
+    with socket.create_connection((HOST, port), timeout=30) as connection:
+        connection.sendall(f"{head}\r\n".encode())
+        while part := connection.recv(65536):
+            data += part
+    return json.loads(data.partition(b"\r\n\r\n")[2])
+
+
+def soak(args) -> dict:
+    """Requests in four parts, with the memory of the server between them."""
+    parts = []
+    memory = [server_memory(args.pid)]
+    for _ in range(4):
+        parts.append(load(args, args.clients[-1], args.soak // 4, leaving=1 / 3, exact=False))
+        memory.append(server_memory(args.pid))
+        print(row(parts[-1]), f"  memory {memory[-1]} MiB", flush=True)
+    time.sleep(1)
+    state = get(args.port, "/health")
+    growth = None
+    if args.pid:  # the first part fills what is kept, so the growth is counted from its end
+        growth = round(100 * (memory[-1] / memory[1] - 1), 2)
+    total = {name: sum(part[name] for part in parts) for name in ("requests", "left", "errors")}
+    return total | {"memory_mib": memory, "growth_percent": growth, "health": state}
+
+
+def row(result: dict) -> str:
+    names = (
+        "clients",
+        "requests",
+        "tokens_per_s",
+        "first_ms",
+        "first_ms_p95",
+        "short",
+        "left",
+        "errors",
+    )
+    return "".join(f"{result[name] if result[name] is not None else '-':>14}" for name in names)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    add = parser.add_argument
+    add("--port", type=int, default=8000, help="of the server on 127.0.0.1")
+    add("--clients", type=int, nargs="+", default=[1, 8, 64])
+    add("--requests", type=int, default=4, help="for each client (one client alone: four times)")
+    add("--tokens", type=int, default=128, help="of each answer")
+    add("--soak", type=int, default=0, metavar="N", help="N requests instead of the table")
+    add("--pid", type=int, help="of the server, for its memory")
+    add("--processes", type=int, default=4, help="that the clients are spread over")
+    add("--seed", type=int, default=0)
+    add("--smoke", action="store_true", help="two clients, three requests, answers of 8 tokens")
+    args = parser.parse_args()
+    if args.smoke:
+        args.clients = [1, 2]
+        args.requests = 1
+        args.tokens = 8
+    try:
+        model = get(args.port, "/v1/models")["data"][0]
+    except (OSError, ValueError, LookupError) as error:
+        print(f"error: no server answers on {HOST} port {args.port} ({error}); start it first")
+        return 1
+    args.chat = model["chat"]
+    names = (
+        "clients",
+        "requests",
+        "tokens/s",
+        "first ms",
+        "first ms p95",
+        "short",
+        "left",
+        "errors",
+    )
+    print("".join(f"{name:>14}" for name in names), flush=True)
+    load(args, 1, 1)  # warms up
+    if args.soak:
+        result = soak(args)
+    else:
+        result = []
+        for clients in args.clients:
+            requests = args.requests * clients * (4 if clients == 1 else 1)
+            result.append(load(args, clients, requests))
+            print(row(result[-1]), flush=True)
+    print(json.dumps(result))
+    failed = result["errors"] if args.soak else sum(part["errors"] for part in result)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
