@@ -249,9 +249,9 @@ def test_load_on_another_machine(finished, tmp_path):
     """A backend and a dtype that this machine lacks end in a sentence, unless others are asked for."""
     run_dir, _ = finished
     other = shutil.copytree(run_dir, tmp_path / "from_another_machine")
-    edited = json.loads((other / "config.json").read_text())
+    edited = ts.read_description(other)
     edited["config"] |= {"attention": "varlen", "dtype": "bfloat16"}
-    (other / "config.json").write_text(json.dumps(edited))
+    ts.write_description(other, edited)
     with pytest.raises(engine.RunError, match="varlen cannot run here"):
         engine.load_run(other)
     loaded = engine.load_run(other, attention="auto", dtype="float32")
@@ -520,7 +520,7 @@ def test_kill_and_resume_is_bit_identical(finished, dataset_dir, tmp_path, where
     for step in (15, 20):  # also what says which checkpoint is the best one
         ours, theirs = (json.loads((d / "checkpoints" / f"step_{step:06d}" / "state.json").read_text())
                         for d in (run_dir, finished[0]))  # fmt: skip
-        assert {**ours, "train_seconds": 0} == {**theirs, "train_seconds": 0}
+        assert {**ours, "train_seconds": 0, "sha256": ""} == {**theirs, "train_seconds": 0, "sha256": ""}
 
 
 @pytest.mark.parametrize("name", ("SIGTERM", "SIGINT"))
@@ -558,22 +558,36 @@ def test_resume_of_a_finished_run(finished, tmp_path, capsys):
         assert (run_dir / name).read_bytes() == (finished[0] / name).read_bytes()
 
 
+def edit_state(folder, **changes) -> dict:
+    """Changes state.json of a checkpoint as if it had been saved so; returns what it was."""
+    before = ts.read_state(folder)
+    after = before | changes
+    (folder / "state.json").write_text(json.dumps(after | {"sha256": ts.object_sha256(after)}))
+    return before
+
+
 def test_resume_remembers_new_flags(halfway, tmp_path, fails, capsys):
     """A run that is made longer and stopped again goes on to its new end without the flags being said twice."""
     run_dir = shutil.copytree(halfway, tmp_path / "run")
-    before = json.loads((run_dir / "config.json").read_text())
+    before = ts.read_description(run_dir)
     fails(["--resume", "--run-dir", run_dir, "--steps", "8"], "is at step 10 already", "ask for 8")
-    assert json.loads((run_dir / "config.json").read_text()) == before
+    fails(
+        ["--resume", "--run-dir", run_dir, "--set", "cooldown=0.3"], "cooldown was 0.6 and is 0.3", "--resume-changed"
+    )
+    assert ts.read_description(run_dir) == before
     with pytest.MonkeyPatch.context() as patch:
         at_step(patch, 12, lambda state: os.kill(os.getpid(), signal.SIGTERM))
-        assert ts.main(["--resume", "--run-dir", str(run_dir), "--steps", "14", "--set", "cooldown=0.3"]) == 1
+        changed = ["--resume-changed", "--steps", "14", "--set", "cooldown=0.3"]
+        assert ts.main(["--resume", "--run-dir", str(run_dir), *changed]) == 1
     assert ts.main(["--resume", "--run-dir", str(run_dir)]) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["steps"] == 14
-    after = json.loads((run_dir / "config.json").read_text())
+    after = ts.read_description(run_dir)
+    assert [entry["step"] for entry in after["starts"]] == [0, 10, 12]
+    assert [entry["changed"] for entry in after["starts"]] == [[], ["cooldown was 0.6 and is 0.3"], []]
     assert after["overridden"] == [*before["overridden"], "cooldown=0.3"], "which voids record status"
     assert after["config"] == before["config"] | {"tokens": 14 * 3 * 128, "cooldown": 0.3}
     for command, tool in (("rl", "runs/rl.py"), ("finetune", "runs/finetune.py"), ("sft", "runs/finetune.py")):
-        (run_dir / "config.json").write_text(json.dumps(after | {"command": command}))
+        ts.write_description(run_dir, after | {"command": command})
         fails(["--resume", "--run-dir", run_dir], f"is a run of {tool}", f"python {tool} --resume --run-dir {run_dir}")
 
 
@@ -581,8 +595,7 @@ def test_a_finished_run_is_evaluated_as_it_was_trained(finished, dataset, tmp_pa
     """If it ended before it could say so: with windows and rotary frequencies of its last stage, not of the first."""
     run_dir = shutil.copytree(finished[0], tmp_path / "again")
     path = ts.checkpoints(run_dir)[-1] / "state.json"
-    record = json.loads(path.read_text())
-    path.write_text(json.dumps(record | {"val_bpb": None}))
+    record = edit_state(path.parent, val_bpb=None)
     (run_dir / "report.md").unlink()
     state = ts.build_state(dataclasses.replace(ts.read_config(run_dir), dtype="float32"), ALONE, lambda text: None)
     ts.load_checkpoint(state, path.parent)
@@ -597,8 +610,7 @@ def test_loss_scale_follows_the_precision(finished, halfway, tmp_path, capsys):
     folder = ts.checkpoints(halfway)[-1]
     for dtype, stated, expected in (("float16", 1.0, 2.0**16), ("float16", 2.0**9, 2.0**9), ("float32", 2.0**9, 1.0)):
         changed = shutil.copytree(folder, tmp_path / f"{dtype}_{stated}")
-        record = json.loads((changed / "state.json").read_text())
-        (changed / "state.json").write_text(json.dumps(record | {"loss_scale": stated}))
+        edit_state(changed, loss_scale=stated)
         state = ts.build_state(dataclasses.replace(ts.read_config(halfway), dtype=dtype), ALONE, lambda text: None)
         ts.load_checkpoint(state, changed)
         assert (state.step, state.loss_scale) == (10, expected), dtype
