@@ -1725,22 +1725,42 @@ def validation_documents(
             yield tokens[start:end], np.ones(end - start - 1, bool)
 
 
-def validation_batch(documents: Iterable, config: Config, bos_id: int) -> Batch:
-    """Documents up to val_tokens, whole in their packs: the same packs for every run."""
-    rows = [[]]
-    room = config.pack_tokens
+def scored_documents(documents: Iterable, config: Config) -> list[tuple[np.ndarray, np.ndarray]]:
+    """(sequence, counted) of the documents with targets, up to val_tokens: the same for every run."""
+    scored = []
     total = 0
     for sequence, counted in documents:
         if total >= config.val_tokens:
             break
-        if not len(counted):
-            continue
+        if len(counted):
+            scored.append((sequence, counted))
+            total += len(counted)
+    return scored
+
+
+def describe_scored(documents: list, token_bytes: np.ndarray) -> dict:
+    """What bits per byte are of, so that two runs can be compared: targets, their bytes, a hash."""
+    targets = 0
+    text_bytes = 0
+    digest = hashlib.sha256()
+    for sequence, counted in documents:
+        found = sequence[1:][counted]
+        targets += int((token_bytes[found] > 0).sum())
+        text_bytes += int(token_bytes[found].sum())
+        digest.update(sequence.astype("<u2"))
+    return {"targets": targets, "bytes": text_bytes, "sha256": digest.hexdigest()}
+
+
+def validation_batch(documents: list, config: Config, bos_id: int) -> Batch:
+    """The scored documents, whole in their packs."""
+    rows = [[]]
+    room = config.pack_tokens
+    for sequence, counted in documents:
         if len(counted) > room or len(rows[-1]) == config.pack_docs:
             rows.append([])
             room = config.pack_tokens
         rows[-1].append((sequence, counted))
         room -= len(counted)
-        total += len(counted)
 
     packs = empty_packs(len(rows), config, bos_id)
     num_targets = 0
@@ -1916,6 +1936,7 @@ class Run:
     state: TrainState | None = None
     loader: PackLoader | None = None
     validation: Batch | None = None
+    scored: dict | None = None  # what the validation text is
     token_bytes: Tensor | None = None  # int (V,)
     peak_flops: float = math.inf  # FLOP/s of one device
     stopper: Stopper | None = None
@@ -2087,7 +2108,9 @@ def prepare_loop(run: Run) -> None:
     job = run.job
     config = job.config
     run.loader = PackLoader(job.reader, config, run.ranks, run.state.step)
-    run.validation = validation_batch(job.validation, config, job.dataset.tokenizer.bos_id)
+    documents = scored_documents(job.validation, config)
+    run.validation = validation_batch(documents, config, job.dataset.tokenizer.bos_id)
+    run.scored = describe_scored(documents, job.dataset.tokenizer.token_bytes)
     token_bytes = torch.zeros(config.padded_vocab, dtype=torch.long)
     token_bytes[: config.vocab_size] = torch.from_numpy(job.dataset.tokenizer.token_bytes)
     run.token_bytes = token_bytes.to(run.ranks.device)
@@ -2160,7 +2183,7 @@ def evaluate(run: Run) -> float:
     place = f"step {state.step:6d}/{run.job.config.num_steps}"
     run.log.say(f"{place} | val bpb {bpb:.4f} | elapsed {seconds:.1f} s")
     entry = {"step": state.step, "tokens": progress.tokens, "train_seconds": seconds}
-    run.log.write({**entry, "val_bpb": bpb})
+    run.log.write({**entry, "val_bpb": bpb, "scored": run.scored})
     return bpb
 
 
@@ -2633,6 +2656,7 @@ def describe_machine(ranks: Ranks) -> dict:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda or "",
+        "triton": triton.__version__ if triton else "",
         "numpy": np.__version__,
         "platform": f"{platform.system()} {platform.machine()}",
         "device": gpu or f"{ranks.device.type}, {os.cpu_count()} cores",
@@ -2942,7 +2966,8 @@ def write_atomically(path: Path, text: str) -> None:
 INTERFACE = 2
 INTERFACE_NAMES = """
     Config UserError GPT Tokenizer Dataset Ranks TrainState Job Batch Packs MicroBatch ShardReader
-    PackLoader Log Stopper empty_packs fill_pack validation_documents validation_batch bits_per_byte
+    PackLoader Log Stopper empty_packs fill_pack validation_documents scored_documents validation_batch
+    bits_per_byte
     lr_multiplier muon_momentum stage_attention stage_index start_ranks choose_dtype choose_attention
     sdpa_attention peak_memory_gib describe_machine build_state build_optimizer warm_up train train_step
     checkpoints newest_whole check_checkpoint load_checkpoint save_checkpoint lock_run_dir fingerprint

@@ -76,7 +76,8 @@ def visit_stages(state: ts.TrainState, dataset) -> None:
     """Two steps and a validation in each stage, which should compile nothing."""
     config = state.config
     few = dataclasses.replace(config, val_tokens=2 * state.packs * config.pack_tokens)
-    validation = ts.validation_batch(ts.validation_documents(dataset, few), few, 0)
+    documents = ts.scored_documents(ts.validation_documents(dataset, few), few)
+    validation = ts.validation_batch(documents, few, 0)
     ones = torch.ones(config.padded_vocab, dtype=torch.long, device=state.ranks.device)
     for index in range(len(config.stages)):
         with bench.stage_batches(state, dataset, index) as next_batch:

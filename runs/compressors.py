@@ -56,7 +56,7 @@ def xz(text: bytes) -> int:
 
 def evaluated_text(script, dataset, config) -> bytes:
     """The text that validation scores."""
-    documents = script.validation_documents(dataset, config)
+    documents = script.scored_documents(script.validation_documents(dataset, config), config)
     batch = script.validation_batch(documents, config, dataset.tokenizer.bos_id)
     return text_of(dataset.tokenizer, batch.targets.numpy().reshape(-1))
 
@@ -67,7 +67,7 @@ def open_dataset(script, run_dir: Path, config):
     if not root.is_absolute() and not root.exists():
         root = ROOT / root
     dataset = script.Dataset.open(root)
-    stated = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
+    stated = script.read_description(run_dir)
     if stated.get("dataset_fingerprint") != dataset.info.get("fingerprint"):
         raise RunError(f"{dataset.root} is not the dataset of this run any more: its fingerprint has changed; "
                        f"train again, or restore the dataset")  # fmt: skip

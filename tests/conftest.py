@@ -111,7 +111,7 @@ def loader_of(dataset, config, ranks=ALONE, position=None, first_step=0):
 def validation_of(dataset, config):
     """The Batch of a dataset's validation split."""
     module = script(config)
-    documents = module.validation_documents(dataset, config)
+    documents = module.scored_documents(module.validation_documents(dataset, config), config)
     return module.validation_batch(documents, config, dataset.tokenizer.bos_id)
 
 

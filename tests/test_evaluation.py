@@ -1,6 +1,7 @@
 """Bits per byte against sums made by hand, and the samples of the report."""
 
 import dataclasses
+import hashlib
 import math
 
 import numpy as np
@@ -87,6 +88,20 @@ def test_bits_per_byte_by_hand(tokenizer, packs):
     bpb = ts.bits_per_byte(model, batch, packs, token_bytes, ALONE)
     nats, text_bytes = 0.5 + 2 + 3 + 7 + 0.5, 1 + 2 + 2 + 1 + 1
     assert bpb == pytest.approx(nats / math.log(2) / text_bytes, rel=1e-6)
+
+
+def test_what_is_scored_is_stated(tokenizer):
+    """Targets and bytes by hand; documents without a target, and those beyond val_tokens, are not in it."""
+    bos, the = tokenizer.bos_id, tokenizer.mergeable[b" the"]
+    whole = (np.array([bos, the, 97, bos]), np.ones(3, bool))
+    part = (np.array([bos, the, 97]), np.array([False, True]))
+    empty = (np.array([bos]), np.ones(0, bool))
+    config = tiny_config(val_tokens=5)
+    scored = ts.scored_documents(iter([whole, empty, part, whole]), config)
+    assert [len(counted) for _, counted in scored] == [3, 2]
+    tokens = np.array([bos, the, 97, bos, bos, the, 97], "<u2").tobytes()
+    expected = {"targets": 3, "bytes": 4 + 1 + 1, "sha256": hashlib.sha256(tokens).hexdigest()}
+    assert ts.describe_scored(scored, tokenizer.token_bytes) == expected
 
 
 def test_bits_per_byte_of_a_model(dataset):

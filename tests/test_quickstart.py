@@ -472,12 +472,12 @@ def test_compressors(run_dir, dataset):
 def test_compressors_refuse_what_they_cannot_compare(run_dir, tmp_path):
     done = compressors(tmp_path)
     assert done.returncode == 1 and "training scripts" in done.stderr and "Traceback" not in done.stderr
-    description = json.loads((run_dir / "config.json").read_text())
-    (run_dir / "config.json").write_text(json.dumps({**description, "dataset_fingerprint": "another"}))
+    description = ts.read_description(run_dir)
+    ts.write_description(run_dir, {**description, "dataset_fingerprint": "another"})
     done = compressors(run_dir)
     assert done.returncode == 1 and "fingerprint" in done.stderr
     description["config"]["data"] = str(tmp_path / "gone")
-    (run_dir / "config.json").write_text(json.dumps(description))
+    ts.write_description(run_dir, description)
     done = compressors(run_dir)
     assert done.returncode == 1 and "no dataset at" in done.stderr and "Traceback" not in done.stderr
 

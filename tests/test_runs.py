@@ -237,7 +237,7 @@ def test_a_run_directory_gives_its_model_back(finished, dataset):
     assert run.config.width == 128 and run.tokenizer.vocab_size == 300
     token_bytes = torch.zeros(run.config.padded_vocab, dtype=torch.long)
     token_bytes[:300] = torch.from_numpy(run.tokenizer.token_bytes)
-    documents = script.validation_documents(dataset, run.config)
+    documents = script.scored_documents(script.validation_documents(dataset, run.config), run.config)
     validation = script.validation_batch(documents, run.config, run.tokenizer.bos_id)
     bpb = script.bits_per_byte(run.model, validation, 2, token_bytes, ALONE)
     assert bpb == pytest.approx(json.loads(out.splitlines()[-1])["val_bpb"], rel=1e-6)
@@ -293,7 +293,7 @@ def test_a_job_of_a_tool(dataset_dir, dataset, tmp_path, capsys):
     fresh.model.init_weights(7)
     token_bytes = torch.zeros(job.config.padded_vocab, dtype=torch.long)
     token_bytes[:300] = torch.from_numpy(dataset.tokenizer.token_bytes)
-    batch = ts.validation_batch(held_out, job.config, dataset.tokenizer.bos_id)
+    batch = ts.validation_batch(ts.scored_documents(held_out, job.config), job.config, dataset.tokenizer.bos_id)
     bpb = ts.bits_per_byte(fresh.model, batch, 1, token_bytes, ALONE)
     assert validated[0]["val_bpb"] == pytest.approx(bpb, rel=1e-6) and validated[1]["val_bpb"] == result["val_bpb"]
     description = json.loads((run_dir / "config.json").read_text())
@@ -520,7 +520,9 @@ def test_kill_and_resume_is_bit_identical(finished, dataset_dir, tmp_path, where
     for step in (15, 20):  # also what says which checkpoint is the best one
         ours, theirs = (json.loads((d / "checkpoints" / f"step_{step:06d}" / "state.json").read_text())
                         for d in (run_dir, finished[0]))  # fmt: skip
-        assert {**ours, "train_seconds": 0, "sha256": ""} == {**theirs, "train_seconds": 0, "sha256": ""}
+        for state in (ours, theirs):  # the optimizer's file also holds the random state, which nothing here uses
+            del state["files"]["optimizer.safetensors"], state["train_seconds"], state["sha256"]
+        assert ours == theirs
 
 
 @pytest.mark.parametrize("name", ("SIGTERM", "SIGINT"))
@@ -715,7 +717,8 @@ def test_two_processes_stop_together(dataset_dir, tmp_path):
 
 FLAGS = {
     "--attention", "--data", "--dtype", "--eval-every", "--help", "--log-every", "--micro-batch-tokens",
-    "--no-compile", "--profile", "--resume", "--run-dir", "--save-every", "--seed", "--set", "--steps",
+    "--no-compile", "--profile", "--rank-timeout", "--resume", "--resume-changed",
+    "--run-dir", "--save-every", "--seed", "--set", "--steps",
     "--tokens", "--wandb",
 }  # fmt: skip
 
@@ -849,7 +852,7 @@ def test_missing_dataset_names_both_commands(fails, tmp_path):
 
 def test_too_little_data(fails, dataset, dataset_dir, tmp_path):
     """What there is, what was asked for, and both ways out; the advice holds to the last step."""
-    there = dataset.info["splits"]["train"]["tokens"]
+    there = dataset.total("train", "tokens")
     words = f"{there:,} training tokens", "192,000", "max_epochs"
     error = fails(flags(dataset_dir, tmp_path / "run", steps=500), *words)
     config = tiny_config(tokens=int(re.search(r"--tokens (\d+)", error)[1]))
@@ -858,7 +861,7 @@ def test_too_little_data(fails, dataset, dataset_dir, tmp_path):
         for _ in range(config.num_steps):
             loader.next()
     rounded_up = next(n for n in range(2, 99) if there % (128 * n) > 64 * n)  # packs: the steps come to more
-    for packs, tokens, words in ((rounded_up, there, "training tokens"), (999, 9, "make the batch smaller")):
+    for packs, tokens, words in ((rounded_up, there, "training tokens"), (999, 9, "make the steps smaller")):
         argv = [w for w in flags(dataset_dir, tmp_path / "run") if w not in ("--steps", "20")]
         fails([*argv, "--set", f"stages=((1.0,{packs},8,16,48,1.0),)", "--tokens", tokens], words)
 
@@ -867,19 +870,19 @@ def test_too_little_data(fails, dataset, dataset_dir, tmp_path):
     ("more", "words"),
     [
         (["--micro-batch-tokens", "200"], ["--micro-batch-tokens 200 is not a multiple of pack_tokens=128"]),
-        (["--set", "softcap=(300.0,0.0,7.5)"], ["softcap=(300.0, 0.0, 7.5)", "at most 100"]),
+        (["--set", "softcap=(300.0,0.0,7.5)"], ["softcap=(300.0, 0.0, 7.5)", "-100.0 to 100.0"]),
         (["--attention", "flash9"], ["--attention flash9 is none of auto"]),
         (["--attention", "varlen"], ["--attention varlen cannot run here"]),
         (["--dtype", "int3"], ["--dtype int3 is none of auto"]),
-        (["--set", "sample_tokens=-1"], ["sample_tokens=-1 must be at least 0"]),
-        (["--set", "keep_checkpoints=0"], ["keep_checkpoints=0 must be at least 1"]),
-        (["--eval-every", "-1"], ["eval_every=-1 must be at least 0"]),
-        (["--seed", "-1"], ["seed=-1 must be at least 0"]),
-        (["--set", "sample_temperature=-0.5"], ["sample_temperature=-0.5 must be at least 0"]),
+        (["--set", "sample_tokens=-1"], ["sample_tokens=-1 must be 0 to"]),
+        (["--set", "keep_checkpoints=0"], ["keep_checkpoints=0 must be 1 to"]),
+        (["--eval-every", "-1"], ["eval_every=-1 must be 0 to"]),
+        (["--seed", "-1"], ["seed=-1 must be 0 to"]),
+        (["--set", "sample_temperature=-0.5"], ["sample_temperature=-0.5 must be 0.0 to"]),
         (["--set", "sample_prompts=(1,)"], ["sample_prompts=(1,)", "texts"]),
         (["--set", "top_k=5"], ["unknown Config field top_k"]),
-        (["--set", "ahead_until=0.0"], ["ahead_until=0.0", "above 0"]),
-        (["--set", "shared_input_from=-1"], ["shared_input_from=-1 is no layer with attention"]),
+        (["--set", "ahead_until=0.0"], ["ahead_until=0.0 must be 1e-06 to"]),
+        (["--set", "shared_input_from=-1"], ["shared_input_from=-1 must be 0 to"]),
     ],
     ids=lambda value: " ".join(value) if value[0].startswith("--") else "",
 )
