@@ -174,19 +174,21 @@ def test_readability_of_an_example(tmp_path):
 
 
 def step_example(*without: str) -> str:
-    """A training script of one-line functions and classes, a method in GPT, and something behind them."""
-    names = [name for name in readability.STEP if "." not in name and name not in without]
-    lines = [f"class {name}: pass" if name[0].isupper() else f"def {name}(): pass" for name in names if name != "GPT"]
-    gpt = ["class GPT:", "    def forward(self): pass", "    def trunk(self): pass"]
-    return "\n".join([*lines, *gpt, "def later(): pass", "x = 1"]) + "\n"
+    """A training script of one-line functions and classes, methods in two of them, and something behind them."""
+    plain = [name for name in readability.STEP if "." not in name and name not in (*without, "GPT")]
+    lines = [f"class {name}: pass" if name[0].isupper() else f"def {name}(): pass" for name in plain]
+    for owner in ("Optimizer", "GPT"):
+        methods = [name.split(".")[1] for name in readability.STEP if name.startswith(f"{owner}.")]
+        lines += [f"class {owner}:", *(f"    def {method}(self): pass" for method in methods)]
+    return "\n".join([*lines, "def later(): pass", "x = 1"]) + "\n"
 
 
 def test_readability_of_a_step(tmp_path):
     """The step ends with the last thing it passes through; a name that is missing is an error."""
     script = tmp_path / "train_small.py"
     script.write_text(step_example())
-    assert len(readability.STEP) == 19, "16 lines of others, then the three of GPT"
-    assert readability.measure(script)["step ends"] == 16 + 3
+    assert len(readability.STEP) == 24, "15 others, Optimizer and its six methods, GPT and its two"
+    assert readability.measure(script)["step ends"] == 15 + 7 + 3
     done = run_tool("dev/readability.py", "--check", script)
     assert done.returncode == 0 and "train_small.py" in done.stdout, done.stderr
     script.write_text(step_example("polar_express"))
