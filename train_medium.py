@@ -2051,14 +2051,21 @@ def resume(run: Run, changed: list[str]) -> None:
 
     # The next --resume goes on with the flags of this one.
     if run.ranks.is_main and not is_finished(run):
-        for damaged in checkpoints(run.run_dir):
+        for damaged in checkpoint_folders(run.run_dir):
             if int(damaged.name[5:]) > step:
-                damaged.rename(damaged.with_name(f"{damaged.name}.damaged"))
+                set_aside(damaged)
         description = read_description(run.run_dir)
         description["config"] = dataclasses.asdict(config)
         description["overridden"] += run.args.set
         description["starts"].append(describe_start(run, changed))
         complete_directory(run, description)
+
+
+def set_aside(damaged: Path) -> None:
+    """Renames a damaged checkpoint; one of the same step that was set aside before makes room."""
+    aside = damaged.with_name(f"{damaged.name}.damaged")
+    shutil.rmtree(aside, ignore_errors=True)
+    damaged.rename(aside)
 
 
 def check_agreement(ranks: Ranks, value: str) -> None:
@@ -3143,12 +3150,17 @@ CHECKPOINT_FILES = ("model.safetensors", "optimizer.safetensors")
 
 
 def checkpoints(run_dir: Path) -> list[Path]:
-    """Complete checkpoints of a run, oldest first; folders with other names are not looked at."""
+    """Complete checkpoints of a run, oldest first."""
+    return [path for path in checkpoint_folders(run_dir) if (path / "state.json").is_file()]
+
+
+def checkpoint_folders(run_dir: Path) -> list[Path]:
+    """Also those that lost their state.json; folders with other names are not looked at."""
     found = {}
-    for path in run_dir.glob("checkpoints/step_*/state.json"):
-        match = re.fullmatch(r"step_(\d{6,})", path.parent.name)
+    for path in run_dir.glob("checkpoints/step_*"):
+        match = re.fullmatch(r"step_(\d{6,18})", path.name, re.ASCII)
         if match:
-            found[int(match[1])] = path.parent
+            found[int(match[1])] = path
     return [found[step] for step in sorted(found)]
 
 
@@ -3271,7 +3283,7 @@ def check_checkpoint(folder: Path, names=CHECKPOINT_FILES) -> dict:
 
 def newest_whole(run_dir: Path, say: Callable, names=CHECKPOINT_FILES) -> Path:
     """The newest checkpoint without damage; says which it passes over. UserError if there is none."""
-    found = checkpoints(run_dir)
+    found = checkpoint_folders(run_dir)
     for folder in reversed(found):
         try:
             check_checkpoint(folder, names)
