@@ -3207,13 +3207,15 @@ def draw_curve(run_dir: Path, title: str) -> str:
 
     lines = (run_dir / "log.jsonl").read_text(encoding="utf-8").splitlines()
     entries = [json.loads(line) for line in lines]
-    train = [(e["tokens"] / 1e6, e["bpb"]) for e in entries if "loss" in e]
-    val = [(e["tokens"] / 1e6, e["val_bpb"]) for e in entries if "val_bpb" in e]
+
+    def points(key: str) -> np.ndarray:  # a line may have lost a key to a damaged disk
+        numbers = [(e.get("tokens"), e.get(key)) for e in entries]
+        whole = [pair for pair in numbers if all(is_number(n, 0.0, 1e18) for n in pair)]
+        return np.array(whole, float).reshape(-1, 2) * [1e-6, 1.0]
+
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
-    axes.plot(
-        *np.array(train).reshape(-1, 2).T, color="#9bb8d3", label="training (from mean bytes)"
-    )
-    axes.plot(*np.array(val).reshape(-1, 2).T, "o-", color="#c0392b", ms=3, label="validation")
+    axes.plot(*points("bpb").T, color="#9bb8d3", label="training (from mean bytes)")
+    axes.plot(*points("val_bpb").T, "o-", color="#c0392b", ms=3, label="validation")
     axes.set(xlabel="training tokens, millions", ylabel="bits per byte", title=title)
     axes.legend()
     axes.grid(alpha=0.3)
