@@ -1917,14 +1917,27 @@ def check_agreement(ranks: Ranks, value: str) -> None:
 
 
 def is_finished(run: Run) -> bool:
-    at_end = run.state.step == run.job.config.num_steps
-    return at_end and (run.run_dir / "report.md").is_file()
+    """Whether nothing is left to do: a result that is damaged is computed again."""
+    if run.state.step < run.job.config.num_steps or not (run.run_dir / "report.md").is_file():
+        return False
+    try:
+        result = read_json(run.run_dir / "result.json", "it is made again")
+    except UserError:
+        return False
+    progress = run.progress
+    reached = {
+        "val_bpb": progress.val_bpb,
+        "steps": run.state.step,
+        "tokens": progress.tokens,
+        "train_seconds": progress.train_seconds,
+    }
+    return progress.val_bpb is None or all(result.get(key) == reached[key] for key in reached)
 
 
 def show_finished(run: Run) -> dict:
     run.log.say(f"this run is finished; its results are in {run.run_dir}/report.md")
     run.log.close()
-    return json.loads((run.run_dir / "result.json").read_text(encoding="utf-8"))
+    return read_json(run.run_dir / "result.json", "it is made again")
 
 
 def prepare_loop(run: Run) -> None:
@@ -2038,13 +2051,15 @@ def finish(run: Run) -> dict:
     if progress.val_bpb is None:  # resumed after the last step
         progress.val_bpb = evaluate(run)
 
-    seconds = max(progress.train_seconds - run.begun.train_seconds, 1e-9)
+    # The speed is that of this process, or of the whole run if nothing was left to train.
+    begun = run.begun if run.begun.tokens < progress.tokens else Progress()
+    seconds = max(progress.train_seconds - begun.train_seconds, 1e-9)
     result = {
         "val_bpb": progress.val_bpb,
         "steps": state.step,
         "tokens": progress.tokens,
         "train_seconds": progress.train_seconds,
-        "tokens_per_second": (progress.tokens - run.begun.tokens) / seconds,
+        "tokens_per_second": (progress.tokens - begun.tokens) / seconds,
         "mfu": run.flops / (seconds * run.peak_flops * run.ranks.world),
         "peak_memory_gib": peak_memory_gib(run.ranks.device),
         "run_dir": str(run.run_dir),
