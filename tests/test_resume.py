@@ -20,7 +20,7 @@ import torch
 import train_medium as tm
 import train_small as ts
 
-from conftest import ALONE, ROOT, tiny_config, write_dataset
+from conftest import ALONE, tiny_config, write_dataset
 from test_runs import assert_same_run, at_step, entries, flags, saved, signal_handlers, snapshot  # noqa: F401
 
 FILES = ("model.safetensors", "optimizer.safetensors", "state.json")
@@ -423,7 +423,7 @@ def test_the_length_is_checked_without_counting_steps(dataset_dir, monkeypatch):
     real = ts.stage_index
     monkeypatch.setattr(ts, "stage_index", lambda config, step: calls.append(step) or real(config, step))
     err = refused(*flags(dataset_dir, "unused", steps=10**9))
-    assert "the run asks for 384,000,000,000" in err and len(calls) < 200
+    assert "the run asks for 384,000,000,256" in err and len(calls) < 200
 
 
 # ---- how a run ends
