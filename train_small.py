@@ -3544,7 +3544,7 @@ def make_config(args: argparse.Namespace) -> Config:
     base = read_config(run_dir)
     command = read_description(run_dir).get("command", "pretrain")
     if command != "pretrain":
-        tool = {"sft": "finetune"}.get(command, command)
+        tool = "finetune" if command == "sft" else command
         raise UserError(
             f"{run_dir} is a run of runs/{tool}.py; continue it with "
             f"python runs/{tool}.py --resume --run-dir {run_dir}"
@@ -3613,11 +3613,12 @@ def sentence_of(error: Exception) -> str | None:
 def print_error(message: str) -> None:
     """Prints the sentence, and hands it to torchrun for the report of the process that failed."""
     print(f"error: {message}", file=sys.stderr, flush=True)
-    if os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
-        handler = get_error_handler()
-        handler.record_exception(UserError(message))
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path and not Path(path).exists():
+        extra = {"py_callstack": message, "timestamp": str(int(time.time()))}  # it shows the former
+        report = {"message": {"message": message, "extraInfo": extra}}
+        with contextlib.suppress(OSError):
+            write_atomically(Path(path), json.dumps(report))
 
 
 def main(argv: list[str] | None = None) -> int:

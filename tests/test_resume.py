@@ -469,7 +469,10 @@ def test_a_sentence_stands_in_the_report_of_torchrun(tmp_path, monkeypatch, caps
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
     ts.print_error("the disk is full; make room")
     assert capsys.readouterr().err == "error: the disk is full; make room\n"
-    assert "the disk is full; make room" in json.loads(path.read_text())["message"]["message"]
+    message = json.loads(path.read_text())["message"]
+    assert message["message"] == message["extraInfo"]["py_callstack"] == "the disk is full; make room"
+    ts.print_error("another, which came later")
+    assert json.loads(path.read_text())["message"] == message
 
 
 # ---- the other ranks

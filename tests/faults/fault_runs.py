@@ -14,17 +14,15 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tests"))
-sys.path.insert(0, str(ROOT / "data"))
-sys.path.insert(0, str(ROOT / "runs"))
-sys.path.insert(0, str(ROOT))
-
 import finetune
 import rl
 import safetensors.torch
+import tiktoken  # noqa: F401  (it and dynamo are imported late by a run, which takes a second)
 import torch
+import torch._dynamo
 import train_small as ts
+
+ROOT = Path(ts.__file__).parent
 
 # ---- what goes wrong; each is called in the process of the run before it starts
 
@@ -144,6 +142,7 @@ def slow_steps(seconds: float) -> None:
 
 def hub_main(argv: list[str]) -> int:
     """data/hub.py, whose address is read when huggingface_hub is imported."""
+    sys.path.insert(0, str(ROOT / "data"))
     import hub
 
     sys.argv = ["hub.py", *argv]
@@ -164,14 +163,18 @@ class Spec:
     wrong: tuple = ()  # (name of a function above, its arguments...)
     environment: dict = field(default_factory=dict)
 
+    def ready(self, pid: int) -> Path:
+        """Exists from the moment on at which a process calls main()."""
+        return self.out.with_name(f"{self.out.name}.{pid}")
+
 
 def child(spec: Spec) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     file = os.open(spec.out, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)
     sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.update(spec.environment)
     os.chdir(ROOT)
     torch.set_num_threads(1)
@@ -179,6 +182,8 @@ def child(spec: Spec) -> None:
     if spec.wrong:
         name, *arguments = spec.wrong
         globals()[name](*arguments)
+    spec.ready(os.getpid()).touch()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     code = MAINS[spec.tool]([str(a) for a in spec.argv])
     atexit._run_exitfuncs()  # which forked processes skip
     sys.exit(code)
@@ -221,6 +226,8 @@ class Job:
 
     def send_after(self, seconds: float, *numbers: int) -> None:
         """Sends signals when the process has used so much CPU time, if it lives so long."""
+        while self.process.is_alive() and not self.spec.ready(self.process.pid).exists():
+            time.sleep(0.004)
         while self.process.is_alive() and self.cpu_seconds() < seconds:
             time.sleep(0.004)
         for number in numbers:

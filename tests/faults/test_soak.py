@@ -94,6 +94,15 @@ def tensors(run_dir: Path) -> dict[str, torch.Tensor]:
             for key, value in load_file(folder / f"{name}.safetensors").items() if key != "rng.cpu"}  # fmt: skip
 
 
+def result_of(run_dir: Path) -> dict:
+    """result.json, or for a run of runs/rl.py the last line of what it printed."""
+    path = run_dir / "result.json"
+    if path.is_file():
+        return json.loads(path.read_text())
+    (text,) = [path.read_text() for path in run_dir.parent.glob("*.txt") if path.name in ("rl.txt", "out.txt")]
+    return json.loads(text.splitlines()[-1])
+
+
 COUNTED = ("val_bpb", "steps", "tokens", "greedy", "greedy_before", "test_items", "drawn_tokens")
 
 
@@ -106,8 +115,8 @@ def difference(run_dir: Path, reference: Path, exact: bool = True) -> str:
     other = [name for name in ours if not torch.allclose(ours[name], theirs[name], **tolerance)]
     if other and exact:
         return f"other weights: {', '.join(other)}"
-    near = [0 if exact else 1e-3 * abs(x) for x in (1,)][0]
-    results = [json.loads((folder / "result.json").read_text()) for folder in (run_dir, reference)]
+    near = 0 if exact else 1e-3
+    results = [result_of(folder) for folder in (run_dir, reference)]
     for name in COUNTED:
         a, b = (result.get(name) for result in results)
         if a != b and abs(a - b) > near:
@@ -431,7 +440,7 @@ def full_disk(lab, rng) -> Verdict:
     whole = sum(path.stat().st_size for path in lab.reference.rglob("*") if path.is_file())
     with small_disk(folder / "disk", rng.randint(300_000, int(whole * 1.2))) as mounted:
         if not mounted:  # no rights to mount: files cannot grow instead
-            wrong = ("limit_files", rng.randint(1, STEPS), rng.randint(100, 600_000))
+            wrong = ("limit_files", rng.randint(1, STEPS), rng.randint(20_000, 600_000))
             job = run(flags(lab.data, folder / "run"), folder / "out.txt", wrong=wrong)
             return lab.finish_small(folder / "run", job)
         run_dir = folder / "disk" / "run"
@@ -443,7 +452,7 @@ def full_disk(lab, rng) -> Verdict:
 def short_files(lab, rng) -> Verdict:
     """Files cannot grow any more, which the kernel says in the middle of a write."""
     folder = lab.folder()
-    wrong = ("limit_files", rng.randint(1, STEPS), rng.choice((100, 3000, 100_000, 400_000)))
+    wrong = ("limit_files", rng.randint(1, STEPS), rng.choice((20_000, 100_000, 300_000, 600_000)))
     job = run(flags(lab.data, folder / "run"), folder / "out.txt", wrong=wrong)
     return lab.finish_small(folder / "run", job)
 
