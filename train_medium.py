@@ -2036,7 +2036,7 @@ def resume(run: Run, changed: list[str]) -> None:
     config = run.job.config
     folder = newest_whole(run.run_dir, run.log.say)
     check_agreement(run.ranks, folder.name)
-    saved = load_checkpoint(run.state, folder)
+    saved = load_checkpoint(run.state, folder, ())
     step = run.state.step
     run.progress = Progress(saved["position"], saved["tokens"], saved["train_seconds"])
     if step == config.num_steps:
@@ -3310,11 +3310,14 @@ def newest_whole(run_dir: Path, say: Callable, names=CHECKPOINT_FILES) -> Path:
     raise UserError(f"{what}; restore one, or start again")
 
 
-def load_checkpoint(state: TrainState, folder: Path) -> dict:
-    """Restores weights, moments and random state, on any number of ranks; returns state.json."""
+def load_checkpoint(state: TrainState, folder: Path, names=CHECKPOINT_FILES) -> dict:
+    """Restores weights, moments and random state, on any number of ranks; returns state.json.
+
+    Args: names of the files to verify; none if newest_whole() has just done so
+    """
     from safetensors.torch import load_file
 
-    saved = check_checkpoint(folder)
+    saved = check_checkpoint(folder, names)
     weights = load_file(folder / "model.safetensors")
     moments = load_file(folder / "optimizer.safetensors")
     state.optimizer.load(weights, moments, saved["optimizer_count"])
