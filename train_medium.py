@@ -3764,10 +3764,12 @@ def run_command(command: Callable[[], dict]) -> int:
         if message is None:
             raise
     finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a further Ctrl-C would hide the sentence
         if dist.is_initialized():
             dist.destroy_process_group()
         gc.unfreeze()
         gc.collect()  # else a gloo thread may outlive the interpreter and abort the process
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     print_error(message)
     return code
 

@@ -3,8 +3,9 @@
     python dev/bench_checkpoint.py out/bench_checkpoint              0.4 GB, as a small model on a CPU has
     python dev/bench_checkpoint.py DIR --gigabytes 4.4 --repeat 5    the size of train_small.py's
 
-DIR should lie on the disk that runs are written to; what is written there is removed again. The table gives medians of the time and of the processor time, and the range of the time. Files
-are read from the page cache, as they are right after a save; --cold asks the kernel to drop them first.
+DIR should lie on the disk that runs are written to; what is written there is removed again. The table
+gives medians of the time and of the processor time, and the range of the time. Files are read from the
+page cache, as they are right after a save; --cold asks the kernel to drop them first.
 """
 
 import argparse

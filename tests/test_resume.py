@@ -440,6 +440,17 @@ def test_ctrl_c_is_one_sentence(dataset_dir, tmp_path, monkeypatch, where):
     assert err == "error: stopped at once; a run that has saved goes on with --resume\n"
 
 
+def test_a_further_ctrl_c_changes_nothing(capsys, monkeypatch):
+    """While the process cleans up: the sentence is printed all the same."""
+    collect = ts.gc.collect
+    monkeypatch.setattr(ts.gc, "collect", lambda: os.kill(os.getpid(), signal.SIGINT) or collect())
+
+    def command():
+        raise ts.UserError("the disk is full")
+
+    assert ts.run_command(command) == 1 and capsys.readouterr().err == "error: the disk is full\n"
+
+
 @pytest.mark.parametrize(
     "error",
     [MemoryError("no room"), torch.OutOfMemoryError("CUDA out of memory. Tried"),
