@@ -637,7 +637,10 @@ def damage_tool(lab, rng) -> Verdict:
 def hub(lab, rng) -> Verdict:
     """A server that stalls, truncates, sends wrong bytes, redirects and fails; the second try finds a whole one."""
     folder = lab.folder()
-    files = {p.relative_to(lab.data).as_posix(): p.read_bytes() for p in lab.data.rglob("*") if p.is_file()}
+    lab.tools()
+    root = lab.root / "sums"  # made by the scripts in data/
+    listed = ["dataset.json", *json.loads((root / "dataset.json").read_text())["files"]]
+    files = {name: (root / name).read_bytes() for name in listed}
     how = rng.choice(("stall", "truncate", "corrupt", "redirect", "error", "away"))
     victim = rng.choice(sorted(files))
     faults = {"left": rng.choice((1, 99))}
@@ -697,7 +700,7 @@ KINDS = {
 def chosen(most: int) -> list[tuple]:
     """(kind, number): all of them, or a spread over all kinds; the slow ones come last."""
     rounds = [(kind, number) for number in range(max(KINDS.values())) for kind in KINDS if number < KINDS[kind]]
-    quick = [kind for kind in KINDS if kind not in (torchrun, kill_rl, damage_tool)]
+    quick = [kind for kind in KINDS if kind not in (torchrun, kill_rl, damage_tool, hub)]
     if most < len(KINDS):
         return [pair for pair in rounds if pair[0] in quick][:most]
     return rounds[:most]
