@@ -2057,7 +2057,7 @@ def resume(run: Run, changed: list[str]) -> None:
     config = run.job.config
     folder = newest_whole(run.run_dir, run.log.say)
     check_agreement(run.ranks, folder.name)
-    saved = load_checkpoint(run.state, folder)
+    saved = load_checkpoint(run.state, folder, ())
     step = run.state.step
     run.progress = Progress(saved["position"], saved["tokens"], saved["train_seconds"])
     if step == config.num_steps:
@@ -2072,14 +2072,21 @@ def resume(run: Run, changed: list[str]) -> None:
 
     # The next --resume goes on with the flags of this one.
     if run.ranks.is_main and not is_finished(run):
-        for damaged in checkpoints(run.run_dir):
+        for damaged in checkpoint_folders(run.run_dir):
             if int(damaged.name[5:]) > step:
-                damaged.rename(damaged.with_name(f"{damaged.name}.damaged"))
+                set_aside(damaged)
         description = read_description(run.run_dir)
         description["config"] = dataclasses.asdict(config)
         description["overridden"] += run.args.set
         description["starts"].append(describe_start(run, changed))
         complete_directory(run, description)
+
+
+def set_aside(damaged: Path) -> None:
+    """Renames a damaged checkpoint; one of the same step that was set aside before makes room."""
+    aside = damaged.with_name(f"{damaged.name}.damaged")
+    shutil.rmtree(aside, ignore_errors=True)
+    damaged.rename(aside)
 
 
 def check_agreement(ranks: Ranks, value: str) -> None:
@@ -2093,14 +2100,27 @@ def check_agreement(ranks: Ranks, value: str) -> None:
 
 
 def is_finished(run: Run) -> bool:
-    at_end = run.state.step == run.job.config.num_steps
-    return at_end and (run.run_dir / "report.md").is_file()
+    """Whether nothing is left to do: a result that is damaged is computed again."""
+    if run.state.step < run.job.config.num_steps or not (run.run_dir / "report.md").is_file():
+        return False
+    try:
+        result = read_json(run.run_dir / "result.json", "it is made again")
+    except UserError:
+        return False
+    progress = run.progress
+    reached = {
+        "val_bpb": progress.val_bpb,
+        "steps": run.state.step,
+        "tokens": progress.tokens,
+        "train_seconds": progress.train_seconds,
+    }
+    return progress.val_bpb is None or all(result.get(key) == reached[key] for key in reached)
 
 
 def show_finished(run: Run) -> dict:
     run.log.say(f"this run is finished; its results are in {run.run_dir}/report.md")
     run.log.close()
-    return json.loads((run.run_dir / "result.json").read_text(encoding="utf-8"))
+    return read_json(run.run_dir / "result.json", "it is made again")
 
 
 def prepare_loop(run: Run) -> None:
@@ -2216,13 +2236,15 @@ def finish(run: Run) -> dict:
     if progress.val_bpb is None:  # resumed after the last step
         progress.val_bpb = evaluate(run)
 
-    seconds = max(progress.train_seconds - run.begun.train_seconds, 1e-9)
+    # The speed is that of this process, or of the whole run if nothing was left to train.
+    begun = run.begun if run.begun.tokens < progress.tokens else Progress()
+    seconds = max(progress.train_seconds - begun.train_seconds, 1e-9)
     result = {
         "val_bpb": progress.val_bpb,
         "steps": state.step,
         "tokens": progress.tokens,
         "train_seconds": progress.train_seconds,
-        "tokens_per_second": (progress.tokens - run.begun.tokens) / seconds,
+        "tokens_per_second": (progress.tokens - begun.tokens) / seconds,
         "mfu": run.flops / (seconds * run.peak_flops * run.ranks.world),
         "peak_memory_gib": peak_memory_gib(run.ranks.device),
         "run_dir": str(run.run_dir),
@@ -3174,12 +3196,17 @@ CHECKPOINT_FILES = ("model.safetensors", "optimizer.safetensors")
 
 
 def checkpoints(run_dir: Path) -> list[Path]:
-    """Complete checkpoints of a run, oldest first; folders with other names are not looked at."""
+    """Complete checkpoints of a run, oldest first."""
+    return [path for path in checkpoint_folders(run_dir) if (path / "state.json").is_file()]
+
+
+def checkpoint_folders(run_dir: Path) -> list[Path]:
+    """Also those that lost their state.json; folders with other names are not looked at."""
     found = {}
-    for path in run_dir.glob("checkpoints/step_*/state.json"):
-        match = re.fullmatch(r"step_(\d{6,})", path.parent.name)
+    for path in run_dir.glob("checkpoints/step_*"):
+        match = re.fullmatch(r"step_(\d{6,18})", path.name, re.ASCII)
         if match:
-            found[int(match[1])] = path.parent
+            found[int(match[1])] = path
     return [found[step] for step in sorted(found)]
 
 
@@ -3302,7 +3329,7 @@ def check_checkpoint(folder: Path, names=CHECKPOINT_FILES) -> dict:
 
 def newest_whole(run_dir: Path, say: Callable, names=CHECKPOINT_FILES) -> Path:
     """The newest checkpoint without damage; says which it passes over. UserError if there is none."""
-    found = checkpoints(run_dir)
+    found = checkpoint_folders(run_dir)
     for folder in reversed(found):
         try:
             check_checkpoint(folder, names)
@@ -3314,11 +3341,14 @@ def newest_whole(run_dir: Path, say: Callable, names=CHECKPOINT_FILES) -> Path:
     raise UserError(f"{what}; restore one, or start again")
 
 
-def load_checkpoint(state: TrainState, folder: Path) -> dict:
-    """Restores weights, moments and random state, on any number of ranks; returns state.json."""
+def load_checkpoint(state: TrainState, folder: Path, names=CHECKPOINT_FILES) -> dict:
+    """Restores weights, moments and random state, on any number of ranks; returns state.json.
+
+    Args: names of the files to verify; none if newest_whole() has just done so
+    """
     from safetensors.torch import load_file
 
-    saved = check_checkpoint(folder)
+    saved = check_checkpoint(folder, names)
     weights = load_file(folder / "model.safetensors")
     moments = load_file(folder / "optimizer.safetensors")
     state.optimizer.load(weights, moments, saved["optimizer_count"])
@@ -3408,13 +3438,15 @@ def draw_curve(run_dir: Path, title: str) -> str:
 
     lines = (run_dir / "log.jsonl").read_text(encoding="utf-8").splitlines()
     entries = [json.loads(line) for line in lines]
-    train = [(e["tokens"] / 1e6, e["bpb"]) for e in entries if "loss" in e]
-    val = [(e["tokens"] / 1e6, e["val_bpb"]) for e in entries if "val_bpb" in e]
+
+    def points(key: str) -> np.ndarray:  # a line may have lost a key to a damaged disk
+        numbers = [(e.get("tokens"), e.get(key)) for e in entries]
+        whole = [pair for pair in numbers if all(is_number(n, 0.0, 1e18) for n in pair)]
+        return np.array(whole, float).reshape(-1, 2) * [1e-6, 1.0]
+
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
-    axes.plot(
-        *np.array(train).reshape(-1, 2).T, color="#9bb8d3", label="training (from mean bytes)"
-    )
-    axes.plot(*np.array(val).reshape(-1, 2).T, "o-", color="#c0392b", ms=3, label="validation")
+    axes.plot(*points("bpb").T, color="#9bb8d3", label="training (from mean bytes)")
+    axes.plot(*points("val_bpb").T, "o-", color="#c0392b", ms=3, label="validation")
     axes.set(xlabel="training tokens, millions", ylabel="bits per byte", title=title)
     axes.legend()
     axes.grid(alpha=0.3)
@@ -3722,7 +3754,7 @@ def make_config(args: argparse.Namespace) -> Config:
     base = read_config(run_dir)
     command = read_description(run_dir).get("command", "pretrain")
     if command != "pretrain":
-        tool = {"sft": "finetune"}.get(command, command)
+        tool = "finetune" if command == "sft" else command
         raise UserError(
             f"{run_dir} is a run of runs/{tool}.py; continue it with "
             f"python runs/{tool}.py --resume --run-dir {run_dir}"
@@ -3763,10 +3795,12 @@ def run_command(command: Callable[[], dict]) -> int:
         if message is None:
             raise
     finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a further Ctrl-C would hide the sentence
         if dist.is_initialized():
             dist.destroy_process_group()
         gc.unfreeze()
         gc.collect()  # else a gloo thread may outlive the interpreter and abort the process
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     print_error(message)
     return code
 
@@ -3791,11 +3825,12 @@ def sentence_of(error: Exception) -> str | None:
 def print_error(message: str) -> None:
     """Prints the sentence, and hands it to torchrun for the report of the process that failed."""
     print(f"error: {message}", file=sys.stderr, flush=True)
-    if os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
-        handler = get_error_handler()
-        handler.record_exception(UserError(message))
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path and not Path(path).exists():
+        extra = {"py_callstack": message, "timestamp": str(int(time.time()))}  # it shows the former
+        report = {"message": {"message": message, "extraInfo": extra}}
+        with contextlib.suppress(OSError):
+            write_atomically(Path(path), json.dumps(report))
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -6,7 +6,10 @@
 #
 #     train train_small.py out/first @runs/cpu.args
 #     train runs/finetune.py out/first_sft out/first --packs 2
+#
+# If it fails, the last line is the sentence of the process that failed first.
 
+source runs/repeat_error.sh
 gpus=$(python -c "import torch; print(torch.cuda.device_count())")
 launch=(python)
 for count in 8 4 2; do # the packs of a step divide by these
@@ -23,13 +26,13 @@ train() {
     echo "$run is finished already; remove it to train again"
   elif compgen -G "$run/checkpoints/step_*/state.json" >/dev/null; then
     echo "$run was interrupted; it continues from its newest checkpoint"
-    "${launch[@]}" "$script" --run-dir "$run" --resume
+    repeat_error "${launch[@]}" "$script" --run-dir "$run" --resume
   else
     if [[ -e $run ]]; then
       echo "$run has no checkpoint; it is moved to $run.unfinished"
       rm -rf "$run.unfinished"
       mv "$run" "$run.unfinished"
     fi
-    "${launch[@]}" "$script" "$@" --run-dir "$run"
+    repeat_error "${launch[@]}" "$script" "$@" --run-dir "$run"
   fi
 }

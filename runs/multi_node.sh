@@ -22,9 +22,9 @@
 # with 4 GPUs do not, because three machines would have 12.
 #
 # If HEAD is lost, training ends, because torchrun keeps the list of members there: start all machines again, or use
-# runs/slurm.sh, which does. If a machine loses power without closing its connections, the others notice after 10
-# minutes, when NCCL's watchdog gives up. Whenever torchrun has MIN machines but not MAX, it waits 30 s for more
-# (last_call_timeout in RDZV).
+# runs/slurm.sh, which does. If a machine loses power without closing its connections, or a process hangs, the others say
+# so and end after --rank-timeout (300 s by default). Whenever torchrun has MIN machines but not MAX, it waits 30 s for
+# more (last_call_timeout in RDZV). The last line repeats the sentence of the process that failed first.
 set -euo pipefail
 
 run=""
@@ -90,6 +90,7 @@ PYTHON
 # Otherwise processes share the store of the rendezvous, whose address torch 2.13 does not tell to machines that join
 # later.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
-exec python -m torch.distributed.run --nnodes="$nodes" --nproc-per-node="$gpus" --max-restarts="${RESTARTS:-20}" \
+source runs/repeat_error.sh
+repeat_error python -m torch.distributed.run --nnodes="$nodes" --nproc-per-node="$gpus" --max-restarts="${RESTARTS:-20}" \
   --rdzv-backend=c10d --rdzv-endpoint="$head" --rdzv-id="${JOB:-$run}" ${RDZV:+--rdzv-conf="$RDZV"} \
   --no-python bash runs/multi_node.sh "$@"

@@ -94,6 +94,7 @@ class Run:
     log: Any
     totals: Totals
     lock: Any = None  # of run_dir, held while this lives
+    evaluations: list[dict] = dataclasses.field(default_factory=list)  # the first and the last
 
     @property
     def tokenizer(self):
@@ -518,8 +519,8 @@ def write_report(run: Run, machine: dict, result: dict) -> None:
     entries = read_log(run.run_dir)
     steps = [entry for entry in entries if "reward" in entry]
     evaluations = [entry for entry in entries if "greedy" in entry]
-    first = evaluations[0]
-    last = evaluations[-1]
+    first = run.evaluations[0]
+    last = run.evaluations[-1]
     name = f"addition of {args.digits}-digit numbers" if args.task == "addition" else args.task
     rows = {
         "task": name,
@@ -678,21 +679,24 @@ def open_run(script, args: argparse.Namespace, ranks, machine: dict) -> Run:
         f"{len(task.test):,} held-out questions{all_of_them}, from {checkpoint}"
     )
     totals = Totals()
+    evaluations = []
     if args.resume:
         saved = script.load_checkpoint(state, checkpoint)
         totals = Totals(**saved["totals"])
+        evaluations = saved["evaluations"]
         log.rewind(state.step)
         log.say(f"resumed at step {state.step} from {checkpoint}")
     else:
         finetune.load_source(script, state, checkpoint, moments=False)
     generator = engine.Generator(state.model, tokenizer, rows=args.rows)
-    return Run(script, args, run_dir, state, task, generator, log, totals, lock)
+    return Run(script, args, run_dir, state, task, generator, log, totals, lock, evaluations)
 
 
 def log_evaluation(run: Run) -> dict[str, float]:
     """Answers the held-out questions, logs that and returns the scores."""
     found = evaluate(run)
     run.log.write(found)
+    run.evaluations = [*run.evaluations[:1], found]
     line = " | ".join(f"{name} {score:6.1%}" for name, score in scores(found).items())
     run.log.say(
         f"step {run.state.step:5d}/{run.args.steps} | held out: {line} "
@@ -743,6 +747,9 @@ def run_steps(run: Run) -> None:
         if done or stop or (args.save_every and step % args.save_every == 0):
             totals = dataclasses.asdict(run.totals)
             progress = {"position": None, "val_bpb": None, "totals": totals}
+            progress["evaluations"] = (
+                run.evaluations
+            )  # the log may be damaged, a checkpoint is sealed
             run.script.save_checkpoint(run.state, run.run_dir, progress)
         if stop and not done:
             name = signal.Signals(stopper.signal).name
@@ -762,10 +769,9 @@ def train(script, args: argparse.Namespace) -> dict:
     if not ranks.is_main:
         return {}
 
-    evaluations = [entry for entry in read_log(run.run_dir) if "greedy" in entry]
     result = {
-        "greedy_before": evaluations[0]["greedy"],
-        **scores(evaluations[-1]),
+        "greedy_before": run.evaluations[0]["greedy"],
+        **scores(run.evaluations[-1]),
         "steps": run.state.step,
         **dataclasses.asdict(run.totals),
         "test_items": len(run.task.test),

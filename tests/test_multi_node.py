@@ -196,15 +196,60 @@ def test_multi_node_calls_torchrun(fakes, dataset_dir, tmp_path):
     assert done.returncode == 1 and "2 machines x 2 processes = 4, which does not divide a step of 2 packs" in done.err
     done = fakes.run("multi_node.sh", *argv, NODES="1:2", GPUS="1", HEAD="node0:1234", JOB="seven", RESTARTS="5")
     assert done.returncode == 0, done.err
-    words = fakes.calls()[-1].split()
+    (call,) = [call for call in fakes.calls() if "torch.distributed.run" in call]
+    words = call.split()
     assert words[1:3] == ["-m", "torch.distributed.run"] and "--nnodes=1:2" in words and "--nproc-per-node=1" in words
     assert {"--rdzv-backend=c10d", "--rdzv-endpoint=node0:1234", "--rdzv-id=seven", "--max-restarts=5"} <= set(words)
     assert words[words.index("--no-python") :][:3] == ["--no-python", "bash", "runs/multi_node.sh"]
-    assert f"runs/multi_node.sh --save-every 250 {' '.join(argv)}" in fakes.calls()[-1]  # a later --save-every wins
+    assert f"runs/multi_node.sh --save-every 250 {' '.join(argv)}" in call  # a later --save-every wins
     for more, text in ((("--stepps", "3"), "did you mean --steps?"), (("--resume",), "adds --resume where")):
         done = fakes.run("multi_node.sh", *argv, *more)
         assert done.returncode and text in done.err and done.err.count("\n") == 1
     assert "needs --run-dir" in fakes.run("multi_node.sh", "--steps", "3").err
+
+
+REPORT = """
+Failures:
+[1]:
+  traceback : process 1 lost the others
+Root Cause (first observed failure):
+[0]:
+  traceback : the disk is full, make room
+"""
+
+
+@pytest.mark.parametrize("code", (0, 3))
+def test_the_sentence_is_the_last_line(fakes, dataset_dir, tmp_path, code):
+    """What failed first, below torchrun's report; nothing where nothing failed. The exit code is torchrun's."""
+    report = f"cat >&2 <<'END'{REPORT}END\nexit {code}"
+    fakes.write("python", code=f'if [[ $1 == - ]]; then exec {sys.executable} "$@"; fi\n{report}')
+    argv = flags(dataset_dir, tmp_path / "run")
+    done = fakes.run("multi_node.sh", *argv, GPUS="2", PYTHONPATH=str(ROOT))
+    last = "error: the disk is full, make room" if code else "  traceback : the disk is full, make room"
+    assert done.returncode == code and done.err.splitlines()[-1] == last and "Root Cause" in done.err
+
+    fakes.write("python", code=f"if [[ $1 == -c ]]; then echo 2; exit; fi\n{report}")
+    command = "source runs/launch.sh; train train_small.py $RUN --steps 3"
+    environment = {**os.environ, "PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "RUN": str(tmp_path / "run")}
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == code and done.stderr.splitlines()[-1] == last
+
+
+def test_sigterm_reaches_torchrun(fakes, dataset_dir, tmp_path):
+    """Processes get time to save; the script ends with them."""
+    nap = "trap 'echo saved; exit 5' TERM; for i in {1..300}; do sleep 0.1; done"
+    fakes.write("python", code=f'if [[ $1 == - ]]; then exec {sys.executable} "$@"; fi\n{nap}')
+    environment = python_first(PYTHONPATH=str(ROOT), GPUS="2")
+    environment["PATH"] = f"{tmp_path}/bin:{environment['PATH']}"
+    job = subprocess.Popen(["bash", "runs/multi_node.sh", *flags(dataset_dir, tmp_path / "run")], cwd=ROOT,
+                           env=environment, text=True, stdout=subprocess.PIPE)  # fmt: skip
+    end = time.monotonic() + 60
+    while not any("torch.distributed.run" in call for call in fakes.calls()) and time.monotonic() < end:
+        time.sleep(0.05)
+    time.sleep(0.3)
+    job.send_signal(signal.SIGTERM)
+    out, _ = job.communicate(timeout=30)
+    assert job.returncode == 5 and "saved" in out
 
 
 def test_slurm(fakes, tmp_path):

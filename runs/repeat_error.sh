@@ -1,0 +1,27 @@
+# Sourced by launch.sh and multi_node.sh.
+#
+# `repeat_error COMMAND...` runs torchrun. If a process failed, its sentence stands somewhere in torchrun's report; it is
+# repeated as the last line. SIGTERM goes on to torchrun.
+repeat_error() {
+  local log code=0 child tee sentence
+  log=$(mktemp)
+  exec 9> >(exec tee "$log" >&2)
+  tee=$!
+  "$@" 2>&9 9>&- &
+  child=$!
+  trap 'kill -TERM "$child" 2>/dev/null' TERM
+  wait "$child" || code=$?
+  while kill -0 "$child" 2>/dev/null; do # a signal has interrupted the wait
+    code=0
+    wait "$child" || code=$?
+  done
+  trap - TERM
+  exec 9>&-
+  wait "$tee" 2>/dev/null || true
+  sentence=$(sed -n '/^Root Cause/,$ s/^ *traceback : //p' "$log" | head -n 1)
+  rm -f "$log"
+  if ((code)) && [[ -n $sentence ]]; then
+    echo "error: $sentence" >&2
+  fi
+  return "$code"
+}
