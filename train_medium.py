@@ -1446,9 +1446,7 @@ class Slot:
     moments: dict[str, Tensor] = field(default_factory=dict)
     mult: Tensor | None = None  # NorMuon: factor of each matrix
     together: int = 0  # matrices in one call of NorMuon
-    grad: Tensor | None = (
-        None  # this rank's slice of the sum; of a late table kept for the next step
-    )
+    grad: Tensor | None = None  # this rank's slice of the sum; a late table keeps it for a step
     buffer: Tensor | None = None  # what communication under way reads or writes
     work: object = None  # the handle of that communication
 
@@ -1494,9 +1492,8 @@ class Optimizer:
 
         Returns: False if a scaled gradient overflowed; nothing is updated then
         """
-        late = [
-            s for s in self.slots if s.policy.late and loss_scale == 1.0
-        ]  # a scale must see all
+        # A loss scale must see all gradients of its step, so nothing is late then.
+        late = [s for s in self.slots if s.policy.late and loss_scale == 1.0]
         now = [s for s in self.slots if s not in late]
         for slot in now:
             self.start_reduce(slot)
@@ -1884,7 +1881,7 @@ def check_length(job: Job, args: argparse.Namespace) -> None:
     if needed > job.available:
         whole_steps = job.available // config.step_tokens - len(config.stages) + 1
         fewer = int(whole_steps * config.step_tokens)
-        way = f"ask for fewer with --tokens {fewer}" if fewer > 0 else "make the batch smaller"
+        way = f"ask for fewer with --tokens {fewer}" if fewer > 0 else "make the steps smaller"
         raise UserError(
             f"{config.data} holds {job.available:,} training tokens, the run asks for {needed:,}; "
             f"{way}, add text, or allow repeats with --set max_epochs=N"
@@ -2751,20 +2748,25 @@ class Tokenizer:
         """tiktoken's encoder; raises UserError if the pattern is none, or if it drops text."""
         import tiktoken
 
+        # First with single bytes. The empty entry is for patterns that match nothing at some place:
+        # tiktoken would crash there.
+        trial = {bytes([i]): i for i in range(256)} | {b"": 256}
         sample = "Aa1 2,\n\t\r\u00fc\u6f22\U0001f642 _-\u2028 end"
         try:
             encoding = tiktoken.Encoding(
-                "decoderstack",
-                pat_str=self.pattern,
-                mergeable_ranks=self.mergeable,
-                special_tokens=self.specials,
+                "trial", pat_str=self.pattern, mergeable_ranks=trial, special_tokens={}
             )
-            kept = self.decode(encoding.encode_ordinary(sample)) == sample
+            ids = encoding.encode_to_numpy(sample, allowed_special=set(), disallowed_special=())
         except ValueError as error:
-            raise UserError(f"the pattern in {self.path} cannot be used ({error})") from None
-        if not kept:
+            raise UserError(f"the pattern in {self.path} cannot be used ({error!r})") from None
+        if ids.tolist() != list(sample.encode()):
             raise UserError(f"the pattern in {self.path} drops text; make the tokenizer again")
-        return encoding
+        return tiktoken.Encoding(
+            "decoderstack",
+            pat_str=self.pattern,
+            mergeable_ranks=self.mergeable,
+            special_tokens=self.specials,
+        )
 
     def decode_bytes(self, ids) -> bytes:
         return b"".join(self.bytes[i] for i in ids)
@@ -2784,8 +2786,9 @@ def tokenizer_problems(spec: dict) -> Iterator[str]:
         yield f"has {len(ranks) + len(specials):,} entries; 16 bits hold 65,536"
     try:
         texts = [base64.b64decode(rank, validate=True) for rank in ranks]
+        "".join(specials).encode()
     except (ValueError, TypeError) as error:
-        yield f"has an entry that is not base64 ({error})"
+        yield f"has an entry that is not base64 or a special token that is no text ({error!r})"
     if len(set(texts)) < len(texts) or not set(texts).issuperset(bytes([i]) for i in range(256)):
         yield "must hold each entry once, all 256 single bytes among them"
     ids = list(specials.values())
@@ -2898,7 +2901,7 @@ def fingerprint(files: dict, folder: str = "pretrain") -> str:
     """One sha256 for what a run reads: tokenizer and shards, as dataset.json lists them."""
     read = [name for name in files if name == "tokenizer.json" or name.startswith(f"{folder}/")]
     lines = sorted(f"{name} {files[name]['sha256']}\n" for name in read)
-    return hashlib.sha256("".join(lines).encode()).hexdigest()
+    return hashlib.sha256("".join(lines).encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def dataset_problems(info: dict) -> Iterator[str]:
@@ -2908,13 +2911,13 @@ def dataset_problems(info: dict) -> Iterator[str]:
         yield "lists no files"
     for name, entry in files.items():
         if not isinstance(entry, dict) or not isinstance(entry.get("sha256"), str):
-            yield f"lists {name} without its sha256"
+            yield f"lists {name!r} without its sha256"
         counts = {"pretrain": ["tokens", "text_bytes"], "sft": ["tokens"]}
         is_mask = name.endswith(".mask.bin")
         for key in [] if is_mask else counts.get(name.split("/")[0], []):
             count = entry.get(key)
             if type(count) is not int or not 0 <= count < 2**40:
-                yield f"lists {name} with {key} {count}"
+                yield f"lists {name!r} with {key} {count!r}"
     if info.get("fingerprint") != fingerprint(files):
         yield "does not agree with itself: its fingerprint is not that of the files it lists"
     if info.get("tokenizer_sha256") != files["tokenizer.json"]["sha256"]:
@@ -3568,7 +3571,7 @@ def build_parser() -> Parser:
     )
     add("--steps", type=int, help="length of the run in steps")
     add("--tokens", type=int, help="length of the run in tokens")
-    add("--seed", type=int)
+    add("--seed", type=int, help="of the first weights (default 0)")
     add("--eval-every", type=int, metavar="N", help="steps between validations, 0: only at the end")
     add(
         "--save-every",
@@ -3576,11 +3579,11 @@ def build_parser() -> Parser:
         metavar="N",
         help="steps between checkpoints, 0: at the end, -1: none",
     )
-    add("--log-every", type=int, metavar="N")
+    add("--log-every", type=int, metavar="N", help="steps between lines of the log")
     add("--micro-batch-tokens", type=int, metavar="N", help="default: from free memory")
     add("--attention", help=f"auto, {', '.join(ATTENTION)}")
     add("--dtype", help="auto, bfloat16, float16, float32")
-    add("--no-compile", action="store_true")
+    add("--no-compile", action="store_true", help="slower steps, quicker start")
     add(
         "--rank-timeout",
         type=float,

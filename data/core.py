@@ -22,24 +22,38 @@ are a fair subset, which a full run scores in the same way.
 
 import argparse
 import csv
+import http.client
 import io
 import json
 import random
 import re
+import shutil
 import time
-import urllib.error
 import urllib.request
 import zipfile
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tokenizer
-from format import fail, read_dataset, remove_leftovers, sha256_file, write_atomic, write_dataset
+from format import (
+    entry_of,
+    fail,
+    read_dataset,
+    remove_leftovers,
+    replace_folder,
+    run,
+    sha256_file,
+    write_atomic,
+    write_dataset,
+)
+from sources import clean
 
 URL = "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip"
 NUM_TASKS = 22
+MAX_BUNDLE = 2**30  # bytes of the unpacked bundle; the public one has 160 million
 TYPES = {
     "multiple_choice": ("query", "choices", "gold"),
     "schema": ("context_options", "continuation", "gold"),
@@ -56,7 +70,9 @@ def open_bundle(path: Path | None, archive: bytes | None = None) -> dict[str, An
     try:
         if archive is not None or (path and path.suffix == ".zip"):
             with zipfile.ZipFile(io.BytesIO(archive) if archive is not None else path) as z:
-                files = {name: z.read(name) for name in z.namelist() if wanted(name)}
+                members = [member for member in z.infolist() if wanted(member.filename)]
+                check_size(sum(member.file_size for member in members))
+                files = {member.filename: z.read(member) for member in members}
         elif path and path.is_dir():
             files = {
                 str(p.relative_to(path).as_posix()): p
@@ -69,7 +85,7 @@ def open_bundle(path: Path | None, archive: bytes | None = None) -> dict[str, An
             fail(f"--bundle {path} is no folder, .zip or .tar.zst; check the path")
     except FileNotFoundError:
         fail(f"--bundle {path} does not exist; check the path")
-    except (OSError, EOFError, zipfile.BadZipFile, ValueError) as problem:
+    except (OSError, EOFError, ValueError, RuntimeError, zipfile.BadZipFile, zlib.error) as problem:
         fail(f"the bundle {path or URL} cannot be read ({problem}); fetch it again")
     top = [name for name in files if name.endswith("core.yaml") and "__MACOSX" not in name]
     if not top:
@@ -84,6 +100,11 @@ def wanted(name: str) -> bool:
     return name.endswith((".jsonl", ".csv", "core.yaml"))
 
 
+def check_size(size: int) -> None:
+    if size > MAX_BUNDLE:
+        raise ValueError(f"it unpacks to more than {MAX_BUNDLE:,} bytes")
+
+
 def read_tar(path: Path) -> dict[str, bytes]:
     import tarfile
 
@@ -92,14 +113,19 @@ def read_tar(path: Path) -> dict[str, bytes]:
 
         with open(path, "rb") as f:
             try:
-                data = zstandard.ZstdDecompressor(max_window_size=2**31).stream_reader(f).read()
+                reader = zstandard.ZstdDecompressor(max_window_size=2**27).stream_reader(f)
+                data = reader.read(MAX_BUNDLE + 1)
             except zstandard.ZstdError as problem:
                 raise ValueError(str(problem)) from None
     else:
-        data = path.read_bytes()
+        with open(path, "rb") as f:
+            data = f.read(MAX_BUNDLE + 1)
+    check_size(len(data))
     try:
         with tarfile.open(fileobj=io.BytesIO(data)) as tar:
-            return {m.name: tar.extractfile(m).read() for m in tar if m.isfile() and wanted(m.name)}
+            members = [m for m in tar if m.isfile() and wanted(m.name)]
+            check_size(sum(m.size for m in members))
+            return {m.name: tar.extractfile(m).read() for m in members}
     except tarfile.TarError as problem:
         raise ValueError(str(problem)) from None
 
@@ -107,8 +133,12 @@ def read_tar(path: Path) -> dict[str, bytes]:
 def download() -> bytes:
     try:
         with urllib.request.urlopen(URL, timeout=60) as reply:
-            return reply.read()
-    except (OSError, urllib.error.URLError) as problem:
+            archive = reply.read(MAX_BUNDLE + 1)
+            missing = int(reply.headers.get("Content-Length") or 0) - len(archive)
+        if missing > 0:
+            raise OSError(f"{missing:,} bytes are missing")
+        return archive
+    except (OSError, ValueError, http.client.HTTPException) as problem:
         fail(
             f"{URL} cannot be fetched ({problem}); download it in another way and pass it with --bundle"
         )
@@ -121,13 +151,20 @@ def read_bytes(bundle: dict[str, Any], name: str) -> bytes:
     return value.read_bytes() if isinstance(value, Path) else value
 
 
+def read_text(bundle: dict[str, Any], name: str) -> str:
+    try:
+        return read_bytes(bundle, name).decode("utf-8-sig")
+    except UnicodeDecodeError as problem:
+        fail(f"{name} of the bundle is damaged ({problem}); fetch the bundle again")
+
+
 def read_tasks(bundle: dict[str, Any]) -> list[dict[str, Any]]:
     """The tasks of core.yaml with their random baselines: label, file, shots, type, delimiter, baseline.
 
     Reads no YAML but that of this file: a list of flat maps, plain or quoted strings, one-element lists.
     """
     tasks: list[dict[str, Any]] = []
-    for line in read_bytes(bundle, "core.yaml").decode().splitlines():
+    for line in read_text(bundle, "core.yaml").splitlines():
         line = line.split(" #")[0].rstrip()
         if re.match(r"\s*-(\s|$)", line):
             tasks.append({})
@@ -139,14 +176,20 @@ def read_tasks(bundle: dict[str, Any]) -> list[dict[str, Any]]:
                     f"core.yaml has the line {line.strip()!r} before its first task; fetch the bundle again"
                 )
             if value.startswith('"'):
-                value = json.loads(value)
+                try:
+                    value = json.loads(value)
+                except ValueError as problem:
+                    fail(
+                        f"core.yaml has a damaged line {line.strip()!r} ({problem}); fetch the bundle again"
+                    )
             elif value.startswith("'"):
                 value = value.strip("'")
             tasks[-1][key] = value
-    table = csv.DictReader(
-        io.StringIO(read_bytes(bundle, "eval_meta_data.csv").decode("utf-8-sig"))
-    )
-    baselines = {row["Eval Task"]: row["Random baseline"] for row in table}
+    try:
+        table = csv.DictReader(io.StringIO(read_text(bundle, "eval_meta_data.csv"), newline=""))
+        baselines = {row["Eval Task"]: row["Random baseline"] for row in table}
+    except (KeyError, csv.Error) as problem:
+        fail(f"eval_meta_data.csv is damaged ({problem!r}); fetch the bundle again")
     found = []
     for task in tasks:
         label = task.get("label")
@@ -156,47 +199,77 @@ def read_tasks(bundle: dict[str, Any]) -> list[dict[str, Any]]:
                 "shots": int(task["num_fewshot"].strip("[] ")), "delimiter": task.get("continuation_delimiter", " "),
                 "baseline": float(baselines[label]),
             })  # fmt: skip
-        except (KeyError, ValueError) as problem:
+        except (KeyError, ValueError, TypeError) as problem:
             fail(f"core.yaml and eval_meta_data.csv do not describe the task {label} fully ({problem}); "
                  f"fetch the bundle again")  # fmt: skip
-        if task["icl_task_type"] not in TYPES or not re.fullmatch(r"\w+", label):
+        if task["icl_task_type"] not in TYPES or not re.fullmatch(r"[A-Za-z0-9_]{1,100}", label):
             fail(
                 f"core.yaml names a task {label!r} of type {task['icl_task_type']!r}, which this script does not know"
             )
+        if found[-1]["shots"] < 0 or not 0 <= found[-1]["baseline"] < 100:
+            fail(
+                f"core.yaml and eval_meta_data.csv give the task {label} {found[-1]['shots']} shots and a baseline of "
+                f"{found[-1]['baseline']} percent; fetch the bundle again"
+            )
     if not found:
         fail("core.yaml lists no tasks; fetch the bundle again")
+    if len({task["label"] for task in found}) < len(found):
+        fail("core.yaml lists a task twice; fetch the bundle again")
     return found
 
 
 def read_items(bundle: dict[str, Any], task: dict[str, Any]) -> list[dict[str, Any]]:
     """The items of a task in their shuffled order."""
     items = []
-    for number, line in enumerate(read_bytes(bundle, task["file"]).decode().split("\n"), 1):
+    for number, line in enumerate(read_text(bundle, task["file"]).split("\n"), 1):
         if not line.strip():
             continue
+        where = f"{task['file']} line {number}"
         try:
             item = json.loads(line)
-            missing = [key for key in TYPES[task["type"]] if key not in item]
-        except (ValueError, TypeError) as problem:
-            fail(
-                f"{task['file']} line {number} is no JSON object ({problem}); fetch the bundle again"
-            )
-        if missing:
-            fail(f"{task['file']} line {number} has no {missing[0]!r}; fetch the bundle again")
-        options = item.get("choices") or item.get("context_options")
-        if task["type"] != "language_modeling" and (
-            not options or not 0 <= item["gold"] < len(options)
-        ):
-            fail(
-                f"{task['file']} line {number} has no choice {item['gold']}; fetch the bundle again"
-            )
-        items.append(item)
+        except (ValueError, RecursionError) as problem:
+            fail(f"{where} is no JSON object ({problem}); fetch the bundle again")
+        if problem := item_problem(item, task["type"]):
+            fail(f"{where} {problem}; fetch the bundle again")
+        items.append({key: clean_all(item[key]) for key in TYPES[task["type"]]})
     if len(items) <= task["shots"]:
         fail(
             f"{task['file']} has {len(items)} items, too few for {task['shots']} shots; fetch the bundle again"
         )
     random.Random(1337).shuffle(items)
     return items
+
+
+def item_problem(item: Any, kind: str) -> str:
+    """What is wrong with an item of a task of this kind, or ""."""
+    if not isinstance(item, dict):
+        return f"is no JSON object but {type(item).__name__}"
+    for key in TYPES[kind]:
+        if key not in item:
+            return f"has no {key!r}"
+        value = item[key]
+        if key == "gold":
+            continue
+        if key in ("choices", "context_options"):
+            if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
+                return f"has {key!r} that are no list of texts"
+        elif not isinstance(value, str):
+            return f"has a {key!r} that is no text"
+    if kind != "language_modeling":
+        options = item["choices"] if kind == "multiple_choice" else item["context_options"]
+        gold = item["gold"]
+        if type(gold) is not int:
+            return "has a 'gold' that is no whole number"
+        if not 0 <= gold < len(options):
+            return f"has no choice {gold}"
+    return ""
+
+
+def clean_all(value: Any) -> Any:
+    """A text or a list of texts that UTF-8 can hold; a number as it is."""
+    if isinstance(value, list):
+        return [clean(text) for text in value]
+    return clean(value) if isinstance(value, str) else value
 
 
 # --- prompts ----------------------------------------------------------------------------------------------
@@ -308,18 +381,43 @@ def pack_npz(arrays: dict[str, np.ndarray]) -> Iterator[bytes]:
 
 
 def build(bundle: dict[str, Any], root: Path, max_seq_len: int, limit: int = 0) -> None:
-    """Writes core/*.npz of all tasks, then dataset.json once, so that a run that fails leaves the old one valid."""
+    """Writes core/*.npz of all tasks; the old ones stay, and stay listed in dataset.json, until all are there."""
     dataset = read_dataset(root)
     path = root / "tokenizer.json"
     if sha256_file(path) != dataset["tokenizer_sha256"]:
         fail(
             f"{path} is not the tokenizer of {root}/dataset.json; restore it or build the dataset again"
         )
-    encoding, tasks = tokenizer.load(path), read_tasks(bundle)
-    remove_leftovers(root / "core")
-    files = {
+    tasks = read_tasks(bundle)
+    remove_leftovers(root)
+    new = root / ".core.new.tmp"
+    others = {
         name: entry for name, entry in dataset["files"].items() if not name.startswith("core/")
     }
+    try:
+        files = write_tasks(bundle, tasks, path, new, max_seq_len, limit)
+        # The new folder takes the old one's place between two states of dataset.json, both of which are true.
+        write_dataset(root, {**dataset, "files": others})
+        replace_folder(new, root / "core")
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
+    write_dataset(root, {**dataset, "files": {**others, **files}})
+    if len(tasks) != NUM_TASKS:
+        print(f"note: the bundle has {len(tasks)} tasks; CORE is the mean over {NUM_TASKS}")
+
+
+def write_tasks(
+    bundle: dict[str, Any],
+    tasks: list[dict[str, Any]],
+    tokenizer_path: Path,
+    folder: Path,
+    max_seq_len: int,
+    limit: int,
+) -> dict[str, dict[str, Any]]:
+    """Writes TASK.npz of every task into a folder and prints a line for each; their entries for dataset.json."""
+    encoding = tokenizer.load(tokenizer_path)
+    lengths = tokenizer.token_bytes(tokenizer_path)
+    files = {}
     begin, totals = time.perf_counter(), [0, 0, 0]
     print(
         f"{'task':34} {'items':>7} {'rows':>7} {'tokens':>11} {'unshared':>11} {'cut':>6} {'seconds':>8}"
@@ -327,9 +425,12 @@ def build(bundle: dict[str, Any], root: Path, max_seq_len: int, limit: int = 0) 
     for task in tasks:
         start = time.perf_counter()
         arrays, counts = build_task(task, read_items(bundle, task), encoding, max_seq_len, limit)
-        name = f"core/{task['label']}.npz"
+        target = folder / f"{task['label']}.npz"
+        sha256 = write_atomic(target, pack_npz(arrays))
         numbers = {"items": len(arrays["gold"]), "tokens": len(arrays["tokens"])}
-        files[name] = {**numbers, "sha256": write_atomic(root / name, pack_npz(arrays))}
+        text_bytes = int(lengths[arrays["tokens"]].sum())
+        entry = {**numbers, "text_bytes": text_bytes, **entry_of(target, sha256)}
+        files[f"core/{target.name}"] = entry
         totals = [
             a + b for a, b in zip(totals, (*numbers.values(), counts["unshared"]), strict=True)
         ]
@@ -339,15 +440,10 @@ def build(bundle: dict[str, Any], root: Path, max_seq_len: int, limit: int = 0) 
         if counts["merged"]:
             print(f"  {counts['merged']} items have a token across the border of context and continuation; "
                   f"scoring begins with it")  # fmt: skip
-    write_dataset(root, {**dataset, "files": files})
-    for old in (root / "core").glob("*.npz"):
-        if f"core/{old.name}" not in files:
-            old.unlink()
     print(
         f"{'all':34} {totals[0]:7,} {'':7} {totals[1]:11,} {totals[2]:11,} {'':6} {time.perf_counter() - begin:8.1f}"
     )
-    if len(tasks) != NUM_TASKS:
-        print(f"note: the bundle has {len(tasks)} tasks; CORE is the mean over {NUM_TASKS}")
+    return files
 
 
 def main() -> None:
@@ -377,4 +473,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

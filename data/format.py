@@ -13,6 +13,9 @@ A shard is a header of 256 little-endian int32 words, then uint16 tokens:
 Words 3 to 20 are ours. Readers of the original format ignore them, and its files have zeros there.
 Every write goes to a temporary file beside the target and is renamed, so a name either holds a whole file
 or does not exist. Mistakes end the script through fail(): one sentence on stderr, exit code 1.
+
+What is read may come from strangers. So limits are checked before memory is taken, and dataset.json may list
+no file outside the four folders of a dataset.
 """
 
 import contextlib
@@ -20,8 +23,11 @@ import errno
 import hashlib
 import json
 import os
+import re
+import shutil
+import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -31,11 +37,46 @@ MAGIC, VERSION = 20240520, 1
 HEADER_WORDS, HEADER_BYTES = 256, 1024
 MAX_VOCAB = 65_536  # tokens are uint16
 DATASET_FORMAT = "decoderstack-dataset-1"
+MAX_JSON = 2**26  # bytes of a JSON file; a tokenizer of 65,536 entries has 2 million
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# What dataset.json may list: one level of folders, and no name that begins with a dot.
+FOLDERS = ("pretrain", "sft", "core", "chat_eval")
+LISTED_NAME = re.compile(
+    rf"tokenizer\.json|({'|'.join(FOLDERS)})/[A-Za-z0-9_][A-Za-z0-9_.-]{{0,199}}"
+)
+SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 def fail(message: str) -> NoReturn:
     """Ends the script with one sentence on stderr and exit code 1."""
-    raise SystemExit(f"error: {message}")
+    # Names and contents of files stand in it: they may hold line breaks, and may be huge.
+    line = " ".join(message.split())
+    if len(line) > 2000:
+        line = f"{line[:1000]} ... {line[-990:]}"
+    raise SystemExit(f"error: {line}")
+
+
+def run(main: Callable[[], None]) -> None:
+    """Runs a script's main function: what the system refuses becomes a sentence too."""
+    try:
+        main()
+    except KeyboardInterrupt:
+        raise SystemExit("\nstopped; repeat the same command to go on") from None
+    except BrokenPipeError:
+        # What read the output, such as head, has ended. The rest of it must go somewhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(1) from None
+    except MemoryError:
+        fail("this computer's memory is used up; give fewer --workers or smaller shards")
+    except OSError as problem:
+        if problem.errno in FULL_DISK:
+            fail(f"the disk is full ({problem}); free some space and run again")
+        fail(f"{problem}; check the path and its permissions")
+    except ValueError as problem:
+        # The only one that a path can cause. Any other is our own mistake.
+        if "null byte" not in str(problem):
+            raise
+        fail("a path holds a NUL character; check the paths")
 
 
 # --- files ------------------------------------------------------------------------------------------------
@@ -76,7 +117,7 @@ def write_atomic(path: str | Path, pieces: Iterable[bytes | memoryview]) -> str:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(temporary)
         if isinstance(problem, OSError):
-            if problem.errno in (errno.ENOSPC, errno.EDQUOT):
+            if problem.errno in FULL_DISK:
                 fail(
                     f"the disk of {path.parent} is full while writing {path.name}; free some space and run "
                     f"again"
@@ -93,10 +134,28 @@ def current_umask() -> int:
 
 
 def remove_leftovers(folder: str | Path) -> None:
-    """Deletes the temporary files that a killed run left in a folder."""
+    """Deletes the temporary files and folders that a killed run left in a folder."""
     for path in Path(folder).glob(".*.tmp"):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+            continue
         with contextlib.suppress(FileNotFoundError):
             path.unlink()
+
+
+def replace_folder(new: Path, target: Path) -> None:
+    """Puts a folder in the place of another one, which is deleted. dataset.json must not list either meanwhile."""
+    old = target.with_name(f".{target.name}.old.tmp")
+    shutil.rmtree(old, ignore_errors=True)
+    try:
+        if target.exists():
+            target.rename(old)
+        new.rename(target)
+    except OSError as problem:
+        fail(
+            f"cannot put {target} in place ({problem.strerror}); check the folder's permissions and run again"
+        )
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def write_json(path: str | Path, value: Any) -> str:
@@ -105,13 +164,31 @@ def write_json(path: str | Path, value: Any) -> str:
 
 
 def read_json(path: str | Path) -> Any:
-    """Reads a JSON file; a missing or broken one ends the script."""
+    """Reads a JSON file; a missing, broken or huge one ends the script."""
     try:
-        return json.loads(Path(path).read_bytes())
+        with open(path, "rb") as f:
+            raw = f.read(MAX_JSON + 1)
+        if len(raw) > MAX_JSON:
+            fail(
+                f"{path} is larger than {MAX_JSON:,} bytes, so it is not ours; restore or delete it"
+            )
+        return json.loads(raw)
     except FileNotFoundError:
         fail(f"{path} does not exist; check the path")
+    except RecursionError:
+        fail(f"{path} is nested too deeply to be ours; restore or delete it")
     except (ValueError, OSError) as problem:
         fail(f"{path} is not a readable JSON file ({problem}); restore or delete it")
+
+
+def is_count(value: Any, least: int = 0) -> bool:
+    """True for a whole number from `least` up to what 64 bits hold; JSON's true is none."""
+    return type(value) is int and least <= value < 2**63
+
+
+def entry_of(path: str | Path, sha256: str) -> dict[str, Any]:
+    """What dataset.json says about every file: its size in bytes and its sha256."""
+    return {"bytes": os.path.getsize(path), "sha256": sha256}
 
 
 # --- shards -----------------------------------------------------------------------------------------------
@@ -155,6 +232,8 @@ def read_header(path: str | Path) -> dict[str, Any]:
             raw = f.read(HEADER_BYTES)
     except OSError as problem:
         fail(f"cannot read shard {path} ({problem.strerror}); check the path")
+    except ValueError:
+        fail(f"cannot read shard {str(path)!r}: its path holds a NUL character; check the path")
     if len(raw) < HEADER_BYTES:
         fail(
             f"shard {path} is truncated: expected a header of {HEADER_BYTES} bytes, found {size}; write it "
@@ -177,12 +256,18 @@ def read_header(path: str | Path) -> dict[str, Any]:
             f"shard {path} is {kind}: expected {expected} bytes for {count} tokens, found {size}; write it "
             f"again"
         )
+    bos_id, vocab_size = int(header[3]) - 1, int(header[4])
+    if not -1 <= bos_id < MAX_VOCAB or not 0 <= vocab_size <= MAX_VOCAB:
+        fail(
+            f"shard {path} states BOS {bos_id} and a vocabulary of {vocab_size}, expected at most "
+            f"{MAX_VOCAB}; write or download it again"
+        )
     words = [header[5:13].tobytes(), header[13:21].tobytes()]
     tokenizer_sha256, payload_sha256 = (w.hex() if any(w) else "" for w in words)
     return {
         "tokens": count,
-        "bos_id": int(header[3]) - 1 if header[3] > 0 else None,
-        "vocab_size": int(header[4]),
+        "bos_id": None if bos_id < 0 else bos_id,
+        "vocab_size": vocab_size,
         "tokenizer_sha256": tokenizer_sha256,
         "payload_sha256": payload_sha256,
     }
@@ -208,15 +293,17 @@ def read_shard(path: str | Path, verify: bool = False) -> np.ndarray:
 # --- dataset.json -----------------------------------------------------------------------------------------
 
 
-def fingerprint(files: dict[str, dict[str, Any]]) -> str:
-    """One hex sha256 for what pretraining reads: over the sorted lines "path sha256" of its tokenizer and shards.
+def fingerprint(files: dict[str, dict[str, Any]], folder: str = "pretrain") -> str:
+    """One hex sha256 for all that is read from a folder: over the sorted lines "path sha256" of its files and of
+    the tokenizer.
 
-    Evaluation and finetuning files may be added later without making it another dataset.
+    That of pretrain/ names the dataset. Evaluation and finetuning files, which may be added later, do not make it
+    another one: they have fingerprints of their own.
     """
     read = {
         path: entry
         for path, entry in files.items()
-        if path == "tokenizer.json" or path.startswith("pretrain/")
+        if path == "tokenizer.json" or path.startswith(f"{folder}/")
     }
     lines = sorted(f"{path} {entry['sha256']}\n" for path, entry in read.items())
     return hashlib.sha256("".join(lines).encode()).hexdigest()
@@ -235,19 +322,24 @@ def sum_splits(files: dict[str, dict[str, Any]]) -> dict[str, dict[str, int]]:
 
 def write_dataset(folder: str | Path, dataset: dict[str, Any]) -> None:
     """Writes folder/dataset.json from {"name", "sources", "tokenizer_sha256", "vocab_size", "bos_id",
-    "special_tokens", "files", ...}; the format, the split totals and the fingerprint are filled in here.
+    "special_tokens", "files", ...}; the format, the split totals and the fingerprints are filled in here.
     """
     files = dict(sorted(dataset["files"].items()))
     splits = {**dataset.get("splits", {}), **sum_splits(files)}
     value = {"format": DATASET_FORMAT, **dataset, "splits": splits, "files": files}
     value["fingerprint"] = fingerprint(files)
+    for name in FOLDERS[1:]:
+        if any(path.startswith(f"{name}/") for path in files):
+            value[name] = {**value.get(name, {}), "fingerprint": fingerprint(files, name)}
+        else:
+            value.pop(name, None)
     write_json(Path(folder) / "dataset.json", value)
 
 
 def read_dataset(folder: str | Path) -> dict[str, Any]:
     """Reads and checks folder/dataset.json."""
     path = Path(folder) / "dataset.json"
-    if not path.exists():
+    if not os.path.exists(path):
         fail(
             f"{folder} holds no dataset.json, so it is not a complete dataset; build it with data/pretrain.py"
         )
@@ -255,7 +347,7 @@ def read_dataset(folder: str | Path) -> dict[str, Any]:
 
 
 def check_dataset(value: Any, path: str | Path) -> dict[str, Any]:
-    """Ends the script unless value is a dataset.json of this format whose fingerprint is right."""
+    """Ends the script unless value is a dataset.json of this format that agrees with itself."""
     found = value.get("format") if isinstance(value, dict) else type(value).__name__
     if found != DATASET_FORMAT:
         fail(f"{path} has format {found!r}, expected {DATASET_FORMAT!r}; build the dataset again")
@@ -263,16 +355,61 @@ def check_dataset(value: Any, path: str | Path) -> dict[str, Any]:
     if not isinstance(files, dict) or not files:
         fail(f"{path} lists no files; build the dataset again")
     for name, entry in files.items():
-        # The names come from outside when a dataset is downloaded: none may point out of the folder.
-        inside = not Path(name).is_absolute() and ".." not in Path(name).parts and "\\" not in name
-        if not inside or not isinstance(entry, dict) or not isinstance(entry.get("sha256"), str):
+        check_entry(name, entry, path)
+    check_splits(value, path)
+    check_fingerprints(value, path)
+    return value
+
+
+def check_entry(name: str, entry: Any, path: str | Path) -> None:
+    """Ends the script unless a file that dataset.json lists lies in the folder and has a sha256 and true numbers."""
+    # The names come from outside when a dataset is downloaded: none may point out of the folder.
+    if not LISTED_NAME.fullmatch(name):
+        fail(f"{path} lists the file {name[:200]!r}, which has a bad path; build the dataset again")
+    sha256 = entry.get("sha256") if isinstance(entry, dict) else None
+    if not isinstance(sha256, str) or not SHA256.fullmatch(sha256):
+        fail(f"{path} lists the file {name!r} without its sha256; build the dataset again")
+    needed = ("tokens", "documents", "text_bytes") if name.startswith("pretrain/") else ()
+    # Datasets of earlier versions state no "bytes".
+    for key in ("bytes", "tokens", "documents", "text_bytes"):
+        if (key in needed or key in entry) and not is_count(entry.get(key)):
             fail(
-                f"{path} lists the file {name!r} with a bad path or no sha256; build the dataset again"
+                f"{path} lists the file {name!r} with {key} that are no whole number; build the dataset again"
             )
+
+
+def check_splits(value: dict[str, Any], path: str | Path) -> None:
+    """Ends the script unless both splits have tokens and text: rates per byte are divided by them."""
+    if not isinstance(value.get("splits", {}), dict):
+        fail(f"{path} has no table of splits; build the dataset again")
+    for split, total in sum_splits(value["files"]).items():
+        for key in ("tokens", "text_bytes"):
+            if not total[key]:
+                fail(f"{path} lists no {key} of the split {split!r}; build the dataset again")
+
+
+def check_fingerprints(value: dict[str, Any], path: str | Path) -> None:
+    """Ends the script unless the fingerprints are those of the listed files, and the tokenizer is one and the same."""
+    files = value["files"]
+    stated = value.get("tokenizer_sha256")
+    listed = files.get("tokenizer.json", {"sha256": stated})["sha256"]
+    if not isinstance(stated, str) or stated != listed:
+        fail(
+            f"{path} does not agree with itself: its tokenizer_sha256 is not that of its tokenizer.json; "
+            f"build the dataset again"
+        )
     if value.get("fingerprint") != fingerprint(files):
         fail(
-            f"{path} does not agree with itself: fingerprint {value.get('fingerprint')} is not that of its "
-            f"files; "
-            "build the dataset again"
+            f"{path} does not agree with itself: its fingerprint is not that of its files; "
+            f"build the dataset again"
         )
-    return value
+    for name in FOLDERS[1:]:
+        notes = value.get(name, {})
+        # Datasets of earlier versions state none for these.
+        if not isinstance(notes, dict) or (
+            "fingerprint" in notes and notes["fingerprint"] != fingerprint(files, name)
+        ):
+            fail(
+                f"{path} does not agree with itself: the fingerprint of {name}/ is not that of its files; "
+                f"make them again"
+            )

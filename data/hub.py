@@ -3,11 +3,13 @@
     python data/hub.py download OWNER/NAME --out data/shards/NAME
     python data/hub.py upload data/shards/NAME OWNER/NAME
 
-HF_ENDPOINT chooses another server and HF_TOKEN logs in, as everywhere in huggingface_hub.
+HF_ENDPOINT chooses another server and HF_TOKEN logs in, as everywhere in huggingface_hub. A server that says nothing
+for HF_HUB_DOWNLOAD_TIMEOUT seconds (10) is asked again.
 """
 
 import argparse
 import contextlib
+import logging
 import os
 import re
 import shutil
@@ -16,7 +18,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from format import check_dataset, fail, read_dataset, read_json, sha256_file
+from format import (
+    FULL_DISK,
+    check_dataset,
+    fail,
+    read_dataset,
+    read_json,
+    run,
+    sha256_file,
+)
 from tqdm import tqdm
 
 ATTEMPTS = 5
@@ -32,6 +42,58 @@ def redact(text: object) -> str:
         if os.environ.get(name):
             line = line.replace(os.environ[name], "...")
     return line[:300]
+
+
+def redact_record(record: logging.LogRecord) -> bool:
+    """A filter of the log that changes lines and drops none."""
+    record.msg, record.args = redact(record.getMessage()), ()
+    return True
+
+
+def limit_time(request: Any) -> None:
+    """Gives a request the time limits that it does not have."""
+    from huggingface_hub.constants import HF_HUB_DOWNLOAD_TIMEOUT
+
+    # The server may need long to take in a commit.
+    seconds = HF_HUB_DOWNLOAD_TIMEOUT * (1 if request.method in ("GET", "HEAD") else 30)
+    limits = request.extensions.get("timeout", {})
+    stated = {kind: limit for kind, limit in limits.items() if limit is not None}
+    every = dict.fromkeys(("connect", "read", "write", "pool"), seconds)
+    request.extensions["timeout"] = every | stated
+
+
+def check_headers(response: Any) -> None:
+    """Ends the script if a header that becomes the name of a file points out of the cache."""
+    for header in ("ETag", "X-Linked-Etag", "X-Repo-Commit"):
+        name = response.headers.get(header, "").removeprefix("W/").strip('"')
+        if name and not is_inside(name):
+            fail(f"{response.url.host} sent a bad {header}: {name[:60]!r}; check HF_ENDPOINT")
+
+
+def prepare() -> None:
+    """Does what huggingface_hub leaves open: its log lines name whole URLs, some of its requests have no time limit,
+    and an ETag becomes the name of a file unchecked."""
+    import huggingface_hub
+
+    for handler in logging.getLogger("huggingface_hub").handlers:
+        if redact_record not in handler.filters:
+            handler.addFilter(redact_record)
+    client = huggingface_hub.get_session()
+    hooks = client.event_hooks
+    if limit_time not in hooks["request"]:
+        client.event_hooks = {
+            "request": [*hooks["request"], limit_time],
+            "response": [*hooks["response"], check_headers],
+        }
+
+
+def is_inside(name: str) -> bool:
+    """False for the name of a file that would lie outside the folder it is put into, or that no disk takes."""
+    parts = name.split("/")
+    usable = all(
+        part not in ("", ".", "..") and len(part.encode("utf-8", "replace")) < 256 for part in parts
+    )
+    return usable and not any(c in name for c in "\\\0")
 
 
 def retry(
@@ -64,6 +126,8 @@ def retry(
                 fail(
                     f"{what}: not found ({redact(problem)}); check the names, and HF_TOKEN if it is private"
                 )
+            if isinstance(problem, OSError) and problem.errno in FULL_DISK:
+                fail(f"{what}: the disk is full ({redact(problem)}); free some space and run again")
             status = getattr(getattr(problem, "response", None), "status_code", None)
             if isinstance(problem, HfHubHTTPError) and status in (400, 401, 403):
                 fail(
@@ -83,6 +147,7 @@ def fetch(repo: str, name: str) -> Path:
     """A file of a dataset repository in the Hugging Face cache."""
     from huggingface_hub import hf_hub_download
 
+    prepare()
     return Path(
         retry(
             lambda: hf_hub_download(repo, name, repo_type="dataset"), f"fetching {name} of {repo}"
@@ -94,6 +159,7 @@ def list_files(repo: str) -> list[str]:
     """The names of all files of a dataset repository."""
     from huggingface_hub import HfApi
 
+    prepare()
     # One attempt, as huggingface_hub itself repeats this request five times.
     return retry(
         lambda: HfApi().list_repo_files(repo, repo_type="dataset"), f"listing {repo}", attempts=1
@@ -111,12 +177,16 @@ def download(
     dataset.json moves last. A second run skips what is right and continues what was interrupted."""
     from huggingface_hub import HfApi, hf_hub_download
 
+    prepare()
     what = f"opening {repo} at {revision}"
     # One commit for all files, even if someone uploads meanwhile.
     commit = retry(
         lambda: HfApi().dataset_info(repo, revision=revision).sha, what, attempts, backoff
     )
     staging = out / ".download"
+
+    if not re.fullmatch("[0-9a-f]{40}", str(commit)):
+        fail(f"{what}: the server names the commit {str(commit)[:60]!r}; check HF_ENDPOINT")
 
     def get(name: str, force: bool) -> Path:
         action = lambda: hf_hub_download(  # noqa: E731
@@ -174,6 +244,7 @@ def upload(
     half-uploaded dataset cannot be downloaded by mistake. Nothing is sent unless every file is right."""
     from huggingface_hub import CommitOperationAdd, HfApi
 
+    prepare()
     dataset = read_dataset(folder)
     for name, entry in tqdm(dataset["files"].items(), desc="checking", disable=None):
         if not (folder / name).is_file():
@@ -260,4 +331,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

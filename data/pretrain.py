@@ -12,6 +12,7 @@ comes last.
 
 import argparse
 import os
+import re
 import resource
 import shutil
 import sys
@@ -20,6 +21,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from itertools import islice
 from multiprocessing import get_context, parent_process
 from pathlib import Path
@@ -28,12 +30,17 @@ from typing import Any
 import numpy as np
 import tokenizer
 from format import (
+    LISTED_NAME,
+    SHA256,
+    entry_of,
     fail,
+    is_count,
     read_dataset,
     read_header,
     read_json,
     read_shard,
     remove_leftovers,
+    run,
     sha256_file,
     write_atomic,
     write_dataset,
@@ -47,6 +54,7 @@ BATCH_CHARS = (
     500_000  # text given to a worker at once: large enough to hide the hand-over, small in memory
 )
 SHARD_TOKENS = 100_000_000
+MAX_WORKERS = 256
 
 
 # --- encoding ---------------------------------------------------------------------------------------------
@@ -191,6 +199,7 @@ def compare_settings(out: Path, settings: dict[str, Any]) -> dict[str, Any] | No
             )
         return None
     progress = read_json(path)
+    check_progress(progress, path)
     if not progress.get("tokenizer_sha256") and not (out / "tokenizer.json").exists():
         return None  # stopped before anything was made, for example as the text was too small for the tokenizer
     old = progress.get("settings", {})
@@ -211,6 +220,31 @@ def compare_settings(out: Path, settings: dict[str, Any]) -> dict[str, Any] | No
                 f"folder"
             )
     return progress
+
+
+def check_progress(progress: Any, path: Path) -> None:
+    """Ends the script if progress.json is not what write_split left there."""
+    shards = progress.get("shards") if isinstance(progress, dict) else None
+    valid = isinstance(shards, dict) and isinstance(progress.get("settings"), dict)
+    valid = valid and isinstance(progress.get("complete", []), list)
+    for split in ("train", "val"):
+        entries = shards.get(split) if valid else None
+        valid = isinstance(entries, list) and all(map(is_shard_entry, entries))
+    sha256 = progress.get("tokenizer_sha256") if valid else None
+    if not valid or not (sha256 is None or isinstance(sha256, str)):
+        fail(f"{path} is damaged; delete {path.parent} and run again")
+
+
+def is_shard_entry(entry: Any) -> bool:
+    """True for a shard's entry in progress.json."""
+    if not isinstance(entry, dict):
+        return False
+    texts = [entry.get("path"), entry.get("sha256")]
+    if not all(isinstance(text, str) for text in texts):
+        return False
+    counts = [entry.get(key) for key in ("tokens", "documents", "text_bytes")]
+    named = LISTED_NAME.fullmatch(texts[0]) and SHA256.fullmatch(texts[1])
+    return bool(named) and all(map(is_count, counts))
 
 
 def check_complete(out: Path, progress: dict[str, Any]) -> bool:
@@ -274,16 +308,15 @@ def source_names(inputs: list[list[Any]]) -> list[str]:
 def finish(out: Path, name: str, sources: list[str], progress: dict[str, Any]) -> None:
     """Writes dataset.json, the sign that the dataset is whole, and prints the totals."""
     encoding = tokenizer.load(out / "tokenizer.json")
-    files = {}
+    sha256 = progress["tokenizer_sha256"]
+    files = {"tokenizer.json": entry_of(out / "tokenizer.json", sha256)}
     for entry in progress["shards"]["train"] + progress["shards"]["val"]:
-        files[entry["path"]] = {
-            key: entry[key] for key in ("tokens", "documents", "text_bytes", "sha256")
-        }
-    files["tokenizer.json"] = {"sha256": progress["tokenizer_sha256"]}
+        counts = {key: entry[key] for key in ("tokens", "documents", "text_bytes")}
+        files[entry["path"]] = {**counts, **entry_of(out / entry["path"], entry["sha256"])}
     dataset = {
         "name": name,
         "sources": sources,
-        "tokenizer_sha256": progress["tokenizer_sha256"],
+        "tokenizer_sha256": sha256,
         "vocab_size": encoding.n_vocab,
         "bos_id": tokenizer.bos_id(encoding),
         "special_tokens": tokenizer.special_tokens(encoding),
@@ -368,6 +401,10 @@ def build(args: argparse.Namespace) -> None:
                     args.shard_tokens,
                 )
         seconds = time.perf_counter() - start
+    except BrokenProcessPool:
+        fail(
+            "an encoding process was killed, most likely as memory ran out; repeat the command with fewer --workers"
+        )
     finally:
         if pool is not None:
             pool.shutdown(cancel_futures=True)
@@ -402,13 +439,7 @@ def adopt(args: argparse.Namespace) -> None:
     if Path(spec).is_dir():
         spec = str(Path(spec) / "*.bin")
     paths = local_paths(spec, (".bin",))
-    by_split = {split: [p for p in paths if split in p.name] for split in ("train", "val")}
-    for split, found in by_split.items():
-        if not found:
-            fail(
-                f"none of the {len(paths)} files of {spec} has {split!r} in its name; name the shards "
-                f"*_train_* and *_val_*"
-            )
+    by_split = sort_hosted(paths, spec)
     lengths = tokenizer.token_bytes(args.tokenizer)
     encoding = tokenizer.load(args.tokenizer)
     bos = tokenizer.bos_id(encoding)
@@ -434,7 +465,12 @@ def adopt(args: argparse.Namespace) -> None:
                 f"tokenizer it was "
                 "made with"
             )
-    progress = {"settings": settings, "tokenizer_sha256": None, "shards": {"train": [], "val": []}}
+    progress = {
+        "settings": settings,
+        "tokenizer_sha256": None,
+        "shards": {"train": [], "val": []},
+        "complete": [],
+    }
     get_tokenizer(out, args, None, progress)
     for split, found in by_split.items():
         for i, path in enumerate(tqdm(found, desc=split, disable=None)):
@@ -454,8 +490,31 @@ def adopt(args: argparse.Namespace) -> None:
                 "sha256": sha256_file(out / name),
             }
             progress["shards"][split].append(entry)
+        if not sum(entry["text_bytes"] for entry in progress["shards"][split]):
+            fail(f"the {split} shards of {spec} hold no text, only special tokens; give others")
     write_json(out / "progress.json", progress)
     finish(out, args.name, source_names(inputs), progress)
+
+
+def sort_hosted(paths: list[Path], spec: str) -> dict[str, list[Path]]:
+    """The shards of each split, by a whole word of their names: "retrieval_train_01" is training."""
+    by_split: dict[str, list[Path]] = {"train": [], "val": []}
+    for path in paths:
+        words = re.findall("[a-z]+", path.stem.lower())
+        found = [split for split in by_split if split in words]
+        if len(found) == 2:
+            fail(f"{path} has both 'train' and 'val' in its name; name it *_train_* or *_val_*")
+        if found:
+            by_split[found[0]].append(path)
+        else:
+            print(f"left out {path.name}: its name says neither train nor val")
+    for split, found in by_split.items():
+        if not found:
+            fail(
+                f"none of the {len(paths)} files of {spec} has the word {split!r} in its name; name the "
+                f"shards *_train_* and *_val_*"
+            )
+    return by_split
 
 
 def link_or_copy(path: Path, target: Path) -> None:
@@ -523,13 +582,17 @@ def main() -> None:
             fail(
                 f"--{flag.replace('_', '-')} must be at least 1, found {value}; leave it out for the default"
             )
+    if args.workers > MAX_WORKERS:
+        fail(
+            f"--workers must be at most {MAX_WORKERS}, found {args.workers}; give one for each core"
+        )
     if args.shard_tokens >= 2**31:
         fail(
             f"--shard-tokens {args.shard_tokens} does not fit the header's int32; give less than {2**31}"
         )
     if args.vocab_size:
         tokenizer.check_vocab_size(args.vocab_size)
-    if args.tokenizer and not args.tokenizer.is_file():
+    if args.tokenizer and not os.path.isfile(args.tokenizer):
         fail(
             f"--tokenizer {args.tokenizer} does not exist; give a tokenizer.json or leave it out to train one"
         )
@@ -548,4 +611,4 @@ def available_cores() -> int:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

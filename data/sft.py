@@ -23,8 +23,8 @@ Special tokens spelled in a text stay text.
 Written are sft/{train,val}_000000.bin, shards as in data/format.py, and beside each NAME.mask.bin: the same header
 and uint16 format, one 0 or 1 for each token (1: the loss counts it as a target), with 2 as its vocabulary size. A
 reader of the shards must leave out *.mask.bin. dataset.json then lists the files and the splits "sft_train" and
-"sft_val". Without --val-source, --val-fraction of the conversations are held out before weights apply; the
-generated tasks hold out words and pairs of numbers.
+"sft_val", and states a fingerprint of shards, masks and tokenizer under "sft". Without --val-source, --val-fraction
+of the conversations are held out before weights apply; the generated tasks hold out words and pairs of numbers.
 """
 
 import argparse
@@ -44,15 +44,17 @@ from typing import Any, NamedTuple
 import numpy as np
 import tokenizer
 from format import (
+    entry_of,
     fail,
-    fingerprint,
     read_dataset,
     remove_leftovers,
+    replace_folder,
+    run,
     sha256_file,
-    write_json,
+    write_dataset,
     write_shard,
 )
-from pretrain import available_cores
+from pretrain import MAX_WORKERS, available_cores
 from sources import clean, hub_names, identify, local_paths, read_lines
 from tqdm import tqdm
 
@@ -63,6 +65,8 @@ MARKS = {
     "python": ("<|python_start|>", "<|python_end|>"),
     "python_output": ("<|output_start|>", "<|output_end|>"),
 }
+MOST_TASKS = 10**8  # of a generated source
+MOST_TIMES = 1000  # weight of a source
 BATCH = 64  # conversations given to a thread at once
 SHARD_TOKENS = 100_000_000
 
@@ -82,13 +86,16 @@ def check_messages(value: Any) -> list[Message]:
     system = ""
     for i, message in enumerate(messages):
         role = message.get("role") if isinstance(message, dict) else None
+        if not isinstance(role, str):
+            role = None
         content = message.get("content") if isinstance(message, dict) else None
         if role == "system" and i == 0 and isinstance(content, str):
             system = clean(content)
             continue
         expected = ("user", "assistant")[len(result) % 2]
         if role != expected:
-            raise ValueError(f"message {i + 1} has the role {role!r}, expected {expected!r} (user and assistant take "
+            found = role if role is None else role[:40]
+            raise ValueError(f"message {i + 1} has the role {found!r}, expected {expected!r} (user and assistant take "
                              f"turns, the user first, a system message may lead)")  # fmt: skip
         if isinstance(content, str):
             parts = [("text", clean(content))]
@@ -168,9 +175,11 @@ def parse_source(spec: str, flag: str, seed: int, val_fraction: float) -> Source
         weight = float(number or 1)
     except ValueError:
         weight = 0.0
-    if weight <= 0:
+    most = MOST_TASKS if kind == "spelling" else MOST_TIMES
+    if not 0 < weight <= most:
         fail(
-            f"{flag} {spec} has the weight {number}, which must be a number above 0; 2 means twice, 0.5 half"
+            f"{flag} {spec} has the weight {number}, which must be a number above 0 and at most {most}; 2 means "
+            f"twice, 0.5 half"
         )
     if kind == "spelling":
         if weight != int(weight):
@@ -245,7 +254,7 @@ def records(path: Path, columns: tuple[str, ...]) -> Iterator[tuple[str, Any, st
                 for value in batch.to_pylist():
                     number += 1
                     yield f"{path} row {number}", value, ""
-    except (pyarrow.ArrowException, OSError) as problem:
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as problem:
         fail(f"{path} is not a readable parquet file ({problem}); fetch it again")
 
 
@@ -366,11 +375,11 @@ def addition_texts(a: int, b: int) -> tuple[str, str]:
 
 
 def addition_source(rest: str, flag: str, seed: int, val_fraction: float) -> Source:
-    match = re.fullmatch(r"([0-9]+)(?::([0-9]+))?", rest)
+    match = re.fullmatch(r"([0-9]{1,9})(?::([0-9]{1,2}))?", rest)
     count, most = (int(match[1]), int(match[2] or 2)) if match else (0, 0)
-    if count < 1 or not 1 <= most <= 18:
-        fail(f"{flag} addition:{rest} must be addition:COUNT or addition:COUNT:DIGITS with at least 1 task and 1 to 18 "
-             f"digits, e.g. addition:2000:2")  # fmt: skip
+    if not 1 <= count <= MOST_TASKS or not 1 <= most <= 18:
+        fail(f"{flag} addition:{rest} must be addition:COUNT or addition:COUNT:DIGITS with 1 to {MOST_TASKS} tasks and "
+             f"1 to 18 digits, e.g. addition:2000:2")  # fmt: skip
 
     def generate(split: str) -> Iterator[tuple[str, Any, str]]:
         total = (
@@ -451,7 +460,7 @@ def encode_source(
     ):
         if counted is None:
             if not args.skip_bad:
-                fail(f"{where}: {tokens}; mend it, or leave out such conversations with --skip-bad")
+                fail(f"{where}: {tokens}; fix it, or leave out such conversations with --skip-bad")
             tally["bad"] += 1
             continue
         if len(tokens) > args.max_len:
@@ -516,7 +525,13 @@ def fill_pools(
 
 
 def write_split(
-    folder: Path, split: str, pool: Pool, shard_tokens: int, sha: str, encoding: Any
+    folder: Path,
+    split: str,
+    pool: Pool,
+    shard_tokens: int,
+    sha: str,
+    encoding: Any,
+    lengths: np.ndarray,
 ) -> dict[str, dict]:
     """The shards and masks of a split; returns their entries for dataset.json. No conversation lies in two shards."""
     files: dict[str, dict] = {}
@@ -527,18 +542,19 @@ def write_split(
         name = f"{split}_{len(files) // 2:06d}"
         tokens = np.concatenate([pool.tokens[i] for i in shard])
         mask = np.concatenate([pool.counted[i] for i in shard]).astype(np.uint16)
-        entry = {
+        counts = {
             "tokens": len(tokens),
             "counted_tokens": int(mask.sum()),
             "conversations": len(shard),
+            "text_bytes": int(lengths[tokens].sum()),
         }
-        written = write_shard(
-            folder / f"{name}.bin", tokens, tokenizer.bos_id(encoding), encoding.n_vocab, sha
-        )
-        files[f"sft/{name}.bin"] = {**entry, "sha256": written}
-        files[f"sft/{name}.mask.bin"] = {
-            "sha256": write_shard(folder / f"{name}.mask.bin", mask, None, 2, sha)
-        }
+        path = folder / f"{name}.bin"
+        written = write_shard(path, tokens, tokenizer.bos_id(encoding), encoding.n_vocab, sha)
+        files[f"sft/{name}.bin"] = {**counts, **entry_of(path, written)}
+
+        path = folder / f"{name}.mask.bin"
+        written = write_shard(path, mask, None, 2, sha)
+        files[f"sft/{name}.mask.bin"] = {"tokens": len(mask), **entry_of(path, written)}
 
     for i in pool.order:
         if shard and size + len(pool.tokens[i]) > shard_tokens:
@@ -574,10 +590,10 @@ def register(out: Path, files: dict[str, dict], notes: dict[str, Any] | None) ->
     if files:
         splits |= {f"sft_{split}": sum_files(files, split) for split in ("train", "val")}
         dataset["sft"] = notes
-    dataset["splits"], dataset["files"] = splits, dict(sorted({**kept, **files}.items()))
-    dataset["fingerprint"] = fingerprint(dataset["files"])
-    write_json(out / "dataset.json", dataset)
-    return dataset
+    dataset["splits"] = splits
+    dataset["files"] = {**kept, **files}
+    write_dataset(out, dataset)
+    return read_dataset(out)
 
 
 def build(args: argparse.Namespace) -> None:
@@ -604,22 +620,15 @@ def build(args: argparse.Namespace) -> None:
     pools, tallies = fill_pools(sources, val_sources, encoding, args)
     seconds = time.perf_counter() - start
     # The new folder takes the old one's place between two states of dataset.json, both of which are true.
-    new, old = out / ".sft.new.tmp", out / ".sft.old.tmp"
-    for leftover in (new, old):
-        shutil.rmtree(leftover, ignore_errors=True)
+    new = out / ".sft.new.tmp"
     remove_leftovers(out)
     files: dict[str, dict] = {}
+    lengths = tokenizer.token_bytes(out / "tokenizer.json")
     try:
         for split, pool in pools.items():
-            files |= write_split(new, split, pool, args.shard_tokens, sha, encoding)
+            files |= write_split(new, split, pool, args.shard_tokens, sha, encoding, lengths)
         register(out, {}, None)
-        if (out / "sft").exists():
-            (out / "sft").rename(old)
-        new.rename(out / "sft")
-    except OSError as problem:
-        fail(
-            f"cannot put {out}/sft in place ({problem.strerror}); check the folder's permissions and run again"
-        )
+        replace_folder(new, out / "sft")
     finally:
         shutil.rmtree(new, ignore_errors=True)
     tally_names = ("cut", "dropped", "bad")
@@ -628,7 +637,6 @@ def build(args: argparse.Namespace) -> None:
         "seed": args.seed, **{s: {name: tallies[s][name] for name in tally_names} for s in tallies},
     }  # fmt: skip
     splits = register(out, files, notes)["splits"]
-    shutil.rmtree(old, ignore_errors=True)
     for split, tally in tallies.items():
         total = splits[f"sft_{split}"]
         print(f"{split}: {total['conversations']:,} conversations, {total['tokens']:,} tokens, "
@@ -678,6 +686,10 @@ def main() -> None:
             fail(
                 f"--{flag.replace('_', '-')} must be at least {least}, found {getattr(args, flag)}"
             )
+    if args.workers > MAX_WORKERS:
+        fail(
+            f"--workers must be at most {MAX_WORKERS}, found {args.workers}; give one for each core"
+        )
     if not 0 < args.val_fraction <= 0.5:
         fail(
             f"--val-fraction must lie above 0 and at most 0.5, found {args.val_fraction}; 0.01 is usual"
@@ -686,4 +698,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -12,6 +12,7 @@ Run it to look at documents:  python data/sources.py --source stdlib --show 2
 import argparse
 import gzip
 import hashlib
+import io
 import json
 import random
 import sys
@@ -24,7 +25,7 @@ from glob import glob
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from format import fail
+from format import fail, run
 
 HUB_SOURCES = {
     "climbmix": "hf:karpathy/climbmix-400b-shuffle/shard_*.parquet",
@@ -38,6 +39,7 @@ HUB_VAL_DOCUMENTS = (
 STDLIB_SECTION = 6_000  # characters
 TEXT_SECTION = 12_000  # characters
 STDLIB_VAL_FRACTION = 0.05
+MAX_LINE = 2**28  # bytes; a longer one is hardly text, and would have to lie in memory whole
 
 
 class Source(NamedTuple):
@@ -209,11 +211,14 @@ def local_paths(spec: str, suffixes: tuple[str, ...] = SUFFIXES) -> list[Path]:
 def identify(path: Path) -> list[Any]:
     """[name, size, digest of the first and last MiB]: cheap, and shows that a file was exchanged."""
     digest = hashlib.sha256()
-    size = path.stat().st_size
-    with open(path, "rb") as f:
-        digest.update(f.read(2**20))
-        f.seek(max(0, size - 2**20))
-        digest.update(f.read(2**20))
+    try:
+        size = path.stat().st_size
+        with open(path, "rb") as f:
+            digest.update(f.read(2**20))
+            f.seek(max(0, size - 2**20))
+            digest.update(f.read(2**20))
+    except OSError as problem:
+        fail(f"{path} cannot be read ({problem.strerror}); check the file and its permissions")
     return [path.name, size, digest.hexdigest()]
 
 
@@ -237,20 +242,52 @@ def local_documents(paths: Iterable[Path], text_field: str, empty: dict[str, int
 def read_lines(path: Path) -> Iterator[bytes]:
     """The lines of a plain, .gz or .zst file without their line end, split at b"\\n" only: texts may hold
     U+2028 and the like, which str.splitlines would break. A file that ends early is an error."""
+    number = 0
     try:
-        if path.name.endswith(".zst"):
-            rest = b""
-            for chunk in zstd_chunks(path):
-                *lines, rest = (rest + chunk).split(b"\n")
-                yield from lines
-            if rest:
-                yield rest
-        else:
-            with gzip.open(path) if path.name.endswith(".gz") else open(path, "rb") as f:
-                for line in f:
-                    yield line.removesuffix(b"\n")
+        with open_lines(path) as f:
+            while line := f.readline(MAX_LINE + 1):
+                number += 1
+                if len(line) > MAX_LINE:
+                    fail(
+                        f"{path} line {number} has more than {MAX_LINE:,} bytes; cut it into documents"
+                    )
+                yield line.removesuffix(b"\n")
     except (EOFError, zlib.error, gzip.BadGzipFile) as problem:
-        fail(f"{path} is damaged or incomplete ({problem}); fetch it again")
+        fail(f"{path} is damaged or incomplete after line {number} ({problem}); fetch it again")
+    except OSError as problem:
+        fail(f"{path} cannot be read ({problem.strerror}); check the file and its permissions")
+
+
+def open_lines(path: Path) -> Any:
+    """A file opened for reading lines of bytes, decompressed."""
+    if path.name.endswith(".gz"):
+        return gzip.open(path)
+    if path.name.endswith(".zst"):
+        return io.BufferedReader(ChunkReader(zstd_chunks(path)), 2**16)
+    return open(path, "rb")
+
+
+class ChunkReader(io.RawIOBase):
+    """Pieces of bytes as a file, so that io.BufferedReader finds the lines."""
+
+    def __init__(self, chunks: Iterator[bytes]):
+        self.chunks = chunks
+        self.rest = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        # An empty piece is not the end of the file.
+        while not self.rest:
+            piece = next(self.chunks, None)
+            if piece is None:
+                return 0
+            self.rest = memoryview(piece)
+        count = min(len(buffer), len(self.rest))
+        buffer[:count] = self.rest[:count]
+        self.rest = self.rest[count:]
+        return count
 
 
 def zstd_chunks(path: Path) -> Iterator[bytes]:
@@ -264,7 +301,8 @@ def zstd_chunks(path: Path) -> Iterator[bytes]:
     frame, started = decompressor.decompressobj(), False
     with open(path, "rb") as f:
         try:
-            while data := f.read(2**16):
+            # Small pieces: 4 KiB can stand for 128 MiB of zeros.
+            while data := f.read(2**12):
                 while data:
                     started = True
                     yield frame.decompress(data)
@@ -288,10 +326,10 @@ def jsonl_documents(path: Path, text_field: str) -> Iterator[str]:
             continue
         try:
             value = json.loads(line)
-        except ValueError as problem:
+        except (ValueError, RecursionError) as problem:
             fail(f"{path} line {number} is not valid JSON ({problem}); correct or remove the line")
         if not isinstance(value, dict) or not isinstance(value.get(text_field), str):
-            found = ", ".join(value) if isinstance(value, dict) else type(value).__name__
+            found = ", ".join(list(value)[:9]) if isinstance(value, dict) else type(value).__name__
             fail(
                 f"{path} line {number} has no string field {text_field!r} (found: {found}); choose another "
                 f"with "
@@ -353,7 +391,7 @@ def parquet_documents(path: Path, text_field: str) -> Iterator[str]:
             for group in range(file.num_row_groups):
                 for batch in file.iter_batches(1024, row_groups=[group], columns=[text_field]):
                     yield from (text or "" for text in batch.column(0).to_pylist())
-    except (pyarrow.ArrowException, OSError) as problem:
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as problem:
         fail(f"{path} is not a readable parquet file ({problem}); fetch it again")
 
 
@@ -371,6 +409,8 @@ def hub_names(spec: str) -> tuple[str, list[str]]:
         )
     repo, pattern = "/".join(parts[:2]), parts[2]
     names = sorted(n for n in hub.list_files(repo) if fnmatch(n, pattern) and n.endswith(SUFFIXES))
+    if outside := [name for name in names if not hub.is_inside(name)]:
+        fail(f"--source {spec} lists the file {outside[0]!r}, which has a bad path; choose another")
     if not names:
         fail(
             f"--source {spec}: no {', '.join(SUFFIXES)} file in dataset {repo} matches {pattern!r}; check "
@@ -535,4 +575,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -11,7 +11,6 @@ token's bytes; the index is the id and the merge rank], "special_tokens": {name:
 
 import argparse
 import base64
-import binascii
 import json
 import time
 from collections.abc import Iterable, Iterator
@@ -20,8 +19,8 @@ from typing import Any
 
 import numpy as np
 import tiktoken
-from format import MAX_VOCAB, fail, read_json, sha256_file, write_json
-from sources import add_source_flags, open_source
+from format import MAX_VOCAB, fail, read_json, run, sha256_file, write_json
+from sources import add_source_flags, clean, open_source
 
 FORMAT = "decoderstack-tokenizer-1"
 SPECIAL_TOKENS = [
@@ -47,6 +46,15 @@ GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s
 VOCAB_SIZE = 32_768
 DOC_CAP = 10_000  # characters of one document that the trainer sees, so that no single book shapes the merges
 MAX_CHARS = 2_000_000_000
+MAX_PATTERN = 2_000  # characters; GPT-4o's has 300
+PIECE = 100_000  # characters of a text that is too much for the split regex at once
+# A text for trying a pattern: many characters, some prose, and runs of each printable character, which a pattern
+# that backtracks would split in too many ways.
+TEST_TEXT = "".join(map(chr, range(0x250))) + (
+    "The quick brown fox's 12,345.67 jumps\r\n\r\n  over\t\tthe lazy dog!? \u2028 \u00e9 e\u0301 "
+    "\u4f60\u597d \u0417\u0434\u0440 \u0645\u0631 \U0001f600\u200d \ufffd <|bos|> "
+)
+TEST_TEXT += "\n\n\n\n \n".join(chr(c) * 60 for c in range(32, 127))
 
 
 def train(
@@ -105,33 +113,89 @@ def read_spec(path: str | Path) -> tuple[str, list[bytes], dict[str, int]]:
     if not isinstance(value, dict) or value.get("format") != FORMAT:
         found = value.get("format") if isinstance(value, dict) else type(value).__name__
         fail(f"{path} has format {found!r}, expected {FORMAT!r}; train one with data/tokenizer.py")
-    try:
-        ranks = [base64.b64decode(token, validate=True) for token in value["ranks"]]
-        pattern, special = value["pattern"], value["special_tokens"]
-        valid = isinstance(pattern, str) and all(isinstance(i, int) for i in special.values())
-    except (KeyError, TypeError, AttributeError, binascii.Error) as problem:
-        fail(f"{path} is damaged ({problem!r}); train it again with data/tokenizer.py")
-    if len(ranks) + len(special) > MAX_VOCAB:
+    pattern, spelled, special = (value.get(key) for key in ("pattern", "ranks", "special_tokens"))
+    if not (isinstance(pattern, str) and isinstance(spelled, list) and isinstance(special, dict)):
         fail(
-            f"{path} has {len(ranks) + len(special)} entries but shards hold uint16 tokens; give at most "
+            f"{path} is damaged: it needs a text pattern, a list ranks and a table special_tokens; "
+            f"train it again with data/tokenizer.py"
+        )
+    if len(spelled) + len(special) > MAX_VOCAB:
+        fail(
+            f"{path} has {len(spelled) + len(special)} entries but shards hold uint16 tokens; give at most "
             f"{MAX_VOCAB}"
         )
-    ids = sorted(special.values()) if valid else []
-    if (
-        not valid
-        or len(set(ranks)) != len(ranks)
-        or not {bytes([b]) for b in range(256)} <= set(ranks)
-        or ids != list(range(len(ranks), len(ranks) + len(special)))
-    ):
+    ranks = read_ranks(path, spelled)
+    ids = list(special.values())
+    expected = range(len(ranks), len(ranks) + len(special))
+    if any(type(i) is not int for i in ids) or sorted(ids) != list(expected):
         fail(
-            f"{path} is damaged: it needs 256 single bytes, distinct ranks and special ids that follow them; "
-            "train it again with data/tokenizer.py"
+            f"{path} is damaged: its special ids must be {expected.start} to {expected.stop - 1}, which follow the "
+            f"ranks; train it again with data/tokenizer.py"
         )
     if not {"<|bos|>", "<|endoftext|>"} & set(special):
         fail(
             f"{path} has no <|bos|> or <|endoftext|> token, and documents must start with one; train another"
         )
+    if not all(name and is_utf8_text(name) for name in special):
+        fail(
+            f"{path} is damaged: a special token has no name; train it again with data/tokenizer.py"
+        )
+    check_pattern(path, pattern)
     return pattern, ranks, special
+
+
+def read_ranks(path: str | Path, spelled: list[Any]) -> list[bytes]:
+    """The bytes of each token, all different, and every single byte among them."""
+    ranks = []
+    for i, text in enumerate(spelled):
+        try:
+            token = base64.b64decode(text, validate=True)
+        except (TypeError, ValueError):
+            token = b""
+        if not token:
+            fail(
+                f"{path} is damaged: its rank {i} is not the base64 of a token; train it again with "
+                f"data/tokenizer.py"
+            )
+        ranks.append(token)
+    if len(set(ranks)) != len(ranks) or not {bytes([b]) for b in range(256)} <= set(ranks):
+        fail(
+            f"{path} is damaged: its ranks must be distinct and hold the 256 single bytes; train it again with "
+            f"data/tokenizer.py"
+        )
+    return ranks
+
+
+def is_utf8_text(text: str) -> bool:
+    """False for a text with lone surrogates, which JSON can spell."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def check_pattern(path: str | Path, pattern: str) -> None:
+    """Ends the script unless tiktoken compiles the pattern and every character of a text is in one of its matches.
+
+    It is tried with a vocabulary of single bytes. The empty entry is for patterns that match nothing at some place:
+    tiktoken would crash there if it did not find the empty piece.
+    """
+    again = "train it again with data/tokenizer.py"
+    if len(pattern) > MAX_PATTERN:
+        fail(
+            f"{path} has a pattern of {len(pattern):,} characters, expected at most {MAX_PATTERN:,}; {again}"
+        )
+    ranks = {bytes([b]): b for b in range(256)} | {b"": 256}
+    try:
+        trial = tiktoken.Encoding(
+            "trial", pat_str=pattern, mergeable_ranks=ranks, special_tokens={}
+        )
+        tokens = trial.encode_to_numpy(TEST_TEXT, allowed_special=set(), disallowed_special=())
+    except ValueError as problem:
+        fail(f"{path} has a pattern that does not work ({problem}); {again}")
+    if 256 in tokens or bytes(tokens.tolist()) != TEST_TEXT.encode():
+        fail(f"{path} has a pattern that loses text or matches nothing at some place; {again}")
 
 
 def load(path: str | Path) -> tiktoken.Encoding:
@@ -164,8 +228,12 @@ def encode(encoding: tiktoken.Encoding, text: str) -> np.ndarray:
         return encoding.encode_to_numpy(text, allowed_special=set(), disallowed_special=()).astype(
             np.uint16
         )
-    except ValueError:
-        parts = [text[i : i + 100_000] for i in range(0, len(text), 100_000)]
+    except ValueError as problem:
+        if len(text) <= PIECE:
+            fail(
+                f"the tokenizer's pattern fails on the text {text[:40]!r}... ({problem}); use another tokenizer"
+            )
+        parts = [text[i : i + PIECE] for i in range(0, len(text), PIECE)]
         return np.concatenate([encode(encoding, part) for part in parts])
 
 
@@ -215,7 +283,7 @@ def gpt2_spec(vocab_bpe: Path | None, encoder_json: Path | None) -> dict[str, An
         spelled = [bytes(to_byte[c] for c in token) for token in sorted(ids, key=ids.get)]
         ranks = [bytes([b]) for b in printable + others]
         ranks += [bytes(to_byte[c] for c in merge.replace(" ", "")) for merge in merges]
-    except (OSError, ValueError, KeyError, AttributeError) as problem:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:
         fail(
             f"{vocab_bpe} and {encoder_json} are not GPT-2's vocabulary files ({problem!r}); download them "
             f"again"
@@ -311,7 +379,7 @@ def main() -> None:
 
     if args.command == "show":
         encoding = load(args.tokenizer)
-        tokens = encoding.encode_ordinary(args.text)
+        tokens = encode(encoding, clean(args.text)).tolist()
         print(" ".join(f"{i}:{encoding.decode_single_token_bytes(i)!r}" for i in tokens))
         print(
             f"{encoding.n_vocab} entries, {len(tokens)} tokens for {len(args.text.encode())} bytes"
@@ -344,4 +412,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -181,7 +181,7 @@ def main() -> dict:
     fields = {field.name for field in dataclasses.fields(ts.Config)}
     tiny = {name: value for name, value in SMOKE.items() if name in fields} if args.smoke else {}
     config = ts.Config(attention=args.attention, **tiny)
-    config.validate()
+    ts.validate(config)
     ranks = ts.start_ranks()
     cuda = ranks.device.type == "cuda"
     compile = cuda and not args.no_compile

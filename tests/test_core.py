@@ -424,7 +424,7 @@ def test_command(data, trained, tmp_path, capsys):
     assert code == 0 and result["run_dir"] == str(run_dir)
     rows = list(csv.DictReader((run_dir / "core.csv").open()))
     assert len(rows) == 23 and rows[-1]["task"] == "CORE" and float(rows[-1]["centered"]) == result["core"]
-    model, _, _ = ts.load(run_dir, device="cpu")
+    model = score_core.engine.load_run(run_dir, device="cpu").model
     for row in rows[:-1]:
         baseline = {label: value / 100 for label, _, _, value, _ in TABLE}[row["task"]]
         wanted = (float(row["accuracy"]) - baseline) / (1 - baseline)

@@ -105,7 +105,11 @@ def test_damage_is_found(tmp_path):
     expect_error(e, "damaged", path, "expected", "found")
 
 
-@pytest.mark.parametrize(("word", "value", "part"), [(0, 1, "magic"), (1, 2, "version"), (2, 0, " 0 "), (2, -5, "-5")])
+BAD_WORDS = [(0, 1, "magic"), (1, 2, "version"), (2, 0, " 0 "), (2, -5, "-5"), (3, -7, "-8"), (3, 2**31 - 1, "BOS")]
+BAD_WORDS += [(4, -1, "vocabulary of -1"), (4, 65537, "65537")]
+
+
+@pytest.mark.parametrize(("word", "value", "part"), BAD_WORDS)
 def test_bad_headers(tmp_path, word, value, part):
     path = tmp_path / "x.bin"
     format.write_shard(path, TOKENS)
@@ -127,7 +131,9 @@ def test_wrong_tokens_are_refused(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(("number", "part"), [(errno.ENOSPC, "full"), (errno.EACCES, "permissions")])
+@pytest.mark.parametrize(
+    ("number", "part"), [(errno.ENOSPC, "full"), (errno.EDQUOT, "full"), (errno.EACCES, "permissions")]
+)
 def test_failed_write_keeps_the_old_file(tmp_path, monkeypatch, number, part):
     path = tmp_path / "x.bin"
     format.write_shard(path, TOKENS)
@@ -153,12 +159,15 @@ def test_interrupted_write_leaves_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def make_dataset(folder):
+AA, BB, CC = "aa" * 32, "bb" * 32, "cc" * 32
+
+
+def make_dataset(folder, **more):
     format.write_shard(folder / "pretrain/train_000000.bin", TOKENS)
-    entry = {"tokens": 5000, "documents": 3, "text_bytes": 9, "sha256": "aa"}
-    files = {"tokenizer.json": {"sha256": "cc"}, "pretrain/val_000000.bin": {**entry, "sha256": "bb"}}
-    files |= {"pretrain/train_000001.bin": entry, "pretrain/train_000000.bin": entry}
-    format.write_dataset(folder, {"name": "x", "sources": ["y"], "files": files})
+    entry = {"tokens": 5000, "documents": 3, "text_bytes": 9, "bytes": 11024, "sha256": AA}
+    files = {"tokenizer.json": {"sha256": CC}, "pretrain/val_000000.bin": {**entry, "sha256": BB}}
+    files |= {"pretrain/train_000001.bin": entry, "pretrain/train_000000.bin": entry, **more}
+    format.write_dataset(folder, {"name": "x", "sources": ["y"], "tokenizer_sha256": CC, "files": files})
 
 
 def test_dataset_json(tmp_path):
@@ -166,15 +175,64 @@ def test_dataset_json(tmp_path):
     dataset = format.read_dataset(tmp_path)
     assert dataset["splits"]["train"] == {"tokens": 10000, "documents": 6, "text_bytes": 18}
     assert dataset["splits"]["val"] == {"tokens": 5000, "documents": 3, "text_bytes": 9}
-    lines = "pretrain/train_000000.bin aa\npretrain/train_000001.bin aa\n"
-    lines += "pretrain/val_000000.bin bb\ntokenizer.json cc\n"
+    lines = f"pretrain/train_000000.bin {AA}\npretrain/train_000001.bin {AA}\n"
+    lines += f"pretrain/val_000000.bin {BB}\ntokenizer.json {CC}\n"
     assert dataset["fingerprint"] == hashlib.sha256(lines.encode()).hexdigest()
+    assert not set(format.FOLDERS) & set(dataset), "no notes of folders that are not there"
+
+
+def test_each_folder_has_its_own_fingerprint(tmp_path):
+    """Over its files and the tokenizer; the one of pretrain/ does not change, and goes when the folder goes."""
+    make_dataset(tmp_path)
+    plain = format.read_dataset(tmp_path)
+    shard, mask = {"bytes": 1, "sha256": AA}, {"bytes": 1, "sha256": BB}
+    more = {"sft/train_000000.mask.bin": mask, "sft/train_000000.bin": shard, "core/copa.npz": mask}
+    make_dataset(tmp_path, **more)
+    dataset = format.read_dataset(tmp_path)
+    assert dataset["fingerprint"] == plain["fingerprint"]
+    lines = f"sft/train_000000.bin {AA}\nsft/train_000000.mask.bin {BB}\ntokenizer.json {CC}\n"
+    assert dataset["sft"]["fingerprint"] == hashlib.sha256(lines.encode()).hexdigest()
+    lines = f"core/copa.npz {BB}\ntokenizer.json {CC}\n"
+    assert dataset["core"]["fingerprint"] == hashlib.sha256(lines.encode()).hexdigest()
+    assert "chat_eval" not in dataset
+
+    # A stated fingerprint must be right, in each folder.
+    for folder in ("sft", "core"):
+        wrong = {**dataset, folder: {"fingerprint": AA}}
+        format.write_json(tmp_path / "dataset.json", wrong)
+        with pytest.raises(SystemExit) as e:
+            format.read_dataset(tmp_path)
+        expect_error(e, "does not agree with itself", f"{folder}/")
+    dataset["files"].pop("core/copa.npz")
+    format.write_dataset(tmp_path, dataset)
+    assert "core" not in format.read_dataset(tmp_path)
+
+
+def test_datasets_of_earlier_versions_are_read(tmp_path):
+    """They state no sizes in bytes, and no fingerprint of sft/ and core/."""
+    make_dataset(tmp_path, **{"sft/train_000000.bin": {"sha256": AA}})
+    value = format.read_json(tmp_path / "dataset.json")
+    for entry in value["files"].values():
+        entry.pop("bytes", None)
+    value["sft"] = {"sources": ["chat"]}
+    format.write_json(tmp_path / "dataset.json", value)
+    assert format.read_dataset(tmp_path) == value
 
 
 @pytest.mark.parametrize(
     ("old", "new", "part"),
     [
-        ('"aa"', '"ab"', "fingerprint"),
+        (f'"{AA}"', f'"{BB}"', "fingerprint"),
+        (f'"{AA}"', '"aa"', "without its sha256"),
+        (f'"tokenizer_sha256": "{CC}"', f'"tokenizer_sha256": "{AA}"', "tokenizer_sha256"),
+        ('"text_bytes": 9', '"text_bytes": true', "text_bytes"),
+        ('"splits": {', '"splits": 5, "other": {', "no table of splits"),
+        ('"bytes": 11024', '"bytes": -1', "bytes"),
+        ('"tokens": 5000', '"tokens": 1e999', "tokens"),
+        ("pretrain/val_000000.bin", "pretrain/\\u0000.bin", "bad path"),
+        ("pretrain/val_000000.bin", "pretrain/" + "v" * 300, "bad path"),
+        ("pretrain/val_000000.bin", "pretrain/.val.bin", "bad path"),
+        ("pretrain/val_000000.bin", "dataset.json", "bad path"),
         ("decoderstack-dataset-1", "other", "other"),
         ("pretrain/val_000000.bin", "../val_000000.bin", "bad path"),
         ("pretrain/val_000000.bin", "/tmp/val_000000.bin", "bad path"),
@@ -188,6 +246,66 @@ def test_bad_dataset_json(tmp_path, old, new, part):
     with pytest.raises(SystemExit) as e:
         format.read_dataset(tmp_path)
     expect_error(e, part)
+
+
+def test_a_split_without_text(tmp_path):
+    """Bits per byte would be divided by it."""
+    make_dataset(tmp_path)
+    value = format.read_json(tmp_path / "dataset.json")
+    value["files"]["pretrain/val_000000.bin"]["text_bytes"] = 0
+    format.write_dataset(tmp_path, value)
+    with pytest.raises(SystemExit) as e:
+        format.read_dataset(tmp_path)
+    expect_error(e, "text_bytes of the split 'val'")
+
+
+def test_hostile_json(tmp_path, monkeypatch):
+    """What is nested too deeply or is too large ends in a sentence, before it takes memory."""
+    path = tmp_path / "x.json"
+    for raw, part in ((b"[" * 10**6, "nested too deeply"), (b"1" * 10**4, "JSON"), (b"\xff", "JSON"), (b"", "JSON")):
+        path.write_bytes(raw)
+        with pytest.raises(SystemExit) as e:
+            format.read_json(path)
+        expect_error(e, part, path)
+    monkeypatch.setattr(format, "MAX_JSON", 100)
+    path.write_bytes(b" " * 101)
+    with pytest.raises(SystemExit) as e:
+        format.read_json(path)
+    expect_error(e, "larger than 100 bytes")
+    for name in ("a\0b", "n" * 300):
+        for read in (format.read_json, format.read_header, format.read_dataset):
+            with pytest.raises(SystemExit) as e:
+                read(f"{tmp_path}/{name}")
+            expect_error(e)
+
+
+@pytest.mark.parametrize(
+    ("problem", "part"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), "the disk is full"),
+        (OSError(errno.ENAMETOOLONG, "File name too long", "nnn"), "nnn"),
+        (ValueError("embedded null byte"), "NUL"),
+        (MemoryError(), "memory"),
+    ],
+)
+def test_what_the_system_refuses_is_a_sentence(problem, part):
+    def main():
+        raise problem
+
+    with pytest.raises(SystemExit) as e:
+        format.run(main)
+    expect_error(e, part)
+
+
+def test_our_own_mistakes_stay_visible():
+    with pytest.raises(ValueError, match="ours"):
+        format.run(lambda: (_ for _ in ()).throw(ValueError("ours")))
+
+
+def test_a_message_is_one_line():
+    with pytest.raises(SystemExit) as e:
+        format.fail("a\nb" + "c" * 10**6)
+    assert "\n" not in e.value.code and len(e.value.code) < 2100
 
 
 def test_missing_dataset_json(tmp_path):

@@ -1,8 +1,10 @@
 """The one-command script: a plain reference, resuming after kill -9, hosted shards, user errors."""
 
+import errno
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -60,6 +62,13 @@ def snapshot(folder: Path) -> dict[str, bytes]:
         for p in sorted(folder.rglob("*"))
         if p.is_file() and p.name != "progress.json"
     }
+
+
+def expect_error_last(result: subprocess.CompletedProcess, *parts: object) -> None:
+    """For runs that have printed progress before."""
+    assert result.returncode == 1 and "Traceback" not in result.stderr, result.stderr
+    for part in ("error: ", *parts):
+        assert str(part) in result.stderr.splitlines()[-1]
 
 
 def expect_error(result: subprocess.CompletedProcess, *parts: object) -> None:
@@ -124,6 +133,7 @@ def test_equals_a_plain_reference(corpus):
         for path, shard in zip(paths, shards, strict=True):
             entry = dataset["files"][f"pretrain/{path.name}"]
             assert entry["sha256"] == format.sha256_file(path) and entry["tokens"] == len(shard)
+            assert entry["bytes"] == path.stat().st_size == 1024 + 2 * len(shard)
             assert entry["documents"] == int((shard == 441).sum())
             header = format.read_header(path)
             assert (header["bos_id"], header["vocab_size"], header["tokenizer_sha256"]) == (441, 450, sha)
@@ -200,6 +210,83 @@ def test_every_stop_gives_the_same_bytes(corpus, monkeypatch):
             stops += 1
         assert stops < 50
     assert stops > 5 and snapshot(out) == snapshot(corpus / "plain")
+
+
+def test_a_full_disk_at_every_write(corpus, monkeypatch):
+    """The disk is full at the 1st, 2nd, 3rd ... write: one sentence, no half file, and the next run goes on."""
+    out = corpus / "full"
+    monkeypatch.setattr(sys, "argv", ["pretrain.py", *map(str, settings(corpus, out.name)), "--workers", "1"])
+    real = os.fsync
+    left = 0
+
+    def fsync(handle):
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(handle)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    stops = 0
+    while not (out / "dataset.json").exists():
+        # Some further write each time, so that the disk fills up at every one of them.
+        left = 3 + stops % 4
+        try:
+            pretrain.main()
+        except SystemExit as end:
+            assert "full" in end.code and end.code.startswith("error: ")
+        stops += 1
+        assert stops < 50 and not list(out.rglob("*.tmp"))
+        for path in out.rglob("*.bin"):
+            format.read_shard(path, verify=True)
+    assert stops > 4 and snapshot(out) == snapshot(corpus / "plain")
+
+
+def mount_small(folder: Path, size: str) -> bool:
+    """True if a file system of this size is mounted there, which takes root on Linux."""
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
+    return shutil.which("mount") is not None and subprocess.run(command, capture_output=True).returncode == 0
+
+
+def test_a_disk_that_is_really_full(corpus, tmp_path):
+    """The dataset has 0.6 MB; the disk is enlarged after the first run."""
+    disk = tmp_path / "disk"
+    if not mount_small(disk, "300k"):
+        pytest.skip("cannot mount a small file system")
+    try:
+        args = [a if a != corpus / "plain" else disk / "x" for a in settings(corpus, "plain")]
+        expect_error_last(run(*args, "--workers", 1), "is full", "free some space")
+        assert not list(disk.rglob("*.tmp")) and list(disk.rglob("*.bin")) and not (disk / "x/dataset.json").exists()
+        first = {p: p.stat().st_mtime_ns for p in disk.rglob("*.bin")}
+        subprocess.run(["mount", "-o", "remount,size=4m", str(disk)], check=True)
+        assert run(*args, "--workers", 1).returncode == 0
+        assert snapshot(disk / "x") == snapshot(corpus / "plain")
+        assert all(p.stat().st_mtime_ns == time_ns for p, time_ns in first.items())
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda v: [v],
+        lambda v: {**v, "shards": None},
+        lambda v: {**v, "shards": {"train": []}},
+        lambda v: {**v, "settings": 3},
+        lambda v: {**v, "complete": 1},
+        lambda v: {**v, "tokenizer_sha256": 5},
+        lambda v: {**v, "shards": {**v["shards"], "val": [{"path": "pretrain/val_000000.bin"}]}},
+        lambda v: {**v, "shards": {**v["shards"], "val": [{**v["shards"]["val"][0], "path": "../../x.bin"}]}},
+        lambda v: {**v, "shards": {**v["shards"], "val": [{**v["shards"]["val"][0], "tokens": "5"}]}},
+    ],
+)
+def test_a_damaged_progress_file(corpus, tmp_path, change):
+    path = tmp_path / "progress.json"
+    value = format.read_json(corpus / "plain/progress.json")
+    pretrain.check_progress(value, path)
+    with pytest.raises(SystemExit, match="is damaged"):
+        pretrain.check_progress(change(value), path)
 
 
 def test_second_run_and_other_settings(corpus):
@@ -295,6 +382,8 @@ def test_large_and_broken_documents(tmp_path, corpus):
         (["--source", "{tmp}/two.jsonl", "--tokenizer", "{tmp}/none.json"], ["none.json"]),
         (["--source", "{tmp}/two.jsonl", "--tokenizer", "{tmp}/two.jsonl"], ["two.jsonl"]),
         (["--source", "{tmp}/two.jsonl", "--shard-tokens", "0"], ["--shard-tokens"]),
+        (["--source", "{tmp}/two.jsonl", "--tokenizer", "n" * 300], ["does not exist"]),
+        (["--source", "{tmp}/deep.jsonl"], ["deep.jsonl line 1", "not valid JSON"]),
         (["--source", "{tmp}/two.jsonl", "--shard-tokens", "9999999999"], ["--shard-tokens", "int32"]),
         (["--source", "shards:{tmp}/*.bin"], ["--tokenizer"]),
     ],
@@ -306,6 +395,7 @@ def test_user_errors(tmp_path, args, parts, monkeypatch):
         "blank": '{"text": ""}\n{"text": " "}\n',
         "bad": '{"text": "a"}\n{"text": \n',
         "two": '{"text": "a"}\n{"text": "b"}\n',
+        "deep": "[" * 100_000,
     }.items():
         (tmp_path / f"{name}.jsonl").write_text(lines)
     out = tmp_path / "out"
@@ -375,6 +465,20 @@ def test_hosted_shards(tmp_path, corpus):
     assert (hosted / "fineweb_train_000002.bin").exists()
     result = run(*args)
     assert result.returncode == 0 and "already complete" in result.stdout
+
+
+def test_hosted_shards_are_told_apart_by_whole_words(tmp_path, capsys):
+    """ "val" in "retrieval" makes no validation, nor does "train" in "constrained" make training."""
+    names = ["retrieval_train_000000.bin", "Retrieval-Train-1.bin", "edu_val_0.bin", "constrained_000.bin"]
+    names += ["train00002.bin", "evaluation.val.000.bin"]
+    found = pretrain.sort_hosted([Path(name) for name in names], "x")
+    assert [path.name for path in found["train"]] == [names[0], names[1], names[4]]
+    assert [path.name for path in found["val"]] == [names[2], names[5]]
+    assert capsys.readouterr().out == "left out constrained_000.bin: its name says neither train nor val\n"
+    with pytest.raises(SystemExit, match="both 'train' and 'val'"):
+        pretrain.sort_hosted([Path("x_train_val_0.bin")], "x")
+    with pytest.raises(SystemExit, match="none of the 2 files of x has the word 'val'"):
+        pretrain.sort_hosted([Path("retrieval_train_0.bin"), Path("retrieval_1.bin")], "x")
 
 
 def test_bad_hosted_shards(tmp_path, corpus, monkeypatch):

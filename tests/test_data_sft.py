@@ -98,12 +98,13 @@ def data(tmp_path) -> Path:
     """A dataset directory with a tokenizer and one pretraining shard of each split."""
     out = tmp_path / "data"
     out.mkdir()
-    files = {"tokenizer.json": {"sha256": write_tokenizer(out / "tokenizer.json")}}
-    sha = files["tokenizer.json"]["sha256"]
+    sha = write_tokenizer(out / "tokenizer.json")
+    files = {"tokenizer.json": format.entry_of(out / "tokenizer.json", sha)}
     for split in ("train", "val"):
         name = f"pretrain/{split}_000000.bin"
         written = format.write_shard(out / name, np.arange(1, 20, dtype=np.uint16), 291, 300, sha)
-        files[name] = {"tokens": 19, "documents": 1, "text_bytes": 19, "sha256": written}
+        counts = {"tokens": 19, "documents": 1, "text_bytes": 19}
+        files[name] = {**counts, **format.entry_of(out / name, written)}
     info = {"name": "tiny", "sources": [], "tokenizer_sha256": sha, "files": files}
     format.write_dataset(out, info)
     return out
@@ -164,6 +165,13 @@ def test_every_conversation_is_as_the_plain_renderer_has_it(data, tmp_path):
     assert info["sft"]["train"] == {"cut": 0, "dropped": 0, "bad": 0} and "300 conversations" in out
     for name, entry in info["files"].items():
         assert format.sha256_file(data / name) == entry["sha256"]
+        assert (data / name).stat().st_size == entry["bytes"]
+        if name.startswith("sft/"):
+            shard = format.read_shard(data / name)
+            assert len(shard) == entry["tokens"]
+            text = b"".join(tok.bytes[t] for t in shard if t < 291)
+            assert name.endswith(".mask.bin") or entry["text_bytes"] == len(text)
+    assert info["sft"]["fingerprint"] == format.fingerprint(info["files"], "sft")
     before = {p.name: p.read_bytes() for p in (data / "sft").iterdir()}
     run(data, *args, "--workers", 1)  # again, over what is there: the same bytes from any number of threads
     assert before == {p.name: p.read_bytes() for p in (data / "sft").iterdir()}
@@ -315,6 +323,11 @@ def test_addition(data):
 BAD = [
     ({"messages": []}, 'no list "messages"'),
     ([1], 'no list "messages"'),
+    ({"messages": [{"role": ["user"] * 999, "content": "x"}]}, "message 1 has the role None"),
+    ({"messages": [{"role": {}, "content": "x"}]}, "message 1 has the role None"),
+    (chat("a", [{"type": ["text"], "text": "b"}]), "message 2 has a part"),
+    (chat("a", [["text", "b"]]), "message 2 has a part"),
+    ({"messages": {"role": "user"}}, 'no list "messages"'),
     ({"messages": ["hello"]}, "message 1 has the role None, expected 'user'"),
     ({"messages": [{"role": "tool", "content": "x"}]}, "message 1 has the role 'tool', expected 'user'"),
     (chat("a"), "no answer"),
@@ -361,7 +374,10 @@ def test_user_errors(data, tmp_path):
         (["--source", f"{path}:1.2.3"], "weight 1.2.3"),
         (["--source", path, "--val-source", path], "both in --source and in --val-source"),
         (["--source", f"spelling:{tmp_path}/none"], "does not exist"),
+        (["--source", f"{path}:1000000000"], "at most 1000"),
+        (["--source", path, "--workers", "100000"], "--workers must be at most 256"),
         (["--source", "addition:0"], "must be addition:COUNT"),
+        (["--source", "addition:" + "9" * 5000], "must be addition:COUNT"),
         (["--source", "addition:5:19"], "must be addition:COUNT"),
         (["--source", "addition:x"], "must be addition:COUNT"),
         (["--source", f"{path}:0.01"], "leave no train conversation"),
@@ -375,6 +391,7 @@ def test_user_errors(data, tmp_path):
     assert "is not the one that dataset.json states" in run(data, "--source", path, code=1)
     info = json.loads((data / "dataset.json").read_text())
     info["tokenizer_sha256"] = format.sha256_file(data / "tokenizer.json")
-    (data / "dataset.json").write_text(json.dumps(info))
+    info["files"]["tokenizer.json"]["sha256"] = info["tokenizer_sha256"]
+    format.write_dataset(data, info)
     assert "has no <|assistant_end|> token" in run(data, "--source", path, code=1)
     assert "complete dataset" in run(tmp_path, "--source", path, code=1)

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 
 import pyarrow
@@ -110,9 +111,64 @@ def test_truncated_files_are_noticed(tmp_path, ending):
     expect_error(lambda: read(path), path)
 
 
+@pytest.mark.parametrize("ending", ["jsonl", "jsonl.gz", "jsonl.zst"])
+def test_a_huge_line_is_named(tmp_path, ending, monkeypatch):
+    """Lines up to the limit are read, whatever the pieces that they come in."""
+    texts = ["a", "b" * 200_000, "c" * 70_000, "d"]
+    path = write(tmp_path / f"x.{ending}", texts)
+    assert read(path) == texts
+    monkeypatch.setattr(sources, "MAX_LINE", 100_000)
+    expect_error(lambda: read(path), path, "line 2", "more than 100,000 bytes")
+
+
+def test_a_compressed_bomb_is_not_unpacked(tmp_path, monkeypatch):
+    """A gigabyte of one line in 32 KB: refused after the limit."""
+    path = tmp_path / "x.jsonl.zst"
+    compressor = zstandard.ZstdCompressor().compressobj()
+    pieces = [compressor.compress(b"x" * 2**20) for _ in range(1024)]
+    path.write_bytes(b"".join(pieces) + compressor.flush())
+    monkeypatch.setattr(sources, "MAX_LINE", 2**20)
+    tracemalloc.start()
+    expect_error(lambda: read(path), "line 1 has more than")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 300e6
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "jsonl.gz", "jsonl.zst", "parquet", "txt"])
+def test_a_file_of_the_wrong_kind(tmp_path, ending):
+    """Zeros, and bytes of another format, under every ending. A text file takes any bytes."""
+    path = tmp_path / f"x.{ending}"
+    for raw in (bytes(5000), b"PK\x03\x04" * 99, b"\x1f\x8b\x08" + bytes(99), b"PAR1" + b"\xff" * 99 + b"PAR1"):
+        path.write_bytes(raw)
+        if ending == "txt":
+            assert len(read(path)) <= 1
+        else:
+            expect_error(lambda: read(path), path)
+
+
+def test_parquet_that_is_not_utf8(tmp_path):
+    path = tmp_path / "x.parquet"
+    binary = pyarrow.array([b"ok", b"\xff\xfe"], pyarrow.binary())
+    texts = pyarrow.Array.from_buffers(pyarrow.string(), 2, binary.buffers())
+    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), path)
+    expect_error(lambda: read(path), path, "not a readable parquet file")
+
+
+def test_a_file_that_cannot_be_opened(tmp_path):
+    path = write(tmp_path / "x.jsonl", ["a"])
+    source = sources.open_source(str(path), "stdlib")
+    path.unlink()
+    expect_error(lambda: list(source.train()), path, "cannot be read")
+
+
 @pytest.mark.parametrize(
     ("line", "parts"),
     [
+        (b"[" * 100_000, ["line 3", "not valid JSON"]),
+        (b'{"text": "\xff"}', ["line 3", "not valid JSON"]),
+        (b"9" * 5000, ["line 3", "not valid JSON"]),
+        (b'{"\\ud800\\n": 1}', ["line 3", "no string field"]),
         (b'{"text": "cut', ["line 3", "not valid JSON"]),
         (b'{"body": "x"}', ["line 3", "'text'", "body", "--text-field"]),
         (b'{"text": 5}', ["line 3", "'text'"]),

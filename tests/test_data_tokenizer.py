@@ -119,6 +119,23 @@ def spoil(path, target, change):
         (lambda v: v["ranks"].__setitem__(5, base64.b64encode(b"unseen bytes").decode()), "damaged"),
         (lambda v: v["special_tokens"].update({"<|bos|>": 5}), "damaged"),
         (lambda v: v["special_tokens"].clear(), "bos"),
+        (lambda v: v["special_tokens"].update({"<|bos|>": 10**9}), "damaged"),
+        (lambda v: v["special_tokens"].update({"<|bos|>": True}), "damaged"),
+        (lambda v: v["special_tokens"].update({"\ud800": 400}), "no name"),
+        (lambda v: v.update(special_tokens=[391]), "damaged"),
+        (lambda v: v.update(ranks="QQ=="), "damaged"),
+        (lambda v: v["ranks"].__setitem__(300, "QQ=\n="), "rank 300"),
+        (lambda v: v["ranks"].__setitem__(300, ""), "rank 300"),
+        (lambda v: v["ranks"].__setitem__(300, ["QQ=="]), "rank 300"),
+        (lambda v: v.update(pattern="("), "does not work"),
+        (lambda v: v.update(pattern="(?=" * 500 + ")" * 500), "does not work"),
+        (lambda v: v.update(pattern="\ud800"), "does not work"),
+        (lambda v: v.update(pattern=r"(x+x+)+(?=y)|[\s\S]"), "backtracking"),
+        (lambda v: v.update(pattern=r"\S+"), "loses text"),
+        (lambda v: v.update(pattern="."), "loses text"),
+        (lambda v: v.update(pattern=""), "matches nothing"),
+        (lambda v: v.update(pattern=r"x?|[\s\S]"), "matches nothing"),
+        (lambda v: v.update(pattern="a" * 3000), "3,000 characters"),
         (lambda v: v["ranks"].extend(base64.b64encode(b"%d!" % i).decode() for i in range(66000)), "65536"),
     ],
 )
@@ -126,6 +143,14 @@ def test_bad_tokenizer_files(path, tmp_path, change, part):
     with pytest.raises(SystemExit) as e:
         tokenizer.load(spoil(path, tmp_path / "t.json", change))
     assert e.value.code.startswith("error: ") and part in e.value.code
+
+
+def test_a_pattern_that_fails_later_is_named(path, tmp_path):
+    """One that passes the trial and backtracks on a text that the trial does not hold."""
+    pattern = r"(\u4f60+\u4f60+)+(?=y)|[\s\S]"
+    encoding = tokenizer.load(spoil(path, tmp_path / "t.json", lambda v: v.update(pattern=pattern)))
+    with pytest.raises(SystemExit, match="the tokenizer's pattern fails on the text"):
+        tokenizer.encode(encoding, "\u4f60" * 100)
 
 
 def make_gpt2_files(folder: Path) -> tuple[Path, Path]:

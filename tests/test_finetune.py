@@ -329,7 +329,8 @@ def test_starts_from_the_models_weights_and_attention(finished, base, data):
     attention = json.loads((base / "checkpoints" / "step_000020" / "state.json").read_text())["attention"]
     assert attention["window_long"] == 24 and attention["scale"] > TINY.get("attention_scale", 0.12)
     for run_dir, logged in ((base, entries(finished[0])[0]), (finished[0], entries(finished[0])[-1])):
-        model, tokenizer, config = ts.load(run_dir)
+        run = engine.load_run(run_dir, device="cpu", attention="sdpa")
+        model, tokenizer = run.model, run.tokenizer
         nats = size = 0
         for tokens, mask in read_split(data, "val"):
             lengths = tokenizer.token_bytes[tokens[1:]] * np.array(mask[1:])
@@ -459,7 +460,8 @@ def memorised(base, tmp_path_factory) -> Path:
 
 def test_memorised_answers(memorised, base, monkeypatch, capsys):
     """Generator and report answer each question by heart and stop; runs/chat.py knows the run for a chat, too."""
-    model, tokenizer, _ = ts.load(memorised)
+    run = engine.load_run(memorised, device="cpu")
+    model, tokenizer = run.model, run.tokenizer
     ids = tokenizer.specials
     prompts = [[tokenizer.bos_id, ids["<|user_start|>"], *tokenizer.encode(q), ids["<|user_end|>"],
                 ids["<|assistant_start|>"]] for q in MEMORY]  # fmt: skip
@@ -528,7 +530,7 @@ def test_defaults(base, tmp_path, monkeypatch, capsys):
         (["{base}", "--set", "width=128"], ["finetuning cannot change width", "64", "128"]),
         (["{base}", "--set", "source=x"], ["unknown Config field source"]),
         (["{base}", "--pack", "2"], ["unknown flag --pack; did you mean --packs?"]),
-        (["{base}", "--packs", "0"], ["packs and windows of at least 1"]),
+        (["{base}", "--packs", "0"], ["a stage has packs below 1"]),
         (["{base}", "--lr", "0"], ["--lr 0.0 must be above 0"]),
         (["{base}", "--packs", "4", "--steps", "1000"], ["the run asks for 512,000", "max_epochs"]),
         (["{base}", "--data", "{other}"], ["{other} has another tokenizer than {base}"]),
@@ -548,11 +550,14 @@ def test_mistakes(argv, words, fails, base, finished, data, tmp_path, monkeypatc
     if "{text}" in argv:
         shutil.copytree(data, text)
         shutil.rmtree(text / "sft")
+        info = json.loads((text / "dataset.json").read_text())
+        info["files"] = {name: entry for name, entry in info["files"].items() if not name.startswith("sft/")}
+        (text / "dataset.json").write_text(json.dumps(info))
     if "{other}" in argv:
         write_dataset(other, merges=MERGES)
     if "{rl}" in argv:
         shutil.copytree(base, rl)
-        (rl / "config.json").write_text(json.dumps({"command": "rl"}))
+        ts.write_description(rl, {"command": "rl"})
     names = {"tmp": tmp_path, "base": base, "text": text, "other": other, "sft": finished[0], "rl": rl}
     fails([a.format(**names) for a in argv], *(w.format(**names) for w in words))
     assert snapshot(base) == before and not (tmp_path / "out").exists()

@@ -397,7 +397,7 @@ def test_args_files(name):
     """Each is valid and makes a model, and the time in its comment follows from its tokens and the stated speed."""
     script = tm if "medium" in name else ts
     config = script.make_config(script.build_parser().parse_args([f"@{ROOT}/runs/{name}"]))
-    config.validate()
+    script.validate(config)
     script.GPT(config, "meta")
     text = (ROOT / "runs" / name).read_text(encoding="utf-8")
     unit = {"k": 1e3, "M": 1e6}
@@ -548,8 +548,10 @@ SMOKE = (
     (r"(train_small.py --run-dir out/first --resume)", r"\1"),
     (r"^(python train_small.py)( --run-dir out/first --save-every 500)?$",
      r"\1 @runs/tiny.args --data data/shards/climbmix\2"),
-    (r"--source smol-smoltalk --source gsm8k:gsm8k_train.jsonl:2", "--source chat.jsonl --max-len 257"),
-    (r"(sft --from out/first)", r"\1 --run-dir out/2026-11-21_12-00-00_train_small_sft"),
+    (r"--source smol-smoltalk --source addition:2000", "--source chat.jsonl --max-len 257"),
+    (r"(runs/finetune.py .*)", r"\1 --packs 1"),
+    (r"(train_plain.py --data data/shards/stdlib) --steps 20", r"\1 --steps 1"),
+    (r"(train_plain.py) --steps 20", r"\1 --data data/shards/climbmix --steps 1"),
     (r"(runs/chat.py out/\S+)", r"\1 --prompt Hello --max-tokens 4"),
     (r"(dev/bench.py|dev/profile.py) @runs/tiny.args(?: --set vocab_size=4096)? --steps \d+",
      r"\1 @runs/tiny.args --set vocab_size=400 --steps 1"),
@@ -564,7 +566,7 @@ NOT_RUN = {  # pattern: why, and what does it in the tests
     r"runs/(chat_eval|rl|serve)\.py": "test_chat_eval.py, test_rl.py and test_serve.py have runs of their own",
     r"runs/(speedrun_\w+|miniseries|scaling_laws)\.sh": "they make .venv; .ci/run has the small one at toy size",
     r"train_medium\.py": "needs a GPU; test_medium.py trains a small one",
-    r"data/core\.py|train_small\.py core": "needs the CORE files; test_core.py makes small ones",
+    r"data/core\.py|runs/score_core\.py": "needs the CORE files; test_core.py makes small ones",
     r"sbatch |multi_node\.sh": "needs machines; test_multi_node.py has two agents and fakes of SLURM",
     r"records/\S+ .*(2026-11-21_first-b34|--help)": "needs runs on that card; tutorial 3 does the same with others",
     r"--seed \d --run-dir out/a_\d$": "done by tutorial 3",

@@ -298,7 +298,7 @@ def test_a_run_and_its_continuation(source, tmp_path):
     whole, part = ([{k: v for k, v in e.items() if "seconds" not in k} for e in steps_of(tmp_path / name)]
                    for name in ("whole", "part"))  # fmt: skip
     assert whole == part and [e["step"] for e in whole] == [0, 1, 2, 2, 3, 4, 4]
-    ts.load(tmp_path / "part", device="cpu")
+    rl.engine.load_run(tmp_path / "part", device="cpu")
     description = json.loads((tmp_path / "whole" / "config.json").read_text())
     assert description["command"] == "rl" and description["checkpoint"] == ts.checkpoints(source)[-1].name
     assert description["rl"]["source"] == str(source) and description["rl"]["samples"] == 6

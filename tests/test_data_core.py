@@ -1,0 +1,213 @@
+"""data/core.py on bundles that are damaged or hostile: one sentence, and what was there before stays."""
+
+import io
+import json
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zstandard
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "data"))
+import core
+import format
+import tokenizer
+
+YAML = """icl_tasks:
+- label: copa
+  dataset_uri: a/copa.jsonl
+  num_fewshot: [1]
+  icl_task_type: multiple_choice
+- label: winograd
+  dataset_uri: a/winograd.jsonl
+  num_fewshot: [0]
+  icl_task_type: schema
+- label: lambada
+  dataset_uri: a/lambada.jsonl
+  num_fewshot: [0]
+  icl_task_type: language_modeling
+"""
+TABLE = "Eval Task,Random baseline\ncopa,50\nwinograd,50\nlambada,0\n"
+ITEMS = {
+    "copa": [{"query": f"q{i}", "choices": ["yes", "no"], "gold": i % 2} for i in range(3)],
+    "winograd": [{"context_options": ["the a", "the b"], "continuation": "is it", "gold": 1}],
+    "lambada": [{"context": "once upon a", "continuation": "time"}, {"context": "", "continuation": "x"}],
+}
+
+
+def lines(items: list) -> bytes:
+    return "".join(json.dumps(item) + "\n" for item in items).encode()
+
+
+@pytest.fixture
+def bundle() -> dict[str, bytes]:
+    files = {"core.yaml": YAML.encode(), "eval_meta_data.csv": TABLE.encode()}
+    return files | {f"eval_data/a/{label}.jsonl": lines(items) for label, items in ITEMS.items()}
+
+
+@pytest.fixture
+def data(tmp_path) -> Path:
+    """A dataset with shards of one token and a tokenizer of single bytes."""
+    root = tmp_path / "data"
+    ranks = [bytes([b]) for b in range(256)]
+    sha = format.write_json(root / "tokenizer.json", tokenizer.make_spec(tokenizer.PATTERN, ranks, {"<|bos|>": 256}))
+    files = {"tokenizer.json": format.entry_of(root / "tokenizer.json", sha)}
+    for split in ("train", "val"):
+        name = f"pretrain/{split}_000000.bin"
+        written = format.write_shard(root / name, np.array([256, 65], np.uint16), 256, 257, sha)
+        files[name] = {"tokens": 2, "documents": 1, "text_bytes": 1, **format.entry_of(root / name, written)}
+    format.write_dataset(root, {"name": "x", "sources": [], "tokenizer_sha256": sha, "files": files})
+    return root
+
+
+def error(action) -> str:
+    with pytest.raises(SystemExit) as e:
+        action()
+    assert e.value.code.startswith("error: ") and "\n" not in e.value.code
+    return e.value.code
+
+
+def snapshot(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def test_every_file_is_listed_with_its_size_and_text(data, bundle):
+    plain = format.read_dataset(data)
+    core.build(bundle, data, 64)
+    info = format.read_dataset(data)
+    assert [name for name in info["files"] if name.startswith("core/")] == [
+        f"core/{label}.npz" for label in ("copa", "lambada", "winograd")
+    ]
+    for label in ITEMS:
+        path, entry = data / f"core/{label}.npz", info["files"][f"core/{label}.npz"]
+        assert entry["bytes"] == path.stat().st_size and entry["sha256"] == format.sha256_file(path)
+        with np.load(path, allow_pickle=False) as arrays:
+            # Each token but BOS is one byte.
+            assert entry["text_bytes"] == int((arrays["tokens"] != 256).sum())
+            assert entry["tokens"] == len(arrays["tokens"]) and entry["items"] == len(arrays["gold"])
+    assert info["fingerprint"] == plain["fingerprint"]
+    assert info["core"] == {"fingerprint": format.fingerprint(info["files"], "core")}
+    before = info["core"]["fingerprint"]
+    core.build(bundle, data, 5)
+    assert format.read_dataset(data)["core"]["fingerprint"] != before, "cut rows are other files"
+
+
+def test_a_failed_run_leaves_the_old_files(data, bundle, monkeypatch):
+    """The third of three files cannot be written: the first two are not exchanged either."""
+    core.build(bundle, data, 64)
+    before = snapshot(data)
+    real, left = core.write_atomic, [2]
+
+    def write_atomic(path, pieces):
+        left[0] -= 1
+        if left[0] < 0:
+            format.fail("the disk is full")
+        return real(path, pieces)
+
+    monkeypatch.setattr(core, "write_atomic", write_atomic)
+    assert "the disk is full" in error(lambda: core.build(bundle, data, 32))
+    assert snapshot(data) == before
+    monkeypatch.undo()
+    (data / ".core.new.tmp").mkdir()
+    (data / ".core.new.tmp/half.npz").write_bytes(b"half")
+    core.build(bundle, data, 32)
+    assert snapshot(data) != before and not list(data.rglob("*half*"))
+
+
+CHOICE = ITEMS["copa"][0]
+BAD_ITEMS = [
+    (b"[1]", "is no JSON object but list"),
+    (b'"query choices gold"', "is no JSON object but str"),
+    (b"{", "is no JSON object"),
+    (b"[" * 100_000, "is no JSON object"),
+    ({**CHOICE, "gold": 2}, "has no choice 2"),
+    ({**CHOICE, "gold": -1}, "has no choice -1"),
+    ({**CHOICE, "gold": True}, "'gold' that is no whole number"),
+    ({**CHOICE, "gold": "0"}, "'gold' that is no whole number"),
+    ({**CHOICE, "choices": "yes"}, "'choices' that are no list of texts"),
+    ({**CHOICE, "choices": [1, 2]}, "'choices' that are no list of texts"),
+    ({**CHOICE, "choices": []}, "has no choice 0"),
+    ({**CHOICE, "query": None}, "'query' that is no text"),
+    ({"query": "x"}, "has no 'choices'"),
+]
+
+
+@pytest.mark.parametrize(("item", "part"), BAD_ITEMS)
+def test_bad_items_are_named(data, bundle, item, part):
+    raw = item if isinstance(item, bytes) else json.dumps(item).encode()
+    bundle["eval_data/a/copa.jsonl"] = lines(ITEMS["copa"][:1]) + b"\n" + raw + b"\n"
+    before = snapshot(data)
+    message = error(lambda: core.build(bundle, data, 64))
+    assert part in message and "eval_data/a/copa.jsonl line 3" in message
+    assert snapshot(data) == before
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new", "part"),
+    [
+        ("core.yaml", "copa", "../copa", "'../copa'"),
+        ("core.yaml", "[1]", "[-1]", "-1 shots"),
+        ("core.yaml", "[1]", "[99]", "too few for 99 shots"),
+        ("core.yaml", "[1]", "many", "copa"),
+        ("core.yaml", "label: winograd", "label: copa", "twice"),
+        ("core.yaml", "a/copa.jsonl", '"a/copa', "damaged line"),
+        ("core.yaml", "schema", "essay", "'essay'"),
+        ("eval_meta_data.csv", "copa,50", "copa,nan", "nan percent"),
+        ("eval_meta_data.csv", "copa,50", "copa", "copa"),
+        ("eval_meta_data.csv", "Eval Task", "Task", "eval_meta_data.csv"),
+        ("eval_meta_data.csv", "copa", "a" * 200_000, "eval_meta_data.csv"),
+    ],
+)
+def test_bad_tables_are_named(data, bundle, name, old, new, part):
+    bundle[name] = bundle[name].replace(old.encode(), new.encode())
+    assert part in error(lambda: core.build(bundle, data, 64))
+
+
+def test_texts_that_are_not_utf8(data, bundle):
+    """Wrong bytes end the script; a lone surrogate in JSON becomes a question mark, as everywhere."""
+    name = "eval_data/a/lambada.jsonl"
+    bundle[name] = b'{"context": "a\\ud800", "continuation": "b"}\n'
+    core.build(bundle, data, 64)
+    with np.load(data / "core/lambada.npz", allow_pickle=False) as arrays:
+        assert bytes(arrays["tokens"][1:].astype(np.uint8)) == b"a? b"
+    bundle[name] = b'{"context": "a\xff", "continuation": "b"}\n'
+    assert f"{name} of the bundle is damaged" in error(lambda: core.build(bundle, data, 64))
+
+
+def pack(bundle: dict[str, bytes], path: Path) -> bytes:
+    stream = io.BytesIO()
+    if path.suffix == ".zip":
+        with zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED) as archive:
+            for name, content in bundle.items():
+                archive.writestr(f"eval_bundle/{name}", content)
+        return stream.getvalue()
+    with tarfile.open(fileobj=stream, mode="w") as archive:
+        for name, content in bundle.items():
+            member = tarfile.TarInfo(f"eval_bundle/{name}")
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+    return zstandard.compress(stream.getvalue())
+
+
+@pytest.mark.parametrize("ending", [".zip", ".tar.zst"])
+def test_damaged_archives(bundle, tmp_path, ending, monkeypatch):
+    path = tmp_path / f"b{ending}"
+    raw = pack(bundle, path)
+    path.write_bytes(raw)
+    assert core.open_bundle(path) == bundle
+    monkeypatch.setattr(core, "MAX_BUNDLE", 200)
+    assert "more than 200 bytes" in error(lambda: core.open_bundle(path))
+    monkeypatch.undo()
+    rng = np.random.default_rng(0)
+    for _ in range(60):
+        broken = bytearray(raw)
+        for i in rng.integers(0, len(raw), 8):
+            broken[i] ^= 1 << int(rng.integers(8))
+        path.write_bytes(broken[: int(rng.integers(1, len(raw) + 1))] if rng.random() < 0.5 else broken)
+        try:
+            core.open_bundle(path)
+        except SystemExit as end:
+            assert str(end.code).startswith("error: ")
