@@ -15,8 +15,8 @@ from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# In place of dev/, whose profile.py would hide that of the standard library.
-sys.path[0] = str(Path(__file__).resolve().parents[1] / "runs")
+sys.path.pop(0)  # dev/, whose profile.py would hide that of the standard library
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "runs"))
 
 import datasets
 import engine
@@ -105,36 +105,44 @@ def check_harness(checks: Checks, run, folder: str) -> None:
     checks.report("harness, perplexity with two BOS", f"differs by {error:.1e} nats", error > 1e-3)
 
 
-def training_data(chat: bool) -> datasets.Dataset:
-    """Sums, as conversations or as texts."""
+def training_data() -> datasets.Dataset:
+    """Conversations about sums."""
     rows = []
     for i in range(64):
-        question = f"What is {i} + {i % 7}?"
-        answer = f"It is {i + i % 7}."
-        turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-        rows.append({"messages": turns} if chat else {"text": f"{question} {answer}"})
+        question = {"role": "user", "content": f"What is {i} + {i % 7}?"}
+        answer = {"role": "assistant", "content": f"It is {i + i % 7}."}
+        rows.append({"messages": [question, answer]})
     return datasets.Dataset.from_list(rows)
 
 
-def train(checks: Checks, name: str, folder: str, work: Path, chat: bool, **trainer_options):
-    """20 steps with TRL's defaults, but for what a small model on a CPU needs. Returns the trainer."""
+def train(checks: Checks, name: str, folder: str, work: Path, **trainer_options):
+    """20 steps with TRL's defaults, but for what a small model on a CPU needs. Returns the trainer.
+
+    A base model gets the template that lies beside it, as its card says.
+    """
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+    template = Path(folder) / export.BASE_TEMPLATE
+    base_options = {"chat_template_path": str(template), "eos_token": "<|assistant_end|>"}
     args = trl.SFTConfig(
-        output_dir=str(work / name.replace(" ", "_")),
+        output_dir=str(work / name),
         max_steps=STEPS,
         logging_steps=1,
         learning_rate=1e-3,
         max_length=min(1024, model.config.max_position_embeddings),
-        assistant_only_loss=chat,
+        assistant_only_loss=True,
         report_to="none",
         save_strategy="no",
         use_cpu=True,
         disable_tqdm=True,
+        **(base_options if template.is_file() else {}),
     )
-    data = training_data(chat)
     trainer = trl.SFTTrainer(
-        model=model, args=args, train_dataset=data, processing_class=tokenizer, **trainer_options
+        model=model,
+        args=args,
+        train_dataset=training_data(),
+        processing_class=tokenizer,
+        **trainer_options,
     )
     trainer.remove_callback(transformers.trainer_callback.PrinterCallback)
 
@@ -154,9 +162,9 @@ def train(checks: Checks, name: str, folder: str, work: Path, chat: bool, **trai
     return trainer
 
 
-def check_lora(checks: Checks, folder: str, work: Path, chat: bool) -> None:
+def check_lora(checks: Checks, folder: str, work: Path) -> None:
     options = peft.LoraConfig(target_modules="all-linear", r=8, task_type="CAUSAL_LM")
-    trainer = train(checks, "LoRA", folder, work, chat, peft_config=options)
+    trainer = train(checks, "LoRA", folder, work, peft_config=options)
     adapted = {name.split(".")[-1] for name in trainer.model.targeted_module_names}
     expected = {"q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj"}
     checks.report("LoRA, modules", " ".join(sorted(adapted)), adapted == expected)
@@ -184,7 +192,6 @@ def main() -> None:
     print(", ".join([*versions, f"lm_eval {lm_eval.__version__}"]))
 
     run = engine.load_run(args.run_dir, device="cpu", dtype="float32", attention="sdpa")
-    chat = export.is_chat_run(args.run_dir)
     checks = Checks()
     with tempfile.TemporaryDirectory() as temporary:
         work = Path(temporary)
@@ -193,8 +200,8 @@ def main() -> None:
         load = transformers.AutoModelForCausalLM.from_pretrained
         check_logits(checks, run, load(folder, trust_remote_code=True))
         check_harness(checks, run, folder)
-        train(checks, "SFT", folder, work, chat)
-        check_lora(checks, folder, work, chat)
+        train(checks, "SFT", folder, work)
+        check_lora(checks, folder, work)
     sys.exit(1 if checks.failed else 0)
 
 

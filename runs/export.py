@@ -130,6 +130,18 @@ def read_scalars(model) -> tuple[list[dict], dict]:
     return of_layers, dict(zip(MODEL_SCALARS, table[-1], strict=False))
 
 
+def layer_scalars(model, layer: int) -> list[str]:
+    """Names of the scalars that a layer uses and that no matrix takes in."""
+    c = model.config
+    is_used = {
+        "resid_attn": layer in c.attention_layers,
+        "resid_mlp": not hasattr(model, "residual"),
+        "share_x0": c.x0_injection,
+        "share_bigram": c.bigram_rows > 0,
+    }
+    return [name for name, used in is_used.items() if used]
+
+
 @torch.no_grad()
 def convert_weights(model) -> dict[str, Tensor]:
     """The weights by the names of export_model.py, fp32.
@@ -154,13 +166,9 @@ def convert_weights(model) -> dict[str, Tensor]:
     if c.backout_layer >= 0:
         tensors["model.scalars.backout"] = scalars_of_model["backout"].view(1)
 
-    kept = ["resid_attn"]
-    kept += ["resid_mlp"] * (not hasattr(model, "residual"))
-    kept += ["share_x0"] * bool(c.x0_injection)
-    kept += ["share_bigram"] * bool(c.bigram_rows)
     for layer, weights in enumerate(model.layer_weights()):
         prefix = f"model.layers.{layer}"
-        for name in kept:
+        for name in layer_scalars(model, layer):
             tensors[f"{prefix}.scalars.{name}"] = scalars_of_layers[layer][name].view(1)
         tensors[f"{prefix}.mlp.up_proj.weight"] = weights.up
         tensors[f"{prefix}.mlp.down_proj.weight"] = weights.down.T

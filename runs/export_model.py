@@ -259,7 +259,9 @@ class DecoderStackLayer(GradientCheckpointingLayer):
         self.mlp = DecoderStackMLP(config)
 
         # Factors of the residual stream, and how much of the embeddings is added to it.
-        start = {"resid_attn": 1.0}
+        start = {}
+        if self.self_attn is not None:
+            start["resid_attn"] = 1.0
         if not config.injects_first:
             start["resid_mlp"] = 1.0
         if config.x0_injection:
