@@ -185,6 +185,8 @@ def make_masks(config, positions: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 class DecoderStackAttention(nn.Module):
+    """Attention over a window, with the norms of queries and keys before the rotation."""
+
     def __init__(self, config: DecoderStackConfig, layer: int):
         super().__init__()
         width = config.hidden_size
@@ -194,9 +196,8 @@ class DecoderStackAttention(nn.Module):
         self.is_long = layer in config.long_layers
         self.offsets_keys = layer in config.key_offset_layers
         layers_before = [i for i in range(layer) if i not in config.no_attention_layers]
-        self.cache_layer = (
-            len(layers_before) + 1
-        )  # 0 holds the tokens, see DecoderStackModel.remember
+        # The cache's first layer holds the tokens, see DecoderStackModel.remember.
+        self.cache_layer = len(layers_before) + 1
 
         self.q_proj = nn.Linear(width, heads * self.head_dim, bias=False)
         self.k_proj = nn.Linear(width, heads * self.head_dim, bias=False)
@@ -250,6 +251,8 @@ class DecoderStackMLP(nn.Module):
 
 
 class DecoderStackLayer(GradientCheckpointingLayer):
+    """Attention and MLP, each added to the residual stream, and the embeddings once more."""
+
     def __init__(self, config: DecoderStackConfig, layer: int):
         super().__init__()
         self.injects_first = config.injects_first
@@ -357,12 +360,11 @@ class DecoderStackModel(DecoderStackPreTrainedModel):
         return_dict=None,
         **unused,
     ):
-        """Args:
+        """The normalised state after the last layer, (B, T, D).
 
-        input_ids       int (B, T), the tokens after those in the cache
-        attention_mask  (B, S), 0 at padding, which may stand on either side
-        position_ids    (B, T); each 0 starts a new text, so a row can hold several
-        past_key_values a DynamicCache
+        Args: input_ids int (B, T), the tokens after those in the cache; attention_mask (B, S), 0 at
+              padding, which may stand on either side; position_ids (B, T), where each 0 starts a new
+              text, so a row can hold several; past_key_values a DynamicCache
         """
         if input_ids is None:
             raise ValueError("this model needs input_ids: it looks up more than one table by them")
@@ -382,25 +384,26 @@ class DecoderStackModel(DecoderStackPreTrainedModel):
         x = x0
         shared_input = None
         middle = None
-        states = [x]
+        states = []
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
         for index, layer in enumerate(self.layers):
+            if output_hidden_states:
+                states.append(x)
             if index == self.config.shared_input_from:
                 shared_input = norm(x)
             injected = x0 if self.config.x0_injection else None
             x = layer(x, shared_input, injected, bigram, context, past_key_values=past_key_values)
             if index == self.config.backout_layer:
                 middle = x
-            states.append(x)
         if middle is not None:
             x = x - times(self.scalars.backout, middle)
         hidden = norm(x)
 
-        if output_hidden_states is None:
-            output_hidden_states = self.config.output_hidden_states
         output = BaseModelOutputWithPast(
             last_hidden_state=hidden,
             past_key_values=past_key_values if use_cache else None,
-            hidden_states=(*states[:-1], hidden) if output_hidden_states else None,
+            hidden_states=(*states, hidden) if output_hidden_states else None,
         )
         return output.to_tuple() if return_dict is False else output
 

@@ -163,8 +163,6 @@ def test_user_errors(bpe, tmp_path, monkeypatch, capsys):
         model.scalars[0, 0] = math.nan
     diverged = write_run(tmp_path / "diverged", bpe, model=model)
     other = write_run(tmp_path / "other", bpe, model=random_model(tiny_config(vocab_size=300)))
-    description = json.loads((run_dir / "config.json").read_text())
-    ts.write_description(other, description)
     new = tmp_path / "new"
     for args, message in [
         ((run_dir, full), "not an empty folder"), ((run_dir, full / "x"), "not an empty folder"),
