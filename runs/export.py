@@ -17,6 +17,7 @@ import os
 import re
 import shutil
 import sys
+import textwrap
 from pathlib import Path
 from typing import NoReturn
 
@@ -277,7 +278,7 @@ trainer = SFTTrainer(
     model=model,
     processing_class=tokenizer,
     train_dataset=conversations,  # a datasets.Dataset with a column "messages"
-    args=SFTConfig(output_dir="sft", assistant_only_loss=True{options}),
+    args=SFTConfig(output_dir="sft", max_length={context}, assistant_only_loss=True{options}),
     peft_config=LoraConfig(target_modules="all-linear"),  # or leave it out to train all weights
 )
 """
@@ -326,7 +327,7 @@ def unusual_parts(fields: dict) -> str:
     if fields["attention_gates"]:
         parts.append("gates on attention heads")
     parts.append("learned factors of the residual stream")
-    return ", ".join(parts)
+    return textwrap.fill(", ".join(parts), 110, subsequent_indent="  ")
 
 
 def last_figures(run_dir: Path, step: int) -> dict:
@@ -343,6 +344,7 @@ def last_figures(run_dir: Path, step: int) -> dict:
 
 def model_card(name: str, run_dir: Path, fields: dict, parameters: int, step: int, bos: str) -> str:
     chat = is_chat_run(run_dir)
+    context = fields["max_position_embeddings"]
     base_options = f',\n        chat_template_path="{BASE_TEMPLATE}", eos_token="<|assistant_end|>"'
     picture = "\n![loss curve](curve.png)\n" if (run_dir / "curve.png").is_file() else ""
     chat_kind = "It was finetuned for conversations; the chat template is in the tokenizer."
@@ -353,13 +355,13 @@ def model_card(name: str, run_dir: Path, fields: dict, parameters: int, step: in
         layers=fields["num_hidden_layers"],
         width=fields["hidden_size"],
         vocab=fields["vocab_size"],
-        context=fields["max_position_embeddings"],
+        context=context,
         kind=chat_kind if chat else base_kind,
         results=report_table(run_dir, last_figures(run_dir, step)),
         core=core_table(run_dir),
         picture=picture,
         prompt=CHAT_PROMPT if chat else BASE_PROMPT,
-        finetune=FINETUNE.replace("{options}", "" if chat else base_options),
+        finetune=FINETUNE.format(context=context, options="" if chat else base_options),
         bos=bos,
         or_chat="or let it chat " if chat else "",
         chat_flag=" --apply_chat_template" if chat else "",
