@@ -1,23 +1,23 @@
 """A trained model as a Hugging Face repository that transformers and tokenizers load.
 
     python runs/export.py out/RUN --out export/my-model
-    AutoModelForCausalLM.from_pretrained("export/my-model", trust_remote_code=True)      # then, in Python
+    AutoModelForCausalLM.from_pretrained("export/my-model", trust_remote_code=True)   # then, in Python
 
-It writes model.safetensors, config.json, generation_config.json, tokenizer.json (for the `tokenizers` library),
-tokenizer_config.json with the chat template, the training script as it ran with a thin modelling file beside it, and
-README.md with the results. The model is the script's own GPT class, so its logits are the script's. Exporting does not
-need transformers; upload the folder with `hf upload OWNER/NAME export/my-model`.
+It writes model.safetensors, config.json, generation_config.json, tokenizer.json (for the `tokenizers`
+library), tokenizer_config.json with the chat template, the model's code (export_model.py, a plain
+layered model whose logits are the script's) and README.md with results and commands. Exporting needs
+no transformers. Upload the folder with `hf upload OWNER/NAME export/my-model`.
 
 This executes the training script that lies in the run directory.
 """
 
 import argparse
-import dataclasses
 import json
 import os
 import re
 import shutil
 import sys
+import textwrap
 from pathlib import Path
 from typing import NoReturn
 
@@ -25,139 +25,180 @@ import torch
 from chat import is_chat_run
 from engine import RunError, import_script
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+MODEL_CODE = Path(__file__).with_name("export_model.py")
+CHAT_TEMPLATE = Path(__file__).with_name("export_chat.jinja")
+CARD = Path(__file__).with_name("export_card.md")
+WEIGHTS_ONLY = ("model.safetensors",)
 
-CONFIGURATION = '''"""The configuration of a DecoderStack model for transformers."""
-
-from transformers import PretrainedConfig
-
-
-class DecoderStackConfig(PretrainedConfig):
-    """script_config holds the Config of the training script; stage holds windows, scale and rotary frequencies."""
-
-    model_type = "decoderstack"
-
-    def __init__(self, script_config=None, stage=None, **kwargs):
-        self.script_config = script_config or {}
-        self.stage = stage or {}
-        super().__init__(**kwargs)
-'''
-
-MODELING = '''"""A DecoderStack model for transformers: a thin shell around the GPT class of its training script."""
-
-import torch
-import torch.nn.functional as F
-from transformers import GenerationMixin, PreTrainedModel
-from transformers.modeling_outputs import CausalLMOutputWithPast
-
-from .configuration_decoderstack import DecoderStackConfig
-from .@SCRIPT@ import GPT, Config, as_tuple, sdpa_attention
-
-
-class DecoderStackForCausalLM(GenerationMixin, PreTrainedModel):
-    """No KV cache: generate() runs the whole text for each new token. The project's own tools decode with a cache."""
-
-    config_class = DecoderStackConfig
-    base_model_prefix = "gpt"
-    main_input_name = "input_ids"
-    _keep_in_fp32_modules_strict = ["scalars"]
-    _supports_cache_class = False
-
-    def __init__(self, config):
-        super().__init__(config)
-        with torch.device("cpu"):  # transformers builds models on the meta device, where tables cannot be filled
-            values = {name: as_tuple(value) for name, value in config.script_config.items()}
-            self.gpt = GPT(Config(**values), dtype=torch.get_default_dtype())  # which from_pretrained sets
-        self.tables_device = None
-        self.post_init()
-
-    def _init_weights(self, module):
-        """All weights come from model.safetensors."""
-
-    def get_input_embeddings(self):
-        return None  # a plain parameter in the script, which cannot be replaced
-
-    def prepare(self, device):
-        """Windows, scale and rotary table are not weights: they are rebuilt, in fp32, on the model's device."""
-        gpt = self.gpt
-        gpt.attention = sdpa_attention
-        shapes = (gpt.config.max_seq_len, gpt.config.head_dim)
-        gpt.rotary = torch.zeros(2, *shapes, device=device)
-        gpt.attention_scale = torch.zeros((), device=device)
-        gpt.window_sizes = torch.zeros(2, dtype=torch.int32, device=device)
-        gpt.loss_weights = torch.ones(len(gpt.config.ahead), device=device)
-        with torch.device("cpu"):
-            gpt.set_stage(self.config.stage)
-        self.tables_device = device
-
-    def forward(self, input_ids, attention_mask=None, labels=None, return_dict=True, logits_to_keep=0, **unused):
-        """Rows are packed without their padding, left or right; logits at padding are 0."""
-        device = input_ids.device
-        if self.tables_device != device or self.gpt.rotary.dtype != torch.float32:
-            self.prepare(device)
-        real = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
-        lengths = real.sum(1)
-        longest, limit = int(lengths.max()), self.gpt.config.max_seq_len
-        if longest > limit:
-            raise ValueError(f"the text has {longest} tokens but the model's context is {limit}; shorten it")
-        ends = lengths.cumsum(0)
-        borders = torch.cat((ends.new_zeros(1), ends)).int()
-        positions = (real.long().cumsum(1) - 1)[real].int()
-        with torch.set_grad_enabled(torch.is_grad_enabled()):
-            flat = self.gpt(input_ids[real].int(), None, positions, borders, longest)[:, : self.config.vocab_size]
-        logits = flat.new_zeros(*input_ids.shape, flat.size(-1))
-        logits[real] = flat
-        loss = None
-        if labels is not None:
-            targets = torch.where(real[:, :-1] & real[:, 1:], labels[:, 1:], -100)
-            loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), targets.flatten())
-        if isinstance(logits_to_keep, int) and logits_to_keep:
-            logits = logits[:, -logits_to_keep:]
-        return CausalLMOutputWithPast(loss=loss, logits=logits) if return_dict else (logits,)
-
-    def prepare_inputs_for_generation(self, input_ids, attention_mask=None, **unused):
-        return {"input_ids": input_ids, "attention_mask": attention_mask, "use_cache": False}
-'''
-
-# As data/sft.py renders conversations; tool parts too. Nothing stands between the tokens.
-CHAT_TEMPLATE = """\
-{{- '<|bos|>' -}}
-{%- set lead = namespace(text='') -%}
-{%- for message in messages -%}
-{%- if message.role == 'system' and loop.first -%}
-{%- set lead.text = message.content + '\\n\\n' -%}
-{%- elif message.role == 'user' -%}
-{{- '<|user_start|>' + lead.text + message.content + '<|user_end|>' -}}
-{%- set lead.text = '' -%}
-{%- elif message.role == 'assistant' -%}
-{{- '<|assistant_start|>' -}}
-{%- if message.content is string -%}
-{{- message.content -}}
-{%- else -%}
-{%- for part in message.content -%}
-{%- if part.type == 'python' -%}
-{{- '<|python_start|>' + part.text + '<|python_end|>' -}}
-{%- elif part.type == 'python_output' -%}
-{{- '<|output_start|>' + part.text + '<|output_end|>' -}}
-{%- else -%}
-{{- part.text -}}
-{%- endif -%}
-{%- endfor -%}
-{%- endif -%}
-{{- '<|assistant_end|>' -}}
-{%- else -%}
-{{- raise_exception('unknown role ' + message.role) -}}
-{%- endif -%}
-{%- endfor -%}
-{%- if add_generation_prompt -%}
-{{- '<|assistant_start|>' -}}
-{%- endif -%}
-"""
+# Rows of the script's table of learned scalars; the last row holds those of the whole model.
+SMALL_SCALARS = (
+    "resid_attn", "resid_mlp", "scale_v", "scale_o", "scale_down", "share_x0", "share_bigram",
+)  # fmt: skip
+MEDIUM_SCALARS = ("share_x0", "share_bigram")
+MODEL_SCALARS = ("smear", "backout")
 
 
 def fail(message: str) -> NoReturn:
     sys.exit(f"error: {message}")
+
+
+def print_note(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+# ---- the model
+
+
+def read_checkpoint(script, run_dir: Path, step: int | None) -> tuple[torch.nn.Module, dict]:
+    """The script's model with the weights of a checkpoint, in fp32 on the CPU, and its description.
+
+    Ends with a message if there is none, or if it is damaged.
+    """
+    if step is None:
+        folder = script.newest_whole(run_dir, print_note, WEIGHTS_ONLY)
+    else:
+        folder = run_dir / "checkpoints" / f"step_{step:06d}"
+        if folder not in script.checkpoints(run_dir):
+            fail(f"no checkpoint of step {step} in {run_dir}/checkpoints; name another with --step, or "
+                 f"leave it out")  # fmt: skip
+    description = script.check_checkpoint(folder, WEIGHTS_ONLY)
+    model = script.GPT(script.read_config(run_dir), "cpu", torch.float32)
+    weights = load_file(folder / "model.safetensors")
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError:
+        fail(
+            f"the weights in {folder} do not fit config.json; restore config.json as the run wrote it"
+        )
+    if not all(bool(value.isfinite().all()) for value in weights.values()):
+        fail(f"the weights in {folder} are not all finite; name an earlier checkpoint with --step")
+    return model, description
+
+
+def describe_model(model, attention: dict) -> dict:
+    """The fields of DecoderStackConfig; attention is what the checkpoint says of its stage."""
+    c = model.config
+    high, shift, slope = c.softcap
+    return {
+        "vocab_size": c.vocab_size,
+        "hidden_size": c.width,
+        "num_hidden_layers": c.num_layers,
+        "num_attention_heads": c.num_heads,
+        "num_key_value_heads": c.num_heads,
+        "head_dim": c.head_dim,
+        "intermediate_size": c.mlp_width,
+        "max_position_embeddings": c.max_seq_len,
+        "tie_word_embeddings": c.tied,
+        "window_short": attention["window_short"],
+        "window_long": attention["window_long"],
+        "attention_scale": attention["scale"],
+        "rotary_frequencies": attention["frequencies"],
+        "no_attention_layers": list(c.no_attention_layers),
+        "long_layers": list(c.long_layers),
+        "key_offset_layers": list(c.key_offset_layers),
+        "value_embed_layers": list(c.value_embed_layers),
+        "shared_input_from": c.shared_input_from,
+        "attention_gates": c.attention_gates,
+        "gate_width": c.gate_width,
+        "injects_first": hasattr(model, "residual"),
+        "x0_injection": c.x0_injection,
+        "bigram_rows": c.bigram_rows,
+        "smear": c.smear,
+        "backout_layer": c.backout_layer,
+        # high sigmoid((z + shift) / slope) = C tanh(scale (z + shift) / C) + C with C = high / 2:
+        # the form that other tools know from other models.
+        "final_logit_softcapping": high / 2,
+        "logit_scale": high / (4 * slope),
+        "logit_bias": shift,
+    }
+
+
+def read_scalars(model) -> tuple[list[dict], dict]:
+    """The learned scalars by name: of each layer, and of the whole model."""
+    is_medium = hasattr(model, "residual")
+    names = MEDIUM_SCALARS if is_medium else SMALL_SCALARS
+    table = model.scalars
+    if len(table) != len(names) + 1:
+        fail(f"the script's table of scalars has {len(table)} rows and not {len(names) + 1}; use the "
+             f"export.py of the commit that made the run")  # fmt: skip
+    of_layers = [dict(zip(names, column, strict=False)) for column in table.T]
+    if is_medium:
+        for layer, factor in zip(of_layers, model.residual, strict=True):
+            layer["resid_attn"] = factor
+    return of_layers, dict(zip(MODEL_SCALARS, table[-1], strict=False))
+
+
+def layer_scalars(model, layer: int) -> list[str]:
+    """Names of the scalars that a layer uses and that no matrix takes in."""
+    c = model.config
+    is_used = {
+        "resid_attn": layer in c.attention_layers,
+        "resid_mlp": not hasattr(model, "residual"),
+        "share_x0": c.x0_injection,
+        "share_bigram": c.bigram_rows > 0,
+    }
+    return [name for name, used in is_used.items() if used]
+
+
+@torch.no_grad()
+def convert_weights(model) -> dict[str, Tensor]:
+    """The weights by the names of export_model.py, fp32.
+
+    Scalars that multiply a matrix are folded into it by layer_weights(). Rows that only pad the
+    vocabulary are left out.
+    """
+    c = model.config
+    V = c.vocab_size
+    D = c.width
+    scalars_of_layers, scalars_of_model = read_scalars(model)
+    tensors = {"model.embed_tokens.weight": model.embed[:V]}
+    if not c.tied:
+        tensors["lm_head.weight"] = model.head[:V]
+    tensors["lm_head.bias"] = torch.full((V,), float(c.softcap[1]))
+    if c.bigram_rows:
+        tensors["model.bigram.embed.weight"] = model.bigram_embed
+        tensors["model.bigram.signs"] = model.bigram_signs.to(torch.int8)
+    if c.smear:
+        tensors["model.smear_gate.weight"] = model.smear_gate
+        tensors["model.scalars.smear"] = scalars_of_model["smear"].view(1)
+    if c.backout_layer >= 0:
+        tensors["model.scalars.backout"] = scalars_of_model["backout"].view(1)
+
+    for layer, weights in enumerate(model.layer_weights()):
+        prefix = f"model.layers.{layer}"
+        for name in layer_scalars(model, layer):
+            tensors[f"{prefix}.scalars.{name}"] = scalars_of_layers[layer][name].view(1)
+        tensors[f"{prefix}.mlp.up_proj.weight"] = weights.up
+        tensors[f"{prefix}.mlp.down_proj.weight"] = weights.down.T
+        if weights.qkv is None:
+            continue
+
+        prefix += ".self_attn"
+        for name, matrix in zip("qkv", weights.qkv.view(3, D, D), strict=True):
+            tensors[f"{prefix}.{name}_proj.weight"] = matrix
+        tensors[f"{prefix}.o_proj.weight"] = weights.o
+        if c.attention_gates:
+            index = c.attention_layers.index(layer)
+            tensors[f"{prefix}.gate.weight"] = model.attention_gate[index]
+        if layer in c.value_embed_layers:
+            index = c.value_embed_layers.index(layer)
+            table = model.value_embed.view(-1, c.padded_vocab, D)[index]
+            tensors[f"{prefix}.value_embed.weight"] = table[:V]
+            tensors[f"{prefix}.value_gate.weight"] = model.value_gate[index]
+    return tensors
+
+
+def store_weights(path: Path, tensors: dict[str, Tensor], dtype: torch.dtype) -> None:
+    """Writes safetensors; scalars stay fp32, as in training, and signs int8."""
+    stored = {}
+    for name, tensor in tensors.items():
+        keeps_dtype = ".scalars." in name or tensor.dtype == torch.int8
+        stored[name] = (tensor if keeps_dtype else tensor.to(dtype)).contiguous().clone()
+    save_file(stored, path, {"format": "pt"})
+    os.chmod(path, 0o644)  # else only its owner could read it
 
 
 # ---- tokenizer
@@ -223,6 +264,26 @@ def convert_tokenizer(spec: dict, ranks: list[bytes], bos: str) -> dict:
 
 # ---- model card
 
+CHAT_PROMPT = """\
+messages = [{"role": "user", "content": "Why is the sky blue?"}]
+inputs = tokenizer.apply_chat_template(
+    messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+)
+"""
+BASE_PROMPT = 'inputs = tokenizer("Once upon a time", return_tensors="pt")\n'
+
+# {options} of a base model name the template, which its tokenizer does not have.
+FINETUNE = """\
+trainer = SFTTrainer(
+    model=model,
+    processing_class=tokenizer,
+    train_dataset=conversations,  # a datasets.Dataset with a column "messages"
+    args=SFTConfig(output_dir="sft", max_length={context}, assistant_only_loss=True{options}),
+    peft_config=LoraConfig(target_modules="all-linear"),  # or leave it out to train all weights
+)
+"""
+BASE_TEMPLATE = "chat_template_for_finetuning.jinja"
+
 
 def report_table(run_dir: Path, last: dict) -> str:
     """The result table of the run's report, or the last figures of its log."""
@@ -230,78 +291,82 @@ def report_table(run_dir: Path, last: dict) -> str:
     text = report.read_text(encoding="utf-8") if report.is_file() else ""
     if match := re.search(r"^\|.*\|\n\| ---.*(?:\n\|.*\|)+", text, re.M):
         return match[0]
-    names = {"val_bpb": "validation, bits per byte", "step": "steps", "tokens": "training tokens",
-             "train_seconds": "training time, s"}  # fmt: skip
-    rows = [
-        f"| {label} | {last[key]:,.6g} |"
-        for key, label in names.items()
-        if isinstance(last.get(key), int | float)
-    ]
+    names = {
+        "val_bpb": "validation, bits per byte",
+        "step": "steps",
+        "tokens": "training tokens",
+        "train_seconds": "training time, s",
+    }
+    known = [key for key in names if isinstance(last.get(key), int | float)]
+    rows = [f"| {names[key]} | {last[key]:,.6g} |" for key in known]
     return "\n".join(["| | |", "| --- | --- |", *rows])
 
 
-def model_card(
-    name: str, run_dir: Path, config, parameters: int, last: dict, chat: bool, picture: bool
-) -> str:
-    core = ""
-    if (run_dir / "core.csv").is_file():
-        header, *rows = (run_dir / "core.csv").read_text(encoding="utf-8").strip().splitlines()
-        lines = [header, ",".join(["---"] * len(header.split(","))), *rows]
-        core = (
-            "\n## CORE\n\n"
-            + "\n".join("| " + " | ".join(line.split(",")) + " |" for line in lines)
-            + "\n"
-        )
-    if chat:
-        use = """\
-messages = [{"role": "user", "content": "Why is the sky blue?"}]
-inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-"""
-        kind = "It was finetuned for conversations; the chat template is in the tokenizer."
-    else:
-        use = 'inputs = tokenizer("Once upon a time", return_tensors="pt")\n'
-        kind = "It is a base model: it continues text and was not finetuned for conversations."
-    return f"""---
-library_name: transformers
-pipeline_tag: text-generation
-tags:
-- decoderstack
----
+def core_table(run_dir: Path) -> str:
+    """A section with core.csv, or nothing."""
+    path = run_dir / "core.csv"
+    if not path.is_file():
+        return ""
+    header, *rows = path.read_text(encoding="utf-8").strip().splitlines()
+    rule = ",".join(["---"] * len(header.split(",")))
+    lines = ["| " + " | ".join(line.split(",")) + " |" for line in (header, rule, *rows)]
+    return "\n## CORE\n\n" + "\n".join(lines) + "\n"
 
-# {name}
 
-A decoder-only language model of {parameters / 1e6:.1f} million parameters ({config.num_layers} layers, width
-{config.width}, {config.vocab_size:,} tokens of vocabulary, context of {config.max_seq_len:,}), trained with
-DecoderStack. {kind}
+def unusual_parts(fields: dict) -> str:
+    """What a tool that knows common architectures would lack, for the model card."""
+    parts = []
+    if fields["key_offset_layers"]:
+        parts.append("keys that take half of themselves from the token before")
+    if fields["value_embed_layers"]:
+        parts.append("embeddings added to the values")
+    if fields["bigram_rows"]:
+        parts.append("an embedding of token pairs")
+    if fields["smear"]:
+        parts.append("a share of the previous token's embedding")
+    if fields["attention_gates"]:
+        parts.append("gates on attention heads")
+    parts.append("learned factors of the residual stream")
+    return textwrap.fill(", ".join(parts), 110, subsequent_indent="  ")
 
-## Results
 
-{report_table(run_dir, last)}
-{core}
-{"![loss curve](curve.png)" if picture else ""}
+def last_figures(run_dir: Path, step: int) -> dict:
+    """The newest value of each key in the run's log, up to a step."""
+    log = run_dir / "log.jsonl"
+    lines = log.read_text(encoding="utf-8").splitlines() if log.is_file() else []
+    last = {}
+    for line in lines:
+        entry = json.loads(line)
+        if entry["step"] <= step:
+            last |= entry
+    return last
 
-## Use
 
-```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-tokenizer = AutoTokenizer.from_pretrained("{name}", trust_remote_code=True)
-model = AutoModelForCausalLM.from_pretrained("{name}", trust_remote_code=True)
-{use}output = model.generate(**inputs, max_new_tokens=100)
-print(tokenizer.decode(output[0][inputs["input_ids"].shape[1]:], skip_special_tokens=True))
-```
-
-`trust_remote_code=True` runs the Python files of this repository: the script that trained the model and a thin shell
-around its model class. Read them first.
-
-## Limits
-
-- `generate` keeps no KV cache here and computes the whole text for each new token. Use DecoderStack itself for speed.
-- A text of more than {config.max_seq_len:,} tokens is refused.
-- Special tokens spelled in a text become special tokens here, as usual in transformers; for text of strangers set
-  `tokenizer.backend_tokenizer.encode_special_tokens = True`, and add special tokens by their ids.
-- The model is small: it makes up facts, and its training text was not filtered for what you may find offensive.
-"""
+def model_card(name: str, run_dir: Path, fields: dict, parameters: int, step: int, bos: str) -> str:
+    chat = is_chat_run(run_dir)
+    context = fields["max_position_embeddings"]
+    base_options = f',\n        chat_template_path="{BASE_TEMPLATE}", eos_token="<|assistant_end|>"'
+    picture = "\n![loss curve](curve.png)\n" if (run_dir / "curve.png").is_file() else ""
+    chat_kind = "It was finetuned for conversations; the chat template is in the tokenizer."
+    base_kind = "It is a base model: it continues text and was not finetuned for conversations."
+    return CARD.read_text(encoding="utf-8").format(
+        name=name,
+        millions=parameters / 1e6,
+        layers=fields["num_hidden_layers"],
+        width=fields["hidden_size"],
+        vocab=fields["vocab_size"],
+        context=context,
+        kind=chat_kind if chat else base_kind,
+        results=report_table(run_dir, last_figures(run_dir, step)),
+        core=core_table(run_dir),
+        picture=picture,
+        prompt=CHAT_PROMPT if chat else BASE_PROMPT,
+        finetune=FINETUNE.format(context=context, options="" if chat else base_options),
+        bos=bos,
+        or_chat="or let it chat " if chat else "",
+        chat_flag=" --apply_chat_template" if chat else "",
+        parts=unusual_parts(fields),
+    )
 
 
 # ---- the repository
@@ -309,6 +374,48 @@ around its model class. Read them first.
 
 def write_json(path: Path, value) -> None:
     path.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def write_tokenizer(
+    folder: Path, run_dir: Path, tokenizer, fields: dict, bos: str, end: str
+) -> None:
+    spec = json.loads((run_dir / "tokenizer.json").read_text(encoding="utf-8"))
+    ranks = sorted(tokenizer.mergeable, key=tokenizer.mergeable.get)
+    write_json(folder / "tokenizer.json", convert_tokenizer(spec, ranks, bos))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": bos,
+        "eos_token": end,
+        "pad_token": bos,
+        "model_max_length": fields["max_position_embeddings"],
+        "clean_up_tokenization_spaces": False,
+        "padding_side": "left",
+        "model_input_names": ["input_ids", "attention_mask"],
+    }
+    if is_chat_run(run_dir):
+        settings["chat_template"] = CHAT_TEMPLATE.read_text(encoding="utf-8")
+    elif "<|assistant_end|>" in tokenizer.specials:
+        shutil.copyfile(CHAT_TEMPLATE, folder / BASE_TEMPLATE)
+    write_json(folder / "tokenizer_config.json", settings)
+
+
+def write_config(folder: Path, fields: dict, ids: dict, dtype: str) -> None:
+    classes = "modeling_decoderstack.DecoderStack"
+    config = {
+        "model_type": "decoderstack",
+        "architectures": ["DecoderStackForCausalLM"],
+        "auto_map": {
+            "AutoConfig": classes + "Config",
+            "AutoModel": classes + "Model",
+            "AutoModelForCausalLM": classes + "ForCausalLM",
+        },
+        **ids,
+        "dtype": dtype,
+        **fields,
+    }
+    write_json(folder / "config.json", config)
+    sampling = {"do_sample": True, "temperature": 0.8, "top_k": 50}
+    write_json(folder / "generation_config.json", {**ids, **sampling})
 
 
 def export(
@@ -322,77 +429,33 @@ def export(
     except RunError as error:
         fail(str(error))
     try:
-        config = script.read_config(run_dir)
+        model, description = read_checkpoint(script, run_dir, step)
         tokenizer = script.Tokenizer(run_dir / "tokenizer.json")
     except script.UserError as error:
         fail(str(error))
-    found = [p for p in script.checkpoints(run_dir) if step is None or int(p.name[5:]) == step]
-    if not found:
-        fail(f"no checkpoint {'' if step is None else f'of step {step} '}in {run_dir}/checkpoints; name a run "
-             f"directory with a finished save")  # fmt: skip
-    try:
-        weights = load_file(found[-1] / "model.safetensors")
-        state = json.loads((found[-1] / "state.json").read_text(encoding="utf-8"))
-    except Exception as error:  # safetensors has exceptions of its own
-        fail(f"the checkpoint {found[-1]} cannot be read ({error}); choose another with --step")
-    chat, name = is_chat_run(run_dir), name or out.resolve().name
-    log = run_dir / "log.jsonl"
-    lines = log.read_text(encoding="utf-8").splitlines() if log.is_file() else []
-    last = {
-        k: v
-        for line in lines
-        for k, v in json.loads(line).items()
-        if json.loads(line)["step"] <= state["step"]
-    }
-    spec = json.loads((run_dir / "tokenizer.json").read_text(encoding="utf-8"))
-    ranks = sorted(tokenizer.mergeable, key=tokenizer.mergeable.get)
+
+    name = name or out.resolve().name
     bos = next(text for text, i in tokenizer.specials.items() if i == tokenizer.bos_id)
-    end = "<|assistant_end|>" if chat else bos
-    stops = sorted({tokenizer.bos_id, tokenizer.specials[end]})
-    source = Path(script.__file__)
+    end = "<|assistant_end|>" if is_chat_run(run_dir) else bos
+    ids = {
+        "bos_token_id": tokenizer.bos_id,
+        "eos_token_id": sorted({tokenizer.bos_id, tokenizer.specials[end]}),
+        "pad_token_id": tokenizer.bos_id,
+    }
+    fields = describe_model(model, description["attention"])
+    tensors = convert_weights(model)
+    parameters = sum(value.numel() for value in tensors.values() if value.dtype != torch.int8)
 
     temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     try:
         temporary.mkdir(parents=True)
-        kept = {"scalars"}  # whole-model scalars stay fp32, as in training
-        tensors = {f"gpt.{k}": v if k in kept else v.to(DTYPES[dtype]) for k, v in weights.items()}
-        save_file(
-            {k: v.contiguous() for k, v in tensors.items()},
-            temporary / "model.safetensors",
-            {"format": "pt"},
-        )
-        os.chmod(temporary / "model.safetensors", 0o644)  # else only its owner could read it
-        write_json(temporary / "config.json", {
-            "model_type": "decoderstack", "architectures": ["DecoderStackForCausalLM"],
-            "auto_map": {"AutoConfig": "configuration_decoderstack.DecoderStackConfig",
-                         "AutoModelForCausalLM": "modeling_decoderstack.DecoderStackForCausalLM"},
-            "vocab_size": config.vocab_size, "hidden_size": config.width, "num_hidden_layers": config.num_layers,
-            "num_attention_heads": config.num_heads, "intermediate_size": config.mlp_width,
-            "max_position_embeddings": config.max_seq_len, "bos_token_id": tokenizer.bos_id, "eos_token_id": stops,
-            "pad_token_id": tokenizer.bos_id, "tie_word_embeddings": False, "use_cache": False, "dtype": dtype,
-            "torch_dtype": dtype, "stage": state["attention"],
-            "script_config": {key: "" if key in ("data", "source") else value  # no folder of this computer
-                              for key, value in dataclasses.asdict(config).items()},
-        })  # fmt: skip
-        write_json(temporary / "generation_config.json", {
-            "bos_token_id": tokenizer.bos_id, "eos_token_id": stops, "pad_token_id": tokenizer.bos_id,
-            "do_sample": True, "temperature": 0.8, "top_k": 50, "use_cache": False,
-        })  # fmt: skip
-        write_json(temporary / "tokenizer.json", convert_tokenizer(spec, ranks, bos))
-        template = {"chat_template": CHAT_TEMPLATE} if chat else {}
-        write_json(temporary / "tokenizer_config.json", {
-            "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": bos, "eos_token": end, "pad_token": bos,
-            "model_max_length": config.max_seq_len, "clean_up_tokenization_spaces": False, "padding_side": "left",
-            "model_input_names": ["input_ids", "attention_mask"], **template,
-        })  # fmt: skip
-        shutil.copyfile(source, temporary / source.name)
-        (temporary / "configuration_decoderstack.py").write_text(CONFIGURATION, encoding="utf-8")
-        modeling = MODELING.replace("@SCRIPT@", source.stem)
-        (temporary / "modeling_decoderstack.py").write_text(modeling, encoding="utf-8")
-        if picture := (run_dir / "curve.png").is_file():
+        store_weights(temporary / "model.safetensors", tensors, DTYPES[dtype])
+        write_config(temporary, fields, ids, dtype)
+        write_tokenizer(temporary, run_dir, tokenizer, fields, bos, end)
+        shutil.copyfile(MODEL_CODE, temporary / "modeling_decoderstack.py")
+        if (run_dir / "curve.png").is_file():
             shutil.copyfile(run_dir / "curve.png", temporary / "curve.png")
-        parameters = sum(v.numel() for k, v in weights.items() if k != "bigram_signs")
-        card = model_card(name, run_dir, config, parameters, last, chat, picture)
+        card = model_card(name, run_dir, fields, parameters, description["step"], bos)
         (temporary / "README.md").write_text(card, encoding="utf-8")
         if out.is_dir():
             out.rmdir()  # empty
@@ -403,9 +466,13 @@ def export(
         )
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    size = sum(p.stat().st_size for p in out.iterdir())
-    print(f"wrote {out}: step {state['step']}, {parameters / 1e6:.1f} M parameters, {size / 1e6:.1f} MB, "
-          f"{'chat' if chat else 'base'} model")  # fmt: skip
+
+    size = sum(path.stat().st_size for path in out.iterdir())
+    kind = "chat" if is_chat_run(run_dir) else "base"
+    print(
+        f"wrote {out}: step {description['step']}, {parameters / 1e6:.1f} M parameters, "
+        f"{size / 1e6:.1f} MB, {kind} model"
+    )
 
 
 def main() -> None:

@@ -1,11 +1,11 @@
-"""The Hugging Face repository: the tokenizer token by token, logits and generation through transformers, the card."""
+"""The exported repository: the tokenizer token by token, the model card, errors. Its model: test_export_model.py."""
 
 import dataclasses
 import json
-import os
+import math
 import random
+import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,16 +13,13 @@ import pytest
 import tiktoken
 import torch
 import train_small as ts
-from safetensors.torch import load_file
 
-from conftest import ROOT, random_model, tiny_config
+from conftest import ROOT, random_model, script, tiny_config
 
 sys.path.insert(0, str(ROOT / "data"))
 sys.path.insert(0, str(ROOT / "runs"))
-import engine
 import export
 import format
-import sft
 import sources
 import tokenizer
 
@@ -42,9 +39,10 @@ def bpe(tmp_path_factory) -> Path:
     return path
 
 
-def write_run(folder: Path, bpe: Path, chat: bool = False, model=None, **overrides) -> Path:
+def write_run(folder: Path, bpe: Path, chat: bool = False, model=None, config=None, **overrides) -> Path:
     """A run directory with a model of random weights, as pretraining or (chat) finetuning leaves it."""
-    config = tiny_config(**{"vocab_size": 900, "dtype": "float32", "data": "/home/me/secret", **overrides})
+    if config is None:
+        config = tiny_config(**{"vocab_size": 900, "dtype": "float32", "data": "/home/me/secret", **overrides})
     model = model or random_model(config)
     folder.mkdir(parents=True)
     state = {"step": 7, "attention": ts.stage_attention(config, 1), "val_bpb": 1.25}
@@ -53,7 +51,7 @@ def write_run(folder: Path, bpe: Path, chat: bool = False, model=None, **overrid
     ts.write_description(folder, description)
     entries = [{"step": 5, "loss": 2.0}, {"step": 7, "val_bpb": 1.25, "tokens": 4096}, {"step": 9, "val_bpb": 9.0}]
     (folder / "log.jsonl").write_text("".join(json.dumps(e) + "\n" for e in entries))
-    shutil.copy(ROOT / "train_small.py", folder)
+    shutil.copy(script(config).__file__, folder)
     shutil.copy(bpe, folder / "tokenizer.json")
     return folder
 
@@ -106,99 +104,7 @@ def test_tokens_that_no_merge_reaches(bpe):
         assert theirs.encode(text, add_special_tokens=False).ids == own.encode_ordinary(text), text
 
 
-TRY = """
-import json, sys
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-folder, half, request = sys.argv[1], sys.argv[2], json.load(sys.stdin)
-tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
-model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
-answer = {"ids": tokenizer(request["text"])["input_ids"], "dtype": str(model.dtype)}
-answer["chat"] = tokenizer.apply_chat_template(request["chat"], add_generation_prompt=True)["input_ids"]
-rows, longest = request["rows"], max(map(len, request["rows"]))
-with torch.no_grad():
-    for side in ("left", "right"):
-        pad = lambda row, value: [value] * (longest - len(row))
-        lay = lambda row, fill, value: pad(row, value) + fill if side == "left" else fill + pad(row, value)
-        ids = torch.tensor([lay(row, row, 5) for row in rows])
-        mask = torch.tensor([lay(row, [1] * len(row), 0) for row in rows])
-        out = model(input_ids=ids, attention_mask=mask)
-        answer[side] = [out.logits[i][mask[i].bool()].tolist() for i in range(len(rows))]
-        answer[f"{side}_loss"] = model(input_ids=ids, attention_mask=mask, labels=ids).loss.item()
-        if side == "left":
-            made = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=8, do_sample=False,
-                                  eos_token_id=request["eos"], pad_token_id=request["eos"])
-            answer["generated"] = made[:, longest:].tolist()
-    alone = model(input_ids=torch.tensor(rows[:1]), labels=torch.tensor(rows[:1]))
-    answer["loss"], answer["no_mask"] = alone.loss.item(), alone.logits[0].tolist()
-sampled = model.generate(input_ids=torch.tensor(rows[:1]), max_new_tokens=12, temperature=3.0, top_k=0)
-answer["sampled"] = max(sampled[0].tolist())
-try:
-    model(input_ids=torch.zeros(1, 65, dtype=torch.long))
-except ValueError as error:
-    answer["error"] = str(error)
-model.save_pretrained(folder + "-again")
-tokenizer.save_pretrained(folder + "-again")
-again = AutoModelForCausalLM.from_pretrained(folder + "-again", trust_remote_code=True)
-with torch.no_grad():
-    answer["again"] = again(input_ids=torch.tensor(rows[:1])).logits[0].tolist()
-other = AutoModelForCausalLM.from_pretrained(half, trust_remote_code=True, dtype="auto")
-kinds = {str(p.dtype) for n, p in other.named_parameters() if "scalars" not in n}
-rough = other(input_ids=torch.tensor(rows[:1])).logits[0].tolist()
-answer["half"] = [sorted(kinds), str(other.gpt.scalars.dtype), rough]
-print(json.dumps(answer))
-"""
-
-
-def test_transformers_gives_the_scripts_logits_and_text(bpe, tmp_path):
-    """In a process of its own: logits at 1e-3 with padding on either side, greedy generation, chat template, bf16."""
-    run_dir = write_run(tmp_path / "run", bpe, chat=True)
-    out, half = tmp_path / "model", tmp_path / "half"
-    export.export(run_dir, out)
-    export.export(run_dir, half, dtype="bfloat16")
-    script = engine.import_script(run_dir)
-    model, own, config = engine.load_model(script, run_dir, None, "cpu", {})
-    rng = random.Random(3)
-    rows = [[own.bos_id, *rng.choices(range(250), k=n)] for n in (20, 1, 50)]
-    parts = [{"type": "text", "text": "see "}, {"type": "python", "text": "1+1"},
-             {"type": "python_output", "text": "2"}, {"type": "text", "text": "\ntwo"}]  # fmt: skip
-    conversation = [("system", "Be brief."), ("user", "1+1?"), ("assistant", parts), ("user", "é\n sure? ")]
-    request = {"text": "the rest\n 12", "rows": rows, "eos": own.bos_id,
-               "chat": [{"role": role, "content": content} for role, content in conversation]}  # fmt: skip
-    env = {**os.environ, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run([sys.executable, "-c", TRY, str(out), str(half)], input=json.dumps(request), text=True,
-                          capture_output=True, env=env, timeout=120)  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    answer = json.loads(done.stdout.splitlines()[-1])
-
-    def reference(row):
-        T = len(row)
-        with torch.no_grad():
-            ids, positions = torch.tensor(row).int(), torch.arange(T)
-            return model(ids, None, positions, torch.tensor([0, T], dtype=torch.int32), T)[:, : config.vocab_size]
-
-    for side in ("left", "right"):
-        for row, found in zip(rows, answer[side], strict=True):
-            torch.testing.assert_close(torch.tensor(found), reference(row), atol=1e-3, rtol=0)
-    for key in ("no_mask", "again"):
-        torch.testing.assert_close(torch.tensor(answer[key]), reference(rows[0]), atol=1e-3, rtol=0)
-    loss = torch.nn.functional.cross_entropy(reference(rows[0])[:-1], torch.tensor(rows[0][1:]))
-    assert abs(answer["loss"] - loss.item()) < 1e-4 and answer["dtype"] == "torch.float32"
-    nats = torch.cat([-reference(row)[:-1].log_softmax(-1)[range(len(row) - 1), row[1:]] for row in rows])
-    for side in ("left", "right"):
-        assert abs(answer[f"{side}_loss"] - nats.mean().item()) < 1e-4, "padding is no target and predicts none"
-    expected = engine.Generator(model, own).generate(rows, max_tokens=8, temperature=0.0)
-    stopped = [row[: row.index(own.bos_id)] if own.bos_id in row else row for row in answer["generated"]]
-    assert stopped == expected and max(map(len, expected)) == 8
-    assert answer["sampled"] < 900 and "65 tokens but the model's context is 64" in answer["error"]
-    assert answer["ids"] == [own.bos_id, *own.encode("the rest\n 12")]
-    messages = sft.check_messages({"messages": request["chat"]})
-    tokens, _ = sft.render(messages, lambda text: own.encode(text) or [], own.specials)
-    assert answer["chat"] == [*tokens.tolist(), own.specials["<|assistant_start|>"]]
-    kinds, scalars, rough = answer["half"]
-    assert kinds == ["torch.bfloat16"] and scalars == "torch.float32"
-    close = (torch.tensor(rough).argmax(-1) == reference(rows[0]).argmax(-1)).float().mean()
-    assert close > 0.5 and load_file(half / "model.safetensors")["gpt.scalars"].dtype == torch.float32
+# ---- the folder
 
 
 def test_card_and_files(bpe, tmp_path, capsys):
@@ -206,16 +112,14 @@ def test_card_and_files(bpe, tmp_path, capsys):
     run_dir = write_run(tmp_path / "run", bpe)
     export.export(run_dir, tmp_path / "model", name="me/tiny")
     assert "base model" in capsys.readouterr().out
-    names = {"README.md", "config.json", "configuration_decoderstack.py", "generation_config.json",
-             "model.safetensors", "modeling_decoderstack.py", "tokenizer.json", "tokenizer_config.json",
-             "train_small.py"}  # fmt: skip
+    names = {"README.md", "chat_template_for_finetuning.jinja", "config.json", "generation_config.json",
+             "model.safetensors", "modeling_decoderstack.py", "tokenizer.json", "tokenizer_config.json"}  # fmt: skip
     assert {p.name for p in (tmp_path / "model").iterdir()} == names and not list(tmp_path.glob(".*"))
     card = (tmp_path / "model" / "README.md").read_text()
     assert "| validation, bits per byte | 1.25 |" in card and "base model" in card and "me/tiny" in card
     assert "chat_template" not in json.loads((tmp_path / "model" / "tokenizer_config.json").read_text())
     texts = [p.read_text() for p in (tmp_path / "model").iterdir() if p.suffix in (".json", ".md", ".py")]
     assert not any("/home/me" in text or str(tmp_path) in text for text in texts)
-    assert (tmp_path / "model" / "train_small.py").read_bytes() == (ROOT / "train_small.py").read_bytes()
     (run_dir / "report.md").write_text("# r\n\n| | |\n| --- | --- |\n| speed | 5 |\n\n| other | x |\n")
     (run_dir / "curve.png").write_bytes(b"png")
     (run_dir / "core.csv").write_text("task,accuracy\ncopa,0.5\n")
@@ -224,6 +128,25 @@ def test_card_and_files(bpe, tmp_path, capsys):
     card = (tmp_path / "empty" / "README.md").read_text()
     assert "| speed | 5 |\n" in card and "| copa | 0.5 |" in card and "curve.png" in card and "other" not in card
     assert (tmp_path / "empty" / "curve.png").read_bytes() == b"png"
+
+
+@pytest.mark.parametrize("chat", (False, True))
+def test_card_commands(chat, bpe, tmp_path):
+    """E4: commands for transformers, TRL, the harness with the right BOS, the server; what does not work, and why."""
+    run_dir = write_run(tmp_path / "run", bpe, chat=chat)
+    export.export(run_dir, tmp_path / "model", name="me/tiny")
+    card = (tmp_path / "model" / "README.md").read_text()
+    assert "{" not in re.sub(r"```python.*?```", "", card, flags=re.S), "nothing is left to fill in"
+    for block in re.findall(r"```python\n(.*?)```", card, re.S):
+        compile(block, "card", "exec")
+    commands = re.findall(r"^lm_eval .*$", card, re.M)
+    assert len(commands) == 2 and all("pretrained=me/tiny,trust_remote_code=True" in c for c in commands)
+    assert "add_bos_token" not in commands[0] and "hellaswag" in commands[0]
+    assert "add_bos_token=False" in commands[1] and "wikitext" in commands[1]
+    assert ("--apply_chat_template" in commands[0]) == chat
+    assert ("chat_template_for_finetuning.jinja" in card) != chat and "assistant_only_loss=True" in card
+    assert "python runs/serve.py out/RUN" in card and "vLLM" in card and "GGUF" in card
+    assert "keys that take half of themselves from the token before" in card
 
 
 def test_user_errors(bpe, tmp_path, monkeypatch, capsys):
@@ -235,15 +158,40 @@ def test_user_errors(bpe, tmp_path, monkeypatch, capsys):
     (broken / "checkpoints/step_000007/model.safetensors").write_bytes(b"x")
     bare = write_run(tmp_path / "bare", bpe)
     (bare / "config.json").unlink()
+    model = random_model(tiny_config(vocab_size=900))
+    with torch.no_grad():
+        model.scalars[0, 0] = math.nan
+    diverged = write_run(tmp_path / "diverged", bpe, model=model)
+    other = write_run(tmp_path / "other", bpe, model=random_model(tiny_config(vocab_size=300)))
     new = tmp_path / "new"
     for args, message in [
         ((run_dir, full), "not an empty folder"), ((run_dir, full / "x"), "not an empty folder"),
-        ((tmp_path / "none", new), "0 training scripts"), ((bare, new), "not a run directory"),
-        ((run_dir, new, "--step", "8"), "no checkpoint of step 8"), ((broken, new), "cannot be read"),
-        ((run_dir, full / "x" / "y"), "cannot write"),
+        ((tmp_path / "none", new), "0 training scripts"), ((bare, new), "config.json does not exist"),
+        ((run_dir, new, "--step", "8"), "no checkpoint of step 8"), ((broken, new), "is whole"),
+        ((broken, new, "--step", "7"), "is damaged"), ((diverged, new), "not all finite"),
+        ((other, new), "do not fit config.json"), ((run_dir, full / "x" / "y"), "cannot write"),
     ]:  # fmt: skip
         monkeypatch.setattr(sys, "argv", ["export.py", str(args[0]), "--out", *map(str, args[1:])])
         with pytest.raises(SystemExit) as end:
             export.main()
         assert message in end.value.code and end.value.code.startswith("error: ") and "\n" not in end.value.code
     assert not new.exists() and [p.name for p in full.iterdir()] == ["x"] and not list(tmp_path.glob(".*"))
+
+
+def test_a_damaged_checkpoint_is_passed_over(bpe, tmp_path, capsys):
+    """The newest whole one is taken, and a note says so."""
+    run_dir = write_run(tmp_path / "run", bpe)
+    good = run_dir / "checkpoints" / "step_000007"
+    shutil.copytree(good, run_dir / "checkpoints" / "step_000009")
+    (run_dir / "checkpoints" / "step_000009" / "model.safetensors").write_bytes(b"x")
+    export.export(run_dir, tmp_path / "model")
+    out, err = capsys.readouterr()
+    assert "step 7" in out and "skipped step_000009" in err
+
+
+def test_another_table_of_scalars(bpe, tmp_path):
+    """A script whose scalars this file does not know is refused, not exported wrongly."""
+    model = random_model(tiny_config(vocab_size=900))
+    model.scalars = torch.nn.Parameter(torch.zeros(9, 4))
+    with pytest.raises(SystemExit, match="table of scalars has 9 rows and not 8; use the export.py of the commit"):
+        export.convert_weights(model)

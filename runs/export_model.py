@@ -1,0 +1,605 @@
+"""A DecoderStack language model for transformers, loaded with trust_remote_code=True.
+
+A decoder with windows of attention, relu^2 in the MLP and RMS norms that have no weights. What it
+has beyond that, each switched on or off by the configuration:
+
+    key offset        half of each key comes from the token before
+    value embeddings  tables that add to the values, through a gate for each head
+    bigrams           an embedding of each pair of tokens, found by a hash
+    smear             a share of the previous token's embedding is added to each token's
+    injection         the embeddings are added to the residual stream again before each layer
+    backout           a share of a middle layer's output is subtracted at the end
+    gates             a factor for the output of each attention head
+
+Letters in shape comments: B rows, T new tokens, S all tokens that a cache holds with the new ones,
+D width, H heads, K head width, V vocabulary.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import DynamicCache, GenerationMixin, PretrainedConfig, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+
+SIGN_ROWS = 8192  # signs of the bigram embedding
+
+
+class DecoderStackConfig(PretrainedConfig):
+    """Sizes, and which layers have what."""
+
+    model_type = "decoderstack"
+    keys_to_ignore_at_inference = ["past_key_values"]
+
+    vocab_size: int = 32768
+    hidden_size: int = 768
+    num_hidden_layers: int = 11
+    num_attention_heads: int = 6
+    num_key_value_heads: int = 6
+    head_dim: int = 128
+    intermediate_size: int = 3072
+    max_position_embeddings: int = 2048
+    tie_word_embeddings: bool = True
+    use_cache: bool = True
+
+    # Attention. A query sees itself and as many keys before itself as its window says.
+    window_short: int = 384
+    window_long: int = 2048
+    attention_scale: float = 0.12
+    rotary_frequencies: tuple = (1.0,) * 32  # of the first half of each head: head_dim / 4
+    no_attention_layers: tuple = ()
+    long_layers: tuple = ()
+    key_offset_layers: tuple = ()
+    value_embed_layers: tuple = ()
+    shared_input_from: int = (
+        -1
+    )  # attention after this layer reads what this layer reads; -1: its own
+    attention_gates: bool = True
+    gate_width: int = 12  # channels that a gate reads
+
+    # The residual stream.
+    injects_first: bool = False  # before attention; otherwise between attention and MLP
+    x0_injection: bool = True
+    bigram_rows: int = 0  # 0: no bigram embedding
+    smear: bool = True
+    backout_layer: int = -1  # -1: no backout
+
+    # Logits are C tanh(logit_scale (z + bias) / C) + C, where C is final_logit_softcapping.
+    final_logit_softcapping: float = 11.5
+    logit_scale: float = 23 / 30
+    logit_bias: float = 5.0  # of a new model; later lm_head.bias counts
+
+
+# -- small parts
+
+
+def norm(x: Tensor) -> Tensor:
+    """RMSNorm over the last axis, in the dtype of x also under autocast."""
+    return F.rms_norm(x, (x.size(-1),)).to(x.dtype)
+
+
+def times(scalar: Tensor, x: Tensor) -> Tensor:
+    """A learned scalar (1,) times x, in fp32 if the scalar is, returned in the dtype of x."""
+    return (scalar * x).to(x.dtype)
+
+
+def before(x: Tensor, dim: int) -> Tensor:
+    """x moved by one place along an axis: what the token before has. The first keeps its own."""
+    length = x.size(dim)
+    return torch.cat((x.narrow(dim, 0, 1), x.narrow(dim, 0, length - 1)), dim)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding on the first half of each head; the second half carries no position.
+
+    Args: x (B, T, H, K); cos, sin (B, T, 1, K / 4)
+    """
+    first, second, rest = x.split((cos.size(-1), cos.size(-1), x.size(-1) // 2), -1)
+    return torch.cat((first * cos + second * sin, second * cos - first * sin, rest), -1)
+
+
+class Scalars(nn.Module):
+    """Learned numbers, kept in fp32 whatever the dtype of the model."""
+
+    def __init__(self, **start: float):
+        super().__init__()
+        self.start = start
+        for name, value in start.items():
+            setattr(self, name, nn.Parameter(torch.tensor([value], dtype=torch.float32)))
+
+
+class Gate(nn.Module):
+    """One number between 0 and 1 for each output, from the first channels of x: (..., outputs)."""
+
+    def __init__(self, outputs: int, width: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(outputs, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sigmoid(F.linear(x[..., : self.weight.size(1)], self.weight))
+
+
+class BigramEmbedding(nn.Module):
+    """An embedding for each pair of tokens: a row by one hash, its signs by another."""
+
+    def __init__(self, rows: int, width: int):
+        super().__init__()
+        self.embed = nn.Embedding(rows, width)
+        self.register_buffer("signs", torch.zeros(SIGN_ROWS, width, dtype=torch.int8))
+
+    def forward(self, ids: Tensor, previous: Tensor, is_first: Tensor) -> Tensor:
+        """ids, previous, is_first (B, T) -> (B, T, D); the first token of a text has a row of its own."""
+        last_row = self.embed.num_embeddings - 1
+        row = ((36313 * ids) ^ (27191 * previous)) % last_row
+        sign_row = (ids ^ previous) % SIGN_ROWS
+        signs = self.signs[sign_row.masked_fill(is_first, 0)]
+        return self.embed(row.masked_fill(is_first, last_row)) * signs
+
+    def init_signs(self) -> None:
+        rng = torch.Generator().manual_seed(0)
+        signs = torch.randint(0, 2, self.signs.shape, generator=rng) * 2 - 1
+        self.signs.copy_(signs)
+
+
+# -- the layers
+
+
+@dataclass
+class Context:
+    """What all layers of one forward pass share."""
+
+    ids: Tensor  # (B, T) new tokens
+    previous: Tensor  # (B, T) the token before each
+    is_first: Tensor  # (B, T) whether a text starts there
+    is_first_key: Tensor  # (B, S) the same with the tokens of the cache
+    mask_short: Tensor  # (B, 1, T, S) which keys each query sees in layers with the short window
+    mask_long: Tensor  # and with the long one
+    cos: Tensor  # (B, T, 1, K / 4)
+    sin: Tensor
+
+
+def make_masks(config, positions: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Which keys the last `count` tokens see, with the short and with the long window.
+
+    A token sees itself and the tokens before it that belong to the same text. A text starts at each
+    position 0, so a row can hold several of them, and padding has position -1.
+
+    Args:    positions (B, S)
+    Returns: two of (B, 1, count, S), bool
+    """
+    text = (positions == 0).cumsum(1)
+    same_text = text[:, -count:, None] == text[:, None, :]
+    is_real = (positions >= 0)[:, None, :]
+    index = torch.arange(positions.size(1), device=positions.device)
+    distance = index[-count:, None] - index[None, :]
+    visible = same_text & is_real & (distance >= 0)
+
+    # Padding sees itself: a query without any key would be NaN.
+    itself = distance == 0
+    short = (visible & (distance <= config.window_short)) | itself
+    long = (visible & (distance <= config.window_long)) | itself
+    return short[:, None], long[:, None]
+
+
+class DecoderStackAttention(nn.Module):
+    """Attention over a window, with the norms of queries and keys before the rotation."""
+
+    def __init__(self, config: DecoderStackConfig, layer: int):
+        super().__init__()
+        width = config.hidden_size
+        heads = config.num_attention_heads
+        self.head_dim = config.head_dim
+        self.scale = config.attention_scale
+        self.is_long = layer in config.long_layers
+        self.offsets_keys = layer in config.key_offset_layers
+        layers_before = [i for i in range(layer) if i not in config.no_attention_layers]
+        # The cache's first layer holds the tokens, see DecoderStackModel.remember.
+        self.cache_layer = len(layers_before) + 1
+
+        self.q_proj = nn.Linear(width, heads * self.head_dim, bias=False)
+        self.k_proj = nn.Linear(width, heads * self.head_dim, bias=False)
+        self.v_proj = nn.Linear(width, heads * self.head_dim, bias=False)
+        self.o_proj = nn.Linear(heads * self.head_dim, width, bias=False)
+        self.gate = Gate(heads, config.gate_width) if config.attention_gates else None
+        self.value_embed = None
+        if layer in config.value_embed_layers:
+            self.value_embed = nn.Embedding(config.vocab_size, heads * self.head_dim)
+            self.value_gate = Gate(heads, config.gate_width)
+
+    def forward(self, x: Tensor, context: Context, cache: DynamicCache | None) -> Tensor:
+        """x (B, T, D) normalised -> (B, T, D)."""
+        heads = (*x.shape[:2], -1, self.head_dim)
+        q = norm(self.q_proj(x).view(heads)) * self.scale
+        k = norm(self.k_proj(x).view(heads))
+        v = self.v_proj(x).view(heads)
+        q = rotate(q, context.cos.to(q.dtype), context.sin.to(q.dtype))
+        k = rotate(k, context.cos.to(k.dtype), context.sin.to(k.dtype))
+        if self.value_embed is not None:
+            share = 2 * self.value_gate(x)[..., None]
+            v = v + (share * self.value_embed(context.ids).view(heads)).to(v.dtype)
+
+        q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+        if cache is not None:
+            k, v = cache.update(k, v, self.cache_layer)  # keys as they are before the offset
+        if self.offsets_keys:
+            k = self.offset_keys(k, context.is_first_key)
+        mask = context.mask_long if self.is_long else context.mask_short
+        y = F.scaled_dot_product_attention(q, k, v, mask, scale=1.0).transpose(1, 2)
+
+        if self.gate is not None:
+            y = y * (2 * self.gate(x)[..., None]).to(y.dtype)
+        return self.o_proj(y.flatten(2))
+
+    def offset_keys(self, k: Tensor, is_first_key: Tensor) -> Tensor:
+        """Replaces the half of each key without position by that of the token before; k (B, H, S, K)."""
+        rotated, other = k.chunk(2, -1)
+        other = torch.where(is_first_key[:, None, :, None], other, before(other, 2))
+        return torch.cat((rotated, other), -1)
+
+
+class DecoderStackMLP(nn.Module):
+    def __init__(self, config: DecoderStackConfig):
+        super().__init__()
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.relu(self.up_proj(x)).square())
+
+
+class DecoderStackLayer(GradientCheckpointingLayer):
+    """Attention and MLP, each added to the residual stream, and the embeddings once more."""
+
+    def __init__(self, config: DecoderStackConfig, layer: int):
+        super().__init__()
+        self.injects_first = config.injects_first
+        self.self_attn = None
+        if layer not in config.no_attention_layers:
+            self.self_attn = DecoderStackAttention(config, layer)
+        self.mlp = DecoderStackMLP(config)
+
+        # Factors of the residual stream, and how much of the embeddings is added to it.
+        start = {}
+        if self.self_attn is not None:
+            start["resid_attn"] = 1.0
+        if not config.injects_first:
+            start["resid_mlp"] = 1.0
+        if config.x0_injection:
+            start["share_x0"] = 0.0
+        if config.bigram_rows:
+            start["share_bigram"] = 0.05
+        self.scalars = Scalars(**start)
+
+    def forward(self, x, shared_input, x0, bigram, context, past_key_values=None) -> Tensor:
+        """The residual stream x (B, T, D) after this layer.
+
+        Args: shared_input (B, T, D) what attention reads, None: x; x0, bigram (B, T, D) or None
+        """
+        if self.injects_first:
+            x = self.inject(times(self.scalars.resid_attn, x), x0, bigram)
+            x = x + self.self_attn(norm(x), context, past_key_values)
+            return x + self.mlp(norm(x))
+
+        if self.self_attn is not None:
+            attention_input = norm(x) if shared_input is None else shared_input
+            y = self.self_attn(attention_input, context, past_key_values)
+            x = times(self.scalars.resid_attn, x) + y
+        x = self.inject(x, x0, bigram)
+        return times(self.scalars.resid_mlp, x) + self.mlp(norm(x))
+
+    def inject(self, x: Tensor, x0: Tensor | None, bigram: Tensor | None) -> Tensor:
+        """Adds shares of the token's embedding and of the bigram's."""
+        if x0 is not None:
+            x = x + times(self.scalars.share_x0, x0)
+        if bigram is not None:
+            x = x + times(self.scalars.share_bigram, bigram)
+        return x
+
+
+# -- the models
+
+
+class DecoderStackPreTrainedModel(PreTrainedModel):
+    config_class = DecoderStackConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _supports_sdpa = True
+    _no_split_modules = ["DecoderStackLayer"]
+    _skip_keys_device_placement = ["past_key_values"]
+    _keep_in_fp32_modules_strict = ["scalars"]
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """A plain start for a new model; the script that trained this one starts in other ways."""
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=0.5 * module.in_features**-0.5)
+            if module.bias is not None:
+                nn.init.constant_(module.bias, self.config.logit_bias)
+        elif isinstance(module, nn.Embedding):
+            nn.init.normal_(module.weight, std=0.01)
+        elif isinstance(module, Gate):
+            nn.init.zeros_(module.weight)
+        elif isinstance(module, Scalars):
+            for name, value in module.start.items():
+                nn.init.constant_(getattr(module, name), value)
+        elif isinstance(module, BigramEmbedding):
+            module.init_signs()
+
+
+class DecoderStackModel(DecoderStackPreTrainedModel):
+    """Everything between token ids and the head."""
+
+    def __init__(self, config: DecoderStackConfig):
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.bigram = None
+        if config.bigram_rows:
+            self.bigram = BigramEmbedding(config.bigram_rows, config.hidden_size)
+        self.smear_gate = Gate(1, config.gate_width) if config.smear else None
+        start = {"smear": 0.0} if config.smear else {}
+        if config.backout_layer >= 0:
+            start["backout"] = 0.0
+        self.scalars = Scalars(**start)
+        self.layers = nn.ModuleList(
+            DecoderStackLayer(config, layer) for layer in range(config.num_hidden_layers)
+        )
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids=None,
+        attention_mask=None,
+        position_ids=None,
+        past_key_values=None,
+        use_cache=None,
+        output_hidden_states=None,
+        return_dict=None,
+        **unused,
+    ):
+        """The normalised state after the last layer, (B, T, D).
+
+        Args: input_ids int (B, T), the tokens after those in the cache; attention_mask (B, S), 0 at
+              padding, which may stand on either side; position_ids (B, T), where each 0 starts a new
+              text, so a row can hold several; past_key_values a DynamicCache
+        """
+        if input_ids is None:
+            raise ValueError("this model needs input_ids: it looks up more than one table by them")
+        if use_cache is None:
+            use_cache = self.config.use_cache and not self.training
+        if self.gradient_checkpointing and self.training:
+            use_cache = False
+            past_key_values = None
+        if use_cache and past_key_values is None:
+            past_key_values = DynamicCache()
+
+        past = past_key_values.get_seq_length() if past_key_values is not None else 0
+        positions = self.find_positions(input_ids, attention_mask, position_ids, past)
+        context = self.make_context(input_ids, positions, past_key_values)
+        x0, bigram = self.embed(context)
+
+        x = x0
+        shared_input = None
+        middle = None
+        states = []
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
+        for index, layer in enumerate(self.layers):
+            if output_hidden_states:
+                states.append(x)
+            if index == self.config.shared_input_from:
+                shared_input = norm(x)
+            injected = x0 if self.config.x0_injection else None
+            x = layer(x, shared_input, injected, bigram, context, past_key_values=past_key_values)
+            if index == self.config.backout_layer:
+                middle = x
+        if middle is not None:
+            x = x - times(self.scalars.backout, middle)
+        hidden = norm(x)
+
+        output = BaseModelOutputWithPast(
+            last_hidden_state=hidden,
+            past_key_values=past_key_values if use_cache else None,
+            hidden_states=(*states, hidden) if output_hidden_states else None,
+        )
+        return output.to_tuple() if return_dict is False else output
+
+    def find_positions(self, ids, attention_mask, position_ids, past: int) -> Tensor:
+        """The position of each new token in its text, -1 for padding: (B, T).
+
+        Raises: ValueError for a mask of another shape, and for a text beyond the model's context
+        """
+        rows, count = ids.shape
+        limit = self.config.max_position_embeddings
+        positions = position_ids
+        if attention_mask is not None:
+            if attention_mask.shape != (rows, past + count):
+                raise ValueError(
+                    f"attention_mask has the shape {tuple(attention_mask.shape)} but must be "
+                    f"{(rows, past + count)}: a row for each text, with the tokens of the cache"
+                )
+            if positions is None:
+                positions = (attention_mask.long().cumsum(1) - 1)[:, past:]
+        if positions is None:
+            positions = torch.arange(past, past + count, device=ids.device)[None]
+        positions = positions.expand(rows, count)
+        if attention_mask is not None:
+            positions = positions.masked_fill(attention_mask[:, past:] == 0, -1)
+
+        # Shapes tell of most texts that they are short enough, without waiting for the GPU.
+        if past + count > limit:
+            longest = int(positions.max()) + 1
+            if longest > limit:
+                raise ValueError(too_long(longest, limit))
+        return positions
+
+    def remember(self, ids: Tensor, positions: Tensor, cache) -> tuple[Tensor, Tensor]:
+        """Ids and positions of all tokens so far, (B, S), which are kept in the cache's first layer.
+
+        They stand there like keys and values, so that the cache crops and reorders them with those.
+        """
+        if cache is None:
+            return ids, positions
+        if not isinstance(cache, DynamicCache):
+            raise ValueError(
+                f"this model keeps keys and values in a DynamicCache, not in a "
+                f"{type(cache).__name__}; leave cache_implementation out"
+            )
+        while len(cache.layers) < 1 + len(self.attention_layers()):
+            cache.layers.append(DynamicLayer())
+        ids, positions = cache.update(ids[:, None, :, None], positions[:, None, :, None], 0)
+        return ids[:, 0, :, 0], positions[:, 0, :, 0]
+
+    def attention_layers(self) -> list[nn.Module]:
+        return [layer for layer in self.layers if layer.self_attn is not None]
+
+    def make_context(self, ids: Tensor, positions: Tensor, cache) -> Context:
+        """What the layers share: the tokens before, masks, and the rotary table in fp32."""
+        count = ids.size(1)
+        all_ids, all_positions = self.remember(ids, positions, cache)
+        is_first_key = all_positions == 0
+        short, long = make_masks(self.config, all_positions, count)
+        frequencies = torch.tensor(
+            self.config.rotary_frequencies, device=ids.device, dtype=torch.float32
+        )
+        angles = positions.clamp(min=0)[..., None, None] * frequencies
+        return Context(
+            ids=ids,
+            previous=before(all_ids, 1)[:, -count:],
+            is_first=is_first_key[:, -count:],
+            is_first_key=is_first_key,
+            mask_short=short,
+            mask_long=long,
+            cos=angles.cos(),
+            sin=angles.sin(),
+        )
+
+    def embed(self, context: Context) -> tuple[Tensor, Tensor | None]:
+        """The normalised embedding of each token and the embedding of its bigram, (B, T, D)."""
+        x = self.embed_tokens(context.ids)
+        if self.smear_gate is not None:
+            share = times(self.scalars.smear, self.smear_gate(x))
+            share = share.masked_fill(context.is_first[..., None], 0)
+            x = x + (share * self.embed_tokens(context.previous)).to(x.dtype)
+        bigram = None
+        if self.bigram is not None:
+            bigram = self.bigram(context.ids.long(), context.previous.long(), context.is_first)
+        return norm(x), bigram
+
+
+def too_long(count: int, limit: int) -> str:
+    return f"the text has {count} tokens but the model's context is {limit}; shorten the text"
+
+
+class DecoderStackForCausalLM(DecoderStackPreTrainedModel, GenerationMixin):
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+
+    def __init__(self, config: DecoderStackConfig):
+        super().__init__(config)
+        self.model = DecoderStackModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=True)
+        self.post_init()
+
+    def get_input_embeddings(self):
+        return self.model.embed_tokens
+
+    def set_input_embeddings(self, value):
+        self.model.embed_tokens = value
+
+    def get_output_embeddings(self):
+        return self.lm_head
+
+    def set_output_embeddings(self, value):
+        self.lm_head = value
+
+    def resize_token_embeddings(self, new_num_tokens=None, *args, **kwargs):
+        """The value embeddings have a row for each token too; those of new tokens are zero."""
+        embeddings = super().resize_token_embeddings(new_num_tokens, *args, **kwargs)
+        rows = embeddings.num_embeddings
+        for layer in self.model.attention_layers():
+            old = layer.self_attn.value_embed
+            if old is None or old.num_embeddings == rows:
+                continue
+            kept = min(rows, old.num_embeddings)
+            new = nn.Embedding(rows, old.embedding_dim).to(old.weight)
+            with torch.no_grad():
+                new.weight.zero_()
+                new.weight[:kept] = old.weight[:kept]
+            layer.self_attn.value_embed = new
+        return embeddings
+
+    def forward(
+        self,
+        input_ids=None,
+        attention_mask=None,
+        position_ids=None,
+        past_key_values=None,
+        labels=None,
+        use_cache=None,
+        logits_to_keep=0,
+        output_hidden_states=None,
+        return_dict=None,
+        **kwargs,
+    ):
+        """Logits (B, T, V) in fp32, and the loss if there are labels (B, T), of which -100 do not count.
+
+        Labels at padding and at the first token of a text do not count either: nothing predicts them.
+        """
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            use_cache=use_cache,
+            output_hidden_states=output_hidden_states,
+            return_dict=True,
+        )
+        hidden = outputs.last_hidden_state
+        if isinstance(logits_to_keep, Tensor):
+            hidden = hidden[:, logits_to_keep]
+        elif logits_to_keep:
+            hidden = hidden[:, -logits_to_keep:]
+        cap = self.config.final_logit_softcapping
+        logits = (
+            cap * torch.tanh(self.lm_head(hidden).float() * self.config.logit_scale / cap) + cap
+        )
+
+        loss = None
+        if labels is not None:
+            labels = self.drop_labels(labels, attention_mask, position_ids)
+            vocab_size = self.config.vocab_size
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=vocab_size, **kwargs)
+        output = CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+        )
+        return output.to_tuple() if return_dict is False else output
+
+    @staticmethod
+    def drop_labels(labels: Tensor, attention_mask, position_ids) -> Tensor:
+        """Labels with -100 at padding and wherever a text starts."""
+        if attention_mask is not None:
+            is_real = attention_mask.bool()
+            follows = F.pad(is_real[:, :-1], (1, 0), value=False)
+            labels = labels.masked_fill(~(is_real & follows), -100)
+        if position_ids is not None:
+            labels = labels.masked_fill(position_ids == 0, -100)
+        return labels
+
+    def _validate_generated_length(self, generation_config, input_ids_length, *args, **kwargs):
+        """generate() asks this before it starts: too long a request should not end in the middle."""
+        limit = self.config.max_position_embeddings
+        if input_ids_length > limit:
+            raise ValueError(too_long(input_ids_length, limit))
+        if generation_config.max_length > limit:
+            asked = generation_config.max_length - input_ids_length
+            raise ValueError(
+                f"the text has {input_ids_length} tokens and {asked} new ones are asked for, but the "
+                f"model's context is {limit}; ask for at most {limit - input_ids_length} new tokens"
+            )
+        super()._validate_generated_length(generation_config, input_ids_length, *args, **kwargs)

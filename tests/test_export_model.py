@@ -1,0 +1,420 @@
+"""The exported model against the training script, and as trainers use it, through its own and transformers' classes."""
+
+import json
+import math
+import os
+import random
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+import train_small as ts
+from safetensors.torch import load_file
+from transformers import DynamicCache
+
+from conftest import tiny_config, tiny_medium
+from test_export import bpe, write_run  # noqa: F401  (bpe is a fixture)
+
+import engine  # isort: skip
+import export  # isort: skip
+import export_model  # isort: skip
+import sft  # isort: skip  (test_export puts the folders of all four on the path)
+
+# ---- the model, loaded by its own classes
+
+
+SIZES = {"vocab_size": 900, "dtype": "float32"}
+PLAIN = {"smear": False, "bigram_rows": 0, "attention_gates": False, "x0_injection": False, "value_embed_layers": (),
+         "key_offset_layers": (), "backout_layer": -1, "shared_input_from": 3}  # fmt: skip
+KINDS = {
+    "small": lambda: tiny_config(**SIZES),
+    "medium": lambda: tiny_medium(**SIZES),
+    "plain": lambda: tiny_config(**SIZES, **PLAIN),  # without all that can be switched off
+    "tied": lambda: tiny_medium(**SIZES, tied=True, bigram_rows=500),
+}
+
+
+class Exported(NamedTuple):
+    gpt: torch.nn.Module  # of the training script
+    model: torch.nn.Module  # of the exported folder
+    tokenizer: ts.Tokenizer
+    folder: Path
+
+    def reference(self, ids) -> torch.Tensor:
+        """Logits of the training script's forward for one text."""
+        count = len(ids)
+        borders = torch.tensor([0, count], dtype=torch.int32)
+        with torch.no_grad():
+            logits = self.gpt(torch.tensor(ids).int(), None, torch.arange(count), borders, count)
+        return logits[:, :900]
+
+
+@pytest.fixture(scope="session", params=KINDS)
+def exported(request, bpe, tmp_path_factory) -> Exported:  # noqa: F811
+    folder = tmp_path_factory.mktemp("exported")
+    run_dir = write_run(folder / "run", bpe, chat=True, config=KINDS[request.param]())
+    export.export(run_dir, folder / "model")
+    run = engine.load_run(run_dir, device="cpu")
+    model = export_model.DecoderStackForCausalLM.from_pretrained(folder / "model")
+    return Exported(run.model, model.eval(), run.tokenizer, folder / "model")
+
+
+@pytest.fixture
+def own_model(exported):
+    """A copy of the model that a test may change."""
+    return export_model.DecoderStackForCausalLM.from_pretrained(exported.folder).eval()
+
+
+def random_rows(*lengths) -> list[list[int]]:
+    rng = random.Random(3)
+    return [rng.choices(range(900), k=length) for length in lengths]
+
+
+def pad_rows(rows, side: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids and attention mask of rows with padding on one side."""
+    longest = max(map(len, rows))
+    ids, mask = [], []
+    for row in rows:
+        padding = longest - len(row)
+        ids.append([5] * padding + row if side == "left" else row + [5] * padding)
+        mask.append([0] * padding + [1] * len(row) if side == "left" else [1] * len(row) + [0] * padding)
+    return torch.tensor(ids), torch.tensor(mask)
+
+
+def assert_same(found, expected) -> None:
+    """Within 1e-5 in fp32; logits are between 0 and 23."""
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+
+
+def test_logits_are_the_scripts(exported):
+    """Texts as long as the context, which the windows do not span, alone and beside padding."""
+    rows = random_rows(20, 1, 64)
+    with torch.no_grad():
+        assert_same(exported.model(torch.tensor(rows[2:])).logits[0], exported.reference(rows[2]))
+        for side in ("left", "right"):
+            ids, mask = pad_rows(rows, side)
+            logits = exported.model(ids, attention_mask=mask).logits
+            assert logits.dtype == torch.float32 and logits.isfinite().all()
+            for row, found, is_real in zip(rows, logits, mask.bool(), strict=True):
+                assert_same(found[is_real], exported.reference(row))
+
+
+def test_texts_in_one_row(exported):
+    """Positions that start again separate texts, as TRL packs them without padding."""
+    rows = random_rows(30, 1, 64)
+    positions = torch.cat([torch.arange(len(row)) for row in rows])
+    with torch.no_grad():
+        logits = exported.model(torch.tensor([sum(rows, [])]), position_ids=positions[None]).logits[0]
+    assert_same(logits, torch.cat([exported.reference(row) for row in rows]))
+
+
+def test_cache_in_parts(exported):
+    """Prefill, more at once, then token by token: the logits of one pass, also beside padding and after crop."""
+    ids, mask = pad_rows(random_rows(60, 33, 45), "left")
+    parts = [20, 9, *[1] * 31]
+    for cache in (None, DynamicCache(), DynamicCache(config=exported.model.config)):
+        found, start = [], 0
+        with torch.no_grad():
+            expected = exported.model(ids, attention_mask=mask).logits
+            for count in parts:
+                end = start + count
+                out = exported.model(ids[:, start:end], attention_mask=mask[:, :end], past_key_values=cache,
+                                     use_cache=True)  # fmt: skip
+                cache, start = out.past_key_values, end
+                found.append(out.logits)
+        assert_same(torch.cat(found, 1)[mask.bool()], expected[mask.bool()])
+        assert cache.get_seq_length() == 60
+
+    cache.crop(-15)
+    cache.reorder_cache(torch.tensor([2, 0, 1]))
+    with torch.no_grad():
+        order = [2, 0, 1]
+        logits = exported.model(ids[order, 45:], attention_mask=mask[order], past_key_values=cache).logits
+    assert_same(logits, expected[order, 45:])
+
+
+def test_generation(exported):
+    """With a cache as without, beams too, and greedy as the project's own decoder."""
+    rows = random_rows(20, 3, 40)
+    ids, mask = pad_rows(rows, "left")
+    options = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": exported.tokenizer.bos_id, "pad_token_id": 0}
+    made = {}
+    for cached in (True, False):
+        for beams in (1, 3):
+            made[cached, beams] = exported.model.generate(ids, attention_mask=mask, use_cache=cached, num_beams=beams,
+                                                          **options).tolist()  # fmt: skip
+    assert made[True, 1] == made[False, 1] and made[True, 3] == made[False, 3]
+    expected = engine.Generator(exported.gpt, exported.tokenizer).generate(rows, max_tokens=20, temperature=0.0)
+    new = [row[40:] for row in made[True, 1]]
+    assert [row[: len(text)] for row, text in zip(new, expected, strict=True)] == expected and any(expected)
+
+
+def test_other_caches_are_refused(exported):
+    with pytest.raises(ValueError, match="keeps keys and values in a DynamicCache, not in a StaticCache; leave"):
+        exported.model.generate(torch.tensor([[1, 2]]), max_new_tokens=4, cache_implementation="static")
+
+
+def test_too_long(exported):
+    """One sentence, from forward and before generate starts."""
+    too_long = torch.zeros(1, 65, dtype=torch.long)
+    for call in (exported.model, exported.model.generate):
+        with pytest.raises(ValueError, match="^the text has 65 tokens but the model's context is 64; shorten .{8}$"):
+            call(too_long)
+    with pytest.raises(ValueError, match="60 tokens and 5 new ones are asked for, .* is 64; ask for at most 4 new"):
+        exported.model.generate(too_long[:, :60], max_new_tokens=5)
+    assert exported.model.generate(too_long[:, :60], max_new_tokens=4).size(1) <= 64
+    cache = exported.model(too_long[:, :64], use_cache=True).past_key_values
+    with pytest.raises(ValueError, match="65 tokens"):
+        exported.model(too_long[:, :1], past_key_values=cache)
+    mask = torch.ones(1, 65)
+    mask[0, 0] = 0
+    assert exported.model(too_long, attention_mask=mask).logits.shape == (1, 65, 900), "64 tokens and padding"
+
+
+def test_wrong_inputs(exported):
+    with pytest.raises(ValueError, match="needs input_ids"):
+        exported.model(inputs_embeds=torch.zeros(1, 3, 64))
+    with pytest.raises(ValueError, match=r"shape \(1, 2\) but must be \(1, 3\)"):
+        exported.model(torch.tensor([[1, 2, 3]]), attention_mask=torch.ones(1, 2))
+
+
+def test_modules_have_their_usual_names(exported):
+    """E2: PEFT looks for nn.Linear and for the embeddings."""
+    linear = {name for name, module in exported.model.named_modules() if isinstance(module, torch.nn.Linear)}
+    expected = {"lm_head"}
+    for layer in range(4):
+        if exported.model.model.layers[layer].self_attn is not None:
+            expected |= {f"model.layers.{layer}.self_attn.{name}_proj" for name in "qkvo"}
+        expected |= {f"model.layers.{layer}.mlp.{name}_proj" for name in ("up", "down")}
+    assert linear == expected and len(linear) >= 21
+    assert exported.model.get_input_embeddings() is exported.model.model.embed_tokens
+    assert exported.model.get_output_embeddings() is exported.model.lm_head
+    assert exported.model.base_model is exported.model.model
+    is_tied = exported.model.lm_head.weight is exported.model.model.embed_tokens.weight
+    assert is_tied == exported.gpt.config.tied
+
+
+def test_embeddings_can_be_set(own_model):
+    new = torch.nn.Embedding(900, 64)
+    own_model.set_input_embeddings(new)
+    assert own_model.get_input_embeddings() is new and own_model.model.embed_tokens is new
+    head = torch.nn.Linear(64, 900)
+    own_model.set_output_embeddings(head)
+    assert own_model.get_output_embeddings() is head
+
+
+def test_new_tokens(own_model, exported, tmp_path):
+    """The tables of value embeddings grow too, and the old tokens' logits stay as they were."""
+    own_model.resize_token_embeddings(904)
+    ids = torch.tensor(random_rows(30))
+    with torch.no_grad():
+        assert_same(own_model(ids).logits[0, :, :900], exported.reference(ids[0].tolist()))
+        ids[0, 7] = 903
+        assert own_model(ids, labels=ids).loss.isfinite()
+        own_model.save_pretrained(tmp_path)
+        again = export_model.DecoderStackForCausalLM.from_pretrained(tmp_path)
+        assert torch.equal(again(ids).logits, own_model(ids).logits)
+
+
+def test_head_in_the_form_that_trainers_know(exported):
+    """E1: TRL computes log-probabilities from the head's weight and bias, logit_scale and final_logit_softcapping."""
+    config, head = exported.model.config, exported.model.lm_head
+    ids = torch.tensor(random_rows(40))
+    with torch.no_grad():
+        hidden = exported.model.base_model(input_ids=ids).last_hidden_state
+        z = (hidden @ head.weight.T + head.bias) * config.logit_scale
+        log_probs = (config.final_logit_softcapping * torch.tanh(z / config.final_logit_softcapping)).log_softmax(-1)
+    assert_same(log_probs[0], exported.reference(ids[0].tolist()).log_softmax(-1))
+
+
+def test_loss(exported):
+    """The mean over labels that are not -100, or their sum over num_items_in_batch; padding predicts nothing."""
+    rows = random_rows(20, 2, 50)
+    nats = [-exported.reference(row)[:-1].log_softmax(-1)[range(len(row) - 1), row[1:]] for row in rows]
+    for side in ("left", "right"):
+        ids, mask = pad_rows(rows, side)
+        loss = exported.model(ids, attention_mask=mask, labels=ids).loss.item()
+        assert loss == pytest.approx(torch.cat(nats).mean().item(), abs=1e-5)
+        loss = exported.model(ids, attention_mask=mask, labels=ids, num_items_in_batch=500).loss.item()
+        assert loss == pytest.approx(torch.cat(nats).sum().item() / 500, abs=1e-5)
+    packed = torch.tensor([sum(rows, [])])
+    positions = torch.cat([torch.arange(len(row)) for row in rows])[None]
+    loss = exported.model(packed, position_ids=positions, labels=packed).loss.item()
+    assert loss == pytest.approx(torch.cat(nats).mean().item(), abs=1e-5)
+    labels = torch.tensor(rows[:1])
+    labels[0, :15] = -100
+    loss = exported.model(torch.tensor(rows[:1]), labels=labels).loss.item()
+    assert loss == pytest.approx(nats[0][14:].mean().item(), abs=1e-5)
+
+
+@pytest.mark.parametrize("reentrant", (False, True))
+def test_gradient_checkpointing(own_model, reentrant):
+    """E1: the gradients are those without it, of every parameter, and training mode makes no cache."""
+    ids = torch.tensor(random_rows(40, 40))
+    own_model.train()
+    out = own_model(ids, labels=ids)
+    out.loss.backward()
+    assert out.past_key_values is None
+    plain = {name: param.grad.clone() for name, param in own_model.named_parameters()}
+    own_model.zero_grad()
+
+    own_model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    own_model.enable_input_require_grads()
+    assert own_model.is_gradient_checkpointing
+    out = own_model(ids, labels=ids, past_key_values=DynamicCache())
+    assert out.past_key_values is None, "layers that run twice would fill it twice"
+    out.loss.backward()
+    for name, param in own_model.named_parameters():
+        torch.testing.assert_close(param.grad, plain[name], msg=name)
+
+
+def test_hidden_states_and_tuples(exported):
+    ids = torch.tensor(random_rows(9))
+    with torch.no_grad():
+        out = exported.model(ids, output_hidden_states=True)
+        last = exported.model(ids, logits_to_keep=2, return_dict=False)
+    assert len(out.hidden_states) == 5 and out.hidden_states[0].shape == (1, 9, 64)
+    assert_same(last[0], out.logits[:, -2:])
+    with torch.no_grad():
+        assert torch.equal(exported.model.base_model(ids).last_hidden_state, out.hidden_states[-1])
+
+
+def test_a_new_model(exported):
+    """E3: from_config gives weights, different for each seed, and logits near those of a uniform guess."""
+    make = export_model.DecoderStackForCausalLM._from_config
+    ids = torch.tensor(random_rows(60))
+    losses = []
+    for seed in (1, 2, 1):
+        torch.manual_seed(seed)
+        model = make(exported.model.config)
+        assert all(value.isfinite().all() for value in model.state_dict().values())
+        with torch.no_grad():
+            losses.append(model(ids, labels=ids).loss.item())
+    assert losses[0] == losses[2] != losses[1] and all(abs(loss - math.log(900)) < 0.5 for loss in losses)
+    if exported.model.config.bigram_rows:
+        assert model.model.bigram.signs.abs().eq(1).all() and model.model.bigram.signs.float().mean().abs() < 0.1
+    if not exported.model.config.tie_word_embeddings:
+        assert model.lm_head.weight.std() > 0 and model.lm_head.bias.eq(5).all()
+
+
+def test_16_bits(bpe, tmp_path):  # noqa: F811
+    """Stored as asked, but the learned scalars stay fp32; the ids that are most likely are mostly the same."""
+    run_dir = write_run(tmp_path / "run", bpe, config=KINDS["small"]())
+    export.export(run_dir, tmp_path / "model", dtype="bfloat16")
+    stored = load_file(tmp_path / "model" / "model.safetensors")
+    kinds = {name: tensor.dtype for name, tensor in stored.items()}
+    assert kinds.pop("model.bigram.signs") == torch.int8
+    assert {kind for name, kind in kinds.items() if ".scalars." in name} == {torch.float32}
+    assert {kind for name, kind in kinds.items() if ".scalars." not in name} == {torch.bfloat16}
+    model = export_model.DecoderStackForCausalLM.from_pretrained(tmp_path / "model")
+    assert model.dtype == torch.bfloat16
+    assert {p.dtype for n, p in model.named_parameters() if ".scalars." in n} == {torch.float32}
+    (row,) = random_rows(64)
+    run = engine.load_run(run_dir, device="cpu")
+    expected = Exported(run.model, model, run.tokenizer, tmp_path).reference(row)
+    with torch.no_grad():
+        found = model(torch.tensor([row])).logits[0]
+    assert found.dtype == torch.float32
+    assert (found.argmax(-1) == expected.argmax(-1)).float().mean() > 0.5
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        rough = model.float()(torch.tensor([row])).logits[0]
+    assert (rough.argmax(-1) == expected.argmax(-1)).float().mean() > 0.5
+
+
+def test_no_fp8_and_no_training_script(exported):
+    """B8: the folder holds one Python file without imports from this project, and nothing that could start fp8."""
+    (code,) = exported.folder.glob("*.py")
+    text = code.read_text()
+    imported = {line.split()[1].split(".")[0] for line in text.splitlines() if line.startswith(("import ", "from "))}
+    assert code.name == "modeling_decoderstack.py" and imported == {"dataclasses", "torch", "transformers"}
+    assert "eval(" not in text.replace("model.eval(", "")
+    for path in exported.folder.iterdir():
+        if path.suffix in (".json", ".py"):
+            assert not re.search("fp8|float8", path.read_text()), path
+    assert not [name for name in load_file(exported.folder / "model.safetensors") if "bank" in name]
+
+
+# ---- through transformers' Auto classes
+
+
+CONVERSATION = [
+    ("system", "Be brief."),
+    ("user", "1+1?"),
+    ("assistant", [{"type": "text", "text": "see "}, {"type": "python", "text": "1+1"},
+                   {"type": "python_output", "text": "2"}, {"type": "text", "text": "\ntwo"}]),
+    ("user", "é\n sure? "),
+    ("assistant", "Yes."),
+]  # fmt: skip
+
+TRY = """
+import json, sys
+import torch
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
+request = json.load(sys.stdin)
+trust = {"trust_remote_code": True}
+for folder in request["folders"]:
+    tokenizer = AutoTokenizer.from_pretrained(folder, **trust)
+    model = AutoModelForCausalLM.from_pretrained(folder, **trust)
+    ids = torch.tensor([request["ids"]])
+    answer = {"text": tokenizer(request["text"])["input_ids"], "kind": type(model).__name__, "dtype": str(model.dtype)}
+    answer["bare"] = tokenizer(request["text"], add_special_tokens=False)["input_ids"]
+    chat = tokenizer.apply_chat_template(request["chat"], return_dict=True, return_assistant_tokens_mask=True)
+    answer["chat"], answer["counted"] = chat["input_ids"], chat["assistant_masks"]
+    answer["asked"] = tokenizer.apply_chat_template(request["chat"][:2], add_generation_prompt=True)["input_ids"]
+    with torch.no_grad():
+        answer["logits"] = model(ids).logits[0].tolist()
+    answer["sampled"] = model.generate(ids, max_new_tokens=12, temperature=3.0, top_k=0)[0].tolist()
+    model.save_pretrained(folder + "-again")
+    tokenizer.save_pretrained(folder + "-again")
+    again = AutoModelForCausalLM.from_pretrained(folder + "-again", **trust)
+    base = AutoModel.from_pretrained(folder, **trust)
+    new = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder, **trust), **trust)
+    with torch.no_grad():
+        answer["again"] = again(ids).logits[0].tolist()
+        answer["base"] = torch.equal(base(ids).last_hidden_state, model.base_model(ids).last_hidden_state)
+        answer["new"] = new(ids, labels=ids).loss.item()
+    print(json.dumps(answer))
+"""
+
+
+def test_auto_classes(bpe, tmp_path):  # noqa: F811
+    """In a process of its own, from the folders alone: model, tokenizer and chat template, also saved again."""
+    (row,) = random_rows(30)
+    text = "the rest\n 12"
+    chat = [{"role": role, "content": content} for role, content in CONVERSATION]
+    for kind in ("small", "medium"):
+        write_run(tmp_path / kind, bpe, chat=True, config=KINDS[kind]())
+        export.export(tmp_path / kind, tmp_path / f"{kind}-hf")
+    request = {
+        "ids": row,
+        "text": text,
+        "chat": chat,
+        "folders": [str(tmp_path / "small-hf"), str(tmp_path / "medium-hf")],
+    }
+    env = {**os.environ, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run([sys.executable, "-c", TRY], input=json.dumps(request), text=True, cwd=tmp_path,
+                          capture_output=True, env=env, timeout=240)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+    own = ts.Tokenizer(bpe)
+    for kind, line in zip(("small", "medium"), done.stdout.splitlines()[-2:], strict=True):
+        answer = json.loads(line)
+        run = engine.load_run(tmp_path / kind, device="cpu")
+        assert answer["kind"] == "DecoderStackForCausalLM" and answer["dtype"] == "torch.float32" and answer["base"]
+        expected = Exported(run.model, None, own, tmp_path).reference(row)
+        assert_same(torch.tensor(answer["logits"]), expected)
+        assert_same(torch.tensor(answer["again"]), expected)
+        assert row == answer["sampled"][:30] and max(answer["sampled"]) < 900
+        assert abs(answer["new"] - math.log(900)) < 0.5
+
+        # E4: a text starts with one BOS, and with none if the caller adds its own.
+        assert answer["text"] == [own.bos_id, *own.encode(text)] and answer["bare"] == own.encode(text)
+        messages = sft.check_messages({"messages": chat})
+        tokens, counted = sft.render(messages, lambda text: own.encode(text) or [], own.specials)
+        assert answer["chat"] == tokens.tolist() and answer["counted"] == counted.astype(int).tolist()
+        asked = len(answer["asked"])
+        assert answer["asked"] == [*tokens.tolist()[: asked - 1], own.specials["<|assistant_start|>"]]
