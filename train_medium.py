@@ -2203,7 +2203,7 @@ def evaluate(run: Run) -> float:
     place = f"step {state.step:6d}/{run.job.config.num_steps}"
     run.log.say(f"{place} | val bpb {bpb:.4f} | elapsed {seconds:.1f} s")
     entry = {"step": state.step, "tokens": progress.tokens, "train_seconds": seconds}
-    run.log.write({**entry, "val_bpb": bpb, "scored": run.scored})
+    run.log.write({**entry, "scored": run.scored, "val_bpb": bpb})
     return bpb
 
 
