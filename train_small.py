@@ -55,6 +55,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -3072,10 +3073,10 @@ def write_checkpoint(run_dir: Path, weights: dict, moments: dict, description: d
         for leftover in final.parent.glob(".step_*.tmp"):  # of saves that were killed
             shutil.rmtree(leftover, ignore_errors=True)
         temporary.mkdir(parents=True)
-        files = {}
-        for name, tensors in zip(CHECKPOINT_FILES, (weights, moments), strict=True):
-            files[name] = write_tensors(temporary / name, tensors)
-        description = {**description, "files": files}
+        paths = [temporary / name for name in CHECKPOINT_FILES]
+        with ThreadPoolExecutor() as pool:  # the disk and the hashes of both files at the same time
+            hashes = list(pool.map(write_tensors, paths, (weights, moments)))
+        description = {**description, "files": dict(zip(CHECKPOINT_FILES, hashes, strict=True))}
         description["sha256"] = object_sha256(description)
         write_atomically(temporary / "state.json", json.dumps(description, indent=1))
         sync_to_disk(temporary)
