@@ -570,6 +570,7 @@ NOT_RUN = {  # pattern: why, and what does it in the tests
     r"sbatch |multi_node\.sh": "needs machines; test_multi_node.py has two agents and fakes of SLURM",
     r"records/\S+ .*(2026-11-21_first-b34|--help)": "needs runs on that card; tutorial 3 does the same with others",
     r"--seed \d --run-dir out/a_\d$": "done by tutorial 3",
+    r"records/tracks\.py add": "needs a dataset and runs of it; test_records.py has others",
     r"--help$": "test_readme_commands_exist knows the flags",
 }
 
@@ -649,7 +650,7 @@ def test_readme_lines_are_true():
 
 def test_readme_names_real_flags_fields_and_files():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    scripts = ("train_small.py", "data/pretrain.py", "data/hub.py", "runs/chat_eval.py", "runs/rl.py")
+    scripts = ("train_small.py", "data/pretrain.py", "data/hub.py", "runs/chat_eval.py", "runs/rl.py", "runs/serve.py")
     flags = {f for script in (*scripts, "runs/speedrun_small.sh") for f in known_flags(script)}
     mentioned = set(re.findall(r"`(--[a-z-]+)", text))
     assert mentioned <= flags, mentioned - flags
