@@ -3602,7 +3602,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str):
         if message.startswith("unrecognized arguments: "):
-            given = message.split(": ")[1].split()[0]
+            given = message.removeprefix("unrecognized arguments: ").split(" ")[0]
             flags = [flag for action in self._actions for flag in action.option_strings]
             near = difflib.get_close_matches(given.split("=")[0], flags, 1, 0.4)
             hint = f"did you mean {near[0]}?" if near else f"see {self.prog} --help"
