@@ -747,7 +747,7 @@ def rotate(x_THK: Tensor, cos_TK: Tensor, sin_TK: Tensor) -> Tensor:
     Args:    x_THK (T, H, K); cos_TK, sin_TK (T, 1, K) as laid out by GPT.set_stage
     Returns: (T, H, K)
     """
-    swapped = x_THK.unflatten(-1, (2, 2, -1)).flip(-2).flatten(-3)
+    swapped = x_THK.reshape(*x_THK.shape[:-1], 2, 2, -1).flip(-2).flatten(-3)
     return x_THK * cos_TK + swapped * sin_TK
 
 
