@@ -447,7 +447,7 @@ def stage_attention(config: Config, index: int) -> dict:
 # <<< shared: schedule
 # >>> shared: training
 # ===============================================================================
-# 3. TRAINING -- the outline of a run, the loop, one step, CUDA graphs
+# 3. TRAINING -- the outline of a run, the loop, one step, and how a CUDA graph replays it
 
 
 def train(config: Config, args: argparse.Namespace, job: Job | None = None) -> dict:
@@ -668,49 +668,6 @@ def replay(state: TrainState, micro_batch: MicroBatch, factor: Tensor) -> Tensor
     for param, grad in zip(params, graph.grads, strict=True):
         param.grad = grad
     return graph.nats
-
-
-def capture(state: TrainState, key: GraphKey, micro_batch: MicroBatch, factor: Tensor) -> Tensor:
-    """micro_step, and then a graph of it; if that fails, the run goes on without graphs."""
-    nats = micro_step(state, micro_batch, factor)  # the result; it also compiles the model
-    params = list(state.model.parameters())
-    grads = [param.grad for param in params]
-    try:
-        graph = capture_graph(state, key, micro_batch, factor)
-    except Exception as error:
-        for param, grad in zip(params, grads, strict=True):
-            param.grad = grad
-        with torch.cuda.graph(
-            torch.cuda.CUDAGraph()
-        ):  # else the random generator stays in capture mode
-            torch.zeros_like(factor)
-        # With graphs small micro-batches are faster than large ones without: let train_step shrink them.
-        if isinstance(error, torch.OutOfMemoryError) and can_shrink(state):
-            raise
-        print(f"CUDA graphs: off ({first_line(error)})")
-        state.graphs = None
-        return nats
-
-    # The first graph wrote its gradients into tensors of its own, which hold nothing yet.
-    if key.first:
-        for own, grad in zip(graph.grads, grads, strict=True):
-            own.copy_(grad)
-    state.graphs[key] = graph
-    return nats
-
-
-def capture_graph(state, key: GraphKey, micro_batch: MicroBatch, factor: Tensor) -> Graph:
-    """Captures micro_step on copies of its inputs, without computing anything."""
-    inputs = [t.clone() for t in (*micro_batch.tensors(), factor)]
-    static_batch = MicroBatch(*inputs[:-1], micro_batch.max_doc)
-    # All graphs share one pool of memory, because one runs at a time.
-    pool = next((graph.cuda.pool() for graph in state.graphs.values()), None)
-    if key.first:
-        state.model.zero_grad(set_to_none=True)
-    cuda = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(cuda, pool=pool, capture_error_mode="thread_local"):
-        nats = micro_step(state, static_batch, inputs[-1])
-    return Graph(cuda, inputs, [param.grad for param in state.model.parameters()], nats)
 
 
 # <<< shared: training
@@ -2467,6 +2424,48 @@ def warm_up_stage(state: TrainState, index: int, rng: np.random.Generator) -> No
         packs = torch.tensor(state.packs, device=ranks.device)
         dist.all_reduce(packs, op=dist.ReduceOp.MIN)
         state.packs = int(packs)
+
+
+def capture(state: TrainState, key: GraphKey, micro_batch: MicroBatch, factor: Tensor) -> Tensor:
+    """micro_step, and then a graph of it; if that fails, the run goes on without graphs."""
+    nats = micro_step(state, micro_batch, factor)  # the result; it also compiles the model
+    params = list(state.model.parameters())
+    grads = [param.grad for param in params]
+    try:
+        graph = capture_graph(state, key, micro_batch, factor)
+    except Exception as error:
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad
+        # Without another capture, one that succeeds, the random generator stays in capture mode.
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            torch.zeros_like(factor)
+        # With graphs small micro-batches are faster than large ones without: let train_step shrink them.
+        if isinstance(error, torch.OutOfMemoryError) and can_shrink(state):
+            raise
+        print(f"CUDA graphs: off ({first_line(error)})")
+        state.graphs = None
+        return nats
+
+    # The first graph wrote its gradients into tensors of its own, which hold nothing yet.
+    if key.first:
+        for own, grad in zip(graph.grads, grads, strict=True):
+            own.copy_(grad)
+    state.graphs[key] = graph
+    return nats
+
+
+def capture_graph(state, key: GraphKey, micro_batch: MicroBatch, factor: Tensor) -> Graph:
+    """Captures micro_step on copies of its inputs, without computing anything."""
+    inputs = [t.clone() for t in (*micro_batch.tensors(), factor)]
+    static_batch = MicroBatch(*inputs[:-1], micro_batch.max_doc)
+    # All graphs share one pool of memory, because one runs at a time.
+    pool = next((graph.cuda.pool() for graph in state.graphs.values()), None)
+    if key.first:
+        state.model.zero_grad(set_to_none=True)
+    cuda = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(cuda, pool=pool, capture_error_mode="thread_local"):
+        nats = micro_step(state, static_batch, inputs[-1])
+    return Graph(cuda, inputs, [param.grad for param in state.model.parameters()], nats)
 
 
 def dummy_batch(config: Config, ranks: Ranks, rows: int, max_doc: int, rng) -> Batch:
