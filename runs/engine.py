@@ -32,6 +32,7 @@ import json
 import math
 import operator
 import re
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -67,7 +68,7 @@ class RunError(Exception):
 def import_script(run_dir: str | Path) -> ModuleType:
     """Imports the training script that lies in a run directory, which executes its code.
 
-    Raises: RunError if there is not exactly one, or if its interface is another than INTERFACE
+    Raises: RunError if there is not exactly one, if it fails, or if its interface is not INTERFACE
     """
     run_dir = Path(run_dir)
     scripts = sorted(run_dir.glob("train_*.py"))
@@ -78,7 +79,12 @@ def import_script(run_dir: str | Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"run_{scripts[0].stem}", scripts[0])
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up by name
-    spec.loader.exec_module(module)
+    if not is_known(scripts[0]):
+        print_note(f"{scripts[0]} is no version of this repository's script; its code runs now")
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise RunError(f"{scripts[0]} does not run ({error!r}); restore it") from None
 
     found = getattr(module, "INTERFACE", 1)
     if found != INTERFACE:
@@ -87,6 +93,23 @@ def import_script(run_dir: str | Path) -> ModuleType:
             f"{INTERFACE}; {commit_advice(run_dir)}"
         )
     return module
+
+
+def is_known(script: Path) -> bool:
+    """Whether a script is that of this checkout, or of one of its commits."""
+    root = Path(__file__).resolve().parents[1]
+    own = root / script.name
+    if own.is_file() and own.read_bytes() == script.read_bytes():
+        return True
+    git = ("git", "-C", str(root))
+    try:
+        blob = subprocess.run(
+            [*git, "hash-object", "--", str(script.resolve())], capture_output=True, text=True
+        )
+        found = subprocess.run([*git, "cat-file", "-e", blob.stdout.strip()], capture_output=True)
+    except OSError:  # there is no git
+        return False
+    return blob.returncode == 0 and found.returncode == 0
 
 
 def print_note(text: str) -> None:

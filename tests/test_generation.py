@@ -60,6 +60,21 @@ def test_another_interface_is_refused(run_dir, line, found, commit):
     assert ("check out commit 0123abc" if commit else "config.json names none") in message
 
 
+def test_a_script_that_is_no_version_of_the_repository(run_dir, capsys):
+    """One line names it before its code runs; one that does not run is a sentence."""
+    engine.import_script(run_dir)
+    assert capsys.readouterr().err == ""
+    path = run_dir / "train_small.py"
+    path.write_text(path.read_text() + "\nprint('its code')\n")
+    engine.import_script(run_dir)
+    out, err = capsys.readouterr()
+    assert err == f"{path} is no version of this repository's script; its code runs now\n" and out == "its code\n"
+    for code in ("import nothing_of_that_name", "def", "raise ValueError"):
+        path.write_text(code)
+        with pytest.raises(engine.RunError, match=f"{path} does not run .*; restore it"):
+            engine.import_script(run_dir)
+
+
 def test_what_cannot_be_loaded(run_dir, tmp_path):
     for arguments, message in [
         ((tmp_path / "nothing",), "0 training scripts"),
