@@ -3090,8 +3090,18 @@ def read_config(run_dir: Path) -> Config:
     if not (run_dir / Path(__file__).name).is_file():
         name = Path(__file__).name
         raise UserError(f"{run_dir} is no run of {name}; call the script that lies in it")
-    known = {f.name for f in dataclasses.fields(Config)}
-    return Config(**{name: as_tuple(v) for name, v in values.items() if name in known})
+    defaults = {f.name: f.default for f in dataclasses.fields(Config)}
+    known = {name: as_tuple(value) for name, value in values.items() if name in defaults}
+    for name, value in known.items():
+        if not has_type_of(value, defaults[name]):
+            wanted = f"expected a value like {defaults[name]!r}"
+            raise UserError(f"{run_dir}/config.json states {name}={value!r}, {wanted}")
+    return Config(**known)
+
+
+def has_type_of(value, default) -> bool:
+    """Whether a value is of the type of a field's default; a whole number passes for a float."""
+    return type(value) is type(default) or (type(value) is int and type(default) is float)
 
 
 def read_description(run_dir: Path) -> dict:
