@@ -10,7 +10,7 @@
 #            that comes back joins again.
 #   HEAD     host:port of the machine where all meet; that machine listens on the port (default localhost:29400)
 #   GPUS     processes on each machine (default: its number of GPUs, or 1)
-#   JOB      name of the rendezvous, in case HEAD serves several runs (default: the run directory)
+#   JOB      name of the rendezvous, in case HEAD serves several runs (default: from the run directory)
 #   RESTARTS number of failures that are tolerated (default 20); a machine that comes back does not count
 #   RDZV     timeouts of torchrun's rendezvous, e.g. keep_alive_interval=5,join_timeout=3600
 #   SCRIPT   train_small.py (the default) or train_medium.py
@@ -92,5 +92,5 @@ PYTHON
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 source runs/repeat_error.sh
 repeat_error python -m torch.distributed.run --nnodes="$nodes" --nproc-per-node="$gpus" --max-restarts="${RESTARTS:-20}" \
-  --rdzv-backend=c10d --rdzv-endpoint="$head" --rdzv-id="${JOB:-$run}" ${RDZV:+--rdzv-conf="$RDZV"} \
+  --rdzv-backend=c10d --rdzv-endpoint="$head" --rdzv-id="${JOB:-${run//\//_}}" ${RDZV:+--rdzv-conf="$RDZV"} \
   --no-python bash runs/multi_node.sh "$@"
