@@ -95,16 +95,16 @@ def import_script(run_dir: str | Path) -> ModuleType:
     return module
 
 
-def is_known(script: Path) -> bool:
+def is_known(path: Path) -> bool:
     """Whether a script is that of this checkout, or of one of its commits."""
     root = Path(__file__).resolve().parents[1]
-    own = root / script.name
-    if own.is_file() and own.read_bytes() == script.read_bytes():
+    own = root / path.name
+    if own.is_file() and own.read_bytes() == path.read_bytes():
         return True
     git = ("git", "-C", str(root))
     try:
         blob = subprocess.run(
-            [*git, "hash-object", "--", str(script.resolve())], capture_output=True, text=True
+            [*git, "hash-object", "--", str(path.resolve())], capture_output=True, text=True
         )
         found = subprocess.run([*git, "cat-file", "-e", blob.stdout.strip()], capture_output=True)
     except OSError:  # there is no git
