@@ -40,6 +40,7 @@ import dataclasses
 import datetime
 import difflib
 import errno
+import functools
 import gc
 import hashlib
 import json
@@ -349,8 +350,9 @@ def train(config: Config, args: argparse.Namespace, job: Job | None = None) -> d
     # A new run begins with its first weights, a resumed one with those of its newest checkpoint.
     if args.resume:
         resume(run, changed)
-        if is_finished(run):
-            return show_finished(run)
+        result = earlier_result(run)
+        if result:
+            return result
     else:
         start(run)
 
@@ -1201,19 +1203,9 @@ def normuon_update(
 
 
 def adam_update(
-    master,
-    grad,
-    exp_avg,
-    exp_avg_sq,
-    lr,
-    beta1,
-    beta2,
-    eps,
-    decay,
-    correction1,
-    correction2,
-    grad_scale,
-) -> None:
+    master, grad, exp_avg, exp_avg_sq,
+    lr, beta1, beta2, eps, decay, correction1, correction2, grad_scale,
+) -> None:  # fmt: skip
     """One Adam step with cautious weight decay, in place. From lr on all arguments are 0-D tensors."""
     grad = grad.float() * grad_scale
     exp_avg.lerp_(grad, 1 - beta1)
@@ -1852,7 +1844,7 @@ def resume(run: Run, changed: list[str]) -> None:
     """Goes on where the newest whole checkpoint stands."""
     config = run.job.config
     folder = newest_whole(run.run_dir, run.log.say)
-    check_agreement(run.ranks, folder.name)
+    check_agreement(run, folder)
     saved = load_checkpoint(run.state, folder, ())
     step = run.state.step
     run.progress = Progress(saved["position"], saved["tokens"], saved["train_seconds"])
@@ -1867,7 +1859,7 @@ def resume(run: Run, changed: list[str]) -> None:
         raise UserError(f"{run.run_dir} is at step {step} already, {asked}")
 
     # The next --resume goes on with the flags of this one.
-    if run.ranks.is_main and not is_finished(run):
+    if run.ranks.is_main and step < config.num_steps:
         for damaged in checkpoint_folders(run.run_dir):
             if int(damaged.name[5:]) > step:
                 set_aside(damaged)
@@ -1885,38 +1877,38 @@ def set_aside(damaged: Path) -> None:
     damaged.rename(aside)
 
 
-def check_agreement(ranks: Ranks, value: str) -> None:
-    """Raises UserError unless all ranks have the same value."""
-    if ranks.world == 1:
+def check_agreement(run: Run, folder: Path) -> None:
+    """Raises UserError unless all ranks go on from the same checkpoint."""
+    if run.ranks.world == 1:
         return
-    values = [None] * ranks.world
-    dist.all_gather_object(values, value)
-    if len(set(values)) > 1:
-        raise UserError(f"the processes loaded different checkpoints ({values}); start again")
+    names = [None] * run.ranks.world
+    dist.all_gather_object(names, folder.name)
+    if len(set(names)) > 1:
+        raise UserError(
+            f"the processes see different checkpoints in {run.run_dir} ({', '.join(names)}); put it "
+            f"on a file system that all share; if it is there, it lags: start again"
+        )
 
 
-def is_finished(run: Run) -> bool:
-    """Whether nothing is left to do: a result that is damaged is computed again."""
-    if run.state.step < run.job.config.num_steps or not (run.run_dir / "report.md").is_file():
-        return False
-    try:
-        result = read_json(run.run_dir / "result.json", "it is made again")
-    except UserError:
-        return False
+def earlier_result(run: Run) -> dict | None:
+    """The result of a run with nothing left to do; None if there is more, or if it is damaged."""
     progress = run.progress
     reached = {
         "val_bpb": progress.val_bpb,
-        "steps": run.state.step,
+        "steps": run.job.config.num_steps,
         "tokens": progress.tokens,
         "train_seconds": progress.train_seconds,
     }
-    return progress.val_bpb is None or all(result.get(key) == reached[key] for key in reached)
-
-
-def show_finished(run: Run) -> dict:
-    run.log.say(f"this run is finished; its results are in {run.run_dir}/report.md")
+    report = run.run_dir / "report.md"
+    try:
+        result = read_json(run.run_dir / "result.json", "it is made again")
+    except UserError:
+        return None
+    if not (reached.items() <= result.items() and report.is_file()):
+        return None
+    run.log.say(f"this run is finished; its results are in {report}")
     run.log.close()
-    return read_json(run.run_dir / "result.json", "it is made again")
+    return result
 
 
 def prepare_loop(run: Run) -> None:
@@ -2057,17 +2049,14 @@ def finish(run: Run) -> dict:
 
 
 def start_profiler(run: Run):
-    """Traces steps 11 to 15; writes the trace and a table of the slowest operations when they are done."""
+    """Traces steps 11 to 15; writes the trace and a table of the slowest operations."""
 
     def write(profiler) -> None:
         if not run.ranks.is_main:
             return
         profiler.export_chrome_trace(str(run.run_dir / "trace.json"))
         where = "device" if run.ranks.device.type == "cuda" else "cpu"
-        averages = profiler.key_averages()
-        table = averages.table(
-            sort_by=f"self_{where}_time_total", row_limit=60, max_name_column_width=90
-        )
+        table = profiler.key_averages().table(sort_by=f"self_{where}_time_total", row_limit=60)
         write_atomically(run.run_dir / "profile.txt", table)
         run.log.say(f"profile: {run.run_dir}/profile.txt, {run.run_dir}/trace.json")
 
@@ -2108,9 +2097,8 @@ class Stopper:
 class RankWatch:
     """Ends this process with a sentence that names the rank which has stopped.
 
-    Each rank writes into the store of the process group, every second, that it lives, and its step. A
-    thread of each rank reads that of the others, because a rank that waits for another one cannot
-    be interrupted.
+    Every second each rank writes a count and its step into the store of the process group. A thread
+    of each rank reads those of the others: a rank that waits for another one cannot be interrupted.
     """
 
     def __init__(self, ranks: Ranks, store: dist.Store, timeout: float):
@@ -2118,64 +2106,60 @@ class RankWatch:
         self.store = store
         self.timeout = timeout
         self.step = None  # what the loop is at; None outside of it, where a wait may be long
+        self.heard = {}  # rank: (its last message, when that was new)
+        self.steps = ({}, 0.0)  # of all ranks, and since when they have been at them
         self.closing = threading.Event()
         self.thread = threading.Thread(target=self.run, daemon=True)
         self.thread.start()
 
     def run(self) -> None:
-        seen = {}  # rank: (its last message, when that was new)
-        beat = 0
+        count = 0
         while not self.closing.wait(min(1.0, self.timeout / 5)):
-            beat += 1
+            count += 1
             try:
-                self.store.set(f"watch/{self.ranks.rank}", json.dumps([beat, self.step]))
-                for rank in range(self.ranks.world):
-                    self.listen(rank, seen)
+                self.tell([count, self.step])
+                self.listen(time.monotonic())
             except RuntimeError:  # the store is gone, and with it process 0
                 return
-            problem = self.problem(seen)
+            problem = self.problem(time.monotonic())
             if problem:
-                self.end(problem)
+                way = "look at that machine, then continue with --resume; --rank-timeout sets the time"
+                print_error(f"{problem}, so process {self.ranks.rank} ends; {way}")
+                os._exit(1)
 
-    def listen(self, rank: int, seen: dict) -> None:
-        key = f"watch/{rank}"
-        if self.store.check([key]):
-            message = json.loads(self.store.get(key))
-            if rank not in seen or seen[rank][0] != message:
-                seen[rank] = (message, time.monotonic())
+    def tell(self, message: list | None) -> None:
+        self.store.set(f"watch/{self.ranks.rank}", json.dumps(message))
 
-    def problem(self, seen: dict) -> str | None:
-        """What is wrong with another rank, or None."""
-        now = time.monotonic()
-        for rank, (message, when) in seen.items():
+    def listen(self, now: float) -> None:
+        for rank in range(self.ranks.world):
+            key = f"watch/{rank}"
+            message = json.loads(self.store.get(key)) if self.store.check([key]) else None
+            if rank not in self.heard or self.heard[rank][0] != message:
+                self.heard[rank] = (message, now)
+
+        steps = {rank: heard[0][1] for rank, heard in self.heard.items() if heard[0] is not None}
+        if steps != self.steps[0]:
+            self.steps = (steps, now)
+
+    def problem(self, now: float) -> str | None:
+        """What is wrong with another rank, or None. A rank that has begun or ended says nothing."""
+        for rank, (message, when) in self.heard.items():
             if message is not None and now - when > self.timeout:
                 return f"process {rank} has not been heard of for {self.timeout:.0f} s"
 
         # All live, but nobody gets on: then the one that is furthest behind holds up the others.
-        steps = {rank: message[1] for rank, (message, _) in seen.items() if message is not None}
-        if None in steps.values() or self.steps_since(steps, now) < self.timeout:
+        steps, since = self.steps
+        if not steps or None in steps.values() or now - since < self.timeout:
             return None
         behind = min(steps, key=steps.get)
         return f"no step has ended for {self.timeout:.0f} s, and process {behind} is the furthest behind"
-
-    def steps_since(self, steps: dict, now: float) -> float:
-        """Seconds since any rank was at another step."""
-        if steps != getattr(self, "last_steps", None):
-            self.last_steps = steps
-            self.changed = now
-        return now - self.changed
-
-    def end(self, problem: str) -> None:
-        way = "look at that machine, then continue with --resume; --rank-timeout sets the time"
-        print_error(f"{problem}, so process {self.ranks.rank} ends; {way}")
-        os._exit(1)
 
     def close(self) -> None:
         """Says good-bye, so that the others do not wait for a word from here."""
         self.closing.set()
         self.thread.join()
         with contextlib.suppress(RuntimeError):
-            self.store.set(f"watch/{self.ranks.rank}", json.dumps(None))
+            self.tell(None)
 
 
 # -- model, optimizer and warm-up
@@ -2571,13 +2555,19 @@ class Tokenizer:
         self.path = Path(path)
         way = "make a tokenizer with python data/tokenizer.py train"
         spec = read_json(self.path, way)
-        for problem in tokenizer_problems(spec):
-            raise UserError(f"{path} {problem}; {way}")
-        self.pattern = spec["pattern"]
-        self.specials = spec["special_tokens"]
-        ranks = [base64.b64decode(rank) for rank in spec["ranks"]]
-        self.vocab_size = max(self.specials.values()) + 1
+        try:
+            self.pattern = spec["pattern"]
+            self.specials = dict(spec["special_tokens"])
+            ranks = [base64.b64decode(rank, validate=True) for rank in spec["ranks"]]
+            "".join((self.pattern, *self.specials)).encode()  # they are texts, and UTF-8 holds them
+        except (KeyError, TypeError, ValueError) as error:
+            raise UserError(
+                f"{path} is no tokenizer.json of this project ({error!r}); {way}"
+            ) from None
+        self.vocab_size = len(ranks) + len(self.specials)
         self.mergeable = {rank: i for i, rank in enumerate(ranks)}
+        for problem in self.problems(ranks):
+            raise UserError(f"{path} {problem}; {way}")
         self.bos_id = self.specials.get("<|bos|>", self.specials.get("<|endoftext|>"))
 
         # The raw bytes of each token, never those of decoded text. Specials carry no text.
@@ -2586,6 +2576,20 @@ class Tokenizer:
             self.bytes[index] = text.encode()
         self.token_bytes = np.array([len(b) for b in self.bytes], np.int32)
         self.token_bytes[len(ranks) :] = 0
+
+    def problems(self, ranks: list[bytes]) -> Iterator[str]:
+        """What is wrong with the entries."""
+        if self.vocab_size > 65536:
+            yield f"has {self.vocab_size:,} entries; 16 bits hold 65,536"
+        single_bytes = {bytes([i]) for i in range(256)}
+        if len(self.mergeable) < len(ranks) or not single_bytes <= self.mergeable.keys():
+            yield "must hold each entry once, all 256 single bytes among them"
+        ids = list(self.specials.values())
+        following = list(range(len(ranks), self.vocab_size))
+        if any(type(i) is not int for i in ids) or sorted(ids) != following:
+            yield "has special tokens whose ids do not follow the other entries"
+        if not self.specials.keys() & {"<|bos|>", "<|endoftext|>"}:
+            yield "has neither <|bos|> nor <|endoftext|>, which begins each document"
 
     def prefixes(self) -> list[int]:
         """For each token the longest other one that its bytes begin with, or -1; -1 for specials.
@@ -2616,51 +2620,20 @@ class Tokenizer:
         # tiktoken would crash there.
         trial = {bytes([i]): i for i in range(256)} | {b"": 256}
         sample = "Aa1 2,\n\t\r\u00fc\u6f22\U0001f642 _-\u2028 end"
+        make = functools.partial(tiktoken.Encoding, "decoderstack", pat_str=self.pattern)
         try:
-            encoding = tiktoken.Encoding(
-                "trial", pat_str=self.pattern, mergeable_ranks=trial, special_tokens={}
-            )
-            ids = encoding.encode_to_numpy(sample, allowed_special=set(), disallowed_special=())
+            ids = make(mergeable_ranks=trial, special_tokens={}).encode_ordinary(sample)
         except ValueError as error:
             raise UserError(f"the pattern in {self.path} cannot be used ({error!r})") from None
-        if ids.tolist() != list(sample.encode()):
+        if ids != list(sample.encode()):
             raise UserError(f"the pattern in {self.path} drops text; make the tokenizer again")
-        return tiktoken.Encoding(
-            "decoderstack",
-            pat_str=self.pattern,
-            mergeable_ranks=self.mergeable,
-            special_tokens=self.specials,
-        )
+        return make(mergeable_ranks=self.mergeable, special_tokens=self.specials)
 
     def decode_bytes(self, ids) -> bytes:
         return b"".join(self.bytes[i] for i in ids)
 
     def decode(self, ids) -> str:
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
-
-
-def tokenizer_problems(spec: dict) -> Iterator[str]:
-    """What is wrong with the contents of a tokenizer.json."""
-    pattern = spec.get("pattern")
-    ranks = spec.get("ranks")
-    specials = spec.get("special_tokens")
-    if not (isinstance(pattern, str) and isinstance(ranks, list) and isinstance(specials, dict)):
-        yield "is not a tokenizer.json of this project"
-    if len(ranks) + len(specials) > 65536:
-        yield f"has {len(ranks) + len(specials):,} entries; 16 bits hold 65,536"
-    try:
-        texts = [base64.b64decode(rank, validate=True) for rank in ranks]
-        "".join(specials).encode()
-    except (ValueError, TypeError) as error:
-        yield f"has an entry that is not base64 or a special token that is no text ({error!r})"
-    if len(set(texts)) < len(texts) or not set(texts).issuperset(bytes([i]) for i in range(256)):
-        yield "must hold each entry once, all 256 single bytes among them"
-    ids = list(specials.values())
-    following = list(range(len(ranks), len(ranks) + len(specials)))
-    if any(type(i) is not int for i in ids) or sorted(ids) != following:
-        yield "has special tokens whose ids do not follow the other entries"
-    if "<|bos|>" not in specials and "<|endoftext|>" not in specials:
-        yield "has neither <|bos|> nor <|endoftext|>, which begins each document"
 
 
 @dataclass
@@ -2684,7 +2657,11 @@ class Dataset:
             )
         way = "make the dataset again"
         info = read_json(root / "dataset.json", way)
-        for problem in dataset_problems(info):
+        try:
+            problem = dataset_problem(info)
+        except (KeyError, TypeError, AttributeError) as error:
+            problem = f"lacks an entry, or has one of another kind ({error!r})"
+        if problem:
             raise UserError(f"{root}/dataset.json {problem}; {way}")
         path = root / "tokenizer.json"
         stated = info["files"]["tokenizer.json"]["sha256"]
@@ -2768,24 +2745,20 @@ def fingerprint(files: dict, folder: str = "pretrain") -> str:
     return hashlib.sha256("".join(lines).encode("utf-8", "surrogatepass")).hexdigest()
 
 
-def dataset_problems(info: dict) -> Iterator[str]:
-    """What is wrong with the contents of a dataset.json."""
-    files = info.get("files")
-    if not isinstance(files, dict) or "tokenizer.json" not in files:
-        yield "lists no files"
+def dataset_problem(info: dict) -> str | None:
+    """What is wrong with the contents of a dataset.json. Other errors: an entry is not as expected."""
+    files = info["files"]
+    counts = {"pretrain": ["tokens", "text_bytes"], "sft": ["tokens"]}
     for name, entry in files.items():
-        if not isinstance(entry, dict) or not isinstance(entry.get("sha256"), str):
-            yield f"lists {name!r} without its sha256"
-        counts = {"pretrain": ["tokens", "text_bytes"], "sft": ["tokens"]}
         is_mask = name.endswith(".mask.bin")
         for key in [] if is_mask else counts.get(name.split("/")[0], []):
-            count = entry.get(key)
-            if type(count) is not int or not 0 <= count < 2**40:
-                yield f"lists {name!r} with {key} {count!r}"
-    if info.get("fingerprint") != fingerprint(files):
-        yield "does not agree with itself: its fingerprint is not that of the files it lists"
-    if info.get("tokenizer_sha256") != files["tokenizer.json"]["sha256"]:
-        yield "names two tokenizers"
+            if not is_number(entry[key], 0, 2**40):
+                return f"lists {name!r} with {key} {entry[key]!r}"
+    if info["fingerprint"] != fingerprint(files):
+        return "does not agree with itself: its fingerprint is not that of the files it lists"
+    if info["tokenizer_sha256"] != files["tokenizer.json"]["sha256"]:
+        return "names two tokenizers"
+    return None
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -2836,7 +2809,7 @@ def prepare_run_dir(job: Job, args: argparse.Namespace, ranks: Ranks) -> tuple[P
         dist.broadcast_object_list(of_main, 0)
         run_dir = Path(of_main[0])
     if args.resume:
-        check_resumable(run_dir, job, ranks)
+        check_resumable(run_dir, job)
     elif ranks.is_main and (run_dir / "log.jsonl").exists():
         saved = checkpoints(run_dir)
         way = "continue it with --resume" if saved else "nothing was saved in it, so remove it"
@@ -2845,18 +2818,17 @@ def prepare_run_dir(job: Job, args: argparse.Namespace, ranks: Ranks) -> tuple[P
 
 
 def create_dated_dir(job: Job) -> Path:
-    """A new directory under out/, also if two runs start in one second."""
-    date = datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
-    name = f"out/{date}_{Path(__file__).stem}"
+    """A new directory under out/. Of two runs that start in one second, one waits for the next."""
+    what = Path(__file__).stem
     if job.command != "pretrain":
-        name += f"_{job.command}"
-    for number in range(2, 1000):
+        what += f"_{job.command}"
+    while True:
+        run_dir = Path(f"out/{datetime.datetime.now():%Y-%m-%d_%H-%M-%S}_{what}")
         try:
-            Path(name).mkdir(parents=True)
-            break
+            run_dir.mkdir(parents=True)
+            return run_dir
         except FileExistsError:
-            name = f"{name.split('__')[0]}__{number}"
-    return Path(name)
+            time.sleep(0.1)
 
 
 def lock_run_dir(run_dir: Path):
@@ -2878,19 +2850,9 @@ def lock_run_dir(run_dir: Path):
     return file
 
 
-def check_resumable(run_dir: Path, job: Job, ranks: Ranks) -> None:
-    """Raises UserError if --resume finds nothing to continue, or not the same on all ranks."""
-    names = [folder.name for folder in checkpoints(run_dir)]
-    if ranks.world > 1:
-        of_main = [names]
-        dist.broadcast_object_list(of_main, 0)
-        if of_main[0] != names:
-            raise UserError(
-                f"process {ranks.rank} sees the checkpoints {names} in {run_dir}, process 0 sees "
-                f"{of_main[0]}; put the run directory on a file system that all share; if it is "
-                f"there, it lags: start again"
-            )
-    if not names:
+def check_resumable(run_dir: Path, job: Job) -> None:
+    """Raises UserError if --resume finds nothing to continue."""
+    if not checkpoints(run_dir):
         what = f"no complete checkpoint in {run_dir}/checkpoints"
         raise UserError(f"--resume found {what}; start without --resume")
     if (run_dir / "tokenizer.json").read_bytes() != job.dataset.tokenizer.path.read_bytes():
@@ -2976,11 +2938,12 @@ class Log:
         """A training step: the file, and the line on the screen with the time that is left."""
         self.write(entry)
         eta = (num_steps - entry["step"]) * entry["step_ms"] / 1e3
+        mfu = f"| mfu {entry['mfu']:5.1%} " if entry["mfu"] else ""  # 0 where the peak is unknown
         self.say(
             "step {step:6d}/{num_steps} | loss {loss:7.4f} | bpb {bpb:6.4f} | lr {lr:5.3f} "
-            "| {step_ms:8.1f} ms | {tokens_per_second:9,.0f} tok/s | mfu {mfu:5.1%} "
+            "| {step_ms:8.1f} ms | {tokens_per_second:9,.0f} tok/s {0}"
             "| {memory_gib:5.1f} GiB | {train_seconds:6.1f} s | eta {eta:5.0f} s".format(
-                **entry, num_steps=num_steps, eta=eta
+                mfu, **entry, num_steps=num_steps, eta=eta
             )
         )
 
@@ -3246,6 +3209,8 @@ def write_report(run: Run, result: dict, samples: list[str]) -> None:
         "data": run.job.config.data,
         "commit": commit,
     }
+    if not result["mfu"]:  # the peak of the device is unknown
+        del rows["MFU"]
     table = "\n".join(f"| {key} | {value} |" for key, value in rows.items())
     texts = "\n".join(f"````text\n{sample}\n````\n" for sample in samples)  # may hold ``` itself
     name = run.run_dir.name
@@ -3456,41 +3421,23 @@ def build_parser() -> Parser:
     add("--run-dir", help="where the run is written (default a new dated directory under out/)")
     add("--resume", action="store_true", help="continue the run in --run-dir")
     add(
-        "--resume-changed",
-        action="store_true",
-        help="with --resume: accept another script, text or recipe",
+        "--resume-changed", action="store_true", help="--resume with another script, text or recipe"
     )
     add("--steps", type=int, help="length of the run in steps")
     add("--tokens", type=int, help="length of the run in tokens")
     add("--seed", type=int, help="of the first weights (default 0)")
     add("--eval-every", type=int, metavar="N", help="steps between validations, 0: only at the end")
-    add(
-        "--save-every",
-        type=int,
-        metavar="N",
-        help="steps between checkpoints, 0: at the end, -1: none",
-    )
+    add("--save-every", type=int, metavar="N", help="steps between saves, 0: at the end, -1: none")
     add("--log-every", type=int, metavar="N", help="steps between lines of the log")
     add("--micro-batch-tokens", type=int, metavar="N", help="default: from free memory")
     add("--attention", help=f"auto, {', '.join(ATTENTION)}")
     add("--dtype", help="auto, bfloat16, float16, float32")
     add("--no-compile", action="store_true", help="slower steps, quicker start")
-    add(
-        "--rank-timeout",
-        type=float,
-        default=300.0,
-        metavar="S",
-        help="seconds until a rank that hangs is given up",
-    )
+    add("--rank-timeout", type=float, default=300.0, metavar="S", help="how long a rank may hang")
     add("--wandb", metavar="NAME", help="also log to Weights & Biases under this name")
     add("--profile", action="store_true", help="trace steps 11 to 15")
-    add(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="override a Config field; voids record status",
-    )
+    overrides = "override a Config field; voids record status"
+    add("--set", action="append", default=[], metavar="KEY=VALUE", help=overrides)
     return parser
 
 
@@ -4113,17 +4060,9 @@ def scale_head_gradient(x, weights, row_weight, cap) -> tuple[Tensor, Tensor]:
 
 @torch.library.custom_op(f"{OPS}::linear_ce", mutates_args=())
 def linear_ce(
-    x: Tensor,
-    w: Tensor,
-    targets: Tensor,
-    weights: Tensor,
-    prefix: Tensor | None,
-    row_weight: Tensor | None,
-    cap: list[float],
-    chunk: int,
-    grad: bool,
-    fp8: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    x: Tensor, w: Tensor, targets: Tensor, weights: Tensor, prefix: Tensor | None,
+    row_weight: Tensor | None, cap: list[float], chunk: int, grad: bool, fp8: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Loss, nats, dx and dw of linear_cross_entropy, chunk by chunk over the tokens."""
     T = len(x)
     losses, nats = torch.empty(T, device=x.device), torch.empty(T, device=x.device)
@@ -4661,16 +4600,9 @@ def window_attention_forward(
 
 @torch.library.custom_op(f"{OPS}::window_attention_grad", mutates_args=())
 def window_attention_grad(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    do: Tensor,
-    lse: Tensor,
-    bounds: Tensor,
-    scale: float,
-    gate: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, o: Tensor, do: Tensor, lse: Tensor,
+    bounds: Tensor, scale: float, gate: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk, dv (T, H, K) and dgate (T, H), which is empty without a gate."""
     T, H, D = q.shape
     q, k, v = map(adjacent_heads, (q, k, v))

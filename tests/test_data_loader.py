@@ -231,8 +231,7 @@ def test_what_is_read_is_what_is_listed(tmp_path, dataset_dir):
     with pytest.raises(ts.UserError, match="bytes, dataset.json says"):
         ts.Dataset.open(root).files("train")
 
-    for entry, words in (({"sha256": 5}, "without its sha256"), ({"tokens": "9"}, "with tokens '9'"),
-                         ({"text_bytes": -1}, "with text_bytes -1")):  # fmt: skip
+    for entry, words in (({"tokens": "9"}, "with tokens '9'"), ({"text_bytes": -1}, "with text_bytes -1")):
         other = shutil.copytree(dataset_dir, tmp_path / words)
         change_listing(other, "pretrain/val_000000.bin", **entry)
         with pytest.raises(ts.UserError, match=words):
@@ -260,9 +259,9 @@ def hostile_tokenizers():
     yield change(special_tokens={"<|bos|>": 10**9}), "do not follow"
     yield change(special_tokens={"<|bos|>": "300"}), "do not follow"
     yield change(special_tokens={"<|other|>": 291}), "neither"
-    yield change(pattern=None), "is not a tokenizer.json"
-    yield change(ranks=["YQ==", "no base64!"]), "not base64"
-    yield change(ranks=["YQ==", 7]), "not base64"
+    yield change(pattern=None), "is no tokenizer.json"
+    yield change(ranks=["YQ==", "no base64!"]), "is no tokenizer.json.*base64"
+    yield change(ranks=["YQ==", 7]), "is no tokenizer.json.*not 'int'"
     yield change(ranks=["YQ=="]), "all 256 single bytes"
     yield lambda spec: spec["ranks"].append("YQ=="), "each entry once"
     yield lambda spec: spec["ranks"].extend(["YQ=="] * 70000), "16 bits"

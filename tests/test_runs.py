@@ -202,7 +202,9 @@ def test_log_and_last_line(finished):
     assert (result["steps"], result["tokens"], result["run_dir"]) == (20, 10 * 256 + 10 * 512, str(run_dir))
     assert result["val_bpb"] == entries(run_dir)[-1]["val_bpb"] and result["mfu"] == 0
     assert losses(run_dir)[20] < 0.5 * losses(run_dir)[1], "it should learn"
-    widths = {len(line) for line in out.splitlines() if re.match(r"step +\d+/20 \| loss", line)}
+    steps = [line for line in out.splitlines() if re.match(r"step +\d+/20 \| loss", line)]
+    assert not any("mfu" in line for line in steps), "the peak of a CPU is not known"
+    widths = {len(line) for line in steps}
     assert len(widths) == 1, "log lines have a fixed width"
     assert "CORE" not in out, "which runs/score_core.py computes"
 
