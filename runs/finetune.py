@@ -25,11 +25,15 @@ import bisect
 import dataclasses
 import hashlib
 import math
+import signal
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+
+if __name__ == "__main__":  # Ctrl-C ends the process quietly while torch is imported
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import engine
 import numpy as np
@@ -398,4 +402,5 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.exit(main())

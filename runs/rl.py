@@ -46,6 +46,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+if __name__ == "__main__":  # Ctrl-C ends the process quietly while torch is imported
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 import chat_eval
 import engine
 import finetune
@@ -846,22 +849,23 @@ def check(args: argparse.Namespace) -> None:
         raise RunError(f"--digits {args.digits} must be at most 18")
 
 
-def saved_settings(args: argparse.Namespace, parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """The flags that a run to be resumed began with; no others may be given."""
-    run_dir = args.run_dir
-    if not run_dir:
+def check_resume(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """Raises RunError unless --run-dir, and nothing else, is given with --resume."""
+    if not args.run_dir:
         raise RunError("--resume needs --run-dir, the run to continue")
     for name, value in vars(args).items():
         if name not in ("resume", "run_dir") and value != parser.get_default(name):
             flag = "from" if name == "source" else name.replace("_", "-")
-            raise RunError(f"--resume uses the settings of {run_dir}; leave out --{flag}")
-    try:
-        description = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
-        settings = description["rl"]
-    except (OSError, ValueError, KeyError):
+            raise RunError(f"--resume uses the settings of {args.run_dir}; leave out --{flag}")
+
+
+def saved_settings(script: ModuleType, run_dir: Path) -> argparse.Namespace:
+    """The flags that a run to be resumed began with."""
+    settings = script.read_description(run_dir).get("rl")
+    if settings is None:
         raise RunError(
             f"{run_dir} is no run of runs/rl.py; continue it with the tool that began it"
-        ) from None
+        )
     if not list(run_dir.glob("checkpoints/step_*/state.json")):
         raise RunError(f"{run_dir} has no checkpoint yet; remove it and start again")
     settings["resume"] = True
@@ -873,12 +877,13 @@ def saved_settings(args: argparse.Namespace, parser: argparse.ArgumentParser) ->
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """The flags; for a resumed run those it began with."""
+    """The flags; with --resume only --run-dir, see saved_settings."""
     parser = build_parser()
     args = parser.parse_args(argv)
     if args.resume:
-        return saved_settings(args, parser)
-    check(args)
+        check_resume(args, parser)
+    else:
+        check(args)
     return args
 
 
@@ -892,7 +897,8 @@ def main(argv: list[str] | None = None) -> int:
 
     def command() -> dict:
         try:
-            return train(script, args)
+            settings = saved_settings(script, args.run_dir) if args.resume else args
+            return train(script, settings)
         except RunError as error:
             raise script.UserError(str(error)) from None
 
@@ -900,4 +906,5 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.exit(main())

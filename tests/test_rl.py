@@ -316,6 +316,10 @@ def test_a_run_and_its_continuation(source, tmp_path):
     assert code == 1 and "is no run of runs/rl.py" in err
     code, _, err = quiet(ts.main, "--resume", "--run-dir", tmp_path / "whole")
     assert code == 1 and "python runs/rl.py --resume" in err
+    description["rl"]["samples"] = 7
+    (tmp_path / "whole" / "config.json").write_text(json.dumps(description))
+    code, _, err = quiet(rl.main, "--resume", "--run-dir", tmp_path / "whole")
+    assert code == 1 and "config.json was changed after it was written" in err
 
 
 def test_gsm8k_items(source, tmp_path):
