@@ -25,7 +25,8 @@ stream_options.include_usage. max_tokens above the context is an error; otherwis
 the prompt bounds the answer, which then ends with finish_reason "length". Fields that the server
 cannot honour (tools of the client, ...) and unknown ones are errors. Log-probabilities are the
 model's own, before temperature and penalties; those of a calculator's result are 0. With echo they
-cover the prompt, which is what lm-evaluation-harness needs (model local-completions).
+cover the prompt, which is what lm-evaluation-harness needs (model local-completions, and
+add_bos_token=True for tasks that compare answers, as it sends ids).
 
 A system message goes in front of the user message behind it, as in training, and messages of one
 role in a row become one. If the last message is the assistant's, the answer continues it. Special
