@@ -20,7 +20,7 @@ usage.prompt_tokens_details.cached_tokens counts both.
 
 Accepted fields: model (optional), messages or prompt (a string, token ids, or a list of either; ids
 are used as they are), max_tokens, max_completion_tokens, temperature, top_p, top_k, min_p,
-presence_penalty, frequency_penalty, stop, seed, n, logprobs, top_logprobs, echo, stream,
+presence_penalty, frequency_penalty, logit_bias, stop, seed, n, logprobs, top_logprobs, echo, stream,
 stream_options.include_usage. max_tokens above the context is an error; otherwise the room behind
 the prompt bounds the answer, which then ends with finish_reason "length". Fields that the server
 cannot honour (tools of the client, ...) and unknown ones are errors. Log-probabilities are the

@@ -507,6 +507,25 @@ def test_penalties_and_min_p(talker):
         assert found == [talker.server.tokenizer.bytes[id] for id in tokens]
 
 
+def test_logit_bias(talker):
+    """A bias is added to the logits of its request alone: it makes an id certain, or only a little likelier."""
+    tokenizer, prompt = talker.server.tokenizer, rendered(talker, HELLO)
+    options = {"model": "talker", "messages": HELLO, "temperature": 0, "max_tokens": 1}
+    row = logits(talker.worker.model, prompt)[-1, : tokenizer.vocab_size]
+    plain = [id for id in row.argsort(descending=True).tolist() if id < 128]  # whole characters
+    second, last = plain[1], plain[-1]
+
+    def answer(bias):
+        bias = {str(id): value for id, value in bias.items()}
+        return talker.chat(**options, logit_bias=bias).choices[0].message.content
+
+    assert answer({row.argmax().item(): -100, last: 100}) == chr(last)
+    missing = (row.max() - row[second]).item()
+    assert answer({second: missing + 0.01}) == chr(second) != answer({second: missing - 0.01})
+    both = talker.text(model="talker", prompt=[prompt] * 6, temperature=0, max_tokens=4).choices
+    assert len({choice.text for choice in both}) == 1, "a row keeps no bias of an earlier answer"
+
+
 def test_stop_strings_within_n(talker):
     """Each answer of a request stops by itself."""
     options = {"model": "talker", "messages": HELLO, "n": 5, "seed": 3, "temperature": 1.5, "max_tokens": 40}
@@ -744,7 +763,10 @@ def test_characters_are_whole(talker):
         ({"min_p": 1.5}, "at most 1", "min_p"),
         ({"presence_penalty": -2.5}, "at least -2", "presence_penalty"),
         ({"frequency_penalty": "x"}, "must be a number", "frequency_penalty"),
-        ({"logit_bias": {"5": 1}}, "not supported", "logit_bias"),
+        ({"logit_bias": {"70000": 1}}, 'logit_bias holds "70000", not an id of 0 to ', "logit_bias"),
+        ({"logit_bias": {"-1": 1}}, "not an id", "logit_bias"),
+        ({"logit_bias": {"5": 101}}, "at most 100", "5"),
+        ({"logit_bias": [5]}, "an object of at most", "logit_bias"),
         ({"max_tokens": 0}, "at least 1 and at most 512, found 0", "max_tokens"),
         ({"max_tokens": 513}, "at most 512, found 513", "max_tokens"),
         ({"max_completion_tokens": 10**30}, "at most 512", "max_completion_tokens"),
