@@ -614,10 +614,10 @@ def test_api_key_and_access_log(runs, capfd, monkeypatch):
     assert "GET /metrics 401" in log and "hello" not in log and "s3cret" not in log
 
 
-def test_connections_that_do_nothing(talker, monkeypatch):
+def test_connections_that_do_nothing(lonely, monkeypatch):
     """A head has a deadline, also dripped or behind another request, and more than the limit are refused."""
     monkeypatch.setattr(serve, "HEAD_SECONDS", 0.3)
-    place = ("127.0.0.1", int(talker.url.rpartition(":")[2]))
+    place = ("127.0.0.1", int(lonely.url.rpartition(":")[2]))
 
     def end(connection) -> bytes:
         """What the server says until it closes the connection."""
@@ -639,16 +639,16 @@ def test_connections_that_do_nothing(talker, monkeypatch):
         wanted = "200" if connection is second else "404" if connection is body else "408"
         assert text.startswith(f"HTTP/1.1 {wanted} "), text
         connection.close()
-    until(lambda: len(talker.http.server_state.connections) == 0)
+    until(lambda: len(lonely.http.server_state.connections) == 0)
     monkeypatch.setattr(serve.Connection, "most", 5)
     many = [socket.create_connection(place) for _ in range(9)]
     refused = [end(connection) for connection in many[5:]]
     assert all(b"503" in text and b"connections already" in text for text in refused)
     for connection in many:
         connection.close()
-    until(lambda: len(talker.http.server_state.connections) == 0)
-    assert talker.chat(model="talker", messages=HELLO, max_tokens=1).choices
-    assert httpx2.get(f"{talker.url}/health").json()["status"] == "ok"
+    until(lambda: len(lonely.http.server_state.connections) == 0)
+    assert lonely.chat(model="talker", messages=HELLO, max_tokens=1).choices
+    assert httpx2.get(f"{lonely.url}/health").json()["status"] == "ok"
 
 
 def test_a_client_that_does_not_read(talker, monkeypatch):
@@ -998,29 +998,30 @@ def test_nothing_is_left_of_requests(talker):
 
 
 def start(*args):
-    process = subprocess.Popen([sys.executable, str(SCRIPT), *map(str, args), "--device", "cpu"], text=True,
-                               stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                               env={**os.environ, "PYTHONUNBUFFERED": "1"})  # fmt: skip
-    line = process.stdout.readline()
-    return process, line
+    return subprocess.Popen([sys.executable, str(SCRIPT), *map(str, args), "--device", "cpu"], text=True,
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                            env={**os.environ, "PYTHONUNBUFFERED": "1"})  # fmt: skip
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
-def test_signals_end_it_cleanly(runs, signum):
+def test_signals_end_it_cleanly(runs):
     """An answer that is being written ends with an error, nothing is said on stderr, and the exit code is 0."""
-    process, line = start(runs[False], "--port", 0, "--rows", 2)
+    signals = (signal.SIGTERM, signal.SIGINT)
+    processes = [start(runs[False], "--port", 0, "--rows", 2) for _ in signals]
     try:
-        url = re.fullmatch(r"writer: (http://127\.0\.0\.1:\d+) \(2 rows, context 512, completions\)\n", line)[1]
-        body = {"prompt": ["the"] * 60, "max_tokens": 500, "stream": True, "temperature": 2}
-        with httpx2.stream("POST", f"{url}/v1/completions", json=body, timeout=30) as reply:
-            parts = reply.iter_text()
-            text = next(parts)
-            process.send_signal(signum)
-            text += "".join(parts)
-        assert "the server is stopping" in events(text)[-1]["error"]["message"]
-        assert process.wait(20) == 0 and process.communicate() == ("", "")
+        for process, signum in zip(processes, signals, strict=True):
+            line = process.stdout.readline()
+            url = re.fullmatch(r"writer: (http://127\.0\.0\.1:\d+) \(2 rows, context 512, completions\)\n", line)[1]
+            body = {"prompt": ["the"] * 60, "max_tokens": 500, "stream": True, "temperature": 2}
+            with httpx2.stream("POST", f"{url}/v1/completions", json=body, timeout=30) as reply:
+                parts = reply.iter_text()
+                text = next(parts)
+                process.send_signal(signum)
+                text += "".join(parts)
+            assert "the server is stopping" in events(text)[-1]["error"]["message"]
+            assert process.wait(20) == 0 and process.communicate() == ("", "")
     finally:
-        process.kill()
+        for process in processes:
+            process.kill()
 
 
 def test_user_errors(runs, tmp_path, talker, monkeypatch, capsys):
@@ -1081,7 +1082,8 @@ def chromium():
     if not path:
         pytest.skip("the web page is only tested where playwright finds a Chromium (apt-get install chromium, or "
                     "playwright install chromium)")  # fmt: skip
-    return path
+    with browser.launch(path) as running:
+        yield running
 
 
 @pytest.mark.browser
