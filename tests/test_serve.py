@@ -617,6 +617,7 @@ def test_api_key_and_access_log(runs, capfd, monkeypatch):
 def test_connections_that_do_nothing(lonely, monkeypatch):
     """A head has a deadline, also dripped or behind another request, and more than the limit are refused."""
     monkeypatch.setattr(serve, "HEAD_SECONDS", 0.3)
+    monkeypatch.setattr(lonely.http.config, "timeout_keep_alive", 0.3)  # after an answer, by uvicorn
     place = ("127.0.0.1", int(lonely.url.rpartition(":")[2]))
 
     def end(connection) -> bytes:
