@@ -267,7 +267,7 @@ def test_64_clients_get_what_each_gets_alone(talker):
     alone = [ask(i) for i in range(64)]
     with ThreadPoolExecutor(64) as pool:
         assert list(pool.map(ask, range(64))) == alone
-    assert len(set(alone)) > 50 and not talker.worker.jobs and not talker.worker.waiting()
+    assert len(set(alone)) > 40 and not talker.worker.jobs and not talker.worker.waiting()
 
 
 def test_tool_calls(talker):
