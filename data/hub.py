@@ -13,6 +13,7 @@ import logging
 import os
 import re
 import shutil
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -31,6 +32,7 @@ from tqdm import tqdm
 
 ATTEMPTS = 5
 FILES_PER_COMMIT = 20
+answered = False  # a request has succeeded, so there is a network
 
 
 def redact(text: object) -> str:
@@ -96,13 +98,25 @@ def is_inside(name: str) -> bool:
     return usable and not any(c in name for c in "\\\0")
 
 
+def is_unreachable(problem: BaseException | None) -> bool:
+    """Whether an error came about because no connection could be made."""
+    while problem is not None:
+        if isinstance(problem, ConnectionRefusedError | socket.gaierror):
+            return True
+        problem = problem.__cause__ or problem.__context__
+    return False
+
+
 def retry(
     action: Callable[[], Any], what: str, attempts: int = ATTEMPTS, backoff: float = 1.0
 ) -> Any:
     """Calls action until it succeeds, waiting backoff * 1, 2, 4, ... seconds between failures.
 
-    What no repetition can cure (no such repository, file or permission) ends the script at once.
+    What no repetition can cure (no such repository, file or permission) ends the script at once, and
+    so does a server that cannot be reached, unless it has answered before.
     """
+    global answered
+    from huggingface_hub.constants import is_offline_mode
     from huggingface_hub.errors import (
         EntryNotFoundError,
         HfHubHTTPError,
@@ -113,7 +127,9 @@ def retry(
 
     for attempt in range(attempts):
         try:
-            return action()
+            found = action()
+            answered = True
+            return found
         except (
             Exception
         ) as problem:  # many kinds, of several libraries: connection, time-out, size, server
@@ -128,6 +144,13 @@ def retry(
                 )
             if isinstance(problem, OSError) and problem.errno in FULL_DISK:
                 fail(f"{what}: the disk is full ({redact(problem)}); free some space and run again")
+            if is_offline_mode():
+                fail(f"{what}: it is not in the cache and HF_HUB_OFFLINE is set; unset it")
+            if is_unreachable(problem) and not answered:
+                fail(
+                    f"{what}: the server cannot be reached ({redact(problem)}); check the network and "
+                    f"HF_ENDPOINT (data/pretrain.py --source stdlib needs neither)"
+                )
             status = getattr(getattr(problem, "response", None), "status_code", None)
             if isinstance(problem, HfHubHTTPError) and status in (400, 401, 403):
                 fail(
@@ -160,7 +183,9 @@ def list_files(repo: str) -> list[str]:
     from huggingface_hub import HfApi
 
     prepare()
-    # One attempt, as huggingface_hub itself repeats this request five times.
+    # The list itself takes one attempt, as huggingface_hub repeats that request five times. It would
+    # do so for half a minute where there is no network, so another request comes first.
+    retry(lambda: HfApi().dataset_info(repo), f"opening {repo}")
     return retry(
         lambda: HfApi().list_repo_files(repo, repo_type="dataset"), f"listing {repo}", attempts=1
     )

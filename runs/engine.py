@@ -697,10 +697,11 @@ class Completion:
     tools: bool = (
         False  # run the calculator; without effect if the tokenizer lacks the marks of calls
     )
-    # These three need a Decoder with shaping=True.
+    # These four need a Decoder with shaping=True.
     min_p: float = 0.0  # leave out ids with less than this share of the likeliest one's probability
     presence_penalty: float = 0.0  # off the logit of an id that is in the answer
     frequency_penalty: float = 0.0  # the same, for each time that it is there
+    logit_bias: dict[int, float] = field(default_factory=dict)  # added to the logits of ids
     logprobs: int | None = None  # keep the chance of each new id, and of so many likeliest ones
     score_prompt: bool = False  # with logprobs: also those of the prompt's ids
 
@@ -731,7 +732,8 @@ class Completion:
             )
 
     def is_shaped(self) -> bool:
-        return bool(self.min_p or self.presence_penalty or self.frequency_penalty)
+        penalties = self.presence_penalty or self.frequency_penalty
+        return bool(self.min_p or penalties or self.logit_bias)
 
     def sort_width(self, vocab_size: int) -> int:
         """How many logits sample must sort for it, or GREEDY if it needs no sample."""
@@ -911,7 +913,7 @@ class Decoder:
         max_len: int = 0,  # tokens of the longest text, by default the model's context
         compile: bool = False,
         graph: bool = True,
-        shaping: bool = False,  # whether completions may have penalties and min_p
+        shaping: bool = False,  # whether completions may have penalties, logit_bias and min_p
         shelves: int = 0,
         ahead: bool | None = None,
     ):
@@ -935,16 +937,18 @@ class Decoder:
         self.shelf_used = [0] * shelves  # when, in calls of admit
         self.admissions = 0
 
-        # How often each id is in the answer of a row.
+        # How often each id is in the answer of a row, and what is added to its logit.
         vocab_size = tokenizer.vocab_size
         self.counts = None
+        self.bias = None
         if shaping:
             self.counts = torch.zeros(rows, vocab_size, dtype=torch.int32, device=device)
+            self.bias = torch.zeros(rows, vocab_size, device=device)
 
         self.decode = torch.compile(decode) if compile else decode
         self.sample = torch.compile(sample) if compile else sample
         self.graphs = {} if graph and device.type == "cuda" else None  # by width
-        self.shaped_graphs = {}  # the same, of steps with penalties or min_p
+        self.shaped_graphs = {}  # the same, of steps that shape logits
         self.ahead = device.type == "cuda" if ahead is None else ahead
         self.flight: Flight | None = None
 
@@ -1043,14 +1047,18 @@ class Decoder:
                 completion.prompt_chances = [None]  # a prompt of one id
 
     def count(self, completions: dict[int, Completion]) -> None:
-        """Sets the counts of rows to those of their answers so far.
+        """Sets the counts of rows to those of their answers so far, and what is added to logits.
 
         A step counts the id that goes in. The last of a text is counted here or in the prompt, so
         its count begins one lower.
         """
+        if self.bias is not None:
+            self.bias[to_device(list(completions), self.bias.device)] = 0
         for row, completion in completions.items():
             if not completion.is_shaped():
                 continue
+            for token, bias in completion.logit_bias.items():
+                self.bias[row, token] = bias
             self.counts[row] = 0
             ids = to_device([*completion.tokens, completion.text()[-1]], self.counts.device)
             signs = torch.ones_like(ids, dtype=self.counts.dtype)
@@ -1229,14 +1237,14 @@ class Decoder:
         return logits
 
     def draw(self, logits: Tensor, width: int, shaped: bool) -> Tensor:
-        """The next id of each row; `shaped`: with penalties and min_p."""
+        """The next id of each row; `shaped`: with penalties, logit_bias and min_p."""
         state = self.state
         cuts = (state.temperature, state.top_k, state.top_p, state.seeds, state.positions, width)
         if not shaped:
             return self.sample(logits, *cuts)
         live = (state.positions >= 0).to(self.counts.dtype)
         self.counts.scatter_add_(1, state.tokens[:, None], live[:, None])
-        logits = penalised(logits, self.counts, state.presence, state.frequency)
+        logits = penalised(logits, self.counts, state.presence, state.frequency) + self.bias
         return self.sample(logits, *cuts, state.min_p)
 
     def capture(self, width: int, shaped: bool) -> torch.cuda.CUDAGraph:

@@ -366,6 +366,7 @@ def model_card(name: str, run_dir: Path, fields: dict, parameters: int, step: in
         or_chat="or let it chat " if chat else "",
         chat_flag=" --apply_chat_template" if chat else "",
         parts=unusual_parts(fields),
+        run=run_dir.resolve().name,
     )
 
 

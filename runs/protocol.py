@@ -27,13 +27,14 @@ from starlette.responses import JSONResponse
 MAX_CHOICES = 64  # answers to one request
 MAX_STOPS = 4  # stop strings of a request
 STOP_LENGTH = 256  # characters of each
+MAX_BIASES = 300  # ids in logit_bias
 MAX_TOP = 20  # likeliest ids beside each id of an answer
 RETRY_AFTER = 1  # seconds that a client should wait when the queue is full
 BATCH_ITEMS = 256  # ids that wait at most before a client that does not stream handles them
 
 # What a request may hold besides the fields below: values that change nothing, and ignored fields.
 NEUTRAL = {
-    "logit_bias": ({},), "tools": ([],), "tool_choice": ("none", "auto"),
+    "tools": ([],), "tool_choice": ("none", "auto"),
     "functions": ([],), "function_call": ("none", "auto"),
     "response_format": ({"type": "text"},), "modalities": (["text"],), "audio": (),
     "prediction": (), "web_search_options": (), "reasoning_effort": (), "verbosity": (),
@@ -43,8 +44,8 @@ IGNORED = (
     "user store metadata service_tier parallel_tool_calls safety_identifier prompt_cache_key"
 ).split()
 KNOWN = (
-    "model max_tokens temperature top_p top_k min_p presence_penalty frequency_penalty logprobs "
-    "stop seed n stream stream_options"
+    "model max_tokens temperature top_p top_k min_p presence_penalty frequency_penalty logit_bias "
+    "logprobs stop seed n stream stream_options"
 ).split()
 CALL = re.compile(r"\[([^\[\]]{1,256}) = ([^\[\]]{1,64})\]")  # as Reader shows a call
 
@@ -430,10 +431,25 @@ class Protocol:
             "min_p": float(number(body, "min_p", 0, 0, 1)),
             "presence_penalty": float(number(body, "presence_penalty", 0, -2, 2)),
             "frequency_penalty": float(number(body, "frequency_penalty", 0, -2, 2)),
+            "logit_bias": self.logit_bias(body),
             "temperature": float(temperature),
             "top_p": max(float(top_p), 1e-6),  # 0 keeps the most likely token
             "top_k": min(top_k, self.tokenizer.vocab_size),
         }
+
+    def logit_bias(self, body: dict) -> dict[int, float]:
+        """What to add to the logits of ids, which are texts in JSON. Raises: Problem"""
+        biases = body.get("logit_bias") or {}
+        if not isinstance(biases, dict) or len(biases) > MAX_BIASES:
+            message = f"logit_bias must be an object of at most {MAX_BIASES} ids"
+            raise Problem(400, message, "logit_bias")
+        for token in biases:
+            is_id = token.isascii() and token.isdigit() and len(token) < 8
+            if not is_id or int(token) >= self.tokenizer.vocab_size:
+                largest = self.tokenizer.vocab_size - 1
+                message = f"logit_bias holds {shorten(token)}, not an id of 0 to {largest:,}"
+                raise Problem(400, message, "logit_bias")
+        return {int(token): float(number(biases, token, 0, -100, 100)) for token in biases}
 
     def too_long(self, tokens: str, param: str):
         message = (

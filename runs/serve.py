@@ -20,12 +20,13 @@ usage.prompt_tokens_details.cached_tokens counts both.
 
 Accepted fields: model (optional), messages or prompt (a string, token ids, or a list of either; ids
 are used as they are), max_tokens, max_completion_tokens, temperature, top_p, top_k, min_p,
-presence_penalty, frequency_penalty, stop, seed, n, logprobs, top_logprobs, echo, stream,
+presence_penalty, frequency_penalty, logit_bias, stop, seed, n, logprobs, top_logprobs, echo, stream,
 stream_options.include_usage. max_tokens above the context is an error; otherwise the room behind
 the prompt bounds the answer, which then ends with finish_reason "length". Fields that the server
 cannot honour (tools of the client, ...) and unknown ones are errors. Log-probabilities are the
 model's own, before temperature and penalties; those of a calculator's result are 0. With echo they
-cover the prompt, which is what lm-evaluation-harness needs (model local-completions).
+cover the prompt, which is what lm-evaluation-harness needs (model local-completions, and
+add_bos_token=True for tasks that compare answers, as it sends ids).
 
 A system message goes in front of the user message behind it, as in training, and messages of one
 role in a row become one. If the last message is the assistant's, the answer continues it. Special

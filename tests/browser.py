@@ -25,20 +25,31 @@ def find_chromium() -> str | None:
 
 
 @contextlib.contextmanager
+def launch(path: str) -> Iterator:
+    """A headless Chromium of playwright. While it runs, this thread has an event loop, so asyncio.run fails there."""
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as play:
+        chromium = play.chromium.launch(executable_path=path)
+        try:
+            yield chromium
+        finally:
+            chromium.close()
+
+
+@contextlib.contextmanager
 def open_page(
     url: str,
-    chromium: str,
+    chromium,
     size: tuple[int, int] = (900, 760),
     ready: str = "#send:enabled",
     scheme: str = "light",
     bypass_csp: bool = False,
 ) -> Iterator:
-    """A playwright page at a URL, once `ready` is seen. Raises an error of the page's script, once the page is left.
+    """A page of its own context at a URL, once `ready` is seen. Raises an error of the page's script, once it is left.
 
-    bypass_csp: for scripts of a test, which the page's policy forbids
+    chromium: what launch gives; bypass_csp: for scripts of a test, which the page's policy forbids
     """
-    from playwright.sync_api import sync_playwright
-
     problems: list[str] = []
 
     def note(message) -> None:
@@ -46,20 +57,19 @@ def open_page(
         if message.type == "error" and "Failed to load resource" not in message.text:
             problems.append(message.text)
 
-    with sync_playwright() as play:
-        browser = play.chromium.launch(executable_path=chromium)
-        viewport = {"width": size[0], "height": size[1]}
-        page = browser.new_page(viewport=viewport, color_scheme=scheme, bypass_csp=bypass_csp)
-        page.on("pageerror", lambda error: problems.append(str(error)))
-        page.on("console", note)
+    viewport = {"width": size[0], "height": size[1]}
+    context = chromium.new_context(viewport=viewport, color_scheme=scheme, bypass_csp=bypass_csp)
+    page = context.new_page()
+    page.on("pageerror", lambda error: problems.append(str(error)))
+    page.on("console", note)
+    try:
         page.goto(url)
         page.wait_for_selector(ready)
-        try:
-            yield page
-        finally:
-            browser.close()
-        if problems:
-            raise RuntimeError(f"the page reports {problems[0]}")
+        yield page
+    finally:
+        context.close()
+    if problems:
+        raise RuntimeError(f"the page reports {problems[0]}")
 
 
 def ask(page, question: str, seconds: float = 120) -> None:

@@ -140,12 +140,13 @@ def test_card_commands(chat, bpe, tmp_path):
     for block in re.findall(r"```python\n(.*?)```", card, re.S):
         compile(block, "card", "exec")
     commands = re.findall(r"^lm_eval .*$", card, re.M)
-    assert len(commands) == 2 and all("pretrained=me/tiny,trust_remote_code=True" in c for c in commands)
+    assert len(commands) == 3 and all("pretrained=me/tiny,trust_remote_code=True" in c for c in commands[:2])
     assert "add_bos_token" not in commands[0] and "hellaswag" in commands[0]
     assert "add_bos_token=False" in commands[1] and "wikitext" in commands[1]
     assert ("--apply_chat_template" in commands[0]) == chat
     assert ("chat_template_for_finetuning.jinja" in card) != chat and "assistant_only_loss=True" in card
-    assert "python runs/serve.py out/RUN" in card and "vLLM" in card and "GGUF" in card
+    assert "model=run," in card and "tokenizer=me/tiny,add_bos_token=True" in card, "the server adds none to ids"
+    assert "python runs/serve.py out/run\n" in card and "vLLM" in card and "GGUF" in card
     assert "keys that take half of themselves from the token before" in card
 
 

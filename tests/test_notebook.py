@@ -1,9 +1,14 @@
 """runs/colab_small.ipynb from top to bottom on a CPU, with its toy model; interrupted, and run again."""
 
+import contextlib
 import json
 import re
 import shutil
+import sys
+import zipfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import nbclient
 import nbformat
@@ -21,7 +26,7 @@ def repo(tmp_path_factory) -> Path:
     for folder in ("data", "runs"):
         (root / folder).mkdir(parents=True)
         for path in (ROOT / folder).iterdir():
-            if path.suffix in (".py", ".args"):
+            if path.suffix in (".py", ".args", ".md", ".jinja"):
                 shutil.copy(path, root / folder)
     shutil.copy(ROOT / "train_small.py", root)
     for path in ROOT.glob("requirements*.txt"):
@@ -29,42 +34,89 @@ def repo(tmp_path_factory) -> Path:
     return root
 
 
-def execute(repo: Path, monkeypatch, **settings) -> str:
-    """Runs all cells with the given settings in the first code cell; returns everything that was printed."""
-    notebook = nbformat.read(NOTEBOOK, as_version=4)
+def read() -> nbformat.NotebookNode:
+    return nbformat.read(NOTEBOOK, as_version=4)
+
+
+def cell_with(text: str) -> str:
+    """The source of the one code cell that holds a text."""
+    (source,) = [cell.source for cell in read().cells if cell.cell_type == "code" and text in cell.source]
+    return source
+
+
+@contextlib.contextmanager
+def kernel(repo: Path, monkeypatch) -> Iterator[Callable]:
+    """A kernel for the notebook at toy size. Gives what runs all cells, but for those that hold one of some texts, and
+    returns everything printed."""
+    notebook = read()
     first = next(cell for cell in notebook.cells if cell.cell_type == "code")
-    for name, value in settings.items():
-        first.source, found = re.subn(rf"^{name} = .*$", f"{name} = {value}", first.source, flags=re.M)
-        assert found == 1, name
+    first.source, found = re.subn(r"^SMOKE = .*$", "SMOKE = True", first.source, flags=re.M)
+    assert found == 1
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     where = {"metadata": {"path": str(repo)}}
-    nbclient.NotebookClient(notebook, timeout=240, kernel_name="python3", resources=where).execute()
-    outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
-    nbformat.write(notebook, repo / "executed.ipynb")
-    pictures = sum("image/png" in output.get("data", {}) for output in outputs)
-    return "".join(output.get("text", "") for output in outputs) + f"\n{pictures} pictures"
+    client = nbclient.NotebookClient(notebook, timeout=240, kernel_name="python3", resources=where)
+
+    def execute(without: tuple[str, ...] = ()) -> str:
+        outputs = []
+        for index, cell in enumerate(notebook.cells):
+            if cell.cell_type == "code" and not any(text in cell.source for text in without):
+                outputs += client.execute_cell(cell, index).outputs
+        pictures = sum("image/png" in output.get("data", {}) for output in outputs)
+        return "".join(output.get("text", "") for output in outputs) + f"\n{pictures} pictures"
+
+    with client.setup_kernel():
+        yield execute
 
 
 def test_notebook_from_top_to_bottom(repo, monkeypatch):
-    """Data, training, curve, samples and chat. An interrupted run continues, and finished work is not repeated."""
-    text = execute(repo, monkeypatch, SMOKE=True)
-    assert "installed now: nothing" in text and "no GPU" in text and "1 pictures" in text
-    log = [json.loads(line) for line in (repo / "out/first/log.jsonl").read_text().splitlines()]
-    assert max(entry["step"] for entry in log) == 20 and (repo / "out/first_chat/report.md").exists()
-    assert text.count("resumed at step") == 0 and "Once upon a time" in text and "Why is the sky blue?" in text
+    """Data, training, curves, samples, chat and export. An interrupted run continues, finished work is not repeated."""
+    with kernel(repo, monkeypatch) as execute:
+        text = execute()
+        assert "installed now: nothing" in text and "no GPU" in text and "2 pictures" in text
+        log = [json.loads(line) for line in (repo / "out/first/log.jsonl").read_text().splitlines()]
+        assert max(entry["step"] for entry in log) == 20 and (repo / "out/first_chat/report.md").exists()
+        assert text.count("resumed at step") == 0 and "Once upon a time" in text and "Why is the sky blue?" in text
+        times = re.findall(r"^\(\d+\.\d minutes\)$", text, re.M)
+        assert len(times) == text.count("\n$ ") == 7, "each command has its time"
+        with zipfile.ZipFile(repo / "out/first_chat_hf.zip") as archive:
+            assert {"model.safetensors", "README.md", "tokenizer.json"} <= set(archive.namelist())
 
-    (repo / "out/first/report.md").unlink()  # as a disconnect after step 10 leaves it
-    shutil.rmtree(repo / "out/first/checkpoints/step_000020")
-    text = execute(repo, monkeypatch, SMOKE=True)
-    assert "resumed at step 10" in text and "first_chat is finished" in text and "is complete" in text
-    again = [json.loads(line) for line in (repo / "out/first/log.jsonl").read_text().splitlines()]
-    assert [(e["step"], e.get("loss")) for e in again] == [(e["step"], e.get("loss")) for e in log]
+        (repo / "out/first/report.md").unlink()  # as a disconnect after step 10 leaves it
+        shutil.rmtree(repo / "out/first/checkpoints/step_000020")
+        text = execute(without=("sample.py", "chat.py", "export.py"))
+        assert "resumed at step 10" in text and "first_chat is finished" in text and "is complete" in text
+        again = [json.loads(line) for line in (repo / "out/first/log.jsonl").read_text().splitlines()]
+        assert [(e["step"], e.get("loss")) for e in again] == [(e["step"], e.get("loss")) for e in log]
 
 
-def test_notebook_needs_a_gpu(repo, monkeypatch):
-    with pytest.raises(nbclient.exceptions.CellExecutionError, match="Change runtime type"):
-        execute(repo, monkeypatch)
+def test_notebook_needs_a_gpu(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(RuntimeError, match="Change runtime type"):
+        exec(cell_with("torch.cuda"), {"SMOKE": False})
+
+
+def test_what_colab_may_take_away_is_on_drive(monkeypatch, tmp_path, capsys):
+    """By default all that the notebook makes lies on Drive, and without Drive it says what that means."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train_small.py").touch()
+    mounted = []
+    colab = ModuleType("google.colab")
+    colab.drive = SimpleNamespace(mount=mounted.append)
+    colab.files = object()
+    monkeypatch.setitem(sys.modules, "google", ModuleType("google"))
+    monkeypatch.setitem(sys.modules, "google.colab", colab)
+    settings = {"Path": Path}
+    exec(cell_with("REPO = "), settings)
+    exec(cell_with("google.colab"), settings)
+    kept = Path("/content/drive/MyDrive/DecoderStack")
+    assert mounted == ["/content/drive"] and settings["data"] == kept / "data/shards/first"
+    assert settings["run"] == kept / "out/first" and settings["chat_run"] == kept / "out/first_chat"
+    assert capsys.readouterr().out == ""
+
+    settings["DRIVE"] = False
+    exec(cell_with("google.colab"), settings)
+    assert settings["run"] == Path("out/first") and "DRIVE = True" in capsys.readouterr().out
 
 
 def test_notebook_is_clean():
