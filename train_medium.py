@@ -1900,8 +1900,10 @@ class Run:
 
 def open_run(job: Job, args: argparse.Namespace, ranks: Ranks) -> Run:
     run_dir, lock = prepare_run_dir(job, args, ranks)
-    log = Log(run_dir, ranks, job.config.wandb, dataclasses.asdict(job.config))
-    return Run(job, args, ranks, run_dir, lock, describe_machine(ranks), log)
+    machine = describe_machine(ranks)
+    described = {"machine": machine, "dataset_fingerprint": job.fingerprint}
+    log = Log(run_dir, ranks, job.config.wandb, dataclasses.asdict(job.config) | described)
+    return Run(job, args, ranks, run_dir, lock, machine, log)
 
 
 def describe_run(run: Run) -> None:
@@ -3113,7 +3115,7 @@ class Log:
             way = "make room and go on with --resume from the last checkpoint"
             raise UserError(f"cannot write {self.path} ({error.strerror}); {way}") from None
         if self.wandb is not None:
-            numbers = {k: v for k, v in entry.items() if isinstance(v, int | float)}
+            numbers = {wandb_key(k): v for k, v in entry.items() if isinstance(v, int | float)}
             self.wandb.log(numbers, step=entry["step"])
 
     def step(self, entry: dict, num_steps: int) -> None:
@@ -3150,13 +3152,32 @@ class Log:
             self.wandb.finish()
 
 
+def wandb_key(key: str) -> str:
+    """A key of log.jsonl in one of wandb's groups."""
+    if key.startswith("val_"):
+        return f"val/{key.removeprefix('val_')}"
+    if key in ("loss", "bpb", "lr", "tokens"):
+        return f"train/{key}"
+    return f"system/{key}"
+
+
 def start_wandb(run_dir: Path, name: str, config: dict):
+    """Starts a run of wandb, or continues the one that this run directory has begun."""
+    id_path = run_dir / "wandb_id.txt"
+    if not id_path.is_file():
+        write_atomically(id_path, os.environ.get("WANDB_RUN_ID") or os.urandom(4).hex())
+    options = {
+        "project": os.environ.get("WANDB_PROJECT", "decoderstack"),
+        "id": id_path.read_text(encoding="utf-8").strip(),
+        "resume": "allow",
+        "dir": str(run_dir),
+    }
     try:
         import wandb
     except ImportError:
         raise UserError("--wandb needs the package wandb; install it, or drop the flag") from None
     try:
-        return wandb.init(project="decoderstack", name=name, config=config, dir=str(run_dir))
+        return wandb.init(name=name, config=config, **options)
     except wandb.Error as error:
         reason = str(error).splitlines()[0].rstrip(".")
         way = "run `wandb login`, set WANDB_MODE=offline, or drop the flag"

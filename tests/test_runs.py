@@ -312,13 +312,19 @@ def test_a_job_of_a_tool(dataset_dir, dataset, tmp_path, capsys):
 
 
 def test_wandb_offline(dataset_dir, tmp_path):
-    """With a name and no network the run is recorded in the run directory."""
-    environment = {**os.environ, "WANDB_MODE": "offline", "PYTHONWARNINGS": "ignore"}
-    argv = flags(dataset_dir, tmp_path / "run", "--wandb", "name", steps=2)
-    done = subprocess.run([sys.executable, "train_small.py", *argv], cwd=ROOT, env=environment, capture_output=True)
-    assert done.returncode == 0, done.stderr
-    (record,) = (tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb")
-    assert b"val_bpb" in record.read_bytes()
+    """With a name and no network the run is recorded in the run directory; --resume goes on with the same run."""
+    environment = {**os.environ, "WANDB_MODE": "offline", "WANDB_PROJECT": "my-project", "PYTHONWARNINGS": "ignore"}
+    run_dir = tmp_path / "run"
+    for steps, more in ((2, []), (4, ["--resume"])):
+        argv = [*flags(dataset_dir, run_dir, "--wandb", "name", steps=steps), *more]
+        done = subprocess.run([sys.executable, "train_small.py", *argv], cwd=ROOT, env=environment, capture_output=True)
+        assert done.returncode == 0, done.stderr
+    records = list((run_dir / "wandb").glob("offline-run-*/*.wandb"))
+    number = (run_dir / "wandb_id.txt").read_text()
+    assert len(records) == 2 and all(path.name == f"run-{number}.wandb" for path in records)
+    for path in records:
+        written = path.read_bytes()
+        assert all(key in written for key in (b"val/bpb", b"train/loss", b"system/step_ms", b"my-project"))
 
 
 def test_wandb_without_a_login(dataset_dir, tmp_path):
