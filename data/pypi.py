@@ -28,7 +28,8 @@ What that leaves and drops, from the lock:
     p34    29       48    37,104     156.0      | 46        7      201        1,771  1,593  983      149
     p100   67       176   106,957    445.2      | 344       26     3,399      4,832  4,650  5,243    460
 
-6,168 and 19,276 files lost a licence at their top. 2,390 documents (9.7 MB) of five projects are for validation. Almost all of it is Python code with its docstrings.
+6,168 and 19,276 files lost a licence at their top. 2,390 documents (9.7 MB) of five projects are for validation.
+Almost all of it is Python code with its docstrings.
 
 Nothing here depends on the number of workers, the order of a set, the locale or Python's Unicode tables.
 """
