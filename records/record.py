@@ -305,6 +305,7 @@ def sections(text: str) -> dict[str, str]:
     return {name: "".join(lines) for name, lines in parts.items()}
 
 
+@functools.lru_cache(maxsize=16)  # 15 ms; a check asks for those of one script several times
 def section_hashes(text: str) -> dict[str, str]:
     return {
         name: hashlib.sha256(part.encode()).hexdigest() for name, part in sections(text).items()

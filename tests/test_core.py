@@ -20,6 +20,7 @@ import torch
 import train_small as ts
 
 from conftest import ALONE, MERGES, ROOT, WORDS, list_files, logits, random_model, tiny_config, write_dataset
+from processes import python
 
 sys.path.insert(0, str(ROOT / "runs"))
 import score_core
@@ -455,10 +456,13 @@ def test_other_checkpoints_have_their_own_table(trained, tmp_path, capsys):
 def test_two_processes(trained, tmp_path):
     """Under torchrun the ranks share the work; the score is that of one process."""
     scores = []
-    for number, starter in enumerate(([], ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"])):
-        run_dir = shutil.copytree(trained, tmp_path / str(number))
-        command = [sys.executable, *starter, "runs/score_core.py", str(run_dir), "--items", "3"]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    for ranks in (1, 2):
+        run_dir = shutil.copytree(trained, tmp_path / str(ranks))
+        command = ["runs/score_core.py", str(run_dir), "--items", "3"]
+        if ranks == 1:
+            done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True)
+        else:
+            done = python(*command, ranks=2)
         assert done.returncode == 0, done.stderr
         assert done.stdout.count("core: ") == 1, "one rank prints"
         scores.append(json.loads(done.stdout.splitlines()[-1])["core"])

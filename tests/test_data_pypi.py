@@ -132,6 +132,22 @@ DROPPED = {
 }
 
 
+LICENSED = "#!/usr/bin/env python\n# Copyright (c) The Authors.\n#\n\n# Licensed under a LICENCE.\n\n"
+
+
+@pytest.mark.parametrize(("top", "stays"), (
+    (LICENSED, ""), ("# See LICENSE for details.\n", ""), ("\n# (C) COPYRIGHT 2020 A. Person\n", ""),
+    ("# A module that counts.\n", "# A module that counts.\n"), ('"""Copyright me."""\n', '"""Copyright me."""\n'),
+    ("x = 1  # licence\n", "x = 1  # licence\n"), ("import os\n# Copyright me\n", "import os\n# Copyright me\n"),
+))  # fmt: skip
+def test_licences_at_the_top_go(tmp_path, top, stays):
+    """Comments up to the first other line, if they speak of a licence; everything else stays."""
+    wheel = make_wheel(tmp_path, "x", {"x/a.py": top + prose(1), "x/b.py": prose(2)})
+    found, dropped = pypi.read_wheel(str(wheel))
+    assert sorted(section.text.decode() for section in found) == sorted([stays + prose(1), prose(2)])
+    assert dropped["licences at the top of files"] == (not stays)
+
+
 @pytest.mark.parametrize("name", DROPPED)
 def test_each_rule_drops_its_file_and_nothing_else(tmp_path, name):
     text, reason = DROPPED[name]

@@ -9,6 +9,7 @@ import pytest
 from dev import bench, readability
 
 from conftest import ROOT, TINY, TINY_MEDIUM
+from processes import python
 
 
 def flags_of(values) -> list[str]:
@@ -20,13 +21,9 @@ FLAGS = flags_of(TINY)
 MEDIUM = ["--script", "train_medium.py", *flags_of({**TINY_MEDIUM, "mlp_width": 192})]
 
 
-def run_tool(*command) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, *map(str, command)], cwd=ROOT, capture_output=True, text=True, timeout=120)
-
-
 @pytest.mark.parametrize("flags", (FLAGS, MEDIUM), ids=("small", "medium"))
 def test_bench(flags):
-    done = run_tool("dev/bench.py", *flags, "--steps", 2)
+    done = python("dev/bench.py", *flags, "--steps", 2)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
     assert len(result["stages"]) == len(TINY["stages"])
@@ -44,7 +41,7 @@ def test_bench(flags):
 
 
 def test_profile(tmp_path):
-    done = run_tool("dev/profile.py", *FLAGS, "--steps", 2, "--out", tmp_path / "new" / "trace.json")
+    done = python("dev/profile.py", *FLAGS, "--steps", 2, "--out", tmp_path / "new" / "trace.json")
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
     assert result["recompiles"] == result["graph_breaks"] == 0 and abs(sum(result["sections"].values()) - 1) < 1e-6
@@ -53,7 +50,8 @@ def test_profile(tmp_path):
 
 
 def test_unknown_script():
-    done = run_tool("dev/bench.py", "--script", "train_large.py")
+    command = [sys.executable, "dev/bench.py", "--script", "train_large.py"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1 and done.stderr == "error: --script train_large.py is none of {}, {}\n".format(
         *bench.SCRIPTS)  # fmt: skip
 
@@ -68,7 +66,7 @@ def test_profile_reports_a_recompile():
             "    return state\n"
             "ts.build_state, ts.warm_up = compiled, lambda state, say: None\n"
             "sys.exit(p.bench.run(p.main))")  # fmt: skip
-    done = run_tool("-c", code, "x", *FLAGS, "--steps", 1, "--out", "/dev/null")
+    done = python("-c", code, "x", *FLAGS, "--steps", 1, "--out", "/dev/null")
     assert done.returncode == 1, done.stderr
     assert json.loads(done.stdout.splitlines()[-1])["recompiles"] > 0
 
@@ -76,7 +74,7 @@ def test_profile_reports_a_recompile():
 @pytest.mark.parametrize("script", bench.SCRIPTS)
 def test_bench_generate(script):
     """Figures of every batch; on a CPU both paths are the same, so every token agrees."""
-    done = run_tool("dev/bench_generate.py", "--smoke", "--script", script)
+    done = python("dev/bench_generate.py", "--smoke", "--script", script)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
     assert [row["batch"] for row in result["batches"]] == [1, 3] and result["new"] == 8
@@ -124,7 +122,7 @@ def test_sections_of_kernels():
 
 @pytest.mark.skipif(bench.torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_bench_kernels_needs_a_gpu():
-    done = run_tool("dev/bench_kernels.py")
+    done = python("dev/bench_kernels.py")
     assert done.returncode == 1 and done.stdout == ""
     assert done.stderr.count("\n") == 1 and "needs a CUDA device" in done.stderr
 
@@ -189,10 +187,10 @@ def test_readability_of_a_step(tmp_path):
     script.write_text(step_example())
     assert len(readability.STEP) == 24, "15 others, Optimizer and its six methods, GPT and its two"
     assert readability.measure(script)["step ends"] == 15 + 7 + 3
-    done = run_tool("dev/readability.py", "--check", script)
+    done = python("dev/readability.py", "--check", script)
     assert done.returncode == 0 and "train_small.py" in done.stdout, done.stderr
     script.write_text(step_example("polar_express"))
-    done = run_tool("dev/readability.py", script)
+    done = python("dev/readability.py", script)
     assert done.returncode == 1 and "has no polar_express" in done.stderr and "Traceback" not in done.stderr
 
 
@@ -201,17 +199,17 @@ def test_readability_limits(tmp_path):
     body = "".join(f"    x = {n}\n" for n in range(78))
     script = tmp_path / "train_small.py"
     script.write_text(step_example() + f"def long():\n    a = 1\n{body}")
-    assert run_tool("dev/readability.py", "--check", script).returncode == 0
+    assert python("dev/readability.py", "--check", script).returncode == 0
     script.write_text("a, b = 1, 2\nc, d = 1, 2\n" + "#" * 101 + "\n" * 1400 + "#" * 101 + "\n" + "#\n" * 2100
                       + step_example() + f"def long():\n    a = 1\n    b = 2\n{body}")  # fmt: skip
-    done = run_tool("dev/readability.py", "--check", script)
+    done = python("dev/readability.py", "--check", script)
     named = re.findall(r"train_small.py: (.+?) is ", done.stderr)
     assert done.returncode == 1 and sorted(named) == ["lines", "longest", "step ends", "tuples"]
     script.write_text(("#" * 101 + "\n") * 2 + step_example())
-    done = run_tool("dev/readability.py", "--check", script)
+    done = python("dev/readability.py", "--check", script)
     share = 100 * 2 / (2 + step_example().count("\n"))
     assert done.returncode == 1 and f"long % is {share:.5g}, the limit is 4.0" in done.stderr
-    assert run_tool("dev/readability.py", script).returncode == 0
+    assert python("dev/readability.py", script).returncode == 0
 
 
 def test_log():

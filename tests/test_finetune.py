@@ -27,6 +27,7 @@ import train_small as ts
 from safetensors.torch import load_file
 
 from conftest import ALONE, CPU, MERGES, ROOT, TINY, TINY_MEDIUM, logits, random_model, write_dataset
+from processes import python
 from test_data_loader import FIELDS, same, segments
 from test_data_sft import chat, read_split, run, write_jsonl
 from test_runs import entries, losses, saved, signal_handlers, snapshot, tensors  # noqa: F401  (one is a fixture)
@@ -434,10 +435,7 @@ def test_signal_saves_and_resumes(finished, base, tmp_path, monkeypatch, fails):
 
 
 def test_two_processes_train_like_one(finished, base, tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "runs/finetune.py"]
-    done = subprocess.run(
-        [*command, *tune(base, tmp_path / "two")], cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
+    done = python("runs/finetune.py", *tune(base, tmp_path / "two"), ranks=2)
     assert done.returncode == 0, done.stderr
     one, two = losses(finished[0]), losses(tmp_path / "two")
     assert one.keys() == two.keys() and list(two.values()) == pytest.approx(list(one.values()), rel=1e-5)

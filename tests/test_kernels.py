@@ -462,10 +462,11 @@ def test_imports_without_triton():
     assert "fine" in out.stdout, out.stderr
 
 
-def test_kernels_compile_for_gpus_that_are_not_here():
+@pytest.mark.parametrize("flags", (["--quick"], pytest.param([], marks=pytest.mark.soak)), ids=("largest", "all"))
+def test_kernels_compile_for_gpus_that_are_not_here(flags):
     """To machine code for an A100, an H100 and an RTX 5090, within the shared memory of each, without any of them."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, str(PATH.parent / "dev/compile_kernels.py"), "80", "90", "120"]
+    command = [sys.executable, str(PATH.parent / "dev/compile_kernels.py"), *flags, "80", "90", "120"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     found = {name: set() for name in ("8.0", "9.0", "12.0")}

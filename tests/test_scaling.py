@@ -16,6 +16,7 @@ import pytest
 import train_medium as tm
 
 from conftest import ROOT
+from processes import python
 
 # bpb = FLOOR + A / N ** ALPHA + B / D ** BETA: best sizes grow with FLOPs ** (BETA / (ALPHA + BETA)), tokens with the
 # rest, and what is above the floor falls with FLOPs ** -(ALPHA BETA / (ALPHA + BETA)).
@@ -40,8 +41,7 @@ def fake_run(folder: Path, width: int, flops: float, name: str = "", vocab: int 
 
 
 def scaling_plot(folder: Path) -> subprocess.CompletedProcess:
-    command = [sys.executable, ROOT / "runs/scaling_plot.py", folder]
-    return subprocess.run(command, capture_output=True, text=True, cwd=folder.parent)
+    return python(ROOT / "runs/scaling_plot.py", folder, cwd=folder.parent)
 
 
 def test_exponents_of_a_known_law(tmp_path):
