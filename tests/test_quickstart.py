@@ -92,7 +92,7 @@ def test_check_requirements(tmp_path, broken):
     rows = [
         line.split() for line in done.stdout.splitlines() if re.match(r"requirements.*\d$|requirements.*FAILS$", line)
     ]
-    assert [row[-4:] for row in rows] == [["3"] * 4] * 8 + [["FAILS" if broken else "3"] * 4], done.stderr
+    assert [row[-4:] for row in rows] == [["3"] * 4] * 11 + [["FAILS" if broken else "3"] * 4], done.stderr
     assert done.returncode == broken and done.stdout.count("no solution") == 4 * broken
 
 

@@ -1,0 +1,1452 @@
+"""Pretrains or finetunes an existing causal language model of Hugging Face.
+
+    python runs/finetune_hf.py sft @runs/sft_qwen.toml
+    torchrun --standalone --nproc_per_node=8 runs/finetune_hf.py sft @runs/sft_qwen.toml --steps 100
+    torchrun --standalone --nproc_per_node=8 runs/finetune_hf.py pretrain @runs/pretrain_qwen.toml
+    python runs/finetune_hf.py sft --resume --run-dir out/RUN
+
+`sft` learns what the assistant says in conversations, `pretrain` learns every token of texts. Settings come from TOML
+files (@FILE or @ FILE) and from flags, in this order, and the last one counts. --help lists them all.
+
+The script stands alone and needs requirements-hf.txt. It reads downward: settings, the run, one step, data, model,
+attention, optimizer, checkpoints, report, command line. A step takes packs of documents. Positions start at 0 in each
+document, and no token sees another document. The loss is the sum over all counted tokens of the step, on all ranks and
+in all micro-batches, divided by their number.
+
+The run directory holds config.json, log.jsonl, checkpoints/, report.md, curve.png, this script, and model/, which
+save_pretrained wrote: talk to it with runs/chat.py. The last line on stdout is one JSON object with the result.
+"""
+
+import bisect
+import datetime
+import difflib
+import hashlib
+import inspect
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import sys
+import time
+import tomllib
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+IGNORED = -100  # a target that is not counted
+
+
+class UserError(Exception):
+    """A mistake that one sentence explains."""
+
+
+# ---- settings
+
+
+class Source(BaseModel):
+    """The arguments of datasets.load_dataset, for the hub, local files or s3."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    path: str = Field(description="a dataset of the hub, or json, parquet, text")
+    name: str | None = Field(None, description="configuration of the dataset")
+    data_dir: str | None = Field(None, description="folder of the dataset")
+    data_files: str | list[str] | None = Field(None, description="files or patterns")
+    split: str = Field("train", description="part of the dataset, also train[:1%%]")
+    revision: str | None = Field(None, description="version on the hub")
+    storage_options: dict[str, Any] | None = Field(None, description="for s3:// and the like")
+
+
+class Config(BaseModel):
+    """Every setting of a run."""
+
+    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+
+    model_name: str = Field(description="name on the hub, or a folder of save_pretrained")
+    from_scratch: bool = Field(False, description="random weights in place of the trained ones")
+    chat_template: str | None = Field(None, description="file with a chat template for sft")
+    run_dir: str | None = Field(None, description="where the run is written; default: dated")
+
+    data: Source = Field(description="what to train on")
+    val_data: Source | None = Field(None, description="what to validate on; default: --val-rows")
+    val_rows: int = Field(200, ge=1, description="rows of --data held out where no --val-data is")
+    column: str | None = Field(None, description="default: messages for sft, text for pretrain")
+    sequence_length: int = Field(4096, ge=2, description="tokens in a pack, longest document")
+    workers: int = Field(1, ge=1, description="processes that tokenize and pack")
+
+    packs: int = Field(32, ge=1, description="packs in a step, over all ranks")
+    micro_packs: int = Field(4, ge=1, description="packs that one GPU takes at once")
+    epochs: float = Field(1.0, gt=0, description="passes over the data, unless --steps is given")
+    steps: int | None = Field(None, ge=1, description="optimizer steps")
+    seed: int = Field(0, ge=0, description="of the order of packs, and of random weights")
+
+    lr: float = Field(1e-5, gt=0, description="highest learning rate of AdamW")
+    lr_floor: float = Field(
+        0.1, ge=0, le=1, description="share of the rate that is left at the end"
+    )
+    warmup: float = Field(0.03, ge=0, le=1, description="share of the steps that warm up")
+    weight_decay: float = Field(0.1, ge=0, description="of matrices, never of embeddings or norms")
+    beta1: float = Field(0.9, ge=0, lt=1, description="AdamW's decay of the mean")
+    beta2: float = Field(0.95, ge=0, lt=1, description="AdamW's decay of the square")
+    clip: float = Field(1.0, gt=0, description="largest norm of the gradient")
+
+    attention: Literal["auto", "fa3", "fa2", "varlen", "sdpa"] = Field(
+        "auto", description="auto takes the first that runs"
+    )
+    liger: bool | None = Field(None, description="Liger kernels; default: on a GPU if installed")
+    recompute: bool | None = Field(
+        None, description="activation checkpointing; default: if memory asks for it"
+    )
+    compile: bool | None = Field(None, description="torch.compile each layer; default: on a GPU")
+
+    log_every: int = Field(10, ge=1, description="steps between lines of the log")
+    eval_every: int = Field(100, ge=1, description="steps between validations")
+    save_every: int = Field(500, ge=1, description="steps between checkpoints")
+    keep: int = Field(2, ge=1, description="newest checkpoints to keep; the best stays too")
+    wandb: str | None = Field(None, description="project of Weights & Biases")
+
+
+# What --resume may change: nothing of this alters the result beyond rounding.
+CHANGEABLE = {
+    "run_dir", "workers", "micro_packs", "attention", "liger", "recompute", "compile", "log_every", "eval_every",
+    "save_every", "keep", "wandb",
+}  # fmt: skip
+
+
+# ---- the run
+
+
+@dataclass
+class Ranks:
+    """Which process this is."""
+
+    rank: int
+    local: int  # number on this machine
+    world: int
+    device: torch.device
+    mesh: Any
+    slow: Any  # a gloo group that waits for hours, for what one process does alone
+
+    def say(self, text: str) -> None:
+        if self.rank == 0:
+            print(text, flush=True)
+
+    def sum(self, value: float) -> float:
+        total = torch.tensor(value, dtype=torch.float64)
+        dist.all_reduce(total, group=self.slow)
+        return total.item()
+
+
+@dataclass
+class Progress:
+    """Where a run is; saved with every checkpoint."""
+
+    step: int = 0
+    packs: int = 0  # packs read so far, which is the position in the data
+    tokens: int = 0  # padding excluded
+    train_seconds: float = 0.0
+    val_loss: float | None = None  # nats for each counted token, at val_step
+    val_step: int = -1
+
+
+@dataclass
+class Run:
+    """A run under way."""
+
+    command: str
+    config: Config
+    ranks: Ranks
+    run_dir: Path
+    tokenizer: Any
+    train: "Packs"
+    val: "Packs"
+    model: "PackedModel"
+    optimizer: torch.optim.Optimizer
+    steps: int
+    log: "Log"
+    progress: Progress = field(default_factory=Progress)
+
+
+def train(command: str, config: Config, resumed: bool) -> dict:
+    """Trains from the first step, or from the newest checkpoint, to the end. Returns the result."""
+    ranks = start_ranks()
+    run_dir = prepare_run_dir(command, config, resumed, ranks)
+    tokenizer = load_tokenizer(command, config)
+    train_packs, val_packs = load_data(command, config, tokenizer, ranks)
+    model = build_model(config, tokenizer, ranks)
+    optimizer = build_optimizer(model, config)
+
+    steps = config.steps or math.ceil(config.epochs * len(train_packs) / config.packs)
+    run = Run(
+        command=command,
+        config=config,
+        ranks=ranks,
+        run_dir=run_dir,
+        tokenizer=tokenizer,
+        train=train_packs,
+        val=val_packs,
+        model=model,
+        optimizer=optimizer,
+        steps=steps,
+        log=Log(run_dir, config, ranks),
+    )
+    if resumed:
+        load_newest(run)
+    ranks.say(f"training: step {run.progress.step:,} of {steps:,}, {config.packs:,} packs a step")
+
+    stopped = run_steps(run)
+    if stopped:
+        raise UserError(f"stopped at step {run.progress.step:,}, which is saved; use --resume")
+    export(run)
+    return finish(run)
+
+
+def run_steps(run: Run) -> bool:
+    """The loop. Whether a signal ended it."""
+    config = run.config
+    progress = run.progress
+    stopper = Stopper()
+    if progress.step == 0:
+        evaluate(run)
+
+    meter = Meter(run)
+    while progress.step < run.steps:
+        first = progress.packs
+        loss, norm = train_step(run)
+        meter.add(first, loss)
+
+        last = progress.step == run.steps
+        stop = stopper.asked(run.ranks)
+        if progress.step % config.log_every == 0 or last or stop:
+            meter.write(norm)
+        save_now = progress.step % config.save_every == 0 or last or stop
+        if progress.step % config.eval_every == 0 or save_now:
+            evaluate(run)
+        if save_now:
+            save(run)
+        meter.pause()
+        if stop and not last:
+            return True
+    return False
+
+
+def train_step(run: Run) -> tuple[Tensor, float]:
+    """One step of the optimizer.
+
+    Returns: the loss of this rank's tokens divided by the counted tokens of all, and the gradient's norm
+    """
+    config = run.config
+    progress = run.progress
+    torch.manual_seed(config.seed * 1_000_003 + progress.step)  # dropout, if the model has any
+    numbers = range(progress.packs, progress.packs + config.packs)
+    counted = run.train.total("counted", numbers)
+    batches = list(micro_batches(run.train, numbers, config, run.ranks))
+
+    run.model.train()
+    total = torch.zeros((), device=run.ranks.device)
+    for i, batch in enumerate(batches):
+        run.model.set_requires_gradient_sync(i == len(batches) - 1)
+        loss = run.model(**batch) / counted
+        # The gradient is averaged over the ranks, and the sum is wanted.
+        (loss * run.ranks.world).backward()
+        total += loss.detach()
+
+    norm = nn.utils.clip_grad_norm_(run.model.parameters(), config.clip)
+    norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
+    if not math.isfinite(norm):
+        raise UserError(
+            f"the gradient became {norm} at step {progress.step + 1:,}; continue from the checkpoint before with "
+            f"--resume on other data, or start again with a lower --lr than {config.lr:g}"
+        )
+    for group in run.optimizer.param_groups:
+        group["lr"] = learning_rate(config, progress.step, run.steps)
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+
+    progress.step += 1
+    progress.packs += config.packs
+    progress.tokens += run.train.total("tokens", numbers)
+    return total, norm
+
+
+def learning_rate(config: Config, step: int, steps: int) -> float:
+    """A straight line up, then half a cosine down to the floor."""
+    warmup = round(config.warmup * steps)
+    if step < warmup:
+        return config.lr * (step + 1) / warmup
+    done = (step - warmup) / max(1, steps - warmup)
+    low = config.lr * config.lr_floor
+    return low + (config.lr - low) * 0.5 * (1 + math.cos(math.pi * done))
+
+
+@torch.no_grad()
+def evaluate(run: Run) -> None:
+    """Loss over all packs of the validation data, in nats for each counted token."""
+    progress = run.progress
+    if progress.val_step == progress.step:
+        return
+    run.model.eval()
+    numbers = range(len(run.val))
+    total = torch.zeros((), device=run.ranks.device, dtype=torch.float64)
+    for batch in micro_batches(run.val, numbers, run.config, run.ranks):
+        total += run.model(**batch)
+    run.model.reshard()  # only a backward pass does that by itself
+    progress.val_loss = run.ranks.sum(total.item()) / run.val.total("counted", numbers)
+    progress.val_step = progress.step
+    entry = {"step": progress.step, "tokens": progress.tokens, "val_loss": progress.val_loss}
+    run.log.write(entry, f"step {progress.step:,}: validation {progress.val_loss:.4f}")
+
+
+# ---- data
+
+
+class Packs:
+    """Packs of one split, and their order, which is shuffled anew in every epoch.
+
+    A row has inputs, targets and lengths of documents. Pack number n of a run is the same on any number of ranks.
+    """
+
+    def __init__(self, rows, shuffled: bool, seed: int):
+        self.rows = rows.with_format("numpy")
+        self.fingerprint = rows._fingerprint
+        self.shuffled = shuffled
+        self.seed = seed
+        # Small columns, in memory: all ranks know what a step counts without asking each other.
+        self.columns = {name: np.asarray(rows[name]) for name in ("counted", "tokens", "attended")}
+        self.set_epoch(0)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+        self.order = np.arange(len(self))
+        if self.shuffled:
+            self.order = np.random.default_rng([self.seed, epoch]).permutation(len(self))
+
+    def place(self, number: int) -> int:
+        """The row of a pack."""
+        epoch = number // len(self)
+        if epoch != self.epoch:
+            self.set_epoch(epoch)
+        return int(self.order[number % len(self)])
+
+    def row(self, number: int) -> dict:
+        return self.rows[self.place(number)]
+
+    def total(self, column: str, numbers: range) -> int:
+        return int(sum(self.columns[column][self.place(number)] for number in numbers))
+
+
+def micro_batches(packs: Packs, numbers: range, config: Config, ranks: Ranks) -> Iterator[dict]:
+    """This rank's share of some packs. All ranks get the same number of micro-batches."""
+    mine = numbers[ranks.rank :: ranks.world]
+    most = math.ceil(len(numbers) / ranks.world)
+    size = min(config.micro_packs, most)
+    for start in range(0, most, size):
+        rows = [packs.row(number) for number in mine[start : start + size]]
+        yield collate(rows, size, config.sequence_length, ranks.device)
+
+
+def collate(rows: list[dict], size: int, length: int, device: torch.device) -> dict:
+    """The inputs of PackedModel: packs one behind the other, each filled up with a document of padding.
+
+    Shapes depend on nothing but size and length, so that everything is compiled once.
+    """
+    tokens = np.zeros(size * length, np.int64)
+    targets = np.full(size * length, IGNORED, np.int64)
+    positions = np.zeros(size * length, np.int64)
+    bounds = np.full(size * (most_documents(length) + 1) + 1, size * length, np.int32)
+    document = 0
+    for i in range(size):
+        lengths = rows[i]["lengths"].tolist() if i < len(rows) else []
+        used = sum(lengths)
+        at = i * length
+        if used:
+            tokens[at : at + used] = rows[i]["inputs"]
+            targets[at : at + used] = rows[i]["targets"]
+        for n in [*lengths, length - used]:
+            positions[at : at + n] = np.arange(n)
+            bounds[document] = at
+            document += n > 0
+            at += n
+    bounds[document] = size * length
+    arrays = {"tokens": tokens, "targets": targets, "positions": positions, "bounds": bounds}
+    batch = {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
+    return {**batch, "longest": length}
+
+
+def most_documents(length: int) -> int:
+    """Documents that a pack may hold."""
+    return max(8, length // 16)
+
+
+def load_tokenizer(command: str, config: Config):
+    """The model's own tokenizer, with the chat template that sft needs."""
+    from transformers import AutoTokenizer
+
+    tokenizer = from_hub(AutoTokenizer.from_pretrained, config.model_name, "--model-name")
+    if not tokenizer.is_fast:
+        raise UserError(f"{config.model_name} has no fast tokenizer; choose a model that has one")
+    if command == "pretrain":
+        return tokenizer
+
+    ship = "pass one that does with --chat-template FILE (runs/chat_template_qwen.jinja is for Qwen2.5)"
+    if config.chat_template:
+        tokenizer.chat_template = read_text(Path(config.chat_template))
+    if not isinstance(tokenizer.chat_template, str):
+        raise UserError(
+            f"{config.model_name} has no chat template that tells what to count; {ship}"
+        )
+    if not re.search(r"\{%-?\s*generation\s*-?%\}", tokenizer.chat_template):
+        whose = config.chat_template or f"the chat template of {config.model_name}"
+        raise UserError(
+            f"{whose} does not mark what the assistant says with {{% generation %}}, so the loss cannot be limited to "
+            f"it; {ship}"
+        )
+    return tokenizer
+
+
+def load_data(command: str, config: Config, tokenizer, ranks: Ranks) -> tuple[Packs, Packs]:
+    """Training and validation packs. One process of each machine does the work, the others read its cache."""
+    import datasets
+
+    if ranks.local != 0:
+        datasets.disable_progress_bars()
+        dist.barrier(ranks.slow)
+    train_rows = load_rows(config.data)
+    if config.val_data:
+        val_rows = load_rows(config.val_data)
+    elif len(train_rows) <= config.val_rows:
+        raise UserError(
+            f"--data has {len(train_rows):,} rows and --val-rows holds out {config.val_rows:,}; lower it, or name "
+            f"--val-data.path"
+        )
+    else:
+        parts = train_rows.train_test_split(config.val_rows, seed=0)
+        train_rows = parts["train"]
+        val_rows = parts["test"]
+    train_packs = pack_rows(command, config, tokenizer, train_rows, "training", ranks)
+    val_packs = pack_rows(command, config, tokenizer, val_rows, "validation", ranks)
+    if ranks.local == 0:
+        dist.barrier(ranks.slow)
+    return Packs(train_packs, True, config.seed), Packs(val_packs, False, config.seed)
+
+
+def load_rows(source: Source):
+    """Rows of load_dataset; its many errors become a sentence."""
+    import datasets
+
+    arguments = source.model_dump(exclude_none=True)
+    try:
+        return datasets.load_dataset(**arguments)
+    except Exception as error:
+        named = {k: v for k, v in arguments.items() if k != "storage_options"}  # may hold keys
+        raise UserError(
+            f"the dataset {named} could not be loaded ({first_line(error)}); check the arguments, which are those of "
+            f"datasets.load_dataset"
+        ) from None
+
+
+def pack_rows(command: str, config: Config, tokenizer, rows, name: str, ranks: Ranks):
+    """Tokens of all rows, then packs of them; both come from the cache where it has them."""
+    column = config.column or {"sft": "messages", "pretrain": "text"}[command]
+    if column not in rows.column_names:
+        raise UserError(
+            f"the {name} data has no column {column}, but {', '.join(rows.column_names)}; name one with --column"
+        )
+    tokenize = {"sft": tokenize_chats, "pretrain": tokenize_texts}[command]
+    identity = [tokenizer.backend_tokenizer.to_str(), str(tokenizer.chat_template), column]
+    identity += [str(tokenizer.special_tokens_map)]
+    arguments = {"tokenizer": tokenizer, "column": column}
+    tokens = cached_map(rows, tokenize, arguments, identity, config.workers)
+
+    length = config.sequence_length
+    sizes = np.asarray(tokens["size"])
+    left_out = int((sizes > length + 1).sum()) if command == "sft" else 0
+    arguments = {"length": length, "cut": command == "pretrain"}
+    packs = cached_map(tokens, pack, arguments, [json.dumps(arguments)], config.workers)
+    if len(packs) == 0:
+        raise UserError(
+            f"the {name} data has nothing to learn from in {len(rows):,} rows: {left_out:,} are longer than "
+            f"--sequence-length {length:,}, the others have no counted token"
+        )
+    used = sum(packs["tokens"])
+    ranks.say(
+        f"{name}: {len(packs):,} packs with {used:,} tokens, {sum(packs['counted']):,} counted, "
+        f"{1 - used / (len(packs) * length):.1%} padding"
+    )
+    if left_out:
+        ranks.say(f"{name}: left out {left_out:,} conversations longer than {length:,} tokens")
+    return packs
+
+
+def cached_map(rows, function: Callable, arguments: dict, identity: list[str], workers: int):
+    """rows.map, whose cache is found again by the data, the function's text and what identity states.
+
+    The hash that map makes of its arguments changes when a tokenizer is used, so it is not relied on.
+    """
+    words = [rows._fingerprint, inspect.getsource(function), *identity]
+    return rows.map(
+        function,
+        batched=True,
+        batch_size=4096,
+        fn_kwargs=arguments,
+        remove_columns=rows.column_names,
+        num_proc=workers if workers > 1 else None,
+        new_fingerprint=hashlib.sha256("\0".join(words).encode()).hexdigest()[:32],
+        desc=function.__name__,
+    )
+
+
+def tokenize_texts(batch: dict, tokenizer, column: str) -> dict:
+    """Each text with the tokenizer's own first token, if any, and its end of text. Every token counts."""
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    rows = tokenizer(batch[column], verbose=False)["input_ids"]
+    rows = [row if row[-1:] == end else row + end for row in rows]
+    counted = [[True] * len(row) for row in rows]
+    return {"tokens": rows, "counted": counted, "size": [len(row) for row in rows]}
+
+
+def tokenize_chats(batch: dict, tokenizer, column: str) -> dict:
+    """Each conversation of OpenAI's form in the chat template; what the assistant says counts."""
+    result = {"tokens": [], "counted": [], "size": []}
+    tools = batch.get("tools") or [None] * len(batch[column])
+    for messages, row_tools in zip(batch[column], tools, strict=True):
+        try:
+            row = tokenizer.apply_chat_template(
+                [plain_message(message) for message in messages],
+                tools=row_tools or None,
+                return_dict=True,
+                return_assistant_tokens_mask=True,
+            )
+        except Exception as error:  # templates fail in their own ways
+            text = json.dumps(messages, ensure_ascii=False)[:200]
+            raise UserError(
+                f"a conversation does not fit the chat template ({first_line(error)}): {text}"
+            ) from None
+        result["tokens"].append(row["input_ids"])
+        result["counted"].append([bool(n) for n in row["assistant_masks"]])
+        result["size"].append(len(row["input_ids"]))
+    return result
+
+
+def plain_message(message: dict) -> dict:
+    """A message as templates expect it: no empty keys, text in one piece, arguments of tools as an object."""
+    message = {key: value for key, value in message.items() if value is not None}
+    content = message.get("content", "")
+    if not isinstance(content, str):
+        content = "".join(part.get("text") or "" for part in content)
+    message["content"] = content
+    calls = []
+    for call in message.get("tool_calls") or ():
+        function = dict(call["function"])
+        if isinstance(function.get("arguments"), str):
+            function["arguments"] = json.loads(function["arguments"])
+        calls.append({**call, "function": function})
+    if calls:
+        message["tool_calls"] = calls
+    return message
+
+
+def pack(batch: dict, length: int, cut: bool) -> dict:
+    """Best fit of documents, the longest first: each goes into the fullest pack that has room for it.
+
+    A document of n tokens has n - 1 inputs with targets. One that is too long is cut into parts that share a token,
+    so that no target is lost, or else left out. So is one that counts nothing.
+    """
+    documents = []
+    for tokens, counted in zip(batch["tokens"], batch["counted"], strict=True):
+        if len(tokens) > length + 1 and not cut:
+            continue
+        for start in range(0, len(tokens) - 1, length):
+            part = slice(start + 1, start + length + 1)
+            targets = np.where(counted[part], tokens[part], IGNORED).astype(np.int32)
+            inputs = np.asarray(tokens[start : start + len(targets)], np.int32)
+            if (targets != IGNORED).any():
+                documents.append((inputs, targets))
+    documents.sort(key=lambda document: -len(document[0]))
+
+    packs = []
+    unfilled = []  # (room left, number of the pack), sorted
+    for document in documents:
+        at = bisect.bisect_left(unfilled, (len(document[0]), 0))
+        if at < len(unfilled):
+            room, number = unfilled.pop(at)
+        else:
+            room = length
+            number = len(packs)
+            packs.append([])
+        packs[number].append(document)
+        room -= len(document[0])
+        if room > 0 and len(packs[number]) < most_documents(length):
+            bisect.insort(unfilled, (room, number))
+
+    result = {
+        name: [] for name in ("inputs", "targets", "lengths", "tokens", "counted", "attended")
+    }
+    for members in packs:
+        targets = np.concatenate([targets for _, targets in members])
+        lengths = np.array([len(inputs) for inputs, _ in members], np.int32)
+        result["inputs"].append(np.concatenate([inputs for inputs, _ in members]))
+        result["targets"].append(targets)
+        result["lengths"].append(lengths)
+        result["tokens"].append(len(targets))
+        result["counted"].append(int((targets != IGNORED).sum()))
+        result["attended"].append(int((lengths.astype(np.int64) * (lengths + 1) // 2).sum()))
+    return result
+
+
+# ---- model
+
+
+class PackedModel(nn.Module):
+    """A causal model of transformers that returns the summed loss of packed documents.
+
+    It is the root of FSDP, so the head's weight is there when the loss needs it.
+    """
+
+    def __init__(self, hf, cross_entropy: Callable):
+        super().__init__()
+        self.hf = hf
+        self.cross_entropy = cross_entropy
+
+    def forward(self, tokens, targets, positions, bounds, longest: int) -> Tensor:
+        hidden = self.hf.base_model(
+            input_ids=tokens[None],
+            position_ids=positions[None],
+            cu_seq_lens_q=bounds,
+            max_length_q=longest,
+            use_cache=False,
+        ).last_hidden_state[0]
+        head = self.hf.get_output_embeddings()
+        return self.cross_entropy(hidden, head.weight, targets, head.bias)
+
+
+def build_model(config: Config, tokenizer, ranks: Ranks) -> PackedModel:
+    """Loads the model in fp32 and applies, in this order: kernels, recomputation, compilation, FSDP."""
+    hf = load_model(config, tokenizer)
+    check_head(hf)
+    hf.matrix_weights = count_matrix_weights(hf)  # before sharding, for the MFU
+    on_gpu = ranks.device.type == "cuda"
+    choose_attention(hf, config, ranks)
+
+    liger = load_liger() if on_gpu and config.liger is not False else None
+    if config.liger and not liger:
+        raise UserError(
+            "--liger needs a GPU and the package liger-kernel; install it, or --no-liger"
+        )
+    cross_entropy = liger_cross_entropy(hf) if liger else linear_cross_entropy
+    if liger:
+        liger(model=hf, cross_entropy=False, fused_linear_cross_entropy=False)
+
+    layers = find_layers(hf)
+    recompute = config.recompute
+    if recompute is None:
+        recompute = on_gpu and memory_is_short(hf, config, ranks)
+    if recompute:
+        for i, layer in enumerate(layers):
+            layers[i] = checkpoint_wrapper(layer)
+    compiled = on_gpu if config.compile is None else config.compile
+    if compiled:
+        for layer in layers:
+            layer.compile()
+
+    dtype = torch.bfloat16 if on_gpu else None
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    for layer in layers:
+        fully_shard(layer, mesh=ranks.mesh, mp_policy=policy)
+    model = PackedModel(hf, cross_entropy)
+    fully_shard(model, mesh=ranks.mesh, mp_policy=policy)
+    ranks.say(
+        f"model: {sum(p.numel() for p in model.parameters()):,} parameters, Liger kernels {'on' if liger else 'off'}, "
+        f"recomputation {'on' if recompute else 'off'}, compilation {'on' if compiled else 'off'}"
+    )
+    return model
+
+
+def load_model(config: Config, tokenizer):
+    """The weights in fp32, which the optimizer keeps; hf.export_dtype is what they came in."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    description = from_hub(AutoConfig.from_pretrained, config.model_name, "--model-name")
+    if config.from_scratch:
+        torch.manual_seed(config.seed)
+        hf = AutoModelForCausalLM.from_config(description, dtype=torch.float32)
+    else:
+        load = AutoModelForCausalLM.from_pretrained
+        hf = from_hub(load, config.model_name, "--model-name", dtype=torch.float32)
+    hf.export_dtype = description.dtype or torch.float32
+
+    rows = hf.get_input_embeddings().weight.shape[0]
+    if len(tokenizer) > rows:
+        raise UserError(
+            f"the tokenizer of {config.model_name} has {len(tokenizer):,} tokens, its model {rows:,}; use a model and "
+            f"a tokenizer that belong together"
+        )
+    longest = getattr(description, "max_position_embeddings", None) or config.sequence_length
+    if config.sequence_length > longest:
+        raise UserError(
+            f"--sequence-length {config.sequence_length:,} is more than the {longest:,} positions of "
+            f"{config.model_name}; lower it"
+        )
+    return hf
+
+
+@torch.no_grad()
+def check_head(hf) -> None:
+    """Some models scale or cap their logits. The loss here does not, so they are refused."""
+    hf.eval()
+    tokens = torch.arange(8)[None]
+    hidden = hf.base_model(input_ids=tokens, use_cache=False).last_hidden_state
+    head = hf.get_output_embeddings()
+    ours = F.linear(hidden, head.weight, head.bias)
+    theirs = hf(input_ids=tokens, use_cache=False).logits
+    if not torch.allclose(ours, theirs, rtol=1e-3, atol=1e-3):
+        raise UserError(
+            f"{type(hf).__name__} changes its logits behind the last matrix, which this script does not do; choose "
+            f"another model"
+        )
+
+
+def find_layers(hf) -> nn.ModuleList:
+    """The list of transformer layers: the first list in the model."""
+    return next(module for module in hf.base_model.modules() if isinstance(module, nn.ModuleList))
+
+
+def count_matrix_weights(hf) -> int:
+    """Weights that a token is multiplied with; a lookup is free."""
+    lookups = {id(m.weight) for m in hf.modules() if isinstance(m, nn.Embedding)}
+    head = hf.get_output_embeddings().weight
+    others = [p for p in hf.parameters() if p.ndim > 1 and id(p) not in lookups and p is not head]
+    return sum(p.numel() for p in others) + head.numel()
+
+
+def memory_is_short(hf, config: Config, ranks: Ranks) -> bool:
+    """Whether activations would take more than what is left beside weights, gradients and moments.
+
+    An estimate for bf16 and attention without a score matrix; it errs towards recomputation.
+    """
+    c = hf.config
+    parameters = sum(p.numel() for p in hf.parameters())
+    wide = getattr(c, "intermediate_size", None) or 4 * c.hidden_size
+    a_token = 2 * (10 * c.hidden_size + 4 * wide) * c.num_hidden_layers
+    activations = a_token * config.micro_packs * config.sequence_length
+    states = (
+        16 * parameters / ranks.world + 6 * parameters
+    )  # gathered bf16, unreduced fp32 gradients
+    free = torch.cuda.mem_get_info(ranks.device)[0]
+    return activations > 0.8 * (free - states)
+
+
+def load_liger() -> Callable | None:
+    """The function of liger-kernel that gives a model its kernels; it leaves unknown models alone."""
+    try:
+        from liger_kernel.transformers import _apply_liger_kernel_to_instance
+    except ImportError:
+        return None
+    return _apply_liger_kernel_to_instance
+
+
+def liger_cross_entropy(hf) -> Callable:
+    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+
+    loss = LigerFusedLinearCrossEntropyLoss(reduction="sum", accum_dtype=torch.float32)
+    return lambda hidden, weight, targets, bias: loss(weight, hidden, targets, bias)
+
+
+def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, bias=None) -> Tensor:
+    """Summed cross-entropy. Logits exist for 1,024 tokens at a time, and again in the backward pass."""
+
+    def chunk_loss(hidden: Tensor, targets: Tensor) -> Tensor:
+        logits = F.linear(hidden, weight, bias).float()
+        return F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
+
+    total = hidden.new_zeros((), dtype=torch.float32)
+    for part, wanted in zip(hidden.split(1024), targets.split(1024), strict=True):
+        total = total + checkpoint(chunk_loss, part, wanted, use_reentrant=False)
+    return total
+
+
+# ---- attention: (q, k, v) (T, heads, width), bounds of documents -> (T, heads, width)
+
+
+def load_fa3() -> Callable:
+    """FlashAttention 3 from the hub (Hopper)."""
+    from kernels import get_kernel
+
+    return flash_attention(get_kernel("kernels-community/flash-attn3").flash_attn_varlen_func)
+
+
+def load_fa2() -> Callable:
+    from flash_attn import flash_attn_varlen_func
+
+    return flash_attention(flash_attn_varlen_func)
+
+
+def flash_attention(flash: Callable) -> Callable:
+    def attend(q, k, v, bounds, longest: int, scale: float, window: int | None) -> Tensor:
+        sizes = (bounds, bounds, longest, longest)
+        reach = (-1 if window is None else window - 1, 0)
+        y = flash(q, k, v, *sizes, softmax_scale=scale, causal=True, window_size=reach)
+        return y[0] if isinstance(y, tuple) else y
+
+    return attend
+
+
+def load_varlen() -> Callable:
+    from torch.nn.attention.varlen import varlen_attn
+
+    def attend(q, k, v, bounds, longest: int, scale: float, window: int | None) -> Tensor:
+        sizes = (bounds, bounds, longest, longest)
+        reach = (-1 if window is None else window - 1, 0)
+        return varlen_attn(q, k, v, *sizes, scale=scale, window_size=reach, enable_gqa=True)
+
+    return attend
+
+
+@torch.compiler.disable
+def sdpa(q, k, v, bounds, longest: int, scale: float, window: int | None) -> Tensor:
+    """One document after the other: slow, but it runs everywhere and is the reference of the others."""
+    parts = []
+    ends = bounds.unique_consecutive().tolist()
+    for start, end in zip(ends, ends[1:], strict=False):
+        one = [x[start:end].transpose(0, 1)[None] for x in (q, k, v)]
+        n = end - start
+        mask = None
+        if window is not None and window < n:
+            distance = torch.arange(n, device=q.device)[:, None] - torch.arange(n, device=q.device)
+            mask = (distance >= 0) & (distance < window)
+        y = F.scaled_dot_product_attention(
+            *one, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
+        )
+        parts.append(y[0].transpose(0, 1))
+    return torch.cat(parts)
+
+
+ATTENTION = {"fa3": load_fa3, "fa2": load_fa2, "varlen": load_varlen, "sdpa": lambda: sdpa}
+
+
+def choose_attention(hf, config: Config, ranks: Ranks) -> None:
+    """Gives the model the first backend that agrees with sdpa on two small documents."""
+    from transformers import AttentionInterface
+
+    if config.attention != "auto":
+        names = [config.attention]
+    elif ranks.device.type != "cuda":
+        names = ["sdpa"]
+    else:
+        hopper = torch.cuda.get_device_capability(ranks.device) == (9, 0)
+        names = [name for name in ATTENTION if name != "fa3" or hopper]
+    for name in names:
+        try:
+            attend = ATTENTION[name]()
+            probe(attend, hf.config, ranks.device)
+            break
+        except Exception as error:  # backends fail in many ways
+            if name == names[-1]:
+                raise UserError(
+                    f"--attention {name} does not run here ({first_line(error)}); try --attention auto"
+                ) from None
+            ranks.say(f"attention: {name} skipped ({first_line(error)})")
+    ranks.say(f"attention: {name}")
+    AttentionInterface.register("documents", documents_attention(attend))
+    hf.set_attn_implementation("documents")
+
+
+def probe(attend: Callable, model_config, device: torch.device) -> None:
+    """Compares a backend with sdpa, forward and backward."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    heads = model_config.num_attention_heads
+    groups = getattr(model_config, "num_key_value_heads", None) or heads
+    width = getattr(model_config, "head_dim", None) or model_config.hidden_size // heads
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((96, heads, width), (96, groups, width), (96, groups, width))
+    drawn = [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
+    bounds = torch.tensor([0, 40, 96, 96], device=device, dtype=torch.int32)
+    results = []
+    for function in (attend, sdpa):
+        inputs = [x.clone().requires_grad_() for x in drawn]
+        y = function(*inputs, bounds, 96, width**-0.5, None)
+        y.float().square().sum().backward()
+        results.append([y, *(x.grad for x in inputs)])
+    for ours, reference in zip(*results, strict=True):
+        error = (ours.float() - reference.float()).norm() / reference.float().norm()
+        if not error < 0.02:
+            raise RuntimeError(f"its results differ from sdpa's by {error:.1%}")
+
+
+def documents_attention(attend: Callable) -> Callable:
+    """The form in which transformers calls attention."""
+
+    def attention(module, query, key, value, mask, scaling=None, sliding_window=None, **rest):
+        bounds = rest.get("cu_seq_lens_q")
+        extra = [name for name in ("softcap", "s_aux") if rest.get(name) is not None]
+        if bounds is None or extra:
+            what = " and ".join(extra) or "no bounds of documents"
+            raise UserError(
+                f"{type(module).__name__} asks for {what} in attention, which this script cannot give; choose "
+                f"another model"
+            )
+        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+        scale = q.shape[-1] ** -0.5 if scaling is None else scaling
+        y = attend(q, k, v, bounds, rest["max_length_q"], scale, sliding_window)
+        return y[None], None
+
+    return attention
+
+
+# ---- optimizer
+
+
+def build_optimizer(model: PackedModel, config: Config) -> torch.optim.AdamW:
+    """AdamW without decay on embeddings, norms and biases. Moments start at zero, so that they can be loaded."""
+    lookups = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    matrices = []
+    others = []
+    for parameter in model.parameters():
+        decays = parameter.ndim > 1 and id(parameter) not in lookups
+        (matrices if decays else others).append(parameter)
+    groups = [
+        {"params": matrices, "weight_decay": config.weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(
+        groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=1e-8, fused=True
+    )
+    for parameter in matrices + others:
+        optimizer.state[parameter] = {
+            "step": torch.zeros((), device=parameter.device),
+            "exp_avg": torch.zeros_like(parameter),
+            "exp_avg_sq": torch.zeros_like(parameter),
+        }
+    return optimizer
+
+
+# ---- checkpoints
+
+
+def tensors_of(run: Run) -> dict[str, Tensor]:
+    """Everything that a checkpoint holds, by name. Loading writes into these tensors."""
+    tensors = {}
+    for name, parameter in run.model.named_parameters():
+        name = name.replace("_checkpoint_wrapped_module.", "")
+        tensors[f"weight.{name}"] = parameter.data
+        for moment in ("exp_avg", "exp_avg_sq"):
+            tensors[f"{moment}.{name}"] = run.optimizer.state[parameter][moment]
+    return tensors
+
+
+def save(run: Run) -> None:
+    """A checkpoint in safetensors files, one for each rank. It gets its name when it is complete."""
+    folder = run.run_dir / "checkpoints" / f"step_{run.progress.step:06d}"
+    unfinished = folder.with_suffix(".tmp")
+    if run.ranks.rank == 0:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+    dist.barrier(run.ranks.slow)
+    writer = HuggingFaceStorageWriter(str(unfinished), save_distributed=True)
+    dcp.save(tensors_of(run), storage_writer=writer)
+    dist.barrier(run.ranks.slow)
+
+    if run.ranks.rank == 0:
+        state = {
+            "progress": asdict(run.progress),
+            "data": run.train.fingerprint,
+            "files": {path.name: path.stat().st_size for path in unfinished.iterdir()},
+        }
+        write_text(unfinished / "state.json", json.dumps(state, indent=1))
+        shutil.rmtree(folder, ignore_errors=True)
+        unfinished.rename(folder)
+        prune(run.run_dir, run.config.keep)
+    dist.barrier(run.ranks.slow)
+
+
+def checkpoints(run_dir: Path) -> list[Path]:
+    """Complete ones, oldest first."""
+    folders = (run_dir / "checkpoints").glob("step_*")
+    return sorted((f for f in folders if f.suffix != ".tmp"), key=lambda f: int(f.name[5:]))
+
+
+def read_state(folder: Path) -> dict | None:
+    """state.json of a checkpoint; None if it or a file that it lists is damaged."""
+    try:
+        state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+        sizes = {name: (folder / name).stat().st_size for name in state["files"]}
+    except (OSError, ValueError, KeyError):
+        return None
+    return state if sizes == state["files"] else None
+
+
+def prune(run_dir: Path, keep: int) -> None:
+    """Removes all but the newest and the one with the lowest validation loss."""
+    losses = {}
+    for folder in checkpoints(run_dir):
+        state = read_state(folder)
+        losses[folder] = state["progress"]["val_loss"] if state else math.inf
+    best = min(losses, key=losses.get)
+    for folder in list(losses)[:-keep]:
+        if folder != best:
+            shutil.rmtree(folder)
+
+
+def load_newest(run: Run) -> None:
+    """Continues from the newest checkpoint that is whole, written by any number of ranks."""
+    for folder in reversed(checkpoints(run.run_dir)):
+        state = read_state(folder)
+        if state is None:
+            run.ranks.say(f"{folder.name} is damaged, passed over")
+            continue
+        if state["data"] != run.train.fingerprint:
+            raise UserError(
+                f"{run.run_dir} was trained on other data, or with another tokenizer; restore them, or start a new run"
+            )
+        dcp.load(tensors_of(run), storage_reader=HuggingFaceStorageReader(str(folder)))
+        run.progress = Progress(**state["progress"])
+        for moments in run.optimizer.state.values():
+            moments["step"].fill_(run.progress.step)
+        run.log.cut(run.progress.step)
+        return
+    raise UserError(f"{run.run_dir} holds no whole checkpoint; start it again without --resume")
+
+
+def export(run: Run) -> None:
+    """model/, which from_pretrained reads: weights in the type they came in, tokenizer and chat template."""
+    hf = run.model.hf
+    state = {}
+    for name, tensor in hf.state_dict().items():
+        full = (
+            tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        )  # all ranks take part
+        if run.ranks.rank == 0:
+            state[name] = full.to("cpu", hf.export_dtype)
+    if run.ranks.rank == 0:
+        folder = run.run_dir / "model"
+        hf.config.dtype = hf.export_dtype
+        if run.command == "sft":
+            end_turns(run, hf.generation_config)
+        hf.save_pretrained(folder, state_dict=state)
+        run.tokenizer.save_pretrained(folder)
+    dist.barrier(run.ranks.slow)
+
+
+def end_turns(run: Run, generation_config) -> None:
+    """Makes generation stop at the token that ended the answers in training."""
+    targets = run.train.rows[0]["targets"]
+    lasts = np.flatnonzero((targets != IGNORED) & (np.append(targets[1:], IGNORED) == IGNORED))
+    end = int(targets[lasts[0]])
+    stops = generation_config.eos_token_id
+    stops = [] if stops is None else list(stops) if isinstance(stops, list) else [stops]
+    if end in run.tokenizer.all_special_ids and end not in stops:
+        generation_config.eos_token_id = [end, *stops]
+
+
+# ---- log and report
+
+
+class Log:
+    """log.jsonl, the screen, and Weights & Biases if asked for. Only rank 0 writes."""
+
+    def __init__(self, run_dir: Path, config: Config, ranks: Ranks):
+        self.path = run_dir / "log.jsonl"
+        self.ranks = ranks
+        self.wandb = None
+        if ranks.rank == 0 and config.wandb:
+            import wandb
+
+            self.wandb = wandb.init(project=config.wandb, name=run_dir.name, config=dict(config))
+
+    def write(self, entry: dict, line: str) -> None:
+        self.ranks.say(line)
+        if self.ranks.rank == 0:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(entry) + "\n")
+        if self.wandb:
+            self.wandb.log(entry, step=entry["step"])
+
+    def entries(self) -> list[dict]:
+        lines = self.path.read_text(encoding="utf-8").splitlines() if self.path.exists() else []
+        return [json.loads(line) for line in lines if line.endswith("}")]  # kill -9 may cut one
+
+    def cut(self, step: int) -> None:
+        """Drops what was logged behind a checkpoint."""
+        if self.ranks.rank == 0:
+            lines = [json.dumps(entry) for entry in self.entries() if entry["step"] <= step]
+            write_text(self.path, "".join(f"{line}\n" for line in lines))
+
+
+class Meter:
+    """Loss, speed and memory since the last line. Time outside of steps is not counted."""
+
+    def __init__(self, run: Run):
+        self.run = run
+        c = run.model.hf.config
+        width = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
+        self.pair_flops = 12 * c.num_hidden_layers * c.num_attention_heads * width
+        self.token_flops = 6 * run.model.hf.matrix_weights
+        self.peak = peak_flops(run.ranks.device) * run.ranks.world
+        self.reset()
+
+    def reset(self) -> None:
+        self.losses = []
+        self.seconds = 0.0
+        self.tokens = 0
+        self.flops = 0
+        self.pause()
+
+    def pause(self) -> None:
+        self.began = time.perf_counter()
+
+    def add(self, first: int, loss: Tensor) -> None:
+        """A step is over; it began with pack number `first`."""
+        progress = self.run.progress
+        numbers = range(first, progress.packs)
+        seconds = time.perf_counter() - self.began
+        self.seconds += seconds
+        progress.train_seconds += seconds
+        tokens = self.run.train.total("tokens", numbers)
+        attended = self.run.train.total("attended", numbers)
+        self.tokens += tokens
+        self.flops += self.token_flops * tokens + self.pair_flops * attended
+        self.losses.append(loss)
+
+    def write(self, norm: float) -> None:
+        run = self.run
+        progress = run.progress
+        steps = len(self.losses)
+        entry = {
+            "step": progress.step,
+            "tokens": progress.tokens,
+            "loss": run.ranks.sum(torch.stack(self.losses).mean().item()),
+            "lr": run.optimizer.param_groups[0]["lr"],
+            "grad_norm": norm,
+            "tokens_per_second": self.tokens / self.seconds,
+            "mfu": self.flops / self.seconds / self.peak,
+            "memory_gib": memory_gib(run.ranks.device),
+            "eta_seconds": (run.steps - progress.step) * self.seconds / steps,
+        }
+        eta = datetime.timedelta(seconds=round(entry["eta_seconds"]))
+        line = (
+            f"step {progress.step:,}/{run.steps:,}: loss {entry['loss']:.4f}, norm {norm:.2f}, "
+            f"{entry['tokens_per_second']:,.0f} tokens/s, MFU {entry['mfu']:.1%}, "
+            f"{entry['memory_gib']:.1f} GiB, {eta} left"
+        )
+        run.log.write(entry, line)
+        self.reset()
+
+
+# Dense bf16 peak in TFLOP/s, from the maker's data sheets.
+PEAK_TFLOPS = {"H200": 989, "H100 PCIe": 756, "H100": 989, "B200": 2250, "A100": 312, "L40S": 362, "L4": 121}  # fmt: skip
+
+
+def peak_flops(device: torch.device) -> float:
+    """Infinite where the table does not know the device, which makes the MFU 0."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    found = [tflops for key, tflops in PEAK_TFLOPS.items() if re.search(rf"\b{key}\b", name)]
+    return found[0] * 1e12 if found else math.inf
+
+
+def memory_gib(device: torch.device) -> float:
+    """Most memory so far: reserved on the GPU, or of the process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_reserved(device) / 2**30
+    try:
+        import resource
+    except ImportError:  # Windows
+        return 0.0
+    unit = 2**30 if sys.platform == "darwin" else 2**20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
+
+
+def finish(run: Run) -> dict:
+    """Writes the report and returns the result."""
+    progress = run.progress
+    entries = run.log.entries() if run.ranks.rank == 0 else []
+    speeds = [entry for entry in entries if "loss" in entry]
+    result = {
+        "val_loss": progress.val_loss,
+        "loss": speeds[-1]["loss"] if speeds else None,
+        "steps": progress.step,
+        "tokens": progress.tokens,
+        "train_seconds": progress.train_seconds,
+        "tokens_per_second": progress.tokens / max(progress.train_seconds, 1e-9),
+        "mfu": float(np.median([entry["mfu"] for entry in speeds])) if speeds else None,
+        "peak_memory_gib": memory_gib(run.ranks.device),
+        "run_dir": str(run.run_dir),
+    }
+    if run.ranks.rank == 0:
+        rows = {
+            "command": run.command,
+            "model": run.config.model_name,
+            "validation before": f"{entries[0]['val_loss']:.4f} nats for each counted token",
+            **result,
+        }
+        table = "".join(f"| {key} | {value} |\n" for key, value in rows.items())
+        draw_curve(entries, run.run_dir / "curve.png")
+        text = f"# {run.run_dir.name}\n\n| | |\n| --- | --- |\n{table}\n![loss](curve.png)\n"
+        write_text(run.run_dir / "report.md", text)
+    return result
+
+
+def draw_curve(entries: list[dict], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    for key, style in (("loss", "-"), ("val_loss", "o-")):
+        points = [(entry["step"], entry[key]) for entry in entries if key in entry]
+        axes.plot(*zip(*points, strict=True), style, ms=3, label=key)
+    axes.set(xlabel="step", ylabel="nats for each counted token")
+    axes.legend()
+    axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+# ---- ranks, files, signals
+
+
+def start_ranks() -> Ranks:
+    """Joins the processes of torchrun; one process alone is a group too."""
+    rank = int(os.environ.get("RANK", 0))
+    local = int(os.environ.get("LOCAL_RANK", 0))
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", local) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
+    store = None if "RANK" in os.environ else dist.HashStore()
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world)
+    slow = dist.new_group(backend="gloo", timeout=datetime.timedelta(hours=24))
+    mesh = init_device_mesh(device.type, (world,))
+    return Ranks(rank, local, world, device, mesh, slow)
+
+
+def prepare_run_dir(command: str, config: Config, resumed: bool, ranks: Ranks) -> Path:
+    """The run directory with config.json and this script."""
+    now = torch.tensor(int(time.time()))
+    dist.broadcast(now, 0, group=ranks.slow)
+    stamp = datetime.datetime.fromtimestamp(now.item()).strftime("%Y-%m-%d_%H-%M-%S")
+    run_dir = Path(config.run_dir or f"out/{stamp}_{command}_hf")
+    if (run_dir / "log.jsonl").exists() and not resumed:
+        raise UserError(f"{run_dir} already holds a run; use --resume, or another --run-dir")
+    dist.barrier(ranks.slow)
+    if ranks.rank == 0 and not resumed:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        versions = {name: sys.modules[name].__version__ for name in ("torch", "numpy")}
+        description = {"command": command, "config": config.model_dump(), "versions": versions}
+        write_text(run_dir / "config.json", json.dumps(description, indent=1))
+        shutil.copy(__file__, run_dir)
+    return run_dir
+
+
+class Stopper:
+    """Turns SIGTERM and Ctrl-C into a question that the loop asks after each step."""
+
+    def __init__(self):
+        self.signal = 0
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self.catch)
+
+    def catch(self, number, frame) -> None:
+        if self.signal:  # asked twice: at once
+            raise KeyboardInterrupt
+        self.signal = number
+
+    def asked(self, ranks: Ranks) -> bool:
+        return ranks.sum(self.signal) > 0
+
+
+def from_hub(load: Callable, name: str, flag: str, **arguments):
+    """What transformers loads by name. It runs no code of the hub; its many errors become a sentence."""
+    try:
+        return load(name, **arguments)
+    except Exception as error:
+        raise UserError(
+            f"{flag} {name} could not be loaded ({first_line(error)}); give a folder of save_pretrained, or a name on "
+            f"the hub that this machine can reach"
+        ) from None
+
+
+def first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0][:200]}"
+
+
+def read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read {path} ({first_line(error)}); check the path") from None
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a file at once or not at all."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)
+
+
+# ---- command line
+
+
+@dataclass
+class Given:
+    """What the command line says."""
+
+    command: str = ""
+    resumed: bool = False
+    settings: dict = field(default_factory=dict)
+
+
+def parse(argv: list[str]) -> Given:
+    """Reads words from left to right; later settings replace earlier ones."""
+    given = Given()
+    words = iter(argv)
+    for word in words:
+        if word in ("sft", "pretrain"):
+            given.command = word
+        elif word == "--resume":
+            given.resumed = True
+        elif word.startswith("@"):
+            file = word[1:] or next(words, "")
+            try:
+                found = tomllib.loads(read_text(Path(file)))
+            except tomllib.TOMLDecodeError as error:
+                raise UserError(f"{file} is no TOML ({error}); fix that line") from None
+            merge(given.settings, found, Config, file)
+        elif word.startswith("--"):
+            merge(given.settings, flag_setting(word, words), Config, "the command line")
+        else:
+            raise UserError(f"{word} is neither sft, pretrain, @FILE nor a flag; see --help")
+    if not given.command:
+        raise UserError("name what to do: sft or pretrain, as in runs/finetune_hf.py sft @FILE")
+    return given
+
+
+def flag_setting(word: str, words: Iterator[str]) -> dict:
+    """A flag and its value as a table: --data.path json is {"data": {"path": "json"}}."""
+    flag, equals, value = word[2:].partition("=")
+    path = flag.replace("-", "_").split(".")
+    switches = [
+        name for name, f in Config.model_fields.items() if bool in union_members(f.annotation)
+    ]
+    if not equals and path[0] in switches:
+        value = True
+    elif not equals and path[0].removeprefix("no_") in switches:
+        path = [path[0].removeprefix("no_")]
+        value = False
+    elif not equals:
+        value = next(words, None)
+        if value is None:
+            raise UserError(f"--{flag} needs a value")
+    if isinstance(value, str) and value[:1] in ("[", "{"):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            raise UserError(f"--{flag} {value} is no JSON; quote it as '{value}'") from None
+    for key in reversed(path):
+        value = {key: value}
+    return value
+
+
+def union_members(annotation) -> tuple:
+    return getattr(annotation, "__args__", (annotation,))
+
+
+def merge(settings: dict, found: dict, model: type[BaseModel], origin: str) -> None:
+    """Adds found to settings. Raises: UserError for a key that the model lacks"""
+    for key, value in found.items():
+        if key not in model.model_fields:
+            near = difflib.get_close_matches(key, model.model_fields, n=1, cutoff=0.0)[0]
+            raise UserError(f"unknown setting {key} in {origin}; the nearest is {near}")
+        if Source in union_members(model.model_fields[key].annotation) and isinstance(value, dict):
+            merge(settings.setdefault(key, {}), value, Source, origin)
+        else:
+            settings[key] = value
+
+
+def make_config(given: Given) -> Config:
+    """The settings, checked; with --resume those of the run, which may change in few things only."""
+    settings = given.settings
+    old = None
+    if given.resumed:
+        if "run_dir" not in settings:
+            raise UserError("--resume needs --run-dir, the run to continue")
+        description = json.loads(read_text(Path(settings["run_dir"]) / "config.json"))
+        if description["command"] != given.command:
+            raise UserError(f"{settings['run_dir']} is a run of {description['command']}; say so")
+        old = Config(**description["config"])
+        settings = {**old.model_dump(exclude_none=True), **settings}
+    try:
+        config = Config(**settings)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(map(str, first["loc"][:2])).replace("_", "-")
+        found = "nothing" if first["type"] == "missing" else repr(first["input"])
+        raise UserError(f"--{name} is {found}: {first['msg'].lower()}; see --help") from None
+    for name in Config.model_fields:
+        if old and name not in CHANGEABLE and getattr(config, name) != getattr(old, name):
+            raise UserError(
+                f"--resume cannot change {name}: the run has {getattr(old, name)}, the command asks for "
+                f"{getattr(config, name)}; leave it out, or start a new run"
+            )
+    return config
+
+
+def print_help() -> None:
+    print(__doc__.strip() + "\n\nSettings (--no-NAME turns a switch off):")
+    for model, prefix in ((Config, ""), (Source, "data.")):
+        for name, f in model.model_fields.items():
+            default = "" if f.is_required() or f.default is None else f" [{f.default}]"
+            print(f"  --{prefix}{name.replace('_', '-'):18} {f.description}{default}")
+
+
+def main(argv: list[str]) -> int:
+    if not argv or "--help" in argv or "-h" in argv:
+        print_help()
+        return 0
+    rank = int(os.environ.get("RANK", 0))
+    try:
+        given = parse(argv)
+        result = train(given.command, make_config(given), given.resumed)
+    except UserError as error:
+        message = str(error)
+    except torch.OutOfMemoryError as error:
+        message = f"memory ran out ({first_line(error)}); lower --micro-packs, or use --recompute"
+    except KeyboardInterrupt:
+        message = "stopped at once; a run that has saved goes on with --resume"
+    except OSError as error:
+        message = f"{first_line(error)}; fix that, then start again, with --resume if it has saved"
+    else:
+        if rank == 0:
+            print(json.dumps(result), flush=True)
+        dist.destroy_process_group()
+        return 0
+    time.sleep(3 if rank else 0)  # by then torchrun has ended the others, so one line is printed
+    print(f"error: {message}", file=sys.stderr, flush=True)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
