@@ -8,8 +8,7 @@
 `sft` learns what the assistant says in conversations, `pretrain` learns every token of texts. Settings come from TOML
 files (@FILE or @ FILE) and from flags, in this order, and the last one counts. --help lists them all.
 
-The script stands alone and needs requirements-hf.txt. It reads downward: settings, the run, one step, data, model,
-attention, optimizer, checkpoints, report, command line. A step takes packs of documents. Positions start at 0 in each
+It needs requirements-hf.txt. A step takes packs of documents, which hf_packs.py makes: positions start at 0 in each
 document, and no token sees another document. The loss is the sum over all counted tokens of the step, on all ranks and
 in all micro-batches, divided by their number.
 
@@ -17,11 +16,8 @@ The run directory holds config.json, log.jsonl, checkpoints/, report.md, curve.p
 save_pretrained wrote: talk to it with runs/chat.py. The last line on stdout is one JSON object with the result.
 """
 
-import bisect
 import datetime
 import difflib
-import hashlib
-import inspect
 import json
 import math
 import os
@@ -31,17 +27,20 @@ import signal
 import sys
 import time
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import hf_packs
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
+from hf_packs import IGNORED, Packs, Source, UserError, first_line, from_hub, read_text
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import PydanticUndefined
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
@@ -50,28 +49,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-IGNORED = -100  # a target that is not counted
-
-
-class UserError(Exception):
-    """A mistake that one sentence explains."""
-
-
 # ---- settings
-
-
-class Source(BaseModel):
-    """The arguments of datasets.load_dataset, for the hub, local files or s3."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    path: str = Field(description="a dataset of the hub, or json, parquet, text")
-    name: str | None = Field(None, description="configuration of the dataset")
-    data_dir: str | None = Field(None, description="folder of the dataset")
-    data_files: str | list[str] | None = Field(None, description="files or patterns")
-    split: str = Field("train", description="part of the dataset, also train[:1%%]")
-    revision: str | None = Field(None, description="version on the hub")
-    storage_options: dict[str, Any] | None = Field(None, description="for s3:// and the like")
 
 
 class Config(BaseModel):
@@ -79,6 +57,7 @@ class Config(BaseModel):
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
 
+    # fmt: off
     model_name: str = Field(description="name on the hub, or a folder of save_pretrained")
     from_scratch: bool = Field(False, description="random weights in place of the trained ones")
     chat_template: str | None = Field(None, description="file with a chat template for sft")
@@ -98,22 +77,16 @@ class Config(BaseModel):
     seed: int = Field(0, ge=0, description="of the order of packs, and of random weights")
 
     lr: float = Field(1e-5, gt=0, description="highest learning rate of AdamW")
-    lr_floor: float = Field(
-        0.1, ge=0, le=1, description="share of the rate that is left at the end"
-    )
+    lr_floor: float = Field(0.1, ge=0, le=1, description="share of the rate that is left at the end")
     warmup: float = Field(0.03, ge=0, le=1, description="share of the steps that warm up")
     weight_decay: float = Field(0.1, ge=0, description="of matrices, never of embeddings or norms")
     beta1: float = Field(0.9, ge=0, lt=1, description="AdamW's decay of the mean")
     beta2: float = Field(0.95, ge=0, lt=1, description="AdamW's decay of the square")
     clip: float = Field(1.0, gt=0, description="largest norm of the gradient")
 
-    attention: Literal["auto", "fa3", "fa2", "varlen", "sdpa"] = Field(
-        "auto", description="auto takes the first that runs"
-    )
+    attention: Literal["auto", "fa3", "fa2", "varlen", "sdpa"] = Field("auto", description="auto: the first that runs")
     liger: bool | None = Field(None, description="Liger kernels; default: on a GPU if installed")
-    recompute: bool | None = Field(
-        None, description="activation checkpointing; default: if memory asks for it"
-    )
+    recompute: bool | None = Field(None, description="activation checkpointing; default: if memory asks for it")
     compile: bool | None = Field(None, description="torch.compile each layer; default: on a GPU")
 
     log_every: int = Field(10, ge=1, description="steps between lines of the log")
@@ -121,6 +94,7 @@ class Config(BaseModel):
     save_every: int = Field(500, ge=1, description="steps between checkpoints")
     keep: int = Field(2, ge=1, description="newest checkpoints to keep; the best stays too")
     wandb: str | None = Field(None, description="project of Weights & Biases")
+    # fmt: on
 
 
 # What --resume may change: nothing of this alters the result beyond rounding.
@@ -188,8 +162,8 @@ def train(command: str, config: Config, resumed: bool) -> dict:
     """Trains from the first step, or from the newest checkpoint, to the end. Returns the result."""
     ranks = start_ranks()
     run_dir = prepare_run_dir(command, config, resumed, ranks)
-    tokenizer = load_tokenizer(command, config)
-    train_packs, val_packs = load_data(command, config, tokenizer, ranks)
+    tokenizer = hf_packs.load_tokenizer(command, config)
+    train_packs, val_packs = hf_packs.load_data(command, config, tokenizer, ranks)
     model = build_model(config, tokenizer, ranks)
     optimizer = build_optimizer(model, config)
 
@@ -222,7 +196,7 @@ def run_steps(run: Run) -> bool:
     """The loop. Whether a signal ended it."""
     config = run.config
     progress = run.progress
-    stopper = Stopper()
+    caught = catch_signals()
     if progress.step == 0:
         evaluate(run)
 
@@ -233,7 +207,7 @@ def run_steps(run: Run) -> bool:
         meter.add(first, loss)
 
         last = progress.step == run.steps
-        stop = stopper.asked(run.ranks)
+        stop = run.ranks.sum(len(caught)) > 0
         if progress.step % config.log_every == 0 or last or stop:
             meter.write(norm)
         save_now = progress.step % config.save_every == 0 or last or stop
@@ -241,7 +215,7 @@ def run_steps(run: Run) -> bool:
             evaluate(run)
         if save_now:
             save(run)
-        meter.pause()
+        meter.start()
         if stop and not last:
             return True
     return False
@@ -257,7 +231,7 @@ def train_step(run: Run) -> tuple[Tensor, float]:
     torch.manual_seed(config.seed * 1_000_003 + progress.step)  # dropout, if the model has any
     numbers = range(progress.packs, progress.packs + config.packs)
     counted = run.train.total("counted", numbers)
-    batches = list(micro_batches(run.train, numbers, config, run.ranks))
+    batches = list(hf_packs.micro_batches(run.train, numbers, config, run.ranks))
 
     run.model.train()
     total = torch.zeros((), device=run.ranks.device)
@@ -305,313 +279,13 @@ def evaluate(run: Run) -> None:
     run.model.eval()
     numbers = range(len(run.val))
     total = torch.zeros((), device=run.ranks.device, dtype=torch.float64)
-    for batch in micro_batches(run.val, numbers, run.config, run.ranks):
+    for batch in hf_packs.micro_batches(run.val, numbers, run.config, run.ranks):
         total += run.model(**batch)
     run.model.reshard()  # only a backward pass does that by itself
     progress.val_loss = run.ranks.sum(total.item()) / run.val.total("counted", numbers)
     progress.val_step = progress.step
     entry = {"step": progress.step, "tokens": progress.tokens, "val_loss": progress.val_loss}
     run.log.write(entry, f"step {progress.step:,}: validation {progress.val_loss:.4f}")
-
-
-# ---- data
-
-
-class Packs:
-    """Packs of one split, and their order, which is shuffled anew in every epoch.
-
-    A row has inputs, targets and lengths of documents. Pack number n of a run is the same on any number of ranks.
-    """
-
-    def __init__(self, rows, shuffled: bool, seed: int):
-        self.rows = rows.with_format("numpy")
-        self.fingerprint = rows._fingerprint
-        self.shuffled = shuffled
-        self.seed = seed
-        # Small columns, in memory: all ranks know what a step counts without asking each other.
-        self.columns = {name: np.asarray(rows[name]) for name in ("counted", "tokens", "attended")}
-        self.set_epoch(0)
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-        self.order = np.arange(len(self))
-        if self.shuffled:
-            self.order = np.random.default_rng([self.seed, epoch]).permutation(len(self))
-
-    def place(self, number: int) -> int:
-        """The row of a pack."""
-        epoch = number // len(self)
-        if epoch != self.epoch:
-            self.set_epoch(epoch)
-        return int(self.order[number % len(self)])
-
-    def row(self, number: int) -> dict:
-        return self.rows[self.place(number)]
-
-    def total(self, column: str, numbers: range) -> int:
-        return int(sum(self.columns[column][self.place(number)] for number in numbers))
-
-
-def micro_batches(packs: Packs, numbers: range, config: Config, ranks: Ranks) -> Iterator[dict]:
-    """This rank's share of some packs. All ranks get the same number of micro-batches."""
-    mine = numbers[ranks.rank :: ranks.world]
-    most = math.ceil(len(numbers) / ranks.world)
-    size = min(config.micro_packs, most)
-    for start in range(0, most, size):
-        rows = [packs.row(number) for number in mine[start : start + size]]
-        yield collate(rows, size, config.sequence_length, ranks.device)
-
-
-def collate(rows: list[dict], size: int, length: int, device: torch.device) -> dict:
-    """The inputs of PackedModel: packs one behind the other, each filled up with a document of padding.
-
-    Shapes depend on nothing but size and length, so that everything is compiled once.
-    """
-    tokens = np.zeros(size * length, np.int64)
-    targets = np.full(size * length, IGNORED, np.int64)
-    positions = np.zeros(size * length, np.int64)
-    bounds = np.full(size * (most_documents(length) + 1) + 1, size * length, np.int32)
-    document = 0
-    for i in range(size):
-        lengths = rows[i]["lengths"].tolist() if i < len(rows) else []
-        used = sum(lengths)
-        at = i * length
-        if used:
-            tokens[at : at + used] = rows[i]["inputs"]
-            targets[at : at + used] = rows[i]["targets"]
-        for n in [*lengths, length - used]:
-            positions[at : at + n] = np.arange(n)
-            bounds[document] = at
-            document += n > 0
-            at += n
-    bounds[document] = size * length
-    arrays = {"tokens": tokens, "targets": targets, "positions": positions, "bounds": bounds}
-    batch = {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
-    return {**batch, "longest": length}
-
-
-def most_documents(length: int) -> int:
-    """Documents that a pack may hold."""
-    return max(8, length // 16)
-
-
-def load_tokenizer(command: str, config: Config):
-    """The model's own tokenizer, with the chat template that sft needs."""
-    from transformers import AutoTokenizer
-
-    tokenizer = from_hub(AutoTokenizer.from_pretrained, config.model_name, "--model-name")
-    if not tokenizer.is_fast:
-        raise UserError(f"{config.model_name} has no fast tokenizer; choose a model that has one")
-    if command == "pretrain":
-        return tokenizer
-
-    ship = "pass one that does with --chat-template FILE (runs/chat_template_qwen.jinja is for Qwen2.5)"
-    if config.chat_template:
-        tokenizer.chat_template = read_text(Path(config.chat_template))
-    if not isinstance(tokenizer.chat_template, str):
-        raise UserError(
-            f"{config.model_name} has no chat template that tells what to count; {ship}"
-        )
-    if not re.search(r"\{%-?\s*generation\s*-?%\}", tokenizer.chat_template):
-        whose = config.chat_template or f"the chat template of {config.model_name}"
-        raise UserError(
-            f"{whose} does not mark what the assistant says with {{% generation %}}, so the loss cannot be limited to "
-            f"it; {ship}"
-        )
-    return tokenizer
-
-
-def load_data(command: str, config: Config, tokenizer, ranks: Ranks) -> tuple[Packs, Packs]:
-    """Training and validation packs. One process of each machine does the work, the others read its cache."""
-    import datasets
-
-    if ranks.local != 0:
-        datasets.disable_progress_bars()
-        dist.barrier(ranks.slow)
-    train_rows = load_rows(config.data)
-    if config.val_data:
-        val_rows = load_rows(config.val_data)
-    elif len(train_rows) <= config.val_rows:
-        raise UserError(
-            f"--data has {len(train_rows):,} rows and --val-rows holds out {config.val_rows:,}; lower it, or name "
-            f"--val-data.path"
-        )
-    else:
-        parts = train_rows.train_test_split(config.val_rows, seed=0)
-        train_rows = parts["train"]
-        val_rows = parts["test"]
-    train_packs = pack_rows(command, config, tokenizer, train_rows, "training", ranks)
-    val_packs = pack_rows(command, config, tokenizer, val_rows, "validation", ranks)
-    if ranks.local == 0:
-        dist.barrier(ranks.slow)
-    return Packs(train_packs, True, config.seed), Packs(val_packs, False, config.seed)
-
-
-def load_rows(source: Source):
-    """Rows of load_dataset; its many errors become a sentence."""
-    import datasets
-
-    arguments = source.model_dump(exclude_none=True)
-    try:
-        return datasets.load_dataset(**arguments)
-    except Exception as error:
-        named = {k: v for k, v in arguments.items() if k != "storage_options"}  # may hold keys
-        raise UserError(
-            f"the dataset {named} could not be loaded ({first_line(error)}); check the arguments, which are those of "
-            f"datasets.load_dataset"
-        ) from None
-
-
-def pack_rows(command: str, config: Config, tokenizer, rows, name: str, ranks: Ranks):
-    """Tokens of all rows, then packs of them; both come from the cache where it has them."""
-    column = config.column or {"sft": "messages", "pretrain": "text"}[command]
-    if column not in rows.column_names:
-        raise UserError(
-            f"the {name} data has no column {column}, but {', '.join(rows.column_names)}; name one with --column"
-        )
-    tokenize = {"sft": tokenize_chats, "pretrain": tokenize_texts}[command]
-    identity = [tokenizer.backend_tokenizer.to_str(), str(tokenizer.chat_template), column]
-    identity += [str(tokenizer.special_tokens_map)]
-    arguments = {"tokenizer": tokenizer, "column": column}
-    tokens = cached_map(rows, tokenize, arguments, identity, config.workers)
-
-    length = config.sequence_length
-    sizes = np.asarray(tokens["size"])
-    left_out = int((sizes > length + 1).sum()) if command == "sft" else 0
-    arguments = {"length": length, "cut": command == "pretrain"}
-    packs = cached_map(tokens, pack, arguments, [json.dumps(arguments)], config.workers)
-    if len(packs) == 0:
-        raise UserError(
-            f"the {name} data has nothing to learn from in {len(rows):,} rows: {left_out:,} are longer than "
-            f"--sequence-length {length:,}, the others have no counted token"
-        )
-    used = sum(packs["tokens"])
-    ranks.say(
-        f"{name}: {len(packs):,} packs with {used:,} tokens, {sum(packs['counted']):,} counted, "
-        f"{1 - used / (len(packs) * length):.1%} padding"
-    )
-    if left_out:
-        ranks.say(f"{name}: left out {left_out:,} conversations longer than {length:,} tokens")
-    return packs
-
-
-def cached_map(rows, function: Callable, arguments: dict, identity: list[str], workers: int):
-    """rows.map, whose cache is found again by the data, the function's text and what identity states.
-
-    The hash that map makes of its arguments changes when a tokenizer is used, so it is not relied on.
-    """
-    words = [rows._fingerprint, inspect.getsource(function), *identity]
-    return rows.map(
-        function,
-        batched=True,
-        batch_size=4096,
-        fn_kwargs=arguments,
-        remove_columns=rows.column_names,
-        num_proc=workers if workers > 1 else None,
-        new_fingerprint=hashlib.sha256("\0".join(words).encode()).hexdigest()[:32],
-        desc=function.__name__,
-    )
-
-
-def tokenize_texts(batch: dict, tokenizer, column: str) -> dict:
-    """Each text with the tokenizer's own first token, if any, and its end of text. Every token counts."""
-    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    rows = tokenizer(batch[column], verbose=False)["input_ids"]
-    rows = [row if row[-1:] == end else row + end for row in rows]
-    counted = [[True] * len(row) for row in rows]
-    return {"tokens": rows, "counted": counted, "size": [len(row) for row in rows]}
-
-
-def tokenize_chats(batch: dict, tokenizer, column: str) -> dict:
-    """Each conversation of OpenAI's form in the chat template; what the assistant says counts."""
-    result = {"tokens": [], "counted": [], "size": []}
-    tools = batch.get("tools") or [None] * len(batch[column])
-    for messages, row_tools in zip(batch[column], tools, strict=True):
-        try:
-            row = tokenizer.apply_chat_template(
-                [plain_message(message) for message in messages],
-                tools=row_tools or None,
-                return_dict=True,
-                return_assistant_tokens_mask=True,
-            )
-        except Exception as error:  # templates fail in their own ways
-            text = json.dumps(messages, ensure_ascii=False)[:200]
-            raise UserError(
-                f"a conversation does not fit the chat template ({first_line(error)}): {text}"
-            ) from None
-        result["tokens"].append(row["input_ids"])
-        result["counted"].append([bool(n) for n in row["assistant_masks"]])
-        result["size"].append(len(row["input_ids"]))
-    return result
-
-
-def plain_message(message: dict) -> dict:
-    """A message as templates expect it: no empty keys, text in one piece, arguments of tools as an object."""
-    message = {key: value for key, value in message.items() if value is not None}
-    content = message.get("content", "")
-    if not isinstance(content, str):
-        content = "".join(part.get("text") or "" for part in content)
-    message["content"] = content
-    calls = []
-    for call in message.get("tool_calls") or ():
-        function = dict(call["function"])
-        if isinstance(function.get("arguments"), str):
-            function["arguments"] = json.loads(function["arguments"])
-        calls.append({**call, "function": function})
-    if calls:
-        message["tool_calls"] = calls
-    return message
-
-
-def pack(batch: dict, length: int, cut: bool) -> dict:
-    """Best fit of documents, the longest first: each goes into the fullest pack that has room for it.
-
-    A document of n tokens has n - 1 inputs with targets. One that is too long is cut into parts that share a token,
-    so that no target is lost, or else left out. So is one that counts nothing.
-    """
-    documents = []
-    for tokens, counted in zip(batch["tokens"], batch["counted"], strict=True):
-        if len(tokens) > length + 1 and not cut:
-            continue
-        for start in range(0, len(tokens) - 1, length):
-            part = slice(start + 1, start + length + 1)
-            targets = np.where(counted[part], tokens[part], IGNORED).astype(np.int32)
-            inputs = np.asarray(tokens[start : start + len(targets)], np.int32)
-            if (targets != IGNORED).any():
-                documents.append((inputs, targets))
-    documents.sort(key=lambda document: -len(document[0]))
-
-    packs = []
-    unfilled = []  # (room left, number of the pack), sorted
-    for document in documents:
-        at = bisect.bisect_left(unfilled, (len(document[0]), 0))
-        if at < len(unfilled):
-            room, number = unfilled.pop(at)
-        else:
-            room = length
-            number = len(packs)
-            packs.append([])
-        packs[number].append(document)
-        room -= len(document[0])
-        if room > 0 and len(packs[number]) < most_documents(length):
-            bisect.insort(unfilled, (room, number))
-
-    result = {
-        name: [] for name in ("inputs", "targets", "lengths", "tokens", "counted", "attended")
-    }
-    for members in packs:
-        targets = np.concatenate([targets for _, targets in members])
-        lengths = np.array([len(inputs) for inputs, _ in members], np.int32)
-        result["inputs"].append(np.concatenate([inputs for inputs, _ in members]))
-        result["targets"].append(targets)
-        result["lengths"].append(lengths)
-        result["tokens"].append(len(targets))
-        result["counted"].append(int((targets != IGNORED).sum()))
-        result["attended"].append(int((lengths.astype(np.int64) * (lengths + 1) // 2).sum()))
-    return result
 
 
 # ---- model
@@ -646,18 +320,15 @@ def build_model(config: Config, tokenizer, ranks: Ranks) -> PackedModel:
     check_head(hf)
     hf.matrix_weights = count_matrix_weights(hf)  # before sharding, for the MFU
     on_gpu = ranks.device.type == "cuda"
-    choose_attention(hf, config, ranks)
+    hf_packs.choose_attention(hf, config, ranks)
 
-    liger = load_liger() if on_gpu and config.liger is not False else None
+    liger = use_liger(hf) if on_gpu and config.liger is not False else None
     if config.liger and not liger:
         raise UserError(
             "--liger needs a GPU and the package liger-kernel; install it, or --no-liger"
         )
-    cross_entropy = liger_cross_entropy(hf) if liger else linear_cross_entropy
-    if liger:
-        liger(model=hf, cross_entropy=False, fused_linear_cross_entropy=False)
 
-    layers = find_layers(hf)
+    layers = next(m for m in hf.base_model.modules() if isinstance(m, nn.ModuleList))
     recompute = config.recompute
     if recompute is None:
         recompute = on_gpu and memory_is_short(hf, config, ranks)
@@ -673,7 +344,7 @@ def build_model(config: Config, tokenizer, ranks: Ranks) -> PackedModel:
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     for layer in layers:
         fully_shard(layer, mesh=ranks.mesh, mp_policy=policy)
-    model = PackedModel(hf, cross_entropy)
+    model = PackedModel(hf, liger or linear_cross_entropy)
     fully_shard(model, mesh=ranks.mesh, mp_policy=policy)
     ranks.say(
         f"model: {sum(p.numel() for p in model.parameters()):,} parameters, Liger kernels {'on' if liger else 'off'}, "
@@ -726,11 +397,6 @@ def check_head(hf) -> None:
         )
 
 
-def find_layers(hf) -> nn.ModuleList:
-    """The list of transformer layers: the first list in the model."""
-    return next(module for module in hf.base_model.modules() if isinstance(module, nn.ModuleList))
-
-
 def count_matrix_weights(hf) -> int:
     """Weights that a token is multiplied with; a lookup is free."""
     lookups = {id(m.weight) for m in hf.modules() if isinstance(m, nn.Embedding)}
@@ -756,18 +422,16 @@ def memory_is_short(hf, config: Config, ranks: Ranks) -> bool:
     return activations > 0.8 * (free - states)
 
 
-def load_liger() -> Callable | None:
-    """The function of liger-kernel that gives a model its kernels; it leaves unknown models alone."""
+def use_liger(hf) -> Callable | None:
+    """Gives a model of a known type Liger's kernels; returns its fused cross-entropy, None if not installed."""
     try:
-        from liger_kernel.transformers import _apply_liger_kernel_to_instance
+        from liger_kernel.transformers import (
+            LigerFusedLinearCrossEntropyLoss,
+            _apply_liger_kernel_to_instance,
+        )
     except ImportError:
         return None
-    return _apply_liger_kernel_to_instance
-
-
-def liger_cross_entropy(hf) -> Callable:
-    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
-
+    _apply_liger_kernel_to_instance(hf, cross_entropy=False, fused_linear_cross_entropy=False)
     loss = LigerFusedLinearCrossEntropyLoss(reduction="sum", accum_dtype=torch.float32)
     return lambda hidden, weight, targets, bias: loss(weight, hidden, targets, bias)
 
@@ -783,134 +447,6 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, bias=N
     for part, wanted in zip(hidden.split(1024), targets.split(1024), strict=True):
         total = total + checkpoint(chunk_loss, part, wanted, use_reentrant=False)
     return total
-
-
-# ---- attention: (q, k, v) (T, heads, width), bounds of documents -> (T, heads, width)
-
-
-def load_fa3() -> Callable:
-    """FlashAttention 3 from the hub (Hopper)."""
-    from kernels import get_kernel
-
-    return flash_attention(get_kernel("kernels-community/flash-attn3").flash_attn_varlen_func)
-
-
-def load_fa2() -> Callable:
-    from flash_attn import flash_attn_varlen_func
-
-    return flash_attention(flash_attn_varlen_func)
-
-
-def flash_attention(flash: Callable) -> Callable:
-    def attend(q, k, v, bounds, longest: int, scale: float, window: int | None) -> Tensor:
-        sizes = (bounds, bounds, longest, longest)
-        reach = (-1 if window is None else window - 1, 0)
-        y = flash(q, k, v, *sizes, softmax_scale=scale, causal=True, window_size=reach)
-        return y[0] if isinstance(y, tuple) else y
-
-    return attend
-
-
-def load_varlen() -> Callable:
-    from torch.nn.attention.varlen import varlen_attn
-
-    def attend(q, k, v, bounds, longest: int, scale: float, window: int | None) -> Tensor:
-        sizes = (bounds, bounds, longest, longest)
-        reach = (-1 if window is None else window - 1, 0)
-        return varlen_attn(q, k, v, *sizes, scale=scale, window_size=reach, enable_gqa=True)
-
-    return attend
-
-
-@torch.compiler.disable
-def sdpa(q, k, v, bounds, longest: int, scale: float, window: int | None) -> Tensor:
-    """One document after the other: slow, but it runs everywhere and is the reference of the others."""
-    parts = []
-    ends = bounds.unique_consecutive().tolist()
-    for start, end in zip(ends, ends[1:], strict=False):
-        one = [x[start:end].transpose(0, 1)[None] for x in (q, k, v)]
-        n = end - start
-        mask = None
-        if window is not None and window < n:
-            distance = torch.arange(n, device=q.device)[:, None] - torch.arange(n, device=q.device)
-            mask = (distance >= 0) & (distance < window)
-        y = F.scaled_dot_product_attention(
-            *one, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
-        )
-        parts.append(y[0].transpose(0, 1))
-    return torch.cat(parts)
-
-
-ATTENTION = {"fa3": load_fa3, "fa2": load_fa2, "varlen": load_varlen, "sdpa": lambda: sdpa}
-
-
-def choose_attention(hf, config: Config, ranks: Ranks) -> None:
-    """Gives the model the first backend that agrees with sdpa on two small documents."""
-    from transformers import AttentionInterface
-
-    if config.attention != "auto":
-        names = [config.attention]
-    elif ranks.device.type != "cuda":
-        names = ["sdpa"]
-    else:
-        hopper = torch.cuda.get_device_capability(ranks.device) == (9, 0)
-        names = [name for name in ATTENTION if name != "fa3" or hopper]
-    for name in names:
-        try:
-            attend = ATTENTION[name]()
-            probe(attend, hf.config, ranks.device)
-            break
-        except Exception as error:  # backends fail in many ways
-            if name == names[-1]:
-                raise UserError(
-                    f"--attention {name} does not run here ({first_line(error)}); try --attention auto"
-                ) from None
-            ranks.say(f"attention: {name} skipped ({first_line(error)})")
-    ranks.say(f"attention: {name}")
-    AttentionInterface.register("documents", documents_attention(attend))
-    hf.set_attn_implementation("documents")
-
-
-def probe(attend: Callable, model_config, device: torch.device) -> None:
-    """Compares a backend with sdpa, forward and backward."""
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    heads = model_config.num_attention_heads
-    groups = getattr(model_config, "num_key_value_heads", None) or heads
-    width = getattr(model_config, "head_dim", None) or model_config.hidden_size // heads
-    generator = torch.Generator().manual_seed(0)
-    shapes = ((96, heads, width), (96, groups, width), (96, groups, width))
-    drawn = [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
-    bounds = torch.tensor([0, 40, 96, 96], device=device, dtype=torch.int32)
-    results = []
-    for function in (attend, sdpa):
-        inputs = [x.clone().requires_grad_() for x in drawn]
-        y = function(*inputs, bounds, 96, width**-0.5, None)
-        y.float().square().sum().backward()
-        results.append([y, *(x.grad for x in inputs)])
-    for ours, reference in zip(*results, strict=True):
-        error = (ours.float() - reference.float()).norm() / reference.float().norm()
-        if not error < 0.02:
-            raise RuntimeError(f"its results differ from sdpa's by {error:.1%}")
-
-
-def documents_attention(attend: Callable) -> Callable:
-    """The form in which transformers calls attention."""
-
-    def attention(module, query, key, value, mask, scaling=None, sliding_window=None, **rest):
-        bounds = rest.get("cu_seq_lens_q")
-        extra = [name for name in ("softcap", "s_aux") if rest.get(name) is not None]
-        if bounds is None or extra:
-            what = " and ".join(extra) or "no bounds of documents"
-            raise UserError(
-                f"{type(module).__name__} asks for {what} in attention, which this script cannot give; choose "
-                f"another model"
-            )
-        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-        scale = q.shape[-1] ** -0.5 if scaling is None else scaling
-        y = attend(q, k, v, bounds, rest["max_length_q"], scale, sliding_window)
-        return y[None], None
-
-    return attention
 
 
 # ---- optimizer
@@ -1109,51 +645,50 @@ class Meter:
         self.seconds = 0.0
         self.tokens = 0
         self.flops = 0
-        self.pause()
+        self.start()
 
-    def pause(self) -> None:
+    def start(self) -> None:
         self.began = time.perf_counter()
 
     def add(self, first: int, loss: Tensor) -> None:
         """A step is over; it began with pack number `first`."""
         progress = self.run.progress
         numbers = range(first, progress.packs)
+        tokens = self.run.train.total("tokens", numbers)
+        attended = self.run.train.total("attended", numbers)
         seconds = time.perf_counter() - self.began
         self.seconds += seconds
         progress.train_seconds += seconds
-        tokens = self.run.train.total("tokens", numbers)
-        attended = self.run.train.total("attended", numbers)
         self.tokens += tokens
         self.flops += self.token_flops * tokens + self.pair_flops * attended
         self.losses.append(loss)
 
     def write(self, norm: float) -> None:
         run = self.run
-        progress = run.progress
-        steps = len(self.losses)
+        left = run.steps - run.progress.step
+        eta = left * self.seconds / len(self.losses)
         entry = {
-            "step": progress.step,
-            "tokens": progress.tokens,
+            "step": run.progress.step,
+            "tokens": run.progress.tokens,
             "loss": run.ranks.sum(torch.stack(self.losses).mean().item()),
             "lr": run.optimizer.param_groups[0]["lr"],
             "grad_norm": norm,
             "tokens_per_second": self.tokens / self.seconds,
             "mfu": self.flops / self.seconds / self.peak,
             "memory_gib": memory_gib(run.ranks.device),
-            "eta_seconds": (run.steps - progress.step) * self.seconds / steps,
+            "eta_seconds": eta,
         }
-        eta = datetime.timedelta(seconds=round(entry["eta_seconds"]))
         line = (
-            f"step {progress.step:,}/{run.steps:,}: loss {entry['loss']:.4f}, norm {norm:.2f}, "
+            f"step {entry['step']:,}/{run.steps:,}: loss {entry['loss']:.4f}, norm {norm:.2f}, "
             f"{entry['tokens_per_second']:,.0f} tokens/s, MFU {entry['mfu']:.1%}, "
-            f"{entry['memory_gib']:.1f} GiB, {eta} left"
+            f"{entry['memory_gib']:.1f} GiB, {datetime.timedelta(seconds=round(eta))} left"
         )
         run.log.write(entry, line)
         self.reset()
 
 
 # Dense bf16 peak in TFLOP/s, from the maker's data sheets.
-PEAK_TFLOPS = {"H200": 989, "H100 PCIe": 756, "H100": 989, "B200": 2250, "A100": 312, "L40S": 362, "L4": 121}  # fmt: skip
+PEAK_TFLOPS = {"H200": 989, "H100 PCIe": 756, "H100": 989, "B200": 2250, "A100": 312, "L40S": 362}
 
 
 def peak_flops(device: torch.device) -> float:
@@ -1164,15 +699,8 @@ def peak_flops(device: torch.device) -> float:
 
 
 def memory_gib(device: torch.device) -> float:
-    """Most memory so far: reserved on the GPU, or of the process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_reserved(device) / 2**30
-    try:
-        import resource
-    except ImportError:  # Windows
-        return 0.0
-    unit = 2**30 if sys.platform == "darwin" else 2**20
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
+    """Most memory that was reserved on the GPU; 0 without one."""
+    return torch.cuda.max_memory_reserved(device) / 2**30 if device.type == "cuda" else 0.0
 
 
 def finish(run: Run) -> dict:
@@ -1256,48 +784,23 @@ def prepare_run_dir(command: str, config: Config, resumed: bool, ranks: Ranks) -
         versions = {name: sys.modules[name].__version__ for name in ("torch", "numpy")}
         description = {"command": command, "config": config.model_dump(), "versions": versions}
         write_text(run_dir / "config.json", json.dumps(description, indent=1))
-        shutil.copy(__file__, run_dir)
+        for script in (Path(__file__), Path(__file__).with_name("hf_packs.py")):
+            shutil.copy(script, run_dir)
     return run_dir
 
 
-class Stopper:
-    """Turns SIGTERM and Ctrl-C into a question that the loop asks after each step."""
+def catch_signals() -> list[int]:
+    """A list that SIGTERM and Ctrl-C are added to, for the loop to read between steps."""
+    caught = []
 
-    def __init__(self):
-        self.signal = 0
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self.catch)
-
-    def catch(self, number, frame) -> None:
-        if self.signal:  # asked twice: at once
+    def catch(number: int, frame) -> None:
+        if caught:  # asked twice: at once
             raise KeyboardInterrupt
-        self.signal = number
+        caught.append(number)
 
-    def asked(self, ranks: Ranks) -> bool:
-        return ranks.sum(self.signal) > 0
-
-
-def from_hub(load: Callable, name: str, flag: str, **arguments):
-    """What transformers loads by name. It runs no code of the hub; its many errors become a sentence."""
-    try:
-        return load(name, **arguments)
-    except Exception as error:
-        raise UserError(
-            f"{flag} {name} could not be loaded ({first_line(error)}); give a folder of save_pretrained, or a name on "
-            f"the hub that this machine can reach"
-        ) from None
-
-
-def first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0][:200]}"
-
-
-def read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read {path} ({first_line(error)}); check the path") from None
+    signal.signal(signal.SIGTERM, catch)
+    signal.signal(signal.SIGINT, catch)
+    return caught
 
 
 def write_text(path: Path, text: str) -> None:
@@ -1310,103 +813,95 @@ def write_text(path: Path, text: str) -> None:
 # ---- command line
 
 
-@dataclass
-class Given:
-    """What the command line says."""
-
-    command: str = ""
-    resumed: bool = False
-    settings: dict = field(default_factory=dict)
-
-
-def parse(argv: list[str]) -> Given:
-    """Reads words from left to right; later settings replace earlier ones."""
-    given = Given()
-    words = iter(argv)
-    for word in words:
+def parse(argv: list[str]) -> tuple[str, bool, dict]:
+    """The command, whether to resume, and settings by dotted name, of which the last one counts."""
+    command = ""
+    resumed = False
+    settings = {}
+    words = list(argv)
+    while words:
+        word = words.pop(0)
         if word in ("sft", "pretrain"):
-            given.command = word
+            command = word
         elif word == "--resume":
-            given.resumed = True
+            resumed = True
         elif word.startswith("@"):
-            file = word[1:] or next(words, "")
+            file = word[1:] or (words.pop(0) if words else "")
             try:
-                found = tomllib.loads(read_text(Path(file)))
+                table = tomllib.loads(read_text(Path(file)))
             except tomllib.TOMLDecodeError as error:
                 raise UserError(f"{file} is no TOML ({error}); fix that line") from None
-            merge(given.settings, found, Config, file)
+            settings.update(dotted(table, file))
         elif word.startswith("--"):
-            merge(given.settings, flag_setting(word, words), Config, "the command line")
+            name, equals, value = word[2:].replace("-", "_").partition("=")
+            if equals:
+                value = word.partition("=")[2]  # with its own dashes
+            elif words and not words[0].startswith(("--", "@")):
+                value = words.pop(0)
+            else:  # a switch
+                value = not name.startswith("no_")
+                name = name.removeprefix("no_")
+            settings.update(dotted({name: value}, "the command line"))
         else:
             raise UserError(f"{word} is neither sft, pretrain, @FILE nor a flag; see --help")
-    if not given.command:
+    if not command:
         raise UserError("name what to do: sft or pretrain, as in runs/finetune_hf.py sft @FILE")
-    return given
+    return command, resumed, settings
 
 
-def flag_setting(word: str, words: Iterator[str]) -> dict:
-    """A flag and its value as a table: --data.path json is {"data": {"path": "json"}}."""
-    flag, equals, value = word[2:].partition("=")
-    path = flag.replace("-", "_").split(".")
-    switches = [
-        name for name, f in Config.model_fields.items() if bool in union_members(f.annotation)
-    ]
-    if not equals and path[0] in switches:
-        value = True
-    elif not equals and path[0].removeprefix("no_") in switches:
-        path = [path[0].removeprefix("no_")]
-        value = False
-    elif not equals:
-        value = next(words, None)
-        if value is None:
-            raise UserError(f"--{flag} needs a value")
-    if isinstance(value, str) and value[:1] in ("[", "{"):
-        try:
-            value = json.loads(value)
-        except ValueError:
-            raise UserError(f"--{flag} {value} is no JSON; quote it as '{value}'") from None
-    for key in reversed(path):
-        value = {key: value}
-    return value
+def setting_names() -> dict[str, Any]:
+    """All settings by dotted name, with what pydantic knows of them."""
+    sources = [f"{name}.{key}" for name in ("data", "val_data") for key in Source.model_fields]
+    fields = {name: Source.model_fields[name.partition(".")[2]] for name in sources}
+    return {**Config.model_fields, **fields}
 
 
-def union_members(annotation) -> tuple:
-    return getattr(annotation, "__args__", (annotation,))
+def dotted(table: dict, origin: str) -> dict:
+    """A table of settings with its inner tables opened: {"data": {"path": 1}} is {"data.path": 1}."""
+    names = setting_names()
+    found = {}
+    for name, value in table.items():
+        inner = value if name in ("data", "val_data") and isinstance(value, dict) else None
+        items = {name: value} if inner is None else {f"{name}.{k}": v for k, v in inner.items()}
+        found.update(items)
+    for name in found:
+        if name not in names:
+            near = difflib.get_close_matches(name, names, n=1, cutoff=0.0)[0]
+            raise UserError(f"unknown setting {name} in {origin}; the nearest is {near}")
+    return found
 
 
-def merge(settings: dict, found: dict, model: type[BaseModel], origin: str) -> None:
-    """Adds found to settings. Raises: UserError for a key that the model lacks"""
-    for key, value in found.items():
-        if key not in model.model_fields:
-            near = difflib.get_close_matches(key, model.model_fields, n=1, cutoff=0.0)[0]
-            raise UserError(f"unknown setting {key} in {origin}; the nearest is {near}")
-        if Source in union_members(model.model_fields[key].annotation) and isinstance(value, dict):
-            merge(settings.setdefault(key, {}), value, Source, origin)
-        else:
-            settings[key] = value
-
-
-def make_config(given: Given) -> Config:
+def make_config(command: str, resumed: bool, settings: dict) -> Config:
     """The settings, checked; with --resume those of the run, which may change in few things only."""
-    settings = given.settings
-    old = None
-    if given.resumed:
+    before = {}
+    if resumed:
         if "run_dir" not in settings:
             raise UserError("--resume needs --run-dir, the run to continue")
         description = json.loads(read_text(Path(settings["run_dir"]) / "config.json"))
-        if description["command"] != given.command:
+        if description["command"] != command:
             raise UserError(f"{settings['run_dir']} is a run of {description['command']}; say so")
-        old = Config(**description["config"])
-        settings = {**old.model_dump(exclude_none=True), **settings}
+        before = dotted(
+            Config(**description["config"]).model_dump(exclude_none=True), "config.json"
+        )
+
+    nested = {}
+    for name, value in {**before, **settings}.items():
+        outer, _, inner = name.partition(".")
+        if inner:
+            nested.setdefault(outer, {})[inner] = value
+        else:
+            nested[name] = value
     try:
-        config = Config(**settings)
+        config = Config(**nested)
     except ValidationError as error:
         first = error.errors()[0]
         name = ".".join(map(str, first["loc"][:2])).replace("_", "-")
-        found = "nothing" if first["type"] == "missing" else repr(first["input"])
+        found = "missing" if first["type"] == "missing" else repr(first["input"])
         raise UserError(f"--{name} is {found}: {first['msg'].lower()}; see --help") from None
+
+    old = Config(**description["config"]) if resumed else config
     for name in Config.model_fields:
-        if old and name not in CHANGEABLE and getattr(config, name) != getattr(old, name):
+        if name not in CHANGEABLE and getattr(config, name) != getattr(old, name):
             raise UserError(
                 f"--resume cannot change {name}: the run has {getattr(old, name)}, the command asks for "
                 f"{getattr(config, name)}; leave it out, or start a new run"
@@ -1416,10 +911,11 @@ def make_config(given: Given) -> Config:
 
 def print_help() -> None:
     print(__doc__.strip() + "\n\nSettings (--no-NAME turns a switch off):")
-    for model, prefix in ((Config, ""), (Source, "data.")):
-        for name, f in model.model_fields.items():
-            default = "" if f.is_required() or f.default is None else f" [{f.default}]"
-            print(f"  --{prefix}{name.replace('_', '-'):18} {f.description}{default}")
+    for name, setting in setting_names().items():
+        default = (
+            f" [{setting.default}]" if setting.default not in (None, PydanticUndefined) else ""
+        )
+        print(f"  --{name.replace('_', '-'):28} {setting.description}{default}")
 
 
 def main(argv: list[str]) -> int:
@@ -1428,8 +924,11 @@ def main(argv: list[str]) -> int:
         return 0
     rank = int(os.environ.get("RANK", 0))
     try:
-        given = parse(argv)
-        result = train(given.command, make_config(given), given.resumed)
+        command, resumed, settings = parse(argv)
+        result = train(command, make_config(command, resumed, settings), resumed)
+        if rank == 0:
+            print(json.dumps(result), flush=True)
+        return 0
     except UserError as error:
         message = str(error)
     except torch.OutOfMemoryError as error:
@@ -1438,11 +937,9 @@ def main(argv: list[str]) -> int:
         message = "stopped at once; a run that has saved goes on with --resume"
     except OSError as error:
         message = f"{first_line(error)}; fix that, then start again, with --resume if it has saved"
-    else:
-        if rank == 0:
-            print(json.dumps(result), flush=True)
-        dist.destroy_process_group()
-        return 0
+    finally:
+        if dist.is_initialized() and sys.exc_info()[0] is None:
+            dist.destroy_process_group()
     time.sleep(3 if rank else 0)  # by then torchrun has ended the others, so one line is printed
     print(f"error: {message}", file=sys.stderr, flush=True)
     return 1
