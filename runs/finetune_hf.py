@@ -38,9 +38,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
-from hf_packs import IGNORED, Packs, Source, UserError, first_line, from_hub, read_text
+from hf_packs import IGNORED, Packs, Source, UserError, first_line, from_hub, read_text, write_text
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from pydantic_core import PydanticUndefined
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
@@ -149,8 +148,8 @@ class Run:
     ranks: Ranks
     run_dir: Path
     tokenizer: Any
-    train: "Packs"
-    val: "Packs"
+    train: Packs
+    val: Packs
     model: "PackedModel"
     optimizer: torch.optim.Optimizer
     steps: int
@@ -168,32 +167,20 @@ def train(command: str, config: Config, resumed: bool) -> dict:
     optimizer = build_optimizer(model, config)
 
     steps = config.steps or math.ceil(config.epochs * len(train_packs) / config.packs)
-    run = Run(
-        command=command,
-        config=config,
-        ranks=ranks,
-        run_dir=run_dir,
-        tokenizer=tokenizer,
-        train=train_packs,
-        val=val_packs,
-        model=model,
-        optimizer=optimizer,
-        steps=steps,
-        log=Log(run_dir, config, ranks),
-    )
+    log = Log(run_dir, config, ranks)
+    parts = (tokenizer, train_packs, val_packs, model, optimizer)
+    run = Run(command, config, ranks, run_dir, *parts, steps, log)
     if resumed:
         load_newest(run)
     ranks.say(f"training: step {run.progress.step:,} of {steps:,}, {config.packs:,} packs a step")
 
-    stopped = run_steps(run)
-    if stopped:
-        raise UserError(f"stopped at step {run.progress.step:,}, which is saved; use --resume")
+    run_steps(run)
     export(run)
     return finish(run)
 
 
-def run_steps(run: Run) -> bool:
-    """The loop. Whether a signal ended it."""
+def run_steps(run: Run) -> None:
+    """The loop. Raises: UserError if a signal ends it, after saving"""
     config = run.config
     progress = run.progress
     caught = catch_signals()
@@ -210,15 +197,14 @@ def run_steps(run: Run) -> bool:
         stop = run.ranks.sum(len(caught)) > 0
         if progress.step % config.log_every == 0 or last or stop:
             meter.write(norm)
-        save_now = progress.step % config.save_every == 0 or last or stop
+        save_now = progress.step % config.save_every == 0 or last
         if progress.step % config.eval_every == 0 or save_now:
             evaluate(run)
-        if save_now:
+        if save_now or stop:
             save(run)
-        meter.start()
         if stop and not last:
-            return True
-    return False
+            raise UserError(f"stopped at step {progress.step:,}, which is saved; use --resume")
+        meter.start()
 
 
 def train_step(run: Run) -> tuple[Tensor, float]:
@@ -324,9 +310,7 @@ def build_model(config: Config, tokenizer, ranks: Ranks) -> PackedModel:
 
     liger = use_liger(hf) if on_gpu and config.liger is not False else None
     if config.liger and not liger:
-        raise UserError(
-            "--liger needs a GPU and the package liger-kernel; install it, or --no-liger"
-        )
+        raise UserError("--liger needs a GPU and the package liger-kernel; use --no-liger")
 
     layers = next(m for m in hf.base_model.modules() if isinstance(m, nn.ModuleList))
     recompute = config.recompute
@@ -368,16 +352,12 @@ def load_model(config: Config, tokenizer):
 
     rows = hf.get_input_embeddings().weight.shape[0]
     if len(tokenizer) > rows:
-        raise UserError(
-            f"the tokenizer of {config.model_name} has {len(tokenizer):,} tokens, its model {rows:,}; use a model and "
-            f"a tokenizer that belong together"
-        )
+        found = f"the tokenizer has {len(tokenizer):,} tokens, the model {rows:,}"
+        raise UserError(f"{found}; use a model and a tokenizer that belong together")
     longest = getattr(description, "max_position_embeddings", None) or config.sequence_length
     if config.sequence_length > longest:
-        raise UserError(
-            f"--sequence-length {config.sequence_length:,} is more than the {longest:,} positions of "
-            f"{config.model_name}; lower it"
-        )
+        asked = f"--sequence-length {config.sequence_length:,}"
+        raise UserError(f"{asked} is more than the {longest:,} positions of the model; lower it")
     return hf
 
 
@@ -391,10 +371,8 @@ def check_head(hf) -> None:
     ours = F.linear(hidden, head.weight, head.bias)
     theirs = hf(input_ids=tokens, use_cache=False).logits
     if not torch.allclose(ours, theirs, rtol=1e-3, atol=1e-3):
-        raise UserError(
-            f"{type(hf).__name__} changes its logits behind the last matrix, which this script does not do; choose "
-            f"another model"
-        )
+        name = type(hf).__name__
+        raise UserError(f"{name} changes its logits behind the last matrix; choose another model")
 
 
 def count_matrix_weights(hf) -> int:
@@ -415,9 +393,7 @@ def memory_is_short(hf, config: Config, ranks: Ranks) -> bool:
     wide = getattr(c, "intermediate_size", None) or 4 * c.hidden_size
     a_token = 2 * (10 * c.hidden_size + 4 * wide) * c.num_hidden_layers
     activations = a_token * config.micro_packs * config.sequence_length
-    states = (
-        16 * parameters / ranks.world + 6 * parameters
-    )  # gathered bf16, unreduced fp32 gradients
+    states = 16 * parameters / ranks.world + 6 * parameters  # 6: gathered, unreduced gradients
     free = torch.cuda.mem_get_info(ranks.device)[0]
     return activations > 0.8 * (free - states)
 
@@ -455,19 +431,12 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, bias=N
 def build_optimizer(model: PackedModel, config: Config) -> torch.optim.AdamW:
     """AdamW without decay on embeddings, norms and biases. Moments start at zero, so that they can be loaded."""
     lookups = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    matrices = []
-    others = []
-    for parameter in model.parameters():
-        decays = parameter.ndim > 1 and id(parameter) not in lookups
-        (matrices if decays else others).append(parameter)
-    groups = [
-        {"params": matrices, "weight_decay": config.weight_decay},
-        {"params": others, "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(
-        groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=1e-8, fused=True
-    )
-    for parameter in matrices + others:
+    decays = {p: p.ndim > 1 and id(p) not in lookups for p in model.parameters()}
+    matrices = {"params": [p for p in decays if decays[p]], "weight_decay": config.weight_decay}
+    others = {"params": [p for p in decays if not decays[p]], "weight_decay": 0.0}
+    betas = (config.beta1, config.beta2)
+    optimizer = torch.optim.AdamW([matrices, others], lr=config.lr, betas=betas, fused=True)
+    for parameter in decays:
         optimizer.state[parameter] = {
             "step": torch.zeros((), device=parameter.device),
             "exp_avg": torch.zeros_like(parameter),
@@ -536,7 +505,9 @@ def prune(run_dir: Path, keep: int) -> None:
     losses = {}
     for folder in checkpoints(run_dir):
         state = read_state(folder)
-        losses[folder] = state["progress"]["val_loss"] if state else math.inf
+        progress = Progress(**state["progress"]) if state else Progress()
+        measured = progress.val_step == progress.step
+        losses[folder] = progress.val_loss if measured else math.inf
     best = min(losses, key=losses.get)
     for folder in list(losses)[:-keep]:
         if folder != best:
@@ -551,9 +522,8 @@ def load_newest(run: Run) -> None:
             run.ranks.say(f"{folder.name} is damaged, passed over")
             continue
         if state["data"] != run.train.fingerprint:
-            raise UserError(
-                f"{run.run_dir} was trained on other data, or with another tokenizer; restore them, or start a new run"
-            )
+            what = f"{run.run_dir} was trained on other data, or with another tokenizer"
+            raise UserError(f"{what}; restore them, or start a new run")
         dcp.load(tensors_of(run), storage_reader=HuggingFaceStorageReader(str(folder)))
         run.progress = Progress(**state["progress"])
         for moments in run.optimizer.state.values():
@@ -568,9 +538,8 @@ def export(run: Run) -> None:
     hf = run.model.hf
     state = {}
     for name, tensor in hf.state_dict().items():
-        full = (
-            tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        )  # all ranks take part
+        # All ranks take part in putting a tensor together.
+        full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         if run.ranks.rank == 0:
             state[name] = full.to("cpu", hf.export_dtype)
     if run.ranks.rank == 0:
@@ -587,11 +556,11 @@ def end_turns(run: Run, generation_config) -> None:
     """Makes generation stop at the token that ended the answers in training."""
     targets = run.train.rows[0]["targets"]
     lasts = np.flatnonzero((targets != IGNORED) & (np.append(targets[1:], IGNORED) == IGNORED))
-    end = int(targets[lasts[0]])
-    stops = generation_config.eos_token_id
-    stops = [] if stops is None else list(stops) if isinstance(stops, list) else [stops]
-    if end in run.tokenizer.all_special_ids and end not in stops:
-        generation_config.eos_token_id = [end, *stops]
+    stops = {int(targets[lasts[0]])} & set(run.tokenizer.all_special_ids)
+    known = generation_config.eos_token_id
+    if known is not None:
+        stops |= set(known if isinstance(known, list) else [known])
+    generation_config.eos_token_id = sorted(stops) or None
 
 
 # ---- log and report
@@ -720,12 +689,8 @@ def finish(run: Run) -> dict:
         "run_dir": str(run.run_dir),
     }
     if run.ranks.rank == 0:
-        rows = {
-            "command": run.command,
-            "model": run.config.model_name,
-            "validation before": f"{entries[0]['val_loss']:.4f} nats for each counted token",
-            **result,
-        }
+        rows = {"command": run.command, "model": run.config.model_name, **result}
+        rows["val_loss before"] = entries[0].get("val_loss")
         table = "".join(f"| {key} | {value} |\n" for key, value in rows.items())
         draw_curve(entries, run.run_dir / "curve.png")
         text = f"# {run.run_dir.name}\n\n| | |\n| --- | --- |\n{table}\n![loss](curve.png)\n"
@@ -781,8 +746,11 @@ def prepare_run_dir(command: str, config: Config, resumed: bool, ranks: Ranks) -
     dist.barrier(ranks.slow)
     if ranks.rank == 0 and not resumed:
         run_dir.mkdir(parents=True, exist_ok=True)
-        versions = {name: sys.modules[name].__version__ for name in ("torch", "numpy")}
-        description = {"command": command, "config": config.model_dump(), "versions": versions}
+        description = {
+            "command": command,
+            "config": config.model_dump(),
+            "torch": torch.__version__,
+        }
         write_text(run_dir / "config.json", json.dumps(description, indent=1))
         for script in (Path(__file__), Path(__file__).with_name("hf_packs.py")):
             shutil.copy(script, run_dir)
@@ -801,13 +769,6 @@ def catch_signals() -> list[int]:
     signal.signal(signal.SIGTERM, catch)
     signal.signal(signal.SIGINT, catch)
     return caught
-
-
-def write_text(path: Path, text: str) -> None:
-    """Writes a file at once or not at all."""
-    temporary = path.with_name(f"{path.name}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
 
 
 # ---- command line
@@ -851,9 +812,10 @@ def parse(argv: list[str]) -> tuple[str, bool, dict]:
 
 def setting_names() -> dict[str, Any]:
     """All settings by dotted name, with what pydantic knows of them."""
-    sources = [f"{name}.{key}" for name in ("data", "val_data") for key in Source.model_fields]
-    fields = {name: Source.model_fields[name.partition(".")[2]] for name in sources}
-    return {**Config.model_fields, **fields}
+    names = dict(Config.model_fields)
+    for outer in ("data", "val_data"):
+        names |= {f"{outer}.{name}": f for name, f in Source.model_fields.items()}
+    return names
 
 
 def dotted(table: dict, origin: str) -> dict:
@@ -861,9 +823,8 @@ def dotted(table: dict, origin: str) -> dict:
     names = setting_names()
     found = {}
     for name, value in table.items():
-        inner = value if name in ("data", "val_data") and isinstance(value, dict) else None
-        items = {name: value} if inner is None else {f"{name}.{k}": v for k, v in inner.items()}
-        found.update(items)
+        inner = value if isinstance(value, dict) else {}
+        found |= {f"{name}.{key}": item for key, item in inner.items()} or {name: value}
     for name in found:
         if name not in names:
             near = difflib.get_close_matches(name, names, n=1, cutoff=0.0)[0]
@@ -880,9 +841,8 @@ def make_config(command: str, resumed: bool, settings: dict) -> Config:
         description = json.loads(read_text(Path(settings["run_dir"]) / "config.json"))
         if description["command"] != command:
             raise UserError(f"{settings['run_dir']} is a run of {description['command']}; say so")
-        before = dotted(
-            Config(**description["config"]).model_dump(exclude_none=True), "config.json"
-        )
+        old = Config(**description["config"])
+        before = dotted(old.model_dump(exclude_none=True), "config.json")
 
     nested = {}
     for name, value in {**before, **settings}.items():
@@ -899,8 +859,7 @@ def make_config(command: str, resumed: bool, settings: dict) -> Config:
         found = "missing" if first["type"] == "missing" else repr(first["input"])
         raise UserError(f"--{name} is {found}: {first['msg'].lower()}; see --help") from None
 
-    old = Config(**description["config"]) if resumed else config
-    for name in Config.model_fields:
+    for name in Config.model_fields if resumed else ():
         if name not in CHANGEABLE and getattr(config, name) != getattr(old, name):
             raise UserError(
                 f"--resume cannot change {name}: the run has {getattr(old, name)}, the command asks for "
@@ -909,19 +868,17 @@ def make_config(command: str, resumed: bool, settings: dict) -> Config:
     return config
 
 
-def print_help() -> None:
+def print_help() -> int:
     print(__doc__.strip() + "\n\nSettings (--no-NAME turns a switch off):")
     for name, setting in setting_names().items():
-        default = (
-            f" [{setting.default}]" if setting.default not in (None, PydanticUndefined) else ""
-        )
-        print(f"  --{name.replace('_', '-'):28} {setting.description}{default}")
+        shown = "" if setting.is_required() or setting.default is None else f" [{setting.default}]"
+        print(f"  --{name.replace('_', '-'):28} {setting.description}{shown}")
+    return 0
 
 
 def main(argv: list[str]) -> int:
     if not argv or "--help" in argv or "-h" in argv:
-        print_help()
-        return 0
+        return print_help()
     rank = int(os.environ.get("RANK", 0))
     try:
         command, resumed, settings = parse(argv)

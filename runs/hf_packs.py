@@ -13,7 +13,6 @@ import math
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -30,7 +29,7 @@ class UserError(Exception):
 
 
 class Source(BaseModel):
-    """The arguments of datasets.load_dataset, for the hub, local files or s3."""
+    """The arguments of datasets.load_dataset. Keys for s3 come from the environment, so that none is logged."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -38,9 +37,8 @@ class Source(BaseModel):
     name: str | None = Field(None, description="configuration of the dataset")
     data_dir: str | None = Field(None, description="folder of the dataset")
     data_files: str | list[str] | None = Field(None, description="files or patterns")
-    split: str = Field("train", description="part of the dataset, also train[:1%%]")
+    split: str = Field("train", description="part of the dataset, also train[:1%]")
     revision: str | None = Field(None, description="version on the hub")
-    storage_options: dict[str, Any] | None = Field(None, description="for s3:// and the like")
 
 
 def load_data(command: str, config, tokenizer, ranks) -> tuple["Packs", "Packs"]:
@@ -77,10 +75,9 @@ def load_rows(source: Source):
     try:
         return datasets.load_dataset(**arguments)
     except Exception as error:
-        named = {k: v for k, v in arguments.items() if k != "storage_options"}  # may hold keys
         raise UserError(
-            f"the dataset {named} could not be loaded ({first_line(error)}); check the arguments, which are those of "
-            f"datasets.load_dataset"
+            f"the dataset {arguments} could not be loaded ({first_line(error)}); check the "
+            f"arguments, which are those of datasets.load_dataset"
         ) from None
 
 
@@ -492,3 +489,10 @@ def read_text(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read {path} ({first_line(error)}); check the path") from None
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a file at once or not at all."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)

@@ -1,10 +1,12 @@
 """runs/finetune_hf.py with tiny random models on a CPU: data, loss, training, resuming, export, errors."""
 
+import copy
 import functools
 import json
 import math
 import os
 import shutil
+import socket
 import subprocess
 import sys
 
@@ -62,7 +64,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 def random_model(name: str):
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(MODELS[name])
+    return AutoModelForCausalLM.from_config(copy.deepcopy(MODELS[name]))
 
 
 @pytest.fixture(scope="module")
@@ -428,12 +430,30 @@ def test_resume_bit_for_bit(reference, tmp_path, capsys, damage):
         assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
+# The imports take most of the time, so one process does them for both.
+TWO_RANKS = """
+import os, sys
+sys.path.insert(0, "runs")
+import datasets, finetune_hf, matplotlib.pyplot, transformers.models.qwen2.modeling_qwen2
+child = os.fork()
+os.environ["RANK"] = os.environ["LOCAL_RANK"] = "0" if child else "1"
+code = finetune_hf.main(sys.argv[1:])
+if child:
+    code = code or os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+sys.stdout.flush()
+os._exit(code)
+"""
+
+
 def test_two_ranks_and_back_to_one(folder, reference, tmp_path, capsys):
     """5 packs a step do not divide over 2 ranks. The second half runs on one rank again."""
     run_dir = tmp_path / "run"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    command += ["runs/finetune_hf.py", "sft", f"@{folder}/sft.toml", "--run-dir", str(run_dir)]
-    environment = {**os.environ, "HF_DATASETS_CACHE": str(folder / "cache")}
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    environment["HF_DATASETS_CACHE"] = str(folder / "cache")
+    command = [sys.executable, "-c", TWO_RANKS, "sft", f"@{folder}/sft.toml", "--run-dir", str(run_dir)]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "tokenize_chats:" not in done.stderr  # the reference has filled the cache
@@ -471,10 +491,12 @@ def test_pretrain_from_scratch(folder, tmp_path, capsys):
 def test_newest_and_best_are_kept(tmp_path):
     losses = {1: 3.0, 2: 1.0, 3: 2.0, 4: 2.5, 10: 2.2}
     for step, loss in losses.items():
-        state = {"progress": {"val_loss": loss}, "files": {}}
+        state = {"progress": {"step": step, "val_step": step, "val_loss": loss}, "files": {}}
         path = tmp_path / f"checkpoints/step_{step:06d}"
         path.mkdir(parents=True)
         (path / "state.json").write_text(json.dumps(state))
+    stopped = tmp_path / "checkpoints/step_000003/state.json"  # by a signal: validated at step 2
+    stopped.write_text(stopped.read_text().replace('"val_step": 3, "val_loss": 2.0', '"val_step": 2, "val_loss": 0.5'))
     ft.prune(tmp_path, 2)
     assert [path.name for path in ft.checkpoints(tmp_path)] == ["step_000002", "step_000004", "step_000010"]
 
