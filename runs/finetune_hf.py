@@ -189,9 +189,8 @@ def run_steps(run: Run) -> None:
 
     meter = Meter(run)
     while progress.step < run.steps:
-        first = progress.packs
         loss, norm = train_step(run)
-        meter.add(first, loss)
+        meter.add(loss)
 
         last = progress.step == run.steps
         stop = run.ranks.sum(len(caught)) > 0
@@ -598,7 +597,7 @@ class Log:
 
 
 class Meter:
-    """Loss, speed and memory since the last line. Time outside of steps is not counted."""
+    """Loss, speed and memory since the last line. Of time, only that of steps counts, compilation included."""
 
     def __init__(self, run: Run):
         self.run = run
@@ -619,10 +618,10 @@ class Meter:
     def start(self) -> None:
         self.began = time.perf_counter()
 
-    def add(self, first: int, loss: Tensor) -> None:
-        """A step is over; it began with pack number `first`."""
+    def add(self, loss: Tensor) -> None:
+        """A step is over."""
         progress = self.run.progress
-        numbers = range(first, progress.packs)
+        numbers = range(progress.packs - self.run.config.packs, progress.packs)
         tokens = self.run.train.total("tokens", numbers)
         attended = self.run.train.total("attended", numbers)
         seconds = time.perf_counter() - self.began
@@ -644,7 +643,7 @@ class Meter:
             "grad_norm": norm,
             "tokens_per_second": self.tokens / self.seconds,
             "mfu": self.flops / self.seconds / self.peak,
-            "memory_gib": memory_gib(run.ranks.device),
+            "memory_gib": torch.cuda.max_memory_reserved() / 2**30,  # 0 without a GPU
             "eta_seconds": eta,
         }
         line = (
@@ -667,11 +666,6 @@ def peak_flops(device: torch.device) -> float:
     return found[0] * 1e12 if found else math.inf
 
 
-def memory_gib(device: torch.device) -> float:
-    """Most memory that was reserved on the GPU; 0 without one."""
-    return torch.cuda.max_memory_reserved(device) / 2**30 if device.type == "cuda" else 0.0
-
-
 def finish(run: Run) -> dict:
     """Writes the report and returns the result."""
     progress = run.progress
@@ -685,7 +679,7 @@ def finish(run: Run) -> dict:
         "train_seconds": progress.train_seconds,
         "tokens_per_second": progress.tokens / max(progress.train_seconds, 1e-9),
         "mfu": float(np.median([entry["mfu"] for entry in speeds])) if speeds else None,
-        "peak_memory_gib": memory_gib(run.ranks.device),
+        "peak_memory_gib": torch.cuda.max_memory_reserved() / 2**30,
         "run_dir": str(run.run_dir),
     }
     if run.ranks.rank == 0:
@@ -846,11 +840,9 @@ def make_config(command: str, resumed: bool, settings: dict) -> Config:
 
     nested = {}
     for name, value in {**before, **settings}.items():
-        outer, _, inner = name.partition(".")
-        if inner:
-            nested.setdefault(outer, {})[inner] = value
-        else:
-            nested[name] = value
+        outer, _, inner = name.rpartition(".")
+        place = nested.setdefault(outer, {}) if outer else nested
+        place[inner] = value
     try:
         config = Config(**nested)
     except ValidationError as error:
