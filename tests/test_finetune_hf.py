@@ -20,6 +20,7 @@ from conftest import ROOT
 pytest.importorskip("datasets")
 os.environ["HF_HUB_OFFLINE"] = "1"  # before the imports: nothing may be asked of the hub
 
+import chat  # noqa: E402
 import finetune_hf as ft  # noqa: E402
 import hf_packs  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
@@ -408,6 +409,23 @@ def test_export_is_the_trained_model(folder, reference):
         count += int(counted.sum())
     assert total / count == pytest.approx(log_of(reference)[-1]["val_loss"], rel=1e-5)
     assert model.generation_config.eos_token_id == [tokenizer.convert_tokens_to_ids("<|im_end|>")]
+
+
+def test_chat_talks_to_it(reference):
+    """The run directory or its model/; at temperature 0 the answer is that of generate."""
+    assert chat.pretrained_folder(reference) == chat.pretrained_folder(reference / "model") == reference / "model"
+    assert chat.pretrained_folder(ROOT / "runs") is None
+    args = chat.parse([str(reference), "--temperature", "0", "--max-tokens", "12", "--device", "cpu"])
+    backend = chat.Pretrained(reference / "model", args)
+    messages = [{"role": "user", "content": "red"}]
+    answer = "".join(backend.stream("", messages, {}))
+    tokens = backend.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt")
+    whole = backend.model.generate(**tokens, max_new_tokens=12, do_sample=False, pad_token_id=0)[0]
+    assert answer == backend.tokenizer.decode(whole[tokens["input_ids"].shape[1] :], skip_special_tokens=True)
+
+    long = [{"role": role, "content": "x" * 50} for role in ("user", "assistant") * 3] + messages
+    "".join(backend.stream("", long, {}))
+    assert len(long) < 7 and long[-1] == messages[0]  # the oldest turns do not fit into 256 tokens
 
 
 @pytest.mark.parametrize("damage", [None, "short"])
