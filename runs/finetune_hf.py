@@ -575,7 +575,8 @@ class Log:
         if ranks.rank == 0 and config.wandb:
             import wandb
 
-            self.wandb = wandb.init(project=config.wandb, name=run_dir.name, config=dict(config))
+            settings = config.model_dump()
+            self.wandb = wandb.init(project=config.wandb, name=run_dir.name, config=settings)
 
     def write(self, entry: dict, line: str) -> None:
         self.ranks.say(line)

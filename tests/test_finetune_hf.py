@@ -6,6 +6,7 @@ import json
 import math
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -373,7 +374,8 @@ def log_of(run_dir) -> list[dict]:
 
 
 def losses_of(run_dir) -> list[float]:
-    return [entry.get("loss", entry.get("val_loss")) for entry in log_of(run_dir)]
+    """Losses, and norms of gradients: AdamW would hide a wrong factor of the gradient."""
+    return [entry[key] for entry in log_of(run_dir) for key in ("loss", "val_loss", "grad_norm") if key in entry]
 
 
 def tensors_of(folder) -> dict:
@@ -446,6 +448,26 @@ def test_resume_bit_for_bit(reference, tmp_path, capsys, damage):
         ours = tensors_of(run_dir / part)
         theirs = tensors_of(reference / part)
         assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_sigterm_saves_and_ends(folder, reference, tmp_path, capsys, monkeypatch):
+    """In step 2, between checkpoints; the run goes on as if nothing had happened."""
+    original = ft.train_step
+
+    def step(run):
+        if run.progress.step == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return original(run)
+
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    with monkeypatch.context() as patch:
+        patch.setattr(ft, "train_step", step)
+        error = refused(capsys, "sft", f"@{folder}/sft.toml", "--run-dir", tmp_path / "run")
+    assert "stopped at step 2, which is saved; use --resume" in error
+    run(capsys, "sft", "--resume", "--run-dir", tmp_path / "run")
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    assert losses_of(tmp_path / "run") == losses_of(reference)
 
 
 # The imports take most of the time, so one process does them for both.
