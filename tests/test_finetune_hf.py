@@ -29,6 +29,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers  # noqa: E402
 from transformers import (  # noqa: E402
     AutoModelForCausalLM,
     AutoTokenizer,
+    GPT2Config,
     LlamaConfig,
     PreTrainedTokenizerFast,
     Qwen2Config,
@@ -43,6 +44,9 @@ SIZES = {
 MODELS = {
     "qwen": Qwen2Config(**SIZES, tie_word_embeddings=True),
     "llama": LlamaConfig(**SIZES),
+    "learned positions": GPT2Config(
+        n_embd=32, n_layer=2, n_head=4, vocab_size=272, n_positions=256, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
+    ),
     "window": Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=8, max_window_layers=0),
 }
 CHAT = [
@@ -267,6 +271,20 @@ def packed_batch(documents: list[torch.Tensor], rows: list[list[int]]) -> dict:
             "lengths": np.array([len(documents[i]) - 1 for i in members]),
         })  # fmt: skip
     return hf_packs.collate(packs, len(rows) + 1, 64, torch.device("cpu"))  # one pack stays empty
+
+
+def test_micro_batch_by_hand():
+    """Two packs of 8 with documents of 3 and 2, and of 8: positions start anew, padding is a document of its own."""
+    rows = [
+        {"inputs": np.arange(1, 6), "targets": np.arange(2, 7), "lengths": np.array([3, 2])},
+        {"inputs": np.arange(10, 18), "targets": np.arange(11, 19), "lengths": np.array([8])},
+    ]
+    batch = hf_packs.collate(rows, 2, 8, torch.device("cpu"))
+    assert batch["tokens"].tolist() == [1, 2, 3, 4, 5, 0, 0, 0, *range(10, 18)]
+    assert batch["targets"].tolist() == [2, 3, 4, 5, 6, -100, -100, -100, *range(11, 19)]
+    assert batch["positions"].tolist() == [0, 1, 2, 0, 1, 0, 1, 2, *range(8)]
+    assert batch["bounds"][:6].tolist() == [0, 3, 5, 8, 16, 16] and batch["bounds"].dtype == torch.int32
+    assert len(batch["bounds"]) == 2 * (8 + 1) + 1 and set(batch["bounds"][5:].tolist()) == {16}
 
 
 @pytest.mark.parametrize("name", MODELS)
