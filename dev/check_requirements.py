@@ -20,7 +20,12 @@ import urllib.request
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-FILES = ("requirements-quickstart.txt", "requirements.txt", "requirements-test.txt")
+FILES = (
+    "requirements-quickstart.txt",
+    "requirements.txt",
+    "requirements-hf.txt",
+    "requirements-test.txt",
+)
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 # Names of uv. torch 2.13.0 has no wheels for macOS 13, nor for Macs with Intel processors.
 PLATFORMS = {

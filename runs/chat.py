@@ -2,6 +2,7 @@
 
     python runs/chat.py out/RUN
     python runs/chat.py out/RUN --prompt "Why is the sky blue?" --temperature 0
+    python runs/chat.py out/RUN_HF              (of runs/finetune_hf.py, or any folder of save_pretrained)
     python runs/chat.py --endpoint http://127.0.0.1:8000 --model NAME   (key: OPENAI_API_KEY)
 
 Text appears as it is generated. Commands: /clear /system TEXT /save FILE /help /quit; Ctrl-C ends
@@ -28,6 +29,7 @@ import http.client
 import json
 import random
 import sys
+import threading
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -208,6 +210,101 @@ class Local:
         yield text.decode(b"", final=True)
 
 
+class Pretrained:
+    """A folder that save_pretrained of transformers wrote, with a chat template."""
+
+    def __init__(self, folder: Path, args: argparse.Namespace):
+        try:
+            from transformers import AutoModelForCausalLM, AutoTokenizer
+        except ImportError:
+            raise RunError(
+                f"{folder} needs transformers; pip install -r requirements-hf.txt"
+            ) from None
+        try:
+            self.tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+            self.model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
+        except (OSError, ValueError) as error:
+            reason = str(error).splitlines()[0]
+            raise RunError(f"transformers cannot load {folder} ({reason})") from None
+        if not self.tokenizer.chat_template:
+            raise RunError(f"{folder} has no chat template, so it is no model to chat with")
+        import torch
+
+        self.args = args
+        self.model.to(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self.limit = self.model.config.max_position_embeddings
+        self.seed = random.randrange(2**32) if args.seed is None else args.seed
+        self.turns = 0
+
+    def render(self, system: str, messages: list[dict]) -> list[int]:
+        """The ids of a conversation, up to where the next answer starts."""
+        lead = [{"role": "system", "content": system}] if system else []
+        history = [{"role": m["role"], "content": m["content"]} for m in messages]
+        return self.tokenizer.apply_chat_template(lead + history, add_generation_prompt=True)[
+            "input_ids"
+        ]
+
+    def stream(self, system: str, messages: list[dict], answer: dict) -> Iterator[str]:
+        """Pieces of the answer. May drop the oldest messages."""
+        from transformers import TextIteratorStreamer
+
+        ids = self.render(system, messages)
+        dropped = 0
+        while len(ids) >= self.limit and len(messages) > 1:
+            del messages[:2]
+            dropped += 1
+            ids = self.render(system, messages)
+        if len(ids) >= self.limit:
+            raise RunError(f"the message has {len(ids):,} tokens, the context is {self.limit:,}")
+        if dropped:
+            say_dropped(dropped, f"the context of {self.limit:,} tokens")
+
+        streamer = TextIteratorStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
+        stopped = threading.Event()
+        thread = threading.Thread(target=self.generate, args=(ids, streamer, stopped))
+        thread.start()
+        try:
+            yield from streamer
+        finally:  # Ctrl-C ends the answer at its next token
+            stopped.set()
+            thread.join()
+
+    def generate(self, ids: list[int], streamer, stopped: threading.Event) -> None:
+        """Runs in a thread of its own, since generate() returns only when the answer is complete."""
+        import torch
+
+        room = min(self.args.max_tokens or MAX_TOKENS, self.limit - len(ids))
+        settings = {"do_sample": self.args.temperature > 0, "max_new_tokens": room}
+        if self.args.temperature > 0:
+            settings["temperature"] = self.args.temperature
+            settings["top_k"] = self.args.top_k
+            settings["top_p"] = self.args.top_p
+        torch.manual_seed(self.seed + self.turns)
+        self.turns += 1
+        tokens = torch.tensor([ids], device=self.model.device)
+        try:
+            self.model.generate(
+                tokens,
+                attention_mask=torch.ones_like(tokens),
+                streamer=streamer,
+                stopping_criteria=[lambda *_: stopped.is_set()],
+                pad_token_id=0,
+                **settings,
+            )
+        finally:
+            streamer.end()
+
+
+def pretrained_folder(path: Path | None) -> Path | None:
+    """The folder of save_pretrained that a path names, itself or its model/; None if it is another run."""
+    for folder in (path, path / "model") if path else ():
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+            if "model_type" in found:
+                return folder
+    return None
+
+
 class Remote:
     """A server that speaks the OpenAI chat protocol."""
 
@@ -370,7 +467,7 @@ class Chat:
     A message is {"role", "content"}; an answer of a local model also has "ids".
     """
 
-    def __init__(self, backend: Local | Remote, system: str = ""):
+    def __init__(self, backend: Local | Pretrained | Remote, system: str = ""):
         self.backend = backend
         self.system = system
         self.messages = []
@@ -552,7 +649,11 @@ def run() -> int:
             stream.reconfigure(errors="replace")  # a terminal that lacks a character shows "?"
     try:
         check_flags(args)
-        backend = Local(args.run_dir, args) if args.run_dir else Remote(args.endpoint, args)
+        folder = pretrained_folder(args.run_dir)
+        if folder:
+            backend = Pretrained(folder, args)
+        else:
+            backend = Local(args.run_dir, args) if args.run_dir else Remote(args.endpoint, args)
     except RunError as error:
         say(f"error: {error}")
         return 1

@@ -1,0 +1,625 @@
+"""runs/finetune_hf.py with tiny random models on a CPU: data, loss, training, resuming, export, errors."""
+
+import copy
+import functools
+import json
+import math
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from conftest import ROOT
+
+pytest.importorskip("datasets")
+os.environ["HF_HUB_OFFLINE"] = "1"  # before the imports: nothing may be asked of the hub
+
+import chat  # noqa: E402
+import finetune_hf as ft  # noqa: E402
+import hf_packs  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers  # noqa: E402
+from transformers import (  # noqa: E402
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GPT2Config,
+    LlamaConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+)
+
+TEMPLATE = ROOT / "runs/chat_template_qwen.jinja"
+SIZES = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 272, "max_position_embeddings": 256,
+}  # fmt: skip
+# The last one sees 8 tokens back.
+MODELS = {
+    "qwen": Qwen2Config(**SIZES, tie_word_embeddings=True),
+    "llama": LlamaConfig(**SIZES),
+    "learned positions": GPT2Config(
+        n_embd=32, n_layer=2, n_head=4, vocab_size=272, n_positions=256, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
+    ),
+    "window": Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=8, max_window_layers=0),
+}
+CHAT = [
+    {"role": "system", "content": "Be short."},
+    {"role": "user", "content": "Hi"},
+    {"role": "assistant", "content": "Hello!"},
+    {"role": "user", "content": "Bye"},
+    {"role": "assistant", "content": "Ciao."},
+]
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """One token for each byte, and Qwen's marks."""
+    vocab = {character: i for i, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    plain = Tokenizer(models.BPE(vocab, []))
+    plain.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    plain.decoder = decoders.ByteLevel()
+    marks = ["<|im_start|>", "<|im_end|>"]
+    return PreTrainedTokenizerFast(tokenizer_object=plain, eos_token="<|endoftext|>", additional_special_tokens=marks)
+
+
+def random_model(name: str):
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(copy.deepcopy(MODELS[name]))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A model, conversations and texts; the cache of datasets is in it too."""
+    folder = tmp_path_factory.mktemp("hf")
+    random_model("qwen").save_pretrained(folder / "model")
+    byte_tokenizer().save_pretrained(folder / "model")
+
+    rng = np.random.default_rng(0)
+    words = "red green blue one two three sun moon".split()
+    chats = []
+    for _ in range(60):
+        question, answer = (" ".join(rng.choice(words, rng.integers(1, 6))) for _ in range(2))
+        turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        chats.append(json.dumps({"messages": [{"role": "system", "content": "."}, *turns]}))
+    (folder / "chats.jsonl").write_text("\n".join(chats))
+    texts = [json.dumps({"text": " ".join(rng.choice(words, rng.integers(2, 60)))}) for _ in range(40)]
+    (folder / "texts.jsonl").write_text("\n".join(texts))
+    (folder / "sft.toml").write_text(f"""
+model_name = "{folder}/model"
+chat_template = "{TEMPLATE}"
+val_rows = 8
+sequence_length = 128
+packs = 5
+micro_packs = 2
+steps = 6
+lr = 1e-2
+log_every = 1
+save_every = 3
+[data]
+path = "json"
+data_files = "{folder}/chats.jsonl"
+""")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def cache(folder, monkeypatch):
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", folder / "cache")
+
+
+def run(capsys, *words) -> dict:
+    """The result of a run in this process."""
+    capsys.readouterr()
+    code = ft.main([str(word) for word in words])
+    out = capsys.readouterr()
+    assert code == 0, out.err
+    return json.loads(out.out.splitlines()[-1])
+
+
+def refused(capsys, *words) -> str:
+    """The one sentence of a run that cannot be."""
+    capsys.readouterr()
+    assert ft.main([str(word) for word in words]) == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("error: ")
+    return error
+
+
+def one_rank():
+    return ft.Ranks(0, 0, 1, torch.device("cpu"), None, None)
+
+
+# ---- data
+
+
+def test_assistant_mask_by_hand():
+    """What the assistant says counts, with the mark that ends its turn, and nothing else."""
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = TEMPLATE.read_text()
+    batch = hf_packs.tokenize_chats({"messages": [CHAT]}, tokenizer, "messages")
+    text = (
+        "<|im_start|>system\nBe short.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
+        "<|im_start|>assistant\nHello!<|im_end|>\n"
+        "<|im_start|>user\nBye<|im_end|>\n<|im_start|>assistant\nCiao.<|im_end|>\n"
+    )
+    tokens = batch["tokens"][0]
+    assert tokenizer.decode(tokens) == text and batch["size"] == [len(tokens)]
+    counted = [token for token, flag in zip(tokens, batch["counted"][0], strict=True) if flag]
+    assert tokenizer.decode(counted) == "Hello!<|im_end|>Ciao.<|im_end|>"
+
+
+def test_tools_in_the_form_of_openai():
+    """Arguments come as text, keys may be empty, contents may be parts; the call counts, its answer does not."""
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    parts = [{"type": "text", "text": "Add"}, {"type": "text", "text": "."}]
+    messages = [
+        {"role": "user", "content": parts, "tool_calls": None},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "3", "tool_calls": None},
+        {"role": "assistant", "content": "It is 3."},
+    ]  # fmt: skip
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = TEMPLATE.read_text()
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    batch = hf_packs.tokenize_chats({"messages": [messages], "tools": [tools]}, tokenizer, "messages")
+    pairs = list(zip(batch["tokens"][0], batch["counted"][0], strict=True))
+    text = tokenizer.decode([token for token, _ in pairs])
+    called = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>'
+    assert text.startswith(
+        "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.\n\n"
+    )
+    assert '<tools>\n{"type": "function", "function": {"name": "add"}}\n</tools>' in text
+    assert text.endswith(
+        f"<|im_start|>user\nAdd.<|im_end|>\n<|im_start|>assistant\n{called}\n<|im_start|>user\n<tool_response>\n3\n"
+        f"</tool_response><|im_end|>\n<|im_start|>assistant\nIt is 3.<|im_end|>\n"
+    )
+    assert tokenizer.decode([token for token, flag in pairs if flag]) == f"{called}It is 3.<|im_end|>"
+
+
+def test_texts_end_with_the_end_of_text():
+    batch = hf_packs.tokenize_texts({"text": ["ab", "c<|endoftext|>"]}, byte_tokenizer(), "text")
+    end = byte_tokenizer().eos_token_id
+    assert [row[-1] for row in batch["tokens"]] == [end, end] and batch["size"] == [3, 2]
+    assert all(all(row) for row in batch["counted"])
+
+
+def test_best_fit_by_hand():
+    """Documents of 7, 5, 4, 2 and 1 inputs in packs of 10: 7 + 2 + 1 and 5 + 4."""
+    rows = [list(range(start, start + n + 1)) for start, n in ((0, 2), (10, 7), (20, 4), (30, 5), (40, 1))]
+    batch = {"tokens": rows, "counted": [[True] * len(row) for row in rows]}
+    packs = hf_packs.pack(batch, 10, cut=False)
+    assert [lengths.tolist() for lengths in packs["lengths"]] == [[7, 2, 1], [5, 4]]
+    assert packs["inputs"][0].tolist() == [*range(10, 17), 0, 1, 40]
+    assert packs["targets"][0].tolist() == [*range(11, 18), 1, 2, 41]
+    assert packs["tokens"] == packs["counted"] == [10, 9] and packs["attended"] == [28 + 3 + 1, 15 + 10]
+
+
+def test_long_texts_are_cut_without_losing_a_target_and_long_chats_left_out():
+    row = list(range(100, 126))
+    batch = {"tokens": [row, [1, 2]], "counted": [[True] * 26, [True, False]]}
+    packs = hf_packs.pack(batch, 10, cut=True)  # [1, 2] counts nothing that could be a target
+    assert sorted(np.concatenate(packs["targets"]).tolist()) == row[1:]
+    assert sorted(np.concatenate(packs["inputs"]).tolist()) == row[:-1]
+    assert hf_packs.pack(batch, 10, cut=False)["inputs"] == []
+
+
+def test_epochs_and_ranks_read_every_pack_once():
+    import datasets
+
+    columns = {name: list(range(7)) for name in ("counted", "tokens", "attended")}
+    rows = datasets.Dataset.from_dict({"inputs": [[n] for n in range(7)], **columns})
+    packs = hf_packs.Packs(rows, True, seed=3)
+    seen = [int(packs.row(number)["inputs"][0]) for number in range(14)]
+    assert sorted(seen[:7]) == sorted(seen[7:]) == list(range(7)) and seen[:7] != seen[7:]
+    assert [int(packs.row(number)["inputs"][0]) for number in range(14)] == seen  # also back to epoch 0
+    assert packs.total("counted", range(2, 9)) == sum(seen[2:9])
+
+
+def test_cache_serves_the_next_run(folder, monkeypatch):
+    """The second run tokenizes and packs nothing, another length only packs, another template tokenizes."""
+    calls = []
+    for name in ("tokenize_chats", "pack"):
+        original = getattr(hf_packs, name)
+
+        @functools.wraps(original)
+        def counting(*args, original=original, **kwargs):
+            calls.append(original.__name__)
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(hf_packs, name, counting)
+    source = ft.Source(path="json", data_files=str(folder / "chats.jsonl"))
+
+    def prepare(length: int, template: str) -> list[str]:
+        calls.clear()
+        tokenizer = byte_tokenizer()
+        tokenizer.chat_template = template
+        config = ft.Config(model_name="x", data=source, sequence_length=length)
+        rows = hf_packs.load_rows(source)
+        packs = hf_packs.pack_rows("sft", config, tokenizer, rows, "training", one_rank())
+        assert max(packs["tokens"]) <= length
+        return list(calls)
+
+    template = TEMPLATE.read_text() + "{# another cache than that of other tests #}"
+    assert prepare(96, template) == ["tokenize_chats", "pack"]
+    assert prepare(96, template) == []
+    assert prepare(200, template) == ["pack"]
+    assert prepare(96, template) == []
+    assert prepare(96, template.replace("You are Qwen", "I am Qwen")) == ["tokenize_chats", "pack"]
+
+
+# ---- model and loss
+
+
+def packed_batch(documents: list[torch.Tensor], rows: list[list[int]]) -> dict:
+    """The micro-batch of packs of 64 that hold the documents of each row; every third target is not counted."""
+    packs = []
+    for members in rows:
+        targets = [documents[i][1:].clone() for i in members]
+        for part in targets:
+            part[::3] = hf_packs.IGNORED
+        packs.append({
+            "inputs": torch.cat([documents[i][:-1] for i in members]).numpy(),
+            "targets": torch.cat(targets).numpy(),
+            "lengths": np.array([len(documents[i]) - 1 for i in members]),
+        })  # fmt: skip
+    return hf_packs.collate(packs, len(rows) + 1, 64, torch.device("cpu"))  # one pack stays empty
+
+
+def test_micro_batch_by_hand():
+    """Two packs of 8 with documents of 3 and 2, and of 8: positions start anew, padding is a document of its own."""
+    rows = [
+        {"inputs": np.arange(1, 6), "targets": np.arange(2, 7), "lengths": np.array([3, 2])},
+        {"inputs": np.arange(10, 18), "targets": np.arange(11, 19), "lengths": np.array([8])},
+    ]
+    batch = hf_packs.collate(rows, 2, 8, torch.device("cpu"))
+    assert batch["tokens"].tolist() == [1, 2, 3, 4, 5, 0, 0, 0, *range(10, 18)]
+    assert batch["targets"].tolist() == [2, 3, 4, 5, 6, -100, -100, -100, *range(11, 19)]
+    assert batch["positions"].tolist() == [0, 1, 2, 0, 1, 0, 1, 2, *range(8)]
+    assert batch["bounds"][:6].tolist() == [0, 3, 5, 8, 16, 16] and batch["bounds"].dtype == torch.int32
+    assert len(batch["bounds"]) == 2 * (8 + 1) + 1 and set(batch["bounds"][5:].tolist()) == {16}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_packed_equals_one_document_at_a_time(name):
+    """Loss and every gradient agree with transformers' own model, which gets each document alone."""
+    generator = torch.Generator().manual_seed(1)
+    documents = [torch.randint(0, 256, (n,), generator=generator) for n in (20, 31, 5, 40, 2)]
+    plain = random_model(name)
+    plain_loss = 0.0
+    for document in documents:
+        targets = document[1:].clone()
+        targets[::3] = hf_packs.IGNORED
+        logits = plain(input_ids=document[None, :-1], use_cache=False).logits[0]
+        plain_loss = plain_loss + F.cross_entropy(logits, targets, reduction="sum")
+    plain_loss.backward()
+
+    hf = random_model(name)
+    hf_packs.choose_attention(hf, ft.Config(model_name="x", data={"path": "x"}), one_rank())
+    packed_loss = ft.PackedModel(hf, ft.linear_cross_entropy)(**packed_batch(documents, [[0, 1, 2], [3, 4]]))
+    packed_loss.backward()
+    assert packed_loss.item() == pytest.approx(plain_loss.item(), rel=1e-6)
+    for (key, ours), reference in zip(hf.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, reference.grad, rtol=1e-4, atol=1e-5, msg=key)
+
+
+def test_cross_entropy_in_chunks():
+    """Over 2,500 tokens, which are two and a half chunks."""
+    torch.manual_seed(0)
+    hidden, weight, bias = torch.randn(2500, 8), torch.randn(30, 8), torch.randn(30)
+    targets = torch.randint(0, 30, (2500,))
+    targets[::7] = hf_packs.IGNORED
+    results = []
+    for chunked in (True, False):
+        inputs = [x.double().requires_grad_() for x in (hidden, weight, bias)]
+        if chunked:
+            loss = ft.linear_cross_entropy(inputs[0], inputs[1], targets, inputs[2])
+        else:
+            loss = F.cross_entropy(F.linear(*inputs), targets, reduction="sum")
+        loss.backward()
+        results.append([loss, *(x.grad for x in inputs)])
+    for ours, reference in zip(*results, strict=True):
+        torch.testing.assert_close(ours.double(), reference, rtol=1e-5, atol=1e-4)
+
+
+def test_backend_that_looks_across_documents_is_refused(monkeypatch):
+    """The probe finds a backend that is causal but blind to the bounds."""
+
+    def leaking(q, k, v, *sizes, softmax_scale, causal, window_size):
+        one = [x.transpose(0, 1)[None] for x in (q, k, v)]
+        y = F.scaled_dot_product_attention(*one, is_causal=True, scale=softmax_scale, enable_gqa=True)
+        return y[0].transpose(0, 1)
+
+    monkeypatch.setitem(hf_packs.ATTENTION, "varlen", lambda: leaking)
+    config = ft.Config(model_name="x", data={"path": "x"}, attention="varlen")
+    with pytest.raises(ft.UserError, match="--attention varlen does not run here .*differ from sdpa's"):
+        hf_packs.choose_attention(random_model("qwen"), config, one_rank())
+
+
+def test_model_that_scales_its_logits_is_refused():
+    from transformers import GraniteConfig
+
+    ft.check_head(random_model("llama"))
+    granite = AutoModelForCausalLM.from_config(GraniteConfig(**SIZES, logits_scaling=8.0))
+    with pytest.raises(ft.UserError, match="GraniteForCausalLM changes its logits"):
+        ft.check_head(granite)
+
+
+def test_matrix_weights_by_hand():
+    """Of Qwen's shape here: q and o 32 x 32, k and v 16 x 32, three of the MLP, and the tied head once."""
+    layer = 2 * 32 * 32 + 2 * 16 * 32 + 3 * 32 * 48
+    assert ft.count_matrix_weights(random_model("qwen")) == 2 * layer + 272 * 32
+    assert ft.count_matrix_weights(random_model("llama")) == 2 * layer + 272 * 32
+
+
+def test_decay_and_rate():
+    config = ft.Config(model_name="x", data={"path": "x"}, lr=1.0, lr_floor=0.1, warmup=0.2)
+    model = ft.PackedModel(random_model("llama"), None)
+    matrices, others = ft.build_optimizer(model, config).param_groups
+    names = {id(p): name for name, p in model.named_parameters()}
+    assert {names[id(p)].split(".")[-2] for p in others["params"]} == {
+        "embed_tokens", "input_layernorm", "post_attention_layernorm", "norm"
+    }  # fmt: skip
+    assert len(matrices["params"]) == 2 * 7 + 1 and others["weight_decay"] == 0
+    rates = [ft.learning_rate(config, step, 10) for step in range(10)]
+    assert rates[:3] == [0.5, 1.0, 1.0] and rates[6] == pytest.approx(0.55)
+    assert rates[9] == pytest.approx(0.1 + 0.45 * (1 + math.cos(math.pi * 7 / 8)))
+
+
+# ---- runs
+
+
+@pytest.fixture(scope="module")
+def reference(folder, tmp_path_factory):
+    """A run of 6 steps that nothing disturbed."""
+    import datasets
+
+    datasets.config.HF_DATASETS_CACHE = folder / "cache"
+    run_dir = tmp_path_factory.mktemp("runs") / "whole"
+    assert ft.main(["sft", f"@{folder}/sft.toml", "--run-dir", str(run_dir)]) == 0
+    return run_dir
+
+
+def log_of(run_dir) -> list[dict]:
+    return [json.loads(line) for line in (run_dir / "log.jsonl").read_text().splitlines()]
+
+
+def losses_of(run_dir) -> list[float]:
+    """Losses, and norms of gradients: AdamW would hide a wrong factor of the gradient."""
+    return [entry[key] for entry in log_of(run_dir) for key in ("loss", "val_loss", "grad_norm") if key in entry]
+
+
+def tensors_of(folder) -> dict:
+    return {k: v for file in sorted(folder.glob("*.safetensors")) for k, v in load_file(file).items()}
+
+
+def test_run_directory(reference):
+    assert {path.name for path in reference.iterdir()} == {
+        "config.json", "log.jsonl", "checkpoints", "report.md", "curve.png", "model", "finetune_hf.py", "hf_packs.py"
+    }  # fmt: skip
+    log = log_of(reference)
+    assert [entry["step"] for entry in log] == [0, 1, 2, 3, 3, 4, 5, 6, 6]
+    assert log[-1]["val_loss"] < log[0]["val_loss"] - 0.5
+    assert abs(log[0]["val_loss"] - math.log(272)) < 0.3  # the random model knows nothing
+    assert not list(reference.glob("**/*.pt")) and not list(reference.glob("**/.metadata"))  # no pickle
+
+
+def test_export_is_the_trained_model(folder, reference):
+    """transformers' own loss on the validation conversations is the one that the log ends with."""
+    import datasets
+
+    model = AutoModelForCausalLM.from_pretrained(reference / "model")
+    tokenizer = AutoTokenizer.from_pretrained(reference / "model")
+    rows = datasets.load_dataset("json", data_files=str(folder / "chats.jsonl"), split="train")
+    total, count = 0.0, 0
+    for row in rows.train_test_split(8, seed=0)["test"]:
+        chat = tokenizer.apply_chat_template(row["messages"], return_assistant_tokens_mask=True)
+        tokens = torch.tensor(chat["input_ids"])
+        counted = torch.tensor(chat["assistant_masks"], dtype=torch.bool)[1:]
+        with torch.no_grad():
+            logits = model(tokens[None, :-1]).logits[0]
+        total += F.cross_entropy(logits[counted], tokens[1:][counted], reduction="sum").item()
+        count += int(counted.sum())
+    assert total / count == pytest.approx(log_of(reference)[-1]["val_loss"], rel=1e-5)
+    assert model.generation_config.eos_token_id == [tokenizer.convert_tokens_to_ids("<|im_end|>")]
+
+
+def test_chat_talks_to_it(reference):
+    """The run directory or its model/; at temperature 0 the answer is that of generate."""
+    assert chat.pretrained_folder(reference) == chat.pretrained_folder(reference / "model") == reference / "model"
+    assert chat.pretrained_folder(ROOT / "runs") is None
+    args = chat.parse([str(reference), "--temperature", "0", "--max-tokens", "12", "--device", "cpu"])
+    backend = chat.Pretrained(reference / "model", args)
+    messages = [{"role": "user", "content": "red"}]
+    answer = "".join(backend.stream("", messages, {}))
+    tokens = backend.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt")
+    whole = backend.model.generate(**tokens, max_new_tokens=12, do_sample=False, pad_token_id=0)[0]
+    assert answer == backend.tokenizer.decode(whole[tokens["input_ids"].shape[1] :], skip_special_tokens=True)
+
+    long = [{"role": role, "content": "x" * 50} for role in ("user", "assistant") * 3] + messages
+    "".join(backend.stream("", long, {}))
+    assert len(long) < 7 and long[-1] == messages[0]  # the oldest turns do not fit into 256 tokens
+
+
+@pytest.mark.parametrize("damage", [None, "short"])
+def test_resume_bit_for_bit(reference, tmp_path, capsys, damage):
+    """From step 3, whether the checkpoint of step 6 is gone or too short."""
+    run_dir = tmp_path / "run"
+    shutil.copytree(reference, run_dir)
+    last = run_dir / "checkpoints/step_000006"
+    if damage:
+        file = next(last.glob("*.safetensors"))
+        file.write_bytes(file.read_bytes()[:-100])
+    else:
+        shutil.rmtree(last)
+    shutil.rmtree(run_dir / "model")
+    run(capsys, "sft", "--resume", "--run-dir", run_dir)
+    assert losses_of(run_dir) == losses_of(reference)
+    for part in ("checkpoints/step_000006", "model"):
+        ours = tensors_of(run_dir / part)
+        theirs = tensors_of(reference / part)
+        assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_sigterm_saves_and_ends(folder, reference, tmp_path, capsys, monkeypatch):
+    """In step 2, between checkpoints; the run goes on as if nothing had happened."""
+    original = ft.train_step
+
+    def step(run):
+        if run.progress.step == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return original(run)
+
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    with monkeypatch.context() as patch:
+        patch.setattr(ft, "train_step", step)
+        error = refused(capsys, "sft", f"@{folder}/sft.toml", "--run-dir", tmp_path / "run")
+    assert "stopped at step 2, which is saved; use --resume" in error
+    run(capsys, "sft", "--resume", "--run-dir", tmp_path / "run")
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    assert losses_of(tmp_path / "run") == losses_of(reference)
+
+
+# The imports take most of the time, so one process does them for both.
+TWO_RANKS = """
+import os, sys
+sys.path.insert(0, "runs")
+import datasets, finetune_hf, matplotlib.pyplot, transformers.models.qwen2.modeling_qwen2
+child = os.fork()
+os.environ["RANK"] = os.environ["LOCAL_RANK"] = "0" if child else "1"
+code = finetune_hf.main(sys.argv[1:])
+if child:
+    code = code or os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+sys.stdout.flush()
+os._exit(code)
+"""
+
+
+def test_two_ranks_and_back_to_one(folder, reference, tmp_path, capsys):
+    """5 packs a step do not divide over 2 ranks. The second half runs on one rank again."""
+    run_dir = tmp_path / "run"
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    environment["HF_DATASETS_CACHE"] = str(folder / "cache")
+    command = [sys.executable, "-c", TWO_RANKS, "sft", f"@{folder}/sft.toml", "--run-dir", str(run_dir)]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "tokenize_chats:" not in done.stderr  # the reference has filled the cache
+    assert losses_of(run_dir) == pytest.approx(losses_of(reference), rel=1e-5)
+    assert len(list((run_dir / "checkpoints/step_000003").glob("*.safetensors"))) == 2
+
+    shutil.rmtree(run_dir / "checkpoints/step_000006")
+    run(capsys, "sft", "--resume", "--run-dir", run_dir)
+    assert losses_of(run_dir) == pytest.approx(losses_of(reference), rel=1e-5)
+
+
+def test_micro_batches_and_recomputation_change_nothing(folder, reference, tmp_path, capsys):
+    run(capsys, "sft", f"@{folder}/sft.toml", "--run-dir", tmp_path / "run", "--micro-packs", 5, "--recompute",
+        "--steps=6")  # fmt: skip
+    assert losses_of(tmp_path / "run") == pytest.approx(losses_of(reference), rel=1e-5)
+    assert tensors_of(tmp_path / "run/model").keys() == tensors_of(reference / "model").keys()
+    ours = tensors_of(tmp_path / "run/checkpoints/step_000006")
+    assert ours.keys() == tensors_of(reference / "checkpoints/step_000006").keys()
+
+
+def test_pretrain_from_scratch(folder, tmp_path, capsys):
+    """Flags of every form; an epoch ends in the middle of a step."""
+    result = run(capsys, "pretrain", "--model-name", folder / "model", "--from-scratch", "--data.path=json",
+                 "--data.data-files", folder / "texts.jsonl", "--val-data.path", "json", "--val-data.data-files",
+                 folder / "texts.jsonl", "--sequence-length", 100, "--packs", 4, "--epochs", 1.5, "--lr", 0.01,
+                 "--no-compile", "--run-dir", tmp_path / "run")  # fmt: skip
+    description = json.loads((tmp_path / "run/config.json").read_text())
+    assert description["command"] == "pretrain" and description["config"]["from_scratch"] is True
+    log = log_of(tmp_path / "run")
+    tokens = sum(len(json.loads(line)["text"]) for line in (folder / "texts.jsonl").read_text().splitlines())
+    assert log[-1]["val_loss"] < log[0]["val_loss"] - 0.5
+    assert result["tokens"] == pytest.approx(1.5 * tokens, rel=0.15)
+
+
+def test_newest_and_best_are_kept(tmp_path):
+    losses = {1: 3.0, 2: 1.0, 3: 2.0, 4: 2.5, 10: 2.2}
+    for step, loss in losses.items():
+        state = {"progress": {"step": step, "val_step": step, "val_loss": loss}, "files": {}}
+        path = tmp_path / f"checkpoints/step_{step:06d}"
+        path.mkdir(parents=True)
+        (path / "state.json").write_text(json.dumps(state))
+    stopped = tmp_path / "checkpoints/step_000003/state.json"  # by a signal: validated at step 2
+    stopped.write_text(stopped.read_text().replace('"val_step": 3, "val_loss": 2.0', '"val_step": 2, "val_loss": 0.5'))
+    ft.prune(tmp_path, 2)
+    assert [path.name for path in ft.checkpoints(tmp_path)] == ["step_000002", "step_000004", "step_000010"]
+
+
+# ---- settings and errors
+
+
+def test_later_settings_count(tmp_path):
+    (tmp_path / "a.toml").write_text('lr = 1e-4\n[data]\npath = "json"\nsplit = "a"\n')
+    words = ["--lr", "3e-5", "sft", "@", str(tmp_path / "a.toml"), "--data.split", "b", "--model-name=x", "--no-liger"]
+    command, resumed, settings = ft.parse(words)
+    config = ft.make_config(command, resumed, settings)
+    assert (command, resumed, config.lr, config.liger) == ("sft", False, 1e-4, False)
+    assert config.data == ft.Source(path="json", split="b")
+    assert all(field.description for model in (ft.Config, ft.Source) for field in model.model_fields.values())
+
+
+@pytest.mark.parametrize(("words", "sentence"), [
+    (["--sequence-lenght", "9"], "unknown setting sequence_lenght in the command line; the nearest is sequence_length"),
+    (["--data.fles", "9"], "the nearest is data.data_files"),
+    (["--packs", "many"], "--packs is 'many': input should be a valid integer"),
+    (["--packs", "0"], "--packs is '0'"),
+    (["--column", "talk"], "the training data has no column talk, but messages; name one with --column"),
+    (["--val-rows", "60"], "--data has 60 rows and --val-rows holds out 60"),
+    (["--data.path", "/nowhere/x"], "could not be loaded"),
+    (["--model-name", "/nowhere/x"], "--model-name /nowhere/x could not be loaded"),
+    (["--sequence-length", "1000"], "--sequence-length 1,000 is more than the 256 positions"),
+    (["--sequence-length", "10"], "52 are longer than --sequence-length 10"),
+    (["--attention", "varlen"], "--attention varlen does not run here"),
+    (["--resume", "--run-dir", "/nowhere"], "cannot read /nowhere/config.json"),
+    (["@/nowhere.toml"], "cannot read /nowhere.toml"),
+    (["--liger"], "--liger needs a GPU"),
+    (["finetune"], "finetune is neither sft, pretrain, @FILE nor a flag"),
+])  # fmt: skip
+def test_mistakes_are_one_sentence(folder, tmp_path, capsys, words, sentence):
+    words = ["sft", f"@{folder}/sft.toml", "--run-dir", tmp_path / "run", *words]
+    assert sentence in refused(capsys, *words)
+
+
+def test_template_without_marks_is_an_error(folder, tmp_path, capsys):
+    """None at all, and one like Qwen2.5's own, which marks nothing."""
+    words = ["sft", f"@{folder}/sft.toml", "--run-dir", tmp_path / "run", "--chat-template"]
+    (tmp_path / "plain.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    error = refused(capsys, *words, tmp_path / "plain.jinja")
+    assert "does not mark what the assistant says with {% generation %}" in error
+    assert "--chat-template FILE (runs/chat_template_qwen.jinja" in error
+    bare = (folder / "sft.toml").read_text().replace(f'chat_template = "{TEMPLATE}"', "")
+    (tmp_path / "bare.toml").write_text(bare)
+    error = refused(capsys, "sft", f"@{tmp_path}/bare.toml", "--run-dir", tmp_path / "run")
+    assert "has no chat template" in error and "--chat-template FILE" in error
+
+
+def test_runs_are_neither_overwritten_nor_mixed(folder, reference, tmp_path, capsys):
+    words = ["sft", f"@{folder}/sft.toml", "--run-dir", reference]
+    before = (reference / "log.jsonl").read_text()
+    assert "already holds a run" in refused(capsys, *words)
+    assert "--resume cannot change lr: the run has 0.01" in refused(capsys, *words, "--resume", "--lr", "0.5")
+    assert "is a run of sft" in refused(capsys, "pretrain", "--run-dir", reference, "--resume")
+    shutil.copytree(reference, tmp_path / "run")
+    state_file = tmp_path / "run/checkpoints/step_000006/state.json"
+    state_file.write_text(json.dumps({**json.loads(state_file.read_text()), "data": "other"}))
+    error = refused(capsys, "sft", "--resume", "--run-dir", tmp_path / "run")
+    assert "was trained on other data" in error
+    assert (reference / "log.jsonl").read_text() == before
+
+
+def test_sizes_of_the_script():
+    assert len((ROOT / "runs/finetune_hf.py").read_text().splitlines()) <= 900
