@@ -73,6 +73,9 @@ least, _, most = nodes.partition(":")
 gpus = int(gpus or torch.cuda.device_count() or 1)
 sys.path[:1] = [str(Path(script).parent)]
 ts = importlib.import_module(Path(script).stem)
+if not hasattr(ts, "build_parser"):  # a tool with flags of its own, which it checks itself
+    print(gpus)
+    sys.exit()
 try:
     config = ts.make_config(ts.build_parser().parse_args(argv))
     ts.Dataset.open(config.data)
