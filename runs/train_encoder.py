@@ -703,7 +703,7 @@ def finish(run: Run, score: str) -> dict:
     result = {
         **progress.scores,
         "steps": run.state.step,
-        "tokens" if score == "val_bpb" else "pairs": progress.tokens,
+        "tokens": progress.tokens,
         "train_seconds": progress.train_seconds,
         "peak_memory_gib": script.peak_memory_gib(run.ranks.device),
         "run_dir": str(run.run_dir),
