@@ -393,7 +393,7 @@ def check(config: encoder.Config, settings: Settings) -> None:
 def finetune(args: argparse.Namespace) -> dict:
     """Runs or resumes; returns the result that is printed last."""
     if args.resume:
-        config, description = encoder.read_run(args.run_dir)
+        config, description = encoder.read_run(args.run_dir, "contrast")
         settings = Settings(**description["contrast"])
         home = args.run_dir
     else:

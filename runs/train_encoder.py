@@ -556,25 +556,25 @@ def new_run_dir(args: argparse.Namespace, command: str, ranks) -> Path:
     return run_dir
 
 
-def read_run(run_dir: Path) -> tuple[Config, dict]:
-    """The Config and config.json of an encoder's run."""
+def read_run(run_dir: Path, command: str = "") -> tuple[Config, dict]:
+    """The Config and config.json of an encoder's run, which must be of a command if one is named."""
     description = script.read_description(run_dir)
     if "scripts" not in description:
         raise script.UserError(f"{run_dir} is no run of an encoder; name one that is")
     if description["format"] != FORMAT:
         found = f"{run_dir} has format {description['format']}, this script reads {FORMAT}"
         raise script.UserError(f"{found}; call the scripts that lie in it")
+    if command not in ("", description["command"]):
+        tools = {"pretrain": "runs/train_encoder.py", "contrast": "runs/finetune_encoder.py"}
+        way = f"continue it with python {tools[description['command']]} --resume"
+        raise script.UserError(f"{run_dir} is another kind of run; {way}")
     values = description["config"]
     return Config(**{**values, "momentum": tuple(values["momentum"])}), description
 
 
-def check_same_run(run_dir: Path, command: str, facts: dict) -> None:
+def check_same_run(run_dir: Path, facts: dict) -> None:
     """Raises UserError if --resume would not go on as the run began."""
     description = read_run(run_dir)[1]
-    if description["command"] != command:
-        tools = {"pretrain": "runs/train_encoder.py", "contrast": "runs/finetune_encoder.py"}
-        way = f"continue it with python {tools[description['command']]} --resume"
-        raise script.UserError(f"{run_dir} is another kind of run; {way}")
     for name, sha256 in facts["scripts"].items():
         if description["scripts"].get(name) != sha256:
             way = "call the scripts in it, or start a new run"
@@ -593,7 +593,7 @@ def open_run(args, command: str, config: Config, tokenizer_path: Path, facts: di
     facts["scripts"] = {path.name: file_sha256(path) for path in paths}
     run_dir = args.run_dir if args.resume else new_run_dir(args, command, ranks)
     if args.resume:
-        check_same_run(run_dir, command, facts)
+        check_same_run(run_dir, facts)
     lock = None
     if ranks.is_main:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -722,20 +722,18 @@ def write_report(run: Run, result: dict, score: str) -> None:
     lines = [
         f"| {k} | {v:.6g} |" if isinstance(v, float) else f"| {k} | {v} |" for k, v in rows.items()
     ]
-    picture = draw_curve(run.run_dir, score)
-    text = "\n".join([f"# {run.run_dir.name}\n", "| | |", "| --- | --- |", *lines, "", picture])
-    script.write_atomically(run.run_dir / "report.md", text)
+    draw_curve(run.run_dir, score)
+    text = [f"# {run.run_dir.name}\n", "| | |", "| --- | --- |", *lines, "\n![curve](curve.png)\n"]
+    script.write_atomically(run.run_dir / "report.md", "\n".join(text))
 
 
-def draw_curve(run_dir: Path, score: str) -> str:
-    """curve.png: training loss, and the score of held-out data; returns the line that shows it."""
-    try:
-        import matplotlib
+def draw_curve(run_dir: Path, score: str) -> None:
+    """curve.png: training loss, and the score of held-out data."""
+    import matplotlib
 
-        matplotlib.use("Agg")
-        import matplotlib.pyplot as plt
-    except ImportError:
-        return "(no picture: matplotlib is not installed)\n"
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
     lines = (run_dir / "log.jsonl").read_text(encoding="utf-8").splitlines()
     entries = [json.loads(line) for line in lines]
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.5), layout="constrained")
@@ -746,7 +744,6 @@ def draw_curve(run_dir: Path, score: str) -> str:
         axis.grid(alpha=0.3)
     figure.savefig(run_dir / "curve.png", dpi=120)
     plt.close(figure)
-    return "![curve](curve.png)\n"
 
 
 # ==================================================================================================
@@ -755,7 +752,7 @@ def draw_curve(run_dir: Path, score: str) -> str:
 
 def pretrain(args: argparse.Namespace) -> dict:
     """Runs or resumes; returns the result that is printed last."""
-    config = read_run(args.run_dir)[0] if args.resume else new_config(args)
+    config = read_run(args.run_dir, "pretrain")[0] if args.resume else new_config(args)
     dataset = script.Dataset.open(config.data)
     vocab_size = dataset.tokenizer.vocab_size
     config = dataclasses.replace(config, vocab_size=vocab_size + 1)
