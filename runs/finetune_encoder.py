@@ -416,9 +416,8 @@ def finetune(args: argparse.Namespace) -> dict:
     facts = {
         "fingerprint": hashlib.sha256("".join(digests).encode()).hexdigest(),
         "contrast": dataclasses.asdict(settings),
-        "further_scripts": [Path(__file__)],
     }
-    run = encoder.open_run(args, "contrast", config, tokenizer.path, facts)
+    run = encoder.open_run(args, "contrast", config, tokenizer.path, facts, Path(__file__))
     if settings.batch < run.ranks.world:
         found = f"--batch {settings.batch} is below the number of processes"
         raise script.UserError(f"{found}; raise it, or start fewer")

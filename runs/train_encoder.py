@@ -88,8 +88,8 @@ class Config:
     muon_beta2: float = 0.9
     adam_eps: float = 1e-10
     momentum: tuple = (0.85, 0.95, 300, 50)  # from, to, warm-up steps, cool-down steps
-    cooldown: float = 0.6
-    lr_floor: float = 0.0
+    cooldown: float = 0.6  # share of the run over which the rates fall
+    lr_floor: float = 0.0  # what they fall to, as a share of the first
 
     seed: int = 0
     eval_every: int = 250
@@ -181,8 +181,10 @@ def check_config(c: Config) -> None:
             raise script.UserError(f"{found} must be above 0 and at most 1; {way}")
     for name, choices in CHOICES.items():
         if getattr(c, name) not in choices:
-            found = f"{flag_of(name)} {getattr(c, name)}"
-            raise script.UserError(f"{found} is none of {', '.join(choices)}; name one of them")
+            names = ", ".join(choices)
+            raise script.UserError(
+                f"{flag_of(name)} {getattr(c, name)} is none of {names}; name one"
+            )
     if c.width % c.head_dim or c.head_dim % 2:
         found = f"--width {c.width} and --head-dim {c.head_dim}"
         raise script.UserError(f"{found}: the width must be a multiple of an even head width")
@@ -431,8 +433,7 @@ class MaskedPacks(script.PackLoader):
     def __init__(self, reader, config: Config, ranks, is_text_V: np.ndarray, first_step: int = 0):
         self.sharing = ranks
         self.is_text_V = is_text_V
-        alone = script.Ranks(0, 0, 1, ranks.device)
-        super().__init__(reader, config, alone, first_step)
+        super().__init__(reader, config, script.Ranks(0, 0, 1, ranks.device), first_step)
 
     def batch(self, step: int):
         """This rank's packs. Every rank reads and masks all of them."""
@@ -453,10 +454,7 @@ def validation_of(dataset, config: Config, is_text_V: np.ndarray):
 
 
 def flops_per_token(config: Config, batch) -> float:
-    """Training FLOPs: 6 for each matrix weight, 12 x width for each token that a token sees.
-
-    The head works on masked tokens only.
-    """
+    """Training FLOPs: 6 a matrix weight, of the head for masked tokens, 12 x width a token seen."""
     c = config
     layer = 4 * c.width**2 + 3 * c.width * c.mlp_width
     head = c.mask_rate * c.width * c.padded_vocab
@@ -512,10 +510,8 @@ def micro_batch_limit(config: Config, device: torch.device) -> int:
 def choose_packs(config: Config, ranks) -> int:
     """Packs in a micro-batch: the most that divide a rank's share and stay below the limit."""
     if config.packs % ranks.world:
-        raise script.UserError(
-            f"--packs {config.packs} do not divide over {ranks.world} processes; use a number that "
-            f"does"
-        )
+        found = f"--packs {config.packs} do not divide over {ranks.world} processes"
+        raise script.UserError(f"{found}; use a number that does")
     share = config.packs // ranks.world
     limit = micro_batch_limit(config, ranks.device)
     fitting = [n for n in range(1, share + 1) if share % n == 0 and n * config.pack_tokens <= limit]
@@ -583,14 +579,15 @@ def check_same_run(run_dir: Path, facts: dict) -> None:
         raise script.UserError(f"the data of {run_dir} was changed; restore it, or start a new run")
 
 
-def open_run(args, command: str, config: Config, tokenizer_path: Path, facts: dict) -> Run:
+def open_run(args, command: str, config: Config, tokenizer_path: Path, facts: dict, *tools) -> Run:
     """The run of a command before its first step, with the weights of config.seed.
 
-    Args: facts further entries of config.json, "fingerprint" of the data among them
+    Args: facts further entries of config.json, "fingerprint" of the data among them; tools further
+          scripts that the run directory keeps
     """
     ranks = script.start_ranks()
-    paths = [Path(script.__file__), Path(__file__), *facts.pop("further_scripts", ())]
-    facts["scripts"] = {path.name: file_sha256(path) for path in paths}
+    paths = [Path(script.__file__), Path(__file__), *tools]
+    facts = {**facts, "scripts": {path.name: file_sha256(path) for path in paths}}
     run_dir = args.run_dir if args.resume else new_run_dir(args, command, ranks)
     if args.resume:
         check_same_run(run_dir, facts)
@@ -690,10 +687,8 @@ def mean_loss(run: Run, shared: bool) -> float:
     if shared and run.ranks.world > 1:
         dist.all_reduce(loss)
     if not math.isfinite(loss.item()):
-        raise script.UserError(
-            f"the loss became {loss.item()} at step {run.state.step}; lower --muon-lr and --adam-lr "
-            f"in a new run"
-        )
+        found = f"the loss became {loss.item()} at step {run.state.step}"
+        raise script.UserError(f"{found}; lower --muon-lr and --adam-lr in a new run")
     return loss.item()
 
 
@@ -717,11 +712,10 @@ def finish(run: Run, score: str) -> dict:
 
 def write_report(run: Run, result: dict, score: str) -> None:
     machine = run.machine
-    rows = {**result, "device": f"{machine['num_devices']} x {machine['device']}"}
+    rows = {name: f"{v:.6g}" if isinstance(v, float) else v for name, v in result.items()}
+    rows["device"] = f"{machine['num_devices']} x {machine['device']}"
     rows |= {"torch": machine["torch"], "commit": machine["git_commit"][:12]}
-    lines = [
-        f"| {k} | {v:.6g} |" if isinstance(v, float) else f"| {k} | {v} |" for k, v in rows.items()
-    ]
+    lines = [f"| {name} | {value} |" for name, value in rows.items()]
     draw_curve(run.run_dir, score)
     text = [f"# {run.run_dir.name}\n", "| | |", "| --- | --- |", *lines, "\n![curve](curve.png)\n"]
     script.write_atomically(run.run_dir / "report.md", "\n".join(text))
@@ -868,8 +862,6 @@ def build_parser() -> argparse.ArgumentParser:
     number("--val-tokens", "held-out tokens to score")
     number("--muon-lr", "rate of matrices")
     number("--adam-lr", "rate of the embedding")
-    number("--cooldown", "share of the run over which the rates fall to --lr-floor")
-    number("--lr-floor", "rate at the end, as a share of the first")
     number("--seed", "of weights and masks")
     number("--eval-every", "steps between evaluations, 0: only at the end")
     number("--save-every", "steps between checkpoints, 0: only at the end")
