@@ -6,7 +6,8 @@
 
 It writes model.safetensors and config.json of a EuroBERT (transformers has the code), tokenizer.json
 (for the `tokenizers` library) with one more token, the mask, and what sentence-transformers reads. It
-needs neither of these packages. dev/check_encoder.py compares the embeddings.
+needs neither of these packages. dev/check_encoder.py compares the embeddings. They are equal but for
+texts that spell a special token, such as <|bos|>: to transformers that is the token, here it is text.
 """
 
 import argparse

@@ -7,9 +7,10 @@ import json
 import math
 import multiprocessing
 import os
+import runpy
 import shutil
+import signal
 import socket
-import subprocess
 import sys
 
 import numpy as np
@@ -342,12 +343,53 @@ def test_run_directory(pretrained):
     assert result["tokens"] == 8 * 256 and result["val_bpb"] == entries(pretrained)[-1]["val_bpb"]
 
 
+def forked(work, count: int) -> None:
+    """Calls work(rank) in processes that have torch imported already; each must end with exit code 0."""
+    context = multiprocessing.get_context("fork")
+    jobs = [context.Process(target=work, args=(rank,)) for rank in range(count)]
+    for job in jobs:
+        job.start()
+    for job in jobs:
+        job.join(120)
+    assert [job.exitcode for job in jobs] == [0] * count
+
+
 def test_resume_bit_for_bit(pretrained, tmp_path):
     """By the scripts of the run directory alone, from another folder."""
     copy = halfway(pretrained, tmp_path / "run")
-    command = [sys.executable, "train_encoder.py", "--resume", "--run-dir", "."]
-    subprocess.run(command, cwd=copy, check=True, capture_output=True, env={**os.environ, "PYTHONPATH": ""})
+    used = tmp_path / "used.json"
+
+    def work(rank: int) -> None:
+        os.chdir(copy)
+        sys.path[:] = [str(copy), *(path for path in sys.path if "site-packages" in path or "lib/python" in path)]
+        del sys.modules["train_small"]
+        sys.argv = ["train_encoder.py", "--resume", "--run-dir", "."]
+        try:
+            runpy.run_path("train_encoder.py", run_name="__main__")
+        except SystemExit as end:
+            used.write_text(json.dumps([end.code, sys.modules["train_small"].__file__]))
+
+    forked(work, 1)
+    assert json.loads(used.read_text()) == [0, str(copy / "train_small.py")]
     assert_same_run(copy, pretrained)
+
+
+def test_sigterm_saves(pretrained, dataset_dir, tmp_path, monkeypatch):
+    """A run that is asked to stop saves first, and --resume goes on as if nothing had been."""
+    log = te.log_pretraining
+
+    def stopping_log(run, *rest):
+        log(run, *rest)
+        if run.state.step == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(te, "log_pretraining", stopping_log)
+        sizes = flags(save_every=4, eval_every=4)
+        message = refused(te.main, "--data", dataset_dir, "--run-dir", tmp_path / "run", *sizes)
+    assert "stopped by SIGTERM at step 6, saved" in message and "--resume --run-dir" in message
+    ran(te.main, "--resume", "--run-dir", tmp_path / "run")
+    assert_same_run(tmp_path / "run", pretrained)
 
 
 def two_ranks(main, *argv) -> None:
@@ -361,13 +403,7 @@ def two_ranks(main, *argv) -> None:
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         sys.exit(main([str(word) for word in argv]))
 
-    context = multiprocessing.get_context("fork")  # torch is imported already
-    jobs = [context.Process(target=work, args=(rank,)) for rank in range(2)]
-    for job in jobs:
-        job.start()
-    for job in jobs:
-        job.join(120)
-    assert [job.exitcode for job in jobs] == [0, 0]
+    forked(work, 2)
 
 
 def assert_close_runs(found, expected) -> None:
