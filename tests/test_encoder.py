@@ -284,7 +284,10 @@ def test_ranks_share_the_same_step(dataset, setting):
         return found
 
     parts = [packs_of(ts.Ranks(rank, rank, 2, CPU)) for rank in range(2)]
-    for whole, *shares in zip(packs_of(ALONE), *parts, strict=True):
+    alone = packs_of(ALONE)
+    first, second = (batch.targets >= 0 for batch in alone[:2])
+    assert (first & second).sum() < first.sum() / 2, "each step has masks of its own"
+    for whole, *shares in zip(alone, *parts, strict=True):
         for name in ("tokens", "targets", "positions", "ends"):
             assert torch.equal(getattr(whole, name), torch.cat([getattr(share, name) for share in shares]))
         assert {share.total_targets for share in shares} == {whole.total_targets}
