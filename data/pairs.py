@@ -1,0 +1,145 @@
+"""Pairs of texts for runs/finetune_encoder.py, made from any corpus.
+
+    python data/pairs.py --source "text/*.jsonl.zst" --kind title --out data/pairs/mine
+    python data/pairs.py --source climbmix --max-files 2 --kind passages --out data/pairs/climbmix
+
+--kind title      the first line of a document is the query, the beginning of the rest its positive;
+                  documents whose first line is no title (too long, or ends like a sentence) are left out
+--kind passages   two passages of one document that do not overlap; the query is the shorter one
+
+--source and --val-source are those of data/pretrain.py. It writes train.jsonl and val.jsonl into --out,
+a {"query": TEXT, "positive": TEXT} a line. No text appears twice, and none of val.jsonl in train.jsonl. The
+same command writes the same bytes.
+"""
+
+import argparse
+import json
+import random
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import NamedTuple
+
+import sources
+from format import fail, run, write_atomic
+
+MOST_TITLE_WORDS = 20
+LEAST_WORDS = 8  # of a positive, and of the query in --kind passages
+
+
+class Pair(NamedTuple):
+    query: str
+    positive: str
+
+
+def title_pair(text: str, passage_words: int) -> Pair | None:
+    """The first line and the beginning of the rest; None if the first line is no title."""
+    title, _, rest = text.strip().partition("\n")
+    title = " ".join(title.split()).lstrip("# ")
+    words = rest.split()
+    is_title = title and len(title.split()) <= MOST_TITLE_WORDS and not title.endswith((".", ":"))
+    if not is_title or len(words) < LEAST_WORDS:
+        return None
+    return Pair(title, " ".join(words[:passage_words]))
+
+
+def passage_pair(
+    text: str, query_words: int, passage_words: int, rng: random.Random
+) -> Pair | None:
+    """Two passages at random places; None if the document is too short for both."""
+    words = text.split()
+    room = len(words) - query_words
+    if room < LEAST_WORDS:
+        return None
+    # The query may stand wherever the text before it or behind it can hold a positive.
+    starts = [i for i in range(room + 1) if max(i, room - i) >= LEAST_WORDS]
+    start = rng.choice(starts)
+    before = words[:start]
+    behind = words[start + query_words :]
+    fitting = [part for part in (before, behind) if len(part) >= LEAST_WORDS]
+    part = rng.choice(fitting)
+    first = rng.randint(0, max(0, len(part) - passage_words))
+    query = " ".join(words[start : start + query_words])
+    return Pair(query, " ".join(part[first : first + passage_words]))
+
+
+def make_pairs(documents: Iterable[str], args: argparse.Namespace) -> Iterator[Pair]:
+    for number, text in enumerate(documents):
+        if args.kind == "title":
+            pair = title_pair(text, args.passage_words)
+        else:
+            rng = random.Random(f"{args.seed} {number}")
+            pair = passage_pair(text, args.query_words, args.passage_words, rng)
+        if pair:
+            yield pair
+
+
+def without_repeats(pairs: Iterable[Pair], seen: set[int]) -> Iterator[Pair]:
+    """Leaves out pairs with a text that was there before, and adds to `seen` what it yields."""
+    for pair in pairs:
+        keys = {hash(text.lower()) for text in pair}
+        if len(keys) == 2 and not keys & seen:
+            seen |= keys
+            yield pair
+
+
+def write_pairs(path: Path, pairs: Iterable[Pair]) -> int:
+    """Writes a file and returns how many pairs it holds."""
+    count = 0
+
+    def lines() -> Iterator[bytes]:
+        nonlocal count
+        for pair in pairs:
+            count += 1
+            yield json.dumps(pair._asdict(), ensure_ascii=False).encode() + b"\n"
+
+    write_atomic(path, lines())
+    return count
+
+
+def check(args: argparse.Namespace) -> None:
+    least = {"max_pairs": 1, "val_pairs": 1, "query_words": 1, "passage_words": LEAST_WORDS}
+    for name, smallest in least.items():
+        value = getattr(args, name)
+        if value is not None and value < smallest:
+            fail(f"--{name.replace('_', '-')} must be at least {smallest}, found {value}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--source", required=True, help="training text, as in data/pretrain.py")
+    add("--val-source", help="held-out text (default: a part of --source)")
+    add("--text-field", default="text", help="field of JSON lines, column of parquet")
+    add("--max-files", type=int, default=sources.HUB_FILES, help="of a Hugging Face dataset")
+    add("--kind", choices=("title", "passages"), default="title")
+    add("--out", required=True, type=Path, help="folder for train.jsonl and val.jsonl")
+    add("--max-pairs", type=int, help="most pairs to train on")
+    add("--val-pairs", type=int, default=1000, help="most held-out pairs (1,000)")
+    add("--query-words", type=int, default=16, help="length of a query of --kind passages (16)")
+    add("--passage-words", type=int, default=100, help="most words of a positive (100)")
+    add("--seed", type=int, default=0, help="of the places of passages")
+    args = parser.parse_args()
+    check(args)
+
+    source = sources.open_source(
+        args.source, args.val_source, args.text_field, max_files=args.max_files
+    )
+    args.out.mkdir(parents=True, exist_ok=True)
+    seen = set()
+    counts = {}
+    # Held-out pairs come first, so that training pairs can avoid their texts.
+    splits = {"val": (source.val(), args.val_pairs), "train": (source.train(), args.max_pairs)}
+    for split, (documents, most) in splits.items():
+        pairs = without_repeats(make_pairs(documents, args), seen)
+        counts[split] = write_pairs(args.out / f"{split}.jsonl", islice(pairs, most))
+        if not counts[split]:
+            way = "try --kind passages" if args.kind == "title" else "give longer documents"
+            fail(f"no {split} document of {args.source} gives a pair of --kind {args.kind}; {way}")
+    print(f"wrote {args.out}: {counts['train']:,} pairs to train on, {counts['val']:,} held out")
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,565 @@
+"""Finetunes an encoder on pairs of texts, so that it finds the text that answers a query.
+
+    python runs/finetune_encoder.py out/encoder --pairs train.jsonl --val-pairs val.jsonl
+    python runs/finetune_encoder.py out/embed --val-pairs val.jsonl --score-only    how well it finds
+    python runs/finetune_encoder.py --resume --run-dir out/embed                    continue a run
+
+RUN is a run directory of train_encoder.py, or one of this script. A line of a pairs file is
+{"query": TEXT, "positive": TEXT} with an optional list "negatives"; data/pairs.py makes such files from
+any corpus. The embedding of a text is the mean of its last hidden states, with length 1. A step
+brings queries close to their positives, against the positives and negatives of the whole batch
+over all GPUs. Held-out pairs are scored by nDCG@10 and recall@10, beside BM25 on the same texts.
+
+The run directory holds the files of a pretraining run and this script. Export the result for
+sentence-transformers with runs/export_encoder.py.
+
+Letters in shape comments: T packed tokens, D width, N texts.
+"""
+
+import argparse
+import dataclasses
+import difflib
+import hashlib
+import json
+import math
+import re
+import sys
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import train_encoder as encoder
+from safetensors.torch import load_file
+from torch import Tensor
+
+script = encoder.script
+
+# ==================================================================================================
+# PAIRS
+
+
+class Pair(NamedTuple):
+    """Indices of texts."""
+
+    query: int
+    positive: int
+    negatives: tuple[int, ...]
+
+
+@dataclass
+class Pairs:
+    """The pairs of a file. Equal texts are one text."""
+
+    texts: list[str]
+    pairs: list[Pair]
+    sequences: list[np.ndarray] = field(default_factory=list)  # ids of each text
+
+    def tokenize(self, tokenizer, max_len: int) -> None:
+        for text in self.texts:
+            ids = [tokenizer.bos_id, *tokenizer.encode(text)][:max_len]
+            self.sequences.append(np.array(ids, np.int32))
+
+
+def read_pairs(path: Path, negatives: int) -> Pairs:
+    """Reads {"query", "positive", "negatives"} lines, with at most `negatives` of the last."""
+    index = {}
+    pairs = []
+    try:
+        with Path(path).open(encoding="utf-8", newline="\n") as file:
+            for number, line in enumerate(file, 1):
+                row = parse_pair(line, f"{path} line {number}")
+                texts = [row["query"], row["positive"], *row.get("negatives", [])[:negatives]]
+                query, positive, *others = (index.setdefault(text, len(index)) for text in texts)
+                pairs.append(Pair(query, positive, tuple(others)))
+    except UnicodeDecodeError as error:
+        raise script.UserError(f"{path} is not UTF-8 ({error.reason}); convert it") from None
+    if not pairs:
+        raise script.UserError(f"{path} holds no pairs; make some with data/pairs.py")
+    return Pairs(list(index), pairs)
+
+
+def parse_pair(line: str, place: str) -> dict:
+    """One line of a pairs file; raises UserError if it is not what it must be."""
+    known = ("query", "positive", "negatives")
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise script.UserError(f"{place} is no JSON ({error}); each line is an object") from None
+    if not isinstance(row, dict):
+        raise script.UserError(f"{place} is a {type(row).__name__}, not an object with a query")
+    for key in row:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, 1)
+            hint = f"did you mean {near[0]!r}?" if near else f"the keys are {', '.join(known)}"
+            raise script.UserError(f"{place} has the key {key!r}; {hint}")
+    for key in ("query", "positive"):
+        if not is_text(row.get(key)):
+            raise script.UserError(
+                f"{place} must have a text as {key!r}, found {row.get(key)!r:.80}; correct or drop it"
+            )
+    negatives = row.get("negatives", [])
+    if not isinstance(negatives, list) or not all(is_text(text) for text in negatives):
+        raise script.UserError(f"{place} must have a list of texts as 'negatives'; correct it")
+    if row["positive"] in negatives:
+        raise script.UserError(f"{place} has its positive among its negatives; take it out")
+    return row
+
+
+def is_text(value) -> bool:
+    return isinstance(value, str) and bool(value.strip())
+
+
+def pairs_of_step(count: int, batch: int, seed: int, step: int) -> np.ndarray:
+    """Which pairs a step reads; each epoch has an order of its own."""
+    epoch, number = divmod(step, count // batch)
+    order = np.random.default_rng([seed, epoch]).permutation(count)
+    return order[number * batch : (number + 1) * batch]
+
+
+# ==================================================================================================
+# RETRIEVAL
+
+
+class Task(NamedTuple):
+    """A retrieval task: each query against all documents."""
+
+    queries: list[int]  # indices of texts
+    documents: list[int]
+    relevant: list[set[int]]  # for each query, numbers of documents
+
+
+def retrieval_task(data: Pairs) -> Task:
+    positives = {}
+    for pair in data.pairs:
+        positives.setdefault(pair.query, set()).add(pair.positive)
+    documents = list(dict.fromkeys(i for p in data.pairs for i in (p.positive, *p.negatives)))
+    number = {text: i for i, text in enumerate(documents)}
+    relevant = [{number[text] for text in found} for found in positives.values()]
+    return Task(list(positives), documents, relevant)
+
+
+def ranking_scores(rankings: np.ndarray, relevant: list[set[int]]) -> dict[str, float]:
+    """nDCG@10 and recall@10, means over queries. Each row of rankings holds the first ten documents."""
+    gains = 1 / np.log2(np.arange(2, 12))
+    ndcg = []
+    recall = []
+    for ranking, wanted in zip(rankings, relevant, strict=True):
+        hits = np.array([int(document) in wanted for document in ranking[:10]], float)
+        ndcg.append((hits * gains[: len(hits)]).sum() / gains[: min(10, len(wanted))].sum())
+        recall.append(hits.sum() / len(wanted))
+    return {"ndcg@10": float(np.mean(ndcg)), "recall@10": float(np.mean(recall))}
+
+
+def first_ten(scores: np.ndarray) -> np.ndarray:
+    return np.argsort(-scores, kind="stable")[:10]
+
+
+class BM25:
+    """Okapi BM25 over words of letters and digits, with Lucene's k1, b and idf."""
+
+    def __init__(self, documents: list[str], k1: float = 1.2, b: float = 0.75):
+        counts = [Counter(words_of(document)) for document in documents]
+        lengths = np.array([max(1, sum(count.values())) for count in counts], float)
+        self.size = len(documents)
+        postings = {}
+        for number, count in enumerate(counts):
+            for word, times in count.items():
+                postings.setdefault(word, []).append((number, times))
+        self.weights = {}  # word: documents that have it, and what it adds to their scores
+        for word, entries in postings.items():
+            found, times = np.array(entries).T
+            idf = math.log(1 + (self.size - len(found) + 0.5) / (len(found) + 0.5))
+            norm = k1 * (1 - b + b * lengths[found] / lengths.mean())
+            self.weights[word] = (found, idf * times / (times + norm))
+
+    def scores(self, query: str) -> np.ndarray:
+        total = np.zeros(self.size)
+        for word in words_of(query):
+            if word in self.weights:
+                found, weights = self.weights[word]
+                total[found] += weights
+        return total
+
+
+def words_of(text: str) -> list[str]:
+    return re.findall(r"\w+", text.lower())
+
+
+def bm25_scores(data: Pairs) -> dict[str, float]:
+    task = retrieval_task(data)
+    index = BM25([data.texts[i] for i in task.documents])
+    rankings = [first_ten(index.scores(data.texts[i])) for i in task.queries]
+    return {f"bm25_{name}": x for name, x in ranking_scores(rankings, task.relevant).items()}
+
+
+# ==================================================================================================
+# ONE STEP
+
+
+class PackedTexts(NamedTuple):
+    """What Encoder.embed_texts reads."""
+
+    tokens_T: Tensor
+    positions_T: Tensor
+    cu_seqlens: Tensor
+    max_doc: int
+
+
+def pack_texts(sequences: list[np.ndarray], device: torch.device) -> PackedTexts:
+    lengths = [len(sequence) for sequence in sequences]
+    positions = np.concatenate([np.arange(length, dtype=np.int32) for length in lengths])
+    ends = np.cumsum([0, *lengths], dtype=np.int32)
+    arrays = (np.concatenate(sequences), positions, ends)
+    tensors = [torch.from_numpy(array).to(device) for array in arrays]
+    return PackedTexts(*tensors, max(lengths))
+
+
+def group_texts(sequences: list[np.ndarray], most: int) -> list[list[np.ndarray]]:
+    """Consecutive texts in groups of at most `most` tokens; a longer text is a group of its own."""
+    groups = []
+    room = 0
+    for sequence in sequences:
+        if not groups or len(sequence) > room:
+            groups.append([])
+            room = most
+        groups[-1].append(sequence)
+        room -= len(sequence)
+    return groups
+
+
+def gather_rows(part_ND: Tensor, count: int, ranks) -> Tensor:
+    """All `count` rows, of which rank r has every world-th from r on; without gradient."""
+    if ranks.world == 1:
+        return part_ND.detach()
+    share = -(-count // ranks.world)
+    padded = F.pad(part_ND.detach(), (0, 0, 0, share - len(part_ND))).contiguous()
+    parts = [torch.empty_like(padded) for _ in range(ranks.world)]
+    dist.all_gather(parts, padded)
+    return torch.stack(parts, 1).flatten(0, 1)[:count]
+
+
+@torch.no_grad()
+def embed_all(state, sequences: list[np.ndarray]) -> Tensor:
+    """Embeddings of texts, fp32 (N, D), on every rank. The ranks share the work."""
+    ranks = state.ranks
+    own = sequences[ranks.rank :: ranks.world]
+    parts = [torch.zeros(0, state.config.width, device=ranks.device)]
+    for group in group_texts(own, encoder.micro_batch_limit(state.config, ranks.device)):
+        parts.append(state.model.embed_texts(*pack_texts(group, ranks.device)))
+    return gather_rows(torch.cat(parts), len(sequences), ranks)
+
+
+def contrast_loss(embeddings_ND: Tensor, rows: list[Pair], temperature: float) -> Tensor:
+    """Mean nats of finding each query's positive among all positives and negatives of the batch.
+
+    Args: rows pairs of row numbers of embeddings_ND
+    """
+    documents = list(dict.fromkeys(i for row in rows for i in (row.positive, *row.negatives)))
+    column = {document: number for number, document in enumerate(documents)}
+    right = torch.tensor([column[row.positive] for row in rows], device=embeddings_ND.device)
+    queries = embeddings_ND[[row.query for row in rows]]
+    similarity = queries @ embeddings_ND[documents].T
+    return F.cross_entropy(similarity / temperature, right)
+
+
+def texts_of(data: Pairs, chosen: np.ndarray) -> list[int]:
+    """The texts of some pairs, each once."""
+    pairs = [data.pairs[i] for i in chosen]
+    return list(dict.fromkeys(i for p in pairs for i in (p.query, p.positive, *p.negatives)))
+
+
+def contrast_step(state, data: Pairs, chosen: np.ndarray, temperature: float) -> Tensor:
+    """One optimizer step on some pairs; returns the loss, 0-D.
+
+    Every rank embeds its share of the texts and computes the loss of the whole batch, of which its
+    gradient is that of its own texts. A share that takes several micro-batches is embedded twice:
+    first all of it without a graph, then a micro-batch at a time with the gradients of its
+    embeddings (arXiv 2101.06983).
+    """
+    config = state.config
+    ranks = state.ranks
+    texts = texts_of(data, chosen)
+    row = {text: number for number, text in enumerate(texts)}
+    rows = []
+    for query, positive, negatives in (data.pairs[i] for i in chosen):
+        rows.append(Pair(row[query], row[positive], tuple(row[n] for n in negatives)))
+
+    own = [data.sequences[i] for i in texts[ranks.rank :: ranks.world]]
+    groups = group_texts(own, encoder.micro_batch_limit(config, ranks.device))
+    packed = [pack_texts(group, ranks.device) for group in groups]
+    keeps_graph = len(packed) == 1
+    with torch.set_grad_enabled(keeps_graph):
+        outputs = [state.model.embed_texts(*group) for group in packed]
+
+    leaf = torch.cat(outputs).detach().requires_grad_()
+    own_rows = torch.arange(ranks.rank, len(texts), ranks.world, device=ranks.device)
+    everything = gather_rows(leaf, len(texts), ranks).index_copy(0, own_rows, leaf)
+    loss = contrast_loss(everything, rows, temperature)
+    loss.backward()
+
+    gradients = leaf.grad.split([len(group) for group in groups])
+    for group, output, gradient in zip(packed, outputs, gradients, strict=True):
+        if not keeps_graph:
+            output = state.model.embed_texts(*group)
+        output.backward(gradient)
+    lr_mult = script.lr_multiplier(config, state.step)
+    state.optimizer.step(lr_mult, script.muon_momentum(config, state.step))
+    state.step += 1
+    return loss.detach()
+
+
+def retrieval_scores(state, data: Pairs) -> dict[str, float]:
+    """nDCG@10 and recall@10 of the model; every rank must call it."""
+    task = retrieval_task(data)
+    embeddings = embed_all(state, data.sequences)
+    documents = embeddings[task.documents]
+    rankings = []
+    for part in torch.tensor(task.queries).split(1024):
+        similarity = (embeddings[part.to(embeddings.device)] @ documents.T).cpu().numpy()
+        rankings += [first_ten(row) for row in similarity]
+    return ranking_scores(rankings, task.relevant)
+
+
+# ==================================================================================================
+# THE RUN
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What finetuning adds to the Config of a run; the entry "contrast" of config.json."""
+
+    run: str  # directory of the source
+    checkpoint: str  # name of the one it started from
+    pairs: str
+    val_pairs: str
+    batch: int
+    max_len: int
+    negatives: int
+    temperature: float
+
+
+def new_run(args: argparse.Namespace) -> tuple[encoder.Config, Settings]:
+    """The Config and the settings of a run that starts from args.run."""
+    base, _ = encoder.read_run(args.run)
+    if not args.pairs or not args.val_pairs:
+        raise script.UserError(
+            "--pairs and --val-pairs are missing; data/pairs.py makes such files"
+        )
+    folder = script.newest_whole(args.run, print_note)
+    config = dataclasses.replace(
+        base,
+        steps=args.steps,
+        muon_lr=args.muon_lr,
+        adam_lr=args.adam_lr,
+        # The rate falls from the first step to the last. The moments are new, so momentum rises.
+        cooldown=1.0,
+        lr_floor=0.0,
+        seed=args.seed,
+        eval_every=args.eval_every,
+        save_every=args.save_every,
+        log_every=args.log_every,
+        micro_batch_tokens=args.micro_batch_tokens,
+    )
+    settings = Settings(
+        run=str(args.run),
+        checkpoint=folder.name,
+        pairs=str(args.pairs),
+        val_pairs=str(args.val_pairs),
+        batch=args.batch,
+        max_len=min(args.max_len, base.max_seq_len),
+        negatives=args.negatives,
+        temperature=args.temperature,
+    )
+    return config, settings
+
+
+def check(config: encoder.Config, settings: Settings) -> None:
+    """Raises UserError if a flag is out of range."""
+    encoder.check_config(config)
+    for name, least in {"batch": 2, "max_len": 2, "negatives": 0}.items():
+        if getattr(settings, name) < least:
+            found = f"{encoder.flag_of(name)} {getattr(settings, name)}"
+            raise script.UserError(f"{found} must be at least {least}")
+    if not 0 < settings.temperature <= 10:
+        found = f"--temperature {settings.temperature}"
+        raise script.UserError(f"{found} must be above 0 and at most 10; 0.05 is usual")
+
+
+def finetune(args: argparse.Namespace) -> dict:
+    """Runs or resumes; returns the result that is printed last."""
+    if args.resume:
+        config, description = encoder.read_run(args.run_dir, "contrast")
+        settings = Settings(**description["contrast"])
+        home = args.run_dir
+    else:
+        config, settings = new_run(args)
+        home = Path(settings.run)
+    check(config, settings)
+
+    tokenizer = script.Tokenizer(home / "tokenizer.json")
+    train = read_pairs(settings.pairs, settings.negatives)
+    held_out = read_pairs(settings.val_pairs, settings.negatives)
+    if len(train.pairs) < settings.batch:
+        found = (
+            f"{settings.pairs} holds {len(train.pairs):,} pairs, a step takes {settings.batch:,}"
+        )
+        raise script.UserError(f"{found}; lower --batch, or make more pairs")
+    for data in (train, held_out):
+        data.tokenize(tokenizer, settings.max_len)
+
+    digests = [encoder.file_sha256(Path(path)) for path in (settings.pairs, settings.val_pairs)]
+    facts = {
+        "fingerprint": hashlib.sha256("".join(digests).encode()).hexdigest(),
+        "contrast": dataclasses.asdict(settings),
+    }
+    run = encoder.open_run(args, "contrast", config, tokenizer.path, facts, Path(__file__))
+    if settings.batch < run.ranks.world:
+        found = f"--batch {settings.batch} is below the number of processes"
+        raise script.UserError(f"{found}; raise it, or start fewer")
+    if args.resume:
+        encoder.resume(run)
+    else:
+        script.load_checkpoint(run.state, home / "checkpoints" / settings.checkpoint)
+        run.state.step = 0
+        run.state.optimizer.drop_moments()
+    return train_on(run, settings, train, held_out)
+
+
+def train_on(run: encoder.Run, settings: Settings, train: Pairs, held_out: Pairs) -> dict:
+    """The steps of a run, with an evaluation before the first one."""
+    state = run.state
+    bm25 = bm25_scores(held_out)
+    run.log.say(f"pairs: {len(train.pairs):,} to train on, {len(held_out.pairs):,} held out")
+
+    def step() -> None:
+        chosen = pairs_of_step(len(train.pairs), settings.batch, run.config.seed, state.step)
+        run.losses.append(contrast_step(state, train, chosen, settings.temperature))
+        run.progress.tokens += sum(len(train.sequences[i]) for i in texts_of(train, chosen))
+
+    def log_steps() -> None:
+        log_contrast(run, settings.batch)
+
+    def evaluate() -> dict:
+        return {**retrieval_scores(state, held_out), **bm25}
+
+    if state.step == 0:
+        encoder.log_scores(run, evaluate())
+    encoder.run_steps(run, step, log_steps, evaluate)
+    return encoder.finish(run, "ndcg@10")
+
+
+def log_contrast(run: encoder.Run, batch: int) -> None:
+    """A line about the steps since the last one."""
+    progress = run.progress
+    steps = len(run.losses)
+    loss = encoder.mean_loss(run, shared=False)
+    seconds = max(progress.train_seconds - run.logged.train_seconds, 1e-9)
+    entry = {
+        "step": run.state.step,
+        "tokens": progress.tokens,
+        "loss": loss,
+        "lr": script.lr_multiplier(run.config, run.state.step - 1),
+        "pairs_per_second": steps * batch / seconds,
+        "tokens_per_second": (progress.tokens - run.logged.tokens) / seconds,
+        "memory_gib": script.peak_memory_gib(run.ranks.device),
+        "train_seconds": progress.train_seconds,
+    }
+    run.log.write(entry)
+    run.log.say(
+        "step {step:6d}/{0} | loss {loss:7.4f} | lr {lr:5.3f} | {pairs_per_second:7.1f} pairs/s "
+        "| {tokens_per_second:9,.0f} tok/s | {memory_gib:5.1f} GiB | {train_seconds:6.1f} s".format(
+            run.config.steps, **entry
+        )
+    )
+
+
+def load_encoder(run_dir: Path) -> tuple[encoder.Encoder, dict, int]:
+    """The newest model of a run in fp32 on the CPU, its config.json and its step."""
+    config, description = encoder.read_run(run_dir)
+    names = ("model.safetensors",)
+    folder = script.newest_whole(run_dir, print_note, names)
+    model = encoder.Encoder(config)
+    model.load_state_dict(load_file(folder / names[0]))
+    return model.eval(), description, int(folder.name[5:])
+
+
+def longest_text(description: dict) -> int:
+    """The most tokens of a text that a run embeds."""
+    return description.get("contrast", {}).get("max_len", description["config"]["max_seq_len"])
+
+
+def score(args: argparse.Namespace) -> dict:
+    """Retrieval on held-out pairs, and BM25 on the same."""
+    if not args.val_pairs:
+        raise script.UserError("--score-only needs --val-pairs, the file to score on")
+    ranks = script.start_ranks()
+    model, description, step = load_encoder(args.run)
+    state = encoder.build_state(dataclasses.replace(model.config, packs=ranks.world), ranks)
+    state.model.load_state_dict(model.state_dict())
+    data = read_pairs(args.val_pairs, args.negatives)
+    data.tokenize(script.Tokenizer(args.run / "tokenizer.json"), longest_text(description))
+    counts = {"queries": len(retrieval_task(data).queries), "step": step}
+    return {**counts, **retrieval_scores(state, data), **bm25_scores(data)}
+
+
+# ==================================================================================================
+# COMMAND LINE
+
+
+def print_note(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    add = parser.add_argument
+
+    def number(flag: str, default: int | float, help: str) -> None:
+        metavar = "X" if isinstance(default, float) else "N"
+        help = f"{help} (default {default})"
+        add(flag, type=type(default), default=default, metavar=metavar, help=help)
+
+    add("run", type=Path, nargs="?", metavar="RUN", help="run directory to start from")
+    add("--pairs", type=Path, metavar="FILE", help="to train on")
+    add("--val-pairs", type=Path, metavar="FILE", help="held out")
+    add(
+        "--run-dir", type=Path, metavar="DIR", help="where the run is written (default: under out/)"
+    )
+    add("--resume", action="store_true", help="continue the run in --run-dir, with its flags")
+    add("--score-only", action="store_true", help="score RUN on --val-pairs and train nothing")
+    number("--steps", 1000, "length of the run")
+    number("--batch", 256, "pairs in a step, over all GPUs")
+    number("--max-len", 256, "tokens of a text; the rest is cut")
+    number("--negatives", 1, "most negatives that are used of a pair")
+    number("--temperature", 0.05, "of the similarities")
+    number("--muon-lr", 0.002, "rate of matrices at the start")
+    number("--adam-lr", 0.0006, "rate of the embedding at the start")
+    number("--seed", 0, "of the order of the pairs")
+    number("--eval-every", 250, "steps between evaluations, 0: only at both ends")
+    number("--save-every", 0, "steps between checkpoints, 0: only at the end")
+    number("--log-every", 10, "steps between lines of the log")
+    number("--micro-batch-tokens", 0, "0: 65,536 on a GPU, else 8,192")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = build_parser()
+    args = parser.parse_args(argv)
+
+    def command() -> dict:
+        encoder.check_resume(args, parser)
+        if not args.resume and not args.run:
+            way = "as in python runs/finetune_encoder.py RUN"
+            raise script.UserError(f"finetuning starts from a run directory; name it first, {way}")
+        return score(args) if args.score_only else finetune(args)
+
+    return script.run_command(command)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

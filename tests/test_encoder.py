@@ -1,0 +1,706 @@
+"""The encoder: attention both ways inside documents, masking, loss, resuming, ranks, pairs, retrieval, export."""
+
+import contextlib
+import dataclasses
+import io
+import json
+import math
+import multiprocessing
+import os
+import runpy
+import shutil
+import signal
+import socket
+import sys
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from conftest import ALONE, CPU, ROOT, ts
+
+sys.path.insert(0, str(ROOT / "runs"))
+sys.path.insert(0, str(ROOT / "data"))
+import export_encoder
+import finetune_encoder as ft
+import pairs as data_pairs
+import train_encoder as te
+
+TINY = {"num_layers": 2, "width": 32, "head_dim": 16, "mlp_width": 48, "max_seq_len": 48, "pack_tokens": 128,
+        "pack_docs": 8, "packs": 2, "steps": 8, "val_tokens": 600, "log_every": 1}  # fmt: skip
+SENTENCES = (
+    "the stone is in the order", "then the rest and an outer hat", "seller of stone", "an hat is then in the",
+    "order and rest", "the ten outer seller", "in the stone order the hat", "rest is the order of an",
+)  # fmt: skip
+
+
+def flags(**changes) -> list[str]:
+    values = {**TINY, **changes}
+    return [word for name, value in values.items() for word in (te.flag_of(name), str(value))]
+
+
+def call(main, *argv) -> tuple[int, str, str]:
+    """(exit code, stdout, stderr)"""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main([str(word) for word in argv])
+    return code, out.getvalue(), err.getvalue()
+
+
+def refused(main, *argv) -> str:
+    """The one sentence that a command ends with."""
+    code, _, err = call(main, *argv)
+    assert code == 1 and err.startswith("error: ") and err.count("\n") == 1, err
+    return err
+
+
+def ran(main, *argv) -> dict:
+    """The result of a command that must succeed."""
+    code, out, err = call(main, *argv)
+    assert code == 0, err
+    return json.loads(out.splitlines()[-1])
+
+
+def random_encoder(seed: int = 0, **changes) -> te.Encoder:
+    """Every weight is random: zero projections would hide mistakes."""
+    model = te.Encoder(te.Config(**{**TINY, "vocab_size": 301, **changes}))
+    model.init_weights(seed)
+    rng = torch.Generator().manual_seed(seed + 1)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(torch.randn(param.shape, generator=rng) * 0.2)
+    return model
+
+
+def documents(*lengths, seed=0) -> list[np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, 300, n, dtype=np.int32) for n in lengths]
+
+
+def hidden_of(model, texts, max_doc=None) -> torch.Tensor:
+    packed = ft.pack_texts(texts, CPU)
+    return model.hidden(*packed[:3], max_doc or packed.max_doc)
+
+
+# ---- attention
+
+
+def dense_attention(q, k, v, lengths) -> torch.Tensor:
+    """Softmax over each document on its own, by the formula."""
+    parts = []
+    for queries, keys, values in zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True):
+        scores = torch.einsum("qhk,thk->hqt", queries, keys) / math.sqrt(q.size(-1))
+        parts.append(torch.einsum("hqt,thk->qhk", scores.softmax(-1), values))
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize("lengths", ((5,), (1, 9, 2, 9, 9), (3, 40, 1, 1, 17), (8, 8, 8)))
+def test_attention_is_that_of_the_formula(lengths):
+    """Also where T is no multiple of the longest document, and where max_doc is a loose bound."""
+    T = sum(lengths)
+    q, k, v = torch.randn(3, T, 2, 16, generator=torch.Generator().manual_seed(0))
+    positions = torch.cat([torch.arange(n) for n in lengths])
+    expected = dense_attention(q, k, v, list(lengths))
+    for max_doc in (max(lengths), max(lengths) + 3):
+        found = te.sdpa_attention(positions, None, max_doc)(q, k, v)
+        torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
+
+
+def test_no_dense_mask():
+    """Attention over many short documents makes nothing of T x T elements."""
+    largest = 0
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            nonlocal largest
+            out = function(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor):
+                largest = max(largest, out.numel())
+            return out
+
+    positions = torch.arange(8).repeat(128)
+    q = torch.randn(1024, 1, 4)
+    with Watch():
+        te.sdpa_attention(positions, None, 8)(q, q, q)
+    assert 1024 * 24 <= largest < 1024 * 64
+
+
+@pytest.mark.gpu
+def test_varlen_attention_on_a_gpu():
+    q, k, v = torch.randn(3, 300, 4, 64, device="cuda", dtype=torch.bfloat16)
+    ends = torch.tensor([0, 100, 101, 300, 300], device="cuda", dtype=torch.int32)
+    found = te.varlen_attention(None, ends, 256)(q, k, v)
+    expected = dense_attention(*(x.float() for x in (q, k, v)), [100, 1, 199])
+    torch.testing.assert_close(found.float(), expected, atol=2e-2, rtol=2e-2)
+
+
+def test_packed_equals_one_document_at_a_time():
+    """Hidden states and the gradients of all weights."""
+    model = random_encoder()
+    texts = documents(7, 1, 30, 12, 48)
+    weights = torch.randn(sum(map(len, texts)), TINY["width"], generator=torch.Generator().manual_seed(3))
+
+    packed = hidden_of(model, texts)
+    (packed * weights).sum().backward()
+    gradients = {name: param.grad.clone() for name, param in model.named_parameters()}
+    model.zero_grad()
+    alone = torch.cat([hidden_of(model, [text]) for text in texts])
+    (alone * weights).sum().backward()
+
+    torch.testing.assert_close(packed, alone, atol=1e-5, rtol=1e-5)
+    for name, param in model.named_parameters():
+        scale = param.grad.abs().max().item()
+        torch.testing.assert_close(gradients[name], param.grad, atol=1e-5 * scale, rtol=1e-4, msg=name)
+
+
+def test_no_leak_and_both_sides():
+    """Other documents change nothing at all; inside a document the last token reaches the first."""
+    model = random_encoder()
+    texts = documents(20, 15, 30)
+    before = hidden_of(model, texts).split([20, 15, 30])
+    texts[1] = texts[1].copy()
+    texts[1][-1] += 1
+    after = hidden_of(model, texts).split([20, 15, 30])
+    assert torch.equal(before[0], after[0]) and torch.equal(before[2], after[2])
+    assert (before[1][0] - after[1][0]).abs().max() > 1e-3
+
+
+def test_order_of_words_matters():
+    model = random_encoder()
+    text = documents(12)[0]
+    assert (hidden_of(model, [text]).flip(0) - hidden_of(model, [text[::-1].copy()])).abs().max() > 1e-3
+
+
+# ---- loss
+
+
+@pytest.mark.parametrize("rows", (1, 7, 64))
+def test_cross_entropy_is_the_plain_one(rows):
+    """Loss and both gradients to 1e-6, some rows ignored."""
+    rng = torch.Generator().manual_seed(0)
+    hidden = torch.randn(20, 8, generator=rng)
+    head = torch.randn(50, 8, generator=rng)
+    targets = torch.randint(-1, 50, (20,), generator=rng)
+    targets[3] = -1
+    results = []
+    for function in (te.cross_entropy_ref, lambda *args: te.cross_entropy(*args, rows=rows)):
+        inputs = [hidden.clone().requires_grad_(), head.clone().requires_grad_()]
+        total, nats = function(*inputs, targets)
+        (0.3 * total).backward()
+        results.append((total.detach(), nats, inputs[0].grad, inputs[1].grad))
+    for expected, found in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, atol=1e-6 * max(1, expected.abs().max().item()), rtol=1e-6)
+    with torch.no_grad():
+        torch.testing.assert_close(te.cross_entropy(hidden, head, targets, rows=rows)[1], results[0][1])
+
+
+def test_logits_exist_in_parts():
+    """Forward and backward make no fp32 tensor of more rows of the vocabulary than asked for."""
+    most = 0
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            nonlocal most
+            out = function(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor) and out.dim() == 2 and out.size(1) == 50:
+                most = max(most, out.size(0))
+            return out
+
+    hidden = torch.randn(32, 2, requires_grad=True)
+    head = torch.randn(50, 2, requires_grad=True)
+    with Watch():
+        te.cross_entropy(hidden, head, torch.arange(32), rows=4)[0].backward()
+    assert most == 4
+
+
+def test_forward_counts_masked_tokens_only():
+    """The sum of nats is that of the masked positions by plain torch; other positions have 0."""
+    model = random_encoder()
+    texts = documents(30, 34, seed=5)
+    packed = ft.pack_texts(texts, CPU)
+    targets = torch.full((64,), -1, dtype=torch.int32)
+    targets[[2, 31, 63]] = torch.tensor([7, 200, 4], dtype=torch.int32)
+    total, nats = model(packed.tokens_T, targets, *packed[1:])
+    logits = F.linear(model.hidden(*packed), model.embed)
+    expected = F.cross_entropy(logits[[2, 31, 63]], torch.tensor([7, 200, 4]), reduction="none")
+    torch.testing.assert_close(nats[[2, 31, 63]], expected)
+    torch.testing.assert_close(total, expected.sum())
+    assert (nats != 0).sum() == 3
+
+
+# ---- masking
+
+
+@pytest.fixture(scope="module")
+def setting(dataset):
+    """(config, which tokens are text, a batch as it was read)"""
+    config = te.Config(**{**TINY, "vocab_size": 301, "packs": 4})
+    is_text = np.zeros(320, bool)
+    is_text[:300] = dataset.tokenizer.token_bytes > 0
+    loader = ts.PackLoader(ts.ShardReader(dataset, config), config, ALONE)
+    batch = loader.next()
+    loader.close()
+    return config, is_text, batch
+
+
+def test_masking_statistics(setting):
+    """A fifth of the text of each pack, anywhere with the same probability, and never a special token."""
+    config, is_text, batch = setting
+    times = np.zeros(batch.tokens.shape)
+    for step in range(300):
+        masked = te.mask_tokens(batch, config, is_text, [0, step])
+        chosen = masked.targets.numpy() >= 0
+        times += chosen
+        assert (masked.tokens.numpy()[chosen] == 300).all() and (masked.targets[chosen] == batch.tokens[chosen]).all()
+        assert torch.equal(masked.tokens[~chosen], batch.tokens[~chosen])
+        assert masked.total_targets == chosen.sum()
+    text = is_text[batch.tokens.numpy()]
+    assert not times[~text].any() and (~text).sum() > 4, "the batch should hold specials"
+    for row in range(len(text)):
+        count = text[row].sum()
+        assert chosen[row].sum() == int(0.2 * count)
+        rate = int(0.2 * count) / count
+        spread = math.sqrt(300 * rate * (1 - rate))
+        assert np.abs(times[row, text[row]] - 300 * rate).max() < 5 * spread
+
+
+def test_masks_differ_by_step_and_seed(setting):
+    config, is_text, batch = setting
+    found = [te.mask_tokens(batch, config, is_text, seed).targets for seed in ([0, 1], [0, 2], [1, 1], [0, 1])]
+    assert not torch.equal(found[0], found[1]) and not torch.equal(found[0], found[2])
+    assert torch.equal(found[0], found[3])
+
+
+def test_ranks_share_the_same_step(dataset, setting):
+    config, is_text, _ = setting
+
+    def packs_of(ranks):
+        loader = te.MaskedPacks(ts.ShardReader(dataset, config), config, ranks, is_text)
+        found = [loader.next() for _ in range(3)]
+        loader.close()
+        return found
+
+    parts = [packs_of(ts.Ranks(rank, rank, 2, CPU)) for rank in range(2)]
+    alone = packs_of(ALONE)
+    first, second = (batch.targets >= 0 for batch in alone[:2])
+    assert (first & second).sum() < first.sum() / 2, "each step has masks of its own"
+    for whole, *shares in zip(alone, *parts, strict=True):
+        for name in ("tokens", "targets", "positions", "ends"):
+            assert torch.equal(getattr(whole, name), torch.cat([getattr(share, name) for share in shares]))
+        assert {share.total_targets for share in shares} == {whole.total_targets}
+
+
+def test_flops_by_hand(setting):
+    config, _, batch = setting
+    positions = torch.tensor([[*range(3), *range(5)]])
+    found = te.flops_per_token(config, dataclasses.replace(batch, positions=positions))
+    layer = 2 * (4 * 32 * 32 + 3 * 32 * 48)
+    assert found == pytest.approx(6 * (layer + 0.2 * 32 * 320) + 12 * 2 * 32 * (9 + 25) / 8)
+
+
+# ---- pretraining
+
+
+@pytest.fixture(scope="module")
+def pretrained(dataset_dir, tmp_path_factory):
+    """8 steps, with checkpoints of steps 4 and 8. Tests must not change it."""
+    run_dir = tmp_path_factory.mktemp("encoder") / "run"
+    ran(te.main, "--data", dataset_dir, "--run-dir", run_dir, *flags(save_every=4, eval_every=4))
+    return run_dir
+
+
+def entries(run_dir) -> list[dict]:
+    """The log without what depends on time."""
+    found = []
+    for line in (run_dir / "log.jsonl").read_text().splitlines():
+        entry = json.loads(line)
+        timed = ("step_ms", "tokens_per_second", "pairs_per_second", "mfu", "memory_gib", "train_seconds")
+        found.append({key: value for key, value in entry.items() if key not in timed})
+    return found
+
+
+def assert_same_run(found, expected) -> None:
+    assert entries(found) == entries(expected)
+    for name in ("model", "optimizer"):
+        path = f"checkpoints/step_000008/{name}.safetensors"
+        a, b = load_file(found / path), load_file(expected / path)
+        assert a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+
+
+def halfway(run_dir, copy):
+    shutil.copytree(run_dir, copy)
+    shutil.rmtree(copy / "checkpoints/step_000008")
+    return copy
+
+
+def test_run_directory(pretrained):
+    """It is complete, the loss falls, and the last line of the log is the result."""
+    names = {path.name for path in pretrained.iterdir()}
+    assert {"train_small.py", "train_encoder.py", "tokenizer.json", "report.md", "curve.png"} <= names
+    losses = [entry["loss"] for entry in entries(pretrained) if "loss" in entry]
+    assert losses[0] == pytest.approx(math.log(320), abs=0.1) and losses[-1] < losses[0] - 0.3
+    result = json.loads((pretrained / "result.json").read_text())
+    assert result["tokens"] == 8 * 256 and result["val_bpb"] == entries(pretrained)[-1]["val_bpb"]
+
+
+def forked(work, count: int) -> None:
+    """Calls work(rank) in processes that have torch imported already; each must end with exit code 0."""
+    context = multiprocessing.get_context("fork")
+    jobs = [context.Process(target=work, args=(rank,)) for rank in range(count)]
+    for job in jobs:
+        job.start()
+    for job in jobs:
+        job.join(120)
+    assert [job.exitcode for job in jobs] == [0] * count
+
+
+def test_resume_bit_for_bit(pretrained, tmp_path):
+    """By the scripts of the run directory alone, from another folder."""
+    copy = halfway(pretrained, tmp_path / "run")
+    used = tmp_path / "used.json"
+
+    def work(rank: int) -> None:
+        os.chdir(copy)
+        sys.path[:] = [str(copy), *(path for path in sys.path if "site-packages" in path or "lib/python" in path)]
+        del sys.modules["train_small"]
+        sys.argv = ["train_encoder.py", "--resume", "--run-dir", "."]
+        try:
+            runpy.run_path("train_encoder.py", run_name="__main__")
+        except SystemExit as end:
+            used.write_text(json.dumps([end.code, sys.modules["train_small"].__file__]))
+
+    forked(work, 1)
+    assert json.loads(used.read_text()) == [0, str(copy / "train_small.py")]
+    assert_same_run(copy, pretrained)
+
+
+def test_sigterm_saves(pretrained, dataset_dir, tmp_path, monkeypatch):
+    """A run that is asked to stop saves first, and --resume goes on as if nothing had been."""
+    log = te.log_pretraining
+
+    def stopping_log(run, *rest):
+        log(run, *rest)
+        if run.state.step == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(te, "log_pretraining", stopping_log)
+        sizes = flags(save_every=4, eval_every=4)
+        message = refused(te.main, "--data", dataset_dir, "--run-dir", tmp_path / "run", *sizes)
+    assert "stopped by SIGTERM at step 6, saved" in message and "--resume --run-dir" in message
+    ran(te.main, "--resume", "--run-dir", tmp_path / "run")
+    assert_same_run(tmp_path / "run", pretrained)
+
+
+def two_ranks(main, *argv) -> None:
+    """Runs a command in two processes that know each other, as torchrun starts them."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+
+    def work(rank: int) -> None:
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        sys.exit(main([str(word) for word in argv]))
+
+    forked(work, 2)
+
+
+def assert_close_runs(found, expected) -> None:
+    a, b = (load_file(run / "checkpoints/step_000008/model.safetensors") for run in (found, expected))
+    for name in a:
+        torch.testing.assert_close(a[name], b[name], atol=1e-4, rtol=1e-4, msg=name)
+    for one, other in zip(entries(found), entries(expected), strict=True):
+        assert one.keys() == other.keys()
+        for key, value in one.items():
+            assert value == pytest.approx(other[key], rel=1e-4, abs=1e-6), key
+
+
+def test_two_ranks_equal_one(pretrained, dataset_dir, tmp_path):
+    sizes = flags(save_every=4, eval_every=4)
+    two_ranks(te.main, "--data", dataset_dir, "--run-dir", tmp_path / "two", *sizes)
+    assert_close_runs(tmp_path / "two", pretrained)
+
+
+def test_it_refuses_in_a_sentence(pretrained, dataset_dir, tmp_path):
+    base = ("--data", dataset_dir, "--run-dir", tmp_path / "new")
+    assert "at least 1" in refused(te.main, *base, *flags(packs=0))
+    assert "multiple of an even head width" in refused(te.main, *base, *flags(head_dim=15))
+    assert "fit into a pack" in refused(te.main, *base, *flags(max_seq_len=200))
+    assert "above 0 and at most 1" in refused(te.main, *base, *flags(mask_rate=0))
+    assert "--max-epochs" in refused(te.main, *base, *flags(steps=10**6))
+    assert "none of auto, varlen, sdpa" in refused(te.main, *base, *flags(attention="fast"))
+    assert not (tmp_path / "new").exists()
+    assert "already holds a run" in refused(te.main, "--data", dataset_dir, "--run-dir", pretrained, *flags())
+    assert "leave out --steps" in refused(te.main, "--resume", "--run-dir", pretrained, "--steps", 9)
+    assert "--run-dir" in refused(te.main, "--resume")
+    assert "another kind of run" in refused(ft.main, "--resume", "--run-dir", pretrained)
+
+
+# ---- pairs
+
+
+def write_lines(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+BAD_PAIRS = (
+    ("{", "line 2 is no JSON"),
+    ("[1]", "line 2 is a list"),
+    ('{"query": "a"}', "'positive'"),
+    ('{"query": " ", "positive": "b"}', "'query'"),
+    ('{"query": "a", "positive": "b", "negative": ["c"]}', "did you mean 'negatives'?"),
+    ('{"query": "a", "positive": "b", "negatives": "c"}', "list of texts"),
+    ('{"query": "a", "positive": "b", "negatives": ["b"]}', "among its negatives"),
+)
+
+
+@pytest.mark.parametrize("line, message", BAD_PAIRS)
+def test_bad_pairs_are_refused(tmp_path, line, message):
+    path = tmp_path / "pairs.jsonl"
+    path.write_text('{"query": "a", "positive": "b"}\n' + line + "\n")
+    with pytest.raises(ts.UserError, match="pairs.jsonl line 2") as error:
+        ft.read_pairs(path, 1)
+    assert message in str(error.value)
+
+
+def test_pairs_are_read(tmp_path):
+    rows = [{"query": "a", "positive": "b\u2028b", "negatives": ["c", "d"]}, {"query": "e", "positive": "c"}]
+    data = ft.read_pairs(write_lines(tmp_path / "p.jsonl", rows), 1)
+    assert data.texts == ["a", "b\u2028b", "c", "e"]
+    assert data.pairs == [ft.Pair(0, 1, (2,)), ft.Pair(3, 2, ())]
+    (tmp_path / "empty.jsonl").write_text("")
+    with pytest.raises(ts.UserError, match="holds no pairs"):
+        ft.read_pairs(tmp_path / "empty.jsonl", 1)
+
+
+def test_every_epoch_reads_every_pair_once():
+    for epoch in range(2):
+        steps = [ft.pairs_of_step(12, 4, 0, step) for step in range(3 * epoch, 3 * epoch + 3)]
+        assert sorted(np.concatenate(steps)) == list(range(12))
+    assert not np.array_equal(ft.pairs_of_step(12, 4, 0, 0), ft.pairs_of_step(12, 4, 0, 3))
+
+
+def make(tmp_path, *argv) -> tuple[str, str]:
+    """train.jsonl and val.jsonl by the command line of data/pairs.py."""
+    out = tmp_path / "out"
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()):
+        patch.setattr(sys, "argv", ["pairs.py", "--out", str(out), *map(str, argv)])
+        data_pairs.main()
+    return tuple((out / name).read_text(encoding="utf-8") for name in ("train.jsonl", "val.jsonl"))
+
+
+def test_titles_become_queries(tmp_path):
+    body = "one two three four five six seven eight nine ten"
+    texts = [f"# The  hat\n\n{body}", f"A sentence that ends.\n{body} a", f"Stone\n{body} b c d", "Hat\nshort"]
+    texts += [f"the hat\n{body} e", f"Order\n{body} f"]  # the first is a repeated query
+    source = write_lines(tmp_path / "a.jsonl", [{"text": text} for text in texts])
+    val = write_lines(tmp_path / "b.jsonl", [{"text": f"Order\n{body} g"}])
+    train, held_out = make(tmp_path, "--source", source, "--val-source", val, "--passage-words", 12)
+    assert [json.loads(line) for line in train.splitlines()] == [
+        {"query": "The hat", "positive": body},
+        {"query": "Stone", "positive": f"{body} b c"},
+    ]
+    assert json.loads(held_out) == {"query": "Order", "positive": f"{body} g"}
+
+
+def test_passages_do_not_overlap(tmp_path):
+    texts = [
+        " ".join(f"{letter}{i}" for i in range(n)) for letter, n in zip("abcdefgh", range(14, 94, 10), strict=True)
+    ]
+    source = write_lines(tmp_path / "a.jsonl", [{"text": text} for text in (*texts, "too short")])
+    val = write_lines(tmp_path / "b.jsonl", [{"text": texts[3].replace("d", "z")}])
+    argv = ("--source", source, "--val-source", val, "--kind", "passages", "--query-words", 6, "--passage-words", 20)
+    train, held_out = make(tmp_path, *argv)
+    assert (train, held_out) == make(tmp_path, *argv), "the same command writes the same bytes"
+    for line, text in zip(train.splitlines(), texts, strict=True):
+        query, positive = json.loads(line).values()
+        assert query in text and positive in text and not set(query.split()) & set(positive.split())
+        assert len(query.split()) == 6 and 8 <= len(positive.split()) <= 20
+
+
+# ---- retrieval
+
+
+def test_ranking_scores_by_hand():
+    rankings = np.array([[3, 1, 2], [0, 1, 2], [2, 0, 1]])
+    found = ft.ranking_scores(rankings, [{1}, {7}, {0, 1}])
+    ideal = 1 + 1 / math.log2(3)
+    ndcg = (1 / math.log2(3) + 0 + (1 / math.log2(3) + 1 / 2) / ideal) / 3
+    assert found == pytest.approx({"ndcg@10": ndcg, "recall@10": 2 / 3})
+
+
+def test_bm25_by_hand():
+    """Two documents of two and four words, k1 = 1.2, b = 0.75."""
+    index = ft.BM25(["the hat", "The stone, the order."])
+    idf = math.log(1 + 1.5 / 1.5)
+    assert index.scores("hat?") == pytest.approx([idf / (1 + 1.2 * (0.25 + 0.75 * 2 / 3)), 0])
+    idf = math.log(1 + 0.5 / 2.5)
+    both = [idf / (1 + 1.2 * (0.25 + 0.75 * 2 / 3)), idf * 2 / (2 + 1.2 * (0.25 + 0.75 * 4 / 3))]
+    assert index.scores("the") == pytest.approx(both)
+    assert index.scores("nothing known") == pytest.approx([0, 0])
+
+
+def test_retrieval_of_known_embeddings(tmp_path, monkeypatch):
+    """Queries with several answers, and negatives among the documents."""
+    rows = [{"query": "q", "positive": "a", "negatives": ["n"]}, {"query": "q", "positive": "b"},
+            {"query": "r", "positive": "c"}]  # fmt: skip
+    data = ft.read_pairs(write_lines(tmp_path / "p.jsonl", rows), 1)
+    table = {"q": [1, 0], "r": [0, 1], "a": [0.9, 0], "b": [0.5, 0], "n": [0.7, 0], "c": [0, 0.9]}
+    embeddings = torch.tensor([table[text] for text in data.texts], dtype=torch.float32)
+    monkeypatch.setattr(ft, "embed_all", lambda state, sequences: embeddings)
+    ideal = 1 + 1 / math.log2(3)
+    expected = {"ndcg@10": ((1 + 1 / 2) / ideal + 1) / 2, "recall@10": 1.0}
+    assert ft.retrieval_scores(None, data) == pytest.approx(expected)
+
+
+# ---- contrast
+
+
+def test_contrast_loss_by_hand():
+    """Each query against all positives and negatives of the batch, each document once."""
+    embeddings = F.normalize(torch.randn(6, 4, generator=torch.Generator().manual_seed(0)), dim=-1)
+    rows = [ft.Pair(0, 1, (5,)), ft.Pair(2, 3, ()), ft.Pair(4, 1, (3,))]
+    expected = 0
+    for query, positive in ((0, 1), (2, 3), (4, 1)):
+        scores = {document: (embeddings[query] @ embeddings[document]).item() / 0.1 for document in (1, 5, 3)}
+        expected -= scores[positive] - math.log(sum(math.exp(score) for score in scores.values()))
+    assert ft.contrast_loss(embeddings, rows, 0.1).item() == pytest.approx(expected / 3, rel=1e-5)
+
+
+@pytest.fixture(scope="module")
+def some_pairs(tmp_path_factory):
+    """A file of pairs of which some share texts."""
+    following = (*SENTENCES[1:], SENTENCES[0])
+    others = (*SENTENCES[2:], *SENTENCES[:2])
+    rows = []
+    for query, text, other in zip(SENTENCES, following, others, strict=True):
+        rows.append({"query": query, "positive": f"{text} {query[:9]}", "negatives": [other]})
+    return write_lines(tmp_path_factory.mktemp("pairs") / "pairs.jsonl", rows)
+
+
+@pytest.mark.parametrize("most", (10**6, 40, 1))
+def test_a_step_in_micro_batches_is_one_step(pretrained, some_pairs, monkeypatch, most):
+    """Gradients are those of autograd through all texts at once, for any size of micro-batches."""
+    model, _, _ = ft.load_encoder(pretrained)
+    config = dataclasses.replace(model.config, micro_batch_tokens=most)
+    state = te.build_state(config, ALONE)
+    state.model.load_state_dict(model.state_dict())
+    data = ft.read_pairs(some_pairs, 1)
+    data.tokenize(ts.Tokenizer(pretrained / "tokenizer.json"), 16)
+    grads = {}
+    taken = lambda *args: grads.update({name: p.grad.clone() for name, p in state.model.named_parameters()})
+    monkeypatch.setattr(state.optimizer, "step", taken)
+    loss = ft.contrast_step(state, data, np.array([0, 2, 3, 7]), 0.1)
+
+    embeddings = model.embed_texts(*ft.pack_texts(data.sequences, CPU))
+    expected = ft.contrast_loss(embeddings, [data.pairs[i] for i in (0, 2, 3, 7)], 0.1)
+    expected.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    for name, param in model.named_parameters():
+        scale = param.grad.abs().max().item()
+        torch.testing.assert_close(grads[name], param.grad, atol=1e-4 * scale, rtol=1e-3, msg=name)
+
+
+def ft_flags(pairs, run_dir, **changes) -> list:
+    values = {"steps": 8, "batch": 4, "max_len": 24, "save_every": 4, "eval_every": 4, "log_every": 1, "muon_lr": 0.01}
+    words = [word for name, value in {**values, **changes}.items() for word in (te.flag_of(name), value)]
+    return ["--pairs", pairs, "--val-pairs", pairs, "--run-dir", run_dir, *words]
+
+
+@pytest.fixture(scope="module")
+def finetuned(pretrained, some_pairs, tmp_path_factory):
+    run_dir = tmp_path_factory.mktemp("finetuned") / "run"
+    ran(ft.main, pretrained, *ft_flags(some_pairs, run_dir))
+    return run_dir
+
+
+def test_finetuning(finetuned, pretrained, some_pairs):
+    """The loss falls, retrieval is scored before and after beside BM25, and --score-only finds the same."""
+    losses = [entry["loss"] for entry in entries(finetuned) if "loss" in entry]
+    assert len(losses) == 8 and np.mean(losses[4:]) < np.mean(losses[:4])
+    scored = [entry for entry in entries(finetuned) if "ndcg@10" in entry]
+    assert [entry["step"] for entry in scored] == [0, 4, 8] and 0 < scored[0]["bm25_ndcg@10"] <= 1
+    again = ran(ft.main, finetuned, "--val-pairs", some_pairs, "--score-only")
+    assert again["ndcg@10"] == scored[-1]["ndcg@10"] and again["bm25_ndcg@10"] == scored[-1]["bm25_ndcg@10"]
+    assert again["queries"] == 8 and again["step"] == 8
+    assert (finetuned / "finetune_encoder.py").is_file()
+
+
+def test_finetuning_resumes_bit_for_bit(finetuned, tmp_path):
+    copy = halfway(finetuned, tmp_path / "run")
+    ran(ft.main, "--resume", "--run-dir", copy)
+    assert_same_run(copy, finetuned)
+
+
+def test_two_ranks_finetune_like_one(finetuned, pretrained, some_pairs, tmp_path):
+    two_ranks(ft.main, pretrained, *ft_flags(some_pairs, tmp_path / "two"))
+    assert_close_runs(tmp_path / "two", finetuned)
+
+
+def test_finetuning_refuses_in_a_sentence(pretrained, finetuned, some_pairs, tmp_path):
+    new = tmp_path / "new"
+    assert "name it first" in refused(ft.main, *ft_flags(some_pairs, new))
+    assert "lower --batch" in refused(ft.main, pretrained, *ft_flags(some_pairs, new, batch=9))
+    assert "--temperature" in refused(ft.main, pretrained, *ft_flags(some_pairs, new, temperature=0.0))
+    assert "cannot read" in refused(ft.main, pretrained, *ft_flags(tmp_path / "gone.jsonl", new))
+    assert "--pairs" in refused(ft.main, pretrained, "--run-dir", new)
+    assert not new.exists()
+    copy = shutil.copytree(finetuned, tmp_path / "edited")
+    description = ts.read_description(copy)
+    description["scripts"]["finetune_encoder.py"] = "0"
+    ts.write_description(copy, description)
+    assert "was edited" in refused(ft.main, "--resume", "--run-dir", copy)
+
+
+# ---- export
+
+
+@pytest.fixture(scope="module")
+def exported(finetuned, tmp_path_factory):
+    out = tmp_path_factory.mktemp("export") / "model"
+    ran(export_encoder.main, finetuned, "--out", out)
+    assert "not an empty folder" in refused(export_encoder.main, finetuned, "--out", out)
+    return out
+
+
+def test_export_in_transformers(exported, finetuned):
+    """Embeddings of a padded batch and logits of a masked text, to 1e-5."""
+    transformers = pytest.importorskip("transformers")
+    model, description, _ = ft.load_encoder(finetuned)
+    texts = [*SENTENCES[:3], "é ü € naïve 你好 12 ...", "the stone " * 40]
+    data = ft.Pairs(texts, [])
+    data.tokenize(ts.Tokenizer(finetuned / "tokenizer.json"), ft.longest_text(description))
+    with torch.no_grad():
+        expected = model.embed_texts(*ft.pack_texts(data.sequences, CPU))
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(exported)
+    batch = tokenizer(texts, padding=True, truncation=True, max_length=24, return_tensors="pt")
+    for row, mask, sequence in zip(batch["input_ids"], batch["attention_mask"], data.sequences, strict=True):
+        assert row[mask.bool()].tolist() == sequence.tolist()
+    mask = batch["attention_mask"][..., None]
+    with torch.no_grad():
+        states = transformers.AutoModel.from_pretrained(exported)(**batch).last_hidden_state
+    found = F.normalize((states * mask).sum(1) / mask.sum(1), dim=-1)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+
+    masked = tokenizer("the <|mask|> is in the order", return_tensors="pt")["input_ids"]
+    assert (masked == tokenizer.mask_token_id).sum() == 1 and tokenizer.mask_token_id == 300
+    with torch.no_grad():
+        logits = transformers.AutoModelForMaskedLM.from_pretrained(exported)(masked).logits[0]
+        own = F.linear(hidden_of(model, [masked[0].int().numpy()]), model.embed)[:, :301]
+    torch.testing.assert_close(logits, own, atol=1e-5, rtol=1e-5)
+
+
+def test_export_for_sentence_transformers(exported):
+    """The files that it reads; dev/check_encoder.py runs the package itself."""
+    modules = json.loads((exported / "modules.json").read_text())
+    assert [module["type"].split(".")[-1] for module in modules] == ["Transformer", "Pooling", "Normalize"]
+    assert all((exported / module["path"]).is_dir() for module in modules)
+    pooling = json.loads((exported / "1_Pooling/config.json").read_text())
+    assert pooling == {"word_embedding_dimension": 32, "pooling_mode_mean_tokens": True}
+    assert json.loads((exported / "sentence_bert_config.json").read_text())["max_seq_length"] == 24
