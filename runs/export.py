@@ -1,12 +1,13 @@
 """A trained model as a Hugging Face repository that transformers and tokenizers load.
 
-    python runs/export.py out/RUN --out export/my-model
+    python runs/export.py out/RUN --out export/my-model [--push OWNER/NAME]
     AutoModelForCausalLM.from_pretrained("export/my-model", trust_remote_code=True)   # then, in Python
 
 It writes model.safetensors, config.json, generation_config.json, tokenizer.json (for the `tokenizers`
 library), tokenizer_config.json with the chat template, the model's code (export_model.py, a plain
 layered model whose logits are the script's) and README.md with results and commands. Exporting needs
-no transformers. Upload the folder with `hf upload OWNER/NAME export/my-model`.
+no transformers. --push sends the folder to a model repository of the hub, which it makes if there is none, with the
+token of `hf auth login` or of HF_TOKEN; `hf upload OWNER/NAME export/my-model` does the same later.
 
 This executes the training script that lies in the run directory.
 """
@@ -26,6 +27,9 @@ from chat import is_chat_run
 from engine import RunError, import_script
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "data"))
+import hub
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MODEL_CODE = Path(__file__).with_name("export_model.py")
@@ -476,6 +480,21 @@ def export(
     )
 
 
+def push(folder: Path, repo: str) -> None:
+    """Sends an export to a model repository of the hub."""
+    from huggingface_hub import HfApi
+
+    hub.prepare()
+    api = HfApi()
+    way = f"({folder} is written; `hf upload {repo} {folder}` sends it later)"
+    hub.retry(lambda: api.create_repo(repo, exist_ok=True), f"creating {repo} {way}")
+    hub.retry(
+        lambda: api.upload_folder(repo_id=repo, folder_path=folder, commit_message="Add the model"),
+        f"sending to {repo} {way}",
+    )
+    print(f"sent {folder} to {repo}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="A trained model as a Hugging Face repository.")
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path)
@@ -487,8 +506,13 @@ def main() -> None:
     parser.add_argument(
         "--name", default="", help="name in the model card, e.g. OWNER/NAME (default: the folder's)"
     )
+    parser.add_argument("--push", metavar="OWNER/NAME", help="also send it to the hub")
     args = parser.parse_args()
-    export(args.run_dir, args.out, args.step, args.dtype, args.name)
+    if args.push and not re.fullmatch(r"[\w.-]+/[\w.-]+", args.push):
+        fail(f"--push {args.push} is not a repository name; give OWNER/NAME")
+    export(args.run_dir, args.out, args.step, args.dtype, args.name or args.push or "")
+    if args.push:
+        push(args.out, args.push)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
-"""A stand-in for the Hugging Face server on the loopback interface, as far as data/*.py uses it.
+"""A stand-in for the Hugging Face server on the loopback interface, as far as data/*.py and runs/export.py use it.
 
-start_hub() serves dataset repositories from a dict {repo: {path: bytes}} and records every request. Faults:
+start_hub() serves repositories of datasets and models from a dict {repo: {path: bytes}} and records every request.
+Faults:
     hub.break_after[path] = n     the next GET of the file drops the connection after n bytes (once)
     hub.corrupt[path] = n         the next n GETs of the file deliver wrong bytes (-1: always)
     hub.fail_posts[part] = n      the next n POSTs or PUTs whose path contains part answer 500
@@ -79,17 +80,17 @@ def make_handler(hub: SimpleNamespace) -> type[BaseHTTPRequestHandler]:
             for part, url in hub.redirect.items():
                 if path.endswith(f"/{part}"):
                     return self.answer(302, b"", {"Location": url + self.path, **self.file_headers(b"")})
-            if found := re.fullmatch(r"/api/datasets/([^/]+/[^/]+)(/revision/[^/]+)?", path):
+            if found := re.fullmatch(r"/api/(?:datasets|models)/([^/]+/[^/]+)(/revision/[^/]+)?", path):
                 if found[1] not in hub.repos:
                     return self.missing("RepoNotFound")
                 return self.json({"id": found[1], "sha": COMMIT, "siblings": [], "tags": [], "private": False})
-            if found := re.fullmatch(r"/api/datasets/([^/]+/[^/]+)/tree/[^/]+", path):
+            if found := re.fullmatch(r"/api/(?:datasets|models)/([^/]+/[^/]+)/tree/[^/]+", path):
                 if found[1] not in hub.repos:
                     return self.missing("RepoNotFound")
                 entries = []
                 for name, data in sorted(hub.repos[found[1]].items()):
                     entry = {"type": "file", "path": name, "size": len(data), "oid": git_blob_id(data)}
-                    if name.endswith((".bin", ".parquet")):
+                    if name.endswith((".bin", ".parquet", ".safetensors")):
                         entry["lfs"] = {
                             "oid": hashlib.sha256(data).hexdigest(),
                             "size": len(data),
@@ -151,13 +152,15 @@ def make_handler(hub: SimpleNamespace) -> type[BaseHTTPRequestHandler]:
                     return self.json({**value, "error": "You already created this dataset repo"}, 409)
                 hub.repos[repo] = {}
                 return self.json(value)
-            if found := re.fullmatch(r"/api/datasets/([^/]+/[^/]+)/preupload/[^/]+", path):
+            if path == "/api/validate-yaml":  # of a model card
+                return self.json({"errors": [], "warnings": []})
+            if found := re.fullmatch(r"/api/(?:datasets|models)/([^/]+/[^/]+)/preupload/[^/]+", path):
                 files = []
                 for file in json.loads(body)["files"]:
-                    mode = "lfs" if file["path"].endswith(".bin") else "regular"
+                    mode = "lfs" if file["path"].endswith((".bin", ".safetensors")) else "regular"
                     files.append({"path": file["path"], "uploadMode": mode, "shouldIgnore": False})
                 return self.json({"files": files})
-            if found := re.fullmatch(r"/datasets/([^/]+/[^/]+)\.git/info/lfs/objects/batch", path):
+            if found := re.fullmatch(r"(?:/datasets)?/([^/]+/[^/]+)\.git/info/lfs/objects/batch", path):
                 objects = []
                 for item in json.loads(body)["objects"]:
                     answer = {"oid": item["oid"], "size": item["size"]}
@@ -165,7 +168,7 @@ def make_handler(hub: SimpleNamespace) -> type[BaseHTTPRequestHandler]:
                         answer["actions"] = {"upload": {"href": f"{hub.url}/lfs/{item['oid']}"}}
                     objects.append(answer)
                 return self.json({"transfer": "basic", "objects": objects})
-            if found := re.fullmatch(r"/api/datasets/([^/]+/[^/]+)/commit/[^/]+", path):
+            if found := re.fullmatch(r"/api/(?:datasets|models)/([^/]+/[^/]+)/commit/[^/]+", path):
                 for line in body.splitlines():
                     item = json.loads(line)
                     value = item["value"]

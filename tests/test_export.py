@@ -3,9 +3,11 @@
 import dataclasses
 import json
 import math
+import os
 import random
 import re
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -15,6 +17,7 @@ import torch
 import train_small as ts
 
 from conftest import ROOT, random_model, script, tiny_config
+from hub_stub import start_hub
 
 sys.path.insert(0, str(ROOT / "data"))
 sys.path.insert(0, str(ROOT / "runs"))
@@ -177,6 +180,30 @@ def test_user_errors(bpe, tmp_path, monkeypatch, capsys):
             export.main()
         assert message in end.value.code and end.value.code.startswith("error: ") and "\n" not in end.value.code
     assert not new.exists() and [p.name for p in full.iterdir()] == ["x"] and not list(tmp_path.glob(".*"))
+
+
+def test_push(bpe, tmp_path):
+    """The repository of the hub holds the files of the folder; without a hub one sentence says what is left to do."""
+    run_dir = write_run(tmp_path / "run", bpe)
+
+    def run(endpoint, out, *more):
+        names = {"HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path / "home"), "HF_TOKEN": "hf_secret"}
+        command = [sys.executable, "runs/export.py", run_dir, "--out", out, "--push", *more]
+        environment = {**os.environ, **names, "HF_HUB_DISABLE_XET": "1"}
+        return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+
+    with start_hub({}) as hub:
+        done = run(hub.url, tmp_path / "a", "me/tiny")
+        assert done.returncode == 0 and done.stdout.endswith(f"sent {tmp_path / 'a'} to me/tiny\n"), done.stderr
+        sent = {name: data for name, data in hub.repos["me/tiny"].items()}
+    assert sent == {path.name: path.read_bytes() for path in (tmp_path / "a").iterdir()}
+    assert b"# me/tiny" in sent["README.md"]
+
+    done = run(hub.url, tmp_path / "b", "me/tiny")  # the hub has gone
+    assert done.returncode == 1 and "hf upload me/tiny" in done.stderr and "hf_secret" not in done.stderr
+    assert "Traceback" not in done.stderr and (tmp_path / "b" / "model.safetensors").is_file()
+    done = run(hub.url, tmp_path / "c", "tiny")
+    assert done.returncode == 1 and "give OWNER/NAME" in done.stderr and not (tmp_path / "c").exists()
 
 
 def test_a_damaged_checkpoint_is_passed_over(bpe, tmp_path, capsys):
