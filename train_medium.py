@@ -2278,18 +2278,24 @@ class RankWatch:
 
     def run(self) -> None:
         count = 0
+        talker = ThreadPoolExecutor(1)
         while not self.closing.wait(min(1.0, self.timeout / 5)):
             count += 1
             try:
-                self.tell([count, self.step])
-                self.listen(time.monotonic())
+                talker.submit(self.talk, [count, self.step]).result(self.timeout)
+                problem = self.problem(time.monotonic())
+            except TimeoutError:  # process 0 may hold the store
+                problem = f"process 0 has not been heard of for {self.timeout:.0f} s"
             except RuntimeError:  # the store is gone, and with it process 0
                 return
-            problem = self.problem(time.monotonic())
             if problem:
                 way = "look at that machine, then continue with --resume; --rank-timeout sets the time"
                 print_error(f"{problem}, so process {self.ranks.rank} ends; {way}")
                 os._exit(1)
+
+    def talk(self, message: list) -> None:
+        self.tell(message)
+        self.listen(time.monotonic())
 
     def tell(self, message: list | None) -> None:
         self.store.set(f"watch/{self.ranks.rank}", json.dumps(message))

@@ -398,6 +398,9 @@ def main(argv: list[str] | None = None) -> int:
     except RunError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return 1
+    except KeyboardInterrupt:
+        print("error: stopped at once; nothing was done yet", file=sys.stderr, flush=True)
+        return 130
     return script.run_command(lambda: finetune(script, argv))
 
 

@@ -894,6 +894,9 @@ def main(argv: list[str] | None = None) -> int:
     except RunError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return 1
+    except KeyboardInterrupt:
+        print("error: stopped at once; nothing was done yet", file=sys.stderr, flush=True)
+        return 130
 
     def command() -> dict:
         try:

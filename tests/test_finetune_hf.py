@@ -35,6 +35,8 @@ from transformers import (  # noqa: E402
     Qwen2Config,
 )
 
+del os.environ["HF_HUB_OFFLINE"]  # the tests of other files have hubs of their own
+
 TEMPLATE = ROOT / "runs/chat_template_qwen.jinja"
 SIZES = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -510,7 +512,7 @@ def test_two_ranks_and_back_to_one(folder, reference, tmp_path, capsys):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     environment = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    environment["HF_DATASETS_CACHE"] = str(folder / "cache")
+    environment |= {"HF_DATASETS_CACHE": str(folder / "cache"), "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-c", TWO_RANKS, "sft", f"@{folder}/sft.toml", "--run-dir", str(run_dir)]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

@@ -552,3 +552,18 @@ def test_a_watch_tells_and_says_good_bye():
     assert watch.heard[1] == ([3, 7], 1.0), "an old message is no new sign of life"
     watch.close()
     assert store.values["watch/1"] == "null"
+
+
+def test_a_store_that_does_not_answer(monkeypatch, capsys):
+    """Process 0 holds the store: stopped, it answers nothing, and the call of process 1 would wait for ever."""
+    ended = threading.Event()
+    stopped = threading.Event()
+    monkeypatch.setattr(ts.os, "_exit", lambda code: ended.set())
+    store = Store()
+    store.check = lambda keys: stopped.wait(60)
+    watch = ts.RankWatch(SimpleNamespace(rank=1, world=2), store, 0.2)
+    assert ended.wait(10)
+    watch.closing.set()
+    stopped.set()
+    watch.thread.join()
+    assert "error: process 0 has not been heard of for 0 s, so process 1 ends" in capsys.readouterr().err
