@@ -659,7 +659,15 @@ def test_readme_lines_are_true():
 
 def test_readme_names_real_flags_fields_and_files():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    scripts = ("train_small.py", "data/pretrain.py", "data/hub.py", "runs/chat_eval.py", "runs/rl.py", "runs/serve.py", "runs/export.py")
+    scripts = (
+        "train_small.py",
+        "data/pretrain.py",
+        "data/hub.py",
+        "runs/chat_eval.py",
+        "runs/rl.py",
+        "runs/serve.py",
+        "runs/export.py",
+    )
     flags = {f for script in (*scripts, "runs/speedrun_small.sh") for f in known_flags(script)}
     mentioned = set(re.findall(r"`(--[a-z-]+)", text))
     assert mentioned <= flags, mentioned - flags
