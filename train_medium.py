@@ -2312,7 +2312,7 @@ class RankWatch:
             self.steps = (steps, now)
 
     def problem(self, now: float) -> str | None:
-        """What is wrong with another rank, or None. A rank that has begun or ended says nothing."""
+        """What is wrong with another rank, or None. One that has not begun, or has ended, is left out."""
         for rank, (message, when) in self.heard.items():
             if message is not None and now - when > self.timeout:
                 return f"process {rank} has not been heard of for {self.timeout:.0f} s"
@@ -2940,6 +2940,8 @@ def dataset_problem(info: dict) -> str | None:
     files = info["files"]
     counts = {"pretrain": ["tokens", "text_bytes"], "sft": ["tokens"]}
     for name, entry in files.items():
+        if not isinstance(entry["sha256"], str):
+            return f"lists {name!r} without its sha256"
         is_mask = name.endswith(".mask.bin")
         for key in [] if is_mask else counts.get(name.split("/")[0], []):
             if not is_number(entry[key], 0, 2**40):
@@ -3169,6 +3171,10 @@ def wandb_key(key: str) -> str:
 
 def start_wandb(run_dir: Path, name: str, config: dict):
     """Starts a run of wandb, or continues the one that this run directory has begun."""
+    try:
+        import wandb
+    except ImportError:
+        raise UserError("--wandb needs the package wandb; install it, or drop the flag") from None
     id_path = run_dir / "wandb_id.txt"
     if not id_path.is_file():
         write_atomically(id_path, os.environ.get("WANDB_RUN_ID") or os.urandom(4).hex())
@@ -3178,10 +3184,6 @@ def start_wandb(run_dir: Path, name: str, config: dict):
         "resume": "allow",
         "dir": str(run_dir),
     }
-    try:
-        import wandb
-    except ImportError:
-        raise UserError("--wandb needs the package wandb; install it, or drop the flag") from None
     try:
         return wandb.init(name=name, config=config, **options)
     except wandb.Error as error:

@@ -231,7 +231,8 @@ def test_what_is_read_is_what_is_listed(tmp_path, dataset_dir):
     with pytest.raises(ts.UserError, match="bytes, dataset.json says"):
         ts.Dataset.open(root).files("train")
 
-    for entry, words in (({"tokens": "9"}, "with tokens '9'"), ({"text_bytes": -1}, "with text_bytes -1")):
+    for entry, words in (({"sha256": 5}, "without its sha256"), ({"tokens": "9"}, "with tokens '9'"),
+                         ({"text_bytes": -1}, "with text_bytes -1")):  # fmt: skip
         other = shutil.copytree(dataset_dir, tmp_path / words)
         change_listing(other, "pretrain/val_000000.bin", **entry)
         with pytest.raises(ts.UserError, match=words):
