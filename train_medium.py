@@ -2970,11 +2970,11 @@ def write_atomically(path: Path, text: str) -> None:
 # changes its meaning; a tool refuses a script of another number.
 INTERFACE = 2
 INTERFACE_NAMES = """
-    Config UserError GPT Tokenizer Dataset Ranks TrainState Job Batch Packs MicroBatch ShardReader
+    Config Stage Policy UserError GPT Tokenizer Dataset Ranks TrainState Job Batch Packs MicroBatch ShardReader
     PackLoader Log Stopper empty_packs fill_pack validation_documents scored_documents validation_batch
     bits_per_byte
     lr_multiplier muon_momentum stage_attention stage_index start_ranks choose_dtype choose_attention
-    sdpa_attention peak_memory_gib describe_machine build_state build_optimizer warm_up train train_step
+    sdpa_attention peak_flops peak_memory_gib describe_machine build_state build_optimizer warm_up train train_step
     checkpoints newest_whole check_checkpoint load_checkpoint save_checkpoint lock_run_dir fingerprint
     read_config read_description write_description write_atomically FREE_ON_RESUME
     FROZEN FROZEN_ON_RESUME build_parser config_changes change_config make_config run_command

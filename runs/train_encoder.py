@@ -31,7 +31,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -49,17 +48,6 @@ CE_ROWS = 2048  # rows of logits that exist at the same time
 
 # ==================================================================================================
 # CONFIG
-
-
-class Stage(NamedTuple):
-    """What train_small.py's schedule and loader ask for. An encoder's run has one stage."""
-
-    share: float
-    packs: int
-    window_short: int
-    window_long: int
-    max_doc: int
-    lr_mult: float
 
 
 @dataclass(frozen=True)
@@ -122,9 +110,10 @@ class Config:
         return self.packs * self.pack_tokens
 
     @property
-    def stages(self) -> tuple[Stage, ...]:
+    def stages(self) -> tuple:
+        """What the schedule and the loader of train_small.py ask for: an encoder's run has one stage."""
         longest = self.max_seq_len
-        return (Stage(1.0, self.packs, longest, longest, longest, 1.0),)
+        return (script.Stage(1.0, self.packs, longest, longest, longest, 1.0),)
 
     stage_table = stages
 
@@ -132,26 +121,14 @@ class Config:
 SIZES = {"small": {}, "neobert": {"num_layers": 28}}
 
 
-class Policy(NamedTuple):
-    """How one parameter is updated, see Policy in train_small.py."""
-
-    optimizer: str  # "normuon" or "adam"
-    lr_mult: float
-    betas: tuple = ()
-    weight_decay: float = 0.0
-    rows: int = 0
-    odd_mult: float = 1.0
-    late: bool = False
-
-
-def parameter_table(config: Config) -> dict[str, Policy]:
+def parameter_table(config: Config) -> dict:
     """NorMuon for matrices, Adam for the embedding, with the decays of train_small.py."""
     head_pair = min(2, config.num_heads) * config.head_dim
     return {
-        "qk_bank": Policy("normuon", 1.0, weight_decay=0.0276, rows=head_pair),
-        "vo_bank": Policy("normuon", 1.0, weight_decay=0.0276),
-        "mlp_bank": Policy("normuon", 1.0, weight_decay=0.0276),
-        "embed": Policy("adam", 1.0, (0.9, 0.95), 0.006),
+        "qk_bank": script.Policy("normuon", 1.0, weight_decay=0.0276, rows=head_pair),
+        "vo_bank": script.Policy("normuon", 1.0, weight_decay=0.0276),
+        "mlp_bank": script.Policy("normuon", 1.0, weight_decay=0.0276),
+        "embed": script.Policy("adam", 1.0, (0.9, 0.95), 0.006),
     }
 
 
@@ -462,13 +439,6 @@ def flops_per_token(config: Config, batch) -> float:
     lengths = np.diff(np.flatnonzero(np.append(is_first, True)))
     seen = float((lengths.astype(float) ** 2).sum() / lengths.sum())
     return 6 * (c.num_layers * layer + head) + 12 * c.num_layers * c.width * seen
-
-
-def peak_flops(device: torch.device) -> float:
-    """Dense bf16 peak in FLOP/s of cards that this project measures; else infinite: no MFU."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    tflops = {"H200": 989, "H100": 989, "A100": 312}
-    return next((value * 1e12 for key, value in tflops.items() if key in name), math.inf)
 
 
 # ==================================================================================================
@@ -813,7 +783,7 @@ def log_pretraining(run: Run, batch, bytes_per_token: float) -> None:
     loss = mean_loss(run, shared=True)
     tokens = progress.tokens - run.logged.tokens
     seconds = max(progress.train_seconds - run.logged.train_seconds, 1e-9)
-    peak = peak_flops(run.ranks.device) * run.ranks.world
+    peak = script.peak_flops(run.ranks.device) * run.ranks.world
     entry = {
         "step": run.state.step,
         "tokens": progress.tokens,
