@@ -6,10 +6,11 @@
     python dev/bench_generate.py --script train_medium.py
 
 Greedy unless noted; no text ends early. "step" is one step with all work of the host, "GPU" the
-same steps launched without reading their tokens in between. "equal" is the share of tokens on which
-the plain path (no kernels in decoding, no graph, nothing compiled) agrees, and "until" the mean
-place of the first that differs: a near tie that rounding decides changes everything after it. Times
-are medians of 3. The last line is the result as JSON.
+same steps launched without reading their tokens in between. "as graph" is the prefill as a graph of
+fixed size, where the prompts fit one, and "its equal" the share of tokens that stay the same then.
+"equal" is the share of tokens on which the plain path (no kernels in decoding, no graph, nothing
+compiled) agrees, and "until" the mean place of the first that differs: a near tie that rounding
+decides changes everything after it. Times are medians of 3. The last line is the result as JSON.
 """
 
 import argparse
@@ -128,6 +129,7 @@ def measure(
         fill(decoder, prompts, new, temperature=0.0)
         graph = decoder.graphs[engine.GREEDY]
         row["gpu_step_ms"] = timed(ranks, lambda: [graph.replay() for _ in range(new)]) / new
+        row |= measure_prefill_graphs(decoder, prompts, completions, ranks)
     fill(decoder, prompts, new, temperature=0.8, top_k=50)
     decoder.step()
     row["sampled_step_ms"] = timed(ranks, lambda: finish(decoder)) / (new - 1)
@@ -149,9 +151,28 @@ def measure(
     return row
 
 
+def measure_prefill_graphs(decoder, prompts: list, completions: list, ranks: ts.Ranks) -> dict:
+    """The time of prefills as graphs, and the share of equal tokens behind them."""
+    new = completions[0].max_tokens
+    decoder.prefills = {}
+    fill(decoder, prompts, new, temperature=0.0)  # records
+    times = [timed(ranks, lambda: fill(decoder, prompts, new, temperature=0.0)) for _ in range(3)]
+    others = list(decoder.live.values())
+    finish(decoder)
+    decoder.prefills = None
+    pairs = [
+        (x, y)
+        for one, other in zip(completions, others, strict=True)
+        for x, y in zip(one.tokens, other.tokens, strict=True)
+    ]
+    same = sum(x == y for x, y in pairs) / len(pairs)
+    return {"graphed_prefill_ms": statistics.median(times), "graphed_equal": same}
+
+
 # Of a row, and its head in the table.
 COLUMNS = {
-    "batch": "batch", "ready_s": "ready s", "prefill_ms": "prefill ms", "step_ms": "step ms",
+    "batch": "batch", "ready_s": "ready s", "prefill_ms": "prefill ms",
+    "graphed_prefill_ms": "as graph", "graphed_equal": "its equal", "step_ms": "step ms",
     "gpu_step_ms": "GPU ms", "sampled_step_ms": "sampled ms", "plain_step_ms": "plain ms",
     "decode_tokens_per_second": "decode tok/s", "tokens_per_second": "all tok/s",
     "memory_gib": "GiB", "equal": "equal", "until": "until",

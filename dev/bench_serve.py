@@ -5,18 +5,24 @@
     python dev/bench_serve.py --soak 10000 --pid PID     10,000 requests of 64 clients, a third leaves
     python dev/bench_serve.py --smoke                    a few requests, on any machine
 
+    python dev/bench_serve.py out/RUN --compile          on CUDA: prefills as they are, and as graphs
+    python dev/bench_serve.py out/RUN --stub             the server alone, around a model that says
+                                                         random ids at once
+
 Every request of the table is for exactly --tokens tokens: where an answer ends earlier, its client
 asks once more for the rest, until the count is full. "short" counts these further requests. The
 clients are threads of processes of their own with plain sockets, so that what is measured is the
 server. It must listen on 127.0.0.1; nothing else is spoken to. With --pid the memory of the server
-is read at the start, in the middle and at the end of a soak (Linux). The last line is the result as
-JSON.
+is read at the start, in the middle and at the end of a soak, and "cpu us" is its processor time for
+each token (Linux). With a run directory the bench starts the server itself, with --rows and --compile
+as given, and ends it. The last line is the result as JSON.
 
 The time to the first token is from the first byte of a request to the first event with text.
 Tokens are those that the server counts (usage of a stream), not events, which may hold several.
 """
 
 import argparse
+import contextlib
 import json
 import multiprocessing
 import os
@@ -183,6 +189,7 @@ def load(args, clients: int, requests: int, leaving: float = 0.0, exact: bool = 
             "requests": share(requests, processes, i),
         }  # fmt: skip
         workers.append(multiprocessing.Process(target=run_clients, args=(settings, results)))
+    cpu = server_cpu(args.pid)
     began = time.perf_counter()
     for worker in workers:
         worker.start()
@@ -190,6 +197,8 @@ def load(args, clients: int, requests: int, leaving: float = 0.0, exact: bool = 
     seconds = time.perf_counter() - began
     for worker in workers:
         worker.join()
+    if cpu is not None:
+        cpu = server_cpu(args.pid) - cpu
 
     firsts = [outcome.first for outcome in found if outcome.first and not outcome.error]
     errors = [outcome.error for outcome in found if outcome.error]
@@ -204,6 +213,7 @@ def load(args, clients: int, requests: int, leaving: float = 0.0, exact: bool = 
         "first_ms_p95": round(1000 * percentile(firsts, 0.95), 1) if firsts else None,
         "short": len(found) - requests if exact else 0,
         "left": sum(outcome.left for outcome in found),
+        "cpu_us": round(1e6 * cpu / tokens, 1) if cpu is not None and tokens else None,
         "errors": len(errors),
         "first_error": errors[0] if errors else "",
     }
@@ -225,6 +235,14 @@ def server_memory(pid: int | None) -> float | None:
         if line.startswith("VmRSS:"):
             return round(int(line.split()[1]) / 1024, 1)
     return None
+
+
+def server_cpu(pid: int | None) -> float | None:
+    """Seconds of processor time that the server has used, where the system says it."""
+    if pid is None:
+        return None
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def get(port: int, path: str) -> dict:
@@ -256,54 +274,125 @@ def soak(args) -> dict:
     return total | {"memory_mib": memory, "growth_percent": growth, "health": state}
 
 
+# Of a result, and its head in the table.
+COLUMNS = {
+    "clients": "clients", "requests": "requests", "tokens_per_s": "tokens/s", "first_ms": "first ms",
+    "first_ms_p95": "first ms p95", "short": "short", "left": "left", "cpu_us": "cpu us",
+    "errors": "errors",
+}  # fmt: skip
+
+
 def row(result: dict) -> str:
-    names = (
-        "clients",
-        "requests",
-        "tokens_per_s",
-        "first_ms",
-        "first_ms_p95",
-        "short",
-        "left",
-        "errors",
+    return "".join(f"{result[name] if result[name] is not None else '-':>14}" for name in COLUMNS)
+
+
+# ---- a server of its own
+
+
+def serve(flags: list[str], graphs: bool, stub: bool, core: int | None) -> None:
+    """A process that is a server; with `core` it uses that one alone."""
+    if core is not None:
+        os.sched_setaffinity(0, {core})
+    sys.path[:1] = [str(Path(__file__).resolve().parents[1] / "runs")]
+    import engine
+    import serve as server
+
+    engine.PREFILL_GRAPHS = graphs
+    if stub:
+        say_anything(engine)
+    sys.argv[1:] = flags
+    sys.exit(server.main())
+
+
+def say_anything(engine) -> None:
+    """Replaces the model by one that needs no time: it says random ids, all of them of one byte."""
+    import torch
+
+    torch.set_num_threads(1)
+    logits = torch.zeros(1)
+
+    def decode(model, cache, tokens, *rest):
+        return logits.expand(len(tokens), model.config.vocab_size)
+
+    def sample(logits, *cuts):
+        return torch.randint(97, 123, (len(logits),))
+
+    engine.decode = decode
+    engine.sample = sample
+    engine.prefill = lambda *work: None
+    engine.check_decoding = lambda run, run_dir: None
+
+
+@contextlib.contextmanager
+def own_server(args, graphs: bool):
+    """Runs a server while the block runs, and sets args.port and args.pid to its own."""
+    with socket.socket() as free:
+        free.bind((HOST, 0))
+        args.port = free.getsockname()[1]
+    flags = [str(args.run_dir), "--port", str(args.port), "--rows", str(args.rows)]
+    flags += ["--compile"] if args.compile else []
+    flags += ["--device", "cpu"] if args.stub else []
+    core = None
+    if args.stub and hasattr(os, "sched_setaffinity"):
+        core = min(os.sched_getaffinity(0))
+    process = multiprocessing.get_context("spawn").Process(
+        target=serve, args=(flags, graphs, args.stub, core)
     )
-    return "".join(f"{result[name] if result[name] is not None else '-':>14}" for name in names)
+    process.start()
+    try:
+        args.pid = process.pid if sys.platform == "linux" else None
+        while process.is_alive():
+            with contextlib.suppress(OSError, ValueError):
+                get(args.port, "/health")
+                break
+            time.sleep(0.2)
+        yield
+    finally:
+        process.terminate()
+        process.join()
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     add = parser.add_argument
+    add("run_dir", nargs="?", type=Path, help="run to serve (default: a server that runs already)")
     add("--port", type=int, default=8000, help="of the server on 127.0.0.1")
     add("--clients", type=int, nargs="+", default=[1, 8, 64])
     add("--requests", type=int, default=4, help="for each client (one client alone: four times)")
     add("--tokens", type=int, default=128, help="of each answer")
     add("--soak", type=int, default=0, metavar="N", help="N requests instead of the table")
-    add("--pid", type=int, help="of the server, for its memory")
+    add("--pid", type=int, help="of the server, for its memory and processor time")
     add("--processes", type=int, default=4, help="that the clients are spread over")
     add("--seed", type=int, default=0)
     add("--smoke", action="store_true", help="two clients, three requests, answers of 8 tokens")
+    add("--rows", type=int, default=64, help="of the bench's own server")
+    add("--compile", action="store_true", help="for the bench's own server")
+    add("--stub", action="store_true", help="with a model that needs no time, on one CPU core")
     args = parser.parse_args()
     if args.smoke:
         args.clients = [1, 2]
         args.requests = 1
         args.tokens = 8
+    if args.run_dir is None:
+        return measure(args)
+    code = 0
+    for graphs in (False,) if args.stub or not args.compile else (False, True):
+        with own_server(args, graphs):
+            if not args.stub:
+                print(f"prefills {'as graphs' if graphs else 'as they are'}", flush=True)
+            code = max(code, measure(args))
+    return code
+
+
+def measure(args) -> int:
+    """The table or the soak of one server. Returns the exit code."""
     try:
         model = get(args.port, "/v1/models")["data"][0]
     except (OSError, ValueError, LookupError) as error:
         print(f"error: no server answers on {HOST} port {args.port} ({error}); start it first")
         return 1
     args.chat = model["chat"]
-    names = (
-        "clients",
-        "requests",
-        "tokens/s",
-        "first ms",
-        "first ms p95",
-        "short",
-        "left",
-        "errors",
-    )
-    print("".join(f"{name:>14}" for name in names), flush=True)
+    print("".join(f"{name:>14}" for name in COLUMNS.values()), flush=True)
     load(args, 1, 1)  # warms up
     if args.soak:
         result = soak(args)

@@ -308,8 +308,7 @@ class KVCache:
         return KVCache(keys, values, slots)
 
 
-@dataclass
-class RingPlan:
+class RingPlan(NamedTuple):
     """How a prefill reads and writes the rings of all layers that have one window.
 
     A picture with a window of 3, so rings of 5 slots. Row A holds 5 tokens and gets 2 more, row B
@@ -326,46 +325,84 @@ class RingPlan:
 
         slot     0    1    2    3    4
                 A5*  A6*   .   A3   A4         first_slot 0, next_slot 2 (free for the key of A7)
+
+    Arrays of whole numbers; on the device tensors. A fixed size repeats some of their entries.
     """
 
-    attention: Callable  # over the packed texts: (q, k, v, long, gate) -> y
-    order: Tensor  # of cat((old, new)), which gives the packed texts
-    new_places: Tensor  # (T,) where the new tokens are in the packed texts
-    read_rows: Tensor  # row and slot of each old key
-    read_slots: Tensor
-    kept: Tensor  # which of the T new tokens their ring holds at the end
-    write_rows: Tensor  # row and slot of each of those
-    write_slots: Tensor
-    rows: Tensor  # (N,) the row of each text
-    first_slots: Tensor  # (N,) slot of the first new token
-    next_slots: Tensor  # (N,) slot of the token after the last new one
+    places: Any  # in their text, of all places of the packed texts
+    borders: Any  # of the packed texts
+    order: Any  # of cat((old, new)), which gives the packed texts
+    new_places: Any  # (T,) where the new tokens are in the packed texts
+    read_rows: Any  # row and slot of each old key
+    read_slots: Any
+    kept: Any  # which of the T new tokens their ring holds at the end
+    write_rows: Any  # row and slot of each of those
+    write_slots: Any
+    rows: Any  # (N,) the row of each text
+    first_slots: Any  # (N,) slot of the first new token
+    next_slots: Any  # (N,) slot of the token after the last new one
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, long: int):
+    def longest(self) -> int:
+        """Tokens of the longest packed text."""
+        return int(np.diff(self.borders).max())
+
+    def attend(self, attention: Callable, q: Tensor, k: Tensor, v: Tensor, keys, values, long: int):
         """Attention of the new tokens: q, k, v (T, H, K), rings (B, S, H, K) -> (T, H, K)."""
         if not len(self.read_rows):
-            return self.attention(q, k, v, long, None)
+            return attention(q, k, v, long, None)
         old_keys = keys[self.read_rows, self.read_slots]
         old_values = values[self.read_rows, self.read_slots]
         packed_q = torch.cat((old_keys, q))[self.order]
         packed_k = torch.cat((old_keys, k))[self.order]
         packed_v = torch.cat((old_values, v))[self.order]
-        return self.attention(packed_q, packed_k, packed_v, long, None)[self.new_places]
+        return attention(packed_q, packed_k, packed_v, long, None)[self.new_places]
 
 
-def plan_ring(model, text_rows, starts, ends, window: int, slots: int) -> RingPlan:
-    """The plan for rings of one size.
+class PrefillSize(NamedTuple):
+    """Lengths that a prefill is padded to, so that one CUDA graph serves all that fit them."""
+
+    texts: int  # without the padding
+    new: int  # tokens
+    old: int  # keys read from a ring
+
+
+PREFILL_GRAPHS = False  # whether small prefills are graphs on CUDA; no GPU has measured them yet
+# Above the largest of these the device is busy for longer than the host needs to launch a prefill.
+NEW_SIZES = (128, 256, 512, 1024, 2048, 4096)
+OLD_SIZES = (0, 1024, 4096)
+
+
+def prefill_size(starts: list, texts: list, most_texts: int, window: int) -> PrefillSize | None:
+    """The smallest size for some texts, of which rows hold `starts` ids; None if they are long."""
+    new = sum(map(len, texts)) - sum(starts)
+    old = sum(min(start, window) for start in starts)
+    new_sizes = [size for size in NEW_SIZES if size >= new]
+    old_sizes = [size for size in OLD_SIZES if size >= old]
+    if not new_sizes or not old_sizes:
+        return None
+    return PrefillSize(most_texts, new_sizes[0], old_sizes[0])
+
+
+def padded(array, length: int, value: int):
+    return np.concatenate((array, np.full(length - len(array), value)))
+
+
+def plan_ring(text_rows, starts, ends, window: int, slots: int, size: PrefillSize | None = None):
+    """The RingPlan for rings of one window, in arrays.
 
     Args:  text_rows, starts, ends (N + 1,) int64 arrays: row of each text, how many of its tokens
            the row holds, and its length. The last text is padding, which is never stored.
     """
     count = len(text_rows) - 1
     held = np.minimum(starts, window)  # older keys are out of sight
+    if size:
+        held[-1] = size.old - held[:-1].sum()  # the padding takes whatever lies in its row
     lengths = held + ends - starts
-    cu_seqlens = np.cumsum([0, *lengths])
+    borders = np.cumsum([0, *lengths])
 
     # For every place of the packed texts: which text, where in it, and whether its key is old.
     text = np.repeat(np.arange(count + 1), lengths)
-    place = np.arange(len(text)) - cu_seqlens[text]
+    place = np.arange(len(text)) - borders[text]
     position = place + (starts - held)[text]
     old = place < held[text]
 
@@ -377,26 +414,53 @@ def plan_ring(model, text_rows, starts, ends, window: int, slots: int) -> RingPl
     # The ring keeps the last S - 1 tokens; one slot stays free for the token that comes next.
     new_text = text[~old]
     new_position = position[~old]
-    kept = (new_text < count) & (new_position > ends[new_text] - slots)
+    kept = ((new_text < count) & (new_position > ends[new_text] - slots)).nonzero()[0]
 
-    def tensor(array) -> Tensor:
-        return to_device(array, model.embed.device)
+    # What is written for padding is what the first of these writes too.
+    which = np.arange(count)
+    if size:
+        kept = padded(kept, size.new, kept[0])
+        which = padded(which, size.texts, 0)
+        borders = padded(borders, size.texts + 2, borders[-1])
 
     return RingPlan(
-        attention=model.attention(
-            model, tensor(place), tensor(cu_seqlens).int(), int(lengths.max())
-        ),
-        order=tensor(order),
-        new_places=tensor((~old).nonzero()[0]),
-        read_rows=tensor(text_rows[text[old]]),
-        read_slots=tensor(position[old] % slots),
-        kept=tensor(kept.nonzero()[0]),
-        write_rows=tensor(text_rows[new_text[kept]]),
-        write_slots=tensor(new_position[kept] % slots),
-        rows=tensor(text_rows[:count]),
-        first_slots=tensor(starts[:count] % slots),
-        next_slots=tensor(ends[:count] % slots),
+        places=place,
+        borders=borders,
+        order=order,
+        new_places=(~old).nonzero()[0],
+        read_rows=text_rows[text[old]],
+        read_slots=position[old] % slots,
+        kept=kept,
+        write_rows=text_rows[new_text[kept]],
+        write_slots=new_position[kept] % slots,
+        rows=text_rows[which],
+        first_slots=starts[which] % slots,
+        next_slots=ends[which] % slots,
     )
+
+
+class Pack(NamedTuple):
+    """What the host prepares for a prefill: arrays of whole numbers; on the device tensors."""
+
+    tokens: Any  # (T,) new ids of all texts, and padding
+    previous: Any  # (T,) the id before each
+    positions: Any  # (T,)
+    first_new: Any  # (N,) of each text, among the new ids
+    last_new: Any
+    plans: tuple[RingPlan, RingPlan]  # of layers with a short and with a long window
+
+    def arrays(self) -> list:
+        return [*self[:5], *self.plans[0], *self.plans[1]]
+
+    def flat(self) -> Tensor:
+        """All arrays behind each other, so that one copy brings them to the device."""
+        return torch.from_numpy(np.concatenate(self.arrays()))
+
+    def over(self, flat: Tensor) -> Pack:
+        """This pack as parts of a tensor that holds what flat() gave."""
+        parts = flat.split([len(array) for array in self.arrays()])
+        half = 5 + len(RingPlan._fields)
+        return Pack(*parts[:5], (RingPlan(*parts[5:half]), RingPlan(*parts[half:])))
 
 
 def to_device(array, device: torch.device) -> Tensor:
@@ -417,6 +481,68 @@ def new_ids(starts: list[int], texts: list[list[int]]) -> tuple[list[int], list[
     return tokens, previous
 
 
+def plan_pack(model, cache: KVCache, rows, starts, texts, size: PrefillSize | None = None) -> Pack:
+    """The arrays of a prefill, padded to a size if there is one."""
+    # Padding is one more text; sdpa_attention works in blocks of equal size.
+    tokens, previous = new_ids(starts, texts)
+    padding = (size.new if size else -(-len(tokens) // 128) * 128) - len(tokens)
+    text_rows = np.array([*rows, rows[0]])
+    starts = np.array([*starts, 0])
+    ends = np.array([*map(len, texts), padding])
+    borders = np.cumsum([0, *(ends - starts)])
+    positions = np.concatenate([np.arange(*span) for span in zip(starts, ends, strict=True)])
+    plans = [
+        plan_ring(text_rows, starts, ends, window, slots, size)
+        for window, slots in zip(model.windows, cache.slots, strict=True)
+    ]
+
+    count = len(rows)
+    most = size.texts if size else count
+    return Pack(
+        tokens=padded(tokens, len(positions), 0),
+        previous=padded(previous, len(positions), 0),
+        positions=positions.clip(max=model.config.max_seq_len - 1),  # only padding can lie beyond
+        first_new=padded(borders[:count], most, borders[0]),
+        last_new=padded(borders[1 : count + 1] - 1, most, borders[1] - 1),
+        plans=tuple(plans),
+    )
+
+
+def run_pack(model, cache: KVCache, pack: Pack, longest: list[int], weights=None) -> Tensor:
+    """The work of a prefill on the device, (T, D); `longest` bounds the packed texts of each plan."""
+    config = model.config
+    half = config.head_dim // 2
+    first_T11 = (pack.positions == 0)[:, None, None]
+    attentions = [
+        model.attention(model, plan.places, plan.borders.int(), bound)
+        for plan, bound in zip(pack.plans, longest, strict=True)
+    ]
+
+    def attend(index, layer, q, k, v, gate):
+        long = int(layer in config.long_layers)
+        plan = pack.plans[long]
+        keys = cache.keys[index]
+        values = cache.values[index]
+
+        own_keys = k
+        offset = layer in config.key_offset_layers
+        if offset:
+            before = torch.cat((k[:1], k[:-1]))
+            before[pack.first_new] = keys[
+                plan.rows, plan.first_slots
+            ]  # its second half waits there
+            k = model.offset_keys(k, before, first_T11)
+
+        y = plan.attend(attentions[long], q, k, v, keys, values, long)
+        keys[plan.write_rows, plan.write_slots] = k[plan.kept]
+        values[plan.write_rows, plan.write_slots] = v[plan.kept]
+        if offset:
+            keys[plan.rows, plan.next_slots, :, half:] = own_keys[pack.last_new, :, half:]
+        return gated(y, gate)
+
+    return model.trunk(pack.tokens, pack.previous, pack.positions, attend, weights)
+
+
 def prefill(model, cache: KVCache, rows: list, starts: list, texts: list, weights=None) -> Tensor:
     """Brings rows of the cache up to the given texts, all in one packed pass through the model.
 
@@ -425,53 +551,19 @@ def prefill(model, cache: KVCache, rows: list, starts: list, texts: list, weight
              computed again
     Returns: hidden states of the new ids, behind each other, and of some padding (T, D)
     """
-    config = model.config
-    half = config.head_dim // 2
+    pack = plan_pack(model, cache, rows, starts, texts)
+    longest = [plan.longest() for plan in pack.plans]
+    on_device = pack.over(to_device(pack.flat(), model.embed.device))
+    return run_pack(model, cache, on_device, longest, weights)
 
-    # Padding is one more text; sdpa_attention works in blocks of equal size.
-    tokens, previous = new_ids(starts, texts)
-    padding = -len(tokens) % 128
-    tokens += [0] * padding
-    previous += [0] * padding
-    text_rows = np.array([*rows, 0])
-    starts = np.array([*starts, 0])
-    ends = np.array([*map(len, texts), padding])
-    borders = np.cumsum([0, *(ends - starts)])
-    positions = np.concatenate([np.arange(*span) for span in zip(starts, ends, strict=True)])
 
-    def tensor(array) -> Tensor:
-        return to_device(array, model.embed.device)
+@dataclass
+class PrefillGraph:
+    """A prefill of one size as a CUDA graph, with the tensors that it reads and writes."""
 
-    first_new = tensor(borders[:-2])  # of each text, among the new tokens
-    last_new = tensor(borders[1:-1] - 1)
-    positions_T = tensor(positions).clamp(max=config.max_seq_len - 1)  # only padding can lie beyond
-    first_T11 = (positions_T == 0)[:, None, None]
-    plans = [
-        plan_ring(model, text_rows, starts, ends, window, slots)
-        for window, slots in zip(model.windows, cache.slots, strict=True)
-    ]
-
-    def attend(index, layer, q, k, v, gate):
-        long = int(layer in config.long_layers)
-        plan = plans[long]
-        keys = cache.keys[index]
-        values = cache.values[index]
-
-        own_keys = k
-        offset = layer in config.key_offset_layers
-        if offset:
-            before = torch.cat((k[:1], k[:-1]))
-            before[first_new] = keys[plan.rows, plan.first_slots]  # its second half waits there
-            k = model.offset_keys(k, before, first_T11)
-
-        y = plan.attend(q, k, v, keys, values, long)
-        keys[plan.write_rows, plan.write_slots] = k[plan.kept]
-        values[plan.write_rows, plan.write_slots] = v[plan.kept]
-        if offset:
-            keys[plan.rows, plan.next_slots, :, half:] = own_keys[last_new, :, half:]
-        return gated(y, gate)
-
-    return model.trunk(tensor(tokens), tensor(previous), positions_T, attend, weights)
+    cuda: torch.cuda.CUDAGraph
+    flat: Tensor  # of a Pack
+    hidden: Tensor
 
 
 def decode(model, cache: KVCache, tokens_B, previous_B, positions_B, weights=None) -> Tensor:
@@ -949,6 +1041,7 @@ class Decoder:
         self.sample = torch.compile(sample) if compile else sample
         self.graphs = {} if graph and device.type == "cuda" else None  # by width
         self.shaped_graphs = {}  # the same, of steps that shape logits
+        self.prefills = {} if PREFILL_GRAPHS and self.graphs is not None else None  # by size
         self.ahead = device.type == "cuda" if ahead is None else ahead
         self.flight: Flight | None = None
 
@@ -1028,7 +1121,7 @@ class Decoder:
         for pack in prefill_packs(texts, starts):
             pack_starts = [starts[row] for row in pack]
             pack_texts = [texts[row] for row in pack]
-            hidden = prefill(self.model, self.cache, pack, pack_starts, pack_texts, self.weights)
+            hidden = self.prefill(pack, pack_starts, pack_texts)
 
             place = 0  # of a text's first new id
             for row in pack:
@@ -1045,6 +1138,47 @@ class Decoder:
         for completion in completions.values():
             if completion.score_prompt and not completion.prompt_chances:
                 completion.prompt_chances = [None]  # a prompt of one id
+
+    def prefill(self, rows: list, starts: list, texts: list) -> Tensor:
+        """As prefill; what it returns may be overwritten by the next. By a graph where one fits."""
+        size = None
+        if self.prefills is not None:
+            size = prefill_size(starts, texts, self.rows, max(self.windows))
+        if size is None:
+            return prefill(self.model, self.cache, rows, starts, texts, self.weights)
+
+        pack = plan_pack(self.model, self.cache, rows, starts, texts, size)
+        if size not in self.prefills:
+            return self.capture_prefill(size, pack)
+        graph = self.prefills[size]
+        graph.flat.copy_(pack.flat(), non_blocking=True)
+        graph.cuda.replay()
+        return graph.hidden
+
+    def capture_prefill(self, size: PrefillSize, pack: Pack) -> Tensor:
+        """Computes a prefill and records it for others of its size; if that fails, there are no
+        graphs of prefills from now on.
+        """
+        flat = to_device(pack.flat(), self.model.embed.device)
+        longest = [size.new + size.old] * 2
+        work = (self.model, self.cache, pack.over(flat), longest, self.weights)
+        hidden = run_pack(*work)  # the result; recording computes nothing
+
+        # All of them share one pool of memory, because one runs at a time.
+        pool = next((graph.cuda.pool() for graph in self.prefills.values()), None)
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+                recorded = run_pack(*work)
+        except Exception as error:
+            print_note(f"prefills are no CUDA graphs here ({error!r:.200})")
+            self.prefills = None
+            # Without a capture that succeeds, the random generator stays in capture mode.
+            with torch.cuda.graph(torch.cuda.CUDAGraph()):
+                torch.zeros_like(flat)
+            return hidden
+        self.prefills[size] = PrefillGraph(graph, flat, recorded)
+        return hidden
 
     def count(self, completions: dict[int, Completion]) -> None:
         """Sets the counts of rows to those of their answers so far, and what is added to logits.

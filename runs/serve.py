@@ -237,6 +237,11 @@ class Worker(threading.Thread):
             self.decoder.admit({0: completion})
             self.decoder.step()
             self.decoder.free(0)
+        if self.decoder.prefills is not None:
+            for size in engine.NEW_SIZES:
+                ids = [0] * min(size, self.decoder.max_len)
+                self.decoder.admit({0: engine.Completion(ids, 1, 0.0)})
+                self.decoder.free(0)
 
     def round(self) -> None:
         """Drops jobs that nobody waits for, admits others into free rows, and makes one step."""

@@ -104,8 +104,8 @@ def with_offset(decode_attention, q, k, v, keys, values, positions, offset):
     return decode_attention(q, k, v, keys, values, positions, True)
 
 
-def one_late(plan_ring, model, rows, starts, ends, window, slots):
-    return plan_ring(model, rows, starts, ends, max(window - 1, 1), slots)
+def one_late(plan_ring, rows, starts, ends, window, slots, size=None):
+    return plan_ring(rows, starts, ends, max(window - 1, 1), slots, size)
 
 
 FAULTS = [("decode", shifted), ("decode", without_previous), ("decode_attention", without_offset),
@@ -274,13 +274,141 @@ def test_rings_of_any_size(seed):
 
 def test_the_picture_of_a_ring_plan():
     """The example that RingPlan draws."""
-    model = random_model(config_of({}))
-    plan = engine.plan_ring(model, np.array([0, 1, 0]), np.array([5, 1, 0]), np.array([7, 3, 0]), 3, 5)
+    plan = engine.plan_ring(np.array([0, 1, 0]), np.array([5, 1, 0]), np.array([7, 3, 0]), 3, 5)
     assert plan.order.tolist() == [0, 1, 2, 4, 5, 3, 6, 7] and plan.new_places.tolist() == [3, 4, 6, 7]
     assert plan.read_rows.tolist() == [0, 0, 0, 1] and plan.read_slots.tolist() == [2, 3, 4, 0]
     assert plan.kept.tolist() == [0, 1, 2, 3]
     assert plan.write_rows.tolist() == [0, 0, 1, 1] and plan.write_slots.tolist() == [0, 1, 1, 2]
     assert plan.first_slots.tolist() == [0, 1] and plan.next_slots.tolist() == [2, 3]
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_padding_changes_no_prefill(config):
+    """Chunks of ragged texts, padded and as they are: the same hidden states and rings, other rows untouched."""
+    model = random_model(config)
+    texts, rows = random_documents((64, 58, 61)), (3, 0, 2)  # of 5; 1 and 4 are others'
+    plain, fixed = (engine.KVCache.empty(model, 5, 64) for _ in range(2))
+    for ring in (*plain.keys, *plain.values, *fixed.keys, *fixed.values):
+        ring[1], ring[4] = float("inf"), float("nan")
+    done = [0, 0, 0]
+    for counts in ((5, 40, 23), (2, 0, 1), (1, 0, 0), (30, 18, 9)):
+        chosen = [i for i in range(3) if counts[i]]
+        of, starts = [rows[i] for i in chosen], [done[i] for i in chosen]
+        done = [d + n for d, n in zip(done, counts, strict=True)]
+        ids = [texts[i][: done[i]] for i in chosen]
+        size = engine.PrefillSize(texts=4, new=96, old=128 if any(starts) else 0)
+        pack = engine.plan_pack(model, fixed, of, starts, ids, size)
+        lengths = [len(array) for array in pack.arrays()]
+        for plan in pack.plans:
+            assert (np.diff(plan.borders) >= 0).all() and plan.borders[-1] == size.new + size.old
+        with torch.no_grad():
+            expected = engine.prefill(model, plain, of, starts, ids)
+            found = engine.run_pack(model, fixed, pack.over(pack.flat()), [size.new + size.old] * 2)
+        new = sum(counts)
+        torch.testing.assert_close(found[:new], expected[:new], atol=4e-6, rtol=0)
+        for mine, theirs in zip((*fixed.keys, *fixed.values), (*plain.keys, *plain.values), strict=True):
+            torch.testing.assert_close(mine[[0, 2, 3]], theirs[[0, 2, 3]], atol=4e-6, rtol=0)
+            assert mine[1].eq(float("inf")).all() and mine[4].isnan().all()
+        other = engine.plan_pack(model, fixed, [1], [7] if any(starts) else [0], [texts[0][:8]], size)
+        assert lengths == [len(array) for array in other.arrays()], "of one size, whatever it holds"
+
+
+def test_sizes_of_prefills():
+    """The smallest that fits; nothing above the largest."""
+    sizes = []
+    for starts, lengths in (([0], [128]), ([0, 0], [100, 29]), ([300], [301]), ([5000, 1], [5001, 9]), ([1024], [1200]),
+                            ([1, 1], [4000, 98]), ([1, 1], [4000, 99]), ([2000] * 5, [2001] * 5)):  # fmt: skip
+        texts = [[0] * length for length in lengths]
+        sizes.append(engine.prefill_size(starts, texts, 6, window=1023))
+    assert sizes == [
+        (6, 128, 0),
+        (6, 256, 0),
+        (6, 128, 1024),
+        (6, 128, 1024),
+        (6, 256, 1024),
+        (6, 4096, 1024),
+        None,
+        None,
+    ]
+
+
+class Recorded:
+    """Stands for torch.cuda.CUDAGraph: repeats the recorded work on its tensors, into what it returned then."""
+
+    def pool(self):
+        return None
+
+    def replay(self):
+        self.output.copy_(self.call(*self.work))
+
+
+@pytest.fixture
+def record(monkeypatch):
+    """Graphs of prefills on a CPU. Gives the graphs that were recorded."""
+    graphs, call = [], engine.run_pack
+
+    @contextlib.contextmanager
+    def recording(graph, **options):
+        def noted(*work):
+            graph.call, graph.work = call, work
+            graph.output = torch.full((len(work[2].tokens), work[0].config.width), float("nan"))
+            graphs.append(graph)
+            return graph.output
+
+        with monkeypatch.context() as patch:
+            patch.setattr(engine, "run_pack", noted)
+            yield
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Recorded)
+    monkeypatch.setattr(torch.cuda, "graph", recording)
+    monkeypatch.setattr(engine, "NEW_SIZES", (16, 64))
+    monkeypatch.setattr(engine, "OLD_SIZES", (0, 32))
+    return graphs
+
+
+def test_graphs_of_prefills(generator, record, monkeypatch):
+    """Texts that enter, go on and share beginnings through graphs: those of the plain way, and as little computed."""
+    monkeypatch.setattr(engine, "WORTH_SHARING", 16)
+    shared = random_documents((30,), 290)[0]
+    prompts = [[*shared[:n], *end] for n, end in zip((30, 30, 30, 3, 20), random_documents((1, 5, 9, 4, 2), 290),
+                                                     strict=True)]  # fmt: skip
+
+    def talk(decoder) -> list:
+        found = []
+        for _turn in range(3):
+            for first in (0, 2, 4):
+                rows = dict(enumerate(prompts[first : first + 2], 1))
+                texts = {row: engine.Completion(text, 4, temperature=0.0, seed=row) for row, text in rows.items()}
+                found.append(decoder.admit(texts))
+                run_out(decoder)
+                found += [c.tokens for c in texts.values()]
+        texts = {i: engine.Completion([*decoder.known[i], 7, 8], 4, temperature=0.0) for i in range(1, 3)}
+        texts[0] = engine.Completion(prompts[3], 4, temperature=0.0, logprobs=2, score_prompt=True)
+        found.append(decoder.admit(texts))
+        run_out(decoder)
+        chances = [chance.logprob for chance in texts[0].prompt_chances[1:]]
+        return [*found, *(c.tokens for c in texts.values())], chances
+
+    def decoder():
+        return engine.Decoder(generator.model, generator.tokenizer, 3, shelves=2)
+
+    expected, chances = talk(decoder())
+    mine = decoder()
+    mine.prefills = {}
+    found, own_chances = talk(mine)
+    assert found == expected and own_chances == pytest.approx(chances, abs=1e-5)
+    assert len(record) == len(mine.prefills) >= 3, "one for each size"
+    assert {size.old for size in mine.prefills} == {0, 32}
+
+    # Where recording fails, all goes on without.
+    def fails(graph, **options):
+        raise RuntimeError("no graphs")
+
+    calls = iter((fails, torch.cuda.graph))
+    monkeypatch.setattr(torch.cuda, "graph", lambda *args, **options: next(calls)(*args, **options))
+    mine = decoder()
+    mine.prefills = {}
+    assert talk(mine)[0] == expected and mine.prefills is None
 
 
 def test_resting_rows_stay_as_they_are():
