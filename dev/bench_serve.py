@@ -6,8 +6,8 @@
     python dev/bench_serve.py --smoke                    a few requests, on any machine
 
     python dev/bench_serve.py out/RUN --compile          on CUDA: prefills as they are, and as graphs
-    python dev/bench_serve.py out/RUN --stub             the server alone, around a model that says
-                                                         random ids at once
+    python dev/bench_serve.py out/RUN --stub 3           the server alone on one CPU core, around a
+                                                         model that says random ids every 3 ms
 
 Every request of the table is for exactly --tokens tokens: where an answer ends earlier, its client
 asks once more for the rest, until the count is full. "short" counts these further requests. The
@@ -289,7 +289,7 @@ def row(result: dict) -> str:
 # ---- a server of its own
 
 
-def serve(flags: list[str], graphs: bool, stub: bool, core: int | None) -> None:
+def serve(flags: list[str], graphs: bool, stub: float | None, core: int | None) -> None:
     """A process that is a server; with `core` it uses that one alone."""
     if core is not None:
         os.sched_setaffinity(0, {core})
@@ -298,14 +298,14 @@ def serve(flags: list[str], graphs: bool, stub: bool, core: int | None) -> None:
     import serve as server
 
     engine.PREFILL_GRAPHS = graphs
-    if stub:
-        say_anything(engine)
+    if stub is not None:
+        say_anything(engine, stub / 1000)
     sys.argv[1:] = flags
     sys.exit(server.main())
 
 
-def say_anything(engine) -> None:
-    """Replaces the model by one that needs no time: it says random ids, all of them of one byte."""
+def say_anything(engine, seconds: float) -> None:
+    """Replaces the model by one that says random ids of one byte; its steps take a time each."""
     import torch
 
     torch.set_num_threads(1)
@@ -315,6 +315,7 @@ def say_anything(engine) -> None:
         return logits.expand(len(tokens), model.config.vocab_size)
 
     def sample(logits, *cuts):
+        time.sleep(seconds)
         return torch.randint(97, 123, (len(logits),))
 
     engine.decode = decode
@@ -331,9 +332,9 @@ def own_server(args, graphs: bool):
         args.port = free.getsockname()[1]
     flags = [str(args.run_dir), "--port", str(args.port), "--rows", str(args.rows)]
     flags += ["--compile"] if args.compile else []
-    flags += ["--device", "cpu"] if args.stub else []
+    flags += ["--device", "cpu"] if args.stub is not None else []
     core = None
-    if args.stub and hasattr(os, "sched_setaffinity"):
+    if args.stub is not None and hasattr(os, "sched_setaffinity"):
         core = min(os.sched_getaffinity(0))
     process = multiprocessing.get_context("spawn").Process(
         target=serve, args=(flags, graphs, args.stub, core)
@@ -367,7 +368,8 @@ def main() -> int:
     add("--smoke", action="store_true", help="two clients, three requests, answers of 8 tokens")
     add("--rows", type=int, default=64, help="of the bench's own server")
     add("--compile", action="store_true", help="for the bench's own server")
-    add("--stub", action="store_true", help="with a model that needs no time, on one CPU core")
+    add("--stub", type=float, metavar="MS",
+        help="a model that says random ids; its steps take so many milliseconds of no CPU time")  # fmt: skip
     args = parser.parse_args()
     if args.smoke:
         args.clients = [1, 2]
@@ -376,9 +378,9 @@ def main() -> int:
     if args.run_dir is None:
         return measure(args)
     code = 0
-    for graphs in (False,) if args.stub or not args.compile else (False, True):
+    for graphs in (False,) if args.stub is not None or not args.compile else (False, True):
         with own_server(args, graphs):
-            if not args.stub:
+            if args.stub is None:
                 print(f"prefills {'as graphs' if graphs else 'as they are'}", flush=True)
             code = max(code, measure(args))
     return code

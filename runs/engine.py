@@ -1025,6 +1025,8 @@ class Decoder:
         self.state = RowState.resting(rows, device)
         self.known = [[] for _ in range(rows)]  # ids in the cache; of a live row also the next one
         self.live: dict[int, Completion] = {}
+        self.width = GREEDY  # of steps of the live rows, see sort_width
+        self.shaped = False  # whether any of them shapes its logits
         self.shelves = [[] for _ in range(shelves)]  # ids of each
         self.shelf_used = [0] * shelves  # when, in calls of admit
         self.admissions = 0
@@ -1091,6 +1093,7 @@ class Decoder:
         for row, text in texts.items():
             self.known[row] = list(text)
         self.live |= completions
+        self.note_live()
         return starts
 
     def held(self, row: int, prompt: list[int]) -> int:
@@ -1307,7 +1310,7 @@ class Decoder:
     def launch(self, rows: dict[int, Completion]) -> Flight:
         """Starts a step. What it finds goes in with the next one, except where a tool speaks."""
         most = max((c.logprobs for c in rows.values() if c.logprobs is not None), default=None)
-        logits = self.run(self.sort_width(), most is not None)
+        logits = self.run(self.width, most is not None)
         chances = []
         if most is not None:
             chances = token_chances(logits, self.state.tokens, most)
@@ -1336,8 +1339,14 @@ class Decoder:
         self.rest([e.row for e in events if e.reason])
         return events
 
+    def note_live(self) -> None:
+        """Notes what steps of the live rows need, since it stays until one enters or ends."""
+        if self.live:
+            self.width = self.sort_width()
+            self.shaped = any(completion.is_shaped() for completion in self.live.values())
+
     def sort_width(self) -> int:
-        """How many logits the next step sorts: one of WIDTHS, or the whole vocabulary."""
+        """How many logits a step sorts: one of WIDTHS, or the whole vocabulary."""
         vocab_size = self.tokenizer.vocab_size
         needed = max(completion.sort_width(vocab_size) for completion in self.live.values())
         enough = [width for width in WIDTHS if width >= needed]
@@ -1345,12 +1354,11 @@ class Decoder:
 
     def run(self, width: int, eager: bool = False) -> Tensor | None:
         """Computes a step, by a graph where there are graphs. Gives the logits if it is eager."""
-        shaped = any(completion.is_shaped() for completion in self.live.values())
         if self.graphs is None or eager:
-            return self.advance(width, shaped)
-        graphs = self.shaped_graphs if shaped else self.graphs
+            return self.advance(width, self.shaped)
+        graphs = self.shaped_graphs if self.shaped else self.graphs
         if width not in graphs:
-            graphs[width] = self.capture(width, shaped)
+            graphs[width] = self.capture(width, self.shaped)
         graphs[width].replay()
         return None
 
@@ -1407,9 +1415,12 @@ class Decoder:
 
     def rest(self, rows: list[int]) -> None:
         """Ends the completions of rows; what the rows hold stays known."""
+        if not rows:
+            return
         for row in rows:
             self.state.positions[row] = -1
         self.live = {row: c for row, c in self.live.items() if row not in rows}
+        self.note_live()
 
     def stop(self, row: int) -> None:
         """Ends a row's completion early; what the row holds stays known."""

@@ -102,6 +102,9 @@ class Reader:
     def push(self, token: int, forced: bool) -> tuple[list[tuple[str, str]], bool]:
         """Returns pieces and whether a stop string ended the text; `forced` as in Completion."""
         mark = self.marks.get(token, "")
+        if not (mark or self.closing or self.stops):  # as nearly always
+            text = self.text.decode(self.bytes[token])
+            return [(self.part, text)] if text else [], False
         if self.closing and mark != "<|output_start|>":
             self.add("]")
             self.part = "text"
@@ -239,10 +242,11 @@ class Ask:
         # A stream goes on with every id, and a stop string must be seen at once.
         self.at_once = self.stream or any(job.reader.stops for job in self.jobs)
 
-    def put(self, item: Item) -> None:
+    def put(self, items: list[Item]) -> None:
         """For the event loop's thread."""
-        self.items.append(item)
-        if self.at_once or item.reason or len(self.items) >= BATCH_ITEMS:
+        self.items += items
+        full = len(self.items) >= BATCH_ITEMS
+        if self.at_once or full or any(item.reason for item in items):
             self.ready.set()
 
     def fail(self, problem: Problem) -> None:

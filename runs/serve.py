@@ -89,7 +89,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -106,6 +106,8 @@ READ_SECONDS = 60  # without reading, while an answer waits
 MAX_CONNECTIONS = 1000
 BACKLOG = 64  # connections that are accepted at once
 SWITCH_SECONDS = 2e-4  # after which a thread gives way to another
+FEW = 8  # answers at a time whose ids go out with every step
+MESSAGE_SECONDS = 4e-4  # above that: between two messages to a client, for each further answer
 HOLD = 2  # steps that a new request may wait for others, so that they enter together
 STOPPING = "the server is stopping"
 PUBLIC = ("/", "/health")  # without a key
@@ -164,6 +166,8 @@ class Worker(threading.Thread):
         self.ended = [0] * rows  # when a row was last in use, in rounds
         self.rounds = 0
         self.held_back = 0  # rounds in a row that new jobs have waited for company
+        self.unsent: dict[Ask, list[Item]] = {}
+        self.sent = 0.0  # when the event loop last got all items
         self.failures = 0  # in a row
         self.closed = False
         self.wake = threading.Condition()
@@ -222,6 +226,7 @@ class Worker(threading.Thread):
                 while not (self.queue or self.jobs or self.closed):
                     self.wake.wait()
             self.round()
+        self.hand_over(self.unsent)
         with self.wake:
             asks = {job.ask for job in self.jobs.values()} | set(self.queue)
             self.queue = {}
@@ -384,12 +389,27 @@ class Worker(threading.Thread):
         self.tell([(ask, Problem(500, problem)) for ask in asks])
 
     def deliver(self, items: list[Item]) -> None:
-        """Hands ids to the event loop, all those of a step at once."""
+        """Hands ids to the event loop: those of a step at once, while few answers are written.
 
+        Messages cost more time than ids. So with many answers several steps go out together, but
+        the first and the last id of an answer do not wait.
+        """
+        for item in items:
+            self.unsent.setdefault(item.job.ask, []).append(item)
+        now = time.monotonic()
+        pause = MESSAGE_SECONDS * (len(self.jobs) - FEW)
+        if not self.jobs or now - self.sent >= pause:
+            self.sent = now
+            self.hand_over(self.unsent)
+            self.unsent = {}
+        elif urgent := {i.job.ask for i in items if i.reason or len(i.job.completion.tokens) == 1}:
+            self.hand_over({ask: self.unsent.pop(ask) for ask in urgent})
+
+    def hand_over(self, items: dict[Ask, list[Item]]) -> None:
         def put() -> None:
-            for item in items:
-                if not item.job.ask.gone:
-                    item.job.ask.put(item)
+            for ask, own in items.items():
+                if not ask.gone:
+                    ask.put(own)
 
         if items:
             with contextlib.suppress(RuntimeError):  # nobody listens any more
@@ -519,7 +539,8 @@ class Server:
                 await unless_left(request, all_of(ask))
                 return JSONResponse(answers.whole())
             jobs = await unless_left(request, ask.progress())  # an error now is still a plain error
-            return Stream(events(ask, answers, jobs), lambda: self.worker.withdraw(ask))
+            pieces = events(ask, answers, jobs)
+            return Stream(ask, pieces, lambda: self.worker.withdraw(ask))
         except BaseException:
             self.worker.withdraw(ask)
             raise
@@ -533,35 +554,55 @@ async def all_of(ask: Ask) -> None:
 
 async def events(ask: Ask, answers: Answers, jobs: list[Job]) -> AsyncIterator[str]:
     """The answers as server-sent events. What came while the client was slow goes out at once."""
-    if opening := answers.opening():
-        yield opening
+    text = answers.opening()
     try:
         while True:
-            if news := "".join(answers.news(job) for job in jobs):
-                yield news
+            text += "".join(answers.news(job) for job in jobs)
             if ask.done():
                 break
+            if text:
+                yield text
+            text = ""
             jobs = await ask.progress()
     except Problem as problem:
         yield f"data: {json.dumps(problem.body())}\n\n"
         return
-    yield answers.closing()
+    yield text + answers.closing()
 
 
-class Stream(StreamingResponse):
+class Stream(Response):
     """Server-sent events; whichever way they end, `ended` is called."""
 
-    def __init__(self, events: AsyncIterator[str], ended: Callable[[], None]):
-        super().__init__(
-            events, media_type="text/event-stream", headers={"Cache-Control": "no-store"}
-        )
+    def __init__(self, ask: Ask, events: AsyncIterator[str], ended: Callable[[], None]):
+        headers = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-store"}
+        super().__init__(headers=headers)
+        del self.headers["content-length"]
+        self.ask = ask
+        self.events = events
         self.ended = ended
 
     async def __call__(self, scope, receive, send) -> None:
+        departure = asyncio.ensure_future(self.watch(receive))
+        more = True
+        head = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
         try:
-            await super().__call__(scope, receive, send)
+            await send(head)
+            async for text in self.events:
+                more = not self.ask.done()  # the end of an answer is in its last text
+                body = {"type": "http.response.body", "body": text.encode(), "more_body": more}
+                await send(body)
+            if more:
+                await send({"type": "http.response.body", "body": b""})
         finally:
+            departure.cancel()
             self.ended()
+
+    async def watch(self, receive) -> None:
+        """Ends the events when the client leaves."""
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self.ended()
+        self.ask.fail(Problem(499, "the client left"))
 
 
 async def unless_left(request: Request, result: Awaitable):

@@ -400,6 +400,11 @@ def test_graphs_of_prefills(generator, record, monkeypatch):
     assert len(record) == len(mine.prefills) >= 3, "one for each size"
     assert {size.old for size in mine.prefills} == {0, 32}
 
+    # What the test on GPUs does.
+    monkeypatch.setattr(engine, "NEW_SIZES", (128,))
+    monkeypatch.setattr(engine, "OLD_SIZES", (0, 1024))
+    compare_prefill_graphs(generator.model, generator.tokenizer, 1e-5)
+
     # Where recording fails, all goes on without.
     def fails(graph, **options):
         raise RuntimeError("no graphs")
@@ -997,6 +1002,34 @@ def test_generator_on_a_gpu(generator):
     for cut in ({}, {"top_k": 0}, {"top_k": 0, "top_p": 0.8}):
         options = {"max_tokens": 10, "temperature": 1.0, "seed": 3, **cut}
         assert mine.generate(PROMPTS, **options) == generator.generate(PROMPTS, **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_graphs_of_prefills_on_a_gpu(generator, dtype):
+    """Texts in chunks, by graphs that were recorded before and by plain prefills: the same rings to rounding."""
+    config = tiny_config(width=256, head_dim=64, mlp_width=512, vocab_size=300)
+    model = run_of(random_model(config), dtype, "cuda", generator.tokenizer).model
+    compare_prefill_graphs(model, generator.tokenizer, 5e-2 if dtype == torch.bfloat16 else 1e-4)
+
+
+def compare_prefill_graphs(model, tokenizer, tolerance):
+    plain, fixed = (engine.Decoder(model, tokenizer, 3, 64) for _ in range(2))
+    fixed.prefills = {}
+    for seed in range(3):
+        texts, done = random_documents((64, 58, 61 + seed), vocab=290), [0, 0, 0]
+        for side in (plain, fixed):
+            side.clear([0, 1, 2])
+        for counts in ((5, 40, 23), (2, 0, 1), (30, 18, 9)):
+            starts = {row: done[row] for row in range(3) if counts[row]}
+            done = [d + n for d, n in zip(done, counts, strict=True)]
+            for side in (plain, fixed):
+                with torch.no_grad():
+                    side.fill({row: texts[row][: done[row]] for row in starts}, starts, {})
+        for ring in ("keys", "values"):
+            for mine, theirs in zip(getattr(fixed.cache, ring), getattr(plain.cache, ring), strict=True):
+                close(mine, theirs, tolerance)
+    assert {size[1:] for size in fixed.prefills} == {(128, 0), (128, 1024)}
 
 
 # ---- the kernel

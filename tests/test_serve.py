@@ -110,7 +110,7 @@ def expected(running, prompts, stops=None, **options) -> list[str]:
     """What the model says, by Generator in this thread, from ids."""
     generator = engine.Generator(running.worker.model, running.server.tokenizer)
     rows = generator.complete(prompts, stop=running.server.protocol.stops if stops is None else stops, **options)
-    return [running.server.tokenizer.decode(c.tokens) for c in rows]
+    return ["".join(read(make_reader(running), c.tokens)[0]) for c in rows]
 
 
 def rendered(running, messages) -> list[int]:
@@ -346,22 +346,30 @@ def test_a_conversation_keeps_its_cache(lonely, talker):
 # ---- turns, shared beginnings, chances, and what operators need
 
 
-def test_a_short_request_beside_two_large_ones(runs):
-    """It gets a row within two steps, though two requests of n=16 wait; theirs are the answers they would be anyway."""
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_short_request_beside_two_large_ones(runs, ahead):
+    """It is served within 2 steps of its turn, which comes with the next round, though two requests of n=64 wait.
+
+    Theirs are the answers that they would be anyway.
+    """
     running = Running(runs[True], "--rows", "4")
     try:
-        body = {"model": "talker", "messages": HELLO, "max_tokens": 12, "temperature": 1.0, "n": 16}
-        wanted = [[c.message.content for c in running.chat(**body, seed=seed).choices] for seed in (1, 2)]
+        running.decoder.ahead = ahead
+        options = {"max_tokens": 4, "temperature": 1.0}
+        body = {"model": "talker", "messages": HELLO, "n": 64, **options}
+        prompts = [rendered(running, HELLO)] * 64
+        wanted = [expected(running, prompts, seed=seed, **options) for seed in (1, 2)]
         with gate(running) as steps, ThreadPoolExecutor(3) as pool:
             large = [pool.submit(running.chat, **body, seed=seed) for seed in (1, 2)]
-            until(lambda: len(running.worker.jobs) == 4)
-            until(lambda: running.worker.waiting() == 28)
-            steps.release(6)  # answers are under way
+            until(lambda: running.worker.waiting() == 124)
+            steps.release(2)  # answers are under way
             until(lambda: steps._value == 0)
-            short = pool.submit(running.chat, model="talker", messages=HELLO, max_tokens=2, temperature=0)
-            until(lambda: running.worker.waiting() == 29)
-            steps.release(1 + serve.HOLD + 2)
-            assert short.result(20).usage.completion_tokens <= 2
+            short = pool.submit(running.chat, model="talker", messages=HELLO, max_tokens=1, temperature=0)
+            asks = lambda: [*running.worker.queue, *(job.ask for job in list(running.worker.jobs.values()))]  # noqa: E731
+            until(lambda: any(len(ask.jobs) == 1 for ask in asks()))
+            steps.release(1)  # a step that was under way when its request came
+            steps.release(2 if ahead else 1)
+            assert short.result(20).usage.completion_tokens <= 1
             steps.release(10_000)
             assert [[c.message.content for c in call.result(60).choices] for call in large] == wanted
     finally:
@@ -663,6 +671,54 @@ def test_a_client_that_does_not_read(talker, monkeypatch):
     assert connection.aborted == [(serve.READ_SECONDS, "abort")]
 
 
+def test_many_answers_go_out_in_fewer_messages(monkeypatch):
+    """Ids of several steps together and in order; the first and the last id of an answer at once, and none twice."""
+    now, sent = [100.0], []
+    monkeypatch.setattr(serve.time, "monotonic", lambda: now[0])
+    reader = SimpleNamespace(stops=())
+    asks = []
+    for _ in range(serve.FEW + 10):
+        job = SimpleNamespace(completion=engine.Completion([1]), reader=reader)
+        asks.append(protocol.Ask([job], chat=True, stream=True, usage=False, prompt_tokens=1))
+    worker = serve.Worker.__new__(serve.Worker)
+    worker.__dict__ |= {"jobs": {i: ask.jobs[0] for i, ask in enumerate(asks)}, "unsent": {}, "sent": 0.0}
+
+    def note(items):
+        sent.append({asks.index(ask): [item.token for item in own] for ask, own in items.items()})
+
+    worker.hand_over = note
+
+    def step(token, reason="", of=asks):
+        for ask in of:
+            ask.jobs[0].completion.tokens.append(token)
+        worker.deliver([protocol.Item(ask.jobs[0], token, False, reason, None) for ask in of])
+
+    every = range(len(asks))
+    step(1)
+    assert sent.pop() == {i: [1] for i in every} and not sent
+    now[0] += 9 * serve.MESSAGE_SECONDS
+    step(2)
+    step(3)
+    assert not sent
+    step(4, "length", asks[3:4])
+    assert sent.pop() == {3: [2, 3, 4]}
+    asks[3].jobs[0].completion.tokens.clear()  # the next answer in its row
+    step(5, of=asks[3:4])
+    assert sent.pop() == {3: [5]} and not sent
+    now[0] += serve.MESSAGE_SECONDS
+    step(6)
+    assert sent.pop() == {i: [6] if i == 3 else [2, 3, 6] for i in every} and not sent
+    worker.jobs = dict(list(worker.jobs.items())[: serve.FEW])
+    for token in (7, 8):
+        step(token, of=asks[: serve.FEW])
+        assert sent.pop() == {i: [token] for i in range(serve.FEW)}, "with few answers nothing waits"
+    worker.unsent, worker.jobs = {asks[0]: [9]}, {}
+    now[0] -= 1000
+    worker.hand_over = lambda items: sent.append(items)
+    worker.deliver([])
+    assert sent.pop() == {asks[0]: [9]} and not worker.unsent, "nothing stays when the server gets idle"
+
+
 def test_slow_clients_get_several_ids_at_once(talker):
     """What came between two looks is one event, with the same text."""
     reader = make_reader(talker)
@@ -670,7 +726,7 @@ def test_slow_clients_get_several_ids_at_once(talker):
     job = protocol.Job(0, engine.Completion([1]), reader)
     ask = protocol.Ask([job], chat=True, stream=True, usage=False, prompt_tokens=1)
     for i, id in enumerate(ids):
-        ask.put(protocol.Item(job, id, False, "length" if i == len(ids) - 1 else "", None))
+        ask.put([protocol.Item(job, id, False, "length" if i == len(ids) - 1 else "", None)])
     answers = protocol.Answers(ask, "talker", talker.server.tokenizer)
     (changed,) = asyncio.run(ask.progress())
     found = events(answers.news(changed))
