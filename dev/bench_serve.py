@@ -158,7 +158,7 @@ def run_clients(settings: dict, results) -> None:
             leaves = settings["leaving"] and client.rng.random() < settings["leaving"]
             try:
                 if leaves:
-                    found = [client.ask(client.rng.randint(1, 20))]
+                    found = [client.ask(client.rng.randint(1, 1 + client.tokens // 8))]
                 elif settings["exact"]:
                     found = client.full()[0]
                 else:

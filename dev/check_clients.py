@@ -18,6 +18,7 @@ Result: a line for each check, and exit code 1 if one fails.
 """
 
 import argparse
+import asyncio
 import importlib.util
 import json
 import math
@@ -33,6 +34,7 @@ sys.path.pop(0)  # dev/, whose profile.py would hide that of the standard librar
 TOLERANCE = 1e-4  # of scores, and of log-likelihoods in nats
 ROUNDING = 1e-6  # relative, of log-likelihoods: fp32 sums of thousands of nats
 LIMIT = 50  # questions
+KEY_VARIABLE = "DECODERSTACK_API_KEY"
 QUESTIONS = [
     ("Question: What is frozen water called?\nAnswer:", ["ice", "steam", "sand", "smoke"], 0),
     ("Question: Which of these is a planet?\nAnswer:", ["the sun", "the moon", "Mars"], 2),
@@ -41,19 +43,54 @@ QUESTIONS = [
 
 
 def langchain(base: str, model: str) -> str:
-    """Messages in the orders that LangChain's agents send them; an answer, a stream and a batch."""
+    """Messages in the orders that LangChain's agents send them, by each way that it has of asking."""
     from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
     from langchain_openai import ChatOpenAI
 
-    client = ChatOpenAI(base_url=base, api_key="none", model=model, max_tokens=16, temperature=0)
+    options = {"base_url": base, "api_key": os.environ.get(KEY_VARIABLE, "none"), "model": model}
+    client = ChatOpenAI(**options, max_tokens=16, temperature=0, stream_usage=True)
     talk = [SystemMessage("Be brief."), HumanMessage("Hello"), HumanMessage("Who are you?")]
-    whole = client.invoke(talk).content
-    streamed = "".join(chunk.content for chunk in client.stream(talk))
     more = [*talk, AIMessage(""), SystemMessage("Now in French."), HumanMessage("Again")]
-    answers = client.batch([talk, more])
-    if not whole == streamed == answers[0].content:
-        raise AssertionError(f"{whole!r}, {streamed!r} and {answers[0].content!r} should be equal")
-    return f"{len(whole)} characters, streamed and in a batch"
+
+    # One answer by all ways.
+    answer = client.invoke(talk)
+    chunks = list(client.stream(talk))
+    answers = {
+        "invoke": answer.content,
+        "stream": "".join(chunk.content for chunk in chunks),
+        "batch": client.batch([talk, more])[0].content,
+        "ainvoke": asyncio.run(client.ainvoke(talk)).content,
+    }
+    require(len(set(answers.values())) == 1, f"answers differ: {answers}")
+
+    # What comes with it.
+    usage = answer.usage_metadata
+    require(0 < usage["output_tokens"] <= 16, f"usage {usage}")
+    streamed = [chunk.usage_metadata for chunk in chunks if chunk.usage_metadata]
+    totals = [one["total_tokens"] for one in streamed]
+    require(sum(totals) == usage["total_tokens"], f"usage {usage}, streamed {streamed}")
+    reason = answer.response_metadata["finish_reason"]
+    require(reason in ("stop", "length"), f"finish_reason {reason}")
+
+    # Options.
+    letter = answer.content[len(answer.content) // 2]
+    stopped = client.invoke(talk, stop=[letter]).content
+    require(stopped == answer.content.partition(letter)[0], f"stop {letter!r} gives {stopped!r}")
+    scored = client.bind(logprobs=True, top_logprobs=2).invoke(talk).response_metadata["logprobs"]
+    tokens = [(one["logprob"], one["top_logprobs"]) for one in scored["content"]]
+    greedy = all(len(top) == 2 and logprob == top[0]["logprob"] for logprob, top in tokens)
+    require(len(tokens) == usage["output_tokens"] and greedy, f"logprobs {scored}")
+    drawn = [
+        ChatOpenAI(**options, max_tokens=16, temperature=1, seed=7).invoke(talk).content
+        for _ in "ab"
+    ]
+    require(drawn[0] == drawn[1], f"one seed, two answers: {drawn}")
+    return f"{', '.join(answers)} agree on {usage['output_tokens']} tokens; stop, logprobs, seed, usage"
+
+
+def require(good: bool, message: str) -> None:
+    if not good:
+        raise AssertionError(message)
 
 
 # ---- lm-evaluation-harness
@@ -155,7 +192,10 @@ def main() -> int:
     args = parser.parse_args()
     base = f"http://127.0.0.1:{args.port}/v1"
     try:
-        with urllib.request.urlopen(f"{base}/models", timeout=10) as answer:
+        key = os.environ.get(KEY_VARIABLE, "none")
+        headers = {"Authorization": f"Bearer {key}"}
+        request = urllib.request.Request(f"{base}/models", headers=headers)
+        with urllib.request.urlopen(request, timeout=10) as answer:
             served = json.loads(answer.read())["data"][0]
         model = served["id"]
         context = served["max_model_len"]

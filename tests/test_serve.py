@@ -1060,6 +1060,18 @@ def start(*args):
                             env={**os.environ, "PYTHONUNBUFFERED": "1"})  # fmt: skip
 
 
+def test_bench_with_a_server_of_its_own(runs):
+    """It starts a server without a model, gets all tokens that it asks for, and ends it."""
+    command = [sys.executable, ROOT / "dev" / "bench_serve.py", runs[True], "--stub", "1", "--smoke", "--rows", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    one, two = json.loads(done.stdout.splitlines()[-1])
+    assert (one["tokens"], one["requests"], two["tokens"], two["requests"]) == (32, 4, 16, 2)
+    assert one["errors"] == two["errors"] == one["short"] == two["short"] == 0
+    with pytest.raises(OSError):
+        socket.create_connection(("127.0.0.1", int(re.search(r":(\d+) ", done.stdout)[1])), 5)
+
+
 def test_signals_end_it_cleanly(runs):
     """An answer that is being written ends with an error, nothing is said on stderr, and the exit code is 0."""
     signals = (signal.SIGTERM, signal.SIGINT)
