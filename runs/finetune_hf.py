@@ -70,7 +70,7 @@ class Source(BaseModel, extra="forbid"):
 class Config(BaseModel, extra="forbid"):
     """Every setting of a run."""
 
-    command: Literal["sft", "pretrain"] = Field(description="given without its name")
+    command: Literal["sft", "pretrain"] = Field(description="sft or pretrain, as a bare word")
     model_name: str = Field(description="name on the hub, or a folder of save_pretrained")
     chat_template: str | None = Field(None, description="file with a chat template for sft")
     run_dir: Path = Field(description="where the run is written")
@@ -293,19 +293,18 @@ def load_data(config: Config, tokenizer) -> tuple["Packs", "Packs"]:
 def make_packs(config: Config, tokenizer, rows: datasets.Dataset, column: str) -> "Packs":
     """Tokens of all rows, then packs of them; both come from the cache where it has them."""
     function = {"sft": tokenize_chats, "pretrain": tokenize_texts}[config.command]
-    identity = [tokenizer.backend_tokenizer.to_str(), str(tokenizer.special_tokens_map)]
+    with explain(f"{config.model_name} has no fast tokenizer", "choose a model that has one"):
+        identity = [tokenizer.backend_tokenizer.to_str(), str(tokenizer.special_tokens_map)]
     identity += [str(tokenizer.chat_template), column]
     arguments = {"tokenizer": tokenizer, "column": column}
-    documents = cached_map(config, rows, function, arguments, identity)
+    tokenized = cached_map(config, rows, function, arguments, identity)
 
     arguments = {"length": config.sequence_length, "cut": config.command == "pretrain"}
-    packed = cached_map(config, documents, pack, arguments, [str(arguments)])
+    packed = cached_map(config, tokenized, pack, arguments, [str(arguments)])
     if len(packed) == 0:
-        raise UserError(
-            f"nothing of {len(rows):,} rows is left; look at them and --sequence-length"
-        )
+        raise UserError(f"nothing of {len(rows):,} rows is left; look at --sequence-length")
     counts = {name: np.asarray(packed[name]) for name in COUNTS}
-    documents, tokens, counted = (f"{counts[name].sum():,}" for name in COUNTS[:3])
+    documents, tokens, counted, _ = (f"{counts[name].sum():,}" for name in COUNTS)
     say(f"data: {documents} documents of {len(rows):,} rows in {len(packed):,} packs")
     say(f"data: {tokens} tokens, {counted} of them counted")
     return Packs(packed.with_format("numpy"), counts)

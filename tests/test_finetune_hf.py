@@ -565,7 +565,7 @@ def test_later_settings_count(tmp_path):
     (["--data.path", "/nowhere/x"], "load_dataset cannot load"),
     (["--model-name", "/nowhere/x"], "--model-name /nowhere/x has no tokenizer that loads"),
     (["--sequence-length", "1000"], "--sequence-length is above the model's 256 positions"),
-    (["--sequence-length", "10"], "nothing of 52 rows is left; look at them and --sequence-length"),
+    (["--sequence-length", "10"], "nothing of 52 rows is left; look at --sequence-length"),
     (["--resume", "--run-dir", "/nowhere"], "No such file or directory: '/nowhere/config.json'"),
     (["@/nowhere.toml"], "No such file or directory: '/nowhere.toml'"),
     (["finetune"], "finetune is neither sft, pretrain, @FILE nor a flag"),
@@ -581,7 +581,7 @@ def test_template_without_marks_is_an_error(folder, tmp_path, capsys):
     (tmp_path / "plain.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
     error = refused(capsys, *words, tmp_path / "plain.jinja")
     assert "does not mark what the assistant says with {% generation %}" in error
-    assert "--chat-template FILE (runs/chat_template_qwen.jinja" in error
+    assert "use --chat-template FILE (runs/chat_template_qwen.jinja" in error
     bare = (folder / "sft.toml").read_text().replace(f'chat_template = "{TEMPLATE}"', "")
     (tmp_path / "bare.toml").write_text(bare)
     error = refused(capsys, "sft", f"@{tmp_path}/bare.toml", "--run-dir", tmp_path / "run")
