@@ -135,7 +135,8 @@ class Config:
     # Loss weights of the next tokens. Several of them: multi-token prediction (record 53).
     ahead: tuple = (1.0,)
     ahead_until: float = 0.5  # share of the run over which all weights but the first fall to 0
-    prefix_weight: float = 0.25  # of a second target in the loss, see Tokenizer.prefixes(); 0: off
+    # Of a second target in the loss: the longest shorter token that the next one begins with. 0: off.
+    prefix_weight: float = 0.25
     # -- data
     pack_tokens: int = 8192  # the loader's unit; a step is a fixed number of packs
     pack_docs: int = 64  # most documents in a pack; a pack that would hold more is padded
@@ -722,7 +723,8 @@ class GPT(nn.Module):
 
         Args:    int tokens_T; previous_T the token before in the same document (any value at
                  position 0); positions_T in the document; attend(index, layer, q, k, v, gate (T, H)
-                 or None) -> y, all others (T, H, K), q scaled, y gated; weights by layer_weights()
+                 or None) -> y, all others (T, H, K), q scaled, y gated, where index counts layers
+                 with attention and layer counts all; weights by layer_weights()
         Returns: normalised hidden state (T, D)
         """
         c = self.config

@@ -41,7 +41,7 @@ def test_bench(flags):
 
 
 def test_profile(tmp_path):
-    done = python("dev/profile.py", *FLAGS, "--steps", 2, "--out", tmp_path / "new" / "trace.json")
+    done = python("dev/profile_step.py", *FLAGS, "--steps", 2, "--out", tmp_path / "new" / "trace.json")
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
     assert result["recompiles"] == result["graph_breaks"] == 0 and abs(sum(result["sections"].values()) - 1) < 1e-6
@@ -58,7 +58,7 @@ def test_unknown_script():
 
 def test_profile_reports_a_recompile():
     """A model that is compiled with one stage in the warm-up and another one after it."""
-    code = ("import sys; sys.argv[1:] = sys.argv[2:]; import dev.profile as p, torch; ts = p.ts\n"
+    code = ("import sys; sys.argv[1:] = sys.argv[2:]; import dev.profile_step as p, torch; ts = p.ts\n"
             "build, warm_up = ts.build_state, ts.warm_up\n"
             "def compiled(*args):\n"
             "    state = build(*args)\n"
