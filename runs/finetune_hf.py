@@ -125,6 +125,7 @@ class Run:
     optimizer: torch.optim.Optimizer
     steps: int
     order: np.ndarray  # rows of the packs, one epoch behind the other, each in an order of its own
+    origin: list  # what stays the same when a run continues
     progress: Progress = field(default_factory=Progress)
     wandb: Any = None
 
@@ -134,7 +135,7 @@ def train(config: Config) -> dict:
     device = start_ranks()
     prepare_run_dir(config)
     tokenizer = load_tokenizer(config)
-    packs, val_packs = load_data(config, tokenizer)
+    packs, val = load_data(config, tokenizer)
     model = build_model(config, device)
     optimizer = build_optimizer(model, config)
 
@@ -142,7 +143,8 @@ def train(config: Config) -> dict:
     steps = config.steps or math.ceil(config.epochs * count / config.packs)
     epochs = range(math.ceil(steps * config.packs / count))
     orders = [np.random.default_rng([config.seed, epoch]).permutation(count) for epoch in epochs]
-    run = Run(config, tokenizer, packs, val_packs, model, optimizer, steps, np.concatenate(orders))
+    origin = [packs.rows._fingerprint, model.num_parameters(), config.packs, config.seed]
+    run = Run(config, tokenizer, packs, val, model, optimizer, steps, np.hstack(orders), origin)
     if config.resume:
         load_newest(run)
     if config.wandb and dist.get_rank() == 0:
@@ -200,8 +202,7 @@ def train_step(run: Run) -> None:
 
     norm = nn.utils.clip_grad_norm_(run.model.parameters(), config.clip).full_tensor().item()
     if not math.isfinite(norm):
-        advice = f"continue with --resume and a lower --lr than {config.lr:g}"
-        raise UserError(f"the gradient became {norm} at step {progress.step + 1:,}; {advice}")
+        raise UserError(f"the gradient became {norm}; use --resume and a lower --lr")
     for group in run.optimizer.param_groups:
         group["lr"] = learning_rate(config, progress.step, run.steps)
     run.optimizer.step()
@@ -470,8 +471,7 @@ def build_model(config: Config, device: torch.device) -> nn.Module:
             layer.compile()
         fully_shard(layer, mp_policy=policy)
     fully_shard(hf, mp_policy=policy)
-    liger = "on" if hf.loss_options else "off"
-    say(f"model: {hf.num_parameters():,} parameters, Liger kernels {liger}")
+    say(f"model: {hf.num_parameters():,} parameters, with Liger: {bool(hf.loss_options)}")
     return hf
 
 
@@ -493,8 +493,10 @@ def choose_attention(hf, device: torch.device) -> None:
     FlashAttention and varlen read cu_seq_lens. For SDPA, transformers makes a mask from positions that start anew.
     """
     AttentionInterface.register("varlen", varlen_attention)
-    names = ["flash_attention_3", "flash_attention_2", "varlen", "sdpa"]
-    for name in names if device.type == "cuda" else ["sdpa"]:
+    names = ["sdpa"]
+    if device.type == "cuda":
+        names = ["flash_attention_3", "flash_attention_2", "varlen", "sdpa"]
+    for name in names:
         try:
             hf.set_attn_implementation(name)
             if name != "sdpa":
@@ -507,7 +509,7 @@ def choose_attention(hf, device: torch.device) -> None:
 def varlen_attention(module, query, key, value, mask, scaling=None, sliding_window=None, **rest):
     """torch's attention for packed documents, in the form in which transformers calls it. It has no dropout."""
     if rest.get("softcap") is not None or rest.get("s_aux") is not None:
-        raise UserError(f"varlen attention is none for {type(module).__name__}; install flash-attn")
+        raise UserError(f"varlen attention does not fit {type(module).__name__}; use flash-attn")
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     names = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
     sizes = [rest[name] for name in names]
@@ -548,8 +550,8 @@ def matrices(model: nn.Module) -> list[Tensor]:
 def build_optimizer(model: nn.Module, config: Config) -> torch.optim.AdamW:
     """AdamW without decay on embeddings, norms and biases. Moments start at zero, so that they can be loaded."""
     decayed = matrices(model)
-    others = {*model.parameters()} - {*decayed}
-    others = [p for p in model.parameters() if p in others]
+    known = {*decayed}
+    others = [p for p in model.parameters() if p not in known]
     groups = [{"params": decayed, "weight_decay": config.weight_decay}]
     groups += [{"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), fused=True)
@@ -588,8 +590,7 @@ def save(run: Run) -> None:
     dist.barrier()
 
     if dist.get_rank() == 0:
-        origin = [run.train.rows._fingerprint, run.model.num_parameters()]
-        state = {"progress": asdict(run.progress), "origin": origin}
+        state = {"progress": asdict(run.progress), "origin": run.origin}
         state["files"] = {file.name: file.stat().st_size for file in unfinished.iterdir()}
         (unfinished / "state.json").write_text(json.dumps(state), encoding="utf-8")
         shutil.rmtree(folder, ignore_errors=True)  # a damaged one
@@ -626,8 +627,8 @@ def load_newest(run: Run) -> None:
         raise UserError(f"{folder} holds no whole checkpoint; start it again without --resume")
     newest = list(found)[-1]
     state = found[newest]
-    if state["origin"] != [run.train.rows._fingerprint, run.model.num_parameters()]:
-        raise UserError(f"{folder} has other data, tokenizer, length or model; start a new run")
+    if state["origin"] != run.origin:
+        raise UserError(f"{folder} has other data, model, length, packs or seed; see config.json")
     dcp.load(tensors_of(run), storage_reader=HuggingFaceStorageReader(str(newest)))
     run.progress = Progress(**state["progress"])
     for moments in run.optimizer.state.values():

@@ -592,10 +592,9 @@ def test_runs_are_neither_overwritten_nor_mixed(folder, reference, tmp_path, cap
     words = ["sft", f"@{folder}/sft.toml", "--run-dir", reference]
     before = (reference / "log.jsonl").read_text()
     assert "already holds a run" in refused(capsys, *words)
-    for other in (["--sequence-length", "100"], ["--seed", "1", "--data.data-files", f"{folder}/copy.jsonl"]):
-        shutil.copy(folder / "chats.jsonl", folder / "copy.jsonl")
+    for other in (["--sequence-length", 100], ["--packs", 4], ["--seed", 1], ["--val-rows", 9]):
         error = refused(capsys, "--resume", "--run-dir", reference, *other)
-        assert "has other data, tokenizer, length or model" in error
+        assert "has other data, model, length, packs or seed" in error
     assert (reference / "log.jsonl").read_text() == before
 
 
