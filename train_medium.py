@@ -225,7 +225,7 @@ class Config:
         derive("width", heads * self.head_dim)
         derive("mlp_width", 4 * self.width)
         derive("tokens", round(self.tokens_per_weight * matmul_weights(self)))
-        if bad_stage(self) is None:
+        if not bad_stages(self):
             packs = max(1, batch_rule(self.tokens) // max(self.pack_tokens, 1))
             stages = tuple((row[0], row[1] or packs, *row[2:]) for row in self.stages)
             object.__setattr__(self, "stages", stages)
@@ -3551,21 +3551,21 @@ def validate(config: Config) -> None:
             raise UserError(problem)
 
 
-def bad_stage(config: Config) -> object:
-    """The first row of the stage table that is not what Stage describes, or None."""
+def bad_stages(config: Config) -> list:
+    """The rows of the stage table that are not what Stage describes."""
     ranges = [(0.0, 1.0), (0, 2**30), (1, 2**30), (1, 2**30), (2, 2**20), (0.0, 100.0)]
+    bad = []
     for row in config.stages or ((),):
-        if not isinstance(row, tuple) or len(row) != len(ranges):
-            return row
-        if not all(is_number(value, *bounds) for value, bounds in zip(row, ranges, strict=True)):
-            return row
-    return None
+        fits = isinstance(row, tuple) and len(row) == len(ranges)
+        pairs = zip(row, ranges, strict=True) if fits else ()
+        if not fits or not all(is_number(number, *bounds) for number, bounds in pairs):
+            bad.append(row)
+    return bad
 
 
 def stage_problems(config: Config) -> Iterator[str]:
     c = config
-    row = bad_stage(c)
-    if row is not None:
+    for row in bad_stages(c):
         names = [f.name for f in dataclasses.fields(Stage)]
         yield f"stages: the row {row} must hold {len(names)} numbers: {', '.join(names)}"
     shares = sum(stage.share for stage in c.stage_table)
@@ -3720,7 +3720,7 @@ def change_config(base: Config, changes: dict, steps: int | None, frozen=(), wha
     Args: frozen fields that must stay as they are in base; what, for the message, says who asks for that
     """
     config = dataclasses.replace(base, **changes)
-    if steps is not None:
+    if steps is not None and not bad_stages(config):
         config = dataclasses.replace(config, tokens=tokens_of_steps(config, steps))
     for name in frozen:
         old = getattr(base, name)
@@ -3743,7 +3743,7 @@ def tokens_of_steps(config: Config, steps: int) -> int:
 def new_config(changes: dict, steps: int | None) -> Config:
     """The defaults with other values. A rule may make the batch depend on the length of the run."""
     config = Config(**changes)
-    while steps is not None and bad_stage(config) is None:
+    while steps is not None and not bad_stages(config):
         longer = Config(**{**changes, "tokens": tokens_of_steps(config, steps)})
         if longer == config:
             break
