@@ -23,6 +23,7 @@ from format import (
     FULL_DISK,
     check_dataset,
     fail,
+    lock_folder,
     read_dataset,
     read_json,
     run,
@@ -350,7 +351,8 @@ def main() -> None:
         )
     with contextlib.suppress(BrokenPipeError):
         if args.command == "download":
-            download(args.repo, args.out, args.revision, args.attempts, args.backoff)
+            with lock_folder(args.out):
+                download(args.repo, args.out, args.revision, args.attempts, args.backoff)
         else:
             upload(args.folder, args.repo, args.private, args.attempts, args.backoff)
 
