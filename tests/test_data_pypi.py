@@ -456,3 +456,15 @@ def test_the_committed_lock():
     assert small["dataset"]["tokenizer"] == large["dataset"]["tokenizer"]
     val = "pretrain/val_000000.bin"
     assert small["dataset"]["shards"][val] == large["dataset"]["shards"][val]
+
+
+def test_the_tracks_are_of_the_locked_datasets():
+    """A new lock makes other datasets, and a track is frozen: it would need new names."""
+    datasets = json.loads((pypi.LOCK.parents[1] / "records/tracks.json").read_text())["datasets"]
+    for name, entry in pypi.read_lock()["sets"].items():
+        track = datasets[name]
+        assert track["fingerprint"] == entry["dataset"]["fingerprint"]
+        assert track["train_tokens"] == entry["dataset"]["tokens"]["train"]
+        assert track["made_by"] == f"python data/pretrain.py --source pypi:{name} --out data/shards/{name}"
+        assert 0.99 < track["scored"]["bytes"] / entry["documents"]["val"]["bytes"] <= 1, "documents are cut at 2,048"
+        assert 0.99 < track["scored"]["targets"] / entry["dataset"]["tokens"]["val"] <= 1
