@@ -170,7 +170,8 @@ class Config:
         1.0,
     )  # loss weights of the next tokens; several: multi-token prediction (record 53)
     ahead_until: float = 0.5  # share of the run over which all weights but the first fall to 0
-    prefix_weight: float = 0.25  # of a second target in the loss, see Tokenizer.prefixes(); 0: off
+    # Of a second target in the loss: the longest shorter token that the next one begins with. 0: off.
+    prefix_weight: float = 0.25
     # -- data
     pack_tokens: int = 8192  # the loader's unit; a step is a fixed number of packs
     pack_docs: int = 64  # most documents in a pack; a pack that would hold more is padded
@@ -224,7 +225,7 @@ class Config:
         derive("width", heads * self.head_dim)
         derive("mlp_width", 4 * self.width)
         derive("tokens", round(self.tokens_per_weight * matmul_weights(self)))
-        if bad_stage(self) is None:
+        if not bad_stages(self):
             packs = max(1, batch_rule(self.tokens) // max(self.pack_tokens, 1))
             stages = tuple((row[0], row[1] or packs, *row[2:]) for row in self.stages)
             object.__setattr__(self, "stages", stages)
@@ -856,7 +857,8 @@ class GPT(nn.Module):
 
         Args:    int tokens_T; previous_T the token before in the same document (any value at
                  position 0); positions_T in the document; attend(index, layer, q, k, v, gate (T, H)
-                 or None) -> y, all others (T, H, K), q scaled, y gated; weights by layer_weights()
+                 or None) -> y, all others (T, H, K), q scaled, y gated, where index counts layers
+                 with attention and layer counts all; weights by layer_weights()
         Returns: normalised hidden state (T, D)
         """
         c = self.config
@@ -2577,8 +2579,11 @@ def start_ranks(timeout: float = 300.0) -> Ranks:
         backend = "gloo"
     ranks = Ranks(rank, local_rank, world, device)
     if world > 1 and not dist.is_initialized():
-        store, _, _ = next(dist.rendezvous("env://"))
+        store = meet(rank, world, max(timeout, 60))
+        ranks.watch = RankWatch(ranks, store.clone(), timeout)
+        atexit.register(ranks.watch.close)
         patience = datetime.timedelta(seconds=max(timeout, 1800))  # RankWatch speaks first
+        store.set_timeout(patience)
         dist.init_process_group(
             backend,
             store=dist.PrefixStore("group", store),
@@ -2587,9 +2592,22 @@ def start_ranks(timeout: float = 300.0) -> Ranks:
             timeout=patience,
             device_id=device if device.type == "cuda" else None,
         )
-        ranks.watch = RankWatch(ranks, store, timeout)
-        atexit.register(ranks.watch.close)
     return ranks
+
+
+def meet(rank: int, world: int, timeout: float) -> dist.Store:
+    """Waits until all ranks have come; returns the store that they share."""
+    limit = datetime.timedelta(seconds=timeout)
+    try:
+        store, _, _ = next(dist.rendezvous("env://", timeout=limit))
+        store.set(f"met/{rank}", "")
+        store.wait([f"met/{other}" for other in range(world)], limit)
+        return store
+    except (RuntimeError, ValueError) as error:
+        raise UserError(
+            f"not all of the {world} processes have started after {timeout:.0f} s "
+            f"({first_line(error)}); look for the first error of another one, then start again"
+        ) from None
 
 
 def bf16_is_native() -> bool:
@@ -2800,7 +2818,12 @@ class Tokenizer:
         """Ids of a text; special tokens written in it stay text."""
         if not hasattr(self, "encoding"):
             self.encoding = self.make_encoding()
-        return self.encoding.encode_ordinary(text)
+        ids = self.encoding.encode_ordinary(text)
+        # tiktoken drops what the pattern does not match, and half a surrogate pair becomes U+FFFD.
+        whole = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        if self.token_bytes[ids].sum() != len(whole.encode()):
+            raise UserError(f"the pattern in {self.path} drops text; make the tokenizer again")
+        return ids
 
     def make_encoding(self):
         """tiktoken's encoder; raises UserError if the pattern is none, or if it drops text."""
@@ -3528,21 +3551,21 @@ def validate(config: Config) -> None:
             raise UserError(problem)
 
 
-def bad_stage(config: Config) -> object:
-    """The first row of the stage table that is not what Stage describes, or None."""
+def bad_stages(config: Config) -> list:
+    """The rows of the stage table that are not what Stage describes."""
     ranges = [(0.0, 1.0), (0, 2**30), (1, 2**30), (1, 2**30), (2, 2**20), (0.0, 100.0)]
+    bad = []
     for row in config.stages or ((),):
-        if not isinstance(row, tuple) or len(row) != len(ranges):
-            return row
-        if not all(is_number(value, *bounds) for value, bounds in zip(row, ranges, strict=True)):
-            return row
-    return None
+        fits = isinstance(row, tuple) and len(row) == len(ranges)
+        pairs = zip(row, ranges, strict=True) if fits else ()
+        if not fits or not all(is_number(number, *bounds) for number, bounds in pairs):
+            bad.append(row)
+    return bad
 
 
 def stage_problems(config: Config) -> Iterator[str]:
     c = config
-    row = bad_stage(c)
-    if row is not None:
+    for row in bad_stages(c):
         names = [f.name for f in dataclasses.fields(Stage)]
         yield f"stages: the row {row} must hold {len(names)} numbers: {', '.join(names)}"
     shares = sum(stage.share for stage in c.stage_table)
@@ -3697,7 +3720,7 @@ def change_config(base: Config, changes: dict, steps: int | None, frozen=(), wha
     Args: frozen fields that must stay as they are in base; what, for the message, says who asks for that
     """
     config = dataclasses.replace(base, **changes)
-    if steps is not None:
+    if steps is not None and not bad_stages(config):
         config = dataclasses.replace(config, tokens=tokens_of_steps(config, steps))
     for name in frozen:
         old = getattr(base, name)
@@ -3720,7 +3743,7 @@ def tokens_of_steps(config: Config, steps: int) -> int:
 def new_config(changes: dict, steps: int | None) -> Config:
     """The defaults with other values. A rule may make the batch depend on the length of the run."""
     config = Config(**changes)
-    while steps is not None and bad_stage(config) is None:
+    while steps is not None and not bad_stages(config):
         longer = Config(**{**changes, "tokens": tokens_of_steps(config, steps)})
         if longer == config:
             break

@@ -30,7 +30,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-# The repository, in place of dev/, whose profile.py would hide Python's own.
 sys.path[:1] = [str(Path(__file__).resolve().parents[1])]
 import numpy as np
 import torch

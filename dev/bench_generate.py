@@ -21,7 +21,6 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-# In place of dev/, whose profile.py would hide Python's own.
 sys.path[:1] = [str(Path(__file__).resolve().parents[1])]
 import torch
 

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# Not dev/, whose profile.py would hide Python's own.
 sys.path[:1] = [str(Path(__file__).resolve().parents[1])]
 import torch
 import torch.nn.functional as F

@@ -28,7 +28,6 @@ import urllib.request
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-sys.path.pop(0)  # dev/, whose profile.py would hide that of the standard library
 
 TOLERANCE = 1e-4  # of scores, and of log-likelihoods in nats
 ROUNDING = 1e-6  # relative, of log-likelihoods: fp32 sums of thousands of nats

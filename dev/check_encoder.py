@@ -16,7 +16,6 @@ from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-sys.path.pop(0)  # dev/, whose profile.py would hide that of the standard library
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "runs"))
 
 import export_encoder

@@ -21,7 +21,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-# Not dev/, whose profile.py would hide Python's own.
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:1] = [str(ROOT), str(ROOT / "runs")]
 os.environ.pop("TRITON_INTERPRET", None)

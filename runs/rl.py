@@ -1,8 +1,8 @@
 """Reinforcement learning on a finetuned run: REINFORCE on answers that the model draws itself.
 
-    python runs/rl.py --from out/SFT --task addition --digits 2      sums, worked column by column
-    python runs/rl.py --from out/SFT --task gsm8k --files FOLDER     grade-school problems, calculator
-    torchrun --standalone --nproc_per_node=8 runs/rl.py --from out/SFT --task gsm8k
+    python runs/rl.py out/SFT --task addition --digits 2      sums, worked column by column
+    python runs/rl.py out/SFT --task gsm8k --files FOLDER     grade-school problems, calculator
+    torchrun --standalone --nproc_per_node=8 runs/rl.py out/SFT --task gsm8k
     python runs/rl.py --resume --run-dir out/RL
 
 A step draws --samples answers to each of --prompts questions with the current weights, at temperature
@@ -798,7 +798,7 @@ def build_parser() -> argparse.ArgumentParser:
         metavar = "X" if isinstance(default, float) else "N"
         add(flag, type=type(default), default=default, metavar=metavar, help=help)
 
-    add("--from", dest="source", type=Path, metavar="DIR", help="finetuned run to start from")
+    add("source", nargs="?", type=Path, metavar="RUN", help="finetuned run to start from")
     add(
         "--run-dir", type=Path, metavar="DIR", help="where the run is written (default: under out/)"
     )
@@ -835,7 +835,7 @@ LEAST = {
 def check(args: argparse.Namespace) -> None:
     """Raises RunError if a flag of a new run is missing or out of range."""
     if not args.source:
-        raise RunError("--from is missing; name a finetuned run to start from")
+        raise RunError("RUN is missing; name a finetuned run to start from")
     for name, least in LEAST.items():
         value = getattr(args, name)
         if value < least:
@@ -855,8 +855,8 @@ def check_resume(args: argparse.Namespace, parser: argparse.ArgumentParser) -> N
         raise RunError("--resume needs --run-dir, the run to continue")
     for name, value in vars(args).items():
         if name not in ("resume", "run_dir") and value != parser.get_default(name):
-            flag = "from" if name == "source" else name.replace("_", "-")
-            raise RunError(f"--resume uses the settings of {args.run_dir}; leave out --{flag}")
+            flag = "RUN" if name == "source" else "--" + name.replace("_", "-")
+            raise RunError(f"--resume uses the settings of {args.run_dir}; leave out {flag}")
 
 
 def saved_settings(script: ModuleType, run_dir: Path) -> argparse.Namespace:

@@ -279,13 +279,18 @@ def test_hostile_tokenizers(tmp_path, dataset_dir, case):
         ts.Tokenizer(path)
 
 
-@pytest.mark.parametrize("pattern", (r"(", r"\w+", r"a*b"))
+@pytest.mark.parametrize("pattern", (r"(", r"\w+", r"a*b", r"[^x]+"))
 def test_patterns_that_are_none_or_drop_text(tmp_path, dataset_dir, pattern):
     spec = json.loads((dataset_dir / "tokenizer.json").read_text())
     path = tmp_path / "tokenizer.json"
     path.write_text(json.dumps({**spec, "pattern": pattern}))
     with pytest.raises(ts.UserError, match="the pattern in"):
         ts.Tokenizer(path).encode("text")
+
+
+def test_half_a_surrogate_pair_is_encoded_as_tiktoken_does(dataset_dir):
+    tokenizer = ts.Tokenizer(dataset_dir / "tokenizer.json")
+    assert tokenizer.decode(tokenizer.encode("a\ud83d\ude00\ud83d")) == "a\U0001f600\ufffd"
 
 
 @pytest.mark.parametrize("text", ("[" * 100_000, "[]", '{"a": ', "\ud800"))

@@ -92,6 +92,7 @@ def test_sizes_and_rates_follow_the_flags(tmp_path):
         ("window_pattern=SXL", "letters S and L"), ("window_pattern=", "letters S and L"), ("num_layers=1", "2 to 256"),
         ("num_layers=0", "2 to 256"), ("width=100", "head_dim=128"), ("head_dim=6", "multiple of 4"),
         ("stages=((1.0,2),)", "6 numbers"), ("stages=()", "6 numbers"), ("stages=(1.0,)", "6 numbers"),
+        ("stages=(None,)", "6 numbers"),
         ("stages=((0.5,16,384,1024,2048,1.0),)", "0.5000, not 1"), ("pack_tokens=0", "must be 2 to"),
         ("tokens=-1", "must be 1 to"), ("max_seq_len=16384", "max_seq_len=16384"), ("momentum=(0.9,)", "momentum"),
         ("long_layers=(1,)", "unknown Config field long_layers"),

@@ -529,7 +529,13 @@ def test_readme_commands_exist(name):
         for script in scripts[:1]:
             assert (ROOT / script).is_file(), command
             arguments = words[words.index(script) + 1 :]
-            passed_on = {"runs/quickstart.sh", "runs/multi_node.sh", "runs/slurm.sh", "dev/bench.py", "dev/profile.py"}
+            passed_on = {
+                "runs/quickstart.sh",
+                "runs/multi_node.sh",
+                "runs/slurm.sh",
+                "dev/bench.py",
+                "dev/profile_step.py",
+            }
             target = "train_small.py" if script in passed_on else script
             if script == "runs/test.sh":
                 continue
@@ -558,7 +564,7 @@ SMOKE = (
     (r"(runs/finetune.py .*)", r"\1 --packs 1"),
     (r"(train_plain.py --data data/shards/stdlib) --steps 20", r"\1 --steps 1"),
     (r"(runs/chat.py out/\S+)", r"\1 --prompt Hello --max-tokens 4"),
-    (r"(dev/bench.py|dev/profile.py) @runs/tiny.args(?: --set vocab_size=4096)? --steps \d+",
+    (r"(dev/bench.py|dev/profile_step.py) @runs/tiny.args(?: --set vocab_size=4096)? --steps \d+",
      r"\1 @runs/tiny.args --set vocab_size=400 --steps 1"),
 )  # fmt: skip
 NOT_RUN = {  # pattern: why, and what does it in the tests

@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -554,6 +555,17 @@ def test_a_watch_tells_and_says_good_bye():
     assert watch.heard[1] == ([3, 7], 1.0), "an old message is no new sign of life"
     watch.close()
     assert store.values["watch/1"] == "null"
+
+
+def test_a_process_that_never_comes(monkeypatch):
+    """Nobody else starts: the first one says so in its time, not after half an hour."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": 0, "WORLD_SIZE": 2}.items():
+        monkeypatch.setenv(name, str(value))
+    with pytest.raises(ts.UserError, match="not all of the 2 processes have started after 1 s .*1/2 clients"):
+        ts.meet(0, 2, 1.0)
 
 
 def test_a_store_that_does_not_answer(monkeypatch, capsys):

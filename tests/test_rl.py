@@ -69,7 +69,7 @@ def setup(source):
     """setup(*flags): a run at step 0 that writes no files."""
 
     def build(*flags) -> rl.Run:
-        args = rl.parse(["--from", str(source), *FLAGS, *map(str, flags)])
+        args = rl.parse([str(source), *FLAGS, *map(str, flags)])
         script = engine.import_script(source)
         checkpoint = finetune.newest_checkpoint(script, source)
         config = rl.fit_ranks(rl.rl_config(script, checkpoint, args), args.steps, 1)
@@ -249,7 +249,7 @@ def test_nothing_to_learn_leaves_the_weights(setup, monkeypatch):
 
 def test_rewards():
     """1 for the number, a share for digits counted from the last."""
-    args = rl.parse(["--from", "x", "--digits", "2", "--partial", "0.3"])
+    args = rl.parse(["x", "--digits", "2", "--partial", "0.3"])
     task = rl.addition_task(args, lambda question: True)
     item = rl.Item("", "132", chat_eval.same_number("#### 132"))
     for text, reward in (("7+5=12\n#### 132", 1.0), ("#### 132.0", 1.0), ("#### 142", 0.2), ("#### 32", 0.2),
@@ -278,7 +278,7 @@ def steps_of(run_dir) -> list[dict]:
 
 def test_a_run_and_its_continuation(source, tmp_path):
     """A whole run writes what a person looks at; stopped and resumed it goes on exactly; other tools can load it."""
-    flags = ["--from", source, *FLAGS, "--steps", 4, "--eval-every", 2, "--save-every", 2]
+    flags = [source, *FLAGS, "--steps", 4, "--eval-every", 2, "--save-every", 2]
     code, out, err = quiet(rl.main, *flags, "--run-dir", tmp_path / "whole")
     assert code == 0, err
     result = json.loads(out.splitlines()[-1])
@@ -327,7 +327,7 @@ def test_gsm8k_items(source, tmp_path):
     for part, n in (("train", 7), ("test", 3)):
         items = [{"question": f"{part} {i}?", "answer": f"so <<{i}+1={i + 1}>>{i + 1}\n#### {i + 1}"} for i in range(n)]
         write_jsonl(tmp_path / f"gsm8k_{part}.jsonl", items)
-    args = rl.parse(["--from", str(source), "--task", "gsm8k", "--files", str(tmp_path), "--prompts", "3"])
+    args = rl.parse([str(source), "--task", "gsm8k", "--files", str(tmp_path), "--prompts", "3"])
     task = rl.gsm8k_task(args, lambda question: True)
     asked = [task.train(step, place).question for step in range(7) for place in range(3)]
     for epoch in range(3):

@@ -774,6 +774,7 @@ def test_flags_from_a_file(tmp_path):
         (["--set", "frequencies=(1,)"], ["frequencies must be 32 numbers"]),
         (["--set", "frequencies=('a',)"], ["frequencies", "each value"]),
         (["--set", "stages=((),)"], ["stages: the row ()"]),
+        (["--set", "stages=(None,)"], ["stages: the row None"]),
         (["--set", "stages=((2,1,1,1,2,1),(-1,1,1,1,2,1))"], ["stages: the row (2, 1"]),
         (["--set", "ahead=()"], ["ahead=()"]),
         (["--set", "muon_beta2=2.0"], ["muon_beta2=2.0 must be 0.0 to"]),

@@ -228,7 +228,7 @@ class Lab:
         return [self.base, "--run-dir", run_dir, "--packs", 2, "--steps", 6, *EVERY, "--set", "max_epochs=99"]
 
     def reinforce(self, run_dir, source=None) -> list:
-        return ["--from", source or self.tuned, "--run-dir", run_dir, "--digits", 1, "--prompts", 2, "--samples", 2,
+        return [source or self.tuned, "--run-dir", run_dir, "--digits", 1, "--prompts", 2, "--samples", 2,
                 "--eval-items", 3, "--eval-samples", 1, "--steps", 4, "--save-every", 1, "--eval-every", 2]  # fmt: skip
 
 

@@ -1,8 +1,8 @@
 # ruff: noqa: E402
 """Traces training steps with section names; counts graphs, graph breaks and what is compiled after the warm-up.
 
-    python dev/profile.py [@runs/b34.args] [flags of train_small.py] [--steps 5] [--out out/profile/trace.json]
-    python dev/profile.py --script train_medium.py
+    python dev/profile_step.py [@runs/b34.args] [flags of train_small.py] [--steps 5] [--out out/profile/trace.json]
+    python dev/profile_step.py --script train_medium.py
 
 Open the trace in https://ui.perfetto.dev; each kernel carries its section. The exit code is 1 if there was a graph
 break, or if steps and a validation in each stage compiled anything after the warm-up. torch prints why something was
@@ -15,7 +15,6 @@ import json
 import sys
 from pathlib import Path
 
-# The repository, in place of dev/, where this file would hide Python's own profile.
 sys.path[:1] = [str(Path(__file__).resolve().parents[1])]
 import torch
 from torch._dynamo.utils import counters
@@ -87,7 +86,7 @@ def visit_stages(state: ts.TrainState, dataset) -> None:
 
 
 def main() -> dict:
-    parser = bench.make_parser("profile.py", __doc__, 5)
+    parser = bench.make_parser("profile_step.py", __doc__, 5)
     parser.add_argument(
         "--out", default="out/profile/trace.json", help="default out/profile/trace.json"
     )
