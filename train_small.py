@@ -2437,7 +2437,8 @@ def meet(rank: int, world: int, timeout: float) -> dist.Store:
     """Waits until all ranks have come; returns the store that they share."""
     limit = datetime.timedelta(seconds=timeout)
     try:
-        store, _, _ = next(dist.rendezvous("env://", timeout=limit))
+        connect = limit / 2 if rank else limit  # all but process 0 try twice
+        store, _, _ = next(dist.rendezvous("env://", timeout=connect))
         store.set(f"met/{rank}", "")
         store.wait([f"met/{other}" for other in range(world)], limit)
         return store

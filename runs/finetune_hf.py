@@ -1,23 +1,24 @@
 """Pretrains or finetunes an existing causal language model of Hugging Face.
 
-    python runs/finetune_hf.py sft @runs/sft_qwen.toml
     torchrun --standalone --nproc_per_node=8 runs/finetune_hf.py sft @runs/sft_qwen.toml --steps 100
     torchrun --standalone --nproc_per_node=8 runs/finetune_hf.py pretrain @runs/pretrain_qwen.toml
-    python runs/finetune_hf.py sft --resume --run-dir out/RUN
+    python runs/finetune_hf.py --resume --run-dir out/RUN
 
 `sft` learns what the assistant says in conversations, `pretrain` learns every token of texts. Settings come from TOML
-files (@FILE or @ FILE) and from flags, in this order, and the last one counts. --help lists them all.
+files (@FILE or @ FILE) and from flags, and the last one counts. --help lists them. It needs requirements-hf.txt.
 
-It needs requirements-hf.txt. A step takes packs of documents, which hf_packs.py makes: positions start at 0 in each
-document, and no token sees another document. The loss is the sum over all counted tokens of the step, on all ranks and
-in all micro-batches, divided by their number.
+A step takes packs of documents: positions start at 0 in each document, and no token sees another document. The loss
+is the sum over all counted tokens of the step, on all ranks and in all micro-batches, divided by their number.
 
 The run directory holds config.json, log.jsonl, checkpoints/, report.md, curve.png, this script, and model/, which
 save_pretrained wrote: talk to it with runs/chat.py. The last line on stdout is one JSON object with the result.
 """
 
-import datetime
+import bisect
+import contextlib
 import difflib
+import hashlib
+import inspect
 import json
 import math
 import os
@@ -27,44 +28,56 @@ import signal
 import sys
 import time
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
-import hf_packs
+import datasets
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
-from hf_packs import IGNORED, Packs, Source, UserError, first_line, from_hub, read_text, write_text
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from matplotlib.figure import Figure
+from pydantic import BaseModel, Field, ValidationError
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
+from torch.nn.attention.varlen import varlen_attn
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+IGNORED = -100  # label of a token that is not counted
+COUNTS = ("documents", "tokens", "counted", "attended")  # what is known of each pack
 
 # ---- settings
 
 
-class Config(BaseModel):
+class Source(BaseModel, extra="forbid"):
+    """The arguments of datasets.load_dataset. Keys for s3 come from the environment, so that none is logged."""
+
+    path: str = Field(description="a dataset of the hub, or json, parquet, text")
+    name: str | None = Field(None, description="configuration of the dataset")
+    data_dir: str | None = Field(None, description="folder of the dataset")
+    data_files: str | list[str] | None = Field(None, description="files or patterns")
+    split: str = Field("train", description="part of the dataset, also train[:1%]")
+    revision: str | None = Field(None, description="version on the hub")
+
+
+class Config(BaseModel, extra="forbid"):
     """Every setting of a run."""
 
-    model_config = ConfigDict(extra="forbid", protected_namespaces=())
-
-    # fmt: off
+    command: Literal["sft", "pretrain"] = Field(description="sft or pretrain, as a bare word")
     model_name: str = Field(description="name on the hub, or a folder of save_pretrained")
-    from_scratch: bool = Field(False, description="random weights in place of the trained ones")
     chat_template: str | None = Field(None, description="file with a chat template for sft")
-    run_dir: str | None = Field(None, description="where the run is written; default: dated")
+    run_dir: Path = Field(description="where the run is written")
+    resume: bool = Field(False, description="continue the run in --run-dir")
 
     data: Source = Field(description="what to train on")
-    val_data: Source | None = Field(None, description="what to validate on; default: --val-rows")
-    val_rows: int = Field(200, ge=1, description="rows of --data held out where no --val-data is")
+    val_rows: int = Field(200, ge=1, description="rows of the data held out for validation")
     column: str | None = Field(None, description="default: messages for sft, text for pretrain")
     sequence_length: int = Field(4096, ge=2, description="tokens in a pack, longest document")
     workers: int = Field(1, ge=1, description="processes that tokenize and pack")
@@ -73,58 +86,20 @@ class Config(BaseModel):
     micro_packs: int = Field(4, ge=1, description="packs that one GPU takes at once")
     epochs: float = Field(1.0, gt=0, description="passes over the data, unless --steps is given")
     steps: int | None = Field(None, ge=1, description="optimizer steps")
-    seed: int = Field(0, ge=0, description="of the order of packs, and of random weights")
+    seed: int = Field(0, ge=0, description="of the order of packs")
 
-    lr: float = Field(1e-5, gt=0, description="highest learning rate of AdamW")
-    lr_floor: float = Field(0.1, ge=0, le=1, description="share of the rate that is left at the end")
+    lr: float = Field(1e-5, gt=0, description="highest learning rate of AdamW; it ends at a tenth")
     warmup: float = Field(0.03, ge=0, le=1, description="share of the steps that warm up")
     weight_decay: float = Field(0.1, ge=0, description="of matrices, never of embeddings or norms")
-    beta1: float = Field(0.9, ge=0, lt=1, description="AdamW's decay of the mean")
-    beta2: float = Field(0.95, ge=0, lt=1, description="AdamW's decay of the square")
     clip: float = Field(1.0, gt=0, description="largest norm of the gradient")
+    recompute: bool = Field(False, description="activation checkpointing, if memory runs out")
 
-    attention: Literal["auto", "fa3", "fa2", "varlen", "sdpa"] = Field("auto", description="auto: the first that runs")
-    liger: bool | None = Field(None, description="Liger kernels; default: on a GPU if installed")
-    recompute: bool | None = Field(None, description="activation checkpointing; default: if memory asks for it")
-    compile: bool | None = Field(None, description="torch.compile each layer; default: on a GPU")
-
-    log_every: int = Field(10, ge=1, description="steps between lines of the log")
-    eval_every: int = Field(100, ge=1, description="steps between validations")
-    save_every: int = Field(500, ge=1, description="steps between checkpoints")
+    save_every: int = Field(200, ge=1, description="steps between validations and checkpoints")
     keep: int = Field(2, ge=1, description="newest checkpoints to keep; the best stays too")
     wandb: str | None = Field(None, description="project of Weights & Biases")
-    # fmt: on
 
 
-# What --resume may change: nothing of this alters the result beyond rounding.
-CHANGEABLE = {
-    "run_dir", "workers", "micro_packs", "attention", "liger", "recompute", "compile", "log_every", "eval_every",
-    "save_every", "keep", "wandb",
-}  # fmt: skip
-
-
-# ---- the run
-
-
-@dataclass
-class Ranks:
-    """Which process this is."""
-
-    rank: int
-    local: int  # number on this machine
-    world: int
-    device: torch.device
-    mesh: Any
-    slow: Any  # a gloo group that waits for hours, for what one process does alone
-
-    def say(self, text: str) -> None:
-        if self.rank == 0:
-            print(text, flush=True)
-
-    def sum(self, value: float) -> float:
-        total = torch.tensor(value, dtype=torch.float64)
-        dist.all_reduce(total, group=self.slow)
-        return total.item()
+# ---- training
 
 
 @dataclass
@@ -135,44 +110,47 @@ class Progress:
     packs: int = 0  # packs read so far, which is the position in the data
     tokens: int = 0  # padding excluded
     train_seconds: float = 0.0
-    val_loss: float | None = None  # nats for each counted token, at val_step
-    val_step: int = -1
+    val_loss: float = math.inf  # of the weights as they are, in nats for each counted token
 
 
 @dataclass
 class Run:
     """A run under way."""
 
-    command: str
     config: Config
-    ranks: Ranks
-    run_dir: Path
     tokenizer: Any
-    train: Packs
-    val: Packs
-    model: "PackedModel"
+    train: "Packs"
+    val: "Packs"
+    model: nn.Module
     optimizer: torch.optim.Optimizer
     steps: int
-    log: "Log"
+    order: np.ndarray  # rows of the packs, one epoch behind the other, each in an order of its own
+    origin: list  # what stays the same when a run continues
     progress: Progress = field(default_factory=Progress)
+    wandb: Any = None
 
 
-def train(command: str, config: Config, resumed: bool) -> dict:
+def train(config: Config) -> dict:
     """Trains from the first step, or from the newest checkpoint, to the end. Returns the result."""
-    ranks = start_ranks()
-    run_dir = prepare_run_dir(command, config, resumed, ranks)
-    tokenizer = hf_packs.load_tokenizer(command, config)
-    train_packs, val_packs = hf_packs.load_data(command, config, tokenizer, ranks)
-    model = build_model(config, tokenizer, ranks)
+    device = start_ranks()
+    prepare_run_dir(config)
+    tokenizer = load_tokenizer(config)
+    packs, val = load_data(config, tokenizer)
+    model = build_model(config, device)
     optimizer = build_optimizer(model, config)
 
-    steps = config.steps or math.ceil(config.epochs * len(train_packs) / config.packs)
-    log = Log(run_dir, config, ranks)
-    parts = (tokenizer, train_packs, val_packs, model, optimizer)
-    run = Run(command, config, ranks, run_dir, *parts, steps, log)
-    if resumed:
+    count = len(packs.rows)
+    steps = config.steps or math.ceil(config.epochs * count / config.packs)
+    epochs = range(math.ceil(steps * config.packs / count))
+    orders = [np.random.default_rng([config.seed, epoch]).permutation(count) for epoch in epochs]
+    origin = [packs.rows._fingerprint, model.num_parameters(), config.packs, config.seed]
+    run = Run(config, tokenizer, packs, val, model, optimizer, steps, np.hstack(orders), origin)
+    if config.resume:
         load_newest(run)
-    ranks.say(f"training: step {run.progress.step:,} of {steps:,}, {config.packs:,} packs a step")
+    if config.wandb and dist.get_rank() == 0:
+        import wandb
+
+        run.wandb = wandb.init(project=config.wandb, config=config.model_dump(mode="json"))
 
     run_steps(run)
     export(run)
@@ -183,259 +161,401 @@ def run_steps(run: Run) -> None:
     """The loop. Raises: UserError if a signal ends it, after saving"""
     config = run.config
     progress = run.progress
-    caught = catch_signals()
+    say(f"training: step {progress.step:,} of {run.steps:,}, {config.packs:,} packs each")
+
+    caught = []  # signals, read between steps
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, frame: caught.append(number))
+
     if progress.step == 0:
         evaluate(run)
-
-    meter = Meter(run)
     while progress.step < run.steps:
-        loss, norm = train_step(run)
-        meter.add(loss)
-
+        train_step(run)
         last = progress.step == run.steps
-        stop = run.ranks.sum(len(caught)) > 0
-        if progress.step % config.log_every == 0 or last or stop:
-            meter.write(norm)
-        save_now = progress.step % config.save_every == 0 or last
-        if progress.step % config.eval_every == 0 or save_now:
+        due = last or progress.step % config.save_every == 0
+        stop = all_sum(len(caught)) > 0
+        if due:
             evaluate(run)
-        if save_now or stop:
+        if due or stop:
             save(run)
         if stop and not last:
             raise UserError(f"stopped at step {progress.step:,}, which is saved; use --resume")
-        meter.start()
 
 
-def train_step(run: Run) -> tuple[Tensor, float]:
-    """One step of the optimizer.
-
-    Returns: the loss of this rank's tokens divided by the counted tokens of all, and the gradient's norm
-    """
+def train_step(run: Run) -> None:
+    """One step of the optimizer, and its line in the log."""
+    began = time.perf_counter()
     config = run.config
     progress = run.progress
     torch.manual_seed(config.seed * 1_000_003 + progress.step)  # dropout, if the model has any
-    numbers = range(progress.packs, progress.packs + config.packs)
-    counted = run.train.total("counted", numbers)
-    batches = list(hf_packs.micro_batches(run.train, numbers, config, run.ranks))
+    rows = run.order[progress.packs : progress.packs + config.packs]
+    counted = run.train.total("counted", rows)
+    batches = list(micro_batches(run, run.train, rows))
 
     run.model.train()
-    total = torch.zeros((), device=run.ranks.device)
+    total = torch.zeros((), device=run.model.device)
     for i, batch in enumerate(batches):
         run.model.set_requires_gradient_sync(i == len(batches) - 1)
-        loss = run.model(**batch) / counted
-        # The gradient is averaged over the ranks, and the sum is wanted.
-        (loss * run.ranks.world).backward()
+        loss = packed_loss(run.model, batch, counted)
+        (loss * dist.get_world_size()).backward()  # FSDP averages gradients, the sum is wanted
         total += loss.detach()
 
-    norm = nn.utils.clip_grad_norm_(run.model.parameters(), config.clip)
-    norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
+    norm = nn.utils.clip_grad_norm_(run.model.parameters(), config.clip).full_tensor().item()
     if not math.isfinite(norm):
-        raise UserError(
-            f"the gradient became {norm} at step {progress.step + 1:,}; continue from the checkpoint before with "
-            f"--resume on other data, or start again with a lower --lr than {config.lr:g}"
-        )
+        raise UserError(f"the gradient became {norm}; use --resume and a lower --lr")
     for group in run.optimizer.param_groups:
         group["lr"] = learning_rate(config, progress.step, run.steps)
     run.optimizer.step()
     run.optimizer.zero_grad()
 
+    seconds = time.perf_counter() - began
     progress.step += 1
     progress.packs += config.packs
-    progress.tokens += run.train.total("tokens", numbers)
-    return total, norm
+    progress.tokens += run.train.total("tokens", rows)
+    progress.train_seconds += seconds
+    progress.val_loss = math.inf
+    log_step(run, all_sum(total.item()), norm, seconds, rows)
+
+
+def packed_loss(model: nn.Module, batch: dict, counted: int) -> Tensor:
+    """Summed loss of a micro-batch, divided by the counted tokens of the whole step."""
+    items = torch.tensor(counted, device=batch["labels"].device)
+    return model(**batch, num_items_in_batch=items, use_cache=False, **model.loss_options).loss
 
 
 def learning_rate(config: Config, step: int, steps: int) -> float:
-    """A straight line up, then half a cosine down to the floor."""
+    """A straight line up, then half a cosine down to a tenth."""
     warmup = round(config.warmup * steps)
     if step < warmup:
         return config.lr * (step + 1) / warmup
     done = (step - warmup) / max(1, steps - warmup)
-    low = config.lr * config.lr_floor
-    return low + (config.lr - low) * 0.5 * (1 + math.cos(math.pi * done))
+    return config.lr * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * done)))
 
 
 @torch.no_grad()
 def evaluate(run: Run) -> None:
     """Loss over all packs of the validation data, in nats for each counted token."""
     progress = run.progress
-    if progress.val_step == progress.step:
-        return
     run.model.eval()
-    numbers = range(len(run.val))
-    total = torch.zeros((), device=run.ranks.device, dtype=torch.float64)
-    for batch in hf_packs.micro_batches(run.val, numbers, run.config, run.ranks):
-        total += run.model(**batch)
+    rows = np.arange(len(run.val.rows))
+    counted = run.val.total("counted", rows)
+    total = torch.zeros((), device=run.model.device)
+    for batch in micro_batches(run, run.val, rows):
+        total += packed_loss(run.model, batch, counted)
     run.model.reshard()  # only a backward pass does that by itself
-    progress.val_loss = run.ranks.sum(total.item()) / run.val.total("counted", numbers)
-    progress.val_step = progress.step
+    progress.val_loss = all_sum(total.item())
     entry = {"step": progress.step, "tokens": progress.tokens, "val_loss": progress.val_loss}
-    run.log.write(entry, f"step {progress.step:,}: validation {progress.val_loss:.4f}")
+    write_log(run, entry, f"step {progress.step:,}: validation {progress.val_loss:.4f}")
+
+
+# ---- data: rows of load_dataset -> documents -> packs -> micro-batches
+
+
+def load_tokenizer(config: Config):
+    """The model's own tokenizer, with the chat template that sft needs."""
+    with explain(f"--model-name {config.model_name} has no tokenizer that loads", "check the name"):
+        tokenizer = AutoTokenizer.from_pretrained(config.model_name)
+    if config.command == "pretrain":
+        return tokenizer
+
+    if config.chat_template:
+        tokenizer.chat_template = Path(config.chat_template).read_text(encoding="utf-8")
+    if not re.search(r"\{%-?\s*generation\s*-?%\}", str(tokenizer.chat_template)):
+        raise UserError(
+            f"the chat template of {config.chat_template or config.model_name} does not mark what the assistant says "
+            f"with {{% generation %}}; use --chat-template FILE (runs/chat_template_qwen.jinja is for Qwen2.5)"
+        )
+    return tokenizer
+
+
+def load_data(config: Config, tokenizer) -> tuple["Packs", "Packs"]:
+    """Training and validation packs. One process of each machine makes them, the others read its cache."""
+    is_first = dist.get_node_local_rank(fallback_rank=0) == 0
+    if not is_first:
+        datasets.disable_progress_bars()
+        dist.barrier()
+
+    arguments = config.data.model_dump(exclude_none=True)
+    with explain(f"load_dataset cannot load {arguments}", "check these arguments"):
+        rows = datasets.load_dataset(**arguments)
+    column = config.column or {"sft": "messages", "pretrain": "text"}[config.command]
+    if column not in rows.column_names:
+        raise UserError(f"no column {column} in {rows.column_names}; name one with --column")
+    with explain(f"--val-rows {config.val_rows:,} of {len(rows):,} is too much", "lower it"):
+        parts = rows.train_test_split(config.val_rows, seed=0)
+    train_packs = make_packs(config, tokenizer, parts["train"], column)
+    val_packs = make_packs(config, tokenizer, parts["test"], column)
+
+    if is_first:
+        dist.barrier()
+    return train_packs, val_packs
+
+
+def make_packs(config: Config, tokenizer, rows: datasets.Dataset, column: str) -> "Packs":
+    """Tokens of all rows, then packs of them; both come from the cache where it has them."""
+    function = {"sft": tokenize_chats, "pretrain": tokenize_texts}[config.command]
+    with explain(f"{config.model_name} has no fast tokenizer", "choose a model that has one"):
+        identity = [tokenizer.backend_tokenizer.to_str(), str(tokenizer.special_tokens_map)]
+    identity += [str(tokenizer.chat_template), column]
+    arguments = {"tokenizer": tokenizer, "column": column}
+    tokenized = cached_map(config, rows, function, arguments, identity)
+
+    arguments = {"length": config.sequence_length, "cut": config.command == "pretrain"}
+    packed = cached_map(config, tokenized, pack, arguments, [str(arguments)])
+    if len(packed) == 0:
+        raise UserError(f"nothing of {len(rows):,} rows is left; look at --sequence-length")
+    counts = {name: np.asarray(packed[name]) for name in COUNTS}
+    documents, tokens, counted, _ = (f"{counts[name].sum():,}" for name in COUNTS)
+    say(f"data: {documents} documents of {len(rows):,} rows in {len(packed):,} packs")
+    say(f"data: {tokens} tokens, {counted} of them counted")
+    return Packs(packed.with_format("numpy"), counts)
+
+
+def cached_map(config: Config, rows, function: Callable, arguments: dict, identity: list[str]):
+    """rows.map, whose cache is found again by the data, the function's text and what identity states.
+
+    The hash that map makes of its arguments changes when a tokenizer is used, so it is not relied on.
+    """
+    words = [rows._fingerprint, inspect.getsource(function), *identity]
+    return rows.map(
+        function,
+        batched=True,
+        batch_size=4096,
+        fn_kwargs=arguments,
+        remove_columns=rows.column_names,
+        num_proc=config.workers if config.workers > 1 else None,
+        new_fingerprint=hashlib.sha256("\0".join(words).encode()).hexdigest()[:32],
+        desc=function.__name__,
+    )
+
+
+def tokenize_texts(batch: dict, tokenizer, column: str) -> dict:
+    """Each text with the tokenizer's own first token, if any, and its end of text. Every token counts."""
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    rows = tokenizer(batch[column], verbose=False)["input_ids"]
+    rows = [row if row[-1:] == end else row + end for row in rows]
+    counted = [[True] * len(row) for row in rows]
+    return {"tokens": rows, "counted": counted}
+
+
+def tokenize_chats(batch: dict, tokenizer, column: str) -> dict:
+    """Each conversation of OpenAI's form in the chat template; what the assistant says counts."""
+    result = {"tokens": [], "counted": []}
+    apply = tokenizer.apply_chat_template
+    tools = batch.get("tools") or [None] * len(batch[column])
+    for messages, row_tools in zip(batch[column], tools, strict=True):
+        # Arrow gives every message the keys of all others; templates expect those without a value to be absent.
+        filled = [{k: v for k, v in message.items() if v is not None} for message in messages]
+        text = json.dumps(messages, ensure_ascii=False)[:200]
+        with explain(f"the conversation {text} does not fit the chat template", "correct either"):
+            row = apply(filled, tools=row_tools or None, return_assistant_tokens_mask=True)
+        result["tokens"].append(row["input_ids"])
+        result["counted"].append([bool(n) for n in row["assistant_masks"]])
+    return result
+
+
+def pack(batch: dict, length: int, cut: bool) -> dict:
+    """Best fit of documents, the longest first: each goes into the fullest pack that has room for it.
+
+    A document that is too long is cut into parts that share a token, so that no target is lost, or else left out. So
+    is one that counts nothing. The model shifts labels itself, so the label of a document's first token is ignored.
+    """
+    documents = []
+    for tokens, counted in zip(batch["tokens"], batch["counted"], strict=True):
+        if len(tokens) > length and not cut:
+            continue
+        for start in range(0, len(tokens) - 1, length - 1):
+            part = np.array(tokens[start : start + length])
+            labels = np.where(counted[start : start + length], part, IGNORED)
+            labels[0] = IGNORED
+            if (labels != IGNORED).any():
+                documents.append((part, labels))
+    documents.sort(key=lambda document: -len(document[0]))
+
+    packs = []
+    unfilled = []  # (room left, number of the pack), sorted
+    for document in documents:
+        size = len(document[0])
+        at = bisect.bisect_left(unfilled, (size, 0))
+        if at < len(unfilled):
+            room, number = unfilled.pop(at)
+        else:
+            room = length
+            number = len(packs)
+            packs.append([])
+        packs[number].append(document)
+        bisect.insort(unfilled, (room - size, number))
+
+    result = {name: [] for name in ("input_ids", "labels", "lengths", *COUNTS)}
+    for members in packs:
+        tokens = np.concatenate([part for part, _ in members])
+        labels = np.concatenate([labels for _, labels in members])
+        lengths = np.array([len(part) for part, _ in members])
+        padding = length - len(tokens)  # a document of its own
+        result["input_ids"].append(np.pad(tokens, (0, padding)))
+        result["labels"].append(np.pad(labels, (0, padding), constant_values=IGNORED))
+        result["lengths"].append(np.append(lengths, padding))
+        result["documents"].append(len(members))
+        result["tokens"].append(len(tokens))
+        result["counted"].append(int((labels != IGNORED).sum()))
+        result["attended"].append(int((lengths * (lengths + 1) // 2).sum()))
+    return result
+
+
+@dataclass
+class Packs:
+    """Packs of one split. All ranks know what a step counts without asking each other."""
+
+    rows: datasets.Dataset
+    counts: dict[str, np.ndarray]  # for each row
+
+    def total(self, name: str, rows: np.ndarray) -> int:
+        return int(self.counts[name][rows].sum())
+
+
+def micro_batches(run: Run, packs: Packs, rows: np.ndarray) -> Iterator[dict]:
+    """This rank's share of some packs. All ranks get the same number of micro-batches."""
+    world = dist.get_world_size()
+    mine = rows[dist.get_rank() :: world]
+    most = math.ceil(len(rows) / world)
+    size = min(run.config.micro_packs, most)
+    for start in range(0, most, size):
+        found = [packs.rows[int(row)] for row in mine[start : start + size]]
+        yield collate(found, size, run.config.sequence_length, run.model.device)
+
+
+def collate(rows: list[dict], size: int, length: int, device: torch.device) -> dict:
+    """Arguments of the model: packs one behind the other, and empty ones where rows are missing."""
+    tokens = np.zeros((size, length), np.int64)
+    labels = np.full((size, length), IGNORED)
+    lengths = [[length]] * size
+    for i, row in enumerate(rows):
+        tokens[i] = row["input_ids"]
+        labels[i] = row["labels"]
+        lengths[i] = row["lengths"]
+
+    lengths = np.concatenate(lengths)
+    positions = np.concatenate([np.arange(n) for n in lengths])
+    arrays = {"input_ids": tokens, "labels": labels, "position_ids": positions}
+    batch = {name: torch.from_numpy(x).reshape(1, -1).to(device) for name, x in arrays.items()}
+    bounds = torch.from_numpy(np.cumsum([0, *lengths], dtype=np.int32)).to(device)
+    batch |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
+    batch |= {"max_length_q": length, "max_length_k": length}
+    return batch
 
 
 # ---- model
 
 
-class PackedModel(nn.Module):
-    """A causal model of transformers that returns the summed loss of packed documents.
-
-    It is the root of FSDP, so the head's weight is there when the loss needs it.
-    """
-
-    def __init__(self, hf, cross_entropy: Callable):
-        super().__init__()
-        self.hf = hf
-        self.cross_entropy = cross_entropy
-
-    def forward(self, tokens, targets, positions, bounds, longest: int) -> Tensor:
-        hidden = self.hf.base_model(
-            input_ids=tokens[None],
-            position_ids=positions[None],
-            cu_seq_lens_q=bounds,
-            max_length_q=longest,
-            use_cache=False,
-        ).last_hidden_state[0]
-        head = self.hf.get_output_embeddings()
-        return self.cross_entropy(hidden, head.weight, targets, head.bias)
-
-
-def build_model(config: Config, tokenizer, ranks: Ranks) -> PackedModel:
+def build_model(config: Config, device: torch.device) -> nn.Module:
     """Loads the model in fp32 and applies, in this order: kernels, recomputation, compilation, FSDP."""
-    hf = load_model(config, tokenizer)
-    check_head(hf)
-    hf.matrix_weights = count_matrix_weights(hf)  # before sharding, for the MFU
-    on_gpu = ranks.device.type == "cuda"
-    hf_packs.choose_attention(hf, config, ranks)
+    name = config.model_name
+    with explain(f"--model-name {name} cannot be loaded", "name a causal model of transformers"):
+        description = AutoConfig.from_pretrained(name)
+        hf = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
+    hf.export_dtype = description.dtype or torch.float32
+    longest = getattr(description, "max_position_embeddings", None) or config.sequence_length
+    if config.sequence_length > longest:
+        raise UserError(f"--sequence-length is above the model's {longest:,} positions; lower it")
 
-    liger = use_liger(hf) if on_gpu and config.liger is not False else None
-    if config.liger and not liger:
-        raise UserError("--liger needs a GPU and the package liger-kernel; use --no-liger")
-
+    choose_attention(hf, device)
+    on_gpu = device.type == "cuda"
+    hf.loss_options = apply_liger(hf) if on_gpu else {}
+    if config.recompute:
+        hf.activation_checkpointing_enable({"use_reentrant": False})
     layers = next(m for m in hf.base_model.modules() if isinstance(m, nn.ModuleList))
-    recompute = config.recompute
-    if recompute is None:
-        recompute = on_gpu and memory_is_short(hf, config, ranks)
-    if recompute:
-        for i, layer in enumerate(layers):
-            layers[i] = checkpoint_wrapper(layer)
-    compiled = on_gpu if config.compile is None else config.compile
-    if compiled:
-        for layer in layers:
-            layer.compile()
-
     dtype = torch.bfloat16 if on_gpu else None
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     for layer in layers:
-        fully_shard(layer, mesh=ranks.mesh, mp_policy=policy)
-    model = PackedModel(hf, liger or linear_cross_entropy)
-    fully_shard(model, mesh=ranks.mesh, mp_policy=policy)
-    ranks.say(
-        f"model: {sum(p.numel() for p in model.parameters()):,} parameters, Liger kernels {'on' if liger else 'off'}, "
-        f"recomputation {'on' if recompute else 'off'}, compilation {'on' if compiled else 'off'}"
-    )
-    return model
-
-
-def load_model(config: Config, tokenizer):
-    """The weights in fp32, which the optimizer keeps; hf.export_dtype is what they came in."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    description = from_hub(AutoConfig.from_pretrained, config.model_name, "--model-name")
-    if config.from_scratch:
-        torch.manual_seed(config.seed)
-        hf = AutoModelForCausalLM.from_config(description, dtype=torch.float32)
-    else:
-        load = AutoModelForCausalLM.from_pretrained
-        hf = from_hub(load, config.model_name, "--model-name", dtype=torch.float32)
-    hf.export_dtype = description.dtype or torch.float32
-
-    rows = hf.get_input_embeddings().weight.shape[0]
-    if len(tokenizer) > rows:
-        found = f"the tokenizer has {len(tokenizer):,} tokens, the model {rows:,}"
-        raise UserError(f"{found}; use a model and a tokenizer that belong together")
-    longest = getattr(description, "max_position_embeddings", None) or config.sequence_length
-    if config.sequence_length > longest:
-        asked = f"--sequence-length {config.sequence_length:,}"
-        raise UserError(f"{asked} is more than the {longest:,} positions of the model; lower it")
+        if on_gpu:
+            layer.compile()
+        fully_shard(layer, mp_policy=policy)
+    fully_shard(hf, mp_policy=policy)
+    say(f"model: {hf.num_parameters():,} parameters, with Liger: {bool(hf.loss_options)}")
     return hf
 
 
-@torch.no_grad()
-def check_head(hf) -> None:
-    """Some models scale or cap their logits. The loss here does not, so they are refused."""
-    hf.eval()
-    tokens = torch.arange(8)[None]
-    hidden = hf.base_model(input_ids=tokens, use_cache=False).last_hidden_state
-    head = hf.get_output_embeddings()
-    ours = F.linear(hidden, head.weight, head.bias)
-    theirs = hf(input_ids=tokens, use_cache=False).logits
-    if not torch.allclose(ours, theirs, rtol=1e-3, atol=1e-3):
-        name = type(hf).__name__
-        raise UserError(f"{name} changes its logits behind the last matrix; choose another model")
-
-
-def count_matrix_weights(hf) -> int:
-    """Weights that a token is multiplied with; a lookup is free."""
-    lookups = {id(m.weight) for m in hf.modules() if isinstance(m, nn.Embedding)}
-    head = hf.get_output_embeddings().weight
-    others = [p for p in hf.parameters() if p.ndim > 1 and id(p) not in lookups and p is not head]
-    return sum(p.numel() for p in others) + head.numel()
-
-
-def memory_is_short(hf, config: Config, ranks: Ranks) -> bool:
-    """Whether activations would take more than what is left beside weights, gradients and moments.
-
-    An estimate for bf16 and attention without a score matrix; it errs towards recomputation.
-    """
-    c = hf.config
-    parameters = sum(p.numel() for p in hf.parameters())
-    wide = getattr(c, "intermediate_size", None) or 4 * c.hidden_size
-    a_token = 2 * (10 * c.hidden_size + 4 * wide) * c.num_hidden_layers
-    activations = a_token * config.micro_packs * config.sequence_length
-    states = 16 * parameters / ranks.world + 6 * parameters  # 6: gathered, unreduced gradients
-    free = torch.cuda.mem_get_info(ranks.device)[0]
-    return activations > 0.8 * (free - states)
-
-
-def use_liger(hf) -> Callable | None:
-    """Gives a model of a known type Liger's kernels; returns its fused cross-entropy, None if not installed."""
+def apply_liger(hf) -> dict:
+    """Liger's kernels where they are installed and know the model. Returns arguments for its fused cross-entropy."""
     try:
-        from liger_kernel.transformers import (
-            LigerFusedLinearCrossEntropyLoss,
-            _apply_liger_kernel_to_instance,
-        )
+        from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
     except ImportError:
-        return None
-    _apply_liger_kernel_to_instance(hf, cross_entropy=False, fused_linear_cross_entropy=False)
-    loss = LigerFusedLinearCrossEntropyLoss(reduction="sum", accum_dtype=torch.float32)
-    return lambda hidden, weight, targets, bias: loss(weight, hidden, targets, bias)
+        return {}
+    if hf.config.model_type not in MODEL_TYPE_TO_APPLY_LIGER_FN:
+        return {}
+    MODEL_TYPE_TO_APPLY_LIGER_FN[hf.config.model_type](model=hf)
+    return {"skip_logits": True, "accum_dtype": torch.float32}
 
 
-def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, bias=None) -> Tensor:
-    """Summed cross-entropy. Logits exist for 1,024 tokens at a time, and again in the backward pass."""
+def choose_attention(hf, device: torch.device) -> None:
+    """Sets the first attention that runs here. Each keeps the documents of a pack apart.
 
-    def chunk_loss(hidden: Tensor, targets: Tensor) -> Tensor:
-        logits = F.linear(hidden, weight, bias).float()
-        return F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
+    FlashAttention and varlen read cu_seq_lens. For SDPA, transformers makes a mask from positions that start anew.
+    """
+    AttentionInterface.register("varlen", varlen_attention)
+    names = ["sdpa"]
+    if device.type == "cuda":
+        names = ["flash_attention_3", "flash_attention_2", "varlen", "sdpa"]
+    for name in names:
+        try:
+            hf.set_attn_implementation(name)
+            if name != "sdpa":
+                check_attention(hf, device)
+            return say(f"attention: {name}")
+        except Exception as error:  # they fail in many ways
+            say(f"attention: {name} skipped ({first_line(error)})")
 
-    total = hidden.new_zeros((), dtype=torch.float32)
-    for part, wanted in zip(hidden.split(1024), targets.split(1024), strict=True):
-        total = total + checkpoint(chunk_loss, part, wanted, use_reentrant=False)
-    return total
+
+def varlen_attention(module, query, key, value, mask, scaling=None, sliding_window=None, **rest):
+    """torch's attention for packed documents, in the form in which transformers calls it. It has no dropout."""
+    if rest.get("softcap") is not None or rest.get("s_aux") is not None:
+        raise UserError(f"varlen attention does not fit {type(module).__name__}; use flash-attn")
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    names = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+    sizes = [rest[name] for name in names]
+    reach = (-1 if sliding_window is None else sliding_window - 1, 0)
+    y = varlen_attn(q, k, v, *sizes, scale=scaling, window_size=reach, enable_gqa=True)
+    return y[None], None
+
+
+@torch.no_grad()
+def check_attention(hf, device: torch.device) -> None:
+    """Two documents at once must give what SDPA gives for each alone."""
+    module = next(m for m in hf.modules() if hasattr(m, "is_causal"))
+    heads = hf.config.num_attention_heads
+    groups = getattr(hf.config, "num_key_value_heads", None) or heads
+    shapes = [(1, n, 96, module.head_dim) for n in (heads, groups, groups)]
+    q, k, v = (torch.randn(shape, device=device, dtype=torch.bfloat16) for shape in shapes)
+    ends = torch.tensor([0, 40, 96], device=device, dtype=torch.int32)
+    sizes = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 96, "max_length_k": 96}
+    attend = ALL_ATTENTION_FUNCTIONS[hf.config._attn_implementation]
+    packed = attend(module, q, k, v, None, **sizes)[0].transpose(1, 2)
+    for part in (slice(0, 40), slice(40, 96)):
+        one = (x[:, :, part] for x in (q, k, v))
+        alone = F.scaled_dot_product_attention(*one, is_causal=True, enable_gqa=True)
+        error = (packed[:, :, part] - alone).norm() / alone.norm()
+        if not error < 0.02:
+            raise RuntimeError(f"its results differ from sdpa's by {error:.1%}")
 
 
 # ---- optimizer
 
 
-def build_optimizer(model: PackedModel, config: Config) -> torch.optim.AdamW:
-    """AdamW without decay on embeddings, norms and biases. Moments start at zero, so that they can be loaded."""
+def matrices(model: nn.Module) -> list[Tensor]:
+    """Weights of two dimensions, without embeddings. A head that is tied to the embedding is one of those."""
     lookups = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    decays = {p: p.ndim > 1 and id(p) not in lookups for p in model.parameters()}
-    matrices = {"params": [p for p in decays if decays[p]], "weight_decay": config.weight_decay}
-    others = {"params": [p for p in decays if not decays[p]], "weight_decay": 0.0}
-    betas = (config.beta1, config.beta2)
-    optimizer = torch.optim.AdamW([matrices, others], lr=config.lr, betas=betas, fused=True)
-    for parameter in decays:
+    return [p for p in model.parameters() if p.ndim > 1 and id(p) not in lookups]
+
+
+def build_optimizer(model: nn.Module, config: Config) -> torch.optim.AdamW:
+    """AdamW without decay on embeddings, norms and biases. Moments start at zero, so that they can be loaded."""
+    decayed = matrices(model)
+    known = {*decayed}
+    others = [p for p in model.parameters() if p not in known]
+    groups = [{"params": decayed, "weight_decay": config.weight_decay}]
+    groups += [{"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), fused=True)
+    for parameter in model.parameters():
         optimizer.state[parameter] = {
             "step": torch.zeros((), device=parameter.device),
             "exp_avg": torch.zeros_like(parameter),
@@ -451,7 +571,6 @@ def tensors_of(run: Run) -> dict[str, Tensor]:
     """Everything that a checkpoint holds, by name. Loading writes into these tensors."""
     tensors = {}
     for name, parameter in run.model.named_parameters():
-        name = name.replace("_checkpoint_wrapped_module.", "")
         tensors[f"weight.{name}"] = parameter.data
         for moment in ("exp_avg", "exp_avg_sq"):
             tensors[f"{moment}.{name}"] = run.optimizer.state[parameter][moment]
@@ -460,440 +579,321 @@ def tensors_of(run: Run) -> dict[str, Tensor]:
 
 def save(run: Run) -> None:
     """A checkpoint in safetensors files, one for each rank. It gets its name when it is complete."""
-    folder = run.run_dir / "checkpoints" / f"step_{run.progress.step:06d}"
+    folder = run.config.run_dir / "checkpoints" / f"step_{run.progress.step:06d}"
     unfinished = folder.with_suffix(".tmp")
-    if run.ranks.rank == 0:
+    if dist.get_rank() == 0:
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
-    dist.barrier(run.ranks.slow)
+    dist.barrier()
     writer = HuggingFaceStorageWriter(str(unfinished), save_distributed=True)
     dcp.save(tensors_of(run), storage_writer=writer)
-    dist.barrier(run.ranks.slow)
+    dist.barrier()
 
-    if run.ranks.rank == 0:
-        state = {
-            "progress": asdict(run.progress),
-            "data": run.train.fingerprint,
-            "files": {path.name: path.stat().st_size for path in unfinished.iterdir()},
-        }
-        write_text(unfinished / "state.json", json.dumps(state, indent=1))
-        shutil.rmtree(folder, ignore_errors=True)
+    if dist.get_rank() == 0:
+        state = {"progress": asdict(run.progress), "origin": run.origin}
+        state["files"] = {file.name: file.stat().st_size for file in unfinished.iterdir()}
+        (unfinished / "state.json").write_text(json.dumps(state), encoding="utf-8")
+        shutil.rmtree(folder, ignore_errors=True)  # a damaged one
         unfinished.rename(folder)
-        prune(run.run_dir, run.config.keep)
-    dist.barrier(run.ranks.slow)
+        prune(run.config.run_dir, run.config.keep)
+    dist.barrier()
 
 
-def checkpoints(run_dir: Path) -> list[Path]:
-    """Complete ones, oldest first."""
-    folders = (run_dir / "checkpoints").glob("step_*")
-    return sorted((f for f in folders if f.suffix != ".tmp"), key=lambda f: int(f.name[5:]))
+def checkpoints(folder: Path) -> dict[Path, dict]:
+    """What state.json says of each checkpoint of a run whose files are whole, oldest first."""
+    found = {}
+    for file in sorted(folder.glob("checkpoints/step_??????/state.json")):
+        state = json.loads(file.read_text(encoding="utf-8"))
+        sizes = {f.name: f.stat().st_size for f in file.parent.glob("*.safetensors")}
+        if sizes == state["files"]:
+            found[file.parent] = state
+    return found
 
 
-def read_state(folder: Path) -> dict | None:
-    """state.json of a checkpoint; None if it or a file that it lists is damaged."""
-    try:
-        state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-        sizes = {name: (folder / name).stat().st_size for name in state["files"]}
-    except (OSError, ValueError, KeyError):
-        return None
-    return state if sizes == state["files"] else None
-
-
-def prune(run_dir: Path, keep: int) -> None:
-    """Removes all but the newest and the one with the lowest validation loss."""
-    losses = {}
-    for folder in checkpoints(run_dir):
-        state = read_state(folder)
-        progress = Progress(**state["progress"]) if state else Progress()
-        measured = progress.val_step == progress.step
-        losses[folder] = progress.val_loss if measured else math.inf
-    best = min(losses, key=losses.get)
-    for folder in list(losses)[:-keep]:
-        if folder != best:
-            shutil.rmtree(folder)
+def prune(folder: Path, keep: int) -> None:
+    """Removes all checkpoints but the newest and the one with the lowest validation loss."""
+    found = checkpoints(folder)
+    best = min(found, key=lambda checkpoint: found[checkpoint]["progress"]["val_loss"])
+    for checkpoint in list(found)[:-keep]:
+        if checkpoint != best:
+            shutil.rmtree(checkpoint)
 
 
 def load_newest(run: Run) -> None:
-    """Continues from the newest checkpoint that is whole, written by any number of ranks."""
-    for folder in reversed(checkpoints(run.run_dir)):
-        state = read_state(folder)
-        if state is None:
-            run.ranks.say(f"{folder.name} is damaged, passed over")
-            continue
-        if state["data"] != run.train.fingerprint:
-            what = f"{run.run_dir} was trained on other data, or with another tokenizer"
-            raise UserError(f"{what}; restore them, or start a new run")
-        dcp.load(tensors_of(run), storage_reader=HuggingFaceStorageReader(str(folder)))
-        run.progress = Progress(**state["progress"])
-        for moments in run.optimizer.state.values():
-            moments["step"].fill_(run.progress.step)
-        run.log.cut(run.progress.step)
-        return
-    raise UserError(f"{run.run_dir} holds no whole checkpoint; start it again without --resume")
+    """Continues from the newest checkpoint, written by any number of ranks."""
+    folder = run.config.run_dir
+    found = checkpoints(folder)
+    if not found:
+        raise UserError(f"{folder} holds no whole checkpoint; start it again without --resume")
+    newest = list(found)[-1]
+    state = found[newest]
+    if state["origin"] != run.origin:
+        raise UserError(f"{folder} has other data, model, length, packs or seed; see config.json")
+    dcp.load(tensors_of(run), storage_reader=HuggingFaceStorageReader(str(newest)))
+    run.progress = Progress(**state["progress"])
+    for moments in run.optimizer.state.values():
+        moments["step"].fill_(run.progress.step)
+    if dist.get_rank() == 0:  # what was logged behind the checkpoint will be logged again
+        entries = [entry for entry in read_log(run) if entry["step"] <= run.progress.step]
+        text = "".join(json.dumps(entry) + "\n" for entry in entries)
+        (folder / "log.tmp").write_text(text, encoding="utf-8")
+        (folder / "log.tmp").replace(folder / "log.jsonl")
 
 
 def export(run: Run) -> None:
     """model/, which from_pretrained reads: weights in the type they came in, tokenizer and chat template."""
-    hf = run.model.hf
-    state = {}
-    for name, tensor in hf.state_dict().items():
-        # All ranks take part in putting a tensor together.
-        full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        if run.ranks.rank == 0:
-            state[name] = full.to("cpu", hf.export_dtype)
-    if run.ranks.rank == 0:
-        folder = run.run_dir / "model"
+    hf = run.model
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    state = get_model_state_dict(hf, options=options)  # on rank 0
+    if dist.get_rank() == 0:
+        state = {name: tensor.to(hf.export_dtype) for name, tensor in state.items()}
         hf.config.dtype = hf.export_dtype
-        if run.command == "sft":
-            end_turns(run, hf.generation_config)
-        hf.save_pretrained(folder, state_dict=state)
-        run.tokenizer.save_pretrained(folder)
-    dist.barrier(run.ranks.slow)
-
-
-def end_turns(run: Run, generation_config) -> None:
-    """Makes generation stop at the token that ended the answers in training."""
-    targets = run.train.rows[0]["targets"]
-    lasts = np.flatnonzero((targets != IGNORED) & (np.append(targets[1:], IGNORED) == IGNORED))
-    stops = {int(targets[lasts[0]])} & set(run.tokenizer.all_special_ids)
-    known = generation_config.eos_token_id
-    if known is not None:
-        stops |= set(known if isinstance(known, list) else [known])
-    generation_config.eos_token_id = sorted(stops) or None
+        labels = run.train.rows[0]["labels"]
+        last = int(labels[labels != IGNORED][-1])  # the mark that ends a text or a turn
+        if last in run.tokenizer.all_special_ids:
+            hf.generation_config.eos_token_id = last
+        hf.save_pretrained(run.config.run_dir / "model", state_dict=state)
+        run.tokenizer.save_pretrained(run.config.run_dir / "model")
+    dist.barrier()
 
 
 # ---- log and report
-
-
-class Log:
-    """log.jsonl, the screen, and Weights & Biases if asked for. Only rank 0 writes."""
-
-    def __init__(self, run_dir: Path, config: Config, ranks: Ranks):
-        self.path = run_dir / "log.jsonl"
-        self.ranks = ranks
-        self.wandb = None
-        if ranks.rank == 0 and config.wandb:
-            import wandb
-
-            settings = config.model_dump()
-            self.wandb = wandb.init(project=config.wandb, name=run_dir.name, config=settings)
-
-    def write(self, entry: dict, line: str) -> None:
-        self.ranks.say(line)
-        if self.ranks.rank == 0:
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(entry) + "\n")
-        if self.wandb:
-            self.wandb.log(entry, step=entry["step"])
-
-    def entries(self) -> list[dict]:
-        lines = self.path.read_text(encoding="utf-8").splitlines() if self.path.exists() else []
-        return [json.loads(line) for line in lines if line.endswith("}")]  # kill -9 may cut one
-
-    def cut(self, step: int) -> None:
-        """Drops what was logged behind a checkpoint."""
-        if self.ranks.rank == 0:
-            lines = [json.dumps(entry) for entry in self.entries() if entry["step"] <= step]
-            write_text(self.path, "".join(f"{line}\n" for line in lines))
-
-
-class Meter:
-    """Loss, speed and memory since the last line. Of time, only that of steps counts, compilation included."""
-
-    def __init__(self, run: Run):
-        self.run = run
-        c = run.model.hf.config
-        width = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
-        self.pair_flops = 12 * c.num_hidden_layers * c.num_attention_heads * width
-        self.token_flops = 6 * run.model.hf.matrix_weights
-        self.peak = peak_flops(run.ranks.device) * run.ranks.world
-        self.reset()
-
-    def reset(self) -> None:
-        self.losses = []
-        self.seconds = 0.0
-        self.tokens = 0
-        self.flops = 0
-        self.start()
-
-    def start(self) -> None:
-        self.began = time.perf_counter()
-
-    def add(self, loss: Tensor) -> None:
-        """A step is over."""
-        progress = self.run.progress
-        numbers = range(progress.packs - self.run.config.packs, progress.packs)
-        tokens = self.run.train.total("tokens", numbers)
-        attended = self.run.train.total("attended", numbers)
-        seconds = time.perf_counter() - self.began
-        self.seconds += seconds
-        progress.train_seconds += seconds
-        self.tokens += tokens
-        self.flops += self.token_flops * tokens + self.pair_flops * attended
-        self.losses.append(loss)
-
-    def write(self, norm: float) -> None:
-        run = self.run
-        left = run.steps - run.progress.step
-        eta = left * self.seconds / len(self.losses)
-        entry = {
-            "step": run.progress.step,
-            "tokens": run.progress.tokens,
-            "loss": run.ranks.sum(torch.stack(self.losses).mean().item()),
-            "lr": run.optimizer.param_groups[0]["lr"],
-            "grad_norm": norm,
-            "tokens_per_second": self.tokens / self.seconds,
-            "mfu": self.flops / self.seconds / self.peak,
-            "memory_gib": torch.cuda.max_memory_reserved() / 2**30,  # 0 without a GPU
-            "eta_seconds": eta,
-        }
-        line = (
-            f"step {entry['step']:,}/{run.steps:,}: loss {entry['loss']:.4f}, norm {norm:.2f}, "
-            f"{entry['tokens_per_second']:,.0f} tokens/s, MFU {entry['mfu']:.1%}, "
-            f"{entry['memory_gib']:.1f} GiB, {datetime.timedelta(seconds=round(eta))} left"
-        )
-        run.log.write(entry, line)
-        self.reset()
-
 
 # Dense bf16 peak in TFLOP/s, from the maker's data sheets.
 PEAK_TFLOPS = {"H200": 989, "H100 PCIe": 756, "H100": 989, "B200": 2250, "A100": 312, "L40S": 362}
 
 
-def peak_flops(device: torch.device) -> float:
-    """Infinite where the table does not know the device, which makes the MFU 0."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    found = [tflops for key, tflops in PEAK_TFLOPS.items() if re.search(rf"\b{key}\b", name)]
-    return found[0] * 1e12 if found else math.inf
+def say(text: str) -> None:
+    """One process speaks for all."""
+    if os.environ.get("RANK", "0") == "0":
+        print(text, flush=True)
+
+
+def write_log(run: Run, entry: dict, line: str) -> None:
+    """A line on the screen, in log.jsonl, and to Weights & Biases if asked for."""
+    say(line)
+    if dist.get_rank() == 0:
+        with (run.config.run_dir / "log.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(entry) + "\n")
+    if run.wandb:
+        run.wandb.log(entry, step=entry["step"])
+
+
+def read_log(run: Run) -> list[dict]:
+    lines = (run.config.run_dir / "log.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines if line.endswith("}")]  # kill -9 may cut one
+
+
+def log_step(run: Run, loss: float, norm: float, seconds: float, rows: np.ndarray) -> None:
+    """Loss, speed and memory of a step on some packs. Padding counts as no work."""
+    c = run.model.config
+    width = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
+    head = run.model.get_output_embeddings().weight
+    weights = sum(p.numel() for p in {*matrices(run.model), head})
+    tokens = run.train.total("tokens", rows)
+    attended = run.train.total("attended", rows)
+    flops = 6 * weights * tokens
+    flops += 12 * c.num_hidden_layers * c.num_attention_heads * width * attended
+    card = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    peaks = [tflops for name, tflops in PEAK_TFLOPS.items() if f" {name}" in card]
+    peak = peaks[0] * 1e12 * dist.get_world_size() if peaks else math.inf  # no MFU
+
+    progress = run.progress
+    eta = (run.steps - progress.step) * progress.train_seconds / progress.step
+    entry = {
+        "step": progress.step,
+        "tokens": progress.tokens,
+        "loss": loss,
+        "lr": run.optimizer.param_groups[0]["lr"],
+        "grad_norm": norm,
+        "tokens_per_second": tokens / seconds,
+        "mfu": flops / seconds / peak,
+        "memory_gib": torch.cuda.max_memory_reserved() / 2**30,  # 0 without a GPU
+        "eta_seconds": eta,
+    }
+    line = (
+        f"step {progress.step:,}/{run.steps:,}: loss {loss:.4f}, norm {norm:.2f}, "
+        f"{entry['tokens_per_second']:,.0f} tokens/s, MFU {entry['mfu']:.1%}, "
+        f"{entry['memory_gib']:.1f} GiB, {timedelta(seconds=round(eta))} left"
+    )
+    write_log(run, entry, line)
 
 
 def finish(run: Run) -> dict:
     """Writes the report and returns the result."""
     progress = run.progress
-    entries = run.log.entries() if run.ranks.rank == 0 else []
-    speeds = [entry for entry in entries if "loss" in entry]
+    folder = run.config.run_dir
+    entries = read_log(run)
+    steps = [entry for entry in entries if "loss" in entry]
     result = {
         "val_loss": progress.val_loss,
-        "loss": speeds[-1]["loss"] if speeds else None,
+        "loss": steps[-1]["loss"],
         "steps": progress.step,
         "tokens": progress.tokens,
         "train_seconds": progress.train_seconds,
-        "tokens_per_second": progress.tokens / max(progress.train_seconds, 1e-9),
-        "mfu": float(np.median([entry["mfu"] for entry in speeds])) if speeds else None,
-        "peak_memory_gib": torch.cuda.max_memory_reserved() / 2**30,
-        "run_dir": str(run.run_dir),
+        "tokens_per_second": progress.tokens / progress.train_seconds,
+        "mfu": float(np.median([entry["mfu"] for entry in steps])),
+        "peak_memory_gib": max(entry["memory_gib"] for entry in steps),
+        "run_dir": str(folder),
     }
-    if run.ranks.rank == 0:
-        rows = {"command": run.command, "model": run.config.model_name, **result}
-        rows["val_loss before"] = entries[0].get("val_loss")
-        table = "".join(f"| {key} | {value} |\n" for key, value in rows.items())
-        draw_curve(entries, run.run_dir / "curve.png")
-        text = f"# {run.run_dir.name}\n\n| | |\n| --- | --- |\n{table}\n![loss](curve.png)\n"
-        write_text(run.run_dir / "report.md", text)
-    return result
+    if dist.get_rank() != 0:
+        return result
 
+    rows = {"val_loss before": entries[0]["val_loss"], **result}
+    table = "".join(f"| {key} | {value} |\n" for key, value in rows.items())
+    title = f"# {folder.name}: {run.config.command} of {run.config.model_name}"
+    text = f"{title}\n\n| | |\n| --- | --- |\n{table}\n![loss](curve.png)\n"
+    (folder / "report.md").write_text(text, encoding="utf-8")
 
-def draw_curve(entries: list[dict], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
     for key, style in (("loss", "-"), ("val_loss", "o-")):
         points = [(entry["step"], entry[key]) for entry in entries if key in entry]
         axes.plot(*zip(*points, strict=True), style, ms=3, label=key)
     axes.set(xlabel="step", ylabel="nats for each counted token")
     axes.legend()
-    axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    figure.savefig(folder / "curve.png", dpi=120)
+    return result
 
 
-# ---- ranks, files, signals
+# ---- processes and files
 
 
-def start_ranks() -> Ranks:
+def start_ranks() -> torch.device:
     """Joins the processes of torchrun; one process alone is a group too."""
-    rank = int(os.environ.get("RANK", 0))
-    local = int(os.environ.get("LOCAL_RANK", 0))
-    world = int(os.environ.get("WORLD_SIZE", 1))
-    on_gpu = torch.cuda.is_available()
-    device = torch.device("cuda", local) if on_gpu else torch.device("cpu")
-    if on_gpu:
+    device = torch.device("cpu")
+    backend = "gloo"
+    if torch.cuda.is_available():
+        device = torch.device("cuda", dist.get_node_local_rank(fallback_rank=0))
         torch.cuda.set_device(device)
-    backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
-    store = None if "RANK" in os.environ else dist.HashStore()
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world)
-    slow = dist.new_group(backend="gloo", timeout=datetime.timedelta(hours=24))
-    mesh = init_device_mesh(device.type, (world,))
-    return Ranks(rank, local, world, device, mesh, slow)
+        backend = "cpu:gloo,cuda:nccl"
+    patience = timedelta(hours=24)  # the others wait while one process tokenizes
+    alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group(backend, timeout=patience, **alone)
+    return device
 
 
-def prepare_run_dir(command: str, config: Config, resumed: bool, ranks: Ranks) -> Path:
+def all_sum(value: float) -> float:
+    """The sum over all ranks."""
+    total = torch.tensor(value, dtype=torch.float64)
+    dist.all_reduce(total)
+    return total.item()
+
+
+def prepare_run_dir(config: Config) -> None:
     """The run directory with config.json and this script."""
-    now = torch.tensor(int(time.time()))
-    dist.broadcast(now, 0, group=ranks.slow)
-    stamp = datetime.datetime.fromtimestamp(now.item()).strftime("%Y-%m-%d_%H-%M-%S")
-    run_dir = Path(config.run_dir or f"out/{stamp}_{command}_hf")
-    if (run_dir / "log.jsonl").exists() and not resumed:
-        raise UserError(f"{run_dir} already holds a run; use --resume, or another --run-dir")
-    dist.barrier(ranks.slow)
-    if ranks.rank == 0 and not resumed:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        description = {
-            "command": command,
-            "config": config.model_dump(),
-            "torch": torch.__version__,
-        }
-        write_text(run_dir / "config.json", json.dumps(description, indent=1))
-        for script in (Path(__file__), Path(__file__).with_name("hf_packs.py")):
-            shutil.copy(script, run_dir)
-    return run_dir
+    folder = config.run_dir
+    if (folder / "log.jsonl").exists() and not config.resume:
+        raise UserError(f"{folder} already holds a run; use --resume, or another --run-dir")
+    dist.barrier()
+    if dist.get_rank() == 0 and not config.resume:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text(config.model_dump_json(indent=1), encoding="utf-8")
+        shutil.copy(__file__, folder)
 
 
-def catch_signals() -> list[int]:
-    """A list that SIGTERM and Ctrl-C are added to, for the loop to read between steps."""
-    caught = []
-
-    def catch(number: int, frame) -> None:
-        if caught:  # asked twice: at once
-            raise KeyboardInterrupt
-        caught.append(number)
-
-    signal.signal(signal.SIGTERM, catch)
-    signal.signal(signal.SIGINT, catch)
-    return caught
+# ---- errors and command line
 
 
-# ---- command line
+class UserError(Exception):
+    """A mistake that one sentence explains."""
 
 
-def parse(argv: list[str]) -> tuple[str, bool, dict]:
-    """The command, whether to resume, and settings by dotted name, of which the last one counts."""
-    command = ""
-    resumed = False
-    settings = {}
+@contextlib.contextmanager
+def explain(what: str, advice: str) -> Iterator[None]:
+    """Turns the many errors of a library into one sentence."""
+    try:
+        yield
+    except Exception as error:
+        raise UserError(f"{what} ({first_line(error)}); {advice}") from None
+
+
+def first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0][:200]}"
+
+
+def setting_names() -> dict[str, Any]:
+    """All settings as flags name them, with what pydantic knows of them."""
+    names = {name: setting for name, setting in Config.model_fields.items() if name != "data"}
+    return names | {f"data.{name}": setting for name, setting in Source.model_fields.items()}
+
+
+def read_settings(argv: list[str]) -> dict:
+    """Settings of the command line and its files; the last one counts."""
+    settings = {"data": {}}
     words = list(argv)
     while words:
         word = words.pop(0)
         if word in ("sft", "pretrain"):
-            command = word
-        elif word == "--resume":
-            resumed = True
+            found = {"command": word}
         elif word.startswith("@"):
-            file = word[1:] or (words.pop(0) if words else "")
-            try:
-                table = tomllib.loads(read_text(Path(file)))
-            except tomllib.TOMLDecodeError as error:
-                raise UserError(f"{file} is no TOML ({error}); fix that line") from None
-            settings.update(dotted(table, file))
+            file = Path(word[1:] or (words or [""]).pop(0))
+            text = file.read_text(encoding="utf-8")
+            with explain(f"{file} cannot be understood", "correct that line"):
+                found = json.loads(text) if file.suffix == ".json" else tomllib.loads(text)
         elif word.startswith("--"):
-            name, equals, value = word[2:].replace("-", "_").partition("=")
-            if equals:
-                value = word.partition("=")[2]  # with its own dashes
-            elif words and not words[0].startswith(("--", "@")):
-                value = words.pop(0)
-            else:  # a switch
-                value = not name.startswith("no_")
-                name = name.removeprefix("no_")
-            settings.update(dotted({name: value}, "the command line"))
+            name, equals, value = word[2:].partition("=")
+            if not equals:  # a switch is a flag without a value
+                alone = not words or words[0].startswith(("--", "@"))
+                value = "true" if alone else words.pop(0)
+            outer, _, inner = name.replace("-", "_").rpartition(".")
+            found = {outer: {inner: value}} if outer else {inner: value}
         else:
             raise UserError(f"{word} is neither sft, pretrain, @FILE nor a flag; see --help")
-    if not command:
-        raise UserError("name what to do: sft or pretrain, as in runs/finetune_hf.py sft @FILE")
-    return command, resumed, settings
+
+        with explain("--data is no setting", "use --data.path, --data.data-files and so on"):
+            settings["data"] |= found.pop("data", {})
+        settings |= found
+    return settings
 
 
-def setting_names() -> dict[str, Any]:
-    """All settings by dotted name, with what pydantic knows of them."""
-    names = dict(Config.model_fields)
-    for outer in ("data", "val_data"):
-        names |= {f"{outer}.{name}": f for name, f in Source.model_fields.items()}
-    return names
-
-
-def dotted(table: dict, origin: str) -> dict:
-    """A table of settings with its inner tables opened: {"data": {"path": 1}} is {"data.path": 1}."""
-    names = setting_names()
-    found = {}
-    for name, value in table.items():
-        inner = value if isinstance(value, dict) else {}
-        found |= {f"{name}.{key}": item for key, item in inner.items()} or {name: value}
-    for name in found:
-        if name not in names:
-            near = difflib.get_close_matches(name, names, n=1, cutoff=0.0)[0]
-            raise UserError(f"unknown setting {name} in {origin}; the nearest is {near}")
-    return found
-
-
-def make_config(command: str, resumed: bool, settings: dict) -> Config:
-    """The settings, checked; with --resume those of the run, which may change in few things only."""
-    before = {}
-    if resumed:
-        if "run_dir" not in settings:
-            raise UserError("--resume needs --run-dir, the run to continue")
-        description = json.loads(read_text(Path(settings["run_dir"]) / "config.json"))
-        if description["command"] != command:
-            raise UserError(f"{settings['run_dir']} is a run of {description['command']}; say so")
-        old = Config(**description["config"])
-        before = dotted(old.model_dump(exclude_none=True), "config.json")
-
-    nested = {}
-    for name, value in {**before, **settings}.items():
-        outer, _, inner = name.rpartition(".")
-        place = nested.setdefault(outer, {}) if outer else nested
-        place[inner] = value
+def make_config(argv: list[str]) -> Config:
+    """The settings, checked. With --resume those of the run come first."""
+    settings = read_settings(argv)
+    if settings.get("resume") in (True, "true") and "run_dir" in settings:
+        settings = read_settings([f"@{settings['run_dir']}/config.json", *argv])
     try:
-        config = Config(**nested)
+        return Config(**settings)
     except ValidationError as error:
-        first = error.errors()[0]
-        name = ".".join(map(str, first["loc"][:2])).replace("_", "-")
-        found = "missing" if first["type"] == "missing" else repr(first["input"])
-        raise UserError(f"--{name} is {found}: {first['msg'].lower()}; see --help") from None
-
-    for name in Config.model_fields if resumed else ():
-        if name not in CHANGEABLE and getattr(config, name) != getattr(old, name):
-            raise UserError(
-                f"--resume cannot change {name}: the run has {getattr(old, name)}, the command asks for "
-                f"{getattr(config, name)}; leave it out, or start a new run"
-            )
-    return config
-
-
-def print_help() -> int:
-    print(__doc__.strip() + "\n\nSettings (--no-NAME turns a switch off):")
-    for name, setting in setting_names().items():
-        shown = "" if setting.is_required() or setting.default is None else f" [{setting.default}]"
-        print(f"  --{name.replace('_', '-'):28} {setting.description}{shown}")
-    return 0
+        first = min(error.errors(), key=lambda error: error["type"] != "extra_forbidden")
+    name = ".".join(map(str, first["loc"][:2]))
+    if first["type"] == "extra_forbidden":
+        near = difflib.get_close_matches(name, setting_names(), n=1, cutoff=0.0)[0]
+        raise UserError(f"unknown setting {name}; the nearest is {near}")
+    found = "missing" if first["type"] == "missing" else repr(first["input"])
+    flag = name.replace("_", "-")
+    raise UserError(f"--{flag} is {found}: {first['msg'].lower()}; see --help")
 
 
 def main(argv: list[str]) -> int:
     if not argv or "--help" in argv or "-h" in argv:
-        return print_help()
-    rank = int(os.environ.get("RANK", 0))
+        print(__doc__.strip() + "\n\nSettings:")
+        for name, setting in setting_names().items():
+            default = "required" if setting.is_required() else setting.default
+            print(f"  --{name.replace('_', '-'):18} {setting.description} [{default}]")
+        return 0
     try:
-        command, resumed, settings = parse(argv)
-        result = train(command, make_config(command, resumed, settings), resumed)
-        if rank == 0:
-            print(json.dumps(result), flush=True)
+        say(json.dumps(train(make_config(argv))))
         return 0
     except UserError as error:
         message = str(error)
     except torch.OutOfMemoryError as error:
         message = f"memory ran out ({first_line(error)}); lower --micro-packs, or use --recompute"
-    except KeyboardInterrupt:
-        message = "stopped at once; a run that has saved goes on with --resume"
     except OSError as error:
-        message = f"{first_line(error)}; fix that, then start again, with --resume if it has saved"
+        message = f"{first_line(error)}; correct that, then start again, with --resume if it saved"
+    except KeyboardInterrupt:
+        message = "stopped before the first step; start it again"
     finally:
         if dist.is_initialized() and sys.exc_info()[0] is None:
             dist.destroy_process_group()
-    time.sleep(3 if rank else 0)  # by then torchrun has ended the others, so one line is printed
+    if os.environ.get("RANK", "0") != "0":
+        time.sleep(3)  # by then torchrun has ended this process, and the first one's line is enough
     print(f"error: {message}", file=sys.stderr, flush=True)
     return 1
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    import finetune_hf  # under its own name, by which the workers of .map find its functions
+
+    sys.exit(finetune_hf.main(sys.argv[1:]))

@@ -13,7 +13,7 @@
 #   JOB      name of the rendezvous, in case HEAD serves several runs (default: from the run directory)
 #   RESTARTS number of failures that are tolerated (default 20); a machine that comes back does not count
 #   RDZV     timeouts of torchrun's rendezvous, e.g. keep_alive_interval=5,join_timeout=3600
-#   SCRIPT   train_small.py (the default) or train_medium.py
+#   SCRIPT   what to run, with --run-dir, --save-every and --resume (default train_small.py)
 #
 # Every start and restart continues from the newest complete checkpoint, so at most --save-every steps are lost (250 by
 # default). --run-dir and --data must be on a file system that all machines share. The number of tokens in a step does
