@@ -41,6 +41,7 @@ import tokenizer
 from format import (
     entry_of,
     fail,
+    lock_folder,
     read_dataset,
     remove_leftovers,
     replace_folder,
@@ -468,8 +469,9 @@ def main() -> None:
             f"--max-seq-len {args.max_seq_len} must be at least 2 and --items {args.items} at least 0"
         )
     read_dataset(args.data)
-    bundle = open_bundle(args.bundle, download() if args.download else None)
-    build(bundle, args.data, args.max_seq_len, args.items)
+    with lock_folder(args.data):
+        bundle = open_bundle(args.bundle, download() if args.download else None)
+        build(bundle, args.data, args.max_seq_len, args.items)
 
 
 if __name__ == "__main__":

@@ -33,6 +33,11 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
 MAGIC, VERSION = 20240520, 1
 HEADER_WORDS, HEADER_BYTES = 256, 1024
 MAX_VOCAB = 65_536  # tokens are uint16
@@ -141,6 +146,29 @@ def remove_leftovers(folder: str | Path) -> None:
             continue
         with contextlib.suppress(FileNotFoundError):
             path.unlink()
+
+
+def lock_folder(folder: Path) -> contextlib.AbstractContextManager:
+    """Keeps every other process out of a dataset directory: for `with`, and at the latest until this process ends.
+
+    The folder is made if it does not exist. Its file .lock stays, as deleting it would let two processes in.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    if fcntl is None:
+        return contextlib.nullcontext()
+    file = (folder / ".lock").open("a")
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as problem:
+        if problem.errno in (errno.EACCES, errno.EAGAIN):
+            fail(
+                f"another process is writing to {folder}; wait until it ends, or name another folder"
+            )
+        print(
+            f"{folder} is not locked: its file system supports no locks ({problem.strerror}); let no second "
+            f"process write there"
+        )
+    return file
 
 
 def replace_folder(new: Path, target: Path) -> None:

@@ -8,7 +8,7 @@
 
 Every document starts with BOS and lies whole in one shard. progress.json records each finished shard: the
 same command continues after the last one and gives the bytes that an uninterrupted run gives. dataset.json
-comes last.
+comes last. A second process that would write to the same directory meanwhile is refused.
 """
 
 import argparse
@@ -37,6 +37,7 @@ from format import (
     entry_of,
     fail,
     is_count,
+    lock_folder,
     read_dataset,
     read_header,
     read_json,
@@ -603,10 +604,12 @@ def main() -> None:
         fail(
             f"--tokenizer {args.tokenizer} does not exist; give a tokenizer.json or leave it out to train one"
         )
-    if args.source.startswith("shards:"):
-        adopt(args)
-    else:
-        build(args)
+    # From here on: reading the source alone may take minutes, and a second process should not learn it after them.
+    with lock_folder(args.out):
+        if args.source.startswith("shards:"):
+            adopt(args)
+        else:
+            build(args)
 
 
 def available_cores() -> int:

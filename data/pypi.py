@@ -39,6 +39,7 @@ import hashlib
 import json
 import os
 import re
+import string
 import subprocess
 import sys
 import tempfile
@@ -88,6 +89,8 @@ TOP_COMMENTS = re.compile(r"(?:#[^\n]*\n|[ \t]*\n)+")
 LICENCE = re.compile(r"licen[cs]e|copyright", re.IGNORECASE | re.ASCII)
 
 WORD = re.compile(rb"[0-9A-Za-z_]+|[\x80-\xff]+")
+BETWEEN_WORDS = bytes(range(128)).translate(None, b"0123456789_" + string.ascii_letters.encode())
+TO_BLANKS = bytes.maketrans(BETWEEN_WORDS, b" " * len(BETWEEN_WORDS))
 SHINGLE_WORDS = 5
 BANDS = 24  # finds 96 % of pairs with a Jaccard similarity of 0.5, 99.6 % at 0.6
 BAND_ROWS = 3
@@ -250,7 +253,7 @@ def read_wheel(path: str) -> tuple[list[Section], Counter]:
         if text is None:
             dropped["files that are not UTF-8 text"] += 1
             continue
-        if GENERATED.search(text[:2_000]) or GENERATED.search(text[-1_000:]):
+        if is_generated(text[:2_000]) or is_generated(text[-1_000:]):
             dropped["generated files"] += 1
             continue
         body = without_licence(text)
@@ -324,6 +327,15 @@ def normalise(data: bytes) -> str | None:
     return text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
 
 
+def is_generated(text: str) -> bool:
+    """Whether the top or the end of a file says that a program wrote it."""
+    # Every form of that has one of these words, few files have, and finding them is 20 times faster.
+    lowered = text.lower()
+    if "generated" not in lowered and "do not" not in lowered:
+        return False
+    return GENERATED.search(text) is not None
+
+
 def without_licence(text: str) -> str:
     """The rest of step 2: a file without the comments at its top, if they speak of a licence."""
     comments = TOP_COMMENTS.match(text)
@@ -349,8 +361,7 @@ BLANKS = np.zeros(256, dtype=bool)
 BLANKS[[9, 10, 12, 32]] = True
 
 
-LINE = re.compile(rb"[^ \t\n][^\n]*")  # without the blanks before it
-ENTRY = re.compile(rb"^[ \t]*[\"'0-9(\[{]", re.MULTILINE)
+ENTRY = frozenset(b"\"'0123456789([{")  # first bytes of the entries of a table
 
 
 def is_data(section: bytes) -> bool:
@@ -362,8 +373,9 @@ def is_data(section: bytes) -> bool:
     if 100 * counts[DIGITS].sum() > 15 * visible or 2 * counts[LETTERS].sum() < visible:
         return True
 
-    lines = LINE.findall(section)
-    entries = len(ENTRY.findall(section))
+    lines = [line.lstrip(b" \t") for line in section.split(b"\n")]
+    lines = [line for line in lines if line]
+    entries = sum(line[0] in ENTRY for line in lines)
     if max(map(len, lines)) > 1_000 or 2 * entries > len(lines):
         return True
     longer = [line for line in lines if len(line) > 10]
@@ -374,10 +386,10 @@ def is_data(section: bytes) -> bool:
 
 
 class WordHashes(dict):
-    """The 64-bit hash of each word that was looked up."""
+    """The 64-bit hash of each word that was looked up, as 8 bytes."""
 
-    def __missing__(self, word: bytes) -> int:
-        self[word] = int.from_bytes(hashlib.blake2b(word, digest_size=8).digest(), "big")
+    def __missing__(self, word: bytes) -> bytes:
+        self[word] = hashlib.blake2b(word, digest_size=8).digest()
         return self[word]
 
 
@@ -391,10 +403,18 @@ def mix(values: np.ndarray) -> np.ndarray:
     return values ^ (values >> np.uint64(31))
 
 
+def split_words(text: bytes) -> list[bytes]:
+    """What WORD finds in a text."""
+    if text.isascii():  # nearly every text: three times faster
+        return text.translate(TO_BLANKS).split()
+    return WORD.findall(text)
+
+
 def shingles(text: bytes) -> np.ndarray:
     """uint64 [n]: a hash for every run of five words of a text; one for the whole of a shorter text."""
-    words = WORD.findall(text)
-    hashes = np.fromiter(map(word_hashes.__getitem__, words), dtype=np.uint64, count=len(words))
+    words = split_words(text)
+    joined = b"".join(map(word_hashes.__getitem__, words))
+    hashes = np.frombuffer(joined, dtype=">u8").astype(np.uint64)
     count = max(len(words) - SHINGLE_WORDS + 1, 1)
     runs = np.zeros(count, dtype=np.uint64)
     for start in range(min(SHINGLE_WORDS, len(words))):
@@ -433,12 +453,13 @@ def drop_duplicates(
     for group in groups:
         kept = []
         group = sorted(group, key=lambda section: section.digest)
-        for section in group:
+        all_keys = band_keys(np.array([section.sketch for section in group]))
+        for section, row in zip(group, all_keys, strict=True):
             if section.digest in seen:
                 dropped["equal sections"] += 1
                 continue
             seen.add(section.digest)
-            keys = band_keys(section.sketch[None])[0].tolist()
+            keys = row.tolist()
             if any(
                 is_near(section.sketch, other) for key in keys for other in buckets.get(key, ())
             ):

@@ -46,6 +46,7 @@ import tokenizer
 from format import (
     entry_of,
     fail,
+    lock_folder,
     read_dataset,
     remove_leftovers,
     replace_folder,
@@ -694,7 +695,9 @@ def main() -> None:
         fail(
             f"--val-fraction must lie above 0 and at most 0.5, found {args.val_fraction}; 0.01 is usual"
         )
-    build(args)
+    read_dataset(args.data)
+    with lock_folder(args.data):
+        build(args)
 
 
 if __name__ == "__main__":

@@ -19,10 +19,12 @@ import random
 import sys
 import sysconfig
 import zlib
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatch
 from glob import glob
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -526,16 +528,18 @@ def cut_sections(text: str, limit: int) -> list[str]:
     """
     lines = text.split("\n")
     lines = [line + "\n" for line in lines[:-1]] + ([lines[-1]] if lines[-1] else [])
+    ends = list(accumulate(map(len, lines)))  # characters up to the end of each line
     sections: list[str] = []
-    start, length = 0, 0
-    i = 0
-    while i < len(lines):
-        if i > start and length + len(lines[i]) > limit:
-            cut = best_cut(lines, start, i)
-            sections.append("".join(lines[start:cut]))
-            start, i, length = cut, cut, 0
-        length += len(lines[i])
-        i += 1
+    start = 0
+    taken = 0  # characters before line `start`
+    while len(text) - taken > limit:
+        end = max(bisect_right(ends, taken + limit), start + 1)  # the first line that does not fit
+        if end == len(lines):
+            break
+        cut = best_cut(lines, start, end)
+        sections.append("".join(lines[start:cut]))
+        start = cut
+        taken = ends[cut - 1]
     sections.append("".join(lines[start:]))
     return [section for section in sections if section.strip()]
 
@@ -557,13 +561,11 @@ def best_cut(lines: list[str], start: int, end: int) -> int:
 def cut_quality(lines: list[str], i: int) -> int:
     """How good a place before line i is for a cut: 3 best, 0 worst."""
     line = lines[i]
+    if line[0] in " \t\r\n)]}#\"'" or line.startswith(("else", "elif", "except", "finally")):
+        return int(not lines[i - 1].strip())
     if line.startswith(("def ", "class ", "async def ", "@")) and not lines[i - 1].startswith("@"):
         return 3
-    if line[0] not in " \t\r\n)]}#\"'" and not line.startswith(
-        ("else", "elif", "except", "finally")
-    ):
-        return 2
-    return int(not lines[i - 1].strip())
+    return 2
 
 
 def add_source_flags(parser: argparse.ArgumentParser) -> None:

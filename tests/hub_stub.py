@@ -1,6 +1,7 @@
 """A stand-in for the Hugging Face server on the loopback interface, as far as data/*.py and runs/export.py use it.
 
-start_hub() serves repositories of datasets and models from a dict {repo: {path: bytes}} and records every request.
+start_hub() serves repositories from a dict {repo: {path: bytes}}, each as a dataset and as a model, and records every
+request.
 Faults:
     hub.break_after[path] = n     the next GET of the file drops the connection after n bytes (once)
     hub.corrupt[path] = n         the next n GETs of the file deliver wrong bytes (-1: always)
@@ -98,7 +99,7 @@ def make_handler(hub: SimpleNamespace) -> type[BaseHTTPRequestHandler]:
                         }
                     entries.append(entry)
                 return self.json(entries)
-            if found := re.fullmatch(r"/datasets/([^/]+/[^/]+)/resolve/[^/]+/(.+)", path):
+            if found := re.fullmatch(r"(?:/datasets)?/([^/]+/[^/]+)/resolve/[^/]+/(.+)", path):
                 if found[1] not in hub.repos:
                     return self.missing("RepoNotFound")
                 if found[2] not in hub.repos[found[1]]:

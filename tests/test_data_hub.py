@@ -41,7 +41,7 @@ def dataset(tmp_path_factory) -> Path:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    paths = [p for p in folder.rglob("*") if p.is_file() and p.name != "progress.json"]
+    paths = [p for p in folder.rglob("*") if p.is_file() and p.name not in ("progress.json", ".lock")]
     return {p.relative_to(folder).as_posix(): p.read_bytes() for p in paths}
 
 

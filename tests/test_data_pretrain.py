@@ -56,11 +56,11 @@ def run(*args: object) -> subprocess.CompletedProcess:
 
 
 def snapshot(folder: Path) -> dict[str, bytes]:
-    """Every file of a dataset by relative path, but the settings, which name paths."""
+    """Every file of a dataset by relative path, but the settings, which name paths, and the lock."""
     return {
         str(p.relative_to(folder)): p.read_bytes()
         for p in sorted(folder.rglob("*"))
-        if p.is_file() and p.name != "progress.json"
+        if p.is_file() and p.name not in ("progress.json", ".lock")
     }
 
 
@@ -184,6 +184,57 @@ def test_killed_run_continues(corpus):
     assert snapshot(out) == snapshot(corpus / "plain")
     after = (out / "pretrain/train_000000.bin").stat()
     assert (after.st_ino, after.st_mtime_ns) == (first.st_ino, first.st_mtime_ns)
+
+
+def test_of_two_builds_the_second_is_refused(corpus, tmp_path):
+    """Whatever it reads, and before it reads anything; the first one goes on, and the lock ends with its process."""
+    out = corpus / "twice"
+    process = subprocess.Popen(command(*settings(corpus, "twice"), "--workers", 1), stdout=subprocess.DEVNULL)
+    try:
+        wait_for(lambda: (out / "progress.json").exists(), process, "progress.json")
+        process.send_signal(signal.SIGSTOP)
+        before = snapshot(out)
+        wheels = {**os.environ, "DECODERSTACK_WHEELS": str(tmp_path / "wheels")}
+        for flags in (settings(corpus, "twice"), ["--source", "pypi:p34", "--out", out]):
+            result = subprocess.run(command(*flags), env=wheels, capture_output=True, text=True, timeout=120)
+            expect_error(result, f"another process is writing to {out}; wait until it ends")
+        assert snapshot(out) == before and not (tmp_path / "wheels").exists()
+        process.send_signal(signal.SIGCONT)
+        assert process.wait(timeout=120) == 0
+    finally:
+        process.kill()
+        process.wait()
+    result = run(*settings(corpus, "twice"))
+    assert result.returncode == 0 and "already complete" in result.stdout
+    assert snapshot(out) == snapshot(corpus / "plain")
+
+
+def test_every_writer_heeds_the_lock(corpus):
+    """Conversations, CORE files and downloads are written to the same folder and the same dataset.json."""
+    out = corpus / "plain"
+    before = snapshot(out)
+    commands = (
+        ("sft.py", "--data", out, "--source", "addition:50"),
+        ("core.py", "--data", out, "--bundle", "none"),
+        ("hub.py", "download", "me/x", "--out", out),
+    )
+    with format.lock_folder(out):
+        for name, *flags in commands:
+            argv = [sys.executable, str(DATA / name), *map(str, flags)]
+            result = subprocess.run(argv, capture_output=True, text=True, timeout=120)
+            expect_error(result, f"another process is writing to {out}")
+    assert snapshot(out) == before
+
+
+def test_a_file_system_without_locks(tmp_path, monkeypatch, capsys):
+    """One line says that nothing keeps a second process out, and the build goes on."""
+
+    def refuse(file, how):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(format.fcntl, "lockf", refuse)
+    with format.lock_folder(tmp_path):
+        assert "supports no locks (No locks available)" in capsys.readouterr().out
 
 
 def test_every_stop_gives_the_same_bytes(corpus, monkeypatch):

@@ -13,6 +13,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import train_small as ts
+
+from conftest import ROOT, write_dataset
+from processes import python
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "data"))
 import format
@@ -182,6 +186,23 @@ def test_text_is_normalised_and_cut_into_sections(tmp_path):
     assert "".join(texts) == body and not dropped
     assert len(texts) > 4 and max(map(len, texts)) <= pypi.SECTION
     assert all(text.startswith("def ") for text in texts)
+
+
+def test_the_fast_ways_find_what_the_patterns_say():
+    """Words without the pattern in ASCII text, and files that a program wrote, whose pattern few texts get to see."""
+    rng = random.Random(3)
+    pieces = ["x_1", "caf\u00e9", " ", "\n", "\t", "\x0b", "\x1c", "\x7f", "(", "-", "42", "\u4f60", "code ", "\u212a",
+              "NOT edit", "do not", "Do ", "@generated", "Auto-generated", "generated", " by", "# "]  # fmt: skip
+    generated = 0
+    for _ in range(3000):
+        text = "".join(rng.choices(pieces, k=rng.randint(0, 12)))
+        for data in (text.encode(), text.encode("ascii", "ignore")):
+            assert pypi.split_words(data) == pypi.WORD.findall(data)
+        assert pypi.is_generated(text) == bool(pypi.GENERATED.search(text))
+        generated += pypi.is_generated(text)
+    assert 100 < generated < 2900
+    every = bytes(range(128))
+    assert pypi.split_words(every) == pypi.WORD.findall(every)
 
 
 # --- near duplicates --------------------------------------------------------------------------------------
@@ -456,3 +477,37 @@ def test_the_committed_lock():
     assert small["dataset"]["tokenizer"] == large["dataset"]["tokenizer"]
     val = "pretrain/val_000000.bin"
     assert small["dataset"]["shards"][val] == large["dataset"]["shards"][val]
+
+
+def test_the_tracks_are_of_the_locked_datasets():
+    """A new lock makes other datasets, and a track is frozen: it would need new names."""
+    datasets = json.loads((pypi.LOCK.parents[1] / "records/tracks.json").read_text())["datasets"]
+    for name, entry in pypi.read_lock()["sets"].items():
+        track = datasets[name]
+        assert track["fingerprint"] == entry["dataset"]["fingerprint"]
+        assert track["train_tokens"] == entry["dataset"]["tokens"]["train"]
+        assert track["made_by"] == f"python data/pretrain.py --source pypi:{name} --out data/shards/{name}"
+        assert 0.99 < track["scored"]["bytes"] / entry["documents"]["val"]["bytes"] <= 1, "documents are cut at 2,048"
+        assert 0.99 < track["scored"]["targets"] / entry["dataset"]["tokens"]["val"] <= 1
+
+
+# --- models -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["p34_6x512", "p34_4x256"])
+def test_smaller_models_score_the_text_of_the_track(name):
+    config = ts.make_config(ts.build_parser().parse_args([f"@{ROOT}/runs/{name}.args"]))
+    assert name == f"p34_{config.num_layers}x{config.width}"
+    track = json.loads((ROOT / "records/tracks.json").read_text())["datasets"]["p34"]
+    assert (config.max_seq_len, config.val_tokens) == (track["scored"]["max_seq_len"], track["scored"]["val_tokens"])
+
+
+def test_the_smallest_model_starts(tmp_path):
+    """One step of its layers on a tiny dataset. tests/test_quickstart.py builds the others."""
+    data = write_dataset(tmp_path / "data")
+    small = {"pack_tokens": 256, "max_seq_len": 256, "stages": "((1.0,1,128,256,256,1.0),)", "bigram_rows": 500}
+    sets = [word for key, value in small.items() for word in ("--set", f"{key}={value}")]
+    flags = ("--data", data, "--run-dir", tmp_path / "run", "--steps", 1, "--save-every", -1, "--dtype", "float32")
+    done = python("train_small.py", f"@{ROOT}/runs/p34_4x256.args", *flags, *sets, "--set", "sample_tokens=1")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1])["steps"] == 1

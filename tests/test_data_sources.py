@@ -3,6 +3,8 @@
 import gzip
 import json
 import os
+import random
+import re
 import subprocess
 import sys
 import tracemalloc
@@ -264,6 +266,40 @@ def test_sections_cut_at_the_top_level():
     assert all(s.startswith("@cache\ndef") for s in sections[1:])
     assert sources.cut_sections("x" * 50 + "\n" + "y\n", 20) == ["x" * 50 + "\n", "y\n"]
     assert sources.cut_sections("", 20) == []
+
+
+def plain_cuts(text: str, limit: int) -> list[str]:
+    """Sections line by line: how good each place for a cut is, in the words of cut_sections."""
+
+    def quality(i: int) -> int:
+        if re.match("def |class |async def |@", lines[i]) and not lines[i - 1].startswith("@"):
+            return 3
+        if not re.match(r"[ \t\r\n)\]}#\"']|else|elif|except|finally", lines[i]):
+            return 2
+        return int(lines[i - 1].isspace())
+
+    lines = re.findall("[^\n]*\n|[^\n]+", text)
+    sections = []
+    while lines:
+        fits = 1
+        while fits < len(lines) and len("".join(lines[: fits + 1])) <= limit:
+            fits += 1
+        cut = fits
+        if fits < len(lines):
+            cut = max(range(1, fits + 1), key=lambda i: (quality(i), i))
+        sections.append("".join(lines[:cut]))
+        lines = lines[cut:]
+    return [section for section in sections if section.strip()]
+
+
+def test_sections_are_those_of_a_plain_search():
+    rng = random.Random(8)
+    pieces = ["def f():\n", "@cache\n", "class A:\n", "    x = 1\n", "\n", "  \n", "\x0b\n", "else:\n", "import os\n",
+              ")\n", "y" * 30 + "\n", "# z\n", "except E:\n", "\u2028 a\n", "async def g():\n"]  # fmt: skip
+    for _ in range(1500):
+        text = "".join(rng.choices(pieces, k=rng.randint(0, 30))) + rng.choice(["", "end", " "])
+        limit = rng.randint(1, 120)
+        assert sources.cut_sections(text, limit) == plain_cuts(text, limit)
 
 
 HUB_PROGRAM = """
