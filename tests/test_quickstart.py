@@ -586,7 +586,7 @@ NOT_RUN = {  # pattern: why, and what does it in the tests
     r"train_00\.jsonl\.zst|shards/c340?": "needs files that are not part of this repository, or the network",
     r"data/pairs\.py|_encoder\.py": "test_encoder.py makes pairs and trains, finetunes and exports a small encoder",
     r"records/tracks\.py add": "needs a dataset and runs of it; test_records.py has others",
-    r"pypi:|@runs/p34|add\.py out/p34": "needs a package index and a GPU; test_data_pypi.py has small wheels",
+    r"pypi:|@runs/p(34|100)|add\.py out/p34": "needs a package index and a GPU; test_data_pypi.py has small wheels",
     r"--help$": "test_readme_commands_exist knows the flags",
 }
 
