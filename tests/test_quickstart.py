@@ -569,7 +569,7 @@ SMOKE = (
 )  # fmt: skip
 NOT_RUN = {  # pattern: why, and what does it in the tests
     r"^source ": "there is no .venv here",
-    r"runs/test\.sh|^python -m pytest": "this is it",
+    r"runs/test\.sh|python -m pytest": "this is it",
     r"runs/quickstart\.sh": "minutes; above with a fake python, and its commands are those of tutorial 1",
     r"train_plain\.py --steps": "tutorial 1 runs it",
     r"^torchrun ": "eight GPUs; test_runs.py starts two processes on the CPU",
