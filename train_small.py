@@ -2634,11 +2634,11 @@ class Tokenizer:
         return [longest_prefix(text) for text in self.mergeable] + [-1] * special
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text; special tokens written in it stay text."""
+        """Ids of a text; special tokens written in it stay text. UserError if the pattern drops any of it."""
         if not hasattr(self, "encoding"):
             self.encoding = self.make_encoding()
         ids = self.encoding.encode_ordinary(text)
-        # tiktoken drops what the pattern does not match, and half a surrogate pair becomes U+FFFD.
+        # tiktoken drops what the pattern does not match, and turns half a surrogate pair into U+FFFD.
         whole = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         if self.token_bytes[ids].sum() != len(whole.encode()):
             raise UserError(f"the pattern in {self.path} drops text; make the tokenizer again")

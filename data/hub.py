@@ -169,8 +169,7 @@ def retry(
                 fail(f"{what}: it is not in the cache and HF_HUB_OFFLINE is set; unset it")
             if is_unreachable(problem) and not answered:
                 fail(
-                    f"{what}: the server cannot be reached ({redact(problem)}); check the network and "
-                    f"HF_ENDPOINT (data/pretrain.py --source stdlib needs neither)"
+                    f"{what}: the server cannot be reached ({redact(problem)}); check the network and HF_ENDPOINT"
                 )
             status = getattr(getattr(problem, "response", None), "status_code", None)
             if isinstance(problem, HfHubHTTPError) and status in (400, 401, 403):

@@ -528,9 +528,8 @@ def run_pack(model, cache: KVCache, pack: Pack, longest: list[int], weights=None
         offset = layer in config.key_offset_layers
         if offset:
             before = torch.cat((k[:1], k[:-1]))
-            before[pack.first_new] = keys[
-                plan.rows, plan.first_slots
-            ]  # its second half waits there
+            # The key before the first new one: its second half waits in the slot of that one.
+            before[pack.first_new] = keys[plan.rows, plan.first_slots]
             k = model.offset_keys(k, before, first_T11)
 
         y = plan.attend(attentions[long], q, k, v, keys, values, long)
