@@ -122,7 +122,6 @@ class Config:
     shared_input_from: int = 8  # from this layer on all attention reads the same input (record 77)
     attention_gates: bool = True
     bigram_rows: int = 163840  # 5 x 32,768; 0 switches the bigram embedding off
-    smear: bool = True
     x0_injection: bool = True
     backout_layer: int = 7  # half of this layer's output is subtracted before the head; -1: off
     gate_width: int = 12  # channels that the small gates read
@@ -233,7 +232,6 @@ def parameter_table(config: Config) -> dict[str, Policy]:
         "vo_bank":          Policy("normuon",   1.00,  (),           0.0276),
         "mlp_bank":         Policy("normuon",   1.00,  (),           0.0276, odd_mult=2.0),  # records 36, 48
         "scalars":          Policy("adam",      5.00,  (0.90, 0.99)),
-        "smear_gate":       Policy("adam",      0.01,  (0.90, 0.99)),
         "value_gate":       Policy("adam",      1.00,  (0.90, 0.99)),
         "attention_gate":   Policy("adam",      1.00,  (0.90, 0.99)),
         "embed":            Policy("adam",      1.00,  (0.50, 0.95), 0.0060),
@@ -628,7 +626,7 @@ SCALARS = {
     "share_x0": 0.0,
     "share_bigram": 0.05,
 }
-MODEL_SCALARS = {"smear": 0.0, "backout": 0.5}  # the last row: one for the whole model each
+MODEL_SCALARS = {"backout": 0.5}  # the last row: one for the whole model each
 
 
 class GPT(nn.Module):
@@ -659,8 +657,6 @@ class GPT(nn.Module):
             self.bigram_embed = weight(c.bigram_rows, D)
             signs = torch.empty(SIGN_ROWS, D, device=device, dtype=dtype)
             self.register_buffer("bigram_signs", signs)
-        if c.smear:
-            self.smear_gate = weight(1, c.gate_width)
         if c.attention_gates:
             self.attention_gate = weight(A, c.num_heads, c.gate_width)
         self.add_stage_buffers(device)
@@ -680,7 +676,7 @@ class GPT(nn.Module):
         self.vo_bank.uniform_(-bound, bound, generator=rng)  # non-zero O: modded-nanogpt record 64
         self.mlp_bank.uniform_(-bound, bound, generator=rng)
         self.mlp_bank[1::2].zero_()
-        for name in ("value_gate", "attention_gate", "bigram_embed", "smear_gate"):
+        for name in ("value_gate", "attention_gate", "bigram_embed"):
             if hasattr(self, name):
                 getattr(self, name).zero_()
         if self.config.value_embed_layers:
@@ -731,7 +727,7 @@ class GPT(nn.Module):
         weights = weights or self.layer_weights()
         scalar = dict(zip(SCALARS, self.scalars.unbind(0), strict=False))
         whole = dict(zip(MODEL_SCALARS, self.scalars[-1].unbind(0), strict=False))
-        inputs = self.embed_inputs(tokens_T, previous_T, positions_T, whole["smear"])
+        inputs = self.embed_inputs(tokens_T, previous_T, positions_T)
         fp8 = c.fp8 and torch.is_grad_enabled()
         fp8 = fp8 and fits_fp8(self.embed, len(tokens_T), c.width, c.mlp_width)
 
@@ -769,17 +765,13 @@ class GPT(nn.Module):
         return attend(index, layer, q, k, v, gate_TH).reshape(len(a_TD), c.width)
 
     # >>> shared: forward
-    def embed_inputs(self, tokens_T, previous_T, positions_T, smear: Tensor) -> Inputs:
-        """Embeddings of the token, of the token before and of the pair, and the rotary table."""
+    def embed_inputs(self, tokens_T, previous_T, positions_T) -> Inputs:
+        """Embeddings of each token and of its pair with the token before, and the rotary table."""
         c = self.config
         first_T = positions_T == 0  # nothing may leak from the document before
         cos, sin = (table[positions_T][:, None].to(self.embed.dtype) for table in self.rotary)
 
         x = F.embedding(tokens_T, self.embed)
-        # Smear: a learned share of the previous token (-15 steps in modded-nanogpt record 34).
-        if c.smear:
-            gate = times(smear, torch.sigmoid(F.linear(x[:, : c.gate_width], self.smear_gate)))
-            x = x + F.embedding(previous_T, self.embed) * gate.masked_fill(first_T[:, None], 0)
 
         # Bigrams: hashed pairs, signed so that pairs that collide are nearly orthogonal (records 62, 83).
         bigram = None
@@ -2810,7 +2802,7 @@ def write_atomically(path: Path, text: str) -> None:
 # The tools in runs/ import the script that a run directory keeps. They use these names and no others
 # (tests/test_interface.py). INTERFACE rises when one of them, or what `attend` in GPT.trunk receives,
 # changes its meaning; a tool refuses a script of another number.
-INTERFACE = 2
+INTERFACE = 3
 INTERFACE_NAMES = """
     Config Stage Policy UserError GPT Tokenizer Dataset Ranks TrainState Job Batch Packs MicroBatch ShardReader
     PackLoader Log Stopper empty_packs fill_pack validation_documents scored_documents validation_batch
@@ -3433,7 +3425,7 @@ def value_problems(config: Config) -> Iterator[str]:
 # would be another one.
 FROZEN = (
     "num_layers", "width", "head_dim", "mlp_width", "max_seq_len", "no_attention_layers", "long_layers",
-    "key_offset_layers", "value_embed_layers", "shared_input_from", "tied", "attention_gates", "bigram_rows", "smear",
+    "key_offset_layers", "value_embed_layers", "shared_input_from", "tied", "attention_gates", "bigram_rows",
     "x0_injection", "backout_layer", "gate_width", "attention_scale", "rotary_base", "frequencies", "softcap",
 )  # fmt: skip
 FROZEN_ON_RESUME = (*FROZEN, "pack_tokens", "pack_docs", "seed")  # the batches would be others

@@ -42,7 +42,7 @@ SMALL_SCALARS = (
     "resid_attn", "resid_mlp", "scale_v", "scale_o", "scale_down", "share_x0", "share_bigram",
 )  # fmt: skip
 MEDIUM_SCALARS = ("share_x0", "share_bigram")
-MODEL_SCALARS = ("smear", "backout")
+MODEL_SCALARS = ("backout",)
 
 
 def fail(message: str) -> NoReturn:
@@ -110,7 +110,6 @@ def describe_model(model, attention: dict) -> dict:
         "injects_first": hasattr(model, "residual"),
         "x0_injection": c.x0_injection,
         "bigram_rows": c.bigram_rows,
-        "smear": c.smear,
         "backout_layer": c.backout_layer,
         # high sigmoid((z + shift) / slope) = C tanh(scale (z + shift) / C) + C with C = high / 2:
         # the form that other tools know from other models.
@@ -165,9 +164,6 @@ def convert_weights(model) -> dict[str, Tensor]:
     if c.bigram_rows:
         tensors["model.bigram.embed.weight"] = model.bigram_embed
         tensors["model.bigram.signs"] = model.bigram_signs.to(torch.int8)
-    if c.smear:
-        tensors["model.smear_gate.weight"] = model.smear_gate
-        tensors["model.scalars.smear"] = scalars_of_model["smear"].view(1)
     if c.backout_layer >= 0:
         tensors["model.scalars.backout"] = scalars_of_model["backout"].view(1)
 
@@ -326,8 +322,6 @@ def unusual_parts(fields: dict) -> str:
         parts.append("embeddings added to the values")
     if fields["bigram_rows"]:
         parts.append("an embedding of token pairs")
-    if fields["smear"]:
-        parts.append("a share of the previous token's embedding")
     if fields["attention_gates"]:
         parts.append("gates on attention heads")
     parts.append("learned factors of the residual stream")

@@ -6,7 +6,6 @@ has beyond that, each switched on or off by the configuration:
     key offset        half of each key comes from the token before
     value embeddings  tables that add to the values, through a gate for each head
     bigrams           an embedding of each pair of tokens, found by a hash
-    smear             a share of the previous token's embedding is added to each token's
     injection         the embeddings are added to the residual stream again before each layer
     backout           a share of a middle layer's output is subtracted at the end
     gates             a factor for the output of each attention head
@@ -64,7 +63,6 @@ class DecoderStackConfig(PretrainedConfig):
     injects_first: bool = False  # before attention; otherwise between attention and MLP
     x0_injection: bool = True
     bigram_rows: int = 0  # 0: no bigram embedding
-    smear: bool = True
     backout_layer: int = -1  # -1: no backout
 
     # Logits are C tanh(logit_scale (z + bias) / C) + C, where C is final_logit_softcapping.
@@ -338,10 +336,7 @@ class DecoderStackModel(DecoderStackPreTrainedModel):
         self.bigram = None
         if config.bigram_rows:
             self.bigram = BigramEmbedding(config.bigram_rows, config.hidden_size)
-        self.smear_gate = Gate(1, config.gate_width) if config.smear else None
-        start = {"smear": 0.0} if config.smear else {}
-        if config.backout_layer >= 0:
-            start["backout"] = 0.0
+        start = {"backout": 0.0} if config.backout_layer >= 0 else {}
         self.scalars = Scalars(**start)
         self.layers = nn.ModuleList(
             DecoderStackLayer(config, layer) for layer in range(config.num_hidden_layers)
@@ -480,10 +475,6 @@ class DecoderStackModel(DecoderStackPreTrainedModel):
     def embed(self, context: Context) -> tuple[Tensor, Tensor | None]:
         """The normalised embedding of each token and the embedding of its bigram, (B, T, D)."""
         x = self.embed_tokens(context.ids)
-        if self.smear_gate is not None:
-            share = times(self.scalars.smear, self.smear_gate(x))
-            share = share.masked_fill(context.is_first[..., None], 0)
-            x = x + (share * self.embed_tokens(context.previous)).to(x.dtype)
         bigram = None
         if self.bigram is not None:
             bigram = self.bigram(context.ids.long(), context.previous.long(), context.is_first)

@@ -43,7 +43,7 @@ def test_load_run(run_dir):
 
 
 @pytest.mark.parametrize(
-    ("line", "found"), [("INTERFACE = 1", 1), ("INTERFACE = 3", 3), ("", 1)], ids=("older", "newer", "none")
+    ("line", "found"), [("INTERFACE = 1", 1), ("INTERFACE = 4", 4), ("", 1)], ids=("older", "newer", "none")
 )
 @pytest.mark.parametrize("commit", ["0123abc", ""])
 def test_another_interface_is_refused(run_dir, line, found, commit):
@@ -56,7 +56,7 @@ def test_another_interface_is_refused(run_dir, line, found, commit):
     with pytest.raises(engine.RunError) as error:
         engine.load_run(run_dir, device="cpu")
     message = str(error.value)
-    assert f"has interface {found} but this tool reads interface 2; " in message and "\n" not in message
+    assert f"has interface {found} but this tool reads interface 3; " in message and "\n" not in message
     assert ("check out commit 0123abc" if commit else "config.json names none") in message
 
 
@@ -126,7 +126,7 @@ def run_of(plain, dtype, device="cpu", tokenizer=None) -> engine.Run:
 @pytest.mark.parametrize("medium", [False, True], ids=("small", "medium"))
 def test_wrong_decoding_is_found(dataset, monkeypatch, tmp_path, name, fault, dtype, medium):
     """A wrong position, previous token, key offset or window is refused, also where rounding could hide it."""
-    config = (tiny_medium if medium else tiny_config)(stages=((1.0, 2, 8, 16, 64, 1.0),))
+    config = (tiny_medium if medium else tiny_config)(stages=((1.0, 2, 8, 16, 64, 1.0),), bigram_rows=500)
     run = run_of(random_model(config), dtype, tokenizer=dataset.tokenizer)
     engine.check_decoding(run, tmp_path)
     rounding = engine.decoding_error(run.model, run.tokenizer)
@@ -523,7 +523,7 @@ def test_rows_come_and_go(generator):
     """Texts enter while others decode, one is dropped, its row is taken again: each is as if it were alone."""
     decoder, texts = (
         engine.Decoder(generator.model, generator.tokenizer, 3, 60),
-        random_documents((20, 9, 30, 1, 14), 290),
+        random_documents((21, 9, 30, 1, 14), 290),
     )
     a, b, c, d, e = (engine.Completion(text, 25, temperature=0.0) for text in texts)
     decoder.admit({0: a, 2: b})

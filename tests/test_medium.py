@@ -120,7 +120,7 @@ def test_initial_weights():
     assert model.o_bank.abs().max() == 0 and model.mlp_bank[1::2].abs().max() == 0
     assert abs(model.qkv_bank.std() * 8 - 1) < 0.03 and abs(model.mlp_bank[::2].std() * 8 - 0.4) < 0.02
     torch.testing.assert_close(model.residual, torch.tensor([1.15, 1.15 - 0.1 / 3, 1.05 + 0.1 / 3, 1.05]))
-    by_hand = [[0.20, 0.15, 0.10, 0.05], [0.05] * 4, [0.0, 0.2, 0.0, 0.0]]  # shares of x0 and bigram; smear, backout
+    by_hand = [[0.20, 0.15, 0.10, 0.05], [0.05] * 4, [0.2, 0.0, 0.0, 0.0]]  # shares of x0 and bigram; backout
     torch.testing.assert_close(model.scalars, torch.tensor(by_hand))
     (a, b), last = random_documents((20, 20)), []
     for document in (a, b[:19] + a[19:]):

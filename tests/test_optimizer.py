@@ -162,7 +162,7 @@ def test_every_parameter_has_a_policy(config):
 
 def test_betas_of_adam():
     """Those of modded-nanogpt's record 89; the medium model's input table has nanochat's, unless it is the head too."""
-    gates = dict.fromkeys(("scalars", "smear_gate", "value_gate", "attention_gate"), (0.9, 0.99))
+    gates = dict.fromkeys(("scalars", "value_gate", "attention_gate"), (0.9, 0.99))
     head, tables = (0.5, 0.95), dict.fromkeys(("bigram_embed", "value_embed"), (0.75, 0.95))
     for config, own in (
         (tiny_config(), {"embed": head}),

@@ -765,7 +765,7 @@ def test_flags_from_a_file(tmp_path):
         (["--set", "width"], ["expected KEY=VALUE"]),
         (["--set", "width=wide"], ["width takes a value like 768"]),
         (["--set", "width=1.5"], ["width takes a value like 768"]),
-        (["--set", "smear=1"], ["smear takes a value like True"]),
+        (["--set", "x0_injection=1"], ["x0_injection takes a value like True"]),
         (["--set", "long_layers=3"], ["long_layers takes a value like (3, 10)"]),
         (["--set", "stages=((1.0, 2),)"], ["stages"]),
         (["--set", "momentum=(0.9,)"], ["momentum", "4 values"]),
@@ -925,7 +925,7 @@ def test_resume_needs_a_checkpoint(fails, dataset_dir, finished, tmp_path):
 
 @pytest.mark.parametrize(
     "change",
-    ("width=64", "num_layers=5", "bigram_rows=0", "smear=False", "attention_gates=False", "key_offset_layers=()",
+    ("width=64", "num_layers=5", "bigram_rows=0", "attention_gates=False", "key_offset_layers=()",
      "shared_input_from=3",
      "long_layers=(0,)", "backout_layer=1", "x0_injection=False", "softcap=(15.0,0.0,15.0)", "rotary_base=10.0",
      "attention_scale=0.2", "pack_tokens=256"),

@@ -106,7 +106,6 @@ class Model(nn.Module):
         self.down = nn.Parameter(torch.zeros(L, config.mlp_width, D))  # zero: no effect at first
 
         # Gates, which read the first 12 channels of a token, and scalars.
-        self.smear_gate = nn.Parameter(torch.zeros(1, 12))
         self.value_gate = nn.Parameter(torch.zeros(E, heads, 12))
         self.attention_gate = nn.Parameter(torch.zeros(L, heads, 12))
         self.keep_before_attention = nn.Parameter(torch.full((L,), 1.1**0.5))
@@ -116,7 +115,6 @@ class Model(nn.Module):
         self.scale_down = nn.Parameter(torch.ones(L))
         self.share_x0 = nn.Parameter(torch.zeros(L))
         self.share_bigram = nn.Parameter(torch.full((L,), 0.05))
-        self.smear_scale = nn.Parameter(torch.tensor(0.0))
         self.backout_scale = nn.Parameter(torch.tensor(0.5))
 
     def set_stage(self, index: int) -> None:
@@ -146,11 +144,7 @@ class Model(nn.Module):
         mask_short = mask & (distance <= self.stage.window_short)
         mask_long = mask & (distance <= self.stage.window_long)
 
-        # Smear: add a learned share of the previous token (record 34, 15 of its steps; no clear gain on B34).
-        x = self.embed[tokens_T]
-        gate_T1 = self.smear_scale * torch.sigmoid(F.linear(x[:, :12], self.smear_gate))
-        x = x + self.embed[previous_T] * gate_T1.masked_fill(first_T[:, None], 0)
-        x = x0 = norm(x)
+        x = x0 = norm(self.embed[tokens_T])
 
         # Bigrams: an embedding of each pair of neighbours, hashed into a table (record 62; worth 0.008). Most pairs
         # that share a row get different random signs, so they hardly disturb each other (record 83).
@@ -294,7 +288,6 @@ POLICIES = {
     "embed": Policy(1.0, (0.50, 0.95), 0.006),
     "bigram_embed": Policy(75.0, (0.75, 0.95), 0.015, late=True),
     "value_embed": Policy(75.0, (0.75, 0.95), 0.015, late=True),
-    "smear_gate": Policy(0.01, (0.90, 0.99)),
     "value_gate": Policy(1.0, (0.90, 0.99)),
     "attention_gate": Policy(1.0, (0.90, 0.99)),
 }
