@@ -131,8 +131,8 @@ class Config:
     softcap: tuple = (23.0, 5.0, 7.5)  # logits = a * sigmoid((z + b) / c), modded-nanogpt record 54
     fp8: bool = True  # products of qkv and MLP, only in training, from compute capability 8.9 on
     fp8_head: bool = True  # the same for the head
-    # Loss weights of the next tokens. Several of them: multi-token prediction (record 53).
-    ahead: tuple = (1.0,)
+    # Loss weights of the next tokens: multi-token prediction (record 53), -0.0028 bpb on B34.
+    ahead: tuple = (1.0, 0.5)
     ahead_until: float = 0.5  # share of the run over which all weights but the first fall to 0
     # Of a second target in the loss: the longest shorter token that the next one begins with. 0: off.
     prefix_weight: float = 0.25
@@ -142,11 +142,10 @@ class Config:
     tokens: int = 340_000_000  # length of the run
     max_epochs: int = 1  # more than 1 allows repeated text
     val_tokens: int = 10_485_760  # validation stops after this many tokens
-    # -- stages: share, packs, window_short, window_long, max_doc, lr_mult
-    stages: tuple = (
-        (1 / 3, 16, 128, 1024, 2048, 1.00),
-        (1 / 3, 32, 256, 2048, 2048, 1.52),  # 2 ** 0.6
-        (1 / 3, 48, 384, 2048, 2048, 1.73),  # 3 ** 0.5
+    # -- stages: share, packs, window_short, window_long, max_doc, lr_mult; (): by stage_rule
+    stages: tuple = ()
+    fewest_packs: int = (
+        8  # of stage_rule. 8 GPUs need 8; on up to 4 GPUs 4 are better for each token
     )
     # -- optimizer: base rates, multiplied by the parameter table and the schedule
     muon_lr: float = 0.023
@@ -178,6 +177,11 @@ class Config:
     tied = True  # one table for input and output
     by_rule = ()  # fields whose 0 stands for a rule
 
+    def __post_init__(self):
+        """Fills in the stages, so that the config of a run holds every number in use."""
+        if not self.stages:
+            object.__setattr__(self, "stages", stage_rule(self))
+
     @property
     def num_heads(self) -> int:
         return self.width // self.head_dim
@@ -203,6 +207,30 @@ class Config:
     @property
     def num_steps(self) -> int:
         return max(1, round(self.tokens / self.step_tokens))
+
+
+def stage_rule(config: Config) -> tuple:
+    """Rows of the stage table: the batch doubles whenever the tokens seen have quadrupled.
+
+    Steps of B tokens serve until B ** 2 / 89 tokens were seen: 65,536 until 48 M, 131,072 until 193 M,
+    262,144 until 772 M. Rates grow with the root of the batch (arXiv 2205.10287). On B34, half the
+    batch until 11 M tokens gained 0.0053 bpb; after 94 M tokens, steps of 65,536 and 131,072 were
+    0.012 better than twice as large ones.
+    """
+    rows = []
+    seen = 0.0
+    packs = max(config.fewest_packs, 1)
+    tokens = max(config.tokens, 1)
+    longest = config.max_seq_len
+    while seen < tokens:
+        batch = packs * max(config.pack_tokens, 1)
+        until = max(seen, min(batch**2 / 89, tokens))
+        rate = round((batch / 65536) ** 0.5, 3)
+        rows.append(((until - seen) / batch, packs, 128, longest, longest, rate))
+        seen = until
+        packs *= 2
+    steps = sum(row[0] for row in rows)
+    return tuple((row[0] / steps, *row[1:]) for row in rows if row[0])
 
 
 @dataclass(frozen=True)
@@ -426,7 +454,7 @@ class TrainState:
     model: GPT
     forward: Callable  # the model, compiled where that pays
     optimizer: Optimizer
-    packs: int  # in a micro-batch
+    packs: int  # most in a micro-batch
     step: int = 0
     loss_scale: float = 1.0  # above 1 only in fp16
     good_steps: int = 0  # since the loss scale last changed
@@ -817,14 +845,23 @@ class GPT(nn.Module):
 
         # Validation counts the next token alone; training adds more targets with weights.
         training = torch.is_grad_enabled()
+        targets_NT = self.all_targets(targets_T, positions_T) if training else targets_T[None]
         weights = self.loss_weights if training else None
-        prefix = None
-        if training and c.prefix_weight:
-            prefix = torch.where(targets_T < 0, -1, self.prefixes[targets_T.clamp(min=0)])
         fp8 = c.fp8_head and training
         return linear_cross_entropy(
-            hidden_TD, self.head, targets_T, c.softcap, weights, prefix, row_weight_T, fp8=fp8
+            hidden_TD, self.head, targets_NT, c.softcap, weights, row_weight_T, fp8=fp8
         )
+
+    def all_targets(self, targets_T: Tensor, positions_T: Tensor) -> Tensor:
+        """The next tokens and the prefix: (N, T), a row for each of loss_weights, -1 for none."""
+        rows = [targets_T]
+        for ahead in range(1, len(self.config.ahead)):
+            same_document = positions_T.roll(-ahead) == positions_T + ahead
+            rows.append(torch.where(same_document, targets_T.roll(-ahead), -1))
+        if self.config.prefix_weight:
+            prefixes = self.prefixes[targets_T.clamp(min=0)].to(targets_T.dtype)
+            rows.append(torch.where(targets_T < 0, -1, prefixes))
+        return torch.stack(rows)
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
         """Softcapped logits (T, V), fp32, of what the trunk returned."""
@@ -923,9 +960,9 @@ class Batch:
     position: dict | None = None  # where the reader stands after this batch
 
     def micro_batches(self, packs: int, device: torch.device) -> Iterator[MicroBatch]:
-        """The batch on the device, `packs` packs at a time."""
+        """The batch on the device, up to `packs` packs at a time, all micro-batches of one size."""
         P, pack_tokens = self.tokens.shape
-        assert P % packs == 0, f"{P} packs do not divide into micro-batches of {packs}"
+        packs = largest_divisor(P, packs)
         starts = torch.arange(packs, dtype=torch.int32)[:, None] * pack_tokens
         for i in range(0, P, packs):
             own = slice(i, i + packs)
@@ -936,6 +973,11 @@ class Batch:
             if device.type == "cuda":
                 tensors = [t.pin_memory() for t in tensors]
             yield MicroBatch(*(t.to(device, non_blocking=True) for t in tensors), self.max_doc)
+
+
+def largest_divisor(number: int, most: int) -> int:
+    """The largest divisor of a number that is not above `most`; 1 for 0."""
+    return next((n for n in range(min(number, most), 0, -1) if number % n == 0), 1)
 
 
 @dataclass
@@ -1971,7 +2013,8 @@ def log_steps(run: Run, losses: list[Tensor], batch: Batch) -> None:
         "memory_gib": peak_memory_gib(run.ranks.device),
         "train_seconds": progress.train_seconds,
     }
-    run.log.step(entry, config.num_steps)
+    eta = (config.tokens - progress.tokens) / entry["tokens_per_second"]
+    run.log.step(entry, config.num_steps, max(eta, 0.0))
     run.logged = dataclasses.replace(progress)
 
 
@@ -2227,10 +2270,12 @@ def warm_up_stage(state: TrainState, index: int, rng: np.random.Generator) -> No
     config = state.config
     ranks = state.ranks
     stage = config.stage_table[index]
+    own = stage.packs // ranks.world
+    rows = largest_divisor(own, state.packs)
     # The second micro-batch of a step has a graph of its own.
-    rows = state.packs
-    if state.graphs is not None and stage.packs > rows * ranks.world:
-        rows = 2 * rows
+    if state.graphs is not None and rows < own:
+        larger = range(2 * rows, own + 1, rows)
+        rows = next(n for n in larger if largest_divisor(n, state.packs) == rows)
     for _ in range(1 if index else 2):  # late tables are updated from the second step on
         train_step(state, dummy_batch(config, ranks, rows, stage.max_doc, rng))
 
@@ -2311,7 +2356,7 @@ def checksum(model: nn.Module) -> list[float]:
 
 
 def choose_packs(config: Config, ranks: Ranks) -> int:
-    """Packs in a micro-batch: the most that divide every stage's batch, fit into memory and help speed."""
+    """Most packs in a micro-batch: those that fit into memory and help speed, and divide a stage's batch."""
     for stage in config.stage_table:
         if stage.packs % ranks.world:
             way = f"use a number of processes that divides {stage.packs}"
@@ -2326,9 +2371,9 @@ def choose_packs(config: Config, ranks: Ranks) -> int:
         if limit % config.pack_tokens:
             multiple = f"a multiple of pack_tokens={config.pack_tokens}"
             raise UserError(f"--micro-batch-tokens {limit} is not {multiple}")
-    common = math.gcd(*(stage.packs // ranks.world for stage in config.stage_table))
-    divisors = [d for d in range(1, common + 1) if common % d == 0]
-    return max((d for d in divisors if d * config.pack_tokens <= limit), default=1)
+    most = max(limit // config.pack_tokens, 1)
+    shares = [stage.packs // ranks.world for stage in config.stage_table]
+    return max(largest_divisor(share, most) for share in shares)
 
 
 def can_shrink(state: TrainState) -> bool:
@@ -2353,7 +2398,7 @@ def shrink_micro_batch(state: TrainState) -> None:
             f"--micro-batch-tokens, or pack_tokens if it is one pack already, or reduce fragmentation "
             f"with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
         )
-    state.packs = max(d for d in range(1, state.packs) if state.packs % d == 0)
+    state.packs = largest_divisor(state.packs, state.packs - 1)
     smaller = state.packs * state.config.pack_tokens
     print(f"out of memory with {tokens} tokens a micro-batch; going on with {smaller}")
 
@@ -2960,10 +3005,9 @@ class Log:
             numbers = {wandb_key(k): v for k, v in entry.items() if isinstance(v, int | float)}
             self.wandb.log(numbers, step=entry["step"])
 
-    def step(self, entry: dict, num_steps: int) -> None:
-        """A training step: the file, and the line on the screen with the time that is left."""
+    def step(self, entry: dict, num_steps: int, eta: float) -> None:
+        """A training step: the file, and the line on the screen with the seconds that are left."""
         self.write(entry)
-        eta = (num_steps - entry["step"]) * entry["step_ms"] / 1e3
         mfu = f"| mfu {entry['mfu']:5.1%} " if entry["mfu"] else ""  # 0 where the peak is unknown
         self.say(
             "step {step:6d}/{num_steps} | loss {loss:7.4f} | bpb {bpb:6.4f} | lr {lr:5.3f} "
@@ -3318,6 +3362,7 @@ RANGES = {
     "vocab_size": (1, 65536), "max_seq_len": (2, 2**20), "shared_input_from": (0, 255), "bigram_rows": (0, 2**26),
     "backout_layer": (-1, 255), "gate_width": (1, 16384), "attention_scale": (1e-6, 100.0), "rotary_base": (1.0, 1e9),
     "ahead_until": (1e-6, 1.0), "prefix_weight": (0.0, 100.0), "pack_tokens": (2, 2**24), "pack_docs": (1, 2**20),
+    "fewest_packs": (1, 2**20),
     "tokens": (1, 10**15), "tokens_per_weight": (1e-6, 1e6), "max_epochs": (1, 10**6), "val_tokens": (1, 10**12),
     "muon_lr": (1e-9, 100.0), "adam_lr": (1e-9, 100.0), "muon_beta2": (0.0, 0.999999), "adam_eps": (1e-30, 1.0),
     "muon_decay": (0.0, 100.0), "table_decay": (0.0, 100.0), "cooldown": (0.0, 1.0), "lr_floor": (0.0, 1.0),
@@ -3851,38 +3896,30 @@ OPS = next(
 
 # -- softcapped cross-entropy: head, loss and gradient in one pass over the logits; 17.3 ms, in fp8
 # 12.9, against 21.0. With z = a sigmoid((x + b) / c), s = z / a and lse = log sum_j exp z_j: row t
-# has the terms targets[t + k] with weight w_k, and prefix[t] with the last weight. A term past the
-# end or with a negative target is left out. S is the sum of the row's weights.
+# has N terms, targets[k, t] with weight w_k. Those with a negative target are left out. S is the sum
+# of the row's weights.
 #   loss_t = S lse - sum_k w_k z[target_k]
 #   dloss_t/dx_j = a/c s_j (1 - s_j) (S softmax_j - sum_k w_k [j = target_k])
 
 
-def loss_terms(targets, weights, prefix, row0, n) -> tuple[Tensor, Tensor]:
-    """Targets of n rows from row0 on, 0 for none, and whether there is one; each (n, terms)."""
-    picks = torch.full((n, len(weights)), -1, dtype=torch.int64, device=targets.device)
-    for k in range(len(weights) - (prefix is not None)):
-        shifted = targets[row0 + k : row0 + k + n]
-        picks[: len(shifted), k] = shifted
-    if prefix is not None:
-        picks[:, -1] = prefix[row0 : row0 + n]
-    return picks.clamp(min=0), picks >= 0
-
-
-def softcap_ce_ref(logits, targets, weights, prefix, cap):
-    """logits (T, V) -> losses (T,) and nats of the next token (T,); only for tests, with autograd."""
-    picks, real = loss_terms(targets, weights, prefix, 0, len(logits))
+def softcap_ce_ref(logits, targets, weights, cap):
+    """logits (T, V) -> losses (T,) and nats of the first target (T,); only for tests, with autograd."""
+    real = targets.T >= 0
     z = softcap(logits.float(), cap)
-    terms = z.logsumexp(1, keepdim=True) - z.gather(1, picks)
+    terms = z.logsumexp(1, keepdim=True) - z.gather(1, targets.T.long().clamp(min=0))
     return (weights * real * terms).sum(1), terms[:, 0] * real[:, 0]
 
 
-def softcap_ce_cpu(logits, targets, weights, prefix, row_weight, cap, row0=0, grad=True):
+def softcap_ce_cpu(logits, targets, weights, row_weight, cap, row0=0, grad=True):
     """Losses (n,), nats (n,) and row_weight * gradient (n, V) or None of logits (n, V), rows row0 on.
 
     Few passes, most of them in place: 43 ms against 180 on two CPU cores, 2,048 x 4,096.
     """
     a, b, c = cap
-    picks, real = loss_terms(targets, weights, prefix, row0, len(logits))
+    own = slice(row0, row0 + len(logits))
+    picks = targets[:, own].T.long()
+    real = picks >= 0
+    picks = picks.clamp(min=0)
     w = weights * real
 
     # e = exp(z - a): z <= a, so exp needs no maximum.
@@ -3898,7 +3935,7 @@ def softcap_ce_cpu(logits, targets, weights, prefix, row_weight, cap, row0=0, gr
 
     g = (a / c) * w
     if row_weight is not None:
-        g = g * row_weight[row0 : row0 + len(logits), None]
+        g = g * row_weight[own, None]
     e.mul_((g.sum(1) / total)[:, None]).scatter_add_(1, picks, -g)
     s.addcmul_(s, s, value=-1)
     return losses, nats, e.mul_(s).to(logits.dtype)
@@ -3925,12 +3962,11 @@ def load_softcap(logits, j, a, b, scale, V: tl.constexpr, FAST: tl.constexpr):
 
 @jit
 def softcap_ce_kernel(
-    logits, grad, losses, nats, targets, weights, prefix, row_weight,
+    logits, grad, losses, nats, targets, weights, row_weight,
     row0, T, a, b, c,
-    V: tl.constexpr, N_PRED: tl.constexpr, TERMS: tl.constexpr, PAD: tl.constexpr,
-    FAST: tl.constexpr, BLOCK: tl.constexpr,
+    V: tl.constexpr, TERMS: tl.constexpr, PAD: tl.constexpr, FAST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One row of logits (n, V) a program; grad (n, V), prefix and row_weight may be None.
+    """One row of logits (n, V) a program; grad (n, V) and row_weight may be None.
 
     z <= a bounds the exponentials, so lse needs no running maximum, and the softmax part of the
     gradient is const * v with v = e s (1 - s) known at the first look. With BLOCK >= V the row is
@@ -3944,9 +3980,7 @@ def softcap_ce_kernel(
 
     # The terms of the row, padded to a power of two.
     k = tl.arange(0, PAD)
-    target = tl.load(targets + t + k, mask=(k < N_PRED) & (t + k < T), other=-1).to(tl.int32)
-    if prefix is not None:
-        target = tl.where(k == N_PRED, tl.load(prefix + t).to(tl.int32), target)
+    target = tl.load(targets + k * T + t, mask=k < TERMS, other=-1).to(tl.int32)
     w = tl.where(target >= 0, tl.load(weights + k, mask=k < TERMS, other=0.0), 0.0)
     z_t = tl.load(logits + target, mask=target >= 0, other=0.0).to(tl.float32)
     s_t = fast_sigmoid((z_t + b) / c, FAST)
@@ -3993,9 +4027,7 @@ def softcap_ce_kernel(
         tl.store(grad + target, g_t.to(grad.dtype.element_ty), mask=target >= 0)
 
 
-def softcap_ce(
-    logits, targets, weights, prefix, row_weight, cap, row0=0, grad=True, out=None, block=32768
-):
+def softcap_ce(logits, targets, weights, row_weight, cap, row0=0, grad=True, out=None, block=32768):
     """As softcap_ce_cpu in one read and one write; the gradient replaces the logits or fills `out`.
 
     4 bytes moved an element; 3.1 TB/s with whole rows in registers (block 32768, 16 warps, H200).
@@ -4006,14 +4038,13 @@ def softcap_ce(
     gradient = None
     if grad:
         gradient = logits if out is None else out
-    tensors = (logits, gradient, losses, nats, targets, weights, prefix, row_weight)
+    tensors = (logits, gradient, losses, nats, targets, weights, row_weight)
     softcap_ce_kernel[(n,)](
         *tensors,
         row0,
-        len(targets),
+        targets.shape[1],
         *cap,
         V=V,
-        N_PRED=terms - (prefix is not None),
         TERMS=terms,
         PAD=max(2, triton.next_power_of_2(terms)),
         FAST=grad and logits.is_cuda and logits.dtype != torch.float32,
@@ -4105,8 +4136,8 @@ def scale_head_gradient(x, weights, row_weight, cap) -> tuple[Tensor, Tensor]:
 
 @torch.library.custom_op(f"{OPS}::linear_ce", mutates_args=())
 def linear_ce(
-    x: Tensor, w: Tensor, targets: Tensor, weights: Tensor, prefix: Tensor | None,
-    row_weight: Tensor | None, cap: list[float], chunk: int, grad: bool, fp8: bool,
+    x: Tensor, w: Tensor, targets: Tensor, weights: Tensor, row_weight: Tensor | None,
+    cap: list[float], chunk: int, grad: bool, fp8: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Loss, nats, dx and dw of linear_cross_entropy, chunk by chunk over the tokens."""
     T = len(x)
@@ -4133,7 +4164,7 @@ def linear_ce(
             )
         else:
             logits = x[own] @ w.T
-        terms = (targets, weights, prefix, factor, cap, start, grad)
+        terms = (targets, weights, factor, cap, start, grad)
         if use_triton(x):
             out = None if g8 is None else g8[: len(logits)]
             losses[own], nats[own], g = softcap_ce(logits, *terms, out)
@@ -4158,7 +4189,7 @@ def linear_ce(
 
 
 @linear_ce.register_fake
-def _(x, w, targets, weights, prefix, row_weight, cap, chunk, grad, fp8):
+def _(x, w, targets, weights, row_weight, cap, chunk, grad, fp8):
     nats = x.new_empty(len(x), dtype=torch.float32)
     dx = x.new_empty(x.shape if grad else 0)
     dw = w.new_empty(w.shape if grad else 0)
@@ -4172,36 +4203,34 @@ def save_linear_ce(ctx, inputs, output):
 
 def linear_ce_backward(ctx, g, *unused):
     if g is None:
-        return (None,) * 10
+        return (None,) * 9
     dx, dw = ctx.saved_tensors
-    return dx * g, dw * g, *(None,) * 8
+    return dx * g, dw * g, *(None,) * 7
 
 
 linear_ce.register_autograd(linear_ce_backward, setup_context=save_linear_ce)
 
 
-def linear_cross_entropy(
-    x, w, targets, cap, weights=None, prefix=None, row_weight=None, chunk=16384, fp8=False
-):
+def linear_cross_entropy(x, w, targets, cap, weights=None, row_weight=None, chunk=16384, fp8=False):
     """Softcapped head and loss.
 
-    Args:    x (T, D), w (V, D); targets int (T,), negative for none; cap as in softcap();
-             weights fp32 (n_pred,) of the targets ahead, with prefix int (T,) one more, the last;
-             row_weight fp32 (T,); fp8: e4m3 operands with dynamic scales and an e5m2 gradient whose
-             scale is an exact bound, switched off below compute capability 8.9
-    Returns: sum over t of row_weight_t * loss_t; nats of targets_t alone, fp32 (T,), detached, 0
-             where there is none
+    Args:    x (T, D), w (V, D); targets int (N, T), negative for none; cap as in softcap(); weights
+             fp32 (N,), one for each row of targets; row_weight fp32 (T,); fp8: e4m3 operands with
+             dynamic scales and an e5m2 gradient whose scale is an exact bound, switched off below
+             compute capability 8.9
+    Returns: sum over t of row_weight_t * loss_t; nats of the first target alone, fp32 (T,),
+             detached, 0 where there is none
 
     The forward computes the gradients, a chunk of logits at a time; the backward multiplies them by
     the gradient of the sum, so they are exact for whatever flows in. A weighting by token goes into
     row_weight: the nats carry no gradient, so nothing can be silently wrong.
     """
-    weights = torch.ones(1, device=x.device) if weights is None else weights
+    weights = torch.ones(len(targets), device=x.device) if weights is None else weights
     grad = torch.is_grad_enabled() and (x.requires_grad or w.requires_grad)
     if not use_triton(x):  # plain code holds several fp32 copies of a chunk's logits: 256 MiB each
         chunk = min(chunk, max(2**26 // len(w), 1))
     fp8 = fp8 and use_triton(x, (8, 9)) and all(n % 16 == 0 for n in (*x.shape, len(w), chunk))
-    arguments = (x, w, targets, weights, prefix, row_weight, list(cap), chunk, grad, fp8)
+    arguments = (x, w, targets.contiguous(), weights, row_weight, list(cap), chunk, grad, fp8)
     total, nats, _, _ = linear_ce(*arguments)
     return total, nats.detach()
 

@@ -481,7 +481,8 @@ def main() -> dict:
     say(f"recipe  | {speed:,.0f} tok/s, stages weighted by their steps")
 
     last = len(stages) - 1
-    micro_batch = state.packs * config.pack_tokens
+    own = config.stage_table[last].packs // ranks.world
+    micro_batch = ts.largest_divisor(own, state.packs) * config.pack_tokens
     trace = trace_steps(state, dataset, last, PROFILED)
     table = section_table(kernels(trace, config, micro_batch), PROFILED)
     busy = table.step_ms / stages[last]["ms"]

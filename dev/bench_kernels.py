@@ -125,39 +125,36 @@ def limits() -> None:
 
 
 def ce_case(T: int, V: int, terms: int = 4):
-    """logits, targets, weights, prefix, row weights; one term: next token only."""
-    targets = torch.randint(V, (T,), device="cuda")
-    prefix = None
-    if terms > 1:
-        prefix = torch.where(torch.rand(T, device="cuda") < 0.5, targets.roll(1), -1)
-    targets[torch.rand(T, device="cuda") < 0.2] = -1
-    targets[:4] = 5  # equal neighbours share a column
+    """logits, targets, weights, row weights; one term: next token only."""
+    targets = torch.randint(V, (terms, T), device="cuda")
+    targets[torch.rand(targets.shape, device="cuda") < 0.2] = -1
+    targets[:, :4] = 5  # equal targets share a column
     weights = torch.tensor([1.0, 0.5, 0.25, 0.25][:terms], device="cuda")
-    return randn(T, V, scale=3.0), targets, weights, prefix, torch.rand(T, device="cuda")
+    return randn(T, V, scale=3.0), targets, weights, torch.rand(T, device="cuda")
 
 
 def check_ce() -> None:
     sizes = ((37, 192, 32768), (515, 50304, 65536), (515, 32768, 32768), (1001, 65536, 8192))
     for T, V, block in sizes:
-        logits, targets, weights, prefix, rows = ce_case(T, V)
+        logits, targets, weights, rows = ce_case(T, V)
         leaf = logits.clone().requires_grad_()
-        losses, nats = K.softcap_ce_ref(leaf, targets, weights, prefix, CAP)
+        losses, nats = K.softcap_ce_ref(leaf, targets, weights, CAP)
         want = losses, nats, *torch.autograd.grad(losses @ rows, leaf)
-        got = K.softcap_ce(logits.clone(), targets, weights, prefix, rows, CAP, block=block)
+        got = K.softcap_ce(logits.clone(), targets, weights, rows, CAP, block=block)
         name = f"softcap_ce {T} x {V}"
         check(f"{name}, block {block}: losses, nats, gradient", zip(got, want, strict=True), 6e-3)
-        losses, _, _ = K.softcap_ce(logits.clone(), targets, weights, prefix, rows, CAP, grad=False)
+        losses, _, _ = K.softcap_ce(logits.clone(), targets, weights, rows, CAP, grad=False)
         check(f"{name}: validation losses", [(losses, want[0])], 1e-5)
         out = torch.full((T, V), float("nan"), device="cuda").to(torch.float8_e5m2)
-        K.softcap_ce(logits, targets, weights, prefix, rows * 1e4, CAP, out=out, block=block)
+        K.softcap_ce(logits, targets, weights, rows * 1e4, CAP, out=out, block=block)
         check(f"{name}: e5m2 gradient", [(out.float() / 1e4, want[2])], 0.12)
         check(f"transpose8 {T} x {V}", [(K.transpose8(out).float(), out.T.float())], 1e-9)
     T, V, D = 5008, 32768, 768
     x, w = randn(T, D).requires_grad_(), randn(V, D, scale=0.1).requires_grad_()
-    _, targets, weights, prefix, rows = ce_case(T, 64)
+    _, targets, weights, rows = ce_case(T, 64)
 
     def head(x, w, fp8=False):
-        total, losses = K.linear_cross_entropy(x, w, targets, CAP, weights, prefix, rows, 2048, fp8)
+        total, losses = K.linear_cross_entropy(x, w, targets, CAP, weights, rows, 2048, fp8)
         return losses, *torch.autograd.grad(total * 3, (x, w))
 
     want = head(*(t.detach().float().requires_grad_() for t in (x, w)))
@@ -169,20 +166,20 @@ def check_ce() -> None:
 
 def time_ce() -> None:
     T, V, D = 16384, 32768, 768
-    logits, targets, one, _, _ = ce_case(T, V, 1)
-    _, targets4, weights, prefix, rows = ce_case(T, 64)
+    logits, targets, one, _ = ce_case(T, V, 1)
+    _, targets4, weights, rows = ce_case(T, 64)
     g8 = torch.empty(T, V, device="cuda", dtype=torch.float8_e5m2)
     moved = 4 * T * V
 
     def loss(**options):
-        return K.softcap_ce(logits, targets, one, None, None, CAP, **options)
+        return K.softcap_ce(logits, targets, one, None, CAP, **options)
 
     def all_terms():
-        return K.softcap_ce(logits, targets4, weights, prefix, rows, CAP)
+        return K.softcap_ce(logits, targets4, weights, rows, CAP)
 
     for block in (32768, 8192, 4096):
         timed(f"softcap_ce {T} x {V}, block {block}", lambda: loss(block=block), moved=moved)
-    timed("  three targets, prefix, row weights", all_terms, moved=moved)
+    timed("  four targets, row weights", all_terms, moved=moved)
     timed("  validation", lambda: loss(grad=False), moved=moved / 2)
     timed("  e5m2 gradient", lambda: loss(out=g8), moved=moved * 3 / 4)
     timed("  transpose8 of the gradient", lambda: K.transpose8(g8), moved=moved / 2)
@@ -190,7 +187,7 @@ def time_ce() -> None:
     logits = g8 = None
     T = 65536
     x, w = randn(T, D).requires_grad_(), randn(V, D, scale=0.1).requires_grad_()
-    targets = torch.randint(V, (T,), device="cuda")
+    targets = torch.randint(V, (1, T), device="cuda")
     flop = 6 * T * V * D
 
     def head(chunk, fp8):
@@ -207,7 +204,7 @@ def time_ce() -> None:
 
     @torch.compile
     def plain(x, w, targets):
-        return F.cross_entropy(K.softcap((x @ w.T).float(), CAP), targets, reduction="sum")
+        return F.cross_entropy(K.softcap((x @ w.T).float(), CAP), targets[0], reduction="sum")
 
     both = lambda: torch.autograd.grad(plain(x, w, targets), (x, w))
     timed("  torch.compile of the plain formula", both, flop=flop)

@@ -64,15 +64,15 @@ def launches(script, config, quick: bool) -> None:
     def new(*shape, dtype=torch.bfloat16):
         return torch.zeros(shape, dtype=dtype)
 
-    logits, targets, weights = new(4, V), new(T, dtype=torch.int32), torch.ones(2)
-    script.softcap_ce(logits, targets, weights, targets, weights, CAP)
+    logits, targets, weights = new(4, V), new(2, T, dtype=torch.int32), torch.ones(2)
+    script.softcap_ce(logits, targets, weights, weights, CAP)
     if not quick:
-        script.softcap_ce(logits, targets, weights[:1], None, None, CAP)
-        script.softcap_ce(logits.half(), targets, weights[:1], None, None, CAP)
-        script.softcap_ce(logits, targets, weights[:1], None, None, CAP, grad=False)
+        script.softcap_ce(logits, targets[:1], weights[:1], None, CAP)
+        script.softcap_ce(logits.half(), targets[:1], weights[:1], None, CAP)
+        script.softcap_ce(logits, targets[:1], weights[:1], None, CAP, grad=False)
     if script.use_triton(logits, (8, 9)):
         out = new(4, V, dtype=torch.float8_e5m2)
-        script.softcap_ce(logits, targets, weights, targets, None, CAP, out=out)
+        script.softcap_ce(logits, targets, weights, None, CAP, out=out)
         script.transpose8(new(T, D, dtype=torch.float8_e4m3fn))
     for shape in ((2, D, F), (2, D, D)):
         for x in (new(*shape), new(*shape[::2], shape[1]).mT):

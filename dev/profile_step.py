@@ -103,7 +103,9 @@ def main() -> dict:
     dataset = bench.random_dataset(config)
     visit_stages(state, dataset)
     trace = bench.trace_steps(state, dataset, len(config.stages) - 1, args.steps)
-    rows = bench.kernels(trace, config, state.packs * config.pack_tokens)
+    own = config.stage_table[-1].packs // ranks.world
+    micro_batch = ts.largest_divisor(own, state.packs) * config.pack_tokens
+    rows = bench.kernels(trace, config, micro_batch)
     table = bench.section_table(rows, args.steps)
     say(f"\n{kernel_table(rows, args.steps, 25)}\n\n{table.text}\n")
     if ranks.is_main:

@@ -191,9 +191,8 @@ def expected_config(script: str, words: list[str]) -> dict:
         config["compile"] = False
     steps = values_of(words, "--steps")
     ruled = has_rules(script)
-    if steps and ruled:  # the rules then begin with the number of steps
-        for key in ("tokens", "stages", "muon_lr", "adam_lr"):
-            config.pop(key, None)
+    if steps and ruled and by_rule("stages", config["stages"]):
+        del config["tokens"]  # the rule begins with the number of steps
     elif steps:
         packs = sum(row[0] * row[1] for row in config["stages"])
         config["tokens"] = round(int(steps[-1]) * packs * config["pack_tokens"])
@@ -208,7 +207,7 @@ RULED = ("width", "mlp_width", "tokens", "stages", "muon_lr", "adam_lr")
 
 def by_rule(key: str, value) -> bool:
     if key == "stages":
-        return any(row[1] == 0 for row in value)
+        return any(row[1] == 0 for row in value) or not value
     return key in RULED and value == 0
 
 

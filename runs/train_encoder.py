@@ -796,7 +796,8 @@ def log_pretraining(run: Run, batch, bytes_per_token: float) -> None:
         "memory_gib": script.peak_memory_gib(run.ranks.device),
         "train_seconds": progress.train_seconds,
     }
-    run.log.step(entry, config.steps)
+    eta = (config.steps - run.state.step) * entry["step_ms"] / 1e3
+    run.log.step(entry, config.steps, eta)
 
 
 # ==================================================================================================

@@ -132,7 +132,7 @@ def test_a_graph_that_cannot_be_captured(monkeypatch, stand_in, tmp_path, capsys
     assert said in capsys.readouterr().out and (state.graphs is None) == ("off" in said)
     assert state.packs == (1 if "going on" in said else packs)
     for a, b in zip((*got, *same.values()), (*want, *weights.values()), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.gpu

@@ -33,44 +33,37 @@ def close(got, want, tol):
     assert error < tol, f"relative error {error:.2e} above {tol}"
 
 
-def naive(x, w, targets, weights, prefix, row_weight, cap=CAP):
+def naive(x, w, targets, weights, row_weight, cap=CAP):
     """The formula term by term through F.cross_entropy and autograd."""
     z = cap[0] * torch.sigmoid(((x @ w.T).float() + cap[1]) / cap[2])
-    n_pred, loss = len(weights) - (prefix is not None), torch.zeros(len(x), device=x.device)
-    nats = F.cross_entropy(z, targets.long(), ignore_index=-1, reduction="none")
-    for k in range(min(n_pred, len(x))):
-        shifted = F.pad(targets[k:], (0, k), value=-1)
-        loss = loss + weights[k] * F.cross_entropy(z, shifted.long(), ignore_index=-1, reduction="none")
-    if prefix is not None:
-        loss = loss + weights[-1] * F.cross_entropy(z, prefix.long(), ignore_index=-1, reduction="none")
-    return (loss * (1 if row_weight is None else row_weight)).sum(), nats
+    nats = [F.cross_entropy(z, row.long(), ignore_index=-1, reduction="none") for row in targets]
+    loss = sum(weight * row for weight, row in zip(weights, nats, strict=True))
+    return (loss * (1 if row_weight is None else row_weight)).sum(), nats[0]
 
 
-CASES = {  # T, V, weights, prefix, row weights, chunk, ignored
-    "plain": (7, 192, [1.0], False, False, 16, "some"),
-    "chunked": (21, 64, [1.0], False, True, 8, "some"),
-    "three": (13, 320, [1.0, 0.5, 0.25], False, False, 5, "some"),
-    "prefix": (9, 128, [1.0, 0.0, 0.25, 0.25], True, True, 4, "some"),
-    "zero": (5, 64, [0.0, 0.0], False, False, 8, "none"),
-    "ignored": (6, 64, [1.0, 0.5, 0.3], True, False, 8, "all"),
-    "one": (1, 64, [1.0, 0.5], False, False, 8, "none"),
+CASES = {  # T, V, weights, row weights, chunk, ignored
+    "plain": (7, 192, [1.0], False, 16, "some"),
+    "chunked": (21, 64, [1.0], True, 8, "some"),
+    "three": (13, 320, [1.0, 0.5, 0.25], False, 5, "some"),
+    "four": (9, 128, [1.0, 0.0, 0.25, 0.25], True, 4, "some"),
+    "zero": (5, 64, [0.0, 0.0], False, 8, "none"),
+    "ignored": (6, 64, [1.0, 0.5, 0.3], False, 8, "all"),
+    "one": (1, 64, [1.0, 0.5], False, 8, "none"),
 }
 
 
 def ce_inputs(case, device, dtype, T=None, V=None, D=32):
-    t, v, weights, prefix, row_weight, chunk, ignored = CASES[case]
+    t, v, weights, row_weight, chunk, ignored = CASES[case]
     T, V, D = T or t, V or v, D
     x = torch.randn(T, D, device=device).to(dtype).requires_grad_()
     w = (torch.randn(V, D, device=device) * 3 / D**0.5).to(dtype).requires_grad_()
-    targets = torch.randint(V, (T,), device=device, dtype=torch.int32 if prefix else torch.int64)
-    p = torch.where(torch.rand(T, device=device) < 0.5, targets.roll(1), -1) if prefix else None
-    targets[torch.rand(T, device=device) < {"some": 0.3, "none": 0.0, "all": 2.0}[ignored]] = -1
-    if ignored == "all" and prefix:
-        p[:] = -1
+    shape = (len(weights), T)
+    targets = torch.randint(V, shape, device=device, dtype=torch.int32 if case == "four" else torch.int64)
+    targets[torch.rand(shape, device=device) < {"some": 0.3, "none": 0.0, "all": 2.0}[ignored]] = -1
     if T > 3 and ignored == "some":
-        targets[1:3] = targets[3] = 5  # equal neighbours: several terms of one row share a column
+        targets[:, 2] = 5  # several terms of one row share a column
     rows = torch.rand(T, device=device) if row_weight else None
-    return x, w, targets, torch.tensor(weights, device=device), p, rows, chunk
+    return x, w, targets, torch.tensor(weights, device=device), rows, chunk
 
 
 @pytest.mark.parametrize("kernel", [False, True], ids=["plain", "kernel"])
@@ -79,23 +72,23 @@ def test_linear_cross_entropy_fp32(case, kernel, monkeypatch):
     if torch.cuda.is_available() and kernel:
         pytest.skip("compiled kernels are tested in 16 bits")
     monkeypatch.setattr(K, "use_triton", lambda x, least=(8, 0): kernel and least <= (9, 0))
-    x, w, targets, weights, prefix, rows, chunk = ce_inputs(case, "cpu", torch.float32)
-    total, nats = K.linear_cross_entropy(x, w, targets, CAP, weights, prefix, rows, chunk=chunk)
+    x, w, targets, weights, rows, chunk = ce_inputs(case, "cpu", torch.float32)
+    total, nats = K.linear_cross_entropy(x, w, targets, CAP, weights, rows, chunk=chunk)
     got = torch.autograd.grad(total * 0.7, (x, w))
-    want_total, want_nats = naive(x, w, targets, weights, prefix, rows)
+    want_total, want_nats = naive(x, w, targets, weights, rows)
     want = torch.autograd.grad(want_total * 0.7, (x, w))
     for a, b in zip((total, nats, *got), (want_total, want_nats, *want), strict=False):
         torch.testing.assert_close(a, b, rtol=2e-6 if not kernel else 1e-5, atol=2e-6 if not kernel else 1e-5)
     with torch.no_grad():
-        _, again = K.linear_cross_entropy(x, w, targets, CAP, weights, prefix, rows, chunk=chunk)
+        _, again = K.linear_cross_entropy(x, w, targets, CAP, weights, rows, chunk=chunk)
     torch.testing.assert_close(again, want_nats, rtol=1e-5, atol=1e-5)
     assert not nats.requires_grad
 
 
-def ce_with_gradient(logits, targets, weights, prefix, row_weight):
+def ce_with_gradient(logits, targets, weights, row_weight):
     """Losses and nats of softcap_ce_ref, and by autograd the gradient of its losses times row_weight."""
     leaf = logits.detach().clone().requires_grad_()
-    losses, nats = K.softcap_ce_ref(leaf, targets, weights, prefix, CAP)
+    losses, nats = K.softcap_ce_ref(leaf, targets, weights, CAP)
     total = losses.sum() if row_weight is None else losses @ row_weight
     (gradient,) = torch.autograd.grad(total, leaf)
     return losses.detach(), nats.detach(), gradient
@@ -104,17 +97,17 @@ def ce_with_gradient(logits, targets, weights, prefix, row_weight):
 @pytest.mark.parametrize("case", CASES)
 def test_softcap_ce_on_a_cpu(case):
     """The reference and the form in few passes, both against F.cross_entropy and autograd."""
-    _, _, targets, weights, prefix, rows, _ = ce_inputs(case, "cpu", torch.float32)
+    _, _, targets, weights, rows, _ = ce_inputs(case, "cpu", torch.float32)
     T, V = CASES[case][:2]
     logits = (torch.randn(T, V) * 4).requires_grad_()
-    want_total, want_nats = naive(logits, torch.eye(V), targets, weights, prefix, rows)
+    want_total, want_nats = naive(logits, torch.eye(V), targets, weights, rows)
     (want_gradient,) = torch.autograd.grad(want_total, logits)
 
-    plain = ce_with_gradient(logits, targets, weights, prefix, rows)
+    plain = ce_with_gradient(logits, targets, weights, rows)
     parts = []
     for own in (slice(0, T // 2), slice(T // 2, T)):
         part = logits.detach()[own].clone()
-        parts.append(K.softcap_ce_cpu(part, targets, weights, prefix, rows, CAP, own.start))
+        parts.append(K.softcap_ce_cpu(part, targets, weights, rows, CAP, own.start))
     fast = [torch.cat(pieces) for pieces in zip(*parts, strict=True)]
     for losses, nats, gradient in (plain, fast):
         total = losses.sum() if rows is None else losses @ rows
@@ -122,7 +115,7 @@ def test_softcap_ce_on_a_cpu(case):
         torch.testing.assert_close(nats, want_nats.detach(), rtol=2e-6, atol=2e-6)
         torch.testing.assert_close(gradient, want_gradient, rtol=2e-6, atol=2e-6)
 
-    losses, nats, nothing = K.softcap_ce_cpu(logits.detach(), targets, weights, prefix, rows, CAP, grad=False)
+    losses, nats, nothing = K.softcap_ce_cpu(logits.detach(), targets, weights, rows, CAP, grad=False)
     assert torch.equal(losses, fast[0]) and torch.equal(nats, fast[1]) and nothing is None
 
 
@@ -131,27 +124,27 @@ def test_softcap_ce_sweeps(block, monkeypatch):
     """One look at the row (block 256) and two (block 64), V = 192."""
     if torch.cuda.is_available():
         pytest.skip("interpreter only")
-    x, w, targets, weights, prefix, rows, _ = ce_inputs("prefix", "cpu", torch.float32, V=192)
+    x, w, targets, weights, rows, _ = ce_inputs("four", "cpu", torch.float32, V=192)
     logits = (x @ w.T).detach() * 4
-    want = ce_with_gradient(logits, targets, weights, prefix, rows)
-    got = K.softcap_ce(logits.clone(), targets, weights, prefix, rows, CAP, block=block)
+    want = ce_with_gradient(logits, targets, weights, rows)
+    got = K.softcap_ce(logits.clone(), targets, weights, rows, CAP, block=block)
     for a, b in zip(got, want, strict=False):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
     out = torch.full(logits.shape, float("nan")).to(torch.float8_e5m2)
-    _, _, g8 = K.softcap_ce(logits.clone(), targets, weights, prefix, rows * 1000, CAP, out=out, block=block)
+    _, _, g8 = K.softcap_ce(logits.clone(), targets, weights, rows * 1000, CAP, out=out, block=block)
     close(g8.float() / 1000, want[2], 0.12)
 
 
 @devices
-@pytest.mark.parametrize("case", ["plain", "prefix"])
+@pytest.mark.parametrize("case", ["plain", "four"])
 def test_linear_cross_entropy_bf16(case, device):
     big = device == "cuda"
     size = (5001, 32768, 768) if big else ()
-    x, w, targets, weights, prefix, rows, chunk = ce_inputs(case, device, torch.bfloat16, *size)
-    total, nats = K.linear_cross_entropy(x, w, targets, CAP, weights, prefix, rows, chunk=2048 if big else chunk)
+    x, w, targets, weights, rows, chunk = ce_inputs(case, device, torch.bfloat16, *size)
+    total, nats = K.linear_cross_entropy(x, w, targets, CAP, weights, rows, chunk=2048 if big else chunk)
     got = torch.autograd.grad(total, (x, w))
     x, w = x.detach().float().requires_grad_(), w.detach().float().requires_grad_()
-    want_total, want_nats = naive(x, w, targets, weights, prefix, rows)
+    want_total, want_nats = naive(x, w, targets, weights, rows)
     want = torch.autograd.grad(want_total, (x, w))
     close(total, want_total, 5e-3)
     close(nats, want_nats, 5e-3)
@@ -162,12 +155,12 @@ def test_linear_cross_entropy_bf16(case, device):
 @devices
 def test_linear_cross_entropy_fp8(device):
     # the interpreter rounds to e5m2 without carrying into the exponent (32762 -> 16384): one mild case there
-    cuda, small = ("prefix", (4096, 32768, 768), 2048), ("plain", (64, 128, 32), 32)
+    cuda, small = ("four", (4096, 32768, 768), 2048), ("plain", (64, 128, 32), 32)
     case, size, chunk = cuda if device == "cuda" else small
-    x, w, targets, weights, prefix, rows, _ = ce_inputs(case, device, torch.bfloat16, *size)
+    x, w, targets, weights, rows, _ = ce_inputs(case, device, torch.bfloat16, *size)
     outs = []
     for fp8 in (False, True):
-        total, nats = K.linear_cross_entropy(x, w, targets, CAP, weights, prefix, rows, chunk=chunk, fp8=fp8)
+        total, nats = K.linear_cross_entropy(x, w, targets, CAP, weights, rows, chunk=chunk, fp8=fp8)
         outs.append((nats, *torch.autograd.grad(total, (x, w))))
     for a, b, tol in zip(outs[1], outs[0], (2e-2, 0.12, 0.12), strict=False):
         close(a, b, tol)
@@ -399,7 +392,7 @@ def test_norm_rotate(T, heads, width, device, monkeypatch):
 def test_compiled_fullgraph(device):
     """All operations traced by torch.compile without a graph break."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    x, w, targets, weights, prefix, rows, _ = ce_inputs("prefix", device, dtype)
+    x, w, targets, weights, rows, _ = ce_inputs("four", device, dtype)
     up = torch.randn(64, 32, device=device, dtype=dtype, requires_grad=True)
     down = torch.randn(64, 32, device=device, dtype=dtype, requires_grad=True)
 
@@ -413,7 +406,7 @@ def test_compiled_fullgraph(device):
         q, k, v = K.norm_rotate(qkv / 2, turn, slant, scale)
         y = K.window_attention(q, k, v * 2, bounds, 1.0, x[:, :1].sigmoid())
         y = K.mlp_relu2(x + y.flatten(1), up, down)
-        return K.linear_cross_entropy(y, w, targets, CAP, weights, prefix, rows, chunk=4)[0] / 3
+        return K.linear_cross_entropy(y, w, targets, CAP, weights, rows, chunk=4)[0] / 3
 
     leaves = (x, w, up, down, qkv)
     want = torch.autograd.grad(step(*leaves), leaves)
@@ -455,7 +448,7 @@ def test_imports_without_triton():
         f"s = u.spec_from_file_location('k', r'{PATH}')\n"
         "k = sys.modules['k'] = u.module_from_spec(s); s.loader.exec_module(k)\n"
         "x = torch.randn(6, 8, requires_grad=True); w = torch.randn(64, 8, requires_grad=True)\n"
-        "k.linear_cross_entropy(x, w, torch.arange(6), (23.0, 5.0, 7.5))[0].backward()\n"
+        "k.linear_cross_entropy(x, w, torch.arange(6)[None], (23.0, 5.0, 7.5))[0].backward()\n"
         "k.mlp_relu2(x, w, w).sum().backward(); k.polar_express(torch.randn(2, 8, 4)); print('fine')"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -1,5 +1,6 @@
 """The model: documents in a pack do not see each other or the future, and every technique does what it should."""
 
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
@@ -119,15 +120,27 @@ def test_packed_documents_equal_one_at_a_time(config):
     losses, alone = zip(*(model(*pack([d])) for d in documents), strict=True)
     (sum(losses) / len(together)).backward()
     alone = torch.cat(alone)
-    torch.testing.assert_close(loss, together.sum(), atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(loss, sum(losses), atol=1e-4, rtol=1e-5)
     torch.testing.assert_close(together, alone, atol=1e-5, rtol=1e-5)
     for name, param in model.named_parameters():
         torch.testing.assert_close(grads[name], param.grad, atol=1e-5, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
 
 
+def test_targets_of_training():
+    """Two documents and padding by hand: nothing beyond the end of a document, no prefix where there is no target."""
+    model = ts.GPT(tiny_config(ahead=(1.0, 0.5, 0.25)))
+    model.prefixes[5:9] = torch.tensor([1, -1, 2, 3], dtype=torch.int32)
+    targets = torch.tensor([5, 6, 7, 8, 5, -1, -1], dtype=torch.int32)
+    positions = torch.tensor([0, 1, 2, 0, 1, 0, 1], dtype=torch.int32)
+    by_hand = [[5, 6, 7, 8, 5, -1, -1], [6, 7, -1, 5, -1, -1, -1], [7, -1, -1, -1, -1, -1, -1],
+               [1, -1, 2, 3, 1, -1, -1]]  # fmt: skip
+    assert model.all_targets(targets, positions).tolist() == by_hand
+    assert len(model.loss_weights) == len(by_hand)
+
+
 def test_row_weights_scale_each_targets_loss():
     """Loss and gradients with weights are those of the weighted sum over targets, one by one; weight 0 is no target."""
-    model = random_model(tiny_config(prefix_weight=0.0))
+    model = random_model(tiny_config(prefix_weight=0.0, ahead=(1.0,)))
     inputs = pack(random_documents((9, 5, 12)))
     T = len(inputs[0])
     weights = torch.randn(T, generator=torch.Generator().manual_seed(3))
@@ -178,6 +191,7 @@ def test_flops_by_hand():
 @both
 def test_prefix_loss(config):
     """In training the prefix of each target is a second one, with a weight; an ignored target has none."""
+    config = dataclasses.replace(config, ahead=(1.0,))
     model, documents = random_model(config), random_documents((30, 20))
     model.prefixes[:300] = torch.arange(300) // 2 - 1  # -1 for tokens 0 and 1
     tokens, targets, *rest = pack(documents)

@@ -328,7 +328,7 @@ def test_loss_weights():
     by_hand = [[1, 0.5, 0.25, 0.3], [1, 0.25, 0.125, 0.3], [1, 1 / 6, 1 / 12, 0.3], [1, 0, 0, 0.15], [1, 0, 0, 0],
                [1, 0, 0, 0]]  # fmt: skip
     assert all(a == pytest.approx(b) for a, b in zip(found, by_hand, strict=True))
-    assert ts.loss_weights(schedule_config(prefix_weight=0.0), 10) == [1.0]
+    assert ts.loss_weights(schedule_config(ahead=(1.0,), prefix_weight=0.0), 10) == [1.0]
 
 
 def test_yarn_only_when_the_window_grows():
@@ -347,11 +347,37 @@ def test_yarn_only_when_the_window_grows():
     assert (first["window_long"], grown["window_long"], shrunk["window_long"]) == (1024, 2048, 512)
 
 
+def test_stage_rule():
+    """The batch doubles after B ** 2 / 89 tokens: by hand for three lengths, and rates with the root of the batch."""
+    found = {}
+    for tokens, fewest in ((34_000_000, 4), (34_000_000, 8), (94_371_840, 8), (340_000_000, 8)):
+        config = ts.Config(tokens=tokens, fewest_packs=fewest)
+        seen = [stage.share * config.num_steps * stage.packs * 8192 for stage in config.stage_table]
+        found[tokens, fewest] = [(stage.packs, round(own / 1e6, 1)) for stage, own in
+                                 zip(config.stage_table, seen, strict=True)]  # fmt: skip
+        assert sum(seen) == pytest.approx(tokens, rel=1e-2)
+        for stage in config.stage_table:
+            assert stage.lr_mult == pytest.approx((stage.packs / 8) ** 0.5, abs=1e-3)
+    assert [packs for packs, _ in found[34_000_000, 4]] == [4, 8]
+    assert found[34_000_000, 4][0][1] == pytest.approx(32768**2 / 89e6, rel=0.01)
+    assert found[34_000_000, 8] == [(8, 34.0)]
+    assert [packs for packs, _ in found[94_371_840, 8]] == [8, 16]
+    assert [packs for packs, _ in found[340_000_000, 8]] == [8, 16, 32]
+    assert found[340_000_000, 8][1][1] == pytest.approx((131072**2 - 65536**2) / 89e6, rel=0.01)
+    given = ((1.0, 8, 128, 1024, 2048, 1.0),)
+    assert ts.Config(stages=given).stages == given
+
+
+@pytest.mark.parametrize(("number", "most", "largest"), ((12, 8, 6), (12, 12, 12), (12, 100, 12), (7, 6, 1), (1, 1, 1)))
+def test_largest_divisor(number, most, largest):
+    assert ts.largest_divisor(number, most) == largest
+
+
 def test_number_of_steps():
     """Tokens divided by the mean step; every default stage is divisible by eight ranks."""
     assert tiny_config(tokens=20 * 3 * 128).num_steps == 20
     assert tiny_config(tokens=1).num_steps == 1
     default = ts.Config()
-    assert default.num_steps == round(340_000_000 / (32 * 8192))
+    assert default.num_steps == 2402  # 48.3 M tokens / 65,536 + 144.8 M / 131,072 + 146.9 M / 262,144
     assert all(stage.packs % 8 == 0 for stage in default.stage_table)
     assert dataclasses.replace(default, vocab_size=32768).padded_vocab == 32768 and tiny_config().padded_vocab == 320

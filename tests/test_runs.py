@@ -477,15 +477,15 @@ def test_micro_batches_do_not_change_the_step(dataset, packs):
 
 
 def test_micro_batch_size():
-    """The most packs that divide every stage's share and fit the wanted tokens."""
+    """The most packs that divide a stage's share and fit the wanted tokens."""
     config = tiny_config(stages=((0.5, 8, 8, 16, 48, 1.0), (0.5, 12, 8, 24, 64, 1.5)))
     ranks = {world: ts.Ranks(0, 0, world, CPU) for world in (1, 2, 3, 4)}
 
     def packs(world, tokens):
         return ts.choose_packs(dataclasses.replace(config, micro_batch_tokens=tokens), ranks[world])
 
-    assert [packs(1, n * 128) for n in (1, 2, 3, 4, 100)] == [1, 2, 2, 4, 4]
-    assert [packs(world, 0) for world in (1, 2, 4)] == [4, 2, 1]
+    assert [packs(1, n * 128) for n in (1, 2, 3, 4, 100)] == [1, 2, 3, 4, 12]
+    assert [packs(world, 0) for world in (1, 2, 4)] == [12, 6, 3]
     with pytest.raises(ts.UserError, match="8 packs do not divide over 3 processes"):
         packs(3, 0)
 
