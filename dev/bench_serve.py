@@ -5,7 +5,8 @@
     python dev/bench_serve.py --soak 10000 --pid PID     10,000 requests of 64 clients, a third leaves
     python dev/bench_serve.py --smoke                    a few requests, on any machine
 
-    python dev/bench_serve.py out/RUN --compile          on CUDA: prefills as they are, and as graphs
+    python dev/bench_serve.py out/RUN --compile --repeats 5
+                                                         on CUDA: prefills as they are, and as graphs
     python dev/bench_serve.py out/RUN --stub 3           the server alone on one CPU core, around a
                                                          model that says random ids every 3 ms
 
@@ -15,9 +16,9 @@ clients are threads of processes of their own with plain sockets, so that what i
 server. It must listen on 127.0.0.1; nothing else is spoken to. With --pid the memory of the server
 is read at the start, in the middle and at the end of a soak, and "cpu us" is its processor time for
 each token (Linux). With a run directory the bench starts the server itself, with --rows and --compile
-as given, and ends it. The last line is the result as JSON.
+as given, and ends it. With --repeats the figures are medians. The last line is the result as JSON.
 
-The time to the first token is from the first byte of a request to the first event with text.
+The time to the first token is from the start of a connection to the first event with text.
 Tokens are those that the server counts (usage of a stream), not events, which may hold several.
 """
 
@@ -27,6 +28,7 @@ import json
 import multiprocessing
 import os
 import random
+import signal
 import socket
 import statistics
 import sys
@@ -219,6 +221,29 @@ def load(args, clients: int, requests: int, leaving: float = 0.0, exact: bool = 
     }
 
 
+def middle(repeats: list[dict]) -> dict:
+    """Medians of the figures of some repeats, and sums of what they count."""
+    if len(repeats) == 1:
+        return repeats[0]
+    result = dict(repeats[0])
+    for name in ("requests", "tokens", "short", "left", "errors"):
+        result[name] = sum(one[name] for one in repeats)
+    for name in ("seconds", "tokens_per_s", "first_ms", "first_ms_p95", "cpu_us"):
+        values = [one[name] for one in repeats if one[name] is not None]
+        result[name] = round(statistics.median(values), 2) if values else None
+    result["first_error"] = next((one["first_error"] for one in repeats if one["errors"]), "")
+    return result | {"repeats": repeats}
+
+
+def spread(repeats: list[dict]) -> str:
+    """The lowest and the highest speed and time to the first token, if there are several."""
+    if len(repeats) == 1:
+        return ""
+    speeds = [one["tokens_per_s"] for one in repeats]
+    firsts = [one["first_ms"] or 0 for one in repeats]
+    return f"  {min(speeds)} to {max(speeds)} tokens/s, first {min(firsts)} to {max(firsts)} ms"
+
+
 def share(total: int, parts: int, i: int) -> int:
     return total // parts + (i < total % parts)
 
@@ -354,12 +379,14 @@ def own_server(args, graphs: bool):
 
 
 def main() -> int:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # its own server ends with it
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     add = parser.add_argument
     add("run_dir", nargs="?", type=Path, help="run to serve (default: a server that runs already)")
     add("--port", type=int, default=8000, help="of the server on 127.0.0.1")
     add("--clients", type=int, nargs="+", default=[1, 8, 64])
     add("--requests", type=int, default=4, help="for each client (one client alone: four times)")
+    add("--repeats", type=int, default=1, help="of each number of clients; shown are medians")
     add("--tokens", type=int, default=128, help="of each answer")
     add("--soak", type=int, default=0, metavar="N", help="N requests instead of the table")
     add("--pid", type=int, help="of the server, for its memory and processor time")
@@ -402,8 +429,9 @@ def measure(args) -> int:
         result = []
         for clients in args.clients:
             requests = args.requests * clients * (4 if clients == 1 else 1)
-            result.append(load(args, clients, requests))
-            print(row(result[-1]), flush=True)
+            repeats = [load(args, clients, requests) for _ in range(args.repeats)]
+            result.append(middle(repeats))
+            print(row(result[-1]) + spread(repeats), flush=True)
     print(json.dumps(result))
     failed = result["errors"] if args.soak else sum(part["errors"] for part in result)
     return 1 if failed else 0

@@ -13,8 +13,8 @@ import asyncio
 import codecs
 import json
 import math
+import random
 import re
-import secrets
 import time
 from collections import deque
 from dataclasses import dataclass, field
@@ -335,7 +335,7 @@ class Protocol:
         usage = self.wants_usage(body, stream)
         stops = self.stop_strings(body)
         sampling = self.sampling(body)
-        seed = number(body, "seed", secrets.randbits(32), -(2**63), 2**63 - 1, whole=True)
+        seed = number(body, "seed", random.getrandbits(32), -(2**63), 2**63 - 1, whole=True)
         n = number(body, "n", 1, 1, self.most_choices, whole=True)
         prompts = [self.render(body.get("messages"))] if chat else self.prompts(body.get("prompt"))
         if n * len(prompts) > self.most_choices:
@@ -661,7 +661,7 @@ class Answers:
         if ask.chat and ask.stream:
             kind = "chat.completion.chunk"
         self.head = {
-            "id": f"{'chatcmpl' if ask.chat else 'cmpl'}-{secrets.token_hex(12)}",
+            "id": f"{'chatcmpl' if ask.chat else 'cmpl'}-{random.getrandbits(96):024x}",
             "object": kind,
             "created": int(time.time()),
             "model": model,

@@ -68,7 +68,7 @@ import threading
 import time
 import traceback
 import urllib.parse
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import engine
@@ -91,7 +91,7 @@ from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 try:
     import resource
@@ -100,6 +100,7 @@ except ImportError:  # Windows has no such limits
 
 MAX_BODY = 1 << 20  # bytes of a request
 SMALL_BODY = 1 << 14  # bytes; the texts of a larger one are handled in another thread
+MAX_OTHER = 1 << 17  # bytes of a request beside its body: the head, and what frames chunks
 HEAD_SECONDS = 10  # for sending the head of a request
 BODY_SECONDS = 60  # for sending the rest
 READ_SECONDS = 60  # without reading, while an answer waits
@@ -534,22 +535,30 @@ class Server:
             ask = await asyncio.to_thread(self.protocol.prepare, body, chat)
         answers = Answers(ask, self.name, self.tokenizer)
         self.worker.submit(ask)
-        try:
-            if not ask.stream:
-                await unless_left(request, all_of(ask))
-                return JSONResponse(answers.whole())
-            jobs = await unless_left(request, ask.progress())  # an error now is still a plain error
-            pieces = events(ask, answers, jobs)
-            return Stream(ask, pieces, lambda: self.worker.withdraw(ask))
-        except BaseException:
+        departure = asyncio.ensure_future(self.watch(request, ask))
+
+        def ended() -> None:
+            departure.cancel()
             self.worker.withdraw(ask)
+
+        try:
+            jobs = await ask.progress()  # an error now is still a plain error
+            if ask.stream:
+                return Stream(ask, events(ask, answers, jobs), ended)
+            while not ask.done():
+                await ask.progress()
+        except BaseException:
+            ended()
             raise
+        ended()
+        return JSONResponse(answers.whole())
 
-
-async def all_of(ask: Ask) -> None:
-    """Waits until all answers to a request are there."""
-    while not ask.done():
-        await ask.progress()
+    async def watch(self, request: Request, ask: Ask) -> None:
+        """Ends a request when its client leaves."""
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        self.worker.withdraw(ask)
+        ask.fail(Problem(499, "the client left"))
 
 
 async def events(ask: Ask, answers: Answers, jobs: list[Job]) -> AsyncIterator[str]:
@@ -582,7 +591,6 @@ class Stream(Response):
         self.ended = ended
 
     async def __call__(self, scope, receive, send) -> None:
-        departure = asyncio.ensure_future(self.watch(receive))
         more = True
         head = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
         try:
@@ -594,34 +602,7 @@ class Stream(Response):
             if more:
                 await send({"type": "http.response.body", "body": b""})
         finally:
-            departure.cancel()
             self.ended()
-
-    async def watch(self, receive) -> None:
-        """Ends the events when the client leaves."""
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        self.ended()
-        self.ask.fail(Problem(499, "the client left"))
-
-
-async def unless_left(request: Request, result: Awaitable):
-    """Waits for a result; ClientDisconnect if the client leaves first."""
-
-    async def left() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    answer = asyncio.ensure_future(result)
-    departure = asyncio.ensure_future(left())
-    try:
-        await asyncio.wait((answer, departure), return_when=asyncio.FIRST_COMPLETED)
-        if departure.done():
-            raise ClientDisconnect
-        return answer.result()
-    finally:
-        answer.cancel()
-        departure.cancel()
 
 
 async def read_body(request: Request) -> tuple[dict, int]:
@@ -783,13 +764,15 @@ def read_page() -> tuple[str, dict[str, str]]:
 # ---- connections
 
 
-class Connection(H11Protocol):
-    """uvicorn's connection, with deadlines and a limit: idle ones must not use up the server.
+class Connection(HttpToolsProtocol):
+    """uvicorn's connection, with deadlines and limits: idle ones must not use up the server.
 
-    uvicorn itself closes a connection that is silent between two requests.
+    uvicorn itself closes a connection that is silent between two requests. A request that comes
+    before the answer to the one before is not read; that answer is then the last.
     """
 
     most = MAX_CONNECTIONS
+    other = 0  # bytes of the request so far beside its body
     deadline: asyncio.TimerHandle | None = None  # for the head of a request
     patience: asyncio.TimerHandle | None = None  # for a client that does not read
 
@@ -803,12 +786,31 @@ class Connection(H11Protocol):
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
             return
+        self.other += len(data)
         super().data_received(data)
-        if self.cycle is not None and not self.cycle.response_complete:
+        if self.other > MAX_OTHER:
+            self.refuse(Problem(431, f"the head of the request is longer than {MAX_OTHER:,} bytes"))
+        elif self.is_answering():
             self.stop(self.deadline)
             self.deadline = None
         elif self.deadline is None and not self.transport.is_closing():
             self.deadline = self.loop.call_later(HEAD_SECONDS, self.too_slow)
+
+    def is_answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def on_message_begin(self) -> None:
+        if self.is_answering():
+            raise Problem(400, "a request came before the answer to the one before")
+        super().on_message_begin()
+
+    def on_body(self, body: bytes) -> None:
+        self.other -= len(body)
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self.other = 0
+        super().on_message_complete()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -840,10 +842,12 @@ class Connection(H11Protocol):
         self.refuse(Problem(400, "this is not a valid HTTP request"))
 
     def refuse(self, problem: Problem) -> None:
-        """Answers without h11, whose state may not allow an answer any more, and closes."""
+        """Answers and closes. If an answer is under way, that is the last instead."""
+        if self.is_answering() and not self.cycle.more_body:
+            self.cycle.keep_alive = False
+            return
         body = json.dumps(problem.body()).encode()
-        idle = self.cycle is None or self.cycle.response_complete
-        if idle and not self.transport.is_closing():
+        if not self.is_answering() and not self.transport.is_closing():
             head = (
                 f"HTTP/1.1 {problem.status} {http.HTTPStatus(problem.status).phrase}\r\n"
                 f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"

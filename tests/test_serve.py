@@ -640,8 +640,9 @@ def test_connections_that_do_nothing(lonely, monkeypatch):
     second.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\nGET /he")
     body.sendall(b"POST /x HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n1")
     with contextlib.suppress(OSError):
+        dripping.sendall(b"GET /")
         for _ in range(100):
-            dripping.sendall(b"G")
+            dripping.sendall(b"x")
             time.sleep(0.01)
     for connection in (silent, dripping, second, body):
         text = end(connection).decode()
@@ -658,6 +659,50 @@ def test_connections_that_do_nothing(lonely, monkeypatch):
     until(lambda: len(lonely.http.server_state.connections) == 0)
     assert lonely.chat(model="talker", messages=HELLO, max_tokens=1).choices
     assert httpx2.get(f"{lonely.url}/health").json()["status"] == "ok"
+
+
+def test_raw_requests(lonely):
+    """Broken, endless, unusual and hasty requests: all get one answer, and the connection ends if it must."""
+    place = ("127.0.0.1", int(lonely.url.rpartition(":")[2]))
+    host = b"Host: localhost\r\n"
+    get, post = b"GET /health HTTP/1.1\r\n" + host, b"POST /tokenize HTTP/1.1\r\n" + host
+    asks = b'{"prompt": "hello"}'
+    chunked = post + b"Connection: close\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
+    chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in asks) + b"0\r\n"
+    many = b"X-%d: " + b"x" * 1000 + b"\r\n"
+    endless = b"".join(many % i for i in range(400))
+    upgrade = b"Connection: Upgrade, HTTP2-Settings, close\r\nUpgrade: h2c\r\nHTTP2-Settings: AA\r\n\r\n"
+    for text, wanted in [
+        (b"hello\r\n\r\n", b"400"), (b"\x16\x03\x01\x02\x00", b"400"), (get + b"A B: c\r\n\r\n", b"400"),
+        (get + b"A: \x00\r\n\r\n", b"400"), (b"GET /\xff HTTP/1.1\r\n" + host + b"\r\n", b"400"),
+        (post + b"Content-Length: 1\r\nContent-Length: 2\r\n\r\nab", b"400"),
+        (post + b"Content-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\nab", b"400"),
+        (post + b"Content-Length: -1\r\n\r\n", b"400"), (b"CONNECT a:1 HTTP/1.1\r\n" + host + b"\r\n", b"400"),
+        (get + endless, b"431"), (b"GET /" + b"x" * 400_000, b"431"), (get + b"A: " + b"x" * 400_000, b"431"),
+        (chunked + chunks + endless, b""), (chunked + b"1;" + b"x" * 400_000, b""), (chunked + b"y\r\n", b""),
+        (chunked + chunks + b"\r\n", b"200"), (get + upgrade, b"200"), (get.replace(b"1.1", b"1.0") + b"\r\n", b"200"),
+        ((get + b"\r\n") * 500, b"200"), (get + b"\r\nhello\r\n\r\n", b"200"),
+    ]:  # fmt: skip
+        with socket.create_connection(place, timeout=20) as connection, contextlib.suppress(ConnectionError):
+            data = b""
+            with contextlib.suppress(ConnectionError):
+                connection.sendall(text)
+            while part := connection.recv(65536):
+                data += part
+        assert data[9:12] == wanted and data.count(b"HTTP/1.1 ") == bool(wanted), (text[:60], text[-60:], data)
+    until(lambda: len(lonely.http.server_state.connections) == 0)
+    body = json.dumps({"messages": HELLO, "max_tokens": 2}).encode()
+    head = b"POST /v1/chat/completions HTTP/1.1\r\n" + host + b"Content-Type: application/json\r\n"
+    with gate(lonely) as steps, socket.create_connection(place, timeout=20) as connection:
+        connection.sendall(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        until(lambda: lonely.worker.jobs)
+        (job,) = lonely.worker.jobs.values()
+        connection.sendall(get + b"\r\n")  # before the answer, which goes on
+        connection.sendall(get + endless)
+        connection.close()
+        until(lambda: job.ask.gone)  # and its client is missed
+        steps.release(10)
+    assert lonely.chat(model="talker", messages=HELLO, max_tokens=1).choices
 
 
 def test_a_client_that_does_not_read(talker, monkeypatch):
