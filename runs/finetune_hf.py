@@ -45,12 +45,14 @@ from pydantic import BaseModel, Field, ValidationError
 from torch import Tensor, nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 IGNORED = -100  # label of a token that is not counted
+# Heads may share keys. torch 2.11 must not be told.
+GROUPS = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 COUNTS = ("documents", "tokens", "counted", "attended")  # what is known of each pack
 
 # ---- settings
@@ -75,25 +77,21 @@ class Config(BaseModel, extra="forbid"):
     chat_template: str | None = Field(None, description="file with a chat template for sft")
     run_dir: Path = Field(description="where the run is written")
     resume: bool = Field(False, description="continue the run in --run-dir")
-
     data: Source = Field(description="what to train on")
     val_rows: int = Field(200, ge=1, description="rows of the data held out for validation")
     column: str | None = Field(None, description="default: messages for sft, text for pretrain")
     sequence_length: int = Field(4096, ge=2, description="tokens in a pack, longest document")
     workers: int = Field(1, ge=1, description="processes that tokenize and pack")
-
     packs: int = Field(32, ge=1, description="packs in a step, over all ranks")
     micro_packs: int = Field(4, ge=1, description="packs that one GPU takes at once")
     epochs: float = Field(1.0, gt=0, description="passes over the data, unless --steps is given")
     steps: int | None = Field(None, ge=1, description="optimizer steps")
     seed: int = Field(0, ge=0, description="of the order of packs")
-
     lr: float = Field(1e-5, gt=0, description="highest learning rate of AdamW; it ends at a tenth")
     warmup: float = Field(0.03, ge=0, le=1, description="share of the steps that warm up")
     weight_decay: float = Field(0.1, ge=0, description="of matrices, never of embeddings or norms")
     clip: float = Field(1.0, gt=0, description="largest norm of the gradient")
     recompute: bool = Field(False, description="activation checkpointing, if memory runs out")
-
     save_every: int = Field(200, ge=1, description="steps between validations and checkpoints")
     keep: int = Field(2, ge=1, description="newest checkpoints to keep; the best stays too")
     wandb: str | None = Field(None, description="project of Weights & Biases")
@@ -127,6 +125,7 @@ class Run:
     order: np.ndarray  # rows of the packs, one epoch behind the other, each in an order of its own
     origin: list  # what stays the same when a run continues
     progress: Progress = field(default_factory=Progress)
+    ahead: list[dict] = field(default_factory=list)  # micro-batches of the next step
     wandb: Any = None
 
 
@@ -190,23 +189,29 @@ def train_step(run: Run) -> None:
     torch.manual_seed(config.seed * 1_000_003 + progress.step)  # dropout, if the model has any
     rows = run.order[progress.packs : progress.packs + config.packs]
     counted = run.train.total("counted", rows)
-    batches = list(micro_batches(run, run.train, rows))
+    batches = run.ahead or list(micro_batches(run, run.train, rows))
 
     run.model.train()
     total = torch.zeros((), device=run.model.device)
     for i, batch in enumerate(batches):
-        run.model.set_requires_gradient_sync(i == len(batches) - 1)
+        last = i == len(batches) - 1
+        run.model.set_requires_gradient_sync(last)
+        run.model.set_reshard_after_backward(last)
         loss = packed_loss(run.model, batch, counted)
         (loss * dist.get_world_size()).backward()  # FSDP averages gradients, the sum is wanted
         total += loss.detach()
 
-    norm = nn.utils.clip_grad_norm_(run.model.parameters(), config.clip).full_tensor().item()
-    if not math.isfinite(norm):
-        raise UserError(f"the gradient became {norm}; use --resume and a lower --lr")
+    # A GPU is busy with what it was told so far. Meanwhile the packs of the next step are read.
+    next_rows = run.order[progress.packs + config.packs :][: config.packs]
+    run.ahead = list(micro_batches(run, run.train, next_rows))
+    norm = nn.utils.clip_grad_norm_(run.model.parameters(), config.clip).full_tensor()
     for group in run.optimizer.param_groups:
         group["lr"] = learning_rate(config, progress.step, run.steps)
     run.optimizer.step()
     run.optimizer.zero_grad()
+    norm = norm.item()  # waits for the GPU
+    if not math.isfinite(norm):
+        raise UserError(f"the gradient became {norm}; use --resume and a lower --lr")
 
     seconds = time.perf_counter() - began
     progress.step += 1
@@ -219,7 +224,7 @@ def train_step(run: Run) -> None:
 
 def packed_loss(model: nn.Module, batch: dict, counted: int) -> Tensor:
     """Summed loss of a micro-batch, divided by the counted tokens of the whole step."""
-    items = torch.tensor(counted, device=batch["labels"].device)
+    items = torch.full((), counted, device=batch["labels"].device)
     return model(**batch, num_items_in_batch=items, use_cache=False, **model.loss_options).loss
 
 
@@ -242,7 +247,8 @@ def evaluate(run: Run) -> None:
     total = torch.zeros((), device=run.model.device)
     for batch in micro_batches(run, run.val, rows):
         total += packed_loss(run.model, batch, counted)
-    run.model.reshard()  # only a backward pass does that by itself
+    for module in filter(lambda module: isinstance(module, FSDPModule), run.model.modules()):
+        module.reshard()  # only a backward pass does that by itself
     progress.val_loss = all_sum(total.item())
     entry = {"step": progress.step, "tokens": progress.tokens, "val_loss": progress.val_loss}
     write_log(run, entry, f"step {progress.step:,}: validation {progress.val_loss:.4f}")
@@ -357,8 +363,8 @@ def tokenize_chats(batch: dict, tokenizer, column: str) -> dict:
 def pack(batch: dict, length: int, cut: bool) -> dict:
     """Best fit of documents, the longest first: each goes into the fullest pack that has room for it.
 
-    A document that is too long is cut into parts that share a token, so that no target is lost, or else left out. So
-    is one that counts nothing. The model shifts labels itself, so the label of a document's first token is ignored.
+    One that is too long is cut into parts that share a token, so that no target is lost, or else left out. So is one
+    that counts nothing. The model shifts labels itself, so the label of a document's first token is ignored.
     """
     documents = []
     for tokens, counted in zip(batch["tokens"], batch["counted"], strict=True):
@@ -414,12 +420,11 @@ class Packs:
 
 
 def micro_batches(run: Run, packs: Packs, rows: np.ndarray) -> Iterator[dict]:
-    """This rank's share of some packs. All ranks get the same number of micro-batches."""
+    """This rank's share of some packs. All ranks get the same number of micro-batches, all of one shape."""
     world = dist.get_world_size()
     mine = rows[dist.get_rank() :: world]
-    most = math.ceil(len(rows) / world)
-    size = min(run.config.micro_packs, most)
-    for start in range(0, most, size):
+    size = min(run.config.micro_packs, math.ceil(run.config.packs / world))
+    for start in range(0, math.ceil(len(rows) / world), size):
         found = [packs.rows[int(row)] for row in mine[start : start + size]]
         yield collate(found, size, run.config.sequence_length, run.model.device)
 
@@ -433,15 +438,16 @@ def collate(rows: list[dict], size: int, length: int, device: torch.device) -> d
         tokens[i] = row["input_ids"]
         labels[i] = row["labels"]
         lengths[i] = row["lengths"]
-
     lengths = np.concatenate(lengths)
     positions = np.concatenate([np.arange(n) for n in lengths])
     arrays = {"input_ids": tokens, "labels": labels, "position_ids": positions}
-    batch = {name: torch.from_numpy(x).reshape(1, -1).to(device) for name, x in arrays.items()}
-    bounds = torch.from_numpy(np.cumsum([0, *lengths], dtype=np.int32)).to(device)
-    batch |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
-    batch |= {"max_length_q": length, "max_length_k": length}
-    return batch
+    batch = {name: torch.from_numpy(x).reshape(1, -1) for name, x in arrays.items()}
+    batch["cu_seq_lens_q"] = torch.from_numpy(np.cumsum([0, *lengths], dtype=np.int32))
+    if device.type == "cuda":  # without waiting; one compiled layer serves any number of documents
+        batch = {k: v.pin_memory().to(device, non_blocking=True) for k, v in batch.items()}
+        torch._dynamo.maybe_mark_dynamic(batch["cu_seq_lens_q"], 0)
+    batch["cu_seq_lens_k"] = batch["cu_seq_lens_q"]
+    return batch | {"max_length_q": length, "max_length_k": length}
 
 
 # ---- model
@@ -469,34 +475,32 @@ def build_model(config: Config, device: torch.device) -> nn.Module:
     for layer in layers:
         if on_gpu:
             layer.compile()
-        fully_shard(layer, mp_policy=policy)
+        fully_shard(layer, mp_policy=policy, reshard_after_forward=dist.get_world_size() > 1)
     fully_shard(hf, mp_policy=policy)
     say(f"model: {hf.num_parameters():,} parameters, with Liger: {bool(hf.loss_options)}")
     return hf
 
 
 def apply_liger(hf) -> dict:
-    """Liger's kernels where they are installed and know the model. Returns arguments for its fused cross-entropy."""
+    """Liger's fused cross-entropy where it knows the model, and its arguments. Of layers, the compiler fuses more."""
     try:
         from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
     except ImportError:
         return {}
     if hf.config.model_type not in MODEL_TYPE_TO_APPLY_LIGER_FN:
         return {}
-    MODEL_TYPE_TO_APPLY_LIGER_FN[hf.config.model_type](model=hf)
-    return {"skip_logits": True, "accum_dtype": torch.float32}
+    apply = MODEL_TYPE_TO_APPLY_LIGER_FN[hf.config.model_type]
+    others = inspect.signature(apply).parameters.keys() - {"model", "fused_linear_cross_entropy"}
+    apply(model=hf, **dict.fromkeys(others, False))
+    # By default it takes about 128 tokens at a time, and each time it adds to the gradient of the whole head.
+    return {"skip_logits": True, "accum_dtype": torch.float32, "chunk_mem_const": 16}
 
 
 def choose_attention(hf, device: torch.device) -> None:
-    """Sets the first attention that runs here. Each keeps the documents of a pack apart.
-
-    FlashAttention and varlen read cu_seq_lens. For SDPA, transformers makes a mask from positions that start anew.
-    """
+    """The first that runs here. It keeps documents apart by cu_seq_lens, SDPA by positions that start anew."""
     AttentionInterface.register("varlen", varlen_attention)
-    names = ["sdpa"]
-    if device.type == "cuda":
-        names = ["flash_attention_3", "flash_attention_2", "varlen", "sdpa"]
-    for name in names:
+    kernels = ("flash_attention_3", "flash_attention_2", "varlen") if device.type == "cuda" else ()
+    for name in (*kernels, "sdpa"):
         try:
             hf.set_attn_implementation(name)
             if name != "sdpa":
@@ -514,27 +518,29 @@ def varlen_attention(module, query, key, value, mask, scaling=None, sliding_wind
     names = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
     sizes = [rest[name] for name in names]
     reach = (-1 if sliding_window is None else sliding_window - 1, 0)
-    y = varlen_attn(q, k, v, *sizes, scale=scaling, window_size=reach, enable_gqa=True)
+    y = varlen_attn(q, k, v, *sizes, scale=scaling, window_size=reach, **GROUPS)
     return y[None], None
 
 
-@torch.no_grad()
 def check_attention(hf, device: torch.device) -> None:
-    """Two documents at once must give what SDPA gives for each alone."""
+    """Two documents at once must give what SDPA gives for each alone, and the same gradients."""
     module = next(m for m in hf.modules() if hasattr(m, "is_causal"))
     heads = hf.config.num_attention_heads
     groups = getattr(hf.config, "num_key_value_heads", None) or heads
     shapes = [(1, n, 96, module.head_dim) for n in (heads, groups, groups)]
-    q, k, v = (torch.randn(shape, device=device, dtype=torch.bfloat16) for shape in shapes)
+    inputs = [torch.randn(s, device=device, dtype=torch.bfloat16).requires_grad_() for s in shapes]
     ends = torch.tensor([0, 40, 96], device=device, dtype=torch.int32)
     sizes = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 96, "max_length_k": 96}
     attend = ALL_ATTENTION_FUNCTIONS[hf.config._attn_implementation]
-    packed = attend(module, q, k, v, None, **sizes)[0].transpose(1, 2)
-    for part in (slice(0, 40), slice(40, 96)):
-        one = (x[:, :, part] for x in (q, k, v))
-        alone = F.scaled_dot_product_attention(*one, is_causal=True, enable_gqa=True)
-        error = (packed[:, :, part] - alone).norm() / alone.norm()
-        if not error < 0.02:
+    packed = attend(module, *inputs, None, **sizes)[0].transpose(1, 2)
+    documents = zip(*(x.split((40, 56), 2) for x in inputs), strict=True)
+    alone = [F.scaled_dot_product_attention(*x, is_causal=True, enable_gqa=True) for x in documents]
+    results = []
+    for y in (packed, torch.cat(alone, 2)):
+        results.append([y, *torch.autograd.grad(y.float().square().sum(), inputs)])
+    for ours, theirs in zip(*results, strict=True):
+        error = (ours - theirs).norm() / theirs.norm()
+        if not error < 0.03:
             raise RuntimeError(f"its results differ from sdpa's by {error:.1%}")
 
 
@@ -604,8 +610,7 @@ def checkpoints(folder: Path) -> dict[Path, dict]:
     found = {}
     for file in sorted(folder.glob("checkpoints/step_??????/state.json")):
         state = json.loads(file.read_text(encoding="utf-8"))
-        sizes = {f.name: f.stat().st_size for f in file.parent.glob("*.safetensors")}
-        if sizes == state["files"]:
+        if {f.name: f.stat().st_size for f in file.parent.glob("*.safetensors")} == state["files"]:
             found[file.parent] = state
     return found
 
@@ -625,8 +630,7 @@ def load_newest(run: Run) -> None:
     found = checkpoints(folder)
     if not found:
         raise UserError(f"{folder} holds no whole checkpoint; start it again without --resume")
-    newest = list(found)[-1]
-    state = found[newest]
+    newest, state = list(found.items())[-1]
     if state["origin"] != run.origin:
         raise UserError(f"{folder} has other data, model, length, packs or seed; see config.json")
     dcp.load(tensors_of(run), storage_reader=HuggingFaceStorageReader(str(newest)))
@@ -744,7 +748,6 @@ def finish(run: Run) -> dict:
     title = f"# {folder.name}: {run.config.command} of {run.config.model_name}"
     text = f"{title}\n\n| | |\n| --- | --- |\n{table}\n![loss](curve.png)\n"
     (folder / "report.md").write_text(text, encoding="utf-8")
-
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     for key, style in (("loss", "-"), ("val_loss", "o-")):
@@ -767,14 +770,12 @@ def start_ranks() -> torch.device:
         device = torch.device("cuda", dist.get_node_local_rank(fallback_rank=0))
         torch.cuda.set_device(device)
         backend = "cpu:gloo,cuda:nccl"
-    patience = timedelta(hours=24)  # the others wait while one process tokenizes
     alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    dist.init_process_group(backend, timeout=patience, **alone)
+    dist.init_process_group(backend, timeout=timedelta(hours=24), **alone)  # for one that tokenizes
     return device
 
 
 def all_sum(value: float) -> float:
-    """The sum over all ranks."""
     total = torch.tensor(value, dtype=torch.float64)
     dist.all_reduce(total)
     return total.item()
@@ -862,8 +863,7 @@ def make_config(argv: list[str]) -> Config:
         near = difflib.get_close_matches(name, setting_names(), n=1, cutoff=0.0)[0]
         raise UserError(f"unknown setting {name}; the nearest is {near}")
     found = "missing" if first["type"] == "missing" else repr(first["input"])
-    flag = name.replace("_", "-")
-    raise UserError(f"--{flag} is {found}: {first['msg'].lower()}; see --help")
+    raise UserError(f"--{name.replace('_', '-')} is {found}: {first['msg'].lower()}; see --help")
 
 
 def main(argv: list[str]) -> int:

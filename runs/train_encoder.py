@@ -65,7 +65,7 @@ class Config:
     data: str = "data/shards/climbmix"
     mask_rate: float = 0.2
     pack_tokens: int = 8192
-    pack_docs: int = 128
+    pack_docs: int = 64  # attention looks at as many, whether there are or not
     packs: int = 16
     max_epochs: int = 1
     val_tokens: int = 1_048_576
@@ -235,7 +235,7 @@ class Encoder(nn.Module):
         attend = self.attention(positions_T, cu_seqlens, max_doc)
         qk = self.qk_bank.unbind(0)
         vo = self.vo_bank.unbind(0)
-        mlp = self.mlp_bank.unbind(0)
+        mlp = self.mlp_bank.unflatten(0, (c.num_layers, 3)).unbind(0)
 
         x = norm(F.embedding(tokens_T, self.embed))
         for layer in range(c.num_layers):
@@ -245,9 +245,9 @@ class Encoder(nn.Module):
             v = F.linear(a, vo[2 * layer]).view(-1, c.num_heads, c.head_dim)
             x = x + F.linear(attend(q, k, v).reshape(x.shape), vo[2 * layer + 1])
 
-            gate, up, down = mlp[3 * layer : 3 * layer + 3]
-            a = norm(x)
-            x = x + (F.silu(F.linear(a, gate)) * F.linear(a, up)) @ down
+            gate_and_up, down = mlp[layer].split((2, 1))
+            gate, up = F.linear(norm(x), gate_and_up.flatten(0, 1)).chunk(2, -1)
+            x = x + (F.silu(gate) * up) @ down[0]
         return norm(x)
 
     def forward(self, tokens_T, targets_T, positions_T, cu_seqlens, max_doc: int):
@@ -350,6 +350,7 @@ class ChunkedCE(torch.autograd.Function):
         grad_hidden = []
         grad_head = torch.zeros_like(head_VD, dtype=torch.float32) if grad else None
         nats = []
+        columns = torch.arange(len(head_VD), device=head_VD.device)
         parts = zip(hidden_MD.split(rows), targets_M.split(rows), strict=True)
         for hidden, targets in parts:
             logits = F.linear(hidden, head_VD).float()
@@ -358,8 +359,8 @@ class ChunkedCE(torch.autograd.Function):
             log_sum = logits.logsumexp(1, keepdim=True)
             nats.append(((log_sum - logits.gather(1, picks)) * counted[:, None])[:, 0])
             if grad:
-                g = (logits - log_sum).exp()  # softmax
-                g = g.scatter_add(1, picks, torch.full_like(log_sum, -1.0))
+                # Softmax less one at the target; a scatter would be a pass of its own.
+                g = (logits - log_sum).exp() - (columns == picks).float()
                 g = (g * counted[:, None]).to(head_VD.dtype)
                 grad_hidden.append(g @ head_VD)
                 grad_head += g.mT @ hidden

@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import types
 
 import numpy as np
 import pytest
@@ -300,11 +301,12 @@ def test_packed_equals_one_document_at_a_time(name):
 
 
 def test_attention_that_looks_across_documents_is_refused(monkeypatch):
-    """The check finds one that is causal but blind to the bounds, and lets one pass that reads them."""
+    """The check finds one that is causal but blind to the bounds, or has half the gradient of v, and no good one."""
     AttentionInterface.register("varlen", ft.varlen_attention)
     hf = random_model("qwen")
 
     def causal(q, k, v, bounds, *sizes, scale=None, window_size=None, enable_gqa=True):
+        v = v.detach() + (v - v.detach()) * share
         parts = [slice(0, 96)] if leaking else [slice(0, 40), slice(40, 96)]
         one = [[x[part].transpose(0, 1) for x in (q, k, v)] for part in parts]
         parts = [F.scaled_dot_product_attention(*x, is_causal=True, enable_gqa=enable_gqa) for x in one]
@@ -313,10 +315,31 @@ def test_attention_that_looks_across_documents_is_refused(monkeypatch):
     monkeypatch.setattr(ft, "varlen_attn", causal)
     hf.set_attn_implementation("varlen")
     leaking = False
+    share = 1.0
     ft.check_attention(hf, torch.device("cpu"))
     leaking = True
     with pytest.raises(RuntimeError, match="differ from sdpa's"):
         ft.check_attention(hf, torch.device("cpu"))
+    leaking = False
+    share = 0.5
+    with pytest.raises(RuntimeError, match="differ from sdpa's"):
+        ft.check_attention(hf, torch.device("cpu"))
+
+
+def test_micro_batches_have_one_shape():
+    """Of training and of validation, however many packs are left, so that nothing is compiled for another one."""
+    rows = [{"input_ids": np.arange(8), "labels": np.arange(8), "lengths": np.array([5, 3])} for _ in range(5)]
+    model = types.SimpleNamespace(device=torch.device("cpu"))
+    config = one_config(packs=5, micro_packs=2, sequence_length=8)
+    run = types.SimpleNamespace(config=config, model=model)
+    ft.dist.init_process_group("gloo", store=ft.dist.HashStore(), rank=0, world_size=1)
+    try:
+        batches = [list(ft.micro_batches(run, ft.Packs(rows, {}), np.arange(n))) for n in (5, 1, 0)]
+    finally:
+        ft.dist.destroy_process_group()
+    assert [len(found) for found in batches] == [3, 1, 0]
+    assert {tuple(batch["input_ids"].shape) for found in batches for batch in found} == {(1, 16)}
+    assert batches[1][0]["cu_seq_lens_q"].tolist() == [0, 5, 8, 16]
 
 
 def test_matrices():
