@@ -128,7 +128,6 @@ def measure(
         fill(decoder, prompts, new, temperature=0.0)
         graph = decoder.graphs[engine.GREEDY]
         row["gpu_step_ms"] = timed(ranks, lambda: [graph.replay() for _ in range(new)]) / new
-        row |= measure_prefill_graphs(decoder, prompts, completions, ranks)
     fill(decoder, prompts, new, temperature=0.8, top_k=50)
     decoder.step()
     row["sampled_step_ms"] = timed(ranks, lambda: finish(decoder)) / (new - 1)
@@ -150,29 +149,10 @@ def measure(
     return row
 
 
-def measure_prefill_graphs(decoder, prompts: list, completions: list, ranks: ts.Ranks) -> dict:
-    """The time of prefills as graphs, and the share of equal tokens behind them."""
-    new = completions[0].max_tokens
-    decoder.prefills = {}
-    fill(decoder, prompts, new, temperature=0.0)  # records
-    times = [timed(ranks, lambda: fill(decoder, prompts, new, temperature=0.0)) for _ in range(3)]
-    others = list(decoder.live.values())
-    finish(decoder)
-    decoder.prefills = None
-    pairs = [
-        (x, y)
-        for one, other in zip(completions, others, strict=True)
-        for x, y in zip(one.tokens, other.tokens, strict=True)
-    ]
-    same = sum(x == y for x, y in pairs) / len(pairs)
-    return {"graphed_prefill_ms": statistics.median(times), "graphed_equal": same}
-
-
 # Of a row, and its head in the table.
 COLUMNS = {
     "batch": "batch", "ready_s": "ready s", "prefill_ms": "prefill ms",
-    "graphed_prefill_ms": "as graph", "graphed_equal": "its equal", "step_ms": "step ms",
-    "gpu_step_ms": "GPU ms", "sampled_step_ms": "sampled ms", "plain_step_ms": "plain ms",
+    "step_ms": "step ms", "gpu_step_ms": "GPU ms", "sampled_step_ms": "sampled ms", "plain_step_ms": "plain ms",
     "decode_tokens_per_second": "decode tok/s", "tokens_per_second": "all tok/s",
     "memory_gib": "GiB", "equal": "equal", "until": "until",
 }  # fmt: skip

@@ -6,7 +6,7 @@
     python dev/bench_serve.py --smoke                    a few requests, on any machine
 
     python dev/bench_serve.py out/RUN --compile --repeats 5
-                                                         on CUDA: prefills as they are, and as graphs
+                                                         with a server of its own
     python dev/bench_serve.py out/RUN --stub 3           the server alone on one CPU core, around a
                                                          model that says random ids every 3 ms
 
@@ -314,7 +314,7 @@ def row(result: dict) -> str:
 # ---- a server of its own
 
 
-def serve(flags: list[str], graphs: bool, stub: float | None, core: int | None) -> None:
+def serve(flags: list[str], stub: float | None, core: int | None) -> None:
     """A process that is a server; with `core` it uses that one alone."""
     if core is not None:
         os.sched_setaffinity(0, {core})
@@ -322,7 +322,6 @@ def serve(flags: list[str], graphs: bool, stub: float | None, core: int | None) 
     import engine
     import serve as server
 
-    engine.PREFILL_GRAPHS = graphs
     if stub is not None:
         say_anything(engine, stub / 1000)
     sys.argv[1:] = flags
@@ -350,7 +349,7 @@ def say_anything(engine, seconds: float) -> None:
 
 
 @contextlib.contextmanager
-def own_server(args, graphs: bool):
+def own_server(args):
     """Runs a server while the block runs, and sets args.port and args.pid to its own."""
     with socket.socket() as free:
         free.bind((HOST, 0))
@@ -362,7 +361,7 @@ def own_server(args, graphs: bool):
     if args.stub is not None and hasattr(os, "sched_setaffinity"):
         core = min(os.sched_getaffinity(0))
     process = multiprocessing.get_context("spawn").Process(
-        target=serve, args=(flags, graphs, args.stub, core)
+        target=serve, args=(flags, args.stub, core)
     )
     process.start()
     try:
@@ -404,13 +403,8 @@ def main() -> int:
         args.tokens = 8
     if args.run_dir is None:
         return measure(args)
-    code = 0
-    for graphs in (False,) if args.stub is not None or not args.compile else (False, True):
-        with own_server(args, graphs):
-            if args.stub is None:
-                print(f"prefills {'as graphs' if graphs else 'as they are'}", flush=True)
-            code = max(code, measure(args))
-    return code
+    with own_server(args):
+        return measure(args)
 
 
 def measure(args) -> int:

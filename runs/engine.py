@@ -366,7 +366,6 @@ class PrefillSize(NamedTuple):
     old: int  # keys read from a ring
 
 
-PREFILL_GRAPHS = False  # whether small prefills are graphs on CUDA; no GPU has measured them yet
 # Above the largest of these the device is busy for longer than the host needs to launch a prefill.
 NEW_SIZES = (128, 256, 512, 1024, 2048, 4096)
 OLD_SIZES = (0, 1024, 4096)
@@ -1042,7 +1041,7 @@ class Decoder:
         self.sample = torch.compile(sample) if compile else sample
         self.graphs = {} if graph and device.type == "cuda" else None  # by width
         self.shaped_graphs = {}  # the same, of steps that shape logits
-        self.prefills = {} if PREFILL_GRAPHS and self.graphs is not None else None  # by size
+        self.prefills = {} if self.graphs is not None else None  # graphs of prefills by size
         self.ahead = device.type == "cuda" if ahead is None else ahead
         self.flight: Flight | None = None
 
