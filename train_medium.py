@@ -165,9 +165,8 @@ class Config:
     fp8: bool = True  # products of the layers, only in training, from compute capability 8.9 on
     fp8_head: bool = True  # the same for the head
     recompute: bool = False  # run layers again in the backward: 0.2 MB a token, not 1, without fp8
-    ahead: tuple = (
-        1.0,
-    )  # loss weights of the next tokens; several: multi-token prediction (record 53)
+    # Loss weights of the next tokens; several: multi-token prediction (record 53).
+    ahead: tuple = (1.0,)
     ahead_until: float = 0.5  # share of the run over which all weights but the first fall to 0
     # Of a second target in the loss: the longest shorter token that the next one begins with. 0: off.
     prefix_weight: float = 0.25

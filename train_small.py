@@ -144,9 +144,8 @@ class Config:
     val_tokens: int = 10_485_760  # validation stops after this many tokens
     # -- stages: share, packs, window_short, window_long, max_doc, lr_mult; (): by stage_rule
     stages: tuple = ()
-    fewest_packs: int = (
-        8  # of stage_rule. 8 GPUs need 8; on up to 4 GPUs 4 are better for each token
-    )
+    # In the first stage of stage_rule: 8 GPUs need 8 packs; on up to 4 GPUs 4 are better for each token.
+    fewest_packs: int = 8
     # -- optimizer: base rates, multiplied by the parameter table and the schedule
     muon_lr: float = 0.023
     adam_lr: float = 0.006
