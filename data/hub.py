@@ -44,7 +44,12 @@ from tqdm import tqdm
 ATTEMPTS = 5
 FILES_PER_COMMIT = 20
 RUN_FORMAT = "decoderstack-run-1"
-CHECKPOINT = ("state.json", "model.safetensors", "optimizer.safetensors")
+CHECKPOINT = (
+    "state.json",
+    "model.safetensors",
+    "optimizer_1.safetensors",
+    "optimizer_2.safetensors",
+)
 NEEDED = ("config.json", "log.jsonl", "tokenizer.json")
 # What a run may consist of, in the hub and on the disk.
 RUN_FILE = re.compile(

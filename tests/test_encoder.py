@@ -324,7 +324,7 @@ def entries(run_dir) -> list[dict]:
 
 def assert_same_run(found, expected) -> None:
     assert entries(found) == entries(expected)
-    for name in ("model", "optimizer"):
+    for name in ("model", "optimizer_1", "optimizer_2"):
         path = f"checkpoints/step_000008/{name}.safetensors"
         a, b = load_file(found / path), load_file(expected / path)
         assert a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)

@@ -352,7 +352,8 @@ def test_moments(base, moments):
     state.loss_scale = 65536.0
     start.load_start(state)
     source = base / "checkpoints" / "step_000020"
-    weights, theirs = load_file(source / "model.safetensors"), load_file(source / "optimizer.safetensors")
+    weights, *moments_files = (load_file(source / name) for name in ts.CHECKPOINT_FILES)
+    theirs = {name: moment for file in moments_files for name, moment in file.items()}
     assert (state.step, state.loss_scale, state.optimizer.count) == (0, 65536.0, 20 * moments)
     assert all(torch.equal(w, weights[name]) for name, w in state.optimizer.weights().items())
     late = [any(name.endswith(".grad") for name in found) for found in (theirs, state.optimizer.state())]

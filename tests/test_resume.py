@@ -24,7 +24,7 @@ import train_small as ts
 from conftest import ALONE, tiny_config, write_dataset
 from test_runs import assert_same_run, at_step, entries, flags, saved, signal_handlers, snapshot  # noqa: F401
 
-FILES = ("model.safetensors", "optimizer.safetensors", "state.json")
+FILES = (*ts.CHECKPOINT_FILES, "state.json")
 ARCHITECTURE = {"num_layers": 3, "no_attention_layers": (), "long_layers": (1,), "key_offset_layers": (1,),
                 "value_embed_layers": (0,), "bigram_rows": 0}  # fmt: skip
 
@@ -116,13 +116,13 @@ def test_flips_anywhere_in_a_checkpoint_are_seen(halfway, tmp_path):
 def test_a_run_goes_on_before_the_damage(halfway, finished, tmp_path):
     """It ends with the weights of an undisturbed run; what is damaged is set aside and never loaded again."""
     run_dir = shutil.copytree(halfway, tmp_path / "run")
-    damage(run_dir / "checkpoints" / "step_000010" / "optimizer.safetensors", "flipped")
+    damage(run_dir / "checkpoints" / "step_000010" / "optimizer_2.safetensors", "flipped")
     (run_dir / "checkpoints" / "step_000010.damaged").mkdir()  # of an earlier fault at this step
     (run_dir / "checkpoints" / "step_000010.damaged" / "state.json").touch()
     code, out, err = main("--resume", "--run-dir", run_dir)
     assert code == 0, err
     skipped = [line for line in out.splitlines() if line.startswith("skipped")]
-    assert len(skipped) == 1 and "step_000010/optimizer.safetensors is damaged" in skipped[0]
+    assert len(skipped) == 1 and "step_000010/optimizer_2.safetensors is damaged" in skipped[0]
     assert "resumed at step 5" in out and saved(run_dir) == [5, 10, 15, 20]
     assert (run_dir / "checkpoints" / "step_000010.damaged" / "model.safetensors").is_file()
     assert_same_run(run_dir, finished)
@@ -219,12 +219,12 @@ def test_files_are_on_the_disk_before_the_rename(state, tmp_path, monkeypatch):
     note(shutil, "rmtree", 1)
     save(state, tmp_path, 3)
     folder = ".step_000003.tmp"
-    files = [("sync_to_disk", "model.safetensors"), ("sync_to_disk", "optimizer.safetensors")]
+    files = [("sync_to_disk", name) for name in ts.CHECKPOINT_FILES]
     order = [("sync_to_disk", folder), ("replace", folder, "step_000003"), ("sync_to_disk", "checkpoints"),
              ("rmtree", "step_000001")]  # fmt: skip
     seen = [call for call in calls if call in files + order]
-    assert sorted(seen[:2]) == files, "two threads write the two files, in either order"
-    assert seen[2:] == order
+    assert sorted(seen[:3]) == files, "three threads write the three files, in any order"
+    assert seen[3:] == order
 
 
 @pytest.mark.parametrize("value", (float("nan"), float("inf")))

@@ -90,7 +90,7 @@ def entries(run_dir: Path) -> list[dict]:
 
 def tensors(run_dir: Path) -> dict[str, torch.Tensor]:
     folder = ts.checkpoints(run_dir)[-1]
-    return {f"{name}/{key}": value for name in ("model", "optimizer")
+    return {f"{name}/{key}": value for name in ("model", "optimizer_1", "optimizer_2")
             for key, value in load_file(folder / f"{name}.safetensors").items() if key != "rng.cpu"}  # fmt: skip
 
 
