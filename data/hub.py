@@ -55,7 +55,7 @@ NEEDED = ("config.json", "log.jsonl", "tokenizer.json")
 RUN_FILE = re.compile(
     r"train_[a-z0-9_]{1,40}\.py|config\.json|log\.jsonl|tokenizer\.json|report\.md|result\.json"
     r"|(curve|reward)\.png|(core|chat_eval)\.csv"
-    r"|checkpoints/step_[0-9]{6,18}/(state\.json|(model|optimizer)\.safetensors)"
+    r"|checkpoints/step_[0-9]{6,18}/(state\.json|(model|optimizer_[12])\.safetensors)"
 )
 OF_THE_HUB = (".gitattributes", "README.md", "run.json")
 answered = False  # a request has succeeded, so there is a network

@@ -94,7 +94,7 @@ def test_a_run_goes_there_and_comes_back(hub, run_dir, tmp_path):
     # Again: nothing is sent and nothing fetched but the manifest.
     hub.requests.clear()
     output = call(hub, "upload-run", run_dir, "me/run")
-    assert "2 were there already" in output, "those that the hub stores by their sha256"
+    assert "3 were there already" in output, "those that the hub stores by their sha256"
     assert not [request for request in hub.requests if request[0] == "PUT"]
     hub.requests.clear()
     assert f"{len(FILES)} were there already" in call(hub, "download-run", "me/run", "--out", out)
