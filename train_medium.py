@@ -549,7 +549,7 @@ class TrainState:
     model: GPT
     forward: Callable  # the model, compiled where that pays
     optimizer: Optimizer
-    packs: int  # most in a micro-batch
+    packs: int  # the most in a micro-batch
     step: int = 0
     loss_scale: float = 1.0  # above 1 only in fp16
     good_steps: int = 0  # since the loss scale last changed
@@ -767,8 +767,8 @@ def linear8(x_TK: Tensor, w_NK: Tensor) -> Tensor:
     return Linear8.apply(x_TK, w_NK)
 
 
-# The table of learned scalars: a row for each name, a column for each layer, the last row for two
-# numbers of the whole model. Initial values are in init_weights.
+# The table of learned scalars: a row for each name, a column for each layer, the last row for one
+# number of the whole model. Initial values are in init_weights.
 SCALARS = ("share_x0", "share_bigram")
 MODEL_SCALARS = {"backout": 0.2}
 

@@ -453,7 +453,7 @@ class TrainState:
     model: GPT
     forward: Callable  # the model, compiled where that pays
     optimizer: Optimizer
-    packs: int  # most in a micro-batch
+    packs: int  # the most in a micro-batch
     step: int = 0
     loss_scale: float = 1.0  # above 1 only in fp16
     good_steps: int = 0  # since the loss scale last changed
@@ -653,7 +653,7 @@ SCALARS = {
     "share_x0": 0.0,
     "share_bigram": 0.05,
 }
-MODEL_SCALARS = {"backout": 0.5}  # the last row: one for the whole model each
+MODEL_SCALARS = {"backout": 0.5}  # the last row, of the whole model
 
 
 class GPT(nn.Module):

@@ -152,7 +152,8 @@ def measure(
 # Of a row, and its head in the table.
 COLUMNS = {
     "batch": "batch", "ready_s": "ready s", "prefill_ms": "prefill ms",
-    "step_ms": "step ms", "gpu_step_ms": "GPU ms", "sampled_step_ms": "sampled ms", "plain_step_ms": "plain ms",
+    "step_ms": "step ms", "gpu_step_ms": "GPU ms", "sampled_step_ms": "sampled ms",
+    "plain_step_ms": "plain ms",
     "decode_tokens_per_second": "decode tok/s", "tokens_per_second": "all tok/s",
     "memory_gib": "GiB", "equal": "equal", "until": "until",
 }  # fmt: skip
