@@ -124,6 +124,7 @@ class Run:
     steps: int
     order: np.ndarray  # rows of the packs, one epoch behind the other, each in an order of its own
     origin: list  # what stays the same when a run continues
+    longest: int  # tokens of the longest document, one number for all batches: each is compiled
     progress: Progress = field(default_factory=Progress)
     ahead: list[dict] = field(default_factory=list)  # micro-batches of the next step
     wandb: Any = None
@@ -143,7 +144,9 @@ def train(config: Config) -> dict:
     epochs = range(math.ceil(steps * config.packs / count))
     orders = [np.random.default_rng([config.seed, epoch]).permutation(count) for epoch in epochs]
     origin = [packs.rows._fingerprint, model.num_parameters(), config.packs, config.seed]
-    run = Run(config, tokenizer, packs, val, model, optimizer, steps, np.hstack(orders), origin)
+    longest = max(int(np.max(row)) for part in (packs, val) for row in part.rows["lengths"])
+    order = np.hstack(orders)
+    run = Run(config, tokenizer, packs, val, model, optimizer, steps, order, origin, longest)
     if config.resume:
         load_newest(run)
     if config.wandb and dist.get_rank() == 0:
@@ -202,8 +205,8 @@ def train_step(run: Run) -> None:
         total += loss.detach()
 
     # A GPU is busy with what it was told so far. Meanwhile the packs of the next step are read.
-    next_rows = run.order[progress.packs + config.packs :][: config.packs]
-    run.ahead = list(micro_batches(run, run.train, next_rows))
+    rest = run.order[progress.packs + config.packs :]
+    run.ahead = list(micro_batches(run, run.train, rest[: config.packs]))
     norm = nn.utils.clip_grad_norm_(run.model.parameters(), config.clip).full_tensor()
     for group in run.optimizer.param_groups:
         group["lr"] = learning_rate(config, progress.step, run.steps)
@@ -312,8 +315,8 @@ def make_packs(config: Config, tokenizer, rows: datasets.Dataset, column: str) -
         raise UserError(f"nothing of {len(rows):,} rows is left; look at --sequence-length")
     counts = {name: np.asarray(packed[name]) for name in COUNTS}
     documents, tokens, counted, _ = (f"{counts[name].sum():,}" for name in COUNTS)
-    say(f"data: {documents} documents of {len(rows):,} rows in {len(packed):,} packs")
-    say(f"data: {tokens} tokens, {counted} of them counted")
+    found = f"{documents} documents of {len(rows):,} rows in {len(packed):,} packs"
+    say(f"data: {found}, {tokens} tokens, {counted} of them counted")
     return Packs(packed.with_format("numpy"), counts)
 
 
@@ -340,8 +343,7 @@ def tokenize_texts(batch: dict, tokenizer, column: str) -> dict:
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     rows = tokenizer(batch[column], verbose=False)["input_ids"]
     rows = [row if row[-1:] == end else row + end for row in rows]
-    counted = [[True] * len(row) for row in rows]
-    return {"tokens": rows, "counted": counted}
+    return {"tokens": rows, "counted": [[True] * len(row) for row in rows]}
 
 
 def tokenize_chats(batch: dict, tokenizer, column: str) -> dict:
@@ -394,18 +396,22 @@ def pack(batch: dict, length: int, cut: bool) -> dict:
 
     result = {name: [] for name in ("input_ids", "labels", "lengths", *COUNTS)}
     for members in packs:
-        tokens = np.concatenate([part for part, _ in members])
-        labels = np.concatenate([labels for _, labels in members])
+        tokens, labels = (np.concatenate(parts) for parts in zip(*members, strict=True))
         lengths = np.array([len(part) for part, _ in members])
-        padding = length - len(tokens)  # a document of its own
+        padding = length - len(tokens)
         result["input_ids"].append(np.pad(tokens, (0, padding)))
         result["labels"].append(np.pad(labels, (0, padding), constant_values=IGNORED))
-        result["lengths"].append(np.append(lengths, padding))
+        result["lengths"].append([*lengths, *filling(padding, lengths.max())])
         result["documents"].append(len(members))
         result["tokens"].append(len(tokens))
         result["counted"].append(int((labels != IGNORED).sum()))
         result["attended"].append(int((lengths * (lengths + 1) // 2).sum()))
     return result
+
+
+def filling(tokens: int, longest: int) -> list[int]:
+    """Lengths of documents that padding is cut into, because attention costs time for the longest one."""
+    return [min(longest, tokens - start) for start in range(0, tokens, longest)]
 
 
 @dataclass
@@ -426,14 +432,14 @@ def micro_batches(run: Run, packs: Packs, rows: np.ndarray) -> Iterator[dict]:
     size = min(run.config.micro_packs, math.ceil(run.config.packs / world))
     for start in range(0, math.ceil(len(rows) / world), size):
         found = [packs.rows[int(row)] for row in mine[start : start + size]]
-        yield collate(found, size, run.config.sequence_length, run.model.device)
+        yield collate(found, size, run.config.sequence_length, run.longest, run.model.device)
 
 
-def collate(rows: list[dict], size: int, length: int, device: torch.device) -> dict:
+def collate(rows: list[dict], size: int, length: int, longest: int, device: torch.device) -> dict:
     """Arguments of the model: packs one behind the other, and empty ones where rows are missing."""
     tokens = np.zeros((size, length), np.int64)
     labels = np.full((size, length), IGNORED)
-    lengths = [[length]] * size
+    lengths = [filling(length, longest)] * size
     for i, row in enumerate(rows):
         tokens[i] = row["input_ids"]
         labels[i] = row["labels"]
@@ -446,11 +452,11 @@ def collate(rows: list[dict], size: int, length: int, device: torch.device) -> d
     if device.type == "cuda":  # without waiting; one compiled layer serves any number of documents
         batch = {k: v.pin_memory().to(device, non_blocking=True) for k, v in batch.items()}
         torch._dynamo.maybe_mark_dynamic(batch["cu_seq_lens_q"], 0)
-    batch["cu_seq_lens_k"] = batch["cu_seq_lens_q"]
-    return batch | {"max_length_q": length, "max_length_k": length}
+    sizes = {"max_length_q": longest, "max_length_k": longest}
+    return batch | sizes | {"cu_seq_lens_k": batch["cu_seq_lens_q"]}
 
 
-# ---- model
+# ---- model and optimizer
 
 
 def build_model(config: Config, device: torch.device) -> nn.Module:
@@ -544,9 +550,6 @@ def check_attention(hf, device: torch.device) -> None:
             raise RuntimeError(f"its results differ from sdpa's by {error:.1%}")
 
 
-# ---- optimizer
-
-
 def matrices(model: nn.Module) -> list[Tensor]:
     """Weights of two dimensions, without embeddings. A head that is tied to the embedding is one of those."""
     lookups = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
@@ -630,7 +633,7 @@ def load_newest(run: Run) -> None:
     found = checkpoints(folder)
     if not found:
         raise UserError(f"{folder} holds no whole checkpoint; start it again without --resume")
-    newest, state = list(found.items())[-1]
+    newest, state = found.popitem()
     if state["origin"] != run.origin:
         raise UserError(f"{folder} has other data, model, length, packs or seed; see config.json")
     dcp.load(tensors_of(run), storage_reader=HuggingFaceStorageReader(str(newest)))
@@ -639,8 +642,8 @@ def load_newest(run: Run) -> None:
         moments["step"].fill_(run.progress.step)
     if dist.get_rank() == 0:  # what was logged behind the checkpoint will be logged again
         entries = [entry for entry in read_log(run) if entry["step"] <= run.progress.step]
-        text = "".join(json.dumps(entry) + "\n" for entry in entries)
-        (folder / "log.tmp").write_text(text, encoding="utf-8")
+        lines = (json.dumps(entry) + "\n" for entry in entries)
+        (folder / "log.tmp").write_text("".join(lines), encoding="utf-8")
         (folder / "log.tmp").replace(folder / "log.jsonl")
 
 
@@ -695,9 +698,9 @@ def log_step(run: Run, loss: float, norm: float, seconds: float, rows: np.ndarra
     head = run.model.get_output_embeddings().weight
     weights = sum(p.numel() for p in {*matrices(run.model), head})
     tokens = run.train.total("tokens", rows)
-    attended = run.train.total("attended", rows)
     flops = 6 * weights * tokens
-    flops += 12 * c.num_hidden_layers * c.num_attention_heads * width * attended
+    pairs = run.train.total("attended", rows)  # of a query and a key
+    flops += 12 * c.num_hidden_layers * c.num_attention_heads * width * pairs
     card = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
     peaks = [tflops for name, tflops in PEAK_TFLOPS.items() if f" {name}" in card]
     peak = peaks[0] * 1e12 * dist.get_world_size() if peaks else math.inf  # no MFU
@@ -759,7 +762,7 @@ def finish(run: Run) -> dict:
     return result
 
 
-# ---- processes and files
+# ---- processes, errors, command line
 
 
 def start_ranks() -> torch.device:
@@ -791,9 +794,6 @@ def prepare_run_dir(config: Config) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(config.model_dump_json(indent=1), encoding="utf-8")
         shutil.copy(__file__, folder)
-
-
-# ---- errors and command line
 
 
 class UserError(Exception):

@@ -197,7 +197,7 @@ def test_best_fit_by_hand():
     rows = [list(range(start, start + n)) for start, n in ((1, 2), (10, 7), (20, 4), (30, 5), (40, 2))]
     batch = {"tokens": rows, "counted": [[True] * len(row) for row in rows]}
     packs = ft.pack(batch, 10, cut=False)
-    assert [lengths.tolist() for lengths in packs["lengths"]] == [[7, 2, 1], [5, 4, 1], [2, 8]]
+    assert packs["lengths"] == [[7, 2, 1], [5, 4, 1], [2, 2, 2, 2, 2]]
     assert packs["input_ids"][0].tolist() == [*range(10, 17), 1, 2, 0]
     assert packs["labels"][0].tolist() == [-100, *range(11, 17), -100, 2, -100]
     assert packs["documents"] == [2, 2, 1] and packs["tokens"] == [9, 9, 2] and packs["counted"] == [7, 7, 1]
@@ -260,20 +260,20 @@ def packed_batch(documents: list[torch.Tensor], members: list[list[int]]) -> dic
         rows.append({
             "input_ids": F.pad(torch.cat([documents[i] for i in numbers]), (0, padding)),
             "labels": F.pad(torch.cat(labels), (0, padding), value=ft.IGNORED),
-            "lengths": np.array([*lengths, padding]),
+            "lengths": np.array([*lengths, *ft.filling(padding, 40)]),
         })  # fmt: skip
-    return ft.collate(rows, len(rows) + 1, 64, torch.device("cpu"))  # one pack stays empty
+    return ft.collate(rows, len(rows) + 1, 64, 40, torch.device("cpu"))  # one pack stays empty
 
 
 def test_micro_batch_by_hand():
-    """A pack of 8 with documents of 3 and 2, and an empty one: positions start anew, padding is a document."""
+    """A pack of 8 with documents of 3 and 2, and an empty one: positions start anew, padding is documents too."""
     row = {"input_ids": np.arange(1, 9), "labels": np.arange(8), "lengths": np.array([3, 2, 3])}
-    batch = ft.collate([row], 2, 8, torch.device("cpu"))
+    batch = ft.collate([row], 2, 8, 3, torch.device("cpu"))
     assert batch["input_ids"].tolist() == [[*range(1, 9), *[0] * 8]]
     assert batch["labels"].tolist() == [[*range(8), *[-100] * 8]]
-    assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1, 0, 1, 2, *range(8)]]
-    assert batch["cu_seq_lens_q"].tolist() == batch["cu_seq_lens_k"].tolist() == [0, 3, 5, 8, 16]
-    assert batch["cu_seq_lens_q"].dtype == torch.int32 and batch["max_length_q"] == batch["max_length_k"] == 8
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1, 0, 1, 2, 0, 1, 2, 0, 1, 2, 0, 1]]
+    assert batch["cu_seq_lens_q"].tolist() == batch["cu_seq_lens_k"].tolist() == [0, 3, 5, 8, 11, 14, 16]
+    assert batch["cu_seq_lens_q"].dtype == torch.int32 and batch["max_length_q"] == batch["max_length_k"] == 3
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -331,7 +331,7 @@ def test_micro_batches_have_one_shape():
     rows = [{"input_ids": np.arange(8), "labels": np.arange(8), "lengths": np.array([5, 3])} for _ in range(5)]
     model = types.SimpleNamespace(device=torch.device("cpu"))
     config = one_config(packs=5, micro_packs=2, sequence_length=8)
-    run = types.SimpleNamespace(config=config, model=model)
+    run = types.SimpleNamespace(config=config, model=model, longest=5)
     ft.dist.init_process_group("gloo", store=ft.dist.HashStore(), rank=0, world_size=1)
     try:
         batches = [list(ft.micro_batches(run, ft.Packs(rows, {}), np.arange(n))) for n in (5, 1, 0)]
@@ -339,7 +339,7 @@ def test_micro_batches_have_one_shape():
         ft.dist.destroy_process_group()
     assert [len(found) for found in batches] == [3, 1, 0]
     assert {tuple(batch["input_ids"].shape) for found in batches for batch in found} == {(1, 16)}
-    assert batches[1][0]["cu_seq_lens_q"].tolist() == [0, 5, 8, 16]
+    assert batches[1][0]["cu_seq_lens_q"].tolist() == [0, 5, 8, 13, 16]
 
 
 def test_matrices():
