@@ -76,11 +76,11 @@ import errno
 import functools
 import gc
 import hashlib
+import itertools
 import json
 import math
 import os
 import platform
-import queue
 import re
 import shutil
 import signal
@@ -98,6 +98,7 @@ if __name__ == "__main__":  # Ctrl-C ends the process quietly while torch is imp
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import numpy as np
+import safetensors.torch
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -219,7 +220,7 @@ class Config:
             if not getattr(self, name):
                 object.__setattr__(self, name, value)
 
-        heads = -(-64 * self.num_layers // max(self.head_dim, 1))
+        heads = math.ceil(64 * self.num_layers / max(self.head_dim, 1))
         derive("width", heads * self.head_dim)
         derive("mlp_width", 4 * self.width)
         derive("tokens", round(self.tokens_per_weight * matmul_weights(self)))
@@ -260,9 +261,8 @@ class Config:
 
     @property
     def padded_vocab(self) -> int:
-        return (
-            -(-self.vocab_size // 64) * 64
-        )  # tensor cores and the loss kernel like multiples of 64
+        """Tensor cores and the loss kernel like multiples of 64."""
+        return math.ceil(self.vocab_size / 64) * 64
 
     @property
     def stage_table(self) -> tuple[Stage, ...]:
@@ -457,14 +457,17 @@ def train(config: Config, args: argparse.Namespace, job: Job | None = None) -> d
     # The data comes first: nothing is written before it is known to suffice.
     ranks = start_ranks(args.rank_timeout)
     job = job or pretraining_job(config)
-    check_length(job, args)
+    check_length(job)
     run = open_run(job, args, ranks)
-    changed = check_same_run(run) if args.resume else []
+    changed = []
+    if args.resume:
+        changed = check_same_run(run)
+        result = earlier_result(run)
+        if result:
+            return result
 
     # Everything is compiled on dummy tokens, before the clock starts.
     run.state = build_state(job.config, ranks, run.log.say)
-    if args.profile:
-        run.state.graphs = None  # a trace names only what the host launches
     describe_run(run)
     set_prefixes(run)
     warm_up(run.state, run.log.say)
@@ -472,9 +475,6 @@ def train(config: Config, args: argparse.Namespace, job: Job | None = None) -> d
     # A new run begins with its first weights, a resumed one with those of its newest checkpoint.
     if args.resume:
         resume(run, changed)
-        result = earlier_result(run)
-        if result:
-            return result
     else:
         start(run)
 
@@ -505,15 +505,13 @@ def run_steps(run: Run) -> None:
         losses.append(train_step(state, batch))
         progress.position = batch.position
         progress.tokens += batch.total_tokens
-        if run.profiler:
-            run.profiler.step()
 
         # What is due after this step?
         done = state.step == config.num_steps
         stop = run.stopper.asked(state.step)
         eval_now = done or is_due(state.step, config.eval_every)
-        save_now = done or is_due(state.step, config.save_every)
-        save_now = stop or (save_now and config.save_every >= 0)
+        save_due = done or is_due(state.step, config.save_every)
+        save_now = stop or (save_due and config.save_every >= 0)
         log_now = state.step == 1 or is_due(state.step, config.log_every)
 
         if log_now or eval_now or save_now:
@@ -560,7 +558,7 @@ class TrainState:
 def train_step(state: TrainState, batch: Batch) -> Tensor:
     """One optimizer step; returns this rank's share of the mean nats per target, a 0-D tensor.
 
-    Warm-up, training, profiles, benchmarks and tests all call this function.
+    Warm-up, training, benchmarks and tests all call this function.
     """
     config = state.config
     if state.model.loss_weights.numel() > 1:
@@ -770,7 +768,7 @@ def linear8(x_TK: Tensor, w_NK: Tensor) -> Tensor:
 # The table of learned scalars: a row for each name, a column for each layer, the last row for one
 # number of the whole model. Initial values are in init_weights.
 SCALARS = ("share_x0", "share_bigram")
-MODEL_SCALARS = {"backout": 0.2}
+BACKOUT = 0.2  # one number of the whole model, in the last row
 
 
 class GPT(nn.Module):
@@ -836,8 +834,7 @@ class GPT(nn.Module):
         self.scalars.zero_()
         self.scalars[0] = torch.linspace(0.20, 0.05, L)  # share_x0
         self.scalars[1] = 0.05  # share_bigram
-        for column, value in enumerate(MODEL_SCALARS.values()):
-            self.scalars[-1, column] = value
+        self.scalars[-1, 0] = BACKOUT
         if self.config.bigram_rows:
             self.init_signs()
 
@@ -859,7 +856,6 @@ class GPT(nn.Module):
         c = self.config
         weights = weights or self.layer_weights()
         scalar = dict(zip(SCALARS, self.scalars.unbind(0), strict=False))
-        whole = dict(zip(MODEL_SCALARS, self.scalars[-1].unbind(0), strict=False))
         inputs = self.embed_inputs(tokens_T, previous_T, positions_T)
         # torch 2.11 keeps what an autograd.Function saves even if told to recompute: plain products then.
         recompute = c.recompute and torch.is_grad_enabled()
@@ -881,7 +877,7 @@ class GPT(nn.Module):
                 backout = x
         # What the middle of the network wrote for itself is not for the head (record 40).
         if c.backout_layer >= 0:
-            x = x - times(whole["backout"], backout)
+            x = x - times(self.scalars[-1, 0], backout)
         return norm(x)
 
     def block(self, x, layer: int, w: LayerWeights, scalar, inputs: Inputs, attend, fp8, recompute):
@@ -1089,7 +1085,7 @@ class Batch:
     ends: Tensor  # (P, most documents), where each document ends; padded with pack_tokens
     max_doc: int
     total_tokens: int  # in the step, over all ranks
-    total_targets: int  # how many of them are not ignored
+    total_targets: int = 0  # how many of them are not ignored
     position: dict | None = None  # where the reader stands after this batch
 
     def micro_batches(self, packs: int, device: torch.device) -> Iterator[MicroBatch]:
@@ -1113,64 +1109,50 @@ def largest_divisor(number: int, most: int) -> int:
     return next((n for n in range(min(number, most), 0, -1) if number % n == 0), 1)
 
 
-@dataclass
-class Packs:
-    """Packs that are being filled: arrays as in Batch."""
-
-    tokens: np.ndarray
-    targets: np.ndarray
-    positions: np.ndarray
-    ends: np.ndarray
-
-    def batch(self, max_doc: int, total_tokens: int, total_targets: int, position=None) -> Batch:
-        arrays = (self.tokens, self.targets, self.positions, self.ends)
-        tensors = [torch.from_numpy(array) for array in arrays]
-        return Batch(*tensors, max_doc, total_tokens, total_targets, position)
-
-
-def empty_packs(count: int, config: Config, bos_id: int) -> Packs:
+def empty_packs(count: int, config: Config, bos_id: int, max_doc: int) -> Batch:
     """Packs to be filled: all tokens are BOS, all targets are ignored."""
     shape = (count, config.pack_tokens)
     shortest = min(stage.max_doc for stage in config.stage_table)
-    spare = -(-config.pack_tokens // shortest)  # for pad_pack
-    return Packs(
-        tokens=np.full(shape, bos_id, np.int32),
-        targets=np.full(shape, -1, np.int32),
-        positions=np.zeros(shape, np.int32),
-        ends=np.full((count, config.pack_docs + spare), config.pack_tokens, np.int32),
+    most_docs = config.pack_docs + math.ceil(config.pack_tokens / shortest)  # see pad_pack
+    return Batch(
+        tokens=torch.full(shape, bos_id, dtype=torch.int32),
+        targets=torch.full(shape, -1, dtype=torch.int32),
+        positions=torch.zeros(shape, dtype=torch.int32),
+        ends=torch.full((count, most_docs), config.pack_tokens, dtype=torch.int32),
+        max_doc=max_doc,
+        total_tokens=count * config.pack_tokens,
     )
 
 
-def fill_pack(packs: Packs, row: int, documents: Iterable, max_doc: int) -> int:
+def fill_pack(batch: Batch, row: int, documents: Iterable) -> None:
     """Puts whole documents behind each other into a pack, and pads the rest.
 
-    Args:    documents (sequence int32 (n,), counted bool (n - 1,)) pairs: the inputs are
-             sequence[:-1], the targets sequence[1:] where counted
-    Returns: how many targets count
+    Args: documents (sequence int32 (n,), counted bool (n - 1,)) pairs: the inputs are
+          sequence[:-1], the targets sequence[1:] where counted
     """
+    arrays = (batch.tokens, batch.targets, batch.positions, batch.ends)
+    tokens, targets, positions, ends = (array[row].numpy() for array in arrays)
     start = 0
     num_docs = 0
-    num_targets = 0
     for sequence, counted in documents:
         end = start + len(sequence) - 1
-        packs.tokens[row, start:end] = sequence[:-1]
-        packs.targets[row, start:end] = np.where(counted, sequence[1:], -1)
-        packs.positions[row, start:end] = np.arange(end - start)
-        packs.ends[row, num_docs] = end
+        tokens[start:end] = sequence[:-1]
+        targets[start:end] = np.where(counted, sequence[1:], -1)
+        positions[start:end] = np.arange(end - start)
+        ends[num_docs] = end
         start = end
         num_docs += 1
-        num_targets += int(counted.sum())
-    pad_pack(packs, row, num_docs, start, max_doc)
-    return num_targets
+        batch.total_targets += int(counted.sum())
+    pad_pack(batch, row, num_docs, start)
 
 
-def pad_pack(packs: Packs, row: int, num_docs: int, start: int, max_doc: int) -> None:
+def pad_pack(batch: Batch, row: int, num_docs: int, start: int) -> None:
     """Closes a pack early: the rest becomes documents of ignored BOS tokens, none above max_doc."""
-    size = packs.positions.shape[1]
-    rest = size - start
-    packs.positions[row, start:] = np.arange(rest) % max_doc
-    for i in range(-(-rest // max_doc)):
-        packs.ends[row, num_docs + i] = min(start + (i + 1) * max_doc, size)
+    size = batch.tokens.size(1)
+    batch.positions[row, start:] = torch.arange(size - start) % batch.max_doc
+    for end in range(start + batch.max_doc, size + batch.max_doc, batch.max_doc):
+        batch.ends[row, num_docs] = min(end, size)
+        num_docs += 1
 
 
 class ShardReader:
@@ -1255,56 +1237,43 @@ class PackLoader:
         self.reader = reader
         self.config = config
         self.ranks = ranks
-        self.first_step = first_step
-        self.queue: queue.Queue = queue.Queue(maxsize=2)
-        self.closing = threading.Event()
-        self.thread = threading.Thread(target=self.run, daemon=True)
-        self.thread.start()
+        self.steps = iter(range(first_step, config.num_steps))
+        self.thread = ThreadPoolExecutor(1)
+        self.ahead = []  # the next batches in their order, as futures
+        self.prepare(3)
+
+    def prepare(self, count: int) -> None:
+        """Asks the thread for the batches of as many further steps."""
+        for step in itertools.islice(self.steps, count):
+            self.ahead.append(self.thread.submit(self.batch, step))
 
     def batch(self, step: int) -> Batch:
         """The packs of a step. Every rank walks over all of them: walking is cheap, talking is not."""
         config = self.config
         stage = config.stage_table[stage_index(config, step)]
         own = stage.packs // self.ranks.world
-        packs = empty_packs(own, config, self.reader.bos_id)
-        scratch = empty_packs(1, config, self.reader.bos_id)  # for the packs of other ranks
-        num_targets = 0
+        batch = empty_packs(own, config, self.reader.bos_id, stage.max_doc)
+        others = empty_packs(1, config, self.reader.bos_id, stage.max_doc)  # packs of other ranks
         for pack in range(stage.packs):
             row = pack - self.ranks.rank * own
             documents = self.reader.pack(stage.max_doc)
             if 0 <= row < own:
-                num_targets += fill_pack(packs, row, documents, stage.max_doc)
+                fill_pack(batch, row, documents)
             else:
-                num_targets += fill_pack(scratch, 0, documents, stage.max_doc)
-        num_tokens = stage.packs * config.pack_tokens
-        return packs.batch(stage.max_doc, num_tokens, num_targets, dict(self.reader.position))
-
-    def run(self) -> None:
-        """The thread: an error travels through the queue and is raised by next()."""
-        try:
-            for step in range(self.first_step, self.config.num_steps):
-                if self.closing.is_set():
-                    return
-                self.put(self.batch(step))
-        except BaseException as error:
-            self.put(error)
-
-    def put(self, item: Batch | BaseException) -> None:
-        while not self.closing.is_set():
-            try:
-                return self.queue.put(item, timeout=0.1)
-            except queue.Full:
-                pass
+                fill_pack(others, 0, documents)
+        batch.total_tokens = stage.packs * config.pack_tokens
+        batch.total_targets += others.total_targets
+        batch.position = dict(self.reader.position)
+        return batch
 
     def next(self) -> Batch:
-        item = self.queue.get()
-        if isinstance(item, BaseException):
-            raise item
-        return item
+        """The next batch; raises what went wrong in the thread."""
+        batch = self.ahead.pop(0).result()
+        self.prepare(1)
+        return batch
 
     def close(self) -> None:
-        self.closing.set()
-        self.thread.join()
+        self.thread.shutdown(cancel_futures=True)
 
 
 # <<< shared: data
@@ -1436,7 +1405,7 @@ class Optimizer:
             shape = (param.numel() // (R * C), R, C)
         # Small parameters are not worth a message: every rank updates them alike.
         sharded = self.ranks.world > 1 and param.numel() >= 65536
-        rows = -(-shape[0] // self.ranks.world) if sharded else shape[0]
+        rows = math.ceil(shape[0] / self.ranks.world) if sharded else shape[0]
         return Slot(name, param, policy, shape, sharded, rows, master=param)
 
     @torch.no_grad()
@@ -1452,11 +1421,14 @@ class Optimizer:
         # A loss scale must see all gradients of its step, so nothing is late then.
         late = [s for s in self.slots if s.policy.late and loss_scale == 1.0]
         now = [s for s in self.slots if s not in late]
+
+        # Sums over ranks of all gradients that are used in this step.
         for slot in now:
             self.start_reduce(slot)
         if loss_scale != 1.0 and not self.all_finite():
             return False
 
+        # Late tables come first: their sums have travelled since the last step.
         self.count += 1
         for slot in [*late, *now]:
             if slot.grad is None:  # a late table in the first step
@@ -1470,6 +1442,8 @@ class Optimizer:
             self.start_gather(slot)
         for slot in self.slots:
             self.finish_gather(slot)
+
+        # These gradients travel while the next step computes.
         for slot in late:
             self.start_reduce(slot)
         return True
@@ -1606,8 +1580,7 @@ class Optimizer:
         mult[1::2] *= slot.policy.odd_mult
         slot.mult = self.slice(slot, mult)
         # At most 2 ** 27 entries at once: each needs about 12 bytes of temporary memory (computed).
-        fits = [n for n in range(1, N + 1) if N % n == 0 and n * R * C <= 2**27]
-        slot.together = max(fits, default=1)
+        slot.together = largest_divisor(N, 2**27 // (R * C))
 
     def weights(self) -> dict[str, Tensor]:
         """The whole fp32 master weights by parameter name. Every rank must call it."""
@@ -1622,7 +1595,6 @@ class Optimizer:
         for slot in self.slots:
             for name, moment in slot.moments.items():
                 state[f"{slot.name}.{name}"] = self.gather(slot, moment).cpu()
-        for slot in self.slots:
             if slot.work is not None:
                 slot.work.wait()
             if slot.grad is not None:
@@ -1640,6 +1612,7 @@ class Optimizer:
             for name, moment in slot.moments.items():
                 saved = state[f"{slot.name}.{name}"].to(moment.device)
                 moment.copy_(self.slice(slot, saved))
+            slot.grad = None
             if f"{slot.name}.grad" in state:
                 slot.grad = self.slice(slot, state[f"{slot.name}.grad"].to(slot.param))
 
@@ -1719,11 +1692,10 @@ def validation_batch(documents: list, config: Config, bos_id: int) -> Batch:
         rows[-1].append((sequence, counted))
         room -= len(counted)
 
-    packs = empty_packs(len(rows), config, bos_id)
-    num_targets = 0
+    batch = empty_packs(len(rows), config, bos_id, config.max_seq_len)
     for row, members in enumerate(rows):
-        num_targets += fill_pack(packs, row, members, config.max_seq_len)
-    return packs.batch(config.max_seq_len, packs.tokens.size, num_targets)
+        fill_pack(batch, row, members)
+    return batch
 
 
 @torch.no_grad()
@@ -1755,20 +1727,12 @@ def share_of_rank(batch: Batch, packs: int, ranks: Ranks) -> Batch:
     """This rank's part, in whole micro-batches; packs that fill up the last ones count for nothing."""
     count = len(batch.tokens)
     group = ranks.world * packs
-    padded = -(-count // group) * group
-    share = padded // ranks.world
+    share = math.ceil(count / group) * packs
     index = torch.arange(ranks.rank * share, (ranks.rank + 1) * share)
-    repeated = index >= count
-    index = index.clamp(max=count - 1)
-    targets = batch.targets[index]
-    targets[repeated] = -1
-    return dataclasses.replace(
-        batch,
-        tokens=batch.tokens[index],
-        targets=targets,
-        positions=batch.positions[index],
-        ends=batch.ends[index],
-    )
+    names = ("tokens", "targets", "positions", "ends")
+    rows = {name: getattr(batch, name)[index.clamp(max=count - 1)] for name in names}
+    rows["targets"][index >= count] = -1
+    return dataclasses.replace(batch, **rows)
 
 
 @torch.no_grad()
@@ -1844,16 +1808,15 @@ def pretraining_job(config: Config) -> Job:
     )
 
 
-def check_length(job: Job, args: argparse.Namespace) -> None:
-    """Raises UserError if the run needs more text than there is, or is too short to profile."""
+def check_length(job: Job) -> None:
+    """Raises UserError if the run needs more text than there is."""
     config = job.config
-    packs = 0
-    begin = 0
-    for index, stage in enumerate(config.stage_table):
-        steps = range(config.num_steps)
-        end = bisect.bisect_right(steps, index, key=lambda step: stage_index(config, step))
-        packs += (end - begin) * stage.packs
-        begin = end
+    # Where each stage ends, without looking at every step.
+    steps = range(config.num_steps)
+    stage_of = functools.partial(stage_index, config)
+    ends = [bisect.bisect_right(steps, i, key=stage_of) for i in range(len(config.stages))]
+    counts = np.diff([0, *ends]).tolist()
+    packs = sum(s.packs * count for s, count in zip(config.stage_table, counts, strict=True))
     needed = packs * config.pack_tokens
     if needed > job.available:
         whole_steps = job.available // config.step_tokens - len(config.stages) + 1
@@ -1863,8 +1826,6 @@ def check_length(job: Job, args: argparse.Namespace) -> None:
             f"{config.data} holds {job.available:,} training tokens, the run asks for {needed:,}; "
             f"{way}, add text, or allow repeats with --set max_epochs=N"
         )
-    if args.profile and config.num_steps < 11:
-        raise UserError(f"--profile traces steps 11 to 15 of {config.num_steps}; use more --steps")
 
 
 @dataclass
@@ -1874,6 +1835,7 @@ class Progress:
     position: dict | None = None  # where the reader stands
     tokens: int = 0
     train_seconds: float = 0.0
+    flops: float = 0.0
     val_bpb: float | None = None  # if this very step was validated
 
 
@@ -1897,12 +1859,10 @@ class Run:
     token_bytes: Tensor | None = None  # int (V,)
     peak_flops: float = math.inf  # FLOP/s of one device
     stopper: Stopper | None = None
-    profiler: object = None
     # -- for the log
     clock: float = 0.0  # when training seconds were last counted
     begun: Progress | None = None  # at the start of this process
     logged: Progress | None = None  # at the last line
-    flops: float = 0.0  # since the start of this process
 
 
 def open_run(job: Job, args: argparse.Namespace, ranks: Ranks) -> Run:
@@ -1942,18 +1902,9 @@ def start(run: Run) -> None:
     if not run.ranks.is_main:
         return
     first = describe_start(run, [])
-    description = {
-        "command": job.command,
-        "config": dataclasses.asdict(job.config),
-        "flags": run.args.flags,
-        "overridden": run.args.set,
-        "machine": run.machine,
-        "date": first["date"],
-        "dataset_fingerprint": job.fingerprint,
-        **job.description,
-        "starts": [first],
-    }
-    complete_directory(run, description)
+    config = dataclasses.asdict(job.config)
+    description = {"command": job.command, "config": config, "overridden": run.args.set}
+    complete_directory(run, {**description, **first, **job.description, "starts": [first]})
 
 
 def describe_start(run: Run, changed: list[str]) -> dict:
@@ -1989,8 +1940,8 @@ def changes_of_run(run: Run) -> Iterator[str]:
     if run.machine["script_sha256"] != last["machine"]["script_sha256"]:
         yield f"{Path(__file__).name} was edited"
     for key, value in run.job.description.items():
-        if description[key] != value:
-            yield f"{key} was {description[key]} and is {value}"
+        if description.get(key) != value:
+            yield f"{key} was {description.get(key)} and is {value}"
     if run.job.fingerprint != last["dataset_fingerprint"]:
         yield f"{run.job.dataset.root} holds other data"
     before = read_config(run.run_dir)
@@ -2019,6 +1970,7 @@ def resume(run: Run, changed: list[str]) -> None:
     saved = load_checkpoint(run.state, folder, ())
     step = run.state.step
     run.progress = Progress(saved["position"], saved["tokens"], saved["train_seconds"])
+    run.progress.flops = saved.get("flops", 0.0)  # older checkpoints do not say
     if step == config.num_steps:
         run.progress.val_bpb = saved["val_bpb"]  # no further step will change it
     if saved["position"]:
@@ -2033,7 +1985,9 @@ def resume(run: Run, changed: list[str]) -> None:
     if run.ranks.is_main and step < config.num_steps:
         for damaged in checkpoint_folders(run.run_dir):
             if int(damaged.name[5:]) > step:
-                set_aside(damaged)
+                aside = damaged.with_name(f"{damaged.name}.damaged")
+                shutil.rmtree(aside, ignore_errors=True)  # of an earlier resume
+                damaged.rename(aside)
         description = read_description(run.run_dir)
         description["config"] = dataclasses.asdict(config)
         description["overridden"] += run.args.set
@@ -2041,19 +1995,9 @@ def resume(run: Run, changed: list[str]) -> None:
         complete_directory(run, description)
 
 
-def set_aside(damaged: Path) -> None:
-    """Renames a damaged checkpoint; one of the same step that was set aside before makes room."""
-    aside = damaged.with_name(f"{damaged.name}.damaged")
-    shutil.rmtree(aside, ignore_errors=True)
-    damaged.rename(aside)
-
-
 def check_agreement(run: Run, folder: Path) -> None:
     """Raises UserError unless all ranks go on from the same checkpoint."""
-    if run.ranks.world == 1:
-        return
-    names = [None] * run.ranks.world
-    dist.all_gather_object(names, folder.name)
+    names = run.ranks.gather(folder.name)
     if len(set(names)) > 1:
         raise UserError(
             f"the processes see different checkpoints in {run.run_dir} ({', '.join(names)}); put it "
@@ -2063,22 +2007,19 @@ def check_agreement(run: Run, folder: Path) -> None:
 
 def earlier_result(run: Run) -> dict | None:
     """The result of a run with nothing left to do; None if there is more, or if it is damaged."""
-    progress = run.progress
-    reached = {
-        "val_bpb": progress.val_bpb,
-        "steps": run.job.config.num_steps,
-        "tokens": progress.tokens,
-        "train_seconds": progress.train_seconds,
-    }
     report = run.run_dir / "report.md"
-    try:
-        result = read_json(run.run_dir / "result.json", "it is made again")
-    except UserError:
-        return None
-    if not (reached.items() <= result.items() and report.is_file()):
-        return None
-    run.log.say(f"this run is finished; its results are in {report}")
-    run.log.close()
+    result = None
+    with contextlib.suppress(UserError):
+        found = read_json(run.run_dir / "result.json", "it is made again")
+        saved = read_state(checkpoints(run.run_dir)[-1])
+        reached = {key: saved[key] for key in ("val_bpb", "tokens", "train_seconds")}
+        reached["steps"] = run.job.config.num_steps
+        if reached.items() <= found.items() and report.is_file():
+            result = found
+    result = run.ranks.gather(result)[0]
+    if result:
+        run.log.say(f"this run is finished; its results are in {report}")
+        run.log.close()
     return result
 
 
@@ -2102,8 +2043,6 @@ def prepare_loop(run: Run) -> None:
 
     if job.load_start and not run.args.resume:
         evaluate(run)  # what the loaded weights are worth
-    if run.args.profile:
-        run.profiler = start_profiler(run)
     gc.collect()
     gc.freeze()  # else a collection of what the compiler left makes one step in some hundred slow
     run.ranks.sync()
@@ -2131,16 +2070,15 @@ def log_steps(run: Run, losses: list[Tensor], batch: Batch) -> None:
 
     seconds = max(progress.train_seconds - run.logged.train_seconds, 1e-9)
     tokens = progress.tokens - run.logged.tokens
-    steps = max(1, round(tokens / batch.total_tokens))
     flops = flops_per_token(config, state.model.windows, batch.positions)
-    run.flops += flops * tokens
+    progress.flops += flops * tokens
     entry = {
         "step": state.step,
         "tokens": progress.tokens,
         "loss": loss,
         "bpb": loss / math.log(2) / run.job.bytes_per_token,
         "lr": lr_multiplier(config, state.step - 1),
-        "step_ms": seconds / steps * 1e3,
+        "step_ms": seconds / len(losses) * 1e3,
         "tokens_per_second": tokens / seconds,
         "mfu": tokens / seconds * flops / (run.peak_flops * run.ranks.world),
         "memory_gib": peak_memory_gib(run.ranks.device),
@@ -2190,8 +2128,6 @@ def finish(run: Run) -> dict:
     progress = run.progress
     run.loader.close()
     run.stopper.restore()
-    if run.profiler:
-        run.profiler.stop()
     state.graphs = None  # samples can have their memory
     if progress.val_bpb is None:  # resumed after the last step
         progress.val_bpb = evaluate(run)
@@ -2205,37 +2141,23 @@ def finish(run: Run) -> dict:
         "tokens": progress.tokens,
         "train_seconds": progress.train_seconds,
         "tokens_per_second": (progress.tokens - begun.tokens) / seconds,
-        "mfu": run.flops / (seconds * run.peak_flops * run.ranks.world),
+        "mfu": (progress.flops - begun.flops) / (seconds * run.peak_flops * run.ranks.world),
         "peak_memory_gib": peak_memory_gib(run.ranks.device),
         "run_dir": str(run.run_dir),
     }
     if run.ranks.is_main:
         write_atomically(run.run_dir / "result.json", json.dumps(result, indent=1))
-        samples = run.job.samples(state.model, run.job.dataset.tokenizer, run.job.config)
+        samples = []
+        try:
+            samples = run.job.samples(state.model, run.job.dataset.tokenizer, run.job.config)
+        except ImportError as error:
+            run.log.say(f"no samples: {error}")
         for text in samples:
             run.log.say(f"--- sample\n{text}")
         write_report(run, result, samples)
         run.log.say(f"--- report: {run.run_dir}/report.md")
     run.log.close()
     return result
-
-
-def start_profiler(run: Run):
-    """Traces steps 11 to 15; writes the trace and a table of the slowest operations."""
-
-    def write(profiler) -> None:
-        if not run.ranks.is_main:
-            return
-        profiler.export_chrome_trace(str(run.run_dir / "trace.json"))
-        where = "device" if run.ranks.device.type == "cuda" else "cpu"
-        table = profiler.key_averages().table(sort_by=f"self_{where}_time_total", row_limit=60)
-        write_atomically(run.run_dir / "profile.txt", table)
-        run.log.say(f"profile: {run.run_dir}/profile.txt, {run.run_dir}/trace.json")
-
-    steps = torch.profiler.schedule(skip_first=9, wait=0, warmup=1, active=5, repeat=1)
-    profiler = torch.profiler.profile(schedule=steps, on_trace_ready=write)
-    profiler.start()
-    return profiler
 
 
 class Stopper:
@@ -2279,7 +2201,8 @@ class RankWatch:
         self.timeout = timeout
         self.step = None  # what the loop is at; None outside of it, where a wait may be long
         self.heard = {}  # rank: (its last message, when that was new)
-        self.steps = ({}, 0.0)  # of all ranks, and since when they have been at them
+        self.steps = {}  # of all ranks
+        self.steps_since = 0.0  # when one of them last changed
         self.closing = threading.Event()
         self.thread = threading.Thread(target=self.run, daemon=True)
         self.thread.start()
@@ -2290,7 +2213,8 @@ class RankWatch:
         while not self.closing.wait(min(1.0, self.timeout / 5)):
             count += 1
             try:
-                talker.submit(self.talk, [count, self.step]).result(self.timeout)
+                talker.submit(self.tell, [count, self.step])
+                talker.submit(self.listen, time.monotonic()).result(self.timeout)
                 problem = self.problem(time.monotonic())
             except TimeoutError:  # process 0 may hold the store
                 problem = f"process 0 has not been heard of for {self.timeout:.0f} s"
@@ -2300,10 +2224,6 @@ class RankWatch:
                 way = "look at that machine, then continue with --resume; --rank-timeout sets the time"
                 print_error(f"{problem}, so process {self.ranks.rank} ends; {way}")
                 os._exit(1)
-
-    def talk(self, message: list) -> None:
-        self.tell(message)
-        self.listen(time.monotonic())
 
     def tell(self, message: list | None) -> None:
         self.store.set(f"watch/{self.ranks.rank}", json.dumps(message))
@@ -2315,19 +2235,20 @@ class RankWatch:
             if rank not in self.heard or self.heard[rank][0] != message:
                 self.heard[rank] = (message, now)
 
-        steps = {rank: heard[0][1] for rank, heard in self.heard.items() if heard[0] is not None}
-        if steps != self.steps[0]:
-            self.steps = (steps, now)
+        steps = {rank: message[1] for rank, (message, _) in self.heard.items() if message}
+        if steps != self.steps:
+            self.steps = steps
+            self.steps_since = now
 
     def problem(self, now: float) -> str | None:
         """What is wrong with another rank, or None. One that has not begun, or has ended, is left out."""
         for rank, (message, when) in self.heard.items():
-            if message is not None and now - when > self.timeout:
+            if message and now - when > self.timeout:
                 return f"process {rank} has not been heard of for {self.timeout:.0f} s"
 
         # All live, but nobody gets on: then the one that is furthest behind holds up the others.
-        steps, since = self.steps
-        if not steps or None in steps.values() or now - since < self.timeout:
+        steps = self.steps
+        if not steps or None in steps.values() or now - self.steps_since < self.timeout:
             return None
         behind = min(steps, key=steps.get)
         return f"no step has ended for {self.timeout:.0f} s, and process {behind} is the furthest behind"
@@ -2348,13 +2269,19 @@ def build_state(config: Config, ranks: Ranks, say: Callable = print) -> TrainSta
     dtype = choose_dtype(config, ranks.device)
     model = GPT(config, ranks.device, dtype)
     model.attention = choose_attention(model, say)
+    names = ranks.gather(model.attention.__name__)
+    if len(set(names)) > 1:  # one may have failed to reach the hub
+        found = f"the processes would use different attention ({', '.join(names)})"
+        raise UserError(f"{found}; name one with --attention")
     model.init_weights(config.seed)
     forward = model
     if config.compile and ranks.device.type == "cuda":
         torch._dynamo.config.recompile_limit = 64
         forward = torch.compile(model, dynamic=False, fullgraph=True)
     optimizer = build_optimizer(model, config, ranks=ranks)
-    state = TrainState(config, ranks, model, forward, optimizer, choose_packs(config, ranks))
+    # GPUs may have different free memory, but all ranks must warm up equally often.
+    packs = min(ranks.gather(choose_packs(config, ranks)))
+    state = TrainState(config, ranks, model, forward, optimizer, packs)
     if forward is not model and config.cuda_graphs:
         state.graphs = {}
     reset_state(state)
@@ -2405,7 +2332,7 @@ def warm_up_stage(state: TrainState, index: int, rng: np.random.Generator) -> No
     stage = config.stage_table[index]
     own = stage.packs // ranks.world
     rows = largest_divisor(own, state.packs)
-    # The second micro-batch of a step has a graph of its own.
+    # One micro-batch, or two equal ones if the step has several: the second has a graph of its own.
     if state.graphs is not None and rows < own:
         larger = range(2 * rows, own + 1, rows)
         rows = next(n for n in larger if largest_divisor(n, state.packs) == rows)
@@ -2422,10 +2349,7 @@ def warm_up_stage(state: TrainState, index: int, rng: np.random.Generator) -> No
             pass  # the exception holds the activations until it ends here
         shrink_micro_batch(state)
 
-    if ranks.world > 1:  # memory may have run out on some ranks only
-        packs = torch.tensor(state.packs, device=ranks.device)
-        dist.all_reduce(packs, op=dist.ReduceOp.MIN)
-        state.packs = int(packs)
+    state.packs = min(ranks.gather(state.packs))  # memory may have run out on some ranks only
 
 
 def capture(state: TrainState, key: GraphKey, micro_batch: MicroBatch, factor: Tensor) -> Tensor:
@@ -2472,13 +2396,15 @@ def capture_graph(state, key: GraphKey, micro_batch: MicroBatch, factor: Tensor)
 
 def dummy_batch(config: Config, ranks: Ranks, rows: int, max_doc: int, rng) -> Batch:
     """A batch of `rows` packs for each rank, random tokens in documents of the greatest length."""
-    packs = empty_packs(rows, config, 0)
-    packs.tokens[:] = rng.integers(0, config.vocab_size, packs.tokens.shape)
-    packs.targets[:] = packs.tokens
+    batch = empty_packs(rows, config, 0, max_doc)
+    random = rng.integers(0, config.vocab_size, batch.tokens.shape, np.int32)
+    batch.tokens.copy_(torch.from_numpy(random))
+    batch.targets.copy_(batch.tokens)
     for row in range(rows):
-        pad_pack(packs, row, 0, 0, max_doc)
-    size = packs.tokens.size * ranks.world
-    return packs.batch(max_doc, size, size)
+        pad_pack(batch, row, 0, 0)
+    batch.total_tokens *= ranks.world
+    batch.total_targets = batch.total_tokens
+    return batch
 
 
 def checksum(model: nn.Module) -> list[float]:
@@ -2492,10 +2418,8 @@ def choose_packs(config: Config, ranks: Ranks) -> int:
     """Most packs in a micro-batch: those that fit into memory and help speed, and divide a stage's batch."""
     for stage in config.stage_table:
         if stage.packs % ranks.world:
-            way = f"use a number of processes that divides {stage.packs}"
-            raise UserError(
-                f"{stage.packs} packs do not divide over {ranks.world} processes; {way}"
-            )
+            found = f"{stage.packs} packs do not divide over {ranks.world} processes"
+            raise UserError(f"{found}; use a number of processes that divides {stage.packs}")
     limit = 8192
     if ranks.device.type == "cuda":
         limit = micro_batch_limit(config, torch.cuda.mem_get_info(ranks.device)[0])
@@ -2558,6 +2482,13 @@ class Ranks:
     def is_main(self) -> bool:
         return self.rank == 0
 
+    def gather(self, value) -> list:
+        """The value of every rank."""
+        values = [value] * self.world
+        if self.world > 1:
+            dist.all_gather_object(values, value)
+        return values
+
     def sync(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -2607,7 +2538,7 @@ def meet(rank: int, world: int, timeout: float) -> dist.Store:
     """Waits until all ranks have come; returns the store that they share."""
     limit = datetime.timedelta(seconds=timeout)
     try:
-        connect = limit / 2 if rank else limit  # all but process 0 try twice
+        connect = limit / 2 if rank else limit  # torch lets all but process 0 try twice
         store, _, _ = next(dist.rendezvous("env://", timeout=connect))
         store.set(f"met/{rank}", "")
         store.wait([f"met/{other}" for other in range(world)], limit)
@@ -2825,8 +2756,6 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text; special tokens written in it stay text. UserError if the pattern drops any of it."""
-        if not hasattr(self, "encoding"):
-            self.encoding = self.make_encoding()
         ids = self.encoding.encode_ordinary(text)
         # tiktoken drops what the pattern does not match, and turns half a surrogate pair into U+FFFD.
         whole = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
@@ -2834,7 +2763,8 @@ class Tokenizer:
             raise UserError(f"the pattern in {self.path} drops text; make the tokenizer again")
         return ids
 
-    def make_encoding(self):
+    @functools.cached_property
+    def encoding(self):
         """tiktoken's encoder; raises UserError if the pattern is none, or if it drops text."""
         import tiktoken
 
@@ -2974,8 +2904,9 @@ def dataset_problem(info: dict) -> str | None:
     for name, entry in files.items():
         if not isinstance(entry["sha256"], str):
             return f"lists {name!r} without its sha256"
-        is_mask = name.endswith(".mask.bin")
-        for key in [] if is_mask else counts.get(name.split("/")[0], []):
+        if name.endswith(".mask.bin"):
+            continue
+        for key in counts.get(name.split("/")[0], []):
             if not is_number(entry[key], 0, 2**40):
                 return f"lists {name!r} with {key} {entry[key]!r}"
     if info["fingerprint"] != fingerprint(files):
@@ -2997,20 +2928,10 @@ def write_atomically(path: Path, text: str) -> None:
 
 # -- the run directory
 
-# The tools in runs/ import the script that a run directory keeps. They use these names and no others
-# (tests/test_interface.py). INTERFACE rises when one of them, or what `attend` in GPT.trunk receives,
-# changes its meaning; a tool refuses a script of another number.
-INTERFACE = 3
-INTERFACE_NAMES = """
-    Config Stage Policy UserError GPT Tokenizer Dataset Ranks TrainState Job Batch Packs MicroBatch ShardReader
-    PackLoader Log Stopper empty_packs fill_pack validation_documents scored_documents validation_batch
-    bits_per_byte
-    lr_multiplier muon_momentum stage_attention stage_index start_ranks choose_dtype choose_attention
-    sdpa_attention peak_flops peak_memory_gib describe_machine build_state build_optimizer warm_up train train_step
-    checkpoints newest_whole check_checkpoint load_checkpoint save_checkpoint lock_run_dir fingerprint
-    read_config read_description write_description write_atomically FREE_ON_RESUME
-    FROZEN FROZEN_ON_RESUME build_parser config_changes change_config make_config run_command
-""".split()
+# The tools in runs/ import the script that a run directory keeps. They use the names that
+# tests/test_interface.py lists, and no others. INTERFACE rises when one of them, or what `attend` in
+# GPT.trunk receives, changes its meaning; a tool refuses a script of another number.
+INTERFACE = 4
 
 
 def prepare_run_dir(job: Job, args: argparse.Namespace, ranks: Ranks) -> tuple[Path, object]:
@@ -3110,17 +3031,25 @@ def has_type_of(value, default) -> bool:
 
 def read_description(run_dir: Path) -> dict:
     """config.json of a run."""
-    path = run_dir / "config.json"
-    description = read_json(path, f"{run_dir} is no run directory")
-    stated = description.pop("sha256", None)
-    if stated != object_sha256(description):
-        raise UserError(f"{path} was changed after it was written; restore it, or start a new run")
-    return description
+    problem = "was changed after it was written; restore it, or start a new run"
+    return read_sealed(run_dir / "config.json", f"{run_dir} is no run directory", problem)
 
 
 def write_description(run_dir: Path, description: dict) -> None:
-    sealed = {**description, "sha256": object_sha256(description)}
-    write_atomically(run_dir / "config.json", json.dumps(sealed, indent=1))
+    write_sealed(run_dir / "config.json", description)
+
+
+def read_sealed(path: Path, way: str, problem: str) -> dict:
+    """What write_sealed wrote; raises UserError if the file holds something else."""
+    value = read_json(path, way)
+    if value.pop("sha256", None) != object_sha256(value):
+        raise UserError(f"{path} {problem}")
+    return value
+
+
+def write_sealed(path: Path, value: dict) -> None:
+    """A JSON file that holds the sha256 of its own content."""
+    write_atomically(path, json.dumps({**value, "sha256": object_sha256(value)}, indent=1))
 
 
 def as_tuple(value):
@@ -3161,13 +3090,12 @@ class Log:
     def step(self, entry: dict, num_steps: int, eta: float) -> None:
         """A training step: the file, and the line on the screen with the seconds that are left."""
         self.write(entry)
-        mfu = f"| mfu {entry['mfu']:5.1%} " if entry["mfu"] else ""  # 0 where the peak is unknown
+        e = entry
+        mfu = f"| mfu {e['mfu']:5.1%} " if e["mfu"] else ""  # 0 where the peak is unknown
         self.say(
-            "step {step:6d}/{num_steps} | loss {loss:7.4f} | bpb {bpb:6.4f} | lr {lr:5.3f} "
-            "| {step_ms:8.1f} ms | {tokens_per_second:9,.0f} tok/s {0}"
-            "| {memory_gib:5.1f} GiB | {train_seconds:6.1f} s | eta {eta:5.0f} s".format(
-                mfu, **entry, num_steps=num_steps, eta=eta
-            )
+            f"step {e['step']:6d}/{num_steps} | loss {e['loss']:7.4f} | bpb {e['bpb']:6.4f} "
+            f"| lr {e['lr']:5.3f} | {e['step_ms']:8.1f} ms | {e['tokens_per_second']:9,.0f} tok/s {mfu}"
+            f"| {e['memory_gib']:5.1f} GiB | {e['train_seconds']:6.1f} s | eta {eta:5.0f} s"
         )
 
     def rewind(self, step: int) -> None:
@@ -3280,8 +3208,6 @@ def save_checkpoint(state: TrainState, run_dir: Path, progress: dict) -> None:
 
 def write_checkpoint(run_dir: Path, weights: dict, moments: dict, description: dict) -> None:
     """Everything is on the disk and was read back before it gets its name."""
-    from safetensors import SafetensorError
-
     final = run_dir / "checkpoints" / f"step_{description['step']:06d}"
     temporary = final.with_name(f".{final.name}.tmp")
     try:
@@ -3289,18 +3215,16 @@ def write_checkpoint(run_dir: Path, weights: dict, moments: dict, description: d
             shutil.rmtree(leftover, ignore_errors=True)
         temporary.mkdir(parents=True)
         paths = [temporary / name for name in CHECKPOINT_FILES]
-        names = list(moments)
-        parts = [weights, *({name: moments[name] for name in names[i::2]} for i in (0, 1))]
+        halves = [dict(list(moments.items())[i::2]) for i in (0, 1)]
         with ThreadPoolExecutor() as pool:
-            hashes = list(pool.map(write_tensors, paths, parts))
-        description = {**description, "files": dict(zip(CHECKPOINT_FILES, hashes, strict=True))}
-        description["sha256"] = object_sha256(description)
-        write_atomically(temporary / "state.json", json.dumps(description, indent=1))
+            hashes = list(pool.map(write_tensors, paths, [weights, *halves]))
+        files = dict(zip(CHECKPOINT_FILES, hashes, strict=True))
+        write_sealed(temporary / "state.json", {**description, "files": files})
         sync_to_disk(temporary)
         shutil.rmtree(final, ignore_errors=True)
         os.replace(temporary, final)
         sync_to_disk(final.parent)
-    except (OSError, SafetensorError) as error:
+    except (OSError, safetensors.SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
         full = getattr(error, "errno", None) == errno.ENOSPC or "space" in str(error).lower()
         reason = "the disk is full" if full else error
@@ -3314,11 +3238,11 @@ def write_checkpoint(run_dir: Path, weights: dict, moments: dict, description: d
 
 def write_tensors(path: Path, tensors: dict[str, Tensor]) -> str:
     """Writes a safetensors file and reads it back; returns its sha256. Raises OSError if it differs."""
-    from safetensors.torch import load_file, save_file
-
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
+    safetensors.torch.save_file(
+        {name: tensor.contiguous() for name, tensor in tensors.items()}, path
+    )
     sync_to_disk(path)
-    written = load_file(path)
+    written = safetensors.torch.load_file(path)
     for name, tensor in tensors.items():
         expected = tensor.cpu().reshape(-1).view(torch.uint8)
         if not torch.equal(written[name].reshape(-1).view(torch.uint8), expected):
@@ -3331,11 +3255,9 @@ def prune_checkpoints(run_dir: Path, keep: int) -> None:
     found = checkpoints(run_dir)
     scores = {}
     for folder in found:
-        try:
+        with contextlib.suppress(UserError):  # it is damaged
             scores[folder] = read_state(folder)["val_bpb"]
-        except UserError:
-            scores[folder] = None  # it is damaged
-    validated = [folder for folder in found if scores[folder] is not None]
+    validated = [folder for folder in scores if scores[folder] is not None]
     best = min(validated, key=scores.get, default=None)
     for folder in found[:-keep]:
         if folder != best:
@@ -3343,12 +3265,9 @@ def prune_checkpoints(run_dir: Path, keep: int) -> None:
 
 
 def read_state(folder: Path) -> dict:
-    """state.json of a checkpoint; raises UserError if it is not what was saved."""
-    saved = read_json(folder / "state.json", "the checkpoint is damaged")
-    stated = saved.pop("sha256", None)
-    if stated != object_sha256(saved):
-        raise UserError(f"{folder}/state.json is damaged: its sha256 does not fit what it holds")
-    return saved
+    """state.json of a checkpoint."""
+    problem = "is damaged: its sha256 does not fit what it holds"
+    return read_sealed(folder / "state.json", "the checkpoint is damaged", problem)
 
 
 def check_checkpoint(folder: Path, names=CHECKPOINT_FILES) -> dict:
@@ -3385,13 +3304,11 @@ def load_checkpoint(state: TrainState, folder: Path, names=CHECKPOINT_FILES) -> 
 
     Args: names of the files to verify; none if newest_whole() has just done so
     """
-    from safetensors.torch import load_file
-
     saved = check_checkpoint(folder, names)
-    weights = load_file(folder / "model.safetensors")
+    weights = safetensors.torch.load_file(folder / "model.safetensors")
     moments = {}
     for name in CHECKPOINT_FILES[1:]:
-        moments |= load_file(folder / name)
+        moments |= safetensors.torch.load_file(folder / name)
     state.optimizer.load(weights, moments, saved["optimizer_count"])
     for name, buffer in state.model.named_buffers():
         if name in weights:
@@ -3399,8 +3316,8 @@ def load_checkpoint(state: TrainState, folder: Path, names=CHECKPOINT_FILES) -> 
     state.model.set_stage(saved["attention"])  # a finished run enters no stage any more
     state.step = saved["step"]
     state.good_steps = saved["good_steps"]
-    # A scale of 1: this run or the saved one is not in fp16.
-    if 1.0 not in (state.loss_scale, saved["loss_scale"]):
+    both_fp16 = state.loss_scale != 1.0 and saved["loss_scale"] != 1.0
+    if both_fp16:
         state.loss_scale = saved["loss_scale"]
     torch.set_rng_state(moments["rng.cpu"])
     if state.ranks.device.type == "cuda" and "rng.cuda" in moments:
@@ -3517,21 +3434,20 @@ RANGES = {
     "vocab_size": (1, 65536), "max_seq_len": (2, 2**20), "shared_input_from": (0, 255), "bigram_rows": (0, 2**26),
     "backout_layer": (-1, 255), "gate_width": (1, 16384), "attention_scale": (1e-6, 100.0), "rotary_base": (1.0, 1e9),
     "ahead_until": (1e-6, 1.0), "prefix_weight": (0.0, 100.0), "pack_tokens": (2, 2**24), "pack_docs": (1, 2**20),
-    "fewest_packs": (1, 2**20),
-    "tokens": (1, 10**15), "tokens_per_weight": (1e-6, 1e6), "max_epochs": (1, 10**6), "val_tokens": (1, 10**12),
+    "fewest_packs": (1, 2**20), "tokens": (1, 10**15), "tokens_per_weight": (1e-6, 1e6), "max_epochs": (1, 10**6),
+    "val_tokens": (1, 10**12),
     "muon_lr": (1e-9, 100.0), "adam_lr": (1e-9, 100.0), "muon_beta2": (0.0, 0.999999), "adam_eps": (1e-30, 1.0),
     "muon_decay": (0.0, 100.0), "table_decay": (0.0, 100.0), "cooldown": (0.0, 1.0), "lr_floor": (0.0, 1.0),
     "sample_tokens": (0, 10**6), "sample_temperature": (0.0, 100.0), "seed": (0, 2**63 - 1),
     "eval_every": (0, 10**15), "save_every": (-1, 10**15), "log_every": (1, 10**15), "keep_checkpoints": (1, 10**6),
     "micro_batch_tokens": (0, 2**40),
+    # Of each value in a tuple:
+    "no_attention_layers": (0, 255), "long_layers": (0, 255), "key_offset_layers": (0, 255),
+    "value_embed_layers": (0, 255), "frequencies": (0.0, 100.0), "softcap": (-100.0, 100.0), "ahead": (0.0, 100.0),
+    "momentum": (0.0, 1e9),
 }  # fmt: skip
 
-# The same for tuples: how many numbers they hold (None: any), and the range of each.
-TUPLE_RANGES = {
-    "no_attention_layers": (None, 0, 255), "long_layers": (None, 0, 255), "key_offset_layers": (None, 0, 255),
-    "value_embed_layers": (None, 0, 255), "frequencies": (None, 0.0, 100.0), "softcap": (3, -100.0, 100.0),
-    "ahead": (None, 0.0, 100.0), "momentum": (4, 0.0, 1e9),
-}  # fmt: skip
+LENGTHS = {"softcap": 3, "momentum": 4}  # of tuples that have a fixed one
 
 
 def is_number(value, low: float, high: float) -> bool:
@@ -3544,16 +3460,13 @@ def problems_of_field(name: str, value) -> Iterator[str]:
     """What is wrong with one field of the Config, whatever the others are."""
     if name in RANGES:
         low, high = RANGES[name]
+        numbers = value if isinstance(value, tuple) else (value,)
         by_rule = name in Config.by_rule and value == 0
-        if not by_rule and not is_number(value, low, high):
-            yield f"{name}={value} must be {low:,} to {high:,}"
-    elif name in TUPLE_RANGES:
-        length, low, high = TUPLE_RANGES[name]
-        if length is not None and len(value) != length:
-            yield f"{name}={value} must have {length} values"
-        for number in value:
-            if not is_number(number, low, high):
-                yield f"{name}={value}: each value must be {low:,} to {high:,}"
+        if len(numbers) != LENGTHS.get(name, len(numbers)):
+            yield f"{name}={value} must have {LENGTHS[name]} values"
+        if not by_rule and not all(is_number(number, low, high) for number in numbers):
+            each = ": each value" if isinstance(value, tuple) else ""
+            yield f"{name}={value}{each} must be {low:,} to {high:,}"
     elif isinstance(value, str) and ("\0" in value or len(value) > 1000):
         yield f"{name} must be a text of at most 1,000 characters without NUL"
 
@@ -3571,13 +3484,13 @@ def validate(config: Config) -> None:
 def bad_stages(config: Config) -> list:
     """The rows of the stage table that are not what Stage describes."""
     ranges = [(0.0, 1.0), (0, 2**30), (1, 2**30), (1, 2**30), (2, 2**20), (0.0, 100.0)]
-    bad = []
-    for row in config.stages or ((),):
-        fits = isinstance(row, tuple) and len(row) == len(ranges)
-        pairs = zip(row, ranges, strict=True) if fits else ()
-        if not fits or not all(is_number(number, *bounds) for number, bounds in pairs):
-            bad.append(row)
-    return bad
+
+    def fits(row) -> bool:
+        if not isinstance(row, tuple) or len(row) != len(ranges):
+            return False
+        return all(is_number(number, *bounds) for number, bounds in zip(row, ranges, strict=True))
+
+    return [row for row in config.stages or ((),) if not fits(row)]
 
 
 def stage_problems(config: Config) -> Iterator[str]:
@@ -3599,9 +3512,8 @@ def stage_problems(config: Config) -> Iterator[str]:
 
 def value_problems(config: Config) -> Iterator[str]:
     c = config
-    if not (
-        0 < c.softcap[0] <= 100 and c.softcap[2] > 0
-    ):  # the loss computes exp(logit - bound) in fp32
+    # The loss computes exp(logit - bound) in fp32.
+    if not (0 < c.softcap[0] <= 100 and c.softcap[2] > 0):
         yield f"softcap={c.softcap}: the bound and the slope, its first and last value, must be above 0"
     if c.width % c.head_dim:
         yield f"width={c.width} is not a multiple of head_dim={c.head_dim}; change one of them"
@@ -3665,9 +3577,7 @@ def build_parser() -> Parser:
     add("--data", help="dataset directory (default data/shards/climbmix)")
     add("--run-dir", help="where the run is written (default a new dated directory under out/)")
     add("--resume", action="store_true", help="continue the run in --run-dir")
-    add(
-        "--resume-changed", action="store_true", help="--resume with another script, text or recipe"
-    )
+    add("--resume-changed", action="store_true", help="--resume with another script or recipe")
     add("--steps", type=int, help="length of the run in steps")
     add("--tokens", type=int, help="length of the run in tokens")
     add("--seed", type=int, help="of the first weights (default 0)")
@@ -3680,7 +3590,6 @@ def build_parser() -> Parser:
     add("--no-compile", action="store_true", help="slower steps, quicker start")
     add("--rank-timeout", type=float, default=300.0, metavar="S", help="how long a rank may hang")
     add("--wandb", metavar="NAME", help="also log to Weights & Biases under this name")
-    add("--profile", action="store_true", help="trace steps 11 to 15")
     overrides = "override a Config field; voids record status"
     add("--set", action="append", default=[], metavar="KEY=VALUE", help=overrides)
     return parser
@@ -3707,27 +3616,21 @@ def parse_override(text: str) -> tuple[str, object]:
         parsed = float(parsed)
     if type(parsed) is not type(default):
         raise UserError(f"--set {text}: {key} takes a value like {default!r}")
-    for problem in problems_of_field(key, parsed):
-        raise UserError(f"--set {problem}")
     return key, parsed
 
 
 def config_changes(args: argparse.Namespace) -> dict:
     """Fields of the Config that the command line gives."""
     changes = dict(parse_override(text) for text in args.set)
-    flags = (
-        "data", "tokens", "seed", "eval_every", "save_every", "log_every", "micro_batch_tokens", "attention",
-        "dtype", "wandb",
-    )  # fmt: skip
-    for flag in flags:
-        value = getattr(args, flag)
-        if value is None:
-            continue
-        for problem in problems_of_field(flag, value):
-            raise UserError(problem)
-        changes[flag] = value
+    for field_ in dataclasses.fields(Config):
+        value = getattr(args, field_.name, None)
+        if value is not None:
+            changes[field_.name] = value
     if args.no_compile:
         changes["compile"] = False
+    for name, value in changes.items():
+        for problem in problems_of_field(name, value):
+            raise UserError(problem)
     return changes
 
 
@@ -3737,8 +3640,6 @@ def change_config(base: Config, changes: dict, steps: int | None, frozen=(), wha
     Args: frozen fields that must stay as they are in base; what, for the message, says who asks for that
     """
     config = dataclasses.replace(base, **changes)
-    if steps is not None and not bad_stages(config):
-        config = dataclasses.replace(config, tokens=tokens_of_steps(config, steps))
     for name in frozen:
         old = getattr(base, name)
         new = getattr(config, name)
@@ -3747,8 +3648,7 @@ def change_config(base: Config, changes: dict, steps: int | None, frozen=(), wha
                 f"{what} cannot change {name}: the run has {old}, the flags ask for {new}; leave it out, "
                 f"or start a new run"
             )
-    validate(config)
-    return config
+    return new_config(vars(config), steps)
 
 
 def tokens_of_steps(config: Config, steps: int) -> int:
@@ -3905,20 +3805,14 @@ def block_mask(positions_T: Tensor, reach: int) -> Tensor:
     return (keys >= first) & (keys <= queries)
 
 
-def with_previous_block(x: Tensor) -> Tensor:
-    """(blocks, H, block, K) -> (blocks, H, 2 block, K); zeros come before the first block."""
-    previous = torch.cat((torch.zeros_like(x[:1]), x[:-1]))
-    return torch.cat((previous, x), 2)
-
-
 def blocked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     """q, k, v (T, H, K) and a block_mask -> (T, H, K), by scaled_dot_product_attention."""
     T, H, K = q.shape
     blocks, _, block, width = mask.shape
     q, k, v = (x.view(blocks, block, H, K).transpose(1, 2) for x in (q, k, v))
-    if width > block:
-        k = with_previous_block(k)
-        v = with_previous_block(v)
+    if width > block:  # those of the previous block come first; the first block's mask hides them
+        k = torch.cat((k.roll(1, 0), k), 2)
+        v = torch.cat((v.roll(1, 0), v), 2)
     y = F.scaled_dot_product_attention(q, k, v, mask, scale=1.0)
     return y.transpose(1, 2).reshape(T, H, K)
 
@@ -3946,7 +3840,7 @@ def triton_attention(model, positions_T, cu_seqlens, max_doc) -> Callable:
     """window_attention of section 12 (Ampere or newer, 16 bits); one graph serves all windows."""
     T = positions_T.numel()
     bounds = [attention_bounds(cu_seqlens, T, size) for size in model.window_sizes.unbind()]
-    return lambda q, k, v, long, gate: window_attention(q, k, v, bounds[long], 1.0, gate)
+    return lambda q, k, v, long, gate: window_attention(q, k, v, bounds[long], gate)
 
 
 def load_fa3_attention() -> Callable:
@@ -4526,10 +4420,13 @@ def fused_relu2(x: Tensor, w: Tensor) -> bool:
     return device_fits and x.size(1) % 8 == 0 and w.size(0) % 8 == 0
 
 
-def launch_relu2(a: Tensor, b: Tensor, aux: Tensor | None, factor: float = 1.0) -> Tensor:
-    """The result has the dtype of a. 2 M N K FLOP; moves M K + N K + M N items, with aux M N more.
+@torch.library.custom_op(f"{OPS}::linear_relu2", mutates_args=())
+def linear_relu2(a: Tensor, b: Tensor, post: Tensor | None = None, factor: float = 1.0) -> Tensor:
+    """relu(a b^T)^2 factor, (M, N); or with post = relu(pre)^2 the gradient of pre.
 
-    On an H200 710 TFLOP/s forward and 491 backward in bf16, 1,194 and 810 in fp8.
+    That is 2 (a b^T) sqrt(post) factor. The result has the dtype of a. 2 M N K FLOP; moves M K + N K +
+    M N items, with post M N more. On an H200 710 TFLOP/s forward and 491 backward in bf16, 1,194 and
+    810 in fp8.
     """
     M, K = a.shape
     N = len(b)
@@ -4541,7 +4438,7 @@ def launch_relu2(a: Tensor, b: Tensor, aux: Tensor | None, factor: float = 1.0) 
 
     describe = TensorDescriptor.from_tensor
     half = [BM, BN // 2]
-    aux = None if aux is None else describe(aux.contiguous(), half)
+    aux = None if post is None else describe(post.contiguous(), half)
     tensors = (describe(a.contiguous(), [BM, BK]), describe(b.contiguous(), [BN, BK]), aux)
 
     programs = 3  # of the interpreter
@@ -4555,19 +4452,7 @@ def launch_relu2(a: Tensor, b: Tensor, aux: Tensor | None, factor: float = 1.0) 
     return out
 
 
-@torch.library.custom_op(f"{OPS}::linear_relu2", mutates_args=())
-def linear_relu2(x: Tensor, w: Tensor, factor: float = 1.0) -> Tensor:
-    return launch_relu2(x, w, None, factor)
-
-
-@torch.library.custom_op(f"{OPS}::linear_relu2_grad", mutates_args=())
-def linear_relu2_grad(g: Tensor, w: Tensor, post: Tensor, factor: float = 1.0) -> Tensor:
-    """g (T, D), w (F, D), post = relu(pre)^2 (T, F) -> gradient of pre, 2 (g w^T) sqrt(post)."""
-    return launch_relu2(g, w, post, factor)
-
-
-linear_relu2.register_fake(lambda x, w, factor=1.0: x.new_empty(len(x), len(w)))
-linear_relu2_grad.register_fake(lambda g, w, post, factor=1.0: g.new_empty(post.shape))
+linear_relu2.register_fake(lambda a, b, post=None, factor=1.0: a.new_empty(len(a), len(b)))
 
 
 class MLPRelu2(torch.autograd.Function):
@@ -4580,7 +4465,7 @@ class MLPRelu2(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g):
         x, up, down, post = ctx.saved_tensors
-        before = linear_relu2_grad(g, down, post)
+        before = linear_relu2(g, down, post)
         return before @ up, before.T @ x, post.T @ g
 
 
@@ -4594,7 +4479,7 @@ def plain_product8(a8: Tensor, b8: Tensor) -> Tensor:
 def relu2_8(x8: Tensor, w8: Tensor) -> Tensor:
     """e4m3 of relu(x w^T)^2 / 448^3, see MLP8."""
     if fused_relu2(x8, w8):
-        return linear_relu2(x8, w8, E4M3_MAX**-3)
+        return linear_relu2(x8, w8, None, E4M3_MAX**-3)
     post = F.relu(plain_product8(x8, w8)).square() * E4M3_MAX**-3
     # torch rounds to NaN what is too large, Triton to the largest number.
     return post.clamp(max=E4M3_MAX).to(E4M3)
@@ -4603,7 +4488,7 @@ def relu2_8(x8: Tensor, w8: Tensor) -> Tensor:
 def relu2_grad8(g8: Tensor, w8: Tensor, post8: Tensor) -> Tensor:
     """e5m2 of (g w^T) sqrt(post) / 448^1.5, see MLP8."""
     if fused_relu2(g8, w8):
-        return linear_relu2_grad(g8, w8, post8, E4M3_MAX**-1.5 / 2)
+        return linear_relu2(g8, w8, post8, E4M3_MAX**-1.5 / 2)
     before = plain_product8(g8, w8) * post8.float().sqrt() * E4M3_MAX**-1.5
     return before.clamp(-E5M2_MAX, E5M2_MAX).to(E5M2)
 
@@ -4669,11 +4554,11 @@ def attention_bounds(cu_seqlens: Tensor, T: int, window: int | Tensor) -> Tensor
     return torch.stack([first, last]).to(torch.int32)
 
 
-def window_attention_ref(q, k, v, bounds: Tensor, scale: float, gate: Tensor | None = None):
+def window_attention_ref(q, k, v, bounds: Tensor, gate: Tensor | None = None):
     """q, k, v (T, H, K), gate (T, H) -> (T, H, K) with dense scores (H, T, T); only for tests."""
     t = torch.arange(len(q), device=q.device)
     seen = (t >= bounds[0, :, None]) & (t <= t[:, None])
-    scores = torch.einsum("ihd,jhd->hij", q, k).mul(scale).masked_fill(~seen, float("-inf"))
+    scores = torch.einsum("ihd,jhd->hij", q, k).masked_fill(~seen, float("-inf"))
     p = scores.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32))
     return gated(torch.einsum("hij,jhd->ihd", p.to(v.dtype), v), gate)
 
@@ -4694,7 +4579,7 @@ def store_rows(x, value, index, stride, T, D: tl.constexpr):
 @jit
 def attention_forward_kernel(
     q, k, v, o, lse, gate, bounds,
-    T, sq, sk, sv, so, scale_log2,
+    T, sq, sk, sv, so,
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """One block of BM rows and one head a program; keys from the first that its first row sees.
@@ -4712,7 +4597,7 @@ def attention_forward_kernel(
     for n0 in range(tl.load(bounds + m0) // BN * BN, min(m0 + BM, T), BN):
         n = n0 + tl.arange(0, BN)
         K = load_rows(k + h * D, n, sk, T, D)
-        s = tl.dot(Q, tl.trans(K), input_precision="ieee") * scale_log2
+        s = tl.dot(Q, tl.trans(K), input_precision="ieee") * 1.4426950408889634
         s = tl.where((n[None, :] >= first[:, None]) & (n[None, :] <= m[:, None]), s, -1e30)
         new_top = tl.maximum(top, tl.max(s, 1))
         p = tl.exp2(s - new_top[:, None])
@@ -4732,7 +4617,7 @@ def attention_forward_kernel(
 @jit
 def attention_dq_kernel(
     q, k, v, o, do, dq, lse, delta, gate, gated_lse, bounds,
-    T, sq, sk, sv, so, scale,
+    T, sq, sk, sv, so,
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """As the forward; also leaves delta = rowsum(o do) for the other kernel.
@@ -4760,20 +4645,20 @@ def attention_dq_kernel(
     for n0 in range(tl.load(bounds + m0) // BN * BN, min(m0 + BM, T), BN):
         n = n0 + tl.arange(0, BN)
         K = load_rows(k + h * D, n, sk, T, D)
-        s = tl.dot(Q, tl.trans(K), input_precision="ieee") * (scale * 1.4426950408889634)
+        s = tl.dot(Q, tl.trans(K), input_precision="ieee") * 1.4426950408889634
         s = tl.where((n[None, :] >= first[:, None]) & (n[None, :] <= m[:, None]), s, float("-inf"))
         p = tl.exp2(s - L[:, None])
         V = load_rows(v + h * D, n, sv, T, D)
         dp = tl.dot(dO, tl.trans(V), input_precision="ieee")
         ds = p * (dp - row[:, None])
         acc = tl.dot(ds.to(K.dtype), K, acc, input_precision="ieee")
-    store_rows(dq + h * D, acc * scale, m, so, T, D)
+    store_rows(dq + h * D, acc, m, so, T, D)
 
 
 @jit
 def attention_dkv_kernel(
     q, k, v, do, dk, dv, lse, delta, bounds,
-    T, sq, sk, sv, so, scale,
+    T, sq, sk, sv, so,
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """One block of BN keys and one head a program; rows up to the last that sees its last key."""
@@ -4791,14 +4676,14 @@ def attention_dkv_kernel(
         dO = load_rows(do + h * D, m, so, T, D)
         L = tl.load(lse + h * T + m, mask=m < T, other=0.0)
         row = tl.load(delta + h * T + m, mask=m < T, other=0.0)
-        s = tl.dot(K, tl.trans(Q), input_precision="ieee") * (scale * 1.4426950408889634)
+        s = tl.dot(K, tl.trans(Q), input_precision="ieee") * 1.4426950408889634
         s = tl.where((m[None, :] >= n[:, None]) & (m[None, :] <= last[:, None]), s, float("-inf"))
         p = tl.exp2(s - L[None, :])
         dV = tl.dot(p.to(dO.dtype), dO, dV, input_precision="ieee")
         dp = tl.dot(V, tl.trans(dO), input_precision="ieee")
         ds = p * (dp - row[None, :])
         dK = tl.dot(ds.to(Q.dtype), Q, dK, input_precision="ieee")
-    store_rows(dk + h * D, dK * scale, n, so, T, D)
+    store_rows(dk + h * D, dK, n, so, T, D)
     store_rows(dv + h * D, dV, n, so, T, D)
 
 
@@ -4813,7 +4698,7 @@ def adjacent_heads(x: Tensor) -> Tensor:
 
 @torch.library.custom_op(f"{OPS}::window_attention", mutates_args=())
 def window_attention_forward(
-    q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, scale: float, gate: Tensor | None
+    q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, gate: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """window_attention and lse (H, T), the base-2 logarithms of the softmax's denominators."""
     T, H, D = q.shape
@@ -4822,7 +4707,7 @@ def window_attention_forward(
     o = q.new_empty(T, H, D)
     lse = torch.empty(H, T, dtype=torch.float32, device=q.device)
     grid = (triton.cdiv(T, ATTENTION_TILES["BM"]), H)
-    sizes = (T, q.stride(0), k.stride(0), v.stride(0), H * D, scale * math.log2(math.e), D)
+    sizes = (T, q.stride(0), k.stride(0), v.stride(0), H * D, D)
     attention_forward_kernel[grid](q, k, v, o, lse, gate, bounds, *sizes, **ATTENTION_TILES)
     return o, lse
 
@@ -4830,7 +4715,7 @@ def window_attention_forward(
 @torch.library.custom_op(f"{OPS}::window_attention_grad", mutates_args=())
 def window_attention_grad(
     q: Tensor, k: Tensor, v: Tensor, o: Tensor, do: Tensor, lse: Tensor,
-    bounds: Tensor, scale: float, gate: Tensor | None,
+    bounds: Tensor, gate: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk, dv (T, H, K) and dgate (T, H), which is empty without a gate."""
     T, H, D = q.shape
@@ -4843,7 +4728,7 @@ def window_attention_grad(
         gate = gate.contiguous()
         gated_lse = torch.empty_like(lse)
 
-    sizes = (T, q.stride(0), k.stride(0), v.stride(0), H * D, scale, D)
+    sizes = (T, q.stride(0), k.stride(0), v.stride(0), H * D, D)
     tensors = (q, k, v, o, do, dq, lse, delta, gate, gated_lse, bounds)
     grid = (triton.cdiv(T, ATTENTION_TILES["BM"]), H)
     attention_dq_kernel[grid](*tensors, *sizes, **ATTENTION_TILES)
@@ -4856,26 +4741,26 @@ def window_attention_grad(
 
 
 @window_attention_forward.register_fake
-def _(q, k, v, bounds, scale, gate):
+def _(q, k, v, bounds, gate):
     return q.new_empty(q.shape), q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
 
 
 @window_attention_grad.register_fake
-def _(q, k, v, o, do, lse, bounds, scale, gate):
+def _(q, k, v, o, do, lse, bounds, gate):
     dq, dk, dv = (q.new_empty(q.shape) for _ in range(3))
     return dq, dk, dv, q.new_empty(0) if gate is None else gate.new_empty(gate.shape)
 
 
 def save_window_attention(ctx, inputs, output):
-    q, k, v, bounds, ctx.scale, gate = inputs
+    q, k, v, bounds, gate = inputs
     ctx.save_for_backward(q, k, v, bounds, gate, *output)
     ctx.set_materialize_grads(False)
 
 
 def window_attention_backward(ctx, do, dlse):
     q, k, v, bounds, gate, o, lse = ctx.saved_tensors
-    dq, dk, dv, dgate = window_attention_grad(q, k, v, o, do, lse, bounds, ctx.scale, gate)
-    return dq, dk, dv, None, None, None if gate is None else dgate
+    dq, dk, dv, dgate = window_attention_grad(q, k, v, o, do, lse, bounds, gate)
+    return dq, dk, dv, None, None if gate is None else dgate
 
 
 window_attention_forward.register_autograd(
@@ -4883,12 +4768,13 @@ window_attention_forward.register_autograd(
 )
 
 
-def window_attention(q_THK, k_THK, v_THK, bounds: Tensor, scale: float, gate_TH=None) -> Tensor:
+def window_attention(q_THK, k_THK, v_THK, bounds: Tensor, gate_TH=None) -> Tensor:
     """As window_attention_ref, for 16 bits, K a power of two; q, k, v may be views of a packed qkv.
 
-    Gate above 0. 4 / 10 T H K window FLOP forward / backward; 4 / 11 T H K values moved at least.
+    q carries the scale, and the gate is above 0. 4 / 10 T H K window FLOP forward / backward; at least
+    4 / 11 T H K values moved.
     """
-    return window_attention_forward(q_THK, k_THK, v_THK, bounds, scale, gate_TH)[0]
+    return window_attention_forward(q_THK, k_THK, v_THK, bounds, gate_TH)[0]
 
 
 # -- queries and keys: norm, scale and rotary embedding in one pass over qkv, and the way back in

@@ -265,7 +265,7 @@ def check_mlp() -> None:
         slope = 2 * (g.double() @ down.double().T) * post.double().sqrt()
         pairs = (
             (post, K.linear_relu2_ref(x.double(), up.double())),
-            (K.linear_relu2_grad(g, down, post), slope),
+            (K.linear_relu2(g, down, post), slope),
         )
         check(f"linear_relu2 {T} x {D} x {hidden}: forward, gradient", pairs, 5e-3)
         exact = [t.double().requires_grad_() for t in (x, up, down)]
@@ -293,7 +293,7 @@ def time_mlp() -> None:
     sweep(name, *tiles, lambda: K.linear_relu2(x, up), flop=flop)
     timed("  torch product alone", lambda: x @ up.T, flop=flop)
     timed("  torch product, compiled relu^2", lambda: square(x @ up.T), flop=flop)
-    sweep("linear_relu2_grad", *tiles, lambda: K.linear_relu2_grad(g, down, post), flop=flop)
+    sweep("linear_relu2_grad", *tiles, lambda: K.linear_relu2(g, down, post), flop=flop)
     timed("  torch product, compiled slope", lambda: slope(g @ down.T, post), flop=flop)
 
     leaves = [t.requires_grad_() for t in (x, up, down)]
@@ -326,11 +326,13 @@ def check_attention() -> None:
         qkv = randn(T, 3, 6, 128).requires_grad_()
         gate = torch.rand(T, 6, device="cuda").to(bf16).requires_grad_()
         g = randn(T, 6, 128)
-        y = K.window_attention(*qkv.unbind(1), bounds, 0.1, gate)
+        q, k, v = qkv.unbind(1)
+        y = K.window_attention(0.1 * q, k, v, bounds, gate)
         got = (y, *torch.autograd.grad(y, (qkv, gate), g))
 
         exact = [t.detach().double().requires_grad_() for t in (qkv, gate)]
-        z = K.window_attention_ref(*exact[0].unbind(1), bounds, 0.1, exact[1])
+        q, k, v = exact[0].unbind(1)
+        z = K.window_attention_ref(0.1 * q, k, v, bounds, exact[1])
         want = (z, *torch.autograd.grad(z, exact, g.double()))
         name = f"window_attention {T}, window {window}: forward, dqkv, dgate"
         check(name, zip(got, want, strict=True), 1e-2)
@@ -366,9 +368,10 @@ def time_attention() -> None:
     for window in (128, 384, 896, 2048):
         bounds = K.attention_bounds(cu, T, window)
         pairs = (torch.arange(T, device="cuda") - bounds[0] + 1).sum().item()
-        o, lse = K.window_attention_forward(q, k, v, bounds, 0.1, gate)
-        forward = lambda: K.window_attention_forward(q, k, v, bounds, 0.1, gate)
-        backward = lambda: K.window_attention_grad(q, k, v, o, g, lse, bounds, 0.1, gate)
+        scaled = 0.1 * q
+        o, lse = K.window_attention_forward(scaled, k, v, bounds, gate)
+        forward = lambda: K.window_attention_forward(scaled, k, v, bounds, gate)
+        backward = lambda: K.window_attention_grad(scaled, k, v, o, g, lse, bounds, gate)
         rate = {"flop": 4 * pairs * H * D, "moved": 8 * T * H * D}
         back = {"flop": 10 * pairs * H * D, "moved": 22 * T * H * D}
         tried = rows if window in (128, 896) else "64 64 4 2"

@@ -81,18 +81,18 @@ def launches(script, config, quick: bool) -> None:
             if not quick or x.is_contiguous():
                 script.sym_mm(x, 1.0, 0.5, 0.5)
     if script.fused_relu2(new(T, D), new(F, D)):
-        script.launch_relu2(new(T, D), new(F, D), new(T, F))
+        script.linear_relu2(new(T, D), new(F, D), new(T, F))
         x, w, post = (new(*shape, dtype=script.E4M3) for shape in ((T, D), (F, D), (T, F)))
-        script.launch_relu2(x.to(script.E5M2), w, post, 0.5)
+        script.linear_relu2(x.to(script.E5M2), w, post, 0.5)
         if not quick:
-            script.launch_relu2(new(T, D), new(F, D), None)
-            script.launch_relu2(x, w, None, 0.5)
+            script.linear_relu2(new(T, D), new(F, D))
+            script.linear_relu2(x, w, None, 0.5)
     q, k, v = new(T, 3, H, K).unbind(1)
     bounds = new(2, T, dtype=torch.int32)
     for gate in [new(T, H)] if quick else [None, new(T, H)]:
-        script.window_attention_forward(q, k, v, bounds, 1.0, gate)
+        script.window_attention_forward(q, k, v, bounds, gate)
         o, lse = new(T, H, K), new(H, T, dtype=torch.float32)
-        script.window_attention_grad(q, k, v, o, o.clone(), lse, bounds, 1.0, gate)
+        script.window_attention_grad(q, k, v, o, o.clone(), lse, bounds, gate)
     turn = new(T, 1, K), new(T, 1, K), torch.ones(())
     script.norm_rotate_forward(new(T, 3, H, K), *turn)
     script.norm_rotate_grad(new(T, 3, H, K), *new(3, T, H, K), *turn)

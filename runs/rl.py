@@ -292,9 +292,8 @@ def pack_rollouts(
     while len(rows) % packs:
         rows.append([])
 
-    filled = script.empty_packs(len(rows), config, bos_id)
-    weights = np.zeros(filled.tokens.shape, np.float32)
-    num_targets = 0
+    batch = script.empty_packs(len(rows), config, bos_id, config.max_seq_len)
+    weights = torch.zeros(batch.tokens.shape)
     for row, members in enumerate(rows):
         documents = []
         start = 0
@@ -304,9 +303,8 @@ def pack_rollouts(
             weights[row, start:end] = rollout.advantage
             start = end
             documents.append((np.array(rollout.tokens, np.int32), np.array(rollout.drawn)))
-        num_targets += script.fill_pack(filled, row, documents, config.max_seq_len)
-    batch = filled.batch(config.max_seq_len, filled.tokens.size, num_targets)
-    return WeightedBatch(batch, torch.from_numpy(weights))
+        script.fill_pack(batch, row, documents)
+    return WeightedBatch(batch, weights)
 
 
 def backward(state, weighted: WeightedBatch, total_drawn: int) -> float:

@@ -25,12 +25,11 @@ from conftest import (
 
 def as_batch(config, *documents) -> ts.Batch:
     """One document for each pack, the rest of the pack ignored."""
-    packs = ts.empty_packs(len(documents), config, 0)
-    num_targets = 0
+    batch = ts.empty_packs(len(documents), config, 0, config.max_seq_len)
     for row, (sequence, counted) in enumerate(documents):
         pair = (np.array(sequence), np.array(counted))
-        num_targets += ts.fill_pack(packs, row, [pair], config.max_seq_len)
-    return packs.batch(config.max_seq_len, packs.tokens.size, num_targets)
+        ts.fill_pack(batch, row, [pair])
+    return batch
 
 
 @pytest.fixture(scope="module")

@@ -264,10 +264,10 @@ def test_user_tokens_are_no_targets(setup):
 def test_micro_batches_and_steps_without_a_target(setup):
     """A pack that counts nothing changes neither loss nor gradient; a step of such packs changes nothing and is 0."""
     config = setup[0]
-    batch, empty = batches(setup, most=1)[0], ts.empty_packs(4, config, 0)
+    batch, empty = batches(setup, most=1)[0], ts.empty_packs(4, config, 0, CONTEXT)
     for row in range(4):
-        assert ts.fill_pack(empty, row, [], CONTEXT) == 0
-    empty = empty.batch(CONTEXT, 512, 0)
+        ts.fill_pack(empty, row, [])
+    assert empty.total_targets == 0
     joined = (torch.cat((getattr(empty, f), getattr(batch, f))) for f in FIELDS)
     both = dataclasses.replace(batch, **dict(zip(FIELDS, joined, strict=True)))
     (loss, grads), (loss_both, grads_both) = step(setup, batch), step(setup, both)

@@ -43,7 +43,7 @@ def test_load_run(run_dir):
 
 
 @pytest.mark.parametrize(
-    ("line", "found"), [("INTERFACE = 1", 1), ("INTERFACE = 4", 4), ("", 1)], ids=("older", "newer", "none")
+    ("line", "found"), [("INTERFACE = 1", 1), ("INTERFACE = 5", 5), ("", 1)], ids=("older", "newer", "none")
 )
 @pytest.mark.parametrize("commit", ["0123abc", ""])
 def test_another_interface_is_refused(run_dir, line, found, commit):
@@ -56,7 +56,7 @@ def test_another_interface_is_refused(run_dir, line, found, commit):
     with pytest.raises(engine.RunError) as error:
         engine.load_run(run_dir, device="cpu")
     message = str(error.value)
-    assert f"has interface {found} but this tool reads interface 3; " in message and "\n" not in message
+    assert f"has interface {found} but this tool reads interface 4; " in message and "\n" not in message
     assert ("check out commit 0123abc" if commit else "config.json names none") in message
 
 

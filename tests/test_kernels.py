@@ -332,11 +332,13 @@ def test_window_attention(cu, window, gates, device, monkeypatch):
     qkv = torch.randn(T, 3, H, D, device=device).to(dtype).requires_grad_()
     do = torch.randn(T, H, D, device=device).to(dtype)
     gate = 2 * torch.rand(T, H, device=device).to(dtype)
-    y = K.window_attention(*qkv.unbind(1), bounds, 0.2, gate.requires_grad_() if gates else None)
+    q, k, v = qkv.unbind(1)
+    y = K.window_attention(q * 0.2, k, v, bounds, gate.requires_grad_() if gates else None)
     leaves = (qkv, gate) if gates else (qkv,)
     got = (y, *torch.autograd.grad(y, leaves, do))
     exact = [t.detach().double().requires_grad_() for t in leaves]
-    y = K.window_attention_ref(*exact[0].unbind(1), bounds, 0.2, *exact[1:])
+    q, k, v = exact[0].unbind(1)
+    y = K.window_attention_ref(q * 0.2, k, v, bounds, *exact[1:])
     for a, b in zip(got, (y, *torch.autograd.grad(y, exact, do.double())), strict=True):
         close(a, b, 1e-2 if cuda else 1e-5)
 
@@ -350,7 +352,7 @@ def test_a_closed_gate(monkeypatch):
     gate = torch.ones(20, 2)
     gate[5, 1] = 0
     bounds = K.attention_bounds(torch.tensor([0, 20], dtype=torch.int32), 20, 20)
-    y = K.window_attention(q, k, v, bounds, 0.2, gate.requires_grad_())
+    y = K.window_attention(q * 0.2, k, v, bounds, gate.requires_grad_())
     y.sum().backward()
     assert (y[5, 1] == 0).all() and gate.grad[5, 1] == 0 and gate.grad.isfinite().all() and (gate.grad != 0).sum() == 39
 
@@ -404,7 +406,7 @@ def test_compiled_fullgraph(device):
 
     def step(x, w, up, down, qkv):
         q, k, v = K.norm_rotate(qkv / 2, turn, slant, scale)
-        y = K.window_attention(q, k, v * 2, bounds, 1.0, x[:, :1].sigmoid())
+        y = K.window_attention(q, k, v * 2, bounds, x[:, :1].sigmoid())
         y = K.mlp_relu2(x + y.flatten(1), up, down)
         return K.linear_cross_entropy(y, w, targets, CAP, weights, rows, chunk=4)[0] / 3
 

@@ -352,6 +352,25 @@ def test_a_damaged_result_is_made_again(finished, tmp_path, how):
     assert again["tokens_per_second"] == pytest.approx(right["tokens"] / right["train_seconds"])
 
 
+def test_a_finished_run_compiles_nothing(finished, tmp_path, monkeypatch):
+    """Its result is printed again before a model is built."""
+    run_dir = shutil.copytree(finished, tmp_path / "run")
+    before = snapshot(run_dir)
+    monkeypatch.setattr(ts, "build_state", lambda *args: pytest.fail("a model was built"))
+    code, out, err = main("--resume", "--run-dir", run_dir)
+    assert code == 0, err
+    assert json.loads(out.splitlines()[-1]) == json.loads((run_dir / "result.json").read_text())
+    assert {k: v for k, v in snapshot(run_dir).items() if k in before} == before
+
+
+def test_operations_are_counted_over_resumes(halfway, finished, tmp_path):
+    """The MFU of a result that is made again needs those of the whole run."""
+    run_dir = shutil.copytree(halfway, tmp_path / "run")
+    assert main("--resume", "--run-dir", run_dir)[0] == 0
+    counted = [ts.read_state(ts.checkpoints(folder)[-1])["flops"] for folder in (run_dir, finished)]
+    assert counted[0] == pytest.approx(counted[1]) and counted[1] > 0
+
+
 # ---- one run, one owner
 
 OWNER = (

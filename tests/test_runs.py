@@ -9,6 +9,7 @@ import dataclasses
 import errno
 import hashlib
 import io
+import itertools
 import json
 import math
 import os
@@ -340,21 +341,40 @@ def test_wandb_without_a_login(dataset_dir, tmp_path):
     assert python("train_small.py", *argv, env=environment).returncode == 0
 
 
-def test_profile(dataset_dir, tmp_path):
-    """Steps 11 to 15 of a run are traced, with a table of operations; the numbers are those of any run."""
-    run_dir = tmp_path / "run"
-    assert ts.main(flags(dataset_dir, run_dir, "--profile", steps=16)) == 0
-    events = json.loads((run_dir / "trace.json").read_text())["traceEvents"]
-    named = [event for event in events if str(event.get("name")).startswith("ProfilerStep#")]
-    assert {event["name"] for event in named} == {f"ProfilerStep#{n}" for n in range(10, 15)}
-    assert "aten::mm" in (run_dir / "profile.txt").read_text()
-    assert len(losses(run_dir)) == 16 and saved(run_dir)[-1] == 16
+def test_milliseconds_of_a_line_that_spans_two_stages(dataset_dir, tmp_path):
+    """Steps of 2 packs and then of 4: each counts as one."""
+    stages = "stages=((0.5,2,16,48,48,1.0),(0.5,4,16,48,48,1.4))"
+    assert ts.main(flags(dataset_dir, tmp_path, "--log-every", "6", "--set", stages, steps=12)) == 0
+    lines = [entry for entry in entries(tmp_path) if "step_ms" in entry]
+    assert {line["step"] for line in lines} >= {1, 6, 12}
+    for before, line in itertools.pairwise(lines):
+        seconds = line["train_seconds"] - before["train_seconds"]
+        assert line["step_ms"] == pytest.approx(seconds / (line["step"] - before["step"]) * 1e3)
 
 
-def test_profile_of_a_short_run(dataset_dir, tmp_path, fails):
-    """Steps 11 to 15 are traced; a run that ends before says so instead of writing nothing."""
-    fails(flags(dataset_dir, tmp_path / "run", "--profile", steps=10), "steps 11 to 15 of 10", "more --steps")
-    assert not (tmp_path / "run").exists()
+def test_no_samples_without_tiktoken(dataset_dir, tmp_path, monkeypatch, capsys):
+    """What was trained is reported all the same."""
+    monkeypatch.setitem(sys.modules, "tiktoken", None)
+    assert ts.main(flags(dataset_dir, tmp_path, steps=2)) == 0
+    assert "no samples: import of tiktoken halted" in capsys.readouterr().out
+    assert (tmp_path / "report.md").is_file()
+
+
+# ---- ranks
+
+
+def test_ranks_with_different_free_memory(monkeypatch):
+    """All take the micro-batch of the one with the least: else they would warm up a different number of times."""
+    monkeypatch.setattr(ts, "choose_packs", lambda config, ranks: 2)
+    monkeypatch.setattr(ts.Ranks, "gather", lambda self, value: [value, 1 if value == 2 else value])
+    assert ts.build_state(tiny_config(), ALONE, lambda text: None).packs == 1
+
+
+def test_ranks_with_different_attention(monkeypatch):
+    """One may have failed to load FlashAttention 3 from the hub."""
+    monkeypatch.setattr(ts.Ranks, "gather", lambda self, value: [value, "fa3_attention"])
+    with pytest.raises(ts.UserError, match="sdpa_attention, fa3_attention"):
+        ts.build_state(tiny_config(), ALONE, lambda text: None)
 
 
 # ---- the training step
@@ -443,7 +463,7 @@ def test_loss_scale():
     """Half after an overflow, but at least 2; twice after 1,000 good steps in a row, but at most 2 ** 24."""
     config = tiny_config()
     state = ts.build_state(config, ALONE, lambda text: None)
-    empty = ts.empty_packs(0, config, 0).batch(48, 0, 0)
+    empty = ts.empty_packs(0, config, 0, 48)
 
     def after(scale: float, *outcomes: bool) -> float:
         state.loss_scale, state.good_steps = scale, 0
@@ -728,7 +748,7 @@ def test_two_processes_stop_together(dataset_dir, tmp_path):
 
 FLAGS = {
     "--attention", "--data", "--dtype", "--eval-every", "--help", "--log-every", "--micro-batch-tokens",
-    "--no-compile", "--profile", "--rank-timeout", "--resume", "--resume-changed",
+    "--no-compile", "--rank-timeout", "--resume", "--resume-changed",
     "--run-dir", "--save-every", "--seed", "--set", "--steps",
     "--tokens", "--wandb",
 }  # fmt: skip

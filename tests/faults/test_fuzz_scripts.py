@@ -96,7 +96,7 @@ def overrides(draw) -> tuple:
 
 FLAGS = ("--data", "--run-dir", "--resume", "--resume-changed", "--steps", "--tokens", "--seed", "--eval-every",
          "--save-every", "--log-every", "--micro-batch-tokens", "--attention", "--dtype", "--no-compile",
-         "--rank-timeout", "--wandb", "--profile", "--set", "--help", "--nonsense", "-x", "--", "@nothing", "@/",
+         "--rank-timeout", "--wandb", "--set", "--help", "--nonsense", "-x", "--", "@nothing", "@/",
          "sample", "sft", "--steps=3", "--set=width=64")  # fmt: skip
 
 
