@@ -62,6 +62,7 @@ def program(argv, cwd, environment, out, err) -> None:
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), number)
     sys.stdout = open(1, "w", buffering=1, closefd=False)
     sys.stderr = open(2, "w", buffering=1, closefd=False)
+    sys.path[:] = [path for path in sys.path if ROOT not in (Path(path), Path(path).parent)]  # those of the tests
     sys.path[:0] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
     if argv[0] == "-c":
         sys.argv = ["-c", *argv[2:]]

@@ -10,7 +10,6 @@ import json
 import math
 import random
 import shutil
-import subprocess
 import sys
 import zipfile
 
@@ -91,8 +90,7 @@ def bundle(tmp_path_factory):
 
 
 def run_core(*flags):
-    command = [sys.executable, "data/core.py", *map(str, flags)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    return python("data/core.py", *flags)
 
 
 @pytest.fixture(scope="module")
@@ -459,10 +457,7 @@ def test_two_processes(trained, tmp_path):
     for ranks in (1, 2):
         run_dir = shutil.copytree(trained, tmp_path / str(ranks))
         command = ["runs/score_core.py", str(run_dir), "--items", "3"]
-        if ranks == 1:
-            done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True)
-        else:
-            done = python(*command, ranks=2)
+        done = python(*command, ranks=ranks)
         assert done.returncode == 0, done.stderr
         assert done.stdout.count("core: ") == 1, "one rank prints"
         scores.append(json.loads(done.stdout.splitlines()[-1])["core"])

@@ -7,7 +7,6 @@ import os
 import random
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -18,6 +17,7 @@ import train_small as ts
 
 from conftest import ROOT, random_model, script, tiny_config
 from hub_stub import start_hub
+from processes import python
 
 sys.path.insert(0, str(ROOT / "data"))
 sys.path.insert(0, str(ROOT / "runs"))
@@ -188,9 +188,8 @@ def test_push(bpe, tmp_path):
 
     def run(endpoint, out, *more):
         names = {"HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path / "home"), "HF_TOKEN": "hf_secret"}
-        command = [sys.executable, "runs/export.py", run_dir, "--out", out, "--push", *more]
         environment = {**os.environ, **names, "HF_HUB_DISABLE_XET": "1"}
-        return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+        return python("runs/export.py", run_dir, "--out", out, "--push", *more, env=environment)
 
     with start_hub({}) as hub:
         done = run(hub.url, tmp_path / "a", "me/tiny")

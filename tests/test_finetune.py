@@ -14,7 +14,6 @@ import os
 import random
 import shutil
 import signal
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -54,7 +53,7 @@ def data(tmp_path_factory) -> Path:
     write_jsonl(folder / "val_text.jsonl", [{"text": words(rng, 60)} for _ in range(10)])
     command = ["data/pretrain.py", "--source", folder / "text.jsonl", "--val-source", folder / "val_text.jsonl",
                "--vocab-size", "300", "--workers", "1", "--out", folder / "data"]  # fmt: skip
-    done = subprocess.run([sys.executable, *map(str, command)], cwd=ROOT, capture_output=True, text=True)
+    done = python(*command)
     assert done.returncode == 0, done.stderr
     talks = [chat(*(words(rng, 16) for _ in range(rng.choice((2, 2, 2, 3, 4))))) for _ in range(400)]
     source = write_jsonl(folder / "chat.jsonl", talks)
@@ -392,9 +391,7 @@ def test_kill_and_resume_is_bit_identical(finished, base, tmp_path):
     """kill -9 in step 14; --resume ends with the same weights, and needs neither the source nor its flags."""
     run_dir, source = tmp_path / "killed", tmp_path / "source"
     shutil.copytree(base, source)
-    killed = subprocess.run(
-        [sys.executable, "-c", KILL, *tune(source, run_dir)], cwd=ROOT / "runs", capture_output=True
-    )
+    killed = python("-c", KILL, *tune(source, run_dir), cwd=ROOT / "runs")
     assert killed.returncode == -signal.SIGKILL and saved(run_dir) == [5, 10]
     shutil.rmtree(source)
     assert finetune.main(["--resume", "--run-dir", str(run_dir)]) == 0

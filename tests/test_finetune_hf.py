@@ -8,8 +8,6 @@ import os
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import types
 
 import numpy as np
@@ -18,6 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from conftest import ROOT
+from processes import python
 
 pytest.importorskip("datasets")
 os.environ["HF_HUB_OFFLINE"] = "1"  # before the imports: nothing may be asked of the hub
@@ -497,8 +496,7 @@ def test_two_ranks_and_back_to_one(folder, reference, tmp_path, capsys):
         port = free.getsockname()[1]
     environment = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     environment |= {"HF_DATASETS_CACHE": str(folder / "cache"), "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-c", TWO_RANKS, "sft", f"@{folder}/sft.toml", "--run-dir", str(run_dir)]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    done = python("-c", TWO_RANKS, "sft", f"@{folder}/sft.toml", "--run-dir", run_dir, env=environment)
     assert done.returncode == 0, done.stderr
     assert "tokenize_chats:" not in done.stderr  # the reference has filled the cache
     assert losses_of(run_dir) == pytest.approx(losses_of(reference), rel=1e-5)
@@ -521,8 +519,7 @@ def test_pretrain(folder, tmp_path):
              folder / "texts.jsonl", "--val-rows", 5, "--sequence-length", 100, "--packs", 4, "--epochs", 1.5,
              "--lr", 0.01, "--workers", 2, "--recompute", "false", "--run-dir", tmp_path / "run"]  # fmt: skip
     environment = {**os.environ, "HF_DATASETS_CACHE": str(folder / "cache"), "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "runs/finetune_hf.py", *map(str, words)]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    done = python("runs/finetune_hf.py", *words, env=environment)
     assert done.returncode == 0, done.stderr
     config = json.loads((tmp_path / "run/config.json").read_text())
     assert config["command"] == "pretrain" and config["recompute"] is False

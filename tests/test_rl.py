@@ -11,7 +11,6 @@ import io
 import itertools
 import json
 import random
-import subprocess
 import sys
 
 import numpy as np
@@ -20,6 +19,7 @@ import torch
 import train_small as ts
 
 from conftest import ROOT, TINY
+from processes import python
 from test_data_sft import chat, run, write_jsonl
 
 sys.path.insert(0, str(ROOT / "runs"))
@@ -49,7 +49,8 @@ def source(tmp_path_factory):
     texts = [{"text": " ".join(rng.choices(words, k=rng.randint(1, 200)))} for _ in range(200)]
     command = ["data/pretrain.py", "--source", write_jsonl(folder / "text.jsonl", texts), "--vocab-size", "300",
                "--workers", "1", "--out", folder / "data"]  # fmt: skip
-    subprocess.run([sys.executable, *map(str, command)], cwd=ROOT, capture_output=True, check=True)
+    done = python(*command)
+    assert done.returncode == 0, done.stderr
     talks = []
     for _ in range(400):
         a, b = sft.draw_sum(rng, 1, "train")

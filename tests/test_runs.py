@@ -319,7 +319,7 @@ def test_wandb_offline(dataset_dir, tmp_path):
     run_dir = tmp_path / "run"
     for steps, more in ((2, []), (4, ["--resume"])):
         argv = [*flags(dataset_dir, run_dir, "--wandb", "name", steps=steps), *more]
-        done = subprocess.run([sys.executable, "train_small.py", *argv], cwd=ROOT, env=environment, capture_output=True)
+        done = python("train_small.py", *argv, env=environment)
         assert done.returncode == 0, done.stderr
     records = list((run_dir / "wandb").glob("offline-run-*/*.wandb"))
     number = (run_dir / "wandb_id.txt").read_text()
@@ -334,8 +334,7 @@ def test_wandb_without_a_login(dataset_dir, tmp_path):
     environment = {k: v for k, v in os.environ.items() if not k.startswith("WANDB")}
     environment |= {"HOME": str(tmp_path), "NETRC": str(tmp_path / "none"), "PYTHONWARNINGS": "ignore"}
     argv = flags(dataset_dir, tmp_path / "run", steps=2)
-    command = [sys.executable, "train_small.py", *argv]
-    done = subprocess.run([*command, "--wandb", "x"], cwd=ROOT, env=environment, capture_output=True, text=True)
+    done = python("train_small.py", *argv, "--wandb", "x", env=environment)
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert "error: --wandb could not start" in done.stderr and "WANDB_MODE=offline" in done.stderr
     assert python("train_small.py", *argv, env=environment).returncode == 0
@@ -731,7 +730,8 @@ def test_two_processes_train_like_one(finished, halfway, dataset_dir, tmp_path):
 def test_two_processes_stop_together(dataset_dir, tmp_path):
     """SIGTERM to torchrun: all ranks save the same step and leave; one process can go on from there."""
     run_dir = tmp_path / "two"
-    job = torchrun(*flags(dataset_dir, run_dir, steps=3000, max_epochs=1000), "--save-every", "0", "--eval-every", "0")
+    argv = flags(dataset_dir, run_dir, "--save-every", "0", "--eval-every", "0", steps=3000, max_epochs=1000)
+    job = torchrun(*argv)
     for line in job.stdout:
         if re.match(r"step +2/", line):
             break
