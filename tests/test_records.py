@@ -20,6 +20,7 @@ import re
 import shutil
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import matplotlib.image
@@ -28,6 +29,7 @@ import pytest
 from scipy import stats
 
 from conftest import ROOT, TINY, tiny_config, tm, ts, validation_of, write_dataset
+from processes import python
 
 sys.path.insert(0, str(ROOT / "records"))
 import add
@@ -108,7 +110,15 @@ def here(request, monkeypatch):
         monkeypatch.setattr(tracks, "FILE", root / "records" / "tracks.json")
         monkeypatch.setattr(leaderboard, "README", root / "records" / "README.md")
         monkeypatch.setattr(leaderboard, "QUOTED", root / "records" / "quoted.json")
+        monkeypatch.setattr(add, "subprocess", types.SimpleNamespace(run=quick_run))
         monkeypatch.chdir(root)
+
+
+def quick_run(command: list[str], **options) -> subprocess.CompletedProcess:
+    """subprocess.run, but Python runs as a fork that has torch already: here scripts are asked for their Config."""
+    if command[0] == sys.executable:
+        return python(*command[1:], cwd=options["cwd"])
+    return subprocess.run(command, **options)
 
 
 def run(tool, *argv) -> str:
@@ -135,13 +145,13 @@ def folders(repo):
         slug = {"a": "base", "b": "a-low-rate"}[name]
         runs = [f"out/{name}_{seed}" for seed in SEEDS]
         command = ["records/add.py", *runs, "--track", "small", "--slug", slug, *more]
-        subprocess.run([sys.executable, *command], cwd=repo, check=True, capture_output=True)
+        assert python(*command, cwd=repo).returncode == 0
         if name == "a":
             device = json.loads((repo / "out" / "a_0" / "config.json").read_text())["machine"]["device"]
             command = ["records/tracks.py", "add", "data/tiny", "--dataset", "tiny", "--script", "small", "--tokens",
                        "4608", "--device", device, "--max-seq-len", "64", "--val-tokens", "1500", "--made-by", "make",
                        "--train", "train", "--first", "baselines/2026-11-22_base"]  # fmt: skip
-            subprocess.run([sys.executable, *command], cwd=repo, check=True, capture_output=True)
+            assert python(*command, cwd=repo).returncode == 0
     return repo / "baselines" / "2026-11-22_base", repo / "baselines" / "2026-11-22_a-low-rate"
 
 
@@ -221,7 +231,7 @@ def test_record_folder(folders):
 
 def test_verify_is_content(repo, folders):
     assert run(verify, "all") == "2026-11-22_a-low-rate: ok\n2026-11-22_base: ok\n"
-    done = subprocess.run([sys.executable, "records/verify.py", folders[0]], cwd=repo, capture_output=True, text=True)
+    done = python("records/verify.py", folders[0], cwd=repo)
     assert (done.returncode, done.stdout, done.stderr) == (0, "2026-11-22_base: ok\n", "")
 
 
