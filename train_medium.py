@@ -12,7 +12,7 @@ What is done with a trained model lives in runs/: sample.py, chat.py, score_core
 The file reads downward. One training step needs sections 1 to 6; kernels come last.
 
      1. CONFIG        every recipe number, rules that scale them, the stage table, the parameter table
-     2. SCHEDULE      learning rate, momentum, windows, rotary frequencies: pure functions of the step
+     2. SCHEDULE      learning rate, momentum, loss weights: pure functions of the step
      3. TRAINING      the outline of a run, the loop, one step, CUDA graphs
      4. MODEL         one trunk between token ids and head; attention is passed in
      5. DATA          shards -> packs of documents -> micro-batches
@@ -30,7 +30,7 @@ shapes in its comments are those of the small model. What differs, and why:
     small                            here                             because
     -----                            ----                             -------
     numbers tuned one by one         rules from depth and horizon     one recipe for all sizes of a series
-    batch and windows in 3 stages    one stage                        1 M tokens a step keep 8 GPUs busy; a
+    a batch that grows in stages     one stage                        1 M tokens a step keep 8 GPUs busy; a
                                                                       ramp gained nanochat little
     one table for input and output   two; `tied` makes them one       one is better up to 94 M tokens; longer
                                                                       recipes part them (modded-nanogpt
@@ -130,13 +130,10 @@ class UserError(Exception):
 
 @dataclass(frozen=True)
 class Stage:
-    """One row of the stage table. Windows and lengths are in tokens."""
+    """One row of the stage table."""
 
     share: float  # of the run's steps
     packs: int  # packs in a step, over all ranks and micro-batches
-    window_short: int  # how many keys a query sees behind itself in most layers
-    window_long: int  # the same in Config.long_layers
-    max_doc: int  # a longer document continues as a new segment behind a fresh BOS
     lr_mult: float  # about sqrt(batch / batch of the first stage)
 
 
@@ -149,7 +146,9 @@ class Config:
     mlp_width: int = 0  # 0: 4 x width
     # Replaced by that of the dataset's tokenizer; the rules use this number.
     vocab_size: int = 32768
-    max_seq_len: int = 2048  # longest document in validation and generation
+    max_seq_len: int = 2048  # a longer document goes on as a new segment behind a fresh BOS
+    window_short: int = 512  # how many tokens a query sees behind itself in most layers
+    window_long: int = 2048  # the same in long_layers
     window_pattern: str = "SSSL"  # short and long windows, repeated; the last layer is long anyway
     key_offset: bool = True  # in long layers half of each key comes from the previous token
     value_embeds: bool = True  # a table in every other layer, the last included
@@ -161,7 +160,6 @@ class Config:
     gate_width: int = 12  # channels that the small gates read
     attention_scale: float = 0.12  # modded-nanogpt record 20; nanochat's is 0.127
     rotary_base: float = 1024.0
-    frequencies: tuple = ()  # of the rotary embedding; (): by rotary_base
     softcap: tuple = (23.0, 5.0, 7.5)  # logits = a * sigmoid((z + b) / c), modded-nanogpt record 54
     fp8: bool = True  # products of the layers, only in training, from compute capability 8.9 on
     fp8_head: bool = True  # the same for the head
@@ -178,8 +176,8 @@ class Config:
     tokens_per_weight: float = 8.0  # nanochat's at this size; compute-optimal is about 10 there
     max_epochs: int = 1  # more than 1 allows repeated text
     val_tokens: int = 10_485_760  # validation stops after this many tokens
-    # -- stages: share, packs (0: batch_rule), window_short, window_long, max_doc, lr_mult
-    stages: tuple = ((1.0, 0, 512, 2048, 2048, 1.0),)
+    # -- stages: share, packs (0: batch_rule), lr_mult
+    stages: tuple = ((1.0, 0, 1.0),)
     # -- optimizer: base rates, multiplied by the parameter table and the schedule
     muon_lr: float = 0.0  # 0: 0.0283 x rate_rule
     adam_lr: float = 0.0  # 0: 0.0064 x rate_rule
@@ -415,34 +413,6 @@ def loss_weights(config: Config, step: int) -> list[float]:
     return weights
 
 
-def stage_attention(config: Config, index: int) -> dict:
-    """Windows, attention scale and rotary frequencies of a stage.
-
-    They follow YaRN (arXiv 2309.00071) from stage to stage: when the long window grows from `old` to
-    `new`, slow rotations are stretched by old / new, fast ones are kept, and the scale grows with
-    log(new / old). All stages are replayed from the first, which makes this a pure function.
-    """
-    quarter = config.head_dim // 4
-    frequencies = np.array(
-        config.frequencies or (1 / config.rotary_base) ** np.linspace(0, 1, quarter)
-    )
-    scale = config.attention_scale
-    table = config.stage_table
-    for before, after in zip(table[:index], table[1 : index + 1], strict=True):
-        old = before.window_long
-        new = after.window_long
-        if new > old:
-            keep = np.clip((old * frequencies / (2 * np.pi) - 1) / (32 - 1), 0, 1)
-            frequencies = frequencies * (old / new + keep * (1 - old / new))
-            scale *= 0.2 * math.log(new / old) + 1
-    return {
-        "window_short": table[index].window_short,
-        "window_long": table[index].window_long,
-        "scale": scale,
-        "frequencies": frequencies.tolist(),
-    }
-
-
 # <<< shared: schedule
 # >>> shared: training
 # ===============================================================================
@@ -489,16 +459,9 @@ def run_steps(run: Run) -> None:
     state = run.state
     progress = run.progress
     losses = []  # since the last line of the log, 0-D tensors on the device
-    entered_stage = -1
     run.clock = time.perf_counter()
 
     while state.step < config.num_steps:
-        # A new stage changes windows and the rotary table.
-        index = stage_index(config, state.step)
-        if index != entered_stage:
-            state.model.set_stage(stage_attention(config, index))
-            entered_stage = index
-
         # The step itself. The device works on it while the host goes on.
         run.ranks.at_step(state.step)
         batch = run.loader.next()
@@ -630,8 +593,6 @@ class GraphKey(NamedTuple):
     """What a graph was captured for. Another key needs another graph."""
 
     first: bool  # the first micro-batch of a step writes gradients, later ones add to them
-    max_doc: int
-    windows: tuple | None  # None where attention reads them from the device
     shapes: tuple
 
 
@@ -649,11 +610,8 @@ def replay(state: TrainState, micro_batch: MicroBatch, factor: Tensor) -> Tensor
     """micro_step as one graph, from the second call with the same shapes on."""
     params = list(state.model.parameters())
     tensors = [*micro_batch.tensors(), factor]
-    windows_are_data = state.model.attention is triton_attention
     key = GraphKey(
         first=params[0].grad is None,
-        max_doc=micro_batch.max_doc,
-        windows=None if windows_are_data else state.model.windows,
         shapes=tuple(tuple(t.shape) for t in tensors),
     )
     if key not in state.graphs:
@@ -699,7 +657,7 @@ def rotate(x_THK: Tensor, cos_TK: Tensor, sin_TK: Tensor) -> Tensor:
     of branches: with norms 0.16 ms forward and 0.27 ms backward a layer at T = 65,536 on an H200,
     against 0.30 and 0.40 with cat().
 
-    Args:    x_THK (T, H, K); cos_TK, sin_TK (T, 1, K) as laid out by GPT.set_stage
+    Args:    x_THK (T, H, K); cos_TK, sin_TK (T, 1, K) as laid out by GPT.add_buffers
     Returns: (T, H, K)
     """
     swapped = x_THK.reshape(*x_THK.shape[:-1], 2, 2, -1).flip(-2).flatten(-3)
@@ -802,7 +760,7 @@ class GPT(nn.Module):
             self.register_buffer("bigram_signs", signs)
         if c.attention_gates:
             self.attention_gate = weight(L, c.num_heads, c.gate_width)
-        self.add_stage_buffers(device)
+        self.add_buffers(device)
 
     @property
     def head(self) -> Tensor:
@@ -1007,34 +965,27 @@ class GPT(nn.Module):
         unrotated = torch.arange(K, device=k_THK.device) >= K // 2
         return torch.where(unrotated & ~first_T11, previous_THK, k_THK)
 
-    def add_stage_buffers(self, device) -> None:
-        """Adds what the stage and the schedule set: tensors, as numbers would recompile the model."""
+    def add_buffers(self, device) -> None:
+        """Adds what is no parameter: tensors, as numbers that change would recompile the model."""
         c = self.config
-        weights = torch.tensor(loss_weights(c, 0), device=device)
+        # Cosines and sines of the rotary embedding. The second half of each head does not turn.
+        frequencies = (1 / c.rotary_base) ** np.linspace(0, 1, c.head_dim // 4)
+        angles = torch.outer(torch.arange(c.max_seq_len), torch.tensor(frequencies.tolist()))
+        cosine = angles.cos()
+        sine = angles.sin()
+        unrotated = torch.zeros_like(angles).repeat(1, 2)
+        cosines = torch.cat((cosine, cosine, unrotated + 1), 1)
+        sines = torch.cat((sine, -sine, unrotated), 1)
 
         def buffer(name: str, value: Tensor) -> None:
             self.register_buffer(name, value.to(device), persistent=False)
 
-        buffer("rotary", torch.zeros(2, c.max_seq_len, c.head_dim))  # cosines, sines
-        buffer("attention_scale", torch.zeros(()))
-        buffer("window_sizes", torch.zeros(2, dtype=torch.int32))
-        buffer("loss_weights", weights)
+        buffer("rotary", torch.stack((cosines, sines)))
+        buffer("attention_scale", torch.tensor(c.attention_scale))
+        buffer("loss_weights", torch.tensor(loss_weights(c, 0)))
         buffer("prefixes", torch.full((c.padded_vocab,), -1, dtype=torch.int32))  # see set_prefixes
+        self.windows = (c.window_short, c.window_long)
         self.attention: Callable | None = None  # set by choose_attention
-        self.set_stage(stage_attention(c, 0))
-
-    def set_stage(self, attention: dict) -> None:
-        """Sets windows, attention scale and rotary table; the dict is part of every checkpoint."""
-        self.windows = (attention["window_short"], attention["window_long"])
-        self.window_sizes.copy_(torch.tensor(self.windows))
-        self.attention_scale.fill_(attention["scale"])
-        positions = torch.arange(self.config.max_seq_len)
-        angles = torch.outer(positions, torch.tensor(attention["frequencies"]))
-        cosine = angles.cos()
-        sine = angles.sin()
-        unrotated = torch.zeros_like(angles).repeat(1, 2)
-        self.rotary[0] = torch.cat((cosine, cosine, unrotated + 1), 1)
-        self.rotary[1] = torch.cat((sine, -sine, unrotated), 1)
 
     def init_signs(self) -> None:
         """Signs are saved with the weights, so they need no generator that is stable over versions."""
@@ -1050,8 +1001,8 @@ SIGN_ROWS = 8192  # 500 to 15,000 are equally good in modded-nanogpt record 83
 # ===============================================================================
 # 5. DATA -- shards -> packs of documents -> micro-batches
 # A pack is a fixed number of tokens that starts with a BOS and holds whole documents, as far as they
-# fit. A document that is longer than the stage allows, or than what is left of the pack, goes on as a
-# new segment behind a BOS of its own, so no text is thrown away (nanochat's cropping loses 35 %).
+# fit. A document that is longer than max_seq_len, or than what is left of the pack, goes on as a new
+# segment behind a BOS of its own, so no text is thrown away (nanochat's cropping loses 35 %).
 #
 #     tokens    B a a a a B b b B c c c | B c c c c c B d ...    two packs of 12; document c goes on
 #     targets   a a a a B b b B c c c c | c c c c c B d ...      a document's last target is the next BOS
@@ -1109,17 +1060,18 @@ def largest_divisor(number: int, most: int) -> int:
     return next((n for n in range(min(number, most), 0, -1) if number % n == 0), 1)
 
 
-def empty_packs(count: int, config: Config, bos_id: int, max_doc: int) -> Batch:
+def empty_packs(count: int, config: Config, bos_id: int) -> Batch:
     """Packs to be filled: all tokens are BOS, all targets are ignored."""
     shape = (count, config.pack_tokens)
-    shortest = min(stage.max_doc for stage in config.stage_table)
-    most_docs = config.pack_docs + math.ceil(config.pack_tokens / shortest)  # see pad_pack
+    most_docs = config.pack_docs + math.ceil(
+        config.pack_tokens / config.max_seq_len
+    )  # see pad_pack
     return Batch(
         tokens=torch.full(shape, bos_id, dtype=torch.int32),
         targets=torch.full(shape, -1, dtype=torch.int32),
         positions=torch.zeros(shape, dtype=torch.int32),
         ends=torch.full((count, most_docs), config.pack_tokens, dtype=torch.int32),
-        max_doc=max_doc,
+        max_doc=config.max_seq_len,
         total_tokens=count * config.pack_tokens,
     )
 
@@ -1159,8 +1111,8 @@ class ShardReader:
     """Walks over the training shards of a dataset and cuts them into the documents of packs.
 
     A reader of another kind, for example of conversations, needs the same three things:
-    `position`, a dict that says where it stands and that seek() returns to; `bos_id`; and
-    `pack(max_doc)`, the documents of the next pack.
+    `position`, a dict that says where it stands and that seek() returns to; `bos_id`; and `pack()`,
+    the documents of the next pack.
     """
 
     def __init__(self, dataset: Dataset, config: Config):
@@ -1174,12 +1126,12 @@ class ShardReader:
         self.position = dict(position)
         self.tokens = None  # of the shard, read when needed
 
-    def pack(self, max_doc: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    def pack(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """(sequence, counted) of the documents in the next pack; every target counts."""
         room = self.config.pack_tokens
         num_docs = 0
         while room and num_docs < self.config.pack_docs:
-            sequence = self.segment(min(room, max_doc))
+            sequence = self.segment(min(room, self.config.max_seq_len))
             room -= len(sequence) - 1
             num_docs += 1
             yield sequence, np.ones(len(sequence) - 1, bool)
@@ -1252,11 +1204,11 @@ class PackLoader:
         config = self.config
         stage = config.stage_table[stage_index(config, step)]
         own = stage.packs // self.ranks.world
-        batch = empty_packs(own, config, self.reader.bos_id, stage.max_doc)
-        others = empty_packs(1, config, self.reader.bos_id, stage.max_doc)  # packs of other ranks
+        batch = empty_packs(own, config, self.reader.bos_id)
+        others = empty_packs(1, config, self.reader.bos_id)  # packs of other ranks
         for pack in range(stage.packs):
             row = pack - self.ranks.rank * own
-            documents = self.reader.pack(stage.max_doc)
+            documents = self.reader.pack()
             if 0 <= row < own:
                 fill_pack(batch, row, documents)
             else:
@@ -1692,7 +1644,7 @@ def validation_batch(documents: list, config: Config, bos_id: int) -> Batch:
         rows[-1].append((sequence, counted))
         room -= len(counted)
 
-    batch = empty_packs(len(rows), config, bos_id, config.max_seq_len)
+    batch = empty_packs(len(rows), config, bos_id)
     for row, members in enumerate(rows):
         fill_pack(batch, row, members)
     return batch
@@ -2070,7 +2022,7 @@ def log_steps(run: Run, losses: list[Tensor], batch: Batch) -> None:
 
     seconds = max(progress.train_seconds - run.logged.train_seconds, 1e-9)
     tokens = progress.tokens - run.logged.tokens
-    flops = flops_per_token(config, state.model.windows, batch.positions)
+    flops = flops_per_token(config, batch.positions)
     progress.flops += flops * tokens
     entry = {
         "step": state.step,
@@ -2295,7 +2247,6 @@ def reset_state(state: TrainState) -> None:
     if state.ranks.world > 1:
         for param in state.model.parameters():
             dist.broadcast(param.detach(), 0)
-    state.model.set_stage(stage_attention(state.config, 0))
     state.optimizer.reset()
     state.step = 0
     state.good_steps = 0
@@ -2311,7 +2262,6 @@ def warm_up(state: TrainState, say: Callable) -> None:
     before = checksum(state.model)
     rng = np.random.default_rng(0)
     for index in range(len(state.config.stages)):
-        state.model.set_stage(stage_attention(state.config, index))
         # Where memory runs out, the stage is tried again with smaller micro-batches.
         packs = 0
         while packs != state.packs:
@@ -2337,9 +2287,9 @@ def warm_up_stage(state: TrainState, index: int, rng: np.random.Generator) -> No
         larger = range(2 * rows, own + 1, rows)
         rows = next(n for n in larger if largest_divisor(n, state.packs) == rows)
     for _ in range(1 if index else 2):  # late tables are updated from the second step on
-        train_step(state, dummy_batch(config, ranks, rows, stage.max_doc, rng))
+        train_step(state, dummy_batch(config, ranks, rows, rng))
 
-    batch = dummy_batch(config, ranks, state.packs, config.max_seq_len, rng)
+    batch = dummy_batch(config, ranks, state.packs, rng)
     token_bytes = torch.ones(config.padded_vocab, dtype=torch.long, device=ranks.device)
     while True:
         try:
@@ -2394,9 +2344,9 @@ def capture_graph(state, key: GraphKey, micro_batch: MicroBatch, factor: Tensor)
     return Graph(cuda, inputs, [param.grad for param in state.model.parameters()], nats)
 
 
-def dummy_batch(config: Config, ranks: Ranks, rows: int, max_doc: int, rng) -> Batch:
+def dummy_batch(config: Config, ranks: Ranks, rows: int, rng) -> Batch:
     """A batch of `rows` packs for each rank, random tokens in documents of the greatest length."""
-    batch = empty_packs(rows, config, 0, max_doc)
+    batch = empty_packs(rows, config, 0)
     random = rng.integers(0, config.vocab_size, batch.tokens.shape, np.int32)
     batch.tokens.copy_(torch.from_numpy(random))
     batch.targets.copy_(batch.tokens)
@@ -2584,7 +2534,7 @@ def peak_flops(device: torch.device) -> float:
     return math.inf
 
 
-def flops_per_token(config: Config, windows: tuple[int, int], positions: Tensor) -> float:
+def flops_per_token(config: Config, positions: Tensor) -> float:
     """Training FLOPs: 6 for each matrix weight, 12 x heads x head width for each key seen.
 
     Embeddings are free.
@@ -2593,6 +2543,7 @@ def flops_per_token(config: Config, windows: tuple[int, int], positions: Tensor)
     attention = 4 * c.width**2 * len(c.attention_layers)
     mlp = 2 * c.mlp_width * c.width * c.num_layers
     head = c.width * c.padded_vocab
+    windows = (c.window_short, c.window_long)
     keys_seen = [positions.clamp(max=window).float().mean().item() + 1 for window in windows]
     attended = sum(keys_seen[layer in c.long_layers] for layer in c.attention_layers)
     return 6 * (attention + mlp + head) + 12 * c.width * attended
@@ -2931,7 +2882,7 @@ def write_atomically(path: Path, text: str) -> None:
 # The tools in runs/ import the script that a run directory keeps. They use the names that
 # tests/test_interface.py lists, and no others. INTERFACE rises when one of them, or what `attend` in
 # GPT.trunk receives, changes its meaning; a tool refuses a script of another number.
-INTERFACE = 4
+INTERFACE = 5
 
 
 def prepare_run_dir(job: Job, args: argparse.Namespace, ranks: Ranks) -> tuple[Path, object]:
@@ -3193,13 +3144,11 @@ def save_checkpoint(state: TrainState, run_dir: Path, progress: dict) -> None:
     moments["rng.cpu"] = torch.get_rng_state()
     if state.ranks.device.type == "cuda":
         moments["rng.cuda"] = torch.cuda.get_rng_state(state.ranks.device)
-    last_stage = stage_index(state.config, max(state.step - 1, 0))
     description = {
         "step": state.step,
         "optimizer_count": state.optimizer.count,
         "loss_scale": state.loss_scale,
         "good_steps": state.good_steps,
-        "attention": stage_attention(state.config, last_stage),
         **progress,
     }
     write_checkpoint(run_dir, {**weights, **buffers}, moments, description)
@@ -3313,7 +3262,6 @@ def load_checkpoint(state: TrainState, folder: Path, names=CHECKPOINT_FILES) -> 
     for name, buffer in state.model.named_buffers():
         if name in weights:
             buffer.copy_(weights[name])
-    state.model.set_stage(saved["attention"])  # a finished run enters no stage any more
     state.step = saved["step"]
     state.good_steps = saved["good_steps"]
     both_fp16 = state.loss_scale != 1.0 and saved["loss_scale"] != 1.0
@@ -3431,7 +3379,8 @@ def model_problems(config: Config) -> Iterator[str]:
 # The least and the most that each number of the Config can be.
 RANGES = {
     "num_layers": (2, 256), "width": (1, 16384), "head_dim": (4, 512), "mlp_width": (1, 65536),
-    "vocab_size": (1, 65536), "max_seq_len": (2, 2**20), "shared_input_from": (0, 255), "bigram_rows": (0, 2**26),
+    "vocab_size": (1, 65536), "max_seq_len": (2, 2**20), "window_short": (1, 2**30), "window_long": (1, 2**30),
+    "shared_input_from": (0, 255), "bigram_rows": (0, 2**26),
     "backout_layer": (-1, 255), "gate_width": (1, 16384), "attention_scale": (1e-6, 100.0), "rotary_base": (1.0, 1e9),
     "ahead_until": (1e-6, 1.0), "prefix_weight": (0.0, 100.0), "pack_tokens": (2, 2**24), "pack_docs": (1, 2**20),
     "fewest_packs": (1, 2**20), "tokens": (1, 10**15), "tokens_per_weight": (1e-6, 1e6), "max_epochs": (1, 10**6),
@@ -3443,7 +3392,7 @@ RANGES = {
     "micro_batch_tokens": (0, 2**40),
     # Of each value in a tuple:
     "no_attention_layers": (0, 255), "long_layers": (0, 255), "key_offset_layers": (0, 255),
-    "value_embed_layers": (0, 255), "frequencies": (0.0, 100.0), "softcap": (-100.0, 100.0), "ahead": (0.0, 100.0),
+    "value_embed_layers": (0, 255), "softcap": (-100.0, 100.0), "ahead": (0.0, 100.0),
     "momentum": (0.0, 1e9),
 }  # fmt: skip
 
@@ -3483,7 +3432,7 @@ def validate(config: Config) -> None:
 
 def bad_stages(config: Config) -> list:
     """The rows of the stage table that are not what Stage describes."""
-    ranges = [(0.0, 1.0), (0, 2**30), (1, 2**30), (1, 2**30), (2, 2**20), (0.0, 100.0)]
+    ranges = [(0.0, 1.0), (0, 2**30), (0.0, 100.0)]
 
     def fits(row) -> bool:
         if not isinstance(row, tuple) or len(row) != len(ranges):
@@ -3502,8 +3451,6 @@ def stage_problems(config: Config) -> Iterator[str]:
     if abs(shares - 1) > 1e-6:
         yield f"the shares of the stages add up to {shares:.4f}, not 1"
     for stage in c.stage_table:
-        if stage.max_doc > c.max_seq_len:
-            yield f"a stage has max_doc={stage.max_doc}, above max_seq_len={c.max_seq_len}"
         if stage.packs < 1:
             yield "a stage has packs below 1"
     if c.max_seq_len > c.pack_tokens:
@@ -3519,8 +3466,6 @@ def value_problems(config: Config) -> Iterator[str]:
         yield f"width={c.width} is not a multiple of head_dim={c.head_dim}; change one of them"
     if c.head_dim % 4:
         yield f"head_dim={c.head_dim} is not a multiple of 4, which the rotary embedding needs"
-    if c.frequencies and len(c.frequencies) != c.head_dim // 4:
-        yield f"frequencies must be {c.head_dim // 4} numbers, a quarter of head_dim"
     if c.gate_width > c.width:
         yield f"gate_width={c.gate_width} is above width={c.width}"
     if c.bigram_rows == 1:
@@ -3538,7 +3483,8 @@ def value_problems(config: Config) -> Iterator[str]:
 FROZEN = (
     "num_layers", "width", "head_dim", "mlp_width", "max_seq_len", "no_attention_layers", "long_layers",
     "key_offset_layers", "value_embed_layers", "shared_input_from", "tied", "attention_gates", "bigram_rows",
-    "x0_injection", "backout_layer", "gate_width", "attention_scale", "rotary_base", "frequencies", "softcap",
+    "x0_injection", "backout_layer", "gate_width", "attention_scale", "rotary_base", "softcap",
+    "window_short", "window_long",
 )  # fmt: skip
 FROZEN_ON_RESUME = (*FROZEN, "pack_tokens", "pack_docs", "seed")  # the batches would be others
 
@@ -3824,7 +3770,7 @@ def sdpa_attention(model, positions_T, cu_seqlens, max_doc) -> Callable:
 
 
 def varlen_attention(model, positions_T, cu_seqlens, max_doc) -> Callable:
-    """FlashAttention 2 inside torch (Ampere or newer, 16 bits); new windows compile a new graph."""
+    """FlashAttention 2 inside torch (Ampere or newer, 16 bits)."""
     from torch.nn.attention.varlen import varlen_attn
 
     sizes = (cu_seqlens, cu_seqlens, max_doc, max_doc)
@@ -3837,9 +3783,9 @@ def varlen_attention(model, positions_T, cu_seqlens, max_doc) -> Callable:
 
 
 def triton_attention(model, positions_T, cu_seqlens, max_doc) -> Callable:
-    """window_attention of section 12 (Ampere or newer, 16 bits); one graph serves all windows."""
+    """window_attention of section 12 (Ampere or newer, 16 bits)."""
     T = positions_T.numel()
-    bounds = [attention_bounds(cu_seqlens, T, size) for size in model.window_sizes.unbind()]
+    bounds = [attention_bounds(cu_seqlens, T, window) for window in model.windows]
     return lambda q, k, v, long, gate: window_attention(q, k, v, bounds[long], gate)
 
 
@@ -4540,12 +4486,11 @@ def mlp_relu2(x_TD: Tensor, up_FD: Tensor, down_FD: Tensor, fp8: bool = False) -
 
 # -- sliding-window attention on packed documents; at windows 128, 384, 896 forward and backward in
 # 0.66, 0.99, 1.44 ms against 1.10, 1.50, 1.92 of torch varlen. Row i sees keys bounds[0, i] <= j <=
-# i; key j is seen by rows j <= i <= bounds[1, j]; neither bound ever falls. Windows are data, so new
-# ones compile nothing. A gate is a positive factor of each row and head; in the kernel it saves the
-# 1.2 ms of 90 that it costs outside.
+# i; key j is seen by rows j <= i <= bounds[1, j]; neither bound ever falls. A gate is a
+# positive factor of each row and head; in the kernel it saves the 1.2 ms of 90 that it costs outside.
 
 
-def attention_bounds(cu_seqlens: Tensor, T: int, window: int | Tensor) -> Tensor:
+def attention_bounds(cu_seqlens: Tensor, T: int, window: int) -> Tensor:
     """cu_seqlens int32 (G + 1,), padded with T -> int32 (2, T): first key seen, last row seeing."""
     t = torch.arange(T, dtype=torch.int32, device=cu_seqlens.device)
     doc = torch.searchsorted(cu_seqlens, t, right=True, out_int32=True)

@@ -133,7 +133,6 @@ def stage_batches(state: ts.TrainState, dataset, index: int):
     state.step = bisect.bisect_left(
         range(config.num_steps), index, key=lambda step: ts.stage_index(config, step)
     )
-    state.model.set_stage(ts.stage_attention(config, index))
     reader = ts.ShardReader(dataset, config)
     loader = ts.PackLoader(reader, config, state.ranks, first_step=state.step)
     try:
@@ -186,7 +185,7 @@ def time_stage(state: ts.TrainState, dataset, index: int, steps: int, peak: floa
 
     median, fast, slow = np.percentile(times.ms(), (50, 10, 90))
     speed = steps * batch.total_tokens / seconds
-    flops = ts.flops_per_token(state.config, state.model.windows, batch.positions)
+    flops = ts.flops_per_token(state.config, batch.positions)
     return {
         "stage": index,
         "tokens": batch.total_tokens,

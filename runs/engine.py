@@ -53,7 +53,7 @@ except ImportError:
     triton = tl = None
 jit = triton.jit if triton else (lambda function: function)
 
-INTERFACE = 4  # of the training scripts that this file can read
+INTERFACE = 5  # of the training scripts that this file can read
 PREFILL_TOKENS = 16384  # prompt tokens computed at once; a longer prompt is a pack of its own
 SEED_STRIDE = 0x9E3779B1  # between the seeds of prompts that are generated together
 
@@ -179,7 +179,6 @@ def load_model(script: ModuleType, run_dir: Path, step, device, changes: dict) -
     device = torch.device(device) if device else default_device
     model = script.GPT(config, device, script.choose_dtype(config, device))
     model.load_state_dict(load_file(folder / "model.safetensors"))
-    model.set_stage(description["attention"])
     model.attention = script.choose_attention(model, lambda text: None)
     tokenizer = script.Tokenizer(run_dir / "tokenizer.json")
     return model.eval(), tokenizer, config, description["step"]

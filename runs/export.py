@@ -22,6 +22,7 @@ import textwrap
 from pathlib import Path
 from typing import NoReturn
 
+import numpy as np
 import torch
 from chat import is_chat_run
 from engine import RunError, import_script
@@ -82,9 +83,10 @@ def read_checkpoint(script, run_dir: Path, step: int | None) -> tuple[torch.nn.M
     return model, description
 
 
-def describe_model(model, attention: dict) -> dict:
-    """The fields of DecoderStackConfig; attention is what the checkpoint says of its stage."""
+def describe_model(model) -> dict:
+    """The fields of DecoderStackConfig."""
     c = model.config
+    frequencies = (1 / c.rotary_base) ** np.linspace(0, 1, c.head_dim // 4)
     high, shift, slope = c.softcap
     return {
         "vocab_size": c.vocab_size,
@@ -96,10 +98,10 @@ def describe_model(model, attention: dict) -> dict:
         "intermediate_size": c.mlp_width,
         "max_position_embeddings": c.max_seq_len,
         "tie_word_embeddings": c.tied,
-        "window_short": attention["window_short"],
-        "window_long": attention["window_long"],
-        "attention_scale": attention["scale"],
-        "rotary_frequencies": attention["frequencies"],
+        "window_short": c.window_short,
+        "window_long": c.window_long,
+        "attention_scale": c.attention_scale,
+        "rotary_frequencies": frequencies.tolist(),
         "no_attention_layers": list(c.no_attention_layers),
         "long_layers": list(c.long_layers),
         "key_offset_layers": list(c.key_offset_layers),
@@ -441,7 +443,7 @@ def export(
         "eos_token_id": sorted({tokenizer.bos_id, tokenizer.specials[end]}),
         "pad_token_id": tokenizer.bos_id,
     }
-    fields = describe_model(model, description["attention"])
+    fields = describe_model(model)
     tensors = convert_weights(model)
     parameters = sum(value.numel() for value in tensors.values() if value.dtype != torch.int8)
 

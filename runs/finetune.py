@@ -107,7 +107,7 @@ class Conversations:
         # The last token of a conversation is a target only.
         lengths = np.diff(self.borders) - 1
         longest = lengths.max()
-        most = min(stage.max_doc for stage in config.stage_table)
+        most = config.max_seq_len
         if longest > most:
             raise RunError(
                 f"{dataset.root}/sft holds a conversation of {longest + 1:,} tokens, the model reads "
@@ -130,7 +130,7 @@ class Conversations:
         start, end = self.borders[i : i + 2]
         return self.tokens[start:end].astype(np.int32), self.counted[start + 1 : end]
 
-    def pack(self, max_doc: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    def pack(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """The conversations of the next pack; none after the last one, to fill up the last step."""
         number = self.position["pack"]
         self.position["pack"] += 1
@@ -161,20 +161,12 @@ def newest_checkpoint(script: ModuleType, run_dir: Path) -> Path:
 
 
 def stage_config(script: ModuleType, checkpoint: Path, packs: int, lr: float):
-    """The Config of the run that finetuning starts from, with a schedule of one stage.
-
-    Windows, scale and frequencies are those that the checkpoint was last trained with, so YaRN has
-    nothing to replay.
-    """
+    """The Config of the run that finetuning starts from, with a schedule of one stage."""
     base = script.read_config(checkpoint.parent.parent)
-    attention = script.check_checkpoint(checkpoint, ())["attention"]
-    stage = (1.0, packs, attention["window_short"], attention["window_long"], base.max_seq_len, lr)
     full_momentum = base.momentum[1]
     return dataclasses.replace(
         base,
-        stages=(stage,),
-        attention_scale=attention["scale"],
-        frequencies=tuple(attention["frequencies"]),
+        stages=((1.0, packs, lr),),
         max_epochs=1,
         # The rate falls from the first step to the last, down to 0.
         cooldown=1.0,

@@ -292,7 +292,7 @@ def pack_rollouts(
     while len(rows) % packs:
         rows.append([])
 
-    batch = script.empty_packs(len(rows), config, bos_id, config.max_seq_len)
+    batch = script.empty_packs(len(rows), config, bos_id)
     weights = torch.zeros(batch.tokens.shape)
     for row, members in enumerate(rows):
         documents = []
@@ -586,8 +586,8 @@ def fit_ranks(config, steps: int, world: int):
 
     A micro-batch is then one pack, and a step has as many of them as its answers need.
     """
-    stage = (1.0, world, *config.stages[0][2:5], 1.0)
-    return dataclasses.replace(config, stages=(stage,), tokens=steps * world * config.pack_tokens)
+    stages = ((1.0, world, 1.0),)
+    return dataclasses.replace(config, stages=stages, tokens=steps * world * config.pack_tokens)
 
 
 def new_run_dir(args: argparse.Namespace, ranks) -> Path:

@@ -89,10 +89,6 @@ class Config:
     dtype: str = "auto"
     compile: bool = True
 
-    # No fields: stage_attention() of train_small.py asks for them. This model uses neither.
-    frequencies = ()
-    attention_scale = 1.0
-
     @property
     def num_heads(self) -> int:
         return self.width // self.head_dim
@@ -112,8 +108,7 @@ class Config:
     @property
     def stages(self) -> tuple:
         """What the schedule and the loader of train_small.py ask for: an encoder's run has one stage."""
-        longest = self.max_seq_len
-        return (script.Stage(1.0, self.packs, longest, longest, longest, 1.0),)
+        return (script.Stage(1.0, self.packs, 1.0),)
 
     stage_table = stages
 
@@ -220,9 +215,6 @@ class Encoder(nn.Module):
         self.vo_bank.uniform_(-bound, bound, generator=rng)
         self.mlp_bank.uniform_(-bound, bound, generator=rng)
         self.mlp_bank[2::3].zero_()
-
-    def set_stage(self, attention: dict) -> None:
-        """train_small.py calls it; nothing here changes from stage to stage."""
 
     def hidden(self, tokens_T, positions_T, cu_seqlens, max_doc: int) -> Tensor:
         """Normalised last hidden states (T, D) of packed documents, each blind to the others.

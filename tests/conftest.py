@@ -29,12 +29,13 @@ ALONE = ts.Ranks(0, 0, 1, CPU)  # one process
 torch.set_num_threads(1)  # the model is tiny, and one thread adds up in one order
 os.environ["OMP_NUM_THREADS"] = "1"  # the same in subprocesses
 
-# Two stages: batch, long window and document length grow, so YaRN has something to do.
+# Two stages with batches of different size.
 TINY = {
     "num_layers": 4, "width": 64, "head_dim": 16, "mlp_width": 128, "vocab_size": 300, "max_seq_len": 64,
     "no_attention_layers": (2,), "long_layers": (1, 3), "key_offset_layers": (1, 3), "value_embed_layers": (0, 3),
     "bigram_rows": 500, "shared_input_from": 1, "backout_layer": 2, "pack_tokens": 128, "pack_docs": 8,
-    "stages": ((0.5, 2, 8, 16, 48, 1.0), (0.5, 4, 8, 24, 64, 1.5)), "tokens": 20 * 3 * 128, "val_tokens": 1500,
+    "window_short": 8, "window_long": 24, "stages": ((0.5, 2, 1.0), (0.5, 4, 1.5)), "tokens": 20 * 3 * 128,
+    "val_tokens": 1500,
     "sample_tokens": 16,
 }  # fmt: skip
 
@@ -43,7 +44,8 @@ TINY = {
 TINY_MEDIUM = {
     "num_layers": 4, "width": 64, "head_dim": 16, "mlp_width": 128, "vocab_size": 300, "max_seq_len": 64,
     "window_pattern": "SL", "pack_tokens": 128, "pack_docs": 8,
-    "stages": ((0.5, 2, 8, 16, 48, 1.0), (0.5, 4, 8, 24, 64, 1.5)), "tokens": 20 * 3 * 128, "val_tokens": 1500,
+    "window_short": 8, "window_long": 24, "stages": ((0.5, 2, 1.0), (0.5, 4, 1.5)), "tokens": 20 * 3 * 128,
+    "val_tokens": 1500,
     "sample_tokens": 16, "muon_lr": 0.023, "adam_lr": 0.006,
 }  # fmt: skip
 

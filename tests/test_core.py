@@ -40,7 +40,7 @@ TABLE = [
     ("bigbench_language_identification", "multiple_choice", 10, 9.1, " "),
 ]  # fmt: skip
 LENGTH = 160  # of the model's context; many ten-shot prompts are longer
-CONFIG = tiny_config(max_seq_len=LENGTH, pack_tokens=256, stages=((1.0, 2, 16, 100, LENGTH, 1.0),))
+CONFIG = tiny_config(max_seq_len=LENGTH, pack_tokens=256, window_short=16, window_long=100, stages=((1.0, 2, 1.0),))
 
 
 def make_item(kind, rng, number):

@@ -68,13 +68,13 @@ def test_no_token_is_lost_or_repeated(dataset, epochs):
     at, inserted, lengths = 0, 0, []
     for step, batch in enumerate(found):
         stage = config.stage_table[ts.stage_index(config, step)]
-        assert batch.max_doc == stage.max_doc and batch.tokens.shape == (stage.packs, 128)
+        assert batch.max_doc == 64 and batch.tokens.shape == (stage.packs, 128)
         for row in range(stage.packs):
             for inputs, targets in segments(batch, row):
                 if targets[0] == -1:  # padding
-                    assert set(targets) == {-1} and set(inputs) == {bos} and len(inputs) <= stage.max_doc
+                    assert set(targets) == {-1} and set(inputs) == {bos} and len(inputs) <= 64
                     continue
-                assert inputs[0] == bos and len(inputs) <= stage.max_doc
+                assert inputs[0] == bos and len(inputs) <= 64
                 body = inputs if text[at] == bos else inputs[1:]
                 inserted += len(inputs) - len(body)
                 assert body == text[at : at + len(body)] and bos not in body[1:]
@@ -112,7 +112,7 @@ def test_any_position_continues_exactly(dataset, epochs):
 @pytest.mark.parametrize("world", (2, 4))
 def test_ranks_share_the_same_step(dataset, world):
     """The ranks' packs behind each other are the packs of one process."""
-    config = tiny_config(stages=((0.5, 4, 8, 16, 48, 1.0), (0.5, 8, 8, 24, 64, 1.5)), tokens=12 * 6 * 128)
+    config = tiny_config(stages=((0.5, 4, 1.0), (0.5, 8, 1.5)), tokens=12 * 6 * 128)
     whole = batches(dataset, config)
     parts = [batches(dataset, config, ts.Ranks(rank, rank, world, CPU)) for rank in range(world)]
     assert len(whole) == 12
@@ -345,7 +345,7 @@ def test_a_reader_of_another_kind(dataset):
         def __init__(self):
             self.position = {"next": 0}
 
-        def pack(self, max_doc):
+        def pack(self):
             first = self.position["next"]
             self.position["next"] += 1
             yield np.array([7, first, first + 1]), np.array([True, False])
@@ -358,7 +358,7 @@ def test_a_reader_of_another_kind(dataset):
     )
     batch = whole.next()
     assert batch.tokens[1, :4].tolist() == [7, 1, 7, 7] and batch.targets[1, :4].tolist() == [1, -1, -1, -1]
-    assert batch.positions[1, :4].tolist() == [0, 1, 0, 0] and batch.ends[1, :3].tolist() == [2, 3, 3 + 48]
+    assert batch.positions[1, :4].tolist() == [0, 1, 0, 0] and batch.ends[1, :3].tolist() == [2, 3, 3 + 64]
     assert (batch.total_targets, batch.total_tokens, batch.position) == (2, 256, {"next": 2})
     for row, part in enumerate(loader.next() for loader in parts):
         assert torch.equal(part.tokens[0], batch.tokens[row]) and torch.equal(part.targets[0], batch.targets[row])

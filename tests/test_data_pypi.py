@@ -505,7 +505,7 @@ def test_smaller_models_score_the_text_of_the_track(name):
 def test_the_smallest_model_starts(tmp_path):
     """One step of its layers on a tiny dataset. tests/test_quickstart.py builds the others."""
     data = write_dataset(tmp_path / "data")
-    small = {"pack_tokens": 256, "max_seq_len": 256, "stages": "((1.0,1,128,256,256,1.0),)", "bigram_rows": 500}
+    small = {"pack_tokens": 256, "max_seq_len": 256, "window_long": 256, "stages": "((1.0,1,1.0),)", "bigram_rows": 500}
     sets = [word for key, value in small.items() for word in ("--set", f"{key}={value}")]
     flags = ("--data", data, "--run-dir", tmp_path / "run", "--steps", 1, "--save-every", -1, "--dtype", "float32")
     done = python("train_small.py", f"@{ROOT}/runs/p34_4x256.args", *flags, *sets, "--set", "sample_tokens=1")

@@ -30,7 +30,7 @@ def test_bench(flags):
     assert len(result["stages"]) == len(TINY["stages"])
     for stage, row in zip(result["stages"], TINY["stages"], strict=True):
         assert stage["tokens"] == row[1] * TINY["pack_tokens"] and stage["tokens_per_second"] > 0 and stage["mfu"] == 0
-        assert stage["ms_p10"] <= stage["ms"] <= stage["ms_p90"] and stage["windows"] == list(row[2:4])
+        assert stage["ms_p10"] <= stage["ms"] <= stage["ms_p90"] and stage["windows"] == [8, 24]
         assert 0 < stage["loss"] < 10
     speeds = [stage["tokens_per_second"] for stage in result["stages"]]
     assert min(speeds) <= result["tokens_per_second"] <= max(speeds)
@@ -216,8 +216,8 @@ def test_readability_of_a_step(tmp_path):
     """The step ends with the last thing it passes through; a name that is missing is an error."""
     script = tmp_path / "train_small.py"
     script.write_text(step_example())
-    assert len(readability.STEP) == 24, "15 others, Optimizer and its six methods, GPT and its two"
-    assert readability.measure(script)["step ends"] == 15 + 7 + 3
+    assert len(readability.STEP) == 23, "14 others, Optimizer and its six methods, GPT and its two"
+    assert readability.measure(script)["step ends"] == 14 + 7 + 3
     done = python("dev/readability.py", "--check", script)
     assert done.returncode == 0 and "train_small.py" in done.stdout, done.stderr
     script.write_text(step_example("polar_express"))

@@ -25,7 +25,7 @@ from conftest import (
 
 def as_batch(config, *documents) -> ts.Batch:
     """One document for each pack, the rest of the pack ignored."""
-    batch = ts.empty_packs(len(documents), config, 0, config.max_seq_len)
+    batch = ts.empty_packs(len(documents), config, 0)
     for row, (sequence, counted) in enumerate(documents):
         pair = (np.array(sequence), np.array(counted))
         ts.fill_pack(batch, row, [pair])

@@ -48,7 +48,7 @@ def write_run(folder: Path, bpe: Path, chat: bool = False, model=None, config=No
         config = tiny_config(**{"vocab_size": 900, "dtype": "float32", "data": "/home/me/secret", **overrides})
     model = model or random_model(config)
     folder.mkdir(parents=True)
-    state = {"step": 7, "attention": ts.stage_attention(config, 1), "val_bpb": 1.25}
+    state = {"step": 7, "val_bpb": 1.25}
     ts.write_checkpoint(folder, model.state_dict(), {}, state)
     description = {"config": dataclasses.asdict(config), "command": "sft" if chat else "pretrain", "flags": []}
     ts.write_description(folder, description)

@@ -69,7 +69,7 @@ def flags(data, run_dir, *more, **overrides) -> list[str]:
 
 @pytest.fixture(scope="session")
 def base(data, tmp_path_factory) -> Path:
-    """A pretrained run of two stages, so that YaRN has changed its attention. Tests must not change it."""
+    """A pretrained run of two stages. Tests must not change it."""
     run_dir = tmp_path_factory.mktemp("runs") / "base"
     with contextlib.redirect_stdout(io.StringIO()):
         assert ts.main(flags(data, run_dir, "--steps", 20, **BASE)) == 0
@@ -263,7 +263,7 @@ def test_user_tokens_are_no_targets(setup):
 def test_micro_batches_and_steps_without_a_target(setup):
     """A pack that counts nothing changes neither loss nor gradient; a step of such packs changes nothing and is 0."""
     config = setup[0]
-    batch, empty = batches(setup, most=1)[0], ts.empty_packs(4, config, 0, CONTEXT)
+    batch, empty = batches(setup, most=1)[0], ts.empty_packs(4, config, 0)
     for row in range(4):
         ts.fill_pack(empty, row, [])
     assert empty.total_targets == 0
@@ -324,10 +324,8 @@ def test_run_directory_is_complete(finished, base, data):
     assert [e["bpb"] for e in logged] == pytest.approx([e["loss"] / np.log(2) / size for e in logged])
 
 
-def test_starts_from_the_models_weights_and_attention(finished, base, data):
-    """Validation before the first step is the source's on the assistant's text, by definition; YaRN's results stay."""
-    attention = json.loads((base / "checkpoints" / "step_000020" / "state.json").read_text())["attention"]
-    assert attention["window_long"] == 24 and attention["scale"] > TINY.get("attention_scale", 0.12)
+def test_starts_from_the_models_weights(finished, base, data):
+    """Validation before the first step is the source's on the assistant's text, by definition."""
     for run_dir, logged in ((base, entries(finished[0])[0]), (finished[0], entries(finished[0])[-1])):
         run = engine.load_run(run_dir, device="cpu", attention="sdpa")
         model, tokenizer = run.model, run.tokenizer
@@ -338,9 +336,7 @@ def test_starts_from_the_models_weights_and_attention(finished, base, data):
             each = z.logsumexp(1) - z[torch.arange(len(z)), tokens[1:]]
             nats, size = nats + each[torch.from_numpy(lengths > 0)].sum().item(), size + lengths.sum()
         assert logged["val_bpb"] == pytest.approx(nats / np.log(2) / size, rel=1e-5)
-        assert model.windows == (8, 24) and model.attention_scale.item() == pytest.approx(attention["scale"])
-    for folder in ts.checkpoints(finished[0]):
-        assert json.loads((folder / "state.json").read_text())["attention"] == attention
+        assert model.windows == (8, 24)
 
 
 @pytest.mark.parametrize("moments", (True, False))
@@ -364,7 +360,7 @@ def test_moments(base, moments):
 def test_flags_come_last(base):
     """What is set wins over the schedule of finetuning, the source's recipe over the defaults."""
     config = job(base, "--steps", 3, "--lr", 0.3, cooldown=0.4).config
-    assert config.stages == ((1.0, 4, 8, 24, 64, 0.3),) and (config.num_steps, config.cooldown) == (3, 0.4)
+    assert config.stages == ((1.0, 4, 0.3),) and (config.num_steps, config.cooldown) == (3, 0.4)
     assert (config.lr_floor, config.bigram_rows, config.momentum) == (0.0, 500, (0.95, 0.95, 0, 0))
     assert (config.ahead, config.prefix_weight) == ((1.0,), 0.0), "one target for a token, as validation has it"
 
@@ -484,7 +480,6 @@ def test_finetuning_again(finished, tmp_path):
     """A finetuned run is a source like any other; the rate does not shrink a second time."""
     assert finetune.main(tune(finished[0], tmp_path / "again", "--steps", 1)) == 0
     config, first = ts.read_config(tmp_path / "again"), ts.read_config(finished[0])
-    assert (config.frequencies, config.attention_scale) == (first.frequencies, first.attention_scale)
     assert config.stages == first.stages and config.muon_lr == first.muon_lr
     assert ts.read_description(tmp_path / "again")["finetune"]["run"] == str(finished[0])
 
@@ -505,7 +500,7 @@ def test_defaults(base, tmp_path, monkeypatch, capsys):
     assert finetune.main([str(base), "--steps", "1"]) == 0
     (made,) = (tmp_path / "out").iterdir()
     assert made.name.endswith("_train_small_finetune") and saved(made) == [1]
-    assert ts.read_config(made).stages == ((1.0, 8, 8, 24, 64, 0.8),)
+    assert ts.read_config(made).stages == ((1.0, 8, 0.8),)
     assert finetune.main(["--help"]) == 0
     assert "--no-moments" in capsys.readouterr().out
 
@@ -597,7 +592,7 @@ def test_medium_finetunes_too(data, tmp_path, fails):
     assert finetune.main([str(tmp_path / "base"), "--run-dir", str(tmp_path / "sft"), "--log-every", "1"]) == 0
     before, after = (tm.read_description(tmp_path / name)["config"] for name in ("base", "sft"))
     assert all(before[name] == after[name] > 0 for name in ("muon_lr", "adam_lr", "width", "num_layers"))
-    assert after["stages"] == [[1.0, 16, 8, 24, 64, 0.3]]
+    assert after["stages"] == [[1.0, 16, 0.3]]
     assert after["tokens"] != before["tokens"] and after["tokens"] % (16 * 128) == 0
     assert losses(tmp_path / "sft")[max(losses(tmp_path / "sft"))] < losses(tmp_path / "sft")[1]
     fails([tmp_path / "base", "--set", "muon_lr=0"], "muon_lr=0 stands for the rate of pretraining")

@@ -283,7 +283,7 @@ def test_loss_scale_is_taken_out():
 
 # ---- schedules
 
-THIRDS = tuple((1 / 3, packs, 8, 16 * packs, 64, mult) for packs, mult in ((1, 1.0), (2, 1.5), (3, 1.7)))
+THIRDS = tuple((1 / 3, packs, mult) for packs, mult in ((1, 1.0), (2, 1.5), (3, 1.7)))
 
 
 def schedule_config(steps=300, **overrides) -> ts.Config:
@@ -331,22 +331,6 @@ def test_loss_weights():
     assert ts.loss_weights(schedule_config(ahead=(1.0,), prefix_weight=0.0), 10) == [1.0]
 
 
-def test_yarn_only_when_the_window_grows():
-    """1,024 to 2,048: fast rotations stay, slow ones halve, one in between by hand; the scale grows by 0.2 ln 2."""
-    stages = [(1 / 4, 1, 8, window, 64, 1.0) for window in (1024, 1024, 2048, 512)]
-    config = tiny_config(stages=tuple(stages), head_dim=128, width=256, attention_scale=0.12, rotary_base=1024.0)
-    first, same, grown, shrunk = (ts.stage_attention(config, i) for i in range(4))
-    frequencies = [1024 ** (-i / 31) for i in range(32)]
-    assert first["frequencies"] == pytest.approx(frequencies) and first["scale"] == 0.12
-    assert {**same, "window_long": 0} == {**first, "window_long": 0}
-    assert grown["scale"] == pytest.approx(0.12 * (1 + 0.2 * 0.69314718))
-    # Turns inside the old window: 162.97 (kept), 27.25 (keeps 26.25 / 31 of it), 0.159 (stretched).
-    by_hand = [1.0, frequencies[8] * (0.5 + 0.5 * 0.84664), frequencies[31] * 0.5]
-    assert [grown["frequencies"][i] for i in (0, 8, 31)] == pytest.approx(by_hand, rel=1e-4)
-    assert shrunk["frequencies"] == grown["frequencies"] and shrunk["scale"] == grown["scale"]
-    assert (first["window_long"], grown["window_long"], shrunk["window_long"]) == (1024, 2048, 512)
-
-
 def test_stage_rule():
     """The batch doubles after B ** 2 / 89 tokens: by hand for three lengths, and rates with the root of the batch."""
     found = {}
@@ -364,7 +348,7 @@ def test_stage_rule():
     assert [packs for packs, _ in found[94_371_840, 8]] == [8, 16]
     assert [packs for packs, _ in found[340_000_000, 8]] == [8, 16, 32]
     assert found[340_000_000, 8][1][1] == pytest.approx((131072**2 - 65536**2) / 89e6, rel=0.01)
-    given = ((1.0, 8, 128, 1024, 2048, 1.0),)
+    given = ((1.0, 8, 1.0),)
     assert ts.Config(stages=given).stages == given
 
 

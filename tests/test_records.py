@@ -971,7 +971,7 @@ def test_add_a_track(repo, tmp_path, monkeypatch):
     [
         (ts, []), (ts, ["--tokens", "99999", "--set", "adam_lr=1", "--set=softcap=(30.0,0.0,7.5)", "--no-compile"]),
         (ts, ["--steps=10", "--dtype", "float32", "--eval-every", "0", "--set", "fp8=False"]), (tm, []),
-        (tm, ["--tokens", "34013184", "--set", "stages=((1.0,8,512,2048,2048,1.0),)", "--set", "tied=True"]),
+        (tm, ["--tokens", "34013184", "--set", "stages=((1.0,8,1.0),)", "--set", "tied=True"]),
     ],
 )  # fmt: skip
 def test_config_off_the_script(module, words):
@@ -1002,7 +1002,7 @@ def test_nothing_of_a_script_is_executed(value):
 def test_rules_of_the_medium_script(tmp_path, monkeypatch):
     """add.py has the script itself derive what a rule gives: a hidden --set muon_lr is found."""
     shutil.copy(ROOT / "train_medium.py", tmp_path)
-    words = ["--tokens", "34013184", "--set", "stages=((1.0,8,512,2048,2048,1.0),)"]
+    words = ["--tokens", "34013184", "--set", "stages=((1.0,8,1.0),)"]
     config = dataclasses.asdict(tm.make_config(tm.build_parser().parse_args(words)))
     run = {"dir": tmp_path, "script": "train_medium.py", "file": {"config": json.loads(json.dumps(config))}}
     add.check_rules(run, words)
@@ -1107,10 +1107,10 @@ def test_noise_and_summary():
     assert found["val_bpb"] == {"mean": 3.0, "sd": pytest.approx(math.sqrt(7))} and "core" not in found
 
 
-UNEVEN = ((0.25, 2, 8, 16, 48, 1.0), (0.75, 6, 8, 24, 64, 1.5))
+UNEVEN = ((0.25, 2, 1.0), (0.75, 6, 1.5))
 
 
-@pytest.mark.parametrize("changes", ({}, {"tokens": 99_999}, {"stages": ((1.0, 3, 8, 16, 48, 1.0),)}, {"tokens": 1},
+@pytest.mark.parametrize("changes", ({}, {"tokens": 99_999}, {"stages": ((1.0, 3, 1.0),)}, {"tokens": 1},
                                      {"stages": UNEVEN}))  # fmt: skip
 def test_planned_steps(changes):
     """The same as Config.num_steps."""

@@ -29,7 +29,8 @@ import finetune
 import rl
 import sft
 
-BASE = {**{k: v for k, v in TINY.items() if k != "tokens"}, "stages": ((1.0, 2, 16, 32, 64, 1.0),)}
+BASE = {**{k: v for k, v in TINY.items() if k != "tokens"}, "stages": ((1.0, 2, 1.0),), "window_short": 16,
+        "window_long": 32}  # fmt: skip
 FLAGS = ("--digits", "1", "--prompts", "6", "--samples", "6", "--eval-items", "12", "--eval-samples", "4")
 
 

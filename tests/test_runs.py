@@ -179,7 +179,7 @@ def test_peak_flops_are_those_of_the_card(monkeypatch, name, tflops):
 def test_mfu(dataset_dir, tmp_path, monkeypatch, capsys):
     """Of each line and of the whole run: FLOPs of its tokens a second over those of the device; 0 where unknown."""
     monkeypatch.setattr(ts, "peak_flops", lambda device: 2e12)
-    monkeypatch.setattr(ts, "flops_per_token", lambda config, windows, positions: 1e6 if windows == (8, 16) else 3e6)
+    monkeypatch.setattr(ts, "flops_per_token", lambda config, positions: 1e6 if len(positions) == 2 else 3e6)
     run_dir = tmp_path / "run"
     assert ts.main(flags(dataset_dir, run_dir, "--eval-every", "0")) == 0
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -209,17 +209,6 @@ def test_log_and_last_line(finished):
     widths = {len(line) for line in steps}
     assert len(widths) == 1, "log lines have a fixed width"
     assert "CORE" not in out, "which runs/score_core.py computes"
-
-
-def test_checkpoints_hold_the_attention_they_were_trained_with(dataset_dir, tmp_path):
-    """Step 10 is the last of the first stage, step 15 is in the second: windows, scale and frequencies by YaRN."""
-    run_dir = tmp_path / "run"
-    assert ts.main(flags(dataset_dir, run_dir, keep_checkpoints=4)) == 0
-    config = ts.read_config(run_dir)
-    for step, stage in ((5, 0), (10, 0), (15, 1), (20, 1)):
-        state = json.loads((run_dir / "checkpoints" / f"step_{step:06d}" / "state.json").read_text())
-        assert state["attention"] == ts.stage_attention(config, stage), step
-    assert ts.stage_attention(config, 0) != ts.stage_attention(config, 1)
 
 
 def test_default_run_directory(dataset_dir, tmp_path, monkeypatch, capsys):
@@ -342,7 +331,7 @@ def test_wandb_without_a_login(dataset_dir, tmp_path):
 
 def test_milliseconds_of_a_line_that_spans_two_stages(dataset_dir, tmp_path):
     """Steps of 2 packs and then of 4: each counts as one."""
-    stages = "stages=((0.5,2,16,48,48,1.0),(0.5,4,16,48,48,1.4))"
+    stages = "stages=((0.5,2,1.0),(0.5,4,1.4))"
     assert ts.main(flags(dataset_dir, tmp_path, "--log-every", "6", "--set", stages, steps=12)) == 0
     lines = [entry for entry in entries(tmp_path) if "step_ms" in entry]
     assert {line["step"] for line in lines} >= {1, 6, 12}
@@ -397,7 +386,7 @@ def test_warm_up_leaves_no_trace(dataset):
 
 def test_warm_up_updates_every_parameter(dataset):
     """Late tables too, which the first step leaves alone: else they would be compiled while the clock runs."""
-    state, updated = ts.build_state(tiny_config(stages=((1.0, 2, 8, 16, 48, 1.0),)), ALONE, lambda text: None), set()
+    state, updated = ts.build_state(tiny_config(stages=((1.0, 2, 1.0),)), ALONE, lambda text: None), set()
 
     def watched(update):
         return lambda master, *rest: updated.add(master.data_ptr()) or update(master, *rest)
@@ -416,7 +405,7 @@ def test_warm_up_where_validation_does_not_fit(dataset, monkeypatch, capsys):
     assert state.packs == 2
 
     def watched(tokens, *rest):
-        trained.append((len(tokens) // 128, state.model.windows))
+        trained.append(len(tokens) // 128)
         return forward(tokens, *rest)
 
     def limited(forward, batch, packs, *rest):
@@ -427,7 +416,7 @@ def test_warm_up_where_validation_does_not_fit(dataset, monkeypatch, capsys):
     state.forward = watched
     monkeypatch.setattr(ts, "bits_per_byte", limited)
     ts.warm_up(state, print)
-    assert set(trained) == {(2, (8, 16)), (1, (8, 16)), (1, (8, 24))}
+    assert trained == [2, 2, 1, 1, 1], "late tables need two steps of the first stage"
     said = capsys.readouterr().out
     assert said.count("going on with 128") == 1 and "micro-batch 128 tokens" in said
 
@@ -442,7 +431,7 @@ def test_every_step_takes_its_own_numbers(dataset_dir, dataset, tmp_path, monkey
 
     def watched_step(state, batch):
         loss, model = train_step(state, batch), state.model
-        seen.append(([*taken, *model.loss_weights.tolist()], model.windows, model.attention_scale.item()))
+        seen.append([*taken, *model.loss_weights.tolist()])
         assert len(seen) <= 3 or model.prefixes.tolist() == [*dataset.tokenizer.prefixes(), *[-1] * 20]  # 3: warm-up
         return loss
 
@@ -451,18 +440,16 @@ def test_every_step_takes_its_own_numbers(dataset_dir, dataset, tmp_path, monkey
     assert ts.main(flags(dataset_dir, tmp_path / "run", ahead="(1.0,0.5)")) == 0
     config, seen = ts.read_config(tmp_path / "run"), seen[3:]
     assert len(seen) == 20
-    for step, (numbers, windows, scale) in enumerate(seen):
-        stage = ts.stage_attention(config, ts.stage_index(config, step))
+    for step, numbers in enumerate(seen):
         rates = ts.lr_multiplier(config, step), ts.muon_momentum(config, step)
         assert numbers == pytest.approx([*rates, *ts.loss_weights(config, step)])
-        assert (*windows, scale) == pytest.approx((stage["window_short"], stage["window_long"], stage["scale"]))
 
 
 def test_loss_scale():
     """Half after an overflow, but at least 2; twice after 1,000 good steps in a row, but at most 2 ** 24."""
     config = tiny_config()
     state = ts.build_state(config, ALONE, lambda text: None)
-    empty = ts.empty_packs(0, config, 0, 48)
+    empty = ts.empty_packs(0, config, 0)
 
     def after(scale: float, *outcomes: bool) -> float:
         state.loss_scale, state.good_steps = scale, 0
@@ -480,7 +467,7 @@ def test_loss_scale():
 @pytest.mark.parametrize("packs", (2, 4))
 def test_micro_batches_do_not_change_the_step(dataset, packs):
     """Two steps with micro-batches of one or several packs: the same losses and weights."""
-    config = tiny_config(stages=((1.0, 4, 8, 16, 64, 1.0),), tokens=10 * 4 * 128)
+    config = tiny_config(stages=((1.0, 4, 1.0),), tokens=10 * 4 * 128)
     losses, weights = [], []
     for size in (1, packs):
         state = ts.build_state(config, ALONE, lambda text: None)
@@ -497,7 +484,7 @@ def test_micro_batches_do_not_change_the_step(dataset, packs):
 
 def test_micro_batch_size():
     """The most packs that divide a stage's share and fit the wanted tokens."""
-    config = tiny_config(stages=((0.5, 8, 8, 16, 48, 1.0), (0.5, 12, 8, 24, 64, 1.5)))
+    config = tiny_config(stages=((0.5, 8, 1.0), (0.5, 12, 1.5)))
     ranks = {world: ts.Ranks(0, 0, world, CPU) for world in (1, 2, 3, 4)}
 
     def packs(world, tokens):
@@ -622,14 +609,11 @@ def test_resume_remembers_new_flags(halfway, tmp_path, fails, capsys):
 
 
 def test_a_finished_run_is_evaluated_as_it_was_trained(finished, dataset, tmp_path, capsys):
-    """If it ended before it could say so: with windows and rotary frequencies of its last stage, not of the first."""
+    """If it ended before it could say so."""
     run_dir = shutil.copytree(finished[0], tmp_path / "again")
     path = ts.checkpoints(run_dir)[-1] / "state.json"
     record = edit_state(path.parent, val_bpb=None)
     (run_dir / "report.md").unlink()
-    state = ts.build_state(dataclasses.replace(ts.read_config(run_dir), dtype="float32"), ALONE, lambda text: None)
-    ts.load_checkpoint(state, path.parent)
-    assert state.model.windows == (8, 24) != ts.stage_attention(state.config, 0)["window_long"]
     assert ts.main(["--resume", "--run-dir", str(run_dir)]) == 0
     again = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert again["val_bpb"] == pytest.approx(record["val_bpb"], rel=1e-12)
@@ -649,7 +633,7 @@ def test_loss_scale_follows_the_precision(finished, halfway, tmp_path, capsys):
 @pytest.mark.parametrize("where", ("forward", "backward"))
 def test_out_of_memory_takes_smaller_micro_batches(dataset, monkeypatch, capsys, where):
     """The step ends with the weights of a device with enough memory; what failed is freed before the next try."""
-    config = tiny_config(stages=((1.0, 4, 8, 16, 64, 1.0),))
+    config = tiny_config(stages=((1.0, 4, 1.0),))
     weights, held, alive = [], [], []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: alive.append(any(ref() is not None for ref in held)))
     for fits in (4, 1):
@@ -791,11 +775,10 @@ def test_flags_from_a_file(tmp_path):
         (["--set", "momentum=(0.9,)"], ["momentum", "4 values"]),
         (["--set", "momentum=('a',1,1,1)"], ["momentum", "each value must be 0.0 to"]),
         (["--set", "momentum=(2.0,3.0,1,1)"], ["momentum", "below 1"]),
-        (["--set", "frequencies=(1,)"], ["frequencies must be 32 numbers"]),
-        (["--set", "frequencies=('a',)"], ["frequencies", "each value"]),
+        (["--set", "window_long=0"], ["window_long=0 must be 1 to"]),
         (["--set", "stages=((),)"], ["stages: the row ()"]),
         (["--set", "stages=(None,)"], ["stages: the row None"]),
-        (["--set", "stages=((2,1,1,1,2,1),(-1,1,1,1,2,1))"], ["stages: the row (2, 1"]),
+        (["--set", "stages=((2,1,1),(-1,1,1))"], ["stages: the row (2, 1"]),
         (["--set", "ahead=()"], ["ahead=()"]),
         (["--set", "muon_beta2=2.0"], ["muon_beta2=2.0 must be 0.0 to"]),
         (["--set", "long_layers=(1.5,)"], ["long_layers", "0 to 255"]),
@@ -810,7 +793,7 @@ def test_flags_from_a_file(tmp_path):
         (["--set", "vocab_size=70000"], ["70000", "65,536"]),
         (["--set", "long_layers=(11,)"], ["layer 11", "10"]),
         (["--set", "max_seq_len=16384"], ["max_seq_len=16384"]),
-        (["--set", "stages=((0.5, 16, 384, 1024, 2048, 1.0),)"], ["0.5000, not 1"]),
+        (["--set", "stages=((0.5, 16, 1.0),)"], ["0.5000, not 1"]),
         (["--set", "tokens=0"], ["tokens=0"]),
         (["@train_small.py\0"], ["null"]),
     ],
@@ -895,7 +878,7 @@ def test_too_little_data(fails, dataset, dataset_dir, tmp_path):
     rounded_up = next(n for n in range(2, 99) if there % (128 * n) > 64 * n)  # packs: the steps come to more
     for packs, tokens, words in ((rounded_up, there, "training tokens"), (999, 9, "make the steps smaller")):
         argv = [w for w in flags(dataset_dir, tmp_path / "run") if w not in ("--steps", "20")]
-        fails([*argv, "--set", f"stages=((1.0,{packs},8,16,48,1.0),)", "--tokens", tokens], words)
+        fails([*argv, "--set", f"stages=((1.0,{packs},1.0),)", "--tokens", tokens], words)
 
 
 @pytest.mark.parametrize(

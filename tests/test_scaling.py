@@ -132,8 +132,9 @@ exec {sys.executable} "$@"
 
 
 def series(sandbox: Path, name: str, data: Path, environment: str, **more) -> subprocess.CompletedProcess:
-    tiny = {"head_dim": 16, "max_seq_len": 64, "pack_tokens": 128, "val_tokens": 1500, "sample_tokens": 4,
-            "stages": "((1.0,1,8,16,64,1.0),)", "muon_lr": 0.02, "adam_lr": 0.004, **more}  # fmt: skip
+    tiny = {"head_dim": 16, "max_seq_len": 64, "window_short": 8, "window_long": 16, "pack_tokens": 128,
+            "val_tokens": 1500, "sample_tokens": 4, "stages": "((1.0,1,1.0),)", "muon_lr": 0.02, "adam_lr": 0.004,
+            **more}  # fmt: skip
     flags = " ".join(f"--set '{key}={value}'" for key, value in tiny.items())
     command = f"{environment} bash {sandbox}/runs/{name} --data {data} {flags}"
     return subprocess.run(["bash", "-c", command], cwd="/", capture_output=True, text=True, timeout=300)

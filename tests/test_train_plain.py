@@ -31,8 +31,8 @@ plain = import_plain()
 def plain_config(config: ts.Config) -> "plain.Config":
     """The same recipe for train_plain, of what conftest.TINY sets."""
     same = ("num_layers", "width", "head_dim", "mlp_width", "no_attention_layers", "long_layers", "key_offset_layers",
-            "value_embed_layers", "shared_input_from", "backout_layer", "bigram_rows", "pack_tokens",
-            "pack_docs")  # fmt: skip
+            "value_embed_layers", "shared_input_from", "backout_layer", "bigram_rows", "max_seq_len", "window_short",
+            "window_long", "pack_tokens", "pack_docs")  # fmt: skip
     fields = {name: getattr(config, name) for name in same}
     stages = tuple(plain.Stage(*row) for row in config.stages)
     return plain.Config(**fields, vocab_size=config.padded_vocab, steps=config.num_steps, stages=stages)
@@ -85,8 +85,7 @@ class Small:
     def losses(self) -> list[float]:
         loader = self.loader()
         losses = []
-        for step in range(STEPS):
-            self.model.set_stage(ts.stage_attention(self.config, ts.stage_index(self.config, step)))
+        for _ in range(STEPS):
             losses.append(ts.train_step(self.state, loader.next()).item())
         loader.close()
         return losses
@@ -125,7 +124,7 @@ def test_packs_are_those_of_train_small(dataset_dir):
     loader = small.loader()
     for step in range(STEPS):
         stage = config.stages[plain.stage_index(config, step)]
-        packs = [dataset.pack(config, stage.max_doc) for _ in range(stage.packs)]
+        packs = [dataset.pack(config) for _ in range(stage.packs)]
         batch = loader.next()
         counted = batch.targets >= 0  # train_plain does without padding
         documents = [document for pack in packs for document in pack]
@@ -178,7 +177,7 @@ def test_a_missing_dataset_is_one_sentence(tmp_path):
 
 def test_running_out_of_text_is_one_sentence(dataset_dir):
     dataset = plain.Dataset(dataset_dir)
-    config = plain.Config(pack_tokens=1024)
+    config = plain.Config(pack_tokens=1024, max_seq_len=512)
     with pytest.raises(SystemExit, match="no more text"):
         for _ in range(100):
-            dataset.pack(config, 512)
+            dataset.pack(config)

@@ -32,9 +32,6 @@ from torch import Tensor, nn
 class Stage:  # a part of the run; early ones have small batches, which is better for each token
     share: float  # of the run's steps
     packs: int  # in each step
-    window_short: int  # how many tokens most layers look back
-    window_long: int  # the same for long_layers
-    max_doc: int  # tokens; what is left of a longer document counts as a document of its own
     lr_mult: float  # larger batches allow larger steps
 
 
@@ -52,20 +49,23 @@ class Config:  # the defaults are DecoderStack-small
     shared_input_from: int = 8
     backout_layer: int = 7
     bigram_rows: int = 163840
+    max_seq_len: int = 2048  # tokens; what is left of a longer document counts as one of its own
+    window_short: int = 128  # how many tokens most layers look back
+    window_long: int = 2048  # the same for long_layers
     pack_tokens: int = 8192
     pack_docs: int = 64  # most documents in a pack
     steps: int = 2402  # of 340 M tokens
     stages: tuple = (
-        Stage(737 / 2402, 8, 128, 2048, 2048, 1.0),
-        Stage(1105 / 2402, 16, 128, 2048, 2048, 1.414),
-        Stage(560 / 2402, 32, 128, 2048, 2048, 2.0),
+        Stage(737 / 2402, 8, 1.0),
+        Stage(1105 / 2402, 16, 1.414),
+        Stage(560 / 2402, 32, 2.0),
     )
 
 
 TINY = Config(  # the model of runs/cpu.args
     num_layers=4, width=192, head_dim=64, mlp_width=768, no_attention_layers=(), long_layers=(1, 3),
     key_offset_layers=(1, 3), value_embed_layers=(0, 3), backout_layer=2, bigram_rows=10240,
-    steps=150, pack_tokens=1024, pack_docs=32, stages=(Stage(1.0, 1, 128, 256, 512, 1.0),),
+    max_seq_len=512, window_long=256, steps=150, pack_tokens=1024, pack_docs=32, stages=(Stage(1.0, 1, 1.0),),
 )  # fmt: skip
 
 
@@ -118,32 +118,19 @@ class Model(nn.Module):
         self.share_bigram = nn.Parameter(torch.full((L,), 0.05))
         self.backout_scale = nn.Parameter(torch.tensor(0.5))
 
-    def set_stage(self, index: int) -> None:
-        """Windows, scale of queries and rotary frequencies (K / 4,) of a stage, by YaRN (arXiv 2309.00071)."""
-        frequencies = (1 / 1024) ** np.linspace(0, 1, self.config.head_dim // 4)  # radians a token
-        self.scale = 0.12  # record 20
-        self.stage = self.config.stages[0]
-        for stage in self.config.stages[1 : index + 1]:
-            # In a longer window slow rotations slow down, so that their angles stay familiar. Fast ones are kept.
-            growth = max(1, stage.window_long / self.stage.window_long)
-            turns = self.stage.window_long * frequencies / (2 * np.pi)
-            keep = np.clip((turns - 1) / 31, 0, 1)
-            frequencies = frequencies * (keep + (1 - keep) / growth)
-            self.scale *= 1 + 0.2 * math.log(growth)
-            self.stage = stage
-        self.frequencies = torch.tensor(frequencies, dtype=torch.float32)
-
     def forward(self, tokens_T: Tensor, positions_T: Tensor) -> Tensor:
         """Ids of packed documents and positions in them, both int64 (T,) -> logits (T, V) for the next token."""
         first_T = positions_T == 0  # nothing may leak in from the document before
         previous_T = torch.cat((tokens_T[:1], tokens_T[:-1]))
-        angles_T1K = torch.outer(positions_T, self.frequencies)[:, None]
+        frequencies = (1 / 1024) ** np.linspace(0, 1, self.config.head_dim // 4)  # radians a token
+        frequencies = torch.tensor(frequencies, dtype=torch.float32)
+        angles_T1K = torch.outer(positions_T, frequencies)[:, None]
 
         # Who sees whom, bool (T, T): a query sees itself and what lies before it in its document and in the window.
         distance = torch.arange(len(tokens_T))[:, None] - torch.arange(len(tokens_T))
         mask = (distance >= 0) & (distance <= positions_T[:, None])
-        mask_short = mask & (distance <= self.stage.window_short)
-        mask_long = mask & (distance <= self.stage.window_long)
+        mask_short = mask & (distance <= self.config.window_short)
+        mask_long = mask & (distance <= self.config.window_long)
 
         x = x0 = norm(self.embed[tokens_T])
 
@@ -186,7 +173,7 @@ class Model(nn.Module):
         # A scalar multiplies a weight, which is 100 times smaller than an activation (record 47).
         v_THK = F.linear(a_TD, self.v[layer] * self.scale_v[layer]).view(by_head)
         q, k = F.linear(a_TD, self.qk[layer].flatten(0, 1)).chunk(2, -1)
-        q_THK = rotate(norm(q.view(by_head)) * self.scale, angles_T1K)
+        q_THK = rotate(norm(q.view(by_head)) * 0.12, angles_T1K)  # record 20
         k_THK = rotate(norm(k.view(by_head)), angles_T1K)
 
         # Key offset: half of each key is the previous token's, so that one layer can look for "what came after the
@@ -260,14 +247,14 @@ class Dataset:  # a directory that data/pretrain.py made: a tokenizer, and shard
             for document in np.split(tokens, np.flatnonzero(tokens == self.bos_id))[1:]:
                 yield document.astype(int)
 
-    def pack(self, config: Config, max_doc: int) -> list[np.ndarray]:
+    def pack(self, config: Config) -> list[np.ndarray]:
         """The next documents, each with one token more, its last target. The rest of a long one comes next."""
         documents = []
         room = config.pack_tokens
         while room and len(documents) < config.pack_docs:
             if self.rest is None:
                 raise SystemExit(f"{self.root} has no more text; use fewer --steps or more text")
-            length = min(len(self.rest), room, max_doc)
+            length = min(len(self.rest), room, config.max_seq_len)
             documents.append(np.append(self.rest, self.bos_id)[: length + 1])
             room -= length
             left = self.rest[length:]
@@ -382,8 +369,8 @@ def muon_momentum(config: Config, step: int) -> float:
 def train_step(model: Model, state: defaultdict, dataset: Dataset, step: int) -> float:
     """One update from some packs. Returns the mean nats of their targets before it."""
     config = model.config
-    model.set_stage(stage_index(config, step))
-    packs = [dataset.pack(config, model.stage.max_doc) for _ in range(model.stage.packs)]
+    stage = config.stages[stage_index(config, step)]
+    packs = [dataset.pack(config) for _ in range(stage.packs)]
     count = sum(len(document) - 1 for pack in packs for document in pack)
     second_weight = 0.5 * max(0.0, 1 - 2 * step / config.steps)
     prefix_weight = 0.25 * min(1.0, max(0.0, 2 - 3 * step / config.steps))
@@ -404,7 +391,7 @@ def bits_per_byte(model: Model, dataset: Dataset) -> float:
     nats = 0.0
     text_bytes = 0
     for document in dataset.documents("val"):
-        document = document[: model.stage.max_doc]
+        document = document[: model.config.max_seq_len]
         if len(document) > 1:
             nats_T, _, _ = losses(model, [document], dataset.prefixes)
             bytes_T = dataset.text_bytes[document[1:]]
