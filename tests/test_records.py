@@ -770,6 +770,19 @@ def test_a_resumed_run_is_a_run(repo, tmp_path):
     assert "somewhere" not in (folder / "run_0.json").read_text()
 
 
+def test_each_run_saves_as_often_as_it_likes(repo, tmp_path):
+    runs = [shutil.copytree(repo / "out" / f"a_{seed}", tmp_path / f"run_{seed}") for seed in (0, 1)]
+
+    def save_never(config):
+        for start in (config, config["starts"][0]):
+            start["flags"] = [*start["flags"], "--save-every", "-1"]
+        config["config"]["save_every"] = -1
+
+    edit(runs[1] / "config.json", save_never)
+    run(add, *runs, "--track", "small", "--slug", "x", "--out", tmp_path / "new")
+    assert check.problems(tmp_path / "new" / "2026-11-22_x") == []
+
+
 def test_a_run_that_was_really_resumed(repo, tmp_path):
     """Its last checkpoint is lost and made again: log and starts of the scripts are as the tools expect them."""
     run_dir = tmp_path / "run"
