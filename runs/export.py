@@ -22,7 +22,6 @@ import textwrap
 from pathlib import Path
 from typing import NoReturn
 
-import numpy as np
 import torch
 from chat import is_chat_run
 from engine import RunError, import_script
@@ -86,7 +85,6 @@ def read_checkpoint(script, run_dir: Path, step: int | None) -> tuple[torch.nn.M
 def describe_model(model) -> dict:
     """The fields of DecoderStackConfig."""
     c = model.config
-    frequencies = (1 / c.rotary_base) ** np.linspace(0, 1, c.head_dim // 4)
     high, shift, slope = c.softcap
     return {
         "vocab_size": c.vocab_size,
@@ -101,7 +99,7 @@ def describe_model(model) -> dict:
         "window_short": c.window_short,
         "window_long": c.window_long,
         "attention_scale": c.attention_scale,
-        "rotary_frequencies": frequencies.tolist(),
+        "rotary_base": c.rotary_base,
         "no_attention_layers": list(c.no_attention_layers),
         "long_layers": list(c.long_layers),
         "key_offset_layers": list(c.key_offset_layers),

@@ -45,10 +45,12 @@ class DecoderStackConfig(PretrainedConfig):
     use_cache: bool = True
 
     # Attention. A query sees itself and as many keys before itself as its window says.
-    window_short: int = 384
+    window_short: int = 128
     window_long: int = 2048
     attention_scale: float = 0.12
-    rotary_frequencies: tuple = (1.0,) * 32  # of the first half of each head: head_dim / 4
+    rotary_base: float = (
+        1024.0  # the first half of each head turns, at 1 to 1 / rotary_base a token
+    )
     no_attention_layers: tuple = ()
     long_layers: tuple = ()
     key_offset_layers: tuple = ()
@@ -457,9 +459,10 @@ class DecoderStackModel(DecoderStackPreTrainedModel):
         all_ids, all_positions = self.remember(ids, positions, cache)
         is_first_key = all_positions == 0
         short, long = make_masks(self.config, all_positions, count)
-        frequencies = torch.tensor(
-            self.config.rotary_frequencies, device=ids.device, dtype=torch.float32
-        )
+        quarter = self.config.head_dim // 4
+        exponents = [i / max(quarter - 1, 1) for i in range(quarter)]
+        frequencies = [self.config.rotary_base**-exponent for exponent in exponents]
+        frequencies = torch.tensor(frequencies, device=ids.device, dtype=torch.float32)
         angles = positions.clamp(min=0)[..., None, None] * frequencies
         return Context(
             ids=ids,
