@@ -88,9 +88,8 @@ def difference(first: dict, other: dict) -> tuple[str, object, object] | None:
             b = other[part].get(key)
             if a != b and key not in free:
                 return f"{part}.{key}", a, b
-    a = recipe.recipe_flags(
-        first["flags"]
-    )  # each run may log, validate and save as often as it likes
+    # Each run may log, validate and save as often as it likes.
+    a = recipe.recipe_flags(first["flags"])
     b = recipe.recipe_flags(other["flags"])
     if a != b:
         return "flags", a, b
