@@ -378,9 +378,9 @@ def stage_index(config: Config, step: int) -> int:
 
 
 def lr_multiplier(config: Config, step: int) -> float:
-    """The stage's factor, then a straight line to lr_floor over the last `cooldown` of the run.
+    """The stage's factor, which over the last `cooldown` of the run gives way to lr_floor, linearly.
 
-    There is no warm-up.
+    There is no warm-up. Where a stage with larger steps begins, the rate jumps up, also in the cool-down.
     """
     mult = config.stage_table[stage_index(config, step)].lr_mult
     if not config.cooldown:
@@ -664,10 +664,10 @@ def rotate(x_THK: Tensor, cos_TK: Tensor, sin_TK: Tensor) -> Tensor:
     return x_THK * cos_TK + swapped * sin_TK
 
 
-def softcap(z: Tensor, cap: tuple) -> Tensor:
-    """a * sigmoid((z + b) / c): bounded logits, asymmetric because most logits are negative."""
+def softcap(x: Tensor, cap: tuple) -> Tensor:
+    """a * sigmoid((x + b) / c): bounded logits, asymmetric because most logits are negative."""
     a, b, c = cap
-    return a * torch.sigmoid((z + b) / c)
+    return a * torch.sigmoid((x + b) / c)
 
 
 def head_gates(x_TD: Tensor, weight_HG: Tensor) -> Tensor:
@@ -1159,7 +1159,14 @@ class ShardReader:
         return np.concatenate((start, self.tokens[offset:stop], [last])).astype(np.int32)
 
     def open_shard(self) -> None:
-        self.tokens = self.dataset.read(self.files[self.position["shard"]])
+        shard = self.position["shard"]
+        if shard < len(self.files):
+            self.tokens = self.dataset.read(self.files[shard])
+        if self.tokens is None or self.position["offset"] > len(self.tokens):
+            raise UserError(
+                f"{self.dataset.root} has less text than the run has read (shard {shard}, token "
+                f"{self.position['offset']:,}); pass the --data that it began with"
+            )
         self.bos_at = np.flatnonzero(self.tokens == self.bos_id)
 
     def next_shard(self) -> None:
@@ -1286,7 +1293,7 @@ def normuon_update(
     update = update * row_square.clamp_min(1e-10).rsqrt()
     update = update * (length / update.norm(dim=(-2, -1), keepdim=True).clamp_min(1e-10))
 
-    # Weights decay only where the step shrinks them anyway.
+    # No decay where the step makes a weight larger.
     agrees = update * master >= 0
     master.sub_(lr * mult * (update + decay * master * agrees))
 
@@ -1354,7 +1361,7 @@ class Optimizer:
             R = policy.rows or param.size(-2)
             C = param.size(-1)
             shape = (param.numel() // (R * C), R, C)
-        # Small parameters are not worth a message: every rank updates them alike.
+        # Small parameters are not worth sharding: every rank updates them alike.
         sharded = self.ranks.world > 1 and param.numel() >= 65536
         rows = math.ceil(shape[0] / self.ranks.world) if sharded else shape[0]
         return Slot(name, param, policy, shape, sharded, rows, master=param)
@@ -1363,9 +1370,9 @@ class Optimizer:
     def step(self, lr_mult: float, momentum: float, loss_scale: float = 1.0) -> bool:
         """Reduces gradients (summed over ranks), updates, gathers.
 
-        A late table uses the gradient of the step before, so that nobody waits for it: on 4 H200s
-        such tables are four fifths of all bytes, and were most of the 2.7 ms a step that no
-        computation hid.
+        A late table uses the gradient of the step before, so that nobody waits for it: such tables
+        are seven tenths of the small model, and on 4 H200s they were most of the 2.7 ms a step that
+        no computation hid.
 
         Returns: False if a scaled gradient overflowed; nothing is updated then
         """
@@ -1932,8 +1939,10 @@ def resume(run: Run, changed: list[str]) -> None:
         asked = f"the flags ask for {config.num_steps}; ask for more, or leave them out"
         raise UserError(f"{run.run_dir} is at step {step} already, {asked}")
 
-    # The next --resume goes on with the flags of this one.
+    # The next --resume goes on with the flags of this one. What an earlier end reported is out of date.
     if run.ranks.is_main and step < config.num_steps:
+        for name in ("result.json", "report.md"):
+            (run.run_dir / name).unlink(missing_ok=True)
         for damaged in checkpoint_folders(run.run_dir):
             if int(damaged.name[5:]) > step:
                 aside = damaged.with_name(f"{damaged.name}.damaged")
@@ -1982,6 +1991,8 @@ def prepare_loop(run: Run) -> None:
     documents = scored_documents(job.validation, config)
     run.validation = validation_batch(documents, config, job.dataset.tokenizer.bos_id)
     run.scored = describe_scored(documents, job.dataset.tokenizer.token_bytes)
+    if not run.scored["bytes"]:
+        raise UserError(f"{job.dataset.root} holds no text to validate on; make the dataset again")
     token_bytes = torch.zeros(config.padded_vocab, dtype=torch.long)
     token_bytes[: config.vocab_size] = torch.from_numpy(job.dataset.tokenizer.token_bytes)
     run.token_bytes = token_bytes.to(run.ranks.device)
@@ -2116,22 +2127,27 @@ class Stopper:
 
     def __init__(self, ranks: Ranks):
         self.ranks = ranks
-        self.signal = 0
+        self.caught = 0  # the signal that this process was sent, and when
+        self.caught_at = 0.0
+        self.signal = 0  # the one that all ranks stop for
         self.before = {s: signal.signal(s, self.catch) for s in (signal.SIGTERM, signal.SIGINT)}
 
     def catch(self, number, frame) -> None:
-        if self.signal:  # asked twice: at once
+        # Ctrl-C twice: at once. Under torchrun each one comes twice, from the terminal and from torchrun.
+        pause = time.monotonic() - self.caught_at
+        moment = 1.0 if "TORCHELASTIC_RUN_ID" in os.environ else 0.0
+        if self.caught == number == signal.SIGINT and pause > moment:
             raise KeyboardInterrupt
-        self.signal = number
+        self.caught = number
+        self.caught_at = time.monotonic()
 
     def asked(self, step: int) -> bool:
         if self.ranks.world == 1:
-            return bool(self.signal)
-        if step % 10:  # all ranks must stop at the same step, and asking costs a synchronisation
-            return False
-        flag = torch.tensor(self.signal, device=self.ranks.device)
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-        self.signal = int(flag)
+            self.signal = self.caught
+        elif step % 10 == 0:  # all must stop at the same step, and asking costs a synchronisation
+            flag = torch.tensor(self.caught, device=self.ranks.device)
+            dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+            self.signal = int(flag)
         return bool(self.signal)
 
     def restore(self) -> None:
@@ -2450,6 +2466,8 @@ def start_ranks(timeout: float = 300.0) -> Ranks:
 
     Args: timeout in seconds, after which a rank that hangs is given up
     """
+    if not is_number(timeout, 1.0, 1e6):
+        raise UserError(f"--rank-timeout {timeout} must be 1 to 1,000,000 seconds")
     world = int(os.environ.get("WORLD_SIZE", 1))
     rank = int(os.environ.get("RANK", 0))
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
@@ -2905,9 +2923,12 @@ def prepare_run_dir(job: Job, args: argparse.Namespace, ranks: Ranks) -> tuple[P
         run_dir = Path(of_main[0])
     if args.resume:
         check_resumable(run_dir, job)
-    elif ranks.is_main and (run_dir / "log.jsonl").exists():
-        saved = checkpoints(run_dir)
-        way = "continue it with --resume" if saved else "nothing was saved in it, so remove it"
+    elif ranks.is_main and ((run_dir / "log.jsonl").exists() or checkpoint_folders(run_dir)):
+        way = "nothing was saved in it, so remove it"
+        if checkpoints(run_dir):
+            way = "continue it with --resume"
+        elif (run_dir / "report.md").exists():
+            way = "it is finished and saved no checkpoint, so there is nothing to continue"
         raise UserError(f"{run_dir} already holds a run; {way}, or name another --run-dir")
     return run_dir, lock
 
@@ -3136,9 +3157,16 @@ def save_checkpoint(state: TrainState, run_dir: Path, progress: dict) -> None:
             f"the weights {broken[0]} are no longer finite at step {state.step}, so it was not saved; "
             f"{diverged_advice(run_dir)}"
         )
-    if not state.ranks.is_main:
-        return
+    if state.ranks.is_main:
+        write_state(state, run_dir, weights, moments, progress)
+    # Where the first process ends, torchrun ends the others: so none goes on before all is saved.
+    state.ranks.gather(None)
 
+
+def write_state(
+    state: TrainState, run_dir: Path, weights: dict, moments: dict, progress: dict
+) -> None:
+    """What process 0 does for save_checkpoint."""
     buffers = {k: v.cpu() for k, v in state.model.state_dict().items() if k not in weights}
     moments["rng.cpu"] = torch.get_rng_state()
     if state.ranks.device.type == "cuda":
@@ -3174,7 +3202,7 @@ def write_checkpoint(run_dir: Path, weights: dict, moments: dict, description: d
         sync_to_disk(final.parent)
     except (OSError, safetensors.SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        full = getattr(error, "errno", None) == errno.ENOSPC or "space" in str(error).lower()
+        full = getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error)
         reason = "the disk is full" if full else error
         free = shutil.disk_usage(run_dir).free / 2**30
         way = "go on with --resume" if checkpoints(run_dir) else "start again"
@@ -3354,6 +3382,7 @@ def draw_curve(run_dir: Path, title: str) -> str:
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     axes.plot(*points("bpb").T, color="#9bb8d3", label="training (from mean bytes)")
     axes.plot(*points("val_bpb").T, "o-", color="#c0392b", ms=3, label="validation")
+    title = title.replace("$", r"\$")  # else it begins a formula
     axes.set(xlabel="training tokens, millions", ylabel="bits per byte", title=title)
     axes.legend()
     axes.grid(alpha=0.3)
@@ -3503,6 +3532,9 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str):
         if message.startswith("unrecognized arguments: "):
             given = message.removeprefix("unrecognized arguments: ").split(" ")[0]
+            if not given.startswith("-"):
+                way = "values follow a flag, and a file of flags is given as @FILE"
+                raise UserError(f"{given} belongs to no flag; {way}")
             flags = [flag for action in self._actions for flag in action.option_strings]
             near = difflib.get_close_matches(given.split("=")[0], flags, 1, 0.4)
             hint = f"did you mean {near[0]}?" if near else f"see {self.prog} --help"
@@ -3644,6 +3676,8 @@ MOVED = {
 
 def run_command(command: Callable[[], dict]) -> int:
     """Prints what a command returns as one JSON object on the last line; returns the exit code."""
+    with contextlib.suppress(AttributeError):  # in a notebook
+        sys.stdout.reconfigure(errors="replace")  # samples hold what some consoles lack
     code = 1
     try:
         result = command()
@@ -3686,6 +3720,9 @@ def sentence_of(error: Exception) -> str | None:
         )
     lost = ("Connection", "connection", "Timed out", "timed out", "gloo", "NCCL")
     if dist.is_initialized() and any(word in text for word in lost):
+        time.sleep(
+            2
+        )  # torchrun reports the process that failed in the first whole second: not this one
         return (
             f"process {os.environ.get('RANK')} lost the others ({first_line(error)}); look for the "
             f"first error of another process, then continue with --resume"
@@ -3789,10 +3826,10 @@ def triton_attention(model, positions_T, cu_seqlens, max_doc) -> Callable:
 
 
 def load_fa3_attention() -> Callable:
-    """FlashAttention 3 from the Hugging Face hub (Hopper). Not measured by this project yet."""
+    """FlashAttention 3 from the Hugging Face hub (Hopper), only by name: it has not been measured yet."""
     from kernels import get_kernel
 
-    flash = get_kernel("kernels-community/flash-attn3").flash_attn_varlen_func
+    flash = get_kernel("kernels-community/flash-attn3", version=1).flash_attn_varlen_func
 
     def fa3_attention(model, positions_T, cu_seqlens, max_doc):
         sizes = (cu_seqlens, cu_seqlens, max_doc, max_doc)
@@ -3826,8 +3863,7 @@ def attention_names(name: str, device: torch.device, dtype: torch.dtype) -> list
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
     if dtype == torch.float32 or capability < (8, 0):
         return ["sdpa"]
-    names = ["triton", "varlen", "sdpa"]
-    return ["fa3", *names] if capability == (9, 0) else names
+    return ["triton", "varlen", "sdpa"]
 
 
 def probe_attention(attention: Callable, model: nn.Module) -> None:
@@ -3996,8 +4032,8 @@ def softcap_ce_kernel(
             acc += tl.where(j < V, e, 0.0)
         total = tl.sum(acc)
     lse = a + tl.log(total)
-    tl.store(losses + t, W * lse - a * tl.sum(w * s_t))
-    tl.store(nats + t, tl.sum(tl.where((k == 0) & (target >= 0), lse - a * s_t, 0.0)))
+    tl.store(losses + row, W * lse - a * tl.sum(w * s_t))
+    tl.store(nats + row, tl.sum(tl.where((k == 0) & (target >= 0), lse - a * s_t, 0.0)))
 
     if grad is not None:
         grad += row.to(tl.int64) * V
@@ -4028,7 +4064,7 @@ def softcap_ce(logits, targets, weights, row_weight, cap, row0=0, grad=True, out
     """
     n, V = logits.shape
     terms = len(weights)
-    losses, nats = torch.empty(2, row0 + n, dtype=torch.float32, device=logits.device)
+    losses, nats = torch.empty(2, n, dtype=torch.float32, device=logits.device)
     gradient = None
     if grad:
         gradient = logits if out is None else out
@@ -4045,7 +4081,7 @@ def softcap_ce(logits, targets, weights, row_weight, cap, row0=0, grad=True, out
         BLOCK=min(block if grad else 4096, triton.next_power_of_2(V)),
         num_warps=16 if grad else 8,
     )
-    return losses[row0:], nats[row0:], gradient
+    return losses, nats, gradient
 
 
 @jit
@@ -4076,9 +4112,9 @@ transpose8.register_fake(lambda x: x.new_empty(x.shape[::-1]))
 
 # -- fp8 products of the layers; a step of B34 74.6 ms for 89.7 in bf16, 0.0005 bpb worse (11 runs)
 # Weights and activations are e4m3, gradients e5m2, sums fp32. A tensor has one scale, which comes
-# from norms of rows where they bound what is to be cast: no large tensor is searched and nothing is
-# carried from step to step, so a resumed run continues exactly. A bound may be far off: e4m3 has 18
-# binades, e5m2 32, nearly all of them with all bits.
+# from norms of rows where they bound what is to be cast: nothing of size (T, F) is searched, and
+# nothing is carried from step to step, so a resumed run continues exactly. A bound may be far off:
+# e4m3 has 18 binades, e5m2 32, nearly all of them with all bits.
 
 E4M3, E4M3_MAX = torch.float8_e4m3fn, 448.0
 E5M2, E5M2_MAX = torch.float8_e5m2, 57344.0
@@ -4095,7 +4131,8 @@ def largest_row(x: Tensor) -> Tensor:
 
 
 def cast8(x: Tensor, factor: Tensor | float, dtype: torch.dtype = E4M3) -> Tensor:
-    return (x * factor).to(dtype)
+    """x times a factor, rounded once: eager torch would first round a 0-D factor to the dtype of x."""
+    return (x.float() * factor).to(dtype)
 
 
 def product8(a_MK: Tensor, b_NK: Tensor, scale: Tensor, dtype: torch.dtype, fast=False) -> Tensor:
@@ -4109,9 +4146,11 @@ def product8(a_MK: Tensor, b_NK: Tensor, scale: Tensor, dtype: torch.dtype, fast
 
 
 def to_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """An e4m3 copy and its scale, largest magnitude / 448."""
-    scale = torch.linalg.vector_norm(x, float("inf")).float().clamp_(min=1e-12) / E4M3_MAX
-    return cast8(x, 1 / scale), scale
+    """An e4m3 copy and its scale, about largest magnitude / 448."""
+    largest = torch.linalg.vector_norm(x, float("inf")).float().clamp_(min=1e-12)
+    # The product needs the factor in the dtype of x, and the scale must be the inverse of just that.
+    factor = (E4M3_MAX / largest).to(x.dtype)
+    return (x * factor).to(E4M3), 1 / factor.float()
 
 
 def scale_head_gradient(x, weights, row_weight, cap) -> tuple[Tensor, Tensor]:
@@ -4153,26 +4192,22 @@ def linear_ce(
     for start in range(0, T, chunk):
         own = slice(start, min(start + chunk, T))
         if fp8:
-            logits = torch._scaled_mm(
-                x8[own], w8.T, x_scale, w_scale, out_dtype=x.dtype, use_fast_accum=True
-            )
+            logits = product8(x8[own], w8, x_scale * w_scale, x.dtype, fast=True)
         else:
             logits = x[own] @ w.T
-        terms = (targets, weights, factor, cap, start, grad)
+        arguments = (targets, weights, factor, cap, start, grad)
         if use_triton(x):
             out = None if g8 is None else g8[: len(logits)]
-            losses[own], nats[own], g = softcap_ce(logits, *terms, out)
+            losses[own], nats[own], g = softcap_ce(logits, *arguments, out)
         else:
-            losses[own], nats[own], g = softcap_ce_cpu(logits, *terms)
+            losses[own], nats[own], g = softcap_ce_cpu(logits, *arguments)
         if not grad:
             continue
 
         if fp8:
-            dx[own] = torch._scaled_mm(g, w8_T.T, g_scale, w_scale, out_dtype=x.dtype)
+            dx[own] = product8(g, w8_T, g_scale * w_scale, x.dtype)
             dtype = torch.float32 if wide else w.dtype
-            part = torch._scaled_mm(
-                transpose8(g), transpose8(x8[own]).T, g_scale, x_scale, out_dtype=dtype
-            )
+            part = product8(transpose8(g), transpose8(x8[own]), g_scale * x_scale, dtype)
         else:
             torch.mm(g, w, out=dx[own])
             part = torch.mm(g.T, x[own], out_dtype=torch.float32) if wide else g.T @ x[own]
@@ -4210,8 +4245,7 @@ def linear_cross_entropy(x, w, targets, cap, weights=None, row_weight=None, chun
 
     Args:    x (T, D), w (V, D); targets int (N, T), negative for none; cap as in softcap(); weights
              fp32 (N,), one for each row of targets; row_weight fp32 (T,); fp8: e4m3 operands with
-             dynamic scales and an e5m2 gradient whose scale is an exact bound, switched off below
-             compute capability 8.9
+             dynamic scales and an e5m2 gradient whose scale is an exact bound, where fits_fp8() allows
     Returns: sum over t of row_weight_t * loss_t; nats of the first target alone, fp32 (T,),
              detached, 0 where there is none
 
@@ -4223,7 +4257,7 @@ def linear_cross_entropy(x, w, targets, cap, weights=None, row_weight=None, chun
     grad = torch.is_grad_enabled() and (x.requires_grad or w.requires_grad)
     if not use_triton(x):  # plain code holds several fp32 copies of a chunk's logits: 256 MiB each
         chunk = min(chunk, max(2**26 // len(w), 1))
-    fp8 = fp8 and use_triton(x, (8, 9)) and all(n % 16 == 0 for n in (*x.shape, len(w), chunk))
+    fp8 = fp8 and fits_fp8(x, *x.shape, len(w), chunk)
     arguments = (x, w, targets.contiguous(), weights, row_weight, list(cap), chunk, grad, fp8)
     total, nats, _, _ = linear_ce(*arguments)
     return total, nats.detach()
@@ -4362,7 +4396,7 @@ def fused_relu2(x: Tensor, w: Tensor) -> bool:
     Hopper and B200 can: it needs 208 KiB of shared memory, of which an RTX 50 (12.0) has 99.
     """
     device_fits = use_triton(x, (9, 0)) and not use_triton(x, (12, 0))
-    return device_fits and x.size(1) % 8 == 0 and w.size(0) % 8 == 0
+    return device_fits and all(n * x.itemsize % 16 == 0 for n in (x.size(1), w.size(0)))
 
 
 @torch.library.custom_op(f"{OPS}::linear_relu2", mutates_args=())
@@ -4441,9 +4475,9 @@ def relu2_grad8(g8: Tensor, w8: Tensor, post8: Tensor) -> Tensor:
 class MLP8(torch.autograd.Function):
     """MLPRelu2 with its six products in fp8, for an x whose rows have norm sqrt(D) as after norm().
 
-    Nothing of size (T, F) exists in more than 8 bits. |x w^T| <= |x| |w| bounds the activation, and
-    in the same way the gradient before it, so their scales are known. What remains between operands
-    and result is a constant.
+    Where the kernel runs, nothing of size (T, F) exists in more than 8 bits. |x w^T| <= |x| |w|
+    bounds the activation, and in the same way the gradient before it, so their scales are known.
+    What remains between operands and result is a constant.
     """
 
     @staticmethod
@@ -4475,7 +4509,7 @@ class MLP8(torch.autograd.Function):
 
 
 def mlp_relu2(x_TD: Tensor, up_FD: Tensor, down_FD: Tensor, fp8: bool = False) -> Tensor:
-    """relu(x up^T)^2 down, (T, D); keeps only x and the square for the backward. fp8: see MLP8."""
+    """relu(x up^T)^2 down, (T, D); the kernel keeps only x and the square for the backward. fp8: see MLP8."""
     if fp8:
         return MLP8.apply(x_TD, up_FD, down_FD)
     if fused_relu2(x_TD, up_FD) and torch.is_grad_enabled():
@@ -4716,7 +4750,7 @@ def window_attention(q_THK, k_THK, v_THK, bounds: Tensor, gate_TH=None) -> Tenso
     """As window_attention_ref, for 16 bits, K a power of two; q, k, v may be views of a packed qkv.
 
     q carries the scale, and the gate is above 0. 4 / 10 T H K window FLOP forward / backward; at least
-    4 / 11 T H K values moved.
+    4 / 12 T H K values moved.
     """
     return window_attention_forward(q_THK, k_THK, v_THK, bounds, gate_TH)[0]
 
@@ -4729,7 +4763,7 @@ def window_attention(q_THK, k_THK, v_THK, bounds: Tensor, gate_TH=None) -> Tenso
 
 def norm_rotate_ref(qkv: Tensor, cos: Tensor, sin: Tensor, scale: Tensor):
     q, k, v = qkv.unbind(1)
-    return rotate(norm(q) * scale, cos, sin), rotate(norm(k), cos, sin), v
+    return rotate(times(scale, norm(q)), cos, sin), rotate(norm(k), cos, sin), v
 
 
 NORM_EPS = torch.finfo(torch.float32).eps  # what F.rms_norm adds in 16 and 32 bits

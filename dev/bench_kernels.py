@@ -373,7 +373,7 @@ def time_attention() -> None:
         forward = lambda: K.window_attention_forward(scaled, k, v, bounds, gate)
         backward = lambda: K.window_attention_grad(scaled, k, v, o, g, lse, bounds, gate)
         rate = {"flop": 4 * pairs * H * D, "moved": 8 * T * H * D}
-        back = {"flop": 10 * pairs * H * D, "moved": 22 * T * H * D}
+        back = {"flop": 10 * pairs * H * D, "moved": 24 * T * H * D}
         tried = rows if window in (128, 896) else "64 64 4 2"
         tiles = ("ATTENTION_TILES", names, tried)
         name = f"window_attention {T}, window {window}"

@@ -31,7 +31,7 @@ if __name__ == "__main__":
     def slow(state, batch):
         time.sleep(0.05)
         done.append(state.step)
-        while state.ranks.world == 1 and len(done) > 3 and not stoppers[0].signal:
+        while state.ranks.world == 1 and len(done) > 3 and not stoppers[0].caught:
             time.sleep(0.05)  # alone: three steps, then it waits for the other one to come back
         return step(state, batch)
     ts.train_step = slow

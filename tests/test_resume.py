@@ -22,6 +22,7 @@ import train_medium as tm
 import train_small as ts
 
 from conftest import ALONE, tiny_config, write_dataset
+from processes import python
 from test_runs import assert_same_run, at_step, entries, flags, saved, signal_handlers, snapshot  # noqa: F401
 
 FILES = (*ts.CHECKPOINT_FILES, "state.json")
@@ -600,3 +601,146 @@ def test_a_store_that_does_not_answer(monkeypatch, capsys):
     stopped.set()
     watch.thread.join()
     assert "error: process 0 has not been heard of for 0 s, so process 1 ends" in capsys.readouterr().err
+
+
+STOP = """
+import os, signal, sys, time
+from pathlib import Path
+import train_small as ts
+main = os.environ["RANK"] == "0"
+step, write = ts.train_step, ts.write_checkpoint
+def train_step(state, batch):
+    if state.step == 7 and not main:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return step(state, batch)
+def write_checkpoint(*arguments):
+    time.sleep(1)
+    os.kill(os.getpid(), signal.SIGTERM)  # from the launcher, which passes on what it was sent
+    write(*arguments)
+ts.train_step, ts.write_checkpoint = train_step, write_checkpoint
+code = ts.main(sys.argv[1:])
+print("process", os.environ["RANK"], "ended with", [p.name for p in Path(os.environ["RUN_DIR"]).glob("checkpoints/*")])
+sys.exit(code)
+"""
+
+
+def test_a_stop_waits_for_the_checkpoint(dataset_dir, tmp_path):
+    """One of two processes is asked to stop: both do at step 10, and none ends before process 0 has saved."""
+    run_dir = tmp_path / "run"
+    argv = [*flags(dataset_dir, run_dir), "--save-every", "0"]
+    done = python("-c", STOP, *argv, ranks=2, env={**os.environ, "RUN_DIR": str(run_dir)})
+    assert done.returncode == 1 and "stopped by SIGTERM at step 10, saved" in done.stderr, done.stderr
+    assert "stopped at once" not in done.stderr
+    for rank in (0, 1):
+        assert f"process {rank} ended with ['step_000010']" in done.stdout, done.stdout
+
+
+def test_ctrl_c_through_torchrun_comes_twice(monkeypatch):
+    """The terminal sends it to all processes, and torchrun passes on its own: only a later one means at once."""
+    for variable, patience in (("x", 1.1), (None, 0.0)):
+        if variable:
+            monkeypatch.setenv("TORCHELASTIC_RUN_ID", variable)
+        else:
+            monkeypatch.delenv("TORCHELASTIC_RUN_ID")
+        now = 100.0
+        monkeypatch.setattr(ts.time, "monotonic", lambda: now)  # noqa: B023  (called at once)
+        stopper = ts.Stopper(ALONE)
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGINT)
+            now += 0.05 if variable else 0.0
+            if variable:
+                os.kill(os.getpid(), signal.SIGINT)
+                assert stopper.asked(1) and stopper.signal == signal.SIGINT
+            now += patience + 0.1
+            with pytest.raises(KeyboardInterrupt):
+                os.kill(os.getpid(), signal.SIGINT)
+                ts.time.sleep(0.1)
+        finally:
+            stopper.restore()
+
+
+def test_checkpoints_without_a_log_are_a_run(finished, tmp_path, dataset_dir):
+    """A new run there would remove its own checkpoints in favour of the old ones."""
+    run_dir = shutil.copytree(finished, tmp_path / "run")
+    (run_dir / "log.jsonl").unlink()
+    before = snapshot(run_dir)
+    assert "already holds a run; continue it with --resume" in refused(*flags(dataset_dir, run_dir, seed=7))
+    assert snapshot(run_dir) == before
+
+
+def test_a_finished_run_without_checkpoints_is_not_called_unsaved(tmp_path, dataset_dir):
+    argv = [*flags(dataset_dir, tmp_path / "run", steps=2), "--save-every", "-1"]
+    assert main(*argv)[0] == 0
+    assert "it is finished and saved no checkpoint" in refused(*argv)
+
+
+def test_a_longer_run_drops_the_result_of_the_shorter_one(finished, tmp_path):
+    """It would be taken for that of the newest checkpoint."""
+    run_dir = shutil.copytree(finished, tmp_path / "run")
+    with pytest.MonkeyPatch.context() as patch:
+        at_step(patch, 22, lambda state: os.kill(os.getpid(), signal.SIGTERM))
+        refused("--resume", "--run-dir", run_dir, "--steps", "24")
+    assert saved(run_dir)[-1] == 22
+    assert not (run_dir / "result.json").exists() and not (run_dir / "report.md").exists()
+    assert main("--resume", "--run-dir", run_dir)[0] == 0
+    assert json.loads((run_dir / "result.json").read_text())["steps"] == 24
+
+
+def test_other_data_that_is_too_short_to_go_on_with(halfway, tmp_path):
+    """Fewer shards, or a shorter shard, than the run has read."""
+    for words in (((0, 1, 40),), ((5,), (5,), (5,))):
+        other = write_dataset(tmp_path / f"data_{len(words)}", words)
+        run_dir = shutil.copytree(halfway, tmp_path / f"run_{len(words)}")
+        more = ["--data", other, "--set", "max_epochs=999", "--resume-changed"]
+        err = refused("--resume", "--run-dir", run_dir, *more)
+        assert "has less text than the run has read" in err and "pass the --data that it began with" in err
+
+
+def test_validation_text_must_have_bytes(tmp_path):
+    """Documents of a BOS alone would be scored as perfect."""
+    data = write_dataset(tmp_path / "data", val_words=(0, 0, 0))
+    assert "holds no text to validate on" in refused(*flags(data, tmp_path / "run", steps=2))
+
+
+def test_a_file_in_the_way_is_no_full_disk(state, tmp_path):
+    """Also where the path speaks of space."""
+    run_dir = tmp_path / "workspace"
+    run_dir.mkdir()
+    (run_dir / "checkpoints").touch()
+    with pytest.raises(ts.UserError) as error:
+        save(state, run_dir, 3)
+    assert "could not be written" in str(error.value) and "disk is full" not in str(error.value)
+
+
+def test_a_console_without_the_letters_of_a_sample(monkeypatch):
+    """A redirected stdout on Windows knows 256 letters."""
+    console = io.TextIOWrapper(io.BytesIO(), encoding="cp1252")
+    monkeypatch.setattr(sys, "stdout", console)
+    assert ts.run_command(lambda: print("half a letter: \ufffd") or {}) == 0
+    console.flush()
+    assert console.buffer.getvalue().startswith(b"half a letter: ?")
+
+
+def test_a_title_with_dollars(tmp_path):
+    """matplotlib reads formulas between them."""
+    (tmp_path / "log.jsonl").write_text('{"step": 1, "tokens": 10, "bpb": 3.0}\n')
+    assert ts.draw_curve(tmp_path, "a$_$b: 1.0000 bits per byte") == "![loss curve](curve.png)\n"
+
+
+@pytest.mark.parametrize("seconds", ("nan", "inf", "0", "-5"))
+def test_rank_timeout_is_a_time(dataset_dir, tmp_path, seconds):
+    err = refused(*flags(dataset_dir, tmp_path / "run"), "--rank-timeout", seconds)
+    assert "--rank-timeout" in err and "must be 1 to 1,000,000 seconds" in err
+
+
+def test_words_that_belong_to_no_flag():
+    """A forgotten @ is not called an unknown flag."""
+    assert "runs/tiny.args belongs to no flag" in refused("runs/tiny.args")
+
+
+def test_no_special_layers():
+    """A plain ablation: the lists of layers may all be empty."""
+    layers = ("no_attention_layers", "long_layers", "value_embed_layers", "key_offset_layers")
+    assert list(ts.model_problems(tiny_config(**dict.fromkeys(layers, ())))) == []

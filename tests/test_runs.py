@@ -20,6 +20,7 @@ import signal
 import subprocess
 import sys
 import weakref
+from types import SimpleNamespace
 
 import engine
 import matplotlib.image
@@ -363,6 +364,38 @@ def test_ranks_with_different_attention(monkeypatch):
     monkeypatch.setattr(ts.Ranks, "gather", lambda self, value: [value, "fa3_attention"])
     with pytest.raises(ts.UserError, match="sdpa_attention, fa3_attention"):
         ts.build_state(tiny_config(), ALONE, lambda text: None)
+
+
+def test_flash_attention_3_by_name(monkeypatch):
+    """The pinned package accepts the request, and the function that it returns sees this project's arguments."""
+    kernels = pytest.importorskip("kernels")
+    from kernels.load import revision_or_version
+
+    asked = {}
+
+    def flash(q, k, v, cu_q, cu_k, max_q, max_k, softmax_scale, causal, window_size):
+        asked.update(scale=softmax_scale, causal=causal, window=window_size, longest=(max_q, max_k))
+        return q + v, None
+
+    def get_kernel(repository, *, revision=None, version=None):
+        asked["version"] = revision_or_version(revision=revision, version=version)
+        return SimpleNamespace(flash_attn_varlen_func=flash)
+
+    monkeypatch.setattr(kernels, "get_kernel", get_kernel)
+    config = tiny_config(attention="fa3")
+    model = ts.GPT(config)
+    attend = ts.choose_attention(model, lambda text: None)
+    q, k, v = torch.randn(3, 8, config.num_heads, config.head_dim)
+    gate = torch.full((8, config.num_heads), 2.0)
+    y = attend(model, torch.arange(8), torch.tensor([0, 8]), 8)(q, k, v, 1, gate)
+    torch.testing.assert_close(y, 2 * (q + v))
+    assert asked["causal"] and asked["scale"] == 1.0
+    assert asked["window"] == (config.window_long, 0) and asked["longest"] == (8, 8)
+
+    # Not measured yet, so nobody gets it unasked.
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    names = ts.attention_names("auto", torch.device("cuda"), torch.bfloat16)
+    assert names == ["triton", "varlen", "sdpa"]
 
 
 # ---- the training step
@@ -898,6 +931,14 @@ def test_too_little_data(fails, dataset, dataset_dir, tmp_path):
         (["--set", "top_k=5"], ["unknown Config field top_k"]),
         (["--set", "ahead_until=0.0"], ["ahead_until=0.0 must be 1e-06 to"]),
         (["--set", "shared_input_from=-1"], ["shared_input_from=-1 must be 0 to"]),
+        (
+            ["--set", "no_attention_layers=(0,)", "--set", "value_embed_layers=(0,)"],
+            ["layer 0 has value embeddings but no attention"],
+        ),
+        (
+            ["--set", "no_attention_layers=(0,1,2,3)", "--set", "shared_input_from=4"],
+            ["no_attention_layers leaves no layer with attention"],
+        ),
     ],
     ids=lambda value: " ".join(value) if value[0].startswith("--") else "",
 )

@@ -128,9 +128,9 @@ class Model(nn.Module):
 
         # Who sees whom, bool (T, T): a query sees itself and what lies before it in its document and in the window.
         distance = torch.arange(len(tokens_T))[:, None] - torch.arange(len(tokens_T))
-        mask = (distance >= 0) & (distance <= positions_T[:, None])
-        mask_short = mask & (distance <= self.config.window_short)
-        mask_long = mask & (distance <= self.config.window_long)
+        own_document = (distance >= 0) & (distance <= positions_T[:, None])
+        mask_short = own_document & (distance <= self.config.window_short)
+        mask_long = own_document & (distance <= self.config.window_long)
 
         x = x0 = norm(self.embed[tokens_T])
 
@@ -340,7 +340,7 @@ def update_parameters(model: Model, state: defaultdict, step: int) -> None:
             lr = 0.006 * policy.lr_mult
             decay = policy.weight_decay * (update * param > 0)
 
-        # Cautious decay: only where the update makes a weight smaller (arXiv 2510.12402; no clear gain on B34).
+        # Cautious decay: none where the update makes a weight larger (arXiv 2510.12402; no clear gain on B34).
         param -= lr * schedule * (update + schedule * decay * param)
         state[name, "mean"] = mean
         state[name, "square"] = square
@@ -425,10 +425,11 @@ def main() -> None:
     # Three validation documents begin, and the model goes on. It reads everything again for each token: slow but short.
     for _, document in zip(range(3), dataset.documents("val"), strict=False):
         ids = document[:24].tolist()
+        given = len(ids)
         for _ in range(24):
             logits_TV = model(torch.tensor(ids), torch.arange(len(ids)))
             ids.append(int(logits_TV[-1, : len(dataset.bytes)].argmax()))
-        print(f"--- {dataset.decode(ids[1:24])!r} ... {dataset.decode(ids[24:])!r}")
+        print(f"--- {dataset.decode(ids[1:given])!r} ... {dataset.decode(ids[given:])!r}")
 
 
 if __name__ == "__main__":
