@@ -1,10 +1,10 @@
-"""Line links of "One training step" and line counts of the file map in README.md.
+"""Line links of "One training step" in README.md, and line counts in dev/FILES.md.
 
     python dev/links.py             updates them
     python dev/links.py --check     exit code 1 if any is out of date
 
-A function named in backticks with () in that section becomes a link to its line in train_small.py. A new row of the
-file map may be written without its count.
+A function named in backticks with () in that section becomes a link to its line in train_small.py. A new row of
+dev/FILES.md may be written without its count.
 """
 
 import argparse
@@ -51,7 +51,7 @@ def line_counts(section: str) -> str:
         for path in re.findall(r"`([^`]+)`", paths):
             if not (ROOT / path).exists():
                 sys.exit(
-                    f"error: the file map of README.md names {path}, which does not exist; fix the row"
+                    f"error: dev/FILES.md names {path}, which does not exist; fix the row"
                 )
             if (ROOT / path).is_file() and not path.endswith(".ipynb"):
                 counts.append(f"{len((ROOT / path).read_text(encoding='utf-8').splitlines()):,}")
@@ -60,13 +60,11 @@ def line_counts(section: str) -> str:
     return re.sub(r"^\| (`[^|]+) \|(?: [\d, +]*\|)? ([^|]+) \|$", row, section, flags=re.M)
 
 
-def update(text: str) -> str:
-    """README.md with up-to-date links and counts."""
-    for title, change in (("One training step", line_links), ("Files", line_counts)):
-        before, heading, rest = text.partition(f"\n## {title}\n")
-        section, following, after = rest.partition("\n## ")
-        text = before + heading + change(section) + following + after
-    return text
+def update_section(text: str) -> str:
+    """README.md with up-to-date links."""
+    before, heading, rest = text.partition("\n## One training step\n")
+    section, following, after = rest.partition("\n## ")
+    return before + heading + line_links(section) + following + after
 
 
 def main() -> int:
@@ -75,18 +73,20 @@ def main() -> int:
         "--check", action="store_true", help="change nothing; exit code 1 if something would change"
     )
     check = parser.parse_args().check
-    path = ROOT / "README.md"
-    text = path.read_text(encoding="utf-8")
-    new = update(text)
-    if new == text:
-        print("README.md: links and counts are up to date")
-        return 0
-    if check:
-        print("README.md: links or counts are out of date; run python dev/links.py")
-        return 1
-    path.write_text(new, encoding="utf-8")
-    print("README.md: links and counts updated")
-    return 0
+    code = 0
+    for name, update in (("README.md", update_section), ("dev/FILES.md", line_counts)):
+        path = ROOT / name
+        text = path.read_text(encoding="utf-8")
+        new = update(text)
+        if new == text:
+            print(f"{name}: up to date")
+        elif check:
+            print(f"{name}: out of date; run python dev/links.py")
+            code = 1
+        else:
+            path.write_text(new, encoding="utf-8")
+            print(f"{name}: updated")
+    return code
 
 
 if __name__ == "__main__":

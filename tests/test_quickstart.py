@@ -580,7 +580,7 @@ NOT_RUN = {  # pattern: why, and what does it in the tests
     r"runs/finetune_hf\.py|out/qwen": "needs a model of the hub; test_finetune_hf.py makes one",
     r"data/core\.py|runs/score_core\.py": "needs the CORE files; test_core.py makes small ones",
     r"sbatch |multi_node\.sh": "needs machines; test_multi_node.py has two agents and fakes of SLURM",
-    r"records/\S+ .*(2026-11-21_first-b34|--help)": "needs runs on that card; tutorial 3 does the same with others",
+    r"records/\S+ .*(2026-11-2\d_first-[bp]34|--help)": "needs runs on that card; tutorial 3 does the same with others",
     r"--seed \d --run-dir out/a_\d$": "done by tutorial 3",
     r"train_00\.jsonl\.zst|shards/c340?": "needs files that are not part of this repository, or the network",
     r"data/pairs\.py|_encoder\.py": "test_encoder.py makes pairs and trains, finetunes and exports a small encoder",
@@ -670,6 +670,7 @@ def test_readme_names_real_flags_fields_and_files():
         "train_small.py",
         "data/pretrain.py",
         "data/hub.py",
+        "data/sft.py",
         "runs/chat_eval.py",
         "runs/rl.py",
         "runs/serve.py",
@@ -680,8 +681,10 @@ def test_readme_names_real_flags_fields_and_files():
     assert mentioned <= flags, mentioned - flags
     fields = {*ts.Config.__dataclass_fields__, *tm.Config.__dataclass_fields__}
     assert set(re.findall(r"--set ([a-z_]+)=", text)) <= fields
-    files = text.split("\n## Files\n")[1].split("\n## ")[0]
-    for path in re.findall(r"^\| `([\w/.-]+)` \|", files, re.M):
+    files = text.split("\n## Files\n")[1].split("\n## ")[0] + (ROOT / "dev/FILES.md").read_text(encoding="utf-8")
+    paths = [path for row in re.findall(r"^\| (`[^|]+) \|", files, re.M) for path in re.findall(r"`([^`]+)`", row)]
+    assert len(paths) > 90
+    for path in [*paths, *re.findall(r"\]\(([\w/.]+)\)", files)]:
         assert (ROOT / path).exists(), path
     needs = text.split("\n## Requirements\n")[1].split("\n## ")[0]
     for file in REQUIREMENTS:
