@@ -2928,7 +2928,7 @@ def prepare_run_dir(job: Job, args: argparse.Namespace, ranks: Ranks) -> tuple[P
         if checkpoints(run_dir):
             way = "continue it with --resume"
         elif (run_dir / "report.md").exists():
-            way = "it is finished and saved no checkpoint, so there is nothing to continue"
+            way = "it is finished and saved no checkpoint, so remove it to train again"
         raise UserError(f"{run_dir} already holds a run; {way}, or name another --run-dir")
     return run_dir, lock
 
@@ -3533,7 +3533,7 @@ class Parser(argparse.ArgumentParser):
         if message.startswith("unrecognized arguments: "):
             given = message.removeprefix("unrecognized arguments: ").split(" ")[0]
             if not given.startswith("-"):
-                way = "values follow a flag, and a file of flags is given as @FILE"
+                way = "values follow a flag, @FILE reads flags from a file, and --help lists all"
                 raise UserError(f"{given} belongs to no flag; {way}")
             flags = [flag for action in self._actions for flag in action.option_strings]
             near = difflib.get_close_matches(given.split("=")[0], flags, 1, 0.4)
