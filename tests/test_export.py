@@ -50,7 +50,7 @@ def write_run(folder: Path, bpe: Path, chat: bool = False, model=None, config=No
     folder.mkdir(parents=True)
     state = {"step": 7, "val_bpb": 1.25}
     ts.write_checkpoint(folder, model.state_dict(), {}, state)
-    description = {"config": dataclasses.asdict(config), "command": "sft" if chat else "pretrain", "flags": []}
+    description = {"config": dataclasses.asdict(config), "command": "finetune" if chat else "pretrain", "flags": []}
     ts.write_description(folder, description)
     entries = [{"step": 5, "loss": 2.0}, {"step": 7, "val_bpb": 1.25, "tokens": 4096}, {"step": 9, "val_bpb": 9.0}]
     (folder / "log.jsonl").write_text("".join(json.dumps(e) + "\n" for e in entries))
