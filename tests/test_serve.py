@@ -1039,7 +1039,8 @@ def test_other_origins_are_refused(talker, runs):
     ]:  # fmt: skip
         reply = talker.post(body, **headers)
         assert reply.status_code == status and ("error" in reply.json()) == (status != 200), (headers, reply.text)
-    assert httpx2.get(talker.url, headers={"Host": "evil.example"}).status_code == 403
+    reply = httpx2.get(talker.url, headers={"Host": "evil.example"})
+    assert reply.status_code == 403 and 'know "evil.example" of the Host header' in reply.json()["error"]["message"]
     guard = serve.Guard(None, frozenset(["chat.example"]), None)
     headers = httpx2.Headers({"Host": "chat.example", "Origin": "https://chat.example"})
     assert guard.check(headers) is None, "behind a proxy that speaks TLS"
@@ -1199,11 +1200,15 @@ def test_signals_end_it_cleanly(runs):
 
 def test_user_errors(runs, tmp_path, talker, monkeypatch, capsys):
     port = talker.url.rpartition(":")[2]
-    for args, message in [((tmp_path,), "0 training scripts"), ((runs[True], "--port", 99999), "--port 0 to 65,535"),
+    for args, message in [((tmp_path,), "0 training scripts"),
+                          ((runs[True], "--port", 99999), "--port 0 to 65,535, found 0, 256 and 99999"),
                           ((runs[True], "--host", "203.0.113.1"), "cannot listen on 203.0.113.1"),
                           ((runs[True], "--port", port), f"port {port} (Address already in use); choose another"),
                           ((runs[True], "--port", 0, "--rows", 10**10), "rows does not fit into memory"),
                           ((runs[True], "--port", 0, "--api-key", ""), "--api-key must be"),
+                          ((runs[True], "--port", 0, "--api-key", "a "), "without a blank at an end, found one of 2 "),
+                          ((runs[True], "--port", 0, "--api-key", "\ta"), "--api-key must be"),
+                          ((runs[True], "--port", 0, "--api-key", "é"), "--api-key must be"),
                           ((runs[True], "--port", 0, "--step", 3), "no checkpoint of step 3"),
                           ((runs[True], "--port", 0, "--device", "gpu"), "device")]:  # fmt: skip
         monkeypatch.setattr(sys, "argv", ["serve.py", *map(str, args)])
