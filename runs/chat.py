@@ -37,7 +37,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import engine
-from engine import RunError, import_script  # noqa: F401  (for the tools that import them from here)
+from engine import RunError
 
 HELP = """\
 /clear         forget the conversation
@@ -74,11 +74,7 @@ class Refused(RunError):
 def is_chat_run(run_dir: Path) -> bool:
     """Whether a run was finetuned (or trained by reinforcement after it), by its config.json."""
     description = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
-    command = description.get("command")
-    if command is None:  # old runs have their command as the first flag
-        flags = description.get("flags") or [""]
-        command = flags[0]
-    return command in ("finetune", "sft", "rl")
+    return description.get("command") in ("finetune", "rl")
 
 
 # ---- where answers come from
@@ -214,6 +210,11 @@ class Pretrained:
     """A folder that save_pretrained of transformers wrote, with a chat template."""
 
     def __init__(self, folder: Path, args: argparse.Namespace):
+        if args.step is not None:
+            raise RunError(
+                f"{folder} is one model without checkpoints but --step is {args.step}; leave it out"
+            )
+        device = engine.choose_device(args.device) if args.device else None
         try:
             from transformers import AutoModelForCausalLM, AutoTokenizer
         except ImportError:
@@ -231,10 +232,11 @@ class Pretrained:
         import torch
 
         self.args = args
-        self.model.to(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self.model.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self.limit = self.model.config.max_position_embeddings
         self.seed = random.randrange(2**32) if args.seed is None else args.seed
         self.turns = 0
+        self.problem: Exception | None = None  # of the thread of the last answer
 
     def render(self, system: str, messages: list[dict]) -> list[int]:
         """The ids of a conversation, up to where the next answer starts."""
@@ -245,7 +247,7 @@ class Pretrained:
         ]
 
     def stream(self, system: str, messages: list[dict], answer: dict) -> Iterator[str]:
-        """Pieces of the answer. May drop the oldest messages."""
+        """Pieces of the answer. May drop the oldest messages. Raises: RunError"""
         from transformers import TextIteratorStreamer
 
         ids = self.render(system, messages)
@@ -261,13 +263,16 @@ class Pretrained:
 
         streamer = TextIteratorStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
         stopped = threading.Event()
+        self.problem = None
         thread = threading.Thread(target=self.generate, args=(ids, streamer, stopped))
         thread.start()
         try:
-            yield from streamer
+            yield from filter(None, streamer)
         finally:  # Ctrl-C ends the answer at its next token
             stopped.set()
             thread.join()
+        if self.problem:
+            raise RunError(f"transformers failed ({engine.first_line(self.problem)})")
 
     def generate(self, ids: list[int], streamer, stopped: threading.Event) -> None:
         """Runs in a thread of its own, since generate() returns only when the answer is complete."""
@@ -291,6 +296,8 @@ class Pretrained:
                 pad_token_id=0,
                 **settings,
             )
+        except Exception as error:
+            self.problem = error
         finally:
             streamer.end()
 
@@ -335,11 +342,11 @@ class Remote:
             "Content-Type": "application/json",
             "Accept": "text/event-stream, application/json",
         }
-        if key := os.environ.get("OPENAI_API_KEY"):
-            headers["Authorization"] = f"Bearer {key}"
         data = json.dumps(body).encode() if body is not None else None
         try:
             request = urllib.request.Request(f"{self.base}/{path}", data, headers)
+            if key := os.environ.get("OPENAI_API_KEY"):  # not for where a redirect leads
+                request.add_unredirected_header("Authorization", f"Bearer {key}")
             return urllib.request.urlopen(request, timeout=TIMEOUT)
         except urllib.error.HTTPError as error:
             text = error.read(10_000).decode("utf-8", "replace").strip()

@@ -151,16 +151,30 @@ def load_run(
     script = import_script(run_dir)
     try:
         loaded = load_model(script, Path(run_dir), step, device, changes)
-    except (
-        script.UserError,
-        RuntimeError,
-        AssertionError,
-    ) as error:  # torch's, if a device is missing
-        lines = str(error).splitlines() or [repr(error)]
-        raise RunError(lines[0]) from None
+    except (script.UserError, RuntimeError) as error:  # torch's, if memory runs out
+        raise RunError(first_line(error)) from None
     run = Run(script, *loaded)
     check_decoding(run, Path(run_dir))
     return run
+
+
+def first_line(error: Exception) -> str:
+    """What an error says, for a message of one sentence."""
+    return next(iter(str(error).splitlines()), repr(error))
+
+
+def choose_device(name: str) -> torch.device:
+    """The device of a name. Raises: RunError if this machine or this PyTorch lacks it"""
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError):
+        known = [kind for kind in ("cuda", "mps") if getattr(torch, kind).is_available()]
+        raise RunError(
+            f"the device {name} cannot be used here, where PyTorch finds {', '.join([*known, 'cpu'])}; "
+            f"name another with --device, or leave it out"
+        ) from None
+    return device
 
 
 def load_model(script: ModuleType, run_dir: Path, step, device, changes: dict) -> tuple:
@@ -176,9 +190,15 @@ def load_model(script: ModuleType, run_dir: Path, step, device, changes: dict) -
     description = script.check_checkpoint(folder, weights_only)
     config = dataclasses.replace(script.read_config(run_dir), **changes)
     default_device = script.start_ranks().device
-    device = torch.device(device) if device else default_device
+    device = choose_device(device) if device else default_device
     model = script.GPT(config, device, script.choose_dtype(config, device))
-    model.load_state_dict(load_file(folder / "model.safetensors"))
+    weights = load_file(folder / "model.safetensors")
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError:
+        raise RunError(
+            f"the weights in {folder} do not fit config.json; restore config.json as the run wrote it"
+        ) from None
     model.attention = script.choose_attention(model, lambda text: None)
     tokenizer = script.Tokenizer(run_dir / "tokenizer.json")
     return model.eval(), tokenizer, config, description["step"]
@@ -815,9 +835,10 @@ class Completion:
         if self.max_tokens < 1:
             raise RunError(f"max_tokens={self.max_tokens} asks for no token; use at least 1")
         if self.max_tokens > room:
+            fewer = f" or ask for at most {room}" if room else ""
             raise RunError(
                 f"a prompt of {length} tokens and {self.max_tokens} new ones exceed the context of "
-                f"{max_len}; shorten the prompt or ask for at most {room}"
+                f"{max_len}; shorten the prompt{fewer}"
             )
 
     def is_shaped(self) -> bool:
@@ -967,7 +988,7 @@ WORTH_SHARING = 64  # ids that two texts must begin with in common before a shel
 class Flight:
     """A step that was launched and whose ids nobody has read yet."""
 
-    rows: dict[int, Completion]  # that it computes; some may have ended since
+    rows: dict[int, Completion]  # that it computes, without those that have ended since
     tokens: Tensor | list[int]  # its ids by row: on CUDA a copy that is complete after `done`
     done: torch.cuda.Event | None
     chances: list[Chance]  # by row; empty if no row wants them
@@ -1278,7 +1299,7 @@ class Decoder:
         self.flight = None
         if not self.live:
             return []
-        rows = self.still_live(flight) if flight else {}
+        rows = flight.rows if flight else {}
         if not rows:
             flight = self.launch(self.live)
             rows = flight.rows
@@ -1290,10 +1311,6 @@ class Decoder:
             if going_on:
                 self.flight = self.launch(going_on)
         return self.accept(flight, rows)
-
-    def still_live(self, flight: Flight) -> dict[int, Completion]:
-        """Rows of a flight that still have the completion that they had at its start."""
-        return {row: c for row, c in flight.rows.items() if self.live.get(row) is c}
 
     def rest_those_at_their_end(self, rows: dict[int, Completion]) -> dict[int, Completion]:
         """Rests those of the rows in flight whose last id is in it. Returns the live others."""
@@ -1416,6 +1433,8 @@ class Decoder:
             return
         for row in rows:
             self.state.positions[row] = -1
+            if self.flight:
+                self.flight.rows.pop(row, None)
         self.live = {row: c for row, c in self.live.items() if row not in rows}
         self.note_live()
 

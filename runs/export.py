@@ -13,7 +13,9 @@ This executes the training script that lies in the run directory.
 """
 
 import argparse
+import contextlib
 import json
+import math
 import os
 import re
 import shutil
@@ -24,7 +26,7 @@ from typing import NoReturn
 
 import torch
 from chat import is_chat_run
-from engine import RunError, import_script
+from engine import RunError, import_script, print_note
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -47,10 +49,6 @@ MODEL_SCALARS = ("backout",)
 
 def fail(message: str) -> NoReturn:
     sys.exit(f"error: {message}")
-
-
-def print_note(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 # ---- the model
@@ -226,7 +224,11 @@ def to_merges(ranks: list[bytes]) -> list[tuple[bytes, bytes]]:
 
 
 def convert_tokenizer(spec: dict, ranks: list[bytes], bos: str) -> dict:
-    """tokenizer.json of the `tokenizers` library. Text encodes as with the project's own; bos leads every text."""
+    """tokenizer.json of the `tokenizers` library; bos leads every text.
+
+    Text encodes as with the project's own, except text that spells a special token, unless
+    split_special_tokens=True.
+    """
     letters = byte_letters()
     spell = lambda token: "".join(letters[b] for b in token)  # noqa: E731
     specials = dict(sorted(spec["special_tokens"].items(), key=lambda pair: pair[1]))
@@ -285,12 +287,15 @@ trainer = SFTTrainer(
 BASE_TEMPLATE = "chat_template_for_finetuning.jinja"
 
 
-def report_table(run_dir: Path, last: dict) -> str:
-    """The result table of the run's report, or the last figures of its log."""
+def report_table(run_dir: Path, last: dict, newest: bool) -> str:
+    """The result table of the run's report, if that is about the newest step, or figures of its log.
+
+    The row with the dataset is left out: it is a path on the computer that trained the model.
+    """
     report = run_dir / "report.md"
-    text = report.read_text(encoding="utf-8") if report.is_file() else ""
+    text = report.read_text(encoding="utf-8") if newest and report.is_file() else ""
     if match := re.search(r"^\|.*\|\n\| ---.*(?:\n\|.*\|)+", text, re.M):
-        return match[0]
+        return "\n".join(row for row in match[0].splitlines() if not row.startswith("| data |"))
     names = {
         "val_bpb": "validation, bits per byte",
         "step": "steps",
@@ -328,23 +333,30 @@ def unusual_parts(fields: dict) -> str:
     return textwrap.fill(", ".join(parts), 110, subsequent_indent="  ")
 
 
-def last_figures(run_dir: Path, step: int) -> dict:
-    """The newest value of each key in the run's log, up to a step."""
+def last_figures(run_dir: Path, step: float = math.inf) -> dict:
+    """The newest value of each key in the run's log, up to a step; a line that a crash cut is skipped."""
     log = run_dir / "log.jsonl"
     lines = log.read_text(encoding="utf-8").splitlines() if log.is_file() else []
     last = {}
     for line in lines:
-        entry = json.loads(line)
-        if entry["step"] <= step:
-            last |= entry
+        with contextlib.suppress(ValueError):
+            entry = json.loads(line)
+            if entry["step"] <= step:
+                last |= entry
     return last
+
+
+def is_newest(run_dir: Path, step: int) -> bool:
+    """Whether the log ends with this step; report.md, core.csv and curve.png are of that one."""
+    return last_figures(run_dir, step) == last_figures(run_dir)
 
 
 def model_card(name: str, run_dir: Path, fields: dict, parameters: int, step: int, bos: str) -> str:
     chat = is_chat_run(run_dir)
     context = fields["max_position_embeddings"]
     base_options = f',\n        chat_template_path="{BASE_TEMPLATE}", eos_token="<|assistant_end|>"'
-    picture = "\n![loss curve](curve.png)\n" if (run_dir / "curve.png").is_file() else ""
+    newest = is_newest(run_dir, step)
+    has_picture = newest and (run_dir / "curve.png").is_file()
     chat_kind = "It was finetuned for conversations; the chat template is in the tokenizer."
     base_kind = "It is a base model: it continues text and was not finetuned for conversations."
     return CARD.read_text(encoding="utf-8").format(
@@ -355,9 +367,9 @@ def model_card(name: str, run_dir: Path, fields: dict, parameters: int, step: in
         vocab=fields["vocab_size"],
         context=context,
         kind=chat_kind if chat else base_kind,
-        results=report_table(run_dir, last_figures(run_dir, step)),
-        core=core_table(run_dir),
-        picture=picture,
+        results=report_table(run_dir, last_figures(run_dir, step), newest),
+        core=core_table(run_dir) if newest else "",
+        picture="\n![loss curve](curve.png)\n" if has_picture else "",
         prompt=CHAT_PROMPT if chat else BASE_PROMPT,
         finetune=FINETUNE.format(context=context, options="" if chat else base_options),
         bos=bos,
@@ -421,6 +433,8 @@ def export(
     run_dir: Path, out: Path, step: int | None = None, dtype: str = "float32", name: str = ""
 ) -> None:
     """Writes the repository beside its final name and renames it. Refuses a folder that holds files."""
+    if out.resolve() == Path.cwd():
+        fail(f"--out {out} is the current folder; name a new one")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         fail(f"{out} is not an empty folder; choose another --out or remove it")
     try:
@@ -452,7 +466,7 @@ def export(
         write_config(temporary, fields, ids, dtype)
         write_tokenizer(temporary, run_dir, tokenizer, fields, bos, end)
         shutil.copyfile(MODEL_CODE, temporary / "modeling_decoderstack.py")
-        if (run_dir / "curve.png").is_file():
+        if is_newest(run_dir, description["step"]) and (run_dir / "curve.png").is_file():
             shutil.copyfile(run_dir / "curve.png", temporary / "curve.png")
         card = model_card(name, run_dir, fields, parameters, description["step"], bos)
         (temporary / "README.md").write_text(card, encoding="utf-8")

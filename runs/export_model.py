@@ -6,7 +6,7 @@ has beyond that, each switched on or off by the configuration:
     key offset        half of each key comes from the token before
     value embeddings  tables that add to the values, through a gate for each head
     bigrams           an embedding of each pair of tokens, found by a hash
-    injection         the embeddings are added to the residual stream again before each layer
+    injection         the embeddings are added to the residual stream again in each layer
     backout           a share of a middle layer's output is subtracted at the end
     gates             a factor for the output of each attention head
 
@@ -510,9 +510,15 @@ class DecoderStackForCausalLM(DecoderStackPreTrainedModel, GenerationMixin):
         self.lm_head = value
 
     def resize_token_embeddings(self, new_num_tokens=None, *args, **kwargs):
-        """The value embeddings have a row for each token too; those of new tokens are zero."""
+        """The value embeddings have a row for each token too; those of new tokens are zero.
+
+        Their bias is logit_bias, with which that of all others began.
+        """
+        old_rows = self.lm_head.out_features
         embeddings = super().resize_token_embeddings(new_num_tokens, *args, **kwargs)
         rows = embeddings.num_embeddings
+        with torch.no_grad():
+            self.lm_head.bias[old_rows:] = self.config.logit_bias
         for layer in self.model.attention_layers():
             old = layer.self_attn.value_embed
             if old is None or old.num_embeddings == rows:

@@ -106,7 +106,7 @@ class Reader:
             text = self.text.decode(self.bytes[token])
             return [(self.part, text)] if text else [], False
         if self.closing and mark != "<|output_start|>":
-            self.add("]")
+            self.close()
             self.part = "text"
         self.closing = mark == "<|python_end|>"
         if mark == "<|python_start|>":
@@ -120,11 +120,17 @@ class Reader:
             self.part = "text"
         return self.release()
 
-    def finish(self) -> list[tuple[str, str]]:
-        """The pieces that remain after the last token."""
-        self.add("]" if self.closing else "")
+    def finish(self) -> tuple[list[tuple[str, str]], bool]:
+        """The pieces that remain after the last token, and whether a stop string was in them."""
+        if self.closing:
+            self.close()
         self.add(self.text.decode(b"", final=True))
-        return self.release(final=True)[0]
+        return self.release(final=True)
+
+    def close(self) -> None:
+        """Ends a call without a result; what is left of half a character comes before the mark."""
+        self.add(self.text.decode(b"", final=True))
+        self.add("]")
 
     def add(self, text: str) -> None:
         if text:
@@ -208,8 +214,9 @@ class Job:
                 self.reason = "stop"
                 return
         if item.reason:
-            self.pieces += self.reader.finish()
-            self.reason = item.reason
+            pieces, stopped = self.reader.finish()
+            self.pieces += pieces
+            self.reason = "stop" if stopped else item.reason
 
 
 @dataclass(eq=False)
@@ -395,7 +402,8 @@ class Protocol:
         """Whether a stream should end with the numbers of tokens."""
         options = body.get("stream_options") or {}
         if not isinstance(options, dict) or options and not stream:
-            message = "stream_options must be an object, and only with stream"
+            found = "no stream" if isinstance(options, dict) else shorten(options)
+            message = f"stream_options must be an object, and only with stream, found {found}"
             raise Problem(400, message, "stream_options")
         return flag(options, "include_usage", "stream_options.include_usage")
 
@@ -421,7 +429,8 @@ class Protocol:
         if not good:
             raise Problem(
                 400,
-                f"stop must be a text, or at most {MAX_STOPS}, of 1 to {STOP_LENGTH} characters",
+                f"stop must be a text, or at most {MAX_STOPS}, of 1 to {STOP_LENGTH} characters, "
+                f"found {shorten(body['stop'])}",
                 "stop",
             )
         return tuple(stops)
@@ -445,7 +454,8 @@ class Protocol:
         """What to add to the logits of ids, which are texts in JSON. Raises: Problem"""
         biases = body.get("logit_bias") or {}
         if not isinstance(biases, dict) or len(biases) > MAX_BIASES:
-            message = f"logit_bias must be an object of at most {MAX_BIASES} ids"
+            found = len(biases) if isinstance(biases, dict) else shorten(biases)
+            message = f"logit_bias must be an object of at most {MAX_BIASES} ids, found {found}"
             raise Problem(400, message, "logit_bias")
         for token in biases:
             is_id = token.isascii() and token.isdigit() and len(token) < 8
@@ -494,7 +504,8 @@ class Protocol:
         in a row become one, as the model has only seen turns.
         """
         if not isinstance(messages, list) or not messages:
-            raise Problem(400, "messages must be a list of at least one message", "messages")
+            message = f"messages must be a list of at least one message, found {shorten(messages)}"
+            raise Problem(400, message, "messages")
         texts = []
         system = ""
         for i, message in enumerate(messages):
@@ -601,16 +612,17 @@ class Protocol:
         if isinstance(prompt, str):
             self.check_size(len(prompt), where)
             return [self.tokenizer.bos_id, *self.tokenizer.encode(plain(prompt))]
-        is_ids = isinstance(prompt, list) and prompt and all(type(id) is int for id in prompt)
-        if not is_ids:
-            message = f"{where} must be a text or a list of token ids, found {shorten(prompt)}"
-            raise Problem(400, message, where.partition("[")[0])
+        return self.check_ids(prompt, where, "a text or a list of token ids")
+
+    def check_ids(self, ids, where: str, expected: str) -> list[int]:
+        """A list of ids, as it is. Raises: Problem"""
+        param = where.partition("[")[0]
+        if not (isinstance(ids, list) and ids and all(type(id) is int for id in ids)):
+            raise Problem(400, f"{where} must be {expected}, found {shorten(ids)}", param)
         largest = self.tokenizer.vocab_size - 1
-        if not all(0 <= id <= largest for id in prompt):
-            raise Problem(
-                400, f"{where} holds ids outside of 0 to {largest:,}", where.partition("[")[0]
-            )
-        return prompt
+        if not all(0 <= id <= largest for id in ids):
+            raise Problem(400, f"{where} holds ids outside of 0 to {largest:,}", param)
+        return ids
 
     # -- ids of texts, and back
 
@@ -635,9 +647,8 @@ class Protocol:
         tokens = body.get("tokens")
         if tokens == []:
             return {"prompt": ""}
-        if isinstance(tokens, str):
-            raise Problem(400, "tokens must be a list of token ids", "tokens")
-        return {"prompt": self.tokenizer.decode(self.prompt_ids(tokens, "tokens"))}
+        ids = self.check_ids(tokens, "tokens", "a list of token ids")
+        return {"prompt": self.tokenizer.decode(ids)}
 
     def check_names(self, body: dict, names: tuple) -> None:
         for name in body:
@@ -656,7 +667,10 @@ class Answers:
         self.ask = ask
         self.tokenizer = tokenizer
         self.marks = set(tokenizer.specials.values())
-        self.offsets = [0] * len(ask.jobs)  # characters sent, for text_offset
+        self.opened = set()  # indices of jobs whose prompt was echoed
+        # Characters before the next id, for text_offset.
+        self.offsets = [0] * len(ask.jobs)
+        self.decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in ask.jobs]
         kind = "chat.completion" if ask.chat else "text_completion"
         if ask.chat and ask.stream:
             kind = "chat.completion.chunk"
@@ -697,15 +711,11 @@ class Answers:
         return self.tokenizer.decode([i for i in job.completion.prompt if i not in self.marks])
 
     def opening(self) -> str:
-        """The first event of a stream for each choice: a role, or the echo of the prompt."""
-        events = []
-        for job in self.ask.jobs:
-            if self.ask.chat:
-                events.append(self.event(job, {"content": "", "role": "assistant"}))
-            elif self.ask.echo:
-                chances = self.chances(job, self.prompt_chances(job))
-                events.append(self.event(job, self.echoed(job), chances=chances))
-        return "".join(events)
+        """The first event of a stream for each choice of a chat: its role."""
+        if not self.ask.chat:
+            return ""
+        content = {"content": "", "role": "assistant"}
+        return "".join(self.event(job, content) for job in self.ask.jobs)
 
     def news(self, job: Job) -> str:
         """The events for what is new of a job; pieces of the same part go together."""
@@ -718,6 +728,11 @@ class Answers:
         job.pieces = []
 
         events = []
+        # The chances of a prompt are known once its answer has had a row.
+        if self.ask.echo and job.index not in self.opened:
+            self.opened.add(job.index)
+            chances = self.chances(job, self.prompt_chances(job))
+            events.append(self.event(job, self.echoed(job), chances=chances))
         if self.ask.silent:
             parts = []
         for part, texts in parts:
@@ -749,11 +764,13 @@ class Answers:
     def usage(self) -> dict:
         new = 0 if self.ask.silent else sum(job.count for job in self.ask.jobs)
         prompt = self.ask.prompt_tokens
+        # As in prompt_tokens, a prompt counts once, however many answers it has: the first counts.
+        cached = {id(job.completion.prompt): job.cached for job in reversed(self.ask.jobs)}
         return {
             "prompt_tokens": prompt,
             "completion_tokens": new,
             "total_tokens": prompt + new,
-            "prompt_tokens_details": {"cached_tokens": sum(job.cached for job in self.ask.jobs)},
+            "prompt_tokens_details": {"cached_tokens": sum(cached.values())},
         }
 
     # -- chances of ids
@@ -807,5 +824,7 @@ class Answers:
             result["top_logprobs"].append(top)
             result["text_offset"].append(self.offsets[job.index])
             if token not in self.marks:
-                self.offsets[job.index] += len(text)
+                # Ids that hold parts of a character add it with the last of them.
+                added = self.decoders[job.index].decode(self.tokenizer.bytes[token])
+                self.offsets[job.index] += len(added)
         return result

@@ -84,7 +84,7 @@ from prometheus_client import (
     Histogram,
     generate_latest,
 )
-from protocol import Answers, Ask, Item, Job, Problem, Protocol
+from protocol import Answers, Ask, Item, Job, Problem, Protocol, shorten
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -113,6 +113,7 @@ HOLD = 2  # steps that a new request may wait for others, so that they enter tog
 STOPPING = "the server is stopping"
 PUBLIC = ("/", "/health")  # without a key
 KEY_VARIABLE = "DECODERSTACK_API_KEY"
+KEY = r"[!-~]([ -~]*[!-~])?"  # what a header can hold, less blanks at its ends, which are lost
 
 # ---- the thread that owns the model
 
@@ -442,9 +443,9 @@ class Server:
         try:
             self.worker = Worker(run.model, self.tokenizer, rows, args.max_waiting, args.compile)
         except (RuntimeError, MemoryError) as error:
-            lines = str(error).splitlines() or ["out of memory"]
+            reason = engine.first_line(error)
             raise RunError(
-                f"the cache of {rows:,} rows does not fit into memory ({lines[0]}); use fewer --rows"
+                f"the cache of {rows:,} rows does not fit into memory ({reason}); use fewer --rows"
             ) from None
         self.limit = self.worker.decoder.max_len
         most = rows + args.max_waiting
@@ -508,9 +509,8 @@ class Server:
 
     async def one_model(self, request: Request) -> Response:
         if request.path_params["name"] != self.name:
-            raise Problem(
-                404, f"there is no such model here, only {self.name}", "model", "model_not_found"
-            )
+            message = f"there is no such model here, only {self.name}"
+            raise Problem(404, message, "model", "model_not_found")
         return JSONResponse(self.describe())
 
     async def tokenize(self, request: Request) -> Response:
@@ -629,9 +629,8 @@ async def read_body(request: Request) -> tuple[dict, int]:
     try:
         body = json.loads(data, parse_constant=refuse)
     except (ValueError, RecursionError) as error:
-        raise Problem(
-            400, f"the request is not valid JSON ({str(error)[:200] or 'nested too deep'})"
-        ) from None
+        reason = str(error)[:200] or "nested too deep"
+        raise Problem(400, f"the request is not valid JSON ({reason})") from None
     if not isinstance(body, dict):
         raise Problem(400, "the request must be a JSON object")
     return body, size
@@ -713,8 +712,8 @@ class Guard:
         except ValueError:
             return Problem(
                 403,
-                "this server does not know the name in the Host header; start it with --allow-host "
-                "NAME to allow it",
+                f"this server does not know {shorten(host)} of the Host header; start it with "
+                "--allow-host NAME to allow it",
             )
         return Problem(403, "requests from web pages of another origin are refused")
 
@@ -725,9 +724,8 @@ async def problem_response(request: Request, problem: Problem) -> Response:
 
 async def http_error(request: Request, error: HTTPException) -> Response:
     """Unknown paths and methods."""
-    response = Problem(
-        error.status_code, f"{request.method} {request.url.path[:100]}: {error.detail}"
-    ).response()
+    message = f"{request.method} {request.url.path[:100]}: {error.detail}"
+    response = Problem(error.status_code, message).response()
     response.headers.update(error.headers or {})
     return response
 
@@ -914,8 +912,7 @@ def http_server(server: Server) -> HTTPServer:
     server.worker.start()
     server.worker.ready.wait()
     if problem := server.worker.problem:
-        lines = str(problem).splitlines() or [repr(problem)]
-        raise RunError(f"the model does not run: {lines[0]}")
+        raise RunError(f"the model does not run: {engine.first_line(problem)}")
     Connection.most = connection_limit()
     # The worker waits for the interpreter after each call to the device, by default up to 5 ms.
     sys.setswitchinterval(SWITCH_SECONDS)
@@ -964,9 +961,12 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         if args.rows < 0 or args.max_waiting < 0 or not 0 <= args.port < 65536:
-            raise RunError("--rows and --max-waiting must be at least 0, --port 0 to 65,535")
-        if args.api_key is not None and not args.api_key.isascii() or args.api_key == "":
-            raise RunError("--api-key must be a text of ASCII characters; choose another")
+            rule = "--rows and --max-waiting must be at least 0, --port 0 to 65,535"
+            raise RunError(f"{rule}, found {args.rows}, {args.max_waiting} and {args.port}")
+        if args.api_key is not None and not re.fullmatch(KEY, args.api_key):
+            rule = "--api-key must be printable ASCII without a blank at an end"
+            size = len(args.api_key)
+            raise RunError(f"{rule}, found one of {size} characters that is not; choose another")
         listening = bind(args.host, args.port)  # first, since a model takes a while to load
         server = Server(args.run_dir, args)
         http = http_server(server)

@@ -283,16 +283,13 @@ def events(*pieces, end=True) -> tuple:
     ("config", "finetuned"),
     [
         ({"command": "finetune"}, True),
-        ({"command": "sft", "flags": ["--from", "x"]}, True),
         ({"command": "rl"}, True),
-        ({"command": "pretrain", "flags": ["sft"]}, False),
-        ({"flags": ["sft", "--from", "x"]}, True),
-        ({"flags": ["--data", "x"]}, False),
-        ({"flags": []}, False),
+        ({"command": "pretrain"}, False),
+        ({}, False),
     ],
 )
 def test_which_runs_chat(tmp_path, config, finetuned):
-    """By the command in config.json, in old runs by the first flag."""
+    """By the command in config.json."""
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert chat_script.is_chat_run(tmp_path) is finetuned
 
@@ -334,6 +331,75 @@ def test_server_faults_are_one_sentence(server, reply, message, kept):
     assert message in err and err.startswith("error: ") and err.count("\n") == 1 and len(chat.messages) == kept
     server.reply = events("fine")
     assert say(chat, "again")[0] == "fine\n"
+
+
+def test_a_redirect_does_not_get_the_key(server, monkeypatch):
+    """The key is for the server that was named."""
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    keys = []
+
+    class Other(Stub):
+        def do_GET(self):
+            keys.append((self.path, self.headers.get("Authorization")))
+            if self.path == "/v1/models":
+                self.send_response(302)
+                self.send_header("Location", f"http://localhost:{server.server_port}/elsewhere")
+                self.end_headers()
+            else:
+                super().do_GET()
+
+    server.RequestHandlerClass = Other
+    assert chat_script.Remote(server.url, Namespace(**OPTIONS)).model == "tiny"
+    assert keys == [("/v1/models", "Bearer secret"), ("/elsewhere", None)]
+
+
+# ---- a folder of save_pretrained
+
+
+@pytest.fixture
+def pretrained(tmp_path, monkeypatch):
+    """pretrained(generate): a chat with a model that is only this function of the streamer."""
+    transformers = pytest.importorskip("transformers")
+    tokenizer = Namespace(
+        chat_template="x", decode=lambda ids, **_: "".join(map(chr, ids)),
+        apply_chat_template=lambda messages, **_: {"input_ids": [65] * len(messages)},
+    )  # fmt: skip
+
+    def build(generate, **options):
+        model = Namespace(config=Namespace(max_position_embeddings=99), device="cpu", to=lambda device: None,
+                          generate=lambda ids, streamer, **_: generate(streamer))  # fmt: skip
+        monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda *_, **__: tokenizer)
+        monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", lambda *_, **__: model)
+        return chat_script.Chat(chat_script.Pretrained(tmp_path, Namespace(**{**OPTIONS, **options})))
+
+    return build
+
+
+def test_failures_of_transformers_are_one_sentence(pretrained):
+    """A message without an answer is forgotten, a broken answer is kept, and the chat goes on."""
+    plan = Namespace(text="", fails=False)
+
+    def generate(streamer):
+        streamer.put(torch.tensor([[65]]))  # the prompt, which is not shown
+        for letter in plan.text:
+            streamer.put(torch.tensor([ord(letter)]))
+        if plan.fails:
+            raise ValueError("no memory\nmore about it")
+
+    chat = pretrained(generate)
+    for text, fails, messages in (("", True, 0), ("well ", False, 2), ("half of ", True, 4), ("", True, 4)):
+        plan.text, plan.fails = text, fails
+        err = "error: transformers failed (no memory)\n" if fails else ""
+        assert say(chat, "a") == (f"{text}\n", err) and len(chat.messages) == messages, text
+
+
+def test_flags_of_pretrained(pretrained):
+    for options, message in (
+        ({"step": 77}, "is one model without checkpoints but --step is 77; leave it out"),
+        ({"device": "foo"}, "the device foo cannot be used here, .*; name another with --device"),
+    ):
+        with pytest.raises(engine.RunError, match=message):
+            pretrained(None, **options)
 
 
 # ---- the command line

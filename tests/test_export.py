@@ -50,7 +50,7 @@ def write_run(folder: Path, bpe: Path, chat: bool = False, model=None, config=No
     folder.mkdir(parents=True)
     state = {"step": 7, "val_bpb": 1.25}
     ts.write_checkpoint(folder, model.state_dict(), {}, state)
-    description = {"config": dataclasses.asdict(config), "command": "sft" if chat else "pretrain", "flags": []}
+    description = {"config": dataclasses.asdict(config), "command": "finetune" if chat else "pretrain", "flags": []}
     ts.write_description(folder, description)
     entries = [{"step": 5, "loss": 2.0}, {"step": 7, "val_bpb": 1.25, "tokens": 4096}, {"step": 9, "val_bpb": 9.0}]
     (folder / "log.jsonl").write_text("".join(json.dumps(e) + "\n" for e in entries))
@@ -123,12 +123,22 @@ def test_card_and_files(bpe, tmp_path, capsys):
     assert "chat_template" not in json.loads((tmp_path / "model" / "tokenizer_config.json").read_text())
     texts = [p.read_text() for p in (tmp_path / "model").iterdir() if p.suffix in (".json", ".md", ".py")]
     assert not any("/home/me" in text or str(tmp_path) in text for text in texts)
-    (run_dir / "report.md").write_text("# r\n\n| | |\n| --- | --- |\n| speed | 5 |\n\n| other | x |\n")
+    data = "| data | /home/me/secret |"
+    (run_dir / "report.md").write_text(f"# r\n\n| | |\n| --- | --- |\n{data}\n| speed | 5 |\n\n| other | x |\n")
     (run_dir / "curve.png").write_bytes(b"png")
     (run_dir / "core.csv").write_text("task,accuracy\ncopa,0.5\n")
+    export.export(run_dir, tmp_path / "earlier")
+    card = (tmp_path / "earlier" / "README.md").read_text()
+    assert {p.name for p in (tmp_path / "earlier").iterdir()} == names, "the log ends with another step"
+    assert "| validation, bits per byte | 1.25 |" in card and not re.search("speed|copa|curve.png", card)
+
+    log = run_dir / "log.jsonl"
+    lines = log.read_text().splitlines()
+    log.write_text("\n".join([*lines[:2], lines[2][:9]]))  # a crash cut the last line
     (tmp_path / "empty").mkdir()
     export.export(run_dir, tmp_path / "empty")
     card = (tmp_path / "empty" / "README.md").read_text()
+    assert "/home/me" not in card and "| data |" not in card
     assert "| speed | 5 |\n" in card and "| copa | 0.5 |" in card and "curve.png" in card and "other" not in card
     assert (tmp_path / "empty" / "curve.png").read_bytes() == b"png"
 
@@ -180,6 +190,16 @@ def test_user_errors(bpe, tmp_path, monkeypatch, capsys):
             export.main()
         assert message in end.value.code and end.value.code.startswith("error: ") and "\n" not in end.value.code
     assert not new.exists() and [p.name for p in full.iterdir()] == ["x"] and not list(tmp_path.glob(".*"))
+
+
+def test_the_current_folder_is_refused(bpe, tmp_path, monkeypatch):
+    run_dir = write_run(tmp_path / "run", bpe)
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    for out in (Path("."), Path("../empty"), tmp_path / "empty"):
+        with pytest.raises(SystemExit, match="error: --out .* is the current folder; name a new one"):
+            export.export(run_dir, out)
+    assert not list((tmp_path / "empty").iterdir())
 
 
 def test_push(bpe, tmp_path):

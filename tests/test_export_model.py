@@ -208,8 +208,14 @@ def test_embeddings_can_be_set(own_model):
 
 
 def test_new_tokens(own_model, exported, tmp_path):
-    """The tables of value embeddings grow too, and the old tokens' logits stay as they were."""
+    """The tables of value embeddings grow too, and the old tokens' logits stay as they were.
+
+    New tokens have the bias that all start with: at 0 their logits would be far from the others'.
+    """
+    bias = own_model.lm_head.bias.detach().clone()
     own_model.resize_token_embeddings(904)
+    assert torch.equal(own_model.lm_head.bias[:900], bias)
+    assert own_model.lm_head.bias[900:].tolist() == [own_model.config.logit_bias] * 4
     ids = torch.tensor(random_rows(30))
     with torch.no_grad():
         assert_same(own_model(ids).logits[0, :, :900], exported.reference(ids[0].tolist()))

@@ -75,11 +75,20 @@ def test_a_script_that_is_no_version_of_the_repository(run_dir, capsys):
             engine.import_script(run_dir)
 
 
-def test_what_cannot_be_loaded(run_dir, tmp_path):
+def test_what_cannot_be_loaded(run_dir, bpe, tmp_path):  # noqa: F811
+    other = write_run(tmp_path / "other", bpe, model=random_model(tiny_config(vocab_size=300)))
     for arguments, message in [
         ((tmp_path / "nothing",), "0 training scripts"),
         ((run_dir, 3), "no checkpoint of step 3"),
-        ((run_dir, None, "gpu"), "device"),
+        (
+            (run_dir, None, "gpu"),
+            "the device gpu cannot be used here, where PyTorch finds .*cpu; name another with --device",
+        ),
+        (
+            (run_dir, None, "cuda:99"),
+            "the device cuda:99 cannot be used here, where PyTorch finds .*cpu; name another with --device",
+        ),
+        ((other, None, "cpu"), "the weights in .*step_000007 do not fit config.json; restore config.json"),
     ]:
         with pytest.raises(engine.RunError, match=message) as error:
             engine.load_run(*arguments)
@@ -821,6 +830,26 @@ def test_answers_that_make_room_go_on_unchanged(generator, ahead):
     assert parted.tokens == whole.tokens and parted.reason == whole.reason
 
 
+@pytest.mark.parametrize("ahead", [False, True])
+def test_an_answer_that_comes_back_at_once_goes_on_unchanged(generator, ahead):
+    """Stopped and admitted again to its own row, while a step of it is in flight, it gets no id twice."""
+    options = {"max_tokens": 14, "temperature": 1.2, "seed": 9}
+    whole, parted, other = (engine.Completion(PROMPTS[i], **options) for i in (1, 1, 2))
+    alone = engine.Completion(PROMPTS[2], **options)
+    for completion in (whole, alone):
+        decoder = engine.Decoder(generator.model, generator.tokenizer, 1, 64)
+        decoder.admit({0: completion})
+        run_out(decoder)
+    decoder = engine.Decoder(generator.model, generator.tokenizer, 2, 64, ahead=ahead)
+    decoder.admit({0: parted, 1: other})
+    for _ in range(4):
+        decoder.step()
+    decoder.stop(0)
+    decoder.admit({0: parted})
+    run_out(decoder)
+    assert parted.tokens == whole.tokens and other.tokens == alone.tokens
+
+
 def test_shelves_hold_what_texts_have_in_common(generator):
     """A third text starts with a copy, two in one batch share, and a shelf that is used longest ago makes room."""
     decoder = engine.Decoder(generator.model, generator.tokenizer, 3, 64, shelves=1)
@@ -935,6 +964,8 @@ def test_context_overflow(generator):
         generator.generate([[]])
     with pytest.raises(engine.RunError, match="at least 1"):
         generator.generate([[1]], max_tokens=0)
+    with pytest.raises(engine.RunError, match="1 new ones exceed the context of 64; shorten the prompt$"):
+        generator.generate([[1] * 65], max_tokens=1)
     decoder = engine.Decoder(generator.model, generator.tokenizer, 2)
     good = engine.Completion(PROMPTS[1], 9, temperature=0.0)
     decoder.admit({0: good})

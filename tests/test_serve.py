@@ -430,8 +430,11 @@ def test_shared_beginnings_are_computed_once(runs):
             assert answer.choices[0].message.content == text
             cached.append(answer.usage.prompt_tokens_details.cached_tokens)
         assert cached[0] == 0 and min(cached[1:]) >= common - 2, cached
+        value = lambda: running.worker.metrics.registry.get_sample_value("decoderstack_cached_tokens_total")  # noqa: E731
+        before = value()
         answer = running.chat(model="talker", messages=[*HELLO, *talks[0]], n=4, **QUIET)
-        assert answer.usage.prompt_tokens_details.cached_tokens >= 3 * (answer.usage.prompt_tokens - 1)
+        assert value() - before >= 3 * (answer.usage.prompt_tokens - 1)
+        assert answer.usage.prompt_tokens_details.cached_tokens == 0, "the first answer computed the prompt"
         assert len({c.message.content for c in answer.choices}) == 1
     finally:
         running.close()
@@ -489,6 +492,43 @@ def test_echo_scores_prompts_as_the_evaluation_harness_asks(writer):
     echo = {"model": "writer", "prompt": "the", "max_tokens": 5, "temperature": 0, "echo": True}
     assert writer.text(**echo).choices[0].text == "the" + text
     assert "".join(c.choices[0].text for c in writer.text(**echo, stream=True)) == "the" + text
+
+
+def test_streamed_echo_of_more_prompts_than_rows(writer):
+    """A prompt and its chances come with the first news of its answer, as they do without a stream."""
+    prompts = [f"the rest {i}" for i in range(6)]
+    body = {"model": "writer", "prompt": prompts, "max_tokens": 3, "temperature": 0, "echo": True, "logprobs": 0}
+    whole = writer.post(body, "completions").json()["choices"]
+    streamed = [{"text": "", "tokens": [], "text_offset": []} for _ in prompts]
+    for event in events(writer.post({**body, "stream": True}, "completions").text)[:-1]:
+        (choice,) = event["choices"]
+        one = streamed[choice["index"]]
+        one["text"] += choice["text"]
+        for name in ("tokens", "text_offset"):
+            one[name] += choice["logprobs"][name]
+    for one, wanted in zip(streamed, whole, strict=True):
+        assert one["text"] == wanted["text"]
+        assert all(one[name] == wanted["logprobs"][name] for name in ("tokens", "text_offset"))
+
+
+def test_text_offset_behind_characters_of_several_ids(writer):
+    """An id begins where the text of those before it ends; half a character adds nothing until it is whole."""
+    tokenizer = writer.server.tokenizer
+    one = {bytes([b]): i for i, b in enumerate(b[0] for b in tokenizer.bytes[:256])}
+    prompt = [tokenizer.bos_id, *(one[bytes([b])] for b in "é你a😀b".encode())]
+    choice = writer.text(model="writer", prompt=prompt, max_tokens=0, echo=True, logprobs=0).choices[0]
+    assert choice.text == "é你a😀b"
+    assert choice.logprobs.text_offset == [0, 0, 0, 1, 1, 1, 2, 3, 3, 3, 3, 4]
+
+
+def test_cached_tokens_of_several_answers(writer):
+    """A prompt counts once, however many answers it has, so no more is cached than there is."""
+    first, second = [1, 2, 3], [1, 2, 3]  # equal prompts are two
+    jobs = [protocol.Job(i, engine.Completion(prompt), make_reader(writer), cached=cached)
+            for i, (prompt, cached) in enumerate([(first, 1), (first, 2), (second, 2), (second, 2)])]  # fmt: skip
+    ask = protocol.Ask(jobs, chat=False, stream=False, usage=False, prompt_tokens=6)
+    usage = protocol.Answers(ask, "writer", writer.server.tokenizer).usage()
+    assert usage["prompt_tokens_details"] == {"cached_tokens": 3}
 
 
 def test_penalties_and_min_p(talker):
@@ -582,7 +622,9 @@ def test_tokenize_and_detokenize(talker):
     assert post("tokenize", {"messages": HELLO})["tokens"] == rendered(talker, HELLO)
     assert post("detokenize", {"tokens": encode(text)}) == {"prompt": text} and post("detokenize", {"tokens": []})
     for path, body, message in (("tokenize", {}, "must be a text"), ("tokenize", {"prompt": 5}, "found 5"),
-                                ("detokenize", {"tokens": "a"}, "list of token ids"), ("tokenize", {"a": 1}, "unknown"),
+                                ("detokenize", {"tokens": "a"}, 'tokens must be a list of token ids, found "a"'),
+                                ("detokenize", {"tokens": [1.5]}, "must be a list of token ids, found [1.5]"),
+                                ("tokenize", {"a": 1}, "unknown"),
                                 ("detokenize", {"tokens": [10**9]}, "outside of 0")):  # fmt: skip
         assert message in post(path, body)["error"]["message"]
 
@@ -793,7 +835,8 @@ def read(reader, ids) -> tuple[list[str], bool]:
         pieces += [text for _, text in new]
         if stopped:
             return pieces, True
-    return pieces + [text for _, text in reader.finish()], False
+    new, stopped = reader.finish()
+    return pieces + [text for _, text in new], stopped
 
 
 @given(st.text("abcé\n", max_size=40), st.lists(st.text("abcé\n", min_size=1, max_size=5), max_size=3))
@@ -807,6 +850,21 @@ def test_stop_strings(text, stops):
     assert "".join(pieces) == (text[: min(places)] if places else text) and stopped == bool(places)
     if not stops:
         assert pieces == list(text)
+
+
+def test_a_stop_string_in_the_last_piece(talker):
+    """The text ends before it, and the reason says so."""
+    tok = talker.server.tokenizer
+    half = next(i for i, own in enumerate(tok.bytes) if own == b"\xc3")
+    call = [tok.specials["<|python_start|>"], *tok.encode("3"), half, tok.specials["<|python_end|>"]]
+    for ids, stop, reason, text in [
+        (call, "]", "stop", "[3\ufffd"), (call, "\ufffd", "stop", "[3"), (call, "x", "length", "[3\ufffd]"),
+        ([half], "\ufffd", "stop", ""), ([*call, *tok.encode(" so")], "none", "length", "[3\ufffd] so"),
+    ]:  # fmt: skip
+        job = protocol.Job(0, engine.Completion([1]), make_reader(talker, [stop]))
+        for i, id in enumerate(ids):
+            job.take(protocol.Item(job, id, False, "length" if i == len(ids) - 1 else "", None))
+        assert ("".join(text for _, text in job.pieces), job.reason) == (text, reason), (ids, stop)
 
 
 def test_stop_strings_over_http(talker):
@@ -846,7 +904,7 @@ def test_characters_are_whole(talker):
     ("body", "message", "param"),
     [
         ({}, "messages must be a list", "messages"),
-        ({"messages": []}, "at least one", "messages"),
+        ({"messages": []}, "at least one message, found []", "messages"),
         ({"messages": "hello"}, "must be a list", "messages"),
         ({"messages": ["hello"]}, "must be an object", "messages[0]"),
         ({"messages": [{"role": "user"}]}, "text or a list", "messages[0].content"),
@@ -868,7 +926,8 @@ def test_characters_are_whole(talker):
         ({"logit_bias": {"70000": 1}}, 'logit_bias holds "70000", not an id of 0 to ', "logit_bias"),
         ({"logit_bias": {"-1": 1}}, "not an id", "logit_bias"),
         ({"logit_bias": {"5": 101}}, "at most 100", "5"),
-        ({"logit_bias": [5]}, "an object of at most", "logit_bias"),
+        ({"logit_bias": [5]}, "an object of at most 300 ids, found [5]", "logit_bias"),
+        ({"logit_bias": {str(i): 1 for i in range(301)}}, "at most 300 ids, found 301", "logit_bias"),
         ({"max_tokens": 0}, "at least 1 and at most 512, found 0", "max_tokens"),
         ({"max_tokens": 513}, "at most 512, found 513", "max_tokens"),
         ({"max_completion_tokens": 10**30}, "at most 512", "max_completion_tokens"),
@@ -884,14 +943,14 @@ def test_characters_are_whole(talker):
         ({"n": 0}, "n must be", "n"),
         ({"n": 65}, "at most 64", "n"),
         ({"stop": ""}, "stop must be", "stop"),
-        ({"stop": 5}, "stop must be", "stop"),
+        ({"stop": 5}, "of 1 to 256 characters, found 5", "stop"),
         ({"stop": ["x"] * 5}, "at most 4", "stop"),
         ({"stop": ["x" * 257]}, "of 1 to 256 characters", "stop"),
         ({"stream": 1}, "true or false, found 1", "stream"),
         ({"stream": "yes"}, "true or false", "stream"),
-        ({"stream_options": {"include_usage": True}}, "only with stream", "stream_options"),
+        ({"stream_options": {"include_usage": True}}, "only with stream, found no stream", "stream_options"),
         ({"stream": True, "stream_options": {"include_usage": 2}}, "found 2", "stream_options.include_usage"),
-        ({"stream": True, "stream_options": 5}, "must be an object", "stream_options"),
+        ({"stream": True, "stream_options": 5}, "must be an object, and only with stream, found 5", "stream_options"),
         ({"tools": [{"type": "function"}]}, "tools is not supported", "tools"),
         ({"response_format": {"type": "json_object"}}, "not supported", "response_format"),
         ({"max_token": 5}, 'unknown parameter "max_token"', "max_token"),
@@ -980,7 +1039,8 @@ def test_other_origins_are_refused(talker, runs):
     ]:  # fmt: skip
         reply = talker.post(body, **headers)
         assert reply.status_code == status and ("error" in reply.json()) == (status != 200), (headers, reply.text)
-    assert httpx2.get(talker.url, headers={"Host": "evil.example"}).status_code == 403
+    reply = httpx2.get(talker.url, headers={"Host": "evil.example"})
+    assert reply.status_code == 403 and 'know "evil.example" of the Host header' in reply.json()["error"]["message"]
     guard = serve.Guard(None, frozenset(["chat.example"]), None)
     headers = httpx2.Headers({"Host": "chat.example", "Origin": "https://chat.example"})
     assert guard.check(headers) is None, "behind a proxy that speaks TLS"
@@ -1140,11 +1200,15 @@ def test_signals_end_it_cleanly(runs):
 
 def test_user_errors(runs, tmp_path, talker, monkeypatch, capsys):
     port = talker.url.rpartition(":")[2]
-    for args, message in [((tmp_path,), "0 training scripts"), ((runs[True], "--port", 99999), "--port 0 to 65,535"),
+    for args, message in [((tmp_path,), "0 training scripts"),
+                          ((runs[True], "--port", 99999), "--port 0 to 65,535, found 0, 256 and 99999"),
                           ((runs[True], "--host", "203.0.113.1"), "cannot listen on 203.0.113.1"),
                           ((runs[True], "--port", port), f"port {port} (Address already in use); choose another"),
                           ((runs[True], "--port", 0, "--rows", 10**10), "rows does not fit into memory"),
                           ((runs[True], "--port", 0, "--api-key", ""), "--api-key must be"),
+                          ((runs[True], "--port", 0, "--api-key", "a "), "without a blank at an end, found one of 2 "),
+                          ((runs[True], "--port", 0, "--api-key", "\ta"), "--api-key must be"),
+                          ((runs[True], "--port", 0, "--api-key", "é"), "--api-key must be"),
                           ((runs[True], "--port", 0, "--step", 3), "no checkpoint of step 3"),
                           ((runs[True], "--port", 0, "--device", "gpu"), "device")]:  # fmt: skip
         monkeypatch.setattr(sys, "argv", ["serve.py", *map(str, args)])
