@@ -380,11 +380,21 @@ def test_quickstart_starts_resumes_and_skips(sandbox):
 
 def test_quickstart_passes_flags_on(sandbox):
     done, commands = quickstart(sandbox, "--steps", "20", "--set", "muon_lr=0.01")
-    run = "out/quickstart_steps-20-set-muon-lr-0.01"
+    run = commands[1].split()[3]
+    assert re.fullmatch(r"out/quickstart_steps-20-set-muon-lr-0.01_\d+", run)
     assert commands[1] == f"train_small.py @runs/cpu.args --run-dir {run} --steps 20 --set muon_lr=0.01", done.stderr
     assert commands[-1] == f"runs/compressors.py {run}"
     done, commands = quickstart(sandbox, "--run-dir", "out/mine")
     assert done.returncode == 2 and not commands and "--run-dir" in done.stderr
+
+
+def test_quickstart_keeps_other_flags_apart(sandbox):
+    """Signs that no directory name holds and flags beyond its length count too."""
+    long = ["--set", "sample_prompts=" + "a" * 80, "--steps"]
+    several = (["--save-every", "1"], ["--save-every", "-1"], [*long, "20"], [*long, "21"])
+    runs = [quickstart(sandbox, *flags)[1][1].split()[3] for flags in several]
+    assert len(set(runs)) == 4 and quickstart(sandbox, *several[0])[1][1].split()[3] == runs[0]
+    assert max(map(len, runs)) < 100
 
 
 def test_cpu_preset_uses_the_embedded_dataset():
