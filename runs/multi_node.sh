@@ -67,8 +67,8 @@ case " $* " in *" --resume "*)
 esac
 least=${nodes%%:*} most=${nodes##*:}
 if ! [[ $nodes =~ ^[1-9][0-9]*(:[1-9][0-9]*)?$ && ${GPUS:-1} =~ ^[1-9][0-9]*$ && -f $SCRIPT ]] || ((least > most)); then
-  echo "error: NODES=$nodes must be N or MIN:MAX, GPUS=${GPUS:-} a number above 0 or empty, and SCRIPT=$SCRIPT a file;" \
-    "correct the one that is not" >&2
+  echo "error: NODES=$nodes must be N or MIN:MAX, GPUS=${GPUS:-} a number above 0 or empty, and SCRIPT=$SCRIPT a" \
+    "file; correct the one that is not" >&2
   exit 2
 fi
 set -- --save-every 250 "$@"
