@@ -20,11 +20,12 @@ for count in 8 4 2; do # the packs of a step divide by these
 done
 
 train() {
-  local script=$1 run=$2
+  local script=$1 run=$2 states
+  states=("$run"/checkpoints/step_*/state.json)
   shift 2
   if [[ -f $run/report.md ]]; then # written last
     echo "$run is finished already; remove it to train again"
-  elif compgen -G "$run/checkpoints/step_*/state.json" >/dev/null; then
+  elif [[ -e ${states[0]} ]]; then
     echo "$run was interrupted; it continues from its newest checkpoint"
     repeat_error "${launch[@]}" "$script" --run-dir "$run" --resume
   else

@@ -2,7 +2,8 @@
 # Pretrains on several machines, and continues after one of them is lost. Run one and the same command on every machine;
 # HEAD is the first of them:
 #
-#     NODES=2 HEAD=node0:29400 bash runs/multi_node.sh --run-dir /shared/out/first @runs/h100.args
+#     NODES=2 HEAD=node0:29400 bash runs/multi_node.sh --run-dir /shared/out/first @runs/h100.args \
+#         --set fewest_packs=16
 #
 # All arguments go to train_small.py. Environment variables:
 #   NODES    number of machines, N or MIN:MAX (default 1). With N, training waits until a lost machine is back or
@@ -17,15 +18,16 @@
 #
 # Every start and restart continues from the newest complete checkpoint, so at most --save-every steps are lost (250 by
 # default). --run-dir and --data must be on a file system that all machines share. The number of tokens in a step does
-# not depend on the number of processes, which must divide the packs of every stage: the default recipe has 16, so 16,
-# 8, 4, 2 or 1 processes. With NODES=MIN:MAX every number in between must fit: 1:2 machines with 8 GPUs do, 2:4 machines
-# with 4 GPUs do not, because three machines would have 12.
+# not depend on the number of processes, which must divide the packs of every stage: the default recipe starts with 8
+# packs, so 8, 4, 2 or 1 processes; add --set fewest_packs=16 for 16. With NODES=MIN:MAX every number in between must
+# fit: with 16 packs 1:2 machines with 8 GPUs do, 2:4 machines with 4 GPUs do not, because three machines would have 12.
 #
 # If HEAD is lost, training ends, because torchrun keeps the list of members there: start all machines again, or use
 # runs/slurm.sh, which does. If a machine loses power without closing its connections, or a process hangs, the others say
 # so and end after --rank-timeout (300 s by default). Whenever torchrun has MIN machines but not MAX, it waits 30 s for
 # more (last_call_timeout in RDZV). The last line repeats the sentence of the process that failed first.
 set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 run=""
 previous=""
@@ -34,9 +36,15 @@ for word in "$@"; do
   case $word in --run-dir=*) run=${word#*=} ;; esac
   previous=$word
 done
+run=${run%/}
+states=("$run"/checkpoints/step_*/state.json)
+if [[ -e $run/report.md && ! -e ${states[0]} ]]; then # finished, with --save-every -1
+  echo "$run is finished already; remove it to train again"
+  exit
+fi
 
 if [[ -n ${TORCHELASTIC_RUN_ID:-} ]]; then # torchrun has started this file, once for each process
-  if compgen -G "$run/checkpoints/step_*/state.json" >/dev/null; then
+  if [[ -e ${states[0]} ]]; then
     set -- "$@" --resume
   elif [[ $RANK == 0 && -e $run/log.jsonl ]]; then # it died before the first checkpoint; all wait for process 0
     rm -rf "$run.unfinished"
@@ -45,7 +53,6 @@ if [[ -n ${TORCHELASTIC_RUN_ID:-} ]]; then # torchrun has started this file, onc
   exec python "$SCRIPT" "$@"
 fi
 
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export SCRIPT=${SCRIPT:-train_small.py}
 nodes=${NODES:-1}
 head=${HEAD:-localhost:29400}
@@ -58,6 +65,12 @@ case " $* " in *" --resume "*)
   exit 2
   ;;
 esac
+least=${nodes%%:*} most=${nodes##*:}
+if ! [[ $nodes =~ ^[1-9][0-9]*(:[1-9][0-9]*)?$ && ${GPUS:-1} =~ ^[1-9][0-9]*$ && -f $SCRIPT ]] || ((least > most)); then
+  echo "error: NODES=$nodes must be N or MIN:MAX, GPUS=${GPUS:-} a number above 0 or empty, and SCRIPT=$SCRIPT a" \
+    "file; correct the one that is not" >&2
+  exit 2
+fi
 set -- --save-every 250 "$@"
 
 # Mistakes are reported once here, and not by every process after every restart.

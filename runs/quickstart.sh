@@ -24,8 +24,9 @@ python data/pretrain.py --source stdlib --vocab-size 4096 --out data/shards/stdl
 
 # -- training
 run=out/quickstart
-if (($#)); then # other flags, another directory: out/quickstart_steps-20
-  run+=_$(printf '%s' "$*" | tr -cs 'A-Za-z0-9.' '-' | sed 's/^-//; s/-$//' | cut -c 1-80)
+if (($#)); then # other flags, another directory: out/quickstart_steps-20_2274045760, with a checksum of the exact flags
+  run+=_$(printf '%s' "$*" | tr -cs 'A-Za-z0-9.' '-' | sed 's/^-//; s/-$//' | cut -c 1-70)
+  run+=_$(printf '%s\0' "$@" | cksum | cut -d ' ' -f 1)
 fi
 if [[ -f $run/report.md ]]; then # the last file that training writes
   echo "$run is already finished; remove it to train again"

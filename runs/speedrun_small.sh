@@ -9,16 +9,16 @@
 # --smoke         the chain at toy size; may be combined with --name and --bundle
 # --name NAME     write the results to out/NAME (default: speedrun_small, or smoke with --smoke)
 # --data DIR      use an existing dataset
-# --source SPEC   or make a dataset from this source of data/pretrain.py (default: climbmix)
+# --source SPEC   or make one from this source of data/pretrain.py, unless data/shards/SPEC has one (default: climbmix)
 # --bundle PATH   CORE bundle (default: downloaded)
 # --files FOLDER  tasks for chat_eval.py (default: downloaded)
 # --sft SPEC      a source for data/sft.py, repeatable (default: smol-smoltalk, gsm8k twice, 2,000 sums)
 # --run-code      let chat_eval.py execute programs that the model wrote; its limits are no security boundary
 # -- FLAGS        flags for pretraining
 #
-# Call it again after an interruption: it continues where it stopped. If CORE cannot be downloaded, it is skipped with a
-# message. The report is out/NAME/report.md, the runs are out/NAME/base and out/NAME/sft, and the output of each stage is
-# in out/NAME/logs.
+# Call it again with the same flags after an interruption: it continues where it stopped. If CORE cannot be downloaded,
+# it is skipped with a message. The report is out/NAME/report.md, the runs are out/NAME/base and out/NAME/sft, and the
+# output of each stage is in out/NAME/logs.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -71,16 +71,28 @@ fi
 
 # stage NAME COMMAND... runs a command once, and keeps its output and its time
 stage() {
-  local log=$out/logs/$1 start=$SECONDS status=0
+  local log=$out/logs/$1 start=$SECONDS status=0 command
+  command=$(printf '%q ' "${@:2}")
   if [[ -e $log.done ]]; then
+    if [[ $(<"$log.done") != "$command" ]]; then
+      echo "error: $out holds the results of another command for $1; give another --name, or remove $out" >&2
+      exit 2
+    elif [[ $2 == train && ! -f $4/report.md ]]; then
+      echo "error: $4 was finished and is gone, but $out holds what followed from it; remove $out to start again" >&2
+      exit 2
+    fi
     echo "=== $1: complete"
     return
   fi
   echo "=== $1"
   "${@:2}" 2>&1 | tee "$log.log" || status=$?
   echo $((SECONDS - start)) >>"$log.seconds" # a line for each attempt
-  ((status)) || touch "$log.done"
+  ((status)) || echo "$command" >"$log.done"
   return $status
+}
+
+on_gpus() { # so that another number of GPUs is no other command for `stage`
+  "${launch[@]}" "$@"
 }
 
 smoke_files() { # tiny tasks and conversations in every layout
@@ -115,7 +127,15 @@ if [[ $smoke ]]; then
   stage data python data/pretrain.py --source "$source" --vocab-size 4096 --workers 1 --out "$data"
 elif [[ -z $data ]]; then
   data=data/shards/${source//[^A-Za-z0-9._-]/-}
-  stage data python data/pretrain.py --source "$source" --out "$data"
+  if [[ -f $data/dataset.json ]]; then
+    echo "=== data: $data exists and is used as it is"
+  else
+    stage data python data/pretrain.py --source "$source" --out "$data"
+  fi
+fi
+if [[ ! -f $data/dataset.json ]]; then
+  echo "error: no dataset at $data; make one with data/pretrain.py --out $data, or leave --data out" >&2
+  exit 1
 fi
 core=(--download)
 [[ -z $bundle ]] || core=(--bundle "$bundle")
@@ -126,13 +146,13 @@ elif [[ $smoke && -z $bundle ]]; then
   echo "=== core: skipped, because a smoke test downloads nothing and there is no --bundle"
 elif ! stage core python data/core.py "${core[@]}" --data "$data" --max-seq-len "$context"; then
   [[ -z $bundle ]] || exit 1 # the user's own file is wrong
-  echo "=== core: skipped, because the bundle could not be downloaded; give one with --bundle"
+  echo "=== core: skipped, because data/core.py failed (see above); if it could not download the bundle, use --bundle"
 fi
 
 # -- pretraining and CORE
 stage base train train_small.py "$out/base" --save-every 500 "${flags[@]}" --data "$data"
 if grep -q '"core/' "$data/dataset.json"; then
-  stage score_core "${launch[@]}" runs/score_core.py "$out/base" "${items[@]}"
+  stage score_core on_gpus runs/score_core.py "$out/base" "${items[@]}"
 fi
 
 # -- finetuning
@@ -147,7 +167,7 @@ stage conversations python data/sft.py --data "$data" --max-len $((context + 1))
 stage sft train runs/finetune.py "$out/sft" "$out/base" --data "$data" "${finetune[@]}"
 
 # -- evaluation and report
-stage chat_eval "${launch[@]}" runs/chat_eval.py "$out/sft" ${files:+--files "$files"} "${code[@]}"
+stage chat_eval on_gpus runs/chat_eval.py "$out/sft" ${files:+--files "$files"} "${code[@]}"
 python - "$out" <<'PYTHON'
 import json
 import sys

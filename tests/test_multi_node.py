@@ -197,6 +197,49 @@ def test_start_and_restart(fakes, tmp_path):
     assert worker(0) == worker(1) == f"{fresh} --resume"
 
 
+@pytest.mark.parametrize("name", ("run/", "lr[1]"))
+def test_restart_with_any_name(fakes, tmp_path, name):
+    """A slash at the end and brackets are part of no pattern."""
+    fakes.write("python")
+    argv = ("multi_node.sh", "--run-dir", f"{tmp_path}/{name}")
+    more = dict(SCRIPT="train_small.py", RANK="0", TORCHELASTIC_RUN_ID="x")
+    run = tmp_path / name
+    run.mkdir()
+    (run / "log.jsonl").touch()
+    assert fakes.run(*argv, **more).returncode == 0
+    assert not run.exists() and (tmp_path / f"{run.name}.unfinished" / "log.jsonl").exists()
+    (run / "checkpoints" / "step_000005").mkdir(parents=True)
+    (run / "checkpoints" / "step_000005" / "state.json").touch()
+    assert fakes.run(*argv, **more).returncode == 0 and run.exists()
+    assert fakes.calls()[-1].endswith(f"/{name} --resume")
+    command = f"source runs/launch.sh; train train_small.py '{tmp_path}/{name}' --steps 3"
+    environment = {**os.environ, "PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}
+    assert subprocess.run(["bash", "-c", command], cwd=ROOT, env=environment).returncode == 0
+    assert fakes.calls()[-1].endswith(f"/{name} --resume") and run.exists()
+
+
+def test_a_finished_run_without_checkpoints_stays(fakes, tmp_path):
+    """--save-every -1 leaves a report and no checkpoint."""
+    fakes.write("python")
+    (tmp_path / "run").mkdir()
+    for name in ("log.jsonl", "report.md"):
+        (tmp_path / "run" / name).touch()
+    for more in ({}, dict(SCRIPT="train_small.py", RANK="0", TORCHELASTIC_RUN_ID="x")):
+        done = fakes.run("multi_node.sh", "--run-dir", tmp_path / "run", "--save-every", "-1", **more)
+        assert done.returncode == 0 and "run is finished already; remove it to train again" in done.out
+    assert fakes.calls() == [] and (tmp_path / "run" / "report.md").exists()
+
+
+@pytest.mark.parametrize(
+    "wrong", ("NODES=abc", "NODES=0", "NODES=2:1", "NODES=1:", "GPUS=x", "GPUS=0", "SCRIPT=runs/nope.py")
+)
+def test_multi_node_refuses_wrong_variables(fakes, wrong):
+    fakes.write("python")
+    done = fakes.run("multi_node.sh", "--run-dir", "out/a", **dict([wrong.split("=")]))
+    assert done.returncode == 2 and done.err.startswith("error: ") and done.err.count("\n") == 1 and wrong in done.err
+    assert fakes.calls() == []
+
+
 def test_multi_node_calls_torchrun(fakes, dataset_dir, tmp_path):
     """The rendezvous as asked for; and refusals before anything starts."""
     real = sys.executable
@@ -294,6 +337,19 @@ def test_sbatch_directives():
     """What sbatch reads from the head of the file: one task for each machine, all GPUs, a signal before the end."""
     head = re.findall(r"^#SBATCH --([\w-]+)(?:=(\S+))?$", (ROOT / "runs/slurm.sh").read_text(), re.M)
     assert dict(head)["ntasks-per-node"] == "1" and dict(head)["signal"] == "B:USR1@60" and ("requeue", "") in head
+
+
+@pytest.mark.parametrize("name", ("multi_node.sh", "slurm.sh"))
+def test_examples_fit_the_machines(name):
+    """What the first lines show divides by the processes of two machines with 8 GPUs, or of one."""
+    text = (ROOT / "runs" / name).read_text(encoding="utf-8").replace("\\\n#", " ")
+    examples = re.findall(r"^#     (.*) (--run-dir .*)", text, re.M)
+    assert examples
+    for start, argv in examples:
+        argv = [word.replace("@", f"@{ROOT}/") for word in argv.split()]
+        processes = 8 if "--nodes=1" in start else 16
+        stages = ts.make_config(ts.build_parser().parse_args(argv)).stage_table
+        assert all(stage.packs % processes == 0 for stage in stages), argv
 
 
 @pytest.mark.parametrize("name", sorted(p.name for p in (ROOT / "runs").glob("*.sh")))

@@ -380,11 +380,106 @@ def test_quickstart_starts_resumes_and_skips(sandbox):
 
 def test_quickstart_passes_flags_on(sandbox):
     done, commands = quickstart(sandbox, "--steps", "20", "--set", "muon_lr=0.01")
-    run = "out/quickstart_steps-20-set-muon-lr-0.01"
+    run = commands[1].split()[3]
+    assert re.fullmatch(r"out/quickstart_steps-20-set-muon-lr-0.01_\d+", run)
     assert commands[1] == f"train_small.py @runs/cpu.args --run-dir {run} --steps 20 --set muon_lr=0.01", done.stderr
     assert commands[-1] == f"runs/compressors.py {run}"
     done, commands = quickstart(sandbox, "--run-dir", "out/mine")
     assert done.returncode == 2 and not commands and "--run-dir" in done.stderr
+
+
+def test_quickstart_keeps_other_flags_apart(sandbox):
+    """Signs that no directory name holds and flags beyond its length count too."""
+    long = ["--set", "sample_prompts=" + "a" * 80, "--steps"]
+    several = (["--save-every", "1"], ["--save-every", "-1"], [*long, "20"], [*long, "21"])
+    runs = [quickstart(sandbox, *flags)[1][1].split()[3] for flags in several]
+    assert len(set(runs)) == 4 and quickstart(sandbox, *several[0])[1][1].split()[3] == runs[0]
+    assert max(map(len, runs)) < 100
+
+
+# ---- speedrun_small.sh
+
+
+@pytest.fixture
+def speedrun(tmp_path):
+    """speedrun("--name", "x") runs the script with a python that writes what the next step looks for."""
+    shutil.copytree(ROOT / "runs", tmp_path / "runs", ignore=shutil.ignore_patterns("*.py", "__pycache__"))
+    (tmp_path / ".venv/bin").mkdir(parents=True)
+    for name in REQUIREMENTS:
+        shutil.copy(ROOT / name, tmp_path / name)
+    python = tmp_path / ".venv/bin/python"
+    python.write_text(f"""#!/usr/bin/env bash
+case "$*" in
+"-m pip"*) exit ;;
+*device_count*) cat gpus; exit ;;
+*.py*) echo "$@" >>python.log ;;
+-) cat >/dev/null; exit ;;
+"- out/"*) cat >/dev/null; exit ;;
+*) exec {sys.executable} "$@" ;;
+esac
+case "$*" in
+data/core.py*) echo "no network" >&2; exit 1 ;;
+data/pretrain.py*) mkdir -p "${{@: -1}}"; echo {{}} >"${{@: -1}}/dataset.json" ;;
+*--run-dir*) mkdir -p "${{@: -1}}"; touch "${{@: -1}}/report.md" ;;
+esac
+""")
+    python.chmod(0o755)
+    (tmp_path / "gpus").write_text("0\n")
+
+    def run(*flags: str) -> tuple[subprocess.CompletedProcess, list[str]]:
+        (tmp_path / "python.log").write_text("")
+        command = ["bash", tmp_path / "runs/speedrun_small.sh", *flags]
+        environment = {**os.environ, "TORCH_CPU_INDEX": ""}
+        done = subprocess.run(command, cwd="/", env=environment, capture_output=True, text=True)
+        return done, re.findall(r"\S+\.py", (tmp_path / "python.log").read_text())
+
+    run.root = tmp_path
+    return run
+
+
+def test_speedrun_runs_each_stage_once(speedrun):
+    steps = "data/pretrain.py data/core.py train_small.py data/sft.py runs/finetune.py runs/chat_eval.py"
+    done, scripts = speedrun("--", "--steps", "3")
+    assert done.returncode == 0 and scripts == steps.split(), done.stderr
+    assert "=== core: skipped, because data/core.py failed (see above)" in done.stdout
+    (speedrun.root / "gpus").write_text("8\n")  # on another machine
+    done, scripts = speedrun("--", "--steps", "3")
+    assert done.returncode == 0 and scripts == ["data/core.py"] and "=== base: complete" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "stage"),
+    ((("--", "--steps", "4"), "base"), (("--sft", "addition:20"), "conversations"), (("--run-code",), "chat_eval")),
+)
+def test_speedrun_refuses_other_flags(speedrun, flags, stage):
+    """The results in the directory are those of other flags."""
+    assert speedrun()[0].returncode == 0
+    done, _ = speedrun(*flags)
+    assert done.returncode == 2 and done.stderr.splitlines()[-1] == (
+        f"error: out/speedrun_small holds the results of another command for {stage}; give another --name, or remove "
+        "out/speedrun_small"
+    )
+    assert speedrun("--name", "other", *flags)[0].returncode == 0
+
+
+def test_speedrun_misses_a_removed_run(speedrun):
+    assert speedrun()[0].returncode == 0
+    shutil.rmtree(speedrun.root / "out/speedrun_small/base")
+    done, scripts = speedrun()
+    assert done.returncode == 2 and scripts == ["data/core.py"]
+    assert done.stderr.splitlines()[-1].startswith("error: out/speedrun_small/base was finished and is gone")
+
+
+def test_speedrun_with_a_dataset(speedrun):
+    """One that is there is used, however it was made; a wrong --data is one sentence."""
+    (speedrun.root / "data/shards/climbmix").mkdir(parents=True)
+    (speedrun.root / "data/shards/climbmix/dataset.json").write_text("{}")
+    done, scripts = speedrun()
+    assert done.returncode == 0 and "data/pretrain.py" not in scripts
+    assert "=== data: data/shards/climbmix exists and is used as it is" in done.stdout
+    done, scripts = speedrun("--name", "other", "--data", "data/shards/nothing")
+    assert done.returncode == 1 and not scripts and "error: no dataset at data/shards/nothing; " in done.stderr
+    assert done.stderr.count("\n") == 1
 
 
 def test_cpu_preset_uses_the_embedded_dataset():
