@@ -2,8 +2,8 @@
 
     python records/compare.py                                         all of baselines/
     python records/compare.py out/a_* out/b_* --against "a*"          runs that differ in their seed only are one row
-    python records/compare.py baselines/2026-11-21_first-b34 --target 1.19 --price 3.50 --plot curves.png
-    python records/compare.py baselines/2026-11-21_first-b34 logs/*.txt --tokens-per-step 524288 --bytes-per-token 4.6
+    python records/compare.py baselines/2026-11-23_first-p34 --target 0.738 --price 3.50 --plot curves.png
+    python records/compare.py baselines/2026-11-23_first-p34 logs/*.txt --tokens-per-step 524288 --bytes-per-token 4.6
     python records/compare.py --write                   the leaderboard in records/README.md, its pictures
 
 A log of modded-nanogpt states neither tokens nor bits per byte: --tokens-per-step gives the one (several numbers with
