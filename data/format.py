@@ -385,6 +385,7 @@ def check_dataset(value: Any, path: str | Path) -> dict[str, Any]:
     for name, entry in files.items():
         check_entry(name, entry, path)
     check_splits(value, path)
+    check_vocabulary(value, path)
     check_fingerprints(value, path)
     return value
 
@@ -407,13 +408,35 @@ def check_entry(name: str, entry: Any, path: str | Path) -> None:
 
 
 def check_splits(value: dict[str, Any], path: str | Path) -> None:
-    """Ends the script unless both splits have tokens and text: rates per byte are divided by them."""
-    if not isinstance(value.get("splits", {}), dict):
+    """Ends the script unless both splits have tokens and text, as rates per byte are divided by them, and what is
+    stated of them is the sum of their files."""
+    stated = value.get("splits", {})
+    if not isinstance(stated, dict):
         fail(f"{path} has no table of splits; build the dataset again")
     for split, total in sum_splits(value["files"]).items():
+        # Datasets made by hand state none.
+        if split in stated and stated[split] != total:
+            fail(
+                f"{path} does not agree with itself: its split {split!r} is not the sum of its files; "
+                f"build the dataset again"
+            )
         for key in ("tokens", "text_bytes"):
             if not total[key]:
                 fail(f"{path} lists no {key} of the split {split!r}; build the dataset again")
+
+
+def check_vocabulary(value: dict[str, Any], path: str | Path) -> None:
+    """Ends the script unless the vocabulary ends with the special tokens, as that of every tokenizer.json does."""
+    if "special_tokens" not in value:  # in datasets made by hand
+        return
+    special = value["special_tokens"]
+    ids = list(special.values()) if isinstance(special, dict) else []
+    known = bool(ids) and all(map(is_count, ids))
+    if not known or value.get("vocab_size") != max(ids) + 1 or value.get("bos_id") not in ids:
+        fail(
+            f"{path} does not agree with itself: its vocab_size or bos_id does not belong to its special_tokens; "
+            f"build the dataset again"
+        )
 
 
 def check_fingerprints(value: dict[str, Any], path: str | Path) -> None:

@@ -191,29 +191,38 @@ def retry(
             time.sleep(delay)
 
 
-def fetch(repo: str, name: str) -> Path:
-    """A file of a dataset repository in the Hugging Face cache."""
+def fetch(repo: str, name: str, commit: str | None = None) -> Path:
+    """A file of a dataset repository in the Hugging Face cache, of a commit or of what main is now."""
     from huggingface_hub import hf_hub_download
 
     prepare()
     return Path(
         retry(
-            lambda: hf_hub_download(repo, name, repo_type="dataset"), f"fetching {name} of {repo}"
+            lambda: hf_hub_download(repo, name, repo_type="dataset", revision=commit),
+            f"fetching {name} of {repo}",
         )
     )
 
 
-def list_files(repo: str) -> list[str]:
-    """The names of all files of a dataset repository."""
+def list_files(repo: str) -> tuple[str, dict[str, list]]:
+    """(commit of main, {name: [size, digest]}) of a dataset repository: sha256 of large files, git's hash of others."""
     from huggingface_hub import HfApi
 
-    prepare()
     # The list itself takes one attempt, as huggingface_hub repeats that request five times. It would
     # do so for half a minute where there is no network, so another request comes first.
-    retry(lambda: HfApi().dataset_info(repo), f"opening {repo}")
-    return retry(
-        lambda: HfApi().list_repo_files(repo, repo_type="dataset"), f"listing {repo}", attempts=1
+    commit = find_commit(Repo(repo, "dataset"), "main")
+    tree = retry(
+        lambda: list(
+            HfApi().list_repo_tree(repo, repo_type="dataset", revision=commit, recursive=True)
+        ),
+        f"listing {repo}",
+        attempts=1,
     )
+    blobs = [entry for entry in tree if hasattr(entry, "size")]  # the others are folders
+    digests = [entry.lfs.sha256 if entry.lfs else entry.blob_id for entry in blobs]
+    return commit, {
+        entry.path: [entry.size, digest] for entry, digest in zip(blobs, digests, strict=True)
+    }
 
 
 class Repo(NamedTuple):

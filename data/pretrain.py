@@ -14,7 +14,6 @@ comes last. A second process that would write to the same directory meanwhile is
 import argparse
 import os
 import re
-import resource
 import shutil
 import sys
 import threading
@@ -50,7 +49,14 @@ from format import (
     write_json,
     write_shard,
 )
-from sources import Source, add_source_flags, local_paths, open_source
+from sources import (
+    Source,
+    add_source_flags,
+    check_positive,
+    identify,
+    local_paths,
+    open_source,
+)
 from tqdm import tqdm
 
 BATCH_CHARS = (
@@ -58,6 +64,13 @@ BATCH_CHARS = (
 )
 SHARD_TOKENS = 100_000_000
 MAX_WORKERS = 256
+# Flags that make another dataset than the lock of data/pypi.py states, unless they have these values.
+LOCKED_FLAGS = {
+    **dict.fromkeys(("max_documents", "max_bytes", "val_source", "val_documents")),
+    **dict.fromkeys(("tokenizer", "vocab_size")),
+    "tokenizer_chars": tokenizer.MAX_CHARS,
+    "shard_tokens": SHARD_TOKENS,
+}
 
 
 # --- encoding ---------------------------------------------------------------------------------------------
@@ -365,6 +378,8 @@ def build(args: argparse.Namespace) -> None:
     }
     progress = compare_settings(out, settings)
     if progress and check_complete(out, progress):
+        if args.source.startswith("pypi:"):
+            pypi.compare_build(args, LOCKED_FLAGS)
         print(f"{out} is already complete")
         return
     if progress is None:
@@ -419,16 +434,8 @@ def build(args: argparse.Namespace) -> None:
         print(f"skipped {empty:,} empty documents")
     finish(out, args.name, source_names(source.inputs), progress)
     if args.source.startswith("pypi:"):
-        pypi.compare_build(args)
-    peak = max(
-        resource.getrusage(who).ru_maxrss
-        for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
-    )
-    unit = 1 if sys.platform == "darwin" else 1024
-    print(
-        f"encoded in {seconds:.1f} s with {args.workers} workers; largest process "
-        f"{peak * unit / 2**30:.2f} GiB"
-    )
+        pypi.compare_build(args, LOCKED_FLAGS)
+    print(f"encoded in {seconds:.1f} s with {args.workers} workers")
 
 
 # --- hosted shards ----------------------------------------------------------------------------------------
@@ -452,7 +459,7 @@ def adopt(args: argparse.Namespace) -> None:
     encoding = tokenizer.load(args.tokenizer)
     bos = tokenizer.bos_id(encoding)
     sha = sha256_file(args.tokenizer)
-    inputs = [[p.name, p.stat().st_size] for p in paths]
+    inputs = [identify(path) for path in paths]
     settings = {"inputs": inputs, "name": args.name, "tokenizer": sha, "hosted_shards": True}
     progress = compare_settings(out, settings)
     if progress and check_complete(out, progress):
@@ -466,12 +473,24 @@ def adopt(args: argparse.Namespace) -> None:
                 f"{path} was made with another tokenizer (sha256 {header['tokenizer_sha256']}, given "
                 f"{sha}); give that one"
             )
-        largest = int(read_shard(path).max())
+        tokens = read_shard(path)
+        largest = int(tokens.max())
         if largest >= len(lengths):
             fail(
                 f"{path} holds token {largest} but {args.tokenizer} has {len(lengths)} entries; give the "
                 f"tokenizer it was "
                 "made with"
+            )
+        # A piece at a time, as the comparison makes a copy.
+        pieces = (tokens[start : start + 2**24] for start in range(0, len(tokens), 2**24))
+        others = header["bos_id"] not in (None, bos) or header["vocab_size"] not in (
+            0,
+            len(lengths),
+        )
+        if others or not any(bos in piece for piece in pieces):
+            fail(
+                f"{path} holds no BOS {bos} of {args.tokenizer}, or states another vocabulary (BOS "
+                f"{header['bos_id']}, {header['vocab_size']} entries); give the tokenizer it was made with"
             )
     progress = {
         "settings": settings,
@@ -550,7 +569,10 @@ def main() -> None:
         "--val-source", help="separate validation text; without it a part of the source is held out"
     )
     parser.add_argument(
-        "--val-fraction", type=float, default=0.01, help="held-out part of local files"
+        "--val-fraction",
+        type=float,
+        default=0.01,
+        help="held-out part of local files: 1 document in round(1 / F)",
     )
     parser.add_argument("--val-documents", type=int, help="at most this many validation documents")
     parser.add_argument(
@@ -577,19 +599,7 @@ def main() -> None:
     )
     args = parser.parse_args()
     args.name = args.name or args.out.resolve().name
-    for flag in (
-        "shard_tokens",
-        "workers",
-        "val_documents",
-        "max_documents",
-        "max_bytes",
-        "tokenizer_chars",
-        "max_files",
-    ):
-        if (value := getattr(args, flag)) is not None and value < 1:
-            fail(
-                f"--{flag.replace('_', '-')} must be at least 1, found {value}; leave it out for the default"
-            )
+    check_positive(args, "shard_tokens", "workers", "val_documents", "tokenizer_chars")
     if args.workers > MAX_WORKERS:
         fail(
             f"--workers must be at most {MAX_WORKERS}, found {args.workers}; give one for each core"

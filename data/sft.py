@@ -56,7 +56,7 @@ from format import (
     write_shard,
 )
 from pretrain import MAX_WORKERS, available_cores
-from sources import clean, hub_names, identify, local_paths, read_lines
+from sources import check_apart, clean, hub_files, identify, local_paths, read_lines
 from tqdm import tqdm
 
 NAMED = {"smol-smoltalk": "hf:HuggingFaceTB/smol-smoltalk/data/train-*.parquet"}
@@ -200,13 +200,13 @@ def parse_source(spec: str, flag: str, seed: int, val_fraction: float) -> Source
         return Source(f"spelling:{Path(path).name}:{count}", 1.0, [], generate, True)
     name = path = NAMED.get(path, path)
     if path.startswith("hf:"):
-        repo, files = hub_names(path)
-        inputs = [[f"{repo}/{file}"] for file in files]
+        repo, commit, files = hub_files(path)
+        inputs = [[f"{repo}/{file}", *content] for file, content in files.items()]
 
         def open_files() -> Iterator[Path]:
             import hub
 
-            yield from (hub.fetch(repo, file) for file in files)
+            yield from (hub.fetch(repo, file, commit) for file in files)
 
     else:
         paths = local_paths(path, SUFFIXES)
@@ -265,17 +265,14 @@ def gsm8k_conversation(value: Any) -> dict[str, Any]:
     if not all(isinstance(text, str) for text in texts):
         raise ValueError('there is no text "question" and "answer"')
     parts = []
-    for piece in re.split(r"(<<[^<>]*>>)", texts[1]):
-        expression, equals, result = (
-            piece[2:-2].rpartition("=") if piece.startswith("<<") else ("", "", "")
-        )
-        if expression.strip() and result.strip():
-            parts += [
-                {"type": "python", "text": expression.strip()},
-                {"type": "python_output", "text": result.strip()},
-            ]
-        elif piece and not piece.startswith("<<"):  # an empty note says nothing
+    for i, piece in enumerate(re.split(r"<<([^<>]*)>>", texts[1])):
+        is_note = i % 2 == 1
+        expression, _, result = (part.strip() for part in piece.rpartition("="))
+        if not is_note and piece:
             parts.append({"type": "text", "text": piece})
+        elif is_note and expression and result:  # an empty note says nothing
+            parts.append({"type": "python", "text": expression})
+            parts.append({"type": "python_output", "text": result})
     messages = [
         {"role": "user", "content": texts[0].strip()},
         {"role": "assistant", "content": parts},
@@ -613,10 +610,8 @@ def build(args: argparse.Namespace) -> None:
     val_sources = [
         parse_source(spec, "--val-source", args.seed, args.val_fraction) for spec in args.val_source
     ]
-    for held_out in (entry for source in val_sources for entry in source.inputs):
-        if any(held_out in source.inputs for source in sources):
-            fail(f"{held_out[0]} is both in --source and in --val-source; validation must not be trained on, remove "
-                 f"it from one")  # fmt: skip
+    # Even two of --source: each would draw its own conversations to hold out.
+    check_apart(*(source.inputs for source in [*sources, *val_sources]))
     start = time.perf_counter()
     pools, tallies = fill_pools(sources, val_sources, encoding, args)
     seconds = time.perf_counter() - start

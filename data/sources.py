@@ -48,7 +48,7 @@ MAX_LINE = 2**28  # bytes; a longer one is hardly text, and would have to lie in
 class Source(NamedTuple):
     """train() and val() each start a fresh pass over the documents (str, never empty, no lone surrogates).
 
-    inputs identifies what is read: [name, size in bytes, digest] for local files, [name] otherwise.
+    inputs identifies what is read: [name, size in bytes, digest] for files, after "val" those of --val-source.
     empty counts the documents passed over because they hold no text, by file, in the latest pass over it.
     tokenizer_text() gives the documents for a new tokenizer, where those are not train().
     """
@@ -81,6 +81,7 @@ def open_source(
 
     empty: dict[str, int] = {}
     tokenizer_text = None
+    val_inputs: list[list[Any]] = []
     if not 0 < val_fraction <= 0.5:
         fail(
             f"--val-fraction must lie above 0 and at most 0.5, found {val_fraction}; 0.01 is usual"
@@ -96,7 +97,8 @@ def open_source(
         val = lambda: map(bytes.decode, corpus.val)
         tokenizer_text = lambda: limited(map(bytes.decode, corpus.tokenizer_text))
     elif spec in HUB_SOURCES or spec.startswith("hf:"):
-        repo, names = hub_names(spec)
+        repo, commit, files = hub_files(spec)
+        names = list(files)
         if val_spec is None:
             if len(names) < 2:
                 fail(
@@ -108,9 +110,9 @@ def open_source(
                 val_documents = HUB_VAL_DOCUMENTS
         else:
             names, val_names = names[:max_files], []
-        inputs = [[f"{repo}/{name}"] for name in [*names, *val_names]]
-        train = lambda: limited(hub_documents(repo, names, text_field, empty))
-        val = lambda: hub_documents(repo, val_names, text_field, empty)
+        inputs = [[f"{repo}/{name}", *files[name]] for name in [*names, *val_names]]
+        train = lambda: limited(hub_documents(repo, commit, names, text_field, empty))
+        val = lambda: hub_documents(repo, commit, val_names, text_field, empty)
     else:
         paths = local_paths(spec)
         inputs = [identify(path) for path in paths]
@@ -126,26 +128,50 @@ def open_source(
             val = None
     if val_spec is not None:
         if val_spec == "stdlib":
-            inputs = inputs + [["val", "stdlib", python_version()]]
+            val_inputs = [["stdlib", python_version()]]
             val = lambda: stdlib_documents("val")
         elif val_spec in HUB_SOURCES or val_spec.startswith("hf:"):
-            val_repo, held_out = hub_names(val_spec)
-            held_out = held_out[-1:] if val_spec in HUB_SOURCES else held_out
-            inputs = inputs + [["val", f"{val_repo}/{name}"] for name in held_out]
-            val = lambda: hub_documents(val_repo, held_out, text_field, empty)
+            val_repo, val_commit, val_files = hub_files(val_spec)
+            held_out = list(val_files)[-1:] if val_spec in HUB_SOURCES else list(val_files)
+            val_inputs = [[f"{val_repo}/{name}", *val_files[name]] for name in held_out]
+            val = lambda: hub_documents(val_repo, val_commit, held_out, text_field, empty)
         else:
             val_paths = local_paths(val_spec)
-            for path in val_paths:
-                if identify(path) in inputs:
-                    fail(
-                        f"{path} is both in --source and in --val-source; validation text must not be "
-                        f"trained on, "
-                        "remove it from one"
-                    )
-            inputs = inputs + [["val", *identify(path)] for path in val_paths]
+            val_inputs = [identify(path) for path in val_paths]
             val = lambda: local_documents(val_paths, text_field, empty)
+    check_apart(inputs, val_inputs)
+    inputs = inputs + [["val", *entry] for entry in val_inputs]
     limited_val = lambda: take(val(), val_documents, None)
     return Source(inputs, train, limited_val, empty, tokenizer_text)
+
+
+def check_apart(*sources: list[list[Any]]) -> None:
+    """Ends the script if one source has a file with the content of a file of another, whatever the names are.
+
+    Copies within one source are only counted: folders of texts are full of them.
+    """
+    known: dict[tuple, str] = {}
+    for inputs in sources:
+        files: dict[tuple, str] = {}
+        copies = []
+        for name, *content in inputs:
+            key = tuple(content)
+            if len(key) < 2:  # no file: the standard library keeps its two parts apart itself
+                continue
+            if key in known:
+                fail(
+                    f"--source/--val-source: {name} is the same file as {known[key]}; name it once"
+                )
+            if key in files:
+                copies.append(f"{name} of {files[key]}")
+            files.setdefault(key, name)
+        if copies:
+            print(
+                f"warning: {len(copies)} of {len(inputs)} files are copies and their text is read again, the first is "
+                f"{copies[0]}; remove what you do not want twice",
+                file=sys.stderr,
+            )
+        known |= files
 
 
 def take(
@@ -194,6 +220,7 @@ def utf8_length(text: str) -> int:
 def local_paths(spec: str, suffixes: tuple[str, ...] = SUFFIXES) -> list[Path]:
     """The files that a comma-separated list of paths, globs and folders names, in order."""
     paths: list[Path] = []
+    seen: set[Path] = set()
     for part in (p.strip() for p in spec.split(",")):
         if not part:
             continue
@@ -215,8 +242,9 @@ def local_paths(spec: str, suffixes: tuple[str, ...] = SUFFIXES) -> list[Path]:
                 fail(
                     f"--source file {path} has an unknown ending; use one of {', '.join(suffixes)}"
                 )
-            if path in paths:
+            if path.resolve() in seen:
                 fail(f"--source names the file {path} twice; name it once")
+            seen.add(path.resolve())
         paths += found
     if not paths:
         fail(f"--source {spec!r} names no file; give an existing path or glob")
@@ -224,17 +252,14 @@ def local_paths(spec: str, suffixes: tuple[str, ...] = SUFFIXES) -> list[Path]:
 
 
 def identify(path: Path) -> list[Any]:
-    """[name, size, digest of the first and last MiB]: cheap, and shows that a file was exchanged."""
-    digest = hashlib.sha256()
+    """[name, size, sha256]: what tells that a file was exchanged."""
     try:
-        size = path.stat().st_size
         with open(path, "rb") as f:
-            digest.update(f.read(2**20))
-            f.seek(max(0, size - 2**20))
-            digest.update(f.read(2**20))
+            digest = hashlib.file_digest(f, "sha256").hexdigest()
+            size = f.tell()
     except OSError as problem:
         fail(f"{path} cannot be read ({problem.strerror}); check the file and its permissions")
-    return [path.name, size, digest.hexdigest()]
+    return [path.name, size, digest]
 
 
 def local_documents(paths: Iterable[Path], text_field: str, empty: dict[str, int]) -> Iterator[str]:
@@ -371,7 +396,7 @@ def text_documents(path: Path) -> Iterator[str]:
                 yield "".join(section)
             section, length = [], 0
             continue
-        if section and length + len(text) > TEXT_SECTION:
+        while section and length + len(text) > TEXT_SECTION:
             blank = [i for i, s in enumerate(section) if not s.strip()]
             cut = blank[-1] + 1 if blank and blank[-1] >= len(section) // 4 else len(section)
             yield "".join(section[:cut])
@@ -413,8 +438,9 @@ def parquet_documents(path: Path, text_field: str) -> Iterator[str]:
 # --- Hugging Face -----------------------------------------------------------------------------------------
 
 
-def hub_names(spec: str) -> tuple[str, list[str]]:
-    """(repository, sorted names of the files that match) of climbmix, fineweb-edu or hf:REPO/GLOB."""
+def hub_files(spec: str) -> tuple[str, str, dict[str, list]]:
+    """(repository, its commit now, {name: [size, digest]}) of the files of climbmix, fineweb-edu or hf:REPO/GLOB, in
+    the order of their names."""
     import hub
 
     parts = HUB_SOURCES.get(spec, spec).removeprefix("hf:").split("/", 2)
@@ -423,7 +449,8 @@ def hub_names(spec: str) -> tuple[str, list[str]]:
             f"--source {spec} is not of the form hf:OWNER/NAME/GLOB; add the file pattern, e.g. /*.parquet"
         )
     repo, pattern = "/".join(parts[:2]), parts[2]
-    names = sorted(n for n in hub.list_files(repo) if fnmatch(n, pattern) and n.endswith(SUFFIXES))
+    commit, files = hub.list_files(repo)
+    names = sorted(name for name in files if fnmatch(name, pattern) and name.endswith(SUFFIXES))
     if outside := [name for name in names if not hub.is_inside(name)]:
         fail(f"--source {spec} lists the file {outside[0]!r}, which has a bad path; choose another")
     if not names:
@@ -431,22 +458,22 @@ def hub_names(spec: str) -> tuple[str, list[str]]:
             f"--source {spec}: no {', '.join(SUFFIXES)} file in dataset {repo} matches {pattern!r}; check "
             f"the pattern"
         )
-    return repo, names
+    return repo, commit, {name: files[name] for name in names}
 
 
 def hub_documents(
-    repo: str, names: list[str], text_field: str, empty: dict[str, int]
+    repo: str, commit: str, names: list[str], text_field: str, empty: dict[str, int]
 ) -> Iterator[str]:
     """Documents of dataset files in the Hugging Face cache, fetched up to four files ahead of the reader."""
     import hub
 
     with ThreadPoolExecutor(4) as pool:
-        ahead = [pool.submit(hub.fetch, repo, name) for name in names[:4]]
+        ahead = [pool.submit(hub.fetch, repo, name, commit) for name in names[:4]]
         try:
             for i in range(len(names)):
                 path = ahead.pop(0).result()
                 if i + 4 < len(names):
-                    ahead.append(pool.submit(hub.fetch, repo, names[i + 4]))
+                    ahead.append(pool.submit(hub.fetch, repo, names[i + 4], commit))
                 yield from local_documents([path], text_field, empty)
         finally:
             pool.shutdown(cancel_futures=True)
@@ -589,12 +616,22 @@ def add_source_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def check_positive(args: argparse.Namespace, *more: str) -> None:
+    """Ends the script if a number of add_source_flags, or of the flags named, is below 1."""
+    for flag in ("max_files", "max_documents", "max_bytes", *more):
+        if (value := getattr(args, flag)) is not None and value < 1:
+            fail(
+                f"--{flag.replace('_', '-')} must be at least 1, found {value}; leave it out for the default"
+            )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Show documents of a source.")
     add_source_flags(parser)
     parser.add_argument("--split", choices=["train", "val"], default="train")
     parser.add_argument("--show", type=int, default=3, help="number of documents to print")
     args = parser.parse_args()
+    check_positive(args)
     source = open_source(
         args.source, None, args.text_field, 0.01, args.max_files, args.max_documents, args.max_bytes
     )

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import tiktoken
 from format import MAX_VOCAB, fail, read_json, run, sha256_file, write_json
-from sources import add_source_flags, clean, open_source
+from sources import add_source_flags, check_positive, clean, open_source
 
 FORMAT = "decoderstack-tokenizer-1"
 SPECIAL_TOKENS = [
@@ -358,7 +358,7 @@ def main() -> None:
         "--val-fraction",
         type=float,
         default=0.01,
-        help="held-out part of local files, not trained on",
+        help="held-out part of local files, not trained on: 1 document in round(1 / F)",
     )
     p.add_argument("--out", required=True, type=Path)
 
@@ -379,15 +379,15 @@ def main() -> None:
 
     if args.command == "show":
         encoding = load(args.tokenizer)
-        tokens = encode(encoding, clean(args.text)).tolist()
+        text = clean(args.text)
+        tokens = encode(encoding, text).tolist()
         print(" ".join(f"{i}:{encoding.decode_single_token_bytes(i)!r}" for i in tokens))
-        print(
-            f"{encoding.n_vocab} entries, {len(tokens)} tokens for {len(args.text.encode())} bytes"
-        )
+        print(f"{encoding.n_vocab} entries, {len(tokens)} tokens for {len(text.encode())} bytes")
     elif args.command == "gpt2":
         sha = write_json(args.out, gpt2_spec(args.vocab_bpe, args.encoder_json))
         print(f"wrote {args.out} (sha256 {sha})")
     else:
+        check_positive(args, *(("max_chars", "doc_cap") if args.command == "train" else ()))
         fraction = getattr(args, "val_fraction", 0.01)
         source = open_source(
             args.source,

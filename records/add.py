@@ -1,6 +1,6 @@
 """Writes a record to baselines/ from finished runs that differ in their seed only.
 
-    python records/add.py out/a_0 out/a_1 out/a_2 --track small --slug wider-mlp --against 2026-11-21_first-b34 \\
+    python records/add.py out/a_0 out/a_1 out/a_2 --track small --slug wider-mlp --against 2026-11-23_first-p34 \\
         --hypothesis "..." --change "..." --dropped "..."
 
 Nothing is written unless everything is right: one script, dataset, Config, hardware and set of versions in every start

@@ -337,6 +337,8 @@ def unequal(stated, found, where: str) -> list[str]:
 def same_value(stated, found) -> bool:
     if isinstance(stated, bool) or isinstance(found, bool):
         return stated is found
+    if isinstance(stated, int) and isinstance(found, int):
+        return stated == found
     if isinstance(stated, int | float) and isinstance(found, int | float):
         return math.isclose(stated, found, rel_tol=1e-9)
     return stated == found

@@ -2,8 +2,8 @@
 
     python records/compare.py                                         all of baselines/
     python records/compare.py out/a_* out/b_* --against "a*"          runs that differ in their seed only are one row
-    python records/compare.py baselines/2026-11-21_first-b34 --target 1.19 --price 3.50 --plot curves.png
-    python records/compare.py baselines/2026-11-21_first-b34 logs/*.txt --tokens-per-step 524288 --bytes-per-token 4.6
+    python records/compare.py baselines/2026-11-23_first-p34 --target 0.738 --price 3.50 --plot curves.png
+    python records/compare.py baselines/2026-11-23_first-p34 logs/*.txt --tokens-per-step 524288 --bytes-per-token 4.6
     python records/compare.py --write                   the leaderboard in records/README.md, its pictures
 
 A log of modded-nanogpt states neither tokens nor bits per byte: --tokens-per-step gives the one (several numbers with
@@ -22,7 +22,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, stdev
 
+import check
 import leaderboard
+import recipe
 import record as rec
 
 
@@ -74,11 +76,13 @@ def run_row(run_dir: Path) -> tuple[str, Row]:
         if problems := rec.check_log(log, config):
             raise rec.Unreadable(problems[0])
         core = rec.core_score(run_dir / "core.csv") if (run_dir / "core.csv").is_file() else None
-        shared = {k: v for k, v in config.items() if k not in ("seed", "data", "wandb")}
-        key = json.dumps([shared, run["dataset_fingerprint"], *(machine[k] for k in ("script_sha256", "device",
-                                                                                   "num_devices"))])  # fmt: skip
+        # What a record allows to differ: see check.difference().
+        free = (*recipe.PLACE_FIELDS, *recipe.INTERVAL_FIELDS)
+        shared = {k: v for k, v in config.items() if k not in free}
+        versions = [machine.get(k) for k in check.SAME_MACHINE]
+        key = json.dumps([shared, run["dataset_fingerprint"], *versions])
         data = run["dataset_fingerprint"] or config["data"]
-        figures = {**rec.figures(log), "core": core}
+        figures = {"seed": config["seed"], **rec.figures(log), "core": core}
     except (OSError, KeyError, TypeError, ValueError, rec.Unreadable) as error:
         raise rec.Unreadable(f"{run_dir} is not a finished run ({error})") from None
     return key, Row(
@@ -134,6 +138,10 @@ def nanochat_row(path: Path, text: str) -> tuple[str, Row]:
     """A log of nanochat: `step 00250/02520 (9.92%) | loss: 3.1 | ... | dt: 31.70ms | tok/sec: 1,234 | ...`."""
     found = re.findall(r"^step (\d+)/(\d+) .*?\| loss: ([\d.]+) .*?\| dt: ([\d.]+)ms \| tok/sec: ([\d,]+) "
                        r"\| (?:bf16_)?mfu: ([\d.]+)", text, re.M)  # fmt: skip
+    if not found:
+        raise rec.Unreadable(
+            f"{path} has no step with loss, dt, tok/sec and mfu; give the whole log"
+        )
     total, batch = int(found[0][1]), re.search(r"^Total batch size ([\d,]+)", text, re.M)
     if not batch:
         raise rec.Unreadable(f"{path} does not state its total batch size; give the whole log")
@@ -199,6 +207,18 @@ def finished(folder: Path) -> bool:
     return False
 
 
+def check_seeds(group: list[Row]) -> None:
+    """Ends the program if two runs of a row have one seed: a run and its copy are no two samples."""
+    names = {}
+    for row in group:
+        seed = row.runs[0].get("seed")  # logs of other projects state none
+        if seed is not None and seed in names:
+            rec.fail(
+                f"{names[seed]} and {row.name} are runs of one recipe with the same seed {seed}; name one of them"
+            )
+        names[seed] = row.name
+
+
 def read_rows(paths: list[Path], args: argparse.Namespace) -> list[Row]:
     """One row for each record, and one for each set of runs that differ in their seed only."""
     rows, groups = [], {}
@@ -214,6 +234,7 @@ def read_rows(paths: list[Path], args: argparse.Namespace) -> list[Row]:
             key, row = foreign_row(path, args) if path.is_file() else run_row(path)
             groups.setdefault(key, []).append(row)
     for group in groups.values():
+        check_seeds(group)
         first = group[0]
         name = (
             os.path.commonprefix([row.name for row in group]).rstrip("_-. ")

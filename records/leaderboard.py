@@ -6,6 +6,7 @@ from pathlib import Path
 from statistics import fmean
 
 import check
+import recipe
 import record as rec
 import tracks
 
@@ -14,6 +15,7 @@ QUOTED = rec.ROOT / "records" / "quoted.json"
 BEGIN = "<!-- leaderboard: written by records/compare.py --write; do not edit -->"
 END = "<!-- /leaderboard -->"
 SHOWN = ("val_bpb", "train_seconds", "tokens", "tokens_per_second", "mfu", "peak_memory_gib")
+SMALL_GAIN = 0.05  # of the seconds: less counts only beside a rerun of the record before, rule 6
 FAR = 1.1  # an entry whose bits per byte are this many times those of the best is not drawn
 STYLES = ("-", (0, (5, 2)), (0, (1, 1)), (0, (5, 1, 1, 1)))
 MARKERS = "os^Dv*PX"
@@ -40,15 +42,44 @@ def in_order() -> list[dict]:
         return 1 + depth(records[other], (*seen, other))
 
     def key(record: dict) -> tuple:
-        return record.get("date", record["name"][:10]), depth(record), record["name"]
+        return day(record), depth(record), record["name"]
 
     return sorted(records.values(), key=key)
+
+
+def day(record: dict) -> str:
+    return record.get("date", record["name"][:10])
+
+
+def same_recipe(record: dict, other: dict) -> bool:
+    """Whether one is a rerun of the other: script, args file and flags are equal."""
+    parts = []
+    for r in (record, other):
+        hashes = r["files"][r["script"]], r["files"].get(r["args"])
+        parts.append((*hashes, recipe.recipe_flags(r["flags"])))
+    return parts[0] == parts[1]
+
+
+def is_better(values: list[float], others: list[float]) -> bool:
+    test = rec.welch(values, others)
+    return test["difference"] < 0 and test["p"] is not None and test["p"] < tracks.P
+
+
+def beside_rerun(record: dict, best: dict, records: list[dict]) -> bool:
+    """Rule 6: whether a new recipe names a run of the best one on its own day, and is faster than that too."""
+    named = [r for r in records if r["name"] == record["against"]]
+    if same_recipe(record, best) or not named:
+        return False
+    other = named[0]
+    seconds = [[run["train_seconds"] for run in r["runs"]] for r in (record, other)]
+    return same_recipe(other, best) and day(other) == day(record) and is_better(*seconds)
 
 
 def rank(records: list[dict], track: dict) -> list[tuple[dict, str]]:
     """(record, its standing) on a track, best first, from its records in the order of time."""
     key = track["ranked_by"]
     best = None
+    best_record = None
     count = 0
     ranked = []
     unranked = []
@@ -58,9 +89,18 @@ def rank(records: list[dict], track: dict) -> list[tuple[dict, str]]:
             continue
         values = [run[key] for run in record["runs"]]
         test = rec.welch(values, best) if best else None
-        better = test and test["difference"] < 0 and test["p"] is not None and test["p"] < tracks.P
+        better = test and is_better(values, best)
+        gain = -test["difference"] / fmean(best) if test else 1.0
+        if better and key == "train_seconds" and gain < SMALL_GAIN:
+            if not beside_rerun(record, best_record, records):
+                why = (
+                    "a rerun" if same_recipe(record, best_record) else f"{gain:.1%} without a rerun"
+                )
+                ranked.append((record, f"no record, {why}"))
+                continue
         if test is None or better:
             best = values
+            best_record = record
             count += 1
             p = f", p {rec.p_text(test['p'])}" if test else ""
             ranked.append((record, f"record {count}{p}"))

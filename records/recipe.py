@@ -18,7 +18,9 @@ OPERATORS = {
     ast.Div: operator.truediv,
     ast.Pow: operator.pow,
 }
-LARGEST_POWER = 64  # a script is a stranger's text: 9 ** 9 ** 9 must not be computed
+# A script is a stranger's text: 9 ** 9 ** 9 must not be computed, nor ((9 ** 64) ** 64) ** 64.
+LARGEST_POWER = 64
+LARGEST_BASE = 10**6
 # Flags for the place and the seed of a run, and whether a value follows. They are not part of a record.
 PLACE_FLAGS = {"--data": 1, "--run-dir": 1, "--seed": 1, "--wandb": 1, "--resume": 0}
 PLACE_FIELDS = ("data", "seed", "wandb")  # the same in the Config
@@ -121,8 +123,8 @@ def literal(node: ast.AST):
         left = literal(node.left)
         right = literal(node.right)
         numbers = isinstance(left, int | float) and isinstance(right, int | float)
-        small = not isinstance(node.op, ast.Pow) or (numbers and abs(right) <= LARGEST_POWER)
-        if numbers and small:
+        small = numbers and abs(left) <= LARGEST_BASE and abs(right) <= LARGEST_POWER
+        if numbers and (small or not isinstance(node.op, ast.Pow)):
             try:
                 return OPERATORS[type(node.op)](left, right)
             except (ArithmeticError, ValueError):

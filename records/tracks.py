@@ -78,7 +78,7 @@ def tracks_of(record: dict, found: dict) -> list[str]:
 def scoring_problems(record: dict, config: dict, scored: dict | None, found: dict) -> list[str]:
     """Why the val bpb of a record is not that of its dataset's tracks: it must score exactly their text.
 
-    Args: config of its runs; scored what its logs state, or None if they do not
+    Args: config of its runs; scored what its logs state, None if they do not, which is a problem too
     """
     out = []
     for dataset in found["datasets"].values():
@@ -92,10 +92,10 @@ def scoring_problems(record: dict, config: dict, scored: dict | None, found: dic
                     f"whose {key} is {track[key]}"
                 )
         for key in ("targets", "bytes", "sha256"):
-            known = track[key] is not None and scored is not None
-            if known and scored.get(key) != track[key]:
+            stated = (scored or {}).get(key)
+            if track[key] is not None and stated != track[key]:
                 out.append(
-                    f"the logs state scored.{key} {scored.get(key)}, the tracks of this dataset have {track[key]}"
+                    f"the logs state scored.{key} {stated}, the tracks of this dataset have {track[key]}"
                 )
     return out
 
@@ -187,18 +187,35 @@ def scored_text(folder: Path, max_seq_len: int, val_tokens: int) -> dict:
 # ---- adding
 
 
-def first_figures(args: argparse.Namespace) -> tuple[list[float], list[float]]:
+def check_first(record: dict, args: argparse.Namespace, fingerprint: str) -> None:
+    """Ends the program if the record that is to set the limits is not of this dataset, script and hardware."""
+    hardware = record["hardware"]
+    for what, found, wanted in (
+        ("dataset", record["dataset"]["fingerprint"][:12], fingerprint[:12]),
+        ("script", record["track"], args.script),
+        ("device", hardware["device"], args.device),
+        ("number of devices", hardware["num_devices"], args.num_devices),
+    ):
+        if found != wanted:
+            rec.fail(
+                f"--first {args.first.name} cannot set the limits of these tracks: its {what} is {found}, theirs is "
+                f"{wanted}; name a record of this dataset, script and hardware"
+            )
+
+
+def first_figures(args: argparse.Namespace, fingerprint: str) -> tuple[list[float], list[float]]:
     """(val bpb, seconds) of the three seeds that set the limits; empty lists leave them open."""
     if args.first:
         record = rec.read_record(args.first)
+        check_first(record, args, fingerprint)
         runs = record["runs"]
         return [r["val_bpb"] for r in runs], [r["train_seconds"] for r in runs]
     return args.val_bpb, args.seconds
 
 
-def make_tracks(args: argparse.Namespace) -> dict:
+def make_tracks(args: argparse.Namespace, fingerprint: str) -> dict:
     """The two tracks that the command line describes, by name."""
-    bpb, seconds = first_figures(args)
+    bpb, seconds = first_figures(args, fingerprint)
     if (bpb or seconds) and (len(bpb) < MIN_SEEDS or len(seconds) != len(bpb)):
         rec.fail(
             f"limits follow from at least {MIN_SEEDS} seeds, each with val bpb and seconds; there are {len(bpb)} "
@@ -265,7 +282,7 @@ def add(args: argparse.Namespace) -> None:
     found = read()
     old = found["datasets"].get(args.dataset, {})
     found["datasets"][args.dataset] = join(old, dataset, args.dataset)
-    for name, track in make_tracks(args).items():
+    for name, track in make_tracks(args, dataset["fingerprint"]).items():
         found["tracks"][name] = join(found["tracks"].get(name, {}), track, name)
         print(f"{name}: {rule_text(found['tracks'][name])}")
     temporary = FILE.with_name(f".{FILE.name}.{os.getpid()}.tmp")

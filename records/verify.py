@@ -1,8 +1,8 @@
 """Recomputes every figure of a record from its logs and names everything that does not agree.
 
     python records/verify.py all
-    python records/verify.py baselines/2026-11-21_first-b34
-    python records/verify.py baselines/2026-11-21_first-b34 --rerun 100 --data data/shards/b34
+    python records/verify.py baselines/2026-11-23_first-p34
+    python records/verify.py baselines/2026-11-23_first-p34 --rerun 100 --data data/shards/p34
 
 Checked: hashes of all files, completeness and consistency of the logs, that no two logs are of one run, that the starts
 of each run agree in what matters, the Config against the script's own defaults and the flags, the markers and hash of

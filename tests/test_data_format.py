@@ -248,6 +248,30 @@ def test_bad_dataset_json(tmp_path, old, new, part):
     expect_error(e, part)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda v: v["splits"]["train"].update(tokens=5),
+        lambda v: v["splits"].update(val=None),
+        lambda v: v.update(vocab_size=77),
+        lambda v: v.update(bos_id=7),
+        lambda v: v.update(special_tokens={"<|bos|>": "x"}),
+        lambda v: v.update(special_tokens=[299]),
+    ],
+)
+def test_totals_and_vocabulary_agree(tmp_path, change):
+    make_dataset(tmp_path)
+    value = format.read_json(tmp_path / "dataset.json")
+    value |= {"vocab_size": 300, "bos_id": 298, "special_tokens": {"<|bos|>": 298, "<|end|>": 299}}
+    format.write_json(tmp_path / "dataset.json", value)
+    assert format.read_dataset(tmp_path) == value
+    change(value)
+    format.write_json(tmp_path / "dataset.json", value)
+    with pytest.raises(SystemExit) as e:
+        format.read_dataset(tmp_path)
+    expect_error(e, "does not agree with itself")
+
+
 def test_a_split_without_text(tmp_path):
     """Bits per byte would be divided by it."""
     make_dataset(tmp_path)

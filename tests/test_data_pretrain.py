@@ -518,6 +518,13 @@ def test_hosted_shards(tmp_path, corpus):
     assert result.returncode == 0 and "already complete" in result.stdout
 
 
+def test_it_starts_without_the_modules_of_unix():
+    """Windows has neither resource nor fcntl."""
+    program = "import sys; sys.modules.update(resource=None, fcntl=None); import pretrain"
+    result = subprocess.run([sys.executable, "-c", program], cwd=DATA, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+
+
 def test_hosted_shards_are_told_apart_by_whole_words(tmp_path, capsys):
     """ "val" in "retrieval" makes no validation, nor does "train" in "constrained" make training."""
     names = ["retrieval_train_000000.bin", "Retrieval-Train-1.bin", "edu_val_0.bin", "constrained_000.bin"]
@@ -560,4 +567,11 @@ def test_bad_hosted_shards(tmp_path, corpus, monkeypatch):
     assert "truncated" in error(f"shards:{hosted}/*.bin")
     format.write_shard(val, np.array([441, 1], dtype=np.uint16), 441, 450, "ab" * 32)
     assert "another tokenizer" in error(f"shards:{hosted}/*.bin")
+    # Of another tokenizer, which nothing but its BOS or its size tells.
+    tokens = np.array([441, 1], dtype=np.uint16)
+    for bos, entries in ((440, 450), (441, 449), (None, 449)):
+        format.write_shard(val, tokens, bos, entries)
+        assert f"another vocabulary (BOS {bos}, {entries} entries)" in error(f"shards:{hosted}/*.bin")
+    write_hosted(val, [1, 2, 3])
+    assert f"{val} holds no BOS 441 of" in error(f"shards:{hosted}/*.bin")
     assert "matches no file" in error(f"shards:{hosted}/*.dat")

@@ -4,6 +4,7 @@ import functools
 import hashlib
 import itertools
 import json
+import os
 import random
 import shutil
 import sys
@@ -461,6 +462,34 @@ def test_a_dataset_made_with_other_flags_is_not_compared(downloaded, capsys):
     assert (
         "not compared with the lock, which holds for a dataset made without --max-documents" in capsys.readouterr().out
     )
+
+
+@pytest.mark.parametrize("flag", ["--shard-tokens", "--tokenizer-chars"])
+def test_numbers_that_make_another_dataset_are_named(downloaded, capsys, flag):
+    pypi.write_lock("p34", None, 1)
+    pypi.write_lock("p34", build(downloaded, "p34", 1), 1)
+    build(downloaded, "p34", 2, flag, 3000 if flag == "--shard-tokens" else 20_000)
+    assert f"for a dataset made without {flag}\n" in capsys.readouterr().out
+
+
+def test_a_build_that_differs_is_refused_each_time(downloaded, capsys):
+    out = build(downloaded, "p34", 1)
+    pypi.write_lock("p34", None, 1)
+    pypi.write_lock("p34", out, 1)
+    assert build(downloaded, "p34", 1) == out and "bit for bit" in capsys.readouterr().out
+    lock = json.loads(pypi.LOCK.read_text())
+    lock["sets"]["p34"]["dataset"]["tokenizer"] = "0" * 64
+    pypi.LOCK.write_text(json.dumps(lock))
+    for _ in range(2):
+        with pytest.raises(SystemExit, match="its tokenizer differs"):
+            build(downloaded, "p34", 1)
+
+
+def test_errors_of_the_system_are_a_sentence(tmp_path):
+    """Of data/pypi.py too: here a folder lies where a wheel should."""
+    (tmp_path / pypi.read_lock()["packages"][0]["file"]).mkdir()
+    done = python("data/pypi.py", "lock", "p34", env={**os.environ, "DECODERSTACK_WHEELS": str(tmp_path)})
+    assert done.returncode == 1 and "Traceback" not in done.stderr and done.stderr.startswith("error: ")
 
 
 def test_the_committed_lock():

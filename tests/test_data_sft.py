@@ -6,6 +6,7 @@ import io
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -262,6 +263,12 @@ def test_gsm8k(data, tmp_path):
     assert found.total() == 2 and "no text" in run(data, "--source", f"gsm8k:{write_jsonl(path, [{}])}", code=1)
 
 
+@pytest.mark.parametrize("text", ["<<see x<y>> so 3 + 4 = 7 #### 7", "<<a>b=c>>tail", "a <<b", ">>1=2<<"])
+def test_text_that_is_no_note_stays(text):
+    value = sft.gsm8k_conversation({"question": "q", "answer": text})
+    assert value["messages"][1]["content"] == [{"type": "text", "text": text}]
+
+
 def test_spelling(data, tmp_path):
     """Spellings and counts are right, held-out words do not appear in training, the count is the count asked for."""
     rng = random.Random(0)
@@ -372,7 +379,12 @@ def test_user_errors(data, tmp_path):
         (["--source", f"{path}:0"], "weight 0, which must be"),
         (["--source", f"{path}:-1"], "weight -1"),
         (["--source", f"{path}:1.2.3"], "weight 1.2.3"),
-        (["--source", path, "--val-source", path], "both in --source and in --val-source"),
+        (["--source", path, "--val-source", path], "c.jsonl is the same file as c.jsonl; name it once"),
+        (["--source", path, "--source", f"{path}:2"], "c.jsonl is the same file as c.jsonl; name it once"),
+        (
+            ["--source", path, "--source", shutil.copy(path, tmp_path / "d.jsonl")],
+            "d.jsonl is the same file as c.jsonl",
+        ),
         (["--source", f"spelling:{tmp_path}/none"], "does not exist"),
         (["--source", f"{path}:1000000000"], "at most 1000"),
         (["--source", path, "--workers", "100000"], "--workers must be at most 256"),

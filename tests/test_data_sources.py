@@ -1,10 +1,12 @@
 """Every form of --source, on small files of the published layouts."""
 
 import gzip
+import hashlib
 import json
 import os
 import random
 import re
+import shutil
 import subprocess
 import sys
 import tracemalloc
@@ -15,7 +17,7 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
-from hub_stub import start_hub
+from hub_stub import COMMIT, git_blob_id, start_hub
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "data"))
 import sources
@@ -79,11 +81,14 @@ def test_txt(tmp_path):
     documents = read(path)
     assert "".join(documents) == path.read_text()
     assert all(len(d) <= 12_000 and d.endswith("\n\n") for d in documents) and len(documents) > 5
+    path.write_text("".join([paragraph * 15, "\n", paragraph * 7, "x" * 9000 + "\n"]), encoding="utf-8")
+    documents = read(path)  # what stays after the cut at the blank line is too long with the next line
+    assert "".join(documents) == path.read_text() and len(documents) == 3 and max(map(len, documents)) <= 12_000
     path.write_bytes(b"caf\xe9\n")  # not UTF-8
     assert read(path) == ["caf\ufffd\n"]
 
 
-def test_lists_globs_and_folders(tmp_path):
+def test_lists_globs_and_folders(tmp_path, capsys):
     a, b = write(tmp_path / "a.jsonl", ["1", "2"]), write(tmp_path / "b.parquet", ["3"])
     (tmp_path / "notes.md").write_text("not data")
     assert read(f"{b},{a}") == ["3", "1", "2"]
@@ -92,7 +97,15 @@ def test_lists_globs_and_folders(tmp_path):
     expect_error(lambda: read(tmp_path / "*.gz"), "matches no file", "*.gz")
     expect_error(lambda: read(tmp_path / "notes.md"), "unknown ending", "notes.md")
     expect_error(lambda: read(f"{a},{a}"), "twice")
-    expect_error(lambda: read(a, a), "--val-source", a)
+    expect_error(lambda: read(f"{a},{tmp_path}/../{tmp_path.name}/a.jsonl"), "twice")
+    copy = shutil.copy(a, tmp_path / "copy.jsonl")
+    for other, name in ((a, "a.jsonl"), (copy, "copy.jsonl")):
+        words = f"--source/--val-source: {name} is the same file as a.jsonl; name it once"
+        expect_error(lambda other=other: read(a, other), words)
+    # A copy in one source is read, and said.
+    assert read(f"{a},{copy}") == ["1", "2", "1", "2"]
+    assert "warning: 1 of 2 files are copies" in capsys.readouterr().err
+    assert read("stdlib", "stdlib") == read("stdlib")
     expect_error(lambda: read("no-such-source"), "no-such-source", "stdlib")
 
 
@@ -234,6 +247,13 @@ def test_inputs_notice_a_changed_file(tmp_path):
     assert before == sources.open_source(str(path)).inputs
     path.write_bytes(path.read_bytes().replace(b"abc", b"abd"))
     assert before != sources.open_source(str(path)).inputs
+    # Nor is the middle of a large one overlooked.
+    path = tmp_path / "x.txt"
+    found = []
+    for letter in (b"a", b"b"):
+        path.write_bytes(b"x\n" * 2**20 + letter + b"x\n" * 2**20)
+        found.append(sources.identify(path))
+    assert found[0][:2] == found[1][:2] == ["x.txt", 2**22 + 1] and found[0][2] != found[1][2]
 
 
 def test_stdlib():
@@ -307,7 +327,7 @@ import json, sys
 import sources
 spec, val, limit = json.loads(sys.argv[1])
 source = sources.open_source(spec, val, max_files=limit)
-print(json.dumps([list(source.train()), list(source.val())]))
+print(json.dumps([list(source.train()), list(source.val()), source.inputs]))
 """
 
 
@@ -341,14 +361,21 @@ def test_hub_sources(tmp_path):
         for arguments, expected in good:
             result = program(*arguments)
             assert result.returncode == 0, result.stderr
-            assert json.loads(result.stdout) == expected
+            *texts, inputs = json.loads(result.stdout)
+            assert texts == expected
+            for name, size, digest in (entry[-3:] for entry in inputs):
+                data = files[name.removeprefix(f"{repo}/")]
+                assert size == len(data) and digest in (hashlib.sha256(data).hexdigest(), git_blob_id(data))
         gets = [r[1] for r in server.requests if r[0] == "GET" and "/resolve/" in r[1]]
         assert len(gets) == len(set(gets)) == 8  # each file once, then from the cache
+        assert all(f"/resolve/{COMMIT}/" in path for path in gets), "all of one commit"
         bad = [
             ((spec, None, 40), "--val-source"),
             ((f"hf:{repo}/*.gz", None, 40), "matches '*.gz'"),
             (("hf:only-a-name", None, 40), "hf:OWNER/NAME/GLOB"),
             (("hf:no/such/*.parquet", None, 40), "not found"),
+            (("climbmix", f"hf:{repo}/shard_00000.parquet", 40), "shard_00000.parquet is the same file as"),
+            ((str(tmp_path / "x.parquet"), "climbmix", 40), "is the same file as x.parquet"),
         ]
         for arguments, part in bad:
             result = program(*arguments)

@@ -221,5 +221,11 @@ def test_commands(tmp_path, path):
     result = run("train", "--source", source, "--vocab-size", 60000, "--out", out)
     assert result.returncode == 1 and result.stderr.startswith("error: the text is too small")
     assert result.stderr.count("\n") == 1 and out.read_bytes() == before
+    result = run("show", "--tokenizer", out, "--text", "a\udcff")
+    assert result.returncode == 0 and "2 tokens for 2 bytes" in result.stdout, result.stderr
+    for flag, value in (("--doc-cap", -5), ("--max-chars", 0), ("--max-bytes", 0)):
+        result = run("train", "--source", source, "--vocab-size", 300, "--out", tmp_path / "new.json", flag, value)
+        assert result.returncode == 1 and result.stderr.startswith(f"error: {flag} must be at least 1, found {value}")
+    assert not (tmp_path / "new.json").exists()
     result = run("show", "--tokenizer", tmp_path / "missing.json")
     assert result.returncode == 1 and "missing.json" in result.stderr

@@ -261,6 +261,17 @@ def test_compare_records_and_runs(repo, folders, tmp_path):
     assert "no run directory" in refused(compare, "runs/tiny.args")
 
 
+def test_rows_are_what_a_record_may_hold(repo, tmp_path):
+    """Intervals are free, versions are not, and a copy is no second run."""
+    runs = [shutil.copytree(repo / "out" / f"a_{seed}", tmp_path / f"a_{seed}") for seed in (0, 1)]
+    edit(runs[1] / "config.json", lambda c: c["config"].update(save_every=2, eval_every=3, log_every=1))
+    assert re.search(r"^\| a +\| +2 \|", run(compare, *runs), re.M)
+    edit(runs[1] / "config.json", lambda c: c["machine"].update(torch="2.0"))
+    assert len(re.findall(r"^\| a_\d +\| +1 \|", run(compare, *runs), re.M)) == 2
+    copy = shutil.copytree(runs[0], tmp_path / "copy")
+    assert "a_0 and copy are runs of one recipe with the same seed 0" in refused(compare, runs[0], copy)
+
+
 def test_write_leaderboard(repo, folders):
     """Both tracks of the toy: the record that came first, and the one that is worse. README's picture stays."""
     before = (repo / "records" / "README.md").read_text()
@@ -908,11 +919,14 @@ def test_what_is_scored_is_that_of_the_track(repo, folders, tmp_path):
     assert everything["sha256"] == hashlib.sha256(pieces).hexdigest()
 
     record = rec.read_record(folders[0])
-    assert tracks.scoring_problems(record, record["config"], None, found) == []
-    (text,) = tracks.scoring_problems(record, {**record["config"], "max_seq_len": 32}, None, found)
-    assert "config.max_seq_len is 32, which scores other text" in text
-
     stated = {key: scored[key] for key in ("targets", "bytes", "sha256")}
+    assert tracks.scoring_problems(record, record["config"], stated, found) == []
+    (text,) = tracks.scoring_problems(record, {**record["config"], "max_seq_len": 32}, stated, found)
+    assert "config.max_seq_len is 32, which scores other text" in text
+    said = tracks.scoring_problems(record, record["config"], None, found)  # logs that do not say what they scored
+    assert [text.split()[3] for text in said] == ["scored.targets", "scored.bytes", "scored.sha256"]
+    assert said[0] == f"the logs state scored.targets None, the tracks of this dataset have {scored['targets']}"
+
     for number, (values, words) in enumerate((([stated, stated], None), ([stated, {**stated, "bytes": 5}], "another"),
                                               ([{**stated, "bytes": 5}] * 2, "scored.bytes 5"))):  # fmt: skip
         run_dir = shutil.copytree(repo / "out" / "a_0", tmp_path / f"run_{number}")
@@ -949,7 +963,7 @@ def test_committed_tracks():
     assert sorted(found["format_1"]) == sorted(old) and found["picture"] in found["datasets"]
 
 
-def test_add_a_track(repo, tmp_path, monkeypatch):
+def test_add_a_track(repo, folders, tmp_path, monkeypatch):
     """Open limits are filled in once, from three seeds; what stands is never changed."""
     monkeypatch.setattr(tracks, "FILE", tmp_path / "tracks.json")
     (tmp_path / "tracks.json").write_text(json.dumps({"datasets": {}, "tracks": {}, "format_1": {}, "picture": "b34"}))
@@ -971,6 +985,19 @@ def test_add_a_track(repo, tmp_path, monkeypatch):
                         (["--max-seq-len", "32"], "tracks are frozen")):  # fmt: skip
         assert words in refused(tracks, *argv, *more)
     assert "is no complete dataset" in refused(tracks, "add", tmp_path, *argv[2:])
+    # A record of another dataset, script or card sets no limits.
+    first = tmp_path / "2026-11-22_first"
+    for change, words in (
+        ({"dataset": {"fingerprint": "f" * 64}}, "its dataset is ffffffffffff, theirs is"),
+        ({"track": "medium"}, "its script is medium, theirs is small"),
+        ({"hardware": {"device": "NVIDIA H200", "num_devices": 1}}, "its device is NVIDIA H200, theirs is Tesla T4"),
+        ({"hardware": {"device": "Tesla T4", "num_devices": 2}}, "its number of devices is 2, theirs is 1"),
+    ):
+        shutil.rmtree(first, ignore_errors=True)
+        shutil.copytree(folders[0], first)
+        change = {"hardware": {"device": "Tesla T4", "num_devices": 1}, **change}
+        edit(first / "record.json", lambda r, c=change: r.update(c))
+        assert words in refused(tracks, *argv, "--first", first)
     assert (tmp_path / "tracks.json").read_text() == before
     (tmp_path / "tracks.json").write_text("{}")
     assert "tracks.json cannot be read" in refused(tracks)
@@ -1001,7 +1028,10 @@ def test_config_off_the_script(module, words):
     assert "is no field" in recipe.check_config({**made, "more": 1}, text, words, 32768)[0]
 
 
-@pytest.mark.parametrize("value", ["open('x')", "9 ** 9 ** 9", "[i for i in x]", "1 / 0", "__import__('os')", "-'a'"])
+@pytest.mark.parametrize(
+    "value",
+    ["open('x')", "9 ** 9 ** 9", "((9 ** 64) ** 64) ** 64", "[i for i in x]", "1 / 0", "__import__('os')", "-'a'"],
+)
 def test_nothing_of_a_script_is_executed(value):
     text = f"class Config:\n    a: int = {value}\n\n\nx = 1\n"
     with pytest.raises(recipe.Unknown):
@@ -1107,6 +1137,9 @@ def test_unequal():
         (text,) = check.unequal(stated, changed, "record.json")
         assert text.startswith(f"record.json.runs[0].{key} is stated as")
     assert len(check.unequal({"runs": [1.0, 2.0]}, {"runs": [1.0]}, "")) == 1
+    # Whole numbers are equal or not, however large.
+    assert check.unequal(34_013_184_000, 34_013_184_001, "tokens") != []
+    assert check.unequal(1, True, "flag") != [] and check.unequal(5, 5.0, "steps") == []
 
 
 def test_noise_and_summary():
@@ -1163,6 +1196,39 @@ def test_rank():
     assert leaderboard.rank([few], bpb) == [(few, "fewer than 3 seeds")]
     assert leaderboard.rank([first], {**bpb, "max_seconds": None})[0][1] == "no limit yet"
     assert leaderboard.rank([first], {**seconds, "target_bpb": None})[0][1] == "no target yet"
+
+
+def timed(name, seconds, day="2026-12-01", against=None, script="s", flags=()):
+    """A made-up record for rule 6: bits per byte are those of the others."""
+    files = {"train_small.py": script}
+    facts = {"name": f"{day}_{name}", "date": day, "against": against, "script": "train_small.py", "args": None}
+    return {**made_up((1.20, 1.21, 1.22), seconds), **facts, "flags": list(flags), "files": files}
+
+
+def test_a_small_gain_counts_beside_a_rerun_only():
+    """Rule 6: under 5 % the record before must have run on that day too, and the new one must name that run."""
+    track = {"ranked_by": "train_seconds", "target_bpb": 1.3, "max_epochs": 1}
+    first = timed("first", (100, 100.1, 100.2), "2026-11-30")
+    again = timed("again", (98, 98.1, 98.2), against=first["name"], flags=("--log-every", "9"))
+
+    def standings(*more):
+        return {record["name"][11:]: text for record, text in leaderboard.rank([first, *more], track)}
+
+    assert standings(again) == {"first": "record 1", "again": "no record, a rerun"}
+    new = (96, 96.1, 96.2)
+    for against in (None, first["name"], "2026-12-01_unknown"):
+        found = standings(again, timed("new", new, against=against, script="t"))
+        assert found["new"] == "no record, 4.0% without a rerun", against
+    for seconds, text in ((new, "record 2, p < 0.0001"), ((98, 98.1, 98.15), "no record, 2.0% without a rerun")):
+        found = standings(again, timed("new", seconds, against=again["name"], script="t"))
+        assert found["new"] == text and found["again"] == "no record, a rerun"
+    late = timed("new", new, "2026-12-02", again["name"], "t")
+    assert standings(again, late)["new"] == "no record, 4.0% without a rerun"
+    assert standings(timed("new", (90, 90.1, 90.2), script="t"))["new"] == "record 2, p < 0.0001"
+    bpb = {"ranked_by": "val_bpb", "tokens": 100, "max_seconds": 111.1, "max_epochs": 1}
+    better = {**made_up((1.19, 1.1901, 1.1899), new), "name": "2026-12-01_new"}
+    first = {**first, **made_up((1.20, 1.2001, 1.1999), new)}
+    assert leaderboard.rank([first, better], bpb)[0][1].startswith("record 2")
 
 
 def test_faster_at_equal_bpb_is_a_record():
@@ -1277,6 +1343,8 @@ def test_nanochat_log(tmp_path):
     assert "1 x NVIDIA" not in run(compare, path) and "8 x NVIDIA H100" in run(compare, path)
     path.write_text(nanochat_log().replace("Step 00020 | Validation", "Step 00019 | Validation"))
     assert "did not finish" in refused(compare, path)
+    path.write_text(re.sub(r" bf16_mfu: \d+.00 \|", "", nanochat_log()))
+    assert "has no step with loss, dt, tok/sec and mfu" in refused(compare, path)
 
 
 def test_unlike_rows_are_not_subtracted(repo, folders, tmp_path):
