@@ -364,7 +364,7 @@ MIXING = {
 
 @pytest.mark.parametrize("name", [*MODELS, *MIXING])
 def test_models_that_mix_documents_are_refused(name):
-    """Positions of OPT and convolutions of LFM2 do not start anew; the others of this file are right."""
+    """On a CPU, OPT attends across documents and LFM2 convolves across them; the others of this file are right."""
     torch.manual_seed(0)
     hf = AutoModelForCausalLM.from_config(copy.deepcopy({**MODELS, **MIXING}[name]))
     ft.choose_attention(hf, torch.device("cpu"))
