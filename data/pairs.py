@@ -5,7 +5,7 @@
 
 --kind title      the first line of a document is the query, the beginning of the rest its positive;
                   documents whose first line is no title (too long, or ends like a sentence) are left out
---kind passages   two passages of one document that do not overlap; the query is the shorter one
+--kind passages   two passages of one document that do not overlap
 
 --source and --val-source are those of data/pretrain.py. It writes train.jsonl and val.jsonl into --out,
 a {"query": TEXT, "positive": TEXT} a line. No text appears twice, and none of val.jsonl in train.jsonl. The
@@ -16,7 +16,7 @@ import argparse
 import json
 import random
 from collections.abc import Iterable, Iterator
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -98,7 +98,8 @@ def write_pairs(path: Path, pairs: Iterable[Pair]) -> int:
 
 
 def check(args: argparse.Namespace) -> None:
-    least = {"max_pairs": 1, "val_pairs": 1, "query_words": 1, "passage_words": LEAST_WORDS}
+    least = {"max_files": 1, "max_pairs": 1, "val_pairs": 1, "query_words": 1}
+    least["passage_words"] = LEAST_WORDS
     for name, smallest in least.items():
         value = getattr(args, name)
         if value is not None and value < smallest:
@@ -134,10 +135,14 @@ def main() -> None:
     splits = {"val": (source.val(), args.val_pairs), "train": (source.train(), args.max_pairs)}
     for split, (documents, most) in splits.items():
         pairs = without_repeats(make_pairs(documents, args), seen)
-        counts[split] = write_pairs(args.out / f"{split}.jsonl", islice(pairs, most))
-        if not counts[split]:
+        first = next(pairs, None)
+        if first is None:
             way = "try --kind passages" if args.kind == "title" else "give longer documents"
             fail(f"no {split} document of {args.source} gives a pair of --kind {args.kind}; {way}")
+        # Training pairs of an earlier command may hold texts of the new val.jsonl.
+        (args.out / "train.jsonl").unlink(missing_ok=True)
+        pairs = islice(chain([first], pairs), most)
+        counts[split] = write_pairs(args.out / f"{split}.jsonl", pairs)
     print(f"wrote {args.out}: {counts['train']:,} pairs to train on, {counts['val']:,} held out")
 
 

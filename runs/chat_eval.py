@@ -19,7 +19,8 @@ the columns of the public sets, and words*.txt with one word a line. A name with
 run directory; the last line on stdout is one JSON object.
 
 --run-code executes programs that the model wrote, each in a process with limits on time, memory and file size, in an
-empty folder, and without network where Linux namespaces are allowed. This stops accidents. It is no security boundary.
+empty folder, and without network where Linux namespaces are allowed. This is no security boundary: a program can read,
+change and delete every file that you can, so use a container or another user.
 This tool also executes the training script that lies in the run directory.
 """
 
@@ -330,7 +331,7 @@ def program(prompt: str, answer: str, test: str, entry: str) -> tuple[str, str]:
     and helpers, or the body that continues the prompt.
     """
     nonce = secrets.token_hex(16)
-    block = re.search(r"```[a-zA-Z]*[ \t]*\n(.*?)(?:```|\Z)", answer, re.DOTALL)
+    block = re.search(r"```[^\n`]*\n(.*?)(?:```|\Z)", answer, re.DOTALL)
     code = block[1] if block else answer
     define = re.search(rf"^def {re.escape(entry)}\b", prompt, re.MULTILINE)
     if re.search(rf"^\s*def {re.escape(entry)}\b", code, re.MULTILINE):
@@ -480,7 +481,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--files", type=Path, metavar="FOLDER", help="task files (default: from Hugging Face)")
     add("--tasks", default="", metavar="A,B", help=f"some of {','.join(TASKS)} (default: all)")
     add("--limit", type=int, default=0, metavar="N", help="drawn items of each task (default: all)")
-    add("--run-code", action="store_true", help="run humaneval; this is no security boundary")
+    add("--run-code", action="store_true", help="run humaneval; programs can reach all your files")
     add("--step", type=int, help="checkpoint to use (default: the newest)")
     args = parser.parse_args(argv)
     args.tasks = [task for task in args.tasks.split(",") if task]

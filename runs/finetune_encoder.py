@@ -257,6 +257,7 @@ def embed_all(state, sequences: list[np.ndarray]) -> Tensor:
 def contrast_loss(embeddings_ND: Tensor, rows: list[Pair], temperature: float) -> Tensor:
     """Mean nats of finding each query's positive among all positives and negatives of the batch.
 
+    Another positive of the same query is no wrong answer, so it is left out.
     Args: rows pairs of row numbers of embeddings_ND
     """
     documents = list(dict.fromkeys(i for row in rows for i in (row.positive, *row.negatives)))
@@ -264,6 +265,14 @@ def contrast_loss(embeddings_ND: Tensor, rows: list[Pair], temperature: float) -
     right = torch.tensor([column[row.positive] for row in rows], device=embeddings_ND.device)
     queries = embeddings_ND[[row.query for row in rows]]
     similarity = queries @ embeddings_ND[documents].T
+
+    positives = {}
+    for row in rows:
+        positives.setdefault(row.query, set()).add(row.positive)
+    for number, row in enumerate(rows):
+        others = [column[document] for document in positives[row.query] - {row.positive}]
+        if others:
+            similarity[number, others] = -math.inf
     return F.cross_entropy(similarity / temperature, right)
 
 
@@ -499,7 +508,7 @@ def score(args: argparse.Namespace) -> dict:
         raise script.UserError("--score-only needs --val-pairs, the file to score on")
     ranks = script.start_ranks()
     model, description, step = load_encoder(args.run)
-    state = encoder.build_state(dataclasses.replace(model.config, packs=ranks.world), ranks)
+    state = encoder.build_state(model.config, ranks)
     state.model.load_state_dict(model.state_dict())
     data = read_pairs(args.val_pairs, args.negatives)
     data.tokenize(script.Tokenizer(args.run / "tokenizer.json"), longest_text(description))
@@ -552,7 +561,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
 
     def command() -> dict:
-        encoder.check_resume(args, parser)
+        encoder.check_resume(parser, argv)
         if not args.resume and not args.run:
             way = "as in python runs/finetune_encoder.py RUN"
             raise script.UserError(f"finetuning starts from a run directory; name it first, {way}")

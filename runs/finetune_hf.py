@@ -94,7 +94,6 @@ class Config(BaseModel, extra="forbid"):
     recompute: bool = Field(False, description="activation checkpointing, if memory runs out")
     save_every: int = Field(200, ge=1, description="steps between validations and checkpoints")
     keep: int = Field(2, ge=1, description="newest checkpoints to keep; the best stays too")
-    wandb: str | None = Field(None, description="project of Weights & Biases")
 
 
 # ---- training
@@ -127,7 +126,6 @@ class Run:
     longest: int  # tokens of the longest document, one number for all batches: each is compiled
     progress: Progress = field(default_factory=Progress)
     ahead: list[dict] = field(default_factory=list)  # micro-batches of the next step
-    wandb: Any = None
 
 
 def train(config: Config) -> dict:
@@ -137,22 +135,20 @@ def train(config: Config) -> dict:
     tokenizer = load_tokenizer(config)
     packs, val = load_data(config, tokenizer)
     model = build_model(config, device)
+    check_documents(model)
     optimizer = build_optimizer(model, config)
 
     count = len(packs.rows)
-    steps = config.steps or math.ceil(config.epochs * count / config.packs)
-    epochs = range(math.ceil(steps * config.packs / count))
+    total = config.steps * config.packs if config.steps else max(1, round(config.epochs * count))
+    steps = math.ceil(total / config.packs)  # the last one may have fewer packs
+    epochs = range(math.ceil(total / count))
     orders = [np.random.default_rng([config.seed, epoch]).permutation(count) for epoch in epochs]
     origin = [packs.rows._fingerprint, model.num_parameters(), config.packs, config.seed]
     longest = max(int(np.max(row)) for part in (packs, val) for row in part.rows["lengths"])
-    order = np.hstack(orders)
+    order = np.hstack(orders)[:total]
     run = Run(config, tokenizer, packs, val, model, optimizer, steps, order, origin, longest)
     if config.resume:
         load_newest(run)
-    if config.wandb and dist.get_rank() == 0:
-        import wandb
-
-        run.wandb = wandb.init(project=config.wandb, config=config.model_dump(mode="json"))
 
     run_steps(run)
     export(run)
@@ -161,9 +157,8 @@ def train(config: Config) -> dict:
 
 def run_steps(run: Run) -> None:
     """The loop. Raises: UserError if a signal ends it, after saving"""
-    config = run.config
     progress = run.progress
-    say(f"training: step {progress.step:,} of {run.steps:,}, {config.packs:,} packs each")
+    say(f"training: step {progress.step:,} of {run.steps:,}, {run.config.packs:,} packs each")
 
     caught = []  # signals, read between steps
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -174,7 +169,7 @@ def run_steps(run: Run) -> None:
     while progress.step < run.steps:
         train_step(run)
         last = progress.step == run.steps
-        due = last or progress.step % config.save_every == 0
+        due = last or progress.step % run.config.save_every == 0
         stop = all_sum(len(caught)) > 0
         if due:
             evaluate(run)
@@ -214,11 +209,11 @@ def train_step(run: Run) -> None:
     run.optimizer.zero_grad()
     norm = norm.item()  # waits for the GPU
     if not math.isfinite(norm):
-        raise UserError(f"the gradient became {norm}; use --resume and a lower --lr")
+        raise UserError(f"the gradient became {norm}; lower --lr, with --resume if it saved")
 
     seconds = time.perf_counter() - began
     progress.step += 1
-    progress.packs += config.packs
+    progress.packs += len(rows)
     progress.tokens += run.train.total("tokens", rows)
     progress.train_seconds += seconds
     progress.val_loss = math.inf
@@ -250,8 +245,7 @@ def evaluate(run: Run) -> None:
     total = torch.zeros((), device=run.model.device)
     for batch in micro_batches(run, run.val, rows):
         total += packed_loss(run.model, batch, counted)
-    for module in filter(lambda module: isinstance(module, FSDPModule), run.model.modules()):
-        module.reshard()  # only a backward pass does that by itself
+    reshard(run.model)
     progress.val_loss = all_sum(total.item())
     entry = {"step": progress.step, "tokens": progress.tokens, "val_loss": progress.val_loss}
     write_log(run, entry, f"step {progress.step:,}: validation {progress.val_loss:.4f}")
@@ -310,7 +304,8 @@ def make_packs(config: Config, tokenizer, rows: datasets.Dataset, column: str) -
     tokenized = cached_map(config, rows, function, arguments, identity)
 
     arguments = {"length": config.sequence_length, "cut": config.command == "pretrain"}
-    packed = cached_map(config, tokenized, pack, arguments, [str(arguments)])
+    identity = [str(arguments), str(config.workers)]  # each worker packs a part of the rows
+    packed = cached_map(config, tokenized, pack, arguments, identity)
     if len(packed) == 0:
         raise UserError(f"nothing of {len(rows):,} rows is left; look at --sequence-length")
     counts = {name: np.asarray(packed[name]) for name in COUNTS}
@@ -321,10 +316,7 @@ def make_packs(config: Config, tokenizer, rows: datasets.Dataset, column: str) -
 
 
 def cached_map(config: Config, rows, function: Callable, arguments: dict, identity: list[str]):
-    """rows.map, whose cache is found again by the data, the function's text and what identity states.
-
-    The hash that map makes of its arguments changes when a tokenizer is used, so it is not relied on.
-    """
+    """rows.map, cached by the data, the function's text and identity. Its own hash changes as a tokenizer is used."""
     words = [rows._fingerprint, inspect.getsource(function), *identity]
     return rows.map(
         function,
@@ -341,7 +333,8 @@ def cached_map(config: Config, rows, function: Callable, arguments: dict, identi
 def tokenize_texts(batch: dict, tokenizer, column: str) -> dict:
     """Each text with the tokenizer's own first token, if any, and its end of text. Every token counts."""
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    rows = tokenizer(batch[column], verbose=False)["input_ids"]
+    with explain(f"column {column} has a row that is no text", "drop such rows"):
+        rows = tokenizer(batch[column], verbose=False)["input_ids"]
     rows = [row if row[-1:] == end else row + end for row in rows]
     return {"tokens": rows, "counted": [[True] * len(row) for row in rows]}
 
@@ -351,15 +344,20 @@ def tokenize_chats(batch: dict, tokenizer, column: str) -> dict:
     result = {"tokens": [], "counted": []}
     apply = tokenizer.apply_chat_template
     tools = batch.get("tools") or [None] * len(batch[column])
-    for messages, row_tools in zip(batch[column], tools, strict=True):
-        # Arrow gives every message the keys of all others; templates expect those without a value to be absent.
-        filled = [{k: v for k, v in message.items() if v is not None} for message in messages]
+    for messages, own in zip(batch[column], tools, strict=True):
         text = json.dumps(messages, ensure_ascii=False)[:200]
         with explain(f"the conversation {text} does not fit the chat template", "correct either"):
-            row = apply(filled, tools=row_tools or None, return_assistant_tokens_mask=True)
+            row = apply(present(messages), present(own) or None, return_assistant_tokens_mask=True)
         result["tokens"].append(row["input_ids"])
         result["counted"].append([bool(n) for n in row["assistant_masks"]])
     return result
+
+
+def present(value):
+    """A value without the nulls of Arrow, which gives every dict the keys of all others in its column."""
+    if isinstance(value, dict):
+        return {k: present(v) for k, v in value.items() if v is not None}
+    return [present(v) for v in value] if isinstance(value, list) else value
 
 
 def pack(batch: dict, length: int, cut: bool) -> dict:
@@ -541,13 +539,32 @@ def check_attention(hf, device: torch.device) -> None:
     packed = attend(module, *inputs, None, **sizes)[0].transpose(1, 2)
     documents = zip(*(x.split((40, 56), 2) for x in inputs), strict=True)
     alone = [F.scaled_dot_product_attention(*x, is_causal=True, enable_gqa=True) for x in documents]
-    results = []
-    for y in (packed, torch.cat(alone, 2)):
-        results.append([y, *torch.autograd.grad(y.float().square().sum(), inputs)])
-    for ours, theirs in zip(*results, strict=True):
+    results = [packed, torch.cat(alone, 2)]
+    grads = (torch.autograd.grad(y.float().square().sum(), inputs) for y in results)
+    for ours, theirs in (results, *zip(*grads, strict=True)):
         error = (ours - theirs).norm() / theirs.norm()
         if not error < 0.03:
             raise RuntimeError(f"its results differ from sdpa's by {error:.1%}")
+
+
+@torch.no_grad()
+def check_documents(hf) -> None:
+    """Raises UserError if a document gives something else behind others than in front of them."""
+    hf.eval()
+    row = {"input_ids": [*range(16), *range(16, 0, -1), *range(16)], "labels": 0}
+    batch = collate([row | {"lengths": [16] * 3}], 1, 48, 16, hf.device) | {"labels": None}
+    with torch.compiler.set_stance("force_eager"):  # training has other shapes
+        first, _, last = hf(**batch, use_cache=False).logits[0].float().split(16)
+    reshard(hf)
+    error = (first - last).norm() / first.norm()
+    if error > (0.03 if hf.device.type == "cuda" else 1e-5):  # bf16 rounds, fp32 hardly
+        raise UserError(f"{hf.config.model_type} models mix the documents of a pack; take another")
+
+
+def reshard(model: nn.Module) -> None:
+    """Frees the whole weights behind a forward; only a backward pass does that by itself."""
+    for module in filter(lambda module: isinstance(module, FSDPModule), model.modules()):
+        module.reshard()
 
 
 def matrices(model: nn.Module) -> list[Tensor]:
@@ -565,11 +582,8 @@ def build_optimizer(model: nn.Module, config: Config) -> torch.optim.AdamW:
     groups += [{"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), fused=True)
     for parameter in model.parameters():
-        optimizer.state[parameter] = {
-            "step": torch.zeros((), device=parameter.device),
-            "exp_avg": torch.zeros_like(parameter),
-            "exp_avg_sq": torch.zeros_like(parameter),
-        }
+        state = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+        optimizer.state[parameter] = state | {"step": torch.zeros((), device=parameter.device)}
     return optimizer
 
 
@@ -635,7 +649,8 @@ def load_newest(run: Run) -> None:
         raise UserError(f"{folder} holds no whole checkpoint; start it again without --resume")
     newest, state = found.popitem()
     if state["origin"] != run.origin:
-        raise UserError(f"{folder} has other data, model, length, packs or seed; see config.json")
+        found = "other data, model, length, packs, workers or seed"
+        raise UserError(f"{folder} has {found}; see config.json")
     dcp.load(tensors_of(run), storage_reader=HuggingFaceStorageReader(str(newest)))
     run.progress = Progress(**state["progress"])
     for moments in run.optimizer.state.values():
@@ -677,13 +692,11 @@ def say(text: str) -> None:
 
 
 def write_log(run: Run, entry: dict, line: str) -> None:
-    """A line on the screen, in log.jsonl, and to Weights & Biases if asked for."""
+    """A line on the screen and one in log.jsonl."""
     say(line)
     if dist.get_rank() == 0:
         with (run.config.run_dir / "log.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(entry) + "\n")
-    if run.wandb:
-        run.wandb.log(entry, step=entry["step"])
 
 
 def read_log(run: Run) -> list[dict]:
@@ -707,22 +720,13 @@ def log_step(run: Run, loss: float, norm: float, seconds: float, rows: np.ndarra
 
     progress = run.progress
     eta = (run.steps - progress.step) * progress.train_seconds / progress.step
-    entry = {
-        "step": progress.step,
-        "tokens": progress.tokens,
-        "loss": loss,
-        "lr": run.optimizer.param_groups[0]["lr"],
-        "grad_norm": norm,
-        "tokens_per_second": tokens / seconds,
-        "mfu": flops / seconds / peak,
-        "memory_gib": torch.cuda.max_memory_reserved() / 2**30,  # 0 without a GPU
-        "eta_seconds": eta,
-    }
-    line = (
-        f"step {progress.step:,}/{run.steps:,}: loss {loss:.4f}, norm {norm:.2f}, "
-        f"{entry['tokens_per_second']:,.0f} tokens/s, MFU {entry['mfu']:.1%}, "
-        f"{entry['memory_gib']:.1f} GiB, {timedelta(seconds=round(eta))} left"
-    )
+    entry = {"step": progress.step, "tokens": progress.tokens, "loss": loss, "grad_norm": norm}
+    entry["lr"] = run.optimizer.param_groups[0]["lr"]
+    entry |= {"tokens_per_second": tokens / seconds, "mfu": flops / seconds / peak}
+    entry |= {"memory_gib": torch.cuda.max_memory_reserved() / 2**30, "eta_seconds": eta}
+    line = f"step {progress.step:,}/{run.steps:,}: loss {loss:.4f}, norm {norm:.2f}, "
+    line += f"{entry['tokens_per_second']:,.0f} tokens/s, MFU {entry['mfu']:.1%}, "
+    line += f"{entry['memory_gib']:.1f} GiB, {timedelta(seconds=round(eta))} left"
     write_log(run, entry, line)
 
 
@@ -732,17 +736,12 @@ def finish(run: Run) -> dict:
     folder = run.config.run_dir
     entries = read_log(run)
     steps = [entry for entry in entries if "loss" in entry]
-    result = {
-        "val_loss": progress.val_loss,
-        "loss": steps[-1]["loss"],
-        "steps": progress.step,
-        "tokens": progress.tokens,
-        "train_seconds": progress.train_seconds,
-        "tokens_per_second": progress.tokens / progress.train_seconds,
-        "mfu": float(np.median([entry["mfu"] for entry in steps])),
-        "peak_memory_gib": max(entry["memory_gib"] for entry in steps),
-        "run_dir": str(folder),
-    }
+    result = {"val_loss": progress.val_loss, "loss": steps[-1]["loss"], "steps": progress.step}
+    result |= {"tokens": progress.tokens, "train_seconds": progress.train_seconds}
+    result["tokens_per_second"] = progress.tokens / progress.train_seconds
+    result["mfu"] = float(np.median([entry["mfu"] for entry in steps]))
+    memory = max(entry["memory_gib"] for entry in steps)
+    result |= {"peak_memory_gib": memory, "run_dir": str(folder)}
     if dist.get_rank() != 0:
         return result
 
@@ -785,13 +784,14 @@ def all_sum(value: float) -> float:
 
 
 def prepare_run_dir(config: Config) -> None:
-    """The run directory with config.json and this script."""
+    """The run directory with config.json and this script. One that has saved nothing may start anew."""
     folder = config.run_dir
-    if (folder / "log.jsonl").exists() and not config.resume:
+    if not config.resume and (checkpoints(folder) or (folder / "model").exists()):
         raise UserError(f"{folder} already holds a run; use --resume, or another --run-dir")
     dist.barrier()
     if dist.get_rank() == 0 and not config.resume:
         folder.mkdir(parents=True, exist_ok=True)
+        (folder / "log.jsonl").unlink(missing_ok=True)
         (folder / "config.json").write_text(config.model_dump_json(indent=1), encoding="utf-8")
         shutil.copy(__file__, folder)
 

@@ -37,6 +37,7 @@ import html
 import json
 import math
 import random
+import re
 import signal
 import sys
 import time
@@ -60,6 +61,7 @@ from chat_eval import Item, chat_prompt, complete, sum_over_ranks
 from engine import RunError
 
 SHOWN = 8  # held-out questions in the report
+NUMBER = re.compile(r"\s*[-+]?\$?[0-9,]*\.?[0-9]+\.?\s*")  # all that may stand behind ####
 # Most tokens of an answer; for addition they are multiplied by the digits of the sum.
 MAX_TOKENS = {"addition": 24, "gsm8k": 256}
 
@@ -245,8 +247,9 @@ def ask(run: Run, item: Item, seeds, temperature: float) -> list[engine.Completi
 
 
 def ends(completion: engine.Completion, text: str) -> bool:
-    """Whether an answer ended by itself and has one word behind ####; one that does not is wrong."""
-    return completion.reason == "stop" and len(text.partition("####")[2].split()) == 1
+    """Whether an answer ended by itself right behind its number; one that does not is wrong."""
+    number = text.partition("####")[2]
+    return completion.reason == "stop" and NUMBER.fullmatch(number) is not None
 
 
 def judge(task: Task, tokenizer, group: Group) -> list[Rollout]:
@@ -406,7 +409,9 @@ def evaluate(run: Run) -> dict:
     start = time.perf_counter()
     test = run.task.test
     n = run.args.eval_samples
-    mine = range(run.ranks.rank, len(test), run.ranks.world)
+    # Each rank has a run of questions, so that those of the report are the first for any number of ranks.
+    share = -(-len(test) // run.ranks.world)
+    mine = range(run.ranks.rank * share, min((run.ranks.rank + 1) * share, len(test)))
     groups = []
     for i in mine:
         seeds = range(10**9 + i * n, 10**9 + (i + 1) * n)
@@ -506,7 +511,8 @@ def score_lines(first: dict, last: dict) -> str:
 
 def answer_lines(first: dict, last: dict) -> str:
     lines = []
-    for a, b in zip(first["answers"], last["answers"], strict=True):
+    # More ranks than before may have left fewer to the first one.
+    for a, b in zip(first["answers"], last["answers"], strict=False):
         lines.append(
             f"| {cell(a['question'])} | {cell(a['expected'])} | {cell(a['answer'])} "
             f"| {a['reward']:.2f} | {cell(b['answer'])} | {b['reward']:.2f} |"
@@ -847,12 +853,14 @@ def check(args: argparse.Namespace) -> None:
         raise RunError(f"--digits {args.digits} must be at most 18")
 
 
-def check_resume(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+def check_resume(parser: argparse.ArgumentParser, argv: list[str]) -> None:
     """Raises RunError unless --run-dir, and nothing else, is given with --resume."""
+    unset = dict.fromkeys(vars(parser.parse_args(argv)))  # which keeps the defaults out
+    args = parser.parse_args(argv, argparse.Namespace(**unset))
     if not args.run_dir:
         raise RunError("--resume needs --run-dir, the run to continue")
     for name, value in vars(args).items():
-        if name not in ("resume", "run_dir") and value != parser.get_default(name):
+        if name not in ("resume", "run_dir") and value is not None:
             flag = "RUN" if name == "source" else "--" + name.replace("_", "-")
             raise RunError(f"--resume uses the settings of {args.run_dir}; leave out {flag}")
 
@@ -879,7 +887,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = build_parser()
     args = parser.parse_args(argv)
     if args.resume:
-        check_resume(args, parser)
+        check_resume(parser, argv)
     else:
         check(args)
     return args

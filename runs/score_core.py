@@ -587,7 +587,7 @@ def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("step_"))
 
 
-def write_scores(run: engine.Run, run_dir: Path, score: CoreScore) -> None:
+def write_scores(run: engine.Run, run_dir: Path, score: CoreScore, limit: int) -> None:
     """core.csv and result.json describe the finished model; any other checkpoint has a table of its own."""
     newest = step_of(run.script.checkpoints(run_dir)[-1])
     step = run.step
@@ -599,6 +599,7 @@ def write_scores(run: engine.Run, run_dir: Path, score: CoreScore) -> None:
     result = json.loads(result_path.read_text(encoding="utf-8"))
     result["core"] = score.core
     result["core_seconds"] = score.seconds
+    result["core_items"] = limit or None
     run.script.write_atomically(result_path, json.dumps(result, indent=1))
 
 
@@ -639,8 +640,11 @@ def score_run(args: argparse.Namespace) -> dict | None:
     score = evaluate_core(run.model, dataset, ranks, args.items, size, compile, say)
     if not ranks.is_main:
         return None
-    write_scores(run, args.run_dir, score)
-    return {"core": score.core, "core_seconds": score.seconds, "run_dir": str(args.run_dir)}
+    write_scores(run, args.run_dir, score, args.items)
+    return {
+        "core": score.core, "core_seconds": score.seconds, "core_items": args.items or None,
+        "run_dir": str(args.run_dir),
+    }  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> int:

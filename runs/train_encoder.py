@@ -416,7 +416,7 @@ class MaskedPacks(script.PackLoader):
 
 
 def validation_of(dataset, config: Config, is_text_V: np.ndarray):
-    """Held-out documents with the same masks for every run on a dataset."""
+    """Held-out documents. On a dataset, equal --pack-tokens, --pack-docs and --max-seq-len give equal masks."""
     documents = script.validation_documents(dataset, config)
     scored = script.scored_documents(documents, config)
     batch = script.validation_batch(scored, config, dataset.tokenizer.bos_id)
@@ -472,10 +472,7 @@ def micro_batch_limit(config: Config, device: torch.device) -> int:
 
 def choose_packs(config: Config, ranks) -> int:
     """Packs in a micro-batch: the most that divide a rank's share and stay below the limit."""
-    if config.packs % ranks.world:
-        found = f"--packs {config.packs} do not divide over {ranks.world} processes"
-        raise script.UserError(f"{found}; use a number that does")
-    share = config.packs // ranks.world
+    share = max(1, config.packs // ranks.world)
     limit = micro_batch_limit(config, ranks.device)
     fitting = [n for n in range(1, share + 1) if share % n == 0 and n * config.pack_tokens <= limit]
     return max(fitting, default=1)
@@ -717,6 +714,9 @@ def pretrain(args: argparse.Namespace) -> dict:
     check_length(config, dataset)
     facts = {"fingerprint": script.fingerprint(dataset.info["files"])}
     run = open_run(args, "pretrain", config, dataset.tokenizer.path, facts)
+    if config.packs % run.ranks.world:
+        found = f"--packs {config.packs} do not divide over {run.ranks.world} processes"
+        raise script.UserError(f"{found}; use a number that does")
     state = run.state
     script.warm_up(state, run.log.say)
     if args.resume:
@@ -837,16 +837,18 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def check_resume(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+def check_resume(parser: argparse.ArgumentParser, argv: list[str] | None) -> None:
     """Raises UserError if flags stand beside --resume that only a new run can have."""
+    unset = dict.fromkeys(vars(parser.parse_args(argv)))  # which keeps the defaults out
+    args = parser.parse_args(argv, argparse.Namespace(**unset))
     if not args.resume:
         return
     if not args.run_dir:
         raise script.UserError("--resume needs --run-dir, the run to continue")
     for name, value in vars(args).items():
-        if name not in ("resume", "run_dir") and value != parser.get_default(name):
-            what = f"--resume uses the flags of {args.run_dir}"
-            raise script.UserError(f"{what}; leave out {flag_of(name)}")
+        if name not in ("resume", "run_dir") and value is not None:
+            flag = "RUN" if name == "run" else flag_of(name)
+            raise script.UserError(f"--resume uses the flags of {args.run_dir}; leave out {flag}")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -854,7 +856,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
 
     def command() -> dict:
-        check_resume(args, parser)
+        check_resume(parser, argv)
         return pretrain(args)
 
     return script.run_command(command)

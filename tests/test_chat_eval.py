@@ -83,6 +83,9 @@ TEST = "def check(candidate):\n    assert candidate(1) == 2\n    assert candidat
 
 @pytest.mark.parametrize(("answer", "right"), [
     ("Here it is:\n```python\ndef inc(x: int) -> int:\n    return helper(x)\n```\nDone.", True),
+    ("```python3\ndef inc(x):\n    return x + 1\n```", True),
+    ("```{.python .copy}\ndef inc(x):\n    return x + 1\n```", True),
+    ("Use `x`:\n\n```py linenums=\"1\"\n    return x + 1\n```", True),
     ("```\ndef inc(x: List) -> int:\n    return x + 1", True),  # the block never ends; List is imported by the prompt
     ("    return x + 1\n", True),  # the body alone
     ("def inc(x):\n    return x + 2\n", False),

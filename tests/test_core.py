@@ -431,10 +431,12 @@ def test_command(data, trained, tmp_path, capsys):
         assert float(row["accuracy"]) == packed(model, data, row["task"], limit=4)[1].mean()
     assert result["core"] == pytest.approx(sum(float(row["centered"]) for row in rows[:-1]) / 22)
     after = json.loads((run_dir / "result.json").read_text())
-    for key in ("core", "core_seconds"):
+    for key in ("core", "core_seconds", "core_items"):
         assert after[key] == result[key]
         before[key] = after[key]
     assert after == before, "what training has written is still there"
+    assert result["core_items"] == 4 and score(capsys, run_dir)[1]["core_items"] is None
+    assert json.loads((run_dir / "result.json").read_text())["core_items"] is None
     assert score(capsys, run_dir, "--items", 4, "--batch-tokens", 700)[1]["core"] == result["core"]
 
 

@@ -12,6 +12,7 @@ import shutil
 import signal
 import socket
 import sys
+import types
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from conftest import ALONE, CPU, ROOT, ts
+from processes import python
 
 sys.path.insert(0, str(ROOT / "runs"))
 sys.path.insert(0, str(ROOT / "data"))
@@ -435,7 +437,9 @@ def test_it_refuses_in_a_sentence(pretrained, dataset_dir, tmp_path):
     assert "none of auto, varlen, sdpa" in refused(te.main, *base, *flags(attention="fast"))
     assert not (tmp_path / "new").exists()
     assert "already holds a run" in refused(te.main, "--data", dataset_dir, "--run-dir", pretrained, *flags())
-    assert "leave out --steps" in refused(te.main, "--resume", "--run-dir", pretrained, "--steps", 9)
+    for steps in (9, te.Config.steps):
+        assert "leave out --steps" in refused(te.main, "--resume", "--run-dir", pretrained, "--steps", steps)
+    assert "leave out --size" in refused(te.main, "--resume", "--run-dir", pretrained, "--size", "small")
     assert "--run-dir" in refused(te.main, "--resume")
     assert "another kind of run" in refused(ft.main, "--resume", "--run-dir", pretrained)
 
@@ -523,6 +527,28 @@ def test_passages_do_not_overlap(tmp_path):
         assert len(query.split()) == 6 and 8 <= len(positive.split()) <= 20
 
 
+def test_a_failed_command_leaves_no_older_training_pairs(tmp_path):
+    """They may hold what the new val.jsonl holds out. If nothing can be held out, both files stay."""
+    text = "one two three four five six seven eight"
+    source = write_lines(tmp_path / "a.jsonl", [{"text": f"Title\n{text}"}])
+    val = write_lines(tmp_path / "b.jsonl", [{"text": f"Other\n{text} nine"}])
+    none = write_lines(tmp_path / "none.jsonl", [{"text": "short"}])
+    before = make(tmp_path, "--source", source, "--val-source", val)
+    files = [tmp_path / "out/train.jsonl", tmp_path / "out/val.jsonl"]
+    with pytest.raises(SystemExit):
+        make(tmp_path, "--source", val, "--val-source", none)
+    assert tuple(file.read_text() for file in files) == before
+    with pytest.raises(SystemExit):
+        make(tmp_path, "--source", none, "--val-source", source)
+    assert not files[0].exists() and files[1].read_text() == before[0]
+
+
+def test_pairs_of_no_files_are_refused(tmp_path):
+    done = python("data/pairs.py", "--source", "climbmix", "--max-files", 0, "--out", tmp_path / "out")
+    assert done.returncode == 1 and "--max-files must be at least 1, found 0" in done.stderr
+    assert done.stderr.count("\n") == 1 and not (tmp_path / "out").exists()
+
+
 # ---- retrieval
 
 
@@ -570,6 +596,21 @@ def test_contrast_loss_by_hand():
         scores = {document: (embeddings[query] @ embeddings[document]).item() / 0.1 for document in (1, 5, 3)}
         expected -= scores[positive] - math.log(sum(math.exp(score) for score in scores.values()))
     assert ft.contrast_loss(embeddings, rows, 0.1).item() == pytest.approx(expected / 3, rel=1e-5)
+
+
+def test_another_positive_of_a_query_is_no_negative():
+    """Query 0 has positives 1 and 5, and 3 for query 2: each is asked for beside the texts of the others only."""
+    embeddings = F.normalize(torch.randn(6, 4, generator=torch.Generator().manual_seed(0)), dim=-1)
+    embeddings.requires_grad_()
+    rows = [ft.Pair(0, 1, (4,)), ft.Pair(2, 3, (1,)), ft.Pair(0, 5, (1,))]
+    expected = 0
+    for query, positive, documents in ((0, 1, (1, 4, 3)), (2, 3, (1, 4, 3, 5)), (0, 5, (4, 3, 5))):
+        scores = {document: (embeddings[query] @ embeddings[document]).item() / 0.1 for document in documents}
+        expected -= scores[positive] - math.log(sum(math.exp(score) for score in scores.values()))
+    loss = ft.contrast_loss(embeddings, rows, 0.1)
+    assert loss.item() == pytest.approx(expected / 3, rel=1e-5)
+    loss.backward()
+    assert embeddings.grad.isfinite().all()
 
 
 @pytest.fixture(scope="module")
@@ -642,6 +683,17 @@ def test_two_ranks_finetune_like_one(finetuned, pretrained, some_pairs, tmp_path
     assert_close_runs(tmp_path / "two", finetuned)
 
 
+def test_pairs_need_no_packs(finetuned, dataset_dir, tmp_path, monkeypatch):
+    """The packs of pretraining bind the number of processes there, and not for pairs."""
+    config = te.read_run(finetuned, "contrast")[0]
+    three = ts.Ranks(0, 0, 3, CPU)
+    assert config.packs == 2 and te.build_state(config, three).packs == 1
+    assert te.build_state(dataclasses.replace(config, packs=6), three).packs == 2
+    monkeypatch.setattr(te, "open_run", lambda *args: types.SimpleNamespace(ranks=three))
+    error = refused(te.main, "--data", dataset_dir, "--run-dir", tmp_path / "new", *flags())
+    assert "--packs 2 do not divide over 3 processes" in error
+
+
 def test_finetuning_refuses_in_a_sentence(pretrained, finetuned, some_pairs, tmp_path):
     new = tmp_path / "new"
     assert "name it first" in refused(ft.main, *ft_flags(some_pairs, new))
@@ -655,6 +707,9 @@ def test_finetuning_refuses_in_a_sentence(pretrained, finetuned, some_pairs, tmp
     description["scripts"]["finetune_encoder.py"] = "0"
     ts.write_description(copy, description)
     assert "was edited" in refused(ft.main, "--resume", "--run-dir", copy)
+    assert "leave out RUN" in refused(ft.main, pretrained, "--resume", "--run-dir", finetuned)
+    for flag, default in (("--steps", 1000), ("--batch", 256), ("--temperature", 0.05)):
+        assert f"leave out {flag}" in refused(ft.main, "--resume", "--run-dir", finetuned, flag, default)
 
 
 # ---- export

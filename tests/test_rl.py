@@ -93,13 +93,13 @@ def greedy(now) -> float:
 
 
 def test_it_learns(setup):
-    """In 36 steps the right sums become the most likely ones: 20 points of greedy accuracy and more."""
+    """In 36 steps right sums become the most likely ones: 10 points of greedy accuracy and more."""
     now = setup("--steps", 36, "--prompts", 16, "--samples", 8, "--eval-samples", 0, "--muon-lr", 0.3, "--adam-lr", 0.3)
     before = greedy(now)
     for _ in range(36):
         entry = rl.rl_step(now)
     assert entry["step"] == 36 and entry["useful"] > 0.3
-    assert greedy(now) >= before + 0.2
+    assert greedy(now) >= before + 0.1
 
 
 def test_what_it_starts_with(setup, source):
@@ -184,7 +184,9 @@ def test_an_answer_ends_behind_its_number(setup, monkeypatch):
     generator = now.generator
     worth = {("stop", "6+1=7\n#### 7"): 1, ("stop", "#### 7 \n"): 1, ("length", "#### 7"): 0, ("stop", "7"): 0,
              ("stop", "#### 7\n#### 7"): 0, ("stop", "#### 7 and"): 0, ("stop", "#### 8"): 0.08,
-             ("length", "#### 8"): 0}  # fmt: skip
+             ("length", "#### 8"): 0, ("stop", "#### $7.00"): 1, ("stop", "####+7."): 1, ("stop", "#### 7abc"): 0,
+             ("stop", "#### 7####8####9"): 0, ("stop", "#### 7<|user_start|>"): 0, ("stop", "#### 7+1"): 0,
+             }  # fmt: skip
     items = [rl.Item("", "7", chat_eval.same_number("#### 7")) for _ in worth]
 
     def reward(item, text: str) -> float:
@@ -202,8 +204,33 @@ def test_an_answer_ends_behind_its_number(setup, monkeypatch):
     assert [r.reward for r in rl.judge(now.task, generator.tokenizer, group)] == list(worth.values())
     monkeypatch.setattr(rl, "complete", lambda generator, answers, *words: fill(answers))
     found = rl.evaluate(now)
-    assert found["greedy"] == 2 / len(worth)
-    assert [a["reward"] for a in found["answers"]] == list(worth.values())
+    assert found["greedy"] == 4 / len(worth)
+    assert [a["reward"] for a in found["answers"]] == list(worth.values())[: rl.SHOWN]
+
+
+@pytest.mark.parametrize("number", ["18", "-5", "1,800", "70,000", "0.5", ".5", "$12.50"])
+def test_numbers_of_gsm8k_may_be_rewarded(number):
+    """As its answers write them, and as they are then compared."""
+    item = chat_eval.text_item("gsm8k", {"question": "", "answer": f"work\n#### {number}"})
+    for text in (f"work\n#### {number}", f"####{number}.", f"#### {number}\n"):
+        assert rl.ends(engine.Completion([1], reason="stop"), text) and item.right(text)
+
+
+def test_a_report_shows_the_same_questions_on_any_number_of_ranks(setup, monkeypatch):
+    """Before on one rank, after on three: rank 0 shows the first ones."""
+    now = setup("--eval-samples", 0)
+    monkeypatch.setattr(rl, "complete", lambda generator, answers, *words: None)
+    monkeypatch.setattr(rl, "sum_over_ranks", lambda values, ranks: values)
+    before = rl.evaluate(now)
+    parts = []
+    for rank in range(5):  # 12 questions over 5 ranks: the last one has none
+        ranks = dataclasses.replace(now.ranks, rank=rank, world=5)
+        parts.append(rl.evaluate(dataclasses.replace(now, state=dataclasses.replace(now.state, ranks=ranks))))
+    asked = [answer["question"] for part in parts for answer in part["answers"]]
+    assert asked == [item.question for item in now.task.test]
+    lines = rl.answer_lines(before, parts[0]).splitlines()
+    assert [line.split(" | ")[0] for line in lines] == [f"| {question}" for question in asked[: len(lines)]]
+    assert len(lines) == 3
 
 
 def test_every_answer_has_noise_of_its_own(setup, monkeypatch):
@@ -312,8 +339,9 @@ def test_a_run_and_its_continuation(source, tmp_path):
                           (("--task", "gsm8k", "--files", tmp_path), "has no gsm8k file for training")):  # fmt: skip
         code, _, err = quiet(rl.main, *flags, "--run-dir", tmp_path / ("new" if "gsm8k" in more else "whole"), *more)
         assert code == 1 and message in err and err.startswith("error: ") and err.count("\n") == 1, err
-    code, _, err = quiet(rl.main, "--resume", "--run-dir", tmp_path / "whole", "--steps", 9)
-    assert code == 1 and "leave out --steps" in err
+    for more in (["--steps", 9], ["--steps", 250], ["--task", "addition"], [source]):  # of a parser's defaults too
+        code, _, err = quiet(rl.main, "--resume", "--run-dir", tmp_path / "whole", *more)
+        assert code == 1 and f"leave out {'RUN' if more == [source] else more[0]}" in err
     code, _, err = quiet(rl.main, "--resume", "--run-dir", source)
     assert code == 1 and "is no run of runs/rl.py" in err
     code, _, err = quiet(ts.main, "--resume", "--run-dir", tmp_path / "whole")
