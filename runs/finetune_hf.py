@@ -18,6 +18,7 @@ import bisect
 import contextlib
 import difflib
 import hashlib
+import importlib
 import inspect
 import json
 import math
@@ -94,6 +95,7 @@ class Config(BaseModel, extra="forbid"):
     recompute: bool = Field(False, description="activation checkpointing, if memory runs out")
     save_every: int = Field(200, ge=1, description="steps between validations and checkpoints")
     keep: int = Field(2, ge=1, description="newest checkpoints to keep; the best stays too")
+    wandb: str | None = Field(None, description="project of Weights & Biases")
 
 
 # ---- training
@@ -557,7 +559,7 @@ def check_documents(hf) -> None:
         first, _, last = hf(**batch, use_cache=False).logits[0].float().split(16)
     reshard(hf)
     error = (first - last).norm() / first.norm()
-    if error > (0.03 if hf.device.type == "cuda" else 1e-5):  # bf16 rounds, fp32 hardly
+    if not error < (0.03 if hf.device.type == "cuda" else 1e-5):  # bf16 rounds, fp32 hardly
         raise UserError(f"{hf.config.model_type} models mix the documents of a pack; take another")
 
 
@@ -587,7 +589,7 @@ def build_optimizer(model: nn.Module, config: Config) -> torch.optim.AdamW:
     return optimizer
 
 
-# ---- checkpoints
+# ---- checkpoints, log, report
 
 
 def tensors_of(run: Run) -> dict[str, Tensor]:
@@ -679,8 +681,6 @@ def export(run: Run) -> None:
     dist.barrier()
 
 
-# ---- log and report
-
 # Dense bf16 peak in TFLOP/s, from the maker's data sheets.
 PEAK_TFLOPS = {"H200": 989, "H100 PCIe": 756, "H100": 989, "B200": 2250, "A100": 312, "L40S": 362}
 
@@ -692,11 +692,14 @@ def say(text: str) -> None:
 
 
 def write_log(run: Run, entry: dict, line: str) -> None:
-    """A line on the screen and one in log.jsonl."""
+    """A line on the screen, in log.jsonl, and to Weights & Biases if asked for."""
     say(line)
     if dist.get_rank() == 0:
         with (run.config.run_dir / "log.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(entry) + "\n")
+        if project := run.config.wandb:  # its package only where it is asked for
+            wandb = importlib.import_module("wandb")
+            (wandb.run or wandb.init(project=project)).log(entry, step=entry["step"])
 
 
 def read_log(run: Run) -> list[dict]:
@@ -736,19 +739,18 @@ def finish(run: Run) -> dict:
     folder = run.config.run_dir
     entries = read_log(run)
     steps = [entry for entry in entries if "loss" in entry]
-    result = {"val_loss": progress.val_loss, "loss": steps[-1]["loss"], "steps": progress.step}
-    result |= {"tokens": progress.tokens, "train_seconds": progress.train_seconds}
+    result = asdict(progress) | {"steps": progress.step, "run_dir": str(folder)}
+    result["loss"] = steps[-1]["loss"]
     result["tokens_per_second"] = progress.tokens / progress.train_seconds
     result["mfu"] = float(np.median([entry["mfu"] for entry in steps]))
-    memory = max(entry["memory_gib"] for entry in steps)
-    result |= {"peak_memory_gib": memory, "run_dir": str(folder)}
+    result["peak_memory_gib"] = max(entry["memory_gib"] for entry in steps)
     if dist.get_rank() != 0:
         return result
 
     rows = {"val_loss before": entries[0]["val_loss"], **result}
     table = "".join(f"| {key} | {value} |\n" for key, value in rows.items())
-    title = f"# {folder.name}: {run.config.command} of {run.config.model_name}"
-    text = f"{title}\n\n| | |\n| --- | --- |\n{table}\n![loss](curve.png)\n"
+    title = f"{folder.name}: {run.config.command} of {run.config.model_name}"
+    text = f"# {title}\n\n| | |\n| --- | --- |\n{table}\n![loss](curve.png)\n"
     (folder / "report.md").write_text(text, encoding="utf-8")
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
