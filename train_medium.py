@@ -210,6 +210,7 @@ class Config:
     by_rule = ("width", "mlp_width", "tokens", "muon_lr", "adam_lr")  # their 0 stands for a rule
     no_attention_layers = ()
     shared_input_from = -1
+    mix_width = 0
 
     def __post_init__(self):
         """Fills in what is 0, so that the config of a run holds every number in use."""
@@ -2899,7 +2900,7 @@ def write_atomically(path: Path, text: str) -> None:
 # The tools in runs/ import the script that a run directory keeps. They use the names that
 # tests/test_interface.py lists, and no others. INTERFACE rises when one of them, or what `attend` in
 # GPT.trunk receives, changes its meaning; a tool refuses a script of another number.
-INTERFACE = 5
+INTERFACE = 6
 
 
 def prepare_run_dir(job: Job, args: argparse.Namespace, ranks: Ranks) -> tuple[Path, object]:
@@ -3409,7 +3410,8 @@ RANGES = {
     "num_layers": (2, 256), "width": (1, 16384), "head_dim": (4, 512), "mlp_width": (1, 65536),
     "vocab_size": (1, 65536), "max_seq_len": (2, 2**20), "window_short": (1, 2**30), "window_long": (1, 2**30),
     "shared_input_from": (0, 255), "bigram_rows": (0, 2**26),
-    "backout_layer": (-1, 255), "gate_width": (1, 16384), "attention_scale": (1e-6, 100.0), "rotary_base": (1.0, 1e9),
+    "backout_layer": (-1, 255), "mix_width": (0, 16384), "gate_width": (1, 16384),
+    "attention_scale": (1e-6, 100.0), "rotary_base": (1.0, 1e9),
     "ahead_until": (1e-6, 1.0), "prefix_weight": (0.0, 100.0), "pack_tokens": (2, 2**24), "pack_docs": (1, 2**20),
     "fewest_packs": (1, 2**20), "tokens": (1, 10**15), "tokens_per_weight": (1e-6, 1e6), "max_epochs": (1, 10**6),
     "val_tokens": (1, 10**12),
@@ -3511,7 +3513,7 @@ def value_problems(config: Config) -> Iterator[str]:
 FROZEN = (
     "num_layers", "width", "head_dim", "mlp_width", "max_seq_len", "no_attention_layers", "long_layers",
     "key_offset_layers", "value_embed_layers", "shared_input_from", "tied", "attention_gates", "bigram_rows",
-    "x0_injection", "backout_layer", "gate_width", "attention_scale", "rotary_base", "softcap",
+    "x0_injection", "backout_layer", "mix_width", "gate_width", "attention_scale", "rotary_base", "softcap",
     "window_short", "window_long",
 )  # fmt: skip
 FROZEN_ON_RESUME = (*FROZEN, "pack_tokens", "pack_docs", "seed")  # the batches would be others
