@@ -411,13 +411,13 @@ class DecoderStackModel(DecoderStackPreTrainedModel):
         for index, layer in enumerate(self.layers):
             if output_hidden_states:
                 states.append(x)
-            if index == self.config.shared_input_from:
-                shared_input = norm(x)
-            injected = x0 if self.config.x0_injection else None
             mixed = None
             if self.mix is not None and index == len(self.layers) - 1:
                 mixed, more = self.mix(x, x0 if middle is None else middle, x0)
                 x = x + more
+            if index == self.config.shared_input_from:
+                shared_input = norm(x)
+            injected = x0 if self.config.x0_injection else None
             x = layer(
                 x, shared_input, injected, bigram, mixed, context, past_key_values=past_key_values
             )

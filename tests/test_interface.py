@@ -172,7 +172,7 @@ def test_every_field_of_the_model_is_frozen(make):
 
 # ---- numbers
 
-# 20 steps in fp32 on a CPU, as they were when the small model began to mix the last layer's input. Other CPUs change them by
+# 20 steps in fp32 on a CPU, from when the small model began to mix the last layer's input. Other CPUs change them by
 # 2e-7; the medium model needs a larger epsilon in Adam for that, because zero weights begin with gradients of rounding.
 SMALL_LOSSES = """
     5.7733727 5.5312452 5.1244798 4.7674451 4.4361506 4.1792850 3.9780729 3.8240724 3.6822128 3.6047690
