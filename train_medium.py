@@ -97,6 +97,10 @@ from typing import NamedTuple
 if __name__ == "__main__":  # Ctrl-C ends the process quietly while torch is imported
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
+# A warm start then skips the tracing of gradients: 24 -> 17 s of warm-up on an H200. torch sees what
+# an autograd.Function does, but not what register_autograd() is given, so kernels here use the former.
+os.environ.setdefault("TORCHINDUCTOR_AUTOGRAD_CACHE_ALLOW_CUSTOM_AUTOGRAD", "1")
+
 import numpy as np
 import safetensors.torch
 import torch
@@ -210,6 +214,7 @@ class Config:
     by_rule = ("width", "mlp_width", "tokens", "muon_lr", "adam_lr")  # their 0 stands for a rule
     no_attention_layers = ()
     shared_input_from = -1
+    mix_width = 0
 
     def __post_init__(self):
         """Fills in what is 0, so that the config of a run holds every number in use."""
@@ -2899,7 +2904,7 @@ def write_atomically(path: Path, text: str) -> None:
 # The tools in runs/ import the script that a run directory keeps. They use the names that
 # tests/test_interface.py lists, and no others. INTERFACE rises when one of them, or what `attend` in
 # GPT.trunk receives, changes its meaning; a tool refuses a script of another number.
-INTERFACE = 5
+INTERFACE = 6
 
 
 def prepare_run_dir(job: Job, args: argparse.Namespace, ranks: Ranks) -> tuple[Path, object]:
@@ -3409,7 +3414,8 @@ RANGES = {
     "num_layers": (2, 256), "width": (1, 16384), "head_dim": (4, 512), "mlp_width": (1, 65536),
     "vocab_size": (1, 65536), "max_seq_len": (2, 2**20), "window_short": (1, 2**30), "window_long": (1, 2**30),
     "shared_input_from": (0, 255), "bigram_rows": (0, 2**26),
-    "backout_layer": (-1, 255), "gate_width": (1, 16384), "attention_scale": (1e-6, 100.0), "rotary_base": (1.0, 1e9),
+    "backout_layer": (-1, 255), "mix_width": (0, 16384), "gate_width": (1, 16384),
+    "attention_scale": (1e-6, 100.0), "rotary_base": (1.0, 1e9),
     "ahead_until": (1e-6, 1.0), "prefix_weight": (0.0, 100.0), "pack_tokens": (2, 2**24), "pack_docs": (1, 2**20),
     "fewest_packs": (1, 2**20), "tokens": (1, 10**15), "tokens_per_weight": (1e-6, 1e6), "max_epochs": (1, 10**6),
     "val_tokens": (1, 10**12),
@@ -3511,7 +3517,7 @@ def value_problems(config: Config) -> Iterator[str]:
 FROZEN = (
     "num_layers", "width", "head_dim", "mlp_width", "max_seq_len", "no_attention_layers", "long_layers",
     "key_offset_layers", "value_embed_layers", "shared_input_from", "tied", "attention_gates", "bigram_rows",
-    "x0_injection", "backout_layer", "gate_width", "attention_scale", "rotary_base", "softcap",
+    "x0_injection", "backout_layer", "mix_width", "gate_width", "attention_scale", "rotary_base", "softcap",
     "window_short", "window_long",
 )  # fmt: skip
 FROZEN_ON_RESUME = (*FROZEN, "pack_tokens", "pack_docs", "seed")  # the batches would be others
@@ -4225,19 +4231,18 @@ def _(x, w, targets, weights, row_weight, cap, chunk, grad, fp8):
     return nats.new_empty(()), nats, dx, dw
 
 
-def save_linear_ce(ctx, inputs, output):
-    ctx.save_for_backward(*output[2:])
-    ctx.set_materialize_grads(False)
+class LinearCE(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, *arguments):
+        total, nats, dx, dw = linear_ce(*arguments)
+        ctx.save_for_backward(dx, dw)
+        ctx.mark_non_differentiable(nats)
+        return total, nats
 
-
-def linear_ce_backward(ctx, g, *unused):
-    if g is None:
-        return (None,) * 9
-    dx, dw = ctx.saved_tensors
-    return dx * g, dw * g, *(None,) * 7
-
-
-linear_ce.register_autograd(linear_ce_backward, setup_context=save_linear_ce)
+    @staticmethod
+    def backward(ctx, g, g_nats):
+        dx, dw = ctx.saved_tensors
+        return dx * g, dw * g, *(None,) * 7
 
 
 def linear_cross_entropy(x, w, targets, cap, weights=None, row_weight=None, chunk=16384, fp8=False):
@@ -4259,8 +4264,9 @@ def linear_cross_entropy(x, w, targets, cap, weights=None, row_weight=None, chun
         chunk = min(chunk, max(2**26 // len(w), 1))
     fp8 = fp8 and fits_fp8(x, *x.shape, len(w), chunk)
     arguments = (x, w, targets.contiguous(), weights, row_weight, list(cap), chunk, grad, fp8)
-    total, nats, _, _ = linear_ce(*arguments)
-    return total, nats.detach()
+    if grad:
+        return LinearCE.apply(*arguments)
+    return linear_ce(*arguments)[:2]
 
 
 # -- symmetric products for Polar Express: half the tiles; the MLP bank's step 1.66 ms against 2.44
@@ -4729,21 +4735,18 @@ def _(q, k, v, o, do, lse, bounds, gate):
     return dq, dk, dv, q.new_empty(0) if gate is None else gate.new_empty(gate.shape)
 
 
-def save_window_attention(ctx, inputs, output):
-    q, k, v, bounds, gate = inputs
-    ctx.save_for_backward(q, k, v, bounds, gate, *output)
-    ctx.set_materialize_grads(False)
+class WindowAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, bounds, gate):
+        o, lse = window_attention_forward(q, k, v, bounds, gate)
+        ctx.save_for_backward(q, k, v, bounds, gate, o, lse)
+        return o
 
-
-def window_attention_backward(ctx, do, dlse):
-    q, k, v, bounds, gate, o, lse = ctx.saved_tensors
-    dq, dk, dv, dgate = window_attention_grad(q, k, v, o, do, lse, bounds, gate)
-    return dq, dk, dv, None, None if gate is None else dgate
-
-
-window_attention_forward.register_autograd(
-    window_attention_backward, setup_context=save_window_attention
-)
+    @staticmethod
+    def backward(ctx, do):
+        q, k, v, bounds, gate, o, lse = ctx.saved_tensors
+        dq, dk, dv, dgate = window_attention_grad(q, k, v, o, do, lse, bounds, gate)
+        return dq, dk, dv, None, None if gate is None else dgate
 
 
 def window_attention(q_THK, k_THK, v_THK, bounds: Tensor, gate_TH=None) -> Tensor:
@@ -4752,7 +4755,7 @@ def window_attention(q_THK, k_THK, v_THK, bounds: Tensor, gate_TH=None) -> Tenso
     q carries the scale, and the gate is above 0. 4 / 10 T H K window FLOP forward / backward; at least
     4 / 12 T H K values moved.
     """
-    return window_attention_forward(q_THK, k_THK, v_THK, bounds, gate_TH)[0]
+    return WindowAttention.apply(q_THK, k_THK, v_THK, bounds, gate_TH)
 
 
 # -- queries and keys: norm, scale and rotary embedding in one pass over qkv, and the way back in

@@ -64,6 +64,10 @@ from typing import NamedTuple
 if __name__ == "__main__":  # Ctrl-C ends the process quietly while torch is imported
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
+# A warm start then skips the tracing of gradients: 24 -> 17 s of warm-up on an H200. torch sees what
+# an autograd.Function does, but not what register_autograd() is given, so kernels here use the former.
+os.environ.setdefault("TORCHINDUCTOR_AUTOGRAD_CACHE_ALLOW_CUSTOM_AUTOGRAD", "1")
+
 import numpy as np
 import safetensors.torch
 import torch
@@ -124,6 +128,7 @@ class Config:
     bigram_rows: int = 163840  # 5 x 32,768; 0 switches the bigram embedding off
     x0_injection: bool = True
     backout_layer: int = 7  # half of this layer's output is subtracted before the head; -1: off
+    mix_width: int = 64  # hidden width of the weights that mix the last layer's input; 0: off
     gate_width: int = 12  # channels that the small gates read
     attention_scale: float = 0.12  # modded-nanogpt record 20
     rotary_base: float = 1024.0
@@ -259,6 +264,8 @@ def parameter_table(config: Config) -> dict[str, Policy]:
         "scalars":          Policy("adam",      5.00,  (0.90, 0.99)),
         "value_gate":       Policy("adam",      1.00,  (0.90, 0.99)),
         "attention_gate":   Policy("adam",      1.00,  (0.90, 0.99)),
+        "mix_in":           Policy("adam",      0.25,  (0.90, 0.99)),
+        "mix_out":          Policy("adam",      0.025, (0.90, 0.99)),
         "embed":            Policy("adam",      1.00,  (0.50, 0.95), 0.0060),
         "bigram_embed":     Policy("adam",     75.00,  (0.75, 0.95), 0.0150, late=True),
         "value_embed":      Policy("adam",     75.00,  (0.75, 0.95), 0.0150, late=True),
@@ -642,6 +649,9 @@ class GPT(nn.Module):
             self.register_buffer("bigram_signs", signs)
         if c.attention_gates:
             self.attention_gate = weight(A, c.num_heads, c.gate_width)
+        if c.mix_width:
+            self.mix_in = weight(c.mix_width, D)
+            self.mix_out = weight(6, c.mix_width)
         self.add_buffers(device)
 
     @property
@@ -659,11 +669,13 @@ class GPT(nn.Module):
         self.vo_bank.uniform_(-bound, bound, generator=rng)  # non-zero O: modded-nanogpt record 64
         self.mlp_bank.uniform_(-bound, bound, generator=rng)
         self.mlp_bank[1::2].zero_()
-        for name in ("value_gate", "attention_gate", "bigram_embed"):
+        for name in ("value_gate", "attention_gate", "bigram_embed", "mix_out"):
             if hasattr(self, name):
                 getattr(self, name).zero_()
         if self.config.value_embed_layers:
             self.value_embed.normal_(0, 0.01, generator=rng)
+        if self.config.mix_width:
+            self.mix_in.uniform_(-2 * bound, 2 * bound, generator=rng)
 
         self.scalars.zero_()
         for row, value in enumerate(SCALARS.values()):
@@ -714,10 +726,14 @@ class GPT(nn.Module):
 
         x = backout = inputs.x0
         for layer, w in enumerate(weights):
+            mixed = None
+            if c.mix_width and layer == c.num_layers - 1:
+                mixed, more = self.mix(x, backout, inputs.x0)
+                x = x + more
             if layer not in c.no_attention_layers:
                 if layer <= c.shared_input_from:  # later layers keep reading the same a
                     a = norm(x)
-                y = self.attend_layer(layer, a, w, inputs, attend, fp8)
+                y = self.attend_layer(layer, a, w, inputs, attend, fp8, mixed)
                 x = times(scalar["resid_attn"][layer], x) + F.linear(y, w.o)
             if c.x0_injection:
                 x = x + times(scalar["share_x0"][layer], inputs.x0)
@@ -731,8 +747,25 @@ class GPT(nn.Module):
             x = x - times(self.scalars[-1, 0], backout)
         return norm(x)
 
-    def attend_layer(self, layer: int, a_TD, w: LayerWeights, inputs: Inputs, attend, fp8: bool):
-        """Attention of one layer on its normalised input, before the output projection: (T, D)."""
+    def mix(self, x_TD: Tensor, backout_TD: Tensor, x0_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """What the last layer adds to its values and to its stream, (T, D) each.
+
+        Both are sums of input, middle and stream with weights that each token computes for itself
+        and that start at 0 (arXiv 2502.12170, modded-nanogpt record 81).
+        """
+        hidden_TM = F.gelu(F.linear(norm(x_TD), self.mix_in))
+        w = F.linear(hidden_TM, self.mix_out).split(1, 1)  # six times (T, 1)
+        for_values = w[0] * x0_TD + w[1] * backout_TD + w[2] * x_TD
+        for_stream = w[3] * x0_TD + w[4] * backout_TD + w[5] * x_TD
+        return for_values, for_stream
+
+    def attend_layer(
+        self, layer: int, a_TD, w: LayerWeights, inputs: Inputs, attend, fp8: bool, mixed_TD=None
+    ) -> Tensor:
+        """Attention of one layer on its normalised input, before the output projection: (T, D).
+
+        mixed_TD is added to the values.
+        """
         c = self.config
         index = c.attention_layers.index(layer)
         q, k, v = project_qkv(a_TD, w.qkv, inputs.cos, inputs.sin, self.attention_scale, fp8)
@@ -740,6 +773,8 @@ class GPT(nn.Module):
             e = c.value_embed_layers.index(layer)
             gate_TH = head_gates(a_TD, self.value_gate[e])
             v = v + gate_TH[..., None] * inputs.values[e].view_as(v)
+        if mixed_TD is not None:
+            v = v + mixed_TD.view_as(v)
         gate_TH = None
         if c.attention_gates:  # a head can stay silent (record 28); here on B34: -0.004 bpb
             gate_TH = head_gates(a_TD, self.attention_gate[index])
@@ -2744,7 +2779,7 @@ def write_atomically(path: Path, text: str) -> None:
 # The tools in runs/ import the script that a run directory keeps. They use the names that
 # tests/test_interface.py lists, and no others. INTERFACE rises when one of them, or what `attend` in
 # GPT.trunk receives, changes its meaning; a tool refuses a script of another number.
-INTERFACE = 5
+INTERFACE = 6
 
 
 def prepare_run_dir(job: Job, args: argparse.Namespace, ranks: Ranks) -> tuple[Path, object]:
@@ -3263,7 +3298,8 @@ RANGES = {
     "num_layers": (2, 256), "width": (1, 16384), "head_dim": (4, 512), "mlp_width": (1, 65536),
     "vocab_size": (1, 65536), "max_seq_len": (2, 2**20), "window_short": (1, 2**30), "window_long": (1, 2**30),
     "shared_input_from": (0, 255), "bigram_rows": (0, 2**26),
-    "backout_layer": (-1, 255), "gate_width": (1, 16384), "attention_scale": (1e-6, 100.0), "rotary_base": (1.0, 1e9),
+    "backout_layer": (-1, 255), "mix_width": (0, 16384), "gate_width": (1, 16384),
+    "attention_scale": (1e-6, 100.0), "rotary_base": (1.0, 1e9),
     "ahead_until": (1e-6, 1.0), "prefix_weight": (0.0, 100.0), "pack_tokens": (2, 2**24), "pack_docs": (1, 2**20),
     "fewest_packs": (1, 2**20), "tokens": (1, 10**15), "tokens_per_weight": (1e-6, 1e6), "max_epochs": (1, 10**6),
     "val_tokens": (1, 10**12),
@@ -3365,7 +3401,7 @@ def value_problems(config: Config) -> Iterator[str]:
 FROZEN = (
     "num_layers", "width", "head_dim", "mlp_width", "max_seq_len", "no_attention_layers", "long_layers",
     "key_offset_layers", "value_embed_layers", "shared_input_from", "tied", "attention_gates", "bigram_rows",
-    "x0_injection", "backout_layer", "gate_width", "attention_scale", "rotary_base", "softcap",
+    "x0_injection", "backout_layer", "mix_width", "gate_width", "attention_scale", "rotary_base", "softcap",
     "window_short", "window_long",
 )  # fmt: skip
 FROZEN_ON_RESUME = (*FROZEN, "pack_tokens", "pack_docs", "seed")  # the batches would be others
@@ -4079,19 +4115,18 @@ def _(x, w, targets, weights, row_weight, cap, chunk, grad, fp8):
     return nats.new_empty(()), nats, dx, dw
 
 
-def save_linear_ce(ctx, inputs, output):
-    ctx.save_for_backward(*output[2:])
-    ctx.set_materialize_grads(False)
+class LinearCE(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, *arguments):
+        total, nats, dx, dw = linear_ce(*arguments)
+        ctx.save_for_backward(dx, dw)
+        ctx.mark_non_differentiable(nats)
+        return total, nats
 
-
-def linear_ce_backward(ctx, g, *unused):
-    if g is None:
-        return (None,) * 9
-    dx, dw = ctx.saved_tensors
-    return dx * g, dw * g, *(None,) * 7
-
-
-linear_ce.register_autograd(linear_ce_backward, setup_context=save_linear_ce)
+    @staticmethod
+    def backward(ctx, g, g_nats):
+        dx, dw = ctx.saved_tensors
+        return dx * g, dw * g, *(None,) * 7
 
 
 def linear_cross_entropy(x, w, targets, cap, weights=None, row_weight=None, chunk=16384, fp8=False):
@@ -4113,8 +4148,9 @@ def linear_cross_entropy(x, w, targets, cap, weights=None, row_weight=None, chun
         chunk = min(chunk, max(2**26 // len(w), 1))
     fp8 = fp8 and fits_fp8(x, *x.shape, len(w), chunk)
     arguments = (x, w, targets.contiguous(), weights, row_weight, list(cap), chunk, grad, fp8)
-    total, nats, _, _ = linear_ce(*arguments)
-    return total, nats.detach()
+    if grad:
+        return LinearCE.apply(*arguments)
+    return linear_ce(*arguments)[:2]
 
 
 # -- symmetric products for Polar Express: half the tiles; the MLP bank's step 1.66 ms against 2.44
@@ -4583,21 +4619,18 @@ def _(q, k, v, o, do, lse, bounds, gate):
     return dq, dk, dv, q.new_empty(0) if gate is None else gate.new_empty(gate.shape)
 
 
-def save_window_attention(ctx, inputs, output):
-    q, k, v, bounds, gate = inputs
-    ctx.save_for_backward(q, k, v, bounds, gate, *output)
-    ctx.set_materialize_grads(False)
+class WindowAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, bounds, gate):
+        o, lse = window_attention_forward(q, k, v, bounds, gate)
+        ctx.save_for_backward(q, k, v, bounds, gate, o, lse)
+        return o
 
-
-def window_attention_backward(ctx, do, dlse):
-    q, k, v, bounds, gate, o, lse = ctx.saved_tensors
-    dq, dk, dv, dgate = window_attention_grad(q, k, v, o, do, lse, bounds, gate)
-    return dq, dk, dv, None, None if gate is None else dgate
-
-
-window_attention_forward.register_autograd(
-    window_attention_backward, setup_context=save_window_attention
-)
+    @staticmethod
+    def backward(ctx, do):
+        q, k, v, bounds, gate, o, lse = ctx.saved_tensors
+        dq, dk, dv, dgate = window_attention_grad(q, k, v, o, do, lse, bounds, gate)
+        return dq, dk, dv, None, None if gate is None else dgate
 
 
 def window_attention(q_THK, k_THK, v_THK, bounds: Tensor, gate_TH=None) -> Tensor:
@@ -4606,7 +4639,7 @@ def window_attention(q_THK, k_THK, v_THK, bounds: Tensor, gate_TH=None) -> Tenso
     q carries the scale, and the gate is above 0. 4 / 10 T H K window FLOP forward / backward; at least
     4 / 12 T H K values moved.
     """
-    return window_attention_forward(q_THK, k_THK, v_THK, bounds, gate_TH)[0]
+    return WindowAttention.apply(q_THK, k_THK, v_THK, bounds, gate_TH)
 
 
 # -- queries and keys: norm, scale and rotary embedding in one pass over qkv, and the way back in

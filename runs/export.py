@@ -109,6 +109,7 @@ def describe_model(model) -> dict:
         "x0_injection": c.x0_injection,
         "bigram_rows": c.bigram_rows,
         "backout_layer": c.backout_layer,
+        "mix_width": c.mix_width,
         # high sigmoid((z + shift) / slope) = C tanh(scale (z + shift) / C) + C with C = high / 2:
         # the form that other tools know from other models.
         "final_logit_softcapping": high / 2,
@@ -164,6 +165,9 @@ def convert_weights(model) -> dict[str, Tensor]:
         tensors["model.bigram.signs"] = model.bigram_signs.to(torch.int8)
     if c.backout_layer >= 0:
         tensors["model.scalars.backout"] = scalars_of_model["backout"].view(1)
+    if c.mix_width:
+        tensors["model.mix.in_proj.weight"] = model.mix_in
+        tensors["model.mix.out_proj.weight"] = model.mix_out
 
     for layer, weights in enumerate(model.layer_weights()):
         prefix = f"model.layers.{layer}"

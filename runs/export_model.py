@@ -8,6 +8,7 @@ has beyond that, each switched on or off by the configuration:
     bigrams           an embedding of each pair of tokens, found by a hash
     injection         the embeddings are added to the residual stream again in each layer
     backout           a share of a middle layer's output is subtracted at the end
+    mix               the last layer's values and stream get sums of input, middle and stream
     gates             a factor for the output of each attention head
 
 Letters in shape comments: B rows, T new tokens, S all tokens that a cache holds with the new ones,
@@ -66,6 +67,7 @@ class DecoderStackConfig(PretrainedConfig):
     x0_injection: bool = True
     bigram_rows: int = 0  # 0: no bigram embedding
     backout_layer: int = -1  # -1: no backout
+    mix_width: int = 0  # hidden width of the weights that mix the last layer's input; 0: no mixing
 
     # Logits are C tanh(logit_scale (z + bias) / C) + C, where C is final_logit_softcapping.
     final_logit_softcapping: float = 11.5
@@ -209,8 +211,10 @@ class DecoderStackAttention(nn.Module):
             self.value_embed = nn.Embedding(config.vocab_size, heads * self.head_dim)
             self.value_gate = Gate(heads, config.gate_width)
 
-    def forward(self, x: Tensor, context: Context, cache: DynamicCache | None) -> Tensor:
-        """x (B, T, D) normalised -> (B, T, D)."""
+    def forward(
+        self, x: Tensor, context: Context, cache: DynamicCache | None, mixed=None
+    ) -> Tensor:
+        """x (B, T, D) normalised -> (B, T, D); mixed (B, T, D) or None is added to the values."""
         heads = (*x.shape[:2], -1, self.head_dim)
         q = norm(self.q_proj(x).view(heads)) * self.scale
         k = norm(self.k_proj(x).view(heads))
@@ -220,6 +224,8 @@ class DecoderStackAttention(nn.Module):
         if self.value_embed is not None:
             share = 2 * self.value_gate(x)[..., None]
             v = v + (share * self.value_embed(context.ids).view(heads)).to(v.dtype)
+        if mixed is not None:
+            v = v + mixed.view(heads)
 
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))
         if cache is not None:
@@ -250,6 +256,22 @@ class DecoderStackMLP(nn.Module):
         return self.down_proj(F.relu(self.up_proj(x)).square())
 
 
+class Mix(nn.Module):
+    """Two sums of input, middle and stream, with weights that each token computes for itself."""
+
+    def __init__(self, config: DecoderStackConfig):
+        super().__init__()
+        self.in_proj = nn.Linear(config.hidden_size, config.mix_width, bias=False)
+        self.out_proj = nn.Linear(config.mix_width, 6, bias=False)
+
+    def forward(self, x: Tensor, middle: Tensor, x0: Tensor) -> tuple[Tensor, Tensor]:
+        """All (B, T, D)."""
+        w = self.out_proj(F.gelu(self.in_proj(norm(x)))).split(1, -1)
+        for_values = w[0] * x0 + w[1] * middle + w[2] * x
+        for_stream = w[3] * x0 + w[4] * middle + w[5] * x
+        return for_values, for_stream
+
+
 class DecoderStackLayer(GradientCheckpointingLayer):
     """Attention and MLP, each added to the residual stream, and the embeddings once more."""
 
@@ -273,10 +295,11 @@ class DecoderStackLayer(GradientCheckpointingLayer):
             start["share_bigram"] = 0.05
         self.scalars = Scalars(**start)
 
-    def forward(self, x, shared_input, x0, bigram, context, past_key_values=None) -> Tensor:
+    def forward(self, x, shared_input, x0, bigram, mixed, context, past_key_values=None) -> Tensor:
         """The residual stream x (B, T, D) after this layer.
 
-        Args: shared_input (B, T, D) what attention reads, None: x; x0, bigram (B, T, D) or None
+        Args: shared_input (B, T, D) what attention reads, None: x; x0, bigram, mixed (B, T, D) or
+              None; mixed is added to the values
         """
         if self.injects_first:
             x = self.inject(times(self.scalars.resid_attn, x), x0, bigram)
@@ -285,7 +308,7 @@ class DecoderStackLayer(GradientCheckpointingLayer):
 
         if self.self_attn is not None:
             attention_input = norm(x) if shared_input is None else shared_input
-            y = self.self_attn(attention_input, context, past_key_values)
+            y = self.self_attn(attention_input, context, past_key_values, mixed)
             x = times(self.scalars.resid_attn, x) + y
         x = self.inject(x, x0, bigram)
         return times(self.scalars.resid_mlp, x) + self.mlp(norm(x))
@@ -340,6 +363,7 @@ class DecoderStackModel(DecoderStackPreTrainedModel):
             self.bigram = BigramEmbedding(config.bigram_rows, config.hidden_size)
         start = {"backout": 0.0} if config.backout_layer >= 0 else {}
         self.scalars = Scalars(**start)
+        self.mix = Mix(config) if config.mix_width else None
         self.layers = nn.ModuleList(
             DecoderStackLayer(config, layer) for layer in range(config.num_hidden_layers)
         )
@@ -387,10 +411,16 @@ class DecoderStackModel(DecoderStackPreTrainedModel):
         for index, layer in enumerate(self.layers):
             if output_hidden_states:
                 states.append(x)
+            mixed = None
+            if self.mix is not None and index == len(self.layers) - 1:
+                mixed, more = self.mix(x, x0 if middle is None else middle, x0)
+                x = x + more
             if index == self.config.shared_input_from:
                 shared_input = norm(x)
             injected = x0 if self.config.x0_injection else None
-            x = layer(x, shared_input, injected, bigram, context, past_key_values=past_key_values)
+            x = layer(
+                x, shared_input, injected, bigram, mixed, context, past_key_values=past_key_values
+            )
             if index == self.config.backout_layer:
                 middle = x
         if middle is not None:

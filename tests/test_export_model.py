@@ -29,7 +29,7 @@ import sft  # isort: skip  (test_export puts the folders of all four on the path
 
 SIZES = {"vocab_size": 900, "dtype": "float32"}
 PLAIN = {"bigram_rows": 0, "attention_gates": False, "x0_injection": False, "value_embed_layers": (),
-         "key_offset_layers": (), "backout_layer": -1, "shared_input_from": 3}  # fmt: skip
+         "key_offset_layers": (), "backout_layer": -1, "mix_width": 0, "shared_input_from": 3}  # fmt: skip
 KINDS = {
     "small": lambda: tiny_config(**SIZES),
     "medium": lambda: tiny_medium(**SIZES),
@@ -186,6 +186,8 @@ def test_modules_have_their_usual_names(exported):
     """E2: PEFT looks for nn.Linear and for the embeddings."""
     linear = {name for name, module in exported.model.named_modules() if isinstance(module, torch.nn.Linear)}
     expected = {"lm_head"}
+    if exported.gpt.config.mix_width:
+        expected |= {"model.mix.in_proj", "model.mix.out_proj"}
     for layer in range(4):
         if exported.model.model.layers[layer].self_attn is not None:
             expected |= {f"model.layers.{layer}.self_attn.{name}_proj" for name in "qkvo"}

@@ -43,7 +43,7 @@ def test_load_run(run_dir):
 
 
 @pytest.mark.parametrize(
-    ("line", "found"), [("INTERFACE = 1", 1), ("INTERFACE = 6", 6), ("", 1)], ids=("older", "newer", "none")
+    ("line", "found"), [("INTERFACE = 1", 1), ("INTERFACE = 7", 7), ("", 1)], ids=("older", "newer", "none")
 )
 @pytest.mark.parametrize("commit", ["0123abc", ""])
 def test_another_interface_is_refused(run_dir, line, found, commit):

@@ -163,9 +163,10 @@ def test_every_parameter_has_a_policy(config):
 def test_betas_of_adam():
     """Those of modded-nanogpt's record 89; the medium model's input table has nanochat's, unless it is the head too."""
     gates = dict.fromkeys(("scalars", "value_gate", "attention_gate"), (0.9, 0.99))
+    mix = dict.fromkeys(("mix_in", "mix_out"), (0.9, 0.99))
     head, tables = (0.5, 0.95), dict.fromkeys(("bigram_embed", "value_embed"), (0.75, 0.95))
     for config, own in (
-        (tiny_config(), {"embed": head}),
+        (tiny_config(), {"embed": head, **mix}),
         (tiny_medium(), {"residual": (0.9, 0.99), "unembed": head, "embed": (0.8, 0.95)}),
         (tiny_medium(tied=True), {"residual": (0.9, 0.99), "unembed": head, "embed": head}),
     ):

@@ -69,7 +69,7 @@ class Small:
         scalars = ("keep_before_attention", "keep_before_mlp", "scale_v", "scale_o", "scale_down", "share_x0",
                    "share_bigram")  # fmt: skip
         with torch.no_grad():
-            for name in ("embed", "bigram_embed", "bigram_signs", "value_gate"):
+            for name in ("embed", "bigram_embed", "bigram_signs", "value_gate", "mix_in", "mix_out"):
                 getattr(model, name).copy_(getattr(small, name))
             model.value_embed.copy_(small.value_embed.view_as(model.value_embed))
             model.qk[layers] = small.qk_bank.view_as(model.qk[layers])

@@ -117,6 +117,8 @@ class Model(nn.Module):
         self.share_x0 = nn.Parameter(torch.zeros(L))
         self.share_bigram = nn.Parameter(torch.full((L,), 0.05))
         self.backout_scale = nn.Parameter(torch.tensor(0.5))
+        self.mix_in = nn.Parameter(torch.empty(64, D).uniform_(-2 * bound, 2 * bound))
+        self.mix_out = nn.Parameter(torch.zeros(6, 64))  # zero: no effect at first
 
     def forward(self, tokens_T: Tensor, positions_T: Tensor) -> Tensor:
         """Ids of packed documents and positions in them, both int64 (T,) -> logits (T, V) for the next token."""
@@ -132,7 +134,7 @@ class Model(nn.Module):
         mask_short = own_document & (distance <= self.config.window_short)
         mask_long = own_document & (distance <= self.config.window_long)
 
-        x = x0 = norm(self.embed[tokens_T])
+        x = x0 = middle = norm(self.embed[tokens_T])
 
         # Bigrams: an embedding of each pair of neighbours, hashed into a table (record 62; worth 0.008). Most pairs
         # that share a row get different random signs, so they hardly disturb each other (record 83).
@@ -142,12 +144,20 @@ class Model(nn.Module):
         bigram = bigram * self.bigram_signs[sign_T.masked_fill(first_T, 0)]
 
         for layer in range(self.config.num_layers):
+            # Before the last layer, each token weighs input, middle and stream for itself: one sum for the values of
+            # attention, one for the stream (arXiv 2502.12170, record 81).
+            mixed = torch.zeros_like(x)
+            if layer == self.config.num_layers - 1:
+                w = F.linear(F.gelu(F.linear(norm(x), self.mix_in)), self.mix_out).split(1, 1)
+                mixed = w[0] * x0 + w[1] * middle + w[2] * x
+                x = x + w[3] * x0 + w[4] * middle + w[5] * x
+
             if layer not in self.config.no_attention_layers:
                 # The last layers share one input for attention (record 77; worth 0.002).
                 if layer <= self.config.shared_input_from:
                     a = norm(x)
                 mask = mask_long if layer in self.config.long_layers else mask_short
-                y = self.attention(layer, a, tokens_T, first_T, angles_T1K, mask)
+                y = self.attention(layer, a, tokens_T, first_T, angles_T1K, mask, mixed)
                 x = self.keep_before_attention[layer] * x + y
 
             # Every layer can read the input again (worth 0.002), and the bigrams.
@@ -166,7 +176,9 @@ class Model(nn.Module):
         # Softcap: logits stay between 0 and 23 (record 54; worth 0.002 against 15 tanh).
         return 23 * torch.sigmoid((F.linear(x, self.embed) + 5) / 7.5)
 
-    def attention(self, layer: int, a_TD, tokens_T, first_T, angles_T1K, mask_TT) -> Tensor:
+    def attention(
+        self, layer: int, a_TD, tokens_T, first_T, angles_T1K, mask_TT, mixed_TD
+    ) -> Tensor:
         """What attention adds in a layer, (T, D). Its input a_TD is normalised."""
         by_head = (len(a_TD), -1, self.config.head_dim)
 
@@ -188,6 +200,7 @@ class Model(nn.Module):
             index = self.config.value_embed_layers.index(layer)
             gate_TH = 2 * torch.sigmoid(F.linear(a_TD[:, :12], self.value_gate[index]))
             v_THK = v_THK + gate_TH[..., None] * self.value_embed[index][tokens_T].view(by_head)
+        v_THK = v_THK + mixed_TD.view(by_head)
 
         q, k, v = (x.transpose(0, 1)[None] for x in (q_THK, k_THK, v_THK))  # (1, H, T, K)
         y_THK = F.scaled_dot_product_attention(q, k, v, mask_TT, scale=1.0)[0].transpose(0, 1)
@@ -280,6 +293,8 @@ POLICIES = {
     "value_embed": Policy(75.0, (0.75, 0.95), 0.015, late=True),
     "value_gate": Policy(1.0, (0.90, 0.99)),
     "attention_gate": Policy(1.0, (0.90, 0.99)),
+    "mix_in": Policy(0.25, (0.90, 0.99)),
+    "mix_out": Policy(0.025, (0.90, 0.99)),
 }
 SCALARS = Policy(5.0, (0.90, 0.99))
 MUON_LR_MULT = {"qk": 1, "v": 1, "o": 1, "up": 1, "down": 2}  # down: records 36, 48
