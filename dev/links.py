@@ -50,9 +50,7 @@ def line_counts(section: str) -> str:
         counts = []
         for path in re.findall(r"`([^`]+)`", paths):
             if not (ROOT / path).exists():
-                sys.exit(
-                    f"error: dev/FILES.md names {path}, which does not exist; fix the row"
-                )
+                sys.exit(f"error: dev/FILES.md names {path}, which does not exist; fix the row")
             if (ROOT / path).is_file() and not path.endswith(".ipynb"):
                 counts.append(f"{len((ROOT / path).read_text(encoding='utf-8').splitlines()):,}")
         return f"| {paths} | {' + '.join(counts)} | {what} |"
