@@ -440,11 +440,10 @@ def main() -> None:
     # Three validation documents begin, and the model goes on. It reads everything again for each token: slow but short.
     for _, document in zip(range(3), dataset.documents("val"), strict=False):
         ids = document[:24].tolist()
-        given = len(ids)
         for _ in range(24):
             logits_TV = model(torch.tensor(ids), torch.arange(len(ids)))
             ids.append(int(logits_TV[-1, : len(dataset.bytes)].argmax()))
-        print(f"--- {dataset.decode(ids[1:given])!r} ... {dataset.decode(ids[given:])!r}")
+        print(f"--- {dataset.decode(ids[1:-24])!r} ... {dataset.decode(ids[-24:])!r}")
 
 
 if __name__ == "__main__":
