@@ -714,9 +714,8 @@ def log_step(run: Run, loss: float, norm: float, seconds: float, rows: np.ndarra
     head = run.model.get_output_embeddings().weight
     weights = sum(p.numel() for p in {*matrices(run.model), head})
     tokens = run.train.total("tokens", rows)
-    flops = 6 * weights * tokens
     pairs = run.train.total("attended", rows)  # of a query and a key
-    flops += 12 * c.num_hidden_layers * c.num_attention_heads * width * pairs
+    flops = 6 * weights * tokens + 12 * c.num_hidden_layers * c.num_attention_heads * width * pairs
     card = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
     peaks = [tflops for name, tflops in PEAK_TFLOPS.items() if f" {name}" in card]
     peak = peaks[0] * 1e12 * dist.get_world_size() if peaks else math.inf  # no MFU
