@@ -117,8 +117,8 @@ class Model(nn.Module):
         self.share_x0 = nn.Parameter(torch.zeros(L))
         self.share_bigram = nn.Parameter(torch.full((L,), 0.05))
         self.backout_scale = nn.Parameter(torch.tensor(0.5))
-        self.mix_in = nn.Parameter(torch.empty(64, D).uniform_(-2 * bound, 2 * bound))
-        self.mix_out = nn.Parameter(torch.zeros(6, 64))  # zero: no effect at first
+        self.mix_in = nn.Parameter(torch.empty(128, D).uniform_(-2 * bound, 2 * bound))
+        self.mix_out = nn.Parameter(torch.zeros(6, 128))  # zero: no effect at first
 
     def forward(self, tokens_T: Tensor, positions_T: Tensor) -> Tensor:
         """Ids of packed documents and positions in them, both int64 (T,) -> logits (T, V) for the next token."""
