@@ -35,7 +35,7 @@ TINY = {
     "no_attention_layers": (2,), "long_layers": (1, 3), "key_offset_layers": (1, 3), "value_embed_layers": (0, 3),
     "bigram_rows": 500, "shared_input_from": 1, "backout_layer": 2, "pack_tokens": 128, "pack_docs": 8,
     "window_short": 8, "window_long": 24, "stages": ((0.5, 2, 1.0), (0.5, 4, 1.5)), "tokens": 20 * 3 * 128,
-    "val_tokens": 1500,
+    "val_tokens": 1500, "mix_width": 64,
     "sample_tokens": 16,
 }  # fmt: skip
 

@@ -43,7 +43,7 @@ class Small:
 
     def __init__(self, dataset_dir):
         self.dataset = ts.Dataset.open(dataset_dir)
-        config = tiny_config(attention="sdpa", dtype="float32", val_tokens=10**6)
+        config = tiny_config(attention="sdpa", dtype="float32", val_tokens=10**6, mix_width=128)
         self.config = config
         self.state = ts.build_state(config, ALONE, say=lambda text: None)
         self.model = self.state.model
