@@ -56,7 +56,9 @@ def test_another_interface_is_refused(run_dir, line, found, commit):
     with pytest.raises(engine.RunError) as error:
         engine.load_run(run_dir, device="cpu")
     message = str(error.value)
-    assert f"has interface {found} but this tool reads interface 5; " in message and "\n" not in message
+    assert (
+        f"has interface {found} but this tool reads interface {engine.INTERFACE}; " in message and "\n" not in message
+    )
     assert ("check out commit 0123abc" if commit else "config.json names none") in message
 
 
@@ -293,7 +295,10 @@ def test_the_picture_of_a_ring_plan():
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_padding_changes_no_prefill(config):
-    """Chunks of ragged texts, padded and as they are: the same hidden states and rings, other rows untouched."""
+    """Chunks of ragged texts, padded and as they are: the same hidden states and rings, other rows untouched.
+
+    Mixed values of a random model reach 4, so they are equal to 2e-5.
+    """
     model = random_model(config)
     texts, rows = random_documents((64, 58, 61)), (3, 0, 2)  # of 5; 1 and 4 are others'
     plain, fixed = (engine.KVCache.empty(model, 5, 64) for _ in range(2))
@@ -316,7 +321,7 @@ def test_padding_changes_no_prefill(config):
         new = sum(counts)
         torch.testing.assert_close(found[:new], expected[:new], atol=4e-6, rtol=0)
         for mine, theirs in zip((*fixed.keys, *fixed.values), (*plain.keys, *plain.values), strict=True):
-            torch.testing.assert_close(mine[[0, 2, 3]], theirs[[0, 2, 3]], atol=4e-6, rtol=0)
+            torch.testing.assert_close(mine[[0, 2, 3]], theirs[[0, 2, 3]], atol=2e-5, rtol=0)
             assert mine[1].eq(float("inf")).all() and mine[4].isnan().all()
         other = engine.plan_pack(model, fixed, [1], [7] if any(starts) else [0], [texts[0][:8]], size)
         assert lengths == [len(array) for array in other.arrays()], "of one size, whatever it holds"
