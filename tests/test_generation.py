@@ -297,7 +297,7 @@ def test_the_picture_of_a_ring_plan():
 def test_padding_changes_no_prefill(config):
     """Chunks of ragged texts, padded and as they are: the same hidden states and rings, other rows untouched.
 
-    Mixed values of a random model reach 4, so they are equal to 2e-5.
+    Mixed values of a random model reach 64, so rings are compared in units of their largest value.
     """
     model = random_model(config)
     texts, rows = random_documents((64, 58, 61)), (3, 0, 2)  # of 5; 1 and 4 are others'
@@ -319,9 +319,10 @@ def test_padding_changes_no_prefill(config):
             expected = engine.prefill(model, plain, of, starts, ids)
             found = engine.run_pack(model, fixed, pack.over(pack.flat()), [size.new + size.old] * 2)
         new = sum(counts)
-        torch.testing.assert_close(found[:new], expected[:new], atol=4e-6, rtol=0)
+        torch.testing.assert_close(found[:new], expected[:new], atol=1e-5, rtol=0)
         for mine, theirs in zip((*fixed.keys, *fixed.values), (*plain.keys, *plain.values), strict=True):
-            torch.testing.assert_close(mine[[0, 2, 3]], theirs[[0, 2, 3]], atol=2e-5, rtol=0)
+            largest = theirs[[0, 2, 3]].abs().max()
+            torch.testing.assert_close(mine[[0, 2, 3]] / largest, theirs[[0, 2, 3]] / largest, atol=2e-6, rtol=0)
             assert mine[1].eq(float("inf")).all() and mine[4].isnan().all()
         other = engine.plan_pack(model, fixed, [1], [7] if any(starts) else [0], [texts[0][:8]], size)
         assert lengths == [len(array) for array in other.arrays()], "of one size, whatever it holds"
