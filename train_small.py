@@ -748,19 +748,6 @@ class GPT(nn.Module):
             x = x - times(self.scalars[-1, 0], backout)
         return norm(x)
 
-    def mix(self, x_TD: Tensor, backout_TD: Tensor, x0_TD: Tensor) -> tuple[Tensor, Tensor]:
-        """What the last layer adds to its values and to its stream, (T, D) each.
-
-        Both are sums of input, middle and stream with weights that each token computes for itself
-        and that start at 0 (arXiv 2502.12170, modded-nanogpt record 81). Here -0.006 bpb on B34,
-        reliably from a hidden width of 128 on.
-        """
-        hidden_TM = F.gelu(F.linear(norm(x_TD), self.mix_in))
-        w = F.linear(hidden_TM, self.mix_out).split(1, 1)  # six times (T, 1)
-        for_values = w[0] * x0_TD + w[1] * backout_TD + w[2] * x_TD
-        for_stream = w[3] * x0_TD + w[4] * backout_TD + w[5] * x_TD
-        return for_values, for_stream
-
     def attend_layer(
         self, layer: int, a_TD, w: LayerWeights, inputs: Inputs, attend, fp8: bool, mixed_TD=None
     ) -> Tensor:
@@ -807,6 +794,19 @@ class GPT(nn.Module):
             tables = torch.arange(len(c.value_embed_layers), device=x.device)[:, None]
             values = F.embedding(tokens_T + tables * c.padded_vocab, self.value_embed)
         return Inputs(norm(x), bigram, values, cos, sin)
+
+    def mix(self, x_TD: Tensor, backout_TD: Tensor, x0_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """What the last layer adds to its values and to its stream, (T, D) each.
+
+        Both are sums of input, middle and stream with weights that each token computes for itself
+        and that start at 0 (arXiv 2502.12170, modded-nanogpt record 81). Here -0.006 bpb on B34,
+        reliably from a hidden width of 128 on.
+        """
+        hidden_TM = F.gelu(F.linear(norm(x_TD), self.mix_in))
+        w = F.linear(hidden_TM, self.mix_out).split(1, 1)  # six times (T, 1)
+        for_values = w[0] * x0_TD + w[1] * backout_TD + w[2] * x_TD
+        for_stream = w[3] * x0_TD + w[4] * backout_TD + w[5] * x_TD
+        return for_values, for_stream
 
     def forward(
         self, tokens_T, targets_T, positions_T, cu_seqlens, max_doc: int, row_weight_T=None

@@ -37,6 +37,7 @@ MEDIUM = {
     "bigram": ({"bigram_rows": 500}, {}),
     "x0_injection": ({}, {"x0_injection": False}),
     "backout": ({}, {"backout": False}),
+    "mix": ({"mix_width": 64}, {}),
     "window_pattern": ({}, {"window_pattern": "S"}),
     "tied": ({"tied": True}, {}),
     "attention_gates": ({}, {"attention_gates": False}),

@@ -167,8 +167,8 @@ def test_betas_of_adam():
     head, tables = (0.5, 0.95), dict.fromkeys(("bigram_embed", "value_embed"), (0.75, 0.95))
     for config, own in (
         (tiny_config(), {"embed": head, **mix}),
-        (tiny_medium(), {"residual": (0.9, 0.99), "unembed": head, "embed": (0.8, 0.95)}),
-        (tiny_medium(tied=True), {"residual": (0.9, 0.99), "unembed": head, "embed": head}),
+        (tiny_medium(), {"residual": (0.9, 0.99), "unembed": head, "embed": (0.8, 0.95), **mix}),
+        (tiny_medium(tied=True), {"residual": (0.9, 0.99), "unembed": head, "embed": head, **mix}),
     ):
         table = script(config).parameter_table(config)
         found = {name: policy.betas for name, policy in table.items() if policy.optimizer == "adam"}
