@@ -1846,6 +1846,10 @@ def resume(run: Run, changed: list[str]) -> None:
     if run.ranks.is_main and step < config.num_steps:
         for name in ("result.json", "report.md"):
             (run.run_dir / name).unlink(missing_ok=True)
+        scores = run.run_dir / "core.csv"
+        if scores.exists():
+            end = int(checkpoint_folders(run.run_dir)[-1].name[5:])
+            scores.replace(run.run_dir / f"core_step_{end}.csv")
         for damaged in checkpoint_folders(run.run_dir):
             if int(damaged.name[5:]) > step:
                 aside = damaged.with_name(f"{damaged.name}.damaged")

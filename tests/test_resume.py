@@ -677,13 +677,15 @@ def test_a_finished_run_without_checkpoints_is_not_called_unsaved(tmp_path, data
 
 
 def test_a_longer_run_drops_the_result_of_the_shorter_one(finished, tmp_path):
-    """It would be taken for that of the newest checkpoint."""
+    """It would be taken for that of the newest checkpoint. CORE of the old end keeps its table."""
     run_dir = shutil.copytree(finished, tmp_path / "run")
+    (run_dir / "core.csv").write_text("task")
     with pytest.MonkeyPatch.context() as patch:
         at_step(patch, 22, lambda state: os.kill(os.getpid(), signal.SIGTERM))
         refused("--resume", "--run-dir", run_dir, "--steps", "24")
     assert saved(run_dir)[-1] == 22
     assert not (run_dir / "result.json").exists() and not (run_dir / "report.md").exists()
+    assert [path.name for path in run_dir.glob("core*")] == ["core_step_20.csv"]
     assert main("--resume", "--run-dir", run_dir)[0] == 0
     assert json.loads((run_dir / "result.json").read_text())["steps"] == 24
 
