@@ -499,7 +499,7 @@ def apply_liger(hf) -> dict:
     others = inspect.signature(apply).parameters.keys() - {"model", "fused_linear_cross_entropy"}
     apply(model=hf, **dict.fromkeys(others, False))
     # By default it takes about 128 tokens at a time, and each time it adds to the gradient of the whole head.
-    return {"skip_logits": True, "accum_dtype": torch.float32, "chunk_mem_const": 16}
+    return {"skip_logits": True, "accum_dtype": torch.float32, "chunk_mem_const": 64}
 
 
 def choose_attention(hf, device: torch.device) -> None:

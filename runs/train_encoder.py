@@ -44,7 +44,7 @@ script = importlib.import_module("train_small")
 
 FORMAT = 1  # of run directories: it rises when the model of this file changes
 NORM_EPS = 1e-6
-CE_ROWS = 2048  # rows of logits that exist at the same time
+CE_ROWS = 8192  # rows of logits that exist at the same time
 
 # ==================================================================================================
 # CONFIG
@@ -56,7 +56,7 @@ class Config:
 
     num_layers: int = 12
     width: int = 768
-    head_dim: int = 64
+    head_dim: int = 128  # 5 % faster than 64 on an H200, the same loss
     mlp_width: int = 2048
     max_seq_len: int = 1024
     rotary_base: float = 10000.0
@@ -113,7 +113,7 @@ class Config:
     stage_table = stages
 
 
-SIZES = {"small": {}, "neobert": {"num_layers": 28}}
+SIZES = {"small": {}, "neobert": {"num_layers": 28, "head_dim": 64}}
 
 
 def parameter_table(config: Config) -> dict:
