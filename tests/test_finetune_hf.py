@@ -2,12 +2,14 @@
 
 import copy
 import functools
+import gc
 import json
 import math
 import os
 import shutil
 import signal
 import socket
+import sys
 import types
 
 import numpy as np
@@ -117,10 +119,20 @@ def cache(folder, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", folder / "cache")
 
 
+def call(words) -> int:
+    """finetune_hf in this process.
+
+    The model of an earlier run still holds its process group. If the garbage collector met that in a worker of .map,
+    its destructor would wait for threads that a fork does not have.
+    """
+    gc.collect()
+    return ft.main([str(word) for word in words])
+
+
 def run(capsys, *words) -> dict:
     """The result of a run in this process."""
     capsys.readouterr()
-    code = ft.main([str(word) for word in words])
+    code = call(words)
     out = capsys.readouterr()
     assert code == 0, out.err
     return json.loads(out.out.splitlines()[-1])
@@ -129,7 +141,7 @@ def run(capsys, *words) -> dict:
 def refused(capsys, *words) -> str:
     """The one sentence of a run that cannot be."""
     capsys.readouterr()
-    assert ft.main([str(word) for word in words]) == 1
+    assert call(words) == 1
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("error: ")
     return error
@@ -405,6 +417,25 @@ def test_matrices():
     assert sum(p.numel() for p in ft.matrices(random_model("llama"))) == 2 * layer + 272 * 32
 
 
+def test_liger_gives_the_loss_alone(monkeypatch):
+    """A stand-in for its package: other kernels are switched off, and a token's logits take 2 x 57,344 bytes."""
+    calls = []
+
+    def apply(rope=True, swiglu=True, fused_linear_cross_entropy=True, model=None):
+        calls.append((rope, swiglu, fused_linear_cross_entropy, model))
+
+    package = types.SimpleNamespace(MODEL_TYPE_TO_APPLY_LIGER_FN={"qwen2": apply})
+    monkeypatch.setitem(sys.modules, "liger_kernel", types.ModuleType("liger_kernel"))
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers", types.ModuleType("liger_kernel.transformers"))
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers.monkey_patch", package)
+    model = random_model("qwen")
+    width = model.config.hidden_size
+    expected = {"skip_logits": True, "accum_dtype": torch.float32, "chunk_mem_const": 57344 // width}
+    assert ft.apply_liger(model) == expected
+    assert calls == [(False, False, True, model)]
+    assert ft.apply_liger(random_model("llama")) == {}
+
+
 def test_decay_and_rate():
     config = one_config(lr=1.0, warmup=0.2)
     model = random_model("llama")
@@ -427,7 +458,7 @@ def reference(folder, tmp_path_factory):
     """A run of 6 steps that nothing disturbed."""
     datasets.config.HF_DATASETS_CACHE = folder / "cache"
     run_dir = tmp_path_factory.mktemp("runs") / "whole"
-    assert ft.main(["sft", f"@{folder}/sft.toml", "--run-dir", str(run_dir)]) == 0
+    assert call(["sft", f"@{folder}/sft.toml", "--run-dir", run_dir]) == 0
     return run_dir
 
 
