@@ -303,7 +303,7 @@ class DecoderStackLayer(GradientCheckpointingLayer):
         """
         if self.injects_first:
             x = self.inject(times(self.scalars.resid_attn, x), x0, bigram)
-            x = x + self.self_attn(norm(x), context, past_key_values)
+            x = x + self.self_attn(norm(x), context, past_key_values, mixed)
             return x + self.mlp(norm(x))
 
         if self.self_attn is not None:

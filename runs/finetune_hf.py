@@ -498,8 +498,8 @@ def apply_liger(hf) -> dict:
     apply = MODEL_TYPE_TO_APPLY_LIGER_FN[hf.config.model_type]
     others = inspect.signature(apply).parameters.keys() - {"model", "fused_linear_cross_entropy"}
     apply(model=hf, **dict.fromkeys(others, False))
-    options = {"skip_logits": True, "accum_dtype": torch.float32}  # and 115 kB of logits a token:
-    return options | {"chunk_mem_const": 57344 // hf.get_output_embeddings().in_features}
+    chunk = 57344 // hf.get_output_embeddings().in_features  # about 115 kB of logits a token
+    return {"skip_logits": True, "accum_dtype": torch.float32, "chunk_mem_const": chunk}
 
 
 def choose_attention(hf, device: torch.device) -> None:

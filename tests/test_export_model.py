@@ -34,7 +34,7 @@ KINDS = {
     "small": lambda: tiny_config(**SIZES),
     "medium": lambda: tiny_medium(**SIZES),
     "plain": lambda: tiny_config(**SIZES, **PLAIN),  # without all that can be switched off
-    "tied": lambda: tiny_medium(**SIZES, tied=True, bigram_rows=500),
+    "tied": lambda: tiny_medium(**SIZES, tied=True, bigram_rows=500, mix_width=8),
 }
 
 
