@@ -362,6 +362,7 @@ def build(args: argparse.Namespace) -> None:
         args.max_bytes,
         args.val_documents,
         args.workers,
+        args.interleave,
     )
     settings = {
         "inputs": source.inputs,
@@ -371,6 +372,7 @@ def build(args: argparse.Namespace) -> None:
         "val_documents": args.val_documents,
         "max_documents": args.max_documents,
         "max_bytes": args.max_bytes,
+        "interleave": args.interleave or None,
         "shard_tokens": args.shard_tokens,
         "vocab_size": args.vocab_size,
         "tokenizer_chars": args.tokenizer_chars,
@@ -445,6 +447,8 @@ def adopt(args: argparse.Namespace) -> None:
     """Makes a dataset directory of shards that others tokenized: checks, links or copies, and counts them."""
     out = args.out
     spec = args.source.removeprefix("shards:")
+    if args.interleave:
+        fail("--interleave is for text, --source shards: names shards; leave it out")
     if not args.tokenizer:
         fail(
             "--source shards: needs --tokenizer, the tokenizer.json the shards were made with; for GPT-2's "

@@ -5,14 +5,17 @@
     fineweb-edu        likewise
     hf:REPO/GLOB       files of any Hugging Face dataset, e.g. hf:user/name/data/*.parquet
     pypi:p34, p100     pinned wheels of Python projects, the same text for everyone: see data/pypi.py
-    PATH, GLOB, FOLDER .txt, .jsonl, .jsonl.gz, .jsonl.zst, .parquet; a comma-separated list is read in order
+    PATH, GLOB, FOLDER .txt, .jsonl, .jsonl.gz, .jsonl.zst, .parquet; a comma-separated list is read in order,
+                       or with --interleave all files side by side
 
 Run it to look at documents:  python data/sources.py --source stdlib --show 2
 """
 
 import argparse
+import functools
 import gzip
 import hashlib
+import heapq
 import io
 import json
 import random
@@ -70,10 +73,12 @@ def open_source(
     max_bytes: int | None = None,
     val_documents: int | None = None,
     workers: int = 1,
+    interleave: bool = False,
 ) -> Source:
     """Resolves a --source and an optional --val-source; mistakes end the script before any text is read.
 
-    max_documents and max_bytes (of UTF-8) end the reading of `spec` early; val_documents limits validation.
+    max_documents and max_bytes (of UTF-8) end the reading of `spec` early; val_documents limits validation;
+    interleave reads the files of `spec` side by side.
     """
 
     def limited(documents: Iterator[str]) -> Iterator[str]:
@@ -86,6 +91,9 @@ def open_source(
         fail(
             f"--val-fraction must lie above 0 and at most 0.5, found {val_fraction}; 0.01 is usual"
         )
+    is_local = spec not in ("stdlib", *HUB_SOURCES) and not spec.startswith(("pypi:", "hf:"))
+    if interleave and not is_local:
+        fail(f"--interleave is for files on this machine, --source is {spec}; leave it out")
     if spec == "stdlib":
         inputs = [["stdlib", python_version()]]
         train, val = (lambda: limited(stdlib_documents("train"))), (lambda: stdlib_documents("val"))
@@ -116,15 +124,13 @@ def open_source(
     else:
         paths = local_paths(spec)
         inputs = [identify(path) for path in paths]
+        read = interleaved_documents if interleave and len(paths) > 1 else local_documents
+        documents = lambda: limited(read(paths, text_field, empty))
         if val_spec is None:
-            train = lambda: split(
-                limited(local_documents(paths, text_field, empty)), val_fraction, False
-            )
-            val = lambda: split(
-                limited(local_documents(paths, text_field, empty)), val_fraction, True
-            )
+            train = lambda: split(documents(), val_fraction, False)
+            val = lambda: split(documents(), val_fraction, True)
         else:
-            train = lambda: limited(local_documents(paths, text_field, empty))
+            train = documents
             val = None
     if val_spec is not None:
         if val_spec == "stdlib":
@@ -277,6 +283,32 @@ def local_documents(paths: Iterable[Path], text_field: str, empty: dict[str, int
                 empty[str(path)] += 1
             else:
                 yield clean(text)
+
+
+def interleaved_documents(
+    paths: list[Path], text_field: str, empty: dict[str, int]
+) -> Iterator[str]:
+    """Every document of the files, the next always from the file of which the smallest part was read.
+
+    So each stretch of the text holds all files in proportion to their bytes of text, and all end together. A first
+    pass counts these bytes.
+    """
+    sizes = [text_bytes(path, text_field) for path in paths]
+    readers = [local_documents([path], text_field, empty) for path in paths]
+    parts = [(0.0, i) for i in range(len(paths))]  # of each file: how much was read, from 0 to 1
+    while parts:
+        part, i = parts[0]
+        text = next(readers[i], None)
+        if text is None:
+            heapq.heappop(parts)
+        else:
+            heapq.heapreplace(parts, (part + utf8_length(text) / sizes[i], i))
+            yield text
+
+
+@functools.cache  # each split is a pass of its own
+def text_bytes(path: Path, text_field: str) -> int:
+    return sum(map(utf8_length, local_documents([path], text_field, {})))
 
 
 def read_lines(path: Path) -> Iterator[bytes]:
@@ -614,6 +646,11 @@ def add_source_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-bytes", type=int, help="stop reading the source after this many bytes of text"
     )
+    parser.add_argument(
+        "--interleave",
+        action="store_true",
+        help="read local files side by side, not one after the other; for files of different kinds of text",
+    )
 
 
 def check_positive(args: argparse.Namespace, *more: str) -> None:
@@ -633,7 +670,13 @@ def main() -> None:
     args = parser.parse_args()
     check_positive(args)
     source = open_source(
-        args.source, None, args.text_field, 0.01, args.max_files, args.max_documents, args.max_bytes
+        args.source,
+        None,
+        args.text_field,
+        max_files=args.max_files,
+        max_documents=args.max_documents,
+        max_bytes=args.max_bytes,
+        interleave=args.interleave,
     )
     for i, text in enumerate(getattr(source, args.split)()):
         if i == args.show:

@@ -397,6 +397,7 @@ def main() -> None:
             args.max_files,
             args.max_documents,
             args.max_bytes,
+            interleave=args.interleave,
         )
         if args.command == "train":
             check_vocab_size(args.vocab_size)

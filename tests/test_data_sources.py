@@ -241,6 +241,29 @@ def test_limits(tmp_path):
     assert sorted([*both.train(), *both.val()]) == ["aaaa", "c", "\u00fc\u00fc"]
 
 
+def test_interleave_reads_files_side_by_side(tmp_path):
+    """By hand: of 40 and 20 bytes, the file of which the smaller part was read gives the next document."""
+    long = write(tmp_path / "a.jsonl.zst", [f"a{i}" * 5 for i in range(4)])
+    short = write(tmp_path / "b.parquet", ["b0" * 4, "b1" * 6])
+    none = write(tmp_path / "c.jsonl", ["", " "])
+    spec = f"{long},{short},{none}"
+    # Parts of a and b before each document: 0 0, 1/4 0, 1/4 8/20, 2/4 8/20, 2/4 1, 3/4 1.
+    order = ["a0" * 5, "b0" * 4, "a1" * 5, "b1" * 6, "a2" * 5, "a3" * 5]
+    assert read(spec, interleave=True) == order
+    assert read(spec) == [f"a{i}" * 5 for i in range(4)] + ["b0" * 4, "b1" * 6]
+    assert read(spec, interleave=True, max_documents=3) == order[:3]
+    # Without validation text of its own, it is held out of the same order.
+    source = sources.open_source(spec, val_fraction=0.34, interleave=True)
+    assert sorted([*source.train(), *source.val()]) == sorted(order)
+    assert next(source.val()) == order[0]
+    # Any stretch of two large files holds both in proportion.
+    parts = [write(tmp_path / f"{name}.jsonl", [name * 20] * n) for name, n in (("x", 600), ("y", 300))]
+    mixed = read(f"{parts[0]},{parts[1]}", interleave=True)
+    for start in range(0, 900, 90):
+        assert 59 <= sum(text[0] == "x" for text in mixed[start : start + 90]) <= 61
+    expect_error(lambda: sources.open_source("stdlib", interleave=True), "--interleave is for files")
+
+
 def test_inputs_notice_a_changed_file(tmp_path):
     path = write(tmp_path / "x.jsonl", ["abc"])
     before = sources.open_source(str(path)).inputs
