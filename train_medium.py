@@ -40,7 +40,7 @@ shapes in its comments are those of the small model. What differs, and why:
     tables updated a step late       at once                          a step of 1 s hides it; 1.2 GB less
     bigram embedding                 off                              its gain fades: none for nanochat at
                                                                       25 layers
-    mixing before the last layer     off                              not measured at 24 layers
+    mixing before the last layer     off                              measured on B34 only, with two tokens ahead
     layer 6 without attention        attention in all layers          would save 1.4 % here; banks shard evenly
     one input for last 3 attentions  each its own                     found at 11 layers, for 0.002 bpb
     2 long windows of 10             every fourth layer and the last  nanochat's SSSL

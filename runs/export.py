@@ -40,9 +40,7 @@ CARD = Path(__file__).with_name("export_card.md")
 WEIGHTS_ONLY = ("model.safetensors",)
 
 # Rows of the script's table of learned scalars; the last row holds those of the whole model.
-SMALL_SCALARS = (
-    "resid_attn", "resid_mlp", "scale_v", "scale_o", "scale_down", "share_x0", "share_bigram",
-)  # fmt: skip
+SMALL_SCALARS = ("resid_attn", "resid_mlp", "scale_v", "scale_o", "scale_down", "share_bigram")
 MEDIUM_SCALARS = ("share_x0", "share_bigram")
 MODEL_SCALARS = ("backout",)
 

@@ -340,6 +340,23 @@ def test_a_damaged_progress_file(corpus, tmp_path, change):
         pretrain.check_progress(change(value), path)
 
 
+def test_interleaved_files(corpus, tmp_path):
+    """The shards hold the documents of both files side by side; the flag belongs to the directory's settings."""
+    long, short = ["long " * 10] * 40, ["short " * 10] * 20
+    sources = f"{write_jsonl(tmp_path / 'a.jsonl', long)},{write_jsonl(tmp_path / 'b.jsonl', short)}"
+    out = tmp_path / "mixed"
+    flags = [*settings(corpus, "mixed"), "--source", sources, "--out", out, "--workers", 1]
+    result = run(*flags, "--interleave")
+    assert result.returncode == 0, result.stderr
+    encoding = tokenizer.load(corpus / "tokenizer.json")
+    tokens = format.read_shard(out / "pretrain/train_000000.bin").tolist()
+    texts = encoding.decode(tokens).split(encoding.decode([441]))[1:]
+    assert len(texts) == 60 and all(texts[i : i + 6].count(short[0]) in (1, 2, 3) for i in range(0, 60, 6))
+    assert "already complete" in run(*flags, "--interleave").stdout
+    expect_error(run(*flags), "--interleave", True, None)
+    expect_error(run(*flags, "--interleave", "--source", "shards:x"), "--interleave is for text")
+
+
 def test_second_run_and_other_settings(corpus):
     before = snapshot(corpus / "plain")
     result = run(*settings(corpus, "plain"))

@@ -240,5 +240,5 @@ def test_another_table_of_scalars(bpe, tmp_path):
     """A script whose scalars this file does not know is refused, not exported wrongly."""
     model = random_model(tiny_config(vocab_size=900))
     model.scalars = torch.nn.Parameter(torch.zeros(9, 4))
-    with pytest.raises(SystemExit, match="table of scalars has 9 rows and not 8; use the export.py of the commit"):
+    with pytest.raises(SystemExit, match="table of scalars has 9 rows and not 7; use the export.py of the commit"):
         export.convert_weights(model)

@@ -28,7 +28,7 @@ import sft  # isort: skip  (test_export puts the folders of all four on the path
 
 
 SIZES = {"vocab_size": 900, "dtype": "float32"}
-PLAIN = {"bigram_rows": 0, "attention_gates": False, "x0_injection": False, "value_embed_layers": (),
+PLAIN = {"bigram_rows": 0, "attention_gates": False, "value_embed_layers": (),
          "key_offset_layers": (), "backout_layer": -1, "mix_width": 0, "shared_input_from": 3}  # fmt: skip
 KINDS = {
     "small": lambda: tiny_config(**SIZES),

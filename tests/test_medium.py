@@ -107,9 +107,9 @@ def test_contradictions(setting, words):
 @pytest.mark.parametrize("name", ("cpu_medium", "b34_medium"))
 def test_presets(name):
     config = config_of(f"@{ROOT}/runs/{name}.args")
-    assert config.stage_table[0].packs * config.pack_tokens == {"cpu_medium": 2048, "b34_medium": 65536}[name]
+    assert config.stage_table[0].packs * config.pack_tokens == {"cpu_medium": 2048, "b34_medium": 32768}[name]
     if name == "b34_medium":
-        assert (config.muon_lr, config.adam_lr, config.num_steps) == (0.0198, 0.00448, 519)
+        assert (config.muon_lr, config.adam_lr, config.num_steps) == (0.014, 0.00317, 687)
 
 
 def test_initial_weights():

@@ -18,7 +18,6 @@ TECHNIQUES = {
     "key_offset": ({}, {"key_offset_layers": ()}),
     "value_embed": ({}, {"value_embed_layers": ()}),
     "bigram": ({}, {"bigram_rows": 0}),
-    "x0_injection": ({}, {"x0_injection": False}),
     "shared_input": ({}, {"shared_input_from": 3}),
     "attention_gates": ({}, {"attention_gates": False}),
     "backout": ({}, {"backout_layer": -1}),
@@ -240,7 +239,7 @@ def test_every_parameter_gets_a_gradient(config):
             parts = param.grad.flatten(1) if param.dim() > 1 else param.grad[None]
             assert (parts.abs().amax(1) > 0).all(), name
     with_attention = [True, True, False, True]  # layer 2 has none, the last row holds the scalar of the whole model
-    rows = [with_attention, [True] * 4, with_attention, with_attention, [True] * 4, [True] * 4, [True] * 4]
+    rows = [with_attention, [True] * 4, with_attention, with_attention, [True] * 4, [True] * 4]
     rows.append([True, False, False, False])
     if config is CONFIGS["medium"]:  # no bigram embedding
         rows = [[True] * 4, [False] * 4, [True, False, False, False]]
@@ -344,8 +343,8 @@ def test_initial_weights():
     assert not torch.equal(a["embed"], c["embed"])
     assert a["mlp_bank"][1::2].abs().max() == 0 and all(p.isfinite().all() for p in a.values())
     assert abs(a["vo_bank"].std() * 64**0.5 - 0.5) < 0.02 and a["vo_bank"].abs().max() < 0.5 * (3 / 64) ** 0.5 + 1e-6
-    # Residual before attention and MLP; V, O, down; shares of x0 and bigram; backout for the whole model.
-    by_hand = torch.tensor([1.1**0.5, 1.1**0.5, 0.5, 1.0, 1.0, 0.0, 0.05])[:, None].expand(7, 4)
+    # Residual before attention and MLP; V, O, down; share of bigram; backout for the whole model.
+    by_hand = torch.tensor([1.1**0.5, 1.1**0.5, 0.5, 1.0, 1.0, 0.05])[:, None].expand(6, 4)
     torch.testing.assert_close(a["scalars"], torch.cat((by_hand, torch.tensor([[0.5, 0.0, 0.0, 0.0]]))))
 
 

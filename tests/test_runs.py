@@ -802,7 +802,7 @@ def test_flags_from_a_file(tmp_path):
         (["--set", "width"], ["expected KEY=VALUE"]),
         (["--set", "width=wide"], ["width takes a value like 768"]),
         (["--set", "width=1.5"], ["width takes a value like 768"]),
-        (["--set", "x0_injection=1"], ["x0_injection takes a value like True"]),
+        (["--set", "attention_gates=1"], ["attention_gates takes a value like True"]),
         (["--set", "long_layers=3"], ["long_layers takes a value like (3, 10)"]),
         (["--set", "stages=((1.0, 2),)"], ["stages"]),
         (["--set", "momentum=(0.9,)"], ["momentum", "4 values"]),
@@ -971,7 +971,7 @@ def test_resume_needs_a_checkpoint(fails, dataset_dir, finished, tmp_path):
     "change",
     ("width=64", "num_layers=5", "bigram_rows=0", "attention_gates=False", "key_offset_layers=()",
      "shared_input_from=3",
-     "long_layers=(0,)", "backout_layer=1", "x0_injection=False", "softcap=(15.0,0.0,15.0)", "rotary_base=10.0",
+     "long_layers=(0,)", "backout_layer=1", "softcap=(15.0,0.0,15.0)", "rotary_base=10.0",
      "attention_scale=0.2", "pack_tokens=256"),
 )  # fmt: skip
 def test_resume_cannot_change_the_architecture(fails, halfway, tmp_path, change):

@@ -66,8 +66,7 @@ class Small:
         """Writes all weights into the model of train_plain, whose banks hold a row for every layer."""
         small = self.model
         layers = list(self.config.attention_layers)
-        scalars = ("keep_before_attention", "keep_before_mlp", "scale_v", "scale_o", "scale_down", "share_x0",
-                   "share_bigram")  # fmt: skip
+        scalars = ("keep_before_attention", "keep_before_mlp", "scale_v", "scale_o", "scale_down", "share_bigram")
         with torch.no_grad():
             for name in ("embed", "bigram_embed", "bigram_signs", "value_gate", "mix_in", "mix_out"):
                 getattr(model, name).copy_(getattr(small, name))
@@ -80,7 +79,7 @@ class Small:
             model.down.copy_(small.mlp_bank[1::2])
             for row, name in enumerate(scalars):
                 getattr(model, name).copy_(small.scalars[row])
-            model.backout_scale.copy_(small.scalars[7, 0])
+            model.backout_scale.copy_(small.scalars[6, 0])
 
     def losses(self) -> list[float]:
         loader = self.loader()

@@ -114,7 +114,6 @@ class Model(nn.Module):
         self.scale_v = nn.Parameter(torch.full((L,), 0.5))
         self.scale_o = nn.Parameter(torch.ones(L))
         self.scale_down = nn.Parameter(torch.ones(L))
-        self.share_x0 = nn.Parameter(torch.zeros(L))
         self.share_bigram = nn.Parameter(torch.full((L,), 0.05))
         self.backout_scale = nn.Parameter(torch.tensor(0.5))
         self.mix_in = nn.Parameter(torch.empty(128, D).uniform_(-2 * bound, 2 * bound))
@@ -160,8 +159,8 @@ class Model(nn.Module):
                 y = self.attention(layer, a, tokens_T, first_T, angles_T1K, mask, mixed)
                 x = self.keep_before_attention[layer] * x + y
 
-            # Every layer can read the input again (worth 0.002), and the bigrams.
-            x = x + self.share_x0[layer] * x0 + self.share_bigram[layer] * bigram
+            # Every layer reads the bigrams again.
+            x = x + self.share_bigram[layer] * bigram
 
             # The MLP, (T, D) -> (T, F) -> (T, D), with a squared ReLU.
             hidden_TF = F.linear(norm(x), self.up[layer]).relu().square()
