@@ -45,8 +45,9 @@ shapes in its comments are those of the small model. What differs, and why:
     one input for last 3 attentions  each its own                     found at 11 layers, for 0.002 bpb
     2 long windows of 10             every fourth layer and the last  nanochat's SSSL
     scalars on V, O and down         none                             worth 1e-4 there
-    residual scalar per sub-layer    one per layer, 1.15 to 1.05,     nanochat's at this depth: shares of x0
-                                     x0 from 0.20 to 0.05             start at once, scalars learn slowly
+    residual scalar per sub-layer    one per layer, 1.15 to 1.05      nanochat's at this depth
+    input only in the first layer    and 0.20 to 0.05 of it in each   nanochat's; at 11 layers it began at 0 and
+                                                                      was worth nothing beside mixing
     O random, V and QK at half size  O zero, others at full size      both medium recipes; the gain of a
                                                                       random O was seen at 11 layers only
     Q and K by pairs of heads        whole matrices                   worth 0.003 bpb at 11 layers; one bank
