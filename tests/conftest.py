@@ -23,6 +23,8 @@ if not torch.cuda.is_available():  # before triton is imported anywhere: its ker
 import train_medium as tm
 import train_small as ts
 
+from processes import write_python
+
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "runs"))  # the tools there import each other by name
 CPU = torch.device("cpu")
@@ -36,7 +38,7 @@ def pytest_collection_finish(session) -> None:
 
     A run collects garbage before its first step and at its end, and unfreezes everything before the latter. With all
     that lives in this process, that took 0.4 s each time, also of a run that is refused. Here only what is new is
-    collected. Runs in processes of their own freeze and unfreeze as they always do.
+    collected.
     """
     gc.collect()
     gc.freeze()
@@ -198,6 +200,12 @@ def list_files(root: Path, text_bytes: dict | None = None, **more) -> None:
         "fingerprint": ts.fingerprint(files),
     }
     (root / "dataset.json").write_text(json.dumps(info))
+
+
+@pytest.fixture(scope="session")
+def fast_python(tmp_path_factory) -> Path:
+    """A file that shell scripts and other programs start in place of Python: its processes have torch already."""
+    return write_python(tmp_path_factory.mktemp("bin") / "python")
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,6 @@ import os
 import random
 import re
 import subprocess
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -389,7 +388,7 @@ for folder in request["folders"]:
 """
 
 
-def test_auto_classes(bpe, tmp_path):  # noqa: F811
+def test_auto_classes(bpe, tmp_path, fast_python):  # noqa: F811
     """In a process of its own, from the folders alone: model, tokenizer and chat template, also saved again."""
     (row,) = random_rows(30)
     text = "the rest\n 12"
@@ -404,7 +403,7 @@ def test_auto_classes(bpe, tmp_path):  # noqa: F811
         "folders": [str(tmp_path / "small-hf"), str(tmp_path / "medium-hf")],
     }
     env = {**os.environ, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run([sys.executable, "-c", TRY], input=json.dumps(request), text=True, cwd=tmp_path,
+    done = subprocess.run([fast_python, "-c", TRY], input=json.dumps(request), text=True, cwd=tmp_path,
                           capture_output=True, env=env, timeout=240)  # fmt: skip
     assert done.returncode == 0, done.stderr
 

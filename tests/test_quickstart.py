@@ -728,9 +728,10 @@ def run_command(command: str, monkeypatch) -> int:
 
 
 @pytest.mark.parametrize("name", ["README.md", "records/README.md", *TUTORIALS])
-def test_commands_run(checkout, monkeypatch, capfd, name):
+def test_commands_run(checkout, fast_python, monkeypatch, capfd, name):
     """Every command of a page, one after the other; what cannot run here is in NOT_RUN."""
     monkeypatch.chdir(checkout)
+    monkeypatch.setattr(sys, "executable", str(fast_python))
     ran = set()
     for command in readme_commands(name):
         if any(re.search(pattern, command) for pattern in NOT_RUN) and not (name in TUTORIALS and "out/a_" in command):
