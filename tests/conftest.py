@@ -13,6 +13,7 @@ import os
 import sys
 from pathlib import Path
 
+import matplotlib.pyplot  # noqa: F401  (imported late by a run, as dynamo is)
 import numpy as np
 import pytest
 import torch
@@ -20,6 +21,7 @@ import torch
 if not torch.cuda.is_available():  # before triton is imported anywhere: its kernels then run in the interpreter
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+import torch._dynamo
 import train_medium as tm
 import train_small as ts
 
@@ -33,16 +35,20 @@ torch.set_num_threads(1)  # the model is tiny, and one thread adds up in one ord
 os.environ["OMP_NUM_THREADS"] = "1"  # the same in subprocesses
 
 
-def pytest_collection_finish(session) -> None:
-    """What the imports of all tests made is never looked at again by the garbage collector.
+freeze = gc.freeze
+gc.freeze = gc.unfreeze = lambda: None
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nothing_old_is_collected() -> None:
+    """What a module finds, such as the imports of all tests, is not looked at by the garbage collector again.
 
     A run collects garbage before its first step and at its end, and unfreezes everything before the latter. With all
     that lives in this process, that took 0.4 s each time, also of a run that is refused. Here only what is new is
     collected.
     """
     gc.collect()
-    gc.freeze()
-    gc.freeze = gc.unfreeze = lambda: None
+    freeze()
 
 
 # Two stages with batches of different size.
