@@ -84,7 +84,7 @@ def agents(tmp_path, fast_python):
     (tmp_path / "bin/python").write_text(f'#!/bin/sh\n[ "$1" = - ] && echo 1 && exit\nexec {fast_python} "$@"\n')
     (tmp_path / "bin/python").chmod(0o755)
     environment = python_first(NODES="1:2", GPUS="1", HEAD=f"localhost:{port}", SCRIPT=str(tmp_path / "slow.py"),
-                               RDZV="keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=4")  # fmt: skip
+                               RDZV="keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=2")  # fmt: skip
     environment["PATH"] = f"{tmp_path}/bin:{environment['PATH']}"
     started = []
 
