@@ -84,9 +84,9 @@ def pad_rows(rows, side: str) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.tensor(ids), torch.tensor(mask)
 
 
-def assert_same(found, expected) -> None:
+def assert_same(found, expected, atol=1e-5) -> None:
     """Within 1e-5 in fp32; logits are between 0 and 23."""
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(found, expected, atol=atol, rtol=0)
 
 
 def test_logits_are_the_scripts(exported):
@@ -125,7 +125,8 @@ def test_cache_in_parts(exported):
                                      use_cache=True)  # fmt: skip
                 cache, start = out.past_key_values, end
                 found.append(out.logits)
-        assert_same(torch.cat(found, 1)[mask.bool()], expected[mask.bool()])
+        # Products of one row and of many round differently: 1.3e-5 on a CPU with AVX-512.
+        assert_same(torch.cat(found, 1)[mask.bool()], expected[mask.bool()], atol=2e-5)
         assert cache.get_seq_length() == 60
 
     cache.crop(-15)

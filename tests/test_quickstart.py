@@ -20,6 +20,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import torch
 import train_medium as tm
 import train_small as ts
 import zstandard
@@ -724,6 +725,9 @@ def run_command(command: str, monkeypatch) -> int:
         runpy.run_path(words[1], run_name="__main__")
     except SystemExit as end:
         return end.code or 0
+    finally:  # what train_plain.py sets; a default device would slow down each operation of later tests
+        torch.set_default_device(None)
+        torch.set_float32_matmul_precision("highest")
     return 0
 
 
