@@ -1,74 +1,224 @@
-"""Python programs in processes of their own that have torch already: a start takes a tenth of a second, not four.
+"""Python programs in processes of their own that have torch already: a start takes a tenth of a second, not three.
 
-A server process imports torch once, and each program is a fork of it. Apart from that they are as good as started by
-hand: signals, exit codes, output and environment are their own.
+A server imports torch once, and each program is a fork of it. Apart from that they are as good as started by hand:
+signals, exit codes, output and environment are their own. Tests call `python`; shell scripts, torchrun and other
+programs start the file that `write_python` writes, in place of Python.
 """
 
-import multiprocessing
+import atexit
+import contextlib
+import functools
+import gc
+import json
+import multiprocessing.util
 import os
 import runpy
+import select
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
+import time
+import traceback
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["torch", "torch._dynamo", "scipy.stats"])  # what takes long
 
 
 def python(*argv, ranks=1, cwd=ROOT, env=None, timeout=120) -> subprocess.CompletedProcess:
-    """What `python FILE ...` or `python -c CODE ...` does; with ranks, as torchrun starts so many processes.
+    """What `python FILE ...`, `python -m MODULE ...` or `python -c CODE ...` does; with ranks, as torchrun starts so
+    many processes.
 
     The exit code is the first one that is not 0; what the processes say stands behind each other.
     """
     argv = [str(word) for word in argv]
-    with tempfile.TemporaryDirectory() as folder, socket.socket() as free:
+    clients, said = [], []
+    with contextlib.ExitStack() as stack, socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-        jobs = []
+        nothing = stack.enter_context(open(os.devnull))
         for rank in range(ranks):
             environment = dict(env or os.environ)
             if ranks > 1:
                 environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
                 environment |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
-            files = [f"{folder}/{name}_{rank}" for name in ("out", "err")]
-            jobs.append(FORKS.Process(target=program, args=(argv, str(cwd), environment, *files)))
+            said.append([stack.enter_context(tempfile.TemporaryFile("w+")) for _ in ("out", "err")])
+            clients.append(stack.enter_context(socket.socket(socket.AF_UNIX)))
+            clients[-1].connect(address())
+            socket.send_fds(clients[-1], [b"x"], [file.fileno() for file in (nothing, *said[-1])])
+            clients[-1].sendall(json.dumps([argv, str(cwd), environment]).encode() + b"\n")
         free.close()
-        for job in jobs:
-            job.start()
-        for job in jobs:
-            job.join(timeout)
-        late = [job for job in jobs if job.is_alive()]
-        for job in late:
-            job.kill()
-            job.join()
-        out, err = ("".join(Path(f"{folder}/{name}_{rank}").read_text() for rank in range(ranks))
-                    for name in ("out", "err"))  # fmt: skip
-    assert not late, f"{argv} still ran after {timeout} s\n{out}\n{err}"
-    codes = [job.exitcode for job in jobs if job.exitcode] or [0]
+        end, codes = time.monotonic() + timeout, []
+        for client in clients:
+            client.settimeout(max(0.1, end - time.monotonic()))
+            with contextlib.suppress(TimeoutError), client.makefile() as answer:
+                codes.append([int(line) for line in answer][1])
+        for file in (file for pair in said for file in pair):
+            file.seek(0)
+        out, err = ("".join(file.read() for file in files) for files in zip(*said, strict=True))
+    assert len(codes) == ranks, f"{argv} still ran after {timeout} s\n{out}\n{err}"
+    codes = [code for code in map(os.waitstatus_to_exitcode, codes) if code] or [0]
     return subprocess.CompletedProcess(argv, codes[0], out, err)
 
 
-def program(argv, cwd, environment, out, err) -> None:
-    """In the new process: the place, the output and the arguments of the program, then the program."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # the server ignores it
+# Has the server start the program, passes signals on to it, and ends as it ends.
+CLIENT = """#!{python} -IS
+import json, os, signal, socket, sys
+server = socket.socket(socket.AF_UNIX)
+server.connect({address!r})
+socket.send_fds(server, [b"x"], [0, 1, 2])
+server.sendall(json.dumps([sys.argv[1:], os.getcwd(), dict(os.environ)]).encode() + bytes([10]))
+answer = server.makefile()
+pid = int(answer.readline())
+for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+    signal.signal(number, lambda number, frame: os.kill(pid, number))
+code = os.waitstatus_to_exitcode(int(answer.readline()))
+if code < 0:
+    signal.signal(-code, signal.SIG_DFL)
+    os.kill(os.getpid(), -code)
+sys.exit(code)
+"""
+
+
+def write_python(path: Path) -> Path:
+    """An executable file that stands for Python. If it is killed, its program is killed with all that it started."""
+    path.write_text(CLIENT.format(python=sys.executable, address=address()))
+    path.chmod(0o755)
+    return path
+
+
+def descendants(pid: int) -> list[int]:
+    """Processes that a process has started, and those that these have started."""
+    found = []
+    with contextlib.suppress(OSError):  # it has ended, or this is no Linux
+        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+            found += [int(child), *descendants(int(child))]
+    return found
+
+
+# ---- the server
+
+
+@functools.cache
+def address() -> str:
+    """Starts the server; the path of its socket."""
+    folder = tempfile.TemporaryDirectory()
+    path = f"{folder.name}/python"
+    command = [sys.executable, __file__, path]
+    server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+    server.stdout.readline()
+
+    def end():
+        server.communicate()
+        folder.cleanup()
+
+    atexit.register(end)
+    return path
+
+
+def serve(path: str) -> tuple[list[str], str, dict]:
+    """Forks for each client. Returns in the fork: arguments, folder and environment of the program.
+
+    The client gets the number of its process, and at the end the status. The server ends when its stdin is closed.
+    """
+    running = {}
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path)
+        listener.listen(100)
+        print("ready", flush=True)
+        while True:
+            ready = select.select([0, listener, *running.values()], [], [], 0.005 if running else None)[0]
+            if 0 in ready:
+                sys.exit()
+            for pid in [pid for pid, client in running.items() if client in ready]:  # the client is gone
+                for each in (*descendants(pid), pid):
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(each, signal.SIGKILL)
+            while running and (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                with contextlib.suppress(OSError), running.pop(ended[0]) as client:
+                    client.sendall(b"%d\n" % ended[1])
+            if listener in ready:
+                client, _ = listener.accept()
+                _, files, _, _ = socket.recv_fds(client, 1, 3)
+                with client.makefile() as request:
+                    program = json.loads(request.readline())
+                pid = os.fork()
+                if pid == 0:
+                    for other in (client, *running.values()):
+                        other.close()
+                    for number, file in enumerate(files):
+                        os.dup2(file, number)
+                        os.close(file)
+                    return program
+                for file in files:
+                    os.close(file)
+                running[pid] = client
+                client.sendall(b"%d\n" % pid)
+
+
+def run(argv: list[str], cwd: str, environment: dict) -> None:
+    """In the new process: the program, and its end as Python would end it, but that modules are not taken apart."""
+    atexit._clear()
+    code = 0
+    try:
+        execute(argv, cwd, environment)
+    except SystemExit as end:
+        code = end.code
+        if code is not None and not isinstance(code, int):
+            print(code, file=sys.stderr)
+            code = 1
+    except BaseException as error:
+        traceback.print_exc()
+        code = -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    multiprocessing.util._exit_function()
+    for file in (sys.stdout, sys.stderr):
+        with contextlib.suppress(BrokenPipeError):
+            file.flush()
+    if code == -signal.SIGINT:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    os._exit((code or 0) & 255)
+
+
+def execute(argv: list[str], cwd: str, environment: dict) -> None:
+    """Folder, environment, output and arguments of the program, then the program."""
+    os.setsid()
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environment)
-    for number, path in ((1, out), (2, err)):
-        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), number)
-    sys.stdout = open(1, "w", buffering=1, closefd=False)
-    sys.stderr = open(2, "w", buffering=1, closefd=False)
+    encoding = environment.get("PYTHONIOENCODING")
+    sys.stdin = open(0, encoding=encoding, closefd=False)
+    sys.stdout = open(1, "w", buffering=1, encoding=encoding, closefd=False)
+    sys.stderr = open(2, "w", buffering=1, encoding=encoding, errors="backslashreplace", closefd=False)
+    sys.executable = environment.get("PYTHONEXECUTABLE", sys.executable)  # of what the program starts
     sys.path[:] = [path for path in sys.path if ROOT not in (Path(path), Path(path).parent)]  # those of the tests
     sys.path[:0] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
-    if argv[0] == "-c":
-        sys.argv = ["-c", *argv[2:]]
+    argv = argv[argv[0] == "-u" :]  # nothing is held back anyway
+    if argv[0] in ("-c", "-"):
+        code = argv.pop(1) if argv[0] == "-c" else sys.stdin.read()
+        sys.argv = argv
         sys.path.insert(0, cwd)
-        exec(compile(argv[1], "<string>", "exec"), {"__name__": "__main__"})
+        exec(compile(code, "<string>", "exec"), {"__name__": "__main__"})
+    elif argv[0] == "-m":
+        sys.argv = argv[1:]
+        sys.path.insert(0, cwd)
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
     else:
         sys.argv = argv
         sys.path.insert(0, os.path.dirname(os.path.abspath(argv[0])))
         runpy.run_path(argv[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    import matplotlib.pyplot  # noqa: F401  (what takes long)
+    import scipy.stats  # noqa: F401
+    import torch._dynamo  # noqa: F401
+
+    gc.collect()
+    gc.freeze()
+    gc.freeze = gc.unfreeze = lambda: None  # for the reason that conftest.py gives
+    run(*serve(sys.argv[1]))

@@ -405,14 +405,20 @@ def test_flags_of_pretrained(pretrained):
 # ---- the command line
 
 
-def run(*args, text=""):
-    done = subprocess.run([sys.executable, str(SCRIPT), *map(str, args)], input=text, capture_output=True, text=True,
-                          timeout=60, env={**os.environ, "PYTHONIOENCODING": "utf-8"})  # fmt: skip
-    assert "Traceback" not in done.stderr, done.stderr
-    return done
+@pytest.fixture
+def run(fast_python):
+    """Calls runs/chat.py with arguments and the text of a pipe."""
+
+    def call(*args, text=""):
+        done = subprocess.run([fast_python, str(SCRIPT), *map(str, args)], input=text, capture_output=True, text=True,
+                              timeout=60, env={**os.environ, "PYTHONIOENCODING": "utf-8"})  # fmt: skip
+        assert "Traceback" not in done.stderr, done.stderr
+        return done
+
+    return call
 
 
-def test_command_line(server, bpe, tmp_path):  # noqa: F811
+def test_command_line(run, server, bpe, tmp_path):  # noqa: F811
     """One shot and piped lines, for both kinds; stdout holds the answers alone."""
     server.reply = events("one ", "two")
     done = run("--endpoint", server.url, "--prompt", "Hi", "--top-k", 5)
@@ -493,7 +499,7 @@ def test_a_question_asked_again_draws_anew(make, server):
     assert [body["seed"] for *_, body in server.seen] == [7, 8]
 
 
-def test_exit_codes_of_pipes(server):
+def test_exit_codes_of_pipes(run, server):
     """1 if any question of a pipe had no whole answer; and who reads only a little gets no traceback."""
     server.reply = events("fine")
     assert run("--endpoint", server.url, text="a\nb\n").returncode == 0

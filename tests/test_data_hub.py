@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hub_stub import COMMIT, start_hub
+from hub_stub import COMMIT, run_hub, start_hub
+from processes import python
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "data"))
 import format
@@ -55,7 +56,6 @@ def hub(dataset, tmp_path):
 def run(hub, *args: object, code: int = 0) -> str:
     """Runs data/hub.py; returns stdout and stderr together."""
     env = {
-        **os.environ,
         "HF_ENDPOINT": hub.url,
         "HF_HOME": str(hub.home),
         "HF_HUB_DISABLE_XET": "1",
@@ -63,8 +63,7 @@ def run(hub, *args: object, code: int = 0) -> str:
         "HF_HUB_DOWNLOAD_TIMEOUT": "1",
         **getattr(hub, "env", {}),
     }
-    command = [sys.executable, str(DATA / "hub.py"), *map(str, args), "--backoff", "0.02"]
-    result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    result = run_hub(*args, env=env)
     output = result.stdout + result.stderr
     assert SIGNATURE not in output
     assert result.returncode == code, output
@@ -241,8 +240,8 @@ def test_an_unreachable_server(hub, tmp_path):
     hub.url = "http://127.0.0.1:9"  # discard: nothing listens
     output = run(hub, "download", "me/x", "--out", out, code=1)
     assert "again" not in output and "cannot be reached" in output and "HF_ENDPOINT" in output
-    command = [sys.executable, str(DATA / "pretrain.py"), "--source", "hf:me/x/*.jsonl", "--out", str(out)]
-    result = subprocess.run(command, env={**os.environ, "HF_ENDPOINT": hub.url}, capture_output=True, text=True)
+    command = [DATA / "pretrain.py", "--source", "hf:me/x/*.jsonl", "--out", out]
+    result = python(*command, env={**os.environ, "HF_ENDPOINT": hub.url})
     assert result.returncode == 1 and "cannot be reached" in result.stderr and "Retrying" not in result.stderr
 
     hub.env = {"HF_HUB_OFFLINE": "1"}

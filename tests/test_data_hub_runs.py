@@ -1,10 +1,8 @@
 """Run directories to the hub's stand-in and back: what comes back is a run for every tool, and nothing else comes."""
 
 import json
-import os
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,7 +10,7 @@ import pytest
 import train_small as ts
 
 from conftest import ROOT, TINY, write_dataset
-from hub_stub import start_hub
+from hub_stub import run_hub, start_hub
 from processes import python
 
 sys.path.insert(0, str(ROOT / "data"))
@@ -60,8 +58,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 def call(hub, *args: object, code: int = 0) -> str:
     """Runs data/hub.py; returns the output, of which an error is the last line."""
     names = {"HF_ENDPOINT": hub.url, "HF_HOME": str(hub.home), "HF_HUB_DISABLE_XET": "1", "HF_TOKEN": TOKEN}
-    command = [sys.executable, str(ROOT / "data/hub.py"), *map(str, args), "--backoff", "0.02"]
-    result = subprocess.run(command, env={**os.environ, **names}, capture_output=True, text=True, timeout=120)
+    result = run_hub(*args, env=names)
     assert result.returncode == code, result.stdout + result.stderr
     assert TOKEN not in result.stdout + result.stderr and "Traceback" not in result.stderr
     if code:

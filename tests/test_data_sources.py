@@ -18,6 +18,7 @@ import pytest
 import zstandard
 
 from hub_stub import COMMIT, git_blob_id, start_hub
+from processes import python
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "data"))
 import sources
@@ -372,9 +373,7 @@ def test_hub_sources(tmp_path):
         }
 
         def program(*arguments: object) -> subprocess.CompletedProcess:
-            command = [sys.executable, "-c", HUB_PROGRAM, json.dumps(arguments)]
-            environment = {**env, "PYTHONPATH": str(DATA)}
-            return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+            return python("-c", HUB_PROGRAM, json.dumps(arguments), env={**env, "PYTHONPATH": str(DATA)})
 
         good = [
             (("climbmix", None, 40), [sum(all_texts[:6], []), all_texts[6]]),

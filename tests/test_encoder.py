@@ -350,8 +350,13 @@ def test_run_directory(pretrained):
 
 def forked(work, count: int) -> None:
     """Calls work(rank) in processes that have torch imported already; each must end with exit code 0."""
+
+    def begin(rank: int) -> None:
+        torch.set_num_threads(1)  # here, because the first threads of a fork that do it race for its thread pool
+        work(rank)
+
     context = multiprocessing.get_context("fork")
-    jobs = [context.Process(target=work, args=(rank,)) for rank in range(count)]
+    jobs = [context.Process(target=begin, args=(rank,)) for rank in range(count)]
     for job in jobs:
         job.start()
     for job in jobs:

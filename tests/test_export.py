@@ -1,6 +1,7 @@
 """The exported repository: the tokenizer token by token, the model card, errors. Its model: test_export_model.py."""
 
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -33,12 +34,17 @@ VARIED = [
 ]  # fmt: skip
 
 
+@functools.cache
+def trained_tokenizer() -> dict:
+    documents = list(sources.open_source("stdlib", max_documents=60).train())
+    return tokenizer.train(iter(documents), 900)
+
+
 @pytest.fixture(scope="session")
 def bpe(tmp_path_factory) -> Path:
-    """A tokenizer of 900 entries, trained on a little of the standard library."""
-    documents = list(sources.open_source("stdlib", max_documents=60).train())
+    """A tokenizer of 900 entries, trained on a little of the standard library. Other files import this fixture."""
     path = tmp_path_factory.mktemp("bpe") / "tokenizer.json"
-    format.write_json(path, tokenizer.train(iter(documents), 900))
+    format.write_json(path, trained_tokenizer())
     return path
 
 

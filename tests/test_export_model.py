@@ -6,7 +6,6 @@ import os
 import random
 import re
 import subprocess
-import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -85,9 +84,9 @@ def pad_rows(rows, side: str) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.tensor(ids), torch.tensor(mask)
 
 
-def assert_same(found, expected) -> None:
+def assert_same(found, expected, atol=1e-5) -> None:
     """Within 1e-5 in fp32; logits are between 0 and 23."""
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(found, expected, atol=atol, rtol=0)
 
 
 def test_logits_are_the_scripts(exported):
@@ -126,7 +125,8 @@ def test_cache_in_parts(exported):
                                      use_cache=True)  # fmt: skip
                 cache, start = out.past_key_values, end
                 found.append(out.logits)
-        assert_same(torch.cat(found, 1)[mask.bool()], expected[mask.bool()])
+        # Products of one row and of many round differently: 1.3e-5 on a CPU with AVX-512.
+        assert_same(torch.cat(found, 1)[mask.bool()], expected[mask.bool()], atol=2e-5)
         assert cache.get_seq_length() == 60
 
     cache.crop(-15)
@@ -389,7 +389,7 @@ for folder in request["folders"]:
 """
 
 
-def test_auto_classes(bpe, tmp_path):  # noqa: F811
+def test_auto_classes(bpe, tmp_path, fast_python):  # noqa: F811
     """In a process of its own, from the folders alone: model, tokenizer and chat template, also saved again."""
     (row,) = random_rows(30)
     text = "the rest\n 12"
@@ -404,7 +404,7 @@ def test_auto_classes(bpe, tmp_path):  # noqa: F811
         "folders": [str(tmp_path / "small-hf"), str(tmp_path / "medium-hf")],
     }
     env = {**os.environ, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run([sys.executable, "-c", TRY], input=json.dumps(request), text=True, cwd=tmp_path,
+    done = subprocess.run([fast_python, "-c", TRY], input=json.dumps(request), text=True, cwd=tmp_path,
                           capture_output=True, env=env, timeout=240)  # fmt: skip
     assert done.returncode == 0, done.stderr
 

@@ -16,7 +16,7 @@ import pytest
 import train_small as ts
 
 from conftest import ROOT, TINY
-from processes import python
+from processes import descendants, python
 
 SLOW = """
 import sys, time
@@ -72,13 +72,8 @@ def listening(port: int) -> bool:
         return client.connect_ex(("localhost", port)) == 0
 
 
-def descendants(pid: int) -> list[int]:
-    children = [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    return [*children, *(grandchild for child in children for grandchild in descendants(child))]
-
-
 @pytest.fixture
-def agents(tmp_path):
+def agents(tmp_path, fast_python):
     """start() is what a person types on one more machine; whatever still runs at the end is killed."""
     (tmp_path / "slow.py").write_text(SLOW)
     with socket.socket() as free:
@@ -86,10 +81,10 @@ def agents(tmp_path):
         port = free.getsockname()[1]
     # The look at flags and data before torchrun is another test's: it takes an import of torch for each agent.
     (tmp_path / "bin").mkdir()
-    (tmp_path / "bin/python").write_text(f'#!/bin/sh\n[ "$1" = - ] && echo 1 && exit\nexec {sys.executable} "$@"\n')
+    (tmp_path / "bin/python").write_text(f'#!/bin/sh\n[ "$1" = - ] && echo 1 && exit\nexec {fast_python} "$@"\n')
     (tmp_path / "bin/python").chmod(0o755)
     environment = python_first(NODES="1:2", GPUS="1", HEAD=f"localhost:{port}", SCRIPT=str(tmp_path / "slow.py"),
-                               RDZV="keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=4")  # fmt: skip
+                               RDZV="keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=2")  # fmt: skip
     environment["PATH"] = f"{tmp_path}/bin:{environment['PATH']}"
     started = []
 
@@ -240,10 +235,9 @@ def test_multi_node_refuses_wrong_variables(fakes, wrong):
     assert fakes.calls() == []
 
 
-def test_multi_node_calls_torchrun(fakes, dataset_dir, tmp_path):
+def test_multi_node_calls_torchrun(fakes, fast_python, dataset_dir, tmp_path):
     """The rendezvous as asked for; and refusals before anything starts."""
-    real = sys.executable
-    fakes.write("python", code=f'if [[ $1 == - ]]; then exec {real} "$@"; fi')
+    fakes.write("python", code=f'if [[ $1 == - ]]; then exec {fast_python} "$@"; fi')
     argv = flags(dataset_dir, tmp_path / "run")
     done = fakes.run("multi_node.sh", *argv, NODES="1:2", GPUS="2", HEAD="node0:1234", JOB="seven", RESTARTS="5",
                      PYTHONPATH=str(ROOT))  # fmt: skip
@@ -273,10 +267,10 @@ Root Cause (first observed failure):
 
 
 @pytest.mark.parametrize("code", (0, 3))
-def test_the_sentence_is_the_last_line(fakes, dataset_dir, tmp_path, code):
+def test_the_sentence_is_the_last_line(fakes, fast_python, dataset_dir, tmp_path, code):
     """What failed first, below torchrun's report; nothing where nothing failed. The exit code is torchrun's."""
     report = f"cat >&2 <<'END'{REPORT}END\nexit {code}"
-    fakes.write("python", code=f'if [[ $1 == - ]]; then exec {sys.executable} "$@"; fi\n{report}')
+    fakes.write("python", code=f'if [[ $1 == - ]]; then exec {fast_python} "$@"; fi\n{report}')
     argv = flags(dataset_dir, tmp_path / "run")
     done = fakes.run("multi_node.sh", *argv, GPUS="2", PYTHONPATH=str(ROOT))
     last = "error: the disk is full, make room" if code else "  traceback : the disk is full, make room"
@@ -289,10 +283,10 @@ def test_the_sentence_is_the_last_line(fakes, dataset_dir, tmp_path, code):
     assert done.returncode == code and done.stderr.splitlines()[-1] == last
 
 
-def test_sigterm_reaches_torchrun(fakes, dataset_dir, tmp_path):
+def test_sigterm_reaches_torchrun(fakes, fast_python, dataset_dir, tmp_path):
     """Processes get time to save; the script ends with them."""
     nap = "trap 'echo saved; exit 5' TERM; for i in {1..300}; do sleep 0.1; done"
-    fakes.write("python", code=f'if [[ $1 == - ]]; then exec {sys.executable} "$@"; fi\n{nap}')
+    fakes.write("python", code=f'if [[ $1 == - ]]; then exec {fast_python} "$@"; fi\n{nap}')
     environment = python_first(PYTHONPATH=str(ROOT), GPUS="2")
     environment["PATH"] = f"{tmp_path}/bin:{environment['PATH']}"
     job = subprocess.Popen(["bash", "runs/multi_node.sh", *flags(dataset_dir, tmp_path / "run")], cwd=ROOT,

@@ -45,12 +45,13 @@ def cell_with(text: str) -> str:
 
 
 @contextlib.contextmanager
-def kernel(repo: Path, monkeypatch) -> Iterator[Callable]:
-    """A kernel for the notebook at toy size. Gives what runs all cells, but for those that hold one of some texts, and
-    returns everything printed."""
+def kernel(repo: Path, python: Path, monkeypatch) -> Iterator[Callable]:
+    """A kernel for the notebook at toy size, whose commands are started by `python`. Gives what runs all cells, but for
+    those that hold one of some texts, and returns everything printed."""
     notebook = read()
     first = next(cell for cell in notebook.cells if cell.cell_type == "code")
     first.source, found = re.subn(r"^SMOKE = .*$", "SMOKE = True", first.source, flags=re.M)
+    first.source += f"\nimport sys; sys.executable = {str(python)!r}"
     assert found == 1
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -69,9 +70,9 @@ def kernel(repo: Path, monkeypatch) -> Iterator[Callable]:
         yield execute
 
 
-def test_notebook_from_top_to_bottom(repo, monkeypatch):
+def test_notebook_from_top_to_bottom(repo, fast_python, monkeypatch):
     """Data, training, curves, samples, chat and export. An interrupted run continues, finished work is not repeated."""
-    with kernel(repo, monkeypatch) as execute:
+    with kernel(repo, fast_python, monkeypatch) as execute:
         text = execute()
         assert "installed now: nothing" in text and "no GPU" in text and "2 pictures" in text
         log = [json.loads(line) for line in (repo / "out/first/log.jsonl").read_text().splitlines()]

@@ -20,6 +20,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import torch
 import train_medium as tm
 import train_small as ts
 import zstandard
@@ -724,13 +725,17 @@ def run_command(command: str, monkeypatch) -> int:
         runpy.run_path(words[1], run_name="__main__")
     except SystemExit as end:
         return end.code or 0
+    finally:  # what train_plain.py sets; a default device would slow down each operation of later tests
+        torch.set_default_device(None)
+        torch.set_float32_matmul_precision("highest")
     return 0
 
 
 @pytest.mark.parametrize("name", ["README.md", "records/README.md", *TUTORIALS])
-def test_commands_run(checkout, monkeypatch, capfd, name):
+def test_commands_run(checkout, fast_python, monkeypatch, capfd, name):
     """Every command of a page, one after the other; what cannot run here is in NOT_RUN."""
     monkeypatch.chdir(checkout)
+    monkeypatch.setattr(sys, "executable", str(fast_python))
     ran = set()
     for command in readme_commands(name):
         if any(re.search(pattern, command) for pattern in NOT_RUN) and not (name in TUTORIALS and "out/a_" in command):

@@ -139,13 +139,14 @@ def refused(tool, *argv) -> str:
 
 
 @pytest.fixture(scope="session")
-def folders(repo):
+def folders(repo, fast_python):
     """The records of both variants, made by the commands that a person would type."""
+    environment = {**os.environ, "PYTHONEXECUTABLE": str(fast_python)}
     for name, more in (("a", ()), ("b", ("--against", "2026-11-22_base", "--hypothesis", "A lower rate is worse."))):
         slug = {"a": "base", "b": "a-low-rate"}[name]
         runs = [f"out/{name}_{seed}" for seed in SEEDS]
         command = ["records/add.py", *runs, "--track", "small", "--slug", slug, *more]
-        assert python(*command, cwd=repo).returncode == 0
+        assert python(*command, cwd=repo, env=environment).returncode == 0
         if name == "a":
             device = json.loads((repo / "out" / "a_0" / "config.json").read_text())["machine"]["device"]
             command = ["records/tracks.py", "add", "data/tiny", "--dataset", "tiny", "--script", "small", "--tokens",
@@ -1044,6 +1045,7 @@ def test_nothing_of_a_script_is_executed(value):
 
 def test_rules_of_the_medium_script(tmp_path, monkeypatch):
     """add.py has the script itself derive what a rule gives: a hidden --set muon_lr is found."""
+    monkeypatch.setattr(add, "subprocess", types.SimpleNamespace(run=quick_run))
     shutil.copy(ROOT / "train_medium.py", tmp_path)
     words = ["--tokens", "34013184", "--set", "stages=((1.0,8,1.0),)"]
     config = dataclasses.asdict(tm.make_config(tm.build_parser().parse_args(words)))
@@ -1059,8 +1061,9 @@ def test_rules_of_the_medium_script(tmp_path, monkeypatch):
 # ---- running again
 
 
-def test_rerun(repo, folders, tmp_path):
+def test_rerun(repo, folders, fast_python, tmp_path, monkeypatch):
     """The first seed again gives the logged losses; a script that trains differently does not, at the named step."""
+    monkeypatch.setattr(sys, "executable", str(fast_python))
     said = run(verify, folders[0], "--rerun", 6, "--data", "data/tiny")
     assert re.search(r"the loss at step 6: \d\.\d{4}, record \d\.\d{4}", said) and said.endswith("_base: ok\n")
     assert "step 9" not in said

@@ -718,15 +718,16 @@ def test_newest_and_best_checkpoints_are_kept(dataset, tmp_path):
 # ---- several processes
 
 
-def torchrun(*argv) -> subprocess.Popen:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train_small.py"]
-    return subprocess.Popen([*command, *argv], cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+def torchrun(python, *argv) -> subprocess.Popen:
+    command = [python, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "train_small.py"]
+    return subprocess.Popen([*command, *argv], cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                            env={**os.environ, "PYTHON_EXEC": str(python)})  # fmt: skip
 
 
 def test_two_processes_train_like_one(finished, halfway, dataset_dir, tmp_path):
     """From the start and resumed from one process's checkpoint of step 10: the same losses within 1e-5."""
     resumed = shutil.copytree(halfway, tmp_path / "resumed")
-    job = torchrun(*flags(dataset_dir, tmp_path / "two"))
+    job = torchrun(sys.executable, *flags(dataset_dir, tmp_path / "two"))
     out, err = job.communicate(timeout=120)
     assert job.returncode == 0, err
     done = python("train_small.py", "--resume", "--run-dir", resumed, ranks=2)
@@ -744,11 +745,11 @@ def test_two_processes_train_like_one(finished, halfway, dataset_dir, tmp_path):
         torch.testing.assert_close(ours[f"model/{name}"], theirs[f"model/{name}"], atol=1e-3, rtol=0)
 
 
-def test_two_processes_stop_together(dataset_dir, tmp_path):
+def test_two_processes_stop_together(dataset_dir, tmp_path, fast_python):
     """SIGTERM to torchrun: all ranks save the same step and leave; one process can go on from there."""
     run_dir = tmp_path / "two"
     argv = flags(dataset_dir, run_dir, "--save-every", "0", "--eval-every", "0", steps=3000, max_epochs=1000)
-    job = torchrun(*argv)
+    job = torchrun(fast_python, *argv)
     for line in job.stdout:
         if re.match(r"step +2/", line):
             break

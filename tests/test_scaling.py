@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import matplotlib.image
@@ -102,7 +101,7 @@ fake_run(Path(run_dir).parent, 64 * depth, 6 * int(tokens) * weights, Path(run_d
 
 
 @pytest.fixture
-def sandbox(tmp_path) -> Path:
+def sandbox(tmp_path, fast_python) -> Path:
     """A copy of the scripts whose .venv is the python of this test; pip installs nothing. With a file `fake` there,
     trainings are not run but written to train.log, and leave what scaling_plot.py reads."""
     (tmp_path / ".venv/bin").mkdir(parents=True)
@@ -118,14 +117,14 @@ if [[ "$1 $2" == "-m pip" ]]; then exit; fi
 if [[ $2 == *device_count* ]]; then echo 0; exit; fi # saves the import of torch
 if [[ $1 == train_medium.py && -e fake ]]; then
   echo "$@" >>train.log
-  exec {sys.executable} fake.py "$@"
+  exec {fast_python} fake.py "$@"
 fi
 if [[ $1 == *.py && -e log ]]; then
   echo "$@" >>python.log
   case "$*" in *--run-dir*) mkdir -p "${{@: -1}}" && echo "# done" >"${{@: -1}}/report.md" ;; esac
   exit
 fi
-exec {sys.executable} "$@"
+exec {fast_python} "$@"
 """)
     python.chmod(0o755)
     return tmp_path

@@ -173,7 +173,7 @@ def test_ablations_fit_the_script():
         assert getattr(ts.Config(), key) != value
 
 
-def test_with_the_real_script(tmp_path, dataset_dir, monkeypatch):
+def test_with_the_real_script(tmp_path, dataset_dir, fast_python, monkeypatch):
     """Two real runs: the table states the bits per byte that they printed."""
     monkeypatch.setattr(sweep, "find_gpus", lambda: [""])
     sets = [word for key, value in TINY.items() if key != "tokens"
@@ -181,6 +181,7 @@ def test_with_the_real_script(tmp_path, dataset_dir, monkeypatch):
     flags = ["--data", str(dataset_dir), "--tokens", "768", "--log-every", "1", *sets]
     (tmp_path / "s.toml").write_text(f"flags = {json.dumps(flags)}\n[grid]\nadam_lr = [0.001]\n")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(sys, "executable", str(fast_python))
     assert sweep.main([str(tmp_path / "s.toml"), "--out", str(tmp_path / "out")]) == 0
     table = (tmp_path / "out" / "sweep.md").read_text()
     for name, folder in (("base", "base_0"), ("adam_lr=0.001", "adam_lr=0.001_0")):
