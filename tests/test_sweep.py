@@ -1,7 +1,6 @@
 """dev/sweep.py: lists become runs on every GPU, a table against scipy and a picture; stopped, it goes on."""
 
 import json
-import os
 import re
 import signal
 import subprocess
