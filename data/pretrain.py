@@ -372,7 +372,7 @@ def build(args: argparse.Namespace) -> None:
         "val_documents": args.val_documents,
         "max_documents": args.max_documents,
         "max_bytes": args.max_bytes,
-        "interleave": args.interleave or None,
+        "interleave": args.interleave or None,  # None in directories from before the flag
         "shard_tokens": args.shard_tokens,
         "vocab_size": args.vocab_size,
         "tokenizer_chars": args.tokenizer_chars,

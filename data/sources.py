@@ -91,8 +91,7 @@ def open_source(
         fail(
             f"--val-fraction must lie above 0 and at most 0.5, found {val_fraction}; 0.01 is usual"
         )
-    is_local = spec not in ("stdlib", *HUB_SOURCES) and not spec.startswith(("pypi:", "hf:"))
-    if interleave and not is_local:
+    if interleave and (spec in ("stdlib", *HUB_SOURCES) or spec.startswith(("pypi:", "hf:"))):
         fail(f"--interleave is for files on this machine, --source is {spec}; leave it out")
     if spec == "stdlib":
         inputs = [["stdlib", python_version()]]
@@ -290,10 +289,9 @@ def interleaved_documents(
 ) -> Iterator[str]:
     """Every document of the files, the next always from the file of which the smallest part was read.
 
-    So each stretch of the text holds all files in proportion to their bytes of text, and all end together. A first
-    pass counts these bytes.
+    So each stretch of the text holds all files in proportion to their bytes of text, and all end together.
     """
-    sizes = [text_bytes(path, text_field) for path in paths]
+    sizes = count_text(tuple(paths), text_field)
     readers = [local_documents([path], text_field, empty) for path in paths]
     parts = [(0.0, i) for i in range(len(paths))]  # of each file: how much was read, from 0 to 1
     while parts:
@@ -307,8 +305,10 @@ def interleaved_documents(
 
 
 @functools.cache  # each split is a pass of its own
-def text_bytes(path: Path, text_field: str) -> int:
-    return sum(map(utf8_length, local_documents([path], text_field, {})))
+def count_text(paths: tuple[Path, ...], text_field: str) -> list[int]:
+    """Bytes of text in each file."""
+    print(f"counting the text of {len(paths)} files, to read them side by side", file=sys.stderr)
+    return [sum(map(utf8_length, local_documents([path], text_field, {}))) for path in paths]
 
 
 def read_lines(path: Path) -> Iterator[bytes]:
