@@ -681,8 +681,15 @@ def softcap(x: Tensor, cap: tuple) -> Tensor:
 
 
 def head_gates(x_TD: Tensor, weight_HG: Tensor) -> Tensor:
-    """A factor between 0 and 2 for each head, (T, H), from the first G channels; 1 at the start."""
-    return 2 * torch.sigmoid(F.linear(x_TD[:, : weight_HG.size(-1)], weight_HG))
+    """A factor between 0 and 2 for each head, (T, H), from the first G channels; 1 at the start.
+
+    A compiled sum joins the kernels around it. cuBLAS needs 17 us for such a small product, and a step
+    of the small model has 45 of them.
+    """
+    x_TG = x_TD[:, : weight_HG.size(-1)]
+    if torch.compiler.is_compiling():
+        return 2 * torch.sigmoid((x_TG[:, None] * weight_HG).sum(-1))
+    return 2 * torch.sigmoid(F.linear(x_TG, weight_HG))
 
 
 class LayerWeights(NamedTuple):
@@ -1278,7 +1285,7 @@ class PackLoader:
 # >>> shared: optimizer
 # ===============================================================================
 # 6. OPTIMIZER -- NorMuon for matrices, Adam for the rest; state sharded over ranks
-# Each rank owns a slice of every bank and table, with the fp32 master weights and fp32 moments of that
+# Each rank owns a slice of every bank and table, with the fp32 master weights and moments of that
 # slice. A step reduce-scatters all gradients, updates the own slices in the same order, and all-gathers
 # the weights in the dtype of the model. Gradients of `late` tables travel while the next step computes,
 # and their weights while matrices are orthogonalised. One process runs the same code: its slices are
@@ -1344,9 +1351,11 @@ def adam_update(
 ) -> None:  # fmt: skip
     """One Adam step with cautious weight decay, in place. From lr on all arguments are 0-D tensors."""
     grad = grad.float() * grad_scale
-    exp_avg.lerp_(grad, 1 - beta1)
-    exp_avg_sq.lerp_(grad.square(), 1 - beta2)
-    update = exp_avg / correction1 / ((exp_avg_sq / correction2).sqrt() + eps)
+    avg = exp_avg.float().lerp(grad, 1 - beta1)
+    avg_sq = exp_avg_sq.float().lerp(grad.square(), 1 - beta2)
+    exp_avg.copy_(avg)
+    exp_avg_sq.copy_(avg_sq)
+    update = avg / correction1 / ((avg_sq / correction2).sqrt() + eps)
     agrees = update * master > 0
     master.sub_(lr * (update + decay * master * agrees))
 
@@ -1561,9 +1570,12 @@ class Optimizer:
             if slot.policy.optimizer == "normuon":
                 self.reset_normuon(slot)
             else:
+                # Those of late tables are most of what Adam reads and writes, and need no more bits.
+                bf16 = slot.policy.late and weights.dtype == torch.bfloat16
+                dtype = torch.bfloat16 if bf16 else torch.float32
                 slot.moments = {
-                    "exp_avg": torch.zeros_like(slot.master),
-                    "exp_avg_sq": torch.zeros_like(slot.master),
+                    "exp_avg": torch.zeros_like(slot.master, dtype=dtype),
+                    "exp_avg_sq": torch.zeros_like(slot.master, dtype=dtype),
                 }
 
     def reset_normuon(self, slot: Slot) -> None:
@@ -3190,7 +3202,7 @@ def checkpoint_folders(run_dir: Path) -> list[Path]:
 def save_checkpoint(state: TrainState, run_dir: Path, progress: dict) -> None:
     """Writes checkpoints/step_N/ in one rename, then removes old ones; every rank must call it.
 
-    model.safetensors holds fp32 weights, the others fp32 moments and the state of random generators,
+    model.safetensors holds fp32 weights, the others the moments and the state of random generators,
     state.json the rest: progress is what resume() needs.
     """
     weights = state.optimizer.weights()
@@ -4190,11 +4202,9 @@ def product8(a_MK: Tensor, b_NK: Tensor, scale: Tensor, dtype: torch.dtype, fast
 
 
 def to_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """An e4m3 copy and its scale, about largest magnitude / 448."""
-    largest = torch.linalg.vector_norm(x, float("inf")).float().clamp_(min=1e-12)
-    # The product needs the factor in the dtype of x, and the scale must be the inverse of just that.
-    factor = (E4M3_MAX / largest).to(x.dtype)
-    return (x * factor).to(E4M3), 1 / factor.float()
+    """An e4m3 copy of x (N, K) and its scale, the largest norm of a row / 448, fp32, 0-D."""
+    scale = largest_row(x) / E4M3_MAX
+    return cast8(x, 1 / scale), scale
 
 
 def scale_head_gradient(x, weights, row_weight, cap) -> tuple[Tensor, Tensor]:
@@ -4213,34 +4223,38 @@ def scale_head_gradient(x, weights, row_weight, cap) -> tuple[Tensor, Tensor]:
 
 @torch.library.custom_op(f"{OPS}::linear_ce", mutates_args=())
 def linear_ce(
-    x: Tensor, w: Tensor, targets: Tensor, weights: Tensor, row_weight: Tensor | None,
-    cap: list[float], chunk: int, grad: bool, fp8: bool,
+    x: Tensor, w: Tensor, x_scale: Tensor | None, w_scale: Tensor | None,
+    targets: Tensor, weights: Tensor, row_weight: Tensor | None,
+    cap: list[float], chunk: int, grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Loss, nats, dx and dw of linear_cross_entropy, chunk by chunk over the tokens."""
+    """Loss, nats, dx and dw of linear_cross_entropy, chunk by chunk over the tokens.
+
+    x and w are in fp8 where they have scales; logits, dx and dw are bf16 then.
+    """
     T = len(x)
+    fp8 = x_scale is not None
+    dtype = torch.bfloat16 if fp8 else x.dtype
     losses, nats = torch.empty(T, device=x.device), torch.empty(T, device=x.device)
-    dx = x.new_empty(x.shape if grad else 0)
-    dw = None if grad else w.new_empty(0)
+    dx = x.new_empty(x.shape if grad else 0, dtype=dtype)
+    dw = None if grad else w.new_empty(0, dtype=dtype)
     # More than one chunk is summed in fp32: a 16-bit running sum would round once a chunk.
-    wide = x.is_cuda and x.dtype != torch.float32 and T > chunk
+    wide = x.is_cuda and dtype != torch.float32 and T > chunk
+    dw_dtype = torch.float32 if wide else dtype
     factor = row_weight
     g8 = None  # the buffer of an fp8 gradient
-    if fp8:
-        x8, x_scale = to_fp8(x)
-        w8, w_scale = to_fp8(w)
     if fp8 and grad:
-        w8_T = transpose8(w8)
+        w_T = transpose8(w)
         g_scale, factor = scale_head_gradient(x, weights, row_weight, cap)
         g8 = torch.empty(min(chunk, T), len(w), dtype=E5M2, device=x.device)
 
     for start in range(0, T, chunk):
         own = slice(start, min(start + chunk, T))
         if fp8:
-            logits = product8(x8[own], w8, x_scale * w_scale, x.dtype, fast=True)
+            logits = product8(x[own], w, x_scale * w_scale, dtype, fast=True)
         else:
             logits = x[own] @ w.T
         arguments = (targets, weights, factor, cap, start, grad)
-        if use_triton(x):
+        if use_triton(logits):
             out = None if g8 is None else g8[: len(logits)]
             losses[own], nats[own], g = softcap_ce(logits, *arguments, out)
         else:
@@ -4249,30 +4263,34 @@ def linear_ce(
             continue
 
         if fp8:
-            dx[own] = product8(g, w8_T, g_scale * w_scale, x.dtype)
-            dtype = torch.float32 if wide else w.dtype
-            part = product8(transpose8(g), transpose8(x8[own]), g_scale * x_scale, dtype)
+            dx[own] = product8(g, w_T, g_scale * w_scale, dtype)
+            part = product8(transpose8(g), transpose8(x[own]), g_scale * x_scale, dw_dtype)
         else:
             torch.mm(g, w, out=dx[own])
-            part = torch.mm(g.T, x[own], out_dtype=torch.float32) if wide else g.T @ x[own]
+            part = torch.mm(g.T, x[own], out_dtype=dw_dtype) if wide else g.T @ x[own]
         dw = part if dw is None else dw.add_(part)
         del logits, g  # before the next chunk needs the memory
     total = losses.sum() if row_weight is None else losses @ row_weight
-    return total, nats, dx, dw.to(w.dtype)
+    return total, nats, dx, dw.to(dtype)
 
 
 @linear_ce.register_fake
-def _(x, w, targets, weights, row_weight, cap, chunk, grad, fp8):
+def _(x, w, x_scale, w_scale, targets, weights, row_weight, cap, chunk, grad):
+    dtype = x.dtype if x_scale is None else torch.bfloat16
     nats = x.new_empty(len(x), dtype=torch.float32)
-    dx = x.new_empty(x.shape if grad else 0)
-    dw = w.new_empty(w.shape if grad else 0)
+    dx = x.new_empty(x.shape if grad else 0, dtype=dtype)
+    dw = w.new_empty(w.shape if grad else 0, dtype=dtype)
     return nats.new_empty(()), nats, dx, dw
 
 
 class LinearCE(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, *arguments):
-        total, nats, dx, dw = linear_ce(*arguments)
+    def forward(ctx, x, w, fp8, *arguments):
+        x_scale = w_scale = None
+        if fp8:  # here and not in linear_ce: compiled, the casts join the kernels around them
+            x, x_scale = to_fp8(x)
+            w, w_scale = to_fp8(w)
+        total, nats, dx, dw = linear_ce(x, w, x_scale, w_scale, *arguments, True)
         ctx.save_for_backward(dx, dw)
         ctx.mark_non_differentiable(nats)
         return total, nats
@@ -4280,15 +4298,16 @@ class LinearCE(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g, g_nats):
         dx, dw = ctx.saved_tensors
-        return dx * g, dw * g, *(None,) * 7
+        return dx * g, dw * g, *(None,) * 6
 
 
-def linear_cross_entropy(x, w, targets, cap, weights=None, row_weight=None, chunk=16384, fp8=False):
+def linear_cross_entropy(x, w, targets, cap, weights=None, row_weight=None, chunk=32768, fp8=False):
     """Softcapped head and loss.
 
     Args:    x (T, D), w (V, D); targets int (N, T), negative for none; cap as in softcap(); weights
-             fp32 (N,), one for each row of targets; row_weight fp32 (T,); fp8: e4m3 operands with
-             dynamic scales and an e5m2 gradient whose scale is an exact bound, where fits_fp8() allows
+             fp32 (N,), one for each row of targets; row_weight fp32 (T,); chunk tokens at a time;
+             fp8: for training, e4m3 operands with dynamic scales and an e5m2 gradient whose scale is
+             an exact bound, where fits_fp8() allows
     Returns: sum over t of row_weight_t * loss_t; nats of the first target alone, fp32 (T,),
              detached, 0 where there is none
 
@@ -4301,10 +4320,10 @@ def linear_cross_entropy(x, w, targets, cap, weights=None, row_weight=None, chun
     if not use_triton(x):  # plain code holds several fp32 copies of a chunk's logits: 256 MiB each
         chunk = min(chunk, max(2**26 // len(w), 1))
     fp8 = fp8 and fits_fp8(x, *x.shape, len(w), chunk)
-    arguments = (x, w, targets.contiguous(), weights, row_weight, list(cap), chunk, grad, fp8)
+    arguments = (targets.contiguous(), weights, row_weight, list(cap), chunk)
     if grad:
-        return LinearCE.apply(*arguments)
-    return linear_ce(*arguments)[:2]
+        return LinearCE.apply(x, w, fp8, *arguments)
+    return linear_ce(x, w, None, None, *arguments, False)[:2]
 
 
 # -- symmetric products for Polar Express: half the tiles; the MLP bank's step 1.66 ms against 2.44
