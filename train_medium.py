@@ -683,11 +683,11 @@ def softcap(x: Tensor, cap: tuple) -> Tensor:
 def head_gates(x_TD: Tensor, weight_HG: Tensor) -> Tensor:
     """A factor between 0 and 2 for each head, (T, H), from the first G channels; 1 at the start.
 
-    A compiled sum joins the kernels around it. cuBLAS needs 17 us for such a small product, and a step
-    of the small model has 45 of them.
+    Decoding adds up the few products inside the kernel that needs them. Training must not: sums over
+    all tokens for the gradient of each weight made a step 11 % longer than small products do.
     """
     x_TG = x_TD[:, : weight_HG.size(-1)]
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() and not torch.is_grad_enabled():
         return 2 * torch.sigmoid((x_TG[:, None] * weight_HG).sum(-1))
     return 2 * torch.sigmoid(F.linear(x_TG, weight_HG))
 
@@ -1438,7 +1438,7 @@ class Optimizer:
         # Late tables come first: their sums have travelled since the last step.
         self.count += 1
         for slot in [*late, *now]:
-            if slot.grad is None:  # a late table in the first step
+            if slot.grad is None:  # a late table in the first step, or nothing used the parameter
                 continue
             if slot.work is not None:
                 slot.work.wait()
@@ -1485,7 +1485,8 @@ class Optimizer:
         for slot in self.slots:
             if slot.work is not None:
                 slot.work.wait()
-        finite = torch.stack([slot.grad.isfinite().all() for slot in self.slots]).all().float()
+        grads = [slot.grad for slot in self.slots if slot.grad is not None]
+        finite = torch.stack([grad.isfinite().all() for grad in grads]).all().float()
         if self.ranks.world > 1:
             dist.all_reduce(finite, op=dist.ReduceOp.MIN)
         if finite.item():
@@ -1497,12 +1498,14 @@ class Optimizer:
     # -- communication
 
     def start_reduce(self, slot: Slot) -> None:
+        slot.grad = slot.work = None
+        if slot.param.grad is None:
+            return
         grad = slot.param.grad.view(slot.shape)
         if slot.policy.late:
             grad = grad.clone()  # replay() writes the next gradient into the same memory
         slot.param.grad = None
         slot.grad = grad
-        slot.work = None
         if self.ranks.world == 1:
             return
         if not slot.sharded:
@@ -2396,7 +2399,8 @@ def capture(state: TrainState, key: GraphKey, micro_batch: MicroBatch, factor: T
     # The first graph wrote its gradients into tensors of its own, which hold nothing yet.
     if key.first:
         for own, grad in zip(graph.grads, grads, strict=True):
-            own.copy_(grad)
+            if own is not None:
+                own.copy_(grad)
     state.graphs[key] = graph
     return nats
 

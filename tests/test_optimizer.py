@@ -148,6 +148,23 @@ def test_adam_decays_only_what_the_step_shrinks():
     torch.testing.assert_close(master, expected, atol=1e-6, rtol=0)
 
 
+def test_adam_with_moments_in_bf16():
+    """Ten steps with half the bits: close to those with all, and the moments are what was rounded."""
+    rng = torch.Generator().manual_seed(0)
+    start = torch.randn(400, generator=rng)
+    masters = [start.clone(), start.clone()]
+    moments = [torch.zeros(2, 400), torch.zeros(2, 400, dtype=torch.bfloat16)]
+    for step in range(1, 11):
+        grad = torch.randn(400, generator=rng)
+        grad[:100] *= step == 1  # rows that one token touched: their moments fade
+        numbers = scalars(0.01, 0.75, 0.95, 1e-10, 0, 1 - 0.75**step, 1 - 0.95**step, 1)
+        for master, moment in zip(masters, moments, strict=True):
+            ts.adam_update(master, grad, *moment, *numbers)
+    moved = (masters[0] - start).norm()
+    assert (masters[0] - masters[1]).norm() < 0.01 * moved
+    torch.testing.assert_close(moments[1].float(), moments[0], rtol=0.05, atol=0.005)
+
+
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_every_parameter_has_a_policy(config):
     """Each technique's parameters are in the table, matrices go to NorMuon, and the optimizer takes all of them."""
@@ -221,6 +238,20 @@ def test_optimizer_step_applies_the_table(config, rows, down):
             got = model.get_parameter(name).detach()
             worst = (got - weights.detach()).abs().max()
             assert worst < 1e-3, f"{name}: {worst}"
+
+
+@pytest.mark.parametrize("scale", (1.0, 8.0), ids=("bf16", "fp16"))
+def test_a_parameter_that_nothing_uses(scale):
+    """The medium model without input, bigrams and backout in its layers has no use for its table of scalars."""
+    config = tiny_medium(x0_injection=False, backout=False, bigram_rows=0)
+    model = random_model(config)
+    optimizer = script(config).build_optimizer(model, config)
+    before = {name: param.detach().clone() for name, param in model.named_parameters()}
+    for _ in range(2):
+        (model(*pack(random_documents((50, 60))))[0] * (scale / 100)).backward()
+        assert optimizer.step(1.0, 0.9, scale)
+    changed = {name for name, param in model.named_parameters() if not torch.equal(param, before[name])}
+    assert changed == set(before) - {"scalars"}
 
 
 def test_optimizer_state_survives_a_round_trip():
