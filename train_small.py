@@ -585,8 +585,8 @@ def softcap(x: Tensor, cap: tuple) -> Tensor:
 def head_gates(x_TD: Tensor, weight_HG: Tensor) -> Tensor:
     """A factor between 0 and 2 for each head, (T, H), from the first G channels; 1 at the start.
 
-    Decoding adds up the few products inside the kernel that needs them. Training must not: sums over
-    all tokens for the gradient of each weight made a step 11 % longer than small products do.
+    Decoding adds up the few products inside the kernel that needs them. Training must not: with the
+    gradients of such sums a step took 11 % longer.
     """
     x_TG = x_TD[:, : weight_HG.size(-1)]
     if torch.compiler.is_compiling() and not torch.is_grad_enabled():
