@@ -681,24 +681,40 @@ def softcap(x: Tensor, cap: tuple) -> Tensor:
 
 
 def head_gates(x_TD: Tensor, weight_HG: Tensor) -> Tensor:
-    """A factor between 0 and 2 for each head, (T, H), from the first G channels; 1 at the start.
-
-    Decoding adds up the few products inside the kernel that needs them. Training must not: with the
-    gradients of such sums a step took 11 % longer.
-    """
+    """A factor between 0 and 2 for each head, (T, H), from the first G channels; 1 at the start."""
     x_TG = x_TD[:, : weight_HG.size(-1)]
-    if torch.compiler.is_compiling() and not torch.is_grad_enabled():
-        return 2 * torch.sigmoid((x_TG[:, None] * weight_HG).sum(-1))
+    if torch.compiler.is_compiling():
+        return HeadGates.apply(x_TG, weight_HG)
     return 2 * torch.sigmoid(F.linear(x_TG, weight_HG))
 
 
-class LayerWeights(NamedTuple):
-    """The matrices of one layer as they are used; None where a layer has no attention."""
+class HeadGates(torch.autograd.Function):
+    """head_gates as sums, which join the kernels around them; their gradients as products.
 
-    qkv: Tensor | None  # (3 D, D)
-    o: Tensor | None  # (D, D)
-    up: Tensor  # (F, D)
-    down: Tensor  # (F, D)
+    With gradients of sums a step took 11 % longer.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        x = x.clone()
+        gates = 2 * torch.sigmoid((x[:, None] * weight).sum(-1))
+        ctx.save_for_backward(x, weight, gates)
+        return gates
+
+    @staticmethod
+    def backward(ctx, g):
+        x, weight, gates = ctx.saved_tensors
+        g = g * gates * (1 - gates / 2)
+        return g @ weight, g.T @ x
+
+
+class LayerWeights(NamedTuple):
+    """The matrices of one layer as they are used, or all as Weight8; None for what a layer lacks."""
+
+    qkv: Tensor | None = None  # (3 D, D)
+    o: Tensor | None = None  # (D, D)
+    up: Tensor | None = None  # (F, D)
+    down: Tensor | None = None  # (F, D)
 
 
 class Inputs(NamedTuple):
@@ -716,28 +732,28 @@ class Linear8(torch.autograd.Function):
     """x w^T and its gradients by fp8 products (section 12); the backward keeps the fp8 input, not x."""
 
     @staticmethod
-    def forward(ctx, x, w):
+    def forward(ctx, x, w, *weight8):
+        w8 = Weight8(*weight8)
         row_x = largest_row(x)
-        row_w = largest_row(w)
         x8 = cast8(x, E4M3_MAX / row_x)
-        w8 = cast8(w, E4M3_MAX / row_w)
-        ctx.save_for_backward(x8, w8, row_x, row_w)
-        return product8(x8, w8, row_x * row_w / E4M3_MAX**2, x.dtype, fast=True)
+        ctx.save_for_backward(x8, row_x, *w8)
+        return product8(x8, w8.values, row_x * w8.row / E4M3_MAX**2, x.dtype, fast=True)
 
     @staticmethod
     def backward(ctx, g):
-        x8, w8, row_x, row_w = ctx.saved_tensors
+        x8, row_x, *weight8 = ctx.saved_tensors
+        w8 = Weight8(*weight8)
         row_g = largest_row(g)
         g8 = cast8(g.contiguous(), E5M2_MAX / row_g, E5M2)
         unit = row_g / (E4M3_MAX * E5M2_MAX)
-        dx = product8(g8, transpose8(w8), unit * row_w, g.dtype)
+        dx = product8(g8, w8.transposed, unit * w8.row, g.dtype)
         dw = product8(transpose8(g8), transpose8(x8), unit * row_x, g.dtype)
-        return dx, dw
+        return dx, dw, None, None, None
 
 
-def linear8(x_TK: Tensor, w_NK: Tensor) -> Tensor:
+def linear8(x_TK: Tensor, w_NK: Tensor, w8: Weight8) -> Tensor:
     """F.linear(x, w) in fp8: (T, N) in the dtype of x; gradients are in the dtypes of x and w."""
-    return Linear8.apply(x_TK, w_NK)
+    return Linear8.apply(x_TK, w_NK, *w8)
 
 
 # The table of learned scalars: a row for each name, a column for each layer, the last row for one
@@ -818,11 +834,11 @@ class GPT(nn.Module):
         if self.config.bigram_rows:
             self.init_signs()
 
-    def layer_weights(self) -> list[LayerWeights]:
-        """The matrices of each layer, for a trunk or for many."""
-        mlp = self.mlp_bank.unbind(0)
-        banks = (self.qkv_bank.unbind(0), self.o_bank.unbind(0), mlp[::2], mlp[1::2])
-        return [LayerWeights(*matrices) for matrices in zip(*banks, strict=True)]
+    def layer_weights(self, fp8: bool = False) -> list[LayerWeights]:
+        """The matrices of each layer, for a trunk or for many; in fp8 those that need it."""
+        banks = (self.qkv_bank, self.o_bank, self.mlp_bank[::2], self.mlp_bank[1::2])
+        layers = [to_weights8(bank) for bank in banks] if fp8 else banks
+        return [LayerWeights(*matrices) for matrices in zip(*layers, strict=True)]
 
     def trunk(self, tokens_T, previous_T, positions_T, attend: Callable, weights=None) -> Tensor:
         """Everything between token ids and the head.
@@ -842,9 +858,12 @@ class GPT(nn.Module):
         fp8 = c.fp8 and torch.is_grad_enabled() and not recompute
         fp8 = fp8 and fits_fp8(self.embed, len(tokens_T), c.width, c.mlp_width)
 
+        weights8 = self.layer_weights(fp8=True) if fp8 else [LayerWeights()] * c.num_layers
+
         def block(x: Tensor, layer: int, mixed: Tensor | None) -> Tensor:
             w = weights[layer]
-            return self.block(x, layer, w, scalar, inputs, attend, fp8, recompute, mixed)
+            w8 = weights8[layer]
+            return self.block(x, layer, w, w8, scalar, inputs, attend, recompute, mixed)
 
         x = backout = inputs.x0
         for layer in range(c.num_layers):
@@ -866,9 +885,18 @@ class GPT(nn.Module):
         return norm(x)
 
     def block(
-        self, x, layer: int, w: LayerWeights, scalar, inputs: Inputs, attend, fp8, recompute, mixed
+        self,
+        x,
+        layer: int,
+        w: LayerWeights,
+        w8: LayerWeights,
+        scalar,
+        inputs,
+        attend,
+        recompute,
+        mixed,
     ) -> Tensor:
-        """One layer: attention and MLP, each added to the residual stream x (T, D)."""
+        """One layer: attention and MLP, each added to the residual stream x (T, D); w8 w in fp8."""
         c = self.config
         x = times(self.residual[layer], x)
         if c.x0_injection:
@@ -877,19 +905,19 @@ class GPT(nn.Module):
             x = x + times(scalar["share_bigram"][layer], inputs.bigram)
 
         # Attention.
-        y = self.attend_layer(layer, norm(x), w, inputs, attend, fp8, recompute, mixed)
-        if fp8:
-            x = x + linear8(y, w.o)
+        y = self.attend_layer(layer, norm(x), w.qkv, w8.qkv, inputs, attend, recompute, mixed)
+        if w8.o is not None:
+            x = x + linear8(y, w.o, w8.o)
         else:
             x = x + F.linear(y, w.o)
 
         # MLP.
         if recompute:
             return x + linear_relu2_ref(norm(x), w.up) @ w.down
-        return x + mlp_relu2(norm(x), w.up, w.down, fp8)
+        return x + mlp_relu2(norm(x), w.up, w.down, w8.up, w8.down)
 
     def attend_layer(
-        self, layer: int, a_TD, w: LayerWeights, inputs: Inputs, attend, fp8, recompute, mixed_TD
+        self, layer: int, a_TD, qkv, qkv8, inputs: Inputs, attend, recompute, mixed_TD
     ) -> Tensor:
         """Attention of one layer on its normalised input, before the output projection: (T, D).
 
@@ -898,10 +926,10 @@ class GPT(nn.Module):
         c = self.config
         rotary = (inputs.cos, inputs.sin, self.attention_scale)
         if recompute:
-            qkv = F.linear(a_TD, w.qkv).view(len(a_TD), 3, c.num_heads, c.head_dim)
-            q, k, v = norm_rotate_ref(qkv, *rotary)
+            qkv_T3HK = F.linear(a_TD, qkv).view(len(a_TD), 3, c.num_heads, c.head_dim)
+            q, k, v = norm_rotate_ref(qkv_T3HK, *rotary)
         else:
-            q, k, v = project_qkv(a_TD, w.qkv, *rotary, fp8)
+            q, k, v = project_qkv(a_TD, qkv, *rotary, qkv8)
         if layer in c.value_embed_layers:  # record 14; the gate reads the token's hidden state
             e = c.value_embed_layers.index(layer)
             gate_TH = head_gates(a_TD, self.value_gate[e])
@@ -931,6 +959,8 @@ class GPT(nn.Module):
             sign = (t ^ p) % SIGN_ROWS
             bigram = F.embedding(pair.masked_fill(first_T, c.bigram_rows - 1), self.bigram_embed)
             bigram = bigram * F.embedding(sign.masked_fill(first_T, 0), self.bigram_signs)
+            if torch.compiler.is_compiling():
+                bigram = materialize(bigram)
 
         # Value embeddings: all tables in one lookup, so that the backward has one scatter.
         values = None
@@ -1320,13 +1350,14 @@ def polar_express(matrices_NRC: Tensor) -> Tensor:
 
 
 def normuon_update(
-    master, grad, momentum_buffer, row_square, mult, lr, momentum, beta2, decay, grad_scale, dtype
-) -> None:
+    master, grad, momentum_buffer, row_square, mult,
+    lr, momentum, beta2, decay, grad_scale, dtype, weights=None,
+) -> None:  # fmt: skip
     """One NorMuon step (arXiv 2510.05491) with cautious weight decay (arXiv 2510.12402), in place.
 
     Args: master, grad, momentum_buffer (N, R, C); row_square (N, R, 1), or (N, 1, C) for wide
           matrices; mult (N, 1, 1) factors on lr; lr, momentum, beta2, decay, grad_scale 0-D tensors;
-          dtype of the orthogonalisation
+          dtype of the orthogonalisation; weights (N, R, C) receives the master in its own dtype
     """
     # Momentum in Nesterov's form, then orthogonalisation.
     grad = grad.float() * grad_scale
@@ -1343,13 +1374,18 @@ def normuon_update(
     # No decay where the step makes a weight larger.
     agrees = update * master >= 0
     master.sub_(lr * mult * (update + decay * master * agrees))
+    if weights is not None:
+        weights.copy_(master)
 
 
 def adam_update(
     master, grad, exp_avg, exp_avg_sq,
-    lr, beta1, beta2, eps, decay, correction1, correction2, grad_scale,
+    lr, beta1, beta2, eps, decay, correction1, correction2, grad_scale, weights=None,
 ) -> None:  # fmt: skip
-    """One Adam step with cautious weight decay, in place. From lr on all arguments are 0-D tensors."""
+    """One Adam step with cautious weight decay, in place.
+
+    From lr to grad_scale all arguments are 0-D tensors; weights receives the master in its own dtype.
+    """
     grad = grad.float() * grad_scale
     avg = exp_avg.float().lerp(grad, 1 - beta1)
     avg_sq = exp_avg_sq.float().lerp(grad.square(), 1 - beta2)
@@ -1358,6 +1394,8 @@ def adam_update(
     update = avg / correction1 / ((avg_sq / correction2).sqrt() + eps)
     agrees = update * master > 0
     master.sub_(lr * (update + decay * master * agrees))
+    if weights is not None:
+        weights.copy_(master)
 
 
 # Their names until torch 2.12, which later versions call deprecated.
@@ -1442,11 +1480,12 @@ class Optimizer:
                 continue
             if slot.work is not None:
                 slot.work.wait()
+            weights = self.own_weights(slot)
             if slot.policy.optimizer == "normuon":
-                self.update_normuon(slot, lr_mult, momentum, loss_scale)
+                self.update_normuon(slot, weights, lr_mult, momentum, loss_scale)
             else:
-                self.update_adam(slot, lr_mult, loss_scale, late=slot in late)
-            self.start_gather(slot)
+                self.update_adam(slot, weights, lr_mult, loss_scale, late=slot in late)
+            self.start_gather(slot, weights)
         for slot in self.slots:
             self.finish_gather(slot)
 
@@ -1455,7 +1494,14 @@ class Optimizer:
             self.start_reduce(slot)
         return True
 
-    def update_normuon(self, slot: Slot, lr_mult, momentum, loss_scale) -> None:
+    def own_weights(self, slot: Slot) -> Tensor | None:
+        """Where an update writes this rank's weights; None if the master is the parameter itself."""
+        weights = slot.param.detach().view(slot.shape)
+        if slot.sharded:
+            return weights.new_empty(slot.master.shape)
+        return None if weights.data_ptr() == slot.master.data_ptr() else weights
+
+    def update_normuon(self, slot: Slot, weights, lr_mult, momentum, loss_scale) -> None:
         """Numbers travel as 0-D CPU tensors: a python float would recompile the update at every change."""
         c = self.config
         lr = torch.tensor(c.muon_lr * slot.policy.lr_mult * lr_mult)
@@ -1464,10 +1510,12 @@ class Optimizer:
         inverse_scale = torch.tensor(1.0 / loss_scale)
         moments = (slot.moments["momentum"], slot.moments["row_square"])
         state = (slot.master, slot.grad, *moments, slot.mult)
-        for part in zip(*(t.split(slot.together) for t in state), strict=True):
-            self.normuon_update(*part, *numbers, inverse_scale, self.muon_dtype)
+        parts = list(zip(*(t.split(slot.together) for t in state), strict=True))
+        own = [None] * len(parts) if weights is None else weights.split(slot.together)
+        for part, part_weights in zip(parts, own, strict=True):
+            self.normuon_update(*part, *numbers, inverse_scale, self.muon_dtype, part_weights)
 
-    def update_adam(self, slot: Slot, lr_mult, loss_scale, late: bool) -> None:
+    def update_adam(self, slot: Slot, weights, lr_mult, loss_scale, late: bool) -> None:
         c = self.config
         count = self.count - late
         lr = torch.tensor(c.adam_lr * slot.policy.lr_mult * lr_mult)
@@ -1478,7 +1526,8 @@ class Optimizer:
         inverse_scale = torch.tensor(1.0 / loss_scale)
         moments = (slot.moments["exp_avg"], slot.moments["exp_avg_sq"])
         state = (slot.master, slot.grad, *moments)
-        self.adam_update(*(t.view(-1) for t in state), *numbers, inverse_scale)
+        flat = None if weights is None else weights.view(-1)
+        self.adam_update(*(t.view(-1) for t in state), *numbers, inverse_scale, flat)
 
     def all_finite(self) -> bool:
         """Whether no gradient of any rank overflowed; if one did, all gradients are dropped."""
@@ -1518,17 +1567,13 @@ class Optimizer:
         slot.buffer = grad  # kept alive until the reduction is done
         slot.work = reduce_scatter(slot.grad, grad, async_op=True)
 
-    def start_gather(self, slot: Slot) -> None:
+    def start_gather(self, slot: Slot, part: Tensor | None) -> None:
         slot.work = slot.buffer = None
-        weights = slot.param.detach().view(slot.shape)
         if not slot.sharded:
-            if weights.data_ptr() != slot.master.data_ptr():
-                weights.copy_(slot.master)
             return
-        part = slot.master.to(weights.dtype)
         padded = slot.rows * self.ranks.world
         if padded == slot.shape[0]:
-            slot.buffer = weights
+            slot.buffer = slot.param.detach().view(slot.shape)
         else:
             slot.buffer = part.new_empty(padded, *part.shape[1:])
         slot.work = all_gather(slot.buffer, part, async_op=True)
@@ -3984,6 +4029,19 @@ OPS = next(
     if not hasattr(getattr(torch.ops, f"decoderstack{n}"), "sym_mm")
 )
 
+# Of operators that take any strides. torch.compile would hand the others a copy of what it computes.
+ANY_LAYOUT = (torch.Tag.flexible_layout,)
+
+
+@torch.library.custom_op(f"{OPS}::materialize", mutates_args=(), tags=ANY_LAYOUT)
+def materialize(x: Tensor) -> Tensor:
+    """A copy of x. Without it torch.compile computes a cheap x anew wherever it is read."""
+    return x.clone()
+
+
+materialize.register_fake(torch.empty_like)
+materialize.register_autograd(lambda ctx, gradient: gradient)
+
 # -- softcapped cross-entropy: head, loss and gradient in one pass over the logits; 17.3 ms, in fp8
 # 12.9, against 21.0. With z = a sigmoid((x + b) / c), s = z / a and lse = log sum_j exp z_j: row t
 # has N terms, targets[k, t] with weight w_k. Those with a negative target are left out. S is the sum
@@ -4146,29 +4204,32 @@ def softcap_ce(logits, targets, weights, row_weight, cap, row0=0, grad=True, out
 
 @jit
 def transpose_kernel(x, y, M, N, BM: tl.constexpr, BN: tl.constexpr):
-    """x (M, N) -> y (N, M)."""
+    """x (B, M, N) -> y (B, N, M)."""
     m = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
     n = tl.program_id(1).to(tl.int64) * BN + tl.arange(0, BN)
+    x += tl.program_id(2).to(tl.int64) * M * N
+    y += tl.program_id(2).to(tl.int64) * M * N
     inside = (m[:, None] < M) & (n[None, :] < N)
     tile = tl.load(x + m[:, None] * N + n[None, :], mask=inside)
     inside = (n[:, None] < N) & (m[None, :] < M)
     tl.store(y + n[:, None] * M + m[None, :], tl.trans(tile), mask=inside)
 
 
-@torch.library.custom_op(f"{OPS}::transpose8", mutates_args=())
+@torch.library.custom_op(f"{OPS}::transpose8", mutates_args=(), tags=ANY_LAYOUT)
 def transpose8(x: Tensor) -> Tensor:
-    """(M, N) of one-byte items -> contiguous (N, M) at 3.9 TB/s, for _scaled_mm's one layout."""
+    """(..., M, N) of one-byte items -> contiguous (..., N, M) at 3.9 TB/s, for _scaled_mm's one layout."""
     if not use_triton(x):
-        return x.T.contiguous()
-    M, N = x.shape
-    y = x.new_empty(N, M)
-    grid = (triton.cdiv(M, 128), triton.cdiv(N, 128))
+        return x.mT.contiguous()
+    M, N = x.shape[-2:]
+    x = x.contiguous()
+    y = x.new_empty(*x.shape[:-2], N, M)
+    grid = (triton.cdiv(M, 128), triton.cdiv(N, 128), x.numel() // (M * N))
     bytes_x, bytes_y = x.view(torch.uint8), y.view(torch.uint8)
     transpose_kernel[grid](bytes_x, bytes_y, M, N, BM=128, BN=128, num_warps=8)
     return y
 
 
-transpose8.register_fake(lambda x: x.new_empty(x.shape[::-1]))
+transpose8.register_fake(lambda x: x.new_empty(*x.shape[:-2], x.size(-1), x.size(-2)))
 
 # -- fp8 products of the layers; a step of B34 74.6 ms for 89.7 in bf16, 0.0005 bpb worse (11 runs)
 # Weights and activations are e4m3, gradients e5m2, sums fp32. A tensor has one scale, which comes
@@ -4209,6 +4270,24 @@ def to_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
     """An e4m3 copy of x (N, K) and its scale, the largest norm of a row / 448, fp32, 0-D."""
     scale = largest_row(x) / E4M3_MAX
     return cast8(x, 1 / scale), scale
+
+
+class Weight8(NamedTuple):
+    """A matrix w (N, K) in e4m3: w is values * row / 448."""
+
+    values: Tensor  # (N, K)
+    transposed: Tensor  # (K, N): _scaled_mm takes one layout only
+    row: Tensor  # the largest norm of a row of w, fp32, 0-D
+
+
+@torch.no_grad()
+def to_weights8(bank: Tensor) -> list[Weight8]:
+    """The matrices of a bank (B, N, K) in fp8; all at once, which takes few kernels for many layers."""
+    norms = torch.linalg.vector_norm(bank, dim=2, dtype=torch.float32)
+    row = norms.amax(1).clamp(min=1e-20)
+    values = cast8(bank, (E4M3_MAX / row)[:, None, None])
+    parts = (values, transpose8(values), row)
+    return [Weight8(*part) for part in zip(*(t.unbind(0) for t in parts), strict=True)]
 
 
 def scale_head_gradient(x, weights, row_weight, cap) -> tuple[Tensor, Tensor]:
@@ -4466,7 +4545,7 @@ def fused_relu2(x: Tensor, w: Tensor) -> bool:
     return device_fits and all(n * x.itemsize % 16 == 0 for n in (x.size(1), w.size(0)))
 
 
-@torch.library.custom_op(f"{OPS}::linear_relu2", mutates_args=())
+@torch.library.custom_op(f"{OPS}::linear_relu2", mutates_args=(), tags=ANY_LAYOUT)
 def linear_relu2(a: Tensor, b: Tensor, post: Tensor | None = None, factor: float = 1.0) -> Tensor:
     """relu(a b^T)^2 factor, (M, N); or with post = relu(pre)^2 the gradient of pre.
 
@@ -4548,37 +4627,41 @@ class MLP8(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, up, down):
+    def forward(ctx, x, up, down, *weights8):
+        up8 = Weight8(*weights8[:3])
+        down8 = Weight8(*weights8[3:])
         row_x = math.sqrt(x.size(1))
-        row_up = largest_row(up)
-        row_down = largest_row(down)
         x8 = cast8(x, E4M3_MAX / row_x)
-        up8 = cast8(up, E4M3_MAX / row_up)
-        down8 = cast8(down, E4M3_MAX / row_down)
-        post8 = relu2_8(x8, up8)  # in units of (row_x row_up)^2 / 448
-        ctx.save_for_backward(x8, up8, down8, post8, row_up, row_down)
-        scale = (row_x * row_up / E4M3_MAX) ** 2 * row_down
-        return product8(post8, transpose8(down8), scale, x.dtype, fast=True)
+        post8 = relu2_8(x8, up8.values)  # in units of (row_x row_up)^2 / 448
+        ctx.save_for_backward(x8, post8, *up8, *down8)
+        scale = (row_x * up8.row / E4M3_MAX) ** 2 * down8.row
+        return product8(post8, down8.transposed, scale, x.dtype, fast=True)
 
     @staticmethod
     def backward(ctx, g):
-        x8, up8, down8, post8, row_up, row_down = ctx.saved_tensors
+        x8, post8, *weights8 = ctx.saved_tensors
+        up8 = Weight8(*weights8[:3])
+        down8 = Weight8(*weights8[3:])
         row_x = math.sqrt(x8.size(1))
         row_g = largest_row(g)
         g8 = cast8(g.contiguous(), E5M2_MAX / row_g, E5M2)
-        before8 = relu2_grad8(g8, down8, post8)  # in units of 2 row_g row_down row_x row_up / 57344
-        unit = 2 * row_g * row_down * row_up * (row_x / E5M2_MAX / E4M3_MAX)
-        dx = product8(before8, transpose8(up8), unit * row_up, g.dtype)
+        # In units of 2 row_g row_down row_x row_up / 57344.
+        before8 = relu2_grad8(g8, down8.values, post8)
+        unit = 2 * row_g * down8.row * up8.row * (row_x / E5M2_MAX / E4M3_MAX)
+        dx = product8(before8, up8.transposed, unit * up8.row, g.dtype)
         dup = product8(transpose8(before8), transpose8(x8), unit * row_x, g.dtype)
-        unit = (row_x * row_up) ** 2 * row_g / (E4M3_MAX * E5M2_MAX)
+        unit = (row_x * up8.row) ** 2 * row_g / (E4M3_MAX * E5M2_MAX)
         ddown = product8(transpose8(post8), transpose8(g8), unit, g.dtype)
-        return dx, dup, ddown
+        return dx, dup, ddown, *(None,) * 6
 
 
-def mlp_relu2(x_TD: Tensor, up_FD: Tensor, down_FD: Tensor, fp8: bool = False) -> Tensor:
-    """relu(x up^T)^2 down, (T, D); the kernel keeps only x and the square for the backward. fp8: see MLP8."""
-    if fp8:
-        return MLP8.apply(x_TD, up_FD, down_FD)
+def mlp_relu2(x_TD: Tensor, up_FD: Tensor, down_FD: Tensor, up8=None, down8=None) -> Tensor:
+    """relu(x up^T)^2 down, (T, D); the kernel keeps only x and the square for the backward.
+
+    With the weights as Weight8 too the products are in fp8, see MLP8.
+    """
+    if up8 is not None:
+        return MLP8.apply(x_TD, up_FD, down_FD, *up8, *down8)
     if fused_relu2(x_TD, up_FD) and torch.is_grad_enabled():
         return MLPRelu2.apply(x_TD, up_FD, down_FD)
     return linear_relu2_ref(x_TD, up_FD) @ down_FD
@@ -5017,32 +5100,32 @@ class QKV8(torch.autograd.Function):
     """project_qkv with fp8 products, for an x whose rows have norm sqrt(D) as after norm()."""
 
     @staticmethod
-    def forward(ctx, x, w, cos, sin, scale):
+    def forward(ctx, x, w, cos, sin, scale, *weight8):
+        w8 = Weight8(*weight8)
         row_x = math.sqrt(x.size(1))
-        row_w = largest_row(w)
         x8 = cast8(x, E4M3_MAX / row_x)
-        w8 = cast8(w, E4M3_MAX / row_w)
-        qkv = product8(x8, w8, row_w * (row_x / E4M3_MAX**2), x.dtype, fast=True)
+        qkv = product8(x8, w8.values, w8.row * (row_x / E4M3_MAX**2), x.dtype, fast=True)
         qkv = qkv.view(len(x), 3, -1, cos.size(-1))
-        ctx.save_for_backward(x8, w8, row_w, qkv, cos, sin, scale)
+        ctx.save_for_backward(x8, qkv, cos, sin, scale, *w8)
         return *norm_rotate_forward(qkv, cos, sin, scale), qkv[:, 2]
 
     @staticmethod
     def backward(ctx, dq, dk, dv):
-        x8, w8, row_w, qkv, *rotary = ctx.saved_tensors
+        x8, qkv, cos, sin, scale, *weight8 = ctx.saved_tensors
+        w8 = Weight8(*weight8)
         row_x = math.sqrt(x8.size(1))
-        g8, unit = norm_rotate_grad8(qkv, dq, dk, dv, *rotary)
+        g8, unit = norm_rotate_grad8(qkv, dq, dk, dv, cos, sin, scale)
         g8 = g8.view(len(x8), -1)
-        dx = product8(g8, transpose8(w8), unit * row_w / E4M3_MAX, dq.dtype)
+        dx = product8(g8, w8.transposed, unit * w8.row / E4M3_MAX, dq.dtype)
         dw = product8(transpose8(g8), transpose8(x8), unit * (row_x / E4M3_MAX), dq.dtype)
-        return dx, dw, None, None, None
+        return dx, dw, *(None,) * 6
 
 
-def project_qkv(x_TD: Tensor, w: Tensor, cos_TK: Tensor, sin_TK: Tensor, scale, fp8: bool = False):
-    """x w^T, w (3 H K, D), as q, k, v, each (T, H, K), through norm_rotate; fp8: see QKV8."""
+def project_qkv(x_TD: Tensor, w: Tensor, cos_TK: Tensor, sin_TK: Tensor, scale, w8=None):
+    """x w^T, w (3 H K, D), as q, k, v, each (T, H, K), through norm_rotate; w8: a Weight8, see QKV8."""
     K = cos_TK.size(-1)
-    if fp8 and use_triton(x_TD) and K & (K - 1) == 0:
-        return QKV8.apply(x_TD, w, cos_TK, sin_TK, scale)
+    if w8 is not None and use_triton(x_TD) and K & (K - 1) == 0:
+        return QKV8.apply(x_TD, w, cos_TK, sin_TK, scale, *w8)
     return norm_rotate(F.linear(x_TD, w).view(len(x_TD), 3, -1, K), cos_TK, sin_TK, scale)
 
 

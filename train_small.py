@@ -583,24 +583,40 @@ def softcap(x: Tensor, cap: tuple) -> Tensor:
 
 
 def head_gates(x_TD: Tensor, weight_HG: Tensor) -> Tensor:
-    """A factor between 0 and 2 for each head, (T, H), from the first G channels; 1 at the start.
-
-    Decoding adds up the few products inside the kernel that needs them. Training must not: with the
-    gradients of such sums a step took 11 % longer.
-    """
+    """A factor between 0 and 2 for each head, (T, H), from the first G channels; 1 at the start."""
     x_TG = x_TD[:, : weight_HG.size(-1)]
-    if torch.compiler.is_compiling() and not torch.is_grad_enabled():
-        return 2 * torch.sigmoid((x_TG[:, None] * weight_HG).sum(-1))
+    if torch.compiler.is_compiling():
+        return HeadGates.apply(x_TG, weight_HG)
     return 2 * torch.sigmoid(F.linear(x_TG, weight_HG))
 
 
-class LayerWeights(NamedTuple):
-    """The matrices of one layer as they are used; None where a layer has no attention."""
+class HeadGates(torch.autograd.Function):
+    """head_gates as sums, which join the kernels around them; their gradients as products.
 
-    qkv: Tensor | None  # (3 D, D)
-    o: Tensor | None  # (D, D)
-    up: Tensor  # (F, D)
-    down: Tensor  # (F, D)
+    With gradients of sums a step took 11 % longer.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        x = x.clone()
+        gates = 2 * torch.sigmoid((x[:, None] * weight).sum(-1))
+        ctx.save_for_backward(x, weight, gates)
+        return gates
+
+    @staticmethod
+    def backward(ctx, g):
+        x, weight, gates = ctx.saved_tensors
+        g = g * gates * (1 - gates / 2)
+        return g @ weight, g.T @ x
+
+
+class LayerWeights(NamedTuple):
+    """The matrices of one layer as they are used, or all as Weight8; None for what a layer lacks."""
+
+    qkv: Tensor | None = None  # (3 D, D)
+    o: Tensor | None = None  # (D, D)
+    up: Tensor | None = None  # (F, D)
+    down: Tensor | None = None  # (F, D)
 
 
 class Inputs(NamedTuple):
@@ -691,28 +707,40 @@ class GPT(nn.Module):
         if self.config.bigram_rows:
             self.init_signs()
 
-    def layer_weights(self) -> list[LayerWeights]:
-        """The matrices of each layer, for a trunk or for many.
+    def banks(self) -> LayerWeights:
+        """The matrices as they are used: those of all layers with attention, those of all layers.
 
         Scalars multiply weights where they can: a weight is 100 times smaller than an activation
         (record 47), and a decoder needs that only once.
         """
+        scalar = dict(zip(SCALARS, self.scalars, strict=False))
+
+        def of_attention(row: Tensor) -> Tensor:
+            return torch.stack([row[layer] for layer in self.config.attention_layers])
+
+        def scaled(factors: Tensor, bank: Tensor) -> Tensor:
+            return (factors[:, None, None] * bank).to(bank.dtype)
+
+        v = scaled(of_attention(scalar["scale_v"]), self.vo_bank[::2])
+        o = scaled(of_attention(scalar["scale_o"]), self.vo_bank[1::2])
+        qkv = torch.cat((self.qk_bank, v), 1)
+        down = scaled(scalar["scale_down"], self.mlp_bank[1::2])
+        return LayerWeights(qkv, o, self.mlp_bank[::2], down)
+
+    def layer_weights(self, fp8: bool = False) -> list[LayerWeights]:
+        """The matrices of each layer, for a trunk or for many; in fp8 those that need it."""
         c = self.config
-        scalar = dict(zip(SCALARS, self.scalars.unbind(0), strict=False))
-        qk = self.qk_bank.unbind(0)
-        vo = self.vo_bank.unbind(0)
-        mlp = self.mlp_bank.unbind(0)
+        qkv, o, up, down = self.banks()
+        if fp8:
+            qkv, up, down = map(to_weights8, (qkv, up, down))
+            o = [None] * len(qkv)
         weights = []
         for layer in range(c.num_layers):
-            qkv = None
-            o = None
+            attention = (None, None)
             if layer not in c.no_attention_layers:
                 index = c.attention_layers.index(layer)
-                v = times(scalar["scale_v"][layer], vo[2 * index])
-                qkv = torch.cat((qk[index], v))
-                o = times(scalar["scale_o"][layer], vo[2 * index + 1])
-            down = times(scalar["scale_down"][layer], mlp[2 * layer + 1])
-            weights.append(LayerWeights(qkv, o, mlp[2 * layer], down))
+                attention = (qkv[index], o[index])
+            weights.append(LayerWeights(*attention, up[layer], down[layer]))
         return weights
 
     def trunk(self, tokens_T, previous_T, positions_T, attend: Callable, weights=None) -> Tensor:
@@ -731,8 +759,10 @@ class GPT(nn.Module):
         fp8 = c.fp8 and torch.is_grad_enabled()
         fp8 = fp8 and fits_fp8(self.embed, len(tokens_T), c.width, c.mlp_width)
 
+        weights8 = self.layer_weights(fp8=True) if fp8 else [LayerWeights()] * c.num_layers
+
         x = backout = inputs.x0
-        for layer, w in enumerate(weights):
+        for layer, (w, w8) in enumerate(zip(weights, weights8, strict=True)):
             mixed = None
             if c.mix_width and layer == c.num_layers - 1:
                 mixed, more = self.mix(x, backout, inputs.x0)
@@ -740,11 +770,12 @@ class GPT(nn.Module):
             if layer not in c.no_attention_layers:
                 if layer <= c.shared_input_from:  # later layers keep reading the same a
                     a = norm(x)
-                y = self.attend_layer(layer, a, w, inputs, attend, fp8, mixed)
+                y = self.attend_layer(layer, a, w.qkv, w8.qkv, inputs, attend, mixed)
                 x = times(scalar["resid_attn"][layer], x) + F.linear(y, w.o)
             if inputs.bigram is not None:
                 x = x + times(scalar["share_bigram"][layer], inputs.bigram)
-            x = times(scalar["resid_mlp"][layer], x) + mlp_relu2(norm(x), w.up, w.down, fp8)
+            y = mlp_relu2(norm(x), w.up, w.down, w8.up, w8.down)
+            x = times(scalar["resid_mlp"][layer], x) + y
             if layer == c.backout_layer:
                 backout = x
         # What the middle of the network wrote for itself is not for the head (record 40).
@@ -753,7 +784,7 @@ class GPT(nn.Module):
         return norm(x)
 
     def attend_layer(
-        self, layer: int, a_TD, w: LayerWeights, inputs: Inputs, attend, fp8: bool, mixed_TD=None
+        self, layer: int, a_TD, qkv, qkv8, inputs: Inputs, attend: Callable, mixed_TD=None
     ) -> Tensor:
         """Attention of one layer on its normalised input, before the output projection: (T, D).
 
@@ -761,7 +792,8 @@ class GPT(nn.Module):
         """
         c = self.config
         index = c.attention_layers.index(layer)
-        q, k, v = project_qkv(a_TD, w.qkv, inputs.cos, inputs.sin, self.attention_scale, fp8)
+        rotary = (inputs.cos, inputs.sin, self.attention_scale)
+        q, k, v = project_qkv(a_TD, qkv, *rotary, qkv8)
         if layer in c.value_embed_layers:  # record 14; the gate reads the token's hidden state
             e = c.value_embed_layers.index(layer)
             gate_TH = head_gates(a_TD, self.value_gate[e])
@@ -791,6 +823,8 @@ class GPT(nn.Module):
             sign = (t ^ p) % SIGN_ROWS
             bigram = F.embedding(pair.masked_fill(first_T, c.bigram_rows - 1), self.bigram_embed)
             bigram = bigram * F.embedding(sign.masked_fill(first_T, 0), self.bigram_signs)
+            if torch.compiler.is_compiling():
+                bigram = materialize(bigram)
 
         # Value embeddings: all tables in one lookup, so that the backward has one scatter.
         values = None
@@ -1180,13 +1214,14 @@ def polar_express(matrices_NRC: Tensor) -> Tensor:
 
 
 def normuon_update(
-    master, grad, momentum_buffer, row_square, mult, lr, momentum, beta2, decay, grad_scale, dtype
-) -> None:
+    master, grad, momentum_buffer, row_square, mult,
+    lr, momentum, beta2, decay, grad_scale, dtype, weights=None,
+) -> None:  # fmt: skip
     """One NorMuon step (arXiv 2510.05491) with cautious weight decay (arXiv 2510.12402), in place.
 
     Args: master, grad, momentum_buffer (N, R, C); row_square (N, R, 1), or (N, 1, C) for wide
           matrices; mult (N, 1, 1) factors on lr; lr, momentum, beta2, decay, grad_scale 0-D tensors;
-          dtype of the orthogonalisation
+          dtype of the orthogonalisation; weights (N, R, C) receives the master in its own dtype
     """
     # Momentum in Nesterov's form, then orthogonalisation.
     grad = grad.float() * grad_scale
@@ -1203,13 +1238,18 @@ def normuon_update(
     # No decay where the step makes a weight larger.
     agrees = update * master >= 0
     master.sub_(lr * mult * (update + decay * master * agrees))
+    if weights is not None:
+        weights.copy_(master)
 
 
 def adam_update(
     master, grad, exp_avg, exp_avg_sq,
-    lr, beta1, beta2, eps, decay, correction1, correction2, grad_scale,
+    lr, beta1, beta2, eps, decay, correction1, correction2, grad_scale, weights=None,
 ) -> None:  # fmt: skip
-    """One Adam step with cautious weight decay, in place. From lr on all arguments are 0-D tensors."""
+    """One Adam step with cautious weight decay, in place.
+
+    From lr to grad_scale all arguments are 0-D tensors; weights receives the master in its own dtype.
+    """
     grad = grad.float() * grad_scale
     avg = exp_avg.float().lerp(grad, 1 - beta1)
     avg_sq = exp_avg_sq.float().lerp(grad.square(), 1 - beta2)
@@ -1218,6 +1258,8 @@ def adam_update(
     update = avg / correction1 / ((avg_sq / correction2).sqrt() + eps)
     agrees = update * master > 0
     master.sub_(lr * (update + decay * master * agrees))
+    if weights is not None:
+        weights.copy_(master)
 
 
 # Their names until torch 2.12, which later versions call deprecated.
@@ -1302,11 +1344,12 @@ class Optimizer:
                 continue
             if slot.work is not None:
                 slot.work.wait()
+            weights = self.own_weights(slot)
             if slot.policy.optimizer == "normuon":
-                self.update_normuon(slot, lr_mult, momentum, loss_scale)
+                self.update_normuon(slot, weights, lr_mult, momentum, loss_scale)
             else:
-                self.update_adam(slot, lr_mult, loss_scale, late=slot in late)
-            self.start_gather(slot)
+                self.update_adam(slot, weights, lr_mult, loss_scale, late=slot in late)
+            self.start_gather(slot, weights)
         for slot in self.slots:
             self.finish_gather(slot)
 
@@ -1315,7 +1358,14 @@ class Optimizer:
             self.start_reduce(slot)
         return True
 
-    def update_normuon(self, slot: Slot, lr_mult, momentum, loss_scale) -> None:
+    def own_weights(self, slot: Slot) -> Tensor | None:
+        """Where an update writes this rank's weights; None if the master is the parameter itself."""
+        weights = slot.param.detach().view(slot.shape)
+        if slot.sharded:
+            return weights.new_empty(slot.master.shape)
+        return None if weights.data_ptr() == slot.master.data_ptr() else weights
+
+    def update_normuon(self, slot: Slot, weights, lr_mult, momentum, loss_scale) -> None:
         """Numbers travel as 0-D CPU tensors: a python float would recompile the update at every change."""
         c = self.config
         lr = torch.tensor(c.muon_lr * slot.policy.lr_mult * lr_mult)
@@ -1324,10 +1374,12 @@ class Optimizer:
         inverse_scale = torch.tensor(1.0 / loss_scale)
         moments = (slot.moments["momentum"], slot.moments["row_square"])
         state = (slot.master, slot.grad, *moments, slot.mult)
-        for part in zip(*(t.split(slot.together) for t in state), strict=True):
-            self.normuon_update(*part, *numbers, inverse_scale, self.muon_dtype)
+        parts = list(zip(*(t.split(slot.together) for t in state), strict=True))
+        own = [None] * len(parts) if weights is None else weights.split(slot.together)
+        for part, part_weights in zip(parts, own, strict=True):
+            self.normuon_update(*part, *numbers, inverse_scale, self.muon_dtype, part_weights)
 
-    def update_adam(self, slot: Slot, lr_mult, loss_scale, late: bool) -> None:
+    def update_adam(self, slot: Slot, weights, lr_mult, loss_scale, late: bool) -> None:
         c = self.config
         count = self.count - late
         lr = torch.tensor(c.adam_lr * slot.policy.lr_mult * lr_mult)
@@ -1338,7 +1390,8 @@ class Optimizer:
         inverse_scale = torch.tensor(1.0 / loss_scale)
         moments = (slot.moments["exp_avg"], slot.moments["exp_avg_sq"])
         state = (slot.master, slot.grad, *moments)
-        self.adam_update(*(t.view(-1) for t in state), *numbers, inverse_scale)
+        flat = None if weights is None else weights.view(-1)
+        self.adam_update(*(t.view(-1) for t in state), *numbers, inverse_scale, flat)
 
     def all_finite(self) -> bool:
         """Whether no gradient of any rank overflowed; if one did, all gradients are dropped."""
@@ -1378,17 +1431,13 @@ class Optimizer:
         slot.buffer = grad  # kept alive until the reduction is done
         slot.work = reduce_scatter(slot.grad, grad, async_op=True)
 
-    def start_gather(self, slot: Slot) -> None:
+    def start_gather(self, slot: Slot, part: Tensor | None) -> None:
         slot.work = slot.buffer = None
-        weights = slot.param.detach().view(slot.shape)
         if not slot.sharded:
-            if weights.data_ptr() != slot.master.data_ptr():
-                weights.copy_(slot.master)
             return
-        part = slot.master.to(weights.dtype)
         padded = slot.rows * self.ranks.world
         if padded == slot.shape[0]:
-            slot.buffer = weights
+            slot.buffer = slot.param.detach().view(slot.shape)
         else:
             slot.buffer = part.new_empty(padded, *part.shape[1:])
         slot.work = all_gather(slot.buffer, part, async_op=True)
@@ -3832,6 +3881,19 @@ OPS = next(
     if not hasattr(getattr(torch.ops, f"decoderstack{n}"), "sym_mm")
 )
 
+# Of operators that take any strides. torch.compile would hand the others a copy of what it computes.
+ANY_LAYOUT = (torch.Tag.flexible_layout,)
+
+
+@torch.library.custom_op(f"{OPS}::materialize", mutates_args=(), tags=ANY_LAYOUT)
+def materialize(x: Tensor) -> Tensor:
+    """A copy of x. Without it torch.compile computes a cheap x anew wherever it is read."""
+    return x.clone()
+
+
+materialize.register_fake(torch.empty_like)
+materialize.register_autograd(lambda ctx, gradient: gradient)
+
 # -- softcapped cross-entropy: head, loss and gradient in one pass over the logits; 17.3 ms, in fp8
 # 12.9, against 21.0. With z = a sigmoid((x + b) / c), s = z / a and lse = log sum_j exp z_j: row t
 # has N terms, targets[k, t] with weight w_k. Those with a negative target are left out. S is the sum
@@ -3994,29 +4056,32 @@ def softcap_ce(logits, targets, weights, row_weight, cap, row0=0, grad=True, out
 
 @jit
 def transpose_kernel(x, y, M, N, BM: tl.constexpr, BN: tl.constexpr):
-    """x (M, N) -> y (N, M)."""
+    """x (B, M, N) -> y (B, N, M)."""
     m = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
     n = tl.program_id(1).to(tl.int64) * BN + tl.arange(0, BN)
+    x += tl.program_id(2).to(tl.int64) * M * N
+    y += tl.program_id(2).to(tl.int64) * M * N
     inside = (m[:, None] < M) & (n[None, :] < N)
     tile = tl.load(x + m[:, None] * N + n[None, :], mask=inside)
     inside = (n[:, None] < N) & (m[None, :] < M)
     tl.store(y + n[:, None] * M + m[None, :], tl.trans(tile), mask=inside)
 
 
-@torch.library.custom_op(f"{OPS}::transpose8", mutates_args=())
+@torch.library.custom_op(f"{OPS}::transpose8", mutates_args=(), tags=ANY_LAYOUT)
 def transpose8(x: Tensor) -> Tensor:
-    """(M, N) of one-byte items -> contiguous (N, M) at 3.9 TB/s, for _scaled_mm's one layout."""
+    """(..., M, N) of one-byte items -> contiguous (..., N, M) at 3.9 TB/s, for _scaled_mm's one layout."""
     if not use_triton(x):
-        return x.T.contiguous()
-    M, N = x.shape
-    y = x.new_empty(N, M)
-    grid = (triton.cdiv(M, 128), triton.cdiv(N, 128))
+        return x.mT.contiguous()
+    M, N = x.shape[-2:]
+    x = x.contiguous()
+    y = x.new_empty(*x.shape[:-2], N, M)
+    grid = (triton.cdiv(M, 128), triton.cdiv(N, 128), x.numel() // (M * N))
     bytes_x, bytes_y = x.view(torch.uint8), y.view(torch.uint8)
     transpose_kernel[grid](bytes_x, bytes_y, M, N, BM=128, BN=128, num_warps=8)
     return y
 
 
-transpose8.register_fake(lambda x: x.new_empty(x.shape[::-1]))
+transpose8.register_fake(lambda x: x.new_empty(*x.shape[:-2], x.size(-1), x.size(-2)))
 
 # -- fp8 products of the layers; a step of B34 74.6 ms for 89.7 in bf16, 0.0005 bpb worse (11 runs)
 # Weights and activations are e4m3, gradients e5m2, sums fp32. A tensor has one scale, which comes
@@ -4057,6 +4122,24 @@ def to_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
     """An e4m3 copy of x (N, K) and its scale, the largest norm of a row / 448, fp32, 0-D."""
     scale = largest_row(x) / E4M3_MAX
     return cast8(x, 1 / scale), scale
+
+
+class Weight8(NamedTuple):
+    """A matrix w (N, K) in e4m3: w is values * row / 448."""
+
+    values: Tensor  # (N, K)
+    transposed: Tensor  # (K, N): _scaled_mm takes one layout only
+    row: Tensor  # the largest norm of a row of w, fp32, 0-D
+
+
+@torch.no_grad()
+def to_weights8(bank: Tensor) -> list[Weight8]:
+    """The matrices of a bank (B, N, K) in fp8; all at once, which takes few kernels for many layers."""
+    norms = torch.linalg.vector_norm(bank, dim=2, dtype=torch.float32)
+    row = norms.amax(1).clamp(min=1e-20)
+    values = cast8(bank, (E4M3_MAX / row)[:, None, None])
+    parts = (values, transpose8(values), row)
+    return [Weight8(*part) for part in zip(*(t.unbind(0) for t in parts), strict=True)]
 
 
 def scale_head_gradient(x, weights, row_weight, cap) -> tuple[Tensor, Tensor]:
@@ -4314,7 +4397,7 @@ def fused_relu2(x: Tensor, w: Tensor) -> bool:
     return device_fits and all(n * x.itemsize % 16 == 0 for n in (x.size(1), w.size(0)))
 
 
-@torch.library.custom_op(f"{OPS}::linear_relu2", mutates_args=())
+@torch.library.custom_op(f"{OPS}::linear_relu2", mutates_args=(), tags=ANY_LAYOUT)
 def linear_relu2(a: Tensor, b: Tensor, post: Tensor | None = None, factor: float = 1.0) -> Tensor:
     """relu(a b^T)^2 factor, (M, N); or with post = relu(pre)^2 the gradient of pre.
 
@@ -4396,37 +4479,41 @@ class MLP8(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, up, down):
+    def forward(ctx, x, up, down, *weights8):
+        up8 = Weight8(*weights8[:3])
+        down8 = Weight8(*weights8[3:])
         row_x = math.sqrt(x.size(1))
-        row_up = largest_row(up)
-        row_down = largest_row(down)
         x8 = cast8(x, E4M3_MAX / row_x)
-        up8 = cast8(up, E4M3_MAX / row_up)
-        down8 = cast8(down, E4M3_MAX / row_down)
-        post8 = relu2_8(x8, up8)  # in units of (row_x row_up)^2 / 448
-        ctx.save_for_backward(x8, up8, down8, post8, row_up, row_down)
-        scale = (row_x * row_up / E4M3_MAX) ** 2 * row_down
-        return product8(post8, transpose8(down8), scale, x.dtype, fast=True)
+        post8 = relu2_8(x8, up8.values)  # in units of (row_x row_up)^2 / 448
+        ctx.save_for_backward(x8, post8, *up8, *down8)
+        scale = (row_x * up8.row / E4M3_MAX) ** 2 * down8.row
+        return product8(post8, down8.transposed, scale, x.dtype, fast=True)
 
     @staticmethod
     def backward(ctx, g):
-        x8, up8, down8, post8, row_up, row_down = ctx.saved_tensors
+        x8, post8, *weights8 = ctx.saved_tensors
+        up8 = Weight8(*weights8[:3])
+        down8 = Weight8(*weights8[3:])
         row_x = math.sqrt(x8.size(1))
         row_g = largest_row(g)
         g8 = cast8(g.contiguous(), E5M2_MAX / row_g, E5M2)
-        before8 = relu2_grad8(g8, down8, post8)  # in units of 2 row_g row_down row_x row_up / 57344
-        unit = 2 * row_g * row_down * row_up * (row_x / E5M2_MAX / E4M3_MAX)
-        dx = product8(before8, transpose8(up8), unit * row_up, g.dtype)
+        # In units of 2 row_g row_down row_x row_up / 57344.
+        before8 = relu2_grad8(g8, down8.values, post8)
+        unit = 2 * row_g * down8.row * up8.row * (row_x / E5M2_MAX / E4M3_MAX)
+        dx = product8(before8, up8.transposed, unit * up8.row, g.dtype)
         dup = product8(transpose8(before8), transpose8(x8), unit * row_x, g.dtype)
-        unit = (row_x * row_up) ** 2 * row_g / (E4M3_MAX * E5M2_MAX)
+        unit = (row_x * up8.row) ** 2 * row_g / (E4M3_MAX * E5M2_MAX)
         ddown = product8(transpose8(post8), transpose8(g8), unit, g.dtype)
-        return dx, dup, ddown
+        return dx, dup, ddown, *(None,) * 6
 
 
-def mlp_relu2(x_TD: Tensor, up_FD: Tensor, down_FD: Tensor, fp8: bool = False) -> Tensor:
-    """relu(x up^T)^2 down, (T, D); the kernel keeps only x and the square for the backward. fp8: see MLP8."""
-    if fp8:
-        return MLP8.apply(x_TD, up_FD, down_FD)
+def mlp_relu2(x_TD: Tensor, up_FD: Tensor, down_FD: Tensor, up8=None, down8=None) -> Tensor:
+    """relu(x up^T)^2 down, (T, D); the kernel keeps only x and the square for the backward.
+
+    With the weights as Weight8 too the products are in fp8, see MLP8.
+    """
+    if up8 is not None:
+        return MLP8.apply(x_TD, up_FD, down_FD, *up8, *down8)
     if fused_relu2(x_TD, up_FD) and torch.is_grad_enabled():
         return MLPRelu2.apply(x_TD, up_FD, down_FD)
     return linear_relu2_ref(x_TD, up_FD) @ down_FD
@@ -4865,32 +4952,32 @@ class QKV8(torch.autograd.Function):
     """project_qkv with fp8 products, for an x whose rows have norm sqrt(D) as after norm()."""
 
     @staticmethod
-    def forward(ctx, x, w, cos, sin, scale):
+    def forward(ctx, x, w, cos, sin, scale, *weight8):
+        w8 = Weight8(*weight8)
         row_x = math.sqrt(x.size(1))
-        row_w = largest_row(w)
         x8 = cast8(x, E4M3_MAX / row_x)
-        w8 = cast8(w, E4M3_MAX / row_w)
-        qkv = product8(x8, w8, row_w * (row_x / E4M3_MAX**2), x.dtype, fast=True)
+        qkv = product8(x8, w8.values, w8.row * (row_x / E4M3_MAX**2), x.dtype, fast=True)
         qkv = qkv.view(len(x), 3, -1, cos.size(-1))
-        ctx.save_for_backward(x8, w8, row_w, qkv, cos, sin, scale)
+        ctx.save_for_backward(x8, qkv, cos, sin, scale, *w8)
         return *norm_rotate_forward(qkv, cos, sin, scale), qkv[:, 2]
 
     @staticmethod
     def backward(ctx, dq, dk, dv):
-        x8, w8, row_w, qkv, *rotary = ctx.saved_tensors
+        x8, qkv, cos, sin, scale, *weight8 = ctx.saved_tensors
+        w8 = Weight8(*weight8)
         row_x = math.sqrt(x8.size(1))
-        g8, unit = norm_rotate_grad8(qkv, dq, dk, dv, *rotary)
+        g8, unit = norm_rotate_grad8(qkv, dq, dk, dv, cos, sin, scale)
         g8 = g8.view(len(x8), -1)
-        dx = product8(g8, transpose8(w8), unit * row_w / E4M3_MAX, dq.dtype)
+        dx = product8(g8, w8.transposed, unit * w8.row / E4M3_MAX, dq.dtype)
         dw = product8(transpose8(g8), transpose8(x8), unit * (row_x / E4M3_MAX), dq.dtype)
-        return dx, dw, None, None, None
+        return dx, dw, *(None,) * 6
 
 
-def project_qkv(x_TD: Tensor, w: Tensor, cos_TK: Tensor, sin_TK: Tensor, scale, fp8: bool = False):
-    """x w^T, w (3 H K, D), as q, k, v, each (T, H, K), through norm_rotate; fp8: see QKV8."""
+def project_qkv(x_TD: Tensor, w: Tensor, cos_TK: Tensor, sin_TK: Tensor, scale, w8=None):
+    """x w^T, w (3 H K, D), as q, k, v, each (T, H, K), through norm_rotate; w8: a Weight8, see QKV8."""
     K = cos_TK.size(-1)
-    if fp8 and use_triton(x_TD) and K & (K - 1) == 0:
-        return QKV8.apply(x_TD, w, cos_TK, sin_TK, scale)
+    if w8 is not None and use_triton(x_TD) and K & (K - 1) == 0:
+        return QKV8.apply(x_TD, w, cos_TK, sin_TK, scale, *w8)
     return norm_rotate(F.linear(x_TD, w).view(len(x_TD), 3, -1, K), cos_TK, sin_TK, scale)
 
 

@@ -447,14 +447,17 @@ def fp8_cases() -> Iterator[Part]:
         grads = [g.mul_(1e-6) for g in grads]
         g = randn(T, D, scale=1e-6)
 
+        def weights8(weights, fp8):
+            return [K.to_weights8(w[None])[0] if fp8 else None for w in weights]
+
         def project(leaves, fp8, rotary=rotary):
-            return K.project_qkv(*leaves, *rotary, fp8)
+            return K.project_qkv(*leaves, *rotary, *weights8(leaves[1:], fp8))
 
         def mlp(leaves, fp8):
-            return K.mlp_relu2(*leaves, fp8)
+            return K.mlp_relu2(*leaves, *weights8(leaves[1:], fp8))
 
         def product(leaves, fp8):
-            return M.linear8(*leaves) if fp8 else F.linear(*leaves)
+            return M.linear8(*leaves, *weights8(leaves[1:], fp8)) if fp8 else F.linear(*leaves)
 
         yield Part(f"MLP {T} x {D}", mlp, (x, up, down), g, 6 * 8 * T * D * D)
         yield Part(f"qkv {T} x {D}", project, (x, w), grads, 6 * 3 * T * D * D)

@@ -275,8 +275,12 @@ def test_relu2_8(kernel, device, monkeypatch):
     assert before8.dtype == K.E5M2 and want.abs().max() > 0.1 and right.double().mean() >= share
 
 
-def mlp_gradients(leaves, g, fp8):
-    y = K.mlp_relu2(*leaves, fp8=fp8)
+def weights8(*weights):
+    return [K.to_weights8(w[None])[0] for w in weights]
+
+
+def mlp_gradients(leaves, g):
+    y = K.mlp_relu2(*leaves, *weights8(*leaves[1:]))
     return y, *torch.autograd.grad(y, leaves, g)
 
 
@@ -291,7 +295,7 @@ def test_mlp_fp8(device, monkeypatch):
     x = F.rms_norm(torch.randn(T, D, device=device), (D,)).to(dtype)
     up, down, g = (torch.randn(n, D, device=device).mul(s).to(dtype) for n, s in ((Fw, 0.1), (Fw, 0.02), (T, 1e-4)))
     leaves = [t.requires_grad_() for t in (x, up, down)]
-    got = mlp_gradients(leaves, g, fp8=True)
+    got = mlp_gradients(leaves, g)
     exact = [t.detach().double().requires_grad_() for t in leaves]
     y = F.relu(exact[0] @ exact[1].T).square() @ exact[2]
     for a, b in zip(got, (y, *torch.autograd.grad(y, exact, g.double())), strict=True):
@@ -300,7 +304,7 @@ def test_mlp_fp8(device, monkeypatch):
     # Scales take up powers of two, so that results differ by these alone, bit by bit.
     leaves = [x, (up * 2**12).detach().requires_grad_(), (down / 2**9).detach().requires_grad_()]
     powers = (2.0**15, 2.0**-1, 2.0**-13, 2.0**8)
-    for a, b, power in zip(mlp_gradients(leaves, g * 2**-16, fp8=True), got, powers, strict=True):
+    for a, b, power in zip(mlp_gradients(leaves, g * 2**-16), got, powers, strict=True):
         assert torch.equal(a, b * power)
 
 
@@ -318,7 +322,7 @@ def test_qkv_fp8(device):
                                                     (angle.sin(), -angle.sin(), still * 0)))  # fmt: skip
     scale, grads = torch.tensor(0.1, device=device), torch.randn(3, T, H, width, device=device).mul(1e-5).to(dtype)
     grads[:, 5] *= 100
-    y = K.project_qkv(x, w, cos, sin, scale, fp8=True)
+    y = K.project_qkv(x, w, cos, sin, scale, *weights8(w))
     exact = [t.detach().double().requires_grad_() for t in (x, w)]
     z = K.norm_rotate_ref((exact[0] @ exact[1].T).view(T, 3, H, width), cos.double(), sin.double(), scale.double())
     got = *y, *torch.autograd.grad(y, (x, w), list(grads))
@@ -454,8 +458,8 @@ def test_fp8_compiled_fullgraph(device):
     scale = torch.tensor(0.5, device=device)
 
     def step(x, w, up, down):
-        q, k, v = K.project_qkv(K.norm(x), w, turn, turn / 2, scale, fp8=True)
-        return K.mlp_relu2(K.norm((q * k + v).flatten(1)), up, down, fp8=True).float().square().sum()
+        q, k, v = K.project_qkv(K.norm(x), w, turn, turn / 2, scale, *weights8(w))
+        return K.mlp_relu2(K.norm((q * k + v).flatten(1)), up, down, *weights8(up, down)).float().square().sum()
 
     leaves = (x.requires_grad_(), w, up, down)
     compiled = torch.compile(step, fullgraph=True, backend="inductor" if cuda else "aot_eager")

@@ -138,6 +138,10 @@ def fp8_everywhere(monkeypatch):
     monkeypatch.setattr(tm, "fits_fp8", lambda x, *sizes: True)
 
 
+def weights8(*weights):
+    return [tm.to_weights8(w[None])[0] for w in weights]
+
+
 def test_linear8_is_exact_where_fp8_is():
     """With powers of two as factors and few-bit integers as values only the scale of a result is rounded, in fp32."""
     rng = torch.Generator().manual_seed(0)
@@ -145,7 +149,7 @@ def test_linear8_is_exact_where_fp8_is():
     for t in (x, w, g):
         t[0], t[0, 0] = 0.0, 7.0  # the longest row; 448 / 64, 57344 / 2 ** 13
     x, w, g = x.requires_grad_(), w.requires_grad_(), g * 2**-20
-    y = tm.linear8(x, w)
+    y = tm.linear8(x, w, *weights8(w))
     got, want = (torch.autograd.grad(out, (x, w), g) for out in (y, F.linear(x, w)))
     for a, b in zip((y, *got), (F.linear(x, w), *want), strict=True):
         torch.testing.assert_close(a, b, rtol=3e-7, atol=0)
@@ -160,8 +164,8 @@ def test_fp8_error(size_w, size_down, size_g, seed):
     x, w, down, g, h = (torch.randn(shape, generator=rng) for shape in shapes)
     x, g, h = F.rms_norm(x, (32,)).requires_grad_(), g * 2.0**size_g, h * 2.0**size_g
     w, down = (w * 2.0**size_w).requires_grad_(), (down * 2.0**size_down).requires_grad_()
-    cases = (tm.linear8(x, w), F.linear(x, w), (x, w), g), (
-        tm.mlp_relu2(x, w, down, fp8=True), tm.mlp_relu2(x, w, down), (x, w, down), h)  # fmt: skip
+    cases = (tm.linear8(x, w, *weights8(w)), F.linear(x, w), (x, w), g), (
+        tm.mlp_relu2(x, w, down, *weights8(w, down)), tm.mlp_relu2(x, w, down), (x, w, down), h)  # fmt: skip
     for y, exact, leaves, grad in cases:
         got, want = ((out, *torch.autograd.grad(out, leaves, grad)) for out in (y, exact))
         errors = [((a.double() - b.double()).norm() / b.double().norm()).item() for a, b in zip(got, want, strict=True)]
@@ -173,7 +177,7 @@ def test_fp8_keeps_small_gradients():
     """e5m2 has 30 powers of two from its smallest normal number to its largest, and the scale makes use of them all."""
     x, w, g = (7 * torch.eye(16).requires_grad_(), 7 * torch.eye(16).requires_grad_(), torch.zeros(16, 16))
     g[0, 0], g[1, 1] = 57344 * 2.0**-34, 2.0**-14 * 2.0**-34
-    got = torch.autograd.grad(tm.linear8(x, w), (x, w), g)
+    got = torch.autograd.grad(tm.linear8(x, w, *weights8(w)), (x, w), g)
     for grad in got:
         torch.testing.assert_close(grad, 7 * g, rtol=3e-7, atol=0)
 
@@ -181,7 +185,9 @@ def test_fp8_keeps_small_gradients():
 def test_fp8_of_zeros():
     """The first backward of a zero projection, and rows of zeros: no NaN."""
     x, w = torch.zeros(16, 16, requires_grad=True), torch.zeros(16, 16, requires_grad=True)
-    for y in (tm.linear8(x, w), tm.mlp_relu2(x, w, w, fp8=True), tm.mlp_relu2(x + 1, w + 1, w, fp8=True)):
+    zero8, one8 = weights8(w, w + 1)
+    outputs = tm.linear8(x, w, zero8), tm.mlp_relu2(x, w, w, zero8, zero8), tm.mlp_relu2(x + 1, w + 1, w, one8, zero8)
+    for y in outputs:
         x.grad = w.grad = None
         y.sum().backward()
         assert y.abs().max() == 0 and x.grad.isfinite().all() and w.grad.isfinite().all()
@@ -382,7 +388,7 @@ def test_linear8_gpu(compiled):
     w = (torch.randn(N, K, device="cuda") * K**-0.5).bfloat16().requires_grad_()
     g = (torch.randn(T, N, device="cuda") * 1e-6).bfloat16()
     function = torch.compile(tm.linear8, fullgraph=True) if compiled else tm.linear8
-    y = function(x, w)
+    y = function(x, w, *weights8(w))
     got = (y, *torch.autograd.grad(y, (x, w), g))
     slow = [t.detach().float().requires_grad_() for t in (x, w)]
     exact = F.linear(*slow)
