@@ -4138,6 +4138,9 @@ def to_weights8(bank: Tensor) -> list[Weight8]:
     norms = torch.linalg.vector_norm(bank, dim=2, dtype=torch.float32)
     row = norms.amax(1).clamp(min=1e-20)
     values = cast8(bank, (E4M3_MAX / row)[:, None, None])
+    # A compiled backward may write a scale into the memory of a row, and cuBLAS wants scales at
+    # multiples of 16 bytes: four columns.
+    row = row[:, None].expand(-1, 4).contiguous()[:, 0]
     parts = (values, transpose8(values), row)
     return [Weight8(*part) for part in zip(*(t.unbind(0) for t in parts), strict=True)]
 
