@@ -190,9 +190,9 @@ def test_linear_cross_entropy_fp8(device):
 @devices
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
 def test_transpose8(dtype, device, monkeypatch):
-    for M, N in ((130, 300), (16, 128)):
-        x = torch.randn(M, N, device=device).to(dtype)
-        want = x.view(torch.uint8).T
+    for shape in ((3, 130, 300), (130, 300), (16, 128)):
+        x = torch.randn(shape, device=device).to(dtype)
+        want = x.view(torch.uint8).mT
         assert torch.equal(K.transpose8(x).view(torch.uint8), want) and K.transpose8(x).is_contiguous()
     monkeypatch.setattr(K, "use_triton", lambda *_: False)
     assert torch.equal(K.transpose8(x).view(torch.uint8), want) and K.transpose8(x).is_contiguous()
@@ -306,6 +306,43 @@ def test_mlp_fp8(device, monkeypatch):
     powers = (2.0**15, 2.0**-1, 2.0**-13, 2.0**8)
     for a, b, power in zip(mlp_gradients(leaves, g * 2**-16), got, powers, strict=True):
         assert torch.equal(a, b * power)
+
+
+@devices
+def test_weights_fp8(device):
+    """Each matrix of a bank with its own scale; scales lie 16 bytes apart, which cuBLAS asks for."""
+    if device == "cuda" and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("needs compute capability 8.9")
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    bank = torch.randn(3, 48, 32, device=device).mul(torch.tensor([1e-3, 1, 1e3], device=device)[:, None, None])
+    bank = bank.to(dtype)
+    found = K.to_weights8(bank)
+    assert len(found) == 3 and len({w8.row.data_ptr() % 16 for w8 in found}) == 1
+    for w, w8 in zip(bank.float(), found, strict=True):
+        torch.testing.assert_close(w8.row, w.norm(dim=1).max())
+        assert w8.values.dtype == K.E4M3 and torch.equal(w8.transposed.float(), w8.values.float().T)
+        assert w8.values.is_contiguous() and w8.transposed.is_contiguous()
+        back = w8.values.float() * w8.row / 448
+        assert (back - w).abs().max() <= w.abs().max() / 15
+
+
+@devices
+def test_head_gates_compiled(device):
+    """Compiled gates are sums, their gradients products: the values and gradients of uncompiled ones."""
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    x = torch.randn(40, 32, device=device).to(dtype).requires_grad_()
+    weight = torch.randn(6, 12, device=device).to(dtype).requires_grad_()
+    g = torch.randn(40, 6, device=device).to(dtype)
+    compiled = torch.compile(K.head_gates, fullgraph=True, backend="inductor" if device == "cuda" else "aot_eager")
+    results = []
+    for function in (compiled, K.head_gates):
+        with torch.no_grad():
+            decoded = function(x, weight)
+        y = function(x, weight)
+        results.append((decoded, y, *torch.autograd.grad(y, (x, weight), g)))
+    for a, b in zip(*results, strict=True):
+        close(a, b, 1e-5 if device == "cpu" else 1e-2)
+    assert results[0][2][:, 12:].abs().max() == 0 and results[0][2][:, :12].abs().min() > 0
 
 
 @devices

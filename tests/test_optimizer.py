@@ -148,6 +148,23 @@ def test_adam_decays_only_what_the_step_shrinks():
     torch.testing.assert_close(master, expected, atol=1e-6, rtol=0)
 
 
+def test_updates_write_the_weights():
+    """Both updates leave the rounded master in the weights of the model."""
+    rng = torch.Generator().manual_seed(0)
+    master = torch.randn(2, 8, 4, generator=rng)
+    weights = master.bfloat16()
+    grad = torch.randn(2, 8, 4, generator=rng)
+    state = (torch.zeros(2, 8, 4), torch.zeros(2, 8, 1), torch.ones(2, 1, 1))
+    ts.normuon_update(master, grad, *state, *scalars(0.1, 0.9, 0.9, 0.1, 1), torch.float32, weights)
+    assert torch.equal(weights, master.bfloat16()) and not torch.equal(weights, torch.zeros_like(weights))
+
+    flat = master.view(-1)
+    before = weights.clone()
+    numbers = scalars(0.1, 0.9, 0.99, 1e-10, 0, 0.1, 0.01, 1)
+    ts.adam_update(flat, grad.view(-1), *torch.zeros(2, 64), *numbers, weights.view(-1))
+    assert torch.equal(weights, master.bfloat16()) and not torch.equal(weights, before)
+
+
 def test_adam_with_moments_in_bf16():
     """Ten steps with half the bits: close to those with all, and the moments are what was rounded."""
     rng = torch.Generator().manual_seed(0)
