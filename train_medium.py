@@ -861,7 +861,6 @@ class GPT(nn.Module):
         recompute = c.recompute and torch.is_grad_enabled()
         fp8 = c.fp8 and torch.is_grad_enabled() and not recompute
         fp8 = fp8 and fits_fp8(self.embed, len(tokens_T), c.width, c.mlp_width)
-
         weights8 = self.layer_weights(fp8=True) if fp8 else [LayerWeights()] * c.num_layers
 
         def block(x: Tensor, layer: int, mixed: Tensor | None) -> Tensor:
@@ -925,7 +924,7 @@ class GPT(nn.Module):
     ) -> Tensor:
         """Attention of one layer on its normalised input, before the output projection: (T, D).
 
-        mixed_TD is added to the values.
+        qkv (3 D, D) and its Weight8 or None; mixed_TD is added to the values.
         """
         c = self.config
         rotary = (inputs.cos, inputs.sin, self.attention_scale)
@@ -963,7 +962,7 @@ class GPT(nn.Module):
             sign = (t ^ p) % SIGN_ROWS
             bigram = F.embedding(pair.masked_fill(first_T, c.bigram_rows - 1), self.bigram_embed)
             bigram = bigram * F.embedding(sign.masked_fill(first_T, 0), self.bigram_signs)
-            if torch.compiler.is_compiling():
+            if torch.compiler.is_compiling():  # all layers read it
                 bigram = materialize(bigram)
 
         # Value embeddings: all tables in one lookup, so that the backward has one scatter.

@@ -712,7 +712,7 @@ class GPT(nn.Module):
             self.init_signs()
 
     def banks(self) -> LayerWeights:
-        """The matrices as they are used: those of all layers with attention, those of all layers.
+        """The matrices of all layers as they are used: qkv and o (A, ...), up and down (L, ...).
 
         Scalars multiply weights where they can: a weight is 100 times smaller than an activation
         (record 47), and a decoder needs that only once.
@@ -762,7 +762,6 @@ class GPT(nn.Module):
         inputs = self.embed_inputs(tokens_T, previous_T, positions_T)
         fp8 = c.fp8 and torch.is_grad_enabled()
         fp8 = fp8 and fits_fp8(self.embed, len(tokens_T), c.width, c.mlp_width)
-
         weights8 = self.layer_weights(fp8=True) if fp8 else [LayerWeights()] * c.num_layers
 
         x = backout = inputs.x0
@@ -792,7 +791,7 @@ class GPT(nn.Module):
     ) -> Tensor:
         """Attention of one layer on its normalised input, before the output projection: (T, D).
 
-        mixed_TD is added to the values.
+        qkv (3 D, D) and its Weight8 or None; mixed_TD is added to the values.
         """
         c = self.config
         index = c.attention_layers.index(layer)
@@ -827,7 +826,7 @@ class GPT(nn.Module):
             sign = (t ^ p) % SIGN_ROWS
             bigram = F.embedding(pair.masked_fill(first_T, c.bigram_rows - 1), self.bigram_embed)
             bigram = bigram * F.embedding(sign.masked_fill(first_T, 0), self.bigram_signs)
-            if torch.compiler.is_compiling():
+            if torch.compiler.is_compiling():  # all layers read it
                 bigram = materialize(bigram)
 
         # Value embeddings: all tables in one lookup, so that the backward has one scatter.
