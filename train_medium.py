@@ -840,8 +840,8 @@ class GPT(nn.Module):
 
     def layer_weights(self, fp8: bool = False) -> list[LayerWeights]:
         """The matrices of each layer, for a trunk or for many; in fp8 those that need it."""
-        banks = (self.qkv_bank, self.o_bank, self.mlp_bank[::2], self.mlp_bank[1::2])
-        layers = [to_weights8(bank) for bank in banks] if fp8 else banks
+        banks = (self.qkv_bank, self.o_bank, *self.mlp_bank.unflatten(0, (-1, 2)).unbind(1))
+        layers = [to_weights8(bank) if fp8 else bank.unbind(0) for bank in banks]
         return [LayerWeights(*matrices) for matrices in zip(*layers, strict=True)]
 
     def trunk(self, tokens_T, previous_T, positions_T, attend: Callable, weights=None) -> Tensor:

@@ -725,18 +725,20 @@ class GPT(nn.Module):
         def scaled(factors: Tensor, bank: Tensor) -> Tensor:
             return (factors[:, None, None] * bank).to(bank.dtype)
 
-        v = scaled(of_attention(scalar["scale_v"]), self.vo_bank[::2])
-        o = scaled(of_attention(scalar["scale_o"]), self.vo_bank[1::2])
-        qkv = torch.cat((self.qk_bank, v), 1)
-        down = scaled(scalar["scale_down"], self.mlp_bank[1::2])
-        return LayerWeights(qkv, o, self.mlp_bank[::2], down)
+        v, o = self.vo_bank.unflatten(0, (-1, 2)).unbind(1)
+        up, down = self.mlp_bank.unflatten(0, (-1, 2)).unbind(1)
+        v = scaled(of_attention(scalar["scale_v"]), v)
+        o = scaled(of_attention(scalar["scale_o"]), o)
+        down = scaled(scalar["scale_down"], down)
+        return LayerWeights(torch.cat((self.qk_bank, v), 1), o, up, down)
 
     def layer_weights(self, fp8: bool = False) -> list[LayerWeights]:
         """The matrices of each layer, for a trunk or for many; in fp8 those that need it."""
         c = self.config
-        qkv, o, up, down = self.banks()
+        banks = self.banks()
+        qkv, o, up, down = (bank.unbind(0) for bank in banks)
         if fp8:
-            qkv, up, down = map(to_weights8, (qkv, up, down))
+            qkv, up, down = map(to_weights8, (banks.qkv, banks.up, banks.down))
             o = [None] * len(qkv)
         weights = []
         for layer in range(c.num_layers):
