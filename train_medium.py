@@ -962,8 +962,6 @@ class GPT(nn.Module):
             sign = (t ^ p) % SIGN_ROWS
             bigram = F.embedding(pair.masked_fill(first_T, c.bigram_rows - 1), self.bigram_embed)
             bigram = bigram * F.embedding(sign.masked_fill(first_T, 0), self.bigram_signs)
-            if torch.compiler.is_compiling():  # all layers read it
-                bigram = materialize(bigram)
 
         # Value embeddings: all tables in one lookup, so that the backward has one scatter.
         values = None
@@ -4037,16 +4035,6 @@ OPS = next(
 # Of operators that take any strides. torch.compile would hand the others a copy of what it computes.
 ANY_LAYOUT = (torch.Tag.flexible_layout,)
 
-
-@torch.library.custom_op(f"{OPS}::materialize", mutates_args=(), tags=ANY_LAYOUT)
-def materialize(x: Tensor) -> Tensor:
-    """A copy of x. Without it torch.compile computes a cheap x anew wherever it is read."""
-    return x.clone()
-
-
-materialize.register_fake(torch.empty_like)
-materialize.register_autograd(lambda ctx, gradient: gradient)
-
 # -- softcapped cross-entropy: head, loss and gradient in one pass over the logits; 17.3 ms, in fp8
 # 12.9, against 21.0. With z = a sigmoid((x + b) / c), s = z / a and lse = log sum_j exp z_j: row t
 # has N terms, targets[k, t] with weight w_k. Those with a negative target are left out. S is the sum
@@ -4252,8 +4240,8 @@ def fits_fp8(x: Tensor, *sizes: int) -> bool:
 
 
 def largest_row(x: Tensor) -> Tensor:
-    """The largest norm of a row of x (N, K), fp32, 0-D."""
-    return torch.linalg.vector_norm(x, dim=1, dtype=torch.float32).amax().clamp(min=1e-20)
+    """The largest norm of a row of x (..., N, K), fp32, (...)."""
+    return torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32).amax(-1).clamp(min=1e-20)
 
 
 def cast8(x: Tensor, factor: Tensor | float, dtype: torch.dtype = E4M3) -> Tensor:
@@ -4288,8 +4276,7 @@ class Weight8(NamedTuple):
 @torch.no_grad()
 def to_weights8(bank: Tensor) -> list[Weight8]:
     """The matrices of a bank (B, N, K) in fp8; all at once, which takes few kernels for many layers."""
-    norms = torch.linalg.vector_norm(bank, dim=2, dtype=torch.float32)
-    row = norms.amax(1).clamp(min=1e-20)
+    row = largest_row(bank)
     values = cast8(bank, (E4M3_MAX / row)[:, None, None])
     # A compiled backward may write a scale into the memory of a row, and cuBLAS wants scales at
     # multiples of 16 bytes: four columns.
