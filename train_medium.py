@@ -2727,9 +2727,9 @@ def micro_batch_limit(config: Config, free: int) -> float:
         q and k, before and after norm, rotary    8 D     sum 31 D: 48 kB, 1.14 MB for 24 layers
         v, and the output of attention            4 D
 
-    fp8 products keep 26 D, their inputs being 3 D and the activation 4 D. With micro-batches of
-    32,768 tokens an H200 measured 52.1 GiB allocated and 57.2 reserved, with fp8 and one table for
-    input and output. With `recompute` the stream, 2 D, and 1 D of value embeddings are kept, and all
+    fp8 products keep 30 D, their inputs being 3 D and the activation, with its transpose, 8 D. With
+    micro-batches of 32,768 tokens an H200 measured 52.1 GiB allocated and 57.2 reserved, with fp8, one
+    table for input and output, and no transposes. With `recompute` the stream, 2 D, and 1 D of value embeddings are kept, and all
     of one layer at a time, with gradients: 0.2 MB.
 
     Besides, gradients of this and of earlier micro-batches need 4 bytes a parameter, 5.5 GB; fp8
@@ -4083,22 +4083,33 @@ def softcap_ce_cpu(logits, targets, weights, row_weight, cap, row0=0, grad=True)
 
 
 @jit
-def fast_sigmoid(x, FAST: tl.constexpr):
-    """FAST is one instruction, off by up to 2.5e-4, which bf16 hides; 0.4 ms of 88 a step."""
+def fast_tanh(x, FAST: tl.constexpr):
+    """FAST is one instruction, off by up to 5e-4, which bf16 hides; 0.4 ms of 88 a step."""
     if FAST:
-        half = tl.inline_asm_elementwise(
-            "tanh.approx.f32 $0, $1;", "=f,f", [0.5 * x], tl.float32, True, 1
+        return tl.inline_asm_elementwise(
+            "tanh.approx.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1
         )
-        return 0.5 + 0.5 * half
-    return tl.sigmoid(x)
+    return 2.0 * tl.sigmoid(2.0 * x) - 1.0
 
 
 @jit
-def load_softcap(logits, j, a, b, scale, V: tl.constexpr, FAST: tl.constexpr):
-    """s = sigmoid((x + b) / c) of the columns j, and exp(z - a)."""
+def to_bf16(x):
+    """Two values an instruction. Triton rounds them one by one, at a quarter of the speed."""
+    return tl.inline_asm_elementwise(
+        "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [x], tl.bfloat16, True, 2
+    )
+
+
+@jit
+def load_softcap(logits, j, a, b, c, V: tl.constexpr, FAST: tl.constexpr):
+    """h = tanh((x + b) / 2c) of the columns j, and e = exp(z - a), which is exp(a (h - 1) / 2).
+
+    s (1 - s) is (1 - h^2) / 4. In h everything takes the fewest instructions.
+    """
     x = tl.load(logits + j, mask=j < V, other=0.0).to(tl.float32)
-    s = fast_sigmoid((x + b) * scale, FAST)
-    return s, tl.exp2(a * 1.4426950408889634 * (s - 1.0))
+    h = fast_tanh(x * (0.5 / c) + b * (0.5 / c), FAST)
+    slope = a * 0.7213475204444817  # log2(e) / 2
+    return h, tl.where(j < V, tl.exp2(h * slope - slope), 0.0)
 
 
 @jit
@@ -4110,45 +4121,43 @@ def softcap_ce_kernel(
     """One row of logits (n, V) a program; grad (n, V) and row_weight may be None.
 
     z <= a bounds the exponentials, so lse needs no running maximum, and the softmax part of the
-    gradient is const * v with v = e s (1 - s) known at the first look. With BLOCK >= V the row is
+    gradient is const * v with v = 4 e s (1 - s) known at the first look. With BLOCK >= V the row is
     read once and v waits in registers, else a second sweep reads the row again from L2. Target
     columns are rewritten at the end.
     """
     row = tl.program_id(0)
     t = row0 + row
     logits += row.to(tl.int64) * V
-    scale = 1.0 / c
 
     # The terms of the row, padded to a power of two.
     k = tl.arange(0, PAD)
     target = tl.load(targets + k * T + t, mask=k < TERMS, other=-1).to(tl.int32)
     w = tl.where(target >= 0, tl.load(weights + k, mask=k < TERMS, other=0.0), 0.0)
-    z_t = tl.load(logits + target, mask=target >= 0, other=0.0).to(tl.float32)
-    s_t = fast_sigmoid((z_t + b) / c, FAST)
+    h_t, e_t = load_softcap(logits, tl.maximum(target, 0), a, b, c, V, FAST)
+    z_t = a * (0.5 + 0.5 * h_t)
     W = tl.sum(w)
 
     # The sum of exp(z - a).
     if BLOCK >= V:
         j = tl.arange(0, BLOCK)
-        s, e = load_softcap(logits, j, a, b, scale, V, FAST)
-        e = tl.where(j < V, e, 0.0)
-        v = e * s * (1.0 - s)
-        v = v if logits.dtype.element_ty == tl.float32 else v.to(tl.bfloat16)
+        h, e = load_softcap(logits, j, a, b, c, V, FAST)
+        v = e * (1.0 - h * h)
+        v = to_bf16(v) if FAST else v  # half the registers: two programs a multiprocessor
         total = tl.sum(e)
     else:
         acc = tl.zeros([BLOCK], tl.float32)
         for j0 in range(0, V, BLOCK):
             j = j0 + tl.arange(0, BLOCK)
-            s, e = load_softcap(logits, j, a, b, scale, V, FAST)
-            acc += tl.where(j < V, e, 0.0)
+            h, e = load_softcap(logits, j, a, b, c, V, FAST)
+            acc += e
         total = tl.sum(acc)
     lse = a + tl.log(total)
-    tl.store(losses + row, W * lse - a * tl.sum(w * s_t))
-    tl.store(nats + row, tl.sum(tl.where((k == 0) & (target >= 0), lse - a * s_t, 0.0)))
+    tl.store(losses + row, W * lse - tl.sum(w * z_t))
+    tl.store(nats + row, tl.sum(tl.where((k == 0) & (target >= 0), lse - z_t, 0.0)))
 
     if grad is not None:
         grad += row.to(tl.int64) * V
-        g = a / c
+        g = 0.25 * a / c
         if row_weight is not None:
             g = g * tl.load(row_weight + t)
         if BLOCK >= V:
@@ -4157,21 +4166,20 @@ def softcap_ce_kernel(
         else:
             for j0 in range(0, V, BLOCK):
                 j = j0 + tl.arange(0, BLOCK)
-                s, e = load_softcap(logits, j, a, b, scale, V, FAST)
-                v = e * s * (1.0 - s) * (g * W / total)
+                h, e = load_softcap(logits, j, a, b, c, V, FAST)
+                v = e * (1.0 - h * h) * (g * W / total)
                 tl.store(grad + j, v.to(grad.dtype.element_ty), mask=j < V)
         # Equal targets share a column.
         w = tl.sum(tl.where(target[:, None] == target[None, :], w[None, :], 0.0), 1)
-        e_t = tl.exp2(a * 1.4426950408889634 * (s_t - 1.0))
-        g_t = g * s_t * (1.0 - s_t) * (W * e_t / total - w)
+        g_t = g * (1.0 - h_t * h_t) * (W * e_t / total - w)
         tl.debug_barrier()
         tl.store(grad + target, g_t.to(grad.dtype.element_ty), mask=target >= 0)
 
 
-def softcap_ce(logits, targets, weights, row_weight, cap, row0=0, grad=True, out=None, block=32768):
+def softcap_ce(logits, targets, weights, row_weight, cap, row0=0, grad=True, out=None, block=65536):
     """As softcap_ce_cpu in one read and one write; the gradient replaces the logits or fills `out`.
 
-    4 bytes moved an element; 3.1 TB/s with whole rows in registers (block 32768, 16 warps, H200).
+    4 bytes moved an element, with fp8 gradients 3: 3.3 TB/s of an H200 at 32,768 columns, 2.3 at 50,304.
     """
     n, V = logits.shape
     terms = len(weights)
@@ -4490,30 +4498,35 @@ def linear_relu2_ref(x: Tensor, w: Tensor) -> Tensor:
 
 
 @jit
-def store_relu2(acc, aux, out, m0, n0, factor):
+def store_relu2(acc, aux, out, out_T, m0, n0, factor):
     if aux is not None:
         acc = 2.0 * acc * tl.sqrt(aux.load([m0, n0]).to(tl.float32))
     else:
         acc = tl.maximum(acc, 0.0)
         acc = acc * acc
-    out.store([m0, n0], (acc * factor).to(out.dtype))
+    value = (acc * factor).to(out.dtype)
+    out.store([m0, n0], value)
+    if out_T is not None:
+        out_T.store([n0, m0], value.T)
 
 
 @jit
 def linear_relu2_kernel(
-    a, b, aux, out,
+    a, b, aux, out, out_T,
     factor, M, N, K,
     GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """out = relu(a b^T)^2 factor, or with aux 2 (a b^T) sqrt(aux) factor.
 
-    Descriptors of a (M, K), b (N, K), aux and out (M, N). Programs persist, so that the loads of a
-    tile overlap the stores of the one before.
+    Descriptors of a (M, K), b (N, K), aux and out (M, N), and out_T (N, M) or None. Programs
+    persist, two on each multiprocessor: one multiplies while the other stores.
     """
     tiles_m = tl.cdiv(M, BM)
     tiles_n = tl.cdiv(N, BN)
-    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, PROGRAMS, flatten=True):
+    # Flattened, a tile's loads begin before the last one is stored; with aux this needs too much
+    # shared memory for two programs.
+    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, PROGRAMS, flatten=aux is None):
         first = tile // (GROUP * tiles_n) * GROUP
         rows = min(tiles_m - first, GROUP)
         m0 = (first + tile % (GROUP * tiles_n) % rows) * BM
@@ -4523,34 +4536,36 @@ def linear_relu2_kernel(
             acc = tl.dot(a.load([m0, k0]), b.load([n0, k0]).T, acc)
         # Halves need less shared memory.
         left, right = tl.split(tl.permute(tl.reshape(acc, (BM, 2, BN // 2)), (0, 2, 1)))
-        store_relu2(left, aux, out, m0, n0, factor)
-        store_relu2(right, aux, out, m0, n0 + BN // 2, factor)
+        store_relu2(left, aux, out, out_T, m0, n0, factor)
+        store_relu2(right, aux, out, out_T, m0, n0 + BN // 2, factor)
 
 
 # The best of twelve on an H200; fp8 has twice the BK.
-RELU2_TILES = dict(BM=128, BN=256, BK=64, GROUP=8, num_warps=8, num_stages=3)
+RELU2_TILES = dict(BM=128, BN=128, BK=64, GROUP=4, num_warps=4, num_stages=3)
 
 
 def fused_relu2(x: Tensor, w: Tensor) -> bool:
     """Whether the kernel runs on this device, with rows of whole 16 bytes.
 
-    Hopper and B200 can: it needs 208 KiB of shared memory, of which an RTX 50 (12.0) has 99.
+    Hopper and B200 can: it needs 112 KiB of shared memory, of which an RTX 50 (12.0) has 99.
     """
     device_fits = use_triton(x, (9, 0)) and not use_triton(x, (12, 0))
     return device_fits and all(n * x.itemsize % 16 == 0 for n in (x.size(1), w.size(0)))
 
 
 @torch.library.custom_op(f"{OPS}::linear_relu2", mutates_args=(), tags=ANY_LAYOUT)
-def linear_relu2(a: Tensor, b: Tensor, post: Tensor | None = None, factor: float = 1.0) -> Tensor:
+def linear_relu2(
+    a: Tensor, b: Tensor, post: Tensor | None = None, factor: float = 1.0
+) -> tuple[Tensor, Tensor]:
     """relu(a b^T)^2 factor, (M, N); or with post = relu(pre)^2 the gradient of pre.
 
-    That is 2 (a b^T) sqrt(post) factor. The result has the dtype of a. 2 M N K FLOP; moves M K + N K +
-    M N items, with post M N more. On an H200 710 TFLOP/s forward and 491 backward in bf16, 1,194 and
-    810 in fp8.
+    That is 2 (a b^T) sqrt(post) factor. The results have the dtype of a; the second is the transpose
+    (N, M) of the first if that is fp8, else empty. 2 M N K FLOP; moves M K + N K + M N items, M N more
+    with post and M N more for the transpose.
     """
     M, K = a.shape
     N = len(b)
-    out = a.new_empty(M, N)
+    out, out_T = empty_relu2(a, b)
     tiles = dict(RELU2_TILES)
     if a.itemsize == 1:
         tiles["BK"] *= 2
@@ -4558,34 +4573,36 @@ def linear_relu2(a: Tensor, b: Tensor, post: Tensor | None = None, factor: float
 
     describe = TensorDescriptor.from_tensor
     half = [BM, BN // 2]
+    operands = (describe(a.contiguous(), [BM, BK]), describe(b.contiguous(), [BN, BK]))
     aux = None if post is None else describe(post.contiguous(), half)
-    tensors = (describe(a.contiguous(), [BM, BK]), describe(b.contiguous(), [BN, BK]), aux)
+    flipped = describe(out_T, half[::-1]) if out_T.numel() else None
+    tensors = (*operands, aux, describe(out, half), flipped)
 
     programs = 3  # of the interpreter
     if a.is_cuda:
-        programs = torch.cuda.get_device_properties(a.device).multi_processor_count
+        programs = 2 * torch.cuda.get_device_properties(a.device).multi_processor_count
     programs = min(triton.cdiv(M, BM) * triton.cdiv(N, BN), programs)
-    numbers = (factor, M, N, K)
-    linear_relu2_kernel[(programs,)](
-        *tensors, describe(out, half), *numbers, PROGRAMS=programs, **tiles
-    )
-    return out
+    linear_relu2_kernel[(programs,)](*tensors, factor, M, N, K, PROGRAMS=programs, **tiles)
+    return out, out_T
 
 
-linear_relu2.register_fake(lambda a, b, post=None, factor=1.0: a.new_empty(len(a), len(b)))
+@linear_relu2.register_fake
+def empty_relu2(a, b, *rest):
+    transposed = (len(b), len(a)) if a.itemsize == 1 else 0
+    return a.new_empty(len(a), len(b)), a.new_empty(transposed)
 
 
 class MLPRelu2(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, up, down):
-        post = linear_relu2(x, up)
+        post, _ = linear_relu2(x, up)
         ctx.save_for_backward(x, up, down, post)
         return post @ down
 
     @staticmethod
     def backward(ctx, g):
         x, up, down, post = ctx.saved_tensors
-        before = linear_relu2(g, down, post)
+        before, _ = linear_relu2(g, down, post)
         return before @ up, before.T @ x, post.T @ g
 
 
@@ -4596,21 +4613,23 @@ def plain_product8(a8: Tensor, b8: Tensor) -> Tensor:
     return product8(a8, b8, one, dtype).float()
 
 
-def relu2_8(x8: Tensor, w8: Tensor) -> Tensor:
-    """e4m3 of relu(x w^T)^2 / 448^3, see MLP8."""
+def relu2_8(x8: Tensor, w8: Tensor) -> tuple[Tensor, Tensor]:
+    """e4m3 of relu(x w^T)^2 / 448^3 and its transpose, see MLP8."""
     if fused_relu2(x8, w8):
         return linear_relu2(x8, w8, None, E4M3_MAX**-3)
     post = F.relu(plain_product8(x8, w8)).square() * E4M3_MAX**-3
     # torch rounds to NaN what is too large, Triton to the largest number.
-    return post.clamp(max=E4M3_MAX).to(E4M3)
+    post = post.clamp(max=E4M3_MAX).to(E4M3)
+    return post, transpose8(post)
 
 
-def relu2_grad8(g8: Tensor, w8: Tensor, post8: Tensor) -> Tensor:
-    """e5m2 of (g w^T) sqrt(post) / 448^1.5, see MLP8."""
+def relu2_grad8(g8: Tensor, w8: Tensor, post8: Tensor) -> tuple[Tensor, Tensor]:
+    """e5m2 of (g w^T) sqrt(post) / 448^1.5 and its transpose, see MLP8."""
     if fused_relu2(g8, w8):
         return linear_relu2(g8, w8, post8, E4M3_MAX**-1.5 / 2)
     before = plain_product8(g8, w8) * post8.float().sqrt() * E4M3_MAX**-1.5
-    return before.clamp(-E5M2_MAX, E5M2_MAX).to(E5M2)
+    before = before.clamp(-E5M2_MAX, E5M2_MAX).to(E5M2)
+    return before, transpose8(before)
 
 
 class MLP8(torch.autograd.Function):
@@ -4627,26 +4646,26 @@ class MLP8(torch.autograd.Function):
         down8 = Weight8(*weights8[3:])
         row_x = math.sqrt(x.size(1))
         x8 = cast8(x, E4M3_MAX / row_x)
-        post8 = relu2_8(x8, up8.values)  # in units of (row_x row_up)^2 / 448
-        ctx.save_for_backward(x8, post8, *up8, *down8)
+        post8, post8_T = relu2_8(x8, up8.values)  # in units of (row_x row_up)^2 / 448
+        ctx.save_for_backward(x8, post8, post8_T, *up8, *down8)
         scale = (row_x * up8.row / E4M3_MAX) ** 2 * down8.row
         return product8(post8, down8.transposed, scale, x.dtype, fast=True)
 
     @staticmethod
     def backward(ctx, g):
-        x8, post8, *weights8 = ctx.saved_tensors
+        x8, post8, post8_T, *weights8 = ctx.saved_tensors
         up8 = Weight8(*weights8[:3])
         down8 = Weight8(*weights8[3:])
         row_x = math.sqrt(x8.size(1))
         row_g = largest_row(g)
         g8 = cast8(g.contiguous(), E5M2_MAX / row_g, E5M2)
         # In units of 2 row_g row_down row_x row_up / 57344.
-        before8 = relu2_grad8(g8, down8.values, post8)
+        before8, before8_T = relu2_grad8(g8, down8.values, post8)
         unit = 2 * row_g * down8.row * up8.row * (row_x / E5M2_MAX / E4M3_MAX)
         dx = product8(before8, up8.transposed, unit * up8.row, g.dtype)
-        dup = product8(transpose8(before8), transpose8(x8), unit * row_x, g.dtype)
+        dup = product8(before8_T, transpose8(x8), unit * row_x, g.dtype)
         unit = (row_x * up8.row) ** 2 * row_g / (E4M3_MAX * E5M2_MAX)
-        ddown = product8(transpose8(post8), transpose8(g8), unit, g.dtype)
+        ddown = product8(post8_T, transpose8(g8), unit, g.dtype)
         return dx, dup, ddown, *(None,) * 6
 
 

@@ -253,8 +253,9 @@ def test_mlp_relu2(device, monkeypatch):
 @devices
 @pytest.mark.parametrize("kernel", [True, False], ids=["kernel", "plain"])
 def test_relu2_8(kernel, device, monkeypatch):
-    """Both fp8 products with their epilogues, to the last bit of each result. A few may be wrong: the interpreter's
-    casts lose the carry of numbers rounded up to a power of two; a GPU's sums have 14 bits, and plain ones are bf16."""
+    """Both fp8 products with their epilogues and transposes, to the last bit of each result. A few may be wrong: the
+    interpreter's casts lose the carry of numbers rounded up to a power of two; a GPU's sums have 14 bits, and plain
+    ones are bf16."""
     least, below = ((9, 0), (12, 0)) if kernel else ((8, 9), (99, 0))
     if device == "cuda" and not least <= torch.cuda.get_device_capability() < below:
         pytest.skip("needs the shared memory of a Hopper or a B200, or for the plain path capability 8.9")
@@ -265,14 +266,16 @@ def test_relu2_8(kernel, device, monkeypatch):
     x, up, down, g = (torch.randn(n, D, device=device).mul(s) for n, s in ((T, 30), (Fw, 60), (Fw, 20), (T, 10)))
     x8, up8, down8, g8 = x.to(K.E4M3), up.to(K.E4M3), down.to(K.E4M3), g.to(K.E5M2)
     x, up, down, g = (t.double() for t in (x8.float(), up8.float(), down8.float(), g8.float()))
-    post8 = K.relu2_8(x8, up8)
+    post8, post8_T = K.relu2_8(x8, up8)
     want, share = F.relu(x @ up.T).square() * 448.0**-3, 0.95 if kernel or device == "cuda" else 1.0
     right = (post8.double() - want).abs() <= want / 15 + 2**-10
     assert post8.dtype == K.E4M3 and want.max() > 1 and right.double().mean() >= share
-    before8 = K.relu2_grad8(g8, down8, post8)
+    before8, before8_T = K.relu2_grad8(g8, down8, post8)
     want = (g @ down.T) * post8.double().sqrt() * 448.0**-1.5
     right = (before8.double() - want).abs() <= want.abs() / 7.5 + 2**-17
     assert before8.dtype == K.E5M2 and want.abs().max() > 0.1 and right.double().mean() >= share
+    for y, y_T in ((post8, post8_T), (before8, before8_T)):
+        assert y_T.dtype == y.dtype and y_T.is_contiguous() and torch.equal(y_T.float(), y.T.float())
 
 
 def weights8(*weights):
