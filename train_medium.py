@@ -2729,8 +2729,8 @@ def micro_batch_limit(config: Config, free: int) -> float:
 
     fp8 products keep 30 D, their inputs being 3 D and the activation, with its transpose, 8 D. With
     micro-batches of 32,768 tokens an H200 measured 52.1 GiB allocated and 57.2 reserved, with fp8, one
-    table for input and output, and no transposes. With `recompute` the stream, 2 D, and 1 D of value embeddings are kept, and all
-    of one layer at a time, with gradients: 0.2 MB.
+    table for input and output, and no transposes. With `recompute` the stream, 2 D, and 1 D of value
+    embeddings are kept, and all of one layer at a time, with gradients: 0.2 MB.
 
     Besides, gradients of this and of earlier micro-batches need 4 bytes a parameter, 5.5 GB; fp8
     copies of weights 0.7 GB; the loss 6 bytes a logit of a chunk, 3.2 GB. Weights, masters and moments
