@@ -44,13 +44,14 @@ ts = importlib.import_module(Path(script).stem)
 
 UNMEASURED = 5  # steps before the timed ones of a stage
 PROFILED = 3
-SECTIONS = ("attention", "MLP", "qkv and o products", "head and loss", "elementwise", "embeddings", "NorMuon", "Adam",
-            "communication", "copies", "other")  # fmt: skip
+SECTIONS = ("attention", "MLP", "qkv and o products", "head and loss", "elementwise", "embeddings", "NorMuon",
+            "RMSProp", "Adam", "communication", "copies", "other")  # fmt: skip
 # The first pattern that is found in the name of a kernel, or of an operator around its launch, decides. "elementwise"
 # covers norms, rotary embedding, gates and residuals. Where torch.compile merges lookups into them, they count as
 # embeddings.
 PATTERNS = (
     (r"step: NorMuon", "NorMuon"),
+    (r"step: RMSProp", "RMSProp"),
     (r"step: Adam", "Adam"),
     (r"nccl|c10d::", "communication"),
     (r"triton_\w*embedding", "embeddings"),
@@ -208,6 +209,7 @@ def ranges(state: ts.TrainState):
         (state, "forward", "step: forward"),
         (optimizer, "step", "step: optimizer"),
         (optimizer, "normuon_update", "step: NorMuon"),
+        (ts, "update_rows", "step: RMSProp"),
         (optimizer, "adam_update", "step: Adam"),
     )
     kept = [getattr(owner, attribute) for owner, attribute, _ in spots]

@@ -172,21 +172,21 @@ def test_every_field_of_the_model_is_frozen(make):
 
 # ---- numbers
 
-# 20 steps in fp32 on a CPU, since the small model no longer reads its input in every layer. Other CPUs change them by
+# 20 steps in fp32 on a CPU, since large tables are updated by RMSProp. Other CPUs change them by
 # 2e-7; the medium model needs a larger epsilon in Adam for that, because zero weights begin with gradients of rounding.
 SMALL_LOSSES = """
-    5.7733727 5.5303979 5.1246729 4.7661467 4.4361610 4.1795011 3.9789724 3.8263862 3.6849861 3.6073678
-    3.4884610 3.3804138 3.3494155 3.2297659 3.0911562 3.0525875 3.0249307 2.9810288 2.9073696 2.8777261
+    5.7733727 5.5303979 5.1203499 4.7580543 4.4418430 4.1899357 3.9814456 3.8274009 3.6777759 3.5978816
+    3.4763286 3.3705626 3.3412237 3.2151697 3.0752363 3.0357804 3.0058570 2.9651737 2.8911171 2.8616505
 """
 MEDIUM_LOSSES = """
-    5.7651176 5.2267365 4.4532909 3.6386821 2.9164801 2.4105146 2.0919907 1.8769844 1.7406807 1.6002206
-    1.5469222 1.5555789 1.5667775 1.4064068 1.3069775 1.3713500 1.3436097 1.3702445 1.2643882 1.3133540
+    5.7651176 5.2267365 4.4526429 3.6344962 2.9133341 2.4073703 2.0745142 1.8559977 1.7327224 1.5907298
+    1.5343345 1.5496678 1.5595993 1.4052792 1.3086854 1.3677995 1.3396913 1.3625020 1.2587768 1.3069153
 """
 
 
 @pytest.mark.parametrize(
     ("config", "losses", "bpb"),
-    ((tiny_config(), SMALL_LOSSES, 2.8600259), (tiny_medium(adam_eps=1e-4), MEDIUM_LOSSES, 1.3580265)),
+    ((tiny_config(), SMALL_LOSSES, 2.8417466), (tiny_medium(adam_eps=1e-4), MEDIUM_LOSSES, 1.3595471)),
     ids=("small", "medium"),
 )
 def test_twenty_steps_are_those_of_before(dataset, config, losses, bpb):

@@ -1,5 +1,6 @@
 """Kernels against their plain references: odd shapes in Triton's interpreter, real sizes with `-m gpu`."""
 
+import math
 import os
 import re
 import subprocess
@@ -213,6 +214,29 @@ def test_sym_mm(shape, device, monkeypatch):
         close(got, got.mT, 1e-6)
     a = K.sym_mm_ref(x) / x.shape[-1]
     close(K.sym_mm(a, 0.7, -1.3, 2.0), K.sym_mm_ref(a.double(), 0.7, -1.3, 2.0), tol)
+
+
+@devices
+@pytest.mark.parametrize("with_weights", [True, False])
+@pytest.mark.parametrize("columns", [48, 768, 70])
+def test_update_rows(columns, with_weights, device):
+    dtype = torch.bfloat16 if device == "cuda" else torch.float16
+    grad = torch.randn(40, columns, device=device).to(dtype)
+    grad[::3] = 0
+    grad[1] = math.nan
+    start = torch.randn(40, columns, device=device)
+    numbers = dict(lr=0.1, beta2=0.9, correction=0.3, eps=1e-10, decay=0.5, grad_scale=0.25)
+    results = []
+    for update in (K.update_rows, K.update_rows_ref):
+        master, square = start.clone(), torch.arange(40.0, device=device)
+        weights = start.to(dtype) if with_weights else None
+        update(master, grad, square, weights, **numbers)
+        results.append((master, square, *([weights] if with_weights else [])))
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want, equal_nan=True)
+    master, square, *_ = results[0]
+    assert torch.equal(master[::3], start[::3]) and master[1].isnan().all()
+    torch.testing.assert_close(square[::3], 0.9 * torch.arange(40.0, device=device)[::3])
 
 
 @devices
