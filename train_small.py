@@ -3250,7 +3250,11 @@ def load_checkpoint(state: TrainState, folder: Path, names=CHECKPOINT_FILES) -> 
     moments = {}
     for name in CHECKPOINT_FILES[1:]:
         moments |= safetensors.torch.load_file(folder / name)
-    state.optimizer.load(weights, moments, saved["optimizer_count"])
+    try:
+        state.optimizer.load(weights, moments, saved["optimizer_count"])
+    except KeyError as error:
+        reason = f"{folder} has no {error}, so another version of this script wrote it"
+        raise UserError(f"{reason}; call the script that lies in its run directory") from None
     for name, buffer in state.model.named_buffers():
         if name in weights:
             buffer.copy_(weights[name])

@@ -137,6 +137,16 @@ def test_no_whole_checkpoint_is_one_sentence(halfway, tmp_path):
     assert f"none of the 2 checkpoints in {run_dir} is whole" in err and "start again" in err
 
 
+def test_a_checkpoint_of_another_version_is_one_sentence(halfway, monkeypatch, tmp_path):
+    """A version whose optimizer keeps other moments cannot go on from it."""
+    run_dir = shutil.copytree(halfway, tmp_path / "run")
+    load_file = safetensors.torch.load_file
+    older = lambda path: {n: t for n, t in load_file(path).items() if not n.startswith("value_embed.row")}
+    monkeypatch.setattr(safetensors.torch, "load_file", older)
+    err = refused("--resume", "--run-dir", run_dir)
+    assert "has no 'value_embed.row_square', so another version of this script wrote it; call the script that" in err
+
+
 def test_checkpoints_from_step_a_million_on(state, tmp_path):
     """They are sorted as numbers; seven digits come after six."""
     for step in (999_998, 999_999, 1_000_000, 1_000_001):
