@@ -87,6 +87,10 @@ def launches(script, config, quick: bool) -> None:
         if not quick:
             script.linear_relu2(new(T, D), new(F, D))
             script.linear_relu2(x, w, None, 0.5)
+    table = torch.zeros(4, D), new(4, D), torch.zeros(4)
+    numbers = dict(lr=0.1, beta2=0.9, correction=0.5, eps=1e-10, decay=0.1, grad_scale=0.5)
+    for written in [new(4, D)] if quick else [None, new(4, D)]:
+        script.update_rows(*table, written, **numbers)
     q, k, v = new(T, 3, H, K).unbind(1)
     bounds = new(2, T, dtype=torch.int32)
     for gate in [new(T, H)] if quick else [None, new(T, H)]:

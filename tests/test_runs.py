@@ -417,13 +417,14 @@ def test_warm_up_leaves_no_trace(dataset):
     assert warm.model.attention_scale == fresh.model.attention_scale
 
 
-def test_warm_up_updates_every_parameter(dataset):
+def test_warm_up_updates_every_parameter(dataset, monkeypatch):
     """Late tables too, which the first step leaves alone: else they would be compiled while the clock runs."""
     state, updated = ts.build_state(tiny_config(stages=((1.0, 2, 1.0),)), ALONE, lambda text: None), set()
 
     def watched(update):
-        return lambda master, *rest: updated.add(master.data_ptr()) or update(master, *rest)
+        return lambda master, *rest, **named: updated.add(master.data_ptr()) or update(master, *rest, **named)
 
+    monkeypatch.setattr(ts, "update_rows", watched(ts.update_rows))
     for name in ("adam_update", "normuon_update"):
         setattr(state.optimizer, name, watched(getattr(state.optimizer, name)))
     masters = {slot.name: slot.master.data_ptr() for slot in state.optimizer.slots}
