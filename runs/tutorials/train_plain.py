@@ -278,7 +278,7 @@ class Dataset:  # a directory that data/pretrain.py made: a tokenizer, and shard
         return b"".join(self.bytes[i] for i in ids).decode(errors="replace")
 
 
-# ---- 5. OPTIMIZER: NorMuon for matrices, RMSProp for tables, else Adam. Numbers as in modded-nanogpt (record 89).
+# ---- 5. OPTIMIZER: NorMuon for matrices, RMSProp for tables, else Adam. Most numbers are of modded-nanogpt.
 @dataclass(frozen=True)
 class Policy:  # of Adam; without the first moment it is RMSProp
     lr_mult: float  # times 0.006
