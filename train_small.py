@@ -248,6 +248,7 @@ class Policy:
     rows: int = 0  # NorMuon: rows of one orthogonalised matrix; 0: the bank's own
     odd_mult: float = 1.0  # NorMuon: factor on lr_mult of every second matrix of a bank
     late: bool = False  # updated one step later, see Optimizer.step
+    sparse: bool = False  # RMSProp: the gradient has rows that were read, and no others
 
 
 def parameter_table(config: Config) -> dict[str, Policy]:
@@ -268,7 +269,7 @@ def parameter_table(config: Config) -> dict[str, Policy]:
         "mix_in":           Policy("adam",      0.25,  (0.90, 0.99)),
         "mix_out":          Policy("adam",      0.025, (0.90, 0.99)),
         "embed":            Policy("adam",      1.00,  (0.50, 0.95), 0.0060),
-        "bigram_embed":     Policy("rmsprop",  60.00,  (0.95,),      0.0150, late=True),
+        "bigram_embed":     Policy("rmsprop",  60.00,  (0.95,),      0.0150, late=True, sparse=True),
         "value_embed":      Policy("rmsprop",  60.00,  (0.95,),      0.0150, late=True),
     }  # fmt: skip
 
@@ -458,29 +459,66 @@ def accumulate_gradients(state: TrainState, batch: Batch) -> Tensor:
     """
     while True:
         loss = torch.zeros((), device=state.ranks.device)
+        looked_up = []
         targets = max(batch.total_targets, 1)
         factor = torch.full_like(loss, state.loss_scale / targets)
         try:
             for micro_batch in batch.micro_batches(state.packs, state.ranks.device):
                 if state.graphs is None:
-                    nats = micro_step(state, micro_batch, factor)
+                    nats, rows = micro_step(state, micro_batch, factor)
                 else:
-                    nats = replay(state, micro_batch, factor)
+                    nats, rows = replay(state, micro_batch, factor)
                 loss += nats / targets
+                looked_up.append(rows)
+            set_sparse_gradient(state.model, looked_up)
             return loss
         except torch.OutOfMemoryError:
             pass  # the exception holds the activations until it ends here
         shrink_micro_batch(state)
 
 
-def micro_step(state: TrainState, micro_batch: MicroBatch, factor: Tensor) -> Tensor:
+class Rows(NamedTuple):
+    """Rows of a table, one for each token, or their gradients."""
+
+    index_T: Tensor  # int64, which rows
+    values_TD: Tensor
+
+
+def micro_step(state, micro_batch: MicroBatch, factor: Tensor) -> tuple[Tensor, Rows | None]:
     """Forward, and backward of the loss times a 0-D factor; gradients add up in .grad.
 
-    Returns: the sum of nats, 0-D
+    The bigram table is too large for that: its rows are an input of the model, and so is the place
+    of their gradient.
+
+    Returns: the sum of nats, 0-D; the gradients of the bigram rows
     """
-    total, nats = state.forward(*micro_batch)
+    rows = look_up_bigrams(state.model, micro_batch)
+    inputs = micro_batch if rows is None else (*micro_batch, None, rows.values_TD)
+    total, nats = state.forward(*inputs)
     (total * factor).backward()
-    return nats.sum()
+    if rows is not None:
+        rows = Rows(rows.index_T, rows.values_TD.grad)
+    return nats.sum(), rows
+
+
+def look_up_bigrams(model: nn.Module, micro_batch: MicroBatch) -> Rows | None:
+    """The bigram embedding of each token, as the start of a graph of gradients."""
+    table = getattr(model, "bigram_embed", None)
+    if table is None:
+        return None
+    tokens_T = micro_batch.tokens_T
+    index_T, _ = model.bigram_index(tokens_T, previous_tokens(tokens_T), micro_batch.positions_T)
+    return Rows(index_T, table.detach()[index_T].requires_grad_())
+
+
+def set_sparse_gradient(model: nn.Module, looked_up: list[Rows | None]) -> None:
+    """The gradient of the bigram table, as a sparse tensor with a row for each token of the step."""
+    looked_up = [rows for rows in looked_up if rows is not None]
+    if looked_up:
+        index, values = (torch.cat(parts) for parts in zip(*looked_up, strict=True))
+        shape = model.bigram_embed.shape
+        gradient = torch.sparse_coo_tensor(index[None], values, shape, check_invariants=False)
+        model.bigram_embed.grad = gradient
 
 
 def adjust_loss_scale(state: TrainState, stepped: bool) -> None:
@@ -514,11 +552,12 @@ class Graph:
 
     cuda: torch.cuda.CUDAGraph
     inputs: list[Tensor]  # those of the micro-batch, then the factor
-    grads: list[Tensor]  # of each parameter
+    grads: list[Tensor | None]  # of each parameter
     nats: Tensor
+    rows: Rows | None
 
 
-def replay(state: TrainState, micro_batch: MicroBatch, factor: Tensor) -> Tensor:
+def replay(state, micro_batch: MicroBatch, factor: Tensor) -> tuple[Tensor, Rows | None]:
     """micro_step as one graph, from the second call with the same shapes on."""
     params = list(state.model.parameters())
     tensors = [*micro_batch.tensors(), factor]
@@ -535,7 +574,10 @@ def replay(state: TrainState, micro_batch: MicroBatch, factor: Tensor) -> Tensor
     graph.cuda.replay()
     for param, grad in zip(params, graph.grads, strict=True):
         param.grad = grad
-    return graph.nats
+    if graph.rows is None:
+        return graph.nats, None
+    # The next replay writes into the same memory.
+    return graph.nats, Rows(*(part.clone() for part in graph.rows))
 
 
 # <<< shared: training
@@ -749,19 +791,22 @@ class GPT(nn.Module):
             weights.append(LayerWeights(*attention, up[layer], down[layer]))
         return weights
 
-    def trunk(self, tokens_T, previous_T, positions_T, attend: Callable, weights=None) -> Tensor:
+    def trunk(
+        self, tokens_T, previous_T, positions_T, attend: Callable, weights=None, bigram_TD=None
+    ) -> Tensor:
         """Everything between token ids and the head.
 
         Args:    int tokens_T; previous_T the token before in the same document (any value at
                  position 0); positions_T in the document; attend(index, layer, q, k, v, gate (T, H)
                  or None) -> y, all others (T, H, K), q scaled, y gated, where index counts layers
-                 with attention and layer counts all; weights by layer_weights()
+                 with attention and layer counts all; weights by layer_weights(); bigram_TD the
+                 rows of bigram_embed, looked up here if None
         Returns: normalised hidden state (T, D)
         """
         c = self.config
         weights = weights or self.layer_weights()
         scalar = dict(zip(SCALARS, self.scalars.unbind(0), strict=False))
-        inputs = self.embed_inputs(tokens_T, previous_T, positions_T)
+        inputs = self.embed_inputs(tokens_T, previous_T, positions_T, bigram_TD)
         fp8 = c.fp8 and torch.is_grad_enabled()
         fp8 = fp8 and fits_fp8(self.embed, len(tokens_T), c.width, c.mlp_width)
         weights8 = self.layer_weights(fp8=True) if fp8 else [LayerWeights()] * c.num_layers
@@ -811,30 +856,36 @@ class GPT(nn.Module):
         return attend(index, layer, q, k, v, gate_TH).reshape(len(a_TD), c.width)
 
     # >>> shared: forward
-    def embed_inputs(self, tokens_T, previous_T, positions_T) -> Inputs:
+    def embed_inputs(self, tokens_T, previous_T, positions_T, bigram_TD=None) -> Inputs:
         """Embeddings of each token and of its pair with the token before, and the rotary table."""
         c = self.config
-        first_T = positions_T == 0  # nothing may leak from the document before
         cos, sin = (table[positions_T][:, None].to(self.embed.dtype) for table in self.rotary)
 
         x = F.embedding(tokens_T, self.embed)
 
         # Bigrams: hashed pairs, signed so that pairs that collide are nearly orthogonal (records 62, 83).
-        bigram = None
         if c.bigram_rows:
-            t = tokens_T.long()
-            p = previous_T.long()
-            pair = ((36313 * t) ^ (27191 * p)) % (c.bigram_rows - 1)
-            sign = (t ^ p) % SIGN_ROWS
-            bigram = F.embedding(pair.masked_fill(first_T, c.bigram_rows - 1), self.bigram_embed)
-            bigram = bigram * F.embedding(sign.masked_fill(first_T, 0), self.bigram_signs)
+            index_T, sign_T = self.bigram_index(tokens_T, previous_T, positions_T)
+            if bigram_TD is None:
+                bigram_TD = F.embedding(index_T, self.bigram_embed)
+            bigram_TD = bigram_TD * F.embedding(sign_T, self.bigram_signs)
 
         # Value embeddings: all tables in one lookup, so that the backward has one scatter.
         values = None
         if c.value_embed_layers:
             tables = torch.arange(len(c.value_embed_layers), device=x.device)[:, None]
             values = F.embedding(tokens_T + tables * c.padded_vocab, self.value_embed)
-        return Inputs(norm(x), bigram, values, cos, sin)
+        return Inputs(norm(x), bigram_TD, values, cos, sin)
+
+    def bigram_index(self, tokens_T, previous_T, positions_T) -> tuple[Tensor, Tensor]:
+        """The rows of bigram_embed and of bigram_signs for each token, int64 (T,)."""
+        first_T = positions_T == 0  # nothing may leak from the document before
+        t = tokens_T.long()
+        p = previous_T.long()
+        last = self.config.bigram_rows - 1
+        pair = ((36313 * t) ^ (27191 * p)) % last
+        sign = (t ^ p) % SIGN_ROWS
+        return pair.masked_fill(first_T, last), sign.masked_fill(first_T, 0)
 
     def mix(self, x_TD: Tensor, backout_TD: Tensor, x0_TD: Tensor) -> tuple[Tensor, Tensor]:
         """What the last layer adds to its values and to its stream, (T, D) each.
@@ -850,18 +901,26 @@ class GPT(nn.Module):
         return for_values, for_stream
 
     def forward(
-        self, tokens_T, targets_T, positions_T, cu_seqlens, max_doc: int, row_weight_T=None
+        self,
+        tokens_T,
+        targets_T,
+        positions_T,
+        cu_seqlens,
+        max_doc: int,
+        row_weight_T=None,
+        bigram_TD=None,
     ) -> tuple[Tensor, Tensor] | Tensor:
         """Packed documents, each blind to the others.
 
         Args:    tokens_T, targets_T, positions_T int (T,), target -1 is ignored; cu_seqlens int32
                  (G + 1,) borders of documents, padded with T; max_doc bound on a document's length,
-                 a python int; row_weight_T fp32 (T,) factor on the loss of each target
+                 a python int; row_weight_T fp32 (T,) factor on the loss of each target; bigram_TD
+                 the rows of bigram_embed, looked up here if None
         Returns: the sum of the loss, to be differentiated, and the nats of each target, fp32 (T,),
                  detached, 0 where ignored; logits (T, V) if targets_T is None
         """
         c = self.config
-        previous_T = torch.cat((tokens_T[:1], tokens_T[:-1]))
+        previous_T = previous_tokens(tokens_T)
         first_T = (positions_T == 0)[:, None, None]
         attention = self.attention(self, positions_T, cu_seqlens, max_doc)
 
@@ -870,7 +929,7 @@ class GPT(nn.Module):
                 k = self.offset_keys(k, torch.cat((k[:1], k[:-1])), first_T)
             return attention(q, k, v, int(layer in c.long_layers), gate)
 
-        hidden_TD = self.trunk(tokens_T, previous_T, positions_T, attend)
+        hidden_TD = self.trunk(tokens_T, previous_T, positions_T, attend, None, bigram_TD)
         if targets_T is None:
             return self.logits(hidden_TD)
 
@@ -938,6 +997,11 @@ class GPT(nn.Module):
 
 
 SIGN_ROWS = 8192  # 500 to 15,000 are equally good in modded-nanogpt record 83
+
+
+def previous_tokens(tokens_T: Tensor) -> Tensor:
+    """The token before each; that of the first is itself."""
+    return torch.cat((tokens_T[:1], tokens_T[:-1]))
 
 
 # <<< shared: forward
@@ -1283,8 +1347,13 @@ class Slot:
     mult: Tensor | None = None  # NorMuon: factor of each matrix
     together: int = 0  # matrices in one call of NorMuon
     grad: Tensor | None = None  # this rank's slice of the sum; a late table keeps it for a step
+    index: Tensor | None = None  # of a sparse gradient: which row of the table each of its rows is for
     buffer: Tensor | None = None  # what communication under way reads or writes
-    work: object = None  # the handle of that communication
+    works: list = field(default_factory=list)  # the handles of that communication
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
 
 
 class Optimizer:
@@ -1313,8 +1382,9 @@ class Optimizer:
             R = policy.rows or param.size(-2)
             C = param.size(-1)
             shape = (param.numel() // (R * C), R, C)
-        # Small parameters are not worth sharding: every rank updates them alike.
-        sharded = self.ranks.world > 1 and param.numel() >= 65536
+        # Small parameters are not worth sharding, and of a sparse table few rows change: every rank
+        # updates them alike.
+        sharded = self.ranks.world > 1 and param.numel() >= 65536 and not policy.sparse
         rows = math.ceil(shape[0] / self.ranks.world) if sharded else shape[0]
         return Slot(name, param, policy, shape, sharded, rows, master=param)
 
@@ -1343,8 +1413,7 @@ class Optimizer:
         for slot in [*late, *now]:
             if slot.grad is None:  # a late table in the first step, or nothing used the parameter
                 continue
-            if slot.work is not None:
-                slot.work.wait()
+            slot.wait()
             weights = self.own_weights(slot)
             count = self.count - (slot in late)  # updates of this slot, with this one
             if slot.policy.optimizer == "normuon":
@@ -1401,7 +1470,7 @@ class Optimizer:
         c = self.config
         (beta2,) = slot.policy.betas
         update_rows(
-            slot.master, slot.grad, slot.moments["row_square"], weights,
+            slot.master, slot.grad, slot.moments["row_square"], weights, slot.index,
             lr=c.adam_lr * slot.policy.lr_mult * lr_mult,
             beta2=beta2,
             correction=1 - beta2**count,
@@ -1413,8 +1482,7 @@ class Optimizer:
     def all_finite(self) -> bool:
         """Whether no gradient of any rank overflowed; if one did, all gradients are dropped."""
         for slot in self.slots:
-            if slot.work is not None:
-                slot.work.wait()
+            slot.wait()
         grads = [slot.grad for slot in self.slots if slot.grad is not None]
         finite = torch.stack([grad.isfinite().all() for grad in grads]).all().float()
         if self.ranks.world > 1:
@@ -1422,34 +1490,53 @@ class Optimizer:
         if finite.item():
             return True
         for slot in self.slots:
-            slot.work = slot.buffer = slot.grad = None
+            slot.buffer = slot.grad = slot.index = None
+            slot.works = []
         return False
 
     # -- communication
 
     def start_reduce(self, slot: Slot) -> None:
-        slot.grad = slot.work = None
-        if slot.param.grad is None:
+        slot.grad = slot.index = None
+        slot.works = []
+        grad = slot.param.grad
+        if grad is None:
             return
-        grad = slot.param.grad.view(slot.shape)
+        slot.param.grad = None
+        if grad.is_sparse:
+            self.start_exchange(slot, grad)
+            return
+        grad = grad.view(slot.shape)
         if slot.policy.late:
             grad = grad.clone()  # replay() writes the next gradient into the same memory
-        slot.param.grad = None
         slot.grad = grad
         if self.ranks.world == 1:
             return
         if not slot.sharded:
-            slot.work = dist.all_reduce(grad, async_op=True)
+            slot.works = [dist.all_reduce(grad, async_op=True)]
             return
         padding = slot.rows * self.ranks.world - slot.shape[0]
         if padding:
             grad = torch.cat((grad, grad.new_zeros(padding, *grad.shape[1:])))
         slot.grad = grad.new_empty(slot.rows, *grad.shape[1:])
         slot.buffer = grad  # kept alive until the reduction is done
-        slot.work = reduce_scatter(slot.grad, grad, async_op=True)
+        slot.works = [reduce_scatter(slot.grad, grad, async_op=True)]
+
+    def start_exchange(self, slot: Slot, grad: Tensor) -> None:
+        """Every rank gets the rows of all, in the same order, and so computes the same sums."""
+        assert not slot.sharded, f"{slot.name} is sharded, but has a sparse gradient"
+        parts = (grad._indices()[0], grad._values())
+        slot.index, slot.grad = parts
+        if self.ranks.world == 1:
+            return
+        whole = [part.new_empty(self.ranks.world * len(part), *part.shape[1:]) for part in parts]
+        slot.buffer = parts
+        slot.index, slot.grad = whole
+        slot.works = [all_gather(*pair, async_op=True) for pair in zip(whole, parts, strict=True)]
 
     def start_gather(self, slot: Slot, part: Tensor | None) -> None:
-        slot.work = slot.buffer = None
+        slot.buffer = None
+        slot.works = []
         if not slot.sharded:
             return
         padded = slot.rows * self.ranks.world
@@ -1457,14 +1544,14 @@ class Optimizer:
             slot.buffer = slot.param.detach().view(slot.shape)
         else:
             slot.buffer = part.new_empty(padded, *part.shape[1:])
-        slot.work = all_gather(slot.buffer, part, async_op=True)
+        slot.works = [all_gather(slot.buffer, part, async_op=True)]
 
     def finish_gather(self, slot: Slot) -> None:
-        if slot.work is not None:
-            slot.work.wait()
-            if slot.buffer.size(0) != slot.shape[0]:
-                slot.param.detach().view(slot.shape).copy_(slot.buffer[: slot.shape[0]])
-        slot.work = slot.buffer = slot.grad = None
+        slot.wait()
+        if slot.works and slot.buffer.size(0) != slot.shape[0]:
+            slot.param.detach().view(slot.shape).copy_(slot.buffer[: slot.shape[0]])
+        slot.buffer = slot.grad = slot.index = None
+        slot.works = []
 
     def slice(self, slot: Slot, full: Tensor) -> Tensor:
         """This rank's rows of a full (N, ...) tensor, padded with zeros."""
@@ -1490,7 +1577,8 @@ class Optimizer:
         """Copies the master weights from the model and zeroes the moments."""
         self.count = 0
         for slot in self.slots:
-            slot.grad = slot.buffer = slot.work = None
+            slot.grad = slot.index = slot.buffer = None
+            slot.works = []
             weights = slot.param.detach().view(slot.shape)
             if weights.dtype == torch.float32 and not slot.sharded:
                 slot.master = weights  # the parameter itself
@@ -1533,10 +1621,11 @@ class Optimizer:
         for slot in self.slots:
             for name, moment in slot.moments.items():
                 state[f"{slot.name}.{name}"] = self.gather(slot, moment).cpu()
-            if slot.work is not None:
-                slot.work.wait()
+            slot.wait()
             if slot.grad is not None:
                 state[f"{slot.name}.grad"] = self.gather(slot, slot.grad).cpu()
+            if slot.index is not None:
+                state[f"{slot.name}.index"] = slot.index.cpu()
         return state
 
     @torch.no_grad()
@@ -1550,14 +1639,16 @@ class Optimizer:
             for name, moment in slot.moments.items():
                 saved = state[f"{slot.name}.{name}"].to(moment.device)
                 moment.copy_(self.slice(slot, saved))
-            slot.grad = None
+            slot.grad = slot.index = None
             if f"{slot.name}.grad" in state:
                 slot.grad = self.slice(slot, state[f"{slot.name}.grad"].to(slot.param))
+            if f"{slot.name}.index" in state:
+                slot.index = state[f"{slot.name}.index"].to(slot.param.device)
 
     def drop_gradients(self) -> None:
         """Forgets late gradients, for a model that goes on with other text."""
         for slot in self.slots:
-            slot.grad = None
+            slot.grad = slot.index = None
 
     def drop_moments(self) -> None:
         self.count = 0
@@ -2262,12 +2353,15 @@ def warm_up(state: TrainState, say: Callable) -> None:
     begin = time.perf_counter()
     before = checksum(state.model)
     rng = np.random.default_rng(0)
+    helpers = start_helpers(state)
     for index in range(len(state.config.stages)):
         # Where memory runs out, the stage is tried again with smaller micro-batches.
         packs = 0
         while packs != state.packs:
             packs = state.packs
-            warm_up_stage(state, index, rng)
+            warm_up_stage(state, index, rng, helpers)
+    if helpers:
+        cold_mark(state).touch()
     reset_state(state)
     after = checksum(state.model)
     assert before == after, f"the warm-up left a trace in the weights: {before} became {after}"
@@ -2276,7 +2370,7 @@ def warm_up(state: TrainState, say: Callable) -> None:
     say(f"warm-up: {seconds:.1f} s, micro-batch {tokens:,} tokens")
 
 
-def warm_up_stage(state: TrainState, index: int, rng: np.random.Generator) -> None:
+def warm_up_stage(state: TrainState, index: int, rng: np.random.Generator, helpers) -> None:
     """Trains on one stage's shapes and validates; may leave state.packs smaller."""
     config = state.config
     ranks = state.ranks
@@ -2289,23 +2383,99 @@ def warm_up_stage(state: TrainState, index: int, rng: np.random.Generator) -> No
         rows = next(n for n in larger if largest_divisor(n, state.packs) == rows)
     for _ in range(1 if index else 2):  # late tables are updated from the second step on
         train_step(state, dummy_batch(config, ranks, rows, rng))
+    for helper in helpers:
+        helper.wait()
+    ranks.gather(None)  # the helpers work for all ranks of a machine
+    warm_up_validation(state, rng)
+    state.packs = min(ranks.gather(state.packs))  # memory may have run out on some ranks only
 
-    batch = dummy_batch(config, ranks, state.packs, rng)
-    token_bytes = torch.ones(config.padded_vocab, dtype=torch.long, device=ranks.device)
+
+def warm_up_validation(state: TrainState, rng: np.random.Generator) -> None:
+    """Validates on dummy tokens; may leave state.packs smaller."""
+    device = state.ranks.device
+    batch = dummy_batch(state.config, state.ranks, state.packs, rng)
+    token_bytes = torch.ones(state.config.padded_vocab, dtype=torch.long, device=device)
     while True:
         try:
-            bits_per_byte(state.forward, batch, state.packs, token_bytes, ranks)
-            break
+            bits_per_byte(state.forward, batch, state.packs, token_bytes, state.ranks)
+            return
         except torch.OutOfMemoryError:
             pass  # the exception holds the activations until it ends here
         shrink_micro_batch(state)
 
-    state.packs = min(ranks.gather(state.packs))  # memory may have run out on some ranks only
+
+# A cold start spends a minute in one thread of Python that compiles one thing after another. Two helper
+# processes compile what comes later, into the caches on the disk, where this process then finds it.
+
+HELPER = """
+import importlib, sys
+sys.path.insert(0, sys.argv[1])
+importlib.import_module(sys.argv[2]).help_compile(*sys.argv[3:])
+"""
 
 
-def capture(state: TrainState, key: GraphKey, micro_batch: MicroBatch, factor: Tensor) -> Tensor:
+def cold_mark(state: TrainState) -> Path:
+    """The file that a cold start leaves in the cache, for starts that need the same."""
+    script = Path(__file__).read_text(encoding="utf-8")
+    shapes = [tuple(param.shape) for param in state.model.parameters()]
+    needs = (script, torch.__version__, torch.cuda.get_device_name(), state.packs, shapes)
+    digest = hashlib.sha256(repr(needs).encode()).hexdigest()
+    return Path(torch._inductor.codecache.cache_dir()) / f"decoderstack-{digest[:16]}"
+
+
+def start_helpers(state: TrainState) -> list[subprocess.Popen]:
+    """The helpers of a cold start; none where cores or memory are scarce, one rank of a machine alone."""
+    compiles = state.config.compile and state.ranks.device.type == "cuda"
+    if not compiles or not isinstance(state.model, GPT) or state.ranks.local_rank:
+        return []
+    if cold_mark(state).exists():
+        return []
+    if (os.cpu_count() or 1) < 12 or torch.cuda.mem_get_info()[0] < 60 * 2**30:
+        return []
+
+    script = Path(__file__)
+    tokens = state.packs * state.config.pack_tokens
+    config = dataclasses.replace(state.config, micro_batch_tokens=tokens)
+    values = json.dumps(dataclasses.asdict(config))
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+    helpers = []
+    for task in ("kernels", "validation"):
+        helper = subprocess.Popen(
+            [sys.executable, "-c", HELPER, str(script.parent), script.stem, task, values],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        atexit.register(helper.kill)
+        helpers.append(helper)
+    return helpers
+
+
+def help_compile(task: str, values: str) -> None:
+    """What a helper does, in a process of its own."""
+    config = Config(**{name: as_tuple(value) for name, value in json.loads(values).items()})
+    rng = np.random.default_rng(0)
+    if task == "kernels":
+        # Each Triton kernel is compiled at its first launch. Small tensors do, but for their widths.
+        small = {"micro_batch_tokens": config.pack_tokens, "bigram_rows": min(config.bigram_rows, 4096)}
+        config = dataclasses.replace(config, compile=False, **small)
+    state = build_state(config, start_ranks(), lambda text: None)
+    if task == "kernels":
+        train_step(state, dummy_batch(config, state.ranks, 1, rng))
+        return
+    for slot in state.optimizer.slots:
+        if slot.policy.optimizer != "rmsprop":  # whose kernel is not compiled by torch
+            slot.param.grad = torch.zeros_like(slot.param)
+    state.optimizer.step(1.0, 0.9)
+    warm_up_validation(state, rng)
+
+
+def capture(
+    state: TrainState, key: GraphKey, micro_batch: MicroBatch, factor: Tensor
+) -> tuple[Tensor, Rows | None]:
     """micro_step, and then a graph of it; if that fails, the run goes on without graphs."""
-    nats = micro_step(state, micro_batch, factor)  # the result; it also compiles the model
+    result = micro_step(state, micro_batch, factor)  # it also compiles the model
     params = list(state.model.parameters())
     grads = [param.grad for param in params]
     try:
@@ -2321,7 +2491,7 @@ def capture(state: TrainState, key: GraphKey, micro_batch: MicroBatch, factor: T
             raise
         print(f"CUDA graphs: off ({first_line(error)})")
         state.graphs = None
-        return nats
+        return result
 
     # The first graph wrote its gradients into tensors of its own, which hold nothing yet.
     if key.first:
@@ -2329,7 +2499,7 @@ def capture(state: TrainState, key: GraphKey, micro_batch: MicroBatch, factor: T
             if own is not None:
                 own.copy_(grad)
     state.graphs[key] = graph
-    return nats
+    return result
 
 
 def capture_graph(state, key: GraphKey, micro_batch: MicroBatch, factor: Tensor) -> Graph:
@@ -2342,8 +2512,8 @@ def capture_graph(state, key: GraphKey, micro_batch: MicroBatch, factor: Tensor)
         state.model.zero_grad(set_to_none=True)
     cuda = torch.cuda.CUDAGraph()
     with torch.cuda.graph(cuda, pool=pool, capture_error_mode="thread_local"):
-        nats = micro_step(state, static_batch, inputs[-1])
-    return Graph(cuda, inputs, [param.grad for param in state.model.parameters()], nats)
+        nats, rows = micro_step(state, static_batch, inputs[-1])
+    return Graph(cuda, inputs, [param.grad for param in state.model.parameters()], nats, rows)
 
 
 def dummy_batch(config: Config, ranks: Ranks, rows: int, rng) -> Batch:
@@ -3134,7 +3304,7 @@ def write_state(
 ) -> None:
     """What process 0 does for save_checkpoint."""
     buffers = {k: v.cpu() for k, v in state.model.state_dict().items() if k not in weights}
-    moments["rng.cpu"] = torch.get_rng_state()
+    moments = {"rng.cpu": torch.get_rng_state(), **moments}
     if state.ranks.device.type == "cuda":
         moments["rng.cuda"] = torch.cuda.get_rng_state(state.ranks.device)
     description = {
@@ -4364,40 +4534,73 @@ def _(x, alpha=1.0, beta=0.0, gamma=0.0):
 
 # -- RMSProp for tables: a second moment for each row, and no first one, so that rows that no token
 # read need no update. Adam moved 20 bytes an entry, with moments in bf16. This moves 2, and 10 more
-# where a row was read: in 65,536 tokens of B34 23 % of the bigram and 31 % of the value embeddings, in
-# 262,144 tokens 57 and 62 %. 1 to 2 % of the time, for 0.001 bpb on B34.
+# where a row was read: in 65,536 tokens of B34 31 % of the value embeddings, in 262,144 tokens 62 %.
+# 1 to 2 % of the time, for 0.001 bpb on B34. A sparse gradient leaves what was not read alone.
 
 
 def update_rows_ref(
-    master, grad, row_square, weights, *, lr, beta2, correction, eps, decay, grad_scale
+    master, grad, row_square, weights, index=None, *, lr, beta2, correction, eps, decay, grad_scale
 ) -> None:
     """One RMSProp step with cautious weight decay, in place; rows without a gradient stay.
 
-    Args: master fp32 (R, C); grad (R, C); row_square fp32 (R,); weights (R, C), which receives the
-          master in its own dtype, or None; python numbers
+    Args: master fp32 (R, C); grad (R, C), or with index int64 (N,) the gradients (N, C) of these rows,
+          which are summed; row_square fp32 (R,); weights (R, C), which receives the master in its own
+          dtype, or None; python numbers
     """
     grad = grad.float() * grad_scale
-    row_square.lerp_(grad.square().mean(1), 1 - beta2)
-    update = grad / ((row_square / correction).sqrt() + eps)[:, None]
-    agrees = update * master > 0
-    master.sub_(lr * (update + decay * master * agrees))
+    rows = slice(None)
+    if index is not None:
+        rows, place = index.unique(return_inverse=True)
+        grad = grad.new_zeros(len(rows), grad.size(1)).index_add_(0, place, grad)
+    row_square.mul_(beta2)
+    row_square[rows] += (1 - beta2) * grad.square().mean(1)
+    update = grad / ((row_square[rows] / correction).sqrt() + eps)[:, None]
+    old = master[rows]
+    agrees = update * old > 0
+    master[rows] -= lr * (update + decay * old * agrees)
     if weights is not None:
-        weights.copy_(master)
+        weights[rows] = master[rows].to(weights.dtype)
 
 
 @jit
 def update_rows_kernel(
-    master, grad, row_square, weights,
-    C, lr, beta2, correction, eps, decay, grad_scale, BLOCK: tl.constexpr,
+    master, grad, row_square, weights, index, order,
+    N, C, lr, beta2, correction, eps, decay, grad_scale, BLOCK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """One row a program; arguments as those of update_rows_ref."""
-    row = tl.program_id(0).to(tl.int64)
+    """One row of the gradient a program; arguments as those of update_rows_ref.
+
+    A sparse gradient comes with its index in ascending order, and with the places in the gradient
+    where its rows lie. The first program of equal rows adds them up, GROUP at a time.
+    """
+    place = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < C
-    g = tl.load(grad + row * C + column, mask=inside, other=0.0).to(tl.float32) * grad_scale
+    if index is None:
+        row = place
+        first = True
+        g = tl.load(grad + row * C + column, mask=inside, other=0.0).to(tl.float32)
+        square = beta2 * tl.load(row_square + row)
+    else:
+        row = tl.load(index + place)
+        first = tl.load(index + place - 1, mask=place > 0, other=-1) != row
+        member = place + tl.arange(0, GROUP)
+        equal = (tl.load(index + member, mask=member < N, other=-1) == row) & first
+        g = tl.zeros((BLOCK,), tl.float32)
+        while tl.max(equal.to(tl.int32), 0) > 0:
+            at = tl.load(order + member, mask=equal, other=0)
+            part = tl.load(
+                grad + at[:, None] * C + column,
+                mask=equal[:, None] & inside[None, :],
+                other=0.0,
+            )
+            g += tl.sum(part.to(tl.float32), 0)
+            member += GROUP
+            equal = tl.load(index + member, mask=member < N, other=-1) == row
+        square = tl.load(row_square + row)  # times beta2 already
+    g *= grad_scale
     total = tl.sum(g * g)
-    square = beta2 * tl.load(row_square + row) + (1 - beta2) * (total / C)
-    tl.store(row_square + row, square)
+    square += (1 - beta2) * (total / C)
+    tl.store(row_square + row, square, mask=first)
     if total != 0:
         x = tl.load(master + row * C + column, mask=inside, other=0.0)
         update = g / (tl.sqrt(square / correction) + eps)
@@ -4407,14 +4610,18 @@ def update_rows_kernel(
             tl.store(weights + row * C + column, x.to(weights.dtype.element_ty), mask=inside)
 
 
-def update_rows(master, grad, row_square, weights, **numbers) -> None:
+def update_rows(master, grad, row_square, weights, index=None, **numbers) -> None:
     """As update_rows_ref."""
     if not use_triton(grad):
-        return update_rows_ref(master, grad, row_square, weights, **numbers)
-    rows, C = master.shape
-    tensors = (master, grad, row_square, weights)
+        return update_rows_ref(master, grad, row_square, weights, index, **numbers)
+    order = None
+    if index is not None:
+        index, order = index.sort(stable=True)
+        row_square.mul_(numbers["beta2"])
+    N, C = grad.shape
+    tensors = (master, grad, row_square, weights, index, order)
     block = triton.next_power_of_2(C)
-    update_rows_kernel[(rows,)](*tensors, C, **numbers, BLOCK=block)
+    update_rows_kernel[(N,)](*tensors, N, C, **numbers, BLOCK=block, GROUP=4)
 
 
 # -- relu(x w^T)^2 in the epilogue of a product; the MLP forward and backward 2.89 ms against 3.1,

@@ -91,6 +91,7 @@ def launches(script, config, quick: bool) -> None:
     numbers = dict(lr=0.1, beta2=0.9, correction=0.5, eps=1e-10, decay=0.1, grad_scale=0.5)
     for written in [new(4, D)] if quick else [None, new(4, D)]:
         script.update_rows(*table, written, **numbers)
+        script.update_rows(*table, written, torch.zeros(4, dtype=torch.long), **numbers)
     q, k, v = new(T, 3, H, K).unbind(1)
     bounds = new(2, T, dtype=torch.int32)
     for gate in [new(T, H)] if quick else [None, new(T, H)]:

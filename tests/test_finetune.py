@@ -214,7 +214,9 @@ def step(setup, batch, packs=2):
     state = ts.build_state(config, ALONE, lambda text: None)
     state.model.load_state_dict(random_model(config).state_dict())
     state.packs, grads = packs, {}
-    state.optimizer.step = lambda *args: grads.update({n: p.grad for n, p in state.model.named_parameters()})
+    state.optimizer.step = lambda *args: grads.update(
+        {n: p.grad.to_dense() for n, p in state.model.named_parameters()}
+    )
     return ts.train_step(state, batch).item(), grads
 
 

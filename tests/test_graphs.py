@@ -17,25 +17,29 @@ class Repeated:
         return None
 
     def capture(self, call, state, micro_batch, factor, fresh):
-        held = [None if fresh else p.grad.clone() for p in state.model.parameters()]
-        output = call(state, micro_batch, factor)
+        held = [None if fresh or p.grad is None else p.grad.clone() for p in state.model.parameters()]
+        nats, rows = call(state, micro_batch, factor)
         grads = [p.grad for p in state.model.parameters()]
         for grad, before in zip(grads, held, strict=True):
-            grad.copy_(torch.full_like(grad, float("nan")) if fresh else before)  # capturing computes nothing
+            if grad is not None:  # capturing computes nothing
+                grad.copy_(torch.full_like(grad, float("nan")) if fresh else before)
 
         def repeat():
             params = list(state.model.parameters())
             kept = [p.grad for p in params]
             for p in params:
                 p.grad = None
-            result = call(state, micro_batch, factor)
+            new_nats, new_rows = call(state, micro_batch, factor)
             for p, grad, before in zip(params, grads, kept, strict=True):
-                grad.copy_(p.grad if fresh else grad + p.grad)
+                if grad is not None:
+                    grad.copy_(p.grad if fresh else grad + p.grad)
                 p.grad = before
-            output.copy_(result)
+            for old, new in zip((nats, *rows), (new_nats, *new_rows), strict=True):
+                old.copy_(new)
 
         self.replay = repeat
-        return output.fill_(float("nan"))
+        rows.index_T.fill_(-1)
+        return nats.fill_(float("nan")), ts.Rows(rows.index_T, rows.values_TD.fill_(float("nan")))
 
 
 @pytest.fixture

@@ -240,6 +240,31 @@ def test_update_rows(columns, with_weights, device):
 
 
 @devices
+@pytest.mark.parametrize("with_weights", [True, False])
+@pytest.mark.parametrize("columns", [48, 70])
+def test_update_rows_of_a_sparse_gradient(columns, with_weights, device):
+    """As a dense gradient whose rows are sums: rows read once, 2 to 11 times and never, in any order."""
+    dtype = torch.bfloat16 if device == "cuda" else torch.float16
+    times = torch.tensor([0, 1, 2, 3, 4, 5, 8, 9, 0, 0, 11, 1])
+    index = torch.arange(12).repeat_interleave(times)
+    index = index[torch.randperm(len(index))].to(device)
+    grad = torch.randn(len(index), columns, device=device).to(dtype)
+    dense = torch.zeros(12, columns, dtype=torch.float64, device=device).index_add_(0, index, grad.double())
+    start = torch.randn(12, columns, device=device)
+    numbers = dict(lr=0.1, beta2=0.9, correction=0.3, eps=1e-10, decay=0.5, grad_scale=0.25)
+    results = []
+    for gradient, rows in ((grad, index), (dense.float(), None)):
+        master, square = start.clone(), torch.arange(12.0, device=device)
+        weights = start.to(dtype) if with_weights else None
+        update = K.update_rows if rows is not None else K.update_rows_ref
+        update(master, gradient, square, weights, rows, **numbers)
+        results.append((master, square, *([weights] if with_weights else [])))
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want, rtol=2e-3 if got.dtype == dtype else 1e-5, atol=1e-5)
+    assert torch.equal(results[0][0][[0, 8, 9]], start[[0, 8, 9]])
+
+
+@devices
 @pytest.mark.parametrize("shape", [(2, 48, 48), (1, 96, 32), (6, 32, 80)])
 def test_polar_express(shape, device):
     g = torch.randn(*shape, device=device)

@@ -7,7 +7,7 @@ import pytest
 import torch
 import train_small as ts
 
-from conftest import pack, random_documents, random_model, script, tiny_config, tiny_medium
+from conftest import ALONE, pack, random_documents, random_model, script, tiny_config, tiny_medium
 from test_model import CONFIGS
 
 
@@ -211,6 +211,51 @@ def test_update_rows_passes_nan_on():
     numbers = dict(lr=0.1, beta2=0.9, correction=0.1, eps=1e-10, decay=0, grad_scale=1)
     ts.update_rows(master, grad, torch.zeros(3), None, **numbers)
     assert master[1].isnan().any() and master[::2].eq(1).all()
+
+
+def test_sparse_update_is_the_dense_one():
+    """Ten steps of the plain code with a gradient of the rows that were read, some of them several times."""
+    rng = torch.Generator().manual_seed(0)
+    tables = [torch.randn(12, 20, generator=rng)]
+    tables.append(tables[0].clone())
+    weights = [table.bfloat16() for table in tables]
+    squares = [torch.zeros(12), torch.zeros(12)]
+    for step in range(1, 11):
+        index = torch.randint(0, 9, (15,), generator=rng)
+        grad = torch.randn(15, 20, generator=rng)
+        dense = torch.zeros(12, 20).index_add_(0, index, grad)
+        numbers = dict(lr=0.02, beta2=0.9, correction=1 - 0.9**step, eps=1e-10, decay=0.5, grad_scale=1 / 64)
+        ts.update_rows(tables[0], grad, squares[0], weights[0], index, **numbers)
+        ts.update_rows(tables[1], dense, squares[1], weights[1], **numbers)
+        for got, want in (tables, squares, weights):
+            torch.testing.assert_close(got, want, atol=1e-6, rtol=1e-5)
+    assert squares[0][:9].gt(0).all() and squares[0][9:].eq(0).all()
+
+
+@pytest.mark.parametrize("late", (True, False))
+def test_sparse_gradient_in_steps(late):
+    """Three steps of the whole optimizer: a table with sparse gradients ends as one with dense ones."""
+    config = tiny_config()
+    table = ts.parameter_table(config)
+    table["bigram_embed"] = dataclasses.replace(table["bigram_embed"], late=late)
+    assert table["bigram_embed"].sparse
+    found = []
+    for sparse in (True, False):
+        model = random_model(config)
+        optimizer = ts.build_optimizer(model, config, table)
+        state = ts.TrainState(config, ALONE, model, model, optimizer, packs=2)
+        for seed in (0, 1, 2):
+            batch = pack(random_documents((60, 60), seed=seed))
+            if sparse:
+                _, rows = ts.micro_step(state, ts.MicroBatch(*batch), torch.tensor(0.01))
+                assert model.bigram_embed.grad is None
+                ts.set_sparse_gradient(model, [rows])
+            else:
+                (model(*batch)[0] * 0.01).backward()
+            assert optimizer.step(1.0, 0.9)
+        found.append({**optimizer.weights(), "square": optimizer.state()["bigram_embed.row_square"]})
+    for name, tensor in found[0].items():
+        torch.testing.assert_close(tensor, found[1][name], atol=1e-5, rtol=1e-4, msg=name)
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
