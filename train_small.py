@@ -516,9 +516,9 @@ def set_sparse_gradient(model: nn.Module, looked_up: list[Rows | None]) -> None:
     looked_up = [rows for rows in looked_up if rows is not None]
     if looked_up:
         index, values = (torch.cat(parts) for parts in zip(*looked_up, strict=True))
-        shape = model.bigram_embed.shape
-        gradient = torch.sparse_coo_tensor(index[None], values, shape, check_invariants=False)
-        model.bigram_embed.grad = gradient
+        table = model.bigram_embed
+        with torch.sparse.check_sparse_tensor_invariants(False):  # a check would wait for the device
+            table.grad = torch.sparse_coo_tensor(index[None], values, table.shape)
 
 
 def adjust_loss_scale(state: TrainState, stepped: bool) -> None:
