@@ -1058,7 +1058,7 @@ def test_absurd_rate(fails, dataset_dir, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("task", ("kernels", "validation"))
 def test_helper_of_a_cold_start(task):
-    """The command of a helper runs a step or the updates and validation, with the Config of the run, and nothing else."""
+    """The command of a helper computes what it is for with the Config of the run, and says nothing."""
     config = tiny_config(micro_batch_tokens=256)
     values = json.dumps(dataclasses.asdict(config))
     done = python("-c", ts.HELPER, str(ROOT), "train_small", task, values)
