@@ -1,0 +1,5301 @@
+"""DecoderStack-small: how an 11-layer, 768-wide GPT is trained, in one file.
+
+    python train_small.py                                     one GPU (on a laptop add @runs/cpu.args)
+    torchrun --standalone --nproc_per_node=8 train_small.py   eight GPUs, same recipe, same tokens per step
+
+It reads a dataset directory (binary shards and tokenizer.json, see data/README.md) and writes a run
+directory that holds this script, config.json, log.jsonl, checkpoints, report.md and curve.png.
+What is done with a trained model lives in runs/: sample.py, chat.py, score_core.py, finetune.py.
+
+The file reads downward. One training step needs sections 1 to 6; kernels come last.
+
+     1. CONFIG        every recipe number, the stage table, the parameter table
+     2. SCHEDULE      learning rate, momentum, loss weights: pure functions of the step
+     3. TRAINING      the outline of a run, the loop, one step, CUDA graphs
+     4. MODEL         one trunk between token ids and head; attention is passed in
+     5. DATA          shards -> packs of documents -> micro-batches
+     6. OPTIMIZER     NorMuon and Adam, state sharded over ranks
+     7. EVALUATION    bits per byte, samples
+     8. RUN           ranks and devices, model building, warm-up, start, resume, finish
+     9. FILES         dataset directory, run directory: log, checkpoints, report
+    10. COMMAND LINE  flags, overrides, checks of the config
+    11. ATTENTION     FlashAttention 3, a Triton kernel, torch varlen or SDPA behind one signature
+    12. KERNELS       Triton, each beside a plain reference; fp8 products
+
+Letters in shape comments: T packed tokens, D width, H heads, K head width, F MLP hidden width,
+V vocabulary, L layers, A layers with attention, E value embeddings, G documents in a micro-batch,
+P packs.
+"""
+
+# >>> shared: imports
+from __future__ import annotations
+
+import argparse
+import ast
+import atexit
+import base64
+import bisect
+import contextlib
+import dataclasses
+import datetime
+import difflib
+import errno
+import functools
+import gc
+import hashlib
+import itertools
+import json
+import math
+import os
+import platform
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+if __name__ == "__main__":  # Ctrl-C ends the process quietly while torch is imported
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+# A warm start then skips the tracing of gradients: 15, 17 and 24 s of warm-up on an H200, 24 before. That
+# cache sees what an autograd.Function does, but not what register_autograd() is given: it would go on
+# with an old formula. So kernels here use the former.
+os.environ.setdefault("TORCHINDUCTOR_AUTOGRAD_CACHE_ALLOW_CUSTOM_AUTOGRAD", "1")
+
+import numpy as np
+import safetensors.torch
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+try:
+    import fcntl  # locks files
+except ImportError:  # Windows
+    fcntl = None
+try:  # CPUs, Macs and Windows do without Triton: every kernel has a plain path
+    import triton
+    import triton.language as tl
+    from triton.tools.tensor_descriptor import TensorDescriptor
+except ImportError:
+    triton = tl = TensorDescriptor = None
+jit = triton.jit if triton else (lambda function: function)
+
+
+class UserError(Exception):
+    """Something the user can fix; printed as one sentence, without a traceback."""
+
+
+# <<< shared: imports
+# ===============================================================================
+# 1. CONFIG -- every recipe number with its unit or reason
+# Change a field here, or for a try-out with --set NAME=VALUE (which voids record status).
+# Numbers of modded-nanogpt and nanochat are credited where they are used.
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One row of the stage table."""
+
+    share: float  # of the run's steps
+    packs: int  # packs in a step, over all ranks and micro-batches
+    lr_mult: float  # about sqrt(tokens in a step / 65,536)
+
+
+@dataclass(frozen=True)
+class Config:
+    # -- model
+    num_layers: int = 11
+    width: int = 768
+    head_dim: int = 128
+    mlp_width: int = 3072
+    vocab_size: int = 32768  # replaced by that of the dataset's tokenizer
+    max_seq_len: int = 2048  # a longer document goes on as a new segment behind a fresh BOS
+    window_short: int = 128  # how many tokens a query sees behind itself in most layers
+    window_long: int = 2048  # the same in long_layers
+    no_attention_layers: tuple = (6,)  # modded-nanogpt record 17
+    long_layers: tuple = (3, 10)
+    key_offset_layers: tuple = (3, 10)  # half of each key comes from the previous token
+    value_embed_layers: tuple = (1, 2, 8, 9, 10)
+    shared_input_from: int = 8  # from this layer on all attention reads the same input (record 77)
+    attention_gates: bool = True
+    # Hashed pairs of tokens; 0 switches them off. 163,840 rows save 6.8 GB and cost 0.004 bpb on B34.
+    bigram_rows: int = 1638400
+    backout_layer: int = 7  # half of this layer's output is subtracted before the head; -1: off
+    mix_width: int = 128  # hidden width of the weights that mix the last layer's input; 0: off
+    gate_width: int = 12  # channels that the small gates read
+    attention_scale: float = 0.12  # modded-nanogpt record 20
+    rotary_base: float = 1024.0
+    softcap: tuple = (23.0, 5.0, 7.5)  # logits = a * sigmoid((x + b) / c), modded-nanogpt record 54
+    fp8: bool = True  # products of qkv and MLP, only in training, from compute capability 8.9 on
+    fp8_head: bool = True  # the same for the head
+    # Loss weights of the next tokens: multi-token prediction (record 53), -0.0028 bpb on B34.
+    ahead: tuple = (1.0, 0.5)
+    ahead_until: float = 0.5  # share of the run over which all weights but the first fall to 0
+    # Of a second target in the loss: the longest shorter token that the next one begins with. 0: off.
+    prefix_weight: float = 0.25
+    # -- data
+    pack_tokens: int = 8192  # the loader's unit; a step is a fixed number of packs
+    pack_docs: int = 64  # most documents in a pack; a pack that would hold more is padded
+    tokens: int = 340_000_000  # length of the run
+    max_epochs: int = 1  # more than 1 allows repeated text
+    val_tokens: int = 10_485_760  # validation stops after this many tokens
+    # -- stages: share, packs, lr_mult; (): by stage_rule
+    stages: tuple = ()
+    # In the first stage of stage_rule: 8 GPUs need 8 packs; on up to 4 GPUs 4 are better for each token.
+    fewest_packs: int = 8
+    # -- optimizer: base rates, multiplied by the parameter table and the schedule
+    muon_lr: float = 0.023
+    adam_lr: float = 0.006
+    muon_beta2: float = 0.9
+    adam_eps: float = 1e-10  # 1e-8 costs 0.0014 nats in modded-nanogpt record 20
+    momentum: tuple = (0.85, 0.95, 300, 50)  # from, to, warm-up steps, cool-down steps
+    cooldown: float = 0.6  # share of the run over which the rate falls
+    lr_floor: float = 0.15  # rate at the end, as a fraction of the base rate
+    # -- samples in the report
+    sample_prompts: tuple = ("Once upon a time", "The most important thing is", "In the year")
+    sample_tokens: int = 100
+    sample_temperature: float = 0.5
+    # -- run knobs (flags of their own, no part of the recipe)
+    data: str = "data/shards/climbmix"
+    seed: int = 0
+    eval_every: int = 250  # steps; 0: only at the end
+    save_every: int = 0  # steps; 0: only at the end, -1: not even then
+    log_every: int = 10
+    keep_checkpoints: int = 2  # newest ones, besides the best
+    micro_batch_tokens: int = 0  # 0: from free memory
+    attention: str = "auto"
+    dtype: str = "auto"
+    compile: bool = True
+    cuda_graphs: bool = True  # where compiled; False launches every kernel and needs 4 GiB less
+    wandb: str = ""
+
+    # No fields: shared code asks for what differs in the medium model.
+    tied = True  # one table for input and output
+    x0_injection = False  # into every layer: worth 0.0002 bpb on B34, and 2 % of the time
+    by_rule = ()  # fields whose 0 stands for a rule
+
+    def __post_init__(self):
+        """Fills in the stages, so that the config of a run holds every number in use."""
+        if not self.stages:
+            object.__setattr__(self, "stages", stage_rule(self))
+
+    @property
+    def num_heads(self) -> int:
+        return self.width // self.head_dim
+
+    @property
+    def attention_layers(self) -> tuple:
+        return tuple(i for i in range(self.num_layers) if i not in self.no_attention_layers)
+
+    @property
+    def padded_vocab(self) -> int:
+        """Tensor cores and the loss kernel like multiples of 64."""
+        return math.ceil(self.vocab_size / 64) * 64
+
+    @property
+    def stage_table(self) -> tuple[Stage, ...]:
+        return tuple(Stage(*row) for row in self.stages)
+
+    @property
+    def step_tokens(self) -> float:
+        """Tokens in a step, the mean over all steps."""
+        return sum(s.share * s.packs for s in self.stage_table) * self.pack_tokens
+
+    @property
+    def num_steps(self) -> int:
+        return max(1, round(self.tokens / self.step_tokens))
+
+
+def stage_rule(config: Config) -> tuple:
+    """Rows of the stage table: the batch doubles whenever the tokens seen have quadrupled.
+
+    Steps of B tokens serve until B ** 2 / 89 tokens were seen: 65,536 until 48 M, 131,072 until 193 M,
+    262,144 until 772 M. Rates grow with the root of the batch (arXiv 2205.10287). On B34, half the
+    batch until 11 M tokens gained 0.0053 bpb; after 94 M tokens, steps of 65,536 and 131,072 were
+    0.012 better than twice as large ones.
+    """
+    rows = []
+    seen = 0.0
+    packs = max(config.fewest_packs, 1)
+    tokens = max(config.tokens, 1)
+    while seen < tokens:
+        batch = packs * max(config.pack_tokens, 1)
+        until = max(seen, min(batch**2 / 89, tokens))
+        rate = round((batch / 65536) ** 0.5, 3)
+        rows.append(((until - seen) / batch, packs, rate))
+        seen = until
+        packs *= 2
+    steps = sum(row[0] for row in rows)
+    return tuple((row[0] / steps, *row[1:]) for row in rows if row[0])
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How one parameter is updated: a row of the parameter table."""
+
+    optimizer: str  # "normuon" for matrices, "rmsprop" for large tables, "adam" for the rest
+    lr_mult: float  # times Config.muon_lr or Config.adam_lr
+    betas: tuple = ()  # two for Adam, one for RMSProp
+    # Cautious, and tied to the schedule: p -= lr * weight_decay * schedule * p.
+    weight_decay: float = 0.0
+    rows: int = 0  # NorMuon: rows of one orthogonalised matrix; 0: the bank's own
+    odd_mult: float = 1.0  # NorMuon: factor on lr_mult of every second matrix of a bank
+    late: bool = False  # updated one step later, see Optimizer.step
+    sparse: bool = False  # RMSProp: the gradient has rows that were read, and no others
+
+
+def parameter_table(config: Config) -> dict[str, Policy]:
+    """All optimizer policy on one screen. The order is the order of communication.
+
+    Rates, betas and decays follow modded-nanogpt (record 89). It updates large tables with Adam; here
+    they take RMSProp, with a rate of their own, and are updated `late`.
+    """
+    head_pair = min(2, config.num_heads) * config.head_dim  # record 80: Q and K per pair of heads
+    return {
+        # name                     optimizer  lr_mult  betas         weight_decay  rows
+        "qk_bank":          Policy("normuon",   1.00,  (),           0.0276, head_pair),
+        "vo_bank":          Policy("normuon",   1.00,  (),           0.0276),
+        "mlp_bank":         Policy("normuon",   1.00,  (),           0.0276, odd_mult=2.0),  # records 36, 48
+        "scalars":          Policy("adam",      5.00,  (0.90, 0.99)),
+        "value_gate":       Policy("adam",      1.00,  (0.90, 0.99)),
+        "attention_gate":   Policy("adam",      1.00,  (0.90, 0.99)),
+        "mix_in":           Policy("adam",      0.25,  (0.90, 0.99)),
+        "mix_out":          Policy("adam",      0.025, (0.90, 0.99)),
+        "embed":            Policy("adam",      1.00,  (0.50, 0.95), 0.0060),
+        "bigram_embed":     Policy("rmsprop",  60.00,  (0.95,),      0.0150, late=True, sparse=True),
+        "value_embed":      Policy("rmsprop",  60.00,  (0.95,),      0.0150, late=True),
+    }  # fmt: skip
+
+
+# >>> shared: schedule
+# ===============================================================================
+# 2. SCHEDULE -- pure functions of (config, step)
+
+
+def stage_index(config: Config, step: int) -> int:
+    """Which row of the stage table a step belongs to."""
+    progress = step / config.num_steps
+    passed = 0.0
+    for index, stage in enumerate(config.stage_table):
+        passed += stage.share
+        if progress < passed - 1e-9:
+            return index
+    return len(config.stages) - 1
+
+
+def lr_multiplier(config: Config, step: int) -> float:
+    """The stage's factor, which over the last `cooldown` of the run gives way to lr_floor, linearly.
+
+    There is no warm-up. Where a stage with larger steps begins, the rate jumps up, also in the cool-down.
+    """
+    mult = config.stage_table[stage_index(config, step)].lr_mult
+    if not config.cooldown:
+        return mult
+    fall = (step / config.num_steps - (1 - config.cooldown)) / config.cooldown
+    fall = min(max(fall, 0.0), 1.0)
+    return mult * (1 - fall) + config.lr_floor * fall
+
+
+def muon_momentum(config: Config, step: int) -> float:
+    """Rises over the first steps, when gradients still turn quickly, and falls over the last ones."""
+    low, high, warm, cool = config.momentum
+    warm = min(warm, config.num_steps // 3)
+    cool = min(cool, config.num_steps // 10)
+    rise = min(1.0, step / warm) if warm else 1.0
+    fall = min(1.0, (config.num_steps - step) / cool) if cool else 1.0
+    return low + (high - low) * min(rise, fall)
+
+
+def loss_weights(config: Config, step: int) -> list[float]:
+    """Weights of the next tokens in the loss, and of the prefix.
+
+    The first next token keeps its weight, the others fade out. The prefix has its full weight for a
+    third of the run, and none after two thirds.
+    """
+    fade = max(0.0, 1 - step / (config.num_steps * config.ahead_until))
+    weights = [config.ahead[0], *(weight * fade for weight in config.ahead[1:])]
+    if config.prefix_weight:
+        weights.append(config.prefix_weight * min(1.0, max(0.0, 2 - 3 * step / config.num_steps)))
+    return weights
+
+
+# <<< shared: schedule
+# >>> shared: training
+# ===============================================================================
+# 3. TRAINING -- the outline of a run, the loop, one step, and how a CUDA graph replays it
+
+
+def train(config: Config, args: argparse.Namespace, job: Job | None = None) -> dict:
+    """The outline of a run; returns the result that is printed last.
+
+    Args: args the flags of build_parser(); job what to train on, by default the text of config.data
+    """
+    # The data comes first: nothing is written before it is known to suffice.
+    ranks = start_ranks(args.rank_timeout)
+    job = job or pretraining_job(config)
+    check_length(job)
+    run = open_run(job, args, ranks)
+    changed = []
+    if args.resume:
+        changed = check_same_run(run)
+        result = earlier_result(run)
+        if result:
+            return result
+
+    # Everything is compiled on dummy tokens, before the clock starts.
+    run.state = build_state(job.config, ranks, run.log.say)
+    describe_run(run)
+    set_prefixes(run)
+    warm_up(run.state, run.log.say)
+
+    # A new run begins with its first weights, a resumed one with those of its newest checkpoint.
+    if args.resume:
+        resume(run, changed)
+    else:
+        start(run)
+
+    prepare_loop(run)
+    run_steps(run)
+    return finish(run)
+
+
+def run_steps(run: Run) -> None:
+    """The loop: steps until the end of the run or a signal; logs, validates and saves in between."""
+    config = run.job.config
+    state = run.state
+    progress = run.progress
+    losses = []  # since the last line of the log, 0-D tensors on the device
+    run.clock = time.perf_counter()
+
+    while state.step < config.num_steps:
+        # The step itself. The device works on it while the host goes on.
+        run.ranks.at_step(state.step)
+        batch = run.loader.next()
+        losses.append(train_step(state, batch))
+        progress.position = batch.position
+        progress.tokens += batch.total_tokens
+
+        # What is due after this step?
+        done = state.step == config.num_steps
+        stop = run.stopper.asked(state.step)
+        eval_now = done or is_due(state.step, config.eval_every)
+        save_due = done or is_due(state.step, config.save_every)
+        save_now = stop or (save_due and config.save_every >= 0)
+        log_now = state.step == 1 or is_due(state.step, config.log_every)
+
+        if log_now or eval_now or save_now:
+            log_steps(run, losses, batch)  # waits for the device
+            losses = []
+        run.ranks.at_step(None)
+        if eval_now:
+            progress.val_bpb = evaluate(run)
+        if save_now:
+            save(run)
+        if eval_now or save_now:
+            if not done:
+                progress.val_bpb = None  # it belongs to this step alone
+            run.ranks.sync()
+            run.clock = time.perf_counter()  # validation and saving are not training time
+        if stop and not done:
+            stop_early(run)
+
+
+def is_due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+# -- one step
+
+
+@dataclass
+class TrainState:
+    """What a training step changes, and what it needs to do so."""
+
+    config: Config
+    ranks: Ranks
+    model: GPT
+    forward: Callable  # the model, compiled where that pays
+    optimizer: Optimizer
+    packs: int  # the most in a micro-batch
+    step: int = 0
+    loss_scale: float = 1.0  # above 1 only in fp16
+    good_steps: int = 0  # since the loss scale last changed
+    # For replay(). None: the host launches every kernel.
+    graphs: dict[GraphKey, Graph] | None = None
+
+
+def train_step(state: TrainState, batch: Batch) -> Tensor:
+    """One optimizer step; returns this rank's share of the mean nats per target, a 0-D tensor.
+
+    Warm-up, training, benchmarks and tests all call this function.
+    """
+    config = state.config
+    if state.model.loss_weights.numel() > 1:
+        weights = torch.tensor(loss_weights(config, state.step))
+        state.model.loss_weights.copy_(weights, non_blocking=True)
+
+    loss = accumulate_gradients(state, batch)
+    lr_mult = lr_multiplier(config, state.step)
+    momentum = muon_momentum(config, state.step)
+    stepped = state.optimizer.step(lr_mult, momentum, state.loss_scale)
+
+    if state.loss_scale != 1.0:
+        adjust_loss_scale(state, stepped)
+    state.step += 1
+    return loss
+
+
+def accumulate_gradients(state: TrainState, batch: Batch) -> Tensor:
+    """Forward and backward of all micro-batches; starts over with smaller ones if memory runs out.
+
+    Returns: this rank's share of the mean nats per target, 0-D
+    """
+    while True:
+        loss = torch.zeros((), device=state.ranks.device)
+        looked_up = []
+        targets = max(batch.total_targets, 1)
+        factor = torch.full_like(loss, state.loss_scale / targets)
+        try:
+            for micro_batch in batch.micro_batches(state.packs, state.ranks.device):
+                if state.graphs is None:
+                    nats, rows = micro_step(state, micro_batch, factor)
+                else:
+                    nats, rows = replay(state, micro_batch, factor)
+                loss += nats / targets
+                looked_up.append(rows)
+            set_sparse_gradient(state.model, looked_up)
+            return loss
+        except torch.OutOfMemoryError:
+            pass  # the exception holds the activations until it ends here
+        shrink_micro_batch(state)
+
+
+class Rows(NamedTuple):
+    """Rows of a table, one for each token, or their gradients."""
+
+    index_T: Tensor  # int64, which rows
+    values_TD: Tensor
+
+
+def micro_step(state, micro_batch: MicroBatch, factor: Tensor) -> tuple[Tensor, Rows | None]:
+    """Forward, and backward of the loss times a 0-D factor; gradients add up in .grad.
+
+    The bigram table is too large for that: its rows are an input of the model, and so is the place
+    of their gradient.
+
+    Returns: the sum of nats, 0-D; the gradients of the bigram rows
+    """
+    rows = look_up_bigrams(state.model, micro_batch)
+    inputs = micro_batch if rows is None else (*micro_batch, None, rows.values_TD)
+    total, nats = state.forward(*inputs)
+    (total * factor).backward()
+    if rows is not None:
+        rows = Rows(rows.index_T, rows.values_TD.grad)
+    return nats.sum(), rows
+
+
+def look_up_bigrams(model: nn.Module, micro_batch: MicroBatch) -> Rows | None:
+    """The bigram embedding of each token, as the start of a graph of gradients."""
+    table = getattr(model, "bigram_embed", None)
+    if table is None:
+        return None
+    tokens_T = micro_batch.tokens_T
+    index_T, _ = model.bigram_index(tokens_T, previous_tokens(tokens_T), micro_batch.positions_T)
+    return Rows(index_T, table.detach()[index_T].requires_grad_())
+
+
+def set_sparse_gradient(model: nn.Module, looked_up: list[Rows | None]) -> None:
+    """The gradient of the bigram table, as a sparse tensor with a row for each token of the step."""
+    looked_up = [rows for rows in looked_up if rows is not None]
+    if looked_up:
+        index, values = (torch.cat(parts) for parts in zip(*looked_up, strict=True))
+        table = model.bigram_embed
+        with torch.sparse.check_sparse_tensor_invariants(
+            False
+        ):  # a check would wait for the device
+            table.grad = torch.sparse_coo_tensor(index[None], values, table.shape)
+
+
+def adjust_loss_scale(state: TrainState, stepped: bool) -> None:
+    """For fp16: halves the scale when a gradient overflowed, doubles it after 1,000 good steps."""
+    if not stepped:
+        state.loss_scale = max(state.loss_scale / 2, 2.0)
+        state.good_steps = 0
+        return
+    state.good_steps += 1
+    if state.good_steps == 1000:
+        state.loss_scale = min(state.loss_scale * 2, 2.0**24)
+        state.good_steps = 0
+
+
+# -- CUDA graphs: a step of 16,384 tokens is 960 kernels, which take an H200 24 ms, but 55 ms when the
+# host launches them one by one. A graph launches them all at once. It works in memory of its own:
+# inputs are copied into it, and the first gradients of a step always lie in the same tensors, to
+# which those of later micro-batches are added by a second graph.
+
+
+class GraphKey(NamedTuple):
+    """What a graph was captured for. Another key needs another graph."""
+
+    first: bool  # the first micro-batch of a step writes gradients, later ones add to them
+    shapes: tuple
+
+
+@dataclass
+class Graph:
+    """micro_step as a CUDA graph, with the tensors that it reads and writes."""
+
+    cuda: torch.cuda.CUDAGraph
+    inputs: list[Tensor]  # those of the micro-batch, then the factor
+    grads: list[Tensor | None]  # of each parameter
+    nats: Tensor
+    rows: Rows | None
+
+
+def replay(state, micro_batch: MicroBatch, factor: Tensor) -> tuple[Tensor, Rows | None]:
+    """micro_step as one graph, from the second call with the same shapes on."""
+    params = list(state.model.parameters())
+    tensors = [*micro_batch.tensors(), factor]
+    key = GraphKey(
+        first=params[0].grad is None,
+        shapes=tuple(tuple(t.shape) for t in tensors),
+    )
+    if key not in state.graphs:
+        return capture(state, key, micro_batch, factor)
+
+    graph = state.graphs[key]
+    for static, given in zip(graph.inputs, tensors, strict=True):
+        static.copy_(given)
+    graph.cuda.replay()
+    for param, grad in zip(params, graph.grads, strict=True):
+        param.grad = grad
+    if graph.rows is None:
+        return graph.nats, None
+    # The next replay writes into the same memory.
+    return graph.nats, Rows(*(part.clone() for part in graph.rows))
+
+
+# <<< shared: training
+# ===============================================================================
+# 4. MODEL -- one trunk; attention is passed in, so training and cached decoding share every line
+# Weights live in banks of equal shape: NorMuon works on whole banks, and ranks own slices of
+# them. Everything but attention and the previous token's id is per token, which keeps the KV cache
+# small. Here a module is just a dictionary of parameters: the trunk reads like the formulas.
+
+
+# >>> shared: layers
+def norm(x: Tensor) -> Tensor:
+    """RMSNorm over the last axis, without a gain (nothing to learn, nothing to decay)."""
+    return F.rms_norm(x, (x.size(-1),))
+
+
+def times(scalar: Tensor, x: Tensor) -> Tensor:
+    """A learned fp32 scalar, 0-D, times x, in the dtype of x.
+
+    Eager torch would round the scalar to bf16 first. Compiled code does not, so training never does.
+    """
+    if torch.compiler.is_compiling():
+        return scalar * x
+    return (scalar.view(1) * x).to(x.dtype)
+
+
+def rotate(x_THK: Tensor, cos_TK: Tensor, sin_TK: Tensor) -> Tensor:
+    """Rotary embedding on the first half of the head; the second half carries no position.
+
+    There the sine is 0 and the cosine 1. Swapping quarters by flip() keeps the compiled kernel free
+    of branches: with norms 0.16 ms forward and 0.27 ms backward a layer at T = 65,536 on an H200,
+    against 0.30 and 0.40 with cat().
+
+    Args:    x_THK (T, H, K); cos_TK, sin_TK (T, 1, K) as laid out by GPT.add_buffers
+    Returns: (T, H, K)
+    """
+    swapped = x_THK.reshape(*x_THK.shape[:-1], 2, 2, -1).flip(-2).flatten(-3)
+    return x_THK * cos_TK + swapped * sin_TK
+
+
+def softcap(x: Tensor, cap: tuple) -> Tensor:
+    """a * sigmoid((x + b) / c): bounded logits, asymmetric because most logits are negative."""
+    a, b, c = cap
+    return a * torch.sigmoid((x + b) / c)
+
+
+def head_gates(x_TD: Tensor, weight_HG: Tensor) -> Tensor:
+    """A factor between 0 and 2 for each head, (T, H), from the first G channels; 1 at the start."""
+    x_TG = x_TD[:, : weight_HG.size(-1)]
+    if not torch.compiler.is_compiling():
+        return 2 * torch.sigmoid(F.linear(x_TG, weight_HG))
+    if torch.is_grad_enabled():
+        return HeadGates.apply(x_TG, weight_HG)
+    return summed_gates(x_TG, weight_HG)
+
+
+def summed_gates(x_TG: Tensor, weight_HG: Tensor) -> Tensor:
+    """head_gates as sums of a few products, which join the compiled kernels around them."""
+    return 2 * torch.sigmoid((x_TG[:, None] * weight_HG).sum(-1))
+
+
+class HeadGates(torch.autograd.Function):
+    """summed_gates whose gradients are products: with sums for them too a step took 11 % longer."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        x = x.clone()  # else all channels of its rows are kept for the backward
+        gates = summed_gates(x, weight)
+        ctx.save_for_backward(x, weight, gates)
+        return gates
+
+    @staticmethod
+    def backward(ctx, g):
+        x, weight, gates = ctx.saved_tensors
+        g = g * gates * (1 - gates / 2)
+        return g @ weight, g.T @ x
+
+
+class LayerWeights(NamedTuple):
+    """The matrices of one layer as they are used, or all as Weight8; None for what a layer lacks."""
+
+    qkv: Tensor | None = None  # (3 D, D)
+    o: Tensor | None = None  # (D, D)
+    up: Tensor | None = None  # (F, D)
+    down: Tensor | None = None  # (F, D)
+
+
+class Inputs(NamedTuple):
+    """What all layers share of a trunk's input."""
+
+    x0: Tensor  # (T, D) normalised embedding
+    bigram: Tensor | None  # (T, D) embedding of the token pair
+    values: Tensor | None  # (E, T, D) value embeddings
+    cos: Tensor  # (T, 1, K)
+    sin: Tensor  # (T, 1, K)
+
+
+# <<< shared: layers
+# The table of learned scalars: a row for each name, a column for each layer, and its initial value.
+SCALARS = {
+    "resid_attn": 1.1**0.5,  # of the residual stream, before attention is added
+    "resid_mlp": 1.1**0.5,  # and before the MLP is added
+    "scale_v": 0.5,
+    "scale_o": 1.0,
+    "scale_down": 1.0,
+    "share_bigram": 0.05,
+}
+BACKOUT = 0.5  # one number of the whole model, in the last row
+
+
+class GPT(nn.Module):
+    """Decoder-only transformer. Parameters are listed in parameter_table; all others are buffers."""
+
+    def __init__(self, config: Config, device="cpu", dtype=torch.float32):
+        super().__init__()
+        self.config = c = config
+        D = c.width
+        V = c.padded_vocab
+        A = len(c.attention_layers)
+        L = c.num_layers
+        E = len(c.value_embed_layers)
+
+        def weight(*shape, dtype=dtype):
+            return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+
+        # One table for input and output: -0.008 bpb on B34 against two (1.1767 against 1.1850).
+        self.embed = weight(V, D)
+        self.qk_bank = weight(A, 2 * D, D)
+        self.vo_bank = weight(2 * A, D, D)  # v0, o0, v1, o1, ...
+        self.mlp_bank = weight(2 * L, c.mlp_width, D)  # up0, down0, ...; down is (F, D) like up
+        self.scalars = weight(len(SCALARS) + 1, L, dtype=torch.float32)
+        if E:
+            self.value_embed = weight(E * V, D)
+            self.value_gate = weight(E, c.num_heads, c.gate_width)
+        if c.bigram_rows:
+            self.bigram_embed = weight(c.bigram_rows, D)
+            signs = torch.empty(SIGN_ROWS, D, device=device, dtype=dtype)
+            self.register_buffer("bigram_signs", signs)
+        if c.attention_gates:
+            self.attention_gate = weight(A, c.num_heads, c.gate_width)
+        if c.mix_width:
+            self.mix_in = weight(c.mix_width, D)
+            self.mix_out = weight(6, c.mix_width)
+        self.add_buffers(device)
+
+    @property
+    def head(self) -> Tensor:
+        return self.embed
+
+    @torch.no_grad()
+    def init_weights(self, seed: int) -> None:
+        """All initialisation in one table. Zero projections make each block start as the identity."""
+        rng = torch.Generator(device=self.embed.device).manual_seed(seed)
+        bound = 0.5 * math.sqrt(3 / self.config.width)  # uniform, standard deviation 0.5 / sqrt(D)
+        # As a head. As an input it is normalised anyway.
+        self.embed.normal_(0, 0.005, generator=rng)
+        self.qk_bank.uniform_(-bound, bound, generator=rng)
+        self.vo_bank.uniform_(-bound, bound, generator=rng)  # non-zero O: modded-nanogpt record 64
+        self.mlp_bank.uniform_(-bound, bound, generator=rng)
+        self.mlp_bank[1::2].zero_()
+        for name in ("value_gate", "attention_gate", "bigram_embed", "mix_out"):
+            if hasattr(self, name):
+                getattr(self, name).zero_()
+        if self.config.value_embed_layers:
+            self.value_embed.normal_(0, 0.01, generator=rng)
+        if self.config.mix_width:
+            self.mix_in.uniform_(-2 * bound, 2 * bound, generator=rng)
+
+        self.scalars.zero_()
+        for row, value in enumerate(SCALARS.values()):
+            self.scalars[row] = value
+        self.scalars[-1, 0] = BACKOUT
+        if self.config.bigram_rows:
+            self.init_signs()
+
+    def banks(self) -> LayerWeights:
+        """The matrices of all layers as they are used: qkv and o (A, ...), up and down (L, ...).
+
+        Scalars multiply weights where they can: a weight is 100 times smaller than an activation
+        (record 47), and a decoder needs that only once.
+        """
+        scalar = dict(zip(SCALARS, self.scalars, strict=False))
+
+        def of_attention(row: Tensor) -> Tensor:
+            return torch.stack([row[layer] for layer in self.config.attention_layers])
+
+        def scaled(factors: Tensor, bank: Tensor) -> Tensor:
+            return (factors[:, None, None] * bank).to(bank.dtype)
+
+        v, o = self.vo_bank.unflatten(0, (-1, 2)).unbind(1)
+        up, down = self.mlp_bank.unflatten(0, (-1, 2)).unbind(1)
+        v = scaled(of_attention(scalar["scale_v"]), v)
+        o = scaled(of_attention(scalar["scale_o"]), o)
+        down = scaled(scalar["scale_down"], down)
+        return LayerWeights(torch.cat((self.qk_bank, v), 1), o, up, down)
+
+    def layer_weights(self, fp8: bool = False) -> list[LayerWeights]:
+        """The matrices of each layer, for a trunk or for many; in fp8 those that need it."""
+        c = self.config
+        banks = self.banks()
+        qkv, o, up, down = (bank.unbind(0) for bank in banks)
+        if fp8:
+            qkv, up, down = map(to_weights8, (banks.qkv, banks.up, banks.down))
+            o = [None] * len(qkv)
+        weights = []
+        for layer in range(c.num_layers):
+            attention = (None, None)
+            if layer not in c.no_attention_layers:
+                index = c.attention_layers.index(layer)
+                attention = (qkv[index], o[index])
+            weights.append(LayerWeights(*attention, up[layer], down[layer]))
+        return weights
+
+    def trunk(
+        self, tokens_T, previous_T, positions_T, attend: Callable, weights=None, bigram_TD=None
+    ) -> Tensor:
+        """Everything between token ids and the head.
+
+        Args:    int tokens_T; previous_T the token before in the same document (any value at
+                 position 0); positions_T in the document; attend(index, layer, q, k, v, gate (T, H)
+                 or None) -> y, all others (T, H, K), q scaled, y gated, where index counts layers
+                 with attention and layer counts all; weights by layer_weights(); bigram_TD the
+                 rows of bigram_embed, looked up here if None
+        Returns: normalised hidden state (T, D)
+        """
+        c = self.config
+        weights = weights or self.layer_weights()
+        scalar = dict(zip(SCALARS, self.scalars.unbind(0), strict=False))
+        inputs = self.embed_inputs(tokens_T, previous_T, positions_T, bigram_TD)
+        fp8 = c.fp8 and torch.is_grad_enabled()
+        fp8 = fp8 and fits_fp8(self.embed, len(tokens_T), c.width, c.mlp_width)
+        weights8 = self.layer_weights(fp8=True) if fp8 else [LayerWeights()] * c.num_layers
+
+        x = backout = inputs.x0
+        for layer, (w, w8) in enumerate(zip(weights, weights8, strict=True)):
+            mixed = None
+            if c.mix_width and layer == c.num_layers - 1:
+                mixed, more = self.mix(x, backout, inputs.x0)
+                x = x + more
+            if layer not in c.no_attention_layers:
+                if layer <= c.shared_input_from:  # later layers keep reading the same a
+                    a = norm(x)
+                y = self.attend_layer(layer, a, w.qkv, w8.qkv, inputs, attend, mixed)
+                x = times(scalar["resid_attn"][layer], x) + F.linear(y, w.o)
+            if inputs.bigram is not None:
+                x = x + times(scalar["share_bigram"][layer], inputs.bigram)
+            y = mlp_relu2(norm(x), w.up, w.down, w8.up, w8.down)
+            x = times(scalar["resid_mlp"][layer], x) + y
+            if layer == c.backout_layer:
+                backout = x
+        # What the middle of the network wrote for itself is not for the head (record 40).
+        if c.backout_layer >= 0:
+            x = x - times(self.scalars[-1, 0], backout)
+        return norm(x)
+
+    def attend_layer(
+        self, layer: int, a_TD, qkv, qkv8, inputs: Inputs, attend: Callable, mixed_TD=None
+    ) -> Tensor:
+        """Attention of one layer on its normalised input, before the output projection: (T, D).
+
+        qkv (3 D, D) and its Weight8 or None; mixed_TD is added to the values.
+        """
+        c = self.config
+        index = c.attention_layers.index(layer)
+        rotary = (inputs.cos, inputs.sin, self.attention_scale)
+        q, k, v = project_qkv(a_TD, qkv, *rotary, qkv8)
+        if layer in c.value_embed_layers:  # record 14; the gate reads the token's hidden state
+            e = c.value_embed_layers.index(layer)
+            gate_TH = head_gates(a_TD, self.value_gate[e])
+            v = v + gate_TH[..., None] * inputs.values[e].view_as(v)
+        if mixed_TD is not None:
+            v = v + mixed_TD.view_as(v)
+        gate_TH = None
+        if c.attention_gates:  # a head can stay silent (record 28); B34: -0.001 to -0.004 bpb
+            gate_TH = head_gates(a_TD, self.attention_gate[index])
+        return attend(index, layer, q, k, v, gate_TH).reshape(len(a_TD), c.width)
+
+    # >>> shared: forward
+    def embed_inputs(self, tokens_T, previous_T, positions_T, bigram_TD=None) -> Inputs:
+        """Embeddings of each token and of its pair with the token before, and the rotary table."""
+        c = self.config
+        cos, sin = (table[positions_T][:, None].to(self.embed.dtype) for table in self.rotary)
+
+        x = F.embedding(tokens_T, self.embed)
+
+        # Bigrams: hashed pairs, signed so that pairs that collide are nearly orthogonal (records 62, 83).
+        if c.bigram_rows:
+            index_T, sign_T = self.bigram_index(tokens_T, previous_T, positions_T)
+            if bigram_TD is None:
+                bigram_TD = F.embedding(index_T, self.bigram_embed)
+            bigram_TD = bigram_TD * F.embedding(sign_T, self.bigram_signs)
+
+        # Value embeddings: all tables in one lookup, so that the backward has one scatter.
+        values = None
+        if c.value_embed_layers:
+            tables = torch.arange(len(c.value_embed_layers), device=x.device)[:, None]
+            values = F.embedding(tokens_T + tables * c.padded_vocab, self.value_embed)
+        return Inputs(norm(x), bigram_TD, values, cos, sin)
+
+    def bigram_index(self, tokens_T, previous_T, positions_T) -> tuple[Tensor, Tensor]:
+        """The rows of bigram_embed and of bigram_signs for each token, int64 (T,)."""
+        first_T = positions_T == 0  # nothing may leak from the document before
+        t = tokens_T.long()
+        p = previous_T.long()
+        last = self.config.bigram_rows - 1
+        pair = ((36313 * t) ^ (27191 * p)) % last
+        sign = (t ^ p) % SIGN_ROWS
+        return pair.masked_fill(first_T, last), sign.masked_fill(first_T, 0)
+
+    def mix(self, x_TD: Tensor, backout_TD: Tensor, x0_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """What the last layer adds to its values and to its stream, (T, D) each.
+
+        Both are sums of input, middle and stream with weights that each token computes for itself
+        and that start at 0 (arXiv 2502.12170, modded-nanogpt record 81). Here -0.008 bpb on B34 with
+        a hidden width of 128; with 64 one seed of three gained nothing.
+        """
+        hidden_TM = F.gelu(F.linear(norm(x_TD), self.mix_in))
+        w = F.linear(hidden_TM, self.mix_out).split(1, 1)  # six times (T, 1)
+        for_values = w[0] * x0_TD + w[1] * backout_TD + w[2] * x_TD
+        for_stream = w[3] * x0_TD + w[4] * backout_TD + w[5] * x_TD
+        return for_values, for_stream
+
+    def forward(
+        self,
+        tokens_T,
+        targets_T,
+        positions_T,
+        cu_seqlens,
+        max_doc: int,
+        row_weight_T=None,
+        bigram_TD=None,
+    ) -> tuple[Tensor, Tensor] | Tensor:
+        """Packed documents, each blind to the others.
+
+        Args:    tokens_T, targets_T, positions_T int (T,), target -1 is ignored; cu_seqlens int32
+                 (G + 1,) borders of documents, padded with T; max_doc bound on a document's length,
+                 a python int; row_weight_T fp32 (T,) factor on the loss of each target; bigram_TD
+                 the rows of bigram_embed, looked up here if None
+        Returns: the sum of the loss, to be differentiated, and the nats of each target, fp32 (T,),
+                 detached, 0 where ignored; logits (T, V) if targets_T is None
+        """
+        c = self.config
+        previous_T = previous_tokens(tokens_T)
+        first_T = (positions_T == 0)[:, None, None]
+        attention = self.attention(self, positions_T, cu_seqlens, max_doc)
+
+        def attend(index, layer, q, k, v, gate):
+            if layer in c.key_offset_layers:
+                k = self.offset_keys(k, torch.cat((k[:1], k[:-1])), first_T)
+            return attention(q, k, v, int(layer in c.long_layers), gate)
+
+        hidden_TD = self.trunk(tokens_T, previous_T, positions_T, attend, None, bigram_TD)
+        if targets_T is None:
+            return self.logits(hidden_TD)
+
+        # Validation counts the next token alone; training adds more targets with weights.
+        training = torch.is_grad_enabled()
+        targets_NT = self.all_targets(targets_T, positions_T) if training else targets_T[None]
+        weights = self.loss_weights if training else None
+        fp8 = c.fp8_head and training
+        return linear_cross_entropy(
+            hidden_TD, self.head, targets_NT, c.softcap, weights, row_weight_T, fp8=fp8
+        )
+
+    def all_targets(self, targets_T: Tensor, positions_T: Tensor) -> Tensor:
+        """The next tokens and the prefix: (N, T), a row for each of loss_weights, -1 for none."""
+        rows = [targets_T]
+        for ahead in range(1, len(self.config.ahead)):
+            same_document = positions_T.roll(-ahead) == positions_T + ahead
+            rows.append(torch.where(same_document, targets_T.roll(-ahead), -1))
+        if self.config.prefix_weight:
+            prefixes = self.prefixes[targets_T.clamp(min=0)].to(targets_T.dtype)
+            rows.append(torch.where(targets_T < 0, -1, prefixes))
+        return torch.stack(rows)
+
+    def logits(self, hidden_TD: Tensor) -> Tensor:
+        """Softcapped logits (T, V), fp32, of what the trunk returned."""
+        return softcap(F.linear(hidden_TD, self.head).float(), self.config.softcap)
+
+    @staticmethod
+    def offset_keys(k_THK: Tensor, previous_THK: Tensor, first_T11: Tensor) -> Tensor:
+        """Replaces the half of each key without position by that of the previous token's key.
+
+        One attention layer can then look for "the token after the last X", which otherwise needs
+        two (modded-nanogpt record 49, -50 steps).
+        """
+        K = k_THK.size(-1)
+        unrotated = torch.arange(K, device=k_THK.device) >= K // 2
+        return torch.where(unrotated & ~first_T11, previous_THK, k_THK)
+
+    def add_buffers(self, device) -> None:
+        """Adds what is no parameter: tensors, as numbers that change would recompile the model."""
+        c = self.config
+        # Cosines and sines of the rotary embedding. The second half of each head does not turn.
+        frequencies = (1 / c.rotary_base) ** np.linspace(0, 1, c.head_dim // 4)
+        angles = torch.outer(torch.arange(c.max_seq_len), torch.tensor(frequencies.tolist()))
+        cosine = angles.cos()
+        sine = angles.sin()
+        unrotated = torch.zeros_like(angles).repeat(1, 2)
+        cosines = torch.cat((cosine, cosine, unrotated + 1), 1)
+        sines = torch.cat((sine, -sine, unrotated), 1)
+
+        def buffer(name: str, value: Tensor) -> None:
+            self.register_buffer(name, value.to(device), persistent=False)
+
+        buffer("rotary", torch.stack((cosines, sines)))
+        buffer("attention_scale", torch.tensor(c.attention_scale))
+        buffer("loss_weights", torch.tensor(loss_weights(c, 0)))
+        buffer("prefixes", torch.full((c.padded_vocab,), -1, dtype=torch.int32))  # see set_prefixes
+        self.windows = (c.window_short, c.window_long)
+        self.attention: Callable | None = None  # set by choose_attention
+
+    def init_signs(self) -> None:
+        """Signs are saved with the weights, so they need no generator that is stable over versions."""
+        rng = torch.Generator().manual_seed(0)
+        self.bigram_signs.copy_(torch.randint(0, 2, self.bigram_signs.shape, generator=rng) * 2 - 1)
+
+
+SIGN_ROWS = 8192  # 500 to 15,000 are equally good in modded-nanogpt record 83
+
+
+def previous_tokens(tokens_T: Tensor) -> Tensor:
+    """The token before each; that of the first is itself."""
+    return torch.cat((tokens_T[:1], tokens_T[:-1]))
+
+
+# <<< shared: forward
+# >>> shared: data
+# ===============================================================================
+# 5. DATA -- shards -> packs of documents -> micro-batches
+# A pack is a fixed number of tokens that starts with a BOS and holds whole documents, as far as they
+# fit. A document that is longer than max_seq_len, or than what is left of the pack, goes on as a new
+# segment behind a BOS of its own, so no text is thrown away (nanochat's cropping loses 35 %).
+#
+#     tokens    B a a a a B b b B c c c | B c c c c c B d ...    two packs of 12; document c goes on
+#     targets   a a a a B b b B c c c c | c c c c c B d ...      a document's last target is the next BOS
+#     positions 0 1 2 3 4 0 1 2 0 1 2 3 | 0 1 2 3 4 5 0 ...
+#
+# Packs are numbered over the whole run; rank r of W gets the r-th of W equal parts of each step. So the
+# tokens of a step depend neither on the number of ranks nor on the micro-batch, and (epoch, shard,
+# offset) is exactly where the reader stands.
+
+
+class MicroBatch(NamedTuple):
+    """What GPT.forward reads, on the device."""
+
+    tokens_T: Tensor
+    targets_T: Tensor
+    positions_T: Tensor
+    cu_seqlens: Tensor  # int32 (G + 1,)
+    max_doc: int
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self[:4]
+
+
+@dataclass
+class Batch:
+    """The packs of one step that belong to this rank, on the host, int32."""
+
+    tokens: Tensor  # (P, pack_tokens)
+    targets: Tensor  # (P, pack_tokens); -1 is ignored
+    positions: Tensor  # (P, pack_tokens)
+    ends: Tensor  # (P, most documents), where each document ends; padded with pack_tokens
+    max_doc: int
+    total_tokens: int  # in the step, over all ranks
+    total_targets: int = 0  # how many of them are not ignored
+    position: dict | None = None  # where the reader stands after this batch
+
+    def micro_batches(self, packs: int, device: torch.device) -> Iterator[MicroBatch]:
+        """The batch on the device, up to `packs` packs at a time, all micro-batches of one size."""
+        P, pack_tokens = self.tokens.shape
+        packs = largest_divisor(P, packs)
+        starts = torch.arange(packs, dtype=torch.int32)[:, None] * pack_tokens
+        for i in range(0, P, packs):
+            own = slice(i, i + packs)
+            ends = (self.ends[own] + starts).flatten()
+            cu_seqlens = torch.cat((ends.new_zeros(1), ends))
+            tensors = [t[own].flatten() for t in (self.tokens, self.targets, self.positions)]
+            tensors.append(cu_seqlens)
+            if device.type == "cuda":
+                tensors = [t.pin_memory() for t in tensors]
+            yield MicroBatch(*(t.to(device, non_blocking=True) for t in tensors), self.max_doc)
+
+
+def largest_divisor(number: int, most: int) -> int:
+    """The largest divisor of a number that is not above `most`; 1 for 0."""
+    return next((n for n in range(min(number, most), 0, -1) if number % n == 0), 1)
+
+
+def empty_packs(count: int, config: Config, bos_id: int) -> Batch:
+    """Packs to be filled: all tokens are BOS, all targets are ignored."""
+    shape = (count, config.pack_tokens)
+    padding_docs = math.ceil(config.pack_tokens / config.max_seq_len)  # see pad_pack
+    most_docs = config.pack_docs + padding_docs
+    return Batch(
+        tokens=torch.full(shape, bos_id, dtype=torch.int32),
+        targets=torch.full(shape, -1, dtype=torch.int32),
+        positions=torch.zeros(shape, dtype=torch.int32),
+        ends=torch.full((count, most_docs), config.pack_tokens, dtype=torch.int32),
+        max_doc=config.max_seq_len,
+        total_tokens=count * config.pack_tokens,
+    )
+
+
+def fill_pack(batch: Batch, row: int, documents: Iterable) -> None:
+    """Puts whole documents behind each other into a pack, and pads the rest.
+
+    Args: documents (sequence int32 (n,), counted bool (n - 1,)) pairs: the inputs are
+          sequence[:-1], the targets sequence[1:] where counted
+    """
+    arrays = (batch.tokens, batch.targets, batch.positions, batch.ends)
+    tokens, targets, positions, ends = (array[row].numpy() for array in arrays)
+    start = 0
+    num_docs = 0
+    for sequence, counted in documents:
+        end = start + len(sequence) - 1
+        tokens[start:end] = sequence[:-1]
+        targets[start:end] = np.where(counted, sequence[1:], -1)
+        positions[start:end] = np.arange(end - start)
+        ends[num_docs] = end
+        start = end
+        num_docs += 1
+        batch.total_targets += int(counted.sum())
+    pad_pack(batch, row, num_docs, start)
+
+
+def pad_pack(batch: Batch, row: int, num_docs: int, start: int) -> None:
+    """Closes a pack early: the rest becomes documents of ignored BOS tokens, none above max_doc."""
+    size = batch.tokens.size(1)
+    batch.positions[row, start:] = torch.arange(size - start) % batch.max_doc
+    for end in range(start + batch.max_doc, size + batch.max_doc, batch.max_doc):
+        batch.ends[row, num_docs] = min(end, size)
+        num_docs += 1
+
+
+class ShardReader:
+    """Walks over the training shards of a dataset and cuts them into the documents of packs.
+
+    A reader of another kind, for example of conversations, needs the same three things:
+    `position`, a dict that says where it stands and that seek() returns to; `bos_id`; and `pack()`,
+    the documents of the next pack.
+    """
+
+    def __init__(self, dataset: Dataset, config: Config):
+        self.dataset = dataset
+        self.config = config
+        self.bos_id = dataset.tokenizer.bos_id
+        self.files = dataset.files("train")
+        self.seek({"epoch": 0, "shard": 0, "offset": 0})
+
+    def seek(self, position: dict) -> None:
+        self.position = dict(position)
+        self.tokens = None  # of the shard, read when needed
+
+    def pack(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """(sequence, counted) of the documents in the next pack; every target counts."""
+        room = self.config.pack_tokens
+        num_docs = 0
+        while room and num_docs < self.config.pack_docs:
+            sequence = self.segment(min(room, self.config.max_seq_len))
+            room -= len(sequence) - 1
+            num_docs += 1
+            yield sequence, np.ones(len(sequence) - 1, bool)
+
+    def segment(self, room: int) -> np.ndarray:
+        """The next segment with at most `room` inputs, and one more token, the last target."""
+        if self.tokens is None:
+            self.open_shard()
+        if self.position["offset"] == len(self.tokens):
+            self.next_shard()
+
+        # Where does the document end that we are in? One that goes on gets a BOS of its own.
+        offset = self.position["offset"]
+        continued = self.tokens[offset] != self.bos_id
+        following = np.searchsorted(self.bos_at, offset, side="right")
+        if following < len(self.bos_at):
+            end = self.bos_at[following]
+        else:
+            end = len(self.tokens)
+
+        # Take as much of it as fits.
+        stop = int(offset + min(end - offset, room - continued))
+        self.position["offset"] = stop
+        start = [self.bos_id] if continued else []
+        last = self.tokens[stop] if stop < len(self.tokens) else self.bos_id
+        return np.concatenate((start, self.tokens[offset:stop], [last])).astype(np.int32)
+
+    def open_shard(self) -> None:
+        shard = self.position["shard"]
+        if shard < len(self.files):
+            self.tokens = self.dataset.read(self.files[shard])
+        if self.tokens is None or self.position["offset"] > len(self.tokens):
+            raise UserError(
+                f"{self.dataset.root} has less text than the run has read (shard {shard}, token "
+                f"{self.position['offset']:,}); pass the --data that it began with"
+            )
+        self.bos_at = np.flatnonzero(self.tokens == self.bos_id)
+
+    def next_shard(self) -> None:
+        """Goes on with the next shard, or with the next epoch if that is allowed."""
+        epoch = self.position["epoch"]
+        shard = self.position["shard"] + 1
+        if shard == len(self.files):
+            epoch += 1
+            shard = 0
+        if epoch >= self.config.max_epochs:
+            raise UserError(
+                f"{self.dataset.root} ran out of text after {self.config.max_epochs} epoch(s); train "
+                f"on fewer tokens (--tokens), or allow repeats with --set max_epochs={epoch + 1}"
+            )
+        self.position = {"epoch": epoch, "shard": shard, "offset": 0}
+        self.open_shard()
+
+
+class PackLoader:
+    """Yields one Batch for each step, prepared ahead by a thread.
+
+    Args: reader a ShardReader or the like; first_step where to begin
+    """
+
+    def __init__(self, reader: ShardReader, config: Config, ranks: Ranks, first_step: int = 0):
+        self.reader = reader
+        self.config = config
+        self.ranks = ranks
+        self.steps = iter(range(first_step, config.num_steps))
+        self.thread = ThreadPoolExecutor(1)
+        self.ahead = []  # the next batches in their order, as futures
+        self.prepare(3)
+
+    def prepare(self, count: int) -> None:
+        """Asks the thread for the batches of as many further steps."""
+        for step in itertools.islice(self.steps, count):
+            self.ahead.append(self.thread.submit(self.batch, step))
+
+    def batch(self, step: int) -> Batch:
+        """The packs of a step. Every rank walks over all of them: walking is cheap, talking is not."""
+        config = self.config
+        stage = config.stage_table[stage_index(config, step)]
+        own = stage.packs // self.ranks.world
+        batch = empty_packs(own, config, self.reader.bos_id)
+        others = empty_packs(1, config, self.reader.bos_id)  # packs of other ranks
+        for pack in range(stage.packs):
+            row = pack - self.ranks.rank * own
+            documents = self.reader.pack()
+            if 0 <= row < own:
+                fill_pack(batch, row, documents)
+            else:
+                fill_pack(others, 0, documents)
+        batch.total_tokens = stage.packs * config.pack_tokens
+        batch.total_targets += others.total_targets
+        batch.position = dict(self.reader.position)
+        return batch
+
+    def next(self) -> Batch:
+        """The next batch; raises what went wrong in the thread."""
+        batch = self.ahead.pop(0).result()
+        self.prepare(1)
+        return batch
+
+    def close(self) -> None:
+        self.thread.shutdown(cancel_futures=True)
+
+
+# <<< shared: data
+# >>> shared: optimizer
+# ===============================================================================
+# 6. OPTIMIZER -- NorMuon for matrices, RMSProp for tables, else Adam; state sharded over ranks
+# Each rank owns a slice of every bank and table, with the fp32 master weights and moments of that
+# slice. A step reduce-scatters all gradients, updates the own slices in the same order, and all-gathers
+# the weights in the dtype of the model. Gradients of `late` tables travel while the next step computes,
+# and their weights while matrices are orthogonalised. One process runs the same code: its slices are
+# whole, and communication does nothing.
+
+# Five polynomials (a, b, c) of Polar Express (arXiv 2505.16932), for a safety factor and a cushion of 0.02.
+POLAR_EXPRESS = (
+    (8.156554524902461, -22.48329292557795, 15.878769915207462),
+    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
+)
+
+
+def polar_express(matrices_NRC: Tensor) -> Tensor:
+    """Nearly orthogonal matrices with the singular vectors of the given ones.
+
+    All singular values become about 1.
+
+    Args:    matrices_NRC (N, R, C) in the dtype to compute in
+    Returns: the same shape and dtype
+    """
+    x = matrices_NRC / (matrices_NRC.norm(dim=(-2, -1), keepdim=True) * 1.02 + 1e-6)
+    tall = x.size(-2) > x.size(-1)
+    # x <- x (a I + b A + c A A); a I joins the small factor, so nothing is added afterwards.
+    for a, b, c in POLAR_EXPRESS:
+        gram = sym_mm(x.mT if tall else x)
+        poly = sym_mm(gram, c, b, a)
+        x = x @ poly if tall else poly @ x
+    return x
+
+
+def normuon_update(
+    master, grad, momentum_buffer, row_square, mult,
+    lr, momentum, beta2, decay, grad_scale, dtype, weights=None,
+) -> None:  # fmt: skip
+    """One NorMuon step (arXiv 2510.05491) with cautious weight decay (arXiv 2510.12402), in place.
+
+    Args: master, grad, momentum_buffer (N, R, C); row_square (N, R, 1), or (N, 1, C) for wide
+          matrices; mult (N, 1, 1) factors on lr; lr, momentum, beta2, decay, grad_scale 0-D tensors;
+          dtype of the orthogonalisation; weights (N, R, C) receives the master in its own dtype
+    """
+    # Momentum in Nesterov's form, then orthogonalisation.
+    grad = grad.float() * grad_scale
+    momentum_buffer.lerp_(grad, 1 - momentum)
+    update = polar_express(grad.lerp(momentum_buffer, momentum).to(dtype)).float()
+
+    # Every neuron moves by a similar amount, and the length of the whole update is kept.
+    length = update.norm(dim=(-2, -1), keepdim=True)
+    axis = -1 if update.size(-2) >= update.size(-1) else -2
+    row_square.lerp_(update.square().mean(axis, keepdim=True), 1 - beta2)
+    update = update * row_square.clamp_min(1e-10).rsqrt()
+    update = update * (length / update.norm(dim=(-2, -1), keepdim=True).clamp_min(1e-10))
+
+    # No decay where the step makes a weight larger.
+    agrees = update * master >= 0
+    master.sub_(lr * mult * (update + decay * master * agrees))
+    if weights is not None:
+        weights.copy_(master)
+
+
+def adam_update(
+    master, grad, exp_avg, exp_avg_sq,
+    lr, beta1, beta2, eps, decay, correction1, correction2, grad_scale, weights=None,
+) -> None:  # fmt: skip
+    """One Adam step with cautious weight decay, in place.
+
+    From lr to grad_scale all arguments are 0-D tensors; weights receives the master in its own dtype.
+    """
+    grad = grad.float() * grad_scale
+    exp_avg.lerp_(grad, 1 - beta1)
+    exp_avg_sq.lerp_(grad.square(), 1 - beta2)
+    update = exp_avg / correction1 / ((exp_avg_sq / correction2).sqrt() + eps)
+    agrees = update * master > 0
+    master.sub_(lr * (update + decay * master * agrees))
+    if weights is not None:
+        weights.copy_(master)
+
+
+# Their names until torch 2.12, which later versions call deprecated.
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+@dataclass(eq=False)
+class Slot:
+    """One parameter with this rank's slice of its optimizer state."""
+
+    name: str
+    param: Tensor
+    policy: Policy
+    shape: tuple  # the parameter as (N, R, C) or (N, ...): ranks share out the first axis
+    sharded: bool
+    rows: int  # first-axis rows in a slice; the last ranks' slices may reach into padding
+    master: Tensor  # fp32
+    moments: dict[str, Tensor] = field(default_factory=dict)
+    mult: Tensor | None = None  # NorMuon: factor of each matrix
+    together: int = 0  # matrices in one call of NorMuon
+    grad: Tensor | None = None  # this rank's slice of the sum; a late table keeps it for a step
+    index: Tensor | None = (
+        None  # of a sparse gradient: which row of the table each of its rows is for
+    )
+    buffer: Tensor | None = None  # what communication under way reads or writes
+    works: list = field(default_factory=list)  # the handles of that communication
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
+
+
+class Optimizer:
+    """NorMuon, RMSProp and Adam over the rows of a parameter table."""
+
+    def __init__(self, model: nn.Module, config: Config, ranks: Ranks, table: dict[str, Policy]):
+        self.config = config
+        self.ranks = ranks
+        self.count = 0
+        params = dict(model.named_parameters())
+        assert set(params) <= set(table), f"parameters without a policy: {set(params) - set(table)}"
+        self.slots = [self.make_slot(n, params[n], table[n]) for n in table if n in params]
+
+        on_gpu = ranks.device.type == "cuda"
+        self.normuon_update = normuon_update
+        self.adam_update = adam_update
+        if config.compile and on_gpu:
+            self.normuon_update = torch.compile(normuon_update, dynamic=False, fullgraph=True)
+            self.adam_update = torch.compile(adam_update, dynamic=False, fullgraph=True)
+        self.muon_dtype = torch.bfloat16 if on_gpu and bf16_is_native() else torch.float32
+        self.reset()
+
+    def make_slot(self, name: str, param: Tensor, policy: Policy) -> Slot:
+        shape = tuple(param.shape)
+        if policy.optimizer == "normuon":
+            R = policy.rows or param.size(-2)
+            C = param.size(-1)
+            shape = (param.numel() // (R * C), R, C)
+        # Small parameters are not worth sharding, and of a sparse table few rows change: every rank
+        # updates them alike.
+        sharded = self.ranks.world > 1 and param.numel() >= 65536 and not policy.sparse
+        rows = math.ceil(shape[0] / self.ranks.world) if sharded else shape[0]
+        return Slot(name, param, policy, shape, sharded, rows, master=param)
+
+    @torch.no_grad()
+    def step(self, lr_mult: float, momentum: float, loss_scale: float = 1.0) -> bool:
+        """Reduces gradients (summed over ranks), updates, gathers.
+
+        A late table uses the gradient of the step before, so that nobody waits for it: such tables
+        are seven tenths of the small model, and on 4 H200s they were most of the 2.7 ms a step that
+        no computation hid.
+
+        Returns: False if a scaled gradient overflowed; nothing is updated then
+        """
+        # A loss scale must see all gradients of its step, so nothing is late then.
+        late = [s for s in self.slots if s.policy.late and loss_scale == 1.0]
+        now = [s for s in self.slots if s not in late]
+
+        # Sums over ranks of all gradients that are used in this step.
+        for slot in now:
+            self.start_reduce(slot)
+        if loss_scale != 1.0 and not self.all_finite():
+            return False
+
+        # Late tables come first: their sums have travelled since the last step.
+        self.count += 1
+        for slot in [*late, *now]:
+            if slot.grad is None:  # a late table in the first step, or nothing used the parameter
+                continue
+            slot.wait()
+            weights = self.own_weights(slot)
+            count = self.count - (slot in late)  # updates of this slot, with this one
+            if slot.policy.optimizer == "normuon":
+                self.update_normuon(slot, weights, lr_mult, momentum, loss_scale)
+            elif slot.policy.optimizer == "rmsprop":
+                self.update_rmsprop(slot, weights, lr_mult, loss_scale, count)
+            else:
+                self.update_adam(slot, weights, lr_mult, loss_scale, count)
+            self.start_gather(slot, weights)
+        for slot in self.slots:
+            self.finish_gather(slot)
+
+        # These gradients travel while the next step computes.
+        for slot in late:
+            self.start_reduce(slot)
+        return True
+
+    def own_weights(self, slot: Slot) -> Tensor | None:
+        """Where an update writes this rank's weights; None if the master is the parameter itself."""
+        weights = slot.param.detach().view(slot.shape)
+        if slot.sharded:
+            return weights.new_empty(slot.master.shape)
+        return None if weights.data_ptr() == slot.master.data_ptr() else weights
+
+    def update_normuon(self, slot: Slot, weights, lr_mult, momentum, loss_scale) -> None:
+        """Numbers travel as 0-D CPU tensors: a python float would recompile the update at every change."""
+        c = self.config
+        lr = torch.tensor(c.muon_lr * slot.policy.lr_mult * lr_mult)
+        decay = torch.tensor(slot.policy.weight_decay * lr_mult)
+        numbers = (lr, torch.tensor(momentum), torch.tensor(c.muon_beta2), decay)
+        inverse_scale = torch.tensor(1.0 / loss_scale)
+        moments = (slot.moments["momentum"], slot.moments["row_square"])
+        state = (slot.master, slot.grad, *moments, slot.mult)
+        parts = list(zip(*(t.split(slot.together) for t in state), strict=True))
+        own = [None] * len(parts) if weights is None else weights.split(slot.together)
+        for part, part_weights in zip(parts, own, strict=True):
+            self.normuon_update(*part, *numbers, inverse_scale, self.muon_dtype, part_weights)
+
+    def update_adam(self, slot: Slot, weights, lr_mult, loss_scale, count: int) -> None:
+        c = self.config
+        lr = torch.tensor(c.adam_lr * slot.policy.lr_mult * lr_mult)
+        decay = torch.tensor(slot.policy.weight_decay * lr_mult)
+        betas = [torch.tensor(beta) for beta in slot.policy.betas]
+        corrections = [torch.tensor(1 - beta**count) for beta in slot.policy.betas]
+        numbers = (lr, *betas, torch.tensor(c.adam_eps), decay, *corrections)
+        inverse_scale = torch.tensor(1.0 / loss_scale)
+        moments = (slot.moments["exp_avg"], slot.moments["exp_avg_sq"])
+        state = (slot.master, slot.grad, *moments)
+        flat = None if weights is None else weights.view(-1)
+        self.adam_update(*(t.view(-1) for t in state), *numbers, inverse_scale, flat)
+
+    def update_rmsprop(self, slot: Slot, weights, lr_mult, loss_scale, count: int) -> None:
+        """One launch of a Triton kernel, which takes plain numbers."""
+        c = self.config
+        (beta2,) = slot.policy.betas
+        update_rows(
+            slot.master, slot.grad, slot.moments["row_square"], weights, slot.index,
+            lr=c.adam_lr * slot.policy.lr_mult * lr_mult,
+            beta2=beta2,
+            correction=1 - beta2**count,
+            eps=c.adam_eps,
+            decay=slot.policy.weight_decay * lr_mult,
+            grad_scale=1.0 / loss_scale,
+        )  # fmt: skip
+
+    def all_finite(self) -> bool:
+        """Whether no gradient of any rank overflowed; if one did, all gradients are dropped."""
+        for slot in self.slots:
+            slot.wait()
+        grads = [slot.grad for slot in self.slots if slot.grad is not None]
+        finite = torch.stack([grad.isfinite().all() for grad in grads]).all().float()
+        if self.ranks.world > 1:
+            dist.all_reduce(finite, op=dist.ReduceOp.MIN)
+        if finite.item():
+            return True
+        for slot in self.slots:
+            slot.buffer = slot.grad = slot.index = None
+            slot.works = []
+        return False
+
+    # -- communication
+
+    def start_reduce(self, slot: Slot) -> None:
+        slot.grad = slot.index = None
+        slot.works = []
+        grad = slot.param.grad
+        if grad is None:
+            return
+        slot.param.grad = None
+        if grad.is_sparse:
+            self.start_exchange(slot, grad)
+            return
+        grad = grad.view(slot.shape)
+        if slot.policy.late:
+            grad = grad.clone()  # replay() writes the next gradient into the same memory
+        slot.grad = grad
+        if self.ranks.world == 1:
+            return
+        if not slot.sharded:
+            slot.works = [dist.all_reduce(grad, async_op=True)]
+            return
+        padding = slot.rows * self.ranks.world - slot.shape[0]
+        if padding:
+            grad = torch.cat((grad, grad.new_zeros(padding, *grad.shape[1:])))
+        slot.grad = grad.new_empty(slot.rows, *grad.shape[1:])
+        slot.buffer = grad  # kept alive until the reduction is done
+        slot.works = [reduce_scatter(slot.grad, grad, async_op=True)]
+
+    def start_exchange(self, slot: Slot, grad: Tensor) -> None:
+        """Every rank gets the rows of all, in the same order, and so computes the same sums."""
+        assert not slot.sharded, f"{slot.name} is sharded, but has a sparse gradient"
+        parts = (grad._indices()[0], grad._values())
+        slot.index, slot.grad = parts
+        if self.ranks.world == 1:
+            return
+        whole = [part.new_empty(self.ranks.world * len(part), *part.shape[1:]) for part in parts]
+        slot.buffer = parts
+        slot.index, slot.grad = whole
+        slot.works = [all_gather(*pair, async_op=True) for pair in zip(whole, parts, strict=True)]
+
+    def start_gather(self, slot: Slot, part: Tensor | None) -> None:
+        slot.buffer = None
+        slot.works = []
+        if not slot.sharded:
+            return
+        padded = slot.rows * self.ranks.world
+        if padded == slot.shape[0]:
+            slot.buffer = slot.param.detach().view(slot.shape)
+        else:
+            slot.buffer = part.new_empty(padded, *part.shape[1:])
+        slot.works = [all_gather(slot.buffer, part, async_op=True)]
+
+    def finish_gather(self, slot: Slot) -> None:
+        slot.wait()
+        if slot.works and slot.buffer.size(0) != slot.shape[0]:
+            slot.param.detach().view(slot.shape).copy_(slot.buffer[: slot.shape[0]])
+        slot.buffer = slot.grad = slot.index = None
+        slot.works = []
+
+    def slice(self, slot: Slot, full: Tensor) -> Tensor:
+        """This rank's rows of a full (N, ...) tensor, padded with zeros."""
+        if not slot.sharded:
+            return full
+        start = self.ranks.rank * slot.rows
+        part = full[start : start + slot.rows]
+        padding = part.new_zeros(slot.rows - part.size(0), *part.shape[1:])
+        return torch.cat((part, padding))
+
+    def gather(self, slot: Slot, part: Tensor) -> Tensor:
+        """The full (N, ...) tensor from every rank's slice."""
+        if not slot.sharded:
+            return part
+        full = part.new_empty(slot.rows * self.ranks.world, *part.shape[1:])
+        all_gather(full, part.contiguous())
+        return full[: slot.shape[0]]
+
+    # -- state
+
+    @torch.no_grad()
+    def reset(self) -> None:
+        """Copies the master weights from the model and zeroes the moments."""
+        self.count = 0
+        for slot in self.slots:
+            slot.grad = slot.index = slot.buffer = None
+            slot.works = []
+            weights = slot.param.detach().view(slot.shape)
+            if weights.dtype == torch.float32 and not slot.sharded:
+                slot.master = weights  # the parameter itself
+            else:
+                slot.master = slot.moments = None  # two of them may not fit into memory
+                slot.master = self.slice(slot, weights).float()
+            if slot.policy.optimizer == "normuon":
+                self.reset_normuon(slot)
+            elif slot.policy.optimizer == "rmsprop":
+                slot.moments = {"row_square": torch.zeros_like(slot.master[:, 0])}
+            else:
+                slot.moments = {
+                    "exp_avg": torch.zeros_like(slot.master),
+                    "exp_avg_sq": torch.zeros_like(slot.master),
+                }
+
+    def reset_normuon(self, slot: Slot) -> None:
+        N, R, C = slot.master.shape
+        device = slot.master.device
+        slot.moments = {
+            "momentum": torch.zeros(N, R, C, device=device),
+            "row_square": torch.zeros((N, R, 1) if R >= C else (N, 1, C), device=device),
+        }
+        # sqrt(rows / columns) makes a step of a tall matrix as large per neuron as of a square one.
+        mult = torch.full((slot.shape[0], 1, 1), max(1, R / C) ** 0.5, device=device)
+        mult[1::2] *= slot.policy.odd_mult
+        slot.mult = self.slice(slot, mult)
+        # At most 2 ** 27 entries at once: each needs about 12 bytes of temporary memory (computed).
+        slot.together = largest_divisor(N, 2**27 // (R * C))
+
+    def weights(self) -> dict[str, Tensor]:
+        """The whole fp32 master weights by parameter name. Every rank must call it."""
+        return {s.name: self.gather(s, s.master).view(s.param.shape).cpu() for s in self.slots}
+
+    def state(self) -> dict[str, Tensor]:
+        """Whole moments and late gradients, so that any number of ranks can load them.
+
+        Every rank must call it.
+        """
+        state = {}
+        for slot in self.slots:
+            for name, moment in slot.moments.items():
+                state[f"{slot.name}.{name}"] = self.gather(slot, moment).cpu()
+            slot.wait()
+            if slot.grad is not None:
+                state[f"{slot.name}.grad"] = self.gather(slot, slot.grad).cpu()
+            if slot.index is not None:
+                state[f"{slot.name}.index"] = slot.index.cpu()
+        return state
+
+    @torch.no_grad()
+    def load(self, weights: dict[str, Tensor], state: dict[str, Tensor], count: int) -> None:
+        """Restores what weights() and state() returned."""
+        self.count = count
+        for slot in self.slots:
+            full = weights[slot.name].to(slot.master.device).view(slot.shape)
+            slot.master.copy_(self.slice(slot, full.float()))
+            slot.param.copy_(full.view(slot.param.shape))
+            for name, moment in slot.moments.items():
+                saved = state[f"{slot.name}.{name}"].to(moment.device)
+                moment.copy_(self.slice(slot, saved))
+            slot.grad = slot.index = None
+            if f"{slot.name}.grad" in state:
+                slot.grad = self.slice(slot, state[f"{slot.name}.grad"].to(slot.param))
+            if f"{slot.name}.index" in state:
+                slot.index = state[f"{slot.name}.index"].to(slot.param.device)
+
+    def drop_gradients(self) -> None:
+        """Forgets late gradients, for a model that goes on with other text."""
+        for slot in self.slots:
+            slot.grad = slot.index = None
+
+    def drop_moments(self) -> None:
+        self.count = 0
+        for slot in self.slots:
+            for moment in slot.moments.values():
+                moment.zero_()
+
+
+def build_optimizer(model: nn.Module, config: Config, table=None, ranks=None) -> Optimizer:
+    """The optimizer of a model before its first step; by default all of parameter_table on one rank."""
+    ranks = ranks or Ranks(0, 0, 1, next(model.parameters()).device)
+    return Optimizer(model, config, ranks, table or parameter_table(config))
+
+
+# <<< shared: optimizer
+# >>> shared: evaluation
+# ===============================================================================
+# 7. EVALUATION -- bits per byte, samples
+
+
+def validation_documents(
+    dataset: Dataset, config: Config
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """(sequence, counted) of held-out documents, from their BOS, cut at max_seq_len."""
+    bos_id = dataset.tokenizer.bos_id
+    for path in dataset.files("val"):
+        tokens = dataset.read(path).astype(np.int32)
+        starts = np.flatnonzero(tokens == bos_id)
+        if not starts.size:
+            raise UserError(f"{path} has no BOS token ({bos_id}), so no documents; make it again")
+        for start, end in zip(starts, [*starts[1:], len(tokens)], strict=True):
+            end = min(end, start + config.max_seq_len)
+            yield tokens[start:end], np.ones(end - start - 1, bool)
+
+
+def scored_documents(documents: Iterable, config: Config) -> list[tuple[np.ndarray, np.ndarray]]:
+    """(sequence, counted) of the documents with targets, up to val_tokens: the same for every run."""
+    scored = []
+    total = 0
+    for sequence, counted in documents:
+        if total >= config.val_tokens:
+            break
+        if len(counted):
+            scored.append((sequence, counted))
+            total += len(counted)
+    return scored
+
+
+def describe_scored(documents: list, token_bytes: np.ndarray) -> dict:
+    """What bits per byte are of, so that two runs can be compared: targets, their bytes, a hash."""
+    targets = 0
+    text_bytes = 0
+    digest = hashlib.sha256()
+    for sequence, counted in documents:
+        found = sequence[1:][counted]
+        targets += int((token_bytes[found] > 0).sum())
+        text_bytes += int(token_bytes[found].sum())
+        digest.update(sequence.astype("<u2"))
+    return {"targets": targets, "bytes": text_bytes, "sha256": digest.hexdigest()}
+
+
+def validation_batch(documents: list, config: Config, bos_id: int) -> Batch:
+    """The scored documents, whole in their packs."""
+    rows = [[]]
+    room = config.pack_tokens
+    for sequence, counted in documents:
+        if len(counted) > room or len(rows[-1]) == config.pack_docs:
+            rows.append([])
+            room = config.pack_tokens
+        rows[-1].append((sequence, counted))
+        room -= len(counted)
+
+    batch = empty_packs(len(rows), config, bos_id)
+    for row, members in enumerate(rows):
+        fill_pack(batch, row, members)
+    return batch
+
+
+@torch.no_grad()
+def bits_per_byte(
+    model: Callable, batch: Batch, packs: int, token_bytes: Tensor, ranks: Ranks
+) -> float:
+    """Nats over targets that carry bytes, divided by ln 2 and by their bytes.
+
+    Special tokens are in neither sum.
+
+    Args: model as GPT.forward, or compiled; packs in a micro-batch; token_bytes int (V,)
+    """
+    nats_sum = torch.zeros((), device=ranks.device)
+    bytes_sum = torch.zeros((), device=ranks.device)
+    for micro_batch in share_of_rank(batch, packs, ranks).micro_batches(packs, ranks.device):
+        _, nats = model(*micro_batch)
+        targets = micro_batch.targets_T
+        num_bytes = token_bytes[targets.clamp(min=0).long()] * (targets >= 0)
+        nats_sum += (nats * (num_bytes > 0)).sum()
+        bytes_sum += num_bytes.sum()
+
+    sums = torch.stack((nats_sum, bytes_sum))
+    if ranks.world > 1:
+        dist.all_reduce(sums)
+    return sums[0].item() / math.log(2) / max(sums[1].item(), 1)
+
+
+def share_of_rank(batch: Batch, packs: int, ranks: Ranks) -> Batch:
+    """This rank's part, in whole micro-batches; packs that fill up the last ones count for nothing."""
+    count = len(batch.tokens)
+    group = ranks.world * packs
+    share = math.ceil(count / group) * packs
+    index = torch.arange(ranks.rank * share, (ranks.rank + 1) * share)
+    names = ("tokens", "targets", "positions", "ends")
+    rows = {name: getattr(batch, name)[index.clamp(max=count - 1)] for name in names}
+    rows["targets"][index >= count] = -1
+    return dataclasses.replace(batch, **rows)
+
+
+@torch.no_grad()
+def continue_prompts(model: GPT, tokenizer: Tokenizer, config: Config) -> list[str]:
+    """The samples of the report: what the model makes of config.sample_prompts.
+
+    Every new token is a forward over all texts, which is simple and slow; runs/engine.py is fast.
+    """
+    rng = torch.Generator().manual_seed(config.seed)
+    texts = [[tokenizer.bos_id, *tokenizer.encode(prompt)] for prompt in config.sample_prompts]
+    longest = max((len(text) for text in texts), default=0)
+    for _ in range(min(config.sample_tokens, config.max_seq_len - longest) if texts else 0):
+        lengths = torch.tensor([len(text) for text in texts])
+        ends = lengths.cumsum(0)
+        tokens = torch.tensor([token for text in texts for token in text])
+        positions = torch.cat([torch.arange(n) for n in lengths.tolist()])
+        packed = [tokens, positions, F.pad(ends, (1, 0)).int()]
+        tokens, positions, cu_seqlens = (t.to(model.embed.device) for t in packed)
+        logits = model(tokens, None, positions, cu_seqlens, int(lengths.max()))
+        logits = logits[ends.to(logits.device) - 1, : config.vocab_size].cpu()
+        probabilities = (logits / max(config.sample_temperature, 1e-4)).softmax(-1)
+        drawn = torch.multinomial(probabilities, 1, generator=rng)
+        for text, token in zip(texts, drawn.flatten().tolist(), strict=True):
+            text.append(token)
+    # A text ends where the model began another document.
+    ends = [[*text, tokenizer.bos_id].index(tokenizer.bos_id, 1) for text in texts]
+    return [tokenizer.decode(text[1:end]) for text, end in zip(texts, ends, strict=True)]
+
+
+# <<< shared: evaluation
+# >>> shared: run
+# ===============================================================================
+# 8. RUN -- what a run is made of, start, resume, what happens between steps, finish
+
+
+@dataclass
+class Job:
+    """What a run trains on. Tools that train on other text bring a Job of their own."""
+
+    config: Config  # with the vocabulary of the dataset
+    dataset: Dataset
+    reader: ShardReader  # of training packs
+    validation: Iterable  # (sequence, counted) of each held-out document
+    fingerprint: str  # of what is read
+    available: int  # training tokens, padding included
+    bytes_per_token: float  # of counted targets, for the estimate of bits per byte in the log
+    note: str  # what there is to train on, for the log
+    command: str = "pretrain"
+    load_start: Callable | None = None  # load_start(state) loads weights to begin with
+    samples: Callable = continue_prompts  # samples(model, tokenizer, config) -> texts
+    description: dict = field(default_factory=dict)  # further entries of config.json
+    report_rows: dict = field(default_factory=dict)  # further rows of the report's table
+    scripts: tuple[Path, ...] = ()  # further scripts that the run directory keeps
+
+
+def pretraining_job(config: Config) -> Job:
+    """The documents of the dataset config.data."""
+    dataset = Dataset.open(config.data)
+    config = dataclasses.replace(config, vocab_size=dataset.tokenizer.vocab_size)
+    validate(config)
+    tokens = dataset.total("train", "tokens")
+    if tokens == 0 or dataset.total("train", "text_bytes") == 0:
+        raise UserError(f"{config.data} holds no text to train on; make the dataset again")
+    return Job(
+        config=config,
+        dataset=dataset,
+        reader=ShardReader(dataset, config),
+        validation=validation_documents(dataset, config),
+        fingerprint=fingerprint(dataset.info["files"]),
+        available=tokens * config.max_epochs,
+        bytes_per_token=dataset.total("train", "text_bytes") / tokens,
+        note=f"{tokens:,} training tokens",
+    )
+
+
+def check_length(job: Job) -> None:
+    """Raises UserError if the run needs more text than there is."""
+    config = job.config
+    # Where each stage ends, without looking at every step.
+    steps = range(config.num_steps)
+    stage_of = functools.partial(stage_index, config)
+    ends = [bisect.bisect_right(steps, i, key=stage_of) for i in range(len(config.stages))]
+    counts = np.diff([0, *ends]).tolist()
+    packs = sum(s.packs * count for s, count in zip(config.stage_table, counts, strict=True))
+    needed = packs * config.pack_tokens
+    if needed > job.available:
+        whole_steps = job.available // config.step_tokens - len(config.stages) + 1
+        fewer = int(whole_steps * config.step_tokens)
+        way = f"ask for fewer with --tokens {fewer}" if fewer > 0 else "make the steps smaller"
+        raise UserError(
+            f"{config.data} holds {job.available:,} training tokens, the run asks for {needed:,}; "
+            f"{way}, add text, or allow repeats with --set max_epochs=N"
+        )
+
+
+@dataclass
+class Progress:
+    """How far a run has come; saved with every checkpoint."""
+
+    position: dict | None = None  # where the reader stands
+    tokens: int = 0
+    train_seconds: float = 0.0
+    flops: float = 0.0
+    val_bpb: float | None = None  # if this very step was validated
+
+
+@dataclass
+class Run:
+    """A run under way."""
+
+    job: Job
+    args: argparse.Namespace
+    ranks: Ranks
+    run_dir: Path
+    lock: object  # of run_dir, held while this lives
+    machine: dict
+    log: Log
+    progress: Progress = field(default_factory=Progress)
+    # -- set by train() and prepare_loop()
+    state: TrainState | None = None
+    loader: PackLoader | None = None
+    validation: Batch | None = None
+    scored: dict | None = None  # what the validation text is
+    token_bytes: Tensor | None = None  # int (V,)
+    peak_flops: float = math.inf  # FLOP/s of one device
+    stopper: Stopper | None = None
+    # -- for the log
+    clock: float = 0.0  # when training seconds were last counted
+    begun: Progress | None = None  # at the start of this process
+    logged: Progress | None = None  # at the last line
+
+
+def open_run(job: Job, args: argparse.Namespace, ranks: Ranks) -> Run:
+    run_dir, lock = prepare_run_dir(job, args, ranks)
+    machine = describe_machine(ranks)
+    described = {"machine": machine, "dataset_fingerprint": job.fingerprint}
+    log = Log(run_dir, ranks, job.config.wandb, dataclasses.asdict(job.config) | described)
+    return Run(job, args, ranks, run_dir, lock, machine, log)
+
+
+def describe_run(run: Run) -> None:
+    """The first lines on the screen."""
+    config = run.job.config
+    machine = run.machine
+    parameters = sum(p.numel() for p in run.state.model.parameters())
+    run.log.say(
+        f"{Path(__file__).name}: {parameters / 1e6:.1f} M parameters, {run.state.model.embed.dtype}, "
+        f"{machine['num_devices']} x {machine['device']}, torch {machine['torch']}"
+    )
+    run.log.say(f"data: {config.data}, vocabulary {config.vocab_size:,}, {run.job.note}")
+    run.log.say(f"run:  {run.run_dir}, {config.num_steps:,} steps, {config.tokens:,} tokens")
+
+
+def set_prefixes(run: Run) -> None:
+    """Gives the model the second target of each token, where the loss has one."""
+    config = run.job.config
+    if config.prefix_weight:
+        prefixes = torch.tensor(run.job.dataset.tokenizer.prefixes())
+        run.state.model.prefixes[: config.vocab_size] = prefixes
+
+
+def start(run: Run) -> None:
+    """A new run: its first weights, and everything that makes its directory complete."""
+    job = run.job
+    if job.load_start:
+        job.load_start(run.state)
+    if not run.ranks.is_main:
+        return
+    first = describe_start(run, [])
+    config = dataclasses.asdict(job.config)
+    description = {"command": job.command, "config": config, "overridden": run.args.set}
+    complete_directory(run, {**description, **first, **job.description, "starts": [first]})
+
+
+def describe_start(run: Run, changed: list[str]) -> dict:
+    """An entry of "starts" in config.json; changed says what differs from the start before."""
+    return {
+        "date": datetime.datetime.now().isoformat(timespec="seconds"),
+        "step": run.state.step,
+        "flags": run.args.flags,
+        "machine": run.machine,
+        "dataset_fingerprint": run.job.fingerprint,
+        "changed": changed,
+    }
+
+
+def complete_directory(run: Run, description: dict) -> None:
+    """Writes config.json, and beside it the scripts that run and the tokenizer."""
+    write_description(run.run_dir, description)
+    for path in (Path(__file__), run.job.dataset.tokenizer.path, *run.job.scripts):
+        write_atomically(run.run_dir / path.name, path.read_text(encoding="utf-8"))
+
+
+# What --resume may change freely: where a run ends, what it reports, and how the same is computed.
+FREE_ON_RESUME = (
+    "tokens", "log_every", "eval_every", "save_every", "keep_checkpoints", "data", "wandb", "sample_prompts",
+    "sample_tokens", "sample_temperature", "micro_batch_tokens", "attention", "dtype", "compile", "cuda_graphs",
+)  # fmt: skip
+
+
+def changes_of_run(run: Run) -> Iterator[str]:
+    """What makes this start another run than the one that it is to continue."""
+    description = read_description(run.run_dir)
+    last = description["starts"][-1]
+    if run.machine["script_sha256"] != last["machine"]["script_sha256"]:
+        yield f"{Path(__file__).name} was edited"
+    for key, value in run.job.description.items():
+        if description.get(key) != value:
+            yield f"{key} was {description.get(key)} and is {value}"
+    if run.job.fingerprint != last["dataset_fingerprint"]:
+        yield f"{run.job.dataset.root} holds other data"
+    before = read_config(run.run_dir)
+    for name, value in dataclasses.asdict(run.job.config).items():
+        old = getattr(before, name)
+        if name not in FREE_ON_RESUME and value != old:
+            yield f"{name} was {old} and is {value}"
+
+
+def check_same_run(run: Run) -> list[str]:
+    """Returns what --resume-changed allows to differ; raises UserError without that flag."""
+    changed = list(changes_of_run(run))
+    if changed and not run.args.resume_changed:
+        raise UserError(
+            f"--resume would not continue {run.run_dir} as it began: {', '.join(changed)}; undo that, "
+            f"or add --resume-changed if it is meant, which voids record status"
+        )
+    return changed
+
+
+def resume(run: Run, changed: list[str]) -> None:
+    """Goes on where the newest whole checkpoint stands."""
+    config = run.job.config
+    folder = newest_whole(run.run_dir, run.log.say)
+    check_agreement(run, folder)
+    saved = load_checkpoint(run.state, folder, ())
+    step = run.state.step
+    totals = (saved["tokens"], saved["train_seconds"], saved["flops"])
+    run.progress = Progress(saved["position"], *totals)
+    if step == config.num_steps:
+        run.progress.val_bpb = saved["val_bpb"]  # no further step will change it
+    if saved["position"]:
+        run.job.reader.seek(saved["position"])
+    run.log.rewind(step)
+    run.log.say(f"resumed at step {step} from {folder}")
+    if step > config.num_steps:
+        asked = f"the flags ask for {config.num_steps}; ask for more, or leave them out"
+        raise UserError(f"{run.run_dir} is at step {step} already, {asked}")
+
+    # The next --resume goes on with the flags of this one. What an earlier end reported is out of date.
+    if run.ranks.is_main and step < config.num_steps:
+        for name in ("result.json", "report.md"):
+            (run.run_dir / name).unlink(missing_ok=True)
+        scores = run.run_dir / "core.csv"
+        if scores.exists():
+            end = int(checkpoint_folders(run.run_dir)[-1].name[5:])
+            scores.replace(run.run_dir / f"core_step_{end}.csv")
+        for damaged in checkpoint_folders(run.run_dir):
+            if int(damaged.name[5:]) > step:
+                aside = damaged.with_name(f"{damaged.name}.damaged")
+                shutil.rmtree(aside, ignore_errors=True)  # of an earlier resume
+                damaged.rename(aside)
+        description = read_description(run.run_dir)
+        description["config"] = dataclasses.asdict(config)
+        description["overridden"] += run.args.set
+        description["starts"].append(describe_start(run, changed))
+        complete_directory(run, description)
+
+
+def check_agreement(run: Run, folder: Path) -> None:
+    """Raises UserError unless all ranks go on from the same checkpoint."""
+    names = run.ranks.gather(folder.name)
+    if len(set(names)) > 1:
+        raise UserError(
+            f"the processes see different checkpoints in {run.run_dir} ({', '.join(names)}); put it "
+            f"on a file system that all share; if it is there, it lags: start again"
+        )
+
+
+def earlier_result(run: Run) -> dict | None:
+    """The result of a run with nothing left to do; None if there is more, or if it is damaged."""
+    report = run.run_dir / "report.md"
+    result = None
+    with contextlib.suppress(UserError):
+        found = read_json(run.run_dir / "result.json", "it is made again")
+        saved = read_state(checkpoints(run.run_dir)[-1])
+        reached = {key: saved[key] for key in ("val_bpb", "tokens", "train_seconds")}
+        reached["steps"] = run.job.config.num_steps
+        if reached.items() <= found.items() and report.is_file():
+            result = found
+    result = run.ranks.gather(result)[0]
+    if result:
+        run.log.say(f"this run is finished; its results are in {report}")
+        run.log.close()
+    return result
+
+
+def prepare_loop(run: Run) -> None:
+    """Starts the loader's thread and makes what the loop needs besides the model."""
+    job = run.job
+    config = job.config
+    run.loader = PackLoader(job.reader, config, run.ranks, run.state.step)
+    documents = scored_documents(job.validation, config)
+    run.validation = validation_batch(documents, config, job.dataset.tokenizer.bos_id)
+    run.scored = describe_scored(documents, job.dataset.tokenizer.token_bytes)
+    if not run.scored["bytes"]:
+        raise UserError(f"{job.dataset.root} holds no text to validate on; make the dataset again")
+    token_bytes = torch.zeros(config.padded_vocab, dtype=torch.long)
+    token_bytes[: config.vocab_size] = torch.from_numpy(job.dataset.tokenizer.token_bytes)
+    run.token_bytes = token_bytes.to(run.ranks.device)
+    run.peak_flops = peak_flops(run.ranks.device)
+    run.stopper = Stopper(run.ranks)
+    run.begun = dataclasses.replace(run.progress)
+    run.logged = dataclasses.replace(run.progress)
+    if run.ranks.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(run.ranks.device)
+
+    if job.load_start and not run.args.resume:
+        evaluate(run)  # what the loaded weights are worth
+    gc.collect()
+    gc.freeze()  # else a collection of what the compiler left makes one step in some hundred slow
+    run.ranks.sync()
+
+
+# -- between steps
+
+
+def log_steps(run: Run, losses: list[Tensor], batch: Batch) -> None:
+    """Waits for the device, counts the training time, and logs the steps since the last line."""
+    config = run.job.config
+    state = run.state
+    progress = run.progress
+    loss = torch.stack(losses).mean()
+    if run.ranks.world > 1:
+        dist.all_reduce(loss)
+    loss = loss.item()
+    run.ranks.sync()
+    now = time.perf_counter()
+    progress.train_seconds += now - run.clock
+    run.clock = now
+    if not math.isfinite(loss):
+        advice = diverged_advice(run.run_dir)
+        raise UserError(f"the loss became {loss} at step {state.step}; {advice}")
+
+    seconds = max(progress.train_seconds - run.logged.train_seconds, 1e-9)
+    tokens = progress.tokens - run.logged.tokens
+    flops = flops_per_token(config, batch.positions)
+    progress.flops += flops * tokens
+    entry = {
+        "step": state.step,
+        "tokens": progress.tokens,
+        "loss": loss,
+        "bpb": loss / math.log(2) / run.job.bytes_per_token,
+        "lr": lr_multiplier(config, state.step - 1),
+        "step_ms": seconds / len(losses) * 1e3,
+        "tokens_per_second": tokens / seconds,
+        "mfu": tokens / seconds * flops / (run.peak_flops * run.ranks.world),
+        "memory_gib": peak_memory_gib(run.ranks.device),
+        "train_seconds": progress.train_seconds,
+    }
+    eta = (config.tokens - progress.tokens) / entry["tokens_per_second"]
+    run.log.step(entry, config.num_steps, max(eta, 0.0))
+    run.logged = dataclasses.replace(progress)
+
+
+def evaluate(run: Run) -> float:
+    """Bits per byte of the validation text, logged."""
+    state = run.state
+    progress = run.progress
+    bpb = bits_per_byte(state.forward, run.validation, state.packs, run.token_bytes, run.ranks)
+    if not math.isfinite(bpb):
+        advice = diverged_advice(run.run_dir)
+        raise UserError(f"validation gave {bpb} at step {state.step}; {advice}")
+    seconds = progress.train_seconds
+    place = f"step {state.step:6d}/{run.job.config.num_steps}"
+    run.log.say(f"{place} | val bpb {bpb:.4f} | elapsed {seconds:.1f} s")
+    entry = {"step": state.step, "tokens": progress.tokens, "train_seconds": seconds}
+    run.log.write({**entry, "scored": run.scored, "val_bpb": bpb})
+    return bpb
+
+
+def save(run: Run) -> None:
+    begin = time.perf_counter()
+    save_checkpoint(run.state, run.run_dir, dataclasses.asdict(run.progress))
+    seconds = time.perf_counter() - begin
+    num_steps = run.job.config.num_steps
+    run.log.say(f"step {run.state.step:6d}/{num_steps} | saved in {seconds:.1f} s")
+
+
+def stop_early(run: Run) -> None:
+    """Ends a run that was asked to stop and has been saved."""
+    run.loader.close()
+    run.log.close()
+    name = signal.Signals(run.stopper.signal).name
+    way = f"continue with `--resume --run-dir {run.run_dir}`"
+    raise UserError(f"stopped by {name} at step {run.state.step}, saved; {way}")
+
+
+def finish(run: Run) -> dict:
+    """The last validation, result.json and the report; returns the result."""
+    state = run.state
+    progress = run.progress
+    run.loader.close()
+    run.stopper.restore()
+    state.graphs = None  # samples can have their memory
+    if progress.val_bpb is None:  # resumed after the last step
+        progress.val_bpb = evaluate(run)
+
+    # The speed is that of this process, or of the whole run if nothing was left to train.
+    begun = run.begun if run.begun.tokens < progress.tokens else Progress()
+    seconds = max(progress.train_seconds - begun.train_seconds, 1e-9)
+    result = {
+        "val_bpb": progress.val_bpb,
+        "steps": state.step,
+        "tokens": progress.tokens,
+        "train_seconds": progress.train_seconds,
+        "tokens_per_second": (progress.tokens - begun.tokens) / seconds,
+        "mfu": (progress.flops - begun.flops) / (seconds * run.peak_flops * run.ranks.world),
+        "peak_memory_gib": peak_memory_gib(run.ranks.device),
+        "run_dir": str(run.run_dir),
+    }
+    if run.ranks.is_main:
+        write_atomically(run.run_dir / "result.json", json.dumps(result, indent=1))
+        samples = []
+        try:
+            samples = run.job.samples(state.model, run.job.dataset.tokenizer, run.job.config)
+        except ImportError as error:
+            run.log.say(f"no samples: {error}")
+        for text in samples:
+            run.log.say(f"--- sample\n{text}")
+        write_report(run, result, samples)
+        run.log.say(f"--- report: {run.run_dir}/report.md")
+    run.log.close()
+    return result
+
+
+class Stopper:
+    """Turns SIGTERM and Ctrl-C into a flag that the loop reads between steps."""
+
+    def __init__(self, ranks: Ranks):
+        self.ranks = ranks
+        self.caught = 0  # the signal that this process was sent
+        self.caught_at = 0.0  # when
+        self.signal = 0  # the one that all ranks stop for
+        self.before = {s: signal.signal(s, self.catch) for s in (signal.SIGTERM, signal.SIGINT)}
+
+    def catch(self, number, frame) -> None:
+        # Ctrl-C twice: at once. Under torchrun each one comes twice, from the terminal and from torchrun.
+        pause = time.monotonic() - self.caught_at
+        moment = 1.0 if "TORCHELASTIC_RUN_ID" in os.environ else 0.0
+        if self.caught == number == signal.SIGINT and pause > moment:
+            raise KeyboardInterrupt
+        self.caught = number
+        self.caught_at = time.monotonic()
+
+    def asked(self, step: int) -> bool:
+        if self.ranks.world == 1:
+            self.signal = self.caught
+        elif step % 10 == 0:  # all must stop at the same step, and asking costs a synchronisation
+            flag = torch.tensor(self.caught, device=self.ranks.device)
+            dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+            self.signal = int(flag)
+        return bool(self.signal)
+
+    def restore(self) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+
+class RankWatch:
+    """Ends this process with a sentence that names the rank which has stopped.
+
+    Every second each rank writes a count and its step into the store of the process group. A thread
+    of each rank reads those of the others: a rank that waits for another one cannot be interrupted.
+    """
+
+    def __init__(self, ranks: Ranks, store: dist.Store, timeout: float):
+        self.ranks = ranks
+        self.store = store
+        self.timeout = timeout
+        self.step = None  # what the loop is at; None outside of it, where a wait may be long
+        self.heard = {}  # rank: (its last message, when that was new)
+        self.steps = {}  # of all ranks
+        self.steps_since = 0.0  # when one of them last changed
+        self.closing = threading.Event()
+        self.thread = threading.Thread(target=self.run, daemon=True)
+        self.thread.start()
+
+    def run(self) -> None:
+        count = 0
+        talker = ThreadPoolExecutor(1)
+        while not self.closing.wait(min(1.0, self.timeout / 5)):
+            count += 1
+            try:
+                talker.submit(self.tell, [count, self.step])
+                talker.submit(self.listen, time.monotonic()).result(self.timeout)
+                problem = self.problem(time.monotonic())
+            except TimeoutError:  # process 0 may hold the store
+                problem = f"process 0 has not been heard of for {self.timeout:.0f} s"
+            except RuntimeError:  # the store is gone, and with it process 0
+                return
+            if problem:
+                way = "look at that machine, then continue with --resume; --rank-timeout sets the time"
+                print_error(f"{problem}, so process {self.ranks.rank} ends; {way}")
+                os._exit(1)
+
+    def tell(self, message: list | None) -> None:
+        self.store.set(f"watch/{self.ranks.rank}", json.dumps(message))
+
+    def listen(self, now: float) -> None:
+        for rank in range(self.ranks.world):
+            key = f"watch/{rank}"
+            message = json.loads(self.store.get(key)) if self.store.check([key]) else None
+            if rank not in self.heard or self.heard[rank][0] != message:
+                self.heard[rank] = (message, now)
+
+        steps = {rank: message[1] for rank, (message, _) in self.heard.items() if message}
+        if steps != self.steps:
+            self.steps = steps
+            self.steps_since = now
+
+    def problem(self, now: float) -> str | None:
+        """What is wrong with another rank, or None. One that has not begun, or has ended, is left out."""
+        for rank, (message, when) in self.heard.items():
+            if message and now - when > self.timeout:
+                return f"process {rank} has not been heard of for {self.timeout:.0f} s"
+
+        # All live, but nobody gets on: then the one that is furthest behind holds up the others.
+        steps = self.steps
+        if not steps or None in steps.values() or now - self.steps_since < self.timeout:
+            return None
+        behind = min(steps, key=steps.get)
+        return f"no step has ended for {self.timeout:.0f} s, and process {behind} is the furthest behind"
+
+    def close(self) -> None:
+        """Says good-bye, so that the others do not wait for a word from here."""
+        self.closing.set()
+        self.thread.join()
+        with contextlib.suppress(RuntimeError):
+            self.tell(None)
+
+
+# -- model, optimizer and warm-up
+
+
+def build_state(config: Config, ranks: Ranks, say: Callable = print) -> TrainState:
+    """Model, optimizer and compiled forward, with the weights of config.seed."""
+    dtype = choose_dtype(config, ranks.device)
+    model = GPT(config, ranks.device, dtype)
+    model.attention = choose_attention(model, say)
+    names = ranks.gather(model.attention.__name__)
+    if len(set(names)) > 1:  # one may have failed to reach the hub
+        found = f"the processes would use different attention ({', '.join(names)})"
+        raise UserError(f"{found}; name one with --attention")
+    model.init_weights(config.seed)
+    forward = model
+    if config.compile and ranks.device.type == "cuda":
+        torch._dynamo.config.recompile_limit = 64
+        # Small kernels that do not depend on each other become one: 1 % of a step.
+        options = {"combo_kernels": True}
+        forward = torch.compile(model, dynamic=False, fullgraph=True, options=options)
+    optimizer = build_optimizer(model, config, ranks=ranks)
+    # GPUs may have different free memory, but all ranks must warm up equally often.
+    packs = min(ranks.gather(choose_packs(config, ranks)))
+    state = TrainState(config, ranks, model, forward, optimizer, packs)
+    if forward is not model and config.cuda_graphs:
+        state.graphs = {}
+    reset_state(state)
+    return state
+
+
+def reset_state(state: TrainState) -> None:
+    """The state of step 0: initial weights, zero moments. It also removes every trace of the warm-up."""
+    state.model.zero_grad(set_to_none=True)
+    state.model.init_weights(state.config.seed)
+    if state.ranks.world > 1:
+        for param in state.model.parameters():
+            dist.broadcast(param.detach(), 0)
+    state.optimizer.reset()
+    state.step = 0
+    state.good_steps = 0
+    state.loss_scale = 2.0**16 if state.model.embed.dtype == torch.float16 else 1.0
+
+
+def warm_up(state: TrainState, say: Callable) -> None:
+    """Runs each stage on dummy tokens, forward, backward, optimizer and validation, and forgets it all.
+
+    Everything is compiled and captured here, so that nothing of it happens while the clock runs.
+    """
+    begin = time.perf_counter()
+    before = checksum(state.model)
+    rng = np.random.default_rng(0)
+    helpers = start_helpers(state)
+    for index in range(len(state.config.stages)):
+        # Where memory runs out, the stage is tried again with smaller micro-batches.
+        packs = 0
+        while packs != state.packs:
+            packs = state.packs
+            warm_up_stage(state, index, rng, helpers)
+    if helpers:
+        cold_mark(state).touch()
+    reset_state(state)
+    after = checksum(state.model)
+    assert before == after, f"the warm-up left a trace in the weights: {before} became {after}"
+    seconds = time.perf_counter() - begin
+    tokens = state.packs * state.config.pack_tokens
+    say(f"warm-up: {seconds:.1f} s, micro-batch {tokens:,} tokens")
+
+
+def warm_up_stage(state: TrainState, index: int, rng: np.random.Generator, helpers) -> None:
+    """Trains on one stage's shapes and validates; may leave state.packs smaller."""
+    config = state.config
+    ranks = state.ranks
+    stage = config.stage_table[index]
+    own = stage.packs // ranks.world
+    rows = largest_divisor(own, state.packs)
+    # One micro-batch, or two equal ones if the step has several: the second has a graph of its own.
+    if state.graphs is not None and rows < own:
+        larger = range(2 * rows, own + 1, rows)
+        rows = next(n for n in larger if largest_divisor(n, state.packs) == rows)
+    for _ in range(1 if index else 2):  # late tables are updated from the second step on
+        train_step(state, dummy_batch(config, ranks, rows, rng))
+    for helper in helpers:
+        helper.wait()
+    ranks.gather(None)  # the helpers work for all ranks of a machine
+    warm_up_validation(state, rng)
+    state.packs = min(ranks.gather(state.packs))  # memory may have run out on some ranks only
+
+
+def warm_up_validation(state: TrainState, rng: np.random.Generator) -> None:
+    """Validates on dummy tokens; may leave state.packs smaller."""
+    device = state.ranks.device
+    batch = dummy_batch(state.config, state.ranks, state.packs, rng)
+    token_bytes = torch.ones(state.config.padded_vocab, dtype=torch.long, device=device)
+    while True:
+        try:
+            bits_per_byte(state.forward, batch, state.packs, token_bytes, state.ranks)
+            return
+        except torch.OutOfMemoryError:
+            pass  # the exception holds the activations until it ends here
+        shrink_micro_batch(state)
+
+
+# A cold start spends a minute in one thread of Python that compiles one thing after another. Two helper
+# processes compile what comes later, into the caches on the disk, where this process then finds it.
+
+HELPER = """
+import importlib, sys
+sys.path.insert(0, sys.argv[1])
+importlib.import_module(sys.argv[2]).help_compile(*sys.argv[3:])
+"""
+
+
+def cold_mark(state: TrainState) -> Path:
+    """The file that a cold start leaves in the cache, for starts that need the same."""
+    script = Path(__file__).read_text(encoding="utf-8")
+    shapes = [tuple(param.shape) for param in state.model.parameters()]
+    needs = (script, torch.__version__, torch.cuda.get_device_name(), state.packs, shapes)
+    digest = hashlib.sha256(repr(needs).encode()).hexdigest()
+    return Path(torch._inductor.codecache.cache_dir()) / f"decoderstack-{digest[:16]}"
+
+
+def start_helpers(state: TrainState) -> list[subprocess.Popen]:
+    """The helpers of a cold start; none where cores or memory are scarce, one rank of a machine alone."""
+    compiles = state.config.compile and state.ranks.device.type == "cuda"
+    if not compiles or not isinstance(state.model, GPT) or state.ranks.local_rank:
+        return []
+    if cold_mark(state).exists():
+        return []
+    if (os.cpu_count() or 1) < 12 or torch.cuda.mem_get_info()[0] < 60 * 2**30:
+        return []
+
+    script = Path(__file__)
+    tokens = state.packs * state.config.pack_tokens
+    config = dataclasses.replace(state.config, micro_batch_tokens=tokens)
+    values = json.dumps(dataclasses.asdict(config))
+    environment = {
+        k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+    }
+    helpers = []
+    for task in ("kernels", "validation"):
+        helper = subprocess.Popen(
+            [sys.executable, "-c", HELPER, str(script.parent), script.stem, task, values],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        atexit.register(helper.kill)
+        helpers.append(helper)
+    return helpers
+
+
+def help_compile(task: str, values: str) -> None:
+    """What a helper does, in a process of its own."""
+    config = Config(**{name: as_tuple(value) for name, value in json.loads(values).items()})
+    rng = np.random.default_rng(0)
+    if task == "kernels":
+        # Each Triton kernel is compiled at its first launch. Small tensors do, but for their widths.
+        small = {
+            "micro_batch_tokens": config.pack_tokens,
+            "bigram_rows": min(config.bigram_rows, 4096),
+        }
+        config = dataclasses.replace(config, compile=False, **small)
+    state = build_state(config, start_ranks(), lambda text: None)
+    if task == "kernels":
+        train_step(state, dummy_batch(config, state.ranks, 1, rng))
+        return
+    for slot in state.optimizer.slots:
+        if slot.policy.optimizer != "rmsprop":  # whose kernel is not compiled by torch
+            slot.param.grad = torch.zeros_like(slot.param)
+    state.optimizer.step(1.0, 0.9)
+    warm_up_validation(state, rng)
+
+
+def capture(
+    state: TrainState, key: GraphKey, micro_batch: MicroBatch, factor: Tensor
+) -> tuple[Tensor, Rows | None]:
+    """micro_step, and then a graph of it; if that fails, the run goes on without graphs."""
+    result = micro_step(state, micro_batch, factor)  # it also compiles the model
+    params = list(state.model.parameters())
+    grads = [param.grad for param in params]
+    try:
+        graph = capture_graph(state, key, micro_batch, factor)
+    except Exception as error:
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad
+        # Without another capture, one that succeeds, the random generator stays in capture mode.
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            torch.zeros_like(factor)
+        # With graphs small micro-batches are faster than large ones without: let train_step shrink them.
+        if isinstance(error, torch.OutOfMemoryError) and can_shrink(state):
+            raise
+        print(f"CUDA graphs: off ({first_line(error)})")
+        state.graphs = None
+        return result
+
+    # The first graph wrote its gradients into tensors of its own, which hold nothing yet.
+    if key.first:
+        for own, grad in zip(graph.grads, grads, strict=True):
+            if own is not None:
+                own.copy_(grad)
+    state.graphs[key] = graph
+    return result
+
+
+def capture_graph(state, key: GraphKey, micro_batch: MicroBatch, factor: Tensor) -> Graph:
+    """Captures micro_step on copies of its inputs, without computing anything."""
+    inputs = [t.clone() for t in (*micro_batch.tensors(), factor)]
+    static_batch = MicroBatch(*inputs[:-1], micro_batch.max_doc)
+    # All graphs share one pool of memory, because one runs at a time.
+    pool = next((graph.cuda.pool() for graph in state.graphs.values()), None)
+    if key.first:
+        state.model.zero_grad(set_to_none=True)
+    cuda = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(cuda, pool=pool, capture_error_mode="thread_local"):
+        nats, rows = micro_step(state, static_batch, inputs[-1])
+    return Graph(cuda, inputs, [param.grad for param in state.model.parameters()], nats, rows)
+
+
+def dummy_batch(config: Config, ranks: Ranks, rows: int, rng) -> Batch:
+    """A batch of `rows` packs for each rank, random tokens in documents of the greatest length."""
+    batch = empty_packs(rows, config, 0)
+    random = rng.integers(0, config.vocab_size, batch.tokens.shape, np.int32)
+    batch.tokens.copy_(torch.from_numpy(random))
+    batch.targets.copy_(batch.tokens)
+    for row in range(rows):
+        pad_pack(batch, row, 0, 0)
+    batch.total_tokens *= ranks.world
+    batch.total_targets = batch.total_tokens
+    return batch
+
+
+def checksum(model: nn.Module) -> list[float]:
+    norm = torch.linalg.vector_norm
+    return [norm(param.detach(), 1, dtype=torch.float32).item() for param in model.parameters()]
+
+
+# -- memory
+
+
+def choose_packs(config: Config, ranks: Ranks) -> int:
+    """Most packs in a micro-batch: those that fit into memory and help speed, and divide a stage's batch."""
+    for stage in config.stage_table:
+        if stage.packs % ranks.world:
+            found = f"{stage.packs} packs do not divide over {ranks.world} processes"
+            raise UserError(f"{found}; use a number of processes that divides {stage.packs}")
+    limit = 8192
+    if ranks.device.type == "cuda":
+        limit = micro_batch_limit(config, torch.cuda.mem_get_info(ranks.device)[0])
+    if config.micro_batch_tokens:
+        limit = config.micro_batch_tokens
+        if limit % config.pack_tokens:
+            multiple = f"a multiple of pack_tokens={config.pack_tokens}"
+            raise UserError(f"--micro-batch-tokens {limit} is not {multiple}")
+    most = max(int(limit // config.pack_tokens), 1)
+    shares = [stage.packs // ranks.world for stage in config.stage_table]
+    return max(largest_divisor(share, most) for share in shares)
+
+
+def can_shrink(state: TrainState) -> bool:
+    """Once a run of several ranks is under way, one rank cannot: the others would wait for it."""
+    return state.packs > 1 and (state.ranks.world == 1 or state.step == 0)
+
+
+def shrink_micro_batch(state: TrainState) -> None:
+    """A smaller micro-batch after the device ran out of memory; the step stays as large as before.
+
+    Call it outside the except block, whose exception holds the activations.
+    """
+    state.model.zero_grad(set_to_none=True)
+    if state.graphs is not None:
+        state.graphs = {}
+    gc.collect()  # what a failed forward leaves may lie in cycles
+    torch.cuda.empty_cache()
+    tokens = state.packs * state.config.pack_tokens
+    if not can_shrink(state):
+        raise UserError(
+            f"the device ran out of memory with micro-batches of {tokens} tokens; lower "
+            f"--micro-batch-tokens, or pack_tokens if it is one pack already, or reduce fragmentation "
+            f"with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+        )
+    state.packs = largest_divisor(state.packs, state.packs - 1)
+    smaller = state.packs * state.config.pack_tokens
+    print(f"out of memory with {tokens} tokens a micro-batch; going on with {smaller}")
+
+
+# -- ranks and devices
+
+
+@dataclass
+class Ranks:
+    """This process among all that torchrun started; one process has world 1."""
+
+    rank: int
+    local_rank: int
+    world: int
+    device: torch.device
+    watch: RankWatch | None = None  # of the other ranks
+
+    def at_step(self, step: int | None) -> None:
+        """Tells the others; None where a step may take long: validation, saving."""
+        if self.watch:
+            self.watch.step = step
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def gather(self, value) -> list:
+        """The value of every rank."""
+        values = [value] * self.world
+        if self.world > 1:
+            dist.all_gather_object(values, value)
+        return values
+
+    def sync(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        elif self.device.type == "mps":
+            torch.mps.synchronize()
+
+
+def start_ranks(timeout: float = 300.0) -> Ranks:
+    """Picks the device and joins the process group that torchrun describes in the environment.
+
+    Args: timeout in seconds, after which a rank that hangs is given up
+    """
+    if not is_number(timeout, 1.0, 1e6):
+        raise UserError(f"--rank-timeout {timeout} must be 1 to 1,000,000 seconds")
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    rank = int(os.environ.get("RANK", 0))
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    if torch.cuda.is_available():
+        if local_rank >= torch.cuda.device_count():
+            gpus = f"{torch.cuda.device_count()} GPU(s); lower --nproc_per_node"
+            raise UserError(f"torchrun started process {local_rank} on a machine with {gpus}")
+        torch.cuda.set_device(local_rank)
+        # OpenMP threads that wait slow down runs beside this one: 87 to 125 ms a step.
+        torch.set_num_threads(1)
+        device = torch.device("cuda", local_rank)
+        backend = "nccl"
+    else:
+        device = torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+        backend = "gloo"
+    ranks = Ranks(rank, local_rank, world, device)
+    if world > 1 and not dist.is_initialized():
+        store = meet(rank, world, max(timeout, 60))
+        ranks.watch = RankWatch(ranks, store.clone(), timeout)
+        atexit.register(ranks.watch.close)
+        patience = datetime.timedelta(seconds=max(timeout, 1800))  # RankWatch speaks first
+        store.set_timeout(patience)
+        dist.init_process_group(
+            backend,
+            store=dist.PrefixStore("group", store),
+            rank=rank,
+            world_size=world,
+            timeout=patience,
+            device_id=device if device.type == "cuda" else None,
+        )
+    return ranks
+
+
+def meet(rank: int, world: int, timeout: float) -> dist.Store:
+    """Waits until all ranks have come; returns the store that they share."""
+    limit = datetime.timedelta(seconds=timeout)
+    try:
+        connect = limit / 2 if rank else limit  # torch lets all but process 0 try twice
+        store, _, _ = next(dist.rendezvous("env://", timeout=connect))
+        store.set(f"met/{rank}", "")
+        store.wait([f"met/{other}" for other in range(world)], limit)
+        return store
+    except (RuntimeError, ValueError) as error:
+        raise UserError(
+            f"not all of the {world} processes have started after {timeout:.0f} s "
+            f"({first_line(error)}); look for the first error of another one, then start again"
+        ) from None
+
+
+def bf16_is_native() -> bool:
+    """Asks for the compute capability: torch.cuda.is_bf16_supported() is also true for slow emulation."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
+
+
+def choose_dtype(config: Config, device: torch.device) -> torch.dtype:
+    """bf16 where the hardware has it, fp16 with loss scaling on older GPUs, fp32 elsewhere."""
+    names = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+    if config.dtype != "auto":
+        if config.dtype not in names:
+            raise UserError(f"--dtype {config.dtype} is none of auto, {', '.join(names)}")
+        return names[config.dtype]
+    if device.type != "cuda":
+        return torch.float32
+    return torch.bfloat16 if bf16_is_native() else torch.float16
+
+
+# Dense bf16 peak (T4, V100: fp16) in TFLOP/s, from the makers' data sheets.
+PEAK_TFLOPS = {
+    "H200": 989, "H100 NVL": 835, "H100 PCIe": 756, "H100": 989, "GH200": 989, "H800": 989, "B200": 2250,
+    "GB200": 2500, "A100": 312, "A800": 312, "A40": 149.7, "A30": 165, "A10": 125, "L40S": 362, "L4": 121,
+    "RTX 5090": 209.5, "RTX 4090": 165.2, "RTX 3090": 71, "T4": 65, "V100": 125, "MI300X": 1307.4,
+}  # fmt: skip
+
+
+def peak_flops(device: torch.device) -> float:
+    """Peak FLOP/s of the device; infinite if the table does not know it, which makes the MFU 0."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    for key, tflops in PEAK_TFLOPS.items():
+        if re.search(rf"\b{key}\b", name):  # an A4000 is no A40
+            return tflops * 1e12
+    return math.inf
+
+
+def flops_per_token(config: Config, positions: Tensor) -> float:
+    """Training FLOPs: 6 for each matrix weight, 12 x heads x head width for each key seen.
+
+    Embeddings are free.
+    """
+    c = config
+    attention = 4 * c.width**2 * len(c.attention_layers)
+    mlp = 2 * c.mlp_width * c.width * c.num_layers
+    head = c.width * c.padded_vocab
+    windows = (c.window_short, c.window_long)
+    keys_seen = [positions.clamp(max=window).float().mean().item() + 1 for window in windows]
+    attended = sum(keys_seen[layer in c.long_layers] for layer in c.attention_layers)
+    return 6 * (attention + mlp + head) + 12 * c.width * attended
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """Most memory in use so far: of the GPU, or of the process."""
+    if device.type == "cuda":
+        # Reserved, because graphs hold memory that nothing allocates any more.
+        return torch.cuda.max_memory_reserved(device) / 2**30
+    try:
+        import resource
+    except ImportError:  # Windows
+        return 0.0
+    unit = 2**30 if sys.platform == "darwin" else 2**20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
+
+
+def describe_machine(ranks: Ranks) -> dict:
+    """Versions, hardware and commit: what it takes to compare two runs."""
+
+    def ask(*command):
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=10)
+            return done.stdout.strip() if done.returncode == 0 else ""
+        except (OSError, subprocess.SubprocessError):
+            return ""
+
+    script = Path(__file__).resolve()
+    git = ("git", "-C", str(script.parent))
+    gpu = torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else ""
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda or "",
+        "triton": triton.__version__ if triton else "",
+        "numpy": np.__version__,
+        "platform": f"{platform.system()} {platform.machine()}",
+        "device": gpu or f"{ranks.device.type}, {os.cpu_count()} cores",
+        "num_devices": ranks.world,
+        "git_commit": ask(*git, "rev-parse", "HEAD"),
+        "git_dirty": bool(ask(*git, "status", "--porcelain", "--", script.name)),
+        "script_sha256": hashlib.sha256(script.read_bytes()).hexdigest(),
+    }
+
+
+# <<< shared: run
+def micro_batch_limit(config: Config, free: int) -> float:
+    """The most tokens in a micro-batch that fit into `free` bytes of GPU memory and help speed."""
+    # Kept for the backward: 0.9 MB a token, measured.
+    layer = 24 * config.width + 4 * config.mlp_width
+    a_token = 2 * (config.num_layers * layer + 4 * config.padded_vocab)
+    if config.compile and bf16_is_native():
+        a_token *= 0.4  # compiled, with the kernels: 0.25 MB measured, rounded up
+    # Gradients of tables; the bigram table's is sparse.
+    tables = config.padded_vocab * (1 + len(config.value_embed_layers))
+    states = 20 * config.width * tables
+    return min(65536, (0.85 * free - states) / a_token)
+
+
+# >>> shared: files
+# ===============================================================================
+# 9. FILES -- the dataset directory, and the run directory: log, checkpoints, report
+
+SHARD_MAGIC = 20240520
+
+
+def read_json(path: Path, way: str) -> dict:
+    """The object in a JSON file; raises UserError, which ends with the way out, if there is none."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path} does not exist; {way}") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path} cannot be read ({error}); {way}") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{path} holds no JSON object but a {type(value).__name__}; {way}")
+    return value
+
+
+class Tokenizer:
+    """Reads tokenizer.json: split pattern, base64 ranks, special tokens.
+
+    Encoding needs tiktoken, decoding does not.
+    """
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        way = "make a tokenizer with python data/tokenizer.py train"
+        spec = read_json(self.path, way)
+        try:
+            self.pattern = spec["pattern"]
+            self.specials = dict(spec["special_tokens"])
+            ranks = [base64.b64decode(rank, validate=True) for rank in spec["ranks"]]
+            "".join((self.pattern, *self.specials)).encode()  # they are texts, and UTF-8 holds them
+        except (KeyError, TypeError, ValueError) as error:
+            raise UserError(
+                f"{path} is no tokenizer.json of this project ({error!r}); {way}"
+            ) from None
+        self.vocab_size = len(ranks) + len(self.specials)
+        self.mergeable = {rank: i for i, rank in enumerate(ranks)}
+        for problem in self.problems(ranks):
+            raise UserError(f"{path} {problem}; {way}")
+        self.bos_id = self.specials.get("<|bos|>", self.specials.get("<|endoftext|>"))
+
+        # The raw bytes of each token, never those of decoded text. Specials carry no text.
+        self.bytes = ranks + [b""] * (self.vocab_size - len(ranks))
+        for text, index in self.specials.items():
+            self.bytes[index] = text.encode()
+        self.token_bytes = np.array([len(b) for b in self.bytes], np.int32)
+        self.token_bytes[len(ranks) :] = 0
+
+    def problems(self, ranks: list[bytes]) -> Iterator[str]:
+        """What is wrong with the entries."""
+        if self.vocab_size > 65536:
+            yield f"has {self.vocab_size:,} entries; 16 bits hold 65,536"
+        single_bytes = {bytes([i]) for i in range(256)}
+        if len(self.mergeable) < len(ranks) or not single_bytes <= self.mergeable.keys():
+            yield "must hold each entry once, all 256 single bytes among them"
+        ids = list(self.specials.values())
+        following = list(range(len(ranks), self.vocab_size))
+        if any(type(i) is not int for i in ids) or sorted(ids) != following:
+            yield "has special tokens whose ids do not follow the other entries"
+        if not self.specials.keys() & {"<|bos|>", "<|endoftext|>"}:
+            yield "has neither <|bos|> nor <|endoftext|>, which begins each document"
+
+    def prefixes(self) -> list[int]:
+        """For each token the longest other one that its bytes begin with, or -1; -1 for specials.
+
+        It is a second, coarser target: modded-nanogpt record 88; here on B34 -0.003 bpb.
+        """
+
+        def longest_prefix(text: bytes) -> int:
+            for length in range(len(text) - 1, 0, -1):
+                if text[:length] in self.mergeable:
+                    return self.mergeable[text[:length]]
+            return -1
+
+        special = self.vocab_size - len(self.mergeable)
+        return [longest_prefix(text) for text in self.mergeable] + [-1] * special
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text; special tokens written in it stay text. UserError if the pattern drops any of it."""
+        ids = self.encoding.encode_ordinary(text)
+        # tiktoken drops what the pattern does not match, and turns half a surrogate pair into U+FFFD.
+        whole = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        if self.token_bytes[ids].sum() != len(whole.encode()):
+            raise UserError(f"the pattern in {self.path} drops text; make the tokenizer again")
+        return ids
+
+    @functools.cached_property
+    def encoding(self):
+        """tiktoken's encoder; raises UserError if the pattern is none, or if it drops text."""
+        import tiktoken
+
+        # First with single bytes. The empty entry is for patterns that match nothing at some place:
+        # tiktoken would crash there.
+        trial = {bytes([i]): i for i in range(256)} | {b"": 256}
+        sample = "Aa1 2,\n\t\r\u00fc\u6f22\U0001f642 _-\u2028 end"
+        make = functools.partial(tiktoken.Encoding, "decoderstack", pat_str=self.pattern)
+        try:
+            ids = make(mergeable_ranks=trial, special_tokens={}).encode_ordinary(sample)
+        except ValueError as error:
+            raise UserError(f"the pattern in {self.path} cannot be used ({error!r})") from None
+        if ids != list(sample.encode()):
+            raise UserError(f"the pattern in {self.path} drops text; make the tokenizer again")
+        return make(mergeable_ranks=self.mergeable, special_tokens=self.specials)
+
+    def decode_bytes(self, ids) -> bytes:
+        return b"".join(self.bytes[i] for i in ids)
+
+    def decode(self, ids) -> str:
+        return self.decode_bytes(ids).decode("utf-8", errors="replace")
+
+
+@dataclass
+class Dataset:
+    """A dataset directory. Only what dataset.json lists is read, and only if it is what is listed."""
+
+    root: Path
+    info: dict
+    tokenizer: Tokenizer
+
+    @staticmethod
+    def open(root: str | Path) -> Dataset:
+        """Raises UserError if anything that training needs is missing or does not belong together."""
+        root = Path(root)
+        if not (root / "dataset.json").is_file():
+            raise UserError(
+                f"no dataset at {root}: download or make the default one with "
+                f"`python data/pretrain.py --source climbmix --out data/shards/climbmix`, or make the "
+                f"embedded one, which needs no network, with `python data/pretrain.py --source stdlib "
+                f"--vocab-size 4096 --out data/shards/stdlib` and pass --data data/shards/stdlib"
+            )
+        way = "make the dataset again"
+        info = read_json(root / "dataset.json", way)
+        try:
+            problem = dataset_problem(info)
+        except (KeyError, TypeError, AttributeError) as error:
+            problem = f"lacks an entry, or has one of another kind ({error!r})"
+        if problem:
+            raise UserError(f"{root}/dataset.json {problem}; {way}")
+        path = root / "tokenizer.json"
+        stated = info["files"]["tokenizer.json"]["sha256"]
+        found = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "missing"
+        if found != stated:
+            raise UserError(
+                f"{path} does not belong to the shards beside it: its sha256 is {found[:12]}, "
+                f"dataset.json states {stated[:12]}; restore the file or make the dataset again"
+            )
+        return Dataset(root, info, Tokenizer(path))
+
+    def files(self, split: str, folder: str = "pretrain") -> list[Path]:
+        """The shards of a split, without the loss masks beside them.
+
+        Raises: UserError if one is missing or of another size, or if there is one too many
+        """
+        listed = self.info["files"]
+        pattern = rf"{folder}/{split}_\d+\.bin"
+        names = sorted(name for name in listed if re.fullmatch(pattern, name))
+        if not names:
+            way = "make the dataset again"
+            if folder == "sft":
+                way = f"add them with python data/sft.py --data {self.root} --source FILE"
+            raise UserError(f"{self.root}/{folder} has no {split}_*.bin shards; {way}")
+
+        way = "restore it, or make the dataset again"
+        for name in names:
+            path = self.root / name
+            expected = 1024 + 2 * listed[name]["tokens"]
+            if not path.is_file():
+                raise UserError(f"{path} is missing, but dataset.json lists it; {way}")
+            if path.stat().st_size != expected:
+                found = f"{path.stat().st_size:,} bytes, dataset.json says {expected:,}"
+                raise UserError(f"{path} has {found}; {way}")
+        for path in sorted((self.root / folder).glob(f"{split}_*.bin")):
+            if f"{folder}/{path.name}" not in listed:
+                raise UserError(f"{path} is not listed in dataset.json; remove it, or add it there")
+        return [self.root / name for name in names]
+
+    def total(self, split: str, key: str) -> int:
+        """Sum of a count, "tokens" or "text_bytes", over the shards of a split for pretraining."""
+        listed = self.info["files"].items()
+        return sum(entry[key] for name, entry in listed if name.startswith(f"pretrain/{split}_"))
+
+    def read(self, path: Path) -> np.ndarray:
+        """Tokens of a listed shard, uint16.
+
+        Raises: UserError if it is not the listed one, of another format or of another tokenizer
+        """
+        way = f"make or download it again with the scripts in data/ ({self.root})"
+        entry = self.info["files"].get(path.relative_to(self.root).as_posix())
+        if entry is None:
+            raise UserError(f"{path} is not listed in dataset.json; {way}")
+        content = path.read_bytes()
+        if hashlib.sha256(content).hexdigest() != entry["sha256"]:
+            raise UserError(f"{path} was changed: its sha256 is not that of dataset.json; {way}")
+        for problem in self.shard_problems(content):
+            raise UserError(f"{path} {problem}; {way}")
+        return np.frombuffer(content, "<u2", offset=1024)
+
+    def shard_problems(self, content: bytes) -> Iterator[str]:
+        """Zeros in the header mean "not stated": shards of other projects name no tokenizer."""
+        header = np.frombuffer(content[:1024], "<i4")
+        if header.size < 256 or header[0] != SHARD_MAGIC or header[1] != 1:
+            yield "is not a token shard of version 1"
+        if header[2] < 1 or len(content) != 1024 + 2 * int(header[2]):
+            held = (len(content) - 1024) // 2
+            yield f"is truncated: its header states {header[2]} tokens, the file holds {held}"
+        tokenizer_hash = header[5:13]
+        if tokenizer_hash.any() and tokenizer_hash.tobytes().hex() != self.info["tokenizer_sha256"]:
+            yield f"was made with another tokenizer than {self.root}/tokenizer.json"
+        largest = np.frombuffer(content, "<u2", offset=1024).max()
+        if largest >= self.tokenizer.vocab_size:
+            yield f"holds token {largest}, but its tokenizer has {self.tokenizer.vocab_size} entries"
+
+
+def fingerprint(files: dict, folder: str = "pretrain") -> str:
+    """One sha256 for what a run reads: tokenizer and shards, as dataset.json lists them."""
+    read = [name for name in files if name == "tokenizer.json" or name.startswith(f"{folder}/")]
+    lines = sorted(f"{name} {files[name]['sha256']}\n" for name in read)
+    return hashlib.sha256("".join(lines).encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def dataset_problem(info: dict) -> str | None:
+    """What is wrong with the contents of a dataset.json. Other errors: an entry is not as expected."""
+    files = info["files"]
+    counts = {"pretrain": ["tokens", "text_bytes"], "sft": ["tokens"]}
+    for name, entry in files.items():
+        if not isinstance(entry["sha256"], str):
+            return f"lists {name!r} without its sha256"
+        if name.endswith(".mask.bin"):
+            continue
+        for key in counts.get(name.split("/")[0], []):
+            if not is_number(entry[key], 0, 2**40):
+                return f"lists {name!r} with {key} {entry[key]!r}"
+    if info["fingerprint"] != fingerprint(files):
+        return "does not agree with itself: its fingerprint is not that of the files it lists"
+    if info["tokenizer_sha256"] != files["tokenizer.json"]["sha256"]:
+        return "names two tokenizers"
+    return None
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """A reader sees the old file or the new one, never half of it."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+# -- the run directory
+
+# The tools in runs/ import the script that a run directory keeps. They use the names that
+# tests/test_interface.py lists, and no others. INTERFACE rises when one of them, or what `attend` in
+# GPT.trunk receives, changes its meaning; a tool refuses a script of another number.
+INTERFACE = 6
+
+
+def prepare_run_dir(job: Job, args: argparse.Namespace, ranks: Ranks) -> tuple[Path, object]:
+    """Creates or checks the run directory; all ranks get the same one.
+
+    Returns: the directory, and in process 0 what holds its lock
+    """
+    run_dir = None
+    lock = None
+    if ranks.is_main:
+        if args.run_dir:
+            run_dir = Path(args.run_dir)
+            if not args.resume:
+                run_dir.mkdir(parents=True, exist_ok=True)
+        else:
+            run_dir = create_dated_dir(job)
+        lock = lock_run_dir(run_dir)
+    if ranks.world > 1:
+        of_main = [str(run_dir)]
+        dist.broadcast_object_list(of_main, 0)
+        run_dir = Path(of_main[0])
+    if args.resume:
+        check_resumable(run_dir, job)
+    elif ranks.is_main and ((run_dir / "log.jsonl").exists() or checkpoint_folders(run_dir)):
+        way = "nothing was saved in it, so remove it"
+        if checkpoints(run_dir):
+            way = "continue it with --resume"
+        elif (run_dir / "report.md").exists():
+            way = "it is finished and saved no checkpoint, so remove it to train again"
+        raise UserError(f"{run_dir} already holds a run; {way}, or name another --run-dir")
+    return run_dir, lock
+
+
+def create_dated_dir(job: Job) -> Path:
+    """A new directory under out/. Of two runs that start in one second, one waits for the next."""
+    what = Path(__file__).stem
+    if job.command != "pretrain":
+        what += f"_{job.command}"
+    while True:
+        run_dir = Path(f"out/{datetime.datetime.now():%Y-%m-%d_%H-%M-%S}_{what}")
+        try:
+            run_dir.mkdir(parents=True)
+            return run_dir
+        except FileExistsError:
+            time.sleep(0.1)
+
+
+def lock_run_dir(run_dir: Path):
+    """Keeps every other process out of a run directory until this one ends.
+
+    Returns: the file that holds the lock, to be kept open
+    """
+    if fcntl is None:  # Windows
+        return None
+    file = (run_dir / ".lock").open("a")
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            way = "wait until it ends, or name another --run-dir"
+            raise UserError(f"another process is training in {run_dir}; {way}") from None
+        reason = f"its file system supports no locks ({error.strerror})"
+        print(f"{run_dir} is not locked: {reason}; start no second run in it", flush=True)
+    return file
+
+
+def check_resumable(run_dir: Path, job: Job) -> None:
+    """Raises UserError if --resume finds nothing to continue."""
+    if not checkpoints(run_dir):
+        what = f"no complete checkpoint in {run_dir}/checkpoints"
+        raise UserError(f"--resume found {what}; start without --resume")
+    if (run_dir / "tokenizer.json").read_bytes() != job.dataset.tokenizer.path.read_bytes():
+        raise UserError(
+            f"--resume cannot change the tokenizer: {job.dataset.root} has another one than "
+            f"{run_dir}; pass the --data that the run began with"
+        )
+
+
+def read_config(run_dir: Path) -> Config:
+    """The Config of a run, from its config.json."""
+    values = read_description(run_dir).get("config")
+    if not isinstance(values, dict):
+        raise UserError(f"{run_dir} is not a run directory: its config.json holds no config")
+    if not (run_dir / Path(__file__).name).is_file():
+        name = Path(__file__).name
+        raise UserError(f"{run_dir} is no run of {name}; call the script that lies in it")
+    defaults = {f.name: f.default for f in dataclasses.fields(Config)}
+    known = {name: as_tuple(value) for name, value in values.items() if name in defaults}
+    for name, value in known.items():
+        if not has_type_of(value, defaults[name]):
+            wanted = f"expected a value like {defaults[name]!r}"
+            raise UserError(f"{run_dir}/config.json states {name}={value!r}, {wanted}")
+    return Config(**known)
+
+
+def has_type_of(value, default) -> bool:
+    """Whether a value is of the type of a field's default; a whole number passes for a float."""
+    return type(value) is type(default) or (type(value) is int and type(default) is float)
+
+
+def read_description(run_dir: Path) -> dict:
+    """config.json of a run."""
+    problem = "was changed after it was written; restore it, or start a new run"
+    return read_sealed(run_dir / "config.json", f"{run_dir} is no run directory", problem)
+
+
+def write_description(run_dir: Path, description: dict) -> None:
+    write_sealed(run_dir / "config.json", description)
+
+
+def read_sealed(path: Path, way: str, problem: str) -> dict:
+    """What write_sealed wrote; raises UserError if the file holds something else."""
+    value = read_json(path, way)
+    if value.pop("sha256", None) != object_sha256(value):
+        raise UserError(f"{path} {problem}")
+    return value
+
+
+def write_sealed(path: Path, value: dict) -> None:
+    """A JSON file that holds the sha256 of its own content."""
+    write_atomically(path, json.dumps({**value, "sha256": object_sha256(value)}, indent=1))
+
+
+def as_tuple(value):
+    """JSON has lists where Config has tuples."""
+    return tuple(as_tuple(v) for v in value) if isinstance(value, list | tuple) else value
+
+
+# -- log
+
+
+class Log:
+    """One line on the screen and one object in log.jsonl for each logged step; rank 0 only."""
+
+    def __init__(self, run_dir: Path, ranks: Ranks, wandb_name: str, config: dict):
+        self.path = run_dir / "log.jsonl"
+        self.active = ranks.is_main
+        self.wandb = None
+        if wandb_name and self.active:
+            self.wandb = start_wandb(run_dir, wandb_name, config)
+
+    def say(self, text: str) -> None:
+        if self.active:
+            print(text, flush=True)
+
+    def write(self, entry: dict) -> None:
+        if not self.active:
+            return
+        try:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(entry) + "\n")
+        except OSError as error:
+            way = "make room and go on with --resume from the last checkpoint"
+            raise UserError(f"cannot write {self.path} ({error.strerror}); {way}") from None
+        if self.wandb is not None:
+            numbers = {wandb_key(k): v for k, v in entry.items() if isinstance(v, int | float)}
+            self.wandb.log(numbers, step=entry["step"])
+
+    def step(self, entry: dict, num_steps: int, eta: float) -> None:
+        """A training step: the file, and the line on the screen with the seconds that are left."""
+        self.write(entry)
+        e = entry
+        mfu = f"| mfu {e['mfu']:5.1%} " if e["mfu"] else ""  # 0 where the peak is unknown
+        self.say(
+            f"step {e['step']:6d}/{num_steps} | loss {e['loss']:7.4f} | bpb {e['bpb']:6.4f} "
+            f"| lr {e['lr']:5.3f} | {e['step_ms']:8.1f} ms | {e['tokens_per_second']:9,.0f} tok/s {mfu}"
+            f"| {e['memory_gib']:5.1f} GiB | {e['train_seconds']:6.1f} s | eta {eta:5.0f} s"
+        )
+
+    def rewind(self, step: int) -> None:
+        """Drops entries after a step: a resumed run writes them anew."""
+        if not self.active or not self.path.is_file():
+            return
+        kept = []
+        damaged = 0
+        for line in self.path.read_text(encoding="utf-8", errors="replace").splitlines():
+            try:
+                if json.loads(line)["step"] <= step:
+                    kept.append(f"{line}\n")
+            except (ValueError, TypeError, KeyError, RecursionError):
+                damaged += 1
+        if damaged:
+            self.say(f"dropped {damaged} damaged line(s) of {self.path}")
+        write_atomically(self.path, "".join(kept))
+
+    def close(self) -> None:
+        if self.wandb is not None:
+            self.wandb.finish()
+
+
+def wandb_key(key: str) -> str:
+    """A key of log.jsonl in one of wandb's groups."""
+    if key.startswith("val_"):
+        return f"val/{key.removeprefix('val_')}"
+    if key in ("loss", "bpb", "lr", "tokens"):
+        return f"train/{key}"
+    return f"system/{key}"
+
+
+def start_wandb(run_dir: Path, name: str, config: dict):
+    """Starts a run of wandb, or continues the one that this run directory has begun."""
+    try:
+        import wandb
+    except ImportError:
+        raise UserError("--wandb needs the package wandb; install it, or drop the flag") from None
+    id_path = run_dir / "wandb_id.txt"
+    if not id_path.is_file():
+        write_atomically(id_path, os.environ.get("WANDB_RUN_ID") or os.urandom(4).hex())
+    options = {
+        "project": os.environ.get("WANDB_PROJECT", "decoderstack"),
+        "id": id_path.read_text(encoding="utf-8").strip(),
+        "resume": "allow",
+        "dir": str(run_dir),
+    }
+    try:
+        return wandb.init(name=name, config=config, **options)
+    except wandb.Error as error:
+        reason = str(error).splitlines()[0].rstrip(".")
+        way = "run `wandb login`, set WANDB_MODE=offline, or drop the flag"
+        raise UserError(f"--wandb could not start ({reason}); {way}") from None
+
+
+# -- checkpoints
+
+# Of about the same size, because they are written and hashed at the same time.
+CHECKPOINT_FILES = ("model.safetensors", "optimizer_1.safetensors", "optimizer_2.safetensors")
+
+
+def checkpoints(run_dir: Path) -> list[Path]:
+    """Complete checkpoints of a run, oldest first."""
+    return [path for path in checkpoint_folders(run_dir) if (path / "state.json").is_file()]
+
+
+def checkpoint_folders(run_dir: Path) -> list[Path]:
+    """Also those that lost their state.json; folders with other names are not looked at."""
+    found = {}
+    for path in run_dir.glob("checkpoints/step_*"):
+        match = re.fullmatch(r"step_(\d{6,18})", path.name, re.ASCII)
+        if match:
+            found[int(match[1])] = path
+    return [found[step] for step in sorted(found)]
+
+
+def save_checkpoint(state: TrainState, run_dir: Path, progress: dict) -> None:
+    """Writes checkpoints/step_N/ in one rename, then removes old ones; every rank must call it.
+
+    model.safetensors holds fp32 weights, the others the moments and the state of random generators,
+    state.json the rest: progress is what resume() needs.
+    """
+    weights = state.optimizer.weights()
+    moments = state.optimizer.state()
+    broken = [name for name, weight in weights.items() if not weight.isfinite().all()]
+    if broken:
+        raise UserError(
+            f"the weights {broken[0]} are no longer finite at step {state.step}, so it was not saved; "
+            f"{diverged_advice(run_dir)}"
+        )
+    if state.ranks.is_main:
+        write_state(state, run_dir, weights, moments, progress)
+    # Where the first process ends, torchrun ends the others: so none goes on before all is saved.
+    state.ranks.gather(None)
+
+
+def write_state(
+    state: TrainState, run_dir: Path, weights: dict, moments: dict, progress: dict
+) -> None:
+    """What process 0 does for save_checkpoint."""
+    buffers = {k: v.cpu() for k, v in state.model.state_dict().items() if k not in weights}
+    moments = {"rng.cpu": torch.get_rng_state(), **moments}
+    if state.ranks.device.type == "cuda":
+        moments["rng.cuda"] = torch.cuda.get_rng_state(state.ranks.device)
+    description = {
+        "step": state.step,
+        "optimizer_count": state.optimizer.count,
+        "loss_scale": state.loss_scale,
+        "good_steps": state.good_steps,
+        **progress,
+    }
+    write_checkpoint(run_dir, {**weights, **buffers}, moments, description)
+    prune_checkpoints(run_dir, state.config.keep_checkpoints)
+
+
+def write_checkpoint(run_dir: Path, weights: dict, moments: dict, description: dict) -> None:
+    """Everything is on the disk and was read back before it gets its name."""
+    final = run_dir / "checkpoints" / f"step_{description['step']:06d}"
+    temporary = final.with_name(f".{final.name}.tmp")
+    try:
+        for leftover in final.parent.glob(".step_*.tmp"):  # of saves that were killed
+            shutil.rmtree(leftover, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        paths = [temporary / name for name in CHECKPOINT_FILES]
+        halves = [dict(list(moments.items())[i::2]) for i in (0, 1)]
+        with ThreadPoolExecutor() as pool:
+            hashes = list(pool.map(write_tensors, paths, [weights, *halves]))
+        files = dict(zip(CHECKPOINT_FILES, hashes, strict=True))
+        write_sealed(temporary / "state.json", {**description, "files": files})
+        sync_to_disk(temporary)
+        shutil.rmtree(final, ignore_errors=True)
+        os.replace(temporary, final)
+        sync_to_disk(final.parent)
+    except (OSError, safetensors.SafetensorError) as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        full = getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error)
+        reason = "the disk is full" if full else error
+        free = shutil.disk_usage(run_dir).free / 2**30
+        way = "go on with --resume" if checkpoints(run_dir) else "start again"
+        raise UserError(
+            f"the checkpoint of step {description['step']} could not be written to {final}: {reason} "
+            f"({free:.1f} GiB free); make room and {way}"
+        ) from None
+
+
+def write_tensors(path: Path, tensors: dict[str, Tensor]) -> str:
+    """Writes a safetensors file and reads it back; returns its sha256. Raises OSError if it differs."""
+    safetensors.torch.save_file(
+        {name: tensor.contiguous() for name, tensor in tensors.items()}, path
+    )
+    sync_to_disk(path)
+    written = safetensors.torch.load_file(path)
+    for name, tensor in tensors.items():
+        expected = tensor.cpu().reshape(-1).view(torch.uint8)
+        if not torch.equal(written[name].reshape(-1).view(torch.uint8), expected):
+            raise OSError(f"{path.name} reads back with another {name} than was written")
+    return file_sha256(path)
+
+
+def prune_checkpoints(run_dir: Path, keep: int) -> None:
+    """Removes all but the newest `keep` checkpoints and the one with the lowest val_bpb."""
+    found = checkpoints(run_dir)
+    scores = {}
+    for folder in found:
+        with contextlib.suppress(UserError):  # it is damaged
+            scores[folder] = read_state(folder)["val_bpb"]
+    validated = [folder for folder in scores if scores[folder] is not None]
+    best = min(validated, key=scores.get, default=None)
+    for folder in found[:-keep]:
+        if folder != best:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def read_state(folder: Path) -> dict:
+    """state.json of a checkpoint."""
+    problem = "is damaged: its sha256 does not fit what it holds"
+    return read_sealed(folder / "state.json", "the checkpoint is damaged", problem)
+
+
+def check_checkpoint(folder: Path, names=CHECKPOINT_FILES) -> dict:
+    """Returns state.json; raises UserError if it or one of the files is not what was saved."""
+    saved = read_state(folder)
+    paths = [folder / name for name in names]
+    for path in paths:
+        if not path.is_file():
+            raise UserError(f"{path} is missing")
+    with ThreadPoolExecutor() as pool:
+        hashes = list(pool.map(file_sha256, paths))
+    for path, found in zip(paths, hashes, strict=True):
+        if found != saved["files"][path.name]:
+            raise UserError(f"{path} is damaged: its sha256 is not that in state.json")
+    return saved
+
+
+def newest_whole(run_dir: Path, say: Callable, names=CHECKPOINT_FILES) -> Path:
+    """The newest checkpoint without damage; says which it passes over. UserError if there is none."""
+    found = checkpoint_folders(run_dir)
+    for folder in reversed(found):
+        try:
+            check_checkpoint(folder, names)
+            return folder
+        except UserError as error:
+            say(f"skipped {folder.name}: {error}")
+    what = f"none of the {len(found)} checkpoints in {run_dir} is whole" if found else ""
+    what = what or f"there is no complete checkpoint in {run_dir}/checkpoints"
+    raise UserError(f"{what}; restore one, or start again")
+
+
+def load_checkpoint(state: TrainState, folder: Path, names=CHECKPOINT_FILES) -> dict:
+    """Restores weights, moments and random state, on any number of ranks; returns state.json.
+
+    Args: names of the files to verify; none if newest_whole() has just done so
+    """
+    saved = check_checkpoint(folder, names)
+    weights = safetensors.torch.load_file(folder / "model.safetensors")
+    moments = {}
+    for name in CHECKPOINT_FILES[1:]:
+        moments |= safetensors.torch.load_file(folder / name)
+    try:
+        state.optimizer.load(weights, moments, saved["optimizer_count"])
+    except KeyError as error:
+        reason = f"{folder} has no {error}, so another version of this script wrote it"
+        raise UserError(f"{reason}; call the script that lies in its run directory") from None
+    for name, buffer in state.model.named_buffers():
+        if name in weights:
+            buffer.copy_(weights[name])
+    state.step = saved["step"]
+    state.good_steps = saved["good_steps"]
+    both_fp16 = state.loss_scale != 1.0 and saved["loss_scale"] != 1.0
+    if both_fp16:
+        state.loss_scale = saved["loss_scale"]
+    torch.set_rng_state(moments["rng.cpu"])
+    if state.ranks.device.type == "cuda" and "rng.cuda" in moments:
+        torch.cuda.set_rng_state(moments["rng.cuda"], state.ranks.device)
+    return saved
+
+
+def file_sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def object_sha256(value: dict) -> str:
+    """Of a dict as it comes back from JSON."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def sync_to_disk(path: Path) -> None:
+    """Waits until a file or a directory is on the disk."""
+    if path.is_dir() and os.name == "nt":  # Windows cannot open directories
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def diverged_advice(run_dir: Path) -> str:
+    """What to do after a loss that is not finite."""
+    found = checkpoints(run_dir)
+    way = f"go on from {found[-1].name} with --resume --resume-changed" if found else "start again"
+    return f"{way} and lower rates, e.g. half of --set muon_lr= and --set adam_lr="
+
+
+# -- report
+
+
+def write_report(run: Run, result: dict, samples: list[str]) -> None:
+    """report.md and curve.png: what a person looks at after a run."""
+    machine = run.machine
+    hours = result["train_seconds"] * machine["num_devices"] / 3600
+    commit = machine["git_commit"][:12] + (" (changed)" if machine["git_dirty"] else "")
+    rows = {
+        "validation": f"{result['val_bpb']:.4f} bits per byte",
+        "tokens": f"{result['tokens']:,}",
+        "steps": f"{result['steps']:,}",
+        "training time": f"{result['train_seconds']:.1f} s",
+        "speed": f"{result['tokens_per_second']:,.0f} tokens/s",
+        "MFU": f"{result['mfu']:.1%}",
+        "peak memory": f"{result['peak_memory_gib']:.1f} GiB",
+        "device time": f"{hours:.4f} device hours",
+        "device": f"{machine['num_devices']} x {machine['device']}",
+        "torch": machine["torch"],
+        **run.job.report_rows,
+        "data": run.job.config.data,
+        "commit": commit,
+    }
+    if not result["mfu"]:  # the peak of the device is unknown
+        del rows["MFU"]
+    table = "\n".join(f"| {key} | {value} |" for key, value in rows.items())
+    texts = "\n".join(f"````text\n{sample}\n````\n" for sample in samples)  # may hold ``` itself
+    name = run.run_dir.name
+    picture = draw_curve(run.run_dir, f"{name}: {result['val_bpb']:.4f} bits per byte")
+    text = f"# {name}\n\n| | |\n| --- | --- |\n{table}\n\n{picture}\n## Samples\n\n{texts}"
+    write_atomically(run.run_dir / "report.md", text)
+
+
+def draw_curve(run_dir: Path, title: str) -> str:
+    """curve.png from log.jsonl; returns the line that shows it in the report."""
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        import matplotlib.pyplot as plt
+    except ImportError:
+        return "(no picture: matplotlib is not installed)\n"
+
+    lines = (run_dir / "log.jsonl").read_text(encoding="utf-8").splitlines()
+    entries = [json.loads(line) for line in lines]
+
+    def points(key: str) -> np.ndarray:  # a line may have lost a key to a damaged disk
+        numbers = [(e.get("tokens"), e.get(key)) for e in entries]
+        whole = [pair for pair in numbers if all(is_number(n, 0.0, 1e18) for n in pair)]
+        return np.array(whole, float).reshape(-1, 2) * [1e-6, 1.0]
+
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    axes.plot(*points("bpb").T, color="#9bb8d3", label="training (from mean bytes)")
+    axes.plot(*points("val_bpb").T, "o-", color="#c0392b", ms=3, label="validation")
+    title = title.replace("$", r"\$")  # else it begins a formula
+    axes.set(xlabel="training tokens, millions", ylabel="bits per byte", title=title)
+    axes.legend()
+    axes.grid(alpha=0.3)
+    figure.savefig(run_dir / "curve.png", dpi=120)
+    plt.close(figure)
+    return "![loss curve](curve.png)\n"
+
+
+# <<< shared: files
+# ===============================================================================
+# 10. COMMAND LINE -- flags, overrides, checks of the config
+
+
+def model_problems(config: Config) -> Iterator[str]:
+    """What contradicts the shape of this model."""
+    c = config
+    if c.shared_input_from in c.no_attention_layers:
+        yield f"shared_input_from={c.shared_input_from} is no layer with attention; name another"
+    named = (*c.long_layers, *c.value_embed_layers, *c.key_offset_layers, *c.no_attention_layers)
+    if not c.attention_layers:
+        yield "no_attention_layers leaves no layer with attention; take one out"
+    for layer in c.value_embed_layers:
+        if layer in c.no_attention_layers:
+            yield f"layer {layer} has value embeddings but no attention; take it out of one of the two"
+    highest = max((*named, c.backout_layer))
+    if highest >= c.num_layers:
+        yield f"layer {highest} is named in the config, but the last of num_layers is {c.num_layers - 1}"
+
+
+# >>> shared: cli
+# The least and the most that each number of the Config can be.
+RANGES = {
+    "num_layers": (2, 256), "width": (1, 16384), "head_dim": (4, 512), "mlp_width": (1, 65536),
+    "vocab_size": (1, 65536), "max_seq_len": (2, 2**20), "window_short": (1, 2**30), "window_long": (1, 2**30),
+    "shared_input_from": (0, 255), "bigram_rows": (0, 2**26),
+    "backout_layer": (-1, 255), "mix_width": (0, 16384), "gate_width": (1, 16384),
+    "attention_scale": (1e-6, 100.0), "rotary_base": (1.0, 1e9),
+    "ahead_until": (1e-6, 1.0), "prefix_weight": (0.0, 100.0), "pack_tokens": (2, 2**24), "pack_docs": (1, 2**20),
+    "fewest_packs": (1, 2**20), "tokens": (1, 10**15), "tokens_per_weight": (1e-6, 1e6), "max_epochs": (1, 10**6),
+    "val_tokens": (1, 10**12),
+    "muon_lr": (1e-9, 100.0), "adam_lr": (1e-9, 100.0), "muon_beta2": (0.0, 0.999999), "adam_eps": (1e-30, 1.0),
+    "muon_decay": (0.0, 100.0), "table_decay": (0.0, 100.0), "cooldown": (0.0, 1.0), "lr_floor": (0.0, 1.0),
+    "sample_tokens": (0, 10**6), "sample_temperature": (0.0, 100.0), "seed": (0, 2**63 - 1),
+    "eval_every": (0, 10**15), "save_every": (-1, 10**15), "log_every": (1, 10**15), "keep_checkpoints": (1, 10**6),
+    "micro_batch_tokens": (0, 2**40),
+    # Of each value in a tuple:
+    "no_attention_layers": (0, 255), "long_layers": (0, 255), "key_offset_layers": (0, 255),
+    "value_embed_layers": (0, 255), "softcap": (-100.0, 100.0), "ahead": (0.0, 100.0),
+    "momentum": (0.0, 1e9),
+}  # fmt: skip
+
+LENGTHS = {"softcap": 3, "momentum": 4}  # of tuples that have a fixed one
+
+
+def is_number(value, low: float, high: float) -> bool:
+    """A NaN is none. Where the bounds are whole numbers, only they will do."""
+    types = int if type(low) is int else (int, float)
+    return isinstance(value, types) and not isinstance(value, bool) and low <= value <= high
+
+
+def problems_of_field(name: str, value) -> Iterator[str]:
+    """What is wrong with one field of the Config, whatever the others are."""
+    if name in RANGES:
+        low, high = RANGES[name]
+        numbers = value if isinstance(value, tuple) else (value,)
+        by_rule = name in Config.by_rule and value == 0
+        if len(numbers) != LENGTHS.get(name, len(numbers)):
+            yield f"{name}={value} must have {LENGTHS[name]} values"
+        if not by_rule and not all(is_number(number, low, high) for number in numbers):
+            each = ": each value" if isinstance(value, tuple) else ""
+            yield f"{name}={value}{each} must be {low:,} to {high:,}"
+    elif isinstance(value, str) and ("\0" in value or len(value) > 1000):
+        yield f"{name} must be a text of at most 1,000 characters without NUL"
+
+
+def validate(config: Config) -> None:
+    """Raises UserError with the first problem."""
+    for field_ in dataclasses.fields(config):
+        for problem in problems_of_field(field_.name, getattr(config, field_.name)):
+            raise UserError(problem)
+    for problems in (model_problems, stage_problems, value_problems):
+        for problem in problems(config):
+            raise UserError(problem)
+
+
+def bad_stages(config: Config) -> list:
+    """The rows of the stage table that are not what Stage describes."""
+    ranges = [(0.0, 1.0), (0, 2**30), (0.0, 100.0)]
+
+    def fits(row) -> bool:
+        if not isinstance(row, tuple) or len(row) != len(ranges):
+            return False
+        return all(is_number(number, *bounds) for number, bounds in zip(row, ranges, strict=True))
+
+    return [row for row in config.stages or ((),) if not fits(row)]
+
+
+def stage_problems(config: Config) -> Iterator[str]:
+    c = config
+    for row in bad_stages(c):
+        names = [f.name for f in dataclasses.fields(Stage)]
+        yield f"stages: the row {row} must hold {len(names)} numbers: {', '.join(names)}"
+    shares = sum(stage.share for stage in c.stage_table)
+    if abs(shares - 1) > 1e-6:
+        yield f"the shares of the stages add up to {shares:.4f}, not 1"
+    for stage in c.stage_table:
+        if stage.packs < 1:
+            yield "a stage has packs below 1"
+    if c.max_seq_len > c.pack_tokens:
+        yield f"max_seq_len={c.max_seq_len} does not fit into a pack of {c.pack_tokens} tokens"
+
+
+def value_problems(config: Config) -> Iterator[str]:
+    c = config
+    # The loss computes exp(logit - bound) in fp32.
+    if not (0 < c.softcap[0] <= 100 and c.softcap[2] > 0):
+        yield f"softcap={c.softcap}: the bound and the slope, its first and last value, must be above 0"
+    if c.width % c.head_dim:
+        yield f"width={c.width} is not a multiple of head_dim={c.head_dim}; change one of them"
+    if c.head_dim % 4:
+        yield f"head_dim={c.head_dim} is not a multiple of 4, which the rotary embedding needs"
+    if c.gate_width > c.width:
+        yield f"gate_width={c.gate_width} is above width={c.width}"
+    if c.bigram_rows == 1:
+        yield "bigram_rows=1 leaves no row for pairs; use 0 for none"
+    if not c.ahead:
+        yield "ahead=() leaves the loss without a target; the default is (1.0,)"
+    if max(c.momentum[:2]) >= 1:
+        yield f"momentum={c.momentum}: the first two values must be below 1"
+    if not all(isinstance(prompt, str) for prompt in c.sample_prompts):
+        yield f"sample_prompts={c.sample_prompts} must be texts, e.g. ('def','import')"
+
+
+# Fields that a resumed or finetuned run may not change: the checkpoint would not fit, or the model
+# would be another one.
+FROZEN = (
+    "num_layers", "width", "head_dim", "mlp_width", "max_seq_len", "no_attention_layers", "long_layers",
+    "key_offset_layers", "value_embed_layers", "shared_input_from", "tied", "attention_gates", "bigram_rows",
+    "x0_injection", "backout_layer", "mix_width", "gate_width", "attention_scale", "rotary_base", "softcap",
+    "window_short", "window_long",
+)  # fmt: skip
+FROZEN_ON_RESUME = (*FROZEN, "pack_tokens", "pack_docs", "seed")  # the batches would be others
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse with @FILE lines that may hold comments, and an error that names the nearest flag."""
+
+    def convert_arg_line_to_args(self, line: str) -> list[str]:
+        return line.split("#")[0].split()
+
+    def parse_args(self, args=None, namespace=None):
+        try:
+            return super().parse_args(args, namespace)
+        except (UnicodeDecodeError, RecursionError, ValueError) as error:
+            raise UserError(f"the flags in an @FILE cannot be read ({error})") from None
+
+    def error(self, message: str):
+        if message.startswith("unrecognized arguments: "):
+            given = message.removeprefix("unrecognized arguments: ").split(" ")[0]
+            if not given.startswith("-"):
+                way = "values follow a flag, @FILE reads flags from a file, and --help lists all"
+                raise UserError(f"{given} belongs to no flag; {way}")
+            flags = [flag for action in self._actions for flag in action.option_strings]
+            near = difflib.get_close_matches(given.split("=")[0], flags, 1, 0.4)
+            hint = f"did you mean {near[0]}?" if near else f"see {self.prog} --help"
+            message = f"unknown flag {given}; {hint}"
+        raise UserError(message)
+
+
+def build_parser() -> Parser:
+    """The flags of a training run. runs/finetune.py has them too."""
+    parser = Parser(
+        description=__doc__.splitlines()[0],
+        allow_abbrev=False,
+        fromfile_prefix_chars="@",
+        epilog="@FILE reads flags from a file, e.g. @runs/cpu.args",
+    )
+    add = parser.add_argument
+    add("--data", help="dataset directory (default data/shards/climbmix)")
+    add("--run-dir", help="where the run is written (default a new dated directory under out/)")
+    add("--resume", action="store_true", help="continue the run in --run-dir")
+    add("--resume-changed", action="store_true", help="--resume with another script or recipe")
+    add("--steps", type=int, help="length of the run in steps")
+    add("--tokens", type=int, help="length of the run in tokens")
+    add("--seed", type=int, help="of the first weights (default 0)")
+    add("--eval-every", type=int, metavar="N", help="steps between validations, 0: only at the end")
+    add("--save-every", type=int, metavar="N", help="steps between saves, 0: at the end, -1: none")
+    add("--log-every", type=int, metavar="N", help="steps between lines of the log")
+    add("--micro-batch-tokens", type=int, metavar="N", help="default: from free memory")
+    add("--attention", help=f"auto, {', '.join(ATTENTION)}")
+    add("--dtype", help="auto, bfloat16, float16, float32")
+    add("--no-compile", action="store_true", help="slower steps, quicker start")
+    add("--rank-timeout", type=float, default=300.0, metavar="S", help="how long a rank may hang")
+    add("--wandb", metavar="NAME", help="also log to Weights & Biases under this name")
+    overrides = "override a Config field; voids record status"
+    add("--set", action="append", default=[], metavar="KEY=VALUE", help=overrides)
+    return parser
+
+
+def parse_override(text: str) -> tuple[str, object]:
+    """KEY=VALUE with the type of the Config field."""
+    key, equals, value = text.partition("=")
+    fields = {f.name: f for f in dataclasses.fields(Config)}
+    if not equals:
+        raise UserError(f"--set {text}: expected KEY=VALUE")
+    if key not in fields:
+        near = difflib.get_close_matches(key, fields, 1, 0.4)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise UserError(f"--set {text}: unknown Config field {key}{hint}")
+    default = fields[key].default
+    if isinstance(default, str):
+        return key, value
+    try:
+        parsed = as_tuple(ast.literal_eval(value))
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        parsed = None
+    if isinstance(default, float) and type(parsed) is int and abs(parsed) < 2**53:
+        parsed = float(parsed)
+    if type(parsed) is not type(default):
+        raise UserError(f"--set {text}: {key} takes a value like {default!r}")
+    return key, parsed
+
+
+def config_changes(args: argparse.Namespace) -> dict:
+    """Fields of the Config that the command line gives."""
+    changes = dict(parse_override(text) for text in args.set)
+    for field_ in dataclasses.fields(Config):
+        value = getattr(args, field_.name, None)
+        if value is not None:
+            changes[field_.name] = value
+    if args.no_compile:
+        changes["compile"] = False
+    for name, value in changes.items():
+        for problem in problems_of_field(name, value):
+            raise UserError(problem)
+    return changes
+
+
+def change_config(base: Config, changes: dict, steps: int | None, frozen=(), what="") -> Config:
+    """A Config with other values, valid, and as long as `steps` if they are given.
+
+    Args: frozen fields that must stay as they are in base; what, for the message, says who asks for that
+    """
+    config = dataclasses.replace(base, **changes)
+    for name in frozen:
+        old = getattr(base, name)
+        new = getattr(config, name)
+        if old != new:
+            raise UserError(
+                f"{what} cannot change {name}: the run has {old}, the flags ask for {new}; leave it out, "
+                f"or start a new run"
+            )
+    return new_config(vars(config), steps)
+
+
+def tokens_of_steps(config: Config, steps: int) -> int:
+    if not 1 <= steps <= 10**12:
+        raise UserError(f"--steps {steps} must be 1 to {10**12:,}")
+    return round(steps * config.step_tokens)
+
+
+def new_config(changes: dict, steps: int | None) -> Config:
+    """The defaults with other values. A rule may make the batch depend on the length of the run."""
+    config = Config(**changes)
+    while steps is not None and not bad_stages(config):
+        longer = Config(**{**changes, "tokens": tokens_of_steps(config, steps)})
+        if longer == config:
+            break
+        config = longer
+    validate(config)
+    return config
+
+
+def make_config(args: argparse.Namespace) -> Config:
+    """Defaults, or on --resume the saved Config, with the flags that were given."""
+    changes = config_changes(args)
+    if not args.resume:
+        return new_config(changes, args.steps)
+    if not args.run_dir:
+        raise UserError("--resume needs --run-dir, the run to continue")
+    run_dir = Path(args.run_dir)
+    base = read_config(run_dir)
+    command = read_description(run_dir).get("command", "pretrain")
+    if command != "pretrain":
+        tool = "finetune" if command == "sft" else command
+        raise UserError(
+            f"{run_dir} is a run of runs/{tool}.py; continue it with "
+            f"python runs/{tool}.py --resume --run-dir {run_dir}"
+        )
+    return change_config(base, changes, args.steps, FROZEN_ON_RESUME, "--resume")
+
+
+# Commands that this script once had, and what to call now.
+MOVED = {
+    "pretrain": "leave the word out",
+    "sft": "call python runs/finetune.py RUN",
+    "sample": "call python runs/sample.py RUN --prompt TEXT",
+    "core": "call python runs/score_core.py RUN",
+}
+
+
+def run_command(command: Callable[[], dict]) -> int:
+    """Prints what a command returns as one JSON object on the last line; returns the exit code."""
+    with contextlib.suppress(AttributeError):  # in a notebook
+        sys.stdout.reconfigure(errors="replace")  # samples hold what some consoles lack
+    code = 1
+    try:
+        result = command()
+        if int(os.environ.get("RANK", 0)) == 0:
+            print(json.dumps(result), flush=True)
+        return 0
+    except KeyboardInterrupt:
+        code = 130
+        message = "stopped at once; a run that has saved goes on with --resume"
+    except UserError as error:
+        message = str(error)
+    except OSError as error:  # a full disk, a directory without rights
+        where = f" {error.filename}" if error.filename else ""
+        message = (
+            f"cannot read or write{where} ({error.strerror or error}); fix that and start again, with "
+            f"--resume if the run has saved"
+        )
+    except (RuntimeError, MemoryError) as error:
+        message = sentence_of(error)
+        if message is None:
+            raise
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a further Ctrl-C would hide the sentence
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        gc.unfreeze()
+        gc.collect()  # else a gloo thread may outlive the interpreter and abort the process
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    print_error(message)
+    return code
+
+
+def sentence_of(error: Exception) -> str | None:
+    """For errors of torch that are no bugs: too little memory, and a rank that is gone."""
+    text = str(error)
+    if isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in text:
+        return (
+            f"memory ran out ({first_line(error)}); use a smaller model, or smaller micro-batches "
+            f"with --micro-batch-tokens"
+        )
+    lost = ("Connection", "connection", "Timed out", "timed out", "gloo", "NCCL")
+    if dist.is_initialized() and any(word in text for word in lost):
+        # torchrun reports the process that failed in the earliest whole second: not this one.
+        time.sleep(2)
+        return (
+            f"process {os.environ.get('RANK')} lost the others ({first_line(error)}); look for the "
+            f"first error of another process, then continue with --resume"
+        )
+    return None
+
+
+def print_error(message: str) -> None:
+    """Prints the sentence, and hands it to torchrun for the report of the process that failed."""
+    print(f"error: {message}", file=sys.stderr, flush=True)
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path and not Path(path).exists():
+        extra = {"py_callstack": message, "timestamp": str(int(time.time()))}  # it shows the former
+        report = {"message": {"message": message, "extraInfo": extra}}
+        with contextlib.suppress(OSError):
+            write_atomically(Path(path), json.dumps(report))
+
+
+def main(argv: list[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+
+    def command() -> dict:
+        if argv and argv[0] in MOVED:
+            raise UserError(
+                f"{Path(__file__).name} only trains, without a command; {MOVED[argv[0]]}"
+            )
+        args = build_parser().parse_args(argv)
+        args.flags = list(argv)
+        return train(make_config(args), args)
+
+    return run_command(command)
+
+
+# <<< shared: cli
+# >>> shared: attention
+# ===============================================================================
+# 11. ATTENTION -- causal, inside documents, over a window; one signature for all backends
+# attention(model, positions (T,), cu_seqlens (G + 1,), max_doc) prepares what all layers share and
+# returns attend(q, k, v (T, H, K), long 0 or 1, gate (T, H) or None) -> (T, H, K), where q already
+# carries the scale. Query i sees keys j of its own document with i - window <= j <= i.
+
+
+def gated(y_THK: Tensor, gate_TH: Tensor | None) -> Tensor:
+    return y_THK if gate_TH is None else y_THK * gate_TH[..., None]
+
+
+def block_mask(positions_T: Tensor, reach: int) -> Tensor:
+    """Which keys each query sees, in blocks that are at least as long as the reach.
+
+    Queries of a block look at their own and the previous block; the first block has none before it.
+
+    Returns: bool (T / block, 1, block, 2 block), or (1, 1, T, T) if T has no such divisor
+    """
+    T = positions_T.numel()
+    block = next((b for b in range(max(reach, 1), T) if T % b == 0), T)
+    index = torch.arange(T, device=positions_T.device)
+    first = torch.maximum(index - positions_T, index - reach).view(-1, 1, block, 1)
+    queries = index.view(-1, 1, block, 1)
+    keys = index.view(-1, 1, 1, block)
+    if block < T:
+        keys = torch.cat((keys - block, keys), 3)
+    return (keys >= first) & (keys <= queries)
+
+
+def blocked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """q, k, v (T, H, K) and a block_mask -> (T, H, K), by scaled_dot_product_attention."""
+    T, H, K = q.shape
+    blocks, _, block, width = mask.shape
+    q, k, v = (x.view(blocks, block, H, K).transpose(1, 2) for x in (q, k, v))
+    if width > block:  # those of the previous block come first; the first block's mask hides them
+        k = torch.cat((k.roll(1, 0), k), 2)
+        v = torch.cat((v.roll(1, 0), v), 2)
+    y = F.scaled_dot_product_attention(q, k, v, mask, scale=1.0)
+    return y.transpose(1, 2).reshape(T, H, K)
+
+
+def sdpa_attention(model, positions_T, cu_seqlens, max_doc) -> Callable:
+    """Plain torch, on any device and in any dtype."""
+    masks = [block_mask(positions_T, min(window, max_doc)) for window in model.windows]
+    return lambda q, k, v, long, gate: gated(blocked_attention(q, k, v, masks[long]), gate)
+
+
+def varlen_attention(model, positions_T, cu_seqlens, max_doc) -> Callable:
+    """FlashAttention 2 inside torch (Ampere or newer, 16 bits)."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    sizes = (cu_seqlens, cu_seqlens, max_doc, max_doc)
+
+    def attend(q, k, v, long, gate):
+        window = (model.windows[long], 0)
+        return gated(varlen_attn(q, k, v, *sizes, scale=1.0, window_size=window), gate)
+
+    return attend
+
+
+def triton_attention(model, positions_T, cu_seqlens, max_doc) -> Callable:
+    """window_attention of section 12 (Ampere or newer, 16 bits)."""
+    T = positions_T.numel()
+    bounds = [attention_bounds(cu_seqlens, T, window) for window in model.windows]
+    return lambda q, k, v, long, gate: window_attention(q, k, v, bounds[long], gate)
+
+
+def load_fa3_attention() -> Callable:
+    """FlashAttention 3 from the Hugging Face hub (Hopper), only by name: it has not been measured yet."""
+    from kernels import get_kernel
+
+    flash = get_kernel("kernels-community/flash-attn3", version=1).flash_attn_varlen_func
+
+    def fa3_attention(model, positions_T, cu_seqlens, max_doc):
+        sizes = (cu_seqlens, cu_seqlens, max_doc, max_doc)
+
+        def attend(q, k, v, long, gate):
+            window = (model.windows[long], 0)
+            y = flash(q, k, v, *sizes, softmax_scale=1.0, causal=True, window_size=window)
+            return gated(y[0] if isinstance(y, tuple) else y, gate)
+
+        return attend
+
+    return fa3_attention
+
+
+ATTENTION = {
+    "fa3": load_fa3_attention,
+    "triton": lambda: triton_attention,
+    "varlen": lambda: varlen_attention,
+    "sdpa": lambda: sdpa_attention,
+}
+
+
+def first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).splitlines()[0][:120] if str(error) else ''}"
+
+
+def attention_names(name: str, device: torch.device, dtype: torch.dtype) -> list[str]:
+    """The backends to try, best first: the one named, or for "auto" those the device may run."""
+    if name != "auto":
+        return [name]
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    if dtype == torch.float32 or capability < (8, 0):
+        return ["sdpa"]
+    return ["triton", "varlen", "sdpa"]
+
+
+def probe_attention(attention: Callable, model: nn.Module) -> None:
+    """Runs two short documents forward and backward; raises whatever goes wrong."""
+    config, device, dtype = model.config, model.embed.device, model.embed.dtype
+    shape = (3, 256, config.num_heads, config.head_dim)
+    q, k, v = 0.1 * torch.randn(shape, device=device, dtype=dtype)
+    q.requires_grad_()
+    gate = q.new_ones(256, config.num_heads) if config.attention_gates else None
+    ends = torch.tensor([0, 100, 256, 256], device=device, dtype=torch.int32)
+    positions = torch.cat((torch.arange(100), torch.arange(156))).to(device)
+    with torch.enable_grad():
+        attention(model, positions, ends, 256)(q, k, v, 0, gate).float().sum().backward()
+    if not q.grad.isfinite().all():
+        raise RuntimeError("its gradient is not finite")
+
+
+def choose_attention(model: nn.Module, say: Callable = print) -> Callable:
+    """The first backend that passes the probe; a backend named in the config must pass it."""
+    wanted = model.config.attention
+    if wanted != "auto" and wanted not in ATTENTION:
+        raise UserError(f"--attention {wanted} is none of auto, {', '.join(ATTENTION)}")
+    for name in attention_names(wanted, model.embed.device, model.embed.dtype):
+        try:
+            attention = ATTENTION[name]()
+            probe_attention(attention, model)
+            say(f"attention: {name}")
+            return attention
+        except Exception as error:  # backends fail in many ways, also if the hub cannot be reached
+            reason = first_line(error)
+            if wanted != "auto":
+                message = f"--attention {name} cannot run here ({reason}); try --attention auto"
+                raise UserError(message) from None
+            say(f"attention: {name} skipped ({reason})")
+    raise UserError("no attention backend runs here; try --dtype float32 --attention sdpa")
+
+
+# <<< shared: attention
+# >>> shared: kernels
+# ===============================================================================
+# 12. KERNELS -- Triton, each beside its plain reference of the same signature (name_ref)
+# CPUs, fp32 and GPUs before Ampere run the plain code; tests/test_kernels.py compares both. Times:
+# one H200 at T = 65,536 (dev/bench_kernels.py), against torch.compile of the plain code.
+# Rows of a kernel's signature: tensors, then sizes and numbers, then constants.
+
+
+def use_triton(x: Tensor, capability: tuple = (8, 0)) -> bool:
+    """Kernels run on CUDA tensors of 16 or 8 bits, from Ampere on; plain code does the rest."""
+    fits = triton is not None and x.is_cuda and x.itemsize <= 2
+    return fits and torch.cuda.get_device_capability(x.device) >= capability
+
+
+# Operator names are global. A second copy of this file in a process (that of a run directory) uses
+# the next free prefix.
+OPS = next(
+    f"decoderstack{n}"
+    for n in range(1000)
+    if not hasattr(getattr(torch.ops, f"decoderstack{n}"), "sym_mm")
+)
+
+# Of operators that take any strides. torch.compile would hand the others a copy of what it computes.
+ANY_LAYOUT = (torch.Tag.flexible_layout,)
+
+# -- softcapped cross-entropy: head, loss and gradient in one pass over the logits; 17.3 ms, in fp8
+# 12.9, against 21.0. With z = a sigmoid((x + b) / c), s = z / a and lse = log sum_j exp z_j: row t
+# has N terms, targets[k, t] with weight w_k. Those with a negative target are left out. S is the sum
+# of the row's weights.
+#   loss_t = S lse - sum_k w_k z[target_k]
+#   dloss_t/dx_j = a/c s_j (1 - s_j) (S softmax_j - sum_k w_k [j = target_k])
+
+
+def softcap_ce_ref(logits, targets, weights, cap):
+    """logits (T, V) -> losses (T,) and nats of the first target (T,); only for tests, with autograd."""
+    real = targets.T >= 0
+    z = softcap(logits.float(), cap)
+    terms = z.logsumexp(1, keepdim=True) - z.gather(1, targets.T.long().clamp(min=0))
+    return (weights * real * terms).sum(1), terms[:, 0] * real[:, 0]
+
+
+def softcap_ce_cpu(logits, targets, weights, row_weight, cap, row0=0, grad=True):
+    """Losses (n,), nats (n,) and row_weight * gradient (n, V) or None of logits (n, V), rows row0 on.
+
+    Few passes, most of them in place: 43 ms against 180 on two CPU cores, 2,048 x 4,096.
+    """
+    a, b, c = cap
+    own = slice(row0, row0 + len(logits))
+    picks = targets[:, own].T.long()
+    real = picks >= 0
+    picks = picks.clamp(min=0)
+    w = weights * real
+
+    # e = exp(z - a): z <= a, so exp needs no maximum.
+    s = torch.add(torch.full((), b / c, device=w.device), logits.float(), alpha=1 / c).sigmoid_()
+    e = torch.add(torch.full((), -a, device=w.device), s, alpha=a).exp_()
+    total = e.sum(1)
+    lse = a + total.log()
+    z = a * s.gather(1, picks)
+    losses = w.sum(1) * lse - (w * z).sum(1)
+    nats = (lse - z[:, 0]) * real[:, 0]
+    if not grad:
+        return losses, nats, None
+
+    g = (a / c) * w
+    if row_weight is not None:
+        g = g * row_weight[own, None]
+    e.mul_((g.sum(1) / total)[:, None]).scatter_add_(1, picks, -g)
+    s.addcmul_(s, s, value=-1)
+    return losses, nats, e.mul_(s).to(logits.dtype)
+
+
+@jit
+def fast_tanh(x, FAST: tl.constexpr):
+    """FAST is one instruction, off by up to 5e-4, which bf16 hides; 0.4 ms of 88 a step."""
+    if FAST:
+        return tl.inline_asm_elementwise(
+            "tanh.approx.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1
+        )
+    return 2.0 * tl.sigmoid(2.0 * x) - 1.0
+
+
+@jit
+def to_bf16(x):
+    """Two values an instruction. Triton rounds them one by one, at a quarter of the speed."""
+    return tl.inline_asm_elementwise(
+        "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [x], tl.bfloat16, True, 2
+    )
+
+
+@jit
+def load_softcap(logits, j, a, b, c, V: tl.constexpr, FAST: tl.constexpr):
+    """h = tanh((x + b) / 2c) of the columns j, and e = exp(z - a), which is exp(a (h - 1) / 2).
+
+    s (1 - s) is (1 - h^2) / 4. In h everything takes the fewest instructions.
+    """
+    x = tl.load(logits + j, mask=j < V, other=0.0).to(tl.float32)
+    h = fast_tanh(x * (0.5 / c) + b * (0.5 / c), FAST)
+    slope = a * 0.7213475204444817  # log2(e) / 2
+    return h, tl.where(j < V, tl.exp2(h * slope - slope), 0.0)
+
+
+@jit
+def softcap_ce_kernel(
+    logits, grad, losses, nats, targets, weights, row_weight,
+    row0, T, a, b, c,
+    V: tl.constexpr, TERMS: tl.constexpr, PAD: tl.constexpr, FAST: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One row of logits (n, V) a program; grad (n, V) and row_weight may be None.
+
+    z <= a bounds the exponentials, so lse needs no running maximum, and the softmax part of the
+    gradient is const * v with v = 4 e s (1 - s) known at the first look. With BLOCK >= V the row is
+    read once and v waits in registers, else a second sweep reads the row again from L2. Target
+    columns are rewritten at the end.
+    """
+    row = tl.program_id(0)
+    t = row0 + row
+    logits += row.to(tl.int64) * V
+
+    # The terms of the row, padded to a power of two.
+    k = tl.arange(0, PAD)
+    target = tl.load(targets + k * T + t, mask=k < TERMS, other=-1).to(tl.int32)
+    w = tl.where(target >= 0, tl.load(weights + k, mask=k < TERMS, other=0.0), 0.0)
+    h_t, e_t = load_softcap(logits, tl.maximum(target, 0), a, b, c, V, FAST)
+    z_t = a * (0.5 + 0.5 * h_t)
+    W = tl.sum(w)
+
+    # The sum of exp(z - a).
+    if BLOCK >= V:
+        j = tl.arange(0, BLOCK)
+        h, e = load_softcap(logits, j, a, b, c, V, FAST)
+        v = e * (1.0 - h * h)
+        v = to_bf16(v) if FAST else v  # half the registers: two programs a multiprocessor
+        total = tl.sum(e)
+    else:
+        acc = tl.zeros([BLOCK], tl.float32)
+        for j0 in range(0, V, BLOCK):
+            j = j0 + tl.arange(0, BLOCK)
+            h, e = load_softcap(logits, j, a, b, c, V, FAST)
+            acc += e
+        total = tl.sum(acc)
+    lse = a + tl.log(total)
+    tl.store(losses + row, W * lse - tl.sum(w * z_t))
+    tl.store(nats + row, tl.sum(tl.where((k == 0) & (target >= 0), lse - z_t, 0.0)))
+
+    if grad is not None:
+        grad += row.to(tl.int64) * V
+        g = 0.25 * a / c
+        if row_weight is not None:
+            g = g * tl.load(row_weight + t)
+        if BLOCK >= V:
+            v = v.to(tl.float32) * (g * W / total)
+            tl.store(grad + j, v.to(grad.dtype.element_ty), mask=j < V)
+        else:
+            for j0 in range(0, V, BLOCK):
+                j = j0 + tl.arange(0, BLOCK)
+                h, e = load_softcap(logits, j, a, b, c, V, FAST)
+                v = e * (1.0 - h * h) * (g * W / total)
+                tl.store(grad + j, v.to(grad.dtype.element_ty), mask=j < V)
+        # Equal targets share a column.
+        w = tl.sum(tl.where(target[:, None] == target[None, :], w[None, :], 0.0), 1)
+        g_t = g * (1.0 - h_t * h_t) * (W * e_t / total - w)
+        tl.debug_barrier()
+        tl.store(grad + target, g_t.to(grad.dtype.element_ty), mask=target >= 0)
+
+
+def softcap_ce(logits, targets, weights, row_weight, cap, row0=0, grad=True, out=None, block=65536):
+    """As softcap_ce_cpu in one read and one write; the gradient replaces the logits or fills `out`.
+
+    4 bytes moved an element, with fp8 gradients 3: 3.3 TB/s of an H200 at 32,768 columns, 2.3 at 50,304.
+    """
+    n, V = logits.shape
+    terms = len(weights)
+    losses, nats = torch.empty(2, n, dtype=torch.float32, device=logits.device)
+    gradient = None
+    if grad:
+        gradient = logits if out is None else out
+    tensors = (logits, gradient, losses, nats, targets, weights, row_weight)
+    softcap_ce_kernel[(n,)](
+        *tensors,
+        row0,
+        targets.shape[1],
+        *cap,
+        V=V,
+        TERMS=terms,
+        PAD=max(2, triton.next_power_of_2(terms)),
+        FAST=grad and logits.is_cuda and logits.dtype != torch.float32,
+        BLOCK=min(block if grad else 4096, triton.next_power_of_2(V)),
+        num_warps=16 if grad else 8,
+    )
+    return losses, nats, gradient
+
+
+@jit
+def transpose_kernel(x, y, M, N, BM: tl.constexpr, BN: tl.constexpr):
+    """x (B, M, N) -> y (B, N, M)."""
+    m = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
+    n = tl.program_id(1).to(tl.int64) * BN + tl.arange(0, BN)
+    x += tl.program_id(2).to(tl.int64) * M * N
+    y += tl.program_id(2).to(tl.int64) * M * N
+    inside = (m[:, None] < M) & (n[None, :] < N)
+    tile = tl.load(x + m[:, None] * N + n[None, :], mask=inside)
+    inside = (n[:, None] < N) & (m[None, :] < M)
+    tl.store(y + n[:, None] * M + m[None, :], tl.trans(tile), mask=inside)
+
+
+@torch.library.custom_op(f"{OPS}::transpose8", mutates_args=(), tags=ANY_LAYOUT)
+def transpose8(x: Tensor) -> Tensor:
+    """(..., M, N) of one-byte items -> contiguous (..., N, M) at 3.9 TB/s, for _scaled_mm's one layout."""
+    if not use_triton(x):
+        return x.mT.contiguous()
+    M, N = x.shape[-2:]
+    x = x.contiguous()
+    y = x.new_empty(*x.shape[:-2], N, M)
+    grid = (triton.cdiv(M, 128), triton.cdiv(N, 128), x.numel() // (M * N))
+    bytes_x, bytes_y = x.view(torch.uint8), y.view(torch.uint8)
+    transpose_kernel[grid](bytes_x, bytes_y, M, N, BM=128, BN=128, num_warps=8)
+    return y
+
+
+transpose8.register_fake(lambda x: x.new_empty(*x.shape[:-2], x.size(-1), x.size(-2)))
+
+# -- fp8 products of the layers; a step of B34 74.6 ms for 89.7 in bf16, 0.0005 bpb worse (11 runs)
+# Weights and activations are e4m3, gradients e5m2, sums fp32. A tensor has one scale, which comes
+# from norms of rows where they bound what is to be cast: nothing of size (T, F) is searched, and
+# nothing is carried from step to step, so a resumed run continues exactly. A bound may be far off:
+# e4m3 has 18 binades, e5m2 32, nearly all of them with all bits.
+
+E4M3, E4M3_MAX = torch.float8_e4m3fn, 448.0
+E5M2, E5M2_MAX = torch.float8_e5m2, 57344.0
+
+
+def fits_fp8(x: Tensor, *sizes: int) -> bool:
+    """Whether x is bf16 on capability 8.9 or newer, and all sizes are multiples of 16."""
+    return use_triton(x, (8, 9)) and x.dtype == torch.bfloat16 and all(n % 16 == 0 for n in sizes)
+
+
+def largest_row(x: Tensor) -> Tensor:
+    """The largest norm of a row of x (..., N, K), fp32, (...)."""
+    return torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32).amax(-1).clamp(min=1e-20)
+
+
+def cast8(x: Tensor, factor: Tensor | float, dtype: torch.dtype = E4M3) -> Tensor:
+    """x times a factor, rounded once: eager torch would first round a 0-D factor to the dtype of x."""
+    return (x.float() * factor).to(dtype)
+
+
+def product8(a_MK: Tensor, b_NK: Tensor, scale: Tensor, dtype: torch.dtype, fast=False) -> Tensor:
+    """a b^T times a 0-D fp32 scale, (M, N) in dtype, of contiguous fp8 operands.
+
+    fast: sums of 14 bits. For gradients of inputs (K up to 3,072) they save 1 % of a step, for an error
+    of 7e-4; for those of weights (K = 65,536) they cost 0.03 bpb on B34.
+    """
+    if a_MK.is_cuda:  # of capability 8.9, see fits_fp8
+        one = torch.ones((), device=scale.device)
+        return torch._scaled_mm(a_MK, b_NK.T, scale, one, out_dtype=dtype, use_fast_accum=fast)
+    product = a_MK.float() @ b_NK.float().T * scale
+    # When an autograd.Function returns an idle .to(), its compiled gradients are 0 in torch 2.11.
+    return product if dtype == torch.float32 else product.to(dtype)
+
+
+def to_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """An e4m3 copy of x (N, K) and its scale, the largest norm of a row / 448, fp32, 0-D."""
+    scale = largest_row(x) / E4M3_MAX
+    return cast8(x, 1 / scale), scale
+
+
+class Weight8(NamedTuple):
+    """A matrix w (N, K) in e4m3: w is values * row / 448."""
+
+    values: Tensor  # (N, K)
+    transposed: Tensor  # (K, N): _scaled_mm takes one layout only
+    row: Tensor  # the largest norm of a row of w, fp32, 0-D
+
+
+@torch.no_grad()
+def to_weights8(bank: Tensor) -> list[Weight8]:
+    """The matrices of a bank (B, N, K) in fp8; all at once, which takes few kernels for many layers."""
+    row = largest_row(bank)
+    values = cast8(bank, (E4M3_MAX / row)[:, None, None])
+    # A compiled backward may write a scale into the memory of a row, and cuBLAS wants scales at
+    # multiples of 16 bytes: four columns.
+    row = row[:, None].expand(-1, 4).contiguous()[:, 0]
+    parts = (values, transpose8(values), row)
+    return [Weight8(*part) for part in zip(*(t.unbind(0) for t in parts), strict=True)]
+
+
+def scale_head_gradient(x, weights, row_weight, cap) -> tuple[Tensor, Tensor]:
+    """The e5m2 scale of the logits' gradient (0-D), and row_weight (T,) divided by it.
+
+    |gradient| <= a / (4 c) * sum of weights * row weight, so no look at the logits is needed.
+    """
+    scale = weights.abs().sum() * (cap[0] / (4 * cap[2]) / E5M2_MAX)
+    if row_weight is None:
+        row_weight = torch.ones(len(x), device=x.device)
+    else:
+        scale = scale * row_weight.abs().max()
+    scale = scale.clamp(min=1e-30)
+    return scale, row_weight / scale
+
+
+@torch.library.custom_op(f"{OPS}::linear_ce", mutates_args=())
+def linear_ce(
+    x: Tensor, w: Tensor, x_scale: Tensor | None, w_scale: Tensor | None,
+    targets: Tensor, weights: Tensor, row_weight: Tensor | None,
+    cap: list[float], chunk: int, grad: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Loss, nats, dx and dw of linear_cross_entropy, chunk by chunk over the tokens.
+
+    x and w are in fp8 where they have scales; logits, dx and dw are bf16 then.
+    """
+    T = len(x)
+    fp8 = x_scale is not None
+    dtype = torch.bfloat16 if fp8 else x.dtype
+    losses, nats = torch.empty(T, device=x.device), torch.empty(T, device=x.device)
+    dx = x.new_empty(x.shape if grad else 0, dtype=dtype)
+    dw = None if grad else w.new_empty(0, dtype=dtype)
+    # More than one chunk is summed in fp32: a 16-bit running sum would round once a chunk.
+    wide = x.is_cuda and dtype != torch.float32 and T > chunk
+    dw_dtype = torch.float32 if wide else dtype
+    factor = row_weight
+    g8 = None  # the buffer of an fp8 gradient
+    if fp8 and grad:
+        w_T = transpose8(w)
+        g_scale, factor = scale_head_gradient(x, weights, row_weight, cap)
+        g8 = torch.empty(min(chunk, T), len(w), dtype=E5M2, device=x.device)
+
+    for start in range(0, T, chunk):
+        own = slice(start, min(start + chunk, T))
+        if fp8:
+            logits = product8(x[own], w, x_scale * w_scale, dtype, fast=True)
+        else:
+            logits = x[own] @ w.T
+        arguments = (targets, weights, factor, cap, start, grad)
+        if use_triton(logits):
+            out = None if g8 is None else g8[: len(logits)]
+            losses[own], nats[own], g = softcap_ce(logits, *arguments, out)
+        else:
+            losses[own], nats[own], g = softcap_ce_cpu(logits, *arguments)
+        if not grad:
+            continue
+
+        if fp8:
+            dx[own] = product8(g, w_T, g_scale * w_scale, dtype)
+            part = product8(transpose8(g), transpose8(x[own]), g_scale * x_scale, dw_dtype)
+        else:
+            torch.mm(g, w, out=dx[own])
+            part = torch.mm(g.T, x[own], out_dtype=dw_dtype) if wide else g.T @ x[own]
+        dw = part if dw is None else dw.add_(part)
+        del logits, g  # before the next chunk needs the memory
+    total = losses.sum() if row_weight is None else losses @ row_weight
+    return total, nats, dx, dw.to(dtype)
+
+
+@linear_ce.register_fake
+def _(x, w, x_scale, w_scale, targets, weights, row_weight, cap, chunk, grad):
+    dtype = x.dtype if x_scale is None else torch.bfloat16
+    nats = x.new_empty(len(x), dtype=torch.float32)
+    dx = x.new_empty(x.shape if grad else 0, dtype=dtype)
+    dw = w.new_empty(w.shape if grad else 0, dtype=dtype)
+    return nats.new_empty(()), nats, dx, dw
+
+
+class LinearCE(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w, fp8, *arguments):
+        x_scale = w_scale = None
+        if fp8:  # here and not in linear_ce: compiled, the casts join the kernels around them
+            x, x_scale = to_fp8(x)
+            w, w_scale = to_fp8(w)
+        total, nats, dx, dw = linear_ce(x, w, x_scale, w_scale, *arguments, True)
+        ctx.save_for_backward(dx, dw)
+        ctx.mark_non_differentiable(nats)
+        return total, nats
+
+    @staticmethod
+    def backward(ctx, g, g_nats):
+        dx, dw = ctx.saved_tensors
+        return dx * g, dw * g, *(None,) * 6
+
+
+def linear_cross_entropy(x, w, targets, cap, weights=None, row_weight=None, chunk=32768, fp8=False):
+    """Softcapped head and loss.
+
+    Args:    x (T, D), w (V, D); targets int (N, T), negative for none; cap as in softcap(); weights
+             fp32 (N,), one for each row of targets; row_weight fp32 (T,); chunk tokens at a time;
+             fp8: for training, e4m3 operands with dynamic scales and an e5m2 gradient whose scale is
+             an exact bound, where fits_fp8() allows
+    Returns: sum over t of row_weight_t * loss_t; nats of the first target alone, fp32 (T,),
+             detached, 0 where there is none
+
+    The forward computes the gradients, a chunk of logits at a time; the backward multiplies them by
+    the gradient of the sum, so they are exact for whatever flows in. A weighting by token goes into
+    row_weight: the nats carry no gradient, so nothing can be silently wrong.
+    """
+    weights = torch.ones(len(targets), device=x.device) if weights is None else weights
+    grad = torch.is_grad_enabled() and (x.requires_grad or w.requires_grad)
+    if not use_triton(x):  # plain code holds several fp32 copies of a chunk's logits: 256 MiB each
+        chunk = min(chunk, max(2**26 // len(w), 1))
+    fp8 = fp8 and fits_fp8(x, *x.shape, len(w), chunk)
+    arguments = (targets.contiguous(), weights, row_weight, list(cap), chunk)
+    if grad:
+        return LinearCE.apply(x, w, fp8, *arguments)
+    return linear_ce(x, w, None, None, *arguments, False)[:2]
+
+
+# -- symmetric products for Polar Express: half the tiles; the MLP bank's step 1.66 ms against 2.44
+
+
+def sym_mm_ref(x: Tensor, alpha: float = 1.0, beta: float = 0.0, gamma: float = 0.0) -> Tensor:
+    """alpha x x^T + beta x + gamma I: x (b, m, k) -> (b, m, m); beta needs a symmetric x."""
+    out = alpha * (x @ x.mT)
+    if beta:
+        out = out + beta * x
+    if gamma:
+        out = out + gamma * torch.eye(out.shape[-1], dtype=x.dtype, device=x.device)
+    return out
+
+
+@jit
+def sym_mm_kernel(
+    x, out,
+    M, K, sb, sm, sk, alpha, beta, gamma,
+    BETA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """x (b, M, K) with strides sb, sm, sk -> out (b, M, M), one tile of one matrix a program."""
+    i = tl.program_id(0) // tl.cdiv(M, BN)
+    j = tl.program_id(0) % tl.cdiv(M, BN)
+    if j * BN < (i + 1) * BM:  # on or below the diagonal; the store mirrors it
+        x += tl.program_id(1).to(tl.int64) * sb
+        out += tl.program_id(1).to(tl.int64) * M * M
+        m = i * BM + tl.arange(0, BM)
+        n = j * BN + tl.arange(0, BN)
+        k = tl.arange(0, BK)
+        left = x + m[:, None] * sm + k[None, :] * sk
+        right = x + n[:, None] * sm + k[None, :] * sk
+        acc = tl.zeros([BM, BN], tl.float32)
+        for k0 in range(0, K, BK):
+            in_k = k[None, :] < K - k0
+            a = tl.load(left, mask=(m[:, None] < M) & in_k, other=0.0)
+            b = tl.load(right, mask=(n[:, None] < M) & in_k, other=0.0)
+            acc = tl.dot(a, tl.trans(b), acc, input_precision="ieee")
+            left += BK * sk
+            right += BK * sk
+        acc *= alpha
+        inside = (m[:, None] < M) & (n[None, :] < M)
+        if BETA:
+            tile = tl.load(x + m[:, None] * sm + n[None, :] * sk, mask=inside, other=0.0)
+            acc += beta * tile.to(tl.float32)
+        acc = (acc + tl.where(m[:, None] == n[None, :], gamma, 0.0)).to(out.dtype.element_ty)
+        tl.store(out + m[:, None] * M + n[None, :], acc, mask=inside)
+        mirrored = (n[:, None] < M) & (m[None, :] < M)
+        tl.store(out + n[:, None] * M + m[None, :], tl.trans(acc), mask=mirrored)
+
+
+# The best of five on an H200, for all four shapes.
+SYM_TILES = dict(BM=128, BN=128, BK=64, num_warps=8, num_stages=3)
+
+
+@torch.library.custom_op(f"{OPS}::sym_mm", mutates_args=())
+def sym_mm(x: Tensor, alpha: float = 1.0, beta: float = 0.0, gamma: float = 0.0) -> Tensor:
+    """As sym_mm_ref with half the products: tiles below the diagonal, stored twice. Any strides.
+
+    X^T X is sym_mm(X.mT). m (m + 1) k FLOP and 2 (m k + m m) bytes a matrix; 1,007 TFLOP/s counted
+    as a full product of 24 x 768 x 3072.
+    """
+    if not use_triton(x):
+        return sym_mm_ref(x, alpha, beta, gamma)
+    b, m, k = x.shape
+    out = x.new_empty(b, m, m)
+    grid = (triton.cdiv(m, SYM_TILES["BM"]) * triton.cdiv(m, SYM_TILES["BN"]), b)
+    numbers = (m, k, *x.stride(), alpha, beta, gamma)
+    sym_mm_kernel[grid](x, out, *numbers, BETA=beta != 0, **SYM_TILES)
+    return out
+
+
+@sym_mm.register_fake
+def _(x, alpha=1.0, beta=0.0, gamma=0.0):
+    return x.new_empty(x.shape[0], x.shape[1], x.shape[1])
+
+
+# -- RMSProp for tables: a second moment for each row, and no first one, so that rows that no token
+# read need no update. Adam moved 20 bytes an entry, with moments in bf16. This moves 2, and 10 more
+# where a row was read: in 65,536 tokens of B34 31 % of the value embeddings, in 262,144 tokens 62 %.
+# 1 to 2 % of the time, for 0.001 bpb on B34. A sparse gradient leaves what was not read alone.
+
+
+def update_rows_ref(
+    master, grad, row_square, weights, index=None, *, lr, beta2, correction, eps, decay, grad_scale
+) -> None:
+    """One RMSProp step with cautious weight decay, in place; rows without a gradient stay.
+
+    Args: master fp32 (R, C); grad (R, C), or with index int64 (N,) the gradients (N, C) of these rows,
+          which are summed; row_square fp32 (R,); weights (R, C), which receives the master in its own
+          dtype, or None; python numbers
+    """
+    grad = grad.float() * grad_scale
+    rows = slice(None)
+    if index is not None:
+        rows, place = index.unique(return_inverse=True)
+        grad = grad.new_zeros(len(rows), grad.size(1)).index_add_(0, place, grad)
+    row_square.mul_(beta2)
+    row_square[rows] += (1 - beta2) * grad.square().mean(1)
+    update = grad / ((row_square[rows] / correction).sqrt() + eps)[:, None]
+    old = master[rows]
+    agrees = update * old > 0
+    master[rows] -= lr * (update + decay * old * agrees)
+    if weights is not None:
+        weights[rows] = master[rows].to(weights.dtype)
+
+
+@jit
+def update_rows_kernel(
+    master, grad, row_square, weights, index, order,
+    N, C, lr, beta2, correction, eps, decay, grad_scale, BLOCK: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """One row of the gradient a program; arguments as those of update_rows_ref.
+
+    A sparse gradient comes with its index in ascending order, and with the places in the gradient
+    where its rows lie. The first program of equal rows adds them up, GROUP at a time.
+    """
+    place = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < C
+    if index is None:
+        row = place
+        first = True
+        g = tl.load(grad + row * C + column, mask=inside, other=0.0).to(tl.float32)
+        square = beta2 * tl.load(row_square + row)
+    else:
+        row = tl.load(index + place)
+        first = tl.load(index + place - 1, mask=place > 0, other=-1) != row
+        member = place + tl.arange(0, GROUP)
+        equal = (tl.load(index + member, mask=member < N, other=-1) == row) & first
+        g = tl.zeros((BLOCK,), tl.float32)
+        while tl.max(equal.to(tl.int32), 0) > 0:
+            at = tl.load(order + member, mask=equal, other=0)
+            part = tl.load(
+                grad + at[:, None] * C + column,
+                mask=equal[:, None] & inside[None, :],
+                other=0.0,
+            )
+            g += tl.sum(part.to(tl.float32), 0)
+            member += GROUP
+            equal = tl.load(index + member, mask=member < N, other=-1) == row
+        square = tl.load(row_square + row)  # times beta2 already
+    g *= grad_scale
+    total = tl.sum(g * g)
+    square += (1 - beta2) * (total / C)
+    tl.store(row_square + row, square, mask=first)
+    if total != 0:
+        x = tl.load(master + row * C + column, mask=inside, other=0.0)
+        update = g / (tl.sqrt(square / correction) + eps)
+        x -= lr * (update + tl.where(update * x > 0, decay * x, 0.0))
+        tl.store(master + row * C + column, x, mask=inside)
+        if weights is not None:
+            tl.store(weights + row * C + column, x.to(weights.dtype.element_ty), mask=inside)
+
+
+def update_rows(master, grad, row_square, weights, index=None, **numbers) -> None:
+    """As update_rows_ref."""
+    if not use_triton(grad):
+        return update_rows_ref(master, grad, row_square, weights, index, **numbers)
+    order = None
+    if index is not None:
+        index, order = index.sort(stable=True)
+        row_square.mul_(numbers["beta2"])
+    N, C = grad.shape
+    tensors = (master, grad, row_square, weights, index, order)
+    block = triton.next_power_of_2(C)
+    update_rows_kernel[(N,)](*tensors, N, C, **numbers, BLOCK=block, GROUP=4)
+
+
+# -- relu(x w^T)^2 in the epilogue of a product; the MLP forward and backward 2.89 ms against 3.1,
+# in fp8 2.04. Only the activation after the square is kept: its root is relu(x w^T), which is all
+# that the backward needs.
+
+
+def linear_relu2_ref(x: Tensor, w: Tensor) -> Tensor:
+    """x (T, D), w (F, D) -> relu(x w^T)^2, (T, F)."""
+    return F.relu(x @ w.T).square()
+
+
+@jit
+def store_relu2(acc, aux, out, out_T, m0, n0, factor):
+    if aux is not None:
+        acc = 2.0 * acc * tl.sqrt(aux.load([m0, n0]).to(tl.float32))
+    else:
+        acc = tl.maximum(acc, 0.0)
+        acc = acc * acc
+    value = (acc * factor).to(out.dtype)
+    out.store([m0, n0], value)
+    if out_T is not None:
+        out_T.store([n0, m0], value.T)
+
+
+@jit
+def linear_relu2_kernel(
+    a, b, aux, out, out_T,
+    factor, M, N, K,
+    GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """out = relu(a b^T)^2 factor, or with aux 2 (a b^T) sqrt(aux) factor.
+
+    Descriptors of a (M, K), b (N, K), aux and out (M, N), and out_T (N, M) or None. Programs
+    persist, two on each multiprocessor: one multiplies while the other stores.
+    """
+    tiles_m = tl.cdiv(M, BM)
+    tiles_n = tl.cdiv(N, BN)
+    # Flattened, a tile's loads begin before the last one is stored; with aux this needs too much
+    # shared memory for two programs.
+    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, PROGRAMS, flatten=aux is None):
+        first = tile // (GROUP * tiles_n) * GROUP
+        rows = min(tiles_m - first, GROUP)
+        m0 = (first + tile % (GROUP * tiles_n) % rows) * BM
+        n0 = tile % (GROUP * tiles_n) // rows * BN
+        acc = tl.zeros([BM, BN], tl.float32)
+        for k0 in range(0, K, BK):
+            acc = tl.dot(a.load([m0, k0]), b.load([n0, k0]).T, acc)
+        # Halves need less shared memory.
+        left, right = tl.split(tl.permute(tl.reshape(acc, (BM, 2, BN // 2)), (0, 2, 1)))
+        store_relu2(left, aux, out, out_T, m0, n0, factor)
+        store_relu2(right, aux, out, out_T, m0, n0 + BN // 2, factor)
+
+
+# The best of twelve on an H200; fp8 has twice the BK.
+RELU2_TILES = dict(BM=128, BN=128, BK=64, GROUP=4, num_warps=4, num_stages=3)
+
+
+def fused_relu2(x: Tensor, w: Tensor) -> bool:
+    """Whether the kernel runs on this device, with rows of whole 16 bytes.
+
+    Hopper and B200 can: it needs 112 KiB of shared memory, of which an RTX 50 (12.0) has 99.
+    """
+    device_fits = use_triton(x, (9, 0)) and not use_triton(x, (12, 0))
+    return device_fits and all(n * x.itemsize % 16 == 0 for n in (x.size(1), w.size(0)))
+
+
+@torch.library.custom_op(f"{OPS}::linear_relu2", mutates_args=(), tags=ANY_LAYOUT)
+def linear_relu2(
+    a: Tensor, b: Tensor, post: Tensor | None = None, factor: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """relu(a b^T)^2 factor, (M, N); or with post = relu(pre)^2 the gradient of pre.
+
+    That is 2 (a b^T) sqrt(post) factor. The results have the dtype of a; the second is the transpose
+    (N, M) of the first if that is fp8, else empty. 2 M N K FLOP; moves M K + N K + M N items, M N more
+    with post and M N more for the transpose.
+    """
+    M, K = a.shape
+    N = len(b)
+    out, out_T = empty_relu2(a, b)
+    tiles = dict(RELU2_TILES)
+    if a.itemsize == 1:
+        tiles["BK"] *= 2
+    BM, BN, BK = tiles["BM"], tiles["BN"], tiles["BK"]
+
+    describe = TensorDescriptor.from_tensor
+    half = [BM, BN // 2]
+    operands = (describe(a.contiguous(), [BM, BK]), describe(b.contiguous(), [BN, BK]))
+    aux = None if post is None else describe(post.contiguous(), half)
+    flipped = describe(out_T, half[::-1]) if out_T.numel() else None
+    tensors = (*operands, aux, describe(out, half), flipped)
+
+    programs = 3  # of the interpreter
+    if a.is_cuda:
+        programs = 2 * torch.cuda.get_device_properties(a.device).multi_processor_count
+    programs = min(triton.cdiv(M, BM) * triton.cdiv(N, BN), programs)
+    linear_relu2_kernel[(programs,)](*tensors, factor, M, N, K, PROGRAMS=programs, **tiles)
+    return out, out_T
+
+
+@linear_relu2.register_fake
+def empty_relu2(a, b, *rest):
+    transposed = (len(b), len(a)) if a.itemsize == 1 else 0
+    return a.new_empty(len(a), len(b)), a.new_empty(transposed)
+
+
+class MLPRelu2(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, up, down):
+        post, _ = linear_relu2(x, up)
+        ctx.save_for_backward(x, up, down, post)
+        return post @ down
+
+    @staticmethod
+    def backward(ctx, g):
+        x, up, down, post = ctx.saved_tensors
+        before, _ = linear_relu2(g, down, post)
+        return before @ up, before.T @ x, post.T @ g
+
+
+def plain_product8(a8: Tensor, b8: Tensor) -> Tensor:
+    """a b^T unscaled, fp32; on CUDA rounded to bf16."""
+    one = torch.ones((), device=a8.device)
+    dtype = torch.bfloat16 if a8.is_cuda else torch.float32
+    return product8(a8, b8, one, dtype).float()
+
+
+def relu2_8(x8: Tensor, w8: Tensor) -> tuple[Tensor, Tensor]:
+    """e4m3 of relu(x w^T)^2 / 448^3 and its transpose, see MLP8."""
+    if fused_relu2(x8, w8):
+        return linear_relu2(x8, w8, None, E4M3_MAX**-3)
+    post = F.relu(plain_product8(x8, w8)).square() * E4M3_MAX**-3
+    # torch rounds to NaN what is too large, Triton to the largest number.
+    post = post.clamp(max=E4M3_MAX).to(E4M3)
+    return post, transpose8(post)
+
+
+def relu2_grad8(g8: Tensor, w8: Tensor, post8: Tensor) -> tuple[Tensor, Tensor]:
+    """e5m2 of (g w^T) sqrt(post) / 448^1.5 and its transpose, see MLP8."""
+    if fused_relu2(g8, w8):
+        return linear_relu2(g8, w8, post8, E4M3_MAX**-1.5 / 2)
+    before = plain_product8(g8, w8) * post8.float().sqrt() * E4M3_MAX**-1.5
+    before = before.clamp(-E5M2_MAX, E5M2_MAX).to(E5M2)
+    return before, transpose8(before)
+
+
+class MLP8(torch.autograd.Function):
+    """MLPRelu2 with its six products in fp8, for an x whose rows have norm sqrt(D) as after norm().
+
+    Where the kernel runs, nothing of size (T, F) exists in more than 8 bits. |x w^T| <= |x| |w|
+    bounds the activation, and in the same way the gradient before it, so their scales are known.
+    What remains between operands and result is a constant.
+    """
+
+    @staticmethod
+    def forward(ctx, x, up, down, *weights8):
+        up8 = Weight8(*weights8[:3])
+        down8 = Weight8(*weights8[3:])
+        row_x = math.sqrt(x.size(1))
+        x8 = cast8(x, E4M3_MAX / row_x)
+        post8, post8_T = relu2_8(x8, up8.values)  # in units of (row_x row_up)^2 / 448
+        ctx.save_for_backward(x8, post8, post8_T, *up8, *down8)
+        scale = (row_x * up8.row / E4M3_MAX) ** 2 * down8.row
+        return product8(post8, down8.transposed, scale, x.dtype, fast=True)
+
+    @staticmethod
+    def backward(ctx, g):
+        x8, post8, post8_T, *weights8 = ctx.saved_tensors
+        up8 = Weight8(*weights8[:3])
+        down8 = Weight8(*weights8[3:])
+        row_x = math.sqrt(x8.size(1))
+        row_g = largest_row(g)
+        g8 = cast8(g.contiguous(), E5M2_MAX / row_g, E5M2)
+        # In units of 2 row_g row_down row_x row_up / 57344.
+        before8, before8_T = relu2_grad8(g8, down8.values, post8)
+        unit = 2 * row_g * down8.row * up8.row * (row_x / E5M2_MAX / E4M3_MAX)
+        dx = product8(before8, up8.transposed, unit * up8.row, g.dtype, fast=True)
+        dup = product8(before8_T, transpose8(x8), unit * row_x, g.dtype)
+        unit = (row_x * up8.row) ** 2 * row_g / (E4M3_MAX * E5M2_MAX)
+        ddown = product8(post8_T, transpose8(g8), unit, g.dtype)
+        return dx, dup, ddown, *(None,) * 6
+
+
+def mlp_relu2(x_TD: Tensor, up_FD: Tensor, down_FD: Tensor, up8=None, down8=None) -> Tensor:
+    """relu(x up^T)^2 down, (T, D); the kernel keeps only x and the square for the backward.
+
+    With the weights as Weight8 too the products are in fp8, see MLP8.
+    """
+    if up8 is not None:
+        return MLP8.apply(x_TD, up_FD, down_FD, *up8, *down8)
+    if fused_relu2(x_TD, up_FD) and torch.is_grad_enabled():
+        return MLPRelu2.apply(x_TD, up_FD, down_FD)
+    return linear_relu2_ref(x_TD, up_FD) @ down_FD
+
+
+# -- sliding-window attention on packed documents; at windows 128, 384, 896 forward and backward in
+# 0.66, 0.99, 1.44 ms against 1.10, 1.50, 1.92 of torch varlen. Row i sees keys bounds[0, i] <= j <=
+# i; key j is seen by rows j <= i <= bounds[1, j]; neither bound ever falls. A gate is a positive
+# factor of each row and head; in the kernel it saves the 1.2 ms of 90 that it costs outside.
+
+
+def attention_bounds(cu_seqlens: Tensor, T: int, window: int) -> Tensor:
+    """cu_seqlens int32 (G + 1,), padded with T -> int32 (2, T): first key seen, last row seeing."""
+    t = torch.arange(T, dtype=torch.int32, device=cu_seqlens.device)
+    doc = torch.searchsorted(cu_seqlens, t, right=True, out_int32=True)
+    first = torch.maximum(cu_seqlens[doc - 1], t - window)
+    last = torch.minimum(cu_seqlens[doc] - 1, t + window)
+    return torch.stack([first, last]).to(torch.int32)
+
+
+def window_attention_ref(q, k, v, bounds: Tensor, gate: Tensor | None = None):
+    """q, k, v (T, H, K), gate (T, H) -> (T, H, K) with dense scores (H, T, T); only for tests."""
+    t = torch.arange(len(q), device=q.device)
+    seen = (t >= bounds[0, :, None]) & (t <= t[:, None])
+    scores = torch.einsum("ihd,jhd->hij", q, k).masked_fill(~seen, float("-inf"))
+    p = scores.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32))
+    return gated(torch.einsum("hij,jhd->ihd", p.to(v.dtype), v), gate)
+
+
+@jit
+def load_rows(x, index, stride, T, D: tl.constexpr):
+    """Rows of one head: x points at its first value, `stride` values lie between tokens."""
+    x += index.to(tl.int64)[:, None] * stride + tl.arange(0, D)[None, :]
+    return tl.load(x, mask=index[:, None] < T, other=0.0)
+
+
+@jit
+def store_rows(x, value, index, stride, T, D: tl.constexpr):
+    x += index.to(tl.int64)[:, None] * stride + tl.arange(0, D)[None, :]
+    tl.store(x, value.to(x.dtype.element_ty), mask=index[:, None] < T)
+
+
+@jit
+def attention_forward_kernel(
+    q, k, v, o, lse, gate, bounds,
+    T, sq, sk, sv, so,
+    D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """One block of BM rows and one head a program; keys from the first that its first row sees.
+
+    q, k, v, o (T, H, D) with strides sq to so between tokens, lse (H, T), gate (T, H) or None.
+    """
+    m0 = tl.program_id(0) * BM
+    h = tl.program_id(1)
+    m = m0 + tl.arange(0, BM)
+    first = tl.load(bounds + m, mask=m < T, other=0)
+    Q = load_rows(q + h * D, m, sq, T, D)
+    top = tl.full([BM], -1e30, tl.float32)
+    total = tl.zeros([BM], tl.float32)
+    acc = tl.zeros([BM, D], tl.float32)
+    for n0 in range(tl.load(bounds + m0) // BN * BN, min(m0 + BM, T), BN):
+        n = n0 + tl.arange(0, BN)
+        K = load_rows(k + h * D, n, sk, T, D)
+        s = tl.dot(Q, tl.trans(K), input_precision="ieee") * 1.4426950408889634
+        s = tl.where((n[None, :] >= first[:, None]) & (n[None, :] <= m[:, None]), s, -1e30)
+        new_top = tl.maximum(top, tl.max(s, 1))
+        p = tl.exp2(s - new_top[:, None])
+        # The first true maximum wipes out what all-masked blocks left.
+        shrink = tl.exp2(top - new_top)
+        top = new_top
+        total = total * shrink + tl.sum(p, 1)
+        V = load_rows(v + h * D, n, sv, T, D)
+        acc = tl.dot(p.to(V.dtype), V, acc * shrink[:, None], input_precision="ieee")
+    G = 1.0
+    if gate is not None:
+        G = tl.load(gate + m * (so // D) + h, mask=m < T, other=1.0).to(tl.float32)
+    store_rows(o + h * D, acc * (G / total)[:, None], m, so, T, D)
+    tl.store(lse + h * T + m, top + tl.log2(total), mask=m < T)
+
+
+@jit
+def attention_dq_kernel(
+    q, k, v, o, do, dq, lse, delta, gate, gated_lse, bounds,
+    T, sq, sk, sv, so,
+    D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """As the forward; also leaves delta = rowsum(o do) for the other kernel.
+
+    With a gate G: ds = p (G dp - delta) = p' (dp - delta / G), where p' = G p is exp2(s - (lse -
+    log2 G)) and also the factor of dv. So both kernels see another lse and another delta, and the
+    latter is the gradient of the gate.
+    """
+    m0 = tl.program_id(0) * BM
+    h = tl.program_id(1)
+    m = m0 + tl.arange(0, BM)
+    first = tl.load(bounds + m, mask=m < T, other=0)
+    L = tl.load(lse + h * T + m, mask=m < T, other=0.0)
+    Q = load_rows(q + h * D, m, sq, T, D)
+    dO = load_rows(do + h * D, m, so, T, D)
+    O = load_rows(o + h * D, m, so, T, D)
+    row = tl.sum(dO.to(tl.float32) * O.to(tl.float32), 1)
+    if gate is not None:  # a gate of exactly 0 has a sigmoid of slope 0 behind it
+        G = tl.load(gate + m * (so // D) + h, mask=m < T, other=1.0).to(tl.float32)
+        row = tl.where(G == 0.0, 0.0, row / G)
+        L = L - tl.log2(G)
+        tl.store(gated_lse + h * T + m, L, mask=m < T)
+    tl.store(delta + h * T + m, row, mask=m < T)
+    acc = tl.zeros([BM, D], tl.float32)
+    for n0 in range(tl.load(bounds + m0) // BN * BN, min(m0 + BM, T), BN):
+        n = n0 + tl.arange(0, BN)
+        K = load_rows(k + h * D, n, sk, T, D)
+        s = tl.dot(Q, tl.trans(K), input_precision="ieee") * 1.4426950408889634
+        s = tl.where((n[None, :] >= first[:, None]) & (n[None, :] <= m[:, None]), s, float("-inf"))
+        p = tl.exp2(s - L[:, None])
+        V = load_rows(v + h * D, n, sv, T, D)
+        dp = tl.dot(dO, tl.trans(V), input_precision="ieee")
+        ds = p * (dp - row[:, None])
+        acc = tl.dot(ds.to(K.dtype), K, acc, input_precision="ieee")
+    store_rows(dq + h * D, acc, m, so, T, D)
+
+
+@jit
+def attention_dkv_kernel(
+    q, k, v, do, dk, dv, lse, delta, bounds,
+    T, sq, sk, sv, so,
+    D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """One block of BN keys and one head a program; rows up to the last that sees its last key."""
+    n0 = tl.program_id(0) * BN
+    h = tl.program_id(1)
+    n = n0 + tl.arange(0, BN)
+    last = tl.load(bounds + T + n, mask=n < T, other=-1)
+    K = load_rows(k + h * D, n, sk, T, D)
+    V = load_rows(v + h * D, n, sv, T, D)
+    dK = tl.zeros([BN, D], tl.float32)
+    dV = tl.zeros([BN, D], tl.float32)
+    for m0 in range(n0 // BM * BM, tl.load(bounds + T + min(n0 + BN, T) - 1) + 1, BM):
+        m = m0 + tl.arange(0, BM)
+        Q = load_rows(q + h * D, m, sq, T, D)
+        dO = load_rows(do + h * D, m, so, T, D)
+        L = tl.load(lse + h * T + m, mask=m < T, other=0.0)
+        row = tl.load(delta + h * T + m, mask=m < T, other=0.0)
+        s = tl.dot(K, tl.trans(Q), input_precision="ieee") * 1.4426950408889634
+        s = tl.where((m[None, :] >= n[:, None]) & (m[None, :] <= last[:, None]), s, float("-inf"))
+        p = tl.exp2(s - L[None, :])
+        dV = tl.dot(p.to(dO.dtype), dO, dV, input_precision="ieee")
+        dp = tl.dot(V, tl.trans(dO), input_precision="ieee")
+        ds = p * (dp - row[None, :])
+        dK = tl.dot(ds.to(Q.dtype), Q, dK, input_precision="ieee")
+    store_rows(dk + h * D, dK, n, so, T, D)
+    store_rows(dv + h * D, dV, n, so, T, D)
+
+
+# The best for all three kernels and all windows on an H200.
+ATTENTION_TILES = dict(BM=64, BN=64, num_warps=4, num_stages=2)
+
+
+def adjacent_heads(x: Tensor) -> Tensor:
+    """x (T, H, K), copied unless the heads of a token follow each other in memory."""
+    return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()
+
+
+@torch.library.custom_op(f"{OPS}::window_attention", mutates_args=())
+def window_attention_forward(
+    q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, gate: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """window_attention and lse (H, T), the base-2 logarithms of the softmax's denominators."""
+    T, H, D = q.shape
+    q, k, v = map(adjacent_heads, (q, k, v))
+    gate = None if gate is None else gate.contiguous()
+    o = q.new_empty(T, H, D)
+    lse = torch.empty(H, T, dtype=torch.float32, device=q.device)
+    grid = (triton.cdiv(T, ATTENTION_TILES["BM"]), H)
+    sizes = (T, q.stride(0), k.stride(0), v.stride(0), H * D, D)
+    attention_forward_kernel[grid](q, k, v, o, lse, gate, bounds, *sizes, **ATTENTION_TILES)
+    return o, lse
+
+
+@torch.library.custom_op(f"{OPS}::window_attention_grad", mutates_args=())
+def window_attention_grad(
+    q: Tensor, k: Tensor, v: Tensor, o: Tensor, do: Tensor, lse: Tensor,
+    bounds: Tensor, gate: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """dq, dk, dv (T, H, K) and dgate (T, H), which is empty without a gate."""
+    T, H, D = q.shape
+    q, k, v = map(adjacent_heads, (q, k, v))
+    do = do.contiguous()
+    dq, dk, dv = (q.new_empty(T, H, D) for _ in range(3))
+    delta = torch.empty_like(lse)
+    gated_lse = None
+    if gate is not None:
+        gate = gate.contiguous()
+        gated_lse = torch.empty_like(lse)
+
+    sizes = (T, q.stride(0), k.stride(0), v.stride(0), H * D, D)
+    tensors = (q, k, v, o, do, dq, lse, delta, gate, gated_lse, bounds)
+    grid = (triton.cdiv(T, ATTENTION_TILES["BM"]), H)
+    attention_dq_kernel[grid](*tensors, *sizes, **ATTENTION_TILES)
+
+    tensors = (q, k, v, do, dk, dv, lse if gate is None else gated_lse, delta, bounds)
+    grid = (triton.cdiv(T, ATTENTION_TILES["BN"]), H)
+    attention_dkv_kernel[grid](*tensors, *sizes, **ATTENTION_TILES)
+    dgate = q.new_empty(0) if gate is None else delta.T.to(gate.dtype).contiguous()
+    return dq, dk, dv, dgate
+
+
+@window_attention_forward.register_fake
+def _(q, k, v, bounds, gate):
+    return q.new_empty(q.shape), q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
+
+
+@window_attention_grad.register_fake
+def _(q, k, v, o, do, lse, bounds, gate):
+    dq, dk, dv = (q.new_empty(q.shape) for _ in range(3))
+    return dq, dk, dv, q.new_empty(0) if gate is None else gate.new_empty(gate.shape)
+
+
+class WindowAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, bounds, gate):
+        o, lse = window_attention_forward(q, k, v, bounds, gate)
+        ctx.save_for_backward(q, k, v, bounds, gate, o, lse)
+        return o
+
+    @staticmethod
+    def backward(ctx, do):
+        q, k, v, bounds, gate, o, lse = ctx.saved_tensors
+        dq, dk, dv, dgate = window_attention_grad(q, k, v, o, do, lse, bounds, gate)
+        return dq, dk, dv, None, None if gate is None else dgate
+
+
+def window_attention(q_THK, k_THK, v_THK, bounds: Tensor, gate_TH=None) -> Tensor:
+    """As window_attention_ref, for 16 bits, K a power of two; q, k, v may be views of a packed qkv.
+
+    q carries the scale, and the gate is above 0. 4 / 10 T H K window FLOP forward / backward; at least
+    4 / 12 T H K values moved.
+    """
+    return WindowAttention.apply(q_THK, k_THK, v_THK, bounds, gate_TH)
+
+
+# -- queries and keys: norm, scale and rotary embedding in one pass over qkv, and the way back in
+# another; 0.11 and 0.20 ms at 6 heads, 90 and 99 % of the speed of a copy. torch.compile needed 0.16
+# and 0.27, with two passes for the way back and fp32 gradients of the normalised in memory between
+# them; in the medium model 31 ms of 504, now 14.
+
+
+def norm_rotate_ref(qkv: Tensor, cos: Tensor, sin: Tensor, scale: Tensor):
+    q, k, v = qkv.unbind(1)
+    return rotate(times(scale, norm(q)), cos, sin), rotate(norm(k), cos, sin), v
+
+
+NORM_EPS = torch.finfo(torch.float32).eps  # what F.rms_norm adds in 16 and 32 bits
+
+
+@jit
+def quarter(x, row, K: tl.constexpr):
+    """Pointers to the first quarters of rows of K values."""
+    return x + row[:, None] * K + tl.arange(0, K // 4)[None, :]
+
+
+@jit
+def load_quarters(x, K: tl.constexpr, live):
+    """Four quarters, fp32: two of them turn against each other, and the loads stay wide."""
+    x0 = tl.load(x, mask=live, other=0.0).to(tl.float32)
+    x1 = tl.load(x + K // 4, mask=live, other=0.0).to(tl.float32)
+    x2 = tl.load(x + K // 2, mask=live, other=0.0).to(tl.float32)
+    x3 = tl.load(x + 3 * (K // 4), mask=live, other=0.0).to(tl.float32)
+    return x0, x1, x2, x3
+
+
+@jit
+def store_quarters(x, x0, x1, x2, x3, factor, K: tl.constexpr, live):
+    tl.store(x, (x0 * factor).to(x.dtype.element_ty), mask=live)
+    tl.store(x + K // 4, (x1 * factor).to(x.dtype.element_ty), mask=live)
+    tl.store(x + K // 2, (x2 * factor).to(x.dtype.element_ty), mask=live)
+    tl.store(x + 3 * (K // 4), (x3 * factor).to(x.dtype.element_ty), mask=live)
+
+
+@jit
+def norm_rotate_kernel(
+    qkv, q, k, cos, sin, scale,
+    rows, H, eps,
+    K: tl.constexpr, BR: tl.constexpr,
+):  # fmt: skip
+    """From qkv (T, 3, H, K) to q and k (T, H, K), BR rows of K values a program."""
+    row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
+    live = (row < rows)[:, None]
+    head = row % H
+    t = row // H
+    C = tl.load(quarter(cos, t, K), mask=live, other=0.0).to(tl.float32)
+    S = tl.load(quarter(sin, t, K), mask=live, other=0.0).to(tl.float32)
+    for part in tl.static_range(2):
+        x0, x1, x2, x3 = load_quarters(quarter(qkv, (t * 3 + part) * H + head, K), K, live)
+        squares = tl.sum(x0 * x0 + x1 * x1 + x2 * x2 + x3 * x3, 1)
+        factor = tl.rsqrt(squares / K + eps)[:, None]
+        if part == 0:
+            factor = factor * tl.load(scale)
+        turned0 = x0 * C + x1 * S
+        turned1 = x1 * C - x0 * S
+        out = quarter(q if part == 0 else k, t * H + head, K)
+        store_quarters(out, turned0, turned1, x2, x3, factor, K, live)
+
+
+@jit
+def norm_rotate_grad_kernel(
+    qkv, dq, dk, dv, dqkv, cos, sin, scale, scale_out,
+    rows, H, every, eps,
+    K: tl.constexpr, BR: tl.constexpr,
+):  # fmt: skip
+    """From the gradients dq, dk, dv (T, H, K) to dqkv (N, 3, H, K), BR rows of K values a program.
+
+    Row n of dqkv is of token n * every; it is divided by scale_out if there is one.
+    """
+    row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
+    live = (row < rows)[:, None]
+    head = row % H
+    n = row // H
+    t = n * every
+    C = tl.load(quarter(cos, t, K), mask=live, other=0.0).to(tl.float32)
+    S = tl.load(quarter(sin, t, K), mask=live, other=0.0).to(tl.float32)
+    inverse = 1.0 if scale_out is None else 1.0 / tl.load(scale_out)
+    for part in tl.static_range(2):
+        x0, x1, x2, x3 = load_quarters(quarter(qkv, (t * 3 + part) * H + head, K), K, live)
+        squares = tl.sum(x0 * x0 + x1 * x1 + x2 * x2 + x3 * x3, 1)
+        shrink = tl.rsqrt(squares / K + eps)[:, None]
+        factor = shrink * tl.load(scale) if part == 0 else shrink
+        g = quarter(dq if part == 0 else dk, t * H + head, K)
+        g0, g1, g2, g3 = load_quarters(g, K, live)
+        turned0 = g0 * C - g1 * S
+        turned1 = g0 * S + g1 * C
+        # The norm takes away the part of the gradient along x.
+        along = tl.sum(x0 * turned0 + x1 * turned1 + x2 * g2 + x3 * g3, 1)
+        along = (along / K)[:, None] * shrink * shrink
+        g0 = (turned0 - x0 * along) * factor
+        g1 = (turned1 - x1 * along) * factor
+        g2 = (g2 - x2 * along) * factor
+        g3 = (g3 - x3 * along) * factor
+        out = quarter(dqkv, (n * 3 + part) * H + head, K)
+        store_quarters(out, g0, g1, g2, g3, inverse, K, live)
+    g0, g1, g2, g3 = load_quarters(quarter(dv, t * H + head, K), K, live)
+    out = quarter(dqkv, (n * 3 + 2) * H + head, K)
+    store_quarters(out, g0, g1, g2, g3, inverse, K, live)
+
+
+ROTATE_ROWS = 32  # of a program
+
+
+@torch.library.custom_op(f"{OPS}::norm_rotate", mutates_args=())
+def norm_rotate_forward(
+    qkv: Tensor, cos: Tensor, sin: Tensor, scale: Tensor
+) -> tuple[Tensor, Tensor]:
+    T, _, H, K = qkv.shape
+    q, k = qkv.new_empty(T, H, K), qkv.new_empty(T, H, K)
+    tensors = (qkv.contiguous(), q, k, cos.contiguous(), sin.contiguous(), scale)
+    grid = (triton.cdiv(T * H, ROTATE_ROWS),)
+    norm_rotate_kernel[grid](*tensors, T * H, H, NORM_EPS, K, ROTATE_ROWS)
+    return q, k
+
+
+def launch_norm_rotate_grad(tensors, dqkv, rotary, scale_out=None, every=1) -> None:
+    """Fills dqkv (N, 3, H, K) from tensors = qkv, dq, dk, dv and rotary = cos, sin, scale."""
+    N, _, H, K = dqkv.shape
+    tensors = [t.contiguous() for t in tensors]
+    rotary = [t.contiguous() for t in rotary]
+    grid = (triton.cdiv(N * H, ROTATE_ROWS),)
+    sizes = (N * H, H, every, NORM_EPS, K, ROTATE_ROWS)
+    norm_rotate_grad_kernel[grid](*tensors, dqkv, *rotary, scale_out, *sizes)
+
+
+@torch.library.custom_op(f"{OPS}::norm_rotate_grad", mutates_args=())
+def norm_rotate_grad(
+    qkv: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, scale: Tensor
+) -> Tensor:
+    dqkv = qkv.new_empty(qkv.shape)
+    launch_norm_rotate_grad((qkv, dq, dk, dv), dqkv, (cos, sin, scale))
+    return dqkv
+
+
+@torch.library.custom_op(f"{OPS}::norm_rotate_grad8", mutates_args=())
+def norm_rotate_grad8(
+    qkv: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, scale: Tensor
+) -> tuple[Tensor, Tensor]:
+    """norm_rotate_grad in e5m2, and its scale, 256 times that of every 64th token.
+
+    e5m2 has 32 binades, so other tokens may exceed those by 8 of them (what exceeds more becomes
+    the largest number) and fall below by 20.
+    """
+    tensors = [t.contiguous() for t in (qkv, dq, dk, dv)]
+    sample = qkv.new_empty(math.ceil(len(qkv) / 64), *qkv.shape[1:])
+    launch_norm_rotate_grad(tensors, sample, (cos, sin, scale), every=64)
+    largest = torch.linalg.vector_norm(sample, float("inf"), dtype=torch.float32)
+    scale8 = largest.clamp(min=1e-30) * (256 / E5M2_MAX)
+    dqkv8 = qkv.new_empty(qkv.shape, dtype=E5M2)
+    launch_norm_rotate_grad(tensors, dqkv8, (cos, sin, scale), scale8)
+    return dqkv8, scale8
+
+
+@norm_rotate_forward.register_fake
+def _(qkv, *rest):
+    return qkv.new_empty(qkv[:, 0].shape), qkv.new_empty(qkv[:, 0].shape)
+
+
+norm_rotate_grad.register_fake(lambda qkv, *rest: qkv.new_empty(qkv.shape))
+
+
+@norm_rotate_grad8.register_fake
+def _(qkv, *rest):
+    return qkv.new_empty(qkv.shape, dtype=E5M2), qkv.new_empty((), dtype=torch.float32)
+
+
+class NormRotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, qkv, cos, sin, scale):
+        ctx.save_for_backward(qkv, cos, sin, scale)
+        return *norm_rotate_forward(qkv, cos, sin, scale), qkv[:, 2]
+
+    @staticmethod
+    def backward(ctx, dq, dk, dv):
+        qkv, *rotary = ctx.saved_tensors
+        return norm_rotate_grad(qkv, dq, dk, dv, *rotary), None, None, None
+
+
+def norm_rotate(qkv: Tensor, cos_TK: Tensor, sin_TK: Tensor, scale: Tensor):
+    """qkv (T, 3, H, K) -> q, normalised, times the scale and rotated; k, normalised and rotated; v.
+
+    Each is (T, H, K). cos_TK and sin_TK (T, 1, K) as for rotate, of which the kernel reads the
+    first quarter; scale 0-D, without a gradient. 4 / 8 T H K values moved.
+    """
+    K = qkv.size(-1)
+    if use_triton(qkv) and torch.is_grad_enabled() and K & (K - 1) == 0:
+        return NormRotate.apply(qkv, cos_TK, sin_TK, scale)
+    return norm_rotate_ref(qkv, cos_TK, sin_TK, scale)
+
+
+class QKV8(torch.autograd.Function):
+    """project_qkv with fp8 products, for an x whose rows have norm sqrt(D) as after norm()."""
+
+    @staticmethod
+    def forward(ctx, x, w, cos, sin, scale, *weight8):
+        w8 = Weight8(*weight8)
+        row_x = math.sqrt(x.size(1))
+        x8 = cast8(x, E4M3_MAX / row_x)
+        qkv = product8(x8, w8.values, w8.row * (row_x / E4M3_MAX**2), x.dtype, fast=True)
+        qkv = qkv.view(len(x), 3, -1, cos.size(-1))
+        ctx.save_for_backward(x8, qkv, cos, sin, scale, *w8)
+        return *norm_rotate_forward(qkv, cos, sin, scale), qkv[:, 2]
+
+    @staticmethod
+    def backward(ctx, dq, dk, dv):
+        x8, qkv, cos, sin, scale, *weight8 = ctx.saved_tensors
+        w8 = Weight8(*weight8)
+        row_x = math.sqrt(x8.size(1))
+        g8, unit = norm_rotate_grad8(qkv, dq, dk, dv, cos, sin, scale)
+        g8 = g8.view(len(x8), -1)
+        dx = product8(g8, w8.transposed, unit * w8.row / E4M3_MAX, dq.dtype, fast=True)
+        dw = product8(transpose8(g8), transpose8(x8), unit * (row_x / E4M3_MAX), dq.dtype)
+        return dx, dw, *(None,) * 6
+
+
+def project_qkv(x_TD: Tensor, w: Tensor, cos_TK: Tensor, sin_TK: Tensor, scale, w8=None):
+    """x w^T, w (3 H K, D), as q, k, v, each (T, H, K), through norm_rotate; w8: a Weight8, see QKV8."""
+    K = cos_TK.size(-1)
+    if w8 is not None and use_triton(x_TD) and K & (K - 1) == 0:
+        return QKV8.apply(x_TD, w, cos_TK, sin_TK, scale, *w8)
+    return norm_rotate(F.linear(x_TD, w).view(len(x_TD), 3, -1, K), cos_TK, sin_TK, scale)
+
+
+# <<< shared: kernels
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.exit(main())
