@@ -2359,15 +2359,12 @@ def warm_up(state: TrainState, say: Callable) -> None:
     begin = time.perf_counter()
     before = checksum(state.model)
     rng = np.random.default_rng(0)
-    helpers = start_helpers(state)
     for index in range(len(state.config.stages)):
         # Where memory runs out, the stage is tried again with smaller micro-batches.
         packs = 0
         while packs != state.packs:
             packs = state.packs
-            warm_up_stage(state, index, rng, helpers)
-    if helpers:
-        cold_mark(state).touch()
+            warm_up_stage(state, index, rng)
     reset_state(state)
     after = checksum(state.model)
     assert before == after, f"the warm-up left a trace in the weights: {before} became {after}"
@@ -2376,7 +2373,7 @@ def warm_up(state: TrainState, say: Callable) -> None:
     say(f"warm-up: {seconds:.1f} s, micro-batch {tokens:,} tokens")
 
 
-def warm_up_stage(state: TrainState, index: int, rng: np.random.Generator, helpers) -> None:
+def warm_up_stage(state: TrainState, index: int, rng: np.random.Generator) -> None:
     """Trains on one stage's shapes and validates; may leave state.packs smaller."""
     config = state.config
     ranks = state.ranks
@@ -2389,97 +2386,18 @@ def warm_up_stage(state: TrainState, index: int, rng: np.random.Generator, helpe
         rows = next(n for n in larger if largest_divisor(n, state.packs) == rows)
     for _ in range(1 if index else 2):  # late tables are updated from the second step on
         train_step(state, dummy_batch(config, ranks, rows, rng))
-    for helper in helpers:
-        helper.wait()
-    ranks.gather(None)  # the helpers work for all ranks of a machine
-    warm_up_validation(state, rng)
-    state.packs = min(ranks.gather(state.packs))  # memory may have run out on some ranks only
 
-
-def warm_up_validation(state: TrainState, rng: np.random.Generator) -> None:
-    """Validates on dummy tokens; may leave state.packs smaller."""
-    device = state.ranks.device
-    batch = dummy_batch(state.config, state.ranks, state.packs, rng)
-    token_bytes = torch.ones(state.config.padded_vocab, dtype=torch.long, device=device)
+    batch = dummy_batch(config, ranks, state.packs, rng)
+    token_bytes = torch.ones(config.padded_vocab, dtype=torch.long, device=ranks.device)
     while True:
         try:
-            bits_per_byte(state.forward, batch, state.packs, token_bytes, state.ranks)
-            return
+            bits_per_byte(state.forward, batch, state.packs, token_bytes, ranks)
+            break
         except torch.OutOfMemoryError:
             pass  # the exception holds the activations until it ends here
         shrink_micro_batch(state)
 
-
-# A cold start spends a minute in one thread of Python that compiles one thing after another. Two helper
-# processes compile what comes later, into the caches on the disk, where this process then finds it.
-
-HELPER = """
-import importlib, sys
-sys.path.insert(0, sys.argv[1])
-importlib.import_module(sys.argv[2]).help_compile(*sys.argv[3:])
-"""
-
-
-def cold_mark(state: TrainState) -> Path:
-    """The file that a cold start leaves in the cache, for starts that need the same."""
-    script = Path(__file__).read_text(encoding="utf-8")
-    shapes = [tuple(param.shape) for param in state.model.parameters()]
-    needs = (script, torch.__version__, torch.cuda.get_device_name(), state.packs, shapes)
-    digest = hashlib.sha256(repr(needs).encode()).hexdigest()
-    return Path(torch._inductor.codecache.cache_dir()) / f"decoderstack-{digest[:16]}"
-
-
-def start_helpers(state: TrainState) -> list[subprocess.Popen]:
-    """The helpers of a cold start; none where cores or memory are scarce, one rank of a machine alone."""
-    compiles = state.config.compile and state.ranks.device.type == "cuda"
-    if not compiles or not isinstance(state.model, GPT) or state.ranks.local_rank:
-        return []
-    if cold_mark(state).exists():
-        return []
-    if (os.cpu_count() or 1) < 12 or torch.cuda.mem_get_info()[0] < 60 * 2**30:
-        return []
-
-    script = Path(__file__)
-    tokens = state.packs * state.config.pack_tokens
-    config = dataclasses.replace(state.config, micro_batch_tokens=tokens)
-    values = json.dumps(dataclasses.asdict(config))
-    environment = {
-        k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")
-    }
-    helpers = []
-    for task in ("kernels", "validation"):
-        helper = subprocess.Popen(
-            [sys.executable, "-c", HELPER, str(script.parent), script.stem, task, values],
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        atexit.register(helper.kill)
-        helpers.append(helper)
-    return helpers
-
-
-def help_compile(task: str, values: str) -> None:
-    """What a helper does, in a process of its own."""
-    config = Config(**{name: as_tuple(value) for name, value in json.loads(values).items()})
-    rng = np.random.default_rng(0)
-    if task == "kernels":
-        # Each Triton kernel is compiled at its first launch. Small tensors do, but for their widths.
-        small = {
-            "micro_batch_tokens": config.pack_tokens,
-            "bigram_rows": min(config.bigram_rows, 4096),
-        }
-        config = dataclasses.replace(config, compile=False, **small)
-    state = build_state(config, start_ranks(), lambda text: None)
-    if task == "kernels":
-        train_step(state, dummy_batch(config, state.ranks, 1, rng))
-        return
-    for slot in state.optimizer.slots:
-        if slot.policy.optimizer != "rmsprop":  # whose kernel is not compiled by torch
-            slot.param.grad = torch.zeros_like(slot.param)
-    state.optimizer.step(1.0, 0.9)
-    warm_up_validation(state, rng)
+    state.packs = min(ranks.gather(state.packs))  # memory may have run out on some ranks only
 
 
 def capture(

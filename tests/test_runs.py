@@ -1054,13 +1054,3 @@ def test_absurd_rate(fails, dataset_dir, tmp_path, monkeypatch):
     """A real divergence, by a rate of 1e30, is a sentence as well."""
     monkeypatch.setitem(ts.RANGES, "adam_lr", (0.0, 1e30))
     fails(flags(dataset_dir, tmp_path / "run", adam_lr=1e30), "the loss became nan at step 2", "adam_lr")
-
-
-@pytest.mark.parametrize("task", ("kernels", "validation"))
-def test_helper_of_a_cold_start(task):
-    """The command of a helper computes what it is for with the Config of the run, and says nothing."""
-    config = tiny_config(micro_batch_tokens=256)
-    values = json.dumps(dataclasses.asdict(config))
-    done = python("-c", ts.HELPER, str(ROOT), "train_small", task, values)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-    assert python("-c", ts.HELPER, str(ROOT), "train_small", task, values.replace("64", "63")).returncode != 0
