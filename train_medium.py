@@ -1383,9 +1383,10 @@ class PackLoader:
 # 6. OPTIMIZER -- NorMuon for matrices, RMSProp for tables, else Adam; state sharded over ranks
 # Each rank owns a slice of every bank and table, with the fp32 master weights and moments of that
 # slice. A step reduce-scatters all gradients, updates the own slices in the same order, and all-gathers
-# the weights in the dtype of the model. Gradients of `late` tables travel while the next step computes,
-# and their weights while matrices are orthogonalised. One process runs the same code: its slices are
-# whole, and communication does nothing.
+# the weights in the dtype of the model. A table with sparse gradients is whole on every rank, and what
+# travels are the rows that were read. Gradients of `late` tables travel while the next step computes, and
+# their weights while matrices are orthogonalised. One process runs the same code: its slices are whole,
+# and communication does nothing.
 
 # Five polynomials (a, b, c) of Polar Express (arXiv 2505.16932), for a safety factor and a cushion of 0.02.
 POLAR_EXPRESS = (
@@ -1527,9 +1528,9 @@ class Optimizer:
     def step(self, lr_mult: float, momentum: float, loss_scale: float = 1.0) -> bool:
         """Reduces gradients (summed over ranks), updates, gathers.
 
-        A late table uses the gradient of the step before, so that nobody waits for it: such tables
-        are seven tenths of the small model, and on 4 H200s they were most of the 2.7 ms a step that
-        no computation hid.
+        A late table uses the gradient of the step before, so that nobody waits for it: when such
+        tables were seven tenths of the small model, they were most of the 2.7 ms a step that no
+        computation hid on 4 H200s.
 
         Returns: False if a scaled gradient overflowed; nothing is updated then
         """
