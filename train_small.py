@@ -1842,7 +1842,7 @@ def pretraining_job(config: Config) -> Job:
 
 
 def check_length(job: Job) -> None:
-    """Raises UserError if the run needs more text than there is."""
+    """Raises UserError if the run needs more text than there is, or learns repeated text by heart."""
     config = job.config
     # Where each stage ends, without looking at every step.
     steps = range(config.num_steps)
@@ -1858,6 +1858,15 @@ def check_length(job: Job) -> None:
         raise UserError(
             f"{config.data} holds {job.available:,} training tokens, the run asks for {needed:,}; "
             f"{way}, add text, or allow repeats with --set max_epochs=N"
+        )
+
+    # A tiny model that read its text 2.8 times reached 2.00 bpb without bigrams, and 2.15 and 2.45 with
+    # 23 and 231 rows for 1,000 tokens of text. Read once, ten times the rows gained 0.036.
+    passes = needed * config.max_epochs / job.available
+    if job.command == "pretrain" and passes > 1.5 and config.bigram_rows > 163840:
+        raise UserError(
+            f"the run would read {config.data} {passes:.1f} times, and a table of "
+            f"{config.bigram_rows:,} bigrams learns repeated text by heart; add --set bigram_rows=0, or more text"
         )
 
 

@@ -1,8 +1,9 @@
 # ruff: noqa: E402
 """Whether a long run stays as it began: time of each step, gaps between steps, memory, compilations.
 
-    python dev/steady.py @runs/b34.args --tokens 450000000 --set max_epochs=14      8 minutes on an H200
     python dev/steady.py @runs/tiny.args                                            a toy on a CPU
+    python dev/steady.py @runs/b34.args --tokens 450000000 --set max_epochs=14 --set bigram_rows=163840
+                                                                                    8 minutes on an H200
 
 It trains with the flags of train_small.py and looks at each step with events of the device. Steps after a validation
 or a save begin with a wait and are left out. The last line is the result as JSON; the exit code is 1 if memory grew,

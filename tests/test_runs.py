@@ -916,6 +916,18 @@ def test_too_little_data(fails, dataset, dataset_dir, tmp_path):
         fails([*argv, "--set", f"stages=((1.0,{packs},1.0),)", "--tokens", tokens], words)
 
 
+def test_repeated_text_and_a_large_table(fails, dataset, dataset_dir, tmp_path):
+    """Refused with the way out before anything is written; less than 1.5 passes, small tables and none are allowed."""
+    there = dataset.total("train", "tokens")
+    steps = round(2 * there / 384)
+    argv = flags(dataset_dir, tmp_path / "run", steps=steps, max_epochs=3, bigram_rows=163841)
+    fails(argv, "would read", "2.0 times", "163,841 bigrams", "--set bigram_rows=0")
+    assert not (tmp_path / "run").exists()
+    config = tiny_config(tokens=steps * 384, max_epochs=3, bigram_rows=163841, data=str(dataset_dir))
+    for change in ({"bigram_rows": 163840}, {"bigram_rows": 0}, {"tokens": int(1.4 * there)}):
+        ts.check_length(ts.pretraining_job(dataclasses.replace(config, **change)))
+
+
 @pytest.mark.parametrize(
     ("more", "words"),
     [
