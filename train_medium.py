@@ -613,7 +613,9 @@ def set_sparse_gradient(model: nn.Module, looked_up: list[Rows | None]) -> None:
     """The gradient of the bigram table, as a sparse tensor with a row for each token of the step."""
     looked_up = [rows for rows in looked_up if rows is not None]
     if looked_up:
-        index, values = (torch.cat(parts) for parts in zip(*looked_up, strict=True))
+        index, values = looked_up[0]
+        if len(looked_up) > 1:
+            index, values = (torch.cat(parts) for parts in zip(*looked_up, strict=True))
         table = model.bigram_embed
         # A check would wait for the device.
         with torch.sparse.check_sparse_tensor_invariants(False):
@@ -2864,7 +2866,7 @@ def micro_batch_limit(config: Config, free: int) -> float:
         layer = 3 * c.width + 2 * layer / c.num_layers
     matrices = matmul_weights(c)
     tables = (1 + len(c.value_embed_layers)) * c.padded_vocab * c.width
-    others = 5 * matrices + 4 * (tables + c.bigram_rows * c.width) + 6 * 16384 * c.padded_vocab
+    others = 5 * matrices + 4 * tables + 6 * 16384 * c.padded_vocab
     return min(32768, (0.9 * free - others) / (c.num_layers * layer + 16 * c.width))
 
 

@@ -516,7 +516,9 @@ def set_sparse_gradient(model: nn.Module, looked_up: list[Rows | None]) -> None:
     """The gradient of the bigram table, as a sparse tensor with a row for each token of the step."""
     looked_up = [rows for rows in looked_up if rows is not None]
     if looked_up:
-        index, values = (torch.cat(parts) for parts in zip(*looked_up, strict=True))
+        index, values = looked_up[0]
+        if len(looked_up) > 1:
+            index, values = (torch.cat(parts) for parts in zip(*looked_up, strict=True))
         table = model.bigram_embed
         # A check would wait for the device.
         with torch.sparse.check_sparse_tensor_invariants(False):
