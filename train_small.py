@@ -1314,24 +1314,6 @@ def normuon_update(
         weights.copy_(master)
 
 
-def adam_update(
-    master, grad, exp_avg, exp_avg_sq,
-    lr, beta1, beta2, eps, decay, correction1, correction2, grad_scale, weights=None,
-) -> None:  # fmt: skip
-    """One Adam step with cautious weight decay, in place.
-
-    From lr to grad_scale all arguments are 0-D tensors; weights receives the master in its own dtype.
-    """
-    grad = grad.float() * grad_scale
-    exp_avg.lerp_(grad, 1 - beta1)
-    exp_avg_sq.lerp_(grad.square(), 1 - beta2)
-    update = exp_avg / correction1 / ((exp_avg_sq / correction2).sqrt() + eps)
-    agrees = update * master > 0
-    master.sub_(lr * (update + decay * master * agrees))
-    if weights is not None:
-        weights.copy_(master)
-
-
 # Their names until torch 2.12, which later versions call deprecated.
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -1374,10 +1356,8 @@ class Optimizer:
 
         on_gpu = ranks.device.type == "cuda"
         self.normuon_update = normuon_update
-        self.adam_update = adam_update
         if config.compile and on_gpu:
             self.normuon_update = torch.compile(normuon_update, dynamic=False, fullgraph=True)
-            self.adam_update = torch.compile(adam_update, dynamic=False, fullgraph=True)
         self.muon_dtype = torch.bfloat16 if on_gpu and bf16_is_native() else torch.float32
         self.reset()
 
@@ -1458,20 +1438,23 @@ class Optimizer:
             self.normuon_update(*part, *numbers, inverse_scale, self.muon_dtype, part_weights)
 
     def update_adam(self, slot: Slot, weights, lr_mult, loss_scale, count: int) -> None:
+        """One launch of a Triton kernel, which takes plain numbers."""
         c = self.config
-        lr = torch.tensor(c.adam_lr * slot.policy.lr_mult * lr_mult)
-        decay = torch.tensor(slot.policy.weight_decay * lr_mult)
-        betas = [torch.tensor(beta) for beta in slot.policy.betas]
-        corrections = [torch.tensor(1 - beta**count) for beta in slot.policy.betas]
-        numbers = (lr, *betas, torch.tensor(c.adam_eps), decay, *corrections)
-        inverse_scale = torch.tensor(1.0 / loss_scale)
+        beta1, beta2 = slot.policy.betas
         moments = (slot.moments["exp_avg"], slot.moments["exp_avg_sq"])
-        state = (slot.master, slot.grad, *moments)
-        flat = None if weights is None else weights.view(-1)
-        self.adam_update(*(t.view(-1) for t in state), *numbers, inverse_scale, flat)
+        update_entries(
+            slot.master, slot.grad, *moments, weights,
+            lr=c.adam_lr * slot.policy.lr_mult * lr_mult,
+            beta1=beta1,
+            beta2=beta2,
+            correction1=1 - beta1**count,
+            correction2=1 - beta2**count,
+            eps=c.adam_eps,
+            decay=slot.policy.weight_decay * lr_mult,
+            grad_scale=1.0 / loss_scale,
+        )  # fmt: skip
 
     def update_rmsprop(self, slot: Slot, weights, lr_mult, loss_scale, count: int) -> None:
-        """One launch of a Triton kernel, which takes plain numbers."""
         c = self.config
         (beta2,) = slot.policy.betas
         update_rows(
@@ -2145,7 +2128,7 @@ def evaluate(run: Run) -> float:
     """Bits per byte of the validation text, logged."""
     state = run.state
     progress = run.progress
-    bpb = bits_per_byte(state.forward, run.validation, state.packs, run.token_bytes, run.ranks)
+    bpb = bits_per_byte(state.model, run.validation, state.packs, run.token_bytes, run.ranks)
     if not math.isfinite(bpb):
         advice = diverged_advice(run.run_dir)
         raise UserError(f"validation gave {bpb} at step {state.step}; {advice}")
@@ -2367,19 +2350,65 @@ def warm_up(state: TrainState, say: Callable) -> None:
     """
     begin = time.perf_counter()
     before = checksum(state.model)
-    rng = np.random.default_rng(0)
-    for index in range(len(state.config.stages)):
-        # Where memory runs out, the stage is tried again with smaller micro-batches.
-        packs = 0
-        while packs != state.packs:
-            packs = state.packs
-            warm_up_stage(state, index, rng)
+    with kernels_compiled_beside(state):
+        rng = np.random.default_rng(0)
+        for index in range(len(state.config.stages)):
+            # Where memory runs out, the stage is tried again with smaller micro-batches.
+            packs = 0
+            while packs != state.packs:
+                packs = state.packs
+                warm_up_stage(state, index, rng)
     reset_state(state)
     after = checksum(state.model)
     assert before == after, f"the warm-up left a trace in the weights: {before} became {after}"
     seconds = time.perf_counter() - begin
     tokens = state.packs * state.config.pack_tokens
     say(f"warm-up: {seconds:.1f} s, micro-batch {tokens:,} tokens")
+
+
+@contextlib.contextmanager
+def kernels_compiled_beside(state: TrainState) -> Iterator[None]:
+    """A second thread compiles Triton's kernels while torch.compile traces the model in this one.
+
+    One is mostly C++ and the other mostly Python, so they take turns at the interpreter's lock; with
+    turns of 5 ms, Python's default, the second thread would wait for most of the time.
+    """
+    if not state.config.compile or state.ranks.device.type != "cuda":
+        yield
+        return
+    turn = sys.getswitchinterval()
+    thread = threading.Thread(target=compile_kernels, args=[state], daemon=True)
+    gc.disable()  # it would look through the compiler's graphs again and again
+    sys.setswitchinterval(1e-4)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
+        sys.setswitchinterval(turn)
+        gc.enable()
+
+
+def compile_kernels(state: TrainState) -> None:
+    """Trains and validates on one pack without torch.compile, with few bigram rows."""
+    device = state.ranks.device
+    torch.cuda.set_device(device)
+    ranks = Ranks(0, 0, 1, device)
+    fewer = min(state.config.bigram_rows, 4096)
+    config = dataclasses.replace(state.config, compile=False, bigram_rows=fewer)
+    try:
+        model = GPT(config, device, state.model.embed.dtype)
+        model.attention = state.model.attention
+        model.init_weights(config.seed)
+        optimizer = build_optimizer(model, config, ranks=ranks)
+        small = TrainState(config, ranks, model, model, optimizer, packs=1)
+        batch = dummy_batch(config, ranks, 1, np.random.default_rng(0))
+        for _ in range(2):  # late tables are updated from the second step on
+            train_step(small, batch)
+        token_bytes = torch.ones(config.padded_vocab, dtype=torch.long, device=device)
+        bits_per_byte(model, batch, 1, token_bytes, ranks)
+    except Exception:
+        pass  # the other thread runs the same code, and reports what fails
 
 
 def warm_up_stage(state: TrainState, index: int, rng: np.random.Generator) -> None:
@@ -2400,7 +2429,7 @@ def warm_up_stage(state: TrainState, index: int, rng: np.random.Generator) -> No
     token_bytes = torch.ones(config.padded_vocab, dtype=torch.long, device=ranks.device)
     while True:
         try:
-            bits_per_byte(state.forward, batch, state.packs, token_bytes, ranks)
+            bits_per_byte(state.model, batch, state.packs, token_bytes, ranks)
             break
         except torch.OutOfMemoryError:
             pass  # the exception holds the activations until it ends here
@@ -3999,9 +4028,9 @@ def choose_attention(model: nn.Module, say: Callable = print) -> Callable:
 # Rows of a kernel's signature: tensors, then sizes and numbers, then constants.
 
 
-def use_triton(x: Tensor, capability: tuple = (8, 0)) -> bool:
+def use_triton(x: Tensor, capability: tuple = (8, 0), most_bytes: int = 2) -> bool:
     """Kernels run on CUDA tensors of 16 or 8 bits, from Ampere on; plain code does the rest."""
-    fits = triton is not None and x.is_cuda and x.itemsize <= 2
+    fits = triton is not None and x.is_cuda and x.itemsize <= most_bytes
     return fits and torch.cuda.get_device_capability(x.device) >= capability
 
 
@@ -4562,6 +4591,60 @@ def update_rows(master, grad, row_square, weights, index=None, **numbers) -> Non
     tensors = (master, grad, row_square, weights, index, order)
     block = triton.next_power_of_2(C)
     update_rows_kernel[(N,)](*tensors, N, C, **numbers, BLOCK=block, GROUP=8)
+
+
+# -- Adam for what is left: small parameters, and the table of input and output
+
+
+def update_entries_ref(
+    master, grad, exp_avg, exp_avg_sq, weights,
+    *, lr, beta1, beta2, correction1, correction2, eps, decay, grad_scale,
+) -> None:  # fmt: skip
+    """One Adam step with cautious weight decay, in place.
+
+    Args: master, exp_avg, exp_avg_sq fp32, grad and weights of equal shape; weights receives the
+          master in its own dtype, or is None; python numbers
+    """
+    grad = grad.float() * grad_scale
+    exp_avg.lerp_(grad, 1 - beta1)
+    exp_avg_sq.lerp_(grad.square(), 1 - beta2)
+    update = exp_avg / correction1 / ((exp_avg_sq / correction2).sqrt() + eps)
+    agrees = update * master > 0
+    master.sub_(lr * (update + decay * master * agrees))
+    if weights is not None:
+        weights.copy_(master)
+
+
+@jit
+def update_entries_kernel(
+    master, grad, exp_avg, exp_avg_sq, weights,
+    N, lr, beta1, beta2, correction1, correction2, eps, decay, grad_scale, BLOCK: tl.constexpr,
+):  # fmt: skip
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < N
+    g = tl.load(grad + i, mask=inside, other=0.0).to(tl.float32) * grad_scale
+    m = tl.load(exp_avg + i, mask=inside, other=0.0)
+    v = tl.load(exp_avg_sq + i, mask=inside, other=0.0)
+    x = tl.load(master + i, mask=inside, other=0.0)
+    m += (g - m) * (1 - beta1)
+    v += (g * g - v) * (1 - beta2)
+    update = m / correction1 / (tl.sqrt(v / correction2) + eps)
+    x -= lr * (update + tl.where(update * x > 0, decay * x, 0.0))
+    tl.store(exp_avg + i, m, mask=inside)
+    tl.store(exp_avg_sq + i, v, mask=inside)
+    tl.store(master + i, x, mask=inside)
+    if weights is not None:
+        tl.store(weights + i, x.to(weights.dtype.element_ty), mask=inside)
+
+
+def update_entries(master, grad, exp_avg, exp_avg_sq, weights, **numbers) -> None:
+    """As update_entries_ref."""
+    tensors = (master, grad, exp_avg, exp_avg_sq, weights)
+    if not use_triton(grad, most_bytes=4):
+        return update_entries_ref(*tensors, **numbers)
+    assert all(t is None or t.is_contiguous() for t in tensors), "entries of a strided tensor"
+    N = grad.numel()
+    update_entries_kernel[(triton.cdiv(N, 1024),)](*tensors, N, **numbers, BLOCK=1024)
 
 
 # -- relu(x w^T)^2 in the epilogue of a product; the MLP forward and backward 2.89 ms against 3.1,
@@ -5182,7 +5265,8 @@ def norm_rotate(qkv: Tensor, cos_TK: Tensor, sin_TK: Tensor, scale: Tensor):
     first quarter; scale 0-D, without a gradient. 4 / 8 T H K values moved.
     """
     K = qkv.size(-1)
-    if use_triton(qkv) and torch.is_grad_enabled() and K & (K - 1) == 0:
+    inside_compiled = torch.compiler.is_compiling() and not torch.is_grad_enabled()
+    if use_triton(qkv) and not inside_compiled and K & (K - 1) == 0:
         return NormRotate.apply(qkv, cos_TK, sin_TK, scale)
     return norm_rotate_ref(qkv, cos_TK, sin_TK, scale)
 

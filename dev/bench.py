@@ -210,7 +210,7 @@ def ranges(state: ts.TrainState):
         (optimizer, "step", "step: optimizer"),
         (optimizer, "normuon_update", "step: NorMuon"),
         (ts, "update_rows", "step: RMSProp"),
-        (optimizer, "adam_update", "step: Adam"),
+        (ts, "update_entries", "step: Adam"),
     )
     kept = [getattr(owner, attribute) for owner, attribute, _ in spots]
 

@@ -82,7 +82,7 @@ def visit_stages(state: ts.TrainState, dataset) -> None:
         with bench.stage_batches(state, dataset, index) as next_batch:
             for _ in range(2):
                 ts.train_step(state, next_batch())
-            ts.bits_per_byte(state.forward, validation, state.packs, ones, state.ranks)
+            ts.bits_per_byte(state.model, validation, state.packs, ones, state.ranks)
 
 
 def main() -> dict:

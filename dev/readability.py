@@ -25,7 +25,7 @@ LIMITS = {"step ends": 1400, "tuples": 1.5, "long %": 4.0, "longest": 80}
 STEP = """
 Config parameter_table lr_multiplier muon_momentum loss_weights
 train train_step micro_step replay GPT GPT.forward GPT.trunk Batch PackLoader
-Optimizer.step Optimizer.update_normuon Optimizer.update_adam normuon_update adam_update polar_express
+Optimizer.step Optimizer.update_normuon Optimizer.update_adam normuon_update polar_express
 Optimizer.start_reduce Optimizer.start_gather Optimizer.finish_gather
 """.split()
 

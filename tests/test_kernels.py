@@ -23,7 +23,7 @@ devices = pytest.mark.parametrize("device", GPU)
 def kernels_on(monkeypatch, request):
     if "device" in request.fixturenames and request.getfixturevalue("device") == "cpu":
         # A Hopper, as far as the scripts ask.
-        monkeypatch.setattr(K, "use_triton", lambda x, least=(8, 0): x.dtype != torch.float64 and least <= (9, 0))
+        monkeypatch.setattr(K, "use_triton", lambda x, least=(8, 0), **_: x.dtype != torch.float64 and least <= (9, 0))
     torch.manual_seed(0)
 
 
@@ -237,6 +237,34 @@ def test_update_rows(columns, with_weights, device):
     master, square, *_ = results[0]
     assert torch.equal(master[::3], start[::3]) and master[1].isnan().all()
     torch.testing.assert_close(square[::3], 0.9 * torch.arange(40.0, device=device)[::3])
+
+
+@devices
+@pytest.mark.parametrize("shape", [(7, 11), (3, 2048), (128, 70)])
+@pytest.mark.parametrize("half", [True, False])
+def test_update_entries(half, shape, device):
+    """Three steps of the kernel are those of the plain code; weights of 16 bits are the rounded master."""
+    dtype = torch.float32
+    if half:
+        dtype = torch.bfloat16 if device == "cuda" else torch.float16
+    numbers = dict(lr=0.1, beta1=0.5, beta2=0.9, eps=1e-10, decay=0.5, grad_scale=0.25)
+    results = []
+    for update in (K.update_entries, K.update_entries_ref):
+        rng = torch.Generator(device).manual_seed(0)
+        master = torch.randn(shape, generator=rng, device=device)
+        weights = master.to(dtype) if half else None
+        moments = torch.zeros(2, *shape, device=device)
+        for step in range(1, 4):
+            grad = torch.randn(shape, generator=rng, device=device).to(dtype)
+            grad[0] = 0
+            corrections = dict(correction1=1 - 0.5**step, correction2=1 - 0.9**step)
+            update(master, grad, *moments, weights, **numbers, **corrections)
+        results.append([master, *moments, *([weights] if half else [])])
+    for got, want in zip(*results, strict=True):
+        assert not torch.equal(got, torch.zeros_like(got))
+        torch.testing.assert_close(got, want)
+    master, *_, last = results[0]
+    assert not half or torch.equal(last, master.to(dtype))
 
 
 @devices
@@ -585,6 +613,6 @@ def test_kernels_compile_for_gpus_that_are_not_here(flags):
     kernels = set()
     for file in (PATH, PATH.parent / "runs/engine.py", PATH.parent / "runs/score_core.py"):
         kernels |= set(re.findall(r"^@jit\ndef (\w+_kernel)\(", file.read_text(), re.M))
-    assert found["9.0"] == kernels and len(kernels) == 12
+    assert found["9.0"] == kernels and len(kernels) == 13
     assert found["8.0"] == kernels - {"transpose_kernel", "linear_relu2_kernel"}
     assert found["12.0"] == kernels - {"linear_relu2_kernel"}

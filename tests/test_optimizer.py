@@ -122,6 +122,13 @@ def test_normuon_decays_only_what_the_step_shrinks():
     torch.testing.assert_close(torch.diagonal(master[0]), torch.full((8,), -0.2 - 0.1 * polar.item()))  # grows: not
 
 
+def adam_numbers(lr, betas, step, decay=0.0, grad_scale=1.0):
+    corrections = [1 - beta**step for beta in betas]
+    names = ("beta1", "beta2", "correction1", "correction2")
+    betas = dict(zip(names, [*betas, *corrections], strict=True))
+    return dict(lr=lr, eps=1e-10, decay=decay, grad_scale=grad_scale, **betas)
+
+
 @pytest.mark.parametrize("betas", ((0.9, 0.99), (0.5, 0.95)))
 def test_adam_is_torch_adam(betas):
     """Ten steps without decay are torch.optim.Adam's; a scaled gradient is scaled back."""
@@ -134,8 +141,8 @@ def test_adam_is_torch_adam(betas):
         theirs.grad = torch.randn(200, generator=rng) * 10.0 ** -(step % 4)
         theirs.grad[:5] = 0  # rows of a table that no token touched
         optimizer.step()
-        corrections = (1 - betas[0] ** step, 1 - betas[1] ** step)
-        ts.adam_update(ours, theirs.grad * 64, *moments, *scalars(0.01, *betas, 1e-10, 0, *corrections, 1 / 64))
+        numbers = adam_numbers(0.01, betas, step, grad_scale=1 / 64)
+        ts.update_entries(ours, theirs.grad * 64, *moments, None, **numbers)
         torch.testing.assert_close(ours, theirs.detach(), atol=2e-6, rtol=1e-5)
 
 
@@ -143,7 +150,7 @@ def test_adam_decays_only_what_the_step_shrinks():
     """A first step moves by the sign of the gradient; weights of the same sign decay too. By hand."""
     master = torch.tensor([1.0, -1.0, 2.0, 0.5])
     grad = torch.tensor([0.3, 0.3, -5.0, 0.0])
-    ts.adam_update(master, grad, *torch.zeros(2, 4), *scalars(0.1, 0.9, 0.99, 1e-10, 0.5, 0.1, 0.01, 1))
+    ts.update_entries(master, grad, *torch.zeros(2, 4), None, **adam_numbers(0.1, (0.9, 0.99), 1, decay=0.5))
     expected = torch.tensor([1.0 - 0.1 * (1 + 0.5 * 1.0), -1.0 - 0.1, 2.0 + 0.1, 0.5])
     torch.testing.assert_close(master, expected, atol=1e-6, rtol=0)
 
@@ -159,10 +166,9 @@ def test_updates_write_the_weights():
     ts.normuon_update(master, grad, *state, *scalars(0.1, 0.9, 0.9, 0.1, 1), torch.float32, weights)
     assert torch.equal(weights, master.bfloat16()) and not torch.equal(weights, before)
 
-    flat = master.view(-1)
     before = weights.clone()
-    numbers = scalars(0.1, 0.9, 0.99, 1e-10, 0, 0.1, 0.01, 1)
-    ts.adam_update(flat, grad.view(-1), *torch.zeros(2, 64), *numbers, weights.view(-1))
+    moments = torch.zeros(2, *master.shape)
+    ts.update_entries(master, grad, *moments, weights, **adam_numbers(0.1, (0.9, 0.99), 1))
     assert torch.equal(weights, master.bfloat16()) and not torch.equal(weights, before)
 
 

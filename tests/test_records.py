@@ -355,7 +355,7 @@ TAMPER = {
     "README": (lambda f: swap(f / "README.md", r"\| mean \| \d\.\d", "| mean | 1.1"),
                ["README.md: '| mean | 1.1", "is stated, the logs give '| mean |"]),
     "README's markers": (lambda f: swap(f / "README.md", rec.END, ""), ["README.md: the markers"]),
-    "script": (lambda f: swap(f / "train_small.py", "def adam_update", "def adam_update2"),
+    "script": (lambda f: swap(f / "train_small.py", "def normuon_update", "def normuon_update2"),
                ["train_small.py was changed", "train_small.py: the section optimizer is not the one"]),
     "script's markers": (lambda f: swap(f / "train_small.py", "# <<< shared: optimizer\n", ""),
                          ["train_small.py: line", "the section evaluation begins inside optimizer"]),
@@ -1264,7 +1264,7 @@ def test_sections():
     assert sum(part.count("\n") for part in parts.values()) == text.count("\n")
     assert {"docstring", "imports", "config", "model", "optimizer", "kernels", "run"} <= set(parts)
     assert "class Config" in parts["config"] and "class GPT" in parts["model"]
-    assert "def adam_update" in parts["optimizer"] and "def adam_update" not in parts["model"]
+    assert "def normuon_update" in parts["optimizer"] and "def normuon_update" not in parts["model"]
     assert rec.changed_lines(text, text.replace("adam_lr: float", "adam_rate: float")) == ["config (+1 -1)"]
     for broken, words in ((text.replace("# <<< shared: data\n", ""), "begins inside data"),
                           (text.replace("# <<< shared: data", "# <<< shared: dada"), "dada ends"),

@@ -424,12 +424,34 @@ def test_warm_up_updates_every_parameter(dataset, monkeypatch):
     def watched(update):
         return lambda master, *rest, **named: updated.add(master.data_ptr()) or update(master, *rest, **named)
 
-    monkeypatch.setattr(ts, "update_rows", watched(ts.update_rows))
-    for name in ("adam_update", "normuon_update"):
-        setattr(state.optimizer, name, watched(getattr(state.optimizer, name)))
+    for name in ("update_rows", "update_entries"):
+        monkeypatch.setattr(ts, name, watched(getattr(ts, name)))
+    state.optimizer.normuon_update = watched(state.optimizer.normuon_update)
     masters = {slot.name: slot.master.data_ptr() for slot in state.optimizer.slots}
     ts.warm_up(state, lambda text: None)
     assert {name for name, pointer in masters.items() if pointer in updated} == masters.keys()
+
+
+def test_second_thread_runs_all_kernels(dataset, monkeypatch):
+    """It comes to its end, updates every parameter and validates, on a model of its own with few bigram rows."""
+    state = ts.build_state(tiny_config(bigram_rows=5000), ALONE, lambda text: None)
+    before, steps, ends = ts.checksum(state.model), [], []
+    train_step, bits_per_byte = ts.train_step, ts.bits_per_byte
+
+    def watched_step(small, batch):
+        steps.append((len(small.model.bigram_embed), small.model.attention, len(batch.tokens)))
+        was = {slot.name: slot.master.clone() for slot in small.optimizer.slots}
+        loss = train_step(small, batch)
+        changed = {slot.name for slot in small.optimizer.slots if not torch.equal(slot.master, was[slot.name])}
+        return loss, ends.append(changed)
+
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(ts, "train_step", watched_step)
+    monkeypatch.setattr(ts, "bits_per_byte", lambda *args: ends.append(bits_per_byte(*args)))
+    ts.compile_kernels(state)
+    assert steps == [(4096, state.model.attention, 1)] * 2
+    assert ends[0] | ends[1] == {slot.name for slot in state.optimizer.slots} and ends[2] > 0
+    assert ts.checksum(state.model) == before
 
 
 def test_warm_up_where_validation_does_not_fit(dataset, monkeypatch, capsys):
