@@ -1552,6 +1552,8 @@ class Optimizer:
     def own_weights(self, slot: Slot) -> Tensor | None:
         """Where an update writes this rank's weights; None if the master is the parameter itself."""
         weights = slot.param.detach().view(slot.shape)
+        if slot.sharded and slot.policy.optimizer == "rmsprop":
+            return self.slice(slot, weights)  # the update writes no row that has no gradient
         if slot.sharded:
             return weights.new_empty(slot.master.shape)
         return None if weights.data_ptr() == slot.master.data_ptr() else weights
@@ -2439,6 +2441,8 @@ class RankWatch:
 
 def build_state(config: Config, ranks: Ranks, say: Callable = print) -> TrainState:
     """Model, optimizer and compiled forward, with the weights of config.seed."""
+    if config.compile and ranks.device.type == "cuda":
+        start_compile_workers()
     dtype = choose_dtype(config, ranks.device)
     model = GPT(config, ranks.device, dtype)
     model.attention = choose_attention(model, say)
@@ -2461,6 +2465,19 @@ def build_state(config: Config, ranks: Ranks, say: Callable = print) -> TrainSta
         state.graphs = {}
     reset_state(state)
     return state
+
+
+def start_compile_workers() -> None:
+    """The processes in which torch.compile compiles kernels; they need some seconds to start.
+
+    Without this torch starts them at the first kernel, and until they are there it compiles one
+    kernel after another itself.
+    """
+    try:
+        from torch._inductor.async_compile import maybe_warm_pool
+    except ImportError:  # not a public function
+        return
+    maybe_warm_pool()
 
 
 def reset_state(state: TrainState) -> None:
@@ -4657,8 +4674,8 @@ def update_rows_ref(
     """One RMSProp step with cautious weight decay, in place; rows without a gradient stay.
 
     Args: master fp32 (R, C); grad (R, C), or with index int64 (N,) the gradients (N, C) of these rows,
-          which are summed; row_square fp32 (R,); weights (R, C), which receives the master in its own
-          dtype, or None; python numbers
+          which are summed; row_square fp32 (R,); weights (R, C) or None, whose rows with a gradient
+          receive the master in its own dtype; python numbers
     """
     grad = grad.float() * grad_scale
     rows = slice(None)

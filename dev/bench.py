@@ -184,6 +184,11 @@ def time_stage(state: ts.TrainState, dataset, index: int, steps: int, peak: floa
         state.ranks.sync()
         seconds = time.perf_counter() - start
 
+    loss = loss.item() * state.ranks.world
+    if not math.isfinite(loss):  # such a model is faster: its numbers need less power
+        raise ts.UserError(
+            f"the loss became {loss} in stage {index}; its speed means nothing until that is fixed"
+        )
     median, fast, slow = np.percentile(times.ms(), (50, 10, 90))
     speed = steps * batch.total_tokens / seconds
     flops = ts.flops_per_token(state.config, batch.positions)
@@ -197,7 +202,7 @@ def time_stage(state: ts.TrainState, dataset, index: int, steps: int, peak: floa
         "tokens_per_second": speed,
         "mfu": speed * flops / (peak * state.ranks.world),
         "memory_gib": ts.peak_memory_gib(state.ranks.device),
-        "loss": loss.item() * state.ranks.world,
+        "loss": loss,
     }
 
 

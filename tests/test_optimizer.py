@@ -172,6 +172,22 @@ def test_updates_write_the_weights():
     assert torch.equal(weights, master.bfloat16()) and not torch.equal(weights, before)
 
 
+def test_rows_without_a_gradient_keep_their_weights_on_every_rank():
+    """The kernel writes only rows with a gradient, so what a rank sends to others begins as its part of the table."""
+    policy = ts.parameter_table(ts.Config())["value_embed"]
+    model = torch.nn.Module()
+    model.value_embed = torch.nn.Parameter(torch.randn(1001, 80).bfloat16())
+    for rank, rows in ((0, slice(0, 501)), (1, slice(501, 1001))):
+        ranks = ts.Ranks(rank, rank, 2, torch.device("cpu"))
+        optimizer = ts.Optimizer(model, ts.Config(), ranks, {"value_embed": policy})
+        (slot,) = optimizer.slots
+        own = optimizer.own_weights(slot)
+        part = model.value_embed.detach()[rows]
+        assert slot.sharded and own.shape == slot.master.shape == (501, 80)
+        assert torch.equal(own[: len(part)], part)
+        assert own.data_ptr() != model.value_embed.data_ptr(), "others still read the parameter"
+
+
 class TextbookRows:
     """RMSProp in float64 with Adam's bias correction, one second moment for each row, and cautious decay."""
 
