@@ -5,13 +5,13 @@
 #     bash runs/speedrun_medium.sh             the whole thing; 8 GPUs of 80 GiB, 100 GB of disk
 #     bash runs/speedrun_medium.sh --smoke     no GPU: the same steps with a tiny model, in minutes
 #
-# What to expect on 8 H200s, computed from one H200 (measured at 158,600 tokens/s) times 7.5 (not measured):
+# What to expect on 8 H200s, computed from one H200 (measured at 167,200 tokens/s) times 7.5 (not measured):
 #
 #     data           140 files of climbmix, 14 GB to download; 6.5 billion tokens, 13 GB; 16 cores   0.5 hours
-#     pretraining    1.38 billion parameters, 5.84 billion tokens, 2.6e19 FLOPs; 5,568 steps         1.4 hours
+#     pretraining    1.38 billion parameters, 5.84 billion tokens, 2.6e19 FLOPs; 5,568 steps         1.3 hours
 #     CORE           91,037 items                                                                    5 minutes
 #     finetuning     460,000 conversations, about 0.4 billion tokens                                 10 minutes
-#     GPU time       1.6 hours of 8 GPUs: 13 device hours, 39 USD at 3 USD an hour and device
+#     GPU time       1.5 hours of 8 GPUs: 12 device hours, 36 USD at 3 USD an hour and device
 #
 # The target is a CORE score of at least 0.2565, that of GPT-2 XL; nanochat d24 reaches 0.2626 with as many tokens after
 # 99 minutes on 8 H100s. Call it again after an interruption: it continues, and skips the steps that are complete. The
