@@ -2407,25 +2407,37 @@ def kernels_compiled_beside(state: TrainState) -> Iterator[None]:
 
 
 def compile_kernels(state: TrainState) -> None:
-    """Trains and validates on one pack without torch.compile, with few bigram rows."""
-    device = state.ranks.device
-    torch.cuda.set_device(device)
-    ranks = Ranks(0, 0, 1, device)
-    fewer = min(state.config.bigram_rows, 4096)
-    config = dataclasses.replace(state.config, compile=False, bigram_rows=fewer)
+    """Trains and validates on one short pack without torch.compile, and leaves no memory taken."""
     try:
-        model = GPT(config, device, state.model.embed.dtype)
-        model.attention = state.model.attention
-        model.init_weights(config.seed)
-        optimizer = build_optimizer(model, config, ranks=ranks)
-        small = TrainState(config, ranks, model, model, optimizer, packs=1)
-        batch = dummy_batch(config, ranks, 1, np.random.default_rng(0))
-        for _ in range(2):  # late tables are updated from the second step on
-            train_step(small, batch)
-        token_bytes = torch.ones(config.padded_vocab, dtype=torch.long, device=device)
-        bits_per_byte(model, batch, 1, token_bytes, ranks)
+        run_kernels(state)
     except Exception:
         pass  # the other thread runs the same code, and reports what fails
+    gc.collect()
+    if state.ranks.device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def run_kernels(state: TrainState) -> None:
+    device = state.ranks.device
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # it is another one in every thread
+    ranks = Ranks(0, 0, 1, device)
+    config = dataclasses.replace(
+        state.config,
+        compile=False,
+        bigram_rows=min(state.config.bigram_rows, 4096),
+        pack_tokens=min(state.config.pack_tokens, state.config.max_seq_len),
+    )
+    model = GPT(config, device, state.model.embed.dtype)
+    model.attention = state.model.attention
+    model.init_weights(config.seed)
+    optimizer = build_optimizer(model, config, ranks=ranks)
+    small = TrainState(config, ranks, model, model, optimizer, packs=1)
+    batch = dummy_batch(config, ranks, 1, np.random.default_rng(0))
+    for _ in range(2):  # late tables are updated from the second step on
+        train_step(small, batch)
+    token_bytes = torch.ones(config.padded_vocab, dtype=torch.long, device=device)
+    bits_per_byte(model, batch, 1, token_bytes, ranks)
 
 
 def warm_up_stage(state: TrainState, index: int, rng: np.random.Generator) -> None:
@@ -4534,8 +4546,10 @@ def update_rows_ref(
           receive the master in its own dtype; python numbers
     """
     grad = grad.float() * grad_scale
-    rows = slice(None)
-    if index is not None:
+    if index is None:
+        rows = grad.any(1).nonzero()[:, 0]
+        grad = grad[rows]
+    else:
         rows, place = index.unique(return_inverse=True)
         grad = grad.new_zeros(len(rows), grad.size(1)).index_add_(0, place, grad)
     row_square.mul_(beta2)

@@ -7,6 +7,7 @@ several gets its own.
 import contextlib
 import dataclasses
 import errno
+import gc
 import hashlib
 import io
 import itertools
@@ -433,23 +434,28 @@ def test_warm_up_updates_every_parameter(dataset, monkeypatch):
 
 
 def test_second_thread_runs_all_kernels(dataset, monkeypatch):
-    """It comes to its end, updates every parameter and validates, on a model of its own with few bigram rows."""
+    """It comes to its end, updates every parameter and validates, on a small model that is gone afterwards."""
     state = ts.build_state(tiny_config(bigram_rows=5000), ALONE, lambda text: None)
-    before, steps, ends = ts.checksum(state.model), [], []
+    before, steps, ends, models = ts.checksum(state.model), [], [], []
     train_step, bits_per_byte = ts.train_step, ts.bits_per_byte
 
     def watched_step(small, batch):
-        steps.append((len(small.model.bigram_embed), small.model.attention, len(batch.tokens)))
+        steps.append((len(small.model.bigram_embed), small.model.attention, batch.tokens.shape))
+        models.append(weakref.ref(small.model))
         was = {slot.name: slot.master.clone() for slot in small.optimizer.slots}
         loss = train_step(small, batch)
         changed = {slot.name for slot in small.optimizer.slots if not torch.equal(slot.master, was[slot.name])}
         return loss, ends.append(changed)
 
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(ts, "train_step", watched_step)
     monkeypatch.setattr(ts, "bits_per_byte", lambda *args: ends.append(bits_per_byte(*args)))
-    ts.compile_kernels(state)
-    assert steps == [(4096, state.model.attention, 1)] * 2
+    gc.disable()
+    try:
+        ts.compile_kernels(state)
+        assert [model() for model in models] == [None, None]
+    finally:
+        gc.enable()
+    assert steps == [(4096, state.model.attention, (1, state.config.max_seq_len))] * 2
     assert ends[0] | ends[1] == {slot.name for slot in state.optimizer.slots} and ends[2] > 0
     assert ts.checksum(state.model) == before
 
