@@ -430,6 +430,7 @@ class TrainState:
     good_steps: int = 0  # since the loss scale last changed
     # For replay(). None: the host launches every kernel.
     graphs: dict[GraphKey, Graph] | None = None
+    beside: threading.Thread | None = None  # compiles kernels during the warm-up
 
 
 def train_step(state: TrainState, batch: Batch) -> Tensor:
@@ -2390,18 +2391,19 @@ def kernels_compiled_beside(state: TrainState) -> Iterator[None]:
     One is mostly C++ and the other mostly Python, so they take turns at the interpreter's lock; with
     turns of 5 ms, Python's default, the second thread would wait for most of the time.
     """
-    if not state.config.compile or state.ranks.device.type != "cuda":
+    if not state.config.compile or not use_triton(state.model.embed):
         yield
         return
     turn = sys.getswitchinterval()
-    thread = threading.Thread(target=compile_kernels, args=[state], daemon=True)
     gc.disable()  # it would look through the compiler's graphs again and again
     sys.setswitchinterval(1e-4)
-    thread.start()
+    state.beside = threading.Thread(target=compile_kernels, args=[state], daemon=True)
+    state.beside.start()
     try:
         yield
     finally:
-        thread.join()
+        state.beside.join()
+        state.beside = None
         sys.setswitchinterval(turn)
         gc.enable()
 
@@ -2500,6 +2502,8 @@ def capture(
 
 def capture_graph(state, key: GraphKey, micro_batch: MicroBatch, factor: Tensor) -> Graph:
     """Captures micro_step on copies of its inputs, without computing anything."""
+    if state.beside:
+        state.beside.join()  # nothing else may use the device meanwhile
     inputs = [t.clone() for t in (*micro_batch.tensors(), factor)]
     static_batch = MicroBatch(*inputs[:-1], micro_batch.max_doc)
     # All graphs share one pool of memory, because one runs at a time.

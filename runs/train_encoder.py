@@ -743,7 +743,7 @@ def pretrain(args: argparse.Namespace) -> dict:
         run.progress.tokens += config.step_tokens
 
     def evaluate() -> dict:
-        bpb = script.bits_per_byte(state.forward, validation, state.packs, token_bytes_V, run.ranks)
+        bpb = script.bits_per_byte(state.model, validation, state.packs, token_bytes_V, run.ranks)
         return {"val_bpb": bpb}
 
     try:
