@@ -4062,7 +4062,7 @@ def choose_attention(model: nn.Module, say: Callable = print) -> Callable:
 
 
 def use_triton(x: Tensor, capability: tuple = (8, 0), most_bytes: int = 2) -> bool:
-    """Kernels run on CUDA tensors of 16 or 8 bits, from Ampere on; plain code does the rest."""
+    """Kernels run on CUDA tensors of most_bytes an entry, from Ampere on; plain code does the rest."""
     fits = triton is not None and x.is_cuda and x.itemsize <= most_bytes
     return fits and torch.cuda.get_device_capability(x.device) >= capability
 
