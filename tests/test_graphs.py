@@ -2,6 +2,8 @@
 
 import contextlib
 import dataclasses
+import threading
+import time
 
 import pytest
 import torch
@@ -109,6 +111,27 @@ def test_everything_is_captured_in_the_warm_up(stand_in, tmp_path):
     got, same, _ = curve(config, dataset, True, 8, warmed)
     assert captured == [captured[0]] * 8 and len(captured[0]) == 2
     assert got == want and all(torch.equal(same[n], weights[n]) for n in weights)
+
+
+def test_no_other_thread_is_at_work_during_a_capture(stand_in, tmp_path, monkeypatch):
+    """A thread that frees memory meanwhile could make the capture fail, and the run would go on without graphs."""
+    write_dataset(tmp_path / "d")
+    dataset = ts.Dataset.open(tmp_path / "d")
+    config = tiny_config(vocab_size=dataset.tokenizer.vocab_size)
+    thread = threading.Thread(target=time.sleep, args=[0.3])
+    capture, alive = torch.cuda.graph, []
+
+    def watched(*args, **options):
+        alive.append(thread.is_alive())
+        return capture(*args, **options)
+
+    def begin(state, step):
+        state.beside = thread
+        thread.start()
+
+    monkeypatch.setattr(torch.cuda, "graph", watched)
+    curve(config, dataset, True, 1, begin)
+    assert alive and not any(alive)
 
 
 @pytest.mark.parametrize(("error", "packs", "said"), (

@@ -20,6 +20,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import weakref
 from types import SimpleNamespace
 
@@ -458,6 +459,20 @@ def test_second_thread_runs_all_kernels(dataset, monkeypatch):
     assert steps == [(4096, state.model.attention, (1, state.config.max_seq_len))] * 2
     assert ends[0] | ends[1] == {slot.name for slot in state.optimizer.slots} and ends[2] > 0
     assert ts.checksum(state.model) == before
+
+
+def test_second_thread_ends_with_the_warm_up(monkeypatch):
+    """The block waits for it, also after an error, and leaves Python's collector and turns as they were."""
+    state = SimpleNamespace(config=SimpleNamespace(compile=True), model=SimpleNamespace(embed=None), beside=None)
+    may_end, ended, turn = threading.Event(), [], sys.getswitchinterval()
+    monkeypatch.setattr(ts, "use_triton", lambda x: True)
+    monkeypatch.setattr(ts, "compile_kernels", lambda state: ended.append(may_end.wait(30)))
+    with pytest.raises(ts.UserError), ts.kernels_compiled_beside(state):
+        assert state.beside.is_alive() and not gc.isenabled() and sys.getswitchinterval() < turn / 10
+        threading.Timer(0.2, may_end.set).start()
+        raise ts.UserError("no room")
+    assert ended == [True] and state.beside is None
+    assert gc.isenabled() and sys.getswitchinterval() == pytest.approx(turn)
 
 
 def test_warm_up_where_validation_does_not_fit(dataset, monkeypatch, capsys):
