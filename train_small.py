@@ -1420,10 +1420,8 @@ class Optimizer:
     def own_weights(self, slot: Slot) -> Tensor | None:
         """Where an update writes this rank's weights; None if the master is the parameter itself."""
         weights = slot.param.detach().view(slot.shape)
-        if slot.sharded and slot.policy.optimizer == "rmsprop":
-            return self.slice(slot, weights)  # the update writes no row that has no gradient
         if slot.sharded:
-            return weights.new_empty(slot.master.shape)
+            return self.slice(slot, weights)  # RMSProp writes no row that has no gradient
         return None if weights.data_ptr() == slot.master.data_ptr() else weights
 
     def update_normuon(self, slot: Slot, weights, lr_mult, momentum, loss_scale) -> None:
@@ -2409,20 +2407,19 @@ def kernels_compiled_beside(state: TrainState) -> Iterator[None]:
 
 
 def compile_kernels(state: TrainState) -> None:
-    """Trains and validates on one short pack without torch.compile, and leaves no memory taken."""
+    """Runs every kernel once, in a thread of its own, and leaves no memory taken."""
+    torch.cuda.set_device(state.ranks.device)  # each thread has its own
     try:
         run_kernels(state)
     except Exception:
-        pass  # the other thread runs the same code, and reports what fails
+        pass  # the main thread runs the same code, and reports what fails
     gc.collect()
-    if state.ranks.device.type == "cuda":
-        torch.cuda.empty_cache()
+    torch.cuda.empty_cache()
 
 
 def run_kernels(state: TrainState) -> None:
+    """Trains a model of the same widths on one short pack without torch.compile, and validates."""
     device = state.ranks.device
-    if device.type == "cuda":
-        torch.cuda.set_device(device)  # it is another one in every thread
     ranks = Ranks(0, 0, 1, device)
     config = dataclasses.replace(
         state.config,
@@ -5300,8 +5297,9 @@ def norm_rotate(qkv: Tensor, cos_TK: Tensor, sin_TK: Tensor, scale: Tensor):
     first quarter; scale 0-D, without a gradient. 4 / 8 T H K values moved.
     """
     K = qkv.size(-1)
-    inside_compiled = torch.compiler.is_compiling() and not torch.is_grad_enabled()
-    if use_triton(qkv) and not inside_compiled and K & (K - 1) == 0:
+    # Without gradients torch.compile joins the plain code with what stands around it.
+    joined = torch.compiler.is_compiling() and not torch.is_grad_enabled()
+    if use_triton(qkv) and not joined and K & (K - 1) == 0:
         return NormRotate.apply(qkv, cos_TK, sin_TK, scale)
     return norm_rotate_ref(qkv, cos_TK, sin_TK, scale)
 

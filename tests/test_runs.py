@@ -448,6 +448,7 @@ def test_second_thread_runs_all_kernels(dataset, monkeypatch):
         changed = {slot.name for slot in small.optimizer.slots if not torch.equal(slot.master, was[slot.name])}
         return loss, ends.append(changed)
 
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(ts, "train_step", watched_step)
     monkeypatch.setattr(ts, "bits_per_byte", lambda *args: ends.append(bits_per_byte(*args)))
     gc.disable()
