@@ -1420,32 +1420,28 @@ def polar_express(matrices_NRC: Tensor) -> Tensor:
 
 
 def normuon_update(
-    master, grad, momentum_buffer, row_square, mult,
-    lr, momentum, beta2, decay, grad_scale, dtype, weights=None,
+    master, grad, momentum_buffer, row_square, mult, weights,
+    *, lr, momentum, beta2, decay, grad_scale, dtype,
 ) -> None:  # fmt: skip
     """One NorMuon step (arXiv 2510.05491) with cautious weight decay (arXiv 2510.12402), in place.
 
     Args: master, grad, momentum_buffer (N, R, C); row_square (N, R, 1), or (N, 1, C) for wide
-          matrices; mult (N, 1, 1) factors on lr; lr, momentum, beta2, decay, grad_scale 0-D tensors;
-          dtype of the orthogonalisation; weights (N, R, C) receives the master in its own dtype
+          matrices; mult (N, 1, 1) factors on lr; weights (N, R, C) receives the master in its own
+          dtype, or is None; the others are numbers, and the dtype of the orthogonalisation
     """
-    # Momentum in Nesterov's form, then orthogonalisation.
-    grad = grad.float() * grad_scale
-    momentum_buffer.lerp_(grad, 1 - momentum)
-    update = polar_express(grad.lerp(momentum_buffer, momentum).to(dtype)).float()
+    blended = blend_momentum(grad, momentum_buffer, momentum, grad_scale, dtype)
+    update = polar_express(blended)
 
     # Every neuron moves by a similar amount, and the length of the whole update is kept.
-    length = update.norm(dim=(-2, -1), keepdim=True)
     axis = -1 if update.size(-2) >= update.size(-1) else -2
-    row_square.lerp_(update.square().mean(axis, keepdim=True), 1 - beta2)
-    update = update * row_square.clamp_min(1e-10).rsqrt()
-    update = update * (length / update.norm(dim=(-2, -1), keepdim=True).clamp_min(1e-10))
-
-    # No decay where the step makes a weight larger.
-    agrees = update * master >= 0
-    master.sub_(lr * mult * (update + decay * master * agrees))
-    if weights is not None:
-        weights.copy_(master)
+    norms = torch.linalg.vector_norm(update, dim=axis, keepdim=True, dtype=torch.float32)
+    squares = norms.square()
+    row_square.lerp_(squares / update.size(axis), 1 - beta2)
+    factor = row_square.clamp_min(1e-10).rsqrt()
+    length = squares.sum((-2, -1), keepdim=True).sqrt()
+    scaled = (squares * factor.square()).sum((-2, -1), keepdim=True).sqrt()
+    factor *= length / scaled.clamp_min(1e-10)
+    step_cautiously(master, update, factor, lr * mult, weights, decay)
 
 
 # Their names until torch 2.12, which later versions call deprecated.
@@ -1489,9 +1485,6 @@ class Optimizer:
         self.slots = [self.make_slot(n, params[n], table[n]) for n in table if n in params]
 
         on_gpu = ranks.device.type == "cuda"
-        self.normuon_update = normuon_update
-        if config.compile and on_gpu:
-            self.normuon_update = torch.compile(normuon_update, dynamic=False, fullgraph=True)
         self.muon_dtype = torch.bfloat16 if on_gpu and bf16_is_native() else torch.float32
         self.reset()
 
@@ -1558,18 +1551,21 @@ class Optimizer:
         return None if weights.data_ptr() == slot.master.data_ptr() else weights
 
     def update_normuon(self, slot: Slot, weights, lr_mult, momentum, loss_scale) -> None:
-        """Numbers travel as 0-D CPU tensors: a python float would recompile the update at every change."""
         c = self.config
-        lr = torch.tensor(c.muon_lr * slot.policy.lr_mult * lr_mult)
-        decay = torch.tensor(slot.policy.weight_decay * lr_mult)
-        numbers = (lr, torch.tensor(momentum), torch.tensor(c.muon_beta2), decay)
-        inverse_scale = torch.tensor(1.0 / loss_scale)
         moments = (slot.moments["momentum"], slot.moments["row_square"])
         state = (slot.master, slot.grad, *moments, slot.mult)
         parts = list(zip(*(t.split(slot.together) for t in state), strict=True))
         own = [None] * len(parts) if weights is None else weights.split(slot.together)
         for part, part_weights in zip(parts, own, strict=True):
-            self.normuon_update(*part, *numbers, inverse_scale, self.muon_dtype, part_weights)
+            normuon_update(
+                *part, part_weights,
+                lr=c.muon_lr * slot.policy.lr_mult * lr_mult,
+                momentum=momentum,
+                beta2=c.muon_beta2,
+                decay=slot.policy.weight_decay * lr_mult,
+                grad_scale=1.0 / loss_scale,
+                dtype=self.muon_dtype,
+            )  # fmt: skip
 
     def update_adam(self, slot: Slot, weights, lr_mult, loss_scale, count: int) -> None:
         """One launch of a Triton kernel, which takes plain numbers."""
@@ -2453,8 +2449,9 @@ def build_state(config: Config, ranks: Ranks, say: Callable = print) -> TrainSta
     forward = model
     if config.compile and ranks.device.type == "cuda":
         torch._dynamo.config.recompile_limit = 64
-        # Small kernels that do not depend on each other become one: 1 % of a step.
-        options = {"combo_kernels": True}
+        # Small kernels that do not depend on each other become one: 1 % of a step. Each keeps block sizes
+        # of its own: with common ones a cold start takes 14 s longer, because one kernel compiles for 7 s.
+        options = {"combo_kernels": True, "combo_kernel_per_subkernel_blocks": True}
         forward = torch.compile(model, dynamic=False, fullgraph=True, options=options)
     optimizer = build_optimizer(model, config, ranks=ranks)
     # GPUs may have different free memory, but all ranks must warm up equally often.
@@ -4673,6 +4670,86 @@ def sym_mm(x: Tensor, alpha: float = 1.0, beta: float = 0.0, gamma: float = 0.0)
 @sym_mm.register_fake
 def _(x, alpha=1.0, beta=0.0, gamma=0.0):
     return x.new_empty(x.shape[0], x.shape[1], x.shape[1])
+
+
+# -- NorMuon before and after the orthogonalisation, one pass each over what they read and write
+
+
+def blend_momentum_ref(grad, buffer, momentum, grad_scale, dtype) -> Tensor:
+    """Momentum in Nesterov's form: moves the buffer (fp32) towards the gradient; returns the blend."""
+    grad = grad.float() * grad_scale
+    buffer.lerp_(grad, 1 - momentum)
+    return grad.lerp(buffer, momentum).to(dtype)
+
+
+@jit
+def blend_momentum_kernel(grad, buffer, out, N, momentum, grad_scale, BLOCK: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < N
+    g = tl.load(grad + i, mask=inside, other=0.0).to(tl.float32) * grad_scale
+    m = tl.load(buffer + i, mask=inside, other=0.0)
+    m += (g - m) * (1 - momentum)
+    tl.store(buffer + i, m, mask=inside)
+    blend = g + (m - g) * momentum
+    tl.store(out + i, blend.to(out.dtype.element_ty), mask=inside)
+
+
+def blend_momentum(grad, buffer, momentum: float, grad_scale: float, dtype) -> Tensor:
+    """As blend_momentum_ref."""
+    if not use_triton(grad, most_bytes=4):
+        return blend_momentum_ref(grad, buffer, momentum, grad_scale, dtype)
+    assert grad.is_contiguous() and buffer.is_contiguous(), "momentum of strided tensors"
+    out = torch.empty_like(grad, dtype=dtype)
+    N = grad.numel()
+    grid = (triton.cdiv(N, 1024),)
+    blend_momentum_kernel[grid](grad, buffer, out, N, momentum, grad_scale, BLOCK=1024)
+    return out
+
+
+def step_cautiously_ref(master, update, factor, lr, weights, decay) -> None:
+    """master -= lr (update factor + decay master), without the decay where the step makes a weight larger.
+
+    Args: master fp32, update (N, R, C); factor fp32 (N, R, 1) or (N, 1, C), positive; lr fp32
+          (N, 1, 1); weights (N, R, C) receives the master in its own dtype, or is None; decay a number
+    """
+    update = update.float() * factor
+    agrees = update * master >= 0
+    master.sub_(lr * (update + decay * master * agrees))
+    if weights is not None:
+        weights.copy_(master)
+
+
+@jit
+def step_cautiously_kernel(
+    master, update, factor, lr, weights,
+    size, C, decay, WIDE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Entries of one matrix of `size` = R C; factor has one value a row, or WIDE: a column."""
+    n = tl.program_id(1).to(tl.int64)
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < size
+    if WIDE:
+        f = tl.load(factor + n * C + i % C, mask=inside, other=0.0)
+    else:
+        f = tl.load(factor + n * (size // C) + i // C, mask=inside, other=0.0)
+    at = n * size + i
+    x = tl.load(master + at, mask=inside, other=0.0)
+    u = tl.load(update + at, mask=inside, other=0.0).to(tl.float32) * f
+    x -= tl.load(lr + n) * (u + tl.where(u * x >= 0, decay * x, 0.0))
+    tl.store(master + at, x, mask=inside)
+    if weights is not None:
+        tl.store(weights + at, x.to(weights.dtype.element_ty), mask=inside)
+
+
+def step_cautiously(master, update, factor, lr, weights, decay: float) -> None:
+    """As step_cautiously_ref."""
+    tensors = (master, update, factor, lr, weights)
+    if not use_triton(update, most_bytes=4):
+        return step_cautiously_ref(*tensors, decay)
+    assert all(t is None or t.is_contiguous() for t in tensors), "a step on strided tensors"
+    N, R, C = master.shape
+    grid = (triton.cdiv(R * C, 1024), N)
+    step_cautiously_kernel[grid](*tensors, R * C, C, decay, WIDE=factor.size(1) == 1, BLOCK=1024)
 
 
 # -- RMSProp for tables: a second moment for each row, and no first one, so that rows that no token

@@ -213,7 +213,7 @@ def ranges(state: ts.TrainState):
     spots = (
         (state, "forward", "step: forward"),
         (optimizer, "step", "step: optimizer"),
-        (optimizer, "normuon_update", "step: NorMuon"),
+        (ts, "normuon_update", "step: NorMuon"),
         (ts, "update_rows", "step: RMSProp"),
         (ts, "update_entries", "step: Adam"),
     )

@@ -240,6 +240,38 @@ def test_update_rows(columns, with_weights, device):
 
 
 @devices
+@pytest.mark.parametrize("shape", [(2, 7, 11), (3, 48, 32), (2, 32, 70)])
+@pytest.mark.parametrize("half", [True, False])
+def test_passes_of_normuon(half, shape, device):
+    """Both kernels are the plain code: the blend and the moved buffer, the step and the weights of 16 bits."""
+    dtype = torch.float32
+    if half:
+        dtype = torch.bfloat16 if device == "cuda" else torch.float16
+    grad = torch.randn(shape, device=device).to(dtype)
+    start = torch.randn(shape, device=device)
+    results = []
+    for blend in (K.blend_momentum, K.blend_momentum_ref):
+        buffer = start.clone()
+        results.append((blend(grad, buffer, 0.9, 0.25, dtype), buffer))
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want)
+        assert got.dtype == want.dtype and not torch.equal(got.float(), start)
+
+    N, R, C = shape
+    factor = torch.rand((N, R, 1) if R >= C else (N, 1, C), device=device) + 0.5
+    lr = torch.rand(N, 1, 1, device=device)
+    results = []
+    for step in (K.step_cautiously, K.step_cautiously_ref):
+        master = start.clone()
+        weights = start.to(dtype) if half else None
+        step(master, grad, factor, lr, weights, 0.3)
+        results.append((master, *([weights] if half else [])))
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want)
+        assert not torch.equal(got.float(), start)
+
+
+@devices
 @pytest.mark.parametrize("shape", [(7, 11), (3, 2048), (128, 70)])
 @pytest.mark.parametrize("half", [True, False])
 def test_update_entries(half, shape, device):
@@ -613,6 +645,6 @@ def test_kernels_compile_for_gpus_that_are_not_here(flags):
     kernels = set()
     for file in (PATH, PATH.parent / "runs/engine.py", PATH.parent / "runs/score_core.py"):
         kernels |= set(re.findall(r"^@jit\ndef (\w+_kernel)\(", file.read_text(), re.M))
-    assert found["9.0"] == kernels and len(kernels) == 13
+    assert found["9.0"] == kernels and len(kernels) == 15
     assert found["8.0"] == kernels - {"transpose_kernel", "linear_relu2_kernel"}
     assert found["12.0"] == kernels - {"linear_relu2_kernel"}

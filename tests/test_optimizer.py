@@ -11,8 +11,9 @@ from conftest import ALONE, pack, random_documents, random_model, script, tiny_c
 from test_model import CONFIGS
 
 
-def scalars(*values):
-    return [torch.tensor(float(v)) for v in values]
+def muon_numbers(lr, momentum, beta2, decay, grad_scale):
+    numbers = dict(lr=lr, momentum=momentum, beta2=beta2, decay=decay, grad_scale=grad_scale)
+    return dict(numbers, dtype=torch.float32)
 
 
 def polar_by_svd(matrices):
@@ -93,11 +94,11 @@ def test_normuon_is_the_textbook_one(shape):
     buffer, mult = torch.zeros(2, *shape), torch.full((2, 1, 1), 2.0)
     for _ in range(5):
         grad = torch.randn(2, *shape, generator=rng) * torch.rand(shape[0], 1, generator=rng) * 4
-        ts.normuon_update(master, grad / 8, buffer, statistic, mult, *scalars(0.05, 0.9, 0.8, 0.3, 8), torch.float32)
+        ts.normuon_update(master, grad / 8, buffer, statistic, mult, None, **muon_numbers(0.05, 0.9, 0.8, 0.3, 8))
         textbook.step(grad)
         torch.testing.assert_close(master.double(), textbook.p, atol=5e-4, rtol=1e-4)
     before = master.clone()
-    ts.normuon_update(master, grad, buffer, statistic, mult, *scalars(0.05, 0.9, 0.8, 0, 1), torch.float32)
+    ts.normuon_update(master, grad, buffer, statistic, mult, None, **muon_numbers(0.05, 0.9, 0.8, 0, 1))
     length = ((before - master) / 0.1).norm(dim=(-2, -1))
     polar, _ = polar_by_svd(0.9 * buffer + 0.1 * grad)
     torch.testing.assert_close(length.double(), polar.norm(dim=(-2, -1)), atol=1e-3, rtol=1e-3)
@@ -110,14 +111,14 @@ def test_normuon_decays_only_what_the_step_shrinks():
     for decay in (0.0, 0.5):
         master = torch.full((1, 8, 8), -0.2) + eye * 0.4
         state = torch.zeros(1, 8, 8), torch.zeros(1, 8, 1), torch.ones(1, 1, 1)
-        ts.normuon_update(master, eye.clone(), *state, *scalars(0.1, 0.0, 0.9, decay, 1), torch.float32)
+        ts.normuon_update(master, eye.clone(), *state, None, **muon_numbers(0.1, 0.0, 0.9, decay, 1))
         steps.append(master)
     plain, decayed = steps
     extra = plain - decayed
     torch.testing.assert_close(torch.diagonal(extra[0]), torch.full((8,), 0.1 * 0.5 * 0.2))  # shrinks: decays
     master = torch.full((1, 8, 8), -0.2)
     ts.normuon_update(master, eye.clone(), *(torch.zeros_like(s) for s in (master, master[..., :1])),
-                      torch.ones(1, 1, 1), *scalars(0.1, 0.0, 0.9, 0.5, 1), torch.float32)  # fmt: skip
+                      torch.ones(1, 1, 1), None, **muon_numbers(0.1, 0.0, 0.9, 0.5, 1))  # fmt: skip
     polar = ts.polar_express(eye)[0, 0, 0]
     torch.testing.assert_close(torch.diagonal(master[0]), torch.full((8,), -0.2 - 0.1 * polar.item()))  # grows: not
 
@@ -163,7 +164,7 @@ def test_updates_write_the_weights():
     before = weights.clone()
     grad = torch.randn(2, 8, 4, generator=rng)
     state = (torch.zeros(2, 8, 4), torch.zeros(2, 8, 1), torch.ones(2, 1, 1))
-    ts.normuon_update(master, grad, *state, *scalars(0.1, 0.9, 0.9, 0.1, 1), torch.float32, weights)
+    ts.normuon_update(master, grad, *state, weights, **muon_numbers(0.1, 0.9, 0.9, 0.1, 1))
     assert torch.equal(weights, master.bfloat16()) and not torch.equal(weights, before)
 
     before = weights.clone()
