@@ -2317,7 +2317,7 @@ def build_state(config: Config, ranks: Ranks, say: Callable = print) -> TrainSta
     if config.compile and ranks.device.type == "cuda":
         torch._dynamo.config.recompile_limit = 64
         # Small kernels that do not depend on each other become one: 1 % of a step. Each keeps block sizes
-        # of its own: with common ones a cold start takes 14 s longer, because one kernel compiles for 7 s.
+        # of its own: with common ones a single kernel compiles for 7 s, and a cold start took 14 s longer.
         options = {"combo_kernels": True, "combo_kernel_per_subkernel_blocks": True}
         forward = torch.compile(model, dynamic=False, fullgraph=True, options=options)
     optimizer = build_optimizer(model, config, ranks=ranks)
@@ -4056,7 +4056,7 @@ def choose_attention(model: nn.Module, say: Callable = print) -> Callable:
 
 
 def use_triton(x: Tensor, capability: tuple = (8, 0), most_bytes: int = 2) -> bool:
-    """Kernels run on CUDA tensors of most_bytes an entry, from Ampere on; plain code does the rest."""
+    """Kernels run on CUDA tensors of up to most_bytes an entry, from Ampere on; plain code does the rest."""
     fits = triton is not None and x.is_cuda and x.itemsize <= most_bytes
     return fits and torch.cuda.get_device_capability(x.device) >= capability
 
@@ -4528,7 +4528,8 @@ def _(x, alpha=1.0, beta=0.0, gamma=0.0):
     return x.new_empty(x.shape[0], x.shape[1], x.shape[1])
 
 
-# -- NorMuon before and after the orthogonalisation, one pass each over what they read and write
+# -- NorMuon before and after the orthogonalisation, one pass each over what they read and write. It
+# takes 2.9 ms of a step of 262,144 tokens, 0.1 more than with torch.compile, which needed 11 s first.
 
 
 def blend_momentum_ref(grad, buffer, momentum, grad_scale, dtype) -> Tensor:
