@@ -27,7 +27,7 @@ FILES = (
     "requirements-test.txt",
 )
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
-# Names of uv. torch 2.13.0 has no wheels for macOS 13, nor for Macs with Intel processors.
+# Names of uv. torch 2.11.0 has no wheels for macOS 13, nor for Macs with Intel processors.
 PLATFORMS = {
     "Linux x86-64": "x86_64-manylinux_2_28",
     "macOS 14 ARM": "aarch64-apple-darwin",
