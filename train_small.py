@@ -32,17 +32,14 @@ from __future__ import annotations
 
 import argparse
 import ast
-import atexit
 import base64
-import bisect
 import contextlib
 import dataclasses
 import datetime
-import difflib
-import errno
 import functools
 import gc
 import hashlib
+import importlib
 import itertools
 import json
 import math
@@ -53,13 +50,16 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
+
+# What runs, and what the run directory keeps: an editor may save another text during a long start.
+SOURCE = Path(__file__).read_bytes()
 
 if __name__ == "__main__":  # Ctrl-C ends the process quietly while torch is imported
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -159,10 +159,6 @@ class Config:
     momentum: tuple = (0.85, 0.95, 300, 50)  # from, to, warm-up steps, cool-down steps
     cooldown: float = 0.6  # share of the run over which the rate falls
     lr_floor: float = 0.15  # rate at the end, as a fraction of the base rate
-    # -- samples in the report
-    sample_prompts: tuple = ("Once upon a time", "The most important thing is", "In the year")
-    sample_tokens: int = 100
-    sample_temperature: float = 0.5
     # -- run knobs (flags of their own, no part of the recipe)
     data: str = "data/shards/climbmix"
     seed: int = 0
@@ -180,7 +176,6 @@ class Config:
     # No fields: shared code asks for what differs in the medium model.
     tied = True  # one table for input and output
     x0_injection = False  # into every layer: worth 0.0002 bpb on B34, and 2 % of the time
-    by_rule = ()  # fields whose 0 stands for a rule
 
     def __post_init__(self):
         """Fills in the stages, so that the config of a run holds every number in use."""
@@ -339,22 +334,23 @@ def train(config: Config, args: argparse.Namespace, job: Job | None = None) -> d
     Args: args the flags of build_parser(); job what to train on, by default the text of config.data
     """
     # The data comes first: nothing is written before it is known to suffice.
-    ranks = start_ranks(args.rank_timeout)
+    ranks = start_ranks()
     job = job or pretraining_job(config)
-    check_length(job)
     run = open_run(job, args, ranks)
     changed = []
     if args.resume:
         changed = check_same_run(run)
-        result = earlier_result(run)
+        result = finished_result(run)
         if result:
             return result
+    check_length(job, run.log.say)
 
     # Everything is compiled on dummy tokens, before the clock starts.
-    run.state = build_state(job.config, ranks, run.log.say)
+    build = job.build or build_state
+    run.state = build(job.config, ranks, run.log.say)
     describe_run(run)
-    set_prefixes(run)
-    warm_up(run.state, run.log.say)
+    if not job.step:
+        warm_up(run.state, run.log.say)
 
     # A new run begins with its first weights, a resumed one with those of its newest checkpoint.
     if args.resume:
@@ -372,14 +368,14 @@ def run_steps(run: Run) -> None:
     config = run.job.config
     state = run.state
     progress = run.progress
+    step = run.job.step or train_step
     losses = []  # since the last line of the log, 0-D tensors on the device
     run.clock = time.perf_counter()
 
     while state.step < config.num_steps:
         # The step itself. The device works on it while the host goes on.
-        run.ranks.at_step(state.step)
         batch = run.loader.next()
-        losses.append(train_step(state, batch))
+        losses.append(step(state, batch))
         progress.position = batch.position
         progress.tokens += batch.total_tokens
 
@@ -394,14 +390,13 @@ def run_steps(run: Run) -> None:
         if log_now or eval_now or save_now:
             log_steps(run, losses, batch)  # waits for the device
             losses = []
-        run.ranks.at_step(None)
         if eval_now:
-            progress.val_bpb = evaluate(run)
+            progress.scores = evaluate(run)
         if save_now:
             save(run)
         if eval_now or save_now:
             if not done:
-                progress.val_bpb = None  # it belongs to this step alone
+                progress.scores = None  # they belong to this step alone
             run.ranks.sync()
             run.clock = time.perf_counter()  # validation and saving are not training time
         if stop and not done:
@@ -430,7 +425,6 @@ class TrainState:
     good_steps: int = 0  # since the loss scale last changed
     # For replay(). None: the host launches every kernel.
     graphs: dict[GraphKey, Graph] | None = None
-    beside: threading.Thread | None = None  # compiles kernels during the warm-up
 
 
 def train_step(state: TrainState, batch: Batch) -> Tensor:
@@ -455,28 +449,23 @@ def train_step(state: TrainState, batch: Batch) -> Tensor:
 
 
 def accumulate_gradients(state: TrainState, batch: Batch) -> Tensor:
-    """Forward and backward of all micro-batches; starts over with smaller ones if memory runs out.
+    """Forward and backward of all micro-batches.
 
     Returns: this rank's share of the mean nats per target, 0-D
     """
-    while True:
-        loss = torch.zeros((), device=state.ranks.device)
-        looked_up = []
-        targets = max(batch.total_targets, 1)
-        factor = torch.full_like(loss, state.loss_scale / targets)
-        try:
-            for micro_batch in batch.micro_batches(state.packs, state.ranks.device):
-                if state.graphs is None:
-                    nats, rows = micro_step(state, micro_batch, factor)
-                else:
-                    nats, rows = replay(state, micro_batch, factor)
-                loss += nats / targets
-                looked_up.append(rows)
-            set_sparse_gradient(state.model, looked_up)
-            return loss
-        except torch.OutOfMemoryError:
-            pass  # the exception holds the activations until it ends here
-        shrink_micro_batch(state)
+    loss = torch.zeros((), device=state.ranks.device)
+    looked_up = []
+    targets = max(batch.total_targets, 1)
+    factor = torch.full_like(loss, state.loss_scale / targets)
+    for micro_batch in batch.micro_batches(state.packs, state.ranks.device):
+        if state.graphs is None:
+            nats, rows = micro_step(state, micro_batch, factor)
+        else:
+            nats, rows = replay(state, micro_batch, factor)
+        loss += nats / targets
+        looked_up.append(rows)
+    set_sparse_gradient(state.model, looked_up)
+    return loss
 
 
 class Rows(NamedTuple):
@@ -583,6 +572,33 @@ def replay(state, micro_batch: MicroBatch, factor: Tensor) -> tuple[Tensor, Rows
         return graph.nats, None
     # The next replay writes into the same memory.
     return graph.nats, Rows(*(part.clone() for part in graph.rows))
+
+
+def capture(
+    state: TrainState, key: GraphKey, micro_batch: MicroBatch, factor: Tensor
+) -> tuple[Tensor, Rows | None]:
+    """micro_step, and then a graph of it on copies of its inputs."""
+    result = micro_step(state, micro_batch, factor)  # it also compiles the model
+    params = list(state.model.parameters())
+    grads = [param.grad for param in params]
+    inputs = [t.clone() for t in (*micro_batch.tensors(), factor)]
+    static_batch = MicroBatch(*inputs[:-1], micro_batch.max_doc)
+    if key.first:
+        state.model.zero_grad(set_to_none=True)
+    # All graphs share one pool of memory, because one runs at a time.
+    pool = next((graph.cuda.pool() for graph in state.graphs.values()), None)
+    cuda = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(cuda, pool=pool, capture_error_mode="thread_local"):
+        nats, rows = micro_step(state, static_batch, inputs[-1])
+    static_grads = [param.grad for param in params]
+    state.graphs[key] = Graph(cuda, inputs, static_grads, nats, rows)
+
+    # The first graph wrote its gradients into tensors of its own, which hold nothing yet.
+    if key.first:
+        for own, grad in zip(static_grads, grads, strict=True):
+            if own is not None:
+                own.copy_(grad)
+    return result
 
 
 # <<< shared: training
@@ -1051,6 +1067,7 @@ class Batch:
     total_tokens: int  # in the step, over all ranks
     total_targets: int = 0  # how many of them are not ignored
     position: dict | None = None  # where the reader stands after this batch
+    notes: dict = field(default_factory=dict)  # further numbers for the log
 
     def micro_batches(self, packs: int, device: torch.device) -> Iterator[MicroBatch]:
         """The batch on the device, up to `packs` packs at a time, all micro-batches of one size."""
@@ -1645,14 +1662,14 @@ class Optimizer:
 
 def build_optimizer(model: nn.Module, config: Config, table=None, ranks=None) -> Optimizer:
     """The optimizer of a model before its first step; by default all of parameter_table on one rank."""
-    ranks = ranks or Ranks(0, 0, 1, next(model.parameters()).device)
+    ranks = ranks or Ranks(0, 1, next(model.parameters()).device)
     return Optimizer(model, config, ranks, table or parameter_table(config))
 
 
 # <<< shared: optimizer
 # >>> shared: evaluation
 # ===============================================================================
-# 7. EVALUATION -- bits per byte, samples
+# 7. EVALUATION -- bits per byte
 
 
 def validation_documents(
@@ -1750,33 +1767,6 @@ def share_of_rank(batch: Batch, packs: int, ranks: Ranks) -> Batch:
     return dataclasses.replace(batch, **rows)
 
 
-@torch.no_grad()
-def continue_prompts(model: GPT, tokenizer: Tokenizer, config: Config) -> list[str]:
-    """The samples of the report: what the model makes of config.sample_prompts.
-
-    Every new token is a forward over all texts, which is simple and slow; runs/engine.py is fast.
-    """
-    rng = torch.Generator().manual_seed(config.seed)
-    texts = [[tokenizer.bos_id, *tokenizer.encode(prompt)] for prompt in config.sample_prompts]
-    longest = max((len(text) for text in texts), default=0)
-    for _ in range(min(config.sample_tokens, config.max_seq_len - longest) if texts else 0):
-        lengths = torch.tensor([len(text) for text in texts])
-        ends = lengths.cumsum(0)
-        tokens = torch.tensor([token for text in texts for token in text])
-        positions = torch.cat([torch.arange(n) for n in lengths.tolist()])
-        packed = [tokens, positions, F.pad(ends, (1, 0)).int()]
-        tokens, positions, cu_seqlens = (t.to(model.embed.device) for t in packed)
-        logits = model(tokens, None, positions, cu_seqlens, int(lengths.max()))
-        logits = logits[ends.to(logits.device) - 1, : config.vocab_size].cpu()
-        probabilities = (logits / max(config.sample_temperature, 1e-4)).softmax(-1)
-        drawn = torch.multinomial(probabilities, 1, generator=rng)
-        for text, token in zip(texts, drawn.flatten().tolist(), strict=True):
-            text.append(token)
-    # A text ends where the model began another document.
-    ends = [[*text, tokenizer.bos_id].index(tokenizer.bos_id, 1) for text in texts]
-    return [tokenizer.decode(text[1:end]) for text, end in zip(texts, ends, strict=True)]
-
-
 # <<< shared: evaluation
 # >>> shared: run
 # ===============================================================================
@@ -1785,22 +1775,26 @@ def continue_prompts(model: GPT, tokenizer: Tokenizer, config: Config) -> list[s
 
 @dataclass
 class Job:
-    """What a run trains on. Tools that train on other text bring a Job of their own."""
+    """What a run trains on, and how. Tools that train otherwise bring a Job of their own."""
 
     config: Config  # with the vocabulary of the dataset
-    dataset: Dataset
-    reader: ShardReader  # of training packs
-    validation: Iterable  # (sequence, counted) of each held-out document
+    tokenizer: Tokenizer
     fingerprint: str  # of what is read
-    available: int  # training tokens, padding included
-    bytes_per_token: float  # of counted targets, for the estimate of bits per byte in the log
     note: str  # what there is to train on, for the log
     command: str = "pretrain"
+    available: float = math.inf  # training tokens, padding included
+    reader: ShardReader | None = None  # of training packs
+    validation: Iterable = ()  # (sequence, counted) of each held-out document
+    bytes_per_token: float = math.inf  # of counted targets, for the bits per byte in the log
     load_start: Callable | None = None  # load_start(state) loads weights to begin with
-    samples: Callable = continue_prompts  # samples(model, tokenizer, config) -> texts
     description: dict = field(default_factory=dict)  # further entries of config.json
-    report_rows: dict = field(default_factory=dict)  # further rows of the report's table
     scripts: tuple[Path, ...] = ()  # further scripts that the run directory keeps
+    # What replaces a part of pretraining, for other kinds of training:
+    build: Callable | None = None  # build(config, ranks, say) -> TrainState
+    loader: Callable | None = None  # loader(run) -> an object like PackLoader
+    step: Callable | None = None  # step(state, batch) -> loss, in place of train_step
+    evaluate: Callable | None = None  # evaluate(run) -> scores by name
+    flops: Callable | None = None  # flops(config, positions) -> training FLOPs of a token
 
 
 def pretraining_job(config: Config) -> Job:
@@ -1809,47 +1803,33 @@ def pretraining_job(config: Config) -> Job:
     config = dataclasses.replace(config, vocab_size=dataset.tokenizer.vocab_size)
     validate(config)
     tokens = dataset.total("train", "tokens")
-    if tokens == 0 or dataset.total("train", "text_bytes") == 0:
-        raise UserError(f"{config.data} holds no text to train on; make the dataset again")
     return Job(
         config=config,
-        dataset=dataset,
+        tokenizer=dataset.tokenizer,
+        fingerprint=dataset.info["fingerprint"],
+        note=f"{tokens:,} training tokens",
+        available=tokens * config.max_epochs,
         reader=ShardReader(dataset, config),
         validation=validation_documents(dataset, config),
-        fingerprint=fingerprint(dataset.info["files"]),
-        available=tokens * config.max_epochs,
-        bytes_per_token=dataset.total("train", "text_bytes") / tokens,
-        note=f"{tokens:,} training tokens",
+        bytes_per_token=dataset.total("train", "text_bytes") / max(tokens, 1),
     )
 
 
-def check_length(job: Job) -> None:
-    """Raises UserError if the run needs more text than there is, or learns repeated text by heart."""
+def check_length(job: Job, say: Callable) -> None:
+    """Raises UserError if the run needs more text than there is; warns of text that is read again."""
     config = job.config
-    # Where each stage ends, without looking at every step.
-    steps = range(config.num_steps)
-    stage_of = functools.partial(stage_index, config)
-    ends = [bisect.bisect_right(steps, i, key=stage_of) for i in range(len(config.stages))]
-    counts = np.diff([0, *ends]).tolist()
-    packs = sum(s.packs * count for s, count in zip(config.stage_table, counts, strict=True))
-    needed = packs * config.pack_tokens
+    stages = [stage_index(config, step) for step in range(config.num_steps)]
+    needed = sum(config.stage_table[stage].packs for stage in stages) * config.pack_tokens
     if needed > job.available:
-        whole_steps = job.available // config.step_tokens - len(config.stages) + 1
-        fewer = int(whole_steps * config.step_tokens)
-        way = f"ask for fewer with --tokens {fewer}" if fewer > 0 else "make the steps smaller"
         raise UserError(
             f"{config.data} holds {job.available:,} training tokens, the run asks for {needed:,}; "
-            f"{way}, add text, or allow repeats with --set max_epochs=N"
+            f"ask for fewer with --tokens, add text, or allow repeats with --set max_epochs=N"
         )
-
-    # A tiny model that read its text 2.8 times reached 2.00 bpb without bigrams, and 2.15 and 2.45 with
-    # 23 and 231 rows for 1,000 tokens of text. Read once, ten times the rows gained 0.036.
+    # A tiny model that read its text 2.8 times lost 0.45 bpb by 231 bigram rows for 1,000 tokens.
     passes = needed * config.max_epochs / job.available
-    if job.command == "pretrain" and passes > 1.5 and config.bigram_rows > 163840:
-        raise UserError(
-            f"the run would read {config.data} {passes:.1f} times, and a table of "
-            f"{config.bigram_rows:,} bigrams learns repeated text by heart; add --set bigram_rows=0, or more text"
-        )
+    if passes > 1.5 and config.bigram_rows > 163840:
+        found = f"the text is read {passes:.1f} times"
+        say(f"warning: {found}, and a large bigram table learns it by heart; try --set bigram_rows=0")
 
 
 @dataclass
@@ -1860,7 +1840,7 @@ class Progress:
     tokens: int = 0
     train_seconds: float = 0.0
     flops: float = 0.0
-    val_bpb: float | None = None  # if this very step was validated
+    scores: dict | None = None  # if this very step was evaluated
 
 
 @dataclass
@@ -1873,6 +1853,7 @@ class Run:
     run_dir: Path
     lock: object  # of run_dir, held while this lives
     machine: dict
+    identity: dict
     log: Log
     progress: Progress = field(default_factory=Progress)
     # -- set by train() and prepare_loop()
@@ -1892,9 +1873,10 @@ class Run:
 def open_run(job: Job, args: argparse.Namespace, ranks: Ranks) -> Run:
     run_dir, lock = prepare_run_dir(job, args, ranks)
     machine = describe_machine(ranks)
-    described = {"machine": machine, "dataset_fingerprint": job.fingerprint}
-    log = Log(run_dir, ranks, job.config.wandb, dataclasses.asdict(job.config) | described)
-    return Run(job, args, ranks, run_dir, lock, machine, log)
+    log = Log(run_dir, ranks)
+    if job.config.wandb and ranks.is_main:
+        log.start_wandb(job.config.wandb, dataclasses.asdict(job.config) | {"machine": machine})
+    return Run(job, args, ranks, run_dir, lock, machine, identity(job), log)
 
 
 def describe_run(run: Run) -> None:
@@ -1910,171 +1892,142 @@ def describe_run(run: Run) -> None:
     run.log.say(f"run:  {run.run_dir}, {config.num_steps:,} steps, {config.tokens:,} tokens")
 
 
-def set_prefixes(run: Run) -> None:
-    """Gives the model the second target of each token, where the loss has one."""
-    config = run.job.config
-    if config.prefix_weight:
-        prefixes = torch.tensor(run.job.dataset.tokenizer.prefixes())
-        run.state.model.prefixes[: config.vocab_size] = prefixes
-
-
 def start(run: Run) -> None:
     """A new run: its first weights, and everything that makes its directory complete."""
-    job = run.job
-    if job.load_start:
-        job.load_start(run.state)
-    if not run.ranks.is_main:
-        return
-    first = describe_start(run, [])
-    config = dataclasses.asdict(job.config)
-    description = {"command": job.command, "config": config, "overridden": run.args.set}
-    complete_directory(run, {**description, **first, **job.description, "starts": [first]})
+    if run.job.load_start:
+        run.job.load_start(run.state)
+    if run.ranks.is_main:
+        describe_start(run, {"overridden": run.args.set}, [])
 
 
-def describe_start(run: Run, changed: list[str]) -> dict:
-    """An entry of "starts" in config.json; changed says what differs from the start before."""
-    return {
-        "date": datetime.datetime.now().isoformat(timespec="seconds"),
-        "step": run.state.step,
-        "flags": run.args.flags,
-        "machine": run.machine,
-        "dataset_fingerprint": run.job.fingerprint,
-        "changed": changed,
-    }
-
-
-def complete_directory(run: Run, description: dict) -> None:
-    """Writes config.json, and beside it the scripts that run and the tokenizer."""
-    write_description(run.run_dir, description)
-    for path in (Path(__file__), run.job.dataset.tokenizer.path, *run.job.scripts):
-        write_atomically(run.run_dir / path.name, path.read_text(encoding="utf-8"))
-
-
-# What --resume may change freely: where a run ends, what it reports, and how the same is computed.
+# What --resume may change: where a run ends, what it reports, and how the same is computed.
 FREE_ON_RESUME = (
-    "tokens", "log_every", "eval_every", "save_every", "keep_checkpoints", "data", "wandb", "sample_prompts",
-    "sample_tokens", "sample_temperature", "micro_batch_tokens", "attention", "dtype", "compile", "cuda_graphs",
+    "tokens", "log_every", "eval_every", "save_every", "keep_checkpoints", "data", "wandb",
+    "micro_batch_tokens", "attention", "dtype", "compile", "cuda_graphs",
 )  # fmt: skip
 
 
-def changes_of_run(run: Run) -> Iterator[str]:
-    """What makes this start another run than the one that it is to continue."""
-    description = read_description(run.run_dir)
-    last = description["starts"][-1]
-    if run.machine["script_sha256"] != last["machine"]["script_sha256"]:
-        yield f"{Path(__file__).name} was edited"
-    for key, value in run.job.description.items():
-        if description.get(key) != value:
-            yield f"{key} was {description.get(key)} and is {value}"
-    if run.job.fingerprint != last["dataset_fingerprint"]:
-        yield f"{run.job.dataset.root} holds other data"
-    before = read_config(run.run_dir)
-    for name, value in dataclasses.asdict(run.job.config).items():
-        old = getattr(before, name)
-        if name not in FREE_ON_RESUME and value != old:
-            yield f"{name} was {old} and is {value}"
+def identity(job: Job) -> dict:
+    """What makes a run the one that it is: its script, its data and its recipe."""
+    recipe = dataclasses.asdict(job.config)
+    for name in FREE_ON_RESUME:
+        recipe.pop(name, None)
+    script = hashlib.sha256(SOURCE).hexdigest()
+    whole = {"script": script, "data": job.fingerprint, **job.description, **recipe}
+    return json.loads(json.dumps(whole))  # with lists for tuples, as it comes back from a file
+
+
+def run_id(run: Run) -> str:
+    """A hash of the identity. Checkpoints state it, so that one of another run is known."""
+    return hashlib.sha256(json.dumps(run.identity, sort_keys=True).encode()).hexdigest()
+
+
+def describe_start(run: Run, description: dict, changed: list[str]) -> None:
+    """Writes config.json, and beside it the scripts that run and the tokenizer.
+
+    Args: description what earlier starts wrote; changed what differs from them
+    """
+    job = run.job
+    this_start = {
+        "date": datetime.datetime.now().isoformat(timespec="seconds"),
+        "step": run.state.step,
+        "flags": run.args.flags,
+        "folder": os.getcwd(),  # where relative paths begin
+        "machine": run.machine,
+        "dataset_fingerprint": job.fingerprint,
+        "changed": changed,
+        "run_id": run_id(run),
+    }
+    description = {"command": job.command, **this_start, **job.description, **description}
+    description["config"] = dataclasses.asdict(job.config)
+    description["identity"] = run.identity
+    description["starts"] = [*description.get("starts", []), this_start]
+    write_atomically(run.run_dir / "config.json", json.dumps(description, indent=1).encode())
+    write_atomically(run.run_dir / Path(__file__).name, SOURCE)
+    for path in (job.tokenizer.path, *job.scripts):
+        write_atomically(run.run_dir / path.name, path.read_bytes())
 
 
 def check_same_run(run: Run) -> list[str]:
-    """Returns what --resume-changed allows to differ; raises UserError without that flag."""
-    changed = list(changes_of_run(run))
+    """What --resume-changed allows to differ; raises UserError without that flag."""
+    before = read_description(run.run_dir)["identity"]
+    changed = []
+    for name, value in run.identity.items():
+        if value != before.get(name):
+            changed.append(f"{name} was {before.get(name)} and is {value}")
     if changed and not run.args.resume_changed:
         raise UserError(
-            f"--resume would not continue {run.run_dir} as it began: {', '.join(changed)}; undo that, "
-            f"or add --resume-changed if it is meant, which voids record status"
+            f"--resume would not continue {run.run_dir} as it began: {', '.join(changed)}; undo that, call "
+            f"`python {run.run_dir / Path(__file__).name} --resume` if the script was edited, or add "
+            f"--resume-changed if it is meant, which voids record status"
         )
     return changed
 
 
+def finished_result(run: Run) -> dict | None:
+    """The result of a run with nothing left to do."""
+    path = run.run_dir / "result.json"
+    result = json.loads(path.read_text()) if path.is_file() else {}
+    if result.get("steps") != run.job.config.num_steps:
+        return None
+    run.log.say(f"this run is finished; its results are in {run.run_dir}")
+    return result
+
+
 def resume(run: Run, changed: list[str]) -> None:
     """Goes on where the newest whole checkpoint stands."""
-    config = run.job.config
-    folder = newest_whole(run.run_dir, run.log.say)
-    check_agreement(run, folder)
-    saved = load_checkpoint(run.state, folder, ())
+    folder = None
+    if run.ranks.is_main:
+        folder = newest_whole(run.run_dir, run.log.say)
+    folder = run.ranks.gather(folder)[0]
+    saved = load_checkpoint(run.state, folder)
     step = run.state.step
-    totals = (saved["tokens"], saved["train_seconds"], saved["flops"])
-    run.progress = Progress(saved["position"], *totals)
-    if step == config.num_steps:
-        run.progress.val_bpb = saved["val_bpb"]  # no further step will change it
+    num_steps = run.job.config.num_steps
+    if step > num_steps:
+        raise UserError(f"{run.run_dir} is at step {step} already, the flags ask for {num_steps}; ask for more")
+    run.progress = Progress(**{f.name: saved[f.name] for f in dataclasses.fields(Progress)})
+    if step < num_steps:
+        run.progress.scores = None
     if saved["position"]:
         run.job.reader.seek(saved["position"])
     run.log.rewind(step)
     run.log.say(f"resumed at step {step} from {folder}")
-    if step > config.num_steps:
-        asked = f"the flags ask for {config.num_steps}; ask for more, or leave them out"
-        raise UserError(f"{run.run_dir} is at step {step} already, {asked}")
 
     # The next --resume goes on with the flags of this one. What an earlier end reported is out of date.
-    if run.ranks.is_main and step < config.num_steps:
+    if run.ranks.is_main and step < num_steps:
         for name in ("result.json", "report.md"):
             (run.run_dir / name).unlink(missing_ok=True)
-        scores = run.run_dir / "core.csv"
-        if scores.exists():
-            end = int(checkpoint_folders(run.run_dir)[-1].name[5:])
-            scores.replace(run.run_dir / f"core_step_{end}.csv")
-        for damaged in checkpoint_folders(run.run_dir):
-            if int(damaged.name[5:]) > step:
-                aside = damaged.with_name(f"{damaged.name}.damaged")
-                shutil.rmtree(aside, ignore_errors=True)  # of an earlier resume
-                damaged.rename(aside)
         description = read_description(run.run_dir)
-        description["config"] = dataclasses.asdict(config)
         description["overridden"] += run.args.set
-        description["starts"].append(describe_start(run, changed))
-        complete_directory(run, description)
-
-
-def check_agreement(run: Run, folder: Path) -> None:
-    """Raises UserError unless all ranks go on from the same checkpoint."""
-    names = run.ranks.gather(folder.name)
-    if len(set(names)) > 1:
-        raise UserError(
-            f"the processes see different checkpoints in {run.run_dir} ({', '.join(names)}); put it "
-            f"on a file system that all share; if it is there, it lags: start again"
-        )
-
-
-def earlier_result(run: Run) -> dict | None:
-    """The result of a run with nothing left to do; None if there is more, or if it is damaged."""
-    report = run.run_dir / "report.md"
-    result = None
-    with contextlib.suppress(UserError):
-        found = read_json(run.run_dir / "result.json", "it is made again")
-        saved = read_state(checkpoints(run.run_dir)[-1])
-        reached = {key: saved[key] for key in ("val_bpb", "tokens", "train_seconds")}
-        reached["steps"] = run.job.config.num_steps
-        if reached.items() <= found.items() and report.is_file():
-            result = found
-    result = run.ranks.gather(result)[0]
-    if result:
-        run.log.say(f"this run is finished; its results are in {report}")
-        run.log.close()
-    return result
+        describe_start(run, description, changed)
 
 
 def prepare_loop(run: Run) -> None:
     """Starts the loader's thread and makes what the loop needs besides the model."""
     job = run.job
     config = job.config
-    run.loader = PackLoader(job.reader, config, run.ranks, run.state.step)
-    documents = scored_documents(job.validation, config)
-    run.validation = validation_batch(documents, config, job.dataset.tokenizer.bos_id)
-    run.scored = describe_scored(documents, job.dataset.tokenizer.token_bytes)
-    if not run.scored["bytes"]:
-        raise UserError(f"{job.dataset.root} holds no text to validate on; make the dataset again")
-    token_bytes = torch.zeros(config.padded_vocab, dtype=torch.long)
-    token_bytes[: config.vocab_size] = torch.from_numpy(job.dataset.tokenizer.token_bytes)
-    run.token_bytes = token_bytes.to(run.ranks.device)
+    if job.loader:
+        run.loader = job.loader(run)
+    else:
+        run.loader = PackLoader(job.reader, config, run.ranks, run.state.step)
+    if not job.evaluate:
+        documents = scored_documents(job.validation, config)
+        run.validation = validation_batch(documents, config, job.tokenizer.bos_id)
+        run.scored = describe_scored(documents, job.tokenizer.token_bytes)
+        if not run.scored["bytes"]:
+            raise UserError(f"{config.data} holds no text to validate on; make the dataset again")
+        token_bytes = torch.zeros(config.padded_vocab, dtype=torch.long)
+        token_bytes[: config.vocab_size] = torch.from_numpy(job.tokenizer.token_bytes)
+        run.token_bytes = token_bytes.to(run.ranks.device)
     run.peak_flops = peak_flops(run.ranks.device)
     run.stopper = Stopper(run.ranks)
-    run.begun = dataclasses.replace(run.progress)
-    run.logged = dataclasses.replace(run.progress)
     if run.ranks.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(run.ranks.device)
 
     if job.load_start and not run.args.resume:
         evaluate(run)  # what the loaded weights are worth
+    run.begun = dataclasses.replace(run.progress)
+    run.logged = dataclasses.replace(run.progress)
     gc.collect()
     gc.freeze()  # else a collection of what the compiler left makes one step in some hundred slow
     run.ranks.sync()
@@ -2096,13 +2049,11 @@ def log_steps(run: Run, losses: list[Tensor], batch: Batch) -> None:
     now = time.perf_counter()
     progress.train_seconds += now - run.clock
     run.clock = now
-    if not math.isfinite(loss):
-        advice = diverged_advice(run.run_dir)
-        raise UserError(f"the loss became {loss} at step {state.step}; {advice}")
+    check_finite(run, "the loss", loss)
 
     seconds = max(progress.train_seconds - run.logged.train_seconds, 1e-9)
     tokens = progress.tokens - run.logged.tokens
-    flops = flops_per_token(config, batch.positions)
+    flops = (run.job.flops or flops_per_token)(config, batch.positions)
     progress.flops += flops * tokens
     entry = {
         "step": state.step,
@@ -2115,31 +2066,45 @@ def log_steps(run: Run, losses: list[Tensor], batch: Batch) -> None:
         "mfu": tokens / seconds * flops / (run.peak_flops * run.ranks.world),
         "memory_gib": peak_memory_gib(run.ranks.device),
         "train_seconds": progress.train_seconds,
+        **batch.notes,
     }
-    eta = (config.tokens - progress.tokens) / entry["tokens_per_second"]
-    run.log.step(entry, config.num_steps, max(eta, 0.0))
+    run.log.write(entry)
+    eta = (config.num_steps - state.step) * entry["step_ms"] / 1e3
+    run.log.say(step_line(entry, config.num_steps, eta))
     run.logged = dataclasses.replace(progress)
 
 
-def evaluate(run: Run) -> float:
-    """Bits per byte of the validation text, logged."""
+def evaluate(run: Run) -> dict:
+    """Logs the scores of the held-out text, by default bits per byte, and returns them."""
     state = run.state
     progress = run.progress
-    bpb = bits_per_byte(state.model, run.validation, state.packs, run.token_bytes, run.ranks)
-    if not math.isfinite(bpb):
-        advice = diverged_advice(run.run_dir)
-        raise UserError(f"validation gave {bpb} at step {state.step}; {advice}")
-    seconds = progress.train_seconds
+    if run.job.evaluate:
+        scores = run.job.evaluate(run)
+    else:
+        bpb = bits_per_byte(state.model, run.validation, state.packs, run.token_bytes, run.ranks)
+        scores = {"val_bpb": bpb}
+    line = " | ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in scores.items())
     place = f"step {state.step:6d}/{run.job.config.num_steps}"
-    run.log.say(f"{place} | val bpb {bpb:.4f} | elapsed {seconds:.1f} s")
-    entry = {"step": state.step, "tokens": progress.tokens, "train_seconds": seconds}
-    run.log.write({**entry, "scored": run.scored, "val_bpb": bpb})
-    return bpb
+    run.log.say(f"{place} | {line} | elapsed {progress.train_seconds:.1f} s")
+    for name, value in scores.items():
+        check_finite(run, name, value)
+    entry = {"step": state.step, "tokens": progress.tokens, "train_seconds": progress.train_seconds}
+    run.log.write({**entry, "scored": run.scored, **scores})
+    return scores
+
+
+def check_finite(run: Run, name: str, value: float) -> None:
+    if not math.isfinite(value):
+        raise UserError(
+            f"{name} became {value} at step {run.state.step}; go on from the last checkpoint with --resume "
+            f"--resume-changed, or start again, with lower rates, e.g. half of --set muon_lr= and --set adam_lr="
+        )
 
 
 def save(run: Run) -> None:
     begin = time.perf_counter()
-    save_checkpoint(run.state, run.run_dir, dataclasses.asdict(run.progress))
+    progress = dataclasses.asdict(run.progress)
+    save_checkpoint(run.state, run.run_dir, {"run_id": run_id(run), **progress})
     seconds = time.perf_counter() - begin
     num_steps = run.job.config.num_steps
     run.log.say(f"step {run.state.step:6d}/{num_steps} | saved in {seconds:.1f} s")
@@ -2148,10 +2113,8 @@ def save(run: Run) -> None:
 def stop_early(run: Run) -> None:
     """Ends a run that was asked to stop and has been saved."""
     run.loader.close()
-    run.log.close()
-    name = signal.Signals(run.stopper.signal).name
     way = f"continue with `--resume --run-dir {run.run_dir}`"
-    raise UserError(f"stopped by {name} at step {run.state.step}, saved; {way}")
+    raise UserError(f"stopped by a signal at step {run.state.step}, saved; {way}")
 
 
 def finish(run: Run) -> dict:
@@ -2161,14 +2124,13 @@ def finish(run: Run) -> dict:
     run.loader.close()
     run.stopper.restore()
     state.graphs = None  # samples can have their memory
-    if progress.val_bpb is None:  # resumed after the last step
-        progress.val_bpb = evaluate(run)
+    scores = progress.scores or evaluate(run)
 
     # The speed is that of this process, or of the whole run if nothing was left to train.
     begun = run.begun if run.begun.tokens < progress.tokens else Progress()
     seconds = max(progress.train_seconds - begun.train_seconds, 1e-9)
     result = {
-        "val_bpb": progress.val_bpb,
+        **scores,
         "steps": state.step,
         "tokens": progress.tokens,
         "train_seconds": progress.train_seconds,
@@ -2178,18 +2140,19 @@ def finish(run: Run) -> dict:
         "run_dir": str(run.run_dir),
     }
     if run.ranks.is_main:
-        write_atomically(run.run_dir / "result.json", json.dumps(result, indent=1))
-        samples = []
-        try:
-            samples = run.job.samples(state.model, run.job.dataset.tokenizer, run.job.config)
-        except ImportError as error:
-            run.log.say(f"no samples: {error}")
-        for text in samples:
-            run.log.say(f"--- sample\n{text}")
-        write_report(run, result, samples)
-        run.log.say(f"--- report: {run.run_dir}/report.md")
-    run.log.close()
+        write_atomically(run.run_dir / "result.json", json.dumps(result, indent=1).encode())
+        report(run)
     return result
+
+
+def report(run: Run) -> None:
+    """report.md, curve.png and samples, by runs/report.py where it lies beside this script."""
+    tools = Path(__file__).resolve().parent / "runs"
+    if not (tools / "report.py").is_file():
+        run.log.say(f"for a report with samples: python runs/report.py {run.run_dir}")
+        return
+    sys.path.insert(0, str(tools))
+    importlib.import_module("report").write_report(run.run_dir, run.state.model, run.job.tokenizer)
 
 
 class Stopper:
@@ -2197,105 +2160,29 @@ class Stopper:
 
     def __init__(self, ranks: Ranks):
         self.ranks = ranks
-        self.caught = 0  # the signal that this process was sent
-        self.caught_at = 0.0  # when
-        self.signal = 0  # the one that all ranks stop for
+        self.caught_at = 0.0
         self.before = {s: signal.signal(s, self.catch) for s in (signal.SIGTERM, signal.SIGINT)}
 
     def catch(self, number, frame) -> None:
         # Ctrl-C twice: at once. Under torchrun each one comes twice, from the terminal and from torchrun.
-        pause = time.monotonic() - self.caught_at
-        moment = 1.0 if "TORCHELASTIC_RUN_ID" in os.environ else 0.0
-        if self.caught == number == signal.SIGINT and pause > moment:
+        now = time.monotonic()
+        if self.caught_at and number == signal.SIGINT and now - self.caught_at > 1:
             raise KeyboardInterrupt
-        self.caught = number
-        self.caught_at = time.monotonic()
+        self.caught_at = now
 
     def asked(self, step: int) -> bool:
-        if self.ranks.world == 1:
-            self.signal = self.caught
-        elif step % 10 == 0:  # all must stop at the same step, and asking costs a synchronisation
-            flag = torch.tensor(self.caught, device=self.ranks.device)
-            dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-            self.signal = int(flag)
-        return bool(self.signal)
+        asked = self.caught_at > 0
+        if self.ranks.world > 1:
+            if step % 10:  # all must stop at the same step, and asking costs a synchronisation
+                return False
+            flag = torch.tensor(float(asked), device=self.ranks.device)
+            dist.all_reduce(flag)
+            asked = flag.item() > 0
+        return asked
 
     def restore(self) -> None:
         for number, handler in self.before.items():
             signal.signal(number, handler)
-
-
-class RankWatch:
-    """Ends this process with a sentence that names the rank which has stopped.
-
-    Every second each rank writes a count and its step into the store of the process group. A thread
-    of each rank reads those of the others: a rank that waits for another one cannot be interrupted.
-    """
-
-    def __init__(self, ranks: Ranks, store: dist.Store, timeout: float):
-        self.ranks = ranks
-        self.store = store
-        self.timeout = timeout
-        self.step = None  # what the loop is at; None outside of it, where a wait may be long
-        self.heard = {}  # rank: (its last message, when that was new)
-        self.steps = {}  # of all ranks
-        self.steps_since = 0.0  # when one of them last changed
-        self.closing = threading.Event()
-        self.thread = threading.Thread(target=self.run, daemon=True)
-        self.thread.start()
-
-    def run(self) -> None:
-        count = 0
-        talker = ThreadPoolExecutor(1)
-        while not self.closing.wait(min(1.0, self.timeout / 5)):
-            count += 1
-            try:
-                talker.submit(self.tell, [count, self.step])
-                talker.submit(self.listen, time.monotonic()).result(self.timeout)
-                problem = self.problem(time.monotonic())
-            except TimeoutError:  # process 0 may hold the store
-                problem = f"process 0 has not been heard of for {self.timeout:.0f} s"
-            except RuntimeError:  # the store is gone, and with it process 0
-                return
-            if problem:
-                way = "look at that machine, then continue with --resume; --rank-timeout sets the time"
-                print_error(f"{problem}, so process {self.ranks.rank} ends; {way}")
-                os._exit(1)
-
-    def tell(self, message: list | None) -> None:
-        self.store.set(f"watch/{self.ranks.rank}", json.dumps(message))
-
-    def listen(self, now: float) -> None:
-        for rank in range(self.ranks.world):
-            key = f"watch/{rank}"
-            message = json.loads(self.store.get(key)) if self.store.check([key]) else None
-            if rank not in self.heard or self.heard[rank][0] != message:
-                self.heard[rank] = (message, now)
-
-        steps = {rank: message[1] for rank, (message, _) in self.heard.items() if message}
-        if steps != self.steps:
-            self.steps = steps
-            self.steps_since = now
-
-    def problem(self, now: float) -> str | None:
-        """What is wrong with another rank, or None. One that has not begun, or has ended, is left out."""
-        for rank, (message, when) in self.heard.items():
-            if message and now - when > self.timeout:
-                return f"process {rank} has not been heard of for {self.timeout:.0f} s"
-
-        # All live, but nobody gets on: then the one that is furthest behind holds up the others.
-        steps = self.steps
-        if not steps or None in steps.values() or now - self.steps_since < self.timeout:
-            return None
-        behind = min(steps, key=steps.get)
-        return f"no step has ended for {self.timeout:.0f} s, and process {behind} is the furthest behind"
-
-    def close(self) -> None:
-        """Says good-bye, so that the others do not wait for a word from here."""
-        self.closing.set()
-        self.thread.join()
-        with contextlib.suppress(RuntimeError):
-            self.tell(None)
 
 
 # -- model, optimizer and warm-up
@@ -2303,16 +2190,9 @@ class RankWatch:
 
 def build_state(config: Config, ranks: Ranks, say: Callable = print) -> TrainState:
     """Model, optimizer and compiled forward, with the weights of config.seed."""
-    if config.compile and ranks.device.type == "cuda":
-        start_compile_workers()
     dtype = choose_dtype(config, ranks.device)
     model = GPT(config, ranks.device, dtype)
     model.attention = choose_attention(model, say)
-    names = ranks.gather(model.attention.__name__)
-    if len(set(names)) > 1:  # one may have failed to reach the hub
-        found = f"the processes would use different attention ({', '.join(names)})"
-        raise UserError(f"{found}; name one with --attention")
-    model.init_weights(config.seed)
     forward = model
     if config.compile and ranks.device.type == "cuda":
         torch._dynamo.config.recompile_limit = 64
@@ -2328,19 +2208,6 @@ def build_state(config: Config, ranks: Ranks, say: Callable = print) -> TrainSta
         state.graphs = {}
     reset_state(state)
     return state
-
-
-def start_compile_workers() -> None:
-    """The processes in which torch.compile compiles kernels; they need some seconds to start.
-
-    Without this torch starts them at the first kernel, and until they are there it compiles one
-    kernel after another itself.
-    """
-    try:
-        from torch._inductor.async_compile import maybe_warm_pool
-    except ImportError:  # not a public function
-        return
-    maybe_warm_pool()
 
 
 def reset_state(state: TrainState) -> None:
@@ -2363,14 +2230,13 @@ def warm_up(state: TrainState, say: Callable) -> None:
     """
     begin = time.perf_counter()
     before = checksum(state.model)
-    with kernels_compiled_beside(state):
-        rng = np.random.default_rng(0)
-        for index in range(len(state.config.stages)):
-            # Where memory runs out, the stage is tried again with smaller micro-batches.
-            packs = 0
-            while packs != state.packs:
-                packs = state.packs
-                warm_up_stage(state, index, rng)
+    gc.disable()  # it would look through the compiler's graphs again and again
+    rng = np.random.default_rng(0)
+    for index in range(len(state.config.stages)):
+        # Where memory runs out, the stage is tried again with smaller micro-batches.
+        while not warm_up_stage(state, index, rng):
+            shrink_micro_batch(state, say)
+    gc.enable()
     reset_state(state)
     after = checksum(state.model)
     assert before == after, f"the warm-up left a trace in the weights: {before} became {after}"
@@ -2379,135 +2245,46 @@ def warm_up(state: TrainState, say: Callable) -> None:
     say(f"warm-up: {seconds:.1f} s, micro-batch {tokens:,} tokens")
 
 
-@contextlib.contextmanager
-def kernels_compiled_beside(state: TrainState) -> Iterator[None]:
-    """A second thread compiles Triton's kernels while torch.compile traces the model in this one.
-
-    One is mostly C++ and the other mostly Python, so they take turns at the interpreter's lock; with
-    turns of 5 ms, Python's default, the second thread would wait for most of the time.
-    """
-    if not state.config.compile or not use_triton(state.model.embed):
-        yield
-        return
-    turn = sys.getswitchinterval()
-    gc.disable()  # it would look through the compiler's graphs again and again
-    sys.setswitchinterval(1e-4)
-    state.beside = threading.Thread(target=compile_kernels, args=[state], daemon=True)
-    state.beside.start()
-    try:
-        yield
-    finally:
-        state.beside.join()
-        state.beside = None
-        sys.setswitchinterval(turn)
-        gc.enable()
-
-
-def compile_kernels(state: TrainState) -> None:
-    """Runs every kernel once, in a thread of its own, and leaves no memory taken."""
-    torch.cuda.set_device(state.ranks.device)  # each thread has its own
-    try:
-        run_kernels(state)
-    except Exception:
-        pass  # the main thread runs the same code, and reports what fails
-    gc.collect()
-    torch.cuda.empty_cache()
-
-
-def run_kernels(state: TrainState) -> None:
-    """Trains a model of the same widths on one short pack without torch.compile, and validates."""
-    device = state.ranks.device
-    ranks = Ranks(0, 0, 1, device)
-    config = dataclasses.replace(
-        state.config,
-        compile=False,
-        bigram_rows=min(state.config.bigram_rows, 4096),
-        pack_tokens=min(state.config.pack_tokens, state.config.max_seq_len),
-    )
-    model = GPT(config, device, state.model.embed.dtype)
-    model.attention = state.model.attention
-    model.init_weights(config.seed)
-    optimizer = build_optimizer(model, config, ranks=ranks)
-    small = TrainState(config, ranks, model, model, optimizer, packs=1)
-    batch = dummy_batch(config, ranks, 1, np.random.default_rng(0))
-    for _ in range(2):  # late tables are updated from the second step on
-        train_step(small, batch)
-    token_bytes = torch.ones(config.padded_vocab, dtype=torch.long, device=device)
-    bits_per_byte(model, batch, 1, token_bytes, ranks)
-
-
-def warm_up_stage(state: TrainState, index: int, rng: np.random.Generator) -> None:
-    """Trains on one stage's shapes and validates; may leave state.packs smaller."""
-    config = state.config
+def warm_up_stage(state: TrainState, index: int, rng: np.random.Generator) -> bool:
+    """Trains on one stage's shapes and validates; False if the memory of a rank does not suffice."""
     ranks = state.ranks
-    stage = config.stage_table[index]
-    own = stage.packs // ranks.world
+    own = state.config.stage_table[index].packs // ranks.world
     rows = largest_divisor(own, state.packs)
     # One micro-batch, or two equal ones if the step has several: the second has a graph of its own.
     if state.graphs is not None and rows < own:
         larger = range(2 * rows, own + 1, rows)
         rows = next(n for n in larger if largest_divisor(n, state.packs) == rows)
-    for _ in range(1 if index else 2):  # late tables are updated from the second step on
-        train_step(state, dummy_batch(config, ranks, rows, rng))
+    token_bytes = torch.ones(state.config.padded_vocab, dtype=torch.long, device=ranks.device)
 
-    batch = dummy_batch(config, ranks, state.packs, rng)
-    token_bytes = torch.ones(config.padded_vocab, dtype=torch.long, device=ranks.device)
-    while True:
-        try:
-            bits_per_byte(state.model, batch, state.packs, token_bytes, ranks)
-            break
-        except torch.OutOfMemoryError:
-            pass  # the exception holds the activations until it ends here
-        shrink_micro_batch(state)
-
-    state.packs = min(ranks.gather(state.packs))  # memory may have run out on some ranks only
-
-
-def capture(
-    state: TrainState, key: GraphKey, micro_batch: MicroBatch, factor: Tensor
-) -> tuple[Tensor, Rows | None]:
-    """micro_step, and then a graph of it; if that fails, the run goes on without graphs."""
-    result = micro_step(state, micro_batch, factor)  # it also compiles the model
-    params = list(state.model.parameters())
-    grads = [param.grad for param in params]
+    # First what needs no other rank, because memory may run out on this one alone.
+    fits = True
     try:
-        graph = capture_graph(state, key, micro_batch, factor)
-    except Exception as error:
-        for param, grad in zip(params, grads, strict=True):
-            param.grad = grad
-        # Without another capture, one that succeeds, the random generator stays in capture mode.
-        with torch.cuda.graph(torch.cuda.CUDAGraph()):
-            torch.zeros_like(factor)
-        # With graphs small micro-batches are faster than large ones without: let train_step shrink them.
-        if isinstance(error, torch.OutOfMemoryError) and can_shrink(state):
-            raise
-        print(f"CUDA graphs: off ({first_line(error)})")
-        state.graphs = None
-        return result
-
-    # The first graph wrote its gradients into tensors of its own, which hold nothing yet.
-    if key.first:
-        for own, grad in zip(graph.grads, grads, strict=True):
-            if own is not None:
-                own.copy_(grad)
-    state.graphs[key] = graph
-    return result
-
-
-def capture_graph(state, key: GraphKey, micro_batch: MicroBatch, factor: Tensor) -> Graph:
-    """Captures micro_step on copies of its inputs, without computing anything."""
-    if state.beside:
-        state.beside.join()  # nothing else may use the device meanwhile
-    inputs = [t.clone() for t in (*micro_batch.tensors(), factor)]
-    static_batch = MicroBatch(*inputs[:-1], micro_batch.max_doc)
-    # All graphs share one pool of memory, because one runs at a time.
-    pool = next((graph.cuda.pool() for graph in state.graphs.values()), None)
-    if key.first:
+        accumulate_gradients(state, dummy_batch(state.config, ranks, rows, rng))
         state.model.zero_grad(set_to_none=True)
-    cuda = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(cuda, pool=pool, capture_error_mode="thread_local"):
-        nats, rows = micro_step(state, static_batch, inputs[-1])
-    return Graph(cuda, inputs, [param.grad for param in state.model.parameters()], nats, rows)
+        batch = dummy_batch(state.config, ranks, state.packs, rng)
+        bits_per_byte(state.model, batch, state.packs, token_bytes, Ranks(0, 1, ranks.device))
+    except torch.OutOfMemoryError:
+        fits = False
+    if not all(ranks.gather(fits)):
+        return False
+    for _ in range(1 if index else 2):  # late tables are updated from the second step on
+        train_step(state, dummy_batch(state.config, ranks, rows, rng))
+    return True
+
+
+def shrink_micro_batch(state: TrainState, say: Callable) -> None:
+    """A smaller micro-batch after the device ran out of memory; the step stays as large as before."""
+    tokens = state.packs * state.config.pack_tokens
+    if state.packs == 1:
+        raise UserError(f"the device ran out of memory with micro-batches of {tokens} tokens; lower pack_tokens")
+    state.model.zero_grad(set_to_none=True)
+    if state.graphs is not None:
+        state.graphs = {}
+    gc.collect()  # what a failed forward leaves may lie in cycles
+    torch.cuda.empty_cache()
+    state.packs = largest_divisor(state.packs, state.packs - 1)
+    smaller = state.packs * state.config.pack_tokens
+    say(f"out of memory with {tokens} tokens a micro-batch; going on with {smaller}")
 
 
 def dummy_batch(config: Config, ranks: Ranks, rows: int, rng) -> Batch:
@@ -2528,9 +2305,6 @@ def checksum(model: nn.Module) -> list[float]:
     return [norm(param.detach(), 1, dtype=torch.float32).item() for param in model.parameters()]
 
 
-# -- memory
-
-
 def choose_packs(config: Config, ranks: Ranks) -> int:
     """Most packs in a micro-batch: those that fit into memory and help speed, and divide a stage's batch."""
     for stage in config.stage_table:
@@ -2540,41 +2314,9 @@ def choose_packs(config: Config, ranks: Ranks) -> int:
     limit = 8192
     if ranks.device.type == "cuda":
         limit = micro_batch_limit(config, torch.cuda.mem_get_info(ranks.device)[0])
-    if config.micro_batch_tokens:
-        limit = config.micro_batch_tokens
-        if limit % config.pack_tokens:
-            multiple = f"a multiple of pack_tokens={config.pack_tokens}"
-            raise UserError(f"--micro-batch-tokens {limit} is not {multiple}")
-    most = max(int(limit // config.pack_tokens), 1)
+    most = max(int((config.micro_batch_tokens or limit) // config.pack_tokens), 1)
     shares = [stage.packs // ranks.world for stage in config.stage_table]
     return max(largest_divisor(share, most) for share in shares)
-
-
-def can_shrink(state: TrainState) -> bool:
-    """Once a run of several ranks is under way, one rank cannot: the others would wait for it."""
-    return state.packs > 1 and (state.ranks.world == 1 or state.step == 0)
-
-
-def shrink_micro_batch(state: TrainState) -> None:
-    """A smaller micro-batch after the device ran out of memory; the step stays as large as before.
-
-    Call it outside the except block, whose exception holds the activations.
-    """
-    state.model.zero_grad(set_to_none=True)
-    if state.graphs is not None:
-        state.graphs = {}
-    gc.collect()  # what a failed forward leaves may lie in cycles
-    torch.cuda.empty_cache()
-    tokens = state.packs * state.config.pack_tokens
-    if not can_shrink(state):
-        raise UserError(
-            f"the device ran out of memory with micro-batches of {tokens} tokens; lower "
-            f"--micro-batch-tokens, or pack_tokens if it is one pack already, or reduce fragmentation "
-            f"with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
-        )
-    state.packs = largest_divisor(state.packs, state.packs - 1)
-    smaller = state.packs * state.config.pack_tokens
-    print(f"out of memory with {tokens} tokens a micro-batch; going on with {smaller}")
 
 
 # -- ranks and devices
@@ -2585,15 +2327,8 @@ class Ranks:
     """This process among all that torchrun started; one process has world 1."""
 
     rank: int
-    local_rank: int
     world: int
     device: torch.device
-    watch: RankWatch | None = None  # of the other ranks
-
-    def at_step(self, step: int | None) -> None:
-        """Tells the others; None where a step may take long: validation, saving."""
-        if self.watch:
-            self.watch.step = step
 
     @property
     def is_main(self) -> bool:
@@ -2613,60 +2348,29 @@ class Ranks:
             torch.mps.synchronize()
 
 
-def start_ranks(timeout: float = 300.0) -> Ranks:
-    """Picks the device and joins the process group that torchrun describes in the environment.
-
-    Args: timeout in seconds, after which a rank that hangs is given up
-    """
-    if not is_number(timeout, 1.0, 1e6):
-        raise UserError(f"--rank-timeout {timeout} must be 1 to 1,000,000 seconds")
+def start_ranks() -> Ranks:
+    """Picks the device and joins the process group that torchrun describes in the environment."""
     world = int(os.environ.get("WORLD_SIZE", 1))
     rank = int(os.environ.get("RANK", 0))
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    device = torch.device("mps" if torch.backends.mps.is_available() else "cpu")
     if torch.cuda.is_available():
         if local_rank >= torch.cuda.device_count():
             gpus = f"{torch.cuda.device_count()} GPU(s); lower --nproc_per_node"
             raise UserError(f"torchrun started process {local_rank} on a machine with {gpus}")
-        torch.cuda.set_device(local_rank)
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
         # OpenMP threads that wait slow down runs beside this one: 87 to 125 ms a step.
         torch.set_num_threads(1)
-        device = torch.device("cuda", local_rank)
-        backend = "nccl"
-    else:
-        device = torch.device("mps" if torch.backends.mps.is_available() else "cpu")
-        backend = "gloo"
-    ranks = Ranks(rank, local_rank, world, device)
     if world > 1 and not dist.is_initialized():
-        store = meet(rank, world, max(timeout, 60))
-        ranks.watch = RankWatch(ranks, store.clone(), timeout)
-        atexit.register(ranks.watch.close)
-        patience = datetime.timedelta(seconds=max(timeout, 1800))  # RankWatch speaks first
-        store.set_timeout(patience)
+        on_gpu = device.type == "cuda"
+        # Of a process that dies torchrun ends the others; of one that hangs this timeout does.
         dist.init_process_group(
-            backend,
-            store=dist.PrefixStore("group", store),
-            rank=rank,
-            world_size=world,
-            timeout=patience,
-            device_id=device if device.type == "cuda" else None,
+            "nccl" if on_gpu else "gloo",
+            timeout=datetime.timedelta(minutes=10),
+            device_id=device if on_gpu else None,
         )
-    return ranks
-
-
-def meet(rank: int, world: int, timeout: float) -> dist.Store:
-    """Waits until all ranks have come; returns the store that they share."""
-    limit = datetime.timedelta(seconds=timeout)
-    try:
-        connect = limit / 2 if rank else limit  # torch lets all but process 0 try twice
-        store, _, _ = next(dist.rendezvous("env://", timeout=connect))
-        store.set(f"met/{rank}", "")
-        store.wait([f"met/{other}" for other in range(world)], limit)
-        return store
-    except (RuntimeError, ValueError) as error:
-        raise UserError(
-            f"not all of the {world} processes have started after {timeout:.0f} s "
-            f"({first_line(error)}); look for the first error of another one, then start again"
-        ) from None
+    return Ranks(rank, world, device)
 
 
 def bf16_is_native() -> bool:
@@ -2674,13 +2378,13 @@ def bf16_is_native() -> bool:
     return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
 
 
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
 def choose_dtype(config: Config, device: torch.device) -> torch.dtype:
     """bf16 where the hardware has it, fp16 with loss scaling on older GPUs, fp32 elsewhere."""
-    names = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
     if config.dtype != "auto":
-        if config.dtype not in names:
-            raise UserError(f"--dtype {config.dtype} is none of auto, {', '.join(names)}")
-        return names[config.dtype]
+        return DTYPES[config.dtype]
     if device.type != "cuda":
         return torch.float32
     return torch.bfloat16 if bf16_is_native() else torch.float16
@@ -2723,10 +2427,10 @@ def peak_memory_gib(device: torch.device) -> float:
     if device.type == "cuda":
         # Reserved, because graphs hold memory that nothing allocates any more.
         return torch.cuda.max_memory_reserved(device) / 2**30
-    try:
-        import resource
-    except ImportError:  # Windows
+    if os.name == "nt":  # which has no module resource
         return 0.0
+    import resource
+
     unit = 2**30 if sys.platform == "darwin" else 2**20
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
 
@@ -2734,15 +2438,12 @@ def peak_memory_gib(device: torch.device) -> float:
 def describe_machine(ranks: Ranks) -> dict:
     """Versions, hardware and commit: what it takes to compare two runs."""
 
-    def ask(*command):
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=10)
-            return done.stdout.strip() if done.returncode == 0 else ""
-        except (OSError, subprocess.SubprocessError):
-            return ""
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(Path(__file__).resolve().parent), *words]
+        with contextlib.suppress(OSError):  # git is not installed
+            return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+        return ""
 
-    script = Path(__file__).resolve()
-    git = ("git", "-C", str(script.parent))
     gpu = torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else ""
     return {
         "python": platform.python_version(),
@@ -2753,9 +2454,9 @@ def describe_machine(ranks: Ranks) -> dict:
         "platform": f"{platform.system()} {platform.machine()}",
         "device": gpu or f"{ranks.device.type}, {os.cpu_count()} cores",
         "num_devices": ranks.world,
-        "git_commit": ask(*git, "rev-parse", "HEAD"),
-        "git_dirty": bool(ask(*git, "status", "--porcelain", "--", script.name)),
-        "script_sha256": hashlib.sha256(script.read_bytes()).hexdigest(),
+        "git_commit": git("rev-parse", "HEAD"),
+        "git_dirty": bool(git("status", "--porcelain", "--", Path(__file__).name)),
+        "script_sha256": hashlib.sha256(SOURCE).hexdigest(),
     }
 
 
@@ -2775,48 +2476,34 @@ def micro_batch_limit(config: Config, free: int) -> float:
 
 # >>> shared: files
 # ===============================================================================
-# 9. FILES -- the dataset directory, and the run directory: log, checkpoints, report
+# 9. FILES -- the dataset directory, and the run directory: log and checkpoints
 
 SHARD_MAGIC = 20240520
-
-
-def read_json(path: Path, way: str) -> dict:
-    """The object in a JSON file; raises UserError, which ends with the way out, if there is none."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"{path} does not exist; {way}") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path} cannot be read ({error}); {way}") from None
-    if not isinstance(value, dict):
-        raise UserError(f"{path} holds no JSON object but a {type(value).__name__}; {way}")
-    return value
 
 
 class Tokenizer:
     """Reads tokenizer.json: split pattern, base64 ranks, special tokens.
 
-    Encoding needs tiktoken, decoding does not.
+    Encoding needs tiktoken, decoding does not. `python data/format.py check DIR` looks closer.
     """
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
-        way = "make a tokenizer with python data/tokenizer.py train"
-        spec = read_json(self.path, way)
         try:
+            spec = json.loads(self.path.read_text(encoding="utf-8"))
             self.pattern = spec["pattern"]
             self.specials = dict(spec["special_tokens"])
             ranks = [base64.b64decode(rank, validate=True) for rank in spec["ranks"]]
-            "".join((self.pattern, *self.specials)).encode()  # they are texts, and UTF-8 holds them
-        except (KeyError, TypeError, ValueError) as error:
+        except (OSError, KeyError, TypeError, ValueError) as error:
             raise UserError(
-                f"{path} is no tokenizer.json of this project ({error!r}); {way}"
+                f"{path} is no tokenizer.json of this project ({error!r}); "
+                f"make one with python data/tokenizer.py train"
             ) from None
         self.vocab_size = len(ranks) + len(self.specials)
         self.mergeable = {rank: i for i, rank in enumerate(ranks)}
-        for problem in self.problems(ranks):
-            raise UserError(f"{path} {problem}; {way}")
         self.bos_id = self.specials.get("<|bos|>", self.specials.get("<|endoftext|>"))
+        if self.bos_id is None:
+            raise UserError(f"{path} has neither <|bos|> nor <|endoftext|>, which begins each document")
 
         # The raw bytes of each token, never those of decoded text. Specials carry no text.
         self.bytes = ranks + [b""] * (self.vocab_size - len(ranks))
@@ -2824,20 +2511,6 @@ class Tokenizer:
             self.bytes[index] = text.encode()
         self.token_bytes = np.array([len(b) for b in self.bytes], np.int32)
         self.token_bytes[len(ranks) :] = 0
-
-    def problems(self, ranks: list[bytes]) -> Iterator[str]:
-        """What is wrong with the entries."""
-        if self.vocab_size > 65536:
-            yield f"has {self.vocab_size:,} entries; 16 bits hold 65,536"
-        single_bytes = {bytes([i]) for i in range(256)}
-        if len(self.mergeable) < len(ranks) or not single_bytes <= self.mergeable.keys():
-            yield "must hold each entry once, all 256 single bytes among them"
-        ids = list(self.specials.values())
-        following = list(range(len(ranks), self.vocab_size))
-        if any(type(i) is not int for i in ids) or sorted(ids) != following:
-            yield "has special tokens whose ids do not follow the other entries"
-        if not self.specials.keys() & {"<|bos|>", "<|endoftext|>"}:
-            yield "has neither <|bos|> nor <|endoftext|>, which begins each document"
 
     def prefixes(self) -> list[int]:
         """For each token the longest other one that its bytes begin with, or -1; -1 for specials.
@@ -2855,31 +2528,20 @@ class Tokenizer:
         return [longest_prefix(text) for text in self.mergeable] + [-1] * special
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text; special tokens written in it stay text. UserError if the pattern drops any of it."""
-        ids = self.encoding.encode_ordinary(text)
-        # tiktoken drops what the pattern does not match, and turns half a surrogate pair into U+FFFD.
-        whole = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        if self.token_bytes[ids].sum() != len(whole.encode()):
-            raise UserError(f"the pattern in {self.path} drops text; make the tokenizer again")
-        return ids
+        """Ids of a text; special tokens written in it stay text."""
+        return self.encoding.encode_ordinary(text)
 
     @functools.cached_property
     def encoding(self):
-        """tiktoken's encoder; raises UserError if the pattern is none, or if it drops text."""
+        """tiktoken's encoder."""
         import tiktoken
 
-        # First with single bytes. The empty entry is for patterns that match nothing at some place:
-        # tiktoken would crash there.
-        trial = {bytes([i]): i for i in range(256)} | {b"": 256}
-        sample = "Aa1 2,\n\t\r\u00fc\u6f22\U0001f642 _-\u2028 end"
-        make = functools.partial(tiktoken.Encoding, "decoderstack", pat_str=self.pattern)
-        try:
-            ids = make(mergeable_ranks=trial, special_tokens={}).encode_ordinary(sample)
-        except ValueError as error:
-            raise UserError(f"the pattern in {self.path} cannot be used ({error!r})") from None
-        if ids != list(sample.encode()):
-            raise UserError(f"the pattern in {self.path} drops text; make the tokenizer again")
-        return make(mergeable_ranks=self.mergeable, special_tokens=self.specials)
+        return tiktoken.Encoding(
+            "decoderstack",
+            pat_str=self.pattern,
+            mergeable_ranks=self.mergeable,
+            special_tokens=self.specials,
+        )
 
     def decode_bytes(self, ids) -> bytes:
         return b"".join(self.bytes[i] for i in ids)
@@ -2890,67 +2552,49 @@ class Tokenizer:
 
 @dataclass
 class Dataset:
-    """A dataset directory. Only what dataset.json lists is read, and only if it is what is listed."""
+    """A dataset directory. Only what dataset.json lists is read, and only if it is what is listed.
+
+    `python data/format.py check DIR` looks closer.
+    """
 
     root: Path
-    info: dict
+    info: dict  # dataset.json
     tokenizer: Tokenizer
 
     @staticmethod
     def open(root: str | Path) -> Dataset:
-        """Raises UserError if anything that training needs is missing or does not belong together."""
         root = Path(root)
-        if not (root / "dataset.json").is_file():
+        path = root / "dataset.json"
+        if not path.is_file():
             raise UserError(
-                f"no dataset at {root}: download or make the default one with "
-                f"`python data/pretrain.py --source climbmix --out data/shards/climbmix`, or make the "
-                f"embedded one, which needs no network, with `python data/pretrain.py --source stdlib "
-                f"--vocab-size 4096 --out data/shards/stdlib` and pass --data data/shards/stdlib"
+                f"no dataset at {root}: make the default one with "
+                f"`python data/pretrain.py --source climbmix --out data/shards/climbmix`, or one that needs no "
+                f"network with `python data/pretrain.py --source stdlib --vocab-size 4096 --out data/shards/stdlib` "
+                f"and pass --data data/shards/stdlib"
             )
-        way = "make the dataset again"
-        info = read_json(root / "dataset.json", way)
         try:
-            problem = dataset_problem(info)
-        except (KeyError, TypeError, AttributeError) as error:
-            problem = f"lacks an entry, or has one of another kind ({error!r})"
-        if problem:
-            raise UserError(f"{root}/dataset.json {problem}; {way}")
-        path = root / "tokenizer.json"
-        stated = info["files"]["tokenizer.json"]["sha256"]
-        found = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "missing"
-        if found != stated:
-            raise UserError(
-                f"{path} does not belong to the shards beside it: its sha256 is {found[:12]}, "
-                f"dataset.json states {stated[:12]}; restore the file or make the dataset again"
-            )
-        return Dataset(root, info, Tokenizer(path))
+            info = json.loads(path.read_text(encoding="utf-8"))
+            listed = info["files"]["tokenizer.json"]["sha256"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{path} is damaged ({error!r}); make the dataset again") from None
+        dataset = Dataset(root, info, Tokenizer(root / "tokenizer.json"))
+        if file_sha256(dataset.tokenizer.path) != listed:
+            way = "restore the file or make the dataset again"
+            raise UserError(f"{dataset.tokenizer.path} is not the tokenizer of the shards beside it; {way}")
+        return dataset
 
     def files(self, split: str, folder: str = "pretrain") -> list[Path]:
-        """The shards of a split, without the loss masks beside them.
-
-        Raises: UserError if one is missing or of another size, or if there is one too many
-        """
-        listed = self.info["files"]
+        """The shards of a split, without the loss masks beside them."""
         pattern = rf"{folder}/{split}_\d+\.bin"
-        names = sorted(name for name in listed if re.fullmatch(pattern, name))
+        names = sorted(name for name in self.info["files"] if re.fullmatch(pattern, name))
         if not names:
             way = "make the dataset again"
             if folder == "sft":
                 way = f"add them with python data/sft.py --data {self.root} --source FILE"
             raise UserError(f"{self.root}/{folder} has no {split}_*.bin shards; {way}")
-
-        way = "restore it, or make the dataset again"
         for name in names:
-            path = self.root / name
-            expected = 1024 + 2 * listed[name]["tokens"]
-            if not path.is_file():
-                raise UserError(f"{path} is missing, but dataset.json lists it; {way}")
-            if path.stat().st_size != expected:
-                found = f"{path.stat().st_size:,} bytes, dataset.json says {expected:,}"
-                raise UserError(f"{path} has {found}; {way}")
-        for path in sorted((self.root / folder).glob(f"{split}_*.bin")):
-            if f"{folder}/{path.name}" not in listed:
-                raise UserError(f"{path} is not listed in dataset.json; remove it, or add it there")
+            if not (self.root / name).is_file():
+                raise UserError(f"{self.root / name} is missing; restore it, or make the dataset again")
         return [self.root / name for name in names]
 
     def total(self, split: str, key: str) -> int:
@@ -2959,71 +2603,36 @@ class Dataset:
         return sum(entry[key] for name, entry in listed if name.startswith(f"pretrain/{split}_"))
 
     def read(self, path: Path) -> np.ndarray:
-        """Tokens of a listed shard, uint16.
-
-        Raises: UserError if it is not the listed one, of another format or of another tokenizer
-        """
-        way = f"make or download it again with the scripts in data/ ({self.root})"
-        entry = self.info["files"].get(path.relative_to(self.root).as_posix())
-        if entry is None:
-            raise UserError(f"{path} is not listed in dataset.json; {way}")
+        """Tokens of a listed shard, uint16. Raises: UserError if the file is not the listed one"""
         content = path.read_bytes()
-        if hashlib.sha256(content).hexdigest() != entry["sha256"]:
-            raise UserError(f"{path} was changed: its sha256 is not that of dataset.json; {way}")
-        for problem in self.shard_problems(content):
-            raise UserError(f"{path} {problem}; {way}")
-        return np.frombuffer(content, "<u2", offset=1024)
-
-    def shard_problems(self, content: bytes) -> Iterator[str]:
-        """Zeros in the header mean "not stated": shards of other projects name no tokenizer."""
+        listed = self.info["files"][path.relative_to(self.root).as_posix()]
         header = np.frombuffer(content[:1024], "<i4")
-        if header.size < 256 or header[0] != SHARD_MAGIC or header[1] != 1:
-            yield "is not a token shard of version 1"
-        if header[2] < 1 or len(content) != 1024 + 2 * int(header[2]):
-            held = (len(content) - 1024) // 2
-            yield f"is truncated: its header states {header[2]} tokens, the file holds {held}"
-        tokenizer_hash = header[5:13]
-        if tokenizer_hash.any() and tokenizer_hash.tobytes().hex() != self.info["tokenizer_sha256"]:
-            yield f"was made with another tokenizer than {self.root}/tokenizer.json"
-        largest = np.frombuffer(content, "<u2", offset=1024).max()
-        if largest >= self.tokenizer.vocab_size:
-            yield f"holds token {largest}, but its tokenizer has {self.tokenizer.vocab_size} entries"
+        tokens = np.frombuffer(content, "<u2", offset=1024)
+        problem = ""
+        if hashlib.sha256(content).hexdigest() != listed["sha256"]:
+            problem = "was changed: its sha256 is not that of dataset.json"
+        elif header[0] != SHARD_MAGIC or header[1] != 1 or header[2] != len(tokens):
+            problem = "is not a token shard of version 1"
+        elif tokens.max() >= self.tokenizer.vocab_size:
+            problem = f"holds token {tokens.max()}, its tokenizer has {self.tokenizer.vocab_size} entries"
+        if problem:
+            raise UserError(f"{path} {problem}; make or download it again with the scripts in data/")
+        return tokens
 
 
-def fingerprint(files: dict, folder: str = "pretrain") -> str:
-    """One sha256 for what a run reads: tokenizer and shards, as dataset.json lists them."""
-    read = [name for name in files if name == "tokenizer.json" or name.startswith(f"{folder}/")]
-    lines = sorted(f"{name} {files[name]['sha256']}\n" for name in read)
-    return hashlib.sha256("".join(lines).encode("utf-8", "surrogatepass")).hexdigest()
-
-
-def dataset_problem(info: dict) -> str | None:
-    """What is wrong with the contents of a dataset.json. Other errors: an entry is not as expected."""
-    files = info["files"]
-    counts = {"pretrain": ["tokens", "text_bytes"], "sft": ["tokens"]}
-    for name, entry in files.items():
-        if not isinstance(entry["sha256"], str):
-            return f"lists {name!r} without its sha256"
-        if name.endswith(".mask.bin"):
-            continue
-        for key in counts.get(name.split("/")[0], []):
-            if not is_number(entry[key], 0, 2**40):
-                return f"lists {name!r} with {key} {entry[key]!r}"
-    if info["fingerprint"] != fingerprint(files):
-        return "does not agree with itself: its fingerprint is not that of the files it lists"
-    if info["tokenizer_sha256"] != files["tokenizer.json"]["sha256"]:
-        return "names two tokenizers"
-    return None
-
-
-def write_atomically(path: Path, text: str) -> None:
+def write_atomically(path: Path, content: bytes) -> None:
     """A reader sees the old file or the new one, never half of it."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
+    temporary = path.with_name(f".{path.name}.tmp")
+    with temporary.open("wb") as file:
+        file.write(content)
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
+
+
+def file_sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 # -- the run directory
@@ -3031,7 +2640,7 @@ def write_atomically(path: Path, text: str) -> None:
 # The tools in runs/ import the script that a run directory keeps. They use the names that
 # tests/test_interface.py lists, and no others. INTERFACE rises when one of them, or what `attend` in
 # GPT.trunk receives, changes its meaning; a tool refuses a script of another number.
-INTERFACE = 6
+INTERFACE = 7
 
 
 def prepare_run_dir(job: Job, args: argparse.Namespace, ranks: Ranks) -> tuple[Path, object]:
@@ -3042,117 +2651,47 @@ def prepare_run_dir(job: Job, args: argparse.Namespace, ranks: Ranks) -> tuple[P
     run_dir = None
     lock = None
     if ranks.is_main:
-        if args.run_dir:
-            run_dir = Path(args.run_dir)
-            if not args.resume:
-                run_dir.mkdir(parents=True, exist_ok=True)
-        else:
-            run_dir = create_dated_dir(job)
+        now = datetime.datetime.now()
+        kind = "" if job.command == "pretrain" else f"_{job.command}"
+        run_dir = Path(args.run_dir or f"out/{now:%Y-%m-%d_%H-%M-%S}_{Path(__file__).stem}{kind}")
+        run_dir.mkdir(parents=True, exist_ok=True)
         lock = lock_run_dir(run_dir)
-    if ranks.world > 1:
-        of_main = [str(run_dir)]
-        dist.broadcast_object_list(of_main, 0)
-        run_dir = Path(of_main[0])
-    if args.resume:
-        check_resumable(run_dir, job)
-    elif ranks.is_main and ((run_dir / "log.jsonl").exists() or checkpoint_folders(run_dir)):
-        way = "nothing was saved in it, so remove it"
-        if checkpoints(run_dir):
-            way = "continue it with --resume"
-        elif (run_dir / "report.md").exists():
-            way = "it is finished and saved no checkpoint, so remove it to train again"
-        raise UserError(f"{run_dir} already holds a run; {way}, or name another --run-dir")
-    return run_dir, lock
-
-
-def create_dated_dir(job: Job) -> Path:
-    """A new directory under out/. Of two runs that start in one second, one waits for the next."""
-    what = Path(__file__).stem
-    if job.command != "pretrain":
-        what += f"_{job.command}"
-    while True:
-        run_dir = Path(f"out/{datetime.datetime.now():%Y-%m-%d_%H-%M-%S}_{what}")
-        try:
-            run_dir.mkdir(parents=True)
-            return run_dir
-        except FileExistsError:
-            time.sleep(0.1)
+        if not args.resume and (run_dir / "log.jsonl").exists():
+            way = "nothing was saved in it, so remove it"
+            if checkpoints(run_dir):
+                way = "continue it with --resume"
+            raise UserError(f"{run_dir} already holds a run; {way}, or name another --run-dir")
+    return ranks.gather(run_dir)[0], lock
 
 
 def lock_run_dir(run_dir: Path):
-    """Keeps every other process out of a run directory until this one ends.
-
-    Returns: the file that holds the lock, to be kept open
-    """
-    if fcntl is None:  # Windows
-        return None
+    """Keeps other processes out of a run directory as long as the file lives that this returns."""
     file = (run_dir / ".lock").open("a")
     try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in (errno.EACCES, errno.EAGAIN):
-            way = "wait until it ends, or name another --run-dir"
-            raise UserError(f"another process is training in {run_dir}; {way}") from None
-        reason = f"its file system supports no locks ({error.strerror})"
-        print(f"{run_dir} is not locked: {reason}; start no second run in it", flush=True)
+        if fcntl:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        way = "wait until it ends, or name another --run-dir"
+        raise UserError(f"another process is training in {run_dir}; {way}") from None
+    except OSError:
+        pass  # the file system has no locks
     return file
-
-
-def check_resumable(run_dir: Path, job: Job) -> None:
-    """Raises UserError if --resume finds nothing to continue."""
-    if not checkpoints(run_dir):
-        what = f"no complete checkpoint in {run_dir}/checkpoints"
-        raise UserError(f"--resume found {what}; start without --resume")
-    if (run_dir / "tokenizer.json").read_bytes() != job.dataset.tokenizer.path.read_bytes():
-        raise UserError(
-            f"--resume cannot change the tokenizer: {job.dataset.root} has another one than "
-            f"{run_dir}; pass the --data that the run began with"
-        )
-
-
-def read_config(run_dir: Path) -> Config:
-    """The Config of a run, from its config.json."""
-    values = read_description(run_dir).get("config")
-    if not isinstance(values, dict):
-        raise UserError(f"{run_dir} is not a run directory: its config.json holds no config")
-    if not (run_dir / Path(__file__).name).is_file():
-        name = Path(__file__).name
-        raise UserError(f"{run_dir} is no run of {name}; call the script that lies in it")
-    defaults = {f.name: f.default for f in dataclasses.fields(Config)}
-    known = {name: as_tuple(value) for name, value in values.items() if name in defaults}
-    for name, value in known.items():
-        if not has_type_of(value, defaults[name]):
-            wanted = f"expected a value like {defaults[name]!r}"
-            raise UserError(f"{run_dir}/config.json states {name}={value!r}, {wanted}")
-    return Config(**known)
-
-
-def has_type_of(value, default) -> bool:
-    """Whether a value is of the type of a field's default; a whole number passes for a float."""
-    return type(value) is type(default) or (type(value) is int and type(default) is float)
 
 
 def read_description(run_dir: Path) -> dict:
     """config.json of a run."""
-    problem = "was changed after it was written; restore it, or start a new run"
-    return read_sealed(run_dir / "config.json", f"{run_dir} is no run directory", problem)
+    path = run_dir / "config.json"
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{run_dir} is no run directory: {path} cannot be read ({error})") from None
 
 
-def write_description(run_dir: Path, description: dict) -> None:
-    write_sealed(run_dir / "config.json", description)
-
-
-def read_sealed(path: Path, way: str, problem: str) -> dict:
-    """What write_sealed wrote; raises UserError if the file holds something else."""
-    value = read_json(path, way)
-    if value.pop("sha256", None) != object_sha256(value):
-        raise UserError(f"{path} {problem}")
-    return value
-
-
-def write_sealed(path: Path, value: dict) -> None:
-    """A JSON file that holds the sha256 of its own content."""
-    write_atomically(path, json.dumps({**value, "sha256": object_sha256(value)}, indent=1))
+def read_config(run_dir: Path) -> Config:
+    """The Config of a run, from its config.json; fields that this script does not know are left out."""
+    values = read_description(run_dir)["config"]
+    known = {f.name for f in dataclasses.fields(Config)}
+    return Config(**{name: as_tuple(value) for name, value in values.items() if name in known})
 
 
 def as_tuple(value):
@@ -3164,198 +2703,151 @@ def as_tuple(value):
 
 
 class Log:
-    """One line on the screen and one object in log.jsonl for each logged step; rank 0 only."""
+    """Lines on the screen, and objects in log.jsonl; rank 0 only."""
 
-    def __init__(self, run_dir: Path, ranks: Ranks, wandb_name: str, config: dict):
+    def __init__(self, run_dir: Path, ranks: Ranks):
         self.path = run_dir / "log.jsonl"
         self.active = ranks.is_main
         self.wandb = None
-        if wandb_name and self.active:
-            self.wandb = start_wandb(run_dir, wandb_name, config)
+
+    def start_wandb(self, name: str, config: dict) -> None:
+        """Starts a run of wandb, or continues the one that this run directory has begun."""
+        import wandb
+
+        id_path = self.path.with_name("wandb_id.txt")
+        if not id_path.is_file():
+            id_path.write_text(os.urandom(4).hex())
+        project = os.environ.get("WANDB_PROJECT", "decoderstack")
+        options = {"id": id_path.read_text(), "resume": "allow", "dir": str(self.path.parent)}
+        self.wandb = wandb.init(project=project, name=name, config=config, **options)
 
     def say(self, text: str) -> None:
         if self.active:
             print(text, flush=True)
 
     def write(self, entry: dict) -> None:
+        """Adds an object to log.jsonl, and its numbers to wandb."""
         if not self.active:
             return
-        try:
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(entry) + "\n")
-        except OSError as error:
-            way = "make room and go on with --resume from the last checkpoint"
-            raise UserError(f"cannot write {self.path} ({error.strerror}); {way}") from None
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(entry) + "\n")
         if self.wandb is not None:
-            numbers = {wandb_key(k): v for k, v in entry.items() if isinstance(v, int | float)}
+            numbers = {k: v for k, v in entry.items() if isinstance(v, int | float)}
             self.wandb.log(numbers, step=entry["step"])
 
-    def step(self, entry: dict, num_steps: int, eta: float) -> None:
-        """A training step: the file, and the line on the screen with the seconds that are left."""
-        self.write(entry)
-        e = entry
-        mfu = f"| mfu {e['mfu']:5.1%} " if e["mfu"] else ""  # 0 where the peak is unknown
-        self.say(
-            f"step {e['step']:6d}/{num_steps} | loss {e['loss']:7.4f} | bpb {e['bpb']:6.4f} "
-            f"| lr {e['lr']:5.3f} | {e['step_ms']:8.1f} ms | {e['tokens_per_second']:9,.0f} tok/s {mfu}"
-            f"| {e['memory_gib']:5.1f} GiB | {e['train_seconds']:6.1f} s | eta {eta:5.0f} s"
-        )
-
     def rewind(self, step: int) -> None:
-        """Drops entries after a step: a resumed run writes them anew."""
+        """Drops entries after a step, which a resumed run writes anew, and a line that was cut off."""
         if not self.active or not self.path.is_file():
             return
         kept = []
-        damaged = 0
         for line in self.path.read_text(encoding="utf-8", errors="replace").splitlines():
-            try:
+            with contextlib.suppress(ValueError, KeyError, TypeError):
                 if json.loads(line)["step"] <= step:
                     kept.append(f"{line}\n")
-            except (ValueError, TypeError, KeyError, RecursionError):
-                damaged += 1
-        if damaged:
-            self.say(f"dropped {damaged} damaged line(s) of {self.path}")
-        write_atomically(self.path, "".join(kept))
-
-    def close(self) -> None:
-        if self.wandb is not None:
-            self.wandb.finish()
+        write_atomically(self.path, "".join(kept).encode())
 
 
-def wandb_key(key: str) -> str:
-    """A key of log.jsonl in one of wandb's groups."""
-    if key.startswith("val_"):
-        return f"val/{key.removeprefix('val_')}"
-    if key in ("loss", "bpb", "lr", "tokens"):
-        return f"train/{key}"
-    return f"system/{key}"
-
-
-def start_wandb(run_dir: Path, name: str, config: dict):
-    """Starts a run of wandb, or continues the one that this run directory has begun."""
-    try:
-        import wandb
-    except ImportError:
-        raise UserError("--wandb needs the package wandb; install it, or drop the flag") from None
-    id_path = run_dir / "wandb_id.txt"
-    if not id_path.is_file():
-        write_atomically(id_path, os.environ.get("WANDB_RUN_ID") or os.urandom(4).hex())
-    options = {
-        "project": os.environ.get("WANDB_PROJECT", "decoderstack"),
-        "id": id_path.read_text(encoding="utf-8").strip(),
-        "resume": "allow",
-        "dir": str(run_dir),
-    }
-    try:
-        return wandb.init(name=name, config=config, **options)
-    except wandb.Error as error:
-        reason = str(error).splitlines()[0].rstrip(".")
-        way = "run `wandb login`, set WANDB_MODE=offline, or drop the flag"
-        raise UserError(f"--wandb could not start ({reason}); {way}") from None
+def step_line(entry: dict, num_steps: int, eta: float) -> str:
+    """A training step on the screen, with the seconds that are left."""
+    e = entry
+    mfu = f"| mfu {e['mfu']:5.1%} " if e["mfu"] else ""  # 0 where the peak is unknown
+    return (
+        f"step {e['step']:6d}/{num_steps} | loss {e['loss']:7.4f} | bpb {e['bpb']:6.4f} "
+        f"| lr {e['lr']:5.3f} | {e['step_ms']:8.1f} ms | {e['tokens_per_second']:9,.0f} tok/s {mfu}"
+        f"| {e['memory_gib']:5.1f} GiB | {e['train_seconds']:6.1f} s | eta {eta:5.0f} s"
+    )
 
 
 # -- checkpoints
 
-# Of about the same size, because they are written and hashed at the same time.
-CHECKPOINT_FILES = ("model.safetensors", "optimizer_1.safetensors", "optimizer_2.safetensors")
+CHECKPOINT_FILES = ("model.safetensors", "optimizer.safetensors")
 
 
 def checkpoints(run_dir: Path) -> list[Path]:
     """Complete checkpoints of a run, oldest first."""
-    return [path for path in checkpoint_folders(run_dir) if (path / "state.json").is_file()]
-
-
-def checkpoint_folders(run_dir: Path) -> list[Path]:
-    """Also those that lost their state.json; folders with other names are not looked at."""
     found = {}
-    for path in run_dir.glob("checkpoints/step_*"):
-        match = re.fullmatch(r"step_(\d{6,18})", path.name, re.ASCII)
+    for path in run_dir.glob("checkpoints/step_*/state.json"):
+        match = re.fullmatch(r"step_(\d+)", path.parent.name)
         if match:
-            found[int(match[1])] = path
+            found[int(match[1])] = path.parent
     return [found[step] for step in sorted(found)]
 
 
 def save_checkpoint(state: TrainState, run_dir: Path, progress: dict) -> None:
     """Writes checkpoints/step_N/ in one rename, then removes old ones; every rank must call it.
 
-    model.safetensors holds fp32 weights, the others the moments and the state of random generators,
-    state.json the rest: progress is what resume() needs.
+    model.safetensors holds fp32 weights, optimizer.safetensors the moments, state.json the rest:
+    progress is what resume() needs.
     """
     weights = state.optimizer.weights()
     moments = state.optimizer.state()
-    broken = [name for name, weight in weights.items() if not weight.isfinite().all()]
-    if broken:
-        raise UserError(
-            f"the weights {broken[0]} are no longer finite at step {state.step}, so it was not saved; "
-            f"{diverged_advice(run_dir)}"
-        )
     if state.ranks.is_main:
-        write_state(state, run_dir, weights, moments, progress)
+        for name, weight in weights.items():
+            if not weight.isfinite().all():
+                raise UserError(
+                    f"the weights {name} are no longer finite at step {state.step}, so they were not saved; "
+                    f"go on from the checkpoint before with --resume --resume-changed and lower rates"
+                )
+        buffers = {k: v.cpu() for k, v in state.model.state_dict().items() if k not in weights}
+        description = {
+            "step": state.step,
+            "optimizer_count": state.optimizer.count,
+            "loss_scale": state.loss_scale,
+            "good_steps": state.good_steps,
+            **progress,
+        }
+        write_checkpoint(run_dir, (weights | buffers, moments), description)
+        prune_checkpoints(run_dir, state.config.keep_checkpoints)
     # Where the first process ends, torchrun ends the others: so none goes on before all is saved.
     state.ranks.gather(None)
 
 
-def write_state(
-    state: TrainState, run_dir: Path, weights: dict, moments: dict, progress: dict
-) -> None:
-    """What process 0 does for save_checkpoint."""
-    buffers = {k: v.cpu() for k, v in state.model.state_dict().items() if k not in weights}
-    moments = {"rng.cpu": torch.get_rng_state(), **moments}
-    if state.ranks.device.type == "cuda":
-        moments["rng.cuda"] = torch.cuda.get_rng_state(state.ranks.device)
-    description = {
-        "step": state.step,
-        "optimizer_count": state.optimizer.count,
-        "loss_scale": state.loss_scale,
-        "good_steps": state.good_steps,
-        **progress,
-    }
-    write_checkpoint(run_dir, {**weights, **buffers}, moments, description)
-    prune_checkpoints(run_dir, state.config.keep_checkpoints)
-
-
-def write_checkpoint(run_dir: Path, weights: dict, moments: dict, description: dict) -> None:
-    """Everything is on the disk and was read back before it gets its name."""
+def write_checkpoint(run_dir: Path, tensors: tuple[dict, dict], description: dict) -> None:
+    """Everything is on the disk before it gets its name. tensors: those of each CHECKPOINT_FILES"""
     final = run_dir / "checkpoints" / f"step_{description['step']:06d}"
-    temporary = final.with_name(f".{final.name}.tmp")
-    try:
-        for leftover in final.parent.glob(".step_*.tmp"):  # of saves that were killed
-            shutil.rmtree(leftover, ignore_errors=True)
-        temporary.mkdir(parents=True)
-        paths = [temporary / name for name in CHECKPOINT_FILES]
-        halves = [dict(list(moments.items())[i::2]) for i in (0, 1)]
-        with ThreadPoolExecutor() as pool:
-            hashes = list(pool.map(write_tensors, paths, [weights, *halves]))
-        files = dict(zip(CHECKPOINT_FILES, hashes, strict=True))
-        write_sealed(temporary / "state.json", {**description, "files": files})
-        sync_to_disk(temporary)
-        shutil.rmtree(final, ignore_errors=True)
-        os.replace(temporary, final)
-        sync_to_disk(final.parent)
-    except (OSError, safetensors.SafetensorError) as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        full = getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error)
-        reason = "the disk is full" if full else error
-        free = shutil.disk_usage(run_dir).free / 2**30
-        way = "go on with --resume" if checkpoints(run_dir) else "start again"
-        raise UserError(
-            f"the checkpoint of step {description['step']} could not be written to {final}: {reason} "
-            f"({free:.1f} GiB free); make room and {way}"
-        ) from None
+    temporary = final.with_name("saving")
+    shutil.rmtree(temporary, ignore_errors=True)  # of a save that was killed
+    temporary.mkdir(parents=True)
+    paths = [temporary / name for name in CHECKPOINT_FILES]
+    with ThreadPoolExecutor() as pool:
+        hashes = list(pool.map(write_tensors, paths, tensors))
+    files = dict(zip(CHECKPOINT_FILES, hashes, strict=True))
+    text = json.dumps({**description, "files": files}, indent=1)
+    write_atomically(temporary / "state.json", text.encode())
+    shutil.rmtree(final, ignore_errors=True)
+    os.replace(temporary, final)
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor]) -> str:
-    """Writes a safetensors file and reads it back; returns its sha256. Raises OSError if it differs."""
-    safetensors.torch.save_file(
-        {name: tensor.contiguous() for name, tensor in tensors.items()}, path
-    )
-    sync_to_disk(path)
-    written = safetensors.torch.load_file(path)
+    """Writes a safetensors file; returns its sha256, which a second thread takes meanwhile.
+
+    safetensors' own save_file() copies everything first, and its file would have to be read again.
+    """
+    header = {}
+    arrays = []
+    end = 0
     for name, tensor in tensors.items():
-        expected = tensor.cpu().reshape(-1).view(torch.uint8)
-        if not torch.equal(written[name].reshape(-1).view(torch.uint8), expected):
-            raise OSError(f"{path.name} reads back with another {name} than was written")
-    return file_sha256(path)
+        arrays.append(tensor.contiguous().view(-1).view(torch.uint8).numpy())
+        start = end
+        end += arrays[-1].nbytes
+        dtype = SAFETENSORS_NAMES[tensor.dtype]
+        header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+
+    digest = hashlib.sha256()
+    with path.open("wb") as file, ThreadPoolExecutor(1) as hasher:
+        for part in (len(text).to_bytes(8, "little"), text, *arrays):
+            hasher.submit(digest.update, part)
+            file.write(part)
+        file.flush()
+        os.fsync(file.fileno())
+    return digest.hexdigest()
+
+
+SAFETENSORS_NAMES = {
+    torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64", torch.int32: "I32",
+}  # fmt: skip
 
 
 def prune_checkpoints(run_dir: Path, keep: int) -> None:
@@ -3363,168 +2855,60 @@ def prune_checkpoints(run_dir: Path, keep: int) -> None:
     found = checkpoints(run_dir)
     scores = {}
     for folder in found:
-        with contextlib.suppress(UserError):  # it is damaged
-            scores[folder] = read_state(folder)["val_bpb"]
-    validated = [folder for folder in scores if scores[folder] is not None]
-    best = min(validated, key=scores.get, default=None)
+        saved = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+        scores[folder] = (saved.get("scores") or {}).get("val_bpb", math.inf)
+    best = min(scores, key=scores.get)
     for folder in found[:-keep]:
-        if folder != best:
+        if folder != best or scores[best] == math.inf:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def read_state(folder: Path) -> dict:
-    """state.json of a checkpoint."""
-    problem = "is damaged: its sha256 does not fit what it holds"
-    return read_sealed(folder / "state.json", "the checkpoint is damaged", problem)
-
-
 def check_checkpoint(folder: Path, names=CHECKPOINT_FILES) -> dict:
-    """Returns state.json; raises UserError if it or one of the files is not what was saved."""
-    saved = read_state(folder)
-    paths = [folder / name for name in names]
-    for path in paths:
-        if not path.is_file():
-            raise UserError(f"{path} is missing")
-    with ThreadPoolExecutor() as pool:
-        hashes = list(pool.map(file_sha256, paths))
-    for path, found in zip(paths, hashes, strict=True):
-        if found != saved["files"][path.name]:
-            raise UserError(f"{path} is damaged: its sha256 is not that in state.json")
+    """Returns state.json; raises UserError if it or one of the named files is not what was saved."""
+    try:
+        saved = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+        with ThreadPoolExecutor() as pool:
+            hashes = list(pool.map(file_sha256, [folder / name for name in names]))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{folder} is damaged ({error})") from None
+    for name, found in zip(names, hashes, strict=True):
+        if found != saved["files"][name]:
+            raise UserError(f"{folder / name} is damaged: its sha256 is not that in state.json")
     return saved
 
 
 def newest_whole(run_dir: Path, say: Callable, names=CHECKPOINT_FILES) -> Path:
-    """The newest checkpoint without damage; says which it passes over. UserError if there is none."""
-    found = checkpoint_folders(run_dir)
-    for folder in reversed(found):
+    """The newest checkpoint of this run without damage; says which it passes over."""
+    starts = read_description(run_dir)["starts"]
+    own = {start["run_id"] for start in starts}
+    for folder in reversed(checkpoints(run_dir)):
         try:
-            check_checkpoint(folder, names)
-            return folder
+            saved = check_checkpoint(folder, names)
         except UserError as error:
             say(f"skipped {folder.name}: {error}")
-    what = f"none of the {len(found)} checkpoints in {run_dir} is whole" if found else ""
-    what = what or f"there is no complete checkpoint in {run_dir}/checkpoints"
-    raise UserError(f"{what}; restore one, or start again")
+            continue
+        if saved["run_id"] in own and folder.name == f"step_{saved['step']:06d}":
+            return folder
+        say(f"skipped {folder.name}: it is of another run or another step")
+    raise UserError(f"{run_dir}/checkpoints has no whole checkpoint; start again without --resume")
 
 
-def load_checkpoint(state: TrainState, folder: Path, names=CHECKPOINT_FILES) -> dict:
-    """Restores weights, moments and random state, on any number of ranks; returns state.json.
-
-    Args: names of the files to verify; none if newest_whole() has just done so
-    """
-    saved = check_checkpoint(folder, names)
-    weights = safetensors.torch.load_file(folder / "model.safetensors")
-    moments = {}
-    for name in CHECKPOINT_FILES[1:]:
-        moments |= safetensors.torch.load_file(folder / name)
+def load_checkpoint(state: TrainState, folder: Path) -> dict:
+    """Restores weights and moments, on any number of ranks; returns state.json."""
+    saved = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+    weights, moments = (safetensors.torch.load_file(folder / name) for name in CHECKPOINT_FILES)
     try:
         state.optimizer.load(weights, moments, saved["optimizer_count"])
-    except KeyError as error:
-        reason = f"{folder} has no {error}, so another version of this script wrote it"
-        raise UserError(f"{reason}; call the script that lies in its run directory") from None
+    except (KeyError, RuntimeError) as error:
+        raise UserError(f"the tensors in {folder} do not fit this script and config ({error})") from None
     for name, buffer in state.model.named_buffers():
         if name in weights:
             buffer.copy_(weights[name])
     state.step = saved["step"]
     state.good_steps = saved["good_steps"]
-    both_fp16 = state.loss_scale != 1.0 and saved["loss_scale"] != 1.0
-    if both_fp16:
+    if state.loss_scale != 1.0 and saved["loss_scale"] != 1.0:  # both are in fp16
         state.loss_scale = saved["loss_scale"]
-    torch.set_rng_state(moments["rng.cpu"])
-    if state.ranks.device.type == "cuda" and "rng.cuda" in moments:
-        torch.cuda.set_rng_state(moments["rng.cuda"], state.ranks.device)
     return saved
-
-
-def file_sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def object_sha256(value: dict) -> str:
-    """Of a dict as it comes back from JSON."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
-
-
-def sync_to_disk(path: Path) -> None:
-    """Waits until a file or a directory is on the disk."""
-    if path.is_dir() and os.name == "nt":  # Windows cannot open directories
-        return
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def diverged_advice(run_dir: Path) -> str:
-    """What to do after a loss that is not finite."""
-    found = checkpoints(run_dir)
-    way = f"go on from {found[-1].name} with --resume --resume-changed" if found else "start again"
-    return f"{way} and lower rates, e.g. half of --set muon_lr= and --set adam_lr="
-
-
-# -- report
-
-
-def write_report(run: Run, result: dict, samples: list[str]) -> None:
-    """report.md and curve.png: what a person looks at after a run."""
-    machine = run.machine
-    hours = result["train_seconds"] * machine["num_devices"] / 3600
-    commit = machine["git_commit"][:12] + (" (changed)" if machine["git_dirty"] else "")
-    rows = {
-        "validation": f"{result['val_bpb']:.4f} bits per byte",
-        "tokens": f"{result['tokens']:,}",
-        "steps": f"{result['steps']:,}",
-        "training time": f"{result['train_seconds']:.1f} s",
-        "speed": f"{result['tokens_per_second']:,.0f} tokens/s",
-        "MFU": f"{result['mfu']:.1%}",
-        "peak memory": f"{result['peak_memory_gib']:.1f} GiB",
-        "device time": f"{hours:.4f} device hours",
-        "device": f"{machine['num_devices']} x {machine['device']}",
-        "torch": machine["torch"],
-        **run.job.report_rows,
-        "data": run.job.config.data,
-        "commit": commit,
-    }
-    if not result["mfu"]:  # the peak of the device is unknown
-        del rows["MFU"]
-    table = "\n".join(f"| {key} | {value} |" for key, value in rows.items())
-    texts = "\n".join(f"````text\n{sample}\n````\n" for sample in samples)  # may hold ``` itself
-    name = run.run_dir.name
-    picture = draw_curve(run.run_dir, f"{name}: {result['val_bpb']:.4f} bits per byte")
-    text = f"# {name}\n\n| | |\n| --- | --- |\n{table}\n\n{picture}\n## Samples\n\n{texts}"
-    write_atomically(run.run_dir / "report.md", text)
-
-
-def draw_curve(run_dir: Path, title: str) -> str:
-    """curve.png from log.jsonl; returns the line that shows it in the report."""
-    try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        import matplotlib.pyplot as plt
-    except ImportError:
-        return "(no picture: matplotlib is not installed)\n"
-
-    lines = (run_dir / "log.jsonl").read_text(encoding="utf-8").splitlines()
-    entries = [json.loads(line) for line in lines]
-
-    def points(key: str) -> np.ndarray:  # a line may have lost a key to a damaged disk
-        numbers = [(e.get("tokens"), e.get(key)) for e in entries]
-        whole = [pair for pair in numbers if all(is_number(n, 0.0, 1e18) for n in pair)]
-        return np.array(whole, float).reshape(-1, 2) * [1e-6, 1.0]
-
-    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
-    axes.plot(*points("bpb").T, color="#9bb8d3", label="training (from mean bytes)")
-    axes.plot(*points("val_bpb").T, "o-", color="#c0392b", ms=3, label="validation")
-    title = title.replace("$", r"\$")  # else it begins a formula
-    axes.set(xlabel="training tokens, millions", ylabel="bits per byte", title=title)
-    axes.legend()
-    axes.grid(alpha=0.3)
-    figure.savefig(run_dir / "curve.png", dpi=120)
-    plt.close(figure)
-    return "![loss curve](curve.png)\n"
 
 
 # <<< shared: files
@@ -3549,143 +2933,37 @@ def model_problems(config: Config) -> Iterator[str]:
 
 
 # >>> shared: cli
-# The least and the most that each number of the Config can be.
-RANGES = {
-    "num_layers": (2, 256), "width": (1, 16384), "head_dim": (4, 512), "mlp_width": (1, 65536),
-    "vocab_size": (1, 65536), "max_seq_len": (2, 2**20), "window_short": (1, 2**30), "window_long": (1, 2**30),
-    "shared_input_from": (0, 255), "bigram_rows": (0, 2**26),
-    "backout_layer": (-1, 255), "mix_width": (0, 16384), "gate_width": (1, 16384),
-    "attention_scale": (1e-6, 100.0), "rotary_base": (1.0, 1e9),
-    "ahead_until": (1e-6, 1.0), "prefix_weight": (0.0, 100.0), "pack_tokens": (2, 2**24), "pack_docs": (1, 2**20),
-    "fewest_packs": (1, 2**20), "tokens": (1, 10**15), "tokens_per_weight": (1e-6, 1e6), "max_epochs": (1, 10**6),
-    "val_tokens": (1, 10**12),
-    "muon_lr": (1e-9, 100.0), "adam_lr": (1e-9, 100.0), "muon_beta2": (0.0, 0.999999), "adam_eps": (1e-30, 1.0),
-    "muon_decay": (0.0, 100.0), "table_decay": (0.0, 100.0), "cooldown": (0.0, 1.0), "lr_floor": (0.0, 1.0),
-    "sample_tokens": (0, 10**6), "sample_temperature": (0.0, 100.0), "seed": (0, 2**63 - 1),
-    "eval_every": (0, 10**15), "save_every": (-1, 10**15), "log_every": (1, 10**15), "keep_checkpoints": (1, 10**6),
-    "micro_batch_tokens": (0, 2**40),
-    # Of each value in a tuple:
-    "no_attention_layers": (0, 255), "long_layers": (0, 255), "key_offset_layers": (0, 255),
-    "value_embed_layers": (0, 255), "softcap": (-100.0, 100.0), "ahead": (0.0, 100.0),
-    "momentum": (0.0, 1e9),
-}  # fmt: skip
-
-LENGTHS = {"softcap": 3, "momentum": 4}  # of tuples that have a fixed one
-
-
-def is_number(value, low: float, high: float) -> bool:
-    """A NaN is none. Where the bounds are whole numbers, only they will do."""
-    types = int if type(low) is int else (int, float)
-    return isinstance(value, types) and not isinstance(value, bool) and low <= value <= high
-
-
-def problems_of_field(name: str, value) -> Iterator[str]:
-    """What is wrong with one field of the Config, whatever the others are."""
-    if name in RANGES:
-        low, high = RANGES[name]
-        numbers = value if isinstance(value, tuple) else (value,)
-        by_rule = name in Config.by_rule and value == 0
-        if len(numbers) != LENGTHS.get(name, len(numbers)):
-            yield f"{name}={value} must have {LENGTHS[name]} values"
-        if not by_rule and not all(is_number(number, low, high) for number in numbers):
-            each = ": each value" if isinstance(value, tuple) else ""
-            yield f"{name}={value}{each} must be {low:,} to {high:,}"
-    elif isinstance(value, str) and ("\0" in value or len(value) > 1000):
-        yield f"{name} must be a text of at most 1,000 characters without NUL"
-
-
 def validate(config: Config) -> None:
-    """Raises UserError with the first problem."""
-    for field_ in dataclasses.fields(config):
-        for problem in problems_of_field(field_.name, getattr(config, field_.name)):
-            raise UserError(problem)
-    for problems in (model_problems, stage_problems, value_problems):
-        for problem in problems(config):
-            raise UserError(problem)
-
-
-def bad_stages(config: Config) -> list:
-    """The rows of the stage table that are not what Stage describes."""
-    ranges = [(0.0, 1.0), (0, 2**30), (0.0, 100.0)]
-
-    def fits(row) -> bool:
-        if not isinstance(row, tuple) or len(row) != len(ranges):
-            return False
-        return all(is_number(number, *bounds) for number, bounds in zip(row, ranges, strict=True))
-
-    return [row for row in config.stages or ((),) if not fits(row)]
-
-
-def stage_problems(config: Config) -> Iterator[str]:
+    """Raises UserError with the first thing that a person gets wrong; torch reports the rest."""
     c = config
-    for row in bad_stages(c):
-        names = [f.name for f in dataclasses.fields(Stage)]
-        yield f"stages: the row {row} must hold {len(names)} numbers: {', '.join(names)}"
+    problems = list(model_problems(c))
+
+    def check(holds: bool, problem: str) -> None:
+        if not holds:
+            problems.append(problem)
+
+    check(c.vocab_size <= 65536, f"the vocabulary has {c.vocab_size:,} entries; 16 bits hold 65,536")
+    check(c.width % c.head_dim == 0, f"width={c.width} is not a multiple of head_dim={c.head_dim}")
+    check(c.head_dim % 4 == 0, f"head_dim={c.head_dim} is not a multiple of 4, which rotary embeddings need")
+    check(c.gate_width <= c.width, f"gate_width={c.gate_width} is above width={c.width}")
+    check(c.bigram_rows != 1, "bigram_rows=1 leaves no row for pairs; use 0 for none")
+    check(bool(c.ahead), "ahead=() leaves the loss without a target; the default is (1.0,)")
+    fits = c.max_seq_len <= c.pack_tokens
+    check(fits, f"max_seq_len={c.max_seq_len} does not fit into a pack of {c.pack_tokens} tokens")
     shares = sum(stage.share for stage in c.stage_table)
-    if abs(shares - 1) > 1e-6:
-        yield f"the shares of the stages add up to {shares:.4f}, not 1"
-    for stage in c.stage_table:
-        if stage.packs < 1:
-            yield "a stage has packs below 1"
-    if c.max_seq_len > c.pack_tokens:
-        yield f"max_seq_len={c.max_seq_len} does not fit into a pack of {c.pack_tokens} tokens"
-
-
-def value_problems(config: Config) -> Iterator[str]:
-    c = config
-    # The loss computes exp(logit - bound) in fp32.
-    if not (0 < c.softcap[0] <= 100 and c.softcap[2] > 0):
-        yield f"softcap={c.softcap}: the bound and the slope, its first and last value, must be above 0"
-    if c.width % c.head_dim:
-        yield f"width={c.width} is not a multiple of head_dim={c.head_dim}; change one of them"
-    if c.head_dim % 4:
-        yield f"head_dim={c.head_dim} is not a multiple of 4, which the rotary embedding needs"
-    if c.gate_width > c.width:
-        yield f"gate_width={c.gate_width} is above width={c.width}"
-    if c.bigram_rows == 1:
-        yield "bigram_rows=1 leaves no row for pairs; use 0 for none"
-    if not c.ahead:
-        yield "ahead=() leaves the loss without a target; the default is (1.0,)"
-    if max(c.momentum[:2]) >= 1:
-        yield f"momentum={c.momentum}: the first two values must be below 1"
-    if not all(isinstance(prompt, str) for prompt in c.sample_prompts):
-        yield f"sample_prompts={c.sample_prompts} must be texts, e.g. ('def','import')"
-
-
-# Fields that a resumed or finetuned run may not change: the checkpoint would not fit, or the model
-# would be another one.
-FROZEN = (
-    "num_layers", "width", "head_dim", "mlp_width", "max_seq_len", "no_attention_layers", "long_layers",
-    "key_offset_layers", "value_embed_layers", "shared_input_from", "tied", "attention_gates", "bigram_rows",
-    "x0_injection", "backout_layer", "mix_width", "gate_width", "attention_scale", "rotary_base", "softcap",
-    "window_short", "window_long",
-)  # fmt: skip
-FROZEN_ON_RESUME = (*FROZEN, "pack_tokens", "pack_docs", "seed")  # the batches would be others
+    check(abs(shares - 1) < 1e-6, f"the shares of the stages add up to {shares:.4f}, not 1")
+    check(all(stage.packs >= 1 for stage in c.stage_table), "a stage has packs below 1")
+    fits = c.micro_batch_tokens % c.pack_tokens == 0
+    check(fits, f"--micro-batch-tokens {c.micro_batch_tokens} is not a multiple of pack_tokens={c.pack_tokens}")
+    if problems:
+        raise UserError(problems[0])
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse with @FILE lines that may hold comments, and an error that names the nearest flag."""
+    """argparse whose @FILE lines may hold several flags and comments."""
 
     def convert_arg_line_to_args(self, line: str) -> list[str]:
         return line.split("#")[0].split()
-
-    def parse_args(self, args=None, namespace=None):
-        try:
-            return super().parse_args(args, namespace)
-        except (UnicodeDecodeError, RecursionError, ValueError) as error:
-            raise UserError(f"the flags in an @FILE cannot be read ({error})") from None
-
-    def error(self, message: str):
-        if message.startswith("unrecognized arguments: "):
-            given = message.removeprefix("unrecognized arguments: ").split(" ")[0]
-            if not given.startswith("-"):
-                way = "values follow a flag, @FILE reads flags from a file, and --help lists all"
-                raise UserError(f"{given} belongs to no flag; {way}")
-            flags = [flag for action in self._actions for flag in action.option_strings]
-            near = difflib.get_close_matches(given.split("=")[0], flags, 1, 0.4)
-            hint = f"did you mean {near[0]}?" if near else f"see {self.prog} --help"
-            message = f"unknown flag {given}; {hint}"
-        raise UserError(message)
 
 
 def build_parser() -> Parser:
@@ -3708,10 +2986,9 @@ def build_parser() -> Parser:
     add("--save-every", type=int, metavar="N", help="steps between saves, 0: at the end, -1: none")
     add("--log-every", type=int, metavar="N", help="steps between lines of the log")
     add("--micro-batch-tokens", type=int, metavar="N", help="default: from free memory")
-    add("--attention", help=f"auto, {', '.join(ATTENTION)}")
-    add("--dtype", help="auto, bfloat16, float16, float32")
-    add("--no-compile", action="store_true", help="slower steps, quicker start")
-    add("--rank-timeout", type=float, default=300.0, metavar="S", help="how long a rank may hang")
+    add("--attention", choices=("auto", *ATTENTION))
+    add("--dtype", choices=("auto", *DTYPES))
+    add("--no-compile", dest="compile", action="store_false", default=None, help="slower steps, quicker start")
     add("--wandb", metavar="NAME", help="also log to Weights & Biases under this name")
     overrides = "override a Config field; voids record status"
     add("--set", action="append", default=[], metavar="KEY=VALUE", help=overrides)
@@ -3721,70 +2998,42 @@ def build_parser() -> Parser:
 def parse_override(text: str) -> tuple[str, object]:
     """KEY=VALUE with the type of the Config field."""
     key, equals, value = text.partition("=")
-    fields = {f.name: f for f in dataclasses.fields(Config)}
-    if not equals:
-        raise UserError(f"--set {text}: expected KEY=VALUE")
-    if key not in fields:
-        near = difflib.get_close_matches(key, fields, 1, 0.4)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise UserError(f"--set {text}: unknown Config field {key}{hint}")
-    default = fields[key].default
+    defaults = {f.name: f.default for f in dataclasses.fields(Config)}
+    if not equals or key not in defaults:
+        raise UserError(f"--set {text}: expected KEY=VALUE with a field of Config, which the script lists")
+    default = defaults[key]
     if isinstance(default, str):
         return key, value
     try:
         parsed = as_tuple(ast.literal_eval(value))
-    except (ValueError, SyntaxError, MemoryError, RecursionError):
+    except (ValueError, SyntaxError):
         parsed = None
-    if isinstance(default, float) and type(parsed) is int and abs(parsed) < 2**53:
+    if isinstance(default, float) and type(parsed) is int:
         parsed = float(parsed)
     if type(parsed) is not type(default):
         raise UserError(f"--set {text}: {key} takes a value like {default!r}")
     return key, parsed
 
 
-def config_changes(args: argparse.Namespace) -> dict:
-    """Fields of the Config that the command line gives."""
-    changes = dict(parse_override(text) for text in args.set)
+def change_config(base: Config | None, args: argparse.Namespace) -> Config:
+    """A valid Config with the values that the flags give; base None: the defaults."""
+    changes = {}
+    for text in args.set:
+        key, value = parse_override(text)
+        changes[key] = value
     for field_ in dataclasses.fields(Config):
         value = getattr(args, field_.name, None)
+        if value is not None and field_.name in changes:
+            raise UserError(f"{field_.name} is given by a flag and by --set; leave one out")
         if value is not None:
             changes[field_.name] = value
-    if args.no_compile:
-        changes["compile"] = False
-    for name, value in changes.items():
-        for problem in problems_of_field(name, value):
-            raise UserError(problem)
-    return changes
-
-
-def change_config(base: Config, changes: dict, steps: int | None, frozen=(), what="") -> Config:
-    """A Config with other values, valid, and as long as `steps` if they are given.
-
-    Args: frozen fields that must stay as they are in base; what, for the message, says who asks for that
-    """
-    config = dataclasses.replace(base, **changes)
-    for name in frozen:
-        old = getattr(base, name)
-        new = getattr(config, name)
-        if old != new:
-            raise UserError(
-                f"{what} cannot change {name}: the run has {old}, the flags ask for {new}; leave it out, "
-                f"or start a new run"
-            )
-    return new_config(vars(config), steps)
-
-
-def tokens_of_steps(config: Config, steps: int) -> int:
-    if not 1 <= steps <= 10**12:
-        raise UserError(f"--steps {steps} must be 1 to {10**12:,}")
-    return round(steps * config.step_tokens)
-
-
-def new_config(changes: dict, steps: int | None) -> Config:
-    """The defaults with other values. A rule may make the batch depend on the length of the run."""
+    if base is not None:
+        changes = {**vars(base), **changes}
     config = Config(**changes)
-    while steps is not None and not bad_stages(config):
-        longer = Config(**{**changes, "tokens": tokens_of_steps(config, steps)})
+
+    # A rule may make the batch depend on the length of the run, and so the tokens of N steps.
+    while args.steps is not None:
+        longer = Config(**{**changes, "tokens": round(args.steps * config.step_tokens)})
         if longer == config:
             break
         config = longer
@@ -3794,111 +3043,55 @@ def new_config(changes: dict, steps: int | None) -> Config:
 
 def make_config(args: argparse.Namespace) -> Config:
     """Defaults, or on --resume the saved Config, with the flags that were given."""
-    changes = config_changes(args)
+    if args.resume_changed and not args.resume:
+        raise UserError("--resume-changed goes with --resume; add it, or leave both out")
     if not args.resume:
-        return new_config(changes, args.steps)
-    if not args.run_dir:
-        raise UserError("--resume needs --run-dir, the run to continue")
+        return change_config(None, args)
+    if args.run_dir is None:  # the script that a run directory keeps
+        args.run_dir = str(Path(__file__).parent)
     run_dir = Path(args.run_dir)
-    base = read_config(run_dir)
-    command = read_description(run_dir).get("command", "pretrain")
-    if command != "pretrain":
-        tool = "finetune" if command == "sft" else command
-        raise UserError(
-            f"{run_dir} is a run of runs/{tool}.py; continue it with "
-            f"python runs/{tool}.py --resume --run-dir {run_dir}"
-        )
-    return change_config(base, changes, args.steps, FROZEN_ON_RESUME, "--resume")
-
-
-# Commands that this script once had, and what to call now.
-MOVED = {
-    "pretrain": "leave the word out",
-    "sft": "call python runs/finetune.py RUN",
-    "sample": "call python runs/sample.py RUN --prompt TEXT",
-    "core": "call python runs/score_core.py RUN",
-}
+    description = read_description(run_dir)
+    if description["command"] != "pretrain":
+        tool = f"runs/{description['command']}.py"
+        raise UserError(f"{run_dir} is a run of {tool}; continue it with python {tool} --resume --run-dir {run_dir}")
+    config = change_config(read_config(run_dir), args)
+    # A relative path is that of the folder where the run began.
+    data = Path(description["folder"]) / config.data
+    if args.data is None and data.is_dir():
+        config = dataclasses.replace(config, data=str(data))
+    return config
 
 
 def run_command(command: Callable[[], dict]) -> int:
     """Prints what a command returns as one JSON object on the last line; returns the exit code."""
-    with contextlib.suppress(AttributeError):  # in a notebook
-        sys.stdout.reconfigure(errors="replace")  # samples hold what some consoles lack
-    code = 1
+    message = None
     try:
         result = command()
-        if int(os.environ.get("RANK", 0)) == 0:
-            print(json.dumps(result), flush=True)
-        return 0
-    except KeyboardInterrupt:
-        code = 130
-        message = "stopped at once; a run that has saved goes on with --resume"
     except UserError as error:
-        message = str(error)
-    except OSError as error:  # a full disk, a directory without rights
-        where = f" {error.filename}" if error.filename else ""
-        message = (
-            f"cannot read or write{where} ({error.strerror or error}); fix that and start again, with "
-            f"--resume if the run has saved"
-        )
-    except (RuntimeError, MemoryError) as error:
-        message = sentence_of(error)
-        if message is None:
-            raise
+        message = f"error: {error}"
+    except KeyboardInterrupt:
+        message = "stopped at once; a run that has saved goes on with --resume"
+    except Exception:
+        traceback.print_exc()
+        message = "error: no sentence was made for this; if it is a fault of the script, report the lines above"
     finally:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a further Ctrl-C would hide the sentence
         if dist.is_initialized():
             dist.destroy_process_group()
         gc.unfreeze()
         gc.collect()  # else a gloo thread may outlive the interpreter and abort the process
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    print_error(message)
-    return code
-
-
-def sentence_of(error: Exception) -> str | None:
-    """For errors of torch that are no bugs: too little memory, and a rank that is gone."""
-    text = str(error)
-    if isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in text:
-        return (
-            f"memory ran out ({first_line(error)}); use a smaller model, or smaller micro-batches "
-            f"with --micro-batch-tokens"
-        )
-    lost = ("Connection", "connection", "Timed out", "timed out", "gloo", "NCCL")
-    if dist.is_initialized() and any(word in text for word in lost):
-        # torchrun reports the process that failed in the earliest whole second: not this one.
-        time.sleep(2)
-        return (
-            f"process {os.environ.get('RANK')} lost the others ({first_line(error)}); look for the "
-            f"first error of another process, then continue with --resume"
-        )
-    return None
-
-
-def print_error(message: str) -> None:
-    """Prints the sentence, and hands it to torchrun for the report of the process that failed."""
-    print(f"error: {message}", file=sys.stderr, flush=True)
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if path and not Path(path).exists():
-        extra = {"py_callstack": message, "timestamp": str(int(time.time()))}  # it shows the former
-        report = {"message": {"message": message, "extraInfo": extra}}
-        with contextlib.suppress(OSError):
-            write_atomically(Path(path), json.dumps(report))
+    if message:
+        print(message, file=sys.stderr, flush=True)
+        return 1
+    if int(os.environ.get("RANK", 0)) == 0:
+        print(json.dumps(result), flush=True)
+    return 0
 
 
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
-
-    def command() -> dict:
-        if argv and argv[0] in MOVED:
-            raise UserError(
-                f"{Path(__file__).name} only trains, without a command; {MOVED[argv[0]]}"
-            )
-        args = build_parser().parse_args(argv)
-        args.flags = list(argv)
-        return train(make_config(args), args)
-
-    return run_command(command)
+    args = build_parser().parse_args(argv)
+    args.flags = list(argv)
+    return run_command(lambda: train(make_config(args), args))
 
 
 # <<< shared: cli

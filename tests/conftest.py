@@ -30,7 +30,7 @@ from processes import write_python
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "runs"))  # the tools there import each other by name
 CPU = torch.device("cpu")
-ALONE = ts.Ranks(0, 0, 1, CPU)  # one process
+ALONE = ts.Ranks(0, 1, CPU)  # one process
 torch.set_num_threads(1)  # the model is tiny, and one thread adds up in one order
 os.environ["OMP_NUM_THREADS"] = "1"  # the same in subprocesses
 
@@ -58,7 +58,6 @@ TINY = {
     "bigram_rows": 500, "shared_input_from": 1, "backout_layer": 2, "pack_tokens": 128, "pack_docs": 8,
     "window_short": 8, "window_long": 24, "stages": ((0.5, 2, 1.0), (0.5, 4, 1.5)), "tokens": 20 * 3 * 128,
     "val_tokens": 1500, "mix_width": 64,
-    "sample_tokens": 16,
 }  # fmt: skip
 
 
@@ -68,7 +67,7 @@ TINY_MEDIUM = {
     "window_pattern": "SL", "pack_tokens": 128, "pack_docs": 8,
     "window_short": 8, "window_long": 24, "stages": ((0.5, 2, 1.0), (0.5, 4, 1.5)), "tokens": 20 * 3 * 128,
     "val_tokens": 1500,
-    "sample_tokens": 16, "muon_lr": 0.023, "adam_lr": 0.006,
+    "muon_lr": 0.023, "adam_lr": 0.006,
 }  # fmt: skip
 
 
@@ -203,9 +202,16 @@ def list_files(root: Path, text_bytes: dict | None = None, **more) -> None:
     info |= {
         "files": files,
         "tokenizer_sha256": files["tokenizer.json"]["sha256"],
-        "fingerprint": ts.fingerprint(files),
+        "fingerprint": fingerprint(files),
     }
     (root / "dataset.json").write_text(json.dumps(info))
+
+
+def fingerprint(files: dict, folder: str = "pretrain") -> str:
+    """What dataset.json states of the tokenizer and the shards of a folder."""
+    names = [name for name in sorted(files) if name == "tokenizer.json" or name.startswith(f"{folder}/")]
+    lines = "".join(f"{name} {files[name]['sha256']}\n" for name in names)
+    return hashlib.sha256(lines.encode()).hexdigest()
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,8 @@
-"""What the tools in runs/ may use of a script, what became of the old commands, and 20 steps as they always were."""
+"""What the tools in runs/ may use of a script, what makes a run, and 20 steps as they always were."""
 
 import ast
 import dataclasses
+import json
 
 import pytest
 import torch
@@ -18,20 +19,18 @@ TOOLS = sorted(ROOT.glob("runs/*.py"))
 
 # All that tools use of a script. Where one changes its meaning, INTERFACE rises.
 NAMES = """
-    Config Stage Policy UserError GPT Tokenizer Dataset Ranks TrainState Job Batch MicroBatch ShardReader PackLoader
-    Log Stopper empty_packs fill_pack validation_documents scored_documents validation_batch bits_per_byte
-    lr_multiplier muon_momentum stage_index start_ranks choose_dtype choose_attention
-    sdpa_attention peak_flops peak_memory_gib describe_machine build_state build_optimizer warm_up train train_step
-    checkpoints newest_whole check_checkpoint load_checkpoint save_checkpoint lock_run_dir fingerprint
-    read_config read_description write_description write_atomically FREE_ON_RESUME
-    FROZEN FROZEN_ON_RESUME build_parser config_changes change_config make_config run_command
+    Config Stage Policy UserError GPT Tokenizer Dataset Ranks TrainState Job ShardReader PackLoader
+    empty_packs fill_pack validation_documents scored_documents validation_batch bits_per_byte
+    lr_multiplier muon_momentum start_ranks choose_dtype choose_attention sdpa_attention
+    build_state build_optimizer train train_step checkpoints newest_whole check_checkpoint load_checkpoint
+    read_config read_description build_parser change_config run_command
 """.split()
 
 
 @SCRIPTS
 def test_interface_names_exist(module):
     """Each name once, and all of them in both scripts."""
-    assert module.INTERFACE == 6
+    assert module.INTERFACE == 7
     assert len(set(NAMES)) == len(NAMES)
     assert [name for name in NAMES if not hasattr(module, name)] == []
 
@@ -92,82 +91,27 @@ def test_tools_import_no_training_script(path):
     assert not imported & {"train_small", "train_medium"}
 
 
-# ---- the command line
+# ---- the identity of a run
 
 
-@SCRIPTS
-@pytest.mark.parametrize(
-    ("word", "advice"),
-    [
-        ("pretrain", "leave the word out"),
-        ("sft", "runs/finetune.py"),
-        ("sample", "runs/sample.py"),
-        ("core", "runs/score_core.py"),
-    ],
-)
-def test_old_commands(module, capsys, word, advice):
-    """One sentence that names what to call now, and exit code 1, whatever follows the word."""
-    for rest in ([], ["--from", "out/run", "--prompt", "x"]):
-        assert module.main([word, *rest]) == 1
-        out, err = capsys.readouterr()
-        assert out == "" and err.startswith("error: ") and err.count("\n") == 1
-        assert advice in err and module.__name__ in err
-        assert "runs/" not in advice or (ROOT / advice).is_file()
-
-
-@SCRIPTS
-@pytest.mark.parametrize("flag", ("--from", "--prompt"))
-def test_old_flags(module, capsys, flag):
-    assert module.main([flag, "x"]) == 1
-    assert capsys.readouterr().err.startswith(f"error: unknown flag {flag}; ")
-
-
-@SCRIPTS
-@pytest.mark.parametrize("name", ("source", "sft_epochs", "core_items", "temperature", "top_k", "top_p"))
-def test_old_fields(module, capsys, name):
-    """Fields that left the Config are told like any unknown one, and a config.json that still holds them is read."""
-    assert module.main(["--set", f"{name}=1"]) == 1
-    assert f"unknown Config field {name}" in capsys.readouterr().err
+@pytest.mark.parametrize("make", (tiny_config, tiny_medium), ids=("small", "medium"))
+def test_fields_that_a_resumed_run_may_change(make, dataset):
+    """All others are part of a run's identity; a new field of Config is, unless FREE_ON_RESUME names it."""
+    config = make()
+    module = script(config)
+    job = module.Job(config, dataset.tokenizer, "data", "")
+    fields = {field.name for field in dataclasses.fields(config)}
+    assert set(module.FREE_ON_RESUME) <= fields
+    assert module.identity(job).keys() == {"script", "data"} | fields - set(module.FREE_ON_RESUME)
 
 
 @SCRIPTS
 def test_config_of_an_older_script_is_read(module, tmp_path):
     """Fields that this Config does not have are left out."""
-    (tmp_path / f"{module.__name__}.py").touch()
     config = tiny_config() if module is ts else tiny_medium()
     values = dataclasses.asdict(config) | {"source": "", "top_k": 0, "core_items": 5}
-    module.write_description(tmp_path, {"config": values})
+    (tmp_path / "config.json").write_text(json.dumps({"config": values}))
     assert module.read_config(tmp_path) == config
-
-
-# Fields of the model that a resumed run may change: kernels and precision, the loss, and the vocabulary, which the
-# tokenizer sets and which is compared byte for byte.
-FREE = {"vocab_size", "fp8", "fp8_head", "recompute", "ahead", "ahead_until", "prefix_weight"}
-OTHER = {
-    "num_layers": 6, "width": 128, "head_dim": 32, "mlp_width": 256, "max_seq_len": 32, "no_attention_layers": (),
-    "long_layers": (0,), "key_offset_layers": (), "value_embed_layers": (), "shared_input_from": 3, "gate_width": 4,
-    "attention_gates": False, "bigram_rows": 501, "x0_injection": False, "backout_layer": 1,
-    "mix_width": 8,
-    "attention_scale": 0.2, "rotary_base": 10.0, "window_short": 4, "window_long": 16, "softcap": (15.0, 0.0, 15.0),
-    "window_pattern": "S", "key_offset": False, "value_embeds": False, "tied": True, "backout": False,
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("make", (tiny_config, tiny_medium), ids=("small", "medium"))
-def test_every_field_of_the_model_is_frozen(make):
-    """--resume refuses to change what the model computes; a new field belongs into FROZEN or above."""
-    base = make()
-    names = [field.name for field in dataclasses.fields(base)]
-    model = names[: names.index("pack_tokens")]
-    refused = []
-    for name in set(model) - FREE:
-        change = {name: OTHER[name]}
-        try:
-            script(base).change_config(base, change, None, script(base).FROZEN_ON_RESUME, "--resume")
-        except script(base).UserError as error:
-            assert "--resume cannot change" in str(error), error
-            refused.append(name)
-    assert sorted(refused) == sorted(set(model) - FREE)
 
 
 # ---- numbers
