@@ -51,7 +51,6 @@ import signal
 import subprocess
 import sys
 import time
-import traceback
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -340,9 +339,6 @@ def train(config: Config, args: argparse.Namespace, job: Job | None = None) -> d
     changed = []
     if args.resume:
         changed = check_same_run(run)
-        result = finished_result(run)
-        if result:
-            return result
     check_length(job, run.log.say)
 
     # Everything is compiled on dummy tokens, before the clock starts.
@@ -400,7 +396,8 @@ def run_steps(run: Run) -> None:
             run.ranks.sync()
             run.clock = time.perf_counter()  # validation and saving are not training time
         if stop and not done:
-            stop_early(run)
+            way = f"continue with `--resume --run-dir {run.run_dir}`"
+            raise UserError(f"stopped by a signal at step {state.step}, saved; {way}")
 
 
 def is_due(step: int, every: int) -> bool:
@@ -1669,7 +1666,7 @@ def build_optimizer(model: nn.Module, config: Config, table=None, ranks=None) ->
 # <<< shared: optimizer
 # >>> shared: evaluation
 # ===============================================================================
-# 7. EVALUATION -- bits per byte
+# 7. EVALUATION -- bits per byte, and how much of the device's speed is used
 
 
 def validation_documents(
@@ -1700,17 +1697,33 @@ def scored_documents(documents: Iterable, config: Config) -> list[tuple[np.ndarr
     return scored
 
 
-def describe_scored(documents: list, token_bytes: np.ndarray) -> dict:
-    """What bits per byte are of, so that two runs can be compared: targets, their bytes, a hash."""
+@dataclass
+class Validation:
+    """The held-out text of a run, packed and counted."""
+
+    batch: Batch
+    token_bytes: Tensor  # int (V,)
+    scored: dict  # what bits per byte are of, so that two runs can be compared
+
+
+def load_validation(job: Job, device: torch.device) -> Validation:
+    config = job.config
+    documents = scored_documents(job.validation, config)
+    token_bytes = np.zeros(config.padded_vocab, np.int64)
+    token_bytes[: config.vocab_size] = job.tokenizer.token_bytes
     targets = 0
     text_bytes = 0
     digest = hashlib.sha256()
     for sequence, counted in documents:
-        found = sequence[1:][counted]
-        targets += int((token_bytes[found] > 0).sum())
-        text_bytes += int(token_bytes[found].sum())
+        found = token_bytes[sequence[1:][counted]]
+        targets += int((found > 0).sum())
+        text_bytes += int(found.sum())
         digest.update(sequence.astype("<u2"))
-    return {"targets": targets, "bytes": text_bytes, "sha256": digest.hexdigest()}
+    if not text_bytes:
+        raise UserError(f"{config.data} holds no text to validate on; make the dataset again")
+    scored = {"targets": targets, "bytes": text_bytes, "sha256": digest.hexdigest()}
+    batch = validation_batch(documents, config, job.tokenizer.bos_id)
+    return Validation(batch, torch.from_numpy(token_bytes).to(device), scored)
 
 
 def validation_batch(documents: list, config: Config, bos_id: int) -> Batch:
@@ -1765,6 +1778,38 @@ def share_of_rank(batch: Batch, packs: int, ranks: Ranks) -> Batch:
     rows = {name: getattr(batch, name)[index.clamp(max=count - 1)] for name in names}
     rows["targets"][index >= count] = -1
     return dataclasses.replace(batch, **rows)
+
+
+# Dense bf16 peak (T4, V100: fp16) in TFLOP/s, from the makers' data sheets.
+PEAK_TFLOPS = {
+    "H200": 989, "H100 NVL": 835, "H100 PCIe": 756, "H100": 989, "GH200": 989, "H800": 989, "B200": 2250,
+    "GB200": 2500, "A100": 312, "A800": 312, "A40": 149.7, "A30": 165, "A10": 125, "L40S": 362, "L4": 121,
+    "RTX 5090": 209.5, "RTX 4090": 165.2, "RTX 3090": 71, "T4": 65, "V100": 125, "MI300X": 1307.4,
+}  # fmt: skip
+
+
+def peak_flops(device: torch.device) -> float:
+    """Peak FLOP/s of the device; infinite if the table does not know it, which makes the MFU 0."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    for key, tflops in PEAK_TFLOPS.items():
+        if re.search(rf"\b{key}\b", name):  # an A4000 is no A40
+            return tflops * 1e12
+    return math.inf
+
+
+def flops_per_token(config: Config, positions: Tensor) -> float:
+    """Training FLOPs: 6 for each matrix weight, 12 x heads x head width for each key seen.
+
+    Embeddings are free.
+    """
+    c = config
+    attention = 4 * c.width**2 * len(c.attention_layers)
+    mlp = 2 * c.mlp_width * c.width * c.num_layers
+    head = c.width * c.padded_vocab
+    windows = (c.window_short, c.window_long)
+    keys_seen = [positions.clamp(max=window).float().mean().item() + 1 for window in windows]
+    attended = sum(keys_seen[layer in c.long_layers] for layer in c.attention_layers)
+    return 6 * (attention + mlp + head) + 12 * c.width * attended
 
 
 # <<< shared: evaluation
@@ -1859,14 +1904,11 @@ class Run:
     # -- set by train() and prepare_loop()
     state: TrainState | None = None
     loader: PackLoader | None = None
-    validation: Batch | None = None
-    scored: dict | None = None  # what the validation text is
-    token_bytes: Tensor | None = None  # int (V,)
+    validation: Validation | None = None
     peak_flops: float = math.inf  # FLOP/s of one device
     stopper: Stopper | None = None
     # -- for the log
     clock: float = 0.0  # when training seconds were last counted
-    begun: Progress | None = None  # at the start of this process
     logged: Progress | None = None  # at the last line
 
 
@@ -1882,12 +1924,10 @@ def open_run(job: Job, args: argparse.Namespace, ranks: Ranks) -> Run:
 def describe_run(run: Run) -> None:
     """The first lines on the screen."""
     config = run.job.config
-    machine = run.machine
-    parameters = sum(p.numel() for p in run.state.model.parameters())
-    run.log.say(
-        f"{Path(__file__).name}: {parameters / 1e6:.1f} M parameters, {run.state.model.embed.dtype}, "
-        f"{machine['num_devices']} x {machine['device']}, torch {machine['torch']}"
-    )
+    model = run.state.model
+    size = sum(p.numel() for p in model.parameters()) / 1e6
+    device = f"{run.ranks.world} x {run.machine['device']}, torch {torch.__version__}"
+    run.log.say(f"{Path(__file__).name}: {size:.1f} M parameters, {model.embed.dtype}, {device}")
     run.log.say(f"data: {config.data}, vocabulary {config.vocab_size:,}, {run.job.note}")
     run.log.say(f"run:  {run.run_dir}, {config.num_steps:,} steps, {config.tokens:,} tokens")
 
@@ -1908,18 +1948,13 @@ FREE_ON_RESUME = (
 
 
 def identity(job: Job) -> dict:
-    """What makes a run the one that it is: its script, its data and its recipe."""
+    """What makes a run the one that it is: script, data and recipe. Its checkpoints state it."""
     recipe = dataclasses.asdict(job.config)
     for name in FREE_ON_RESUME:
         recipe.pop(name, None)
     script = hashlib.sha256(SOURCE).hexdigest()
     whole = {"script": script, "data": job.fingerprint, **job.description, **recipe}
     return json.loads(json.dumps(whole))  # with lists for tuples, as it comes back from a file
-
-
-def run_id(run: Run) -> str:
-    """A hash of the identity. Checkpoints state it, so that one of another run is known."""
-    return hashlib.sha256(json.dumps(run.identity, sort_keys=True).encode()).hexdigest()
 
 
 def describe_start(run: Run, description: dict, changed: list[str]) -> None:
@@ -1936,11 +1971,10 @@ def describe_start(run: Run, description: dict, changed: list[str]) -> None:
         "machine": run.machine,
         "dataset_fingerprint": job.fingerprint,
         "changed": changed,
-        "run_id": run_id(run),
+        "identity": run.identity,
     }
     description = {"command": job.command, **this_start, **job.description, **description}
     description["config"] = dataclasses.asdict(job.config)
-    description["identity"] = run.identity
     description["starts"] = [*description.get("starts", []), this_start]
     write_atomically(run.run_dir / "config.json", json.dumps(description, indent=1).encode())
     write_atomically(run.run_dir / Path(__file__).name, SOURCE)
@@ -1950,7 +1984,7 @@ def describe_start(run: Run, description: dict, changed: list[str]) -> None:
 
 def check_same_run(run: Run) -> list[str]:
     """What --resume-changed allows to differ; raises UserError without that flag."""
-    before = read_description(run.run_dir)["identity"]
+    before = read_description(run.run_dir)["starts"][-1]["identity"]
     changed = []
     for name, value in run.identity.items():
         if value != before.get(name):
@@ -1964,16 +1998,6 @@ def check_same_run(run: Run) -> list[str]:
     return changed
 
 
-def finished_result(run: Run) -> dict | None:
-    """The result of a run with nothing left to do."""
-    path = run.run_dir / "result.json"
-    result = json.loads(path.read_text()) if path.is_file() else {}
-    if result.get("steps") != run.job.config.num_steps:
-        return None
-    run.log.say(f"this run is finished; its results are in {run.run_dir}")
-    return result
-
-
 def resume(run: Run, changed: list[str]) -> None:
     """Goes on where the newest whole checkpoint stands."""
     folder = None
@@ -1982,11 +2006,9 @@ def resume(run: Run, changed: list[str]) -> None:
     folder = run.ranks.gather(folder)[0]
     saved = load_checkpoint(run.state, folder)
     step = run.state.step
-    num_steps = run.job.config.num_steps
-    if step > num_steps:
-        raise UserError(f"{run.run_dir} is at step {step} already, the flags ask for {num_steps}; ask for more")
+    is_done = step >= run.job.config.num_steps
     run.progress = Progress(**{f.name: saved[f.name] for f in dataclasses.fields(Progress)})
-    if step < num_steps:
+    if not is_done:
         run.progress.scores = None
     if saved["position"]:
         run.job.reader.seek(saved["position"])
@@ -1994,7 +2016,7 @@ def resume(run: Run, changed: list[str]) -> None:
     run.log.say(f"resumed at step {step} from {folder}")
 
     # The next --resume goes on with the flags of this one. What an earlier end reported is out of date.
-    if run.ranks.is_main and step < num_steps:
+    if run.ranks.is_main and not is_done:
         for name in ("result.json", "report.md"):
             (run.run_dir / name).unlink(missing_ok=True)
         description = read_description(run.run_dir)
@@ -2005,20 +2027,15 @@ def resume(run: Run, changed: list[str]) -> None:
 def prepare_loop(run: Run) -> None:
     """Starts the loader's thread and makes what the loop needs besides the model."""
     job = run.job
-    config = job.config
     if job.loader:
         run.loader = job.loader(run)
     else:
-        run.loader = PackLoader(job.reader, config, run.ranks, run.state.step)
+        run.loader = PackLoader(job.reader, job.config, run.ranks, run.state.step)
     if not job.evaluate:
-        documents = scored_documents(job.validation, config)
-        run.validation = validation_batch(documents, config, job.tokenizer.bos_id)
-        run.scored = describe_scored(documents, job.tokenizer.token_bytes)
-        if not run.scored["bytes"]:
-            raise UserError(f"{config.data} holds no text to validate on; make the dataset again")
-        token_bytes = torch.zeros(config.padded_vocab, dtype=torch.long)
-        token_bytes[: config.vocab_size] = torch.from_numpy(job.tokenizer.token_bytes)
-        run.token_bytes = token_bytes.to(run.ranks.device)
+        run.validation = load_validation(job, run.ranks.device)
+    if job.config.prefix_weight:  # the second target of each token
+        prefixes = torch.tensor(job.tokenizer.prefixes())
+        run.state.model.prefixes[: len(prefixes)] = prefixes
     run.peak_flops = peak_flops(run.ranks.device)
     run.stopper = Stopper(run.ranks)
     if run.ranks.device.type == "cuda":
@@ -2026,7 +2043,6 @@ def prepare_loop(run: Run) -> None:
 
     if job.load_start and not run.args.resume:
         evaluate(run)  # what the loaded weights are worth
-    run.begun = dataclasses.replace(run.progress)
     run.logged = dataclasses.replace(run.progress)
     gc.collect()
     gc.freeze()  # else a collection of what the compiler left makes one step in some hundred slow
@@ -2077,19 +2093,21 @@ def log_steps(run: Run, losses: list[Tensor], batch: Batch) -> None:
 def evaluate(run: Run) -> dict:
     """Logs the scores of the held-out text, by default bits per byte, and returns them."""
     state = run.state
-    progress = run.progress
+    entry = {"step": state.step, "tokens": run.progress.tokens}
+    entry["train_seconds"] = run.progress.train_seconds
     if run.job.evaluate:
         scores = run.job.evaluate(run)
     else:
-        bpb = bits_per_byte(state.model, run.validation, state.packs, run.token_bytes, run.ranks)
-        scores = {"val_bpb": bpb}
-    line = " | ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in scores.items())
-    place = f"step {state.step:6d}/{run.job.config.num_steps}"
-    run.log.say(f"{place} | {line} | elapsed {progress.train_seconds:.1f} s")
+        held_out = run.validation
+        entry["scored"] = held_out.scored
+        inputs = (held_out.batch, state.packs, held_out.token_bytes, run.ranks)
+        scores = {"val_bpb": bits_per_byte(state.model, *inputs)}
     for name, value in scores.items():
         check_finite(run, name, value)
-    entry = {"step": state.step, "tokens": progress.tokens, "train_seconds": progress.train_seconds}
-    run.log.write({**entry, "scored": run.scored, **scores})
+    run.log.write({**entry, **scores})
+    line = " | ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in scores.items())
+    place = f"step {state.step:6d}/{run.job.config.num_steps}"
+    run.log.say(f"{place} | {line} | elapsed {run.progress.train_seconds:.1f} s")
     return scores
 
 
@@ -2104,17 +2122,10 @@ def check_finite(run: Run, name: str, value: float) -> None:
 def save(run: Run) -> None:
     begin = time.perf_counter()
     progress = dataclasses.asdict(run.progress)
-    save_checkpoint(run.state, run.run_dir, {"run_id": run_id(run), **progress})
+    save_checkpoint(run.state, run.run_dir, {"identity": run.identity, **progress})
     seconds = time.perf_counter() - begin
     num_steps = run.job.config.num_steps
     run.log.say(f"step {run.state.step:6d}/{num_steps} | saved in {seconds:.1f} s")
-
-
-def stop_early(run: Run) -> None:
-    """Ends a run that was asked to stop and has been saved."""
-    run.loader.close()
-    way = f"continue with `--resume --run-dir {run.run_dir}`"
-    raise UserError(f"stopped by a signal at step {run.state.step}, saved; {way}")
 
 
 def finish(run: Run) -> dict:
@@ -2122,20 +2133,17 @@ def finish(run: Run) -> dict:
     state = run.state
     progress = run.progress
     run.loader.close()
-    run.stopper.restore()
     state.graphs = None  # samples can have their memory
     scores = progress.scores or evaluate(run)
+    seconds = max(progress.train_seconds, 1e-9)
 
-    # The speed is that of this process, or of the whole run if nothing was left to train.
-    begun = run.begun if run.begun.tokens < progress.tokens else Progress()
-    seconds = max(progress.train_seconds - begun.train_seconds, 1e-9)
     result = {
         **scores,
         "steps": state.step,
         "tokens": progress.tokens,
         "train_seconds": progress.train_seconds,
-        "tokens_per_second": (progress.tokens - begun.tokens) / seconds,
-        "mfu": (progress.flops - begun.flops) / (seconds * run.peak_flops * run.ranks.world),
+        "tokens_per_second": progress.tokens / seconds,
+        "mfu": progress.flops / (seconds * run.peak_flops * run.ranks.world),
         "peak_memory_gib": peak_memory_gib(run.ranks.device),
         "run_dir": str(run.run_dir),
     }
@@ -2161,7 +2169,8 @@ class Stopper:
     def __init__(self, ranks: Ranks):
         self.ranks = ranks
         self.caught_at = 0.0
-        self.before = {s: signal.signal(s, self.catch) for s in (signal.SIGTERM, signal.SIGINT)}
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self.catch)
 
     def catch(self, number, frame) -> None:
         # Ctrl-C twice: at once. Under torchrun each one comes twice, from the terminal and from torchrun.
@@ -2172,17 +2181,13 @@ class Stopper:
 
     def asked(self, step: int) -> bool:
         asked = self.caught_at > 0
-        if self.ranks.world > 1:
-            if step % 10:  # all must stop at the same step, and asking costs a synchronisation
-                return False
-            flag = torch.tensor(float(asked), device=self.ranks.device)
-            dist.all_reduce(flag)
-            asked = flag.item() > 0
-        return asked
-
-    def restore(self) -> None:
-        for number, handler in self.before.items():
-            signal.signal(number, handler)
+        if self.ranks.world == 1:
+            return asked
+        if step % 10:  # all must stop at the same step, and asking costs a synchronisation
+            return False
+        flag = torch.tensor(float(asked), device=self.ranks.device)
+        dist.all_reduce(flag)
+        return flag.item() > 0
 
 
 # -- model, optimizer and warm-up
@@ -2352,13 +2357,9 @@ def start_ranks() -> Ranks:
     """Picks the device and joins the process group that torchrun describes in the environment."""
     world = int(os.environ.get("WORLD_SIZE", 1))
     rank = int(os.environ.get("RANK", 0))
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
     device = torch.device("mps" if torch.backends.mps.is_available() else "cpu")
     if torch.cuda.is_available():
-        if local_rank >= torch.cuda.device_count():
-            gpus = f"{torch.cuda.device_count()} GPU(s); lower --nproc_per_node"
-            raise UserError(f"torchrun started process {local_rank} on a machine with {gpus}")
-        device = torch.device("cuda", local_rank)
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
         # OpenMP threads that wait slow down runs beside this one: 87 to 125 ms a step.
         torch.set_num_threads(1)
@@ -2390,38 +2391,6 @@ def choose_dtype(config: Config, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if bf16_is_native() else torch.float16
 
 
-# Dense bf16 peak (T4, V100: fp16) in TFLOP/s, from the makers' data sheets.
-PEAK_TFLOPS = {
-    "H200": 989, "H100 NVL": 835, "H100 PCIe": 756, "H100": 989, "GH200": 989, "H800": 989, "B200": 2250,
-    "GB200": 2500, "A100": 312, "A800": 312, "A40": 149.7, "A30": 165, "A10": 125, "L40S": 362, "L4": 121,
-    "RTX 5090": 209.5, "RTX 4090": 165.2, "RTX 3090": 71, "T4": 65, "V100": 125, "MI300X": 1307.4,
-}  # fmt: skip
-
-
-def peak_flops(device: torch.device) -> float:
-    """Peak FLOP/s of the device; infinite if the table does not know it, which makes the MFU 0."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    for key, tflops in PEAK_TFLOPS.items():
-        if re.search(rf"\b{key}\b", name):  # an A4000 is no A40
-            return tflops * 1e12
-    return math.inf
-
-
-def flops_per_token(config: Config, positions: Tensor) -> float:
-    """Training FLOPs: 6 for each matrix weight, 12 x heads x head width for each key seen.
-
-    Embeddings are free.
-    """
-    c = config
-    attention = 4 * c.width**2 * len(c.attention_layers)
-    mlp = 2 * c.mlp_width * c.width * c.num_layers
-    head = c.width * c.padded_vocab
-    windows = (c.window_short, c.window_long)
-    keys_seen = [positions.clamp(max=window).float().mean().item() + 1 for window in windows]
-    attended = sum(keys_seen[layer in c.long_layers] for layer in c.attention_layers)
-    return 6 * (attention + mlp + head) + 12 * c.width * attended
-
-
 def peak_memory_gib(device: torch.device) -> float:
     """Most memory in use so far: of the GPU, or of the process."""
     if device.type == "cuda":
@@ -2437,13 +2406,11 @@ def peak_memory_gib(device: torch.device) -> float:
 
 def describe_machine(ranks: Ranks) -> dict:
     """Versions, hardware and commit: what it takes to compare two runs."""
-
-    def git(*words: str) -> str:
-        command = ["git", "-C", str(Path(__file__).resolve().parent), *words]
-        with contextlib.suppress(OSError):  # git is not installed
-            return subprocess.run(command, capture_output=True, text=True).stdout.strip()
-        return ""
-
+    folder = Path(__file__).resolve().parent
+    command = ["git", "-C", folder, "describe", "--always", "--exclude=*", "--abbrev=40", "--dirty"]
+    commit = ""
+    if shutil.which("git"):
+        commit = subprocess.run(command, capture_output=True, text=True).stdout.strip()
     gpu = torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else ""
     return {
         "python": platform.python_version(),
@@ -2454,8 +2421,8 @@ def describe_machine(ranks: Ranks) -> dict:
         "platform": f"{platform.system()} {platform.machine()}",
         "device": gpu or f"{ranks.device.type}, {os.cpu_count()} cores",
         "num_devices": ranks.world,
-        "git_commit": git("rev-parse", "HEAD"),
-        "git_dirty": bool(git("status", "--porcelain", "--", Path(__file__).name)),
+        "git_commit": commit.removesuffix("-dirty"),
+        "git_dirty": commit.endswith("-dirty"),
         "script_sha256": hashlib.sha256(SOURCE).hexdigest(),
     }
 
@@ -2489,21 +2456,13 @@ class Tokenizer:
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
-        try:
-            spec = json.loads(self.path.read_text(encoding="utf-8"))
-            self.pattern = spec["pattern"]
-            self.specials = dict(spec["special_tokens"])
-            ranks = [base64.b64decode(rank, validate=True) for rank in spec["ranks"]]
-        except (OSError, KeyError, TypeError, ValueError) as error:
-            raise UserError(
-                f"{path} is no tokenizer.json of this project ({error!r}); "
-                f"make one with python data/tokenizer.py train"
-            ) from None
+        spec = json.loads(self.path.read_text(encoding="utf-8"))
+        self.pattern = spec["pattern"]
+        self.specials = dict(spec["special_tokens"])
+        ranks = [base64.b64decode(rank) for rank in spec["ranks"]]
         self.vocab_size = len(ranks) + len(self.specials)
         self.mergeable = {rank: i for i, rank in enumerate(ranks)}
         self.bos_id = self.specials.get("<|bos|>", self.specials.get("<|endoftext|>"))
-        if self.bos_id is None:
-            raise UserError(f"{path} has neither <|bos|> nor <|endoftext|>, which begins each document")
 
         # The raw bytes of each token, never those of decoded text. Specials carry no text.
         self.bytes = ranks + [b""] * (self.vocab_size - len(ranks))
@@ -2572,16 +2531,12 @@ class Dataset:
                 f"network with `python data/pretrain.py --source stdlib --vocab-size 4096 --out data/shards/stdlib` "
                 f"and pass --data data/shards/stdlib"
             )
-        try:
-            info = json.loads(path.read_text(encoding="utf-8"))
-            listed = info["files"]["tokenizer.json"]["sha256"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{path} is damaged ({error!r}); make the dataset again") from None
-        dataset = Dataset(root, info, Tokenizer(root / "tokenizer.json"))
-        if file_sha256(dataset.tokenizer.path) != listed:
+        info = json.loads(path.read_text(encoding="utf-8"))
+        tokenizer = root / "tokenizer.json"
+        if file_sha256(tokenizer) != info["files"]["tokenizer.json"]["sha256"]:
             way = "restore the file or make the dataset again"
-            raise UserError(f"{dataset.tokenizer.path} is not the tokenizer of the shards beside it; {way}")
-        return dataset
+            raise UserError(f"{tokenizer} is not the tokenizer of the shards beside it; {way}")
+        return Dataset(root, info, Tokenizer(tokenizer))
 
     def files(self, split: str, folder: str = "pretrain") -> list[Path]:
         """The shards of a split, without the loss masks beside them."""
@@ -2592,9 +2547,6 @@ class Dataset:
             if folder == "sft":
                 way = f"add them with python data/sft.py --data {self.root} --source FILE"
             raise UserError(f"{self.root}/{folder} has no {split}_*.bin shards; {way}")
-        for name in names:
-            if not (self.root / name).is_file():
-                raise UserError(f"{self.root / name} is missing; restore it, or make the dataset again")
         return [self.root / name for name in names]
 
     def total(self, split: str, key: str) -> int:
@@ -2782,12 +2734,6 @@ def save_checkpoint(state: TrainState, run_dir: Path, progress: dict) -> None:
     weights = state.optimizer.weights()
     moments = state.optimizer.state()
     if state.ranks.is_main:
-        for name, weight in weights.items():
-            if not weight.isfinite().all():
-                raise UserError(
-                    f"the weights {name} are no longer finite at step {state.step}, so they were not saved; "
-                    f"go on from the checkpoint before with --resume --resume-changed and lower rates"
-                )
         buffers = {k: v.cpu() for k, v in state.model.state_dict().items() if k not in weights}
         description = {
             "step": state.step,
@@ -2852,13 +2798,13 @@ SAFETENSORS_NAMES = {
 
 def prune_checkpoints(run_dir: Path, keep: int) -> None:
     """Removes all but the newest `keep` checkpoints and the one with the lowest val_bpb."""
-    found = checkpoints(run_dir)
+    *older, newest = checkpoints(run_dir)
     scores = {}
-    for folder in found:
+    for folder in (*older, newest):
         saved = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-        scores[folder] = (saved.get("scores") or {}).get("val_bpb", math.inf)
+        scores[folder] = (saved["scores"] or {}).get("val_bpb", math.inf)
     best = min(scores, key=scores.get)
-    for folder in found[:-keep]:
+    for folder in older[: len(older) + 1 - keep]:
         if folder != best or scores[best] == math.inf:
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -2879,15 +2825,14 @@ def check_checkpoint(folder: Path, names=CHECKPOINT_FILES) -> dict:
 
 def newest_whole(run_dir: Path, say: Callable, names=CHECKPOINT_FILES) -> Path:
     """The newest checkpoint of this run without damage; says which it passes over."""
-    starts = read_description(run_dir)["starts"]
-    own = {start["run_id"] for start in starts}
+    own = [start["identity"] for start in read_description(run_dir)["starts"]]
     for folder in reversed(checkpoints(run_dir)):
         try:
             saved = check_checkpoint(folder, names)
         except UserError as error:
             say(f"skipped {folder.name}: {error}")
             continue
-        if saved["run_id"] in own and folder.name == f"step_{saved['step']:06d}":
+        if saved["identity"] in own and folder.name == f"step_{saved['step']:06d}":
             return folder
         say(f"skipped {folder.name}: it is of another run or another step")
     raise UserError(f"{run_dir}/checkpoints has no whole checkpoint; start again without --resume")
@@ -2901,9 +2846,9 @@ def load_checkpoint(state: TrainState, folder: Path) -> dict:
         state.optimizer.load(weights, moments, saved["optimizer_count"])
     except (KeyError, RuntimeError) as error:
         raise UserError(f"the tensors in {folder} do not fit this script and config ({error})") from None
-    for name, buffer in state.model.named_buffers():
-        if name in weights:
-            buffer.copy_(weights[name])
+    buffers = dict(state.model.named_buffers())
+    for name in weights.keys() & buffers.keys():
+        buffers[name].copy_(weights[name])
     state.step = saved["step"]
     state.good_steps = saved["good_steps"]
     if state.loss_scale != 1.0 and saved["loss_scale"] != 1.0:  # both are in fp16
@@ -2916,47 +2861,38 @@ def load_checkpoint(state: TrainState, folder: Path) -> dict:
 # 10. COMMAND LINE -- flags, overrides, checks of the config
 
 
-def model_problems(config: Config) -> Iterator[str]:
-    """What contradicts the shape of this model."""
+def model_relations(config: Config) -> dict[str, bool]:
+    """What must hold in the shape of this model, by the sentence for where it does not."""
     c = config
-    if c.shared_input_from in c.no_attention_layers:
-        yield f"shared_input_from={c.shared_input_from} is no layer with attention; name another"
     named = (*c.long_layers, *c.value_embed_layers, *c.key_offset_layers, *c.no_attention_layers)
-    if not c.attention_layers:
-        yield "no_attention_layers leaves no layer with attention; take one out"
-    for layer in c.value_embed_layers:
-        if layer in c.no_attention_layers:
-            yield f"layer {layer} has value embeddings but no attention; take it out of one of the two"
     highest = max((*named, c.backout_layer))
-    if highest >= c.num_layers:
-        yield f"layer {highest} is named in the config, but the last of num_layers is {c.num_layers - 1}"
+    without = set(c.no_attention_layers)
+    return {
+        f"layer {highest} is named, but the last one is {c.num_layers - 1}": highest < c.num_layers,
+        "a layer of value_embed_layers has no attention": not without & {*c.value_embed_layers},
+        "shared_input_from is a layer without attention": c.shared_input_from not in without,
+    }
 
 
 # >>> shared: cli
 def validate(config: Config) -> None:
     """Raises UserError with the first thing that a person gets wrong; torch reports the rest."""
     c = config
-    problems = list(model_problems(c))
-
-    def check(holds: bool, problem: str) -> None:
-        if not holds:
-            problems.append(problem)
-
-    check(c.vocab_size <= 65536, f"the vocabulary has {c.vocab_size:,} entries; 16 bits hold 65,536")
-    check(c.width % c.head_dim == 0, f"width={c.width} is not a multiple of head_dim={c.head_dim}")
-    check(c.head_dim % 4 == 0, f"head_dim={c.head_dim} is not a multiple of 4, which rotary embeddings need")
-    check(c.gate_width <= c.width, f"gate_width={c.gate_width} is above width={c.width}")
-    check(c.bigram_rows != 1, "bigram_rows=1 leaves no row for pairs; use 0 for none")
-    check(bool(c.ahead), "ahead=() leaves the loss without a target; the default is (1.0,)")
-    fits = c.max_seq_len <= c.pack_tokens
-    check(fits, f"max_seq_len={c.max_seq_len} does not fit into a pack of {c.pack_tokens} tokens")
     shares = sum(stage.share for stage in c.stage_table)
-    check(abs(shares - 1) < 1e-6, f"the shares of the stages add up to {shares:.4f}, not 1")
-    check(all(stage.packs >= 1 for stage in c.stage_table), "a stage has packs below 1")
-    fits = c.micro_batch_tokens % c.pack_tokens == 0
-    check(fits, f"--micro-batch-tokens {c.micro_batch_tokens} is not a multiple of pack_tokens={c.pack_tokens}")
-    if problems:
-        raise UserError(problems[0])
+    relations = {
+        f"the vocabulary has {c.vocab_size:,} entries; 16 bits hold 65,536": c.vocab_size <= 65536,
+        f"width={c.width} is not a multiple of head_dim={c.head_dim}": c.width % c.head_dim == 0,
+        f"head_dim={c.head_dim} is not a multiple of 4": c.head_dim % 4 == 0,
+        f"max_seq_len={c.max_seq_len} is above pack_tokens": c.max_seq_len <= c.pack_tokens,
+        f"the shares of the stages add up to {shares:.4f}, not 1": abs(shares - 1) < 1e-6,
+        f"--micro-batch-tokens is not a multiple of pack_tokens={c.pack_tokens}": (
+            c.micro_batch_tokens % c.pack_tokens == 0
+        ),
+        **model_relations(c),
+    }
+    for problem, holds in relations.items():
+        if not holds:
+            raise UserError(problem)
 
 
 class Parser(argparse.ArgumentParser):
@@ -3064,24 +3000,21 @@ def make_config(args: argparse.Namespace) -> Config:
 
 def run_command(command: Callable[[], dict]) -> int:
     """Prints what a command returns as one JSON object on the last line; returns the exit code."""
-    message = None
     try:
         result = command()
     except UserError as error:
-        message = f"error: {error}"
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return 1
     except KeyboardInterrupt:
-        message = "stopped at once; a run that has saved goes on with --resume"
+        print("stopped at once; a run that has saved goes on with --resume", file=sys.stderr)
+        return 130
     except Exception:
-        traceback.print_exc()
-        message = "error: no sentence was made for this; if it is a fault of the script, report the lines above"
+        print("error: please report what follows, if it is a fault of the script", file=sys.stderr)
+        raise
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
         gc.unfreeze()
-        gc.collect()  # else a gloo thread may outlive the interpreter and abort the process
-    if message:
-        print(message, file=sys.stderr, flush=True)
-        return 1
     if int(os.environ.get("RANK", 0)) == 0:
         print(json.dumps(result), flush=True)
     return 0
