@@ -16,8 +16,8 @@ same tokenizer that --data names. The loss counts only what the assistant writes
 lies in RUN does the training, so the model stays exactly the one that was pretrained.
 
 The screen shows bits per byte of held-out answers before the first step, then what pretraining shows.
-The run directory holds the files of a pretraining run and this script. Its report ends with answers
-to three questions. Talk to the model with runs/chat.py; score it with runs/chat_eval.py.
+The run directory holds the files of a pretraining run and this script. Talk to the model with
+runs/chat.py; score it with runs/chat_eval.py.
 """
 
 import argparse
@@ -38,14 +38,6 @@ if __name__ == "__main__":  # Ctrl-C ends the process quietly while torch is imp
 import engine
 import numpy as np
 from engine import RunError
-
-QUESTIONS = (
-    "Hello! Who are you?",
-    "Why is the sky blue?",
-    "Write a Python function that adds two numbers.",
-)
-ANSWER_TOKENS = 128  # most tokens of an answer in the report
-
 
 @dataclass(frozen=True)
 class Defaults:
@@ -228,12 +220,7 @@ def new_job(script: ModuleType, args: argparse.Namespace):
         raise RunError(f"--lr {settings.lr} must be above 0")
 
     base = stage_config(script, checkpoint, settings.packs, settings.lr)
-    changes = script.config_changes(args)
-    config = script.change_config(base, changes, args.steps, script.FROZEN, "finetuning")
-    for name in ("muon_lr", "adam_lr"):
-        if name in changes and getattr(config, name) != changes[name]:
-            raise RunError(f"--set {name}=0 stands for the rate of pretraining; name one above 0")
-
+    config = script.change_config(base, args)
     dataset = script.Dataset.open(config.data)
     if (run_dir / "tokenizer.json").read_bytes() != dataset.tokenizer.path.read_bytes():
         raise RunError(
@@ -241,7 +228,7 @@ def new_job(script: ModuleType, args: argparse.Namespace):
             f"or make a dataset with data/pretrain.py --tokenizer {run_dir}/tokenizer.json"
         )
     job = make_job(script, config, dataset, settings)
-    if args.steps is None and "tokens" not in changes:
+    if args.steps is None and config.tokens == base.tokens:
         job.config = dataclasses.replace(job.config, tokens=job.available)
     return job
 
@@ -267,10 +254,7 @@ def resumed_job(script: ModuleType, args: argparse.Namespace):
                 f"--resume cannot change {name}: the run has {old}, the flags ask for {new}; leave "
                 f"it out, or start a new run"
             )
-    base = script.read_config(run_dir)
-    changes = script.config_changes(args)
-    frozen = script.FROZEN_ON_RESUME
-    config = script.change_config(base, changes, args.steps, frozen, "--resume")
+    config = script.change_config(script.read_config(run_dir), args)
     return make_job(script, config, script.Dataset.open(config.data), settings)
 
 
@@ -290,47 +274,31 @@ def make_job(script: ModuleType, config, dataset, settings: Settings):
         load_source(script, state, settings.source, settings.moments)
 
     this_script = Path(__file__).resolve()
-    source = settings.source.resolve()
     return script.Job(
         config=config,
-        dataset=dataset,
+        tokenizer=dataset.tokenizer,
         reader=conversations,
         validation=(held_out.read(i) for i in range(held_out.count)),
-        fingerprint=script.fingerprint(dataset.info["files"], "sft"),
+        fingerprint=fingerprint(dataset.info["files"]),
         available=available,
         bytes_per_token=int(dataset.tokenizer.token_bytes[counted].sum()) / len(counted),
         note=f"{len(counted):,} counted tokens in {conversations.count:,} conversations, "
         f"{padding:.1%} padding",
         command="finetune",
         load_start=load_start,
-        samples=answer_questions,
         description={
             "finetune": dataclasses.asdict(settings),
             "finetune_sha256": hashlib.sha256(this_script.read_bytes()).hexdigest(),
         },
-        report_rows={"finetuned from": f"{source.parent.parent.name} {source.name}"},
         scripts=(this_script,),
     )
 
 
-def answer_questions(model, tokenizer, config) -> list[str]:
-    """QUESTIONS with the model's most likely answers, for the report."""
-    special = tokenizer.specials
-    prompts = []
-    for question in QUESTIONS:
-        user = [special["<|user_start|>"], *tokenizer.encode(question), special["<|user_end|>"]]
-        prompts.append([tokenizer.bos_id, *user, special["<|assistant_start|>"]])
-    room = config.max_seq_len + 1 - max(len(prompt) for prompt in prompts)
-    if room < 1:
-        return []
-    answers = engine.Generator(model, tokenizer).generate(
-        prompts,
-        max_tokens=min(ANSWER_TOKENS, room),
-        temperature=0.0,
-        stop=(special["<|assistant_end|>"],),
-    )
-    texts = [tokenizer.decode(answer) for answer in answers]
-    return [f"{question}\n\n{text}" for question, text in zip(QUESTIONS, texts, strict=True)]
+def fingerprint(files: dict) -> str:
+    """One sha256 for what is read: the tokenizer and the shards of conversations."""
+    read = [name for name in sorted(files) if name == "tokenizer.json" or name.startswith("sft/")]
+    lines = "".join(f"{name} {files[name]['sha256']}\n" for name in read)
+    return hashlib.sha256(lines.encode()).hexdigest()
 
 
 # ---- the command line
