@@ -169,7 +169,7 @@ class Config:
     attention_scale: float = 0.12  # modded-nanogpt record 20; nanochat's is 0.127
     rotary_base: float = 1024.0
     softcap: tuple = (23.0, 5.0, 7.5)  # logits = a * sigmoid((z + b) / c), modded-nanogpt record 54
-    fp8: bool = True  # products of the layers, only in training, from compute capability 8.9 on
+    fp8: bool = True  # products of the layers, only in training, on Hopper and B200
     fp8_head: bool = True  # the same for the head
     recompute: bool = False  # run layers again in the backward: 0.2 MB a token, not 1, without fp8
     # Loss weights of the next tokens; several: multi-token prediction (record 53).
@@ -965,7 +965,7 @@ class GPT(nn.Module):
 
         # MLP.
         if recompute:
-            return x + linear_relu2_ref(norm(x), w.up) @ w.down
+            return x + F.relu(norm(x) @ w.up.T).square() @ w.down
         return x + mlp_relu2(norm(x), w.up, w.down, w8.up, w8.down)
 
     def attend_layer(
@@ -4216,20 +4216,11 @@ OPS = next(
 # Of operators that take any strides. torch.compile would hand the others a copy of what it computes.
 ANY_LAYOUT = (torch.Tag.flexible_layout,)
 
-# -- softcapped cross-entropy: head, loss and gradient in one pass over the logits; 17.3 ms, in fp8
-# 12.9, against 21.0. With z = a sigmoid((x + b) / c), s = z / a and lse = log sum_j exp z_j: row t
-# has N terms, targets[k, t] with weight w_k. Those with a negative target are left out. S is the sum
-# of the row's weights.
+# -- softcapped cross-entropy: head, loss and gradient in one pass over the logits
+# With z = a sigmoid((x + b) / c), s = z / a and lse = log sum_j exp z_j: row t has N terms, targets[k, t]
+# with weight w_k. Those with a negative target are left out. S is the sum of the row's weights.
 #   loss_t = S lse - sum_k w_k z[target_k]
 #   dloss_t/dx_j = a/c s_j (1 - s_j) (S softmax_j - sum_k w_k [j = target_k])
-
-
-def softcap_ce_ref(logits, targets, weights, cap):
-    """logits (T, V) -> losses (T,) and nats of the first target (T,); only for tests, with autograd."""
-    real = targets.T >= 0
-    z = softcap(logits.float(), cap)
-    terms = z.logsumexp(1, keepdim=True) - z.gather(1, targets.T.long().clamp(min=0))
-    return (weights * real * terms).sum(1), terms[:, 0] * real[:, 0]
 
 
 def softcap_ce_cpu(logits, targets, weights, row_weight, cap, row0=0, grad=True):
@@ -4299,12 +4290,11 @@ def softcap_ce_kernel(
     row0, T, a, b, c,
     V: tl.constexpr, TERMS: tl.constexpr, PAD: tl.constexpr, FAST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One row of logits (n, V) a program; grad (n, V) and row_weight may be None.
+    """One row of logits (n, V) a program, read once; grad (n, V) and row_weight may be None.
 
     z <= a bounds the exponentials, so lse needs no running maximum, and the softmax part of the
-    gradient is const * v with v = 4 e s (1 - s) known at the first look. With BLOCK >= V the row is
-    read once and v waits in registers, else a second sweep reads the row again from L2. Target
-    columns are rewritten at the end.
+    gradient is const * v with v = 4 e s (1 - s) known at the first look. Target columns are
+    rewritten at the end.
     """
     row = tl.program_id(0)
     t = row0 + row
@@ -4319,19 +4309,11 @@ def softcap_ce_kernel(
     W = tl.sum(w)
 
     # The sum of exp(z - a).
-    if BLOCK >= V:
-        j = tl.arange(0, BLOCK)
-        h, e = load_softcap(logits, j, a, b, c, V, FAST)
-        v = e * (1.0 - h * h)
-        v = to_bf16(v) if FAST else v  # half the registers: two programs a multiprocessor
-        total = tl.sum(e)
-    else:
-        acc = tl.zeros([BLOCK], tl.float32)
-        for j0 in range(0, V, BLOCK):
-            j = j0 + tl.arange(0, BLOCK)
-            h, e = load_softcap(logits, j, a, b, c, V, FAST)
-            acc += e
-        total = tl.sum(acc)
+    j = tl.arange(0, BLOCK)
+    h, e = load_softcap(logits, j, a, b, c, V, FAST)
+    v = e * (1.0 - h * h)
+    v = to_bf16(v) if FAST else v  # half the registers: two programs a multiprocessor
+    total = tl.sum(e)
     lse = a + tl.log(total)
     tl.store(losses + row, W * lse - tl.sum(w * z_t))
     tl.store(nats + row, tl.sum(tl.where((k == 0) & (target >= 0), lse - z_t, 0.0)))
@@ -4341,15 +4323,8 @@ def softcap_ce_kernel(
         g = 0.25 * a / c
         if row_weight is not None:
             g = g * tl.load(row_weight + t)
-        if BLOCK >= V:
-            v = v.to(tl.float32) * (g * W / total)
-            tl.store(grad + j, v.to(grad.dtype.element_ty), mask=j < V)
-        else:
-            for j0 in range(0, V, BLOCK):
-                j = j0 + tl.arange(0, BLOCK)
-                h, e = load_softcap(logits, j, a, b, c, V, FAST)
-                v = e * (1.0 - h * h) * (g * W / total)
-                tl.store(grad + j, v.to(grad.dtype.element_ty), mask=j < V)
+        v = v.to(tl.float32) * (g * W / total)
+        tl.store(grad + j, v.to(grad.dtype.element_ty), mask=j < V)
         # Equal targets share a column.
         w = tl.sum(tl.where(target[:, None] == target[None, :], w[None, :], 0.0), 1)
         g_t = g * (1.0 - h_t * h_t) * (W * e_t / total - w)
@@ -4357,11 +4332,8 @@ def softcap_ce_kernel(
         tl.store(grad + target, g_t.to(grad.dtype.element_ty), mask=target >= 0)
 
 
-def softcap_ce(logits, targets, weights, row_weight, cap, row0=0, grad=True, out=None, block=65536):
-    """As softcap_ce_cpu in one read and one write; the gradient replaces the logits or fills `out`.
-
-    4 bytes moved an element, with fp8 gradients 3: 3.3 TB/s of an H200 at 32,768 columns, 2.3 at 50,304.
-    """
+def softcap_ce(logits, targets, weights, row_weight, cap, row0=0, grad=True, out=None):
+    """As softcap_ce_cpu in one read and one write; the gradient replaces the logits or fills `out`."""
     n, V = logits.shape
     terms = len(weights)
     losses, nats = torch.empty(2, n, dtype=torch.float32, device=logits.device)
@@ -4378,8 +4350,8 @@ def softcap_ce(logits, targets, weights, row_weight, cap, row0=0, grad=True, out
         TERMS=terms,
         PAD=max(2, triton.next_power_of_2(terms)),
         FAST=grad and logits.is_cuda and logits.dtype != torch.float32,
-        BLOCK=min(block if grad else 4096, triton.next_power_of_2(V)),
-        num_warps=16 if grad else 8,
+        BLOCK=triton.next_power_of_2(V),
+        num_warps=16,
     )
     return losses, nats, gradient
 
@@ -4399,9 +4371,7 @@ def transpose_kernel(x, y, M, N, BM: tl.constexpr, BN: tl.constexpr):
 
 @torch.library.custom_op(f"{OPS}::transpose8", mutates_args=(), tags=ANY_LAYOUT)
 def transpose8(x: Tensor) -> Tensor:
-    """(..., M, N) of one-byte items -> contiguous (..., N, M) at 3.9 TB/s, for _scaled_mm's one layout."""
-    if not use_triton(x):
-        return x.mT.contiguous()
+    """(..., M, N) of one-byte items -> contiguous (..., N, M), for _scaled_mm's one layout."""
     M, N = x.shape[-2:]
     x = x.contiguous()
     y = x.new_empty(*x.shape[:-2], N, M)
@@ -4413,7 +4383,7 @@ def transpose8(x: Tensor) -> Tensor:
 
 transpose8.register_fake(lambda x: x.new_empty(*x.shape[:-2], x.size(-1), x.size(-2)))
 
-# -- fp8 products of the layers; a step of B34 74.6 ms for 89.7 in bf16, 0.0005 bpb worse (11 runs)
+# -- fp8 products of the layers; on B34 17 % less time, and 0.0005 bpb worse (11 runs)
 # Weights and activations are e4m3, gradients e5m2, sums fp32. A tensor has one scale, which comes
 # from norms of rows where they bound what is to be cast: nothing of size (T, F) is searched, and
 # nothing is carried from step to step, so a resumed run continues exactly. A bound may be far off:
@@ -4424,8 +4394,8 @@ E5M2, E5M2_MAX = torch.float8_e5m2, 57344.0
 
 
 def fits_fp8(x: Tensor, *sizes: int) -> bool:
-    """Whether x is bf16 on capability 8.9 or newer, and all sizes are multiples of 16."""
-    return use_triton(x, (8, 9)) and x.dtype == torch.bfloat16 and all(n % 16 == 0 for n in sizes)
+    """Whether x is bf16 where linear_relu2 runs, and all sizes are multiples of 16."""
+    return fused_relu2(x, *sizes) and x.dtype == torch.bfloat16
 
 
 def largest_row(x: Tensor) -> Tensor:
@@ -4444,12 +4414,8 @@ def product8(a_MK: Tensor, b_NK: Tensor, scale: Tensor, dtype: torch.dtype, fast
     fast: sums of 14 bits. For gradients of inputs (K up to 3,072) they save 1 % of a step, for an error
     of 7e-4; for those of weights (K = 65,536) they cost 0.03 bpb on B34.
     """
-    if a_MK.is_cuda:  # of capability 8.9, see fits_fp8
-        one = torch.ones((), device=scale.device)
-        return torch._scaled_mm(a_MK, b_NK.T, scale, one, out_dtype=dtype, use_fast_accum=fast)
-    product = a_MK.float() @ b_NK.float().T * scale
-    # When an autograd.Function returns an idle .to(), its compiled gradients are 0 in torch 2.11.
-    return product if dtype == torch.float32 else product.to(dtype)
+    one = torch.ones((), device=scale.device)
+    return torch._scaled_mm(a_MK, b_NK.T, scale, one, out_dtype=dtype, use_fast_accum=fast)
 
 
 def to_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -4901,14 +4867,8 @@ def update_entries(master, grad, exp_avg, exp_avg_sq, weights, **numbers) -> Non
     update_entries_kernel[(triton.cdiv(N, 1024),)](*tensors, N, **numbers, BLOCK=1024)
 
 
-# -- relu(x w^T)^2 in the epilogue of a product; the MLP forward and backward 2.89 ms against 3.1,
-# in fp8 2.04. Only the activation after the square is kept: its root is relu(x w^T), which is all
-# that the backward needs.
-
-
-def linear_relu2_ref(x: Tensor, w: Tensor) -> Tensor:
-    """x (T, D), w (F, D) -> relu(x w^T)^2, (T, F)."""
-    return F.relu(x @ w.T).square()
+# -- relu(x w^T)^2 in the epilogue of a product. Only the activation after the square is kept: its
+# root is relu(x w^T), which is all that the backward needs.
 
 
 @jit
@@ -4958,13 +4918,13 @@ def linear_relu2_kernel(
 RELU2_TILES = dict(BM=128, BN=128, BK=64, GROUP=4, num_warps=4, num_stages=3)
 
 
-def fused_relu2(x: Tensor, w: Tensor) -> bool:
-    """Whether the kernel runs on this device, with rows of whole 16 bytes.
+def fused_relu2(x: Tensor, *sizes: int) -> bool:
+    """Whether linear_relu2 runs on the device of x: all sizes must be multiples of 16.
 
     Hopper and B200 can: it needs 112 KiB of shared memory, of which an RTX 50 (12.0) has 99.
     """
     device_fits = use_triton(x, (9, 0)) and not use_triton(x, (12, 0))
-    return device_fits and all(n * x.itemsize % 16 == 0 for n in (x.size(1), w.size(0)))
+    return device_fits and all(n % 16 == 0 for n in sizes)
 
 
 @torch.library.custom_op(f"{OPS}::linear_relu2", mutates_args=(), tags=ANY_LAYOUT)
@@ -5020,36 +4980,10 @@ class MLPRelu2(torch.autograd.Function):
         return before @ up, before.T @ x, post.T @ g
 
 
-def plain_product8(a8: Tensor, b8: Tensor) -> Tensor:
-    """a b^T unscaled, fp32; on CUDA rounded to bf16."""
-    one = torch.ones((), device=a8.device)
-    dtype = torch.bfloat16 if a8.is_cuda else torch.float32
-    return product8(a8, b8, one, dtype).float()
-
-
-def relu2_8(x8: Tensor, w8: Tensor) -> tuple[Tensor, Tensor]:
-    """e4m3 of relu(x w^T)^2 / 448^3 and its transpose, see MLP8."""
-    if fused_relu2(x8, w8):
-        return linear_relu2(x8, w8, None, E4M3_MAX**-3)
-    post = F.relu(plain_product8(x8, w8)).square() * E4M3_MAX**-3
-    # torch rounds to NaN what is too large, Triton to the largest number.
-    post = post.clamp(max=E4M3_MAX).to(E4M3)
-    return post, transpose8(post)
-
-
-def relu2_grad8(g8: Tensor, w8: Tensor, post8: Tensor) -> tuple[Tensor, Tensor]:
-    """e5m2 of (g w^T) sqrt(post) / 448^1.5 and its transpose, see MLP8."""
-    if fused_relu2(g8, w8):
-        return linear_relu2(g8, w8, post8, E4M3_MAX**-1.5 / 2)
-    before = plain_product8(g8, w8) * post8.float().sqrt() * E4M3_MAX**-1.5
-    before = before.clamp(-E5M2_MAX, E5M2_MAX).to(E5M2)
-    return before, transpose8(before)
-
-
 class MLP8(torch.autograd.Function):
     """MLPRelu2 with its six products in fp8, for an x whose rows have norm sqrt(D) as after norm().
 
-    Where the kernel runs, nothing of size (T, F) exists in more than 8 bits. |x w^T| <= |x| |w|
+    Nothing of size (T, F) exists in more than 8 bits. |x w^T| <= |x| |w|
     bounds the activation, and in the same way the gradient before it, so their scales are known.
     What remains between operands and result is a constant.
     """
@@ -5060,7 +4994,8 @@ class MLP8(torch.autograd.Function):
         down8 = Weight8(*weights8[3:])
         row_x = math.sqrt(x.size(1))
         x8 = cast8(x, E4M3_MAX / row_x)
-        post8, post8_T = relu2_8(x8, up8.values)  # in units of (row_x row_up)^2 / 448
+        # In units of (row_x row_up)^2 / 448.
+        post8, post8_T = linear_relu2(x8, up8.values, None, E4M3_MAX**-3)
         ctx.save_for_backward(x8, post8, post8_T, *up8, *down8)
         scale = (row_x * up8.row / E4M3_MAX) ** 2 * down8.row
         return product8(post8, down8.transposed, scale, x.dtype, fast=True)
@@ -5074,7 +5009,7 @@ class MLP8(torch.autograd.Function):
         row_g = largest_row(g)
         g8 = cast8(g.contiguous(), E5M2_MAX / row_g, E5M2)
         # In units of 2 row_g row_down row_x row_up / 57344.
-        before8, before8_T = relu2_grad8(g8, down8.values, post8)
+        before8, before8_T = linear_relu2(g8, down8.values, post8, E4M3_MAX**-1.5 / 2)
         unit = 2 * row_g * down8.row * up8.row * (row_x / E5M2_MAX / E4M3_MAX)
         dx = product8(before8, up8.transposed, unit * up8.row, g.dtype, fast=True)
         dup = product8(before8_T, transpose8(x8), unit * row_x, g.dtype)
@@ -5090,9 +5025,9 @@ def mlp_relu2(x_TD: Tensor, up_FD: Tensor, down_FD: Tensor, up8=None, down8=None
     """
     if up8 is not None:
         return MLP8.apply(x_TD, up_FD, down_FD, *up8, *down8)
-    if fused_relu2(x_TD, up_FD) and torch.is_grad_enabled():
+    if fused_relu2(x_TD, *up_FD.shape) and torch.is_grad_enabled():
         return MLPRelu2.apply(x_TD, up_FD, down_FD)
-    return linear_relu2_ref(x_TD, up_FD) @ down_FD
+    return F.relu(x_TD @ up_FD.T).square() @ down_FD
 
 
 # -- sliding-window attention on packed documents; at windows 128, 384, 896 forward and backward in
@@ -5108,15 +5043,6 @@ def attention_bounds(cu_seqlens: Tensor, T: int, window: int) -> Tensor:
     first = torch.maximum(cu_seqlens[doc - 1], t - window)
     last = torch.minimum(cu_seqlens[doc] - 1, t + window)
     return torch.stack([first, last]).to(torch.int32)
-
-
-def window_attention_ref(q, k, v, bounds: Tensor, gate: Tensor | None = None):
-    """q, k, v (T, H, K), gate (T, H) -> (T, H, K) with dense scores (H, T, T); only for tests."""
-    t = torch.arange(len(q), device=q.device)
-    seen = (t >= bounds[0, :, None]) & (t <= t[:, None])
-    scores = torch.einsum("ihd,jhd->hij", q, k).masked_fill(~seen, float("-inf"))
-    p = scores.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32))
-    return gated(torch.einsum("hij,jhd->ihd", p.to(v.dtype), v), gate)
 
 
 @jit
@@ -5322,10 +5248,9 @@ class WindowAttention(torch.autograd.Function):
 
 
 def window_attention(q_THK, k_THK, v_THK, bounds: Tensor, gate_TH=None) -> Tensor:
-    """As window_attention_ref, for 16 bits, K a power of two; q, k, v may be views of a packed qkv.
+    """Attention (T, H, K) in 16 bits, K a power of two; q, k, v may be views of a packed qkv.
 
-    q carries the scale, and the gate is above 0. 4 / 10 T H K window FLOP forward / backward; at least
-    4 / 12 T H K values moved.
+    q carries the scale, and the gate (T, H) is above 0.
     """
     return WindowAttention.apply(q_THK, k_THK, v_THK, bounds, gate_TH)
 

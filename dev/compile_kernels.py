@@ -80,7 +80,7 @@ def launches(script, config, quick: bool) -> None:
                 script.sym_mm(x, 1.0, 0.0, 0.5)
             if not quick or x.is_contiguous():
                 script.sym_mm(x, 1.0, 0.5, 0.5)
-    if script.fused_relu2(new(T, D), new(F, D)):
+    if script.fused_relu2(new(T, D), F, D):
         script.linear_relu2(new(T, D), new(F, D), new(T, F))
         x, w, post = (new(*shape, dtype=script.E4M3) for shape in ((T, D), (F, D), (T, F)))
         script.linear_relu2(x.to(script.E5M2), w, post, 0.5)
