@@ -1444,11 +1444,6 @@ def normuon_update(
     step_cautiously(master, update, factor, lr * mult, weights, decay)
 
 
-# Their names until torch 2.12, which later versions call deprecated.
-reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-
 @dataclass(eq=False)
 class Slot:
     """One parameter with this rank's slice of its optimizer state."""
@@ -1471,6 +1466,10 @@ class Slot:
     def wait(self) -> None:
         for work in self.works:
             work.wait()
+
+    def forget_gradient(self) -> None:
+        self.grad = self.index = self.buffer = None
+        self.works = []
 
 
 class Optimizer:
@@ -1504,9 +1503,7 @@ class Optimizer:
     def step(self, lr_mult: float, momentum: float, loss_scale: float = 1.0) -> bool:
         """Reduces gradients (summed over ranks), updates, gathers.
 
-        A late table uses the gradient of the step before, so that nobody waits for it: when such
-        tables were seven tenths of the small model, they were most of the 2.7 ms a step that no
-        computation hid on 4 H200s.
+        A late table uses the gradient of the step before, so that nobody waits for it.
 
         Returns: False if a scaled gradient overflowed; nothing is updated then
         """
@@ -1568,7 +1565,6 @@ class Optimizer:
             )  # fmt: skip
 
     def update_adam(self, slot: Slot, weights, lr_mult, loss_scale, count: int) -> None:
-        """One launch of a Triton kernel, which takes plain numbers."""
         c = self.config
         beta1, beta2 = slot.policy.betas
         moments = (slot.moments["exp_avg"], slot.moments["exp_avg_sq"])
@@ -1607,16 +1603,13 @@ class Optimizer:
             dist.all_reduce(finite, op=dist.ReduceOp.MIN)
         if finite.item():
             return True
-        for slot in self.slots:
-            slot.buffer = slot.grad = slot.index = None
-            slot.works = []
+        self.drop_gradients()
         return False
 
     # -- communication
 
     def start_reduce(self, slot: Slot) -> None:
-        slot.grad = slot.index = None
-        slot.works = []
+        slot.forget_gradient()
         grad = slot.param.grad
         if grad is None:
             return
@@ -1638,7 +1631,7 @@ class Optimizer:
             grad = torch.cat((grad, grad.new_zeros(padding, *grad.shape[1:])))
         slot.grad = grad.new_empty(slot.rows, *grad.shape[1:])
         slot.buffer = grad  # kept alive until the reduction is done
-        slot.works = [reduce_scatter(slot.grad, grad, async_op=True)]
+        slot.works = [dist.reduce_scatter_tensor(slot.grad, grad, async_op=True)]
 
     def start_exchange(self, slot: Slot, grad: Tensor) -> None:
         """Every rank gets the rows of all, in the same order, and so computes the same sums."""
@@ -1650,7 +1643,8 @@ class Optimizer:
         whole = [part.new_empty(self.ranks.world * len(part), *part.shape[1:]) for part in parts]
         slot.buffer = parts
         slot.index, slot.grad = whole
-        slot.works = [all_gather(*pair, async_op=True) for pair in zip(whole, parts, strict=True)]
+        for every, own in zip(whole, parts, strict=True):
+            slot.works.append(dist.all_gather_into_tensor(every, own, async_op=True))
 
     def start_gather(self, slot: Slot, part: Tensor | None) -> None:
         slot.buffer = None
@@ -1662,14 +1656,13 @@ class Optimizer:
             slot.buffer = slot.param.detach().view(slot.shape)
         else:
             slot.buffer = part.new_empty(padded, *part.shape[1:])
-        slot.works = [all_gather(slot.buffer, part, async_op=True)]
+        slot.works = [dist.all_gather_into_tensor(slot.buffer, part, async_op=True)]
 
     def finish_gather(self, slot: Slot) -> None:
         slot.wait()
         if slot.works and slot.buffer.size(0) != slot.shape[0]:
             slot.param.detach().view(slot.shape).copy_(slot.buffer[: slot.shape[0]])
-        slot.buffer = slot.grad = slot.index = None
-        slot.works = []
+        slot.forget_gradient()
 
     def slice(self, slot: Slot, full: Tensor) -> Tensor:
         """This rank's rows of a full (N, ...) tensor, padded with zeros."""
@@ -1685,7 +1678,7 @@ class Optimizer:
         if not slot.sharded:
             return part
         full = part.new_empty(slot.rows * self.ranks.world, *part.shape[1:])
-        all_gather(full, part.contiguous())
+        dist.all_gather_into_tensor(full, part.contiguous())
         return full[: slot.shape[0]]
 
     # -- state
@@ -1695,8 +1688,7 @@ class Optimizer:
         """Copies the master weights from the model and zeroes the moments."""
         self.count = 0
         for slot in self.slots:
-            slot.grad = slot.index = slot.buffer = None
-            slot.works = []
+            slot.forget_gradient()
             weights = slot.param.detach().view(slot.shape)
             if weights.dtype == torch.float32 and not slot.sharded:
                 slot.master = weights  # the parameter itself
@@ -1758,16 +1750,16 @@ class Optimizer:
             for name, moment in slot.moments.items():
                 saved = state[f"{slot.name}.{name}"].to(moment.device)
                 moment.copy_(self.slice(slot, saved))
-            slot.grad = slot.index = None
+            slot.forget_gradient()
             if f"{slot.name}.grad" in state:
                 slot.grad = self.slice(slot, state[f"{slot.name}.grad"].to(slot.param))
             if f"{slot.name}.index" in state:
                 slot.index = state[f"{slot.name}.index"].to(slot.param.device)
 
     def drop_gradients(self) -> None:
-        """Forgets late gradients, for a model that goes on with other text."""
+        """Forgets all gradients: of a step that overflowed, or late ones of text that is trained on no more."""
         for slot in self.slots:
-            slot.grad = slot.index = None
+            slot.forget_gradient()
 
     def drop_moments(self) -> None:
         self.count = 0
@@ -4094,17 +4086,35 @@ def sdpa_attention(model, positions_T, cu_seqlens, max_doc) -> Callable:
     return lambda q, k, v, long, gate: gated(blocked_attention(q, k, v, masks[long]), gate)
 
 
-def varlen_attention(model, positions_T, cu_seqlens, max_doc) -> Callable:
+def packed_attention(flash: Callable, **options) -> Callable:
+    """A FlashAttention for packed documents behind our signature."""
+
+    def attention(model, positions_T, cu_seqlens, max_doc):
+        sizes = (cu_seqlens, cu_seqlens, max_doc, max_doc)
+
+        def attend(q, k, v, long, gate):
+            window = (model.windows[long], 0)
+            y = flash(q, k, v, *sizes, window_size=window, **options)
+            return gated(y[0] if isinstance(y, tuple) else y, gate)
+
+        return attend
+
+    return attention
+
+
+def load_varlen_attention() -> Callable:
     """FlashAttention 2 inside torch (Ampere or newer, 16 bits)."""
     from torch.nn.attention.varlen import varlen_attn
 
-    sizes = (cu_seqlens, cu_seqlens, max_doc, max_doc)
+    return packed_attention(varlen_attn, scale=1.0)
 
-    def attend(q, k, v, long, gate):
-        window = (model.windows[long], 0)
-        return gated(varlen_attn(q, k, v, *sizes, scale=1.0, window_size=window), gate)
 
-    return attend
+def load_fa3_attention() -> Callable:
+    """FlashAttention 3 from the Hugging Face hub (Hopper), only by name: it has not been measured yet."""
+    from kernels import get_kernel
+
+    flash = get_kernel("kernels-community/flash-attn3", version=1).flash_attn_varlen_func
+    return packed_attention(flash, softmax_scale=1.0, causal=True)
 
 
 def triton_attention(model, positions_T, cu_seqlens, max_doc) -> Callable:
@@ -4114,45 +4124,16 @@ def triton_attention(model, positions_T, cu_seqlens, max_doc) -> Callable:
     return lambda q, k, v, long, gate: window_attention(q, k, v, bounds[long], gate)
 
 
-def load_fa3_attention() -> Callable:
-    """FlashAttention 3 from the Hugging Face hub (Hopper), only by name: it has not been measured yet."""
-    from kernels import get_kernel
-
-    flash = get_kernel("kernels-community/flash-attn3", version=1).flash_attn_varlen_func
-
-    def fa3_attention(model, positions_T, cu_seqlens, max_doc):
-        sizes = (cu_seqlens, cu_seqlens, max_doc, max_doc)
-
-        def attend(q, k, v, long, gate):
-            window = (model.windows[long], 0)
-            y = flash(q, k, v, *sizes, softmax_scale=1.0, causal=True, window_size=window)
-            return gated(y[0] if isinstance(y, tuple) else y, gate)
-
-        return attend
-
-    return fa3_attention
-
-
 ATTENTION = {
     "fa3": load_fa3_attention,
     "triton": lambda: triton_attention,
-    "varlen": lambda: varlen_attention,
+    "varlen": load_varlen_attention,
     "sdpa": lambda: sdpa_attention,
 }
 
 
 def first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).splitlines()[0][:120] if str(error) else ''}"
-
-
-def attention_names(name: str, device: torch.device, dtype: torch.dtype) -> list[str]:
-    """The backends to try, best first: the one named, or for "auto" those the device may run."""
-    if name != "auto":
-        return [name]
-    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
-    if dtype == torch.float32 or capability < (8, 0):
-        return ["sdpa"]
-    return ["triton", "varlen", "sdpa"]
 
 
 def probe_attention(attention: Callable, model: nn.Module) -> None:
@@ -4173,9 +4154,13 @@ def probe_attention(attention: Callable, model: nn.Module) -> None:
 def choose_attention(model: nn.Module, say: Callable = print) -> Callable:
     """The first backend that passes the probe; a backend named in the config must pass it."""
     wanted = model.config.attention
-    if wanted != "auto" and wanted not in ATTENTION:
+    names = [wanted]
+    if wanted == "auto":
+        tensor_cores = model.embed.is_cuda and model.embed.itemsize == 2 and bf16_is_native()
+        names = ["triton", "varlen", "sdpa"] if tensor_cores else ["sdpa"]
+    elif wanted not in ATTENTION:
         raise UserError(f"--attention {wanted} is none of auto, {', '.join(ATTENTION)}")
-    for name in attention_names(wanted, model.embed.device, model.embed.dtype):
+    for name in names:
         try:
             attention = ATTENTION[name]()
             probe_attention(attention, model)
@@ -4193,9 +4178,8 @@ def choose_attention(model: nn.Module, say: Callable = print) -> Callable:
 # <<< shared: attention
 # >>> shared: kernels
 # ===============================================================================
-# 12. KERNELS -- Triton, each beside its plain reference of the same signature (name_ref)
-# CPUs, fp32 and GPUs before Ampere run the plain code; tests/test_kernels.py compares both. Times:
-# one H200 at T = 65,536 (dev/bench_kernels.py), against torch.compile of the plain code.
+# 12. KERNELS -- Triton, each beside the plain code for CPUs, fp32 and GPUs before Ampere
+# tests/test_kernels.py compares both, dev/bench_kernels.py times them.
 # Rows of a kernel's signature: tensors, then sizes and numbers, then constants.
 
 
@@ -4563,7 +4547,7 @@ def linear_cross_entropy(x, w, targets, cap, weights=None, row_weight=None, chun
     return linear_ce(x, w, None, None, *arguments, False)[:2]
 
 
-# -- symmetric products for Polar Express: half the tiles; the MLP bank's step 1.66 ms against 2.44
+# -- symmetric products for Polar Express: half the tiles
 
 
 def sym_mm_ref(x: Tensor, alpha: float = 1.0, beta: float = 0.0, gamma: float = 0.0) -> Tensor:
@@ -4618,11 +4602,7 @@ SYM_TILES = dict(BM=128, BN=128, BK=64, num_warps=8, num_stages=3)
 
 @torch.library.custom_op(f"{OPS}::sym_mm", mutates_args=())
 def sym_mm(x: Tensor, alpha: float = 1.0, beta: float = 0.0, gamma: float = 0.0) -> Tensor:
-    """As sym_mm_ref with half the products: tiles below the diagonal, stored twice. Any strides.
-
-    X^T X is sym_mm(X.mT). m (m + 1) k FLOP and 2 (m k + m m) bytes a matrix; 1,007 TFLOP/s counted
-    as a full product of 24 x 768 x 3072.
-    """
+    """As sym_mm_ref with half the products: tiles below the diagonal, stored twice. Any strides."""
     if not use_triton(x):
         return sym_mm_ref(x, alpha, beta, gamma)
     b, m, k = x.shape
@@ -4638,8 +4618,7 @@ def _(x, alpha=1.0, beta=0.0, gamma=0.0):
     return x.new_empty(x.shape[0], x.shape[1], x.shape[1])
 
 
-# -- NorMuon before and after the orthogonalisation, one pass each over what they read and write. It
-# takes 2.9 ms of a step of 262,144 tokens, 0.1 more than with torch.compile, which needed 11 s first.
+# -- NorMuon before and after the orthogonalisation, one pass each over what they read and write
 
 
 def blend_momentum_ref(grad, buffer, momentum, grad_scale, dtype) -> Tensor:
@@ -4720,9 +4699,7 @@ def step_cautiously(master, update, factor, lr, weights, decay: float) -> None:
 
 
 # -- RMSProp for tables: a second moment for each row, and no first one, so that rows that no token
-# read need no update. Adam moved 20 bytes an entry, with moments in bf16. This moves 2, and 10 more
-# where a row was read: in 65,536 tokens of B34 31 % of the value embeddings, in 262,144 tokens 62 %.
-# 1 to 2 % of the time, for 0.001 bpb on B34. A sparse gradient leaves what was not read alone.
+# read need no update: 1 to 2 % less time than Adam, for 0.001 bpb on B34
 
 
 def update_rows_ref(
@@ -4934,8 +4911,7 @@ def linear_relu2(
     """relu(a b^T)^2 factor, (M, N); or with post = relu(pre)^2 the gradient of pre.
 
     That is 2 (a b^T) sqrt(post) factor. The results have the dtype of a; the second is the transpose
-    (N, M) of the first if that is fp8, else empty. 2 M N K FLOP; moves M K + N K + M N items, M N more
-    with post and M N more for the transpose.
+    (N, M) of the first if that is fp8, else empty.
     """
     M, K = a.shape
     N = len(b)
@@ -5030,9 +5006,9 @@ def mlp_relu2(x_TD: Tensor, up_FD: Tensor, down_FD: Tensor, up8=None, down8=None
     return F.relu(x_TD @ up_FD.T).square() @ down_FD
 
 
-# -- sliding-window attention on packed documents; at windows 128, 384, 896 forward and backward in
-# 0.66, 0.99, 1.44 ms against 1.10, 1.50, 1.92 of torch varlen. Row i sees keys bounds[0, i] <= j <=
-# i; key j is seen by rows j <= i <= bounds[1, j]; neither bound ever falls. A gate is a positive
+# -- sliding-window attention on packed documents, in 60 to 75 % of the time of torch varlen. Row i
+# sees keys bounds[0, i] <= j <= i; key j is seen by rows j <= i <= bounds[1, j]; neither bound ever
+# falls. A gate is a positive
 # factor of each row and head; in the kernel it saves the 1.2 ms of 90 that it costs outside.
 
 
@@ -5256,9 +5232,7 @@ def window_attention(q_THK, k_THK, v_THK, bounds: Tensor, gate_TH=None) -> Tenso
 
 
 # -- queries and keys: norm, scale and rotary embedding in one pass over qkv, and the way back in
-# another; 0.11 and 0.20 ms at 6 heads, 90 and 99 % of the speed of a copy. torch.compile needed 0.16
-# and 0.27, with two passes for the way back and fp32 gradients of the normalised in memory between
-# them; in the medium model 31 ms of 504, now 14.
+# another. torch.compile takes 1.4 times as long, since it goes back in two passes.
 
 
 def norm_rotate_ref(qkv: Tensor, cos: Tensor, sin: Tensor, scale: Tensor):
@@ -5320,13 +5294,13 @@ def norm_rotate_kernel(
 
 @jit
 def norm_rotate_grad_kernel(
-    qkv, dq, dk, dv, dqkv, cos, sin, scale, scale_out,
+    qkv, dq, dk, dv, cos, sin, scale, unit, dqkv,
     rows, H, every, eps,
     K: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip
     """From the gradients dq, dk, dv (T, H, K) to dqkv (N, 3, H, K), BR rows of K values a program.
 
-    Row n of dqkv is of token n * every; it is divided by scale_out if there is one.
+    Row n of dqkv is of token n * every, divided by the unit.
     """
     row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     live = (row < rows)[:, None]
@@ -5335,7 +5309,7 @@ def norm_rotate_grad_kernel(
     t = n * every
     C = tl.load(quarter(cos, t, K), mask=live, other=0.0).to(tl.float32)
     S = tl.load(quarter(sin, t, K), mask=live, other=0.0).to(tl.float32)
-    inverse = 1.0 if scale_out is None else 1.0 / tl.load(scale_out)
+    inverse = 1.0 / tl.load(unit)
     for part in tl.static_range(2):
         x0, x1, x2, x3 = load_quarters(quarter(qkv, (t * 3 + part) * H + head, K), K, live)
         squares = tl.sum(x0 * x0 + x1 * x1 + x2 * x2 + x3 * x3, 1)
@@ -5374,42 +5348,33 @@ def norm_rotate_forward(
     return q, k
 
 
-def launch_norm_rotate_grad(tensors, dqkv, rotary, scale_out=None, every=1) -> None:
-    """Fills dqkv (N, 3, H, K) from tensors = qkv, dq, dk, dv and rotary = cos, sin, scale."""
-    N, _, H, K = dqkv.shape
-    tensors = [t.contiguous() for t in tensors]
-    rotary = [t.contiguous() for t in rotary]
-    grid = (triton.cdiv(N * H, ROTATE_ROWS),)
-    sizes = (N * H, H, every, NORM_EPS, K, ROTATE_ROWS)
-    norm_rotate_grad_kernel[grid](*tensors, dqkv, *rotary, scale_out, *sizes)
-
-
 @torch.library.custom_op(f"{OPS}::norm_rotate_grad", mutates_args=())
 def norm_rotate_grad(
-    qkv: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, scale: Tensor
-) -> Tensor:
-    dqkv = qkv.new_empty(qkv.shape)
-    launch_norm_rotate_grad((qkv, dq, dk, dv), dqkv, (cos, sin, scale))
-    return dqkv
-
-
-@torch.library.custom_op(f"{OPS}::norm_rotate_grad8", mutates_args=())
-def norm_rotate_grad8(
-    qkv: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, scale: Tensor
+    qkv: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, scale: Tensor, fp8: bool
 ) -> tuple[Tensor, Tensor]:
-    """norm_rotate_grad in e5m2, and its scale, 256 times that of every 64th token.
+    """The gradient of qkv, in e5m2 if fp8, and its scale: 256 times that of every 64th token, else 1.
 
     e5m2 has 32 binades, so other tokens may exceed those by 8 of them (what exceeds more becomes
     the largest number) and fall below by 20.
     """
-    tensors = [t.contiguous() for t in (qkv, dq, dk, dv)]
-    sample = qkv.new_empty(math.ceil(len(qkv) / 64), *qkv.shape[1:])
-    launch_norm_rotate_grad(tensors, sample, (cos, sin, scale), every=64)
-    largest = torch.linalg.vector_norm(sample, float("inf"), dtype=torch.float32)
-    scale8 = largest.clamp(min=1e-30) * (256 / E5M2_MAX)
-    dqkv8 = qkv.new_empty(qkv.shape, dtype=E5M2)
-    launch_norm_rotate_grad(tensors, dqkv8, (cos, sin, scale), scale8)
-    return dqkv8, scale8
+    tensors = [t.contiguous() for t in (qkv, dq, dk, dv, cos, sin, scale)]
+    _, _, H, K = qkv.shape
+
+    def launch(dqkv: Tensor, unit: Tensor, every: int) -> None:
+        rows = len(dqkv) * H
+        grid = (triton.cdiv(rows, ROTATE_ROWS),)
+        sizes = (rows, H, every, NORM_EPS, K, ROTATE_ROWS)
+        norm_rotate_grad_kernel[grid](*tensors, unit, dqkv, *sizes)
+
+    unit = torch.ones((), device=qkv.device)
+    if fp8:
+        sample = qkv.new_empty(math.ceil(len(qkv) / 64), *qkv.shape[1:])
+        launch(sample, unit, 64)
+        largest = torch.linalg.vector_norm(sample, float("inf"), dtype=torch.float32)
+        unit = largest.clamp(min=1e-30) * (256 / E5M2_MAX)
+    dqkv = qkv.new_empty(qkv.shape, dtype=E5M2 if fp8 else qkv.dtype)
+    launch(dqkv, unit, 1)
+    return dqkv, unit
 
 
 @norm_rotate_forward.register_fake
@@ -5417,12 +5382,10 @@ def _(qkv, *rest):
     return qkv.new_empty(qkv[:, 0].shape), qkv.new_empty(qkv[:, 0].shape)
 
 
-norm_rotate_grad.register_fake(lambda qkv, *rest: qkv.new_empty(qkv.shape))
-
-
-@norm_rotate_grad8.register_fake
-def _(qkv, *rest):
-    return qkv.new_empty(qkv.shape, dtype=E5M2), qkv.new_empty((), dtype=torch.float32)
+@norm_rotate_grad.register_fake
+def _(qkv, dq, dk, dv, cos, sin, scale, fp8):
+    dqkv = qkv.new_empty(qkv.shape, dtype=E5M2 if fp8 else qkv.dtype)
+    return dqkv, qkv.new_empty((), dtype=torch.float32)
 
 
 class NormRotate(torch.autograd.Function):
@@ -5434,14 +5397,15 @@ class NormRotate(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dq, dk, dv):
         qkv, *rotary = ctx.saved_tensors
-        return norm_rotate_grad(qkv, dq, dk, dv, *rotary), None, None, None
+        dqkv, _ = norm_rotate_grad(qkv, dq, dk, dv, *rotary, False)
+        return dqkv, None, None, None
 
 
 def norm_rotate(qkv: Tensor, cos_TK: Tensor, sin_TK: Tensor, scale: Tensor):
     """qkv (T, 3, H, K) -> q, normalised, times the scale and rotated; k, normalised and rotated; v.
 
     Each is (T, H, K). cos_TK and sin_TK (T, 1, K) as for rotate, of which the kernel reads the
-    first quarter; scale 0-D, without a gradient. 4 / 8 T H K values moved.
+    first quarter; scale 0-D, without a gradient.
     """
     K = qkv.size(-1)
     # Without gradients torch.compile joins the plain code with what stands around it.
@@ -5469,7 +5433,7 @@ class QKV8(torch.autograd.Function):
         x8, qkv, cos, sin, scale, *weight8 = ctx.saved_tensors
         w8 = Weight8(*weight8)
         row_x = math.sqrt(x8.size(1))
-        g8, unit = norm_rotate_grad8(qkv, dq, dk, dv, cos, sin, scale)
+        g8, unit = norm_rotate_grad(qkv, dq, dk, dv, cos, sin, scale, True)
         g8 = g8.view(len(x8), -1)
         dx = product8(g8, w8.transposed, unit * w8.row / E4M3_MAX, dq.dtype, fast=True)
         dw = product8(transpose8(g8), transpose8(x8), unit * (row_x / E4M3_MAX), dq.dtype)

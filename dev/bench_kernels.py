@@ -415,8 +415,8 @@ def time_rotate() -> None:
         qkv, *rotary, grads = rotate_case(T, H)
         moved = 2 * T * H * 128
         forward = lambda: K.norm_rotate_forward(qkv, *rotary)
-        backward = lambda: K.norm_rotate_grad(qkv, *grads, *rotary)
-        backward8 = lambda: K.norm_rotate_grad8(qkv, *grads, *rotary)
+        backward = lambda: K.norm_rotate_grad(qkv, *grads, *rotary, False)
+        backward8 = lambda: K.norm_rotate_grad(qkv, *grads, *rotary, True)
         both = lambda function: torch.autograd.grad(function(qkv, *rotary), qkv, grads)
 
         timed(f"norm_rotate {T} x {H}, forward", forward, moved=4 * moved)

@@ -70,7 +70,7 @@ def launches(script, config, quick: bool) -> None:
         script.softcap_ce(logits, targets[:1], weights[:1], None, CAP)
         script.softcap_ce(logits.half(), targets[:1], weights[:1], None, CAP)
         script.softcap_ce(logits, targets[:1], weights[:1], None, CAP, grad=False)
-    if script.use_triton(logits, (8, 9)):
+    if script.fused_relu2(new(T, D)):
         out = new(4, V, dtype=torch.float8_e5m2)
         script.softcap_ce(logits, targets, weights, None, CAP, out=out)
         script.transpose8(new(T, D, dtype=torch.float8_e4m3fn))
@@ -120,9 +120,9 @@ def launches(script, config, quick: bool) -> None:
         script.window_attention_grad(q, k, v, o, o.clone(), lse, bounds, gate)
     turn = new(T, 1, K), new(T, 1, K), torch.ones(())
     script.norm_rotate_forward(new(T, 3, H, K), *turn)
-    script.norm_rotate_grad(new(T, 3, H, K), *new(3, T, H, K), *turn)
-    if script.use_triton(logits, (8, 9)):
-        script.norm_rotate_grad8(new(T, 3, H, K), *new(3, T, H, K), *turn)
+    script.norm_rotate_grad(new(T, 3, H, K), *new(3, T, H, K), *turn, False)
+    if script.fused_relu2(new(T, D)):
+        script.norm_rotate_grad(new(T, 3, H, K), *new(3, T, H, K), *turn, True)
     rows = (q[:4], k[:4], v[:4])
     cache = new(2, 4, 64, H, K)
     for offset in [True] if quick else [False, True]:

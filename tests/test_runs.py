@@ -394,11 +394,6 @@ def test_flash_attention_3_by_name(monkeypatch):
     assert asked["causal"] and asked["scale"] == 1.0
     assert asked["window"] == (config.window_long, 0) and asked["longest"] == (8, 8)
 
-    # Not measured yet, so nobody gets it unasked.
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    names = ts.attention_names("auto", torch.device("cuda"), torch.bfloat16)
-    assert names == ["triton", "varlen", "sdpa"]
-
 
 # ---- the training step
 
