@@ -597,9 +597,6 @@ def test_compiled_fullgraph(device):
     got = torch.autograd.grad(compiled(*leaves), leaves)
     for a, b in zip(got, want, strict=False):
         close(a, b, 1e-5 if device == "cpu" else 1e-2)
-    polar = torch.compile(K.polar_express, fullgraph=True, backend="inductor" if device == "cuda" else "aot_eager")
-    g = torch.randn(2, 48, 32, device=device)
-    close(polar(g.to(dtype)), K.polar_express(g.to(dtype)), 5e-2)  # bf16 rounds at other places
 
 
 @devices
