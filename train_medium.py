@@ -4342,8 +4342,8 @@ def transpose8(x: Tensor) -> Tensor:
     x = x.contiguous()
     y = x.new_empty(*x.shape[:-2], N, M)
     grid = (triton.cdiv(M, 128), triton.cdiv(N, 128), x.numel() // (M * N))
-    bytes_x, bytes_y = x.view(torch.uint8), y.view(torch.uint8)
-    transpose_kernel[grid](bytes_x, bytes_y, M, N, BM=128, BN=128, num_warps=8)
+    in_bytes = [t.view(torch.uint8) for t in (x, y)]
+    transpose_kernel[grid](*in_bytes, M, N, BM=128, BN=128, num_warps=8)
     return y
 
 
@@ -4437,7 +4437,7 @@ def linear_ce(
     T = len(x)
     fp8 = x_scale is not None
     dtype = torch.bfloat16 if fp8 else x.dtype
-    losses, nats = torch.empty(T, device=x.device), torch.empty(T, device=x.device)
+    losses, nats = torch.empty(2, T, device=x.device)
     dx = x.new_empty(x.shape if grad else 0, dtype=dtype)
     dw = None if grad else w.new_empty(0, dtype=dtype)
     # More than one chunk is summed in fp32: a 16-bit running sum would round once a chunk.
@@ -5317,7 +5317,7 @@ def norm_rotate_forward(
     qkv: Tensor, cos: Tensor, sin: Tensor, scale: Tensor
 ) -> tuple[Tensor, Tensor]:
     T, _, H, K = qkv.shape
-    q, k = qkv.new_empty(T, H, K), qkv.new_empty(T, H, K)
+    q, k = (qkv.new_empty(T, H, K) for _ in range(2))
     tensors = (qkv.contiguous(), q, k, cos.contiguous(), sin.contiguous(), scale)
     grid = (triton.cdiv(T * H, ROTATE_ROWS),)
     norm_rotate_kernel[grid](*tensors, T * H, H, NORM_EPS, K, ROTATE_ROWS)
