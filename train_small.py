@@ -1279,9 +1279,64 @@ def polar_express(matrices_NRC: Tensor) -> Tensor:
     return x
 
 
+def blend_momentum(grad, buffer, dtype, *, momentum, grad_scale) -> Tensor:
+    """Momentum in Nesterov's form: moves the buffer (fp32) towards the gradient; returns the blend."""
+    grad = grad.float() * grad_scale
+    buffer.lerp_(grad, 1 - momentum)
+    return grad.lerp(buffer, momentum).to(dtype)
+
+
+def step_cautiously(master, update, factor, lr, weights, *, decay) -> None:
+    """master -= lr (update factor + decay master), without the decay where the step makes a weight larger.
+
+    Args: master fp32, update (N, R, C); factor fp32 (N, R, 1) or (N, 1, C), positive; lr fp32
+          (N, 1, 1); weights (N, R, C) receives the master in its own dtype, or is None
+    """
+    update = update.float() * factor
+    agrees = update * master >= 0
+    master.sub_(lr * (update + decay * master * agrees))
+    if weights is not None:
+        weights.copy_(master)
+
+
+def adam_update(
+    master, grad, exp_avg, exp_avg_sq, weights,
+    *, lr, beta1, beta2, correction1, correction2, eps, decay, grad_scale,
+) -> None:  # fmt: skip
+    """One Adam step with cautious weight decay, in place.
+
+    Args: master, exp_avg, exp_avg_sq fp32, grad and weights of equal shape; weights receives the
+          master in its own dtype, or is None
+    """
+    grad = grad.float() * grad_scale
+    exp_avg.lerp_(grad, 1 - beta1)
+    exp_avg_sq.lerp_(grad.square(), 1 - beta2)
+    update = exp_avg / correction1 / ((exp_avg_sq / correction2).sqrt() + eps)
+    agrees = update * master > 0
+    master.sub_(lr * (update + decay * master * agrees))
+    if weights is not None:
+        weights.copy_(master)
+
+
+@functools.cache
+def one_graph(function: Callable) -> Callable:
+    """One of the three above, compiled for tensors of any size.
+
+    Its numbers become 0-D tensors: a new learning rate then compiles nothing.
+    """
+    compiled = torch.compile(function, fullgraph=True, dynamic=True)
+
+    def call(*arguments, **numbers):
+        # A view would be compiled for the shape of what it is a view of.
+        arguments = [a.data if isinstance(a, Tensor) else a for a in arguments]
+        return compiled(*arguments, **{name: torch.tensor(n) for name, n in numbers.items()})
+
+    return call
+
+
 def normuon_update(
     master, grad, momentum_buffer, row_square, mult, weights,
-    *, lr, momentum, beta2, decay, grad_scale, dtype,
+    *, lr, momentum, beta2, decay, grad_scale, dtype, compiled=False,
 ) -> None:  # fmt: skip
     """One NorMuon step (arXiv 2510.05491) with cautious weight decay (arXiv 2510.12402), in place.
 
@@ -1289,8 +1344,12 @@ def normuon_update(
           matrices; mult (N, 1, 1) factors on lr; weights (N, R, C) receives the master in its own
           dtype, or is None; the others are numbers, and the dtype of the orthogonalisation
     """
-    blended = blend_momentum(grad, momentum_buffer, momentum, grad_scale, dtype)
-    update = polar_express(blended)
+    blend = one_graph(blend_momentum) if compiled else blend_momentum
+    step = one_graph(step_cautiously) if compiled else step_cautiously
+    # Flat, so that banks of all shapes share a graph.
+    flat = (grad.view(-1), momentum_buffer.view(-1))
+    blended = blend(*flat, dtype, momentum=momentum, grad_scale=grad_scale)
+    update = polar_express(blended.view(master.shape))
 
     # Every neuron moves by a similar amount, and the length of the whole update is kept.
     axis = -1 if update.size(-2) >= update.size(-1) else -2
@@ -1301,7 +1360,7 @@ def normuon_update(
     length = squares.sum((-2, -1), keepdim=True).sqrt()
     scaled = (squares * factor.square()).sum((-2, -1), keepdim=True).sqrt()
     factor *= length / scaled.clamp_min(1e-10)
-    step_cautiously(master, update, factor, lr * mult, weights, decay)
+    step(master, update, factor, lr * mult, weights, decay=decay)
 
 
 @dataclass(eq=False)
@@ -1345,6 +1404,7 @@ class Optimizer:
 
         on_gpu = ranks.device.type == "cuda"
         self.muon_dtype = torch.bfloat16 if on_gpu and bf16_is_native() else torch.float32
+        self.compiled = on_gpu and config.compile
         self.reset()
 
     def make_slot(self, name: str, param: Tensor, policy: Policy) -> Slot:
@@ -1422,14 +1482,17 @@ class Optimizer:
                 decay=slot.policy.weight_decay * lr_mult,
                 grad_scale=1.0 / loss_scale,
                 dtype=self.muon_dtype,
+                compiled=self.compiled,
             )  # fmt: skip
 
     def update_adam(self, slot: Slot, weights, lr_mult, loss_scale, count: int) -> None:
         c = self.config
         beta1, beta2 = slot.policy.betas
         moments = (slot.moments["exp_avg"], slot.moments["exp_avg_sq"])
-        update_entries(
-            slot.master, slot.grad, *moments, weights,
+        tensors = (slot.master, slot.grad, *moments, weights)
+        update = one_graph(adam_update) if self.compiled else adam_update
+        update(
+            *(None if t is None else t.view(-1) for t in tensors),
             lr=c.adam_lr * slot.policy.lr_mult * lr_mult,
             beta1=beta1,
             beta2=beta2,
@@ -4458,86 +4521,6 @@ def sym_mm(x: Tensor, alpha: float = 1.0, beta: float = 0.0, gamma: float = 0.0)
     return out
 
 
-# -- NorMuon before and after the orthogonalisation, one pass each over what they read and write
-
-
-def blend_momentum_ref(grad, buffer, momentum, grad_scale, dtype) -> Tensor:
-    """Momentum in Nesterov's form: moves the buffer (fp32) towards the gradient; returns the blend."""
-    grad = grad.float() * grad_scale
-    buffer.lerp_(grad, 1 - momentum)
-    return grad.lerp(buffer, momentum).to(dtype)
-
-
-@jit
-def blend_momentum_kernel(grad, buffer, out, N, momentum, grad_scale, BLOCK: tl.constexpr):
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = i < N
-    g = tl.load(grad + i, mask=inside, other=0.0).to(tl.float32) * grad_scale
-    m = tl.load(buffer + i, mask=inside, other=0.0)
-    m += (g - m) * (1 - momentum)
-    tl.store(buffer + i, m, mask=inside)
-    blend = g + (m - g) * momentum
-    tl.store(out + i, blend.to(out.dtype.element_ty), mask=inside)
-
-
-def blend_momentum(grad, buffer, momentum: float, grad_scale: float, dtype) -> Tensor:
-    """As blend_momentum_ref."""
-    if not use_triton(grad, most_bytes=4):
-        return blend_momentum_ref(grad, buffer, momentum, grad_scale, dtype)
-    assert grad.is_contiguous() and buffer.is_contiguous(), "momentum of strided tensors"
-    out = torch.empty_like(grad, dtype=dtype)
-    N = grad.numel()
-    grid = (triton.cdiv(N, 1024),)
-    blend_momentum_kernel[grid](grad, buffer, out, N, momentum, grad_scale, BLOCK=1024)
-    return out
-
-
-def step_cautiously_ref(master, update, factor, lr, weights, decay) -> None:
-    """master -= lr (update factor + decay master), without the decay where the step makes a weight larger.
-
-    Args: master fp32, update (N, R, C); factor fp32 (N, R, 1) or (N, 1, C), positive; lr fp32
-          (N, 1, 1); weights (N, R, C) receives the master in its own dtype, or is None; decay a number
-    """
-    update = update.float() * factor
-    agrees = update * master >= 0
-    master.sub_(lr * (update + decay * master * agrees))
-    if weights is not None:
-        weights.copy_(master)
-
-
-@jit
-def step_cautiously_kernel(
-    master, update, factor, lr, weights,
-    size, C, decay, WIDE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Entries of one matrix of `size` = R C; factor has one value a row, or WIDE: a column."""
-    n = tl.program_id(1).to(tl.int64)
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = i < size
-    if WIDE:
-        f = tl.load(factor + n * C + i % C, mask=inside, other=0.0)
-    else:
-        f = tl.load(factor + n * (size // C) + i // C, mask=inside, other=0.0)
-    at = n * size + i
-    x = tl.load(master + at, mask=inside, other=0.0)
-    u = tl.load(update + at, mask=inside, other=0.0).to(tl.float32) * f
-    x -= tl.load(lr + n) * (u + tl.where(u * x >= 0, decay * x, 0.0))
-    tl.store(master + at, x, mask=inside)
-    if weights is not None:
-        tl.store(weights + at, x.to(weights.dtype.element_ty), mask=inside)
-
-
-def step_cautiously(master, update, factor, lr, weights, decay: float) -> None:
-    """As step_cautiously_ref."""
-    tensors = (master, update, factor, lr, weights)
-    if not use_triton(update, most_bytes=4):
-        return step_cautiously_ref(*tensors, decay)
-    assert all(t is None or t.is_contiguous() for t in tensors), "a step on strided tensors"
-    N, R, C = master.shape
-    grid = (triton.cdiv(R * C, 1024), N)
-    step_cautiously_kernel[grid](*tensors, R * C, C, decay, WIDE=factor.size(1) == 1, BLOCK=1024)
-
-
 # -- RMSProp for tables: a second moment for each row, and no first one, so that rows that no token
 # read need no update: 1 to 2 % less time than Adam, for 0.001 bpb on B34
 
@@ -4628,60 +4611,6 @@ def update_rows(master, grad, row_square, weights, index=None, **numbers) -> Non
     tensors = (master, grad, row_square, weights, index, order)
     block = triton.next_power_of_2(C)
     update_rows_kernel[(N,)](*tensors, N, C, **numbers, BLOCK=block, GROUP=8)
-
-
-# -- Adam for what is left: small parameters, and the table of input and output
-
-
-def update_entries_ref(
-    master, grad, exp_avg, exp_avg_sq, weights,
-    *, lr, beta1, beta2, correction1, correction2, eps, decay, grad_scale,
-) -> None:  # fmt: skip
-    """One Adam step with cautious weight decay, in place.
-
-    Args: master, exp_avg, exp_avg_sq fp32, grad and weights of equal shape; weights receives the
-          master in its own dtype, or is None; python numbers
-    """
-    grad = grad.float() * grad_scale
-    exp_avg.lerp_(grad, 1 - beta1)
-    exp_avg_sq.lerp_(grad.square(), 1 - beta2)
-    update = exp_avg / correction1 / ((exp_avg_sq / correction2).sqrt() + eps)
-    agrees = update * master > 0
-    master.sub_(lr * (update + decay * master * agrees))
-    if weights is not None:
-        weights.copy_(master)
-
-
-@jit
-def update_entries_kernel(
-    master, grad, exp_avg, exp_avg_sq, weights,
-    N, lr, beta1, beta2, correction1, correction2, eps, decay, grad_scale, BLOCK: tl.constexpr,
-):  # fmt: skip
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = i < N
-    g = tl.load(grad + i, mask=inside, other=0.0).to(tl.float32) * grad_scale
-    m = tl.load(exp_avg + i, mask=inside, other=0.0)
-    v = tl.load(exp_avg_sq + i, mask=inside, other=0.0)
-    x = tl.load(master + i, mask=inside, other=0.0)
-    m += (g - m) * (1 - beta1)
-    v += (g * g - v) * (1 - beta2)
-    update = m / correction1 / (tl.sqrt(v / correction2) + eps)
-    x -= lr * (update + tl.where(update * x > 0, decay * x, 0.0))
-    tl.store(exp_avg + i, m, mask=inside)
-    tl.store(exp_avg_sq + i, v, mask=inside)
-    tl.store(master + i, x, mask=inside)
-    if weights is not None:
-        tl.store(weights + i, x.to(weights.dtype.element_ty), mask=inside)
-
-
-def update_entries(master, grad, exp_avg, exp_avg_sq, weights, **numbers) -> None:
-    """As update_entries_ref."""
-    tensors = (master, grad, exp_avg, exp_avg_sq, weights)
-    if not use_triton(grad, most_bytes=4):
-        return update_entries_ref(*tensors, **numbers)
-    assert all(t is None or t.is_contiguous() for t in tensors), "entries of a strided tensor"
-    N = grad.numel()
-    update_entries_kernel[(triton.cdiv(N, 1024),)](*tensors, N, **numbers, BLOCK=1024)
 
 
 # -- relu(x w^T)^2 in the epilogue of a product. Only the activation after the square is kept: its

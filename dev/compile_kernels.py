@@ -92,26 +92,6 @@ def launches(script, config, quick: bool) -> None:
     for written in [new(4, D)] if quick else [None, new(4, D)]:
         script.update_rows(*table, written, **numbers)
         script.update_rows(*table, written, torch.zeros(4, dtype=torch.long), **numbers)
-    moments = [torch.zeros(4, D) for _ in range(3)]
-    numbers = dict(
-        lr=0.1,
-        beta1=0.5,
-        beta2=0.9,
-        correction1=0.5,
-        correction2=0.1,
-        eps=1e-10,
-        decay=0.1,
-        grad_scale=0.5,
-    )
-    script.update_entries(moments[0], new(4, D), *moments[1:], new(4, D), **numbers)
-    if not quick:
-        script.update_entries(moments[0], torch.zeros(4, D), *moments[1:], None, **numbers)
-    bank = torch.zeros(2, D, D)
-    grad = new(2, D, D)
-    script.blend_momentum(grad, bank, 0.9, 0.5, torch.bfloat16)
-    for units in [(2, D, 1)] if quick else [(2, D, 1), (2, 1, D)]:
-        factor, lr = torch.zeros(units), torch.zeros(2, 1, 1)
-        script.step_cautiously(bank, grad, factor, lr, grad.clone(), 0.1)
     q, k, v = new(T, 3, H, K).unbind(1)
     bounds = new(2, T, dtype=torch.int32)
     for gate in [new(T, H)] if quick else [None, new(T, H)]:
