@@ -125,12 +125,11 @@ class Config:
     key_offset_layers: tuple = (3, 10)  # half of each key comes from the previous token
     value_embed_layers: tuple = (1, 2, 8, 9, 10)
     shared_input_from: int = 8  # from this layer on all attention reads the same input (record 77)
-    attention_gates: bool = True
     # Hashed pairs of tokens; 0: off. 163,840 rows need 6.8 GB less, and cost 0.004 bpb on B34.
     bigram_rows: int = 1638400
     backout_layer: int = 7  # half of this layer's output is subtracted before the head; -1: off
     mix_width: int = 128  # hidden width of the weights that mix the last layer's input; 0: off
-    gate_width: int = 12  # channels that the small gates read
+    gate_width: int = 12  # channels that the gates of value embeddings read
     attention_scale: float = 0.12  # modded-nanogpt record 20
     rotary_base: float = 1024.0
     softcap: tuple = (23.0, 5.0, 7.5)  # logits = a * sigmoid((x + b) / c), modded-nanogpt record 54
@@ -266,7 +265,6 @@ def parameter_table(config: Config) -> dict[str, Policy]:
         "mlp_bank":         Policy("normuon",   1.00,  (),           0.0276, odd_mult=2.0),  # records 36, 48
         "scalars":          Policy("adam",      5.00,  (0.90, 0.99)),
         "value_gate":       Policy("adam",      1.00,  (0.90, 0.99)),
-        "attention_gate":   Policy("adam",      1.00,  (0.90, 0.99)),
         "mix_in":           Policy("adam",      0.25,  (0.90, 0.99)),
         "mix_out":          Policy("adam",      0.025, (0.90, 0.99)),
         "embed":            Policy("adam",      1.00,  (0.50, 0.95), 0.0060),
@@ -720,8 +718,6 @@ class GPT(nn.Module):
             self.bigram_embed = weight(c.bigram_rows, D)
             signs = torch.empty(SIGN_ROWS, D, device=device, dtype=dtype)
             self.register_buffer("bigram_signs", signs)
-        if c.attention_gates:
-            self.attention_gate = weight(A, c.num_heads, c.gate_width)
         if c.mix_width:
             self.mix_in = weight(c.mix_width, D)
             self.mix_out = weight(6, c.mix_width)
@@ -742,7 +738,7 @@ class GPT(nn.Module):
         self.vo_bank.uniform_(-bound, bound, generator=rng)  # non-zero O: modded-nanogpt record 64
         self.mlp_bank.uniform_(-bound, bound, generator=rng)
         self.mlp_bank[1::2].zero_()
-        for name in ("value_gate", "attention_gate", "bigram_embed", "mix_out"):
+        for name in ("value_gate", "bigram_embed", "mix_out"):
             if hasattr(self, name):
                 getattr(self, name).zero_()
         if self.config.value_embed_layers:
@@ -801,10 +797,9 @@ class GPT(nn.Module):
         """Everything between token ids and the head.
 
         Args:    int tokens_T; previous_T the token before in the same document (any value at
-                 position 0); positions_T in the document; attend(index, layer, q, k, v, gate (T, H)
-                 or None) -> y, all others (T, H, K), q scaled, y gated, where index counts layers
-                 with attention and layer counts all; weights by layer_weights(); bigram_TD the
-                 rows of bigram_embed, looked up here if None
+                 position 0); positions_T in the document; attend(index, layer, q, k, v) -> y, all
+                 (T, H, K), q scaled, where index counts layers with attention and layer counts all;
+                 weights by layer_weights(); bigram_TD the rows of bigram_embed, looked up here if None
         Returns: normalised hidden state (T, D)
         """
         c = self.config
@@ -854,10 +849,7 @@ class GPT(nn.Module):
             v = v + gate_TH[..., None] * inputs.values[e].view_as(v)
         if mixed_TD is not None:
             v = v + mixed_TD.view_as(v)
-        gate_TH = None
-        if c.attention_gates:  # a head can stay silent (record 28); B34: -0.001 to -0.004 bpb
-            gate_TH = head_gates(a_TD, self.attention_gate[index])
-        return attend(index, layer, q, k, v, gate_TH).reshape(len(a_TD), c.width)
+        return attend(index, layer, q, k, v).reshape(len(a_TD), c.width)
 
     # >>> shared: forward
     def embed_inputs(self, tokens_T, previous_T, positions_T, bigram_TD=None) -> Inputs:
@@ -922,10 +914,10 @@ class GPT(nn.Module):
         first_T = (positions_T == 0)[:, None, None]
         attention = self.attention(self, positions_T, cu_seqlens, max_doc)
 
-        def attend(index, layer, q, k, v, gate):
+        def attend(index, layer, q, k, v):
             if layer in c.key_offset_layers:
                 k = self.offset_keys(k, torch.cat((k[:1], k[:-1])), first_T)
-            return attention(q, k, v, int(layer in c.long_layers), gate)
+            return attention(q, k, v, int(layer in c.long_layers))
 
         hidden_TD = self.trunk(tokens_T, previous_T, positions_T, attend, None, bigram_TD)
         if targets_T is None:
@@ -3079,7 +3071,7 @@ def write_atomically(path: Path, text: str) -> None:
 # The tools in runs/ import the script that a run directory keeps. They use the names that
 # tests/test_interface.py lists, and no others. INTERFACE rises when one of them, or what `attend` in
 # GPT.trunk receives, changes its meaning; a tool refuses a script of another number.
-INTERFACE = 6
+INTERFACE = 7
 
 
 def prepare_run_dir(job: Job, args: argparse.Namespace, ranks: Ranks) -> tuple[Path, object]:
@@ -3704,7 +3696,7 @@ def value_problems(config: Config) -> Iterator[str]:
 # would be another one.
 FROZEN = (
     "num_layers", "width", "head_dim", "mlp_width", "max_seq_len", "no_attention_layers", "long_layers",
-    "key_offset_layers", "value_embed_layers", "shared_input_from", "tied", "attention_gates", "bigram_rows",
+    "key_offset_layers", "value_embed_layers", "shared_input_from", "tied", "bigram_rows",
     "x0_injection", "backout_layer", "mix_width", "gate_width", "attention_scale", "rotary_base", "softcap",
     "window_short", "window_long",
 )  # fmt: skip
@@ -3954,12 +3946,8 @@ def main(argv: list[str] | None = None) -> int:
 # ===============================================================================
 # 11. ATTENTION -- causal, inside documents, over a window; one signature for all backends
 # attention(model, positions (T,), cu_seqlens (G + 1,), max_doc) prepares what all layers share and
-# returns attend(q, k, v (T, H, K), long 0 or 1, gate (T, H) or None) -> (T, H, K), where q already
-# carries the scale. Query i sees keys j of its own document with i - window <= j <= i.
-
-
-def gated(y_THK: Tensor, gate_TH: Tensor | None) -> Tensor:
-    return y_THK if gate_TH is None else y_THK * gate_TH[..., None]
+# returns attend(q, k, v (T, H, K), long 0 or 1) -> (T, H, K), where q already carries the scale.
+# Query i sees keys j of its own document with i - window <= j <= i.
 
 
 def block_mask(positions_T: Tensor, reach: int) -> Tensor:
@@ -3995,7 +3983,7 @@ def blocked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
 def sdpa_attention(model, positions_T, cu_seqlens, max_doc) -> Callable:
     """Plain torch, on any device and in any dtype."""
     masks = [block_mask(positions_T, min(window, max_doc)) for window in model.windows]
-    return lambda q, k, v, long, gate: gated(blocked_attention(q, k, v, masks[long]), gate)
+    return lambda q, k, v, long: blocked_attention(q, k, v, masks[long])
 
 
 def packed_attention(flash: Callable, **options) -> Callable:
@@ -4004,10 +3992,10 @@ def packed_attention(flash: Callable, **options) -> Callable:
     def attention(model, positions_T, cu_seqlens, max_doc):
         sizes = (cu_seqlens, cu_seqlens, max_doc, max_doc)
 
-        def attend(q, k, v, long, gate):
+        def attend(q, k, v, long):
             window = (model.windows[long], 0)
             y = flash(q, k, v, *sizes, window_size=window, **options)
-            return gated(y[0] if isinstance(y, tuple) else y, gate)
+            return y[0] if isinstance(y, tuple) else y
 
         return attend
 
@@ -4033,7 +4021,7 @@ def triton_attention(model, positions_T, cu_seqlens, max_doc) -> Callable:
     """window_attention of section 12 (Ampere or newer, 16 bits)."""
     T = positions_T.numel()
     bounds = [attention_bounds(cu_seqlens, T, window) for window in model.windows]
-    return lambda q, k, v, long, gate: window_attention(q, k, v, bounds[long], gate)
+    return lambda q, k, v, long: window_attention(q, k, v, bounds[long])
 
 
 ATTENTION = {
@@ -4054,11 +4042,10 @@ def probe_attention(attention: Callable, model: nn.Module) -> None:
     shape = (3, 256, config.num_heads, config.head_dim)
     q, k, v = 0.1 * torch.randn(shape, device=device, dtype=dtype)
     q.requires_grad_()
-    gate = q.new_ones(256, config.num_heads) if config.attention_gates else None
     ends = torch.tensor([0, 100, 256, 256], device=device, dtype=torch.int32)
     positions = torch.cat((torch.arange(100), torch.arange(156))).to(device)
     with torch.enable_grad():
-        attention(model, positions, ends, 256)(q, k, v, 0, gate).float().sum().backward()
+        attention(model, positions, ends, 256)(q, k, v, 0).float().sum().backward()
     if not q.grad.isfinite().all():
         raise RuntimeError("its gradient is not finite")
 
@@ -4776,9 +4763,7 @@ def mlp_relu2(x_TD: Tensor, up_FD: Tensor, down_FD: Tensor, up8=None, down8=None
 
 
 # -- sliding-window attention on packed documents, in 60 to 75 % of the time of torch varlen. Row i
-# sees keys bounds[0, i] <= j <= i; key j is seen by rows j <= i <= bounds[1, j]; neither bound ever
-# falls. A gate is a positive
-# factor of each row and head; in the kernel it saves the 1.2 ms of 90 that it costs outside.
+# sees keys bounds[0, i] <= j <= i; key j is seen by rows j <= i <= bounds[1, j]; no bound ever falls.
 
 
 def attention_bounds(cu_seqlens: Tensor, T: int, window: int) -> Tensor:
@@ -4805,13 +4790,13 @@ def store_rows(x, value, index, stride, T, D: tl.constexpr):
 
 @jit
 def attention_forward_kernel(
-    q, k, v, o, lse, gate, bounds,
+    q, k, v, o, lse, bounds,
     T, sq, sk, sv, so,
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """One block of BM rows and one head a program; keys from the first that its first row sees.
 
-    q, k, v, o (T, H, D) with strides sq to so between tokens, lse (H, T), gate (T, H) or None.
+    q, k, v, o (T, H, D) with strides sq to so between tokens, lse (H, T).
     """
     m0 = tl.program_id(0) * BM
     h = tl.program_id(1)
@@ -4834,25 +4819,17 @@ def attention_forward_kernel(
         total = total * shrink + tl.sum(p, 1)
         V = load_rows(v + h * D, n, sv, T, D)
         acc = tl.dot(p.to(V.dtype), V, acc * shrink[:, None], input_precision="ieee")
-    G = 1.0
-    if gate is not None:
-        G = tl.load(gate + m * (so // D) + h, mask=m < T, other=1.0).to(tl.float32)
-    store_rows(o + h * D, acc * (G / total)[:, None], m, so, T, D)
+    store_rows(o + h * D, acc * (1.0 / total)[:, None], m, so, T, D)
     tl.store(lse + h * T + m, top + tl.log2(total), mask=m < T)
 
 
 @jit
 def attention_dq_kernel(
-    q, k, v, o, do, dq, lse, delta, gate, gated_lse, bounds,
+    q, k, v, o, do, dq, lse, delta, bounds,
     T, sq, sk, sv, so,
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """As the forward; also leaves delta = rowsum(o do) for the other kernel.
-
-    With a gate G: ds = p (G dp - delta) = p' (dp - delta / G), where p' = G p is exp2(s - (lse -
-    log2 G)) and also the factor of dv. So both kernels see another lse and another delta, and the
-    latter is the gradient of the gate.
-    """
+    """As the forward; also leaves delta = rowsum(o do) for the other kernel."""
     m0 = tl.program_id(0) * BM
     h = tl.program_id(1)
     m = m0 + tl.arange(0, BM)
@@ -4862,11 +4839,6 @@ def attention_dq_kernel(
     dO = load_rows(do + h * D, m, so, T, D)
     O = load_rows(o + h * D, m, so, T, D)
     row = tl.sum(dO.to(tl.float32) * O.to(tl.float32), 1)
-    if gate is not None:  # a gate of exactly 0 has a sigmoid of slope 0 behind it
-        G = tl.load(gate + m * (so // D) + h, mask=m < T, other=1.0).to(tl.float32)
-        row = tl.where(G == 0.0, 0.0, row / G)
-        L = L - tl.log2(G)
-        tl.store(gated_lse + h * T + m, L, mask=m < T)
     tl.store(delta + h * T + m, row, mask=m < T)
     acc = tl.zeros([BM, D], tl.float32)
     for n0 in range(tl.load(bounds + m0) // BN * BN, min(m0 + BM, T), BN):
@@ -4925,79 +4897,65 @@ def adjacent_heads(x: Tensor) -> Tensor:
 
 @torch.library.custom_op(f"{OPS}::window_attention", mutates_args=())
 def window_attention_forward(
-    q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, gate: Tensor | None
+    q: Tensor, k: Tensor, v: Tensor, bounds: Tensor
 ) -> tuple[Tensor, Tensor]:
     """window_attention and lse (H, T), the base-2 logarithms of the softmax's denominators."""
     T, H, D = q.shape
     q, k, v = map(adjacent_heads, (q, k, v))
-    gate = None if gate is None else gate.contiguous()
     o = q.new_empty(T, H, D)
     lse = torch.empty(H, T, dtype=torch.float32, device=q.device)
     grid = (triton.cdiv(T, ATTENTION_TILES["BM"]), H)
     sizes = (T, q.stride(0), k.stride(0), v.stride(0), H * D, D)
-    attention_forward_kernel[grid](q, k, v, o, lse, gate, bounds, *sizes, **ATTENTION_TILES)
+    attention_forward_kernel[grid](q, k, v, o, lse, bounds, *sizes, **ATTENTION_TILES)
     return o, lse
 
 
 @torch.library.custom_op(f"{OPS}::window_attention_grad", mutates_args=())
 def window_attention_grad(
-    q: Tensor, k: Tensor, v: Tensor, o: Tensor, do: Tensor, lse: Tensor,
-    bounds: Tensor, gate: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """dq, dk, dv (T, H, K) and dgate (T, H), which is empty without a gate."""
+    q: Tensor, k: Tensor, v: Tensor, o: Tensor, do: Tensor, lse: Tensor, bounds: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     T, H, D = q.shape
     q, k, v = map(adjacent_heads, (q, k, v))
     do = do.contiguous()
     dq, dk, dv = (q.new_empty(T, H, D) for _ in range(3))
     delta = torch.empty_like(lse)
-    gated_lse = None
-    if gate is not None:
-        gate = gate.contiguous()
-        gated_lse = torch.empty_like(lse)
-
     sizes = (T, q.stride(0), k.stride(0), v.stride(0), H * D, D)
-    tensors = (q, k, v, o, do, dq, lse, delta, gate, gated_lse, bounds)
     grid = (triton.cdiv(T, ATTENTION_TILES["BM"]), H)
-    attention_dq_kernel[grid](*tensors, *sizes, **ATTENTION_TILES)
-
-    tensors = (q, k, v, do, dk, dv, lse if gate is None else gated_lse, delta, bounds)
+    attention_dq_kernel[grid](q, k, v, o, do, dq, lse, delta, bounds, *sizes, **ATTENTION_TILES)
     grid = (triton.cdiv(T, ATTENTION_TILES["BN"]), H)
-    attention_dkv_kernel[grid](*tensors, *sizes, **ATTENTION_TILES)
-    dgate = q.new_empty(0) if gate is None else delta.T.to(gate.dtype).contiguous()
-    return dq, dk, dv, dgate
+    attention_dkv_kernel[grid](q, k, v, do, dk, dv, lse, delta, bounds, *sizes, **ATTENTION_TILES)
+    return dq, dk, dv
 
 
 @window_attention_forward.register_fake
-def _(q, k, v, bounds, gate):
+def _(q, k, v, bounds):
     return q.new_empty(q.shape), q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
 
 
 @window_attention_grad.register_fake
-def _(q, k, v, o, do, lse, bounds, gate):
-    dq, dk, dv = (q.new_empty(q.shape) for _ in range(3))
-    return dq, dk, dv, q.new_empty(0) if gate is None else gate.new_empty(gate.shape)
+def _(q, *rest):
+    return tuple(q.new_empty(q.shape) for _ in range(3))
 
 
 class WindowAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, bounds, gate):
-        o, lse = window_attention_forward(q, k, v, bounds, gate)
-        ctx.save_for_backward(q, k, v, bounds, gate, o, lse)
+    def forward(ctx, q, k, v, bounds):
+        o, lse = window_attention_forward(q, k, v, bounds)
+        ctx.save_for_backward(q, k, v, bounds, o, lse)
         return o
 
     @staticmethod
     def backward(ctx, do):
-        q, k, v, bounds, gate, o, lse = ctx.saved_tensors
-        dq, dk, dv, dgate = window_attention_grad(q, k, v, o, do, lse, bounds, gate)
-        return dq, dk, dv, None, None if gate is None else dgate
+        q, k, v, bounds, o, lse = ctx.saved_tensors
+        return *window_attention_grad(q, k, v, o, do, lse, bounds), None
 
 
-def window_attention(q_THK, k_THK, v_THK, bounds: Tensor, gate_TH=None) -> Tensor:
+def window_attention(q_THK, k_THK, v_THK, bounds: Tensor) -> Tensor:
     """Attention (T, H, K) in 16 bits, K a power of two; q, k, v may be views of a packed qkv.
 
-    q carries the scale, and the gate (T, H) is above 0.
+    q carries the scale.
     """
-    return WindowAttention.apply(q_THK, k_THK, v_THK, bounds, gate_TH)
+    return WindowAttention.apply(q_THK, k_THK, v_THK, bounds)
 
 
 # -- queries and keys: norm, scale and rotary embedding in one pass over qkv, and the way back in

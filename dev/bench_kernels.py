@@ -326,17 +326,16 @@ def check_attention() -> None:
     for T, mean, window in ((1000, 90, 128), (777, 5, 16), (1500, 690, 896), (1, 1, 0)):
         bounds = K.attention_bounds(documents(T, mean), T, window)
         qkv = randn(T, 3, 6, 128).requires_grad_()
-        gate = torch.rand(T, 6, device="cuda").to(bf16).requires_grad_()
         g = randn(T, 6, 128)
         q, k, v = qkv.unbind(1)
-        y = K.window_attention(0.1 * q, k, v, bounds, gate)
-        got = (y, *torch.autograd.grad(y, (qkv, gate), g))
+        y = K.window_attention(0.1 * q, k, v, bounds)
+        got = (y, *torch.autograd.grad(y, qkv, g))
 
-        exact = [t.detach().double().requires_grad_() for t in (qkv, gate)]
-        q, k, v = exact[0].unbind(1)
-        z = references.window_attention(0.1 * q, k, v, bounds, exact[1])
+        exact = qkv.detach().double().requires_grad_()
+        q, k, v = exact.unbind(1)
+        z = references.window_attention(0.1 * q, k, v, bounds)
         want = (z, *torch.autograd.grad(z, exact, g.double()))
-        name = f"window_attention {T}, window {window}: forward, dqkv, dgate"
+        name = f"window_attention {T}, window {window}: forward, dqkv"
         check(name, zip(got, want, strict=True), 1e-2)
 
 
@@ -344,7 +343,6 @@ def time_attention() -> None:
     T, H, D = 65536, 6, 128
     cu = documents(T, 500)
     q, k, v, g = (randn(T, H, D) for _ in range(4))
-    gate = torch.rand(T, H, device="cuda").to(bf16)
     leaves = [t.detach().requires_grad_() for t in (q, k, v)]
     longest = int(cu.diff().max())
     names = "BM BN num_warps num_stages"
@@ -371,9 +369,9 @@ def time_attention() -> None:
         bounds = K.attention_bounds(cu, T, window)
         pairs = (torch.arange(T, device="cuda") - bounds[0] + 1).sum().item()
         scaled = 0.1 * q
-        o, lse = K.window_attention_forward(scaled, k, v, bounds, gate)
-        forward = lambda: K.window_attention_forward(scaled, k, v, bounds, gate)
-        backward = lambda: K.window_attention_grad(scaled, k, v, o, g, lse, bounds, gate)
+        o, lse = K.window_attention_forward(scaled, k, v, bounds)
+        forward = lambda: K.window_attention_forward(scaled, k, v, bounds)
+        backward = lambda: K.window_attention_grad(scaled, k, v, o, g, lse, bounds)
         rate = {"flop": 4 * pairs * H * D, "moved": 8 * T * H * D}
         back = {"flop": 10 * pairs * H * D, "moved": 24 * T * H * D}
         tried = rows if window in (128, 896) else "64 64 4 2"

@@ -94,10 +94,9 @@ def launches(script, config, quick: bool) -> None:
         script.update_rows(*table, written, torch.zeros(4, dtype=torch.long), **numbers)
     q, k, v = new(T, 3, H, K).unbind(1)
     bounds = new(2, T, dtype=torch.int32)
-    for gate in [new(T, H)] if quick else [None, new(T, H)]:
-        script.window_attention_forward(q, k, v, bounds, gate)
-        o, lse = new(T, H, K), new(H, T, dtype=torch.float32)
-        script.window_attention_grad(q, k, v, o, o.clone(), lse, bounds, gate)
+    script.window_attention_forward(q, k, v, bounds)
+    o, lse = new(T, H, K), new(H, T, dtype=torch.float32)
+    script.window_attention_grad(q, k, v, o, o.clone(), lse, bounds)
     turn = new(T, 1, K), new(T, 1, K), torch.ones(())
     script.norm_rotate_forward(new(T, 3, H, K), *turn)
     script.norm_rotate_grad(new(T, 3, H, K), *new(3, T, H, K), *turn, False)

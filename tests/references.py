@@ -25,14 +25,13 @@ def linear_relu2(a, b, post=None, factor=1.0):
     return y, y.T.contiguous()
 
 
-def window_attention(q, k, v, bounds, gate=None):
-    """q, k, v (T, H, K), gate (T, H) -> (T, H, K) with dense scores (H, T, T)."""
+def window_attention(q, k, v, bounds):
+    """q, k, v (T, H, K) -> (T, H, K) with dense scores (H, T, T)."""
     t = torch.arange(len(q), device=q.device)
     seen = (t >= bounds[0, :, None]) & (t <= t[:, None])
     scores = torch.einsum("ihd,jhd->hij", q, k).masked_fill(~seen, float("-inf"))
     p = scores.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32))
-    y = torch.einsum("hij,jhd->ihd", p.to(v.dtype), v)
-    return y if gate is None else y * gate[..., None]
+    return torch.einsum("hij,jhd->ihd", p.to(v.dtype), v)
 
 
 def fp8_on_cpu(monkeypatch, script) -> None:

@@ -435,11 +435,10 @@ def test_qkv_fp8(device):
 
 
 @devices
-@pytest.mark.parametrize("gates", [False, True], ids=["plain", "gated"])
 @pytest.mark.parametrize(
     "cu,window", [([0, 70], 20), ([0, 1, 2, 40, 41, 77, 77, 77], 16), ([0, 33, 50], 500), ([0, 5, 100], 0), ([0, 1], 3)]
 )
-def test_window_attention(cu, window, gates, device, monkeypatch):
+def test_window_attention(cu, window, device, monkeypatch):
     cuda = device == "cuda"
     cu = torch.tensor(cu, dtype=torch.int32, device=device) * (37 if cuda else 1)
     T, H, D, dtype = int(cu[-1]), 2, 128 if cuda else 16, torch.bfloat16 if cuda else torch.float32
@@ -452,30 +451,14 @@ def test_window_attention(cu, window, gates, device, monkeypatch):
     assert torch.equal(seen, (t[:, None] <= bounds[1]) & (t <= t[:, None]))
     qkv = torch.randn(T, 3, H, D, device=device).to(dtype).requires_grad_()
     do = torch.randn(T, H, D, device=device).to(dtype)
-    gate = 2 * torch.rand(T, H, device=device).to(dtype)
     q, k, v = qkv.unbind(1)
-    y = K.window_attention(q * 0.2, k, v, bounds, gate.requires_grad_() if gates else None)
-    leaves = (qkv, gate) if gates else (qkv,)
-    got = (y, *torch.autograd.grad(y, leaves, do))
-    exact = [t.detach().double().requires_grad_() for t in leaves]
-    q, k, v = exact[0].unbind(1)
-    y = references.window_attention(q * 0.2, k, v, bounds, *exact[1:])
+    y = K.window_attention(q * 0.2, k, v, bounds)
+    got = (y, *torch.autograd.grad(y, qkv, do))
+    exact = qkv.detach().double().requires_grad_()
+    q, k, v = exact.unbind(1)
+    y = references.window_attention(q * 0.2, k, v, bounds)
     for a, b in zip(got, (y, *torch.autograd.grad(y, exact, do.double())), strict=True):
         close(a, b, 1e-2 if cuda else 1e-5)
-
-
-def test_a_closed_gate(monkeypatch):
-    """A gate of 0 lets nothing through and gets no gradient, instead of 0 / 0."""
-    if torch.cuda.is_available():
-        pytest.skip("interpreter only")
-    monkeypatch.setattr(K, "ATTENTION_TILES", dict(BM=32, BN=16))
-    q, k, v = torch.randn(3, 20, 2, 16)
-    gate = torch.ones(20, 2)
-    gate[5, 1] = 0
-    bounds = K.attention_bounds(torch.tensor([0, 20], dtype=torch.int32), 20, 20)
-    y = K.window_attention(q * 0.2, k, v, bounds, gate.requires_grad_())
-    y.sum().backward()
-    assert (y[5, 1] == 0).all() and gate.grad[5, 1] == 0 and gate.grad.isfinite().all() and (gate.grad != 0).sum() == 39
 
 
 @devices
@@ -527,7 +510,7 @@ def test_compiled_fullgraph(device):
 
     def step(x, w, up, down, qkv):
         q, k, v = K.norm_rotate(qkv / 2, turn, slant, scale)
-        y = K.window_attention(q, k, v * 2, bounds, x[:, :1].sigmoid())
+        y = K.window_attention(q, k, v * 2, bounds)
         y = K.mlp_relu2(x + y.flatten(1), up, down)
         return K.linear_cross_entropy(y, w, targets, CAP, weights, rows, chunk=4)[0] / 3
 

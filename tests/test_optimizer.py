@@ -326,7 +326,7 @@ def test_every_parameter_has_a_policy(config):
 
 def test_betas_of_adam():
     """Those of modded-nanogpt's record 89; the medium model's input table has nanochat's, unless it is the head too."""
-    gates = dict.fromkeys(("scalars", "value_gate", "attention_gate"), (0.9, 0.99))
+    gates = dict.fromkeys(("scalars", "value_gate"), (0.9, 0.99))
     mix = dict.fromkeys(("mix_in", "mix_out"), (0.9, 0.99))
     head = (0.5, 0.95)
     for config, own in (
