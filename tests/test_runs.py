@@ -420,7 +420,7 @@ def test_warm_up_updates_every_parameter(dataset, monkeypatch):
     def watched(update):
         return lambda master, *rest, **named: updated.add(master.data_ptr()) or update(master, *rest, **named)
 
-    for name in ("update_rows", "update_entries", "normuon_update"):
+    for name in ("update_rows", "adam_update", "normuon_update"):
         monkeypatch.setattr(ts, name, watched(getattr(ts, name)))
     masters = {slot.name: slot.master.data_ptr() for slot in state.optimizer.slots}
     ts.warm_up(state, lambda text: None)
