@@ -215,8 +215,9 @@ def test_compiled_updates(config, device, monkeypatch):
         assert graphs == [5 * compiled] * 4
         results.append(optimizer.weights() | optimizer.state())
     module.one_graph.cache_clear()
+    tolerance = dict(atol=1e-4, rtol=1e-3) if device == "cpu" else dict(atol=2e-3, rtol=2e-2)  # bf16 products
     for name, want in results[0].items():
-        torch.testing.assert_close(results[1][name], want, atol=1e-4, rtol=1e-3, msg=name)
+        torch.testing.assert_close(results[1][name], want, **tolerance, msg=name)
 
 
 class TextbookRows:
