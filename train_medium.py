@@ -159,16 +159,15 @@ class Config:
     key_offset: bool = True  # in long layers half of each key comes from the previous token
     value_embeds: bool = True  # a table in every other layer, the last included
     tied: bool = False  # one table for input and output: better up to about 100 M tokens
-    attention_gates: bool = True
     bigram_rows: int = 0  # 163,840 is 5 x 32,768; 0 switches the bigram embedding off
     x0_injection: bool = True
     backout: bool = True  # a share of the middle layer's output is subtracted before the head
     mix_width: int = 0  # hidden width of the weights that mix the last layer's input; 0: off
-    gate_width: int = 12  # channels that the small gates read
+    gate_width: int = 12  # channels that the gates of value embeddings read
     attention_scale: float = 0.12  # modded-nanogpt record 20; nanochat's is 0.127
     rotary_base: float = 1024.0
     softcap: tuple = (23.0, 5.0, 7.5)  # logits = a * sigmoid((z + b) / c), modded-nanogpt record 54
-    fp8: bool = True  # products of the layers, only in training, from compute capability 8.9 on
+    fp8: bool = True  # products of the layers, only in training, on Hopper and B200
     fp8_head: bool = True  # the same for the head
     recompute: bool = False  # run layers again in the backward: 0.2 MB a token, not 1, without fp8
     # Loss weights of the next tokens; several: multi-token prediction (record 53).
@@ -355,7 +354,6 @@ def parameter_table(config: Config) -> dict[str, Policy]:
         "residual":         Policy("adam",      1.00,           (0.90, 0.99)),
         "scalars":          Policy("adam",      5.00,           (0.90, 0.99)),
         "value_gate":       Policy("adam",      1.00,           (0.90, 0.99)),
-        "attention_gate":   Policy("adam",      1.00,           (0.90, 0.99)),
         "mix_in":           Policy("adam",      0.25 * narrow,  (0.90, 0.99)),
         "mix_out":          Policy("adam",      0.025,          (0.90, 0.99)),
         "unembed":          head,
@@ -727,9 +725,8 @@ def times(scalar: Tensor, x: Tensor) -> Tensor:
 def rotate(x_THK: Tensor, cos_TK: Tensor, sin_TK: Tensor) -> Tensor:
     """Rotary embedding on the first half of the head; the second half carries no position.
 
-    There the sine is 0 and the cosine 1. Swapping quarters by flip() keeps the compiled kernel free
-    of branches: with norms 0.16 ms forward and 0.27 ms backward a layer at T = 65,536 on an H200,
-    against 0.30 and 0.40 with cat().
+    There the sine is 0 and the cosine 1. Swapping quarters by flip() keeps a compiled kernel free of
+    branches; cat() takes almost twice as long.
 
     Args:    x_THK (T, H, K); cos_TK, sin_TK (T, 1, K) as laid out by GPT.add_buffers
     Returns: (T, H, K)
@@ -859,8 +856,6 @@ class GPT(nn.Module):
             self.bigram_embed = weight(c.bigram_rows, D)
             signs = torch.empty(SIGN_ROWS, D, device=device, dtype=dtype)
             self.register_buffer("bigram_signs", signs)
-        if c.attention_gates:
-            self.attention_gate = weight(L, c.num_heads, c.gate_width)
         if c.mix_width:
             self.mix_in = weight(c.mix_width, D)
             self.mix_out = weight(6, c.mix_width)
@@ -886,7 +881,7 @@ class GPT(nn.Module):
         self.o_bank.zero_()
         self.mlp_bank.uniform_(-0.4 * bound, 0.4 * bound, generator=rng)
         self.mlp_bank[1::2].zero_()
-        for name in ("value_gate", "attention_gate", "bigram_embed", "mix_out"):
+        for name in ("value_gate", "bigram_embed", "mix_out"):
             if hasattr(self, name):
                 getattr(self, name).zero_()
         if self.config.value_embed_layers:
@@ -914,10 +909,9 @@ class GPT(nn.Module):
         """Everything between token ids and the head.
 
         Args:    int tokens_T; previous_T the token before in the same document (any value at
-                 position 0); positions_T in the document; attend(index, layer, q, k, v, gate (T, H)
-                 or None) -> y, all others (T, H, K), q scaled, y gated, where index counts layers
-                 with attention and layer counts all; weights by layer_weights(); bigram_TD the
-                 rows of bigram_embed, looked up here if None
+                 position 0); positions_T in the document; attend(index, layer, q, k, v) -> y, all
+                 (T, H, K), q scaled, where index counts layers with attention and layer counts all;
+                 weights by layer_weights(); bigram_TD the rows of bigram_embed, looked up here if None
         Returns: normalised hidden state (T, D)
         """
         c = self.config
@@ -955,17 +949,9 @@ class GPT(nn.Module):
         return norm(x)
 
     def block(
-        self,
-        x,
-        layer: int,
-        w: LayerWeights,
-        w8: LayerWeights,
-        scalar,
-        inputs,
-        attend,
-        recompute,
-        mixed,
-    ) -> Tensor:
+        self, x, layer: int, w: LayerWeights, w8: LayerWeights,
+        scalar, inputs, attend, recompute, mixed,
+    ) -> Tensor:  # fmt: skip
         """One layer: attention and MLP, each added to the residual stream x (T, D); w8 w in fp8."""
         c = self.config
         x = times(self.residual[layer], x)
@@ -983,7 +969,7 @@ class GPT(nn.Module):
 
         # MLP.
         if recompute:
-            return x + linear_relu2_ref(norm(x), w.up) @ w.down
+            return x + F.relu(norm(x) @ w.up.T).square() @ w.down
         return x + mlp_relu2(norm(x), w.up, w.down, w8.up, w8.down)
 
     def attend_layer(
@@ -1006,10 +992,7 @@ class GPT(nn.Module):
             v = v + gate_TH[..., None] * inputs.values[e].view_as(v)
         if mixed_TD is not None:
             v = v + mixed_TD.view_as(v)
-        gate_TH = None
-        if c.attention_gates:  # a head can stay silent (record 28); -0.004 bpb in the small model
-            gate_TH = head_gates(a_TD, self.attention_gate[layer])
-        return attend(layer, layer, q, k, v, gate_TH).reshape(len(a_TD), c.width)
+        return attend(layer, layer, q, k, v).reshape(len(a_TD), c.width)
 
     # >>> shared: forward
     def embed_inputs(self, tokens_T, previous_T, positions_T, bigram_TD=None) -> Inputs:
@@ -1057,15 +1040,9 @@ class GPT(nn.Module):
         return for_values, for_stream
 
     def forward(
-        self,
-        tokens_T,
-        targets_T,
-        positions_T,
-        cu_seqlens,
-        max_doc: int,
-        row_weight_T=None,
-        bigram_TD=None,
-    ) -> tuple[Tensor, Tensor] | Tensor:
+        self, tokens_T, targets_T, positions_T, cu_seqlens, max_doc: int,
+        row_weight_T=None, bigram_TD=None,
+    ) -> tuple[Tensor, Tensor] | Tensor:  # fmt: skip
         """Packed documents, each blind to the others.
 
         Args:    tokens_T, targets_T, positions_T int (T,), target -1 is ignored; cu_seqlens int32
@@ -1080,10 +1057,10 @@ class GPT(nn.Module):
         first_T = (positions_T == 0)[:, None, None]
         attention = self.attention(self, positions_T, cu_seqlens, max_doc)
 
-        def attend(index, layer, q, k, v, gate):
+        def attend(index, layer, q, k, v):
             if layer in c.key_offset_layers:
                 k = self.offset_keys(k, torch.cat((k[:1], k[:-1])), first_T)
-            return attention(q, k, v, int(layer in c.long_layers), gate)
+            return attention(q, k, v, int(layer in c.long_layers))
 
         hidden_TD = self.trunk(tokens_T, previous_T, positions_T, attend, None, bigram_TD)
         if targets_T is None:
@@ -1438,9 +1415,64 @@ def polar_express(matrices_NRC: Tensor) -> Tensor:
     return x
 
 
+def blend_momentum(grad, buffer, dtype, *, momentum, grad_scale) -> Tensor:
+    """Momentum in Nesterov's form: moves the buffer (fp32) towards the gradient; returns the blend."""
+    grad = grad.float() * grad_scale
+    buffer.lerp_(grad, 1 - momentum)
+    return grad.lerp(buffer, momentum).to(dtype)
+
+
+def step_cautiously(master, update, factor, lr, weights, *, decay) -> None:
+    """master -= lr (update factor + decay master), without the decay where the step makes a weight larger.
+
+    Args: master fp32, update (N, R, C); factor fp32 (N, R, 1) or (N, 1, C), positive; lr fp32
+          (N, 1, 1); weights (N, R, C) receives the master in its own dtype, or is None
+    """
+    update = update.float() * factor
+    agrees = update * master >= 0
+    master.sub_(lr * (update + decay * master * agrees))
+    if weights is not None:
+        weights.copy_(master)
+
+
+def adam_update(
+    master, grad, exp_avg, exp_avg_sq, weights,
+    *, lr, beta1, beta2, correction1, correction2, eps, decay, grad_scale,
+) -> None:  # fmt: skip
+    """One Adam step with cautious weight decay, in place.
+
+    Args: master, exp_avg, exp_avg_sq fp32, grad and weights of equal shape; weights receives the
+          master in its own dtype, or is None
+    """
+    grad = grad.float() * grad_scale
+    exp_avg.lerp_(grad, 1 - beta1)
+    exp_avg_sq.lerp_(grad.square(), 1 - beta2)
+    update = exp_avg / correction1 / ((exp_avg_sq / correction2).sqrt() + eps)
+    agrees = update * master > 0
+    master.sub_(lr * (update + decay * master * agrees))
+    if weights is not None:
+        weights.copy_(master)
+
+
+@functools.cache
+def one_graph(function: Callable) -> Callable:
+    """One of the three above, compiled for tensors of any size.
+
+    Its numbers become 0-D tensors: a new learning rate then compiles nothing.
+    """
+    compiled = torch.compile(function, fullgraph=True, dynamic=True)
+
+    def call(*arguments, **numbers):
+        # A view would be compiled for the shape of what it is a view of.
+        arguments = [a.data if isinstance(a, Tensor) else a for a in arguments]
+        return compiled(*arguments, **{name: torch.tensor(n) for name, n in numbers.items()})
+
+    return call
+
+
 def normuon_update(
     master, grad, momentum_buffer, row_square, mult, weights,
-    *, lr, momentum, beta2, decay, grad_scale, dtype,
+    *, lr, momentum, beta2, decay, grad_scale, dtype, compiled=False,
 ) -> None:  # fmt: skip
     """One NorMuon step (arXiv 2510.05491) with cautious weight decay (arXiv 2510.12402), in place.
 
@@ -1448,8 +1480,12 @@ def normuon_update(
           matrices; mult (N, 1, 1) factors on lr; weights (N, R, C) receives the master in its own
           dtype, or is None; the others are numbers, and the dtype of the orthogonalisation
     """
-    blended = blend_momentum(grad, momentum_buffer, momentum, grad_scale, dtype)
-    update = polar_express(blended)
+    blend = one_graph(blend_momentum) if compiled else blend_momentum
+    step = one_graph(step_cautiously) if compiled else step_cautiously
+    # Flat, so that banks of all shapes share a graph.
+    flat = (grad.view(-1), momentum_buffer.view(-1))
+    blended = blend(*flat, dtype, momentum=momentum, grad_scale=grad_scale)
+    update = polar_express(blended.view(master.shape))
 
     # Every neuron moves by a similar amount, and the length of the whole update is kept.
     axis = -1 if update.size(-2) >= update.size(-1) else -2
@@ -1460,12 +1496,7 @@ def normuon_update(
     length = squares.sum((-2, -1), keepdim=True).sqrt()
     scaled = (squares * factor.square()).sum((-2, -1), keepdim=True).sqrt()
     factor *= length / scaled.clamp_min(1e-10)
-    step_cautiously(master, update, factor, lr * mult, weights, decay)
-
-
-# Their names until torch 2.12, which later versions call deprecated.
-reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    step(master, update, factor, lr * mult, weights, decay=decay)
 
 
 @dataclass(eq=False)
@@ -1491,6 +1522,10 @@ class Slot:
         for work in self.works:
             work.wait()
 
+    def forget_gradient(self) -> None:
+        self.grad = self.index = self.buffer = None
+        self.works = []
+
 
 class Optimizer:
     """NorMuon, RMSProp and Adam over the rows of a parameter table."""
@@ -1505,6 +1540,7 @@ class Optimizer:
 
         on_gpu = ranks.device.type == "cuda"
         self.muon_dtype = torch.bfloat16 if on_gpu and bf16_is_native() else torch.float32
+        self.compiled = on_gpu and config.compile
         self.reset()
 
     def make_slot(self, name: str, param: Tensor, policy: Policy) -> Slot:
@@ -1523,9 +1559,7 @@ class Optimizer:
     def step(self, lr_mult: float, momentum: float, loss_scale: float = 1.0) -> bool:
         """Reduces gradients (summed over ranks), updates, gathers.
 
-        A late table uses the gradient of the step before, so that nobody waits for it: when such
-        tables were seven tenths of the small model, they were most of the 2.7 ms a step that no
-        computation hid on 4 H200s.
+        A late table uses the gradient of the step before, so that nobody waits for it.
 
         Returns: False if a scaled gradient overflowed; nothing is updated then
         """
@@ -1584,15 +1618,17 @@ class Optimizer:
                 decay=slot.policy.weight_decay * lr_mult,
                 grad_scale=1.0 / loss_scale,
                 dtype=self.muon_dtype,
+                compiled=self.compiled,
             )  # fmt: skip
 
     def update_adam(self, slot: Slot, weights, lr_mult, loss_scale, count: int) -> None:
-        """One launch of a Triton kernel, which takes plain numbers."""
         c = self.config
         beta1, beta2 = slot.policy.betas
         moments = (slot.moments["exp_avg"], slot.moments["exp_avg_sq"])
-        update_entries(
-            slot.master, slot.grad, *moments, weights,
+        tensors = (slot.master, slot.grad, *moments, weights)
+        update = one_graph(adam_update) if self.compiled else adam_update
+        update(
+            *(None if t is None else t.view(-1) for t in tensors),
             lr=c.adam_lr * slot.policy.lr_mult * lr_mult,
             beta1=beta1,
             beta2=beta2,
@@ -1626,16 +1662,13 @@ class Optimizer:
             dist.all_reduce(finite, op=dist.ReduceOp.MIN)
         if finite.item():
             return True
-        for slot in self.slots:
-            slot.buffer = slot.grad = slot.index = None
-            slot.works = []
+        self.drop_gradients()
         return False
 
     # -- communication
 
     def start_reduce(self, slot: Slot) -> None:
-        slot.grad = slot.index = None
-        slot.works = []
+        slot.forget_gradient()
         grad = slot.param.grad
         if grad is None:
             return
@@ -1657,7 +1690,7 @@ class Optimizer:
             grad = torch.cat((grad, grad.new_zeros(padding, *grad.shape[1:])))
         slot.grad = grad.new_empty(slot.rows, *grad.shape[1:])
         slot.buffer = grad  # kept alive until the reduction is done
-        slot.works = [reduce_scatter(slot.grad, grad, async_op=True)]
+        slot.works = [dist.reduce_scatter_tensor(slot.grad, grad, async_op=True)]
 
     def start_exchange(self, slot: Slot, grad: Tensor) -> None:
         """Every rank gets the rows of all, in the same order, and so computes the same sums."""
@@ -1669,7 +1702,8 @@ class Optimizer:
         whole = [part.new_empty(self.ranks.world * len(part), *part.shape[1:]) for part in parts]
         slot.buffer = parts
         slot.index, slot.grad = whole
-        slot.works = [all_gather(*pair, async_op=True) for pair in zip(whole, parts, strict=True)]
+        for every, own in zip(whole, parts, strict=True):
+            slot.works.append(dist.all_gather_into_tensor(every, own, async_op=True))
 
     def start_gather(self, slot: Slot, part: Tensor | None) -> None:
         slot.buffer = None
@@ -1681,14 +1715,13 @@ class Optimizer:
             slot.buffer = slot.param.detach().view(slot.shape)
         else:
             slot.buffer = part.new_empty(padded, *part.shape[1:])
-        slot.works = [all_gather(slot.buffer, part, async_op=True)]
+        slot.works = [dist.all_gather_into_tensor(slot.buffer, part, async_op=True)]
 
     def finish_gather(self, slot: Slot) -> None:
         slot.wait()
         if slot.works and slot.buffer.size(0) != slot.shape[0]:
             slot.param.detach().view(slot.shape).copy_(slot.buffer[: slot.shape[0]])
-        slot.buffer = slot.grad = slot.index = None
-        slot.works = []
+        slot.forget_gradient()
 
     def slice(self, slot: Slot, full: Tensor) -> Tensor:
         """This rank's rows of a full (N, ...) tensor, padded with zeros."""
@@ -1704,7 +1737,7 @@ class Optimizer:
         if not slot.sharded:
             return part
         full = part.new_empty(slot.rows * self.ranks.world, *part.shape[1:])
-        all_gather(full, part.contiguous())
+        dist.all_gather_into_tensor(full, part.contiguous())
         return full[: slot.shape[0]].cpu()  # whole moments of all slots may not fit into the device
 
     # -- state
@@ -1714,8 +1747,7 @@ class Optimizer:
         """Copies the master weights from the model and zeroes the moments."""
         self.count = 0
         for slot in self.slots:
-            slot.grad = slot.index = slot.buffer = None
-            slot.works = []
+            slot.forget_gradient()
             weights = slot.param.detach().view(slot.shape)
             if weights.dtype == torch.float32 and not slot.sharded:
                 slot.master = weights  # the parameter itself
@@ -1777,16 +1809,16 @@ class Optimizer:
             for name, moment in slot.moments.items():
                 saved = state[f"{slot.name}.{name}"].to(moment.device)
                 moment.copy_(self.slice(slot, saved))
-            slot.grad = slot.index = None
+            slot.forget_gradient()
             if f"{slot.name}.grad" in state:
                 slot.grad = self.slice(slot, state[f"{slot.name}.grad"].to(slot.param))
             if f"{slot.name}.index" in state:
                 slot.index = state[f"{slot.name}.index"].to(slot.param.device)
 
     def drop_gradients(self) -> None:
-        """Forgets late gradients, for a model that goes on with other text."""
+        """Forgets all gradients: of a step that overflowed, or late ones of text that is trained on no more."""
         for slot in self.slots:
-            slot.grad = slot.index = None
+            slot.forget_gradient()
 
     def drop_moments(self) -> None:
         self.count = 0
@@ -3197,12 +3229,8 @@ def main(argv: list[str] | None = None) -> int:
 # ===============================================================================
 # 11. ATTENTION -- causal, inside documents, over a window; one signature for all backends
 # attention(model, positions (T,), cu_seqlens (G + 1,), max_doc) prepares what all layers share and
-# returns attend(q, k, v (T, H, K), long 0 or 1, gate (T, H) or None) -> (T, H, K), where q already
-# carries the scale. Query i sees keys j of its own document with i - window <= j <= i.
-
-
-def gated(y_THK: Tensor, gate_TH: Tensor | None) -> Tensor:
-    return y_THK if gate_TH is None else y_THK * gate_TH[..., None]
+# returns attend(q, k, v (T, H, K), long 0 or 1) -> (T, H, K), where q already carries the scale.
+# Query i sees keys j of its own document with i - window <= j <= i.
 
 
 def block_mask(positions_T: Tensor, reach: int) -> Tensor:
@@ -3238,27 +3266,30 @@ def blocked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
 def sdpa_attention(model, positions_T, cu_seqlens, max_doc) -> Callable:
     """Plain torch, on any device and in any dtype."""
     masks = [block_mask(positions_T, min(window, max_doc)) for window in model.windows]
-    return lambda q, k, v, long, gate: gated(blocked_attention(q, k, v, masks[long]), gate)
+    return lambda q, k, v, long: blocked_attention(q, k, v, masks[long])
 
 
-def varlen_attention(model, positions_T, cu_seqlens, max_doc) -> Callable:
+def packed_attention(flash: Callable, **options) -> Callable:
+    """A FlashAttention for packed documents behind our signature."""
+
+    def attention(model, positions_T, cu_seqlens, max_doc):
+        sizes = (cu_seqlens, cu_seqlens, max_doc, max_doc)
+
+        def attend(q, k, v, long):
+            window = (model.windows[long], 0)
+            y = flash(q, k, v, *sizes, window_size=window, **options)
+            return y[0] if isinstance(y, tuple) else y
+
+        return attend
+
+    return attention
+
+
+def load_varlen_attention() -> Callable:
     """FlashAttention 2 inside torch (Ampere or newer, 16 bits)."""
     from torch.nn.attention.varlen import varlen_attn
 
-    sizes = (cu_seqlens, cu_seqlens, max_doc, max_doc)
-
-    def attend(q, k, v, long, gate):
-        window = (model.windows[long], 0)
-        return gated(varlen_attn(q, k, v, *sizes, scale=1.0, window_size=window), gate)
-
-    return attend
-
-
-def triton_attention(model, positions_T, cu_seqlens, max_doc) -> Callable:
-    """window_attention of section 12 (Ampere or newer, 16 bits)."""
-    T = positions_T.numel()
-    bounds = [attention_bounds(cu_seqlens, T, window) for window in model.windows]
-    return lambda q, k, v, long, gate: window_attention(q, k, v, bounds[long], gate)
+    return packed_attention(varlen_attn, scale=1.0)
 
 
 def load_fa3_attention() -> Callable:
@@ -3266,24 +3297,20 @@ def load_fa3_attention() -> Callable:
     from kernels import get_kernel
 
     flash = get_kernel("kernels-community/flash-attn3", version=1).flash_attn_varlen_func
+    return packed_attention(flash, softmax_scale=1.0, causal=True)
 
-    def fa3_attention(model, positions_T, cu_seqlens, max_doc):
-        sizes = (cu_seqlens, cu_seqlens, max_doc, max_doc)
 
-        def attend(q, k, v, long, gate):
-            window = (model.windows[long], 0)
-            y = flash(q, k, v, *sizes, softmax_scale=1.0, causal=True, window_size=window)
-            return gated(y[0] if isinstance(y, tuple) else y, gate)
-
-        return attend
-
-    return fa3_attention
+def triton_attention(model, positions_T, cu_seqlens, max_doc) -> Callable:
+    """window_attention of section 12 (Ampere or newer, 16 bits)."""
+    T = positions_T.numel()
+    bounds = [attention_bounds(cu_seqlens, T, window) for window in model.windows]
+    return lambda q, k, v, long: window_attention(q, k, v, bounds[long])
 
 
 ATTENTION = {
     "fa3": load_fa3_attention,
     "triton": lambda: triton_attention,
-    "varlen": lambda: varlen_attention,
+    "varlen": load_varlen_attention,
     "sdpa": lambda: sdpa_attention,
 }
 
@@ -3292,27 +3319,16 @@ def first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).splitlines()[0][:120] if str(error) else ''}"
 
 
-def attention_names(name: str, device: torch.device, dtype: torch.dtype) -> list[str]:
-    """The backends to try, best first: the one named, or for "auto" those the device may run."""
-    if name != "auto":
-        return [name]
-    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
-    if dtype == torch.float32 or capability < (8, 0):
-        return ["sdpa"]
-    return ["triton", "varlen", "sdpa"]
-
-
 def probe_attention(attention: Callable, model: nn.Module) -> None:
     """Runs two short documents forward and backward; raises whatever goes wrong."""
     config, device, dtype = model.config, model.embed.device, model.embed.dtype
     shape = (3, 256, config.num_heads, config.head_dim)
     q, k, v = 0.1 * torch.randn(shape, device=device, dtype=dtype)
     q.requires_grad_()
-    gate = q.new_ones(256, config.num_heads) if config.attention_gates else None
     ends = torch.tensor([0, 100, 256, 256], device=device, dtype=torch.int32)
     positions = torch.cat((torch.arange(100), torch.arange(156))).to(device)
     with torch.enable_grad():
-        attention(model, positions, ends, 256)(q, k, v, 0, gate).float().sum().backward()
+        attention(model, positions, ends, 256)(q, k, v, 0).float().sum().backward()
     if not q.grad.isfinite().all():
         raise RuntimeError("its gradient is not finite")
 
@@ -3320,9 +3336,13 @@ def probe_attention(attention: Callable, model: nn.Module) -> None:
 def choose_attention(model: nn.Module, say: Callable = print) -> Callable:
     """The first backend that passes the probe; a backend named in the config must pass it."""
     wanted = model.config.attention
-    if wanted != "auto" and wanted not in ATTENTION:
+    names = [wanted]
+    if wanted == "auto":
+        tensor_cores = model.embed.is_cuda and model.embed.itemsize == 2 and bf16_is_native()
+        names = ["triton", "varlen", "sdpa"] if tensor_cores else ["sdpa"]
+    elif wanted not in ATTENTION:
         raise UserError(f"--attention {wanted} is none of auto, {', '.join(ATTENTION)}")
-    for name in attention_names(wanted, model.embed.device, model.embed.dtype):
+    for name in names:
         try:
             attention = ATTENTION[name]()
             probe_attention(attention, model)
@@ -3340,9 +3360,8 @@ def choose_attention(model: nn.Module, say: Callable = print) -> Callable:
 # <<< shared: attention
 # >>> shared: kernels
 # ===============================================================================
-# 12. KERNELS -- Triton, each beside its plain reference of the same signature (name_ref)
-# CPUs, fp32 and GPUs before Ampere run the plain code; tests/test_kernels.py compares both. Times:
-# one H200 at T = 65,536 (dev/bench_kernels.py), against torch.compile of the plain code.
+# 12. KERNELS -- Triton, each beside the plain code for CPUs, fp32 and GPUs before Ampere
+# tests/test_kernels.py compares both, dev/bench_kernels.py times them.
 # Rows of a kernel's signature: tensors, then sizes and numbers, then constants.
 
 
@@ -3357,32 +3376,23 @@ def use_triton(x: Tensor, capability: tuple = (8, 0), most_bytes: int = 2) -> bo
 OPS = next(
     f"decoderstack{n}"
     for n in range(1000)
-    if not hasattr(getattr(torch.ops, f"decoderstack{n}"), "sym_mm")
+    if not hasattr(getattr(torch.ops, f"decoderstack{n}"), "linear_ce")
 )
 
 # Of operators that take any strides. torch.compile would hand the others a copy of what it computes.
 ANY_LAYOUT = (torch.Tag.flexible_layout,)
 
-# -- softcapped cross-entropy: head, loss and gradient in one pass over the logits; 17.3 ms, in fp8
-# 12.9, against 21.0. With z = a sigmoid((x + b) / c), s = z / a and lse = log sum_j exp z_j: row t
-# has N terms, targets[k, t] with weight w_k. Those with a negative target are left out. S is the sum
-# of the row's weights.
+# -- softcapped cross-entropy: head, loss and gradient in one pass over the logits
+# With z = a sigmoid((x + b) / c), s = z / a and lse = log sum_j exp z_j: row t has N terms, targets[k, t]
+# with weight w_k. Those with a negative target are left out. S is the sum of the row's weights.
 #   loss_t = S lse - sum_k w_k z[target_k]
 #   dloss_t/dx_j = a/c s_j (1 - s_j) (S softmax_j - sum_k w_k [j = target_k])
-
-
-def softcap_ce_ref(logits, targets, weights, cap):
-    """logits (T, V) -> losses (T,) and nats of the first target (T,); only for tests, with autograd."""
-    real = targets.T >= 0
-    z = softcap(logits.float(), cap)
-    terms = z.logsumexp(1, keepdim=True) - z.gather(1, targets.T.long().clamp(min=0))
-    return (weights * real * terms).sum(1), terms[:, 0] * real[:, 0]
 
 
 def softcap_ce_cpu(logits, targets, weights, row_weight, cap, row0=0, grad=True):
     """Losses (n,), nats (n,) and row_weight * gradient (n, V) or None of logits (n, V), rows row0 on.
 
-    Few passes, most of them in place: 43 ms against 180 on two CPU cores, 2,048 x 4,096.
+    Few passes, most of them in place: a quarter of the time of the formula on two CPU cores.
     """
     a, b, c = cap
     own = slice(row0, row0 + len(logits))
@@ -3412,7 +3422,7 @@ def softcap_ce_cpu(logits, targets, weights, row_weight, cap, row0=0, grad=True)
 
 @jit
 def fast_tanh(x, FAST: tl.constexpr):
-    """FAST is one instruction, off by up to 5e-4, which bf16 hides; 0.4 ms of 88 a step."""
+    """FAST is one instruction, off by up to 5e-4, which bf16 hides."""
     if FAST:
         return tl.inline_asm_elementwise(
             "tanh.approx.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1
@@ -3446,12 +3456,11 @@ def softcap_ce_kernel(
     row0, T, a, b, c,
     V: tl.constexpr, TERMS: tl.constexpr, PAD: tl.constexpr, FAST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One row of logits (n, V) a program; grad (n, V) and row_weight may be None.
+    """One row of logits (n, V) a program, read once; grad (n, V) and row_weight may be None.
 
     z <= a bounds the exponentials, so lse needs no running maximum, and the softmax part of the
-    gradient is const * v with v = 4 e s (1 - s) known at the first look. With BLOCK >= V the row is
-    read once and v waits in registers, else a second sweep reads the row again from L2. Target
-    columns are rewritten at the end.
+    gradient is const * v with v = 4 e s (1 - s) known at the first look. Target columns are
+    rewritten at the end.
     """
     row = tl.program_id(0)
     t = row0 + row
@@ -3466,19 +3475,11 @@ def softcap_ce_kernel(
     W = tl.sum(w)
 
     # The sum of exp(z - a).
-    if BLOCK >= V:
-        j = tl.arange(0, BLOCK)
-        h, e = load_softcap(logits, j, a, b, c, V, FAST)
-        v = e * (1.0 - h * h)
-        v = to_bf16(v) if FAST else v  # half the registers: two programs a multiprocessor
-        total = tl.sum(e)
-    else:
-        acc = tl.zeros([BLOCK], tl.float32)
-        for j0 in range(0, V, BLOCK):
-            j = j0 + tl.arange(0, BLOCK)
-            h, e = load_softcap(logits, j, a, b, c, V, FAST)
-            acc += e
-        total = tl.sum(acc)
+    j = tl.arange(0, BLOCK)
+    h, e = load_softcap(logits, j, a, b, c, V, FAST)
+    v = e * (1.0 - h * h)
+    v = to_bf16(v) if FAST else v  # half the registers: two programs a multiprocessor
+    total = tl.sum(e)
     lse = a + tl.log(total)
     tl.store(losses + row, W * lse - tl.sum(w * z_t))
     tl.store(nats + row, tl.sum(tl.where((k == 0) & (target >= 0), lse - z_t, 0.0)))
@@ -3488,15 +3489,8 @@ def softcap_ce_kernel(
         g = 0.25 * a / c
         if row_weight is not None:
             g = g * tl.load(row_weight + t)
-        if BLOCK >= V:
-            v = v.to(tl.float32) * (g * W / total)
-            tl.store(grad + j, v.to(grad.dtype.element_ty), mask=j < V)
-        else:
-            for j0 in range(0, V, BLOCK):
-                j = j0 + tl.arange(0, BLOCK)
-                h, e = load_softcap(logits, j, a, b, c, V, FAST)
-                v = e * (1.0 - h * h) * (g * W / total)
-                tl.store(grad + j, v.to(grad.dtype.element_ty), mask=j < V)
+        v = v.to(tl.float32) * (g * W / total)
+        tl.store(grad + j, v.to(grad.dtype.element_ty), mask=j < V)
         # Equal targets share a column.
         w = tl.sum(tl.where(target[:, None] == target[None, :], w[None, :], 0.0), 1)
         g_t = g * (1.0 - h_t * h_t) * (W * e_t / total - w)
@@ -3504,11 +3498,8 @@ def softcap_ce_kernel(
         tl.store(grad + target, g_t.to(grad.dtype.element_ty), mask=target >= 0)
 
 
-def softcap_ce(logits, targets, weights, row_weight, cap, row0=0, grad=True, out=None, block=65536):
-    """As softcap_ce_cpu in one read and one write; the gradient replaces the logits or fills `out`.
-
-    4 bytes moved an element, with fp8 gradients 3: 3.3 TB/s of an H200 at 32,768 columns, 2.3 at 50,304.
-    """
+def softcap_ce(logits, targets, weights, row_weight, cap, row0=0, grad=True, out=None):
+    """As softcap_ce_cpu in one read and one write; the gradient replaces the logits or fills `out`."""
     n, V = logits.shape
     terms = len(weights)
     losses, nats = torch.empty(2, n, dtype=torch.float32, device=logits.device)
@@ -3517,17 +3508,14 @@ def softcap_ce(logits, targets, weights, row_weight, cap, row0=0, grad=True, out
         gradient = logits if out is None else out
     tensors = (logits, gradient, losses, nats, targets, weights, row_weight)
     softcap_ce_kernel[(n,)](
-        *tensors,
-        row0,
-        targets.shape[1],
-        *cap,
+        *tensors, row0, targets.shape[1], *cap,
         V=V,
         TERMS=terms,
         PAD=max(2, triton.next_power_of_2(terms)),
         FAST=grad and logits.is_cuda and logits.dtype != torch.float32,
-        BLOCK=min(block if grad else 4096, triton.next_power_of_2(V)),
-        num_warps=16 if grad else 8,
-    )
+        BLOCK=triton.next_power_of_2(V),
+        num_warps=16,
+    )  # fmt: skip
     return losses, nats, gradient
 
 
@@ -3546,21 +3534,19 @@ def transpose_kernel(x, y, M, N, BM: tl.constexpr, BN: tl.constexpr):
 
 @torch.library.custom_op(f"{OPS}::transpose8", mutates_args=(), tags=ANY_LAYOUT)
 def transpose8(x: Tensor) -> Tensor:
-    """(..., M, N) of one-byte items -> contiguous (..., N, M) at 3.9 TB/s, for _scaled_mm's one layout."""
-    if not use_triton(x):
-        return x.mT.contiguous()
+    """(..., M, N) of one-byte items -> contiguous (..., N, M), for _scaled_mm's one layout."""
     M, N = x.shape[-2:]
     x = x.contiguous()
     y = x.new_empty(*x.shape[:-2], N, M)
     grid = (triton.cdiv(M, 128), triton.cdiv(N, 128), x.numel() // (M * N))
-    bytes_x, bytes_y = x.view(torch.uint8), y.view(torch.uint8)
-    transpose_kernel[grid](bytes_x, bytes_y, M, N, BM=128, BN=128, num_warps=8)
+    in_bytes = [t.view(torch.uint8) for t in (x, y)]
+    transpose_kernel[grid](*in_bytes, M, N, BM=128, BN=128, num_warps=8)
     return y
 
 
 transpose8.register_fake(lambda x: x.new_empty(*x.shape[:-2], x.size(-1), x.size(-2)))
 
-# -- fp8 products of the layers; a step of B34 74.6 ms for 89.7 in bf16, 0.0005 bpb worse (11 runs)
+# -- fp8 products of the layers; on B34 17 % less time, and 0.0005 bpb worse (11 runs)
 # Weights and activations are e4m3, gradients e5m2, sums fp32. A tensor has one scale, which comes
 # from norms of rows where they bound what is to be cast: nothing of size (T, F) is searched, and
 # nothing is carried from step to step, so a resumed run continues exactly. A bound may be far off:
@@ -3571,8 +3557,8 @@ E5M2, E5M2_MAX = torch.float8_e5m2, 57344.0
 
 
 def fits_fp8(x: Tensor, *sizes: int) -> bool:
-    """Whether x is bf16 on capability 8.9 or newer, and all sizes are multiples of 16."""
-    return use_triton(x, (8, 9)) and x.dtype == torch.bfloat16 and all(n % 16 == 0 for n in sizes)
+    """Whether x is bf16 where linear_relu2 runs, and all sizes are multiples of 16."""
+    return fused_relu2(x, *sizes) and x.dtype == torch.bfloat16
 
 
 def largest_row(x: Tensor) -> Tensor:
@@ -3591,12 +3577,8 @@ def product8(a_MK: Tensor, b_NK: Tensor, scale: Tensor, dtype: torch.dtype, fast
     fast: sums of 14 bits. For gradients of inputs (K up to 3,072) they save 1 % of a step, for an error
     of 7e-4; for those of weights (K = 65,536) they cost 0.03 bpb on B34.
     """
-    if a_MK.is_cuda:  # of capability 8.9, see fits_fp8
-        one = torch.ones((), device=scale.device)
-        return torch._scaled_mm(a_MK, b_NK.T, scale, one, out_dtype=dtype, use_fast_accum=fast)
-    product = a_MK.float() @ b_NK.float().T * scale
-    # When an autograd.Function returns an idle .to(), its compiled gradients are 0 in torch 2.11.
-    return product if dtype == torch.float32 else product.to(dtype)
+    one = torch.ones((), device=scale.device)
+    return torch._scaled_mm(a_MK, b_NK.T, scale, one, out_dtype=dtype, use_fast_accum=fast)
 
 
 def to_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -3652,7 +3634,7 @@ def linear_ce(
     T = len(x)
     fp8 = x_scale is not None
     dtype = torch.bfloat16 if fp8 else x.dtype
-    losses, nats = torch.empty(T, device=x.device), torch.empty(T, device=x.device)
+    losses, nats = torch.empty(2, T, device=x.device)
     dx = x.new_empty(x.shape if grad else 0, dtype=dtype)
     dw = None if grad else w.new_empty(0, dtype=dtype)
     # More than one chunk is summed in fp32: a 16-bit running sum would round once a chunk.
@@ -3744,7 +3726,7 @@ def linear_cross_entropy(x, w, targets, cap, weights=None, row_weight=None, chun
     return linear_ce(x, w, None, None, *arguments, False)[:2]
 
 
-# -- symmetric products for Polar Express: half the tiles; the MLP bank's step 1.66 ms against 2.44
+# -- symmetric products for Polar Express: half the tiles
 
 
 def sym_mm_ref(x: Tensor, alpha: float = 1.0, beta: float = 0.0, gamma: float = 0.0) -> Tensor:
@@ -3797,13 +3779,8 @@ def sym_mm_kernel(
 SYM_TILES = dict(BM=128, BN=128, BK=64, num_warps=8, num_stages=3)
 
 
-@torch.library.custom_op(f"{OPS}::sym_mm", mutates_args=())
 def sym_mm(x: Tensor, alpha: float = 1.0, beta: float = 0.0, gamma: float = 0.0) -> Tensor:
-    """As sym_mm_ref with half the products: tiles below the diagonal, stored twice. Any strides.
-
-    X^T X is sym_mm(X.mT). m (m + 1) k FLOP and 2 (m k + m m) bytes a matrix; 1,007 TFLOP/s counted
-    as a full product of 24 x 768 x 3072.
-    """
+    """As sym_mm_ref with half the products: tiles below the diagonal, stored twice. Any strides."""
     if not use_triton(x):
         return sym_mm_ref(x, alpha, beta, gamma)
     b, m, k = x.shape
@@ -3814,96 +3791,8 @@ def sym_mm(x: Tensor, alpha: float = 1.0, beta: float = 0.0, gamma: float = 0.0)
     return out
 
 
-@sym_mm.register_fake
-def _(x, alpha=1.0, beta=0.0, gamma=0.0):
-    return x.new_empty(x.shape[0], x.shape[1], x.shape[1])
-
-
-# -- NorMuon before and after the orthogonalisation, one pass each over what they read and write. It
-# takes 2.9 ms of a step of 262,144 tokens, 0.1 more than with torch.compile, which needed 11 s first.
-
-
-def blend_momentum_ref(grad, buffer, momentum, grad_scale, dtype) -> Tensor:
-    """Momentum in Nesterov's form: moves the buffer (fp32) towards the gradient; returns the blend."""
-    grad = grad.float() * grad_scale
-    buffer.lerp_(grad, 1 - momentum)
-    return grad.lerp(buffer, momentum).to(dtype)
-
-
-@jit
-def blend_momentum_kernel(grad, buffer, out, N, momentum, grad_scale, BLOCK: tl.constexpr):
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = i < N
-    g = tl.load(grad + i, mask=inside, other=0.0).to(tl.float32) * grad_scale
-    m = tl.load(buffer + i, mask=inside, other=0.0)
-    m += (g - m) * (1 - momentum)
-    tl.store(buffer + i, m, mask=inside)
-    blend = g + (m - g) * momentum
-    tl.store(out + i, blend.to(out.dtype.element_ty), mask=inside)
-
-
-def blend_momentum(grad, buffer, momentum: float, grad_scale: float, dtype) -> Tensor:
-    """As blend_momentum_ref."""
-    if not use_triton(grad, most_bytes=4):
-        return blend_momentum_ref(grad, buffer, momentum, grad_scale, dtype)
-    assert grad.is_contiguous() and buffer.is_contiguous(), "momentum of strided tensors"
-    out = torch.empty_like(grad, dtype=dtype)
-    N = grad.numel()
-    grid = (triton.cdiv(N, 1024),)
-    blend_momentum_kernel[grid](grad, buffer, out, N, momentum, grad_scale, BLOCK=1024)
-    return out
-
-
-def step_cautiously_ref(master, update, factor, lr, weights, decay) -> None:
-    """master -= lr (update factor + decay master), without the decay where the step makes a weight larger.
-
-    Args: master fp32, update (N, R, C); factor fp32 (N, R, 1) or (N, 1, C), positive; lr fp32
-          (N, 1, 1); weights (N, R, C) receives the master in its own dtype, or is None; decay a number
-    """
-    update = update.float() * factor
-    agrees = update * master >= 0
-    master.sub_(lr * (update + decay * master * agrees))
-    if weights is not None:
-        weights.copy_(master)
-
-
-@jit
-def step_cautiously_kernel(
-    master, update, factor, lr, weights,
-    size, C, decay, WIDE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Entries of one matrix of `size` = R C; factor has one value a row, or WIDE: a column."""
-    n = tl.program_id(1).to(tl.int64)
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = i < size
-    if WIDE:
-        f = tl.load(factor + n * C + i % C, mask=inside, other=0.0)
-    else:
-        f = tl.load(factor + n * (size // C) + i // C, mask=inside, other=0.0)
-    at = n * size + i
-    x = tl.load(master + at, mask=inside, other=0.0)
-    u = tl.load(update + at, mask=inside, other=0.0).to(tl.float32) * f
-    x -= tl.load(lr + n) * (u + tl.where(u * x >= 0, decay * x, 0.0))
-    tl.store(master + at, x, mask=inside)
-    if weights is not None:
-        tl.store(weights + at, x.to(weights.dtype.element_ty), mask=inside)
-
-
-def step_cautiously(master, update, factor, lr, weights, decay: float) -> None:
-    """As step_cautiously_ref."""
-    tensors = (master, update, factor, lr, weights)
-    if not use_triton(update, most_bytes=4):
-        return step_cautiously_ref(*tensors, decay)
-    assert all(t is None or t.is_contiguous() for t in tensors), "a step on strided tensors"
-    N, R, C = master.shape
-    grid = (triton.cdiv(R * C, 1024), N)
-    step_cautiously_kernel[grid](*tensors, R * C, C, decay, WIDE=factor.size(1) == 1, BLOCK=1024)
-
-
 # -- RMSProp for tables: a second moment for each row, and no first one, so that rows that no token
-# read need no update. Adam moved 20 bytes an entry, with moments in bf16. This moves 2, and 10 more
-# where a row was read: in 65,536 tokens of B34 31 % of the value embeddings, in 262,144 tokens 62 %.
-# 1 to 2 % of the time, for 0.001 bpb on B34. A sparse gradient leaves what was not read alone.
+# read need no update: 1 to 2 % less time than Adam, for 0.001 bpb on B34
 
 
 def update_rows_ref(
@@ -3994,68 +3883,8 @@ def update_rows(master, grad, row_square, weights, index=None, **numbers) -> Non
     update_rows_kernel[(N,)](*tensors, N, C, **numbers, BLOCK=block, GROUP=8)
 
 
-# -- Adam for what is left: small parameters, and the table of input and output
-
-
-def update_entries_ref(
-    master, grad, exp_avg, exp_avg_sq, weights,
-    *, lr, beta1, beta2, correction1, correction2, eps, decay, grad_scale,
-) -> None:  # fmt: skip
-    """One Adam step with cautious weight decay, in place.
-
-    Args: master, exp_avg, exp_avg_sq fp32, grad and weights of equal shape; weights receives the
-          master in its own dtype, or is None; python numbers
-    """
-    grad = grad.float() * grad_scale
-    exp_avg.lerp_(grad, 1 - beta1)
-    exp_avg_sq.lerp_(grad.square(), 1 - beta2)
-    update = exp_avg / correction1 / ((exp_avg_sq / correction2).sqrt() + eps)
-    agrees = update * master > 0
-    master.sub_(lr * (update + decay * master * agrees))
-    if weights is not None:
-        weights.copy_(master)
-
-
-@jit
-def update_entries_kernel(
-    master, grad, exp_avg, exp_avg_sq, weights,
-    N, lr, beta1, beta2, correction1, correction2, eps, decay, grad_scale, BLOCK: tl.constexpr,
-):  # fmt: skip
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = i < N
-    g = tl.load(grad + i, mask=inside, other=0.0).to(tl.float32) * grad_scale
-    m = tl.load(exp_avg + i, mask=inside, other=0.0)
-    v = tl.load(exp_avg_sq + i, mask=inside, other=0.0)
-    x = tl.load(master + i, mask=inside, other=0.0)
-    m += (g - m) * (1 - beta1)
-    v += (g * g - v) * (1 - beta2)
-    update = m / correction1 / (tl.sqrt(v / correction2) + eps)
-    x -= lr * (update + tl.where(update * x > 0, decay * x, 0.0))
-    tl.store(exp_avg + i, m, mask=inside)
-    tl.store(exp_avg_sq + i, v, mask=inside)
-    tl.store(master + i, x, mask=inside)
-    if weights is not None:
-        tl.store(weights + i, x.to(weights.dtype.element_ty), mask=inside)
-
-
-def update_entries(master, grad, exp_avg, exp_avg_sq, weights, **numbers) -> None:
-    """As update_entries_ref."""
-    tensors = (master, grad, exp_avg, exp_avg_sq, weights)
-    if not use_triton(grad, most_bytes=4):
-        return update_entries_ref(*tensors, **numbers)
-    assert all(t is None or t.is_contiguous() for t in tensors), "entries of a strided tensor"
-    N = grad.numel()
-    update_entries_kernel[(triton.cdiv(N, 1024),)](*tensors, N, **numbers, BLOCK=1024)
-
-
-# -- relu(x w^T)^2 in the epilogue of a product; the MLP forward and backward 2.89 ms against 3.1,
-# in fp8 2.04. Only the activation after the square is kept: its root is relu(x w^T), which is all
-# that the backward needs.
-
-
-def linear_relu2_ref(x: Tensor, w: Tensor) -> Tensor:
-    """x (T, D), w (F, D) -> relu(x w^T)^2, (T, F)."""
-    return F.relu(x @ w.T).square()
+# -- relu(x w^T)^2 in the epilogue of a product. Only the activation after the square is kept: its
+# root is relu(x w^T), which is all that the backward needs.
 
 
 @jit
@@ -4105,13 +3934,13 @@ def linear_relu2_kernel(
 RELU2_TILES = dict(BM=128, BN=128, BK=64, GROUP=4, num_warps=4, num_stages=3)
 
 
-def fused_relu2(x: Tensor, w: Tensor) -> bool:
-    """Whether the kernel runs on this device, with rows of whole 16 bytes.
+def fused_relu2(x: Tensor, *sizes: int) -> bool:
+    """Whether linear_relu2 runs on the device of x: all sizes must be multiples of 16.
 
     Hopper and B200 can: it needs 112 KiB of shared memory, of which an RTX 50 (12.0) has 99.
     """
     device_fits = use_triton(x, (9, 0)) and not use_triton(x, (12, 0))
-    return device_fits and all(n * x.itemsize % 16 == 0 for n in (x.size(1), w.size(0)))
+    return device_fits and all(n % 16 == 0 for n in sizes)
 
 
 @torch.library.custom_op(f"{OPS}::linear_relu2", mutates_args=(), tags=ANY_LAYOUT)
@@ -4121,8 +3950,7 @@ def linear_relu2(
     """relu(a b^T)^2 factor, (M, N); or with post = relu(pre)^2 the gradient of pre.
 
     That is 2 (a b^T) sqrt(post) factor. The results have the dtype of a; the second is the transpose
-    (N, M) of the first if that is fp8, else empty. 2 M N K FLOP; moves M K + N K + M N items, M N more
-    with post and M N more for the transpose.
+    (N, M) of the first if that is fp8, else empty.
     """
     M, K = a.shape
     N = len(b)
@@ -4167,36 +3995,10 @@ class MLPRelu2(torch.autograd.Function):
         return before @ up, before.T @ x, post.T @ g
 
 
-def plain_product8(a8: Tensor, b8: Tensor) -> Tensor:
-    """a b^T unscaled, fp32; on CUDA rounded to bf16."""
-    one = torch.ones((), device=a8.device)
-    dtype = torch.bfloat16 if a8.is_cuda else torch.float32
-    return product8(a8, b8, one, dtype).float()
-
-
-def relu2_8(x8: Tensor, w8: Tensor) -> tuple[Tensor, Tensor]:
-    """e4m3 of relu(x w^T)^2 / 448^3 and its transpose, see MLP8."""
-    if fused_relu2(x8, w8):
-        return linear_relu2(x8, w8, None, E4M3_MAX**-3)
-    post = F.relu(plain_product8(x8, w8)).square() * E4M3_MAX**-3
-    # torch rounds to NaN what is too large, Triton to the largest number.
-    post = post.clamp(max=E4M3_MAX).to(E4M3)
-    return post, transpose8(post)
-
-
-def relu2_grad8(g8: Tensor, w8: Tensor, post8: Tensor) -> tuple[Tensor, Tensor]:
-    """e5m2 of (g w^T) sqrt(post) / 448^1.5 and its transpose, see MLP8."""
-    if fused_relu2(g8, w8):
-        return linear_relu2(g8, w8, post8, E4M3_MAX**-1.5 / 2)
-    before = plain_product8(g8, w8) * post8.float().sqrt() * E4M3_MAX**-1.5
-    before = before.clamp(-E5M2_MAX, E5M2_MAX).to(E5M2)
-    return before, transpose8(before)
-
-
 class MLP8(torch.autograd.Function):
     """MLPRelu2 with its six products in fp8, for an x whose rows have norm sqrt(D) as after norm().
 
-    Where the kernel runs, nothing of size (T, F) exists in more than 8 bits. |x w^T| <= |x| |w|
+    Nothing of size (T, F) exists in more than 8 bits. |x w^T| <= |x| |w|
     bounds the activation, and in the same way the gradient before it, so their scales are known.
     What remains between operands and result is a constant.
     """
@@ -4207,7 +4009,8 @@ class MLP8(torch.autograd.Function):
         down8 = Weight8(*weights8[3:])
         row_x = math.sqrt(x.size(1))
         x8 = cast8(x, E4M3_MAX / row_x)
-        post8, post8_T = relu2_8(x8, up8.values)  # in units of (row_x row_up)^2 / 448
+        # In units of (row_x row_up)^2 / 448.
+        post8, post8_T = linear_relu2(x8, up8.values, None, E4M3_MAX**-3)
         ctx.save_for_backward(x8, post8, post8_T, *up8, *down8)
         scale = (row_x * up8.row / E4M3_MAX) ** 2 * down8.row
         return product8(post8, down8.transposed, scale, x.dtype, fast=True)
@@ -4221,7 +4024,7 @@ class MLP8(torch.autograd.Function):
         row_g = largest_row(g)
         g8 = cast8(g.contiguous(), E5M2_MAX / row_g, E5M2)
         # In units of 2 row_g row_down row_x row_up / 57344.
-        before8, before8_T = relu2_grad8(g8, down8.values, post8)
+        before8, before8_T = linear_relu2(g8, down8.values, post8, E4M3_MAX**-1.5 / 2)
         unit = 2 * row_g * down8.row * up8.row * (row_x / E5M2_MAX / E4M3_MAX)
         dx = product8(before8, up8.transposed, unit * up8.row, g.dtype, fast=True)
         dup = product8(before8_T, transpose8(x8), unit * row_x, g.dtype)
@@ -4237,15 +4040,13 @@ def mlp_relu2(x_TD: Tensor, up_FD: Tensor, down_FD: Tensor, up8=None, down8=None
     """
     if up8 is not None:
         return MLP8.apply(x_TD, up_FD, down_FD, *up8, *down8)
-    if fused_relu2(x_TD, up_FD) and torch.is_grad_enabled():
+    if fused_relu2(x_TD, *up_FD.shape) and torch.is_grad_enabled():
         return MLPRelu2.apply(x_TD, up_FD, down_FD)
-    return linear_relu2_ref(x_TD, up_FD) @ down_FD
+    return F.relu(x_TD @ up_FD.T).square() @ down_FD
 
 
-# -- sliding-window attention on packed documents; at windows 128, 384, 896 forward and backward in
-# 0.66, 0.99, 1.44 ms against 1.10, 1.50, 1.92 of torch varlen. Row i sees keys bounds[0, i] <= j <=
-# i; key j is seen by rows j <= i <= bounds[1, j]; neither bound ever falls. A gate is a positive
-# factor of each row and head; in the kernel it saves the 1.2 ms of 90 that it costs outside.
+# -- sliding-window attention on packed documents, in 60 to 75 % of the time of torch varlen. Row i
+# sees keys bounds[0, i] <= j <= i; key j is seen by rows j <= i <= bounds[1, j]; no bound ever falls.
 
 
 def attention_bounds(cu_seqlens: Tensor, T: int, window: int) -> Tensor:
@@ -4255,15 +4056,6 @@ def attention_bounds(cu_seqlens: Tensor, T: int, window: int) -> Tensor:
     first = torch.maximum(cu_seqlens[doc - 1], t - window)
     last = torch.minimum(cu_seqlens[doc] - 1, t + window)
     return torch.stack([first, last]).to(torch.int32)
-
-
-def window_attention_ref(q, k, v, bounds: Tensor, gate: Tensor | None = None):
-    """q, k, v (T, H, K), gate (T, H) -> (T, H, K) with dense scores (H, T, T); only for tests."""
-    t = torch.arange(len(q), device=q.device)
-    seen = (t >= bounds[0, :, None]) & (t <= t[:, None])
-    scores = torch.einsum("ihd,jhd->hij", q, k).masked_fill(~seen, float("-inf"))
-    p = scores.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32))
-    return gated(torch.einsum("hij,jhd->ihd", p.to(v.dtype), v), gate)
 
 
 @jit
@@ -4281,13 +4073,13 @@ def store_rows(x, value, index, stride, T, D: tl.constexpr):
 
 @jit
 def attention_forward_kernel(
-    q, k, v, o, lse, gate, bounds,
+    q, k, v, o, lse, bounds,
     T, sq, sk, sv, so,
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """One block of BM rows and one head a program; keys from the first that its first row sees.
 
-    q, k, v, o (T, H, D) with strides sq to so between tokens, lse (H, T), gate (T, H) or None.
+    q, k, v, o (T, H, D) with strides sq to so between tokens, lse (H, T).
     """
     m0 = tl.program_id(0) * BM
     h = tl.program_id(1)
@@ -4310,25 +4102,17 @@ def attention_forward_kernel(
         total = total * shrink + tl.sum(p, 1)
         V = load_rows(v + h * D, n, sv, T, D)
         acc = tl.dot(p.to(V.dtype), V, acc * shrink[:, None], input_precision="ieee")
-    G = 1.0
-    if gate is not None:
-        G = tl.load(gate + m * (so // D) + h, mask=m < T, other=1.0).to(tl.float32)
-    store_rows(o + h * D, acc * (G / total)[:, None], m, so, T, D)
+    store_rows(o + h * D, acc * (1.0 / total)[:, None], m, so, T, D)
     tl.store(lse + h * T + m, top + tl.log2(total), mask=m < T)
 
 
 @jit
 def attention_dq_kernel(
-    q, k, v, o, do, dq, lse, delta, gate, gated_lse, bounds,
+    q, k, v, o, do, dq, lse, delta, bounds,
     T, sq, sk, sv, so,
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """As the forward; also leaves delta = rowsum(o do) for the other kernel.
-
-    With a gate G: ds = p (G dp - delta) = p' (dp - delta / G), where p' = G p is exp2(s - (lse -
-    log2 G)) and also the factor of dv. So both kernels see another lse and another delta, and the
-    latter is the gradient of the gate.
-    """
+    """As the forward; also leaves delta = rowsum(o do) for the other kernel."""
     m0 = tl.program_id(0) * BM
     h = tl.program_id(1)
     m = m0 + tl.arange(0, BM)
@@ -4338,11 +4122,6 @@ def attention_dq_kernel(
     dO = load_rows(do + h * D, m, so, T, D)
     O = load_rows(o + h * D, m, so, T, D)
     row = tl.sum(dO.to(tl.float32) * O.to(tl.float32), 1)
-    if gate is not None:  # a gate of exactly 0 has a sigmoid of slope 0 behind it
-        G = tl.load(gate + m * (so // D) + h, mask=m < T, other=1.0).to(tl.float32)
-        row = tl.where(G == 0.0, 0.0, row / G)
-        L = L - tl.log2(G)
-        tl.store(gated_lse + h * T + m, L, mask=m < T)
     tl.store(delta + h * T + m, row, mask=m < T)
     acc = tl.zeros([BM, D], tl.float32)
     for n0 in range(tl.load(bounds + m0) // BN * BN, min(m0 + BM, T), BN):
@@ -4401,86 +4180,69 @@ def adjacent_heads(x: Tensor) -> Tensor:
 
 @torch.library.custom_op(f"{OPS}::window_attention", mutates_args=())
 def window_attention_forward(
-    q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, gate: Tensor | None
+    q: Tensor, k: Tensor, v: Tensor, bounds: Tensor
 ) -> tuple[Tensor, Tensor]:
     """window_attention and lse (H, T), the base-2 logarithms of the softmax's denominators."""
     T, H, D = q.shape
     q, k, v = map(adjacent_heads, (q, k, v))
-    gate = None if gate is None else gate.contiguous()
     o = q.new_empty(T, H, D)
     lse = torch.empty(H, T, dtype=torch.float32, device=q.device)
     grid = (triton.cdiv(T, ATTENTION_TILES["BM"]), H)
     sizes = (T, q.stride(0), k.stride(0), v.stride(0), H * D, D)
-    attention_forward_kernel[grid](q, k, v, o, lse, gate, bounds, *sizes, **ATTENTION_TILES)
+    attention_forward_kernel[grid](q, k, v, o, lse, bounds, *sizes, **ATTENTION_TILES)
     return o, lse
 
 
 @torch.library.custom_op(f"{OPS}::window_attention_grad", mutates_args=())
 def window_attention_grad(
-    q: Tensor, k: Tensor, v: Tensor, o: Tensor, do: Tensor, lse: Tensor,
-    bounds: Tensor, gate: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """dq, dk, dv (T, H, K) and dgate (T, H), which is empty without a gate."""
+    q: Tensor, k: Tensor, v: Tensor, o: Tensor, do: Tensor, lse: Tensor, bounds: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     T, H, D = q.shape
     q, k, v = map(adjacent_heads, (q, k, v))
     do = do.contiguous()
     dq, dk, dv = (q.new_empty(T, H, D) for _ in range(3))
     delta = torch.empty_like(lse)
-    gated_lse = None
-    if gate is not None:
-        gate = gate.contiguous()
-        gated_lse = torch.empty_like(lse)
-
     sizes = (T, q.stride(0), k.stride(0), v.stride(0), H * D, D)
-    tensors = (q, k, v, o, do, dq, lse, delta, gate, gated_lse, bounds)
     grid = (triton.cdiv(T, ATTENTION_TILES["BM"]), H)
-    attention_dq_kernel[grid](*tensors, *sizes, **ATTENTION_TILES)
-
-    tensors = (q, k, v, do, dk, dv, lse if gate is None else gated_lse, delta, bounds)
+    attention_dq_kernel[grid](q, k, v, o, do, dq, lse, delta, bounds, *sizes, **ATTENTION_TILES)
     grid = (triton.cdiv(T, ATTENTION_TILES["BN"]), H)
-    attention_dkv_kernel[grid](*tensors, *sizes, **ATTENTION_TILES)
-    dgate = q.new_empty(0) if gate is None else delta.T.to(gate.dtype).contiguous()
-    return dq, dk, dv, dgate
+    attention_dkv_kernel[grid](q, k, v, do, dk, dv, lse, delta, bounds, *sizes, **ATTENTION_TILES)
+    return dq, dk, dv
 
 
 @window_attention_forward.register_fake
-def _(q, k, v, bounds, gate):
+def _(q, k, v, bounds):
     return q.new_empty(q.shape), q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
 
 
 @window_attention_grad.register_fake
-def _(q, k, v, o, do, lse, bounds, gate):
-    dq, dk, dv = (q.new_empty(q.shape) for _ in range(3))
-    return dq, dk, dv, q.new_empty(0) if gate is None else gate.new_empty(gate.shape)
+def _(q, *rest):
+    return tuple(q.new_empty(q.shape) for _ in range(3))
 
 
 class WindowAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, bounds, gate):
-        o, lse = window_attention_forward(q, k, v, bounds, gate)
-        ctx.save_for_backward(q, k, v, bounds, gate, o, lse)
+    def forward(ctx, q, k, v, bounds):
+        o, lse = window_attention_forward(q, k, v, bounds)
+        ctx.save_for_backward(q, k, v, bounds, o, lse)
         return o
 
     @staticmethod
     def backward(ctx, do):
-        q, k, v, bounds, gate, o, lse = ctx.saved_tensors
-        dq, dk, dv, dgate = window_attention_grad(q, k, v, o, do, lse, bounds, gate)
-        return dq, dk, dv, None, None if gate is None else dgate
+        q, k, v, bounds, o, lse = ctx.saved_tensors
+        return *window_attention_grad(q, k, v, o, do, lse, bounds), None
 
 
-def window_attention(q_THK, k_THK, v_THK, bounds: Tensor, gate_TH=None) -> Tensor:
-    """As window_attention_ref, for 16 bits, K a power of two; q, k, v may be views of a packed qkv.
+def window_attention(q_THK, k_THK, v_THK, bounds: Tensor) -> Tensor:
+    """Attention (T, H, K) in 16 bits, K a power of two; q, k, v may be views of a packed qkv.
 
-    q carries the scale, and the gate is above 0. 4 / 10 T H K window FLOP forward / backward; at least
-    4 / 12 T H K values moved.
+    q carries the scale.
     """
-    return WindowAttention.apply(q_THK, k_THK, v_THK, bounds, gate_TH)
+    return WindowAttention.apply(q_THK, k_THK, v_THK, bounds)
 
 
 # -- queries and keys: norm, scale and rotary embedding in one pass over qkv, and the way back in
-# another; 0.11 and 0.20 ms at 6 heads, 90 and 99 % of the speed of a copy. torch.compile needed 0.16
-# and 0.27, with two passes for the way back and fp32 gradients of the normalised in memory between
-# them; in the medium model 31 ms of 504, now 14.
+# another. torch.compile takes 1.4 times as long, since it goes back in two passes.
 
 
 def norm_rotate_ref(qkv: Tensor, cos: Tensor, sin: Tensor, scale: Tensor):
@@ -4542,13 +4304,13 @@ def norm_rotate_kernel(
 
 @jit
 def norm_rotate_grad_kernel(
-    qkv, dq, dk, dv, dqkv, cos, sin, scale, scale_out,
+    qkv, dq, dk, dv, cos, sin, scale, unit, dqkv,
     rows, H, every, eps,
     K: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip
     """From the gradients dq, dk, dv (T, H, K) to dqkv (N, 3, H, K), BR rows of K values a program.
 
-    Row n of dqkv is of token n * every; it is divided by scale_out if there is one.
+    Row n of dqkv is of token n * every, divided by the unit.
     """
     row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     live = (row < rows)[:, None]
@@ -4557,7 +4319,7 @@ def norm_rotate_grad_kernel(
     t = n * every
     C = tl.load(quarter(cos, t, K), mask=live, other=0.0).to(tl.float32)
     S = tl.load(quarter(sin, t, K), mask=live, other=0.0).to(tl.float32)
-    inverse = 1.0 if scale_out is None else 1.0 / tl.load(scale_out)
+    inverse = 1.0 / tl.load(unit)
     for part in tl.static_range(2):
         x0, x1, x2, x3 = load_quarters(quarter(qkv, (t * 3 + part) * H + head, K), K, live)
         squares = tl.sum(x0 * x0 + x1 * x1 + x2 * x2 + x3 * x3, 1)
@@ -4589,49 +4351,41 @@ def norm_rotate_forward(
     qkv: Tensor, cos: Tensor, sin: Tensor, scale: Tensor
 ) -> tuple[Tensor, Tensor]:
     T, _, H, K = qkv.shape
-    q, k = qkv.new_empty(T, H, K), qkv.new_empty(T, H, K)
+    q, k = (qkv.new_empty(T, H, K) for _ in range(2))
     tensors = (qkv.contiguous(), q, k, cos.contiguous(), sin.contiguous(), scale)
     grid = (triton.cdiv(T * H, ROTATE_ROWS),)
     norm_rotate_kernel[grid](*tensors, T * H, H, NORM_EPS, K, ROTATE_ROWS)
     return q, k
 
 
-def launch_norm_rotate_grad(tensors, dqkv, rotary, scale_out=None, every=1) -> None:
-    """Fills dqkv (N, 3, H, K) from tensors = qkv, dq, dk, dv and rotary = cos, sin, scale."""
-    N, _, H, K = dqkv.shape
-    tensors = [t.contiguous() for t in tensors]
-    rotary = [t.contiguous() for t in rotary]
-    grid = (triton.cdiv(N * H, ROTATE_ROWS),)
-    sizes = (N * H, H, every, NORM_EPS, K, ROTATE_ROWS)
-    norm_rotate_grad_kernel[grid](*tensors, dqkv, *rotary, scale_out, *sizes)
-
-
 @torch.library.custom_op(f"{OPS}::norm_rotate_grad", mutates_args=())
 def norm_rotate_grad(
-    qkv: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, scale: Tensor
-) -> Tensor:
-    dqkv = qkv.new_empty(qkv.shape)
-    launch_norm_rotate_grad((qkv, dq, dk, dv), dqkv, (cos, sin, scale))
-    return dqkv
-
-
-@torch.library.custom_op(f"{OPS}::norm_rotate_grad8", mutates_args=())
-def norm_rotate_grad8(
-    qkv: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, scale: Tensor
-) -> tuple[Tensor, Tensor]:
-    """norm_rotate_grad in e5m2, and its scale, 256 times that of every 64th token.
+    qkv: Tensor, dq: Tensor, dk: Tensor, dv: Tensor,
+    cos: Tensor, sin: Tensor, scale: Tensor, fp8: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The gradient of qkv, in e5m2 if fp8, and its scale: 256 times that of every 64th token, else 1.
 
     e5m2 has 32 binades, so other tokens may exceed those by 8 of them (what exceeds more becomes
     the largest number) and fall below by 20.
     """
-    tensors = [t.contiguous() for t in (qkv, dq, dk, dv)]
-    sample = qkv.new_empty(math.ceil(len(qkv) / 64), *qkv.shape[1:])
-    launch_norm_rotate_grad(tensors, sample, (cos, sin, scale), every=64)
-    largest = torch.linalg.vector_norm(sample, float("inf"), dtype=torch.float32)
-    scale8 = largest.clamp(min=1e-30) * (256 / E5M2_MAX)
-    dqkv8 = qkv.new_empty(qkv.shape, dtype=E5M2)
-    launch_norm_rotate_grad(tensors, dqkv8, (cos, sin, scale), scale8)
-    return dqkv8, scale8
+    tensors = [t.contiguous() for t in (qkv, dq, dk, dv, cos, sin, scale)]
+    _, _, H, K = qkv.shape
+
+    def launch(dqkv: Tensor, unit: Tensor, every: int) -> None:
+        rows = len(dqkv) * H
+        grid = (triton.cdiv(rows, ROTATE_ROWS),)
+        sizes = (rows, H, every, NORM_EPS, K, ROTATE_ROWS)
+        norm_rotate_grad_kernel[grid](*tensors, unit, dqkv, *sizes)
+
+    unit = torch.ones((), device=qkv.device)
+    if fp8:
+        sample = qkv.new_empty(math.ceil(len(qkv) / 64), *qkv.shape[1:])
+        launch(sample, unit, 64)
+        largest = torch.linalg.vector_norm(sample, float("inf"), dtype=torch.float32)
+        unit = largest.clamp(min=1e-30) * (256 / E5M2_MAX)
+    dqkv = qkv.new_empty(qkv.shape, dtype=E5M2 if fp8 else qkv.dtype)
+    launch(dqkv, unit, 1)
+    return dqkv, unit
 
 
 @norm_rotate_forward.register_fake
@@ -4639,12 +4393,10 @@ def _(qkv, *rest):
     return qkv.new_empty(qkv[:, 0].shape), qkv.new_empty(qkv[:, 0].shape)
 
 
-norm_rotate_grad.register_fake(lambda qkv, *rest: qkv.new_empty(qkv.shape))
-
-
-@norm_rotate_grad8.register_fake
-def _(qkv, *rest):
-    return qkv.new_empty(qkv.shape, dtype=E5M2), qkv.new_empty((), dtype=torch.float32)
+@norm_rotate_grad.register_fake
+def _(qkv, dq, dk, dv, cos, sin, scale, fp8):
+    dqkv = qkv.new_empty(qkv.shape, dtype=E5M2 if fp8 else qkv.dtype)
+    return dqkv, qkv.new_empty((), dtype=torch.float32)
 
 
 class NormRotate(torch.autograd.Function):
@@ -4656,14 +4408,15 @@ class NormRotate(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dq, dk, dv):
         qkv, *rotary = ctx.saved_tensors
-        return norm_rotate_grad(qkv, dq, dk, dv, *rotary), None, None, None
+        dqkv, _ = norm_rotate_grad(qkv, dq, dk, dv, *rotary, False)
+        return dqkv, None, None, None
 
 
 def norm_rotate(qkv: Tensor, cos_TK: Tensor, sin_TK: Tensor, scale: Tensor):
     """qkv (T, 3, H, K) -> q, normalised, times the scale and rotated; k, normalised and rotated; v.
 
     Each is (T, H, K). cos_TK and sin_TK (T, 1, K) as for rotate, of which the kernel reads the
-    first quarter; scale 0-D, without a gradient. 4 / 8 T H K values moved.
+    first quarter; scale 0-D, without a gradient.
     """
     K = qkv.size(-1)
     # Without gradients torch.compile joins the plain code with what stands around it.
@@ -4691,7 +4444,7 @@ class QKV8(torch.autograd.Function):
         x8, qkv, cos, sin, scale, *weight8 = ctx.saved_tensors
         w8 = Weight8(*weight8)
         row_x = math.sqrt(x8.size(1))
-        g8, unit = norm_rotate_grad8(qkv, dq, dk, dv, cos, sin, scale)
+        g8, unit = norm_rotate_grad(qkv, dq, dk, dv, cos, sin, scale, True)
         g8 = g8.view(len(x8), -1)
         dx = product8(g8, w8.transposed, unit * w8.row / E4M3_MAX, dq.dtype, fast=True)
         dw = product8(transpose8(g8), transpose8(x8), unit * (row_x / E4M3_MAX), dq.dtype)

@@ -215,7 +215,7 @@ def ranges(state: ts.TrainState):
         (optimizer, "step", "step: optimizer"),
         (ts, "normuon_update", "step: NorMuon"),
         (ts, "update_rows", "step: RMSProp"),
-        (ts, "update_entries", "step: Adam"),
+        (optimizer, "update_adam", "step: Adam"),
     )
     kept = [getattr(owner, attribute) for owner, attribute, _ in spots]
 

@@ -17,7 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path[:1] = [str(Path(__file__).resolve().parents[1])]
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:1] = [str(ROOT), str(ROOT / "tests")]
+import references
 import torch
 import torch.nn.functional as F
 
@@ -134,19 +136,18 @@ def ce_case(T: int, V: int, terms: int = 4):
 
 
 def check_ce() -> None:
-    sizes = ((37, 192, 32768), (515, 50304, 65536), (515, 32768, 32768), (1001, 65536, 8192))
-    for T, V, block in sizes:
+    for T, V in ((37, 192), (515, 50304), (515, 32768), (1001, 65536)):
         logits, targets, weights, rows = ce_case(T, V)
         leaf = logits.clone().requires_grad_()
-        losses, nats = K.softcap_ce_ref(leaf, targets, weights, CAP)
+        losses, nats = references.softcap_ce(leaf, targets, weights, CAP)
         want = losses, nats, *torch.autograd.grad(losses @ rows, leaf)
-        got = K.softcap_ce(logits.clone(), targets, weights, rows, CAP, block=block)
+        got = K.softcap_ce(logits.clone(), targets, weights, rows, CAP)
         name = f"softcap_ce {T} x {V}"
-        check(f"{name}, block {block}: losses, nats, gradient", zip(got, want, strict=True), 6e-3)
+        check(f"{name}: losses, nats, gradient", zip(got, want, strict=True), 6e-3)
         losses, _, _ = K.softcap_ce(logits.clone(), targets, weights, rows, CAP, grad=False)
         check(f"{name}: validation losses", [(losses, want[0])], 1e-5)
         out = torch.full((T, V), float("nan"), device="cuda").to(torch.float8_e5m2)
-        K.softcap_ce(logits, targets, weights, rows * 1e4, CAP, out=out, block=block)
+        K.softcap_ce(logits, targets, weights, rows * 1e4, CAP, out=out)
         check(f"{name}: e5m2 gradient", [(out.float() / 1e4, want[2])], 0.12)
         check(f"transpose8 {T} x {V}", [(K.transpose8(out).float(), out.T.float())], 1e-9)
     T, V, D = 5008, 32768, 768
@@ -159,7 +160,7 @@ def check_ce() -> None:
 
     want = head(*(t.detach().float().requires_grad_() for t in (x, w)))
     check("linear_cross_entropy bf16: losses, dx, dw", zip(head(x, w), want, strict=True), 2e-2)
-    if torch.cuda.get_device_capability() >= (8, 9):
+    if K.fused_relu2(x):
         got = head(x, w, True)
         check("linear_cross_entropy fp8: losses, dx, dw", zip(got, want, strict=True), 0.12)
 
@@ -177,8 +178,7 @@ def time_ce() -> None:
     def all_terms():
         return K.softcap_ce(logits, targets4, weights, rows, CAP)
 
-    for block in (32768, 8192, 4096):
-        timed(f"softcap_ce {T} x {V}, block {block}", lambda: loss(block=block), moved=moved)
+    timed(f"softcap_ce {T} x {V}", loss, moved=moved)
     timed("  four targets, row weights", all_terms, moved=moved)
     timed("  validation", lambda: loss(grad=False), moved=moved / 2)
     timed("  e5m2 gradient", lambda: loss(out=g8), moved=moved * 3 / 4)
@@ -194,7 +194,7 @@ def time_ce() -> None:
         total, _ = K.linear_cross_entropy(x, w, targets, CAP, chunk=chunk, fp8=fp8)
         torch.autograd.grad(total, (x, w))
 
-    kinds = ("bf16", "fp8") if torch.cuda.get_device_capability() >= (8, 9) else ("bf16",)
+    kinds = ("bf16", "fp8") if K.fused_relu2(x) else ("bf16",)
     for kind in kinds:
         for chunk in (8192, 16384, 32768, 65536):
             name = f"linear_cross_entropy {T}, {kind}, chunk {chunk}"
@@ -264,7 +264,7 @@ def check_mlp() -> None:
         post, _ = K.linear_relu2(x, up)
         slope = 2 * (g.double() @ down.double().T) * post.double().sqrt()
         pairs = (
-            (post, K.linear_relu2_ref(x.double(), up.double())),
+            (post, F.relu(x.double() @ up.double().T).square()),
             (K.linear_relu2(g, down, post)[0], slope),
         )
         check(f"linear_relu2 {T} x {D} x {hidden}: forward, gradient", pairs, 5e-3)
@@ -283,7 +283,7 @@ def time_mlp() -> None:
     tiles = ("RELU2_TILES", names, rows)
     square = torch.compile(lambda p: F.relu(p).square())
     slope = torch.compile(lambda d, post: 2 * d * post.sqrt())
-    plain = torch.compile(lambda x, up, down: K.linear_relu2_ref(x, up) @ down)
+    plain = torch.compile(lambda x, up, down: F.relu(x @ up.T).square() @ down)
     x, g = randn(T, D), randn(T, D)
     up, down = randn(hidden, D, scale=D**-0.5), randn(hidden, D, scale=hidden**-0.5)
     post, _ = K.linear_relu2(x, up)
@@ -303,10 +303,12 @@ def time_mlp() -> None:
 
     x8, up8, down8 = (t.detach().to(K.E4M3) for t in (x, up, down))
     g8 = g.to(K.E5M2)
-    post8, _ = K.relu2_8(x8, up8)
+    forward8 = lambda: K.linear_relu2(x8, up8, None, 448.0**-3)
+    post8, _ = forward8()
     work = {"flop": flop, "kind": "fp8"}
-    sweep(f"{name}, fp8", *tiles, lambda: K.relu2_8(x8, up8), **work)
-    sweep("linear_relu2_grad, fp8", *tiles, lambda: K.relu2_grad8(g8, down8, post8), **work)
+    sweep(f"{name}, fp8", *tiles, forward8, **work)
+    backward8 = lambda: K.linear_relu2(g8, down8, post8, 448.0**-1.5 / 2)
+    sweep("linear_relu2_grad, fp8", *tiles, backward8, **work)
 
 
 # ---- attention
@@ -324,17 +326,16 @@ def check_attention() -> None:
     for T, mean, window in ((1000, 90, 128), (777, 5, 16), (1500, 690, 896), (1, 1, 0)):
         bounds = K.attention_bounds(documents(T, mean), T, window)
         qkv = randn(T, 3, 6, 128).requires_grad_()
-        gate = torch.rand(T, 6, device="cuda").to(bf16).requires_grad_()
         g = randn(T, 6, 128)
         q, k, v = qkv.unbind(1)
-        y = K.window_attention(0.1 * q, k, v, bounds, gate)
-        got = (y, *torch.autograd.grad(y, (qkv, gate), g))
+        y = K.window_attention(0.1 * q, k, v, bounds)
+        got = (y, *torch.autograd.grad(y, qkv, g))
 
-        exact = [t.detach().double().requires_grad_() for t in (qkv, gate)]
-        q, k, v = exact[0].unbind(1)
-        z = K.window_attention_ref(0.1 * q, k, v, bounds, exact[1])
+        exact = qkv.detach().double().requires_grad_()
+        q, k, v = exact.unbind(1)
+        z = references.window_attention(0.1 * q, k, v, bounds)
         want = (z, *torch.autograd.grad(z, exact, g.double()))
-        name = f"window_attention {T}, window {window}: forward, dqkv, dgate"
+        name = f"window_attention {T}, window {window}: forward, dqkv"
         check(name, zip(got, want, strict=True), 1e-2)
 
 
@@ -342,7 +343,6 @@ def time_attention() -> None:
     T, H, D = 65536, 6, 128
     cu = documents(T, 500)
     q, k, v, g = (randn(T, H, D) for _ in range(4))
-    gate = torch.rand(T, H, device="cuda").to(bf16)
     leaves = [t.detach().requires_grad_() for t in (q, k, v)]
     longest = int(cu.diff().max())
     names = "BM BN num_warps num_stages"
@@ -369,9 +369,9 @@ def time_attention() -> None:
         bounds = K.attention_bounds(cu, T, window)
         pairs = (torch.arange(T, device="cuda") - bounds[0] + 1).sum().item()
         scaled = 0.1 * q
-        o, lse = K.window_attention_forward(scaled, k, v, bounds, gate)
-        forward = lambda: K.window_attention_forward(scaled, k, v, bounds, gate)
-        backward = lambda: K.window_attention_grad(scaled, k, v, o, g, lse, bounds, gate)
+        o, lse = K.window_attention_forward(scaled, k, v, bounds)
+        forward = lambda: K.window_attention_forward(scaled, k, v, bounds)
+        backward = lambda: K.window_attention_grad(scaled, k, v, o, g, lse, bounds)
         rate = {"flop": 4 * pairs * H * D, "moved": 8 * T * H * D}
         back = {"flop": 10 * pairs * H * D, "moved": 24 * T * H * D}
         tried = rows if window in (128, 896) else "64 64 4 2"
@@ -413,8 +413,8 @@ def time_rotate() -> None:
         qkv, *rotary, grads = rotate_case(T, H)
         moved = 2 * T * H * 128
         forward = lambda: K.norm_rotate_forward(qkv, *rotary)
-        backward = lambda: K.norm_rotate_grad(qkv, *grads, *rotary)
-        backward8 = lambda: K.norm_rotate_grad8(qkv, *grads, *rotary)
+        backward = lambda: K.norm_rotate_grad(qkv, *grads, *rotary, False)
+        backward8 = lambda: K.norm_rotate_grad(qkv, *grads, *rotary, True)
         both = lambda function: torch.autograd.grad(function(qkv, *rotary), qkv, grads)
 
         timed(f"norm_rotate {T} x {H}, forward", forward, moved=4 * moved)
@@ -512,12 +512,9 @@ def main() -> int:
         message = "bench_kernels.py needs a CUDA device of capability 8.0 or newer, and triton"
         print(f"error: {message}", file=sys.stderr)
         return 1
-    if "mlp" in parts and not K.fused_relu2(randn(8, 8), randn(8, 8)):
-        parts.remove("mlp")
-        say("mlp skipped: its kernel needs the shared memory of a Hopper or a B200")
-    if torch.cuda.get_device_capability() < (8, 9) and "fp8" in parts:
-        parts.remove("fp8")
-        say("fp8 skipped: it needs capability 8.9")
+    if not K.fused_relu2(randn(8, 8)):
+        parts = [part for part in parts if part not in ("mlp", "fp8")]
+        say("mlp and fp8 skipped: they need the shared memory of a Hopper or a B200")
     torch.manual_seed(0)
     print(torch.cuda.get_device_name(), torch.__version__, flush=True)
     limits()

@@ -70,7 +70,7 @@ def launches(script, config, quick: bool) -> None:
         script.softcap_ce(logits, targets[:1], weights[:1], None, CAP)
         script.softcap_ce(logits.half(), targets[:1], weights[:1], None, CAP)
         script.softcap_ce(logits, targets[:1], weights[:1], None, CAP, grad=False)
-    if script.use_triton(logits, (8, 9)):
+    if script.fused_relu2(new(T, D)):
         out = new(4, V, dtype=torch.float8_e5m2)
         script.softcap_ce(logits, targets, weights, None, CAP, out=out)
         script.transpose8(new(T, D, dtype=torch.float8_e4m3fn))
@@ -80,7 +80,7 @@ def launches(script, config, quick: bool) -> None:
                 script.sym_mm(x, 1.0, 0.0, 0.5)
             if not quick or x.is_contiguous():
                 script.sym_mm(x, 1.0, 0.5, 0.5)
-    if script.fused_relu2(new(T, D), new(F, D)):
+    if script.fused_relu2(new(T, D), F, D):
         script.linear_relu2(new(T, D), new(F, D), new(T, F))
         x, w, post = (new(*shape, dtype=script.E4M3) for shape in ((T, D), (F, D), (T, F)))
         script.linear_relu2(x.to(script.E5M2), w, post, 0.5)
@@ -92,37 +92,16 @@ def launches(script, config, quick: bool) -> None:
     for written in [new(4, D)] if quick else [None, new(4, D)]:
         script.update_rows(*table, written, **numbers)
         script.update_rows(*table, written, torch.zeros(4, dtype=torch.long), **numbers)
-    moments = [torch.zeros(4, D) for _ in range(3)]
-    numbers = dict(
-        lr=0.1,
-        beta1=0.5,
-        beta2=0.9,
-        correction1=0.5,
-        correction2=0.1,
-        eps=1e-10,
-        decay=0.1,
-        grad_scale=0.5,
-    )
-    script.update_entries(moments[0], new(4, D), *moments[1:], new(4, D), **numbers)
-    if not quick:
-        script.update_entries(moments[0], torch.zeros(4, D), *moments[1:], None, **numbers)
-    bank = torch.zeros(2, D, D)
-    grad = new(2, D, D)
-    script.blend_momentum(grad, bank, 0.9, 0.5, torch.bfloat16)
-    for units in [(2, D, 1)] if quick else [(2, D, 1), (2, 1, D)]:
-        factor, lr = torch.zeros(units), torch.zeros(2, 1, 1)
-        script.step_cautiously(bank, grad, factor, lr, grad.clone(), 0.1)
     q, k, v = new(T, 3, H, K).unbind(1)
     bounds = new(2, T, dtype=torch.int32)
-    for gate in [new(T, H)] if quick else [None, new(T, H)]:
-        script.window_attention_forward(q, k, v, bounds, gate)
-        o, lse = new(T, H, K), new(H, T, dtype=torch.float32)
-        script.window_attention_grad(q, k, v, o, o.clone(), lse, bounds, gate)
+    script.window_attention_forward(q, k, v, bounds)
+    o, lse = new(T, H, K), new(H, T, dtype=torch.float32)
+    script.window_attention_grad(q, k, v, o, o.clone(), lse, bounds)
     turn = new(T, 1, K), new(T, 1, K), torch.ones(())
     script.norm_rotate_forward(new(T, 3, H, K), *turn)
-    script.norm_rotate_grad(new(T, 3, H, K), *new(3, T, H, K), *turn)
-    if script.use_triton(logits, (8, 9)):
-        script.norm_rotate_grad8(new(T, 3, H, K), *new(3, T, H, K), *turn)
+    script.norm_rotate_grad(new(T, 3, H, K), *new(3, T, H, K), *turn, False)
+    if script.fused_relu2(new(T, D)):
+        script.norm_rotate_grad(new(T, 3, H, K), *new(3, T, H, K), *turn, True)
     rows = (q[:4], k[:4], v[:4])
     cache = new(2, 4, 64, H, K)
     for offset in [True] if quick else [False, True]:

@@ -53,7 +53,7 @@ except ImportError:
     triton = tl = None
 jit = triton.jit if triton else (lambda function: function)
 
-INTERFACE = 6  # of the training scripts that this file can read
+INTERFACE = 7  # of the training scripts that this file can read
 PREFILL_TOKENS = 16384  # prompt tokens computed at once; a longer prompt is a pack of its own
 SEED_STRIDE = 0x9E3779B1  # between the seeds of prompts that are generated together
 
@@ -368,13 +368,13 @@ class RingPlan(NamedTuple):
     def attend(self, attention: Callable, q: Tensor, k: Tensor, v: Tensor, keys, values, long: int):
         """Attention of the new tokens: q, k, v (T, H, K), rings (B, S, H, K) -> (T, H, K)."""
         if not len(self.read_rows):
-            return attention(q, k, v, long, None)
+            return attention(q, k, v, long)
         old_keys = keys[self.read_rows, self.read_slots]
         old_values = values[self.read_rows, self.read_slots]
         packed_q = torch.cat((old_keys, q))[self.order]
         packed_k = torch.cat((old_keys, k))[self.order]
         packed_v = torch.cat((old_values, v))[self.order]
-        return attention(packed_q, packed_k, packed_v, long, None)[self.new_places]
+        return attention(packed_q, packed_k, packed_v, long)[self.new_places]
 
 
 class PrefillSize(NamedTuple):
@@ -536,7 +536,7 @@ def run_pack(model, cache: KVCache, pack: Pack, longest: list[int], weights=None
         for plan, bound in zip(pack.plans, longest, strict=True)
     ]
 
-    def attend(index, layer, q, k, v, gate):
+    def attend(index, layer, q, k, v):
         long = int(layer in config.long_layers)
         plan = pack.plans[long]
         keys = cache.keys[index]
@@ -555,7 +555,7 @@ def run_pack(model, cache: KVCache, pack: Pack, longest: list[int], weights=None
         values[plan.write_rows, plan.write_slots] = v[plan.kept]
         if offset:
             keys[plan.rows, plan.next_slots, :, half:] = own_keys[pack.last_new, :, half:]
-        return gated(y, gate)
+        return y
 
     return model.trunk(pack.tokens, pack.previous, pack.positions, attend, weights)
 
@@ -591,19 +591,14 @@ def decode(model, cache: KVCache, tokens_B, previous_B, positions_B, weights=Non
     Returns: logits (B, V) fp32, which mean nothing for rows that rest
     """
 
-    def attend(index, layer, q, k, v, gate):
+    def attend(index, layer, q, k, v):
         offset = layer in model.config.key_offset_layers
         keys = cache.keys[index]
         values = cache.values[index]
-        return gated(decode_attention(q, k, v, keys, values, positions_B, offset), gate)
+        return decode_attention(q, k, v, keys, values, positions_B, offset)
 
     hidden = model.trunk(tokens_B, previous_B, positions_B.clamp(min=0), attend, weights)
     return model.logits(hidden)
-
-
-def gated(y_THK: Tensor, gate_TH: Tensor | None) -> Tensor:
-    """The output of attention times the gate of each head, if there is one."""
-    return y_THK if gate_TH is None else y_THK * gate_TH[..., None]
 
 
 # ==================================================================================================

@@ -101,7 +101,6 @@ def describe_model(model) -> dict:
         "key_offset_layers": list(c.key_offset_layers),
         "value_embed_layers": list(c.value_embed_layers),
         "shared_input_from": c.shared_input_from,
-        "attention_gates": c.attention_gates,
         "gate_width": c.gate_width,
         "injects_first": hasattr(model, "residual"),
         "x0_injection": c.x0_injection,
@@ -180,9 +179,6 @@ def convert_weights(model) -> dict[str, Tensor]:
         for name, matrix in zip("qkv", weights.qkv.view(3, D, D), strict=True):
             tensors[f"{prefix}.{name}_proj.weight"] = matrix
         tensors[f"{prefix}.o_proj.weight"] = weights.o
-        if c.attention_gates:
-            index = c.attention_layers.index(layer)
-            tensors[f"{prefix}.gate.weight"] = model.attention_gate[index]
         if layer in c.value_embed_layers:
             index = c.value_embed_layers.index(layer)
             table = model.value_embed.view(-1, c.padded_vocab, D)[index]
@@ -329,8 +325,6 @@ def unusual_parts(fields: dict) -> str:
         parts.append("embeddings added to the values")
     if fields["bigram_rows"]:
         parts.append("an embedding of token pairs")
-    if fields["attention_gates"]:
-        parts.append("gates on attention heads")
     parts.append("learned factors of the residual stream")
     return textwrap.fill(", ".join(parts), 110, subsequent_indent="  ")
 

@@ -9,7 +9,6 @@ has beyond that, each switched on or off by the configuration:
     injection         the embeddings are added to the residual stream again in each layer
     backout           a share of a middle layer's output is subtracted at the end
     mix               the last layer's values and stream get sums of input, middle and stream
-    gates             a factor for the output of each attention head
 
 Letters in shape comments: B rows, T new tokens, S all tokens that a cache holds with the new ones,
 D width, H heads, K head width, V vocabulary.
@@ -59,7 +58,6 @@ class DecoderStackConfig(PretrainedConfig):
     shared_input_from: int = (
         -1
     )  # attention after this layer reads what this layer reads; -1: its own
-    attention_gates: bool = True
     gate_width: int = 12  # channels that a gate reads
 
     # The residual stream.
@@ -205,7 +203,6 @@ class DecoderStackAttention(nn.Module):
         self.k_proj = nn.Linear(width, heads * self.head_dim, bias=False)
         self.v_proj = nn.Linear(width, heads * self.head_dim, bias=False)
         self.o_proj = nn.Linear(heads * self.head_dim, width, bias=False)
-        self.gate = Gate(heads, config.gate_width) if config.attention_gates else None
         self.value_embed = None
         if layer in config.value_embed_layers:
             self.value_embed = nn.Embedding(config.vocab_size, heads * self.head_dim)
@@ -234,9 +231,6 @@ class DecoderStackAttention(nn.Module):
             k = self.offset_keys(k, context.is_first_key)
         mask = context.mask_long if self.is_long else context.mask_short
         y = F.scaled_dot_product_attention(q, k, v, mask, scale=1.0).transpose(1, 2)
-
-        if self.gate is not None:
-            y = y * (2 * self.gate(x)[..., None]).to(y.dtype)
         return self.o_proj(y.flatten(2))
 
     def offset_keys(self, k: Tensor, is_first_key: Tensor) -> Tensor:

@@ -383,12 +383,11 @@ def score_packed(
     config = model.config
     first_T11 = (positions_T == 0)[:, None, None]
 
-    def attend(index, layer, q, k, v, gate):
+    def attend(index, layer, q, k, v):
         if layer in config.key_offset_layers:
             k = model.offset_keys(k, k[previous_T], first_T11)
         first = first_2T[int(layer in config.long_layers)]
-        y = branch_attention(q, k, v, first, skip_T, branch_T, 1.0)
-        return y if gate is None else y * gate[..., None]
+        return branch_attention(q, k, v, first, skip_T, branch_T, 1.0)
 
     hidden = model.trunk(tokens_T, tokens_T[previous_T], positions_T, attend)
 

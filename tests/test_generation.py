@@ -43,7 +43,7 @@ def test_load_run(run_dir):
 
 
 @pytest.mark.parametrize(
-    ("line", "found"), [("INTERFACE = 1", 1), ("INTERFACE = 7", 7), ("", 1)], ids=("older", "newer", "none")
+    ("line", "found"), [("INTERFACE = 1", 1), ("INTERFACE = 8", 8), ("", 1)], ids=("older", "newer", "none")
 )
 @pytest.mark.parametrize("commit", ["0123abc", ""])
 def test_another_interface_is_refused(run_dir, line, found, commit):
@@ -319,7 +319,7 @@ def test_padding_changes_no_prefill(config):
             expected = engine.prefill(model, plain, of, starts, ids)
             found = engine.run_pack(model, fixed, pack.over(pack.flat()), [size.new + size.old] * 2)
         new = sum(counts)
-        torch.testing.assert_close(found[:new], expected[:new], atol=1e-5, rtol=0)
+        torch.testing.assert_close(found[:new], expected[:new], atol=3e-5, rtol=0)
         for mine, theirs in zip((*fixed.keys, *fixed.values), (*plain.keys, *plain.values), strict=True):
             largest = theirs[[0, 2, 3]].abs().max()
             torch.testing.assert_close(mine[[0, 2, 3]] / largest, theirs[[0, 2, 3]] / largest, atol=2e-6, rtol=0)

@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 import train_small as K
 
+import references
+
 PATH = Path(K.__file__)
 CAP = (23.0, 5.0, 7.5)
 COMPILED = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here")
@@ -25,6 +27,11 @@ def kernels_on(monkeypatch, request):
         # A Hopper, as far as the scripts ask.
         monkeypatch.setattr(K, "use_triton", lambda x, least=(8, 0), **_: x.dtype != torch.float64 and least <= (9, 0))
     torch.manual_seed(0)
+
+
+def needs_hopper(device) -> None:
+    if device == "cuda" and not (9, 0) <= torch.cuda.get_device_capability() < (12, 0):
+        pytest.skip("needs the shared memory of a Hopper or a B200")
 
 
 def close(got, want, tol):
@@ -87,9 +94,9 @@ def test_linear_cross_entropy_fp32(case, kernel, monkeypatch):
 
 
 def ce_with_gradient(logits, targets, weights, row_weight):
-    """Losses and nats of softcap_ce_ref, and by autograd the gradient of its losses times row_weight."""
+    """Losses and nats of the reference, and by autograd the gradient of its losses times row_weight."""
     leaf = logits.detach().clone().requires_grad_()
-    losses, nats = K.softcap_ce_ref(leaf, targets, weights, CAP)
+    losses, nats = references.softcap_ce(leaf, targets, weights, CAP)
     total = losses.sum() if row_weight is None else losses @ row_weight
     (gradient,) = torch.autograd.grad(total, leaf)
     return losses.detach(), nats.detach(), gradient
@@ -120,19 +127,18 @@ def test_softcap_ce_on_a_cpu(case):
     assert torch.equal(losses, fast[0]) and torch.equal(nats, fast[1]) and nothing is None
 
 
-@pytest.mark.parametrize("block", [64, 256])
-def test_softcap_ce_sweeps(block, monkeypatch):
-    """One look at the row (block 256) and two (block 64), V = 192."""
+def test_softcap_ce_kernel():
+    """Logits in fp32, with the gradient in their place, and in 8 bits beside them; 192 of 256 columns exist."""
     if torch.cuda.is_available():
         pytest.skip("interpreter only")
     x, w, targets, weights, rows, _ = ce_inputs("four", "cpu", torch.float32, V=192)
     logits = (x @ w.T).detach() * 4
     want = ce_with_gradient(logits, targets, weights, rows)
-    got = K.softcap_ce(logits.clone(), targets, weights, rows, CAP, block=block)
-    for a, b in zip(got, want, strict=False):
+    got = K.softcap_ce(logits.clone(), targets, weights, rows, CAP)
+    for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
     out = torch.full(logits.shape, float("nan")).to(torch.float8_e5m2)
-    _, _, g8 = K.softcap_ce(logits.clone(), targets, weights, rows * 1000, CAP, out=out, block=block)
+    _, _, g8 = K.softcap_ce(logits.clone(), targets, weights, rows * 1000, CAP, out=out)
     close(g8.float() / 1000, want[2], 0.12)
 
 
@@ -190,13 +196,11 @@ def test_linear_cross_entropy_fp8(device):
 
 @devices
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
-def test_transpose8(dtype, device, monkeypatch):
+def test_transpose8(dtype, device):
     for shape in ((3, 130, 300), (130, 300), (16, 128)):
         x = torch.randn(shape, device=device).to(dtype)
         want = x.view(torch.uint8).mT
         assert torch.equal(K.transpose8(x).view(torch.uint8), want) and K.transpose8(x).is_contiguous()
-    monkeypatch.setattr(K, "use_triton", lambda *_: False)
-    assert torch.equal(K.transpose8(x).view(torch.uint8), want) and K.transpose8(x).is_contiguous()
 
 
 @devices
@@ -240,66 +244,6 @@ def test_update_rows(columns, with_weights, device):
 
 
 @devices
-@pytest.mark.parametrize("shape", [(2, 7, 11), (3, 48, 32), (2, 32, 70)])
-@pytest.mark.parametrize("half", [True, False])
-def test_passes_of_normuon(half, shape, device):
-    """Both kernels are the plain code: the blend and the moved buffer, the step and the weights of 16 bits."""
-    dtype = torch.float32
-    if half:
-        dtype = torch.bfloat16 if device == "cuda" else torch.float16
-    grad = torch.randn(shape, device=device).to(dtype)
-    start = torch.randn(shape, device=device)
-    results = []
-    for blend in (K.blend_momentum, K.blend_momentum_ref):
-        buffer = start.clone()
-        results.append((blend(grad, buffer, 0.9, 0.25, dtype), buffer))
-    for got, want in zip(*results, strict=True):
-        torch.testing.assert_close(got, want)
-        assert got.dtype == want.dtype and not torch.equal(got.float(), start)
-
-    N, R, C = shape
-    factor = torch.rand((N, R, 1) if R >= C else (N, 1, C), device=device) + 0.5
-    lr = torch.rand(N, 1, 1, device=device)
-    results = []
-    for step in (K.step_cautiously, K.step_cautiously_ref):
-        master = start.clone()
-        weights = start.to(dtype) if half else None
-        step(master, grad, factor, lr, weights, 0.3)
-        results.append((master, *([weights] if half else [])))
-    for got, want in zip(*results, strict=True):
-        torch.testing.assert_close(got, want)
-        assert not torch.equal(got.float(), start)
-
-
-@devices
-@pytest.mark.parametrize("shape", [(7, 11), (3, 2048), (128, 70)])
-@pytest.mark.parametrize("half", [True, False])
-def test_update_entries(half, shape, device):
-    """Three steps of the kernel are those of the plain code; weights of 16 bits are the rounded master."""
-    dtype = torch.float32
-    if half:
-        dtype = torch.bfloat16 if device == "cuda" else torch.float16
-    numbers = dict(lr=0.1, beta1=0.5, beta2=0.9, eps=1e-10, decay=0.5, grad_scale=0.25)
-    results = []
-    for update in (K.update_entries, K.update_entries_ref):
-        rng = torch.Generator(device).manual_seed(0)
-        master = torch.randn(shape, generator=rng, device=device)
-        weights = master.to(dtype) if half else None
-        moments = torch.zeros(2, *shape, device=device)
-        for step in range(1, 4):
-            grad = torch.randn(shape, generator=rng, device=device).to(dtype)
-            grad[0] = 0
-            corrections = dict(correction1=1 - 0.5**step, correction2=1 - 0.9**step)
-            update(master, grad, *moments, weights, **numbers, **corrections)
-        results.append([master, *moments, *([weights] if half else [])])
-    for got, want in zip(*results, strict=True):
-        assert not torch.equal(got, torch.zeros_like(got))
-        torch.testing.assert_close(got, want)
-    master, *_, last = results[0]
-    assert not half or torch.equal(last, master.to(dtype))
-
-
-@devices
 @pytest.mark.parametrize("with_weights", [True, False])
 @pytest.mark.parametrize("columns", [48, 70])
 def test_update_rows_of_a_sparse_gradient(columns, with_weights, device):
@@ -339,10 +283,9 @@ def test_polar_express(shape, device):
 
 @devices
 def test_mlp_relu2(device, monkeypatch):
+    needs_hopper(device)
     cuda = device == "cuda"
-    if cuda and not (9, 0) <= torch.cuda.get_device_capability() < (12, 0):
-        pytest.skip("needs the shared memory of a Hopper or a B200")
-    dtype, (T, D, Fw) = (torch.bfloat16, (5000, 768, 3072)) if cuda else (torch.float32, (70, 40, 72))
+    dtype, (T, D, Fw) = (torch.bfloat16, (5000, 768, 3072)) if cuda else (torch.float32, (70, 48, 80))
     if not cuda:
         monkeypatch.setattr(K, "RELU2_TILES", dict(GROUP=2, BM=32, BN=32, BK=32))
     x, up, down = (
@@ -350,7 +293,7 @@ def test_mlp_relu2(device, monkeypatch):
         for n, s in ((T, 1), (Fw, D**-0.5), (Fw, Fw**-0.5))
     )
     g = torch.randn(T, D, device=device).to(dtype)
-    assert K.fused_relu2(x, up), "this must not be the plain path"
+    assert K.fused_relu2(x, *up.shape), "this must not be the plain path"
     y = K.mlp_relu2(x, up, down)
     got = (y, *torch.autograd.grad(y, (x, up, down), g))
     x, up, down = (t.detach().double().requires_grad_() for t in (x, up, down))
@@ -360,31 +303,35 @@ def test_mlp_relu2(device, monkeypatch):
 
 
 @devices
-@pytest.mark.parametrize("kernel", [True, False], ids=["kernel", "plain"])
-def test_relu2_8(kernel, device, monkeypatch):
-    """Both fp8 products with their epilogues and transposes, to the last bit of each result. A few may be wrong: the
-    interpreter's casts lose the carry of numbers rounded up to a power of two; a GPU's sums have 14 bits, and plain
-    ones are bf16."""
-    least, below = ((9, 0), (12, 0)) if kernel else ((8, 9), (99, 0))
-    if device == "cuda" and not least <= torch.cuda.get_device_capability() < below:
-        pytest.skip("needs the shared memory of a Hopper or a B200, or for the plain path capability 8.9")
-    monkeypatch.setattr(K, "fused_relu2", lambda x, w: kernel)
+def test_linear_relu2_in_8_bits(device, monkeypatch):
+    """Both fp8 products with their epilogues and transposes, to the last bit of each result.
+
+    A few may be wrong: the interpreter's casts lose the carry of numbers rounded up to a power of two, and a GPU's
+    sums have 14 bits.
+    """
+    needs_hopper(device)
     if device == "cpu":
         monkeypatch.setattr(K, "RELU2_TILES", dict(GROUP=2, BM=32, BN=32, BK=32))
     T, D, Fw = (5008, 768, 3072) if device == "cuda" else (80, 48, 112)
     x, up, down, g = (torch.randn(n, D, device=device).mul(s) for n, s in ((T, 30), (Fw, 60), (Fw, 20), (T, 10)))
     x8, up8, down8, g8 = x.to(K.E4M3), up.to(K.E4M3), down.to(K.E4M3), g.to(K.E5M2)
-    x, up, down, g = (t.double() for t in (x8.float(), up8.float(), down8.float(), g8.float()))
-    post8, post8_T = K.relu2_8(x8, up8)
-    want, share = F.relu(x @ up.T).square() * 448.0**-3, 0.95 if kernel or device == "cuda" else 1.0
-    right = (post8.double() - want).abs() <= want / 15 + 2**-10
-    assert post8.dtype == K.E4M3 and want.max() > 1 and right.double().mean() >= share
-    before8, before8_T = K.relu2_grad8(g8, down8, post8)
-    want = (g @ down.T) * post8.double().sqrt() * 448.0**-1.5
-    right = (before8.double() - want).abs() <= want.abs() / 7.5 + 2**-17
-    assert before8.dtype == K.E5M2 and want.abs().max() > 0.1 and right.double().mean() >= share
-    for y, y_T in ((post8, post8_T), (before8, before8_T)):
-        assert y_T.dtype == y.dtype and y_T.is_contiguous() and torch.equal(y_T.float(), y.T.float())
+    post8, post8_T = K.linear_relu2(x8, up8, None, 448.0**-3)
+    before8, before8_T = K.linear_relu2(g8, down8, post8, 448.0**-1.5 / 2)
+    want_post = F.relu(x8.double() @ up8.double().T).square() * 448.0**-3
+    want_before = (g8.double() @ down8.double().T) * post8.double().sqrt() * 448.0**-1.5
+    assert want_post.max() > 1 and want_before.abs().max() > 0.1
+    for got, flipped, want, dtype, step, least in (
+        (post8, post8_T, want_post, K.E4M3, 1 / 15, 2**-10),
+        (before8, before8_T, want_before, K.E5M2, 1 / 7.5, 2**-17),
+    ):
+        right = (got.double() - want).abs() <= want.abs() * step + least
+        assert got.dtype == flipped.dtype == dtype and right.double().mean() >= 0.95
+        assert flipped.is_contiguous() and torch.equal(flipped.float(), got.float().T)
+    # What stands for the kernel in tests of whole models.
+    for got, arguments in ((post8, (x8, up8, None, 448.0**-3)), (before8, (g8, down8, post8, 448.0**-1.5 / 2))):
+        plain, flipped = references.linear_relu2(*arguments)
+        assert (got.float() == plain.float()).double().mean() >= 0.95
+        assert flipped.is_contiguous() and torch.equal(flipped.float(), plain.float().T)
 
 
 def weights8(*weights):
@@ -398,9 +345,8 @@ def mlp_gradients(leaves, g):
 
 @devices
 def test_mlp_fp8(device, monkeypatch):
+    needs_hopper(device)
     cuda = device == "cuda"
-    if cuda and torch.cuda.get_device_capability() < (8, 9):
-        pytest.skip("needs compute capability 8.9")
     dtype, (T, D, Fw) = (torch.bfloat16, (5008, 768, 3072)) if cuda else (torch.float32, (96, 64, 160))
     if not cuda:
         monkeypatch.setattr(K, "RELU2_TILES", dict(GROUP=2, BM=32, BN=64, BK=32))
@@ -461,8 +407,7 @@ def test_head_gates_compiled(device):
 def test_qkv_fp8(device):
     """Against norm_rotate of the plain product; gradients of a token outside the sample may be 100 times as large."""
     cuda = device == "cuda"
-    if cuda and torch.cuda.get_device_capability() < (8, 9):
-        pytest.skip("needs compute capability 8.9")
+    needs_hopper(device)
     dtype, (T, D, H, width) = (torch.bfloat16, (5008, 768, 6, 128)) if cuda else (torch.float32, (208, 64, 2, 32))
     x = F.rms_norm(torch.randn(T, D, device=device), (D,)).to(dtype).requires_grad_()
     w = torch.randn(3 * H * width, D, device=device).mul(0.1).to(dtype).requires_grad_()
@@ -482,17 +427,18 @@ def test_qkv_fp8(device):
     close(got[3][5], want[3][5], 0.08 if cuda else 0.15)
     grads[:, 64] *= 1000
     qkv = F.linear(x, w).view(T, 3, H, width).detach()
-    (_, scale8), sampled = (f(qkv, *grads, cos, sin, scale) for f in (K.norm_rotate_grad8, K.norm_rotate_grad))
+    _, scale8 = K.norm_rotate_grad(qkv, *grads, cos, sin, scale, True)
+    sampled, one = K.norm_rotate_grad(qkv, *grads, cos, sin, scale, False)
+    assert one == 1
     torch.testing.assert_close(scale8, sampled[::64].abs().amax().float() * 256 / K.E5M2_MAX)
     close(K.project_qkv(x, w, cos, sin, scale)[0], z[0], 1e-2 if cuda else 1e-5)
 
 
 @devices
-@pytest.mark.parametrize("gates", [False, True], ids=["plain", "gated"])
 @pytest.mark.parametrize(
     "cu,window", [([0, 70], 20), ([0, 1, 2, 40, 41, 77, 77, 77], 16), ([0, 33, 50], 500), ([0, 5, 100], 0), ([0, 1], 3)]
 )
-def test_window_attention(cu, window, gates, device, monkeypatch):
+def test_window_attention(cu, window, device, monkeypatch):
     cuda = device == "cuda"
     cu = torch.tensor(cu, dtype=torch.int32, device=device) * (37 if cuda else 1)
     T, H, D, dtype = int(cu[-1]), 2, 128 if cuda else 16, torch.bfloat16 if cuda else torch.float32
@@ -505,30 +451,14 @@ def test_window_attention(cu, window, gates, device, monkeypatch):
     assert torch.equal(seen, (t[:, None] <= bounds[1]) & (t <= t[:, None]))
     qkv = torch.randn(T, 3, H, D, device=device).to(dtype).requires_grad_()
     do = torch.randn(T, H, D, device=device).to(dtype)
-    gate = 2 * torch.rand(T, H, device=device).to(dtype)
     q, k, v = qkv.unbind(1)
-    y = K.window_attention(q * 0.2, k, v, bounds, gate.requires_grad_() if gates else None)
-    leaves = (qkv, gate) if gates else (qkv,)
-    got = (y, *torch.autograd.grad(y, leaves, do))
-    exact = [t.detach().double().requires_grad_() for t in leaves]
-    q, k, v = exact[0].unbind(1)
-    y = K.window_attention_ref(q * 0.2, k, v, bounds, *exact[1:])
+    y = K.window_attention(q * 0.2, k, v, bounds)
+    got = (y, *torch.autograd.grad(y, qkv, do))
+    exact = qkv.detach().double().requires_grad_()
+    q, k, v = exact.unbind(1)
+    y = references.window_attention(q * 0.2, k, v, bounds)
     for a, b in zip(got, (y, *torch.autograd.grad(y, exact, do.double())), strict=True):
         close(a, b, 1e-2 if cuda else 1e-5)
-
-
-def test_a_closed_gate(monkeypatch):
-    """A gate of 0 lets nothing through and gets no gradient, instead of 0 / 0."""
-    if torch.cuda.is_available():
-        pytest.skip("interpreter only")
-    monkeypatch.setattr(K, "ATTENTION_TILES", dict(BM=32, BN=16))
-    q, k, v = torch.randn(3, 20, 2, 16)
-    gate = torch.ones(20, 2)
-    gate[5, 1] = 0
-    bounds = K.attention_bounds(torch.tensor([0, 20], dtype=torch.int32), 20, 20)
-    y = K.window_attention(q * 0.2, k, v, bounds, gate.requires_grad_())
-    y.sum().backward()
-    assert (y[5, 1] == 0).all() and gate.grad[5, 1] == 0 and gate.grad.isfinite().all() and (gate.grad != 0).sum() == 39
 
 
 @devices
@@ -580,7 +510,7 @@ def test_compiled_fullgraph(device):
 
     def step(x, w, up, down, qkv):
         q, k, v = K.norm_rotate(qkv / 2, turn, slant, scale)
-        y = K.window_attention(q, k, v * 2, bounds, x[:, :1].sigmoid())
+        y = K.window_attention(q, k, v * 2, bounds)
         y = K.mlp_relu2(x + y.flatten(1), up, down)
         return K.linear_cross_entropy(y, w, targets, CAP, weights, rows, chunk=4)[0] / 3
 
@@ -590,17 +520,13 @@ def test_compiled_fullgraph(device):
     got = torch.autograd.grad(compiled(*leaves), leaves)
     for a, b in zip(got, want, strict=False):
         close(a, b, 1e-5 if device == "cpu" else 1e-2)
-    polar = torch.compile(K.polar_express, fullgraph=True, backend="inductor" if device == "cuda" else "aot_eager")
-    g = torch.randn(2, 48, 32, device=device)
-    close(polar(g.to(dtype)), K.polar_express(g.to(dtype)), 5e-2)  # bf16 rounds at other places
 
 
 @devices
 def test_fp8_compiled_fullgraph(device):
     """The fp8 products of a layer in one graph, with the gradients of uncompiled code but for where bf16 is rounded."""
+    needs_hopper(device)
     cuda = device == "cuda"
-    if cuda and not (9, 0) <= torch.cuda.get_device_capability() < (12, 0):
-        pytest.skip("needs the shared memory of a Hopper or a B200")
     dtype, (T, D, Fw) = (torch.bfloat16, (512, 128, 512)) if cuda else (torch.float32, (128, 64, 256))
     w, up, down = (torch.randn(n, D, device=device).mul(0.1).to(dtype).requires_grad_() for n in (3 * D, Fw, Fw))
     x, turn = torch.randn(T, D, device=device, dtype=dtype), torch.rand(T, 1, D // 2, device=device, dtype=dtype)
@@ -645,6 +571,5 @@ def test_kernels_compile_for_gpus_that_are_not_here(flags):
     kernels = set()
     for file in (PATH, PATH.parent / "runs/engine.py", PATH.parent / "runs/score_core.py"):
         kernels |= set(re.findall(r"^@jit\ndef (\w+_kernel)\(", file.read_text(), re.M))
-    assert found["9.0"] == kernels and len(kernels) == 15
-    assert found["8.0"] == kernels - {"transpose_kernel", "linear_relu2_kernel"}
-    assert found["12.0"] == kernels - {"linear_relu2_kernel"}
+    assert found["9.0"] == kernels and len(kernels) == 12
+    assert found["8.0"] == found["12.0"] == kernels - {"transpose_kernel", "linear_relu2_kernel"}

@@ -9,6 +9,7 @@ import train_small as ts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import references
 from conftest import logits, pack, random_documents, random_model, tiny_config, tiny_medium
 
 ONE_STAGE = (1.0, 2, 1.0)
@@ -19,7 +20,6 @@ TECHNIQUES = {
     "value_embed": ({}, {"value_embed_layers": ()}),
     "bigram": ({}, {"bigram_rows": 0}),
     "shared_input": ({}, {"shared_input_from": 3}),
-    "attention_gates": ({}, {"attention_gates": False}),
     "backout": ({}, {"backout_layer": -1}),
     "mix": ({}, {"mix_width": 0}),
     "attention_everywhere": ({"no_attention_layers": ()}, {}),
@@ -39,7 +39,6 @@ MEDIUM = {
     "mix": ({"mix_width": 64}, {}),
     "window_pattern": ({}, {"window_pattern": "S"}),
     "tied": ({"tied": True}, {}),
-    "attention_gates": ({}, {"attention_gates": False}),
     "odd_layers": ({"num_layers": 3}, {}),
 }
 
@@ -66,14 +65,13 @@ both = pytest.mark.parametrize("config", [CONFIGS["default"], CONFIGS["medium"]]
 def dense_attention(model, positions_T, cu_seqlens, max_doc):
     """Reference: all scores, a full mask, a softmax. Knows documents from their borders only."""
 
-    def attend(q, k, v, long, gate):
+    def attend(q, k, v, long):
         T = q.size(0)
         document = torch.bucketize(torch.arange(T), cu_seqlens.long(), right=True)
         i, j = torch.arange(T)[:, None], torch.arange(T)[None, :]
         seen = (document[:, None] == document[None, :]) & (j <= i) & (i - j <= model.windows[long])
         scores = torch.einsum("ihk,jhk->hij", q, k)
-        y = torch.einsum("hij,jhk->ihk", scores.masked_fill(~seen, float("-inf")).softmax(-1), v)
-        return y if gate is None else y * gate[:, :, None]
+        return torch.einsum("hij,jhk->ihk", scores.masked_fill(~seen, float("-inf")).softmax(-1), v)
 
     return attend
 
@@ -84,7 +82,7 @@ def transplant(source: ts.GPT, target: ts.GPT) -> None:
     with torch.no_grad():
         for name, param in target.named_parameters():
             weights = source.get_parameter(name)
-            if name in ("qk_bank", "vo_bank", "attention_gate"):
+            if name in ("qk_bank", "vo_bank"):
                 per_layer = weights.view(len(ours), -1, *weights.shape[1:])
                 weights = torch.cat([per_layer[ours.index(layer)] for layer in theirs]).view(param.shape)
             param.copy_(weights)
@@ -96,13 +94,12 @@ def test_blocked_attention_is_dense_attention(lengths, window, slack):
     """sdpa_attention's blocks give what a full mask gives, whatever the documents, the window and the length."""
     T, rng = sum(lengths), torch.Generator().manual_seed(window)
     q, k, v = torch.randn(3, T, 2, 8, generator=rng)
-    gate = torch.rand(T, 2, generator=rng)
     positions = torch.cat([torch.arange(n) for n in lengths])
     ends = torch.tensor([0, *lengths, 0, 0]).cumsum(0).int()
     model = SimpleNamespace(windows=(window, 2 * window))
     for long in (0, 1):
         got, want = (
-            make(model, positions, ends, max(lengths) + slack)(q, k, v, long, gate)
+            make(model, positions, ends, max(lengths) + slack)(q, k, v, long)
             for make in (ts.sdpa_attention, dense_attention)
         )
         torch.testing.assert_close(got, want, atol=2e-6, rtol=1e-5)
@@ -124,7 +121,7 @@ def test_packed_documents_equal_one_at_a_time(config):
     torch.testing.assert_close(loss, sum(losses), atol=1e-4, rtol=1e-5)
     torch.testing.assert_close(together, alone, atol=1e-5, rtol=1e-5)
     for name, param in model.named_parameters():
-        torch.testing.assert_close(grads[name], param.grad, atol=1e-5, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(grads[name], param.grad, atol=5e-5, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
 
 
 def test_targets_of_training():
@@ -269,7 +266,7 @@ def test_trunk_as_tools_call_it(config):
     weights = model.layer_weights()
     kept = {}  # of each layer: keys before the offset, keys, values
 
-    def attend(index, layer, q, k, v, gate):
+    def attend(index, layer, q, k, v):
         raw, keys, values = kept.setdefault(layer, ([], [], []))
         before = raw[-1] if raw else k
         raw.append(k)
@@ -279,9 +276,8 @@ def test_trunk_as_tools_call_it(config):
         values.append(v)
         window = model.windows[layer in config.long_layers]
         scores = torch.einsum("qhk,jhk->hqj", q, torch.cat(keys[-window - 1 :]))
-        y = torch.einsum("hqj,jhk->qhk", scores.softmax(-1), torch.cat(values[-window - 1 :]))
         assert index == config.attention_layers.index(layer)
-        return y if gate is None else y * gate[:, :, None]
+        return torch.einsum("hqj,jhk->qhk", scores.softmax(-1), torch.cat(values[-window - 1 :]))
 
     with torch.no_grad():
         for position, token in enumerate(document):
@@ -354,14 +350,15 @@ def test_fp8_is_for_training(monkeypatch):
     monkeypatch.setattr(ts, "product8", lambda *args, **options: calls.append(0) or product8(*args, **options))
     found = []
     for fits in (False, True):
-        monkeypatch.setattr(ts, "fits_fp8", lambda x, *sizes, fits=fits: fits)
+        if fits:
+            references.fp8_on_cpu(monkeypatch, ts)
         model = random_model(tiny_config(mix_width=0))  # random weights of it enlarge every error
         with torch.no_grad():
             model(*batch)
         assert not calls
         (model(*batch)[0] / 128).backward()
         found.append({name: p.grad for name, p in model.named_parameters() if p.dim() > 1 and name != "scalars"})
-    assert len(calls) == 6 * model.config.num_layers + 3, "of the MLP and the head; those of qkv need a GPU"
+    assert len(calls) == 4 * model.config.num_layers + 3, "of the MLP and the head; those of qkv need a GPU"
     for name, plain in found[0].items():
         error = ((found[1][name] - plain).norm() / plain.norm()).item()
         assert 1e-3 < error < 0.25, f"{name}: {error}"
@@ -373,7 +370,8 @@ def test_fp8_is_for_training(monkeypatch):
 @pytest.mark.parametrize("fp8", [False, True], ids=["plain", "fp8"])
 def test_compiled_model(fp8, monkeypatch):
     """What torch.compile traces, gates as sums among it, has the loss and gradients of uncompiled code."""
-    monkeypatch.setattr(ts, "fits_fp8", lambda x, *sizes: fp8)
+    if fp8:
+        references.fp8_on_cpu(monkeypatch, ts)
     results = []
     for compiled in (False, True):
         model = random_model(tiny_config(mix_width=8))

@@ -74,7 +74,6 @@ class Small:
             model.qk[layers] = small.qk_bank.view_as(model.qk[layers])
             model.v[layers] = small.vo_bank[0::2]
             model.o[layers] = small.vo_bank[1::2]
-            model.attention_gate[layers] = small.attention_gate
             model.up.copy_(small.mlp_bank[0::2])
             model.down.copy_(small.mlp_bank[1::2])
             for row, name in enumerate(scalars):

@@ -108,7 +108,6 @@ class Model(nn.Module):
 
         # Gates, which read the first 12 channels of a token, and scalars.
         self.value_gate = nn.Parameter(torch.zeros(E, heads, 12))
-        self.attention_gate = nn.Parameter(torch.zeros(L, heads, 12))
         self.keep_before_attention = nn.Parameter(torch.full((L,), 1.1**0.5))
         self.keep_before_mlp = nn.Parameter(torch.full((L,), 1.1**0.5))
         self.scale_v = nn.Parameter(torch.full((L,), 0.5))
@@ -204,10 +203,6 @@ class Model(nn.Module):
 
         q, k, v = (x.transpose(0, 1)[None] for x in (q_THK, k_THK, v_THK))  # (1, H, T, K)
         y_THK = F.scaled_dot_product_attention(q, k, v, mask_TT, scale=1.0)[0].transpose(0, 1)
-
-        # A head can say nothing (record 28; worth 0.001 to 0.004).
-        gate_TH = 2 * torch.sigmoid(F.linear(a_TD[:, :12], self.attention_gate[layer]))
-        y_THK = y_THK * gate_TH[..., None]
         return F.linear(y_THK.flatten(1), self.o[layer] * self.scale_o[layer])
 
 
@@ -292,7 +287,6 @@ POLICIES = {
     "bigram_embed": Policy(60.0, (0.0, 0.95), 0.015, late=True),
     "value_embed": Policy(60.0, (0.0, 0.95), 0.015, late=True),
     "value_gate": Policy(1.0, (0.90, 0.99)),
-    "attention_gate": Policy(1.0, (0.90, 0.99)),
     "mix_in": Policy(0.25, (0.90, 0.99)),
     "mix_out": Policy(0.025, (0.90, 0.99)),
 }
