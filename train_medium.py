@@ -3557,8 +3557,12 @@ E5M2, E5M2_MAX = torch.float8_e5m2, 57344.0
 
 
 def fits_fp8(x: Tensor, *sizes: int) -> bool:
-    """Whether x is bf16 where linear_relu2 runs, and all sizes are multiples of 16."""
-    return fused_relu2(x, *sizes) and x.dtype == torch.bfloat16
+    """Whether x is bf16 on a device that runs linear_relu2, and all sizes are multiples of 16.
+
+    Hopper and B200 do: it needs 112 KiB of shared memory, of which an RTX 50 (12.0) has 99.
+    """
+    device_fits = use_triton(x, (9, 0)) and not use_triton(x, (12, 0))
+    return device_fits and x.dtype == torch.bfloat16 and all(n % 16 == 0 for n in sizes)
 
 
 def largest_row(x: Tensor) -> Tensor:
@@ -3883,7 +3887,7 @@ def update_rows(master, grad, row_square, weights, index=None, **numbers) -> Non
     update_rows_kernel[(N,)](*tensors, N, C, **numbers, BLOCK=block, GROUP=8)
 
 
-# -- relu(x w^T)^2 in the epilogue of a product. Only the activation after the square is kept: its
+# -- relu(x w^T)^2 in the epilogue of an fp8 product. Only the activation after the square is kept: its
 # root is relu(x w^T), which is all that the backward needs.
 
 
@@ -3896,8 +3900,7 @@ def store_relu2(acc, aux, out, out_T, m0, n0, factor):
         acc = acc * acc
     value = (acc * factor).to(out.dtype)
     out.store([m0, n0], value)
-    if out_T is not None:
-        out_T.store([n0, m0], value.T)
+    out_T.store([n0, m0], value.T)
 
 
 @jit
@@ -3909,8 +3912,8 @@ def linear_relu2_kernel(
 ):  # fmt: skip
     """out = relu(a b^T)^2 factor, or with aux 2 (a b^T) sqrt(aux) factor.
 
-    Descriptors of a (M, K), b (N, K), aux and out (M, N), and out_T (N, M) or None. Programs
-    persist, two on each multiprocessor: one multiplies while the other stores.
+    Descriptors of a (M, K), b (N, K), aux and out (M, N), and out_T (N, M). Programs persist, two
+    on each multiprocessor: one multiplies while the other stores.
     """
     tiles_m = tl.cdiv(M, BM)
     tiles_n = tl.cdiv(N, BN)
@@ -3930,77 +3933,48 @@ def linear_relu2_kernel(
         store_relu2(right, aux, out, out_T, m0, n0 + BN // 2, factor)
 
 
-# The best of twelve on an H200; fp8 has twice the BK.
-RELU2_TILES = dict(BM=128, BN=128, BK=64, GROUP=4, num_warps=4, num_stages=3)
-
-
-def fused_relu2(x: Tensor, *sizes: int) -> bool:
-    """Whether linear_relu2 runs on the device of x: all sizes must be multiples of 16.
-
-    Hopper and B200 can: it needs 112 KiB of shared memory, of which an RTX 50 (12.0) has 99.
-    """
-    device_fits = use_triton(x, (9, 0)) and not use_triton(x, (12, 0))
-    return device_fits and all(n % 16 == 0 for n in sizes)
+# The best of twelve on an H200.
+RELU2_TILES = dict(BM=128, BN=128, BK=128, GROUP=4, num_warps=4, num_stages=3)
 
 
 @torch.library.custom_op(f"{OPS}::linear_relu2", mutates_args=(), tags=ANY_LAYOUT)
-def linear_relu2(
-    a: Tensor, b: Tensor, post: Tensor | None = None, factor: float = 1.0
-) -> tuple[Tensor, Tensor]:
-    """relu(a b^T)^2 factor, (M, N); or with post = relu(pre)^2 the gradient of pre.
+def linear_relu2(a: Tensor, b: Tensor, post: Tensor | None, factor: float) -> tuple[Tensor, Tensor]:
+    """relu(a b^T)^2 factor of fp8 operands, (M, N); or with post = relu(pre)^2 the gradient of pre.
 
     That is 2 (a b^T) sqrt(post) factor. The results have the dtype of a; the second is the transpose
-    (N, M) of the first if that is fp8, else empty.
+    (N, M) of the first.
     """
     M, K = a.shape
     N = len(b)
     out, out_T = empty_relu2(a, b)
-    tiles = dict(RELU2_TILES)
-    if a.itemsize == 1:
-        tiles["BK"] *= 2
-    BM, BN, BK = tiles["BM"], tiles["BN"], tiles["BK"]
-
+    BM, BN, BK = (RELU2_TILES[name] for name in ("BM", "BN", "BK"))
     describe = TensorDescriptor.from_tensor
     half = [BM, BN // 2]
-    operands = (describe(a.contiguous(), [BM, BK]), describe(b.contiguous(), [BN, BK]))
     aux = None if post is None else describe(post.contiguous(), half)
-    flipped = describe(out_T, half[::-1]) if out_T.numel() else None
-    tensors = (*operands, aux, describe(out, half), flipped)
+    operands = (describe(a.contiguous(), [BM, BK]), describe(b.contiguous(), [BN, BK]), aux)
+    results = (describe(out, half), describe(out_T, half[::-1]))
 
     programs = 3  # of the interpreter
     if a.is_cuda:
         programs = 2 * torch.cuda.get_device_properties(a.device).multi_processor_count
     programs = min(triton.cdiv(M, BM) * triton.cdiv(N, BN), programs)
-    linear_relu2_kernel[(programs,)](*tensors, factor, M, N, K, PROGRAMS=programs, **tiles)
+    sizes = (factor, M, N, K)
+    linear_relu2_kernel[(programs,)](*operands, *results, *sizes, PROGRAMS=programs, **RELU2_TILES)
     return out, out_T
 
 
 @linear_relu2.register_fake
 def empty_relu2(a, b, *rest):
-    transposed = (b.size(0), a.size(0)) if a.itemsize == 1 else 0
-    return a.new_empty(a.size(0), b.size(0)), a.new_empty(transposed)
-
-
-class MLPRelu2(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, up, down):
-        post, _ = linear_relu2(x, up)
-        ctx.save_for_backward(x, up, down, post)
-        return post @ down
-
-    @staticmethod
-    def backward(ctx, g):
-        x, up, down, post = ctx.saved_tensors
-        before, _ = linear_relu2(g, down, post)
-        return before @ up, before.T @ x, post.T @ g
+    M, N = a.size(0), b.size(0)
+    return a.new_empty(M, N), a.new_empty(N, M)
 
 
 class MLP8(torch.autograd.Function):
-    """MLPRelu2 with its six products in fp8, for an x whose rows have norm sqrt(D) as after norm().
+    """mlp_relu2 with its six products in fp8, for an x whose rows have norm sqrt(D) as after norm().
 
-    Nothing of size (T, F) exists in more than 8 bits. |x w^T| <= |x| |w|
-    bounds the activation, and in the same way the gradient before it, so their scales are known.
-    What remains between operands and result is a constant.
+    Nothing of size (T, F) exists in more than 8 bits. |x w^T| <= |x| |w| bounds the activation, and
+    in the same way the gradient before it, so their scales are known. What remains between operands
+    and result is a constant.
     """
 
     @staticmethod
@@ -4034,14 +4008,9 @@ class MLP8(torch.autograd.Function):
 
 
 def mlp_relu2(x_TD: Tensor, up_FD: Tensor, down_FD: Tensor, up8=None, down8=None) -> Tensor:
-    """relu(x up^T)^2 down, (T, D); the kernel keeps only x and the square for the backward.
-
-    With the weights as Weight8 too the products are in fp8, see MLP8.
-    """
+    """relu(x up^T)^2 down, (T, D); with the weights as Weight8 too in fp8, see MLP8."""
     if up8 is not None:
         return MLP8.apply(x_TD, up_FD, down_FD, *up8, *down8)
-    if fused_relu2(x_TD, *up_FD.shape) and torch.is_grad_enabled():
-        return MLPRelu2.apply(x_TD, up_FD, down_FD)
     return F.relu(x_TD @ up_FD.T).square() @ down_FD
 
 
