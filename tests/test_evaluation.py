@@ -1,6 +1,5 @@
-"""Bits per byte against sums made by hand, and the samples of the report."""
+"""Bits per byte against sums made by hand."""
 
-import dataclasses
 import hashlib
 import math
 
@@ -12,12 +11,9 @@ import train_small as ts
 from conftest import (
     ALONE,
     CPU,
-    logits,
     pack,
     random_model,
-    script,
     tiny_config,
-    tiny_medium,
     validation_of,
     write_tokenizer,
 )
@@ -100,7 +96,8 @@ def test_what_is_scored_is_stated(tokenizer):
     assert [len(counted) for _, counted in scored] == [3, 2]
     tokens = np.array([bos, the, 97, bos, bos, the, 97], "<u2").tobytes()
     expected = {"targets": 3, "bytes": 4 + 1 + 1, "sha256": hashlib.sha256(tokens).hexdigest()}
-    assert ts.describe_scored(scored, tokenizer.token_bytes) == expected
+    job = ts.Job(config, tokenizer, "data", "", validation=iter([whole, empty, part, whole]))
+    assert ts.load_validation(job, CPU).scored == expected
 
 
 def test_bits_per_byte_of_a_model(dataset):
@@ -133,7 +130,7 @@ def test_bits_per_byte_of_several_ranks(dataset, tokenizer, monkeypatch, world):
     token_bytes[:300] = torch.from_numpy(dataset.tokenizer.token_bytes)
     alone = ts.bits_per_byte(model, batch, 2, token_bytes, ALONE)
 
-    ranks = [ts.Ranks(rank, rank, world, CPU) for rank in range(world)]
+    ranks = [ts.Ranks(rank, world, CPU) for rank in range(world)]
     shares = [ts.share_of_rank(batch, 2, rank) for rank in ranks]
     assert {len(share.tokens) for share in shares} == {-(-len(batch.tokens) // (2 * world)) * 2}
     targets = torch.cat([share.targets for share in shares])
@@ -145,89 +142,3 @@ def test_bits_per_byte_of_several_ranks(dataset, tokenizer, monkeypatch, world):
         ts.bits_per_byte(model, batch, 2, token_bytes, rank)
     nats, text_bytes = torch.stack(sums).sum(0).tolist()
     assert nats / math.log(2) / text_bytes == pytest.approx(alone, rel=1e-5)
-
-
-# ---- samples
-
-
-def greedy(model, text, tokens, vocab_size) -> list[int]:
-    """`text` and its most likely next tokens, each from a forward of its own."""
-    text = list(text)
-    for _ in range(tokens):
-        text.append(int(logits(model, text)[-1, :vocab_size].argmax()))
-    return text
-
-
-PROMPTS = ("the rest", "é", "in order of the stone and then")
-
-
-@pytest.mark.parametrize("make", (tiny_config, tiny_medium), ids=("small", "medium"))
-def test_samples_of_a_cold_model(tokenizer, make):
-    """Near temperature 0 each sample is its prompt and the most likely tokens, one forward each, up to a BOS."""
-    config = make(sample_prompts=PROMPTS, sample_tokens=20, sample_temperature=0.0)
-    model = random_model(config)
-    samples = script(config).continue_prompts(model, tokenizer, config)
-    assert len(samples) == 3
-    for prompt, sample in zip(PROMPTS, samples, strict=True):
-        text = greedy(model, [tokenizer.bos_id, *tokenizer.encode(prompt)], 20, config.vocab_size)
-        end = [*text, tokenizer.bos_id].index(tokenizer.bos_id, 1)
-        assert sample == tokenizer.decode(text[1:end]) and sample.startswith(prompt)
-        assert end > len(tokenizer.encode(prompt)) + 5, "the test should see more than the prompt"
-
-
-class Planned:
-    """Stands for a model: after every text of n tokens comes next_token(text), however warm it is."""
-
-    def __init__(self, next_token, max_seq_len):
-        self.embed = torch.zeros(1)
-        self.next_token = next_token
-        self.max_seq_len = max_seq_len
-        self.longest = 0
-
-    def __call__(self, tokens, targets, positions, cu_seqlens, max_doc):
-        assert targets is None and cu_seqlens[0] == 0 and cu_seqlens[-1] == len(tokens)
-        z = torch.full((len(tokens), 320), -30.0)
-        for start, end in zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True):
-            assert positions[start:end].tolist() == list(range(end - start)) and end - start <= max_doc
-            assert max_doc <= self.max_seq_len
-            self.longest = max(self.longest, max_doc)
-            z[end - 1, self.next_token(tokens[start:end].tolist())] = 30.0
-            z[end - 1, 300:] = 60.0  # entries that only pad the vocabulary must never be drawn
-        return z
-
-
-def test_samples_end_at_bos(tokenizer):
-    """A text ends where the model begins another document; the others go on."""
-
-    def next_token(text):
-        return tokenizer.bos_id if len(text) == 6 and text[1] == ord("a") else ord("z")
-
-    config = tiny_config(sample_prompts=("abc", "bc"), sample_tokens=8)
-    samples = ts.continue_prompts(Planned(next_token, 64), tokenizer, config)
-    assert samples == ["abczz", "bc" + "z" * 8]
-
-
-def test_samples_stay_in_the_context(tokenizer):
-    """No text is longer than max_seq_len, whatever sample_tokens is; no prompts or no tokens are fine."""
-    model = Planned(lambda text: ord("z"), 64)
-    config = tiny_config(sample_prompts=("abc", "b" * 50), sample_tokens=1000)
-    short, long = ts.continue_prompts(model, tokenizer, config)
-    room = 64 - 1 - 50  # the longest text has its BOS and 50 tokens
-    assert long == "b" * 50 + "z" * room and short == "abc" + "z" * room
-    assert model.longest == 63
-    for changes, expected in (({"sample_prompts": ()}, []), ({"sample_tokens": 0}, ["abc", "b" * 50])):
-        assert ts.continue_prompts(model, tokenizer, dataclasses.replace(config, **changes)) == expected
-    beyond = dataclasses.replace(config, sample_prompts=("c" * 100,))
-    assert ts.continue_prompts(model, tokenizer, beyond) == ["c" * 100]
-
-
-def test_samples_follow_seed_and_temperature(tokenizer):
-    """The seed repeats them, another seed or a higher temperature gives other texts."""
-    config = tiny_config(sample_prompts=PROMPTS, sample_temperature=1.0)
-    model = random_model(config)
-
-    def texts(**changes):
-        return ts.continue_prompts(model, tokenizer, dataclasses.replace(config, **changes))
-
-    assert texts() == texts()
-    assert texts(seed=1) != texts() and texts(sample_temperature=0.01) != texts()
