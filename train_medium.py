@@ -3365,9 +3365,9 @@ def choose_attention(model: nn.Module, say: Callable = print) -> Callable:
 # Rows of a kernel's signature: tensors, then sizes and numbers, then constants.
 
 
-def use_triton(x: Tensor, capability: tuple = (8, 0), most_bytes: int = 2) -> bool:
-    """Kernels run on CUDA tensors of up to most_bytes an entry, from Ampere on; plain code does the rest."""
-    fits = triton is not None and x.is_cuda and x.itemsize <= most_bytes
+def use_triton(x: Tensor, capability: tuple = (8, 0)) -> bool:
+    """Kernels run on CUDA tensors of at most 16 bits an entry, from Ampere on; plain code does the rest."""
+    fits = triton is not None and x.is_cuda and x.itemsize <= 2
     return fits and torch.cuda.get_device_capability(x.device) >= capability
 
 

@@ -136,9 +136,7 @@ def main() -> None:
     seen = set()  # hashes of kernels
     misfits = 0
     script = importlib.import_module(Path(args.script).stem)
-    script.use_triton = lambda x, capability=(8, 0), most_bytes=2: (
-        divmod(device.arch, 10) >= capability
-    )
+    script.use_triton = lambda x, capability=(8, 0): divmod(device.arch, 10) >= capability
     engine.use_triton = lambda x: True
     score_core.kernel_runs = lambda q: True
     run = JITFunction.run
