@@ -282,27 +282,6 @@ def test_polar_express(shape, device):
 
 
 @devices
-def test_mlp_relu2(device, monkeypatch):
-    needs_hopper(device)
-    cuda = device == "cuda"
-    dtype, (T, D, Fw) = (torch.bfloat16, (5000, 768, 3072)) if cuda else (torch.float32, (70, 48, 80))
-    if not cuda:
-        monkeypatch.setattr(K, "RELU2_TILES", dict(GROUP=2, BM=32, BN=32, BK=32))
-    x, up, down = (
-        torch.randn(n, D, device=device).mul(s).to(dtype).requires_grad_()
-        for n, s in ((T, 1), (Fw, D**-0.5), (Fw, Fw**-0.5))
-    )
-    g = torch.randn(T, D, device=device).to(dtype)
-    assert K.fused_relu2(x, *up.shape), "this must not be the plain path"
-    y = K.mlp_relu2(x, up, down)
-    got = (y, *torch.autograd.grad(y, (x, up, down), g))
-    x, up, down = (t.detach().double().requires_grad_() for t in (x, up, down))
-    y = F.relu(x @ up.T).square() @ down
-    for a, b in zip(got, (y, *torch.autograd.grad(y, (x, up, down), g.double())), strict=False):
-        close(a, b, 1e-5 if not cuda else 1e-2)
-
-
-@devices
 def test_linear_relu2_in_8_bits(device, monkeypatch):
     """Both fp8 products with their epilogues and transposes, to the last bit of each result.
 
