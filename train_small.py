@@ -2132,7 +2132,8 @@ def log_steps(run: Run, losses: list[Tensor], batch: Batch) -> None:
     }
     run.log.write(entry)
     eta = (config.num_steps - state.step) * entry["step_ms"] / 1e3
-    run.log.say(step_line(entry, config.num_steps, eta))
+    notes = "".join(f" | {name} {value:.4g}" for name, value in batch.notes.items())
+    run.log.say(step_line(entry, config.num_steps, eta) + notes)
     run.logged = dataclasses.replace(progress)
 
 

@@ -39,6 +39,7 @@ import engine
 import numpy as np
 from engine import RunError
 
+
 @dataclass(frozen=True)
 class Defaults:
     packs: int  # in a step; conversations are few, so this is less than in pretraining

@@ -23,18 +23,15 @@ for the number alone forgot to stop. Held-out questions are answered before the 
 --eval-every steps and at the end: greedily, and --eval-samples times at temperature 1 for pass@k.
 
 The run directory is like that of finetuning, so chat.py, chat_eval.py and export.py read it. It holds
-this script too. report.md shows the rewards (reward.png) and answers before and after. FOLDER holds
-gsm8k*train* and gsm8k*test* (or gsm8k*val*) as .jsonl, .jsonl.gz, .jsonl.zst or .parquet; without
---files they are downloaded from Hugging Face. A model that was finetuned on general conversations may
-know no sums: data/sft.py --source addition:COUNT:DIGITS shows it the form.
+this script too. Its report shows the rewards, and answers before and after. FOLDER holds gsm8k*train*
+and gsm8k*test* (or gsm8k*val*) as .jsonl, .jsonl.gz, .jsonl.zst or .parquet; without --files they are
+downloaded from Hugging Face. A model that was finetuned on general conversations may know no sums:
+data/sft.py --source addition:COUNT:DIGITS shows it the form.
 """
 
 import argparse
 import dataclasses
-import datetime
 import hashlib
-import html
-import json
 import math
 import random
 import re
@@ -56,7 +53,6 @@ import finetune
 import numpy as np
 import sft
 import torch
-import torch.distributed as dist
 from chat_eval import Item, chat_prompt, complete, sum_over_ranks
 from engine import RunError
 
@@ -78,36 +74,43 @@ class Task:
 
 
 @dataclass
-class Totals:
-    """What a run has used so far; saved with every checkpoint."""
-
-    train_seconds: float = 0.0
-    draw_seconds: float = 0.0  # part of train_seconds
-    drawn_tokens: int = 0
-
-
-@dataclass
-class Run:
-    """A run under way."""
+class Learner:
+    """What the loop of the training script calls in place of its own loader, step and evaluation."""
 
     script: ModuleType  # the training script of the run directory
     args: argparse.Namespace
-    run_dir: Path
-    state: Any  # the script's TrainState
     task: Task
-    generator: engine.Generator
-    log: Any
-    totals: Totals
-    lock: Any = None  # of run_dir, held while this lives
-    evaluations: list[dict] = dataclasses.field(default_factory=list)  # the first and the last
-
-    @property
-    def tokenizer(self):
-        return self.generator.tokenizer
+    tokenizer: Any
+    state: Any = None  # the script's TrainState, once the run has begun
+    generator: Any = None
 
     @property
     def ranks(self):
         return self.state.ranks
+
+    def loader(self, run):
+        self.state = run.state
+        self.generator = engine.Generator(run.state.model, self.tokenizer, rows=self.args.rows)
+        return self
+
+    def next(self):
+        return draw_answers(self)
+
+    def close(self) -> None:
+        pass
+
+    def step(self, state, answers) -> torch.Tensor:
+        return learn(self, answers)
+
+    def evaluate(self, run) -> dict[str, float]:
+        found, answers = evaluate(self)
+        run.log.write({"step": self.state.step, "answers": answers})
+        if self.state.step == 0 and not any(found.values()):
+            run.log.say(
+                "no answer is right, so there may be nothing to learn from: finetune on such answers "
+                "first, e.g. with data/sft.py --source addition:2000"
+            )
+        return found
 
 
 # ---- tasks
@@ -228,7 +231,7 @@ class Group:
     completions: list[engine.Completion]
 
 
-def ask(run: Run, item: Item, seeds, temperature: float) -> list[engine.Completion]:
+def ask(run: Learner, item: Item, seeds, temperature: float) -> list[engine.Completion]:
     """A completion of the question for each seed, from the whole vocabulary; not yet drawn."""
     prompt = chat_prompt(run.tokenizer, item.question)
     room = run.state.config.max_seq_len + 1 - len(prompt)
@@ -277,14 +280,24 @@ def judge(task: Task, tokenizer, group: Group) -> list[Rollout]:
 
 
 @dataclass
-class WeightedBatch:
+class Answers:
+    """This rank's part of a step, packed, and what the log says of the whole step."""
+
     batch: Any  # the script's Batch
     weights: torch.Tensor  # fp32 (P, pack_tokens): the advantage of the answer that a target is in
+    total_tokens: int = 0  # that were drawn, over all ranks
+    useful: bool = False  # whether the answers to any question differ in reward
+    notes: dict = dataclasses.field(default_factory=dict)
+    position: None = None
+
+    @property
+    def positions(self) -> torch.Tensor:
+        return self.batch.positions
 
 
 def pack_rollouts(
     script, config, bos_id: int, rollouts: list[Rollout], packs: int
-) -> WeightedBatch:
+) -> Answers:
     """The rollouts that have an advantage, as whole micro-batches of `packs` packs, at least one."""
     rollouts = [r for r in rollouts if r.advantage]
     rows = [[]]
@@ -307,26 +320,26 @@ def pack_rollouts(
             start = end
             documents.append((np.array(rollout.tokens, np.int32), np.array(rollout.drawn)))
         script.fill_pack(batch, row, documents)
-    return WeightedBatch(batch, weights)
+    return Answers(batch, weights)
 
 
-def backward(state, weighted: WeightedBatch, total_drawn: int) -> float:
-    """Adds the gradient of sum(advantage * nats) / total_drawn of this rank's packs.
+def backward(state, answers: Answers) -> torch.Tensor:
+    """Adds the gradient of sum(advantage * nats) / drawn tokens of this rank's packs.
 
-    Returns: the sum of nats, without weights
+    Returns: the sum of nats, without weights, 0-D
     """
     device = state.ranks.device
     packs = state.packs
     total_nats = torch.zeros((), device=device)
-    for i, micro_batch in enumerate(weighted.batch.micro_batches(packs, device)):
-        weight = weighted.weights[i * packs : (i + 1) * packs].flatten().to(device)
+    for i, micro_batch in enumerate(answers.batch.micro_batches(packs, device)):
+        weight = answers.weights[i * packs : (i + 1) * packs].flatten().to(device)
         loss, nats = state.forward(*micro_batch, weight)
-        (loss / total_drawn * state.loss_scale).backward()
+        (loss / answers.total_tokens * state.loss_scale).backward()
         total_nats += nats.sum()
-    return total_nats.item()
+    return total_nats
 
 
-def draw_groups(run: Run) -> list[Group]:
+def draw_groups(run: Learner) -> list[Group]:
     """This rank's questions of the step, answered; the answers to one question stay together."""
     args = run.args
     ranks = run.ranks
@@ -341,30 +354,12 @@ def draw_groups(run: Run) -> list[Group]:
     return groups
 
 
-def update(run: Run, rollouts: list[Rollout], total_drawn: int) -> float:
-    """One optimizer step on the rollouts of all ranks; returns the mean nats of a target."""
-    state = run.state
-    bos_id = run.tokenizer.bos_id
-    weighted = pack_rollouts(run.script, state.config, bos_id, rollouts, state.packs)
-    nats = backward(state, weighted, total_drawn)
-    lr_mult = run.script.lr_multiplier(state.config, state.step)
-    momentum = run.script.muon_momentum(state.config, state.step)
-    if not state.optimizer.step(lr_mult, momentum, state.loss_scale):
-        state.loss_scale = max(state.loss_scale / 2, 2.0)  # fp16 overflowed
-    sums = np.array([nats, weighted.batch.total_targets], float)
-    nats, targets = sum_over_ranks(sums, run.ranks).tolist()
-    return nats / max(targets, 1)
-
-
-def rl_step(run: Run) -> dict:
-    """Draws and judges answers and updates the weights once; returns the entry for the log."""
-    state = run.state
-    args = run.args
+def draw_answers(run: Learner) -> Answers:
+    """Draws and judges the answers of the next step with the current weights."""
     start = time.perf_counter()
-    groups = draw_groups(run)
-    judged = [judge(run.task, run.tokenizer, group) for group in groups]
+    args = run.args
+    judged = [judge(run.task, run.tokenizer, group) for group in draw_groups(run)]
     rollouts = [rollout for group in judged for rollout in group]
-    drawn_at = time.perf_counter()
 
     # Sums over all ranks decide for all of them whether there is anything to learn.
     sums = [
@@ -374,23 +369,34 @@ def rl_step(run: Run) -> dict:
         sum(any(r.advantage for r in group) for group in judged),
     ]
     drawn, reward, right, useful = sum_over_ranks(np.array(sums, float), run.ranks).tolist()
-    lr_mult = run.script.lr_multiplier(state.config, state.step)
-    nats = update(run, rollouts, int(drawn)) if useful else 0.0
-    state.step += 1
-    run.ranks.sync()
-
-    answers = args.prompts * args.samples
-    return {
-        "step": state.step,
-        "reward": reward / answers,
-        "right": right / answers,
+    config = run.state.config
+    answers = pack_rollouts(run.script, config, run.tokenizer.bos_id, rollouts, run.state.packs)
+    answers.total_tokens = int(drawn)
+    answers.useful = useful > 0
+    count = args.prompts * args.samples
+    answers.notes = {
+        "reward": reward / count,
+        "right": right / count,
         "useful": useful / args.prompts,
-        "drawn_tokens": int(drawn),
-        "nats": nats,
-        "lr": lr_mult,
-        "draw_seconds": drawn_at - start,
-        "update_seconds": time.perf_counter() - drawn_at,
+        "draw_seconds": time.perf_counter() - start,
     }
+    return answers
+
+
+def learn(run: Learner, answers: Answers) -> torch.Tensor:
+    """One optimizer step on the answers of all ranks; this rank's share of the mean nats, 0-D."""
+    state = run.state
+    step = state.step
+    state.step += 1
+    if not answers.useful:
+        return torch.zeros((), device=run.ranks.device)
+    nats = backward(state, answers)
+    lr_mult = run.script.lr_multiplier(state.config, step)
+    momentum = run.script.muon_momentum(state.config, step)
+    if not state.optimizer.step(lr_mult, momentum, state.loss_scale):
+        state.loss_scale = max(state.loss_scale / 2, 2.0)  # fp16 overflowed
+    targets = sum_over_ranks(np.array([answers.batch.total_targets], float), run.ranks)[0]
+    return nats / max(targets, 1)
 
 
 # ---- held-out questions
@@ -404,9 +410,8 @@ def pass_at_k(n: int, right: int, k: int) -> float:
     return 1.0 - math.comb(n - right, k) / math.comb(n, k)
 
 
-def evaluate(run: Run) -> dict:
+def evaluate(run: Learner) -> tuple[dict[str, float], list[dict]]:
     """Greedy accuracy and pass@k on the held-out questions, and the greedy answers to the first few."""
-    start = time.perf_counter()
     test = run.task.test
     n = run.args.eval_samples
     # Each rank has a run of questions, so that those of the report are the first for any number of ranks.
@@ -438,134 +443,11 @@ def evaluate(run: Run) -> dict:
             }
         )
     greedy, drawn = sum_over_ranks(right, run.ranks).T
-    found = {"step": run.state.step, "greedy": float(greedy.mean())}
+    found = {"greedy": float(greedy.mean())}
     for exponent in range(n.bit_length()):
         k = 2**exponent
         found[f"pass@{k}"] = float(np.mean([pass_at_k(n, int(count), k) for count in drawn]))
-    found["eval_seconds"] = time.perf_counter() - start
-    found["answers"] = answers[:SHOWN]
-    return found
-
-
-def scores(evaluation: dict) -> dict[str, float]:
-    """The accuracies of an evaluation: greedy, pass@1, pass@2, ..."""
-    return {k: v for k, v in evaluation.items() if k == "greedy" or k.startswith("pass@")}
-
-
-# ---- the report
-
-
-def cell(text: str) -> str:
-    """A text as a cell of a table."""
-    text = html.escape(text, quote=False)
-    return text.replace("|", "&#124;").replace("\r", "").replace("\n", "<br>")
-
-
-def draw_curve(path: Path, steps: list[dict], evaluations: list[dict], title: str) -> str:
-    """Rewards of all steps and accuracy on held-out questions; returns the line for the report."""
-    try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        import matplotlib.pyplot as plt
-    except ImportError:
-        return "(no picture: matplotlib is not installed)\n"
-
-    x = [entry["step"] for entry in steps]
-    reward = [entry["reward"] for entry in steps]
-    width = max(1, len(reward) // 20)
-    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
-    axes.plot(x, reward, color="#9bb8d3", lw=0.8, label="mean reward of a step")
-    if width > 1:
-        smooth = np.convolve(reward, np.ones(width) / width, "valid")
-        axes.plot(x[width - 1 :], smooth, color="#2c6fa3", lw=1.6, label=f"mean of {width} steps")
-
-    x = [entry["step"] for entry in evaluations]
-    held_out = {"color": "#c0392b"}
-    greedy = [entry["greedy"] for entry in evaluations]
-    axes.plot(x, greedy, marker="o", ms=4, label="held out, greedy", **held_out)
-    if "pass@1" in evaluations[0]:
-        drawn = [entry["pass@1"] for entry in evaluations]
-        axes.plot(x, drawn, ls=":", marker=".", label="held out, pass@1", **held_out)
-    axes.set(xlabel="step", ylabel="reward, accuracy", ylim=(-0.02, 1.02), title=title)
-    axes.legend()
-    axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-    return "![rewards](reward.png)\n"
-
-
-def read_log(run_dir: Path) -> list[dict]:
-    lines = (run_dir / "log.jsonl").read_text(encoding="utf-8").splitlines()
-    return [json.loads(line) for line in lines]
-
-
-def score_lines(first: dict, last: dict) -> str:
-    lines = []
-    after = scores(last)
-    for name, before in scores(first).items():
-        points = 100 * (after[name] - before)
-        lines.append(f"| {name} | {before:.1%} | {after[name]:.1%} | {points:+.1f} |")
-    return "\n".join(lines)
-
-
-def answer_lines(first: dict, last: dict) -> str:
-    lines = []
-    # More ranks than before may have left fewer to the first one.
-    for a, b in zip(first["answers"], last["answers"], strict=False):
-        lines.append(
-            f"| {cell(a['question'])} | {cell(a['expected'])} | {cell(a['answer'])} "
-            f"| {a['reward']:.2f} | {cell(b['answer'])} | {b['reward']:.2f} |"
-        )
-    return "\n".join(lines)
-
-
-def write_report(run: Run, machine: dict, result: dict) -> None:
-    """report.md and reward.png, from log.jsonl."""
-    args = run.args
-    entries = read_log(run.run_dir)
-    steps = [entry for entry in entries if "reward" in entry]
-    evaluations = [entry for entry in entries if "greedy" in entry]
-    first = run.evaluations[0]
-    last = run.evaluations[-1]
-    name = f"addition of {args.digits}-digit numbers" if args.task == "addition" else args.task
-    rows = {
-        "task": name,
-        "held-out questions": f"{result['test_items']:,}",
-        "steps": f"{result['steps']:,}",
-        "answers of a step": f"{args.prompts} questions x {args.samples}",
-        "drawn tokens": f"{result['drawn_tokens']:,}",
-        "time": f"{result['train_seconds']:.1f} s, of which drawing {result['draw_seconds']:.1f} s",
-        "rates": f"{args.muon_lr:g} (matrices) and {args.adam_lr:g} (rest) of those of pretraining, "
-        "falling to 0",
-        "peak memory": f"{result['peak_memory_gib']:.1f} GiB",
-        "device": f"{machine['num_devices']} x {machine['device']}",
-        "torch": machine["torch"],
-        "started from": str(args.source),
-        "seed": str(args.seed),
-    }
-    table = "\n".join(f"| {key} | {value} |" for key, value in rows.items())
-    picture = draw_curve(
-        run.run_dir / "reward.png", steps, evaluations, f"{run.run_dir.name}: {name}"
-    )
-    text = f"""# {run.run_dir.name}
-
-| held out | before | after | points |
-| --- | ---: | ---: | ---: |
-{score_lines(first, last)}
-
-| | |
-| --- | --- |
-{table}
-
-{picture}
-## Greedy answers to held-out questions
-
-| question | expected | before | reward | after | reward |
-| --- | --- | --- | ---: | --- | ---: |
-{answer_lines(first, last)}
-"""
-    run.script.write_atomically(run.run_dir / "report.md", text)
+    return found, answers[:SHOWN]
 
 
 # ---- the run
@@ -581,6 +463,7 @@ def rl_config(script, checkpoint: Path, args: argparse.Namespace):
         fp8=False,
         fp8_head=False,
         seed=args.seed,
+        log_every=args.log_every,
         eval_every=args.eval_every,
         save_every=args.save_every,
         compile=base.compile and not args.no_compile,
@@ -596,53 +479,6 @@ def fit_ranks(config, steps: int, world: int):
     return dataclasses.replace(config, stages=stages, tokens=steps * world * config.pack_tokens)
 
 
-def new_run_dir(args: argparse.Namespace, ranks) -> Path:
-    """The run directory to be made; all ranks get the same answer."""
-    now = datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
-    of_main = [args.run_dir or f"out/{now}_{args.task}"]
-    if ranks.world > 1:
-        dist.broadcast_object_list(of_main, 0)
-        dist.barrier()
-    run_dir = Path(of_main[0])
-    if (run_dir / "log.jsonl").exists():
-        raise RunError(
-            f"{run_dir} already holds a run; continue it with --resume or name another --run-dir"
-        )
-    return run_dir
-
-
-def write_description(script, run_dir: Path, config, checkpoint: Path, args, machine) -> None:
-    """config.json, and the files that make a run directory complete."""
-    this_script = Path(__file__)
-    settings = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()}
-    description = {
-        "command": "rl",
-        "config": dataclasses.asdict(config),
-        "rl": settings,
-        "rl_sha256": hashlib.sha256(this_script.read_bytes()).hexdigest(),
-        "checkpoint": checkpoint.name,  # of the source
-        "machine": machine,
-    }
-    script.write_description(run_dir, description)
-    for path in (Path(script.__file__), args.source / "tokenizer.json", this_script):
-        script.write_atomically(run_dir / path.name, path.read_text(encoding="utf-8"))
-
-
-def check_same_tool(script, run_dir: Path) -> None:
-    """Raises RunError if the training script or this file is another than when the run began."""
-    description = script.read_description(run_dir)
-    began_with = {
-        Path(script.__file__): description["machine"]["script_sha256"],
-        Path(__file__): description["rl_sha256"],
-    }
-    for path, sha256 in began_with.items():
-        if hashlib.sha256(path.read_bytes()).hexdigest() != sha256:
-            raise RunError(
-                f"{path} was edited since {run_dir} began; call the rl.py in the run directory, or "
-                f"start a new run"
-            )
-
-
 def make_task(args: argparse.Namespace, tokenizer, max_seq_len: int) -> Task:
     def fits(question: str) -> bool:
         return len(chat_prompt(tokenizer, question)) + 32 <= max_seq_len
@@ -652,142 +488,39 @@ def make_task(args: argparse.Namespace, tokenizer, max_seq_len: int) -> Task:
     return gsm8k_task(args, fits)
 
 
-def open_run(script, args: argparse.Namespace, ranks, machine: dict) -> Run:
-    """A run that is ready for its next step, new or resumed."""
-    if args.resume:
-        run_dir = args.run_dir
-        check_same_tool(script, run_dir)
-        home = run_dir
-        checkpoint = finetune.newest_checkpoint(script, run_dir)
-        base = script.read_config(run_dir)
-    else:
-        run_dir = new_run_dir(args, ranks)
-        home = args.source
-        checkpoint = finetune.newest_checkpoint(script, args.source)
-        base = rl_config(script, checkpoint, args)
-    config = fit_ranks(base, args.steps, ranks.world)
+def make_job(script, args: argparse.Namespace):
+    """What the training script needs to know for reinforcement learning."""
+    home = Path(args.run_dir) if args.resume else args.source
+    checkpoint = finetune.newest_checkpoint(script, home)
+    base = script.read_config(home) if args.resume else rl_config(script, checkpoint, args)
+    config = fit_ranks(base, args.steps, script.start_ranks().world)
     tokenizer = script.Tokenizer(home / "tokenizer.json")
     chat_eval.check_chat_tokens(tokenizer, home)
     task = make_task(args, tokenizer, config.max_seq_len)
-    lock = None
-    if ranks.is_main:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        lock = script.lock_run_dir(run_dir)
-    if ranks.is_main and not args.resume:
-        write_description(script, run_dir, config, checkpoint, args, machine)
-    if ranks.world > 1:
-        dist.barrier()
+    learner = Learner(script, args, task, tokenizer)
 
-    log = script.Log(run_dir, ranks, "", {})
-    state = script.build_state(config, ranks, log.say)
-    all_of_them = ", all there are" if len(task.test) < args.eval_items else ""
-    log.say(
-        f"run: {run_dir}, {args.steps:,} steps of {args.prompts} questions x {args.samples} answers, "
-        f"{len(task.test):,} held-out questions{all_of_them}, from {checkpoint}"
-    )
-    totals = Totals()
-    evaluations = []
-    if args.resume:
-        saved = script.load_checkpoint(state, checkpoint)
-        totals = Totals(**saved["totals"])
-        evaluations = saved["evaluations"]
-        log.rewind(state.step)
-        log.say(f"resumed at step {state.step} from {checkpoint}")
-    else:
+    def load_start(state) -> None:
         finetune.load_source(script, state, checkpoint, moments=False)
-    generator = engine.Generator(state.model, tokenizer, rows=args.rows)
-    return Run(script, args, run_dir, state, task, generator, log, totals, lock, evaluations)
 
-
-def log_evaluation(run: Run) -> dict[str, float]:
-    """Answers the held-out questions, logs that and returns the scores."""
-    found = evaluate(run)
-    run.log.write(found)
-    run.evaluations = [*run.evaluations[:1], found]
-    line = " | ".join(f"{name} {score:6.1%}" for name, score in scores(found).items())
-    run.log.say(
-        f"step {run.state.step:5d}/{run.args.steps} | held out: {line} "
-        f"| {found['eval_seconds']:.1f} s"
+    this_script = Path(__file__).resolve()
+    own = ("resume", "run_dir", "resume_changed", "set", "flags")  # of the start, not of the run
+    settings = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items() if k not in own}
+    all_of_them = ", all there are" if len(task.test) < args.eval_items else ""
+    return script.Job(
+        config=config,
+        tokenizer=tokenizer,
+        fingerprint=args.task,
+        note=f"{args.prompts} questions x {args.samples} answers a step, {len(task.test):,} held-out "
+        f"questions{all_of_them}, from {args.source}",
+        command="rl",
+        load_start=load_start,
+        description={"rl": settings, "rl_sha256": hashlib.sha256(this_script.read_bytes()).hexdigest()},
+        scripts=(this_script,),
+        loader=learner.loader,
+        step=learner.step,
+        evaluate=learner.evaluate,
+        flops=lambda config, positions: 0.0,  # of drawing, nobody has counted them
     )
-    return scores(found)
-
-
-def log_step(run: Run, entry: dict) -> None:
-    """Adds a step to the totals and to the log."""
-    step = run.state.step
-    totals = run.totals
-    totals.train_seconds += entry["draw_seconds"] + entry["update_seconds"]
-    totals.draw_seconds += entry["draw_seconds"]
-    totals.drawn_tokens += entry["drawn_tokens"]
-    entry["train_seconds"] = totals.train_seconds
-    if not math.isfinite(entry["nats"]):
-        raise RunError(
-            f"the loss is no longer finite at step {step}; lower --muon-lr and --adam-lr"
-        )
-    run.log.write(entry)
-    if step == 1 or step % run.args.log_every == 0 or step == run.args.steps:
-        run.log.say(
-            "step {step:5d}/{0} | reward {reward:.3f} | right {right:6.1%} | useful {useful:4.0%} "
-            "| nats {nats:.3f} | lr {lr:.3f} | draw {draw_seconds:5.2f} s "
-            "| update {update_seconds:5.2f} s | {train_seconds:6.1f} s".format(
-                run.args.steps, **entry
-            )
-        )
-
-
-def run_steps(run: Run) -> None:
-    """The loop: steps until the end or a signal; tests and saves in between."""
-    args = run.args
-    stopper = run.script.Stopper(run.ranks)
-    if not args.resume and not any(log_evaluation(run).values()):
-        run.log.say(
-            "no answer is right, so there may be nothing to learn from: finetune on such answers "
-            "first, e.g. with data/sft.py --source addition:2000"
-        )
-    while run.state.step < args.steps:
-        log_step(run, rl_step(run))
-        step = run.state.step
-        done = step == args.steps
-        stop = stopper.asked(step)
-        if done or (args.eval_every and step % args.eval_every == 0):
-            log_evaluation(run)
-        if done or stop or (args.save_every and step % args.save_every == 0):
-            totals = dataclasses.asdict(run.totals)
-            progress = {"position": None, "val_bpb": None, "totals": totals}
-            progress["evaluations"] = (
-                run.evaluations
-            )  # the log may be damaged, a checkpoint is sealed
-            run.script.save_checkpoint(run.state, run.run_dir, progress)
-        if stop and not done:
-            name = signal.Signals(stopper.signal).name
-            raise RunError(
-                f"stopped by {name} at step {step}, saved; continue with --resume --run-dir "
-                f"{run.run_dir}"
-            )
-    stopper.restore()
-
-
-def train(script, args: argparse.Namespace) -> dict:
-    """Runs or resumes; returns the result that is printed last, on rank 0."""
-    ranks = script.start_ranks()
-    machine = script.describe_machine(ranks)
-    run = open_run(script, args, ranks, machine)
-    run_steps(run)
-    if not ranks.is_main:
-        return {}
-
-    result = {
-        "greedy_before": run.evaluations[0]["greedy"],
-        **scores(run.evaluations[-1]),
-        "steps": run.state.step,
-        **dataclasses.asdict(run.totals),
-        "test_items": len(run.task.test),
-        "peak_memory_gib": script.peak_memory_gib(ranks.device),
-        "run_dir": str(run.run_dir),
-    }
-    write_report(run, machine, result)
-    run.log.say(f"--- report: {run.run_dir}/report.md")
-    return result
 
 
 # ---- the command line
@@ -865,21 +598,14 @@ def check_resume(parser: argparse.ArgumentParser, argv: list[str]) -> None:
             raise RunError(f"--resume uses the settings of {args.run_dir}; leave out {flag}")
 
 
-def saved_settings(script: ModuleType, run_dir: Path) -> argparse.Namespace:
+def saved_settings(script: ModuleType, args: argparse.Namespace) -> argparse.Namespace:
     """The flags that a run to be resumed began with."""
-    settings = script.read_description(run_dir).get("rl")
+    settings = script.read_description(args.run_dir).get("rl")
     if settings is None:
-        raise RunError(
-            f"{run_dir} is no run of runs/rl.py; continue it with the tool that began it"
-        )
-    if not list(run_dir.glob("checkpoints/step_*/state.json")):
-        raise RunError(f"{run_dir} has no checkpoint yet; remove it and start again")
-    settings["resume"] = True
-    settings["run_dir"] = run_dir
-    settings["source"] = Path(settings["source"])
-    if settings["files"]:
-        settings["files"] = Path(settings["files"])
-    return argparse.Namespace(**settings)
+        raise RunError(f"{args.run_dir} is no run of runs/rl.py; continue it with the tool that began it")
+    files = settings["files"] and Path(settings["files"])
+    paths = {"source": Path(settings["source"]), "files": files}
+    return argparse.Namespace(**{**vars(args), **settings, **paths})
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -890,7 +616,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         check_resume(parser, argv)
     else:
         check(args)
-    return args
+    return argparse.Namespace(**vars(args), resume_changed=False, set=[], flags=list(argv))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -906,10 +632,11 @@ def main(argv: list[str] | None = None) -> int:
 
     def command() -> dict:
         try:
-            settings = saved_settings(script, args.run_dir) if args.resume else args
-            return train(script, settings)
+            settings = saved_settings(script, args) if args.resume else args
+            job = make_job(script, settings)
         except RunError as error:
             raise script.UserError(str(error)) from None
+        return script.train(job.config, settings, job)
 
     return script.run_command(command)
 
