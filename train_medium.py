@@ -429,11 +429,9 @@ def train(config: Config, args: argparse.Namespace, job: Job | None = None) -> d
     # The data comes first: nothing is written before it is known to suffice.
     ranks = start_ranks()
     job = job or pretraining_job(config)
+    check_length(job, ranks)
     run = open_run(job, args, ranks)
-    changed = []
-    if args.resume:
-        changed = check_same_run(run)
-    check_length(job, run.log.say)
+    changed = check_same_run(run) if args.resume else []
 
     # Everything is compiled on dummy tokens, before the clock starts.
     build = job.build or build_state
@@ -2030,7 +2028,7 @@ def pretraining_job(config: Config) -> Job:
     )
 
 
-def check_length(job: Job, say: Callable) -> None:
+def check_length(job: Job, ranks: Ranks) -> None:
     """Raises UserError if the run needs more text than there is; warns of text that is read again."""
     config = job.config
     stages = [stage_index(config, step) for step in range(config.num_steps)]
@@ -2042,9 +2040,9 @@ def check_length(job: Job, say: Callable) -> None:
         )
     # A tiny model that read its text 2.8 times lost 0.45 bpb by 231 bigram rows for 1,000 tokens.
     passes = needed * config.max_epochs / job.available
-    if passes > 1.5 and config.bigram_rows > 163840:
+    if passes > 1.5 and config.bigram_rows > 163840 and ranks.is_main:
         found = f"the text is read {passes:.1f} times"
-        say(f"warning: {found}, and a large bigram table learns it by heart; try --set bigram_rows=0")
+        print(f"warning: {found}, and a large table of bigrams learns it by heart; see --set bigram_rows=")
 
 
 @dataclass
@@ -2896,9 +2894,10 @@ class Log:
 def step_line(entry: dict, num_steps: int, eta: float) -> str:
     """A training step on the screen, with the seconds that are left."""
     e = entry
+    bpb = f"| bpb {e['bpb']:6.4f} " if e["bpb"] else ""  # 0 where targets have no bytes
     mfu = f"| mfu {e['mfu']:5.1%} " if e["mfu"] else ""  # 0 where the peak is unknown
     return (
-        f"step {e['step']:6d}/{num_steps} | loss {e['loss']:7.4f} | bpb {e['bpb']:6.4f} "
+        f"step {e['step']:6d}/{num_steps} | loss {e['loss']:7.4f} {bpb}"
         f"| lr {e['lr']:5.3f} | {e['step_ms']:8.1f} ms | {e['tokens_per_second']:9,.0f} tok/s {mfu}"
         f"| {e['memory_gib']:5.1f} GiB | {e['train_seconds']:6.1f} s | eta {eta:5.0f} s"
     )

@@ -283,7 +283,7 @@ def texts_of(data: Pairs, chosen: np.ndarray) -> list[int]:
 
 
 def contrast_step(state, data: Pairs, chosen: np.ndarray, temperature: float) -> Tensor:
-    """One optimizer step on some pairs; returns the loss, 0-D.
+    """One optimizer step on some pairs; returns this rank's share of the loss, 0-D.
 
     Every rank embeds its share of the texts and computes the loss of the whole batch, of which its
     gradient is that of its own texts. A share that takes several micro-batches is embedded twice:
@@ -319,7 +319,7 @@ def contrast_step(state, data: Pairs, chosen: np.ndarray, temperature: float) ->
     lr_mult = script.lr_multiplier(config, state.step)
     state.optimizer.step(lr_mult, script.muon_momentum(config, state.step))
     state.step += 1
-    return loss.detach()
+    return loss.detach() / ranks.world  # every rank has all of it
 
 
 def retrieval_scores(state, data: Pairs) -> dict[str, float]:
@@ -356,9 +356,7 @@ def new_run(args: argparse.Namespace) -> tuple[encoder.Config, Settings]:
     """The Config and the settings of a run that starts from args.run."""
     base, _ = encoder.read_run(args.run)
     if not args.pairs or not args.val_pairs:
-        raise script.UserError(
-            "--pairs and --val-pairs are missing; data/pairs.py makes such files"
-        )
+        raise script.UserError("--pairs and --val-pairs are missing; data/pairs.py makes such files")
     folder = script.newest_whole(args.run, print_note)
     config = dataclasses.replace(
         base,
@@ -387,103 +385,84 @@ def new_run(args: argparse.Namespace) -> tuple[encoder.Config, Settings]:
     return config, settings
 
 
-def check(config: encoder.Config, settings: Settings) -> None:
-    """Raises UserError if a flag is out of range."""
-    encoder.check_config(config)
-    for name, least in {"batch": 2, "max_len": 2, "negatives": 0}.items():
-        if getattr(settings, name) < least:
-            found = f"{encoder.flag_of(name)} {getattr(settings, name)}"
-            raise script.UserError(f"{found} must be at least {least}")
-    if not 0 < settings.temperature <= 10:
-        found = f"--temperature {settings.temperature}"
-        raise script.UserError(f"{found} must be above 0 and at most 10; 0.05 is usual")
+@dataclass
+class PairBatch:
+    """The pairs of a step, with what the loop of train_small.py asks of a batch."""
+
+    chosen: np.ndarray
+    total_tokens: int
+    position: None = None
+    positions: None = None
+    notes: dict = field(default_factory=dict)
+
+
+class PairLoader:
+    """The pairs of each step, from the step of a run on."""
+
+    def __init__(self, run, train: Pairs, batch: int):
+        self.train = train
+        self.batch = batch
+        self.seed = run.job.config.seed
+        self.step = run.state.step
+
+    def next(self) -> PairBatch:
+        chosen = pairs_of_step(len(self.train.pairs), self.batch, self.seed, self.step)
+        self.step += 1
+        tokens = sum(len(self.train.sequences[i]) for i in texts_of(self.train, chosen))
+        return PairBatch(chosen, tokens)
+
+    def close(self) -> None:
+        pass
 
 
 def finetune(args: argparse.Namespace) -> dict:
     """Runs or resumes; returns the result that is printed last."""
     if args.resume:
-        config, description = encoder.read_run(args.run_dir, "contrast")
+        config, description = encoder.read_run(args.run_dir, "finetune_encoder")
         settings = Settings(**description["contrast"])
         home = args.run_dir
     else:
         config, settings = new_run(args)
         home = Path(settings.run)
-    check(config, settings)
+    job = make_job(config, settings, script.Tokenizer(home / "tokenizer.json"))
+    if settings.batch < script.start_ranks().world:
+        found = f"--batch {settings.batch} is below the number of processes"
+        raise script.UserError(f"{found}; raise it, or start fewer")
+    return script.train(config, args, job)
 
-    tokenizer = script.Tokenizer(home / "tokenizer.json")
+
+def make_job(config: encoder.Config, settings: Settings, tokenizer):
+    """What train_small.py needs to know to finetune on pairs."""
     train = read_pairs(settings.pairs, settings.negatives)
     held_out = read_pairs(settings.val_pairs, settings.negatives)
     if len(train.pairs) < settings.batch:
-        found = (
-            f"{settings.pairs} holds {len(train.pairs):,} pairs, a step takes {settings.batch:,}"
-        )
+        found = f"{settings.pairs} holds {len(train.pairs):,} pairs, a step takes {settings.batch:,}"
         raise script.UserError(f"{found}; lower --batch, or make more pairs")
     for data in (train, held_out):
         data.tokenize(tokenizer, settings.max_len)
-
-    digests = [encoder.file_sha256(Path(path)) for path in (settings.pairs, settings.val_pairs)]
-    facts = {
-        "fingerprint": hashlib.sha256("".join(digests).encode()).hexdigest(),
-        "contrast": dataclasses.asdict(settings),
-    }
-    run = encoder.open_run(args, "contrast", config, tokenizer.path, facts, Path(__file__))
-    if settings.batch < run.ranks.world:
-        found = f"--batch {settings.batch} is below the number of processes"
-        raise script.UserError(f"{found}; raise it, or start fewer")
-    if args.resume:
-        encoder.resume(run)
-    else:
-        script.load_checkpoint(run.state, home / "checkpoints" / settings.checkpoint)
-        run.state.step = 0
-        run.state.optimizer.drop_moments()
-    return train_on(run, settings, train, held_out)
-
-
-def train_on(run: encoder.Run, settings: Settings, train: Pairs, held_out: Pairs) -> dict:
-    """The steps of a run, with an evaluation before the first one."""
-    state = run.state
     bm25 = bm25_scores(held_out)
-    run.log.say(f"pairs: {len(train.pairs):,} to train on, {len(held_out.pairs):,} held out")
 
-    def step() -> None:
-        chosen = pairs_of_step(len(train.pairs), settings.batch, run.config.seed, state.step)
-        run.losses.append(contrast_step(state, train, chosen, settings.temperature))
-        run.progress.tokens += sum(len(train.sequences[i]) for i in texts_of(train, chosen))
+    def load_start(state) -> None:
+        script.load_checkpoint(state, Path(settings.run) / "checkpoints" / settings.checkpoint)
+        state.step = 0
+        state.optimizer.drop_moments()
 
-    def log_steps() -> None:
-        log_contrast(run, settings.batch)
-
-    def evaluate() -> dict:
-        return {**retrieval_scores(state, held_out), **bm25}
-
-    if state.step == 0:
-        encoder.log_scores(run, evaluate())
-    encoder.run_steps(run, step, log_steps, evaluate)
-    return encoder.finish(run, "ndcg@10")
-
-
-def log_contrast(run: encoder.Run, batch: int) -> None:
-    """A line about the steps since the last one."""
-    progress = run.progress
-    steps = len(run.losses)
-    loss = encoder.mean_loss(run, shared=False)
-    seconds = max(progress.train_seconds - run.logged.train_seconds, 1e-9)
-    entry = {
-        "step": run.state.step,
-        "tokens": progress.tokens,
-        "loss": loss,
-        "lr": script.lr_multiplier(run.config, run.state.step - 1),
-        "pairs_per_second": steps * batch / seconds,
-        "tokens_per_second": (progress.tokens - run.logged.tokens) / seconds,
-        "memory_gib": script.peak_memory_gib(run.ranks.device),
-        "train_seconds": progress.train_seconds,
-    }
-    run.log.write(entry)
-    run.log.say(
-        "step {step:6d}/{0} | loss {loss:7.4f} | lr {lr:5.3f} | {pairs_per_second:7.1f} pairs/s "
-        "| {tokens_per_second:9,.0f} tok/s | {memory_gib:5.1f} GiB | {train_seconds:6.1f} s".format(
-            run.config.steps, **entry
-        )
+    this_script = Path(__file__)
+    digests = [encoder.file_sha256(Path(path)) for path in (settings.pairs, settings.val_pairs)]
+    return script.Job(
+        config=config,
+        tokenizer=tokenizer,
+        fingerprint=hashlib.sha256("".join(digests).encode()).hexdigest(),
+        note=f"{len(train.pairs):,} pairs to train on, {len(held_out.pairs):,} held out",
+        command="finetune_encoder",
+        load_start=load_start,
+        description={**encoder.facts(this_script), "contrast": dataclasses.asdict(settings)},
+        scripts=(Path(encoder.__file__), this_script),
+        build=encoder.build_state,
+        loader=lambda run: PairLoader(run, train, settings.batch),
+        step=lambda state, batch: contrast_step(state, train, batch.chosen, settings.temperature),
+        evaluate=lambda run: {**retrieval_scores(run.state, held_out), **bm25},
+        flops=lambda config, positions: 0.0,  # texts are of many lengths, and most are short
     )
 
 
@@ -565,7 +544,7 @@ def main(argv: list[str] | None = None) -> int:
         if not args.resume and not args.run:
             way = "as in python runs/finetune_encoder.py RUN"
             raise script.UserError(f"finetuning starts from a run directory; name it first, {way}")
-        return score(args) if args.score_only else finetune(args)
+        return score(args) if args.score_only else finetune(encoder.for_training(args, argv))
 
     return script.run_command(command)
 

@@ -9,7 +9,7 @@ predicts them from both sides. Its sizes are small (12 layers, width 768) and ne
 width 768, that of arXiv 2502.19587). Flags set every number; --help lists them. With --resume all of
 them are those that the run began with.
 
-Loader, optimizer, training step, log and checkpoints are those of train_small.py, which must lie
+Loop, loader, optimizer, log and checkpoints are those of train_small.py, which must lie
 beside this file or one folder above; a run directory keeps both. The model is that of EuroBERT in
 transformers (RMSNorm before each part, rotary positions, SwiGLU, no biases), so an export needs no
 code of its own. runs/finetune_encoder.py makes it embed texts, runs/export_encoder.py exports it.
@@ -20,21 +20,16 @@ vocabulary, L layers, P packs, N texts.
 
 import argparse
 import dataclasses
-import datetime
 import hashlib
 import importlib
-import json
 import math
-import signal
 import sys
-import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -89,6 +84,11 @@ class Config:
     dtype: str = "auto"
     compile: bool = True
 
+    # No fields: what train_small.py asks of its own Config.
+    wandb = ""
+    bigram_rows = 0
+    prefix_weight = 0.0
+
     @property
     def num_heads(self) -> int:
         return self.width // self.head_dim
@@ -104,6 +104,10 @@ class Config:
     @property
     def step_tokens(self) -> int:
         return self.packs * self.pack_tokens
+
+    @property
+    def tokens(self) -> int:
+        return self.steps * self.step_tokens
 
     @property
     def stages(self) -> tuple:
@@ -127,36 +131,11 @@ def parameter_table(config: Config) -> dict:
     }
 
 
-# The least of each number; rates and shares must be above 0 and at most 1.
-LEAST = {
-    "num_layers": 1, "width": 2, "head_dim": 2, "mlp_width": 1, "max_seq_len": 2, "pack_tokens": 2, "pack_docs": 1,
-    "packs": 1, "max_epochs": 1, "val_tokens": 1, "steps": 1, "seed": 0, "eval_every": 0, "save_every": 0,
-    "log_every": 1, "keep_checkpoints": 1, "micro_batch_tokens": 0,
-}  # fmt: skip
-SHARES = ("mask_rate", "muon_lr", "adam_lr")
 CHOICES = {"attention": ("auto", "varlen", "sdpa"), "dtype": ("auto", "bfloat16", "float32")}
 
 
-def flag_of(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
 def check_config(c: Config) -> None:
-    """Raises UserError with the first problem."""
-    for name, least in LEAST.items():
-        if getattr(c, name) < least:
-            raise script.UserError(f"{flag_of(name)} {getattr(c, name)} must be at least {least}")
-    for name in SHARES:
-        if not 0 < getattr(c, name) <= 1:
-            found = f"{flag_of(name)} {getattr(c, name)}"
-            way = f"the default is {getattr(Config, name)}"
-            raise script.UserError(f"{found} must be above 0 and at most 1; {way}")
-    for name, choices in CHOICES.items():
-        if getattr(c, name) not in choices:
-            names = ", ".join(choices)
-            raise script.UserError(
-                f"{flag_of(name)} {getattr(c, name)} is none of {names}; name one"
-            )
+    """Raises UserError with the first thing that a person gets wrong; torch reports the rest."""
     if c.width % c.head_dim or c.head_dim % 2:
         found = f"--width {c.width} and --head-dim {c.head_dim}"
         raise script.UserError(f"{found}: the width must be a multiple of an even head width")
@@ -404,7 +383,7 @@ class MaskedPacks(script.PackLoader):
     def __init__(self, reader, config: Config, ranks, is_text_V: np.ndarray, first_step: int = 0):
         self.sharing = ranks
         self.is_text_V = is_text_V
-        super().__init__(reader, config, script.Ranks(0, 0, 1, ranks.device), first_step)
+        super().__init__(reader, config, script.Ranks(0, 1, ranks.device), first_step)
 
     def batch(self, step: int):
         """This rank's packs. Every rank reads and masks all of them."""
@@ -424,12 +403,12 @@ def validation_of(dataset, config: Config, is_text_V: np.ndarray):
     return mask_tokens(batch, config, is_text_V, [0])
 
 
-def flops_per_token(config: Config, batch) -> float:
+def flops_per_token(config: Config, positions: Tensor) -> float:
     """Training FLOPs: 6 a matrix weight, of the head for masked tokens, 12 x width a token seen."""
     c = config
     layer = 4 * c.width**2 + 3 * c.width * c.mlp_width
     head = c.mask_rate * c.width * c.padded_vocab
-    is_first = (batch.positions == 0).flatten().numpy()
+    is_first = (positions == 0).flatten().numpy()
     lengths = np.diff(np.flatnonzero(np.append(is_first, True)))
     seen = float((lengths.astype(float) ** 2).sum() / lengths.sum())
     return 6 * (c.num_layers * layer + head) + 12 * c.num_layers * c.width * seen
@@ -437,34 +416,6 @@ def flops_per_token(config: Config, batch) -> float:
 
 # ==================================================================================================
 # RUN
-
-
-@dataclass
-class Progress:
-    """How far a run has come; saved with every checkpoint."""
-
-    position: dict | None = None  # where the reader stands
-    tokens: int = 0
-    train_seconds: float = 0.0
-    val_bpb: float | None = None  # the best checkpoint has the lowest; for pairs it is -nDCG@10
-    scores: dict = field(default_factory=dict)  # of the newest evaluation
-
-
-@dataclass
-class Run:
-    """A run under way."""
-
-    config: Config
-    ranks: object
-    run_dir: Path
-    lock: object  # of run_dir, held while this lives
-    log: object
-    state: object
-    machine: dict
-    progress: Progress = field(default_factory=Progress)
-    losses: list[Tensor] = field(default_factory=list)  # since the last line of the log
-    clock: float = 0.0  # when training seconds were last counted
-    logged: Progress = field(default_factory=Progress)  # at the last line
 
 
 def micro_batch_limit(config: Config, device: torch.device) -> int:
@@ -479,7 +430,7 @@ def choose_packs(config: Config, ranks) -> int:
     return max(fitting, default=1)
 
 
-def build_state(config: Config, ranks):
+def build_state(config: Config, ranks, say: Callable = print):
     """Model and optimizer with the weights of config.seed."""
     dtype = script.choose_dtype(config, ranks.device)
     if dtype == torch.float16:
@@ -499,18 +450,10 @@ def file_sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def new_run_dir(args: argparse.Namespace, command: str, ranks) -> Path:
-    """The run directory to be made; all ranks get the same answer."""
-    now = datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
-    of_main = [str(args.run_dir or f"out/{now}_{command}")]
-    if ranks.world > 1:
-        dist.broadcast_object_list(of_main, 0)
-        dist.barrier()
-    run_dir = Path(of_main[0])
-    if (run_dir / "log.jsonl").exists():
-        way = "continue it with --resume, or name another --run-dir"
-        raise script.UserError(f"{run_dir} already holds a run; {way}")
-    return run_dir
+def facts(*tools: Path) -> dict:
+    """Entries of config.json that make a run of an encoder known, and that --resume compares."""
+    paths = (Path(__file__), *tools)
+    return {"format": FORMAT, "scripts": {path.name: file_sha256(path) for path in paths}}
 
 
 def read_run(run_dir: Path, command: str = "") -> tuple[Config, dict]:
@@ -522,183 +465,10 @@ def read_run(run_dir: Path, command: str = "") -> tuple[Config, dict]:
         found = f"{run_dir} has format {description['format']}, this script reads {FORMAT}"
         raise script.UserError(f"{found}; call the scripts that lie in it")
     if command not in ("", description["command"]):
-        tools = {"pretrain": "runs/train_encoder.py", "contrast": "runs/finetune_encoder.py"}
-        way = f"continue it with python {tools[description['command']]} --resume"
+        way = f"continue it with python runs/{description['command']}.py --resume"
         raise script.UserError(f"{run_dir} is another kind of run; {way}")
     values = description["config"]
     return Config(**{**values, "momentum": tuple(values["momentum"])}), description
-
-
-def check_same_run(run_dir: Path, facts: dict) -> None:
-    """Raises UserError if --resume would not go on as the run began."""
-    description = read_run(run_dir)[1]
-    for name, sha256 in facts["scripts"].items():
-        if description["scripts"].get(name) != sha256:
-            way = "call the scripts in it, or start a new run"
-            raise script.UserError(f"{name} was edited since {run_dir} began; {way}")
-    if description["fingerprint"] != facts["fingerprint"]:
-        raise script.UserError(f"the data of {run_dir} was changed; restore it, or start a new run")
-
-
-def open_run(args, command: str, config: Config, tokenizer_path: Path, facts: dict, *tools) -> Run:
-    """The run of a command before its first step, with the weights of config.seed.
-
-    Args: facts further entries of config.json, "fingerprint" of the data among them; tools further
-          scripts that the run directory keeps
-    """
-    ranks = script.start_ranks()
-    paths = [Path(script.__file__), Path(__file__), *tools]
-    facts = {**facts, "scripts": {path.name: file_sha256(path) for path in paths}}
-    run_dir = args.run_dir if args.resume else new_run_dir(args, command, ranks)
-    if args.resume:
-        check_same_run(run_dir, facts)
-    lock = None
-    if ranks.is_main:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        lock = script.lock_run_dir(run_dir)
-    machine = script.describe_machine(ranks)
-    log = script.Log(run_dir, ranks, "", {})
-    state = build_state(config, ranks)
-    if ranks.is_main and not args.resume:
-        description = {"command": command, "format": FORMAT, "config": dataclasses.asdict(config)}
-        script.write_description(run_dir, {**description, **facts, "machine": machine})
-        for path in (*paths, tokenizer_path):
-            script.write_atomically(run_dir / path.name, path.read_text(encoding="utf-8"))
-
-    parameters = sum(p.numel() for p in state.model.parameters())
-    log.say(
-        f"{command}: {parameters / 1e6:.1f} M parameters, {state.model.embed.dtype}, "
-        f"{machine['num_devices']} x {machine['device']}, torch {machine['torch']}, "
-        f"{state.model.attention.__name__}"
-    )
-    log.say(f"run: {run_dir}, {config.steps:,} steps")
-    return Run(config, ranks, run_dir, lock, log, state, machine)
-
-
-def resume(run: Run) -> None:
-    """Goes on where the newest whole checkpoint stands."""
-    folder = script.newest_whole(run.run_dir, run.log.say)
-    saved = script.load_checkpoint(run.state, folder)
-    progress = Progress(**{f.name: saved[f.name] for f in dataclasses.fields(Progress)})
-    run.progress = progress
-    run.logged = dataclasses.replace(progress)
-    run.log.rewind(run.state.step)
-    run.log.say(f"resumed at step {run.state.step} from {folder}")
-
-
-def run_steps(run: Run, step: Callable, log_steps: Callable, evaluate: Callable) -> None:
-    """The loop: steps until the end or a signal; logs, evaluates and saves in between.
-
-    Args: step() trains and adds to run.losses; log_steps() writes a line about the steps since the
-          last one; evaluate() returns scores by name
-    """
-    config = run.config
-    state = run.state
-    stopper = script.Stopper(run.ranks)
-    run.clock = time.perf_counter()
-    while state.step < config.steps:
-        run.ranks.at_step(state.step)
-        step()
-        done = state.step == config.steps
-        stop = stopper.asked(state.step)
-        eval_now = done or config.eval_every and state.step % config.eval_every == 0
-        save_now = done or stop or config.save_every and state.step % config.save_every == 0
-        log_now = state.step == 1 or state.step % config.log_every == 0
-        if log_now or eval_now or save_now:
-            count_time(run)
-            log_steps()
-            run.logged = dataclasses.replace(run.progress)
-        run.ranks.at_step(None)
-        run.progress.val_bpb = None  # it belongs to the step that was evaluated
-        if eval_now:
-            log_scores(run, evaluate())
-        if save_now:
-            script.save_checkpoint(state, run.run_dir, dataclasses.asdict(run.progress))
-        if eval_now or save_now:
-            run.ranks.sync()
-            run.clock = time.perf_counter()  # neither is training time
-        if stop and not done:
-            name = signal.Signals(stopper.signal).name
-            way = f"continue with --resume --run-dir {run.run_dir}"
-            raise script.UserError(f"stopped by {name} at step {state.step}, saved; {way}")
-    stopper.restore()
-
-
-def count_time(run: Run) -> None:
-    """Waits for the device and adds the seconds since the clock was read."""
-    run.ranks.sync()
-    now = time.perf_counter()
-    run.progress.train_seconds += now - run.clock
-    run.clock = now
-
-
-def log_scores(run: Run, scores: dict) -> None:
-    """Logs an evaluation and keeps it for the checkpoint."""
-    run.progress.scores = scores
-    run.progress.val_bpb = scores.get("val_bpb", -scores.get("ndcg@10", 0.0))
-    run.log.write({"step": run.state.step, "tokens": run.progress.tokens, **scores})
-    line = " | ".join(f"{name} {value:.4f}" for name, value in scores.items())
-    run.log.say(f"step {run.state.step:6d}/{run.config.steps} | held out: {line}")
-
-
-def mean_loss(run: Run, shared: bool) -> float:
-    """Of the steps since the last line; `shared`: each rank has its part of the loss."""
-    loss = torch.stack(run.losses).mean()
-    run.losses.clear()
-    if shared and run.ranks.world > 1:
-        dist.all_reduce(loss)
-    if not math.isfinite(loss.item()):
-        found = f"the loss became {loss.item()} at step {run.state.step}"
-        raise script.UserError(f"{found}; lower --muon-lr and --adam-lr in a new run")
-    return loss.item()
-
-
-def finish(run: Run, score: str) -> dict:
-    """result.json, report.md and curve.png; returns the result, on all ranks."""
-    progress = run.progress
-    result = {
-        **progress.scores,
-        "steps": run.state.step,
-        "tokens": progress.tokens,
-        "train_seconds": progress.train_seconds,
-        "peak_memory_gib": script.peak_memory_gib(run.ranks.device),
-        "run_dir": str(run.run_dir),
-    }
-    if run.ranks.is_main:
-        script.write_atomically(run.run_dir / "result.json", json.dumps(result, indent=1))
-        write_report(run, result, score)
-        run.log.say(f"--- report: {run.run_dir}/report.md")
-    return result
-
-
-def write_report(run: Run, result: dict, score: str) -> None:
-    machine = run.machine
-    rows = {name: f"{v:.6g}" if isinstance(v, float) else v for name, v in result.items()}
-    rows["device"] = f"{machine['num_devices']} x {machine['device']}"
-    rows |= {"torch": machine["torch"], "commit": machine["git_commit"][:12]}
-    lines = [f"| {name} | {value} |" for name, value in rows.items()]
-    draw_curve(run.run_dir, score)
-    text = [f"# {run.run_dir.name}\n", "| | |", "| --- | --- |", *lines, "\n![curve](curve.png)\n"]
-    script.write_atomically(run.run_dir / "report.md", "\n".join(text))
-
-
-def draw_curve(run_dir: Path, score: str) -> None:
-    """curve.png: training loss, and the score of held-out data."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    lines = (run_dir / "log.jsonl").read_text(encoding="utf-8").splitlines()
-    entries = [json.loads(line) for line in lines]
-    figure, axes = plt.subplots(1, 2, figsize=(9, 3.5), layout="constrained")
-    for axis, key in zip(axes, ("loss", score), strict=True):
-        points = [(entry["step"], entry[key]) for entry in entries if key in entry]
-        axis.plot(*zip(*points, strict=True), "o-", ms=2)
-        axis.set(xlabel="step", title="loss, nats" if key == "loss" else f"held out: {key}")
-        axis.grid(alpha=0.3)
-    figure.savefig(run_dir / "curve.png", dpi=120)
-    plt.close(figure)
 
 
 # ==================================================================================================
@@ -707,91 +477,62 @@ def draw_curve(run_dir: Path, score: str) -> None:
 
 def pretrain(args: argparse.Namespace) -> dict:
     """Runs or resumes; returns the result that is printed last."""
-    config = read_run(args.run_dir, "pretrain")[0] if args.resume else new_config(args)
+    config = read_run(args.run_dir, "train_encoder")[0] if args.resume else new_config(args)
     dataset = script.Dataset.open(config.data)
-    vocab_size = dataset.tokenizer.vocab_size
+    job = make_job(config, dataset)
+    world = script.start_ranks().world
+    if config.packs % world:
+        found = f"--packs {config.packs} do not divide over {world} processes"
+        raise script.UserError(f"{found}; use a number that does")
+    return script.train(job.config, args, job)
+
+
+def make_job(config: Config, dataset):
+    """What train_small.py needs to know to pretrain an encoder."""
+    tokenizer = dataset.tokenizer
+    vocab_size = tokenizer.vocab_size
     config = dataclasses.replace(config, vocab_size=vocab_size + 1)
     check_config(config)
-    check_length(config, dataset)
-    facts = {"fingerprint": script.fingerprint(dataset.info["files"])}
-    run = open_run(args, "pretrain", config, dataset.tokenizer.path, facts)
-    if config.packs % run.ranks.world:
-        found = f"--packs {config.packs} do not divide over {run.ranks.world} processes"
-        raise script.UserError(f"{found}; use a number that does")
-    state = run.state
-    script.warm_up(state, run.log.say)
-    if args.resume:
-        resume(run)
+    reader = script.ShardReader(dataset, config)
 
     # Specials carry no text and are never masked; the mask token is no token of the dataset.
     token_bytes = np.zeros(config.padded_vocab, np.int64)
-    token_bytes[:vocab_size] = dataset.tokenizer.token_bytes
-    validation = validation_of(dataset, config, token_bytes > 0)
-    token_bytes_V = torch.from_numpy(token_bytes).to(run.ranks.device)
-    reader = script.ShardReader(dataset, config)
-    if run.progress.position:
-        reader.seek(run.progress.position)
-    loader = MaskedPacks(reader, config, run.ranks, token_bytes > 0, state.step)
-    bytes_per_token = dataset.total("train", "text_bytes") / dataset.total("train", "tokens")
-    batch = None
+    token_bytes[:vocab_size] = tokenizer.token_bytes
+    is_text = token_bytes > 0
+    validation = validation_of(dataset, config, is_text)
 
-    def step() -> None:
-        nonlocal batch
-        batch = loader.next()
-        run.losses.append(script.train_step(state, batch))
-        run.progress.position = batch.position
-        run.progress.tokens += config.step_tokens
+    def loader(run):
+        return MaskedPacks(reader, config, run.ranks, is_text, run.state.step)
 
-    def evaluate() -> dict:
-        bpb = script.bits_per_byte(state.model, validation, state.packs, token_bytes_V, run.ranks)
-        return {"val_bpb": bpb}
+    def evaluate(run) -> dict:
+        """Bits per byte of masked tokens."""
+        bytes_V = torch.from_numpy(token_bytes).to(run.ranks.device)
+        state = run.state
+        return {"val_bpb": script.bits_per_byte(state.model, validation, state.packs, bytes_V, run.ranks)}
 
-    try:
-        run_steps(run, step, lambda: log_pretraining(run, batch, bytes_per_token), evaluate)
-    finally:
-        loader.close()
-    return finish(run, "val_bpb")
+    tokens = dataset.total("train", "tokens")
+    return script.Job(
+        config=config,
+        tokenizer=tokenizer,
+        fingerprint=dataset.info["fingerprint"],
+        note=f"{tokens:,} training tokens",
+        command="train_encoder",
+        available=tokens * config.max_epochs,
+        reader=reader,
+        bytes_per_token=dataset.total("train", "text_bytes") / max(tokens, 1),
+        description=facts(),
+        scripts=(Path(__file__),),
+        build=build_state,
+        loader=loader,
+        evaluate=evaluate,
+        flops=flops_per_token,
+    )
 
 
 def new_config(args: argparse.Namespace) -> Config:
     names = [f.name for f in dataclasses.fields(Config)]
     given = {name: getattr(args, name) for name in names if getattr(args, name, None) is not None}
     return Config(**{**SIZES[args.size], **given})
-
-
-def check_length(config: Config, dataset) -> None:
-    """Raises UserError if the run asks for more text than there is."""
-    available = dataset.total("train", "tokens") * config.max_epochs
-    needed = config.steps * config.step_tokens
-    if needed > available:
-        way = f"ask for --steps {available // config.step_tokens}, or repeat it with --max-epochs"
-        raise script.UserError(
-            f"{config.data} holds {available:,} training tokens, the run asks for {needed:,}; {way}"
-        )
-
-
-def log_pretraining(run: Run, batch, bytes_per_token: float) -> None:
-    """A line like those of train_small.py; bits per byte are those of masked tokens."""
-    config = run.config
-    progress = run.progress
-    loss = mean_loss(run, shared=True)
-    tokens = progress.tokens - run.logged.tokens
-    seconds = max(progress.train_seconds - run.logged.train_seconds, 1e-9)
-    peak = script.peak_flops(run.ranks.device) * run.ranks.world
-    entry = {
-        "step": run.state.step,
-        "tokens": progress.tokens,
-        "loss": loss,
-        "bpb": loss / math.log(2) / bytes_per_token,
-        "lr": script.lr_multiplier(config, run.state.step - 1),
-        "step_ms": seconds / (tokens / config.step_tokens) * 1e3,
-        "tokens_per_second": tokens / seconds,
-        "mfu": tokens / seconds * flops_per_token(config, batch) / peak,
-        "memory_gib": script.peak_memory_gib(run.ranks.device),
-        "train_seconds": progress.train_seconds,
-    }
-    eta = (config.steps - run.state.step) * entry["step_ms"] / 1e3
-    run.log.step(entry, config.steps, eta)
 
 
 # ==================================================================================================
@@ -832,8 +573,8 @@ def build_parser() -> argparse.ArgumentParser:
     number("--save-every", "steps between checkpoints, 0: only at the end")
     number("--log-every", "steps between lines of the log")
     number("--micro-batch-tokens", "0: 65,536 on a GPU, else 8,192")
-    add("--attention", metavar="NAME", help=f"one of {', '.join(CHOICES['attention'])}")
-    add("--dtype", metavar="NAME", help=f"one of {', '.join(CHOICES['dtype'])}")
+    add("--attention", choices=CHOICES["attention"])
+    add("--dtype", choices=CHOICES["dtype"])
     add("--no-compile", dest="compile", action="store_const", const=False, help="quicker start")
     return parser
 
@@ -848,8 +589,14 @@ def check_resume(parser: argparse.ArgumentParser, argv: list[str] | None) -> Non
         raise script.UserError("--resume needs --run-dir, the run to continue")
     for name, value in vars(args).items():
         if name not in ("resume", "run_dir") and value is not None:
-            flag = "RUN" if name == "run" else flag_of(name)
+            flag = "RUN" if name == "run" else "--" + name.replace("_", "-")
             raise script.UserError(f"--resume uses the flags of {args.run_dir}; leave out {flag}")
+
+
+def for_training(args: argparse.Namespace, argv: list[str] | None) -> argparse.Namespace:
+    """The flags with what train_small.py asks of its own."""
+    flags = sys.argv[1:] if argv is None else list(argv)
+    return argparse.Namespace(**vars(args), resume_changed=False, set=[], flags=flags)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -858,7 +605,7 @@ def main(argv: list[str] | None = None) -> int:
 
     def command() -> dict:
         check_resume(parser, argv)
-        return pretrain(args)
+        return pretrain(for_training(args, argv))
 
     return script.run_command(command)
 
