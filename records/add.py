@@ -41,7 +41,7 @@ for words in json.loads(sys.argv[2]):
 # ==== runs
 
 
-def read_run(run_dir: Path, script: str, day: str) -> dict:
+def read_run(run_dir: Path, script: str, day: str | None) -> dict:
     """A finished run: {"dir", "flags" as given, "config", "file": what its run_SEED.json will hold}."""
     missing = {"result.json": "the run is not finished", script: "it is of another track"}
     for name in ("config.json", "log.jsonl", script, "result.json"):
@@ -52,11 +52,16 @@ def read_run(run_dir: Path, script: str, day: str) -> dict:
     try:
         if stated["command"] != "pretrain":
             raise rec.UserError(f"{run_dir} is a run of {stated['command']}; an entry is made of pretraining runs")
+        if not stated["dataset_fingerprint"]:
+            raise rec.UserError(f"the dataset of {run_dir} has no fingerprint; make it with data/pretrain.py")
         log = rec.read_log(run_dir / "log.jsonl")
         file = run_file(stated, log)
-        if problems := check.check_log(log, file["config"], file["machine"]):
-            raise rec.UserError(f"{run_dir}/log.jsonl: {problems[0]}")
-        check_totals(run_dir, rec.figures(log))
+        problems = check.check_log(log, file["config"], file["machine"])
+        rec.refuse([f"{run_dir}/log.jsonl: {text}" for text in problems])
+        totals = rec.figures(log)
+        result = rec.read_json(run_dir / "result.json")
+        for key in ("val_bpb", "steps", "tokens", "train_seconds"):
+            rec.refuse(rec.unequal(result[key], totals[key], f"{run_dir}/result.json: {key}", "the log gives"))
         file["commit"], file["script_changed"] = find_commit(script, file["machine"])
         file["date"] = file["starts"][0]["date"][:10] if file["starts"] else day
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -81,13 +86,6 @@ def run_file(stated: dict, log: list[dict]) -> dict:
         "starts": starts or None,
         "scored": rec.logged_score(log),
     }
-
-
-def check_totals(run_dir: Path, figures: dict) -> None:
-    result = rec.read_json(run_dir / "result.json")
-    for key in ("val_bpb", "steps", "tokens", "train_seconds"):
-        if result[key] != figures[key]:
-            raise rec.UserError(f"{run_dir}/result.json states {key} {result[key]}, the log gives {figures[key]}")
 
 
 def git(*words: str) -> str | None:
@@ -132,14 +130,10 @@ def check_configs(runs: list[dict], args: str, script: str) -> None:
         raise rec.UserError(f"{first / script} does not say its Config: {said[-1]}")
     made = [json.loads(line) for line in done.stdout.splitlines()[-len(runs) :]]
     # The tokenizer gives vocab_size, and intervals may change when a run is resumed.
-    free = {"data", "wandb", "vocab_size", *rec.INTERVAL_FIELDS}
+    free = ("data", "wandb", "vocab_size", *rec.INTERVAL_FIELDS)
     for run, config in zip(runs, made, strict=True):
-        stated = run["config"]
-        for key in dict.fromkeys((*config, *stated)):
-            a, b = stated.get(key), config.get(key)
-            if key not in free and a != b:
-                where = f"{run['dir']}/config.json"
-                raise rec.UserError(f"{where} states {key} {a}, the script makes {b} of its flags; change the script")
+        pair = [{k: v for k, v in c.items() if k not in free} for c in (run["config"], config)]
+        rec.refuse(rec.unequal(*pair, f"{run['dir']}: config", "script and flags give"))
 
 
 # ==== the entry
@@ -165,16 +159,15 @@ def build(runs: list[dict], args: argparse.Namespace, folder: Path, name: str) -
     if against:
         check_against(record, folder.parent)
     (folder / "record.json").write_text(rec.dump(record), encoding="utf-8")
-    words = [args.hypothesis or "(not stated)", args.change or "(not stated)", args.dropped or "(not stated)"]
-    parts = [f"# {name}", f"## Hypothesis\n\n{words[0]}", f"## Change\n\n{words[1]}"]
-    parts += [f"## Runs\n\n{rec.figures_text(record, folder)}", f"## Tried and dropped\n\n{words[2]}"]
-    (folder / "README.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+    parts = {"Hypothesis": args.hypothesis, "Change": args.change}
+    parts |= {"Runs": rec.figures_text(record, folder), "Tried and dropped": args.dropped}
+    texts = [f"## {title}\n\n{text or '(not stated)'}" for title, text in parts.items()]
+    (folder / "README.md").write_text("\n\n".join([f"# {name}", *texts]) + "\n", encoding="utf-8")
 
     size = sum(p.stat().st_size for p in folder.iterdir())
     if size > MAX_BYTES:
         raise rec.UserError(f"the entry would take {size:,} bytes of at most {MAX_BYTES:,}; raise --log-every")
-    if problems := check.problems(folder):
-        raise rec.UserError(f"these runs make no entry: {problems[0]}")
+    rec.refuse([f"these runs make no entry: {text}" for text in check.problems(folder)])
     check_configs(runs, flags, script)
 
 
@@ -193,9 +186,8 @@ def copy_run(run: dict, folder: Path) -> None:
 
 def check_against(record: dict, baselines: Path) -> None:
     other = rec.read_record(baselines / record["against"])
-    a, b = (r["dataset"]["fingerprint"] for r in (other, record))
-    if a != b:
-        raise rec.UserError(f"{record['against']} was trained on the dataset {a[:12]}, these runs on {str(b)[:12]}")
+    pair = [r["dataset"]["fingerprint"] for r in (record, other)]
+    rec.refuse(rec.unequal(*pair, "the dataset of these runs", f"that of {record['against']} is"))
 
 
 def standing_lines(folder: Path) -> list[str]:
@@ -220,15 +212,17 @@ def main(argv: list[str] | None = None) -> None:
     add("--hypothesis", default="", help="what was expected, and why")
     add("--change", default="", help="what is different")
     add("--dropped", default="", help="what was tried and dropped")
-    day = datetime.date.fromisoformat
-    add("--date", type=day, default="", help="YYYY-MM-DD, of runs whose script does not write their starts")
+    is_day = datetime.date.fromisoformat
+    add("--date", type=is_day, help="YYYY-MM-DD, of runs whose script does not write their starts")
     add("--out", type=Path, default=rec.BASELINES, help="default baselines/")
     args = parser.parse_args(argv)
     if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", args.slug):
         raise rec.UserError(f"--slug {args.slug} must be lower-case words and figures with - between, e.g. wider-mlp")
     if args.against and not (args.out / Path(args.against).name / "record.json").is_file():
         raise rec.UserError(f"--against {args.against} is no entry in {args.out}; name a folder there")
-    runs = [read_run(run_dir, f"train_{args.track}.py", str(args.date)) for run_dir in args.run_dirs]
+    script = f"train_{args.track}.py"
+    day = args.date and args.date.isoformat()
+    runs = [read_run(run_dir, script, day) for run_dir in args.run_dirs]
     if not all(run["file"]["date"] for run in runs):
         raise rec.UserError("the runs state no starts; --date YYYY-MM-DD says when they ran")
     runs.sort(key=lambda run: run["file"]["seed"])

@@ -27,7 +27,6 @@ def problems(folder: Path) -> list[str]:
     out = []
     try:
         record = rec.read_record(folder)
-        out += unequal(record["files"], rec.hashes(folder), "record.json.files")
         logs = rec.read_logs(folder, record)
         runs = rec.read_run_files(folder)
         if record["format"] == 1:
@@ -36,16 +35,21 @@ def problems(folder: Path) -> list[str]:
             runs = [{"config": record["config"], "machine": record["hardware"]} for _ in logs]
         else:
             out += check_runs(folder, record, runs)
+        if len(runs) != len(logs):
+            raise rec.UserError(f"record.json: it lists {len(logs)} runs, {len(runs)} run_SEED.json are there")
         for run, log, file in zip(record["runs"], logs, runs, strict=True):
-            out += [f"{run['log']}: {text}" for text in check_log(log, file["config"], file["machine"])]
-        items = [rec.read_core(folder / run["core_table"])[0] for run in record["runs"] if run["core_table"]]
-        if any(found != items[0] for found in items):
-            out.append("record.json: the runs were scored on different items of CORE; score all with the same --items")
+            found = check_log(log, file["config"], file["machine"])
+            out += [f"{run['log']}: {text}" for text in found]
+        tables = [folder / run["core_table"] for run in record["runs"] if run["core_table"]]
+        for table in tables:
+            if rec.read_core(table)[0] != rec.read_core(tables[0])[0]:
+                out.append(f"{table.name}: it is of other items than {tables[0].name}; use the same --items")
         out += check_copies(folder, record, logs)
         out += check_figures(folder, record, logs)
-    except (rec.UserError, OSError, KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
-        known = isinstance(error, rec.UserError)
-        out.append(str(error) if known else f"record.json, or a file it names, has another form ({error!r})")
+    except (rec.UserError, OSError) as error:
+        out.append(str(error))
+    except (LookupError, TypeError, AttributeError, ValueError) as error:
+        out.append(f"record.json, or a file it names, has another form ({error!r})")
     return out
 
 
@@ -67,9 +71,8 @@ def recipe_of(config: dict) -> dict:
 
 def identity(run: dict) -> dict:
     """What all runs of an entry share, and all starts of a run."""
-    flags = " ".join(rec.recipe_flags(run["flags"]))
-    fingerprint = run["dataset_fingerprint"]
-    return {"machine": comparable(run["machine"]), "dataset_fingerprint": fingerprint, "flags": flags}
+    out = {"machine": comparable(run["machine"]), "dataset_fingerprint": run["dataset_fingerprint"]}
+    return {**out, "flags": " ".join(rec.recipe_flags(run["flags"]))}
 
 
 def check_runs(folder: Path, record: dict, runs: list[dict]) -> list[str]:
@@ -83,12 +86,11 @@ def check_runs(folder: Path, record: dict, runs: list[dict]) -> list[str]:
         name = f"run_{run['seed']}.json"
         if run["machine"]["script_sha256"] != rec.sha256(script):
             out.append(f"{name}: script_sha256 is not that of {script.name}, which was changed after the run")
-        out += unequal(identity(run), identity(first), name, other)
-        out += unequal(recipe_of(run["config"]), recipe_of(first["config"]), f"{name}.config", other)
-        out += unequal(run["scored"], first["scored"], f"{name}.scored", other)
+        out += rec.unequal(identity(run), identity(first), name, other)
+        recipe = recipe_of(run["config"])
+        out += rec.unequal(recipe, recipe_of(first["config"]), f"{name}.config", other)
+        out += rec.unequal(run["scored"], first["scored"], f"{name}.scored", other)
         out += start_problems(run, name) if run["starts"] or writes_starts else []
-    if not first["dataset_fingerprint"]:
-        out.append("record.json: the dataset has no fingerprint; make it with data/pretrain.py, and train on that")
     if not folder.name.startswith((".", record["date"])):
         out.append(f"record.json: date is {record['date']}, the folder is {folder.name}")
     out += flag_problems(folder, record, first["flags"])
@@ -113,9 +115,9 @@ def start_problems(run: dict, name: str) -> list[str]:
         found = identity(start)
         if number > 1 and not found["flags"]:
             found["flags"] = identity(run)["flags"]
-        out += unequal(found, identity(run), where, "the run states")
+        out += rec.unequal(found, identity(run), where, "the run states")
     day = run["starts"][0]["date"][:10]
-    return out + unequal(run["date"], day, f"{name}.date", "its first start was on")
+    return out + rec.unequal(run["date"], day, f"{name}.date", "its first start was on")
 
 
 def flag_problems(folder: Path, record: dict, flags: list[str]) -> list[str]:
@@ -127,10 +129,12 @@ def flag_problems(folder: Path, record: dict, flags: list[str]) -> list[str]:
     if "--set" in given:
         way = "change the script itself, or commit an args file in runs/"
         return [f"record.json: {' '.join(record['flags'])} overrides the recipe, which voids record status; {way}"]
-    fixed = rec.flag_names(rec.args_words((folder / args).read_text(encoding="utf-8"))) if args else []
+    text = (folder / args).read_text(encoding="utf-8") if args else ""
+    fixed = rec.flag_names(rec.args_words(text))
     if "--steps" in fixed or "--tokens" in fixed:
         fixed += ["--steps", "--tokens"]
-    return [f"record.json: {flag} is given, which {args} fixes; leave it out" for flag in given if flag in fixed]
+    again = [flag for flag in given if flag in fixed]
+    return [f"record.json: {flag} is given, which {args} fixes; leave it out" for flag in again]
 
 
 # ==== logs
@@ -182,7 +186,7 @@ def check_speed(figures: dict, config: dict | None, machine: dict) -> list[str]:
     """MFU and tokens/s must allow for the FLOPs of a token: 6 for each weight of attention, MLP and head."""
     sizes = ("num_layers", "width", "mlp_width", "vocab_size")
     peak = next((peak for card, peak in PEAKS.items() if card in machine["device"]), None)
-    if not peak or not config or not all(key in config for key in sizes):
+    if not peak or not figures["mfu"] or not config or not all(key in config for key in sizes):
         return []
     layers, width, mlp_width, vocab_size = (config[key] for key in sizes)
     needed = 6 * width * (layers * (4 * width + 2 * mlp_width) + vocab_size)
@@ -220,33 +224,18 @@ def check_copies(folder: Path, record: dict, logs: list[list[dict]]) -> list[str
 
 def check_figures(folder: Path, record: dict, logs: list[list[dict]]) -> list[str]:
     """record.json, curve.csv and README.md state what the other files give."""
-    found = {**record, **rec.recompute(folder, record)}
+    found = {**record, **rec.recompute(folder, record), "files": rec.hashes(folder)}
     if record["format"] == 2:
-        found = {**rec.make_record(folder, record["track"], record["against"]), "files": record["files"]}
-    out = unequal(record, found, "record.json")
-    stated = (folder / "curve.csv").read_text(encoding="utf-8")
-    out += unequal(stated.splitlines(), rec.curve_csv(logs).splitlines(), "curve.csv")
+        found = rec.make_record(folder, record["track"], record["against"])
+    # Sections of the script, which older entries state, follow from its sha256.
+    stated = {key: value for key, value in record.items() if key != "sections"}
+    found.pop("sections", None)
+    out = rec.unequal(stated, found, "record.json")
+    curve = (folder / "curve.csv").read_text(encoding="utf-8")
+    out += rec.unequal(curve.splitlines(), rec.curve_csv(logs).splitlines(), "curve.csv")
     readme = (folder / "README.md").read_text(encoding="utf-8")
     if readme.count(rec.BEGIN) != 1 or readme.count(rec.END) != 1:
         return [*out, "README.md: the markers around the figures are not there once each"]
-    part = rec.BEGIN + readme.split(rec.BEGIN)[1].split(rec.END)[0] + rec.END
-    return out + unequal(part.splitlines(), rec.figures_text(found, folder).splitlines(), "README.md")
-
-
-def unequal(stated, found, where: str, giver: str = "the files give") -> list[str]:
-    """Where two JSON values differ; floats may differ in the last digits."""
-    if isinstance(stated, dict) and isinstance(found, dict):
-        out = []
-        for key in dict.fromkeys((*stated, *found)):
-            if key in stated and key in found:
-                out += unequal(stated[key], found[key], f"{where}.{key}", giver)
-            else:
-                out.append(f"{where}.{key} is {'missing' if key in found else 'not expected'}")
-        return out
-    if isinstance(stated, list) and isinstance(found, list) and len(stated) == len(found):
-        pairs = enumerate(zip(stated, found, strict=True), 1)
-        return [text for i, pair in pairs for text in unequal(*pair, f"{where}, {i}", giver)]
-    same = stated == found and isinstance(stated, bool) == isinstance(found, bool)
-    if isinstance(stated, float) and isinstance(found, float):
-        same = math.isclose(stated, found, rel_tol=1e-9)
-    return [] if same else [f"{where} is {stated}, {giver} {found}"]
+    part = readme[readme.index(rec.BEGIN) : readme.index(rec.END) + len(rec.END)]
+    wanted = rec.figures_text(found, folder)
+    return out + rec.unequal(part.splitlines(), wanted.splitlines(), "README.md")

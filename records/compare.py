@@ -40,14 +40,15 @@ def run_row(run_dir: Path) -> tuple[str, Row]:
         if problems := check.check_log(log, config, machine):
             raise rec.UserError(f"{run_dir} is not a finished run ({problems[0]})")
         data = run["dataset_fingerprint"] or config["data"]
-        key = json.dumps([check.recipe_of(config), run["dataset_fingerprint"], check.comparable(machine)])
+        shared = check.recipe_of(config), run["dataset_fingerprint"], check.comparable(machine)
         table = run_dir / "core.csv"
         core = rec.read_core(table)[1] if table.is_file() else None
         figures = {"seed": config["seed"], **rec.figures(log), "core": core}
     except (KeyError, TypeError, ValueError) as error:
         raise rec.UserError(f"{run_dir} is not a finished run ({error!r})") from None
-    row = Row(run_dir.name, machine["device"], machine["num_devices"], data, [figures], [points(log)])
-    return key, row
+    curves = [points(log)]
+    row = Row(run_dir.name, machine["device"], machine["num_devices"], data, [figures], curves)
+    return json.dumps(shared), row
 
 
 def number(pattern: str, text: str) -> float | None:
@@ -56,8 +57,10 @@ def number(pattern: str, text: str) -> float | None:
     return float(found[1].replace(",", "")) if found else None
 
 
-def modded_row(path: Path, text: str, tokens_per_step: list[int], bytes_per_token: float | None) -> tuple[str, Row]:
+def modded_row(path: Path, text: str, args: argparse.Namespace) -> tuple[str, Row]:
     """A log of modded-nanogpt: `step:250/1285 val_loss:4.4890 train_time:7925ms step_avg:31.70ms`."""
+    sizes = args.tokens_per_step
+    bytes_per_token = args.bytes_per_token
     found = re.findall(r"^step:(\d+)/(\d+) (?:val_loss:([\d.]+) )?train_time:(\d+)ms", text, re.M)
     last, total, loss, milliseconds = found[-1]
     if last != total or not loss:
@@ -67,20 +70,23 @@ def modded_row(path: Path, text: str, tokens_per_step: list[int], bytes_per_toke
 
     def tokens(step: int) -> int:
         """Steps in equal parts, one for each number of tokens."""
-        part = total / len(tokens_per_step)
-        return round(sum(n * min(max(step - i * part, 0), part) for i, n in enumerate(tokens_per_step)))
+        part = total / len(sizes)
+        steps = [min(max(step - i * part, 0), part) for i in range(len(sizes))]
+        return round(sum(n * size for n, size in zip(steps, sizes, strict=True)))
 
     def bpb(nats: str) -> float | None:
         return float(nats) / math.log(2) / bytes_per_token if bytes_per_token else None
 
-    count = tokens(total) if tokens_per_step else None
+    count = tokens(total) if sizes else None
     memory = number(r"^peak memory allocated: (\d+) MiB", text)
     run = dict.fromkeys(rec.FIGURES)
     run |= {"val_bpb": bpb(loss), "steps": total, "tokens": count, "train_seconds": seconds}
-    run |= {"tokens_per_second": count and count / seconds, "peak_memory_gib": memory and memory / 1024}
+    run |= {"tokens_per_second": count and count / seconds}
+    run |= {"peak_memory_gib": memory and memory / 1024}
     curve = []
-    if tokens_per_step and bytes_per_token:
-        curve = [(tokens(int(step)), int(ms) / 1e3, None, bpb(nats)) for step, _, nats, ms in found if nats]
+    for step, _, nats, ms in found:
+        if nats and sizes and bytes_per_token:
+            curve.append((tokens(int(step)), int(ms) / 1e3, None, bpb(nats)))
     cards = re.findall(r"^\|\s+\d+\s+(\S.*?)\s+(?:On|Off)\s+\|", text, re.M) or ["unknown"]
     row = Row(path.stem, cards[0], len(cards), "modded-nanogpt", [run], [curve])
     return json.dumps(["modded-nanogpt", str(path.parent), total, row.device, row.num_devices]), row
@@ -88,7 +94,7 @@ def modded_row(path: Path, text: str, tokens_per_step: list[int], bytes_per_toke
 
 def nanochat_row(path: Path, text: str) -> tuple[str, Row]:
     """A log of nanochat: `step 00250/02520 (9.92%) | loss: 3.1 | ... | dt: 31.70ms | tok/sec: 1,234 | ...`."""
-    step_line = r"^step (\d+)/(\d+) .*?\| loss: .*?\| dt: ([\d.]+)ms \| tok/sec: [\d,]+ \| (?:bf16_)?mfu: ([\d.]+)"
+    step_line = r"^step (\d+)/(\d+) .*?\| dt: ([\d.]+)ms \| tok/sec: [\d,]+ \| (?:bf16_)?mfu: ([\d.]+)"
     found = re.findall(step_line, text, re.M)
     batch = number(r"^Total batch size ([\d,]+)", text)
     if not found or not batch:
@@ -115,10 +121,14 @@ def nanochat_row(path: Path, text: str) -> tuple[str, Row]:
     memory = number(r"^Peak memory usage: ([\d.]+)MiB", text)
     of_all = number(r"^Tokens / micro-batch: .*?([\d,]+)$", text)
     of_one = number(r"^Tokens / micro-batch / rank: .*?([\d,]+)$", text)
-    run = {"val_bpb": float(vals[-1][1]), "core": number(rf"^Step 0*{total} \| CORE metric: ([-\d.]+)", text)}
-    run |= {"steps": total, "tokens": total * batch, "train_seconds": clock, "mfu": busy / clock}
-    run |= {"tokens_per_second": (total - 11) * batch / clock, "peak_memory_gib": memory and memory / 1024}
-    curve = [(int(step) * batch, seconds[int(step)], None, float(bpb)) for step, bpb in vals if int(step) in seconds]
+    core = number(rf"^Step 0*{total} \| CORE metric: ([-\d.]+)", text)
+    run = {"val_bpb": float(vals[-1][1]), "core": core, "steps": total, "tokens": total * batch}
+    run |= {"train_seconds": clock, "tokens_per_second": (total - 11) * batch / clock}
+    run |= {"mfu": busy / clock, "peak_memory_gib": memory and memory / 1024}
+    curve = []
+    for step, bpb in vals:
+        if int(step) in seconds:
+            curve.append((int(step) * batch, seconds[int(step)], None, float(bpb)))
     card = re.search(r"^GPU: (.+?) \|", text, re.M)
     ranks = int(of_all // of_one) if of_all and of_one else 1
     row = Row(path.stem, card[1] if card else "unknown", ranks, "nanochat", [run], [curve])
@@ -128,7 +138,7 @@ def nanochat_row(path: Path, text: str) -> tuple[str, Row]:
 def foreign_row(path: Path, args: argparse.Namespace) -> tuple[str, Row]:
     text = path.read_text(encoding="utf-8", errors="replace")
     if re.search(r"^step:\d+/\d+ (val_loss:[\d.]+ )?train_time:", text, re.M):
-        return modded_row(path, text, args.tokens_per_step, args.bytes_per_token)
+        return modded_row(path, text, args)
     if re.search(r"^step \d+/\d+ \(.*\| dt: ", text, re.M):
         return nanochat_row(path, text)
     raise rec.UserError(f"{path} is no log of modded-nanogpt or nanochat, and no run directory or entry")
@@ -168,10 +178,10 @@ def join(group: list[Row]) -> Row:
             raise rec.UserError(f"{pair} are runs of one recipe with the same seed {seed}; name one of them")
         names[seed] = row.name
     first = group[0]
-    name = os.path.commonprefix([row.name for row in group]).rstrip("_-. ") or f"{first.name} and more"
+    name = os.path.commonprefix([row.name for row in group]).rstrip("_-. ")
     runs = [run for row in group for run in row.runs]
     curves = [curve for row in group for curve in row.curves]
-    return Row(name, first.device, first.num_devices, first.data, runs, curves)
+    return Row(name or f"{first.name} and more", first.device, first.num_devices, first.data, runs, curves)
 
 
 # ==== tables
@@ -223,7 +233,7 @@ def differences(rows: list[Row], base: Row) -> str:
     return f"{table}\n\n{note}"
 
 
-def find_row(rows: list[Row], pattern: str, args: argparse.Namespace) -> Row:
+def find_row(rows: list[Row], pattern: str) -> Row:
     """The row whose name matches; entries of baselines/ may be named even if they are not among the rows."""
 
     def matches(name: str) -> bool:
@@ -231,8 +241,7 @@ def find_row(rows: list[Row], pattern: str, args: argparse.Namespace) -> Row:
 
     found = [row for row in rows if matches(row.name)]
     if not found:
-        folders = [p.parent for p in sorted(rec.BASELINES.glob("*/record.json")) if matches(p.parent.name)]
-        found = read_rows(folders, args)
+        found = [record_row(folder) for folder in rec.entries() if matches(folder.name)]
     if len(found) != 1:
         names = ", ".join(row.name for row in found or rows)
         raise rec.UserError(f"--against {pattern} matches {len(found)} rows and must match one; there are {names}")
@@ -246,7 +255,8 @@ def plot(rows: list[Row], path: Path) -> None:
     """Bits per byte against tokens and against seconds."""
     figure, panels = pictures.new_figure(1, 2, (12, 4.8))
     pictures.draw_curves(panels[0], rows)
-    figure.legend(*panels[0][0].get_legend_handles_labels(), loc="outside upper center", ncols=2, frameon=False)
+    handles, labels = panels[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=2, frameon=False)
     try:
         figure.savefig(path, dpi=120)
     except (OSError, ValueError) as error:  # no such folder, or an ending that is no picture
@@ -276,7 +286,7 @@ def main(argv: list[str] | None = None) -> None:
     if missing := [str(path) for path in args.folders if not path.exists()]:
         raise rec.UserError(f"{', '.join(missing)} does not exist; name entries, run directories or logs")
     rows = read_rows(args.folders or [rec.BASELINES], args)
-    base = find_row(rows, args.against, args) if args.against else None
+    base = find_row(rows, args.against) if args.against else None
     if base and base not in rows:
         rows.insert(0, base)
     blocks = [main_table(rows, args.price, args.target)]

@@ -23,7 +23,7 @@ SMALL_GAIN = 0.05  # of the seconds: less counts only beside a rerun of the reco
 def in_order() -> list[dict]:
     """All entries by day, and on one day each after the one that it is compared with."""
     records = {}
-    for folder in sorted(p.parent for p in rec.BASELINES.glob("[!.]*/record.json")):
+    for folder in rec.entries():
         records[folder.name] = {**rec.read_record(folder), "name": folder.name}
 
     def depth(record: dict, seen: tuple = ()) -> int:
@@ -186,7 +186,7 @@ def other_projects(quotes: dict) -> str:
 
 def write() -> None:
     """Updates README.md and the pictures, if every entry verifies."""
-    for folder in sorted(p.parent for p in rec.BASELINES.glob("[!.]*/record.json")):
+    for folder in rec.entries():
         if problems := check.problems(folder):
             raise rec.UserError(f"{folder.name} does not verify ({problems[0]}), so the leaderboard stays as it was")
     text = README.read_text(encoding="utf-8")

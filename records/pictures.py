@@ -8,8 +8,8 @@ import record as rec
 
 FAR = 1.1  # an entry whose bits per byte are this many times those of the best is not drawn
 NOTE = (
-    "Thin: loss of the training batches, in bits per byte by the average bytes of a token. Dots: validation, counted on "
-    "held-out text.\nThe two are of different text; only dots are ranked. Dashed: limits of the tracks."
+    "Thin: loss of the training batches, in bits per byte by the average bytes of a token. Dots: validation.\n"
+    "The two are of different text; only the dots on the right are ranked."
 )
 
 
@@ -43,8 +43,8 @@ def record_row(folder: Path) -> Row:
     record = rec.read_record(folder)
     hardware = record["hardware"]
     curves = [points(log) for log in rec.read_logs(folder, record)]
-    data = record["dataset"]["fingerprint"]
-    return Row(folder.name, hardware["device"], hardware["num_devices"], data, record["runs"], curves)
+    about = hardware["device"], hardware["num_devices"], record["dataset"]["fingerprint"]
+    return Row(folder.name, *about, record["runs"], curves)
 
 
 def new_figure(rows: int, columns: int, size: tuple[float, float]) -> tuple:
@@ -84,47 +84,41 @@ def draw_curves(panels, rows: list[Row]) -> None:
     panels[0].xaxis.set_major_formatter(EngFormatter())
 
 
-def draw_ranked(axes, rows: list[Row], bpb: dict, seconds: dict) -> None:
-    """What is ranked, one dot a seed, and the limits of both tracks."""
-    for i, row in enumerate(rows):
-        axes.plot(row.values("train_seconds"), row.values("val_bpb"), "o", color=f"C{i % 10}", mec="white")
-    axes.margins(0.15)
-    grey = {"color": "0.4", "ls": "--", "lw": 0.9}
-    small = {"color": "0.3", "fontsize": 8, "xytext": (4, 4), "textcoords": "offset points"}
-    if target := seconds["target_bpb"]:
-        axes.axhline(target, **grey)
-        words = f"target of the track by seconds: {target}"
-        axes.annotate(words, (0, target), xycoords=("axes fraction", "data"), **small)
-    if limit := bpb["max_seconds"]:
-        axes.axvline(limit, **grey)
-        words = f"limit with fixed tokens: {limit} s"
-        axes.annotate(words, (limit, 0), xycoords=("data", "axes fraction"), rotation=90, **small)
-    axes.set(xlabel="training seconds of the whole run", ylabel="val bpb")
-    axes.set_title("what is ranked: one dot a seed", loc="left", fontsize=10)
-    axes.grid(alpha=0.3)
-
-
 def draw_boards(boards: dict[str, list[str]], found: dict, quotes: list[dict], path: Path) -> None:
     """The boards of one dataset, a row of panels each.
 
     Args: boards {name without -bpb and -seconds: names of entries}; found tracks.json; quotes runs without logs
     """
-    figure, panels = new_figure(len(boards), 3, (15, 4.3 * len(boards) + 0.5))
+    figure, panels = new_figure(len(boards), 3, (16, 4.3 * len(boards) + 0.5))
     for (board, names), three in zip(boards.items(), panels, strict=True):
         bpb = found["tracks"][f"{board}-bpb"]
+        seconds = found["tracks"][f"{board}-seconds"]
         rows = [record_row(rec.BASELINES / name) for name in names]
         best = min(row.mean("val_bpb") for row in rows)
         near = [row for row in rows if row.mean("val_bpb") <= FAR * best]
         draw_curves(three[:2], near)
         for quote in quotes:
             if quote["track"] == f"{board}-bpb":
-                label = f"{quote['what'].split(',')[0]}, quoted"
-                for axes, x in ((three[0], bpb["tokens"]), (three[1], quote["train_seconds"])):
-                    axes.plot(x, quote["val_bpb"], "x", color="0.25", ms=8, label=label)
+                cross = {"color": "0.25", "label": f"{quote['what'].split(',')[0]}, quoted"}
+                three[0].plot(bpb["tokens"], quote["val_bpb"], "x", **cross)
+                three[1].plot(quote["train_seconds"], quote["val_bpb"], "x", **cross)
         far = len(rows) - len(near)
         title = f"{far} more, {FAR - 1:.0%} or more above the best" if far else None
         three[0].legend(frameon=False, fontsize=8, loc="upper right", title=title)
         three[0].set_title(board, loc="left")
-        draw_ranked(three[2], near, bpb, found["tracks"][f"{board}-seconds"])
+
+        # The last panel: a dot for each seed.
+        for i, row in enumerate(near):
+            x = row.values("train_seconds")
+            three[2].plot(x, row.values("val_bpb"), "o", color=f"C{i % 10}", mec="white")
+        if target := seconds["target_bpb"]:
+            three[2].axhline(target, color="0.4", ls="--", label=f"target by seconds: {target}")
+        if limit := bpb["max_seconds"]:
+            three[2].axvline(limit, color="0.4", ls=":", label=f"limit with fixed tokens: {limit} s")
+        three[2].margins(0.15)
+        three[2].set(xlabel="training seconds of the whole run", ylabel="val bpb")
+        three[2].set_title("what is ranked: one dot a seed", loc="left", fontsize=10)
+        three[2].legend(frameon=False, fontsize=8)
+        three[2].grid(alpha=0.3)
     figure.supxlabel(NOTE, fontsize=9)
     figure.savefig(path, dpi=110)

@@ -5,6 +5,7 @@ beside it says what an entry holds and what the figures mean. Entries of format 
 format 2 also hold run_SEED.json, what config.json of each run stated, and their record.json follows from these files.
 """
 
+import argparse
 import csv
 import difflib
 import functools
@@ -79,13 +80,38 @@ def dump(value: dict) -> str:
     return json.dumps(value, indent=1, ensure_ascii=False) + "\n"
 
 
+def refuse(problems: list[str]) -> None:
+    """Ends the program with the first problem, if there is one."""
+    if problems:
+        raise UserError(problems[0])
+
+
+def unequal(stated, found, where: str, giver: str = "the files give") -> list[str]:
+    """Where two JSON values differ; floats may differ in the last digits."""
+    if isinstance(stated, dict) and isinstance(found, dict):
+        out = []
+        for key in dict.fromkeys((*stated, *found)):
+            if key in stated and key in found:
+                out += unequal(stated[key], found[key], f"{where}.{key}", giver)
+            else:
+                out.append(f"{where}.{key} is {'missing' if key in found else 'not expected'}")
+        return out
+    if isinstance(stated, list) and isinstance(found, list) and len(stated) == len(found):
+        pairs = enumerate(zip(stated, found, strict=True), 1)
+        return [text for i, pair in pairs for text in unequal(*pair, f"{where}, {i}", giver)]
+    same = stated == found and isinstance(stated, bool) == isinstance(found, bool)
+    if isinstance(stated, float) and isinstance(found, float):
+        same = math.isclose(stated, found, rel_tol=1e-9)
+    return [] if same else [f"{where} is {stated}, {giver} {found}"]
+
+
 # ==== flags
 
-# Flags for the place and the seed of a run, and how many values follow. They are not part of an entry.
-PLACE_FLAGS = {"--data": 1, "--run-dir": 1, "--seed": 1, "--wandb": 1, "--rank-timeout": 1, "--resume": 0}
-PLACE_FIELDS = ("data", "seed", "wandb")  # the same in the Config
+# Flags for the place and the seed of a run are no part of an entry, nor are these fields of the Config.
+PLACE_FLAGS = ("--data", "--run-dir", "--seed", "--wandb", "--rank-timeout", "--resume")
+PLACE_FIELDS = ("data", "seed", "wandb")
 # These may differ from run to run, from start to start, and from an args file.
-INTERVALS = {"--eval-every": 1, "--save-every": 1, "--log-every": 1}
+INTERVALS = ("--eval-every", "--save-every", "--log-every")
 INTERVAL_FIELDS = ("eval_every", "save_every", "log_every")
 
 
@@ -94,19 +120,12 @@ def args_words(text: str) -> list[str]:
     return [word for line in text.splitlines() for word in line.split("#")[0].split()]
 
 
-def without(flags: list[str], dropped: dict[str, int]) -> list[str]:
-    """Flags without those named, which are followed by so many values unless they are joined to one by a =."""
-    out = []
-    skip = 0
-    for word in flags:
-        name, equals, _ = word.partition("=")
-        if skip:
-            skip -= 1
-        elif name in dropped:
-            skip = 0 if equals else dropped[name]
-        else:
-            out.append(word)
-    return out
+def without(flags: list[str], names: tuple[str, ...]) -> list[str]:
+    """Flags without those named and their values."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for name in names:
+        parser.add_argument(name, **({"action": "store_true"} if name == "--resume" else {}))
+    return parser.parse_known_args(flags)[1]
 
 
 def kept_flags(flags: list[str]) -> list[str]:
@@ -281,11 +300,6 @@ def sections(text: str) -> dict[str, str]:
     return {name: "".join(lines) for name, lines in parts.items()}
 
 
-@functools.lru_cache(maxsize=16)  # 15 ms; a check asks for those of one script several times
-def section_hashes(text: str) -> dict[str, str]:
-    return {name: hashlib.sha256(part.encode()).hexdigest() for name, part in sections(text).items()}
-
-
 @functools.lru_cache(maxsize=16)  # some 50 ms for two scripts
 def changed_lines(old: str, new: str) -> list[str]:
     """For each section that differs, e.g. "optimizer (+3 -1)"."""
@@ -310,10 +324,16 @@ def changed_lines(old: str, new: str) -> list[str]:
 # ==== entries
 
 
+def entries() -> list[Path]:
+    """The folders of baselines/, by name."""
+    return sorted(p for p in BASELINES.iterdir() if p.is_dir() and not p.name.startswith("."))
+
+
 def read_record(folder: Path) -> dict:
     """record.json of a folder."""
     record = read_json(folder / "record.json")
-    if record.get("format") not in (1, 2) or record.get("track") not in TRACKS or not record.get("runs"):
+    known = record.get("format") in (1, 2) and record.get("track") in TRACKS
+    if not known or not record.get("runs"):
         raise UserError(f"{folder.name}/record.json cannot be read: it has no format, track or runs known here")
     return record
 
@@ -333,10 +353,11 @@ def logged_score(log: list[dict]) -> dict | None:
 
 def compare_records(record: dict, other: dict) -> dict:
     """Differences to another entry: bits per byte, and seconds where both ran on the same cards."""
-    out = {"train_seconds": None}
-    same = all(record["hardware"][key] == other["hardware"][key] for key in ("device", "num_devices"))
-    for key in ("val_bpb", "train_seconds") if same else ("val_bpb",):
+    out = {}
+    for key in ("val_bpb", "train_seconds"):
         out[key] = welch(*([run[key] for run in r["runs"]] for r in (record, other)))
+    if any(record["hardware"][key] != other["hardware"][key] for key in ("device", "num_devices")):
+        out["train_seconds"] = None
     return out
 
 
@@ -372,7 +393,6 @@ def facts(runs: list[dict]) -> dict:
 
 def make_record(folder: Path, track: str, against: str | None) -> dict:
     """record.json of format 2, from the other files of its folder and the entry that it is compared with."""
-    script = f"train_{track}.py"
     files = read_run_files(folder)
     if not files:
         raise UserError(f"{folder.name} holds no run_SEED.json")
@@ -384,9 +404,9 @@ def make_record(folder: Path, track: str, against: str | None) -> dict:
         entry["core_table"] = core if (folder / core).is_file() else None
         entry["starts"] = len(file["starts"]) if file["starts"] else None
         runs.append(entry)
-    record = {"format": 2, "track": track, "script": script, **facts(files), "against": against, "runs": runs}
-    text = (folder / script).read_text(encoding="utf-8")
-    return {**record, **recompute(folder, record), "sections": section_hashes(text), "files": hashes(folder)}
+    record = {"format": 2, "track": track, "script": f"train_{track}.py", **facts(files)}
+    record |= {"against": against, "runs": runs}
+    return {**record, **recompute(folder, record), "files": hashes(folder)}
 
 
 def recompute(folder: Path, record: dict) -> dict:

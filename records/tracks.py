@@ -75,14 +75,11 @@ def scoring_problems(record: dict, config: dict, scored: dict | None, found: dic
     for dataset in found["datasets"].values():
         if dataset["fingerprint"] != record["dataset"]["fingerprint"] or not dataset["scored"]:
             continue
-        track = dataset["scored"]
-        for key in ("max_seq_len", "val_tokens"):
-            if config.get(key) != track[key]:
-                out.append(f"config.{key} is {config.get(key)}, the tracks of this dataset score with {track[key]}")
-        for key in ("targets", "bytes", "sha256"):
-            stated = (scored or {}).get(key)
-            if track[key] is not None and stated != track[key]:
-                out.append(f"the logs state scored.{key} {stated}, the tracks of this dataset have {track[key]}")
+        stated = {key: config.get(key) for key in ("max_seq_len", "val_tokens")} | (scored or {})
+        # The hash of an early dataset is not known.
+        wanted = {key: value for key, value in dataset["scored"].items() if value is not None}
+        stated = {key: stated.get(key) for key in wanted}
+        out += rec.unequal(stated, wanted, "scored", "the tracks of this dataset score")
     return out
 
 
@@ -109,10 +106,10 @@ def refusal(record: dict, track: dict) -> str | None:
 def rule_text(track: dict) -> str:
     if track["ranked_by"] == "val_bpb":
         seconds = track["max_seconds"]
-        limit = "no limit of time yet" if seconds is None else f"at most {seconds:,.1f} training seconds"
+        limit = f"at most {seconds:,.1f} training seconds" if seconds else "no limit of time yet"
         return f"Fewest bits per byte with {track['tokens']:,} tokens, {limit}."
     target = track["target_bpb"]
-    bound = "a target that is not set yet" if target is None else f"{target:.3f} with p < {P}"
+    bound = f"{target:.3f} with p < {P}" if target else "a target that is not set yet"
     return f"Fewest training seconds to a mean val bpb below {bound}."
 
 
@@ -165,16 +162,13 @@ def first_seeds(args: argparse.Namespace, fingerprint: str) -> list[dict]:
         return []
     record = rec.read_record(args.first)
     hardware = record["hardware"]
-    pairs = {
-        "dataset": (record["dataset"]["fingerprint"], fingerprint),
-        "script": (record["track"], args.script),
-        "device": (hardware["device"], args.device),
-        "number of devices": (hardware["num_devices"], args.num_devices),
-        "number of seeds": (min(len(record["runs"]), MIN_SEEDS), MIN_SEEDS),
-    }
-    for what, (found, wanted) in pairs.items():
-        if found != wanted:
-            raise rec.UserError(f"--first {args.first.name}: its {what} is {found}, these tracks need {wanted}")
+    found = {"dataset": record["dataset"]["fingerprint"], "script": record["track"]}
+    found |= {"device": hardware["device"], "num_devices": hardware["num_devices"]}
+    wanted = {"dataset": fingerprint, "script": args.script}
+    wanted |= {"device": args.device, "num_devices": args.num_devices}
+    rec.refuse(rec.unequal(found, wanted, f"--first {args.first.name}", "these tracks need"))
+    if len(record["runs"]) < MIN_SEEDS:
+        raise rec.UserError(f"--first {args.first.name}: limits need at least {MIN_SEEDS} seeds")
     return record["runs"]
 
 

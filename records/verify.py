@@ -41,7 +41,8 @@ def rerun(folder: Path, steps: int, data: Path, processes: int) -> list[str]:
         run_dir = Path(temporary) / "run"
         command = [sys.executable]
         if processes > 1:
-            command += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+            command += ["-m", "torch.distributed.run", "--standalone"]
+            command.append(f"--nproc_per_node={processes}")
         command.append(str(folder.resolve() / record["script"]))
         if record["args"]:
             command.append(f"@{folder.resolve() / record['args']}")
@@ -50,7 +51,10 @@ def rerun(folder: Path, steps: int, data: Path, processes: int) -> list[str]:
         log = train_until(steps, last, command, run_dir / "log.jsonl", Path(temporary) / "stderr")
         made = rec.read_json(run_dir / "config.json")
     log = [entry for entry in log if entry["step"] <= steps]
-    problems = compare_config(record, made["config"]) + compare_loss(record, logs, log, steps >= last)
+    problems = compare_loss(record, logs, log, steps >= last)
+    if record["config"]:
+        recipes = [check.recipe_of(config) for config in (record["config"], made["config"])]
+        problems += rec.unequal(*recipes, "rerun: config", "the script makes")
     hardware = {key: made["machine"][key] for key in ("device", "num_devices")}
     if hardware == {key: record["hardware"][key] for key in hardware}:
         return problems + compare_speed(logs, log)
@@ -59,15 +63,7 @@ def rerun(folder: Path, steps: int, data: Path, processes: int) -> list[str]:
     return problems
 
 
-def compare_config(record: dict, made: dict) -> list[str]:
-    out = []
-    for key, stated in (record["config"] or {}).items():
-        if key not in rec.INTERVAL_FIELDS and stated != made.get(key):
-            out.append(f"rerun: config.{key} is {made.get(key)}, record.json states {stated}")
-    return out
-
-
-def compare_loss(record: dict, logs: list[list[dict]], log: list[dict], finished: bool) -> list[str]:
+def compare_loss(record: dict, logs: list, log: list[dict], finished: bool) -> list[str]:
     """Each logged loss, and at the end val bpb, may differ from the mean by SPREADS sd of the seeds."""
     curve = {row["step"]: row for row in rec.loss_curve(logs)}
     noise = record["loss_noise"] or UNKNOWN_NOISE
@@ -105,8 +101,9 @@ def compare_speed(logs: list[list[dict]], log: list[dict]) -> list[str]:
     if len(common) < 2:
         return out
     # The first line may hold what a process does once.
-    spans = [side[common[-1]]["train_seconds"] - side[common[0]]["train_seconds"] for side in (mine, stated)]
-    text = f"steps {common[0]} to {common[-1]} took {spans[0]:.2f} s, in the entry {spans[1]:.2f} s"
+    first, last = common[0], common[-1]
+    spans = [side[last]["train_seconds"] - side[first]["train_seconds"] for side in (mine, stated)]
+    text = f"steps {first} to {last} took {spans[0]:.2f} s, in the entry {spans[1]:.2f} s"
     print(f"  {text}", flush=True)
     if spans[0] > SLOWER * spans[1]:
         out.append(f"rerun: {text}; that is {spans[0] / spans[1] - 1:.0%} slower")
@@ -150,9 +147,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if args.rerun is not None and (args.folder == "all" or not args.data or args.rerun < 1):
         raise rec.UserError("--rerun needs one entry, a step of at least 1, and --data with its dataset")
-    folders = [Path(args.folder)]
-    if args.folder == "all":
-        folders = sorted(p.parent for p in rec.BASELINES.glob("[!.]*/record.json"))
+    folders = rec.entries() if args.folder == "all" else [Path(args.folder)]
     bad = 0
     for folder in folders:
         if not folder.is_dir():
