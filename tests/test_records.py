@@ -336,7 +336,8 @@ TAMPER = {
     "cut, hashed": (lambda f: (swap(f / LOG, r'{"step": 12, .*"loss".*\n', ""), rehash(f)),
                     [f"{LOG}: the last validation is of step 12, the last training step is 9"]),
     "not packed": (lambda f: (f / LOG).write_bytes(b"x"), [f"{LOG} cannot be read"]),
-    "run left out": (lambda f: edit(f / "record.json", lambda r: r["runs"].pop()), ["record.json: it lists 2 runs, 3 run_SEED.json are there"]),
+    "run left out": (lambda f: edit(f / "record.json", lambda r: r["runs"].pop()),
+                     ["record.json: it lists 2 runs, 3 run_SEED.json are there"]),
     "config": (lambda f: edit(f / "record.json", lambda r: r["config"].update(width=32)),
                ["record.json.config.width is 32, the files give 64"]),
     "override": (lambda f: edit(f / "run_0.json", lambda r: r["flags"].extend(["--set", "muon_lr=1.0"])),
@@ -900,9 +901,9 @@ def test_rerun(repo, folders, fast_python, tmp_path, monkeypatch):
     script = (r'"embed": +Policy\("adam", +1.00', '"embed": Policy("adam", 0.10')
     said = rerun(forge(folders[0], tmp_path / "2026-11-22_forged", script=script), 12)
     assert "rerun: the loss at step 12 is" in said and "rerun: val bpb is" in said
-    script = ("muon_lr: float = [^ ]+", "muon_lr: float = 1")
+    script = (r"muon_lr: float = [\d.]+", "muon_lr: float = 0.5")
     said = rerun(forge(folders[0], tmp_path / "b" / "2026-11-22_rate", script=script), 1)
-    assert "rerun: config.muon_lr is 0.023, the script makes 1.0" in said
+    assert "rerun: config.muon_lr is 0.023, the script makes 0.5" in said
 
 
 def test_rerun_compares_the_clock(repo, folders, fast_python, tmp_path, monkeypatch):
