@@ -4,7 +4,6 @@ A small repository of its own holds the scripts, an args file and six runs: two 
 three seeds each, trained for 12 steps.
 """
 
-import ast
 import contextlib
 import dataclasses
 import gzip
@@ -476,23 +475,23 @@ def test_add_refuses(repo, tmp_path, what):
     assert not list(tmp_path.glob("new/*"))
 
 
+def copies(repo, tmp_path, *seeds) -> list[Path]:
+    return [shutil.copytree(repo / "out" / f"a_{seed}", tmp_path / f"run_{seed}") for seed in seeds]
+
+
+def added(tmp_path, *run_dirs) -> Path:
+    """The folder of an entry that add.py has made of run directories."""
+    run(add, *run_dirs, "--track", "small", "--slug", "x", "--out", tmp_path / "new")
+    (folder,) = (tmp_path / "new").iterdir()
+    assert check.problems(folder) == []
+    return folder
+
+
 def change_script(run_dir, change) -> None:
     """Another script in a run directory, as if the run had been made with it."""
     path = run_dir / "train_small.py"
     path.write_text(change(path.read_text()))
     edit(run_dir / "config.json", lambda c: c["machine"].update(script_sha256=rec.sha256(path)))
-
-
-def tiny_defaults(text) -> str:
-    """The script with the toy's numbers as defaults of its Config, so that it needs no args file."""
-    lines = text.splitlines(keepends=True)
-    (tree,) = [n for n in ast.parse(text).body if isinstance(n, ast.ClassDef) and n.name == "Config"]
-    values = {**TINY, "tokens": 4608, "log_every": 3, "eval_every": 6}
-    for node in reversed(tree.body):
-        if isinstance(node, ast.AnnAssign) and node.target.id in values:
-            new = f"    {node.target.id}: {node.annotation.id} = {values[node.target.id]!r}\n"
-            lines[node.lineno - 1 : node.end_lineno] = [new]
-    return "".join(lines)
 
 
 def core_table(run_dir, accuracy, items=10) -> None:
@@ -503,17 +502,20 @@ def core_table(run_dir, accuracy, items=10) -> None:
 
 def test_add_reads_core(repo, tmp_path):
     """core.csv counts, and all runs must have been scored on the same items."""
-    runs = [shutil.copytree(repo / "out" / f"a_{seed}", tmp_path / f"a_{seed}") for seed in (0, 1)]
-    for run_dir, accuracy in zip(runs, (0.2, 0.4), strict=True):
-        core_table(run_dir, accuracy)
-    run(add, *runs, "--track", "small", "--slug", "x", "--out", tmp_path / "new")
-    folder = next((tmp_path / "new").iterdir())
+    runs = copies(repo, tmp_path, 0, 1)
+    core_table(runs[0], 0.2)
+    core_table(runs[1], 0.4)
+    folder = added(tmp_path, *runs)
     record = rec.read_record(folder)
     assert [r["core"] for r in record["runs"]] == [pytest.approx(0.2 + 0.0105), pytest.approx(0.4 + 0.0105)]
-    assert record["summary"]["core"]["mean"] == pytest.approx(0.3105) and check.problems(folder) == []
+    assert record["summary"]["core"]["mean"] == pytest.approx(0.3105)
+    swap(folder / "core_1.csv", "0.5,0.4", "0.5,0.6")
+    assert any("record.json.runs, 2.core is" in text for text in check.problems(folder))
     core_table(runs[1], 0.4, items=5)
     message = refused(add, *runs, "--track", "small", "--slug", "x", "--out", tmp_path / "other")
     assert "core_1.csv: it is of other items than core_0.csv; use the same --items" in message
+    (folder / "core_0.csv").write_text("task,items,accuracy,centered,seconds\nx,1,1,1,1\n")
+    assert rec.read_core(folder / "core_0.csv") == ({"x": "1"}, None)
 
 
 def alone(repo, tmp_path, name, *changes):
@@ -563,31 +565,23 @@ def test_add_refuses_names(repo, folders, tmp_path):
     assert len(list((repo / "baselines").iterdir())) == 2
 
 
-def test_add_one_run_without_args(repo, tmp_path):
-    """A single seed, no args file, CORE: no sd, no noise, no rank, and the commit is found by the script's hash."""
+def test_add_one_run_without_args(repo, tmp_path, monkeypatch):
+    """A single seed, no args file: no sd, no noise, no rank, and the commit is found by the script's hash."""
     script = repo / "train_small.py"
     before = script.read_text()
-    script.write_text(tiny_defaults(before))
-    git(repo, "commit", "-qam", "a tiny script")
+    script.write_text(before + "# another\n")
+    git(repo, "commit", "-qam", "another script")
     script.write_text(before)
     git(repo, "commit", "-qam", "the script again")
-
-    argv = alone(repo, tmp_path, "a_0", lambda c: c.update(flags=["--seed", "0", "--dtype", "auto"], overridden=[]))
-    change_script(argv[0], tiny_defaults)
+    monkeypatch.setattr(add, "check_configs", lambda runs, args, script: None)
+    argv = alone(repo, tmp_path, "a_0", lambda c: c.update(flags=["--seed", "0", "--dtype", "auto"]))
+    change_script(argv[0], lambda text: text + "# another\n")
     edit(argv[0] / "config.json", lambda c: c["machine"].update(git_commit="", git_dirty=False))
-    head, rows = "task,items,accuracy,centered,seconds", [f"task{i},10,0.5,{i / 100},1.0" for i in range(22)]
-    (argv[0] / "core.csv").write_text("\n".join([head, *rows, "CORE,220,,0.105,22.0\n"]))
-    said = run(add, *argv)
-    folder = tmp_path / "new" / "2026-11-22_x"
-    record = json.loads((folder / "record.json").read_text())
-    assert "fewer than 3 seeds" in said and record["args"] is None and record["flags"] == ["--dtype", "auto"]
-    assert record["runs"][0]["core"] == pytest.approx(0.105) and record["summary"]["core"]["sd"] is None
-    assert record["loss_noise"] is None and len(record["commit"]) == 40 and not record["script_changed"]
-    assert check.problems(folder) == []
-    swap(folder / "core_0.csv", "0.5,0.21", "0.5,0.43")
-    assert any("record.json.runs, 1.core is" in text for text in check.problems(folder))
-    (folder / "core_0.csv").write_text(f"{head}\nx,1,1,1,1\n")
-    assert rec.read_core(folder / "core_0.csv") == ({"x": "1"}, None)
+    assert "fewer than 3 seeds" in run(add, *argv)
+    record = rec.read_record(tmp_path / "new" / "2026-11-22_x")
+    assert record["args"] is None and record["flags"] == ["--dtype", "auto"]
+    assert record["loss_noise"] is None and record["summary"]["val_bpb"]["sd"] is None
+    assert len(record["commit"]) == 40 and not record["script_changed"]
 
 
 # ==== starts, copies, what is scored
@@ -608,27 +602,13 @@ def second_start(run_dir, **changes) -> None:
 
 def test_a_resumed_run_is_a_run(repo, tmp_path):
     """Other intervals, paths and commits are free; the record counts its starts and takes the day of the first."""
-    run_dir = shutil.copytree(repo / "out" / "a_0", tmp_path / "run")
+    (run_dir,) = copies(repo, tmp_path, 0)
     second_start(run_dir)
-    run(add, run_dir, "--track", "small", "--slug", "x", "--out", tmp_path / "new")
-    folder = tmp_path / "new" / "2026-11-22_x"
-    record = json.loads((folder / "record.json").read_text())
-    assert record["runs"][0]["starts"] == 2 and record["date"] == "2026-11-22" and check.problems(folder) == []
+    folder = added(tmp_path, run_dir)
+    record = rec.read_record(folder)
+    assert record["runs"][0]["starts"] == 2 and record["date"] == "2026-11-22"
     assert "starts of each run: 2" in (folder / "README.md").read_text()
     assert "somewhere" not in (folder / "run_0.json").read_text()
-
-
-def test_each_run_saves_as_often_as_it_likes(repo, tmp_path):
-    runs = [shutil.copytree(repo / "out" / f"a_{seed}", tmp_path / f"run_{seed}") for seed in (0, 1)]
-
-    def save_never(config):
-        for start in (config, config["starts"][0]):
-            start["flags"] = [*start["flags"], "--save-every", "-1"]
-        config["config"]["save_every"] = -1
-
-    edit(runs[1] / "config.json", save_never)
-    run(add, *runs, "--track", "small", "--slug", "x", "--out", tmp_path / "new")
-    assert check.problems(tmp_path / "new" / "2026-11-22_x") == []
 
 
 def test_a_run_that_was_really_resumed(repo, tmp_path):
@@ -640,9 +620,7 @@ def test_a_run_that_was_really_resumed(repo, tmp_path):
     os.remove(run_dir / "result.json")
     (run_dir / "report.md").unlink(missing_ok=True)
     train(repo / "train_small.py", "--resume", "--run-dir", run_dir)
-    run(add, run_dir, "--track", "small", "--slug", "x", "--out", tmp_path / "new")
-    (folder,) = (tmp_path / "new").iterdir()
-    assert rec.read_record(folder)["runs"][0]["starts"] == 2 and check.problems(folder) == []
+    assert rec.read_record(added(tmp_path, run_dir))["runs"][0]["starts"] == 2
 
 
 @pytest.mark.parametrize(
@@ -659,7 +637,7 @@ def test_a_run_that_was_really_resumed(repo, tmp_path):
     ],
 )  # fmt: skip
 def test_starts_that_differ_are_refused(repo, tmp_path, changes, words):
-    run_dir = shutil.copytree(repo / "out" / "a_0", tmp_path / "run")
+    (run_dir,) = copies(repo, tmp_path, 0)
     second_start(run_dir, **changes)
     message = refused(add, run_dir, "--track", "small", "--slug", "x", "--out", tmp_path / "new")
     assert words in message and not list(tmp_path.glob("new/*")), message
@@ -667,14 +645,12 @@ def test_starts_that_differ_are_refused(repo, tmp_path, changes, words):
 
 def test_starts_are_required(repo, tmp_path):
     """A script that writes them has them from step 0 on; without them a date would be free."""
+    (run_dir,) = copies(repo, tmp_path, 0)
     out = ["--track", "small", "--slug", "x", "--out", tmp_path / "new", "--date", "2020-01-01"]
-    late = shutil.copytree(repo / "out" / "a_0", tmp_path / "late")
-    edit(late / "config.json", lambda c: c["starts"][0].update(step=3))
-    assert "start 1: its step is 3, after 0" in refused(add, late, *out)
-    for number, change in enumerate((lambda c: c.pop("starts"), lambda c: c.update(starts=[]))):
-        run_dir = shutil.copytree(repo / "out" / "a_0", tmp_path / f"run_{number}")
-        edit(run_dir / "config.json", change)
-        assert "run_0.json has no starts, which its script writes to config.json" in refused(add, run_dir, *out)
+    edit(run_dir / "config.json", lambda c: c["starts"][0].update(step=3))
+    assert "start 1: its step is 3, after 0" in refused(add, run_dir, *out)
+    edit(run_dir / "config.json", lambda c: c.pop("starts"))
+    assert "run_0.json has no starts, which its script writes to config.json" in refused(add, run_dir, *out)
     change_script(run_dir, lambda text: text.replace('"starts"', '"begins"'))  # as scripts up to 2026-11-22
     assert "the runs state no starts; --date YYYY-MM-DD" in refused(add, run_dir, *out[:-2])
     run(add, run_dir, *out)
@@ -685,14 +661,20 @@ def test_starts_are_required(repo, tmp_path):
 
 
 def test_what_is_no_reason_to_refuse(repo, tmp_path):
-    """Patch versions, the timeout of ranks, names of folders, and the seal that older scripts wrote or not."""
-    runs = [shutil.copytree(repo / "out" / f"a_{seed}", tmp_path / f"run_{seed}") for seed in (0, 1)]
-    edit(runs[0] / "config.json", lambda c: c.pop("sha256", None))
-    python_version = json.loads((runs[1] / "config.json").read_text())["machine"]["python"].rsplit(".", 1)[0] + ".99"
-    edit(runs[1] / "config.json", lambda c: (c.update(sha256="0" * 64), c["machine"].update(python=python_version)))
-    edit(runs[1] / "config.json", lambda c: c["config"].update(data="/elsewhere/renamed"))
-    run(add, *runs, "--track", "small", "--slug", "x", "--out", tmp_path / "new")
-    assert check.problems(tmp_path / "new" / "2026-11-22_x") == []
+    """Patch versions, intervals, the timeout of ranks, names of folders, and the seal of older config.json."""
+    runs = copies(repo, tmp_path, 0, 1)
+
+    def other(config):
+        machine = config["machine"]
+        for key in ("python", "numpy"):
+            machine[key] = machine[key].rsplit(".", 1)[0] + ".99"
+        config.update(sha256="0" * 64)
+        config["config"].update(data="/elsewhere/renamed", save_every=-1)
+        config["flags"] += ["--save-every", "-1", "--wandb", "name"]
+
+    edit(runs[0] / "config.json", lambda config: config.pop("sha256", None))
+    edit(runs[1] / "config.json", other)
+    added(tmp_path, *runs)
     flags = ["@other/tiny.args", "--rank-timeout", "9", "--resume", "--run-dir=a", "--no-compile", "--log-every", "3"]
     assert rec.recipe_flags(flags) == ["@tiny.args", "--no-compile"]
 
@@ -700,7 +682,7 @@ def test_what_is_no_reason_to_refuse(repo, tmp_path):
 def test_a_log_is_of_one_run(repo, folders, tmp_path):
     """A copy with another seed in its config.json, and the runs of an entry under another name."""
     out = ["--track", "small", "--slug", "x"]
-    copy = shutil.copytree(repo / "out" / "a_0", tmp_path / "copy")
+    (copy,) = copies(repo, tmp_path, 0)
     edit(copy / "config.json", lambda c: c["config"].update(seed=1))
     message = refused(add, repo / "out" / "a_0", copy, *out, "--out", tmp_path / "new")
     assert "log_0.jsonl.gz: its losses are those of log_1.jsonl.gz, so one of them is a copy" in message
@@ -1072,9 +1054,7 @@ def test_faster_at_equal_bpb_is_a_record():
 
 @pytest.mark.parametrize(
     ("device", "kind"),
-    [("NVIDIA H200", "Hopper"), ("NVIDIA H100 80GB HBM3", "Hopper"), ("NVIDIA A100-SXM4-40GB", "Ampere"),
-     ("NVIDIA A10G", "other"), ("NVIDIA GeForce RTX 3090", "Ampere"), ("Tesla T4", "free GPU"),
-     ("Tesla P100-PCIE-16GB", "free GPU"), ("cpu, 2 cores", "other"), ("NVIDIA B200", "other")],
+    [("NVIDIA H200", "Hopper"), ("NVIDIA A100-SXM4-40GB", "Ampere"), ("Tesla T4", "free GPU"), ("cpu", "other")],
 )  # fmt: skip
 def test_device_class(device, kind):
     assert rec.device_class(device) == kind
