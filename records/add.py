@@ -90,10 +90,7 @@ def run_file(stated: dict, log: list[dict]) -> dict:
 
 def git(*words: str) -> str | None:
     """Output of a git command in this repository; None if it fails."""
-    try:
-        done = subprocess.run(["git", "-C", rec.ROOT, *words], capture_output=True)
-    except OSError:
-        return None
+    done = subprocess.run(["git", "-C", rec.ROOT, *words], capture_output=True)
     return done.stdout.decode("utf-8", errors="replace") if done.returncode == 0 else None
 
 

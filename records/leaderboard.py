@@ -26,14 +26,11 @@ def in_order() -> list[dict]:
     for folder in rec.entries():
         records[folder.name] = {**rec.read_record(folder), "name": folder.name}
 
-    def depth(record: dict, seen: tuple = ()) -> int:
-        other = record["against"]
-        if other not in records or other in seen:
-            return 0
-        return 1 + depth(records[other], (*seen, other))
+    def depth(name: str | None) -> int:
+        return 1 + depth(records[name]["against"]) if name in records else 0
 
     def key(record: dict) -> tuple:
-        return day(record), depth(record), record["name"]
+        return day(record), depth(record["against"]), record["name"]
 
     return sorted(records.values(), key=key)
 
@@ -190,8 +187,6 @@ def write() -> None:
         if problems := check.problems(folder):
             raise rec.UserError(f"{folder.name} does not verify ({problems[0]}), so the leaderboard stays as it was")
     text = README.read_text(encoding="utf-8")
-    if text.count(BEGIN) != 1 or text.count(END) != 1:
-        raise rec.UserError(f"{README} has lost the markers of the leaderboard; restore them")
     new = text[: text.index(BEGIN)] + leaderboard() + text[text.index(END) + len(END) :]
     rec.write_whole(README, new)
     state = "was current" if new == text else "is written"

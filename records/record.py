@@ -151,15 +151,9 @@ def read_log(path: Path) -> list[dict]:
     try:
         data = path.read_bytes()
         text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode()
-    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+        return [json.loads(line) for line in text.splitlines()]
+    except (OSError, EOFError, zlib.error, ValueError) as error:
         raise UserError(f"{path.name} cannot be read ({error})") from None
-    entries = []
-    for number, line in enumerate(text.splitlines(), 1):
-        try:
-            entries.append(dict(json.loads(line)))
-        except (ValueError, TypeError):
-            raise UserError(f"{path.name}: line {number} is not a JSON object") from None
-    return entries
 
 
 def split(entries: list[dict]) -> tuple[list[dict], list[dict]]:

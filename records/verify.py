@@ -150,8 +150,6 @@ def main(argv: list[str] | None = None) -> None:
     folders = rec.entries() if args.folder == "all" else [Path(args.folder)]
     bad = 0
     for folder in folders:
-        if not folder.is_dir():
-            raise rec.UserError(f"{folder} is not a folder; name an entry, or all")
         found = check.problems(folder)
         if args.rerun and not found:
             print(f"{folder.name}: training until step {args.rerun}", flush=True)
