@@ -61,7 +61,8 @@ def read_run(run_dir: Path, script: str, day: str | None) -> dict:
         totals = rec.figures(log)
         result = rec.read_json(run_dir / "result.json")
         for key in ("val_bpb", "steps", "tokens", "train_seconds"):
-            rec.refuse(rec.unequal(result[key], totals[key], f"{run_dir}/result.json: {key}", "the log gives"))
+            where = f"{run_dir}/result.json: {key}"
+            rec.refuse(rec.unequal(result[key], totals[key], where, "the log gives"))
         file["commit"], file["script_changed"] = find_commit(script, file["machine"])
         file["date"] = file["starts"][0]["date"][:10] if file["starts"] else day
     except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -181,7 +181,8 @@ def join(group: list[Row]) -> Row:
     name = os.path.commonprefix([row.name for row in group]).rstrip("_-. ")
     runs = [run for row in group for run in row.runs]
     curves = [curve for row in group for curve in row.curves]
-    return Row(name or f"{first.name} and more", first.device, first.num_devices, first.data, runs, curves)
+    name = name or f"{first.name} and more"
+    return Row(name, first.device, first.num_devices, first.data, runs, curves)
 
 
 # ==== tables

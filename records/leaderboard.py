@@ -144,7 +144,8 @@ def leaderboard() -> str:
 
 def about(track: dict, found: dict) -> str:
     """A track in two sentences."""
-    hardware = f"{track['class']}, {track['hardware']['num_devices']} x {track['hardware']['device']}"
+    cards = track["hardware"]
+    hardware = f"{track['class']}, {cards['num_devices']} x {cards['device']}"
     fingerprint = found["datasets"][track["dataset"]]["fingerprint"]
     data = f"Dataset {track['dataset']}, fingerprint {fingerprint[:12]}"
     return f"{tracks.rule_text(track)} {data}; `train_{track['script']}.py` on {hardware}."

@@ -114,7 +114,8 @@ def draw_boards(boards: dict[str, list[str]], found: dict, quotes: list[dict], p
         if target := seconds["target_bpb"]:
             three[2].axhline(target, color="0.4", ls="--", label=f"target by seconds: {target}")
         if limit := bpb["max_seconds"]:
-            three[2].axvline(limit, color="0.4", ls=":", label=f"limit with fixed tokens: {limit} s")
+            words = f"limit with fixed tokens: {limit} s"
+            three[2].axvline(limit, color="0.4", ls=":", label=words)
         three[2].margins(0.15)
         three[2].set(xlabel="training seconds of the whole run", ylabel="val bpb")
         three[2].set_title("what is ranked: one dot a seed", loc="left", fontsize=10)

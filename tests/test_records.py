@@ -5,7 +5,6 @@ three seeds each, trained for 12 steps.
 """
 
 import contextlib
-import dataclasses
 import gzip
 import hashlib
 import importlib.util
@@ -25,7 +24,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from conftest import ROOT, TINY, tiny_config, tm, ts, validation_of, write_dataset
+from conftest import ROOT, TINY, tiny_config, ts, validation_of, write_dataset
 from processes import python
 
 sys.path.insert(0, str(ROOT / "records"))
@@ -407,13 +406,11 @@ def test_every_leaf_is_guarded(folders, tmp_path):
 
 
 def test_old_entries_are_frozen(tmp_path):
-    """A record.json of format 1 is known by its sha256 in tracks.json; a new one is refused."""
+    """A record.json of format 1 is known by its sha256 in tracks.json."""
     kept = shutil.copytree(rec.BASELINES, tmp_path / "baselines")
     folder = kept / "2026-11-22_fp8-layers"
     edit(folder / "record.json", lambda record: record["config"].update(width=512))
     assert any("does not hold its sha256" in problem for problem in check.problems(folder))
-    other = shutil.copytree(rec.BASELINES / folder.name, tmp_path / "else" / "2026-11-23_again")
-    assert any("format 1" in problem for problem in check.problems(other))
 
 
 # ==== refusals of add.py
@@ -810,22 +807,6 @@ def test_add_a_track(repo, folders, tmp_path, monkeypatch):
     assert "tracks.json cannot be read" in refused(tracks)
 
 
-# ==== the Config, as the script makes it
-
-
-def test_rules_of_the_medium_script(tmp_path, monkeypatch):
-    """add.py has the script itself derive what a rule gives: a hidden --set muon_lr is found."""
-    monkeypatch.setattr(add, "subprocess", types.SimpleNamespace(run=quick_run))
-    shutil.copy(ROOT / "train_medium.py", tmp_path)
-    words = ["--tokens", "34013184", "--set", "stages=((1.0,8,1.0),)"]
-    config = dataclasses.asdict(tm.make_config(tm.build_parser().parse_args(words)))
-    run = {"dir": tmp_path, "flags": ["@runs/some.args"], "config": json.loads(json.dumps(config))}
-    add.check_configs([run, run], " ".join(words), "train_medium.py")
-    run["config"]["muon_lr"] = 0.03
-    with pytest.raises(rec.UserError, match="config.muon_lr is 0.03, script and flags give 0.0198"):
-        add.check_configs([run], " ".join(words), "train_medium.py")
-
-
 # ==== running again
 
 
@@ -1024,27 +1005,6 @@ def test_a_small_gain_counts_beside_a_rerun_only():
     better = {**made_up((1.19, 1.1901, 1.1899), new), "name": "2026-12-01_new"}
     first = {**first, **made_up((1.20, 1.2001, 1.1999), new)}
     assert leaderboard.rank([first, better], bpb)[0][1].startswith("record 2")
-
-
-def test_faster_at_equal_bpb_is_a_record():
-    """The fp8 layers: 15 % faster than the first record at bits per byte that differ by nothing, on today's data."""
-    found = tracks.read()
-    names = ("2026-11-21_first-b34", "2026-11-22_shared-table-and-gates", "2026-11-22_fp8-layers")
-    records = [rec.read_record(rec.BASELINES / name) for name in names]
-    standing = {
-        r["runs"][0]["val_bpb"]: text for r, text in leaderboard.rank(records, found["tracks"]["b34-small-seconds"])
-    }
-    assert standing[records[2]["runs"][0]["val_bpb"]].startswith("record 2, p = 0.0009")
-    by_bpb = {r["runs"][0]["val_bpb"]: text for r, text in leaderboard.rank(records, found["tracks"]["b34-small-bpb"])}
-    assert by_bpb[records[2]["runs"][0]["val_bpb"]].startswith("no record")
-
-
-@pytest.mark.parametrize(
-    ("device", "kind"),
-    [("NVIDIA H200", "Hopper"), ("NVIDIA A100-SXM4-40GB", "Ampere"), ("Tesla T4", "free GPU"), ("cpu", "other")],
-)  # fmt: skip
-def test_device_class(device, kind):
-    assert rec.device_class(device) == kind
 
 
 def test_sections():
