@@ -40,7 +40,6 @@ import threading
 import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "records"))
@@ -82,38 +81,34 @@ class Work:
     stopped: bool = False
 
 
-def fail(message: str) -> NoReturn:
-    raise SystemExit(f"error: {message}")
-
-
-# ---- the file
+# ==== the file
 
 
 def read_sweep(path: Path) -> Sweep:
     try:
         text = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        fail(f"{path} cannot be read: {error.strerror}")
+        raise rec.UserError(f"{path} cannot be read: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        fail(f"{path} is no TOML: {error}")
+        raise rec.UserError(f"{path} is no TOML: {error}") from None
     for key in text:
         if key not in KEYS:
             near = difflib.get_close_matches(key, KEYS, 1, 0.4)
             hint = f"did you mean {near[0]}?" if near else f"it takes {', '.join(KEYS)}"
-            fail(f"{path} has the entry {key}, which means nothing here; {hint}")
+            raise rec.UserError(f"{path} has the entry {key}, which means nothing here; {hint}")
 
     script = ROOT / str(text.get("script", "train_small.py"))
     if not script.is_file():
-        fail(f"{path} names the script {script.name}, which is not in {script.parent}")
+        raise rec.UserError(f"{path} names the script {script.name}, which is not in {script.parent}")
     seeds = text.get("seeds", [0])
     whole = isinstance(seeds, list) and all(type(seed) is int for seed in seeds)
     if not whole or not seeds or len(set(seeds)) < len(seeds):
-        fail(f"{path}: seeds must be a list of different whole numbers, not {seeds}")
+        raise rec.UserError(f"{path}: seeds must be a list of different whole numbers, not {seeds}")
     variants = {BASE: []}
     for name, flags in table_of(text, "variants", path).items():
         variants[name] = words_of(flags, f"{path}: the variant {name}")
     if set(variants) != {BASE, *table_of(text, "variants", path)} or variants[BASE]:
-        fail(f"{path}: {BASE} is the name of the runs without changes; call the variant otherwise")
+        raise rec.UserError(f"{path}: {BASE} is the name of the runs without changes; call the variant otherwise")
     variants |= grid_variants(table_of(text, "grid", path), path)
     return Sweep(script, words_of(text.get("flags", []), f"{path}: flags"), seeds, variants)
 
@@ -121,13 +116,13 @@ def read_sweep(path: Path) -> Sweep:
 def table_of(text: dict, key: str, path: Path) -> dict:
     value = text.get(key, {})
     if not isinstance(value, dict):
-        fail(f"{path}: {key} must be a table, [{key}], not {value}")
+        raise rec.UserError(f"{path}: {key} must be a table, [{key}], not {value}")
     return value
 
 
 def words_of(value, what: str) -> list[str]:
     if not isinstance(value, list) or not all(isinstance(word, str) for word in value):
-        fail(f'{what} must be a list of words like ["--set", "backout_layer=-1"], not {value}')
+        raise rec.UserError(f'{what} must be a list of words like ["--set", "backout_layer=-1"], not {value}')
     return value
 
 
@@ -135,7 +130,7 @@ def grid_variants(grid: dict, path: Path) -> dict[str, list[str]]:
     """{name: flags} for every combination of the values."""
     for key, values in grid.items():
         if not isinstance(values, list) or not values:
-            fail(f"{path}: {key} in [grid] must be a list of values, not {values}")
+            raise rec.UserError(f"{path}: {key} in [grid] must be a list of values, not {values}")
     out = {}
     if grid:
         for values in itertools.product(*grid.values()):
@@ -153,7 +148,7 @@ def as_tuple(value):
     return tuple(as_tuple(item) for item in value) if isinstance(value, list) else value
 
 
-# ---- runs
+# ==== runs
 
 
 def plan(sweep: Sweep, out: Path) -> list[Job]:
@@ -164,7 +159,7 @@ def plan(sweep: Sweep, out: Path) -> list[Job]:
         for name, flags in sweep.variants.items():
             folder = re.sub(r"[^A-Za-z0-9.=-]+", "_", name).strip("_") or "variant"
             if taken.setdefault(folder, name) != name:
-                fail(f"the variants {taken[folder]} and {name} would share a folder; rename one")
+                raise rec.UserError(f"the variants {taken[folder]} and {name} would share a folder; rename one")
             run_dir = out / f"{folder}_{seed}"
             jobs.append(Job(name, seed, run_dir, [*sweep.flags, *flags, "--seed", str(seed)]))
     return jobs
@@ -181,18 +176,11 @@ def train(job: Job, script: Path, gpu: str, work: Work) -> None:
         return
     if not (job.run_dir / "result.json").is_file():
         shutil.rmtree(job.run_dir, ignore_errors=True)  # of a sweep that was stopped
-        write_whole(note, json.dumps(wanted))
+        job.run_dir.parent.mkdir(parents=True, exist_ok=True)
+        rec.write_whole(note, json.dumps(wanted))
         run_script(job, script, gpu, work)
     if not job.error:
         read_result(job)
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Writes a file whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
 
 
 def run_script(job: Job, script: Path, gpu: str, work: Work) -> None:
@@ -230,7 +218,7 @@ def take_jobs(gpu: str, script: Path, work: Work) -> None:
             return
         try:
             train(job, script, gpu, work)
-        except (OSError, ValueError, KeyError, rec.Unreadable, statistics.StatisticsError) as error:
+        except (OSError, ValueError, KeyError, rec.UserError, statistics.StatisticsError) as error:
             job.error = f"{job.run_dir} cannot be read or written ({error})"
         if not work.stopped:
             end = job.error or f"{job.bpb:.4f} bpb, {job.step_ms:.2f} ms a step"
@@ -263,10 +251,10 @@ def run_all(jobs: list[Job], script: Path) -> None:
             process.terminate()
         for thread in threads:
             thread.join()
-        fail("stopped; finished runs are kept, and the same command goes on with the others")
+        raise rec.UserError("stopped; finished runs are kept, and the same command goes on with the others") from None
 
 
-# ---- what came of it
+# ==== what came of it
 
 
 def rows_of(jobs: list[Job]) -> list[dict]:
@@ -346,13 +334,13 @@ def choose(sweep: Sweep, only: str | None, seeds: str | None) -> None:
         beginnings = tuple(word.strip() for word in only.split(",") if word.strip())
         names = [name for name in sweep.variants if name != BASE and name.startswith(beginnings)]
         if not names:
-            fail(f"--only {only} matches no variant; choose from {', '.join(sweep.variants)}")
+            raise rec.UserError(f"--only {only} matches no variant; choose from {', '.join(sweep.variants)}")
         sweep.variants = {name: sweep.variants[name] for name in (BASE, *names)}
     if seeds:
         try:
             sweep.seeds = list(dict.fromkeys(int(word) for word in seeds.split(",")))
         except ValueError:
-            fail(f"--seeds {seeds} must be whole numbers with commas between, e.g. 0,1,2")
+            raise rec.UserError(f"--seeds {seeds} must be whole numbers with commas between, e.g. 0,1,2") from None
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -377,7 +365,7 @@ def main(argv: list[str] | None = None) -> int:
     rows = rows_of(jobs)
     table = table_text(rows)
     print(table, end="")
-    write_whole(out / "sweep.md", table)
+    rec.write_whole(out / "sweep.md", table)
     if any(row["bpb"] for row in rows if row["name"] == BASE):
         draw(rows, out / "sweep.png")
         print(f"{out / 'sweep.md'}, {out / 'sweep.png'}")

@@ -1,372 +1,237 @@
-"""Everything that must be true of a record, and of runs that are to become one.
+"""Everything that must be true of an entry. A problem is one sentence that begins with the file that is wrong.
 
-A problem is one sentence that begins with the file, and where there is one the line or the entry, that is wrong.
-add.py, verify.py and leaderboard.py use this file.
+Hashes guard the files, and every figure is computed again. What no hash shows, `verify.py --rerun` decides.
 """
 
-import datetime
-import json
 import math
 from pathlib import Path
 
-import recipe
+import numpy as np
 import record as rec
 import tracks
 
-# Entries of "machine" that all starts of a run must share. Others, such as the commit, may differ.
+# Entries of "machine" that all starts and runs of an entry share.
 SAME_MACHINE = (
     "script_sha256", "device", "num_devices", "platform", "python", "torch", "triton", "cuda", "numpy",
 )  # fmt: skip
-FREE_MACHINE = ("git_commit", "git_dirty")  # may differ between the runs of a record
-
-
-# ---- starts and likeness of runs
-
-
-def start_problems(run: dict) -> list[str]:
-    """How the starts of a run differ in what matters. A run without starts is from before scripts wrote them."""
-    starts = run["starts"]
-    if starts is None:
-        return []
-    if not isinstance(starts, list) or not starts:
-        return ["starts is empty, so nothing says how the run was made"]
-    out = []
-    last = 0
-    for number, start in enumerate(starts, 1):
-        try:
-            out += [f"start {number}: {text}" for text in one_start(run, start)]
-            step = start["step"]
-            if not isinstance(step, int) or step < last or (number == 1 and step != 0):
-                wanted = "0" if number == 1 else f"at least {last}"
-                out.append(f"start {number}: its step is {step}, it must be {wanted}")
-            last = step
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            out.append(f"start {number} does not have the form of a start ({error!r})")
-            return out
-    return out
-
-
-def one_start(run: dict, start: dict) -> list[str]:
-    """How one start differs from what config.json states of the run."""
-    out = []
-    datetime.datetime.fromisoformat(start["date"])
-    for key in SAME_MACHINE:
-        stated = run["machine"].get(key)
-        if start["machine"].get(key) != stated:
-            out.append(f"machine.{key} is {start['machine'].get(key)}, the run states {stated}")
-    if start["dataset_fingerprint"] != run["dataset_fingerprint"]:
-        out.append(
-            f"dataset_fingerprint is {start['dataset_fingerprint']}, the run states {run['dataset_fingerprint']}"
-        )
-    if start["changed"]:
-        out.append(f"changed is not empty: {'; '.join(start['changed'])}")
-    # A resumed run may be given other intervals and nothing else: a new length would be another schedule.
-    is_first = start is run["starts"][0]
-    given = start["flags"] if is_first else recipe.recipe_flags(start["flags"])
-    wanted = run["flags"] if is_first else recipe.recipe_flags(run["flags"])
-    if given != wanted and (given or is_first):
-        out.append(
-            f"its flags are {' '.join(given) or 'none'}, those of the run are {' '.join(wanted) or 'none'}"
-        )
-    return out
-
-
-def first_date(run: dict) -> str | None:
-    """The day of a run's first start; None if its script did not write starts."""
-    if not run["starts"]:
-        return None
-    return datetime.datetime.fromisoformat(run["starts"][0]["date"]).date().isoformat()
-
-
-def difference(first: dict, other: dict) -> tuple[str, object, object] | None:
-    """(what, value of the first, value of the other) where two runs of a record must agree and do not."""
-    if first["dataset_fingerprint"] != other["dataset_fingerprint"]:
-        return "dataset_fingerprint", first["dataset_fingerprint"], other["dataset_fingerprint"]
-    for part, free in (("machine", FREE_MACHINE), ("config", recipe.INTERVAL_FIELDS)):
-        for key in dict.fromkeys((*first[part], *other[part])):
-            a = first[part].get(key)
-            b = other[part].get(key)
-            if a != b and key not in free:
-                return f"{part}.{key}", a, b
-    # Each run may log, validate and save as often as it likes.
-    a = recipe.recipe_flags(first["flags"])
-    b = recipe.recipe_flags(other["flags"])
-    if a != b:
-        return "flags", a, b
-    for key in ("data", "overridden", "scored"):
-        if first[key] != other[key]:
-            return key, first[key], other[key]
-    if (first["starts"] is None) != (other["starts"] is None):
-        return "starts", first["starts"], other["starts"]
-    return None
-
-
-def copied(first: list[dict], other: list[dict]) -> str | None:
-    """Why two logs cannot be of two runs: the clock, or the loss, is the same to the last digit."""
-    for key in ("train_seconds", "loss"):
-        a = {entry["step"]: entry[key] for entry in rec.split(first)[0]}
-        b = {entry["step"]: entry[key] for entry in rec.split(other)[0]}
-        common = a.keys() & b.keys()
-        equal = sum(a[step] == b[step] for step in common)
-        if equal > len(common) / 2:
-            return f"{key} is the same to the last digit at {equal} of {len(common)} steps"
-    return None
-
-
-def schedule_problems(names: list[str], logs: list[list[dict]]) -> list[str]:
-    """Lines where runs of one recipe differ although the schedule is the same: rate and tokens of a step."""
-    out = []
-    first = {entry["step"]: entry for entry in rec.split(logs[0])[0]}
-    for name, log in zip(names[1:], logs[1:], strict=True):
-        for entry in rec.split(log)[0]:
-            for key in ("lr", "tokens"):
-                known = first.get(entry["step"], {})
-                if key in known and known[key] != entry.get(key):
-                    out.append(
-                        f"{name}: step {entry['step']}: {key} is {entry.get(key)}, {names[0]} has {known[key]}"
-                    )
-    return out
-
-
-def logged_score(log: list[dict]) -> dict | None:
-    """What validation scored, as the log states it; None in logs of scripts that do not.
-
-    Raises Unreadable if two validations differ.
-    """
-    found = [entry.get("scored") for entry in rec.split(log)[1]]
-    for scored in found:
-        if scored != found[0]:
-            raise rec.Unreadable(f"one validation scored {found[0]}, another {scored}")
-    return found[0]
-
-
-# ---- records
+MINOR = ("python", "numpy")  # whose patch versions may differ
+NEEDED = {"step", "tokens", "train_seconds"}
+NEEDED_OF_STEPS = NEEDED | {"loss", "bpb", "tokens_per_second", "mfu", "memory_gib"}
+# TFLOP/s that an MFU of 1 stands for, the largest of several models of a card.
+PEAKS = {"H100": 989, "H200": 989, "A100": 312, "T4": 65}
+FEWEST_FLOPS = 0.7  # of the estimate in check_speed(): some layers lack attention
 
 
 def problems(folder: Path) -> list[str]:
-    """Sentences, each beginning with the file that is wrong; an empty list is a good record."""
+    """An empty list is a good entry."""
     out = []
     try:
         record = rec.read_record(folder)
-        out += check_files(folder, record)
-        out += check_script(folder, record)
-        out += check_flags(folder, record)
-        out += check_format(folder, record)
-        out += check_logs(folder, record)
-        out += check_figures(folder, record)
-        for run in record["runs"]:  # what was dropped or added beside the figures
-            wanted = {"seed", "log", "core_table", *rec.FIGURES}
-            wanted |= {"run", "starts"} if record["format"] == 2 else set()
-            out += [f"record.json: runs has the entry {key}" for key in run.keys() - wanted]
-        out += unknown_entries(record)
-    except rec.Unreadable as error:
+        logs = rec.read_logs(folder, record)
+        runs = rec.read_run_files(folder)
+        if record["format"] == 1:
+            if rec.sha256(folder / "record.json") != tracks.read()["format_1"].get(folder.name):
+                out.append("record.json: it is of format 1, and records/tracks.json does not hold its sha256")
+            runs = [{"config": record["config"], "machine": record["hardware"]} for _ in logs]
+        else:
+            out += check_runs(folder, record, runs)
+        if len(runs) != len(logs):
+            raise rec.UserError(f"record.json: it lists {len(logs)} runs, {len(runs)} run_SEED.json are there")
+        for run, log, file in zip(record["runs"], logs, runs, strict=True):
+            found = check_log(log, file["config"], file["machine"])
+            out += [f"{run['log']}: {text}" for text in found]
+        tables = [folder / run["core_table"] for run in record["runs"] if run["core_table"]]
+        for table in tables:
+            if rec.read_core(table)[0] != rec.read_core(tables[0])[0]:
+                out.append(f"{table.name}: it is of other items than {tables[0].name}; use the same --items")
+        out += check_copies(folder, record, logs)
+        out += check_figures(folder, record, logs)
+    except (rec.UserError, OSError) as error:
         out.append(str(error))
-    except (OSError, KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
-        out.append(
-            f"record.json, or a file that it names, does not have the form of a record ({error!r})"
-        )
+    except (LookupError, TypeError, AttributeError, ValueError) as error:
+        out.append(f"record.json, README.md or a file of a run has another form ({error!r})")
     return out
 
 
-ENTRIES = (
-    "format", "track", "script", "args", "flags", "dataset", "hardware", "versions", "commit", "script_changed",
-    "config", "absent", "against", "runs", "summary", "loss_noise", "comparison", "sections", "files",
-)  # fmt: skip
-ENTRIES_2 = ("date", "max_epochs", "scored")
+# ==== runs and their starts
 
 
-def unknown_entries(record: dict) -> list[str]:
-    known = ENTRIES if record["format"] == 1 else (*ENTRIES, *ENTRIES_2)
-    return [f"record.json: the entry {key} is not expected" for key in record if key not in known]
-
-
-def check_files(folder: Path, record: dict) -> list[str]:
-    """Every file is there, listed, and has the stated sha256."""
-    stated = record["files"]
-    found = rec.hashes(folder)
-    out = [f"{name} is not there" for name in stated if name not in found]
-    out += [f"{name} is not listed in record.json" for name in found if name not in stated]
-    for name in stated:
-        if name in found and stated[name] != found[name]:
-            out.append(
-                f"{name} was changed: its sha256 is {found[name][:12]}..., record.json states {stated[name][:12]}..."
-            )
+def comparable(machine: dict) -> dict:
+    """What must be the same wherever times or bits per byte are those of one recipe."""
+    out = {key: machine.get(key) for key in SAME_MACHINE}
+    for key in MINOR:
+        out[key] = ".".join(str(out[key]).split(".")[:2])
     return out
 
 
-def check_script(folder: Path, record: dict) -> list[str]:
-    """The script is that of the track, its markers are intact, and each section has the stated sha256."""
-    if record["script"] != f"train_{record['track']}.py":
-        return [
-            f"record.json: the track {record['track']} does not belong to the script {record['script']}"
-        ]
-    try:
-        found = rec.section_hashes((folder / record["script"]).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, rec.Unreadable) as error:
-        return [f"{record['script']}: {error}"]
+def recipe_of(config: dict) -> dict:
+    free = (*rec.PLACE_FIELDS, *rec.INTERVAL_FIELDS)
+    return {key: value for key, value in config.items() if key not in free}
+
+
+def identity(run: dict) -> dict:
+    """What all runs of an entry share, and all starts of a run."""
+    out = {"machine": comparable(run["machine"]), "dataset_fingerprint": run["dataset_fingerprint"]}
+    return {**out, "flags": " ".join(rec.recipe_flags(run["flags"]))}
+
+
+def check_runs(folder: Path, record: dict, runs: list[dict]) -> list[str]:
+    """The runs differ in seed, place and intervals only, and they scored the text of their track."""
     out = []
-    for name in dict.fromkeys((*record["sections"], *found)):
-        if record["sections"].get(name) != found.get(name):
-            out.append(
-                f"{record['script']}: the section {name} is not the one whose sha256 record.json states"
-            )
-    return out
-
-
-def check_flags(folder: Path, record: dict) -> list[str]:
-    """No --set was given besides the args file, and the Config is what script, args file and flags give."""
-    given = recipe.overrides(record["flags"])
-    out = [f"record.json: flags override {text} with --set" for text in given]
-    if not record["config"]:
-        return out
-    words = []
-    if record["args"]:
-        words = recipe.args_words((folder / record["args"]).read_text(encoding="utf-8"))
-    script = (folder / record["script"]).read_text(encoding="utf-8")
-    vocab_size = record["dataset"]["vocab_size"]
-    found = recipe.check_config(record["config"], script, [*words, *record["flags"]], vocab_size)
-    return out + [f"record.json: {text}" for text in found]
-
-
-def check_format(folder: Path, record: dict) -> list[str]:
-    """Format 1: the record is one of the known ones, unchanged. Format 2: it states what its run files state."""
-    found = tracks.read()
-    if record["format"] == 1:
-        if rec.sha256(folder / "record.json") != found["format_1"].get(folder.name):
-            return [
-                "record.json: it is of format 1 and not one of those whose sha256 records/tracks.json holds"
-            ]
-        return []
-    names = [run["run"] for run in record["runs"]]
-    runs = [rec.read_run_file(folder / name) for name in names]
-    out = []
-    for name, run, entry in zip(names, runs, record["runs"], strict=True):
-        seed = run["seed"]
-        count = len(run["starts"]) if run["starts"] else None
-        wanted = {
-            "seed": seed,
-            "log": f"log_{seed}.jsonl.gz",
-            "run": f"run_{seed}.json",
-            "starts": count,
-        }
-        stated = {key: entry[key] for key in wanted}
-        out += unequal(stated, wanted, f"record.json: runs ({name})")
-        out += [f"{name}: {text}" for text in start_problems(run)]
-        day = first_date(run)
-        if day and day != run["date"]:
-            out.append(f"{name}: date is {run['date']}, its first start was on {day}")
-        if run["machine"]["script_sha256"] != rec.sha256(folder / record["script"]):
-            out.append(f"{name}: machine.script_sha256 is not that of {record['script']}")
-        if unlike := difference(runs[0], run):
-            what, a, b = unlike
-            out.append(f"{name}: {what} is {b}, {names[0]} states {a}")
-    seeds = [run["seed"] for run in runs]
-    if len(set(seeds)) < len(seeds):
-        out.append(f"record.json: runs have the seeds {seeds}; each must be another")
-    for key, value in rec.facts(runs).items():
-        out += unequal(record[key], value, f"record.json: {key}")
-    args = [Path(word[1:]).name for word in runs[0]["flags"] if word.startswith("@")]
-    if args != ([record["args"]] if record["args"] else []):
-        out.append(f"record.json: args is {record['args']}, {names[0]} was started with {args}")
-    if not folder.name.startswith(".") and not folder.name.startswith(record["date"]):
+    script = folder / record["script"]
+    writes_starts = '"starts"' in script.read_text(encoding="utf-8")
+    first = runs[0]
+    other = f"run_{first['seed']}.json states"
+    for run in runs:
+        name = f"run_{run['seed']}.json"
+        if run["machine"]["script_sha256"] != rec.sha256(script):
+            out.append(f"{name}: script_sha256 is not that of {script.name}, which was changed after the run")
+        out += rec.unequal(identity(run), identity(first), name, other)
+        recipe = recipe_of(run["config"])
+        out += rec.unequal(recipe, recipe_of(first["config"]), f"{name}.config", other)
+        out += rec.unequal(run["scored"], first["scored"], f"{name}.scored", other)
+        out += start_problems(run, name) if run["starts"] or writes_starts else []
+    if not folder.name.startswith((".", record["date"])):
         out.append(f"record.json: date is {record['date']}, the folder is {folder.name}")
-    if record["config"]:
-        text = tracks.scoring_problems(record, record["config"], record["scored"], found)
-        out += [f"record.json: {sentence}" for sentence in text]
-    return out
+    out += flag_problems(folder, record, first["flags"])
+    return out + tracks.scoring_problems(record, record["config"], record["scored"], tracks.read())
 
 
-def check_logs(folder: Path, record: dict) -> list[str]:
-    """Each log is complete and consistent, and no two of them are of one run."""
+def start_problems(run: dict, name: str) -> list[str]:
+    """How the starts of a run differ from what it states."""
+    if not run["starts"]:
+        return [f"{name} has no starts, which its script writes to config.json"]
     out = []
-    names = [run["log"] for run in record["runs"]]
-    logs = [rec.read_log(folder / name) for name in names]
-    for run, log in zip(record["runs"], logs, strict=True):
-        where = f"{run['log']} (seed {run['seed']})"
-        out += [f"{where}: {text}" for text in rec.check_log(log, record["config"])]
-    if out:
-        return out
-    for i, first in enumerate(logs):
-        for name, other in zip(names[i + 1 :], logs[i + 1 :], strict=True):
-            if why := copied(first, other):
-                out.append(f"{name}: it is the log of one run with {names[i]}: {why}")
-    out += schedule_problems(names, logs)
-    if record["format"] == 2:
-        for run, log in zip(record["runs"], logs, strict=True):
-            try:
-                scored = logged_score(log)
-            except rec.Unreadable as error:
-                out.append(f"{run['log']}: {error}")
-                continue
-            out += unequal(record["scored"], scored, f"record.json: scored ({run['log']})")
-    return out
+    last = 0
+    for number, start in enumerate(run["starts"], 1):
+        where = f"{name}: start {number}"
+        step = start["step"]
+        if step < last or (number == 1 and step != 0):
+            out.append(f"{where}: its step is {step}, after {last}")
+        last = step
+        if start["changed"]:
+            out.append(f"{where}: the run was changed: {'; '.join(start['changed'])}")
+        # A resumed run may be given other intervals and nothing else: a new length would be another schedule.
+        found = identity(start)
+        if number > 1 and not found["flags"]:
+            found["flags"] = identity(run)["flags"]
+        out += rec.unequal(found, identity(run), where, "the run states")
+    day = run["starts"][0]["date"][:10]
+    return out + rec.unequal(run["date"], day, f"{name}.date", "its first start was on")
 
 
-def check_figures(folder: Path, record: dict) -> list[str]:
-    """record.json, curve.csv and README.md state what the logs give."""
-    found = rec.recompute(folder, record)
+def flag_problems(folder: Path, record: dict, flags: list[str]) -> list[str]:
+    """Rule 1: nothing is overridden but by the args file, and no flag of that is given again."""
+    args = record["args"]
+    given = rec.flag_names(rec.recipe_flags(flags))
+    if "--set" in given:
+        way = "change the script itself, or commit an args file in runs/"
+        return [f"record.json: {' '.join(record['flags'])} overrides the recipe, which voids record status; {way}"]
+    text = (folder / args).read_text(encoding="utf-8") if args else ""
+    fixed = rec.flag_names(rec.args_words(text))
+    if "--steps" in fixed or "--tokens" in fixed:
+        fixed += ["--steps", "--tokens"]
+    again = [flag for flag in given if flag in fixed]
+    return [f"record.json: {flag} is given, which {args} fixes; leave it out" for flag in again]
+
+
+# ==== logs
+
+
+def planned_steps(config: dict) -> int:
+    """Steps that a Config asks for: Config.num_steps of the training scripts, without importing one."""
+    mean_packs = sum(row[0] * row[1] for row in config["stages"])
+    return max(1, round(config["tokens"] / (mean_packs * config["pack_tokens"])))
+
+
+def check_log(entries: list[dict], config: dict | None, machine: dict) -> list[str]:
+    """What is wrong with a log: it must be complete, and its speeds must agree with each other."""
+    train, val = rec.split(entries)
+    if not train or not val:
+        return [f"no {'validation' if train else 'training step'} is logged"]
+    for entry in entries:
+        for key in sorted(NEEDED_OF_STEPS if "loss" in entry else NEEDED | {"val_bpb"}):
+            value = entry.get(key)
+            if not isinstance(value, int | float) or not math.isfinite(value):
+                return [f"step {entry.get('step')}: {key} is {value}"]
     out = []
-    for i, (run, true) in enumerate(zip(record["runs"], found["runs"], strict=True)):
-        out += unequal(run, true, f"record.json: runs[{i}] (seed {run['seed']})")
-    for key in ("summary", "loss_noise", "comparison"):
-        out += unequal(record[key], found[key], f"record.json: {key}")
-    curve = rec.curve_csv([rec.read_log(folder / run["log"]) for run in record["runs"]])
-    stated = (folder / "curve.csv").read_text(encoding="utf-8")
-    out += different_lines("curve.csv", stated, curve)
-    return out + check_readme(folder, {**record, **found})
+    first = train[0]["step"]
+    last = train[-1]["step"]
+    if first != 1:
+        out.append(f"it begins at step {first}; the first steps are missing")
+    if config and last != planned_steps(config):
+        out.append(f"it ends at step {last} of {planned_steps(config)}: the run is not finished")
+    if val[-1]["step"] != last:
+        out.append(f"the last validation is of step {val[-1]['step']}, the last training step is {last}")
+
+    # From line to line.
+    keys = ("step", "tokens", "train_seconds")
+    steps, tokens, seconds = (np.diff([0, *(e[key] for e in train)]) for key in keys)
+    if min(steps.min(), tokens.min(), seconds.min()) <= 0:
+        return [*out, "step, tokens and train_seconds do not all grow from line to line"]
+    for i, entry in enumerate(train):
+        speed = tokens[i] / seconds[i]
+        if not math.isclose(entry["tokens_per_second"], speed, rel_tol=1e-8):
+            stated = f"{entry['tokens_per_second']:.1f} tokens/s are stated"
+            out.append(f"step {entry['step']}: {stated}, tokens and seconds since the line before give {speed:.1f}")
+        step_ms = seconds[i] / steps[i] * 1e3
+        if not math.isclose(entry.get("step_ms", step_ms), step_ms, rel_tol=1e-8):
+            out.append(f"step {entry['step']}: {entry['step_ms']} ms a step are stated, the clock gives {step_ms}")
+    return out + check_speed(rec.figures(entries), config, machine)
 
 
-def unequal(stated, found, where: str) -> list[str]:
-    """Where two JSON values differ; floats may differ in the last digits."""
-    if isinstance(stated, dict) and isinstance(found, dict):
-        out = []
-        for key in dict.fromkeys((*stated, *found)):
-            if key not in found or key not in stated:
-                out.append(f"{where}.{key} is {'not expected' if key not in found else 'missing'}")
-            else:
-                out += unequal(stated[key], found[key], f"{where}.{key}")
-        return out
-    if isinstance(stated, list) and isinstance(found, list) and len(stated) == len(found):
-        pairs = enumerate(zip(stated, found, strict=True))
-        return [text for i, pair in pairs for text in unequal(*pair, f"{where}[{i}]")]
-    if same_value(stated, found):
+def check_speed(figures: dict, config: dict | None, machine: dict) -> list[str]:
+    """MFU and tokens/s must allow for the FLOPs of a token: 6 for each weight of attention, MLP and head."""
+    sizes = ("num_layers", "width", "mlp_width", "vocab_size")
+    peak = next((peak for card, peak in PEAKS.items() if card in machine["device"]), None)
+    if not peak or not figures["mfu"] or not config or not all(key in config for key in sizes):
         return []
-    return [f"{where} is stated as {stated}, the files give {found}"]
+    layers, width, mlp_width, vocab_size = (config[key] for key in sizes)
+    needed = 6 * width * (layers * (4 * width + 2 * mlp_width) + vocab_size)
+    spent = figures["mfu"] * peak * 1e12 * machine["num_devices"] / figures["tokens_per_second"]
+    if spent >= FEWEST_FLOPS * needed:
+        return []
+    stated = f"{figures['tokens_per_second']:,.0f} tokens/s at {figures['mfu']:.1%} MFU"
+    return [f"{stated} are {spent:.3g} FLOPs a token, and a Config of this size needs about {needed:.3g}"]
 
 
-def same_value(stated, found) -> bool:
-    if isinstance(stated, bool) or isinstance(found, bool):
-        return stated is found
-    if isinstance(stated, int) and isinstance(found, int):
-        return stated == found
-    if isinstance(stated, int | float) and isinstance(found, int | float):
-        return math.isclose(stated, found, rel_tol=1e-9)
-    return stated == found
+def copied(first: list[dict], other: list[dict]) -> bool:
+    """Whether two logs are of one run: at most steps the loss is the same to the last digit."""
+    a, b = ({entry["step"]: entry["loss"] for entry in rec.split(log)[0]} for log in (first, other))
+    common = a.keys() & b.keys()
+    return sum(a[step] == b[step] for step in common) > len(common) / 2
 
 
-def different_lines(name: str, stated: str, found: str) -> list[str]:
-    """Lines of a text that are not those which the logs give."""
-    a = stated.splitlines()
-    b = found.splitlines()
-    if len(a) != len(b):
-        return [f"{name}: {len(a)} lines, the logs give {len(b)}"]
-    pairs = zip(a, b, strict=True)
-    return [
-        f"{name}: '{x.strip()}' is stated, the logs give '{y.strip()}'" for x, y in pairs if x != y
-    ]
+def check_copies(folder: Path, record: dict, logs: list[list[dict]]) -> list[str]:
+    """No log is that of another seed or of another entry."""
+    names = [run["log"] for run in record["runs"]]
+    known = list(zip(names, logs, strict=True))
+    for path in sorted(folder.parent.glob("*/log_*.jsonl.gz")):
+        if path.parent != folder and not path.parent.name.startswith("."):
+            known.append((f"{path.parent.name}/{path.name}", rec.read_log(path)))
+    out = []
+    for i, log in enumerate(logs):
+        for name, other in known[i + 1 :]:
+            if copied(log, other):
+                out.append(f"{names[i]}: its losses are those of {name}, so one of them is a copy")
+    return out
 
 
-def check_readme(folder: Path, record: dict) -> list[str]:
-    try:
-        text = (folder / "README.md").read_text(encoding="utf-8")
-    except OSError:
-        return ["README.md is not there"]
-    once = text.count(rec.BEGIN) == 1 and text.count(rec.END) == 1
-    if not once or text.index(rec.BEGIN) > text.index(rec.END):
-        return ["README.md: the markers around the figures are not there once each"]
-    part = text[text.index(rec.BEGIN) : text.index(rec.END) + len(rec.END)]
-    return different_lines("README.md", part, rec.figures_text(record, folder))
+# ==== figures
 
 
-def dump(value: dict) -> str:
-    return json.dumps(value, indent=1) + "\n"
+def check_figures(folder: Path, record: dict, logs: list[list[dict]]) -> list[str]:
+    """record.json, curve.csv and README.md state what the other files give."""
+    found = {**record, **rec.recompute(folder, record), "files": rec.hashes(folder)}
+    if record["format"] == 2:
+        found = rec.make_record(folder, record["track"], record["against"])
+    # Sections of the script, which older entries state, follow from its sha256.
+    stated = {key: value for key, value in record.items() if key != "sections"}
+    found.pop("sections", None)
+    out = rec.unequal(stated, found, "record.json")
+    curve = (folder / "curve.csv").read_text(encoding="utf-8")
+    out += rec.unequal(curve.splitlines(), rec.curve_csv(logs).splitlines(), "curve.csv")
+    readme = (folder / "README.md").read_text(encoding="utf-8")
+    part = readme[readme.index(rec.BEGIN) : readme.index(rec.END) + len(rec.END)]
+    wanted = rec.figures_text(found, folder)
+    return out + rec.unequal(part.splitlines(), wanted.splitlines(), "README.md")

@@ -1,11 +1,11 @@
-"""What a record is: its files, the figures that follow from its logs, and the statistics on them.
+"""What an entry of baselines/ is: its files, the figures that follow from its logs, and the statistics on them.
 
-add.py, verify.py and compare.py compute every figure with this file, from log.jsonl and core.csv of the runs alone.
-A record is a folder of baselines/; README.md beside this file explains what it holds and what the figures mean.
-Records of format 1 are those from before 2026-11-23. Those of format 2 also hold run_SEED.json, what config.json of
-each run stated, and everything in record.json follows from these files.
+The other tools here compute every figure with this file, from the log.jsonl and core.csv of the runs alone. README.md
+beside it says what an entry holds and what the figures mean. Entries of format 1 are from before 2026-11-23; those of
+format 2 also hold run_SEED.json, what config.json of each run stated, and their record.json follows from these files.
 """
 
+import argparse
 import csv
 import difflib
 import functools
@@ -13,12 +13,13 @@ import gzip
 import hashlib
 import json
 import math
+import os
 import re
 import zlib
-from pathlib import Path
-from statistics import fmean, median, stdev
-from typing import NoReturn
+from pathlib import Path, PurePath
+from statistics import fmean, stdev
 
+import numpy as np
 from scipy import stats
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -42,13 +43,15 @@ CLASSES = {
 }  # fmt: skip
 
 
-class Unreadable(Exception):
-    """A file of a run or a record that is not what it should be. The message is one sentence."""
+class UserError(SystemExit):
+    """Something the user can fix, in one sentence. Uncaught, it ends the program with it and exit code 1."""
 
+    def __init__(self, message: str):
+        super().__init__(f"error: {message}")
+        self.message = message
 
-def fail(message: str) -> NoReturn:
-    """Ends the program with one sentence on stderr and exit code 1."""
-    raise SystemExit(f"error: {message}")
+    def __str__(self) -> str:
+        return self.message
 
 
 def sha256(path: Path) -> str:
@@ -59,23 +62,98 @@ def device_class(device: str) -> str:
     return next((name for name, pattern in CLASSES.items() if re.search(pattern, device)), "other")
 
 
-# ---- logs and what follows from them
+def read_json(path: Path) -> dict:
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise UserError(f"{path.parent.name}/{path.name} cannot be read ({error})") from None
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes a file whole or not at all."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def dump(value: dict) -> str:
+    return json.dumps(value, indent=1, ensure_ascii=False) + "\n"
+
+
+def refuse(problems: list[str]) -> None:
+    """Ends the program with the first problem, if there is one."""
+    if problems:
+        raise UserError(problems[0])
+
+
+def unequal(stated, found, where: str, giver: str = "the files give") -> list[str]:
+    """Where two JSON values differ; floats may differ in the last digits."""
+    if isinstance(stated, dict) and isinstance(found, dict):
+        out = []
+        for key in dict.fromkeys((*stated, *found)):
+            if key in stated and key in found:
+                out += unequal(stated[key], found[key], f"{where}.{key}", giver)
+            else:
+                out.append(f"{where}.{key} is {'missing' if key in found else 'not expected'}")
+        return out
+    if isinstance(stated, list) and isinstance(found, list) and len(stated) == len(found):
+        pairs = enumerate(zip(stated, found, strict=True), 1)
+        return [text for i, pair in pairs for text in unequal(*pair, f"{where}, {i}", giver)]
+    same = stated == found and isinstance(stated, bool) == isinstance(found, bool)
+    if isinstance(stated, float) and isinstance(found, float):
+        same = math.isclose(stated, found, rel_tol=1e-9)
+    return [] if same else [f"{where} is {stated}, {giver} {found}"]
+
+
+# ==== flags
+
+# Flags for the place and the seed of a run are no part of an entry, nor are these fields of the Config.
+PLACE_FLAGS = ("--data", "--run-dir", "--seed", "--wandb", "--rank-timeout", "--resume")
+PLACE_FIELDS = ("data", "seed", "wandb")
+# These may differ from run to run, from start to start, and from an args file.
+INTERVALS = ("--eval-every", "--save-every", "--log-every")
+INTERVAL_FIELDS = ("eval_every", "save_every", "log_every")
+
+
+def args_words(text: str) -> list[str]:
+    """The flags of an args file, as the training script reads them."""
+    return [word for line in text.splitlines() for word in line.split("#")[0].split()]
+
+
+def without(flags: list[str], names: tuple[str, ...]) -> list[str]:
+    """Flags without those named and their values."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for name in names:
+        parser.add_argument(name, **({"action": "store_true"} if name == "--resume" else {}))
+    return parser.parse_known_args(flags)[1]
+
+
+def kept_flags(flags: list[str]) -> list[str]:
+    """The flags that an entry states: without seed and places, and args files without their folder."""
+    words = [word for word in without(flags, PLACE_FLAGS) if word != "pretrain"]
+    return ["@" + PurePath(word[1:]).name if word.startswith("@") else word for word in words]
+
+
+def recipe_flags(flags: list[str]) -> list[str]:
+    """The same without intervals of logging, validation and saving."""
+    return without(kept_flags(flags), INTERVALS)
+
+
+def flag_names(words: list[str]) -> list[str]:
+    return [word.split("=")[0] for word in words if word.startswith("--")]
+
+
+# ==== logs and what follows from them
 
 
 def read_log(path: Path) -> list[dict]:
-    """Entries of a log.jsonl or log.jsonl.gz. Raises Unreadable if it cannot be read."""
+    """Entries of a log.jsonl or log.jsonl.gz."""
     try:
         data = path.read_bytes()
         text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode()
-    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
-        raise Unreadable(f"{path.name} cannot be read ({error})") from None
-    entries = []
-    for number, line in enumerate(text.splitlines(), 1):
-        try:
-            entries.append(dict(json.loads(line)))
-        except (ValueError, TypeError):
-            raise Unreadable(f"{path.name}: line {number} is not a JSON object") from None
-    return entries
+        return [json.loads(line) for line in text.splitlines()]
+    except (OSError, EOFError, zlib.error, ValueError) as error:
+        raise UserError(f"{path.name} cannot be read ({error})") from None
 
 
 def split(entries: list[dict]) -> tuple[list[dict], list[dict]]:
@@ -85,120 +163,36 @@ def split(entries: list[dict]) -> tuple[list[dict], list[dict]]:
     return train, val
 
 
-def planned_steps(config: dict) -> int:
-    """Steps that a Config asks for: Config.num_steps of the training scripts, without importing one."""
-    mean_packs = sum(row[0] * row[1] for row in config["stages"])
-    return max(1, round(config["tokens"] / (mean_packs * config["pack_tokens"])))
-
-
-def whole_steps(step_ms: float | None, seconds: float) -> bool:
-    """Whether the time between two lines is a whole number of steps of the stated length."""
-    if step_ms is None:
-        return True
-    if not isinstance(step_ms, int | float) or not step_ms > 0:
-        return False
-    steps = seconds * 1e3 / step_ms
-    return steps >= 0.5 and math.isclose(steps, round(steps), rel_tol=1e-8)
-
-
-def check_log(entries: list[dict], config: dict | None = None) -> list[str]:
-    """What is wrong with a log: it must be complete, it must grow, and it must agree with the totals and the Config."""
-    train, val = split(entries)
-    if not train or not val:
-        return [f"no {'validation' if train else 'training step'} is logged"]
-    keys = {"step", "tokens", "train_seconds"}
-    for entry in entries:
-        needed = keys | (
-            {"loss", "bpb", "tokens_per_second", "mfu", "memory_gib"}
-            if "loss" in entry
-            else {"val_bpb"}
-        )
-        for key in sorted(needed):
-            value = entry.get(key)
-            if not isinstance(value, int | float) or not math.isfinite(value):
-                return [f"step {entry.get('step')}: {key} is {value}"]
-    out, last = [], train[-1]["step"]
-    if config and last != planned_steps(config):
-        out.append(f"it ends at step {last} of {planned_steps(config)}: the run is not finished")
-    if val[-1]["step"] != last:
-        out.append(
-            f"the last validation is of step {val[-1]['step']}, the last training step is {last}"
-        )
-    before, at = dict.fromkeys(keys, 0), {e["step"]: e for e in train}
-    bpb_per_nat = median(entry["bpb"] / entry["loss"] for entry in train if entry["loss"])
-    for entry in train:
-        where = f"step {entry['step']}"
-        steps, tokens, seconds = (
-            entry[key] - before[key] for key in ("step", "tokens", "train_seconds")
-        )
-        if min(steps, tokens, seconds) <= 0:
-            out.append(f"{where}: step, tokens and train_seconds do not all grow")
-        elif not math.isclose(entry["tokens_per_second"], tokens / seconds, rel_tol=1e-8):
-            out.append(f"{where}: {entry['tokens_per_second']:.1f} tokens/s are stated, tokens and seconds since "
-                       f"the line before give {tokens / seconds:.1f}")  # fmt: skip
-        elif not whole_steps(entry.get("step_ms"), seconds):
-            out.append(
-                f"{where}: {entry['step_ms']} ms a step are stated, but no number of steps of that length takes "
-                f"{seconds:.6f} s"
-            )
-        if not math.isclose(entry["bpb"], entry["loss"] * bpb_per_nat, rel_tol=1e-8):
-            out.append(
-                f"{where}: bpb {entry['bpb']:.5f} does not belong to the loss {entry['loss']:.5f}"
-            )
-        if config and steps > 0:
-            sizes = [row[1] * config["pack_tokens"] for row in config["stages"]]
-            if not min(sizes) <= tokens / steps <= max(sizes):
-                out.append(
-                    f"{where}: {tokens / steps:,.0f} tokens a step, the stage table has {sizes}"
-                )
-        before = entry
-    for entry in val:
-        trained = at.get(entry["step"], {})
-        if any(entry[key] != trained.get(key) for key in keys):
-            out.append(
-                f"validation at step {entry['step']}: its tokens or seconds are not those of that step"
-            )
-    return out
-
-
 def figures(entries: list[dict]) -> dict:
     """The figures of a finished run. MFU is the mean over the run, weighted by time."""
     train, val = split(entries)
-    last, seconds = train[-1], [0.0, *(e["train_seconds"] for e in train)]
-    busy = sum(
-        e["mfu"] * (e["train_seconds"] - start) for e, start in zip(train, seconds, strict=False)
-    )
+    last = train[-1]
+    seconds = np.diff([0.0, *(e["train_seconds"] for e in train)])
     return {
-        "val_bpb": val[-1]["val_bpb"], "core": None, "steps": last["step"], "tokens": last["tokens"],
-        "train_seconds": last["train_seconds"], "tokens_per_second": last["tokens"] / last["train_seconds"],
-        "mfu": busy / last["train_seconds"], "peak_memory_gib": max(e["memory_gib"] for e in train),
-    }  # fmt: skip
+        "val_bpb": val[-1]["val_bpb"],
+        "core": None,
+        "steps": last["step"],
+        "tokens": last["tokens"],
+        "train_seconds": last["train_seconds"],
+        "tokens_per_second": last["tokens"] / last["train_seconds"],
+        "mfu": float(np.average([e["mfu"] for e in train], weights=seconds)),
+        "peak_memory_gib": max(e["memory_gib"] for e in train),
+    }
 
 
-def core_score(path: Path) -> float | None:
-    """CORE from core.csv: the mean of the centered accuracies; None if there are not all 22 tasks."""
-    try:
-        centered = [float(row["centered"]) for row in core_rows(path)]
-    except (KeyError, TypeError, ValueError) as error:
-        raise Unreadable(f"{path.name} cannot be read ({error!r})") from None
-    return fmean(centered) if len(centered) == CORE_TASKS else None
+def read_core(path: Path) -> tuple[dict[str, str], float | None]:
+    """(items of each task, CORE) of a core.csv, which runs/score_core.py writes.
 
-
-def core_items(path: Path) -> dict[str, str]:
-    """How many items of each task core.csv covers."""
-    try:
-        return {row["task"]: row["items"] for row in core_rows(path)}
-    except KeyError as error:
-        raise Unreadable(f"{path.name} cannot be read ({error!r})") from None
-
-
-def core_rows(path: Path) -> list[dict]:
-    """The rows of the tasks in core.csv, which runs/score_core.py writes; pretraining wrote it up to 2026-11-22."""
+    CORE is the mean of the centered accuracies; None if there are not all 22 tasks.
+    """
     try:
         with path.open(encoding="utf-8", newline="") as file:
-            return [row for row in csv.DictReader(file) if row["task"] != "CORE"]
-    except (OSError, KeyError, ValueError) as error:
-        raise Unreadable(f"{path.name} cannot be read ({error!r})") from None
+            rows = [row for row in csv.DictReader(file) if row["task"] != "CORE"]
+        items = {row["task"]: row["items"] for row in rows}
+        centered = [float(row["centered"]) for row in rows]
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{path.name} cannot be read ({error!r})") from None
+    return items, fmean(centered) if len(centered) == CORE_TASKS else None
 
 
 def summary(runs: list[dict]) -> dict:
@@ -219,12 +213,17 @@ def loss_curve(logs: list[list[dict]]) -> list[dict]:
     for step in sorted(set.intersection(*map(set, trains))):
         entries = [train[step] for train in trains]
         losses = [e["loss"] for e in entries]
-        rows.append({
-            "step": step, "tokens": entries[0]["tokens"], "train_seconds": fmean(e["train_seconds"] for e in entries),
-            "loss": fmean(losses), "loss_sd": stdev(losses) if len(losses) > 1 else None,
+        validated = all(step in val for val in vals)
+        row = {
+            "step": step,
+            "tokens": entries[0]["tokens"],
+            "train_seconds": fmean(e["train_seconds"] for e in entries),
+            "loss": fmean(losses),
+            "loss_sd": stdev(losses) if len(losses) > 1 else None,
             "bpb": fmean(e["bpb"] for e in entries),
-            "val_bpb": fmean(val[step] for val in vals) if all(step in val for val in vals) else None,
-        })  # fmt: skip
+            "val_bpb": fmean(val[step] for val in vals) if validated else None,
+        }
+        rows.append(row)
     return rows
 
 
@@ -248,7 +247,7 @@ def loss_noise(logs: list[list[dict]]) -> float | None:
     return math.sqrt(fmean((row["loss_sd"] / row["loss"]) ** 2 for row in loss_curve(logs)))
 
 
-# ---- statistics
+# ==== statistics
 
 
 def welch(new: list[float], old: list[float]) -> dict:
@@ -271,45 +270,28 @@ def below(values: list[float], target: float) -> float | None:
     return float(stats.ttest_1samp(values, target, alternative="less").pvalue)
 
 
-# ---- scripts
+# ==== scripts
 
 
 def sections(text: str) -> dict[str, str]:
-    """Sections of a training script by name: the shared ones between their markers, the others behind their banner.
-
-    Raises Unreadable if the markers are not intact.
-    """
-    parts, name, outer, shared = {}, "docstring", "between sections", False
-    for number, line in enumerate(text.splitlines(keepends=True), 1):
+    """Sections of a training script by name: the shared ones between their markers, the others behind their banner."""
+    parts = {}
+    outer = "between sections"
+    name = "docstring"
+    shared = False
+    for line in text.splitlines(keepends=True):
         marker = re.fullmatch(r" *# (>>>|<<<) shared: (.+)\n?", line)
         banner = re.match(r"# \d+\. ([A-Z ]+) -- ", line)
         if marker and marker[1] == ">>>":
-            if shared or marker[2] in parts:
-                raise Unreadable(
-                    f"line {number}: the section {marker[2]} begins inside {name}, or for the second time"
-                )
-            name, shared = marker[2], True
+            name = marker[2]
+            shared = True
         elif banner and not shared:
             name = outer = banner[1].strip().lower()
-        if marker and marker[1] == "<<<" and (not shared or marker[2] != name):
-            raise Unreadable(
-                f"line {number}: the section {marker[2]} ends, but it is not the one that is open"
-            )
         parts.setdefault(name, []).append(line)
-        if marker and marker[1] == "<<<":
-            name, shared = outer, False  # a section may share a part only
-    if shared or len(parts) < 2:
-        raise Unreadable(
-            f"the section {name} has no end" if shared else "it has no shared sections"
-        )
+        if marker and marker[1] == "<<<":  # a section may share a part only
+            name = outer
+            shared = False
     return {name: "".join(lines) for name, lines in parts.items()}
-
-
-@functools.lru_cache(maxsize=16)  # 15 ms; a check asks for those of one script several times
-def section_hashes(text: str) -> dict[str, str]:
-    return {
-        name: hashlib.sha256(part.encode()).hexdigest() for name, part in sections(text).items()
-    }
 
 
 @functools.lru_cache(maxsize=16)  # some 50 ms for two scripts
@@ -333,122 +315,117 @@ def changed_lines(old: str, new: str) -> list[str]:
     return out
 
 
-# ---- records
+# ==== entries
+
+
+def entries() -> list[Path]:
+    """The folders of baselines/, by name."""
+    return sorted(p for p in BASELINES.iterdir() if p.is_dir() and not p.name.startswith("."))
 
 
 def read_record(folder: Path) -> dict:
-    """record.json of a folder. Raises Unreadable if it is none."""
-    try:
-        record = json.loads((folder / "record.json").read_text(encoding="utf-8"))
-        if record["format"] not in (1, 2):
-            raise Unreadable(f"its format is {record['format']}, this program reads 1 and 2")
-        names = [record["script"], *record["files"], *(run["log"] for run in record["runs"])]
-        if record["format"] == 2:
-            names += [run["run"] for run in record["runs"]]
-        names += [run["core_table"] for run in record["runs"] if run["core_table"]]
-        if record["args"]:
-            names.append(record["args"])
-        for name in (*names, *([record["against"]] if record["against"] else [])):
-            if not isinstance(name, str) or Path(name).name != name:
-                raise Unreadable(f"{name} is not the name of a file beside it")
-        if not record["runs"]:
-            raise Unreadable("it holds no runs")
-    except (OSError, KeyError, TypeError, ValueError, Unreadable) as error:
-        why = error if isinstance(error, Unreadable) else repr(error)
-        raise Unreadable(f"{folder.name}/record.json cannot be read ({why})") from None
+    """record.json of a folder."""
+    record = read_json(folder / "record.json")
+    known = record.get("format") in (1, 2) and record.get("track") in TRACKS
+    if not known or not record.get("runs"):
+        raise UserError(f"{folder.name}/record.json cannot be read: it has no format, track or runs known here")
     return record
 
 
-def track_name(record: dict) -> str:
-    return record["track"] + (f", {record['args']}" if record["args"] else "")
+def read_logs(folder: Path, record: dict) -> list[list[dict]]:
+    return [read_log(folder / run["log"]) for run in record["runs"]]
+
+
+def logged_score(log: list[dict]) -> dict | None:
+    """What validation scored, as the log states it; None in logs of scripts that do not."""
+    found = [entry.get("scored") for entry in split(log)[1]]
+    for scored in found:
+        if scored != found[0]:
+            raise UserError(f"one validation scored {found[0]}, another {scored}")
+    return found[0]
 
 
 def compare_records(record: dict, other: dict) -> dict:
-    """Differences to another record: bits per byte, and seconds where both ran on the same cards."""
-    out = {
-        "val_bpb": welch(*([run["val_bpb"] for run in r["runs"]] for r in (record, other))),
-        "train_seconds": None,
-    }
-    if all(record["hardware"][key] == other["hardware"][key] for key in ("device", "num_devices")):
-        out["train_seconds"] = welch(
-            *([run["train_seconds"] for run in r["runs"]] for r in (record, other))
-        )
+    """Differences to another entry: bits per byte, and seconds where both ran on the same cards."""
+    out = {}
+    for key in ("val_bpb", "train_seconds"):
+        out[key] = welch(*([run[key] for run in r["runs"]] for r in (record, other)))
+    if any(record["hardware"][key] != other["hardware"][key] for key in ("device", "num_devices")):
+        out["train_seconds"] = None
     return out
 
 
+def read_run_files(folder: Path) -> list[dict]:
+    """All run_SEED.json of an entry, in the order of their seeds."""
+    runs = [read_json(path) for path in folder.glob("run_*.json")]
+    return sorted(runs, key=lambda run: run["seed"])
+
+
 def facts(runs: list[dict]) -> dict:
-    """What a record of format 2 states about its runs, from their run_SEED.json in the order of the seeds."""
+    """What an entry of format 2 states about its runs, from their run_SEED.json in the order of the seeds."""
     first = runs[0]
     machine = first["machine"]
+    data = {"name": first["data"], "fingerprint": first["dataset_fingerprint"]}
+    versions = ("python", "torch", "triton", "cuda", "numpy")
+    args = [word[1:] for word in first["flags"] if word.startswith("@")]
+    absent = [] if first["starts"] else ["the starts of each run, which its script did not write"]
     return {
+        "args": args[0] if args else None,
         "date": max(run["date"] for run in runs),
         "flags": [word for word in first["flags"] if not word.startswith("@")],
-        "dataset": {
-            "name": first["data"],
-            "fingerprint": first["dataset_fingerprint"],
-            "vocab_size": first["config"]["vocab_size"],
-        },
+        "dataset": {**data, "vocab_size": first["config"]["vocab_size"]},
         "hardware": {key: machine.get(key) for key in ("device", "num_devices", "platform")},
-        "versions": {
-            key: machine[key]
-            for key in ("python", "torch", "triton", "cuda", "numpy")
-            if key in machine
-        },
+        "versions": {key: machine[key] for key in versions if key in machine},
         "commit": first["commit"],
         "script_changed": first["script_changed"],
         "max_epochs": first["config"].get("max_epochs", 1),
         "config": first["config"],
         "scored": first["scored"],
-        "absent": []
-        if first["starts"]
-        else ["the starts of each run, which its script did not write"],
+        "absent": absent,
     }
 
 
-def read_run_file(path: Path) -> dict:
-    """A run_SEED.json. Raises Unreadable if it cannot be read."""
-    try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
-        raise Unreadable(f"{path.name} cannot be read ({error})") from None
+def make_record(folder: Path, track: str, against: str | None) -> dict:
+    """record.json of format 2, from the other files of its folder and the entry that it is compared with."""
+    files = read_run_files(folder)
+    if not files:
+        raise UserError(f"{folder.name} holds no run_SEED.json")
+    runs = []
+    for file in files:
+        seed = file["seed"]
+        core = f"core_{seed}.csv"
+        entry = {"seed": seed, "log": f"log_{seed}.jsonl.gz", "run": f"run_{seed}.json"}
+        entry["core_table"] = core if (folder / core).is_file() else None
+        entry["starts"] = len(file["starts"]) if file["starts"] else None
+        runs.append(entry)
+    record = {"format": 2, "track": track, "script": f"train_{track}.py", **facts(files)}
+    record |= {"against": against, "runs": runs}
+    return {**record, **recompute(folder, record), "files": hashes(folder)}
 
 
 def recompute(folder: Path, record: dict) -> dict:
-    """Every figure of record.json, from the logs in the folder and the record it is compared with.
-
-    Raises Unreadable if one of them cannot be read.
-    """
-    logs = [read_log(folder / run["log"]) for run in record["runs"]]
+    """Every figure of record.json, from the logs in the folder and the entry it is compared with."""
+    logs = read_logs(folder, record)
     runs = []
     for run, log in zip(record["runs"], logs, strict=True):
-        core = core_score(folder / run["core_table"]) if run["core_table"] else None
-        kept = {
-            key: run[key] for key in ("seed", "log", "core_table", "run", "starts") if key in run
-        }
+        core = read_core(folder / run["core_table"])[1] if run["core_table"] else None
+        kept = {key: value for key, value in run.items() if key not in FIGURES}
         runs.append({**kept, **figures(log), "core": core})
     comparison = None
     if record["against"]:
-        comparison = compare_records(
-            {**record, "runs": runs}, read_record(folder.parent / record["against"])
-        )
-    return {
-        "runs": runs,
-        "summary": summary(runs),
-        "loss_noise": loss_noise(logs),
-        "comparison": comparison,
-    }
+        other = read_record(folder.parent / record["against"])
+        comparison = compare_records({**record, "runs": runs}, other)
+    totals = {"runs": runs, "summary": summary(runs), "loss_noise": loss_noise(logs)}
+    return {**totals, "comparison": comparison}
 
 
 def hashes(folder: Path) -> dict[str, str]:
-    """sha256 of every file of a record except record.json, which holds them, and README.md, whose words may change."""
-    return {
-        p.name: sha256(p)
-        for p in sorted(folder.iterdir())
-        if p.name not in ("record.json", "README.md")
-    }
+    """sha256 of every file of an entry except record.json, which holds them, and README.md, whose words may change."""
+    free = ("record.json", "README.md")
+    return {p.name: sha256(p) for p in sorted(folder.iterdir()) if p.name not in free}
 
 
-# ---- text
+# ==== text
 
 
 def table(titles: list[str], rows: list[list[str]], left: int = 1) -> str:
@@ -463,6 +440,10 @@ def table(titles: list[str], rows: list[list[str]], left: int = 1) -> str:
         return "| " + " | ".join(padded) + " |"
 
     return "\n".join(line(row) for row in [titles, rule, *rows])
+
+
+def cell(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
 
 
 def p_text(p: float | None) -> str:
@@ -487,7 +468,7 @@ def command(record: dict) -> str:
 
 
 def figures_text(record: dict, folder: Path) -> str:
-    """The generated part of a record's README.md, markers included."""
+    """The generated part of an entry's README.md, markers included."""
     runs = record["runs"]
     noise = record["loss_noise"]
     words = "unknown, there is one run" if noise is None else f"{noise:.3%} of the loss"
@@ -511,15 +492,16 @@ def about_text(record: dict) -> str:
     versions = [f"{name} {version}" for name, version in record["versions"].items() if version]
     changed = " and changes to the script" if record["script_changed"] else ""
     starts = [str(run["starts"]) for run in record["runs"] if run.get("starts")]
+    digest = record["files"][record["script"]][:12]
+    commit = (record["commit"] or "unknown")[:12]
     about = {
-        "track": track_name(record),
+        "track": record["track"] + (f", {record['args']}" if record["args"] else ""),
         "dataset": f"{data['name']}, fingerprint {data['fingerprint'][:12]}, vocabulary {data['vocab_size']:,}",
         "hardware": f"{hardware['num_devices']} x {hardware['device']} ({device_class(hardware['device'])})",
         "versions": ", ".join(versions),
-        "script": f"{record['script']}, sha256 {record['files'][record['script']][:12]}, "
-                  f"commit {(record['commit'] or 'unknown')[:12]}{changed}",
+        "script": f"{record['script']}, sha256 {digest}, commit {commit}{changed}",
         "command": f"`{command(record)}`",
-    }  # fmt: skip
+    }
     if starts:
         about["date"] = f"{record['date']}, starts of each run: {', '.join(starts)}"
     if record["absent"]:
@@ -531,21 +513,20 @@ def runs_table(record: dict) -> str:
     """A row for each run, then mean and sd if there are several."""
     runs = record["runs"]
     shown = [key for key in FIGURES if any(run[key] is not None for run in runs)]
-
-    def cell(key: str, value: float | None) -> str:
-        return "" if value is None else format(value, FIGURES[key][1])
-
-    rows = [[str(run["seed"]), *(cell(key, run[key]) for key in shown)] for run in runs]
+    rows = [[str(run["seed"]), *(cell(run[key], FIGURES[key][1]) for key in shown)] for run in runs]
     if len(runs) > 1:
-        known = {key: record["summary"].get(key, {"mean": None, "sd": None}) for key in shown}
-        means = [cell(key, known[key]["mean"]) for key in shown]
-        sds = ["" if key in ("steps", "tokens") else cell(key, known[key]["sd"]) for key in shown]
-        rows += [["mean", *means], ["sd", *sds]]
+        means = ["mean"]
+        sds = ["sd"]
+        for key in shown:
+            known = record["summary"].get(key, {"mean": None, "sd": None})
+            means.append(cell(known["mean"], FIGURES[key][1]))
+            sds.append("" if key in ("steps", "tokens") else cell(known["sd"], FIGURES[key][1]))
+        rows += [means, sds]
     return table(["seed", *(FIGURES[key][0] for key in shown)], rows)
 
 
 def against_text(record: dict, folder: Path) -> str:
-    """The differences from the record that this one names."""
+    """The differences from the entry that this one names."""
     other_folder = folder.parent / record["against"]
     other = read_record(other_folder)
     tests = record["comparison"]

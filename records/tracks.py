@@ -1,4 +1,4 @@
-"""The tracks that records are ranked on: records/tracks.json, printed, and extended by one command.
+"""The tracks that entries are ranked on: records/tracks.json, printed, and extended by one command.
 
     python records/tracks.py
     python records/tracks.py add data/shards/p34 --dataset p34 --script small --tokens 34013184 \\
@@ -6,17 +6,15 @@
         --train "python train_small.py @runs/p34.args" --first baselines/2026-11-23_first-p34
 
 `add` reads the fingerprint and what validation scores from the dataset directory and writes two tracks: fewest bits per
-byte for so many tokens, and fewest seconds to a target. Both limits follow from three seeds, which --first takes from a
-record and --val-bpb with --seconds (figures with commas) from the command line. Without them the limits stay open, and
-the same command with --first fills them in later. What is filled in is never changed.
+byte for so many tokens, and fewest seconds to a target. Both limits follow from the seeds of the entry that --first
+names. Without it they stay open, and the same command with --first fills them in later. What is filled in is never
+changed.
 """
 
 import argparse
 import base64
 import hashlib
-import json
 import math
-import os
 import re
 from pathlib import Path
 from statistics import fmean, stdev
@@ -32,22 +30,15 @@ P = 0.01
 MIN_SEEDS = 3
 
 
-def read(path: Path | None = None) -> dict:
-    """tracks.json as it is. Raises Unreadable if it is none."""
-    path = path or FILE
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        for name, track in found["tracks"].items():
-            if track["dataset"] not in found["datasets"]:
-                raise rec.Unreadable(f"the track {name} names an unknown dataset")
-            if track["ranked_by"] not in ("val_bpb", "train_seconds"):
-                raise rec.Unreadable(f"the track {name} is ranked by {track['ranked_by']}")
-    except (OSError, ValueError, KeyError, TypeError, rec.Unreadable) as error:
-        raise rec.Unreadable(f"{path.name} cannot be read ({error})") from None
+def read() -> dict:
+    """tracks.json as it is."""
+    found = rec.read_json(FILE)
+    if not {"datasets", "tracks", "format_1"} <= found.keys():
+        raise rec.UserError(f"{FILE.name} cannot be read: it needs datasets, tracks and format_1")
     return found
 
 
-# ---- limits
+# ==== limits
 
 
 def target_of(values: list[float]) -> float:
@@ -60,11 +51,11 @@ def limit_of(seconds: list[float]) -> float:
     return math.ceil(SLOWER * fmean(seconds) * 10) / 10
 
 
-# ---- which tracks a record is on
+# ==== which tracks an entry is on
 
 
 def tracks_of(record: dict, found: dict) -> list[str]:
-    """Names of the tracks with the record's dataset, script and hardware."""
+    """Names of the tracks with the entry's dataset, script and hardware."""
     hardware = {key: record["hardware"][key] for key in ("device", "num_devices")}
     out = []
     for name, track in found["tracks"].items():
@@ -76,7 +67,7 @@ def tracks_of(record: dict, found: dict) -> list[str]:
 
 
 def scoring_problems(record: dict, config: dict, scored: dict | None, found: dict) -> list[str]:
-    """Why the val bpb of a record is not that of its dataset's tracks: it must score exactly their text.
+    """Why the val bpb of an entry is not that of its dataset's tracks: it must score exactly their text.
 
     Args: config of its runs; scored what its logs state, None if they do not, which is a problem too
     """
@@ -84,24 +75,16 @@ def scoring_problems(record: dict, config: dict, scored: dict | None, found: dic
     for dataset in found["datasets"].values():
         if dataset["fingerprint"] != record["dataset"]["fingerprint"] or not dataset["scored"]:
             continue
-        track = dataset["scored"]
-        for key in ("max_seq_len", "val_tokens"):
-            if config.get(key) != track[key]:
-                out.append(
-                    f"config.{key} is {config.get(key)}, which scores other text than the tracks of this dataset, "
-                    f"whose {key} is {track[key]}"
-                )
-        for key in ("targets", "bytes", "sha256"):
-            stated = (scored or {}).get(key)
-            if track[key] is not None and stated != track[key]:
-                out.append(
-                    f"the logs state scored.{key} {stated}, the tracks of this dataset have {track[key]}"
-                )
+        stated = {key: config.get(key) for key in ("max_seq_len", "val_tokens")} | (scored or {})
+        # The hash of an early dataset is not known.
+        wanted = {key: value for key, value in dataset["scored"].items() if value is not None}
+        stated = {key: stated.get(key) for key in wanted}
+        out += rec.unequal(stated, wanted, "scored", "the tracks of this dataset score")
     return out
 
 
 def refusal(record: dict, track: dict) -> str | None:
-    """Why a record is not ranked on a track that has its dataset, script and hardware; None if it is."""
+    """Why an entry is not ranked on a track that has its dataset, script and hardware; None if it is."""
     runs = record["runs"]
     if len(runs) < MIN_SEEDS:
         return f"fewer than {MIN_SEEDS} seeds"
@@ -123,18 +106,11 @@ def refusal(record: dict, track: dict) -> str | None:
 def rule_text(track: dict) -> str:
     if track["ranked_by"] == "val_bpb":
         seconds = track["max_seconds"]
-        limit = (
-            "no limit of time yet"
-            if seconds is None
-            else f"at most {seconds:,.1f} training seconds"
-        )
+        limit = f"at most {seconds:,.1f} training seconds" if seconds else "no limit of time yet"
         return f"Fewest bits per byte with {track['tokens']:,} tokens, {limit}."
     target = track["target_bpb"]
-    bound = "a target that is not set yet" if target is None else f"{target:.3f} with p < {P}"
+    bound = f"{target:.3f} with p < {P}" if target else "a target that is not set yet"
     return f"Fewest training seconds to a mean val bpb below {bound}."
-
-
-# ---- what validation scores
 
 
 def scored_text(folder: Path, max_seq_len: int, val_tokens: int) -> dict:
@@ -144,16 +120,14 @@ def scored_text(folder: Path, max_seq_len: int, val_tokens: int) -> dict:
     are reached. The hash is over the uint16 tokens of these pieces, BOS included, one behind the other; a document that
     is a BOS alone has no target and is left out.
     """
-    info = json.loads((folder / "dataset.json").read_text(encoding="utf-8"))
+    info = rec.read_json(folder / "dataset.json")
     names = sorted(name for name in info["files"] if name.startswith("pretrain/val"))
     for name in ("tokenizer.json", *names):
         if rec.sha256(folder / name) != info["files"][name]["sha256"]:
-            raise rec.Unreadable(f"{folder / name} is not the file that dataset.json lists")
-    tokenizer = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+            raise rec.UserError(f"{folder / name} is not the file that dataset.json lists")
+    ranks = rec.read_json(folder / "tokenizer.json")["ranks"]
     lengths = np.zeros(info["vocab_size"], np.int64)
-    ranks = [len(base64.b64decode(rank)) for rank in tokenizer["ranks"]]
-    lengths[: len(ranks)] = ranks
-    bos = info["bos_id"]
+    lengths[: len(ranks)] = [len(base64.b64decode(rank)) for rank in ranks]
 
     digest = hashlib.sha256()
     targets = 0
@@ -163,7 +137,7 @@ def scored_text(folder: Path, max_seq_len: int, val_tokens: int) -> dict:
         raw = (folder / name).read_bytes()
         size = int(np.frombuffer(raw, "<i4", 3)[2])
         tokens = np.frombuffer(raw, "<u2", size, 1024)
-        starts = np.flatnonzero(tokens == bos)
+        starts = np.flatnonzero(tokens == info["bos_id"])
         for start, end in zip(starts, [*starts[1:], size], strict=True):
             if targets >= val_tokens:
                 break
@@ -175,52 +149,32 @@ def scored_text(folder: Path, max_seq_len: int, val_tokens: int) -> dict:
             targets += len(carried)
             counted += int((carried > 0).sum())
             num_bytes += int(carried.sum())
-    return {
-        "targets": counted,
-        "bytes": num_bytes,
-        "sha256": digest.hexdigest(),
-        "max_seq_len": max_seq_len,
-        "val_tokens": val_tokens,
-    }
+    scored = {"targets": counted, "bytes": num_bytes, "sha256": digest.hexdigest()}
+    return {**scored, "max_seq_len": max_seq_len, "val_tokens": val_tokens}
 
 
-# ---- adding
+# ==== adding
 
 
-def check_first(record: dict, args: argparse.Namespace, fingerprint: str) -> None:
-    """Ends the program if the record that is to set the limits is not of this dataset, script and hardware."""
+def first_seeds(args: argparse.Namespace, fingerprint: str) -> list[dict]:
+    """The runs that set the limits; an empty list leaves them open."""
+    if not args.first:
+        return []
+    record = rec.read_record(args.first)
     hardware = record["hardware"]
-    for what, found, wanted in (
-        ("dataset", record["dataset"]["fingerprint"][:12], fingerprint[:12]),
-        ("script", record["track"], args.script),
-        ("device", hardware["device"], args.device),
-        ("number of devices", hardware["num_devices"], args.num_devices),
-    ):
-        if found != wanted:
-            rec.fail(
-                f"--first {args.first.name} cannot set the limits of these tracks: its {what} is {found}, theirs is "
-                f"{wanted}; name a record of this dataset, script and hardware"
-            )
-
-
-def first_figures(args: argparse.Namespace, fingerprint: str) -> tuple[list[float], list[float]]:
-    """(val bpb, seconds) of the three seeds that set the limits; empty lists leave them open."""
-    if args.first:
-        record = rec.read_record(args.first)
-        check_first(record, args, fingerprint)
-        runs = record["runs"]
-        return [r["val_bpb"] for r in runs], [r["train_seconds"] for r in runs]
-    return args.val_bpb, args.seconds
+    found = {"dataset": record["dataset"]["fingerprint"], "script": record["track"]}
+    found |= {"device": hardware["device"], "num_devices": hardware["num_devices"]}
+    wanted = {"dataset": fingerprint, "script": args.script}
+    wanted |= {"device": args.device, "num_devices": args.num_devices}
+    rec.refuse(rec.unequal(found, wanted, f"--first {args.first.name}", "these tracks need"))
+    if len(record["runs"]) < MIN_SEEDS:
+        raise rec.UserError(f"--first {args.first.name}: limits need at least {MIN_SEEDS} seeds")
+    return record["runs"]
 
 
 def make_tracks(args: argparse.Namespace, fingerprint: str) -> dict:
     """The two tracks that the command line describes, by name."""
-    bpb, seconds = first_figures(args, fingerprint)
-    if (bpb or seconds) and (len(bpb) < MIN_SEEDS or len(seconds) != len(bpb)):
-        rec.fail(
-            f"limits follow from at least {MIN_SEEDS} seeds, each with val bpb and seconds; there are {len(bpb)} "
-            f"and {len(seconds)}"
-        )
+    seeds = first_seeds(args, fingerprint)
     common = {
         "dataset": args.dataset,
         "script": args.script,
@@ -230,64 +184,52 @@ def make_tracks(args: argparse.Namespace, fingerprint: str) -> dict:
         "train": args.train,
         "limits_from": args.first.name if args.first else None,
     }
+    limit = limit_of([run["train_seconds"] for run in seeds]) if seeds else None
+    target = target_of([run["val_bpb"] for run in seeds]) if seeds else None
     name = args.name or f"{args.dataset}-{args.script}"
-    limit = limit_of(seconds) if seconds else None
-    target = target_of(bpb) if bpb else None
-    return {
-        f"{name}-bpb": {
-            **common, "ranked_by": "val_bpb", "tokens": args.tokens, "max_seconds": limit,
-        },
-        f"{name}-seconds": {**common, "ranked_by": "train_seconds", "target_bpb": target},
-    }  # fmt: skip
+    fewest_bits = {**common, "ranked_by": "val_bpb", "tokens": args.tokens, "max_seconds": limit}
+    fewest_seconds = {**common, "ranked_by": "train_seconds", "target_bpb": target}
+    return {f"{name}-bpb": fewest_bits, f"{name}-seconds": fewest_seconds}
 
 
 def join(old: dict, new: dict, what: str) -> dict:
-    """old with its open entries filled in; ends the program if they contradict each other."""
+    """old with its open entries filled in, if they do not contradict each other."""
     out = dict(old)
     for key, value in new.items():
         if old.get(key) is None:
             out[key] = value
         elif value is not None and old[key] != value:
-            rec.fail(
-                f"{what}: {key} is {old[key]} and would become {value}; tracks are frozen, so choose another --dataset "
-                f"or --name"
-            )
+            way = "tracks are frozen, so choose another --dataset or --name"
+            raise rec.UserError(f"{what}: {key} is {old[key]} and would become {value}; {way}")
     return out
 
 
 def add(args: argparse.Namespace) -> None:
     for flag, text in (("--dataset", args.dataset), ("--name", args.name or args.dataset)):
         if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", text):
-            rec.fail(f"{flag} {text} must be lower-case words and figures with - between, e.g. p34")
+            raise rec.UserError(f"{flag} {text} must be lower-case words and figures with - between, e.g. p34")
     try:
-        info = json.loads((args.folder / "dataset.json").read_text(encoding="utf-8"))
-        files = info["files"]
+        info = rec.read_json(args.folder / "dataset.json")
+        shards = [file for name, file in info["files"].items() if name.startswith("pretrain/train")]
         dataset = {
             "fingerprint": info["fingerprint"],
             "vocab_size": info["vocab_size"],
-            "train_tokens": sum(
-                entry["tokens"]
-                for name, entry in files.items()
-                if name.startswith("pretrain/train")
-            ),
+            "train_tokens": sum(file["tokens"] for file in shards),
             "made_by": args.made_by,
             "scored": scored_text(args.folder, args.max_seq_len, args.val_tokens),
         }
     except (OSError, ValueError, KeyError, IndexError) as error:
-        rec.fail(f"{args.folder} is no complete dataset ({error!r}); make it with data/pretrain.py")
-    if args.tokens > dataset["train_tokens"] * args.max_epochs:
-        rec.fail(
-            f"--tokens {args.tokens:,} is more than the {dataset['train_tokens']:,} that {args.folder} holds"
-        )
+        raise rec.UserError(f"{args.folder} is no whole dataset ({error!r}); make it with data/pretrain.py") from None
+    known = dataset["train_tokens"]
+    if args.tokens > known * args.max_epochs:
+        raise rec.UserError(f"--tokens {args.tokens:,} is more than the {known:,} that {args.folder} holds")
     found = read()
     old = found["datasets"].get(args.dataset, {})
     found["datasets"][args.dataset] = join(old, dataset, args.dataset)
     for name, track in make_tracks(args, dataset["fingerprint"]).items():
         found["tracks"][name] = join(found["tracks"].get(name, {}), track, name)
         print(f"{name}: {rule_text(found['tracks'][name])}")
-    temporary = FILE.with_name(f".{FILE.name}.{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    os.replace(temporary, FILE)
+    rec.write_whole(FILE, rec.dump(found))
 
 
 def show() -> None:
@@ -300,17 +242,11 @@ def show() -> None:
     print(rec.table(["track", "dataset", "hardware", "rule"], rows, 4))
 
 
-def figures(text: str) -> list[float]:
-    return [float(part) for part in text.split(",")]
-
-
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     commands = parser.add_subparsers(dest="command")
-    adding = commands.add_parser("add", help="two tracks for a dataset directory")
-    flag = adding.add_argument
+    flag = commands.add_parser("add", help="two tracks for a dataset directory").add_argument
     flag("folder", type=Path, help="dataset directory")
     flag("--dataset", required=True, help="its name in tracks.json, e.g. p34")
     flag("--script", required=True, choices=rec.TRACKS)
@@ -320,20 +256,15 @@ def main(argv: list[str] | None = None) -> None:
     flag("--made-by", help="the command that makes the dataset")
     flag("--train", help="the command that trains on the track")
     flag("--name", help="beginning of the tracks' names (default DATASET-SCRIPT)")
-    flag("--first", type=Path, help="the record whose seeds set the limits")
-    flag("--val-bpb", type=figures, default=[], help="instead: val bpb of the seeds, with commas")
-    flag("--seconds", type=figures, default=[], help="and their training seconds")
+    flag("--first", type=Path, help="the entry whose seeds set the limits")
     flag("--max-epochs", type=int, default=1, help="passes over the text")
     flag("--max-seq-len", type=int, default=2048, help="where validation cuts a document")
     flag("--val-tokens", type=int, default=10_485_760, help="targets after which it stops")
     args = parser.parse_args(argv)
-    try:
-        if args.command == "add":
-            add(args)
-        else:
-            show()
-    except rec.Unreadable as error:
-        rec.fail(str(error))
+    if args.command == "add":
+        add(args)
+    else:
+        show()
 
 
 if __name__ == "__main__":

@@ -1,19 +1,18 @@
-"""Recomputes every figure of a record from its logs and names everything that does not agree.
+"""Recomputes every figure of an entry from its logs and names everything that does not agree.
 
     python records/verify.py all
     python records/verify.py baselines/2026-11-23_first-p34
     python records/verify.py baselines/2026-11-23_first-p34 --rerun 100 --data data/shards/p34
 
-Checked: hashes of all files, completeness and consistency of the logs, that no two logs are of one run, that the starts
-of each run agree in what matters, the Config against the script's own defaults and the flags, the markers and hash of
-each section of the script, every entry of record.json, p-values included, curve.csv, and every line between the markers
-in README.md. Each problem names the file and the entry or line.
-Nothing in the folder is executed, except with --rerun: it trains with the folder's script and flags until step N and
-compares the loss with that of the record.
+Checked: hashes of all files, logs, starts, likeness of the runs, every entry of record.json, p-values included,
+curve.csv, and every line between the markers in README.md. Nothing in the folder is executed, except with --rerun: it
+trains with the folder's script and flags until step N and compares Config and loss with those of the entry, and on the
+same card also seconds and MFU. The loss may differ by 4 times its noise between seeds.
 """
 
 import argparse
 import json
+import math
 import signal
 import subprocess
 import sys
@@ -22,72 +21,92 @@ import time
 from pathlib import Path
 
 import check
-import recipe
 import record as rec
 
-SPREADS = 4  # how many sd of the seeds a rerun may differ from the mean of the record
-UNKNOWN_NOISE = 0.01  # relative, for a record with a single run
+SPREADS = 4  # how many sd of the seeds a rerun may differ from the mean of the entry
+UNKNOWN_NOISE = 0.01  # relative, for an entry with a single run
+SLOWER = 1.05  # the same code differs by about 2 % from day to day
 
 
 def rerun(folder: Path, steps: int, data: Path, processes: int) -> list[str]:
-    """Trains with the first seed until step `steps` and compares each logged loss with the record's."""
+    """Trains with the first seed until step `steps` and compares what it logs with the entry."""
     record = rec.read_record(folder)
-    try:
-        found = json.loads((data / "dataset.json").read_text(encoding="utf-8"))["fingerprint"]
-    except (OSError, ValueError, KeyError) as error:
-        rec.fail(f"{data} is not a dataset with a fingerprint ({error!r})")
-    if found != record["dataset"]["fingerprint"]:
-        rec.fail(f"{data} is another dataset: its fingerprint is {found[:12]}, the record ran on "
-                 f"{record['dataset']['fingerprint'][:12]}")  # fmt: skip
-    curve = {
-        row["step"]: row
-        for row in rec.loss_curve([rec.read_log(folder / r["log"]) for r in record["runs"]])
-    }
-    last, noise = max(curve), record["loss_noise"] or UNKNOWN_NOISE
+    fingerprint = record["dataset"]["fingerprint"]
+    found = rec.read_json(data / "dataset.json").get("fingerprint")
+    if found != fingerprint:
+        raise rec.UserError(f"{data} is another dataset: its fingerprint is {found}, the entry ran on {fingerprint}")
+    logs = rec.read_logs(folder, record)
+    last = rec.split(logs[0])[0][-1]["step"]
     with tempfile.TemporaryDirectory() as temporary:
         run_dir = Path(temporary) / "run"
-        out = []
-        starter = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-        args = [f"@{folder.resolve() / record['args']}"] if record["args"] else []
-        flags = [
-            *record["flags"],
-            "--seed",
-            record["runs"][0]["seed"],
-            "--data",
-            data.resolve(),
-            "--run-dir",
-            run_dir,
-        ]
-        words = [
-            *(starter if processes > 1 else []),
-            folder.resolve() / record["script"],
-            *args,
-            *flags,
-        ]
-        line = [sys.executable, *map(str, words)]
-        log = train_until(steps, last, line, run_dir / "log.jsonl", Path(temporary) / "stderr")
-        made = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))["config"]
-    for key in (
-        recipe.RULED
-    ):  # a script may derive these by a rule, which only the script itself can compute
-        stated = (record["config"] or {}).get(key)
-        if record["config"] and stated != made.get(key):
-            out.append(f"rerun: config.{key} is {made.get(key)}, record.json states {stated}")
-    pairs = [(f"the loss at step {e['step']}", e["loss"], curve[e["step"]]["loss"], noise)
-             for e in rec.split(log)[0] if e["step"] in curve and e["step"] <= steps]  # fmt: skip
-    if steps >= last:
-        val = record["summary"]["val_bpb"]
-        spread = val["sd"] / val["mean"] if val["sd"] else UNKNOWN_NOISE
-        pairs.append(("val bpb", rec.split(log)[1][-1]["val_bpb"], val["mean"], spread))
+        command = [sys.executable]
+        if processes > 1:
+            command += ["-m", "torch.distributed.run", "--standalone"]
+            command.append(f"--nproc_per_node={processes}")
+        command.append(str(folder.resolve() / record["script"]))
+        if record["args"]:
+            command.append(f"@{folder.resolve() / record['args']}")
+        command += [*record["flags"], "--seed", str(record["runs"][0]["seed"])]
+        command += ["--data", str(data.resolve()), "--run-dir", str(run_dir)]
+        log = train_until(steps, last, command, run_dir / "log.jsonl", Path(temporary) / "stderr")
+        made = rec.read_json(run_dir / "config.json")
+    log = [entry for entry in log if entry["step"] <= steps]
+    problems = compare_loss(record, logs, log, steps >= last)
+    if record["config"]:
+        recipes = [check.recipe_of(config) for config in (record["config"], made["config"])]
+        problems += rec.unequal(*recipes, "rerun: config", "the script makes")
+    hardware = {key: made["machine"][key] for key in ("device", "num_devices")}
+    if hardware == {key: record["hardware"][key] for key in hardware}:
+        return problems + compare_speed(logs, log)
+    ran = f"{hardware['num_devices']} x {hardware['device']}"
+    print(f"  seconds and MFU are not compared: this is {ran}, the entry ran on other hardware")
+    return problems
+
+
+def compare_loss(record: dict, logs: list, log: list[dict], finished: bool) -> list[str]:
+    """Each logged loss, and at the end val bpb, may differ from the mean by SPREADS sd of the seeds."""
+    curve = {row["step"]: row for row in rec.loss_curve(logs)}
+    noise = record["loss_noise"] or UNKNOWN_NOISE
+    train, val = rec.split(log)
+    pairs = []
+    for entry in train:
+        if entry["step"] in curve:
+            mean = curve[entry["step"]]["loss"]
+            pairs.append((f"the loss at step {entry['step']}", entry["loss"], mean, noise))
+    if finished:
+        known = record["summary"]["val_bpb"]
+        spread = known["sd"] / known["mean"] if known["sd"] else UNKNOWN_NOISE
+        pairs.append(("val bpb", val[-1]["val_bpb"], known["mean"], spread))
+    out = []
     for what, value, mean, spread in pairs:
-        off, allowed = value / mean - 1, SPREADS * spread
-        print(
-            f"  {what}: {value:.4f}, record {mean:.4f} ({off:+.3%}, allowed {allowed:.3%})",
-            flush=True,
-        )
+        off = value / mean - 1
+        allowed = SPREADS * spread
+        text = f"{what} is {value:.4f}, the entry has {mean:.4f} ({off:+.3%}, allowed {allowed:.3%})"
+        print(f"  {text}", flush=True)
         if not abs(off) <= allowed:
-            out.append(f"rerun: {what} is {value:.4f}, the record has {mean:.4f}; that is {off:+.2%}, and {SPREADS} sd "
-                       f"of its seeds are {allowed:.2%}")  # fmt: skip
+            out.append(f"rerun: {text}")
+    return out
+
+
+def compare_speed(logs: list[list[dict]], log: list[dict]) -> list[str]:
+    """On the same hardware: FLOPs of a token, which MFU and tokens/s imply, are equal, and seconds similar."""
+    stated = {entry["step"]: entry for entry in rec.split(logs[0])[0]}
+    mine = {entry["step"]: entry for entry in rec.split(log)[0]}
+    common = sorted(mine.keys() & stated.keys())
+    out = []
+    for step in common:
+        a, b = (side[step]["mfu"] / side[step]["tokens_per_second"] for side in (mine, stated))
+        if not math.isclose(a, b, rel_tol=1e-6):
+            out.append(f"rerun: step {step} of the log states an MFU that does not belong to its tokens/s")
+    if len(common) < 2:
+        return out
+    # The first line may hold what a process does once.
+    first, last = common[0], common[-1]
+    spans = [side[last]["train_seconds"] - side[first]["train_seconds"] for side in (mine, stated)]
+    text = f"steps {first} to {last} took {spans[0]:.2f} s, in the entry {spans[1]:.2f} s"
+    print(f"  {text}", flush=True)
+    if spans[0] > SLOWER * spans[1]:
+        out.append(f"rerun: {text}; that is {spans[0] / spans[1] - 1:.0%} slower")
     return out
 
 
@@ -109,9 +128,7 @@ def train_until(steps: int, last: int, command: list[str], log: Path, errors: Pa
                 return entries
             if ended:
                 said = errors.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-                rec.fail(
-                    f"the rerun ended before step {steps}: {said[-1] if said else 'it said nothing'}"
-                )
+                raise rec.UserError(f"the rerun ended before step {steps}: {said[-1] if said else 'it said nothing'}")
             time.sleep(0.2)
     finally:
         if run.poll() is None:
@@ -120,31 +137,19 @@ def train_until(steps: int, last: int, command: list[str], log: Path, errors: Pa
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("folder", metavar="FOLDER|all", help="a record, or all in baselines/")
-    parser.add_argument(
-        "--rerun", type=int, metavar="N", help="also train until step N and compare the loss"
-    )
-    parser.add_argument("--data", type=Path, help="with --rerun: the dataset directory")
-    parser.add_argument(
-        "--processes", type=int, default=1, help="with --rerun: GPUs to use (default 1)"
-    )
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    add = parser.add_argument
+    add("folder", metavar="FOLDER|all", help="an entry, or all in baselines/")
+    add("--rerun", type=int, metavar="N", help="also train until step N and compare")
+    add("--data", type=Path, help="with --rerun: the dataset directory")
+    add("--processes", type=int, default=1, help="with --rerun: GPUs to use (default 1)")
     args = parser.parse_args(argv)
     if args.rerun is not None and (args.folder == "all" or not args.data or args.rerun < 1):
-        rec.fail(
-            "--rerun needs one record, a step of at least 1, and --data with the dataset it was trained on"
-        )
-    folders = [Path(args.folder)]
-    if args.folder == "all":
-        folders = sorted(
-            p for p in rec.BASELINES.iterdir() if p.is_dir() and not p.name.startswith(".")
-        )
+        raise rec.UserError("--rerun needs one entry, a step of at least 1, and --data with its dataset")
+    folders = rec.entries() if args.folder == "all" else [Path(args.folder)]
     bad = 0
     for folder in folders:
-        if not folder.is_dir():
-            rec.fail(f"{folder} is not a folder; name a record, or all")
         found = check.problems(folder)
         if args.rerun and not found:
             print(f"{folder.name}: training until step {args.rerun}", flush=True)
@@ -154,7 +159,7 @@ def main(argv: list[str] | None = None) -> None:
             print(f"  {text}")
         bad += bool(found)
     if bad:
-        rec.fail(f"{bad} of {len(folders)} record(s) do not verify, see above")
+        raise rec.UserError(f"{bad} of {len(folders)} entries do not verify, see above")
 
 
 if __name__ == "__main__":
