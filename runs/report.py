@@ -222,21 +222,21 @@ def held_out_prompts(run) -> list[list[int]]:
         return [[run.tokenizer.bos_id, *run.tokenizer.encode(prompt)] for prompt in PROMPTS]
 
 
-def generate(run, prompts: list[list[int]], max_tokens: int, **options) -> list[str]:
-    """The texts that follow prompts, lists of ids, as far as the context has room."""
+def generate(run, prompts: list[list[int]], max_tokens: int, **options) -> list[list[int]]:
+    """The ids that follow prompts, as far as the context has room."""
     import engine
 
     room = run.config.max_seq_len + 1 - max(map(len, prompts), default=0)
     generator = engine.Generator(run.model, run.tokenizer)
-    answers = generator.generate(prompts, max_tokens=min(max_tokens, room), **options)
-    return [run.tokenizer.decode(answer) for answer in answers]
+    return generator.generate(prompts, max_tokens=min(max_tokens, room), **options)
 
 
 def continuations(run) -> list[str]:
     """Prompts and how the model continues them."""
     prompts = held_out_prompts(run)
-    texts = generate(run, prompts, seed=run.config.seed, **CONTINUATION)
-    return [run.tokenizer.decode(ids[1:]) + text for ids, text in zip(prompts, texts, strict=True)]
+    found = generate(run, prompts, seed=run.config.seed, **CONTINUATION)
+    # Together, because a character may begin in the prompt and end behind it.
+    return [run.tokenizer.decode(a[1:] + b) for a, b in zip(prompts, found, strict=True)]
 
 
 def answers_to_questions(run) -> list[str]:
@@ -246,7 +246,8 @@ def answers_to_questions(run) -> list[str]:
     for question in QUESTIONS:
         ids = [special["<|user_start|>"], *run.tokenizer.encode(question), special["<|user_end|>"]]
         prompts.append([run.tokenizer.bos_id, *ids, special["<|assistant_start|>"]])
-    texts = generate(run, prompts, stop=(special["<|assistant_end|>"],), **ANSWER)
+    found = generate(run, prompts, stop=(special["<|assistant_end|>"],), **ANSWER)
+    texts = [run.tokenizer.decode(ids) for ids in found]
     return [f"{question}\n\n{text}" for question, text in zip(QUESTIONS, texts, strict=True)]
 
 
