@@ -104,10 +104,10 @@ def figure_rows(entries: list[dict], result: dict) -> dict:
     for name, (label, form) in FIGURES.items():
         if not result.get(name):
             continue
+        rows[label] = form.format(result[name])
         first = next((entry for entry in entries if name in entry), {})
         if name in SCORES and first.get("step") == 0:  # what finetuning started from
             rows[f"{label}, before"] = form.format(first[name])
-        rows[label] = form.format(result[name])
     return rows
 
 

@@ -87,7 +87,7 @@ FINISHED = {
         },
         [{"step": 0, "tokens": 0, "ndcg@10": 0.1, "bm25_ndcg@10": 0.4}, {"step": 3, "tokens": 9, "loss": 1.0}],
         {"ndcg@10": 0.5, "bm25_ndcg@10": 0.4, "recall@10": 0.75, "steps": 3, "tokens": 9, "train_seconds": 36.0},
-        {"nDCG@10, before": "0.1000", "nDCG@10": "0.5000", "nDCG@10 of BM25": "0.4000",
+        {"nDCG@10": "0.5000", "nDCG@10, before": "0.1000", "nDCG@10 of BM25": "0.4000",
          "recall@10": "0.7500", "tokens": "9", "steps": "3", "training time": "36.0 s", "data": "d",
          "finetuned from": "encoder step_000008"},
         [],
@@ -96,8 +96,8 @@ FINISHED = {
         {"command": "sft", "model_name": "a/model", "data": {"path": "x"}},
         [{"step": 0, "tokens": 0, "val_loss": 2.5}, {"step": 4, "tokens": 800, "loss": 1.5}],
         {"val_loss": 1.25, "steps": 4, "tokens": 800, "train_seconds": 2.0, "loss": 1.5},
-        {"validation, before": "2.5000 nats for each counted token", "model": "a/model",
-         "validation": "1.2500 nats for each counted token", "tokens": "800", "steps": "4", "training time": "2.0 s"},
+        {"validation": "1.2500 nats for each counted token", "model": "a/model",
+         "validation, before": "2.5000 nats for each counted token", "tokens": "800", "steps": "4", "training time": "2.0 s"},
         [*MACHINE_ROWS],
     ),
 }  # fmt: skip
@@ -112,6 +112,7 @@ def test_the_table_of_a_finished_run(tmp_path, kind):
     (found,) = tables(tmp_path)
     expected = {name: value for name, value in {**rows, **MACHINE_ROWS}.items() if name not in missing}
     assert dict(found) == expected and len(found) == len(expected)
+    assert found[0] == list(next(iter(rows.items()))), "the picture has the score in its title"
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
     assert "![curve](curve.png)" in (tmp_path / "report.md").read_text()
 
