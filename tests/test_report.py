@@ -96,8 +96,8 @@ FINISHED = {
         {"command": "sft", "model_name": "a/model", "data": {"path": "x"}},
         [{"step": 0, "tokens": 0, "val_loss": 2.5}, {"step": 4, "tokens": 800, "loss": 1.5}],
         {"val_loss": 1.25, "steps": 4, "tokens": 800, "train_seconds": 2.0, "loss": 1.5},
-        {"validation": "1.2500 nats for each counted token", "model": "a/model",
-         "validation, before": "2.5000 nats for each counted token", "tokens": "800", "steps": "4", "training time": "2.0 s"},
+        {"validation": "1.2500 nats for each counted token", "validation, before": "2.5000 nats for each counted token",
+         "tokens": "800", "steps": "4", "training time": "2.0 s", "model": "a/model"},
         [*MACHINE_ROWS],
     ),
 }  # fmt: skip
