@@ -1,0 +1,371 @@
+"""Writes the report of run directories: report.md with a table, a picture of the curve, and samples.
+
+    python runs/report.py out/RUN
+    python runs/report.py out/RUN out/OTHER --no-samples     needs no PyTorch
+
+Every training run ends with it. Call it again at any time, also while a run is under way: the report
+then shows what is logged so far. It reads config.json, log.jsonl and result.json. The samples are of
+the newest checkpoint: after pretraining it continues the first words of three held-out documents,
+after finetuning it answers three questions. A report of reinforcement learning shows the answers to
+held-out questions before and after, which are in the log.
+"""
+
+import argparse
+import html
+import itertools
+import json
+import os
+import sys
+from pathlib import Path
+
+# What the table shows of result.json, or of log.jsonl before there is one.
+FIGURES = {
+    "val_bpb": ("validation", "{:.4f} bits per byte"),
+    "val_loss": ("validation", "{:.4f} nats for each counted token"),
+    "ndcg@10": ("nDCG@10", "{:.4f}"),
+    "bm25_ndcg@10": ("nDCG@10 of BM25", "{:.4f}"),
+    "recall@10": ("recall@10", "{:.4f}"),
+    "bm25_recall@10": ("recall@10 of BM25", "{:.4f}"),
+    "test_items": ("held-out questions", "{:,}"),
+    "tokens": ("tokens", "{:,}"),
+    "drawn_tokens": ("drawn tokens", "{:,}"),
+    "steps": ("steps", "{:,}"),
+    "train_seconds": ("training time", "{:.1f} s"),
+    "draw_seconds": ("of which drawing", "{:.1f} s"),
+    "tokens_per_second": ("speed", "{:,.0f} tokens/s"),
+    "mfu": ("MFU", "{:.1%}"),
+    "peak_memory_gib": ("peak memory", "{:.1f} GiB"),
+}
+SCORES = ("val_bpb", "val_loss", "ndcg@10", "recall@10")
+
+TRAINING = {"color": "#9bb8d3"}
+MEAN = {"color": "#2c6fa3"}
+HELD_OUT = {"color": "#c0392b", "marker": "o", "markersize": 3}
+HELD_OUT_DRAWN = {"color": "#c0392b", "marker": ".", "linestyle": ":"}
+
+# The unit of a plot, and its curves: what log.jsonl calls them, what the legend does, their style.
+PLOTS = {
+    "bits per byte": [
+        ("bpb", "training (from mean bytes)", TRAINING),
+        ("val_bpb", "validation", HELD_OUT),
+    ],
+    "loss, nats": [("loss", "training", TRAINING), ("val_loss", "validation", HELD_OUT)],
+    "nDCG@10": [("ndcg@10", "held out", HELD_OUT)],
+    "reward, accuracy": [
+        ("reward", "mean reward of a step", TRAINING),
+        ("mean_reward", "mean of 20 steps", MEAN),
+        ("greedy", "held out, greedy", HELD_OUT),
+        ("pass@1", "held out, pass@1", HELD_OUT_DRAWN),
+    ],
+}
+SMOOTHED = 20  # steps in mean_reward
+
+PROMPT_TOKENS = 8  # of a held-out document
+PROMPTS = ("Once upon a time", "The most important thing is", "In the year")  # without the dataset
+CONTINUATION = {"max_tokens": 100, "temperature": 0.5}
+QUESTIONS = (
+    "Hello! Who are you?",
+    "Why is the sky blue?",
+    "Write a Python function that adds two numbers.",
+)
+ANSWER = {"max_tokens": 128, "temperature": 0.0}
+
+
+# ---- what a run has written
+
+
+def read_log(run_dir: Path) -> list[dict]:
+    """The entries of log.jsonl; a run under way may be writing the last line."""
+    lines = (run_dir / "log.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines if line.endswith("}")]
+
+
+def read_result(run_dir: Path, entries: list[dict]) -> dict:
+    """result.json, or the newest figures of the log of a run that has none."""
+    path = run_dir / "result.json"
+    if path.is_file():
+        return json.loads(path.read_text(encoding="utf-8"))
+    result = {}
+    for entry in entries:
+        result |= entry
+    result["steps"] = result.get("step", 0)
+    result["peak_memory_gib"] = result.get("memory_gib", 0)
+    for name in ("drawn_tokens", "draw_seconds"):  # the log has those of each step
+        result[name] = sum(entry.get(name, 0) for entry in entries)
+    return result
+
+
+# ---- the table
+
+
+def figure_rows(entries: list[dict], result: dict) -> dict:
+    """The figures of a run. What is 0 was not measured, like the MFU of an unknown device."""
+    rows = {}
+    for name, (label, form) in FIGURES.items():
+        if not result.get(name):
+            continue
+        rows[label] = form.format(result[name])
+        first = next((entry for entry in entries if name in entry), {})
+        if name in SCORES and first.get("step") == 0:  # what finetuning started from
+            rows[f"{label}, before"] = form.format(first[name])
+    return rows
+
+
+def machine_rows(description: dict, result: dict) -> dict:
+    """The device of the last start, and what it cost."""
+    machine = description.get("starts", [description])[-1].get("machine")
+    if not machine:
+        return {}
+    hours = result.get("train_seconds", 0) * machine["num_devices"] / 3600
+    return {
+        "device time": f"{hours:.4f} device hours",
+        "device": f"{machine['num_devices']} x {machine['device']}",
+        "torch": machine["torch"],
+        "commit": machine["git_commit"][:12] + (" (changed)" if machine["git_dirty"] else ""),
+    }
+
+
+def setting_rows(description: dict) -> dict:
+    """What a run trained on, and what it started from."""
+    rows = {}
+    for command in ("finetune", "contrast"):
+        if settings := description.get(command):
+            source = Path(settings["run"]).resolve().name
+            rows["finetuned from"] = f"{source} {settings['checkpoint']}"
+    if settings := description.get("rl"):
+        digits = f" of {settings['digits']}-digit numbers"
+        rows["task"] = settings["task"] + (digits if settings["task"] == "addition" else "")
+        rows["answers of a step"] = f"{settings['prompts']} questions x {settings['samples']}"
+        rates = f"{settings['muon_lr']:g} (matrices) and {settings['adam_lr']:g} (rest)"
+        rows["rates"] = f"{rates} of those of pretraining, falling to 0"
+        rows["started from"] = f"{settings['source']} {description['checkpoint']}"
+        rows["seed"] = settings["seed"]
+    elif "config" in description:
+        rows["data"] = description["config"]["data"]
+    else:  # runs/finetune_hf.py
+        rows["model"] = description["model_name"]
+    return rows
+
+
+def table(header: str, ruler: str, rows: list) -> str:
+    lines = [f"| {' | '.join(map(str, row))} |" for row in rows]
+    return "\n".join([header, ruler, *lines]) + "\n"
+
+
+# ---- the picture
+
+
+def plotted(entries: list[dict]) -> list[str]:
+    """The plots of PLOTS for what a run logs."""
+    logged = {name for entry in entries for name in entry}
+    if "reward" in logged or "greedy" in logged:
+        return ["reward, accuracy"]
+    if "val_bpb" in logged or "bpb" in logged:
+        return ["bits per byte"]
+    return ["loss, nats"] + ["nDCG@10"] * ("ndcg@10" in logged)
+
+
+def smooth_rewards(entries: list[dict]) -> list[dict]:
+    """Further entries with the mean reward of the last steps, for all but the first few."""
+    steps = [entry for entry in entries if "reward" in entry]
+    found = []
+    for end in range(SMOOTHED, len(steps) + 1):
+        rewards = [entry["reward"] for entry in steps[end - SMOOTHED : end]]
+        found.append({"step": steps[end - 1]["step"], "mean_reward": sum(rewards) / SMOOTHED})
+    return found
+
+
+def draw_curves(entries: list[dict], title: str):
+    """A matplotlib Figure with a plot for each unit."""
+    from matplotlib.figure import Figure
+
+    units = plotted(entries)
+    figure = Figure(figsize=(7 * len(units), 4), layout="constrained")
+    figure.suptitle(title, parse_math=False)
+    for axes, unit in zip(figure.subplots(1, len(units), squeeze=False)[0], units, strict=True):
+        by_step = unit == "reward, accuracy"  # these steps have as many tokens as were drawn
+        if by_step:
+            entries = entries + smooth_rewards(entries)
+        for name, label, style in PLOTS[unit]:
+            points = [entry for entry in entries if name in entry]
+            x = [entry["step"] if by_step else entry["tokens"] / 1e6 for entry in points]
+            if points:
+                axes.plot(x, [entry[name] for entry in points], label=label, **style)
+        axes.set(xlabel="step" if by_step else "training tokens, millions", ylabel=unit)
+        axes.grid(alpha=0.3)
+        axes.legend()
+    return figure
+
+
+def save_picture(run_dir: Path, entries: list[dict], title: str) -> str:
+    """Writes curve.png; returns the line of the report that shows it, or why there is none."""
+    if not entries:
+        return "(no picture: nothing is logged yet)"
+    try:
+        draw_curves(entries, title).savefig(run_dir / "curve.png", dpi=120)
+    except ImportError:
+        return "(no picture: matplotlib is not installed)"
+    return "![curve](curve.png)"
+
+
+# ---- samples
+
+
+def load_run(run_dir: Path, device: str | None):
+    """The newest checkpoint, as an engine.Run.
+
+    engine.load_run also checks decoding in fp32, which takes 17 s on a CPU for train_small.py's default size.
+    """
+    import engine
+
+    script = engine.import_script(run_dir)
+    try:
+        return engine.Run(script, *engine.load_model(script, run_dir, None, device, {}))
+    except script.UserError as error:
+        raise engine.RunError(str(error)) from None
+
+
+def held_out_prompts(run) -> list[list[int]]:
+    """Ids of the first words of three held-out documents; of PROMPTS where the dataset is away."""
+    try:
+        dataset = run.script.Dataset.open(run.config.data)
+        documents = run.script.validation_documents(dataset, run.config)
+        long = (ids for ids, _ in documents if len(ids) > PROMPT_TOKENS + 1)
+        return [ids[: PROMPT_TOKENS + 1].tolist() for ids in itertools.islice(long, len(PROMPTS))]
+    except run.script.UserError:
+        return [[run.tokenizer.bos_id, *run.tokenizer.encode(prompt)] for prompt in PROMPTS]
+
+
+def generate(run, prompts: list[list[int]], max_tokens: int, **options) -> list[list[int]]:
+    """The ids that follow prompts, as far as the context has room."""
+    import engine
+
+    room = run.config.max_seq_len + 1 - max(map(len, prompts), default=0)
+    generator = engine.Generator(run.model, run.tokenizer)
+    return generator.generate(prompts, max_tokens=min(max_tokens, room), **options)
+
+
+def continuations(run) -> list[str]:
+    """Prompts and how the model continues them."""
+    prompts = held_out_prompts(run)
+    found = generate(run, prompts, seed=run.config.seed, **CONTINUATION)
+    # Together, because a character may begin in the prompt and end behind it.
+    return [run.tokenizer.decode(a[1:] + b) for a, b in zip(prompts, found, strict=True)]
+
+
+def answers_to_questions(run) -> list[str]:
+    """QUESTIONS and the model's most likely answers."""
+    special = run.tokenizer.specials
+    prompts = []
+    for question in QUESTIONS:
+        ids = [special["<|user_start|>"], *run.tokenizer.encode(question), special["<|user_end|>"]]
+        prompts.append([run.tokenizer.bos_id, *ids, special["<|assistant_start|>"]])
+    found = generate(run, prompts, stop=(special["<|assistant_end|>"],), **ANSWER)
+    texts = [run.tokenizer.decode(ids) for ids in found]
+    return [f"{question}\n\n{text}" for question, text in zip(QUESTIONS, texts, strict=True)]
+
+
+def samples(run_dir: Path, command: str, device: str | None) -> tuple[list[str], str]:
+    """Texts of the newest checkpoint, and the heading over them or why there are none."""
+    if not any(run_dir.glob("checkpoints/step_*/state.json")):
+        return [], "no samples: the run has saved no checkpoint"
+    # Training starts this tool under torchrun, and one process alone must not wait for others.
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        os.environ.pop(name, None)
+    try:
+        import engine
+    except ImportError as error:
+        return [], f"no samples: {error}"
+    try:
+        run = load_run(run_dir, device)
+        texts = answers_to_questions(run) if command == "finetune" else continuations(run)
+    except (engine.RunError, RuntimeError) as error:  # torch's, if memory runs out
+        return [], f"no samples: {engine.first_line(error)}"
+    return texts, f"## Samples of step {run.step:,}"
+
+
+# ---- the report
+
+
+def cell(text: str) -> str:
+    """A text as a cell of a table."""
+    text = html.escape(text, quote=False)
+    return text.replace("|", "&#124;").replace("\r", "").replace("\n", "<br>")
+
+
+def score_table(before: dict, after: dict) -> str:
+    """Accuracy on held-out questions in two evaluations."""
+    rows = []
+    for name in before:
+        if name == "greedy" or name.startswith("pass@"):
+            points = 100 * (after[name] - before[name])
+            rows.append((name, f"{before[name]:.1%}", f"{after[name]:.1%}", f"{points:+.1f}"))
+    return table("| held out | before | after | points |", "| --- | ---: | ---: | ---: |", rows)
+
+
+def answer_table(before: dict, after: dict) -> str:
+    """Greedy answers to the first held-out questions in two evaluations."""
+    rows = []
+    # More ranks than before may have left fewer to the first one.
+    for a, b in zip(before["answers"], after["answers"], strict=False):
+        texts = [cell(text) for text in (a["question"], a["expected"], a["answer"], b["answer"])]
+        rows.append((*texts[:3], f"{a['reward']:.2f}", texts[3], f"{b['reward']:.2f}"))
+    header = "| question | expected | before | reward | after | reward |"
+    return table(header, "| --- | --- | --- | ---: | --- | ---: |", rows)
+
+
+def write_report(run_dir: Path, with_samples: bool, device: str | None) -> None:
+    """report.md and curve.png of one run; shows the samples on the screen."""
+    description = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
+    entries = read_log(run_dir)
+    result = read_result(run_dir, entries)
+    name = run_dir.resolve().name
+    figures = figure_rows(entries, result)
+    rows = figures | machine_rows(description, result) | setting_rows(description)
+    title = f"{name}: {next(iter(figures.values()), '')}"
+    parts = [f"# {name}\n"]
+    if not (run_dir / "result.json").is_file():
+        parts.append(f"Under way: the figures are those of step {result['steps']:,}.\n")
+
+    evaluations = [entry for entry in entries if "greedy" in entry]
+    if evaluations:
+        parts.append(score_table(evaluations[0], evaluations[-1]))
+        title = f"{name}: {rows['task']}"
+    parts.append(table("| | |", "| --- | --- |", rows.items()))
+    parts.append(save_picture(run_dir, entries, title) + "\n")
+    if evaluations:
+        answers = answer_table(evaluations[0], evaluations[-1])
+        parts += ["## Greedy answers to held-out questions\n", answers]
+
+    # Only the training scripts keep "starts"; encoders and Hugging Face models are not sampled.
+    if with_samples and "starts" in description:
+        texts, heading = samples(run_dir, description["command"], device)
+        if not texts:
+            print(heading)
+        for text in texts:
+            print(f"--- sample\n{text}")
+        parts.append(f"{heading}\n")
+        parts += [f"````text\n{text}\n````\n" for text in texts]  # a text may hold ``` itself
+    (run_dir / "report.md").write_text("\n".join(parts), encoding="utf-8")
+    print(f"--- report: {run_dir}/report.md", flush=True)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN")
+    parser.add_argument("--no-samples", action="store_true", help="quicker, and without PyTorch")
+    parser.add_argument("--device", help="cuda, mps or cpu (default: the best available)")
+    args = parser.parse_args(argv)
+    sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows "?"
+    for run_dir in args.runs:
+        try:
+            write_report(run_dir, not args.no_samples, args.device)
+        except FileNotFoundError as error:
+            way = "name the directory of a run that has begun"
+            print(f"error: there is no {error.filename}; {way}", file=sys.stderr)
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

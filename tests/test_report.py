@@ -1,0 +1,316 @@
+"""runs/report.py: the table against rows by hand, the curves, and samples against plain forward passes."""
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+import train_small as ts
+
+from conftest import ROOT, TINY, logits, tiny_config
+from test_export import bpe, write_run  # noqa: F401  (bpe is a fixture)
+
+sys.path.insert(0, str(ROOT / "runs"))
+import engine
+import report
+
+MACHINE = {"device": "GPU", "num_devices": 8, "torch": "2.11.0", "git_commit": "0123456789abcdef", "git_dirty": True}
+MACHINE_ROWS = {
+    "device time": "0.0800 device hours", "device": "8 x GPU", "torch": "2.11.0", "commit": "0123456789ab (changed)"
+}  # fmt: skip
+
+
+def write_files(run_dir, description: dict, log: list[dict], result: dict | None = None) -> None:
+    run_dir.mkdir(parents=True, exist_ok=True)
+    (run_dir / "config.json").write_text(json.dumps(description))
+    (run_dir / "log.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in log))
+    if result:
+        (run_dir / "result.json").write_text(json.dumps(result))
+
+
+def tables(run_dir) -> list[list[list[str]]]:
+    """The cells of all tables of a report, without their first two lines."""
+    text = (run_dir / "report.md").read_text()
+    found = re.findall(r"^\|.*\|\n\| (?:---:? ?\| ?|---:? )+\n((?:\|.*\|\n)+)", text, re.M)
+    return [[line[2:-2].split(" | ") for line in part.splitlines()] for part in found]
+
+
+def texts_of(run_dir) -> list[str]:
+    text = (run_dir / "report.md").read_bytes().decode()  # a sample may hold \r
+    return re.findall(r"^````text\n(.*?)\n````$", text, re.M | re.S)
+
+
+def curves(log: list[dict]) -> dict:
+    """By axis and legend: the points that are drawn."""
+    found = {}
+    for axes in report.draw_curves(log, "a title with $1 and $2").axes:
+        for line in axes.get_lines():
+            found[axes.get_ylabel(), line.get_label()] = list(zip(*line.get_data(), strict=True))
+    return found
+
+
+# ---- tables
+
+
+RESULT = {"val_bpb": 0.98765, "steps": 1200, "tokens": 5_000_000, "train_seconds": 36.0, "run_dir": "elsewhere",
+          "tokens_per_second": 138888.9, "mfu": 0.456, "peak_memory_gib": 20.25}  # fmt: skip
+RESULT_ROWS = {
+    "validation": "0.9877 bits per byte", "tokens": "5,000,000", "steps": "1,200", "training time": "36.0 s",
+    "speed": "138,889 tokens/s", "MFU": "45.6%", "peak memory": "20.2 GiB",
+}  # fmt: skip
+START = [{"machine": {**MACHINE, "device": "CPU"}}, {"machine": MACHINE}]
+
+FINISHED = {
+    "pretraining": (
+        {"command": "pretrain", "config": {"data": "data/shards/mine"}, "starts": START},
+        [{"step": 1, "tokens": 10, "bpb": 2.0}, {"step": 1200, "tokens": 5_000_000, "val_bpb": 0.98765}],
+        {**RESULT, "mfu": 0.0},
+        {**RESULT_ROWS, "data": "data/shards/mine"},
+        ["MFU"],
+    ),
+    "finetuning": (
+        {
+            "command": "finetune", "config": {"data": "data/shards/mine"}, "starts": START,
+            "finetune": {"run": "out/base", "checkpoint": "step_000020", "lr": 0.8},
+        },
+        [{"step": 0, "tokens": 0, "val_bpb": 1.5}, {"step": 1200, "tokens": 5_000_000, "val_bpb": 0.98765}],
+        RESULT,
+        {**RESULT_ROWS, "validation, before": "1.5000 bits per byte", "finetuned from": "base step_000020",
+         "data": "data/shards/mine"},
+        [],
+    ),
+    "encoder": (
+        {
+            "command": "contrast", "config": {"data": "d"}, "machine": MACHINE,
+            "contrast": {"run": "out/encoder", "checkpoint": "step_000008"},
+        },
+        [{"step": 0, "tokens": 0, "ndcg@10": 0.1, "bm25_ndcg@10": 0.4}, {"step": 3, "tokens": 9, "loss": 1.0}],
+        {"ndcg@10": 0.5, "bm25_ndcg@10": 0.4, "recall@10": 0.75, "steps": 3, "tokens": 9, "train_seconds": 36.0},
+        {"nDCG@10": "0.5000", "nDCG@10, before": "0.1000", "nDCG@10 of BM25": "0.4000",
+         "recall@10": "0.7500", "tokens": "9", "steps": "3", "training time": "36.0 s", "data": "d",
+         "finetuned from": "encoder step_000008"},
+        [],
+    ),
+    "Hugging Face": (
+        {"command": "sft", "model_name": "a/model", "data": {"path": "x"}},
+        [{"step": 0, "tokens": 0, "val_loss": 2.5}, {"step": 4, "tokens": 800, "loss": 1.5}],
+        {"val_loss": 1.25, "steps": 4, "tokens": 800, "train_seconds": 2.0, "loss": 1.5},
+        {"validation": "1.2500 nats for each counted token", "validation, before": "2.5000 nats for each counted token",
+         "tokens": "800", "steps": "4", "training time": "2.0 s", "model": "a/model"},
+        [*MACHINE_ROWS],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", FINISHED)
+def test_the_table_of_a_finished_run(tmp_path, kind):
+    """Every figure of result.json under its name, the last start's machine, and where the run came from."""
+    description, log, result, rows, missing = FINISHED[kind]
+    write_files(tmp_path, description, log, result)
+    assert report.main([str(tmp_path), "--no-samples"]) == 0
+    (found,) = tables(tmp_path)
+    expected = {name: value for name, value in {**rows, **MACHINE_ROWS}.items() if name not in missing}
+    assert dict(found) == expected and len(found) == len(expected)
+    assert found[0] == list(next(iter(rows.items()))), "the picture has the score in its title"
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+    assert "![curve](curve.png)" in (tmp_path / "report.md").read_text()
+
+
+def test_a_run_under_way(tmp_path):
+    """Without result.json the table shows the newest figures of the log, whose last line may be half written."""
+    description = FINISHED["pretraining"][0]
+    log = [
+        {"step": 20, "tokens": 2000, "val_bpb": 1.6, "train_seconds": 24.0},
+        {"step": 30, "tokens": 3000, "train_seconds": 36.0, "tokens_per_second": 80.0, "memory_gib": 2.0},
+    ]
+    write_files(tmp_path, description, log)
+    with (tmp_path / "log.jsonl").open("a") as file:
+        file.write('{"step": 40, "tok')
+    assert report.main([str(tmp_path)]) == 0
+    (found,) = tables(tmp_path)
+    assert dict(found) == MACHINE_ROWS | {
+        "validation": "1.6000 bits per byte", "tokens": "3,000", "steps": "30", "training time": "36.0 s",
+        "speed": "80 tokens/s", "peak memory": "2.0 GiB", "data": "data/shards/mine",
+    }  # fmt: skip
+    text = (tmp_path / "report.md").read_text()
+    assert "Under way: the figures are those of step 30." in text
+    assert "no samples: the run has saved no checkpoint" in text
+
+    (tmp_path / "log.jsonl").write_text("")  # it has just begun
+    assert report.main([str(tmp_path)]) == 0
+    assert "(no picture: nothing is logged yet)" in (tmp_path / "report.md").read_text()
+
+
+def test_reinforcement_learning(tmp_path):
+    """Scores and answers of the first and the last evaluation; text that would break a table does not."""
+    settings = {"task": "addition", "digits": 2, "prompts": 4, "samples": 6, "muon_lr": 0.2, "adam_lr": 0.02,
+                "source": "out/sft", "seed": 3}  # fmt: skip
+    description = {"command": "rl", "rl": settings, "checkpoint": "step_000009", "machine": MACHINE}
+    question = {"question": "1 | 2?\n<b>", "expected": "3"}
+    evaluations = [
+        {"step": 0, "greedy": 0.25, "pass@1": 0.2, "answers": [{**question, "answer": "4", "reward": 0.0}]},
+        {"step": 15, "greedy": 0.3, "pass@1": 0.1, "answers": [{**question, "answer": "x", "reward": 0.5}]},
+        {"step": 30, "greedy": 0.75, "pass@1": 0.15, "answers": [{**question, "answer": "3", "reward": 1.0}]},
+    ]
+    used = {"drawn_tokens": 100, "draw_seconds": 0.5}
+    steps = [{"step": i, "reward": i / 30, "train_seconds": 1.2 * i, **used} for i in range(1, 31)]
+    log = [evaluations[0], *steps[:15], evaluations[1], *steps[15:], evaluations[2]]
+    write_files(tmp_path, description, log)
+    assert report.main([str(tmp_path)]) == 0
+
+    scores, rows, answers = tables(tmp_path)
+    assert scores == [["greedy", "25.0%", "75.0%", "+50.0"], ["pass@1", "20.0%", "15.0%", "-5.0"]]
+    assert answers == [["1 &#124; 2?<br>&lt;b&gt;", "3", "4", "0.00", "3", "1.00"]]
+    assert dict(rows) == MACHINE_ROWS | {
+        "task": "addition of 2-digit numbers", "answers of a step": "4 questions x 6", "seed": "3", "steps": "30",
+        "rates": "0.2 (matrices) and 0.02 (rest) of those of pretraining, falling to 0", "drawn tokens": "3,000",
+        "started from": "out/sft step_000009", "training time": "36.0 s", "of which drawing": "15.0 s",
+    }  # fmt: skip
+
+    found = curves(log)
+    unit = "reward, accuracy"
+    assert found[unit, "mean reward of a step"] == [(i, i / 30) for i in range(1, 31)]
+    smooth = found[unit, "mean of 20 steps"]
+    assert smooth == [(i, pytest.approx((i - 9.5) / 30)) for i in range(20, 31)]
+    assert found[unit, "held out, greedy"] == [(0, 0.25), (15, 0.3), (30, 0.75)]
+    assert found[unit, "held out, pass@1"] == [(0, 0.2), (15, 0.1), (30, 0.15)] and len(found) == 4
+
+
+# ---- curves
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (
+            ("bpb", "val_bpb"),
+            {("bits per byte", "training (from mean bytes)"): "loss", ("bits per byte", "validation"): "score"},
+        ),
+        (("loss", "val_loss"), {("loss, nats", "training"): "loss", ("loss, nats", "validation"): "score"}),
+        (("loss", "ndcg@10"), {("loss, nats", "training"): "loss", ("nDCG@10", "held out"): "score"}),
+    ],
+    ids=("pretraining", "Hugging Face", "encoder"),
+)
+def test_curves(names, expected):
+    """Training and validation over millions of tokens; pretraining also logs a loss, which is not drawn."""
+    points = {"loss": [(1.0, 3.0), (2.0, 2.0)], "score": [(2.0, 0.5)]}
+    log = [{"tokens": x * 1e6, "loss": 9.0, names[0]: y} for x, y in points["loss"]]
+    log += [{"tokens": x * 1e6, names[1]: y} for x, y in points["score"]]
+    assert curves(log) == {key: points[kind] for key, kind in expected.items()}
+
+
+def test_without_matplotlib(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    write_files(tmp_path, *FINISHED["pretraining"][:3])
+    assert report.main([str(tmp_path), "--no-samples"]) == 0
+    assert "(no picture: matplotlib is not installed)" in (tmp_path / "report.md").read_text()
+
+
+# ---- samples
+
+
+def greedy(run, ids: list[int], count: int, stop: int) -> str:
+    """The most likely continuation, each token from a forward pass of its own."""
+    text = list(ids)
+    while len(text) < len(ids) + count:
+        text.append(int(logits(run.model, text)[-1, : run.config.vocab_size].argmax()))
+        if text[-1] in (stop, run.tokenizer.bos_id):
+            del text[-1]
+            break
+    return run.tokenizer.decode(text[len(ids) :])
+
+
+def test_pretraining_of_a_few_steps(dataset_dir, tmp_path, monkeypatch, capsys):
+    """A run of the training script: samples go on with held-out text as the engine does, under torchrun too."""
+    run_dir = tmp_path / "run"
+    sets = [word for name, value in TINY.items() for word in ("--set", f"{name}={value}")]
+    assert ts.main(["--data", str(dataset_dir), "--run-dir", str(run_dir), "--steps", "2", "--seed", "3", *sets]) == 0
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    capsys.readouterr()
+    assert report.main([str(run_dir), "--device", "cpu"]) == 0
+    said = capsys.readouterr().out
+
+    run = engine.load_run(run_dir, device="cpu")
+    documents = ts.validation_documents(ts.Dataset.open(dataset_dir), run.config)
+    prompts = [ids[:9].tolist() for ids, _ in documents if len(ids) > 9][:3]
+    found = engine.Generator(run.model, run.tokenizer).generate(
+        prompts, max_tokens=run.config.max_seq_len - 8, temperature=0.5, seed=run.config.seed
+    )
+    expected = [run.tokenizer.decode([*a[1:], *b]) for a, b in zip(prompts, found, strict=True)]
+    assert texts_of(run_dir) == expected and len(expected) == 3
+    samples = "".join(f"--- sample\n{text}\n" for text in expected)
+    assert said == f"{samples}--- report: {run_dir}/report.md\n"
+    assert "## Samples of step 2" in (run_dir / "report.md").read_text()
+    result = json.loads((run_dir / "result.json").read_text())
+    assert dict(tables(run_dir)[0])["validation"] == f"{result['val_bpb']:.4f} bits per byte"
+
+
+@pytest.fixture
+def chat_run(bpe, tmp_path):  # noqa: F811
+    """A finetuned run with random weights."""
+    config = tiny_config(vocab_size=900, dtype="float32", data="nowhere", max_seq_len=96)
+    run_dir = write_run(tmp_path / "chat", bpe, chat=True, config=config)
+    description = {"starts": START, "finetune": {"run": "base", "checkpoint": "step_000001"}}
+    ts.write_description(run_dir, ts.read_description(run_dir) | description)
+    (run_dir / "log.jsonl").write_text(json.dumps({"step": 7, "tokens": 4096, "val_bpb": 1.25}) + "\n")
+    return run_dir
+
+
+def test_finetuning_answers_questions(chat_run, capsys):
+    """Each question as a user's turn, and the most likely answer, as long as the context has room."""
+    assert report.main([str(chat_run), "--device", "cpu"]) == 0
+    run = engine.load_run(chat_run, device="cpu")
+    special = run.tokenizer.specials
+    prompts = []
+    for question in report.QUESTIONS:
+        ids = [special["<|user_start|>"], *run.tokenizer.encode(question), special["<|user_end|>"]]
+        prompts.append([run.tokenizer.bos_id, *ids, special["<|assistant_start|>"]])
+    room = min(128, 97 - max(map(len, prompts)))
+    answers = [greedy(run, ids, room, special["<|assistant_end|>"]) for ids in prompts]
+    expected = [f"{question}\n\n{answer}" for question, answer in zip(report.QUESTIONS, answers, strict=True)]
+    assert texts_of(chat_run) == expected and all(answers)
+    assert capsys.readouterr().out.count("--- sample\n") == 3
+
+
+def test_without_the_dataset_prompts_are_fixed(chat_run):
+    """As after a download of the run."""
+    ts.write_description(chat_run, ts.read_description(chat_run) | {"command": "pretrain"})
+    assert report.main([str(chat_run), "--device", "cpu"]) == 0
+    found = texts_of(chat_run)
+    assert len(found) == 3
+    for prompt, text in zip(report.PROMPTS, found, strict=True):
+        assert text.startswith(prompt) and len(text) > len(prompt)
+
+
+def test_a_model_that_cannot_be_loaded_costs_the_samples_only(chat_run, capsys):
+    path = next(chat_run.glob("checkpoints/*/model.safetensors"))
+    path.write_bytes(path.read_bytes()[:-1])
+    assert report.main([str(chat_run), "--device", "cpu"]) == 0
+    said = capsys.readouterr().out
+    assert re.match("no samples: none of the 1 checkpoints in .* is whole", said)
+    assert said.splitlines()[0] in (chat_run / "report.md").read_text() and tables(chat_run)
+
+
+# ---- the command line
+
+
+def test_several_runs_without_torch(tmp_path):
+    """With --no-samples torch is not imported; each run gets its report."""
+    runs = [tmp_path / name for name in ("a", "b")]
+    for run_dir, kind in zip(runs, ("pretraining", "encoder"), strict=True):
+        write_files(run_dir, *FINISHED[kind][:3])
+    code = "import sys; sys.modules['torch'] = None; import report; sys.exit(report.main(sys.argv[1:]))"
+    command = [sys.executable, "-c", code, *map(str, runs), "--no-samples"]
+    done = subprocess.run(command, cwd=ROOT / "runs", capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "".join(f"--- report: {run_dir}/report.md\n" for run_dir in runs)
+    for run_dir in runs:
+        assert (run_dir / "report.md").read_text().startswith(f"# {run_dir.name}\n")
+
+
+def test_no_run_directory(tmp_path, capsys):
+    assert report.main([str(tmp_path)]) == 1
+    said = capsys.readouterr()
+    assert said.err == f"error: there is no {tmp_path}/config.json; name the directory of a run that has begun\n"
