@@ -1,4 +1,3 @@
-# ruff: noqa: E402
 """Speed of decoding with random weights: prefill, tokens a second, memory, and whether paths agree.
 
     python dev/bench_generate.py           one GPU: batches of 1, 32, 128; 1,024 + 128 tokens
@@ -127,7 +126,7 @@ def measure(
     # The same steps without the host, and steps that sample.
     if decoder.graphs is not None:
         fill(decoder, prompts, new, temperature=0.0)
-        graph = decoder.graphs[engine.GREEDY]
+        graph, _ = decoder.graphs.recorded[engine.GREEDY, False]
         row["gpu_step_ms"] = timed(ranks, lambda: [graph.replay() for _ in range(new)]) / new
     fill(decoder, prompts, new, temperature=0.8, top_k=50)
     decoder.step()

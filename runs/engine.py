@@ -1,4 +1,4 @@
-"""Decoding with a trained model: KV cache, sampling, calculator, and rows that decode together.
+"""Decoding with a trained model: KV cache, sampling, and rows that decode together.
 
     run = engine.load_run("out/RUN")
     generator = engine.Generator(run.model, run.tokenizer)
@@ -13,7 +13,6 @@ values is up to the `attend` that it is given.
     Runs          load_run: the script, the model and the tokenizer of a run directory
     Cache         KVCache, prefill, decode
     Sampling      sample
-    Calculator    calculate
     Completions   Completion: one request and its result
     Rows          what a step reads of each row, penalties, beginnings in common, CUDA graphs
     Decoding      Decoder (one step for all rows), Generator (texts from prompts)
@@ -25,14 +24,11 @@ the cache, S slots of a ring, N texts of a prefill.
 
 from __future__ import annotations
 
-import ast
 import codecs
 import dataclasses
 import importlib.util
 import json
 import math
-import operator
-import re
 import sys
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
@@ -44,6 +40,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
+from calculator import calculate
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -98,11 +95,8 @@ def print_note(text: str) -> None:
 
 def commit_advice(run_dir: Path) -> str:
     """What to do about a run that these tools cannot read."""
-    try:
-        description = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
-        commit = description["machine"]["git_commit"]
-    except (OSError, ValueError, LookupError, TypeError):
-        commit = ""
+    description = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
+    commit = description.get("machine", {}).get("git_commit")
     if not commit:
         return "use the tools of the commit that made the run (its config.json names none)"
     return f"check out commit {commit}, which made the run, and use its tools"
@@ -383,23 +377,16 @@ def to_device(array, device: torch.device) -> Tensor:
     return torch.as_tensor(array).to(device, non_blocking=True)
 
 
-def new_ids(starts: list[int], texts: list[list[int]]) -> tuple[list[int], list[int]]:
-    """The ids of texts from `starts` on, behind each other, and the id before each of them.
-
-    0 stands before the first id of a text, where no layer reads it.
-    """
+def plan_pack(model, cache: KVCache, rows, starts, texts, size: PrefillSize | None = None) -> Pack:
+    """The arrays of a prefill, padded to a size if there is one."""
+    # The new ids of all texts, and the id before each; 0 before a text, where no layer reads it.
     tokens = []
     previous = []
     for start, text in zip(starts, texts, strict=True):
         tokens += text[start:]
         previous += [0, *text[:-1]][start:]
-    return tokens, previous
 
-
-def plan_pack(model, cache: KVCache, rows, starts, texts, size: PrefillSize | None = None) -> Pack:
-    """The arrays of a prefill, padded to a size if there is one."""
     # Padding is one more text; sdpa_attention works in blocks of equal size.
-    tokens, previous = new_ids(starts, texts)
     padding = (size.new if size else -(-len(tokens) // 128) * 128) - len(tokens)
     text_rows = np.array([*rows, rows[0]])
     starts = np.array([*starts, 0])
@@ -570,86 +557,6 @@ def lowbias32(x: Tensor) -> Tensor:
     x = ((x ^ (x >> 16)) * 0x21F0AAAD) & 0xFFFFFFFF
     x = ((x ^ (x >> 15)) * 0x735A2D97) & 0xFFFFFFFF
     return x ^ (x >> 15)
-
-
-# ==== Calculator
-# Of tool calls.
-
-LEXEME = re.compile(
-    r"""
-    '[^'\\\n]*' | "[^"\\\n]*" | \.count\b           # texts, and the one method they have
-    | (?: \d{1,3}(?:,\d{3})+(?!\d) | \d+ )          # 1,000 or 1000
-      (?: \.\d* )? (?: [eE][-+]?\d+ )?
-    | \.\d+ | [-+*/%()\ ]
-    """,
-    re.VERBOSE,
-)
-OPERATORS = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
-    ast.Pow: lambda a, b: a**b if abs(b) <= 100 else math.nan,
-    ast.UAdd: operator.pos,
-    ast.USub: operator.neg,
-}
-
-
-def evaluate(node: ast.AST, depth: int = 100) -> int | float:
-    """The value of a syntax tree that holds nothing but arithmetic and .count.
-
-    Raises: ValueError for anything else, for more than `depth` levels, and for numbers of 1e30 or
-            more; ArithmeticError for a division by zero or an overflow
-    """
-    match node:
-        case ast.Constant(value=int() | float() as value):
-            x = value
-        case ast.UnaryOp() if depth:
-            x = OPERATORS[type(node.op)](evaluate(node.operand, depth - 1))
-        case ast.BinOp() if depth:
-            left = evaluate(node.left, depth - 1)
-            right = evaluate(node.right, depth - 1)
-            x = OPERATORS[type(node.op)](left, right)
-        case ast.Call(
-            func=ast.Attribute(value=ast.Constant(value=str() as text), attr="count"),
-            args=[ast.Constant(value=str() as part)],
-            keywords=[],
-        ):
-            x = text.count(part)
-        case _:
-            raise ValueError
-    if isinstance(x, complex) or not abs(x) < 1e30:
-        raise ValueError
-    return x
-
-
-def calculate(expression: str) -> str | None:
-    """The result of an expression of numbers, + - * / // % **, and 'text'.count('part').
-
-    None for anything else. Length, depth and the size of every number are bounded, and with them
-    time and memory, in any thread.
-    """
-    text = expression.strip()
-    if len(text) > 256:
-        return None
-    parts = LEXEME.findall(text)
-    if "".join(parts) != text:
-        return None
-
-    # Python does not read 1,000 as a number.
-    plain = "".join(part.replace(",", "") if part[0].isdigit() else part for part in parts)
-    try:
-        x = evaluate(ast.parse(plain, mode="eval").body)
-    except (SyntaxError, ValueError, ArithmeticError, RecursionError, MemoryError):
-        return None
-
-    if abs(x) < 1e15 and x == int(x):
-        return str(int(x))
-    if isinstance(x, int):
-        return str(x)
-    return f"{x:.12g}"
 
 
 # ==== Completions
@@ -842,9 +749,6 @@ class RowState:
             tensor = getattr(self, name)
             tensor[rows] = column.to(tensor.dtype)
 
-    def tensors(self) -> list[Tensor]:
-        return [getattr(self, one.name) for one in dataclasses.fields(self)]
-
 
 class Penalties:
     """What the penalties and logit_bias of each row change in its logits."""
@@ -943,93 +847,61 @@ def common_length(text: list[int], other: list[int]) -> int:
     return bisect_left(range(most), True, key=lambda n: text[: n + 1] != other[: n + 1])
 
 
-class PrefillGraph(NamedTuple):
-    """A prefill of one size as a CUDA graph, with the tensors that it reads and writes."""
+class Graphs:
+    """Work between tensors that stay where they are, as CUDA graphs; each is recorded once."""
 
-    cuda: torch.cuda.CUDAGraph
-    flat: Tensor  # of a Pack
-    hidden: Tensor
+    def __init__(self):
+        self.recorded: dict[Any, tuple] = {}  # by key: the graph, and what the work returned
+
+    def run(self, key, work: Callable, *arguments):
+        """What work(*arguments) does and returns; the next run may overwrite the result."""
+        if key in self.recorded:
+            graph, result = self.recorded[key]
+            graph.replay()
+            return result
+        result = work(*arguments)  # recording computes nothing
+
+        # All of them share one pool of memory, because one runs at a time.
+        pool = next((graph.pool() for graph, _ in self.recorded.values()), None)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            self.recorded[key] = (graph, work(*arguments))
+        return result
 
 
-class PrefillGraphs:
-    """Prefills of fixed sizes as CUDA graphs, each recorded when it first comes."""
+class Prefills:
+    """Prefills into a cache, by a CUDA graph where one of their size fits."""
 
     def __init__(self, model, cache: KVCache, rows: int, weights):
         self.model = model
         self.cache = cache
         self.rows = rows
         self.weights = weights
-        self.graphs: dict[PrefillSize, PrefillGraph] = {}
-        self.failed = False  # to record one, so there are none from then on
+        self.graphs = Graphs()
+        self.packs: dict[PrefillSize, Tensor] = {}  # what the graph of a size reads, flat
+        self.failed = False  # to record one, so no more are tried
 
-    def run(self, rows: list, starts: list, texts: list) -> Tensor | None:
-        """As prefill; the next call overwrites what it returns. None where no graph fits."""
+    def run(self, rows: list, starts: list, texts: list) -> Tensor:
+        """As prefill; the next run may overwrite what it returns."""
         size = prefill_size(starts, texts, self.rows, max(self.model.windows))
         if size is None or self.failed:
-            return None
+            return prefill(self.model, self.cache, rows, starts, texts, self.weights)
         pack = plan_pack(self.model, self.cache, rows, starts, texts, size)
-        if size not in self.graphs:
-            return self.record(size, pack)
-        graph = self.graphs[size]
-        graph.flat.copy_(pack.flat(), non_blocking=True)
-        graph.cuda.replay()
-        return graph.hidden
-
-    def record(self, size: PrefillSize, pack: Pack) -> Tensor:
-        """Computes a prefill and records it for others of its size."""
-        flat = to_device(pack.flat(), self.model.embed.device)
+        if size not in self.packs:
+            self.packs[size] = to_device(pack.flat(), self.model.embed.device)
+        else:
+            self.packs[size].copy_(pack.flat(), non_blocking=True)
         longest = [size.new + size.old] * 2
-        work = (self.model, self.cache, pack.over(flat), longest, self.weights)
-        hidden = run_pack(*work)  # the result; recording computes nothing
-
-        # All of them share one pool of memory, because one runs at a time.
-        pool = next((graph.cuda.pool() for graph in self.graphs.values()), None)
-        graph = torch.cuda.CUDAGraph()
+        work = (self.model, self.cache, pack.over(self.packs[size]), longest, self.weights)
         try:
-            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-                recorded = run_pack(*work)
+            return self.graphs.run(size, run_pack, *work)
         except Exception as error:
             print_note(f"prefills are no CUDA graphs here ({error!r:.200})")
             self.failed = True
             # Without a capture that succeeds, the random generator stays in capture mode.
             with torch.cuda.graph(torch.cuda.CUDAGraph()):
-                torch.zeros_like(flat)
-            return hidden
-        self.graphs[size] = PrefillGraph(graph, flat, recorded)
-        return hidden
-
-
-class StepGraphs:
-    """Steps as CUDA graphs, one for each width, with and without penalties."""
-
-    def __init__(self, state: RowState):
-        self.state = state
-        self.graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}  # by width and shaped
-
-    def run(self, advance: Callable, width: int, shaped: bool) -> None:
-        """What advance(width, shaped) does, launched at once."""
-        if (width, shaped) not in self.graphs:
-            self.graphs[width, shaped] = self.record(advance, width, shaped)
-        self.graphs[width, shaped].replay()
-
-    def record(self, advance: Callable, width: int, shaped: bool) -> torch.cuda.CUDAGraph:
-        """Records a step, while all rows rest, so its warm-up writes nothing into the cache."""
-        saved = [tensor.clone() for tensor in self.state.tensors()]
-        self.state.positions.fill_(-1)
-
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(3):
-                advance(width, shaped)
-        torch.cuda.current_stream().wait_stream(side)
-
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            advance(width, shaped)
-        for tensor, value in zip(self.state.tensors(), saved, strict=True):
-            tensor.copy_(value)
-        return graph
+                torch.zeros_like(self.packs[size])
+            return run_pack(*work)
 
 
 @dataclass
@@ -1099,8 +971,8 @@ class Decoder:
         self.graphs = None
         self.prefills = None
         if graph and cuda:
-            self.graphs = StepGraphs(self.state)
-            self.prefills = PrefillGraphs(model, self.cache, rows, self.weights)
+            self.graphs = Graphs()  # of steps, by width and shaped
+            self.prefills = Prefills(model, self.cache, rows, self.weights)
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -1215,11 +1087,10 @@ class Decoder:
             completion.prompt_chances += token_chances(logits, tokens, completion.logprobs or 0)
 
     def prefill(self, rows: list, starts: list, texts: list) -> Tensor:
-        """As prefill, by a graph where one fits; the next call may overwrite what it returns."""
-        hidden = self.prefills.run(rows, starts, texts) if self.prefills else None
-        if hidden is None:
-            hidden = prefill(self.model, self.cache, rows, starts, texts, self.weights)
-        return hidden
+        """As prefill; the next call may overwrite what it returns."""
+        if self.prefills:
+            return self.prefills.run(rows, starts, texts)
+        return prefill(self.model, self.cache, rows, starts, texts, self.weights)
 
     # -- steps
 
@@ -1260,14 +1131,13 @@ class Decoder:
 
     def launch(self, rows: dict[int, Completion]) -> Flight:
         """Starts a step. What it draws goes in with the next one, except where a tool speaks."""
-        wanted = [c.logprobs for c in rows.values() if c.logprobs is not None]
-        chances = []
-        if wanted or not self.graphs:
-            logits = self.advance(self.width, self.shaped)
-            if wanted:
-                chances = token_chances(logits, self.state.tokens, max(wanted))
+        step = (self.width, self.shaped)
+        if self.graphs:
+            logits = self.graphs.run(step, self.advance, *step)
         else:
-            self.graphs.run(self.advance, self.width, self.shaped)
+            logits = self.advance(*step)
+        wanted = [c.logprobs for c in rows.values() if c.logprobs is not None]
+        chances = token_chances(logits, self.state.tokens, max(wanted)) if wanted else []
 
         drawn = self.state.drawn
         if not drawn.is_cuda:
