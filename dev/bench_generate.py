@@ -1,3 +1,4 @@
+# ruff: noqa: E402
 """Speed of decoding with random weights: prefill, tokens a second, memory, and whether paths agree.
 
     python dev/bench_generate.py           one GPU: batches of 1, 32, 128; 1,024 + 128 tokens
@@ -21,11 +22,12 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-sys.path[:1] = [str(Path(__file__).resolve().parents[1])]
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:1] = [str(ROOT), str(ROOT / "runs")]
+import engine
 import torch
 
 from dev import bench
-from runs import engine
 
 ts = bench.ts
 SMOKE = {

@@ -5,7 +5,6 @@ with blanks around them, equal choices, choices that begin others, prompts that 
 """
 
 import csv
-import hashlib
 import json
 import math
 import random
@@ -228,7 +227,7 @@ def test_losses_of_shared_prefix(data, model):
             tokens += sum(len(r) - 1 for r in rows) - batch.used
             inputs = batch.inputs(torch.device("cpu"))
             with torch.no_grad():
-                nats, hits = score_core.score_packed(model, *inputs.of_model())
+                nats, hits = score_core.score_packed(model, *inputs[:-1])
             for i, (row, (start, end)) in enumerate(zip(rows, spans, strict=True)):
                 z = logits(model, row.tolist())[start - 1 : end - 1]
                 wanted = -z.log_softmax(1)[torch.arange(end - start), torch.from_numpy(row[start:end]).long()]
@@ -383,9 +382,6 @@ def test_mistakes(data, bundle, tmp_path):
     sha256 = score_core.core_files(ts.Dataset.open(root))["core/copa.npz"]
     with pytest.raises(score_core.RunError, match="corrupt"):
         score_core.CoreTask.read(root / "core/copa.npz", "0" * 64, 0, LENGTH)
-    (root / "core/copa.npz").write_bytes(b"x")
-    with pytest.raises(score_core.RunError, match="not a CORE file"):
-        score_core.CoreTask.read(root / "core/copa.npz", hashlib.sha256(b"x").hexdigest(), 0, LENGTH)
     (root / "core/copa.npz").unlink()
     with pytest.raises(score_core.RunError, match="missing"):
         score_core.CoreTask.read(root / "core/copa.npz", sha256, 0, LENGTH)
