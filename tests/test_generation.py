@@ -5,6 +5,7 @@ import contextlib
 import functools
 import io
 import json
+import re
 import sys
 from fractions import Fraction
 from types import SimpleNamespace
@@ -41,24 +42,19 @@ def test_load_run(run_dir):
     assert engine.load_run(run_dir, 7, "cpu", attention="sdpa").config.attention == "sdpa"
 
 
-@pytest.mark.parametrize(
-    ("line", "found"), [("INTERFACE = 1", 1), ("INTERFACE = 7", 7), ("", 1)], ids=("older", "newer", "none")
-)
+@pytest.mark.parametrize(("line", "found"), [("INTERFACE = 1", 1), ("INTERFACE = 99", 99), ("", 1)])
 @pytest.mark.parametrize("commit", ["0123abc", ""])
 def test_another_interface_is_refused(run_dir, line, found, commit):
     """One sentence names both interfaces and the commit to check out."""
     path = run_dir / "train_small.py"
-    lines = [line if old.startswith("INTERFACE = ") else old for old in path.read_text().splitlines()]
-    path.write_text("\n".join(lines))
+    path.write_text(re.sub(r"^INTERFACE = .*$", line, path.read_text(), flags=re.M))
     description = json.loads((run_dir / "config.json").read_text())
     (run_dir / "config.json").write_text(json.dumps({**description, "machine": {"git_commit": commit}}))
     with pytest.raises(engine.RunError) as error:
         engine.load_run(run_dir, device="cpu")
-    message = str(error.value)
-    assert (
-        f"has interface {found} but this tool reads interface {engine.INTERFACE}; " in message and "\n" not in message
-    )
-    assert ("check out commit 0123abc" if commit else "config.json names none") in message
+    advice = "check out commit 0123abc" if commit else "config.json names none"
+    found = f"has interface {found} but this tool reads interface {engine.INTERFACE}; "
+    assert found in str(error.value) and advice in str(error.value) and "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("code", ["import nothing_of_that_name", "def", "raise ValueError"])
@@ -398,11 +394,6 @@ def test_graphs_of_prefills(generator, record, monkeypatch):
     assert len(record) == len(mine.prefills.packs) >= 3, "one for each size"
     assert {size.old for size in mine.prefills.packs} == {0, 32}
 
-    # What the test on GPUs does.
-    monkeypatch.setattr(engine, "NEW_SIZES", (128,))
-    monkeypatch.setattr(engine, "OLD_SIZES", (0, 1024))
-    compare_prefill_graphs(generator.model, generator.tokenizer, 1e-5)
-
     # Where recording fails, all goes on without.
     def fails(graph, **options):
         raise RuntimeError("no graphs")
@@ -498,10 +489,8 @@ def run_out(decoder) -> None:
 
 def test_rows_come_and_go(generator):
     """Texts enter while others decode, one is dropped, its row is taken again: each is as if it were alone."""
-    decoder, texts = (
-        engine.Decoder(generator.model, generator.tokenizer, 3, 60),
-        random_documents((21, 9, 30, 1, 14), 290),
-    )
+    decoder = engine.Decoder(generator.model, generator.tokenizer, 3, 60)
+    texts = random_documents((21, 9, 30, 1, 14), 290)
     a, b, c, d, e = (engine.Completion(text, 25, temperature=0.0) for text in texts)
     decoder.admit({0: a, 2: b})
     for _ in range(4):
@@ -795,13 +784,10 @@ def test_answers_that_make_room_go_on_unchanged(generator, ahead):
 @pytest.mark.parametrize("ahead", [False, True])
 def test_an_answer_that_comes_back_at_once_goes_on_unchanged(generator, ahead):
     """Stopped and admitted again to its own row, while a step of it is in flight, it gets no id twice."""
-    options = {"max_tokens": 14, "temperature": 1.2, "seed": 9}
-    whole, parted, other = (engine.Completion(PROMPTS[i], **options) for i in (1, 1, 2))
-    alone = engine.Completion(PROMPTS[2], **options)
-    for completion in (whole, alone):
-        decoder = engine.Decoder(generator.model, generator.tokenizer, 1, 64)
-        decoder.admit({0: completion})
-        run_out(decoder)
+    prompts = [PROMPTS[1], PROMPTS[2]]
+    options = {"max_tokens": 14, "temperature": 1.2}
+    alone = [generator.generate([prompt], seed=9, **options)[0] for prompt in prompts]
+    parted, other = (engine.Completion(prompt, seed=9, **options) for prompt in prompts)
     decoder = engine.Decoder(generator.model, generator.tokenizer, 2, 64, ahead=ahead)
     decoder.admit({0: parted, 1: other})
     for _ in range(4):
@@ -809,7 +795,7 @@ def test_an_answer_that_comes_back_at_once_goes_on_unchanged(generator, ahead):
     decoder.stop(0)
     decoder.admit({0: parted})
     run_out(decoder)
-    assert parted.tokens == whole.tokens and other.tokens == alone.tokens
+    assert [parted.tokens, other.tokens] == alone
 
 
 def test_shelves_hold_what_texts_have_in_common(generator):
@@ -898,8 +884,7 @@ def pieces_of(generator, ids) -> list[str]:
 def test_streamed_text_never_breaks_a_character(generator, text):
     """Characters that arrive byte by byte come out whole."""
     pieces = pieces_of(generator, list(text.encode()))  # ids below 256 are bytes
-    assert "".join(pieces) == text
-    assert all("\ufffd" not in piece for piece in pieces) or "\ufffd" in text
+    assert "".join(pieces) == text and all("\ufffd" not in piece or "\ufffd" in text for piece in pieces)
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
@@ -943,53 +928,37 @@ def test_context_overflow(generator):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("compile", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_graph_equals_plain_path(generator, monkeypatch, compile, dtype):
-    """A captured step with kernels against fp32 on the CPU, both fed the CPU's tokens: logits to the dtype's rounding.
+def test_graphs_of_steps_give_the_tokens_of_plain_steps(generator, dtype):
+    """Rows come late, one is taken again, and sampling goes through graphs of several widths."""
+    plain = random_model(tiny_config(width=256, head_dim=64, mlp_width=512, vocab_size=300))
+    model = run_of(plain, dtype, "cuda", generator.tokenizer).model
+    samplings = [{}, {"temperature": 0.0}, {"top_k": 0}, {"top_p": 0.9, "top_k": 0}, {"presence_penalty": 1.0}]
 
-    Rows come late, one is taken again, and sampling goes through graphs of several widths.
-    """
-    config = tiny_config(width=256, head_dim=64, mlp_width=512, vocab_size=300)
-    plain = random_model(config)
-    model = ts.GPT(config, "cuda", dtype)
-    model.load_state_dict({k: v.to(model.state_dict()[k].dtype) for k, v in plain.state_dict().items()})
-    plain.load_state_dict({k: v.float() for k, v in model.state_dict().items()})
-    model.attention = ts.choose_attention(model, lambda text: None)
-    sides = [engine.Decoder(m, generator.tokenizer, 4, 64, compile and m is model, ahead=False) for m in (model, plain)]
-    seen = [torch.zeros(4, config.padded_vocab, device=side.state.tokens.device) for side in sides]
-    for side, out in zip(sides, seen, strict=True):
-        side.decode = functools.partial(lambda decode, out, *args: out.copy_(decode(*args)), side.decode, out)
-    assert sides[0].graphs and sides[1].graphs is None
-    texts, errors = random_documents((3, 20, 9, 1, 17), vocab=290), []
-    samplings = [{}, {"temperature": 0.0}, {"top_k": 0}, {"top_p": 0.9, "top_k": 0}, {"temperature": 0.0}]
-    for step in range(60):
-        if step % 8 == 0 and step < 40:
-            row = (0, 1, 2, 3, 0)[step // 8]
-            for side in sides:
-                side.free(row)
-                side.admit({row: engine.Completion(texts[step // 8], 30, seed=step, **samplings[step // 8])})
-        if sides[1].live:
-            before = {row: len(c.tokens) for row, c in sides[1].live.items()}
-            for side in sides:
-                side.step()
-            sides[0].state.tokens.copy_(sides[1].state.tokens)
-            errors += [(seen[0][row].cpu() - seen[1][row]).abs().max().item() for row in before]
-            if set(sides[0].live) != set(sides[1].live):  # a BOS that only one of them drew
-                for row in set(sides[0].live) ^ set(sides[1].live):
-                    for side in sides:
-                        side.free(row)
-    # Logits have a standard deviation of 3. bf16 on a CPU has errors of 0.2 (median of the largest) and 0.35 at most.
-    median, most = (0.4, 1.0) if dtype == torch.bfloat16 else (1e-3, 1e-2)
-    assert len(errors) > 60 and sorted(errors)[len(errors) // 2] < median and max(errors) < most
-    assert sorted(sides[0].graphs.recorded) == [(-1, False), (64, False), (300, False)]
+    def texts(graph) -> list[list[int]]:
+        decoder = engine.Decoder(model, generator.tokenizer, 4, 64, graph=graph, shaping=True)
+        decoder.prefills = None  # a padded prefill rounds otherwise
+        completions = []
+        for seed, options in enumerate(samplings):
+            prompt = random_documents((3 + 5 * seed,), vocab=290)[0]
+            completions.append(engine.Completion(prompt, 30, seed=seed, logprobs=3 if seed == 1 else None, **options))
+            decoder.free(seed % 4)
+            decoder.admit({seed % 4: completions[-1]})
+            for _ in range(8):
+                decoder.step()
+        run_out(decoder)
+        assert not graph or len(decoder.graphs.recorded) >= 4
+        return [completion.tokens for completion in completions]
+
+    assert texts(True) == texts(False)
 
 
 @pytest.mark.gpu
-def test_generator_on_a_gpu(generator):
+@pytest.mark.parametrize("compile", [False, True])
+def test_generator_on_a_gpu(generator, compile):
     """fp32 on the GPU gives the CPU's greedy tokens, with rows that are taken again, twice."""
     model = random_model(tiny_config()).cuda()
-    mine = engine.Generator(model, generator.tokenizer, rows=2)
+    mine = engine.Generator(model, generator.tokenizer, rows=2, compile=compile)
     for _ in range(2):
         answers = mine.generate(PROMPTS, max_tokens=20, temperature=0.0)
         assert answers == [argmax_loop(generator, prompt, 20) for prompt in PROMPTS]
@@ -1076,9 +1045,8 @@ def test_generation_through_the_kernel(generator, monkeypatch):
     monkeypatch.setattr(engine, "use_triton", lambda x: True)
     monkeypatch.setattr(engine, "DECODE_TILES", dict(BN=16))
     monkeypatch.setattr(engine, "adjacent_heads", lambda x: launches.append(0) or adjacent_heads(x))
-    assert (
-        engine.Generator(generator.model, generator.tokenizer).generate(PROMPTS, max_tokens=6, temperature=0.0) == plain
-    )
+    kernel = engine.Generator(generator.model, generator.tokenizer)
+    assert kernel.generate(PROMPTS, max_tokens=6, temperature=0.0) == plain
     assert launches, "the kernel ran"
 
 
