@@ -379,7 +379,7 @@ def score_tasks(run: engine.Run, args: argparse.Namespace, ranks, say: Callable)
     size = score_core.default_batch_tokens(ranks.device)
     if args.run_code and not isolation():
         say("note: programs will run with access to the network: unshare is not allowed here")
-    say(f"{'task':34} {'items':>7} {'accuracy':>9} {'centered':>9} {'seconds':>8}")
+    say(score_core.HEAD)
     table = []
     samples = []
     for name in TASKS:
@@ -395,11 +395,9 @@ def score_tasks(run: engine.Run, args: argparse.Namespace, ranks, say: Callable)
             samples += answers
         else:
             right = score_choices(score, run.model, run.tokenizer, items, ranks, size)
-        accuracy = float(right.mean())
-        centered = (accuracy - TASKS[name].guessing) / (1 - TASKS[name].guessing)
         seconds = time.perf_counter() - start
-        table.append(score_core.TaskScore(name, len(items), accuracy, centered, seconds))
-        say(f"{name:34} {len(items):7,} {accuracy:9.4f} {centered:9.4f} {seconds:8.2f}")
+        table.append(score_core.TaskScore.of(name, right, TASKS[name].guessing, seconds))
+        say(table[-1].line())
     return table, samples
 
 
@@ -416,9 +414,8 @@ def evaluate(run: engine.Run, args: argparse.Namespace) -> dict | None:
     if not table:
         raise RunError("no task could be scored; give files with --files")
 
-    chatcore = sum(row.centered for row in table) / len(table)
-    total = score_core.CoreScore(table, chatcore, time.perf_counter() - begin, "ChatCORE")
-    say(f"{'ChatCORE':34} {total.items:7,} {'':9} {chatcore:9.4f} {total.seconds:8.2f}")
+    total = score_core.CoreScore(table, time.perf_counter() - begin, "ChatCORE")
+    say(total.line())
     left_out = [name for name in TASKS if name not in [row.task for row in table]]
     if left_out:
         say(f"note: the mean of {len(table)} tasks, without {', '.join(left_out)}")
@@ -430,7 +427,7 @@ def evaluate(run: engine.Run, args: argparse.Namespace) -> dict | None:
     run.script.write_atomically(args.run_dir / "chat_eval_samples.jsonl", lines)
     if samples:
         say(f"answers: {args.run_dir}/chat_eval_samples.jsonl")
-    result = {"chatcore": chatcore, "tasks": {row.task: row.accuracy for row in table}}
+    result = {"chatcore": total.core, "tasks": {row.task: row.accuracy for row in table}}
     return result | {"chat_eval_seconds": total.seconds, "run_dir": str(args.run_dir)}
 
 

@@ -119,7 +119,8 @@ def load_run(
     """Loads the newest checkpoint of a run, or that of a step.
 
     Args:   device "cuda", "mps" or "cpu", by default the best there is; changes are fields of the
-            script's Config, such as dtype and attention, that may differ between machines
+            script's Config, such as dtype and attention, that may differ between machines; None
+            leaves one as it is
     Raises: RunError if the run, the step or the device is missing
     """
     script = import_script(run_dir)
@@ -162,6 +163,7 @@ def load_model(script: ModuleType, run_dir: Path, step, device, changes: dict) -
     state = script.check_checkpoint(folder, needed)
     weights = load_file(folder / "model.safetensors")
 
+    changes = {name: value for name, value in changes.items() if value is not None}
     config = dataclasses.replace(script.read_config(run_dir), **changes)
     default_device = script.start_ranks().device
     device = choose_device(device) if device else default_device

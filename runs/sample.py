@@ -56,9 +56,8 @@ def check_flags(args: argparse.Namespace) -> None:
 
 
 def load(args: argparse.Namespace) -> engine.Run:
-    changes = {"attention": args.attention, "dtype": args.dtype}
-    changes = {name: value for name, value in changes.items() if value is not None}
-    return engine.load_run(args.run_dir, args.step, args.device, **changes)
+    device = args.device
+    return engine.load_run(args.run_dir, args.step, device, attention=args.attention, dtype=args.dtype)
 
 
 def check_decoding(run: engine.Run) -> float:

@@ -13,7 +13,6 @@ Letters in shapes: T tokens of a batch, R scored tokens of a batch, H heads, K h
 """
 
 import argparse
-import csv
 import hashlib
 import io
 import json
@@ -450,28 +449,44 @@ class TaskScore:
     centered: float  # (accuracy - guessing) / (1 - guessing)
     seconds: float
 
+    @staticmethod
+    def of(task: str, right: np.ndarray, guessing: float, seconds: float) -> "TaskScore":
+        accuracy = float(right.mean())
+        return TaskScore(task, len(right), accuracy, (accuracy - guessing) / (1 - guessing), seconds)
+
+    def line(self) -> str:
+        numbers = f"{self.accuracy:9.4f} {self.centered:9.4f} {self.seconds:8.2f}"
+        return f"{self.task:34} {self.items:7,} {numbers}"
+
+
+HEAD = f"{'task':34} {'items':>7} {'accuracy':>9} {'centered':>9} {'seconds':>8}"
+
 
 @dataclass
 class CoreScore:
     """The whole table."""
 
     tasks: list[TaskScore]
-    core: float  # mean of the centered accuracies
     seconds: float  # of scoring, without compilation
     name: str = "CORE"  # chat_eval.py has another
+
+    @property
+    def core(self) -> float:
+        """Mean of the centered accuracies."""
+        return sum(row.centered for row in self.tasks) / len(self.tasks)
 
     @property
     def items(self) -> int:
         return sum(row.items for row in self.tasks)
 
+    def line(self) -> str:
+        return f"{self.name:34} {self.items:7,} {'':9} {self.core:9.4f} {self.seconds:8.2f}"
+
     def csv(self) -> str:
-        text = io.StringIO()
-        writer = csv.writer(text, lineterminator="\n")
-        writer.writerow(("task", "items", "accuracy", "centered", "seconds"))
+        lines = ["task,items,accuracy,centered,seconds"]
         for row in self.tasks:
-            writer.writerow((row.task, row.items, row.accuracy, row.centered, row.seconds))
-        writer.writerow((self.name, self.items, "", self.core, self.seconds))
-        return text.getvalue()
+            lines.append(f"{row.task},{row.items},{row.accuracy},{row.centered},{row.seconds}")
+        return "\n".join([*lines, f"{self.name},{self.items},,{self.core},{self.seconds}\n"])
 
 
 def evaluate_core(
@@ -494,21 +509,18 @@ def evaluate_core(
     ranks.sync()
     say(f"core: {size:,} tokens a batch, compiled in {time.perf_counter() - start:.1f} s")
 
-    say(f"{'task':34} {'items':>7} {'accuracy':>9} {'centered':>9} {'seconds':>8}")
+    say(HEAD)
     begin = time.perf_counter()
     rows = []
     for name, sha256 in core_files(dataset).items():
         start = time.perf_counter()
         task = CoreTask.read(dataset.root / name, sha256, limit, max_seq_len)
-        accuracy = float(score_task(score, task, size, model.windows, bos_id, ranks).mean())
-        centered = (accuracy - task.baseline) / (1 - task.baseline)
-        seconds = time.perf_counter() - start
-        rows.append(TaskScore(task.name, len(task.items), accuracy, centered, seconds))
-        say(f"{task.name:34} {len(task.items):7,} {accuracy:9.4f} {centered:9.4f} {seconds:8.2f}")
+        right = score_task(score, task, size, model.windows, bos_id, ranks)
+        rows.append(TaskScore.of(task.name, right, task.baseline, time.perf_counter() - start))
+        say(rows[-1].line())
 
-    core = sum(row.centered for row in rows) / len(rows)
-    result = CoreScore(rows, core, time.perf_counter() - begin)
-    say(f"{'CORE':34} {result.items:7,} {'':9} {result.core:9.4f} {result.seconds:8.2f}")
+    result = CoreScore(rows, time.perf_counter() - begin)
+    say(result.line())
     if len(rows) != NUM_TASKS:
         say(f"note: {len(rows)} tasks; CORE is the mean over {NUM_TASKS}")
     return result
@@ -554,9 +566,7 @@ def score_run(args: argparse.Namespace) -> dict | None:
     """Scores the model of a run directory and writes the files. Returns what is printed last, on the first rank."""
     if args.items < 0 or (args.batch_tokens is not None and args.batch_tokens < 1):
         raise RunError("--items must be at least 0 and --batch-tokens at least 1")
-    changes = {"attention": args.attention, "dtype": args.dtype}
-    changes = {name: value for name, value in changes.items() if value is not None}
-    run = engine.load_run(args.run_dir, args.step, **changes)
+    run = engine.load_run(args.run_dir, args.step, attention=args.attention, dtype=args.dtype)
     ranks = run.script.start_ranks()
     dataset = open_dataset(run, args)
 
