@@ -57,12 +57,6 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def say_dropped(turns: int, context: str) -> None:
-    """Says that a conversation got shorter."""
-    which = "turn" if turns == 1 else f"{turns} turns"
-    say(f"({context} is full: dropped the oldest {which})")
-
-
 def fit(backend, system: str, messages: list[dict], room: int) -> list[int]:
     """The ids of a conversation, after dropping its oldest turns until `room` more ids fit."""
     limit = backend.limit
@@ -77,7 +71,7 @@ def fit(backend, system: str, messages: list[dict], room: int) -> list[int]:
         dropped += 1
         ids = backend.render(system, messages)
     if dropped:
-        say_dropped(dropped, f"the context of {limit:,} tokens")
+        say(f"(the context of {limit:,} tokens is full, oldest turns dropped: {dropped})")
     return ids
 
 
@@ -291,11 +285,11 @@ class Remote:
 
     def first_model(self) -> str:
         """The first model that the server lists."""
-        with self.open("models") as response:
-            try:
+        try:
+            with self.open("models") as response:
                 return json.loads(response.read())["data"][0]["id"]
-            except (ValueError, LookupError, TypeError, OSError, http.client.HTTPException):
-                raise RunError(f"{self.base}/models lists no model; name one with --model") from None
+        except (ValueError, LookupError, TypeError, OSError, http.client.HTTPException):
+            raise RunError(f"{self.base}/models lists no model; name one with --model") from None
 
     def open(self, path: str, body: dict | None = None):
         """The response to a request: POST if there is a body, else GET. Raises: RunError"""
@@ -358,7 +352,7 @@ class Remote:
                 first += 2
         if first:
             del messages[:first]  # only now: a message too long by itself costs nothing
-            say_dropped(first // 2, "the context")
+            say(f"(the context is full, oldest turns dropped: {first // 2})")
         return response
 
     def request(self, system: str, messages: list[dict]) -> dict:
@@ -380,12 +374,9 @@ def delta(event: dict) -> tuple[str, bool]:
         error = event["error"]
         text = error.get("message") if isinstance(error, dict) else error
         raise RunError(f"the server stopped: {printable(str(text))[:500]}")
-    text = ""
-    finished = False
-    for choice in event.get("choices") or ():
-        text += (choice.get("delta") or {}).get("content") or ""
-        finished = finished or bool(choice.get("finish_reason"))
-    return text, finished
+    choices = event.get("choices") or [{}]  # none in an event that counts tokens
+    text = (choices[0].get("delta") or {}).get("content") or ""
+    return text, bool(choices[0].get("finish_reason"))
 
 
 def printable(text: str) -> str:
@@ -450,20 +441,23 @@ class Chat:
         elif name == "/system":
             self.system = rest
             say("(set)" if rest else "(no system text)")
-        elif name == "/save" and rest:
-            self.save(Path(rest).expanduser())
+        elif name == "/save":
+            self.save(rest)
         elif name == "/help":
             say(HELP)
-        elif name == "/save":
-            say("/save needs a file name")
         else:
             say(f"unknown command {name}; /help lists all")
         return True
 
-    def save(self, path: Path) -> None:
+    def save(self, name: str) -> None:
+        """Adds the conversation to a file, as one line of JSON that data/sft.py reads."""
+        if not name:
+            say("/save needs a file name")
+            return
         if not self.messages:
             say("there is nothing to save yet")
             return
+        path = Path(name).expanduser()
         messages = history("", self.messages)
         for message, known in zip(messages, self.messages, strict=True):
             if known.get("ids"):
@@ -521,17 +515,14 @@ def use_history() -> None:
         return
     state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
     path = Path(state).expanduser() / "decoderstack" / "chat_history"
-
-    def keep() -> None:
-        with contextlib.suppress(OSError):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.touch(mode=0o600)  # for nobody else to read
-            readline.set_history_length(HISTORY_LINES)
-            readline.write_history_file(path)
-
-    with contextlib.suppress(OSError):
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch(mode=0o600)  # for nobody else to read
         readline.read_history_file(path)
-    atexit.register(keep)
+    except OSError:
+        return
+    readline.set_history_length(HISTORY_LINES)
+    atexit.register(readline.write_history_file, path)
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:

@@ -49,7 +49,7 @@ def xz(text: bytes) -> int:
 def open_dataset(script, run_dir: Path, config):
     """The dataset of a run. Raises: RunError if it has changed since"""
     root = Path(config.data)
-    if not root.is_absolute() and not root.exists():
+    if not root.exists():
         root = ROOT / root
     dataset = script.Dataset.open(root)
     stated = script.read_description(run_dir)

@@ -121,7 +121,7 @@ def test_a_full_context_drops_the_oldest_turns(make):
         assert [m["role"] for m in chat.messages] == ["user", "assistant"] * (len(chat.messages) // 2)
         if "full" in err:
             dropped += 1
-            assert "context of 96 tokens is full: dropped the oldest" in err
+            assert "context of 96 tokens is full, oldest turns dropped: " in err
         kept = [*before, text][-len(chat.messages) + 1 :]
         ids = template(backend, "S", kept)
         assert chat.messages[-1]["ids"] == argmax_answer(backend, ids, 10) and len(ids) + 10 <= 97
@@ -461,7 +461,7 @@ def test_a_server_whose_context_is_full(server):
     assert say(chat, "one") == ("answer 1\n", "")
     for i, text in enumerate(("two", "three")):
         out, err = say(chat, text)
-        assert "dropped the oldest turn" in err and out.startswith("answer")
+        assert "oldest turns dropped: 1" in err and out.startswith("answer")
         assert [m["content"] for m in chat.messages][0] == text and len(chat.messages) == 2, i
     assert [m["content"] for m in server.seen[-1]["messages"]] == ["S", "three"]
     assert "max_tokens" not in server.seen[-1], "the server knows what fits"
