@@ -118,6 +118,17 @@ def check_chat_tokens(tokenizer, run_dir: Path) -> None:
         raise RunError(f"the tokenizer of {run_dir} has no chat tokens; {advice}")
 
 
+def complete(generator, completions: list, note: str = "") -> None:
+    """Brings completions to their end; a note shows a progress bar on a terminal."""
+    if not completions:
+        return
+    rows = min(len(completions), generator.rows)
+    disable = None if note else True  # None: only where there is no terminal
+    with tqdm(total=len(completions), desc=note, disable=disable, leave=False) as bar:
+        for events in generator.run(completions, rows):
+            bar.update(sum(bool(event.reason) for event in events))
+
+
 def sum_over_ranks(values: np.ndarray, ranks) -> np.ndarray:
     if ranks.world == 1:
         return values
@@ -267,11 +278,7 @@ def score_texts(generator, items: list[Item], task: str, ranks) -> tuple[np.ndar
         most = min(TASKS[task].new_tokens, limit + 1 - len(prompt))
         if most > 0:
             completions[i] = engine.Completion(prompt, most, temperature=0.0, stop=stop, tools=True)
-    if completions:
-        rows = min(len(completions), generator.rows)
-        with tqdm(total=len(completions), desc=task, disable=None, leave=False) as bar:
-            for events in generator.run(list(completions.values()), rows):
-                bar.update(sum(bool(event.reason) for event in events))
+    complete(generator, list(completions.values()), task)
     texts = {i: tokenizer.decode(completion.tokens) for i, completion in completions.items()}
 
     right = np.zeros(len(items), np.int64)

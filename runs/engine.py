@@ -880,7 +880,7 @@ class Prefills:
         self.rows = rows
         self.weights = weights
         self.graphs = Graphs()
-        self.packs: dict[PrefillSize, Tensor] = {}  # what the graph of a size reads, flat
+        self.packs: dict[PrefillSize, tuple] = {}  # what a graph reads: flat, and as a Pack
         self.failed = False  # to record one, so no more are tried
 
     def run(self, rows: list, starts: list, texts: list) -> Tensor:
@@ -890,11 +890,12 @@ class Prefills:
             return prefill(self.model, self.cache, rows, starts, texts, self.weights)
         pack = plan_pack(self.model, self.cache, rows, starts, texts, size)
         if size not in self.packs:
-            self.packs[size] = to_device(pack.flat(), self.model.embed.device)
-        else:
-            self.packs[size].copy_(pack.flat(), non_blocking=True)
+            flat = torch.empty_like(pack.flat(), device=self.model.embed.device)
+            self.packs[size] = (flat, pack.over(flat))
+        flat, on_device = self.packs[size]
+        flat.copy_(pack.flat(), non_blocking=True)
         longest = [size.new + size.old] * 2
-        work = (self.model, self.cache, pack.over(self.packs[size]), longest, self.weights)
+        work = (self.model, self.cache, on_device, longest, self.weights)
         try:
             return self.graphs.run(size, run_pack, *work)
         except Exception as error:
@@ -902,7 +903,7 @@ class Prefills:
             self.failed = True
             # Without a capture that succeeds, the random generator stays in capture mode.
             with torch.cuda.graph(torch.cuda.CUDAGraph()):
-                torch.zeros_like(self.packs[size])
+                torch.zeros_like(flat)
             return run_pack(*work)
 
 
@@ -1161,7 +1162,7 @@ class Decoder:
 
         # The largest of numbers with NaN among them is NaN, so NaN is what was drawn.
         broken = logits.gather(1, drawn[:, None])[:, 0].isnan()
-        state.drawn.copy_(torch.where(broken, NOT_FINITE, drawn))
+        state.drawn.copy_(drawn).masked_fill_(broken, NOT_FINITE)
         state.previous.copy_(state.tokens)
         state.tokens.copy_(drawn)
         state.positions.add_(state.positions >= 0)
