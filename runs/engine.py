@@ -219,6 +219,21 @@ class KVCache:
             values.append(model.embed.new_zeros(shape))
         return KVCache(keys, values, slots)
 
+    def clear(self, rows: list[int]) -> None:
+        """Zeroes rows. Old keys are masked, but infinities and NaN would get through a mask."""
+        if rows:
+            index = to_device(rows, self.keys[0].device)
+            for ring in (*self.keys, *self.values):
+                ring[index] = 0
+
+    def copy(self, sources: dict[int, int]) -> None:
+        """Copies rows: {to: from}."""
+        if sources:
+            target = to_device(list(sources), self.keys[0].device)
+            source = to_device(list(sources.values()), self.keys[0].device)
+            for ring in (*self.keys, *self.values):
+                ring[target] = ring[source]
+
 
 class RingPlan(NamedTuple):
     """How a prefill reads and writes the rings of all layers that have one window.
@@ -1012,8 +1027,8 @@ class Decoder:
         sources = self.find_shelves(completions, texts, starts)
         for row in completions:
             self.known[row] = []  # should the prefill fail
-        self.clear([row for row in completions if starts[row] == 0 and row not in sources])
-        self.copy_rows(sources)
+        self.cache.clear([row for row in completions if starts[row] == 0 and row not in sources])
+        self.cache.copy(sources)
         for row, shelf in sources.items():
             starts[row] = len(self.shelves.texts[shelf])
         self.fill({row: text[:-1] for row, text in texts.items()}, starts, completions)
@@ -1041,28 +1056,12 @@ class Decoder:
         sharing = {row: text for row, text in texts.items() if not completions[row].score_prompt}
         sources, new = self.shelves.choose(sharing, starts, self.known)
         try:
-            self.clear(list(new))
+            self.cache.clear(list(new))
             self.fill(new, dict.fromkeys(new, 0), {})
         except BaseException:
             self.shelves.forget()  # what they hold is not certain
             raise
         return sources
-
-    def clear(self, rows: list[int]) -> None:
-        """Zeroes rows. Old keys are masked, but infinities and NaN would get through a mask."""
-        if rows:
-            index = to_device(rows, self.model.embed.device)
-            for ring in (*self.cache.keys, *self.cache.values):
-                ring[index] = 0
-
-    def copy_rows(self, sources: dict[int, int]) -> None:
-        """Copies rows of the cache: {to: from}."""
-        if sources:
-            device = self.model.embed.device
-            target = to_device(list(sources), device)
-            source = to_device(list(sources.values()), device)
-            for ring in (*self.cache.keys, *self.cache.values):
-                ring[target] = ring[source]
 
     def fill(self, texts: dict, starts: dict, completions: dict[int, Completion]) -> None:
         """Computes what rows lack of their texts, and the chances of prompts that want them."""

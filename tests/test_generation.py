@@ -969,7 +969,7 @@ def compare_prefill_graphs(model, tokenizer, tolerance):
     for seed in range(3):
         texts, done = random_documents((64, 58, 61 + seed), vocab=290), [0, 0, 0]
         for side in (plain, fixed):
-            side.clear([0, 1, 2])
+            side.cache.clear([0, 1, 2])
         for counts in ((5, 40, 23), (2, 0, 1), (30, 18, 9)):
             starts = {row: done[row] for row in range(3) if counts[row]}
             done = [d + n for d, n in zip(done, counts, strict=True)]
