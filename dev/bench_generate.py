@@ -22,11 +22,12 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-sys.path[:1] = [str(Path(__file__).resolve().parents[1])]
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:1] = [str(ROOT), str(ROOT / "runs")]
+import engine
 import torch
 
 from dev import bench
-from runs import engine
 
 ts = bench.ts
 SMOKE = {
@@ -127,7 +128,7 @@ def measure(
     # The same steps without the host, and steps that sample.
     if decoder.graphs is not None:
         fill(decoder, prompts, new, temperature=0.0)
-        graph = decoder.graphs[engine.GREEDY]
+        graph, _ = decoder.graphs.recorded[engine.GREEDY, False]
         row["gpu_step_ms"] = timed(ranks, lambda: [graph.replay() for _ in range(new)]) / new
     fill(decoder, prompts, new, temperature=0.8, top_k=50)
     decoder.step()

@@ -6,10 +6,11 @@
     python runs/chat.py --endpoint http://127.0.0.1:8000 --model NAME   (key: OPENAI_API_KEY)
 
 Text appears as it is generated. Commands: /clear /system TEXT /save FILE /help /quit; Ctrl-C ends
-an answer or empties the line, Ctrl-D ends the chat. The lines of a terminal are kept for the next
-time in ~/.local/state/decoderstack/chat_history. With a run directory, the KV cache is kept between
-turns, so a turn computes only its own tokens. When the context is full, the oldest turns are
-dropped and a note says so. A model that was not finetuned for chat continues the text instead.
+an answer or empties the line, Ctrl-D ends the chat. A line that ends with a backslash goes on in
+the next one. The lines of a terminal are kept in ~/.local/state/decoderstack/chat_history. With a
+run directory, the KV cache is kept between turns, so a turn computes only its own tokens. When the
+context is full, the oldest turns are dropped and a note says so. A model that was not finetuned for
+chat continues the text instead.
 
 Result: the exit code is 1 if a question of --prompt or of a pipe got no whole answer.
 """
@@ -45,7 +46,7 @@ HELP = """\
 /save FILE     add the conversation to FILE as one line of JSON, as data/sft.py reads it
 /help          this list
 /quit          end the chat (also Ctrl-D)
-For a message that starts with a slash, type two."""
+For a message that starts with a slash, type two. A line that ends with \\ goes on in the next one."""
 TIMEOUT = 300  # seconds without a word from the server
 MAX_TOKENS = 512  # of an answer of a local model, unless --max-tokens says otherwise
 HISTORY_LINES = 1000
@@ -56,10 +57,28 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def say_dropped(turns: int, context: str) -> None:
-    """Says that a conversation got shorter."""
-    which = "turn" if turns == 1 else f"{turns} turns"
-    say(f"({context} is full: dropped the oldest {which})")
+def fit(backend, system: str, messages: list[dict], room: int) -> list[int]:
+    """The ids of a conversation, after dropping its oldest turns until `room` more ids fit."""
+    limit = backend.limit
+    newest = len(backend.render(system, messages[-1:]))
+    if newest > limit:
+        raise RunError(f"the message has {newest:,} tokens but the context is {limit:,}; shorten it")
+    room = min(room, limit // 4)
+    dropped = 0
+    ids = backend.render(system, messages)
+    while len(ids) + room > limit + 1 and len(messages) > 1:
+        del messages[:2]
+        dropped += 1
+        ids = backend.render(system, messages)
+    if dropped:
+        say(f"(the context of {limit:,} tokens is full, oldest turns dropped: {dropped})")
+    return ids
+
+
+def history(system: str, messages: list[dict]) -> list[dict]:
+    """A conversation in the OpenAI chat protocol."""
+    lead = [{"role": "system", "content": system}] if system else []
+    return lead + [{"role": m["role"], "content": m["content"]} for m in messages]
 
 
 class Refused(RunError):
@@ -77,19 +96,14 @@ def is_chat_run(run_dir: Path) -> bool:
     return description.get("command") in ("finetune", "rl")
 
 
-# ---- where answers come from
+# ==== where answers come from
 
 
 class Local:
     """A model of a run directory with the conversation in its KV cache."""
 
     MARKS = ("<|user_start|>", "<|user_end|>", "<|assistant_start|>", "<|assistant_end|>")
-    SHOWN = {
-        "<|python_start|>": "[",
-        "<|python_end|>": "",
-        "<|output_start|>": " = ",
-        "<|output_end|>": "]",
-    }
+    SHOWN = {"<|python_start|>": "[", "<|python_end|>": "", "<|output_start|>": " = ", "<|output_end|>": "]"}
 
     def __init__(self, run_dir: Path, args: argparse.Namespace):
         run = engine.load_run(run_dir, args.step, args.device)
@@ -108,13 +122,9 @@ class Local:
         specials = run.tokenizer.specials
         self.chat = is_chat_run(run_dir) and set(self.MARKS) <= set(specials)
         if not self.chat:
-            say(
-                "this run was not finetuned for chat; it will continue your text instead of "
-                "answering it (finetune it with runs/finetune.py)"
-            )
-        self.shown = {
-            specials[name]: text.encode() for name, text in self.SHOWN.items() if name in specials
-        }
+            say("this run was not finetuned for chat, so it continues your text (see runs/finetune.py)")
+        shown = {name: text for name, text in self.SHOWN.items() if name in specials}
+        self.shown = {specials[name]: text.encode() for name, text in shown.items()}
         self.stops = tuple(i for i in specials.values() if i not in self.shown)
 
     def render(self, system: str, messages: list[dict]) -> list[int]:
@@ -138,57 +148,26 @@ class Local:
 
     def parts(self, ids: list[int]) -> str | list[dict]:
         """An answer as data/sft.py reads it: a text, or a list of parts if there are tool calls."""
-        decode = self.tokenizer.decode
         part_after = {"<|python_start|>": "python", "<|output_start|>": "python_output"}
-        mark_names = {i: name for name, i in self.tokenizer.specials.items() if i in self.shown}
-        parts = []
-        kind = "text"
-        run = []
+        names = {i: name for name, i in self.tokenizer.specials.items() if i in self.shown}
+        parts = [("text", [])]
         for i in ids:
-            if i in mark_names:
-                parts.append((kind, run))
-                kind = part_after.get(mark_names[i], "text")
-                run = []
+            if i in names:
+                parts.append((part_after.get(names[i], "text"), []))
             else:
-                run.append(i)
-        parts.append((kind, run))
-        found = [{"type": kind, "text": decode(run)} for kind, run in parts if run]
-        has_calls = any(part["type"] != "text" for part in found)
-        return found if has_calls else decode(ids)
-
-    def fit(self, system: str, messages: list[dict]) -> list[int]:
-        """Like render, after dropping the oldest turns until there is room for an answer."""
-        newest = len(self.render(system, messages[-1:]))
-        if newest > self.limit:
-            raise RunError(
-                f"the message has {newest:,} tokens but the context is {self.limit:,}; shorten it"
-            )
-        room = min(self.max_tokens, self.limit // 4)
-        dropped = 0
-        ids = self.render(system, messages)
-        while len(ids) + room > self.limit + 1 and len(messages) > 1:
-            del messages[:2]
-            dropped += 1
-            ids = self.render(system, messages)
-        if dropped:
-            say_dropped(dropped, f"the context of {self.limit:,} tokens")
-        return ids
+                parts[-1][1].append(i)
+        if all(kind == "text" for kind, _ in parts):
+            return self.tokenizer.decode(ids)
+        return [{"type": kind, "text": self.tokenizer.decode(part)} for kind, part in parts if part]
 
     def stream(self, system: str, messages: list[dict], answer: dict) -> Iterator[str]:
         """Pieces of the answer; answer["ids"] grows with it. May drop the oldest messages."""
-        ids = self.fit(system, messages)
+        ids = fit(self, system, messages, self.max_tokens)
         seed = self.seed + self.turns * engine.SEED_STRIDE  # a question asked again draws anew
         self.turns += 1
-        completion = engine.Completion(
-            ids,
-            max_tokens=min(self.max_tokens, self.limit + 1 - len(ids)),
-            temperature=self.args.temperature,
-            top_k=self.args.top_k,
-            top_p=self.args.top_p,
-            seed=seed,
-            stop=self.stops,
-            tools=True,
-        )
+        room = min(self.max_tokens, self.limit + 1 - len(ids))
+        cuts = {name: getattr(self.args, name) for name in ("temperature", "top_k", "top_p")}
+        completion = engine.Completion(ids, room, seed=seed, stop=self.stops, tools=True, **cuts)
         text = codecs.getincrementaldecoder("utf-8")(errors="replace")
         try:
             self.decoder.admit({0: completion})
@@ -211,22 +190,17 @@ class Pretrained:
 
     def __init__(self, folder: Path, args: argparse.Namespace):
         if args.step is not None:
-            raise RunError(
-                f"{folder} is one model without checkpoints but --step is {args.step}; leave it out"
-            )
+            raise RunError(f"{folder} is one model without checkpoints but --step is {args.step}; leave it out")
         device = engine.choose_device(args.device) if args.device else None
         try:
             from transformers import AutoModelForCausalLM, AutoTokenizer
         except ImportError:
-            raise RunError(
-                f"{folder} needs transformers; pip install -r requirements-hf.txt"
-            ) from None
+            raise RunError(f"{folder} needs transformers; pip install -r requirements-hf.txt") from None
         try:
             self.tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
             self.model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
         except (OSError, ValueError) as error:
-            reason = str(error).splitlines()[0]
-            raise RunError(f"transformers cannot load {folder} ({reason})") from None
+            raise RunError(f"transformers cannot load {folder} ({engine.first_line(error)})") from None
         if not self.tokenizer.chat_template:
             raise RunError(f"{folder} has no chat template, so it is no model to chat with")
         import torch
@@ -235,32 +209,20 @@ class Pretrained:
         self.model.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self.limit = self.model.config.max_position_embeddings
         self.seed = random.randrange(2**32) if args.seed is None else args.seed
+        self.max_tokens = args.max_tokens or MAX_TOKENS
         self.turns = 0
         self.problem: Exception | None = None  # of the thread of the last answer
 
     def render(self, system: str, messages: list[dict]) -> list[int]:
         """The ids of a conversation, up to where the next answer starts."""
-        lead = [{"role": "system", "content": system}] if system else []
-        history = [{"role": m["role"], "content": m["content"]} for m in messages]
-        return self.tokenizer.apply_chat_template(lead + history, add_generation_prompt=True)[
-            "input_ids"
-        ]
+        talk = history(system, messages)
+        return self.tokenizer.apply_chat_template(talk, add_generation_prompt=True)["input_ids"]
 
     def stream(self, system: str, messages: list[dict], answer: dict) -> Iterator[str]:
         """Pieces of the answer. May drop the oldest messages. Raises: RunError"""
         from transformers import TextIteratorStreamer
 
-        ids = self.render(system, messages)
-        dropped = 0
-        while len(ids) >= self.limit and len(messages) > 1:
-            del messages[:2]
-            dropped += 1
-            ids = self.render(system, messages)
-        if len(ids) >= self.limit:
-            raise RunError(f"the message has {len(ids):,} tokens, the context is {self.limit:,}")
-        if dropped:
-            say_dropped(dropped, f"the context of {self.limit:,} tokens")
-
+        ids = fit(self, system, messages, self.max_tokens)
         streamer = TextIteratorStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
         stopped = threading.Event()
         self.problem = None
@@ -278,12 +240,10 @@ class Pretrained:
         """Runs in a thread of its own, since generate() returns only when the answer is complete."""
         import torch
 
-        room = min(self.args.max_tokens or MAX_TOKENS, self.limit - len(ids))
-        settings = {"do_sample": self.args.temperature > 0, "max_new_tokens": room}
+        room = min(self.max_tokens, self.limit + 1 - len(ids))
+        settings = {"do_sample": self.args.temperature > 0, "max_new_tokens": room, "pad_token_id": 0}
         if self.args.temperature > 0:
-            settings["temperature"] = self.args.temperature
-            settings["top_k"] = self.args.top_k
-            settings["top_p"] = self.args.top_p
+            settings |= {name: getattr(self.args, name) for name in ("temperature", "top_k", "top_p")}
         torch.manual_seed(self.seed + self.turns)
         self.turns += 1
         tokens = torch.tensor([ids], device=self.model.device)
@@ -293,7 +253,6 @@ class Pretrained:
                 attention_mask=torch.ones_like(tokens),
                 streamer=streamer,
                 stopping_criteria=[lambda *_: stopped.is_set()],
-                pad_token_id=0,
                 **settings,
             )
         except Exception as error:
@@ -317,9 +276,7 @@ class Remote:
 
     def __init__(self, url: str, args: argparse.Namespace):
         if urllib.parse.urlsplit(url).scheme not in ("http", "https"):
-            raise RunError(
-                f"--endpoint {url} is not a web address; give one like http://127.0.0.1:8000"
-            )
+            raise RunError(f"--endpoint {url} is not a web address; give one like http://127.0.0.1:8000")
         base = url.rstrip("/").removesuffix("/chat/completions")
         self.base = base if base.endswith("/v1") else f"{base}/v1"
         self.args = args
@@ -328,20 +285,15 @@ class Remote:
 
     def first_model(self) -> str:
         """The first model that the server lists."""
-        with self.open("models") as response:
-            try:
+        try:
+            with self.open("models") as response:
                 return json.loads(response.read())["data"][0]["id"]
-            except (ValueError, LookupError, TypeError, OSError, http.client.HTTPException):
-                raise RunError(
-                    f"{self.base}/models lists no model; name one with --model"
-                ) from None
+        except (ValueError, LookupError, TypeError, OSError, http.client.HTTPException):
+            raise RunError(f"{self.base}/models lists no model; name one with --model") from None
 
     def open(self, path: str, body: dict | None = None):
         """The response to a request: POST if there is a body, else GET. Raises: RunError"""
-        headers = {
-            "Content-Type": "application/json",
-            "Accept": "text/event-stream, application/json",
-        }
+        headers = {"Content-Type": "application/json", "Accept": "text/event-stream, application/json"}
         data = json.dumps(body).encode() if body is not None else None
         try:
             request = urllib.request.Request(f"{self.base}/{path}", data, headers)
@@ -358,43 +310,32 @@ class Remote:
             raise Refused(error.code, printable(text)[:500] or error.reason, code) from None
         except (OSError, http.client.HTTPException, ValueError) as error:
             reason = getattr(error, "reason", error)
-            raise RunError(
-                f"cannot reach {self.base} ({reason}); check the address and the server"
-            ) from None
+            raise RunError(f"cannot reach {self.base} ({reason}); check the address and the server") from None
 
     def stream(self, system: str, messages: list[dict], answer: dict) -> Iterator[str]:
         """Pieces of the answer as server-sent events bring them. May drop the oldest messages.
 
         A server that does not stream gives one piece.
         """
-        ended = False
-        held = ""  # half a character that waits for its other half
+        finished = False
         try:
             with self.ask(system, messages) as response:
                 if "event-stream" not in response.headers.get("Content-Type", ""):
                     yield json.loads(response.read())["choices"][0]["message"]["content"] or ""
                     return
-                for data in events(response):
-                    if data == b"[DONE]":
-                        ended = True
+                for line in response:
+                    data = line[5:].strip() if line.startswith(b"data:") else b""
+                    finished = finished or data == b"[DONE]"
+                    if finished:
                         break
-                    text, finished = delta(json.loads(data))
-                    ended = ended or finished
-                    held += text
-                    # JSON may write one character as two halves, which can come in two events.
-                    cut = len(held) - ("\ud800" <= held[-1:] <= "\udbff")
-                    if cut:
-                        yield whole(held[:cut])
-                    held = held[cut:]
+                    if data:
+                        text, finished = delta(json.loads(data))
+                        yield text
         except (OSError, http.client.HTTPException):
-            ended = False
+            finished = False
         except (ValueError, LookupError, TypeError, AttributeError):
-            raise RunError(
-                "the server sent something that is not the OpenAI chat protocol"
-            ) from None
-        if held:
-            yield whole(held)
-        if not ended:
+            raise RunError("the server sent something that is not the OpenAI chat protocol") from None
+        if not finished:
             raise RunError("the connection ended before the answer did")
 
     def ask(self, system: str, messages: list[dict]):
@@ -411,20 +352,13 @@ class Remote:
                 first += 2
         if first:
             del messages[:first]  # only now: a message too long by itself costs nothing
-            say_dropped(first // 2, "the context")
+            say(f"(the context is full, oldest turns dropped: {first // 2})")
         return response
 
     def request(self, system: str, messages: list[dict]) -> dict:
         """The body of a request in the OpenAI chat protocol."""
-        lead = [{"role": "system", "content": system}] if system else []
-        history = [{"role": m["role"], "content": m["content"]} for m in messages]
-        body = {
-            "model": self.model,
-            "messages": lead + history,
-            "stream": True,
-            "temperature": self.args.temperature,
-            "top_p": self.args.top_p,
-        }
+        body = {"model": self.model, "messages": history(system, messages), "stream": True}
+        body |= {"temperature": self.args.temperature, "top_p": self.args.top_p}
         if self.args.max_tokens:  # otherwise the server decides, which knows its context
             body["max_tokens"] = self.args.max_tokens
         if self.args.seed is not None:
@@ -434,30 +368,15 @@ class Remote:
         return body
 
 
-def events(response) -> Iterator[bytes]:
-    """The data of each server-sent event of a response."""
-    for line in response:
-        if line.startswith(b"data:"):
-            yield line[5:].strip()
-
-
 def delta(event: dict) -> tuple[str, bool]:
     """The text that an event adds, and whether it ends the answer. Raises: RunError"""
     if "error" in event:
         error = event["error"]
         text = error.get("message") if isinstance(error, dict) else error
         raise RunError(f"the server stopped: {printable(str(text))[:500]}")
-    text = ""
-    finished = False
-    for choice in event.get("choices") or ():
-        text += (choice.get("delta") or {}).get("content") or ""
-        finished = finished or bool(choice.get("finish_reason"))
-    return text, finished
-
-
-def whole(text: str) -> str:
-    """The text with pairs of surrogates joined, and lone ones replaced by a mark."""
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    choices = event.get("choices") or [{}]  # none in an event that counts tokens
+    text = (choices[0].get("delta") or {}).get("content") or ""
+    return text, bool(choices[0].get("finish_reason"))
 
 
 def printable(text: str) -> str:
@@ -465,7 +384,7 @@ def printable(text: str) -> str:
     return "".join(c for c in text if c in "\n\t" or not (ord(c) < 32 or 127 <= ord(c) < 160))
 
 
-# ---- the conversation
+# ==== the conversation
 
 
 class Chat:
@@ -484,9 +403,7 @@ class Chat:
 
         False if something went wrong; without any answer the message is undone.
         """
-        text = text.encode(
-            "utf-8", "replace"
-        ).decode()  # a terminal may pass bytes that are no text
+        text = text.encode("utf-8", "replace").decode()  # a terminal may pass bytes that are no text
         answer = {"role": "assistant", "content": "", "ids": []}
         pieces = []
         problem = None
@@ -524,21 +441,24 @@ class Chat:
         elif name == "/system":
             self.system = rest
             say("(set)" if rest else "(no system text)")
-        elif name == "/save" and rest:
-            self.save(Path(rest).expanduser())
+        elif name == "/save":
+            self.save(rest)
         elif name == "/help":
             say(HELP)
-        elif name == "/save":
-            say("/save needs a file name")
         else:
             say(f"unknown command {name}; /help lists all")
         return True
 
-    def save(self, path: Path) -> None:
+    def save(self, name: str) -> None:
+        """Adds the conversation to a file, as one line of JSON that data/sft.py reads."""
+        if not name:
+            say("/save needs a file name")
+            return
         if not self.messages:
             say("there is nothing to save yet")
             return
-        messages = [{"role": m["role"], "content": m["content"]} for m in self.messages]
+        path = Path(name).expanduser()
+        messages = history("", self.messages)
         for message, known in zip(messages, self.messages, strict=True):
             if known.get("ids"):
                 message["content"] = self.backend.parts(known["ids"])
@@ -560,7 +480,7 @@ class Chat:
             say("/help lists the commands")
         while True:
             try:
-                line = input("> " if terminal else "")
+                line = read_lines("> " if terminal else "")
             except EOFError:
                 if terminal:
                     print()
@@ -577,6 +497,16 @@ class Chat:
                 good = self.turn(line.removeprefix("/")) and good
 
 
+def read_lines(prompt: str) -> str:
+    """A line of the input, and the next ones while a line ends with a backslash."""
+    text = input(prompt)
+    while text.endswith("\\"):
+        text = text[:-1] + "\n"
+        with contextlib.suppress(EOFError):
+            text += input("... " if prompt else "")
+    return text
+
+
 def use_history() -> None:
     """Gives input() the terminal's line editing, with the lines of earlier chats."""
     try:
@@ -585,23 +515,18 @@ def use_history() -> None:
         return
     state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
     path = Path(state).expanduser() / "decoderstack" / "chat_history"
-
-    def keep() -> None:
-        with contextlib.suppress(OSError):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.touch(mode=0o600)  # for nobody else to read
-            readline.set_history_length(HISTORY_LINES)
-            readline.write_history_file(path)
-
-    with contextlib.suppress(OSError):
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch(mode=0o600)  # for nobody else to read
         readline.read_history_file(path)
-    atexit.register(keep)
+    except OSError:
+        return
+    readline.set_history_length(HISTORY_LINES)
+    atexit.register(readline.write_history_file, path)
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description="Chat with a trained model or with an OpenAI-compatible server."
-    )
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("run_dir", metavar="RUN_DIR", nargs="?", type=Path)
     add("--endpoint", metavar="URL", help="an OpenAI-compatible server instead of a run directory")
@@ -610,11 +535,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--system", default="", help="instructions ahead of the conversation")
     add("--temperature", type=float, default=0.8, help="0: always the most likely token")
     add("--top-k", type=int, help="sample from this many tokens, 0: from all (default 50)")
-    add(
-        "--top-p", type=float, default=1.0, help="sample from the tokens with this much probability"
-    )
-    add("--max-tokens", type=int,
-        help=f"the longest answer, in tokens (default: {MAX_TOKENS}; of a server: its own)")  # fmt: skip
+    add("--top-p", type=float, default=1.0, help="sample from tokens with this much probability")
+    add("--max-tokens", type=int, help=f"longest answer (default: {MAX_TOKENS}; of a server: its own)")
     add("--seed", type=int, help="the same seed gives the same answers (default: a random one)")
     add("--step", type=int, help="checkpoint to use (default: the newest)")
     add("--device", help="cuda, mps or cpu (default: the best available)")
@@ -629,12 +551,12 @@ def check_flags(args: argparse.Namespace) -> None:
     """Raises RunError if a flag has a value that makes no sense."""
     if (args.run_dir is None) == (args.endpoint is None):
         raise RunError("name either a run directory or --endpoint URL")
-    too_short = args.max_tokens is not None and args.max_tokens < 1
-    if args.temperature < 0 or too_short or args.top_k < 0 or not 0 < args.top_p <= 1:
-        raise RunError(
-            "--temperature and --top-k must be at least 0, --max-tokens at least 1, and --top-p "
-            "above 0 and at most 1"
-        )
+    if args.temperature < 0 or args.top_k < 0:
+        raise RunError("--temperature and --top-k must be at least 0")
+    if not 0 < args.top_p <= 1:
+        raise RunError(f"--top-p {args.top_p} must be above 0 and at most 1")
+    if args.max_tokens is not None and args.max_tokens < 1:
+        raise RunError(f"--max-tokens {args.max_tokens} must be at least 1")
     if args.prompt is not None and not args.prompt.strip():
         raise RunError("--prompt is empty; give it a text")
 

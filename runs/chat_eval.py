@@ -20,8 +20,8 @@ run directory; the last line on stdout is one JSON object.
 
 --run-code executes programs that the model wrote, each in a process with limits on time, memory and file size, in an
 empty folder, and without network where Linux namespaces are allowed. This is no security boundary: a program can read,
-change and delete every file that you can, so use a container or another user.
-This tool also executes the training script that lies in the run directory.
+change and delete every file that you can, so use a container or another user. This tool also executes the training
+script that lies in the run directory.
 """
 
 import argparse
@@ -38,7 +38,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from decimal import Decimal
 from functools import cache
 from pathlib import Path
@@ -102,7 +102,7 @@ class ChoiceItem:
     gold: int  # index of the right choice
 
 
-# ---- the run
+# ==== the run
 
 
 def chat_prompt(tokenizer, question: str) -> list[int]:
@@ -114,8 +114,8 @@ def chat_prompt(tokenizer, question: str) -> list[int]:
 
 def check_chat_tokens(tokenizer, run_dir: Path) -> None:
     if "<|assistant_end|>" not in tokenizer.specials:
-        raise RunError(f"the tokenizer of {run_dir} has no chat tokens; finetune a run whose tokenizer was made by "
-                       f"data/tokenizer.py")  # fmt: skip
+        advice = "finetune a run whose tokenizer was made by data/tokenizer.py"
+        raise RunError(f"the tokenizer of {run_dir} has no chat tokens; {advice}")
 
 
 def complete(generator, completions: list, note: str = "") -> None:
@@ -126,7 +126,7 @@ def complete(generator, completions: list, note: str = "") -> None:
     disable = None if note else True  # None: only where there is no terminal
     with tqdm(total=len(completions), desc=note, disable=disable, leave=False) as bar:
         for events in generator.run(completions, rows):
-            bar.update(sum(bool(reason) for _, _, reason in events))
+            bar.update(sum(bool(event.reason) for event in events))
 
 
 def sum_over_ranks(values: np.ndarray, ranks) -> np.ndarray:
@@ -137,7 +137,7 @@ def sum_over_ranks(values: np.ndarray, ranks) -> np.ndarray:
     return total.cpu().numpy()
 
 
-# ---- tasks
+# ==== tasks
 
 
 def find_file(folder: Path, task: str) -> Path | None:
@@ -235,7 +235,7 @@ def read_task(name: str, folder: Path | None, limit: int) -> list | None:
     return items[: limit or None]
 
 
-# ---- scoring
+# ==== scoring
 
 
 def score_choices(
@@ -262,14 +262,11 @@ def score_choices(
     return score_core.score_task(score, task, size, model.windows, tokenizer.bos_id, ranks)
 
 
-@dataclass
-class TextScore:
-    right: np.ndarray  # bool (items,)
-    samples: list[dict]  # those of this rank
+def score_texts(generator, items: list[Item], task: str, ranks) -> tuple[np.ndarray, list[dict]]:
+    """Whether the most likely answer to each item is correct, bool (items,), and the answers of this rank.
 
-
-def score_texts(generator, items: list[Item], new_tokens: int, ranks, note: str) -> TextScore:
-    """Whether the most likely answer to each item is correct. Questions that fill the context count as wrong."""
+    Questions that fill the context count as wrong.
+    """
     tokenizer = generator.tokenizer
     limit = generator.model.config.max_seq_len
     stop = (tokenizer.specials["<|assistant_end|>"],)
@@ -278,28 +275,25 @@ def score_texts(generator, items: list[Item], new_tokens: int, ranks, note: str)
     completions = {}
     for i in mine:
         prompt = chat_prompt(tokenizer, items[i].question)
-        most = min(new_tokens, limit + 1 - len(prompt))
+        most = min(TASKS[task].new_tokens, limit + 1 - len(prompt))
         if most > 0:
             completions[i] = engine.Completion(prompt, most, temperature=0.0, stop=stop, tools=True)
-    complete(generator, list(completions.values()), note)
+    complete(generator, list(completions.values()), task)
     texts = {i: tokenizer.decode(completion.tokens) for i, completion in completions.items()}
 
     right = np.zeros(len(items), np.int64)
     with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // ranks.world)) as threads:
         found = threads.map(lambda i: items[i].right(texts[i]), texts)
-        for i, value in zip(texts, found, strict=True):
-            right[i] = value
+        right[list(texts)] = list(found)
 
     samples = []
     for i in mine:
-        samples.append({
-            "question": items[i].question, "answer": texts.get(i, ""), "expected": items[i].expected,
-            "right": bool(right[i]),
-        })  # fmt: skip
-    return TextScore(sum_over_ranks(right, ranks).astype(bool), samples)
+        sample = {"task": task, "question": items[i].question, "answer": texts.get(i, "")}
+        samples.append(sample | {"expected": items[i].expected, "right": bool(right[i])})
+    return sum_over_ranks(right, ranks).astype(bool), samples
 
 
-# ---- programs of the model
+# ==== programs of the model
 
 RUNNER = """
 import resource, runpy, sys
@@ -365,113 +359,83 @@ def run_program(text: str, nonce: str) -> bool:
         return code == 0 and out.read().split(b"\n")[-2:] == [nonce.encode(), b""]
 
 
-# ---- the command
+# ==== the command
 
 
-@dataclass
-class Evaluation:
-    """What the tasks have in common, and what has come of them so far."""
-
-    run: engine.Run
-    ranks: Any
-    generator: Any
-    score: Callable  # of score_core
-    size: int  # tokens of a batch
-    table: list[score_core.TaskScore] = field(default_factory=list)
-    samples: list[dict] = field(default_factory=list)
-    left_out: list[str] = field(default_factory=list)
-
-    def say(self, text: str) -> None:
-        if self.ranks.is_main:
-            print(text, flush=True)
-
-    def skip(self, name: str, reason: str = "") -> None:
-        if reason:
-            self.say(f"{name:34} left out: {reason}")
-        self.left_out.append(name)
-
-    def score_items(self, name: str, items: list) -> np.ndarray:
-        """Whether each item is answered correctly, bool (items,)."""
-        model = self.run.model
-        if not TASKS[name].new_tokens:
-            return score_choices(
-                self.score, model, self.run.tokenizer, items, self.ranks, self.size
-            )
-        found = score_texts(self.generator, items, TASKS[name].new_tokens, self.ranks, name)
-        self.samples += [{"task": name, **sample} for sample in found.samples]
-        return found.right
+def find_items(name: str, args: argparse.Namespace) -> tuple[list, str]:
+    """The items of a task, or the reason why it is left out. Raises: RunError if --tasks names it and there are none"""
+    if name == "humaneval" and not args.run_code:
+        return [], "it executes programs of the model; allow that with --run-code"
+    items = read_task(name, args.files, args.limit)
+    if items:
+        return items, ""
+    reason = "its word list is no Hugging Face dataset; give it with --files"
+    if args.files:
+        wanted = "words*.txt" if name == "spelling" else f"{name}* file"
+        reason = f"{args.files} has no {wanted}"
+    if name in args.tasks:
+        raise RunError(f"{name} cannot be scored: {reason}")
+    return [], reason
 
 
-def start_evaluation(run: engine.Run, ranks) -> Evaluation:
+def score_tasks(run: engine.Run, args: argparse.Namespace, ranks, say: Callable) -> tuple[list, list]:
+    """Scores the tasks and prints a row for each. Returns the rows, and this rank's answers in text."""
     cuda = ranks.device.type == "cuda"
     generator = engine.Generator(run.model, run.tokenizer, rows=128 if cuda else 32)
     score = score_core.scorer(run.model, compile=cuda and run.config.compile)
-    return Evaluation(run, ranks, generator, score, score_core.default_batch_tokens(ranks.device))
-
-
-def evaluate_task(evaluation: Evaluation, name: str, args: argparse.Namespace) -> None:
-    """Scores a task and prints its row, or gives the reason why it is left out."""
-    if args.tasks and name not in args.tasks:
-        evaluation.skip(name)
-        return
-    if name == "humaneval" and not args.run_code:
-        reason = "it executes programs of the model; allow that with --run-code"
-        evaluation.skip(name, reason)
-        return
-
-    start = time.perf_counter()
-    items = read_task(name, args.files, args.limit)
-    if not items:
-        reason = "its word list is no Hugging Face dataset; give it with --files"
-        if args.files:
-            wanted = "words*.txt" if name == "spelling" else f"{name}* file"
-            reason = f"{args.files} has no {wanted}"
-        if name in args.tasks:
-            raise RunError(f"{name} cannot be scored: {reason}")
-        evaluation.skip(name, reason)
-        return
-
-    accuracy = float(evaluation.score_items(name, items).mean())
-    guessing = TASKS[name].guessing
-    centered = (accuracy - guessing) / (1 - guessing)
-    seconds = time.perf_counter() - start
-    evaluation.table.append(score_core.TaskScore(name, len(items), accuracy, centered, seconds))
-    evaluation.say(f"{name:34} {len(items):7,} {accuracy:9.4f} {centered:9.4f} {seconds:8.2f}")
+    size = score_core.default_batch_tokens(ranks.device)
+    if args.run_code and not isolation():
+        say("note: programs will run with access to the network: unshare is not allowed here")
+    say(score_core.HEAD)
+    table = []
+    samples = []
+    for name in TASKS:
+        if args.tasks and name not in args.tasks:
+            continue
+        start = time.perf_counter()
+        items, reason = find_items(name, args)
+        if not items:
+            say(f"{name:34} left out: {reason}")
+            continue
+        if TASKS[name].new_tokens:
+            right, answers = score_texts(generator, items, name, ranks)
+            samples += answers
+        else:
+            right = score_choices(score, run.model, run.tokenizer, items, ranks, size)
+        seconds = time.perf_counter() - start
+        table.append(score_core.TaskScore.of(name, right, TASKS[name].guessing, seconds))
+        say(table[-1].line())
+    return table, samples
 
 
 def evaluate(run: engine.Run, args: argparse.Namespace) -> dict | None:
-    """Scores the tasks, prints a row for each and writes the files. Returns what is printed last, on the first rank."""
+    """Scores the tasks and writes the files. Returns what is printed last, on the first rank."""
     ranks = run.script.start_ranks()
-    evaluation = start_evaluation(run, ranks)
-    say = evaluation.say
-    if args.run_code and not isolation():
-        say("note: programs will run with access to the network: unshare is not allowed here")
-    say(f"{'task':34} {'items':>7} {'accuracy':>9} {'centered':>9} {'seconds':>8}")
+
+    def say(text: str) -> None:
+        if ranks.is_main:
+            print(text, flush=True)
 
     begin = time.perf_counter()
-    for name in TASKS:
-        evaluate_task(evaluation, name, args)
-    table = evaluation.table
+    table, samples = score_tasks(run, args, ranks, say)
     if not table:
         raise RunError("no task could be scored; give files with --files")
 
-    chatcore = sum(row.centered for row in table) / len(table)
-    total = score_core.CoreScore(table, chatcore, time.perf_counter() - begin, "ChatCORE")
-    say(f"{'ChatCORE':34} {total.items:7,} {'':9} {chatcore:9.4f} {total.seconds:8.2f}")
-    if evaluation.left_out:
-        say(f"note: the mean of {len(table)} tasks, without {', '.join(evaluation.left_out)}")
+    total = score_core.CoreScore(table, time.perf_counter() - begin, "ChatCORE")
+    say(total.line())
+    left_out = [name for name in TASKS if name not in [row.task for row in table]]
+    if left_out:
+        say(f"note: the mean of {len(table)} tasks, without {', '.join(left_out)}")
     if not ranks.is_main:
         return None
 
     run.script.write_atomically(args.run_dir / "chat_eval.csv", total.csv())
-    lines = "".join(json.dumps(sample) + "\n" for sample in evaluation.samples)
+    lines = "".join(json.dumps(sample) + "\n" for sample in samples)
     run.script.write_atomically(args.run_dir / "chat_eval_samples.jsonl", lines)
-    if evaluation.samples:
+    if samples:
         say(f"answers: {args.run_dir}/chat_eval_samples.jsonl")
-    return {
-        "chatcore": chatcore, "tasks": {row.task: row.accuracy for row in table},
-        "chat_eval_seconds": total.seconds, "run_dir": str(args.run_dir),
-    }  # fmt: skip
+    result = {"chatcore": total.core, "tasks": {row.task: row.accuracy for row in table}}
+    return result | {"chat_eval_seconds": total.seconds, "run_dir": str(args.run_dir)}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -486,7 +450,13 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     args.tasks = [task for task in args.tasks.split(",") if task]
     try:
-        check_args(args)
+        for task in args.tasks:
+            if task not in TASKS:
+                raise RunError(f"--tasks names {task}, which is none of {', '.join(TASKS)}")
+        if args.limit < 0:
+            raise RunError(f"--limit {args.limit} must be at least 0")
+        if args.files and not args.files.is_dir():
+            raise RunError(f"--files {args.files} is no folder; name one that holds task files")
         run = engine.load_run(args.run_dir, args.step)
         check_chat_tokens(run.tokenizer, args.run_dir)
         with torch.no_grad():
@@ -500,17 +470,6 @@ def main(argv: list[str] | None = None) -> int:
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-
-
-def check_args(args: argparse.Namespace) -> None:
-    """Raises: RunError"""
-    unknown = sorted(set(args.tasks) - set(TASKS))
-    if unknown:
-        raise RunError(f"--tasks names {unknown[0]}, which is none of {', '.join(TASKS)}")
-    if args.limit < 0:
-        raise RunError(f"--limit {args.limit} must be at least 0")
-    if args.files and not args.files.is_dir():
-        raise RunError(f"--files {args.files} is no folder; name one that holds task files")
 
 
 if __name__ == "__main__":

@@ -3,16 +3,14 @@
     python runs/compressors.py out/quickstart
 
 The text is exactly what the run evaluated: the bytes of all validation targets that carry bytes, one document after
-the other. The table is printed and put into the run's report.md; running this again replaces it.
-
-This executes the training script that lies in the run directory.
+the other. The table is printed and put into the run's report.md; running this again replaces it. This executes the
+training script that lies in the run directory.
 """
 
 import argparse
 import gzip
 import json
 import lzma
-import os
 import sys
 from pathlib import Path
 
@@ -20,16 +18,12 @@ import numpy as np
 from engine import RunError, import_script
 
 ROOT = Path(__file__).resolve().parents[1]
-BEGIN, END = "<!-- compressors -->", "<!-- /compressors -->"
-# Bytes of training text that xz may read first: about 10 s, and within its dictionary of 64 MiB.
-PREFIX_LIMIT = 16_000_000
-NOTE = (
-    "The model has learned from training text first and holds weights that are not counted; "
-    "gzip and xz see the validation text alone, as one file."
-)
-PREFIX_NOTE = (
-    "The last row counts what xz adds for it after the text that the model was trained on."
-)
+BEGIN = "<!-- compressors -->"
+END = "<!-- /compressors -->"
+PREFIX_LIMIT = 16_000_000  # bytes of training text that xz may read first, which takes about 10 s
+NOTE = "The model has learned from training text first and holds weights that are not counted; "
+NOTE += "gzip and xz see the validation text alone, as one file."
+PREFIX_NOTE = " The last row counts what xz adds for it after the text that the model was trained on."
 
 
 def text_of(tokenizer, ids: np.ndarray) -> bytes:
@@ -45,8 +39,6 @@ def training_text(dataset, tokens: int) -> bytes:
         ids = dataset.read(path)[:tokens].astype(np.int64)
         tokens -= len(ids)
         parts.append(text_of(dataset.tokenizer, ids))
-        if not tokens:
-            break
     return b"".join(parts)
 
 
@@ -54,51 +46,40 @@ def xz(text: bytes) -> int:
     return len(lzma.compress(text, preset=9 | lzma.PRESET_EXTREME))
 
 
-def evaluated_text(script, dataset, config) -> bytes:
-    """The text that validation scores."""
-    documents = script.scored_documents(script.validation_documents(dataset, config), config)
-    batch = script.validation_batch(documents, config, dataset.tokenizer.bos_id)
-    return text_of(dataset.tokenizer, batch.targets.numpy().reshape(-1))
-
-
 def open_dataset(script, run_dir: Path, config):
     """The dataset of a run. Raises: RunError if it has changed since"""
     root = Path(config.data)
-    if not root.is_absolute() and not root.exists():
+    if not root.exists():
         root = ROOT / root
     dataset = script.Dataset.open(root)
     stated = script.read_description(run_dir)
     if stated.get("dataset_fingerprint") != dataset.info.get("fingerprint"):
-        raise RunError(f"{dataset.root} is not the dataset of this run any more: its fingerprint has changed; "
-                       f"train again, or restore the dataset")  # fmt: skip
+        raise RunError(f"{dataset.root} has another fingerprint since the run; restore it, or train again")
     return dataset
-
-
-def last_score(run_dir: Path) -> dict:
-    """The last entry of log.jsonl with a val_bpb. Raises: RunError if there is none"""
-    log = run_dir / "log.jsonl"
-    lines = log.read_text(encoding="utf-8").splitlines() if log.is_file() else []
-    scores = [entry for entry in map(json.loads, lines) if "val_bpb" in entry]
-    if not scores:
-        raise RunError(f"{log} has no val_bpb yet; let the run finish first")
-    return scores[-1]
 
 
 def compare(script, run_dir: Path) -> str:
     """The table as markdown."""
     config = script.read_config(run_dir)
     dataset = open_dataset(script, run_dir, config)
-    text = evaluated_text(script, dataset, config)
-    score = last_score(run_dir)
+    documents = script.scored_documents(script.validation_documents(dataset, config), config)
+    batch = script.validation_batch(documents, config, dataset.tokenizer.bos_id)
+    text = text_of(dataset.tokenizer, batch.targets.numpy().reshape(-1))
+
+    log = run_dir / "log.jsonl"
+    lines = log.read_text(encoding="utf-8").splitlines() if log.is_file() else []
+    scores = [entry for entry in map(json.loads, lines) if "val_bpb" in entry]
+    if not scores:
+        raise RunError(f"{log} has no val_bpb yet; let the run finish first")
+    score = scores[-1]
 
     def bpb(size: int) -> float:
         return 8 * size / len(text)
 
-    trained = f"{score['tokens']:,} training tokens"
     lines = [
         f"| {len(text):,} bytes of validation text | bits per byte |",
         "| --- | ---: |",
-        f"| this model, after {trained} | {score['val_bpb']:.4f} |",
+        f"| this model, after {score['tokens']:,} training tokens | {score['val_bpb']:.4f} |",
         f"| gzip -9 | {bpb(len(gzip.compress(text, 9))):.4f} |",
         f"| xz -9e | {bpb(xz(text)):.4f} |",
     ]
@@ -107,43 +88,40 @@ def compare(script, run_dir: Path) -> str:
     if config.max_epochs == 1 and len(read) <= PREFIX_LIMIT:
         added = xz(read + text) - xz(read)
         lines.append(f"| xz -9e behind the same training text | {bpb(added):.4f} |")
-        note += f" {PREFIX_NOTE}"
+        note += PREFIX_NOTE
     return "\n".join(lines) + f"\n\n{note}\n"
 
 
-def add_to_report(path: Path, table: str) -> None:
+def add_to_report(script, path: Path, table: str) -> None:
     """Puts the table between its markers, or before the samples, or at the end."""
     report = path.read_text(encoding="utf-8")
     block = f"{BEGIN}\n## Against compressors\n\n{table}{END}\n"
-    if BEGIN in report and END in report:
-        head = report.split(BEGIN, 1)[0]
-        tail = report.split(END, 1)[1].removeprefix("\n")
+    if BEGIN in report:
+        head, _, rest = report.partition(BEGIN)
+        tail = rest.partition(END)[2].removeprefix("\n")
     else:
         before, samples, after = report.partition("\n## Samples\n")
         head = before.rstrip("\n") + "\n\n"
         tail = samples + after
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(head + block + tail, encoding="utf-8")
-    os.replace(temporary, path)
+    script.write_atomically(path, head + block + tail)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description="Compare a run with gzip -9 and xz -9e on its validation text."
-    )
+    parser = argparse.ArgumentParser(description="Compare a run with gzip -9 and xz -9e on its text.")
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path)
     run_dir = parser.parse_args().run_dir
-    errors: tuple = (RunError,)
     try:
         script = import_script(run_dir)
-        errors = (RunError, script.UserError)
-        table = compare(script, run_dir)
-    except errors as error:
+        try:
+            table = compare(script, run_dir)
+        except script.UserError as error:
+            raise RunError(str(error)) from None
+    except RunError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     print(table, end="")
     if (run_dir / "report.md").is_file():
-        add_to_report(run_dir / "report.md", table)
+        add_to_report(script, run_dir / "report.md", table)
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Decoding with a trained model: KV cache, sampling, calculator, and rows that decode together.
+"""Decoding with a trained model: KV cache, sampling, and rows that decode together.
 
     run = engine.load_run("out/RUN")
     generator = engine.Generator(run.model, run.tokenizer)
@@ -10,12 +10,13 @@ training script of the repository, so a run keeps decoding as it was trained. Ev
 built on GPT.trunk(attend): trunk computes all but the attention, and what happens to keys and
 values is up to the `attend` that it is given.
 
-    RUNS        load_run: a run's model, checked to decode as it was trained
-    CACHE       KVCache, prefill, decode
-    SAMPLING    sample
-    CALCULATOR  calculate
-    DECODING    Completion, Decoder (one step for all rows), Generator (texts from prompts)
-    KERNEL      attention of one step of decoding, in Triton and in plain PyTorch
+    Runs          load_run: the script, the model and the tokenizer of a run directory
+    Cache         KVCache, prefill, decode
+    Sampling      sample
+    Completions   Completion: one request and its result
+    Rows          what a step reads of each row, penalties, beginnings in common, CUDA graphs
+    Decoding      Decoder (one step for all rows), Generator (texts from prompts)
+    Kernel        attention of one step of decoding, in Triton and in plain PyTorch
 
 Letters in shape comments: T packed tokens, D width, H heads, K head width, V vocabulary, B rows of
 the cache, S slots of a ring, N texts of a prefill.
@@ -23,17 +24,13 @@ the cache, S slots of a ring, N texts of a prefill.
 
 from __future__ import annotations
 
-import ast
 import codecs
-import copy
 import dataclasses
 import importlib.util
 import json
 import math
-import operator
-import re
-import subprocess
 import sys
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,6 +40,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
+from calculator import calculate
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -57,8 +55,7 @@ INTERFACE = 7  # of the training scripts that this file can read
 PREFILL_TOKENS = 16384  # prompt tokens computed at once; a longer prompt is a pack of its own
 SEED_STRIDE = 0x9E3779B1  # between the seeds of prompts that are generated together
 
-# ==================================================================================================
-# RUNS -- the script and the model of a run directory
+# ==== Runs
 
 
 class RunError(Exception):
@@ -73,14 +70,11 @@ def import_script(run_dir: str | Path) -> ModuleType:
     run_dir = Path(run_dir)
     scripts = sorted(run_dir.glob("train_*.py"))
     if len(scripts) != 1:
-        raise RunError(
-            f"{run_dir} holds {len(scripts)} training scripts, expected one; name a run directory"
-        )
+        found = f"{len(scripts)} training scripts"
+        raise RunError(f"{run_dir} holds {found}, expected one; name a run directory")
     spec = importlib.util.spec_from_file_location(f"run_{scripts[0].stem}", scripts[0])
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up by name
-    if not is_known(scripts[0]):
-        print_note(f"{scripts[0]} is no version of this repository's script; its code runs now")
     try:
         spec.loader.exec_module(module)
     except Exception as error:
@@ -89,27 +83,10 @@ def import_script(run_dir: str | Path) -> ModuleType:
     found = getattr(module, "INTERFACE", 1)
     if found != INTERFACE:
         raise RunError(
-            f"the script in {run_dir} has interface {found} but this tool reads interface "
-            f"{INTERFACE}; {commit_advice(run_dir)}"
+            f"the script in {run_dir} has interface {found} but this tool reads interface {INTERFACE}; "
+            f"{commit_advice(run_dir)}"
         )
     return module
-
-
-def is_known(path: Path) -> bool:
-    """Whether a script is that of this checkout, or of one of its commits."""
-    root = Path(__file__).resolve().parents[1]
-    own = root / path.name
-    if own.is_file() and own.read_bytes() == path.read_bytes():
-        return True
-    git = ("git", "-C", str(root))
-    try:
-        blob = subprocess.run(
-            [*git, "hash-object", "--", str(path.resolve())], capture_output=True, text=True
-        )
-        found = subprocess.run([*git, "cat-file", "-e", blob.stdout.strip()], capture_output=True)
-    except OSError:  # there is no git
-        return False
-    return blob.returncode == 0 and found.returncode == 0
 
 
 def print_note(text: str) -> None:
@@ -118,11 +95,8 @@ def print_note(text: str) -> None:
 
 def commit_advice(run_dir: Path) -> str:
     """What to do about a run that these tools cannot read."""
-    try:
-        description = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
-        commit = description["machine"]["git_commit"]
-    except (OSError, ValueError, LookupError, TypeError):
-        commit = ""
+    description = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
+    commit = description.get("machine", {}).get("git_commit")
     if not commit:
         return "use the tools of the commit that made the run (its config.json names none)"
     return f"check out commit {commit}, which made the run, and use its tools"
@@ -142,20 +116,19 @@ class Run:
 def load_run(
     run_dir: str | Path, step: int | None = None, device: str | None = None, **changes
 ) -> Run:
-    """Loads the newest checkpoint of a run, or that of a step, and checks that it decodes rightly.
+    """Loads the newest checkpoint of a run, or that of a step.
 
     Args:   device "cuda", "mps" or "cpu", by default the best there is; changes are fields of the
-            script's Config, such as dtype and attention, that may differ between machines
-    Raises: RunError if the run, the step or the device is missing, or if decoding is wrong
+            script's Config, such as dtype and attention, that may differ between machines; None
+            leaves one as it is
+    Raises: RunError if the run, the step or the device is missing
     """
     script = import_script(run_dir)
     try:
         loaded = load_model(script, Path(run_dir), step, device, changes)
     except (script.UserError, RuntimeError) as error:  # torch's, if memory runs out
         raise RunError(first_line(error)) from None
-    run = Run(script, *loaded)
-    check_decoding(run, Path(run_dir))
-    return run
+    return Run(script, *loaded)
 
 
 def first_line(error: Exception) -> str:
@@ -179,20 +152,22 @@ def choose_device(name: str) -> torch.device:
 
 def load_model(script: ModuleType, run_dir: Path, step, device, changes: dict) -> tuple:
     """The model, tokenizer, config and step of a run."""
-    weights_only = ("model.safetensors",)
+    needed = ("model.safetensors",)
     if step is None:
-        folder = script.newest_whole(run_dir, print_note, weights_only)
+        folder = script.newest_whole(run_dir, print_note, needed)
     else:
         folder = run_dir / "checkpoints" / f"step_{step:06d}"
         if folder not in script.checkpoints(run_dir):
             way = "name another with --step, or leave it out"
             raise RunError(f"no checkpoint of step {step} in {run_dir}/checkpoints; {way}")
-    description = script.check_checkpoint(folder, weights_only)
+    state = script.check_checkpoint(folder, needed)
+    weights = load_file(folder / "model.safetensors")
+
+    changes = {name: value for name, value in changes.items() if value is not None}
     config = dataclasses.replace(script.read_config(run_dir), **changes)
     default_device = script.start_ranks().device
     device = choose_device(device) if device else default_device
     model = script.GPT(config, device, script.choose_dtype(config, device))
-    weights = load_file(folder / "model.safetensors")
     try:
         model.load_state_dict(weights)
     except RuntimeError:
@@ -201,93 +176,11 @@ def load_model(script: ModuleType, run_dir: Path, step, device, changes: dict) -
         ) from None
     model.attention = script.choose_attention(model, lambda text: None)
     tokenizer = script.Tokenizer(run_dir / "tokenizer.json")
-    return model.eval(), tokenizer, config, description["step"]
+    return model.eval(), tokenizer, config, state["step"]
 
 
-# -- the check at loading
-
-CHECKED_TOKENS = 32
-# Largest difference between the logits of decode and forward, relative to the spread of the logits.
-# Models of random weights show 1e-6 in fp32 and up to 2e-2 in bf16. A wrong position shows 1e-1,
-# but a missing key offset as little as 1e-2, which only fp32 can tell from rounding.
-EXACT_TOLERANCE = 1e-3
-ROUNDED_TOLERANCE = 1e-1  # for 16 bits
-
-
-def check_decoding(run: Run, run_dir: Path) -> None:
-    """Compares decoding with the forward pass that the model was trained with.
-
-    An old run could otherwise be decoded wrongly, and in silence, by a later version of this file.
-    A model of 16 bits is compared as it is, with its kernels, and as a copy in fp32 on the CPU.
-
-    Raises: RunError if they differ by more than rounding
-    """
-    if run.model.embed.dtype == torch.float32:
-        judge(decoding_error(run.model, run.tokenizer), EXACT_TOLERANCE, run_dir)
-        return
-    judge(decoding_error(run.model, run.tokenizer), ROUNDED_TOLERANCE, run_dir)
-    exact = copy.deepcopy(run.model).cpu().float()
-    exact.attention = run.script.sdpa_attention
-    judge(decoding_error(exact, run.tokenizer), EXACT_TOLERANCE, run_dir)
-
-
-def judge(error: float, tolerance: float, run_dir: Path) -> None:
-    """Raises RunError if an error is NaN or above its tolerance."""
-    if math.isnan(error):
-        raise RunError(
-            f"the model in {run_dir} computes logits that are not finite; name an earlier "
-            f"checkpoint with --step"
-        )
-    if error > tolerance:
-        raise RunError(
-            f"the model in {run_dir} decodes other logits than its forward pass gives (difference "
-            f"{error:.1e}, at most {tolerance:.0e} is rounding); {commit_advice(run_dir)}"
-        )
-
-
-@torch.no_grad()
-def decoding_error(model, tokenizer) -> float:
-    """Root mean square difference of the logits of decode and forward, relative to their spread.
-
-    A third of CHECKED_TOKENS random ids is prefilled into an empty row, another third into the row
-    that then holds the first, and the rest is decoded one by one. NaN if any logit is not finite.
-    """
-    device = model.embed.device
-    vocab_size = tokenizer.vocab_size
-    length = min(CHECKED_TOKENS, model.config.max_seq_len)
-    rng = torch.Generator().manual_seed(0)
-    random_ids = torch.randint(0, vocab_size, (length - 1,), generator=rng)
-    ids = [tokenizer.bos_id, *random_ids.tolist()]
-
-    # All at once, as in training.
-    tokens_T = torch.tensor(ids, device=device, dtype=torch.int32)
-    positions_T = torch.arange(length, device=device, dtype=torch.int32)
-    cu_seqlens = torch.tensor([0, length, length, length], device=device, dtype=torch.int32)
-    expected = model(tokens_T, None, positions_T, cu_seqlens, length)
-
-    # In parts, with a cache.
-    cache = KVCache.empty(model, 1, length)
-    weights = model.layer_weights()
-    first = length // 3
-    second = 2 * length // 3
-    prefill(model, cache, [0], [0], [ids[:first]], weights)
-    prefill(model, cache, [0], [first], [ids[:second]], weights)
-    found = []
-    for position in range(second, length):
-        token = torch.tensor([ids[position]], device=device)
-        previous = torch.tensor([ids[position - 1]], device=device)
-        where = torch.tensor([position], device=device, dtype=torch.int32)
-        found.append(decode(model, cache, token, previous, where, weights))
-
-    expected = expected[second:, :vocab_size].double()
-    found = torch.cat(found)[:, :vocab_size].double()
-    spread = (expected - expected.mean(-1, keepdim=True)).square().mean().sqrt()
-    difference = (found - expected).square().mean().sqrt()
-    return (difference / spread.clamp(min=1e-30)).item()
-
-
-# ==================================================================================================
-# CACHE -- keys and values of the texts so far; prefill adds many tokens, decode one for each row
+# ==== Cache
+# Keys and values of the texts so far. prefill adds many tokens, decode one for each row.
 
 
 @dataclass
@@ -325,6 +218,21 @@ class KVCache:
             keys.append(model.embed.new_zeros(shape))
             values.append(model.embed.new_zeros(shape))
         return KVCache(keys, values, slots)
+
+    def clear(self, rows: list[int]) -> None:
+        """Zeroes rows. Old keys are masked, but infinities and NaN would get through a mask."""
+        if rows:
+            index = to_device(rows, self.keys[0].device)
+            for ring in (*self.keys, *self.values):
+                ring[index] = 0
+
+    def copy(self, sources: dict[int, int]) -> None:
+        """Copies rows: {to: from}."""
+        if sources:
+            target = to_device(list(sources), self.keys[0].device)
+            source = to_device(list(sources.values()), self.keys[0].device)
+            for ring in (*self.keys, *self.values):
+                ring[target] = ring[source]
 
 
 class RingPlan(NamedTuple):
@@ -486,23 +394,16 @@ def to_device(array, device: torch.device) -> Tensor:
     return torch.as_tensor(array).to(device, non_blocking=True)
 
 
-def new_ids(starts: list[int], texts: list[list[int]]) -> tuple[list[int], list[int]]:
-    """The ids of texts from `starts` on, behind each other, and the id before each of them.
-
-    0 stands before the first id of a text, where no layer reads it.
-    """
+def plan_pack(model, cache: KVCache, rows, starts, texts, size: PrefillSize | None = None) -> Pack:
+    """The arrays of a prefill, padded to a size if there is one."""
+    # The new ids of all texts, and the id before each; 0 before a text, where no layer reads it.
     tokens = []
     previous = []
     for start, text in zip(starts, texts, strict=True):
         tokens += text[start:]
         previous += [0, *text[:-1]][start:]
-    return tokens, previous
 
-
-def plan_pack(model, cache: KVCache, rows, starts, texts, size: PrefillSize | None = None) -> Pack:
-    """The arrays of a prefill, padded to a size if there is one."""
     # Padding is one more text; sdpa_attention works in blocks of equal size.
-    tokens, previous = new_ids(starts, texts)
     padding = (size.new if size else -(-len(tokens) // 128) * 128) - len(tokens)
     text_rows = np.array([*rows, rows[0]])
     starts = np.array([*starts, 0])
@@ -574,15 +475,6 @@ def prefill(model, cache: KVCache, rows: list, starts: list, texts: list, weight
     return run_pack(model, cache, on_device, longest, weights)
 
 
-@dataclass
-class PrefillGraph:
-    """A prefill of one size as a CUDA graph, with the tensors that it reads and writes."""
-
-    cuda: torch.cuda.CUDAGraph
-    flat: Tensor  # of a Pack
-    hidden: Tensor
-
-
 def decode(model, cache: KVCache, tokens_B, previous_B, positions_B, weights=None) -> Tensor:
     """Appends one token to each row of the cache.
 
@@ -601,20 +493,12 @@ def decode(model, cache: KVCache, tokens_B, previous_B, positions_B, weights=Non
     return model.logits(hidden)
 
 
-# ==================================================================================================
-# SAMPLING
+# ==== Sampling
 
 
 def sample(
-    logits_BV: Tensor,
-    temperature_B,
-    top_k_B,
-    top_p_B,
-    seeds_B,
-    counters_B,
-    width: int,
-    min_p_B=None,
-) -> Tensor:
+    logits_BV, temperature_B, top_k_B, top_p_B, seeds_B, counters_B, width: int, min_p_B=None
+) -> Tensor:  # fmt: skip
     """One id for each row: argmax at temperature 0, else a draw from the likeliest.
 
     The draw is from the top_k likeliest ids, of these from the fewest whose mass reaches top_p; ids
@@ -652,12 +536,6 @@ def least_kept(z_BV: Tensor, top_k_B: Tensor, top_p_B: Tensor, width: int) -> Te
     return best.masked_fill(~kept, math.inf).amin(-1)
 
 
-def penalised(logits_BV: Tensor, counts_BV: Tensor, presence_B, frequency_B) -> Tensor:
-    """Logits less the penalties for ids that an answer already holds, by how often it does."""
-    counts = counts_BV.to(logits_BV.dtype)
-    return logits_BV - frequency_B[:, None] * counts - presence_B[:, None] * (counts > 0)
-
-
 class Chance(NamedTuple):
     """How likely an id was to the model, at temperature 1 and without any cut or penalty."""
 
@@ -677,16 +555,6 @@ def token_chances(logits_BV: Tensor, tokens_B: Tensor, most: int) -> list[Chance
     return [Chance(one, list(zip(ids, values, strict=True))) for one, ids, values in rows]
 
 
-def prompt_chances(model, hidden_TD: Tensor, tokens: list[int], vocab: int, most: int) -> list:
-    """The chance of each id, given the hidden state before it; some hundred rows at a time."""
-    found = []
-    for start in range(0, len(tokens), 256):
-        part = to_device(tokens[start : start + 256], hidden_TD.device)
-        logits = model.logits(hidden_TD[start : start + len(part)])[:, :vocab]
-        found += token_chances(logits, part, most)
-    return found
-
-
 def gumbel_noise(seeds_B: Tensor, counters_B: Tensor, vocab_size: int) -> Tensor:
     """Noise (B, V) fp32: a hash of seed, counter and id, which needs no state."""
     ids = lowbias32(torch.arange(vocab_size, device=seeds_B.device))
@@ -703,88 +571,7 @@ def lowbias32(x: Tensor) -> Tensor:
     return x ^ (x >> 15)
 
 
-# ==================================================================================================
-# CALCULATOR -- of tool calls
-
-LEXEME = re.compile(
-    r"""
-    '[^'\\\n]*' | "[^"\\\n]*" | \.count\b           # texts, and the one method they have
-    | (?: \d{1,3}(?:,\d{3})+(?!\d) | \d+ )          # 1,000 or 1000
-      (?: \.\d* )? (?: [eE][-+]?\d+ )?
-    | \.\d+ | [-+*/%()\ ]
-    """,
-    re.VERBOSE,
-)
-OPERATORS = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
-    ast.Pow: lambda a, b: a**b if abs(b) <= 100 else math.nan,
-    ast.UAdd: operator.pos,
-    ast.USub: operator.neg,
-}
-
-
-def evaluate(node: ast.AST, depth: int = 100) -> int | float:
-    """The value of a syntax tree that holds nothing but arithmetic and .count.
-
-    Raises: ValueError for anything else, for more than `depth` levels, and for numbers of 1e30 or
-            more; ArithmeticError for a division by zero or an overflow
-    """
-    match node:
-        case ast.Constant(value=int() | float() as value):
-            x = value
-        case ast.UnaryOp() if depth:
-            x = OPERATORS[type(node.op)](evaluate(node.operand, depth - 1))
-        case ast.BinOp() if depth:
-            left = evaluate(node.left, depth - 1)
-            right = evaluate(node.right, depth - 1)
-            x = OPERATORS[type(node.op)](left, right)
-        case ast.Call(
-            func=ast.Attribute(value=ast.Constant(value=str() as text), attr="count"),
-            args=[ast.Constant(value=str() as part)],
-            keywords=[],
-        ):
-            x = text.count(part)
-        case _:
-            raise ValueError
-    if isinstance(x, complex) or not abs(x) < 1e30:
-        raise ValueError
-    return x
-
-
-def calculate(expression: str) -> str | None:
-    """The result of an expression of numbers, + - * / // % **, and 'text'.count('part').
-
-    None for anything else. Length, depth and the size of every number are bounded, and with them
-    time and memory, in any thread.
-    """
-    text = expression.strip()
-    if len(text) > 256:
-        return None
-    parts = LEXEME.findall(text)
-    if "".join(parts) != text:
-        return None
-
-    # Python does not read 1,000 as a number.
-    plain = "".join(part.replace(",", "") if part[0].isdigit() else part for part in parts)
-    try:
-        x = evaluate(ast.parse(plain, mode="eval").body)
-    except (SyntaxError, ValueError, ArithmeticError, RecursionError, MemoryError):
-        return None
-
-    if abs(x) < 1e15 and x == int(x):
-        return str(int(x))
-    if isinstance(x, int):
-        return str(x)
-    return f"{x:.12g}"
-
-
-# ==================================================================================================
-# DECODING -- rows that decode together, and generation on top of them
+# ==== Completions
 
 
 @dataclass
@@ -798,9 +585,7 @@ class Completion:
     top_p: float = 1.0
     stop: tuple = ()  # ids that end it; BOS always does
     seed: int = 0
-    tools: bool = (
-        False  # run the calculator; without effect if the tokenizer lacks the marks of calls
-    )
+    tools: bool = False  # run the calculator, if the tokenizer has the marks of calls
     # These four need a Decoder with shaping=True.
     min_p: float = 0.0  # leave out ids with less than this share of the likeliest one's probability
     presence_penalty: float = 0.0  # off the logit of an id that is in the answer
@@ -830,11 +615,9 @@ class Completion:
         if self.max_tokens < 1:
             raise RunError(f"max_tokens={self.max_tokens} asks for no token; use at least 1")
         if self.max_tokens > room:
+            wanted = f"a prompt of {length} tokens and {self.max_tokens} new ones"
             fewer = f" or ask for at most {room}" if room else ""
-            raise RunError(
-                f"a prompt of {length} tokens and {self.max_tokens} new ones exceed the context of "
-                f"{max_len}; shorten the prompt{fewer}"
-            )
+            raise RunError(f"{wanted} exceed the context of {max_len}; shorten the prompt{fewer}")
 
     def is_shaped(self) -> bool:
         penalties = self.presence_penalty or self.frequency_penalty
@@ -853,10 +636,17 @@ class Completion:
         return [*self.prompt, *self.tokens] if self.tokens else self.prompt
 
     def accept(self, sampled: int, tokenizer, marks: ToolMarks | None) -> int | None:
-        """Adds the sampled id, or that of a tool's result if one is due; None if a stop came."""
+        """Adds the sampled id, or that of a tool's result if one is due; None if a stop came.
+
+        Raises: RunError if the id was drawn from logits that are not finite
+        """
         by_tool = bool(self.queue)
         if by_tool:
             token = self.queue.pop(0)
+        elif sampled == NOT_FINITE:
+            raise RunError(
+                "the model computes logits that are not finite; name an earlier checkpoint with --step"
+            )
         elif sampled == tokenizer.bos_id or sampled in self.stop:
             self.reason = "stop"
             self.ended = sampled
@@ -884,8 +674,7 @@ class Completion:
             self.call.append(token)
 
 
-@dataclass(frozen=True)
-class ToolMarks:
+class ToolMarks(NamedTuple):
     """Ids of the special tokens around a tool call and around its result."""
 
     call_start: int
@@ -902,6 +691,23 @@ class ToolMarks:
         return ToolMarks(*(tokenizer.specials[name] for name in names))
 
 
+class Event(NamedTuple):
+    """What a step did to a row."""
+
+    row: int
+    token: int | None  # the new id; None if a stop token came
+    reason: str  # why the completion ended: "stop" or "length"; "" while it goes on
+
+
+# ==== Rows
+# The parts of a Decoder, each of which does one thing for its rows.
+
+GREEDY = -1  # a width for steps that take the most likely id in every row
+WIDTHS = (GREEDY, 0, 64, 1024)  # and the whole vocabulary; on CUDA each is a graph of its own
+WORTH_SHARING = 64  # ids that two texts must begin with in common before a shelf holds them
+NOT_FINITE = -1  # in place of an id that was drawn from logits with NaN among them
+
+
 @dataclass
 class RowState:
     """What a step reads of each row: tensors (B,) that are only written in place.
@@ -911,11 +717,12 @@ class RowState:
 
     tokens: Tensor  # the id that goes in next
     previous: Tensor  # the id before it
+    drawn: Tensor  # the id that the last step drew, or NOT_FINITE
     positions: Tensor  # int32, of the id that goes in next; -1: the row rests
-    temperature: Tensor
     top_k: Tensor
-    top_p: Tensor
     seeds: Tensor
+    temperature: Tensor
+    top_p: Tensor
     min_p: Tensor
     presence: Tensor
     frequency: Tensor
@@ -923,22 +730,14 @@ class RowState:
     @staticmethod
     def resting(rows: int, device: torch.device) -> RowState:
         """The state of rows without a text."""
-
-        def zeros(dtype) -> Tensor:
-            return torch.zeros(rows, dtype=dtype, device=device)
-
-        return RowState(
-            tokens=zeros(torch.long),
-            previous=zeros(torch.long),
-            positions=zeros(torch.int32) - 1,
-            temperature=zeros(torch.float32),
-            top_k=zeros(torch.long),
-            top_p=zeros(torch.float32),
-            seeds=zeros(torch.long),
-            min_p=zeros(torch.float32),
-            presence=zeros(torch.float32),
-            frequency=zeros(torch.float32),
-        )
+        types = dict.fromkeys(("tokens", "previous", "drawn", "top_k", "seeds"), torch.long)
+        types["positions"] = torch.int32
+        tensors = {}
+        for one in dataclasses.fields(RowState):
+            dtype = types.get(one.name, torch.float32)
+            tensors[one.name] = torch.zeros(rows, dtype=dtype, device=device)
+        tensors["positions"] -= 1
+        return RowState(**tensors)
 
     def write(self, completions: dict[int, Completion]) -> None:
         """Sets rows so that the last id of each text goes in with the next step."""
@@ -962,21 +761,160 @@ class RowState:
             tensor = getattr(self, name)
             tensor[rows] = column.to(tensor.dtype)
 
-    def tensors(self) -> list[Tensor]:
-        return [getattr(self, f.name) for f in dataclasses.fields(self)]
+
+class Penalties:
+    """What the penalties and logit_bias of each row change in its logits."""
+
+    def __init__(self, rows: int, vocab_size: int, device: torch.device):
+        # How often each id is in the answer of a row, and what is added to its logit.
+        self.counts = torch.zeros(rows, vocab_size, dtype=torch.int32, device=device)
+        self.bias = torch.zeros(rows, vocab_size, device=device)
+
+    def write(self, completions: dict[int, Completion]) -> None:
+        """Sets the counts of rows to those of their answers so far, and what is added to logits.
+
+        A step counts the id that goes in. The last of a text is counted here or in the prompt, so
+        its count begins one lower.
+        """
+        device = self.bias.device
+        self.bias[to_device(list(completions), device)] = 0
+        for row, completion in completions.items():
+            if not completion.is_shaped():
+                continue
+            for token, bias in completion.logit_bias.items():
+                self.bias[row, token] = bias
+            self.counts[row] = 0
+            ids = to_device([*completion.tokens, completion.text()[-1]], device)
+            signs = torch.ones_like(ids, dtype=self.counts.dtype)
+            signs[-1] = -1
+            self.counts[row].index_add_(0, ids, signs)
+
+    def apply(self, logits_BV: Tensor, state: RowState) -> Tensor:
+        """Counts the ids that go in. Returns the logits less the penalties, plus the bias."""
+        live = (state.positions >= 0).to(self.counts.dtype)
+        self.counts.scatter_add_(1, state.tokens[:, None], live[:, None])
+        counts = self.counts.to(logits_BV.dtype)
+        often = state.frequency[:, None] * counts
+        present = state.presence[:, None] * (counts > 0)
+        return logits_BV - often - present + self.bias
 
 
-class Event(NamedTuple):
-    """What a step did to a row."""
+class Shelves:
+    """Beginnings that several texts have in common, in rows of the cache behind those of the texts.
 
-    row: int
-    token: int | None  # the new id; None if a stop token came
-    reason: str  # why the completion ended: "stop" or "length"; "" while it goes on
+    A text that begins like one of them starts with a copy of it.
+    """
+
+    def __init__(self, first_row: int, count: int):
+        self.texts = {first_row + i: [] for i in range(count)}  # the ids in each row of the cache
+        self.used = dict.fromkeys(self.texts, 0)  # when, in calls of choose
+        self.calls = 0
+
+    def forget(self) -> None:
+        self.texts = {row: [] for row in self.texts}
+
+    def choose(self, texts: dict[int, list[int]], starts: dict, known: list) -> tuple[dict, dict]:
+        """The shelf that each text should start as a copy of, and the ids of shelves to be filled.
+
+        A beginning goes onto a shelf when a second text has it, in place of the beginning that
+        was not used for longest.
+
+        Args:  starts: how many ids the row of each text holds; known: texts in the cache
+        """
+        self.calls += 1
+        chosen = {}
+        new = {}
+        others = list(known)
+        for row, text in texts.items():
+            shelf = self.longest(text)
+            length = len(self.texts[shelf]) if shelf is not None else 0
+            common = max(common_length(text, other) for other in others)
+            others.append(text)
+            oldest = min(self.texts, key=lambda shelf: self.used[shelf])
+            is_free = self.used[oldest] < self.calls
+            if is_free and common >= max(starts[row], length) + WORTH_SHARING:
+                shelf = oldest
+                length = common
+                self.texts[shelf] = text[:common]
+                new[shelf] = text[:common]
+            if length > starts[row]:
+                self.used[shelf] = self.calls
+                chosen[row] = shelf
+        return chosen, new
+
+    def longest(self, text: list[int]) -> int | None:
+        """The shelf with the longest beginning of a text, shorter than all of it."""
+        lengths = {}
+        for row, ids in self.texts.items():
+            if 0 < len(ids) < len(text) and ids == text[: len(ids)]:
+                lengths[row] = len(ids)
+        return max(lengths, key=lengths.get, default=None)
 
 
-GREEDY = -1  # a width for steps that take the most likely id in every row
-WIDTHS = (GREEDY, 0, 64, 1024)  # and the whole vocabulary; on CUDA each is a graph of its own
-WORTH_SHARING = 64  # ids that two texts must begin with in common before a shelf holds them
+def common_length(text: list[int], other: list[int]) -> int:
+    """How many first ids, of all but the last, a text shares with another; 0 if they are few."""
+    if text[:WORTH_SHARING] != other[:WORTH_SHARING]:
+        return 0
+    most = min(len(text) - 1, len(other))
+    return bisect_left(range(most), True, key=lambda n: text[: n + 1] != other[: n + 1])
+
+
+class Graphs:
+    """Work between tensors that stay where they are, as CUDA graphs; each is recorded once."""
+
+    def __init__(self):
+        self.recorded: dict[Any, tuple] = {}  # by key: the graph, and what the work returned
+
+    def run(self, key, work: Callable, *arguments):
+        """What work(*arguments) does and returns; the next run may overwrite the result."""
+        if key in self.recorded:
+            graph, result = self.recorded[key]
+            graph.replay()
+            return result
+        result = work(*arguments)  # recording computes nothing
+
+        # All of them share one pool of memory, because one runs at a time.
+        pool = next((graph.pool() for graph, _ in self.recorded.values()), None)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            self.recorded[key] = (graph, work(*arguments))
+        return result
+
+
+class Prefills:
+    """Prefills into a cache, by a CUDA graph where one of their size fits."""
+
+    def __init__(self, model, cache: KVCache, rows: int, weights):
+        self.model = model
+        self.cache = cache
+        self.rows = rows
+        self.weights = weights
+        self.graphs = Graphs()
+        self.packs: dict[PrefillSize, tuple] = {}  # what a graph reads: flat, and as a Pack
+        self.failed = False  # to record one, so no more are tried
+
+    def run(self, rows: list, starts: list, texts: list) -> Tensor:
+        """As prefill; the next run may overwrite what it returns."""
+        size = prefill_size(starts, texts, self.rows, max(self.model.windows))
+        if size is None or self.failed:
+            return prefill(self.model, self.cache, rows, starts, texts, self.weights)
+        pack = plan_pack(self.model, self.cache, rows, starts, texts, size)
+        if size not in self.packs:
+            flat = torch.empty_like(pack.flat(), device=self.model.embed.device)
+            self.packs[size] = (flat, pack.over(flat))
+        flat, on_device = self.packs[size]
+        flat.copy_(pack.flat(), non_blocking=True)
+        longest = [size.new + size.old] * 2
+        work = (self.model, self.cache, on_device, longest, self.weights)
+        try:
+            return self.graphs.run(size, run_pack, *work)
+        except Exception as error:
+            print_note(f"prefills are no CUDA graphs here ({error!r:.200})")
+            self.failed = True
+            # Without a capture that succeeds, the random generator stays in capture mode.
+            with torch.cuda.graph(torch.cuda.CUDAGraph()):
+                torch.zeros_like(flat)
+            return run_pack(*work)
 
 
 @dataclass
@@ -984,16 +922,19 @@ class Flight:
     """A step that was launched and whose ids nobody has read yet."""
 
     rows: dict[int, Completion]  # that it computes, without those that have ended since
-    tokens: Tensor | list[int]  # its ids by row: on CUDA a copy that is complete after `done`
+    drawn: Tensor | list[int]  # its ids by row: on CUDA a copy that is complete after `done`
     done: torch.cuda.Event | None
     chances: list[Chance]  # by row; empty if no row wants them
 
     def read(self) -> list[int]:
-        """The sampled ids by row, once they are there."""
+        """The drawn ids by row, once they are there."""
         if self.done is None:
-            return self.tokens
+            return self.drawn
         self.done.synchronize()
-        return self.tokens.tolist()
+        return self.drawn.tolist()
+
+
+# ==== Decoding
 
 
 class Decoder:
@@ -1006,23 +947,15 @@ class Decoder:
     read, so that the device does not wait for the host. A row that meets a stop token then computes
     one id too many. That writes only into places of its rings that the next id overwrites.
 
-    Shelves are further rows of the cache. They hold beginnings that several texts have in common,
-    such as a system text, and a text that begins like one starts with a copy of it.
+    Args:  max_len tokens of the longest text, by default the model's context; shaping whether
+           completions may have penalties, logit_bias and min_p; shelves how many, see Shelves
     """
 
-    def __init__(
-        self,
-        model,
-        tokenizer,
-        rows: int,
-        max_len: int = 0,  # tokens of the longest text, by default the model's context
-        compile: bool = False,
-        graph: bool = True,
-        shaping: bool = False,  # whether completions may have penalties, logit_bias and min_p
-        shelves: int = 0,
-        ahead: bool | None = None,
-    ):
+    def __init__(self, model, tokenizer, rows: int, max_len: int = 0, compile: bool = False,
+                 graph: bool = True, shaping: bool = False, shelves: int = 0,
+                 ahead: bool | None = None):  # fmt: skip
         device = model.embed.device
+        cuda = device.type == "cuda"
         context = model.config.max_seq_len
         self.model = model
         self.tokenizer = tokenizer
@@ -1030,41 +963,35 @@ class Decoder:
         self.max_len = min(max_len or context, context)
         self.windows = model.windows
         self.marks = ToolMarks.of(tokenizer)
+        self.ahead = cuda if ahead is None else ahead
         with torch.no_grad():
             self.weights = model.layer_weights()
 
         self.cache = KVCache.empty(model, rows + shelves, self.max_len)
         self.row_cache = self.cache.first(rows)
         self.state = RowState.resting(rows, device)
+        self.penalties = Penalties(rows, tokenizer.vocab_size, device) if shaping else None
+        self.shelves = Shelves(rows, shelves)
+
         self.known = [[] for _ in range(rows)]  # ids in the cache; of a live row also the next one
         self.live: dict[int, Completion] = {}
+        self.flight: Flight | None = None
         self.width = GREEDY  # of steps of the live rows, see sort_width
         self.shaped = False  # whether any of them shapes its logits
-        self.shelves = [[] for _ in range(shelves)]  # ids of each
-        self.shelf_used = [0] * shelves  # when, in calls of admit
-        self.admissions = 0
-
-        # How often each id is in the answer of a row, and what is added to its logit.
-        vocab_size = tokenizer.vocab_size
-        self.counts = None
-        self.bias = None
-        if shaping:
-            self.counts = torch.zeros(rows, vocab_size, dtype=torch.int32, device=device)
-            self.bias = torch.zeros(rows, vocab_size, device=device)
 
         self.decode = torch.compile(decode) if compile else decode
         self.sample = torch.compile(sample) if compile else sample
-        self.graphs = {} if graph and device.type == "cuda" else None  # by width
-        self.shaped_graphs = {}  # the same, of steps that shape logits
-        self.prefills = {} if self.graphs is not None else None  # graphs of prefills by size
-        self.ahead = device.type == "cuda" if ahead is None else ahead
-        self.flight: Flight | None = None
+        self.graphs = None
+        self.prefills = None
+        if graph and cuda:
+            self.graphs = Graphs()  # of steps, by width and shaped
+            self.prefills = Prefills(model, self.cache, rows, self.weights)
 
     @torch.no_grad()
     def refresh(self) -> None:
         """Reads the weights of the model again; texts in the cache are forgotten."""
         self.known = [[] for _ in range(self.rows)]
-        self.shelves = [[] for _ in self.shelves]
+        self.shelves.forget()
         self.flight = None
         for old_layer, new_layer in zip(self.weights, self.model.layer_weights(), strict=True):
             for old, new in zip(old_layer, new_layer, strict=True):
@@ -1086,7 +1013,7 @@ class Decoder:
         starts = {}
         for row, completion in completions.items():
             assert row not in self.live, f"row {row} is taken"
-            assert self.counts is not None or not completion.is_shaped(), "needs shaping=True"
+            assert self.penalties or not completion.is_shaped(), "needs shaping=True"
             completion.check(self.max_len)
             texts[row] = completion.text()
             # To score a prompt, all of it is computed.
@@ -1095,14 +1022,15 @@ class Decoder:
         sources = self.find_shelves(completions, texts, starts)
         for row in completions:
             self.known[row] = []  # should the prefill fail
-        self.clear([row for row in completions if starts[row] == 0 and row not in sources])
-        self.copy_rows(sources)
+        self.cache.clear([row for row in completions if starts[row] == 0 and row not in sources])
+        self.cache.copy(sources)
         for row, shelf in sources.items():
-            starts[row] = len(self.shelves[shelf - self.rows])
+            starts[row] = len(self.shelves.texts[shelf])
         self.fill({row: text[:-1] for row, text in texts.items()}, starts, completions)
 
         self.state.write(completions)
-        self.count(completions)
+        if self.penalties:
+            self.penalties.write(completions)
         for row, text in texts.items():
             self.known[row] = list(text)
         self.live |= completions
@@ -1116,171 +1044,50 @@ class Decoder:
             return len(known)
         return 0
 
-    def clear(self, rows: list[int]) -> None:
-        """Zeroes rows. Old keys are masked, but infinities and NaN would get through a mask."""
-        if rows:
-            index = to_device(rows, self.model.embed.device)
-            for ring in (*self.cache.keys, *self.cache.values):
-                ring[index] = 0
-
-    def copy_rows(self, sources: dict[int, int]) -> None:
-        """Copies rows of the cache: {to: from}."""
-        if sources:
-            device = self.model.embed.device
-            target = to_device(list(sources), device)
-            source = to_device(list(sources.values()), device)
-            for ring in (*self.cache.keys, *self.cache.values):
-                ring[target] = ring[source]
-
-    def fill(self, texts: dict, starts: dict, completions: dict[int, Completion]) -> None:
-        """Computes what rows lack of their texts, and the chances of prompts that want them."""
-        for pack in prefill_packs(texts, starts):
-            pack_starts = [starts[row] for row in pack]
-            pack_texts = [texts[row] for row in pack]
-            hidden = self.prefill(pack, pack_starts, pack_texts)
-
-            place = 0  # of a text's first new id
-            for row in pack:
-                completion = completions.get(row)
-                count = len(texts[row]) - starts[row]
-                if completion and completion.score_prompt:
-                    vocab_size = self.tokenizer.vocab_size
-                    own = hidden[place : place + count]
-                    after = completion.prompt[1:]
-                    most = completion.logprobs or 0
-                    found = prompt_chances(self.model, own, after, vocab_size, most)
-                    completion.prompt_chances = [None, *found]
-                place += count
-        for completion in completions.values():
-            if completion.score_prompt and not completion.prompt_chances:
-                completion.prompt_chances = [None]  # a prompt of one id
-
-    def prefill(self, rows: list, starts: list, texts: list) -> Tensor:
-        """As prefill; what it returns may be overwritten by the next. By a graph where one fits."""
-        size = None
-        if self.prefills is not None:
-            size = prefill_size(starts, texts, self.rows, max(self.windows))
-        if size is None:
-            return prefill(self.model, self.cache, rows, starts, texts, self.weights)
-
-        pack = plan_pack(self.model, self.cache, rows, starts, texts, size)
-        if size not in self.prefills:
-            return self.capture_prefill(size, pack)
-        graph = self.prefills[size]
-        graph.flat.copy_(pack.flat(), non_blocking=True)
-        graph.cuda.replay()
-        return graph.hidden
-
-    def capture_prefill(self, size: PrefillSize, pack: Pack) -> Tensor:
-        """Computes a prefill and records it for others of its size; if that fails, there are no
-        graphs of prefills from now on.
-        """
-        flat = to_device(pack.flat(), self.model.embed.device)
-        longest = [size.new + size.old] * 2
-        work = (self.model, self.cache, pack.over(flat), longest, self.weights)
-        hidden = run_pack(*work)  # the result; recording computes nothing
-
-        # All of them share one pool of memory, because one runs at a time.
-        pool = next((graph.cuda.pool() for graph in self.prefills.values()), None)
-        graph = torch.cuda.CUDAGraph()
-        try:
-            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-                recorded = run_pack(*work)
-        except Exception as error:
-            print_note(f"prefills are no CUDA graphs here ({error!r:.200})")
-            self.prefills = None
-            # Without a capture that succeeds, the random generator stays in capture mode.
-            with torch.cuda.graph(torch.cuda.CUDAGraph()):
-                torch.zeros_like(flat)
-            return hidden
-        self.prefills[size] = PrefillGraph(graph, flat, recorded)
-        return hidden
-
-    def count(self, completions: dict[int, Completion]) -> None:
-        """Sets the counts of rows to those of their answers so far, and what is added to logits.
-
-        A step counts the id that goes in. The last of a text is counted here or in the prompt, so
-        its count begins one lower.
-        """
-        if self.bias is not None:
-            self.bias[to_device(list(completions), self.bias.device)] = 0
-        for row, completion in completions.items():
-            if not completion.is_shaped():
-                continue
-            for token, bias in completion.logit_bias.items():
-                self.bias[row, token] = bias
-            self.counts[row] = 0
-            ids = to_device([*completion.tokens, completion.text()[-1]], self.counts.device)
-            signs = torch.ones_like(ids, dtype=self.counts.dtype)
-            signs[-1] = -1
-            self.counts[row].index_add_(0, ids, signs)
-
-    # -- beginnings in common
-
     def find_shelves(self, completions: dict, texts: dict, starts: dict) -> dict[int, int]:
-        """Which row of the cache each text should start as a copy of; fills new shelves.
-
-        A beginning goes onto a shelf when a second text has it, in place of the beginning that
-        was not used for longest.
-        """
-        if not self.shelves:
+        """The row of the cache that each text should start as a copy of; fills new shelves."""
+        if not self.shelves.texts:
             return {}
-        self.admissions += 1
-        sources = {}
-        new = {}
-        earlier = []
-        for row, text in texts.items():
-            if completions[row].score_prompt:
-                continue
-            shelf = self.longest_shelf(text)
-            length = len(self.shelves[shelf]) if shelf is not None else 0
-            common = self.longest_common(text, [*self.known, *earlier])
-            earlier.append(text)
-            oldest = min(range(len(self.shelves)), key=lambda i: self.shelf_used[i])
-            is_free = self.shelf_used[oldest] < self.admissions
-            if is_free and common >= max(starts[row], length) + WORTH_SHARING:
-                shelf = oldest
-                length = common
-                self.shelves[shelf] = text[:common]
-                new[self.rows + shelf] = text[:common]
-            if length > starts[row]:
-                self.shelf_used[shelf] = self.admissions
-                sources[row] = self.rows + shelf
-
+        sharing = {row: text for row, text in texts.items() if not completions[row].score_prompt}
+        sources, new = self.shelves.choose(sharing, starts, self.known)
         try:
-            self.clear(list(new))
+            self.cache.clear(list(new))
             self.fill(new, dict.fromkeys(new, 0), {})
         except BaseException:
-            self.shelves = [[] for _ in self.shelves]  # what they hold is not certain
+            self.shelves.forget()  # what they hold is not certain
             raise
         return sources
 
-    def longest_shelf(self, text: list[int]) -> int | None:
-        """The shelf with the longest beginning of a text, shorter than all of it."""
-        fitting = [
-            i
-            for i, ids in enumerate(self.shelves)
-            if 0 < len(ids) < len(text) and ids == text[: len(ids)]
-        ]
-        return max(fitting, key=lambda i: len(self.shelves[i]), default=None)
+    def fill(self, texts: dict, starts: dict, completions: dict[int, Completion]) -> None:
+        """Computes what rows lack of their texts, and the chances of prompts that want them."""
+        for completion in completions.values():
+            if completion.score_prompt:
+                completion.prompt_chances = [None]
+        for pack in prefill_packs(texts, starts):
+            pack_starts = [starts[row] for row in pack]
+            hidden = self.prefill(pack, pack_starts, [texts[row] for row in pack])
+            place = 0  # of a text's first new id
+            for row, start in zip(pack, pack_starts, strict=True):
+                count = len(texts[row]) - start
+                completion = completions.get(row)
+                if completion and completion.score_prompt:
+                    self.score_prompt(completion, hidden[place : place + count])
+                place += count
 
-    def longest_common(self, text: list[int], others: list[list[int]]) -> int:
-        """How many first ids, of all but the last, a text shares with any of the others."""
-        longest = 0
-        start = text[:WORTH_SHARING]
-        for other in others:
-            if other[:WORTH_SHARING] != start:
-                continue
-            low = 0  # in common
-            high = min(len(text) - 1, len(other))
-            while low < high:
-                middle = (low + high + 1) // 2
-                if other[:middle] == text[:middle]:
-                    low = middle
-                else:
-                    high = middle - 1
-            longest = max(longest, low)
-        return longest
+    def score_prompt(self, completion: Completion, hidden_TD: Tensor) -> None:
+        """Notes the chance of each id of a prompt, given the hidden state before it."""
+        vocab_size = self.tokenizer.vocab_size
+        after = completion.prompt[1:]
+        for start in range(0, len(after), 256):  # logits of all at once might not fit into memory
+            tokens = to_device(after[start : start + 256], hidden_TD.device)
+            logits = self.model.logits(hidden_TD[start : start + len(tokens)])[:, :vocab_size]
+            completion.prompt_chances += token_chances(logits, tokens, completion.logprobs or 0)
+
+    def prefill(self, rows: list, starts: list, texts: list) -> Tensor:
+        """As prefill; the next call may overwrite what it returns."""
+        if self.prefills:
+            return self.prefills.run(rows, starts, texts)
+        return prefill(self.model, self.cache, rows, starts, texts, self.weights)
 
     # -- steps
 
@@ -1289,18 +1096,21 @@ class Decoder:
         """Computes one token for each live row; a row that ends is free afterwards.
 
         Rows that entered while a step was in flight get their first token with the next one.
+
+        Raises: RunError if the model's logits are not finite
         """
         flight = self.flight
         self.flight = None
         if not self.live:
             return []
-        rows = flight.rows if flight else {}
-        if not rows:
+        if not (flight and flight.rows):
             flight = self.launch(self.live)
-            rows = flight.rows
+        rows = flight.rows
 
-        # A tool's ids take the place of the sampled ones before they go in.
-        self.force({row: c.queue[0] for row, c in rows.items() if c.queue})
+        # A tool's ids take the place of the drawn ones before they go in.
+        for row, completion in rows.items():
+            if completion.queue:
+                self.state.tokens[row] = completion.queue[0]
         if self.ahead:
             going_on = self.rest_those_at_their_end(rows)
             if going_on:
@@ -1317,27 +1127,59 @@ class Decoder:
         return going_on
 
     def launch(self, rows: dict[int, Completion]) -> Flight:
-        """Starts a step. What it finds goes in with the next one, except where a tool speaks."""
-        most = max((c.logprobs for c in rows.values() if c.logprobs is not None), default=None)
-        logits = self.run(self.width, most is not None)
-        chances = []
-        if most is not None:
-            chances = token_chances(logits, self.state.tokens, most)
+        """Starts a step. What it draws goes in with the next one, except where a tool speaks."""
+        step = (self.width, self.shaped)
+        if self.graphs:
+            logits = self.graphs.run(step, self.advance, *step)
+        else:
+            logits = self.advance(*step)
+        wanted = [c.logprobs for c in rows.values() if c.logprobs is not None]
+        chances = token_chances(logits, self.state.tokens, max(wanted)) if wanted else []
 
-        if not self.state.tokens.is_cuda:
-            return Flight(dict(rows), self.state.tokens.tolist(), None, chances)
+        drawn = self.state.drawn
+        if not drawn.is_cuda:
+            return Flight(dict(rows), drawn.tolist(), None, chances)
         copy = torch.empty(self.rows, dtype=torch.long, pin_memory=True)
-        copy.copy_(self.state.tokens, non_blocking=True)
+        copy.copy_(drawn, non_blocking=True)
         done = torch.cuda.Event()
         done.record()
         return Flight(dict(rows), copy, done, chances)
 
+    def advance(self, width: int, shaped: bool) -> Tensor:
+        """The work of a step, between tensors that stay where they are. Gives the logits."""
+        state = self.state
+        logits = self.decode(
+            self.model, self.row_cache, state.tokens, state.previous, state.positions, self.weights
+        )
+        logits = logits[:, : self.tokenizer.vocab_size]  # without the padding of the vocabulary
+        drawn = self.draw(logits, width, shaped)
+
+        # The largest of numbers with NaN among them is NaN, so NaN is what was drawn.
+        broken = logits.gather(1, drawn[:, None])[:, 0].isnan()
+        state.drawn.copy_(drawn).masked_fill_(broken, NOT_FINITE)
+        state.previous.copy_(state.tokens)
+        state.tokens.copy_(drawn)
+        state.positions.add_(state.positions >= 0)
+        return logits
+
+    def draw(self, logits: Tensor, width: int, shaped: bool) -> Tensor:
+        """The next id of each row, (B,): the one place where logits become ids."""
+        state = self.state
+        if width == GREEDY:
+            return logits.argmax(-1)
+        min_p = None
+        if shaped:
+            logits = self.penalties.apply(logits, state)
+            min_p = state.min_p
+        cuts = (state.temperature, state.top_k, state.top_p, state.seeds, state.positions, width)
+        return self.sample(logits, *cuts, min_p)
+
     def accept(self, flight: Flight, rows: dict[int, Completion]) -> list[Event]:
         """Gives the ids of a step to the completions that wait for them."""
-        sampled = flight.read()
+        drawn = flight.read()
         events = []
         for row, completion in rows.items():
-            token = completion.accept(sampled[row], self.tokenizer, self.marks)
+            token = completion.accept(drawn[row], self.tokenizer, self.marks)
             if token is not None and completion.logprobs is not None:
                 by_tool = completion.forced[-1]
                 completion.chances.append(CERTAIN if by_tool else flight.chances[row])
@@ -1348,79 +1190,7 @@ class Decoder:
         self.rest([e.row for e in events if e.reason])
         return events
 
-    def note_live(self) -> None:
-        """Notes what steps of the live rows need, since it stays until one enters or ends."""
-        if self.live:
-            self.width = self.sort_width()
-            self.shaped = any(completion.is_shaped() for completion in self.live.values())
-
-    def sort_width(self) -> int:
-        """How many logits a step sorts: one of WIDTHS, or the whole vocabulary."""
-        vocab_size = self.tokenizer.vocab_size
-        needed = max(completion.sort_width(vocab_size) for completion in self.live.values())
-        enough = [width for width in WIDTHS if width >= needed]
-        return min([*enough, vocab_size])
-
-    def run(self, width: int, eager: bool = False) -> Tensor | None:
-        """Computes a step, by a graph where there are graphs. Gives the logits if it is eager."""
-        if self.graphs is None or eager:
-            return self.advance(width, self.shaped)
-        graphs = self.shaped_graphs if self.shaped else self.graphs
-        if width not in graphs:
-            graphs[width] = self.capture(width, self.shaped)
-        graphs[width].replay()
-        return None
-
-    def advance(self, width: int, shaped: bool) -> Tensor:
-        """The work of a step, between tensors that stay where they are. Gives the logits."""
-        state = self.state
-        logits = self.decode(
-            self.model, self.row_cache, state.tokens, state.previous, state.positions, self.weights
-        )
-        logits = logits[:, : self.tokenizer.vocab_size]  # without the padding of the vocabulary
-        if width == GREEDY:
-            sampled = logits.argmax(-1)
-        else:
-            sampled = self.draw(logits, width, shaped)
-        state.previous.copy_(state.tokens)
-        state.tokens.copy_(sampled)
-        state.positions.add_(state.positions >= 0)
-        return logits
-
-    def draw(self, logits: Tensor, width: int, shaped: bool) -> Tensor:
-        """The next id of each row; `shaped`: with penalties, logit_bias and min_p."""
-        state = self.state
-        cuts = (state.temperature, state.top_k, state.top_p, state.seeds, state.positions, width)
-        if not shaped:
-            return self.sample(logits, *cuts)
-        live = (state.positions >= 0).to(self.counts.dtype)
-        self.counts.scatter_add_(1, state.tokens[:, None], live[:, None])
-        logits = penalised(logits, self.counts, state.presence, state.frequency) + self.bias
-        return self.sample(logits, *cuts, state.min_p)
-
-    def capture(self, width: int, shaped: bool) -> torch.cuda.CUDAGraph:
-        """Records a step, while all rows rest, so its warm-up writes nothing into the cache."""
-        saved = [tensor.clone() for tensor in self.state.tensors()]
-        self.state.positions.fill_(-1)
-
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(3):
-                self.advance(width, shaped)
-        torch.cuda.current_stream().wait_stream(side)
-
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            self.advance(width, shaped)
-        for tensor, value in zip(self.state.tensors(), saved, strict=True):
-            tensor.copy_(value)
-        return graph
-
-    def force(self, tokens: dict[int, int]) -> None:
-        """Replaces the ids that go in next, by row."""
-        for row, token in tokens.items():
-            self.state.tokens[row] = token
+    # -- rows that end
 
     def rest(self, rows: list[int]) -> None:
         """Ends the completions of rows; what the rows hold stays known."""
@@ -1432,6 +1202,19 @@ class Decoder:
                 self.flight.rows.pop(row, None)
         self.live = {row: c for row, c in self.live.items() if row not in rows}
         self.note_live()
+
+    def note_live(self) -> None:
+        """Notes what steps of the live rows need, since it stays until one enters or ends.
+
+        The width, how many logits a step sorts, is one of WIDTHS or the whole vocabulary.
+        """
+        if not self.live:
+            return
+        vocab_size = self.tokenizer.vocab_size
+        needed = max(completion.sort_width(vocab_size) for completion in self.live.values())
+        enough = [width for width in WIDTHS if width >= needed]
+        self.width = min([*enough, vocab_size])
+        self.shaped = any(completion.is_shaped() for completion in self.live.values())
 
     def stop(self, row: int) -> None:
         """Ends a row's completion early; what the row holds stays known."""
@@ -1560,8 +1343,8 @@ class Generator:
         yield text.decode(b"", final=True)
 
 
-# ==================================================================================================
-# KERNEL -- attention of one step of decoding
+# ==== Kernel
+# Attention of one step of decoding.
 # Each row of the cache gets one key and one value, and one query looks at its ring of S slots.
 # Position p lies in slot p % S. The slot after the newest is free: in layers with key offset the
 # second half of a key waits there for its first. Rows at position -1 rest, and nothing of them is
@@ -1665,26 +1448,12 @@ def decode_attention_kernel(
 DECODE_TILES = dict(BN=128, num_warps=8)
 
 
-def free_prefix(name: str) -> str:
-    """A prefix of operators that has no operator of this name yet.
-
-    Operators have global names, and a process may import this file twice.
-    """
-    for n in range(1000):
-        prefix = f"decoderstack_engine{n}"
-        if not hasattr(getattr(torch.ops, prefix), name):
-            return prefix
-    raise AssertionError("no prefix is free")
-
-
 def adjacent_heads(x: Tensor) -> Tensor:
     """x (B, H, K) with the heads of a row next to each other in memory."""
     return x if x.stride()[1:] == (x.size(2), 1) else x.contiguous()
 
 
-@torch.library.custom_op(
-    f"{free_prefix('decode_attention')}::decode_attention", mutates_args=("keys", "values")
-)
+@torch.library.custom_op("decoderstack_engine::decode_attention", mutates_args=("keys", "values"))
 def decode_attention(
     q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, positions: Tensor, offset: bool
 ) -> Tensor:

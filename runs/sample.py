@@ -1,17 +1,30 @@
 """Continues texts with the model of a run directory.
 
     python runs/sample.py out/RUN --prompt "The sky is" --prompt "Once upon a time"
+    python runs/sample.py out/RUN --check       compares decoding with the forward pass of training
 
-The text appears as it is generated. The last line is one JSON object: new_tokens, seconds, run_dir.
+The text appears as it is generated. The last line is one JSON object: new_tokens, seconds, run_dir;
+or with --check decoding_error, run_dir.
 """
 
 import argparse
+import copy
 import json
+import math
 import sys
 import time
 from pathlib import Path
 
 import engine
+import torch
+from engine import RunError
+
+CHECKED_TOKENS = 32
+# Largest difference between the logits of decode and forward, relative to the spread of the logits.
+# Models of random weights show 1e-6 in fp32 and up to 2e-2 in bf16. A wrong position shows 1e-1,
+# but a missing key offset as little as 1e-2, which only fp32 can tell from rounding.
+EXACT_TOLERANCE = 1e-3
+ROUNDED_TOLERANCE = 1e-1  # for 16 bits
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -22,33 +35,107 @@ def build_parser() -> argparse.ArgumentParser:
     add("--tokens", type=int, default=128, help="the most new tokens for each prompt")
     add("--temperature", type=float, default=0.8, help="0: always the most likely token")
     add("--top-k", type=int, default=50, help="sample from this many tokens, 0: from all")
-    add(
-        "--top-p", type=float, default=1.0, help="sample from the tokens with this much probability"
-    )
+    add("--top-p", type=float, default=1.0, help="sample from tokens with this much probability")
     add("--seed", type=int, default=0, help="the same seed gives the same text")
     add("--step", type=int, help="checkpoint to use (default: the newest)")
     add("--attention", metavar="NAME", help="attention backend for the prompt")
     add("--dtype", metavar="NAME", help="of the weights, e.g. float32 (default: that of the run)")
     add("--device", help="cuda, mps or cpu (default: the best available)")
+    add("--check", action="store_true", help="compare decoding with the forward pass, and end")
     return parser
 
 
 def check_flags(args: argparse.Namespace) -> None:
     """Raises RunError if a flag has a value that makes no sense."""
     if args.tokens < 1:
-        raise engine.RunError(f"--tokens {args.tokens} must be at least 1")
+        raise RunError(f"--tokens {args.tokens} must be at least 1")
     if args.temperature < 0 or args.top_k < 0:
-        raise engine.RunError("--temperature and --top-k must be at least 0")
+        raise RunError("--temperature and --top-k must be at least 0")
     if not 0 < args.top_p <= 1:
-        raise engine.RunError(f"--top-p {args.top_p} must be above 0 and at most 1")
+        raise RunError(f"--top-p {args.top_p} must be above 0 and at most 1")
+
+
+def load(args: argparse.Namespace) -> engine.Run:
+    device = args.device
+    return engine.load_run(args.run_dir, args.step, device, attention=args.attention, dtype=args.dtype)
+
+
+def check_decoding(run: engine.Run) -> float:
+    """Compares decoding with the forward pass that the model was trained with.
+
+    A model of 16 bits is compared as it is, with its kernels, and as a copy in fp32 on the CPU.
+
+    Returns: decoding_error of the model in fp32
+    Raises:  RunError if they differ by more than rounding, or are not finite
+    """
+    models = [(run.model, EXACT_TOLERANCE)]
+    if run.model.embed.dtype != torch.float32:
+        exact = copy.deepcopy(run.model).cpu().float()
+        exact.attention = run.script.sdpa_attention
+        models = [(run.model, ROUNDED_TOLERANCE), (exact, EXACT_TOLERANCE)]
+    for model, tolerance in models:
+        error = decoding_error(model, run.tokenizer)
+        if math.isnan(error):
+            raise RunError("the model's logits are not finite; name an earlier checkpoint with --step")
+        if error > tolerance:
+            raise RunError(
+                f"the model decodes other logits than its forward pass gives (difference {error:.1e}, "
+                f"at most {tolerance:.0e} is rounding); use the tools of the commit that made the run"
+            )
+    return error
+
+
+@torch.no_grad()
+def decoding_error(model, tokenizer) -> float:
+    """Root mean square difference of the logits of decode and forward, relative to their spread.
+
+    A third of CHECKED_TOKENS random ids is prefilled into an empty row, another third into the row
+    that then holds the first, and the rest is decoded one by one. NaN if any logit is not finite.
+    """
+    device = model.embed.device
+    vocab_size = tokenizer.vocab_size
+    length = min(CHECKED_TOKENS, model.config.max_seq_len)
+    rng = torch.Generator().manual_seed(0)
+    random_ids = torch.randint(0, vocab_size, (length - 1,), generator=rng)
+    ids = [tokenizer.bos_id, *random_ids.tolist()]
+
+    # All at once, as in training.
+    tokens_T = torch.tensor(ids, device=device, dtype=torch.int32)
+    positions_T = torch.arange(length, device=device, dtype=torch.int32)
+    cu_seqlens = torch.tensor([0, length, length, length], device=device, dtype=torch.int32)
+    expected = model(tokens_T, None, positions_T, cu_seqlens, length)
+
+    # In parts, with a cache.
+    cache = engine.KVCache.empty(model, 1, length)
+    first = length // 3
+    second = 2 * length // 3
+    engine.prefill(model, cache, [0], [0], [ids[:first]])
+    engine.prefill(model, cache, [0], [first], [ids[:second]])
+    found = []
+    for position in range(second, length):
+        token = torch.tensor([ids[position]], device=device)
+        previous = torch.tensor([ids[position - 1]], device=device)
+        where = torch.tensor([position], device=device, dtype=torch.int32)
+        found.append(engine.decode(model, cache, token, previous, where))
+
+    expected = expected[second:, :vocab_size].double()
+    found = torch.cat(found)[:, :vocab_size].double()
+    spread = (expected - expected.mean(-1, keepdim=True)).square().mean().sqrt()
+    difference = (found - expected).square().mean().sqrt()
+    return (difference / spread.clamp(min=1e-30)).item()
+
+
+def check(args: argparse.Namespace) -> dict:
+    """Says whether a run decodes as it was trained. Returns what the last line shows."""
+    error = check_decoding(load(args))
+    print(f"decoding agrees with the forward pass (difference {error:.1e}, rounding)")
+    return {"decoding_error": error, "run_dir": str(args.run_dir)}
 
 
 def sample(args: argparse.Namespace) -> dict:
     """Prints the continuation of each prompt. Returns what the last line shows."""
     check_flags(args)
-    changes = {"attention": args.attention, "dtype": args.dtype}
-    changes = {name: value for name, value in changes.items() if value is not None}
-    run = engine.load_run(args.run_dir, args.step, args.device, **changes)
+    run = load(args)
     generator = engine.Generator(run.model, run.tokenizer)
 
     start = time.perf_counter()
@@ -77,9 +164,10 @@ def main() -> int:
     args = build_parser().parse_args()
     sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows "?"
     try:
-        print(json.dumps(sample(args)), flush=True)
+        result = check(args) if args.check else sample(args)
+        print(json.dumps(result), flush=True)
         return 0
-    except engine.RunError as error:
+    except RunError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

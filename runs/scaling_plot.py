@@ -19,7 +19,8 @@ import sys
 from pathlib import Path
 
 import numpy as np
-from scipy.optimize import OptimizeWarning, curve_fit
+from matplotlib.figure import Figure
+from scipy.optimize import curve_fit
 from scipy.stats import linregress
 
 BLUE = "#2f6f9f"
@@ -31,9 +32,8 @@ def read_core(run_dir: Path) -> float | None:
     path = run_dir / "core.csv"
     if not path.is_file():
         return None
-    with path.open(encoding="utf-8", newline="") as file:
-        scores = [float(row[3]) for row in csv.reader(file) if row[0] == "CORE"]
-    return scores[0]
+    last = path.read_text(encoding="utf-8").splitlines()[-1]  # CORE,items,,score,seconds
+    return float(last.split(",")[3])
 
 
 def read_run(run_dir: Path) -> dict:
@@ -41,8 +41,7 @@ def read_run(run_dir: Path) -> dict:
     try:
         description = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
         lines = (run_dir / "log.jsonl").read_text(encoding="utf-8").splitlines()
-        entries = [json.loads(line) for line in lines]
-        last = [entry for entry in entries if "val_bpb" in entry][-1]
+        last = [entry for entry in map(json.loads, lines) if "val_bpb" in entry][-1]
         config = description["config"]
         layers = config["num_layers"]
         width = config["width"]
@@ -62,9 +61,8 @@ def read_run(run_dir: Path) -> dict:
             "devices": description["machine"]["num_devices"],
         }
     except (OSError, ValueError, KeyError, IndexError) as error:
-        sys.exit(
-            f"error: {run_dir} cannot be read as a finished run ({error!r}); remove it or let it finish"
-        )
+        problem = f"cannot be read as a finished run ({error!r})"
+        sys.exit(f"error: {run_dir} {problem}; remove it or let it finish")
 
 
 def column(rows: list[dict], key: str) -> np.ndarray:
@@ -88,47 +86,33 @@ def optimum(group: list[dict]) -> dict:
     val_bpb = column(group, "val_bpb")
     flops = float(np.exp(np.mean(np.log(column(group, "flops")))))
     curve = np.polyfit(np.log(weights), val_bpb, 2)
-    found = {
-        "flops": flops,
-        "curve": curve,
-        "weights": None,
-        "tokens": None,
-        "val_bpb": float(val_bpb.min()),
-    }
+    found = {"flops": flops, "curve": curve, "weights": None, "tokens": None}
+    found["val_bpb"] = float(val_bpb.min())
     if curve[0] <= 0:  # the parabola opens downward
         return found
     best = math.exp(-curve[1] / (2 * curve[0]))
     if weights.min() < best < weights.max():
-        found["weights"] = best
-        found["tokens"] = flops / 6 / best
-        found["val_bpb"] = float(np.polyval(curve, math.log(best)))
+        lowest = float(np.polyval(curve, math.log(best)))
+        found |= {"weights": best, "tokens": flops / 6 / best, "val_bpb": lowest}
     return found
 
 
-def power(x: list[float], y: list[float]) -> dict | None:
+def power(x: np.ndarray, y: np.ndarray) -> dict | None:
     """y = factor x ** exponent by least squares of logarithms; the error is one standard error, None for two points."""
     if len(x) < 2:
         return None
     fit = linregress(np.log(x), np.log(y))
-    return {
-        "exponent": float(fit.slope),
-        "error": float(fit.stderr) if len(x) > 2 else None,
-        "factor": math.exp(fit.intercept),
-    }
+    error = float(fit.stderr) if len(x) > 2 else None
+    return {"exponent": float(fit.slope), "error": error, "factor": math.exp(fit.intercept)}
 
 
-def falling_power(x: list[float], y: list[float]) -> dict | None:
-    """y = factor x ** -exponent, as floor_and_power writes it, with a floor of 0."""
-    fit = power(x, y)
-    if fit is None:
-        return None
-    return fit | {"exponent": -fit["exponent"], "floor": 0.0}
-
-
-def floor_and_power(x: list[float], y: list[float]) -> dict | None:
+def floor_and_power(x: np.ndarray, y: np.ndarray) -> dict | None:
     """y = floor + factor x ** -exponent; without a floor if there are fewer than four points or no fit is found."""
+    plain = power(x, y)
+    if plain:
+        plain |= {"exponent": -plain["exponent"], "floor": 0.0}
     if len(x) < 4:
-        return falling_power(x, y)
+        return plain
     scale = x[0]  # keeps the numbers of the search near 1
 
     def curve(x, floor, size, exponent):
@@ -138,31 +122,24 @@ def floor_and_power(x: list[float], y: list[float]) -> dict | None:
     most = (min(y), 10 * y[0], 3.0)
     try:
         found, covariance = curve_fit(curve, np.array(x), y, start, bounds=(0, most))
-    except (RuntimeError, OptimizeWarning):
-        return falling_power(x, y)
-    floor, size, exponent = found
-    return {
-        "floor": float(floor),
-        "exponent": float(exponent),
-        "factor": float(size * scale**exponent),
-        "error": float(np.sqrt(covariance[2, 2])),
-    }
+    except RuntimeError:
+        return plain
+    floor, size, exponent = found.tolist()
+    error = float(np.sqrt(covariance[2, 2]))
+    return {"floor": floor, "exponent": exponent, "factor": size * scale**exponent, "error": error}
 
 
 def analyse(rows: list[dict]) -> dict:
     """Best sizes of all budgets, and the fits over them."""
     best = [optimum(group) for group in budgets(rows)]
     inside = [found for found in best if found["weights"]]
-    flops = [found["flops"] for found in inside]
     points = best or sorted(rows, key=lambda row: row["flops"])
     return {
         "runs": len(rows),
         "budgets": best,
-        "weights": power(flops, [found["weights"] for found in inside]),
-        "tokens": power(flops, [found["tokens"] for found in inside]),
-        "bpb": floor_and_power(
-            [point["flops"] for point in points], [point["val_bpb"] for point in points]
-        ),
+        "weights": power(column(inside, "flops"), column(inside, "weights")),
+        "tokens": power(column(inside, "flops"), column(inside, "tokens")),
+        "bpb": floor_and_power(column(points, "flops"), column(points, "val_bpb")),
     }
 
 
@@ -170,9 +147,10 @@ def describe(fit: dict | None, name: str) -> str:
     if fit is None:
         return f"{name}: too few points"
     error = f" +- {fit['error']:.3f}" if fit["error"] is not None else ""
-    if "floor" in fit:
-        return f"{name} = {fit['floor']:.3f} + {fit['factor']:.3g} FLOPs ^ -({fit['exponent']:.3f}{error})"
-    return f"{name} ~ FLOPs ^ {fit['exponent']:.3f}{error}"
+    if "floor" not in fit:
+        return f"{name} ~ FLOPs ^ {fit['exponent']:.3f}{error}"
+    exponent = f"-({fit['exponent']:.3f}{error})"
+    return f"{name} = {fit['floor']:.3f} + {fit['factor']:.3g} FLOPs ^ {exponent}"
 
 
 def plot_bpb(axis, rows: list[dict], result: dict) -> None:
@@ -225,17 +203,9 @@ def plot_best(axis, result: dict) -> None:
 
 def plot(rows: list[dict], result: dict, path: Path) -> None:
     """One picture, with two more panels if there are budgets."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     panels = 3 if result["budgets"] else 1
-    width = 15 if result["budgets"] else 7
-    figure, grid = plt.subplots(
-        ncols=panels, figsize=(width, 4.5), layout="constrained", squeeze=False
-    )
-    axes = grid[0]
+    figure = Figure(figsize=(3 + 4 * panels, 4.5), layout="constrained")
+    axes = figure.subplots(ncols=panels, squeeze=False)[0]
     plot_bpb(axes[0], rows, result)
     if result["budgets"]:
         plot_sizes(axes[1], rows, result)
@@ -243,7 +213,6 @@ def plot(rows: list[dict], result: dict, path: Path) -> None:
     for axis in axes:
         axis.grid(alpha=0.3)
     figure.savefig(path, dpi=120)
-    plt.close(figure)
 
 
 def print_table(rows: list[dict]) -> None:
@@ -262,10 +231,9 @@ def print_result(result: dict) -> None:
         if found["weights"]:
             size = f"{found['weights']:,.0f} weights, {found['tokens']:,.0f} tokens"
         print(f"{found['flops']:.2e} FLOPs: {size}")
-    if result["budgets"]:
-        print(describe(result["weights"], "weights"))
-        print(describe(result["tokens"], "tokens"))
-    print(describe(result["bpb"], "bpb"))
+    names = ("weights", "tokens", "bpb") if result["budgets"] else ("bpb",)
+    for name in names:
+        print(describe(result[name], name))
 
 
 def main() -> None:

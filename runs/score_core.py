@@ -6,16 +6,13 @@
 
 The tasks are files in the run's dataset, made by data/core.py. CORE is the mean over the tasks of
 (accuracy - guessing) / (1 - guessing). The table goes to core.csv in the run directory, the score to its result.json,
-and the last line on stdout is one JSON object. Of an earlier checkpoint (--step), or of a run that has not finished,
-there is only the table, as core_step_N.csv.
-
-This executes the training script that lies in the run directory.
+and the last line on stdout is one JSON object. An earlier checkpoint (--step), or a run that has not finished, gets
+only the table, core_step_N.csv. This executes the training script that lies in the run directory.
 
 Letters in shapes: T tokens of a batch, R scored tokens of a batch, H heads, K head width.
 """
 
 import argparse
-import csv
 import hashlib
 import io
 import json
@@ -24,25 +21,20 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
 import engine
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from engine import RunError
+from engine import RunError, adjacent_heads, jit, tl, triton, use_triton
 from torch import Tensor
 
-try:  # without Triton the plain path runs
-    import triton
-    import triton.language as tl
-except ImportError:
-    triton = tl = None
-jit = triton.jit if triton else (lambda function: function)
-
 NUM_TASKS = 22
-REPAIR = "make the CORE files again with python data/core.py"
 
 # ==== Tasks
 
@@ -66,52 +58,35 @@ class CoreTask:
         """Reads a file of data/core.py.
 
         Args:   limit: only the first items, 0: all; max_seq_len: longer rows lose their beginning
-        Raises: RunError if the file is missing, corrupt or of another version
+        Raises: RunError if the file is missing or is not the one that dataset.json lists
         """
-        if not path.is_file():
-            raise RunError(f"{path} is missing although dataset.json lists it; {REPAIR}")
-        content = path.read_bytes()
+        content = path.read_bytes() if path.is_file() else b""
         if hashlib.sha256(content).hexdigest() != sha256:
-            raise RunError(
-                f"{path} is corrupt: its sha256 is not the one in dataset.json; {REPAIR}"
-            )
-        try:
-            with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
-                meta = json.loads(arrays["meta"].tobytes())
-                baseline = meta["random_baseline"] / 100
-                task = CoreTask(meta["task"], meta["type"], baseline, arrays["gold"], [], [])
-                task.unpack(arrays, limit, max_seq_len)
-        except (ValueError, KeyError) as error:
-            raise RunError(
-                f"{path} is not a CORE file of this version ({error!r}); {REPAIR}"
-            ) from None
+            state = "corrupt: its sha256 is not the one in dataset.json" if content else "missing"
+            raise RunError(f"{path} is {state}; make the CORE files again with python data/core.py")
+        with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
+            meta = json.loads(arrays["meta"].tobytes())
+            baseline = meta["random_baseline"] / 100
+            task = CoreTask(meta["task"], meta["type"], baseline, arrays["gold"], [], [])
+            task.unpack(arrays, limit, max_seq_len)
         return task
 
     def unpack(self, arrays, limit: int, max_seq_len: int) -> None:
         """Fills items and spans. A file holds what all choices of an item have in common once, then their rests."""
         tokens = arrays["tokens"].astype(np.int32)
-        rest = arrays["rest"].tolist()
-        start = arrays["start"].tolist()
-        end = arrays["end"].tolist()
-        shared_lengths = arrays["shared"].tolist()
-        choice_counts = arrays["choices"].tolist()
-
+        choices = zip(*(arrays[name].tolist() for name in ("rest", "start", "end")), strict=True)
         cursor = 0  # in tokens
-        row = 0  # in rest, start and end
-        for shared, choices in zip(shared_lengths, choice_counts, strict=True):
+        for shared, count in zip(arrays["shared"].tolist(), arrays["choices"].tolist(), strict=True):
             common = tokens[cursor : cursor + shared]
             cursor += shared
-
             rows = []
             spans = []
-            for _ in range(choices):
-                full = np.concatenate((common, tokens[cursor : cursor + rest[row]]))
+            for rest, start, end in islice(choices, count):
+                full = np.concatenate((common, tokens[cursor : cursor + rest]))
+                cursor += rest
                 cut = max(0, len(full) - max_seq_len)
                 rows.append(full[cut:])
-                spans.append((max(1, start[row] - cut), max(1, end[row] - cut)))
-                cursor += rest[row]
-                row += 1
-
+                spans.append((max(1, start - cut), max(1, end - cut)))
             self.items.append(rows)
             self.spans.append(spans)
             if len(self.items) == limit:
@@ -150,8 +125,7 @@ def shared_inputs(rows: list[np.ndarray], spans: list[tuple[int, int]]) -> int:
 #     branch     0 1 2 3 4 4 6 6 6      where the choice begins
 
 
-@dataclass
-class CoreInputs:
+class CoreInputs(NamedTuple):
     """A batch on the device, all int32. Padding tokens see only themselves; padding targets have row -1."""
 
     tokens_T: Tensor
@@ -164,14 +138,9 @@ class CoreInputs:
     targets_R: Tensor  # the scored tokens
     rows_R: Tensor  # the row that each of them belongs to
 
-    def of_model(self) -> list[Tensor]:
-        """The arguments of score_packed after the model, in their order."""
-        return [self.tokens_T, self.positions_T, self.previous_T, self.branch_T, self.skip_T, self.first_2T,
-                self.picks_R, self.targets_R]  # fmt: skip
-
 
 class CoreBatch:
-    """A batch on the host, filled item by item."""
+    """A batch on the host, filled item by item. Its arrays are those of CoreInputs."""
 
     def __init__(self, size: int, windows: tuple[int, int], bos_id: int):
         index = np.arange(size, dtype=np.int32)
@@ -196,54 +165,40 @@ class CoreBatch:
         if self.used + tokens > self.tokens.size or self.picked + scored > self.picks.size:
             return False
         begin = self.used
-        self.add_common(rows[0][:common])
+        self.add_part(rows[0][:common], 0, begin, begin, begin)
         for number, (full, (start, end)) in enumerate(zip(rows, spans, strict=True), row):
-            self.add_choice(full, start, end, begin, common, number)
+            branch = self.used
+            self.add_part(full[common:-1], common, begin, branch, begin + common)
+            if self.used > branch:
+                self.previous[branch] = max(begin + common - 1, 0)
+            # The input before a scored token predicts it; shared_inputs leaves this input to the choice.
+            picks = slice(self.picked, self.picked + end - start)
+            self.picks[picks] = np.arange(start, end) - 1 - common + branch
+            self.targets[picks] = full[start:end]
+            self.rows[picks] = number
+            self.picked = picks.stop
         return True
 
-    def add_common(self, tokens: np.ndarray) -> None:
-        """What all choices of an item begin with."""
-        begin = self.used
-        part = slice(begin, begin + len(tokens))
-        positions = np.arange(len(tokens))
+    def add_part(
+        self, tokens: np.ndarray, common: int, begin: int, branch: int, skip: int
+    ) -> None:
+        """Appends what the choices of an item begin with, or one choice behind the `common` tokens from `begin` on."""
+        positions = np.arange(common, common + len(tokens), dtype=np.int32)
+        part = slice(self.used, self.used + len(tokens))
         self.tokens[part] = tokens
         self.positions[part] = positions
-        self.branch[part] = begin
-        self.skip[part] = begin
-        for window, first in zip(self.windows, self.first, strict=True):
-            first[part] = begin + np.maximum(positions - window, 0)
-        self.used = part.stop
-
-    def add_choice(
-        self, full: np.ndarray, start: int, end: int, begin: int, common: int, number: int
-    ) -> None:
-        """The rest of one row, whose first `common` tokens are stored from `begin` on."""
-        positions = np.arange(common, len(full) - 1, dtype=np.int32)
-        branch = self.used
-        part = slice(branch, branch + positions.size)
-        self.tokens[part] = full[common:-1]
-        self.positions[part] = positions
         self.branch[part] = branch
-        self.skip[part] = begin + common
-        if positions.size:
-            self.previous[branch] = max(begin + common - 1, 0)
+        self.skip[part] = skip
         # The first position seen lies in the common part or in this one.
         for window, first in zip(self.windows, self.first, strict=True):
             far = np.maximum(positions - window, 0)
             first[part] = np.where(far < common, begin + far, branch + far - common)
         self.used = part.stop
 
-        # The input before a scored token predicts it; shared_inputs leaves this input to the choice.
-        picks = slice(self.picked, self.picked + end - start)
-        self.picks[picks] = np.arange(start, end) - 1 - common + branch
-        self.targets[picks] = full[start:end]
-        self.rows[picks] = number
-        self.picked = picks.stop
-
     def inputs(self, device: torch.device) -> CoreInputs:
         """The batch on a device. The copy may still be under way."""
-        arrays = (self.tokens, self.positions, self.previous, self.branch, self.skip, self.first, self.picks,
-                  self.targets, self.rows)  # fmt: skip
+        arrays = (self.tokens, self.positions, self.previous, self.branch, self.skip, self.first)
+        arrays += (self.picks, self.targets, self.rows)
         tensors = [torch.from_numpy(array) for array in arrays]
         if device.type == "cuda":
             tensors = [tensor.pin_memory() for tensor in tensors]
@@ -334,16 +289,8 @@ TILES = {"BM": 64, "BN": 64, "num_warps": 4, "num_stages": 2}
 
 def kernel_runs(q: Tensor) -> bool:
     """16 bits on a GPU from Ampere on, and a head width that is a power of two."""
-    if triton is None or not q.is_cuda or q.itemsize > 2:
-        return False
-    ampere = torch.cuda.get_device_capability(q.device) >= (8, 0)
     head_width = q.size(2)
-    return ampere and head_width & (head_width - 1) == 0
-
-
-def adjacent_heads(x: Tensor) -> Tensor:
-    """The kernel steps from token to token by a stride and expects the heads of a token behind each other."""
-    return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()
+    return use_triton(q) and head_width & (head_width - 1) == 0
 
 
 @torch.library.custom_op("decoderstack_core::branch_attention", mutates_args=())
@@ -378,7 +325,8 @@ def score_packed(
 ):
     """Nats of the targets, fp32 (R,), and whether each is the most likely token, bool (R,).
 
-    The head sees the hidden state at picks_R only: few tokens of a few-shot prompt are scored. Arguments: CoreInputs.
+    The head sees the hidden state at picks_R only: few tokens of a few-shot prompt are scored. Arguments: CoreInputs
+    without rows_R.
     """
     config = model.config
     first_T11 = (positions_T == 0)[:, None, None]
@@ -402,39 +350,32 @@ def score_packed(
 
 
 def scorer(model, compile: bool) -> Callable:
-    """score_packed of a model: tensors of CoreInputs.of_model() -> nats, hits. Compiled to one graph on request."""
-
-    def score(*inputs):
-        return score_packed(model, *inputs)
-
-    if not compile:
-        return score
-    return torch.compile(score, dynamic=False, fullgraph=True)
+    """score_packed of a model: CoreInputs without rows_R -> nats, hits. Compiled to one graph on request."""
+    score = partial(score_packed, model)
+    return torch.compile(score, dynamic=False, fullgraph=True) if compile else score
 
 
 def pack_items(
     task: CoreTask, size: int, windows: tuple[int, int], bos_id: int
 ) -> Iterator[CoreBatch]:
     """All items of a task in batches of `size` tokens. Rows are numbered in the order of the task's items."""
-    begins = np.cumsum([0] + [len(rows) for rows in task.items])
+    begins = np.cumsum([0] + [len(rows) for rows in task.items]).tolist()
     lengths = [sum(len(row) for row in rows) for rows in task.items]
+    batch = CoreBatch(size, windows, bos_id)
 
     # Longest first, so that short items fill what is left of a batch.
-    order = sorted(range(len(task.items)), key=lambda i: -lengths[i])
-    batch = CoreBatch(size, windows, bos_id)
-    for i in order:
+    for i in sorted(range(len(task.items)), key=lambda i: -lengths[i]):
         rows = task.items[i]
         spans = task.spans[i]
-        begin = int(begins[i])
-        if batch.add(rows, spans, begin):
+        if batch.add(rows, spans, begins[i]):
             continue
         yield batch
         batch = CoreBatch(size, windows, bos_id)
-        if batch.add(rows, spans, begin):
+        if batch.add(rows, spans, begins[i]):
             continue
 
         # The item does not fit into an empty batch. Each of its choices does.
-        for number, (row, span) in enumerate(zip(rows, spans, strict=True), begin):
+        for number, (row, span) in enumerate(zip(rows, spans, strict=True), begins[i]):
             if not batch.add([row], [span], number):
                 yield batch
                 batch = CoreBatch(size, windows, bos_id)
@@ -459,7 +400,7 @@ def score_task(
         if number % ranks.world != ranks.rank:
             continue
         inputs = batch.inputs(ranks.device)
-        nats, hits = score(*inputs.of_model())
+        nats, hits = score(*inputs[:-1])
         rows = torch.where(inputs.rows_R < 0, count, inputs.rows_R)
         sums.index_add_(1, rows, torch.stack((nats, torch.ones_like(nats), hits.float())))
     if ranks.world > 1:
@@ -467,9 +408,7 @@ def score_task(
 
     nats, targets, hits = sums[:, :-1].cpu().double().numpy()
     if not np.isfinite(nats).all():
-        raise RunError(
-            f"the model's loss on {task.name} is not finite; score another checkpoint with --step"
-        )
+        raise RunError(f"the loss on {task.name} is not finite; score another checkpoint with --step")
     return correct_items(task, nats, targets, hits)
 
 
@@ -489,11 +428,9 @@ def correct_items(
     for i, rows in enumerate(task.items):
         mean = means[begins[i] : begins[i + 1]].copy()
         # Equal choices have equal means, whatever rounding has made of them.
-        for j in range(len(rows)):
-            for earlier in range(j):
-                if np.array_equal(rows[earlier], rows[j]):
-                    mean[j] = mean[earlier]
-                    break
+        same = {}
+        for j, row in enumerate(rows):
+            mean[j] = mean[same.setdefault(row.tobytes(), j)]
         correct[i] = mean.argmin() == task.gold[i]
     return correct
 
@@ -511,28 +448,44 @@ class TaskScore:
     centered: float  # (accuracy - guessing) / (1 - guessing)
     seconds: float
 
+    @staticmethod
+    def of(task: str, right: np.ndarray, guessing: float, seconds: float) -> "TaskScore":
+        accuracy = float(right.mean())
+        return TaskScore(task, len(right), accuracy, (accuracy - guessing) / (1 - guessing), seconds)
+
+    def line(self) -> str:
+        numbers = f"{self.accuracy:9.4f} {self.centered:9.4f} {self.seconds:8.2f}"
+        return f"{self.task:34} {self.items:7,} {numbers}"
+
+
+HEAD = f"{'task':34} {'items':>7} {'accuracy':>9} {'centered':>9} {'seconds':>8}"
+
 
 @dataclass
 class CoreScore:
     """The whole table."""
 
     tasks: list[TaskScore]
-    core: float  # mean of the centered accuracies
     seconds: float  # of scoring, without compilation
     name: str = "CORE"  # chat_eval.py has another
+
+    @property
+    def core(self) -> float:
+        """Mean of the centered accuracies."""
+        return sum(row.centered for row in self.tasks) / len(self.tasks)
 
     @property
     def items(self) -> int:
         return sum(row.items for row in self.tasks)
 
+    def line(self) -> str:
+        return f"{self.name:34} {self.items:7,} {'':9} {self.core:9.4f} {self.seconds:8.2f}"
+
     def csv(self) -> str:
-        text = io.StringIO()
-        writer = csv.writer(text, lineterminator="\n")
-        writer.writerow(("task", "items", "accuracy", "centered", "seconds"))
+        lines = ["task,items,accuracy,centered,seconds"]
         for row in self.tasks:
-            writer.writerow((row.task, row.items, row.accuracy, row.centered, row.seconds))
-        writer.writerow((self.name, self.items, "", self.core, self.seconds))
-        return text.getvalue()
+            lines.append(f"{row.task},{row.items},{row.accuracy},{row.centered},{row.seconds}")
+        return "\n".join([*lines, f"{self.name},{self.items},,{self.core},{self.seconds}\n"])
 
 
 def evaluate_core(
@@ -551,25 +504,22 @@ def evaluate_core(
     ranks.sync()
     start = time.perf_counter()
     with torch.no_grad():
-        score(*CoreBatch(size, model.windows, bos_id).inputs(ranks.device).of_model())
+        score(*CoreBatch(size, model.windows, bos_id).inputs(ranks.device)[:-1])
     ranks.sync()
     say(f"core: {size:,} tokens a batch, compiled in {time.perf_counter() - start:.1f} s")
 
-    say(f"{'task':34} {'items':>7} {'accuracy':>9} {'centered':>9} {'seconds':>8}")
+    say(HEAD)
     begin = time.perf_counter()
     rows = []
     for name, sha256 in core_files(dataset).items():
         start = time.perf_counter()
         task = CoreTask.read(dataset.root / name, sha256, limit, max_seq_len)
-        accuracy = float(score_task(score, task, size, model.windows, bos_id, ranks).mean())
-        centered = (accuracy - task.baseline) / (1 - task.baseline)
-        seconds = time.perf_counter() - start
-        rows.append(TaskScore(task.name, len(task.items), accuracy, centered, seconds))
-        say(f"{task.name:34} {len(task.items):7,} {accuracy:9.4f} {centered:9.4f} {seconds:8.2f}")
+        right = score_task(score, task, size, model.windows, bos_id, ranks)
+        rows.append(TaskScore.of(task.name, right, task.baseline, time.perf_counter() - start))
+        say(rows[-1].line())
 
-    core = sum(row.centered for row in rows) / len(rows)
-    result = CoreScore(rows, core, time.perf_counter() - begin)
-    say(f"{'CORE':34} {result.items:7,} {'':9} {result.core:9.4f} {result.seconds:8.2f}")
+    result = CoreScore(rows, time.perf_counter() - begin)
+    say(result.line())
     if len(rows) != NUM_TASKS:
         say(f"note: {len(rows)} tasks; CORE is the mean over {NUM_TASKS}")
     return result
@@ -582,23 +532,16 @@ def default_batch_tokens(device: torch.device) -> int:
     return 65536 if free > 16 * 2**30 else 16384
 
 
-def step_of(checkpoint: Path) -> int:
-    return int(checkpoint.name.removeprefix("step_"))
-
-
 def write_scores(run: engine.Run, run_dir: Path, score: CoreScore, limit: int) -> None:
     """core.csv and result.json describe the finished model; any other checkpoint has a table of its own."""
-    newest = step_of(run.script.checkpoints(run_dir)[-1])
-    step = run.step
+    newest = run.script.checkpoints(run_dir)[-1]
     result_path = run_dir / "result.json"  # the run writes it when it has finished
-    if step != newest or not result_path.is_file():
-        run.script.write_atomically(run_dir / f"core_step_{step}.csv", score.csv())
+    if newest.name != f"step_{run.step:06d}" or not result_path.is_file():
+        run.script.write_atomically(run_dir / f"core_step_{run.step}.csv", score.csv())
         return
     run.script.write_atomically(run_dir / "core.csv", score.csv())
     result = json.loads(result_path.read_text(encoding="utf-8"))
-    result["core"] = score.core
-    result["core_seconds"] = score.seconds
-    result["core_items"] = limit or None
+    result |= {"core": score.core, "core_seconds": score.seconds, "core_items": limit or None}
     run.script.write_atomically(result_path, json.dumps(result, indent=1))
 
 
@@ -608,12 +551,13 @@ def open_dataset(run: engine.Run, args: argparse.Namespace):
         dataset = run.script.Dataset.open(args.data or run.config.data)
     except run.script.UserError as error:
         raise RunError(str(error)) from None
+    root = dataset.root
     if not core_files(dataset):
-        raise RunError(f"{dataset.root} has no CORE tasks; add them with python data/core.py --download --data "
-                       f"{dataset.root}, or name another dataset with --data")  # fmt: skip
+        add = f"python data/core.py --download --data {root}"
+        raise RunError(f"{root} has no CORE tasks; add them with {add}, or name another dataset with --data")
     if run.tokenizer.path.read_bytes() != dataset.tokenizer.path.read_bytes():
-        raise RunError(f"{dataset.root} has another tokenizer than {args.run_dir}; pass the --data that the run was "
-                       f"trained on")  # fmt: skip
+        advice = "pass the --data that the run was trained on"
+        raise RunError(f"{root} has another tokenizer than {args.run_dir}; {advice}")
     return dataset
 
 
@@ -621,12 +565,7 @@ def score_run(args: argparse.Namespace) -> dict | None:
     """Scores the model of a run directory and writes the files. Returns what is printed last, on the first rank."""
     if args.items < 0 or (args.batch_tokens is not None and args.batch_tokens < 1):
         raise RunError("--items must be at least 0 and --batch-tokens at least 1")
-    changes = {}
-    if args.attention:
-        changes["attention"] = args.attention
-    if args.dtype:
-        changes["dtype"] = args.dtype
-    run = engine.load_run(args.run_dir, args.step, **changes)
+    run = engine.load_run(args.run_dir, args.step, attention=args.attention, dtype=args.dtype)
     ranks = run.script.start_ranks()
     dataset = open_dataset(run, args)
 
@@ -640,10 +579,8 @@ def score_run(args: argparse.Namespace) -> dict | None:
     if not ranks.is_main:
         return None
     write_scores(run, args.run_dir, score, args.items)
-    return {
-        "core": score.core, "core_seconds": score.seconds, "core_items": args.items or None,
-        "run_dir": str(args.run_dir),
-    }  # fmt: skip
+    result = {"core": score.core, "core_seconds": score.seconds, "core_items": args.items or None}
+    return result | {"run_dir": str(args.run_dir)}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -665,10 +602,6 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     except RunError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
-        return 1
-    except OSError as error:
-        print(f"error: cannot read or write {error.filename} ({error.strerror or error}); fix that, then score again",
-              file=sys.stderr, flush=True)  # fmt: skip
         return 1
     finally:
         if dist.is_initialized():

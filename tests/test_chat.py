@@ -110,20 +110,6 @@ def test_cached_turns_equal_computing_everything_anew(make, system, monkeypatch)
     assert chat.messages[-1]["ids"] == argmax_answer(backend, ids, 10), "nothing is left of the old conversation"
 
 
-def test_a_long_message(make):
-    """A prompt of more than 512 tokens, many times the windows, and a turn after it."""
-    chat = make(context=1024)
-    text = "12 x " * 200
-    for texts in ([text], [text, None, "so"]):
-        if len(texts) > 1:
-            texts[1] = chat.messages[-1]["ids"]
-        ids = template(chat.backend, "", texts)
-        say(chat, texts[-1])
-        assert len(ids) > 512 and chat.messages[-1]["ids"] == argmax_answer(chat.backend, ids, 10)
-        everything = [*ids, *chat.messages[-1]["ids"]]
-        assert chat.backend.decoder.known[0] in (everything, everything[:-1]), "the last token needs no place yet"
-
-
 def test_a_full_context_drops_the_oldest_turns(make):
     """The note says so, and what follows equals a conversation that began later. A message too long is refused."""
     chat = make(system="S")
@@ -135,7 +121,7 @@ def test_a_full_context_drops_the_oldest_turns(make):
         assert [m["role"] for m in chat.messages] == ["user", "assistant"] * (len(chat.messages) // 2)
         if "full" in err:
             dropped += 1
-            assert "context of 96 tokens is full: dropped the oldest" in err
+            assert "context of 96 tokens is full, oldest turns dropped: " in err
         kept = [*before, text][-len(chat.messages) + 1 :]
         ids = template(backend, "S", kept)
         assert chat.messages[-1]["ids"] == argmax_answer(backend, ids, 10) and len(ids) + 10 <= 97
@@ -239,7 +225,7 @@ def test_interrupted_answers_stay_and_the_chat_goes_on(make, place):
     assert chat.messages[-1]["ids"] == argmax_answer(chat.backend, ids, 10)
 
 
-# ---- a server
+# ==== a server
 
 
 class Stub(http.server.BaseHTTPRequestHandler):
@@ -279,27 +265,19 @@ def events(*pieces, end=True) -> tuple:
     return 200, "text/event-stream; charset=utf-8", "\n".join([*lines, "data: [DONE]\n" if end else ""]).encode()
 
 
-@pytest.mark.parametrize(
-    ("config", "finetuned"),
-    [
-        ({"command": "finetune"}, True),
-        ({"command": "rl"}, True),
-        ({"command": "pretrain"}, False),
-        ({}, False),
-    ],
-)
-def test_which_runs_chat(tmp_path, config, finetuned):
+@pytest.mark.parametrize("command", ["finetune", "rl", "pretrain", None])
+def test_which_runs_chat(tmp_path, command):
     """By the command in config.json."""
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    assert chat_script.is_chat_run(tmp_path) is finetuned
+    (tmp_path / "config.json").write_text(json.dumps({"command": command} if command else {}))
+    assert chat_script.is_chat_run(tmp_path) is (command in ("finetune", "rl"))
 
 
 def test_endpoint(server, monkeypatch):
-    """History, system text and key go out; pieces come in one by one, characters whole."""
+    """History, system text and key go out; pieces come in one by one."""
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
     remote = chat_script.Remote(server.url + "/v1/", Namespace(**OPTIONS))
     chat = chat_script.Chat(remote, "Be brief.")
-    server.reply = events("Hel", "lo ", None, "\ud83d", "\ude00", "\x1b!")
+    server.reply = events("Hel", "lo ", None, "😀", "\x1b!")
     out, err = say(chat, "Hi")
     assert (out, err) == ("Hello 😀!\n", "") and chat.messages[1]["content"] == "Hello 😀\x1b!"
     server.reply = 200, "application/json", b'{"choices": [{"message": {"content": "plain"}}]}'
@@ -353,7 +331,7 @@ def test_a_redirect_does_not_get_the_key(server, monkeypatch):
     assert keys == [("/v1/models", "Bearer secret"), ("/elsewhere", None)]
 
 
-# ---- a folder of save_pretrained
+# ==== a folder of save_pretrained
 
 
 @pytest.fixture
@@ -402,7 +380,7 @@ def test_flags_of_pretrained(pretrained):
             pretrained(None, **options)
 
 
-# ---- the command line
+# ==== the command line
 
 
 @pytest.fixture
@@ -432,6 +410,18 @@ def test_command_line(run, server, bpe, tmp_path):  # noqa: F811
     assert len(done.stdout) > 1
 
 
+@pytest.mark.parametrize(("text", "messages"), [
+    ("one\\\n two \\\nthree\nfour\n", ["one\n two \nthree", "four"]),
+    ("a\\b\n", ["a\\b"]), ("one\\\n\ntwo\n", ["one\n", "two"]), ("the end\\", ["the end\n"]),
+])  # fmt: skip
+def test_a_line_that_ends_with_a_backslash_goes_on(monkeypatch, text, messages):
+    """Up to the first line without one, or the end of the input."""
+    monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+    chat, turns = chat_script.Chat(None), []
+    chat.turn = lambda text: turns.append(text) or True
+    assert chat.loop() and turns == messages
+
+
 def test_user_errors(server, tmp_path, monkeypatch, capsys):
     server.reply = 401, "application/json", b'{"error": {"message": "no key"}}'
     for args, message in [
@@ -447,7 +437,7 @@ def test_user_errors(server, tmp_path, monkeypatch, capsys):
         assert message in err and err.startswith("error: ") and err.count("\n") == 1
 
 
-# ---- full contexts of servers, pipes, and the keys of a terminal
+# ==== full contexts of servers, pipes, and the keys of a terminal
 
 
 class Small(Stub):
@@ -471,7 +461,7 @@ def test_a_server_whose_context_is_full(server):
     assert say(chat, "one") == ("answer 1\n", "")
     for i, text in enumerate(("two", "three")):
         out, err = say(chat, text)
-        assert "dropped the oldest turn" in err and out.startswith("answer")
+        assert "oldest turns dropped: 1" in err and out.startswith("answer")
         assert [m["content"] for m in chat.messages][0] == text and len(chat.messages) == 2, i
     assert [m["content"] for m in server.seen[-1]["messages"]] == ["S", "three"]
     assert "max_tokens" not in server.seen[-1], "the server knows what fits"
