@@ -4,10 +4,9 @@ import json
 import re
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
-from dev import bench, readability, steady
+from dev import bench, readability
 
 from conftest import ROOT, TINY, TINY_MEDIUM
 from processes import python
@@ -48,36 +47,9 @@ def test_profile(tmp_path):
     assert result["recompiles"] == result["graph_breaks"] == 0 and abs(sum(result["sections"].values()) - 1) < 1e-6
     events = json.loads((tmp_path / "new" / "trace.json").read_text())["traceEvents"]
     assert {"NorMuon", "attention"} <= {event.get("args", {}).get("section") for event in events}
-
-
-def test_steady(dataset_dir, tmp_path):
-    """Steps after the two validations, and the first, are left out."""
-    where = ["--data", dataset_dir, "--run-dir", tmp_path / "run", "--save-every", -1, "--set", "max_epochs=99"]
-    done = python("dev/steady.py", *FLAGS, *where, "--steps", 60, "--eval-every", 20)
-    result = json.loads(done.stdout.splitlines()[-1])
-    assert done.returncode == result["failed"], done.stderr
-    assert sum(row["steps"] for row in result["stages"]) == 57 and result["compiled_after_warm_up"] == 0
-    assert all(row["median_ms"] <= row["p99_ms"] <= row["longest_ms"] for row in result["stages"])
-    assert result["host_gib"][0] > 0.1 and result["device_gib"] == [0.0, 0.0]
-
-
-@pytest.mark.parametrize("what", ("nothing", "host", "device", "uneven"))
-def test_what_is_not_steady(what):
-    watcher = SimpleNamespace(steps=[], memory=[], graphs=steady.counters["stats"]["unique_graphs"])
-    for i in range(100):  # 10 ms a step, of which the device waits for 2
-        late = 0.005 if what == "uneven" and i % 10 == 0 else 0.0
-        watcher.steps.append(steady.Step(0, 0.01 * i + 0.002, 0.01 * (i + 1) + late, i > 0))
-    for step in range(20, 101, 20):
-        growth = 0.03 * (step > 60)
-        host = 1 + growth * (what == "host")
-        watcher.memory.append(steady.Memory(step, host, 5 * (1 + growth * (what == "device"))))
-    result = steady.describe(watcher)
-    assert result["failed"] == (what != "nothing")
-    assert len(result["stages"]) == 1 and result["stages"][0]["steps"] == 99
-    if what == "nothing":
-        assert result["stages"][0]["p99_by_median"] == pytest.approx(1) and result[
-            "idle_between_steps"
-        ] == pytest.approx(0.2)
+    share = result["groups"]["elementwise kernels"]
+    assert sum(result["groups"].values()) == pytest.approx(1) and share == result["sections"]["elementwise"]
+    assert f"share of elementwise kernels: {share:.1%}\n" in done.stdout
 
 
 def test_unknown_script():
