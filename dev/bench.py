@@ -20,6 +20,7 @@ import collections
 import contextlib
 import dataclasses
 import importlib
+import itertools
 import json
 import math
 import re
@@ -29,6 +30,7 @@ import types
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 sys.path[:1] = [str(Path(__file__).resolve().parents[1])]
 import numpy as np
@@ -69,40 +71,25 @@ PATTERNS = (
 )  # fmt: skip
 
 
-@dataclass
-class Settings:
-    """What a command line asks for."""
-
-    args: argparse.Namespace
-    config: ts.Config
-    ranks: ts.Ranks
-
-
 def make_parser(name: str, doc: str, steps: int) -> argparse.ArgumentParser:
     """The flags of the training script; here --steps are measured steps."""
     parser = ts.build_parser()
     parser.add_argument("--script", help=f"one of {', '.join(SCRIPTS)} (default {SCRIPTS[0]})")
     parser.prog = name
-    parser.description = doc.splitlines()[0]
+    parser.description = f"{doc.splitlines()[0]} Here --steps are the measured steps ({steps})."
     parser.set_defaults(steps=steps)
-    for action in parser._actions:
-        if action.dest == "steps":
-            action.help = f"measured steps (default {steps})"
     return parser
 
 
-def configure(parser: argparse.ArgumentParser, others: int) -> Settings:
-    """Reads the command line; makes the run long enough for --steps and `others` in each stage."""
-    args = parser.parse_args()
+def make_config(args: argparse.Namespace, others: int) -> ts.Config:
+    """The Config of the flags, long enough for --steps and `others` in each stage."""
     if args.steps < 1:
         raise ts.UserError(f"--steps {args.steps} must be at least 1")
-    given = argparse.Namespace(**{**vars(args), "steps": None})
-    config = ts.make_config(given)
+    config = ts.make_config(argparse.Namespace(**{**vars(args), "steps": None}))
     smallest_share = min(stage.share for stage in config.stage_table)
     num_steps = (args.steps + others + 5) / smallest_share
     tokens = math.ceil(num_steps * config.step_tokens)
-    config = dataclasses.replace(config, tokens=tokens, max_epochs=10**6)
-    return Settings(args, config, ts.start_ranks())
+    return dataclasses.replace(config, tokens=tokens, max_epochs=10**6)
 
 
 def random_dataset(config: ts.Config) -> types.SimpleNamespace:
@@ -142,54 +129,46 @@ def stage_batches(state: ts.TrainState, dataset, index: int):
         loader.close()
 
 
-class StepTimes:
-    """Milliseconds between marks, by the device's own clock where it has one."""
+def mark(device: torch.device):
+    """A moment: an event of a GPU, or milliseconds of the host's clock."""
+    if device.type != "cuda":
+        return time.perf_counter() * 1e3
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
-    def __init__(self, device: torch.device):
-        self.cuda = device.type == "cuda"
-        self.marks = []
 
-    def mark(self) -> None:
-        if not self.cuda:
-            self.marks.append(time.perf_counter() * 1e3)
-            return
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        self.marks.append(event)
-
-    def ms(self) -> list[float]:
-        pairs = zip(self.marks[:-1], self.marks[1:], strict=True)
-        if self.cuda:
-            return [before.elapsed_time(after) for before, after in pairs]
-        return [after - before for before, after in pairs]
+def milliseconds(before, after) -> float:
+    if isinstance(before, float):
+        return after - before
+    return before.elapsed_time(after)
 
 
 def time_stage(state: ts.TrainState, dataset, index: int, steps: int, peak: float) -> dict:
     """Speed of a stage. Args: peak FLOP/s of a device"""
-    times = StepTimes(state.ranks.device)
+    device = state.ranks.device
     with stage_batches(state, dataset, index) as next_batch:
         for _ in range(UNMEASURED):
             ts.train_step(state, next_batch())
         state.ranks.sync()
-        if times.cuda:
+        if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
 
         # As in training, nothing waits for the device between steps.
         start = time.perf_counter()
-        times.mark()
+        marks = [mark(device)]
         for _ in range(steps):
             batch = next_batch()
             loss = ts.train_step(state, batch)
-            times.mark()
+            marks.append(mark(device))
         state.ranks.sync()
         seconds = time.perf_counter() - start
 
     loss = loss.item() * state.ranks.world
     if not math.isfinite(loss):  # such a model is faster: its numbers need less power
-        raise ts.UserError(
-            f"the loss became {loss} in stage {index}; its speed means nothing until that is fixed"
-        )
-    median, fast, slow = np.percentile(times.ms(), (50, 10, 90))
+        raise ts.UserError(f"the loss became {loss} in stage {index}; its speed means nothing until that is fixed")
+    times = [milliseconds(before, after) for before, after in itertools.pairwise(marks)]
+    fast, median, slow = np.percentile(times, (10, 50, 90))
     speed = steps * batch.total_tokens / seconds
     flops = ts.flops_per_token(state.config, batch.positions)
     return {
@@ -201,7 +180,7 @@ def time_stage(state: ts.TrainState, dataset, index: int, steps: int, peak: floa
         "ms_p90": slow,
         "tokens_per_second": speed,
         "mfu": speed * flops / (peak * state.ranks.world),
-        "memory_gib": ts.peak_memory_gib(state.ranks.device),
+        "memory_gib": ts.peak_memory_gib(device),
         "loss": loss,
     }
 
@@ -217,31 +196,17 @@ def ranges(state: ts.TrainState):
         (ts, "update_rows", "step: RMSProp"),
         (optimizer, "update_adam", "step: Adam"),
     )
-    kept = [getattr(owner, attribute) for owner, attribute, _ in spots]
-
-    def named(name, function):
-        def call(*args, **kwargs):
-            with torch.profiler.record_function(name):
-                return function(*args, **kwargs)
-
-        return call
-
-    try:
-        for (owner, attribute, name), function in zip(spots, kept, strict=True):
-            setattr(owner, attribute, named(name, function))
+    with contextlib.ExitStack() as stack:
+        for owner, attribute, name in spots:
+            named = torch.profiler.record_function(name)(getattr(owner, attribute))
+            stack.enter_context(mock.patch.object(owner, attribute, named))
         yield
-    finally:
-        for (owner, attribute, _), function in zip(spots, kept, strict=True):
-            setattr(owner, attribute, function)
 
 
 def trace_steps(state: ts.TrainState, dataset, index: int, steps: int) -> dict:
     """Steps of a stage under the profiler, as a Chrome trace."""
     state.graphs = None  # a trace names only what the host launches
-    with (
-        stage_batches(state, dataset, index) as next_batch,
-        tempfile.TemporaryDirectory() as folder,
-    ):
+    with stage_batches(state, dataset, index) as next_batch:
         ts.train_step(state, next_batch())
         ready = [next_batch() for _ in range(steps)]  # else the loader's thread is in the trace
         state.ranks.sync()
@@ -249,6 +214,8 @@ def trace_steps(state: ts.TrainState, dataset, index: int, steps: int) -> dict:
             for batch in ready:
                 ts.train_step(state, batch)
             state.ranks.sync()
+
+    with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
         return json.loads(path.read_text(encoding="utf-8", errors="replace"))
@@ -317,28 +284,6 @@ def classify(
     return Row(event, microseconds, section, phase)
 
 
-@dataclass
-class Events:
-    """The events of a trace that matter here."""
-
-    lanes: dict[tuple, list[dict]]  # by process and thread of the host
-    launched: dict[int, list[dict]]  # kernels and copies, by the correlation id of their launch
-
-
-def sort_events(trace: dict) -> Events:
-    lanes = collections.defaultdict(list)
-    launched = collections.defaultdict(list)
-    for event in trace["traceEvents"]:
-        if event.get("ph") != "X":
-            continue
-        kind = event.get("cat")
-        if kind in ("cpu_op", "user_annotation", "cuda_runtime", "cuda_driver"):
-            lanes[event["pid"], event["tid"]].append(event)
-        elif kind in ("kernel", "gpu_memcpy", "gpu_memset"):
-            launched[event["args"].get("correlation")].append(event)
-    return Events(lanes, launched)
-
-
 def nested(lane: list[dict]) -> Iterator[tuple[dict, list[dict]]]:
     """Each event of a thread in order, with the events around it, outermost first."""
     around = []
@@ -351,21 +296,31 @@ def nested(lane: list[dict]) -> Iterator[tuple[dict, list[dict]]]:
 
 def kernels(trace: dict, config: ts.Config, micro_batch: int) -> list[Row]:
     """Every kernel of a trace; every operator if the trace has no kernels."""
-    events = sort_events(trace)
+    lanes = collections.defaultdict(list)  # events by process and thread of the host
+    launched = collections.defaultdict(list)  # kernels and copies by the id of their launch
+    for event in trace["traceEvents"]:
+        kind = event.get("cat")
+        if event.get("ph") != "X":
+            continue
+        if kind in ("cpu_op", "user_annotation", "cuda_runtime", "cuda_driver"):
+            lanes[event["pid"], event["tid"]].append(event)
+        elif kind in ("kernel", "gpu_memcpy", "gpu_memset"):
+            launched[event["args"].get("correlation")].append(event)
+
     rows = []
-    if not events.launched:
-        for lane in events.lanes.values():
+    if not launched:
+        for lane in lanes.values():
             rows += operators(lane, config, micro_batch)
         return rows
 
-    for lane in events.lanes.values():
+    for lane in lanes.values():
         for event, around in nested(lane):
             if event["cat"].startswith("cuda"):
-                for kernel in events.launched.pop(event["args"].get("correlation"), ()):
+                for kernel in launched.pop(event["args"].get("correlation"), ()):
                     rows.append(classify(kernel, kernel["dur"], around, config, micro_batch))
     # What is left was launched outside the trace.
-    for group in events.launched.values():
-        rows += [classify(kernel, kernel["dur"], [], config, micro_batch) for kernel in group]
+    for kernel in itertools.chain.from_iterable(launched.values()):
+        rows.append(classify(kernel, kernel["dur"], [], config, micro_batch))
     return rows
 
 
@@ -376,11 +331,12 @@ def operators(lane: list[dict], config: ts.Config, micro_batch: int) -> list[Row
     for event, around in found:
         if around:
             own[id(around[-1])] -= event["dur"]
-    return [
-        classify(event, own[id(event)], around, config, micro_batch)
-        for event, around in found
-        if event["cat"] == "cpu_op"
-    ]
+
+    rows = []
+    for event, around in found:
+        if event["cat"] == "cpu_op":
+            rows.append(classify(event, own[id(event)], around, config, micro_batch))
+    return rows
 
 
 @dataclass
@@ -394,41 +350,30 @@ def section_table(rows: list[Row], steps: int) -> SectionTable:
     """Milliseconds of a step by section and phase."""
     times = collections.Counter()
     for row in rows:
-        times[row.section, row.phase] += row.microseconds / steps / 1e3
-    total = sum(times.values())
-    shares = {}
-    for name in SECTIONS:
-        shares[name] = sum(times[name, phase] for phase in PHASES) / total
+        ms = row.microseconds / steps / 1e3
+        for section in (row.section, "sum"):
+            times[section, row.phase] += ms
+            times[section, "all"] += ms
+    total = times["sum", "all"]
+    shares = {name: times[name, "all"] / total for name in (*SECTIONS, "sum")}
 
-    def line(title: str, values: list[float], all_phases: float, share: float) -> str:
-        numbers = "".join(f"{value:11.2f}" for value in (*values, all_phases))
-        return f"{title:20}{numbers}{share:11.1%}"
-
-    titles = "".join(f"{name:>11}" for name in (*PHASES, "all", "share"))
+    columns = (*PHASES, "all")
+    titles = "".join(f"{name:>11}" for name in (*columns, "share"))
     lines = [f"{'ms of a step':20}{titles}"]
-    for name in sorted(SECTIONS, key=shares.get, reverse=True):
-        values = [times[name, phase] for phase in PHASES]
-        lines.append(line(name, values, sum(values), shares[name]))
-    sums = [sum(times[name, phase] for name in SECTIONS) for phase in PHASES]
-    lines.append(line("sum", sums, total, 1))
+    for name in (*sorted(SECTIONS, key=shares.get, reverse=True), "sum"):
+        numbers = "".join(f"{times[name, column]:11.2f}" for column in columns)
+        lines.append(f"{name:20}{numbers}{shares[name]:11.1%}")
+    del shares["sum"]
     return SectionTable(shares, total, "\n".join(lines))
 
 
 # -- the whole
 
 
-@dataclass
-class Ready:
-    """A training state that is warmed up, and how long that took."""
-
-    state: ts.TrainState
-    seconds: dict[str, float]
-
-
-def start_up(settings: Settings, say) -> Ready:
-    """Builds the state and warms it up; a second warm-up, with everything compiled, tells what compiling took."""
+def start_up(config: ts.Config, ranks: ts.Ranks, say) -> tuple[ts.TrainState, dict]:
+    """The state, warmed up, and the seconds that took; a second warm-up tells what compiling took."""
     imported = time.perf_counter()
-    state = ts.build_state(settings.config, settings.ranks, say)
+    state = ts.build_state(config, ranks, say)
     built = time.perf_counter()
     ts.warm_up(state, say)
     ready = time.perf_counter()
@@ -442,11 +387,16 @@ def start_up(settings: Settings, say) -> Ready:
         "ready_seconds": ready - START,
     }
     say(
-        f"ready after {seconds['ready_seconds']:.1f} s: imports {seconds['import_seconds']:.1f}, "
-        f"build {seconds['build_seconds']:.1f}, warm-up {seconds['warm_up_seconds']:.1f}, of which "
-        f"compiling {seconds['compile_seconds']:.1f}"
+        "ready after {ready_seconds:.1f} s: imports {import_seconds:.1f}, build {build_seconds:.1f}, "
+        "warm-up {warm_up_seconds:.1f}, of which compiling {compile_seconds:.1f}".format(**seconds)
     )
-    return Ready(state, seconds)
+    return state, seconds
+
+
+def micro_batch_tokens(state: ts.TrainState) -> int:
+    """Of the last stage."""
+    own = state.config.stage_table[-1].packs // state.ranks.world
+    return ts.largest_divisor(own, state.packs) * state.config.pack_tokens
 
 
 def time_stages(state: ts.TrainState, dataset, steps: int, say) -> list[dict]:
@@ -474,21 +424,19 @@ def recipe_speed(config: ts.Config, stages: list[dict]) -> float:
 
 
 def main() -> dict:
-    settings = configure(make_parser("bench.py", __doc__, 30), UNMEASURED + PROFILED)
-    config = settings.config
-    ranks = settings.ranks
+    args = make_parser("bench.py", __doc__, 30).parse_args()
+    config = make_config(args, UNMEASURED + PROFILED)
+    ranks = ts.start_ranks()
     say = print if ranks.is_main else (lambda text: None)
-    ready = start_up(settings, say)
-    state = ready.state
+    state, seconds = start_up(config, ranks, say)
 
     dataset = random_dataset(config)
-    stages = time_stages(state, dataset, settings.args.steps, say)
+    stages = time_stages(state, dataset, args.steps, say)
     speed = recipe_speed(config, stages)
     say(f"recipe  | {speed:,.0f} tok/s, stages weighted by their steps")
 
     last = len(stages) - 1
-    own = config.stage_table[last].packs // ranks.world
-    micro_batch = ts.largest_divisor(own, state.packs) * config.pack_tokens
+    micro_batch = micro_batch_tokens(state)
     trace = trace_steps(state, dataset, last, PROFILED)
     table = section_table(kernels(trace, config, micro_batch), PROFILED)
     busy = table.step_ms / stages[last]["ms"]
@@ -504,7 +452,7 @@ def main() -> dict:
         "dtype": str(state.model.embed.dtype),
         "attention": state.model.attention.__name__,
         "micro_batch_tokens": micro_batch,
-        **ready.seconds,
+        **seconds,
         "tokens_per_second": speed,
         "memory_gib": max(row["memory_gib"] for row in stages),
         "stages": stages,

@@ -36,16 +36,14 @@ TEXTS = [
 ]
 
 
-class Checks:
-    """Prints what is found and remembers what failed."""
+failed = []
 
-    def __init__(self):
-        self.failed = []
 
-    def report(self, name: str, found: str, passed: bool) -> None:
-        print(f"{'ok  ' if passed else 'FAIL'} {name}: {found}", flush=True)
-        if not passed:
-            self.failed.append(name)
+def report(name: str, found: str, passed: bool) -> None:
+    """Prints what a check found, and remembers its name if it failed."""
+    print(f"{'ok  ' if passed else 'FAIL'} {name}: {found}", flush=True)
+    if not passed:
+        failed.append(name)
 
 
 def script_logits(run, ids: list[int]) -> torch.Tensor:
@@ -64,25 +62,29 @@ def script_score(run, text: str, start: int) -> float:
     return sum(log_probs[i - 1, ids[i]].item() for i in range(1 + start, len(ids)))
 
 
-def check_logits(checks: Checks, run, model) -> None:
+def check_logits(run, model) -> None:
     rng = torch.Generator().manual_seed(0)
     count = min(1024, run.config.max_seq_len)
     ids = torch.randint(0, run.tokenizer.vocab_size, (count,), generator=rng).tolist()
     with torch.no_grad():
         logits = model(torch.tensor([ids])).logits[0]
     error = (logits - script_logits(run, ids)).abs().max().item()
-    checks.report("logits", f"{count} tokens, largest difference {error:.1e}", error < 1e-5)
+    report("logits", f"{count} tokens, largest difference {error:.1e}", error < 1e-5)
 
 
 def instance(kind: str, *arguments) -> Instance:
     return Instance(request_type=kind, doc={}, arguments=arguments, idx=0)
 
 
-def check_harness(checks: Checks, run, folder: str) -> None:
+def check_harness(run, folder: str) -> None:
     """Scores of lm-evaluation-harness with the options of the model card, against the script's."""
-    common = dict(
-        pretrained=folder, trust_remote_code=True, device="cpu", batch_size=2, dtype="float32"
-    )
+    common = {
+        "pretrained": folder,
+        "trust_remote_code": True,
+        "device": "cpu",
+        "batch_size": 2,
+        "dtype": "float32",
+    }
 
     # Answers compared: the tokenizer adds BOS. The harness splits a text between two words.
     judge = HFLM(**common)
@@ -91,17 +93,17 @@ def check_harness(checks: Checks, run, folder: str) -> None:
     starts = [len(run.tokenizer.encode(first)) for first, _ in pairs]
     expected = [script_score(run, text, start) for text, start in zip(TEXTS, starts, strict=True)]
     error = max(abs(a[0] - b) for a, b in zip(found, expected, strict=True))
-    checks.report("harness, answers", f"largest difference {error:.1e} nats", error < 1e-3)
+    report("harness, answers", f"largest difference {error:.1e} nats", error < 1e-3)
 
     # Perplexity: the harness adds BOS itself.
     requests = [instance("loglikelihood_rolling", text) for text in TEXTS]
     expected = [script_score(run, text, 0) for text in TEXTS]
     found = HFLM(**common, add_bos_token=False).loglikelihood_rolling(requests)
     error = max(abs(a - b) for a, b in zip(found, expected, strict=True))
-    checks.report("harness, perplexity", f"largest difference {error:.1e} nats", error < 1e-3)
+    report("harness, perplexity", f"largest difference {error:.1e} nats", error < 1e-3)
     twice = judge.loglikelihood_rolling(requests)
     error = max(abs(a - b) for a, b in zip(twice, expected, strict=True))
-    checks.report("harness, perplexity with two BOS", f"differs by {error:.1e} nats", error > 1e-3)
+    report("harness, perplexity with two BOS", f"differs by {error:.1e} nats", error > 1e-3)
 
 
 def training_data() -> datasets.Dataset:
@@ -114,7 +116,7 @@ def training_data() -> datasets.Dataset:
     return datasets.Dataset.from_list(rows)
 
 
-def train(checks: Checks, name: str, folder: str, work: Path, **trainer_options):
+def train(name: str, folder: str, work: Path, **trainer_options):
     """20 steps with TRL's defaults, but for what a small model on a CPU needs. Returns the trainer.
 
     A base model gets the template that lies beside it, as its card says.
@@ -136,13 +138,8 @@ def train(checks: Checks, name: str, folder: str, work: Path, **trainer_options)
         disable_tqdm=True,
         **(base_options if template.is_file() else {}),
     )
-    trainer = trl.SFTTrainer(
-        model=model,
-        args=args,
-        train_dataset=training_data(),
-        processing_class=tokenizer,
-        **trainer_options,
-    )
+    data = {"train_dataset": training_data(), "processing_class": tokenizer}
+    trainer = trl.SFTTrainer(model=model, args=args, **data, **trainer_options)
     trainer.remove_callback(transformers.trainer_callback.PrinterCallback)
 
     # TRL computes the loss from the head's weight, and must come to what the model itself says.
@@ -151,22 +148,21 @@ def train(checks: Checks, name: str, folder: str, work: Path, **trainer_options)
         fused = trainer.model(**batch, fused_lm_head=True).loss.item()
         plain = trainer.model(**batch).loss.item()
     difference = abs(fused - plain)
-    found = f"{fused:.6f} by TRL, {plain:.6f} by the model"
-    checks.report(f"{name}, loss", found, difference < 1e-4)
+    report(f"{name}, loss", f"{fused:.6f} by TRL, {plain:.6f} by the model", difference < 1e-4)
 
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     found = f"{len(losses)} steps, loss {losses[0]:.3f} to {losses[-1]:.3f}"
-    checks.report(name, found, len(losses) == STEPS and losses[-1] < losses[0])
+    report(name, found, len(losses) == STEPS and losses[-1] < losses[0])
     return trainer
 
 
-def check_lora(checks: Checks, folder: str, work: Path) -> None:
+def check_lora(folder: str, work: Path) -> None:
     options = peft.LoraConfig(target_modules="all-linear", r=8, task_type="CAUSAL_LM")
-    trainer = train(checks, "LoRA", folder, work, peft_config=options)
+    trainer = train("LoRA", folder, work, peft_config=options)
     adapted = {name.split(".")[-1] for name in trainer.model.targeted_module_names}
     expected = {"q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj"}
-    checks.report("LoRA, modules", " ".join(sorted(adapted)), adapted == expected)
+    report("LoRA, modules", " ".join(sorted(adapted)), adapted == expected)
 
     # The adapter loads again, and merges into the weights.
     trainer.model.save_pretrained(work / "adapter")
@@ -179,7 +175,7 @@ def check_lora(checks: Checks, folder: str, work: Path) -> None:
         loaded = again.eval()(ids).logits
         merged = again.merge_and_unload()(ids).logits
     error = max((loaded - trained).abs().max().item(), (merged - trained).abs().max().item())
-    checks.report("LoRA, loaded and merged", f"largest difference {error:.1e}", error < 1e-3)
+    report("LoRA, loaded and merged", f"largest difference {error:.1e}", error < 1e-3)
 
 
 def main() -> None:
@@ -191,17 +187,16 @@ def main() -> None:
     print(", ".join([*versions, f"lm_eval {lm_eval.__version__}"]))
 
     run = engine.load_run(args.run_dir, device="cpu", dtype="float32", attention="sdpa")
-    checks = Checks()
     with tempfile.TemporaryDirectory() as temporary:
         work = Path(temporary)
         folder = str(work / "model")
         export.export(args.run_dir, Path(folder))
         load = transformers.AutoModelForCausalLM.from_pretrained
-        check_logits(checks, run, load(folder, trust_remote_code=True))
-        check_harness(checks, run, folder)
-        train(checks, "SFT", folder, work)
-        check_lora(checks, folder, work)
-    sys.exit(1 if checks.failed else 0)
+        check_logits(run, load(folder, trust_remote_code=True))
+        check_harness(run, folder)
+        train("SFT", folder, work)
+        check_lora(folder, work)
+    sys.exit(1 if failed else 0)
 
 
 if __name__ == "__main__":

@@ -4,9 +4,10 @@
     python dev/profile_step.py [@runs/b34.args] [flags of train_small.py] [--steps 5] [--out out/profile/trace.json]
     python dev/profile_step.py --script train_medium.py
 
-Open the trace in https://ui.perfetto.dev; each kernel carries its section. The exit code is 1 if there was a graph
-break, or if steps and a validation in each stage compiled anything after the warm-up. torch prints why something was
-recompiled. The last line is the result as JSON.
+It prints the kernels that take most of a step, the sections of dev/bench.py, and each kind of work as a share of the
+step. Open the trace in https://ui.perfetto.dev; each kernel carries its section. The exit code is 1 if there was a
+graph break, or if steps and a validation in each stage compiled anything after the warm-up. torch prints why something
+was recompiled. The last line is the result as JSON.
 """
 
 import collections
@@ -22,6 +23,19 @@ from torch._dynamo.utils import counters
 from dev import bench
 
 ts = bench.ts
+
+# Sections that are one kind of work. "loss" has the products of the head, which one kernel computes with it.
+GROUPS = {
+    "matrix products": ("MLP", "qkv and o products"),
+    "attention": ("attention",),
+    "loss": ("head and loss",),
+    "elementwise kernels": ("elementwise",),
+    "embeddings": ("embeddings",),
+    "optimizer": ("NorMuon", "RMSProp", "Adam"),
+    "communication": ("communication",),
+    "copies": ("copies",),
+    "other": ("other",),
+}
 
 
 def compilations() -> dict[str, int]:
@@ -39,17 +53,8 @@ def name_sections(trace: dict, rows: list[bench.Row]) -> None:
         event = row.event
         event.setdefault("args", {})["section"] = row.section
         if event["cat"] != "cpu_op":
-            section = {
-                "ph": "X",
-                "cat": "section",
-                "pid": -1,
-                "tid": event["tid"],
-                "name": row.section,
-                "ts": event["ts"],
-                "dur": row.microseconds,
-                "args": {"phase": row.phase},
-            }
-            trace["traceEvents"].append(section)
+            section = {"name": row.section, "cat": "section", "args": {"phase": row.phase}}
+            trace["traceEvents"].append({**event, **section, "pid": -1})
     title = {"ph": "M", "pid": -1, "name": "process_name", "args": {"name": "sections"}}
     trace["traceEvents"].append(title)
 
@@ -71,6 +76,11 @@ def kernel_table(rows: list[bench.Row], steps: int, count: int) -> str:
     return "\n".join(lines)
 
 
+def group_shares(shares: dict[str, float]) -> dict[str, float]:
+    """The share of each group in the time of a step, from those of the sections."""
+    return {name: sum(shares[section] for section in GROUPS[name]) for name in GROUPS}
+
+
 def visit_stages(state: ts.TrainState, dataset) -> None:
     """Two steps and a validation in each stage, which should compile nothing."""
     config = state.config
@@ -87,13 +97,10 @@ def visit_stages(state: ts.TrainState, dataset) -> None:
 
 def main() -> dict:
     parser = bench.make_parser("profile_step.py", __doc__, 5)
-    parser.add_argument(
-        "--out", default="out/profile/trace.json", help="default out/profile/trace.json"
-    )
-    settings = bench.configure(parser, 5)
-    args = settings.args
-    config = settings.config
-    ranks = settings.ranks
+    parser.add_argument("--out", default="out/profile/trace.json", help="default %(default)s")
+    args = parser.parse_args()
+    config = bench.make_config(args, 5)
+    ranks = ts.start_ranks()
     say = print if ranks.is_main else (lambda text: None)
     state = ts.build_state(config, ranks, say)
     ts.warm_up(state, say)
@@ -103,11 +110,12 @@ def main() -> dict:
     dataset = bench.random_dataset(config)
     visit_stages(state, dataset)
     trace = bench.trace_steps(state, dataset, len(config.stages) - 1, args.steps)
-    own = config.stage_table[-1].packs // ranks.world
-    micro_batch = ts.largest_divisor(own, state.packs) * config.pack_tokens
-    rows = bench.kernels(trace, config, micro_batch)
+    rows = bench.kernels(trace, config, bench.micro_batch_tokens(state))
     table = bench.section_table(rows, args.steps)
+    groups = group_shares(table.shares)
     say(f"\n{kernel_table(rows, args.steps, 25)}\n\n{table.text}\n")
+    for name, share in sorted(groups.items(), key=lambda item: -item[1]):
+        say(f"share of {name}: {share:.1%}")
     if ranks.is_main:
         name_sections(trace, rows)
         Path(args.out).parent.mkdir(parents=True, exist_ok=True)
@@ -117,12 +125,8 @@ def main() -> dict:
     late = {name: number - warm[name] for name, number in compilations().items()}
     breaks = sum(counters["graph_break"].values())
     recompiles = sum(late.values())
-    say(
-        f"compiled: {warm['graphs']} graphs, {warm['triton_kernels']} Triton variants, {breaks} graph breaks"
-    )
-    say(
-        f"after the warm-up: {late['graphs']} graphs, {late['triton_kernels']} variants (expected 0, 0)"
-    )
+    say(f"compiled: {warm['graphs']} graphs, {warm['triton_kernels']} Triton variants, {breaks} graph breaks")
+    say(f"after the warm-up: {late['graphs']} graphs, {late['triton_kernels']} variants (expected 0, 0)")
     for reason, number in counters["graph_break"].items():
         say(f"graph break, {number} times: {reason}")
     return {
@@ -132,6 +136,7 @@ def main() -> dict:
         "late": late,
         "step_ms": table.step_ms,
         "sections": table.shares,
+        "groups": groups,
         "trace": args.out,
         "failed": bool(breaks or recompiles),
     }

@@ -9,7 +9,6 @@ byte in both scripts. To add a section, write its two marker lines into both: on
 
 import argparse
 import difflib
-import os
 import re
 import sys
 from pathlib import Path
@@ -28,16 +27,13 @@ def split(text: str, name: str) -> list[tuple[str, str]]:
     for match in MARKER.finditer(text):
         opens = match[1] == ">>>"
         section = match[2]
+        misplaced = section != inside
         if opens:
             misplaced = bool(inside) or section in seen
-        else:
-            misplaced = section != inside
         if misplaced:
             line = text.count("\n", 0, match.start()) + 1
-            sys.exit(
-                f"error: {name}:{line}: the marker {match[0].strip()} is out of place; sections must not "
-                f"be open twice, nested or closed by another name"
-            )
+            where = f"{name}:{line}: the marker {match[0].strip()} is out of place"
+            sys.exit(f"error: {where}; sections must not be nested, repeated or closed by another name")
         # A marker line belongs to its section.
         border = match.start() if opens else match.end()
         pieces.append((inside, text[start:border]))
@@ -45,9 +41,7 @@ def split(text: str, name: str) -> list[tuple[str, str]]:
         inside = section if opens else ""
         seen.add(section)
     if inside:
-        sys.exit(
-            f"error: {name}: the section {inside} is not closed; add its line # <<< shared: {inside}"
-        )
+        sys.exit(f"error: {name}: the section {inside} is not closed; add its line # <<< shared: {inside}")
     return [*pieces, ("", text[start:])]
 
 
@@ -61,14 +55,8 @@ def shared(pieces: list[tuple[str, str]]) -> dict[str, str]:
 
 def share(pieces: list[tuple[str, str]]) -> float:
     """Which part of a script's lines is shared."""
-    all_lines = 0
-    shared_lines = 0
-    for section, text in pieces:
-        lines = text.count("\n")
-        all_lines += lines
-        if section:
-            shared_lines += lines
-    return shared_lines / all_lines
+    shared_lines = sum(text.count("\n") for section, text in pieces if section)
+    return shared_lines / sum(text.count("\n") for _, text in pieces)
 
 
 def difference(old: dict[str, str], new: dict[str, str], names: tuple[str, str]) -> list[str]:
@@ -93,24 +81,18 @@ def copy_sections(pieces: dict[str, list], target: str) -> bool:
     found = shared(pieces[target])
     if list(source) != list(found):
         sys.stdout.writelines(difference(found, source, (target, "the other script")))
-        print(
-            f"error: {target} has other sections, or in another order; fix its marker lines",
-            file=sys.stderr,
-        )
+        message = f"error: {target} has other sections, or in another order; fix its marker lines"
+        print(message, file=sys.stderr)
         return False
     text = "".join(source.get(section, own) for section, own in pieces[target])
-    temporary = ROOT / f".{target}.tmp"
-    temporary.write_bytes(text.encode("utf-8"))
-    os.replace(temporary, ROOT / target)
+    (ROOT / target).write_bytes(text.encode("utf-8"))
     pieces[target] = read(target)
     return True
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--to", choices=SCRIPTS, help="overwrite the shared sections of this script"
-    )
+    parser.add_argument("--to", choices=SCRIPTS, help="overwrite the shared sections of this one")
     args = parser.parse_args()
     pieces = {name: read(name) for name in SCRIPTS}
     if args.to and not copy_sections(pieces, args.to):

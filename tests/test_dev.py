@@ -4,10 +4,9 @@ import json
 import re
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
-from dev import bench, readability, steady
+from dev import bench, readability
 
 from conftest import ROOT, TINY, TINY_MEDIUM
 from processes import python
@@ -48,36 +47,9 @@ def test_profile(tmp_path):
     assert result["recompiles"] == result["graph_breaks"] == 0 and abs(sum(result["sections"].values()) - 1) < 1e-6
     events = json.loads((tmp_path / "new" / "trace.json").read_text())["traceEvents"]
     assert {"NorMuon", "attention"} <= {event.get("args", {}).get("section") for event in events}
-
-
-def test_steady(dataset_dir, tmp_path):
-    """Steps after the two validations, and the first, are left out."""
-    where = ["--data", dataset_dir, "--run-dir", tmp_path / "run", "--save-every", -1, "--set", "max_epochs=99"]
-    done = python("dev/steady.py", *FLAGS, *where, "--steps", 60, "--eval-every", 20)
-    result = json.loads(done.stdout.splitlines()[-1])
-    assert done.returncode == result["failed"], done.stderr
-    assert sum(row["steps"] for row in result["stages"]) == 57 and result["compiled_after_warm_up"] == 0
-    assert all(row["median_ms"] <= row["p99_ms"] <= row["longest_ms"] for row in result["stages"])
-    assert result["host_gib"][0] > 0.1 and result["device_gib"] == [0.0, 0.0]
-
-
-@pytest.mark.parametrize("what", ("nothing", "host", "device", "uneven"))
-def test_what_is_not_steady(what):
-    watcher = SimpleNamespace(steps=[], memory=[], graphs=steady.counters["stats"]["unique_graphs"])
-    for i in range(100):  # 10 ms a step, of which the device waits for 2
-        late = 0.005 if what == "uneven" and i % 10 == 0 else 0.0
-        watcher.steps.append(steady.Step(0, 0.01 * i + 0.002, 0.01 * (i + 1) + late, i > 0))
-    for step in range(20, 101, 20):
-        growth = 0.03 * (step > 60)
-        host = 1 + growth * (what == "host")
-        watcher.memory.append(steady.Memory(step, host, 5 * (1 + growth * (what == "device"))))
-    result = steady.describe(watcher)
-    assert result["failed"] == (what != "nothing")
-    assert len(result["stages"]) == 1 and result["stages"][0]["steps"] == 99
-    if what == "nothing":
-        assert result["stages"][0]["p99_by_median"] == pytest.approx(1) and result[
-            "idle_between_steps"
-        ] == pytest.approx(0.2)
+    share = result["groups"]["elementwise kernels"]
+    assert sum(result["groups"].values()) == pytest.approx(1) and share == result["sections"]["elementwise"]
+    assert f"share of elementwise kernels: {share:.1%}\n" in done.stdout
 
 
 def test_unknown_script():
@@ -190,57 +162,81 @@ class Thing:
 """
 
 
-def test_readability_of_an_example(tmp_path):
+def test_density_of_an_example():
     """Counted by hand: 28 lines, 18 of them code, 4 tuple = tuple assignments, one line of 101 characters; the longest
     function that is no kernel has 4 lines."""
     line = '    text = ""'
-    (tmp_path / "example.py").write_text(EXAMPLE.format(long="x" * (101 - len(line))))
-    found = readability.measure(tmp_path / "example.py")
-    assert (found["lines"], found["longest"], found["name"], found["step ends"]) == (28, 4, "short", 0)
-    assert found["tuples"] == pytest.approx(100 * 4 / 18) and found["long %"] == pytest.approx(100 / 28)
-    (tmp_path / "example.py").write_text(EXAMPLE.format(long="x" * (100 - len(line))))
-    assert readability.measure(tmp_path / "example.py")["long %"] == 0
+    found = readability.density(EXAMPLE.format(long="x" * (101 - len(line))))
+    expected = {"tuples": 100 * 4 / 18, "long %": 100 / 28, "longest": 4}
+    assert found == pytest.approx(expected)
+    assert readability.density(EXAMPLE.format(long="x" * (100 - len(line))))["long %"] == 0
 
 
-def step_example(*without: str) -> str:
-    """A training script of one-line functions and classes, methods in two of them, and something behind them."""
-    plain = [name for name in readability.STEP if "." not in name and name not in (*without, "GPT")]
+def step_example() -> str:
+    """A training script of one-line functions and classes with methods, something behind them, and three sections."""
+    plain = [name for name in readability.STEP if "." not in name and name != "GPT"]
     lines = [f"class {name}: pass" if name[0].isupper() else f"def {name}(): pass" for name in plain]
     for owner in ("Optimizer", "GPT"):
         methods = [name.split(".")[1] for name in readability.STEP if name.startswith(f"{owner}.")]
         lines += [f"class {owner}:", *(f"    def {method}(self): pass" for method in methods)]
-    return "\n".join([*lines, "def later(): pass", "x = 1"]) + "\n"
+    for number, name in enumerate(readability.AROUND, 8):
+        lines += ["# ====", f"# {number}. {name} -- what it is for", "x = 1"]
+    return "\n".join([*lines, "# ====", "# 11. ATTENTION", "x = 1"]) + "\n"
 
 
-def test_readability_of_a_step(tmp_path):
-    """The step ends with the last thing it passes through; a name that is missing is an error."""
-    script = tmp_path / "train_small.py"
-    script.write_text(step_example())
-    assert len(readability.STEP) == 22, "13 others, Optimizer and its six methods, GPT and its two"
-    assert readability.measure(script)["step ends"] == 13 + 7 + 3
-    done = python("dev/readability.py", "--check", script)
-    assert done.returncode == 0 and "train_small.py" in done.stdout, done.stderr
-    script.write_text(step_example("polar_express"))
-    done = python("dev/readability.py", script)
-    assert done.returncode == 1 and "has no polar_express" in done.stderr and "Traceback" not in done.stderr
+@pytest.fixture
+def small_repository(tmp_path, monkeypatch):
+    """One that keeps every budget; its two scripts are step_example()."""
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests/test_interface.py").write_text('NAMES = """\n    a b\n    c\n""".split()\n')
+    for name in readability.STEP_ENDS:
+        (tmp_path / name).write_text(step_example())
+    monkeypatch.setattr(readability, "ROOT", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["readability.py", "--check"])
+    return tmp_path
 
 
-def test_readability_limits(tmp_path):
-    """Each figure that is beyond its limit is named; at the limit nothing is."""
-    body = "".join(f"    x = {n}\n" for n in range(78))
-    script = tmp_path / "train_small.py"
-    script.write_text(step_example() + f"def long():\n    a = 1\n{body}")
-    assert python("dev/readability.py", "--check", script).returncode == 0
-    script.write_text("a, b = 1, 2\nc, d = 1, 2\n" + "#" * 101 + "\n" * 1400 + "#" * 101 + "\n" + "#\n" * 2100
-                      + step_example() + f"def long():\n    a = 1\n    b = 2\n{body}")  # fmt: skip
-    done = python("dev/readability.py", "--check", script)
-    named = re.findall(r"train_small.py: (.+?) is ", done.stderr)
-    assert done.returncode == 1 and sorted(named) == ["lines", "longest", "step ends", "tuples"]
-    script.write_text(("#" * 101 + "\n") * 2 + step_example())
-    done = python("dev/readability.py", "--check", script)
-    share = 100 * 2 / (2 + step_example().count("\n"))
-    assert done.returncode == 1 and f"long % is {share:.5g}, the limit is 4.0" in done.stderr
-    assert python("dev/readability.py", script).returncode == 0
+def test_lengths(small_repository):
+    """13 others, Optimizer and its six methods, GPT and its two; three sections of 3 lines; 3 names."""
+    assert len(readability.STEP) == 22
+    found = {figure.of: figure.found for figure in readability.lengths()}
+    assert found["train_small.py, step ends"] == found["train_medium.py, step ends"] == 13 + 7 + 3
+    assert found["train_small.py, lines"] == 13 + 7 + 3 + 4 * 3
+    assert found["train_small.py, lines of RUN, FILES, COMMAND LINE"] == 9
+    assert found["tests/test_interface.py, NAMES"] == 3 and found["tests/**/*.py, lines"] == 4
+
+
+def long_file(lines: int) -> str:
+    return "def f():\n" + "    x = 1\n" * (lines - 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "figure"),
+    [
+        ("README.md", "x\n" * 190, None),
+        ("README.md", "x\n" * 191, "README.md, lines"),
+        ("dev/a.py", "x = 1\n" * 2951, "dev/*.py, lines"),
+        ("runs/a.py", long_file(60) + "x = 1\n" * 300, None),
+        ("runs/a.py", long_file(61) + "x = 1\n" * 300, "runs/a.py, longest"),
+        ("runs/a.py", long_file(300), None),
+        ("data/a.py", "#" * 101 + "\n" + "a, b = 1, 2\n" * 5 + "x = 1\n" * 300, "data/a.py, tuples"),
+        ("records/a.py", ("#" * 101 + "\n") * 13 + "x = 1\n" * 300, "records/a.py, long %"),
+        ("tests/a.py", long_file(400), None),
+    ],
+)
+def test_limits(small_repository, capsys, name, text, figure):
+    """At its limit a figure is good; beyond, it is named."""
+    (small_repository / name).parent.mkdir(exist_ok=True)
+    (small_repository / name).write_text(text)
+    assert readability.main() == (figure is not None)
+    errors = re.findall(r"^error: (.+): ", capsys.readouterr().out, re.M)
+    assert errors == ([figure] if figure else [])
+
+
+def test_a_step_without_a_name_of_it(small_repository, capsys):
+    script = small_repository / "train_small.py"
+    script.write_text(script.read_text().replace("def polar_express", "def other"))
+    assert readability.main() == 1 and "lacks 'polar_express'" in capsys.readouterr().out
 
 
 def test_log():
