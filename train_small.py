@@ -2205,7 +2205,9 @@ def report(run: Run) -> None:
         run.log.say(f"for a report with samples: python runs/report.py {run.run_dir}")
         return
     sys.path.insert(0, str(tools))
-    importlib.import_module("report").write_report(run.run_dir, run.state.model, run.job.tokenizer)
+    config = run.job.config
+    live = (sys.modules[__name__], run.state.model, run.job.tokenizer, config, run.state.step)
+    importlib.import_module("report").write_report(run.run_dir, live=live)
 
 
 class Stopper:

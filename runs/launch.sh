@@ -23,7 +23,7 @@ train() {
   local script=$1 run=$2 states
   states=("$run"/checkpoints/step_*/state.json)
   shift 2
-  if [[ -f $run/report.md ]]; then # written last
+  if [[ -f $run/result.json ]]; then
     echo "$run is finished already; remove it to train again"
   elif [[ -e ${states[0]} ]]; then
     echo "$run was interrupted; it continues from its newest checkpoint"

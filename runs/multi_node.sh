@@ -38,7 +38,7 @@ for word in "$@"; do
 done
 run=${run%/}
 states=("$run"/checkpoints/step_*/state.json)
-if [[ -e $run/report.md && ! -e ${states[0]} ]]; then # finished, with --save-every -1
+if [[ -e $run/result.json && ! -e ${states[0]} ]]; then # finished, with --save-every -1
   echo "$run is finished already; remove it to train again"
   exit
 fi

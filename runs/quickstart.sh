@@ -28,7 +28,7 @@ if (($#)); then # other flags, another directory: out/quickstart_steps-20_227404
   run+=_$(printf '%s' "$*" | tr -cs 'A-Za-z0-9.' '-' | sed 's/^-//; s/-$//' | cut -c 1-70)
   run+=_$(printf '%s\0' "$@" | cksum | cut -d ' ' -f 1)
 fi
-if [[ -f $run/report.md ]]; then # the last file that training writes
+if [[ -f $run/result.json ]]; then
   echo "$run is already finished; remove it to train again"
 elif compgen -G "$run/checkpoints/step_*/state.json" >/dev/null; then
   echo "$run was interrupted; training continues from its last checkpoint"

@@ -14,7 +14,6 @@ import argparse
 import html
 import itertools
 import json
-import os
 import sys
 from pathlib import Path
 
@@ -26,12 +25,9 @@ FIGURES = {
     "bm25_ndcg@10": ("nDCG@10 of BM25", "{:.4f}"),
     "recall@10": ("recall@10", "{:.4f}"),
     "bm25_recall@10": ("recall@10 of BM25", "{:.4f}"),
-    "test_items": ("held-out questions", "{:,}"),
     "tokens": ("tokens", "{:,}"),
-    "drawn_tokens": ("drawn tokens", "{:,}"),
     "steps": ("steps", "{:,}"),
     "train_seconds": ("training time", "{:.1f} s"),
-    "draw_seconds": ("of which drawing", "{:.1f} s"),
     "tokens_per_second": ("speed", "{:,.0f} tokens/s"),
     "mfu": ("MFU", "{:.1%}"),
     "peak_memory_gib": ("peak memory", "{:.1f} GiB"),
@@ -90,8 +86,6 @@ def read_result(run_dir: Path, entries: list[dict]) -> dict:
         result |= entry
     result["steps"] = result.get("step", 0)
     result["peak_memory_gib"] = result.get("memory_gib", 0)
-    for name in ("drawn_tokens", "draw_seconds"):  # the log has those of each step
-        result[name] = sum(entry.get(name, 0) for entry in entries)
     return result
 
 
@@ -138,7 +132,7 @@ def setting_rows(description: dict) -> dict:
         rows["answers of a step"] = f"{settings['prompts']} questions x {settings['samples']}"
         rates = f"{settings['muon_lr']:g} (matrices) and {settings['adam_lr']:g} (rest)"
         rows["rates"] = f"{rates} of those of pretraining, falling to 0"
-        rows["started from"] = f"{settings['source']} {description['checkpoint']}"
+        rows["started from"] = settings["source"]
         rows["seed"] = settings["seed"]
     elif "config" in description:
         rows["data"] = description["config"]["data"]
@@ -157,7 +151,7 @@ def table(header: str, ruler: str, rows: list) -> str:
 
 def plotted(entries: list[dict]) -> list[str]:
     """The plots of PLOTS for what a run logs."""
-    logged = {name for entry in entries for name in entry}
+    logged = {name for entry in entries for name, value in entry.items() if value}
     if "reward" in logged or "greedy" in logged:
         return ["reward, accuracy"]
     if "val_bpb" in logged or "bpb" in logged:
@@ -211,20 +205,6 @@ def save_picture(run_dir: Path, entries: list[dict], title: str) -> str:
 # ---- samples
 
 
-def load_run(run_dir: Path, device: str | None):
-    """The newest checkpoint, as an engine.Run.
-
-    engine.load_run also checks decoding in fp32, which takes 17 s on a CPU for train_small.py's default size.
-    """
-    import engine
-
-    script = engine.import_script(run_dir)
-    try:
-        return engine.Run(script, *engine.load_model(script, run_dir, None, device, {}))
-    except script.UserError as error:
-        raise engine.RunError(str(error)) from None
-
-
 def held_out_prompts(run) -> list[list[int]]:
     """Ids of the first words of three held-out documents; of PROMPTS where the dataset is away."""
     try:
@@ -265,19 +245,14 @@ def answers_to_questions(run) -> list[str]:
     return [f"{question}\n\n{text}" for question, text in zip(QUESTIONS, texts, strict=True)]
 
 
-def samples(run_dir: Path, command: str, device: str | None) -> tuple[list[str], str]:
-    """Texts of the newest checkpoint, and the heading over them or why there are none."""
-    if not any(run_dir.glob("checkpoints/step_*/state.json")):
-        return [], "no samples: the run has saved no checkpoint"
-    # Training starts this tool under torchrun, and one process alone must not wait for others.
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
-        os.environ.pop(name, None)
+def samples(run_dir: Path, command: str, device: str | None, live) -> tuple[list[str], str]:
+    """Texts of the newest checkpoint or of a live model, and the heading over them or why there are none."""
     try:
         import engine
     except ImportError as error:
         return [], f"no samples: {error}"
     try:
-        run = load_run(run_dir, device)
+        run = engine.Run(*live) if live else engine.load_run(run_dir, device=device)
         texts = answers_to_questions(run) if command == "finetune" else continuations(run)
     except (engine.RunError, RuntimeError) as error:  # torch's, if memory runs out
         return [], f"no samples: {engine.first_line(error)}"
@@ -314,8 +289,11 @@ def answer_table(before: dict, after: dict) -> str:
     return table(header, "| --- | --- | --- | ---: | --- | ---: |", rows)
 
 
-def write_report(run_dir: Path, with_samples: bool, device: str | None) -> None:
-    """report.md and curve.png of one run; shows the samples on the screen."""
+def write_report(run_dir: Path, with_samples: bool = True, device: str | None = None, live=None) -> None:
+    """report.md and curve.png of one run; shows the samples on the screen.
+
+    Args: live the script, model, tokenizer, config and step of a run that has just ended
+    """
     description = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
     entries = read_log(run_dir)
     result = read_result(run_dir, entries)
@@ -334,12 +312,12 @@ def write_report(run_dir: Path, with_samples: bool, device: str | None) -> None:
     parts.append(table("| | |", "| --- | --- |", rows.items()))
     parts.append(save_picture(run_dir, entries, title) + "\n")
     if evaluations:
-        answers = answer_table(evaluations[0], evaluations[-1])
-        parts += ["## Greedy answers to held-out questions\n", answers]
+        answers = [entry for entry in entries if "answers" in entry]
+        parts += ["## Greedy answers to held-out questions\n", answer_table(answers[0], answers[-1])]
 
-    # Only the training scripts keep "starts"; encoders and Hugging Face models are not sampled.
-    if with_samples and "starts" in description:
-        texts, heading = samples(run_dir, description["command"], device)
+    command = description.get("command")
+    if with_samples and command in ("pretrain", "finetune"):
+        texts, heading = samples(run_dir, command, device, live)
         if not texts:
             print(heading)
         for text in texts:

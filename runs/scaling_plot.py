@@ -244,7 +244,7 @@ def main() -> None:
     args = parser.parse_args()
     out = args.out or args.folder
 
-    finished = sorted(path.parent for path in args.folder.glob("*/report.md"))
+    finished = sorted(path.parent for path in args.folder.glob("*/result.json"))
     if not finished:
         sys.exit(f"error: {args.folder} holds no finished run; train some with runs/miniseries.sh")
     rows = [read_run(run_dir) for run_dir in finished]
