@@ -2936,7 +2936,7 @@ def save_checkpoint(state: TrainState, run_dir: Path, progress: dict) -> None:
             **progress,
         }
         write_checkpoint(run_dir, (weights | buffers, moments), description)
-        prune_checkpoints(run_dir, state.config.keep_checkpoints)
+        prune_checkpoints(run_dir, state.step, state.config.keep_checkpoints)
     # Where the first process ends, torchrun ends the others: so none goes on before all is saved.
     state.ranks.gather(None)
 
@@ -2996,15 +2996,18 @@ SAFETENSORS_NAMES = {
 }  # fmt: skip
 
 
-def prune_checkpoints(run_dir: Path, keep: int) -> None:
-    """Removes all but the newest `keep` checkpoints and the one with the lowest val_bpb."""
-    *older, newest = checkpoints(run_dir)
+def prune_checkpoints(run_dir: Path, step: int, keep: int) -> None:
+    """Removes all up to a step but the newest `keep` checkpoints and the one with the lowest val_bpb."""
+    # resume() passed over what is of a later step.
+    folders = [folder for folder in checkpoints(run_dir) if int(folder.name[5:]) <= step]
     scores = {}
-    for folder in (*older, newest):
-        saved = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-        scores[folder] = (saved["scores"] or {}).get("val_bpb", math.inf)
+    for folder in folders:
+        scores[folder] = math.inf
+        with contextlib.suppress(ValueError, KeyError):  # a damaged one has no score
+            saved = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+            scores[folder] = (saved["scores"] or {}).get("val_bpb", math.inf)
     best = min(scores, key=scores.get)
-    for folder in older[: len(older) + 1 - keep]:
+    for folder in folders[: -max(keep, 1)]:
         if folder != best or scores[best] == math.inf:
             shutil.rmtree(folder, ignore_errors=True)
 
