@@ -180,8 +180,8 @@ def test_report(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setitem(sys.modules, "report", None)
     del sys.modules["report"]
-    run = SimpleNamespace(run_dir=tmp_path / "run", state=SimpleNamespace(model="m"), job=SimpleNamespace(tokenizer="t"),
-                          log=ts.Log(tmp_path, ALONE))  # fmt: skip
+    state, job, log = SimpleNamespace(model="m"), SimpleNamespace(tokenizer="t"), ts.Log(tmp_path, ALONE)
+    run = SimpleNamespace(run_dir=tmp_path / "run", state=state, job=job, log=log)
     write_report(run)
     assert capsys.readouterr().out == f"for a report with samples: python runs/report.py {tmp_path}/run\n"
     (tmp_path / "runs").mkdir()
@@ -215,7 +215,7 @@ def test_peak_flops_are_those_of_the_card(monkeypatch, name, tflops):
 
 
 def test_mfu_and_milliseconds(dataset_dir, tmp_path, monkeypatch):
-    """Of each line, also one that spans two stages, and of the whole run: FLOPs of its tokens over those of the device."""
+    """Of each line, also one that spans two stages, and of the whole run: FLOPs over those of the device."""
     monkeypatch.setattr(ts, "peak_flops", lambda device: 2e12)
     monkeypatch.setattr(ts, "flops_per_token", lambda config, positions: 1e6 if len(positions) == 2 else 3e6)
     argv = flags(dataset_dir, tmp_path, "--log-every", "4", "--eval-every", "0", "--save-every", "-1", steps=12)
@@ -424,7 +424,8 @@ def test_warm_up_leaves_no_trace():
     reset = ts.reset_state
 
     def before_reset(state):
-        changed.update(name for name, value in state.optimizer.weights().items() if not torch.equal(value, weights[name]))
+        trained = state.optimizer.weights()
+        changed.update(name for name in weights if not torch.equal(trained[name], weights[name]))
         reset(state)
 
     with pytest.MonkeyPatch.context() as patch:
