@@ -2581,7 +2581,8 @@ class Dataset:
             )
         info = json.loads(path.read_text(encoding="utf-8"))
         tokenizer = root / "tokenizer.json"
-        if file_sha256(tokenizer) != info["files"]["tokenizer.json"]["sha256"]:
+        listed = info["files"]["tokenizer.json"]["sha256"]
+        if not tokenizer.is_file() or file_sha256(tokenizer) != listed:
             way = "restore the file or make the dataset again"
             raise UserError(f"{tokenizer} is not the tokenizer of the shards beside it; {way}")
         return Dataset(root, info, Tokenizer(tokenizer))
@@ -2604,19 +2605,20 @@ class Dataset:
 
     def read(self, path: Path) -> np.ndarray:
         """Tokens of a listed shard, uint16. Raises: UserError if the file is not the listed one"""
-        content = path.read_bytes()
+        content = path.read_bytes() if path.is_file() else b""
         listed = self.info["files"][path.relative_to(self.root).as_posix()]
+        way = "make or download it again with the scripts in data/"
+        if hashlib.sha256(content).hexdigest() != listed["sha256"]:
+            raise UserError(f"{path} was changed or is missing: its sha256 is not that of dataset.json; {way}")
         header = np.frombuffer(content[:1024], "<i4")
         tokens = np.frombuffer(content, "<u2", offset=1024)
         problem = ""
-        if hashlib.sha256(content).hexdigest() != listed["sha256"]:
-            problem = "was changed: its sha256 is not that of dataset.json"
-        elif header[0] != SHARD_MAGIC or header[1] != 1 or header[2] != len(tokens):
+        if header[0] != SHARD_MAGIC or header[1] != 1 or header[2] != len(tokens):
             problem = "is not a token shard of version 1"
         elif tokens.max() >= self.tokenizer.vocab_size:
             problem = f"holds token {tokens.max()}, its tokenizer has {self.tokenizer.vocab_size} entries"
         if problem:
-            raise UserError(f"{path} {problem}; make or download it again with the scripts in data/")
+            raise UserError(f"{path} {problem}; {way}")
         return tokens
 
 
