@@ -2727,7 +2727,8 @@ class Dataset:
             )
         info = json.loads(path.read_text(encoding="utf-8"))
         tokenizer = root / "tokenizer.json"
-        if file_sha256(tokenizer) != info["files"]["tokenizer.json"]["sha256"]:
+        listed = info["files"]["tokenizer.json"]["sha256"]
+        if not tokenizer.is_file() or file_sha256(tokenizer) != listed:
             way = "restore the file or make the dataset again"
             raise UserError(f"{tokenizer} is not the tokenizer of the shards beside it; {way}")
         return Dataset(root, info, Tokenizer(tokenizer))
@@ -2750,19 +2751,20 @@ class Dataset:
 
     def read(self, path: Path) -> np.ndarray:
         """Tokens of a listed shard, uint16. Raises: UserError if the file is not the listed one"""
-        content = path.read_bytes()
+        content = path.read_bytes() if path.is_file() else b""
         listed = self.info["files"][path.relative_to(self.root).as_posix()]
+        way = "make or download it again with the scripts in data/"
+        if hashlib.sha256(content).hexdigest() != listed["sha256"]:
+            raise UserError(f"{path} was changed or is missing: its sha256 is not that of dataset.json; {way}")
         header = np.frombuffer(content[:1024], "<i4")
         tokens = np.frombuffer(content, "<u2", offset=1024)
         problem = ""
-        if hashlib.sha256(content).hexdigest() != listed["sha256"]:
-            problem = "was changed: its sha256 is not that of dataset.json"
-        elif header[0] != SHARD_MAGIC or header[1] != 1 or header[2] != len(tokens):
+        if header[0] != SHARD_MAGIC or header[1] != 1 or header[2] != len(tokens):
             problem = "is not a token shard of version 1"
         elif tokens.max() >= self.tokenizer.vocab_size:
             problem = f"holds token {tokens.max()}, its tokenizer has {self.tokenizer.vocab_size} entries"
         if problem:
-            raise UserError(f"{path} {problem}; make or download it again with the scripts in data/")
+            raise UserError(f"{path} {problem}; {way}")
         return tokens
 
 
@@ -2938,7 +2940,7 @@ def save_checkpoint(state: TrainState, run_dir: Path, progress: dict) -> None:
             **progress,
         }
         write_checkpoint(run_dir, (weights | buffers, moments), description)
-        prune_checkpoints(run_dir, state.config.keep_checkpoints)
+        prune_checkpoints(run_dir, state.step, state.config.keep_checkpoints)
     # Where the first process ends, torchrun ends the others: so none goes on before all is saved.
     state.ranks.gather(None)
 
@@ -2998,15 +3000,18 @@ SAFETENSORS_NAMES = {
 }  # fmt: skip
 
 
-def prune_checkpoints(run_dir: Path, keep: int) -> None:
-    """Removes all but the newest `keep` checkpoints and the one with the lowest val_bpb."""
-    *older, newest = checkpoints(run_dir)
+def prune_checkpoints(run_dir: Path, step: int, keep: int) -> None:
+    """Removes all up to a step but the newest `keep` checkpoints and the one with the lowest val_bpb."""
+    # resume() passed over what is of a later step.
+    folders = [folder for folder in checkpoints(run_dir) if int(folder.name[5:]) <= step]
     scores = {}
-    for folder in (*older, newest):
-        saved = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-        scores[folder] = (saved["scores"] or {}).get("val_bpb", math.inf)
+    for folder in folders:
+        scores[folder] = math.inf
+        with contextlib.suppress(ValueError, KeyError):  # a damaged one has no score
+            saved = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+            scores[folder] = (saved["scores"] or {}).get("val_bpb", math.inf)
     best = min(scores, key=scores.get)
-    for folder in older[: len(older) + 1 - keep]:
+    for folder in folders[: -max(keep, 1)]:
         if folder != best or scores[best] == math.inf:
             shutil.rmtree(folder, ignore_errors=True)
 

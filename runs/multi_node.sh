@@ -23,9 +23,9 @@
 # fit: with 16 packs 1:2 machines with 8 GPUs do, 2:4 machines with 4 GPUs do not, because three machines would have 12.
 #
 # If HEAD is lost, training ends, because torchrun keeps the list of members there: start all machines again, or use
-# runs/slurm.sh, which does. If a machine loses power without closing its connections, or a process hangs, the others say
-# so and end after --rank-timeout (300 s by default). Whenever torchrun has MIN machines but not MAX, it waits 30 s for
-# more (last_call_timeout in RDZV). The last line repeats the sentence of the process that failed first.
+# runs/slurm.sh, which does. If a machine loses power without closing its connections, or a process hangs, the others end
+# after torch's timeout of 10 minutes. Whenever torchrun has MIN machines but not MAX, it waits 30 s for more
+# (last_call_timeout in RDZV). The last line repeats the sentence of the process that failed first.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

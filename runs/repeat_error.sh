@@ -1,7 +1,7 @@
 # Sourced by launch.sh and multi_node.sh.
 #
-# `repeat_error COMMAND...` runs torchrun. If a process failed, its sentence stands somewhere in torchrun's report; it is
-# repeated as the last line. SIGTERM goes on to torchrun.
+# `repeat_error COMMAND...` runs torchrun. If a process failed, its sentence stands somewhere above torchrun's report; it
+# is repeated as the last line. SIGTERM goes on to torchrun.
 repeat_error() {
   local log code=0 child tee sentence
   log=$(mktemp)
@@ -18,10 +18,10 @@ repeat_error() {
   trap - TERM
   exec 9>&-
   wait "$tee" 2>/dev/null || true
-  sentence=$(sed -n '/^Root Cause/,$ s/^ *traceback : //p' "$log" | head -n 1)
-  rm -f "$log"
-  if ((code)) && [[ -n $sentence ]]; then
-    echo "error: $sentence" >&2
+  sentence=$(grep '^error: ' "$log" | grep -v -m 1 'please report what follows') || true # what follows is a traceback
+  if ((code)) && [[ -n $sentence && $(tail -n 1 "$log") != "$sentence" ]]; then
+    echo "$sentence" >&2
   fi
+  rm -f "$log"
   return "$code"
 }
