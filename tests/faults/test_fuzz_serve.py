@@ -175,7 +175,7 @@ def test_bytes(server, capfd):
         assert first.startswith(b"HTTP/1.1 ") and status < 500, answer[:300]
         if status >= 400 and b"\r\n\r\n" in rest and not line.startswith(b"HEAD"):
             text = rest.partition(b"\r\n\r\n")[2]
-            if text and b"chunked" not in rest:
+            if text and b"chunked" not in rest and text != b"Invalid HTTP request received.":  # uvicorn's own
                 first_object, _ = json.JSONDecoder().raw_decode(text.decode())
                 check_error(json.dumps(first_object))
 
