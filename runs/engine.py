@@ -813,6 +813,8 @@ class Completion:
     logit_bias: dict[int, float] = field(default_factory=dict)  # added to the logits of ids
     logprobs: int | None = None  # keep the chance of each new id, and of so many likeliest ones
     score_prompt: bool = False  # with logprobs: also those of the prompt's ids
+    # From the new ids so far to which may come next: booleans (V,), or None for all.
+    mask: Callable[[list[int]], Tensor | None] | None = None
 
     # The result: new ids without the one that ended it, and whether each came from a tool.
     tokens: list[int] = field(default_factory=list)
@@ -1306,7 +1308,8 @@ class Decoder:
 
         # A tool's ids take the place of the sampled ones before they go in.
         self.force({row: c.queue[0] for row, c in rows.items() if c.queue})
-        if self.ahead:
+        masked = any(c.mask for c in self.live.values())  # a mask depends on the ids before it
+        if self.ahead and not masked:
             going_on = self.rest_those_at_their_end(rows)
             if going_on:
                 self.flight = self.launch(going_on)
@@ -1324,7 +1327,8 @@ class Decoder:
     def launch(self, rows: dict[int, Completion]) -> Flight:
         """Starts a step. What it finds goes in with the next one, except where a tool speaks."""
         most = max((c.logprobs for c in rows.values() if c.logprobs is not None), default=None)
-        logits = self.run(self.width, most is not None)
+        masks = {row: c.mask(c.tokens) for row, c in rows.items() if c.mask}
+        logits = self.run(self.width, most is not None or bool(masks), masks)
         chances = []
         if most is not None:
             chances = token_chances(logits, self.state.tokens, most)
@@ -1366,27 +1370,34 @@ class Decoder:
         enough = [width for width in WIDTHS if width >= needed]
         return min([*enough, vocab_size])
 
-    def run(self, width: int, eager: bool = False) -> Tensor | None:
+    def run(self, width: int, eager: bool = False, masks: dict | None = None) -> Tensor | None:
         """Computes a step, by a graph where there are graphs. Gives the logits if it is eager."""
         if self.graphs is None or eager:
-            return self.advance(width, self.shaped)
+            return self.advance(width, self.shaped, masks)
         graphs = self.shaped_graphs if self.shaped else self.graphs
         if width not in graphs:
             graphs[width] = self.capture(width, self.shaped)
         graphs[width].replay()
         return None
 
-    def advance(self, width: int, shaped: bool) -> Tensor:
-        """The work of a step, between tensors that stay where they are. Gives the logits."""
+    def advance(self, width: int, shaped: bool, masks: dict | None = None) -> Tensor:
+        """The work of a step, between tensors that stay where they are. Gives the logits.
+
+        masks: by row, which ids may come
+        """
         state = self.state
         logits = self.decode(
             self.model, self.row_cache, state.tokens, state.previous, state.positions, self.weights
         )
         logits = logits[:, : self.tokenizer.vocab_size]  # without the padding of the vocabulary
+        allowed = logits.clone() if masks else logits
+        for row, mask in (masks or {}).items():
+            if mask is not None:
+                allowed[row].masked_fill_(~mask.to(allowed.device), -math.inf)
         if width == GREEDY:
-            sampled = logits.argmax(-1)
+            sampled = allowed.argmax(-1)
         else:
-            sampled = self.draw(logits, width, shaped)
+            sampled = self.draw(allowed, width, shaped)
         state.previous.copy_(state.tokens)
         state.tokens.copy_(sampled)
         state.positions.add_(state.positions >= 0)
