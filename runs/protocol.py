@@ -22,6 +22,7 @@ from typing import Annotated, Any, Literal
 import engine
 import pydantic_core
 from chat import Local
+from json_answers import Mask, Shapes
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 from pydantic_core import PydanticCustomError
 from starlette.responses import JSONResponse
@@ -203,7 +204,7 @@ def joined(value: Any) -> Any:
 
 
 def unsupported(value: Any) -> None:
-    if value and value != {"type": "text"}:
+    if value:
         raise PydanticCustomError("unsupported", "Leave it out, as this server does not support it")
 
 
@@ -212,6 +213,15 @@ def without_null(data: Any) -> Any:
     if not isinstance(data, dict):
         return data
     return {name: value for name, value in data.items() if value is not None}
+
+
+class JsonSchema(BaseModel, strict=True):
+    given: dict = Field(alias="schema")
+
+
+class ResponseFormat(BaseModel, strict=True):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
 
 
 StopString = Annotated[str, Field(min_length=1, max_length=256)]
@@ -248,7 +258,7 @@ class AnswerFields(BaseModel, strict=True, allow_inf_nan=False):
     tools: Unsupported = None
     functions: Unsupported = None
     suffix: Unsupported = None
-    response_format: Unsupported = None
+    response_format: ResponseFormat | None = None
 
 
 class ChatFields(AnswerFields):
@@ -308,6 +318,8 @@ class Protocol:
         self.marks = set(tokenizer.specials.values())
         tools = {tokenizer.specials.get(mark) for mark in Local.SHOWN} if chat else set()
         self.stops = tuple(sorted(self.marks - tools))
+        end = tokenizer.specials["<|assistant_end|>"] if chat else tokenizer.bos_id
+        self.shapes = Shapes(tokenizer, end)
 
     def prepare_chat(self, data: bytes) -> Ask:
         return self.prepare(read_fields(ChatFields, data), chat=True)
@@ -342,6 +354,7 @@ class Protocol:
 
         jobs = []
         sampling = self.sampling(fields)
+        mask = self.mask(fields.response_format)
         for prompt in prompts:
             if len(prompt) > self.limit:
                 context = f"the context of this model is {self.limit:,} tokens"
@@ -353,7 +366,8 @@ class Protocol:
                     prompt,
                     max_tokens=min(max(most, 1), self.limit + 1 - len(prompt)),
                     stop=self.stops,
-                    tools=self.chat,
+                    tools=self.chat and mask is None,
+                    mask=mask and mask.copy(),
                     seed=fields.seed + len(jobs) * engine.SEED_STRIDE,
                     logprobs=logprobs,
                     score_prompt=echo and logprobs is not None,
@@ -366,6 +380,21 @@ class Protocol:
                     jobs[-1].pieces.append(("text", self.tokenizer.decode(shown)))
         tokens = sum(map(len, prompts))
         return Ask(jobs, chat, fields.stream, fields.stream_options.include_usage, tokens, logprobs)
+
+    def mask(self, wanted: ResponseFormat | None) -> Mask | None:
+        """Which ids an answer may hold, if it must be JSON. Raises: Problem"""
+        if wanted is None or wanted.type == "text":
+            return None
+        schema = {"type": "object"}
+        if wanted.type == "json_schema":
+            if wanted.json_schema is None:
+                raise Problem(400, "response_format.json_schema: Field required", "response_format")
+            schema = wanted.json_schema.given
+        try:
+            return self.shapes.mask(schema)
+        except ValueError as error:
+            message = f"response_format: this schema does not work here ({error})"
+            raise Problem(400, message, "response_format") from None
 
     def sampling(self, fields: AnswerFields) -> dict:
         """What shapes the draw of an id, as Completion takes it."""

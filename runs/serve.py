@@ -25,7 +25,8 @@ role in a row become one. If the last message is the assistant's, the answer con
 tokens written in a text are plain text. A finetuned model has a calculator: its call and result
 are in the text, as [3*4 = 12], and in a stream those pieces carry "part": "python" or
 "python_output" beside "content". When a client sends such text back in an assistant message, it
-becomes a call again. Models without finetuning offer only completions.
+becomes a call again. Models without finetuning offer only completions. With response_format an
+answer is a JSON object, or follows a JSON schema; then there is no calculator.
 
 The server listens on 127.0.0.1 by default and has no CORS. With --api-key, or a key in the
 environment variable DECODERSTACK_API_KEY (which other users of the machine do not see in a list of

@@ -35,6 +35,8 @@ EDGES = st.sampled_from([
     0, -1, 1, 2, 5, 21, 64, 65, 512, 513, 2**31, 2**63, -(2**63) - 1, 10**40, 0.5, -0.0, 1e-320, 1e308, True, False,
     None, "", " ", "\x00", "\ud800", "é😀", "<|bos|>", "[3*4 = 12]", "[" * 300, "a" * 5000, [], {}, [[]], [None],
     [0] * 600, ["a"] * 70, {"include_usage": True}, {"include_usage": 1}, [{}], HELLO, [*HELLO, *HELLO],
+    {"type": "json_object"}, {"type": "json_schema", "json_schema": {"schema": {"type": "integer"}}},
+    {"type": "json_schema", "json_schema": {"schema": {"$ref": "#"}}},
 ])  # fmt: skip
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=True) | st.text(max_size=30)
 ANY = st.recursive(
