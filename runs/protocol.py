@@ -23,6 +23,7 @@ import engine
 import pydantic_core
 from chat import Local
 from json_answers import Mask, Shapes
+from page import render
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 from pydantic_core import PydanticCustomError
 from starlette.responses import JSONResponse
@@ -282,6 +283,10 @@ class TokenizeFields(BaseModel, strict=True):
     add_special_tokens: bool = True
 
 
+class RenderFields(BaseModel, strict=True):
+    parts: list[Annotated[list[str], Field(min_length=2, max_length=2)]]  # a part and its text
+
+
 class DetokenizeFields(BaseModel, strict=True):
     tokens: list[int]
 
@@ -502,6 +507,10 @@ class Protocol:
             if fields.add_special_tokens:
                 ids = [self.tokenizer.bos_id, *ids]
         return {"tokens": ids, "count": len(ids), "max_model_len": self.limit}
+
+    def render_parts(self, data: bytes) -> dict:
+        """An answer as HTML, for the web page. Raises: Problem"""
+        return {"html": render(read_fields(RenderFields, data).parts)}
 
     def detokenize(self, data: bytes) -> dict:
         """The text of ids. Raises: Problem"""

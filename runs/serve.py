@@ -10,7 +10,7 @@
     answer = client.chat.completions.create(model=model, messages=[...], temperature=0)
 
 GET /v1/models, /health, /metrics (for Prometheus) and / (the page); POST /v1/chat/completions,
-/v1/completions, /tokenize and /detokenize; runs/protocol.py has their fields. Requests that run at
+/v1/completions, /tokenize, /detokenize and /render (Markdown); runs/protocol.py has their fields. Requests that run at
 the same time share every step of the model, up to --rows answers; more wait, up to --max-waiting,
 and above that the answer is 429. A request without a row takes one from a request with several,
 whose answer goes on later. A conversation that goes on finds its keys and values in the row that it
@@ -46,10 +46,8 @@ if __name__ == "__main__":  # before the imports, which take seconds
 
 import argparse
 import asyncio
-import base64
 import contextlib
 import functools
-import hashlib
 import hmac
 import ipaddress
 import json
@@ -70,12 +68,13 @@ import torch
 import uvicorn
 from chat import Local, is_chat_run
 from engine import RunError
+from page import read_page
 from protocol import Answers, Ask, Job, Problem, Protocol, shorten
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -408,6 +407,7 @@ class Server:
             "/v1/completions": protocol.prepare_text,
             "/tokenize": protocol.tokenize,
             "/detokenize": protocol.detokenize,
+            "/render": protocol.render_parts,
         }.items():
             routes.append(Route(path, functools.partial(self.post, action), methods=["POST"]))
         hosts = {"localhost", args.host.lower(), *map(str.lower, args.allow_host)}
@@ -557,26 +557,6 @@ async def failure(request: Request, error: Exception) -> Response:
         response.headers.update(error.headers or {})
         return response
     return Problem(500, "the server failed; its log says how").response()
-
-
-def read_page() -> Response:
-    """The web page, with headers that allow it only its own script and style, and this server."""
-    page = (Path(__file__).parent / "chat.html").read_text(encoding="utf-8")
-
-    def digest(tag: str) -> str:
-        inner = re.search(f"<{tag}>(.*?)</{tag}>", page, re.DOTALL)[1]
-        return f"'sha256-{base64.b64encode(hashlib.sha256(inner.encode()).digest()).decode()}'"
-
-    policy = f"""default-src 'none'; script-src {digest("script")}; style-src {digest("style")};
-        connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none';
-        frame-ancestors 'none'"""
-    headers = {
-        "Content-Security-Policy": " ".join(policy.split()),
-        "X-Content-Type-Options": "nosniff",
-        "Referrer-Policy": "no-referrer",
-        "Cache-Control": "no-cache",
-    }
-    return HTMLResponse(page, headers=headers)
 
 
 # ---- the command line
