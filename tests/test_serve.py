@@ -17,12 +17,9 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Literal
 
 import httpx2
-import jsonschema
 import openai
-import pydantic
 import pytest
 import torch
 from hypothesis import given
@@ -877,111 +874,32 @@ def test_characters_are_whole(talker):
     assert "".join(pieces) == codecs.decode(text.encode(), "utf-8")
 
 
-# ---- JSON
-
-SCHEMAS = [
-    {"type": "boolean"},
-    {"type": "integer", "minimum": -5, "maximum": 120},
-    {"enum": ["red", "é 你", 7, None]},
-    {"type": "string", "maxLength": 12},
-    {"type": "string", "pattern": "^[a-z]{2,5}-[0-9]{3}$"},
-    {"type": "array", "items": {"type": "boolean"}, "minItems": 2, "maxItems": 4},
-    {"type": "object", "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer",
-     "minimum": 0, "maximum": 130}}, "required": ["name", "age"], "additionalProperties": False},
-    {"type": "object", "properties": {"tags": {"type": "array", "items": {"enum": ["a", "b"]}, "maxItems": 3},
-     "more": {"type": "object", "properties": {"x": {"type": "null"}}, "additionalProperties": False}},
-     "additionalProperties": False},
-    {"anyOf": [{"const": "yes"}, {"type": "array", "items": {"type": "integer", "minimum": 1, "maximum": 9},
-     "minItems": 1, "maxItems": 2}]},
-    {"$defs": {"d": {"enum": [1, 2]}}, "type": "object", "properties": {"a": {"$ref": "#/$defs/d"},
-     "b": {"$ref": "#/$defs/d"}}, "required": ["b"], "additionalProperties": False},
-]  # fmt: skip
-
-
-def shaped(schema) -> dict:
-    return {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": schema}}
-
-
-@pytest.mark.parametrize("schema", SCHEMAS)
-def test_answers_follow_a_json_schema(talker, schema):
-    """20 answers of a random model are valid by another library; an answer without a schema beside them is as ever."""
-    body = {"model": "talker", "messages": HELLO, "temperature": 1.5, "seed": 1, "n": 20, "max_tokens": 400}
-    with ThreadPoolExecutor(2) as pool:
-        other = pool.submit(talker.chat, model="talker", messages=HELLO, max_tokens=400, temperature=0)
-        choices = talker.chat(**body, response_format=shaped(schema)).choices
-    for choice in choices:
-        assert choice.finish_reason == "stop"
-        jsonschema.validate(json.loads(choice.message.content), schema)
-    prompt = rendered(talker, HELLO)
-    assert [other.result().choices[0].message.content] == expected(talker, [prompt], max_tokens=400, temperature=0.0)
-
-
-def test_json_objects(talker, writer):
-    """Any object, also of a base model and in a stream; the client parses one; logprobs stay the model's own."""
-    options = {"temperature": 1.2, "seed": 2, "max_tokens": 200}
-    options |= {"extra_body": {"response_format": {"type": "json_object"}}}
-    found = talker.chat(model="talker", messages=HELLO, n=8, **options).choices
-    answers = [(choice.message.content, choice.finish_reason) for choice in found]
-    found = writer.text(model="writer", prompt="x", n=8, **options).choices
-    answers += [(choice.text, choice.finish_reason) for choice in found]
-    streamed = [chunk.choices[0] for chunk in talker.chat(model="talker", messages=HELLO, stream=True, **options)]
-    assert "".join(choice.delta.content or "" for choice in streamed) == answers[0][0]
-    for text, reason in answers:
-        assert text.startswith("{") and (reason == "length" or isinstance(json.loads(text), dict))
-    assert {reason for _, reason in answers} == {"stop", "length"}
-
-    class Pair(pydantic.BaseModel):
-        left: Literal["a", "b"]
-        right: bool
-
-    answer = talker.client.chat.completions.parse(model="talker", messages=HELLO, response_format=Pair, logprobs=True)
-    assert isinstance(answer.choices[0].message.parsed, Pair)
-    first = answer.choices[0].logprobs.content[0]
-    row = model_chances(talker, rendered(talker, HELLO))[-1]
-    brace = row[talker.server.tokenizer.encode("{")[0]].item()
-    assert first.token == "{" and first.logprob == pytest.approx(brace, abs=1e-3)
-
-
 # ---- what is refused
 
 
 @pytest.mark.parametrize(
     ("body", "message"),
     [
+        ({"messages": None}, "messages: Field required"),
         ({"messages": []}, "messages: List should have at least 1 item after validation, not 0, found []"),
         ({"messages": "hello"}, 'messages: Input should be a valid list, found "hello"'),
-        ({"messages": ["hello"]}, "messages.0: Input should be a valid dictionary"),
-        ({"messages": [{"role": "user"}]}, "messages[0] (user) is empty"),
-        ({"messages": [{"role": "user", "content": " \n"}]}, "is empty"),
-        ({"messages": [{"role": "user", "content": []}]}, "is empty"),
+        ({"messages": [{"role": "user", "content": " \n"}]}, "messages[0] (user) is empty"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content: Parts can only be"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content: Input should be a valid string, found 5"),
         ({"messages": [{"role": "king", "content": "x"}]}, "messages.0.role: Input should be 'system'"),
         ({"messages": [*HELLO, {"role": "tool", "content": "x"}]}, "messages[1] is the result of a tool"),
         ({"messages": [{"role": "system", "content": " "}]}, "one of the user"),
         ({"messages": [{"role": "assistant", "content": ""}]}, "one of the user"),
-        ({"logprobs": 1}, "logprobs: Input should be a valid boolean, found 1"),
-        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs: Input should be less than or equal to 20, found 21"),
-        ({"min_p": 1.5}, "min_p: Input should be less than or equal to 1"),
-        ({"presence_penalty": -2.5}, "presence_penalty: Input should be greater than or equal to -2"),
+        ({"top_logprobs": 21}, "top_logprobs: Input should be less than or equal to 20, found 21"),
         ({"logit_bias": {"70000": 1}}, "logit_bias holds ids outside of 0 to 899"),
         ({"logit_bias": {"-1": 1}}, "logit_bias.-1.[key]: Input should be greater than or equal to 0"),
-        ({"logit_bias": {"5": 101}}, "logit_bias.5: Input should be less than or equal to 100"),
-        ({"logit_bias": [5]}, "logit_bias: Input should be a valid dictionary, found [5]"),
         ({"logit_bias": {str(i): 1 for i in range(301)}}, "at most 300 items"),
-        ({"max_tokens": 0}, "max_tokens: Input should be greater than or equal to 1, found 0"),
         ({"max_tokens": 513}, "max_tokens must be at least 1 and at most 512, found 513"),
         ({"max_completion_tokens": 10**30}, "at most 512"),
         ({"max_tokens": "10"}, 'max_tokens: Input should be a valid integer, found "10"'),
         ({"temperature": 2.5}, "temperature: Input should be less than or equal to 2, found 2.5"),
-        ({"top_k": -1}, "top_k: Input should be greater than or equal to 0, found -1"),
-        ({"seed": 2**63}, "seed: Input should be less than"),
         ({"n": 65}, "n: Input should be less than or equal to 64"),
-        ({"stop": ""}, "stop.0: String should have at least 1 character"),
-        ({"stop": 5}, "stop: Input should be a valid list, found 5"),
         ({"stop": ["x"] * 5}, "at most 4 items"),
-        ({"stop": ["x" * 257]}, "at most 256 characters"),
-        ({"stream": "yes"}, 'stream: Input should be a valid boolean, found "yes"'),
         ({"stream_options": {"include_usage": 2}}, "stream_options.include_usage: Input should be a valid boolean"),
         ({"tools": [{"type": "function"}]}, "tools: Leave it out, as this server does not support it"),
         ({"response_format": {"type": "xml"}}, "response_format.type: Input should be 'text'"),
@@ -989,17 +907,12 @@ def test_json_objects(talker, writer):
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "king"}}}},
          "response_format: this schema does not work here (Invalid type: king)"),
     ],
-)
+)  # fmt: skip
 def test_bad_requests(talker, body, message):
     reply = talker.post({"messages": HELLO, **body})
     error = reply.json()["error"]
     assert reply.status_code == 400 and error["type"] == "invalid_request_error", error
     assert message in error["message"] and error["param"] in error["message"], error
-
-
-def test_a_request_without_messages(talker):
-    error = talker.post({"max_tokens": 1}).json()["error"]
-    assert (error["message"], error["param"]) == ("messages: Field required", "messages")
 
 
 def test_bad_prompts(writer):
@@ -1257,13 +1170,6 @@ def test_user_errors(runs, tmp_path, talker, monkeypatch, capsys):
         assert serve.main() == 1
         out, err = capsys.readouterr()
         assert message in err and err.startswith("error: ") and err.count("\n") == 1 and out == "", err
-
-
-def test_two_servers_that_start_at_once():
-    """The second is told before it loads a model."""
-    first = serve.bind("127.0.0.1", 0)
-    with first, pytest.raises(serve.RunError, match="Address already in use"):
-        serve.bind("127.0.0.1", first.getsockname()[1])
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc to see how far the imports are")
