@@ -30,7 +30,6 @@ from starlette.responses import JSONResponse
 
 MAX_CHOICES = 64  # answers to one request
 MAX_TOP = 20  # likeliest ids beside each id of an answer
-RETRY_AFTER = 1  # seconds that a client should wait when the queue is full
 CALL = re.compile(r"\[([^\[\]]{1,256}) = ([^\[\]]{1,64})\]")  # as Reader shows a call
 
 
@@ -50,7 +49,7 @@ class Problem(Exception):
         return {"error": {"message": str(self), "type": kind, **about}}
 
     def response(self) -> JSONResponse:
-        headers = {"Retry-After": str(RETRY_AFTER)} if self.status in (429, 503) else None
+        headers = {"Retry-After": "1"} if self.status in (429, 503) else None
         return JSONResponse(self.body(), self.status, headers)
 
 
@@ -326,14 +325,9 @@ class Protocol:
         end = tokenizer.specials["<|assistant_end|>"] if chat else tokenizer.bos_id
         self.shapes = Shapes(tokenizer, end)
 
-    def prepare_chat(self, data: bytes) -> Ask:
-        return self.prepare(read_fields(ChatFields, data), chat=True)
-
-    def prepare_text(self, data: bytes) -> Ask:
-        return self.prepare(read_fields(TextFields, data), chat=False)
-
-    def prepare(self, fields: AnswerFields, chat: bool) -> Ask:
+    def prepare(self, data: bytes, chat: bool) -> Ask:
         """Checks a request and turns its texts into ids. Raises: Problem"""
+        fields = read_fields(ChatFields if chat else TextFields, data)
         if fields.model not in ("", self.name):
             message = f"there is no model {shorten(fields.model)} here, only {self.name}"
             raise Problem(404, message, "model", "model_not_found")

@@ -403,8 +403,8 @@ class Server:
             Route(f"/v1/models/{self.name}", JSONResponse(model), methods=["GET"]),
         ]
         for path, action in {
-            "/v1/chat/completions": protocol.prepare_chat,
-            "/v1/completions": protocol.prepare_text,
+            "/v1/chat/completions": functools.partial(protocol.prepare, chat=True),
+            "/v1/completions": functools.partial(protocol.prepare, chat=False),
             "/tokenize": protocol.tokenize,
             "/detokenize": protocol.detokenize,
             "/render": protocol.render_parts,
@@ -589,7 +589,7 @@ class HTTPServer(uvicorn.Server):
         super().__init__(config)
         self.worker = worker
         self.drain = drain
-        self.idle: dict[tuple, float] = {}  # since when connections do nothing, by their request
+        self.idle: dict[tuple, float] = {}  # since when connections do nothing
 
     async def on_tick(self, counter: int) -> bool:
         """Ten times a second: closes connections that neither ask nor read for too long."""
@@ -599,8 +599,10 @@ class HTTPServer(uvicorn.Server):
             cycle = connection.cycle
             is_answered = cycle is None or cycle.response_complete
             if is_answered or connection.flow.write_paused:
-                idle[connection, cycle] = self.idle.get((connection, cycle), now)
-        for (connection, _), since in idle.items():
+                # A new request, or a client that reads, makes another key.
+                key = (connection, cycle, connection.transport.get_write_buffer_size())
+                idle[key] = self.idle.get(key, now)
+        for (connection, *_), since in idle.items():
             if now - since > IDLE_SECONDS:
                 connection.transport.abort()
         self.idle = idle
@@ -692,13 +694,13 @@ def main() -> int:
     shown_host = f"[{host}]" if ":" in host else host
     kind = "chat" if server.chat else "completions"
     sizes = f"{server.worker.decoder.rows} rows, context {server.limit:,}, {kind}"
-    print(f"{server.name}: http://{shown_host}:{port} ({sizes})", flush=True)
     if not ipaddress.ip_address(host).is_loopback and args.api_key is None:
         note = "everyone who can reach this address can use the model; set a key with --api-key"
         print(f"note: {note}", file=sys.stderr)
     for signum in (signal.SIGTERM, signal.SIGINT):
-        # uvicorn handles them, and raises them again once it is done.
-        signal.signal(signum, lambda *_: None)
+        # uvicorn handles them while it runs, and raises them again once it is done.
+        signal.signal(signum, lambda *_: setattr(http, "should_exit", True))
+    print(f"{server.name}: http://{shown_host}:{port} ({sizes})", flush=True)
     http.run(sockets=[listening])
     server.worker.join(10)
     return 0

@@ -4,6 +4,7 @@ import codecs
 import contextlib
 import functools
 import gc
+import html.parser
 import http.client
 import json
 import os
@@ -32,6 +33,7 @@ sys.path.insert(0, str(ROOT / "data"))
 sys.path.insert(0, str(ROOT / "runs"))
 import chat
 import engine
+import page
 import protocol
 import serve
 import sft
@@ -632,6 +634,25 @@ def test_tokenize_and_detokenize(talker):
                                 ("detokenize", {"tokens": [1.5]}, "tokens.0: Input should be a valid integer"),
                                 ("detokenize", {"tokens": [10**9]}, "outside of 0")):  # fmt: skip
         assert message in post(path, body)["error"]["message"]
+
+
+class Tags(html.parser.HTMLParser):
+    """The tags of some HTML, with their attributes."""
+
+    def handle_starttag(self, tag, attrs):
+        self.found = [*getattr(self, "found", []), (tag, dict(attrs))]
+
+
+@given(st.text("<>&;[]()!*_`~|#-:.\"'= \n\ue000ahrefjvsciptonx/123") | st.text(), st.text())
+def test_answers_as_html_hold_no_markup_of_their_own(text, call):
+    """Whatever the model writes: only elements of Markdown, no scripts, images or styles, links to the web alone."""
+    tags = Tags()
+    tags.feed(page.render([["text", text], ["python", f"[{call}"], ["python_output", f" = {call}]"], ["text", text]]))
+    plain = "p br em strong s code pre span b ul ol li blockquote hr table thead tbody tr th td h1 h2 h3 h4 h5 h6"
+    for tag, attributes in tags.found:
+        assert tag in (*plain.split(), "a") and set(attributes) <= {"class", "start", "href", "title", "target", "rel"}
+        assert ("href" in attributes) == (tag == "a")
+        assert attributes.get("href", "http:").startswith(("http:", "https:", "mailto:"))
 
 
 def test_metrics(talker):
