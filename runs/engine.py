@@ -593,6 +593,8 @@ class Completion:
     logit_bias: dict[int, float] = field(default_factory=dict)  # added to the logits of ids
     logprobs: int | None = None  # keep the chance of each new id, and of so many likeliest ones
     score_prompt: bool = False  # with logprobs: also those of the prompt's ids
+    # From the new ids so far to which may come next: booleans (V,), or None for all.
+    mask: Callable[[list[int]], Tensor | None] | None = None
 
     # The result: new ids without the one that ended it, and whether each came from a tool.
     tokens: list[int] = field(default_factory=list)
@@ -1111,7 +1113,8 @@ class Decoder:
         for row, completion in rows.items():
             if completion.queue:
                 self.state.tokens[row] = completion.queue[0]
-        if self.ahead:
+        masked = any(c.mask for c in self.live.values())  # a mask depends on the ids before it
+        if self.ahead and not masked:
             going_on = self.rest_those_at_their_end(rows)
             if going_on:
                 self.flight = self.launch(going_on)
@@ -1129,10 +1132,11 @@ class Decoder:
     def launch(self, rows: dict[int, Completion]) -> Flight:
         """Starts a step. What it draws goes in with the next one, except where a tool speaks."""
         step = (self.width, self.shaped)
-        if self.graphs:
+        masks = {row: c.mask(c.tokens) for row, c in rows.items() if c.mask}
+        if self.graphs and not masks:
             logits = self.graphs.run(step, self.advance, *step)
         else:
-            logits = self.advance(*step)
+            logits = self.advance(*step, masks)
         wanted = [c.logprobs for c in rows.values() if c.logprobs is not None]
         chances = token_chances(logits, self.state.tokens, max(wanted)) if wanted else []
 
@@ -1145,14 +1149,21 @@ class Decoder:
         done.record()
         return Flight(dict(rows), copy, done, chances)
 
-    def advance(self, width: int, shaped: bool) -> Tensor:
-        """The work of a step, between tensors that stay where they are. Gives the logits."""
+    def advance(self, width: int, shaped: bool, masks: dict | None = None) -> Tensor:
+        """The work of a step, between tensors that stay where they are. Gives the logits.
+
+        Args: masks by row, bool (V,): which ids may come; None for all
+        """
         state = self.state
         logits = self.decode(
             self.model, self.row_cache, state.tokens, state.previous, state.positions, self.weights
         )
         logits = logits[:, : self.tokenizer.vocab_size]  # without the padding of the vocabulary
-        drawn = self.draw(logits, width, shaped)
+        allowed = logits.clone() if masks else logits
+        for row, mask in (masks or {}).items():
+            if mask is not None:
+                allowed[row].masked_fill_(~mask.to(allowed.device), -math.inf)
+        drawn = self.draw(allowed, width, shaped)
 
         # The largest of numbers with NaN among them is NaN, so NaN is what was drawn.
         broken = logits.gather(1, drawn[:, None])[:, 0].isnan()

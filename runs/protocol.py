@@ -1,78 +1,55 @@
 """What the server's clients may ask, and what they get: OpenAI's protocol without the network.
 
-    Problem     an error for the client
-    Reader      from ids to pieces of text
-    Job, Ask    an answer to write, and a request with its answers
-    Protocol    from the fields of a request to an Ask
-    the rest    from what the model said to JSON
-
-runs/serve.py describes the fields.
+    Problem               an error for the client
+    Reader                from ids to pieces of text
+    Job, Ask              an answer to write, and a request with its answers
+    ChatFields, ...       the fields of requests
+    Protocol              from the fields of a request to an Ask
+    Answers               from what the model said to JSON
 """
 
 import asyncio
 import codecs
 import json
-import math
 import random
 import re
 import time
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Annotated, Any, Literal
 
 import engine
+import pydantic_core
 from chat import Local
+from json_answers import Mask, Shapes
+from page import render
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError
+from pydantic_core import PydanticCustomError
 from starlette.responses import JSONResponse
 
 MAX_CHOICES = 64  # answers to one request
-MAX_STOPS = 4  # stop strings of a request
-STOP_LENGTH = 256  # characters of each
-MAX_BIASES = 300  # ids in logit_bias
 MAX_TOP = 20  # likeliest ids beside each id of an answer
-RETRY_AFTER = 1  # seconds that a client should wait when the queue is full
-BATCH_ITEMS = 256  # ids that wait at most before a client that does not stream handles them
-
-# What a request may hold besides the fields below: values that change nothing, and ignored fields.
-NEUTRAL = {
-    "tools": ([],), "tool_choice": ("none", "auto"),
-    "functions": ([],), "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},), "modalities": (["text"],), "audio": (),
-    "prediction": (), "web_search_options": (), "reasoning_effort": (), "verbosity": (),
-    "best_of": (1,), "suffix": ("",), "top_logprobs": (0,), "echo": (False,),
-}  # fmt: skip
-IGNORED = (
-    "user store metadata service_tier parallel_tool_calls safety_identifier prompt_cache_key"
-).split()
-KNOWN = (
-    "model max_tokens temperature top_p top_k min_p presence_penalty frequency_penalty logit_bias "
-    "logprobs stop seed n stream stream_options"
-).split()
 CALL = re.compile(r"\[([^\[\]]{1,256}) = ([^\[\]]{1,64})\]")  # as Reader shows a call
 
 
 class Problem(Exception):
     """An error in the form of OpenAI's, for the client."""
 
-    def __init__(
-        self, status: int, message: str, param: str | None = None, code: str | None = None
-    ):
+    def __init__(self, status: int, message: str, param: str = "", code: str | None = None):
         super().__init__(message)
         self.status = status
         self.param = param
         self.code = code
 
     def body(self) -> dict:
-        kind = "invalid_request_error"
-        if self.status >= 500:
-            kind = "server_error"
-        elif self.status == 429:
-            kind = "rate_limit_error"
-        return {
-            "error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}
-        }
+        kinds = {429: "rate_limit_error", 500: "server_error", 503: "server_error"}
+        kind = kinds.get(self.status, "invalid_request_error")
+        about = {"param": self.param or None, "code": self.code}
+        return {"error": {"message": str(self), "type": kind, **about}}
 
     def response(self) -> JSONResponse:
-        headers = {"Retry-After": str(RETRY_AFTER)} if self.status in (429, 503) else None
+        headers = {"Retry-After": "1"} if self.status in (429, 503) else None
         return JSONResponse(self.body(), self.status, headers)
 
 
@@ -83,17 +60,16 @@ class Reader:
     """Turns ids into pieces of text as they come: (part, text), part "text", "python" or
     "python_output".
 
-    Characters come out whole, and stop strings do not come out at all: text that may become one is
-    held back until that is clear.
+    Characters come out whole, and stop strings do not come out at all: as many characters are held
+    back as may be the beginning of one.
     """
 
     def __init__(self, tokenizer, stops: tuple[str, ...] = ()):
         self.bytes = tokenizer.bytes
         self.stops = stops
-        self.longest_stop = max(map(len, stops), default=1)
-        self.marks = {
-            tokenizer.specials[name]: name for name in Local.SHOWN if name in tokenizer.specials
-        }
+        self.hold = max(map(len, stops), default=1) - 1
+        specials = tokenizer.specials
+        self.marks = {specials[name]: name for name in Local.SHOWN if name in specials}
         self.text = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self.part = "text"
         self.closing = False  # the call is written, and a result may follow
@@ -106,7 +82,7 @@ class Reader:
             text = self.text.decode(self.bytes[token])
             return [(self.part, text)] if text else [], False
         if self.closing and mark != "<|output_start|>":
-            self.close()
+            self.add(b"]")  # a call without a result
             self.part = "text"
         self.closing = mark == "<|python_end|>"
         if mark == "<|python_start|>":
@@ -114,44 +90,25 @@ class Reader:
         elif mark == "<|output_start|>":
             # A model can write this mark itself; then no result of the calculator follows.
             self.part = "python_output" if forced else "text"
-        shown = Local.SHOWN[mark].encode() if mark else self.bytes[token]
-        self.add(self.text.decode(shown))
+        self.add(Local.SHOWN[mark].encode() if mark else self.bytes[token])
         if mark == "<|output_end|>":
             self.part = "text"
-        return self.release()
+        return self.release(self.hold)
 
     def finish(self) -> tuple[list[tuple[str, str]], bool]:
         """The pieces that remain after the last token, and whether a stop string was in them."""
-        if self.closing:
-            self.close()
-        self.add(self.text.decode(b"", final=True))
-        return self.release(final=True)
+        self.add(b"]" if self.closing else b"", final=True)
+        return self.release(0)
 
-    def close(self) -> None:
-        """Ends a call without a result; what is left of half a character comes before the mark."""
-        self.add(self.text.decode(b"", final=True))
-        self.add("]")
-
-    def add(self, text: str) -> None:
-        if text:
+    def add(self, own: bytes, final: bool = False) -> None:
+        if text := self.text.decode(own, final):
             self.held.append((self.part, text))
 
-    def release(self, final: bool = False) -> tuple[list[tuple[str, str]], bool]:
-        """The pieces that are certain, and whether a stop string was found."""
-        if not self.stops:
-            pieces = self.held
-            self.held = []
-            return pieces, False
+    def release(self, hold: int) -> tuple[list[tuple[str, str]], bool]:
+        """The pieces but for some characters at the end, and whether a stop string was found."""
         text = "".join(piece for _, piece in self.held)
-        places = [text.find(stop) for stop in self.stops]
-        places = [place for place in places if place >= 0]
-        if places:
-            cut = min(places)
-        elif final:
-            cut = len(text)
-        else:
-            cut = self.possible_stop(text)
-
+        places = [text.find(stop) for stop in self.stops if stop in text]
+        cut = min(places, default=max(0, len(text) - hold))
         pieces = []
         rest = []
         for part, piece in self.held:
@@ -161,67 +118,38 @@ class Reader:
         self.held = [piece for piece in rest if piece[1]]
         return [piece for piece in pieces if piece[1]], bool(places)
 
-    def possible_stop(self, text: str) -> int:
-        """Where the longest end of a text begins that a stop string may begin with."""
-        for start in range(max(0, len(text) - self.longest_stop + 1), len(text)):
-            if any(stop.startswith(text[start:]) for stop in self.stops):
-                return start
-        return len(text)
-
 
 # ---- requests and their answers
 
 
-class Item(NamedTuple):
-    """What the model did for an answer in one step."""
-
-    job: "Job"
-    token: int | None  # the new id; None if a stop token came
-    forced: bool  # a tool said it
-    reason: str  # why the answer ended, "" while it goes on
-    chance: engine.Chance | None
-
-
 @dataclass(eq=False)
 class Job:
-    """One answer to write."""
+    """One answer to write. The model's thread writes it, and that of the event loop reads it."""
 
     index: int  # among the choices of its request
     completion: engine.Completion
     reader: Reader
+    silent: bool = False  # only the prompt is shown, and nothing of the answer
     ask: "Ask | None" = None
-    cached: int = 0  # ids of the prompt that were not computed
-    admitted: bool = False  # it has had a row
+    cached: int | None = None  # ids of the prompt that were not computed; None: it had no row yet
+    pieces: deque[tuple[str, str]] = field(default_factory=deque)  # not sent yet: (part, text)
+    reason: str = ""  # why it ended: "stop" or "length"
 
-    # What its client has got so far, by the thread of the event loop.
-    count: int = 0  # ids
-    reason: str = ""
-    texts: list[str] = field(default_factory=list)
-    pieces: list[tuple[str, str]] = field(default_factory=list)  # not sent yet: (part, text)
-    chances: list[tuple[int, engine.Chance | None]] = field(default_factory=list)  # not sent yet
-
-    def take(self, item: Item) -> None:
-        """Turns an id into text. A stop string ends the answer."""
-        if self.reason:
-            return  # ids after a stop string
-        if item.token is not None:
-            self.count += 1
-            pieces, stopped = self.reader.push(item.token, item.forced)
-            self.pieces += pieces
-            if item.chance:
-                self.chances.append((item.token, item.chance))
-            if stopped:
-                self.reason = "stop"
-                return
-        if item.reason:
+    def take(self, event: engine.Event) -> None:
+        """Turns the id of a step into text. A stop string ends the answer."""
+        stopped = False
+        if event.token is not None and not self.silent:
+            pieces, stopped = self.reader.push(event.token, self.completion.forced[-1])
+            self.pieces.extend(pieces)
+        if event.reason and not stopped and not self.silent:
             pieces, stopped = self.reader.finish()
-            self.pieces += pieces
-            self.reason = "stop" if stopped else item.reason
+            self.pieces.extend(pieces)
+        self.reason = "stop" if stopped else event.reason
 
 
 @dataclass(eq=False)
 class Ask:
-    """A request after its checks, and the mailbox that the model's thread fills."""
+    """A request after its checks."""
 
     jobs: list[Job]
     chat: bool
@@ -229,8 +157,6 @@ class Ask:
     usage: bool  # in the stream
     prompt_tokens: int
     logprobs: int | None = None  # so many likeliest ids beside each id; None: no chances
-    echo: bool = False  # the prompt in front of the answer
-    silent: bool = False  # echo alone: the answer itself is left out
 
     # For the model's thread: jobs without a row, and how many have one.
     waiting: deque[Job] = field(default_factory=deque)
@@ -238,7 +164,6 @@ class Ask:
     gone: bool = False  # nobody waits for it any more
     began: float = field(default_factory=time.monotonic)
 
-    items: list[Item] = field(default_factory=list)
     problem: Problem | None = None
     ready: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -246,33 +171,13 @@ class Ask:
         self.waiting.extend(self.jobs)
         for job in self.jobs:
             job.ask = self
-        # A stream goes on with every id, and a stop string must be seen at once.
-        self.at_once = self.stream or any(job.reader.stops for job in self.jobs)
 
-    def put(self, items: list[Item]) -> None:
-        """For the event loop's thread."""
-        self.items += items
-        full = len(self.items) >= BATCH_ITEMS
-        if self.at_once or full or any(item.reason for item in items):
-            self.ready.set()
-
-    def fail(self, problem: Problem) -> None:
-        self.problem = problem
-        self.ready.set()
-
-    async def progress(self) -> list[Job]:
-        """Waits for news, of however many steps. Gives the jobs that have some. Raises: Problem"""
+    async def progress(self) -> None:
+        """Waits for news, of however many steps. Raises: Problem"""
         await self.ready.wait()
         self.ready.clear()
-        items = self.items
-        self.items = []
-        changed = {}
-        for item in items:
-            item.job.take(item)
-            changed[item.job.index] = item.job
         if self.problem and not self.done():
             raise self.problem
-        return list(changed.values())
 
     def done(self) -> bool:
         return all(job.reason for job in self.jobs)
@@ -281,41 +186,128 @@ class Ask:
 # ---- the fields of a request
 
 
-def number(body: dict, name: str, default, low: float, high: float, whole: bool = False):
-    value = body.get(name)
-    if value is None:
-        return default
-    good = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
-    if not good or not low <= value <= high:
-        kind = "a whole number" if whole else "a number"
-        upper = f" and at most {high:,}" if high < 2**53 else ""
-        raise Problem(
-            400, f"{name} must be {kind} of at least {low:,}{upper}, found {shorten(value)}", name
-        )
-    return value
+def as_list(value: Any) -> Any:
+    """One text, or the ids of one, as a list of one."""
+    is_one = isinstance(value, str) or (isinstance(value, list) and value and type(value[0]) is int)
+    return [value] if is_one else value
 
 
-def flag(body: dict, name: str, param: str = "") -> bool:
-    value = body.get(name)
-    if value is not None and not isinstance(value, bool):
-        raise Problem(
-            400, f"{param or name} must be true or false, found {shorten(value)}", param or name
-        )
-    return bool(value)
+def joined(value: Any) -> Any:
+    """The text of a message's content, which may come in parts or be null."""
+    if not isinstance(value, list):
+        return value or ""
+    for part in value:
+        is_text = isinstance(part, dict) and part.get("type") == "text"
+        if not is_text or not isinstance(part.get("text"), str):
+            raise PydanticCustomError("part", 'Parts can only be {{"type": "text", "text": ...}}')
+    return "".join(part["text"] for part in value)
 
 
-def shorten(value) -> str:
-    """A value of a request, for a message about it."""
+def unsupported(value: Any) -> None:
+    if value:
+        raise PydanticCustomError("unsupported", "Leave it out, as this server does not support it")
+
+
+def without_null(data: Any) -> Any:
+    """A request without the fields that are null, which is as good as none."""
+    if not isinstance(data, dict):
+        return data
+    return {name: value for name, value in data.items() if value is not None}
+
+
+class JsonSchema(BaseModel, strict=True):
+    given: dict = Field(alias="schema")
+
+
+class ResponseFormat(BaseModel, strict=True):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+StopString = Annotated[str, Field(min_length=1, max_length=256)]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+BiasedId = Annotated[int, Field(ge=0, strict=False)]  # a text, as keys of JSON are
+Unsupported = Annotated[Any, BeforeValidator(unsupported)]  # it would change the answer
+
+
+class StreamOptions(BaseModel, strict=True):
+    include_usage: bool = False
+
+
+class Message(BaseModel, strict=True):
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: Annotated[str, BeforeValidator(joined)] = ""
+
+
+class AnswerFields(BaseModel, strict=True, allow_inf_nan=False):
+    """What requests for answers have in common. Fields that are not here are ignored."""
+
+    model: str = ""
+    temperature: float = Field(engine.Completion.temperature, ge=0, le=2)
+    top_p: float = Field(engine.Completion.top_p, ge=0, le=1)
+    top_k: int = Field(engine.Completion.top_k, ge=0)
+    min_p: float = Field(0.0, ge=0, le=1)
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    logit_bias: dict[BiasedId, Bias] = Field({}, max_length=300)
+    stop: Annotated[list[StopString], Field(max_length=4), BeforeValidator(as_list)] = []
+    seed: int = Field(default_factory=lambda: random.getrandbits(32), ge=-(2**63), le=2**63 - 1)
+    n: int = Field(1, ge=1, le=MAX_CHOICES)
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    tools: Unsupported = None
+    functions: Unsupported = None
+    suffix: Unsupported = None
+    response_format: ResponseFormat | None = None
+
+
+class ChatFields(AnswerFields):
+    messages: list[Message] = Field(min_length=1)
+    max_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool = False
+    top_logprobs: int = Field(0, ge=0, le=MAX_TOP)
+
+
+class TextFields(AnswerFields):
+    prompt: Annotated[list[str | list[int]], Field(min_length=1), BeforeValidator(as_list)]
+    max_tokens: int = Field(16, ge=0)
+    echo: bool = False
+    logprobs: int | None = Field(None, ge=0, le=MAX_TOP)
+
+
+class TokenizeFields(BaseModel, strict=True):
+    prompt: str = ""
+    messages: list[Message] = []
+    add_special_tokens: bool = True
+
+
+class RenderFields(BaseModel, strict=True):
+    parts: list[Annotated[list[str], Field(min_length=2, max_length=2)]]  # a part and its text
+
+
+class DetokenizeFields(BaseModel, strict=True):
+    tokens: list[int]
+
+
+def read_fields(kind: type[BaseModel], data: bytes) -> BaseModel:
+    """The fields of a request from its JSON. Raises: Problem, about the first that is wrong"""
     try:
-        text = json.dumps(value)
-    except RecursionError:
-        text = "something nested very deep"
+        body = without_null(pydantic_core.from_json(data, allow_inf_nan=False))
+        return kind.model_validate(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+    except ValueError as error:
+        raise Problem(400, f"the request is not valid JSON ({error})") from None
+    where = ".".join(map(str, first["loc"]))
+    found = "" if first["type"] == "missing" else f", found {shorten(first['input'])}"
+    raise Problem(400, f"{where or 'the request'}: {first['msg']}{found}", where)
+
+
+def shorten(value: Any) -> str:
+    """A value of a request, for a message about it."""
+    text = json.dumps(value)
     return text if len(text) <= 60 else f"{text[:60]}..."
-
-
-def plain(text: str) -> str:
-    """The text with halves of characters replaced by "?", as data/sources.py does it."""
-    return text.encode("utf-8", "replace").decode()
 
 
 class Protocol:
@@ -327,248 +319,158 @@ class Protocol:
         self.limit = limit  # tokens of the context
         self.chat = chat
         self.most_choices = min(MAX_CHOICES, most_choices)
-        specials = tokenizer.specials
-        tools = {specials[mark] for mark in Local.SHOWN if mark in specials} if chat else set()
-        self.stops = tuple(sorted({*specials.values()} - tools))
-        longest_token = max(map(len, tokenizer.bytes))
-        self.most_bytes = limit * longest_token  # a longer text cannot fit
+        self.marks = set(tokenizer.specials.values())
+        tools = {tokenizer.specials.get(mark) for mark in Local.SHOWN} if chat else set()
+        self.stops = tuple(sorted(self.marks - tools))
+        end = tokenizer.specials["<|assistant_end|>"] if chat else tokenizer.bos_id
+        self.shapes = Shapes(tokenizer, end)
 
-    def prepare(self, body: dict, chat: bool) -> Ask:
+    def prepare(self, data: bytes, chat: bool) -> Ask:
         """Checks a request and turns its texts into ids. Raises: Problem"""
-        self.check_fields(body, chat)
-        logprobs = self.wants_logprobs(body, chat)
-        echo = not chat and flag(body, "echo")
-        stream = flag(body, "stream")
-        usage = self.wants_usage(body, stream)
-        stops = self.stop_strings(body)
-        sampling = self.sampling(body)
-        seed = number(body, "seed", random.getrandbits(32), -(2**63), 2**63 - 1, whole=True)
-        n = number(body, "n", 1, 1, self.most_choices, whole=True)
-        prompts = [self.render(body.get("messages"))] if chat else self.prompts(body.get("prompt"))
-        if n * len(prompts) > self.most_choices:
-            raise Problem(
-                400,
-                f"{len(prompts)} prompts with n={n} ask for {n * len(prompts)} answers; at most "
-                f"{self.most_choices} are possible in one request",
-                "n",
-            )
+        fields = read_fields(ChatFields if chat else TextFields, data)
+        if fields.model not in ("", self.name):
+            message = f"there is no model {shorten(fields.model)} here, only {self.name}"
+            raise Problem(404, message, "model", "model_not_found")
+        count = fields.n if chat else fields.n * len(fields.prompt)
+        if count > self.most_choices:
+            message = f"the request asks for {count:,} answers; at most {self.most_choices} work"
+            raise Problem(400, message, "n")
+
+        if chat:
+            prompts = [self.render(fields.messages)]
+            most = fields.max_completion_tokens or fields.max_tokens or self.limit
+            logprobs = fields.top_logprobs if fields.logprobs else None
+            echo = False
+        else:
+            prompts = [self.prompt_ids(prompt) for prompt in fields.prompt]
+            most = fields.max_tokens
+            logprobs = fields.logprobs
+            echo = fields.echo
+        least = 0 if echo else 1  # with echo, none is the prompt alone
+        if not least <= most <= self.limit:
+            rule = f"max_tokens must be at least {least} and at most {self.limit:,}"
+            raise Problem(400, f"{rule}, found {most:,}", "max_tokens")
+
+        jobs = []
+        sampling = self.sampling(fields)
+        mask = self.mask(fields.response_format)
         for prompt in prompts:
             if len(prompt) > self.limit:
-                self.too_long(f"{len(prompt):,}", "messages" if chat else "prompt")
-
-        name = "max_tokens"
-        if body.get("max_completion_tokens") is not None:
-            name = "max_completion_tokens"
-        least = 0 if echo else 1  # with echo, none is the prompt alone
-        most = number(body, name, self.limit if chat else 16, least, self.limit, whole=True)
-        jobs = []
-        for prompt in prompts:
-            for _ in range(n):
+                context = f"the context of this model is {self.limit:,} tokens"
+                message = f"{context} but the prompt has {len(prompt):,}; shorten it"
+                param = "messages" if chat else "prompt"
+                raise Problem(400, message, param, "context_length_exceeded")
+            for _ in range(fields.n):
                 completion = engine.Completion(
                     prompt,
                     max_tokens=min(max(most, 1), self.limit + 1 - len(prompt)),
                     stop=self.stops,
-                    tools=self.chat,
-                    seed=seed + len(jobs) * engine.SEED_STRIDE,
+                    tools=self.chat and mask is None,
+                    mask=mask and mask.copy(),
+                    seed=fields.seed + len(jobs) * engine.SEED_STRIDE,
                     logprobs=logprobs,
                     score_prompt=echo and logprobs is not None,
                     **sampling,
                 )
-                jobs.append(Job(len(jobs), completion, Reader(self.tokenizer, stops)))
+                reader = Reader(self.tokenizer, tuple(fields.stop))
+                jobs.append(Job(len(jobs), completion, reader, silent=most == 0))
+                if echo:
+                    shown = [id for id in prompt if id not in self.marks]
+                    jobs[-1].pieces.append(("text", self.tokenizer.decode(shown)))
         tokens = sum(map(len, prompts))
-        return Ask(jobs, chat, stream, usage, tokens, logprobs, echo, silent=most == 0)
+        return Ask(jobs, chat, fields.stream, fields.stream_options.include_usage, tokens, logprobs)
 
-    def check_fields(self, body: dict, chat: bool) -> None:
-        """Refuses unknown fields, unsupported values, and the name of another model."""
-        own = ("prompt", "echo")
-        if chat:
-            own = ("messages", "max_completion_tokens", "top_logprobs")
-        for name, value in body.items():
-            if value is None or name in (*KNOWN, *own, *IGNORED):
-                continue
-            if name not in NEUTRAL:
-                raise Problem(
-                    400, f"unknown parameter {shorten(name)}", plain(name[:60]), "unknown_parameter"
-                )
-            if not any(value == v and type(value) is type(v) for v in NEUTRAL[name]):
-                message = f"{name} is not supported here; leave it out"
-                raise Problem(400, message, name, "unsupported_parameter")
-        model = body.get("model")
-        if model is not None and model != self.name:
-            message = f"there is no model {shorten(model)} here, only {self.name}"
-            raise Problem(404, message, "model", "model_not_found")
-
-    def wants_usage(self, body: dict, stream: bool) -> bool:
-        """Whether a stream should end with the numbers of tokens."""
-        options = body.get("stream_options") or {}
-        if not isinstance(options, dict) or options and not stream:
-            found = "no stream" if isinstance(options, dict) else shorten(options)
-            message = f"stream_options must be an object, and only with stream, found {found}"
-            raise Problem(400, message, "stream_options")
-        return flag(options, "include_usage", "stream_options.include_usage")
-
-    def wants_logprobs(self, body: dict, chat: bool) -> int | None:
-        """How many likeliest ids to show beside each id; None: no chances at all."""
-        if not chat:
-            return number(body, "logprobs", None, 0, MAX_TOP, whole=True)
-        top = number(body, "top_logprobs", None, 0, MAX_TOP, whole=True)
-        if not flag(body, "logprobs"):
-            if top:
-                raise Problem(400, "top_logprobs needs logprobs: true", "top_logprobs")
+    def mask(self, wanted: ResponseFormat | None) -> Mask | None:
+        """Which ids an answer may hold, if it must be JSON. Raises: Problem"""
+        if wanted is None or wanted.type == "text":
             return None
-        return top or 0
+        schema = {"type": "object"}
+        if wanted.type == "json_schema":
+            if wanted.json_schema is None:
+                raise Problem(400, "response_format.json_schema: Field required", "response_format")
+            schema = wanted.json_schema.given
+        try:
+            return self.shapes.mask(schema)
+        except ValueError as error:
+            message = f"response_format: this schema does not work here ({error})"
+            raise Problem(400, message, "response_format") from None
 
-    def stop_strings(self, body: dict) -> tuple[str, ...]:
-        stops = body.get("stop")
-        if stops is None:
-            stops = []
-        elif isinstance(stops, str):
-            stops = [stops]
-        good = isinstance(stops, list) and len(stops) <= MAX_STOPS
-        good = good and all(isinstance(s, str) and 0 < len(s) <= STOP_LENGTH for s in stops)
-        if not good:
-            raise Problem(
-                400,
-                f"stop must be a text, or at most {MAX_STOPS}, of 1 to {STOP_LENGTH} characters, "
-                f"found {shorten(body['stop'])}",
-                "stop",
-            )
-        return tuple(stops)
-
-    def sampling(self, body: dict) -> dict:
+    def sampling(self, fields: AnswerFields) -> dict:
         """What shapes the draw of an id, as Completion takes it."""
-        temperature = number(body, "temperature", engine.Completion.temperature, 0, 2)
-        top_p = number(body, "top_p", engine.Completion.top_p, 0, 1)
-        top_k = number(body, "top_k", engine.Completion.top_k, 0, math.inf, whole=True)
-        return {
-            "min_p": float(number(body, "min_p", 0, 0, 1)),
-            "presence_penalty": float(number(body, "presence_penalty", 0, -2, 2)),
-            "frequency_penalty": float(number(body, "frequency_penalty", 0, -2, 2)),
-            "logit_bias": self.logit_bias(body),
-            "temperature": float(temperature),
-            "top_p": max(float(top_p), 1e-6),  # 0 keeps the most likely token
-            "top_k": min(top_k, self.tokenizer.vocab_size),
-        }
+        self.check_ids(fields.logit_bias, "logit_bias")
+        names = {"temperature", "min_p", "presence_penalty", "frequency_penalty", "logit_bias"}
+        sampling = fields.model_dump(include=names)
+        sampling["top_p"] = max(fields.top_p, 1e-6)  # 0 keeps the most likely token
+        sampling["top_k"] = min(fields.top_k, self.tokenizer.vocab_size)
+        return sampling
 
-    def logit_bias(self, body: dict) -> dict[int, float]:
-        """What to add to the logits of ids, which are texts in JSON. Raises: Problem"""
-        biases = body.get("logit_bias") or {}
-        if not isinstance(biases, dict) or len(biases) > MAX_BIASES:
-            found = len(biases) if isinstance(biases, dict) else shorten(biases)
-            message = f"logit_bias must be an object of at most {MAX_BIASES} ids, found {found}"
-            raise Problem(400, message, "logit_bias")
-        for token in biases:
-            is_id = token.isascii() and token.isdigit() and len(token) < 8
-            if not is_id or int(token) >= self.tokenizer.vocab_size:
-                largest = self.tokenizer.vocab_size - 1
-                message = f"logit_bias holds {shorten(token)}, not an id of 0 to {largest:,}"
-                raise Problem(400, message, "logit_bias")
-        return {int(token): float(number(biases, token, 0, -100, 100)) for token in biases}
+    def check_ids(self, ids: Iterable[int], param: str) -> None:
+        largest = self.tokenizer.vocab_size - 1
+        if not all(0 <= id <= largest for id in ids):
+            raise Problem(400, f"{param} holds ids outside of 0 to {largest:,}", param)
 
-    def too_long(self, tokens: str, param: str):
-        message = (
-            f"the context of this model is {self.limit:,} tokens but the prompt has {tokens}; "
-            f"shorten it"
-        )
-        raise Problem(400, message, param, "context_length_exceeded")
+    def prompt_ids(self, prompt: str | list[int]) -> list[int]:
+        """One prompt as ids; ids are used as they are. Raises: Problem"""
+        if isinstance(prompt, str):
+            return [self.tokenizer.bos_id, *self.tokenizer.encode(prompt)]
+        self.check_ids(prompt, "prompt")
+        return prompt
 
-    def render(self, messages) -> list[int]:
+    def render(self, messages: list[Message]) -> list[int]:
         """Ids of a conversation up to its next answer, in the template of data/sft.py.
 
-        If the last message is the assistant's, the answer continues it.
+        If the last message is the assistant's, the answer continues it. Raises: Problem
         """
         if not self.chat:
-            raise Problem(
-                400,
-                f"{self.name} was not finetuned for chat; use /v1/completions to continue a text, "
-                f"or finetune it with runs/finetune.py",
-                "model",
-                "not_a_chat_model",
-            )
-        texts = self.turns(messages)
-        self.check_size(sum(len(text) for text in texts), "messages")
+            advice = "use /v1/completions to continue a text, or finetune it with runs/finetune.py"
+            message = f"{self.name} was not finetuned for chat; {advice}"
+            raise Problem(400, message, "model", "not_a_chat_model")
         special = self.tokenizer.specials
         ids = [self.tokenizer.bos_id]
-        for i, text in enumerate(texts):
-            role = ("user", "assistant")[i % 2]
+        for role, text in self.turns(messages):
             inner = self.answer_ids(text) if role == "assistant" else self.tokenizer.encode(text)
             ids += [special[f"<|{role}_start|>"], *inner, special[f"<|{role}_end|>"]]
-        if len(texts) % 2 == 0:
+        if role == "assistant":
             return ids[:-1]  # the last answer goes on
         return [*ids, special["<|assistant_start|>"]]
 
-    def turns(self, messages) -> list[str]:
-        """The texts of user and assistant in turn. Raises: Problem
+    def turns(self, messages: list[Message]) -> list[tuple[str, str]]:
+        """Texts of user and assistant in turn, with their roles. Raises: Problem
 
         A system text goes in front of the next text of the user, and several messages of one role
         in a row become one, as the model has only seen turns.
         """
-        if not isinstance(messages, list) or not messages:
-            message = f"messages must be a list of at least one message, found {shorten(messages)}"
-            raise Problem(400, message, "messages")
-        texts = []
-        system = ""
-        for i, message in enumerate(messages):
-            role, text = self.role_and_text(message, f"messages[{i}]")
+        turns = []
+        system = []  # texts that wait for a text of the user
+
+        def add(role: str, *texts: str) -> None:
+            if turns and turns[-1][0] == role:
+                texts = (turns.pop()[1], *texts)
+            turns.append((role, "\n\n".join(texts)))
+
+        for i, (role, text) in enumerate((message.role, message.content) for message in messages):
+            if role in ("tool", "function"):
+                rule = "is the result of a tool, but only the model's own calculator works here"
+                raise Problem(400, f"messages[{i}] {rule}; send it as text of the user", "messages")
+            if role == "user" and not text.strip():
+                raise Problem(400, f"messages[{i}] (user) is empty", "messages")
             if role in ("system", "developer"):
-                if text.strip():
-                    system += f"{text}\n\n"
-                continue
-            if role == "user":
-                text = system + text
-                system = ""
-            turn = 0 if role == "user" else 1
-            if len(texts) % 2 == turn:
-                texts.append(text)
-            elif texts:
-                texts[-1] += f"\n\n{text}"
+                system += [text] if text.strip() else []
+            elif role == "user":
+                add("user", *system, text)
+                system = []
             else:
-                texts += [system.strip(), text]  # an assistant that speaks first
-                system = ""
-        if system and len(texts) % 2:
-            texts[-1] += f"\n\n{system.strip()}"  # behind the last text of the user
-        elif system:
-            texts.append(system.strip())
-        if len(texts) % 2 == 0 and not (texts and texts[-1]):
-            texts = texts[:-1]  # an empty beginning of an answer says nothing
-        if not any(texts):
+                if not turns:  # an assistant that speaks first
+                    add("user", *system)
+                    system = []
+                add("assistant", text)
+        if system:
+            add("user", *system)
+        if turns and turns[-1] == ("assistant", ""):
+            turns.pop()  # an empty beginning of an answer says nothing
+        if not any(text for _, text in turns):
             raise Problem(400, "messages must hold one of the user or the assistant", "messages")
-        return texts
-
-    def role_and_text(self, message, where: str) -> tuple[str, str]:
-        """The role and the text of one message, checked. Raises: Problem"""
-        if not isinstance(message, dict):
-            raise Problem(400, f"{where} must be an object with role and content", where)
-        role = message.get("role")
-        if role not in ("system", "developer", "user", "assistant"):
-            raise Problem(
-                400,
-                f"{where} has the role {shorten(role)}; known are system, user and assistant",
-                f"{where}.role",
-            )
-        value = message.get("content")
-        if value is None and role == "assistant" and "content" in message:
-            value = ""  # as clients write an answer without text
-        text = self.content(value, f"{where}.content")
-        # A model may answer with nothing, and clients send empty system texts.
-        if role == "user" and not text.strip():
-            raise Problem(400, f"{where} (user) is empty", f"{where}.content")
-        return role, text
-
-    def content(self, value, where: str) -> str:
-        """The text of a message's content. Raises: Problem"""
-        if isinstance(value, str):
-            return plain(value)
-        if not isinstance(value, list):
-            message = f"{where} must be a text or a list of text parts, found {shorten(value)}"
-            raise Problem(400, message, where)
-        for part in value:
-            good = isinstance(part, dict) and part.get("type") == "text"
-            if not good or not isinstance(part.get("text"), str):
-                expected = '{"type": "text", "text": ...}'
-                message = f"{where} may only hold {expected}, found {shorten(part)}"
-                raise Problem(400, message, where)
-        return plain("".join(part["text"] for part in value))
+        return turns
 
     def answer_ids(self, text: str) -> list[int]:
         """Ids of an answer; [3*4 = 12] in it is a call if the calculator gives that result."""
@@ -589,72 +491,26 @@ class Protocol:
             end = call.end()
         return ids + encode(text[end:])
 
-    def check_size(self, characters: int, param: str) -> None:
-        if characters > self.most_bytes:
-            self.too_long(f"more than {characters * self.limit // self.most_bytes:,}", param)
-
-    def prompts(self, prompt) -> list[list[int]]:
-        """A text, ids, or a list of either, as lists of ids. Raises: Problem"""
-        is_list = isinstance(prompt, list) and prompt and not isinstance(prompt[0], int)
-        if not is_list:
-            return [self.prompt_ids(prompt, "prompt")]
-        if len(prompt) > self.most_choices:
-            raise Problem(
-                400,
-                f"prompt holds {len(prompt):,} prompts; at most {self.most_choices} are possible "
-                f"in one request",
-                "prompt",
-            )
-        return [self.prompt_ids(one, f"prompt[{i}]") for i, one in enumerate(prompt)]
-
-    def prompt_ids(self, prompt, where: str) -> list[int]:
-        """One prompt as ids. Raises: Problem"""
-        if isinstance(prompt, str):
-            self.check_size(len(prompt), where)
-            return [self.tokenizer.bos_id, *self.tokenizer.encode(plain(prompt))]
-        return self.check_ids(prompt, where, "a text or a list of token ids")
-
-    def check_ids(self, ids, where: str, expected: str) -> list[int]:
-        """A list of ids, as it is. Raises: Problem"""
-        param = where.partition("[")[0]
-        if not (isinstance(ids, list) and ids and all(type(id) is int for id in ids)):
-            raise Problem(400, f"{where} must be {expected}, found {shorten(ids)}", param)
-        largest = self.tokenizer.vocab_size - 1
-        if not all(0 <= id <= largest for id in ids):
-            raise Problem(400, f"{where} holds ids outside of 0 to {largest:,}", param)
-        return ids
-
-    # -- ids of texts, and back
-
-    def tokenize(self, body: dict) -> dict:
+    def tokenize(self, data: bytes) -> dict:
         """The ids of a prompt, or of messages up to their next answer. Raises: Problem"""
-        self.check_names(body, ("prompt", "messages", "add_special_tokens"))
-        if body.get("messages") is not None:
-            ids = self.render(body["messages"])
+        fields = read_fields(TokenizeFields, data)
+        if fields.messages:
+            ids = self.render(fields.messages)
         else:
-            prompt = body.get("prompt")
-            if not isinstance(prompt, str):
-                message = f"prompt must be a text, found {shorten(prompt)}"
-                raise Problem(400, message, "prompt")
-            ids = self.tokenizer.encode(plain(prompt))
-            if body.get("add_special_tokens") is None or flag(body, "add_special_tokens"):
+            ids = self.tokenizer.encode(fields.prompt)
+            if fields.add_special_tokens:
                 ids = [self.tokenizer.bos_id, *ids]
         return {"tokens": ids, "count": len(ids), "max_model_len": self.limit}
 
-    def detokenize(self, body: dict) -> dict:
-        """The text of ids. Raises: Problem"""
-        self.check_names(body, ("tokens",))
-        tokens = body.get("tokens")
-        if tokens == []:
-            return {"prompt": ""}
-        ids = self.check_ids(tokens, "tokens", "a list of token ids")
-        return {"prompt": self.tokenizer.decode(ids)}
+    def render_parts(self, data: bytes) -> dict:
+        """An answer as HTML, for the web page. Raises: Problem"""
+        return {"html": render(read_fields(RenderFields, data).parts)}
 
-    def check_names(self, body: dict, names: tuple) -> None:
-        for name in body:
-            if name not in (*names, "model"):
-                message = f"unknown parameter {shorten(name)}"
-                raise Problem(400, message, plain(name[:60]), "unknown_parameter")
+    def detokenize(self, data: bytes) -> dict:
+        """The text of ids. Raises: Problem"""
+        fields = read_fields(DetokenizeFields, data)
+        self.check_ids(fields.tokens, "tokens")
+        return {"prompt": self.tokenizer.decode(fields.tokens)}
 
 
 # ---- answers
@@ -667,19 +523,17 @@ class Answers:
         self.ask = ask
         self.tokenizer = tokenizer
         self.marks = set(tokenizer.specials.values())
-        self.opened = set()  # indices of jobs whose prompt was echoed
+        self.opened = set()  # jobs whose prompt's chances were sent
+        self.ended = set()  # jobs whose end was sent
+        self.scored = [0] * len(ask.jobs)  # ids whose chances were sent
         # Characters before the next id, for text_offset.
         self.offsets = [0] * len(ask.jobs)
         self.decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in ask.jobs]
         kind = "chat.completion" if ask.chat else "text_completion"
         if ask.chat and ask.stream:
             kind = "chat.completion.chunk"
-        self.head = {
-            "id": f"{'chatcmpl' if ask.chat else 'cmpl'}-{random.getrandbits(96):024x}",
-            "object": kind,
-            "created": int(time.time()),
-            "model": model,
-        }
+        name = f"{'chatcmpl' if ask.chat else 'cmpl'}-{random.getrandbits(96):024x}"
+        self.head = {"id": name, "object": kind, "created": int(time.time()), "model": model}
         # The beginning of every event of a stream.
         shown = self.head | {"usage": None} if ask.usage else self.head
         self.start = f"data: {json.dumps(shown)[:-1]}, "
@@ -688,84 +542,60 @@ class Answers:
         """The answer to a request without stream, once all jobs are done."""
         choices = []
         for job in self.ask.jobs:
-            text = self.echoed(job) + self.text_of(job)
+            text = "".join(text for _, text in job.pieces)
+            content = {"text": text}
             if self.ask.chat:
                 content = {"message": {"role": "assistant", "content": text, "refusal": None}}
-            else:
-                content = {"text": text}
-            chances = self.chances(job, self.prompt_chances(job) + self.new_chances(job))
-            ends = {"logprobs": chances, "finish_reason": job.reason}
+            ends = {"logprobs": self.chances(job), "finish_reason": job.reason}
             choices.append({"index": job.index, **content, **ends})
         return self.head | {"choices": choices, "usage": self.usage()}
-
-    def text_of(self, job: Job) -> str:
-        """The text of a job that has not been sent, of all parts."""
-        text = "".join(text for _, text in job.pieces)
-        job.pieces = []
-        return "" if self.ask.silent else text
-
-    def echoed(self, job: Job) -> str:
-        """The prompt, as far as it is shown."""
-        if not self.ask.echo:
-            return ""
-        return self.tokenizer.decode([i for i in job.completion.prompt if i not in self.marks])
 
     def opening(self) -> str:
         """The first event of a stream for each choice of a chat: its role."""
         if not self.ask.chat:
             return ""
         content = {"content": "", "role": "assistant"}
-        return "".join(self.event(job, content) for job in self.ask.jobs)
+        return "".join(self.event(job, content, None) for job in self.ask.jobs)
 
     def news(self, job: Job) -> str:
-        """The events for what is new of a job; pieces of the same part go together."""
+        """The events for what is new of a job; pieces of text in a row go together."""
+        reason = job.reason  # read first, as the model's thread sets it behind the last piece
         parts = []
-        for part, text in job.pieces:
-            if parts and parts[-1][0] == part and part == "text":
-                parts[-1][1].append(text)
+        while job.pieces:
+            part, text = job.pieces.popleft()
+            if parts and parts[-1][0] == part == "text":
+                parts[-1][1] += text
             else:
-                parts.append((part, [text]))
-        job.pieces = []
+                parts.append([part, text])
 
         events = []
-        # The chances of a prompt are known once its answer has had a row.
-        if self.ask.echo and job.index not in self.opened:
-            self.opened.add(job.index)
-            chances = self.chances(job, self.prompt_chances(job))
-            events.append(self.event(job, self.echoed(job), chances=chances))
-        if self.ask.silent:
-            parts = []
-        for part, texts in parts:
-            text = "".join(texts)
+        for part, text in parts:
             content = {"content": text} if self.ask.chat else text
             if self.ask.chat and part != "text":
                 content["part"] = part
-            chances = self.chances(job, self.new_chances(job))
-            events.append(self.event(job, content, chances=chances))
-        if job.reason:
+            events.append(self.event(job, content, self.chances(job)))
+        if reason and job not in self.ended:
+            self.ended.add(job)
             content = {} if self.ask.chat else ""
-            chances = self.chances(job, self.new_chances(job))
-            events.append(self.event(job, content, job.reason, chances))
+            events.append(self.event(job, content, self.chances(job), reason))
         return "".join(events)
 
-    def event(self, job: Job, content, reason: str | None = None, chances=None) -> str:
+    def event(self, job: Job, content, chances: dict | None, reason: str | None = None) -> str:
         name = "delta" if self.ask.chat else "text"
         choice = {"index": job.index, name: content, "logprobs": chances, "finish_reason": reason}
         return f'{self.start}"choices": [{json.dumps(choice)}]}}\n\n'
 
     def closing(self) -> str:
         """The end of a stream."""
-        end = "data: [DONE]\n\n"
-        if self.ask.usage:
-            body = self.head | {"choices": [], "usage": self.usage()}
-            end = f"data: {json.dumps(body)}\n\n{end}"
-        return end
+        body = self.head | {"choices": [], "usage": self.usage()}
+        numbers = f"data: {json.dumps(body)}\n\n" if self.ask.usage else ""
+        return f"{numbers}data: [DONE]\n\n"
 
     def usage(self) -> dict:
-        new = 0 if self.ask.silent else sum(job.count for job in self.ask.jobs)
+        new = sum(len(job.completion.tokens) for job in self.ask.jobs if not job.silent)
         prompt = self.ask.prompt_tokens
         # As in prompt_tokens, a prompt counts once, however many answers it has: the first counts.
-        cached = {id(job.completion.prompt): job.cached for job in reversed(self.ask.jobs)}
+        cached = {id(job.completion.prompt): job.cached or 0 for job in reversed(self.ask.jobs)}
         return {
             "prompt_tokens": prompt,
             "completion_tokens": new,
@@ -773,36 +603,35 @@ class Answers:
             "prompt_tokens_details": {"cached_tokens": sum(cached.values())},
         }
 
-    # -- chances of ids
-
-    def new_chances(self, job: Job) -> list:
-        """The ids that were not sent yet, with their chances."""
-        found = job.chances
-        job.chances = []
-        return [] if self.ask.silent else found
-
-    def prompt_chances(self, job: Job) -> list:
-        """The ids of an echoed prompt, with their chances."""
-        completion = job.completion
-        if not completion.score_prompt:
-            return []
-        return list(zip(completion.prompt, completion.prompt_chances, strict=True))
-
-    def chances(self, job: Job, found: list) -> dict | None:
+    def chances(self, job: Job) -> dict | None:
+        """The ids of a job that were not sent yet, with their chances."""
         if self.ask.logprobs is None:
             return None
+        found = self.new_chances(job)
         if self.ask.chat:
             return {"content": [self.chat_chance(*one) for one in found], "refusal": None}
         return self.text_chances(job, found)
 
-    def chat_chance(self, token: int, chance: engine.Chance) -> dict:
-        best = chance.best[: self.ask.logprobs]
-        entry = self.named(token, chance.logprob)
-        return entry | {"top_logprobs": [self.named(*one) for one in best]}
+    def new_chances(self, job: Job) -> list[tuple[int, engine.Chance | None]]:
+        completion = job.completion
+        found = []
+        if completion.score_prompt and completion.prompt_chances and job not in self.opened:
+            self.opened.add(job)
+            found += zip(completion.prompt, completion.prompt_chances, strict=True)
+        if not job.silent:
+            start = self.scored[job.index]
+            new = completion.chances[start:]  # an id is there before its chance
+            found += zip(completion.tokens[start:], new, strict=False)
+            self.scored[job.index] += len(new)
+        return found
 
-    def named(self, token: int, logprob: float) -> dict:
-        own = self.tokenizer.bytes[token]
-        return {"token": self.shown(token), "logprob": logprob, "bytes": list(own)}
+    def chat_chance(self, token: int, chance: engine.Chance) -> dict:
+        def named(token: int, logprob: float) -> dict:
+            own = self.tokenizer.bytes[token]
+            return {"token": self.shown(token), "logprob": logprob, "bytes": list(own)}
+
+        best = chance.best[: self.ask.logprobs]
+        return named(token, chance.logprob) | {"top_logprobs": [named(*one) for one in best]}
 
     def shown(self, token: int) -> str:
         return self.tokenizer.bytes[token].decode("utf-8", "replace")
@@ -814,11 +643,9 @@ class Answers:
             text = self.shown(token)
             top = None
             if chance is not None:
+                best = [*chance.best[: self.ask.logprobs], (token, chance.logprob)]
                 # Of ids that look the same, the likeliest counts.
-                top = {}
-                for other, logprob in chance.best[: self.ask.logprobs]:
-                    top.setdefault(self.shown(other), logprob)
-                top.setdefault(text, chance.logprob)
+                top = {self.shown(other): logprob for other, logprob in reversed(best)}
             result["tokens"].append(text)
             result["token_logprobs"].append(chance.logprob if chance else None)
             result["top_logprobs"].append(top)

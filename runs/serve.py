@@ -10,39 +10,31 @@
     answer = client.chat.completions.create(model=model, messages=[...], temperature=0)
 
 GET /v1/models, /health, /metrics (for Prometheus) and / (the page); POST /v1/chat/completions,
-/v1/completions, /tokenize and /detokenize. Requests that run at the same time share every step of
-the model (continuous batching), up to --rows; more wait, up to --max-waiting, and above that the
-answer is 429. Rows go to requests in turn, however many answers each wants: a request without a row
-takes one from a request with several, whose answer goes on later. What the model has computed is
-kept where it can be: a conversation that goes on finds its keys and values in the row that it left,
-and a beginning that several prompts have in common, such as a system text, is computed once.
-usage.prompt_tokens_details.cached_tokens counts both.
+/v1/completions, /tokenize, /detokenize and /render (Markdown); runs/protocol.py has their fields. Requests that run at
+the same time share every step of the model, up to --rows answers; more wait, up to --max-waiting,
+and above that the answer is 429. A request without a row takes one from a request with several,
+whose answer goes on later. A conversation that goes on finds its keys and values in the row that it
+left, and a beginning that several prompts share, such as a system text, is computed once.
 
-Accepted fields: model (optional), messages or prompt (a string, token ids, or a list of either; ids
-are used as they are), max_tokens, max_completion_tokens, temperature, top_p, top_k, min_p,
-presence_penalty, frequency_penalty, logit_bias, stop, seed, n, logprobs, top_logprobs, echo, stream,
-stream_options.include_usage. max_tokens above the context is an error; otherwise the room behind
-the prompt bounds the answer, which then ends with finish_reason "length". Fields that the server
-cannot honour (tools of the client, ...) and unknown ones are errors. Log-probabilities are the
-model's own, before temperature and penalties; those of a calculator's result are 0. With echo they
-cover the prompt, which is what lm-evaluation-harness needs (model local-completions, and
-add_bos_token=True for tasks that compare answers, as it sends ids).
+Log-probabilities are the model's own, before temperature and penalties; those of a calculator's
+result are 0. With echo they cover the prompt, which is what lm-evaluation-harness needs (model
+local-completions, and add_bos_token=True for tasks that compare answers, as it sends ids).
 
 A system message goes in front of the user message behind it, as in training, and messages of one
 role in a row become one. If the last message is the assistant's, the answer continues it. Special
-tokens written in a text are plain text.
-
-A finetuned model has a calculator. A client sees a call and its result in the text, as [3*4 = 12];
-in a stream those pieces carry "part": "python" or "python_output" beside "content", and only a
-result of the calculator gets the latter. When a client sends such text back in an assistant
-message, it becomes a call again. Models without finetuning offer only completions.
+tokens written in a text are plain text. A finetuned model has a calculator: its call and result
+are in the text, as [3*4 = 12], and in a stream those pieces carry "part": "python" or
+"python_output" beside "content". When a client sends such text back in an assistant message, it
+becomes a call again. Models without finetuning offer only completions. With response_format an
+answer is a JSON object, or follows a JSON schema; then there is no calculator.
 
 The server listens on 127.0.0.1 by default and has no CORS. With --api-key, or a key in the
 environment variable DECODERSTACK_API_KEY (which other users of the machine do not see in a list of
 processes), all but the page and /health needs "Authorization: Bearer KEY". So that a web page of
 another origin cannot use it, Host must be an IP address, localhost or an --allow-host (against DNS
 rebinding), Origin, if sent, must be the server itself, and a POST must be application/json. Texts
-are never logged; --access-log writes a line for each request to stderr.
+are never logged. A server that the public can reach belongs behind a proxy such as nginx or Caddy.
+SIGTERM and Ctrl-C end it once the answers under way are written, after --drain seconds at most.
 """
 
 # ruff: noqa: E402
@@ -54,11 +46,9 @@ if __name__ == "__main__":  # before the imports, which take seconds
 
 import argparse
 import asyncio
-import base64
 import contextlib
-import hashlib
+import functools
 import hmac
-import http
 import ipaddress
 import json
 import re
@@ -68,42 +58,30 @@ import threading
 import time
 import traceback
 import urllib.parse
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import engine
+import prometheus_client as prometheus
 import torch
 import uvicorn
 from chat import Local, is_chat_run
 from engine import RunError
-from prometheus_client import (
-    CONTENT_TYPE_LATEST,
-    CollectorRegistry,
-    Counter,
-    Gauge,
-    Histogram,
-    generate_latest,
-)
-from protocol import Answers, Ask, Item, Job, Problem, Protocol, shorten
+from page import read_page
+from protocol import Answers, Ask, Job, Problem, Protocol, shorten
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-try:
-    import resource
-except ImportError:  # Windows has no such limits
-    resource = None
-
 MAX_BODY = 1 << 20  # bytes of a request
-SMALL_BODY = 1 << 14  # bytes; the texts of a larger one are handled in another thread
-MAX_OTHER = 1 << 17  # bytes of a request beside its body: the head, and what frames chunks
-HEAD_SECONDS = 10  # for sending the head of a request
-BODY_SECONDS = 60  # for sending the rest
-READ_SECONDS = 60  # without reading, while an answer waits
+IDLE_SECONDS = 30  # that a connection may neither get an answer nor read the one it has
+BODY_SECONDS = 60  # for sending a request
+MAX_HEAD = 1 << 17  # bytes of a request beside its body
 MAX_CONNECTIONS = 1000
 BACKLOG = 64  # connections that are accepted at once
 SWITCH_SECONDS = 2e-4  # after which a thread gives way to another
@@ -122,10 +100,10 @@ class Metrics:
     """Counters in Prometheus' format."""
 
     def __init__(self, worker: "Worker"):
-        self.registry = CollectorRegistry()
+        self.registry = prometheus.CollectorRegistry()
 
-        def counter(name: str, text: str, labels=()) -> Counter:
-            return Counter(f"decoderstack_{name}", text, labels, registry=self.registry)
+        def counter(name: str, text: str, labels=(), kind=prometheus.Counter):
+            return kind(f"decoderstack_{name}", text, labels, registry=self.registry)
 
         self.requests = counter("requests", "Requests by path and status", ("path", "status"))
         self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts")
@@ -134,44 +112,35 @@ class Metrics:
         self.steps = counter("steps", "Steps of the model")
         self.moved = counter("moved_answers", "Answers that made room for another request")
         self.left = counter("abandoned_requests", "Requests whose client left")
-        self.first_token = Histogram(
-            "decoderstack_first_token_seconds",
-            "From a request to its first token",
-            registry=self.registry,
-        )
-        gauges = {
+        text = "From a request to its first token"
+        self.first_token = counter("first_token_seconds", text, kind=prometheus.Histogram)
+        for name, value in {
             "rows": lambda: worker.decoder.rows,
             "answers_live": lambda: len(worker.jobs),
             "answers_waiting": worker.waiting,
-        }
-        for name, value in gauges.items():
-            text = name.replace("_", " ").capitalize()
-            Gauge(f"decoderstack_{name}", text, registry=self.registry).set_function(value)
+        }.items():
+            counter(name, name, kind=prometheus.Gauge).set_function(value)
 
 
 class Worker(threading.Thread):
-    """Decodes all jobs together in the rows of one Decoder.
-
-    submit(), withdraw() and stop() are for the thread of the event loop.
-    """
+    """Decodes all jobs in the rows of one Decoder. The event loop submits, withdraws and stops."""
 
     def __init__(self, model, tokenizer, rows: int, max_waiting: int, compile: bool = False):
         super().__init__(name="worker", daemon=True)
         self.model = model
         self.max_waiting = max_waiting
-        shelves = max(2, rows // 4)
-        self.decoder = engine.Decoder(
-            model, tokenizer, rows, compile=compile, shaping=True, shelves=shelves
-        )
+        options = {"compile": compile, "shaping": True, "shelves": max(2, rows // 4)}
+        self.decoder = engine.Decoder(model, tokenizer, rows, **options)
         self.queue: dict[Ask, None] = {}  # requests with jobs that wait, in order of arrival
         self.jobs: dict[int, Job] = {}  # by row
         self.ended = [0] * rows  # when a row was last in use, in rounds
         self.rounds = 0
         self.held_back = 0  # rounds in a row that new jobs have waited for company
-        self.unsent: dict[Ask, list[Item]] = {}
-        self.sent = 0.0  # when the event loop last got all items
+        self.untold: set[Ask] = set()  # requests with news that the event loop has not heard of
+        self.told = 0.0  # when it last heard of all news
         self.failures = 0  # in a row
-        self.closed = False
+        self.draining = False  # no new requests
+        self.closed = False  # nothing goes on
         self.wake = threading.Condition()
         self.ready = threading.Event()
         self.problem: Exception | None = None
@@ -186,17 +155,14 @@ class Worker(threading.Thread):
         """Queues the jobs of one request, all or none. Raises: Problem"""
         self.loop = asyncio.get_running_loop()
         with self.wake:
-            if self.closed:
+            if self.draining:
                 raise Problem(503, STOPPING)
             taken = self.waiting() + len(self.jobs)
             most = self.decoder.rows + self.max_waiting
             if taken + len(ask.jobs) > most:
-                raise Problem(
-                    429,
-                    f"the server is busy: {taken} answers are being written or wait, and at most "
-                    f"{most} may; try again in a moment",
-                    code="queue_full",
-                )
+                busy = f"{taken} answers are being written or wait, and at most {most} may"
+                message = f"the server is busy: {busy}; try again in a moment"
+                raise Problem(429, message, code="queue_full")
             self.queue[ask] = None
             self.wake.notify()
 
@@ -204,16 +170,15 @@ class Worker(threading.Thread):
         """Ends a request, also when its client left; its rows are free before the next step."""
         if not ask.gone and not ask.done() and not ask.problem:
             self.metrics.left.inc()
-        self.drop(ask)
-
-    def drop(self, ask: Ask) -> None:
         ask.gone = True
         with self.wake:
             ask.waiting.clear()
             self.queue.pop(ask, None)
 
     def stop(self) -> None:
+        """Ends the answers under way with an error."""
         with self.wake:
+            self.draining = True
             self.closed = True
             self.wake.notify()
 
@@ -228,33 +193,28 @@ class Worker(threading.Thread):
                 while not (self.queue or self.jobs or self.closed):
                     self.wake.wait()
             self.round()
-        self.hand_over(self.unsent)
+        self.tell(self.untold)
         with self.wake:
             asks = {job.ask for job in self.jobs.values()} | set(self.queue)
             self.queue = {}
-        self.tell([(ask, Problem(503, STOPPING)) for ask in asks])
+        self.tell(asks, Problem(503, STOPPING))
 
     def warm_up(self) -> None:
         """Builds the usual graphs before anyone waits for them, and takes memory for a prefill."""
         if self.model.embed.is_cuda:
             torch.cuda.set_device(self.model.embed.device)  # of this thread
-        prompt = [0] * min(128, self.decoder.max_len)
-        for temperature in (0.0, engine.Completion.temperature):
-            completion = engine.Completion(prompt, 1, temperature)
-            self.decoder.admit({0: completion})
-            self.decoder.step()
-            self.decoder.free(0)
-        if self.decoder.prefills is not None:
-            for size in engine.NEW_SIZES:
-                ids = [0] * min(size, self.decoder.max_len)
-                self.decoder.admit({0: engine.Completion(ids, 1, 0.0)})
+        for size in (128, *(engine.NEW_SIZES if self.decoder.prefills is not None else ())):
+            prompt = [0] * min(size, self.decoder.max_len)
+            for temperature in (0.0, engine.Completion.temperature):
+                self.decoder.admit({0: engine.Completion(prompt, 1, temperature)})
+                self.decoder.step()
                 self.decoder.free(0)
 
     def round(self) -> None:
         """Drops jobs that nobody waits for, admits others into free rows, and makes one step."""
         self.rounds += 1
         for row, job in list(self.jobs.items()):
-            if job.ask.gone or job.reason:  # its client left, or has found a stop string
+            if job.ask.gone or job.reason:  # its client left, or a stop string ended it
                 self.leave(row)
         new: dict[int, Job] = {}
         try:
@@ -262,17 +222,16 @@ class Worker(threading.Thread):
                 self.make_room()
                 new = self.place()
             if new:
-                found = self.decoder.admit({row: job.completion for row, job in new.items()})
-                self.note_cached(new, found)
+                self.admit(new)
         except Exception:
             self.fail([*new])
         try:
-            items = [self.read(event) for event in self.decoder.step()]
-            if items:
+            events = self.decoder.step()
+            if events:
                 self.failures = 0
                 self.metrics.steps.inc()
-                self.metrics.new_tokens.inc(sum(item.token is not None for item in items))
-            self.deliver(items)
+                self.metrics.new_tokens.inc(sum(event.token is not None for event in events))
+            self.deliver([self.take(event) for event in events])
         except Exception:
             self.fail([*self.jobs])
 
@@ -293,9 +252,7 @@ class Worker(threading.Thread):
                 return
             rows = [row for row, job in self.jobs.items() if job.ask is richest]
             row = min(rows, key=lambda row: len(self.jobs[row].completion.tokens))
-            job = self.jobs[row]
-            self.leave(row)
-            richest.waiting.appendleft(job)
+            richest.waiting.appendleft(self.leave(row))
             self.queue[richest] = None
             self.metrics.moved.inc()
 
@@ -316,8 +273,6 @@ class Worker(threading.Thread):
             job = ask.waiting.popleft()
             if not ask.waiting:
                 del self.queue[ask]
-            if job.reason:
-                continue  # a stop string was found after it made room
             text = job.completion.text()
             held = {row: self.decoder.held(row, text) for row in free}
             oldest_first = sorted(free, key=lambda row: self.ended[row])
@@ -338,20 +293,19 @@ class Worker(threading.Thread):
         self.held_back = 0
         return False
 
-    def note_cached(self, new: dict[int, Job], found: dict[int, int]) -> None:
+    def admit(self, new: dict[int, Job]) -> None:
+        found = self.decoder.admit({row: job.completion for row, job in new.items()})
         for row, job in new.items():
-            if job.admitted:
-                continue  # it goes on after it made room
-            job.admitted = True
-            job.cached = found[row]
-            self.metrics.prompt_tokens.inc(len(job.completion.prompt))
-            self.metrics.cached_tokens.inc(found[row])
+            if job.cached is None:  # it does not go on after it made room
+                job.cached = found[row]
+                self.metrics.prompt_tokens.inc(len(job.completion.prompt))
+                self.metrics.cached_tokens.inc(found[row])
 
-    def leave(self, row: int) -> None:
+    def leave(self, row: int) -> Job:
         """Frees a row whose answer is not continued; what it holds stays known."""
         if row in self.decoder.live:
             self.decoder.stop(row)
-        self.release(row)
+        return self.release(row)
 
     def release(self, row: int) -> Job:
         job = self.jobs.pop(row)
@@ -361,20 +315,15 @@ class Worker(threading.Thread):
 
     # -- results
 
-    def read(self, event: engine.Event) -> Item:
-        """What the client of a row gets after a step."""
+    def take(self, event: engine.Event) -> Job:
+        """Gives what a step did to the job in its row."""
         job = self.jobs[event.row]
-        completion = job.completion
-        forced = False
-        chance = None
-        if event.token is not None:
-            forced = completion.forced[-1]
-            chance = completion.chances[-1] if completion.chances else None
-            if len(completion.tokens) == 1:
-                self.metrics.first_token.observe(time.monotonic() - job.ask.began)
+        job.take(event)
+        if event.token is not None and len(job.completion.tokens) == 1:
+            self.metrics.first_token.observe(time.monotonic() - job.ask.began)
         if event.reason:
             self.release(event.row)
-        return Item(job, event.token, forced, event.reason, chance)
+        return job
 
     def fail(self, rows: list[int]) -> None:
         """Reports a failure to those whose answers were in these rows; the server goes on."""
@@ -385,42 +334,39 @@ class Worker(threading.Thread):
             with contextlib.suppress(Exception):  # the device may no longer work
                 self.decoder.free(row)
             self.release(row)
+        self.tell(asks, Problem(500, "the model failed; the server's log says how"))
         for ask in asks:
-            self.drop(ask)
-        problem = "the model failed; the server's log says how"
-        self.tell([(ask, Problem(500, problem)) for ask in asks])
+            self.withdraw(ask)
 
-    def deliver(self, items: list[Item]) -> None:
-        """Hands ids to the event loop: those of a step at once, while few answers are written.
+    def deliver(self, jobs: list[Job]) -> None:
+        """Tells the event loop which requests have news: at once, while few answers are written.
 
-        Messages cost more time than ids. So with many answers several steps go out together, but
-        the first and the last id of an answer do not wait.
+        Messages cost more time than ids. So with many answers those of several steps go out
+        together, but the first and the last id of an answer do not wait. Only the end is news to a
+        client that does not stream.
         """
-        for item in items:
-            self.unsent.setdefault(item.job.ask, []).append(item)
+        for job in jobs:
+            if job.ask.stream or (job.reason and job.ask.done()):
+                self.untold.add(job.ask)
         now = time.monotonic()
-        pause = MESSAGE_SECONDS * (len(self.jobs) - FEW)
-        if not self.jobs or now - self.sent >= pause:
-            self.sent = now
-            self.hand_over(self.unsent)
-            self.unsent = {}
-        elif urgent := {i.job.ask for i in items if i.reason or len(i.job.completion.tokens) == 1}:
-            self.hand_over({ask: self.unsent.pop(ask) for ask in urgent})
+        urgent = {job.ask for job in jobs if job.reason or len(job.completion.tokens) == 1}
+        if not self.jobs or now - self.told >= MESSAGE_SECONDS * (len(self.jobs) - FEW):
+            self.told = now
+            urgent = self.untold
+        self.tell(self.untold & urgent)
+        self.untold = self.untold - urgent
 
-    def hand_over(self, items: dict[Ask, list[Item]]) -> None:
-        def put() -> None:
-            for ask, own in items.items():
-                if not ask.gone:
-                    ask.put(own)
-
-        if items:
+    def tell(self, asks: set[Ask], problem: Problem | None = None) -> None:
+        for ask in asks:
+            ask.problem = ask.problem or problem
+        if asks:
             with contextlib.suppress(RuntimeError):  # nobody listens any more
-                self.loop.call_soon_threadsafe(put)
+                self.loop.call_soon_threadsafe(wake, asks)
 
-    def tell(self, problems: list[tuple[Ask, Problem]]) -> None:
-        with contextlib.suppress(RuntimeError):  # nobody listens any more
-            for ask, problem in problems:
-                self.loop.call_soon_threadsafe(ask.fail, problem)
+
+def wake(asks: set[Ask]) -> None:
+    for ask in asks:
+        ask.ready.set()
 
 
 # ---- the HTTP handlers
@@ -435,485 +381,257 @@ class Server:
         self.tokenizer.encode("")  # now, since later several threads would build its tables at once
         self.chat = is_chat_run(run_dir) and set(Local.MARKS) <= set(self.tokenizer.specials)
         self.name = args.name or run_dir.resolve().name
-        self.created = int(time.time())
-
         rows = args.rows
         if not rows:  # without a GPU a row costs time even while it rests
             rows = 32 if run.model.embed.is_cuda else 8
         try:
             self.worker = Worker(run.model, self.tokenizer, rows, args.max_waiting, args.compile)
         except (RuntimeError, MemoryError) as error:
-            reason = engine.first_line(error)
-            raise RunError(
-                f"the cache of {rows:,} rows does not fit into memory ({reason}); use fewer --rows"
-            ) from None
+            reason = f"does not fit into memory ({engine.first_line(error)})"
+            raise RunError(f"the cache of {rows:,} rows {reason}; use fewer --rows") from None
         self.limit = self.worker.decoder.max_len
         most = rows + args.max_waiting
-        self.protocol = Protocol(self.name, self.tokenizer, self.limit, self.chat, most)
-        self.page, self.page_headers = read_page()
+        protocol = Protocol(self.name, self.tokenizer, self.limit, self.chat, most)
+        self.protocol = protocol
+        model = {"id": self.name, "object": "model", "owned_by": "local"}
+        model |= {"created": int(time.time()), "max_model_len": self.limit, "chat": self.chat}
         routes = [
-            Route("/", self.get_page),
+            Route("/", read_page(), methods=["GET"]),
             Route("/health", self.health),
-            Route("/metrics", self.get_metrics),
-            Route("/v1/models", self.models),
-            Route("/v1/models/{name:path}", self.one_model),
-            Route("/v1/chat/completions", self.chat_completions, methods=["POST"]),
-            Route("/v1/completions", self.completions, methods=["POST"]),
-            Route("/tokenize", self.tokenize, methods=["POST"]),
-            Route("/detokenize", self.detokenize, methods=["POST"]),
+            Route("/metrics", self.metrics),
+            Route("/v1/models", JSONResponse({"object": "list", "data": [model]}), methods=["GET"]),
+            Route(f"/v1/models/{self.name}", JSONResponse(model), methods=["GET"]),
         ]
-        handlers = {
-            Problem: problem_response,
-            HTTPException: http_error,
-            ClientDisconnect: client_left,
-            Exception: server_error,
-        }
-        hosts = frozenset(map(str.lower, [args.host, *args.allow_host]))
-        guard = Middleware(Guard, allowed=hosts, key=args.api_key)
-        paths = frozenset(route.path for route in routes)
-        log = Middleware(Log, self.worker.metrics.requests, paths=paths, lines=args.access_log)
-        self.app = Starlette(routes=routes, middleware=[log, guard], exception_handlers=handlers)
-
-    async def get_page(self, request: Request) -> Response:
-        return HTMLResponse(self.page, headers=self.page_headers)
+        for path, action in {
+            "/v1/chat/completions": functools.partial(protocol.prepare, chat=True),
+            "/v1/completions": functools.partial(protocol.prepare, chat=False),
+            "/tokenize": protocol.tokenize,
+            "/detokenize": protocol.detokenize,
+            "/render": protocol.render_parts,
+        }.items():
+            routes.append(Route(path, functools.partial(self.post, action), methods=["POST"]))
+        hosts = {"localhost", args.host.lower(), *map(str.lower, args.allow_host)}
+        paths = {route.path for route in routes}
+        counter = self.worker.metrics.requests
+        gate = Middleware(Gate, allowed=hosts, key=args.api_key, paths=paths, counter=counter)
+        handlers = dict.fromkeys([Problem, HTTPException, ClientDisconnect, Exception], failure)
+        self.app = Starlette(routes=routes, middleware=[gate], exception_handlers=handlers)
 
     async def health(self, request: Request) -> Response:
         worker = self.worker
         good = worker.is_alive() and worker.failures < 3
-        state = {
-            "status": "ok" if good else "failing",
-            "rows": worker.decoder.rows,
-            "live": len(worker.jobs),
-            "waiting": worker.waiting(),
-        }
+        state = {"status": "ok" if good else "failing", "rows": worker.decoder.rows}
+        state |= {"live": len(worker.jobs), "waiting": worker.waiting()}
         return JSONResponse(state, 200 if good else 503)
 
-    async def get_metrics(self, request: Request) -> Response:
-        text = generate_latest(self.worker.metrics.registry)
-        return Response(text, headers={"Content-Type": CONTENT_TYPE_LATEST})
+    async def metrics(self, request: Request) -> Response:
+        text = prometheus.generate_latest(self.worker.metrics.registry)
+        return Response(text, headers={"Content-Type": prometheus.CONTENT_TYPE_LATEST})
 
-    def describe(self) -> dict:
-        """An entry of /v1/models; context and chat are for the web page, beyond the protocol."""
-        return {
-            "id": self.name,
-            "object": "model",
-            "created": self.created,
-            "owned_by": "local",
-            "context": self.limit,
-            "max_model_len": self.limit,
-            "chat": self.chat,
-        }
+    async def post(self, action: Callable, request: Request) -> Callable:
+        """The answer to a request, by an action of Protocol or by the model."""
+        data = await read_body(request)
+        found = await asyncio.to_thread(action, data)
+        if isinstance(found, Ask):
+            return functools.partial(self.reply, found)
+        return JSONResponse(found)
 
-    async def models(self, request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [self.describe()]})
-
-    async def one_model(self, request: Request) -> Response:
-        if request.path_params["name"] != self.name:
-            message = f"there is no such model here, only {self.name}"
-            raise Problem(404, message, "model", "model_not_found")
-        return JSONResponse(self.describe())
-
-    async def tokenize(self, request: Request) -> Response:
-        body, _ = await read_body(request)
-        return JSONResponse(await asyncio.to_thread(self.protocol.tokenize, body))
-
-    async def detokenize(self, request: Request) -> Response:
-        body, _ = await read_body(request)
-        return JSONResponse(await asyncio.to_thread(self.protocol.detokenize, body))
-
-    async def chat_completions(self, request: Request) -> Response:
-        return await self.answer(request, chat=True)
-
-    async def completions(self, request: Request) -> Response:
-        return await self.answer(request, chat=False)
-
-    async def answer(self, request: Request, chat: bool) -> Response:
-        body, size = await read_body(request)
-        if size <= SMALL_BODY:
-            ask = self.protocol.prepare(body, chat)
-        else:
-            ask = await asyncio.to_thread(self.protocol.prepare, body, chat)
-        answers = Answers(ask, self.name, self.tokenizer)
+    async def reply(self, ask: Ask, scope, receive, send) -> None:
+        """Has the answers to a request written, and sends them. Raises: Problem, before it sends"""
         self.worker.submit(ask)
-        departure = asyncio.ensure_future(self.watch(request, ask))
-
-        def ended() -> None:
+        departure = asyncio.ensure_future(self.watch(receive, ask))
+        answers = Answers(ask, self.name, self.tokenizer)
+        try:
+            await ask.progress()  # an error now is still a plain error
+            if ask.stream:
+                await send_events(ask, answers, send)
+                return
+            while not ask.done():
+                await ask.progress()
+            await JSONResponse(answers.whole())(scope, receive, send)
+        finally:
             departure.cancel()
             self.worker.withdraw(ask)
 
-        try:
-            jobs = await ask.progress()  # an error now is still a plain error
-            if ask.stream:
-                return Stream(ask, events(ask, answers, jobs), ended)
-            while not ask.done():
-                await ask.progress()
-        except BaseException:
-            ended()
-            raise
-        ended()
-        return JSONResponse(answers.whole())
-
-    async def watch(self, request: Request, ask: Ask) -> None:
+    async def watch(self, receive, ask: Ask) -> None:
         """Ends a request when its client leaves."""
-        while (await request.receive())["type"] != "http.disconnect":
+        while (await receive())["type"] != "http.disconnect":
             pass
         self.worker.withdraw(ask)
-        ask.fail(Problem(499, "the client left"))
+        ask.problem = Problem(499, "the client left")
+        ask.ready.set()
 
 
-async def events(ask: Ask, answers: Answers, jobs: list[Job]) -> AsyncIterator[str]:
+async def send_events(ask: Ask, answers: Answers, send) -> None:
     """The answers as server-sent events. What came while the client was slow goes out at once."""
+    kind = (b"content-type", b"text/event-stream; charset=utf-8")
+    headers = [kind, (b"cache-control", b"no-store")]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
     text = answers.opening()
     try:
         while True:
-            text += "".join(answers.news(job) for job in jobs)
-            if ask.done():
+            is_done = ask.done()  # read first, as the model's thread goes on
+            text += "".join(answers.news(job) for job in ask.jobs)
+            if is_done:
                 break
             if text:
-                yield text
+                part = {"type": "http.response.body", "body": text.encode(), "more_body": True}
+                await send(part)
             text = ""
-            jobs = await ask.progress()
+            await ask.progress()
+        text += answers.closing()
     except Problem as problem:
-        yield f"data: {json.dumps(problem.body())}\n\n"
-        return
-    yield text + answers.closing()
+        text = f"data: {json.dumps(problem.body())}\n\n"
+    await send({"type": "http.response.body", "body": text.encode()})
 
 
-class Stream(Response):
-    """Server-sent events; whichever way they end, `ended` is called."""
-
-    def __init__(self, ask: Ask, events: AsyncIterator[str], ended: Callable[[], None]):
-        headers = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-store"}
-        super().__init__(headers=headers)
-        del self.headers["content-length"]
-        self.ask = ask
-        self.events = events
-        self.ended = ended
-
-    async def __call__(self, scope, receive, send) -> None:
-        more = True
-        head = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
-        try:
-            await send(head)
-            async for text in self.events:
-                more = not self.ask.done()  # the end of an answer is in its last text
-                body = {"type": "http.response.body", "body": text.encode(), "more_body": more}
-                await send(body)
-            if more:
-                await send({"type": "http.response.body", "body": b""})
-        finally:
-            self.ended()
-
-
-async def read_body(request: Request) -> tuple[dict, int]:
-    """The JSON object of a request, and its size in bytes. Raises: Problem"""
+async def read_body(request: Request) -> bytes:
+    """The JSON of a request. Raises: Problem"""
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json":
         raise Problem(415, 'the request must have the header "Content-Type: application/json"')
     data = bytearray()
-    size = 0
     try:
         async with asyncio.timeout(BODY_SECONDS):
-            async for part in request.stream():  # all of it, since clients read no answer before
-                size += len(part)
-                if size <= MAX_BODY:
-                    data += part
+            async for part in request.stream():
+                data += part
+                if len(data) > MAX_BODY:
+                    raise Problem(413, f"the request is too long; at most {MAX_BODY:,} bytes work")
     except TimeoutError:
         raise Problem(408, f"the request did not arrive within {BODY_SECONDS} seconds") from None
-    if size > MAX_BODY:
-        raise Problem(413, f"the request has {size:,} bytes; at most {MAX_BODY:,} are accepted")
-
-    def refuse(name: str):
-        raise ValueError(f"{name} is not JSON")
-
-    try:
-        body = json.loads(data, parse_constant=refuse)
-    except (ValueError, RecursionError) as error:
-        reason = str(error)[:200] or "nested too deep"
-        raise Problem(400, f"the request is not valid JSON ({reason})") from None
-    if not isinstance(body, dict):
-        raise Problem(400, "the request must be a JSON object")
-    return body, size
+    return bytes(data)
 
 
-class Log:
-    """Counts requests, and with --access-log writes a line for each."""
+@dataclass
+class Gate:
+    """Counts requests, and keeps out other web pages (see the top) and those without the key."""
 
-    def __init__(self, app, counter: Counter, paths: frozenset[str], lines: bool):
-        self.app = app
-        self.counter = counter
-        self.paths = paths
-        self.lines = lines
+    app: Callable
+    allowed: set[str]  # names of this server
+    key: str | None
+    paths: set[str]  # that are counted by name
+    counter: prometheus.Counter
 
     async def __call__(self, scope, receive, send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        status = 499  # unless something is sent, the client left
-        began = time.monotonic()
+        path = scope["path"]
+        label = path if path in self.paths else "other"
 
-        async def noting(message) -> None:
-            nonlocal status
+        async def counting(message) -> None:
             if message["type"] == "http.response.start":
-                status = message["status"]
+                self.counter.labels(label, message["status"]).inc()
             await send(message)
 
-        try:
-            await self.app(scope, receive, noting)
-        finally:
-            path = scope["path"]
-            self.counter.labels(path if path in self.paths else "other", status).inc()
-            if self.lines:
-                now = time.strftime("%Y-%m-%d %H:%M:%S")
-                client = (scope["client"] or ("-",))[0]
-                shown = urllib.parse.quote(path[:200])
-                seconds = time.monotonic() - began
-                line = f"{now} {client} {scope['method']} {shown} {status} {seconds:.3f} s"
-                print(line, file=sys.stderr, flush=True)
+        problem = self.check(Request(scope).headers, path)
+        await (problem.response() if problem else self.app)(scope, receive, counting)
 
-
-class Guard:
-    """Keeps web pages of other origins out (see the top), and those without the key."""
-
-    def __init__(self, app, allowed: frozenset[str], key: str | None):
-        self.app = app
-        self.allowed = allowed | {"localhost"}
-        self.key = key
-
-    async def __call__(self, scope, receive, send) -> None:
-        problem = None
-        if scope["type"] == "http":
-            headers = Request(scope).headers
-            problem = self.check(headers) or self.check_key(headers, scope["path"])
-        if problem:
-            await problem.response()(scope, receive, send)
-        else:
-            await self.app(scope, receive, send)
-
-    def check_key(self, headers, path: str) -> Problem | None:
-        if self.key is None or path in PUBLIC:
-            return None
-        kind, _, given = headers.get("authorization", "").partition(" ")
-        right = hmac.compare_digest(given.strip().encode(), self.key.encode())
-        if kind.lower() == "bearer" and right:
-            return None
-        message = 'this server needs its key in the header "Authorization: Bearer KEY"'
-        return Problem(401, message, code="invalid_api_key")
-
-    def check(self, headers) -> Problem | None:
+    def check(self, headers, path: str) -> Problem | None:
         host = headers.get("host", "").lower()
         origin = headers.get("origin")
         try:
             name = urllib.parse.urlsplit(f"//{host}").hostname or ""
             if name not in self.allowed:
                 ipaddress.ip_address(name)  # a page that rebinds a name has that name here
-            if origin is None or urllib.parse.urlsplit(origin).netloc.lower() == host:
-                return None
+            if origin is not None and urllib.parse.urlsplit(origin).netloc.lower() != host:
+                return Problem(403, "requests from web pages of another origin are refused")
         except ValueError:
-            return Problem(
-                403,
-                f"this server does not know {shorten(host)} of the Host header; start it with "
-                "--allow-host NAME to allow it",
-            )
-        return Problem(403, "requests from web pages of another origin are refused")
+            advice = "start it with --allow-host NAME to allow it"
+            message = f"this server does not know {shorten(host)} of the Host header; {advice}"
+            return Problem(403, message)
+        kind, _, given = headers.get("authorization", "").partition(" ")
+        right = hmac.compare_digest(given.strip().encode(), (self.key or "").encode())
+        if self.key is None or path in PUBLIC or (kind.lower() == "bearer" and right):
+            return None
+        message = 'this server needs its key in the header "Authorization: Bearer KEY"'
+        return Problem(401, message, code="invalid_api_key")
 
 
-async def problem_response(request: Request, problem: Problem) -> Response:
-    return problem.response()
-
-
-async def http_error(request: Request, error: HTTPException) -> Response:
-    """Unknown paths and methods."""
-    message = f"{request.method} {request.url.path[:100]}: {error.detail}"
-    response = Problem(error.status_code, message).response()
-    response.headers.update(error.headers or {})
-    return response
-
-
-async def client_left(request: Request, error: ClientDisconnect) -> Response:
-    return Response(status_code=499)  # reaches nobody
-
-
-async def server_error(request: Request, error: Exception) -> Response:
+async def failure(request: Request, error: Exception) -> Response:
+    """What a client gets in place of an answer."""
+    if isinstance(error, Problem):
+        return error.response()
+    if isinstance(error, ClientDisconnect):
+        return Response(status_code=499)  # reaches nobody
+    if isinstance(error, HTTPException):  # an unknown path or method
+        message = f"{request.method} {request.url.path[:100]}: {error.detail}"
+        response = Problem(error.status_code, message).response()
+        response.headers.update(error.headers or {})
+        return response
     return Problem(500, "the server failed; its log says how").response()
-
-
-def read_page() -> tuple[str, dict[str, str]]:
-    """The web page, and headers that allow it only its own script and style, and this server."""
-    page = (Path(__file__).parent / "chat.html").read_text(encoding="utf-8")
-
-    def digest(tag: str) -> str:
-        inner = re.search(f"<{tag}>(.*?)</{tag}>", page, re.DOTALL)[1]
-        return f"'sha256-{base64.b64encode(hashlib.sha256(inner.encode()).digest()).decode()}'"
-
-    policy = (
-        f"default-src 'none'; script-src {digest('script')}; style-src {digest('style')}; "
-        f"connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
-        f"frame-ancestors 'none'"
-    )
-    return page, {
-        "Content-Security-Policy": policy,
-        "X-Content-Type-Options": "nosniff",
-        "Referrer-Policy": "no-referrer",
-        "Cache-Control": "no-cache",
-    }
-
-
-# ---- connections
-
-
-class Connection(HttpToolsProtocol):
-    """uvicorn's connection, with deadlines and limits: idle ones must not use up the server.
-
-    uvicorn itself closes a connection that is silent between two requests. A request that comes
-    before the answer to the one before is not read; that answer is then the last.
-    """
-
-    most = MAX_CONNECTIONS
-    other = 0  # bytes of the request so far beside its body
-    deadline: asyncio.TimerHandle | None = None  # for the head of a request
-    patience: asyncio.TimerHandle | None = None  # for a client that does not read
-
-    def connection_made(self, transport) -> None:
-        super().connection_made(transport)
-        if len(self.connections) > self.most:
-            self.refuse(Problem(503, f"the server has {self.most:,} connections already"))
-        else:
-            self.deadline = self.loop.call_later(HEAD_SECONDS, self.too_slow)
-
-    def data_received(self, data: bytes) -> None:
-        if self.transport.is_closing():
-            return
-        self.other += len(data)
-        super().data_received(data)
-        if self.other > MAX_OTHER:
-            self.refuse(Problem(431, f"the head of the request is longer than {MAX_OTHER:,} bytes"))
-        elif self.is_answering():
-            self.stop(self.deadline)
-            self.deadline = None
-        elif self.deadline is None and not self.transport.is_closing():
-            self.deadline = self.loop.call_later(HEAD_SECONDS, self.too_slow)
-
-    def is_answering(self) -> bool:
-        return self.cycle is not None and not self.cycle.response_complete
-
-    def on_message_begin(self) -> None:
-        if self.is_answering():
-            raise Problem(400, "a request came before the answer to the one before")
-        super().on_message_begin()
-
-    def on_body(self, body: bytes) -> None:
-        self.other -= len(body)
-        super().on_body(body)
-
-    def on_message_complete(self) -> None:
-        self.other = 0
-        super().on_message_complete()
-
-    def on_response_complete(self) -> None:
-        super().on_response_complete()
-        self.stop(self.deadline)
-        self.deadline = None
-
-    def too_slow(self) -> None:
-        message = f"the head of the request did not arrive within {HEAD_SECONDS} seconds"
-        self.refuse(Problem(408, message))
-
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        self.patience = self.loop.call_later(READ_SECONDS, self.transport.abort)
-
-    def resume_writing(self) -> None:
-        super().resume_writing()
-        self.stop(self.patience)
-
-    def connection_lost(self, exc) -> None:
-        self.stop(self.deadline)
-        self.stop(self.patience)
-        super().connection_lost(exc)
-
-    def stop(self, timer: asyncio.TimerHandle | None) -> None:
-        if timer is not None:
-            timer.cancel()
-
-    def send_400_response(self, msg: str) -> None:
-        self.refuse(Problem(400, "this is not a valid HTTP request"))
-
-    def refuse(self, problem: Problem) -> None:
-        """Answers and closes. If an answer is under way, that is the last instead."""
-        if self.is_answering() and not self.cycle.more_body:
-            self.cycle.keep_alive = False
-            return
-        body = json.dumps(problem.body()).encode()
-        if not self.is_answering() and not self.transport.is_closing():
-            head = (
-                f"HTTP/1.1 {problem.status} {http.HTTPStatus(problem.status).phrase}\r\n"
-                f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
-                f"Connection: close\r\n\r\n"
-            )
-            self.transport.write(head.encode() + body)
-        self.transport.close()
-
-
-def connection_limit() -> int:
-    """How many connections leave files for the rest of the program."""
-    if resource is None:
-        return MAX_CONNECTIONS
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MAX_CONNECTIONS + 4 * BACKLOG
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-        with contextlib.suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    if soft == resource.RLIM_INFINITY:
-        return MAX_CONNECTIONS
-    return max(8, min(MAX_CONNECTIONS, soft - 4 * BACKLOG))
 
 
 # ---- the command line
 
 
-class HTTPServer(uvicorn.Server):
-    """Prints its address once it listens; ends the answers that are being written when it stops."""
+class Connection(HttpToolsProtocol):
+    """uvicorn's connection, with an end to the head of a request."""
 
-    def __init__(self, config: uvicorn.Config, worker: Worker):
+    head = 0  # bytes of the request so far beside its body
+
+    def data_received(self, data: bytes) -> None:
+        self.head += len(data)
+        super().data_received(data)
+        if self.head > MAX_HEAD:
+            self.transport.abort()
+
+    def on_body(self, body: bytes) -> None:
+        self.head -= len(body)
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self.head = 0
+        super().on_message_complete()
+
+
+class HTTPServer(uvicorn.Server):
+    """uvicorn, with an end to connections that do nothing, and to answers when it stops."""
+
+    def __init__(self, config: uvicorn.Config, worker: Worker, drain: float):
         super().__init__(config)
         self.worker = worker
-        self.greeting = ""
+        self.drain = drain
+        self.idle: dict[tuple, float] = {}  # since when connections do nothing
 
-    async def startup(self, sockets=None) -> None:
-        await super().startup(sockets)
-        if self.greeting:
-            print(self.greeting, flush=True)
+    async def on_tick(self, counter: int) -> bool:
+        """Ten times a second: closes connections that neither ask nor read for too long."""
+        now = time.monotonic()
+        idle = {}
+        for connection in self.server_state.connections:
+            cycle = connection.cycle
+            is_answered = cycle is None or cycle.response_complete
+            if is_answered or connection.flow.write_paused:
+                # A new request, or a client that reads, makes another key.
+                key = (connection, cycle, connection.transport.get_write_buffer_size())
+                idle[key] = self.idle.get(key, now)
+        for (connection, *_), since in idle.items():
+            if now - since > IDLE_SECONDS:
+                connection.transport.abort()
+        self.idle = idle
+        return await super().on_tick(counter)
 
     async def shutdown(self, sockets=None) -> None:
-        self.worker.stop()
+        self.worker.draining = True
+        asyncio.get_running_loop().call_later(self.drain, self.worker.stop)
         await super().shutdown(sockets)
+        self.worker.stop()
 
 
 def bind(host: str, port: int) -> socket.socket:
     """A socket that listens on an address. Raises: RunError"""
-    listening = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        listening.bind((host, port))
-        listening.listen(BACKLOG)  # now, since two programs can bind one port, and one can listen
-    except OSError as error:
-        raise RunError(
-            f"cannot listen on {host} port {port} ({error.strerror}); choose another --host or "
-            f"--port"
-        ) from None
-    return listening
+        return socket.create_server((host, port), family=family, backlog=BACKLOG)
+    except (OSError, OverflowError) as error:
+        reason = (getattr(error, "strerror", None) or str(error)).partition(" (")[0]
+        message = f"cannot listen on {host} port {port} ({reason}); choose another --host or --port"
+        raise RunError(message) from None
 
 
-def http_server(server: Server) -> HTTPServer:
+def http_server(server: Server, args: argparse.Namespace) -> HTTPServer:
     """Starts the worker and waits until it is warm. Raises: RunError if the model does not run"""
     server.worker.start()
     server.worker.ready.wait()
     if problem := server.worker.problem:
         raise RunError(f"the model does not run: {engine.first_line(problem)}")
-    Connection.most = connection_limit()
     # The worker waits for the interpreter after each call to the device, by default up to 5 ms.
     sys.setswitchinterval(SWITCH_SECONDS)
     config = uvicorn.Config(
@@ -921,38 +639,35 @@ def http_server(server: Server) -> HTTPServer:
         loop="asyncio",
         http=Connection,
         ws="none",
+        lifespan="off",
         backlog=BACKLOG,
-        log_level="error",
-        access_log=False,
+        limit_concurrency=MAX_CONNECTIONS,
+        log_level="info" if args.access_log else "error",
+        access_log=args.access_log,
         server_header=False,
-        timeout_graceful_shutdown=10,
+        timeout_graceful_shutdown=int(args.drain) + 5,
     )
-    return HTTPServer(config, server.worker)
+    return HTTPServer(config, server.worker, args.drain)
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description="Serve a run as an OpenAI-compatible API, with a web page."
-    )
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     add = parser.add_argument
     add("run_dir", metavar="RUN_DIR", type=Path)
     add("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0: all of this machine's")
     add("--port", type=int, default=8000, help="0: any free one")
     add("--rows", type=int, default=0, help="answers at a time (default: 32, without a GPU 8)")
-    add(
-        "--max-waiting", type=int, default=256, help="answers that may wait for a row; more get 429"
-    )
+    add("--max-waiting", type=int, default=256, help="answers that may wait; more get 429")
+    add("--drain", type=float, default=10, metavar="SECONDS", help="for answers when it is stopped")
     add("--allow-host", metavar="NAME", action="append", default=[],
         help="a name by which the server is reached, repeatable")  # fmt: skip
     add("--name", help="of the model (default: the name of the run directory)")
     add("--step", type=int, help="checkpoint to use (default: the newest)")
     add("--device", help="cuda, mps or cpu (default: the best available)")
-    add(
-        "--compile", action="store_true", help="faster steps, after half a minute more at the start"
-    )
+    add("--compile", action="store_true", help="faster steps, half a minute more at the start")
     add("--api-key", metavar="KEY", default=os.environ.get(KEY_VARIABLE) or None,
         help=f"that clients must send (default: the environment variable {KEY_VARIABLE}, if set)")  # fmt: skip
-    add("--access-log", action="store_true", help="a line for each request on stderr")
+    add("--access-log", action="store_true", help="print a line for each request")
     return parser.parse_args(argv)
 
 
@@ -960,16 +675,16 @@ def main() -> int:
     args = parse()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        if args.rows < 0 or args.max_waiting < 0 or not 0 <= args.port < 65536:
-            rule = "--rows and --max-waiting must be at least 0, --port 0 to 65,535"
-            raise RunError(f"{rule}, found {args.rows}, {args.max_waiting} and {args.port}")
+        if min(args.rows, args.max_waiting, args.drain) < 0:
+            found = f"{args.rows}, {args.max_waiting} and {args.drain}"
+            raise RunError(f"--rows, --max-waiting and --drain must be at least 0, found {found}")
         if args.api_key is not None and not re.fullmatch(KEY, args.api_key):
             rule = "--api-key must be printable ASCII without a blank at an end"
-            size = len(args.api_key)
-            raise RunError(f"{rule}, found one of {size} characters that is not; choose another")
+            found = f"found one of {len(args.api_key)} characters that is not"
+            raise RunError(f"{rule}, {found}; choose another")
         listening = bind(args.host, args.port)  # first, since a model takes a while to load
         server = Server(args.run_dir, args)
-        http = http_server(server)
+        http = http_server(server, args)
     except RunError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -978,18 +693,14 @@ def main() -> int:
     host, port = listening.getsockname()[:2]
     shown_host = f"[{host}]" if ":" in host else host
     kind = "chat" if server.chat else "completions"
-    http.greeting = (
-        f"{server.name}: http://{shown_host}:{port} ({server.worker.decoder.rows} rows, "
-        f"context {server.limit:,}, {kind})"
-    )
+    sizes = f"{server.worker.decoder.rows} rows, context {server.limit:,}, {kind}"
     if not ipaddress.ip_address(host).is_loopback and args.api_key is None:
-        print(
-            "note: everyone who can reach this address can use the model; set a key with --api-key",
-            file=sys.stderr,
-        )
+        note = "everyone who can reach this address can use the model; set a key with --api-key"
+        print(f"note: {note}", file=sys.stderr)
     for signum in (signal.SIGTERM, signal.SIGINT):
-        # uvicorn handles them, and raises them again once it is done.
-        signal.signal(signum, lambda *_: None)
+        # uvicorn handles them while it runs, and raises them again once it is done.
+        signal.signal(signum, lambda *_: setattr(http, "should_exit", True))
+    print(f"{server.name}: http://{shown_host}:{port} ({sizes})", flush=True)
     http.run(sockets=[listening])
     server.worker.join(10)
     return 0

@@ -35,6 +35,8 @@ EDGES = st.sampled_from([
     0, -1, 1, 2, 5, 21, 64, 65, 512, 513, 2**31, 2**63, -(2**63) - 1, 10**40, 0.5, -0.0, 1e-320, 1e308, True, False,
     None, "", " ", "\x00", "\ud800", "é😀", "<|bos|>", "[3*4 = 12]", "[" * 300, "a" * 5000, [], {}, [[]], [None],
     [0] * 600, ["a"] * 70, {"include_usage": True}, {"include_usage": 1}, [{}], HELLO, [*HELLO, *HELLO],
+    {"type": "json_object"}, {"type": "json_schema", "json_schema": {"schema": {"type": "integer"}}},
+    {"type": "json_schema", "json_schema": {"schema": {"$ref": "#"}}},
 ])  # fmt: skip
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=True) | st.text(max_size=30)
 ANY = st.recursive(
@@ -175,7 +177,7 @@ def test_bytes(server, capfd):
         assert first.startswith(b"HTTP/1.1 ") and status < 500, answer[:300]
         if status >= 400 and b"\r\n\r\n" in rest and not line.startswith(b"HEAD"):
             text = rest.partition(b"\r\n\r\n")[2]
-            if text and b"chunked" not in rest:
+            if text and b"chunked" not in rest and text != b"Invalid HTTP request received.":  # uvicorn's own
                 first_object, _ = json.JSONDecoder().raw_decode(text.decode())
                 check_error(json.dumps(first_object))
 
