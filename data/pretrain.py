@@ -3,11 +3,13 @@
     python data/pretrain.py --source stdlib --vocab-size 4096 --out data/shards/stdlib
     python data/pretrain.py --source pypi:p34 --out data/shards/p34
     python data/pretrain.py --source climbmix --out data/shards/climbmix
+    python data/pretrain.py --source climbmix --pattern llama3 --out data/shards/climbmix_l3
     python data/pretrain.py --source "text/*.jsonl.zst" --val-source val.jsonl --out data/shards/mine
     python data/pretrain.py --source "shards:hosted/*.bin" --tokenizer gpt2.json --out data/shards/fineweb
 
 Every document starts with BOS and lies whole in one shard. progress.json records each finished shard: the
-same command continues after the last one and gives the bytes that an uninterrupted run gives. dataset.json
+same command continues after the last one and gives the bytes that an uninterrupted run gives. If a file of the
+source was corrected meanwhile, it keeps the tokenizer and the shards up to the first text that differs. dataset.json
 comes last. A second process that would write to the same directory meanwhile is refused.
 """
 
@@ -22,6 +24,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field
 from itertools import islice
 from multiprocessing import get_context, parent_process
 from pathlib import Path
@@ -33,17 +36,20 @@ import tokenizer
 from format import (
     LISTED_NAME,
     SHA256,
+    count_tokens,
     entry_of,
     fail,
     is_count,
     lock_folder,
     read_dataset,
+    read_documents,
     read_header,
     read_json,
     read_shard,
     remove_leftovers,
     run,
     sha256_file,
+    tell_shared,
     write_atomic,
     write_dataset,
     write_json,
@@ -51,29 +57,29 @@ from format import (
 )
 from sources import (
     Source,
+    TextSettings,
     add_source_flags,
     check_positive,
     identify,
     local_paths,
-    open_source,
+    open_text,
 )
 from tqdm import tqdm
 
-BATCH_CHARS = (
-    500_000  # text given to a worker at once: large enough to hide the hand-over, small in memory
-)
+# Text given to a worker at once: large enough to hide the hand-over, small in memory.
+BATCH_CHARS = 500_000
 SHARD_TOKENS = 100_000_000
 MAX_WORKERS = 256
 # Flags that make another dataset than the lock of data/pypi.py states, unless they have these values.
 LOCKED_FLAGS = {
     **dict.fromkeys(("max_documents", "max_bytes", "val_source", "val_documents")),
-    **dict.fromkeys(("tokenizer", "vocab_size")),
+    **dict.fromkeys(("tokenizer", "vocab_size", "pattern")),
     "tokenizer_chars": tokenizer.MAX_CHARS,
     "shard_tokens": SHARD_TOKENS,
 }
 
 
-# --- encoding ---------------------------------------------------------------------------------------------
+# ==== encoding
 
 worker_encoding = None  # the tokenizer of a worker process
 
@@ -97,11 +103,8 @@ def encode_batch(texts: list[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         pieces += [bos, tokens]
         lengths.append(len(tokens) + 1)
         sizes.append(len(text.encode()))
-    return (
-        np.concatenate(pieces),
-        np.array(lengths, dtype=np.int64),
-        np.array(sizes, dtype=np.int64),
-    )
+    lengths = np.array(lengths, dtype=np.int64)
+    return np.concatenate(pieces), lengths, np.array(sizes, dtype=np.int64)
 
 
 def make_batches(documents: Iterable[str]) -> Iterator[list[str]]:
@@ -117,129 +120,200 @@ def make_batches(documents: Iterable[str]) -> Iterator[list[str]]:
         yield batch
 
 
-def encode_all(
-    documents: Iterable[str], pool: ProcessPoolExecutor | None, workers: int
-) -> Iterator[tuple]:
-    """encode_batch over a stream, results in the stream's order; at most 3 batches a worker are under way, so
-    memory does not grow with the corpus."""
-    if pool is None:
-        yield from map(encode_batch, make_batches(documents))
-        return
-    waiting: deque = deque()
-    for batch in make_batches(documents):
-        waiting.append(pool.submit(encode_batch, batch))
-        if len(waiting) >= 3 * workers:
-            yield waiting.popleft().result()
-    while waiting:
-        yield waiting.popleft().result()
+class Encoder:
+    """Encodes documents, with more than one worker in processes of their own: for `with`."""
+
+    def __init__(self, tokenizer_path: Path, workers: int):
+        self.encoding = tokenizer.load(tokenizer_path)
+        self.bos_id = tokenizer.bos_id(self.encoding)
+        self.tokenizer_sha256 = sha256_file(tokenizer_path)
+        self.workers = workers
+        self.pool = None
+        if workers > 1:
+            # spawn, as forking a process with threads (the tokenizer trainer's, Arrow's) can deadlock.
+            context, arguments = get_context("spawn"), (str(tokenizer_path),)
+            self.pool = ProcessPoolExecutor(workers, context, start_worker, arguments)
+        else:
+            start_worker(str(tokenizer_path))
+
+    def __enter__(self) -> "Encoder":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.pool:
+            self.pool.shutdown(cancel_futures=True)
+
+    def encode(self, documents: Iterable[str]) -> Iterator[tuple]:
+        """encode_batch over a stream, results in the stream's order; at most 3 batches a worker are under way, so
+        memory does not grow with the corpus."""
+        if self.pool is None:
+            yield from map(encode_batch, make_batches(documents))
+            return
+        waiting: deque = deque()
+        try:
+            for batch in make_batches(documents):
+                waiting.append(self.pool.submit(encode_batch, batch))
+                if len(waiting) >= 3 * self.workers:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        except BrokenProcessPool:
+            fail("an encoding process was killed, most likely as memory ran out; give fewer --workers")
 
 
-def write_split(
-    out: Path,
-    split: str,
-    documents: Iterable[str],
-    encode: Any,
-    progress: dict[str, Any],
-    tokenizer_sha256: str,
-    encoding: Any,
-    shard_tokens: int,
-) -> None:
-    """Encodes one split into shards, after those that progress lists; updates progress.json at each shard.
+# ==== shards
 
-    A shard closes before the document that would take it over shard_tokens; only a document that is larger
-    than that on its own makes a larger shard.
+
+@dataclass
+class ShardWriter:
+    """Puts encoded documents into the shards of a split, after those that progress lists.
+
+    A shard closes before the document that would take it over shard_tokens; only a document that is larger than that on
+    its own makes a larger shard. progress.json is written at each shard.
     """
-    done = progress["shards"][split]
-    already = sum(entry["documents"] for entry in done)
-    buffer = np.empty(shard_tokens, dtype=np.uint16)
-    held = {"tokens": 0, "documents": 0, "text_bytes": 0}
-    bar = tqdm(unit="B", unit_scale=True, desc=split, disable=None, mininterval=1)
 
-    def close() -> None:
-        path = f"pretrain/{split}_{len(done):06d}.bin"
-        sha = write_shard(
-            out / path,
-            buffer[: held["tokens"]],
-            tokenizer.bos_id(encoding),
-            encoding.n_vocab,
-            tokenizer_sha256,
-        )
-        done.append({"path": path, **held, "sha256": sha})
-        write_json(out / "progress.json", progress)
-        bar.write(
-            f"wrote {path}: {held['tokens']:,} tokens, {held['documents']:,} documents",
-            file=sys.stdout,
-        )
-        held.update(tokens=0, documents=0, text_bytes=0)
+    out: Path
+    split: str
+    encoder: Encoder
+    progress: dict[str, Any]
+    shard_tokens: int
+    tokens: int = 0  # in the buffer, like the next two
+    documents: int = 0
+    text_bytes: int = 0
+    buffer: np.ndarray = field(init=False)
 
-    for tokens, lengths, sizes in encode(islice(documents, already, None)):
+    def __post_init__(self) -> None:
+        self.buffer = np.empty(self.shard_tokens, dtype=np.uint16)
+
+    def add(self, tokens: np.ndarray, lengths: np.ndarray, sizes: np.ndarray) -> None:
+        """A batch of encode_batch."""
         ends = np.cumsum(lengths)
-        first = 0  # first document of the batch that is not in the buffer yet
+        first = 0  # document of the batch that is not in the buffer yet
         while first < len(lengths):
             begin = int(ends[first] - lengths[first])
-            room = shard_tokens - held["tokens"]
-            last = int(
-                np.searchsorted(ends, begin + room, side="right")
-            )  # documents first..last-1 fit
-            if last <= first:  # below it after a document that was larger than a shard
-                if held["tokens"]:
-                    close()
+            room = self.shard_tokens - self.tokens
+            # Documents first to last - 1 fit. There is no room at all behind one that was larger than a shard.
+            last = int(np.searchsorted(ends, begin + room, side="right"))
+            if last <= first:
+                if self.tokens:
+                    self.close()
                     continue
                 last = first + 1
-                if lengths[first] > len(buffer):
-                    buffer = np.empty(int(lengths[first]), dtype=np.uint16)
+                if lengths[first] > len(self.buffer):
+                    self.buffer = np.empty(int(lengths[first]), dtype=np.uint16)
             part = tokens[begin : int(ends[last - 1])]
-            buffer[held["tokens"] : held["tokens"] + len(part)] = part
-            held["tokens"] += len(part)
-            held["documents"] += last - first
-            held["text_bytes"] += int(sizes[first:last].sum())
+            self.buffer[self.tokens : self.tokens + len(part)] = part
+            self.tokens += len(part)
+            self.documents += last - first
+            self.text_bytes += int(sizes[first:last].sum())
             first = last
-        bar.update(int(sizes.sum()))
-    if held["tokens"]:
-        close()
-    bar.close()
+
+    def close(self) -> None:
+        """Writes what is in the buffer, if anything is."""
+        if not self.tokens:
+            return
+        done = self.progress["shards"][self.split]
+        path = f"pretrain/{self.split}_{len(done):06d}.bin"
+        coder = self.encoder
+        content = self.buffer[: self.tokens]
+        sha = write_shard(
+            self.out / path, content, coder.bos_id, coder.encoding.n_vocab, coder.tokenizer_sha256
+        )
+        counts = {key: getattr(self, key) for key in ("tokens", "documents", "text_bytes")}
+        done.append({"path": path, **counts, "sha256": sha})
+        write_json(self.out / "progress.json", self.progress)
+        line = f"wrote {path}: {self.tokens:,} tokens, {self.documents:,} documents"
+        tqdm.write(line, file=sys.stdout)
+        self.tokens = self.documents = self.text_bytes = 0
+
+
+def write_split(writer: ShardWriter, documents: Iterable[str]) -> None:
+    """Encodes the documents of a split that are not in a shard yet; notes in progress.json that it is complete."""
+    progress, split = writer.progress, writer.split
+    already = sum(entry["documents"] for entry in progress["shards"][split])
+    with tqdm(unit="B", unit_scale=True, desc=split, disable=None, mininterval=1) as bar:
+        for batch in writer.encoder.encode(islice(documents, already, None)):
+            writer.add(*batch)
+            bar.update(int(batch[2].sum()))
+        writer.close()
     progress["complete"].append(split)
+    write_json(writer.out / "progress.json", progress)
+
+
+def keep_matching(out: Path, source: Source, progress: dict[str, Any], encoder: Encoder) -> None:
+    """After a change of the source: keeps the first shards of each split whose documents the source still has."""
+    for split, documents in (("val", source.val()), ("train", source.train())):
+        entries = progress["shards"][split]
+        kept = 0
+        while kept < len(entries) and is_same(out / entries[kept]["path"], documents, encoder):
+            kept += 1
+        # The last shard of a complete split may have room for the documents that follow now.
+        if kept and split in progress["complete"] and next(documents, None) is not None:
+            kept -= 1
+        print(f"the source has changed: {kept} of {len(entries)} {split} shards hold its text still and stay")
+        progress["shards"][split] = entries[:kept]
+        for entry in entries[kept:]:
+            (out / entry["path"]).unlink(missing_ok=True)
+    progress["complete"] = []
     write_json(out / "progress.json", progress)
 
 
-# --- the dataset directory --------------------------------------------------------------------------------
+def is_same(path: Path, documents: Iterator[str], encoder: Encoder) -> bool:
+    """Whether a shard holds the next documents, which it takes."""
+    for found in read_documents([path], encoder.bos_id):
+        tokens = np.frombuffer(found, dtype="<u2")[1:].tolist()
+        text = next(documents, None)
+        if text is None or encoder.encoding.decode_bytes(tokens) != text.encode():
+            return False
+    return True
 
 
-def compare_settings(out: Path, settings: dict[str, Any]) -> dict[str, Any] | None:
-    """progress.json of an earlier run of the same command, or None in a fresh directory; else an error."""
+# ==== the dataset directory
+
+
+def new_progress(settings: dict[str, Any]) -> dict[str, Any]:
+    shards = {"train": [], "val": []}
+    return {"settings": settings, "tokenizer_sha256": None, "shards": shards, "complete": []}
+
+
+def read_progress(out: Path) -> dict[str, Any] | None:
+    """progress.json of an earlier run, or None in a fresh directory; else an error."""
     path = out / "progress.json"
     if not path.exists():
         if (out / "dataset.json").exists() or any((out / "pretrain").glob("*.bin")):
-            fail(
-                f"{out} already holds a dataset that this command did not write; choose another --out"
-            )
+            fail(f"{out} already holds a dataset that this command did not write; choose another --out")
         return None
     progress = read_json(path)
     check_progress(progress, path)
+    # Stopped before anything was made, for example as the text was too small for the tokenizer.
     if not progress.get("tokenizer_sha256") and not (out / "tokenizer.json").exists():
-        return None  # stopped before anything was made, for example as the text was too small for the tokenizer
-    old = progress.get("settings", {})
-    for key in settings:
-        if old.get(key) != settings[key]:
-            name = (
-                f"--{key.replace('_', '-')}"
-                if key != "inputs"
-                else "the source files (names, sizes or content)"
-            )
-            was = (
-                f" {old.get(key)!r} before and {settings[key]!r} now"
-                if key != "inputs"
-                else " not as before"
-            )
-            fail(
-                f"{out} was built with other settings: {name} is{was}; choose another --out or delete that "
-                f"folder"
-            )
+        return None
     return progress
 
 
+def compare_settings(out: Path, progress: dict[str, Any], settings: dict[str, Any]) -> bool:
+    """Whether the source files are those of an earlier run; ends the script if any other setting differs."""
+    old = progress["settings"]
+    for key in settings:
+        # Without --name it is that of the folder, which may be renamed.
+        is_free = key == "inputs" or (key == "name" and not settings["name"])
+        if not is_free and old.get(key) != settings[key]:
+            flag = f"--{key.replace('_', '-')}"
+            fail(
+                f"{out} was built with other settings: {flag} was {old.get(key)!r} before and is {settings[key]!r} "
+                "now; choose another --out or the same settings"
+            )
+    if old.get("inputs") == settings["inputs"]:
+        return True
+    if (out / "dataset.json").exists():
+        fail(
+            f"{out} is complete, and the source files (names, sizes or content) are not as before; choose another --out"
+        )
+    return False
+
+
 def check_progress(progress: Any, path: Path) -> None:
-    """Ends the script if progress.json is not what write_split left there."""
+    """Ends the script if progress.json is not what ShardWriter left there."""
     shards = progress.get("shards") if isinstance(progress, dict) else None
     valid = isinstance(shards, dict) and isinstance(progress.get("settings"), dict)
     valid = valid and isinstance(progress.get("complete", []), list)
@@ -263,14 +337,12 @@ def is_shard_entry(entry: Any) -> bool:
     return bool(named) and all(map(is_count, counts))
 
 
-def check_complete(out: Path, progress: dict[str, Any]) -> bool:
+def is_complete(out: Path, progress: dict[str, Any]) -> bool:
     """True if dataset.json is there and every shard is; a shard that vanished or shrank ends the script."""
     for entry in progress["shards"]["train"] + progress["shards"]["val"]:
-        if read_header(out / entry["path"])["tokens"] != entry["tokens"]:
-            fail(
-                f"{out / entry['path']} does not hold the {entry['tokens']} tokens noted; delete {out} and "
-                f"run again"
-            )
+        path = out / entry["path"]
+        if read_header(path)["tokens"] != entry["tokens"]:
+            fail(f"{path} does not hold the {entry['tokens']} tokens noted; delete {out} and run again")
     if not (out / "dataset.json").exists():
         return False
     read_dataset(out)
@@ -279,16 +351,14 @@ def check_complete(out: Path, progress: dict[str, Any]) -> bool:
 
 def get_tokenizer(
     out: Path, args: argparse.Namespace, source: Source | None, progress: dict[str, Any]
-) -> str:
-    """Puts tokenizer.json into the directory: kept, copied or trained; returns its sha256."""
+) -> None:
+    """Puts tokenizer.json into the directory: kept, copied or trained."""
     path = out / "tokenizer.json"
     noted = progress["tokenizer_sha256"]
     if path.exists():
         sha = sha256_file(path)
         if noted and sha != noted:
-            fail(
-                f"{path} is not the tokenizer that this dataset was begun with; delete {out} and run again"
-            )
+            fail(f"{path} is not the tokenizer that this dataset was begun with; delete {out} and run again")
         if not noted and args.tokenizer and sha != sha256_file(args.tokenizer):
             fail(f"{path} differs from --tokenizer {args.tokenizer}; choose another --out")
     elif noted:
@@ -297,25 +367,23 @@ def get_tokenizer(
         tokenizer.read_spec(args.tokenizer)
         sha = write_atomic(path, [args.tokenizer.read_bytes()])
     else:
-        start = time.perf_counter()
         # First, so that a stop from here on is recognised as this command's.
         write_json(out / "progress.json", progress)
-        spec = tokenizer.train(
-            (source.tokenizer_text or source.train)(),
-            args.vocab_size or tokenizer.VOCAB_SIZE,
-            args.tokenizer_chars,
-        )
+        start = time.perf_counter()
+        documents = (source.tokenizer_text or source.train)()
+        entries = args.vocab_size or tokenizer.VOCAB_SIZE
+        pattern = tokenizer.PATTERNS[args.pattern or "gpt4"]
+        spec = tokenizer.train(documents, entries, args.tokenizer_chars, pattern=pattern)
         sha = write_json(path, spec)
         print(f"trained the tokenizer in {time.perf_counter() - start:.1f} s")
-    vocab_size = tokenizer.load(path).n_vocab
-    if args.vocab_size and vocab_size != args.vocab_size:
-        fail(
-            f"{path} has {vocab_size} entries but --vocab-size is {args.vocab_size}; leave the flag out or "
-            f"train anew"
-        )
+    found = tokenizer.load(path).n_vocab
+    if args.vocab_size and found != args.vocab_size:
+        fail(f"{path} has {found} entries but --vocab-size is {args.vocab_size}; leave the flag out or train anew")
+    name = tokenizer.pattern_name(path)
+    if args.pattern and name != args.pattern:
+        fail(f"{path} has the pattern {name!r} but --pattern is {args.pattern}; leave the flag out or train anew")
     progress["tokenizer_sha256"] = sha
     write_json(out / "progress.json", progress)
-    return sha
 
 
 def source_names(inputs: list[list[Any]]) -> list[str]:
@@ -323,124 +391,94 @@ def source_names(inputs: list[list[Any]]) -> list[str]:
     return [f"{entry[1]} (val)" if entry[0] == "val" else entry[0] for entry in inputs]
 
 
-def finish(out: Path, name: str, sources: list[str], progress: dict[str, Any]) -> None:
+def finish(out: Path, progress: dict[str, Any]) -> None:
     """Writes dataset.json, the sign that the dataset is whole, and prints the totals."""
-    encoding = tokenizer.load(out / "tokenizer.json")
-    sha256 = progress["tokenizer_sha256"]
-    files = {"tokenizer.json": entry_of(out / "tokenizer.json", sha256)}
+    path = out / "tokenizer.json"
+    encoding = tokenizer.load(path)
+    sha256, settings = progress["tokenizer_sha256"], progress["settings"]
+    files = {"tokenizer.json": entry_of(path, sha256)}
     for entry in progress["shards"]["train"] + progress["shards"]["val"]:
         counts = {key: entry[key] for key in ("tokens", "documents", "text_bytes")}
         files[entry["path"]] = {**counts, **entry_of(out / entry["path"], entry["sha256"])}
     dataset = {
-        "name": name,
-        "sources": sources,
+        "name": settings["name"] or out.resolve().name,
+        "sources": source_names(settings["inputs"]),
         "tokenizer_sha256": sha256,
         "vocab_size": encoding.n_vocab,
+        "pattern": tokenizer.pattern_name(path),
         "bos_id": tokenizer.bos_id(encoding),
         "special_tokens": tokenizer.special_tokens(encoding),
         "files": files,
     }
     write_dataset(out, dataset)
     for split, total in read_dataset(out)["splits"].items():
-        print(
-            f"{split}: {total['documents']:,} documents, {total['tokens']:,} tokens, {total['text_bytes']:,} "
-            f"bytes of text ({total['text_bytes'] / total['tokens']:.3f} bytes per token)"
-        )
+        documents, tokens, size = (total[key] for key in ("documents", "tokens", "text_bytes"))
+        rate = f"{size / tokens:.3f} bytes per token"
+        print(f"{split}: {documents:,} documents, {tokens:,} tokens, {size:,} bytes of text ({rate})")
+    if line := tell_shared(out, dataset["bos_id"]):
+        print(f"note: {line}")
     print(f"wrote {out / 'dataset.json'}")
+
+
+def check_both_splits(source: Source) -> None:
+    for split, documents in (("train", source.train), ("val", source.val)):
+        if next(documents(), None) is None:
+            fail(
+                f"the source gives no {split} document with text in it; give at least two documents, or "
+                "--val-source for separate validation text"
+            )
 
 
 def build(args: argparse.Namespace) -> None:
     """The main path: text to shards."""
     out = args.out
-    source = open_source(
-        args.source,
-        args.val_source,
-        args.text_field,
-        args.val_fraction,
-        args.max_files,
-        args.max_documents,
-        args.max_bytes,
-        args.val_documents,
-        args.workers,
-        args.interleave,
-    )
+    source = open_text(TextSettings.of(args))
+    flags = "name text_field val_fraction val_documents max_documents max_bytes shard_tokens vocab_size tokenizer_chars"
     settings = {
         "inputs": source.inputs,
-        "name": args.name,
-        "text_field": args.text_field,
-        "val_fraction": args.val_fraction,
-        "val_documents": args.val_documents,
-        "max_documents": args.max_documents,
-        "max_bytes": args.max_bytes,
-        "interleave": args.interleave or None,  # None in directories from before the flag
-        "shard_tokens": args.shard_tokens,
-        "vocab_size": args.vocab_size,
-        "tokenizer_chars": args.tokenizer_chars,
+        **{flag: getattr(args, flag) for flag in flags.split()},
+        # None in directories from before these flags.
+        "interleave": args.interleave or None,
+        "pattern": args.pattern,
         "tokenizer": sha256_file(args.tokenizer) if args.tokenizer else None,
     }
-    progress = compare_settings(out, settings)
-    if progress and check_complete(out, progress):
-        if args.source.startswith("pypi:"):
-            pypi.compare_build(args, LOCKED_FLAGS)
+    progress = read_progress(out)
+    is_changed = progress is not None and not compare_settings(out, progress, settings)
+    if progress and is_complete(out, progress):
         print(f"{out} is already complete")
-        return
-    if progress is None:
-        # Before anything is made: both splits need a document.
-        for split, documents in (("train", source.train), ("val", source.val)):
-            if next(documents(), None) is None:
-                fail(
-                    f"the source gives no {split} document with text in it; give at least two documents, or "
-                    "--val-source for separate validation text"
-                )
-        progress = {
-            "settings": settings,
-            "tokenizer_sha256": None,
-            "shards": {"train": [], "val": []},
-            "complete": [],
-        }
-    for folder in (out, out / "pretrain"):
-        remove_leftovers(folder)
-    sha = get_tokenizer(out, args, source, progress)
-    encoding = tokenizer.load(out / "tokenizer.json")
-    # spawn, as forking a process with threads (the tokenizer trainer's, Arrow's) can deadlock.
-    pool = None
-    if args.workers > 1:
-        path = str(out / "tokenizer.json")
-        pool = ProcessPoolExecutor(args.workers, get_context("spawn"), start_worker, (path,))
     else:
-        start_worker(str(out / "tokenizer.json"))
-    try:
-        start = time.perf_counter()
+        if progress is None:
+            check_both_splits(source)
+            progress = new_progress(settings)
+        progress["settings"]["inputs"] = settings["inputs"]
+        for folder in (out, out / "pretrain"):
+            remove_leftovers(folder)
+        get_tokenizer(out, args, source, progress)
+        write_shards(args, source, progress, is_changed)
+        finish(out, progress)
+    if args.source.startswith("pypi:"):
+        pypi.compare_build(args, LOCKED_FLAGS)
+
+
+def write_shards(
+    args: argparse.Namespace, source: Source, progress: dict[str, Any], is_changed: bool
+) -> None:
+    """All shards that progress does not list."""
+    start = time.perf_counter()
+    with Encoder(args.out / "tokenizer.json", args.workers) as encoder:
+        if is_changed:
+            keep_matching(args.out, source, progress, encoder)
         for split, documents in (("val", source.val), ("train", source.train)):
             if split not in progress["complete"]:
-                write_split(
-                    out,
-                    split,
-                    documents(),
-                    lambda docs: encode_all(docs, pool, args.workers),
-                    progress,
-                    sha,
-                    encoding,
-                    args.shard_tokens,
-                )
-        seconds = time.perf_counter() - start
-    except BrokenProcessPool:
-        fail(
-            "an encoding process was killed, most likely as memory ran out; repeat the command with fewer --workers"
-        )
-    finally:
-        if pool is not None:
-            pool.shutdown(cancel_futures=True)
+                writer = ShardWriter(args.out, split, encoder, progress, args.shard_tokens)
+                write_split(writer, documents())
+    print(f"encoded in {time.perf_counter() - start:.1f} s with {args.workers} workers")
     empty = sum(source.empty.values())
     if empty:
         print(f"skipped {empty:,} empty documents")
-    finish(out, args.name, source_names(source.inputs), progress)
-    if args.source.startswith("pypi:"):
-        pypi.compare_build(args, LOCKED_FLAGS)
-    print(f"encoded in {seconds:.1f} s with {args.workers} workers")
 
 
-# --- hosted shards ----------------------------------------------------------------------------------------
+# ==== hosted shards
 
 
 def adopt(args: argparse.Namespace) -> None:
@@ -451,80 +489,59 @@ def adopt(args: argparse.Namespace) -> None:
         fail("--interleave is for text, --source shards: names shards; leave it out")
     if not args.tokenizer:
         fail(
-            "--source shards: needs --tokenizer, the tokenizer.json the shards were made with; for GPT-2's "
-            "vocabulary "
-            "make it with data/tokenizer.py gpt2"
+            "--source shards: needs --tokenizer, the tokenizer.json the shards were made with; "
+            "for GPT-2's vocabulary make it with data/tokenizer.py gpt2"
         )
     if Path(spec).is_dir():
         spec = str(Path(spec) / "*.bin")
     paths = local_paths(spec, (".bin",))
     by_split = sort_hosted(paths, spec)
-    lengths = tokenizer.token_bytes(args.tokenizer)
-    encoding = tokenizer.load(args.tokenizer)
-    bos = tokenizer.bos_id(encoding)
-    sha = sha256_file(args.tokenizer)
-    inputs = [identify(path) for path in paths]
-    settings = {"inputs": inputs, "name": args.name, "tokenizer": sha, "hosted_shards": True}
-    progress = compare_settings(out, settings)
-    if progress and check_complete(out, progress):
+    settings = {
+        "inputs": [identify(path) for path in paths],
+        "name": args.name,
+        "tokenizer": sha256_file(args.tokenizer),
+        "hosted_shards": True,
+    }
+    progress = read_progress(out)
+    is_same_source = progress is None or compare_settings(out, progress, settings)
+    if progress and is_same_source and is_complete(out, progress):
         print(f"{out} is already complete")
         return
     # Everything is checked before the first file is made, so that a wrong set leaves nothing behind.
-    for path in paths:
-        header = read_header(path)
-        if header["tokenizer_sha256"] not in ("", sha):
-            fail(
-                f"{path} was made with another tokenizer (sha256 {header['tokenizer_sha256']}, given "
-                f"{sha}); give that one"
-            )
-        tokens = read_shard(path)
-        largest = int(tokens.max())
-        if largest >= len(lengths):
-            fail(
-                f"{path} holds token {largest} but {args.tokenizer} has {len(lengths)} entries; give the "
-                f"tokenizer it was "
-                "made with"
-            )
-        # A piece at a time, as the comparison makes a copy.
-        pieces = (tokens[start : start + 2**24] for start in range(0, len(tokens), 2**24))
-        others = header["bos_id"] not in (None, bos) or header["vocab_size"] not in (
-            0,
-            len(lengths),
-        )
-        if others or not any(bos in piece for piece in pieces):
-            fail(
-                f"{path} holds no BOS {bos} of {args.tokenizer}, or states another vocabulary (BOS "
-                f"{header['bos_id']}, {header['vocab_size']} entries); give the tokenizer it was made with"
-            )
-    progress = {
-        "settings": settings,
-        "tokenizer_sha256": None,
-        "shards": {"train": [], "val": []},
-        "complete": [],
-    }
+    encoding, lengths = tokenizer.load(args.tokenizer), tokenizer.token_bytes(args.tokenizer)
+    bos, sha = tokenizer.bos_id(encoding), settings["tokenizer"]
+    counts = {path: count_hosted(path, bos, lengths, sha) for path in paths}
+    progress = new_progress(settings)
     get_tokenizer(out, args, None, progress)
     for split, found in by_split.items():
         for i, path in enumerate(tqdm(found, desc=split, disable=None)):
-            tokens = read_shard(path, verify=True)
-            counts = np.zeros(len(lengths), dtype=np.int64)
-            for start in range(
-                0, len(tokens), 2**24
-            ):  # bincount widens to int64: a piece at a time
-                counts += np.bincount(tokens[start : start + 2**24], minlength=len(lengths))
             name = f"pretrain/{split}_{i:06d}.bin"
             link_or_copy(path, out / name)
-            entry = {
-                "path": name,
-                "tokens": len(tokens),
-                "documents": int(counts[bos]),
-                "text_bytes": int(counts @ lengths),
-                "sha256": sha256_file(out / name),
-            }
+            entry = {"path": name, **counts[path], "sha256": sha256_file(out / name)}
             progress["shards"][split].append(entry)
-        if not sum(entry["text_bytes"] for entry in progress["shards"][split]):
-            fail(f"the {split} shards of {spec} hold no text, only special tokens; give others")
     write_json(out / "progress.json", progress)
-    finish(out, args.name, source_names(inputs), progress)
+    finish(out, progress)
+
+
+def count_hosted(path: Path, bos: int, lengths: np.ndarray, sha256: str) -> dict[str, int]:
+    """Tokens, documents and bytes of text of a shard; ends the script if it is not of the given tokenizer."""
+    header = read_header(path)
+    again = "give the tokenizer it was made with"
+    if header["tokenizer_sha256"] not in ("", sha256):
+        fail(f"{path} was made with another tokenizer (sha256 {header['tokenizer_sha256']}, given {sha256}); {again}")
+    counts = count_tokens(read_shard(path, verify=True), len(lengths))
+    if len(counts) > len(lengths):
+        fail(f"{path} holds token {len(counts) - 1} but --tokenizer has {len(lengths)} entries; {again}")
+    stated = header["bos_id"], header["vocab_size"]
+    if stated[0] not in (None, bos) or stated[1] not in (0, len(lengths)) or not counts[bos]:
+        fail(
+            f"{path} holds no BOS {bos} of --tokenizer, or states another vocabulary (BOS {stated[0]}, "
+            f"{stated[1]} entries); {again}"
+        )
+    size = int(counts @ lengths)
+    if not size:
+        fail(f"{path} holds no text, only special tokens; give another one")
+    return {"tokens": int(counts.sum()), "documents": int(counts[bos]), "text_bytes": size}
 
 
 def sort_hosted(paths: list[Path], spec: str) -> dict[str, list[Path]]:
@@ -542,8 +559,8 @@ def sort_hosted(paths: list[Path], spec: str) -> dict[str, list[Path]]:
     for split, found in by_split.items():
         if not found:
             fail(
-                f"none of the {len(paths)} files of {spec} has the word {split!r} in its name; name the "
-                f"shards *_train_* and *_val_*"
+                f"none of the {len(paths)} files of {spec} has the word {split!r} in its name; name the shards "
+                "*_train_* and *_val_*"
             )
     return by_split
 
@@ -553,71 +570,14 @@ def link_or_copy(path: Path, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
-        try:
-            os.link(path, temporary)
-        except OSError:
-            shutil.copyfile(path, temporary)
-        os.replace(temporary, target)
-    except OSError as problem:
-        fail(
-            f"cannot link or copy {path} to {target} ({problem.strerror}); free some space and run again"
-        )
-    finally:
-        temporary.unlink(missing_ok=True)
+        os.link(path, temporary)
+    except OSError:
+        shutil.copyfile(path, temporary)
+    os.replace(temporary, target)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Text to a dataset directory of token shards.")
-    add_source_flags(parser)
-    parser.add_argument(
-        "--val-source", help="separate validation text; without it a part of the source is held out"
-    )
-    parser.add_argument(
-        "--val-fraction",
-        type=float,
-        default=0.01,
-        help="held-out part of local files: 1 document in round(1 / F)",
-    )
-    parser.add_argument("--val-documents", type=int, help="at most this many validation documents")
-    parser.add_argument(
-        "--out", required=True, type=Path, help="dataset directory, e.g. data/shards/mine"
-    )
-    parser.add_argument("--name", help="name in dataset.json (default: that of the directory)")
-    parser.add_argument(
-        "--vocab-size",
-        type=int,
-        help=f"entries of a new tokenizer (default {tokenizer.VOCAB_SIZE})",
-    )
-    parser.add_argument(
-        "--tokenizer", type=Path, help="use this tokenizer.json instead of training one"
-    )
-    parser.add_argument(
-        "--tokenizer-chars", type=int, default=tokenizer.MAX_CHARS, help="characters to train it on"
-    )
-    parser.add_argument("--shard-tokens", type=int, default=SHARD_TOKENS, help="tokens in a shard")
-    parser.add_argument(
-        "--workers",
-        type=int,
-        default=available_cores(),
-        help="encoding processes (default: all cores, up to 16)",
-    )
-    args = parser.parse_args()
-    args.name = args.name or args.out.resolve().name
-    check_positive(args, "shard_tokens", "workers", "val_documents", "tokenizer_chars")
-    if args.workers > MAX_WORKERS:
-        fail(
-            f"--workers must be at most {MAX_WORKERS}, found {args.workers}; give one for each core"
-        )
-    if args.shard_tokens >= 2**31:
-        fail(
-            f"--shard-tokens {args.shard_tokens} does not fit the header's int32; give less than {2**31}"
-        )
-    if args.vocab_size:
-        tokenizer.check_vocab_size(args.vocab_size)
-    if args.tokenizer and not os.path.isfile(args.tokenizer):
-        fail(
-            f"--tokenizer {args.tokenizer} does not exist; give a tokenizer.json or leave it out to train one"
-        )
+    args = parse_arguments()
     # From here on: reading the source alone may take minutes, and a second process should not learn it after them.
     with lock_folder(args.out):
         if args.source.startswith("shards:"):
@@ -626,12 +586,44 @@ def main() -> None:
             build(args)
 
 
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Text to a dataset directory of token shards.")
+    add_source_flags(parser)
+    add = parser.add_argument
+    add("--val-source", help="separate validation text; without it a part of the source is held out")
+    held_out = "held-out part of local files: 1 document in round(1 / F)"
+    add("--val-fraction", type=float, default=0.01, help=held_out)
+    add("--val-documents", type=int, help="at most this many validation documents")
+    add("--out", required=True, type=Path, help="dataset directory, e.g. data/shards/mine")
+    add("--name", help="name in dataset.json (default: that of the directory)")
+    size = f"entries of a new tokenizer (default {tokenizer.VOCAB_SIZE})"
+    add("--vocab-size", type=int, help=size)
+    tokenizer.add_pattern_flag(parser)
+    add("--tokenizer", type=Path, help="use this tokenizer.json instead of training one")
+    characters = "characters to train it on"
+    add("--tokenizer-chars", type=int, default=tokenizer.MAX_CHARS, help=characters)
+    add("--shard-tokens", type=int, default=SHARD_TOKENS, help="tokens in a shard")
+    processes = "encoding processes (default: all cores, up to 16)"
+    add("--workers", type=int, default=available_cores(), help=processes)
+    args = parser.parse_args()
+
+    check_positive(args, "shard_tokens", "workers", "val_documents", "tokenizer_chars")
+    if args.workers > MAX_WORKERS:
+        fail(f"--workers must be at most {MAX_WORKERS}, found {args.workers}; give one for each core")
+    if args.shard_tokens >= 2**31:
+        fail(f"--shard-tokens {args.shard_tokens} does not fit the header's int32; give less than {2**31}")
+    if args.vocab_size:
+        tokenizer.check_vocab_size(args.vocab_size)
+    if args.tokenizer and not os.path.isfile(args.tokenizer):
+        fail(f"--tokenizer {args.tokenizer} does not exist; give a tokenizer.json or leave it out to train one")
+    return args
+
+
 def available_cores() -> int:
     """Cores this process may use, at most 16: one reader feeds no more, and each encoder takes 0.1 GiB."""
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
-    return min(cores, 16)
+    if hasattr(os, "sched_getaffinity"):
+        return min(len(os.sched_getaffinity(0)), 16)
+    return min(os.cpu_count() or 1, 16)
 
 
 if __name__ == "__main__":

@@ -54,7 +54,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from format import fail, read_dataset, read_json, run, sha256_file, write_atomic
-from sources import cut_sections
+from sections import cut_sections
 from tqdm import tqdm
 
 LOCK = Path(__file__).parent / "pypi_lock.json"

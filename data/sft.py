@@ -37,10 +37,12 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import hub
 import numpy as np
 import tokenizer
 from format import (
@@ -52,6 +54,7 @@ from format import (
     replace_folder,
     run,
     sha256_file,
+    tell_shared,
     write_dataset,
     write_shard,
 )
@@ -75,7 +78,7 @@ Part = tuple[str, str]  # (type, text) of a piece of an assistant's message
 Message = tuple[str, list[Part]]  # (role, parts); a user's message has one text part
 
 
-# --- conversations ----------------------------------------------------------------------------------------
+# ==== conversations
 
 
 def check_messages(value: Any) -> list[Message]:
@@ -85,37 +88,19 @@ def check_messages(value: Any) -> list[Message]:
         raise ValueError('there is no list "messages"')
     result: list[Message] = []
     system = ""
-    for i, message in enumerate(messages):
-        role = message.get("role") if isinstance(message, dict) else None
-        if not isinstance(role, str):
-            role = None
-        content = message.get("content") if isinstance(message, dict) else None
-        if role == "system" and i == 0 and isinstance(content, str):
+    for number, message in enumerate(messages, 1):
+        message = message if isinstance(message, dict) else {}
+        role, content = message.get("role"), message.get("content")
+        if number == 1 and role == "system" and isinstance(content, str):
             system = clean(content)
             continue
         expected = ("user", "assistant")[len(result) % 2]
         if role != expected:
-            found = role if role is None else role[:40]
-            raise ValueError(f"message {i + 1} has the role {found!r}, expected {expected!r} (user and assistant take "
-                             f"turns, the user first, a system message may lead)")  # fmt: skip
-        if isinstance(content, str):
-            parts = [("text", clean(content))]
-        elif role == "assistant" and isinstance(content, list):
-            parts = []
-            for part in content:
-                kind, text = (
-                    (part.get("type"), part.get("text")) if isinstance(part, dict) else (None, None)
-                )
-                if kind not in ("text", *MARKS) or not isinstance(text, str):
-                    raise ValueError(
-                        f"message {i + 1} has a part that is no text, python or python_output"
-                    )
-                parts.append((kind, clean(text)))
-        else:
-            raise ValueError(f"message {i + 1} ({role}) has no text as its content")
-        if not any(text.strip() for _, text in parts):
-            raise ValueError(f"message {i + 1} ({role}) is empty")
-        result.append((role, parts))
+            raise ValueError(
+                f"message {number} has the role {role!r}, expected {expected!r} (user and assistant take turns, the "
+                "user first, a system message may lead)"
+            )
+        result.append((role, check_content(content, role, f"message {number}")))
     if len(result) < 2:
         raise ValueError("there is no answer of the assistant")
     if system.strip():
@@ -123,134 +108,163 @@ def check_messages(value: Any) -> list[Message]:
     return result
 
 
+def check_content(content: Any, role: str, where: str) -> list[Part]:
+    """The parts of a message; ValueError with what is wrong with it."""
+    if isinstance(content, str):
+        content = [{"type": "text", "text": content}]
+    elif role != "assistant" or not isinstance(content, list):
+        raise ValueError(f"{where} ({role}) has no text as its content")
+    parts = []
+    for part in content:
+        part = part if isinstance(part, dict) else {}
+        kind, text = part.get("type"), part.get("text")
+        if kind not in ("text", *MARKS) or not isinstance(text, str):
+            raise ValueError(f"{where} has a part that is no text, python or python_output")
+        parts.append((kind, clean(text)))
+    if not any(text.strip() for _, text in parts):
+        raise ValueError(f"{where} ({role}) is empty")
+    return parts
+
+
 def render(
     messages: list[Message], encode: Callable[[str], np.ndarray], ids: dict[str, int]
-) -> tuple:
+) -> tuple[np.ndarray, np.ndarray]:
     """(tokens uint16 [n], counted bool [n]) of a conversation; the template is in the text at the top."""
-    pieces: list[np.ndarray] = []
-    counts: list[bool] = []
-
-    def add(piece: str | np.ndarray, counted: bool) -> None:
-        pieces.append(np.array([ids[piece]], dtype=np.uint16) if isinstance(piece, str) else piece)
-        counts.append(counted)
-
-    add("<|bos|>", False)
+    # Special tokens by name, and texts as tokens; beside each whether it counts.
+    pieces: list[tuple[str | np.ndarray, bool]] = [("<|bos|>", False)]
     for role, parts in messages:
-        assistant = role == "assistant"
-        add(f"<|{role}_start|>", False)
+        is_assistant = role == "assistant"
+        pieces.append((f"<|{role}_start|>", False))
         for kind, text in parts:
-            counted = assistant and kind != "python_output"
-            if kind in MARKS:
-                add(MARKS[kind][0], counted)
-            add(encode(text), counted)
-            if kind in MARKS:
-                add(MARKS[kind][1], counted)
-        add(f"<|{role}_end|>", assistant)
-    return np.concatenate(pieces), np.repeat(counts, [len(piece) for piece in pieces])
+            counted = is_assistant and kind != "python_output"
+            start, end = MARKS.get(kind, (None, None))
+            if start:
+                pieces.append((start, counted))
+            pieces.append((encode(text), counted))
+            if end:
+                pieces.append((end, counted))
+        pieces.append((f"<|{role}_end|>", is_assistant))
+    tokens = [
+        np.array([ids[piece]], dtype=np.uint16) if isinstance(piece, str) else piece
+        for piece, _ in pieces
+    ]
+    counts = [counted for _, counted in pieces]
+    return np.concatenate(tokens), np.repeat(counts, list(map(len, tokens)))
 
 
-# --- sources ----------------------------------------------------------------------------------------------
+# ==== sources
+
+# Where it stands, the conversation or None, and what is wrong with it or "".
+Record = tuple[str, Any, str]
 
 
 class Source(NamedTuple):
-    """A --source, parsed. read(split) gives (where, conversation or None, what is wrong with it)."""
+    """A --source, parsed. read(split) gives its records."""
 
     name: str  # for dataset.json, without folders
     weight: float
     inputs: list[list[Any]]  # as sources.identify gives them
-    read: Callable[[str], Iterator[tuple[str, Any, str]]]
+    read: Callable[[str], Iterator[Record]]
     generated: bool = False
 
 
-def parse_source(spec: str, flag: str, seed: int, val_fraction: float) -> Source:
+class Draws(NamedTuple):
+    """What the generated sources need to know."""
+
+    flag: str  # "--source" or "--val-source"
+    seed: int
+    val_fraction: float
+
+    def total(self, count: int, split: str) -> int:
+        """How many tasks a split gets: a --val-source is all validation."""
+        if split == "train" or self.flag == "--val-source":
+            return count
+        return max(1, round(count * self.val_fraction))
+
+
+def parse_source(spec: str, draws: Draws) -> Source:
     """Resolves a --source or --val-source; mistakes end the script before anything is read."""
     kind, colon, rest = spec.partition(":")
     if kind == "addition" and colon:
-        return addition_source(rest, flag, seed, val_fraction)
+        return addition_source(rest, draws)
     if kind not in ("gsm8k", "spelling") or not colon:
         kind, rest = "chat", spec
     path, number = rest, ""
     if match := re.fullmatch(r"(.+):(-?[0-9.]+)", rest):
         path, number = match.groups()
-    try:
-        weight = float(number or 1)
-    except ValueError:
-        weight = 0.0
-    most = MOST_TASKS if kind == "spelling" else MOST_TIMES
-    if not 0 < weight <= most:
-        fail(
-            f"{flag} {spec} has the weight {number}, which must be a number above 0 and at most {most}; 2 means "
-            f"twice, 0.5 half"
-        )
     if kind == "spelling":
-        if weight != int(weight):
-            fail(f"{flag} {spec}: the number of spelling tasks must be whole, found {number}")
-        count = int(weight) if number else SPELLING_COUNT
-        words = read_words(Path(path), flag)
+        return spelling_source(path, number, draws)
+    weight = parse_number(number or "1", MOST_TIMES)
+    if not weight:
+        fail(
+            f"{draws.flag} {spec} has the weight {number}, which must be a number above 0 and at most {MOST_TIMES}; "
+            "2 means twice, 0.5 half"
+        )
+    return file_source(kind, path, weight)
 
-        def generate(split: str) -> Iterator[tuple[str, Any, str]]:
-            total = (
-                count
-                if split == "train" or flag == "--val-source"
-                else max(1, round(count * val_fraction))
-            )
-            for i, value in enumerate(spelling_tasks(words, total, split, seed)):
-                yield f"task {i + 1}", value, ""
 
-        return Source(f"spelling:{Path(path).name}:{count}", 1.0, [], generate, True)
+def parse_number(text: str, most: float) -> float:
+    """A number above 0 and at most `most`, else 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        return 0.0
+    return value if 0 < value <= most else 0.0
+
+
+def file_source(kind: str, path: str, weight: float) -> Source:
+    """Conversations or, of kind "gsm8k", problems in files on this machine or of a Hugging Face dataset."""
     name = path = NAMED.get(path, path)
     if path.startswith("hf:"):
         repo, commit, files = hub_files(path)
         inputs = [[f"{repo}/{file}", *content] for file, content in files.items()]
-
-        def open_files() -> Iterator[Path]:
-            import hub
-
-            yield from (hub.fetch(repo, file, commit) for file in files)
-
+        open_files = [partial(hub.fetch, repo, file, commit) for file in files]
     else:
         paths = local_paths(path, SUFFIXES)
-        inputs = [identify(p) for p in paths]
-        name = ",".join(p.name for p in paths)
-
-        def open_files() -> Iterator[Path]:
-            yield from paths
-
-    def read(split: str) -> Iterator[tuple[str, Any, str]]:
-        for file in open_files():
-            for where, value, problem in records(
-                file, ("question", "answer") if kind == "gsm8k" else ("messages",)
-            ):
-                if kind == "gsm8k" and not problem:
-                    try:
-                        value = gsm8k_conversation(value)
-                    except ValueError as error:
-                        problem = str(error)
-                yield where, value, problem
-
+        inputs = [identify(path) for path in paths]
+        name = ",".join(path.name for path in paths)
+        open_files = [partial(Path, path) for path in paths]
     prefix = "gsm8k:" if kind == "gsm8k" else ""
-    return Source(f"{prefix}{name}:{weight:g}", weight, inputs, read)
+    return Source(f"{prefix}{name}:{weight:g}", weight, inputs, partial(read_files, kind, open_files))
 
 
-def records(path: Path, columns: tuple[str, ...]) -> Iterator[tuple[str, Any, str]]:
-    """(where it stands, value, "" or what is wrong) for each line or row of a file."""
-    if not path.name.endswith(".parquet"):
-        for number, line in enumerate(read_lines(path), 1):
-            if line.strip():
+def read_files(kind: str, open_files: list[Callable[[], Path]], split: str) -> Iterator[Record]:
+    columns = ("question", "answer") if kind == "gsm8k" else ("messages",)
+    for open_file in open_files:
+        for where, value, problem in records(open_file(), columns):
+            if kind == "gsm8k" and not problem:
                 try:
-                    yield f"{path} line {number}", json.loads(line), ""
-                except (ValueError, RecursionError) as problem:
-                    yield f"{path} line {number}", None, f"it is not valid JSON ({problem})"
+                    value = gsm8k_conversation(value)
+                except ValueError as error:
+                    problem = str(error)
+            yield where, value, problem
+
+
+def records(path: Path, columns: tuple[str, ...]) -> Iterator[Record]:
+    """(where it stands, value, "" or what is wrong) for each line or row of a file."""
+    if path.name.endswith(".parquet"):
+        yield from rows(path, columns)
         return
+    for number, line in enumerate(read_lines(path), 1):
+        if line.strip():
+            try:
+                yield f"{path} line {number}", json.loads(line), ""
+            except (ValueError, RecursionError) as problem:
+                yield f"{path} line {number}", None, f"it is not valid JSON ({problem})"
+
+
+def rows(path: Path, columns: tuple[str, ...]) -> Iterator[Record]:
+    """records of a parquet file."""
     import pyarrow
     import pyarrow.parquet
 
     number = 0
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            if missing := [c for c in columns if c not in file.schema_arrow.names]:
-                fail(f"{path} has no column {missing[0]!r} (found: {', '.join(file.schema_arrow.names)}); choose a "
-                     f"file of that form")  # fmt: skip
+            names = file.schema_arrow.names
+            missing = [column for column in columns if column not in names]
+            if missing:
+                fail(f"{path} has no column {missing[0]!r} (found: {', '.join(names)}); choose a file of that form")
             for batch in file.iter_batches(1024, columns=list(columns)):
                 for value in batch.to_pylist():
                     number += 1
@@ -273,11 +287,7 @@ def gsm8k_conversation(value: Any) -> dict[str, Any]:
         elif is_note and expression and result:  # an empty note says nothing
             parts.append({"type": "python", "text": expression})
             parts.append({"type": "python_output", "text": result})
-    messages = [
-        {"role": "user", "content": texts[0].strip()},
-        {"role": "assistant", "content": parts},
-    ]
-    return {"messages": messages}
+    return conversation(texts[0].strip(), parts)
 
 
 def read_words(path: Path, flag: str) -> list[str]:
@@ -287,9 +297,7 @@ def read_words(path: Path, flag: str) -> list[str]:
     lines = (line.decode("utf-8", "replace").strip().lower() for line in read_lines(path))
     words = list(dict.fromkeys(word for word in lines if word.isalpha() and 2 <= len(word) <= 20))
     if not any(map(is_val_word, words)) or all(map(is_val_word, words)):
-        fail(
-            f"{path} holds {len(words)} usable words, too few for a training and a validation part; give more words"
-        )
+        fail(f"{path} holds {len(words)} usable words, too few for a training and a validation part; give more words")
     return words
 
 
@@ -305,9 +313,31 @@ SPELL = (
     "Please spell the word {w}",
 )
 COUNT = (
-    "How many times does the letter {l} appear in {w}?", "How many {l} are in the word {w}", "Count the {l} in {w}.",
-    "How often does {w} contain the letter {l}?", "Tell me the number of {l} in {w}", "In {w}, how many {l} are there?",
-)  # fmt: skip
+    "How many times does the letter {l} appear in {w}?",
+    "How many {l} are in the word {w}",
+    "Count the {l} in {w}.",
+    "How often does {w} contain the letter {l}?",
+    "Tell me the number of {l} in {w}",
+    "In {w}, how many {l} are there?",
+)
+
+
+def spelling_source(path: str, number: str, draws: Draws) -> Source:
+    count = parse_number(number or str(SPELLING_COUNT), MOST_TASKS)
+    if not count or count != int(count):
+        fail(
+            f"{draws.flag} spelling:{path}:{number} must have a whole number of tasks from 1 to {MOST_TASKS} at its "
+            f"end, found {number}"
+        )
+    words = read_words(Path(path), draws.flag)
+    read = partial(read_spelling, words, int(count), draws)
+    return Source(f"spelling:{Path(path).name}:{int(count)}", 1.0, [], read, True)
+
+
+def read_spelling(words: list[str], count: int, draws: Draws, split: str) -> Iterator[Record]:
+    tasks = spelling_tasks(words, draws.total(count, split), split, draws.seed)
+    for number, task in enumerate(tasks, 1):
+        yield f"task {number}", task, ""
 
 
 def spelling_tasks(words: list[str], count: int, split: str, seed: int) -> Iterator[dict[str, Any]]:
@@ -319,31 +349,37 @@ def spelling_tasks(words: list[str], count: int, split: str, seed: int) -> Itera
         quote = rng.choice(("", "", "'", '"'))
         shown = f"{quote}{word}{quote}"
         if i % 2 == 0:
-            question, answer = rng.choice(SPELL).format(w=shown), f"{word}:{','.join(word)}"
+            question = rng.choice(SPELL).format(w=shown)
+            answer = f"{word}:{','.join(word)}"
         else:
             # One time in ten a letter that may not be there at all.
-            letter = (
-                rng.choice(word) if rng.random() < 0.9 else rng.choice("abcdefghijklmnopqrstuvwxyz")
-            )
+            letters = word if rng.random() < 0.9 else "abcdefghijklmnopqrstuvwxyz"
+            letter = rng.choice(letters)
             question = rng.choice(COUNT).format(w=shown, l=f"{quote}{letter}{quote}")
-            number, lines = 0, [f"{word}:{','.join(word)}"]
-            for c in word:
-                number += c == letter
-                lines.append(f"{c}:{number}")
-            answer = [
-                {"type": "text", "text": "\n".join(lines) + "\n"},
-                {"type": "python", "text": f"'{word}'.count('{letter}')"},
-                {"type": "python_output", "text": str(number)},
-                {"type": "text", "text": f"\n#### {number}"},
-            ]
+            answer = count_letter(word, letter)
         if rng.random() < 0.3:
             question = question.lower()
-        yield {
-            "messages": [
-                {"role": "user", "content": question},
-                {"role": "assistant", "content": answer},
-            ]
-        }
+        yield conversation(question, answer)
+
+
+def count_letter(word: str, letter: str) -> list[dict[str, str]]:
+    """An answer that counts a letter, by hand and with the tool."""
+    number = 0
+    lines = [f"{word}:{','.join(word)}"]
+    for c in word:
+        number += c == letter
+        lines.append(f"{c}:{number}")
+    return [
+        {"type": "text", "text": "\n".join(lines) + "\n"},
+        {"type": "python", "text": f"'{word}'.count('{letter}')"},
+        {"type": "python_output", "text": str(number)},
+        {"type": "text", "text": f"\n#### {number}"},
+    ]
+
+
+def conversation(question: str, answer: str | list[dict[str, str]]) -> dict[str, Any]:
+    user, assistant = {"role": "user", "content": question}, {"role": "assistant", "content": answer}
+    return {"messages": [user, assistant]}
 
 
 def is_val_sum(a: int, b: int) -> bool:
@@ -372,102 +408,110 @@ def addition_texts(a: int, b: int) -> tuple[str, str]:
     return f"What is {a} + {b}?", "\n".join([*lines, f"#### {a + b}"])
 
 
-def addition_source(rest: str, flag: str, seed: int, val_fraction: float) -> Source:
+def addition_source(rest: str, draws: Draws) -> Source:
     match = re.fullmatch(r"([0-9]{1,9})(?::([0-9]{1,2}))?", rest)
-    count, most = (int(match[1]), int(match[2] or 2)) if match else (0, 0)
-    if not 1 <= count <= MOST_TASKS or not 1 <= most <= 18:
-        fail(f"{flag} addition:{rest} must be addition:COUNT or addition:COUNT:DIGITS with 1 to {MOST_TASKS} tasks and "
-             f"1 to 18 digits, e.g. addition:2000:2")  # fmt: skip
-
-    def generate(split: str) -> Iterator[tuple[str, Any, str]]:
-        total = (
-            count
-            if split == "train" or flag == "--val-source"
-            else max(1, round(count * val_fraction))
+    count, digits = (int(match[1]), int(match[2] or 2)) if match else (0, 0)
+    if not 1 <= count <= MOST_TASKS or not 1 <= digits <= 18:
+        fail(
+            f"{draws.flag} addition:{rest} must be addition:COUNT or addition:COUNT:DIGITS with 1 to {MOST_TASKS} "
+            "tasks and 1 to 18 digits, e.g. addition:2000:2"
         )
-        rng = random.Random(f"{seed} addition {split}")
-        for i in range(total):
-            roles = zip(
-                ("user", "assistant"),
-                addition_texts(*draw_sum(rng, rng.randint(1, most), split)),
-                strict=True,
-            )
-            yield (
-                f"task {i + 1}",
-                {"messages": [{"role": role, "content": text} for role, text in roles]},
-                "",
-            )
-
-    return Source(f"addition:{count}:{most}", 1.0, [], generate, True)
+    read = partial(read_sums, count, digits, draws)
+    return Source(f"addition:{count}:{digits}", 1.0, [], read, True)
 
 
-# --- encoding ---------------------------------------------------------------------------------------------
+def read_sums(count: int, digits: int, draws: Draws, split: str) -> Iterator[Record]:
+    rng = random.Random(f"{draws.seed} addition {split}")
+    for number in range(1, draws.total(count, split) + 1):
+        texts = addition_texts(*draw_sum(rng, rng.randint(1, digits), split))
+        yield f"task {number}", conversation(*texts), ""
+
+
+# ==== encoding
 
 
 class Pool(NamedTuple):
-    """The encoded conversations of a split: tokens and counted of each, and the order to write them in."""
+    """The encoded conversations of a split: (tokens, counted) of each, the order to write them in, and how many were
+    cut, dropped or bad."""
 
-    tokens: list[np.ndarray]
-    counted: list[np.ndarray]
+    talks: list[tuple[np.ndarray, np.ndarray]]
     order: list[int]
+    tally: Counter
+
+    def put(self, found: list[tuple], weight: float, rng: np.random.Generator) -> None:
+        """Adds conversations, each int(weight) times, and the rest of the weight as a drawn part of them."""
+        start = len(self.talks)
+        self.talks.extend(found)
+        whole = int(weight)
+        rest = rng.choice(len(found), round((weight - whole) * len(found)), replace=False)
+        self.order.extend([*range(start, start + len(found))] * whole)
+        self.order.extend(start + int(i) for i in sorted(rest))
+
+
+def encode_records(encoding: Any, batch: list[Record]) -> list[tuple]:
+    """(where, tokens, counted) of each record, or (where, what is wrong, None)."""
+    ids = tokenizer.special_tokens(encoding)
+    encode = partial(tokenizer.encode, encoding)
+    done = []
+    for where, value, problem in batch:
+        try:
+            if problem:
+                raise ValueError(problem)
+            done.append((where, *render(check_messages(value), encode, ids)))
+        except ValueError as error:
+            done.append((where, str(error), None))
+    return done
+
+
+def in_threads(
+    work: Callable[[list], list], stream: Iterator[Any], workers: int
+) -> Iterator[Any]:
+    """The results of work over batches of a stream, in order.
+
+    Threads are enough: the encoder, which is nearly all of the work, runs without Python's lock.
+    """
+    waiting: deque = deque()
+    with ThreadPoolExecutor(workers) as threads:
+        try:
+            while batch := list(islice(stream, BATCH)):
+                waiting.append(threads.submit(work, batch))
+                if len(waiting) > 2 * workers:
+                    yield from waiting.popleft().result()
+            while waiting:
+                yield from waiting.popleft().result()
+        finally:
+            threads.shutdown(cancel_futures=True)
 
 
 def encode_source(
     source: Source, split: str, encoding: Any, args: argparse.Namespace, tally: Counter
-) -> list[tuple]:
+) -> list[tuple[np.ndarray, np.ndarray]]:
     """(tokens, counted) of every conversation of a source, in its order, cut to --max-len."""
-    ids = tokenizer.special_tokens(encoding)
-
-    def work(batch: list[tuple[str, Any, str]]) -> list[tuple]:
-        done = []
-        for where, value, problem in batch:
-            try:
-                if problem:
-                    raise ValueError(problem)
-                done.append(
-                    (
-                        where,
-                        *render(
-                            check_messages(value),
-                            lambda text: tokenizer.encode(encoding, text),
-                            ids,
-                        ),
-                    )
-                )
-            except ValueError as error:
-                done.append((where, str(error), None))
-        return done
-
-    def results() -> Iterator[tuple]:
-        stream, waiting = source.read(split), deque()
-        # Threads are enough: the encoder, which is nearly all of the work, runs without Python's lock.
-        with ThreadPoolExecutor(args.workers) as threads:
-            try:
-                while batch := list(islice(stream, BATCH)):
-                    waiting.append(threads.submit(work, batch))
-                    if len(waiting) > 2 * args.workers:
-                        yield from waiting.popleft().result()
-                while waiting:
-                    yield from waiting.popleft().result()
-            finally:
-                threads.shutdown(cancel_futures=True)
-
-    found = []
+    work = partial(encode_records, encoding)
+    results = in_threads(work, source.read(split), args.workers)
+    found, dropped = [], 0
     for where, tokens, counted in tqdm(
-        results(), desc=source.name, unit=" conversations", disable=None
+        results, desc=source.name, unit=" conversations", disable=None
     ):
         if counted is None:
             if not args.skip_bad:
                 fail(f"{where}: {tokens}; fix it, or leave out such conversations with --skip-bad")
             tally["bad"] += 1
             continue
-        if len(tokens) > args.max_len:
-            tokens, counted = tokens[: args.max_len], counted[: args.max_len]
-            if not counted.any():  # only a question is left, which teaches nothing
-                tally["dropped"] += 1
-                continue
-            tally["cut"] += 1
+        is_long = len(tokens) > args.max_len
+        tokens, counted = tokens[: args.max_len], counted[: args.max_len]
+        # Only a question is left, which teaches nothing.
+        if not counted.any():
+            dropped += 1
+            continue
+        tally["cut"] += is_long
         found.append((tokens, counted))
+    tally["dropped"] += dropped
+    if not found and dropped:
+        fail(
+            f"--source {source.name}: cut to --max-len {args.max_len} tokens, none of its {dropped} conversations has "
+            "an answer left; give a larger --max-len"
+        )
     if not found:
         fail(f"--source {source.name} gives no conversation; check the file")
     return found
@@ -475,224 +519,215 @@ def encode_source(
 
 def fill_pools(
     sources: list[Source], val_sources: list[Source], encoding: Any, args: argparse.Namespace
-) -> tuple:
-    """The pools of both splits and how many conversations were cut, dropped or bad in each."""
-    pools = {split: Pool([], [], []) for split in ("train", "val")}
-    tallies = {split: Counter() for split in pools}
-
-    def put(split: str, found: list[tuple], weight: float, rng: np.random.Generator) -> None:
-        pool, start = pools[split], len(pools[split].tokens)
-        pool.tokens.extend(tokens for tokens, _ in found)
-        pool.counted.extend(counted for _, counted in found)
-        whole = int(weight)
-        chosen = rng.choice(len(found), round((weight - whole) * len(found)), replace=False)
-        pool.order.extend(
-            [start + i for i in range(len(found))] * whole
-            + [start + int(i) for i in sorted(chosen)]
-        )
-
+) -> dict[str, Pool]:
+    """The conversations of both splits."""
+    pools = {split: Pool([], [], Counter()) for split in ("train", "val")}
+    train, val = pools["train"], pools["val"]
     for i, source in enumerate(sources):
         rng = np.random.default_rng([args.seed, 0, i])
-        found = encode_source(source, "train", encoding, args, tallies["train"])
+        found = encode_source(source, "train", encoding, args, train.tally)
         if not val_sources and source.generated:
-            put("val", encode_source(source, "val", encoding, args, tallies["val"]), 1.0, rng)
+            val.put(encode_source(source, "val", encoding, args, val.tally), 1.0, rng)
         elif not val_sources:
-            if len(found) < 2:
-                fail(
-                    f"--source {source.name} gives one conversation, too few to hold one out; give --val-source"
-                )
-            held = set(
-                rng.choice(
-                    len(found), max(1, round(args.val_fraction * len(found))), replace=False
-                ).tolist()
-            )
-            put("val", [f for j, f in enumerate(found) if j in held], 1.0, rng)
-            found = [f for j, f in enumerate(found) if j not in held]
-        put("train", found, source.weight, rng)
+            found, held_out = hold_out(found, args.val_fraction, source.name, rng)
+            val.put(held_out, 1.0, rng)
+        train.put(found, source.weight, rng)
     for i, source in enumerate(val_sources):
-        found = encode_source(source, "val", encoding, args, tallies["val"])
-        put("val", found, source.weight, np.random.default_rng([args.seed, 1, i]))
+        found = encode_source(source, "val", encoding, args, val.tally)
+        val.put(found, source.weight, np.random.default_rng([args.seed, 1, i]))
     for i, (split, pool) in enumerate(pools.items()):
         if not pool.order:
             fail(f"the weights leave no {split} conversation; raise them")
         np.random.default_rng([args.seed, 2, i]).shuffle(pool.order)
-    return pools, tallies
+    return pools
 
 
-# --- writing ----------------------------------------------------------------------------------------------
+def hold_out(
+    found: list[tuple], fraction: float, name: str, rng: np.random.Generator
+) -> tuple[list[tuple], list[tuple]]:
+    """(the rest, a drawn part) of conversations."""
+    if len(found) < 2:
+        fail(f"--source {name} gives one conversation, too few to hold one out; give --val-source")
+    count = max(1, round(fraction * len(found)))
+    chosen = set(rng.choice(len(found), count, replace=False).tolist())
+    rest = [talk for i, talk in enumerate(found) if i not in chosen]
+    return rest, [talk for i, talk in enumerate(found) if i in chosen]
+
+
+# ==== writing
 
 
 def write_split(
-    folder: Path,
-    split: str,
-    pool: Pool,
-    shard_tokens: int,
-    sha: str,
-    encoding: Any,
-    lengths: np.ndarray,
+    folder: Path, split: str, pool: Pool, shard_tokens: int, tokenizer_path: Path
 ) -> dict[str, dict]:
     """The shards and masks of a split; returns their entries for dataset.json. No conversation lies in two shards."""
-    files: dict[str, dict] = {}
-    shard: list[int] = []
+    shards: list[list] = [[]]
     size = 0
-
-    def flush() -> None:
-        name = f"{split}_{len(files) // 2:06d}"
-        tokens = np.concatenate([pool.tokens[i] for i in shard])
-        mask = np.concatenate([pool.counted[i] for i in shard]).astype(np.uint16)
-        counts = {
-            "tokens": len(tokens),
-            "counted_tokens": int(mask.sum()),
-            "conversations": len(shard),
-            "text_bytes": int(lengths[tokens].sum()),
-        }
-        path = folder / f"{name}.bin"
-        written = write_shard(path, tokens, tokenizer.bos_id(encoding), encoding.n_vocab, sha)
-        files[f"sft/{name}.bin"] = {**counts, **entry_of(path, written)}
-
-        path = folder / f"{name}.mask.bin"
-        written = write_shard(path, mask, None, 2, sha)
-        files[f"sft/{name}.mask.bin"] = {"tokens": len(mask), **entry_of(path, written)}
-
     for i in pool.order:
-        if shard and size + len(pool.tokens[i]) > shard_tokens:
-            flush()
-            shard, size = [], 0
-        shard.append(i)
-        size += len(pool.tokens[i])
-    flush()
+        length = len(pool.talks[i][0])
+        if shards[-1] and size + length > shard_tokens:
+            shards.append([])
+            size = 0
+        shards[-1].append(pool.talks[i])
+        size += length
+    files: dict[str, dict] = {}
+    for number, talks in enumerate(shards):
+        files |= write_pair(folder / f"{split}_{number:06d}.bin", talks, tokenizer_path)
     return files
 
 
-def sum_files(files: dict[str, dict], split: str) -> dict[str, int]:
-    entries = [
-        e
-        for path, e in files.items()
-        if path.startswith(f"sft/{split}_") and not path.endswith(".mask.bin")
-    ]
+def write_pair(path: Path, talks: list[tuple], tokenizer_path: Path) -> dict[str, dict]:
+    """A shard of conversations and its mask; returns the entries of both."""
+    encoding, sha256 = tokenizer.load(tokenizer_path), sha256_file(tokenizer_path)
+    lengths = tokenizer.token_bytes(tokenizer_path)
+    tokens = np.concatenate([tokens for tokens, _ in talks])
+    mask = np.concatenate([counted for _, counted in talks]).astype(np.uint16)
+    counts = {
+        "tokens": len(tokens),
+        "counted_tokens": int(mask.sum()),
+        "conversations": len(talks),
+        "text_bytes": int(lengths[tokens].sum()),
+    }
+    mask_path = path.with_name(f"{path.stem}.mask.bin")
+    written = write_shard(path, tokens, tokenizer.bos_id(encoding), encoding.n_vocab, sha256)
+    mask_written = write_shard(mask_path, mask, None, 2, sha256)
     return {
-        key: sum(e[key] for e in entries) for key in ("tokens", "counted_tokens", "conversations")
+        f"sft/{path.name}": {**counts, **entry_of(path, written)},
+        f"sft/{mask_path.name}": {"tokens": len(mask), **entry_of(mask_path, mask_written)},
     }
 
 
-def register(out: Path, files: dict[str, dict], notes: dict[str, Any] | None) -> dict[str, Any]:
+def sum_files(files: dict[str, dict], split: str) -> dict[str, int]:
+    names = [name for name in files if name.startswith(f"sft/{split}_")]
+    entries = [files[name] for name in names if not name.endswith(".mask.bin")]
+    keys = ("tokens", "counted_tokens", "conversations")
+    return {key: sum(entry[key] for entry in entries) for key in keys}
+
+
+def register(out: Path, files: dict[str, dict], notes: dict[str, Any] | None) -> None:
     """Replaces what dataset.json says about sft/ by these files (none: forgets them), in one rename."""
     dataset = read_dataset(out)
     dataset.pop("sft", None)
     kept = {path: entry for path, entry in dataset["files"].items() if not path.startswith("sft/")}
-    splits = {
-        name: split
-        for name, split in dataset.get("splits", {}).items()
-        if not name.startswith("sft_")
-    }
+    splits = dataset.get("splits", {})
+    dataset["splits"] = {name: splits[name] for name in splits if not name.startswith("sft_")}
     if files:
-        splits |= {f"sft_{split}": sum_files(files, split) for split in ("train", "val")}
+        dataset["splits"] |= {f"sft_{split}": sum_files(files, split) for split in ("train", "val")}
         dataset["sft"] = notes
-    dataset["splits"] = splits
     dataset["files"] = {**kept, **files}
     write_dataset(out, dataset)
-    return read_dataset(out)
+
+
+def open_tokenizer(out: Path) -> Any:
+    """The encoding of a dataset; ends the script if it cannot spell conversations."""
+    path = out / "tokenizer.json"
+    encoding = tokenizer.load(path)
+    if read_dataset(out)["tokenizer_sha256"] != sha256_file(path):
+        fail(f"{path} is not the one that dataset.json states; restore it or build the dataset again")
+    missing = set(tokenizer.SPECIAL_TOKENS) - set(tokenizer.special_tokens(encoding))
+    if missing:
+        fail(
+            f"the tokenizer of {out} has no {sorted(missing)[0]} token, which conversations need; choose a dataset "
+            "whose tokenizer was made by data/tokenizer.py train"
+        )
+    return encoding
 
 
 def build(args: argparse.Namespace) -> None:
     out = args.data
-    dataset = read_dataset(out)
-    encoding, sha = tokenizer.load(out / "tokenizer.json"), sha256_file(out / "tokenizer.json")
-    if dataset.get("tokenizer_sha256", sha) != sha:
-        fail(
-            f"{out}/tokenizer.json is not the one that dataset.json states; restore it or build the dataset again"
-        )
-    missing = set(tokenizer.SPECIAL_TOKENS) - set(tokenizer.special_tokens(encoding))
-    if missing:
-        fail(f"the tokenizer of {out} has no {sorted(missing)[0]} token, which conversations need; choose a dataset "
-             f"whose tokenizer was made by data/tokenizer.py train")  # fmt: skip
-    sources = [parse_source(spec, "--source", args.seed, args.val_fraction) for spec in args.source]
-    val_sources = [
-        parse_source(spec, "--val-source", args.seed, args.val_fraction) for spec in args.val_source
-    ]
+    encoding = open_tokenizer(out)
+    draws = Draws("--source", args.seed, args.val_fraction)
+    sources = [parse_source(spec, draws) for spec in args.source]
+    draws = draws._replace(flag="--val-source")
+    val_sources = [parse_source(spec, draws) for spec in args.val_source]
     # Even two of --source: each would draw its own conversations to hold out.
     check_apart(*(source.inputs for source in [*sources, *val_sources]))
     start = time.perf_counter()
-    pools, tallies = fill_pools(sources, val_sources, encoding, args)
+    pools = fill_pools(sources, val_sources, encoding, args)
     seconds = time.perf_counter() - start
-    # The new folder takes the old one's place between two states of dataset.json, both of which are true.
+
+    notes = {
+        "sources": [source.name for source in sources],
+        "val_sources": [source.name for source in val_sources],
+        "max_len": args.max_len,
+        "seed": args.seed,
+    }
+    for split, pool in pools.items():
+        notes[split] = {name: pool.tally[name] for name in ("cut", "dropped", "bad")}
+    write_folder(out, pools, notes, args.shard_tokens)
+    print_totals(out, pools, args.max_len)
+    if line := tell_shared(out, tokenizer.bos_id(encoding), "sft"):
+        print(f"note: {line}")
+    read = sum(len(tokens) for pool in pools.values() for tokens, _ in pool.talks)
+    rate = f"{read / seconds:,.0f} tokens/s"
+    print(f"encoded {read:,} tokens in {seconds:.1f} s with {args.workers} threads ({rate})")
+    print(f"wrote {out / 'sft'}")
+
+
+def write_folder(out: Path, pools: dict[str, Pool], notes: dict, shard_tokens: int) -> None:
+    """Writes all shards. The new folder takes the old one's place between two states of dataset.json, both true."""
     new = out / ".sft.new.tmp"
     remove_leftovers(out)
     files: dict[str, dict] = {}
-    lengths = tokenizer.token_bytes(out / "tokenizer.json")
     try:
         for split, pool in pools.items():
-            files |= write_split(new, split, pool, args.shard_tokens, sha, encoding, lengths)
+            files |= write_split(new, split, pool, shard_tokens, out / "tokenizer.json")
         register(out, {}, None)
         replace_folder(new, out / "sft")
     finally:
         shutil.rmtree(new, ignore_errors=True)
-    tally_names = ("cut", "dropped", "bad")
-    notes = {
-        "sources": [s.name for s in sources], "val_sources": [s.name for s in val_sources], "max_len": args.max_len,
-        "seed": args.seed, **{s: {name: tallies[s][name] for name in tally_names} for s in tallies},
-    }  # fmt: skip
-    splits = register(out, files, notes)["splits"]
-    for split, tally in tallies.items():
-        total = splits[f"sft_{split}"]
-        print(f"{split}: {total['conversations']:,} conversations, {total['tokens']:,} tokens, "
-              f"{total['counted_tokens']:,} of them counted ({total['counted_tokens'] / total['tokens']:.1%}); "
-              f"{tally['cut']:,} cut to {args.max_len:,} tokens, {tally['dropped']:,} with no answer left, "
-              f"{tally['bad']:,} bad ones left out")  # fmt: skip
-    read = sum(len(tokens) for pool in pools.values() for tokens in pool.tokens)
-    print(
-        f"encoded {read:,} tokens in {seconds:.1f} s with {args.workers} threads ({read / seconds:,.0f} tokens/s)"
-    )
-    print(f"wrote {out / 'sft'}")
+    register(out, files, notes)
+
+
+def print_totals(out: Path, pools: dict[str, Pool], max_len: int) -> None:
+    for split, total in read_dataset(out)["splits"].items():
+        if not split.startswith("sft_"):
+            continue
+        tally = pools[split.removeprefix("sft_")].tally
+        share = total["counted_tokens"] / total["tokens"]
+        print(
+            f"{split.removeprefix('sft_')}: {total['conversations']:,} conversations, {total['tokens']:,} tokens, "
+            f"{total['counted_tokens']:,} of them counted ({share:.1%}); {tally['cut']:,} cut to {max_len:,} tokens, "
+            f"{tally['dropped']:,} with no answer left, {tally['bad']:,} bad ones left out"
+        )
 
 
 def main() -> None:
+    args = parse_arguments()
+    read_dataset(args.data)
+    with lock_folder(args.data):
+        build(args)
+
+
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Conversations to token shards with loss masks.")
     add = parser.add_argument
-    add(
-        "--data",
-        required=True,
-        type=Path,
-        help="dataset directory whose tokenizer is used, e.g. data/shards/NAME",
+    folder = "dataset directory whose tokenizer is used, e.g. data/shards/NAME"
+    add("--data", required=True, type=Path, help=folder)
+    kinds = (
+        "file, glob, hf:REPO/GLOB, smol-smoltalk, gsm8k:FILE, spelling:WORDFILE[:COUNT], "
+        "addition:COUNT[:DIGITS]; repeatable"
     )
-    add("--source", required=True, action="append", metavar="SPEC[:WEIGHT]",
-        help="file, glob, hf:REPO/GLOB, smol-smoltalk, gsm8k:FILE, spelling:WORDFILE[:COUNT], "
-             "addition:COUNT[:DIGITS]; repeatable")  # fmt: skip
-    add(
-        "--val-source",
-        action="append",
-        default=[],
-        metavar="SPEC[:WEIGHT]",
-        help="validation; repeatable",
-    )
+    add("--source", required=True, action="append", metavar="SPEC[:WEIGHT]", help=kinds)
+    held_out = "validation; repeatable"
+    add("--val-source", action="append", default=[], metavar="SPEC[:WEIGHT]", help=held_out)
     add("--val-fraction", type=float, default=0.01, help="held out if there is no --val-source")
-    add(
-        "--max-len",
-        type=int,
-        default=2048,
-        help="most tokens of a conversation; longer ones are cut at the end",
-    )
+    most = "most tokens of a conversation; longer ones are cut at the end"
+    add("--max-len", type=int, default=2048, help=most)
     add("--skip-bad", action="store_true", help="leave out malformed conversations, and count them")
     add("--seed", type=int, default=1337, help="of the shuffle and of all draws")
     add("--shard-tokens", type=int, default=SHARD_TOKENS, help="tokens in a shard")
     add("--workers", type=int, default=available_cores(), help="encoding threads")
     args = parser.parse_args()
     for flag, least in (("max_len", 8), ("shard_tokens", 1), ("workers", 1), ("seed", 0)):
-        if getattr(args, flag) < least:
-            fail(
-                f"--{flag.replace('_', '-')} must be at least {least}, found {getattr(args, flag)}"
-            )
+        value = getattr(args, flag)
+        if value < least:
+            fail(f"--{flag.replace('_', '-')} must be at least {least}, found {value}")
     if args.workers > MAX_WORKERS:
-        fail(
-            f"--workers must be at most {MAX_WORKERS}, found {args.workers}; give one for each core"
-        )
+        fail(f"--workers must be at most {MAX_WORKERS}, found {args.workers}; give one for each core")
     if not 0 < args.val_fraction <= 0.5:
-        fail(
-            f"--val-fraction must lie above 0 and at most 0.5, found {args.val_fraction}; 0.01 is usual"
-        )
-    read_dataset(args.data)
-    with lock_folder(args.data):
-        build(args)
+        fail(f"--val-fraction must lie above 0 and at most 0.5, found {args.val_fraction}; 0.01 is usual")
+    return args
 
 
 if __name__ == "__main__":
