@@ -54,10 +54,10 @@ def write_run(folder: Path, bpe: Path, chat: bool = False, model=None, config=No
         config = tiny_config(**{"vocab_size": 900, "dtype": "float32", "data": "/home/me/secret", **overrides})
     model = model or random_model(config)
     folder.mkdir(parents=True)
-    state = {"step": 7, "val_bpb": 1.25}
-    ts.write_checkpoint(folder, model.state_dict(), {}, state)
+    state = {"step": 7, "identity": {}, "scores": {"val_bpb": 1.25}}
+    script(config).write_checkpoint(folder, (model.state_dict(), {}), state)
     description = {"config": dataclasses.asdict(config), "command": "finetune" if chat else "pretrain", "flags": []}
-    ts.write_description(folder, description)
+    (folder / "config.json").write_text(json.dumps(description | {"starts": [{"identity": {}}]}))
     entries = [{"step": 5, "loss": 2.0}, {"step": 7, "val_bpb": 1.25, "tokens": 4096}, {"step": 9, "val_bpb": 9.0}]
     (folder / "log.jsonl").write_text("".join(json.dumps(e) + "\n" for e in entries))
     shutil.copy(script(config).__file__, folder)
