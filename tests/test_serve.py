@@ -1175,7 +1175,7 @@ def test_signals_end_it_cleanly(runs, signum, drain):
 
 def test_user_errors(runs, tmp_path, talker, monkeypatch, capsys):
     port = talker.url.rpartition(":")[2]
-    for args, message in [((tmp_path,), "0 training scripts"),
+    for args, message in [((tmp_path, "--port", 0), "0 training scripts"),
                           ((runs[True], "--port", 99999), "port must be 0-65535"),
                           ((runs[True], "--port", 0, "--rows", -1), "must be at least 0, found -1, 256 and 10"),
                           ((runs[True], "--host", "203.0.113.1"), "cannot listen on 203.0.113.1"),
