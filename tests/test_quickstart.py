@@ -28,21 +28,6 @@ import zstandard
 from conftest import ROOT, TINY
 from processes import python
 
-SCRIPTS = (*(str(path.relative_to(ROOT)) for path in sorted((ROOT / "runs").glob("*.sh"))), ".ci/run")
-
-
-# ---- shell scripts
-
-
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_shell_syntax(name):
-    subprocess.run(["bash", "-n", ROOT / name], check=True)
-
-
-def test_ci_can_be_executed():
-    assert os.access(ROOT / ".ci/run", os.X_OK)
-
-
 REQUIREMENTS = ("requirements-quickstart.txt", "requirements.txt", "requirements-test.txt")
 PIN = re.compile(r"^([\w-]+)==([^\s;]+)(?: *; *(.+?))?(?: +#.*)?$", re.M)
 
@@ -61,14 +46,6 @@ def test_requirement_files_include_each_other():
     for name in REQUIREMENTS:
         lines = [line for line in (ROOT / name).read_text().splitlines() if not line.startswith(("#", "-r "))]
         assert lines and all(PIN.match(line) for line in lines)
-
-
-def test_triton_is_the_one_that_torch_requires():
-    """With the marker that torch 2.11.0 gives it; no other system has wheels of triton."""
-    assert pins("requirements-quickstart.txt")["torch"] == ("2.11.0", "")
-    assert pins("requirements-test.txt")["triton"] == (
-        "3.6.0", 'platform_system == "Linux" and python_version < "3.15"'
-    )  # fmt: skip
 
 
 def test_check_requirements_is_skipped_without_an_index():
@@ -91,9 +68,7 @@ def test_check_requirements(tmp_path, broken):
         environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "PIP_INDEX_URL": index}
         command = [sys.executable, ROOT / "dev/check_requirements.py"]
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    rows = [
-        line.split() for line in done.stdout.splitlines() if re.match(r"requirements.*\d$|requirements.*FAILS$", line)
-    ]
+    rows = [line.split() for line in done.stdout.splitlines() if re.match(r"requirements.*(\d|FAILS)$", line)]
     assert [row[-4:] for row in rows] == [["3"] * 4] * 11 + [["FAILS" if broken else "3"] * 4], done.stderr
     assert done.returncode == broken and done.stdout.count("no solution") == 4 * broken
 
@@ -221,7 +196,7 @@ def package_index(packages: dict[str, list[Path]]):
             pass
 
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
     try:
         yield f"http://127.0.0.1:{server.server_port}/simple", asked
@@ -300,9 +275,9 @@ def test_other_indexes_of_pip_do_not_disturb_the_cpu_build(stranger, cpu_index):
     assert stranger.setup(cpu_index[0], **extra)[1] == "2.13.0+cpu"
 
 
-@pytest.mark.parametrize("answer", ["refused", "silent", "other versions"])
+@pytest.mark.parametrize("answer", ["refused", "other versions"])
 def test_without_the_cpu_index_torch_comes_from_the_default_one(stranger, answer):
-    """A port on which nobody listens, a server that never answers, an index without this version."""
+    """A port on which nobody listens, or an index without this version."""
     with contextlib.ExitStack() as stack:
         if answer == "other versions":
             wheels = [fake_wheel(stranger.folder, "2.12.1+cpu")]
@@ -310,22 +285,18 @@ def test_without_the_cpu_index_torch_comes_from_the_default_one(stranger, answer
         else:
             listener = stack.enter_context(socket.socket())
             listener.bind(("127.0.0.1", 0))
-            if answer == "silent":
-                listener.listen()
             index = f"http://127.0.0.1:{listener.getsockname()[1]}/simple"
         said, version = stranger.setup(index, PIP_EXTRA_INDEX_URL=stranger.default_index)
     assert version == "2.13.0" and "does not offer the CPU build of torch 2.13.0 now" in said
     assert said.count("\n") == 3, said  # torch, requirements.txt, the path of python
 
 
-@pytest.mark.parametrize("reason", ["NVIDIA GPU", "macOS", "Git Bash", "TORCH_CPU_INDEX is empty"])
+@pytest.mark.parametrize("reason", ["NVIDIA GPU", "macOS", "TORCH_CPU_INDEX is empty"])
 def test_elsewhere_torch_comes_from_the_default_index(stranger, cpu_index, reason):
     if reason == "NVIDIA GPU":
         stranger.program("nvidia-smi", 'echo "GPU 0: NVIDIA H200 (UUID: GPU-1)"')
     if reason == "macOS":
         stranger.program("uname", "echo Darwin")
-    if reason == "Git Bash":
-        stranger.program("uname", "echo MINGW64_NT-10.0")
     said, version = stranger.setup("" if "empty" in reason else cpu_index[0])
     assert version == "2.13.0" and "setup: torch comes from the default package index\n" in said
     assert cpu_index[1] == []
@@ -391,7 +362,7 @@ def test_quickstart_passes_flags_on(sandbox):
 
 def test_quickstart_keeps_other_flags_apart(sandbox):
     """Signs that no directory name holds and flags beyond its length count too."""
-    long = ["--set", "sample_prompts=" + "a" * 80, "--steps"]
+    long = ["--set", "data=" + "a" * 80, "--steps"]
     several = (["--save-every", "1"], ["--save-every", "-1"], [*long, "20"], [*long, "21"])
     runs = [quickstart(sandbox, *flags)[1][1].split()[3] for flags in several]
     assert len(set(runs)) == 4 and quickstart(sandbox, *several[0])[1][1].split()[3] == runs[0]
@@ -483,10 +454,6 @@ def test_speedrun_with_a_dataset(speedrun):
     assert done.stderr.count("\n") == 1
 
 
-def test_cpu_preset_uses_the_embedded_dataset():
-    assert ts.build_parser().parse_args([f"@{ROOT}/runs/cpu.args"]).data == "data/shards/stdlib"
-
-
 # ---- args files
 
 
@@ -510,9 +477,9 @@ def test_args_files(name):
 def test_args_fit_into_memory(monkeypatch, name, gib, tokens):
     """The micro-batch that choose_packs takes on such a card, and weights and moments by counting parameters."""
     config = ts.make_config(ts.build_parser().parse_args([f"@{ROOT}/runs/{name}.args"]))
-    monkeypatch.setattr(ts.torch.cuda, "mem_get_info", lambda device: (int(gib * 2**30), int(gib * 2**30)))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (int(gib * 2**30), int(gib * 2**30)))
     monkeypatch.setattr(ts, "bf16_is_native", lambda: name != "t4")
-    packs = ts.choose_packs(config, ts.Ranks(0, 0, 1, ts.torch.device("cuda")))
+    packs = ts.choose_packs(config, ts.Ranks(0, 1, torch.device("cuda")))
     assert packs * config.pack_tokens == tokens
     sizes = {name: p.numel() for name, p in ts.GPT(config, "meta").named_parameters()}
     rows = sizes.pop("bigram_embed")  # in 16 bits and in fp32; its gradient is small
@@ -525,9 +492,11 @@ def test_args_fit_into_memory(monkeypatch, name, gib, tokens):
 
 @pytest.fixture
 def run_dir(dataset_dir, tmp_path) -> Path:
-    """A run of two steps on the tiny dataset, as main writes it."""
+    """A run of two steps on the tiny dataset, with a report."""
     flags = [f"--set={key}={value}" for key, value in TINY.items() if key not in ("tokens", "vocab_size")]
-    assert ts.main([*flags, "--data", str(dataset_dir), "--run-dir", str(tmp_path / "run"), "--steps", "2"]) == 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ts, "report", lambda run: (run.run_dir / "report.md").write_text("# A run\n"))
+        assert ts.main([*flags, "--data", str(dataset_dir), "--run-dir", str(tmp_path / "run"), "--steps", "2"]) == 0
     return tmp_path / "run"
 
 
@@ -562,7 +531,6 @@ def test_compressors(run_dir, dataset):
 
     report = (run_dir / "report.md").read_text()
     assert report.count("## Against compressors") == 1
-    assert report.index("Against compressors") < report.index("## Samples")
     assert done.stdout in report
     assert compressors(run_dir).returncode == 0
     assert (run_dir / "report.md").read_text() == report
@@ -572,13 +540,11 @@ def test_compressors_refuse_what_they_cannot_compare(run_dir, tmp_path):
     done = compressors(tmp_path)
     assert done.returncode == 1 and "training scripts" in done.stderr and "Traceback" not in done.stderr
     description = ts.read_description(run_dir)
-    ts.write_description(run_dir, {**description, "dataset_fingerprint": "another"})
-    done = compressors(run_dir)
-    assert done.returncode == 1 and "fingerprint" in done.stderr
-    description["config"]["data"] = str(tmp_path / "gone")
-    ts.write_description(run_dir, description)
-    done = compressors(run_dir)
-    assert done.returncode == 1 and "no dataset at" in done.stderr and "Traceback" not in done.stderr
+    for changes, words in (({"dataset_fingerprint": "another"}, "fingerprint"),
+                           ({"config": description["config"] | {"data": str(tmp_path / "gone")}}, "no dataset at")):  # fmt: skip
+        (run_dir / "config.json").write_text(json.dumps(description | changes))
+        done = compressors(run_dir)
+        assert done.returncode == 1 and words in done.stderr and "Traceback" not in done.stderr
 
 
 # ---- README.md
@@ -626,13 +592,7 @@ def test_readme_commands_exist(name):
         for script in scripts[:1]:
             assert (ROOT / script).is_file(), command
             arguments = words[words.index(script) + 1 :]
-            passed_on = {
-                "runs/quickstart.sh",
-                "runs/multi_node.sh",
-                "runs/slurm.sh",
-                "dev/bench.py",
-                "dev/profile_step.py",
-            }
+            passed_on = {"runs/quickstart.sh", "runs/multi_node.sh", "runs/slurm.sh", "dev/bench.py", "dev/profile_step.py"}
             target = "train_small.py" if script in passed_on else script
             if script == "runs/test.sh":
                 continue
@@ -649,7 +609,7 @@ def test_readme_commands_exist(name):
 # Commands of README.md, records/README.md and the tutorials in their smoke form: the first match wins. runs/tiny.args
 # is shortened to 8 steps.
 SMOKE = (
-    (r"(--source )climbmix", r"\1stdlib --vocab-size 400 --max-bytes 300000"),
+    (r"(--source )climbmix", r"\1text/some.txt --vocab-size 400"),
     (r"--source stdlib --vocab-size 4096", "--source stdlib --vocab-size 400 --max-bytes 300000"),
     (r"--vocab-size (16384|4096)", "--vocab-size 400"),
     (r"--tokens 50000000", "@runs/tiny.args --steps 2 --data data/shards/mine"),
@@ -661,7 +621,7 @@ SMOKE = (
     (r"(runs/finetune.py .*)", r"\1 --packs 1"),
     (r"(train_plain.py --data data/shards/stdlib) --steps 20", r"\1 --steps 1"),
     (r"(runs/chat.py out/\S+)", r"\1 --prompt Hello --max-tokens 4"),
-    (r"(dev/bench.py|dev/profile_step.py) @runs/tiny.args(?: --set vocab_size=4096)? --steps \d+",
+    (r"(dev/bench.py|dev/profile_step.py) @runs/tiny.args.*",
      r"\1 @runs/tiny.args --set vocab_size=400 --steps 1"),
 )  # fmt: skip
 NOT_RUN = {  # pattern: why, and what does it in the tests
@@ -698,7 +658,7 @@ def checkout(tmp_path_factory) -> Path:
     (root / "baselines").mkdir()
     (root / "text").mkdir()
     toy = (root / "runs/tiny.args").read_text().replace("--tokens 204800", "--tokens 8192")
-    toy = re.sub(r"--(eval|save)-every 100", r"--\1-every 4", toy).replace("sample_tokens=64", "sample_tokens=4")
+    toy = re.sub(r"--(eval|save)-every 100", r"--\1-every 4", toy)
     toy = toy.replace("val_tokens=65536", "val_tokens=4096")
     (root / "runs/tiny.args").write_text(toy)
     text = (ROOT / "train_small.py").read_text(encoding="utf-8")
@@ -768,17 +728,9 @@ def test_readme_lines_are_true():
 
 def test_readme_names_real_flags_fields_and_files():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    scripts = (
-        "train_small.py",
-        "data/pretrain.py",
-        "data/hub.py",
-        "data/sft.py",
-        "runs/chat_eval.py",
-        "runs/rl.py",
-        "runs/serve.py",
-        "runs/export.py",
-    )
-    flags = {f for script in (*scripts, "runs/speedrun_small.sh") for f in known_flags(script)}
+    scripts = ("train_small.py", "data/pretrain.py", "data/hub.py", "data/sft.py", "runs/chat_eval.py", "runs/rl.py",
+               "runs/serve.py", "runs/export.py", "runs/speedrun_small.sh")  # fmt: skip
+    flags = {f for script in scripts for f in known_flags(script)}
     mentioned = set(re.findall(r"`(--[a-z-]+)", text))
     assert mentioned <= flags, mentioned - flags
     fields = {*ts.Config.__dataclass_fields__, *tm.Config.__dataclass_fields__}

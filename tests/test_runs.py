@@ -653,41 +653,34 @@ def test_no_special_layers():
 # ---- bad data: one sentence, exit code 1, nothing lost
 
 
-def spoil(root, what: str) -> None:
-    shard, tokenizer = root / "pretrain" / "train_000000.bin", root / "tokenizer.json"
-    if what == "corrupt":
-        shard.write_bytes(shard.read_bytes()[:-2] + b"\0\0")
-    elif what == "truncated":
-        shard.write_bytes(shard.read_bytes()[:-100])
-    elif what == "tokenizer":
-        tokenizer.write_text(tokenizer.read_text() + "\n")
-    elif what == "no shards":
-        (root / "pretrain" / "val_000000.bin").unlink()
-        list_files(root)
-    elif what == "no BOS":
-        path = root / "pretrain" / "val_000000.bin"
-        path.write_bytes(path.read_bytes()[:1024] + b"\1\0" * ((path.stat().st_size - 1024) // 2))
-        list_files(root)
-    else:
-        shutil.rmtree(root)
+SHARD = "pretrain/train_000000.bin"
+BAD = {  # what is wrong with a dataset: a file, how it changes, whether dataset.json lists it so, the words
+    "corrupt": (SHARD, lambda b: b[:-2] + b"\0\0", False, ["train_000000.bin was changed", "download it again"]),
+    "truncated": (SHARD, lambda b: b[:-101], False, ["train_000000.bin was changed or is missing"]),
+    "empty": (SHARD, lambda b: b"", False, ["train_000000.bin was changed or is missing"]),
+    "missing": (SHARD, None, False, ["train_000000.bin was changed or is missing"]),
+    "another format": (SHARD, lambda b: b"\1" + b[1:], True, ["train_000000.bin is not a token shard of version 1"]),
+    "large token": (SHARD, lambda b: b[:-2] + b"\xff\xff", True, ["holds token 65535, its tokenizer has 300 entries"]),
+    "tokenizer": ("tokenizer.json", lambda b: b + b"\n", False, ["tokenizer.json is not the tokenizer of the shards"]),
+    "no tokenizer": ("tokenizer.json", None, False, ["tokenizer.json is not the tokenizer of the shards"]),
+    "no shards": ("pretrain/val_000000.bin", None, True, ["has no val_*.bin shards", "make the dataset again"]),
+    "no BOS": ("pretrain/val_000000.bin", lambda b: b[:1024] + b"\1\0" * (len(b) // 2 - 512), True, ["has no BOS"]),
+    "gone": ("dataset.json", None, False, ["no dataset at", "python data/pretrain.py --source climbmix",
+                                           "--source stdlib --vocab-size 4096", "--data data/shards/stdlib"]),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("what", "words"),
-    [
-        ("corrupt", ["train_000000.bin was changed", "make or download it again"]),
-        ("truncated", ["train_000000.bin was changed"]),
-        ("tokenizer", ["tokenizer.json is not the tokenizer of the shards"]),
-        ("no shards", ["has no val_*.bin shards", "make the dataset again"]),
-        ("no BOS", ["val_000000.bin has no BOS"]),
-        ("gone", ["no dataset at", "python data/pretrain.py --source climbmix", "--source stdlib --vocab-size 4096",
-                  "--data data/shards/stdlib"]),
-    ],
-)  # fmt: skip
-def test_bad_dataset(dataset_dir, tmp_path, what, words):
+@pytest.mark.parametrize("what", BAD)
+def test_bad_dataset(dataset_dir, tmp_path, what):
     """What was wrong with which file, before anything is trained; the dataset stays as it was."""
     root = shutil.copytree(dataset_dir, tmp_path / "bad")
-    spoil(root, what)
+    name, change, listed, words = BAD[what]
+    content = (root / name).read_bytes()
+    (root / name).unlink()
+    if change:
+        (root / name).write_bytes(change(content))
+    if listed:
+        list_files(root)
     before = snapshot(root)
     err = refused(*flags(root, tmp_path / "run"))
     assert [word for word in words if word not in err] == [], err
