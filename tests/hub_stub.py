@@ -6,11 +6,6 @@ Faults:
     hub.break_after[path] = n     the next GET of the file drops the connection after n bytes (once)
     hub.corrupt[path] = n         the next n GETs of the file deliver wrong bytes (-1: always)
     hub.fail_posts[part] = n      the next n POSTs or PUTs whose path contains part answer 500
-    hub.fail_gets[part] = status  every GET or HEAD whose path contains part answers with this status
-    hub.stall[part] = seconds     every GET or HEAD whose path contains part waits before it answers
-    hub.redirect[path] = url      GETs and HEADs of the file are sent to url + its request's path
-    hub.headers[path] = {...}     headers that replace those of the file
-hub.tokens holds the Authorization headers that were seen.
 """
 
 import base64
@@ -21,7 +16,6 @@ import os
 import re
 import subprocess
 import threading
-import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -44,7 +38,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 def run_hub(*argv, env: dict) -> subprocess.CompletedProcess:
     """data/hub.py with arguments, hurried."""
-    return python("-c", IN_A_HURRY, HUB, *argv, "--backoff", "0.02", env={**os.environ, **env})
+    return python("-c", IN_A_HURRY, HUB, *argv, env={**os.environ, **env})
 
 
 COMMIT = "c0ffee" + "0" * 34
@@ -93,16 +87,6 @@ def make_handler(hub: SimpleNamespace) -> type[BaseHTTPRequestHandler]:
         def do_GET(self) -> None:
             path = unquote(urlparse(self.path).path)
             hub.requests.append((self.command, path, self.headers.get("Range")))
-            hub.tokens.add(self.headers.get("Authorization"))
-            for part, seconds in hub.stall.items():
-                if part in path:
-                    time.sleep(seconds)
-            for part, status in hub.fail_gets.items():
-                if part in path:
-                    return self.json({"error": "made up"}, status)
-            for part, url in hub.redirect.items():
-                if path.endswith(f"/{part}"):
-                    return self.answer(302, b"", {"Location": url + self.path, **self.file_headers(b"")})
             if found := re.fullmatch(r"/api/(?:datasets|models)/([^/]+/[^/]+)(/revision/[^/]+)?", path):
                 if found[1] not in hub.repos:
                     return self.missing("RepoNotFound")
@@ -137,7 +121,7 @@ def make_handler(hub: SimpleNamespace) -> type[BaseHTTPRequestHandler]:
             }
 
         def send_file(self, name: str, data: bytes) -> None:
-            headers = {**self.file_headers(data), **hub.headers.get(name, {})}
+            headers = self.file_headers(data)
             if self.command == "HEAD":
                 return self.answer(200, b"", {**headers, "Content-Length": str(len(data))})
             if hub.corrupt.get(name, 0):
@@ -224,7 +208,6 @@ def make_handler(hub: SimpleNamespace) -> type[BaseHTTPRequestHandler]:
 def start_hub(repos: dict[str, dict[str, bytes]]) -> Iterator[SimpleNamespace]:
     """A running server: .url, .repos, .requests [(method, path, Range)], .committed [path], faults."""
     hub = SimpleNamespace(repos=repos, requests=[], committed=[], blobs={}, break_after={}, corrupt={}, fail_posts={})
-    hub.fail_gets, hub.stall, hub.redirect, hub.headers, hub.tokens = {}, {}, {}, {}, set()
     server = ThreadingHTTPServer(("127.0.0.1", 0), make_handler(hub))
     server.daemon_threads = True
     hub.url = f"http://127.0.0.1:{server.server_port}"
