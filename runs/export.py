@@ -329,6 +329,7 @@ def model_card(args: argparse.Namespace, fields: dict, parameters: int, step: in
         width=fields["hidden_size"],
         vocab=fields["vocab_size"],
         context=fields["max_position_embeddings"],
+        new_tokens=min(100, fields["max_position_embeddings"] // 2),
         kind=CHAT_KIND if is_chat else BASE_KIND,
         data=training_data(Path(config["data"]), is_chat),
         language=args.language,
