@@ -3,26 +3,21 @@
     python runs/export.py out/RUN --out export/my-model [--push OWNER/NAME]
     AutoModelForCausalLM.from_pretrained("export/my-model", trust_remote_code=True)   # then, in Python
 
-It writes model.safetensors, config.json, generation_config.json, tokenizer.json (for the `tokenizers`
-library), tokenizer_config.json with the chat template, the model's code (export_model.py, a plain
-layered model whose logits are the script's) and README.md with results and commands. Exporting needs
-no transformers. --push sends the folder to a model repository of the hub, which it makes if there is none, with the
-token of `hf auth login` or of HF_TOKEN; `hf upload OWNER/NAME export/my-model` does the same later.
+It writes model.safetensors, config.json, generation_config.json, tokenizer.json (for the `tokenizers` library),
+tokenizer_config.json with the chat template, the model's code (export_model.py, a plain layered model whose logits are
+the script's) and README.md with results and commands. Exporting needs no transformers. --push also sends the folder to
+the hub, with the token of `hf auth login` or of HF_TOKEN; `hf upload OWNER/NAME export/my-model` does the same later.
 
 This executes the training script that lies in the run directory.
 """
 
 import argparse
-import contextlib
 import json
-import math
 import os
 import re
 import shutil
 import sys
-import textwrap
 from pathlib import Path
-from typing import NoReturn
 
 import torch
 from chat import is_chat_run
@@ -37,7 +32,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 MODEL_CODE = Path(__file__).with_name("export_model.py")
 CHAT_TEMPLATE = Path(__file__).with_name("export_chat.jinja")
 CARD = Path(__file__).with_name("export_card.md")
-WEIGHTS_ONLY = ("model.safetensors",)
+CHAT_END = "<|assistant_end|>"
 
 # Rows of the script's table of learned scalars; the last row holds those of the whole model.
 SMALL_SCALARS = ("resid_attn", "resid_mlp", "scale_v", "scale_o", "scale_down", "share_bigram")
@@ -45,37 +40,42 @@ MEDIUM_SCALARS = ("share_x0", "share_bigram")
 MODEL_SCALARS = ("backout",)
 
 
-def fail(message: str) -> NoReturn:
-    sys.exit(f"error: {message}")
-
-
 # ---- the model
 
 
-def read_checkpoint(script, run_dir: Path, step: int | None) -> tuple[torch.nn.Module, dict]:
-    """The script's model with the weights of a checkpoint, in fp32 on the CPU, and its description.
+def read_checkpoint(script, run_dir: Path, step: int | None) -> tuple[torch.nn.Module, int]:
+    """The script's model with a checkpoint's weights, fp32 on the CPU, and its step.
 
-    Ends with a message if there is none, or if it is damaged.
+    Raises: RunError or the script's UserError if there is none, or if it is damaged
     """
+    names = ("model.safetensors",)
     if step is None:
-        folder = script.newest_whole(run_dir, print_note, WEIGHTS_ONLY)
+        folder = script.newest_whole(run_dir, print_note, names)
     else:
         folder = run_dir / "checkpoints" / f"step_{step:06d}"
         if folder not in script.checkpoints(run_dir):
-            fail(f"no checkpoint of step {step} in {run_dir}/checkpoints; name another with --step, or "
-                 f"leave it out")  # fmt: skip
-    description = script.check_checkpoint(folder, WEIGHTS_ONLY)
+            advice = "leave --step out for the newest"
+            raise RunError(f"no checkpoint of step {step} in {run_dir}/checkpoints; {advice}")
+    step = script.check_checkpoint(folder, names)["step"]
+
     model = script.GPT(script.read_config(run_dir), "cpu", torch.float32)
     weights = load_file(folder / "model.safetensors")
     try:
         model.load_state_dict(weights)
     except RuntimeError:
-        fail(
-            f"the weights in {folder} do not fit config.json; restore config.json as the run wrote it"
-        )
-    if not all(bool(value.isfinite().all()) for value in weights.values()):
-        fail(f"the weights in {folder} are not all finite; name an earlier checkpoint with --step")
-    return model, description
+        fix = "restore config.json as the run wrote it"
+        raise RunError(f"the weights in {folder} do not fit config.json; {fix}") from None
+    if not all(value.isfinite().all() for value in weights.values()):
+        raise RunError(f"the weights in {folder} are not all finite; name an earlier --step")
+    return model, step
+
+
+# Fields of the script's Config that DecoderStackConfig has under the same name.
+SAME_FIELDS = (
+    "head_dim window_short window_long attention_scale rotary_base no_attention_layers long_layers "
+    "key_offset_layers value_embed_layers shared_input_from attention_gates gate_width "
+    "x0_injection bigram_rows backout_layer mix_width"
+).split()
 
 
 def describe_model(model) -> dict:
@@ -88,30 +88,16 @@ def describe_model(model) -> dict:
         "num_hidden_layers": c.num_layers,
         "num_attention_heads": c.num_heads,
         "num_key_value_heads": c.num_heads,
-        "head_dim": c.head_dim,
         "intermediate_size": c.mlp_width,
         "max_position_embeddings": c.max_seq_len,
         "tie_word_embeddings": c.tied,
-        "window_short": c.window_short,
-        "window_long": c.window_long,
-        "attention_scale": c.attention_scale,
-        "rotary_base": c.rotary_base,
-        "no_attention_layers": list(c.no_attention_layers),
-        "long_layers": list(c.long_layers),
-        "key_offset_layers": list(c.key_offset_layers),
-        "value_embed_layers": list(c.value_embed_layers),
-        "shared_input_from": c.shared_input_from,
-        "gate_width": c.gate_width,
         "injects_first": hasattr(model, "residual"),
-        "x0_injection": c.x0_injection,
-        "bigram_rows": c.bigram_rows,
-        "backout_layer": c.backout_layer,
-        "mix_width": c.mix_width,
         # high sigmoid((z + shift) / slope) = C tanh(scale (z + shift) / C) + C with C = high / 2:
         # the form that other tools know from other models.
         "final_logit_softcapping": high / 2,
         "logit_scale": high / (4 * slope),
         "logit_bias": shift,
+        **{name: getattr(c, name) for name in SAME_FIELDS},
     }
 
 
@@ -121,8 +107,9 @@ def read_scalars(model) -> tuple[list[dict], dict]:
     names = MEDIUM_SCALARS if is_medium else SMALL_SCALARS
     table = model.scalars
     if len(table) != len(names) + 1:
-        fail(f"the script's table of scalars has {len(table)} rows and not {len(names) + 1}; use the "
-             f"export.py of the commit that made the run")  # fmt: skip
+        found = f"{len(table)} rows and not {len(names) + 1}"
+        advice = "use the export.py of the commit that made the run"
+        raise RunError(f"the script's table of scalars has {found}; {advice}")
     of_layers = [dict(zip(names, column, strict=False)) for column in table.T]
     if is_medium:
         for layer, factor in zip(of_layers, model.residual, strict=True):
@@ -210,8 +197,10 @@ def byte_letters() -> list[str]:
 
 
 def to_merges(ranks: list[bytes]) -> list[tuple[bytes, bytes]]:
-    """Merges in the order in which they apply. Ranks allow any pair that spells a token, so all pairs of a token are
-    listed, one after the other, and not only the pair by which training found it."""
+    """Merges in the order in which they apply.
+
+    Ranks allow any pair that spells a token, so all pairs of a token are listed, one after the other.
+    """
     index = {token: rank for rank, token in enumerate(ranks)}
     merges = []
     for token in ranks:
@@ -230,18 +219,12 @@ def convert_tokenizer(spec: dict, ranks: list[bytes], bos: str) -> dict:
     letters = byte_letters()
     spell = lambda token: "".join(letters[b] for b in token)  # noqa: E731
     specials = dict(sorted(spec["special_tokens"].items(), key=lambda pair: pair[1]))
-    flags = {
-        "single_word": False,
-        "lstrip": False,
-        "rstrip": False,
-        "normalized": False,
-        "special": True,
-    }
+    off = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     bos_piece = {"SpecialToken": {"id": bos, "type_id": 0}}
     a, b = ({"Sequence": {"id": name, "type_id": 0}} for name in "AB")
     return {
         "version": "1.0", "truncation": None, "padding": None,
-        "added_tokens": [{"id": i, "content": text, **flags} for text, i in specials.items()],
+        "added_tokens": [{"id": i, "content": text, **off, "special": True} for text, i in specials.items()],
         "normalizer": None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": [
             {"type": "Split", "pattern": {"Regex": spec["pattern"]}, "behavior": "Isolated", "invert": False},
@@ -271,27 +254,24 @@ inputs = tokenizer.apply_chat_template(
 )
 """
 BASE_PROMPT = 'inputs = tokenizer("Once upon a time", return_tensors="pt")\n'
-
-# {options} of a base model name the template, which its tokenizer does not have.
-FINETUNE = """\
-trainer = SFTTrainer(
-    model=model,
-    processing_class=tokenizer,
-    train_dataset=conversations,  # a datasets.Dataset with a column "messages"
-    args=SFTConfig(output_dir="sft", max_length={context}, assistant_only_loss=True{options}),
-    peft_config=LoraConfig(target_modules="all-linear"),  # or leave it out to train all weights
-)
-"""
-BASE_TEMPLATE = "chat_template_for_finetuning.jinja"
+BASE_KIND = "It is a base model: it continues text and was not finetuned for conversations."
+CHAT_KIND = "It was finetuned for conversations."
 
 
-def report_table(run_dir: Path, last: dict, newest: bool) -> str:
-    """The result table of the run's report, if that is about the newest step, or figures of its log.
+def read_log(run_dir: Path) -> list[dict]:
+    """The run's log without a last line that a crash cut."""
+    path = run_dir / "log.jsonl"
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.is_file() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def report_table(run_dir: Path, figures: dict, is_newest: bool) -> str:
+    """The result table of the run's report, if that is about this step, or figures of its log.
 
     The row with the dataset is left out: it is a path on the computer that trained the model.
     """
     report = run_dir / "report.md"
-    text = report.read_text(encoding="utf-8") if newest and report.is_file() else ""
+    text = report.read_text(encoding="utf-8") if is_newest and report.is_file() else ""
     if match := re.search(r"^\|.*\|\n\| ---.*(?:\n\|.*\|)+", text, re.M):
         return "\n".join(row for row in match[0].splitlines() if not row.startswith("| data |"))
     names = {
@@ -300,8 +280,8 @@ def report_table(run_dir: Path, last: dict, newest: bool) -> str:
         "tokens": "training tokens",
         "train_seconds": "training time, s",
     }
-    known = [key for key in names if isinstance(last.get(key), int | float)]
-    rows = [f"| {names[key]} | {last[key]:,.6g} |" for key in known]
+    known = [key for key in names if isinstance(figures.get(key), int | float)]
+    rows = [f"| {names[key]} | {figures[key]:,.6g} |" for key in known]
     return "\n".join(["| | |", "| --- | --- |", *rows])
 
 
@@ -316,62 +296,52 @@ def core_table(run_dir: Path) -> str:
     return "\n## CORE\n\n" + "\n".join(lines) + "\n"
 
 
-def unusual_parts(fields: dict) -> str:
-    """What a tool that knows common architectures would lack, for the model card."""
-    parts = []
-    if fields["key_offset_layers"]:
-        parts.append("keys that take half of themselves from the token before")
-    if fields["value_embed_layers"]:
-        parts.append("embeddings added to the values")
-    if fields["bigram_rows"]:
-        parts.append("an embedding of token pairs")
-    parts.append("learned factors of the residual stream")
-    return textwrap.fill(", ".join(parts), 110, subsequent_indent="  ")
+def training_data(dataset: Path, is_chat: bool) -> str:
+    """What the sources of a dataset are called, if it still lies on this computer."""
+    path = dataset / "dataset.json"
+    if not path.is_file():
+        return "not known to the export"
+    description = json.loads(path.read_text(encoding="utf-8"))
+    conversations = description.get("sft", {}).get("sources", []) if is_chat else []
+    return ", ".join([*description["sources"], *conversations])
 
 
-def last_figures(run_dir: Path, step: float = math.inf) -> dict:
-    """The newest value of each key in the run's log, up to a step; a line that a crash cut is skipped."""
-    log = run_dir / "log.jsonl"
-    lines = log.read_text(encoding="utf-8").splitlines() if log.is_file() else []
-    last = {}
-    for line in lines:
-        with contextlib.suppress(ValueError):
-            entry = json.loads(line)
-            if entry["step"] <= step:
-                last |= entry
-    return last
-
-
-def is_newest(run_dir: Path, step: int) -> bool:
-    """Whether the log ends with this step; report.md, core.csv and curve.png are of that one."""
-    return last_figures(run_dir, step) == last_figures(run_dir)
-
-
-def model_card(name: str, run_dir: Path, fields: dict, parameters: int, step: int, bos: str) -> str:
-    chat = is_chat_run(run_dir)
-    context = fields["max_position_embeddings"]
-    base_options = f',\n        chat_template_path="{BASE_TEMPLATE}", eos_token="<|assistant_end|>"'
-    newest = is_newest(run_dir, step)
-    has_picture = newest and (run_dir / "curve.png").is_file()
-    chat_kind = "It was finetuned for conversations; the chat template is in the tokenizer."
-    base_kind = "It is a base model: it continues text and was not finetuned for conversations."
+def model_card(args: argparse.Namespace, fields: dict, parameters: int, step: int, bos: str) -> str:
+    """README.md of the repository; args are those of the command line."""
+    run_dir = args.run_dir
+    log = read_log(run_dir)
+    is_newest = all(entry["step"] <= step for entry in log)
+    figures = {}
+    for entry in log:
+        if entry["step"] <= step:
+            figures |= entry
+    scored = figures.get("scored", {}).get("bytes")
+    config = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))["config"]
+    has_picture = is_newest and (run_dir / "curve.png").is_file()
+    is_chat = is_chat_run(run_dir)
     return CARD.read_text(encoding="utf-8").format(
-        name=name,
+        name=args.name,
         millions=parameters / 1e6,
         layers=fields["num_hidden_layers"],
         width=fields["hidden_size"],
         vocab=fields["vocab_size"],
-        context=context,
-        kind=chat_kind if chat else base_kind,
-        results=report_table(run_dir, last_figures(run_dir, step), newest),
-        core=core_table(run_dir) if newest else "",
+        context=fields["max_position_embeddings"],
+        new_tokens=min(100, fields["max_position_embeddings"] // 2),
+        kind=CHAT_KIND if is_chat else BASE_KIND,
+        data=training_data(Path(config["data"]), is_chat),
+        language=args.language,
+        license_id=args.license or "unknown",
+        license=args.license or "none was stated for the weights; ask who made them",
+        results=report_table(run_dir, figures, is_newest),
+        scored_text="held-out answers of the assistant" if is_chat else "held-out text",
+        scored_bytes=f", here {scored:,}" if scored else "",
+        core=core_table(run_dir) if is_newest else "",
         picture="\n![loss curve](curve.png)\n" if has_picture else "",
-        prompt=CHAT_PROMPT if chat else BASE_PROMPT,
-        finetune=FINETUNE.format(context=context, options="" if chat else base_options),
+        prompt=CHAT_PROMPT if is_chat else BASE_PROMPT,
+        end_option="" if is_chat else f', eos_token="{CHAT_END}"',
         bos=bos,
-        or_chat="or let it chat " if chat else "",
-        chat_flag=" --apply_chat_template" if chat else "",
-        parts=unusual_parts(fields),
+        or_chat="or let it chat " if is_chat else "",
+        chat_flag=" --apply_chat_template" if is_chat else "",
         run=run_dir.resolve().name,
     )
 
@@ -383,27 +353,24 @@ def write_json(path: Path, value) -> None:
     path.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def write_tokenizer(
-    folder: Path, run_dir: Path, tokenizer, fields: dict, bos: str, end: str
-) -> None:
-    spec = json.loads((run_dir / "tokenizer.json").read_text(encoding="utf-8"))
+def write_tokenizer(args, tokenizer, context: int, bos: str, end: str) -> None:
+    """tokenizer.json and tokenizer_config.json; base models have the template too, to be finetuned."""
+    spec = json.loads((args.run_dir / "tokenizer.json").read_text(encoding="utf-8"))
     ranks = sorted(tokenizer.mergeable, key=tokenizer.mergeable.get)
-    write_json(folder / "tokenizer.json", convert_tokenizer(spec, ranks, bos))
+    write_json(args.out / "tokenizer.json", convert_tokenizer(spec, ranks, bos))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": bos,
         "eos_token": end,
         "pad_token": bos,
-        "model_max_length": fields["max_position_embeddings"],
+        "model_max_length": context,
         "clean_up_tokenization_spaces": False,
         "padding_side": "left",
         "model_input_names": ["input_ids", "attention_mask"],
     }
-    if is_chat_run(run_dir):
+    if CHAT_END in tokenizer.specials:
         settings["chat_template"] = CHAT_TEMPLATE.read_text(encoding="utf-8")
-    elif "<|assistant_end|>" in tokenizer.specials:
-        shutil.copyfile(CHAT_TEMPLATE, folder / BASE_TEMPLATE)
-    write_json(folder / "tokenizer_config.json", settings)
+    write_json(args.out / "tokenizer_config.json", settings)
 
 
 def write_config(folder: Path, fields: dict, ids: dict, dtype: str) -> None:
@@ -425,96 +392,89 @@ def write_config(folder: Path, fields: dict, ids: dict, dtype: str) -> None:
     write_json(folder / "generation_config.json", {**ids, **sampling})
 
 
-def export(
-    run_dir: Path, out: Path, step: int | None = None, dtype: str = "float32", name: str = ""
-) -> None:
-    """Writes the repository beside its final name and renames it. Refuses a folder that holds files."""
-    if out.resolve() == Path.cwd():
-        fail(f"--out {out} is the current folder; name a new one")
+def make_folder(out: Path) -> None:
+    """A new folder, or an empty one. Raises: RunError"""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        fail(f"{out} is not an empty folder; choose another --out or remove it")
-    try:
-        script = import_script(run_dir)
-    except RunError as error:
-        fail(str(error))
-    try:
-        model, description = read_checkpoint(script, run_dir, step)
-        tokenizer = script.Tokenizer(run_dir / "tokenizer.json")
-    except script.UserError as error:
-        fail(str(error))
+        raise RunError(f"{out} is not an empty folder; choose another --out or remove it")
+    out.mkdir(parents=True, exist_ok=True)
 
-    name = name or out.resolve().name
+
+def export(args: argparse.Namespace) -> None:
+    """Writes the repository. Raises: RunError"""
+    script = import_script(args.run_dir)
+    try:
+        model, step = read_checkpoint(script, args.run_dir, args.step)
+        tokenizer = script.Tokenizer(args.run_dir / "tokenizer.json")
+    except script.UserError as error:
+        raise RunError(str(error)) from None
+
+    is_chat = is_chat_run(args.run_dir)
     bos = next(text for text, i in tokenizer.specials.items() if i == tokenizer.bos_id)
-    end = "<|assistant_end|>" if is_chat_run(run_dir) else bos
+    end = CHAT_END if is_chat else bos
     ids = {
         "bos_token_id": tokenizer.bos_id,
         "eos_token_id": sorted({tokenizer.bos_id, tokenizer.specials[end]}),
         "pad_token_id": tokenizer.bos_id,
     }
     fields = describe_model(model)
+    context = fields["max_position_embeddings"]
     tensors = convert_weights(model)
     parameters = sum(value.numel() for value in tensors.values() if value.dtype != torch.int8)
+    card = model_card(args, fields, parameters, step, bos)
 
-    temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
-    try:
-        temporary.mkdir(parents=True)
-        store_weights(temporary / "model.safetensors", tensors, DTYPES[dtype])
-        write_config(temporary, fields, ids, dtype)
-        write_tokenizer(temporary, run_dir, tokenizer, fields, bos, end)
-        shutil.copyfile(MODEL_CODE, temporary / "modeling_decoderstack.py")
-        if is_newest(run_dir, description["step"]) and (run_dir / "curve.png").is_file():
-            shutil.copyfile(run_dir / "curve.png", temporary / "curve.png")
-        card = model_card(name, run_dir, fields, parameters, description["step"], bos)
-        (temporary / "README.md").write_text(card, encoding="utf-8")
-        if out.is_dir():
-            out.rmdir()  # empty
-        os.replace(temporary, out)
-    except OSError as error:
-        fail(
-            f"cannot write {out} ({error.strerror or error}); check its folder and the space there"
-        )
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+    # The weights come last, so that a folder that was not finished does not load.
+    make_folder(args.out)
+    (args.out / "README.md").write_text(card, encoding="utf-8")
+    if "(curve.png)" in card:
+        shutil.copyfile(args.run_dir / "curve.png", args.out / "curve.png")
+    shutil.copyfile(MODEL_CODE, args.out / "modeling_decoderstack.py")
+    write_config(args.out, fields, ids, args.dtype)
+    write_tokenizer(args, tokenizer, context, bos, end)
+    store_weights(args.out / "model.safetensors", tensors, DTYPES[args.dtype])
 
-    size = sum(path.stat().st_size for path in out.iterdir())
-    kind = "chat" if is_chat_run(run_dir) else "base"
-    print(
-        f"wrote {out}: step {description['step']}, {parameters / 1e6:.1f} M parameters, "
-        f"{size / 1e6:.1f} MB, {kind} model"
-    )
+    size = sum(path.stat().st_size for path in args.out.iterdir()) / 1e6
+    kind = "chat" if is_chat else "base"
+    figures = f"step {step}, {parameters / 1e6:.1f} M parameters, {size:.1f} MB, {kind} model"
+    print(f"wrote {args.out}: {figures}")
 
 
 def push(folder: Path, repo: str) -> None:
-    """Sends an export to a model repository of the hub."""
+    """Sends an export to a model repository of the hub, which is made if there is none."""
     from huggingface_hub import HfApi
 
     hub.prepare()
     api = HfApi()
     way = f"({folder} is written; `hf upload {repo} {folder}` sends it later)"
     hub.retry(lambda: api.create_repo(repo, exist_ok=True), f"creating {repo} {way}")
-    hub.retry(
-        lambda: api.upload_folder(repo_id=repo, folder_path=folder, commit_message="Add the model"),
-        f"sending to {repo} {way}",
-    )
+    options = {"repo_id": repo, "folder_path": folder, "commit_message": "Add the model"}
+    hub.retry(lambda: api.upload_folder(**options), f"sending to {repo} {way}")
     print(f"sent {folder} to {repo}")
 
 
-def main() -> None:
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="A trained model as a Hugging Face repository.")
-    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path)
-    parser.add_argument("--out", required=True, type=Path, help="new folder")
-    parser.add_argument("--step", type=int, help="checkpoint to take (default: the newest)")
-    parser.add_argument(
-        "--dtype", choices=list(DTYPES), default="float32", help="of the stored weights"
-    )
-    parser.add_argument(
-        "--name", default="", help="name in the model card, e.g. OWNER/NAME (default: the folder's)"
-    )
-    parser.add_argument("--push", metavar="OWNER/NAME", help="also send it to the hub")
-    args = parser.parse_args()
+    add = parser.add_argument
+    add("run_dir", metavar="RUN_DIR", type=Path)
+    add("--out", required=True, type=Path, help="new folder")
+    add("--step", type=int, help="checkpoint to take (default: the newest)")
+    add("--dtype", choices=list(DTYPES), default="float32", help="of the stored weights")
+    add("--name", help="name in the model card, e.g. OWNER/NAME (default: the folder's)")
+    add("--license", help="of the weights, for the model card, as the hub spells it, e.g. mit")
+    add("--language", default="en", help="for the model card (default: en)")
+    add("--push", metavar="OWNER/NAME", help="also send it to the hub")
+    args = parser.parse_args(argv)
+    args.name = args.name or args.push or args.out.resolve().name
     if args.push and not re.fullmatch(r"[\w.-]+/[\w.-]+", args.push):
-        fail(f"--push {args.push} is not a repository name; give OWNER/NAME")
-    export(args.run_dir, args.out, args.step, args.dtype, args.name or args.push or "")
+        parser.error(f"--push {args.push} is not a repository name; give OWNER/NAME")
+    return args
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse(argv)
+    try:
+        export(args)
+    except (RunError, OSError) as error:
+        sys.exit(f"error: {error}")
     if args.push:
         push(args.out, args.push)
 

@@ -23,6 +23,7 @@ from transformers import DynamicCache, GenerationMixin, PretrainedConfig, PreTra
 from transformers.cache_utils import DynamicLayer
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.utils import can_return_tuple
 
 SIGN_ROWS = 8192  # signs of the bigram embedding
 
@@ -48,16 +49,14 @@ class DecoderStackConfig(PretrainedConfig):
     window_short: int = 128
     window_long: int = 2048
     attention_scale: float = 0.12
-    rotary_base: float = (
-        1024.0  # the first half of each head turns, at 1 to 1 / rotary_base a token
-    )
+    # The first half of each head turns, at 1 to 1 / rotary_base a token.
+    rotary_base: float = 1024.0
     no_attention_layers: tuple = ()
     long_layers: tuple = ()
     key_offset_layers: tuple = ()
     value_embed_layers: tuple = ()
-    shared_input_from: int = (
-        -1
-    )  # attention after this layer reads what this layer reads; -1: its own
+    # Attention after this layer reads what this layer reads; -1: its own input.
+    shared_input_from: int = -1
     gate_width: int = 12  # channels that a gate reads
 
     # The residual stream.
@@ -208,9 +207,7 @@ class DecoderStackAttention(nn.Module):
             self.value_embed = nn.Embedding(config.vocab_size, heads * self.head_dim)
             self.value_gate = Gate(heads, config.gate_width)
 
-    def forward(
-        self, x: Tensor, context: Context, cache: DynamicCache | None, mixed=None
-    ) -> Tensor:
+    def forward(self, x: Tensor, context: Context, cache, mixed: Tensor | None) -> Tensor:
         """x (B, T, D) normalised -> (B, T, D); mixed (B, T, D) or None is added to the values."""
         heads = (*x.shape[:2], -1, self.head_dim)
         q = norm(self.q_proj(x).view(heads)) * self.scale
@@ -358,12 +355,12 @@ class DecoderStackModel(DecoderStackPreTrainedModel):
         start = {"backout": 0.0} if config.backout_layer >= 0 else {}
         self.scalars = Scalars(**start)
         self.mix = Mix(config) if config.mix_width else None
-        self.layers = nn.ModuleList(
-            DecoderStackLayer(config, layer) for layer in range(config.num_hidden_layers)
-        )
+        layers = range(config.num_hidden_layers)
+        self.layers = nn.ModuleList(DecoderStackLayer(config, layer) for layer in layers)
         self.gradient_checkpointing = False
         self.post_init()
 
+    @can_return_tuple
     def forward(
         self,
         input_ids=None,
@@ -372,7 +369,6 @@ class DecoderStackModel(DecoderStackPreTrainedModel):
         past_key_values=None,
         use_cache=None,
         output_hidden_states=None,
-        return_dict=None,
         **unused,
     ):
         """The normalised state after the last layer, (B, T, D).
@@ -412,39 +408,30 @@ class DecoderStackModel(DecoderStackPreTrainedModel):
             if index == self.config.shared_input_from:
                 shared_input = norm(x)
             injected = x0 if self.config.x0_injection else None
-            x = layer(
-                x, shared_input, injected, bigram, mixed, context, past_key_values=past_key_values
-            )
+            cache = past_key_values
+            x = layer(x, shared_input, injected, bigram, mixed, context, past_key_values=cache)
             if index == self.config.backout_layer:
                 middle = x
         if middle is not None:
             x = x - times(self.scalars.backout, middle)
         hidden = norm(x)
-
-        output = BaseModelOutputWithPast(
+        return BaseModelOutputWithPast(
             last_hidden_state=hidden,
             past_key_values=past_key_values if use_cache else None,
             hidden_states=(*states, hidden) if output_hidden_states else None,
         )
-        return output.to_tuple() if return_dict is False else output
 
     def find_positions(self, ids, attention_mask, position_ids, past: int) -> Tensor:
         """The position of each new token in its text, -1 for padding: (B, T).
 
-        Raises: ValueError for a mask of another shape, and for a text beyond the model's context
+        Raises: ValueError for a text beyond the model's context
         """
         rows, count = ids.shape
         limit = self.config.max_position_embeddings
         positions = position_ids
-        if attention_mask is not None:
-            if attention_mask.shape != (rows, past + count):
-                raise ValueError(
-                    f"attention_mask has the shape {tuple(attention_mask.shape)} but must be "
-                    f"{(rows, past + count)}: a row for each text, with the tokens of the cache"
-                )
-            if positions is None:
-                positions = (attention_mask.long().cumsum(1) - 1)[:, past:]
-        if positions is None:
+        if positions is None and attention_mask is not None:
+            positions = (attention_mask.long().cumsum(1) - 1)[:, past:]
+        elif positions is None:
             positions = torch.arange(past, past + count, device=ids.device)[None]
         positions = positions.expand(rows, count)
         if attention_mask is not None:
@@ -452,9 +439,7 @@ class DecoderStackModel(DecoderStackPreTrainedModel):
 
         # Shapes tell of most texts that they are short enough, without waiting for the GPU.
         if past + count > limit:
-            longest = int(positions.max()) + 1
-            if longest > limit:
-                raise ValueError(too_long(longest, limit))
+            check_length(int(positions.max()) + 1, limit)
         return positions
 
     def remember(self, ids: Tensor, positions: Tensor, cache) -> tuple[Tensor, Tensor]:
@@ -465,10 +450,8 @@ class DecoderStackModel(DecoderStackPreTrainedModel):
         if cache is None:
             return ids, positions
         if not isinstance(cache, DynamicCache):
-            raise ValueError(
-                f"this model keeps keys and values in a DynamicCache, not in a "
-                f"{type(cache).__name__}; leave cache_implementation out"
-            )
+            found = type(cache).__name__
+            raise ValueError(f"this model needs a DynamicCache, not a {found}; leave cache_implementation out")
         while len(cache.layers) < 1 + len(self.attention_layers()):
             cache.layers.append(DynamicLayer())
         ids, positions = cache.update(ids[:, None, :, None], positions[:, None, :, None], 0)
@@ -508,8 +491,9 @@ class DecoderStackModel(DecoderStackPreTrainedModel):
         return norm(x), bigram
 
 
-def too_long(count: int, limit: int) -> str:
-    return f"the text has {count} tokens but the model's context is {limit}; shorten the text"
+def check_length(count: int, limit: int) -> None:
+    if count > limit:
+        raise ValueError(f"{count} tokens are more than the model's context of {limit}; ask for fewer")
 
 
 class DecoderStackForCausalLM(DecoderStackPreTrainedModel, GenerationMixin):
@@ -521,23 +505,8 @@ class DecoderStackForCausalLM(DecoderStackPreTrainedModel, GenerationMixin):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=True)
         self.post_init()
 
-    def get_input_embeddings(self):
-        return self.model.embed_tokens
-
-    def set_input_embeddings(self, value):
-        self.model.embed_tokens = value
-
-    def get_output_embeddings(self):
-        return self.lm_head
-
-    def set_output_embeddings(self, value):
-        self.lm_head = value
-
     def resize_token_embeddings(self, new_num_tokens=None, *args, **kwargs):
-        """The value embeddings have a row for each token too; those of new tokens are zero.
-
-        Their bias is logit_bias, with which that of all others began.
-        """
+        """New tokens have value embeddings of zero, and the bias that all others began with."""
         old_rows = self.lm_head.out_features
         embeddings = super().resize_token_embeddings(new_num_tokens, *args, **kwargs)
         rows = embeddings.num_embeddings
@@ -555,6 +524,7 @@ class DecoderStackForCausalLM(DecoderStackPreTrainedModel, GenerationMixin):
             layer.self_attn.value_embed = new
         return embeddings
 
+    @can_return_tuple
     def forward(
         self,
         input_ids=None,
@@ -565,10 +535,9 @@ class DecoderStackForCausalLM(DecoderStackPreTrainedModel, GenerationMixin):
         use_cache=None,
         logits_to_keep=0,
         output_hidden_states=None,
-        return_dict=None,
         **kwargs,
     ):
-        """Logits (B, T, V) in fp32, and the loss if there are labels (B, T), of which -100 do not count.
+        """Logits (B, T, V) in fp32, and the loss if there are labels (B, T); those of -100 do not count.
 
         Labels at padding and at the first token of a text do not count either: nothing predicts them.
         """
@@ -579,7 +548,6 @@ class DecoderStackForCausalLM(DecoderStackPreTrainedModel, GenerationMixin):
             past_key_values=past_key_values,
             use_cache=use_cache,
             output_hidden_states=output_hidden_states,
-            return_dict=True,
         )
         hidden = outputs.last_hidden_state
         if isinstance(logits_to_keep, Tensor):
@@ -587,22 +555,17 @@ class DecoderStackForCausalLM(DecoderStackPreTrainedModel, GenerationMixin):
         elif logits_to_keep:
             hidden = hidden[:, -logits_to_keep:]
         cap = self.config.final_logit_softcapping
-        logits = (
-            cap * torch.tanh(self.lm_head(hidden).float() * self.config.logit_scale / cap) + cap
-        )
+        z = self.lm_head(hidden).float() * self.config.logit_scale
+        logits = cap * torch.tanh(z / cap) + cap
 
         loss = None
         if labels is not None:
             labels = self.drop_labels(labels, attention_mask, position_ids)
             vocab_size = self.config.vocab_size
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=vocab_size, **kwargs)
-        output = CausalLMOutputWithPast(
-            loss=loss,
-            logits=logits,
-            past_key_values=outputs.past_key_values,
-            hidden_states=outputs.hidden_states,
-        )
-        return output.to_tuple() if return_dict is False else output
+        cache = outputs.past_key_values
+        states = outputs.hidden_states
+        return CausalLMOutputWithPast(loss, logits, past_key_values=cache, hidden_states=states)
 
     @staticmethod
     def drop_labels(labels: Tensor, attention_mask, position_ids) -> Tensor:
@@ -616,14 +579,7 @@ class DecoderStackForCausalLM(DecoderStackPreTrainedModel, GenerationMixin):
         return labels
 
     def _validate_generated_length(self, generation_config, input_ids_length, *args, **kwargs):
-        """generate() asks this before it starts: too long a request should not end in the middle."""
-        limit = self.config.max_position_embeddings
-        if input_ids_length > limit:
-            raise ValueError(too_long(input_ids_length, limit))
-        if generation_config.max_length > limit:
-            asked = generation_config.max_length - input_ids_length
-            raise ValueError(
-                f"the text has {input_ids_length} tokens and {asked} new ones are asked for, but the "
-                f"model's context is {limit}; ask for at most {limit - input_ids_length} new tokens"
-            )
+        """Refuses too long a request before its first token instead of in its middle."""
+        longest = max(input_ids_length, generation_config.max_length)
+        check_length(longest, self.config.max_position_embeddings)
         super()._validate_generated_length(generation_config, input_ids_length, *args, **kwargs)

@@ -2,6 +2,7 @@
 
     torchrun --standalone --nproc_per_node=8 runs/finetune_hf.py sft @runs/sft_qwen.toml --steps 100
     torchrun --standalone --nproc_per_node=8 runs/finetune_hf.py pretrain @runs/pretrain_qwen.toml
+    python runs/finetune_hf.py sft @runs/sft_qwen.toml --lora-rank 16 --lr 2e-4
     python runs/finetune_hf.py --resume --run-dir out/RUN
 
 `sft` learns what the assistant says in conversations, `pretrain` learns every token of texts. Settings come from TOML
@@ -11,7 +12,8 @@ A step takes packs of documents: positions start at 0 in each document, and no t
 is the sum over all counted tokens of the step, on all ranks and in all micro-batches, divided by their number.
 
 The run directory holds config.json, log.jsonl, checkpoints/, report.md, curve.png, this script, and model/, which
-save_pretrained wrote: talk to it with runs/chat.py. The last line on stdout is one JSON object with the result.
+save_pretrained wrote: talk to it with runs/chat.py. With --lora-rank, model/ has the adapters merged into the weights.
+The last line on stdout is one JSON object with the result.
 """
 
 import bisect
@@ -36,11 +38,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 import datasets
+import engine
 import numpy as np
+import peft
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
+from engine import RunError
 from matplotlib.figure import Figure
 from pydantic import BaseModel, Field, ValidationError
 from torch import Tensor, nn
@@ -52,9 +57,10 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, A
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 IGNORED = -100  # label of a token that is not counted
-# Heads may share keys. torch 2.11 must not be told.
-GROUPS = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 COUNTS = ("documents", "tokens", "counted", "attended")  # what is known of each pack
+SAMPLE_TOKENS = 64  # most tokens of the answer in the report
+# Dense bf16 peak in TFLOP/s, from the maker's data sheets.
+PEAK_TFLOPS = {"H200": 989, "H100 PCIe": 756, "H100": 989, "B200": 2250, "A100": 312, "L40S": 362}
 
 # ---- settings
 
@@ -92,6 +98,8 @@ class Config(BaseModel, extra="forbid"):
     warmup: float = Field(0.03, ge=0, le=1, description="share of the steps that warm up")
     weight_decay: float = Field(0.1, ge=0, description="of matrices, never of embeddings or norms")
     clip: float = Field(1.0, gt=0, description="largest norm of the gradient")
+    lora_rank: int | None = Field(None, ge=1, description="trains LoRA adapters of this rank alone")
+    keep_adapter: bool = Field(False, description="writes adapter/ too, which PEFT loads")
     recompute: bool = Field(False, description="activation checkpointing, if memory runs out")
     save_every: int = Field(200, ge=1, description="steps between validations and checkpoints")
     keep: int = Field(2, ge=1, description="newest checkpoints to keep; the best stays too")
@@ -131,7 +139,7 @@ class Run:
 
 
 def train(config: Config) -> dict:
-    """Trains from the first step, or from the newest checkpoint, to the end. Returns the result."""
+    """Trains from the first step or the newest checkpoint to the end. Returns the result."""
     device = start_ranks()
     prepare_run_dir(config)
     tokenizer = load_tokenizer(config)
@@ -153,12 +161,11 @@ def train(config: Config) -> dict:
         load_newest(run)
 
     run_steps(run)
-    export(run)
-    return finish(run)
+    return finish(run, export(run))
 
 
 def run_steps(run: Run) -> None:
-    """The loop. Raises: UserError if a signal ends it, after saving"""
+    """The loop. Raises: RunError if a signal ends it, after saving"""
     progress = run.progress
     say(f"training: step {progress.step:,} of {run.steps:,}, {run.config.packs:,} packs each")
 
@@ -178,7 +185,7 @@ def run_steps(run: Run) -> None:
         if due or stop:
             save(run)
         if stop and not last:
-            raise UserError(f"stopped at step {progress.step:,}, which is saved; use --resume")
+            raise RunError(f"stopped at step {progress.step:,}, which is saved; use --resume")
 
 
 def train_step(run: Run) -> None:
@@ -211,7 +218,7 @@ def train_step(run: Run) -> None:
     run.optimizer.zero_grad()
     norm = norm.item()  # waits for the GPU
     if not math.isfinite(norm):
-        raise UserError(f"the gradient became {norm}; lower --lr, with --resume if it saved")
+        raise RunError(f"the gradient became {norm}; lower --lr, with --resume if it saved")
 
     seconds = time.perf_counter() - began
     progress.step += 1
@@ -259,17 +266,16 @@ def evaluate(run: Run) -> None:
 def load_tokenizer(config: Config):
     """The model's own tokenizer, with the chat template that sft needs."""
     with explain(f"--model-name {config.model_name} has no tokenizer that loads", "check the name"):
-        tokenizer = AutoTokenizer.from_pretrained(config.model_name)
+        tokenizer = AutoTokenizer.from_pretrained(config.model_name, trust_remote_code=False)
     if config.command == "pretrain":
         return tokenizer
 
     if config.chat_template:
-        tokenizer.chat_template = Path(config.chat_template).read_text(encoding="utf-8")
+        tokenizer.chat_template = read_text(config.chat_template, "--chat-template")
     if not re.search(r"\{%-?\s*generation\s*-?%\}", str(tokenizer.chat_template)):
-        raise UserError(
-            f"the chat template of {config.chat_template or config.model_name} does not mark what the assistant says "
-            f"with {{% generation %}}; use --chat-template FILE (runs/chat_template_qwen.jinja is for Qwen2.5)"
-        )
+        found = f"the chat template of {config.chat_template or config.model_name}"
+        advice = "use --chat-template FILE (runs/chat_template_qwen.jinja is for Qwen2.5)"
+        raise RunError(f"{found} does not mark what the assistant says with {{% generation %}}; {advice}")
     return tokenizer
 
 
@@ -285,7 +291,7 @@ def load_data(config: Config, tokenizer) -> tuple["Packs", "Packs"]:
         rows = datasets.load_dataset(**arguments)
     column = config.column or {"sft": "messages", "pretrain": "text"}[config.command]
     if column not in rows.column_names:
-        raise UserError(f"no column {column} in {rows.column_names}; name one with --column")
+        raise RunError(f"no column {column} in {rows.column_names}; name one with --column")
     with explain(f"--val-rows {config.val_rows:,} of {len(rows):,} is too much", "lower it"):
         parts = rows.train_test_split(config.val_rows, seed=0)
     train_packs = make_packs(config, tokenizer, parts["train"], column)
@@ -309,7 +315,7 @@ def make_packs(config: Config, tokenizer, rows: datasets.Dataset, column: str) -
     identity = [str(arguments), str(config.workers)]  # each worker packs a part of the rows
     packed = cached_map(config, tokenized, pack, arguments, identity)
     if len(packed) == 0:
-        raise UserError(f"nothing of {len(rows):,} rows is left; look at --sequence-length")
+        raise RunError(f"nothing of {len(rows):,} rows is left; look at --sequence-length")
     counts = {name: np.asarray(packed[name]) for name in COUNTS}
     documents, tokens, counted, _ = (f"{counts[name].sum():,}" for name in COUNTS)
     found = f"{documents} documents of {len(rows):,} rows in {len(packed):,} packs"
@@ -463,16 +469,18 @@ def build_model(config: Config, device: torch.device) -> nn.Module:
     """Loads the model in fp32 and applies, in this order: kernels, recomputation, compilation, FSDP."""
     name = config.model_name
     with explain(f"--model-name {name} cannot be loaded", "name a causal model of transformers"):
-        description = AutoConfig.from_pretrained(name)
-        hf = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
+        description = AutoConfig.from_pretrained(name, trust_remote_code=False)
+        hf = load_model(name)
     hf.export_dtype = description.dtype or torch.float32
     longest = getattr(description, "max_position_embeddings", None) or config.sequence_length
     if config.sequence_length > longest:
-        raise UserError(f"--sequence-length is above the model's {longest:,} positions; lower it")
+        raise RunError(f"--sequence-length is above the model's {longest:,} positions; lower it")
 
     choose_attention(hf, device)
     on_gpu = device.type == "cuda"
     hf.loss_options = apply_liger(hf) if on_gpu else {}
+    if config.lora_rank:
+        hf.add_adapter(lora_config(config.lora_rank))
     if config.recompute:
         hf.activation_checkpointing_enable({"use_reentrant": False})
     layers = next(m for m in hf.base_model.modules() if isinstance(m, nn.ModuleList))
@@ -483,8 +491,26 @@ def build_model(config: Config, device: torch.device) -> nn.Module:
             layer.compile()
         fully_shard(layer, mp_policy=policy, reshard_after_forward=dist.get_world_size() > 1)
     fully_shard(hf, mp_policy=policy)
-    say(f"model: {hf.num_parameters():,} parameters, with Liger: {bool(hf.loss_options)}")
+    trained = sum(p.numel() for p in trainable(hf).values())
+    found = f"{hf.num_parameters():,} parameters, {trained:,} of them trained"
+    say(f"model: {found}, with Liger: {bool(hf.loss_options)}")
     return hf
+
+
+def load_model(name: str):
+    options = {"dtype": torch.float32, "trust_remote_code": False}
+    return AutoModelForCausalLM.from_pretrained(name, **options)
+
+
+def lora_config(rank: int):
+    """Adapters at all matrices but the head, with PEFT's usual scale."""
+    where = {"target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+    return peft.LoraConfig(r=rank, lora_alpha=2 * rank, **where)
+
+
+def trainable(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters that are trained: all, or with LoRA the adapters."""
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
 def apply_liger(hf) -> dict:
@@ -519,12 +545,12 @@ def choose_attention(hf, device: torch.device) -> None:
 def varlen_attention(module, query, key, value, mask, scaling=None, sliding_window=None, **rest):
     """torch's attention for packed documents, in the form in which transformers calls it. It has no dropout."""
     if rest.get("softcap") is not None or rest.get("s_aux") is not None:
-        raise UserError(f"varlen attention does not fit {type(module).__name__}; use flash-attn")
+        raise RunError(f"varlen attention does not fit {type(module).__name__}; use flash-attn")
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     names = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
     sizes = [rest[name] for name in names]
     reach = (-1 if sliding_window is None else sliding_window - 1, 0)
-    y = varlen_attn(q, k, v, *sizes, scale=scaling, window_size=reach, **GROUPS)
+    y = varlen_attn(q, k, v, *sizes, scale=scaling, window_size=reach)
     return y[None], None
 
 
@@ -551,7 +577,7 @@ def check_attention(hf, device: torch.device) -> None:
 
 @torch.no_grad()
 def check_documents(hf) -> None:
-    """Raises UserError if a document gives something else behind others than in front of them."""
+    """Raises RunError if a document gives something else behind others than in front of them."""
     hf.eval()
     row = {"input_ids": [*range(16), *range(16, 0, -1), *range(16)], "labels": 0}
     batch = collate([row | {"lengths": [16] * 3}], 1, 48, 16, hf.device) | {"labels": None}
@@ -560,7 +586,7 @@ def check_documents(hf) -> None:
     reshard(hf)
     error = (first - last).norm() / first.norm()
     if not error < (0.03 if hf.device.type == "cuda" else 1e-5):  # bf16 rounds, fp32 hardly
-        raise UserError(f"{hf.config.model_type} models mix the documents of a pack; take another")
+        raise RunError(f"{hf.config.model_type} models mix the documents of a pack; take another")
 
 
 def reshard(model: nn.Module) -> None:
@@ -576,14 +602,14 @@ def matrices(model: nn.Module) -> list[Tensor]:
 
 
 def build_optimizer(model: nn.Module, config: Config) -> torch.optim.AdamW:
-    """AdamW without decay on embeddings, norms and biases. Moments start at zero, so that they can be loaded."""
-    decayed = matrices(model)
-    known = {*decayed}
-    others = [p for p in model.parameters() if p not in known]
-    groups = [{"params": decayed, "weight_decay": config.weight_decay}]
-    groups += [{"params": others, "weight_decay": 0.0}]
+    """AdamW, decay on matrices alone. Moments start at zero, so that they can be loaded."""
+    trained = [*trainable(model).values()]
+    known = {*matrices(model)}
+    decayed = {"params": [p for p in trained if p in known], "weight_decay": config.weight_decay}
+    others = {"params": [p for p in trained if p not in known], "weight_decay": 0.0}
+    groups = [group for group in (decayed, others) if group["params"]]
     optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), fused=True)
-    for parameter in model.parameters():
+    for parameter in trained:
         state = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
         optimizer.state[parameter] = state | {"step": torch.zeros((), device=parameter.device)}
     return optimizer
@@ -595,7 +621,7 @@ def build_optimizer(model: nn.Module, config: Config) -> torch.optim.AdamW:
 def tensors_of(run: Run) -> dict[str, Tensor]:
     """Everything that a checkpoint holds, by name. Loading writes into these tensors."""
     tensors = {}
-    for name, parameter in run.model.named_parameters():
+    for name, parameter in trainable(run.model).items():
         tensors[f"weight.{name}"] = parameter.data
         for moment in ("exp_avg", "exp_avg_sq"):
             tensors[f"{moment}.{name}"] = run.optimizer.state[parameter][moment]
@@ -648,11 +674,11 @@ def load_newest(run: Run) -> None:
     folder = run.config.run_dir
     found = checkpoints(folder)
     if not found:
-        raise UserError(f"{folder} holds no whole checkpoint; start it again without --resume")
+        raise RunError(f"{folder} holds no whole checkpoint; start it again without --resume")
     newest, state = found.popitem()
     if state["origin"] != run.origin:
         found = "other data, model, length, packs, workers or seed"
-        raise UserError(f"{folder} has {found}; see config.json")
+        raise RunError(f"{folder} has {found}; see config.json")
     dcp.load(tensors_of(run), storage_reader=HuggingFaceStorageReader(str(newest)))
     run.progress = Progress(**state["progress"])
     for moments in run.optimizer.state.values():
@@ -664,25 +690,50 @@ def load_newest(run: Run) -> None:
         (folder / "log.tmp").replace(folder / "log.jsonl")
 
 
-def export(run: Run) -> None:
-    """model/, which from_pretrained reads: weights in the type they came in, tokenizer and chat template."""
-    hf = run.model
+def export(run: Run) -> str:
+    """Writes model/, which from_pretrained reads, in the type the weights came in. Returns a sample."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    state = get_model_state_dict(hf, options=options)  # on rank 0
+    state = get_model_state_dict(run.model, options=options)  # on rank 0
+    sample = ""
     if dist.get_rank() == 0:
-        state = {name: tensor.to(hf.export_dtype) for name, tensor in state.items()}
-        hf.config.dtype = hf.export_dtype
+        dtype = run.model.export_dtype
+        hf = run.model
+        if run.config.lora_rank:
+            hf, state = merge(run.config, state)
+        hf.config.dtype = dtype
         labels = run.train.rows[0]["labels"]
         last = int(labels[labels != IGNORED][-1])  # the mark that ends a text or a turn
         if last in run.tokenizer.all_special_ids:
             hf.generation_config.eos_token_id = last
+        state = {name: tensor.to(dtype) for name, tensor in state.items()}
         hf.save_pretrained(run.config.run_dir / "model", state_dict=state)
         run.tokenizer.save_pretrained(run.config.run_dir / "model")
+        sample = sample_text(run)
     dist.barrier()
+    return sample
 
 
-# Dense bf16 peak in TFLOP/s, from the maker's data sheets.
-PEAK_TFLOPS = {"H200": 989, "H100 PCIe": 756, "H100": 989, "B200": 2250, "A100": 312, "L40S": 362}
+def merge(config: Config, state: dict[str, Tensor]) -> tuple[nn.Module, dict[str, Tensor]]:
+    """The model with the adapters of a state merged into its weights, and its own state."""
+    model = peft.get_peft_model(load_model(config.model_name), lora_config(config.lora_rank))
+    model.load_state_dict({f"base_model.model.{name}": tensor for name, tensor in state.items()})
+    if config.keep_adapter:
+        model.save_pretrained(config.run_dir / "adapter")
+    merged = model.merge_and_unload()
+    return merged, merged.state_dict()
+
+
+def sample_text(run: Run) -> str:
+    """The beginning of a held-out document, and how model/ goes on."""
+    row = run.val.rows[0]
+    start = int(np.argmax(row["labels"] != IGNORED))  # of the first answer
+    start = start if run.config.command == "sft" else min(16, int(row["lengths"][0]) // 2)
+    prompt = torch.tensor(row["input_ids"][None, :start], device=run.model.device)
+    model = load_model(run.config.run_dir / "model")
+    model.to(run.model.device, run.model.export_dtype)
+    options = {"max_new_tokens": SAMPLE_TOKENS, "do_sample": False}
+    tokens = model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)[0]
+    return run.tokenizer.decode(tokens)
 
 
 def say(text: str) -> None:
@@ -709,30 +760,43 @@ def read_log(run: Run) -> list[dict]:
 
 def log_step(run: Run, loss: float, norm: float, seconds: float, rows: np.ndarray) -> None:
     """Loss, speed and memory of a step on some packs. Padding counts as no work."""
-    c = run.model.config
-    width = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
-    head = run.model.get_output_embeddings().weight
-    weights = sum(p.numel() for p in {*matrices(run.model), head})
-    tokens = run.train.total("tokens", rows)
-    pairs = run.train.total("attended", rows)  # of a query and a key
-    flops = 6 * weights * tokens + 12 * c.num_hidden_layers * c.num_attention_heads * width * pairs
-    card = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
-    peaks = [tflops for name, tflops in PEAK_TFLOPS.items() if f" {name}" in card]
-    peak = peaks[0] * 1e12 * dist.get_world_size() if peaks else math.inf  # no MFU
-
     progress = run.progress
+    tokens = run.train.total("tokens", rows)
     eta = (run.steps - progress.step) * progress.train_seconds / progress.step
     entry = {"step": progress.step, "tokens": progress.tokens, "loss": loss, "grad_norm": norm}
     entry["lr"] = run.optimizer.param_groups[0]["lr"]
-    entry |= {"tokens_per_second": tokens / seconds, "mfu": flops / seconds / peak}
-    entry |= {"memory_gib": torch.cuda.max_memory_reserved() / 2**30, "eta_seconds": eta}
-    line = f"step {progress.step:,}/{run.steps:,}: loss {loss:.4f}, norm {norm:.2f}, "
-    line += f"{entry['tokens_per_second']:,.0f} tokens/s, MFU {entry['mfu']:.1%}, "
-    line += f"{entry['memory_gib']:.1f} GiB, {timedelta(seconds=round(eta))} left"
-    write_log(run, entry, line)
+    entry["tokens_per_second"] = tokens / seconds
+    parts = [f"loss {loss:.4f}", f"norm {norm:.2f}", f"{tokens / seconds:,.0f} tokens/s"]
+    if torch.cuda.is_available():
+        entry["memory_gib"] = torch.cuda.max_memory_reserved() / 2**30
+        parts.append(f"{entry['memory_gib']:.1f} GiB")
+    if peak := peak_flops():
+        entry["mfu"] = step_flops(run, rows) / seconds / peak
+        parts.append(f"MFU {entry['mfu']:.1%}")
+    entry["eta_seconds"] = eta
+    parts.append(f"{timedelta(seconds=round(eta))} left")
+    write_log(run, entry, f"step {progress.step:,}/{run.steps:,}: {', '.join(parts)}")
 
 
-def finish(run: Run) -> dict:
+def peak_flops() -> float:
+    """Of all GPUs together, 0 if it is not known."""
+    card = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    peaks = [tflops for name, tflops in PEAK_TFLOPS.items() if f" {name}" in card]
+    return peaks[0] * 1e12 * dist.get_world_size() if peaks else 0.0
+
+
+def step_flops(run: Run, rows: np.ndarray) -> float:
+    """A weight takes 6 FLOPs a token, or 4 if it is frozen; attention 12 a pair and channel."""
+    c = run.model.config
+    width = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
+    weights = {*matrices(run.model), run.model.get_output_embeddings().weight}
+    per_token = sum(p.numel() * (6 if p.requires_grad else 4) for p in weights)
+    per_pair = 12 * c.num_hidden_layers * c.num_attention_heads * width
+    pairs = run.train.total("attended", rows)  # of a query and a key
+    return per_token * run.train.total("tokens", rows) + per_pair * pairs
+
+
+def finish(run: Run, sample: str) -> dict:
     """Writes the report and returns the result."""
     progress = run.progress
     folder = run.config.run_dir
@@ -741,15 +805,19 @@ def finish(run: Run) -> dict:
     result = asdict(progress) | {"steps": progress.step, "run_dir": str(folder)}
     result["loss"] = steps[-1]["loss"]
     result["tokens_per_second"] = progress.tokens / progress.train_seconds
-    result["mfu"] = float(np.median([entry["mfu"] for entry in steps]))
-    result["peak_memory_gib"] = max(entry["memory_gib"] for entry in steps)
+    if "mfu" in steps[-1]:
+        result["mfu"] = float(np.median([entry["mfu"] for entry in steps]))
+    if "memory_gib" in steps[-1]:
+        result["peak_memory_gib"] = max(entry["memory_gib"] for entry in steps)
     if dist.get_rank() != 0:
         return result
 
     rows = {"val_loss before": entries[0]["val_loss"], **result}
-    table = "".join(f"| {key} | {value} |\n" for key, value in rows.items())
+    shown = {k: f"{v:,.5g}" if isinstance(v, float) else v for k, v in rows.items()}
+    table = "".join(f"| {key} | {value} |\n" for key, value in shown.items())
     title = f"{folder.name}: {run.config.command} of {run.config.model_name}"
-    text = f"# {title}\n\n| | |\n| --- | --- |\n{table}\n![loss](curve.png)\n"
+    head = f"# {title}\n\n| | |\n| --- | --- |\n{table}\n![loss](curve.png)\n"
+    text = f"{head}\n## A held-out text, continued\n\n````text\n{sample}\n````\n"
     (folder / "report.md").write_text(text, encoding="utf-8")
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
@@ -788,7 +856,7 @@ def prepare_run_dir(config: Config) -> None:
     """The run directory with config.json and this script. One that has saved nothing may start anew."""
     folder = config.run_dir
     if not config.resume and (checkpoints(folder) or (folder / "model").exists()):
-        raise UserError(f"{folder} already holds a run; use --resume, or another --run-dir")
+        raise RunError(f"{folder} already holds a run; use --resume, or another --run-dir")
     dist.barrier()
     if dist.get_rank() == 0 and not config.resume:
         folder.mkdir(parents=True, exist_ok=True)
@@ -797,22 +865,25 @@ def prepare_run_dir(config: Config) -> None:
         shutil.copy(__file__, folder)
 
 
-class UserError(Exception):
-    """A mistake that one sentence explains."""
-
-
 @contextlib.contextmanager
 def explain(what: str, advice: str) -> Iterator[None]:
     """Turns the many errors of a library into one sentence."""
     try:
         yield
     except Exception as error:
-        raise UserError(f"{what} ({first_line(error)}); {advice}") from None
+        raise RunError(f"{what} ({first_line(error)}); {advice}") from None
 
 
 def first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0][:200]}"
+    return f"{type(error).__name__}: {engine.first_line(error)[:200]}"
+
+
+def read_text(path: Path | str, what: str) -> str:
+    """A file that a setting names. Raises: RunError"""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise RunError(f"{what} {path} cannot be read ({error.strerror}); check the path") from None
 
 
 def setting_names() -> dict[str, Any]:
@@ -831,7 +902,7 @@ def read_settings(argv: list[str]) -> dict:
             found = {"command": word}
         elif word.startswith("@"):
             file = Path(word[1:] or (words or [""]).pop(0))
-            text = file.read_text(encoding="utf-8")
+            text = read_text(file, "the settings file")
             with explain(f"{file} cannot be understood", "correct that line"):
                 found = json.loads(text) if file.suffix == ".json" else tomllib.loads(text)
         elif word.startswith("--"):
@@ -842,7 +913,7 @@ def read_settings(argv: list[str]) -> dict:
             outer, _, inner = name.replace("-", "_").rpartition(".")
             found = {outer: {inner: value}} if outer else {inner: value}
         else:
-            raise UserError(f"{word} is neither sft, pretrain, @FILE nor a flag; see --help")
+            raise RunError(f"{word} is neither sft, pretrain, @FILE nor a flag; see --help")
 
         with explain("--data is no setting", "use --data.path, --data.data-files and so on"):
             settings["data"] |= found.pop("data", {})
@@ -854,17 +925,31 @@ def make_config(argv: list[str]) -> Config:
     """The settings, checked. With --resume those of the run come first."""
     settings = read_settings(argv)
     if settings.get("resume") in (True, "true") and "run_dir" in settings:
-        settings = read_settings([f"@{settings['run_dir']}/config.json", *argv])
+        file = Path(settings["run_dir"]) / "config.json"
+        if not file.is_file():
+            raise RunError(f"--run-dir {file.parent} holds no run to resume; name another")
+        settings = read_settings([f"@{file}", *argv])
     try:
         return Config(**settings)
     except ValidationError as error:
         first = min(error.errors(), key=lambda error: error["type"] != "extra_forbidden")
     name = ".".join(map(str, first["loc"][:2]))
     if first["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(name, setting_names(), n=1, cutoff=0.0)[0]
-        raise UserError(f"unknown setting {name}; the nearest is {near}")
+        raise RunError(f"unknown setting {flag(name)}; did you mean {flag(nearest_setting(name))}?")
     found = "missing" if first["type"] == "missing" else repr(first["input"])
-    raise UserError(f"--{name.replace('_', '-')} is {found}: {first['msg'].lower()}; see --help")
+    raise RunError(f"{flag(name)} is {found}: {first['msg'].lower()}; see --help")
+
+
+def flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def nearest_setting(name: str) -> str:
+    """The setting whose description has these words, or else the one that is spelled most alike."""
+    settings = setting_names()
+    words = name.replace("_", " ")
+    known = [key for key, setting in settings.items() if words in setting.description]
+    return (known or difflib.get_close_matches(name, settings, n=1, cutoff=0.0))[0]
 
 
 def main(argv: list[str]) -> int:
@@ -872,12 +957,12 @@ def main(argv: list[str]) -> int:
         print(__doc__.strip() + "\n\nSettings:")
         for name, setting in setting_names().items():
             default = "required" if setting.is_required() else setting.default
-            print(f"  --{name.replace('_', '-'):18} {setting.description} [{default}]")
+            print(f"  {flag(name):20} {setting.description} [{default}]")
         return 0
     try:
         say(json.dumps(train(make_config(argv))))
         return 0
-    except UserError as error:
+    except RunError as error:
         message = str(error)
     except torch.OutOfMemoryError as error:
         message = f"memory ran out ({first_line(error)}); lower --micro-packs, or use --recompute"

@@ -1,4 +1,4 @@
-"""The exported repository: the tokenizer token by token, the model card, errors. Its model: test_export_model.py."""
+"""The exported repository: tokenizer and chat template, the model card, errors. Its model: test_export_model.py."""
 
 import dataclasses
 import functools
@@ -15,6 +15,7 @@ import pytest
 import tiktoken
 import torch
 import train_small as ts
+from transformers import PreTrainedTokenizerFast
 
 from conftest import ROOT, random_model, script, tiny_config
 from hub_stub import start_hub
@@ -26,6 +27,7 @@ import export
 import format
 import sources
 import tokenizer
+from protocol import Problem, Protocol
 
 VARIED = [
     "", " ", "a", "the rest\n\n of  it\t ", "l'été, naïve: 你好 😀\u200d👧 e\u0301", "1 12 123 1234 ٣٤ Ⅷ ½", "I'LL 'ſ",
@@ -58,11 +60,18 @@ def write_run(folder: Path, bpe: Path, chat: bool = False, model=None, config=No
     script(config).write_checkpoint(folder, (model.state_dict(), {}), state)
     description = {"config": dataclasses.asdict(config), "command": "finetune" if chat else "pretrain", "flags": []}
     (folder / "config.json").write_text(json.dumps(description | {"starts": [{"identity": {}}]}))
-    entries = [{"step": 5, "loss": 2.0}, {"step": 7, "val_bpb": 1.25, "tokens": 4096}, {"step": 9, "val_bpb": 9.0}]
+    scored = {"step": 7, "val_bpb": 1.25, "tokens": 4096, "scored": {"bytes": 54321}}
+    entries = [{"step": 5, "loss": 2.0}, scored, {"step": 9, "val_bpb": 9.0}]
     (folder / "log.jsonl").write_text("".join(json.dumps(e) + "\n" for e in entries))
     shutil.copy(script(config).__file__, folder)
     shutil.copy(bpe, folder / "tokenizer.json")
     return folder
+
+
+def export_run(run_dir: Path, out: Path, *flags: str) -> str:
+    """Exports a run as the command line does; returns the model card."""
+    export.main([str(run_dir), "--out", str(out), *flags])
+    return (out / "README.md").read_text(encoding="utf-8")
 
 
 def random_texts(count: int) -> list[str]:
@@ -113,28 +122,95 @@ def test_tokens_that_no_merge_reaches(bpe):
         assert theirs.encode(text, add_special_tokens=False).ids == own.encode_ordinary(text), text
 
 
+# ---- the chat template
+
+
+def conversation(turns: str, *contents) -> list[dict]:
+    """Messages whose roles are given by their first letters."""
+    roles = {"s": "system", "d": "developer", "u": "user", "a": "assistant", "t": "tool"}
+    return [{"role": roles[letter], "content": content} for letter, content in zip(turns, contents, strict=True)]
+
+
+def parts(*texts) -> list[dict]:
+    return [{"type": "text", "text": text} for text in texts]
+
+
+CALLS = "so [3*4 = 12], ['hello'.count('l') = 2][1,000 * 2 = 2000] [x = 3] [1 [2 = 2] [ 4] ]["
+SHAPES = {
+    "a question": conversation("u", "Hi"),
+    "several turns": conversation("suau", "Be brief.", "Hi", "Yes?", "More"),
+    "text parts": conversation("suau", parts("Be ", "brief."), parts("a", " b"), parts("x", "y"), "c"),
+    "system before a later question": conversation("uasu", "a", "b", "late", "c"),
+    "system behind a question": conversation("us", "a", "late"),
+    "system behind an answer": conversation("uas", "a", "b", "late"),
+    "answer behind a system": conversation("uasau", "a", "b", "late", "c", "d"),
+    "two systems": conversation("ssu", "one", "two", "a"),
+    "an empty system": conversation("su", " ", "a"),
+    "developer": conversation("du", "rules", "a"),
+    "system alone": conversation("s", "alone"),
+    "two users": conversation("uu", "a", "b"),
+    "two assistants": conversation("uaau", "a", "b", "c", "d"),
+    "calls": conversation("uau", "a", CALLS, "b"),
+    "an answer that goes on": conversation("ua", "a", "Once upon"),
+    "a call that goes on": conversation("ua", "a", "it is [3*4 = 12]"),
+    "no answer": conversation("uau", "a", None, "b"),
+    "an empty answer to go on": conversation("ua", "a", ""),
+    "assistant first": conversation("sau", "x", "Hello!", "a"),
+}
+REFUSED = {
+    "an empty question": conversation("u", " "),
+    "tool": conversation("ut", "a", "12"),
+    "an empty system alone": conversation("s", " "),
+    "an empty answer alone": conversation("a", ""),
+    "a picture": conversation("u", [{"type": "image_url", "image_url": {"url": "x"}}]),
+    "nothing": [],
+}
+
+
+@pytest.fixture(scope="module")
+def exported_chat(bpe, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("chat")
+    export_run(write_run(folder / "run", bpe, chat=True), folder / "model")
+    return folder / "model"
+
+
+@pytest.mark.parametrize("name", [*SHAPES, *REFUSED])
+def test_template_and_server_agree(name, bpe, exported_chat):
+    """transformers gives the ids that the server gives its model, and refuses what the server refuses."""
+    server = Protocol("x", ts.Tokenizer(bpe), 1000, True, 1)
+    theirs = PreTrainedTokenizerFast.from_pretrained(exported_chat)
+    if name in SHAPES:
+        found = theirs.apply_chat_template(SHAPES[name], add_generation_prompt=True)["input_ids"]
+        assert found == server.render(SHAPES[name])
+        return
+    with pytest.raises(Problem):
+        server.render(REFUSED[name])
+    with pytest.raises(Exception, match="role tool|is empty|no text|must hold|empty conversation"):
+        theirs.apply_chat_template(REFUSED[name], add_generation_prompt=True)
+
+
 # ---- the folder
 
 
 def test_card_and_files(bpe, tmp_path, capsys):
     """Results come from the report, or from the log up to the saved step; nothing names this computer."""
     run_dir = write_run(tmp_path / "run", bpe)
-    export.export(run_dir, tmp_path / "model", name="me/tiny")
+    card = export_run(run_dir, tmp_path / "model", "--name", "me/tiny", "--license", "apache-2.0")
     assert "base model" in capsys.readouterr().out
-    names = {"README.md", "chat_template_for_finetuning.jinja", "config.json", "generation_config.json",
-             "model.safetensors", "modeling_decoderstack.py", "tokenizer.json", "tokenizer_config.json"}  # fmt: skip
-    assert {p.name for p in (tmp_path / "model").iterdir()} == names and not list(tmp_path.glob(".*"))
-    card = (tmp_path / "model" / "README.md").read_text()
-    assert "| validation, bits per byte | 1.25 |" in card and "base model" in card and "me/tiny" in card
-    assert "chat_template" not in json.loads((tmp_path / "model" / "tokenizer_config.json").read_text())
+    names = {"README.md", "config.json", "generation_config.json", "model.safetensors", "modeling_decoderstack.py",
+             "tokenizer.json", "tokenizer_config.json"}  # fmt: skip
+    assert {p.name for p in (tmp_path / "model").iterdir()} == names
+    assert "| validation, bits per byte | 1.25 |" in card and "base model" in card and "# me/tiny" in card
+    assert "license: apache-2.0\n" in card and "language: en\n" in card and "Training data: not known" in card
+    assert "held-out text that" in card and "UTF-8 bytes, here 54,321." in card
     texts = [p.read_text() for p in (tmp_path / "model").iterdir() if p.suffix in (".json", ".md", ".py")]
     assert not any("/home/me" in text or str(tmp_path) in text for text in texts)
+
     data = "| data | /home/me/secret |"
     (run_dir / "report.md").write_text(f"# r\n\n| | |\n| --- | --- |\n{data}\n| speed | 5 |\n\n| other | x |\n")
     (run_dir / "curve.png").write_bytes(b"png")
     (run_dir / "core.csv").write_text("task,accuracy\ncopa,0.5\n")
-    export.export(run_dir, tmp_path / "earlier")
-    card = (tmp_path / "earlier" / "README.md").read_text()
+    card = export_run(run_dir, tmp_path / "earlier")
     assert {p.name for p in (tmp_path / "earlier").iterdir()} == names, "the log ends with another step"
     assert "| validation, bits per byte | 1.25 |" in card and not re.search("speed|copa|curve.png", card)
 
@@ -142,34 +218,49 @@ def test_card_and_files(bpe, tmp_path, capsys):
     lines = log.read_text().splitlines()
     log.write_text("\n".join([*lines[:2], lines[2][:9]]))  # a crash cut the last line
     (tmp_path / "empty").mkdir()
-    export.export(run_dir, tmp_path / "empty")
-    card = (tmp_path / "empty" / "README.md").read_text()
+    card = export_run(run_dir, tmp_path / "empty")
     assert "/home/me" not in card and "| data |" not in card
     assert "| speed | 5 |\n" in card and "| copa | 0.5 |" in card and "curve.png" in card and "other" not in card
     assert (tmp_path / "empty" / "curve.png").read_bytes() == b"png"
 
 
+def test_card_names_the_data(bpe, tmp_path):
+    """The sources of the dataset; conversations are those of a chat model."""
+    description = {"sources": ["climbmix"], "sft": {"sources": ["smol-smoltalk"]}}
+    (tmp_path / "dataset.json").write_text(json.dumps(description))
+    for chat, expected in ((False, "climbmix"), (True, "climbmix, smol-smoltalk")):
+        run_dir = write_run(tmp_path / f"run-{chat}", bpe, chat=chat, data=str(tmp_path))
+        assert f"Training data: {expected}\n" in export_run(run_dir, tmp_path / f"model-{chat}")
+
+
 @pytest.mark.parametrize("chat", (False, True))
-def test_card_commands(chat, bpe, tmp_path):
-    """E4: commands for transformers, TRL, the harness with the right BOS, the server; what does not work, and why."""
+def test_card_commands(chat, bpe, tmp_path, monkeypatch, capsys):
+    """The code for transformers runs from any folder, that for TRL where TRL is installed; harness and server."""
     run_dir = write_run(tmp_path / "run", bpe, chat=chat)
-    export.export(run_dir, tmp_path / "model", name="me/tiny")
-    card = (tmp_path / "model" / "README.md").read_text()
-    assert "{" not in re.sub(r"```python.*?```", "", card, flags=re.S), "nothing is left to fill in"
-    for block in re.findall(r"```python\n(.*?)```", card, re.S):
+    card = export_run(run_dir, tmp_path / "model", "--name", str(tmp_path / "model"))
+    assert "{" not in re.sub(r"```python.*?```|`python`|\{\"type.*?\}", "", card, flags=re.S), "nothing left to fill in"
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    use, *finetune = re.findall(r"```python\n(.*?)```", card, re.S)
+    scope = {}
+    exec(use, scope)
+    assert type(scope["model"]).__name__ == "DecoderStackForCausalLM"
+    assert scope["tokenizer"].chat_template, "also that of a base model, for finetuning"
+    for block in finetune:
         compile(block, "card", "exec")
-    commands = re.findall(r"^lm_eval .*$", card, re.M)
-    assert len(commands) == 3 and all("pretrained=me/tiny,trust_remote_code=True" in c for c in commands[:2])
+    assert ('eos_token="<|assistant_end|>"' in card) != chat
+
+    commands = re.findall(r"^lm_eval (?:.*\\\n)*.*$", card, re.M)
+    assert len(commands) == 3 and all("max_length=64" in command for command in commands)
     assert "add_bos_token" not in commands[0] and "hellaswag" in commands[0]
     assert "add_bos_token=False" in commands[1] and "wikitext" in commands[1]
     assert ("--apply_chat_template" in commands[0]) == chat
-    assert ("chat_template_for_finetuning.jinja" in card) != chat and "assistant_only_loss=True" in card
-    assert "model=run," in card and "tokenizer=me/tiny,add_bos_token=True" in card, "the server adds none to ids"
-    assert "python runs/serve.py out/run\n" in card and "vLLM" in card and "GGUF" in card
-    assert "keys that take half of themselves from the token before" in card
+    assert "model=run," in commands[2] and "add_bos_token=True" in commands[2], "the server adds none to ids"
+    assert "python runs/serve.py out/run\n" in card
 
 
-def test_user_errors(bpe, tmp_path, monkeypatch, capsys):
+def test_user_errors(bpe, tmp_path):
     """One sentence, exit code not 0, and nothing is left behind."""
     run_dir, full = write_run(tmp_path / "run", bpe), tmp_path / "full"
     full.mkdir()
@@ -184,28 +275,17 @@ def test_user_errors(bpe, tmp_path, monkeypatch, capsys):
     diverged = write_run(tmp_path / "diverged", bpe, model=model)
     other = write_run(tmp_path / "other", bpe, model=random_model(tiny_config(vocab_size=300)))
     new = tmp_path / "new"
-    for args, message in [
-        ((run_dir, full), "not an empty folder"), ((run_dir, full / "x"), "not an empty folder"),
-        ((tmp_path / "none", new), "0 training scripts"), ((bare, new), "config.json does not exist"),
-        ((run_dir, new, "--step", "8"), "no checkpoint of step 8"), ((broken, new), "is whole"),
-        ((broken, new, "--step", "7"), "is damaged"), ((diverged, new), "not all finite"),
-        ((other, new), "do not fit config.json"), ((run_dir, full / "x" / "y"), "cannot write"),
+    for run, out, flags, message in [
+        (run_dir, full, (), "not an empty folder"), (run_dir, full / "x", (), "not an empty folder"),
+        (tmp_path / "none", new, (), "0 training scripts"), (bare, new, (), "config.json does not exist"),
+        (run_dir, new, ("--step", "8"), "no checkpoint of step 8"), (broken, new, (), "whole"),
+        (broken, new, ("--step", "7"), "is damaged"), (diverged, new, (), "not all finite"),
+        (other, new, (), "do not fit config.json"), (run_dir, full / "x" / "y", (), "Not a directory"),
     ]:  # fmt: skip
-        monkeypatch.setattr(sys, "argv", ["export.py", str(args[0]), "--out", *map(str, args[1:])])
         with pytest.raises(SystemExit) as end:
-            export.main()
+            export_run(run, out, *flags)
         assert message in end.value.code and end.value.code.startswith("error: ") and "\n" not in end.value.code
-    assert not new.exists() and [p.name for p in full.iterdir()] == ["x"] and not list(tmp_path.glob(".*"))
-
-
-def test_the_current_folder_is_refused(bpe, tmp_path, monkeypatch):
-    run_dir = write_run(tmp_path / "run", bpe)
-    (tmp_path / "empty").mkdir()
-    monkeypatch.chdir(tmp_path / "empty")
-    for out in (Path("."), Path("../empty"), tmp_path / "empty"):
-        with pytest.raises(SystemExit, match="error: --out .* is the current folder; name a new one"):
-            export.export(run_dir, out)
-    assert not list((tmp_path / "empty").iterdir())
+    assert not new.exists() and [p.name for p in full.iterdir()] == ["x"]
 
 
 def test_push(bpe, tmp_path):
@@ -228,23 +308,12 @@ def test_push(bpe, tmp_path):
     assert done.returncode == 1 and "hf upload me/tiny" in done.stderr and "hf_secret" not in done.stderr
     assert "Traceback" not in done.stderr and (tmp_path / "b" / "model.safetensors").is_file()
     done = run(hub.url, tmp_path / "c", "tiny")
-    assert done.returncode == 1 and "give OWNER/NAME" in done.stderr and not (tmp_path / "c").exists()
+    assert done.returncode == 2 and "give OWNER/NAME" in done.stderr and not (tmp_path / "c").exists()
 
 
-def test_a_damaged_checkpoint_is_passed_over(bpe, tmp_path, capsys):
-    """The newest whole one is taken, and a note says so."""
-    run_dir = write_run(tmp_path / "run", bpe)
-    good = run_dir / "checkpoints" / "step_000007"
-    shutil.copytree(good, run_dir / "checkpoints" / "step_000009")
-    (run_dir / "checkpoints" / "step_000009" / "model.safetensors").write_bytes(b"x")
-    export.export(run_dir, tmp_path / "model")
-    out, err = capsys.readouterr()
-    assert "step 7" in out and "skipped step_000009" in err
-
-
-def test_another_table_of_scalars(bpe, tmp_path):
+def test_another_table_of_scalars():
     """A script whose scalars this file does not know is refused, not exported wrongly."""
     model = random_model(tiny_config(vocab_size=900))
     model.scalars = torch.nn.Parameter(torch.zeros(9, 4))
-    with pytest.raises(SystemExit, match="table of scalars has 9 rows and not 7; use the export.py of the commit"):
+    with pytest.raises(export.RunError, match="table of scalars has 9 rows and not 7; use the export.py of the commit"):
         export.convert_weights(model)

@@ -16,10 +16,9 @@ from safetensors.torch import load_file
 from transformers import DynamicCache
 
 from conftest import tiny_config, tiny_medium
-from test_export import bpe, write_run  # noqa: F401  (bpe is a fixture)
+from test_export import bpe, export_run, write_run  # noqa: F401  (bpe is a fixture)
 
 import engine  # isort: skip
-import export  # isort: skip
 import export_model  # isort: skip
 import sft  # isort: skip  (test_export puts the folders of all four on the path)
 
@@ -56,7 +55,7 @@ class Exported(NamedTuple):
 def exported(request, bpe, tmp_path_factory) -> Exported:  # noqa: F811
     folder = tmp_path_factory.mktemp("exported")
     run_dir = write_run(folder / "run", bpe, chat=True, config=KINDS[request.param]())
-    export.export(run_dir, folder / "model")
+    export_run(run_dir, folder / "model")
     run = engine.load_run(run_dir, device="cpu")
     model = export_model.DecoderStackForCausalLM.from_pretrained(folder / "model")
     return Exported(run.model, model.eval(), run.tokenizer, folder / "model")
@@ -154,32 +153,31 @@ def test_generation(exported):
 
 
 def test_other_caches_are_refused(exported):
-    with pytest.raises(ValueError, match="keeps keys and values in a DynamicCache, not in a StaticCache; leave"):
+    with pytest.raises(ValueError, match="needs a DynamicCache, not a StaticCache; leave"):
         exported.model.generate(torch.tensor([[1, 2]]), max_new_tokens=4, cache_implementation="static")
 
 
 def test_too_long(exported):
     """One sentence, from forward and before generate starts."""
     too_long = torch.zeros(1, 65, dtype=torch.long)
+    sentence = "^65 tokens are more than the model's context of 64; ask for fewer$"
     for call in (exported.model, exported.model.generate):
-        with pytest.raises(ValueError, match="^the text has 65 tokens but the model's context is 64; shorten .{8}$"):
+        with pytest.raises(ValueError, match=sentence):
             call(too_long)
-    with pytest.raises(ValueError, match="60 tokens and 5 new ones are asked for, .* is 64; ask for at most 4 new"):
+    with pytest.raises(ValueError, match=sentence):
         exported.model.generate(too_long[:, :60], max_new_tokens=5)
     assert exported.model.generate(too_long[:, :60], max_new_tokens=4).size(1) <= 64
     cache = exported.model(too_long[:, :64], use_cache=True).past_key_values
-    with pytest.raises(ValueError, match="65 tokens"):
+    with pytest.raises(ValueError, match=sentence):
         exported.model(too_long[:, :1], past_key_values=cache)
     mask = torch.ones(1, 65)
     mask[0, 0] = 0
     assert exported.model(too_long, attention_mask=mask).logits.shape == (1, 65, 900), "64 tokens and padding"
 
 
-def test_wrong_inputs(exported):
+def test_embeddings_alone_are_refused(exported):
     with pytest.raises(ValueError, match="needs input_ids"):
         exported.model(inputs_embeds=torch.zeros(1, 3, 64))
-    with pytest.raises(ValueError, match=r"shape \(1, 2\) but must be \(1, 3\)"):
-        exported.model(torch.tensor([[1, 2, 3]]), attention_mask=torch.ones(1, 2))
 
 
 def test_modules_have_their_usual_names(exported):
@@ -312,7 +310,7 @@ def test_a_new_model(exported):
 def test_16_bits(bpe, tmp_path):  # noqa: F811
     """Stored as asked, but the learned scalars stay fp32; the ids that are most likely are mostly the same."""
     run_dir = write_run(tmp_path / "run", bpe, config=KINDS["small"]())
-    export.export(run_dir, tmp_path / "model", dtype="bfloat16")
+    export_run(run_dir, tmp_path / "model", "--dtype", "bfloat16")
     stored = load_file(tmp_path / "model" / "model.safetensors")
     kinds = {name: tensor.dtype for name, tensor in stored.items()}
     assert kinds.pop("model.bigram.signs") == torch.int8
@@ -396,7 +394,7 @@ def test_auto_classes(bpe, tmp_path, fast_python):  # noqa: F811
     chat = [{"role": role, "content": content} for role, content in CONVERSATION]
     for kind in ("small", "medium"):
         write_run(tmp_path / kind, bpe, chat=True, config=KINDS[kind]())
-        export.export(tmp_path / kind, tmp_path / f"{kind}-hf")
+        export_run(tmp_path / kind, tmp_path / f"{kind}-hf")
     request = {
         "ids": row,
         "text": text,

@@ -6,6 +6,7 @@ import gc
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import socket
@@ -13,6 +14,7 @@ import sys
 import types
 
 import numpy as np
+import peft
 import pytest
 import torch
 import torch.nn.functional as F
@@ -382,7 +384,7 @@ def test_models_that_mix_documents_are_refused(name):
     ft.choose_attention(hf, torch.device("cpu"))
     if name in MODELS:
         return ft.check_documents(hf)
-    with pytest.raises(ft.UserError, match=f"{name} models mix the documents of a pack"):
+    with pytest.raises(ft.RunError, match=f"{name} models mix the documents of a pack"):
         ft.check_documents(hf)
 
 
@@ -484,6 +486,51 @@ def test_run_directory(reference):
     assert log[-1]["val_loss"] < log[0]["val_loss"] - 0.5
     assert abs(log[0]["val_loss"] - math.log(272)) < 0.3  # the random model knows nothing
     assert not list(reference.glob("**/*.pt")) and not list(reference.glob("**/.metadata"))  # no pickle
+
+
+@pytest.fixture(scope="module")
+def lora(folder, tmp_path_factory):
+    """The same run with adapters of rank 4."""
+    datasets.config.HF_DATASETS_CACHE = folder / "cache"
+    run_dir = tmp_path_factory.mktemp("runs") / "lora"
+    words = ["sft", f"@{folder}/sft.toml", "--run-dir", run_dir, "--lora-rank", 4, "--keep-adapter"]
+    assert call(words) == 0
+    return run_dir
+
+
+def test_lora_trains_the_adapters_alone(folder, lora):
+    """model/ is the untouched model with the adapter that PEFT finds in adapter/, merged."""
+    log = log_of(lora)
+    assert log[-1]["val_loss"] < log[0]["val_loss"] - 0.1
+    names = {name.split(".", 1)[1] for name in tensors_of(lora / "checkpoints/step_000006")}
+    assert names and all(".lora_A." in name or ".lora_B." in name for name in names)
+    base = AutoModelForCausalLM.from_pretrained(folder / "model")
+    merged = AutoModelForCausalLM.from_pretrained(lora / "model")
+    assert torch.equal(base.model.embed_tokens.weight, merged.model.embed_tokens.weight)
+    assert not torch.equal(base.model.layers[0].mlp.up_proj.weight, merged.model.layers[0].mlp.up_proj.weight)
+    ids = torch.arange(40)[None]
+    with torch.no_grad():
+        adapted = peft.PeftModel.from_pretrained(base, lora / "adapter")(ids).logits
+        torch.testing.assert_close(merged(ids).logits, adapted, rtol=1e-4, atol=1e-5)
+
+
+def test_lora_resumes_bit_for_bit(lora, tmp_path, capsys):
+    shutil.copytree(lora, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run/checkpoints/step_000006")
+    shutil.rmtree(tmp_path / "run/model")
+    run(capsys, "--resume", "--run-dir", tmp_path / "run")
+    assert losses_of(tmp_path / "run") == losses_of(lora)
+    ours = tensors_of(tmp_path / "run/model")
+    assert ours and all(torch.equal(ours[name], tensor) for name, tensor in tensors_of(lora / "model").items())
+    assert "other data" in refused(capsys, "--resume", "--run-dir", tmp_path / "run", "--lora-rank", 8)
+
+
+def test_report(reference):
+    """Figures without needless digits, and how the model goes on with a held-out conversation."""
+    report = (reference / "report.md").read_text()
+    assert re.search(r"\| val_loss before \| \d\.\d{1,4} \|", report) and not re.search(r"\d\.\d{7}", report)
+    assert "mfu" not in report and "MFU" not in report  # of a CPU
+    assert re.search(r"````text\n<\|im_start\|>system\n\.<\|im_end\|>.*<\|im_start\|>assistant\n.+\n````", report, re.S)
 
 
 def test_export_is_the_trained_model(folder, reference):
@@ -626,7 +673,7 @@ def test_order_of_packs(folder, tmp_path, monkeypatch, capsys):
         with monkeypatch.context() as patch:
             patch.setattr(ft, "run_steps", runs.append)
             patch.setattr(ft, "export", lambda run: None)
-            patch.setattr(ft, "finish", lambda run: {})
+            patch.setattr(ft, "finish", lambda run, sample: {})
             run(capsys, "sft", f"@{folder}/sft.toml", "--run-dir", tmp_path, "--packs", 2, *words)
         return runs[0].order.tolist()
 
@@ -678,8 +725,9 @@ def test_later_settings_count(tmp_path):
 
 
 @pytest.mark.parametrize(("words", "sentence"), [
-    (["--sequence-lenght", "9"], "unknown setting sequence_lenght; the nearest is sequence_length"),
-    (["--data.fles", "9"], "unknown setting data.fles; the nearest is data.data_files"),
+    (["--sequence-lenght", "9"], "unknown setting --sequence-lenght; did you mean --sequence-length?"),
+    (["--data.fles", "9"], "unknown setting --data.fles; did you mean --data.data-files?"),
+    (["--learning-rate", "9"], "unknown setting --learning-rate; did you mean --lr?"),
     (["--data", "9"], "--data is no setting"),
     (["--packs", "many"], "--packs is 'many': input should be a valid integer"),
     (["--packs", "0"], "--packs is '0'"),
@@ -689,8 +737,9 @@ def test_later_settings_count(tmp_path):
     (["--model-name", "/nowhere/x"], "--model-name /nowhere/x has no tokenizer that loads"),
     (["--sequence-length", "1000"], "--sequence-length is above the model's 256 positions"),
     (["--sequence-length", "10"], "nothing of 52 rows is left; look at --sequence-length"),
-    (["--resume", "--run-dir", "/nowhere"], "No such file or directory: '/nowhere/config.json'"),
-    (["@/nowhere.toml"], "No such file or directory: '/nowhere.toml'"),
+    (["--resume", "--run-dir", "/nowhere"], "--run-dir /nowhere holds no run to resume; name another"),
+    (["@/nowhere.toml"], "the settings file /nowhere.toml cannot be read"),
+    (["--chat-template", "/nowhere.jinja"], "--chat-template /nowhere.jinja cannot be read"),
     (["finetune"], "finetune is neither sft, pretrain, @FILE nor a flag"),
 ])  # fmt: skip
 def test_mistakes_are_one_sentence(folder, tmp_path, capsys, words, sentence):
@@ -731,7 +780,3 @@ def test_a_run_that_saved_nothing_starts_again(folder, reference, tmp_path, caps
     assert "start it again without --resume" in refused(capsys, "--resume", "--run-dir", tmp_path / "run")
     run(capsys, *words)
     assert losses_of(tmp_path / "run") == losses_of(reference)
-
-
-def test_sizes_of_the_script():
-    assert len((ROOT / "runs/finetune_hf.py").read_text().splitlines()) <= 900

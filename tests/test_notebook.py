@@ -7,6 +7,7 @@ import shutil
 import sys
 import zipfile
 from collections.abc import Callable, Iterator
+from importlib import metadata
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -92,9 +93,44 @@ def test_notebook_from_top_to_bottom(repo, fast_python, monkeypatch):
 
 
 def test_notebook_needs_a_gpu(monkeypatch):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    """It is looked for first; a driver that is too old for torch shows later."""
+    monkeypatch.setattr(shutil, "which", lambda name: None)
     with pytest.raises(RuntimeError, match="Change runtime type"):
+        exec(cell_with("shutil.which"), {"SMOKE": False, "shutil": shutil})
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(RuntimeError, match=r"needs a driver for CUDA .* is older; choose another runtime"):
         exec(cell_with("torch.cuda"), {"SMOKE": False})
+
+
+def test_only_missing_packages_are_installed(tmp_path, monkeypatch):
+    """Other versions stay, but for an old torch."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "requirements-quickstart.txt").write_text("torch==2.11.0\nnumpy==2.3.5\n# a comment\n")
+    (tmp_path / "requirements.txt").write_text("rustbpe==0.1.0\n")
+
+    def asked(**installed) -> list[str]:
+        def version(package: str) -> str:
+            if package not in installed:
+                raise metadata.PackageNotFoundError
+            return installed[package]
+
+        own = SimpleNamespace(version=version, PackageNotFoundError=metadata.PackageNotFoundError)
+        calls = []
+        settings = {"metadata": own, "Path": Path, "sys": SimpleNamespace(modules={})}
+        exec(cell_with("def is_missing"), {**settings, "sh": lambda *words: calls.extend(words)})
+        return calls[5:]
+
+    assert asked(torch="2.12.1+cu130", numpy="2.0.0") == ["rustbpe==0.1.0"]
+    assert asked(torch="2.9.0", numpy="1.26", rustbpe="0.2") == ["torch==2.11.0"]
+    assert asked(torch="2.11.0", numpy="2.3.5", rustbpe="0.1.0") == []
+
+
+def test_another_source_needs_another_name(tmp_path):
+    """The old dataset is not trained on in place of the new one."""
+    (tmp_path / "first.source").write_text("climbmix")
+    settings = {"recipe": ["@runs/tiny.args"], "HUB_DATASET": "", "SOURCE": "stdlib", "NAME": "first", "sys": sys}
+    with pytest.raises(RuntimeError, match="first was made from climbmix; choose another NAME for stdlib"):
+        exec(cell_with("import train_small"), {**settings, "data": tmp_path / "first"})
 
 
 def test_what_colab_may_take_away_is_on_drive(monkeypatch, tmp_path, capsys):
