@@ -2199,15 +2199,16 @@ def finish(run: Run) -> dict:
 
 
 def report(run: Run) -> None:
-    """report.md, curve.png and samples, by runs/report.py where it lies beside this script."""
-    tools = Path(__file__).resolve().parent / "runs"
-    if not (tools / "report.py").is_file():
+    """report.md, curve.png and samples, where runs/report.py lies beside this script or the tool that runs."""
+    sys.path.append(str(Path(__file__).resolve().parent / "runs"))
+    try:
+        tool = importlib.import_module("report")
+    except ImportError:
         run.log.say(f"for a report with samples: python runs/report.py {run.run_dir}")
         return
-    sys.path.insert(0, str(tools))
     config = run.job.config
     live = (sys.modules[__name__], run.state.model, run.job.tokenizer, config, run.state.step)
-    importlib.import_module("report").write_report(run.run_dir, live=live)
+    tool.write_report(run.run_dir, live=live)
 
 
 class Stopper:

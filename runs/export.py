@@ -73,7 +73,7 @@ def read_checkpoint(script, run_dir: Path, step: int | None) -> tuple[torch.nn.M
 # Fields of the script's Config that DecoderStackConfig has under the same name.
 SAME_FIELDS = (
     "head_dim window_short window_long attention_scale rotary_base no_attention_layers long_layers "
-    "key_offset_layers value_embed_layers shared_input_from attention_gates gate_width "
+    "key_offset_layers value_embed_layers shared_input_from gate_width "
     "x0_injection bigram_rows backout_layer mix_width"
 ).split()
 

@@ -379,7 +379,7 @@ def trained(data, tmp_path_factory):
     overrides = {key: getattr(CONFIG, key) for key in (
         "num_layers", "width", "head_dim", "mlp_width", "max_seq_len", "no_attention_layers", "long_layers",
         "key_offset_layers", "value_embed_layers", "bigram_rows", "shared_input_from", "backout_layer",
-        "pack_tokens", "pack_docs", "stages", "sample_tokens", "val_tokens")}  # fmt: skip
+        "pack_tokens", "pack_docs", "stages", "val_tokens")}  # fmt: skip
     argv = [f"--set={key}={value}" for key, value in overrides.items()]
     argv += ["--data", str(data), "--run-dir", str(run_dir), "--steps", "4", "--save-every", "2", "--dtype", "float32"]
     assert ts.main(argv) == 0

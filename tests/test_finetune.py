@@ -34,6 +34,7 @@ from test_runs import entries, losses, saved, signal_handlers, snapshot, tensors
 sys.path.insert(0, str(ROOT / "runs"))
 import engine
 import finetune
+import report as reports
 
 CONTEXT = TINY["max_seq_len"]
 BASE = {key: value for key, value in TINY.items() if key != "tokens"}
@@ -111,7 +112,7 @@ def job(base, *more, **overrides) -> ts.Job:
 def setup(data, base):
     """(config, dataset, its train conversations) of a finetuning run of two epochs."""
     two = job(base, max_epochs=2)
-    return two.config, two.dataset, two.reader
+    return two.config, ts.Dataset.open(data), two.reader
 
 
 def batches(setup, ranks=ALONE, position=None, first_step=0, most=10**9) -> list[ts.Batch]:
@@ -198,7 +199,7 @@ def test_any_position_continues_exactly(setup):
 
 def test_ranks_share_the_same_step(setup):
     """The ranks' packs behind each other are the packs of one process; the count is that of the whole step."""
-    whole, *parts = (batches(setup, ranks) for ranks in (ALONE, *(ts.Ranks(r, r, 2, CPU) for r in range(2))))
+    whole, *parts = (batches(setup, ranks) for ranks in (ALONE, *(ts.Ranks(r, 2, CPU) for r in range(2))))
     for batch, *shares in zip(whole, *parts, strict=True):
         for field in FIELDS:
             assert torch.equal(getattr(batch, field), torch.cat([getattr(s, field) for s in shares]))
@@ -307,8 +308,7 @@ def test_run_directory_is_complete(finished, base, data):
         assert (run_dir / name).read_bytes() == (base / name).read_bytes()
     report = (run_dir / "report.md").read_text()
     assert "| finetuned from | base step_000020 |" in report
-    assert report.count("```text") == 3 and all(question in report for question in finetune.QUESTIONS)
-    assert "sha256" not in report
+    assert report.count("```text") == 3 and all(question in report for question in reports.QUESTIONS)
     assert (run_dir / "curve.png").stat().st_size > 5000
     result = json.loads(out.splitlines()[-1])
     steps = -(-len(finetune.Conversations(ts.Dataset.open(data), "train", ts.read_config(run_dir)).packs) // 4)
@@ -424,7 +424,7 @@ def test_signal_saves_and_resumes(finished, base, tmp_path, monkeypatch, fails):
 
     with monkeypatch.context() as patch:
         patch.setattr(engine, "import_script", import_stopping)
-        fails(tune(base, run_dir), "stopped by SIGTERM at step 7", f"--resume --run-dir {run_dir}")
+        fails(tune(base, run_dir), "stopped by a signal at step 7", f"--resume --run-dir {run_dir}")
     assert saved(run_dir) == [5, 7]
     assert finetune.main([*tune(base, run_dir), "--resume"]) == 0
     assert_finished_alike(run_dir, finished[0])
@@ -447,7 +447,7 @@ def memorised(base, tmp_path_factory) -> Path:
     run(data, "--source", source, "--val-source", val)
     argv = tune(base, folder / "run", "--data", data, "--eval-every", 0, "--lr", 1, packs=1, max_epochs=80)
     with contextlib.redirect_stdout(io.StringIO()), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(finetune, "QUESTIONS", tuple(MEMORY))
+        patch.setattr(reports, "QUESTIONS", tuple(MEMORY))
         assert finetune.main(argv) == 0
     return folder / "run"
 
@@ -520,15 +520,12 @@ def test_defaults(base, tmp_path, monkeypatch, capsys):
         (["--resume", "--run-dir", "{base}"], ["{base} is no finetuning run", "train_small.py --resume"]),
         (["--resume", "--run-dir", "{rl}"], ["{rl} is no finetuning run", "runs/rl.py --resume"]),
         (["{base}", "--run-dir", "{base}"], ["already holds a run"]),
-        (["{base}", "--set", "width=128"], ["finetuning cannot change width", "64", "128"]),
-        (["{base}", "--set", "source=x"], ["unknown Config field source"]),
-        (["{base}", "--pack", "2"], ["unknown flag --pack; did you mean --packs?"]),
-        (["{base}", "--packs", "0"], ["a stage has packs below 1"]),
+        (["{base}", "--set", "source=x"], ["--set source=x: expected KEY=VALUE with a field of Config"]),
         (["{base}", "--lr", "0"], ["--lr 0.0 must be above 0"]),
         (["{base}", "--packs", "4", "--steps", "1000"], ["the run asks for 512,000", "max_epochs"]),
         (["{base}", "--data", "{other}"], ["{other} has another tokenizer than {base}"]),
         (["{base}", "--data", "{text}"], ["{text}/sft has no train_*.bin", "data/sft.py --data"]),
-        (["--resume", "--run-dir", "{sft}", "--seed", "5"], ["--resume cannot change seed"]),
+        (["--resume", "--run-dir", "{sft}", "--seed", "5"], ["seed was 0 and is 5", "--resume-changed"]),
         (["--resume", "--run-dir", "{sft}", "--packs", "5"], ["--resume cannot change packs", "4", "5"]),
         (["--resume", "--run-dir", "{sft}", "--no-moments"], ["--resume cannot change moments"]),
         (["{tmp}", "--resume", "--run-dir", "{sft}"], ["--resume cannot change run: the run has {base}"]),
@@ -550,16 +547,15 @@ def test_mistakes(argv, words, fails, base, finished, data, tmp_path, monkeypatc
         write_dataset(other, merges=MERGES)
     if "{rl}" in argv:
         shutil.copytree(base, rl)
-        ts.write_description(rl, {"command": "rl"})
+        (rl / "config.json").write_text(json.dumps({"command": "rl"}))
     names = {"tmp": tmp_path, "base": base, "text": text, "other": other, "sft": finished[0], "rl": rl}
     fails([a.format(**names) for a in argv], *(w.format(**names) for w in words))
     assert snapshot(base) == before and not (tmp_path / "out").exists()
 
 
 def test_training_scripts_name_the_tool(fails, finished, base):
-    """train_small.py continues no finetuning run, and knows what to call in place of its old command."""
+    """train_small.py continues no finetuning run."""
     fails(["--resume", "--run-dir", finished[0]], "python runs/finetune.py --resume --run-dir", main=ts.main)
-    fails(["sft", "--from", base], "python runs/finetune.py RUN", main=ts.main)
 
 
 @pytest.mark.parametrize("what", ("missing", "truncated", "corrupt", "foreign", "no mask", "too long"))
@@ -597,4 +593,3 @@ def test_medium_finetunes_too(data, tmp_path, fails):
     assert after["stages"] == [[1.0, 16, 0.3]]
     assert after["tokens"] != before["tokens"] and after["tokens"] % (16 * 128) == 0
     assert losses(tmp_path / "sft")[max(losses(tmp_path / "sft"))] < losses(tmp_path / "sft")[1]
-    fails([tmp_path / "base", "--set", "muon_lr=0"], "muon_lr=0 stands for the rate of pretraining")

@@ -181,7 +181,7 @@ def test_rows_without_a_gradient_keep_their_weights_on_every_rank():
     model = torch.nn.Module()
     model.value_embed = torch.nn.Parameter(torch.randn(1001, 80).bfloat16())
     for rank, rows in ((0, slice(0, 501)), (1, slice(501, 1001))):
-        ranks = ts.Ranks(rank, rank, 2, torch.device("cpu"))
+        ranks = ts.Ranks(rank, 2, torch.device("cpu"))
         optimizer = ts.Optimizer(model, ts.Config(), ranks, {"value_embed": policy})
         (slot,) = optimizer.slots
         own = optimizer.own_weights(slot)
@@ -199,7 +199,7 @@ def test_compiled_updates(config, device, monkeypatch):
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=counter))
     module, results = script(config), []
     module.one_graph.cache_clear()
-    ranks = module.Ranks(0, 0, 1, torch.device(device))
+    ranks = module.Ranks(0, 1, torch.device(device))
     for compiled in (False, True):
         model = module.GPT(config, device, torch.bfloat16)
         model.init_weights(0)
