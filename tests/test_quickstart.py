@@ -581,7 +581,7 @@ def known_flags(script: str) -> set[str]:
     return {flag for path in sources for flag in re.findall(pattern, path.read_text(encoding="utf-8"), re.M)}
 
 
-@pytest.mark.parametrize("name", ["README.md", "data/README.md", "records/README.md", *TUTORIALS])
+@pytest.mark.parametrize("name", ["README.md", "runs/README.md", "data/README.md", "records/README.md", *TUTORIALS])
 def test_readme_commands_exist(name):
     commands = readme_commands(name)
     assert commands
@@ -693,7 +693,7 @@ def run_command(command: str, monkeypatch) -> int:
     return 0
 
 
-@pytest.mark.parametrize("name", ["README.md", "records/README.md", *TUTORIALS])
+@pytest.mark.parametrize("name", ["README.md", "runs/README.md", "records/README.md", *TUTORIALS])
 def test_commands_run(checkout, fast_python, monkeypatch, capfd, name):
     """Every command of a page, one after the other; what cannot run here is in NOT_RUN."""
     monkeypatch.chdir(checkout)
@@ -714,20 +714,8 @@ def test_commands_run(checkout, fast_python, monkeypatch, capfd, name):
     assert ran or name in ("records/README.md", "runs/tutorials/4_finetune_hf.md")
 
 
-def test_readme_lines_are_true():
-    """Line links and line counts: python dev/links.py writes them anew."""
-    done = subprocess.run([sys.executable, "dev/links.py", "--check"], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, f"{done.stdout}{done.stderr}: run python dev/links.py"
-    stops = (ROOT / "README.md").read_text(encoding="utf-8").split("\n## One training step\n")[1].split("\n## ")[0]
-    script = (ROOT / "train_small.py").read_text(encoding="utf-8").splitlines()
-    links = re.findall(r"\[`(?:\w+\.)?(\w+)\(\)`\]\(train_small.py#L(\d+)\)", stops)
-    assert len(links) >= 12 and len(re.findall(r"^\d+\. ", stops, re.M)) == 12
-    for name, line in links:
-        assert re.match(rf" *(def|class) {name}\b", script[int(line) - 1]), f"{name} is not in line {line}"
-
-
 def test_readme_names_real_flags_fields_and_files():
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    text = (ROOT / "runs/README.md").read_text(encoding="utf-8")
     scripts = ("train_small.py", "data/pretrain.py", "data/hub.py", "data/sft.py", "runs/chat_eval.py", "runs/rl.py",
                "runs/serve.py", "runs/export.py", "runs/speedrun_small.sh")  # fmt: skip
     flags = {f for script in scripts for f in known_flags(script)}
