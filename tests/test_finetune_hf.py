@@ -623,15 +623,17 @@ os._exit(code)
 """
 
 
-def test_two_ranks_and_back_to_one(folder, reference, tmp_path, capsys):
+@pytest.mark.parametrize("flags", [(), ("--lora-rank", 4)])
+def test_two_ranks_and_back_to_one(folder, reference, lora, tmp_path, capsys, flags):
     """5 packs a step do not divide over 2 ranks. The second half runs on one rank again."""
+    reference = lora if flags else reference
     run_dir = tmp_path / "run"
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     environment = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     environment |= {"HF_DATASETS_CACHE": str(folder / "cache"), "HF_HUB_OFFLINE": "1"}
-    done = python("-c", TWO_RANKS, "sft", f"@{folder}/sft.toml", "--run-dir", run_dir, env=environment)
+    done = python("-c", TWO_RANKS, "sft", f"@{folder}/sft.toml", "--run-dir", run_dir, *flags, env=environment)
     assert done.returncode == 0, done.stderr
     assert "tokenize_chats:" not in done.stderr  # the reference has filled the cache
     assert losses_of(run_dir) == pytest.approx(losses_of(reference), rel=1e-5)
