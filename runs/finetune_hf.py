@@ -881,10 +881,8 @@ def first_line(error: Exception) -> str:
 
 def read_text(path: Path | str, what: str) -> str:
     """A file that a setting names. Raises: RunError"""
-    try:
+    with explain(f"{what} {path} cannot be read", "check the path"):
         return Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise RunError(f"{what} {path} cannot be read ({error.strerror}); check the path") from None
 
 
 def setting_names() -> dict[str, Any]:
