@@ -252,6 +252,8 @@ inputs = tokenizer.apply_chat_template(
 BASE_PROMPT = 'inputs = tokenizer("Once upon a time", return_tensors="pt")\n'
 BASE_KIND = "It is a base model: it continues text and was not finetuned for conversations."
 CHAT_KIND = "It was finetuned for conversations."
+BASE_SCORED = "held-out text"
+CHAT_SCORED = "what the assistant says in held-out conversations"
 
 
 def read_log(run_dir: Path) -> list[dict]:
@@ -290,7 +292,7 @@ def training_data(dataset: Path, is_chat: bool) -> str:
     """What the sources of a dataset are called, if it still lies on this computer."""
     path = dataset / "dataset.json"
     if not path.is_file():
-        return "not known to the export"
+        return "not stated; the dataset was not there when the model was exported"
     description = json.loads(path.read_text(encoding="utf-8"))
     conversations = description.get("sft", {}).get("sources", []) if is_chat else []
     return ", ".join([*description["sources"], *conversations])
@@ -321,9 +323,9 @@ def model_card(args: argparse.Namespace, fields: dict, parameters: int, step: in
         data=training_data(Path(config["data"]), is_chat),
         language=args.language,
         license_id=args.license or "unknown",
-        license=args.license or "none was stated for the weights; ask who made them",
+        license=args.license or "not stated for the weights, so ask who made them",
         results=result_table(run_dir, figures, is_newest),
-        scored_text="held-out answers of the assistant" if is_chat else "held-out text",
+        scored_text=CHAT_SCORED if is_chat else BASE_SCORED,
         scored_bytes=f", here {scored:,}" if scored else "",
         core=core_table(run_dir) if is_newest else "",
         picture="\n![loss curve](curve.png)\n" if has_picture else "",

@@ -201,8 +201,8 @@ def test_card_and_files(bpe, tmp_path, capsys):
              "tokenizer.json", "tokenizer_config.json"}  # fmt: skip
     assert {p.name for p in (tmp_path / "model").iterdir()} == names
     assert "| validation, bits per byte | 1.25 |" in card and "base model" in card and "# me/tiny" in card
-    assert "license: apache-2.0\n" in card and "language: en\n" in card and "Training data: not known" in card
-    assert "held-out text that" in card and "UTF-8 bytes, here 54,321." in card
+    assert "license: apache-2.0\n" in card and "language: en\n" in card and "Training data: not stated" in card
+    assert "measure held-out text:" in card and "UTF-8\nbytes, here 54,321." in card
     texts = [p.read_text() for p in (tmp_path / "model").iterdir() if p.suffix in (".json", ".md", ".py")]
     assert not any("/home/me" in text or str(tmp_path) in text for text in texts)
 
