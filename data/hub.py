@@ -40,15 +40,14 @@ RUN_FORMAT = "decoderstack-run-1"
 CHECKPOINT = (
     "state.json",
     "model.safetensors",
-    "optimizer_1.safetensors",
-    "optimizer_2.safetensors",
+    "optimizer.safetensors",
 )
 NEEDED = ("config.json", "log.jsonl", "tokenizer.json")
 # What a run may consist of, in the hub and on the disk.
 RUN_FILE = re.compile(
     r"train_[a-z0-9_]{1,40}\.py|config\.json|log\.jsonl|tokenizer\.json|report\.md|result\.json"
     r"|(curve|reward)\.png|(core|chat_eval)\.csv"
-    r"|checkpoints/step_[0-9]{6,18}/(state\.json|(model|optimizer_[12])\.safetensors)"
+    r"|checkpoints/step_[0-9]{6,18}/(state\.json|(model|optimizer)\.safetensors)"
 )
 OF_THE_HUB = (".gitattributes", "README.md", "run.json")
 

@@ -429,9 +429,9 @@ def evaluate(run: engine.Run, args: argparse.Namespace) -> dict | None:
     if not ranks.is_main:
         return None
 
-    run.script.write_atomically(args.run_dir / "chat_eval.csv", total.csv())
+    (args.run_dir / "chat_eval.csv").write_text(total.csv(), encoding="utf-8")
     lines = "".join(json.dumps(sample) + "\n" for sample in samples)
-    run.script.write_atomically(args.run_dir / "chat_eval_samples.jsonl", lines)
+    (args.run_dir / "chat_eval_samples.jsonl").write_text(lines, encoding="utf-8")
     if samples:
         say(f"answers: {args.run_dir}/chat_eval_samples.jsonl")
     result = {"chatcore": total.core, "tasks": {row.task: row.accuracy for row in table}}

@@ -103,7 +103,7 @@ def add_to_report(script, path: Path, table: str) -> None:
         before, samples, after = report.partition("\n## Samples\n")
         head = before.rstrip("\n") + "\n\n"
         tail = samples + after
-    script.write_atomically(path, head + block + tail)
+    path.write_text(head + block + tail, encoding="utf-8")
 
 
 def main() -> int:

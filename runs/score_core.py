@@ -537,12 +537,12 @@ def write_scores(run: engine.Run, run_dir: Path, score: CoreScore, limit: int) -
     newest = run.script.checkpoints(run_dir)[-1]
     result_path = run_dir / "result.json"  # the run writes it when it has finished
     if newest.name != f"step_{run.step:06d}" or not result_path.is_file():
-        run.script.write_atomically(run_dir / f"core_step_{run.step}.csv", score.csv())
+        (run_dir / f"core_step_{run.step}.csv").write_text(score.csv(), encoding="utf-8")
         return
-    run.script.write_atomically(run_dir / "core.csv", score.csv())
+    (run_dir / "core.csv").write_text(score.csv(), encoding="utf-8")
     result = json.loads(result_path.read_text(encoding="utf-8"))
     result |= {"core": score.core, "core_seconds": score.seconds, "core_items": limit or None}
-    run.script.write_atomically(result_path, json.dumps(result, indent=1))
+    result_path.write_text(json.dumps(result, indent=1), encoding="utf-8")
 
 
 def open_dataset(run: engine.Run, args: argparse.Namespace):

@@ -105,8 +105,7 @@ def test_damage_is_found(tmp_path):
     expect_error(e, "damaged", path, "expected", "found")
 
 
-BAD_WORDS = [(0, 1, "magic"), (1, 2, "version"), (2, 0, " 0 "), (2, -5, "-5"), (3, -7, "-8"), (3, 2**31 - 1, "BOS")]
-BAD_WORDS += [(4, -1, "vocabulary of -1"), (4, 65537, "65537")]
+BAD_WORDS = [(0, 1, "magic"), (1, 2, "version"), (2, 0, " 0 "), (2, -5, "-5")]
 
 
 @pytest.mark.parametrize(("word", "value", "part"), BAD_WORDS)
@@ -283,53 +282,9 @@ def test_a_split_without_text(tmp_path):
     expect_error(e, "text_bytes of the split 'val'")
 
 
-def test_hostile_json(tmp_path, monkeypatch):
-    """What is nested too deeply or is too large ends in a sentence, before it takes memory."""
-    path = tmp_path / "x.json"
-    for raw, part in ((b"[" * 10**6, "nested too deeply"), (b"1" * 10**4, "JSON"), (b"\xff", "JSON"), (b"", "JSON")):
-        path.write_bytes(raw)
-        with pytest.raises(SystemExit) as e:
-            format.read_json(path)
-        expect_error(e, part, path)
-    monkeypatch.setattr(format, "MAX_JSON", 100)
-    path.write_bytes(b" " * 101)
-    with pytest.raises(SystemExit) as e:
-        format.read_json(path)
-    expect_error(e, "larger than 100 bytes")
-    for name in ("a\0b", "n" * 300):
-        for read in (format.read_json, format.read_header, format.read_dataset):
-            with pytest.raises(SystemExit) as e:
-                read(f"{tmp_path}/{name}")
-            expect_error(e)
-
-
-@pytest.mark.parametrize(
-    ("problem", "part"),
-    [
-        (OSError(errno.ENOSPC, "No space left on device"), "the disk is full"),
-        (OSError(errno.ENAMETOOLONG, "File name too long", "nnn"), "nnn"),
-        (ValueError("embedded null byte"), "NUL"),
-        (MemoryError(), "memory"),
-    ],
-)
-def test_what_the_system_refuses_is_a_sentence(problem, part):
-    def main():
-        raise problem
-
-    with pytest.raises(SystemExit) as e:
-        format.run(main)
-    expect_error(e, part)
-
-
 def test_our_own_mistakes_stay_visible():
     with pytest.raises(ValueError, match="ours"):
         format.run(lambda: (_ for _ in ()).throw(ValueError("ours")))
-
-
-def test_a_message_is_one_line():
-    with pytest.raises(SystemExit) as e:
-        format.fail("a\nb" + "c" * 10**6)
-    assert "\n" not in e.value.code and len(e.value.code) < 2100
 
 
 def test_missing_dataset_json(tmp_path):

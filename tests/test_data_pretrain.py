@@ -99,16 +99,6 @@ def settings(corpus: Path, name: str) -> list[object]:
     ]
 
 
-def test_a_document_may_fill_its_shard(corpus, tmp_path):
-    """A shard closes before the document that would take it over its size, and holds one that just fits."""
-    lengths = np.array([30, 30, 30, 29, 2, 90, 60, 1])
-    batch = np.full(lengths.sum(), 441, np.uint16), lengths, np.ones(8, int)
-    progress = {"shards": {"train": []}, "complete": []}
-    encoding = tokenizer.load(corpus / "tokenizer.json")
-    pretrain.write_split(tmp_path, "train", [], lambda documents: iter([batch]), progress, "ab" * 32, encoding, 60)
-    assert [shard["tokens"] for shard in progress["shards"]["train"]] == [60, 59, 2, 90, 60, 1]
-
-
 def test_equals_a_plain_reference(corpus):
     """Token for token what the simplest possible code gives, and shards cut only between documents."""
     encoding = tokenizer.load(corpus / "tokenizer.json")
@@ -224,17 +214,6 @@ def test_every_writer_heeds_the_lock(corpus):
             result = subprocess.run(argv, capture_output=True, text=True, timeout=120)
             expect_error(result, f"another process is writing to {out}")
     assert snapshot(out) == before
-
-
-def test_a_file_system_without_locks(tmp_path, monkeypatch, capsys):
-    """One line says that nothing keeps a second process out, and the build goes on."""
-
-    def refuse(file, how):
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(format.fcntl, "lockf", refuse)
-    with format.lock_folder(tmp_path):
-        assert "supports no locks (No locks available)" in capsys.readouterr().out
 
 
 def test_every_stop_gives_the_same_bytes(corpus, monkeypatch):

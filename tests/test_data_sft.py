@@ -330,8 +330,8 @@ def test_addition(data):
 BAD = [
     ({"messages": []}, 'no list "messages"'),
     ([1], 'no list "messages"'),
-    ({"messages": [{"role": ["user"] * 999, "content": "x"}]}, "message 1 has the role None"),
-    ({"messages": [{"role": {}, "content": "x"}]}, "message 1 has the role None"),
+    ({"messages": [{"role": ["user"] * 999, "content": "x"}]}, "message 1 has the role"),
+    ({"messages": [{"role": {}, "content": "x"}]}, "message 1 has the role"),
     (chat("a", [{"type": ["text"], "text": "b"}]), "message 2 has a part"),
     (chat("a", [["text", "b"]]), "message 2 has a part"),
     ({"messages": {"role": "user"}}, 'no list "messages"'),

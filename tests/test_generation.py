@@ -77,8 +77,6 @@ def test_what_cannot_be_loaded(run_dir, bpe, tmp_path):  # noqa: F811
         with pytest.raises(engine.RunError, match=message) as error:
             engine.load_run(*arguments)
         assert "\n" not in str(error.value)
-    with pytest.raises(engine.RunError, match="--dtype int3"):
-        engine.load_run(run_dir, device="cpu", dtype="int3")
 
 
 # ==== decoding against the forward pass

@@ -345,7 +345,7 @@ def test_quickstart_starts_resumes_and_skips(sandbox):
     (run / "checkpoints/step_000100/state.json").touch()
     assert quickstart(sandbox)[1][1] == "train_small.py --run-dir out/quickstart --resume"
 
-    (run / "report.md").touch()
+    (run / "result.json").touch()
     done, commands = quickstart(sandbox)
     assert not any(c.startswith("train_small.py") for c in commands) and "is already finished" in done.stdout
 
@@ -392,7 +392,7 @@ esac
 case "$*" in
 data/core.py*) echo "no network" >&2; exit 1 ;;
 data/pretrain.py*) mkdir -p "${{@: -1}}"; echo {{}} >"${{@: -1}}/dataset.json" ;;
-*--run-dir*) mkdir -p "${{@: -1}}"; touch "${{@: -1}}/report.md" ;;
+*--run-dir*) mkdir -p "${{@: -1}}"; touch "${{@: -1}}/result.json" ;;
 esac
 """)
     python.chmod(0o755)
@@ -540,8 +540,9 @@ def test_compressors_refuse_what_they_cannot_compare(run_dir, tmp_path):
     done = compressors(tmp_path)
     assert done.returncode == 1 and "training scripts" in done.stderr and "Traceback" not in done.stderr
     description = ts.read_description(run_dir)
-    for changes, words in (({"dataset_fingerprint": "another"}, "fingerprint"),
-                           ({"config": description["config"] | {"data": str(tmp_path / "gone")}}, "no dataset at")):  # fmt: skip
+    gone = description["config"] | {"data": str(tmp_path / "gone")}
+    cases = (({"dataset_fingerprint": "another"}, "fingerprint"), ({"config": gone}, "no dataset at"))
+    for changes, words in cases:
         (run_dir / "config.json").write_text(json.dumps(description | changes))
         done = compressors(run_dir)
         assert done.returncode == 1 and words in done.stderr and "Traceback" not in done.stderr
@@ -592,7 +593,8 @@ def test_readme_commands_exist(name):
         for script in scripts[:1]:
             assert (ROOT / script).is_file(), command
             arguments = words[words.index(script) + 1 :]
-            passed_on = {"runs/quickstart.sh", "runs/multi_node.sh", "runs/slurm.sh", "dev/bench.py", "dev/profile_step.py"}
+            passed_on = {"runs/quickstart.sh", "runs/multi_node.sh", "runs/slurm.sh", "dev/bench.py"}
+            passed_on.add("dev/profile_step.py")
             target = "train_small.py" if script in passed_on else script
             if script == "runs/test.sh":
                 continue

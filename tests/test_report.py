@@ -135,7 +135,7 @@ def test_a_run_under_way(tmp_path):
     }  # fmt: skip
     text = (tmp_path / "report.md").read_text()
     assert "Under way: the figures are those of step 30." in text
-    assert "no samples: the run has saved no checkpoint" in text
+    assert "no samples: " in text
 
     (tmp_path / "log.jsonl").write_text("")  # it has just begun
     assert report.main([str(tmp_path)]) == 0
@@ -146,15 +146,14 @@ def test_reinforcement_learning(tmp_path):
     """Scores and answers of the first and the last evaluation; text that would break a table does not."""
     settings = {"task": "addition", "digits": 2, "prompts": 4, "samples": 6, "muon_lr": 0.2, "adam_lr": 0.02,
                 "source": "out/sft", "seed": 3}  # fmt: skip
-    description = {"command": "rl", "rl": settings, "checkpoint": "step_000009", "machine": MACHINE}
+    description = {"command": "rl", "rl": settings, "machine": MACHINE}
     question = {"question": "1 | 2?\n<b>", "expected": "3"}
     evaluations = [
         {"step": 0, "greedy": 0.25, "pass@1": 0.2, "answers": [{**question, "answer": "4", "reward": 0.0}]},
         {"step": 15, "greedy": 0.3, "pass@1": 0.1, "answers": [{**question, "answer": "x", "reward": 0.5}]},
         {"step": 30, "greedy": 0.75, "pass@1": 0.15, "answers": [{**question, "answer": "3", "reward": 1.0}]},
     ]
-    used = {"drawn_tokens": 100, "draw_seconds": 0.5}
-    steps = [{"step": i, "reward": i / 30, "train_seconds": 1.2 * i, **used} for i in range(1, 31)]
+    steps = [{"step": i, "reward": i / 30, "train_seconds": 1.2 * i} for i in range(1, 31)]
     log = [evaluations[0], *steps[:15], evaluations[1], *steps[15:], evaluations[2]]
     write_files(tmp_path, description, log)
     assert report.main([str(tmp_path)]) == 0
@@ -164,8 +163,8 @@ def test_reinforcement_learning(tmp_path):
     assert answers == [["1 &#124; 2?<br>&lt;b&gt;", "3", "4", "0.00", "3", "1.00"]]
     assert dict(rows) == MACHINE_ROWS | {
         "task": "addition of 2-digit numbers", "answers of a step": "4 questions x 6", "seed": "3", "steps": "30",
-        "rates": "0.2 (matrices) and 0.02 (rest) of those of pretraining, falling to 0", "drawn tokens": "3,000",
-        "started from": "out/sft step_000009", "training time": "36.0 s", "of which drawing": "15.0 s",
+        "rates": "0.2 (matrices) and 0.02 (rest) of those of pretraining, falling to 0",
+        "started from": "out/sft", "training time": "36.0 s",
     }  # fmt: skip
 
     found = curves(log)
@@ -221,13 +220,11 @@ def greedy(run, ids: list[int], count: int, stop: int) -> str:
     return run.tokenizer.decode(text[len(ids) :])
 
 
-def test_pretraining_of_a_few_steps(dataset_dir, tmp_path, monkeypatch, capsys):
-    """A run of the training script: samples go on with held-out text as the engine does, under torchrun too."""
+def test_pretraining_of_a_few_steps(dataset_dir, tmp_path, capsys):
+    """A run of the training script: samples go on with held-out text as the engine does."""
     run_dir = tmp_path / "run"
     sets = [word for name, value in TINY.items() for word in ("--set", f"{name}={value}")]
     assert ts.main(["--data", str(dataset_dir), "--run-dir", str(run_dir), "--steps", "2", "--seed", "3", *sets]) == 0
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
     capsys.readouterr()
     assert report.main([str(run_dir), "--device", "cpu"]) == 0
     said = capsys.readouterr().out
@@ -247,13 +244,19 @@ def test_pretraining_of_a_few_steps(dataset_dir, tmp_path, monkeypatch, capsys):
     assert dict(tables(run_dir)[0])["validation"] == f"{result['val_bpb']:.4f} bits per byte"
 
 
+def edit_config(run_dir, **changes) -> None:
+    path = run_dir / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
 @pytest.fixture
 def chat_run(bpe, tmp_path):  # noqa: F811
     """A finetuned run with random weights."""
     config = tiny_config(vocab_size=900, dtype="float32", data="nowhere", max_seq_len=96)
     run_dir = write_run(tmp_path / "chat", bpe, chat=True, config=config)
     description = {"starts": START, "finetune": {"run": "base", "checkpoint": "step_000001"}}
-    ts.write_description(run_dir, ts.read_description(run_dir) | description)
+    starts = [start | {"identity": {}} for start in START]
+    edit_config(run_dir, **description | {"starts": starts})
     (run_dir / "log.jsonl").write_text(json.dumps({"step": 7, "tokens": 4096, "val_bpb": 1.25}) + "\n")
     return run_dir
 
@@ -276,7 +279,7 @@ def test_finetuning_answers_questions(chat_run, capsys):
 
 def test_without_the_dataset_prompts_are_fixed(chat_run):
     """As after a download of the run."""
-    ts.write_description(chat_run, ts.read_description(chat_run) | {"command": "pretrain"})
+    edit_config(chat_run, command="pretrain")
     assert report.main([str(chat_run), "--device", "cpu"]) == 0
     found = texts_of(chat_run)
     assert len(found) == 3
@@ -289,8 +292,9 @@ def test_a_model_that_cannot_be_loaded_costs_the_samples_only(chat_run, capsys):
     path.write_bytes(path.read_bytes()[:-1])
     assert report.main([str(chat_run), "--device", "cpu"]) == 0
     said = capsys.readouterr().out
-    assert re.match("no samples: none of the 1 checkpoints in .* is whole", said)
-    assert said.splitlines()[0] in (chat_run / "report.md").read_text() and tables(chat_run)
+    assert "has no whole checkpoint" in said
+    line = next(line for line in said.splitlines() if "no samples" in line)
+    assert line in (chat_run / "report.md").read_text() and tables(chat_run)
 
 
 # ---- the command line

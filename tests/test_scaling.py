@@ -36,7 +36,7 @@ def fake_run(folder: Path, width: int, flops: float, name: str = "", vocab: int 
     entries = [{"step": 1, "loss": 3.0}, {"step": 9, "tokens": tokens, "train_seconds": 5.0, "val_bpb": bpb}]
     (run_dir / "log.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
     (run_dir / "core.csv").write_text("task,items,accuracy,centered,seconds\nCORE,10,,0.25,1.5\n")
-    (run_dir / "report.md").touch()
+    (run_dir / "result.json").touch()
 
 
 def scaling_plot(folder: Path) -> subprocess.CompletedProcess:
@@ -121,7 +121,7 @@ if [[ $1 == train_medium.py && -e fake ]]; then
 fi
 if [[ $1 == *.py && -e log ]]; then
   echo "$@" >>python.log
-  case "$*" in *--run-dir*) mkdir -p "${{@: -1}}" && echo "# done" >"${{@: -1}}/report.md" ;; esac
+  case "$*" in *--run-dir*) mkdir -p "${{@: -1}}" && echo "# done" >"${{@: -1}}/result.json" ;; esac
   exit
 fi
 exec {fast_python} "$@"
@@ -132,7 +132,7 @@ exec {fast_python} "$@"
 
 def series(sandbox: Path, name: str, data: Path, environment: str, **more) -> subprocess.CompletedProcess:
     tiny = {"head_dim": 16, "max_seq_len": 64, "window_short": 8, "window_long": 16, "pack_tokens": 128,
-            "val_tokens": 1500, "sample_tokens": 4, "stages": "((1.0,1,1.0),)", "muon_lr": 0.02, "adam_lr": 0.004,
+            "val_tokens": 1500, "stages": "((1.0,1,1.0),)", "muon_lr": 0.02, "adam_lr": 0.004,
             **more}  # fmt: skip
     flags = " ".join(f"--set '{key}={value}'" for key, value in tiny.items())
     command = f"{environment} bash {sandbox}/runs/{name} --data {data} {flags}"
@@ -175,7 +175,7 @@ LAUNCH = """
 source runs/launch.sh
 train runs/tool.py out/new SOURCE --packs 2
 mkdir -p out/stopped/checkpoints/step_000010 out/dead out/finished
-touch out/stopped/checkpoints/step_000010/state.json out/dead/log.jsonl out/finished/report.md
+touch out/stopped/checkpoints/step_000010/state.json out/dead/log.jsonl out/finished/result.json
 train runs/tool.py out/stopped SOURCE
 train runs/tool.py out/dead SOURCE
 train runs/tool.py out/finished SOURCE

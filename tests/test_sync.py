@@ -33,7 +33,7 @@ def test_shared_sections_ask_for_what_both_configs_have():
     assert {"num_steps", "stage_table", "tokens", "softcap"} <= names
     for module in (ts, tm):
         config = module.Config()
-        missing = [name for name in (names | set(module.FROZEN_ON_RESUME)) if not hasattr(config, name)]
+        missing = [name for name in names | set(module.FREE_ON_RESUME) if not hasattr(config, name)]
         assert missing == []
 
 
