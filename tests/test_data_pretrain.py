@@ -104,8 +104,10 @@ def test_a_document_may_fill_its_shard(corpus, tmp_path):
     lengths = np.array([30, 30, 30, 29, 2, 90, 60, 1])
     batch = np.full(lengths.sum(), 441, np.uint16), lengths, np.ones(8, int)
     progress = {"shards": {"train": []}, "complete": []}
-    encoding = tokenizer.load(corpus / "tokenizer.json")
-    pretrain.write_split(tmp_path, "train", [], lambda documents: iter([batch]), progress, "ab" * 32, encoding, 60)
+    encoder = pretrain.Encoder(corpus / "tokenizer.json", workers=1)
+    writer = pretrain.ShardWriter(tmp_path, "train", encoder, progress, 60)
+    writer.add(*batch)
+    writer.close()
     assert [shard["tokens"] for shard in progress["shards"]["train"]] == [60, 59, 2, 90, 60, 1]
 
 
@@ -234,7 +236,7 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(format.fcntl, "lockf", refuse)
     with format.lock_folder(tmp_path):
-        assert "supports no locks (No locks available)" in capsys.readouterr().out
+        assert "is not locked (No locks available)" in capsys.readouterr().out
 
 
 def test_every_stop_gives_the_same_bytes(corpus, monkeypatch):
@@ -370,6 +372,87 @@ def test_second_run_and_other_settings(corpus):
     format.write_json(other, tokenizer.train(make_texts(300), 300))
     expect_error(run(*settings(corpus, "plain"), "--tokenizer", other), "--tokenizer")
     assert snapshot(corpus / "plain") == before
+
+
+def corrected(corpus: Path, tmp_path: Path) -> tuple[list[object], Path, list[str]]:
+    """A build with 1 worker that stopped at a broken line, which is right now: (its flags, its folder, the texts)."""
+    texts = make_texts(1500)
+    out = tmp_path / "out"
+    source = write_jsonl(tmp_path / "train.jsonl", texts)
+    raw = source.read_bytes().split(b"\n")
+    source.write_bytes(b"\n".join([*raw[:1200], b'{"text": "broken', *raw[1200:]]))
+    flags = [*settings(corpus, "x"), "--source", source, "--out", out, "--workers", 1]
+    expect_error_last(run(*flags), "train.jsonl line 1201 is not valid JSON")
+    write_jsonl(source, texts)
+    return flags, out, texts
+
+
+def test_a_corrected_line_does_not_cost_the_finished_shards(corpus, tmp_path):
+    flags, out, _ = corrected(corpus, tmp_path)
+    before = {path: path.stat().st_ino for path in (out / "pretrain").glob("*.bin")}
+    assert len(before) > 5
+    result = run(*flags)
+    assert result.returncode == 0, result.stderr
+    count = len(before) - 1
+    assert f"the source has changed: {count} of {count} train shards hold its text still and stay" in result.stdout
+    assert all(path.stat().st_ino == inode for path, inode in before.items())
+    expected = {name: raw for name, raw in snapshot(corpus / "plain").items() if name.endswith(".bin")}
+    assert {name: raw for name, raw in snapshot(out).items() if name.endswith(".bin")} == expected
+
+
+def test_shards_behind_the_corrected_line_are_written_anew(corpus, tmp_path):
+    """The second shard holds text that has changed; without a change behind it, nothing else differs."""
+    flags, out, texts = corrected(corpus, tmp_path)
+    first = format.read_json(out / "progress.json")["shards"]["train"][0]["documents"]
+    texts[first + 3] = "another text"
+    write_jsonl(tmp_path / "train.jsonl", texts)
+    inode = (out / "pretrain/train_000000.bin").stat().st_ino
+    result = run(*flags)
+    assert result.returncode == 0 and "1 of " in result.stdout, result.stderr
+    assert (out / "pretrain/train_000000.bin").stat().st_ino == inode
+    fresh = tmp_path / "fresh"
+    assert run(*flags, "--out", fresh).returncode == 0
+    assert snapshot(out) == snapshot(fresh)
+
+
+def test_a_renamed_folder_is_no_other_dataset(corpus, tmp_path):
+    """Neither a whole one nor one that was interrupted; only an explicit --name must be the same."""
+    flags = [*settings(corpus, "x"), "--workers", 1, "--out"]
+    at = flags.index("--name")
+    del flags[at : at + 2]
+    assert run(*flags, tmp_path / "a").returncode == 0
+    (tmp_path / "a").rename(tmp_path / "b")
+    assert "already complete" in run(*flags, tmp_path / "b").stdout
+    assert format.read_dataset(tmp_path / "b")["name"] == "a"
+    (tmp_path / "b/dataset.json").unlink()
+    (tmp_path / "b").rename(tmp_path / "c")
+    assert run(*flags, tmp_path / "c").returncode == 0
+    assert format.read_dataset(tmp_path / "c")["name"] == "c"
+    expect_error(run(*flags, tmp_path / "c", "--name", "other"), "--name")
+
+
+def test_validation_text_that_is_also_training_text_is_said(corpus, tmp_path):
+    texts = make_texts(50)
+    train = write_jsonl(tmp_path / "t.jsonl", texts)
+    val = write_jsonl(tmp_path / "v.jsonl", [*texts[:4], "new"])
+    flags = ["--tokenizer", corpus / "tokenizer.json", "--workers", 1, "--out", tmp_path / "out"]
+    result = run("--source", train, "--val-source", val, *flags)
+    assert "note: 4 of 5 documents of the validation split are also in the training split" in result.stdout
+
+
+def test_a_pattern_by_name(tmp_path):
+    """dataset.json names it; another one in the same folder, or beside --tokenizer, is refused."""
+    source = write_jsonl(tmp_path / "x.jsonl", make_texts(200))
+    flags = ["--source", source, "--vocab-size", 300, "--workers", 1]
+    for name in ("gpt4", "llama3"):
+        out = tmp_path / name
+        more = ["--pattern", name] if name != "gpt4" else []
+        assert run(*flags, *more, "--out", out).returncode == 0
+        assert format.read_dataset(out)["pattern"] == name
+        assert format.read_json(out / "tokenizer.json")["pattern"] == tokenizer.PATTERNS[name]
+    expect_error(run(*flags, "--pattern", "qwen2", "--out", tmp_path / "llama3"), "--pattern", "qwen2")
+    given = ["--tokenizer", tmp_path / "gpt4/tokenizer.json", "--out", tmp_path / "other"]
+    expect_error_last(run(*flags, "--pattern", "qwen2", *given), "has the pattern 'gpt4' but --pattern is qwen2")
 
 
 def test_a_damaged_dataset_is_noticed(corpus):
