@@ -165,83 +165,40 @@ def test_hosted_shard_without_extras_loads(tmp_path, dataset):
 
 def damage(path, change):
     tokens = np.fromfile(path, "<u2", offset=1024)
-    if change == "truncated":
-        path.write_bytes(path.read_bytes()[:-10])
-    elif change == "headless":
-        path.write_bytes(b"\0" * 100)
-    elif change == "magic":
+    if change == "not a token shard":
         path.write_bytes(b"\0\0\0\0" + path.read_bytes()[4:])
-    elif change == "version":
-        path.write_bytes(path.read_bytes()[:4] + b"\2\0\0\0" + path.read_bytes()[8:])
     elif change == "corrupt":
         path.write_bytes(path.read_bytes()[:-2] + b"\0\0")
-    elif change == "another tokenizer":
-        write_shard(path, tokens, "ab" * 32)
     else:
         tokens[7] = 300
         write_shard(path, tokens)
 
 
-@pytest.mark.parametrize(
-    "change", ("truncated", "headless", "magic", "version", "corrupt", "another tokenizer", "holds token 300")
-)
+@pytest.mark.parametrize("change", ("not a token shard", "holds token 300"))
 def test_damaged_shard(tmp_path, dataset_dir, change):
-    """Each kind of damage to a shard is found and named, with the file: against dataset.json, and in itself."""
+    """A shard is not the listed one, or it is listed with its damage; python data/format.py check finds more."""
     root = shutil.copytree(dataset_dir, tmp_path / "damaged")
     shard = root / "pretrain" / "train_000001.bin"
     damage(shard, change)
-    with pytest.raises(ts.UserError, match=f"{shard} was changed"):
+    with pytest.raises(ts.UserError, match=str(shard)):
         ts.Dataset.open(root).read(shard)
     list_files(root)
-    if change == "corrupt":  # now it is what is listed
-        return
-    with pytest.raises(ts.UserError) as caught:
+    with pytest.raises(ts.UserError, match=change) as caught:
         ts.Dataset.open(root).read(shard)
-    word = "not a token shard" if change in ("headless", "magic", "version") else change
-    assert (word if change != "truncated" else "is truncated") in str(caught.value) and str(shard) in str(caught.value)
+    assert str(shard) in str(caught.value)
 
 
-def change_listing(root, name, **entry):
-    path = root / "dataset.json"
-    info = json.loads(path.read_text())
-    info["files"][name] |= entry
-    info["fingerprint"] = ts.fingerprint(info["files"])
-    path.write_text(json.dumps(info))
-
-
-def test_what_is_read_is_what_is_listed(tmp_path, dataset_dir):
-    """A missing shard, one of another size, one too many, and a list that does not agree with its fingerprint."""
+def test_only_listed_files_are_read(tmp_path, dataset_dir):
     root = shutil.copytree(dataset_dir, tmp_path / "set")
     shard = root / "pretrain" / "train_000001.bin"
-    assert len(ts.Dataset.open(root).files("train")) == 3
-
     extra = root / "pretrain" / "train_000003.bin"
     shutil.copy(shard, extra)
     with pytest.raises(ts.UserError, match=f"{extra} is not listed"):
-        ts.Dataset.open(root).files("train")
-    with pytest.raises(ts.UserError, match=f"{extra} is not listed"):
         ts.Dataset.open(root).read(extra)
     extra.unlink()
-
-    shard.rename(tmp_path / "away")
+    shard.unlink()
     with pytest.raises(ts.UserError, match=f"{shard} is missing"):
         ts.Dataset.open(root).files("train")
-    (tmp_path / "away").rename(shard)
-    shard.write_bytes(shard.read_bytes() + b"\0\0")
-    with pytest.raises(ts.UserError, match="bytes, dataset.json says"):
-        ts.Dataset.open(root).files("train")
-
-    for entry, words in (({"sha256": 5}, "without its sha256"), ({"tokens": "9"}, "with tokens '9'"),
-                         ({"text_bytes": -1}, "with text_bytes -1")):  # fmt: skip
-        other = shutil.copytree(dataset_dir, tmp_path / words)
-        change_listing(other, "pretrain/val_000000.bin", **entry)
-        with pytest.raises(ts.UserError, match=words):
-            ts.Dataset.open(other)
-    info = json.loads((dataset_dir / "dataset.json").read_text())
-    info["files"]["pretrain/val_000000.bin"]["sha256"] = "0" * 64
-    (root / "dataset.json").write_text(json.dumps(info))
-    with pytest.raises(ts.UserError, match="does not agree with itself"):
-        ts.Dataset.open(root)
 
 
 def test_fingerprint_is_that_of_the_data_scripts(dataset_dir):
@@ -251,74 +208,12 @@ def test_fingerprint_is_that_of_the_data_scripts(dataset_dir):
     assert ts.fingerprint(files, "core") != ts.fingerprint(files)
 
 
-def hostile_tokenizers():
-    """(change of a tokenizer.json, words of the error)"""
-
-    def change(**fields):
-        return lambda spec: spec.update(fields)
-
-    yield change(special_tokens={"<|bos|>": 10**9}), "do not follow"
-    yield change(special_tokens={"<|bos|>": "300"}), "do not follow"
-    yield change(special_tokens={"<|other|>": 291}), "neither"
-    yield change(pattern=None), "is no tokenizer.json"
-    yield change(ranks=["YQ==", "no base64!"]), "is no tokenizer.json.*base64"
-    yield change(ranks=["YQ==", 7]), "is no tokenizer.json.*not 'int'"
-    yield change(ranks=["YQ=="]), "all 256 single bytes"
-    yield lambda spec: spec["ranks"].append("YQ=="), "each entry once"
-    yield lambda spec: spec["ranks"].extend(["YQ=="] * 70000), "16 bits"
-
-
-@pytest.mark.parametrize("case", range(9))
-def test_hostile_tokenizers(tmp_path, dataset_dir, case):
-    change, words = list(hostile_tokenizers())[case]
-    spec = json.loads((dataset_dir / "tokenizer.json").read_text())
-    change(spec)
-    path = tmp_path / "tokenizer.json"
-    path.write_text(json.dumps(spec))
-    with pytest.raises(ts.UserError, match=words):
-        ts.Tokenizer(path)
-
-
-@pytest.mark.parametrize("pattern", (r"(", r"\w+", r"a*b", r"[^x]+"))
-def test_patterns_that_are_none_or_drop_text(tmp_path, dataset_dir, pattern):
-    spec = json.loads((dataset_dir / "tokenizer.json").read_text())
-    path = tmp_path / "tokenizer.json"
-    path.write_text(json.dumps({**spec, "pattern": pattern}))
-    with pytest.raises(ts.UserError, match="the pattern in"):
-        ts.Tokenizer(path).encode("text")
-
-
-def test_half_a_surrogate_pair_is_encoded_as_tiktoken_does(dataset_dir):
-    tokenizer = ts.Tokenizer(dataset_dir / "tokenizer.json")
-    assert tokenizer.decode(tokenizer.encode("a\ud83d\ude00\ud83d")) == "a\U0001f600\ufffd"
-
-
-@pytest.mark.parametrize("text", ("[" * 100_000, "[]", '{"a": ', "\ud800"))
-def test_files_that_hold_no_json_object(tmp_path, text):
-    path = tmp_path / "x.json"
-    path.write_bytes(text.encode("utf-8", "surrogatepass"))
-    with pytest.raises(ts.UserError, match=f"{path}.*; go home"):
-        ts.read_json(path, "go home")
-
-
 def test_special_tokens_have_no_prefix(dataset):
     """They are not text, so nothing shorter stands for them."""
     tokenizer = dataset.tokenizer
     found = tokenizer.prefixes()
     assert len(found) == tokenizer.vocab_size and set(found[len(tokenizer.mergeable) :]) == {-1}
     assert tokenizer.bytes[found[tokenizer.mergeable[b" the"]]] == b" t"
-
-
-def test_a_shard_of_a_billion_tokens(dataset):
-    """Its size in bytes does not fit into the header's 32 bits."""
-
-    class Huge(bytes):
-        def __len__(self):
-            return 1024 + 2 * 2**30
-
-    header = np.zeros(256, "<i4")
-    header[:3] = 20240520, 1, 2**30
-    assert list(dataset.shard_problems(Huge(header.tobytes() + b"\1\0"))) == []
 
 
 def test_a_damaged_shard_ends_the_loader(tmp_path, dataset_dir):
@@ -330,7 +225,7 @@ def test_a_damaged_shard_ends_the_loader(tmp_path, dataset_dir):
         loader = loader_of(ts.Dataset.open(root), tiny_config())
         for _ in range(whole):
             loader.next()
-        with pytest.raises(ts.UserError, match=f"{shard} was changed"):
+        with pytest.raises(ts.UserError, match=str(shard)):
             for _ in range(20):
                 loader.next()
         loader.close()

@@ -4,7 +4,6 @@ import errno
 import json
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
@@ -293,53 +292,6 @@ def test_a_full_disk_at_every_write(corpus, monkeypatch):
         for path in out.rglob("*.bin"):
             format.read_shard(path, verify=True)
     assert stops > 4 and snapshot(out) == snapshot(corpus / "plain")
-
-
-def mount_small(folder: Path, size: str) -> bool:
-    """True if a file system of this size is mounted there, which takes root on Linux."""
-    folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
-    return shutil.which("mount") is not None and subprocess.run(command, capture_output=True).returncode == 0
-
-
-def test_a_disk_that_is_really_full(corpus, tmp_path):
-    """The dataset has 0.6 MB; the disk is enlarged after the first run."""
-    disk = tmp_path / "disk"
-    if not mount_small(disk, "300k"):
-        pytest.skip("cannot mount a small file system")
-    try:
-        args = [a if a != corpus / "plain" else disk / "x" for a in settings(corpus, "plain")]
-        expect_error_last(run(*args, "--workers", 1), "is full", "free some space")
-        assert not list(disk.rglob("*.tmp")) and list(disk.rglob("*.bin")) and not (disk / "x/dataset.json").exists()
-        first = {p: p.stat().st_mtime_ns for p in disk.rglob("*.bin")}
-        subprocess.run(["mount", "-o", "remount,size=4m", str(disk)], check=True)
-        assert run(*args, "--workers", 1).returncode == 0
-        assert snapshot(disk / "x") == snapshot(corpus / "plain")
-        assert all(p.stat().st_mtime_ns == time_ns for p, time_ns in first.items())
-    finally:
-        subprocess.run(["umount", str(disk)], check=True)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda v: [v],
-        lambda v: {**v, "shards": None},
-        lambda v: {**v, "shards": {"train": []}},
-        lambda v: {**v, "settings": 3},
-        lambda v: {**v, "complete": 1},
-        lambda v: {**v, "tokenizer_sha256": 5},
-        lambda v: {**v, "shards": {**v["shards"], "val": [{"path": "pretrain/val_000000.bin"}]}},
-        lambda v: {**v, "shards": {**v["shards"], "val": [{**v["shards"]["val"][0], "path": "../../x.bin"}]}},
-        lambda v: {**v, "shards": {**v["shards"], "val": [{**v["shards"]["val"][0], "tokens": "5"}]}},
-    ],
-)
-def test_a_damaged_progress_file(corpus, tmp_path, change):
-    path = tmp_path / "progress.json"
-    value = format.read_json(corpus / "plain/progress.json")
-    pretrain.check_progress(value, path)
-    with pytest.raises(SystemExit, match="is damaged"):
-        pretrain.check_progress(change(value), path)
 
 
 def test_interleaved_files(corpus, tmp_path):
