@@ -23,17 +23,7 @@ DATA = Path(__file__).parents[1] / "data"
 
 LETTERS = random.Random(5)
 WORDS = ["".join(LETTERS.choices("etaoinshrdlu", k=LETTERS.randint(2, 9))) for _ in range(500)]
-WORDS += [
-    "<|bos|>",
-    "gr\u00fc\u00dfe",
-    "\u4f60\u597d",
-    "\U0001f600",
-    "1234",
-    "it's\n\n",
-    "def",
-    "f(x):",
-    "a\u2028b",
-] * 20
+WORDS += [*"<|bos|> gr\u00fc\u00dfe \u4f60\u597d \U0001f600 1234 def f(x): a\u2028b".split(" "), "it's\n\n"] * 20
 
 
 def make_texts(count: int, seed: int = 0) -> list[str]:
@@ -126,11 +116,7 @@ def test_equals_a_plain_reference(corpus):
         assert all(shard[0] == 441 and len(shard) <= 60_000 for shard in shards)
         assert [p.name for p in paths] == [f"{split}_{i:06d}.bin" for i in range(len(paths))]
         size = sum(len(t.encode()) for t in texts)
-        assert dataset["splits"][split] == {
-            "tokens": len(expected),
-            "documents": len(texts),
-            "text_bytes": size,
-        }
+        assert dataset["splits"][split] == {"tokens": len(expected), "documents": len(texts), "text_bytes": size}
         for path, shard in zip(paths, shards, strict=True):
             entry = dataset["files"][f"pretrain/{path.name}"]
             assert entry["sha256"] == format.sha256_file(path) and entry["tokens"] == len(shard)
@@ -316,10 +302,8 @@ def test_second_run_and_other_settings(corpus):
     result = run(*settings(corpus, "plain"))
     assert result.returncode == 0 and "already complete" in result.stdout and len(result.stdout.splitlines()) == 1
     expect_error(run(*settings(corpus, "plain"), "--shard-tokens", 50_000), "--shard-tokens", 60000, 50000)
-    expect_error(
-        run(*settings(corpus, "plain"), "--source", corpus / "val.jsonl", "--val-source", "stdlib"),
-        "source files",
-    )
+    changed = ["--source", corpus / "val.jsonl", "--val-source", "stdlib"]
+    expect_error(run(*settings(corpus, "plain"), *changed), "source files")
     other = corpus / "other.json"
     format.write_json(other, tokenizer.train(make_texts(300), 300))
     expect_error(run(*settings(corpus, "plain"), "--tokenizer", other), "--tokenizer")
@@ -439,18 +423,7 @@ def test_trains_its_own_tokenizer_and_holds_out_documents(tmp_path):
 
 def test_stdlib(tmp_path):
     out = tmp_path / "stdlib"
-    args = [
-        "--source",
-        "stdlib",
-        "--vocab-size",
-        512,
-        "--max-bytes",
-        300_000,
-        "--val-documents",
-        5,
-        "--out",
-        out,
-    ]
+    args = ["--source", "stdlib", "--vocab-size", 512, "--max-bytes", 300_000, "--val-documents", 5, "--out", out]
     result = run(*args, "--workers", 1)
     assert result.returncode == 0, result.stderr
     splits = format.read_dataset(out)["splits"]
@@ -511,16 +484,7 @@ def test_user_errors(tmp_path, args, parts, monkeypatch):
         assert part in e.value.code
     assert not list(tmp_path.rglob("*.bin")) and not list(tmp_path.rglob("dataset.json"))
     # The directory is not spoiled for the right command.
-    good = [
-        "--source",
-        str(tmp_path / "two.jsonl"),
-        "--vocab-size",
-        "265",
-        "--out",
-        str(out),
-        "--workers",
-        "1",
-    ]
+    good = ["--source", str(tmp_path / "two.jsonl"), "--vocab-size", "265", "--out", str(out), "--workers", "1"]
     monkeypatch.setattr(sys, "argv", ["pretrain.py", *good])
     pretrain.main()
     assert format.read_dataset(out)["splits"]["train"]["documents"] == 1
@@ -554,14 +518,8 @@ def test_hosted_shards(tmp_path, corpus):
     total = {"tokens": sum(map(len, documents)), "documents": 3, "text_bytes": sum(sizes)}
     assert dataset["splits"]["train"] == total
     assert dataset["splits"]["val"] == {"tokens": len(documents[1]), "documents": 1, "text_bytes": sizes[1]}
-    assert sorted(dataset["files"]) == [
-        *(
-            "pretrain/train_000000.bin",
-            "pretrain/train_000001.bin",
-            "pretrain/val_000000.bin",
-            "tokenizer.json",
-        ),
-    ]
+    names = ["pretrain/train_000000.bin", "pretrain/train_000001.bin", "pretrain/val_000000.bin", "tokenizer.json"]
+    assert sorted(dataset["files"]) == names
     assert format.read_shard(out / "pretrain/train_000001.bin").tolist() == documents[2]
     for name, entry in dataset["files"].items():
         assert format.sha256_file(out / name) == entry["sha256"]
@@ -596,15 +554,7 @@ def test_bad_hosted_shards(tmp_path, corpus, monkeypatch):
     hosted.mkdir()
 
     def error(source: str) -> str:
-        argv = [
-            "pretrain.py",
-            "--source",
-            source,
-            "--tokenizer",
-            str(corpus / "tokenizer.json"),
-            "--out",
-            str(out),
-        ]
+        argv = ["pretrain.py", "--source", source, "--tokenizer", str(corpus / "tokenizer.json"), "--out", str(out)]
         monkeypatch.setattr(sys, "argv", argv)
         with pytest.raises(SystemExit) as e:
             pretrain.main()

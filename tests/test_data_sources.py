@@ -300,17 +300,6 @@ def test_stdlib_holds_out_whole_files():
     assert all(section in allowed for section in sources.open_source("stdlib").val())
 
 
-def test_sections_cut_at_the_top_level():
-    body = "".join(f"    x{i} = {i}\n" for i in range(30))
-    text = "import os\n\n\n" + "".join(f"@cache\ndef f{i}():\n{body}\n\n" for i in range(40)) + "END = 1"
-    sections = sources.cut_sections(text, 2000)
-    assert "".join(sections) == text
-    assert all(len(s) <= 2000 for s in sections)
-    assert all(s.startswith("@cache\ndef") for s in sections[1:])
-    assert sources.cut_sections("x" * 50 + "\n" + "y\n", 20) == ["x" * 50 + "\n", "y\n"]
-    assert sources.cut_sections("", 20) == []
-
-
 def plain_cuts(text: str, limit: int) -> list[str]:
     """Sections line by line: how good each place for a cut is, in the words of cut_sections."""
 

@@ -25,9 +25,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "data"))
-import core
 import format
-import sft
 import sources
 import tokenizer
 
@@ -218,97 +216,7 @@ def test_datasets(valid, folder, seed):
         assert all((root / name).resolve().is_relative_to(root.resolve()) for name in info["files"])
 
 
-CHATS = [
-    {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]},
-    {"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": TEXT},
-                  {"role": "assistant", "content": [{"type": "text", "text": "a"}, {"type": "python", "text": "1+1"},
-                                                    {"type": "python_output", "text": "2"}]},
-                  {"role": "user", "content": "ok"}]},
-]  # fmt: skip
-
-
-@fuzz
-def test_conversations(valid, folder, seed):
-    rng, path = random.Random(seed), folder / "chat.jsonl"
-    encoding = tokenizer_of(valid)
-    ids = tokenizer.special_tokens(encoding)
-    lines = [json.dumps(chat).encode() for chat in CHATS]
-    lines[rng.randrange(2)] = spoil_file(rng.choice(lines), rng)
-    path.write_bytes(b"\n".join(lines))
-    for where, value, problem in read_or_refuse(lambda: list(sft.records(path, ("messages",)))) or []:
-        assert where.startswith(f"{path} line ")
-        if problem:
-            continue
-        try:
-            messages = sft.check_messages(value)
-        except ValueError as error:
-            assert len(str(error)) < 500
-            continue
-        tokens, counted = sft.render(messages, lambda text: tokenizer.encode(encoding, text), ids)
-        assert len(tokens) == len(counted) and tokens[0] == 260 and counted.any() and tokens.max() < 269
-
-
-@fuzz
-def test_problems_of_grade_schools(folder, seed):
-    value = spoil_json({"question": "1+1?", "answer": "It is <<1+1=2>>2.\n#### 2"}, random.Random(seed))
-    try:
-        sft.check_messages(sft.gsm8k_conversation(value))
-    except ValueError as error:
-        assert len(str(error)) < 500
-
-
 cached = {}
-
-
-def tokenizer_of(valid: Path):
-    if valid not in cached:
-        cached[valid] = tokenizer.load(valid / "tokenizer.json")
-    return cached[valid]
-
-
-YAML = b"""icl_tasks:
-- label: copa
-  dataset_uri: copa.jsonl
-  num_fewshot: [1]
-  icl_task_type: multiple_choice
-- label: winograd
-  dataset_uri: winograd.jsonl
-  num_fewshot: [0]
-  icl_task_type: schema
-- label: lambada
-  dataset_uri: "lambada.jsonl"
-  num_fewshot: [0]
-  icl_task_type: language_modeling
-  continuation_delimiter: "\\nAnswer: "
-"""
-ITEMS = {
-    "copa": {"query": "why", "choices": ["yes", "no"], "gold": 1},
-    "winograd": {"context_options": ["the a", "the b"], "continuation": "is it", "gold": 0},
-    "lambada": {"context": "once upon a", "continuation": "time"},
-}
-
-
-@fuzz
-def test_core_bundles(valid, seed):
-    rng, encoding = random.Random(seed), tokenizer_of(valid)
-    bundle = {"core.yaml": YAML, "eval_meta_data.csv": b"Eval Task,Random baseline\ncopa,50\nwinograd,50\nlambada,0\n"}
-    for label, item in ITEMS.items():
-        line = json.dumps(item).encode()
-        bundle[f"eval_data/{label}.jsonl"] = b"\n".join((line, line, line))
-    name = rng.choice(list(bundle))
-    if name.endswith(".jsonl"):
-        line = json.dumps(ITEMS[name[10:-6]]).encode()
-        bundle[name] = b"\n".join((line, spoil_file(line, rng), line))
-    else:
-        bundle[name] = spoil_bytes(bundle[name], rng)
-
-    def read() -> None:
-        for task in core.read_tasks(bundle):
-            arrays, _ = core.build_task(task, core.read_items(bundle, task), encoding, 64, 0)
-            assert (arrays["start"] >= 1).all() and (arrays["end"] <= 64).all()
-            assert (arrays["gold"] < arrays["choices"]).all() and (arrays["gold"] >= 0).all()
-
-    read_or_refuse(read)
 
 
 @fuzz
