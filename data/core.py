@@ -69,7 +69,8 @@ def open_bundle(path: Path | None) -> dict[str, bytes]:
     folder is stripped."""
     if path and not path.exists():
         fail(f"--bundle {path} does not exist; check the path")
-    if path and not path.is_dir() and not path.name.endswith((".zip", ".tar.zst", ".tar.gz", ".tar")):
+    endings = (".zip", ".tar.zst", ".tar.gz", ".tar")
+    if path and not path.is_dir() and not path.name.endswith(endings):
         fail(f"--bundle {path} is no folder, .zip or .tar.zst; check the path")
     try:
         files = read_files(path)
@@ -90,7 +91,8 @@ def read_files(path: Path | None) -> dict[str, bytes]:
         return {file.relative_to(path).as_posix(): file.read_bytes() for file in paths}
     if path is None or path.suffix == ".zip":
         with zipfile.ZipFile(path or download()) as archive:
-            return {name: archive.read(name) for name in archive.namelist() if name.endswith(wanted)}
+            names = [name for name in archive.namelist() if name.endswith(wanted)]
+            return {name: archive.read(name) for name in names}
     with contextlib.ExitStack() as stack:
         file = stack.enter_context(path.open("rb"))
         if path.suffix == ".zst":
@@ -188,10 +190,12 @@ def item_problem(item: Any, kind: str) -> str:
     for key in TYPES[kind]:
         if key not in item:
             return f"has no {key!r}"
-        is_list = key in ("choices", "context_options")
-        texts = item[key] if is_list else [item[key]]
-        if key != "gold" and not (isinstance(texts, list) and all(isinstance(text, str) for text in texts)):
-            return f"has {key!r} that are no list of texts" if is_list else f"has a {key!r} that is no text"
+        value = item[key]
+        if key in ("choices", "context_options"):
+            if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
+                return f"has {key!r} that are no list of texts"
+        elif key != "gold" and not isinstance(value, str):
+            return f"has a {key!r} that is no text"
     if kind == "language_modeling":
         return ""
     options = item["choices"] if kind == "multiple_choice" else item["context_options"]

@@ -404,10 +404,11 @@ def build(args: argparse.Namespace) -> None:
     """The main path: text to shards."""
     out = args.out
     source = open_text(TextSettings.of(args))
-    flags = "name text_field val_fraction val_documents max_documents max_bytes shard_tokens vocab_size tokenizer_chars"
+    flags = ["name", "text_field", "val_fraction", "val_documents", "max_documents", "max_bytes"]
+    flags += ["shard_tokens", "vocab_size", "tokenizer_chars"]
     settings = {
         "inputs": source.inputs,
-        **{flag: getattr(args, flag) for flag in flags.split()},
+        **{flag: getattr(args, flag) for flag in flags},
         # None in directories from before these flags.
         "interleave": args.interleave or None,
         "pattern": args.pattern,
@@ -585,6 +586,8 @@ def parse_arguments() -> argparse.Namespace:
         fail(f"--shard-tokens {args.shard_tokens} does not fit the header's int32; give less than {2**31}")
     if args.vocab_size:
         tokenizer.check_vocab_size(args.vocab_size)
+    if args.tokenizer and args.pattern:
+        fail("--pattern is for a new tokenizer, --tokenizer names one that is there; leave one out")
     if args.tokenizer and not os.path.isfile(args.tokenizer):
         fail(f"--tokenizer {args.tokenizer} does not exist; give a tokenizer.json or leave it out to train one")
     return args
