@@ -21,17 +21,17 @@ are a fair subset, which a full run scores in the same way.
 """
 
 import argparse
+import contextlib
 import csv
-import http.client
 import io
 import json
 import random
 import re
 import shutil
+import tarfile
 import time
 import urllib.request
 import zipfile
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,6 @@ from sources import clean
 
 URL = "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip"
 NUM_TASKS = 22
-MAX_BUNDLE = 2**30  # bytes of the unpacked bundle; the public one has 160 million
 TYPES = {
     "multiple_choice": ("query", "choices", "gold"),
     "schema": ("context_options", "continuation", "gold"),
@@ -62,164 +61,109 @@ TYPES = {
 }
 
 
-# --- the bundle -------------------------------------------------------------------------------------------
+# ==== the bundle
 
 
-def open_bundle(path: Path | None, archive: bytes | None = None) -> dict[str, Any]:
-    """{name inside the bundle: bytes or Path} of a folder, a .zip or a .tar.zst; the top folder is stripped."""
-    files: dict[str, Any] = {}
-    try:
-        if archive is not None or (path and path.suffix == ".zip"):
-            with zipfile.ZipFile(io.BytesIO(archive) if archive is not None else path) as z:
-                members = [member for member in z.infolist() if wanted(member.filename)]
-                check_size(sum(member.file_size for member in members))
-                files = {member.filename: z.read(member) for member in members}
-        elif path and path.is_dir():
-            files = {
-                str(p.relative_to(path).as_posix()): p
-                for p in sorted(path.rglob("*"))
-                if wanted(p.name)
-            }
-        elif path and path.name.endswith((".tar.zst", ".tar.gz", ".tar")):
-            files = read_tar(path)
-        else:
-            fail(f"--bundle {path} is no folder, .zip or .tar.zst; check the path")
-    except FileNotFoundError:
+def open_bundle(path: Path | None) -> dict[str, bytes]:
+    """{name inside the bundle: content} of a folder, .zip, .tar or .tar.zst, or of the public bundle for None; the top
+    folder is stripped."""
+    if path and not path.exists():
         fail(f"--bundle {path} does not exist; check the path")
-    except (OSError, EOFError, ValueError, RuntimeError, zipfile.BadZipFile, zlib.error) as problem:
+    endings = (".zip", ".tar.zst", ".tar.gz", ".tar")
+    if path and not path.is_dir() and not path.name.endswith(endings):
+        fail(f"--bundle {path} is no folder, .zip or .tar.zst; check the path")
+    try:
+        files = read_files(path)
+    except Exception as problem:  # of the network, zipfile, tarfile, zlib or zstandard
         fail(f"the bundle {path or URL} cannot be read ({problem}); fetch it again")
     top = [name for name in files if name.endswith("core.yaml") and "__MACOSX" not in name]
     if not top:
         fail(f"{path or URL} holds no core.yaml, so it is no CORE bundle; check the path")
     prefix = min(top, key=len).removesuffix("core.yaml")
-    return {
-        name.removeprefix(prefix): value for name, value in files.items() if name.startswith(prefix)
-    }
+    return {name.removeprefix(prefix): files[name] for name in files if name.startswith(prefix)}
 
 
-def wanted(name: str) -> bool:
-    return name.endswith((".jsonl", ".csv", "core.yaml"))
+def read_files(path: Path | None) -> dict[str, bytes]:
+    """The files that the bundle needs, by name."""
+    wanted = (".jsonl", ".csv", "core.yaml")
+    if path and path.is_dir():
+        paths = [file for file in sorted(path.rglob("*")) if file.name.endswith(wanted)]
+        return {file.relative_to(path).as_posix(): file.read_bytes() for file in paths}
+    if path is None or path.suffix == ".zip":
+        with zipfile.ZipFile(path or download()) as archive:
+            names = [name for name in archive.namelist() if name.endswith(wanted)]
+            return {name: archive.read(name) for name in names}
+    with contextlib.ExitStack() as stack:
+        file = stack.enter_context(path.open("rb"))
+        if path.suffix == ".zst":
+            import zstandard
+
+            file = zstandard.ZstdDecompressor(max_window_size=2**27).stream_reader(file)
+            file = io.BytesIO(file.read())
+        archive = stack.enter_context(tarfile.open(fileobj=file))
+        members = [member for member in archive if member.isfile() and member.name.endswith(wanted)]
+        return {member.name: archive.extractfile(member).read() for member in members}
 
 
-def check_size(size: int) -> None:
-    if size > MAX_BUNDLE:
-        raise ValueError(f"it unpacks to more than {MAX_BUNDLE:,} bytes")
+def download() -> io.BytesIO:
+    with urllib.request.urlopen(URL, timeout=60) as reply:
+        return io.BytesIO(reply.read())
 
 
-def read_tar(path: Path) -> dict[str, bytes]:
-    import tarfile
-
-    if path.name.endswith(".zst"):
-        import zstandard
-
-        with open(path, "rb") as f:
-            try:
-                reader = zstandard.ZstdDecompressor(max_window_size=2**27).stream_reader(f)
-                data = reader.read(MAX_BUNDLE + 1)
-            except zstandard.ZstdError as problem:
-                raise ValueError(str(problem)) from None
-    else:
-        with open(path, "rb") as f:
-            data = f.read(MAX_BUNDLE + 1)
-    check_size(len(data))
-    try:
-        with tarfile.open(fileobj=io.BytesIO(data)) as tar:
-            members = [m for m in tar if m.isfile() and wanted(m.name)]
-            check_size(sum(m.size for m in members))
-            return {m.name: tar.extractfile(m).read() for m in members}
-    except tarfile.TarError as problem:
-        raise ValueError(str(problem)) from None
-
-
-def download() -> bytes:
-    try:
-        with urllib.request.urlopen(URL, timeout=60) as reply:
-            archive = reply.read(MAX_BUNDLE + 1)
-            missing = int(reply.headers.get("Content-Length") or 0) - len(archive)
-        if missing > 0:
-            raise OSError(f"{missing:,} bytes are missing")
-        return archive
-    except (OSError, ValueError, http.client.HTTPException) as problem:
-        fail(
-            f"{URL} cannot be fetched ({problem}); download it in another way and pass it with --bundle"
-        )
-
-
-def read_bytes(bundle: dict[str, Any], name: str) -> bytes:
-    value = bundle.get(name)
-    if value is None:
+def read_text(bundle: dict[str, bytes], name: str) -> str:
+    if name not in bundle:
         fail(f"the bundle has no {name}, so it is incomplete; fetch it again")
-    return value.read_bytes() if isinstance(value, Path) else value
-
-
-def read_text(bundle: dict[str, Any], name: str) -> str:
     try:
-        return read_bytes(bundle, name).decode("utf-8-sig")
+        return bundle[name].decode("utf-8-sig")
     except UnicodeDecodeError as problem:
         fail(f"{name} of the bundle is damaged ({problem}); fetch the bundle again")
 
 
-def read_tasks(bundle: dict[str, Any]) -> list[dict[str, Any]]:
-    """The tasks of core.yaml with their random baselines: label, file, shots, type, delimiter, baseline.
+def read_tasks(bundle: dict[str, bytes]) -> list[dict[str, Any]]:
+    """The tasks of core.yaml with their random baselines: label, file, shots, type, delimiter, baseline."""
+    again = "fetch the bundle again"
+    try:
+        table = csv.DictReader(io.StringIO(read_text(bundle, "eval_meta_data.csv"), newline=""))
+        baselines = {row["Eval Task"]: float(row["Random baseline"]) for row in table}
+        tasks = [
+            {
+                "label": task["label"],
+                "file": f"eval_data/{task['dataset_uri']}",
+                "type": task["icl_task_type"],
+                "shots": int(task["num_fewshot"].strip("[] ")),
+                "delimiter": task.get("continuation_delimiter", " "),
+                "baseline": baselines[task["label"]],
+            }
+            for task in read_yaml(read_text(bundle, "core.yaml"))
+        ]
+    except (KeyError, ValueError, TypeError, IndexError, csv.Error) as problem:
+        fail(f"core.yaml and eval_meta_data.csv do not describe the tasks fully ({problem!r}); {again}")
+    for task in tasks:
+        label, kind, shots, baseline = (task[key] for key in ("label", "type", "shots", "baseline"))
+        if kind not in TYPES or not re.fullmatch(r"[A-Za-z0-9_]{1,100}", label):
+            fail(f"core.yaml names a task {label!r} of type {kind!r}, which this script does not know")
+        if shots < 0 or not 0 <= baseline < 100:
+            fail(f"the task {label} has {shots} shots and a baseline of {baseline} percent; {again}")
+    if not tasks or len({task["label"] for task in tasks}) < len(tasks):
+        fail(f"core.yaml lists no tasks, or one twice; {again}")
+    return tasks
 
-    Reads no YAML but that of this file: a list of flat maps, plain or quoted strings, one-element lists.
-    """
-    tasks: list[dict[str, Any]] = []
-    for line in read_text(bundle, "core.yaml").splitlines():
+
+def read_yaml(text: str) -> list[dict[str, str]]:
+    """Reads no YAML but that of core.yaml: a list of flat maps, plain or quoted strings, one-element lists."""
+    tasks: list[dict[str, str]] = []
+    for line in text.splitlines():
         line = line.split(" #")[0].rstrip()
         if re.match(r"\s*-(\s|$)", line):
             tasks.append({})
             line = re.sub(r"^(\s*)-", r"\1 ", line)
         if match := re.match(r"\s+(\w+):\s*(.+)$", line):
             key, value = match.groups()
-            if not tasks:
-                fail(
-                    f"core.yaml has the line {line.strip()!r} before its first task; fetch the bundle again"
-                )
-            if value.startswith('"'):
-                try:
-                    value = json.loads(value)
-                except ValueError as problem:
-                    fail(
-                        f"core.yaml has a damaged line {line.strip()!r} ({problem}); fetch the bundle again"
-                    )
-            elif value.startswith("'"):
-                value = value.strip("'")
-            tasks[-1][key] = value
-    try:
-        table = csv.DictReader(io.StringIO(read_text(bundle, "eval_meta_data.csv"), newline=""))
-        baselines = {row["Eval Task"]: row["Random baseline"] for row in table}
-    except (KeyError, csv.Error) as problem:
-        fail(f"eval_meta_data.csv is damaged ({problem!r}); fetch the bundle again")
-    found = []
-    for task in tasks:
-        label = task.get("label")
-        try:
-            found.append({
-                "label": label, "file": f"eval_data/{task['dataset_uri']}", "type": task["icl_task_type"],
-                "shots": int(task["num_fewshot"].strip("[] ")), "delimiter": task.get("continuation_delimiter", " "),
-                "baseline": float(baselines[label]),
-            })  # fmt: skip
-        except (KeyError, ValueError, TypeError) as problem:
-            fail(f"core.yaml and eval_meta_data.csv do not describe the task {label} fully ({problem}); "
-                 f"fetch the bundle again")  # fmt: skip
-        if task["icl_task_type"] not in TYPES or not re.fullmatch(r"[A-Za-z0-9_]{1,100}", label):
-            fail(
-                f"core.yaml names a task {label!r} of type {task['icl_task_type']!r}, which this script does not know"
-            )
-        if found[-1]["shots"] < 0 or not 0 <= found[-1]["baseline"] < 100:
-            fail(
-                f"core.yaml and eval_meta_data.csv give the task {label} {found[-1]['shots']} shots and a baseline of "
-                f"{found[-1]['baseline']} percent; fetch the bundle again"
-            )
-    if not found:
-        fail("core.yaml lists no tasks; fetch the bundle again")
-    if len({task["label"] for task in found}) < len(found):
-        fail("core.yaml lists a task twice; fetch the bundle again")
-    return found
+            tasks[-1][key] = json.loads(value) if value.startswith('"') else value.strip("'")
+    return tasks
 
 
-def read_items(bundle: dict[str, Any], task: dict[str, Any]) -> list[dict[str, Any]]:
+def read_items(bundle: dict[str, bytes], task: dict[str, Any]) -> list[dict[str, Any]]:
     """The items of a task in their shuffled order."""
     items = []
     for number, line in enumerate(read_text(bundle, task["file"]).split("\n"), 1):
@@ -234,9 +178,7 @@ def read_items(bundle: dict[str, Any], task: dict[str, Any]) -> list[dict[str, A
             fail(f"{where} {problem}; fetch the bundle again")
         items.append({key: clean_all(item[key]) for key in TYPES[task["type"]]})
     if len(items) <= task["shots"]:
-        fail(
-            f"{task['file']} has {len(items)} items, too few for {task['shots']} shots; fetch the bundle again"
-        )
+        fail(f"{task['file']} has {len(items)} items, too few for {task['shots']} shots; fetch the bundle again")
     random.Random(1337).shuffle(items)
     return items
 
@@ -249,20 +191,18 @@ def item_problem(item: Any, kind: str) -> str:
         if key not in item:
             return f"has no {key!r}"
         value = item[key]
-        if key == "gold":
-            continue
         if key in ("choices", "context_options"):
             if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
                 return f"has {key!r} that are no list of texts"
-        elif not isinstance(value, str):
+        elif key != "gold" and not isinstance(value, str):
             return f"has a {key!r} that is no text"
-    if kind != "language_modeling":
-        options = item["choices"] if kind == "multiple_choice" else item["context_options"]
-        gold = item["gold"]
-        if type(gold) is not int:
-            return "has a 'gold' that is no whole number"
-        if not 0 <= gold < len(options):
-            return f"has no choice {gold}"
+    if kind == "language_modeling":
+        return ""
+    options = item["choices"] if kind == "multiple_choice" else item["context_options"]
+    if type(item["gold"]) is not int:
+        return "has a 'gold' that is no whole number"
+    if not 0 <= item["gold"] < len(options):
+        return f"has no choice {item['gold']}"
     return ""
 
 
@@ -273,7 +213,7 @@ def clean_all(value: Any) -> Any:
     return clean(value) if isinstance(value, str) else value
 
 
-# --- prompts ----------------------------------------------------------------------------------------------
+# ==== prompts
 
 
 def draw_shots(count: int, index: int, shots: int) -> list[int]:
@@ -296,10 +236,8 @@ def render(item: dict[str, Any], shown: str, task: dict[str, Any]) -> list[str]:
     if task["type"] == "multiple_choice":
         return [shown + item["query"] + task["delimiter"] + choice for choice in item["choices"]]
     if task["type"] == "schema":
-        return [
-            shown + context + task["delimiter"] + item["continuation"]
-            for context in item["context_options"]
-        ]
+        end = task["delimiter"] + item["continuation"]
+        return [shown + context + end for context in item["context_options"]]
     question = shown + item["context"].strip() + task["delimiter"]
     # Stripped, because a blank before the border usually belongs to the token after it.
     return [question.strip(), question + item["continuation"]]
@@ -320,9 +258,8 @@ def spans(rows: list[np.ndarray], kind: str) -> tuple[list[np.ndarray], list[int
     """The rows that are scored and where scoring starts in each; it ends with the row."""
     if kind == "language_modeling":
         without, full = rows
-        return [full], [
-            common_length([without, full])
-        ]  # all of `without`, unless a token lies across the border
+        # All of `without`, unless a token lies across the border.
+        return [full], [common_length([without, full])]
     if kind == "schema":
         suffix = common_length(rows, backwards=True)
         return rows, [max(1, len(row) - suffix) for row in rows]
@@ -330,7 +267,7 @@ def spans(rows: list[np.ndarray], kind: str) -> tuple[list[np.ndarray], list[int
     return rows, [min(common_length(rows), min(map(len, rows)) - 1)] * len(rows)
 
 
-# --- files ------------------------------------------------------------------------------------------------
+# ==== files
 
 
 def build_task(
@@ -339,9 +276,8 @@ def build_task(
     """The arrays of a task's file, and counts for the messages."""
     bos = np.array([tokenizer.bos_id(encoding)], np.uint16)
     pieces: list[np.ndarray] = []
-    columns: dict[str, list[int]] = {
-        key: [] for key in ("shared", "choices", "gold", "rest", "start", "end")
-    }
+    names = ("shared", "choices", "gold", "rest", "start", "end")
+    columns: dict[str, list[int]] = {name: [] for name in names}
     counts = {"cut": 0, "merged": 0, "unshared": 0}
     texts = [solved(item, task) + "\n\n" for item in items] if task["shots"] else []
     for index, item in enumerate(items[:limit] if limit else items):
@@ -365,10 +301,8 @@ def build_task(
         columns["rest"] += [len(row) - shared for row in rows]
         columns["start"] += starts
         columns["end"] += [len(row) for row in rows]
-    meta = {
-        "task": task["label"], "type": task["type"], "shots": task["shots"], "random_baseline": task["baseline"],
-        "max_seq_len": max_seq_len,
-    }  # fmt: skip
+    meta = {key: task[key] for key in ("type", "shots")}
+    meta |= {"task": task["label"], "random_baseline": task["baseline"], "max_seq_len": max_seq_len}
     arrays = {key: np.array(value, np.int32) for key, value in columns.items()}
     arrays = {"tokens": np.concatenate(pieces).astype(np.uint16), **arrays}
     arrays["meta"] = np.frombuffer(json.dumps(meta, sort_keys=True).encode(), np.uint8)
@@ -381,20 +315,17 @@ def pack_npz(arrays: dict[str, np.ndarray]) -> Iterator[bytes]:
     yield buffer.getvalue()
 
 
-def build(bundle: dict[str, Any], root: Path, max_seq_len: int, limit: int = 0) -> None:
+def build(bundle: dict[str, bytes], root: Path, max_seq_len: int, limit: int = 0) -> None:
     """Writes core/*.npz of all tasks; the old ones stay, and stay listed in dataset.json, until all are there."""
     dataset = read_dataset(root)
     path = root / "tokenizer.json"
     if sha256_file(path) != dataset["tokenizer_sha256"]:
-        fail(
-            f"{path} is not the tokenizer of {root}/dataset.json; restore it or build the dataset again"
-        )
+        fail(f"{path} is not the tokenizer of {root}/dataset.json; restore it or build the dataset again")
     tasks = read_tasks(bundle)
     remove_leftovers(root)
     new = root / ".core.new.tmp"
-    others = {
-        name: entry for name, entry in dataset["files"].items() if not name.startswith("core/")
-    }
+    listed = dataset["files"]
+    others = {name: listed[name] for name in listed if not name.startswith("core/")}
     try:
         files = write_tasks(bundle, tasks, path, new, max_seq_len, limit)
         # The new folder takes the old one's place between two states of dataset.json, both of which are true.
@@ -408,7 +339,7 @@ def build(bundle: dict[str, Any], root: Path, max_seq_len: int, limit: int = 0) 
 
 
 def write_tasks(
-    bundle: dict[str, Any],
+    bundle: dict[str, bytes],
     tasks: list[dict[str, Any]],
     tokenizer_path: Path,
     folder: Path,
@@ -419,59 +350,47 @@ def write_tasks(
     encoding = tokenizer.load(tokenizer_path)
     lengths = tokenizer.token_bytes(tokenizer_path)
     files = {}
-    begin, totals = time.perf_counter(), [0, 0, 0]
-    print(
-        f"{'task':34} {'items':>7} {'rows':>7} {'tokens':>11} {'unshared':>11} {'cut':>6} {'seconds':>8}"
-    )
+    begin = time.perf_counter()
+    totals = {"items": 0, "tokens": 0, "unshared": 0}
+    heads = (f"{name:>{width}}" for name, width in (("items", 7), ("rows", 7), ("tokens", 11), ("unshared", 11)))
+    print(f"{'task':34} {' '.join(heads)} {'cut':>6} {'seconds':>8}")
     for task in tasks:
         start = time.perf_counter()
         arrays, counts = build_task(task, read_items(bundle, task), encoding, max_seq_len, limit)
         target = folder / f"{task['label']}.npz"
         sha256 = write_atomic(target, pack_npz(arrays))
-        numbers = {"items": len(arrays["gold"]), "tokens": len(arrays["tokens"])}
+        items, rows, tokens = (len(arrays[key]) for key in ("gold", "rest", "tokens"))
         text_bytes = int(lengths[arrays["tokens"]].sum())
-        entry = {**numbers, "text_bytes": text_bytes, **entry_of(target, sha256)}
-        files[f"core/{target.name}"] = entry
-        totals = [
-            a + b for a, b in zip(totals, (*numbers.values(), counts["unshared"]), strict=True)
-        ]
-        print(f"{task['label']:34} {numbers['items']:7,} {len(arrays['rest']):7,} {numbers['tokens']:11,} "
-              f"{counts['unshared']:11,} {counts['cut']:6,} {time.perf_counter() - start:8.1f}",
-              flush=True)  # fmt: skip
-        if counts["merged"]:
-            print(f"  {counts['merged']} items have a token across the border of context and continuation; "
-                  f"scoring begins with it")  # fmt: skip
-    print(
-        f"{'all':34} {totals[0]:7,} {'':7} {totals[1]:11,} {totals[2]:11,} {'':6} {time.perf_counter() - begin:8.1f}"
-    )
+        entry = {"items": items, "tokens": tokens, "text_bytes": text_bytes}
+        files[f"core/{target.name}"] = {**entry, **entry_of(target, sha256)}
+        for key, value in (("items", items), ("tokens", tokens), ("unshared", counts["unshared"])):
+            totals[key] += value
+        seconds = time.perf_counter() - start
+        sizes = f"{items:7,} {rows:7,} {tokens:11,} {counts['unshared']:11,} {counts['cut']:6,}"
+        print(f"{task['label']:34} {sizes} {seconds:8.1f}", flush=True)
+        if merged := counts["merged"]:
+            print(f"  {merged} items have a token across the border of context and continuation; it is scored too")
+    sizes = f"{totals['items']:7,} {'':7} {totals['tokens']:11,} {totals['unshared']:11,} {'':6}"
+    print(f"{'all':34} {sizes} {time.perf_counter() - begin:8.1f}")
     return files
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description="Render and tokenize the CORE tasks into a dataset directory."
-    )
+    description = "Render and tokenize the CORE tasks into a dataset directory."
+    parser = argparse.ArgumentParser(description=description)
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--bundle", type=Path, help="CORE bundle: a folder, a .zip or a .tar.zst")
     source.add_argument("--download", action="store_true", help=f"fetch {URL}")
-    parser.add_argument(
-        "--data", required=True, type=Path, help="dataset directory, e.g. data/shards/climbmix"
-    )
-    parser.add_argument(
-        "--max-seq-len", type=int, default=2048, help="longer rows lose their beginning"
-    )
-    parser.add_argument(
-        "--items", type=int, default=0, metavar="N", help="write N items a task (default all)"
-    )
+    add = parser.add_argument
+    add("--data", required=True, type=Path, help="dataset directory, e.g. data/shards/climbmix")
+    add("--max-seq-len", type=int, default=2048, help="longer rows lose their beginning")
+    add("--items", type=int, default=0, metavar="N", help="write N items a task (default all)")
     args = parser.parse_args()
     if args.max_seq_len < 2 or args.items < 0:
-        fail(
-            f"--max-seq-len {args.max_seq_len} must be at least 2 and --items {args.items} at least 0"
-        )
+        fail(f"--max-seq-len {args.max_seq_len} must be at least 2 and --items {args.items} at least 0")
     read_dataset(args.data)
     with lock_folder(args.data):
-        bundle = open_bundle(args.bundle, download() if args.download else None)
-        build(bundle, args.data, args.max_seq_len, args.items)
+        build(open_bundle(args.bundle), args.data, args.max_seq_len, args.items)
 
 
 if __name__ == "__main__":

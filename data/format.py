@@ -508,7 +508,8 @@ def shard_problems(
         return
     if not counts[bos]:
         yield f"{path} holds no BOS {bos}, with which every document begins; {again}"
-    found = {"tokens": int(counts.sum()), "documents": int(counts[bos]), "text_bytes": int(counts @ lengths)}
+    found = {"tokens": int(counts.sum()), "documents": int(counts[bos])}
+    found["text_bytes"] = int(counts @ lengths)
     for key, value in found.items():
         if dataset["files"][name].get(key, value) != value:
             listed = dataset["files"][name][key]

@@ -89,17 +89,22 @@ def explain(problem: Exception) -> str:
     return f"no answer from the server ({kind}: {problem}); check the network and HF_ENDPOINT"
 
 
-def prepare() -> None:
-    """Ends the script unless the server answers, as some requests of huggingface_hub would wait for minutes."""
+def reach(action: Callable[[], Any], what: str) -> Any:
+    """call, behind a request that finds out within seconds whether there is a network: many requests of huggingface_hub
+    wait for minutes."""
     import huggingface_hub
     from huggingface_hub.constants import ENDPOINT
 
-    action = lambda: huggingface_hub.get_session().head(ENDPOINT, timeout=SECONDS)
-    call(action, f"reaching {ENDPOINT}")
+    call(lambda: huggingface_hub.get_session().head(ENDPOINT, timeout=SECONDS), what)
+    return call(action, what)
 
 
-# The name by which runs/export.py knows it.
-retry = call
+# The names by which runs/export.py knows it. Nothing needs to be prepared.
+retry = reach
+
+
+def prepare() -> None:
+    pass
 
 
 def fetch(repo: str, name: str, commit: str | None = None, type: str = "dataset") -> Path:
@@ -180,11 +185,10 @@ def send_files(repo: Repo, folder: Path, names: Iterable[str], private: bool) ->
     """Sends files in one commit, so nobody can download half of them. The server keeps what it has already."""
     from huggingface_hub import HfApi
 
-    prepare()
     create = lambda: HfApi().create_repo(
         repo.name, repo_type=repo.type, private=private, exist_ok=True
     )
-    call(create, f"creating {repo.name}")
+    reach(create, f"creating {repo.name}")
     send = lambda: HfApi().upload_folder(
         repo_id=repo.name,
         repo_type=repo.type,
@@ -283,9 +287,9 @@ def upload_run(run_dir: Path, repo: Repo, private: bool = False) -> None:
     files = {**list_entries(run_dir, names), **newest_checkpoint(run_dir)}
     manifest = {"format": RUN_FORMAT, "files": files}
     check_run(manifest, f"run.json of {run_dir}")
-    prepare()
-    exists = call(lambda: HfApi().repo_exists(repo.name), f"opening {repo.name}")
-    there = call(lambda: HfApi().list_repo_files(repo.name), "listing") if exists else []
+    what = f"opening {repo.name}"
+    exists = reach(lambda: HfApi().repo_exists(repo.name), what)
+    there = call(lambda: HfApi().list_repo_files(repo.name), what) if exists else []
     others = [name for name in there if not RUN_FILE.fullmatch(name) and name not in OF_THE_HUB]
     if others:
         fail(f"{repo.name} holds {others[0]}, which is no file of a run; choose another repository")

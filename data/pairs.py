@@ -20,8 +20,8 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import NamedTuple
 
-import sources
 from format import fail, run, write_atomic
+from sources import HUB_FILES, TextSettings, open_text
 
 MOST_TITLE_WORDS = 20
 LEAST_WORDS = 8  # of a positive, and of the query in --kind passages
@@ -85,16 +85,9 @@ def without_repeats(pairs: Iterable[Pair], seen: set[int]) -> Iterator[Pair]:
 
 def write_pairs(path: Path, pairs: Iterable[Pair]) -> int:
     """Writes a file and returns how many pairs it holds."""
-    count = 0
-
-    def lines() -> Iterator[bytes]:
-        nonlocal count
-        for pair in pairs:
-            count += 1
-            yield json.dumps(pair._asdict(), ensure_ascii=False).encode() + b"\n"
-
-    write_atomic(path, lines())
-    return count
+    lines = [json.dumps(pair._asdict(), ensure_ascii=False).encode() + b"\n" for pair in pairs]
+    write_atomic(path, lines)
+    return len(lines)
 
 
 def check(args: argparse.Namespace) -> None:
@@ -114,7 +107,7 @@ def main() -> None:
     add("--source", required=True, help="training text, as in data/pretrain.py")
     add("--val-source", help="held-out text (default: a part of --source)")
     add("--text-field", default="text", help="field of JSON lines, column of parquet")
-    add("--max-files", type=int, default=sources.HUB_FILES, help="of a Hugging Face dataset")
+    add("--max-files", type=int, default=HUB_FILES, help="of a Hugging Face dataset")
     add("--kind", choices=("title", "passages"), default="title")
     add("--out", required=True, type=Path, help="folder for train.jsonl and val.jsonl")
     add("--max-pairs", type=int, help="most pairs to train on")
@@ -125,9 +118,7 @@ def main() -> None:
     args = parser.parse_args()
     check(args)
 
-    source = sources.open_source(
-        args.source, args.val_source, args.text_field, max_files=args.max_files
-    )
+    source = open_text(TextSettings.of(args))
     args.out.mkdir(parents=True, exist_ok=True)
     seen = set()
     counts = {}

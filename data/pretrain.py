@@ -34,12 +34,9 @@ import numpy as np
 import pypi
 import tokenizer
 from format import (
-    LISTED_NAME,
-    SHA256,
     count_tokens,
     entry_of,
     fail,
-    is_count,
     lock_folder,
     read_dataset,
     read_documents,
@@ -284,7 +281,6 @@ def read_progress(out: Path) -> dict[str, Any] | None:
             fail(f"{out} already holds a dataset that this command did not write; choose another --out")
         return None
     progress = read_json(path)
-    check_progress(progress, path)
     # Stopped before anything was made, for example as the text was too small for the tokenizer.
     if not progress.get("tokenizer_sha256") and not (out / "tokenizer.json").exists():
         return None
@@ -310,31 +306,6 @@ def compare_settings(out: Path, progress: dict[str, Any], settings: dict[str, An
             f"{out} is complete, and the source files (names, sizes or content) are not as before; choose another --out"
         )
     return False
-
-
-def check_progress(progress: Any, path: Path) -> None:
-    """Ends the script if progress.json is not what ShardWriter left there."""
-    shards = progress.get("shards") if isinstance(progress, dict) else None
-    valid = isinstance(shards, dict) and isinstance(progress.get("settings"), dict)
-    valid = valid and isinstance(progress.get("complete", []), list)
-    for split in ("train", "val"):
-        entries = shards.get(split) if valid else None
-        valid = isinstance(entries, list) and all(map(is_shard_entry, entries))
-    sha256 = progress.get("tokenizer_sha256") if valid else None
-    if not valid or not (sha256 is None or isinstance(sha256, str)):
-        fail(f"{path} is damaged; delete {path.parent} and run again")
-
-
-def is_shard_entry(entry: Any) -> bool:
-    """True for a shard's entry in progress.json."""
-    if not isinstance(entry, dict):
-        return False
-    texts = [entry.get("path"), entry.get("sha256")]
-    if not all(isinstance(text, str) for text in texts):
-        return False
-    counts = [entry.get(key) for key in ("tokens", "documents", "text_bytes")]
-    named = LISTED_NAME.fullmatch(texts[0]) and SHA256.fullmatch(texts[1])
-    return bool(named) and all(map(is_count, counts))
 
 
 def is_complete(out: Path, progress: dict[str, Any]) -> bool:
@@ -433,10 +404,11 @@ def build(args: argparse.Namespace) -> None:
     """The main path: text to shards."""
     out = args.out
     source = open_text(TextSettings.of(args))
-    flags = "name text_field val_fraction val_documents max_documents max_bytes shard_tokens vocab_size tokenizer_chars"
+    flags = ["name", "text_field", "val_fraction", "val_documents", "max_documents", "max_bytes"]
+    flags += ["shard_tokens", "vocab_size", "tokenizer_chars"]
     settings = {
         "inputs": source.inputs,
-        **{flag: getattr(args, flag) for flag in flags.split()},
+        **{flag: getattr(args, flag) for flag in flags},
         # None in directories from before these flags.
         "interleave": args.interleave or None,
         "pattern": args.pattern,
@@ -614,6 +586,8 @@ def parse_arguments() -> argparse.Namespace:
         fail(f"--shard-tokens {args.shard_tokens} does not fit the header's int32; give less than {2**31}")
     if args.vocab_size:
         tokenizer.check_vocab_size(args.vocab_size)
+    if args.tokenizer and args.pattern:
+        fail("--pattern is for a new tokenizer, --tokenizer names one that is there; leave one out")
     if args.tokenizer and not os.path.isfile(args.tokenizer):
         fail(f"--tokenizer {args.tokenizer} does not exist; give a tokenizer.json or leave it out to train one")
     return args

@@ -378,8 +378,8 @@ def count_letter(word: str, letter: str) -> list[dict[str, str]]:
 
 
 def conversation(question: str, answer: str | list[dict[str, str]]) -> dict[str, Any]:
-    user, assistant = {"role": "user", "content": question}, {"role": "assistant", "content": answer}
-    return {"messages": [user, assistant]}
+    user = {"role": "user", "content": question}
+    return {"messages": [user, {"role": "assistant", "content": answer}]}
 
 
 def is_val_sum(a: int, b: int) -> bool:

@@ -180,7 +180,9 @@ def pattern_problem(pattern: str) -> str | None:
     """
     ranks = {bytes([b]): b for b in range(256)} | {b"": 256}
     try:
-        trial = tiktoken.Encoding("trial", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
+        trial = tiktoken.Encoding(
+            "trial", pat_str=pattern, mergeable_ranks=ranks, special_tokens={}
+        )
         tokens = trial.encode_to_numpy(TEST_TEXT, allowed_special=set(), disallowed_special=())
     except ValueError as problem:
         return f"its pattern does not work ({problem})"

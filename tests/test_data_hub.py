@@ -144,7 +144,7 @@ def test_names_cannot_leave_the_directory(hub, dataset, tmp_path, name):
 @pytest.mark.parametrize("url", ["http://127.0.0.1:9", "http://192.0.2.1"])
 @pytest.mark.parametrize("command", ["download", "upload", "pretrain"])
 def test_a_missing_network(hub, dataset, tmp_path, url, command):
-    """Nothing listens there, or no packet comes back: one sentence within 20 s, and no folder with only .lock."""
+    """Nothing listens there, or no packet comes back: a sentence within 20 s, and no folder with only .lock."""
     out = tmp_path / "out"
     commands = {
         "download": ["hub.py", "download", "me/x", "--out", out],

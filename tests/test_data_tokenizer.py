@@ -2,6 +2,7 @@
 
 import base64
 import json
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import tiktoken
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Regex, pre_tokenizers
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "data"))
 import format
@@ -124,6 +126,9 @@ def spoil(path, target, change):
         (lambda v: v["special_tokens"].update({"\ud800": 400}), "no name"),
         (lambda v: v.update(special_tokens=[391]), "damaged"),
         (lambda v: v.update(ranks="QQ=="), "damaged"),
+        (lambda v: v["ranks"].__setitem__(300, "QQ=\n="), "base64"),
+        (lambda v: v["ranks"].__setitem__(300, ""), "rank 300"),
+        (lambda v: v["ranks"].__setitem__(300, ["QQ=="]), "base64"),
         (lambda v: v.update(pattern="("), "does not work"),
         (lambda v: v.update(pattern="(?=" * 500 + ")" * 500), "does not work"),
         (lambda v: v.update(pattern="\ud800"), "does not work"),
@@ -184,6 +189,46 @@ def test_gpt2_pattern_is_tiktokens():
     from tiktoken_ext import openai_public
 
     assert tokenizer.GPT2_PATTERN == openai_public.r50k_pat_str
+
+
+HARD_TEXT = "I'LL it's  \n\n x\t\ty 12345 \u0663\u0664 \u4f60\u597d!?\r\n \u00a0\u2003 e\u0301 \U0001f600\u200d end  "
+
+
+@pytest.mark.parametrize("name", tokenizer.PATTERNS)
+def test_patterns_by_name(tmp_path, name):
+    """A tokenizer trained with each drops no text, and states its pattern."""
+    path = tmp_path / "t.json"
+    format.write_json(path, tokenizer.train(SAMPLE, 300, pattern=tokenizer.PATTERNS[name]))
+    encoding = tokenizer.load(path)
+    for text in (HARD_TEXT, tokenizer.TEST_TEXT, " ", "\n \n", "a \n"):
+        assert encoding.decode_bytes(tokenizer.encode(encoding, text).tolist()) == text.encode()
+    assert tokenizer.pattern_name(path) == name
+
+
+def pieces(pattern: str, text: str) -> list[str]:
+    """How the library tokenizers splits a text."""
+    split = pre_tokenizers.Split(Regex(pattern), "isolated")
+    return [piece for piece, _ in split.pre_tokenize_str(text)]
+
+
+# As the published tokenizer.json of each model spells its pattern.
+PUBLISHED = {
+    "llama3": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+",
+    "qwen2": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+",
+    "gpt2": r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_patterns_split_as_the_models_that_they_are_named_after(name):
+    """Split by the library tokenizers, as those models do it."""
+    rng = random.Random(1)
+    parts = ["'s", "'LL", " ", "  ", "\n", "\r\n", "\t", "a", "Word", "12345", "\u00e9", "\u4f60", "!?", "-", "\u00a0"]
+    texts = ["".join(rng.choices(parts, k=rng.randint(1, 12))) for _ in range(500)] + [HARD_TEXT]
+    for text in texts:
+        assert pieces(tokenizer.PATTERNS[name], text) == pieces(PUBLISHED[name], text), text
 
 
 def test_gpt2_without_files_or_network(monkeypatch):

@@ -1,4 +1,4 @@
-"""Fuzzing of what the data scripts and the training script read: either accepted, or one sentence for the user.
+"""Fuzzing of what the data scripts read: either accepted, or one sentence for the user.
 
 Each case changes valid files (flips, truncation, deletions, repeats, hostile values in JSON) and reads them. FUZZ_CASES
 sets the number of cases of each target:
@@ -20,15 +20,12 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-import train_small as ts
 import zstandard
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "data"))
-import core
 import format
-import sft
 import sources
 import tokenizer
 
@@ -219,97 +216,7 @@ def test_datasets(valid, folder, seed):
         assert all((root / name).resolve().is_relative_to(root.resolve()) for name in info["files"])
 
 
-CHATS = [
-    {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]},
-    {"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": TEXT},
-                  {"role": "assistant", "content": [{"type": "text", "text": "a"}, {"type": "python", "text": "1+1"},
-                                                    {"type": "python_output", "text": "2"}]},
-                  {"role": "user", "content": "ok"}]},
-]  # fmt: skip
-
-
-@fuzz
-def test_conversations(valid, folder, seed):
-    rng, path = random.Random(seed), folder / "chat.jsonl"
-    encoding = tokenizer_of(valid)
-    ids = tokenizer.special_tokens(encoding)
-    lines = [json.dumps(chat).encode() for chat in CHATS]
-    lines[rng.randrange(2)] = spoil_file(rng.choice(lines), rng)
-    path.write_bytes(b"\n".join(lines))
-    for where, value, problem in read_or_refuse(lambda: list(sft.records(path, ("messages",)))) or []:
-        assert where.startswith(f"{path} line ")
-        if problem:
-            continue
-        try:
-            messages = sft.check_messages(value)
-        except ValueError as error:
-            assert len(str(error)) < 500
-            continue
-        tokens, counted = sft.render(messages, lambda text: tokenizer.encode(encoding, text), ids)
-        assert len(tokens) == len(counted) and tokens[0] == 260 and counted.any() and tokens.max() < 269
-
-
-@fuzz
-def test_problems_of_grade_schools(folder, seed):
-    value = spoil_json({"question": "1+1?", "answer": "It is <<1+1=2>>2.\n#### 2"}, random.Random(seed))
-    try:
-        sft.check_messages(sft.gsm8k_conversation(value))
-    except ValueError as error:
-        assert len(str(error)) < 500
-
-
 cached = {}
-
-
-def tokenizer_of(valid: Path):
-    if valid not in cached:
-        cached[valid] = tokenizer.load(valid / "tokenizer.json")
-    return cached[valid]
-
-
-YAML = b"""icl_tasks:
-- label: copa
-  dataset_uri: copa.jsonl
-  num_fewshot: [1]
-  icl_task_type: multiple_choice
-- label: winograd
-  dataset_uri: winograd.jsonl
-  num_fewshot: [0]
-  icl_task_type: schema
-- label: lambada
-  dataset_uri: "lambada.jsonl"
-  num_fewshot: [0]
-  icl_task_type: language_modeling
-  continuation_delimiter: "\\nAnswer: "
-"""
-ITEMS = {
-    "copa": {"query": "why", "choices": ["yes", "no"], "gold": 1},
-    "winograd": {"context_options": ["the a", "the b"], "continuation": "is it", "gold": 0},
-    "lambada": {"context": "once upon a", "continuation": "time"},
-}
-
-
-@fuzz
-def test_core_bundles(valid, seed):
-    rng, encoding = random.Random(seed), tokenizer_of(valid)
-    bundle = {"core.yaml": YAML, "eval_meta_data.csv": b"Eval Task,Random baseline\ncopa,50\nwinograd,50\nlambada,0\n"}
-    for label, item in ITEMS.items():
-        line = json.dumps(item).encode()
-        bundle[f"eval_data/{label}.jsonl"] = b"\n".join((line, line, line))
-    name = rng.choice(list(bundle))
-    if name.endswith(".jsonl"):
-        line = json.dumps(ITEMS[name[10:-6]]).encode()
-        bundle[name] = b"\n".join((line, spoil_file(line, rng), line))
-    else:
-        bundle[name] = spoil_bytes(bundle[name], rng)
-
-    def read() -> None:
-        for task in core.read_tasks(bundle):
-            arrays, _ = core.build_task(task, core.read_items(bundle, task), encoding, 64, 0)
-            assert (arrays["start"] >= 1).all() and (arrays["end"] <= 64).all()
-            assert (arrays["gold"] < arrays["choices"]).all() and (arrays["gold"] >= 0).all()
-
-    read_or_refuse(read)
 
 
 @fuzz
@@ -331,59 +238,20 @@ def test_sources(folder, seed):
         assert text.strip() and text.encode()
 
 
-# ---- the training script
-
-
 @fuzz
-def test_tokenizers_of_the_training_script(valid, folder, seed):
-    rng, path = random.Random(seed), folder / "tokenizer.json"
-    path.write_bytes(spoil_file((valid / "tokenizer.json").read_bytes(), rng))
-
-    def read():
-        found = ts.Tokenizer(path)
-        return found, found.encode(TEXT), found.prefixes()
-
-    found = read_or_refuse(read, ts.UserError)
-    if found is not None:
-        bpe, ids, prefixes = found
-        assert bpe.decode(ids) == TEXT and bpe.token_bytes[ids].sum() == len(TEXT.encode())
-        assert 0 <= bpe.bos_id < bpe.vocab_size == len(prefixes) <= 65536
-
-
-@fuzz
-def test_datasets_of_the_training_script(valid, folder, seed):
-    """One file of the dataset is changed, lost or doubled. What is read is what dataset.json lists, or nothing."""
-    rng, root = random.Random(seed), folder / "training"
+def test_checked_datasets(valid, folder, seed):
+    """One file of a dataset is changed: python data/format.py check names a problem."""
+    rng, root = random.Random(seed), folder / "checked"
     if not root.exists():
         shutil.copytree(valid, root)
-    names = [*format.read_dataset(valid)["files"], "dataset.json", "dataset.json"]
+    names = [*format.read_dataset(valid)["files"], "dataset.json"]
     path = root / rng.choice(names)
-    change = rng.random()
-    if change < 0.05:
-        path.unlink()
-    elif change < 0.1:
-        shutil.copy(path, path.with_name(path.name.replace("_0", "_9")) if "_0" in path.name else root / "copy.json")
-    elif path.name == "dataset.json":
-        path.write_bytes(spoil_dataset(path.read_bytes(), rng))
-    else:
-        path.write_bytes(spoil_bytes(path.read_bytes(), rng))
-
-    def read(split: str, part: str = "pretrain") -> np.ndarray:
-        dataset = ts.Dataset.open(root)
-        return np.concatenate([dataset.read(file) for file in dataset.files(split, part)])
-
-    original = format.read_shard(valid / "pretrain/val_000000.bin")
+    before = path.read_bytes()
+    spoil = spoil_dataset if path.name == "dataset.json" else spoil_bytes
+    path.write_bytes(spoil(before, rng))
     try:
-        check(read, original, path.name == "dataset.json")
+        problems = format.find_problems(root)
+        assert all(problem and "\n" not in problem for problem in problems)
+        assert problems or path.name == "dataset.json" or path.read_bytes() == before
     finally:
-        shutil.copy(valid / path.relative_to(root), path)
-        for extra in (*root.rglob("*_9*.bin"), *root.glob("copy.json")):
-            extra.unlink()
-
-
-def check(read, original: np.ndarray, described_otherwise: bool) -> None:
-    """What is read of each split is what was written, unless dataset.json was the file that changed."""
-    for split, part, copies in (("train", "pretrain", 2), ("val", "pretrain", 1), ("train", "sft", 1)):
-        tokens = read_or_refuse(lambda s=split, p=part: read(s, p), ts.UserError)
-        if tokens is not None and not described_otherwise:
-            assert np.array_equal(tokens, np.tile(original, copies)), split
+        path.write_bytes(before)
