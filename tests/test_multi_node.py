@@ -201,15 +201,15 @@ def test_start_and_restart(fakes, tmp_path, name):
 
 
 def test_a_finished_run_without_checkpoints_stays(fakes, tmp_path):
-    """--save-every -1 leaves a report and no checkpoint."""
+    """--save-every -1 leaves a result and no checkpoint."""
     fakes.write("python")
     (tmp_path / "run").mkdir()
-    for name in ("log.jsonl", "report.md"):
+    for name in ("log.jsonl", "result.json"):
         (tmp_path / "run" / name).touch()
     for more in ({}, dict(SCRIPT="train_small.py", RANK="0", TORCHELASTIC_RUN_ID="x")):
         done = fakes.run("multi_node.sh", "--run-dir", tmp_path / "run", "--save-every", "-1", **more)
         assert done.returncode == 0 and "run is finished already; remove it to train again" in done.out
-    assert fakes.calls() == [] and (tmp_path / "run" / "report.md").exists()
+    assert fakes.calls() == [] and (tmp_path / "run" / "result.json").exists()
 
 
 @pytest.mark.parametrize(
