@@ -2767,10 +2767,8 @@ class Dataset:
         return tokens
 
 
-def write_atomically(path: Path, content: bytes | str) -> None:
+def write_atomically(path: Path, content: bytes) -> None:
     """A reader sees the old file or the new one, never half of it."""
-    if isinstance(content, str):
-        content = content.encode()
     temporary = path.with_name(f".{path.name}.tmp")
     with temporary.open("wb") as file:
         file.write(content)
