@@ -201,7 +201,7 @@ def test_start_and_restart(fakes, tmp_path, name):
 
 
 def test_a_finished_run_without_checkpoints_stays(fakes, tmp_path):
-    """--save-every -1 leaves a result and no checkpoint."""
+    """--save-every -1 leaves a report and no checkpoint."""
     fakes.write("python")
     (tmp_path / "run").mkdir()
     for name in ("log.jsonl", "result.json"):

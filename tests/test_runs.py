@@ -15,12 +15,10 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import weakref
 from types import SimpleNamespace
 
 import engine
-import numpy as np
 import pytest
 import torch
 import train_medium as tm
@@ -34,7 +32,7 @@ from processes import python
 RUN = {**TINY, "width": 128, "head_dim": 32, "bigram_rows": 1501, "keep_checkpoints": 4}
 RUN.pop("tokens")
 EVERY = ("--save-every", "3", "--eval-every", "6", "--log-every", "1")
-write_report, warm_up = ts.report, ts.warm_up
+warm_up = ts.warm_up
 
 
 def flags(data, run_dir, *more, steps=12, **overrides) -> list[str]:
@@ -175,20 +173,6 @@ def test_log_and_last_line(finished):
     assert len({len(line) for line in steps}) == 1, "log lines have a fixed width"
 
 
-def test_report(tmp_path, monkeypatch, capsys):
-    """Where there is a module report, it gets the run with its model; elsewhere a line says how to call it."""
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    job = SimpleNamespace(tokenizer="a tokenizer", config="a config")
-    state = SimpleNamespace(model="a model", step=7)
-    run = SimpleNamespace(run_dir=tmp_path, state=state, job=job, log=ts.Log(tmp_path, ALONE))
-    monkeypatch.setitem(sys.modules, "report", None)
-    write_report(run)
-    assert capsys.readouterr().out == f"for a report with samples: python runs/report.py {tmp_path}\n"
-    monkeypatch.setitem(sys.modules, "report", SimpleNamespace(write_report=lambda run_dir, live: print(run_dir, live)))
-    write_report(run)
-    assert capsys.readouterr().out == f"{tmp_path} {(ts, 'a model', 'a tokenizer', 'a config', 7)}\n"
-
-
 def test_a_run_without_checkpoints(dataset_dir, tmp_path, monkeypatch):
     """--save-every -1 leaves out nothing but the checkpoints; a stop still writes one."""
     run_dir, stopped = tmp_path / "run", tmp_path / "stopped"
@@ -255,59 +239,6 @@ def test_a_run_directory_gives_its_model_back(finished, dataset):
     assert bpb == pytest.approx(json.loads((finished / "result.json").read_text())["val_bpb"], rel=1e-6)
     earlier = engine.load_run(finished, step=9, device="cpu")
     assert not torch.equal(logits(earlier.model, [1, 2]), logits(run.model, [1, 2]))
-
-
-def test_load_on_another_machine(finished, tmp_path):
-    """A backend and a dtype that this machine lacks end in a sentence, unless others are asked for."""
-    other = shutil.copytree(finished, tmp_path / "from_another_machine")
-    edited = ts.read_description(other)
-    edited["config"] |= {"attention": "varlen", "dtype": "bfloat16"}
-    (other / "config.json").write_text(json.dumps(edited))
-    with pytest.raises(engine.RunError, match="varlen"):
-        engine.load_run(other)
-    loaded = engine.load_run(other, attention="auto", dtype="float32")
-    same = engine.load_run(finished)
-    assert torch.equal(logits(loaded.model, [1, 2, 3]), logits(same.model, [1, 2, 3]))
-
-
-def test_a_job_of_a_tool(dataset_dir, dataset, tmp_path):
-    """Other text and other first weights: what a tool brings is used, and the run directory tells."""
-    run_dir = tmp_path / "run"
-    note = tmp_path / "tool.py"
-    note.write_text("print(1)\n")
-    argv = flags(dataset_dir, run_dir, "--save-every", "0", "--eval-every", "0", steps=4)
-    args = ts.build_parser().parse_args(argv)
-    args.flags = argv
-    config = ts.make_config(args)
-
-    def load_start(state):
-        state.model.init_weights(7)
-        state.optimizer.reset()
-
-    held_out = [(np.array([dataset.tokenizer.bos_id, 1, 2]), np.array([True, True]))]
-    job = dataclasses.replace(ts.pretraining_job(config), command="finetune", note="what it is", load_start=load_start,
-                              description={"source": "elsewhere"}, scripts=(note,), validation=held_out)  # fmt: skip
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out):
-        assert ts.run_command(lambda: ts.train(config, args, job)) == 0
-    result = json.loads(out.getvalue().splitlines()[-1])
-    assert result["steps"] == 4 and ", what it is\n" in out.getvalue()
-    validated = [e for e in entries(run_dir) if "val_bpb" in e]
-    assert [e["step"] for e in validated] == [0, 4], "the loaded weights are validated too"
-    fresh = ts.build_state(job.config, ALONE, lambda text: None)
-    fresh.model.init_weights(7)
-    token_bytes = torch.zeros(job.config.padded_vocab, dtype=torch.long)
-    token_bytes[:300] = torch.from_numpy(dataset.tokenizer.token_bytes)
-    batch = ts.validation_batch(held_out, job.config, dataset.tokenizer.bos_id)
-    bpb = ts.bits_per_byte(fresh.model, batch, 1, token_bytes, ALONE)
-    assert validated[0]["val_bpb"] == pytest.approx(bpb, rel=1e-6) and validated[1]["val_bpb"] == result["val_bpb"]
-    description = json.loads((run_dir / "config.json").read_text())
-    assert (description["command"], description["source"]) == ("finetune", "elsewhere")
-    assert (run_dir / "tool.py").read_text() == "print(1)\n" and (run_dir / "train_small.py").is_file()
-    assert ts.read_config(run_dir) == job.config
-    assert f"continue it with python runs/finetune.py --resume --run-dir {run_dir}" in refused(
-        "--resume", "--run-dir", run_dir
-    )
 
 
 def test_wandb_offline(dataset_dir, tmp_path):

@@ -357,6 +357,8 @@ def test_soak(lab, capsys):
             if text:
                 row[name] += 1
                 bad.append(f"{kind.__name__} {number}, {name}: {text}\n({lab.root}/fault_{lab.number:04d})")
+                with capsys.disabled():
+                    print(bad[-1], flush=True)
         if not any(vars(verdict).values()):
             shutil.rmtree(lab.root / f"fault_{lab.number:04d}", ignore_errors=True)
         with capsys.disabled():
