@@ -1,6 +1,6 @@
 """Whole runs: what they leave, how a step is taken, several processes, and what a person can get wrong.
 
-A run of 20 steps takes a second, so most runs go through main() in this process; only what needs several processes gets
+A run of 12 steps takes half a second, so most runs go through main() in this process; only what needs several gets
 its own. How runs end and go on is in test_resume.py.
 """
 
@@ -19,7 +19,6 @@ import weakref
 from types import SimpleNamespace
 
 import engine
-import numpy as np
 import pytest
 import torch
 import train_medium as tm
@@ -32,11 +31,11 @@ from processes import python
 # Wide enough for most parameters to be shared out over ranks; one table has an odd number of rows.
 RUN = {**TINY, "width": 128, "head_dim": 32, "bigram_rows": 1501, "keep_checkpoints": 4}
 RUN.pop("tokens")
-EVERY = ("--save-every", "5", "--eval-every", "10", "--log-every", "1")
-write_report = ts.report
+EVERY = ("--save-every", "3", "--eval-every", "6", "--log-every", "1")
+warm_up = ts.warm_up
 
 
-def flags(data, run_dir, *more, steps=20, **overrides) -> list[str]:
+def flags(data, run_dir, *more, steps=12, **overrides) -> list[str]:
     sets = [word for key, value in {**RUN, **overrides}.items() for word in ("--set", f"{key}={value}")]
     return ["--data", str(data), "--run-dir", str(run_dir), *sets, "--steps", str(steps), *EVERY, *more]
 
@@ -75,7 +74,7 @@ def saved(run_dir) -> list[int]:
     return [int(p.name[5:]) for p in ts.checkpoints(run_dir)]
 
 
-def tensors(run_dir, step=20) -> dict[str, torch.Tensor]:
+def tensors(run_dir, step=12) -> dict[str, torch.Tensor]:
     folder = run_dir / "checkpoints" / f"step_{step:06d}"
     return {f"{name}/{k}": v for name in ts.CHECKPOINT_FILES for k, v in load_file(folder / name).items()}
 
@@ -95,16 +94,17 @@ def signal_handlers():
 
 
 @pytest.fixture(scope="module", autouse=True)
-def no_report():
-    """The report, which has tests of its own, takes longer than the run."""
+def only_the_run():
+    """Warm-up and report have tests of their own, and take longer than these runs."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ts, "report", lambda run: None)
+        patch.setattr(ts, "warm_up", lambda state, say: None)
         yield
 
 
 @pytest.fixture(scope="module")
-def finished(dataset_dir, tmp_path_factory, no_report):
-    """An undisturbed run of 20 steps; what it printed is in out.txt beside it. Tests must not change it."""
+def finished(dataset_dir, tmp_path_factory, only_the_run):
+    """An undisturbed run of 12 steps; what it printed is in out.txt beside it. Tests must not change it."""
     run_dir = tmp_path_factory.mktemp("runs") / "finished"
     out = passes(*flags(dataset_dir, run_dir))
     run_dir.with_name("out.txt").write_text(out)
@@ -112,11 +112,11 @@ def finished(dataset_dir, tmp_path_factory, no_report):
 
 
 @pytest.fixture(scope="module")
-def halfway(dataset_dir, tmp_path_factory, no_report):
-    """A run that was stopped after step 10 of 20, with checkpoints of steps 5 and 10. Tests must not change it."""
+def halfway(dataset_dir, tmp_path_factory, only_the_run):
+    """A run that was stopped after step 6 of 12, with checkpoints of steps 3 and 6. Tests must not change it."""
     run_dir = tmp_path_factory.mktemp("runs") / "halfway"
     with pytest.MonkeyPatch.context() as patch:
-        stop_at(patch, 10)
+        stop_at(patch, 6)
         refused(*flags(dataset_dir, run_dir))
     return run_dir
 
@@ -158,18 +158,18 @@ def test_run_directory_is_complete(finished, dataset_dir):
 def test_log_and_last_line(finished):
     """Every step once, validation at its steps; the last line of stdout is the result."""
     lines = finished.with_name("out.txt").read_text().splitlines()
-    assert [e["step"] for e in entries(finished) if "loss" in e] == list(range(1, 21))
-    assert [e["step"] for e in entries(finished) if "val_bpb" in e] == [10, 20]
+    assert [e["step"] for e in entries(finished) if "loss" in e] == list(range(1, 13))
+    assert [e["step"] for e in entries(finished) if "val_bpb" in e] == [6, 12]
     keys = {"tokens", "bpb", "lr", "step_ms", "tokens_per_second", "mfu", "memory_gib", "train_seconds"}
     assert keys <= set(entries(finished)[0])
     result = json.loads(lines[-1])
     assert result == json.loads((finished / "result.json").read_text())
-    assert (result["steps"], result["tokens"], result["run_dir"]) == (20, 10 * 256 + 10 * 512, str(finished))
+    assert (result["steps"], result["tokens"], result["run_dir"]) == (12, 6 * 256 + 6 * 512, str(finished))
     assert result["val_bpb"] == entries(finished)[-1]["val_bpb"] and result["mfu"] == 0
     assert result["tokens_per_second"] == result["tokens"] / result["train_seconds"]
-    assert losses(finished)[20] < 0.5 * losses(finished)[1], "it should learn"
-    steps = [line for line in lines if re.match(r"step +\d+/20 \| loss", line)]
-    assert len(steps) == 20 and not any("mfu" in line for line in steps), "the peak of a CPU is not known"
+    assert losses(finished)[12] < 0.7 * losses(finished)[1], "it should learn"
+    steps = [line for line in lines if re.match(r"step +\d+/12 \| loss", line)]
+    assert len(steps) == 12 and not any("mfu" in line for line in steps), "the peak of a CPU is not known"
     assert len({len(line) for line in steps}) == 1, "log lines have a fixed width"
 
 
@@ -237,61 +237,8 @@ def test_a_run_directory_gives_its_model_back(finished, dataset):
     validation = script.validation_batch(documents, run.config, run.tokenizer.bos_id)
     bpb = script.bits_per_byte(run.model, validation, 2, token_bytes, ALONE)
     assert bpb == pytest.approx(json.loads((finished / "result.json").read_text())["val_bpb"], rel=1e-6)
-    earlier = engine.load_run(finished, step=15, device="cpu")
+    earlier = engine.load_run(finished, step=9, device="cpu")
     assert not torch.equal(logits(earlier.model, [1, 2]), logits(run.model, [1, 2]))
-
-
-def test_load_on_another_machine(finished, tmp_path):
-    """A backend and a dtype that this machine lacks end in a sentence, unless others are asked for."""
-    other = shutil.copytree(finished, tmp_path / "from_another_machine")
-    edited = ts.read_description(other)
-    edited["config"] |= {"attention": "varlen", "dtype": "bfloat16"}
-    (other / "config.json").write_text(json.dumps(edited))
-    with pytest.raises(engine.RunError, match="varlen"):
-        engine.load_run(other)
-    loaded = engine.load_run(other, attention="auto", dtype="float32")
-    same = engine.load_run(finished)
-    assert torch.equal(logits(loaded.model, [1, 2, 3]), logits(same.model, [1, 2, 3]))
-
-
-def test_a_job_of_a_tool(dataset_dir, dataset, tmp_path):
-    """Other text and other first weights: what a tool brings is used, and the run directory tells."""
-    run_dir = tmp_path / "run"
-    note = tmp_path / "tool.py"
-    note.write_text("print(1)\n")
-    argv = flags(dataset_dir, run_dir, "--save-every", "0", "--eval-every", "0", steps=4)
-    args = ts.build_parser().parse_args(argv)
-    args.flags = argv
-    config = ts.make_config(args)
-
-    def load_start(state):
-        state.model.init_weights(7)
-        state.optimizer.reset()
-
-    held_out = [(np.array([dataset.tokenizer.bos_id, 1, 2]), np.array([True, True]))]
-    job = dataclasses.replace(ts.pretraining_job(config), command="finetune", note="what it is", load_start=load_start,
-                              description={"source": "elsewhere"}, scripts=(note,), validation=held_out)  # fmt: skip
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out):
-        assert ts.run_command(lambda: ts.train(config, args, job)) == 0
-    result = json.loads(out.getvalue().splitlines()[-1])
-    assert result["steps"] == 4 and ", what it is\n" in out.getvalue()
-    validated = [e for e in entries(run_dir) if "val_bpb" in e]
-    assert [e["step"] for e in validated] == [0, 4], "the loaded weights are validated too"
-    fresh = ts.build_state(job.config, ALONE, lambda text: None)
-    fresh.model.init_weights(7)
-    token_bytes = torch.zeros(job.config.padded_vocab, dtype=torch.long)
-    token_bytes[:300] = torch.from_numpy(dataset.tokenizer.token_bytes)
-    batch = ts.validation_batch(held_out, job.config, dataset.tokenizer.bos_id)
-    bpb = ts.bits_per_byte(fresh.model, batch, 1, token_bytes, ALONE)
-    assert validated[0]["val_bpb"] == pytest.approx(bpb, rel=1e-6) and validated[1]["val_bpb"] == result["val_bpb"]
-    description = json.loads((run_dir / "config.json").read_text())
-    assert (description["command"], description["source"]) == ("finetune", "elsewhere")
-    assert (run_dir / "tool.py").read_text() == "print(1)\n" and (run_dir / "train_small.py").is_file()
-    assert ts.read_config(run_dir) == job.config
-    assert f"continue it with python runs/finetune.py --resume --run-dir {run_dir}" in refused(
-        "--resume", "--run-dir", run_dir
-    )
 
 
 def test_wandb_offline(dataset_dir, tmp_path):
@@ -358,7 +305,7 @@ def torchrun(python, *argv) -> subprocess.Popen:
 
 
 def test_two_processes_train_like_one(finished, halfway, dataset_dir, tmp_path, fast_python):
-    """From the start and resumed from one process's checkpoint of step 10: the same losses within 1e-5."""
+    """From the start and resumed from one process's checkpoint of step 6: the same losses within 1e-5."""
     resumed = shutil.copytree(halfway, tmp_path / "resumed")
     job = torchrun(fast_python, *flags(dataset_dir, tmp_path / "two"))
     out, err = job.communicate(timeout=120)
@@ -366,10 +313,10 @@ def test_two_processes_train_like_one(finished, halfway, dataset_dir, tmp_path, 
     done = python("train_small.py", "--resume", "--run-dir", resumed, ranks=2)
     assert done.returncode == 0, done.stderr
     for said in (out, done.stdout):
-        assert said.count('"steps": 20') == 1
+        assert said.count('"steps": 12') == 1
     one, two, after = (losses(d) for d in (finished, tmp_path / "two", resumed))
-    assert [two[s] for s in range(1, 11)] == pytest.approx([one[s] for s in range(1, 11)], rel=1e-5)
-    assert [after[s] for s in range(11, 21)] == pytest.approx([one[s] for s in range(11, 21)], rel=1e-5)
+    assert [two[s] for s in range(1, 7)] == pytest.approx([one[s] for s in range(1, 7)], rel=1e-5)
+    assert [after[s] for s in range(7, 13)] == pytest.approx([one[s] for s in range(7, 13)], rel=1e-5)
     ours, theirs = tensors(resumed), tensors(finished)
     assert {k: v.shape for k, v in ours.items()} == {k: v.shape for k, v in theirs.items()}
     for name in ("qk_bank", "mlp_bank", "scalars"):
@@ -413,7 +360,7 @@ def test_warm_up_leaves_no_trace():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ts, "reset_state", before_reset)
-        ts.warm_up(warm, lambda text: None)
+        warm_up(warm, lambda text: None)
     assert changed == weights.keys()
     assert torch.equal(random_state, torch.get_rng_state())
     for part in ("weights", "state"):
@@ -460,7 +407,7 @@ def test_out_of_memory_in_the_warm_up(monkeypatch, capsys, where):
     bits_per_byte = ts.bits_per_byte
     state.forward = limited
     monkeypatch.setattr(ts, "bits_per_byte", limited_validation)
-    ts.warm_up(state, print)
+    warm_up(state, print)
     assert trained[0] == 2 and set(trained[1:]) == {1} and len(trained) >= 6
     assert alive == [False]
     said = capsys.readouterr().out
@@ -474,7 +421,7 @@ def test_too_little_memory_for_one_pack(monkeypatch):
     state = ts.build_state(tiny_config(), ALONE, lambda text: None)
     monkeypatch.setattr(ts, "micro_step", fail)
     with pytest.raises(ts.UserError, match="ran out of memory with micro-batches of 128 tokens; lower pack_tokens"):
-        ts.warm_up(state, lambda text: None)
+        warm_up(state, lambda text: None)
 
 
 def test_every_step_takes_its_own_numbers(dataset_dir, dataset, tmp_path, monkeypatch):
@@ -488,14 +435,14 @@ def test_every_step_takes_its_own_numbers(dataset_dir, dataset, tmp_path, monkey
     def watched_step(state, batch):
         loss, model = train_step(state, batch), state.model
         seen.append([*taken, *model.loss_weights.tolist()])
-        assert len(seen) <= 3 or model.prefixes.tolist() == [*dataset.tokenizer.prefixes(), *[-1] * 20]  # 3: warm-up
+        assert model.prefixes.tolist() == [*dataset.tokenizer.prefixes(), *[-1] * 20]
         return loss
 
     monkeypatch.setattr(ts.Optimizer, "step", watched_update)
     monkeypatch.setattr(ts, "train_step", watched_step)
     passes(*flags(dataset_dir, tmp_path / "run", "--eval-every", "0", "--save-every", "-1", ahead="(1.0,0.5)"))
-    config, seen = ts.read_config(tmp_path / "run"), seen[3:]
-    assert len(seen) == 20
+    config = ts.read_config(tmp_path / "run")
+    assert len(seen) == 12
     for step, numbers in enumerate(seen):
         rates = ts.lr_multiplier(config, step), ts.muon_momentum(config, step)
         assert numbers == pytest.approx([*rates, *ts.loss_weights(config, step)])
@@ -692,15 +639,14 @@ def test_repeated_text_and_a_large_table(dataset, dataset_dir, capsys):
     """A warning where the text is read twice; none for 1.4 passes, small tables and no table."""
     there = dataset.total("train", "tokens")
 
-    def warnings(**changes) -> list[str]:
+    def warning(**changes) -> str:
         values = {"tokens": 2 * there, "max_epochs": 3, "bigram_rows": 163841, "data": str(dataset_dir), **changes}
         ts.check_length(ts.pretraining_job(tiny_config(**values)), ALONE)
-        return capsys.readouterr().out.splitlines()
+        return capsys.readouterr().out
 
-    (warning,) = warnings()
-    assert "the text is read 2.0 times" in warning and "--set bigram_rows=" in warning
+    assert "the text is read 2.0 times" in warning() and "--set bigram_rows=" in warning()
     for change in ({"bigram_rows": 163840}, {"bigram_rows": 0}, {"tokens": int(1.4 * there)}):
-        assert warnings(**change) == []
+        assert not warning(**change)
 
 
 def test_existing_run_is_not_overwritten(finished, dataset_dir):
