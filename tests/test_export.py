@@ -277,7 +277,7 @@ def test_user_errors(bpe, tmp_path):
     new = tmp_path / "new"
     for run, out, flags, message in [
         (run_dir, full, (), "not an empty folder"), (run_dir, full / "x", (), "not an empty folder"),
-        (tmp_path / "none", new, (), "0 training scripts"), (bare, new, (), "config.json does not exist"),
+        (tmp_path / "none", new, (), "0 training scripts"), (bare, new, (), "is no run directory"),
         (run_dir, new, ("--step", "8"), "no checkpoint of step 8"), (broken, new, (), "whole"),
         (broken, new, ("--step", "7"), "is damaged"), (diverged, new, (), "not all finite"),
         (other, new, (), "do not fit config.json"), (run_dir, full / "x" / "y", (), "Not a directory"),

@@ -76,7 +76,7 @@ def test_tools_use_only_the_interface(path):
 def test_interface_is_used():
     """The tools together use names of a script: else the test above would prove nothing."""
     used = set().union(*(names_of_script(path.read_text(encoding="utf-8")) for path in TOOLS))
-    assert {"UserError", "checkpoints", "start_ranks", "write_atomically"} <= used
+    assert {"UserError", "checkpoints", "start_ranks"} <= used
 
 
 @pytest.mark.parametrize("path", TOOLS, ids=lambda path: path.name)

@@ -695,7 +695,7 @@ def run_command(command: str, monkeypatch) -> int:
     return 0
 
 
-@pytest.mark.parametrize("name", ["README.md", "runs/README.md", "records/README.md", *TUTORIALS])
+@pytest.mark.parametrize("name", ["README.md", "records/README.md", *TUTORIALS])
 def test_commands_run(checkout, fast_python, monkeypatch, capfd, name):
     """Every command of a page, one after the other; what cannot run here is in NOT_RUN."""
     monkeypatch.chdir(checkout)
