@@ -121,7 +121,7 @@ if [[ $1 == train_medium.py && -e fake ]]; then
 fi
 if [[ $1 == *.py && -e log ]]; then
   echo "$@" >>python.log
-  case "$*" in *--run-dir*) mkdir -p "${{@: -1}}" && echo "# done" >"${{@: -1}}/report.md" && touch "${{@: -1}}/result.json" ;; esac
+  case "$*" in *--run-dir*) mkdir -p "${{@: -1}}" && cd "${{@: -1}}" && echo "#" | tee report.md >result.json ;; esac
   exit
 fi
 exec {fast_python} "$@"
