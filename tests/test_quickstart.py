@@ -728,8 +728,9 @@ def test_readme_names_real_flags_fields_and_files():
     files = text.split("\n## Files\n")[1].split("\n## ")[0] + (ROOT / "dev/FILES.md").read_text(encoding="utf-8")
     paths = [path for row in re.findall(r"^\| (`[^|]+) \|", files, re.M) for path in re.findall(r"`([^`]+)`", row)]
     assert len(paths) > 90
-    for path in [*paths, *re.findall(r"\]\(([\w/.]+)\)", files)]:
-        assert (ROOT / path).exists(), path
+    links = re.findall(r"\]\(([\w/.]+)\)", text)
+    for path in [ROOT / path for path in paths] + [ROOT / "runs" / link for link in links]:
+        assert path.exists(), path
     needs = text.split("\n## Requirements\n")[1].split("\n## ")[0]
     for file in REQUIREMENTS:
         for package in pins(file):
