@@ -615,7 +615,7 @@ def known_flags(script: str) -> set[str]:
     return {flag for path in sources for flag in re.findall(pattern, path.read_text(encoding="utf-8"), re.M)}
 
 
-@pytest.mark.parametrize("name", ["README.md", "data/README.md", "records/README.md", *TUTORIALS])
+@pytest.mark.parametrize("name", ["README.md", "data/README.md", "records/README.md", "runs/README.md", *TUTORIALS])
 def test_readme_commands_exist(name):
     commands = readme_commands(name)
     assert commands
@@ -654,8 +654,8 @@ SMOKE = (
     (r"--vocab-size (16384|4096)", "--vocab-size 400"),
     (r"--tokens 50000000", "@runs/tiny.args --steps 2 --data data/shards/mine"),
     (r"(--data data/shards/own .*)", r"\1 --steps 2"),
-    (r"(train_small.py --run-dir out/first --resume)", r"\1"),
-    (r"^(python train_small.py)( --run-dir out/first --save-every 500)?$",
+    (r"(train_small.py --run-dir out/base --resume)", r"\1"),
+    (r"^(python train_small.py)( --run-dir out/\w+ --save-every 500)$",
      r"\1 @runs/tiny.args --data data/shards/climbmix\2"),
     (r"--source smol-smoltalk --source addition:2000", "--source chat.jsonl --max-len 257"),
     (r"(runs/finetune.py .*)", r"\1 --packs 1"),
@@ -733,7 +733,7 @@ def run_command(command: str, monkeypatch) -> int:
     return 0
 
 
-@pytest.mark.parametrize("name", ["README.md", "records/README.md", *TUTORIALS])
+@pytest.mark.parametrize("name", ["README.md", "records/README.md", "runs/README.md", *TUTORIALS])
 def test_commands_run(checkout, fast_python, monkeypatch, capfd, name):
     """Every command of a page, one after the other; what cannot run here is in NOT_RUN."""
     monkeypatch.chdir(checkout)
@@ -754,45 +754,43 @@ def test_commands_run(checkout, fast_python, monkeypatch, capfd, name):
     assert ran or name in ("records/README.md", "runs/tutorials/4_finetune_hf.md")
 
 
-def test_readme_lines_are_true():
-    """Line links and line counts: python dev/links.py writes them anew."""
-    done = subprocess.run([sys.executable, "dev/links.py", "--check"], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, f"{done.stdout}{done.stderr}: run python dev/links.py"
-    stops = (ROOT / "README.md").read_text(encoding="utf-8").split("\n## One training step\n")[1].split("\n## ")[0]
-    script = (ROOT / "train_small.py").read_text(encoding="utf-8").splitlines()
-    links = re.findall(r"\[`(?:\w+\.)?(\w+)\(\)`\]\(train_small.py#L(\d+)\)", stops)
-    assert len(links) >= 12 and len(re.findall(r"^\d+\. ", stops, re.M)) == 12
-    for name, line in links:
-        assert re.match(rf" *(def|class) {name}\b", script[int(line) - 1]), f"{name} is not in line {line}"
-
-
-def test_readme_names_real_flags_fields_and_files():
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+def test_pages_name_real_flags_fields_and_files():
+    pages = ("README.md", "runs/README.md", "runs/TROUBLESHOOTING.md", "dev/MEASUREMENTS.md")
+    texts = {name: (ROOT / name).read_text(encoding="utf-8") for name in pages}
+    text = "".join(texts.values())
     scripts = (
         "train_small.py",
         "data/pretrain.py",
         "data/hub.py",
         "data/sft.py",
+        "runs/chat.py",
         "runs/chat_eval.py",
         "runs/rl.py",
+        "runs/sample.py",
         "runs/serve.py",
         "runs/export.py",
+        "runs/speedrun_small.sh",
     )
-    flags = {f for script in (*scripts, "runs/speedrun_small.sh") for f in known_flags(script)}
-    mentioned = set(re.findall(r"`(--[a-z-]+)", text))
+    flags = {f for script in scripts for f in known_flags(script)} | {"--help", "--nproc_per_node"}
+    mentioned = set(re.findall(r"`(--[a-z_-]+)", text))
     assert mentioned <= flags, mentioned - flags
     fields = {*ts.Config.__dataclass_fields__, *tm.Config.__dataclass_fields__}
     assert set(re.findall(r"--set ([a-z_]+)=", text)) <= fields
-    files = text.split("\n## Files\n")[1].split("\n## ")[0] + (ROOT / "dev/FILES.md").read_text(encoding="utf-8")
+
+    files = (ROOT / "dev/FILES.md").read_text(encoding="utf-8")
     paths = [path for row in re.findall(r"^\| (`[^|]+) \|", files, re.M) for path in re.findall(r"`([^`]+)`", row)]
     assert len(paths) > 90
-    for path in [*paths, *re.findall(r"\]\(([\w/.]+)\)", files)]:
+    for path in paths:
         assert (ROOT / path).exists(), path
-    needs = text.split("\n## Requirements\n")[1].split("\n## ")[0]
+    for name, page in texts.items():
+        for link in re.findall(r"\]\(([\w/.-]+)\)", page):
+            assert ((ROOT / name).parent / link).exists(), f"{name}: {link}"
+
+    packages = texts["runs/README.md"].split("\n## Packages\n")[1]
     for file in REQUIREMENTS:
         for package in pins(file):
-            assert package in ("torch", "numpy") or f"`{package}`" in needs, f"{package} has no reason in the README"
-    for name in re.findall(r"`(\w+(?:\.\w+)?)\(\)`", text):  # functions of the training script
+            assert f"`{package}`" in packages, f"{package} has no reason in runs/README.md"
+    for name in re.findall(r"`(\w+(?:\.\w+)?)\(\)`", texts["README.md"]):  # functions of the training script
         target = ts
         for part in name.split("."):
             assert hasattr(target, part), name
