@@ -624,8 +624,9 @@ def test_readme_commands_exist(name):
         scripts = [word for word in words if re.fullmatch(r"[\w/.]+\.(py|sh)", word)]
         assert scripts or words[0] in ("source", "sed", "mv"), command
         for script in scripts[:1]:
-            assert (ROOT / script).is_file(), command
             arguments = words[words.index(script) + 1 :]
+            script = script.removeprefix("out/base/")  # the copy in a run directory
+            assert (ROOT / script).is_file(), command
             passed_on = {
                 "runs/quickstart.sh",
                 "runs/multi_node.sh",
@@ -761,6 +762,7 @@ def test_pages_name_real_flags_fields_and_files():
     scripts = (
         "train_small.py",
         "data/pretrain.py",
+        "data/tokenizer.py",
         "data/hub.py",
         "data/sft.py",
         "runs/chat.py",
