@@ -616,8 +616,8 @@ SMOKE = (
     (r"--vocab-size (16384|4096)", "--vocab-size 400"),
     (r"--tokens 50000000", "@runs/tiny.args --steps 2 --data data/shards/mine"),
     (r"(--data data/shards/own .*)", r"\1 --steps 2"),
-    (r"(train_small.py --run-dir out/first --resume)", r"\1"),
-    (r"^(python train_small.py)( --run-dir out/first --save-every 500)?$",
+    (r"(train_small.py --run-dir out/base --resume)", r"\1"),
+    (r"^(python train_small.py)( --run-dir out/\w+ --save-every 500)$",
      r"\1 @runs/tiny.args --data data/shards/climbmix\2"),
     (r"--source smol-smoltalk --source addition:2000", "--source chat.jsonl --max-len 257"),
     (r"(runs/finetune.py .*)", r"\1 --packs 1"),
@@ -695,7 +695,7 @@ def run_command(command: str, monkeypatch) -> int:
     return 0
 
 
-@pytest.mark.parametrize("name", ["README.md", "records/README.md", *TUTORIALS])
+@pytest.mark.parametrize("name", ["README.md", "records/README.md", "runs/README.md", *TUTORIALS])
 def test_commands_run(checkout, fast_python, monkeypatch, capfd, name):
     """Every command of a page, one after the other; what cannot run here is in NOT_RUN."""
     monkeypatch.chdir(checkout)
@@ -716,26 +716,44 @@ def test_commands_run(checkout, fast_python, monkeypatch, capfd, name):
     assert ran or name in ("records/README.md", "runs/tutorials/4_finetune_hf.md")
 
 
-def test_readme_names_real_flags_fields_and_files():
-    text = (ROOT / "runs/README.md").read_text(encoding="utf-8")
-    scripts = ("train_small.py", "data/pretrain.py", "data/hub.py", "data/sft.py", "runs/chat_eval.py", "runs/rl.py",
-               "runs/serve.py", "runs/export.py", "runs/speedrun_small.sh")  # fmt: skip
-    flags = {f for script in scripts for f in known_flags(script)}
-    mentioned = set(re.findall(r"`(--[a-z-]+)", text))
+def test_pages_name_real_flags_fields_and_files():
+    pages = ("README.md", "runs/README.md", "runs/TROUBLESHOOTING.md", "dev/MEASUREMENTS.md")
+    texts = {name: (ROOT / name).read_text(encoding="utf-8") for name in pages}
+    text = "".join(texts.values())
+    scripts = (
+        "train_small.py",
+        "data/pretrain.py",
+        "data/tokenizer.py",
+        "data/hub.py",
+        "data/sft.py",
+        "runs/chat.py",
+        "runs/chat_eval.py",
+        "runs/rl.py",
+        "runs/sample.py",
+        "runs/serve.py",
+        "runs/export.py",
+        "runs/speedrun_small.sh",
+    )
+    flags = {f for script in scripts for f in known_flags(script)} | {"--help", "--nproc_per_node"}
+    mentioned = set(re.findall(r"`(--[a-z_-]+)", text))
     assert mentioned <= flags, mentioned - flags
     fields = {*ts.Config.__dataclass_fields__, *tm.Config.__dataclass_fields__}
     assert set(re.findall(r"--set ([a-z_]+)=", text)) <= fields
-    files = text.split("\n## Files\n")[1].split("\n## ")[0] + (ROOT / "dev/FILES.md").read_text(encoding="utf-8")
+
+    files = (ROOT / "dev/FILES.md").read_text(encoding="utf-8")
     paths = [path for row in re.findall(r"^\| (`[^|]+) \|", files, re.M) for path in re.findall(r"`([^`]+)`", row)]
     assert len(paths) > 90
-    links = re.findall(r"\]\(([\w/.]+)\)", text)
-    for path in [ROOT / path for path in paths] + [ROOT / "runs" / link for link in links]:
-        assert path.exists(), path
-    needs = text.split("\n## Requirements\n")[1].split("\n## ")[0]
+    for path in paths:
+        assert (ROOT / path).exists(), path
+    for name, page in texts.items():
+        for link in re.findall(r"\]\(([\w/.-]+)\)", page):
+            assert ((ROOT / name).parent / link).exists(), f"{name}: {link}"
+
+    packages = texts["runs/README.md"].split("\n## Packages\n")[1]
     for file in REQUIREMENTS:
         for package in pins(file):
-            assert package in ("torch", "numpy") or f"`{package}`" in needs, f"{package} has no reason in the README"
-    for name in re.findall(r"`(\w+(?:\.\w+)?)\(\)`", text):  # functions of the training script
+            assert f"`{package}`" in packages, f"{package} has no reason in runs/README.md"
+    for name in re.findall(r"`(\w+(?:\.\w+)?)\(\)`", texts["README.md"]):  # functions of the training script
         target = ts
         for part in name.split("."):
             assert hasattr(target, part), name
