@@ -78,6 +78,8 @@ def read_pairs(path: Path, negatives: int) -> Pairs:
                 pairs.append(Pair(query, positive, tuple(others)))
     except UnicodeDecodeError as error:
         raise script.UserError(f"{path} is not UTF-8 ({error.reason}); convert it") from None
+    except OSError as error:
+        raise script.UserError(f"cannot read {path} ({error.strerror}); name a file of pairs") from None
     if not pairs:
         raise script.UserError(f"{path} holds no pairs; make some with data/pairs.py")
     return Pairs(list(index), pairs)

@@ -39,7 +39,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--seed", type=int, default=0, help="the same seed gives the same text")
     add("--step", type=int, help="checkpoint to use (default: the newest)")
     add("--attention", metavar="NAME", help="attention backend for the prompt")
-    add("--dtype", metavar="NAME", help="of the weights, e.g. float32 (default: that of the run)")
+    add("--dtype", choices=("bfloat16", "float16", "float32"), help="default: that of the run")
     add("--device", help="cuda, mps or cpu (default: the best available)")
     add("--check", action="store_true", help="compare decoding with the forward pass, and end")
     return parser

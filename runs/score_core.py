@@ -592,7 +592,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--batch-tokens", type=int, metavar="N", help="default: from free memory")
     add("--step", type=int, metavar="N", help="checkpoint to score (default: the newest)")
     add("--attention", metavar="NAME", help="if the run's backend does not work here")
-    add("--dtype", metavar="NAME", help="auto, bfloat16, float16, float32 (default: the run's)")
+    add("--dtype", choices=("bfloat16", "float16", "float32"), help="default: that of the run")
     add("--no-compile", action="store_true")
     args = parser.parse_args(argv)
     try:

@@ -455,7 +455,7 @@ def test_mistakes_of_the_command(trained, tmp_path, capsys, dataset_dir):
         (("--data", dataset_dir), f"python data/core.py --download --data {dataset_dir}"),
         (("--data", other), "another tokenizer"), (("--data", tmp_path / "none"), "none"),
         (("--step", 99), "no checkpoint of step 99"), (("--items", -1), "at least 0"),
-        (("--batch-tokens", 0), "at least 1"), (("--dtype", "int8"), "int8"), (("--attention", "x"), "x"),
+        (("--batch-tokens", 0), "at least 1"), (("--attention", "x"), "x"),
     ):  # fmt: skip
         code, error = score(capsys, trained, *flags)
         assert code == 1 and words in error and error.startswith("error: ") and error.count("\n") == 1, error
