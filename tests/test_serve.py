@@ -1075,6 +1075,42 @@ def test_a_client_that_leaves(lonely, stream, place):
     assert lonely.chat(model="talker", messages=HELLO, **QUIET).choices
 
 
+def test_failures_are_told_and_survived(talker, capfd):
+    """A step that breaks ends what is in the rows, a prefill that breaks only the new; then all is as before."""
+    wanted = talker.chat(model="talker", messages=HELLO, **QUIET).choices[0].message.content
+    decoder, step, admit = talker.decoder, talker.decoder.step, talker.decoder.admit
+    secret = [{"role": "user", "content": "my secret word"}]
+    try:
+        with gate(talker) as steps, ThreadPoolExecutor(2) as pool:
+            endless = {str(id): -100 for id in talker.server.tokenizer.specials.values()}
+            body = {"messages": secret, "max_tokens": 40, "temperature": 0, "logit_bias": endless}
+            calls = [pool.submit(talker.post, {**body, "stream": stream}) for stream in (True, False)]
+            until(lambda: len(talker.worker.jobs) + talker.worker.waiting() == 2)
+            gated, count = decoder.step, iter(range(100))
+
+            def broken():
+                events = gated()
+                return events if next(count) < 5 else 1 / 0
+
+            decoder.step = broken
+            steps.release(1000)
+            streamed, plain = (call.result() for call in calls)
+            decoder.step = gated
+        assert plain.status_code == 500 and plain.json()["error"]["type"] == "server_error"
+        found = events(streamed.text)
+        assert streamed.status_code == 200 and "the model failed" in found[-1]["error"]["message"] and len(found) > 1
+        assert not talker.worker.jobs and not decoder.live
+        decoder.admit = lambda completions: 1 / 0
+        with pytest.raises(openai.InternalServerError, match="the model failed"):
+            talker.chat(model="talker", messages=HELLO, stream=True)
+    finally:
+        decoder.step, decoder.admit = step, admit
+    assert talker.chat(model="talker", messages=HELLO, **QUIET).choices[0].message.content == wanted
+    assert httpx2.get(f"{talker.url}/health").json()["status"] == "ok"
+    log = capfd.readouterr().err
+    assert "ZeroDivisionError" in log and "secret" not in log
+
+
 def test_nothing_is_left_of_requests(talker):
     """After answers, streams, errors and clients that left, no object of a request is alive."""
     for i in range(30):
