@@ -100,7 +100,7 @@ def add_to_report(script, path: Path, table: str) -> None:
         head, _, rest = report.partition(BEGIN)
         tail = rest.partition(END)[2].removeprefix("\n")
     else:
-        before, samples, after = report.partition("\n## Samples\n")
+        before, samples, after = report.partition("\n## Samples")
         head = before.rstrip("\n") + "\n\n"
         tail = samples + after
     path.write_text(head + block + tail, encoding="utf-8")
