@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc_per_node=8 train_medium.py   eight GPUs (runs/speedrun_medium.sh: to chat)
     python train_medium.py                                     one GPU, same recipe, same tokens per step
-    python train_medium.py --set recompute=True                one GPU of 24 GiB, see README.md
+    python train_medium.py --set recompute=True                one GPU of 24 GiB, see runs/README.md
     python train_medium.py --set num_layers=12                 another size: width, batch, rates follow
 
 It reads a dataset directory (binary shards and tokenizer.json, see data/README.md) and writes a run

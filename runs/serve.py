@@ -645,6 +645,8 @@ def http_server(server: Server, args: argparse.Namespace) -> HTTPServer:
         log_level="info" if args.access_log else "error",
         access_log=args.access_log,
         server_header=False,
+        # Longer than a client keeps an idle connection (openai: 5 s), or it may send into a closed one.
+        timeout_keep_alive=IDLE_SECONDS,
         timeout_graceful_shutdown=int(args.drain) + 5,
     )
     return HTTPServer(config, server.worker, args.drain)

@@ -8,8 +8,9 @@ convenient is left out. Nothing is imported from the repository: copy this file 
 MODEL (ids -> logits), LOSS (documents -> nats), DATA (shards -> packs), OPTIMIZER, SCHEDULE, LOOP.
 
 "Record 34" is a speedrun of modded-nanogpt, where a trick comes from. "Worth 0.01" is what it saves on B34, a benchmark
-of 34 M tokens, in bits per byte of validation text (table in README.md). Letters in shapes: T tokens of a pack,
-D width, H heads, K head width, F hidden width of the MLP, V vocabulary, L layers, E layers with value embeddings.
+of 34 M tokens, in bits per byte of validation text (table in dev/MEASUREMENTS.md). Letters in shapes: T tokens
+of a pack, D width, H heads, K head width, F hidden width of the MLP, V vocabulary, L layers, E layers with value
+embeddings.
 """
 
 import argparse
