@@ -26,9 +26,10 @@ FILES = (
     "requirements-test.txt",
 )
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
-# Names of uv. torch 2.11.0 has no wheels for macOS 13, nor for Macs with Intel processors.
+# Names of uv. llguidance 1.9.1 requires glibc 2.31 (Ubuntu 20.04). torch 2.11.0 has no wheels for macOS 13, nor for
+# Macs with Intel processors.
 PLATFORMS = {
-    "Linux x86-64": "x86_64-manylinux_2_28",
+    "Linux x86-64": "x86_64-manylinux_2_31",
     "macOS 14 ARM": "aarch64-apple-darwin",
     "Windows x86-64": "x86_64-pc-windows-msvc",
 }
