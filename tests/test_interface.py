@@ -19,10 +19,10 @@ TOOLS = sorted(ROOT.glob("runs/*.py"))
 
 # All that tools use of a script. Where one changes its meaning, INTERFACE rises.
 NAMES = """
-    Config Stage Policy UserError GPT Tokenizer Dataset Ranks TrainState Job ShardReader PackLoader
+    Stage Policy UserError GPT Tokenizer Dataset Ranks TrainState Job ShardReader PackLoader
     empty_packs fill_pack validation_documents scored_documents validation_batch bits_per_byte
     lr_multiplier muon_momentum start_ranks choose_dtype choose_attention sdpa_attention
-    build_state build_optimizer train train_step checkpoints newest_whole check_checkpoint load_checkpoint
+    build_optimizer train checkpoints newest_whole check_checkpoint load_checkpoint
     read_config read_description build_parser change_config run_command
 """.split()
 
