@@ -164,10 +164,6 @@ class Config:
     cuda_graphs: bool = True  # where compiled; False launches every kernel and needs 4 GiB less
     wandb: str = ""
 
-    # No fields: shared code asks for what differs in the medium model.
-    tied = True  # one table for input and output
-    x0_injection = False  # into every layer: worth 0.0002 bpb on B34, and 2 % of the time
-
     def __post_init__(self):
         """Fills in the stages, so that the config of a run holds every number in use."""
         if not self.stages:
@@ -205,8 +201,7 @@ def stage_rule(config: Config) -> tuple:
 
     Steps of B tokens serve until B ** 2 / 89 tokens were seen: 65,536 until 48 M, 131,072 until 193 M,
     262,144 until 772 M. Rates grow with the root of the batch (arXiv 2205.10287). On B34, half the
-    batch until 11 M tokens gained 0.0053 bpb; after 94 M tokens, steps of 65,536 and 131,072 were
-    0.012 better than twice as large ones.
+    batch until 11 M tokens gained 0.0053 bpb, and at 94 M tokens half of all batches 0.012.
     """
     rows = []
     seen = 0.0
@@ -260,7 +255,7 @@ def parameter_table(config: Config) -> dict[str, Policy]:
     }  # fmt: skip
 
 
-# >>> shared: schedule
+# >>> shared: sections_2_and_3
 # ===============================================================================
 # 2. SCHEDULE -- pure functions of (config, step)
 
@@ -312,8 +307,6 @@ def loss_weights(config: Config, step: int) -> list[float]:
     return weights
 
 
-# <<< shared: schedule
-# >>> shared: training
 # ===============================================================================
 # 3. TRAINING -- the outline of a run, the loop, one step, and how a CUDA graph replays it
 
@@ -337,8 +330,10 @@ def train(config: Config, args: argparse.Namespace, job: Job | None = None) -> d
     # A new run begins with its first weights, a resumed one with those of its newest checkpoint.
     if args.resume:
         resume(run, changed)
-    else:
-        start(run)
+    elif job.load_start:
+        job.load_start(run.state)
+    if not args.resume:
+        describe_start(run, {"overridden": args.set}, [])
 
     prepare_loop(run)
     run_steps(run)
@@ -577,7 +572,7 @@ def capture(state, key: tuple, micro_batch: MicroBatch, factor) -> tuple[Tensor,
     return result
 
 
-# <<< shared: training
+# <<< shared: sections_2_and_3
 # ===============================================================================
 # 4. MODEL -- one trunk; attention is passed in, so training and cached decoding share every line
 # Weights live in banks of equal shape: NorMuon works on whole banks, and ranks own slices of
@@ -985,7 +980,7 @@ def previous_tokens(tokens_T: Tensor) -> Tensor:
 
 
 # <<< shared: forward
-# >>> shared: data
+# >>> shared: sections_5_to_8
 # ===============================================================================
 # 5. DATA -- packs of documents -> micro-batches
 # A pack is a fixed number of tokens that starts with a BOS and holds whole documents, as far as they
@@ -1139,16 +1134,13 @@ class PackLoader:
         self.thread.shutdown(cancel_futures=True)
 
 
-# <<< shared: data
-# >>> shared: optimizer
 # ===============================================================================
 # 6. OPTIMIZER -- NorMuon for matrices, RMSProp for tables, else Adam; state sharded over ranks
-# Each rank owns a slice of every bank and table, with the fp32 master weights and moments of that
-# slice. A step reduce-scatters all gradients, updates the own slices in the same order, and all-gathers
-# the weights in the dtype of the model. A table with sparse gradients is whole on every rank, and what
-# travels are the rows that were read. Gradients of `late` tables travel while the next step computes, and
-# their weights while matrices are orthogonalised. One process runs the same code: its slices are whole,
-# and communication does nothing.
+# Each rank owns a slice of every bank and table, with its fp32 master weights and moments. A step
+# reduce-scatters all gradients, updates the own slices, and all-gathers the weights in the model's dtype.
+# A table with sparse gradients is whole on every rank, and what travels are the rows that were read.
+# Gradients of `late` tables travel while the next step computes, and their weights while matrices are
+# orthogonalised. For one process all slices are whole, and communication does nothing.
 
 # Five polynomials (a, b, c) of Polar Express (arXiv 2505.16932), for a safety factor and a cushion of 0.02.
 POLAR_EXPRESS = (
@@ -1565,8 +1557,6 @@ def build_optimizer(model: nn.Module, config: Config, table=None, ranks=None) ->
     return Optimizer(model, config, ranks, table or parameter_table(config))
 
 
-# <<< shared: optimizer
-# >>> shared: evaluation
 # ===============================================================================
 # 7. DOCUMENTS -- what training and validation read of the shards; bits per byte
 
@@ -1783,8 +1773,6 @@ def flops_per_token(config: Config, positions: Tensor) -> float:
     return 6 * (attention + mlp + head) + 12 * c.width * attended
 
 
-# <<< shared: evaluation
-# >>> shared: run
 # ===============================================================================
 # 8. RUN -- what a run is made of, start, resume, what happens between steps, finish
 
@@ -1844,7 +1832,8 @@ def check_length(job: Job, ranks: Ranks) -> None:
     # A tiny model that read its text 2.8 times lost 0.45 bpb by 231 bigram rows for 1,000 tokens.
     passes = needed * config.max_epochs / job.available
     if passes > 1.5 and config.bigram_rows > 163840 and ranks.is_main:
-        print(f"warning: bigrams learn text by heart that is read {passes:.1f} times; see --set bigram_rows=")
+        found = f"the text is read {passes:.1f} times"
+        print(f"warning: {found}, and bigrams learn it by heart; use fewer with --set bigram_rows=")
 
 
 @dataclass
@@ -1894,18 +1883,10 @@ def describe_run(run: Run) -> None:
     config = run.job.config
     model = run.state.model
     size = sum(p.numel() for p in model.parameters()) / 1e6
-    device = f"{run.ranks.world} x {run.machine['device']}, torch {torch.__version__}"
+    device = f"{run.ranks.world} x {run.machine['device']}"
     run.log.say(f"{Path(__file__).name}: {size:.1f} M parameters, {model.embed.dtype}, {device}")
     run.log.say(f"data: {config.data}, vocabulary {config.vocab_size:,}, {run.job.note}")
     run.log.say(f"run:  {run.run_dir}, {config.num_steps:,} steps, {config.tokens:,} tokens")
-
-
-def start(run: Run) -> None:
-    """A new run: its first weights, and everything that makes its directory complete."""
-    if run.job.load_start:
-        run.job.load_start(run.state)
-    if run.ranks.is_main:
-        describe_start(run, {"overridden": run.args.set}, [])
 
 
 # What --resume may change: where a run ends, what it reports, and how the same is computed.
@@ -1928,6 +1909,8 @@ def identity(job: Job) -> dict:
 def describe_start(run: Run, description: dict, changed: list[str]) -> None:
     """Writes config.json on top of what earlier starts wrote, the scripts that run and the tokenizer."""
     job = run.job
+    if not run.ranks.is_main:
+        return
     this_start = {
         "date": datetime.datetime.now().isoformat(timespec="seconds"),
         "step": run.state.step,
@@ -2010,9 +1993,6 @@ def prepare_loop(run: Run) -> None:
     gc.collect()
     gc.freeze()  # else a collection of what the compiler left makes one step in some hundred slow
     run.ranks.sync()
-
-
-# -- between steps
 
 
 def log_steps(run: Run, losses: list[Tensor], batch: Batch) -> None:
@@ -2243,8 +2223,7 @@ def shrink_micro_batch(state: TrainState, say: Callable) -> None:
     if state.packs == 1:
         raise UserError(f"the device ran out of memory with micro-batches of {tokens} tokens; lower pack_tokens")
     state.model.zero_grad(set_to_none=True)
-    if state.graphs is not None:
-        state.graphs = {}
+    state.graphs = None if state.graphs is None else {}
     gc.collect()  # what a failed forward leaves may lie in cycles
     torch.cuda.empty_cache()
     state.packs = largest_divisor(state.packs, state.packs - 1)
@@ -2302,10 +2281,8 @@ class Ranks:
         return values
 
     def sync(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        elif self.device.type == "mps":
-            torch.mps.synchronize()
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
 
 
 def start_ranks() -> Ranks:
@@ -2382,7 +2359,7 @@ def describe_machine(ranks: Ranks) -> dict:
     }
 
 
-# <<< shared: run
+# <<< shared: sections_5_to_8
 def micro_batch_limit(config: Config, free: int) -> float:
     """The most tokens in a micro-batch that fit into `free` bytes of GPU memory and help speed."""
     # Kept for the backward: 0.9 MB a token, measured.
@@ -2396,7 +2373,7 @@ def micro_batch_limit(config: Config, free: int) -> float:
     return min(65536, (0.85 * free - states) / a_token)
 
 
-# >>> shared: files
+# >>> shared: section_9
 # ===============================================================================
 # 9. FILES -- the dataset directory, and the run directory: log and checkpoints
 
@@ -2530,10 +2507,7 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-# -- the run directory
-
-# The tools in runs/ import the script that a run directory keeps. INTERFACE rises when a name that
-# tests/test_interface.py lists changes its meaning; a tool refuses a script of another number.
+# Rises when a name that tools in runs/ use (tests/test_interface.py) changes its meaning.
 INTERFACE = 7
 
 
@@ -2556,7 +2530,7 @@ def prepare_run_dir(job: Job, args: argparse.Namespace, ranks: Ranks) -> tuple[P
         except (OSError, NotImplementedError):
             pass  # the file system has no locks
         if not args.resume and (run_dir / "log.jsonl").exists():
-            way = "continue it with --resume, or name another --run-dir"
+            way = "continue it with --resume, remove it, or name another --run-dir"
             raise UserError(f"{run_dir} already holds a run; {way}")
     return ranks.gather(run_dir)[0], lock
 
@@ -2580,9 +2554,6 @@ def read_config(run_dir: Path) -> Config:
 def as_tuple(value):
     """JSON has lists where Config has tuples."""
     return tuple(as_tuple(v) for v in value) if isinstance(value, list | tuple) else value
-
-
-# -- log
 
 
 class Log:
@@ -2663,9 +2634,10 @@ def save_checkpoint(state: TrainState, run_dir: Path, progress: dict) -> None:
     moments = state.optimizer.state()
     if state.ranks.is_main:
         buffers = {k: v for k, v in state.model.state_dict().items() if k not in weights}
-        scaling = {"loss_scale": state.loss_scale, "good_steps": state.good_steps}
-        count = {"step": state.step, "optimizer_count": state.optimizer.count}
-        write_checkpoint(run_dir, (weights | buffers, moments), count | scaling | progress)
+        names = ("step", "loss_scale", "good_steps")
+        description = {name: getattr(state, name) for name in names}
+        description |= {"optimizer_count": state.optimizer.count, **progress}
+        write_checkpoint(run_dir, (weights | buffers, moments), description)
         prune_checkpoints(run_dir, state.step, state.config.keep_checkpoints)
     # Where the first process ends, torchrun ends the others: so none goes on before all is saved.
     state.ranks.gather(None)
@@ -2727,9 +2699,8 @@ def prune_checkpoints(run_dir: Path, step: int, keep: int) -> None:
     """Removes all up to a step but the newest `keep` checkpoints and the one with the lowest val_bpb."""
     # resume() passed over what is of a later step.
     folders = [folder for folder in checkpoints(run_dir) if int(folder.name[5:]) <= step]
-    scores = {}
+    scores = dict.fromkeys(folders, math.inf)
     for folder in folders:
-        scores[folder] = math.inf
         with contextlib.suppress(ValueError, KeyError):  # a damaged one has no score
             saved = json.loads((folder / "state.json").read_text(encoding="utf-8"))
             scores[folder] = (saved["scores"] or {}).get("val_bpb", math.inf)
@@ -2783,7 +2754,7 @@ def load_checkpoint(state: TrainState, folder: Path) -> dict:
     return saved
 
 
-# <<< shared: files
+# <<< shared: section_9
 # ===============================================================================
 # 10. COMMAND LINE -- flags, overrides, checks of the config
 
@@ -2801,7 +2772,7 @@ def model_relations(config: Config) -> dict[str, bool]:
     }
 
 
-# >>> shared: cli
+# >>> shared: sections_10_to_12
 def validate(config: Config) -> None:
     """Raises UserError with the first thing that a person gets wrong; torch reports the rest."""
     c = config
@@ -2948,8 +2919,6 @@ def main(argv: list[str] | None = None) -> int:
     return run_command(lambda: train(make_config(args), args))
 
 
-# <<< shared: cli
-# >>> shared: attention
 # ===============================================================================
 # 11. ATTENTION -- causal, inside documents, over a window; one signature for all backends
 # attention(model, positions (T,), cu_seqlens (G + 1,), max_doc) prepares what all layers share and
@@ -3070,8 +3039,6 @@ def choose_attention(model: nn.Module, say: Callable = print) -> Callable:
     raise UserError(f"--attention {wanted} cannot run here; try auto, or --dtype float32 and sdpa")
 
 
-# <<< shared: attention
-# >>> shared: kernels
 # ===============================================================================
 # 12. KERNELS -- Triton, each beside the plain code for CPUs, fp32 and GPUs before Ampere
 # tests/test_kernels.py compares both, dev/bench_kernels.py times them.
@@ -3260,20 +3227,16 @@ def transpose8(x: Tensor) -> Tensor:
 transpose8.register_fake(lambda x: x.new_empty(*x.shape[:-2], x.size(-1), x.size(-2)))
 
 # -- fp8 products of the layers; on B34 17 % less time, and 0.0005 bpb worse (11 runs)
-# Weights and activations are e4m3, gradients e5m2, sums fp32. A tensor has one scale, which comes
-# from norms of rows where they bound what is to be cast: nothing of size (T, F) is searched, and
-# nothing is carried from step to step, so a resumed run continues exactly. A bound may be far off:
-# e4m3 has 18 binades, e5m2 32, nearly all of them with all bits.
+# Weights and activations are e4m3, gradients e5m2, sums fp32. A tensor has one scale, from norms of
+# rows where they bound what is to be cast: nothing of size (T, F) is searched, nothing is carried from
+# step to step. A bound may be far off: e4m3 has 18 binades, e5m2 32.
 
 E4M3, E4M3_MAX = torch.float8_e4m3fn, 448.0
 E5M2, E5M2_MAX = torch.float8_e5m2, 57344.0
 
 
 def fits_fp8(x: Tensor, *sizes: int) -> bool:
-    """Whether x is bf16 on Hopper or B200, and all sizes are multiples of 16.
-
-    linear_relu2 needs 112 KiB of shared memory, of which an RTX 50 (12.0) has 99.
-    """
+    """Whether x is bf16 on Hopper or B200 (an RTX 50 lacks shared memory), and all sizes fit."""
     device_fits = use_triton(x, (9, 0)) and not use_triton(x, (12, 0))
     return device_fits and x.dtype == torch.bfloat16 and all(n % 16 == 0 for n in sizes)
 
@@ -3426,8 +3389,7 @@ def linear_cross_entropy(x, w, targets, cap, weights=None, row_weight=None, chun
              detached, 0 where there is none
 
     The forward computes the gradients, a chunk of logits at a time; the backward multiplies them by
-    the gradient of the sum, so they are exact for whatever flows in. A weighting by token goes into
-    row_weight: the nats carry no gradient, so nothing can be silently wrong.
+    the gradient of the sum. A weighting by token goes into row_weight: the nats carry no gradient.
     """
     weights = torch.ones(len(targets), device=x.device) if weights is None else weights
     grad = torch.is_grad_enabled() and (x.requires_grad or w.requires_grad)
@@ -4131,7 +4093,7 @@ def project_qkv(x_TD: Tensor, w: Tensor, cos_TK: Tensor, sin_TK: Tensor, scale, 
     return norm_rotate(F.linear(x_TD, w).view(len(x_TD), 3, -1, K), cos_TK, sin_TK, scale)
 
 
-# <<< shared: kernels
+# <<< shared: sections_10_to_12
 
 
 if __name__ == "__main__":

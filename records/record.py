@@ -274,23 +274,20 @@ def below(values: list[float], target: float) -> float | None:
 
 
 def sections(text: str) -> dict[str, str]:
-    """Sections of a training script by name: the shared ones between their markers, the others behind their banner."""
+    """Sections of a training script by name: behind their banners, and the shared ones inside of others."""
     parts = {}
     outer = "between sections"
     name = "docstring"
-    shared = False
     for line in text.splitlines(keepends=True):
         marker = re.fullmatch(r" *# (>>>|<<<) shared: (.+)\n?", line)
         banner = re.match(r"# \d+\. ([A-Z ]+) -- ", line)
         if marker and marker[1] == ">>>":
             name = marker[2]
-            shared = True
-        elif banner and not shared:
+        elif banner:
             name = outer = banner[1].strip().lower()
         parts.setdefault(name, []).append(line)
         if marker and marker[1] == "<<<":  # a section may share a part only
             name = outer
-            shared = False
     return {name: "".join(lines) for name, lines in parts.items()}
 
 

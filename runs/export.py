@@ -73,7 +73,7 @@ def read_checkpoint(script, run_dir: Path, step: int | None) -> tuple[torch.nn.M
 SAME_FIELDS = (
     "head_dim window_short window_long attention_scale rotary_base no_attention_layers long_layers "
     "key_offset_layers value_embed_layers shared_input_from gate_width "
-    "x0_injection bigram_rows backout_layer mix_width"
+    "bigram_rows backout_layer mix_width"
 ).split()
 
 
@@ -89,7 +89,8 @@ def describe_model(model) -> dict:
         "num_key_value_heads": c.num_heads,
         "intermediate_size": c.mlp_width,
         "max_position_embeddings": c.max_seq_len,
-        "tie_word_embeddings": c.tied,
+        "tie_word_embeddings": getattr(c, "tied", True),
+        "x0_injection": getattr(c, "x0_injection", False),
         "injects_first": hasattr(model, "residual"),
         # high sigmoid((z + shift) / slope) = C tanh(scale (z + shift) / C) + C with C = high / 2:
         # the form that other tools know from other models.
@@ -114,7 +115,7 @@ def read_scalars(model) -> tuple[list[dict], Tensor]:
     used = []
     for layer, column in enumerate(table.T):
         found = dict(zip(names, column, strict=False))
-        kept = {"share_x0": c.x0_injection, "share_bigram": c.bigram_rows, "resid_mlp": True}
+        kept = {"share_x0": getattr(c, "x0_injection", False), "share_bigram": c.bigram_rows, "resid_mlp": True}
         kept["resid_attn"] = layer in c.attention_layers
         if is_medium:
             found["resid_attn"] = model.residual[layer]
@@ -134,7 +135,7 @@ def convert_weights(model) -> dict[str, Tensor]:
     D = c.width
     scalars, backout = read_scalars(model)
     tensors = {"model.embed_tokens.weight": model.embed[:V]}
-    if not c.tied:
+    if not getattr(c, "tied", True):
         tensors["lm_head.weight"] = model.head[:V]
     tensors["lm_head.bias"] = torch.full((V,), float(c.softcap[1]))
     if c.bigram_rows:

@@ -90,7 +90,7 @@ def test_replayed_steps_are_steps(stand_in, tmp_path, ahead):
     got, same, state = curve(config, dataset, True, 8)
     assert got == want and all(torch.equal(same[n], weights[n]) for n in weights)
     assert len(set(want)) == 8
-    assert sorted(key.first for key in state.graphs) == [False, True]
+    assert sorted(first for first, *shapes in state.graphs) == [False, True]
 
 
 def test_everything_is_captured_in_the_warm_up(stand_in, tmp_path):

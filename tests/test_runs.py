@@ -179,7 +179,7 @@ def test_a_run_without_checkpoints(dataset_dir, tmp_path, monkeypatch):
     argv = flags(dataset_dir, run_dir, "--save-every", "-1", steps=6)
     assert "val bpb" in passes(*argv)
     assert not list(run_dir.glob("checkpoints/*")) and (run_dir / "result.json").is_file()
-    assert "already holds a run; nothing was saved in it, so remove it" in refused(*argv)
+    assert "already holds a run; continue it with --resume, remove it, or name another --run-dir" in refused(*argv)
     stop_at(monkeypatch, 6)
     refused(*flags(dataset_dir, stopped, "--save-every", "-1"))
     assert saved(stopped) == [6]
