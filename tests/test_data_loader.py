@@ -198,7 +198,7 @@ def test_only_listed_files_are_read(tmp_path, dataset_dir):
     shutil.copy(root / "pretrain" / "train_000001.bin", root / "pretrain" / "train_000003.bin")
     assert len(ts.Dataset.open(root).files("train")) == 3
     (root / "tokenizer.json").write_text((root / "tokenizer.json").read_text() + " ")
-    with pytest.raises(ts.UserError, match="is not the tokenizer of the shards beside it"):
+    with pytest.raises(ts.UserError, match="is not the tokenizer of its shards"):
         ts.Dataset.open(root)
 
 
