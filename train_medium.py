@@ -206,6 +206,8 @@ class Config:
     no_attention_layers = ()
     shared_input_from = -1
 
+    swiglu = rotary_full = False  # no fields: only the small model has them
+
     def __post_init__(self):
         """Fills in what is 0, so that the config of a run holds every number in use."""
 
@@ -699,7 +701,7 @@ def times(scalar: Tensor, x: Tensor) -> Tensor:
 
 
 def rotate(x_THK: Tensor, cos_TK: Tensor, sin_TK: Tensor) -> Tensor:
-    """Rotary embedding of the first half of the head, (T, H, K). In the other half the cosine is 1.
+    """Rotary embedding of both halves of each head, (T, H, K); where one does not turn, its cosine is 1.
 
     cos_TK, sin_TK (T, 1, K) as laid out by GPT.add_buffers. Swapping quarters by flip() keeps a
     compiled kernel free of branches; cat() takes almost twice as long.
@@ -710,6 +712,8 @@ def rotate(x_THK: Tensor, cos_TK: Tensor, sin_TK: Tensor) -> Tensor:
 
 def softcap(x: Tensor, cap: tuple) -> Tensor:
     """a * sigmoid((x + b) / c): bounded logits, asymmetric because most logits are negative."""
+    if not cap:
+        return x
     a, b, c = cap
     return a * torch.sigmoid((x + b) / c)
 
@@ -751,7 +755,7 @@ class LayerWeights(NamedTuple):
 
     qkv: Tensor | None = None  # (3 D, D)
     o: Tensor | None = None  # (D, D)
-    up: Tensor | None = None  # (F, D)
+    up: Tensor | None = None  # (F, D), or (2 F, D) with the gate first
     down: Tensor | None = None  # (F, D)
 
 
@@ -1076,14 +1080,16 @@ class GPT(nn.Module):
     def add_buffers(self, device) -> None:
         """Adds what is no parameter: tensors, as numbers that change would recompile the model."""
         c = self.config
-        # Cosines and sines of the rotary embedding. The second half of each head does not turn.
-        frequencies = (1 / c.rotary_base) ** np.linspace(0, 1, c.head_dim // 4)
-        angles = torch.outer(torch.arange(c.max_seq_len), torch.tensor(frequencies.tolist()))
-        cosine = angles.cos()
-        sine = angles.sin()
-        unrotated = torch.zeros_like(angles).repeat(1, 2)
-        cosines = torch.cat((cosine, cosine, unrotated + 1), 1)
-        sines = torch.cat((sine, -sine, unrotated), 1)
+        # Cosines and sines of the rotary embedding: a half of each head holds pairs of quarters.
+        exponents = np.linspace(0, 1, c.head_dim // 4)
+        if c.rotary_full:
+            exponents = np.arange(c.head_dim // 2) / (c.head_dim // 2)
+        frequencies = torch.tensor(((1 / c.rotary_base) ** exponents).tolist())
+        angles = torch.outer(torch.arange(c.max_seq_len), frequencies)
+        unrotated = torch.zeros_like(angles[:, : c.head_dim // 4])
+        halves = angles.chunk(2, 1) if c.rotary_full else (angles, unrotated)
+        cosines = torch.cat([half.cos() for half in halves for _ in range(2)], 1)
+        sines = torch.cat([sign * half.sin() for half in halves for sign in (1, -1)], 1)
 
         def buffer(name: str, value: Tensor) -> None:
             self.register_buffer(name, value.to(device), persistent=False)
@@ -1895,7 +1901,7 @@ def flops_per_token(config: Config, positions: Tensor) -> float:
     """Training FLOPs: 6 for each weight of a matrix, 12 x heads x head width for each key seen."""
     c = config
     attention = 4 * c.width**2 * len(c.attention_layers)
-    mlp = 2 * c.mlp_width * c.width * c.num_layers
+    mlp = (2 + c.swiglu) * c.mlp_width * c.width * c.num_layers
     head = c.width * c.padded_vocab
     windows = (c.window_short, c.window_long)
     keys_seen = [positions.clamp(max=window).float().mean().item() + 1 for window in windows]
@@ -3215,7 +3221,7 @@ ANY_LAYOUT = (torch.Tag.flexible_layout,)
 # With z = a sigmoid((x + b) / c), s = z / a and lse = log sum_j exp z_j: row t has N terms, targets[k, t]
 # with weight w_k. Those with a negative target are left out. S is the sum of the row's weights.
 #   loss_t = S lse - sum_k w_k z[target_k]
-#   dloss_t/dx_j = a/c s_j (1 - s_j) (S softmax_j - sum_k w_k [j = target_k])
+#   dloss_t/dx_j = a/c s_j (1 - s_j) (S softmax_j - sum_k w_k [j = target_k]), 1 for a/c s (1 - s) if z = x
 
 
 def softcap_ce_cpu(logits, targets, weights, row_weight, cap, row0=0, grad=True):
@@ -3223,30 +3229,38 @@ def softcap_ce_cpu(logits, targets, weights, row_weight, cap, row0=0, grad=True)
 
     Few passes, most of them in place: a quarter of the time of the formula on two CPU cores.
     """
-    a, b, c = cap
     own = slice(row0, row0 + len(logits))
     picks = targets[:, own].T.long()
     real = picks >= 0
     picks = picks.clamp(min=0)
     w = weights * real
 
-    # e = exp(z - a): z <= a, so exp needs no maximum.
-    s = torch.add(torch.full((), b / c, device=w.device), logits.float(), alpha=1 / c).sigmoid_()
-    e = torch.add(torch.full((), -a, device=w.device), s, alpha=a).exp_()
+    # e = exp(z - top). With a softcap z <= a, so exp needs no maximum.
+    if cap:
+        a, b, c = cap
+        s = torch.add(torch.full((), b / c, device=w.device), logits.float(), alpha=1 / c).sigmoid_()
+        e = torch.add(torch.full((), -a, device=w.device), s, alpha=a).exp_()
+        z = a * s.gather(1, picks)
+        top = a
+    else:
+        z = logits.float()
+        top = z.amax(1)
+        e = (z - top[:, None]).exp_()
+        z = z.gather(1, picks)
     total = e.sum(1)
-    lse = a + total.log()
-    z = a * s.gather(1, picks)
+    lse = top + total.log()
     losses = w.sum(1) * lse - (w * z).sum(1)
     nats = (lse - z[:, 0]) * real[:, 0]
     if not grad:
         return losses, nats, None
 
-    g = (a / c) * w
+    g = (a / c) * w if cap else w
     if row_weight is not None:
         g = g * row_weight[own, None]
     e.mul_((g.sum(1) / total)[:, None]).scatter_add_(1, picks, -g)
-    s.addcmul_(s, s, value=-1)
-    return losses, nats, e.mul_(s).to(logits.dtype)
+    if cap:
+        e.mul_(s.addcmul_(s, s, value=-1))
+    return losses, nats, e.to(logits.dtype)
 
 
 @jit
@@ -3284,12 +3298,12 @@ def softcap_ce_kernel(
     logits, grad, losses, nats, targets, weights, row_weight,
     row0, T, a, b, c,
     V: tl.constexpr, TERMS: tl.constexpr, PAD: tl.constexpr, FAST: tl.constexpr, BLOCK: tl.constexpr,
+    CAP: tl.constexpr,
 ):  # fmt: skip
     """One row of logits (n, V) a program, read once; grad (n, V) and row_weight may be None.
 
-    z <= a bounds the exponentials, so lse needs no running maximum, and the softmax part of the
-    gradient is const * v with v = 4 e s (1 - s) known at the first look. Target columns are
-    rewritten at the end.
+    The softmax part of the gradient is const * v with v = 4 e s (1 - s), or e without a softcap,
+    known at the first look. Target columns are rewritten at the end.
     """
     row = tl.program_id(0)
     t = row0 + row
@@ -3299,30 +3313,43 @@ def softcap_ce_kernel(
     k = tl.arange(0, PAD)
     target = tl.load(targets + k * T + t, mask=k < TERMS, other=-1).to(tl.int32)
     w = tl.where(target >= 0, tl.load(weights + k, mask=k < TERMS, other=0.0), 0.0)
-    h_t, e_t = load_softcap(logits, tl.maximum(target, 0), a, b, c, V, FAST)
-    z_t = a * (0.5 + 0.5 * h_t)
     W = tl.sum(w)
 
-    # The sum of exp(z - a).
+    # e = exp(z - top). With a softcap z <= a, so no maximum is looked for.
     j = tl.arange(0, BLOCK)
-    h, e = load_softcap(logits, j, a, b, c, V, FAST)
-    v = e * (1.0 - h * h)
+    if CAP:
+        h_t, e_t = load_softcap(logits, tl.maximum(target, 0), a, b, c, V, FAST)
+        h, e = load_softcap(logits, j, a, b, c, V, FAST)
+        z_t = a * (0.5 + 0.5 * h_t)
+        v = e * (1.0 - h * h)
+        v_t = 1.0 - h_t * h_t
+        top = a
+        slope = 0.25 * a / c
+    else:
+        z_t = tl.load(logits + tl.maximum(target, 0)).to(tl.float32)
+        z = tl.load(logits + j, mask=j < V, other=float("-inf")).to(tl.float32)
+        top = tl.max(z)
+        e_t = tl.exp(z_t - top)
+        e = tl.exp(z - top)
+        v = e
+        v_t = 1.0
+        slope = 1.0
     v = to_bf16(v) if FAST else v  # half the registers: two programs a multiprocessor
     total = tl.sum(e)
-    lse = a + tl.log(total)
+    lse = top + tl.log(total)
     tl.store(losses + row, W * lse - tl.sum(w * z_t))
     tl.store(nats + row, tl.sum(tl.where((k == 0) & (target >= 0), lse - z_t, 0.0)))
 
     if grad is not None:
         grad += row.to(tl.int64) * V
-        g = 0.25 * a / c
+        g = slope
         if row_weight is not None:
             g = g * tl.load(row_weight + t)
         v = v.to(tl.float32) * (g * W / total)
         tl.store(grad + j, v.to(grad.dtype.element_ty), mask=j < V)
         # Equal targets share a column.
         w = tl.sum(tl.where(target[:, None] == target[None, :], w[None, :], 0.0), 1)
-        g_t = g * (1.0 - h_t * h_t) * (W * e_t / total - w)
+        g_t = g * v_t * (W * e_t / total - w)
         tl.debug_barrier()
         tl.store(grad + target, g_t.to(grad.dtype.element_ty), mask=target >= 0)
 
@@ -3337,8 +3364,9 @@ def softcap_ce(logits, targets, weights, row_weight, cap, row0=0, grad=True, out
         gradient = logits if out is None else out
     tensors = (logits, gradient, losses, nats, targets, weights, row_weight)
     softcap_ce_kernel[(n,)](
-        *tensors, row0, targets.shape[1], *cap,
+        *tensors, row0, targets.shape[1], *(cap or (0.0, 0.0, 1.0)),
         V=V,
+        CAP=len(cap) > 0,
         TERMS=terms,
         PAD=max(2, triton.next_power_of_2(terms)),
         FAST=grad and logits.is_cuda and logits.dtype != torch.float32,
@@ -3439,9 +3467,10 @@ def to_weights8(bank: Tensor) -> list[Weight8]:
 def scale_head_gradient(x, weights, row_weight, cap) -> tuple[Tensor, Tensor]:
     """The e5m2 scale of the logits' gradient (0-D), and row_weight (T,) divided by it.
 
-    |gradient| <= a / (4 c) * sum of weights * row weight.
+    |gradient| <= a / (4 c) * sum of weights * row weight; without a softcap a / (4 c) is 1.
     """
-    scale = weights.abs().sum() * (cap[0] / (4 * cap[2]) / E5M2_MAX)
+    slope = cap[0] / (4 * cap[2]) if cap else 1.0
+    scale = weights.abs().sum() * (slope / E5M2_MAX)
     if row_weight is None:
         row_weight = torch.ones(len(x), device=x.device)
     else:
@@ -3832,6 +3861,54 @@ def mlp_relu2(x_TD: Tensor, up_FD: Tensor, down_FD: Tensor, up8=None, down8=None
     return F.relu(x_TD @ up_FD.T).square() @ down_FD
 
 
+class SwiGLU8(torch.autograd.Function):
+    """mlp_swiglu with its products in fp8, scaled by the same bounds as MLP8: |silu(g) u| <= |g| |u|."""
+
+    @staticmethod
+    def forward(ctx, x, up, down, *weights8):
+        up8 = Weight8(*weights8[:3])
+        down8 = Weight8(*weights8[3:])
+        row_x = math.sqrt(x.size(1))
+        x8 = cast8(x, E4M3_MAX / row_x)
+        before = product8(x8, up8.values, up8.row * (row_x / E4M3_MAX**2), x.dtype, fast=True)
+        gate, linear = before.float().chunk(2, 1)
+        bound = (row_x * up8.row) ** 2
+        post8 = cast8(F.silu(gate) * linear, E4M3_MAX / bound)
+        ctx.save_for_backward(x8, before, post8, *up8, *down8)
+        scale = bound * down8.row / E4M3_MAX**2
+        return product8(post8, down8.transposed, scale, x.dtype, fast=True)
+
+    @staticmethod
+    def backward(ctx, g):
+        x8, before, post8, *weights8 = ctx.saved_tensors
+        up8 = Weight8(*weights8[:3])
+        down8 = Weight8(*weights8[3:])
+        row_x = math.sqrt(x8.size(1))
+        row_g = largest_row(g)
+        g8 = cast8(g.contiguous(), E5M2_MAX / row_g, E5M2)
+        unit = row_g * down8.row / (E5M2_MAX * E4M3_MAX)
+        after = product8(g8, down8.values, unit, g.dtype, fast=True).float()
+        gate, linear = before.float().chunk(2, 1)
+        opened = torch.sigmoid(gate)
+        d_gate = after * linear * opened * (1 + gate * (1 - opened))
+        d_before = torch.cat((d_gate, after * gate * opened), 1)
+        unit = 1.1 * row_g * down8.row * up8.row * row_x / E5M2_MAX  # the slope of silu is below 1.1
+        before8 = cast8(d_before, 1 / unit, E5M2)
+        dx = product8(before8, up8.transposed, unit * up8.row / E4M3_MAX, g.dtype, fast=True)
+        dup = product8(transpose8(before8), transpose8(x8), unit * row_x / E4M3_MAX, g.dtype)
+        unit = (row_x * up8.row) ** 2 * row_g / (E4M3_MAX * E5M2_MAX)
+        ddown = product8(transpose8(post8), transpose8(g8), unit, g.dtype)
+        return dx, dup, ddown, *(None,) * 6
+
+
+def mlp_swiglu(x_TD: Tensor, up: Tensor, down_FD: Tensor, up8=None, down8=None) -> Tensor:
+    """(silu(gate) * linear) down, (T, D), where up (2 F, D) gives gate and linear; fp8 as mlp_relu2."""
+    if up8 is not None:
+        return SwiGLU8.apply(x_TD, up, down_FD, *up8, *down8)
+    gate, linear = (x_TD @ up.T).chunk(2, 1)
+    return (F.silu(gate) * linear) @ down_FD
+
+
 # -- sliding-window attention on packed documents, in 60 to 75 % of the time of torch varlen. Row i
 # sees keys bounds[0, i] <= j <= i; key j is seen by rows j <= i <= bounds[1, j]; no bound ever falls.
 
@@ -4074,6 +4151,8 @@ def norm_rotate_kernel(
     t = row // H
     C = tl.load(quarter(cos, t, K), mask=live, other=0.0).to(tl.float32)
     S = tl.load(quarter(sin, t, K), mask=live, other=0.0).to(tl.float32)
+    C2 = tl.load(quarter(cos, t, K) + K // 2, mask=live, other=0.0).to(tl.float32)
+    S2 = tl.load(quarter(sin, t, K) + K // 2, mask=live, other=0.0).to(tl.float32)
     for part in tl.static_range(2):
         x0, x1, x2, x3 = load_quarters(quarter(qkv, (t * 3 + part) * H + head, K), K, live)
         squares = tl.sum(x0 * x0 + x1 * x1 + x2 * x2 + x3 * x3, 1)
@@ -4082,8 +4161,10 @@ def norm_rotate_kernel(
             factor = factor * tl.load(scale)
         turned0 = x0 * C + x1 * S
         turned1 = x1 * C - x0 * S
+        turned2 = x2 * C2 + x3 * S2
+        turned3 = x3 * C2 - x2 * S2
         out = quarter(q if part == 0 else k, t * H + head, K)
-        store_quarters(out, turned0, turned1, x2, x3, factor, K, live)
+        store_quarters(out, turned0, turned1, turned2, turned3, factor, K, live)
 
 
 @jit
@@ -4103,6 +4184,8 @@ def norm_rotate_grad_kernel(
     t = n * every
     C = tl.load(quarter(cos, t, K), mask=live, other=0.0).to(tl.float32)
     S = tl.load(quarter(sin, t, K), mask=live, other=0.0).to(tl.float32)
+    C2 = tl.load(quarter(cos, t, K) + K // 2, mask=live, other=0.0).to(tl.float32)
+    S2 = tl.load(quarter(sin, t, K) + K // 2, mask=live, other=0.0).to(tl.float32)
     inverse = 1.0 / tl.load(unit)
     for part in tl.static_range(2):
         x0, x1, x2, x3 = load_quarters(quarter(qkv, (t * 3 + part) * H + head, K), K, live)
@@ -4113,13 +4196,15 @@ def norm_rotate_grad_kernel(
         g0, g1, g2, g3 = load_quarters(g, K, live)
         turned0 = g0 * C - g1 * S
         turned1 = g0 * S + g1 * C
+        turned2 = g2 * C2 - g3 * S2
+        turned3 = g2 * S2 + g3 * C2
         # The norm takes away the part of the gradient along x.
-        along = tl.sum(x0 * turned0 + x1 * turned1 + x2 * g2 + x3 * g3, 1)
+        along = tl.sum(x0 * turned0 + x1 * turned1 + x2 * turned2 + x3 * turned3, 1)
         along = (along / K)[:, None] * shrink * shrink
         g0 = (turned0 - x0 * along) * factor
         g1 = (turned1 - x1 * along) * factor
-        g2 = (g2 - x2 * along) * factor
-        g3 = (g3 - x3 * along) * factor
+        g2 = (turned2 - x2 * along) * factor
+        g3 = (turned3 - x3 * along) * factor
         out = quarter(dqkv, (n * 3 + part) * H + head, K)
         store_quarters(out, g0, g1, g2, g3, inverse, K, live)
     g0, g1, g2, g3 = load_quarters(quarter(dv, t * H + head, K), K, live)
