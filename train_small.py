@@ -3080,7 +3080,8 @@ ANY_LAYOUT = (torch.Tag.flexible_layout,)
 # With z = a sigmoid((x + b) / c), s = z / a and lse = log sum_j exp z_j: row t has N terms, targets[k, t]
 # with weight w_k. Those with a negative target are left out. S is the sum of the row's weights.
 #   loss_t = S lse - sum_k w_k z[target_k]
-#   dloss_t/dx_j = a/c s_j (1 - s_j) (S softmax_j - sum_k w_k [j = target_k]), 1 for a/c s (1 - s) if z = x
+#   dloss_t/dx_j = a/c s_j (1 - s_j) (S softmax_j - sum_k w_k [j = target_k])
+# Without a softcap z = x, and the factor before the bracket is 1.
 
 
 def softcap_ce_cpu(logits, targets, weights, row_weight, cap, row0=0, grad=True):
