@@ -121,7 +121,7 @@ def test_ctrl_c_ends_the_runs(files, tmp_path):
     ("text", "words"),
     [
         ("x", "is no TOML"),
-        ("seed = [1]", "the entry seed, which means nothing here; did you mean seeds?"),
+        ("seed = [1]", "the entry seed, which means nothing here; it takes script, flags, seeds"),
         ("seeds = 3", "seeds must be a list"),
         ("seeds = [1, 1]", "seeds must be a list of different"),
         ("seeds = []", "seeds must be a list"),
