@@ -43,39 +43,29 @@ for words in json.loads(sys.argv[2]):
 
 def read_run(run_dir: Path, script: str, day: str | None) -> dict:
     """A finished run: {"dir", "flags" as given, "config", "file": what its run_SEED.json will hold}."""
-    missing = {"result.json": "the run is not finished", script: "it is of another track"}
-    for name in ("config.json", "log.jsonl", script, "result.json"):
+    for name in ("config.json", "log.jsonl", script):
         if not (run_dir / name).is_file():
-            way = missing.get(name, "name the directory of a run")
+            way = "it is of another track" if name == script else "name the directory of a run"
             raise rec.UserError(f"{run_dir} has no {name}; {way}")
     stated = rec.read_json(run_dir / "config.json")
-    try:
-        if stated["command"] != "pretrain":
-            raise rec.UserError(f"{run_dir} is a run of {stated['command']}; an entry is made of pretraining runs")
-        if not stated["dataset_fingerprint"]:
-            raise rec.UserError(f"the dataset of {run_dir} has no fingerprint; make it with data/pretrain.py")
-        log = rec.read_log(run_dir / "log.jsonl")
-        file = run_file(stated, log)
-        problems = check.check_log(log, file["config"], file["machine"])
-        rec.refuse([f"{run_dir}/log.jsonl: {text}" for text in problems])
-        totals = rec.figures(log)
-        result = rec.read_json(run_dir / "result.json")
-        for key in ("val_bpb", "steps", "tokens", "train_seconds"):
-            where = f"{run_dir}/result.json: {key}"
-            rec.refuse(rec.unequal(result[key], totals[key], where, "the log gives"))
-        file["commit"], file["script_changed"] = find_commit(script, file["machine"])
-        file["date"] = file["starts"][0]["date"][:10] if file["starts"] else day
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise rec.UserError(f"{run_dir} cannot be read: {error!r}") from None
+    if stated["command"] != "pretrain":
+        raise rec.UserError(f"{run_dir} is a run of {stated['command']}; an entry is made of pretraining runs")
+    if not stated["dataset_fingerprint"]:
+        raise rec.UserError(f"the dataset of {run_dir} has no fingerprint; make it with data/pretrain.py")
+    log = rec.read_log(run_dir / "log.jsonl")
+    problems = check.check_log(log, stated["config"], stated["machine"])
+    rec.refuse([f"{run_dir}/log.jsonl: {text}" for text in problems])
+    file = run_file(stated, log)
+    file["commit"], file["script_changed"] = find_commit(script, file["machine"])
+    file["date"] = file["starts"][0]["date"][:10] if file["starts"] else day
     return {"dir": run_dir, "flags": stated["flags"], "config": stated["config"], "file": file}
 
 
 def run_file(stated: dict, log: list[dict]) -> dict:
     """What config.json states, without places."""
-    starts = []
-    for start in stated.get("starts") or []:
-        kept = {key: start[key] for key in START}
-        starts.append({**kept, "flags": rec.kept_flags(start["flags"])})
+    starts = [{key: start[key] for key in START} for start in stated.get("starts") or []]
+    for start in starts:
+        start["flags"] = rec.kept_flags(start["flags"])
     config = stated["config"]
     return {
         "seed": config["seed"],
@@ -89,29 +79,24 @@ def run_file(stated: dict, log: list[dict]) -> dict:
     }
 
 
-def git(*words: str) -> str | None:
-    """Output of a git command in this repository; None if it fails."""
-    done = subprocess.run(["git", "-C", rec.ROOT, *words], capture_output=True)
-    return done.stdout.decode("utf-8", errors="replace") if done.returncode == 0 else None
+def committed(path: str, commit: str | None) -> str | None:
+    """A file of this repository as it is committed; None if it is not."""
+    done = subprocess.run(["git", "-C", rec.ROOT, "show", f"{commit}:{path}"], capture_output=True)
+    return done.stdout.decode() if done.returncode == 0 else None
 
 
 def find_commit(script: str, machine: dict) -> tuple[str | None, bool]:
-    """(commit, whether the script differs from it): of the run, or else the newest one that holds its script."""
-    stated = machine["git_commit"] or None
-    for commit in [stated, *(git("log", "--format=%H", "--", script) or "").split()]:
-        text = git("show", f"{commit}:{script}") if commit else None
-        if text and hashlib.sha256(text.encode()).hexdigest() == machine["script_sha256"]:
-            return commit, False
-    return stated, True
+    """(commit of the run, whether its script differs from that)."""
+    commit = machine["git_commit"] or None
+    text = committed(script, commit) or ""
+    return commit, hashlib.sha256(text.encode()).hexdigest() != machine["script_sha256"]
 
 
 def args_text(name: str, commit: str | None) -> str:
-    """An args file as it is committed."""
-    for place in (commit, "HEAD"):
-        text = git("show", f"{place}:runs/{name}") if place else None
-        if text is not None:
-            return text
-    raise rec.UserError(f"runs/{name} is not committed; the args file of an entry is part of the repository")
+    text = committed(f"runs/{name}", commit) or committed(f"runs/{name}", "HEAD")
+    if text is None:
+        raise rec.UserError(f"runs/{name} is not committed; the args file of an entry is part of the repository")
+    return text
 
 
 def check_configs(runs: list[dict], args: str, script: str) -> None:
@@ -144,9 +129,9 @@ def build(runs: list[dict], args: argparse.Namespace, folder: Path, name: str) -
     shutil.copyfile(first["dir"] / script, folder / script)
     args_files = [word[1:] for word in first["file"]["flags"] if word.startswith("@")]
     flags = ""
-    for args_name in args_files[:1]:
-        flags = args_text(args_name, first["file"]["commit"])
-        (folder / args_name).write_text(flags, encoding="utf-8")
+    if args_files:
+        flags = args_text(args_files[0], first["file"]["commit"])
+        (folder / args_files[0]).write_text(flags, encoding="utf-8")
     for run in runs:
         copy_run(run, folder)
     logs = [rec.read_log(folder / f"log_{run['file']['seed']}.jsonl.gz") for run in runs]
@@ -157,8 +142,8 @@ def build(runs: list[dict], args: argparse.Namespace, folder: Path, name: str) -
     if against:
         check_against(record, folder.parent)
     (folder / "record.json").write_text(rec.dump(record), encoding="utf-8")
-    parts = {"Hypothesis": args.hypothesis, "Change": args.change}
-    parts |= {"Runs": rec.figures_text(record, folder), "Tried and dropped": args.dropped}
+    parts = {"Hypothesis": args.hypothesis, "Change": args.change, "Runs": rec.figures_text(record, folder)}
+    parts["Tried and dropped"] = args.dropped
     texts = [f"## {title}\n\n{text or '(not stated)'}" for title, text in parts.items()]
     (folder / "README.md").write_text("\n\n".join([f"# {name}", *texts]) + "\n", encoding="utf-8")
 
@@ -170,7 +155,6 @@ def build(runs: list[dict], args: argparse.Namespace, folder: Path, name: str) -
 
 
 def copy_run(run: dict, folder: Path) -> None:
-    """Puts log, CORE table and run_SEED.json of a run into the folder."""
     seed = run["file"]["seed"]
     file = folder / f"run_{seed}.json"
     if file.exists():
@@ -228,12 +212,10 @@ def main(argv: list[str] | None = None) -> None:
     if final.exists():
         raise rec.UserError(f"{final} exists; entries are never edited, so choose another --slug")
     temporary = final.with_name(f".{final.name}.{os.getpid()}.tmp")
+    temporary.mkdir(parents=True)
     try:
-        temporary.mkdir(parents=True)
         build(runs, args, temporary, final.name)
         os.rename(temporary, final)
-    except OSError as error:
-        raise rec.UserError(f"{final} could not be written: {error}") from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     shown = os.path.relpath(final)

@@ -15,8 +15,6 @@ SAME_MACHINE = (
     "script_sha256", "device", "num_devices", "platform", "python", "torch", "triton", "cuda", "numpy",
 )  # fmt: skip
 MINOR = ("python", "numpy")  # whose patch versions may differ
-NEEDED = {"step", "tokens", "train_seconds"}
-NEEDED_OF_STEPS = NEEDED | {"loss", "bpb", "tokens_per_second", "mfu", "memory_gib"}
 # TFLOP/s that an MFU of 1 stands for, the largest of several models of a card.
 PEAKS = {"H100": 989, "H200": 989, "A100": 312, "T4": 65}
 FEWEST_FLOPS = 0.7  # of the estimate in check_speed(): some layers lack attention
@@ -101,21 +99,14 @@ def start_problems(run: dict, name: str) -> list[str]:
     """How the starts of a run differ from what it states."""
     if not run["starts"]:
         return [f"{name} has no starts, which its script writes to config.json"]
-    out = []
-    last = 0
+    out = rec.unequal(run["starts"][0]["step"], 0, f"{name}: the step of its first start", "it must be")
     for number, start in enumerate(run["starts"], 1):
         where = f"{name}: start {number}"
-        step = start["step"]
-        if step < last or (number == 1 and step != 0):
-            out.append(f"{where}: its step is {step}, after {last}")
-        last = step
         if start["changed"]:
             out.append(f"{where}: the run was changed: {'; '.join(start['changed'])}")
-        # A resumed run may be given other intervals and nothing else: a new length would be another schedule.
-        found = identity(start)
-        if number > 1 and not found["flags"]:
-            found["flags"] = identity(run)["flags"]
-        out += rec.unequal(found, identity(run), where, "the run states")
+        # The script itself names what a resumed run changes.
+        flags = run["flags"] if number > 1 else start["flags"]
+        out += rec.unequal(identity({**start, "flags": flags}), identity(run), where, "the run states")
     day = run["starts"][0]["date"][:10]
     return out + rec.unequal(run["date"], day, f"{name}.date", "its first start was on")
 
@@ -149,11 +140,6 @@ def check_log(entries: list[dict], config: dict | None, machine: dict) -> list[s
     train, val = rec.split(entries)
     if not train or not val:
         return [f"no {'validation' if train else 'training step'} is logged"]
-    for entry in entries:
-        for key in sorted(NEEDED_OF_STEPS if "loss" in entry else NEEDED | {"val_bpb"}):
-            value = entry.get(key)
-            if not isinstance(value, int | float) or not math.isfinite(value):
-                return [f"step {entry.get('step')}: {key} is {value}"]
     out = []
     first = train[0]["step"]
     last = train[-1]["step"]
@@ -169,14 +155,11 @@ def check_log(entries: list[dict], config: dict | None, machine: dict) -> list[s
     steps, tokens, seconds = (np.diff([0, *(e[key] for e in train)]) for key in keys)
     if min(steps.min(), tokens.min(), seconds.min()) <= 0:
         return [*out, "step, tokens and train_seconds do not all grow from line to line"]
-    for i, entry in enumerate(train):
-        speed = tokens[i] / seconds[i]
-        if not math.isclose(entry["tokens_per_second"], speed, rel_tol=1e-8):
-            stated = f"{entry['tokens_per_second']:.1f} tokens/s are stated"
-            out.append(f"step {entry['step']}: {stated}, tokens and seconds since the line before give {speed:.1f}")
-        step_ms = seconds[i] / steps[i] * 1e3
-        if not math.isclose(entry.get("step_ms", step_ms), step_ms, rel_tol=1e-8):
-            out.append(f"step {entry['step']}: {entry['step_ms']} ms a step are stated, the clock gives {step_ms}")
+    for key, expected in (("tokens_per_second", tokens / seconds), ("step_ms", seconds / steps * 1e3)):
+        for entry, value in zip(train, expected, strict=True):
+            stated = entry.get(key, value)
+            if not math.isclose(stated, value, rel_tol=1e-8):
+                out.append(f"step {entry['step']}: {key} is {stated:.1f}, since the line before it was {value:.1f}")
     return out + check_speed(rec.figures(entries), config, machine)
 
 
@@ -195,25 +178,22 @@ def check_speed(figures: dict, config: dict | None, machine: dict) -> list[str]:
     return [f"{stated} are {spent:.3g} FLOPs a token, and a Config of this size needs about {needed:.3g}"]
 
 
-def copied(first: list[dict], other: list[dict]) -> bool:
-    """Whether two logs are of one run: at most steps the loss is the same to the last digit."""
-    a, b = ({entry["step"]: entry["loss"] for entry in rec.split(log)[0]} for log in (first, other))
-    common = a.keys() & b.keys()
-    return sum(a[step] == b[step] for step in common) > len(common) / 2
+def losses(log: list[dict]) -> list[float]:
+    return [entry["loss"] for entry in rec.split(log)[0]]
 
 
 def check_copies(folder: Path, record: dict, logs: list[list[dict]]) -> list[str]:
     """No log is that of another seed or of another entry."""
-    names = [run["log"] for run in record["runs"]]
-    known = list(zip(names, logs, strict=True))
+    known = {}
     for path in sorted(folder.parent.glob("*/log_*.jsonl.gz")):
         if path.parent != folder and not path.parent.name.startswith("."):
-            known.append((f"{path.parent.name}/{path.name}", rec.read_log(path)))
+            known[f"{path.parent.name}/{path.name}"] = losses(rec.read_log(path))
     out = []
-    for i, log in enumerate(logs):
-        for name, other in known[i + 1 :]:
-            if copied(log, other):
-                out.append(f"{names[i]}: its losses are those of {name}, so one of them is a copy")
+    for run, log in zip(record["runs"], logs, strict=True):
+        for name, other in known.items():
+            if losses(log) == other:
+                out.append(f"{run['log']}: its losses are those of {name}, so one of them is a copy")
+        known[run["log"]] = losses(log)
     return out
 
 

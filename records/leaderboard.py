@@ -48,26 +48,27 @@ def same_recipe(record: dict, other: dict) -> bool:
     return parts[0] == parts[1]
 
 
-def is_better(values: list[float], others: list[float]) -> bool:
-    test = rec.welch(values, others)
+def values(record: dict, key: str) -> list[float]:
+    return [run[key] for run in record["runs"]]
+
+
+def is_better(test: dict) -> bool:
     return test["difference"] < 0 and test["p"] is not None and test["p"] < tracks.P
 
 
 def beside_rerun(record: dict, best: dict, records: list[dict]) -> bool:
     """Rule 6: whether a new recipe names a run of the best one on its own day, and is faster than that too."""
     named = [r for r in records if r["name"] == record["against"]]
-    if same_recipe(record, best) or not named:
+    if same_recipe(record, best) or not named or not same_recipe(named[0], best):
         return False
-    other = named[0]
-    seconds = [[run["train_seconds"] for run in r["runs"]] for r in (record, other)]
-    return same_recipe(other, best) and day(other) == day(record) and is_better(*seconds)
+    pair = [values(r, "train_seconds") for r in (record, named[0])]
+    return day(named[0]) == day(record) and is_better(rec.welch(*pair))
 
 
 def rank(records: list[dict], track: dict) -> list[tuple[dict, str]]:
     """(record, its standing) on a track, best first, from its records in the order of time."""
     key = track["ranked_by"]
     best = None
-    best_record = None
     count = 0
     ranked = []
     unranked = []
@@ -75,27 +76,26 @@ def rank(records: list[dict], track: dict) -> list[tuple[dict, str]]:
         if why := tracks.refusal(record, track):
             unranked.append((record, why))
             continue
-        values = [run[key] for run in record["runs"]]
-        test = rec.welch(values, best) if best else None
-        better = test and is_better(values, best)
-        gain = -test["difference"] / fmean(best) if test else 1.0
-        if better and key == "train_seconds" and gain < SMALL_GAIN:
-            if not beside_rerun(record, best_record, records):
-                again = same_recipe(record, best_record)
-                why = "a rerun" if again else f"{gain:.1%} without a rerun"
-                ranked.append((record, f"no record, {why}"))
-                continue
-        if test is None or better:
-            best = values
-            best_record = record
-            count += 1
-            p = f", p {rec.p_text(test['p'])}" if test else ""
-            ranked.append((record, f"record {count}{p}"))
+        if best is None:
+            standing = "record 1"
         else:
-            ranked.append((record, f"no record, p {rec.p_text(test['p'])}"))
+            test = rec.welch(values(record, key), values(best, key))
+            gain = -test["difference"] / fmean(values(best, key))
+            small = key == "train_seconds" and gain < SMALL_GAIN
+            if not is_better(test):
+                standing = f"no record, p {rec.p_text(test['p'])}"
+            elif small and not beside_rerun(record, best, records):
+                why = "a rerun" if same_recipe(record, best) else f"{gain:.1%} without a rerun"
+                standing = f"no record, {why}"
+            else:
+                standing = f"record {count + 1}, p {rec.p_text(test['p'])}"
+        if standing.startswith("record"):
+            best = record
+            count += 1
+        ranked.append((record, standing))
 
     def mean(pair: tuple[dict, str]) -> float:
-        return fmean(run[key] for run in pair[0]["runs"])
+        return fmean(values(pair[0], key))
 
     return sorted(ranked, key=mean) + sorted(unranked, key=mean)
 
@@ -106,9 +106,8 @@ def rank(records: list[dict], track: dict) -> list[tuple[dict, str]]:
 def entry_line(record: dict, standing: str) -> list[str]:
     mean = {key: record["summary"][key]["mean"] for key in SHOWN}
     sd = record["summary"]["val_bpb"]["sd"]
-    figures = [format(mean[key], rec.FIGURES[key][1]) for key in SHOWN[1:]]
+    bpb, *figures = (format(mean[key], rec.FIGURES[key][1]) for key in SHOWN)
     link = f"[{record['name']}](../baselines/{record['name']}/README.md)"
-    bpb = format(mean["val_bpb"], ".5f")
     return [link, standing, str(len(record["runs"])), bpb, rec.cell(sd, ".5f"), *figures]
 
 

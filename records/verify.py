@@ -65,18 +65,17 @@ def rerun(folder: Path, steps: int, data: Path, processes: int) -> list[str]:
 
 def compare_loss(record: dict, logs: list, log: list[dict], finished: bool) -> list[str]:
     """Each logged loss, and at the end val bpb, may differ from the mean by SPREADS sd of the seeds."""
-    curve = {row["step"]: row for row in rec.loss_curve(logs)}
+    mine = {entry["step"]: entry["loss"] for entry in rec.split(log)[0]}
     noise = record["loss_noise"] or UNKNOWN_NOISE
-    train, val = rec.split(log)
     pairs = []
-    for entry in train:
-        if entry["step"] in curve:
-            mean = curve[entry["step"]]["loss"]
-            pairs.append((f"the loss at step {entry['step']}", entry["loss"], mean, noise))
+    for row in rec.loss_curve(logs):
+        step = row["step"]
+        if step in mine:
+            pairs.append((f"the loss at step {step}", mine[step], row["loss"], noise))
     if finished:
         known = record["summary"]["val_bpb"]
         spread = known["sd"] / known["mean"] if known["sd"] else UNKNOWN_NOISE
-        pairs.append(("val bpb", val[-1]["val_bpb"], known["mean"], spread))
+        pairs.append(("val bpb", rec.figures(log)["val_bpb"], known["mean"], spread))
     out = []
     for what, value, mean, spread in pairs:
         off = value / mean - 1
