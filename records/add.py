@@ -9,7 +9,6 @@ which runs/score_core.py writes. Rules: records/README.md.
 """
 
 import argparse
-import datetime
 import gzip
 import hashlib
 import json
@@ -41,7 +40,7 @@ for words in json.loads(sys.argv[2]):
 # ==== runs
 
 
-def read_run(run_dir: Path, script: str, day: str | None) -> dict:
+def read_run(run_dir: Path, script: str) -> dict:
     """A finished run: {"dir", "flags" as given, "config", "file": what its run_SEED.json will hold}."""
     for name in ("config.json", "log.jsonl", script):
         if not (run_dir / name).is_file():
@@ -50,6 +49,8 @@ def read_run(run_dir: Path, script: str, day: str | None) -> dict:
     stated = rec.read_json(run_dir / "config.json")
     if stated["command"] != "pretrain":
         raise rec.UserError(f"{run_dir} is a run of {stated['command']}; an entry is made of pretraining runs")
+    if not stated.get("starts"):
+        raise rec.UserError(f"{run_dir}/config.json has no starts, which {script} writes there")
     if not stated["dataset_fingerprint"]:
         raise rec.UserError(f"the dataset of {run_dir} has no fingerprint; make it with data/pretrain.py")
     log = rec.read_log(run_dir / "log.jsonl")
@@ -57,13 +58,13 @@ def read_run(run_dir: Path, script: str, day: str | None) -> dict:
     rec.refuse([f"{run_dir}/log.jsonl: {text}" for text in problems])
     file = run_file(stated, log)
     file["commit"], file["script_changed"] = find_commit(script, file["machine"])
-    file["date"] = file["starts"][0]["date"][:10] if file["starts"] else day
+    file["date"] = file["starts"][0]["date"][:10]
     return {"dir": run_dir, "flags": stated["flags"], "config": stated["config"], "file": file}
 
 
 def run_file(stated: dict, log: list[dict]) -> dict:
     """What config.json states, without places."""
-    starts = [{key: start[key] for key in START} for start in stated.get("starts") or []]
+    starts = [{key: start[key] for key in START} for start in stated["starts"]]
     for start in starts:
         start["flags"] = rec.kept_flags(start["flags"])
     config = stated["config"]
@@ -74,7 +75,7 @@ def run_file(stated: dict, log: list[dict]) -> dict:
         "flags": rec.kept_flags(stated["flags"]),
         "config": {key: value for key, value in config.items() if key not in rec.PLACE_FIELDS},
         "machine": stated["machine"],
-        "starts": starts or None,
+        "starts": starts,
         "scored": rec.logged_score(log),
     }
 
@@ -90,13 +91,6 @@ def find_commit(script: str, machine: dict) -> tuple[str | None, bool]:
     commit = machine["git_commit"] or None
     text = committed(script, commit) or ""
     return commit, hashlib.sha256(text.encode()).hexdigest() != machine["script_sha256"]
-
-
-def args_text(name: str, commit: str | None) -> str:
-    text = committed(f"runs/{name}", commit) or committed(f"runs/{name}", "HEAD")
-    if text is None:
-        raise rec.UserError(f"runs/{name} is not committed; the args file of an entry is part of the repository")
-    return text
 
 
 def check_configs(runs: list[dict], args: str, script: str) -> None:
@@ -122,16 +116,18 @@ def check_configs(runs: list[dict], args: str, script: str) -> None:
 # ==== the entry
 
 
-def build(runs: list[dict], args: argparse.Namespace, folder: Path, name: str) -> None:
+def build(runs: list[dict], args: argparse.Namespace, folder: Path, title: str) -> None:
     """Fills a folder that nobody sees yet."""
     first = runs[0]
     script = f"train_{args.track}.py"
     shutil.copyfile(first["dir"] / script, folder / script)
     args_files = [word[1:] for word in first["file"]["flags"] if word.startswith("@")]
     flags = ""
-    if args_files:
-        flags = args_text(args_files[0], first["file"]["commit"])
-        (folder / args_files[0]).write_text(flags, encoding="utf-8")
+    for name in args_files[:1]:
+        flags = committed(f"runs/{name}", first["file"]["commit"]) or committed(f"runs/{name}", "HEAD")
+        if flags is None:
+            raise rec.UserError(f"runs/{name} is not committed; the args file of an entry is part of the repository")
+        (folder / name).write_text(flags, encoding="utf-8")
     for run in runs:
         copy_run(run, folder)
     logs = [rec.read_log(folder / f"log_{run['file']['seed']}.jsonl.gz") for run in runs]
@@ -140,12 +136,14 @@ def build(runs: list[dict], args: argparse.Namespace, folder: Path, name: str) -
     against = args.against and Path(args.against).name
     record = rec.make_record(folder, args.track, against)
     if against:
-        check_against(record, folder.parent)
+        other = rec.read_record(folder.parent / against)
+        pair = [r["dataset"]["fingerprint"] for r in (record, other)]
+        rec.refuse(rec.unequal(*pair, "the dataset of these runs", f"that of {against} is"))
     (folder / "record.json").write_text(rec.dump(record), encoding="utf-8")
     parts = {"Hypothesis": args.hypothesis, "Change": args.change, "Runs": rec.figures_text(record, folder)}
     parts["Tried and dropped"] = args.dropped
-    texts = [f"## {title}\n\n{text or '(not stated)'}" for title, text in parts.items()]
-    (folder / "README.md").write_text("\n\n".join([f"# {name}", *texts]) + "\n", encoding="utf-8")
+    texts = [f"## {part}\n\n{text or '(not stated)'}" for part, text in parts.items()]
+    (folder / "README.md").write_text("\n\n".join([f"# {title}", *texts]) + "\n", encoding="utf-8")
 
     size = sum(p.stat().st_size for p in folder.iterdir())
     if size > MAX_BYTES:
@@ -166,23 +164,6 @@ def copy_run(run: dict, folder: Path) -> None:
         shutil.copyfile(run["dir"] / "core.csv", folder / f"core_{seed}.csv")
 
 
-def check_against(record: dict, baselines: Path) -> None:
-    other = rec.read_record(baselines / record["against"])
-    pair = [r["dataset"]["fingerprint"] for r in (record, other)]
-    rec.refuse(rec.unequal(*pair, "the dataset of these runs", f"that of {record['against']} is"))
-
-
-def standing_lines(folder: Path) -> list[str]:
-    """The tracks that a new entry is on, and why it is not ranked there."""
-    record = rec.read_record(folder)
-    found = tracks.read()
-    lines = []
-    for name in tracks.tracks_of(record, found):
-        why = tracks.refusal(record, found["tracks"][name])
-        lines.append(f"track {name}: {why or 'ranked by records/compare.py --write'}")
-    return lines or ["No track of records/tracks.json has this dataset, script and hardware, so it gets no rank."]
-
-
 def main(argv: list[str] | None = None) -> None:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
@@ -194,8 +175,6 @@ def main(argv: list[str] | None = None) -> None:
     add("--hypothesis", default="", help="what was expected, and why")
     add("--change", default="", help="what is different")
     add("--dropped", default="", help="what was tried and dropped")
-    is_day = datetime.date.fromisoformat
-    add("--date", type=is_day, help="YYYY-MM-DD, of runs whose script does not write their starts")
     add("--out", type=Path, default=rec.BASELINES, help="default baselines/")
     args = parser.parse_args(argv)
     if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", args.slug):
@@ -203,10 +182,7 @@ def main(argv: list[str] | None = None) -> None:
     if args.against and not (args.out / Path(args.against).name / "record.json").is_file():
         raise rec.UserError(f"--against {args.against} is no entry in {args.out}; name a folder there")
     script = f"train_{args.track}.py"
-    day = args.date and args.date.isoformat()
-    runs = [read_run(run_dir, script, day) for run_dir in args.run_dirs]
-    if not all(run["file"]["date"] for run in runs):
-        raise rec.UserError("the runs state no starts; --date YYYY-MM-DD says when they ran")
+    runs = [read_run(run_dir, script) for run_dir in args.run_dirs]
     runs.sort(key=lambda run: run["file"]["seed"])
     final = args.out / f"{max(run['file']['date'] for run in runs)}_{args.slug}"
     if final.exists():
@@ -221,7 +197,14 @@ def main(argv: list[str] | None = None) -> None:
     shown = os.path.relpath(final)
     print(f"{shown} holds {len(runs)} run(s): read its README.md, edit its words, then")
     print(f"    python records/verify.py {shown}\n    python records/compare.py --write")
-    print("\n".join(standing_lines(final)))
+    record = rec.read_record(final)
+    found = tracks.read()
+    names = tracks.tracks_of(record, found)
+    for name in names:
+        why = tracks.refusal(record, found["tracks"][name])
+        print(f"track {name}: {why or 'ranked by records/compare.py --write'}")
+    if not names:
+        print("No track of records/tracks.json has this dataset, script and hardware, so it gets no rank.")
 
 
 if __name__ == "__main__":

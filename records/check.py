@@ -33,8 +33,6 @@ def problems(folder: Path) -> list[str]:
             runs = [{"config": record["config"], "machine": record["hardware"]} for _ in logs]
         else:
             out += check_runs(folder, record, runs)
-        if len(runs) != len(logs):
-            raise rec.UserError(f"record.json: it lists {len(logs)} runs, {len(runs)} run_SEED.json are there")
         for run, log, file in zip(record["runs"], logs, runs, strict=True):
             found = check_log(log, file["config"], file["machine"])
             out += [f"{run['log']}: {text}" for text in found]
@@ -77,7 +75,6 @@ def check_runs(folder: Path, record: dict, runs: list[dict]) -> list[str]:
     """The runs differ in seed, place and intervals only, and they scored the text of their track."""
     out = []
     script = folder / record["script"]
-    writes_starts = '"starts"' in script.read_text(encoding="utf-8")
     first = runs[0]
     other = f"run_{first['seed']}.json states"
     for run in runs:
@@ -85,10 +82,10 @@ def check_runs(folder: Path, record: dict, runs: list[dict]) -> list[str]:
         if run["machine"]["script_sha256"] != rec.sha256(script):
             out.append(f"{name}: script_sha256 is not that of {script.name}, which was changed after the run")
         out += rec.unequal(identity(run), identity(first), name, other)
-        recipe = recipe_of(run["config"])
-        out += rec.unequal(recipe, recipe_of(first["config"]), f"{name}.config", other)
+        recipes = [recipe_of(file["config"]) for file in (run, first)]
+        out += rec.unequal(*recipes, f"{name}.config", other)
         out += rec.unequal(run["scored"], first["scored"], f"{name}.scored", other)
-        out += start_problems(run, name) if run["starts"] or writes_starts else []
+        out += start_problems(run, name)
     if not folder.name.startswith((".", record["date"])):
         out.append(f"record.json: date is {record['date']}, the folder is {folder.name}")
     out += flag_problems(folder, record, first["flags"])
@@ -97,8 +94,6 @@ def check_runs(folder: Path, record: dict, runs: list[dict]) -> list[str]:
 
 def start_problems(run: dict, name: str) -> list[str]:
     """How the starts of a run differ from what it states."""
-    if not run["starts"]:
-        return [f"{name} has no starts, which its script writes to config.json"]
     out = rec.unequal(run["starts"][0]["step"], 0, f"{name}: the step of its first start", "it must be")
     for number, start in enumerate(run["starts"], 1):
         where = f"{name}: start {number}"
@@ -151,8 +146,8 @@ def check_log(entries: list[dict], config: dict | None, machine: dict) -> list[s
         out.append(f"the last validation is of step {val[-1]['step']}, the last training step is {last}")
 
     # From line to line.
-    keys = ("step", "tokens", "train_seconds")
-    steps, tokens, seconds = (np.diff([0, *(e[key] for e in train)]) for key in keys)
+    columns = [[e["step"], e["tokens"], e["train_seconds"]] for e in train]
+    steps, tokens, seconds = np.diff(columns, axis=0, prepend=0).T
     if min(steps.min(), tokens.min(), seconds.min()) <= 0:
         return [*out, "step, tokens and train_seconds do not all grow from line to line"]
     for key, expected in (("tokens_per_second", tokens / seconds), ("step_ms", seconds / steps * 1e3)):

@@ -14,6 +14,7 @@ QUOTED = rec.ROOT / "records" / "quoted.json"
 BEGIN = "<!-- leaderboard: written by records/compare.py --write; do not edit -->"
 END = "<!-- /leaderboard -->"
 SHOWN = ("val_bpb", "train_seconds", "tokens", "tokens_per_second", "mfu", "peak_memory_gib")
+TITLES = ["entry", "standing", "seeds", "val bpb", "sd", *(rec.FIGURES[key][0] for key in SHOWN[1:])]
 SMALL_GAIN = 0.05  # of the seconds: less counts only beside a rerun of the record before, rule 6
 
 
@@ -29,10 +30,7 @@ def in_order() -> list[dict]:
     def depth(name: str | None) -> int:
         return 1 + depth(records[name]["against"]) if name in records else 0
 
-    def key(record: dict) -> tuple:
-        return day(record), depth(record["against"]), record["name"]
-
-    return sorted(records.values(), key=key)
+    return sorted(records.values(), key=lambda r: (day(r), depth(r["against"]), r["name"]))
 
 
 def day(record: dict) -> str:
@@ -116,10 +114,6 @@ def quote_line(quote: dict) -> list[str]:
     return [quote["what"], "quoted", "", rec.cell(quote.get("val_bpb"), ".4f"), "", *figures]
 
 
-def titles() -> list[str]:
-    return ["entry", "standing", "seeds", "val bpb", "sd", *(rec.FIGURES[k][0] for k in SHOWN[1:])]
-
-
 def leaderboard() -> str:
     """The generated part of records/README.md, markers included."""
     found = tracks.read()
@@ -133,16 +127,15 @@ def leaderboard() -> str:
             continue
         lines = [entry_line(record, standing) for record, standing in rank(mine, track)]
         lines += [quote_line(quote) for quote in quotes["rows"] if quote["track"] == name]
-        blocks.append(f"### {name}\n\n{about(track, found)}\n\n{rec.table(titles(), lines, 2)}")
+        blocks.append(f"### {name}\n\n{about(track, found)}\n\n{rec.table(TITLES, lines, 2)}")
     if rest := [record for record in records if not on[record["name"]]]:
         lines = [entry_line(record, "no track") for record in rest]
-        blocks.append(f"### Entries without a track\n\n{rec.table(titles(), lines, 2)}")
+        blocks.append(f"### Entries without a track\n\n{rec.table(TITLES, lines, 2)}")
     blocks.append(open_tracks(found, on))
     return "\n\n".join([BEGIN, *blocks, other_projects(quotes), END])
 
 
 def about(track: dict, found: dict) -> str:
-    """A track in two sentences."""
     cards = track["hardware"]
     hardware = f"{track['class']}, {cards['num_devices']} x {cards['device']}"
     fingerprint = found["datasets"][track["dataset"]]["fingerprint"]
@@ -182,7 +175,6 @@ def other_projects(quotes: dict) -> str:
 
 
 def write() -> None:
-    """Updates README.md and the pictures, if every entry verifies."""
     for folder in rec.entries():
         if problems := check.problems(folder):
             raise rec.UserError(f"{folder.name} does not verify ({problems[0]}), so the leaderboard stays as it was")

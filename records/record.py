@@ -1,7 +1,7 @@
 """What an entry of baselines/ is: its files, the figures that follow from its logs, and the statistics on them.
 
 README.md beside it says what the figures mean. Entries of format 1 are from before 2026-11-23; those of format 2 also
-hold run_SEED.json, what config.json of each run stated, and their record.json follows from these files.
+hold run_SEED.json, what config.json of each run stated.
 """
 
 import argparse
@@ -155,9 +155,7 @@ def read_log(path: Path) -> list[dict]:
 
 def split(entries: list[dict]) -> tuple[list[dict], list[dict]]:
     """(training steps, validations) of a log."""
-    train = [e for e in entries if "loss" in e]
-    val = [e for e in entries if "val_bpb" in e]
-    return train, val
+    return [e for e in entries if "loss" in e], [e for e in entries if "val_bpb" in e]
 
 
 def figures(entries: list[dict]) -> dict:
@@ -205,7 +203,7 @@ def spread(values: list[float]) -> float | None:
 
 
 def loss_curve(logs: list[list[dict]]) -> list[dict]:
-    """Means over the runs at each step that all of them logged; loss_sd is None for a single run."""
+    """Means over the runs at each step that all of them logged."""
     trains = [{e["step"]: e for e in split(log)[0]} for log in logs]
     vals = [{e["step"]: e["val_bpb"] for e in split(log)[1]} for log in logs]
     rows = []
@@ -269,7 +267,7 @@ def below(values: list[float], target: float) -> float | None:
 
 
 def sections(text: str) -> dict[str, list[str]]:
-    """Lines of a training script by section: the shared ones between their markers, the others behind their banner."""
+    """Lines of a training script by section, shared ones between markers, others behind a banner."""
     parts = {}
     outer = "between sections"
     name = "docstring"
@@ -314,11 +312,7 @@ def entries() -> list[Path]:
 
 
 def read_record(folder: Path) -> dict:
-    record = read_json(folder / "record.json")
-    known = record.get("format") in (1, 2) and record.get("track") in TRACKS
-    if not known or not record.get("runs"):
-        raise UserError(f"{folder.name}/record.json cannot be read: it has no format, track or runs known here")
-    return record
+    return read_json(folder / "record.json")
 
 
 def read_logs(folder: Path, record: dict) -> list[list[dict]]:
@@ -330,33 +324,33 @@ def logged_score(log: list[dict]) -> dict | None:
     return split(log)[1][-1].get("scored")
 
 
-def compare_records(record: dict, other: dict) -> dict:
-    """Differences to another entry: bits per byte, and seconds where both ran on the same cards."""
-    out = {}
-    for key in ("val_bpb", "train_seconds"):
-        out[key] = welch(*([run[key] for run in r["runs"]] for r in (record, other)))
-    if any(record["hardware"][key] != other["hardware"][key] for key in ("device", "num_devices")):
-        out["train_seconds"] = None
-    return out
-
-
 def read_run_files(folder: Path) -> list[dict]:
     """All run_SEED.json of an entry, in the order of their seeds."""
-    runs = [read_json(path) for path in folder.glob("run_*.json")]
-    return sorted(runs, key=lambda run: run["seed"])
+    return sorted(map(read_json, folder.glob("run_*.json")), key=lambda run: run["seed"])
 
 
-def facts(runs: list[dict]) -> dict:
-    """What an entry of format 2 states about its runs, from their run_SEED.json in the order of the seeds."""
-    first = runs[0]
+def make_record(folder: Path, track: str, against: str | None) -> dict:
+    """record.json of format 2, from the other files and the entry that it is compared with."""
+    files = read_run_files(folder)
+    first = files[0]
     machine = first["machine"]
+    runs = []
+    for file in files:
+        seed = file["seed"]
+        core = f"core_{seed}.csv"
+        entry = {"seed": seed, "log": f"log_{seed}.jsonl.gz", "run": f"run_{seed}.json"}
+        entry["core_table"] = core if (folder / core).is_file() else None
+        entry["starts"] = len(file["starts"])
+        runs.append(entry)
     data = {"name": first["data"], "fingerprint": first["dataset_fingerprint"]}
     versions = ("python", "torch", "triton", "cuda", "numpy")
     args = [word[1:] for word in first["flags"] if word.startswith("@")]
-    absent = [] if first["starts"] else ["the starts of each run, which its script did not write"]
-    return {
+    record = {
+        "format": 2,
+        "track": track,
+        "script": f"train_{track}.py",
         "args": args[0] if args else None,
-        "date": max(run["date"] for run in runs),
+        "date": max(file["date"] for file in files),
         "flags": [word for word in first["flags"] if not word.startswith("@")],
         "dataset": {**data, "vocab_size": first["config"]["vocab_size"]},
         "hardware": {key: machine.get(key) for key in ("device", "num_devices", "platform")},
@@ -366,28 +360,15 @@ def facts(runs: list[dict]) -> dict:
         "max_epochs": first["config"].get("max_epochs", 1),
         "config": first["config"],
         "scored": first["scored"],
-        "absent": absent,
+        "absent": [],
+        "against": against,
+        "runs": runs,
     }
-
-
-def make_record(folder: Path, track: str, against: str | None) -> dict:
-    """record.json of format 2, from the other files of its folder and the entry that it is compared with."""
-    files = read_run_files(folder)
-    runs = []
-    for file in files:
-        seed = file["seed"]
-        core = f"core_{seed}.csv"
-        entry = {"seed": seed, "log": f"log_{seed}.jsonl.gz", "run": f"run_{seed}.json"}
-        entry["core_table"] = core if (folder / core).is_file() else None
-        entry["starts"] = len(file["starts"]) if file["starts"] else None
-        runs.append(entry)
-    record = {"format": 2, "track": track, "script": f"train_{track}.py", **facts(files)}
-    record |= {"against": against, "runs": runs}
     return {**record, **recompute(folder, record), "files": hashes(folder)}
 
 
 def recompute(folder: Path, record: dict) -> dict:
-    """Every figure of record.json, from the logs in the folder and the entry it is compared with."""
+    """Every figure of record.json, from the logs and the entry it is compared with."""
     logs = read_logs(folder, record)
     runs = []
     for run, log in zip(record["runs"], logs, strict=True):
@@ -397,7 +378,11 @@ def recompute(folder: Path, record: dict) -> dict:
     comparison = None
     if record["against"]:
         other = read_record(folder.parent / record["against"])
-        comparison = compare_records({**record, "runs": runs}, other)
+        comparison = {}
+        for key in ("val_bpb", "train_seconds"):
+            comparison[key] = welch([run[key] for run in runs], [run[key] for run in other["runs"]])
+        if any(record["hardware"][key] != other["hardware"][key] for key in ("device", "num_devices")):
+            comparison["train_seconds"] = None
     totals = {"runs": runs, "summary": summary(runs), "loss_noise": loss_noise(logs)}
     return {**totals, "comparison": comparison}
 
@@ -443,13 +428,6 @@ def difference_text(test: dict, digits: int) -> str:
     return f"{text}, 95 % interval {test['low']:+.{digits}f} to {test['high']:+.{digits}f}, p {p_text(test['p'])}"
 
 
-def command(record: dict) -> str:
-    count = record["hardware"]["num_devices"]
-    start = "python" if count == 1 else f"torchrun --standalone --nproc_per_node={count}"
-    args = f" @runs/{record['args']}" if record["args"] else ""
-    return " ".join([f"{start} {record['script']}{args}", *record["flags"], "--seed S"])
-
-
 def figures_text(record: dict, folder: Path) -> str:
     """The generated part of an entry's README.md, markers included."""
     runs = record["runs"]
@@ -474,6 +452,10 @@ def about_text(record: dict) -> str:
     versions = [f"{name} {version}" for name, version in record["versions"].items() if version]
     changed = " and changes to the script" if record["script_changed"] else ""
     starts = [str(run["starts"]) for run in record["runs"] if run.get("starts")]
+    count = hardware["num_devices"]
+    start = "python" if count == 1 else f"torchrun --standalone --nproc_per_node={count}"
+    args = f" @runs/{record['args']}" if record["args"] else ""
+    command = " ".join([f"{start} {record['script']}{args}", *record["flags"], "--seed S"])
     digest = record["files"][record["script"]][:12]
     commit = (record["commit"] or "unknown")[:12]
     about = {
@@ -482,7 +464,7 @@ def about_text(record: dict) -> str:
         "hardware": f"{hardware['num_devices']} x {hardware['device']} ({device_class(hardware['device'])})",
         "versions": ", ".join(versions),
         "script": f"{record['script']}, sha256 {digest}, commit {commit}{changed}",
-        "command": f"`{command(record)}`",
+        "command": f"`{command}`",
     }
     if starts:
         about["date"] = f"{record['date']}, starts of each run: {', '.join(starts)}"

@@ -5,10 +5,8 @@
         --device "NVIDIA H200" --made-by "python data/pretrain.py --source pypi:p34 --out data/shards/p34" \\
         --train "python train_small.py @runs/p34.args" --first baselines/2026-11-23_first-p34
 
-`add` reads the fingerprint and what validation scores from the dataset directory and writes two tracks: fewest bits per
-byte for so many tokens, and fewest seconds to a target. Both limits follow from the seeds of the entry that --first
-names. Without it they stay open, and the same command with --first fills them in later. What is filled in is never
-changed.
+`add` writes two tracks: fewest bits per byte for so many tokens, and fewest seconds to a target. Their limits follow
+from the seeds of the entry that --first names. Without it they stay open, until the same command with it fills them in.
 """
 
 import argparse
@@ -31,10 +29,7 @@ MIN_SEEDS = 3
 
 
 def read() -> dict:
-    found = rec.read_json(FILE)
-    if not {"datasets", "tracks", "format_1"} <= found.keys():
-        raise rec.UserError(f"{FILE.name} cannot be read: it needs datasets, tracks and format_1")
-    return found
+    return rec.read_json(FILE)
 
 
 # ==== limits
@@ -56,20 +51,16 @@ def limit_of(seconds: list[float]) -> float:
 def tracks_of(record: dict, found: dict) -> list[str]:
     """Names of the tracks with the entry's dataset, script and hardware."""
     hardware = {key: record["hardware"][key] for key in ("device", "num_devices")}
-    out = []
-    for name, track in found["tracks"].items():
-        dataset = found["datasets"][track["dataset"]]
-        same = dataset["fingerprint"] == record["dataset"]["fingerprint"]
-        if same and track["script"] == record["track"] and track["hardware"] == hardware:
-            out.append(name)
-    return out
+    own = (record["dataset"]["fingerprint"], record["track"], hardware)
+
+    def asked(track: dict) -> tuple:
+        return found["datasets"][track["dataset"]]["fingerprint"], track["script"], track["hardware"]
+
+    return [name for name, track in found["tracks"].items() if asked(track) == own]
 
 
 def scoring_problems(record: dict, config: dict, scored: dict | None, found: dict) -> list[str]:
-    """Why the val bpb of an entry is not that of its dataset's tracks: it must score exactly their text.
-
-    Args: config of its runs; scored what its logs state, None if they do not, which is a problem too
-    """
+    """Why an entry's val bpb is not that of its dataset's tracks: config and logs must say that it is of their text."""
     out = []
     for dataset in found["datasets"].values():
         if dataset["fingerprint"] != record["dataset"]["fingerprint"] or not dataset["scored"]:
