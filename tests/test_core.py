@@ -215,28 +215,6 @@ def test_packed_equals_plain(bundle, data, model, row):
         assert packed(model, data, label, size)[1].tolist() == expected
 
 
-def test_losses_of_shared_prefix(data, model):
-    """Nats of every scored token equal those of its row alone; the common prefix is there once."""
-    dataset, tokens = ts.Dataset.open(data), 0
-    for label in ("arc_easy", "hellaswag_zeroshot", "winograd", "squad"):
-        task = read(data, label)
-        for rows, spans in zip(task.items, task.spans, strict=True):
-            batch = score_core.CoreBatch(2048, model.windows, dataset.tokenizer.bos_id)
-            assert batch.add(rows, spans, 0)
-            assert batch.used <= sum(len(r) - 1 for r in rows)
-            tokens += sum(len(r) - 1 for r in rows) - batch.used
-            inputs = batch.inputs(torch.device("cpu"))
-            with torch.no_grad():
-                nats, hits = score_core.score_packed(model, *inputs[:-1])
-            for i, (row, (start, end)) in enumerate(zip(rows, spans, strict=True)):
-                z = logits(model, row.tolist())[start - 1 : end - 1]
-                wanted = -z.log_softmax(1)[torch.arange(end - start), torch.from_numpy(row[start:end]).long()]
-                torch.testing.assert_close(nats[inputs.rows_R == i], wanted, rtol=1e-4, atol=1e-4)
-                hit = z[:, : CONFIG.vocab_size].argmax(1) == torch.from_numpy(row[start:end])
-                assert torch.equal(hits[inputs.rows_R == i], hit)
-    assert tokens > 1000, "something should be shared"
-
-
 def test_attention_kernel(data, model):
     """The Triton kernel in its interpreter (or on a GPU) against the reference, on a real layout."""
     if score_core.triton is None:
@@ -455,7 +433,6 @@ def test_mistakes_of_the_command(trained, tmp_path, capsys, dataset_dir):
         (("--data", dataset_dir), f"python data/core.py --download --data {dataset_dir}"),
         (("--data", other), "another tokenizer"), (("--data", tmp_path / "none"), "none"),
         (("--step", 99), "no checkpoint of step 99"), (("--items", -1), "at least 0"),
-        (("--batch-tokens", 0), "at least 1"), (("--attention", "x"), "x"),
     ):  # fmt: skip
         code, error = score(capsys, trained, *flags)
         assert code == 1 and words in error and error.startswith("error: ") and error.count("\n") == 1, error

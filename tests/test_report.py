@@ -314,7 +314,6 @@ def test_several_runs_without_torch(tmp_path):
         assert (run_dir / "report.md").read_text().startswith(f"# {run_dir.name}\n")
 
 
-def test_no_run_directory(tmp_path, capsys):
-    assert report.main([str(tmp_path)]) == 1
-    said = capsys.readouterr()
-    assert said.err == f"error: there is no {tmp_path}/config.json; name the directory of a run that has begun\n"
+def test_no_run_directory(tmp_path):
+    with pytest.raises(SystemExit, match=f"^error: there is no {tmp_path}/config.json; name the directory of a run"):
+        report.main([str(tmp_path)])
