@@ -115,8 +115,12 @@ def check(run: engine.Run) -> dict:
 
 def sample(run: engine.Run, args: argparse.Namespace) -> dict:
     """Prints the continuation of each prompt."""
-    if args.tokens < 1 or args.temperature < 0 or args.top_k < 0 or not 0 < args.top_p <= 1:
-        raise RunError("--tokens must be at least 1, --temperature and --top-k at least 0, and --top-p from 0 to 1")
+    if args.tokens < 1:
+        raise RunError(f"--tokens {args.tokens} must be at least 1")
+    if args.temperature < 0 or args.top_k < 0:
+        raise RunError("--temperature and --top-k must be at least 0")
+    if not 0 < args.top_p <= 1:
+        raise RunError(f"--top-p {args.top_p} must be above 0 and at most 1")
     options = {name: getattr(args, name) for name in ("temperature", "top_k", "top_p", "seed")}
     generator = engine.Generator(run.model, run.tokenizer)
 

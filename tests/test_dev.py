@@ -173,7 +173,7 @@ def small_repository(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["readability.py", "--check"])
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests/test_interface.py").write_text('NAMES = """a"""\n')
-    (tmp_path / "train_small.py").touch()
+    (tmp_path / "train_small.py").write_text("# ====\n# 1. CONFIG -- numbers\n")
     return tmp_path
 
 
