@@ -97,7 +97,8 @@ def randn(*shape, scale=1.0, dtype=bf16):
 
 
 def limits() -> None:
-    a, b = randn(8192, 8192), randn(8192, 8192)
+    a = randn(8192, 8192)
+    b = randn(8192, 8192)
     big = torch.empty(2**29, device="cuda", dtype=bf16)
     LIMIT["bf16"] = 2 * 8192**3 / measure(lambda: a @ b) / 1e9
     LIMIT["fp8"] = LIMIT["bf16"]
@@ -143,7 +144,8 @@ def time_ce() -> None:
     timed("  torch, .T.contiguous()", lambda: g8.view(torch.uint8).T.contiguous(), moved=moved / 2)
     logits = g8 = None
     T = 65536
-    x, w = randn(T, D).requires_grad_(), randn(V, D, scale=0.1).requires_grad_()
+    x = randn(T, D).requires_grad_()
+    w = randn(V, D, scale=0.1).requires_grad_()
     targets = torch.randint(V, (1, T), device="cuda")
     flop = 6 * T * V * D
 
@@ -202,8 +204,8 @@ def time_sym() -> None:
 
 def operands8(T: int, D: int, hidden: int) -> tuple[torch.Tensor, ...]:
     """x, up, down in e4m3 and a gradient in e5m2."""
-    x, up, down = randn(T, D, scale=30), randn(hidden, D, scale=60), randn(hidden, D, scale=20)
-    return *(t.to(K.E4M3) for t in (x, up, down)), randn(T, D, scale=10).to(K.E5M2)
+    e4m3 = [randn(T, D, scale=30), randn(hidden, D, scale=60), randn(hidden, D, scale=20)]
+    return *(t.to(K.E4M3) for t in e4m3), randn(T, D, scale=10).to(K.E5M2)
 
 
 def time_mlp() -> None:
@@ -380,9 +382,7 @@ def main() -> int:
     if set(parts) - set(PARTS):
         parser.error(f"unknown part {(set(parts) - set(PARTS)).pop()}; use {', '.join(PARTS)}")
     if not torch.cuda.is_available() or not K.use_triton(torch.empty(1, device="cuda", dtype=bf16)):
-        message = "bench_kernels.py needs a CUDA device of capability 8.0 or newer, and triton"
-        print(f"error: {message}", file=sys.stderr)
-        return 1
+        sys.exit("error: bench_kernels.py needs a CUDA device of capability 8.0 or newer, and triton")
     if not K.fits_fp8(randn(8, 8)):
         parts = [part for part in parts if part not in ("mlp", "fp8")]
         say("mlp and fp8 skipped: they need the shared memory of a Hopper or a B200")

@@ -96,7 +96,7 @@ def read_sweep(path: Path) -> Sweep:
 
     script = ROOT / str(text.get("script", "train_small.py"))
     if not script.is_file():
-        raise rec.UserError(f"{path} names the script {script.name}, which is not in {script.parent}")
+        raise rec.UserError(f"{path} names the script {script.name}, which {script.parent} lacks")
     seeds = text.get("seeds", [0])
     whole = isinstance(seeds, list) and all(type(seed) is int for seed in seeds)
     if not whole or not seeds or len(set(seeds)) < len(seeds):
@@ -223,7 +223,7 @@ def take_jobs(gpu: str, script: Path, work: Work) -> None:
 
 
 def find_gpus() -> list[str]:
-    """Names of the GPUs that may be used, or [""] without one. Asks another process, which lets go of them."""
+    """Names of the GPUs that may be used, or [""]. Asks another process, which lets go of them."""
     code = "import torch; print(torch.cuda.device_count())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     count = int(done.stdout or 0)

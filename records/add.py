@@ -124,7 +124,8 @@ def build(runs: list[dict], args: argparse.Namespace, folder: Path, title: str) 
     args_files = [word[1:] for word in first["file"]["flags"] if word.startswith("@")]
     flags = ""
     for name in args_files[:1]:
-        flags = committed(f"runs/{name}", first["file"]["commit"]) or committed(f"runs/{name}", "HEAD")
+        commit = first["file"]["commit"]
+        flags = committed(f"runs/{name}", commit) or committed(f"runs/{name}", "HEAD")
         if flags is None:
             raise rec.UserError(f"runs/{name} is not committed; the args file of an entry is part of the repository")
         (folder / name).write_text(flags, encoding="utf-8")
@@ -140,8 +141,8 @@ def build(runs: list[dict], args: argparse.Namespace, folder: Path, title: str) 
         pair = [r["dataset"]["fingerprint"] for r in (record, other)]
         rec.refuse(rec.unequal(*pair, "the dataset of these runs", f"that of {against} is"))
     (folder / "record.json").write_text(rec.dump(record), encoding="utf-8")
-    parts = {"Hypothesis": args.hypothesis, "Change": args.change, "Runs": rec.figures_text(record, folder)}
-    parts["Tried and dropped"] = args.dropped
+    parts = {"Hypothesis": args.hypothesis, "Change": args.change}
+    parts |= {"Runs": rec.figures_text(record, folder), "Tried and dropped": args.dropped}
     texts = [f"## {part}\n\n{text or '(not stated)'}" for part, text in parts.items()]
     (folder / "README.md").write_text("\n\n".join([f"# {title}", *texts]) + "\n", encoding="utf-8")
 

@@ -101,7 +101,8 @@ def start_problems(run: dict, name: str) -> list[str]:
             out.append(f"{where}: the run was changed: {'; '.join(start['changed'])}")
         # The script itself names what a resumed run changes.
         flags = run["flags"] if number > 1 else start["flags"]
-        out += rec.unequal(identity({**start, "flags": flags}), identity(run), where, "the run states")
+        found = identity({**start, "flags": flags})
+        out += rec.unequal(found, identity(run), where, "the run states")
     day = run["starts"][0]["date"][:10]
     return out + rec.unequal(run["date"], day, f"{name}.date", "its first start was on")
 
@@ -150,7 +151,8 @@ def check_log(entries: list[dict], config: dict | None, machine: dict) -> list[s
     steps, tokens, seconds = np.diff(columns, axis=0, prepend=0).T
     if min(steps.min(), tokens.min(), seconds.min()) <= 0:
         return [*out, "step, tokens and train_seconds do not all grow from line to line"]
-    for key, expected in (("tokens_per_second", tokens / seconds), ("step_ms", seconds / steps * 1e3)):
+    clock = {"tokens_per_second": tokens / seconds, "step_ms": seconds / steps * 1e3}
+    for key, expected in clock.items():
         for entry, value in zip(train, expected, strict=True):
             stated = entry.get(key, value)
             if not math.isclose(stated, value, rel_tol=1e-8):

@@ -43,8 +43,8 @@ def run_row(run_dir: Path) -> tuple[str, Row]:
     table = run_dir / "core.csv"
     core = rec.read_core(table)[1] if table.is_file() else None
     figures = {"seed": config["seed"], **rec.figures(log), "core": core}
-    row = Row(run_dir.name, machine["device"], machine["num_devices"], data, [figures], [points(log)])
-    return json.dumps(shared), row
+    about = run_dir.name, machine["device"], machine["num_devices"], data
+    return json.dumps(shared), Row(*about, [figures], [points(log)])
 
 
 def number(pattern: str, text: str) -> float | None:
@@ -238,10 +238,7 @@ def plot(rows: list[Row], path: Path) -> None:
     pictures.draw_curves(panels[0], rows)
     handles, labels = panels[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", ncols=2, frameon=False)
-    try:
-        figure.savefig(path, dpi=120)
-    except (OSError, ValueError) as error:  # no such folder, or an ending that is no picture
-        raise rec.UserError(f"{path} cannot be written: {error}") from None
+    figure.savefig(path, dpi=120)
 
 
 def numbers(text: str) -> list[int]:

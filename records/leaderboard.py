@@ -144,7 +144,6 @@ def about(track: dict, found: dict) -> str:
 
 
 def open_tracks(found: dict, on: dict[str, list[str]]) -> str:
-    """The tracks that nobody has run, each with its command."""
     taken = {name for names in on.values() for name in names}
     lines = []
     for name, track in found["tracks"].items():

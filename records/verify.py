@@ -51,9 +51,10 @@ def rerun(folder: Path, steps: int, data: Path, processes: int) -> list[str]:
     if record["config"]:
         recipes = [check.recipe_of(config) for config in (record["config"], made["config"])]
         problems += rec.unequal(*recipes, "rerun: config", "the script makes")
-    ran, stated = (f"{m['num_devices']} x {m['device']}" for m in (made["machine"], record["hardware"]))
-    if ran == stated:
+    cards = [(m["num_devices"], m["device"]) for m in (made["machine"], record["hardware"])]
+    if cards[0] == cards[1]:
         return problems + compare_speed(logs, log)
+    ran, stated = (f"{number} x {device}" for number, device in cards)
     print(f"  seconds and MFU are not compared: this is {ran}, the entry ran on {stated}")
     return problems
 

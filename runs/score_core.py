@@ -73,7 +73,7 @@ class CoreTask:
         return task
 
     def unpack(self, arrays, limit: int, max_seq_len: int) -> None:
-        """Fills items and spans. A file holds what all choices of an item have in common once, then their rests."""
+        """Fills items and spans. A file holds what the choices of an item share once, then their rests."""
         tokens = arrays["tokens"].astype(np.int32)
         choices = zip(*(arrays[name].tolist() for name in ("rest", "start", "end")), strict=True)
         cursor = 0  # in tokens
@@ -127,7 +127,7 @@ def shared_inputs(rows: list[np.ndarray], spans: list[tuple[int, int]]) -> int:
 
 
 class CoreInputs(NamedTuple):
-    """A batch on the device, all int32. Padding tokens see only themselves; padding targets have row -1."""
+    """A batch on the device, int32. Padding tokens see only themselves; padding targets have row -1."""
 
     tokens_T: Tensor
     positions_T: Tensor  # in the row
@@ -350,7 +350,7 @@ def scorer(model, compile: bool) -> Callable:
 
 
 def pack_items(task: CoreTask, size: int, windows: tuple, bos_id: int) -> Iterator[CoreBatch]:
-    """All items of a task in batches of `size` tokens. Rows are numbered in the order of the task's items."""
+    """All items of a task in batches of `size` tokens. Rows are numbered in the task's order."""
     begins = np.cumsum([0] + [len(rows) for rows in task.items]).tolist()
     lengths = [sum(len(row) for row in rows) for rows in task.items]
     batch = CoreBatch(size, windows, bos_id)
@@ -427,7 +427,7 @@ def correct_items(task: CoreTask, nats, targets, hits) -> np.ndarray:
 
 
 class TaskScore(NamedTuple):
-    """A row of the table, which is that of core.csv; the last one, of all tasks, has no accuracy."""
+    """A row of the table and of core.csv; the last one, of all tasks, has no accuracy."""
 
     task: str
     items: int
@@ -437,7 +437,8 @@ class TaskScore(NamedTuple):
 
     def line(self) -> str:
         accuracy = "" if self.accuracy is None else f"{self.accuracy:.4f}"
-        return f"{self.task:34} {self.items:7,} {accuracy:>9} {self.centered:9.4f} {self.seconds:8.2f}"
+        numbers = f"{accuracy:>9} {self.centered:9.4f} {self.seconds:8.2f}"
+        return f"{self.task:34} {self.items:7,} {numbers}"
 
 
 HEAD = f"{'task':34} {'items':>7} {'accuracy':>9} {'centered':>9} {'seconds':>8}"
@@ -502,7 +503,7 @@ def default_batch_tokens(device: torch.device) -> int:
 
 
 def write_scores(run: engine.Run, run_dir: Path, rows: list[TaskScore], result: dict) -> None:
-    """core.csv and result.json describe the finished model; any other checkpoint has a table of its own."""
+    """core.csv and result.json describe the finished model; other checkpoints have own tables."""
     newest = run.script.checkpoints(run_dir)[-1]
     path = run_dir / "result.json"  # the run writes it when it has finished
     if newest.name != f"step_{run.step:06d}" or not path.is_file():
@@ -529,7 +530,7 @@ def open_dataset(run: engine.Run, args: argparse.Namespace):
 
 
 def score_run(args: argparse.Namespace) -> dict | None:
-    """Scores the model of a run directory and writes the files. Returns what is printed last, on the first rank."""
+    """Scores the model of a run and writes the files. Returns what the first rank prints last."""
     if args.items < 0 or (args.batch_tokens is not None and args.batch_tokens < 1):
         raise RunError("--items must be at least 0 and --batch-tokens at least 1")
     run = engine.load_run(args.run_dir, args.step, attention=args.attention, dtype=args.dtype)

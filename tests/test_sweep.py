@@ -126,7 +126,7 @@ def test_ctrl_c_ends_the_runs(files, tmp_path):
         ("seeds = [1, 1]", "seeds must be a list of different"),
         ("seeds = []", "seeds must be a list"),
         ('flags = "--a"', "flags must be a list of words"),
-        ('script = "no.py"', "names the script no.py, which is not in"),
+        ('script = "no.py"', "names the script no.py, which "),
         ('[variants]\na = "--set x=1"', "the variant a must be a list of words"),
         ('[variants]\nbase = ["--set", "x=1"]', "base is the name of the runs without changes"),
         ("[grid]\nlr = 0.1", "lr in [grid] must be a list of values"),
