@@ -408,18 +408,10 @@ REFUSALS = {
     "half a log": ("a_1", lambda d: swap(d / "log.jsonl", r'(?s){"step": 12, .*', ""), ["ends at step 9 of 12"]),
     "a line of a log": ("a_1", lambda d: swap(d / "log.jsonl", r'{"step": 6, [^\n]*"loss"[^\n]*\n', ""),
                         ["step 9: tokens_per_second is ", "since the line before it was"]),
-    "no start of a log": ("a_1", lambda d: drop_first(d / "log.jsonl"), ["begins at step 6; the first"]),
+    "no start of a log": ("a_1", lambda d: swap(d / "log.jsonl", r'(?s)\A.*?(?={"step": 6,)', ""),
+                          ["begins at step 6; the first"]),
     "not a run": ("none", lambda d: d.mkdir(), ["has no config.json"]),
 }  # fmt: skip
-
-
-def drop_first(path) -> None:
-    """Takes the first two lines out of a log and makes the third agree with the clock again."""
-    lines = [json.loads(line) for line in path.read_text().splitlines()[2:]]
-    first = lines[0]
-    first["tokens_per_second"] = first["tokens"] / first["train_seconds"]
-    first["step_ms"] = first["train_seconds"] / first["step"] * 1e3
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 @pytest.mark.parametrize("what", REFUSALS)
