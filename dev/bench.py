@@ -118,9 +118,8 @@ def random_dataset(config: ts.Config) -> types.SimpleNamespace:
 def stage_batches(state: ts.TrainState, dataset, index: int):
     """Enters a stage; yields the function that returns its next batch."""
     config = state.config
-    state.step = bisect.bisect_left(
-        range(config.num_steps), index, key=lambda step: ts.stage_index(config, step)
-    )
+    steps = range(config.num_steps)
+    state.step = bisect.bisect_left(steps, index, key=lambda step: ts.stage_index(config, step))
     reader = ts.ShardReader(dataset, config)
     loader = ts.PackLoader(reader, config, state.ranks, first_step=state.step)
     try:
@@ -262,9 +261,7 @@ def section_of_product(shapes: list, config: ts.Config, micro_batch: int) -> str
     return "qkv and o products"
 
 
-def classify(
-    event: dict, microseconds: float, around: list[dict], config: ts.Config, micro_batch: int
-) -> Row:
+def classify(event: dict, microseconds: float, around: list, config, micro_batch: int) -> Row:
     """A kernel with its section and phase; `around` are the operators around its launch, outermost first."""
     operators = [*around, event]
     text = " ".join(operator["name"] for operator in operators)
@@ -386,10 +383,9 @@ def start_up(config: ts.Config, ranks: ts.Ranks, say) -> tuple[ts.TrainState, di
         "compile_seconds": max(0.0, ready - built - again),
         "ready_seconds": ready - START,
     }
-    say(
-        "ready after {ready_seconds:.1f} s: imports {import_seconds:.1f}, build {build_seconds:.1f}, "
-        "warm-up {warm_up_seconds:.1f}, of which compiling {compile_seconds:.1f}".format(**seconds)
-    )
+    text = "ready after {ready_seconds:.1f} s: imports {import_seconds:.1f}, build {build_seconds:.1f}, "
+    text += "warm-up {warm_up_seconds:.1f}, of which compiling {compile_seconds:.1f}"
+    say(text.format(**seconds))
     return state, seconds
 
 

@@ -35,9 +35,7 @@ SMOKE = {
     "max_seq_len": 128, "no_attention_layers": (2,), "long_layers": (1, 3),
     "key_offset_layers": (1, 3), "value_embed_layers": (0, 3), "bigram_rows": 500,
     "shared_input_from": 1, "backout_layer": 2, "pack_tokens": 256,
-    "window_short": 16,
-    "window_long": 64,
-    "stages": ((1.0, 1, 1.0),),
+    "window_short": 16, "window_long": 64, "stages": ((1.0, 1, 1.0),),
 }  # fmt: skip
 
 
@@ -96,19 +94,15 @@ def without_kernels():
         engine.use_triton = kept_engine
 
 
-def measure(
-    model: ts.GPT, tokenizer, prompts: list, new: int, compile: bool, ranks: ts.Ranks
-) -> dict:
+def measure(model, tokenizer, prompts: list, new: int, compile: bool, ranks: ts.Ranks) -> dict:
     """Figures of one batch size."""
     if ranks.device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     decoder = engine.Decoder(model, tokenizer, len(prompts), compile=compile)
-    row = {"batch": len(prompts)}
-
     # The first prefill and step, which compile and capture.
     ready = timed(ranks, lambda: (fill(decoder, prompts, new, temperature=0.0), decoder.step()))
-    row["ready_s"] = ready / 1e3
+    row = {"batch": len(prompts), "ready_s": ready / 1e3}
 
     # Prefill and greedy steps.
     prefill = []
@@ -142,10 +136,8 @@ def measure(
         plain = engine.Decoder(model, tokenizer, len(prompts), graph=False)
         others = fill(plain, prompts, new, temperature=0.0)
         row["plain_step_ms"] = timed(ranks, lambda: finish(plain)) / new
-    pairs = list(zip(completions, others, strict=True))
-    same = torch.tensor(
-        [[x == y for x, y in zip(a.tokens, b.tokens, strict=True)] for a, b in pairs]
-    ).double()
+    fast, slow = (torch.tensor([c.tokens for c in batch]) for batch in (completions, others))
+    same = (fast == slow).double()
     row["equal"] = same.mean().item()
     row["until"] = same.cumprod(1).sum(1).mean().item()
     return row
@@ -163,9 +155,7 @@ COLUMNS = {
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--script", help=f"one of {', '.join(bench.SCRIPTS)} (default {bench.SCRIPTS[0]})"
-    )
+    parser.add_argument("--script", help=f"one of {', '.join(bench.SCRIPTS)} (default {bench.SCRIPTS[0]})")
     parser.add_argument("--smoke", action="store_true", help="a tiny model, few tokens")
     parser.add_argument("--batches", type=int, nargs="+", help="sizes (1 32 128; smoke 1 3)")
     parser.add_argument("--prompt", type=int, help="tokens of each prompt (1,024; smoke 50)")
@@ -192,10 +182,7 @@ def main() -> dict:
     tokenizer = SimpleNamespace(bos_id=-1, vocab_size=config.vocab_size, specials={})
 
     dtype = str(model.embed.dtype)
-    print(
-        f"prompt {args.prompt:,}, {args.new:,} new tokens, windows {model.windows}, {dtype}, "
-        f"compile {compile}"
-    )
+    print(f"prompt {args.prompt:,}, {args.new:,} new tokens, windows {model.windows}, {dtype}, compile {compile}")
     print("".join(f"{head:>13}" for head in COLUMNS.values()), flush=True)
     rng = torch.Generator().manual_seed(0)
     rows = []

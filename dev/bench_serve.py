@@ -30,17 +30,17 @@ import os
 import random
 import signal
 import socket
-import statistics
 import sys
 import threading
 import time
+import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 HOST = "127.0.0.1"
-WORDS = (
-    "what why how the sky sea stone bread old blue small is are do we who wrote made of in".split()
-)
+WORDS = "what why how the sky sea stone bread old blue small is are do we who wrote made of in".split()
 KEY_VARIABLE = "DECODERSTACK_API_KEY"
 
 
@@ -91,8 +91,8 @@ class Client:
             connection.sendall(head.encode() + b"\r\n" + data)
             return read_stream(connection, began, leave_after)
 
-    def full(self) -> tuple[list[Outcome], int]:
-        """Requests until exactly `tokens` tokens came, and how many ended early."""
+    def full(self) -> list[Outcome]:
+        """Requests until exactly `tokens` tokens came."""
         outcomes = []
         missing = self.tokens
         whole = self.tokens
@@ -104,7 +104,7 @@ class Client:
                 break
             missing -= outcome.tokens
         self.tokens = whole
-        return outcomes, len(outcomes) - 1
+        return outcomes
 
 
 def read_stream(connection: socket.socket, began: float, leave_after: int) -> Outcome:
@@ -162,7 +162,7 @@ def run_clients(settings: dict, results) -> None:
                 if leaves:
                     found = [client.ask(client.rng.randint(1, 1 + client.tokens // 8))]
                 elif settings["exact"]:
-                    found = client.full()[0]
+                    found = client.full()
                 else:
                     found = [client.ask()]
             except OSError as error:
@@ -211,8 +211,8 @@ def load(args, clients: int, requests: int, leaving: float = 0.0, exact: bool = 
         "tokens": tokens,
         "seconds": round(seconds, 2),
         "tokens_per_s": round(tokens / seconds, 1),
-        "first_ms": round(1000 * statistics.median(firsts), 1) if firsts else None,
-        "first_ms_p95": round(1000 * percentile(firsts, 0.95), 1) if firsts else None,
+        "first_ms": round(1000 * float(np.median(firsts)), 1) if firsts else None,
+        "first_ms_p95": round(1000 * float(np.percentile(firsts, 95)), 1) if firsts else None,
         "short": len(found) - requests if exact else 0,
         "left": sum(outcome.left for outcome in found),
         "cpu_us": round(1e6 * cpu / tokens, 1) if cpu is not None and tokens else None,
@@ -230,7 +230,7 @@ def middle(repeats: list[dict]) -> dict:
         result[name] = sum(one[name] for one in repeats)
     for name in ("seconds", "tokens_per_s", "first_ms", "first_ms_p95", "cpu_us"):
         values = [one[name] for one in repeats if one[name] is not None]
-        result[name] = round(statistics.median(values), 2) if values else None
+        result[name] = round(float(np.median(values)), 2) if values else None
     result["first_error"] = next((one["first_error"] for one in repeats if one["errors"]), "")
     return result | {"repeats": repeats}
 
@@ -246,10 +246,6 @@ def spread(repeats: list[dict]) -> str:
 
 def share(total: int, parts: int, i: int) -> int:
     return total // parts + (i < total % parts)
-
-
-def percentile(values: list[float], part: float) -> float:
-    return sorted(values)[min(len(values) - 1, int(part * len(values)))]
 
 
 def server_memory(pid: int | None) -> float | None:
@@ -271,15 +267,11 @@ def server_cpu(pid: int | None) -> float | None:
 
 
 def get(port: int, path: str) -> dict:
-    head = f"GET {path} HTTP/1.1\r\nHost: {HOST}\r\nConnection: close\r\n"
-    if key := os.environ.get(KEY_VARIABLE):
-        head += f"Authorization: Bearer {key}\r\n"
-    data = b""
-    with socket.create_connection((HOST, port), timeout=30) as connection:
-        connection.sendall(f"{head}\r\n".encode())
-        while part := connection.recv(65536):
-            data += part
-    return json.loads(data.partition(b"\r\n\r\n")[2])
+    key = os.environ.get(KEY_VARIABLE)
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    request = urllib.request.Request(f"http://{HOST}:{port}{path}", headers=headers)
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        return json.load(answer)
 
 
 def soak(args) -> dict:
@@ -360,9 +352,8 @@ def own_server(args):
     core = None
     if args.stub is not None and hasattr(os, "sched_setaffinity"):
         core = min(os.sched_getaffinity(0))
-    process = multiprocessing.get_context("spawn").Process(
-        target=serve, args=(flags, args.stub, core)
-    )
+    spawn = multiprocessing.get_context("spawn")
+    process = spawn.Process(target=serve, args=(flags, args.stub, core))
     process.start()
     try:
         args.pid = process.pid if sys.platform == "linux" else None

@@ -86,9 +86,7 @@ def instance(kind: str, *arguments) -> Instance:
 
 def check_harness(checks: Checks, run, folder: str) -> None:
     """Scores of lm-evaluation-harness with the options of the model card, against the script's."""
-    common = dict(
-        pretrained=folder, trust_remote_code=True, device="cpu", batch_size=2, dtype="float32"
-    )
+    common = dict(pretrained=folder, trust_remote_code=True, device="cpu", dtype="float32")
 
     # Answers compared: the tokenizer adds BOS. The harness splits a text between two words.
     judge = HFLM(**common)
@@ -202,10 +200,8 @@ def write_tasks(folder: Path) -> None:
     (folder / "answers.jsonl").write_text("\n".join(map(json.dumps, rows)))
     rows = [{"first": "", "rest": text} for text in TEXTS]
     (folder / "texts.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    kinds = {
-        "answers": ("loglikelihood", "perplexity"),
-        "texts": ("loglikelihood_rolling", "bits_per_byte"),
-    }
+    kinds = {"answers": ("loglikelihood", "perplexity")}
+    kinds["texts"] = ("loglikelihood_rolling", "bits_per_byte")
     for name, (kind, metric) in kinds.items():
         text = TASK.format(name=name, file=folder / f"{name}.jsonl", kind=kind, metric=metric)
         (folder / f"{name}.yaml").write_text(text)

@@ -119,9 +119,8 @@ def resources(cubin: bytes) -> tuple[int, int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("--script", default="train_small.py")
     parser.add_argument("--quick", action="store_true", help="the largest form of each kernel")
     parser.add_argument("archs", nargs="*", type=int, default=[80, 89, 90, 100, 120])

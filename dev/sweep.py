@@ -25,7 +25,6 @@ percent in speed, so milliseconds of runs on different cards are a hint only.
 """
 
 import argparse
-import difflib
 import hashlib
 import itertools
 import json
@@ -93,13 +92,11 @@ def read_sweep(path: Path) -> Sweep:
         raise rec.UserError(f"{path} is no TOML: {error}") from None
     for key in text:
         if key not in KEYS:
-            near = difflib.get_close_matches(key, KEYS, 1, 0.4)
-            hint = f"did you mean {near[0]}?" if near else f"it takes {', '.join(KEYS)}"
-            raise rec.UserError(f"{path} has the entry {key}, which means nothing here; {hint}")
+            raise rec.UserError(f"{path} has the entry {key}, which means nothing here; it takes {', '.join(KEYS)}")
 
     script = ROOT / str(text.get("script", "train_small.py"))
     if not script.is_file():
-        raise rec.UserError(f"{path} names the script {script.name}, which is not in {script.parent}")
+        raise rec.UserError(f"{path} names the script {script.name}, which {script.parent} lacks")
     seeds = text.get("seeds", [0])
     whole = isinstance(seeds, list) and all(type(seed) is int for seed in seeds)
     if not whole or not seeds or len(set(seeds)) < len(seeds):
@@ -226,7 +223,7 @@ def take_jobs(gpu: str, script: Path, work: Work) -> None:
 
 
 def find_gpus() -> list[str]:
-    """Names of the GPUs that may be used, or [""] without one. Asks another process, which lets go of them."""
+    """Names of the GPUs that may be used, or [""]. Asks another process, which lets go of them."""
     code = "import torch; print(torch.cuda.device_count())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     count = int(done.stdout or 0)
@@ -344,9 +341,8 @@ def choose(sweep: Sweep, only: str | None, seeds: str | None) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )  # fmt: skip
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw, allow_abbrev=False)
     add = parser.add_argument
     add("file", type=Path, help="the list, TOML")
     add("--out", type=Path, help="folder of runs, table and picture (default out/NAME of the file)")

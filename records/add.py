@@ -9,7 +9,6 @@ which runs/score_core.py writes. Rules: records/README.md.
 """
 
 import argparse
-import datetime
 import gzip
 import hashlib
 import json
@@ -41,41 +40,33 @@ for words in json.loads(sys.argv[2]):
 # ==== runs
 
 
-def read_run(run_dir: Path, script: str, day: str | None) -> dict:
+def read_run(run_dir: Path, script: str) -> dict:
     """A finished run: {"dir", "flags" as given, "config", "file": what its run_SEED.json will hold}."""
-    missing = {"result.json": "the run is not finished", script: "it is of another track"}
-    for name in ("config.json", "log.jsonl", script, "result.json"):
+    for name in ("config.json", "log.jsonl", script):
         if not (run_dir / name).is_file():
-            way = missing.get(name, "name the directory of a run")
+            way = "it is of another track" if name == script else "name the directory of a run"
             raise rec.UserError(f"{run_dir} has no {name}; {way}")
     stated = rec.read_json(run_dir / "config.json")
-    try:
-        if stated["command"] != "pretrain":
-            raise rec.UserError(f"{run_dir} is a run of {stated['command']}; an entry is made of pretraining runs")
-        if not stated["dataset_fingerprint"]:
-            raise rec.UserError(f"the dataset of {run_dir} has no fingerprint; make it with data/pretrain.py")
-        log = rec.read_log(run_dir / "log.jsonl")
-        file = run_file(stated, log)
-        problems = check.check_log(log, file["config"], file["machine"])
-        rec.refuse([f"{run_dir}/log.jsonl: {text}" for text in problems])
-        totals = rec.figures(log)
-        result = rec.read_json(run_dir / "result.json")
-        for key in ("val_bpb", "steps", "tokens", "train_seconds"):
-            where = f"{run_dir}/result.json: {key}"
-            rec.refuse(rec.unequal(result[key], totals[key], where, "the log gives"))
-        file["commit"], file["script_changed"] = find_commit(script, file["machine"])
-        file["date"] = file["starts"][0]["date"][:10] if file["starts"] else day
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise rec.UserError(f"{run_dir} cannot be read: {error!r}") from None
+    if stated["command"] != "pretrain":
+        raise rec.UserError(f"{run_dir} is a run of {stated['command']}; an entry is made of pretraining runs")
+    if not stated.get("starts"):
+        raise rec.UserError(f"{run_dir}/config.json has no starts, which {script} writes there")
+    if not stated["dataset_fingerprint"]:
+        raise rec.UserError(f"the dataset of {run_dir} has no fingerprint; make it with data/pretrain.py")
+    log = rec.read_log(run_dir / "log.jsonl")
+    problems = check.check_log(log, stated["config"], stated["machine"])
+    rec.refuse([f"{run_dir}/log.jsonl: {text}" for text in problems])
+    file = run_file(stated, log)
+    file["commit"], file["script_changed"] = find_commit(script, file["machine"])
+    file["date"] = file["starts"][0]["date"][:10]
     return {"dir": run_dir, "flags": stated["flags"], "config": stated["config"], "file": file}
 
 
 def run_file(stated: dict, log: list[dict]) -> dict:
     """What config.json states, without places."""
-    starts = []
-    for start in stated.get("starts") or []:
-        kept = {key: start[key] for key in START}
-        starts.append({**kept, "flags": rec.kept_flags(start["flags"])})
+    starts = [{key: start[key] for key in START} for start in stated["starts"]]
+    for start in starts:
+        start["flags"] = rec.kept_flags(start["flags"])
     config = stated["config"]
     return {
         "seed": config["seed"],
@@ -84,34 +75,22 @@ def run_file(stated: dict, log: list[dict]) -> dict:
         "flags": rec.kept_flags(stated["flags"]),
         "config": {key: value for key, value in config.items() if key not in rec.PLACE_FIELDS},
         "machine": stated["machine"],
-        "starts": starts or None,
+        "starts": starts,
         "scored": rec.logged_score(log),
     }
 
 
-def git(*words: str) -> str | None:
-    """Output of a git command in this repository; None if it fails."""
-    done = subprocess.run(["git", "-C", rec.ROOT, *words], capture_output=True)
-    return done.stdout.decode("utf-8", errors="replace") if done.returncode == 0 else None
+def committed(path: str, commit: str | None) -> str | None:
+    """A file of this repository as it is committed; None if it is not."""
+    done = subprocess.run(["git", "-C", rec.ROOT, "show", f"{commit}:{path}"], capture_output=True)
+    return done.stdout.decode() if done.returncode == 0 else None
 
 
 def find_commit(script: str, machine: dict) -> tuple[str | None, bool]:
-    """(commit, whether the script differs from it): of the run, or else the newest one that holds its script."""
-    stated = machine["git_commit"] or None
-    for commit in [stated, *(git("log", "--format=%H", "--", script) or "").split()]:
-        text = git("show", f"{commit}:{script}") if commit else None
-        if text and hashlib.sha256(text.encode()).hexdigest() == machine["script_sha256"]:
-            return commit, False
-    return stated, True
-
-
-def args_text(name: str, commit: str | None) -> str:
-    """An args file as it is committed."""
-    for place in (commit, "HEAD"):
-        text = git("show", f"{place}:runs/{name}") if place else None
-        if text is not None:
-            return text
-    raise rec.UserError(f"runs/{name} is not committed; the args file of an entry is part of the repository")
+    """(commit of the run, whether its script differs from that)."""
+    commit = machine["git_commit"] or None
+    text = committed(script, commit) or ""
+    return commit, hashlib.sha256(text.encode()).hexdigest() != machine["script_sha256"]
 
 
 def check_configs(runs: list[dict], args: str, script: str) -> None:
@@ -137,16 +116,19 @@ def check_configs(runs: list[dict], args: str, script: str) -> None:
 # ==== the entry
 
 
-def build(runs: list[dict], args: argparse.Namespace, folder: Path, name: str) -> None:
+def build(runs: list[dict], args: argparse.Namespace, folder: Path, title: str) -> None:
     """Fills a folder that nobody sees yet."""
     first = runs[0]
     script = f"train_{args.track}.py"
     shutil.copyfile(first["dir"] / script, folder / script)
     args_files = [word[1:] for word in first["file"]["flags"] if word.startswith("@")]
     flags = ""
-    for args_name in args_files[:1]:
-        flags = args_text(args_name, first["file"]["commit"])
-        (folder / args_name).write_text(flags, encoding="utf-8")
+    for name in args_files[:1]:
+        commit = first["file"]["commit"]
+        flags = committed(f"runs/{name}", commit) or committed(f"runs/{name}", "HEAD")
+        if flags is None:
+            raise rec.UserError(f"runs/{name} is not committed; the args file of an entry is part of the repository")
+        (folder / name).write_text(flags, encoding="utf-8")
     for run in runs:
         copy_run(run, folder)
     logs = [rec.read_log(folder / f"log_{run['file']['seed']}.jsonl.gz") for run in runs]
@@ -155,12 +137,14 @@ def build(runs: list[dict], args: argparse.Namespace, folder: Path, name: str) -
     against = args.against and Path(args.against).name
     record = rec.make_record(folder, args.track, against)
     if against:
-        check_against(record, folder.parent)
+        other = rec.read_record(folder.parent / against)
+        pair = [r["dataset"]["fingerprint"] for r in (record, other)]
+        rec.refuse(rec.unequal(*pair, "the dataset of these runs", f"that of {against} is"))
     (folder / "record.json").write_text(rec.dump(record), encoding="utf-8")
     parts = {"Hypothesis": args.hypothesis, "Change": args.change}
     parts |= {"Runs": rec.figures_text(record, folder), "Tried and dropped": args.dropped}
-    texts = [f"## {title}\n\n{text or '(not stated)'}" for title, text in parts.items()]
-    (folder / "README.md").write_text("\n\n".join([f"# {name}", *texts]) + "\n", encoding="utf-8")
+    texts = [f"## {part}\n\n{text or '(not stated)'}" for part, text in parts.items()]
+    (folder / "README.md").write_text("\n\n".join([f"# {title}", *texts]) + "\n", encoding="utf-8")
 
     size = sum(p.stat().st_size for p in folder.iterdir())
     if size > MAX_BYTES:
@@ -170,7 +154,6 @@ def build(runs: list[dict], args: argparse.Namespace, folder: Path, name: str) -
 
 
 def copy_run(run: dict, folder: Path) -> None:
-    """Puts log, CORE table and run_SEED.json of a run into the folder."""
     seed = run["file"]["seed"]
     file = folder / f"run_{seed}.json"
     if file.exists():
@@ -180,23 +163,6 @@ def copy_run(run: dict, folder: Path) -> None:
     (folder / f"log_{seed}.jsonl.gz").write_bytes(gzip.compress(log, 9, mtime=0))
     if (run["dir"] / "core.csv").is_file():
         shutil.copyfile(run["dir"] / "core.csv", folder / f"core_{seed}.csv")
-
-
-def check_against(record: dict, baselines: Path) -> None:
-    other = rec.read_record(baselines / record["against"])
-    pair = [r["dataset"]["fingerprint"] for r in (record, other)]
-    rec.refuse(rec.unequal(*pair, "the dataset of these runs", f"that of {record['against']} is"))
-
-
-def standing_lines(folder: Path) -> list[str]:
-    """The tracks that a new entry is on, and why it is not ranked there."""
-    record = rec.read_record(folder)
-    found = tracks.read()
-    lines = []
-    for name in tracks.tracks_of(record, found):
-        why = tracks.refusal(record, found["tracks"][name])
-        lines.append(f"track {name}: {why or 'ranked by records/compare.py --write'}")
-    return lines or ["No track of records/tracks.json has this dataset, script and hardware, so it gets no rank."]
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -210,8 +176,6 @@ def main(argv: list[str] | None = None) -> None:
     add("--hypothesis", default="", help="what was expected, and why")
     add("--change", default="", help="what is different")
     add("--dropped", default="", help="what was tried and dropped")
-    is_day = datetime.date.fromisoformat
-    add("--date", type=is_day, help="YYYY-MM-DD, of runs whose script does not write their starts")
     add("--out", type=Path, default=rec.BASELINES, help="default baselines/")
     args = parser.parse_args(argv)
     if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", args.slug):
@@ -219,27 +183,29 @@ def main(argv: list[str] | None = None) -> None:
     if args.against and not (args.out / Path(args.against).name / "record.json").is_file():
         raise rec.UserError(f"--against {args.against} is no entry in {args.out}; name a folder there")
     script = f"train_{args.track}.py"
-    day = args.date and args.date.isoformat()
-    runs = [read_run(run_dir, script, day) for run_dir in args.run_dirs]
-    if not all(run["file"]["date"] for run in runs):
-        raise rec.UserError("the runs state no starts; --date YYYY-MM-DD says when they ran")
+    runs = [read_run(run_dir, script) for run_dir in args.run_dirs]
     runs.sort(key=lambda run: run["file"]["seed"])
     final = args.out / f"{max(run['file']['date'] for run in runs)}_{args.slug}"
     if final.exists():
         raise rec.UserError(f"{final} exists; entries are never edited, so choose another --slug")
     temporary = final.with_name(f".{final.name}.{os.getpid()}.tmp")
+    temporary.mkdir(parents=True)
     try:
-        temporary.mkdir(parents=True)
         build(runs, args, temporary, final.name)
         os.rename(temporary, final)
-    except OSError as error:
-        raise rec.UserError(f"{final} could not be written: {error}") from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     shown = os.path.relpath(final)
     print(f"{shown} holds {len(runs)} run(s): read its README.md, edit its words, then")
     print(f"    python records/verify.py {shown}\n    python records/compare.py --write")
-    print("\n".join(standing_lines(final)))
+    record = rec.read_record(final)
+    found = tracks.read()
+    names = tracks.tracks_of(record, found)
+    for name in names:
+        why = tracks.refusal(record, found["tracks"][name])
+        print(f"track {name}: {why or 'ranked by records/compare.py --write'}")
+    if not names:
+        print("No track of records/tracks.json has this dataset, script and hardware, so it gets no rank.")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,8 @@
 
 A log of modded-nanogpt states neither tokens nor bits per byte: --tokens-per-step gives the one (several numbers with
 commas: equal parts of the run), --bytes-per-token of its validation text the other. A log of nanochat states both; its
-clock starts after step 10. Bits per byte of different texts only look comparable.
+clock starts after step 10. Bits per byte of different texts only look comparable. Of a folder of runs, those that are
+finished count.
 """
 
 import argparse
@@ -17,12 +18,11 @@ import json
 import math
 import os
 import re
-import sys
 from pathlib import Path
-from statistics import stdev
 
 import check
 import leaderboard
+import numpy as np
 import pictures
 import record as rec
 from pictures import Row, points, record_row
@@ -34,21 +34,17 @@ def run_row(run_dir: Path) -> tuple[str, Row]:
     """(what runs of one row share, a row of this run alone)."""
     log = rec.read_log(run_dir / "log.jsonl")
     run = rec.read_json(run_dir / "config.json")
-    try:
-        machine = run["machine"]
-        config = run["config"]
-        if problems := check.check_log(log, config, machine):
-            raise rec.UserError(f"{run_dir} is not a finished run ({problems[0]})")
-        data = run["dataset_fingerprint"] or config["data"]
-        shared = check.recipe_of(config), run["dataset_fingerprint"], check.comparable(machine)
-        table = run_dir / "core.csv"
-        core = rec.read_core(table)[1] if table.is_file() else None
-        figures = {"seed": config["seed"], **rec.figures(log), "core": core}
-    except (KeyError, TypeError, ValueError) as error:
-        raise rec.UserError(f"{run_dir} is not a finished run ({error!r})") from None
-    curves = [points(log)]
-    row = Row(run_dir.name, machine["device"], machine["num_devices"], data, [figures], curves)
-    return json.dumps(shared), row
+    machine = run["machine"]
+    config = run["config"]
+    if problems := check.check_log(log, config, machine):
+        raise rec.UserError(f"{run_dir} is not a finished run ({problems[0]})")
+    data = run["dataset_fingerprint"] or config["data"]
+    shared = check.recipe_of(config), run["dataset_fingerprint"], check.comparable(machine)
+    table = run_dir / "core.csv"
+    core = rec.read_core(table)[1] if table.is_file() else None
+    figures = {"seed": config["seed"], **rec.figures(log), "core": core}
+    about = run_dir.name, machine["device"], machine["num_devices"], data
+    return json.dumps(shared), Row(*about, [figures], [points(log)])
 
 
 def number(pattern: str, text: str) -> float | None:
@@ -71,8 +67,8 @@ def modded_row(path: Path, text: str, args: argparse.Namespace) -> tuple[str, Ro
     def tokens(step: int) -> int:
         """Steps in equal parts, one for each number of tokens."""
         part = total / len(sizes)
-        steps = [min(max(step - i * part, 0), part) for i in range(len(sizes))]
-        return round(sum(n * size for n, size in zip(steps, sizes, strict=True)))
+        steps = np.clip(step - part * np.arange(len(sizes)), 0, part)
+        return round(float(steps @ sizes))
 
     def bpb(nats: str) -> float | None:
         return float(nats) / math.log(2) / bytes_per_token if bytes_per_token else None
@@ -100,18 +96,14 @@ def nanochat_row(path: Path, text: str) -> tuple[str, Row]:
     if not found or not batch:
         what = "total batch size" if found else "step with loss, dt, tok/sec and mfu"
         raise rec.UserError(f"{path} has no {what}; give the whole log")
-    total = int(found[0][1])
     batch = int(batch)
+    steps, totals, milliseconds, mfu = np.array(found, float).T
+    total = int(totals[0])
 
     # The clock by finished steps; a line is numbered by the steps before it.
-    seconds = {0: 0.0}
-    clock = 0.0
-    busy = 0.0
-    for step, _, milliseconds, mfu in found:
-        if int(step) > 10:
-            clock += float(milliseconds) / 1e3
-            busy += float(mfu) / 100 * float(milliseconds) / 1e3
-        seconds[int(step) + 1] = clock
+    taken = np.where(steps > 10, milliseconds / 1e3, 0.0)
+    seconds = {0: 0.0, **dict(zip((steps + 1).tolist(), np.cumsum(taken).tolist(), strict=True))}
+    clock = float(taken.sum())
     vals = re.findall(r"^Step (\d+) \| Validation bpb: ([\d.]+)", text, re.M)
     ends = [i for i, (step, _) in enumerate(vals) if int(step) == total]
     if not ends or not clock or total not in seconds:
@@ -124,7 +116,7 @@ def nanochat_row(path: Path, text: str) -> tuple[str, Row]:
     core = number(rf"^Step 0*{total} \| CORE metric: ([-\d.]+)", text)
     run = {"val_bpb": float(vals[-1][1]), "core": core, "steps": total, "tokens": total * batch}
     run |= {"train_seconds": clock, "tokens_per_second": (total - 11) * batch / clock}
-    run |= {"mfu": busy / clock, "peak_memory_gib": memory and memory / 1024}
+    run |= {"mfu": float(mfu @ taken) / 100 / clock, "peak_memory_gib": memory and memory / 1024}
     curve = []
     for step, bpb in vals:
         if int(step) in seconds:
@@ -144,24 +136,17 @@ def foreign_row(path: Path, args: argparse.Namespace) -> tuple[str, Row]:
     raise rec.UserError(f"{path} is no log of modded-nanogpt or nanochat, and no run directory or entry")
 
 
-def finished(folder: Path) -> bool:
-    """An entry, or a run with a result, which is written last; says so if it is neither."""
-    if (folder / "record.json").is_file() or (folder / "result.json").is_file():
-        return True
-    print(f"left out: {folder} has no result.json, so its run is not finished", file=sys.stderr)
-    return False
-
-
 def read_rows(paths: list[Path], args: argparse.Namespace) -> list[Row]:
     """One row for each entry, and one for each set of runs that differ in their seed only."""
     rows = []
     groups = {}
     for path in paths:
-        inside = {p.parent for name in ("record.json", "log.jsonl") for p in path.glob(f"*/{name}")}
+        # Entries, and finished runs: a run writes its result last.
+        inside = sorted(p.parent for p in [*path.glob("*/record.json"), *path.glob("*/result.json")])
         if (path / "record.json").is_file():
             rows.append(record_row(path))
         elif path.is_dir() and not (path / "log.jsonl").is_file() and inside:
-            rows += read_rows([folder for folder in sorted(inside) if finished(folder)], args)
+            rows += read_rows(inside, args)
         else:
             key, row = foreign_row(path, args) if path.is_file() else run_row(path)
             groups.setdefault(key, []).append(row)
@@ -170,18 +155,14 @@ def read_rows(paths: list[Path], args: argparse.Namespace) -> list[Row]:
 
 def join(group: list[Row]) -> Row:
     """One row of several with a run each."""
-    names = {}
-    for row in group:
-        seed = row.runs[0].get("seed")  # logs of other projects state none
-        if seed is not None and seed in names:
-            pair = f"{names[seed]} and {row.name}"
-            raise rec.UserError(f"{pair} are runs of one recipe with the same seed {seed}; name one of them")
-        names[seed] = row.name
+    names = [row.name for row in group]
     first = group[0]
-    name = os.path.commonprefix([row.name for row in group]).rstrip("_-. ")
-    runs = [run for row in group for run in row.runs]
-    curves = [curve for row in group for curve in row.curves]
-    name = name or f"{first.name} and more"
+    name = os.path.commonprefix(names).rstrip("_-. ") or f"{first.name} and more"
+    runs = [row.runs[0] for row in group]
+    curves = [row.curves[0] for row in group]
+    seeds = [run["seed"] for run in runs if "seed" in run]  # logs of other projects state none
+    if len(set(seeds)) < len(seeds):
+        raise rec.UserError(f"{', '.join(names)} are runs of one recipe, some with the same seed; name one of each")
     return Row(name, first.device, first.num_devices, first.data, runs, curves)
 
 
@@ -196,10 +177,9 @@ def main_table(rows: list[Row], price: float | None, target: float | None) -> st
         line = {"": row.name, "runs": str(len(row.runs))}
         for key in shown:
             title, form = rec.FIGURES[key]
-            values = row.values(key)
             line[title] = rec.cell(row.mean(key), form)
             if key == "val_bpb":
-                line["sd"] = rec.cell(stdev(values) if len(values) > 1 else None, form)
+                line["sd"] = rec.cell(rec.spread(row.values(key)), form)
         line["hardware"] = f"{row.num_devices} x {row.device}"
         if price:
             line["cost"] = f"${row.mean('train_seconds') * row.num_devices / 3600 * price:.4f}"
@@ -258,10 +238,7 @@ def plot(rows: list[Row], path: Path) -> None:
     pictures.draw_curves(panels[0], rows)
     handles, labels = panels[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", ncols=2, frameon=False)
-    try:
-        figure.savefig(path, dpi=120)
-    except (OSError, ValueError) as error:  # no such folder, or an ending that is no picture
-        raise rec.UserError(f"{path} cannot be written: {error}") from None
+    figure.savefig(path, dpi=120)
 
 
 def numbers(text: str) -> list[int]:

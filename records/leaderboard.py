@@ -14,6 +14,7 @@ QUOTED = rec.ROOT / "records" / "quoted.json"
 BEGIN = "<!-- leaderboard: written by records/compare.py --write; do not edit -->"
 END = "<!-- /leaderboard -->"
 SHOWN = ("val_bpb", "train_seconds", "tokens", "tokens_per_second", "mfu", "peak_memory_gib")
+TITLES = ["entry", "standing", "seeds", "val bpb", "sd", *(rec.FIGURES[key][0] for key in SHOWN[1:])]
 SMALL_GAIN = 0.05  # of the seconds: less counts only beside a rerun of the record before, rule 6
 
 
@@ -29,10 +30,7 @@ def in_order() -> list[dict]:
     def depth(name: str | None) -> int:
         return 1 + depth(records[name]["against"]) if name in records else 0
 
-    def key(record: dict) -> tuple:
-        return day(record), depth(record["against"]), record["name"]
-
-    return sorted(records.values(), key=key)
+    return sorted(records.values(), key=lambda r: (day(r), depth(r["against"]), r["name"]))
 
 
 def day(record: dict) -> str:
@@ -48,26 +46,27 @@ def same_recipe(record: dict, other: dict) -> bool:
     return parts[0] == parts[1]
 
 
-def is_better(values: list[float], others: list[float]) -> bool:
-    test = rec.welch(values, others)
+def values(record: dict, key: str) -> list[float]:
+    return [run[key] for run in record["runs"]]
+
+
+def is_better(test: dict) -> bool:
     return test["difference"] < 0 and test["p"] is not None and test["p"] < tracks.P
 
 
 def beside_rerun(record: dict, best: dict, records: list[dict]) -> bool:
     """Rule 6: whether a new recipe names a run of the best one on its own day, and is faster than that too."""
     named = [r for r in records if r["name"] == record["against"]]
-    if same_recipe(record, best) or not named:
+    if same_recipe(record, best) or not named or not same_recipe(named[0], best):
         return False
-    other = named[0]
-    seconds = [[run["train_seconds"] for run in r["runs"]] for r in (record, other)]
-    return same_recipe(other, best) and day(other) == day(record) and is_better(*seconds)
+    pair = [values(r, "train_seconds") for r in (record, named[0])]
+    return day(named[0]) == day(record) and is_better(rec.welch(*pair))
 
 
 def rank(records: list[dict], track: dict) -> list[tuple[dict, str]]:
     """(record, its standing) on a track, best first, from its records in the order of time."""
     key = track["ranked_by"]
     best = None
-    best_record = None
     count = 0
     ranked = []
     unranked = []
@@ -75,27 +74,26 @@ def rank(records: list[dict], track: dict) -> list[tuple[dict, str]]:
         if why := tracks.refusal(record, track):
             unranked.append((record, why))
             continue
-        values = [run[key] for run in record["runs"]]
-        test = rec.welch(values, best) if best else None
-        better = test and is_better(values, best)
-        gain = -test["difference"] / fmean(best) if test else 1.0
-        if better and key == "train_seconds" and gain < SMALL_GAIN:
-            if not beside_rerun(record, best_record, records):
-                again = same_recipe(record, best_record)
-                why = "a rerun" if again else f"{gain:.1%} without a rerun"
-                ranked.append((record, f"no record, {why}"))
-                continue
-        if test is None or better:
-            best = values
-            best_record = record
-            count += 1
-            p = f", p {rec.p_text(test['p'])}" if test else ""
-            ranked.append((record, f"record {count}{p}"))
+        if best is None:
+            standing = "record 1"
         else:
-            ranked.append((record, f"no record, p {rec.p_text(test['p'])}"))
+            test = rec.welch(values(record, key), values(best, key))
+            gain = -test["difference"] / fmean(values(best, key))
+            small = key == "train_seconds" and gain < SMALL_GAIN
+            if not is_better(test):
+                standing = f"no record, p {rec.p_text(test['p'])}"
+            elif small and not beside_rerun(record, best, records):
+                why = "a rerun" if same_recipe(record, best) else f"{gain:.1%} without a rerun"
+                standing = f"no record, {why}"
+            else:
+                standing = f"record {count + 1}, p {rec.p_text(test['p'])}"
+        if standing.startswith("record"):
+            best = record
+            count += 1
+        ranked.append((record, standing))
 
     def mean(pair: tuple[dict, str]) -> float:
-        return fmean(run[key] for run in pair[0]["runs"])
+        return fmean(values(pair[0], key))
 
     return sorted(ranked, key=mean) + sorted(unranked, key=mean)
 
@@ -106,19 +104,14 @@ def rank(records: list[dict], track: dict) -> list[tuple[dict, str]]:
 def entry_line(record: dict, standing: str) -> list[str]:
     mean = {key: record["summary"][key]["mean"] for key in SHOWN}
     sd = record["summary"]["val_bpb"]["sd"]
-    figures = [format(mean[key], rec.FIGURES[key][1]) for key in SHOWN[1:]]
+    bpb, *figures = (format(mean[key], rec.FIGURES[key][1]) for key in SHOWN)
     link = f"[{record['name']}](../baselines/{record['name']}/README.md)"
-    bpb = format(mean["val_bpb"], ".5f")
     return [link, standing, str(len(record["runs"])), bpb, rec.cell(sd, ".5f"), *figures]
 
 
 def quote_line(quote: dict) -> list[str]:
     figures = [rec.cell(quote.get(key), rec.FIGURES[key][1]) for key in SHOWN[1:]]
     return [quote["what"], "quoted", "", rec.cell(quote.get("val_bpb"), ".4f"), "", *figures]
-
-
-def titles() -> list[str]:
-    return ["entry", "standing", "seeds", "val bpb", "sd", *(rec.FIGURES[k][0] for k in SHOWN[1:])]
 
 
 def leaderboard() -> str:
@@ -134,16 +127,15 @@ def leaderboard() -> str:
             continue
         lines = [entry_line(record, standing) for record, standing in rank(mine, track)]
         lines += [quote_line(quote) for quote in quotes["rows"] if quote["track"] == name]
-        blocks.append(f"### {name}\n\n{about(track, found)}\n\n{rec.table(titles(), lines, 2)}")
+        blocks.append(f"### {name}\n\n{about(track, found)}\n\n{rec.table(TITLES, lines, 2)}")
     if rest := [record for record in records if not on[record["name"]]]:
         lines = [entry_line(record, "no track") for record in rest]
-        blocks.append(f"### Entries without a track\n\n{rec.table(titles(), lines, 2)}")
+        blocks.append(f"### Entries without a track\n\n{rec.table(TITLES, lines, 2)}")
     blocks.append(open_tracks(found, on))
     return "\n\n".join([BEGIN, *blocks, other_projects(quotes), END])
 
 
 def about(track: dict, found: dict) -> str:
-    """A track in two sentences."""
     cards = track["hardware"]
     hardware = f"{track['class']}, {cards['num_devices']} x {cards['device']}"
     fingerprint = found["datasets"][track["dataset"]]["fingerprint"]
@@ -152,7 +144,6 @@ def about(track: dict, found: dict) -> str:
 
 
 def open_tracks(found: dict, on: dict[str, list[str]]) -> str:
-    """The tracks that nobody has run, each with its command."""
     taken = {name for names in on.values() for name in names}
     lines = []
     for name, track in found["tracks"].items():
@@ -183,7 +174,6 @@ def other_projects(quotes: dict) -> str:
 
 
 def write() -> None:
-    """Updates README.md and the pictures, if every entry verifies."""
     for folder in rec.entries():
         if problems := check.problems(folder):
             raise rec.UserError(f"{folder.name} does not verify ({problems[0]}), so the leaderboard stays as it was")

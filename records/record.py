@@ -1,8 +1,7 @@
 """What an entry of baselines/ is: its files, the figures that follow from its logs, and the statistics on them.
 
-The other tools here compute every figure with this file, from the log.jsonl and core.csv of the runs alone. README.md
-beside it says what an entry holds and what the figures mean. Entries of format 1 are from before 2026-11-23; those of
-format 2 also hold run_SEED.json, what config.json of each run stated, and their record.json follows from these files.
+README.md beside it says what the figures mean. Entries of format 1 are from before 2026-11-23; those of format 2 also
+hold run_SEED.json, what config.json of each run stated.
 """
 
 import argparse
@@ -70,7 +69,6 @@ def read_json(path: Path) -> dict:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Writes a file whole or not at all."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     temporary.write_text(text, encoding="utf-8")
     os.replace(temporary, path)
@@ -81,7 +79,6 @@ def dump(value: dict) -> str:
 
 
 def refuse(problems: list[str]) -> None:
-    """Ends the program with the first problem, if there is one."""
     if problems:
         raise UserError(problems[0])
 
@@ -158,9 +155,7 @@ def read_log(path: Path) -> list[dict]:
 
 def split(entries: list[dict]) -> tuple[list[dict], list[dict]]:
     """(training steps, validations) of a log."""
-    train = [e for e in entries if "loss" in e]
-    val = [e for e in entries if "val_bpb" in e]
-    return train, val
+    return [e for e in entries if "loss" in e], [e for e in entries if "val_bpb" in e]
 
 
 def figures(entries: list[dict]) -> dict:
@@ -185,28 +180,30 @@ def read_core(path: Path) -> tuple[dict[str, str], float | None]:
 
     CORE is the mean of the centered accuracies; None if there are not all 22 tasks.
     """
-    try:
-        with path.open(encoding="utf-8", newline="") as file:
-            rows = [row for row in csv.DictReader(file) if row["task"] != "CORE"]
-        items = {row["task"]: row["items"] for row in rows}
-        centered = [float(row["centered"]) for row in rows]
-    except (OSError, KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{path.name} cannot be read ({error!r})") from None
+    with path.open(encoding="utf-8", newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["task"] != "CORE"]
+    items = {row["task"]: row["items"] for row in rows}
+    centered = [float(row["centered"]) for row in rows]
     return items, fmean(centered) if len(centered) == CORE_TASKS else None
 
 
 def summary(runs: list[dict]) -> dict:
-    """{figure: {"mean", "sd"}} over the runs; sd is None for a single run."""
+    """{figure: {"mean", "sd"}} over the runs."""
     out = {}
     for key in FIGURES:
         values = [run[key] for run in runs]
         if None not in values:
-            out[key] = {"mean": fmean(values), "sd": stdev(values) if len(values) > 1 else None}
+            out[key] = {"mean": fmean(values), "sd": spread(values)}
     return out
 
 
+def spread(values: list[float]) -> float | None:
+    """The sd; None for a single value."""
+    return stdev(values) if len(values) > 1 else None
+
+
 def loss_curve(logs: list[list[dict]]) -> list[dict]:
-    """Means over the runs at each step that all of them logged; loss_sd is None for a single run."""
+    """Means over the runs at each step that all of them logged."""
     trains = [{e["step"]: e for e in split(log)[0]} for log in logs]
     vals = [{e["step"]: e["val_bpb"] for e in split(log)[1]} for log in logs]
     rows = []
@@ -219,7 +216,7 @@ def loss_curve(logs: list[list[dict]]) -> list[dict]:
             "tokens": entries[0]["tokens"],
             "train_seconds": fmean(e["train_seconds"] for e in entries),
             "loss": fmean(losses),
-            "loss_sd": stdev(losses) if len(losses) > 1 else None,
+            "loss_sd": spread(losses),
             "bpb": fmean(e["bpb"] for e in entries),
             "val_bpb": fmean(val[step] for val in vals) if validated else None,
         }
@@ -228,15 +225,11 @@ def loss_curve(logs: list[list[dict]]) -> list[dict]:
 
 
 def curve_csv(logs: list[list[dict]]) -> str:
-    def cell(value: float | None) -> str:
-        if value is None:
-            return ""
-        return str(value) if isinstance(value, int) else f"{value:.6g}"
-
     rows = loss_curve(logs)
     lines = [",".join(rows[0])]
     for row in rows:
-        lines.append(",".join(cell(value) for value in row.values()))
+        cells = [cell(value, "" if isinstance(value, int) else ".6g") for value in row.values()]
+        lines.append(",".join(cells))
     return "\n".join(lines) + "\n"
 
 
@@ -265,7 +258,7 @@ def welch(new: list[float], old: list[float]) -> dict:
 
 def below(values: list[float], target: float) -> float | None:
     """One-sided p of a t-test that the mean is below the target; None for a single run or without spread."""
-    if len(values) < 2 or stdev(values) == 0:
+    if not spread(values):
         return None
     return float(stats.ttest_1samp(values, target, alternative="less").pvalue)
 
@@ -273,13 +266,13 @@ def below(values: list[float], target: float) -> float | None:
 # ==== scripts
 
 
-def sections(text: str) -> dict[str, str]:
-    """Sections of a training script by name: behind their banners, and the shared ones inside of others."""
+def sections(text: str) -> dict[str, list[str]]:
+    """Lines of a training script by section: behind its banner, or between markers inside of one."""
     parts = {}
     outer = "between sections"
     name = "docstring"
-    for line in text.splitlines(keepends=True):
-        marker = re.fullmatch(r" *# (>>>|<<<) shared: (.+)\n?", line)
+    for line in text.splitlines():
+        marker = re.fullmatch(r" *# (>>>|<<<) shared: (.+)", line)
         banner = re.match(r"# \d+\. ([A-Z ]+) -- ", line)
         if marker and marker[1] == ">>>":
             name = marker[2]
@@ -288,7 +281,7 @@ def sections(text: str) -> dict[str, str]:
         parts.setdefault(name, []).append(line)
         if marker and marker[1] == "<<<":  # a section may share a part only
             name = outer
-    return {name: "".join(lines) for name, lines in parts.items()}
+    return parts
 
 
 @functools.lru_cache(maxsize=16)  # some 50 ms for two scripts
@@ -298,17 +291,12 @@ def changed_lines(old: str, new: str) -> list[str]:
     after = sections(new)
     out = []
     for name in dict.fromkeys((*before, *after)):
-        a = before.get(name, "").splitlines()
-        b = after.get(name, "").splitlines()
-        added = 0
-        removed = 0
-        codes = difflib.SequenceMatcher(None, a, b, autojunk=False).get_opcodes()
-        for kind, a_start, a_end, b_start, b_end in codes:
-            if kind != "equal":
-                added += b_end - b_start
-                removed += a_end - a_start
-        if added or removed:
-            out.append(f"{name} (+{added} -{removed})")
+        a = before.get(name, [])
+        b = after.get(name, [])
+        blocks = difflib.SequenceMatcher(None, a, b, autojunk=False).get_matching_blocks()
+        same = sum(block.size for block in blocks)
+        if same < max(len(a), len(b)):
+            out.append(f"{name} (+{len(b) - same} -{len(a) - same})")
     return out
 
 
@@ -321,12 +309,7 @@ def entries() -> list[Path]:
 
 
 def read_record(folder: Path) -> dict:
-    """record.json of a folder."""
-    record = read_json(folder / "record.json")
-    known = record.get("format") in (1, 2) and record.get("track") in TRACKS
-    if not known or not record.get("runs"):
-        raise UserError(f"{folder.name}/record.json cannot be read: it has no format, track or runs known here")
-    return record
+    return read_json(folder / "record.json")
 
 
 def read_logs(folder: Path, record: dict) -> list[list[dict]]:
@@ -334,41 +317,37 @@ def read_logs(folder: Path, record: dict) -> list[list[dict]]:
 
 
 def logged_score(log: list[dict]) -> dict | None:
-    """What validation scored, as the log states it; None in logs of scripts that do not."""
-    found = [entry.get("scored") for entry in split(log)[1]]
-    for scored in found:
-        if scored != found[0]:
-            raise UserError(f"one validation scored {found[0]}, another {scored}")
-    return found[0]
-
-
-def compare_records(record: dict, other: dict) -> dict:
-    """Differences to another entry: bits per byte, and seconds where both ran on the same cards."""
-    out = {}
-    for key in ("val_bpb", "train_seconds"):
-        out[key] = welch(*([run[key] for run in r["runs"]] for r in (record, other)))
-    if any(record["hardware"][key] != other["hardware"][key] for key in ("device", "num_devices")):
-        out["train_seconds"] = None
-    return out
+    """What the last validation scored, as the log states it; None in logs of scripts that do not."""
+    return split(log)[1][-1].get("scored")
 
 
 def read_run_files(folder: Path) -> list[dict]:
     """All run_SEED.json of an entry, in the order of their seeds."""
-    runs = [read_json(path) for path in folder.glob("run_*.json")]
-    return sorted(runs, key=lambda run: run["seed"])
+    return sorted(map(read_json, folder.glob("run_*.json")), key=lambda run: run["seed"])
 
 
-def facts(runs: list[dict]) -> dict:
-    """What an entry of format 2 states about its runs, from their run_SEED.json in the order of the seeds."""
-    first = runs[0]
+def make_record(folder: Path, track: str, against: str | None) -> dict:
+    """record.json of format 2, from the other files and the entry that it is compared with."""
+    files = read_run_files(folder)
+    first = files[0]
     machine = first["machine"]
+    runs = []
+    for file in files:
+        seed = file["seed"]
+        core = f"core_{seed}.csv"
+        entry = {"seed": seed, "log": f"log_{seed}.jsonl.gz", "run": f"run_{seed}.json"}
+        entry["core_table"] = core if (folder / core).is_file() else None
+        entry["starts"] = len(file["starts"])
+        runs.append(entry)
     data = {"name": first["data"], "fingerprint": first["dataset_fingerprint"]}
     versions = ("python", "torch", "triton", "cuda", "numpy")
     args = [word[1:] for word in first["flags"] if word.startswith("@")]
-    absent = [] if first["starts"] else ["the starts of each run, which its script did not write"]
-    return {
+    record = {
+        "format": 2,
+        "track": track,
+        "script": f"train_{track}.py",
         "args": args[0] if args else None,
-        "date": max(run["date"] for run in runs),
+        "date": max(file["date"] for file in files),
         "flags": [word for word in first["flags"] if not word.startswith("@")],
         "dataset": {**data, "vocab_size": first["config"]["vocab_size"]},
         "hardware": {key: machine.get(key) for key in ("device", "num_devices", "platform")},
@@ -378,30 +357,15 @@ def facts(runs: list[dict]) -> dict:
         "max_epochs": first["config"].get("max_epochs", 1),
         "config": first["config"],
         "scored": first["scored"],
-        "absent": absent,
+        "absent": [],
+        "against": against,
+        "runs": runs,
     }
-
-
-def make_record(folder: Path, track: str, against: str | None) -> dict:
-    """record.json of format 2, from the other files of its folder and the entry that it is compared with."""
-    files = read_run_files(folder)
-    if not files:
-        raise UserError(f"{folder.name} holds no run_SEED.json")
-    runs = []
-    for file in files:
-        seed = file["seed"]
-        core = f"core_{seed}.csv"
-        entry = {"seed": seed, "log": f"log_{seed}.jsonl.gz", "run": f"run_{seed}.json"}
-        entry["core_table"] = core if (folder / core).is_file() else None
-        entry["starts"] = len(file["starts"]) if file["starts"] else None
-        runs.append(entry)
-    record = {"format": 2, "track": track, "script": f"train_{track}.py", **facts(files)}
-    record |= {"against": against, "runs": runs}
     return {**record, **recompute(folder, record), "files": hashes(folder)}
 
 
 def recompute(folder: Path, record: dict) -> dict:
-    """Every figure of record.json, from the logs in the folder and the entry it is compared with."""
+    """Every figure of record.json, from the logs and the entry it is compared with."""
     logs = read_logs(folder, record)
     runs = []
     for run, log in zip(record["runs"], logs, strict=True):
@@ -411,7 +375,11 @@ def recompute(folder: Path, record: dict) -> dict:
     comparison = None
     if record["against"]:
         other = read_record(folder.parent / record["against"])
-        comparison = compare_records({**record, "runs": runs}, other)
+        comparison = {}
+        for key in ("val_bpb", "train_seconds"):
+            comparison[key] = welch([run[key] for run in runs], [run[key] for run in other["runs"]])
+        if any(record["hardware"][key] != other["hardware"][key] for key in ("device", "num_devices")):
+            comparison["train_seconds"] = None
     totals = {"runs": runs, "summary": summary(runs), "loss_noise": loss_noise(logs)}
     return {**totals, "comparison": comparison}
 
@@ -457,13 +425,6 @@ def difference_text(test: dict, digits: int) -> str:
     return f"{text}, 95 % interval {test['low']:+.{digits}f} to {test['high']:+.{digits}f}, p {p_text(test['p'])}"
 
 
-def command(record: dict) -> str:
-    count = record["hardware"]["num_devices"]
-    start = "python" if count == 1 else f"torchrun --standalone --nproc_per_node={count}"
-    args = f" @runs/{record['args']}" if record["args"] else ""
-    return " ".join([f"{start} {record['script']}{args}", *record["flags"], "--seed S"])
-
-
 def figures_text(record: dict, folder: Path) -> str:
     """The generated part of an entry's README.md, markers included."""
     runs = record["runs"]
@@ -483,12 +444,15 @@ def figures_text(record: dict, folder: Path) -> str:
 
 
 def about_text(record: dict) -> str:
-    """Where the runs come from, as a list."""
     hardware = record["hardware"]
     data = record["dataset"]
     versions = [f"{name} {version}" for name, version in record["versions"].items() if version]
     changed = " and changes to the script" if record["script_changed"] else ""
     starts = [str(run["starts"]) for run in record["runs"] if run.get("starts")]
+    count = hardware["num_devices"]
+    start = "python" if count == 1 else f"torchrun --standalone --nproc_per_node={count}"
+    args = f" @runs/{record['args']}" if record["args"] else ""
+    command = " ".join([f"{start} {record['script']}{args}", *record["flags"], "--seed S"])
     digest = record["files"][record["script"]][:12]
     commit = (record["commit"] or "unknown")[:12]
     about = {
@@ -497,7 +461,7 @@ def about_text(record: dict) -> str:
         "hardware": f"{hardware['num_devices']} x {hardware['device']} ({device_class(hardware['device'])})",
         "versions": ", ".join(versions),
         "script": f"{record['script']}, sha256 {digest}, commit {commit}{changed}",
-        "command": f"`{command(record)}`",
+        "command": f"`{command}`",
     }
     if starts:
         about["date"] = f"{record['date']}, starts of each run: {', '.join(starts)}"
@@ -512,18 +476,15 @@ def runs_table(record: dict) -> str:
     shown = [key for key in FIGURES if any(run[key] is not None for run in runs)]
     rows = [[str(run["seed"]), *(cell(run[key], FIGURES[key][1]) for key in shown)] for run in runs]
     if len(runs) > 1:
-        means = ["mean"]
-        sds = ["sd"]
-        for key in shown:
-            known = record["summary"].get(key, {"mean": None, "sd": None})
-            means.append(cell(known["mean"], FIGURES[key][1]))
-            sds.append("" if key in ("steps", "tokens") else cell(known["sd"], FIGURES[key][1]))
-        rows += [means, sds]
+        for which in ("mean", "sd"):
+            known = {key: value[which] for key, value in record["summary"].items()}
+            if which == "sd":
+                known |= {"steps": None, "tokens": None}
+            rows.append([which, *(cell(known.get(key), FIGURES[key][1]) for key in shown)])
     return table(["seed", *(FIGURES[key][0] for key in shown)], rows)
 
 
 def against_text(record: dict, folder: Path) -> str:
-    """The differences from the entry that this one names."""
     other_folder = folder.parent / record["against"]
     other = read_record(other_folder)
     tests = record["comparison"]

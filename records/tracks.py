@@ -5,21 +5,19 @@
         --device "NVIDIA H200" --made-by "python data/pretrain.py --source pypi:p34 --out data/shards/p34" \\
         --train "python train_small.py @runs/p34.args" --first baselines/2026-11-23_first-p34
 
-`add` reads the fingerprint and what validation scores from the dataset directory and writes two tracks: fewest bits per
-byte for so many tokens, and fewest seconds to a target. Both limits follow from the seeds of the entry that --first
-names. Without it they stay open, and the same command with --first fills them in later. What is filled in is never
-changed.
+`add` writes two tracks: fewest bits per byte for so many tokens, and fewest seconds to a target. Their limits follow
+from the seeds of the entry that --first names. Without it they stay open, until the same command with it fills them in.
 """
 
 import argparse
-import base64
 import hashlib
+import importlib
 import math
 import re
+import sys
 from pathlib import Path
 from statistics import fmean, stdev
 
-import numpy as np
 import record as rec
 from scipy import stats
 
@@ -31,11 +29,7 @@ MIN_SEEDS = 3
 
 
 def read() -> dict:
-    """tracks.json as it is."""
-    found = rec.read_json(FILE)
-    if not {"datasets", "tracks", "format_1"} <= found.keys():
-        raise rec.UserError(f"{FILE.name} cannot be read: it needs datasets, tracks and format_1")
-    return found
+    return rec.read_json(FILE)
 
 
 # ==== limits
@@ -57,20 +51,16 @@ def limit_of(seconds: list[float]) -> float:
 def tracks_of(record: dict, found: dict) -> list[str]:
     """Names of the tracks with the entry's dataset, script and hardware."""
     hardware = {key: record["hardware"][key] for key in ("device", "num_devices")}
-    out = []
-    for name, track in found["tracks"].items():
-        dataset = found["datasets"][track["dataset"]]
-        same = dataset["fingerprint"] == record["dataset"]["fingerprint"]
-        if same and track["script"] == record["track"] and track["hardware"] == hardware:
-            out.append(name)
-    return out
+    own = (record["dataset"]["fingerprint"], record["track"], hardware)
+
+    def asked(track: dict) -> tuple:
+        return found["datasets"][track["dataset"]]["fingerprint"], track["script"], track["hardware"]
+
+    return [name for name, track in found["tracks"].items() if asked(track) == own]
 
 
 def scoring_problems(record: dict, config: dict, scored: dict | None, found: dict) -> list[str]:
-    """Why the val bpb of an entry is not that of its dataset's tracks: it must score exactly their text.
-
-    Args: config of its runs; scored what its logs state, None if they do not, which is a problem too
-    """
+    """Why an entry's val bpb is not that of its dataset's tracks: config and logs must say that it is of their text."""
     out = []
     for dataset in found["datasets"].values():
         if dataset["fingerprint"] != record["dataset"]["fingerprint"] or not dataset["scored"]:
@@ -113,68 +103,27 @@ def rule_text(track: dict) -> str:
     return f"Fewest training seconds to a mean val bpb below {bound}."
 
 
-def scored_text(folder: Path, max_seq_len: int, val_tokens: int) -> dict:
-    """Targets, bytes and hash of what validation scores on a dataset directory, as the training scripts do.
-
-    Each document of the validation shards counts from its BOS, cut at max_seq_len tokens, until val_tokens targets
-    are reached. The hash is over the uint16 tokens of these pieces, BOS included, one behind the other; a document that
-    is a BOS alone has no target and is left out.
-    """
-    info = rec.read_json(folder / "dataset.json")
-    names = sorted(name for name in info["files"] if name.startswith("pretrain/val"))
-    for name in ("tokenizer.json", *names):
-        if rec.sha256(folder / name) != info["files"][name]["sha256"]:
-            raise rec.UserError(f"{folder / name} is not the file that dataset.json lists")
-    ranks = rec.read_json(folder / "tokenizer.json")["ranks"]
-    lengths = np.zeros(info["vocab_size"], np.int64)
-    lengths[: len(ranks)] = [len(base64.b64decode(rank)) for rank in ranks]
-
+def scored_text(script, folder: Path, max_seq_len: int, val_tokens: int) -> dict:
+    """What the training script validates on: targets with bytes, their bytes, and a hash of the documents."""
+    dataset = script.Dataset.open(folder)
+    config = script.Config(max_seq_len=max_seq_len, val_tokens=val_tokens)
     digest = hashlib.sha256()
     targets = 0
-    counted = 0
     num_bytes = 0
-    for name in names:
-        raw = (folder / name).read_bytes()
-        size = int(np.frombuffer(raw, "<i4", 3)[2])
-        tokens = np.frombuffer(raw, "<u2", size, 1024)
-        starts = np.flatnonzero(tokens == info["bos_id"])
-        for start, end in zip(starts, [*starts[1:], size], strict=True):
-            if targets >= val_tokens:
-                break
-            piece = tokens[start : min(end, start + max_seq_len)]
-            if len(piece) < 2:
-                continue
-            digest.update(piece.tobytes())
-            carried = lengths[piece[1:]]
-            targets += len(carried)
-            counted += int((carried > 0).sum())
-            num_bytes += int(carried.sum())
-    scored = {"targets": counted, "bytes": num_bytes, "sha256": digest.hexdigest()}
+    for tokens, _ in script.scored_documents(script.validation_documents(dataset, config), config):
+        carried = dataset.tokenizer.token_bytes[tokens[1:]]
+        digest.update(tokens.astype("<u2"))
+        targets += int((carried > 0).sum())
+        num_bytes += int(carried.sum())
+    scored = {"targets": targets, "bytes": num_bytes, "sha256": digest.hexdigest()}
     return {**scored, "max_seq_len": max_seq_len, "val_tokens": val_tokens}
 
 
 # ==== adding
 
 
-def first_seeds(args: argparse.Namespace, fingerprint: str) -> list[dict]:
-    """The runs that set the limits; an empty list leaves them open."""
-    if not args.first:
-        return []
-    record = rec.read_record(args.first)
-    hardware = record["hardware"]
-    found = {"dataset": record["dataset"]["fingerprint"], "script": record["track"]}
-    found |= {"device": hardware["device"], "num_devices": hardware["num_devices"]}
-    wanted = {"dataset": fingerprint, "script": args.script}
-    wanted |= {"device": args.device, "num_devices": args.num_devices}
-    rec.refuse(rec.unequal(found, wanted, f"--first {args.first.name}", "these tracks need"))
-    if len(record["runs"]) < MIN_SEEDS:
-        raise rec.UserError(f"--first {args.first.name}: limits need at least {MIN_SEEDS} seeds")
-    return record["runs"]
-
-
-def make_tracks(args: argparse.Namespace, fingerprint: str) -> dict:
+def make_tracks(args: argparse.Namespace, dataset: dict) -> dict:
     """The two tracks that the command line describes, by name."""
-    seeds = first_seeds(args, fingerprint)
     common = {
         "dataset": args.dataset,
         "script": args.script,
@@ -184,8 +133,17 @@ def make_tracks(args: argparse.Namespace, fingerprint: str) -> dict:
         "train": args.train,
         "limits_from": args.first.name if args.first else None,
     }
-    limit = limit_of([run["train_seconds"] for run in seeds]) if seeds else None
-    target = target_of([run["val_bpb"] for run in seeds]) if seeds else None
+    limit = None
+    target = None
+    if args.first:
+        record = rec.read_record(args.first)
+        seeds = record["runs"]
+        found = {"datasets": {args.dataset: dataset}, "tracks": {"new": common}}
+        if not tracks_of(record, found) or len(seeds) < MIN_SEEDS:
+            way = f"be of this dataset, script, card and number of cards, with at least {MIN_SEEDS} seeds"
+            raise rec.UserError(f"--first {args.first.name} sets no limits; the entry must {way}")
+        limit = limit_of([run["train_seconds"] for run in seeds])
+        target = target_of([run["val_bpb"] for run in seeds])
     name = args.name or f"{args.dataset}-{args.script}"
     fewest_bits = {**common, "ranked_by": "val_bpb", "tokens": args.tokens, "max_seconds": limit}
     fewest_seconds = {**common, "ranked_by": "train_seconds", "target_bpb": target}
@@ -208,25 +166,28 @@ def add(args: argparse.Namespace) -> None:
     for flag, text in (("--dataset", args.dataset), ("--name", args.name or args.dataset)):
         if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", text):
             raise rec.UserError(f"{flag} {text} must be lower-case words and figures with - between, e.g. p34")
+    sys.path.insert(0, str(rec.ROOT))
+    script = importlib.import_module(f"train_{args.script}")
     try:
-        info = rec.read_json(args.folder / "dataset.json")
-        shards = [file for name, file in info["files"].items() if name.startswith("pretrain/train")]
-        dataset = {
-            "fingerprint": info["fingerprint"],
-            "vocab_size": info["vocab_size"],
-            "train_tokens": sum(file["tokens"] for file in shards),
-            "made_by": args.made_by,
-            "scored": scored_text(args.folder, args.max_seq_len, args.val_tokens),
-        }
-    except (OSError, ValueError, KeyError, IndexError) as error:
-        raise rec.UserError(f"{args.folder} is no whole dataset ({error!r}); make it with data/pretrain.py") from None
+        scored = scored_text(script, args.folder, args.max_seq_len, args.val_tokens)
+    except script.UserError as error:
+        raise rec.UserError(str(error)) from None
+    info = rec.read_json(args.folder / "dataset.json")
+    shards = [file for name, file in info["files"].items() if name.startswith("pretrain/train")]
+    dataset = {
+        "fingerprint": info["fingerprint"],
+        "vocab_size": info["vocab_size"],
+        "train_tokens": sum(file["tokens"] for file in shards),
+        "made_by": args.made_by,
+        "scored": scored,
+    }
     known = dataset["train_tokens"]
     if args.tokens > known * args.max_epochs:
         raise rec.UserError(f"--tokens {args.tokens:,} is more than the {known:,} that {args.folder} holds")
     found = read()
     old = found["datasets"].get(args.dataset, {})
     found["datasets"][args.dataset] = join(old, dataset, args.dataset)
-    for name, track in make_tracks(args, dataset["fingerprint"]).items():
+    for name, track in make_tracks(args, dataset).items():
         found["tracks"][name] = join(found["tracks"].get(name, {}), track, name)
         print(f"{name}: {rule_text(found['tracks'][name])}")
     rec.write_whole(FILE, rec.dump(found))

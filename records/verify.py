@@ -4,16 +4,13 @@
     python records/verify.py baselines/2026-11-23_first-p34
     python records/verify.py baselines/2026-11-23_first-p34 --rerun 100 --data data/shards/p34
 
-Checked: hashes of all files, logs, starts, likeness of the runs, every entry of record.json, p-values included,
-curve.csv, and every line between the markers in README.md. Nothing in the folder is executed, except with --rerun: it
-trains with the folder's script and flags until step N and compares Config and loss with those of the entry, and on the
-same card also seconds and MFU. The loss may differ by 4 times its noise between seeds.
+records/README.md says what is checked. Only --rerun executes what is in the folder: it trains with its script and flags
+until step N and compares Config and loss with those of the entry, and on the same card also seconds and MFU.
 """
 
 import argparse
 import json
 import math
-import signal
 import subprocess
 import sys
 import tempfile
@@ -41,8 +38,7 @@ def rerun(folder: Path, steps: int, data: Path, processes: int) -> list[str]:
         run_dir = Path(temporary) / "run"
         command = [sys.executable]
         if processes > 1:
-            command += ["-m", "torch.distributed.run", "--standalone"]
-            command.append(f"--nproc_per_node={processes}")
+            command += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
         command.append(str(folder.resolve() / record["script"]))
         if record["args"]:
             command.append(f"@{folder.resolve() / record['args']}")
@@ -55,28 +51,27 @@ def rerun(folder: Path, steps: int, data: Path, processes: int) -> list[str]:
     if record["config"]:
         recipes = [check.recipe_of(config) for config in (record["config"], made["config"])]
         problems += rec.unequal(*recipes, "rerun: config", "the script makes")
-    hardware = {key: made["machine"][key] for key in ("device", "num_devices")}
-    if hardware == {key: record["hardware"][key] for key in hardware}:
+    cards = [(m["num_devices"], m["device"]) for m in (made["machine"], record["hardware"])]
+    if cards[0] == cards[1]:
         return problems + compare_speed(logs, log)
-    ran = f"{hardware['num_devices']} x {hardware['device']}"
-    print(f"  seconds and MFU are not compared: this is {ran}, the entry ran on other hardware")
+    ran, stated = (f"{number} x {device}" for number, device in cards)
+    print(f"  seconds and MFU are not compared: this is {ran}, the entry ran on {stated}")
     return problems
 
 
 def compare_loss(record: dict, logs: list, log: list[dict], finished: bool) -> list[str]:
     """Each logged loss, and at the end val bpb, may differ from the mean by SPREADS sd of the seeds."""
-    curve = {row["step"]: row for row in rec.loss_curve(logs)}
+    mine = {entry["step"]: entry["loss"] for entry in rec.split(log)[0]}
     noise = record["loss_noise"] or UNKNOWN_NOISE
-    train, val = rec.split(log)
     pairs = []
-    for entry in train:
-        if entry["step"] in curve:
-            mean = curve[entry["step"]]["loss"]
-            pairs.append((f"the loss at step {entry['step']}", entry["loss"], mean, noise))
+    for row in rec.loss_curve(logs):
+        step = row["step"]
+        if step in mine:
+            pairs.append((f"the loss at step {step}", mine[step], row["loss"], noise))
     if finished:
         known = record["summary"]["val_bpb"]
         spread = known["sd"] / known["mean"] if known["sd"] else UNKNOWN_NOISE
-        pairs.append(("val bpb", val[-1]["val_bpb"], known["mean"], spread))
+        pairs.append(("val bpb", rec.figures(log)["val_bpb"], known["mean"], spread))
     out = []
     for what, value, mean, spread in pairs:
         off = value / mean - 1
@@ -91,22 +86,21 @@ def compare_loss(record: dict, logs: list, log: list[dict], finished: bool) -> l
 def compare_speed(logs: list[list[dict]], log: list[dict]) -> list[str]:
     """On the same hardware: FLOPs of a token, which MFU and tokens/s imply, are equal, and seconds similar."""
     stated = {entry["step"]: entry for entry in rec.split(logs[0])[0]}
-    mine = {entry["step"]: entry for entry in rec.split(log)[0]}
-    common = sorted(mine.keys() & stated.keys())
+    mine = [entry for entry in rec.split(log)[0] if entry["step"] in stated]
     out = []
-    for step in common:
-        a, b = (side[step]["mfu"] / side[step]["tokens_per_second"] for side in (mine, stated))
-        if not math.isclose(a, b, rel_tol=1e-6):
-            out.append(f"rerun: step {step} of the log states an MFU that does not belong to its tokens/s")
-    if len(common) < 2:
-        return out
+    for entry in mine:
+        other = stated[entry["step"]]
+        flops = entry["mfu"] / entry["tokens_per_second"]
+        if not math.isclose(flops, other["mfu"] / other["tokens_per_second"], rel_tol=1e-6):
+            out.append(f"rerun: step {entry['step']} of the log states an MFU that does not belong to its tokens/s")
     # The first line may hold what a process does once.
-    first, last = common[0], common[-1]
-    spans = [side[last]["train_seconds"] - side[first]["train_seconds"] for side in (mine, stated)]
-    text = f"steps {first} to {last} took {spans[0]:.2f} s, in the entry {spans[1]:.2f} s"
+    first, last = mine[0], mine[-1]
+    span = last["train_seconds"] - first["train_seconds"]
+    old = stated[last["step"]]["train_seconds"] - stated[first["step"]]["train_seconds"]
+    text = f"steps {first['step']} to {last['step']} took {span:.2f} s, in the entry {old:.2f} s"
     print(f"  {text}", flush=True)
-    if spans[0] > SLOWER * spans[1]:
-        out.append(f"rerun: {text}; that is {spans[0] / spans[1] - 1:.0%} slower")
+    if span > SLOWER * old:
+        out.append(f"rerun: {text}; that is {span / old - 1:.0%} slower")
     return out
 
 
@@ -131,8 +125,7 @@ def train_until(steps: int, last: int, command: list[str], log: Path, errors: Pa
                 raise rec.UserError(f"the rerun ended before step {steps}: {said[-1] if said else 'it said nothing'}")
             time.sleep(0.2)
     finally:
-        if run.poll() is None:
-            run.send_signal(signal.SIGTERM)
+        run.terminate()
         run.wait()
 
 

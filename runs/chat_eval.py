@@ -1,30 +1,31 @@
 """Scores a finetuned run on six chat tasks and gives their mean, ChatCORE.
 
-    python runs/chat_eval.py out/RUN                                 downloads the tasks from Hugging Face
-    python runs/chat_eval.py out/RUN --files FOLDER --limit 200      files of one's own, 200 drawn items of each task
+    python runs/chat_eval.py out/RUN                              tasks from Hugging Face
+    python runs/chat_eval.py out/RUN --files FOLDER --limit 200   own files, 200 drawn items of each
     torchrun --standalone --nproc_per_node=8 runs/chat_eval.py out/RUN
 
-    arc_easy, arc_challenge, mmlu   the most likely of the letters is the answer, scored in packs as CORE is; no text
-                                    is generated; guessing scores 0.25
-    gsm8k        grade-school problems with the calculator; the number after #### is compared as a number
+    arc_easy, arc_challenge, mmlu   the most likely letter is the answer, scored in packs as CORE is
+    gsm8k        grade-school problems with the calculator; the number after #### counts
     humaneval    Python functions, run against their tests; only with --run-code
-    spelling     words that data/sft.py keeps out of training: to be spelled, or one letter to be counted
+    spelling     words that data/sft.py keeps out of training: to spell, or to count a letter of
 
-ChatCORE is the mean of (accuracy - guessing) / (1 - guessing) over the tasks that ran. Answers are the most likely
-ones (temperature 0).
+ChatCORE is the mean of (accuracy - guessing) / (1 - guessing) over the tasks that ran; guessing
+scores 0.25 on letters. Answers are the most likely ones (temperature 0). The table goes to
+chat_eval.csv and the answers to chat_eval_samples.jsonl in the run directory; the last line on
+stdout is one JSON object.
 
-FOLDER holds arc_easy*, arc_challenge*, mmlu*, gsm8k* and humaneval* as .jsonl, .jsonl.gz, .jsonl.zst or .parquet with
-the columns of the public sets, and words*.txt with one word a line. A name with "test" in it is preferred to one with
-"val"; names with "train" or "dev" are never used. The tool writes chat_eval.csv and chat_eval_samples.jsonl into the
-run directory; the last line on stdout is one JSON object.
+FOLDER holds arc_easy*, arc_challenge*, mmlu*, gsm8k* and humaneval* as .jsonl, .jsonl.gz,
+.jsonl.zst or .parquet with the columns of the public sets, and words*.txt with one word a line. A
+name with "test" goes before one with "val"; names with "train" or "dev" are never used.
 
---run-code executes programs that the model wrote, each in a process with limits on time, memory and file size, in an
-empty folder, and without network where Linux namespaces are allowed. This is no security boundary: a program can read,
-change and delete every file that you can, so use a container or another user. This tool also executes the training
-script that lies in the run directory.
+--run-code executes programs that the model wrote, each in an empty folder with limits on time,
+memory and file size, and without network where Linux namespaces are allowed. This is no security
+boundary: a program can read, change and delete every file that you can, so use a container or
+another user. This tool also executes the training script that lies in the run directory.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -130,10 +131,9 @@ def complete(generator, completions: list, note: str = "") -> None:
 
 
 def sum_over_ranks(values: np.ndarray, ranks) -> np.ndarray:
-    if ranks.world == 1:
-        return values
     total = torch.from_numpy(values).to(ranks.device)
-    dist.all_reduce(total)
+    if ranks.world > 1:
+        dist.all_reduce(total)
     return total.cpu().numpy()
 
 
@@ -141,19 +141,16 @@ def sum_over_ranks(values: np.ndarray, ranks) -> np.ndarray:
 
 
 def find_file(folder: Path, task: str) -> Path | None:
-    """The file of a task: one with "test" in its name before one with "val", never training or few-shot items."""
-    prefix = task
-    endings = sft.SUFFIXES
-    if task == "spelling":
-        prefix = "words"
-        endings = (".txt", ".txt.gz", ".txt.zst")
+    """The file of a task: "test" in its name before "val", never training or few-shot items."""
+    prefix = "words" if task == "spelling" else task
+    endings = (".txt", ".txt.gz", ".txt.zst") if task == "spelling" else sft.SUFFIXES
     names = [p for p in sorted(folder.glob(f"{prefix}*")) if p.name.endswith(endings)]
     names = [p for p in names if not re.search(r"train|dev", p.name.lower())]
     return min(names, key=lambda p: ("test" not in p.name, "val" not in p.name), default=None)
 
 
 def number_in(text: str) -> Decimal | None:
-    """The number after the first ####, or None: 18, 18.0, $18. and 1,800 are numbers."""
+    """The number after the first ####, like 18, 18.0, $18. and 1,800; or None."""
     match = re.search(r"####\s*([-+]?)\s*\$?\s*((?:[0-9][0-9,]*)?\.?[0-9]+)", text)
     return Decimal(match[1] + match[2].replace(",", "")) if match else None
 
@@ -175,10 +172,10 @@ def choice_item(value: dict[str, Any]) -> ChoiceItem:
 
 
 def choice_question(question: str, choices: list[str]) -> str:
-    """nanochat's wording: the letter after the choice, without a blank before it, binds better in a small model."""
-    pairs = zip(choices, LETTERS, strict=False)
-    lines = "\n".join(f"- {choice}={letter}" for choice, letter in pairs)
-    return f"Multiple Choice question: {question}\n{lines}\n\nRespond only with the letter of the correct answer."
+    """nanochat's wording: a letter right behind its choice binds better in a small model."""
+    lines = [f"- {choice}={letter}" for choice, letter in zip(choices, LETTERS, strict=False)]
+    task = "Respond only with the letter of the correct answer."
+    return "\n".join([f"Multiple Choice question: {question}", *lines, "", task])
 
 
 def text_item(task: str, value: dict[str, Any]) -> Item:
@@ -189,10 +186,7 @@ def text_item(task: str, value: dict[str, Any]) -> Item:
     prompt = value["prompt"]
     test = value["test"]
     entry = value["entry_point"]
-
-    def right(answer: str) -> bool:
-        return run_program(*program(prompt, answer, test, entry))
-
+    right = lambda answer: run_program(*program(prompt, answer, test, entry))
     return Item(prompt, f"{entry} passes its tests", right)
 
 
@@ -205,18 +199,15 @@ def spelling_item(value: dict[str, Any]) -> Item:
 
 
 def read_task(name: str, folder: Path | None, limit: int) -> list | None:
-    """The items of a task, or `limit` drawn ones; None if there is no file. Raises: RunError for a damaged file"""
+    """The items of a task, or `limit` drawn ones; None if there is no file."""
     task = TASKS[name]
-    path = None
-    if folder:
-        path = find_file(folder, name)
-    elif task.repository:
+    path = find_file(folder, name) if folder else None
+    if task.repository and not folder:
         import hub
 
         path = hub.fetch(task.repository, task.file)
     if path is None:
         return None
-
     if name == "spelling":
         words = sft.read_words(path, "--files")
         values = sft.spelling_tasks(words, limit or SPELLING_ITEMS, "val", 0)
@@ -238,13 +229,11 @@ def read_task(name: str, folder: Path | None, limit: int) -> list | None:
 # ==== scoring
 
 
-def score_choices(
-    score: Callable, model, tokenizer, items: list[ChoiceItem], ranks, size: int
-) -> np.ndarray:
-    """Whether each item is answered correctly, by the letters' logits after <|assistant_start|>: bool (items,).
+def score_choices(score, model, tokenizer, items: list[ChoiceItem], ranks, size: int) -> np.ndarray:
+    """Whether each item is answered correctly, by the logits of the letters: bool (items,).
 
-    The letters are the choices of a CORE task whose rows share the whole prompt, so this is one forward over packed
-    prompts. A prompt that is longer than the context loses its beginning. score: as score_core.scorer makes it.
+    The letters are the choices of a CORE task whose rows share the whole prompt. A prompt that is
+    longer than the context loses its beginning. score: as score_core.scorer makes it.
     """
     limit = model.config.max_seq_len
     letters = [tokenizer.encode(letter)[0] for letter in LETTERS]
@@ -263,7 +252,7 @@ def score_choices(
 
 
 def score_texts(generator, items: list[Item], task: str, ranks) -> tuple[np.ndarray, list[dict]]:
-    """Whether the most likely answer to each item is correct, bool (items,), and the answers of this rank.
+    """Whether the most likely answer to each item is correct, bool (items,), and this rank's answers.
 
     Questions that fill the context count as wrong.
     """
@@ -309,7 +298,7 @@ TIMEOUT = 10  # seconds on the clock
 
 @cache
 def isolation() -> tuple[str, ...]:
-    """A command that starts another one without network and ends its children with it; () if the system forbids it."""
+    """A command that starts another one without network; () if the system forbids it."""
     unshare = shutil.which("unshare")
     if not unshare:
         return ()
@@ -321,39 +310,35 @@ def isolation() -> tuple[str, ...]:
 def program(prompt: str, answer: str, test: str, entry: str) -> tuple[str, str]:
     """A program that checks an answer, and its last line if everything passes.
 
-    The answer's first code block, or all of it, is either the whole function, which then follows the prompt's imports
-    and helpers, or the body that continues the prompt.
+    The answer's first code block, or all of it, is either the whole function, which then follows
+    the prompt's imports and helpers, or the body that continues the prompt.
     """
     nonce = secrets.token_hex(16)
     block = re.search(r"```[^\n`]*\n(.*?)(?:```|\Z)", answer, re.DOTALL)
     code = block[1] if block else answer
-    define = re.search(rf"^def {re.escape(entry)}\b", prompt, re.MULTILINE)
+    before = prompt
     if re.search(rf"^\s*def {re.escape(entry)}\b", code, re.MULTILINE):
-        code = prompt[: define.start() if define else 0] + code
-    else:
-        code = prompt + code
+        before = re.split(rf"^def {re.escape(entry)}\b", prompt, maxsplit=1, flags=re.MULTILINE)[0]
+    code = before + code
     return f"{code}\n\n{test}\n\ncheck({entry})\nprint()\nprint({nonce!r})\n", nonce
 
 
 def run_program(text: str, nonce: str) -> bool:
-    """Whether a program exits with 0 and prints the nonce last. No security boundary: see the top of this file."""
+    """Whether a program exits with 0 and prints the nonce last. No security boundary, see above."""
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as out:
         path = Path(folder, "program.py")
         path.write_text(text, encoding="utf-8", errors="replace")
         command = (*isolation(), sys.executable, "-I", "-c", RUNNER, str(path))
         null = subprocess.DEVNULL
-        process = subprocess.Popen(
-            command, stdin=null, stdout=out, stderr=null, cwd=folder, env={}, start_new_session=True
-        )
+        pipes = {"stdin": null, "stdout": out, "stderr": null}
+        process = subprocess.Popen(command, **pipes, cwd=folder, env={}, start_new_session=True)
         try:
             code = process.wait(TIMEOUT)
         except subprocess.TimeoutExpired:
             code = -1
         finally:
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
             process.wait()
         out.seek(0)
         return code == 0 and out.read().split(b"\n")[-2:] == [nonce.encode(), b""]
@@ -363,7 +348,7 @@ def run_program(text: str, nonce: str) -> bool:
 
 
 def find_items(name: str, args: argparse.Namespace) -> tuple[list, str]:
-    """The items of a task, or the reason why it is left out. Raises: RunError if --tasks names it and there are none"""
+    """The items of a task, or the reason why it is left out. Raises: RunError if --tasks names it"""
     if name == "humaneval" and not args.run_code:
         return [], "it executes programs of the model; allow that with --run-code"
     items = read_task(name, args.files, args.limit)
@@ -403,13 +388,13 @@ def score_tasks(run: engine.Run, args: argparse.Namespace, ranks, say: Callable)
         else:
             right = score_choices(score, run.model, run.tokenizer, items, ranks, size)
         seconds = time.perf_counter() - start
-        table.append(score_core.TaskScore.of(name, right, TASKS[name].guessing, seconds))
+        table.append(score_core.task_score(name, right, TASKS[name].guessing, seconds))
         say(table[-1].line())
     return table, samples
 
 
 def evaluate(run: engine.Run, args: argparse.Namespace) -> dict | None:
-    """Scores the tasks and writes the files. Returns what is printed last, on the first rank."""
+    """Scores the tasks and writes the files. Returns what the first rank prints last."""
     ranks = run.script.start_ranks()
 
     def say(text: str) -> None:
@@ -421,7 +406,7 @@ def evaluate(run: engine.Run, args: argparse.Namespace) -> dict | None:
     if not table:
         raise RunError("no task could be scored; give files with --files")
 
-    total = score_core.CoreScore(table, time.perf_counter() - begin, "ChatCORE")
+    total = score_core.mean_score("ChatCORE", table, time.perf_counter() - begin)
     say(total.line())
     left_out = [name for name in TASKS if name not in [row.task for row in table]]
     if left_out:
@@ -429,12 +414,12 @@ def evaluate(run: engine.Run, args: argparse.Namespace) -> dict | None:
     if not ranks.is_main:
         return None
 
-    (args.run_dir / "chat_eval.csv").write_text(total.csv(), encoding="utf-8")
+    score_core.write_table(args.run_dir / "chat_eval.csv", [*table, total])
     lines = "".join(json.dumps(sample) + "\n" for sample in samples)
     (args.run_dir / "chat_eval_samples.jsonl").write_text(lines, encoding="utf-8")
     if samples:
         say(f"answers: {args.run_dir}/chat_eval_samples.jsonl")
-    result = {"chatcore": total.core, "tasks": {row.task: row.accuracy for row in table}}
+    result = {"chatcore": total.centered, "tasks": {row.task: row.accuracy for row in table}}
     return result | {"chat_eval_seconds": total.seconds, "run_dir": str(args.run_dir)}
 
 
@@ -450,11 +435,8 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     args.tasks = [task for task in args.tasks.split(",") if task]
     try:
-        for task in args.tasks:
-            if task not in TASKS:
-                raise RunError(f"--tasks names {task}, which is none of {', '.join(TASKS)}")
-        if args.limit < 0:
-            raise RunError(f"--limit {args.limit} must be at least 0")
+        if unknown := set(args.tasks) - set(TASKS):
+            raise RunError(f"--tasks names {unknown.pop()}, which is none of {', '.join(TASKS)}")
         if args.files and not args.files.is_dir():
             raise RunError(f"--files {args.files} is no folder; name one that holds task files")
         run = engine.load_run(args.run_dir, args.step)

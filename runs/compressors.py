@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import report
 from engine import RunError, import_script
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -73,40 +74,32 @@ def compare(script, run_dir: Path) -> str:
         raise RunError(f"{log} has no val_bpb yet; let the run finish first")
     score = scores[-1]
 
-    def bpb(size: int) -> float:
-        return 8 * size / len(text)
-
-    lines = [
-        f"| {len(text):,} bytes of validation text | bits per byte |",
-        "| --- | ---: |",
-        f"| this model, after {score['tokens']:,} training tokens | {score['val_bpb']:.4f} |",
-        f"| gzip -9 | {bpb(len(gzip.compress(text, 9))):.4f} |",
-        f"| xz -9e | {bpb(xz(text)):.4f} |",
-    ]
+    bits = {"gzip -9": 8 * len(gzip.compress(text, 9)), "xz -9e": 8 * xz(text)}
     note = NOTE
     read = training_text(dataset, score["tokens"])
     if config.max_epochs == 1 and len(read) <= PREFIX_LIMIT:
-        added = xz(read + text) - xz(read)
-        lines.append(f"| xz -9e behind the same training text | {bpb(added):.4f} |")
+        bits["xz -9e behind the same training text"] = 8 * (xz(read + text) - xz(read))
         note += PREFIX_NOTE
-    return "\n".join(lines) + f"\n\n{note}\n"
+    rows = [(f"this model, after {score['tokens']:,} training tokens", f"{score['val_bpb']:.4f}")]
+    rows += [(name, f"{count / len(text):.4f}") for name, count in bits.items()]
+    header = f"| {len(text):,} bytes of validation text | bits per byte |"
+    return report.table(header, "| --- | ---: |", rows) + f"\n{note}\n"
 
 
-def add_to_report(script, path: Path, table: str) -> None:
+def add_to_report(path: Path, table: str) -> None:
     """Puts the table between its markers, or before the samples, or at the end."""
-    report = path.read_text(encoding="utf-8")
+    text = path.read_text(encoding="utf-8")
     block = f"{BEGIN}\n## Against compressors\n\n{table}{END}\n"
-    if BEGIN in report:
-        head, _, rest = report.partition(BEGIN)
-        tail = rest.partition(END)[2].removeprefix("\n")
-    else:
-        before, samples, after = report.partition("\n## Samples")
+    head, _, rest = text.partition(BEGIN)
+    tail = rest.partition(END)[2].removeprefix("\n")
+    if BEGIN not in text:
+        before, samples, after = text.partition("\n## Samples")
         head = before.rstrip("\n") + "\n\n"
         tail = samples + after
     path.write_text(head + block + tail, encoding="utf-8")
 
 
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(description="Compare a run with gzip -9 and xz -9e on its text.")
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path)
     run_dir = parser.parse_args().run_dir
@@ -117,13 +110,11 @@ def main() -> int:
         except script.UserError as error:
             raise RunError(str(error)) from None
     except RunError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+        sys.exit(f"error: {error}")
     print(table, end="")
     if (run_dir / "report.md").is_file():
-        add_to_report(script, run_dir / "report.md", table)
-    return 0
+        add_to_report(run_dir / "report.md", table)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

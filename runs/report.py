@@ -3,11 +3,10 @@
     python runs/report.py out/RUN
     python runs/report.py out/RUN out/OTHER --no-samples     needs no PyTorch
 
-Every training run ends with it. Call it again at any time, also while a run is under way: the report
-then shows what is logged so far. It reads config.json, log.jsonl and result.json. The samples are of
-the newest checkpoint: after pretraining it continues the first words of three held-out documents,
-after finetuning it answers three questions. A report of reinforcement learning shows the answers to
-held-out questions before and after, which are in the log.
+Every training run ends with it. Call it again at any time, also while a run is under way. The samples
+are of the newest checkpoint: after pretraining it continues the first words of three held-out
+documents, after finetuning it answers three questions. A report of reinforcement learning shows the
+answers to held-out questions before and after, which are in the log.
 """
 
 import argparse
@@ -59,11 +58,7 @@ SMOOTHED = 20  # steps in mean_reward
 PROMPT_TOKENS = 8  # of a held-out document
 PROMPTS = ("Once upon a time", "The most important thing is", "In the year")  # without the dataset
 CONTINUATION = {"max_tokens": 100, "temperature": 0.5}
-QUESTIONS = (
-    "Hello! Who are you?",
-    "Why is the sky blue?",
-    "Write a Python function that adds two numbers.",
-)
+QUESTIONS = ("Hello! Who are you?", "Why is the sky blue?", "Write a Python function that adds two numbers.")
 ANSWER = {"max_tokens": 128, "temperature": 0.0}
 
 
@@ -122,10 +117,9 @@ def machine_rows(description: dict, result: dict) -> dict:
 def setting_rows(description: dict) -> dict:
     """What a run trained on, and what it started from."""
     rows = {}
-    for command in ("finetune", "contrast"):
-        if settings := description.get(command):
-            source = Path(settings["run"]).resolve().name
-            rows["finetuned from"] = f"{source} {settings['checkpoint']}"
+    if settings := description.get("finetune") or description.get("contrast"):
+        source = Path(settings["run"]).resolve().name
+        rows["finetuned from"] = f"{source} {settings['checkpoint']}"
     if settings := description.get("rl"):
         digits = f" of {settings['digits']}-digit numbers"
         rows["task"] = settings["task"] + (digits if settings["task"] == "addition" else "")
@@ -161,11 +155,12 @@ def plotted(entries: list[dict]) -> list[str]:
 
 def smooth_rewards(entries: list[dict]) -> list[dict]:
     """Further entries with the mean reward of the last steps, for all but the first few."""
-    steps = [entry for entry in entries if "reward" in entry]
+    steps = [entry["step"] for entry in entries if "reward" in entry]
+    rewards = [entry["reward"] for entry in entries if "reward" in entry]
     found = []
     for end in range(SMOOTHED, len(steps) + 1):
-        rewards = [entry["reward"] for entry in steps[end - SMOOTHED : end]]
-        found.append({"step": steps[end - 1]["step"], "mean_reward": sum(rewards) / SMOOTHED})
+        mean = sum(rewards[end - SMOOTHED : end]) / SMOOTHED
+        found.append({"step": steps[end - 1], "mean_reward": mean})
     return found
 
 
@@ -269,7 +264,6 @@ def cell(text: str) -> str:
 
 
 def score_table(before: dict, after: dict) -> str:
-    """Accuracy on held-out questions in two evaluations."""
     rows = []
     for name in before:
         if name == "greedy" or name.startswith("pass@"):
@@ -339,9 +333,7 @@ def main(argv: list[str] | None = None) -> int:
         try:
             write_report(run_dir, not args.no_samples, args.device)
         except FileNotFoundError as error:
-            way = "name the directory of a run that has begun"
-            print(f"error: there is no {error.filename}; {way}", file=sys.stderr)
-            return 1
+            sys.exit(f"error: there is no {error.filename}; name the directory of a run that has begun")
     return 0
 
 

@@ -45,28 +45,10 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def check_flags(args: argparse.Namespace) -> None:
-    """Raises RunError if a flag has a value that makes no sense."""
-    if args.tokens < 1:
-        raise RunError(f"--tokens {args.tokens} must be at least 1")
-    if args.temperature < 0 or args.top_k < 0:
-        raise RunError("--temperature and --top-k must be at least 0")
-    if not 0 < args.top_p <= 1:
-        raise RunError(f"--top-p {args.top_p} must be above 0 and at most 1")
-
-
-def load(args: argparse.Namespace) -> engine.Run:
-    device = args.device
-    return engine.load_run(args.run_dir, args.step, device, attention=args.attention, dtype=args.dtype)
-
-
 def check_decoding(run: engine.Run) -> float:
-    """Compares decoding with the forward pass that the model was trained with.
+    """decoding_error() of the model in fp32; one of 16 bits is also compared as it is, with its kernels.
 
-    A model of 16 bits is compared as it is, with its kernels, and as a copy in fp32 on the CPU.
-
-    Returns: decoding_error of the model in fp32
-    Raises:  RunError if they differ by more than rounding, or are not finite
+    Raises: RunError if decoding and forward pass differ by more than rounding, or are not finite
     """
     models = [(run.model, EXACT_TOLERANCE)]
     if run.model.embed.dtype != torch.float32:
@@ -78,10 +60,9 @@ def check_decoding(run: engine.Run) -> float:
         if math.isnan(error):
             raise RunError("the model's logits are not finite; name an earlier checkpoint with --step")
         if error > tolerance:
-            raise RunError(
-                f"the model decodes other logits than its forward pass gives (difference {error:.1e}, "
-                f"at most {tolerance:.0e} is rounding); use the tools of the commit that made the run"
-            )
+            found = f"difference {error:.1e}, at most {tolerance:.0e} is rounding"
+            way = "use the tools of the commit that made the run"
+            raise RunError(f"the model decodes other logits than its forward pass gives ({found}); {way}")
     return error
 
 
@@ -125,47 +106,46 @@ def decoding_error(model, tokenizer) -> float:
     return (difference / spread.clamp(min=1e-30)).item()
 
 
-def check(args: argparse.Namespace) -> dict:
-    """Says whether a run decodes as it was trained. Returns what the last line shows."""
-    error = check_decoding(load(args))
+def check(run: engine.Run) -> dict:
+    """Says whether a run decodes as it was trained."""
+    error = check_decoding(run)
     print(f"decoding agrees with the forward pass (difference {error:.1e}, rounding)")
-    return {"decoding_error": error, "run_dir": str(args.run_dir)}
+    return {"decoding_error": error}
 
 
-def sample(args: argparse.Namespace) -> dict:
-    """Prints the continuation of each prompt. Returns what the last line shows."""
-    check_flags(args)
-    run = load(args)
+def sample(run: engine.Run, args: argparse.Namespace) -> dict:
+    """Prints the continuation of each prompt."""
+    if args.tokens < 1:
+        raise RunError(f"--tokens {args.tokens} must be at least 1")
+    if args.temperature < 0 or args.top_k < 0:
+        raise RunError("--temperature and --top-k must be at least 0")
+    if not 0 < args.top_p <= 1:
+        raise RunError(f"--top-p {args.top_p} must be above 0 and at most 1")
+    options = {name: getattr(args, name) for name in ("temperature", "top_k", "top_p", "seed")}
     generator = engine.Generator(run.model, run.tokenizer)
 
     start = time.perf_counter()
     new_tokens = 0
     for prompt in args.prompt or [""]:
         room = run.config.max_seq_len - len(run.tokenizer.encode(prompt))
-        pieces = generator.stream_text(
-            prompt,
-            max_tokens=max(1, min(args.tokens, room)),
-            temperature=args.temperature,
-            top_k=args.top_k,
-            top_p=args.top_p,
-            seed=args.seed,
-        )
+        most = max(1, min(args.tokens, room))
         print(prompt, end="", flush=True)
-        for piece in pieces:
+        for piece in generator.stream_text(prompt, max_tokens=most, **options):
             print(piece, end="", flush=True)
             new_tokens += 1
         new_tokens -= 1  # the last piece belongs to no token
         print()
-    seconds = time.perf_counter() - start
-    return {"new_tokens": new_tokens, "seconds": seconds, "run_dir": str(args.run_dir)}
+    return {"new_tokens": new_tokens, "seconds": time.perf_counter() - start}
 
 
 def main() -> int:
     args = build_parser().parse_args()
     sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows "?"
+    options = {"attention": args.attention, "dtype": args.dtype}
     try:
-        result = check(args) if args.check else sample(args)
-        print(json.dumps(result), flush=True)
+        run = engine.load_run(args.run_dir, args.step, args.device, **options)
+        result = check(run) if args.check else sample(run, args)
+        print(json.dumps(result | {"run_dir": str(args.run_dir)}), flush=True)
         return 0
     except RunError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -4,11 +4,10 @@
     python runs/scaling_plot.py out/laws --out out/laws     writes results.csv and scaling.png there (the default)
 
 Weights are those that are multiplied for every token (matrices and head, no embeddings), FLOPs are 6 x weights x
-tokens. Runs whose FLOPs differ by at most 5 % form a budget if there are at least three sizes among them. The best size
-for a budget is the minimum of a parabola of bits per byte over log(weights). Over several budgets, best sizes and token
-counts are fitted by powers of FLOPs. The lowest bits per byte of each budget, or those of all runs if there is no
-budget, are fitted by floor + factor x FLOPs ** -exponent, and with fewer than four points by a power alone. The column
-CORE is filled for runs that runs/score_core.py has scored. The last line is the result as JSON.
+tokens. Runs whose FLOPs differ by at most 5 % form a budget if there are at least three sizes among them. Its best size
+is the minimum of a parabola of bits per byte over log(weights). Best sizes and tokens are fitted by powers of FLOPs,
+the lowest bits per byte of each budget, or those of all runs without one, by floor + factor x FLOPs ** -exponent (with
+fewer than four points by a power). CORE is that of runs/score_core.py. The last line is the result as JSON.
 """
 
 import argparse
@@ -27,42 +26,28 @@ BLUE = "#2f6f9f"
 RED = "#c0392b"
 
 
-def read_core(run_dir: Path) -> float | None:
-    """The CORE score of a run; None if it has not been scored."""
-    path = run_dir / "core.csv"
-    if not path.is_file():
-        return None
-    last = path.read_text(encoding="utf-8").splitlines()[-1]  # CORE,items,,score,seconds
-    return float(last.split(",")[3])
-
-
 def read_run(run_dir: Path) -> dict:
-    """A row of the table, from what the run wrote. Ends the program if the run is not a finished one."""
-    try:
-        description = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
-        lines = (run_dir / "log.jsonl").read_text(encoding="utf-8").splitlines()
-        last = [entry for entry in map(json.loads, lines) if "val_bpb" in entry][-1]
-        config = description["config"]
-        layers = config["num_layers"]
-        width = config["width"]
-        vocab_size = math.ceil(config["vocab_size"] / 64) * 64  # as the model pads it
-        weights = layers * (4 * width + 2 * config["mlp_width"]) * width + vocab_size * width
-        return {
-            "run": run_dir.name,
-            "num_layers": layers,
-            "width": width,
-            "weights": weights,
-            "tokens": last["tokens"],
-            "tokens_per_weight": last["tokens"] / weights,
-            "flops": 6.0 * weights * last["tokens"],
-            "val_bpb": last["val_bpb"],
-            "core": read_core(run_dir),
-            "train_seconds": last["train_seconds"],
-            "devices": description["machine"]["num_devices"],
-        }
-    except (OSError, ValueError, KeyError, IndexError) as error:
-        problem = f"cannot be read as a finished run ({error!r})"
-        sys.exit(f"error: {run_dir} {problem}; remove it or let it finish")
+    """A row of the table, from what a finished run wrote; core is None if it has not been scored."""
+    description = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
+    result = json.loads((run_dir / "result.json").read_text(encoding="utf-8"))
+    config = description["config"]
+    layers = config["num_layers"]
+    width = config["width"]
+    vocab_size = math.ceil(config["vocab_size"] / 64) * 64  # as the model pads it
+    weights = layers * (4 * width + 2 * config["mlp_width"]) * width + vocab_size * width
+    return {
+        "run": run_dir.name,
+        "num_layers": layers,
+        "width": width,
+        "weights": weights,
+        "tokens": result["tokens"],
+        "tokens_per_weight": result["tokens"] / weights,
+        "flops": 6.0 * weights * result["tokens"],
+        "val_bpb": result["val_bpb"],
+        "core": result.get("core"),
+        "train_seconds": result["train_seconds"],
+        "devices": description["machine"]["num_devices"],
+    }
 
 
 def column(rows: list[dict], key: str) -> np.ndarray:
@@ -86,8 +71,8 @@ def optimum(group: list[dict]) -> dict:
     val_bpb = column(group, "val_bpb")
     flops = float(np.exp(np.mean(np.log(column(group, "flops")))))
     curve = np.polyfit(np.log(weights), val_bpb, 2)
-    found = {"flops": flops, "curve": curve, "weights": None, "tokens": None}
-    found["val_bpb"] = float(val_bpb.min())
+    lowest = float(val_bpb.min())
+    found = {"flops": flops, "curve": curve, "weights": None, "tokens": None, "val_bpb": lowest}
     if curve[0] <= 0:  # the parabola opens downward
         return found
     best = math.exp(-curve[1] / (2 * curve[0]))
@@ -146,11 +131,12 @@ def analyse(rows: list[dict]) -> dict:
 def describe(fit: dict | None, name: str) -> str:
     if fit is None:
         return f"{name}: too few points"
-    error = f" +- {fit['error']:.3f}" if fit["error"] is not None else ""
+    exponent = f"{fit['exponent']:.3f}"
+    if fit["error"] is not None:
+        exponent += f" +- {fit['error']:.3f}"
     if "floor" not in fit:
-        return f"{name} ~ FLOPs ^ {fit['exponent']:.3f}{error}"
-    exponent = f"-({fit['exponent']:.3f}{error})"
-    return f"{name} = {fit['floor']:.3f} + {fit['factor']:.3g} FLOPs ^ {exponent}"
+        return f"{name} ~ FLOPs ^ {exponent}"
+    return f"{name} = {fit['floor']:.3f} + {fit['factor']:.3g} FLOPs ^ -({exponent})"
 
 
 def plot_bpb(axis, rows: list[dict], result: dict) -> None:
@@ -158,8 +144,7 @@ def plot_bpb(axis, rows: list[dict], result: dict) -> None:
     points = result["budgets"] or rows
     flops = column(points, "flops")
     axis.plot(flops, column(points, "val_bpb"), "o", color=BLUE)
-    fit = result["bpb"]
-    if fit:
+    if fit := result["bpb"]:
         fine = np.geomspace(flops.min(), flops.max(), 100)
         axis.plot(fine, fit["floor"] + fit["factor"] * fine ** -fit["exponent"], color=BLUE, lw=1)
     if not result["budgets"]:
@@ -231,8 +216,7 @@ def print_result(result: dict) -> None:
         if found["weights"]:
             size = f"{found['weights']:,.0f} weights, {found['tokens']:,.0f} tokens"
         print(f"{found['flops']:.2e} FLOPs: {size}")
-    names = ("weights", "tokens", "bpb") if result["budgets"] else ("bpb",)
-    for name in names:
+    for name in ("weights", "tokens", "bpb") if result["budgets"] else ("bpb",):
         print(describe(result[name], name))
 
 

@@ -13,6 +13,7 @@ Letters in shapes: T tokens of a batch, R scored tokens of a batch, H heads, K h
 """
 
 import argparse
+import csv
 import hashlib
 import io
 import json
@@ -72,7 +73,7 @@ class CoreTask:
         return task
 
     def unpack(self, arrays, limit: int, max_seq_len: int) -> None:
-        """Fills items and spans. A file holds what all choices of an item have in common once, then their rests."""
+        """Fills items and spans. A file holds what the choices of an item share once, then their rests."""
         tokens = arrays["tokens"].astype(np.int32)
         choices = zip(*(arrays[name].tolist() for name in ("rest", "start", "end")), strict=True)
         cursor = 0  # in tokens
@@ -126,7 +127,7 @@ def shared_inputs(rows: list[np.ndarray], spans: list[tuple[int, int]]) -> int:
 
 
 class CoreInputs(NamedTuple):
-    """A batch on the device, all int32. Padding tokens see only themselves; padding targets have row -1."""
+    """A batch on the device, int32. Padding tokens see only themselves; padding targets have row -1."""
 
     tokens_T: Tensor
     positions_T: Tensor  # in the row
@@ -179,9 +180,7 @@ class CoreBatch:
             self.picked = picks.stop
         return True
 
-    def add_part(
-        self, tokens: np.ndarray, common: int, begin: int, branch: int, skip: int
-    ) -> None:
+    def add_part(self, tokens: np.ndarray, common: int, begin: int, branch: int, skip: int) -> None:
         """Appends what the choices of an item begin with, or one choice behind the `common` tokens from `begin` on."""
         positions = np.arange(common, common + len(tokens), dtype=np.int32)
         part = slice(self.used, self.used + len(tokens))
@@ -227,10 +226,8 @@ def branch_attention_ref(q, k, v, first, skip, branch, scale: float, block: int 
         visible = (j >= first[own, None]) & (j <= i)
         visible &= (j < skip[own, None]) | (j >= branch[own, None])
 
-        queries = q[own].transpose(0, 1)[None]
-        keys = k[seen].transpose(0, 1)[None]
-        values = v[seen].transpose(0, 1)[None]
-        part = F.scaled_dot_product_attention(queries, keys, values, visible, scale=scale)
+        heads = [t.transpose(0, 1)[None] for t in (q[own], k[seen], v[seen])]
+        part = F.scaled_dot_product_attention(*heads, visible, scale=scale)
         y[own] = part[0].transpose(0, 1)
     return y
 
@@ -289,8 +286,7 @@ TILES = {"BM": 64, "BN": 64, "num_warps": 4, "num_stages": 2}
 
 def kernel_runs(q: Tensor) -> bool:
     """16 bits on a GPU from Ampere on, and a head width that is a power of two."""
-    head_width = q.size(2)
-    return use_triton(q) and head_width & (head_width - 1) == 0
+    return use_triton(q) and q.size(2).bit_count() == 1
 
 
 @torch.library.custom_op("decoderstack_core::branch_attention", mutates_args=())
@@ -301,9 +297,7 @@ def branch_attention(
     if not kernel_runs(q):
         return branch_attention_ref(q, k, v, first, skip, branch, scale)
     T, H, D = q.shape
-    q = adjacent_heads(q)
-    k = adjacent_heads(k)
-    v = adjacent_heads(v)
+    q, k, v = (adjacent_heads(t) for t in (q, k, v))
     o = q.new_empty(T, H, D)
     strides = (q.stride(0), k.stride(0), v.stride(0), o.stride(0))
     grid = (triton.cdiv(T, TILES["BM"]), H)
@@ -350,15 +344,13 @@ def score_packed(
 
 
 def scorer(model, compile: bool) -> Callable:
-    """score_packed of a model: CoreInputs without rows_R -> nats, hits. Compiled to one graph on request."""
+    """score_packed of a model, compiled to one graph on request."""
     score = partial(score_packed, model)
     return torch.compile(score, dynamic=False, fullgraph=True) if compile else score
 
 
-def pack_items(
-    task: CoreTask, size: int, windows: tuple[int, int], bos_id: int
-) -> Iterator[CoreBatch]:
-    """All items of a task in batches of `size` tokens. Rows are numbered in the order of the task's items."""
+def pack_items(task: CoreTask, size: int, windows: tuple, bos_id: int) -> Iterator[CoreBatch]:
+    """All items of a task in batches of `size` tokens. Rows are numbered in the task's order."""
     begins = np.cumsum([0] + [len(rows) for rows in task.items]).tolist()
     lengths = [sum(len(row) for row in rows) for rows in task.items]
     batch = CoreBatch(size, windows, bos_id)
@@ -384,9 +376,7 @@ def pack_items(
 
 
 @torch.no_grad()
-def score_task(
-    score: Callable, task: CoreTask, size: int, windows: tuple, bos_id: int, ranks
-) -> np.ndarray:
+def score_task(score, task: CoreTask, size: int, windows: tuple, bos_id: int, ranks) -> np.ndarray:
     """Whether each item of a task is answered correctly, bool (items,). Raises: RunError if the loss is not finite.
 
     Args: score: as scorer() makes it; size: tokens of a batch; windows: of the model; ranks: the script's Ranks
@@ -412,10 +402,8 @@ def score_task(
     return correct_items(task, nats, targets, hits)
 
 
-def correct_items(
-    task: CoreTask, nats: np.ndarray, targets: np.ndarray, hits: np.ndarray
-) -> np.ndarray:
-    """The verdicts, bool (items,), from sums over the scored tokens of each row.
+def correct_items(task: CoreTask, nats, targets, hits) -> np.ndarray:
+    """The verdicts, bool (items,), from sums over the scored tokens of each row, three arrays.
 
     Language modelling: every scored token must be the most likely one. Multiple choice and schema: the right choice
     must have the lowest mean of nats; the first of equals counts.
@@ -438,60 +426,42 @@ def correct_items(
 # ==== The command
 
 
-@dataclass
-class TaskScore:
-    """A row of the table."""
+class TaskScore(NamedTuple):
+    """A row of the table and of core.csv; the last one, of all tasks, has no accuracy."""
 
     task: str
     items: int
-    accuracy: float
+    accuracy: float | None
     centered: float  # (accuracy - guessing) / (1 - guessing)
     seconds: float
 
-    @staticmethod
-    def of(task: str, right: np.ndarray, guessing: float, seconds: float) -> "TaskScore":
-        accuracy = float(right.mean())
-        return TaskScore(task, len(right), accuracy, (accuracy - guessing) / (1 - guessing), seconds)
-
     def line(self) -> str:
-        numbers = f"{self.accuracy:9.4f} {self.centered:9.4f} {self.seconds:8.2f}"
+        accuracy = "" if self.accuracy is None else f"{self.accuracy:.4f}"
+        numbers = f"{accuracy:>9} {self.centered:9.4f} {self.seconds:8.2f}"
         return f"{self.task:34} {self.items:7,} {numbers}"
 
 
 HEAD = f"{'task':34} {'items':>7} {'accuracy':>9} {'centered':>9} {'seconds':>8}"
 
 
-@dataclass
-class CoreScore:
-    """The whole table."""
-
-    tasks: list[TaskScore]
-    seconds: float  # of scoring, without compilation
-    name: str = "CORE"  # chat_eval.py has another
-
-    @property
-    def core(self) -> float:
-        """Mean of the centered accuracies."""
-        return sum(row.centered for row in self.tasks) / len(self.tasks)
-
-    @property
-    def items(self) -> int:
-        return sum(row.items for row in self.tasks)
-
-    def line(self) -> str:
-        return f"{self.name:34} {self.items:7,} {'':9} {self.core:9.4f} {self.seconds:8.2f}"
-
-    def csv(self) -> str:
-        lines = ["task,items,accuracy,centered,seconds"]
-        for row in self.tasks:
-            lines.append(f"{row.task},{row.items},{row.accuracy},{row.centered},{row.seconds}")
-        return "\n".join([*lines, f"{self.name},{self.items},,{self.core},{self.seconds}\n"])
+def task_score(task: str, right: np.ndarray, guessing: float, seconds: float) -> TaskScore:
+    accuracy = float(right.mean())
+    return TaskScore(task, len(right), accuracy, (accuracy - guessing) / (1 - guessing), seconds)
 
 
-def evaluate_core(
-    model, dataset, ranks, limit: int, size: int, compile: bool = False, say: Callable = print
-) -> CoreScore:
-    """Scores all tasks of a dataset and prints a row for each.
+def mean_score(name: str, rows: list[TaskScore], seconds: float) -> TaskScore:
+    """CORE, or the mean of other tasks under its name."""
+    centered = float(np.mean([row.centered for row in rows]))
+    return TaskScore(name, sum(row.items for row in rows), None, centered, seconds)
+
+
+def write_table(path: Path, rows: list[TaskScore]) -> None:
+    with path.open("w", encoding="utf-8", newline="") as file:
+        csv.writer(file, lineterminator="\n").writerows([TaskScore._fields, *rows])
+
+
+def evaluate_core(model, dataset, ranks, limit: int, size: int, compile, say) -> list[TaskScore]:
+    """Scores all tasks of a dataset and prints a row for each; the last row is CORE.
 
     Args:   limit: items of each task, 0: all; size: tokens of a batch
     Raises: RunError if a file is damaged or the loss is not finite
@@ -515,14 +485,14 @@ def evaluate_core(
         start = time.perf_counter()
         task = CoreTask.read(dataset.root / name, sha256, limit, max_seq_len)
         right = score_task(score, task, size, model.windows, bos_id, ranks)
-        rows.append(TaskScore.of(task.name, right, task.baseline, time.perf_counter() - start))
+        rows.append(task_score(task.name, right, task.baseline, time.perf_counter() - start))
         say(rows[-1].line())
 
-    result = CoreScore(rows, time.perf_counter() - begin)
-    say(result.line())
+    core = mean_score("CORE", rows, time.perf_counter() - begin)
+    say(core.line())
     if len(rows) != NUM_TASKS:
         say(f"note: {len(rows)} tasks; CORE is the mean over {NUM_TASKS}")
-    return result
+    return [*rows, core]
 
 
 def default_batch_tokens(device: torch.device) -> int:
@@ -532,17 +502,16 @@ def default_batch_tokens(device: torch.device) -> int:
     return 65536 if free > 16 * 2**30 else 16384
 
 
-def write_scores(run: engine.Run, run_dir: Path, score: CoreScore, limit: int) -> None:
-    """core.csv and result.json describe the finished model; any other checkpoint has a table of its own."""
+def write_scores(run: engine.Run, run_dir: Path, rows: list[TaskScore], result: dict) -> None:
+    """core.csv and result.json describe the finished model; other checkpoints have own tables."""
     newest = run.script.checkpoints(run_dir)[-1]
-    result_path = run_dir / "result.json"  # the run writes it when it has finished
-    if newest.name != f"step_{run.step:06d}" or not result_path.is_file():
-        (run_dir / f"core_step_{run.step}.csv").write_text(score.csv(), encoding="utf-8")
+    path = run_dir / "result.json"  # the run writes it when it has finished
+    if newest.name != f"step_{run.step:06d}" or not path.is_file():
+        write_table(run_dir / f"core_step_{run.step}.csv", rows)
         return
-    (run_dir / "core.csv").write_text(score.csv(), encoding="utf-8")
-    result = json.loads(result_path.read_text(encoding="utf-8"))
-    result |= {"core": score.core, "core_seconds": score.seconds, "core_items": limit or None}
-    result_path.write_text(json.dumps(result, indent=1), encoding="utf-8")
+    write_table(run_dir / "core.csv", rows)
+    known = json.loads(path.read_text(encoding="utf-8"))
+    path.write_text(json.dumps(known | result, indent=1), encoding="utf-8")
 
 
 def open_dataset(run: engine.Run, args: argparse.Namespace):
@@ -556,13 +525,12 @@ def open_dataset(run: engine.Run, args: argparse.Namespace):
         add = f"python data/core.py --download --data {root}"
         raise RunError(f"{root} has no CORE tasks; add them with {add}, or name another dataset with --data")
     if run.tokenizer.path.read_bytes() != dataset.tokenizer.path.read_bytes():
-        advice = "pass the --data that the run was trained on"
-        raise RunError(f"{root} has another tokenizer than {args.run_dir}; {advice}")
+        raise RunError(f"{root} has another tokenizer than {args.run_dir}; pass the --data of the run")
     return dataset
 
 
 def score_run(args: argparse.Namespace) -> dict | None:
-    """Scores the model of a run directory and writes the files. Returns what is printed last, on the first rank."""
+    """Scores the model of a run and writes the files. Returns what the first rank prints last."""
     if args.items < 0 or (args.batch_tokens is not None and args.batch_tokens < 1):
         raise RunError("--items must be at least 0 and --batch-tokens at least 1")
     run = engine.load_run(args.run_dir, args.step, attention=args.attention, dtype=args.dtype)
@@ -575,11 +543,12 @@ def score_run(args: argparse.Namespace) -> dict | None:
 
     size = args.batch_tokens or default_batch_tokens(ranks.device)
     compile = ranks.device.type == "cuda" and not args.no_compile
-    score = evaluate_core(run.model, dataset, ranks, args.items, size, compile, say)
+    rows = evaluate_core(run.model, dataset, ranks, args.items, size, compile, say)
     if not ranks.is_main:
         return None
-    write_scores(run, args.run_dir, score, args.items)
-    result = {"core": score.core, "core_seconds": score.seconds, "core_items": args.items or None}
+    core = rows[-1]
+    result = {"core": core.centered, "core_seconds": core.seconds, "core_items": args.items or None}
+    write_scores(run, args.run_dir, rows, result)
     return result | {"run_dir": str(args.run_dir)}
 
 

@@ -1,4 +1,4 @@
-"""What kernels compute, in plain PyTorch: for tests and for dev/bench_kernels.py."""
+"""What kernels compute, in plain PyTorch."""
 
 import torch
 import torch.nn.functional as F

@@ -24,7 +24,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from conftest import ROOT, TINY, tiny_config, ts, validation_of, write_dataset
+from conftest import ROOT, TINY, ts, write_dataset
 from processes import python
 
 sys.path.insert(0, str(ROOT / "records"))
@@ -53,12 +53,7 @@ def train(script, *argv) -> None:
         assert module.main([str(word) for word in argv]) == 0
 
 
-def make_dataset(root, **words):
-    """A dataset whose dataset.json also states what records/tracks.py reads, as that of data/pretrain.py does."""
-    path = write_dataset(root, **words) / "dataset.json"
-    bos_id = json.loads((root / "tokenizer.json").read_text())["special_tokens"]["<|bos|>"]
-    path.write_text(json.dumps({**json.loads(path.read_text()), "bos_id": bos_id}))
-    return root
+
 
 
 def fix_day(run_dir, day="2026-11-22") -> None:
@@ -79,8 +74,8 @@ def repo(tmp_path_factory):
     git(repo, "init", "-q")
     git(repo, "add", ".")
     git(repo, "commit", "-qm", "tiny")
-    data = make_dataset(repo / "data" / "tiny")
-    make_dataset(repo / "data" / "other", val_words=(40, 1, 0, 100, 9, 60, 4))
+    data = write_dataset(repo / "data" / "tiny")
+    write_dataset(repo / "data" / "other", val_words=(40, 1, 0, 100, 9, 60, 4))
     script, tiny, logs = repo / "train_small.py", "@runs/tiny.args", ("--log-every", 3, "--eval-every", 6)
     for seed in SEEDS:
         train(script, tiny, "--data", data, "--run-dir", f"out/a_{seed}", "--seed", seed, *logs)
@@ -166,6 +161,13 @@ def test_every_baseline_verifies(folder):
     assert re.fullmatch(r"\d{4}-\d\d-\d\d_[a-z0-9-]+", folder)
 
 
+def test_old_entries_are_frozen(tmp_path):
+    """A record.json of format 1 is known by its sha256 in tracks.json."""
+    folder = shutil.copytree(rec.BASELINES, tmp_path / "baselines") / "2026-11-22_fp8-layers"
+    edit(folder / "record.json", lambda record: record["config"].update(width=512))
+    assert any("does not hold its sha256" in problem for problem in check.problems(folder))
+
+
 def test_leaderboard_is_current():
     """`python records/compare.py --write` would change nothing."""
     text = leaderboard.README.read_text(encoding="utf-8")
@@ -212,23 +214,16 @@ def test_record_folder(folders):
     assert {p.name for p in low.iterdir()} == {"README.md", "record.json", "train_small.py", "tiny.args", "curve.csv",
                                                "log_0.jsonl.gz", "log_1.jsonl.gz", "log_2.jsonl.gz",
                                                "run_0.json", "run_1.json", "run_2.json"}  # fmt: skip
-    out = base.parents[1] / "out"
-    assert (low / "train_small.py").read_bytes() == (out / "b_1" / "train_small.py").read_bytes()
-    assert gzip.decompress((low / "log_1.jsonl.gz").read_bytes()) == (out / "b_1" / "log.jsonl").read_bytes()
+    run_dir = base.parents[1] / "out" / "b_1"
+    assert (low / "train_small.py").read_bytes() == (run_dir / "train_small.py").read_bytes()
+    assert gzip.decompress((low / "log_1.jsonl.gz").read_bytes()) == (run_dir / "log.jsonl").read_bytes()
     curve = np.genfromtxt(low / "curve.csv", delimiter=",", names=True)
     assert curve["step"].tolist() == [1, 3, 6, 9, 12] and not math.isnan(curve["val_bpb"][-1])
     readme = (low / "README.md").read_text()
     assert "A lower rate is worse." in readme and "config (+1 -1)" in readme and "Against `2026-11-22_base`" in readme
-    record = json.loads((low / "record.json").read_text())
-    for run_ in record["runs"]:
+    for run_ in rec.read_record(low)["runs"]:
         assert repr(run_["val_bpb"]) in readme and f"{run_['val_bpb']:.5f}" in readme
     assert not [p for p in base.parent.iterdir() if p.name.startswith(".")]
-
-
-def test_verify_is_content(repo, folders):
-    assert run(verify, "all") == "2026-11-22_a-low-rate: ok\n2026-11-22_base: ok\n"
-    done = python("records/verify.py", folders[0], cwd=repo)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "2026-11-22_base: ok\n", "")
 
 
 def test_compare_records_and_runs(repo, folders, tmp_path):
@@ -265,7 +260,7 @@ def test_rows_are_what_a_record_may_hold(repo, tmp_path):
     edit(runs[1] / "config.json", lambda c: c["machine"].update(torch="2.0"))
     assert len(re.findall(r"^\| a_\d +\| +1 \|", run(compare, *runs), re.M)) == 2
     copy = shutil.copytree(runs[0], tmp_path / "copy")
-    assert "a_0 and copy are runs of one recipe with the same seed 0" in refused(compare, runs[0], copy)
+    assert "a_0, copy are runs of one recipe, some with the same seed" in refused(compare, runs[0], copy)
 
 
 def test_write_leaderboard(repo, folders):
@@ -328,21 +323,12 @@ TAMPER = {
     "log, hashed": (lambda f: (swap(f / LOG, *LAST), rehash(f)),
                     ["record.json.summary.val_bpb.mean", "record.json.comparison.val_bpb.p", "curve.csv, 6 is 12,",
                      "is | 1    | ", "is - val bpb:"]),
-    "validation, hashed": (lambda f: (swap(f / LOG, r'"val_bpb": \d\.\d', '"val_bpb": 1.1'), rehash(f)), ["curve.csv"]),
-    "time, hashed": (lambda f: (swap(f / LOG, '"train_seconds": ', '"train_seconds": 1'), rehash(f)),
-                     [f"{LOG}: step, tokens and train_seconds do not all grow"]),
     "cut, hashed": (lambda f: (swap(f / LOG, r'{"step": 12, .*"loss".*\n', ""), rehash(f)),
                     [f"{LOG}: the last validation is of step 12, the last training step is 9"]),
-    "not packed": (lambda f: (f / LOG).write_bytes(b"x"), [f"{LOG} cannot be read"]),
-    "run left out": (lambda f: edit(f / "record.json", lambda r: r["runs"].pop()),
-                     ["record.json: it lists 2 runs, 3 run_SEED.json are there"]),
+    "run left out": (lambda f: edit(f / "record.json", lambda r: r["runs"].pop()), ["has another form"]),
     "override": (lambda f: edit(f / "run_0.json", lambda r: r["flags"].extend(["--set", "muon_lr=1.0"])),
                  ["overrides the recipe, which voids record status"]),
-    "README": (lambda f: swap(f / "README.md", r"\| mean \| \d\.\d", "| mean | 1.1"),
-               ["is | mean | 1.1", "the files give | mean |"]),
-    "README's markers": (lambda f: swap(f / "README.md", rec.END, ""), ["README.md or a file of a run has"]),
     "curve, hashed": (lambda f: (swap(f / "curve.csv", "\n3,", "\n4,"), rehash(f)), ["curve.csv, 3 is 4,"]),
-    "file more": (lambda f: (f / "extra.txt").write_text("x"), ["record.json.files.extra.txt is missing"]),
     "no JSON": (lambda f: (f / "record.json").write_text("{"), ["record.json cannot be read"]),
     "base gone": (lambda f: shutil.rmtree(f.parent / "2026-11-22_base"), ["2026-11-22_base/record.json cannot"]),
 }  # fmt: skip
@@ -405,14 +391,6 @@ def test_every_leaf_is_guarded(folders, tmp_path):
     assert check.problems(folder) == []
 
 
-def test_old_entries_are_frozen(tmp_path):
-    """A record.json of format 1 is known by its sha256 in tracks.json."""
-    kept = shutil.copytree(rec.BASELINES, tmp_path / "baselines")
-    folder = kept / "2026-11-22_fp8-layers"
-    edit(folder / "record.json", lambda record: record["config"].update(width=512))
-    assert any("does not hold its sha256" in problem for problem in check.problems(folder))
-
-
 # ==== refusals of add.py
 
 
@@ -425,30 +403,15 @@ REFUSALS = {
                       ["run_1.json.dataset_fingerprint is xxx"]),
     "hardware": ("a_1", lambda d: edit(d / "config.json", lambda c: c["machine"].update(device="T4")),
                  ["run_1.json.machine.device is T4, run_0.json states cpu"]),
-    "flags": ("a_1", lambda d: edit(d / "config.json", lambda c: c["flags"].extend(["--no-compile"])),
-              ["run_1.json.flags is @tiny.args --no-compile, run_0.json states @tiny.args"]),
     "minor version": ("a_1", lambda d: edit(d / "config.json", lambda c: c["machine"].update(python="3.10.1")),
                       ["run_1.json.machine.python is 3.10, run_0.json states 3."]),
     "half a log": ("a_1", lambda d: swap(d / "log.jsonl", r'(?s){"step": 12, .*', ""), ["ends at step 9 of 12"]),
     "a line of a log": ("a_1", lambda d: swap(d / "log.jsonl", r'{"step": 6, [^\n]*"loss"[^\n]*\n', ""),
-                        ["step 9: ", "tokens/s are stated, tokens and seconds since the line before give"]),
-    "no start of a log": ("a_1", lambda d: drop_first(d / "log.jsonl"), ["begins at step 6; the first"]),
-    "totals": ("a_1", lambda d: swap(d / "log.jsonl", *LAST), ["result.json: val_bpb is ", "the log gives 1.5"]),
-    "no result": ("a_1", lambda d: (d / "result.json").unlink(), ["no result.json; the run is not finished"]),
-    "script changed": ("a_1", lambda d: edit(d / "config.json", lambda c: c["machine"].update(script_sha256="0")),
-                       ["run_1.json: script_sha256 is not that of", "which was changed after the run"]),
-    "no JSON": ("a_1", lambda d: swap(d / "log.jsonl", '{"step": 6', '"step": 6'), ["log.jsonl cannot be read (Extra"]),
+                        ["step 9: tokens_per_second is ", "since the line before it was"]),
+    "no start of a log": ("a_1", lambda d: swap(d / "log.jsonl", r'(?s)\A.*?(?={"step": 6,)', ""),
+                          ["begins at step 6; the first"]),
     "not a run": ("none", lambda d: d.mkdir(), ["has no config.json"]),
 }  # fmt: skip
-
-
-def drop_first(path) -> None:
-    """Takes the first two lines out of a log and makes the third agree with the clock again."""
-    lines = [json.loads(line) for line in path.read_text().splitlines()[2:]]
-    first = lines[0]
-    first["tokens_per_second"] = first["tokens"] / first["train_seconds"]
-    first["step_ms"] = first["train_seconds"] / first["step"] * 1e3
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 @pytest.mark.parametrize("what", REFUSALS)
@@ -475,13 +438,6 @@ def added(tmp_path, *run_dirs) -> Path:
     (folder,) = (tmp_path / "new").iterdir()
     assert check.problems(folder) == []
     return folder
-
-
-def change_script(run_dir, change) -> None:
-    """Another script in a run directory, as if the run had been made with it."""
-    path = run_dir / "train_small.py"
-    path.write_text(change(path.read_text()))
-    edit(run_dir / "config.json", lambda c: c["machine"].update(script_sha256=rec.sha256(path)))
 
 
 def core_table(run_dir, accuracy, items=10) -> None:
@@ -531,7 +487,6 @@ def fewer_sets(config) -> None:
         ("a_0", lambda c: c["flags"].append("--steps=9"), ["--steps is given, which tiny.args fixes"]),
         ("a_0", lambda c: c["flags"].append("--unknown"), ["does not say its Config: ", "--unknown"]),
         ("a_0", lambda c: c.update(dataset_fingerprint=None), ["has no fingerprint"]),
-        ("a_0", lambda c: c.pop("machine"), ["cannot be read"]),
         ("a_0", lambda c: c.update(command="finetune"), ["is a run of finetune"]),
     ],
 )  # fmt: skip
@@ -551,26 +506,16 @@ def test_add_refuses_names(repo, folders, tmp_path):
     shutil.copytree(folders[0], tmp_path / "new" / folders[0].name)
     assert f"that of {folders[0].name} is" in refused(add, *other, "--against", folders[0].name)
     assert [p.name for p in (tmp_path / "new").iterdir()] == [folders[0].name]
-    assert len(list((repo / "baselines").iterdir())) == 2
 
 
 def test_add_one_run_without_args(repo, tmp_path, monkeypatch):
-    """A single seed, no args file: no sd, no noise, no rank, and the commit is found by the script's hash."""
-    script = repo / "train_small.py"
-    before = script.read_text()
-    script.write_text(before + "# another\n")
-    git(repo, "commit", "-qam", "another script")
-    script.write_text(before)
-    git(repo, "commit", "-qam", "the script again")
+    """A single seed, no args file: no sd, no noise, no rank."""
     monkeypatch.setattr(add, "check_configs", lambda runs, args, script: None)
     argv = alone(repo, tmp_path, "a_0", lambda c: c.update(flags=["--seed", "0", "--dtype", "auto"]))
-    change_script(argv[0], lambda text: text + "# another\n")
-    edit(argv[0] / "config.json", lambda c: c["machine"].update(git_commit="", git_dirty=False))
     assert "fewer than 3 seeds" in run(add, *argv)
     record = rec.read_record(tmp_path / "new" / "2026-11-22_x")
     assert record["args"] is None and record["flags"] == ["--dtype", "auto"]
     assert record["loss_noise"] is None and record["summary"]["val_bpb"]["sd"] is None
-    assert len(record["commit"]) == 40 and not record["script_changed"]
 
 
 # ==== starts, copies, what is scored
@@ -581,23 +526,9 @@ def second_start(run_dir, **changes) -> None:
     path = run_dir / "config.json"
     config = json.loads(path.read_text())
     first = config["starts"][0]
-    flags = ["--resume", "--run-dir", "/somewhere/else", "--log-every", "3", "--save-every=2"]
-    start = {**first, "date": "2026-11-23T01:02:03", "step": 6, "flags": flags}
-    config["config"]["save_every"] = 2  # config.json holds the newest
-    machine = {**start["machine"], "git_commit": "0" * 40, **changes.pop("machine", {})}
-    config["starts"].append({**start, "machine": machine, **changes})
+    start = {**first, "step": 6, "machine": {**first["machine"], **changes.pop("machine", {})}, **changes}
+    config["starts"].append(start)
     path.write_text(json.dumps(config))
-
-
-def test_a_resumed_run_is_a_run(repo, tmp_path):
-    """Other intervals, paths and commits are free; the record counts its starts and takes the day of the first."""
-    (run_dir,) = copies(repo, tmp_path, 0)
-    second_start(run_dir)
-    folder = added(tmp_path, run_dir)
-    record = rec.read_record(folder)
-    assert record["runs"][0]["starts"] == 2 and record["date"] == "2026-11-22"
-    assert "starts of each run: 2" in (folder / "README.md").read_text()
-    assert "somewhere" not in (folder / "run_0.json").read_text()
 
 
 def test_a_run_that_was_really_resumed(repo, tmp_path):
@@ -608,8 +539,13 @@ def test_a_run_that_was_really_resumed(repo, tmp_path):
     shutil.rmtree(run_dir / "checkpoints" / "step_000012")
     os.remove(run_dir / "result.json")
     (run_dir / "report.md").unlink(missing_ok=True)
-    train(repo / "train_small.py", "--resume", "--run-dir", run_dir)
-    assert rec.read_record(added(tmp_path, run_dir))["runs"][0]["starts"] == 2
+    train(repo / "train_small.py", "--resume", "--run-dir", run_dir, "--log-every", 3)
+    day = json.loads((run_dir / "config.json").read_text())["starts"][0]["date"][:10]
+    folder = added(tmp_path, run_dir)
+    record = rec.read_record(folder)
+    assert record["runs"][0]["starts"] == 2 and record["date"] == day
+    assert "starts of each run: 2" in (folder / "README.md").read_text()
+    assert str(tmp_path) not in (folder / "run_0.json").read_text()
 
 
 @pytest.mark.parametrize(
@@ -620,9 +556,6 @@ def test_a_run_that_was_really_resumed(repo, tmp_path):
         ({"machine": {"torch": "2.0"}}, "start 2.machine.torch is 2.0"),
         ({"dataset_fingerprint": "f"}, "start 2.dataset_fingerprint is f, the run states"),
         ({"changed": ["adam_lr was 0.006 and is 0.1"]}, "start 2: the run was changed: adam_lr was 0.006"),
-        ({"flags": ["--resume", "--tokens", "9216"]}, "start 2.flags is --tokens 9216, the run states @tiny.args"),
-        ({"step": -1}, "start 2: its step is -1, after 0"),
-        ({"step": "6"}, "has another form"),
     ],
 )  # fmt: skip
 def test_starts_that_differ_are_refused(repo, tmp_path, changes, words):
@@ -633,20 +566,16 @@ def test_starts_that_differ_are_refused(repo, tmp_path, changes, words):
 
 
 def test_starts_are_required(repo, tmp_path):
-    """A script that writes them has them from step 0 on; without them a date would be free."""
+    """From step 0 on; the day of the first is in the name of the entry."""
     (run_dir,) = copies(repo, tmp_path, 0)
-    out = ["--track", "small", "--slug", "x", "--out", tmp_path / "new", "--date", "2020-01-01"]
+    folder = added(tmp_path, run_dir)
+    other = shutil.copytree(folder, tmp_path / "other" / "2019-01-01_x")
+    assert any("date is 2026-11-22, the folder is 2019" in text for text in check.problems(other))
+    out = ["--track", "small", "--slug", "y", "--out", tmp_path / "new"]
     edit(run_dir / "config.json", lambda c: c["starts"][0].update(step=3))
-    assert "start 1: its step is 3, after 0" in refused(add, run_dir, *out)
+    assert "the step of its first start is 3, it must be 0" in refused(add, run_dir, *out)
     edit(run_dir / "config.json", lambda c: c.pop("starts"))
-    assert "run_0.json has no starts, which its script writes to config.json" in refused(add, run_dir, *out)
-    change_script(run_dir, lambda text: text.replace('"starts"', '"begins"'))  # as scripts up to 2026-11-22
-    assert "the runs state no starts; --date YYYY-MM-DD" in refused(add, run_dir, *out[:-2])
-    run(add, run_dir, *out)
-    record = rec.read_record(tmp_path / "new" / "2020-01-01_x")
-    assert record["date"] == "2020-01-01" and record["runs"][0]["starts"] is None and "starts" in record["absent"][0]
-    other = shutil.copytree(tmp_path / "new" / "2020-01-01_x", tmp_path / "other" / "2019-01-01_x")
-    assert any("date is 2020-01-01, the folder is 2019" in text for text in check.problems(other))
+    assert "config.json has no starts, which train_small.py writes there" in refused(add, run_dir, *out)
 
 
 def test_what_is_no_reason_to_refuse(repo, tmp_path):
@@ -674,7 +603,7 @@ def test_a_log_is_of_one_run(repo, folders, tmp_path):
     (copy,) = copies(repo, tmp_path, 0)
     edit(copy / "config.json", lambda c: c["config"].update(seed=1))
     message = refused(add, repo / "out" / "a_0", copy, *out, "--out", tmp_path / "new")
-    assert "log_0.jsonl.gz: its losses are those of log_1.jsonl.gz, so one of them is a copy" in message
+    assert "log_1.jsonl.gz: its losses are those of log_0.jsonl.gz, so one of them is a copy" in message
     message = refused(add, repo / "out" / "a_0", *out)
     assert "log_0.jsonl.gz: its losses are those of 2026-11-22_base/log_0.jsonl.gz" in message
     assert len(list((repo / "baselines").iterdir())) == 2
@@ -691,56 +620,44 @@ def halved(log) -> list[dict]:
     return out
 
 
-@pytest.mark.parametrize("folder", sorted(p.name for p in rec.BASELINES.glob("2026-11-2[234]_*")))
+@pytest.mark.parametrize("folder", ["2026-11-22_fp8-layers", "2026-11-23_first-p34-medium"])
 def test_seconds_mfu_and_speed_agree(folder):
     """FLOPs that follow from MFU and tokens/s suffice for the Config; halved seconds at an unchanged MFU do not."""
     record = rec.read_record(rec.BASELINES / folder)
     log = rec.read_logs(rec.BASELINES / folder, record)[0]
-    assert check.check_log(log, record["config"], record["hardware"]) == []
     (text,) = check.check_log(halved(log), record["config"], record["hardware"])
     assert "FLOPs a token, and a Config of this size needs about" in text
     log[5]["step_ms"] *= 2
     assert [text[:8] for text in check.check_log(log, record["config"], record["hardware"])] == ["step 50:"]
 
 
-def test_what_is_scored_is_that_of_the_track(repo, folders, tmp_path):
-    """Bytes, targets and hash from the dataset; another cut, or a log that scored other text, is refused."""
+def test_what_is_scored_is_that_of_the_track(repo, folders):
+    """Targets, bytes and hash by hand: documents from their BOS, cut at 64 tokens, until 1,500 targets are reached."""
     found = tracks.read()
     scored = found["datasets"]["tiny"]["scored"]
-    config = tiny_config()
     dataset = ts.Dataset.open(repo / "data" / "tiny")
-    targets = validation_of(dataset, config).targets
-    targets = targets[targets >= 0]
-    counted = dataset.tokenizer.token_bytes[targets.numpy()]
-    assert scored["targets"] == (counted > 0).sum() and scored["bytes"] == counted.sum()
-    documents = ts.validation_documents(dataset, config)
-    pieces = b"".join(np.asarray(piece, "<u2").tobytes() for piece, counted in documents if len(counted))
-    everything = tracks.scored_text(repo / "data" / "tiny", 64, 10**9)
-    assert everything["sha256"] == hashlib.sha256(pieces).hexdigest()
+    tokens = [token for path in dataset.files("val") for token in dataset.read(path).tolist()]
+    starts = [i for i, token in enumerate(tokens) if token == dataset.tokenizer.bos_id]
+    digest = hashlib.sha256()
+    targets = []
+    for start, end in zip(starts, [*starts[1:], len(tokens)], strict=True):
+        piece = tokens[start : min(end, start + 64)]
+        if len(piece) > 1 and len(targets) < 1500:
+            targets += piece[1:]
+            digest.update(np.array(piece, "<u2"))
+    sizes = dataset.tokenizer.token_bytes[targets]
+    stated = {"targets": int((sizes > 0).sum()), "bytes": int(sizes.sum()), "sha256": digest.hexdigest()}
+    assert scored == {**stated, "max_seq_len": 64, "val_tokens": 1500}
 
     record = rec.read_record(folders[0])
-    stated = {key: scored[key] for key in ("targets", "bytes", "sha256")}
+    assert record["scored"] == stated
     assert tracks.scoring_problems(record, record["config"], stated, found) == []
     (text,) = tracks.scoring_problems(record, {**record["config"], "max_seq_len": 32}, stated, found)
     assert text == "scored.max_seq_len is 32, the tracks of this dataset score 64"
+    (text,) = tracks.scoring_problems(record, record["config"], {**stated, "bytes": 5}, found)
+    assert text.startswith("scored.bytes is 5")
     said = tracks.scoring_problems(record, record["config"], None, found)  # logs that do not say what they scored
     assert [text.split()[0] for text in said] == ["scored.targets", "scored.bytes", "scored.sha256"]
-    assert said[0] == f"scored.targets is None, the tracks of this dataset score {scored['targets']}"
-
-    for number, (values, words) in enumerate((([stated, stated], None), ([stated, {**stated, "bytes": 5}], "another"),
-                                              ([{**stated, "bytes": 5}] * 2, "scored.bytes is 5"))):  # fmt: skip
-        run_dir = shutil.copytree(repo / "out" / "a_0", tmp_path / f"run_{number}")
-        entries = [json.loads(line) for line in (run_dir / "log.jsonl").read_text().splitlines()]
-        for entry, value in zip([e for e in entries if "val_bpb" in e], values, strict=True):
-            entry["scored"] = value
-        (run_dir / "log.jsonl").write_text("".join(json.dumps(e) + "\n" for e in entries))
-        argv = [run_dir, "--track", "small", "--slug", "x", "--out", tmp_path / str(number)]
-        if words:
-            assert words in refused(add, *argv)
-            continue
-        run(add, *argv)
-        folder = tmp_path / str(number) / "2026-11-22_x"
-        assert rec.read_record(folder)["scored"] == stated and check.problems(folder) == []
 
 
 # ==== tracks.json
@@ -763,25 +680,30 @@ def test_committed_tracks():
     assert sorted(found["format_1"]) == sorted(old) and found["picture"] in found["datasets"]
 
 
-def test_add_a_track(repo, folders, tmp_path, monkeypatch):
-    """Open limits are filled in once, from three seeds; what stands is never changed."""
+@pytest.fixture
+def new_track(folders, tmp_path, monkeypatch):
+    """An empty tracks.json, the words that add a track to it, and a function that makes a first entry for it."""
     monkeypatch.setattr(tracks, "FILE", tmp_path / "tracks.json")
-    (tmp_path / "tracks.json").write_text(json.dumps({"datasets": {}, "tracks": {}, "format_1": {}, "picture": "b34"}))
+    tracks.FILE.write_text(json.dumps({"datasets": {}, "tracks": {}, "format_1": {}, "picture": "b34"}))
     argv = ["add", "data/tiny", "--dataset", "new", "--script", "small", "--tokens", "4608", "--device", "Tesla T4"]
-    assert "no limit of time yet" in run(tracks, *argv)
-    first = shutil.copytree(folders[0], tmp_path / "2026-11-22_first")
 
-    def set_first(**changes):
-        hardware = {"hardware": {"device": "Tesla T4", "num_devices": 1}}
+    def first(**changes):
         seeds = zip((1.2, 1.21, 1.22), (100, 101, 102), strict=True)
-        runs = {"runs": [{"val_bpb": bpb, "train_seconds": seconds} for bpb, seconds in seeds]}
-        shutil.copy(folders[0] / "record.json", first)
-        edit(first / "record.json", lambda record: record.update(hardware | runs | changes))
+        runs = [{"val_bpb": bpb, "train_seconds": seconds} for bpb, seconds in seeds]
+        folder = shutil.copytree(folders[0], tmp_path / "2026-11-22_first", dirs_exist_ok=True)
+        new = {"hardware": {"device": "Tesla T4", "num_devices": 1}, "runs": runs, **changes}
+        edit(folder / "record.json", lambda record: record.update(new))
+        return ["--first", folder]
 
-    set_first()
-    assert "at most 111.1 training seconds" in run(tracks, *argv, "--first", first)
-    before = (tmp_path / "tracks.json").read_text()
-    found = json.loads(before)
+    return argv, first
+
+
+def test_add_a_track(new_track):
+    """Open limits are filled in once, from three seeds; what stands is never changed."""
+    argv, first = new_track
+    assert "no limit of time yet" in run(tracks, *argv)
+    assert "at most 111.1 training seconds" in run(tracks, *argv, *first())
+    found = tracks.read()
     assert found["tracks"]["new-small-seconds"]["target_bpb"] == tracks.target_of([1.2, 1.21, 1.22])
     assert found["tracks"]["new-small-bpb"]["class"] == "free GPU"
     fingerprint = json.loads(Path("data/tiny/dataset.json").read_text())["fingerprint"]
@@ -791,20 +713,20 @@ def test_add_a_track(repo, folders, tmp_path, monkeypatch):
                         (["--tokens", "999999999"], "is more than the"), (["--dataset", "N X"], "lower-case"),
                         (["--max-seq-len", "32"], "tracks are frozen")):  # fmt: skip
         assert words in refused(tracks, *argv, *more)
-    assert "dataset.json cannot be read" in refused(tracks, "add", first, *argv[2:])
-    # Fewer seeds, or an entry of another dataset, script or card, set no limits.
-    for change, words in (
-        ({"dataset": {"fingerprint": "f" * 64}}, ".dataset is ffffffffffff"),
-        ({"track": "medium"}, ".script is medium, these tracks need small"),
-        ({"hardware": {"device": "NVIDIA H200", "num_devices": 1}}, ".device is NVIDIA H200, these tracks need"),
-        ({"hardware": {"device": "Tesla T4", "num_devices": 2}}, ".num_devices is 2, these tracks need 1"),
-        ({"runs": [{"val_bpb": 1.0, "train_seconds": 1.0}]}, "limits need at least 3 seeds"),
-    ):
-        set_first(**change)
-        assert words in refused(tracks, *argv, "--first", first)
-    assert (tmp_path / "tracks.json").read_text() == before
-    (tmp_path / "tracks.json").write_text("{}")
-    assert "tracks.json cannot be read" in refused(tracks)
+    assert "no dataset at runs" in refused(tracks, "add", "runs", *argv[2:])
+    assert tracks.read() == found
+
+
+@pytest.mark.parametrize("change", [
+    {"dataset": {"fingerprint": "f" * 64}}, {"track": "medium"},
+    {"hardware": {"device": "NVIDIA H200", "num_devices": 1}}, {"hardware": {"device": "Tesla T4", "num_devices": 2}},
+    {"runs": [{"val_bpb": 1.0, "train_seconds": 1.0}]},
+], ids=str)  # fmt: skip
+def test_what_sets_no_limits(new_track, change):
+    """Fewer seeds, or an entry of another dataset, script or card."""
+    argv, first = new_track
+    assert "sets no limits; the entry must be of this dataset" in refused(tracks, *argv, *first(**change))
+    assert tracks.read()["tracks"] == {}
 
 
 # ==== running again
@@ -884,15 +806,14 @@ def test_rerun_compares_the_clock(repo, folders, fast_python, tmp_path, monkeypa
 
 
 def test_welch():
-    """Against Welch's formulas by hand."""
+    """Against Welch's formulas by hand; without a spread or with a single run there is a difference only."""
     new, old = [1.18, 1.19, 1.175, 1.182], [1.20, 1.21, 1.19]
-    test = rec.welch(new, old)
     a, b = np.var(new, ddof=1) / 4, np.var(old, ddof=1) / 3
     freedom = (a + b) ** 2 / (a**2 / 3 + b**2 / 2)
-    t = (np.mean(new) - np.mean(old)) / math.sqrt(a + b)
     half = stats.t.ppf(0.975, freedom) * math.sqrt(a + b)
-    assert test["difference"] == pytest.approx(-0.01825) and test["p"] == pytest.approx(2 * stats.t.sf(abs(t), freedom))
-    assert (test["low"], test["high"]) == (pytest.approx(-0.01825 - half), pytest.approx(-0.01825 + half))
+    p = 2 * stats.t.sf(0.01825 / math.sqrt(a + b), freedom)
+    wanted = {"difference": -0.01825, "low": -0.01825 - half, "high": -0.01825 + half, "p": p}
+    assert rec.welch(new, old) == pytest.approx(wanted)
     for pair, difference in ((([1.0], [2.0, 3.0]), -1.5), (([1.0, 1.0], [2.0, 2.0]), -1.0)):
         assert rec.welch(*pair) == {"difference": difference, "low": None, "high": None, "p": None}
 
@@ -907,38 +828,15 @@ def test_below_and_target():
     assert rec.below(values, 1.191) < 0.01 < rec.below(values, 1.190)
 
 
-def test_unequal():
-    """Rounding in the last digits is none; a figure that is changed in its seventh is named with its place."""
-    stated = {"runs": [{"val_bpb": 1.1727, "steps": 520, "core": None}]}
-    found = {"runs": [{"val_bpb": 1.1727 * (1 + 1e-12), "steps": 520, "core": None}]}
-    assert rec.unequal(stated, found, "record.json") == []
-    for key, value in (("val_bpb", 1.1727 * (1 + 1e-7)), ("steps", 521), ("core", 0.1)):
-        other = {"runs": [{**stated["runs"][0], key: value}]}
-        (text,) = rec.unequal(stated, other, "record.json")
-        assert text.startswith(f"record.json.runs, 1.{key} is")
-    assert len(rec.unequal({"runs": [1.0, 2.0]}, {"runs": [1.0]}, "")) == 1
-    # Whole numbers are equal or not, however large.
-    assert rec.unequal(34_013_184_000, 34_013_184_001, "tokens") != []
-    assert rec.unequal(1, True, "flag") != [] and rec.unequal(5, 5.0, "steps") == []
-
-
-def test_noise_and_summary():
-    logs = [[{"step": s, "tokens": s, "train_seconds": s, "loss": loss, "bpb": 1.0} for s, loss in enumerate(losses, 1)]
-            for losses in ((4.0, 2.0, 9.0), (5.0, 2.2))]  # fmt: skip
-    relative = [math.sqrt(0.5) / 4.5, math.sqrt(0.02) / 2.1]  # sd of two values: their distance / sqrt(2)
-    assert rec.loss_noise(logs) == pytest.approx(math.sqrt((relative[0] ** 2 + relative[1] ** 2) / 2))
-    assert rec.loss_noise(logs[:1]) is None
-    runs = [{**dict.fromkeys(rec.FIGURES, 1.0), "core": None, "val_bpb": v} for v in (1.0, 2.0, 6.0)]
-    found = rec.summary(runs)
-    assert found["val_bpb"] == {"mean": 3.0, "sd": pytest.approx(math.sqrt(7))} and "core" not in found
-
-
-@pytest.mark.parametrize("changes", ({}, {"tokens": 1}, {"stages": ((0.25, 2, 1.0), (0.75, 6, 1.5))}))
-def test_planned_steps(changes):
-    """The same as Config.num_steps."""
-    config = tiny_config(**changes)
-    values = {"tokens": config.tokens, "stages": config.stages, "pack_tokens": config.pack_tokens}
-    assert check.planned_steps(values) == config.num_steps
+@pytest.mark.parametrize(("stated", "found", "same"), [
+    (1.1727, 1.1727 * (1 + 1e-12), True), (1.1727, 1.1727 * (1 + 1e-7), False), (520, 521, False), (None, 0.1, False),
+    (34_013_184_000, 34_013_184_001, False), (1, True, False), (5, 5.0, True), ([1.0, 2.0], [1.0], False),
+])  # fmt: skip
+def test_unequal(stated, found, same):
+    """Rounding in the last digits is none, but whole numbers are equal or not; the place is named."""
+    problems = rec.unequal({"runs": [{"key": stated}]}, {"runs": [{"key": found}]}, "record.json")
+    assert (problems == []) == same
+    assert all(text.startswith("record.json.runs, 1.key is") for text in problems)
 
 
 def made_up(values, seconds, tokens=100):
@@ -954,12 +852,10 @@ def test_rank():
     more, whole = made_up((1.0, 1.01, 1.02), (90, 90, 91), 101), made_up((1.2, 1.3, 1.2), (90, 90, 91), 100.1)
     bpb = {"ranked_by": "val_bpb", "tokens": 100, "max_seconds": 111.1, "max_epochs": 1}
     ranked = leaderboard.rank([slow, first, better, few, equal, more, whole], bpb)
-    p2, p3, p4 = (stats.ttest_ind(new, old, equal_var=False).pvalue for new, old in (
-        ((1.10, 1.11, 1.12), (1.20, 1.21, 1.22)), ((1.11, 1.09, 1.10), (1.10, 1.11, 1.12)),
-        ((1.2, 1.3, 1.2), (1.10, 1.11, 1.12))))  # fmt: skip
-    standings = [f"no record, p = {p3:.2g}", f"record 2, p = {p2:.2g}", "record 1", f"no record, p = {p4:.2g}",
-                 "fewer than 3 seeds", "too slow", "too many tokens"]  # fmt: skip
-    assert [standing for _, standing in ranked] == standings and p2 < 0.01 < p3
+    standings = ["no record", "record 2", "record 1", "no record", "fewer than 3 seeds", "too slow", "too many tokens"]
+    assert [standing.split(", p")[0] for _, standing in ranked] == standings
+    p = stats.ttest_ind((1.10, 1.11, 1.12), (1.20, 1.21, 1.22), equal_var=False).pvalue
+    assert ranked[1][1] == f"record 2, p = {p:.2g}" and p < 0.01
     assert ranked[0][0] is equal and ranked[1][0] is better
 
     target = tracks.target_of([1.20, 1.21, 1.22])
@@ -1011,8 +907,9 @@ def test_sections():
     """Every line of the script is in one section."""
     text = (ROOT / "train_small.py").read_text(encoding="utf-8")
     parts = rec.sections(text)
-    assert sum(part.count("\n") for part in parts.values()) == text.count("\n")
+    assert sum(len(part) for part in parts.values()) == text.count("\n")
     assert {"docstring", "imports", "config", "model", "optimizer", "kernels", "run"} <= set(parts)
+    parts = {name: "\n".join(lines) for name, lines in parts.items()}
     assert "class Config" in parts["config"] and "class GPT" in parts["model"]
     assert "def normuon_update" in parts["optimizer"] and "def normuon_update" not in parts["model"]
     assert rec.changed_lines(text, text.replace("adam_lr: float", "adam_rate: float")) == ["config (+1 -1)"]
@@ -1102,10 +999,9 @@ def test_unlike_rows_are_not_subtracted(repo, folders, tmp_path):
     assert "not compared: on another dataset" in text and "not compared: other hardware" in text
 
 
-def test_unfinished_runs_are_left_out(repo, folders, tmp_path, capsys):
-    """In a folder of runs those without a result are skipped, and said so."""
-    shutil.copytree(repo / "out" / "a_0", tmp_path / "a_0")
-    shutil.copytree(repo / "out" / "a_1", tmp_path / "a_1")
-    os.remove(tmp_path / "a_1" / "result.json")
+def test_unfinished_runs_are_left_out(repo, tmp_path):
+    """In a folder of runs those without a result are skipped."""
+    copies(repo, tmp_path, 0, 1)
+    os.remove(tmp_path / "run_1" / "result.json")
     text = run(compare, tmp_path)
-    assert "| a_0" in text and "a_1" not in text and "a_1 has no result.json" in capsys.readouterr().err
+    assert "| run_0" in text and "run_1" not in text

@@ -69,17 +69,6 @@ FINISHED = {
         {**RESULT_ROWS, "data": "data/shards/mine"},
         ["MFU"],
     ),
-    "finetuning": (
-        {
-            "command": "finetune", "config": {"data": "data/shards/mine"}, "starts": START,
-            "finetune": {"run": "out/base", "checkpoint": "step_000020", "lr": 0.8},
-        },
-        [{"step": 0, "tokens": 0, "val_bpb": 1.5}, {"step": 1200, "tokens": 5_000_000, "val_bpb": 0.98765}],
-        RESULT,
-        {**RESULT_ROWS, "validation, before": "1.5000 bits per byte", "finetuned from": "base step_000020",
-         "data": "data/shards/mine"},
-        [],
-    ),
     "encoder": (
         {
             "command": "contrast", "config": {"data": "d"}, "machine": MACHINE,
@@ -314,7 +303,6 @@ def test_several_runs_without_torch(tmp_path):
         assert (run_dir / "report.md").read_text().startswith(f"# {run_dir.name}\n")
 
 
-def test_no_run_directory(tmp_path, capsys):
-    assert report.main([str(tmp_path)]) == 1
-    said = capsys.readouterr()
-    assert said.err == f"error: there is no {tmp_path}/config.json; name the directory of a run that has begun\n"
+def test_no_run_directory(tmp_path):
+    with pytest.raises(SystemExit, match=f"^error: there is no {tmp_path}/config.json; name the directory of a run"):
+        report.main([str(tmp_path)])

@@ -33,10 +33,8 @@ def fake_run(folder: Path, width: int, flops: float, name: str = "", vocab: int 
     run_dir.mkdir(parents=True)
     config = {"num_layers": layers, "width": width, "mlp_width": 4 * width, "vocab_size": vocab}
     (run_dir / "config.json").write_text(json.dumps({"config": config, "machine": {"num_devices": 8}}))
-    entries = [{"step": 1, "loss": 3.0}, {"step": 9, "tokens": tokens, "train_seconds": 5.0, "val_bpb": bpb}]
-    (run_dir / "log.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
-    (run_dir / "core.csv").write_text("task,items,accuracy,centered,seconds\nCORE,10,,0.25,1.5\n")
-    (run_dir / "result.json").touch()
+    result = {"val_bpb": bpb, "tokens": tokens, "train_seconds": 5.0, "core": 0.25}
+    (run_dir / "result.json").write_text(json.dumps(result))
 
 
 def scaling_plot(folder: Path) -> subprocess.CompletedProcess:
@@ -81,10 +79,6 @@ def test_nothing_to_plot(tmp_path):
     (tmp_path / "empty").mkdir()
     done = scaling_plot(tmp_path / "empty")
     assert done.returncode == 1 and done.stderr.startswith("error: ") and "miniseries.sh" in done.stderr
-    fake_run(tmp_path / "bad", 384, 1e18)
-    (next((tmp_path / "bad").iterdir()) / "log.jsonl").write_text("{}\n")
-    done = scaling_plot(tmp_path / "bad")
-    assert done.returncode == 1 and "cannot be read as a finished run" in done.stderr and "Traceback" not in done.stderr
 
 
 # ---- the series themselves
