@@ -678,36 +678,26 @@ WORTH_SHARING = 64  # ids that two texts must begin with in common before a shel
 NOT_FINITE = -1  # in place of an id that was drawn from logits with NaN among them
 
 
-@dataclass
 class RowState:
     """What a step reads of each row: tensors (B,) that are only written in place.
 
     A CUDA graph of a step holds their addresses.
     """
 
-    tokens: Tensor  # the id that goes in next
-    previous: Tensor  # the id before it
-    drawn: Tensor  # the id that the last step drew, or NOT_FINITE
-    positions: Tensor  # int32, of the id that goes in next; -1: the row rests
-    top_k: Tensor
-    seeds: Tensor
-    temperature: Tensor
-    top_p: Tensor
-    min_p: Tensor
-    presence: Tensor
-    frequency: Tensor
-
-    @staticmethod
-    def resting(rows: int, device: torch.device) -> RowState:
-        """The state of rows without a text."""
-        types = dict.fromkeys(("tokens", "previous", "drawn", "top_k", "seeds"), torch.long)
-        types["positions"] = torch.int32
-        tensors = {}
-        for one in dataclasses.fields(RowState):
-            dtype = types.get(one.name, torch.float32)
-            tensors[one.name] = torch.zeros(rows, dtype=dtype, device=device)
-        tensors["positions"] -= 1
-        return RowState(**tensors)
+    def __init__(self, rows: int, device: torch.device):
+        integers = torch.zeros(rows, dtype=torch.long, device=device)
+        numbers = torch.zeros(rows, device=device)
+        self.tokens = integers.clone()  # the id that goes in next
+        self.previous = integers.clone()  # the id before it
+        self.drawn = integers.clone()  # the id that the last step drew, or NOT_FINITE
+        self.positions = integers.int() - 1  # of the id that goes in next; -1: the row rests
+        self.top_k = integers.clone()
+        self.seeds = integers.clone()
+        self.temperature = numbers.clone()
+        self.top_p = numbers.clone()
+        self.min_p = numbers.clone()
+        self.presence = numbers.clone()
+        self.frequency = numbers.clone()
 
     def write(self, completions: dict[int, Completion]) -> None:
         """Sets rows so that the last id of each text goes in with the next step."""
@@ -940,7 +930,7 @@ class Decoder:
 
         self.cache = KVCache.empty(model, rows + shelves, self.max_len)
         self.row_cache = self.cache.first(rows)
-        self.state = RowState.resting(rows, device)
+        self.state = RowState(rows, device)
         self.penalties = Penalties(rows, tokenizer.vocab_size, device) if shaping else None
         self.shelves = Shelves(rows, shelves)
 
