@@ -81,13 +81,8 @@ def history(system: str, messages: list[dict]) -> list[dict]:
     return lead + [{"role": m["role"], "content": m["content"]} for m in messages]
 
 
-class Refused(RunError):
-    """A server's answer to a request that it does not take."""
-
-    def __init__(self, status: int, text: str, code: str = ""):
-        super().__init__(f"the server answered {status}: {text}")
-        too_long = code == "context_length_exceeded" or "context" in text.lower()
-        self.too_long = status == 400 and too_long
+class TooLong(RunError):
+    """A server's answer to a conversation that does not fit its context."""
 
 
 def is_chat_run(run_dir: Path) -> bool:
@@ -123,8 +118,7 @@ class Local:
         self.chat = is_chat_run(run_dir) and set(self.MARKS) <= set(specials)
         if not self.chat:
             say("this run was not finetuned for chat, so it continues your text (see runs/finetune.py)")
-        shown = {name: text for name, text in self.SHOWN.items() if name in specials}
-        self.shown = {specials[name]: text.encode() for name, text in shown.items()}
+        self.shown = {specials[n]: text.encode() for n, text in self.SHOWN.items() if n in specials}
         self.stops = tuple(i for i in specials.values() if i not in self.shown)
 
     def render(self, system: str, messages: list[dict]) -> list[int]:
@@ -148,12 +142,15 @@ class Local:
 
     def parts(self, ids: list[int]) -> str | list[dict]:
         """An answer as data/sft.py reads it: a text, or a list of parts if there are tool calls."""
-        part_after = {"<|python_start|>": "python", "<|output_start|>": "python_output"}
-        names = {i: name for name, i in self.tokenizer.specials.items() if i in self.shown}
+        specials = self.tokenizer.specials
+        kinds = dict.fromkeys(self.shown, "text")  # of what follows each mark
+        if kinds:
+            kinds[specials["<|python_start|>"]] = "python"
+            kinds[specials["<|output_start|>"]] = "python_output"
         parts = [("text", [])]
         for i in ids:
-            if i in names:
-                parts.append((part_after.get(names[i], "text"), []))
+            if i in kinds:
+                parts.append((kinds[i], []))
             else:
                 parts[-1][1].append(i)
         if all(kind == "text" for kind, _ in parts):
@@ -166,8 +163,8 @@ class Local:
         seed = self.seed + self.turns * engine.SEED_STRIDE  # a question asked again draws anew
         self.turns += 1
         room = min(self.max_tokens, self.limit + 1 - len(ids))
-        cuts = {name: getattr(self.args, name) for name in ("temperature", "top_k", "top_p")}
-        completion = engine.Completion(ids, room, seed=seed, stop=self.stops, tools=True, **cuts)
+        options = {"seed": seed, "stop": self.stops, "tools": True, **sampling(self.args)}
+        completion = engine.Completion(ids, room, **options)
         text = codecs.getincrementaldecoder("utf-8")(errors="replace")
         try:
             self.decoder.admit({0: completion})
@@ -243,7 +240,7 @@ class Pretrained:
         room = min(self.max_tokens, self.limit + 1 - len(ids))
         settings = {"do_sample": self.args.temperature > 0, "max_new_tokens": room, "pad_token_id": 0}
         if self.args.temperature > 0:
-            settings |= {name: getattr(self.args, name) for name in ("temperature", "top_k", "top_p")}
+            settings |= sampling(self.args)
         torch.manual_seed(self.seed + self.turns)
         self.turns += 1
         tokens = torch.tensor([ids], device=self.model.device)
@@ -302,12 +299,12 @@ class Remote:
             return urllib.request.urlopen(request, timeout=TIMEOUT)
         except urllib.error.HTTPError as error:
             text = error.read(10_000).decode("utf-8", "replace").strip()
-            code = ""
+            too_long = error.code == 400 and "context" in text.lower()  # in its message or its code
             with contextlib.suppress(ValueError, LookupError, TypeError):
-                found = json.loads(text)["error"]
-                text = str(found["message"])
-                code = found.get("code") or ""
-            raise Refused(error.code, printable(text)[:500] or error.reason, code) from None
+                text = str(json.loads(text)["error"]["message"])
+            kind = TooLong if too_long else RunError
+            said = printable(text)[:500] or error.reason
+            raise kind(f"the server answered {error.code}: {said}") from None
         except (OSError, http.client.HTTPException, ValueError) as error:
             reason = getattr(error, "reason", error)
             raise RunError(f"cannot reach {self.base} ({reason}); check the address and the server") from None
@@ -346,8 +343,8 @@ class Remote:
             try:
                 response = self.open("chat/completions", self.request(system, messages[first:]))
                 break
-            except Refused as refused:
-                if not refused.too_long or first + 2 >= len(messages):
+            except TooLong:
+                if first + 2 >= len(messages):
                     raise
                 first += 2
         if first:
@@ -363,7 +360,7 @@ class Remote:
             body["max_tokens"] = self.args.max_tokens
         if self.args.seed is not None:
             body["seed"] = self.args.seed + self.turns - 1
-        if self.args.top_k_given:  # not part of the protocol, so only on request
+        if self.args.top_k is not None:  # not part of the protocol, so only on request
             body["top_k"] = self.args.top_k
         return body
 
@@ -540,39 +537,28 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--seed", type=int, help="the same seed gives the same answers (default: a random one)")
     add("--step", type=int, help="checkpoint to use (default: the newest)")
     add("--device", help="cuda, mps or cpu (default: the best available)")
-    args = parser.parse_args(argv)
-    args.top_k_given = args.top_k is not None
-    if not args.top_k_given:
-        args.top_k = 50
-    return args
+    return parser.parse_args(argv)
+
+
+def sampling(args: argparse.Namespace) -> dict:
+    """How a local model draws its answers."""
+    top_k = 50 if args.top_k is None else args.top_k
+    return {"temperature": args.temperature, "top_k": top_k, "top_p": args.top_p}
 
 
 def check_flags(args: argparse.Namespace) -> None:
     """Raises RunError if a flag has a value that makes no sense."""
     if (args.run_dir is None) == (args.endpoint is None):
         raise RunError("name either a run directory or --endpoint URL")
-    if args.temperature < 0 or args.top_k < 0:
-        raise RunError("--temperature and --top-k must be at least 0")
-    if not 0 < args.top_p <= 1:
-        raise RunError(f"--top-p {args.top_p} must be above 0 and at most 1")
-    if args.max_tokens is not None and args.max_tokens < 1:
-        raise RunError(f"--max-tokens {args.max_tokens} must be at least 1")
+    if min(args.temperature, args.top_k or 0, args.top_p, args.max_tokens or 0) < 0:
+        raise RunError("--temperature, --top-k, --top-p and --max-tokens must be at least 0")
     if args.prompt is not None and not args.prompt.strip():
         raise RunError("--prompt is empty; give it a text")
 
 
 def main() -> int:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        return run()
-    except BrokenPipeError:
-        # Whoever read the answers has left. What Python still wants to write goes nowhere.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-
-
-def run() -> int:
     args = parse()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal that lacks a character shows "?"
@@ -589,7 +575,12 @@ def run() -> int:
     except KeyboardInterrupt:  # while the model was being loaded
         return 130
     chat = Chat(backend, args.system)
-    good = chat.turn(args.prompt) if args.prompt is not None else chat.loop()
+    try:
+        good = chat.turn(args.prompt) if args.prompt is not None else chat.loop()
+    except BrokenPipeError:
+        # Whoever read the answers has left. What Python still wants to write goes nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     if sys.stdin.isatty() and args.prompt is None:
         return 0  # the reader has seen what went wrong
     return 0 if good else 1

@@ -65,41 +65,29 @@ class RunError(Exception):
 def import_script(run_dir: str | Path) -> ModuleType:
     """Imports the training script that lies in a run directory, which executes its code.
 
-    Raises: RunError if there is not exactly one, if it fails, or if its interface is not INTERFACE
+    Raises: RunError if there is not exactly one, or if its interface is not INTERFACE
     """
     run_dir = Path(run_dir)
     scripts = sorted(run_dir.glob("train_*.py"))
     if len(scripts) != 1:
-        found = f"{len(scripts)} training scripts"
-        raise RunError(f"{run_dir} holds {found}, expected one; name a run directory")
+        found = f"{run_dir} holds {len(scripts)} training scripts"
+        raise RunError(f"{found}, expected one; name a run directory")
     spec = importlib.util.spec_from_file_location(f"run_{scripts[0].stem}", scripts[0])
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up by name
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        raise RunError(f"{scripts[0]} does not run ({error!r}); restore it") from None
+    spec.loader.exec_module(module)
 
     found = getattr(module, "INTERFACE", 1)
     if found != INTERFACE:
-        raise RunError(
-            f"the script in {run_dir} has interface {found} but this tool reads interface {INTERFACE}; "
-            f"{commit_advice(run_dir)}"
-        )
+        description = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
+        commit = description.get("machine", {}).get("git_commit") or "(not in config.json)"
+        wrong = f"the script in {run_dir} has interface {found} but this tool reads {INTERFACE}"
+        raise RunError(f"{wrong}; use the tools of the commit that made the run: {commit}")
     return module
 
 
 def print_note(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
-
-
-def commit_advice(run_dir: Path) -> str:
-    """What to do about a run that these tools cannot read."""
-    description = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
-    commit = description.get("machine", {}).get("git_commit")
-    if not commit:
-        return "use the tools of the commit that made the run (its config.json names none)"
-    return f"check out commit {commit}, which made the run, and use its tools"
 
 
 @dataclass(frozen=True)
@@ -125,10 +113,9 @@ def load_run(
     """
     script = import_script(run_dir)
     try:
-        loaded = load_model(script, Path(run_dir), step, device, changes)
+        return Run(script, *load_model(script, Path(run_dir), step, device, changes))
     except (script.UserError, RuntimeError) as error:  # torch's, if memory runs out
         raise RunError(first_line(error)) from None
-    return Run(script, *loaded)
 
 
 def first_line(error: Exception) -> str:
@@ -139,15 +126,10 @@ def first_line(error: Exception) -> str:
 def choose_device(name: str) -> torch.device:
     """The device of a name. Raises: RunError if this machine or this PyTorch lacks it"""
     try:
-        device = torch.device(name)
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError):
-        known = [kind for kind in ("cuda", "mps") if getattr(torch, kind).is_available()]
-        raise RunError(
-            f"the device {name} cannot be used here, where PyTorch finds {', '.join([*known, 'cpu'])}; "
-            f"name another with --device, or leave it out"
-        ) from None
-    return device
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:
+        reason = first_line(error)
+        raise RunError(f"--device {name} does not work here ({reason}); leave it out") from None
 
 
 def load_model(script: ModuleType, run_dir: Path, step, device, changes: dict) -> tuple:
@@ -171,9 +153,8 @@ def load_model(script: ModuleType, run_dir: Path, step, device, changes: dict) -
     try:
         model.load_state_dict(weights)
     except RuntimeError:
-        raise RunError(
-            f"the weights in {folder} do not fit config.json; restore config.json as the run wrote it"
-        ) from None
+        advice = "restore config.json as the run wrote it"
+        raise RunError(f"the weights in {folder} do not fit config.json; {advice}") from None
     model.attention = script.choose_attention(model, lambda text: None)
     tokenizer = script.Tokenizer(run_dir / "tokenizer.json")
     return model.eval(), tokenizer, config, state["step"]
@@ -210,13 +191,10 @@ class KVCache:
         """A cache of zeros for texts of up to max_len tokens, in the model's dtype and place."""
         config = model.config
         slots = tuple(min(window + 2, max_len + 1) for window in model.windows)
-        keys = []
-        values = []
-        for layer in config.attention_layers:
-            size = slots[int(layer in config.long_layers)]
-            shape = (rows, size, config.num_heads, config.head_dim)
-            keys.append(model.embed.new_zeros(shape))
-            values.append(model.embed.new_zeros(shape))
+        sizes = [slots[int(layer in config.long_layers)] for layer in config.attention_layers]
+        shapes = [(rows, size, config.num_heads, config.head_dim) for size in sizes]
+        keys = [model.embed.new_zeros(shape) for shape in shapes]
+        values = [model.embed.new_zeros(shape) for shape in shapes]
         return KVCache(keys, values, slots)
 
     def clear(self, rows: list[int]) -> None:
@@ -268,10 +246,6 @@ class RingPlan(NamedTuple):
     rows: Any  # (N,) the row of each text
     first_slots: Any  # (N,) slot of the first new token
     next_slots: Any  # (N,) slot of the token after the last new one
-
-    def longest(self) -> int:
-        """Tokens of the longest packed text."""
-        return int(np.diff(self.borders).max())
 
     def attend(self, attention: Callable, q: Tensor, k: Tensor, v: Tensor, keys, values, long: int):
         """Attention of the new tokens: q, k, v (T, H, K), rings (B, S, H, K) -> (T, H, K)."""
@@ -410,10 +384,9 @@ def plan_pack(model, cache: KVCache, rows, starts, texts, size: PrefillSize | No
     ends = np.array([*map(len, texts), padding])
     borders = np.cumsum([0, *(ends - starts)])
     positions = np.concatenate([np.arange(*span) for span in zip(starts, ends, strict=True)])
-    plans = [
-        plan_ring(text_rows, starts, ends, window, slots, size)
-        for window, slots in zip(model.windows, cache.slots, strict=True)
-    ]
+    spans = (text_rows, starts, ends)
+    kinds = zip(model.windows, cache.slots, strict=True)
+    plans = [plan_ring(*spans, window, slots, size) for window, slots in kinds]
 
     count = len(rows)
     most = size.texts if size else count
@@ -470,7 +443,7 @@ def prefill(model, cache: KVCache, rows: list, starts: list, texts: list, weight
     Returns: hidden states of the new ids, behind each other, and of some padding (T, D)
     """
     pack = plan_pack(model, cache, rows, starts, texts)
-    longest = [plan.longest() for plan in pack.plans]
+    longest = [int(np.diff(plan.borders).max()) for plan in pack.plans]
     on_device = pack.over(to_device(pack.flat(), model.embed.device))
     return run_pack(model, cache, on_device, longest, weights)
 
@@ -496,9 +469,7 @@ def decode(model, cache: KVCache, tokens_B, previous_B, positions_B, weights=Non
 # ==== Sampling
 
 
-def sample(
-    logits_BV, temperature_B, top_k_B, top_p_B, seeds_B, counters_B, width: int, min_p_B=None
-) -> Tensor:  # fmt: skip
+def sample(logits_BV, temperature_B, top_k_B, top_p_B, seeds_B, counters_B, width, min_p_B=None):
     """One id for each row: argmax at temperature 0, else a draw from the likeliest.
 
     The draw is from the top_k likeliest ids, of these from the fewest whose mass reaches top_p; ids
@@ -612,16 +583,14 @@ class Completion:
         """Raises RunError if it does not fit a row for texts of max_len tokens."""
         length = len(self.prompt)
         room = max(max_len + 1 - length, 0)  # the last new token needs no place in the cache
-        if length == 0:
-            raise RunError("a prompt is empty; give at least a BOS token")
-        if self.max_tokens < 1:
-            raise RunError(f"max_tokens={self.max_tokens} asks for no token; use at least 1")
+        assert length and self.max_tokens > 0, "give at least a BOS token, and ask for one token"
         if self.max_tokens > room:
             wanted = f"a prompt of {length} tokens and {self.max_tokens} new ones"
             fewer = f" or ask for at most {room}" if room else ""
             raise RunError(f"{wanted} exceed the context of {max_len}; shorten the prompt{fewer}")
 
     def is_shaped(self) -> bool:
+        """Whether it needs a Decoder with shaping=True."""
         penalties = self.presence_penalty or self.frequency_penalty
         return bool(self.min_p or penalties or self.logit_bias)
 
@@ -646,9 +615,8 @@ class Completion:
         if by_tool:
             token = self.queue.pop(0)
         elif sampled == NOT_FINITE:
-            raise RunError(
-                "the model computes logits that are not finite; name an earlier checkpoint with --step"
-            )
+            wrong = "the model computes logits that are not finite"
+            raise RunError(f"{wrong}; name an earlier checkpoint with --step")
         elif sampled == tokenizer.bos_id or sampled in self.stop:
             self.reason = "stop"
             self.ended = sampled
@@ -698,7 +666,7 @@ class Event(NamedTuple):
 
     row: int
     token: int | None  # the new id; None if a stop token came
-    reason: str  # why the completion ended: "stop" or "length"; "" while it goes on
+    reason: str  # as in Completion
 
 
 # ==== Rows
@@ -710,36 +678,26 @@ WORTH_SHARING = 64  # ids that two texts must begin with in common before a shel
 NOT_FINITE = -1  # in place of an id that was drawn from logits with NaN among them
 
 
-@dataclass
 class RowState:
     """What a step reads of each row: tensors (B,) that are only written in place.
 
     A CUDA graph of a step holds their addresses.
     """
 
-    tokens: Tensor  # the id that goes in next
-    previous: Tensor  # the id before it
-    drawn: Tensor  # the id that the last step drew, or NOT_FINITE
-    positions: Tensor  # int32, of the id that goes in next; -1: the row rests
-    top_k: Tensor
-    seeds: Tensor
-    temperature: Tensor
-    top_p: Tensor
-    min_p: Tensor
-    presence: Tensor
-    frequency: Tensor
-
-    @staticmethod
-    def resting(rows: int, device: torch.device) -> RowState:
-        """The state of rows without a text."""
-        types = dict.fromkeys(("tokens", "previous", "drawn", "top_k", "seeds"), torch.long)
-        types["positions"] = torch.int32
-        tensors = {}
-        for one in dataclasses.fields(RowState):
-            dtype = types.get(one.name, torch.float32)
-            tensors[one.name] = torch.zeros(rows, dtype=dtype, device=device)
-        tensors["positions"] -= 1
-        return RowState(**tensors)
+    def __init__(self, rows: int, device: torch.device):
+        integers = torch.zeros(rows, dtype=torch.long, device=device)
+        numbers = torch.zeros(rows, device=device)
+        self.tokens = integers.clone()  # the id that goes in next
+        self.previous = integers.clone()  # the id before it
+        self.drawn = integers.clone()  # the id that the last step drew, or NOT_FINITE
+        self.positions = integers.int() - 1  # of the id that goes in next; -1: the row rests
+        self.top_k = integers.clone()
+        self.seeds = integers.clone()
+        self.temperature = numbers.clone()
+        self.top_p = numbers.clone()
+        self.min_p = numbers.clone()
+        self.presence = numbers.clone()
+        self.frequency = numbers.clone()
 
     def write(self, completions: dict[int, Completion]) -> None:
         """Sets rows so that the last id of each text goes in with the next step."""
@@ -749,7 +707,8 @@ class RowState:
             text = c.text()
             previous = text[-2] if len(text) > 1 else 0
             places.append((text[-1], previous, len(text) - 1, c.top_k, c.seed % 2**32))
-            top_p = c.top_p if c.top_p < 1 else 2  # at 1 the rounding of a sum could cut something
+            # 0 keeps the most likely token; at 1 the rounding of a sum could cut something.
+            top_p = max(c.top_p, 1e-6) if c.top_p < 1 else 2
             penalties = (c.presence_penalty, c.frequency_penalty)
             samplings.append((max(c.temperature, 0), top_p, c.min_p, *penalties))
 
@@ -971,7 +930,7 @@ class Decoder:
 
         self.cache = KVCache.empty(model, rows + shelves, self.max_len)
         self.row_cache = self.cache.first(rows)
-        self.state = RowState.resting(rows, device)
+        self.state = RowState(rows, device)
         self.penalties = Penalties(rows, tokenizer.vocab_size, device) if shaping else None
         self.shelves = Shelves(rows, shelves)
 
@@ -1052,8 +1011,8 @@ class Decoder:
             return {}
         sharing = {row: text for row, text in texts.items() if not completions[row].score_prompt}
         sources, new = self.shelves.choose(sharing, starts, self.known)
+        self.cache.clear(list(new))
         try:
-            self.cache.clear(list(new))
             self.fill(new, dict.fromkeys(new, 0), {})
         except BaseException:
             self.shelves.forget()  # what they hold is not certain
@@ -1067,7 +1026,12 @@ class Decoder:
                 completion.prompt_chances = [None]
         for pack in prefill_packs(texts, starts):
             pack_starts = [starts[row] for row in pack]
-            hidden = self.prefill(pack, pack_starts, [texts[row] for row in pack])
+            texts_of_pack = [texts[row] for row in pack]
+            if self.prefills:
+                hidden = self.prefills.run(pack, pack_starts, texts_of_pack)
+            else:
+                work = (pack, pack_starts, texts_of_pack, self.weights)
+                hidden = prefill(self.model, self.cache, *work)
             place = 0  # of a text's first new id
             for row, start in zip(pack, pack_starts, strict=True):
                 count = len(texts[row]) - start
@@ -1084,12 +1048,6 @@ class Decoder:
             tokens = to_device(after[start : start + 256], hidden_TD.device)
             logits = self.model.logits(hidden_TD[start : start + len(tokens)])[:, :vocab_size]
             completion.prompt_chances += token_chances(logits, tokens, completion.logprobs or 0)
-
-    def prefill(self, rows: list, starts: list, texts: list) -> Tensor:
-        """As prefill; the next call may overwrite what it returns."""
-        if self.prefills:
-            return self.prefills.run(rows, starts, texts)
-        return prefill(self.model, self.cache, rows, starts, texts, self.weights)
 
     # -- steps
 
@@ -1304,27 +1262,18 @@ class Generator:
         # Taken out of self, so that a call within this one gets another decoder.
         decoder = self.decoder
         self.decoder = None
-        if (
-            decoder is not None
-            and decoder.rows == rows
-            and decoder.windows == self.model.windows
-            and decoder.max_len >= length
-        ):
+        kind = (rows, self.model.windows)
+        if decoder and (decoder.rows, decoder.windows) == kind and decoder.max_len >= length:
             decoder.refresh()
             return decoder
         del decoder  # frees its memory before the next one is made
         return Decoder(self.model, self.tokenizer, rows, length, self.compile)
 
-    def completions(self, prompts, seed: int = 0, **options) -> list[Completion]:
-        """A Completion for each prompt; equal prompts draw different noise."""
-        return [
-            Completion(list(prompt), seed=seed + i * SEED_STRIDE, **options)
-            for i, prompt in enumerate(prompts)
-        ]
-
-    def complete(self, prompts, **options) -> list[Completion]:
-        """Continues lists of ids to their end."""
-        completions = self.completions(prompts, **options)
+    def complete(self, prompts, seed: int = 0, **options) -> list[Completion]:
+        """Continues lists of ids to their end; equal prompts draw different noise."""
+        completions = []
+        for i, prompt in enumerate(prompts):
+            completions.append(Completion(list(prompt), seed=seed + i * SEED_STRIDE, **options))
         if completions:
             for _ in self.run(completions, min(len(completions), self.rows)):
                 pass
@@ -1334,12 +1283,11 @@ class Generator:
         """The new ids of each prompt, without the stop token."""
         return [completion.tokens for completion in self.complete(prompts, **options)]
 
-    def stream(self, prompts, **options) -> Iterator[list[int | None]]:
-        """Yields one list of ids for each step, None for prompts that have ended."""
-        completions = self.completions(prompts, **options)
-        for events in self.run(completions, len(completions)):
-            found = {event.row: event.token for event in events}
-            yield [found.get(i) for i in range(len(completions))]
+    def stream(self, prompt: list[int], **options) -> Iterator[int | None]:
+        """Yields each id of the answer, and None if a stop token ends it."""
+        for events in self.run([Completion(prompt, **options)], 1):
+            for event in events:
+                yield event.token
 
     def stream_text(self, prompt: str, **options) -> Iterator[str]:
         """Pieces of text as they become certain: a character is never split between two pieces.
@@ -1348,7 +1296,7 @@ class Generator:
         """
         ids = [self.tokenizer.bos_id, *self.tokenizer.encode(prompt)]
         text = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        for (token,) in self.stream([ids], **options):
+        for token in self.stream(ids, **options):
             if token is not None:
                 yield text.decode(self.tokenizer.bytes[token])
         yield text.decode(b"", final=True)

@@ -1,7 +1,7 @@
 """Answers that are JSON: which ids may come next, by llguidance.
 
-    shapes = Shapes(tokenizer, stop_id)
-    mask = shapes.mask({"type": "object"})          for engine.Completion(..., mask=mask)
+    vocabulary = llguidance.LLTokenizer(Vocabulary(tokenizer, stop_id))
+    mask = Mask.of({"type": "object"}, vocabulary)          for engine.Completion(..., mask=mask)
 """
 
 import json
@@ -30,27 +30,21 @@ class Vocabulary:
         return self.tokenizer.encode(text)
 
 
-class Shapes:
-    """Makes masks for answers that follow a JSON schema."""
-
-    def __init__(self, tokenizer, stop: int):
-        self.vocabulary = llguidance.LLTokenizer(Vocabulary(tokenizer, stop))
-
-    def mask(self, schema: dict) -> "Mask":
-        """Raises: ValueError if the schema cannot be followed"""
-        grammar = llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=BLANKS)
-        matcher = llguidance.LLMatcher(self.vocabulary, grammar, log_level=0)
-        if matcher.is_error():
-            raise ValueError(" ".join(matcher.get_error().split()))
-        return Mask(matcher)
-
-
 class Mask:
     """Which ids may follow those of an answer."""
 
     def __init__(self, matcher: llguidance.LLMatcher):
         self.matcher = matcher
         self.seen = 0  # ids that the matcher knows
+
+    @staticmethod
+    def of(schema: dict, vocabulary: llguidance.LLTokenizer) -> "Mask":
+        """A mask for answers that follow a schema. Raises: ValueError if none can"""
+        grammar = llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=BLANKS)
+        matcher = llguidance.LLMatcher(vocabulary, grammar, log_level=0)
+        if matcher.is_error():
+            raise ValueError(" ".join(matcher.get_error().split()))
+        return Mask(matcher)
 
     def copy(self) -> "Mask":
         return Mask(self.matcher.deep_copy())

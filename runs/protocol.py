@@ -1,11 +1,11 @@
 """What the server's clients may ask, and what they get: OpenAI's protocol without the network.
 
-    Problem               an error for the client
-    Reader                from ids to pieces of text
-    Job, Ask              an answer to write, and a request with its answers
-    ChatFields, ...       the fields of requests
-    Protocol              from the fields of a request to an Ask
-    Answers               from what the model said to JSON
+Problem               an error for the client
+Reader                from ids to pieces of text
+Job, Ask              an answer to write, and a request with its answers
+ChatFields, ...       the fields of requests
+Protocol              from the fields of a request to an Ask
+Answers               from what the model said to JSON
 """
 
 import asyncio
@@ -17,13 +17,13 @@ import time
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import engine
+import llguidance
 import pydantic_core
 from chat import Local
-from json_answers import Mask, Shapes
-from page import render
+from json_answers import Mask, Vocabulary
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 from pydantic_core import PydanticCustomError
 from starlette.responses import JSONResponse
@@ -219,11 +219,17 @@ class JsonSchema(BaseModel, strict=True):
     given: dict = Field(alias="schema")
 
 
-class ResponseFormat(BaseModel, strict=True):
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchema | None = None
+class PlainFormat(BaseModel, strict=True):
+    type: Literal["text", "json_object"] = "text"
 
 
+class SchemaFormat(BaseModel, strict=True):
+    type: Literal["json_schema"]
+    json_schema: JsonSchema
+
+
+AnyFormat = Annotated[PlainFormat | SchemaFormat, Field(discriminator="type")]
+Ids = Annotated[list[int], Field(min_length=1)]
 StopString = Annotated[str, Field(min_length=1, max_length=256)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 BiasedId = Annotated[int, Field(ge=0, strict=False)]  # a text, as keys of JSON are
@@ -258,10 +264,11 @@ class AnswerFields(BaseModel, strict=True, allow_inf_nan=False):
     tools: Unsupported = None
     functions: Unsupported = None
     suffix: Unsupported = None
-    response_format: ResponseFormat | None = None
+    response_format: AnyFormat = PlainFormat()
 
 
 class ChatFields(AnswerFields):
+    source: ClassVar = "messages"  # the field with the prompt
     messages: list[Message] = Field(min_length=1)
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
@@ -270,7 +277,8 @@ class ChatFields(AnswerFields):
 
 
 class TextFields(AnswerFields):
-    prompt: Annotated[list[str | list[int]], Field(min_length=1), BeforeValidator(as_list)]
+    source: ClassVar = "prompt"
+    prompt: Annotated[list[str | Ids], Field(min_length=1), BeforeValidator(as_list)]
     max_tokens: int = Field(16, ge=0)
     echo: bool = False
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP)
@@ -323,34 +331,42 @@ class Protocol:
         tools = {tokenizer.specials.get(mark) for mark in Local.SHOWN} if chat else set()
         self.stops = tuple(sorted(self.marks - tools))
         end = tokenizer.specials["<|assistant_end|>"] if chat else tokenizer.bos_id
-        self.shapes = Shapes(tokenizer, end)
+        self.vocabulary = llguidance.LLTokenizer(Vocabulary(tokenizer, end))
 
-    def prepare(self, data: bytes, chat: bool) -> Ask:
-        """Checks a request and turns its texts into ids. Raises: Problem"""
-        fields = read_fields(ChatFields if chat else TextFields, data)
+    def prepare_chat(self, data: bytes) -> Ask:
+        """Checks a request for the next answer of a conversation. Raises: Problem"""
+        fields = read_fields(ChatFields, data)
+        self.check(fields, fields.n)
+        most = fields.max_completion_tokens or fields.max_tokens or self.limit
+        logprobs = fields.top_logprobs if fields.logprobs else None
+        return self.ask(fields, [self.render(fields.messages)], most, logprobs)
+
+    def prepare_texts(self, data: bytes) -> Ask:
+        """Checks a request for the continuation of texts. Raises: Problem"""
+        fields = read_fields(TextFields, data)
+        self.check(fields, fields.n * len(fields.prompt))
+        prompts = [self.prompt_ids(prompt) for prompt in fields.prompt]
+        ask = self.ask(fields, prompts, fields.max_tokens, fields.logprobs, fields.echo)
+        for job in ask.jobs if fields.echo else ():
+            shown = [id for id in job.completion.prompt if id not in self.marks]
+            job.pieces.append(("text", self.tokenizer.decode(shown)))
+        return ask
+
+    def check(self, fields: AnswerFields, count: int) -> None:
+        """Raises: Problem if a request is for another model or for too many answers"""
         if fields.model not in ("", self.name):
             message = f"there is no model {shorten(fields.model)} here, only {self.name}"
             raise Problem(404, message, "model", "model_not_found")
-        count = fields.n if chat else fields.n * len(fields.prompt)
         if count > self.most_choices:
             message = f"the request asks for {count:,} answers; at most {self.most_choices} work"
             raise Problem(400, message, "n")
 
-        if chat:
-            prompts = [self.render(fields.messages)]
-            most = fields.max_completion_tokens or fields.max_tokens or self.limit
-            logprobs = fields.top_logprobs if fields.logprobs else None
-            echo = False
-        else:
-            prompts = [self.prompt_ids(prompt) for prompt in fields.prompt]
-            most = fields.max_tokens
-            logprobs = fields.logprobs
-            echo = fields.echo
+    def ask(self, fields: AnswerFields, prompts, most: int, logprobs, echo: bool = False) -> Ask:
+        """The answers to some prompts, of up to `most` tokens each. Raises: Problem"""
         least = 0 if echo else 1  # with echo, none is the prompt alone
         if not least <= most <= self.limit:
             rule = f"max_tokens must be at least {least} and at most {self.limit:,}"
             raise Problem(400, f"{rule}, found {most:,}", "max_tokens")
-
         jobs = []
         sampling = self.sampling(fields)
         mask = self.mask(fields.response_format)
@@ -358,8 +374,7 @@ class Protocol:
             if len(prompt) > self.limit:
                 context = f"the context of this model is {self.limit:,} tokens"
                 message = f"{context} but the prompt has {len(prompt):,}; shorten it"
-                param = "messages" if chat else "prompt"
-                raise Problem(400, message, param, "context_length_exceeded")
+                raise Problem(400, message, fields.source, "context_length_exceeded")
             for _ in range(fields.n):
                 completion = engine.Completion(
                     prompt,
@@ -374,23 +389,18 @@ class Protocol:
                 )
                 reader = Reader(self.tokenizer, tuple(fields.stop))
                 jobs.append(Job(len(jobs), completion, reader, silent=most == 0))
-                if echo:
-                    shown = [id for id in prompt if id not in self.marks]
-                    jobs[-1].pieces.append(("text", self.tokenizer.decode(shown)))
+        usage = fields.stream_options.include_usage
         tokens = sum(map(len, prompts))
-        return Ask(jobs, chat, fields.stream, fields.stream_options.include_usage, tokens, logprobs)
+        return Ask(jobs, fields.source == "messages", fields.stream, usage, tokens, logprobs)
 
-    def mask(self, wanted: ResponseFormat | None) -> Mask | None:
+    def mask(self, wanted: AnyFormat) -> Mask | None:
         """Which ids an answer may hold, if it must be JSON. Raises: Problem"""
-        if wanted is None or wanted.type == "text":
+        if wanted.type == "text":
             return None
-        schema = {"type": "object"}
-        if wanted.type == "json_schema":
-            if wanted.json_schema is None:
-                raise Problem(400, "response_format.json_schema: Field required", "response_format")
-            schema = wanted.json_schema.given
+        shaped = wanted.type == "json_schema"
         try:
-            return self.shapes.mask(schema)
+            schema = wanted.json_schema.given if shaped else {"type": "object"}
+            return Mask.of(schema, self.vocabulary)
         except ValueError as error:
             message = f"response_format: this schema does not work here ({error})"
             raise Problem(400, message, "response_format") from None
@@ -398,9 +408,9 @@ class Protocol:
     def sampling(self, fields: AnswerFields) -> dict:
         """What shapes the draw of an id, as Completion takes it."""
         self.check_ids(fields.logit_bias, "logit_bias")
-        names = {"temperature", "min_p", "presence_penalty", "frequency_penalty", "logit_bias"}
+        names = {"temperature", "top_p", "min_p", "logit_bias"}
+        names |= {"presence_penalty", "frequency_penalty"}
         sampling = fields.model_dump(include=names)
-        sampling["top_p"] = max(fields.top_p, 1e-6)  # 0 keeps the most likely token
         sampling["top_k"] = min(fields.top_k, self.tokenizer.vocab_size)
         return sampling
 
@@ -501,10 +511,6 @@ class Protocol:
             if fields.add_special_tokens:
                 ids = [self.tokenizer.bos_id, *ids]
         return {"tokens": ids, "count": len(ids), "max_model_len": self.limit}
-
-    def render_parts(self, data: bytes) -> dict:
-        """An answer as HTML, for the web page. Raises: Problem"""
-        return {"html": render(read_fields(RenderFields, data).parts)}
 
     def detokenize(self, data: bytes) -> dict:
         """The text of ids. Raises: Problem"""

@@ -10,31 +10,27 @@
     answer = client.chat.completions.create(model=model, messages=[...], temperature=0)
 
 GET /v1/models, /health, /metrics (for Prometheus) and / (the page); POST /v1/chat/completions,
-/v1/completions, /tokenize, /detokenize and /render (Markdown); runs/protocol.py has their fields. Requests that run at
-the same time share every step of the model, up to --rows answers; more wait, up to --max-waiting,
-and above that the answer is 429. A request without a row takes one from a request with several,
-whose answer goes on later. A conversation that goes on finds its keys and values in the row that it
-left, and a beginning that several prompts share, such as a system text, is computed once.
+/v1/completions, /tokenize, /detokenize and /render (Markdown); runs/protocol.py has their fields.
+Up to --rows answers share every step of the model. Up to --max-waiting more wait, and above that
+the answer is 429. A request without a row takes one from a request with several, whose answer goes
+on later. A conversation finds its keys and values in the row that it left, and a beginning that
+several prompts share, such as a system text, is computed once.
 
-Log-probabilities are the model's own, before temperature and penalties; those of a calculator's
-result are 0. With echo they cover the prompt, which is what lm-evaluation-harness needs (model
-local-completions, and add_bos_token=True for tasks that compare answers, as it sends ids).
+Log-probabilities are the model's own, before temperature and penalties. With echo they cover the
+prompt, as lm-evaluation-harness needs it (model local-completions, add_bos_token=True).
 
 A system message goes in front of the user message behind it, as in training, and messages of one
-role in a row become one. If the last message is the assistant's, the answer continues it. Special
-tokens written in a text are plain text. A finetuned model has a calculator: its call and result
-are in the text, as [3*4 = 12], and in a stream those pieces carry "part": "python" or
-"python_output" beside "content". When a client sends such text back in an assistant message, it
-becomes a call again. Models without finetuning offer only completions. With response_format an
-answer is a JSON object, or follows a JSON schema; then there is no calculator.
+role in a row become one. If the last message is the assistant's, the answer continues it. A
+finetuned model has a calculator: its call and result are in the text, as [3*4 = 12], and in a
+stream those pieces carry "part": "python" or "python_output" beside "content". Models without
+finetuning offer only completions. With response_format an answer is JSON, without a calculator.
 
 The server listens on 127.0.0.1 by default and has no CORS. With --api-key, or a key in the
-environment variable DECODERSTACK_API_KEY (which other users of the machine do not see in a list of
-processes), all but the page and /health needs "Authorization: Bearer KEY". So that a web page of
-another origin cannot use it, Host must be an IP address, localhost or an --allow-host (against DNS
-rebinding), Origin, if sent, must be the server itself, and a POST must be application/json. Texts
-are never logged. A server that the public can reach belongs behind a proxy such as nginx or Caddy.
-SIGTERM and Ctrl-C end it once the answers under way are written, after --drain seconds at most.
+environment variable DECODERSTACK_API_KEY, all but the page and /health needs "Authorization:
+Bearer KEY". Host must be an IP address, localhost or an --allow-host (against DNS rebinding),
+Origin, if sent, must be the server itself, and a POST must be application/json. Texts are never
+logged. A server that the public can reach belongs behind a proxy such as nginx or Caddy. SIGTERM
+and Ctrl-C end it once the answers under way are written, after --drain seconds at most.
 """
 
 # ruff: noqa: E402
@@ -51,7 +47,6 @@ import functools
 import hmac
 import ipaddress
 import json
-import re
 import socket
 import sys
 import threading
@@ -68,20 +63,18 @@ import torch
 import uvicorn
 from chat import Local, is_chat_run
 from engine import RunError
-from page import read_page
-from protocol import Answers, Ask, Job, Problem, Protocol, shorten
+from page import read_page, render
+from protocol import Answers, Ask, Job, Problem, Protocol, RenderFields, read_fields, shorten
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 MAX_BODY = 1 << 20  # bytes of a request
 IDLE_SECONDS = 30  # that a connection may neither get an answer nor read the one it has
 BODY_SECONDS = 60  # for sending a request
-MAX_HEAD = 1 << 17  # bytes of a request beside its body
 MAX_CONNECTIONS = 1000
 BACKLOG = 64  # connections that are accepted at once
 SWITCH_SECONDS = 2e-4  # after which a thread gives way to another
@@ -91,7 +84,6 @@ HOLD = 2  # steps that a new request may wait for others, so that they enter tog
 STOPPING = "the server is stopping"
 PUBLIC = ("/", "/health")  # without a key
 KEY_VARIABLE = "DECODERSTACK_API_KEY"
-KEY = r"[!-~]([ -~]*[!-~])?"  # what a header can hold, less blanks at its ends, which are lost
 
 # ---- the thread that owns the model
 
@@ -161,8 +153,7 @@ class Worker(threading.Thread):
             most = self.decoder.rows + self.max_waiting
             if taken + len(ask.jobs) > most:
                 busy = f"{taken} answers are being written or wait, and at most {most} may"
-                message = f"the server is busy: {busy}; try again in a moment"
-                raise Problem(429, message, code="queue_full")
+                raise Problem(429, f"{busy}; try again in a moment", code="queue_full")
             self.queue[ask] = None
             self.wake.notify()
 
@@ -294,6 +285,7 @@ class Worker(threading.Thread):
         return False
 
     def admit(self, new: dict[int, Job]) -> None:
+        """Has the decoder compute what rows lack of their texts."""
         found = self.decoder.admit({row: job.completion for row, job in new.items()})
         for row, job in new.items():
             if job.cached is None:  # it does not go on after it made room
@@ -361,12 +353,7 @@ class Worker(threading.Thread):
             ask.problem = ask.problem or problem
         if asks:
             with contextlib.suppress(RuntimeError):  # nobody listens any more
-                self.loop.call_soon_threadsafe(wake, asks)
-
-
-def wake(asks: set[Ask]) -> None:
-    for ask in asks:
-        ask.ready.set()
+                self.loop.call_soon_threadsafe(lambda: [ask.ready.set() for ask in asks])
 
 
 # ---- the HTTP handlers
@@ -391,8 +378,7 @@ class Server:
             raise RunError(f"the cache of {rows:,} rows {reason}; use fewer --rows") from None
         self.limit = self.worker.decoder.max_len
         most = rows + args.max_waiting
-        protocol = Protocol(self.name, self.tokenizer, self.limit, self.chat, most)
-        self.protocol = protocol
+        self.protocol = Protocol(self.name, self.tokenizer, self.limit, self.chat, most)
         model = {"id": self.name, "object": "model", "owned_by": "local"}
         model |= {"created": int(time.time()), "max_model_len": self.limit, "chat": self.chat}
         routes = [
@@ -403,18 +389,18 @@ class Server:
             Route(f"/v1/models/{self.name}", JSONResponse(model), methods=["GET"]),
         ]
         for path, action in {
-            "/v1/chat/completions": functools.partial(protocol.prepare, chat=True),
-            "/v1/completions": functools.partial(protocol.prepare, chat=False),
-            "/tokenize": protocol.tokenize,
-            "/detokenize": protocol.detokenize,
-            "/render": protocol.render_parts,
+            "/v1/chat/completions": self.protocol.prepare_chat,
+            "/v1/completions": self.protocol.prepare_texts,
+            "/tokenize": self.protocol.tokenize,
+            "/detokenize": self.protocol.detokenize,
+            "/render": lambda data: {"html": render(read_fields(RenderFields, data).parts)},
         }.items():
             routes.append(Route(path, functools.partial(self.post, action), methods=["POST"]))
         hosts = {"localhost", args.host.lower(), *map(str.lower, args.allow_host)}
         paths = {route.path for route in routes}
         counter = self.worker.metrics.requests
         gate = Middleware(Gate, allowed=hosts, key=args.api_key, paths=paths, counter=counter)
-        handlers = dict.fromkeys([Problem, HTTPException, ClientDisconnect, Exception], failure)
+        handlers = dict.fromkeys([Problem, HTTPException, Exception], failure)
         self.app = Starlette(routes=routes, middleware=[gate], exception_handlers=handlers)
 
     async def health(self, request: Request) -> Response:
@@ -499,6 +485,8 @@ async def read_body(request: Request) -> bytes:
                     raise Problem(413, f"the request is too long; at most {MAX_BODY:,} bytes work")
     except TimeoutError:
         raise Problem(408, f"the request did not arrive within {BODY_SECONDS} seconds") from None
+    except ClientDisconnect:
+        raise Problem(499, "the client left") from None
     return bytes(data)
 
 
@@ -549,8 +537,6 @@ async def failure(request: Request, error: Exception) -> Response:
     """What a client gets in place of an answer."""
     if isinstance(error, Problem):
         return error.response()
-    if isinstance(error, ClientDisconnect):
-        return Response(status_code=499)  # reaches nobody
     if isinstance(error, HTTPException):  # an unknown path or method
         message = f"{request.method} {request.url.path[:100]}: {error.detail}"
         response = Problem(error.status_code, message).response()
@@ -560,26 +546,6 @@ async def failure(request: Request, error: Exception) -> Response:
 
 
 # ---- the command line
-
-
-class Connection(HttpToolsProtocol):
-    """uvicorn's connection, with an end to the head of a request."""
-
-    head = 0  # bytes of the request so far beside its body
-
-    def data_received(self, data: bytes) -> None:
-        self.head += len(data)
-        super().data_received(data)
-        if self.head > MAX_HEAD:
-            self.transport.abort()
-
-    def on_body(self, body: bytes) -> None:
-        self.head -= len(body)
-        super().on_body(body)
-
-    def on_message_complete(self) -> None:
-        self.head = 0
-        super().on_message_complete()
 
 
 class HTTPServer(uvicorn.Server):
@@ -637,7 +603,7 @@ def http_server(server: Server, args: argparse.Namespace) -> HTTPServer:
     config = uvicorn.Config(
         server.app,
         loop="asyncio",
-        http=Connection,
+        http="httptools",
         ws="none",
         lifespan="off",
         backlog=BACKLOG,
@@ -680,10 +646,8 @@ def main() -> int:
         if min(args.rows, args.max_waiting, args.drain) < 0:
             found = f"{args.rows}, {args.max_waiting} and {args.drain}"
             raise RunError(f"--rows, --max-waiting and --drain must be at least 0, found {found}")
-        if args.api_key is not None and not re.fullmatch(KEY, args.api_key):
-            rule = "--api-key must be printable ASCII without a blank at an end"
-            found = f"found one of {len(args.api_key)} characters that is not"
-            raise RunError(f"{rule}, {found}; choose another")
+        if args.api_key == "":
+            raise RunError("--api-key is empty; name a key, or leave it out")
         listening = bind(args.host, args.port)  # first, since a model takes a while to load
         server = Server(args.run_dir, args)
         http = http_server(server, args)

@@ -23,7 +23,7 @@ import chat as chat_script
 import engine
 
 SCRIPT = ROOT / "runs" / "chat.py"
-OPTIONS = {"temperature": 0.0, "top_k": 50, "top_k_given": False, "top_p": 1.0, "max_tokens": 10, "seed": 0,
+OPTIONS = {"temperature": 0.0, "top_k": None, "top_p": 1.0, "max_tokens": 10, "seed": 0,
            "step": None, "device": "cpu", "model": None}  # fmt: skip
 
 
@@ -131,13 +131,6 @@ def test_a_full_context_drops_the_oldest_turns(make):
     assert "error: the message has" in err and "context is 96" in err and chat.messages == before
     out, err = say(chat, "short")
     assert len(out) > 1 and "error" not in err
-    for room in (5, 1):  # an answer may be shorter than asked for: all of the context is used and nothing beyond
-        candidates = ("1x" * n + end for n in range(99) for end in ("", "q", "qz", "1", "é"))
-        text = next(t for t in candidates if len(template(backend, "S", [t])) == 97 - room)
-        ids = template(backend, "S", [text])
-        say(chat, text)
-        assert chat.messages[-1]["ids"] == argmax_answer(backend, ids, room) and len(backend.decoder.known[0]) <= 96
-        assert len(chat.messages[-1]["ids"]) == room
 
 
 def test_a_base_model_continues_text(make):
@@ -372,12 +365,8 @@ def test_failures_of_transformers_are_one_sentence(pretrained):
 
 
 def test_flags_of_pretrained(pretrained):
-    for options, message in (
-        ({"step": 77}, "is one model without checkpoints but --step is 77; leave it out"),
-        ({"device": "foo"}, "the device foo cannot be used here, .*; name another with --device"),
-    ):
-        with pytest.raises(engine.RunError, match=message):
-            pretrained(None, **options)
+    with pytest.raises(engine.RunError, match="without checkpoints but --step is 77; leave it out"):
+        pretrained(None, step=77)
 
 
 # ==== the command line
@@ -429,7 +418,7 @@ def test_user_errors(server, tmp_path, monkeypatch, capsys):
         (("--endpoint", "localhost:1"), "is not a web address"), (("--endpoint", "http://127.0.0.1:9"), "cannot reach"),
         (("--endpoint", server.url, "--prompt", " "), "--prompt is empty"),
         (("--endpoint", server.url, "--prompt", "x"), "answered 401: no key"),
-        (("--endpoint", server.url, "--temperature", "-1"), "--temperature and --top-k must be"),
+        (("--endpoint", server.url, "--temperature", "-1"), "--temperature, --top-k, --top-p and"),
     ]:  # fmt: skip
         monkeypatch.setattr(sys, "argv", ["chat.py", *map(str, args)])
         assert chat_script.main() == 1
@@ -471,17 +460,12 @@ def test_a_server_whose_context_is_full(server):
 
 def test_a_question_asked_again_draws_anew(make, server):
     """With a seed the whole conversation is fixed, not each answer."""
-    answers = []
-    for _ in range(2):
-        chat = make(temperature=1.0, seed=5) if not answers else answers[0][0]
-        texts = []
-        for _ in range(3):
-            say(chat, "/clear")
-            texts.append(say(chat, "the rest")[0])
-        answers.append((chat, texts))
-        assert len(set(texts)) == 3
-        chat.backend.turns = 0
-    assert answers[0][1] == answers[1][1]
+    chat, texts = make(temperature=1.0, seed=5), []
+    for i in range(6):
+        chat.backend.turns = i % 3
+        say(chat, "/clear")
+        texts.append(say(chat, "the rest")[0])
+    assert len(set(texts)) == 3 and texts[:3] == texts[3:]
     server.reply = events("x")
     chat = chat_script.Chat(chat_script.Remote(server.url, Namespace(**{**OPTIONS, "seed": 7})))
     for _ in range(2):
