@@ -267,20 +267,23 @@ def below(values: list[float], target: float) -> float | None:
 
 
 def sections(text: str) -> dict[str, list[str]]:
-    """Lines of a training script by section: behind its banner, or between markers inside of one."""
+    """Lines of a training script by section: behind its banner, or between markers that name one."""
     parts = {}
     outer = "between sections"
     name = "docstring"
+    shared = False
     for line in text.splitlines():
         marker = re.fullmatch(r" *# (>>>|<<<) shared: (.+)", line)
         banner = re.match(r"# \d+\. ([A-Z ]+) -- ", line)
         if marker and marker[1] == ">>>":
             name = marker[2]
-        elif banner:
+            shared = not name.startswith("section")  # as sections_5_to_8
+        elif banner and not shared:
             name = outer = banner[1].strip().lower()
         parts.setdefault(name, []).append(line)
         if marker and marker[1] == "<<<":  # a section may share a part only
             name = outer
+            shared = False
     return parts
 
 

@@ -42,7 +42,7 @@ def test_loss_without_a_softcap(kernel, monkeypatch):
 
 
 def test_rotary_is_that_of_qwen():
-    """rotate() with the table of the model, its quarters in the order of Qwen's halves, is x cos + rotate_half(x) sin."""
+    """Quarters of rotate() in the order of Qwen's halves are x cos + rotate_half(x) sin."""
     model = ts.GPT(portable_config(head_dim=32, width=64))
     positions = torch.arange(20)
     cos, sin = (table[positions][:, None] for table in model.rotary)
