@@ -12,6 +12,7 @@ from the seeds of the entry that --first names. Without it they stay open, until
 import argparse
 import hashlib
 import importlib
+import json
 import math
 import re
 import sys
@@ -49,14 +50,18 @@ def limit_of(seconds: list[float]) -> float:
 
 
 def tracks_of(record: dict, found: dict) -> list[str]:
-    """Names of the tracks with the entry's dataset, script and hardware."""
+    """Names of the tracks with the entry's dataset, script, hardware and, where they ask for one, shape."""
     hardware = {key: record["hardware"][key] for key in ("device", "num_devices")}
     own = (record["dataset"]["fingerprint"], record["track"], hardware)
 
     def asked(track: dict) -> tuple:
         return found["datasets"][track["dataset"]]["fingerprint"], track["script"], track["hardware"]
 
-    return [name for name, track in found["tracks"].items() if asked(track) == own]
+    def has_shape(track: dict) -> bool:
+        shape = track.get("config", {})
+        return shape == {key: record["config"].get(key) for key in shape}
+
+    return [name for name, track in found["tracks"].items() if asked(track) == own and has_shape(track)]
 
 
 def scoring_problems(record: dict, config: dict, scored: dict | None, found: dict) -> list[str]:
@@ -131,6 +136,7 @@ def make_tracks(args: argparse.Namespace, dataset: dict) -> dict:
         "class": rec.device_class(args.device),
         "max_epochs": args.max_epochs,
         "train": args.train,
+        **({"config": json.loads(args.config)} if args.config else {}),
         "limits_from": args.first.name if args.first else None,
     }
     limit = None
@@ -217,6 +223,7 @@ def main(argv: list[str] | None = None) -> None:
     flag("--made-by", help="the command that makes the dataset")
     flag("--train", help="the command that trains on the track")
     flag("--name", help="beginning of the tracks' names (default DATASET-SCRIPT)")
+    flag("--config", help="JSON object of what the Config of an entry must hold")
     flag("--first", type=Path, help="the entry whose seeds set the limits")
     flag("--max-epochs", type=int, default=1, help="passes over the text")
     flag("--max-seq-len", type=int, default=2048, help="where validation cuts a document")

@@ -1,12 +1,18 @@
 """The recipe of runs/portable.args: its kernels against plain formulas, its exports against ours."""
 
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
 import train_small as ts
 
 import references
-from conftest import tiny_config
+from conftest import ROOT, tiny_config
+
+sys.path.insert(0, str(ROOT / "records"))
+import record as rec
+import tracks
 
 SHAPE = dict(
     swiglu=True, rotary_full=True, rotary_base=10000.0, softcap=(), window_short=64, window_long=64, bigram_rows=0,
@@ -90,3 +96,12 @@ def test_swiglu_in_fp8(monkeypatch):
     got = (y, *torch.autograd.grad(y, (x, up, down), g))
     for a, b in zip(got, want, strict=True):
         assert ((a.double() - b).norm() / b.norm()) < 0.11
+
+
+def test_a_track_may_ask_for_a_shape():
+    """Entries of another shape are not on it, whatever their dataset, script and card."""
+    found = tracks.read()
+    record = rec.read_record(ROOT / "baselines" / "2026-11-25_p34-portable")
+    assert [name for name in tracks.tracks_of(record, found) if "portable" in name]
+    record["config"]["softcap"] = [23.0, 5.0, 7.5]
+    assert not [name for name in tracks.tracks_of(record, found) if "portable" in name]
