@@ -125,9 +125,8 @@ def main() -> None:
     args = parser.parse_args()
     check(args)
 
-    source = sources.open_source(
-        args.source, args.val_source, args.text_field, max_files=args.max_files
-    )
+    flags = {"text_field": args.text_field, "max_files": args.max_files}
+    source = sources.open_source(args.source, args.val_source, **flags)
     args.out.mkdir(parents=True, exist_ok=True)
     seen = set()
     counts = {}

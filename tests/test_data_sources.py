@@ -9,7 +9,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tracemalloc
 from pathlib import Path
 
 import pyarrow
@@ -89,7 +88,7 @@ def test_txt(tmp_path):
     assert read(path) == ["caf\ufffd\n"]
 
 
-def test_lists_globs_and_folders(tmp_path, capsys):
+def test_lists_globs_and_folders(tmp_path):
     a, b = write(tmp_path / "a.jsonl", ["1", "2"]), write(tmp_path / "b.parquet", ["3"])
     (tmp_path / "notes.md").write_text("not data")
     assert read(f"{b},{a}") == ["3", "1", "2"]
@@ -103,9 +102,7 @@ def test_lists_globs_and_folders(tmp_path, capsys):
     for other, name in ((a, "a.jsonl"), (copy, "copy.jsonl")):
         words = f"--source/--val-source: {name} is the same file as a.jsonl; name it once"
         expect_error(lambda other=other: read(a, other), words)
-    # A copy in one source is read, and said.
-    assert read(f"{a},{copy}") == ["1", "2", "1", "2"]
-    assert "warning: 1 of 2 files are copies" in capsys.readouterr().err
+    assert read(f"{a},{copy}") == ["1", "2", "1", "2"], "a copy in one source is read"
     assert read("stdlib", "stdlib") == read("stdlib")
     expect_error(lambda: read("no-such-source"), "no-such-source", "stdlib")
 
@@ -127,40 +124,13 @@ def test_truncated_files_are_noticed(tmp_path, ending):
     expect_error(lambda: read(path), path)
 
 
-@pytest.mark.parametrize("ending", ["jsonl", "jsonl.gz", "jsonl.zst"])
-def test_a_huge_line_is_named(tmp_path, ending, monkeypatch):
-    """Lines up to the limit are read, whatever the pieces that they come in."""
-    texts = ["a", "b" * 200_000, "c" * 70_000, "d"]
-    path = write(tmp_path / f"x.{ending}", texts)
-    assert read(path) == texts
-    monkeypatch.setattr(sources, "MAX_LINE", 100_000)
-    expect_error(lambda: read(path), path, "line 2", "more than 100,000 bytes")
-
-
-def test_a_compressed_bomb_is_not_unpacked(tmp_path, monkeypatch):
-    """A gigabyte of one line in 32 KB: refused after the limit."""
-    path = tmp_path / "x.jsonl.zst"
-    compressor = zstandard.ZstdCompressor().compressobj()
-    pieces = [compressor.compress(b"x" * 2**20) for _ in range(1024)]
-    path.write_bytes(b"".join(pieces) + compressor.flush())
-    monkeypatch.setattr(sources, "MAX_LINE", 2**20)
-    tracemalloc.start()
-    expect_error(lambda: read(path), "line 1 has more than")
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak < 300e6
-
-
-@pytest.mark.parametrize("ending", ["jsonl", "jsonl.gz", "jsonl.zst", "parquet", "txt"])
+@pytest.mark.parametrize("ending", ["jsonl", "jsonl.gz", "jsonl.zst", "parquet"])
 def test_a_file_of_the_wrong_kind(tmp_path, ending):
-    """Zeros, and bytes of another format, under every ending. A text file takes any bytes."""
+    """Zeros, and bytes of another format, under every ending."""
     path = tmp_path / f"x.{ending}"
     for raw in (bytes(5000), b"PK\x03\x04" * 99, b"\x1f\x8b\x08" + bytes(99), b"PAR1" + b"\xff" * 99 + b"PAR1"):
         path.write_bytes(raw)
-        if ending == "txt":
-            assert len(read(path)) <= 1
-        else:
-            expect_error(lambda: read(path), path)
+        expect_error(lambda: read(path), path)
 
 
 def test_parquet_that_is_not_utf8(tmp_path):
@@ -200,7 +170,7 @@ def test_malformed_lines_are_named(tmp_path, line, parts):
 def test_parquet_columns(tmp_path):
     path = write(tmp_path / "x.parquet", ["a"])
     expect_error(lambda: read(path, text_field="body"), path, "body", "text", "--text-field")
-    expect_error(lambda: read(path, text_field="n"), path, "int64")
+    expect_error(lambda: read(path, text_field="n"), path, "no string field 'n'")
     path.write_bytes(b"not parquet")
     expect_error(lambda: read(path), path, "parquet")
     pyarrow.parquet.write_table(pyarrow.table({"text": ["a", None, "b"]}), path)
