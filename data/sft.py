@@ -29,11 +29,9 @@ of the conversations are held out before weights apply; the generated tasks hold
 
 import argparse
 import hashlib
-import json
 import random
 import re
 import shutil
-import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -58,19 +56,21 @@ from format import (
     write_dataset,
     write_shard,
 )
-from pretrain import MAX_WORKERS, available_cores
-from sources import check_apart, clean, hub_files, identify, local_paths, read_lines
+from pretrain import available_cores
+from sources import check_apart, clean, hub_files, identify, local_paths, read_lines, records
 from tqdm import tqdm
 
 NAMED = {"smol-smoltalk": "hf:HuggingFaceTB/smol-smoltalk/data/train-*.parquet"}
 SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
 SPELLING_COUNT = 10_000
+GENERATED = {
+    "spelling": r"(?P<file>.+?)(:(?P<count>[1-9][0-9]{0,7}))?",
+    "addition": r"(?P<count>[1-9][0-9]{0,7})(:(?P<digits>[1-9]|1[0-8]))?",
+}
 MARKS = {
     "python": ("<|python_start|>", "<|python_end|>"),
     "python_output": ("<|output_start|>", "<|output_end|>"),
 }
-MOST_TASKS = 10**8  # of a generated source
-MOST_TIMES = 1000  # weight of a source
 BATCH = 64  # conversations given to a thread at once
 SHARD_TOKENS = 100_000_000
 
@@ -84,22 +84,19 @@ Message = tuple[str, list[Part]]  # (role, parts); a user's message has one text
 def check_messages(value: Any) -> list[Message]:
     """A conversation in its plain form, the system message merged; ValueError with what is wrong with it."""
     messages = value.get("messages") if isinstance(value, dict) else None
-    if not isinstance(messages, list) or not messages:
-        raise ValueError('there is no list "messages"')
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+        raise ValueError('there is no list "messages" of {"role", "content"}')
     result: list[Message] = []
     system = ""
     for number, message in enumerate(messages, 1):
-        message = message if isinstance(message, dict) else {}
         role, content = message.get("role"), message.get("content")
         if number == 1 and role == "system" and isinstance(content, str):
             system = clean(content)
             continue
         expected = ("user", "assistant")[len(result) % 2]
         if role != expected:
-            raise ValueError(
-                f"message {number} has the role {role!r}, expected {expected!r} (user and assistant take turns, the "
-                "user first, a system message may lead)"
-            )
+            found = role if isinstance(role, str) else None
+            raise ValueError(f"message {number} has the role {found!r}, expected {expected!r}, as they take turns")
         result.append((role, check_content(content, role, f"message {number}")))
     if len(result) < 2:
         raise ValueError("there is no answer of the assistant")
@@ -116,11 +113,10 @@ def check_content(content: Any, role: str, where: str) -> list[Part]:
         raise ValueError(f"{where} ({role}) has no text as its content")
     parts = []
     for part in content:
-        part = part if isinstance(part, dict) else {}
-        kind, text = part.get("type"), part.get("text")
-        if kind not in ("text", *MARKS) or not isinstance(text, str):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind not in ("text", *MARKS) or not isinstance(part.get("text"), str):
             raise ValueError(f"{where} has a part that is no text, python or python_output")
-        parts.append((kind, clean(text)))
+        parts.append((kind, clean(part["text"])))
     if not any(text.strip() for _, text in parts):
         raise ValueError(f"{where} ({role}) is empty")
     return parts
@@ -168,52 +164,19 @@ class Source(NamedTuple):
     generated: bool = False
 
 
-class Draws(NamedTuple):
-    """What the generated sources need to know."""
-
-    flag: str  # "--source" or "--val-source"
-    seed: int
-    val_fraction: float
-
-    def total(self, count: int, split: str) -> int:
-        """How many tasks a split gets: a --val-source is all validation."""
-        if split == "train" or self.flag == "--val-source":
-            return count
-        return max(1, round(count * self.val_fraction))
-
-
-def parse_source(spec: str, draws: Draws) -> Source:
-    """Resolves a --source or --val-source; mistakes end the script before anything is read."""
-    kind, colon, rest = spec.partition(":")
-    if kind == "addition" and colon:
-        return addition_source(rest, draws)
-    if kind not in ("gsm8k", "spelling") or not colon:
+def parse_source(spec: str, flag: str, args: argparse.Namespace) -> Source:
+    """Resolves the value of flag, --source or --val-source; mistakes end the script before anything is read."""
+    kind, _, rest = spec.partition(":")
+    if kind in GENERATED:
+        return generated_source(spec, flag, args)
+    if kind != "gsm8k":
         kind, rest = "chat", spec
-    path, number = rest, ""
-    if match := re.fullmatch(r"(.+):(-?[0-9.]+)", rest):
-        path, number = match.groups()
-    if kind == "spelling":
-        return spelling_source(path, number, draws)
-    weight = parse_number(number or "1", MOST_TIMES)
-    if not weight:
-        fail(
-            f"{draws.flag} {spec} has the weight {number}, which must be a number above 0 and at most {MOST_TIMES}; "
-            "2 means twice, 0.5 half"
-        )
-    return file_source(kind, path, weight)
+    path, weight = rest, 1.0
+    if match := re.fullmatch(r"(.+):([0-9]+\.?[0-9]*)", rest):
+        path, weight = match[1], float(match[2])
+    if not 0 < weight <= 1000:
+        fail(f"{flag} {spec} has the weight {weight:g}, which must lie above 0 and at most 1000; 2 means twice")
 
-
-def parse_number(text: str, most: float) -> float:
-    """A number above 0 and at most `most`, else 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        return 0.0
-    return value if 0 < value <= most else 0.0
-
-
-def file_source(kind: str, path: str, weight: float) -> Source:
-    """Conversations or, of kind "gsm8k", problems in files on this machine or of a Hugging Face dataset."""
     name = path = NAMED.get(path, path)
     if path.startswith("hf:"):
         repo, commit, files = hub_files(path)
@@ -229,48 +192,40 @@ def file_source(kind: str, path: str, weight: float) -> Source:
 
 
 def read_files(kind: str, open_files: list[Callable[[], Path]], split: str) -> Iterator[Record]:
-    columns = ("question", "answer") if kind == "gsm8k" else ("messages",)
     for open_file in open_files:
-        for where, value, problem in records(open_file(), columns):
-            if kind == "gsm8k" and not problem:
-                try:
-                    value = gsm8k_conversation(value)
-                except ValueError as error:
-                    problem = str(error)
-            yield where, value, problem
-
-
-def records(path: Path, columns: tuple[str, ...]) -> Iterator[Record]:
-    """(where it stands, value, "" or what is wrong) for each line or row of a file."""
-    if path.name.endswith(".parquet"):
-        yield from rows(path, columns)
-        return
-    for number, line in enumerate(read_lines(path), 1):
-        if line.strip():
+        if kind == "chat":
+            yield from records(open_file(), ("messages",))
+            continue
+        for where, value, problem in records(open_file(), ("question", "answer")):
             try:
-                yield f"{path} line {number}", json.loads(line), ""
-            except (ValueError, RecursionError) as problem:
-                yield f"{path} line {number}", None, f"it is not valid JSON ({problem})"
+                yield where, None if problem else gsm8k_conversation(value), problem
+            except ValueError as error:
+                yield where, None, str(error)
 
 
-def rows(path: Path, columns: tuple[str, ...]) -> Iterator[Record]:
-    """records of a parquet file."""
-    import pyarrow
-    import pyarrow.parquet
+def generated_source(spec: str, flag: str, args: argparse.Namespace) -> Source:
+    """spelling:WORDFILE[:COUNT] or addition:COUNT[:DIGITS]."""
+    kind, _, rest = spec.partition(":")
+    match = re.fullmatch(GENERATED[kind], rest)
+    if not match:
+        fail(f"{flag} {spec} must be spelling:WORDFILE[:COUNT] or addition:COUNT[:DIGITS], e.g. addition:2000:2")
+    if kind == "spelling":
+        count = int(match["count"] or SPELLING_COUNT)
+        make = partial(spelling_tasks, read_words(Path(match["file"]), flag))
+        name = f"spelling:{Path(match['file']).name}:{count}"
+    else:
+        count, digits = int(match["count"]), int(match["digits"] or 2)
+        make = partial(addition_tasks, digits)
+        name = f"addition:{count}:{digits}"
 
-    number = 0
-    try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            names = file.schema_arrow.names
-            missing = [column for column in columns if column not in names]
-            if missing:
-                fail(f"{path} has no column {missing[0]!r} (found: {', '.join(names)}); choose a file of that form")
-            for batch in file.iter_batches(1024, columns=list(columns)):
-                for value in batch.to_pylist():
-                    number += 1
-                    yield f"{path} row {number}", value, ""
-    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as problem:
-        fail(f"{path} is not a readable parquet file ({problem}); fetch it again")
+    def read(split: str) -> Iterator[Record]:
+        # All of a --val-source is validation.
+        is_part = split == "val" and flag == "--source"
+        most = max(1, round(count * args.val_fraction)) if is_part else count
+        for number, task in enumerate(make(most, split, args.seed), 1):
+            yield f"task {number}", task, ""
+
+    return Source(name, 1.0, [], read, True)
 
 
 def gsm8k_conversation(value: Any) -> dict[str, Any]:
@@ -322,24 +277,6 @@ COUNT = (
 )
 
 
-def spelling_source(path: str, number: str, draws: Draws) -> Source:
-    count = parse_number(number or str(SPELLING_COUNT), MOST_TASKS)
-    if not count or count != int(count):
-        fail(
-            f"{draws.flag} spelling:{path}:{number} must have a whole number of tasks from 1 to {MOST_TASKS} at its "
-            f"end, found {number}"
-        )
-    words = read_words(Path(path), draws.flag)
-    read = partial(read_spelling, words, int(count), draws)
-    return Source(f"spelling:{Path(path).name}:{int(count)}", 1.0, [], read, True)
-
-
-def read_spelling(words: list[str], count: int, draws: Draws, split: str) -> Iterator[Record]:
-    tasks = spelling_tasks(words, draws.total(count, split), split, draws.seed)
-    for number, task in enumerate(tasks, 1):
-        yield f"task {number}", task, ""
-
-
 def spelling_tasks(words: list[str], count: int, split: str, seed: int) -> Iterator[dict[str, Any]]:
     """Half of the tasks spell a word, half count a letter: by hand, then with the tool, then "#### n"."""
     words = [word for word in words if is_val_word(word) == (split == "val")]
@@ -378,8 +315,7 @@ def count_letter(word: str, letter: str) -> list[dict[str, str]]:
 
 
 def conversation(question: str, answer: str | list[dict[str, str]]) -> dict[str, Any]:
-    user, assistant = {"role": "user", "content": question}, {"role": "assistant", "content": answer}
-    return {"messages": [user, assistant]}
+    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
 
 
 def is_val_sum(a: int, b: int) -> bool:
@@ -400,7 +336,9 @@ def addition_texts(a: int, b: int) -> tuple[str, str]:
 
     47 + 85 gives 7+5=12, 4+8+1=13 and #### 132. A small model learns a column; a whole sum it would have to look up.
     """
-    width, carry, lines = len(str(max(a, b))), 0, []
+    width = len(str(max(a, b)))
+    carry = 0
+    lines = []
     for x, y in zip(reversed(f"{a:0{width}}"), reversed(f"{b:0{width}}"), strict=True):
         total = int(x) + int(y) + carry
         lines.append(f"{x}+{y}+1={total}" if carry else f"{x}+{y}={total}")
@@ -408,23 +346,11 @@ def addition_texts(a: int, b: int) -> tuple[str, str]:
     return f"What is {a} + {b}?", "\n".join([*lines, f"#### {a + b}"])
 
 
-def addition_source(rest: str, draws: Draws) -> Source:
-    match = re.fullmatch(r"([0-9]{1,9})(?::([0-9]{1,2}))?", rest)
-    count, digits = (int(match[1]), int(match[2] or 2)) if match else (0, 0)
-    if not 1 <= count <= MOST_TASKS or not 1 <= digits <= 18:
-        fail(
-            f"{draws.flag} addition:{rest} must be addition:COUNT or addition:COUNT:DIGITS with 1 to {MOST_TASKS} "
-            "tasks and 1 to 18 digits, e.g. addition:2000:2"
-        )
-    read = partial(read_sums, count, digits, draws)
-    return Source(f"addition:{count}:{digits}", 1.0, [], read, True)
-
-
-def read_sums(count: int, digits: int, draws: Draws, split: str) -> Iterator[Record]:
-    rng = random.Random(f"{draws.seed} addition {split}")
-    for number in range(1, draws.total(count, split) + 1):
-        texts = addition_texts(*draw_sum(rng, rng.randint(1, digits), split))
-        yield f"task {number}", conversation(*texts), ""
+def addition_tasks(digits: int, count: int, split: str, seed: int) -> Iterator[dict[str, Any]]:
+    """Sums of numbers with 1 to `digits` digits."""
+    rng = random.Random(f"{seed} addition {split}")
+    for _ in range(count):
+        yield conversation(*addition_texts(*draw_sum(rng, rng.randint(1, digits), split)))
 
 
 # ==== encoding
@@ -463,36 +389,29 @@ def encode_records(encoding: Any, batch: list[Record]) -> list[tuple]:
     return done
 
 
-def in_threads(
-    work: Callable[[list], list], stream: Iterator[Any], workers: int
-) -> Iterator[Any]:
-    """The results of work over batches of a stream, in order.
+def in_threads(encoding: Any, stream: Iterator[Record], workers: int) -> Iterator[tuple]:
+    """encode_records over a stream, in order.
 
     Threads are enough: the encoder, which is nearly all of the work, runs without Python's lock.
     """
     waiting: deque = deque()
     with ThreadPoolExecutor(workers) as threads:
-        try:
-            while batch := list(islice(stream, BATCH)):
-                waiting.append(threads.submit(work, batch))
-                if len(waiting) > 2 * workers:
-                    yield from waiting.popleft().result()
-            while waiting:
+        while batch := list(islice(stream, BATCH)):
+            waiting.append(threads.submit(encode_records, encoding, batch))
+            if len(waiting) > 2 * workers:
                 yield from waiting.popleft().result()
-        finally:
-            threads.shutdown(cancel_futures=True)
+        for done in waiting:
+            yield from done.result()
 
 
 def encode_source(
     source: Source, split: str, encoding: Any, args: argparse.Namespace, tally: Counter
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     """(tokens, counted) of every conversation of a source, in its order, cut to --max-len."""
-    work = partial(encode_records, encoding)
-    results = in_threads(work, source.read(split), args.workers)
-    found, dropped = [], 0
-    for where, tokens, counted in tqdm(
-        results, desc=source.name, unit=" conversations", disable=None
-    ):
+    results = in_threads(encoding, source.read(split), args.workers)
+    found = []
+    dropped = 0
+    for where, tokens, counted in tqdm(results, source.name, unit=" conversations", disable=None):
         if counted is None:
             if not args.skip_bad:
                 fail(f"{where}: {tokens}; fix it, or leave out such conversations with --skip-bad")
@@ -507,13 +426,8 @@ def encode_source(
         tally["cut"] += is_long
         found.append((tokens, counted))
     tally["dropped"] += dropped
-    if not found and dropped:
-        fail(
-            f"--source {source.name}: cut to --max-len {args.max_len} tokens, none of its {dropped} conversations has "
-            "an answer left; give a larger --max-len"
-        )
     if not found:
-        fail(f"--source {source.name} gives no conversation; check the file")
+        fail(f"--source {source.name} gives no conversation ({dropped} are longer than --max-len); check the file")
     return found
 
 
@@ -578,23 +492,22 @@ def write_split(
 
 def write_pair(path: Path, talks: list[tuple], tokenizer_path: Path) -> dict[str, dict]:
     """A shard of conversations and its mask; returns the entries of both."""
-    encoding, sha256 = tokenizer.load(tokenizer_path), sha256_file(tokenizer_path)
-    lengths = tokenizer.token_bytes(tokenizer_path)
+    encoding = tokenizer.load(tokenizer_path)
+    sha256 = sha256_file(tokenizer_path)
     tokens = np.concatenate([tokens for tokens, _ in talks])
     mask = np.concatenate([counted for _, counted in talks]).astype(np.uint16)
-    counts = {
-        "tokens": len(tokens),
-        "counted_tokens": int(mask.sum()),
-        "conversations": len(talks),
-        "text_bytes": int(lengths[tokens].sum()),
-    }
     mask_path = path.with_name(f"{path.stem}.mask.bin")
     written = write_shard(path, tokens, tokenizer.bos_id(encoding), encoding.n_vocab, sha256)
     mask_written = write_shard(mask_path, mask, None, 2, sha256)
-    return {
-        f"sft/{path.name}": {**counts, **entry_of(path, written)},
-        f"sft/{mask_path.name}": {"tokens": len(mask), **entry_of(mask_path, mask_written)},
+    entry = {
+        "tokens": len(tokens),
+        "counted_tokens": int(mask.sum()),
+        "conversations": len(talks),
+        "text_bytes": int(tokenizer.token_bytes(tokenizer_path)[tokens].sum()),
+        **entry_of(path, written),
     }
+    mask_entry = {"tokens": len(mask), **entry_of(mask_path, mask_written)}
+    return {f"sft/{path.name}": entry, f"sft/{mask_path.name}": mask_entry}
 
 
 def sum_files(files: dict[str, dict], split: str) -> dict[str, int]:
@@ -626,26 +539,18 @@ def open_tokenizer(out: Path) -> Any:
         fail(f"{path} is not the one that dataset.json states; restore it or build the dataset again")
     missing = set(tokenizer.SPECIAL_TOKENS) - set(tokenizer.special_tokens(encoding))
     if missing:
-        fail(
-            f"the tokenizer of {out} has no {sorted(missing)[0]} token, which conversations need; choose a dataset "
-            "whose tokenizer was made by data/tokenizer.py train"
-        )
+        fail(f"the tokenizer of {out} has no {min(missing)} token; choose one made by data/tokenizer.py train")
     return encoding
 
 
 def build(args: argparse.Namespace) -> None:
     out = args.data
     encoding = open_tokenizer(out)
-    draws = Draws("--source", args.seed, args.val_fraction)
-    sources = [parse_source(spec, draws) for spec in args.source]
-    draws = draws._replace(flag="--val-source")
-    val_sources = [parse_source(spec, draws) for spec in args.val_source]
+    sources = [parse_source(spec, "--source", args) for spec in args.source]
+    val_sources = [parse_source(spec, "--val-source", args) for spec in args.val_source]
     # Even two of --source: each would draw its own conversations to hold out.
     check_apart(*(source.inputs for source in [*sources, *val_sources]))
-    start = time.perf_counter()
     pools = fill_pools(sources, val_sources, encoding, args)
-    seconds = time.perf_counter() - start
-
     notes = {
         "sources": [source.name for source in sources],
         "val_sources": [source.name for source in val_sources],
@@ -655,12 +560,10 @@ def build(args: argparse.Namespace) -> None:
     for split, pool in pools.items():
         notes[split] = {name: pool.tally[name] for name in ("cut", "dropped", "bad")}
     write_folder(out, pools, notes, args.shard_tokens)
-    print_totals(out, pools, args.max_len)
+    for split in pools:
+        print_totals(split, read_dataset(out), args.max_len)
     if line := tell_shared(out, tokenizer.bos_id(encoding), "sft"):
         print(f"note: {line}")
-    read = sum(len(tokens) for pool in pools.values() for tokens, _ in pool.talks)
-    rate = f"{read / seconds:,.0f} tokens/s"
-    print(f"encoded {read:,} tokens in {seconds:.1f} s with {args.workers} threads ({rate})")
     print(f"wrote {out / 'sft'}")
 
 
@@ -679,17 +582,14 @@ def write_folder(out: Path, pools: dict[str, Pool], notes: dict, shard_tokens: i
     register(out, files, notes)
 
 
-def print_totals(out: Path, pools: dict[str, Pool], max_len: int) -> None:
-    for split, total in read_dataset(out)["splits"].items():
-        if not split.startswith("sft_"):
-            continue
-        tally = pools[split.removeprefix("sft_")].tally
-        share = total["counted_tokens"] / total["tokens"]
-        print(
-            f"{split.removeprefix('sft_')}: {total['conversations']:,} conversations, {total['tokens']:,} tokens, "
-            f"{total['counted_tokens']:,} of them counted ({share:.1%}); {tally['cut']:,} cut to {max_len:,} tokens, "
-            f"{tally['dropped']:,} with no answer left, {tally['bad']:,} bad ones left out"
-        )
+def print_totals(split: str, dataset: dict[str, Any], max_len: int) -> None:
+    total, tally = dataset["splits"][f"sft_{split}"], dataset["sft"][split]
+    share = total["counted_tokens"] / total["tokens"]
+    print(
+        f"{split}: {total['conversations']:,} conversations, {total['tokens']:,} tokens, "
+        f"{share:.1%} of them counted; {tally['cut']:,} cut to {max_len:,} tokens, "
+        f"{tally['dropped']:,} with no answer left, {tally['bad']:,} bad ones left out"
+    )
 
 
 def main() -> None:
@@ -700,20 +600,14 @@ def main() -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Conversations to token shards with loss masks.")
+    way = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=way)
     add = parser.add_argument
-    folder = "dataset directory whose tokenizer is used, e.g. data/shards/NAME"
-    add("--data", required=True, type=Path, help=folder)
-    kinds = (
-        "file, glob, hf:REPO/GLOB, smol-smoltalk, gsm8k:FILE, spelling:WORDFILE[:COUNT], "
-        "addition:COUNT[:DIGITS]; repeatable"
-    )
-    add("--source", required=True, action="append", metavar="SPEC[:WEIGHT]", help=kinds)
-    held_out = "validation; repeatable"
-    add("--val-source", action="append", default=[], metavar="SPEC[:WEIGHT]", help=held_out)
+    add("--data", required=True, type=Path, help="dataset directory, e.g. data/shards/NAME")
+    add("--source", required=True, action="append", metavar="SPEC", help="see above; repeatable")
+    add("--val-source", action="append", default=[], metavar="SPEC", help="validation; repeatable")
     add("--val-fraction", type=float, default=0.01, help="held out if there is no --val-source")
-    most = "most tokens of a conversation; longer ones are cut at the end"
-    add("--max-len", type=int, default=2048, help=most)
+    add("--max-len", type=int, default=2048, help="longer conversations are cut to so many tokens")
     add("--skip-bad", action="store_true", help="leave out malformed conversations, and count them")
     add("--seed", type=int, default=1337, help="of the shuffle and of all draws")
     add("--shard-tokens", type=int, default=SHARD_TOKENS, help="tokens in a shard")
@@ -723,8 +617,6 @@ def parse_arguments() -> argparse.Namespace:
         value = getattr(args, flag)
         if value < least:
             fail(f"--{flag.replace('_', '-')} must be at least {least}, found {value}")
-    if args.workers > MAX_WORKERS:
-        fail(f"--workers must be at most {MAX_WORKERS}, found {args.workers}; give one for each core")
     if not 0 < args.val_fraction <= 0.5:
         fail(f"--val-fraction must lie above 0 and at most 0.5, found {args.val_fraction}; 0.01 is usual")
     return args
