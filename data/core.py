@@ -28,16 +28,18 @@ import json
 import random
 import re
 import shutil
-import time
+import tarfile
+import tempfile
 import urllib.request
 import zipfile
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tokenizer
+import yaml
+import zstandard
 from format import (
     entry_of,
     fail,
@@ -51,10 +53,12 @@ from format import (
     write_dataset,
 )
 from sources import clean
+from tqdm import tqdm
 
 URL = "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip"
 NUM_TASKS = 22
-MAX_BUNDLE = 2**30  # bytes of the unpacked bundle; the public one has 160 million
+WANTED = (".jsonl", ".csv", "core.yaml")
+AGAIN = "fetch the bundle again"
 TYPES = {
     "multiple_choice": ("query", "choices", "gold"),
     "schema": ("context_options", "continuation", "gold"),
@@ -62,218 +66,121 @@ TYPES = {
 }
 
 
-# --- the bundle -------------------------------------------------------------------------------------------
+# ==== the bundle
 
 
-def open_bundle(path: Path | None, archive: bytes | None = None) -> dict[str, Any]:
-    """{name inside the bundle: bytes or Path} of a folder, a .zip or a .tar.zst; the top folder is stripped."""
-    files: dict[str, Any] = {}
+def open_bundle(path: Path) -> dict[str, bytes]:
+    """{name inside the bundle: bytes} of a folder, a .zip or a tar archive; the top folder is stripped."""
     try:
-        if archive is not None or (path and path.suffix == ".zip"):
-            with zipfile.ZipFile(io.BytesIO(archive) if archive is not None else path) as z:
-                members = [member for member in z.infolist() if wanted(member.filename)]
-                check_size(sum(member.file_size for member in members))
-                files = {member.filename: z.read(member) for member in members}
-        elif path and path.is_dir():
-            files = {
-                str(p.relative_to(path).as_posix()): p
-                for p in sorted(path.rglob("*"))
-                if wanted(p.name)
-            }
-        elif path and path.name.endswith((".tar.zst", ".tar.gz", ".tar")):
-            files = read_tar(path)
-        else:
-            fail(f"--bundle {path} is no folder, .zip or .tar.zst; check the path")
-    except FileNotFoundError:
-        fail(f"--bundle {path} does not exist; check the path")
-    except (OSError, EOFError, ValueError, RuntimeError, zipfile.BadZipFile, zlib.error) as problem:
-        fail(f"the bundle {path or URL} cannot be read ({problem}); fetch it again")
+        files = read_bundle(path)
+    except (OSError, EOFError, zipfile.BadZipFile, zlib.error, tarfile.TarError, zstandard.ZstdError) as problem:
+        fail(f"the bundle {path} cannot be read ({problem}); check the path or fetch it again")
     top = [name for name in files if name.endswith("core.yaml") and "__MACOSX" not in name]
     if not top:
-        fail(f"{path or URL} holds no core.yaml, so it is no CORE bundle; check the path")
+        fail(f"{path} holds no core.yaml, so it is no CORE bundle; check the path")
     prefix = min(top, key=len).removesuffix("core.yaml")
-    return {
-        name.removeprefix(prefix): value for name, value in files.items() if name.startswith(prefix)
-    }
+    inside = [name for name in files if name.startswith(prefix)]
+    return {name.removeprefix(prefix): files[name] for name in inside}
 
 
-def wanted(name: str) -> bool:
-    return name.endswith((".jsonl", ".csv", "core.yaml"))
+def read_bundle(path: Path) -> dict[str, bytes]:
+    if path.is_dir():
+        found = [file for file in path.rglob("*") if file.name.endswith(WANTED)]
+        return {file.relative_to(path).as_posix(): file.read_bytes() for file in found}
+    if path.suffix == ".zip":
+        with zipfile.ZipFile(path) as archive:
+            return {name: archive.read(name) for name in archive.namelist() if name.endswith(WANTED)}
+    content = path.read_bytes()
+    if path.suffix == ".zst":
+        decompressor = zstandard.ZstdDecompressor(max_window_size=2**27)
+        content = decompressor.stream_reader(content, read_across_frames=True).read()
+    with tarfile.open(fileobj=io.BytesIO(content)) as archive:
+        members = [member for member in archive if member.isfile() and member.name.endswith(WANTED)]
+        return {member.name: archive.extractfile(member).read() for member in members}
 
 
-def check_size(size: int) -> None:
-    if size > MAX_BUNDLE:
-        raise ValueError(f"it unpacks to more than {MAX_BUNDLE:,} bytes")
-
-
-def read_tar(path: Path) -> dict[str, bytes]:
-    import tarfile
-
-    if path.name.endswith(".zst"):
-        import zstandard
-
-        with open(path, "rb") as f:
-            try:
-                reader = zstandard.ZstdDecompressor(max_window_size=2**27).stream_reader(f)
-                data = reader.read(MAX_BUNDLE + 1)
-            except zstandard.ZstdError as problem:
-                raise ValueError(str(problem)) from None
-    else:
-        with open(path, "rb") as f:
-            data = f.read(MAX_BUNDLE + 1)
-    check_size(len(data))
+def download(path: Path) -> None:
     try:
-        with tarfile.open(fileobj=io.BytesIO(data)) as tar:
-            members = [m for m in tar if m.isfile() and wanted(m.name)]
-            check_size(sum(m.size for m in members))
-            return {m.name: tar.extractfile(m).read() for m in members}
-    except tarfile.TarError as problem:
-        raise ValueError(str(problem)) from None
+        urllib.request.urlretrieve(URL, path)
+    except (OSError, http.client.HTTPException) as problem:
+        fail(f"{URL} cannot be fetched ({problem}); download it in another way and pass it with --bundle")
 
 
-def download() -> bytes:
+def read_text(bundle: dict[str, bytes], name: str) -> str:
+    if name not in bundle:
+        fail(f"the bundle has no {name}, so it is incomplete; {AGAIN}")
     try:
-        with urllib.request.urlopen(URL, timeout=60) as reply:
-            archive = reply.read(MAX_BUNDLE + 1)
-            missing = int(reply.headers.get("Content-Length") or 0) - len(archive)
-        if missing > 0:
-            raise OSError(f"{missing:,} bytes are missing")
-        return archive
-    except (OSError, ValueError, http.client.HTTPException) as problem:
-        fail(
-            f"{URL} cannot be fetched ({problem}); download it in another way and pass it with --bundle"
-        )
-
-
-def read_bytes(bundle: dict[str, Any], name: str) -> bytes:
-    value = bundle.get(name)
-    if value is None:
-        fail(f"the bundle has no {name}, so it is incomplete; fetch it again")
-    return value.read_bytes() if isinstance(value, Path) else value
-
-
-def read_text(bundle: dict[str, Any], name: str) -> str:
-    try:
-        return read_bytes(bundle, name).decode("utf-8-sig")
+        return bundle[name].decode("utf-8-sig")
     except UnicodeDecodeError as problem:
-        fail(f"{name} of the bundle is damaged ({problem}); fetch the bundle again")
+        fail(f"{name} of the bundle is damaged ({problem}); {AGAIN}")
 
 
-def read_tasks(bundle: dict[str, Any]) -> list[dict[str, Any]]:
-    """The tasks of core.yaml with their random baselines: label, file, shots, type, delimiter, baseline.
-
-    Reads no YAML but that of this file: a list of flat maps, plain or quoted strings, one-element lists.
-    """
-    tasks: list[dict[str, Any]] = []
-    for line in read_text(bundle, "core.yaml").splitlines():
-        line = line.split(" #")[0].rstrip()
-        if re.match(r"\s*-(\s|$)", line):
-            tasks.append({})
-            line = re.sub(r"^(\s*)-", r"\1 ", line)
-        if match := re.match(r"\s+(\w+):\s*(.+)$", line):
-            key, value = match.groups()
-            if not tasks:
-                fail(
-                    f"core.yaml has the line {line.strip()!r} before its first task; fetch the bundle again"
-                )
-            if value.startswith('"'):
-                try:
-                    value = json.loads(value)
-                except ValueError as problem:
-                    fail(
-                        f"core.yaml has a damaged line {line.strip()!r} ({problem}); fetch the bundle again"
-                    )
-            elif value.startswith("'"):
-                value = value.strip("'")
-            tasks[-1][key] = value
+def read_tasks(bundle: dict[str, bytes]) -> list[dict[str, Any]]:
+    """The tasks of core.yaml with their random baselines: label, file, shots, type, delimiter, baseline."""
+    table = csv.DictReader(io.StringIO(read_text(bundle, "eval_meta_data.csv"), newline=""))
     try:
-        table = csv.DictReader(io.StringIO(read_text(bundle, "eval_meta_data.csv"), newline=""))
-        baselines = {row["Eval Task"]: row["Random baseline"] for row in table}
-    except (KeyError, csv.Error) as problem:
-        fail(f"eval_meta_data.csv is damaged ({problem!r}); fetch the bundle again")
-    found = []
+        baselines = {row["Eval Task"]: float(row["Random baseline"]) for row in table}
+        tasks = [
+            {
+                "label": str(task["label"]),
+                "file": f"eval_data/{task['dataset_uri']}",
+                "type": task["icl_task_type"],
+                "shots": int(task["num_fewshot"][0]),
+                "delimiter": str(task.get("continuation_delimiter", " ")),
+                "baseline": baselines[task["label"]],
+            }
+            for task in yaml.safe_load(read_text(bundle, "core.yaml"))["icl_tasks"]
+        ]
+    except (yaml.YAMLError, csv.Error, KeyError, IndexError, ValueError, TypeError, AttributeError) as problem:
+        fail(f"core.yaml or eval_meta_data.csv is damaged ({problem!r}); {AGAIN}")
     for task in tasks:
-        label = task.get("label")
-        try:
-            found.append({
-                "label": label, "file": f"eval_data/{task['dataset_uri']}", "type": task["icl_task_type"],
-                "shots": int(task["num_fewshot"].strip("[] ")), "delimiter": task.get("continuation_delimiter", " "),
-                "baseline": float(baselines[label]),
-            })  # fmt: skip
-        except (KeyError, ValueError, TypeError) as problem:
-            fail(f"core.yaml and eval_meta_data.csv do not describe the task {label} fully ({problem}); "
-                 f"fetch the bundle again")  # fmt: skip
-        if task["icl_task_type"] not in TYPES or not re.fullmatch(r"[A-Za-z0-9_]{1,100}", label):
-            fail(
-                f"core.yaml names a task {label!r} of type {task['icl_task_type']!r}, which this script does not know"
-            )
-        if found[-1]["shots"] < 0 or not 0 <= found[-1]["baseline"] < 100:
-            fail(
-                f"core.yaml and eval_meta_data.csv give the task {label} {found[-1]['shots']} shots and a baseline of "
-                f"{found[-1]['baseline']} percent; fetch the bundle again"
-            )
-    if not found:
-        fail("core.yaml lists no tasks; fetch the bundle again")
-    if len({task["label"] for task in found}) < len(found):
-        fail("core.yaml lists a task twice; fetch the bundle again")
-    return found
+        if task["type"] not in TYPES or not re.fullmatch(r"[A-Za-z0-9_]{1,100}", task["label"]):
+            fail(f"core.yaml names a task {task['label']!r} of type {task['type']!r}, which this script does not know")
+        if task["shots"] < 0 or not 0 <= task["baseline"] < 100:
+            found = f"{task['shots']} shots and a baseline of {task['baseline']} percent"
+            fail(f"core.yaml and eval_meta_data.csv give the task {task['label']} {found}; {AGAIN}")
+    return tasks
 
 
-def read_items(bundle: dict[str, Any], task: dict[str, Any]) -> list[dict[str, Any]]:
+def read_items(bundle: dict[str, bytes], task: dict[str, Any]) -> list[dict[str, Any]]:
     """The items of a task in their shuffled order."""
     items = []
     for number, line in enumerate(read_text(bundle, task["file"]).split("\n"), 1):
         if not line.strip():
             continue
-        where = f"{task['file']} line {number}"
         try:
-            item = json.loads(line)
+            items.append(read_item(line, task["type"]))
         except (ValueError, RecursionError) as problem:
-            fail(f"{where} is no JSON object ({problem}); fetch the bundle again")
-        if problem := item_problem(item, task["type"]):
-            fail(f"{where} {problem}; fetch the bundle again")
-        items.append({key: clean_all(item[key]) for key in TYPES[task["type"]]})
+            fail(f"{task['file']} line {number} is no item of type {task['type']} ({problem}); {AGAIN}")
     if len(items) <= task["shots"]:
-        fail(
-            f"{task['file']} has {len(items)} items, too few for {task['shots']} shots; fetch the bundle again"
-        )
+        fail(f"{task['file']} has {len(items)} items, too few for {task['shots']} shots; {AGAIN}")
     random.Random(1337).shuffle(items)
     return items
 
 
-def item_problem(item: Any, kind: str) -> str:
-    """What is wrong with an item of a task of this kind, or ""."""
-    if not isinstance(item, dict):
-        return f"is no JSON object but {type(item).__name__}"
+def read_item(line: str, kind: str) -> dict[str, Any]:
+    """An item of a task of this kind, in texts that UTF-8 can hold; ValueError with what is wrong with it."""
+    value = json.loads(line)
+    item: dict[str, Any] = {}
+    options: list[str] = []
     for key in TYPES[kind]:
-        if key not in item:
-            return f"has no {key!r}"
-        value = item[key]
+        found = value.get(key) if isinstance(value, dict) else None
         if key == "gold":
-            continue
-        if key in ("choices", "context_options"):
-            if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
-                return f"has {key!r} that are no list of texts"
-        elif not isinstance(value, str):
-            return f"has a {key!r} that is no text"
-    if kind != "language_modeling":
-        options = item["choices"] if kind == "multiple_choice" else item["context_options"]
-        gold = item["gold"]
-        if type(gold) is not int:
-            return "has a 'gold' that is no whole number"
-        if not 0 <= gold < len(options):
-            return f"has no choice {gold}"
-    return ""
+            if type(found) is not int or found not in range(len(options)):
+                raise ValueError(f"there is no choice {found!r}")
+            item[key] = found
+        elif key in ("choices", "context_options"):
+            if not isinstance(found, list) or not all(isinstance(text, str) for text in found):
+                raise ValueError(f"{key!r} is no list of texts")
+            options = item[key] = [clean(text) for text in found]
+        elif isinstance(found, str):
+            item[key] = clean(found)
+        else:
+            raise ValueError(f"{key!r} is no text")
+    return item
 
 
-def clean_all(value: Any) -> Any:
-    """A text or a list of texts that UTF-8 can hold; a number as it is."""
-    if isinstance(value, list):
-        return [clean(text) for text in value]
-    return clean(value) if isinstance(value, str) else value
-
-
-# --- prompts ----------------------------------------------------------------------------------------------
+# ==== prompts
 
 
 def draw_shots(count: int, index: int, shots: int) -> list[int]:
@@ -320,9 +227,8 @@ def spans(rows: list[np.ndarray], kind: str) -> tuple[list[np.ndarray], list[int
     """The rows that are scored and where scoring starts in each; it ends with the row."""
     if kind == "language_modeling":
         without, full = rows
-        return [full], [
-            common_length([without, full])
-        ]  # all of `without`, unless a token lies across the border
+        # All of `without`, unless a token lies across the border.
+        return [full], [common_length([without, full])]
     if kind == "schema":
         suffix = common_length(rows, backwards=True)
         return rows, [max(1, len(row) - suffix) for row in rows]
@@ -330,7 +236,7 @@ def spans(rows: list[np.ndarray], kind: str) -> tuple[list[np.ndarray], list[int
     return rows, [min(common_length(rows), min(map(len, rows)) - 1)] * len(rows)
 
 
-# --- files ------------------------------------------------------------------------------------------------
+# ==== files
 
 
 def build_task(
@@ -339,10 +245,9 @@ def build_task(
     """The arrays of a task's file, and counts for the messages."""
     bos = np.array([tokenizer.bos_id(encoding)], np.uint16)
     pieces: list[np.ndarray] = []
-    columns: dict[str, list[int]] = {
-        key: [] for key in ("shared", "choices", "gold", "rest", "start", "end")
-    }
-    counts = {"cut": 0, "merged": 0, "unshared": 0}
+    names = ("shared", "choices", "gold", "rest", "start", "end")
+    columns: dict[str, list[int]] = {name: [] for name in names}
+    counts = {"cut": 0, "merged": 0}
     texts = [solved(item, task) + "\n\n" for item in items] if task["shots"] else []
     for index, item in enumerate(items[:limit] if limit else items):
         shown = "".join(texts[i] for i in draw_shots(len(items), index, task["shots"]))
@@ -358,7 +263,6 @@ def build_task(
         shared = min(common_length(rows), min(map(len, rows)) - 1) if len(rows) > 1 else starts[0]
         shared = min(shared, len(rows[0]))
         pieces += [rows[0][:shared], *(row[shared:] for row in rows)]
-        counts["unshared"] += sum(map(len, rows))
         columns["shared"].append(shared)
         columns["choices"].append(len(rows))
         columns["gold"].append(item.get("gold", 0))
@@ -366,49 +270,43 @@ def build_task(
         columns["start"] += starts
         columns["end"] += [len(row) for row in rows]
     meta = {
-        "task": task["label"], "type": task["type"], "shots": task["shots"], "random_baseline": task["baseline"],
+        "task": task["label"],
+        "type": task["type"],
+        "shots": task["shots"],
+        "random_baseline": task["baseline"],
         "max_seq_len": max_seq_len,
-    }  # fmt: skip
+    }
     arrays = {key: np.array(value, np.int32) for key, value in columns.items()}
     arrays = {"tokens": np.concatenate(pieces).astype(np.uint16), **arrays}
     arrays["meta"] = np.frombuffer(json.dumps(meta, sort_keys=True).encode(), np.uint8)
     return arrays, counts
 
 
-def pack_npz(arrays: dict[str, np.ndarray]) -> Iterator[bytes]:
-    buffer = io.BytesIO()
-    np.savez(buffer, **arrays)
-    yield buffer.getvalue()
-
-
-def build(bundle: dict[str, Any], root: Path, max_seq_len: int, limit: int = 0) -> None:
+def build(bundle: dict[str, bytes], root: Path, max_seq_len: int, limit: int = 0) -> None:
     """Writes core/*.npz of all tasks; the old ones stay, and stay listed in dataset.json, until all are there."""
     dataset = read_dataset(root)
     path = root / "tokenizer.json"
     if sha256_file(path) != dataset["tokenizer_sha256"]:
-        fail(
-            f"{path} is not the tokenizer of {root}/dataset.json; restore it or build the dataset again"
-        )
+        fail(f"{path} is not the tokenizer of {root}/dataset.json; restore it or build the dataset again")
     tasks = read_tasks(bundle)
     remove_leftovers(root)
     new = root / ".core.new.tmp"
-    others = {
-        name: entry for name, entry in dataset["files"].items() if not name.startswith("core/")
-    }
+    files = dataset["files"]
+    others = {name: files[name] for name in files if not name.startswith("core/")}
     try:
-        files = write_tasks(bundle, tasks, path, new, max_seq_len, limit)
+        written = write_tasks(bundle, tasks, path, new, max_seq_len, limit)
         # The new folder takes the old one's place between two states of dataset.json, both of which are true.
         write_dataset(root, {**dataset, "files": others})
         replace_folder(new, root / "core")
     finally:
         shutil.rmtree(new, ignore_errors=True)
-    write_dataset(root, {**dataset, "files": {**others, **files}})
+    write_dataset(root, {**dataset, "files": {**others, **written}})
     if len(tasks) != NUM_TASKS:
         print(f"note: the bundle has {len(tasks)} tasks; CORE is the mean over {NUM_TASKS}")
 
 
 def write_tasks(
-    bundle: dict[str, Any],
+    bundle: dict[str, bytes],
     tasks: list[dict[str, Any]],
     tokenizer_path: Path,
     folder: Path,
@@ -419,59 +317,42 @@ def write_tasks(
     encoding = tokenizer.load(tokenizer_path)
     lengths = tokenizer.token_bytes(tokenizer_path)
     files = {}
-    begin, totals = time.perf_counter(), [0, 0, 0]
-    print(
-        f"{'task':34} {'items':>7} {'rows':>7} {'tokens':>11} {'unshared':>11} {'cut':>6} {'seconds':>8}"
-    )
-    for task in tasks:
-        start = time.perf_counter()
+    for task in tqdm(tasks, "CORE", disable=None):
         arrays, counts = build_task(task, read_items(bundle, task), encoding, max_seq_len, limit)
         target = folder / f"{task['label']}.npz"
-        sha256 = write_atomic(target, pack_npz(arrays))
-        numbers = {"items": len(arrays["gold"]), "tokens": len(arrays["tokens"])}
-        text_bytes = int(lengths[arrays["tokens"]].sum())
-        entry = {**numbers, "text_bytes": text_bytes, **entry_of(target, sha256)}
-        files[f"core/{target.name}"] = entry
-        totals = [
-            a + b for a, b in zip(totals, (*numbers.values(), counts["unshared"]), strict=True)
-        ]
-        print(f"{task['label']:34} {numbers['items']:7,} {len(arrays['rest']):7,} {numbers['tokens']:11,} "
-              f"{counts['unshared']:11,} {counts['cut']:6,} {time.perf_counter() - start:8.1f}",
-              flush=True)  # fmt: skip
-        if counts["merged"]:
-            print(f"  {counts['merged']} items have a token across the border of context and continuation; "
-                  f"scoring begins with it")  # fmt: skip
-    print(
-        f"{'all':34} {totals[0]:7,} {'':7} {totals[1]:11,} {totals[2]:11,} {'':6} {time.perf_counter() - begin:8.1f}"
-    )
+        buffer = io.BytesIO()
+        np.savez(buffer, **arrays)
+        sha256 = write_atomic(target, [buffer.getvalue()])
+        files[f"core/{target.name}"] = {
+            "items": len(arrays["gold"]),
+            "tokens": len(arrays["tokens"]),
+            "text_bytes": int(lengths[arrays["tokens"]].sum()),
+            **entry_of(target, sha256),
+        }
+        line = f"{task['label']}: {len(arrays['gold']):,} items, {len(arrays['tokens']):,} tokens"
+        # A token may lie across the border of context and continuation; scoring begins with it.
+        tqdm.write(f"{line}, {counts['cut']:,} rows cut, {counts['merged']:,} borders inside a token")
     return files
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description="Render and tokenize the CORE tasks into a dataset directory."
-    )
+    parser = argparse.ArgumentParser(description="Render and tokenize the CORE tasks into a dataset.")
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--bundle", type=Path, help="CORE bundle: a folder, a .zip or a .tar.zst")
     source.add_argument("--download", action="store_true", help=f"fetch {URL}")
-    parser.add_argument(
-        "--data", required=True, type=Path, help="dataset directory, e.g. data/shards/climbmix"
-    )
-    parser.add_argument(
-        "--max-seq-len", type=int, default=2048, help="longer rows lose their beginning"
-    )
-    parser.add_argument(
-        "--items", type=int, default=0, metavar="N", help="write N items a task (default all)"
-    )
+    add = parser.add_argument
+    add("--data", required=True, type=Path, help="dataset directory, e.g. data/shards/climbmix")
+    add("--max-seq-len", type=int, default=2048, help="longer rows lose their beginning")
+    add("--items", type=int, default=0, help="so many items of each task (default all)")
     args = parser.parse_args()
     if args.max_seq_len < 2 or args.items < 0:
-        fail(
-            f"--max-seq-len {args.max_seq_len} must be at least 2 and --items {args.items} at least 0"
-        )
+        fail(f"--max-seq-len {args.max_seq_len} must be at least 2 and --items {args.items} at least 0")
     read_dataset(args.data)
-    with lock_folder(args.data):
-        bundle = open_bundle(args.bundle, download() if args.download else None)
-        build(bundle, args.data, args.max_seq_len, args.items)
+    with lock_folder(args.data), tempfile.TemporaryDirectory() as temporary:
+        if args.download:
+            args.bundle = Path(temporary) / "bundle.zip"
+            download(args.bundle)
+        build(open_bundle(args.bundle), args.data, args.max_seq_len, args.items)
 
 
 if __name__ == "__main__":

@@ -17,9 +17,7 @@ import argparse
 import os
 import re
 import shutil
-import sys
 import threading
-import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -34,12 +32,9 @@ import numpy as np
 import pypi
 import tokenizer
 from format import (
-    LISTED_NAME,
-    SHA256,
     count_tokens,
     entry_of,
     fail,
-    is_count,
     lock_folder,
     read_dataset,
     read_documents,
@@ -69,7 +64,6 @@ from tqdm import tqdm
 # Text given to a worker at once: large enough to hide the hand-over, small in memory.
 BATCH_CHARS = 500_000
 SHARD_TOKENS = 100_000_000
-MAX_WORKERS = 256
 # Flags that make another dataset than the lock of data/pypi.py states, unless they have these values.
 LOCKED_FLAGS = {
     **dict.fromkeys(("max_documents", "max_bytes", "val_source", "val_documents")),
@@ -97,25 +91,28 @@ def start_worker(tokenizer_path: str) -> None:
 def encode_batch(texts: list[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Encodes documents: (tokens uint16 [n], tokens of each and text bytes of each, int64 [documents])."""
     bos = np.array([tokenizer.bos_id(worker_encoding)], dtype=np.uint16)
-    pieces, lengths, sizes = [], [], []
+    pieces = []
+    lengths = []
+    sizes = []
     for text in texts:
         tokens = tokenizer.encode(worker_encoding, text)
         pieces += [bos, tokens]
         lengths.append(len(tokens) + 1)
         sizes.append(len(text.encode()))
-    lengths = np.array(lengths, dtype=np.int64)
-    return np.concatenate(pieces), lengths, np.array(sizes, dtype=np.int64)
+    return np.concatenate(pieces), np.array(lengths), np.array(sizes)
 
 
 def make_batches(documents: Iterable[str]) -> Iterator[list[str]]:
     """Groups of about BATCH_CHARS characters."""
-    batch, size = [], 0
+    batch = []
+    size = 0
     for text in documents:
         batch.append(text)
         size += len(text)
         if size >= BATCH_CHARS:
             yield batch
-            batch, size = [], 0
+            batch = []
+            size = 0
     if batch:
         yield batch
 
@@ -131,8 +128,8 @@ class Encoder:
         self.pool = None
         if workers > 1:
             # spawn, as forking a process with threads (the tokenizer trainer's, Arrow's) can deadlock.
-            context, arguments = get_context("spawn"), (str(tokenizer_path),)
-            self.pool = ProcessPoolExecutor(workers, context, start_worker, arguments)
+            context = get_context("spawn")
+            self.pool = ProcessPoolExecutor(workers, context, start_worker, (str(tokenizer_path),))
         else:
             start_worker(str(tokenizer_path))
 
@@ -214,16 +211,13 @@ class ShardWriter:
             return
         done = self.progress["shards"][self.split]
         path = f"pretrain/{self.split}_{len(done):06d}.bin"
-        coder = self.encoder
         content = self.buffer[: self.tokens]
-        sha = write_shard(
-            self.out / path, content, coder.bos_id, coder.encoding.n_vocab, coder.tokenizer_sha256
-        )
+        coder = self.encoder
+        about = (coder.bos_id, coder.encoding.n_vocab, coder.tokenizer_sha256)
+        sha = write_shard(self.out / path, content, *about)
         counts = {key: getattr(self, key) for key in ("tokens", "documents", "text_bytes")}
         done.append({"path": path, **counts, "sha256": sha})
         write_json(self.out / "progress.json", self.progress)
-        line = f"wrote {path}: {self.tokens:,} tokens, {self.documents:,} documents"
-        tqdm.write(line, file=sys.stdout)
         self.tokens = self.documents = self.text_bytes = 0
 
 
@@ -284,9 +278,8 @@ def read_progress(out: Path) -> dict[str, Any] | None:
             fail(f"{out} already holds a dataset that this command did not write; choose another --out")
         return None
     progress = read_json(path)
-    check_progress(progress, path)
     # Stopped before anything was made, for example as the text was too small for the tokenizer.
-    if not progress.get("tokenizer_sha256") and not (out / "tokenizer.json").exists():
+    if not progress["tokenizer_sha256"] and not (out / "tokenizer.json").exists():
         return None
     return progress
 
@@ -299,42 +292,13 @@ def compare_settings(out: Path, progress: dict[str, Any], settings: dict[str, An
         is_free = key == "inputs" or (key == "name" and not settings["name"])
         if not is_free and old.get(key) != settings[key]:
             flag = f"--{key.replace('_', '-')}"
-            fail(
-                f"{out} was built with other settings: {flag} was {old.get(key)!r} before and is {settings[key]!r} "
-                "now; choose another --out or the same settings"
-            )
+            change = f"{flag} was {old.get(key)!r} before and is {settings[key]!r} now"
+            fail(f"{out} was built with other settings: {change}; choose another --out or the same settings")
     if old.get("inputs") == settings["inputs"]:
         return True
     if (out / "dataset.json").exists():
-        fail(
-            f"{out} is complete, and the source files (names, sizes or content) are not as before; choose another --out"
-        )
+        fail(f"{out} is complete, and the source files are not as before; choose another --out")
     return False
-
-
-def check_progress(progress: Any, path: Path) -> None:
-    """Ends the script if progress.json is not what ShardWriter left there."""
-    shards = progress.get("shards") if isinstance(progress, dict) else None
-    valid = isinstance(shards, dict) and isinstance(progress.get("settings"), dict)
-    valid = valid and isinstance(progress.get("complete", []), list)
-    for split in ("train", "val"):
-        entries = shards.get(split) if valid else None
-        valid = isinstance(entries, list) and all(map(is_shard_entry, entries))
-    sha256 = progress.get("tokenizer_sha256") if valid else None
-    if not valid or not (sha256 is None or isinstance(sha256, str)):
-        fail(f"{path} is damaged; delete {path.parent} and run again")
-
-
-def is_shard_entry(entry: Any) -> bool:
-    """True for a shard's entry in progress.json."""
-    if not isinstance(entry, dict):
-        return False
-    texts = [entry.get("path"), entry.get("sha256")]
-    if not all(isinstance(text, str) for text in texts):
-        return False
-    counts = [entry.get(key) for key in ("tokens", "documents", "text_bytes")]
-    named = LISTED_NAME.fullmatch(texts[0]) and SHA256.fullmatch(texts[1])
-    return bool(named) and all(map(is_count, counts))
 
 
 def is_complete(out: Path, progress: dict[str, Any]) -> bool:
@@ -356,53 +320,48 @@ def get_tokenizer(
     path = out / "tokenizer.json"
     noted = progress["tokenizer_sha256"]
     if path.exists():
-        sha = sha256_file(path)
-        if noted and sha != noted:
-            fail(f"{path} is not the tokenizer that this dataset was begun with; delete {out} and run again")
-        if not noted and args.tokenizer and sha != sha256_file(args.tokenizer):
-            fail(f"{path} differs from --tokenizer {args.tokenizer}; choose another --out")
+        expected = noted or (args.tokenizer and sha256_file(args.tokenizer))
+        if expected and sha256_file(path) != expected:
+            fail(f"{path} is not the tokenizer that this dataset was begun with; choose another --out")
     elif noted:
         fail(f"{path} is missing but shards were written with it; delete {out} and run again")
     elif args.tokenizer:
         tokenizer.read_spec(args.tokenizer)
-        sha = write_atomic(path, [args.tokenizer.read_bytes()])
+        write_atomic(path, [args.tokenizer.read_bytes()])
     else:
         # First, so that a stop from here on is recognised as this command's.
         write_json(out / "progress.json", progress)
-        start = time.perf_counter()
         documents = (source.tokenizer_text or source.train)()
         entries = args.vocab_size or tokenizer.VOCAB_SIZE
         pattern = tokenizer.PATTERNS[args.pattern or "gpt4"]
         spec = tokenizer.train(documents, entries, args.tokenizer_chars, pattern=pattern)
-        sha = write_json(path, spec)
-        print(f"trained the tokenizer in {time.perf_counter() - start:.1f} s")
-    found = tokenizer.load(path).n_vocab
-    if args.vocab_size and found != args.vocab_size:
-        fail(f"{path} has {found} entries but --vocab-size is {args.vocab_size}; leave the flag out or train anew")
-    name = tokenizer.pattern_name(path)
-    if args.pattern and name != args.pattern:
-        fail(f"{path} has the pattern {name!r} but --pattern is {args.pattern}; leave the flag out or train anew")
-    progress["tokenizer_sha256"] = sha
+        write_json(path, spec)
+
+    found = {"vocab_size": tokenizer.load(path).n_vocab, "pattern": tokenizer.pattern_name(path)}
+    for key, value in found.items():
+        wanted = getattr(args, key)
+        if wanted and wanted != value:
+            flag = f"--{key.replace('_', '-')}"
+            fail(f"{path} has the {key} {value} but {flag} is {wanted}; leave the flag out or train anew")
+    progress["tokenizer_sha256"] = sha256_file(path)
     write_json(out / "progress.json", progress)
-
-
-def source_names(inputs: list[list[Any]]) -> list[str]:
-    """What dataset.json calls the sources: file names without the folders of this computer."""
-    return [f"{entry[1]} (val)" if entry[0] == "val" else entry[0] for entry in inputs]
 
 
 def finish(out: Path, progress: dict[str, Any]) -> None:
     """Writes dataset.json, the sign that the dataset is whole, and prints the totals."""
     path = out / "tokenizer.json"
     encoding = tokenizer.load(path)
-    sha256, settings = progress["tokenizer_sha256"], progress["settings"]
+    sha256 = progress["tokenizer_sha256"]
+    settings = progress["settings"]
     files = {"tokenizer.json": entry_of(path, sha256)}
     for entry in progress["shards"]["train"] + progress["shards"]["val"]:
         counts = {key: entry[key] for key in ("tokens", "documents", "text_bytes")}
         files[entry["path"]] = {**counts, **entry_of(out / entry["path"], entry["sha256"])}
+    # File names without the folders of this computer.
+    names = [f"{entry[1]} (val)" if entry[0] == "val" else entry[0] for entry in settings["inputs"]]
     dataset = {
         "name": settings["name"] or out.resolve().name,
-        "sources": source_names(settings["inputs"]),
+        "sources": names,
         "tokenizer_sha256": sha256,
         "vocab_size": encoding.n_vocab,
         "pattern": tokenizer.pattern_name(path),
@@ -423,10 +382,7 @@ def finish(out: Path, progress: dict[str, Any]) -> None:
 def check_both_splits(source: Source) -> None:
     for split, documents in (("train", source.train), ("val", source.val)):
         if next(documents(), None) is None:
-            fail(
-                f"the source gives no {split} document with text in it; give at least two documents, or "
-                "--val-source for separate validation text"
-            )
+            fail(f"the source gives no {split} document with text in it; give at least two documents, or --val-source")
 
 
 def build(args: argparse.Namespace) -> None:
@@ -464,7 +420,6 @@ def write_shards(
     args: argparse.Namespace, source: Source, progress: dict[str, Any], is_changed: bool
 ) -> None:
     """All shards that progress does not list."""
-    start = time.perf_counter()
     with Encoder(args.out / "tokenizer.json", args.workers) as encoder:
         if is_changed:
             keep_matching(args.out, source, progress, encoder)
@@ -472,9 +427,7 @@ def write_shards(
             if split not in progress["complete"]:
                 writer = ShardWriter(args.out, split, encoder, progress, args.shard_tokens)
                 write_split(writer, documents())
-    print(f"encoded in {time.perf_counter() - start:.1f} s with {args.workers} workers")
-    empty = sum(source.empty.values())
-    if empty:
+    if empty := sum(source.empty.values()):
         print(f"skipped {empty:,} empty documents")
 
 
@@ -488,10 +441,7 @@ def adopt(args: argparse.Namespace) -> None:
     if args.interleave:
         fail("--interleave is for text, --source shards: names shards; leave it out")
     if not args.tokenizer:
-        fail(
-            "--source shards: needs --tokenizer, the tokenizer.json the shards were made with; "
-            "for GPT-2's vocabulary make it with data/tokenizer.py gpt2"
-        )
+        fail("--source shards: needs --tokenizer, theirs; for GPT-2's vocabulary make it with data/tokenizer.py gpt2")
     if Path(spec).is_dir():
         spec = str(Path(spec) / "*.bin")
     paths = local_paths(spec, (".bin",))
@@ -526,21 +476,19 @@ def adopt(args: argparse.Namespace) -> None:
 def count_hosted(path: Path, bos: int, lengths: np.ndarray, sha256: str) -> dict[str, int]:
     """Tokens, documents and bytes of text of a shard; ends the script if it is not of the given tokenizer."""
     header = read_header(path)
-    again = "give the tokenizer it was made with"
-    if header["tokenizer_sha256"] not in ("", sha256):
-        fail(f"{path} was made with another tokenizer (sha256 {header['tokenizer_sha256']}, given {sha256}); {again}")
     counts = count_tokens(read_shard(path, verify=True), len(lengths))
-    if len(counts) > len(lengths):
-        fail(f"{path} holds token {len(counts) - 1} but --tokenizer has {len(lengths)} entries; {again}")
-    stated = header["bos_id"], header["vocab_size"]
-    if stated[0] not in (None, bos) or stated[1] not in (0, len(lengths)) or not counts[bos]:
-        fail(
-            f"{path} holds no BOS {bos} of --tokenizer, or states another vocabulary (BOS {stated[0]}, "
-            f"{stated[1]} entries); {again}"
-        )
+    problem = ""
+    if header["tokenizer_sha256"] not in ("", sha256):
+        problem = f"is of the tokenizer with sha256 {header['tokenizer_sha256']}"
+    elif len(counts) > len(lengths):
+        problem = f"holds token {len(counts) - 1}, more than the {len(lengths)} entries"
+    elif header["bos_id"] not in (None, bos) or header["vocab_size"] not in (0, len(lengths)):
+        problem = f"states another vocabulary (BOS {header['bos_id']}, {header['vocab_size']} entries)"
+    elif not counts[bos] or not counts @ lengths:
+        problem = f"holds no BOS {bos}, or no text"
+    if problem:
+        fail(f"{path} {problem}, so it was made with another tokenizer than --tokenizer; give that one")
     size = int(counts @ lengths)
-    if not size:
-        fail(f"{path} holds no text, only special tokens; give another one")
     return {"tokens": int(counts.sum()), "documents": int(counts[bos]), "text_bytes": size}
 
 
@@ -558,22 +506,18 @@ def sort_hosted(paths: list[Path], spec: str) -> dict[str, list[Path]]:
             print(f"left out {path.name}: its name says neither train nor val")
     for split, found in by_split.items():
         if not found:
-            fail(
-                f"none of the {len(paths)} files of {spec} has the word {split!r} in its name; name the shards "
-                "*_train_* and *_val_*"
-            )
+            fail(f"none of the {len(paths)} files of {spec} has the word {split!r} in its name")
     return by_split
 
 
 def link_or_copy(path: Path, target: Path) -> None:
     """A hard link costs no space; across file systems it is a copy."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    target.unlink(missing_ok=True)
     try:
-        os.link(path, temporary)
+        os.link(path, target)
     except OSError:
-        shutil.copyfile(path, temporary)
-    os.replace(temporary, target)
+        shutil.copyfile(path, target)
 
 
 def main() -> None:
@@ -591,30 +535,26 @@ def parse_arguments() -> argparse.Namespace:
     add_source_flags(parser)
     add = parser.add_argument
     add("--val-source", help="separate validation text; without it a part of the source is held out")
-    held_out = "held-out part of local files: 1 document in round(1 / F)"
-    add("--val-fraction", type=float, default=0.01, help=held_out)
+    add("--val-fraction", type=float, default=0.01, help="of local files: 1 document in round(1 / F)")
     add("--val-documents", type=int, help="at most this many validation documents")
     add("--out", required=True, type=Path, help="dataset directory, e.g. data/shards/mine")
     add("--name", help="name in dataset.json (default: that of the directory)")
-    size = f"entries of a new tokenizer (default {tokenizer.VOCAB_SIZE})"
-    add("--vocab-size", type=int, help=size)
+    add("--vocab-size", type=int, help=f"of a new tokenizer (default {tokenizer.VOCAB_SIZE})")
     tokenizer.add_pattern_flag(parser)
     add("--tokenizer", type=Path, help="use this tokenizer.json instead of training one")
-    characters = "characters to train it on"
-    add("--tokenizer-chars", type=int, default=tokenizer.MAX_CHARS, help=characters)
+    most = tokenizer.MAX_CHARS
+    add("--tokenizer-chars", type=int, default=most, help="characters to train it on")
     add("--shard-tokens", type=int, default=SHARD_TOKENS, help="tokens in a shard")
     processes = "encoding processes (default: all cores, up to 16)"
     add("--workers", type=int, default=available_cores(), help=processes)
     args = parser.parse_args()
 
     check_positive(args, "shard_tokens", "workers", "val_documents", "tokenizer_chars")
-    if args.workers > MAX_WORKERS:
-        fail(f"--workers must be at most {MAX_WORKERS}, found {args.workers}; give one for each core")
     if args.shard_tokens >= 2**31:
         fail(f"--shard-tokens {args.shard_tokens} does not fit the header's int32; give less than {2**31}")
     if args.vocab_size:
         tokenizer.check_vocab_size(args.vocab_size)
-    if args.tokenizer and not os.path.isfile(args.tokenizer):
+    if args.tokenizer and not args.tokenizer.is_file():
         fail(f"--tokenizer {args.tokenizer} does not exist; give a tokenizer.json or leave it out to train one")
     return args
 

@@ -44,7 +44,6 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
@@ -65,8 +64,6 @@ TOKENIZER_BYTES = 50_000_000  # of its first documents up to this size
 
 SUFFIXES = (".py", ".pyi", ".rst", ".md", ".txt")
 MEMBER_LIMIT = 400_000  # bytes: what people write is smaller
-WHEEL_LIMIT = 500_000_000  # bytes of text in one wheel
-MEMBERS_LIMIT = 100_000
 SECTION = 6_000  # characters
 SHORTEST = 200  # bytes
 
@@ -114,15 +111,13 @@ class Corpus(NamedTuple):
     dropped: dict[str, int]
 
 
-# --- the lock ---------------------------------------------------------------------------------------------
+# ==== the lock
 
 
-def read_lock(path: Path | None = None) -> dict[str, Any]:
-    path = path or LOCK
-    lock = read_json(path)
-    found = lock.get("format") if isinstance(lock, dict) else type(lock).__name__
-    if found != LOCK_FORMAT:
-        fail(f"{path} has format {found!r}, expected {LOCK_FORMAT!r}; check out the file again")
+def read_lock() -> dict[str, Any]:
+    lock = read_json(LOCK)
+    if lock["format"] != LOCK_FORMAT:
+        fail(f"{LOCK} has format {lock['format']!r}, expected {LOCK_FORMAT!r}; check out the file again")
     return lock
 
 
@@ -140,7 +135,7 @@ def set_packages(lock: dict[str, Any], name: str) -> list[dict[str, Any]]:
     return [package for package in lock["packages"] if package["part"] in parts]
 
 
-# --- downloading ------------------------------------------------------------------------------------------
+# ==== downloading
 
 
 def wheel_folder() -> Path:
@@ -148,50 +143,30 @@ def wheel_folder() -> Path:
 
 
 def fetch(packages: list[dict[str, Any]], folder: Path) -> list[Path]:
-    """The wheels in `folder`, downloaded with pip where they are missing or damaged. Whole ones stay there,
+    """The wheels in `folder`, downloaded with pip where they are missing or damaged. What is whole stays there,
     whatever happens to the others."""
-    missing = []
-    for package in packages:
-        path = folder / package["file"]
-        if path.exists() and sha256_file(path) == package["sha256"]:
-            continue
-        if path.exists():
-            print(f"{path} is damaged and is downloaded again")
-        missing.append(package)
-
+    missing = [package for package in packages if not is_whole(folder / package["file"], package)]
     if missing:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as problem:
-            fail(f"cannot make the folder {folder} ({problem.strerror}); check its permissions")
+        folder.mkdir(parents=True, exist_ok=True)
         size = sum(package["size"] for package in missing)
         print(f"downloading {len(missing)} wheels ({size / 1e6:.0f} MB) with pip to {folder}")
-        download_all(missing, folder)
+        with ThreadPoolExecutor(4) as pool:
+            running = [pool.submit(download, package, folder) for package in missing]
+            try:
+                for done in tqdm(as_completed(running), "wheels", len(running), disable=None):
+                    done.result()
+            finally:
+                # No further ones after the first problem.
+                pool.shutdown(cancel_futures=True)
     return [folder / package["file"] for package in packages]
 
 
-def download_all(packages: list[dict[str, Any]], folder: Path) -> None:
-    """Four at a time, and no further ones after the first problem."""
-    with ThreadPoolExecutor(4) as pool:
-        running = [pool.submit(download, package, folder) for package in packages]
-        try:
-            for done in tqdm(
-                as_completed(running), total=len(running), desc="wheels", disable=None
-            ):
-                done.result()
-        finally:
-            pool.shutdown(cancel_futures=True)
+def is_whole(path: Path, package: dict[str, Any]) -> bool:
+    return path.exists() and sha256_file(path) == package["sha256"]
 
 
 def download(package: dict[str, Any], folder: Path) -> None:
     """One wheel, through a folder of its own, so that a half file never has the wheel's name."""
-    try:
-        run_pip(package, folder)
-    except OSError as problem:
-        fail(f"cannot write to {folder} ({problem.strerror}); free some space and run again")
-
-
-def run_pip(package: dict[str, Any], folder: Path) -> None:
     name = f"{package['name']}=={package['version']}"
     with tempfile.TemporaryDirectory(dir=folder, prefix=".download-") as temporary:
         requirement = Path(temporary) / "requirements.txt"
@@ -201,46 +176,18 @@ def run_pip(package: dict[str, Any], folder: Path) -> None:
         command += ["--require-hashes", "--ignore-requires-python", "--dest", temporary]
         command += ["-r", str(requirement)]
         result = subprocess.run(command, capture_output=True, text=True, errors="replace")
-        if result.returncode:
-            # Only in detail does pip say whether it reached the index; always, that takes twice as long.
-            command.append("-vv")
-            result = subprocess.run(command, capture_output=True, text=True, errors="replace")
-        found = sorted(Path(temporary).glob("*.whl"))
-        if result.returncode or not found:
-            fail(explain(name, package["file"], result.stdout + result.stderr))
-        if sha256_file(found[0]) != package["sha256"]:
-            fail(f"pip gave another file for {name} than the lock names; check the index")
-        os.replace(found[0], folder / package["file"])
+        path = Path(temporary) / package["file"]
+        if result.returncode or not is_whole(path, package):
+            errors = re.findall(r"^ERROR: (.+)", result.stderr, re.MULTILINE)
+            reason = errors[-1] if errors else result.stderr
+            fail(
+                f"pip cannot download {package['file']} ({reason}); check the network, pip's index and the space on "
+                "the disk, and run the same command again: what was downloaded stays"
+            )
+        os.replace(path, folder / package["file"])
 
 
-def explain(name: str, file: str, output: str) -> str:
-    """pip's answer as one sentence."""
-    stays = "what was downloaded stays, so run the same command again afterwards"
-    if "No module named pip" in output:
-        return (
-            f"this Python has no pip; run `{sys.executable} -m ensurepip`, then the command again"
-        )
-    if "No space left" in output or "Disk quota" in output:
-        return f"the disk is full while pip downloads {file}; free some space; {stays}"
-    if "DO NOT MATCH THE HASHES" in output:
-        return (
-            f"the index gives another file for {name} than {file} of the lock: its sha256 differs; "
-            f"choose another index; {stays}"
-        )
-    # Without a network pip ends with "no matching distribution" too, after such lines.
-    if re.search(r"Retrying|connection error|ConnectionError|[Tt]imed? ?out|ssl cert", output):
-        return f"pip cannot reach its index for {name}; check network and proxy; {stays}"
-    if "No matching distribution" in output or "Could not find a version" in output:
-        return (
-            f"the configured index has no {file}; choose another index in pip's settings; {stays}"
-        )
-    lines = [line for line in output.splitlines() if line.strip()] or ["no message"]
-    errors = [line for line in lines if line.startswith("ERROR:")]
-    last = (errors or lines)[-1].removeprefix("ERROR:").strip()
-    return f"pip cannot download {name} ({last}); {stays}"
-
-
-# --- reading ----------------------------------------------------------------------------------------------
+# ==== reading
 
 
 def read_wheel(path: str) -> tuple[list[Section], Counter]:
@@ -261,10 +208,11 @@ def read_wheel(path: str) -> tuple[list[Section], Counter]:
             dropped["licences at the top of files"] += 1
         for piece in cut_sections(body, SECTION):
             encoded = piece.encode()
-            reason = why_dropped(encoded)
             digest = hashlib.blake2b(encoded, digest_size=16).digest()
-            if reason:
-                dropped[reason] += 1
+            if len(encoded) < SHORTEST:
+                dropped["short sections"] += 1
+            elif is_data(encoded):
+                dropped["sections of data"] += 1
             elif digest in sections:
                 dropped["equal sections"] += 1
             else:
@@ -273,30 +221,11 @@ def read_wheel(path: str) -> tuple[list[Section], Counter]:
 
 
 def read_members(path: str, dropped: Counter) -> Iterator[bytes]:
-    """The text files of a wheel, by name. What it states of itself is checked before any is read, and no
-    more than MEMBER_LIMIT bytes are ever unpacked, whatever the archive states."""
-    try:
-        with zipfile.ZipFile(path) as wheel:
-            members = [member for member in wheel.infolist() if is_text(member, dropped)]
-            total = sum(member.file_size for member in members)
-            if total > WHEEL_LIMIT or len(wheel.infolist()) > MEMBERS_LIMIT:
-                fail(
-                    f"{path} holds {len(wheel.infolist()):,} files and {total:,} bytes of text, more than the "
-                    f"{MEMBERS_LIMIT:,} and {WHEEL_LIMIT:,} that are read; check the lock"
-                )
-            for member in sorted(members, key=lambda member: member.filename):
-                # Other methods unpack without a limit.
-                if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-                    fail(f"{path} is not a plain wheel ({member.filename}); check the lock")
-                with wheel.open(member) as file:
-                    data = file.read(MEMBER_LIMIT + 1)
-                if len(data) != member.file_size:
-                    fail(
-                        f"{path} misstates the size of {member.filename}; delete it, and run again"
-                    )
-                yield data
-    except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, OSError) as problem:
-        fail(f"{path} is not a readable wheel ({problem}); delete it, and run again")
+    """The text files of a wheel, by name. The sha256 of the lock vouches for what the archive states of itself."""
+    with zipfile.ZipFile(path) as wheel:
+        members = [member for member in wheel.infolist() if is_text(member, dropped)]
+        for member in sorted(members, key=lambda member: member.filename):
+            yield wheel.read(member)
 
 
 def is_text(member: zipfile.ZipInfo, dropped: Counter) -> bool:
@@ -344,15 +273,6 @@ def without_licence(text: str) -> str:
     return text
 
 
-def why_dropped(section: bytes) -> str:
-    """The rule of step 3 that drops a section, or ""."""
-    if len(section) < SHORTEST:
-        return "short sections"
-    if is_data(section):
-        return "sections of data"
-    return ""
-
-
 LETTERS = np.zeros(256, dtype=bool)
 LETTERS[[*range(65, 91), *range(97, 123), *range(128, 256)]] = True
 DIGITS = np.zeros(256, dtype=bool)
@@ -382,7 +302,7 @@ def is_data(section: bytes) -> bool:
     return len(longer) > 20 and 2 * len(set(longer)) < len(longer)
 
 
-# --- near duplicates --------------------------------------------------------------------------------------
+# ==== near duplicates
 
 
 class WordHashes(dict):
@@ -442,11 +362,8 @@ def band_keys(sketches: np.ndarray) -> np.ndarray:
     return keys
 
 
-def drop_duplicates(
-    groups: list[list[Section]], dropped: Counter | None = None
-) -> list[list[bytes]]:
+def drop_duplicates(groups: list[list[Section]], dropped: Counter) -> list[list[bytes]]:
     """Step 4: the texts that stay, group by group, each in the order of the hashes."""
-    dropped = Counter() if dropped is None else dropped
     seen: set[bytes] = set()
     buckets: dict[int, list[np.ndarray]] = {}
     result = []
@@ -459,15 +376,13 @@ def drop_duplicates(
                 dropped["equal sections"] += 1
                 continue
             seen.add(section.digest)
-            keys = row.tolist()
-            if any(
-                is_near(section.sketch, other) for key in keys for other in buckets.get(key, ())
-            ):
+            found = [buckets.setdefault(key, []) for key in row.tolist()]
+            if any(is_near(section.sketch, other) for bucket in found for other in bucket):
                 dropped["near duplicates"] += 1
                 continue
             kept.append(section.text)
-            for key in keys:
-                buckets.setdefault(key, []).append(section.sketch)
+            for bucket in found:
+                bucket.append(section.sketch)
         result.append(kept)
     return result
 
@@ -476,7 +391,7 @@ def is_near(sketch: np.ndarray, other: np.ndarray) -> bool:
     return np.count_nonzero(sketch == other) >= MIN_AGREEING
 
 
-# --- the corpus -------------------------------------------------------------------------------------------
+# ==== the corpus
 
 
 def make_corpus(lock: dict[str, Any], name: str, folder: Path, workers: int) -> Corpus:
@@ -496,17 +411,13 @@ def make_corpus(lock: dict[str, Any], name: str, folder: Path, workers: int) -> 
     if name != TOKENIZER_SET:
         used = [part for part in lock["sets"][TOKENIZER_SET]["parts"] if part != "val"]
         first = [section for part in used for section in parts[part]]
-        tokenizer_text = drop_duplicates([val, first])[1]
-    tokenizer_text = first_bytes(tokenizer_text, TOKENIZER_BYTES)
+        tokenizer_text = drop_duplicates([val, first], Counter())[1]
+    # Whole documents up to a size in all.
+    ends = np.cumsum([len(text) for text in tokenizer_text])
+    tokenizer_text = tokenizer_text[: int(np.searchsorted(ends, TOKENIZER_BYTES, side="right"))]
     corpus = Corpus(texts[1], texts[0], tokenizer_text, dict(dropped))
     compare_documents(corpus, lock, name)
     return corpus
-
-
-def first_bytes(documents: list[bytes], size: int) -> list[bytes]:
-    """The first documents, whole, up to a size in all."""
-    ends = np.cumsum([len(text) for text in documents])
-    return documents[: int(np.searchsorted(ends, size, side="right"))]
 
 
 def open_set(spec: str, workers: int) -> tuple[list[list[Any]], Corpus]:
@@ -524,16 +435,11 @@ def open_set(spec: str, workers: int) -> tuple[list[list[Any]], Corpus]:
 def read_all(paths: list[Path], workers: int) -> Iterator[tuple[list[Section], Counter]]:
     """read_wheel over the paths, in their order."""
     names = [str(path) for path in paths]
-    with tqdm(total=len(names), desc="reading", unit="wheel", disable=None) as bar:
-        if workers == 1:
-            for name in names:
-                yield read_wheel(name)
-                bar.update()
-            return
-        with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
-            for result in pool.map(read_wheel, names):
-                yield result
-                bar.update()
+    if workers == 1:
+        yield from tqdm(map(read_wheel, names), "reading wheels", len(names), disable=None)
+        return
+    with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
+        yield from tqdm(pool.map(read_wheel, names), "reading wheels", len(names), disable=None)
 
 
 def hash_documents(documents: Iterable[bytes]) -> str:
@@ -560,16 +466,12 @@ def describe(corpus: Corpus) -> dict[str, Any]:
 def compare_documents(corpus: Corpus, lock: dict[str, Any], name: str) -> None:
     """The first layer; a set that the lock does not describe yet passes."""
     stated = lock["sets"][name].get("documents")
-    if not stated:
-        return
     found = describe(corpus)
     for split in ("val", "train"):
-        if found[split] != stated[split]:
+        if stated and found[split] != stated[split]:
             fail(
-                f"the wheels of pypi:{name} are those of the lock, but their {split} documents differ "
-                f"({found[split]['documents']:,} with sha256 {found[split]['sha256'][:12]}, the lock states "
-                f"{stated[split]['documents']:,} with {stated[split]['sha256'][:12]}); check that data/ is "
-                f"unchanged, and report your versions of Python and numpy"
+                f"the wheels of pypi:{name} are those of the lock, but their {split} documents differ: found "
+                f"{found[split]}, stated {stated[split]}; report it with your versions of Python and numpy"
             )
 
 
@@ -589,40 +491,28 @@ def compare_dataset(out: Path, name: str, lock: dict[str, Any] | None = None) ->
     stated = read_set(lock, name).get("dataset")
     if not stated:
         return
-    dataset = read_dataset(out)
-    found = dataset_layers(dataset)
+    found = dataset_layers(read_dataset(out))
+    again = "install the versions of requirements.txt and build it again"
     if found["tokenizer"] != stated["tokenizer"]:
-        fail(
-            f"{out} has the documents of pypi:{name}, but its tokenizer differs ({found['tokenizer'][:12]}, the "
-            f"lock states {stated['tokenizer'][:12]}); install the versions of requirements.txt and build it again"
-        )
+        fail(f"{out} has the documents of pypi:{name}, but its tokenizer differs; {again}")
     for path in sorted(stated["shards"] | found["shards"]):
-        expected, actual = stated["shards"].get(path), found["shards"].get(path)
-        if actual != expected:
-            fail(
-                f"{out} has the documents and the tokenizer of pypi:{name}, but {path} differs (sha256 "
-                f"{(actual or 'none')[:12]}, the lock states {(expected or 'none')[:12]}); install the versions "
-                f"of requirements.txt and build it again"
-            )
-    print(f"{out} is pypi:{name} bit for bit (fingerprint {dataset['fingerprint'][:12]})")
+        if found["shards"].get(path) != stated["shards"].get(path):
+            fail(f"{out} has the documents and the tokenizer of pypi:{name}, but {path} differs; {again}")
+    print(f"{out} is pypi:{name} bit for bit (fingerprint {found['fingerprint'][:12]})")
 
 
 def dataset_layers(dataset: dict[str, Any]) -> dict[str, Any]:
     """What the lock states of a dataset directory."""
-    shards = {
-        path: entry["sha256"]
-        for path, entry in dataset["files"].items()
-        if path.startswith("pretrain/")
-    }
+    files = dataset["files"]
     return {
         "tokens": {split: total["tokens"] for split, total in dataset["splits"].items()},
         "tokenizer": dataset["tokenizer_sha256"],
-        "shards": shards,
+        "shards": {path: files[path]["sha256"] for path in files if path.startswith("pretrain/")},
         "fingerprint": dataset["fingerprint"],
     }
 
 
-# --- commands ---------------------------------------------------------------------------------------------
+# ==== commands
 
 
 def verify(name: str, out: Path, workers: int) -> None:
@@ -659,29 +549,18 @@ def format_lock(lock: dict[str, Any]) -> str:
     """JSON with a line for each wheel."""
     packages = ",\n".join("  " + json.dumps(package) for package in lock["packages"])
     sets = json.dumps(lock["sets"], indent=1).replace("\n", "\n ")
-    return (
-        f'{{\n "format": "{LOCK_FORMAT}",\n "packages": [\n{packages}\n ],\n "sets": {sets}\n}}\n'
-    )
+    return f'{{\n "format": "{LOCK_FORMAT}",\n "packages": [\n{packages}\n ],\n "sets": {sets}\n}}\n'
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Verify a dataset made of pinned wheels.")
-    commands = parser.add_subparsers(dest="command", required=True)
-    p = commands.add_parser(
-        "verify", help="compare a dataset directory with the lock, layer by layer"
-    )
-    p.add_argument("set", help="p34 or p100")
-    p.add_argument("data", type=Path, help="dataset directory, e.g. data/shards/p34")
-    p.add_argument("--workers", type=int, default=1, help="reading processes")
-    p = commands.add_parser(
-        "lock", help="write what was made into the lock (after a change of rules)"
-    )
-    p.add_argument("set", help="p34 or p100")
-    p.add_argument("data", type=Path, nargs="?", help="dataset directory made of these documents")
-    p.add_argument("--workers", type=int, default=1, help="reading processes")
+    parser.add_argument("command", choices=["verify", "lock"], help="lock: after a change of rules")
+    parser.add_argument("set", help="p34 or p100")
+    parser.add_argument("data", type=Path, nargs="?", help="dataset directory, e.g. data/shards/p34")
+    parser.add_argument("--workers", type=int, default=1, help="reading processes")
     args = parser.parse_args()
-    if args.workers < 1:
-        fail(f"--workers must be at least 1, found {args.workers}; leave it out for the default")
+    if args.command == "verify" and not args.data:
+        fail("verify needs a dataset directory, e.g. data/shards/p34")
     if args.command == "verify":
         verify(args.set, args.data, args.workers)
     else:

@@ -365,6 +365,8 @@ def read_lines(path: Path) -> Iterator[bytes]:
     try:
         with open_lines(path) as f:
             for line in f:
+                if number == 0 and b"\0" in line:
+                    fail(f"{path} is UTF-16 or no text; convert it to UTF-8")
                 number += 1
                 yield line.removesuffix(b"\n")
     except (EOFError, zlib.error, OSError) as problem:
@@ -372,6 +374,8 @@ def read_lines(path: Path) -> Iterator[bytes]:
 
 
 def open_lines(path: Path) -> BinaryIO:
+    if path.name.endswith((".gz", ".zst")) and not path.stat().st_size:
+        fail(f"{path} is empty; fetch it again")
     if path.name.endswith(".gz"):
         return gzip.open(path)
     if not path.name.endswith(".zst"):
