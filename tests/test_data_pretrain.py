@@ -260,7 +260,7 @@ def test_a_full_disk_at_every_write(corpus, monkeypatch):
         # Some further write each time, so that the disk fills up at every one of them.
         left = 3 + stops % 4
         try:
-            pretrain.main()
+            format.run(pretrain.main)
         except SystemExit as end:
             assert "full" in end.code and end.code.startswith("error: ")
         stops += 1
