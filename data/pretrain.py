@@ -9,22 +9,20 @@
 
 Every document starts with BOS and lies whole in one shard. progress.json records each finished shard: the
 same command continues after the last one and gives the bytes that an uninterrupted run gives. If a file of the
-source was corrected meanwhile, it keeps the tokenizer and the shards up to the first text that differs. dataset.json
-comes last. A second process that would write to the same directory meanwhile is refused.
+source was corrected meanwhile, it keeps the tokenizer and encodes the text again. dataset.json comes last.
+A second process that would write to the same directory meanwhile is refused.
 """
 
 import argparse
 import os
 import re
 import shutil
-import threading
 from collections import deque
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
 from itertools import islice
-from multiprocessing import get_context, parent_process
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +35,6 @@ from format import (
     fail,
     lock_folder,
     read_dataset,
-    read_documents,
     read_header,
     read_json,
     read_shard,
@@ -61,8 +58,7 @@ from sources import (
 )
 from tqdm import tqdm
 
-# Text given to a worker at once: large enough to hide the hand-over, small in memory.
-BATCH_CHARS = 500_000
+BATCH_CHARS = 500_000  # of text given to a thread at once
 SHARD_TOKENS = 100_000_000
 # Flags that make another dataset than the lock of data/pypi.py states, unless they have these values.
 LOCKED_FLAGS = {
@@ -75,30 +71,19 @@ LOCKED_FLAGS = {
 
 # ==== encoding
 
-worker_encoding = None  # the tokenizer of a worker process
+Batch = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
-def start_worker(tokenizer_path: str) -> None:
-    """Loads the tokenizer once in each worker."""
-    global worker_encoding
-    worker_encoding = tokenizer.load(tokenizer_path)
-    parent = parent_process()
-    if parent is not None:
-        # A parent that was killed cannot stop its workers, and they would wait for work forever.
-        threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
-
-
-def encode_batch(texts: list[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def encode_batch(encoding: Any, texts: list[str]) -> Batch:
     """Encodes documents: (tokens uint16 [n], tokens of each and text bytes of each, int64 [documents])."""
-    bos = np.array([tokenizer.bos_id(worker_encoding)], dtype=np.uint16)
+    bos = np.array([tokenizer.bos_id(encoding)], dtype=np.uint16)
     pieces = []
     lengths = []
-    sizes = []
     for text in texts:
-        tokens = tokenizer.encode(worker_encoding, text)
+        tokens = tokenizer.encode(encoding, text)
         pieces += [bos, tokens]
         lengths.append(len(tokens) + 1)
-        sizes.append(len(text.encode()))
+    sizes = [len(text.encode()) for text in texts]
     return np.concatenate(pieces), np.array(lengths), np.array(sizes)
 
 
@@ -117,45 +102,19 @@ def make_batches(documents: Iterable[str]) -> Iterator[list[str]]:
         yield batch
 
 
-class Encoder:
-    """Encodes documents, with more than one worker in processes of their own: for `with`."""
+def in_threads(work: Callable[[list], Any], batches: Iterable[list], workers: int) -> Iterator[Any]:
+    """work over batches, results in their order; at most 3 batches a thread are under way, so memory stays small.
 
-    def __init__(self, tokenizer_path: Path, workers: int):
-        self.encoding = tokenizer.load(tokenizer_path)
-        self.bos_id = tokenizer.bos_id(self.encoding)
-        self.tokenizer_sha256 = sha256_file(tokenizer_path)
-        self.workers = workers
-        self.pool = None
-        if workers > 1:
-            # spawn, as forking a process with threads (the tokenizer trainer's, Arrow's) can deadlock.
-            context = get_context("spawn")
-            self.pool = ProcessPoolExecutor(workers, context, start_worker, (str(tokenizer_path),))
-        else:
-            start_worker(str(tokenizer_path))
-
-    def __enter__(self) -> "Encoder":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.pool:
-            self.pool.shutdown(cancel_futures=True)
-
-    def encode(self, documents: Iterable[str]) -> Iterator[tuple]:
-        """encode_batch over a stream, results in the stream's order; at most 3 batches a worker are under way, so
-        memory does not grow with the corpus."""
-        if self.pool is None:
-            yield from map(encode_batch, make_batches(documents))
-            return
-        waiting: deque = deque()
-        try:
-            for batch in make_batches(documents):
-                waiting.append(self.pool.submit(encode_batch, batch))
-                if len(waiting) >= 3 * self.workers:
-                    yield waiting.popleft().result()
-            while waiting:
+    Threads are enough: the encoder, which is nearly all of the work, runs without Python's lock.
+    """
+    waiting: deque = deque()
+    with ThreadPoolExecutor(workers) as threads:
+        for batch in batches:
+            waiting.append(threads.submit(work, batch))
+            if len(waiting) >= 3 * workers:
                 yield waiting.popleft().result()
-        except BrokenProcessPool:
-            fail("an encoding process was killed, most likely as memory ran out; give fewer --workers")
+        while waiting:
+            yield waiting.popleft().result()
 
 
 # ==== shards
@@ -171,13 +130,12 @@ class ShardWriter:
 
     out: Path
     split: str
-    encoder: Encoder
+    encoding: Any
     progress: dict[str, Any]
     shard_tokens: int
     tokens: int = 0  # in the buffer, like the next two
     documents: int = 0
     text_bytes: int = 0
-    buffer: np.ndarray = field(init=False)
 
     def __post_init__(self) -> None:
         self.buffer = np.empty(self.shard_tokens, dtype=np.uint16)
@@ -212,54 +170,27 @@ class ShardWriter:
         done = self.progress["shards"][self.split]
         path = f"pretrain/{self.split}_{len(done):06d}.bin"
         content = self.buffer[: self.tokens]
-        coder = self.encoder
-        about = (coder.bos_id, coder.encoding.n_vocab, coder.tokenizer_sha256)
-        sha = write_shard(self.out / path, content, *about)
+        bos, entries = tokenizer.bos_id(self.encoding), self.encoding.n_vocab
+        tokenizer_sha256 = self.progress["tokenizer_sha256"]
+        sha = write_shard(self.out / path, content, bos, entries, tokenizer_sha256)
         counts = {key: getattr(self, key) for key in ("tokens", "documents", "text_bytes")}
         done.append({"path": path, **counts, "sha256": sha})
         write_json(self.out / "progress.json", self.progress)
         self.tokens = self.documents = self.text_bytes = 0
 
 
-def write_split(writer: ShardWriter, documents: Iterable[str]) -> None:
+def write_split(writer: ShardWriter, documents: Iterable[str], workers: int) -> None:
     """Encodes the documents of a split that are not in a shard yet; notes in progress.json that it is complete."""
     progress, split = writer.progress, writer.split
     already = sum(entry["documents"] for entry in progress["shards"][split])
+    batches = make_batches(islice(documents, already, None))
     with tqdm(unit="B", unit_scale=True, desc=split, disable=None, mininterval=1) as bar:
-        for batch in writer.encoder.encode(islice(documents, already, None)):
+        for batch in in_threads(partial(encode_batch, writer.encoding), batches, workers):
             writer.add(*batch)
             bar.update(int(batch[2].sum()))
         writer.close()
     progress["complete"].append(split)
     write_json(writer.out / "progress.json", progress)
-
-
-def keep_matching(out: Path, source: Source, progress: dict[str, Any], encoder: Encoder) -> None:
-    """After a change of the source: keeps the first shards of each split whose documents the source still has."""
-    for split, documents in (("val", source.val()), ("train", source.train())):
-        entries = progress["shards"][split]
-        kept = 0
-        while kept < len(entries) and is_same(out / entries[kept]["path"], documents, encoder):
-            kept += 1
-        # The last shard of a complete split may have room for the documents that follow now.
-        if kept and split in progress["complete"] and next(documents, None) is not None:
-            kept -= 1
-        print(f"the source has changed: {kept} of {len(entries)} {split} shards hold its text still and stay")
-        progress["shards"][split] = entries[:kept]
-        for entry in entries[kept:]:
-            (out / entry["path"]).unlink(missing_ok=True)
-    progress["complete"] = []
-    write_json(out / "progress.json", progress)
-
-
-def is_same(path: Path, documents: Iterator[str], encoder: Encoder) -> bool:
-    """Whether a shard holds the next documents, which it takes."""
-    for found in read_documents([path], encoder.bos_id):
-        tokens = np.frombuffer(found, dtype="<u2")[1:].tolist()
-        text = next(documents, None)
-        if text is None or encoder.encoding.decode_bytes(tokens) != text.encode():
-            return False
-    return True
 
 
 # ==== the dataset directory
@@ -407,8 +338,8 @@ def build(args: argparse.Namespace) -> None:
             check_both_splits(source)
             progress = new_progress(settings)
         progress["settings"]["inputs"] = settings["inputs"]
-        for folder in (out, out / "pretrain"):
-            remove_leftovers(folder)
+        remove_leftovers(out)
+        remove_leftovers(out / "pretrain")
         get_tokenizer(out, args, source, progress)
         write_shards(args, source, progress, is_changed)
         finish(out, progress)
@@ -420,13 +351,15 @@ def write_shards(
     args: argparse.Namespace, source: Source, progress: dict[str, Any], is_changed: bool
 ) -> None:
     """All shards that progress does not list."""
-    with Encoder(args.out / "tokenizer.json", args.workers) as encoder:
-        if is_changed:
-            keep_matching(args.out, source, progress, encoder)
-        for split, documents in (("val", source.val), ("train", source.train)):
-            if split not in progress["complete"]:
-                writer = ShardWriter(args.out, split, encoder, progress, args.shard_tokens)
-                write_split(writer, documents())
+    if is_changed:
+        print("the source has changed: its text is encoded again, with the same tokenizer")
+        progress |= {"shards": {"train": [], "val": []}, "complete": []}
+        shutil.rmtree(args.out / "pretrain", ignore_errors=True)
+    encoding = tokenizer.load(args.out / "tokenizer.json")
+    for split, documents in (("val", source.val), ("train", source.train)):
+        if split not in progress["complete"]:
+            writer = ShardWriter(args.out, split, encoding, progress, args.shard_tokens)
+            write_split(writer, documents(), args.workers)
     if empty := sum(source.empty.values()):
         print(f"skipped {empty:,} empty documents")
 
@@ -545,8 +478,7 @@ def parse_arguments() -> argparse.Namespace:
     most = tokenizer.MAX_CHARS
     add("--tokenizer-chars", type=int, default=most, help="characters to train it on")
     add("--shard-tokens", type=int, default=SHARD_TOKENS, help="tokens in a shard")
-    processes = "encoding processes (default: all cores, up to 16)"
-    add("--workers", type=int, default=available_cores(), help=processes)
+    add("--workers", type=int, default=available_cores(), help="encoding threads")
     args = parser.parse_args()
 
     check_positive(args, "shard_tokens", "workers", "val_documents", "tokenizer_chars")
@@ -560,7 +492,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def available_cores() -> int:
-    """Cores this process may use, at most 16: one reader feeds no more, and each encoder takes 0.1 GiB."""
+    """Cores this process may use, at most 16: one reader feeds no more."""
     if hasattr(os, "sched_getaffinity"):
         return min(len(os.sched_getaffinity(0)), 16)
     return min(os.cpu_count() or 1, 16)

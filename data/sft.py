@@ -32,11 +32,10 @@ import hashlib
 import random
 import re
 import shutil
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -56,7 +55,7 @@ from format import (
     write_dataset,
     write_shard,
 )
-from pretrain import available_cores
+from pretrain import available_cores, in_threads
 from sources import check_apart, clean, hub_files, identify, local_paths, read_lines, records
 from tqdm import tqdm
 
@@ -389,29 +388,17 @@ def encode_records(encoding: Any, batch: list[Record]) -> list[tuple]:
     return done
 
 
-def in_threads(encoding: Any, stream: Iterator[Record], workers: int) -> Iterator[tuple]:
-    """encode_records over a stream, in order.
-
-    Threads are enough: the encoder, which is nearly all of the work, runs without Python's lock.
-    """
-    waiting: deque = deque()
-    with ThreadPoolExecutor(workers) as threads:
-        while batch := list(islice(stream, BATCH)):
-            waiting.append(threads.submit(encode_records, encoding, batch))
-            if len(waiting) > 2 * workers:
-                yield from waiting.popleft().result()
-        for done in waiting:
-            yield from done.result()
-
-
 def encode_source(
     source: Source, split: str, encoding: Any, args: argparse.Namespace, tally: Counter
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     """(tokens, counted) of every conversation of a source, in its order, cut to --max-len."""
-    results = in_threads(encoding, source.read(split), args.workers)
+    stream = source.read(split)
+    batches = iter(lambda: list(islice(stream, BATCH)), [])
+    results = in_threads(partial(encode_records, encoding), batches, args.workers)
     found = []
     dropped = 0
-    for where, tokens, counted in tqdm(results, source.name, unit=" conversations", disable=None):
+    bar = tqdm(chain.from_iterable(results), source.name, unit=" conversations", disable=None)
+    for where, tokens, counted in bar:
         if counted is None:
             if not args.skip_bad:
                 fail(f"{where}: {tokens}; fix it, or leave out such conversations with --skip-bad")
