@@ -1,11 +1,11 @@
-"""Makes token files of the 22 CORE tasks (DCLM): few-shot prompts, rendered and tokenized, with the spans to score.
+"""Makes token files of the 22 CORE tasks (DCLM): few-shot prompts with the spans to score.
 
-    python data/core.py --bundle eval_bundle.zip --data data/shards/climbmix     a folder, .zip or .tar.zst
-    python data/core.py --download --data data/shards/climbmix                   fetches the public bundle
+    python data/core.py --bundle eval_bundle.zip --data data/shards/climbmix   a folder, .zip, .tar.zst
+    python data/core.py --download --data data/shards/climbmix               fetches the public one
 
-It writes core/TASK.npz into the dataset directory and lists the files with their checksums in dataset.json;
-runs/score_core.py scores them. The files hold plain arrays, no pickle. An item is what all its choices have in common,
-stored once, and then the rest of each choice:
+It writes core/TASK.npz into the dataset directory and lists the files with their checksums in
+dataset.json; runs/score_core.py scores them. The files hold plain arrays, no pickle. An item is
+what all its choices have in common, stored once, and then the rest of each choice:
 
     tokens  uint16 (n,)      item 0: common tokens, rest of choice 0, rest of choice 1, ...; item 1: ...
     shared  int32 (items,)   length of the common tokens; BOS is the first unless the row was cut
@@ -70,7 +70,7 @@ TYPES = {
 
 
 def open_bundle(path: Path) -> dict[str, bytes]:
-    """{name inside the bundle: bytes} of a folder, a .zip or a tar archive; the top folder is stripped."""
+    """{name inside the bundle: bytes} of a folder, .zip or tar archive."""
     try:
         files = read_bundle(path)
     except (OSError, EOFError, zipfile.BadZipFile, zlib.error, tarfile.TarError, zstandard.ZstdError) as problem:
@@ -103,7 +103,7 @@ def download(path: Path) -> None:
     try:
         urllib.request.urlretrieve(URL, path)
     except (OSError, http.client.HTTPException) as problem:
-        fail(f"{URL} cannot be fetched ({problem}); download it in another way and pass it with --bundle")
+        fail(f"{URL} cannot be fetched ({problem}); get it in another way and pass --bundle")
 
 
 def read_text(bundle: dict[str, bytes], name: str) -> str:
@@ -116,7 +116,7 @@ def read_text(bundle: dict[str, bytes], name: str) -> str:
 
 
 def read_tasks(bundle: dict[str, bytes]) -> list[dict[str, Any]]:
-    """The tasks of core.yaml with their random baselines: label, file, shots, type, delimiter, baseline."""
+    """The tasks of core.yaml with their random baselines."""
     table = csv.DictReader(io.StringIO(read_text(bundle, "eval_meta_data.csv"), newline=""))
     try:
         baselines = {row["Eval Task"]: float(row["Random baseline"]) for row in table}
@@ -135,7 +135,7 @@ def read_tasks(bundle: dict[str, bytes]) -> list[dict[str, Any]]:
         fail(f"core.yaml or eval_meta_data.csv is damaged ({problem!r}); {AGAIN}")
     for task in tasks:
         if task["type"] not in TYPES or not re.fullmatch(r"[A-Za-z0-9_]{1,100}", task["label"]):
-            fail(f"core.yaml names a task {task['label']!r} of type {task['type']!r}, which this script does not know")
+            fail(f"core.yaml names a task {task['label']!r} of type {task['type']!r}; {AGAIN}")
         if task["shots"] < 0 or not 0 <= task["baseline"] < 100:
             found = f"{task['shots']} shots and a baseline of {task['baseline']} percent"
             fail(f"core.yaml and eval_meta_data.csv give the task {task['label']} {found}; {AGAIN}")
@@ -159,7 +159,7 @@ def read_items(bundle: dict[str, bytes], task: dict[str, Any]) -> list[dict[str,
 
 
 def read_item(line: str, kind: str) -> dict[str, Any]:
-    """An item of a task of this kind, in texts that UTF-8 can hold; ValueError with what is wrong with it."""
+    """An item of a task of this kind; ValueError with what is wrong with it."""
     value = json.loads(line)
     item: dict[str, Any] = {}
     options: list[str] = []
@@ -184,8 +184,8 @@ def read_item(line: str, kind: str) -> dict[str, Any]:
 
 
 def draw_shots(count: int, index: int, shots: int) -> list[int]:
-    """The items that are shown before item `index`, drawn from all `count` even if only a part is scored."""
-    # The definition samples from a list of the other items; a range gives the same picks without the list.
+    """The items shown before item `index`, drawn from all even if only a part is scored."""
+    # The definition samples from a list of the other items; a range gives the same picks.
     return [i + (i >= index) for i in random.Random(1234 + index).sample(range(count - 1), shots)]
 
 
@@ -199,7 +199,7 @@ def solved(item: dict[str, Any], task: dict[str, Any]) -> str:
 
 
 def render(item: dict[str, Any], shown: str, task: dict[str, Any]) -> list[str]:
-    """The texts to tokenize: one for each choice; in language modelling, one without and one with the continuation."""
+    """A text for each choice; in language modelling, without and with the continuation."""
     if task["type"] == "multiple_choice":
         return [shown + item["query"] + task["delimiter"] + choice for choice in item["choices"]]
     if task["type"] == "schema":
@@ -232,7 +232,7 @@ def spans(rows: list[np.ndarray], kind: str) -> tuple[list[np.ndarray], list[int
     if kind == "schema":
         suffix = common_length(rows, backwards=True)
         return rows, [max(1, len(row) - suffix) for row in rows]
-    # If one choice is the beginning of all others, nothing of it is left to score. Then its last token counts in each.
+    # If one choice is the beginning of all others, its last token counts in each.
     return rows, [min(common_length(rows), min(map(len, rows)) - 1)] * len(rows)
 
 
@@ -283,11 +283,11 @@ def build_task(
 
 
 def build(bundle: dict[str, bytes], root: Path, max_seq_len: int, limit: int = 0) -> None:
-    """Writes core/*.npz of all tasks; the old ones stay, and stay listed in dataset.json, until all are there."""
+    """Writes core/*.npz of all tasks; the old ones stay until all are there."""
     dataset = read_dataset(root)
     path = root / "tokenizer.json"
     if sha256_file(path) != dataset["tokenizer_sha256"]:
-        fail(f"{path} is not the tokenizer of {root}/dataset.json; restore it or build the dataset again")
+        fail(f"{path} is not the tokenizer of {root}/dataset.json; restore it")
     tasks = read_tasks(bundle)
     remove_leftovers(root)
     new = root / ".core.new.tmp"
@@ -295,7 +295,7 @@ def build(bundle: dict[str, bytes], root: Path, max_seq_len: int, limit: int = 0
     others = {name: files[name] for name in files if not name.startswith("core/")}
     try:
         written = write_tasks(bundle, tasks, path, new, max_seq_len, limit)
-        # The new folder takes the old one's place between two states of dataset.json, both of which are true.
+        # The new folder takes the old one's place between two true states of dataset.json.
         write_dataset(root, {**dataset, "files": others})
         replace_folder(new, root / "core")
     finally:
@@ -313,7 +313,7 @@ def write_tasks(
     max_seq_len: int,
     limit: int,
 ) -> dict[str, dict[str, Any]]:
-    """Writes TASK.npz of every task into a folder and prints a line for each; their entries for dataset.json."""
+    """Writes TASK.npz of every task into a folder; returns their entries for dataset.json."""
     encoding = tokenizer.load(tokenizer_path)
     lengths = tokenizer.token_bytes(tokenizer_path)
     files = {}
@@ -336,7 +336,7 @@ def write_tasks(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Render and tokenize the CORE tasks into a dataset.")
+    parser = argparse.ArgumentParser(description="Render and tokenize the CORE tasks.")
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--bundle", type=Path, help="CORE bundle: a folder, a .zip or a .tar.zst")
     source.add_argument("--download", action="store_true", help=f"fetch {URL}")
@@ -346,7 +346,7 @@ def main() -> None:
     add("--items", type=int, default=0, help="so many items of each task (default all)")
     args = parser.parse_args()
     if args.max_seq_len < 2 or args.items < 0:
-        fail(f"--max-seq-len {args.max_seq_len} must be at least 2 and --items {args.items} at least 0")
+        fail(f"--max-seq-len {args.max_seq_len} must be at least 2, --items {args.items} at least 0")
     read_dataset(args.data)
     with lock_folder(args.data), tempfile.TemporaryDirectory() as temporary:
         if args.download:

@@ -1,6 +1,6 @@
 """The dataset directory on disk: token shards, checksums, dataset.json.
 
-    python data/format.py check data/shards/mine      reads all of it: a line for each problem, or one that all is well
+    python data/format.py check data/shards/mine      reads all of it, a line for each problem
 
 A shard is a header of 256 little-endian int32 words, then uint16 tokens:
 
@@ -81,13 +81,13 @@ def sha256_file(path: str | Path) -> str:
 
 
 def write_atomic(path: str | Path, pieces: Iterable[bytes | memoryview]) -> str:
-    """Writes the pieces to `path` through a temporary file in the same folder; returns the hex sha256.
+    """Writes the pieces to `path` through a temporary file beside it; returns the hex sha256.
 
-    Until the rename the old file, if there is one, stays as it was; a failure leaves no temporary file.
+    Until the rename the old file stays as it was; a failure leaves no temporary file.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    # The leading dot and the ending keep a file left by kill -9 out of every *.bin or *.json pattern.
+    # The dot and the ending keep a file left by kill -9 out of every *.bin or *.json pattern.
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     digest = hashlib.sha256()
     try:
@@ -114,10 +114,10 @@ def remove_leftovers(folder: str | Path) -> None:
 
 @contextlib.contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
-    """Keeps every other process out of a dataset directory: for `with`, and at the latest until this process ends.
+    """Keeps every other process out of a dataset directory while this one is in `with`.
 
-    The folder is made if it does not exist, and goes if an error leaves nothing in it. Otherwise its file .lock stays,
-    as deleting it would let two processes in.
+    The folder is made if it does not exist, and goes if an error leaves nothing in it.
+    Otherwise its file .lock stays, as deleting it would let two processes in.
     """
     is_new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
@@ -129,7 +129,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
-            fail(f"another process is writing to {folder}; wait until it ends, or name another folder")
+            fail(f"another process is writing to {folder}; wait until it ends")
         except OSError:  # a file system without locks
             pass
         try:
@@ -142,7 +142,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
 
 
 def replace_folder(new: Path, target: Path) -> None:
-    """Puts a folder in the place of another one, which is deleted. dataset.json must not list either meanwhile."""
+    """Puts a folder in the place of another one; dataset.json must list neither meanwhile."""
     old = target.with_name(f".{target.name}.old.tmp")
     shutil.rmtree(old, ignore_errors=True)
     if target.exists():
@@ -192,10 +192,10 @@ def write_shard(
 ) -> str:
     """Writes tokens (uint16 [n], n > 0) as one shard; returns the hex sha256 of the whole file.
 
-    bos_id None, vocab_size 0 and tokenizer_sha256 "" are written as "not stated". ValueError on wrong input.
+    None, 0 and "" are written as "not stated". ValueError on wrong input.
     """
     if tokens.ndim != 1 or tokens.dtype != np.uint16:
-        raise ValueError(f"tokens must be uint16 of shape [n], not {tokens.dtype} of shape {tokens.shape}")
+        raise ValueError(f"tokens must be uint16 [n], not {tokens.dtype} {tokens.shape}")
     if not 0 < len(tokens) < 2**31:
         raise ValueError(f"a shard holds 1 to {2**31 - 1} tokens, not {len(tokens)}")
     payload = np.ascontiguousarray(tokens, dtype="<u2")
@@ -211,18 +211,18 @@ def write_shard(
 
 def read_header(path: str | Path) -> dict[str, Any]:
     """Checks the header against the file's size and returns
-    {"tokens", "bos_id" (None: not stated), "vocab_size" (0), "tokenizer_sha256" (""), "payload_sha256" ("")}.
+    {"tokens", "bos_id", "vocab_size", "tokenizer_sha256", "payload_sha256"}; None, 0 or "": not stated.
     """
     again = "write or download it again"
     with open(path, "rb") as f:
         raw = f.read(HEADER_BYTES)
         size = os.fstat(f.fileno()).st_size
     if len(raw) < HEADER_BYTES:
-        fail(f"shard {path} is truncated: expected a header of {HEADER_BYTES} bytes, found {size}; {again}")
+        fail(f"shard {path} is truncated: expected {HEADER_BYTES} bytes, found {size}; {again}")
     header = np.frombuffer(raw, dtype="<i4")
     magic, version, count = map(int, header[:3])
     if magic != MAGIC or version != VERSION:
-        fail(f"{path} is not a token shard: expected magic {MAGIC} version {VERSION}, found {magic} {version}; {again}")
+        fail(f"{path} is not a token shard: it has magic {magic} version {version}; {again}")
     expected = HEADER_BYTES + 2 * count
     if count <= 0 or size != expected:
         kind = "truncated" if size < expected else "too long"
@@ -250,7 +250,7 @@ def read_shard(path: str | Path, verify: bool = False) -> np.ndarray:
     if verify and stated:
         found = hashlib.sha256(tokens.data).hexdigest()
         if found != stated:
-            fail(f"shard {path} is damaged: expected token sha256 {stated}, found {found}; write or download it again")
+            fail(f"shard {path} is damaged: expected {stated}, found {found}; write it again")
     return tokens
 
 
@@ -315,7 +315,7 @@ def read_dataset(folder: str | Path) -> dict[str, Any]:
     """Reads and checks folder/dataset.json."""
     path = Path(folder) / "dataset.json"
     if not path.exists():
-        fail(f"{folder} holds no dataset.json, so it is not a complete dataset; build it with data/pretrain.py")
+        fail(f"{folder} holds no dataset.json, so it is no complete dataset; build it")
     return check_dataset(read_json(path), path)
 
 
@@ -334,10 +334,10 @@ def check_dataset(value: Any, path: str | Path) -> dict[str, Any]:
 
 
 def dataset_problem(value: dict[str, Any]) -> str:
-    """What is wrong with a dataset.json, or "". Datasets made by hand or by earlier versions state less."""
+    """What is wrong with a dataset.json, or "". Those of earlier versions state less."""
     files = value["files"]
     for name, entry in files.items():
-        # The names come from outside when a dataset is downloaded: none may point out of the folder.
+        # The names of a downloaded dataset must not point out of the folder.
         if not LISTED_NAME.fullmatch(name):
             return f"it lists the file {name!r} with a bad path"
         if not SHA256.fullmatch(entry["sha256"]):
@@ -385,7 +385,7 @@ def problem_of(action: Callable, *args: Any) -> str:
 
 
 def find_problems(folder: Path) -> Iterator[str]:
-    """What is wrong with a whole dataset directory, from reading every file that dataset.json lists."""
+    """What is wrong with a dataset directory, from reading every listed file."""
     # It imports this module.
     import tokenizer
 
@@ -420,20 +420,20 @@ def find_problems(folder: Path) -> Iterator[str]:
 def file_problem(path: Path, entry: dict[str, Any]) -> str:
     """Whether a listed file is there, with its size and its sha256."""
     if not path.is_file():
-        return f"{path} is missing, but dataset.json lists it; restore it or build the dataset again"
+        return f"{path} is missing, but dataset.json lists it; restore it"
     if path.suffix == ".bin" and (problem := problem_of(read_shard, path, True)):
         return problem
     found = sha256_file(path)
     size = path.stat().st_size
     if found != entry["sha256"] or size != entry.get("bytes", size):
-        return f"{path} was changed: dataset.json lists another size or sha256 ({entry['sha256']}); restore it"
+        return f"{path} was changed: dataset.json lists another size or sha256; restore it"
     return ""
 
 
 def shard_problems(
     path: Path, entry: dict[str, Any], dataset: dict[str, Any], bos: int, lengths: np.ndarray
 ) -> Iterator[str]:
-    """What is wrong inside a shard whose sha256 is right: its header, its tokens, or what dataset.json says of them."""
+    """What is wrong inside a shard whose sha256 is right, or with what dataset.json says of it."""
     header = read_header(path)
     tokens = read_shard(path)
     if header["tokenizer_sha256"] not in ("", dataset["tokenizer_sha256"]):
@@ -447,12 +447,12 @@ def shard_problems(
     counts = count_tokens(tokens, len(lengths))
     states_other = header["bos_id"] not in (None, bos) or header["vocab_size"] not in (0, len(lengths))
     if states_other or len(counts) > len(lengths) or not counts[bos]:
-        yield f"{path} has other tokens or another BOS than tokenizer.json; make it again with that one"
+        yield f"{path} has other tokens or another BOS than tokenizer.json"
         return
     found = {"tokens": len(tokens), "documents": int(counts[bos]), "text_bytes": int(counts @ lengths)}
     for key, value in found.items():
         if entry.get(key, value) != value:
-            yield f"{path} holds {value:,} {key}, dataset.json lists {entry[key]:,}; build the dataset again"
+            yield f"{path} holds {value:,} {key}, dataset.json lists {entry[key]:,}"
 
 
 def count_tokens(tokens: np.ndarray, entries: int) -> np.ndarray:
@@ -471,7 +471,7 @@ def split_paths(folder: Path, dataset: dict[str, Any], prefix: str) -> list[Path
 
 
 def tell_shared(folder: Path, bos_id: int, kind: str = "pretrain") -> str:
-    """How many documents of the validation split are also in the training split, as a sentence; "" if none is."""
+    """A sentence, if documents of the validation split are also in the training split."""
     dataset = read_dataset(folder)
     what = "conversations" if kind == "sft" else "documents"
     val = split_paths(folder, dataset, f"{kind}/val_")

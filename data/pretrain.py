@@ -1,4 +1,4 @@
-"""Text to a dataset directory in one command: trains a tokenizer, encodes in parallel, writes token shards.
+"""Text to a dataset directory in one command: trains a tokenizer, writes token shards.
 
     python data/pretrain.py --source stdlib --vocab-size 4096 --out data/shards/stdlib
     python data/pretrain.py --source pypi:p34 --out data/shards/p34
@@ -75,7 +75,7 @@ Batch = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 def encode_batch(encoding: Any, texts: list[str]) -> Batch:
-    """Encodes documents: (tokens uint16 [n], tokens of each and text bytes of each, int64 [documents])."""
+    """(tokens uint16 [n], tokens and text bytes of each document, int64 [documents])."""
     bos = np.array([tokenizer.bos_id(encoding)], dtype=np.uint16)
     pieces = []
     lengths = []
@@ -103,7 +103,7 @@ def make_batches(documents: Iterable[str]) -> Iterator[list[str]]:
 
 
 def in_threads(work: Callable[[list], Any], batches: Iterable[list], workers: int) -> Iterator[Any]:
-    """work over batches, results in their order; at most 3 batches a thread are under way, so memory stays small.
+    """work over batches, results in their order; at most 3 batches a thread are under way.
 
     Threads are enough: the encoder, which is nearly all of the work, runs without Python's lock.
     """
@@ -124,8 +124,8 @@ def in_threads(work: Callable[[list], Any], batches: Iterable[list], workers: in
 class ShardWriter:
     """Puts encoded documents into the shards of a split, after those that progress lists.
 
-    A shard closes before the document that would take it over shard_tokens; only a document that is larger than that on
-    its own makes a larger shard. progress.json is written at each shard.
+    A shard closes before the document that would take it over shard_tokens; only a document
+    that is larger than that on its own makes a larger shard. progress.json is written at each shard.
     """
 
     out: Path
@@ -147,7 +147,7 @@ class ShardWriter:
         while first < len(lengths):
             begin = int(ends[first] - lengths[first])
             room = self.shard_tokens - self.tokens
-            # Documents first to last - 1 fit. There is no room at all behind one that was larger than a shard.
+            # Documents first to last - 1 fit; none does behind one that was larger than a shard.
             last = int(np.searchsorted(ends, begin + room, side="right"))
             if last <= first:
                 if self.tokens:
@@ -180,7 +180,7 @@ class ShardWriter:
 
 
 def write_split(writer: ShardWriter, documents: Iterable[str], workers: int) -> None:
-    """Encodes the documents of a split that are not in a shard yet; notes in progress.json that it is complete."""
+    """Encodes the documents of a split that are not in a shard yet."""
     progress, split = writer.progress, writer.split
     already = sum(entry["documents"] for entry in progress["shards"][split])
     batches = make_batches(islice(documents, already, None))
@@ -206,7 +206,7 @@ def read_progress(out: Path) -> dict[str, Any] | None:
     path = out / "progress.json"
     if not path.exists():
         if (out / "dataset.json").exists() or any((out / "pretrain").glob("*.bin")):
-            fail(f"{out} already holds a dataset that this command did not write; choose another --out")
+            fail(f"{out} holds a dataset that this command did not write; choose another --out")
         return None
     progress = read_json(path)
     # Stopped before anything was made, for example as the text was too small for the tokenizer.
@@ -216,7 +216,7 @@ def read_progress(out: Path) -> dict[str, Any] | None:
 
 
 def compare_settings(out: Path, progress: dict[str, Any], settings: dict[str, Any]) -> bool:
-    """Whether the source files are those of an earlier run; ends the script if any other setting differs."""
+    """Whether the source files are those of an earlier run; other settings must be the same."""
     old = progress["settings"]
     for key in settings:
         # Without --name it is that of the folder, which may be renamed.
@@ -224,7 +224,7 @@ def compare_settings(out: Path, progress: dict[str, Any], settings: dict[str, An
         if not is_free and old.get(key) != settings[key]:
             flag = f"--{key.replace('_', '-')}"
             change = f"{flag} was {old.get(key)!r} before and is {settings[key]!r} now"
-            fail(f"{out} was built with other settings: {change}; choose another --out or the same settings")
+            fail(f"{out} was built with other settings: {change}; choose another --out")
     if old.get("inputs") == settings["inputs"]:
         return True
     if (out / "dataset.json").exists():
@@ -233,11 +233,11 @@ def compare_settings(out: Path, progress: dict[str, Any], settings: dict[str, An
 
 
 def is_complete(out: Path, progress: dict[str, Any]) -> bool:
-    """True if dataset.json is there and every shard is; a shard that vanished or shrank ends the script."""
+    """Whether dataset.json is there; a shard that vanished or shrank ends the script."""
     for entry in progress["shards"]["train"] + progress["shards"]["val"]:
         path = out / entry["path"]
         if read_header(path)["tokens"] != entry["tokens"]:
-            fail(f"{path} does not hold the {entry['tokens']} tokens noted; delete {out} and run again")
+            fail(f"{path} does not hold its tokens; delete {out} and run again")
     if not (out / "dataset.json").exists():
         return False
     read_dataset(out)
@@ -253,7 +253,7 @@ def get_tokenizer(
     if path.exists():
         expected = noted or (args.tokenizer and sha256_file(args.tokenizer))
         if expected and sha256_file(path) != expected:
-            fail(f"{path} is not the tokenizer that this dataset was begun with; choose another --out")
+            fail(f"{path} is not the tokenizer of the first run; choose another --out")
     elif noted:
         fail(f"{path} is missing but shards were written with it; delete {out} and run again")
     elif args.tokenizer:
@@ -273,7 +273,7 @@ def get_tokenizer(
         wanted = getattr(args, key)
         if wanted and wanted != value:
             flag = f"--{key.replace('_', '-')}"
-            fail(f"{path} has the {key} {value} but {flag} is {wanted}; leave the flag out or train anew")
+            fail(f"{path} has the {key} {value} but {flag} is {wanted}; leave the flag out")
     progress["tokenizer_sha256"] = sha256_file(path)
     write_json(out / "progress.json", progress)
 
@@ -313,7 +313,7 @@ def finish(out: Path, progress: dict[str, Any]) -> None:
 def check_both_splits(source: Source) -> None:
     for split, documents in (("train", source.train), ("val", source.val)):
         if next(documents(), None) is None:
-            fail(f"the source gives no {split} document with text in it; give at least two documents, or --val-source")
+            fail(f"the source gives no {split} document; give at least two documents")
 
 
 def build(args: argparse.Namespace) -> None:
@@ -368,7 +368,7 @@ def write_shards(
 
 
 def adopt(args: argparse.Namespace) -> None:
-    """Makes a dataset directory of shards that others tokenized: checks, links or copies, and counts them."""
+    """Makes a dataset directory of shards that others tokenized."""
     out = args.out
     spec = args.source.removeprefix("shards:")
     if args.interleave:
@@ -390,7 +390,7 @@ def adopt(args: argparse.Namespace) -> None:
     if progress and is_same_source and is_complete(out, progress):
         print(f"{out} is already complete")
         return
-    # Everything is checked before the first file is made, so that a wrong set leaves nothing behind.
+    # Everything is checked before the first file is made.
     encoding, lengths = tokenizer.load(args.tokenizer), tokenizer.token_bytes(args.tokenizer)
     bos, sha = tokenizer.bos_id(encoding), settings["tokenizer"]
     counts = {path: count_hosted(path, bos, lengths, sha) for path in paths}
@@ -407,7 +407,7 @@ def adopt(args: argparse.Namespace) -> None:
 
 
 def count_hosted(path: Path, bos: int, lengths: np.ndarray, sha256: str) -> dict[str, int]:
-    """Tokens, documents and bytes of text of a shard; ends the script if it is not of the given tokenizer."""
+    """Tokens, documents and bytes of text of a shard, if it is of the given tokenizer."""
     header = read_header(path)
     counts = count_tokens(read_shard(path, verify=True), len(lengths))
     problem = ""
@@ -420,13 +420,13 @@ def count_hosted(path: Path, bos: int, lengths: np.ndarray, sha256: str) -> dict
     elif not counts[bos] or not counts @ lengths:
         problem = f"holds no BOS {bos}, or no text"
     if problem:
-        fail(f"{path} {problem}, so it was made with another tokenizer than --tokenizer; give that one")
+        fail(f"{path} {problem}, so it is of another tokenizer; give that one")
     size = int(counts @ lengths)
     return {"tokens": int(counts.sum()), "documents": int(counts[bos]), "text_bytes": size}
 
 
 def sort_hosted(paths: list[Path], spec: str) -> dict[str, list[Path]]:
-    """The shards of each split, by a whole word of their names: "retrieval_train_01" is training."""
+    """The shards of each split, by a whole word of their names."""
     by_split: dict[str, list[Path]] = {"train": [], "val": []}
     for path in paths:
         words = re.findall("[a-z]+", path.stem.lower())
@@ -455,7 +455,7 @@ def link_or_copy(path: Path, target: Path) -> None:
 
 def main() -> None:
     args = parse_arguments()
-    # From here on: reading the source alone may take minutes, and a second process should not learn it after them.
+    # From here on, as reading the source alone may take minutes.
     with lock_folder(args.out):
         if args.source.startswith("shards:"):
             adopt(args)
@@ -467,7 +467,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Text to a dataset directory of token shards.")
     add_source_flags(parser)
     add = parser.add_argument
-    add("--val-source", help="separate validation text; without it a part of the source is held out")
+    add("--val-source", help="validation text; without it a part of the source")
     add("--val-fraction", type=float, default=0.01, help="of local files: 1 document in round(1 / F)")
     add("--val-documents", type=int, help="at most this many validation documents")
     add("--out", required=True, type=Path, help="dataset directory, e.g. data/shards/mine")
@@ -483,11 +483,11 @@ def parse_arguments() -> argparse.Namespace:
 
     check_positive(args, "shard_tokens", "workers", "val_documents", "tokenizer_chars")
     if args.shard_tokens >= 2**31:
-        fail(f"--shard-tokens {args.shard_tokens} does not fit the header's int32; give less than {2**31}")
+        fail(f"--shard-tokens {args.shard_tokens} does not fit int32; give less than {2**31}")
     if args.vocab_size:
         tokenizer.check_vocab_size(args.vocab_size)
     if args.tokenizer and not args.tokenizer.is_file():
-        fail(f"--tokenizer {args.tokenizer} does not exist; give a tokenizer.json or leave it out to train one")
+        fail(f"--tokenizer {args.tokenizer} does not exist; give a tokenizer.json")
     return args
 
 

@@ -1,25 +1,30 @@
-"""A corpus that everyone can have, bit for bit: the code and manuals inside pinned wheels of Python projects.
+"""A corpus that everyone can have, bit for bit: the text inside pinned wheels of Python projects.
 
-    python data/pretrain.py --source pypi:p34 --out data/shards/p34     # 36.8 million training tokens
+    python data/pretrain.py --source pypi:p34 --out data/shards/p34  # 36.8 million tokens
     python data/pretrain.py --source pypi:p100 --out data/shards/p100   # 103.7 million
-    python data/pypi.py verify p34 data/shards/p34                      # says in which layer a dataset differs
+    python data/pypi.py verify p34 data/shards/p34  # compares layer by layer
 
-data/pypi_lock.json names the wheels (version, sha256, licence) and states the hashes of what comes out of them. pip
-downloads them from the index that the user has configured, into data/shards/wheels or the folder that
-DECODERSTACK_WHEELS names. Nothing is installed or run: the text is read from the archives.
+data/pypi_lock.json names the wheels (version, sha256, licence) and states the hashes of what comes
+out of them. pip downloads them from the index that the user has configured, into data/shards/wheels
+or the folder that DECODERSTACK_WHEELS names. Nothing is installed or run: the text is read from the
+archives.
 
 From a wheel to documents:
 
-1.  Members that end in .py, .pyi, .rst, .md or .txt, of at most 400,000 bytes. Not those in a vendored copy, a
-    catalogue of translations or the wheel's own metadata (SKIPPED_FOLDERS), not licences and lists of requirements
-    (SKIPPED_NAMES), and not what a program wrote (GENERATED in its first 2,000 bytes).
-2.  UTF-8 only. A byte order mark goes, and every line ends in "\\n". Comments at the top of a file, up to its first
-    other line, go if they speak of a licence or copyright (TOP_COMMENTS, LICENCE). Nothing else is changed.
-3.  Each file is cut into sections of at most 6,000 characters, by preference before a top-level definition. Sections
-    of less than 200 bytes go, and so do those that hold data (`is_data`).
-4.  Sections are ordered by the hash of their text. An equal section goes, and so does a near duplicate of one that
-    stays: at least half of their MinHash values over shingles of five words agree.
-5.  Validation is whole projects, listed as "val". They come first in step 4, and every set has the same ones.
+1.  Members that end in .py, .pyi, .rst, .md or .txt, of at most 400,000 bytes. Not those in a
+    vendored copy, a catalogue of translations or the wheel's own metadata (SKIPPED_FOLDERS), not
+    licences and lists of requirements (SKIPPED_NAMES), and not what a program wrote (GENERATED in
+    its first 2,000 bytes).
+2.  UTF-8 only. A byte order mark goes, and every line ends in "\\n". Comments at the top of a file,
+    up to its first other line, go if they speak of a licence or copyright (TOP_COMMENTS, LICENCE).
+    Nothing else is changed.
+3.  Each file is cut into sections of at most 6,000 characters, by preference before a top-level
+    definition. Sections of less than 200 bytes go, and so do those that hold data (`is_data`).
+4.  Sections are ordered by the hash of their text. An equal section goes, and so does a near
+    duplicate of one that stays: at least half of their MinHash values over shingles of five words
+    agree.
+5.  Validation is whole projects, listed as "val". They come first in step 4, and every set has the
+    same ones.
 
 What that leaves and drops, from the lock:
 
@@ -28,8 +33,8 @@ What that leaves and drops, from the lock:
     p34    29       48    37,104     156.0      | 46        7      201        1,771  1,593  983      149
     p100   67       176   106,957    445.2      | 344       26     3,399      4,832  4,650  5,243    460
 
-6,168 and 19,276 files lost a licence at their top. 2,390 documents (9.7 MB) of five projects are for validation.
-Almost all of it is Python code with its docstrings.
+6,168 and 19,276 files lost a licence at their top. 2,390 documents (9.7 MB) of five projects are
+for validation. Almost all of it is Python code with its docstrings.
 
 Nothing here depends on the number of workers, the order of a set, the locale or Python's Unicode tables.
 """
@@ -81,7 +86,7 @@ GENERATED = re.compile(
     re.IGNORECASE | re.MULTILINE | re.ASCII,
 )
 
-# The same few licences stand at the top of thousands of files, where they teach nothing and are easily predicted.
+# The same few licences stand at the top of thousands of files, where they teach nothing.
 TOP_COMMENTS = re.compile(r"(?:#[^\n]*\n|[ \t]*\n)+")
 LICENCE = re.compile(r"licen[cs]e|copyright", re.IGNORECASE | re.ASCII)
 
@@ -117,7 +122,7 @@ class Corpus(NamedTuple):
 def read_lock() -> dict[str, Any]:
     lock = read_json(LOCK)
     if lock["format"] != LOCK_FORMAT:
-        fail(f"{LOCK} has format {lock['format']!r}, expected {LOCK_FORMAT!r}; check out the file again")
+        fail(f"{LOCK} is not of the format {LOCK_FORMAT}; check out the file again")
     return lock
 
 
@@ -143,8 +148,7 @@ def wheel_folder() -> Path:
 
 
 def fetch(packages: list[dict[str, Any]], folder: Path) -> list[Path]:
-    """The wheels in `folder`, downloaded with pip where they are missing or damaged. What is whole stays there,
-    whatever happens to the others."""
+    """The wheels in `folder`, downloaded with pip where they are missing or damaged."""
     missing = [package for package in packages if not is_whole(folder / package["file"], package)]
     if missing:
         folder.mkdir(parents=True, exist_ok=True)
@@ -221,7 +225,7 @@ def read_wheel(path: str) -> tuple[list[Section], Counter]:
 
 
 def read_members(path: str, dropped: Counter) -> Iterator[bytes]:
-    """The text files of a wheel, by name. The sha256 of the lock vouches for what the archive states of itself."""
+    """The text files of a wheel, by name. The sha256 of the lock vouches for the archive."""
     with zipfile.ZipFile(path) as wheel:
         members = [member for member in wheel.infolist() if is_text(member, dropped)]
         for member in sorted(members, key=lambda member: member.filename):
@@ -258,7 +262,7 @@ def normalise(data: bytes) -> str | None:
 
 def is_generated(text: str) -> bool:
     """Whether the top or the end of a file says that a program wrote it."""
-    # Every form of that has one of these words, few files have, and finding them is 20 times faster.
+    # Every form has one of these words, few files have, and finding them is 20 times faster.
     lowered = text.lower()
     if "generated" not in lowered and "do not" not in lowered:
         return False
@@ -331,7 +335,7 @@ def split_words(text: bytes) -> list[bytes]:
 
 
 def shingles(text: bytes) -> np.ndarray:
-    """uint64 [n]: a hash for every run of five words of a text; one for the whole of a shorter text."""
+    """uint64 [n]: a hash for every run of five words, or one for a shorter text."""
     words = split_words(text)
     joined = b"".join(map(word_hashes.__getitem__, words))
     hashes = np.frombuffer(joined, dtype=">u8").astype(np.uint64)
@@ -347,8 +351,8 @@ FACTORS = mix(np.arange(1, BANDS * BAND_ROWS + 1, dtype=np.uint64)) | np.uint64(
 
 
 def sketch(runs: np.ndarray) -> np.ndarray:
-    """MinHash, uint32 [72]: two texts agree in each value with a probability that is their Jaccard similarity, the
-    shared part of their shingles."""
+    """MinHash, uint32 [72]: two texts agree in each value with a probability that is the shared
+    part of their shingles (Jaccard similarity)."""
     products = runs[None, :] * FACTORS[:, None]
     return (products.min(axis=1) >> np.uint64(32)).astype(np.uint32)
 
@@ -395,7 +399,7 @@ def is_near(sketch: np.ndarray, other: np.ndarray) -> bool:
 
 
 def make_corpus(lock: dict[str, Any], name: str, folder: Path, workers: int) -> Corpus:
-    """Downloads and reads the wheels of a set; ends the script if the documents are not those of the lock."""
+    """Downloads and reads the wheels of a set; the documents must be those of the lock."""
     packages = set_packages(lock, name)
     paths = fetch(packages, folder)
     parts: dict[str, list[Section]] = {}
@@ -476,7 +480,7 @@ def compare_documents(corpus: Corpus, lock: dict[str, Any], name: str) -> None:
 
 
 def compare_build(args: argparse.Namespace, defaults: dict[str, Any]) -> None:
-    """compare_dataset after data/pretrain.py, unless one of these flags asked for another dataset."""
+    """compare_dataset, unless one of these flags asked for another dataset."""
     flags = [flag for flag, value in defaults.items() if getattr(args, flag) != value]
     if flags:
         names = ", ".join(f"--{flag.replace('_', '-')}" for flag in flags)
@@ -530,7 +534,7 @@ def verify(name: str, out: Path, workers: int) -> None:
 
 
 def write_lock(name: str, out: Path | None, workers: int) -> None:
-    """Notes the documents of a set, or, with a dataset directory that was built since, all the rest."""
+    """Notes the documents of a set, or, with a dataset that was built since, all the rest."""
     lock = read_lock()
     entry = read_set(lock, name)
     if out is None:

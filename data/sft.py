@@ -1,24 +1,25 @@
-"""Conversations to token shards with loss masks, for finetuning, inside an existing dataset directory.
+"""Conversations to token shards with loss masks, inside an existing dataset directory.
 
-    python data/sft.py --data data/shards/climbmix --source chat.jsonl.zst --source gsm8k:gsm8k_train.jsonl:2
-    python data/sft.py --data data/shards/mine --source smol-smoltalk --source spelling:words.txt:20000
-    python data/sft.py --data data/shards/mine --source "chat/*.parquet:0.5" --val-source chat_val.jsonl
+    python data/sft.py --data data/shards/mine --source chat.jsonl --source gsm8k:train.jsonl:2
+    python data/sft.py --data data/shards/mine --source smol-smoltalk --source addition:2000
+    python data/sft.py --data data/shards/mine --source "chat/*.parquet:0.5" --val-source val.jsonl
 
---source, repeatable, each with an optional :WEIGHT (2: every conversation twice; 0.5: every second one, drawn by
-the seed; 1.5: all once and half of them again):
+--source, repeatable, each with an optional :WEIGHT (2: every conversation twice; 0.5: every second
+one, drawn by the seed; 1.5: all once and half of them again):
 
-    PATH, GLOB, FOLDER           .jsonl, .jsonl.gz, .jsonl.zst, .parquet with {"messages": [{"role", "content"}, ...]}
+    PATH, GLOB, FOLDER           .jsonl (.gz, .zst), .parquet: {"messages": [{"role", "content"}]}
     hf:REPO/GLOB, smol-smoltalk  the same from a Hugging Face dataset
     gsm8k:FILE                   {"question", "answer"}; <<3*4=12>> in an answer becomes a tool call
-    spelling:WORDFILE[:COUNT]    COUNT (10,000) generated tasks: spell a word, count a letter with the tool
-    addition:COUNT[:DIGITS]      COUNT generated sums of numbers with up to DIGITS (2) digits, worked column by column
+    spelling:WORDFILE[:COUNT]    COUNT (10,000) tasks: spell a word, count a letter
+    addition:COUNT[:DIGITS]      COUNT sums of up to DIGITS (2) digits, column by column
 
-Template: <|bos|>, then <|user_start|> text <|user_end|> and <|assistant_start|> text <|assistant_end|> in turn, with
-nothing between them. An assistant's content is a text or a list of {"type": "text"|"python"|"python_output", "text"}:
-python stands between <|python_start|> and <|python_end|>, its output between <|output_start|> and <|output_end|>. The
-loss counts what the assistant writes: its text, its python with both marks, and <|assistant_end|>; not
-<|assistant_start|>, not the output. A system message is put before the first user message with a blank line.
-Special tokens spelled in a text stay text.
+Template: <|bos|>, then <|user_start|> text <|user_end|> and <|assistant_start|> text
+<|assistant_end|> in turn, with nothing between them. An assistant's content is a text or a list of
+{"type": "text"|"python"|"python_output", "text"}: python stands between <|python_start|> and
+<|python_end|>, its output between <|output_start|> and <|output_end|>. The loss counts what the
+assistant writes: its text, its python with both marks, and <|assistant_end|>; not
+<|assistant_start|>, not the output. A system message is put before the first user message with a
+blank line. Special tokens spelled in a text stay text.
 
 Written are sft/{train,val}_000000.bin, shards as in data/format.py, and beside each NAME.mask.bin: the same header
 and uint16 format, one 0 or 1 for each token (1: the loss counts it as a target), with 2 as its vocabulary size. A
@@ -81,7 +82,7 @@ Message = tuple[str, list[Part]]  # (role, parts); a user's message has one text
 
 
 def check_messages(value: Any) -> list[Message]:
-    """A conversation in its plain form, the system message merged; ValueError with what is wrong with it."""
+    """A conversation in its plain form; ValueError with what is wrong with it."""
     messages = value.get("messages") if isinstance(value, dict) else None
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         raise ValueError('there is no list "messages" of {"role", "content"}')
@@ -124,7 +125,7 @@ def check_content(content: Any, role: str, where: str) -> list[Part]:
 def render(
     messages: list[Message], encode: Callable[[str], np.ndarray], ids: dict[str, int]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(tokens uint16 [n], counted bool [n]) of a conversation; the template is in the text at the top."""
+    """(tokens uint16 [n], counted bool [n]) of a conversation, by the template at the top."""
     # Special tokens by name, and texts as tokens; beside each whether it counts.
     pieces: list[tuple[str | np.ndarray, bool]] = [("<|bos|>", False)]
     for role, parts in messages:
@@ -164,7 +165,7 @@ class Source(NamedTuple):
 
 
 def parse_source(spec: str, flag: str, args: argparse.Namespace) -> Source:
-    """Resolves the value of flag, --source or --val-source; mistakes end the script before anything is read."""
+    """Resolves a --source or --val-source; mistakes end the script before anything is read."""
     kind, _, rest = spec.partition(":")
     if kind in GENERATED:
         return generated_source(spec, flag, args)
@@ -174,7 +175,7 @@ def parse_source(spec: str, flag: str, args: argparse.Namespace) -> Source:
     if match := re.fullmatch(r"(.+):([0-9]+\.?[0-9]*)", rest):
         path, weight = match[1], float(match[2])
     if not 0 < weight <= 1000:
-        fail(f"{flag} {spec} has the weight {weight:g}, which must lie above 0 and at most 1000; 2 means twice")
+        fail(f"{flag} {spec} has the weight {weight:g}, which must lie above 0 and at most 1000")
 
     name = path = NAMED.get(path, path)
     if path.startswith("hf:"):
@@ -207,7 +208,7 @@ def generated_source(spec: str, flag: str, args: argparse.Namespace) -> Source:
     kind, _, rest = spec.partition(":")
     match = re.fullmatch(GENERATED[kind], rest)
     if not match:
-        fail(f"{flag} {spec} must be spelling:WORDFILE[:COUNT] or addition:COUNT[:DIGITS], e.g. addition:2000:2")
+        fail(f"{flag} {spec} must be spelling:WORDFILE[:COUNT] or addition:COUNT[:DIGITS]")
     if kind == "spelling":
         count = int(match["count"] or SPELLING_COUNT)
         make = partial(spelling_tasks, read_words(Path(match["file"]), flag))
@@ -228,7 +229,7 @@ def generated_source(spec: str, flag: str, args: argparse.Namespace) -> Source:
 
 
 def gsm8k_conversation(value: Any) -> dict[str, Any]:
-    """A grade-school problem; a calculator note <<expression=result>> in the answer becomes a call and its output."""
+    """A grade-school problem; a note <<expression=result>> becomes a call and its output."""
     texts = [value.get(key) if isinstance(value, dict) else None for key in ("question", "answer")]
     if not all(isinstance(text, str) for text in texts):
         raise ValueError('there is no text "question" and "answer"')
@@ -245,13 +246,13 @@ def gsm8k_conversation(value: Any) -> dict[str, Any]:
 
 
 def read_words(path: Path, flag: str) -> list[str]:
-    """Words of a file (plain, .gz or .zst), one a line: letters only, lower case, 2 to 20 of them."""
+    """Words of a file, one a line: 2 to 20 letters, lower case."""
     if not path.is_file():
         fail(f"{flag} spelling:{path} does not exist; give a file with one word a line")
     lines = (line.decode("utf-8", "replace").strip().lower() for line in read_lines(path))
     words = list(dict.fromkeys(word for word in lines if word.isalpha() and 2 <= len(word) <= 20))
     if not any(map(is_val_word, words)) or all(map(is_val_word, words)):
-        fail(f"{path} holds {len(words)} usable words, too few for a training and a validation part; give more words")
+        fail(f"{path} holds {len(words)} usable words, too few for both splits; give more")
     return words
 
 
@@ -277,7 +278,7 @@ COUNT = (
 
 
 def spelling_tasks(words: list[str], count: int, split: str, seed: int) -> Iterator[dict[str, Any]]:
-    """Half of the tasks spell a word, half count a letter: by hand, then with the tool, then "#### n"."""
+    """Half of the tasks spell a word, half count a letter by hand and with the tool."""
     words = [word for word in words if is_val_word(word) == (split == "val")]
     rng = random.Random(f"{seed} {split}")  # its own stream for each split
     for i in range(count):
@@ -331,9 +332,9 @@ def draw_sum(rng: random.Random, digits: int, split: str) -> tuple[int, int]:
 
 
 def addition_texts(a: int, b: int) -> tuple[str, str]:
-    """Question and answer: a line for each column from the right, with what is carried, then the sum.
+    """A question, and a line for each column from the right with what is carried.
 
-    47 + 85 gives 7+5=12, 4+8+1=13 and #### 132. A small model learns a column; a whole sum it would have to look up.
+    47 + 85 gives 7+5=12, 4+8+1=13 and #### 132, as a small model can learn a column.
     """
     width = len(str(max(a, b)))
     carry = 0
@@ -356,15 +357,14 @@ def addition_tasks(digits: int, count: int, split: str, seed: int) -> Iterator[d
 
 
 class Pool(NamedTuple):
-    """The encoded conversations of a split: (tokens, counted) of each, the order to write them in, and how many were
-    cut, dropped or bad."""
+    """The encoded conversations of a split, the order to write them in, and what was left out."""
 
     talks: list[tuple[np.ndarray, np.ndarray]]
     order: list[int]
     tally: Counter
 
     def put(self, found: list[tuple], weight: float, rng: np.random.Generator) -> None:
-        """Adds conversations, each int(weight) times, and the rest of the weight as a drawn part of them."""
+        """Adds conversations int(weight) times, and the rest of the weight as a drawn part."""
         start = len(self.talks)
         self.talks.extend(found)
         whole = int(weight)
@@ -414,7 +414,7 @@ def encode_source(
         found.append((tokens, counted))
     tally["dropped"] += dropped
     if not found:
-        fail(f"--source {source.name} gives no conversation ({dropped} are longer than --max-len); check the file")
+        fail(f"--source {source.name} gives no conversation, {dropped} are longer than --max-len")
     return found
 
 
@@ -461,7 +461,7 @@ def hold_out(
 def write_split(
     folder: Path, split: str, pool: Pool, shard_tokens: int, tokenizer_path: Path
 ) -> dict[str, dict]:
-    """The shards and masks of a split; returns their entries for dataset.json. No conversation lies in two shards."""
+    """Writes the shards and masks of a split, conversations whole; returns their entries."""
     shards: list[list] = [[]]
     size = 0
     for i in pool.order:
@@ -505,7 +505,7 @@ def sum_files(files: dict[str, dict], split: str) -> dict[str, int]:
 
 
 def register(out: Path, files: dict[str, dict], notes: dict[str, Any] | None) -> None:
-    """Replaces what dataset.json says about sft/ by these files (none: forgets them), in one rename."""
+    """Replaces what dataset.json says about sft/ by these files (none: forgets them)."""
     dataset = read_dataset(out)
     dataset.pop("sft", None)
     kept = {path: entry for path, entry in dataset["files"].items() if not path.startswith("sft/")}
@@ -523,10 +523,10 @@ def open_tokenizer(out: Path) -> Any:
     path = out / "tokenizer.json"
     encoding = tokenizer.load(path)
     if read_dataset(out)["tokenizer_sha256"] != sha256_file(path):
-        fail(f"{path} is not the one that dataset.json states; restore it or build the dataset again")
+        fail(f"{path} is not the one that dataset.json states; restore it")
     missing = set(tokenizer.SPECIAL_TOKENS) - set(tokenizer.special_tokens(encoding))
     if missing:
-        fail(f"the tokenizer of {out} has no {min(missing)} token; choose one made by data/tokenizer.py train")
+        fail(f"the tokenizer of {out} has no {min(missing)} token; train one")
     return encoding
 
 
@@ -555,7 +555,7 @@ def build(args: argparse.Namespace) -> None:
 
 
 def write_folder(out: Path, pools: dict[str, Pool], notes: dict, shard_tokens: int) -> None:
-    """Writes all shards. The new folder takes the old one's place between two states of dataset.json, both true."""
+    """The new folder takes the old one's place between two true states of dataset.json."""
     new = out / ".sft.new.tmp"
     remove_leftovers(out)
     files: dict[str, dict] = {}
@@ -605,7 +605,7 @@ def parse_arguments() -> argparse.Namespace:
         if value < least:
             fail(f"--{flag.replace('_', '-')} must be at least {least}, found {value}")
     if not 0 < args.val_fraction <= 0.5:
-        fail(f"--val-fraction must lie above 0 and at most 0.5, found {args.val_fraction}; 0.01 is usual")
+        fail(f"--val-fraction must lie above 0 and at most 0.5, found {args.val_fraction}")
     return args
 
 

@@ -1,10 +1,10 @@
 """Where text comes from: every --source form as a stream of training and of validation documents.
 
-    stdlib             the Python standard library of the running interpreter, always there, no network
+    stdlib             the Python standard library of the running interpreter, no network
     climbmix           Hugging Face parquet; the last file is validation
     fineweb-edu        likewise
     hf:REPO/GLOB       files of any Hugging Face dataset, e.g. hf:user/name/data/*.parquet
-    pypi:p34, p100     pinned wheels of Python projects, the same text for everyone: see data/pypi.py
+    pypi:p34, p100     pinned wheels of Python projects: see data/pypi.py
     PATH, GLOB, FOLDER .txt, .jsonl, .jsonl.gz, .jsonl.zst, .parquet; a comma-separated list is read in order,
                        or with --interleave all files side by side
 
@@ -97,7 +97,7 @@ def open_source(source: str, val_source: str | None = None, **options: Any) -> S
 
 
 def open_text(settings: TextSettings) -> Source:
-    """Resolves a --source and an optional --val-source; mistakes end the script before any text is read."""
+    """Resolves a --source and a --val-source; mistakes end the script before any text is read."""
     check_settings(settings)
     if settings.source == "stdlib":
         source = open_stdlib()
@@ -162,7 +162,7 @@ def open_hub(settings: TextSettings) -> Source:
     train, val = list(files), []
     if settings.val_source is None:
         if len(train) < 2:
-            fail(f"--source {spec} has one file but needs 2, as the last one is validation; give --val-source")
+            fail(f"--source {spec} has one file but needs 2; give --val-source")
         train, val = train[:-1], train[-1:]
     train = train[: settings.max_files]
     inputs = [[f"{repo}/{name}", *files[name]] for name in [*train, *val]]
@@ -197,7 +197,7 @@ def open_held_out(settings: TextSettings, empty: dict[str, int]) -> Source:
 
 
 def check_apart(*sources: list[list[Any]]) -> None:
-    """Ends the script if one source has a file with the content of a file of another, whatever the names are."""
+    """Ends the script if one source has a file with the content of a file of another."""
     known: dict[tuple, str] = {}
     for inputs in sources:
         # The standard library, which is no file, keeps its two parts apart itself.
@@ -226,9 +226,9 @@ def limited(
 def one_part(
     read: Callable[[], Iterator[str]], fraction: float, want_val: bool
 ) -> Iterator[str]:
-    """One of the two parts of a stream, by document number alone, so that it is the same in every pass.
+    """One of the two parts of a stream, by document number alone: the same in every pass.
 
-    Of each block of round(1 / fraction) documents one is validation, chosen by a hash of the block's number.
+    Of each round(1 / fraction) documents one is validation, chosen by a hash of their number.
     In the first block it is the first document, so that even two documents give both splits.
     """
     block = round(1 / fraction)
@@ -305,9 +305,9 @@ def local_documents(paths: Iterable[Path], text_field: str, empty: dict[str, int
 def interleaved_documents(
     paths: list[Path], text_field: str, empty: dict[str, int]
 ) -> Iterator[str]:
-    """Every document of the files, the next always from the file of which the smallest part was read.
+    """Every document; the next is always of the file of which the smallest part was read.
 
-    So each stretch of the text holds all files in proportion to their bytes of text, and all end together.
+    So each stretch of the text holds all files in proportion to their bytes.
     """
     sizes = count_text(tuple(paths), text_field)
     readers = [local_documents([path], text_field, empty) for path in paths]
@@ -330,8 +330,7 @@ def count_text(paths: tuple[Path, ...], text_field: str) -> list[int]:
 
 
 def records(path: Path, columns: tuple[str, ...]) -> Iterator[tuple[str, Any, str]]:
-    """(where it stands, value, "" or what is wrong with it) for each line or row of a file; blank lines are passed
-    over. Of Parquet only the columns are read."""
+    """(where it stands, value, "" or what is wrong with it) for each line or row of a file."""
     if path.name.endswith(".parquet"):
         for number, row in enumerate(parquet_rows(path, columns), 1):
             yield f"{path} row {number}", row, ""
@@ -370,7 +369,7 @@ def read_lines(path: Path) -> Iterator[bytes]:
                 number += 1
                 yield line.removesuffix(b"\n")
     except (EOFError, zlib.error, OSError) as problem:
-        fail(f"{path} cannot be read after line {number} ({problem}); check its permissions or fetch it again")
+        fail(f"{path} cannot be read after line {number} ({problem}); fetch it again")
 
 
 def open_lines(path: Path) -> BinaryIO:
@@ -439,7 +438,7 @@ def hub_files(spec: str) -> tuple[str, str, dict[str, list]]:
     the order of their names."""
     parts = HUB_SOURCES.get(spec, spec).removeprefix("hf:").split("/", 2)
     if len(parts) < 3:
-        fail(f"--source {spec} is not of the form hf:OWNER/NAME/GLOB; add the file pattern, e.g. /*.parquet")
+        fail(f"--source {spec} is not of the form hf:OWNER/NAME/GLOB, e.g. with /*.parquet")
     repo, pattern = "/".join(parts[:2]), parts[2]
     commit, files = hub.list_files(repo)
     names = sorted(name for name in files if fnmatch(name, pattern) and name.endswith(SUFFIXES))
@@ -451,7 +450,7 @@ def hub_files(spec: str) -> tuple[str, str, dict[str, list]]:
 def hub_documents(
     repo: str, commit: str, names: list[str], text_field: str, empty: dict[str, int]
 ) -> Iterator[str]:
-    """Documents of dataset files in the Hugging Face cache, fetched up to four files ahead of the reader."""
+    """Documents of Hugging Face files, fetched up to four files ahead of the reader."""
     with ThreadPoolExecutor(4) as pool:
         ahead = [pool.submit(hub.fetch, repo, name, commit) for name in names[:4]]
         try:
@@ -498,7 +497,7 @@ def stdlib_documents(part: str) -> Iterator[str]:
         if is_val_file(name) != (part == "val"):
             continue
         text = (stdlib_root() / name).read_text(encoding="utf-8", errors="replace")
-        # encodings/ is half small codecs and half generated character maps; the maps hold these names.
+        # Half of encodings/ are generated character maps, which hold these names.
         if name.startswith("encodings/") and ("decoding_table" in text or "decoding_map" in text):
             continue
         sections += cut_sections(text, STDLIB_SECTION)
@@ -518,7 +517,7 @@ def add_source_flags(parser: argparse.ArgumentParser) -> None:
     add("--max-files", type=int, default=HUB_FILES, help="Hugging Face training files to use")
     add("--max-documents", type=int, help="stop reading the source after this many documents")
     add("--max-bytes", type=int, help="stop reading the source after this many bytes of text")
-    side_by_side = "read local files side by side, not one after the other; for files of different kinds of text"
+    side_by_side = "read local files side by side, not one after the other"
     add("--interleave", action="store_true", help=side_by_side)
 
 

@@ -34,7 +34,7 @@ PATTERN = (
 )
 # As tiktoken has it for GPT-2.
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
-# llama.cpp knows the tokenizers of these models by their patterns, and so runs models with such a tokenizer.
+# llama.cpp knows the tokenizers of these models by their patterns.
 LLAMA3_PATTERN = (
     r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
     r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -46,7 +46,7 @@ PATTERNS = {
     "gpt2": GPT2_PATTERN,
 }
 VOCAB_SIZE = 32_768
-DOC_CAP = 10_000  # characters of one document that the trainer sees, so that no single book shapes the merges
+DOC_CAP = 10_000  # characters of a document that are trained on, so that no book shapes the merges
 MAX_CHARS = 2_000_000_000
 AGAIN = "train it again with data/tokenizer.py"
 PIECE = 100_000  # characters of a text that is too much for the split regex at once
@@ -66,7 +66,7 @@ def train(
     doc_cap: int = DOC_CAP,
     pattern: str = PATTERN,
 ) -> dict:
-    """Trains BPE on the first max_chars characters; returns the content of tokenizer.json. Deterministic."""
+    """Trains BPE on the first max_chars characters; returns the content of tokenizer.json."""
     import rustbpe
 
     check_vocab_size(vocab_size)
@@ -74,11 +74,11 @@ def train(
     trainer = rustbpe.Tokenizer()
     trainer.train_from_iterator(cap(documents, max_chars, doc_cap), wanted, pattern=pattern)
     pairs = sorted(trainer.get_mergeable_ranks(), key=lambda pair: pair[1])
-    # Two merge paths can spell the same bytes; tiktoken finds tokens by bytes, so the second would be dead.
+    # Two merge paths can spell the same bytes; for tiktoken the second would be dead.
     ranks = list(dict.fromkeys(bytes(token) for token, _ in pairs))
     if len(ranks) < wanted:
         most = len(ranks) + len(SPECIAL_TOKENS)
-        fail(f"the text is too small for --vocab-size {vocab_size}: only {most} entries; give more text or that size")
+        fail(f"the text is too small for --vocab-size {vocab_size}: only {most} entries")
     special = {name: wanted + i for i, name in enumerate(SPECIAL_TOKENS)}
     return make_spec(pattern, ranks, special)
 
@@ -92,7 +92,7 @@ def pattern_name(path: str | Path) -> str:
 def check_vocab_size(vocab_size: int) -> None:
     least = 256 + len(SPECIAL_TOKENS)
     if not least <= vocab_size <= MAX_VOCAB:
-        fail(f"--vocab-size {vocab_size} is out of range: shards hold uint16 tokens; give {least} to {MAX_VOCAB}")
+        fail(f"--vocab-size {vocab_size} is out of range; give {least} to {MAX_VOCAB}")
 
 
 def cap(documents: Iterable[str], max_chars: int, doc_cap: int) -> Iterator[str]:
@@ -128,9 +128,9 @@ def read_spec(path: str | Path) -> tuple[str, list[bytes], dict[str, int]]:
         fail(f"{path} is damaged ({problem!r}); {AGAIN}")
     end = len(ranks) + len(special)
     if not is_whole:
-        fail(f"{path} is damaged: its ranks must be distinct and hold the 256 single bytes; {AGAIN}")
+        fail(f"{path} is damaged: its ranks must differ and hold all bytes; {AGAIN}")
     if end > MAX_VOCAB or not all(type(i) is int for i in ids) or ids != list(range(len(ranks), end)):
-        fail(f"{path} is damaged: its special ids must follow the ranks and stay below {MAX_VOCAB}; {AGAIN}")
+        fail(f"{path} is damaged: special ids follow the ranks, below {MAX_VOCAB}; {AGAIN}")
     # JSON can spell lone surrogates, which tiktoken does not take.
     if not all(name and name == clean(name) for name in special):
         fail(f"{path} is damaged: a special token has no name; {AGAIN}")
@@ -142,7 +142,7 @@ def read_spec(path: str | Path) -> tuple[str, list[bytes], dict[str, int]]:
 
 
 def pattern_problem(pattern: str) -> str | None:
-    """Whether tiktoken compiles the pattern, and every character of a text is in one of its matches.
+    """Whether tiktoken compiles the pattern, and no character of a text is lost.
 
     It is tried with a vocabulary of single bytes. The empty entry is for patterns that match nothing at some place:
     tiktoken would crash there if it did not find the empty piece.
@@ -169,7 +169,7 @@ def load(path: str | Path) -> tiktoken.Encoding:
 def token_bytes(path: str | Path) -> np.ndarray:
     """int32 [vocabulary]: how many bytes of text each token stands for; 0 for special tokens.
 
-    From the raw bytes, never from decoded strings: half a character decodes to U+FFFD, which is three.
+    From the raw bytes: half a character would decode to U+FFFD, which is three.
     """
     _, ranks, special = read_spec(path)
     return np.array([len(token) for token in ranks] + [0] * len(special), dtype=np.int32)
@@ -186,7 +186,7 @@ def encode(encoding: tiktoken.Encoding, text: str) -> np.ndarray:
         tokens = encoding.encode_to_numpy(text, allowed_special=set(), disallowed_special=())
     except ValueError as problem:
         if len(text) <= PIECE:
-            fail(f"the tokenizer's pattern fails on the text {text[:40]!r}... ({problem}); use another tokenizer")
+            fail(f"the tokenizer's pattern fails on the text {text[:40]!r}... ({problem})")
         parts = [text[i : i + PIECE] for i in range(0, len(text), PIECE)]
         return np.concatenate([encode(encoding, part) for part in parts])
     return tokens.astype(np.uint16)
@@ -208,9 +208,9 @@ def bos_id(encoding: tiktoken.Encoding) -> int:
 
 
 def gpt2_spec(vocab_bpe: Path | None, encoder_json: Path | None) -> dict[str, Any]:
-    """GPT-2's published vocabulary as tokenizer.json, from its two files or from tiktoken's copy."""
+    """GPT-2's vocabulary as tokenizer.json, from its two files or tiktoken's copy."""
     if (vocab_bpe is None) != (encoder_json is None):
-        fail("--vocab-bpe and --encoder-json belong together but one is missing; give both or neither")
+        fail("--vocab-bpe and --encoder-json belong together; give both or neither")
     if vocab_bpe is None:
         try:
             encoding = tiktoken.get_encoding("gpt2")
@@ -219,7 +219,7 @@ def gpt2_spec(vocab_bpe: Path | None, encoder_json: Path | None) -> dict[str, An
             fail(f"tiktoken cannot fetch the gpt2 files ({type(problem).__name__}); {way}")
         ranks = [encoding.decode_single_token_bytes(i) for i in range(50256)]
         return make_spec(GPT2_PATTERN, ranks, {"<|endoftext|>": 50256})
-    # The files spell each byte as one character: printable bytes as themselves, the others from U+0100 on.
+    # The files spell printable bytes as themselves, the others from U+0100 on.
     printable = [b for b in range(256) if chr(b).isprintable() and b != 32]
     others = [b for b in range(256) if b not in printable]
     to_byte = {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
@@ -300,7 +300,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--vocab-size", type=int, default=VOCAB_SIZE, help="with the nine special tokens")
     add("--max-chars", type=int, default=MAX_CHARS, help="characters of text to train on")
     add("--doc-cap", type=int, default=DOC_CAP, help="characters to take of each document")
-    add("--val-fraction", type=float, default=0.01, help="of local files, held out as in pretrain.py")
+    add("--val-fraction", type=float, default=0.01, help="held out of local files")
     add("--out", required=True, type=Path)
 
     p = commands.add_parser("show", help="print how a tokenizer splits a text")
