@@ -285,12 +285,15 @@ def fingerprint(files: dict[str, dict[str, Any]], folder: str = "pretrain") -> s
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
-def sum_splits(files: dict[str, dict[str, Any]]) -> dict[str, dict[str, int]]:
-    """Tokens, documents and text bytes of the pretrain shards, by split."""
+def sum_splits(
+    files: dict[str, dict[str, Any]],
+    folder: str = "pretrain",
+    keys: tuple[str, ...] = ("tokens", "documents", "text_bytes"),
+) -> dict[str, dict[str, int]]:
+    """The sums of these numbers over the shards of a folder, by split."""
     splits = {}
     for split in ("train", "val"):
-        entries = [entry for path, entry in files.items() if path.startswith(f"pretrain/{split}_")]
-        keys = ("tokens", "documents", "text_bytes")
+        entries = [files[name] for name in files if name.startswith(f"{folder}/{split}_")]
         splits[split] = {key: sum(entry[key] for entry in entries) for key in keys}
     return splits
 

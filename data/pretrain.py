@@ -170,9 +170,9 @@ class ShardWriter:
         done = self.progress["shards"][self.split]
         path = f"pretrain/{self.split}_{len(done):06d}.bin"
         content = self.buffer[: self.tokens]
-        bos, entries = tokenizer.bos_id(self.encoding), self.encoding.n_vocab
+        bos = tokenizer.bos_id(self.encoding)
         tokenizer_sha256 = self.progress["tokenizer_sha256"]
-        sha = write_shard(self.out / path, content, bos, entries, tokenizer_sha256)
+        sha = write_shard(self.out / path, content, bos, self.encoding.n_vocab, tokenizer_sha256)
         counts = {key: getattr(self, key) for key in ("tokens", "documents", "text_bytes")}
         done.append({"path": path, **counts, "sha256": sha})
         write_json(self.out / "progress.json", self.progress)
@@ -181,7 +181,8 @@ class ShardWriter:
 
 def write_split(writer: ShardWriter, documents: Iterable[str], workers: int) -> None:
     """Encodes the documents of a split that are not in a shard yet."""
-    progress, split = writer.progress, writer.split
+    progress = writer.progress
+    split = writer.split
     already = sum(entry["documents"] for entry in progress["shards"][split])
     batches = make_batches(islice(documents, already, None))
     with tqdm(unit="B", unit_scale=True, desc=split, disable=None, mininterval=1) as bar:
@@ -391,9 +392,9 @@ def adopt(args: argparse.Namespace) -> None:
         print(f"{out} is already complete")
         return
     # Everything is checked before the first file is made.
-    encoding, lengths = tokenizer.load(args.tokenizer), tokenizer.token_bytes(args.tokenizer)
-    bos, sha = tokenizer.bos_id(encoding), settings["tokenizer"]
-    counts = {path: count_hosted(path, bos, lengths, sha) for path in paths}
+    bos = tokenizer.bos_id(tokenizer.load(args.tokenizer))
+    lengths = tokenizer.token_bytes(args.tokenizer)
+    counts = {path: count_hosted(path, bos, lengths, settings["tokenizer"]) for path in paths}
     progress = new_progress(settings)
     get_tokenizer(out, args, None, progress)
     for split, found in by_split.items():

@@ -52,6 +52,7 @@ from format import (
     replace_folder,
     run,
     sha256_file,
+    sum_splits,
     tell_shared,
     write_dataset,
     write_shard,
@@ -170,10 +171,11 @@ def parse_source(spec: str, flag: str, args: argparse.Namespace) -> Source:
     if kind in GENERATED:
         return generated_source(spec, flag, args)
     if kind != "gsm8k":
-        kind, rest = "chat", spec
-    path, weight = rest, 1.0
-    if match := re.fullmatch(r"(.+):([0-9]+\.?[0-9]*)", rest):
-        path, weight = match[1], float(match[2])
+        kind = "chat"
+        rest = spec
+    match = re.fullmatch(r"(.+?)(?::([0-9]+\.?[0-9]*))?", rest)
+    path = match[1] if match else rest
+    weight = float(match[2] or 1) if match else 1.0
     if not 0 < weight <= 1000:
         fail(f"{flag} {spec} has the weight {weight:g}, which must lie above 0 and at most 1000")
 
@@ -405,7 +407,8 @@ def encode_source(
             tally["bad"] += 1
             continue
         is_long = len(tokens) > args.max_len
-        tokens, counted = tokens[: args.max_len], counted[: args.max_len]
+        tokens = tokens[: args.max_len]
+        counted = counted[: args.max_len]
         # Only a question is left, which teaches nothing.
         if not counted.any():
             dropped += 1
@@ -423,7 +426,8 @@ def fill_pools(
 ) -> dict[str, Pool]:
     """The conversations of both splits."""
     pools = {split: Pool([], [], Counter()) for split in ("train", "val")}
-    train, val = pools["train"], pools["val"]
+    train = pools["train"]
+    val = pools["val"]
     for i, source in enumerate(sources):
         rng = np.random.default_rng([args.seed, 0, i])
         found = encode_source(source, "train", encoding, args, train.tally)
@@ -497,13 +501,6 @@ def write_pair(path: Path, talks: list[tuple], tokenizer_path: Path) -> dict[str
     return {f"sft/{path.name}": entry, f"sft/{mask_path.name}": mask_entry}
 
 
-def sum_files(files: dict[str, dict], split: str) -> dict[str, int]:
-    names = [name for name in files if name.startswith(f"sft/{split}_")]
-    entries = [files[name] for name in names if not name.endswith(".mask.bin")]
-    keys = ("tokens", "counted_tokens", "conversations")
-    return {key: sum(entry[key] for entry in entries) for key in keys}
-
-
 def register(out: Path, files: dict[str, dict], notes: dict[str, Any] | None) -> None:
     """Replaces what dataset.json says about sft/ by these files (none: forgets them)."""
     dataset = read_dataset(out)
@@ -512,7 +509,9 @@ def register(out: Path, files: dict[str, dict], notes: dict[str, Any] | None) ->
     splits = dataset.get("splits", {})
     dataset["splits"] = {name: splits[name] for name in splits if not name.startswith("sft_")}
     if files:
-        dataset["splits"] |= {f"sft_{split}": sum_files(files, split) for split in ("train", "val")}
+        shards = {name: files[name] for name in files if not name.endswith(".mask.bin")}
+        found = sum_splits(shards, "sft", ("tokens", "counted_tokens", "conversations"))
+        dataset["splits"] |= {f"sft_{split}": total for split, total in found.items()}
         dataset["sft"] = notes
     dataset["files"] = {**kept, **files}
     write_dataset(out, dataset)
@@ -570,7 +569,8 @@ def write_folder(out: Path, pools: dict[str, Pool], notes: dict, shard_tokens: i
 
 
 def print_totals(split: str, dataset: dict[str, Any], max_len: int) -> None:
-    total, tally = dataset["splits"][f"sft_{split}"], dataset["sft"][split]
+    total = dataset["splits"][f"sft_{split}"]
+    tally = dataset["sft"][split]
     share = total["counted_tokens"] / total["tokens"]
     print(
         f"{split}: {total['conversations']:,} conversations, {total['tokens']:,} tokens, "

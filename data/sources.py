@@ -107,7 +107,9 @@ def open_text(settings: TextSettings) -> Source:
         source = open_hub(settings)
     else:
         source = open_local(settings)
-    inputs, val, most_val = source.inputs, source.val, settings.val_documents
+    inputs = source.inputs
+    val = source.val
+    most_val = settings.val_documents
     if settings.val_source is not None:
         held_out = open_held_out(settings, source.empty)
         check_apart(inputs, held_out.inputs)
@@ -128,7 +130,8 @@ def open_text(settings: TextSettings) -> Source:
 
 
 def check_settings(settings: TextSettings) -> None:
-    fraction, spec = settings.val_fraction, settings.source
+    fraction = settings.val_fraction
+    spec = settings.source
     if not 0 < fraction <= 0.5:
         fail(f"--val-fraction must lie above 0 and at most 0.5, found {fraction}; 0.01 is usual")
     local = spec != "stdlib" and not spec.startswith("pypi:") and not settings.is_hub
@@ -157,13 +160,14 @@ def open_pypi(settings: TextSettings) -> Source:
 
 def open_hub(settings: TextSettings) -> Source:
     """Without --val-source the last file is validation."""
-    spec, empty = settings.source, {}
-    repo, commit, files = hub_files(spec)
-    train, val = list(files), []
+    empty = {}
+    repo, commit, files = hub_files(settings.source)
+    train = list(files)
+    val = []
     if settings.val_source is None:
         if len(train) < 2:
-            fail(f"--source {spec} has one file but needs 2; give --val-source")
-        train, val = train[:-1], train[-1:]
+            fail(f"--source {settings.source} has one file but needs 2; give --val-source")
+        val.append(train.pop())
     train = train[: settings.max_files]
     inputs = [[f"{repo}/{name}", *files[name]] for name in [*train, *val]]
     read = partial(hub_documents, repo, commit, text_field=settings.text_field, empty=empty)
@@ -172,7 +176,8 @@ def open_hub(settings: TextSettings) -> Source:
 
 def open_local(settings: TextSettings) -> Source:
     """Validation is None: a part of the documents."""
-    paths, empty = local_paths(settings.source), {}
+    empty = {}
+    paths = local_paths(settings.source)
     interleave = settings.interleave and len(paths) > 1
     read = interleaved_documents if interleave else local_documents
     inputs = [identify(path) for path in paths]
@@ -181,7 +186,8 @@ def open_local(settings: TextSettings) -> Source:
 
 def open_held_out(settings: TextSettings, empty: dict[str, int]) -> Source:
     """A --val-source: all of it is validation, of the named hub datasets the last file."""
-    spec, text_field = settings.val_source, settings.text_field
+    spec = settings.val_source
+    text_field = settings.text_field
     if spec == "stdlib":
         return open_stdlib()
     if is_hub(spec):
@@ -203,8 +209,8 @@ def check_apart(*sources: list[list[Any]]) -> None:
         # The standard library, which is no file, keeps its two parts apart itself.
         files = {tuple(content): name for name, *content in inputs if len(content) == 2}
         for content in files.keys() & known.keys():
-            name, first = files[content], known[content]
-            fail(f"--source/--val-source: {name} is the same file as {first}; name it once")
+            found = f"{files[content]} is the same file as {known[content]}"
+            fail(f"--source/--val-source: {found}; name it once")
         known |= files
 
 
