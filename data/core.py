@@ -1,11 +1,11 @@
-"""Makes token files of the 22 CORE tasks (DCLM): few-shot prompts, rendered and tokenized, with the spans to score.
+"""Makes token files of the 22 CORE tasks (DCLM): few-shot prompts with the spans to score.
 
-    python data/core.py --bundle eval_bundle.zip --data data/shards/climbmix     a folder, .zip or .tar.zst
-    python data/core.py --download --data data/shards/climbmix                   fetches the public bundle
+    python data/core.py --bundle eval_bundle.zip --data data/shards/climbmix   a folder, .zip, .tar.zst
+    python data/core.py --download --data data/shards/climbmix               fetches the public one
 
-It writes core/TASK.npz into the dataset directory and lists the files with their checksums in dataset.json;
-runs/score_core.py scores them. The files hold plain arrays, no pickle. An item is what all its choices have in common,
-stored once, and then the rest of each choice:
+It writes core/TASK.npz into the dataset directory and lists the files with their checksums in
+dataset.json; runs/score_core.py scores them. The files hold plain arrays, no pickle. An item is
+what all its choices have in common, stored once, and then the rest of each choice:
 
     tokens  uint16 (n,)      item 0: common tokens, rest of choice 0, rest of choice 1, ...; item 1: ...
     shared  int32 (items,)   length of the common tokens; BOS is the first unless the row was cut
@@ -21,23 +21,25 @@ are a fair subset, which a full run scores in the same way.
 """
 
 import argparse
-import contextlib
 import csv
+import http.client
 import io
 import json
 import random
 import re
 import shutil
 import tarfile
-import time
+import tempfile
 import urllib.request
 import zipfile
-from collections.abc import Iterator
+import zlib
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tokenizer
+import yaml
+import zstandard
 from format import (
     entry_of,
     fail,
@@ -51,9 +53,12 @@ from format import (
     write_dataset,
 )
 from sources import clean
+from tqdm import tqdm
 
 URL = "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip"
 NUM_TASKS = 22
+WANTED = (".jsonl", ".csv", "core.yaml")
+AGAIN = "fetch the bundle again"
 TYPES = {
     "multiple_choice": ("query", "choices", "gold"),
     "schema": ("context_options", "continuation", "gold"),
@@ -64,102 +69,76 @@ TYPES = {
 # ==== the bundle
 
 
-def open_bundle(path: Path | None) -> dict[str, bytes]:
-    """{name inside the bundle: content} of a folder, .zip, .tar or .tar.zst, or of the public bundle for None; the top
-    folder is stripped."""
-    if path and not path.exists():
-        fail(f"--bundle {path} does not exist; check the path")
-    endings = (".zip", ".tar.zst", ".tar.gz", ".tar")
-    if path and not path.is_dir() and not path.name.endswith(endings):
-        fail(f"--bundle {path} is no folder, .zip or .tar.zst; check the path")
+def open_bundle(path: Path) -> dict[str, bytes]:
+    """{name inside the bundle: bytes} of a folder, .zip or tar archive."""
     try:
-        files = read_files(path)
-    except Exception as problem:  # of the network, zipfile, tarfile, zlib or zstandard
-        fail(f"the bundle {path or URL} cannot be read ({problem}); fetch it again")
+        files = read_bundle(path)
+    except (OSError, EOFError, zipfile.BadZipFile, zlib.error, tarfile.TarError, zstandard.ZstdError) as problem:
+        fail(f"the bundle {path} cannot be read ({problem}); check the path or fetch it again")
     top = [name for name in files if name.endswith("core.yaml") and "__MACOSX" not in name]
     if not top:
-        fail(f"{path or URL} holds no core.yaml, so it is no CORE bundle; check the path")
+        fail(f"{path} holds no core.yaml, so it is no CORE bundle; check the path")
     prefix = min(top, key=len).removesuffix("core.yaml")
-    return {name.removeprefix(prefix): files[name] for name in files if name.startswith(prefix)}
+    inside = [name for name in files if name.startswith(prefix)]
+    return {name.removeprefix(prefix): files[name] for name in inside}
 
 
-def read_files(path: Path | None) -> dict[str, bytes]:
-    """The files that the bundle needs, by name."""
-    wanted = (".jsonl", ".csv", "core.yaml")
-    if path and path.is_dir():
-        paths = [file for file in sorted(path.rglob("*")) if file.name.endswith(wanted)]
-        return {file.relative_to(path).as_posix(): file.read_bytes() for file in paths}
-    if path is None or path.suffix == ".zip":
-        with zipfile.ZipFile(path or download()) as archive:
-            names = [name for name in archive.namelist() if name.endswith(wanted)]
-            return {name: archive.read(name) for name in names}
-    with contextlib.ExitStack() as stack:
-        file = stack.enter_context(path.open("rb"))
-        if path.suffix == ".zst":
-            import zstandard
-
-            file = zstandard.ZstdDecompressor(max_window_size=2**27).stream_reader(file)
-            file = io.BytesIO(file.read())
-        archive = stack.enter_context(tarfile.open(fileobj=file))
-        members = [member for member in archive if member.isfile() and member.name.endswith(wanted)]
+def read_bundle(path: Path) -> dict[str, bytes]:
+    if path.is_dir():
+        found = [file for file in path.rglob("*") if file.name.endswith(WANTED)]
+        return {file.relative_to(path).as_posix(): file.read_bytes() for file in found}
+    if path.suffix == ".zip":
+        with zipfile.ZipFile(path) as archive:
+            return {name: archive.read(name) for name in archive.namelist() if name.endswith(WANTED)}
+    content = path.read_bytes()
+    if path.suffix == ".zst":
+        decompressor = zstandard.ZstdDecompressor(max_window_size=2**27)
+        content = decompressor.stream_reader(content, read_across_frames=True).read()
+    with tarfile.open(fileobj=io.BytesIO(content)) as archive:
+        members = [member for member in archive if member.isfile() and member.name.endswith(WANTED)]
         return {member.name: archive.extractfile(member).read() for member in members}
 
 
-def download() -> io.BytesIO:
-    with urllib.request.urlopen(URL, timeout=60) as reply:
-        return io.BytesIO(reply.read())
+def download(path: Path) -> None:
+    try:
+        urllib.request.urlretrieve(URL, path)
+    except (OSError, http.client.HTTPException) as problem:
+        fail(f"{URL} cannot be fetched ({problem}); get it in another way and pass --bundle")
 
 
 def read_text(bundle: dict[str, bytes], name: str) -> str:
     if name not in bundle:
-        fail(f"the bundle has no {name}, so it is incomplete; fetch it again")
+        fail(f"the bundle has no {name}, so it is incomplete; {AGAIN}")
     try:
         return bundle[name].decode("utf-8-sig")
     except UnicodeDecodeError as problem:
-        fail(f"{name} of the bundle is damaged ({problem}); fetch the bundle again")
+        fail(f"{name} of the bundle is damaged ({problem}); {AGAIN}")
 
 
 def read_tasks(bundle: dict[str, bytes]) -> list[dict[str, Any]]:
-    """The tasks of core.yaml with their random baselines: label, file, shots, type, delimiter, baseline."""
-    again = "fetch the bundle again"
+    """The tasks of core.yaml with their random baselines."""
+    table = csv.DictReader(io.StringIO(read_text(bundle, "eval_meta_data.csv"), newline=""))
     try:
-        table = csv.DictReader(io.StringIO(read_text(bundle, "eval_meta_data.csv"), newline=""))
         baselines = {row["Eval Task"]: float(row["Random baseline"]) for row in table}
         tasks = [
             {
-                "label": task["label"],
+                "label": str(task["label"]),
                 "file": f"eval_data/{task['dataset_uri']}",
                 "type": task["icl_task_type"],
-                "shots": int(task["num_fewshot"].strip("[] ")),
-                "delimiter": task.get("continuation_delimiter", " "),
+                "shots": int(task["num_fewshot"][0]),
+                "delimiter": str(task.get("continuation_delimiter", " ")),
                 "baseline": baselines[task["label"]],
             }
-            for task in read_yaml(read_text(bundle, "core.yaml"))
+            for task in yaml.safe_load(read_text(bundle, "core.yaml"))["icl_tasks"]
         ]
-    except (KeyError, ValueError, TypeError, IndexError, csv.Error) as problem:
-        fail(f"core.yaml and eval_meta_data.csv do not describe the tasks fully ({problem!r}); {again}")
+    except (yaml.YAMLError, csv.Error, KeyError, IndexError, ValueError, TypeError, AttributeError) as problem:
+        fail(f"core.yaml or eval_meta_data.csv is damaged ({problem!r}); {AGAIN}")
     for task in tasks:
-        label, kind, shots, baseline = (task[key] for key in ("label", "type", "shots", "baseline"))
-        if kind not in TYPES or not re.fullmatch(r"[A-Za-z0-9_]{1,100}", label):
-            fail(f"core.yaml names a task {label!r} of type {kind!r}, which this script does not know")
-        if shots < 0 or not 0 <= baseline < 100:
-            fail(f"the task {label} has {shots} shots and a baseline of {baseline} percent; {again}")
-    if not tasks or len({task["label"] for task in tasks}) < len(tasks):
-        fail(f"core.yaml lists no tasks, or one twice; {again}")
-    return tasks
-
-
-def read_yaml(text: str) -> list[dict[str, str]]:
-    """Reads no YAML but that of core.yaml: a list of flat maps, plain or quoted strings, one-element lists."""
-    tasks: list[dict[str, str]] = []
-    for line in text.splitlines():
-        line = line.split(" #")[0].rstrip()
-        if re.match(r"\s*-(\s|$)", line):
-            tasks.append({})
-            line = re.sub(r"^(\s*)-", r"\1 ", line)
-        if match := re.match(r"\s+(\w+):\s*(.+)$", line):
-            key, value = match.groups()
-            tasks[-1][key] = json.loads(value) if value.startswith('"') else value.strip("'")
+        if task["type"] not in TYPES or not re.fullmatch(r"[A-Za-z0-9_]{1,100}", task["label"]):
+            fail(f"core.yaml names a task {task['label']!r} of type {task['type']!r}; {AGAIN}")
+        if task["shots"] < 0 or not 0 <= task["baseline"] < 100:
+            found = f"{task['shots']} shots and a baseline of {task['baseline']} percent"
+            fail(f"core.yaml and eval_meta_data.csv give the task {task['label']} {found}; {AGAIN}")
     return tasks
 
 
@@ -169,56 +148,44 @@ def read_items(bundle: dict[str, bytes], task: dict[str, Any]) -> list[dict[str,
     for number, line in enumerate(read_text(bundle, task["file"]).split("\n"), 1):
         if not line.strip():
             continue
-        where = f"{task['file']} line {number}"
         try:
-            item = json.loads(line)
+            items.append(read_item(line, task["type"]))
         except (ValueError, RecursionError) as problem:
-            fail(f"{where} is no JSON object ({problem}); fetch the bundle again")
-        if problem := item_problem(item, task["type"]):
-            fail(f"{where} {problem}; fetch the bundle again")
-        items.append({key: clean_all(item[key]) for key in TYPES[task["type"]]})
+            fail(f"{task['file']} line {number} is no item of type {task['type']} ({problem}); {AGAIN}")
     if len(items) <= task["shots"]:
-        fail(f"{task['file']} has {len(items)} items, too few for {task['shots']} shots; fetch the bundle again")
+        fail(f"{task['file']} has {len(items)} items, too few for {task['shots']} shots; {AGAIN}")
     random.Random(1337).shuffle(items)
     return items
 
 
-def item_problem(item: Any, kind: str) -> str:
-    """What is wrong with an item of a task of this kind, or ""."""
-    if not isinstance(item, dict):
-        return f"is no JSON object but {type(item).__name__}"
+def read_item(line: str, kind: str) -> dict[str, Any]:
+    """An item of a task of this kind; ValueError with what is wrong with it."""
+    value = json.loads(line)
+    item: dict[str, Any] = {}
+    options: list[str] = []
     for key in TYPES[kind]:
-        if key not in item:
-            return f"has no {key!r}"
-        value = item[key]
-        if key in ("choices", "context_options"):
-            if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
-                return f"has {key!r} that are no list of texts"
-        elif key != "gold" and not isinstance(value, str):
-            return f"has a {key!r} that is no text"
-    if kind == "language_modeling":
-        return ""
-    options = item["choices"] if kind == "multiple_choice" else item["context_options"]
-    if type(item["gold"]) is not int:
-        return "has a 'gold' that is no whole number"
-    if not 0 <= item["gold"] < len(options):
-        return f"has no choice {item['gold']}"
-    return ""
-
-
-def clean_all(value: Any) -> Any:
-    """A text or a list of texts that UTF-8 can hold; a number as it is."""
-    if isinstance(value, list):
-        return [clean(text) for text in value]
-    return clean(value) if isinstance(value, str) else value
+        found = value.get(key) if isinstance(value, dict) else None
+        if key == "gold":
+            if type(found) is not int or found not in range(len(options)):
+                raise ValueError(f"there is no choice {found!r}")
+            item[key] = found
+        elif key in ("choices", "context_options"):
+            if not isinstance(found, list) or not all(isinstance(text, str) for text in found):
+                raise ValueError(f"{key!r} is no list of texts")
+            options = item[key] = [clean(text) for text in found]
+        elif isinstance(found, str):
+            item[key] = clean(found)
+        else:
+            raise ValueError(f"{key!r} is no text")
+    return item
 
 
 # ==== prompts
 
 
 def draw_shots(count: int, index: int, shots: int) -> list[int]:
-    """The items that are shown before item `index`, drawn from all `count` even if only a part is scored."""
-    # The definition samples from a list of the other items; a range gives the same picks without the list.
+    """The items shown before item `index`, drawn from all even if only a part is scored."""
+    # The definition samples from a list of the other items; a range gives the same picks.
     return [i + (i >= index) for i in random.Random(1234 + index).sample(range(count - 1), shots)]
 
 
@@ -232,12 +199,14 @@ def solved(item: dict[str, Any], task: dict[str, Any]) -> str:
 
 
 def render(item: dict[str, Any], shown: str, task: dict[str, Any]) -> list[str]:
-    """The texts to tokenize: one for each choice; in language modelling, one without and one with the continuation."""
+    """A text for each choice; in language modelling, without and with the continuation."""
     if task["type"] == "multiple_choice":
         return [shown + item["query"] + task["delimiter"] + choice for choice in item["choices"]]
     if task["type"] == "schema":
-        end = task["delimiter"] + item["continuation"]
-        return [shown + context + end for context in item["context_options"]]
+        return [
+            shown + context + task["delimiter"] + item["continuation"]
+            for context in item["context_options"]
+        ]
     question = shown + item["context"].strip() + task["delimiter"]
     # Stripped, because a blank before the border usually belongs to the token after it.
     return [question.strip(), question + item["continuation"]]
@@ -263,7 +232,7 @@ def spans(rows: list[np.ndarray], kind: str) -> tuple[list[np.ndarray], list[int
     if kind == "schema":
         suffix = common_length(rows, backwards=True)
         return rows, [max(1, len(row) - suffix) for row in rows]
-    # If one choice is the beginning of all others, nothing of it is left to score. Then its last token counts in each.
+    # If one choice is the beginning of all others, its last token counts in each.
     return rows, [min(common_length(rows), min(map(len, rows)) - 1)] * len(rows)
 
 
@@ -278,7 +247,7 @@ def build_task(
     pieces: list[np.ndarray] = []
     names = ("shared", "choices", "gold", "rest", "start", "end")
     columns: dict[str, list[int]] = {name: [] for name in names}
-    counts = {"cut": 0, "merged": 0, "unshared": 0}
+    counts = {"cut": 0, "merged": 0}
     texts = [solved(item, task) + "\n\n" for item in items] if task["shots"] else []
     for index, item in enumerate(items[:limit] if limit else items):
         shown = "".join(texts[i] for i in draw_shots(len(items), index, task["shots"]))
@@ -294,46 +263,44 @@ def build_task(
         shared = min(common_length(rows), min(map(len, rows)) - 1) if len(rows) > 1 else starts[0]
         shared = min(shared, len(rows[0]))
         pieces += [rows[0][:shared], *(row[shared:] for row in rows)]
-        counts["unshared"] += sum(map(len, rows))
         columns["shared"].append(shared)
         columns["choices"].append(len(rows))
         columns["gold"].append(item.get("gold", 0))
         columns["rest"] += [len(row) - shared for row in rows]
         columns["start"] += starts
         columns["end"] += [len(row) for row in rows]
-    meta = {key: task[key] for key in ("type", "shots")}
-    meta |= {"task": task["label"], "random_baseline": task["baseline"], "max_seq_len": max_seq_len}
+    meta = {
+        "task": task["label"],
+        "type": task["type"],
+        "shots": task["shots"],
+        "random_baseline": task["baseline"],
+        "max_seq_len": max_seq_len,
+    }
     arrays = {key: np.array(value, np.int32) for key, value in columns.items()}
     arrays = {"tokens": np.concatenate(pieces).astype(np.uint16), **arrays}
     arrays["meta"] = np.frombuffer(json.dumps(meta, sort_keys=True).encode(), np.uint8)
     return arrays, counts
 
 
-def pack_npz(arrays: dict[str, np.ndarray]) -> Iterator[bytes]:
-    buffer = io.BytesIO()
-    np.savez(buffer, **arrays)
-    yield buffer.getvalue()
-
-
 def build(bundle: dict[str, bytes], root: Path, max_seq_len: int, limit: int = 0) -> None:
-    """Writes core/*.npz of all tasks; the old ones stay, and stay listed in dataset.json, until all are there."""
+    """Writes core/*.npz of all tasks; the old ones stay until all are there."""
     dataset = read_dataset(root)
     path = root / "tokenizer.json"
     if sha256_file(path) != dataset["tokenizer_sha256"]:
-        fail(f"{path} is not the tokenizer of {root}/dataset.json; restore it or build the dataset again")
+        fail(f"{path} is not the tokenizer of {root}/dataset.json; restore it")
     tasks = read_tasks(bundle)
     remove_leftovers(root)
     new = root / ".core.new.tmp"
-    listed = dataset["files"]
-    others = {name: listed[name] for name in listed if not name.startswith("core/")}
+    files = dataset["files"]
+    others = {name: files[name] for name in files if not name.startswith("core/")}
     try:
-        files = write_tasks(bundle, tasks, path, new, max_seq_len, limit)
-        # The new folder takes the old one's place between two states of dataset.json, both of which are true.
+        written = write_tasks(bundle, tasks, path, new, max_seq_len, limit)
+        # The new folder takes the old one's place between two true states of dataset.json.
         write_dataset(root, {**dataset, "files": others})
         replace_folder(new, root / "core")
     finally:
         shutil.rmtree(new, ignore_errors=True)
-    write_dataset(root, {**dataset, "files": {**others, **files}})
+    write_dataset(root, {**dataset, "files": {**others, **written}})
     if len(tasks) != NUM_TASKS:
         print(f"note: the bundle has {len(tasks)} tasks; CORE is the mean over {NUM_TASKS}")
 
@@ -346,50 +313,45 @@ def write_tasks(
     max_seq_len: int,
     limit: int,
 ) -> dict[str, dict[str, Any]]:
-    """Writes TASK.npz of every task into a folder and prints a line for each; their entries for dataset.json."""
+    """Writes TASK.npz of every task into a folder; returns their entries for dataset.json."""
     encoding = tokenizer.load(tokenizer_path)
     lengths = tokenizer.token_bytes(tokenizer_path)
     files = {}
-    begin = time.perf_counter()
-    totals = {"items": 0, "tokens": 0, "unshared": 0}
-    heads = (f"{name:>{width}}" for name, width in (("items", 7), ("rows", 7), ("tokens", 11), ("unshared", 11)))
-    print(f"{'task':34} {' '.join(heads)} {'cut':>6} {'seconds':>8}")
-    for task in tasks:
-        start = time.perf_counter()
+    for task in tqdm(tasks, "CORE", disable=None):
         arrays, counts = build_task(task, read_items(bundle, task), encoding, max_seq_len, limit)
         target = folder / f"{task['label']}.npz"
-        sha256 = write_atomic(target, pack_npz(arrays))
-        items, rows, tokens = (len(arrays[key]) for key in ("gold", "rest", "tokens"))
-        text_bytes = int(lengths[arrays["tokens"]].sum())
-        entry = {"items": items, "tokens": tokens, "text_bytes": text_bytes}
-        files[f"core/{target.name}"] = {**entry, **entry_of(target, sha256)}
-        for key, value in (("items", items), ("tokens", tokens), ("unshared", counts["unshared"])):
-            totals[key] += value
-        seconds = time.perf_counter() - start
-        sizes = f"{items:7,} {rows:7,} {tokens:11,} {counts['unshared']:11,} {counts['cut']:6,}"
-        print(f"{task['label']:34} {sizes} {seconds:8.1f}", flush=True)
-        if merged := counts["merged"]:
-            print(f"  {merged} items have a token across the border of context and continuation; it is scored too")
-    sizes = f"{totals['items']:7,} {'':7} {totals['tokens']:11,} {totals['unshared']:11,} {'':6}"
-    print(f"{'all':34} {sizes} {time.perf_counter() - begin:8.1f}")
+        buffer = io.BytesIO()
+        np.savez(buffer, **arrays)
+        sha256 = write_atomic(target, [buffer.getvalue()])
+        files[f"core/{target.name}"] = {
+            "items": len(arrays["gold"]),
+            "tokens": len(arrays["tokens"]),
+            "text_bytes": int(lengths[arrays["tokens"]].sum()),
+            **entry_of(target, sha256),
+        }
+        line = f"{task['label']}: {len(arrays['gold']):,} items, {len(arrays['tokens']):,} tokens"
+        # A token may lie across the border of context and continuation; scoring begins with it.
+        tqdm.write(f"{line}, {counts['cut']:,} rows cut, {counts['merged']:,} borders inside a token")
     return files
 
 
 def main() -> None:
-    description = "Render and tokenize the CORE tasks into a dataset directory."
-    parser = argparse.ArgumentParser(description=description)
+    parser = argparse.ArgumentParser(description="Render and tokenize the CORE tasks.")
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--bundle", type=Path, help="CORE bundle: a folder, a .zip or a .tar.zst")
     source.add_argument("--download", action="store_true", help=f"fetch {URL}")
     add = parser.add_argument
     add("--data", required=True, type=Path, help="dataset directory, e.g. data/shards/climbmix")
     add("--max-seq-len", type=int, default=2048, help="longer rows lose their beginning")
-    add("--items", type=int, default=0, metavar="N", help="write N items a task (default all)")
+    add("--items", type=int, default=0, help="so many items of each task (default all)")
     args = parser.parse_args()
     if args.max_seq_len < 2 or args.items < 0:
-        fail(f"--max-seq-len {args.max_seq_len} must be at least 2 and --items {args.items} at least 0")
+        fail(f"--max-seq-len {args.max_seq_len} must be at least 2, --items {args.items} at least 0")
     read_dataset(args.data)
-    with lock_folder(args.data):
+    with lock_folder(args.data), tempfile.TemporaryDirectory() as temporary:
+        if args.download:
+            args.bundle = Path(temporary) / "bundle.zip"
+            download(args.bundle)
         build(open_bundle(args.bundle), args.data, args.max_seq_len, args.items)
 
 

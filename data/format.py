@@ -1,6 +1,6 @@
 """The dataset directory on disk: token shards, checksums, dataset.json.
 
-    python data/format.py check data/shards/mine      reads all of it: a line for each problem, or one that all is well
+    python data/format.py check data/shards/mine      reads all of it, a line for each problem
 
 A shard is a header of 256 little-endian int32 words, then uint16 tokens:
 
@@ -32,12 +32,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
+import filelock
 import numpy as np
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None
 
 MAGIC, VERSION = 20240520, 1
 HEADER_WORDS, HEADER_BYTES = 256, 1024
@@ -46,9 +42,7 @@ DATASET_FORMAT = "decoderstack-dataset-1"
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # What dataset.json may list: one level of folders, and no name that begins with a dot.
 FOLDERS = ("pretrain", "sft", "core", "chat_eval")
-LISTED_NAME = re.compile(
-    rf"tokenizer\.json|({'|'.join(FOLDERS)})/[A-Za-z0-9_][A-Za-z0-9_.-]{{0,199}}"
-)
+LISTED_NAME = re.compile(rf"tokenizer\.json|({'|'.join(FOLDERS)})/[A-Za-z0-9_][A-Za-z0-9_.-]{{0,199}}")
 SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
@@ -83,13 +77,13 @@ def sha256_file(path: str | Path) -> str:
 
 
 def write_atomic(path: str | Path, pieces: Iterable[bytes | memoryview]) -> str:
-    """Writes the pieces to `path` through a temporary file in the same folder; returns the hex sha256.
+    """Writes the pieces to `path` through a temporary file beside it; returns the hex sha256.
 
-    Until the rename the old file, if there is one, stays as it was; a failure leaves no temporary file.
+    Until the rename the old file stays as it was; a failure leaves no temporary file.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    # The leading dot and the ending keep a file left by kill -9 out of every *.bin or *.json pattern.
+    # The dot and the ending keep a file left by kill -9 out of every *.bin or *.json pattern.
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     digest = hashlib.sha256()
     try:
@@ -100,10 +94,6 @@ def write_atomic(path: str | Path, pieces: Iterable[bytes | memoryview]) -> str:
             f.flush()
             os.fsync(f.fileno())
         os.replace(temporary, path)
-    except OSError as problem:
-        if problem.errno in FULL_DISK:
-            fail(f"the disk of {path.parent} is full while writing {path.name}; free some space and run again")
-        fail(f"cannot write {path} ({problem.strerror}); check the folder and its permissions")
     finally:
         temporary.unlink(missing_ok=True)
     return digest.hexdigest()
@@ -112,44 +102,40 @@ def write_atomic(path: str | Path, pieces: Iterable[bytes | memoryview]) -> str:
 def remove_leftovers(folder: str | Path) -> None:
     """Deletes the temporary files and folders that a killed run left in a folder."""
     for path in Path(folder).glob(".*.tmp"):
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path, ignore_errors=True)
-            continue
-        with contextlib.suppress(FileNotFoundError):
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
             path.unlink()
 
 
 @contextlib.contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
-    """Keeps every other process out of a dataset directory: for `with`, and at the latest until this process ends.
+    """Keeps every other process out of a dataset directory while this one is in `with`.
 
-    The folder is made if it does not exist, and goes if an error leaves nothing in it. Otherwise its file .lock stays,
-    as deleting it would let two processes in.
+    The folder is made if it does not exist, and goes if an error leaves nothing in it.
+    Otherwise its file .lock stays, as deleting it would let two processes in.
     """
     is_new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
-    if fcntl is None:
+    lock = filelock.FileLock(folder / ".lock")
+    try:
+        lock.acquire(blocking=False)
+    except filelock.Timeout:
+        fail(f"another process is writing to {folder}; wait until it ends")
+    except (OSError, NotImplementedError):
+        pass  # the file system has no locks
+    try:
         yield
-        return
-    path = folder / ".lock"
-    with path.open("a") as file:
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as problem:
-            if problem.errno in (errno.EACCES, errno.EAGAIN):
-                fail(f"another process is writing to {folder}; wait until it ends, or name another folder")
-            print(f"{folder} is not locked ({problem.strerror}); let no second process write there")
-        try:
-            yield
-        except BaseException:
-            if is_new and list(folder.iterdir()) == [path]:
-                path.unlink()
-                folder.rmdir()
-            raise
+    except BaseException:
+        if is_new and [path.name for path in folder.iterdir()] == [".lock"]:
+            shutil.rmtree(folder)
+        raise
+    finally:
+        lock.release()
 
 
 def replace_folder(new: Path, target: Path) -> None:
-    """Puts a folder in the place of another one, which is deleted. dataset.json must not list either meanwhile."""
+    """Puts a folder in the place of another one; dataset.json must list neither meanwhile."""
     old = target.with_name(f".{target.name}.old.tmp")
     shutil.rmtree(old, ignore_errors=True)
     if target.exists():
@@ -199,12 +185,10 @@ def write_shard(
 ) -> str:
     """Writes tokens (uint16 [n], n > 0) as one shard; returns the hex sha256 of the whole file.
 
-    bos_id None, vocab_size 0 and tokenizer_sha256 "" are written as "not stated". ValueError on wrong input.
+    None, 0 and "" are written as "not stated". ValueError on wrong input.
     """
     if tokens.ndim != 1 or tokens.dtype != np.uint16:
-        raise ValueError(
-            f"tokens must be uint16 of shape [n], not {tokens.dtype} of shape {list(tokens.shape)}"
-        )
+        raise ValueError(f"tokens must be uint16 [n], not {tokens.dtype} {tokens.shape}")
     if not 0 < len(tokens) < 2**31:
         raise ValueError(f"a shard holds 1 to {2**31 - 1} tokens, not {len(tokens)}")
     payload = np.ascontiguousarray(tokens, dtype="<u2")
@@ -220,25 +204,20 @@ def write_shard(
 
 def read_header(path: str | Path) -> dict[str, Any]:
     """Checks the header against the file's size and returns
-    {"tokens", "bos_id" (None: not stated), "vocab_size" (0), "tokenizer_sha256" (""), "payload_sha256" ("")}.
+    {"tokens", "bos_id", "vocab_size", "tokenizer_sha256", "payload_sha256"}; None, 0 or "": not stated.
     """
     again = "write or download it again"
-    try:
-        size = os.path.getsize(path)
-        with open(path, "rb") as f:
-            raw = f.read(HEADER_BYTES)
-    except OSError as problem:
-        fail(f"cannot read shard {path} ({problem.strerror}); check the path")
+    with open(path, "rb") as f:
+        raw = f.read(HEADER_BYTES)
+        size = os.fstat(f.fileno()).st_size
     if len(raw) < HEADER_BYTES:
-        fail(f"shard {path} is truncated: expected a header of {HEADER_BYTES} bytes, found {size}; {again}")
+        fail(f"shard {path} is truncated: expected {HEADER_BYTES} bytes, found {size}; {again}")
     header = np.frombuffer(raw, dtype="<i4")
     magic, version, count = map(int, header[:3])
     if magic != MAGIC or version != VERSION:
-        fail(f"{path} is not a token shard: expected magic {MAGIC} version {VERSION}, found {magic} {version}; {again}")
-    if count <= 0:
-        fail(f"shard {path} states {count} tokens, expected at least 1; {again}")
+        fail(f"{path} is not a token shard: it has magic {magic} version {version}; {again}")
     expected = HEADER_BYTES + 2 * count
-    if size != expected:
+    if count <= 0 or size != expected:
         kind = "truncated" if size < expected else "too long"
         fail(f"shard {path} is {kind}: expected {expected} bytes for {count} tokens, found {size}; {again}")
     words = [header[5:13].tobytes(), header[13:21].tobytes()]
@@ -264,7 +243,7 @@ def read_shard(path: str | Path, verify: bool = False) -> np.ndarray:
     if verify and stated:
         found = hashlib.sha256(tokens.data).hexdigest()
         if found != stated:
-            fail(f"shard {path} is damaged: expected token sha256 {stated}, found {found}; write or download it again")
+            fail(f"shard {path} is damaged: expected {stated}, found {found}; write it again")
     return tokens
 
 
@@ -294,23 +273,21 @@ def fingerprint(files: dict[str, dict[str, Any]], folder: str = "pretrain") -> s
     That of pretrain/ names the dataset. Evaluation and finetuning files, which may be added later, do not make it
     another one: they have fingerprints of their own.
     """
-    read = {
-        path: entry
-        for path, entry in files.items()
-        if path == "tokenizer.json" or path.startswith(f"{folder}/")
-    }
-    lines = sorted(f"{path} {entry['sha256']}\n" for path, entry in read.items())
+    read = [path for path in files if path == "tokenizer.json" or path.startswith(f"{folder}/")]
+    lines = sorted(f"{path} {files[path]['sha256']}\n" for path in read)
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
-def sum_splits(files: dict[str, dict[str, Any]]) -> dict[str, dict[str, int]]:
-    """Tokens, documents and text bytes of the pretrain shards, by split."""
+def sum_splits(
+    files: dict[str, dict[str, Any]],
+    folder: str = "pretrain",
+    keys: tuple[str, ...] = ("tokens", "documents", "text_bytes"),
+) -> dict[str, dict[str, int]]:
+    """The sums of these numbers over the shards of a folder, by split."""
     splits = {}
     for split in ("train", "val"):
-        entries = [entry for path, entry in files.items() if path.startswith(f"pretrain/{split}_")]
-        splits[split] = {
-            key: sum(e[key] for e in entries) for key in ("tokens", "documents", "text_bytes")
-        }
+        entries = [files[name] for name in files if name.startswith(f"{folder}/{split}_")]
+        splits[split] = {key: sum(entry[key] for entry in entries) for key in keys}
     return splits
 
 
@@ -334,7 +311,7 @@ def read_dataset(folder: str | Path) -> dict[str, Any]:
     """Reads and checks folder/dataset.json."""
     path = Path(folder) / "dataset.json"
     if not path.exists():
-        fail(f"{folder} holds no dataset.json, so it is not a complete dataset; build it with data/pretrain.py")
+        fail(f"{folder} holds no dataset.json, so it is no complete dataset; build it")
     return check_dataset(read_json(path), path)
 
 
@@ -343,112 +320,83 @@ def check_dataset(value: Any, path: str | Path) -> dict[str, Any]:
     found = value.get("format") if isinstance(value, dict) else type(value).__name__
     if found != DATASET_FORMAT:
         fail(f"{path} has format {found!r}, expected {DATASET_FORMAT!r}; build the dataset again")
-    files = value.get("files")
-    if not isinstance(files, dict) or not files:
-        fail(f"{path} lists no files; build the dataset again")
-    for name, entry in files.items():
-        if problem := entry_problem(name, entry):
-            fail(f"{path} lists the file {name!r} {problem}; build the dataset again")
-    problem = splits_problem(value) or vocabulary_problem(value) or fingerprint_problem(value)
+    try:
+        problem = dataset_problem(value)
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        problem = repr(error)
     if problem:
         fail(f"{path} does not agree with itself: {problem}; build the dataset again")
     return value
 
 
-def entry_problem(name: str, entry: Any) -> str | None:
-    """What is wrong with a file that dataset.json lists."""
-    # The names come from outside when a dataset is downloaded: none may point out of the folder.
-    if not LISTED_NAME.fullmatch(name):
-        return "with a bad path"
-    sha256 = entry.get("sha256") if isinstance(entry, dict) else None
-    if not isinstance(sha256, str) or not SHA256.fullmatch(sha256):
-        return "without its sha256"
-    needed = ("tokens", "documents", "text_bytes") if name.startswith("pretrain/") else ()
-    # Datasets of earlier versions state no "bytes".
-    for key in ("bytes", "tokens", "documents", "text_bytes"):
-        if (key in needed or key in entry) and not is_count(entry.get(key)):
-            return f"with {key} that are no whole number"
-    return None
-
-
-def splits_problem(value: dict[str, Any]) -> str | None:
-    """Both splits need tokens and text, as rates per byte divide by them; what is stated is the sum of the files."""
-    stated = value.get("splits", {})
-    if not isinstance(stated, dict):
-        return "it has no table of splits"
-    for split, total in sum_splits(value["files"]).items():
-        # Datasets made by hand state none.
-        if split in stated and stated[split] != total:
-            return f"its split {split!r} is not the sum of its files"
-        for key in ("tokens", "text_bytes"):
-            if not total[key]:
-                return f"there are no {key} of the split {split!r}"
-    return None
-
-
-def vocabulary_problem(value: dict[str, Any]) -> str | None:
-    """The vocabulary ends with the special tokens, as that of every tokenizer.json does."""
-    # Datasets made by hand state none.
-    if "special_tokens" not in value:
-        return None
-    special = value["special_tokens"]
-    ids = list(special.values()) if isinstance(special, dict) else []
-    known = bool(ids) and all(map(is_count, ids))
-    if not known or value.get("vocab_size") != max(ids) + 1 or value.get("bos_id") not in ids:
-        return "its vocab_size or bos_id does not belong to its special_tokens"
-    return None
-
-
-def fingerprint_problem(value: dict[str, Any]) -> str | None:
-    """The fingerprints are those of the listed files, and the tokenizer is one and the same."""
+def dataset_problem(value: dict[str, Any]) -> str:
+    """What is wrong with a dataset.json, or "". Those of earlier versions state less."""
     files = value["files"]
-    stated = value.get("tokenizer_sha256")
-    listed = files.get("tokenizer.json", {"sha256": stated})["sha256"]
-    if not isinstance(stated, str) or stated != listed:
+    for name, entry in files.items():
+        # The names of a downloaded dataset must not point out of the folder.
+        if not LISTED_NAME.fullmatch(name):
+            return f"it lists the file {name!r} with a bad path"
+        if not SHA256.fullmatch(entry["sha256"]):
+            return f"it lists the file {name!r} without its sha256"
+        for key in ("bytes", "tokens", "documents", "text_bytes"):
+            if not is_count(entry.get(key, 0)):
+                return f"it lists the file {name!r} with {key} that are no whole number"
+
+    # Rates per byte divide by what the splits hold.
+    stated = value.get("splits", {})
+    for split, total in sum_splits(files).items():
+        if stated.get(split, total) != total:
+            return f"its split {split!r} is not the sum of its files"
+        if not total["tokens"] or not total["text_bytes"]:
+            return f"there are no tokens or text_bytes of the split {split!r}"
+
+    # As in every tokenizer.json the vocabulary ends with the special tokens.
+    if "special_tokens" in value:
+        ids = list(value["special_tokens"].values())
+        if not all(map(is_count, ids)) or value["vocab_size"] != max(ids) + 1 or value["bos_id"] not in ids:
+            return "its vocab_size or bos_id does not belong to its special_tokens"
+
+    tokenizer_sha256 = value["tokenizer_sha256"]
+    if files.get("tokenizer.json", {"sha256": tokenizer_sha256})["sha256"] != tokenizer_sha256:
         return "its tokenizer_sha256 is not that of its tokenizer.json"
-    if value.get("fingerprint") != fingerprint(files):
+    if value["fingerprint"] != fingerprint(files):
         return "its fingerprint is not that of its files"
     for name in FOLDERS[1:]:
-        notes = value.get(name, {})
         right = fingerprint(files, name)
-        # Datasets of earlier versions state none for these.
-        if not isinstance(notes, dict) or notes.get("fingerprint", right) != right:
+        if value.get(name, {}).get("fingerprint", right) != right:
             return f"the fingerprint of {name}/ is not that of its files"
-    return None
+    return ""
 
 
 # ==== python data/format.py check
 
 
-def problem_of(action: Callable, *args: Any) -> str | None:
-    """The sentence with which an action ends the script, or None."""
+def problem_of(action: Callable, *args: Any) -> str:
+    """The sentence with which an action ends the script, or ""."""
     try:
         action(*args)
     except SystemExit as end:
         return str(end.code).removeprefix("error: ")
-    return None
+    return ""
 
 
-def find_problems(folder: Path) -> list[str]:
-    """All that is wrong with a dataset directory, from reading every file that dataset.json lists."""
+def find_problems(folder: Path) -> Iterator[str]:
+    """What is wrong with a dataset directory, from reading every listed file."""
     # It imports this module.
     import tokenizer
 
-    if problem := problem_of(read_dataset, folder):
-        return [problem]
     dataset = read_dataset(folder)
     files = dataset["files"]
-    problems = [problem for name in files if (problem := file_problem(folder, name, files[name]))]
-    listed = {folder / name for name in files}
     for path in sorted(folder.glob("*/*.bin")):
-        if path not in listed and path.parent.name in FOLDERS:
-            problems.append(f"{path} is not listed in dataset.json; remove it")
-    if problems:
-        return problems
+        if path.parent.name in FOLDERS and f"{path.parent.name}/{path.name}" not in files:
+            yield f"{path} is not listed in dataset.json; remove it"
+    problems = {name: file_problem(folder / name, entry) for name, entry in files.items()}
+    yield from filter(None, problems.values())
 
     path = folder / "tokenizer.json"
-    if problem := problem_of(tokenizer.load, path):
-        return [problem]
+    if problem := problems["tokenizer.json"] or problem_of(tokenizer.load, path):
+        yield problem
+        return
     encoding = tokenizer.load(path)
     found = {
         "vocab_size": encoding.n_vocab,
@@ -458,62 +406,50 @@ def find_problems(folder: Path) -> list[str]:
     for key, value in found.items():
         # Datasets made by hand state none.
         if dataset.get(key, value) != value:
-            problems.append(f"{folder}/dataset.json has another {key} than {path}; build the dataset again")
+            yield f"{folder}/dataset.json has another {key} than {path}; build the dataset again"
     lengths = tokenizer.token_bytes(path)
-    shards = [name for name in files if name.endswith(".bin")]
-    for name in shards:
-        problems += shard_problems(folder, name, dataset, found["bos_id"], lengths)
-    return problems
+    for name in files:
+        if name.endswith(".bin") and not problems[name]:
+            yield from shard_problems(folder / name, files[name], dataset, found["bos_id"], lengths)
 
 
-def file_problem(folder: Path, name: str, entry: dict[str, Any]) -> str | None:
+def file_problem(path: Path, entry: dict[str, Any]) -> str:
     """Whether a listed file is there, with its size and its sha256."""
-    path = folder / name
     if not path.is_file():
-        return f"{path} is missing, but dataset.json lists it; restore it or build the dataset again"
-    if name.endswith(".bin") and (problem := problem_of(read_header, path)):
+        return f"{path} is missing, but dataset.json lists it; restore it"
+    if path.suffix == ".bin" and (problem := problem_of(read_shard, path, True)):
         return problem
     found = sha256_file(path)
-    if found != entry["sha256"]:
-        return f"{path} was changed: its sha256 is {found}, dataset.json lists {entry['sha256']}; restore it"
-    if path.stat().st_size != entry.get("bytes", path.stat().st_size):
-        return f"{path} does not have the {entry['bytes']:,} bytes that dataset.json lists; build the dataset again"
-    return None
+    size = path.stat().st_size
+    if found != entry["sha256"] or size != entry.get("bytes", size):
+        return f"{path} was changed: dataset.json lists another size or sha256; restore it"
+    return ""
 
 
 def shard_problems(
-    folder: Path, name: str, dataset: dict[str, Any], bos: int, lengths: np.ndarray
+    path: Path, entry: dict[str, Any], dataset: dict[str, Any], bos: int, lengths: np.ndarray
 ) -> Iterator[str]:
-    """What is wrong inside a shard whose sha256 is right: its header, its tokens, or what dataset.json says of them."""
-    path = folder / name
-    again = "make it again with the tokenizer of the dataset"
-    if problem := problem_of(read_shard, path, True):
-        yield problem
-        return
+    """What is wrong inside a shard whose sha256 is right, or with what dataset.json says of it."""
     header = read_header(path)
+    tokens = read_shard(path)
     if header["tokenizer_sha256"] not in ("", dataset["tokenizer_sha256"]):
-        yield f"{path} was made with another tokenizer (sha256 {header['tokenizer_sha256']}); {again}"
-    if name.endswith(".mask.bin"):
-        mask, tokens = read_shard(path), read_shard(path.with_name(f"{path.name[:-9]}.bin"))
-        if len(mask) != len(tokens) or mask.max() > 1:
+        yield f"{path} was made with another tokenizer; make it again with that of the dataset"
+    if path.name.endswith(".mask.bin"):
+        masked = path.with_name(path.name.replace(".mask.bin", ".bin"))
+        if not masked.exists() or len(tokens) != len(read_shard(masked)) or tokens.max() > 1:
             yield f"{path} is not a mask of the shard beside it; run data/sft.py again"
         return
 
-    if header["bos_id"] not in (None, bos) or header["vocab_size"] not in (0, len(lengths)):
-        stated = f"BOS {header['bos_id']}, {header['vocab_size']} entries"
-        yield f"{path} states another vocabulary ({stated}) than tokenizer.json; {again}"
-    counts = count_tokens(read_shard(path), len(lengths))
-    if len(counts) > len(lengths):
-        yield f"{path} holds token {len(counts) - 1}, but tokenizer.json has {len(lengths)} entries; {again}"
+    counts = count_tokens(tokens, len(lengths))
+    states_other = header["bos_id"] not in (None, bos) or header["vocab_size"] not in (0, len(lengths))
+    if states_other or len(counts) > len(lengths) or not counts[bos]:
+        yield f"{path} has other tokens or another BOS than tokenizer.json"
         return
-    if not counts[bos]:
-        yield f"{path} holds no BOS {bos}, with which every document begins; {again}"
     found = {"tokens": int(counts.sum()), "documents": int(counts[bos])}
     found["text_bytes"] = int(counts @ lengths)
     for key, value in found.items():
-        if dataset["files"][name].get(key, value) != value:
-            listed = dataset["files"][name][key]
-            yield f"{path} holds {value:,} {key}, dataset.json lists {listed:,}; build the dataset again"
+        if entry.get(key, value) != value:
+            yield f"{path} holds {value:,} {key}, dataset.json lists {entry[key]:,}"
 
 
 def count_tokens(tokens: np.ndarray, entries: int) -> np.ndarray:
@@ -532,7 +468,7 @@ def split_paths(folder: Path, dataset: dict[str, Any], prefix: str) -> list[Path
 
 
 def tell_shared(folder: Path, bos_id: int, kind: str = "pretrain") -> str:
-    """How many documents of the validation split are also in the training split, as a sentence; "" if none is."""
+    """A sentence, if documents of the validation split are also in the training split."""
     dataset = read_dataset(folder)
     what = "conversations" if kind == "sft" else "documents"
     val = split_paths(folder, dataset, f"{kind}/val_")
@@ -549,7 +485,7 @@ def main() -> None:
     p = commands.add_parser("check", help="read every file of a dataset, and print what is wrong")
     p.add_argument("data", metavar="DIR", type=Path, help="dataset directory")
     args = parser.parse_args()
-    problems = find_problems(args.data)
+    problems = list(find_problems(args.data))
     for problem in problems:
         print(problem)
     if problems:

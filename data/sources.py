@@ -1,10 +1,10 @@
 """Where text comes from: every --source form as a stream of training and of validation documents.
 
-    stdlib             the Python standard library of the running interpreter, always there, no network
+    stdlib             the Python standard library of the running interpreter, no network
     climbmix           Hugging Face parquet; the last file is validation
     fineweb-edu        likewise
     hf:REPO/GLOB       files of any Hugging Face dataset, e.g. hf:user/name/data/*.parquet
-    pypi:p34, p100     pinned wheels of Python projects, the same text for everyone: see data/pypi.py
+    pypi:p34, p100     pinned wheels of Python projects: see data/pypi.py
     PATH, GLOB, FOLDER .txt, .jsonl, .jsonl.gz, .jsonl.zst, .parquet; a comma-separated list is read in order,
                        or with --interleave all files side by side
 
@@ -42,10 +42,8 @@ HUB_SOURCES = {
     "fineweb-edu": "hf:karpathy/fineweb-edu-100b-shuffle/shard_*.parquet",
 }
 SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
-# Default number of Hugging Face training files, about 2 billion tokens of climbmix.
-HUB_FILES = 40
-# Default size of their validation split, which is one file of some 50 million tokens.
-HUB_VAL_DOCUMENTS = 10_000
+HUB_FILES = 40  # default number of training files, about 2 billion tokens of climbmix
+HUB_VAL_DOCUMENTS = 10_000  # of the last file, which has some 50 million tokens
 STDLIB_SECTION = 6_000  # characters
 TEXT_SECTION = 12_000  # characters
 STDLIB_VAL_FRACTION = 0.05
@@ -99,7 +97,7 @@ def open_source(source: str, val_source: str | None = None, **options: Any) -> S
 
 
 def open_text(settings: TextSettings) -> Source:
-    """Resolves a --source and an optional --val-source; mistakes end the script before any text is read."""
+    """Resolves a --source and a --val-source; mistakes end the script before any text is read."""
     check_settings(settings)
     if settings.source == "stdlib":
         source = open_stdlib()
@@ -109,22 +107,22 @@ def open_text(settings: TextSettings) -> Source:
         source = open_hub(settings)
     else:
         source = open_local(settings)
-    train = partial(limited, source.train, settings.max_documents, settings.max_bytes)
-    inputs, val, most_val = source.inputs, source.val, settings.val_documents
-    tokenizer_text = source.tokenizer_text
-    if tokenizer_text:
-        limits = settings.max_documents, settings.max_bytes
-        tokenizer_text = partial(limited, tokenizer_text, *limits)
-
+    inputs = source.inputs
+    val = source.val
+    most_val = settings.val_documents
     if settings.val_source is not None:
         held_out = open_held_out(settings, source.empty)
         check_apart(inputs, held_out.inputs)
         inputs = inputs + [["val", *entry] for entry in held_out.inputs]
         val = held_out.val
-    else:
-        check_apart(inputs)
-        if settings.is_hub and most_val is None:
-            most_val = HUB_VAL_DOCUMENTS
+    elif settings.is_hub and most_val is None:
+        most_val = HUB_VAL_DOCUMENTS
+
+    limits = {"max_documents": settings.max_documents, "max_bytes": settings.max_bytes}
+    train = partial(limited, source.train, **limits)
+    tokenizer_text = source.tokenizer_text
+    if tokenizer_text:
+        tokenizer_text = partial(limited, tokenizer_text, **limits)
     if val is None:
         val = partial(one_part, train, settings.val_fraction, True)
         train = partial(one_part, train, settings.val_fraction, False)
@@ -132,7 +130,8 @@ def open_text(settings: TextSettings) -> Source:
 
 
 def check_settings(settings: TextSettings) -> None:
-    fraction, spec = settings.val_fraction, settings.source
+    fraction = settings.val_fraction
+    spec = settings.source
     if not 0 < fraction <= 0.5:
         fail(f"--val-fraction must lie above 0 and at most 0.5, found {fraction}; 0.01 is usual")
     local = spec != "stdlib" and not spec.startswith("pypi:") and not settings.is_hub
@@ -161,15 +160,14 @@ def open_pypi(settings: TextSettings) -> Source:
 
 def open_hub(settings: TextSettings) -> Source:
     """Without --val-source the last file is validation."""
-    spec, empty = settings.source, {}
-    repo, commit, files = hub_files(spec)
-    train, val = list(files), []
+    empty = {}
+    repo, commit, files = hub_files(settings.source)
+    train = list(files)
+    val = []
     if settings.val_source is None:
         if len(train) < 2:
-            fail(
-                f"--source {spec} has one file but needs 2, as the last one is validation; give --val-source"
-            )
-        train, val = train[:-1], train[-1:]
+            fail(f"--source {settings.source} has one file but needs 2; give --val-source")
+        val.append(train.pop())
     train = train[: settings.max_files]
     inputs = [[f"{repo}/{name}", *files[name]] for name in [*train, *val]]
     read = partial(hub_documents, repo, commit, text_field=settings.text_field, empty=empty)
@@ -178,7 +176,8 @@ def open_hub(settings: TextSettings) -> Source:
 
 def open_local(settings: TextSettings) -> Source:
     """Validation is None: a part of the documents."""
-    paths, empty = local_paths(settings.source), {}
+    empty = {}
+    paths = local_paths(settings.source)
     interleave = settings.interleave and len(paths) > 1
     read = interleaved_documents if interleave else local_documents
     inputs = [identify(path) for path in paths]
@@ -187,7 +186,8 @@ def open_local(settings: TextSettings) -> Source:
 
 def open_held_out(settings: TextSettings, empty: dict[str, int]) -> Source:
     """A --val-source: all of it is validation, of the named hub datasets the last file."""
-    spec, text_field = settings.val_source, settings.text_field
+    spec = settings.val_source
+    text_field = settings.text_field
     if spec == "stdlib":
         return open_stdlib()
     if is_hub(spec):
@@ -203,46 +203,28 @@ def open_held_out(settings: TextSettings, empty: dict[str, int]) -> Source:
 
 
 def check_apart(*sources: list[list[Any]]) -> None:
-    """Ends the script if one source has a file with the content of a file of another, whatever the names are.
-
-    Copies within one source are only counted: folders of texts are full of them.
-    """
+    """Ends the script if one source has a file with the content of a file of another."""
     known: dict[tuple, str] = {}
     for inputs in sources:
-        files: dict[tuple, str] = {}
-        copies = []
-        for name, *content in inputs:
-            key = tuple(content)
-            # No file: the standard library keeps its two parts apart itself.
-            if len(key) < 2:
-                continue
-            if key in known:
-                fail(f"--source/--val-source: {name} is the same file as {known[key]}; name it once")
-            if key in files:
-                copies.append(f"{name} of {files[key]}")
-            files.setdefault(key, name)
-        if copies:
-            print(
-                f"warning: {len(copies)} of {len(inputs)} files are copies and their text is read again, the first is "
-                f"{copies[0]}; remove what you do not want twice",
-                file=sys.stderr,
-            )
+        # The standard library, which is no file, keeps its two parts apart itself.
+        files = {tuple(content): name for name, *content in inputs if len(content) == 2}
+        for content in files.keys() & known.keys():
+            found = f"{files[content]} is the same file as {known[content]}"
+            fail(f"--source/--val-source: {found}; name it once")
         known |= files
 
 
 def limited(
-    read: Callable[[], Iterator[str]],
-    max_documents: int | None = None,
-    max_bytes: int | None = None,
+    read: Callable[[], Iterator[str]], max_documents: int | None = None, max_bytes: int | None = None
 ) -> Iterator[str]:
     """The first documents of a pass, whole, up to either limit."""
     count = size = 0
     for text in read():
         count += 1
         size += utf8_length(text)
-        if max_documents is not None and count > max_documents:
+        if max_documents and count > max_documents:
             return
-        if max_bytes is not None and size > max_bytes:
+        if max_bytes and size > max_bytes:
             return
         yield text
 
@@ -250,9 +232,9 @@ def limited(
 def one_part(
     read: Callable[[], Iterator[str]], fraction: float, want_val: bool
 ) -> Iterator[str]:
-    """One of the two parts of a stream, by document number alone, so that it is the same in every pass.
+    """One of the two parts of a stream, by document number alone: the same in every pass.
 
-    Of each block of round(1 / fraction) documents one is validation, chosen by a hash of the block's number.
+    Of each round(1 / fraction) documents one is validation, chosen by a hash of their number.
     In the first block it is the first document, so that even two documents give both splits.
     """
     block = round(1 / fraction)
@@ -280,27 +262,26 @@ def utf8_length(text: str) -> int:
 
 def local_paths(spec: str, suffixes: tuple[str, ...] = SUFFIXES) -> list[Path]:
     """The files that a comma-separated list of paths, globs and folders names, in order."""
+    endings = ", ".join(suffixes)
     paths: list[Path] = []
     for part in filter(None, map(str.strip, spec.split(","))):
         if Path(part).is_dir():
             inside = sorted(Path(part).iterdir())
-            found = [path for path in inside if path.is_file() and path.name.endswith(suffixes)]
-            if not found:
-                fail(f"--source folder {part} holds no {', '.join(suffixes)} file; check the path")
+            paths += [path for path in inside if path.is_file() and path.name.endswith(suffixes)]
         elif Path(part).exists():
-            found = [Path(part)]
+            paths.append(Path(part))
         else:
             found = sorted(path for path in map(Path, glob(part, recursive=True)) if path.is_file())
             if not found:
                 names = ", ".join(["stdlib", *HUB_SOURCES, "pypi:p34", "hf:REPO/GLOB"])
                 fail(f"--source {part} matches no file; give {names}, or an existing path or glob")
-        paths += found
+            paths += found
     if not paths:
-        fail(f"--source {spec!r} names no file; give an existing path or glob")
+        fail(f"--source {spec} holds no {endings} file; check the path")
     seen: set[Path] = set()
     for path in paths:
         if not path.name.endswith(suffixes):
-            fail(f"--source file {path} has an unknown ending; use one of {', '.join(suffixes)}")
+            fail(f"--source file {path} has an unknown ending; use one of {endings}")
         if path.resolve() in seen:
             fail(f"--source names the file {path} twice; name it once")
         seen.add(path.resolve())
@@ -317,12 +298,8 @@ def identify(path: Path) -> list[Any]:
 def local_documents(paths: Iterable[Path], text_field: str, empty: dict[str, int]) -> Iterator[str]:
     """Every document of the files, in order; those without text are only counted in empty[file]."""
     for path in paths:
-        if path.name.endswith(".parquet"):
-            documents = parquet_documents(path, text_field)
-        elif path.name.endswith(".txt"):
-            documents = text_documents(path)
-        else:
-            documents = jsonl_documents(path, text_field)
+        is_text = path.name.endswith(".txt")
+        documents = text_documents(path) if is_text else field_documents(path, text_field)
         empty[str(path)] = 0
         for text in documents:
             if not text or text.isspace():
@@ -334,9 +311,9 @@ def local_documents(paths: Iterable[Path], text_field: str, empty: dict[str, int
 def interleaved_documents(
     paths: list[Path], text_field: str, empty: dict[str, int]
 ) -> Iterator[str]:
-    """Every document of the files, the next always from the file of which the smallest part was read.
+    """Every document; the next is always of the file of which the smallest part was read.
 
-    So each stretch of the text holds all files in proportion to their bytes of text, and all end together.
+    So each stretch of the text holds all files in proportion to their bytes.
     """
     sizes = count_text(tuple(paths), text_field)
     readers = [local_documents([path], text_field, empty) for path in paths]
@@ -358,6 +335,34 @@ def count_text(paths: tuple[Path, ...], text_field: str) -> list[int]:
     return [sum(map(utf8_length, local_documents([path], text_field, {}))) for path in paths]
 
 
+def records(path: Path, columns: tuple[str, ...]) -> Iterator[tuple[str, Any, str]]:
+    """(where it stands, value, "" or what is wrong with it) for each line or row of a file."""
+    if path.name.endswith(".parquet"):
+        for number, row in enumerate(parquet_rows(path, columns), 1):
+            yield f"{path} row {number}", row, ""
+        return
+    for number, line in enumerate(read_lines(path), 1):
+        if not line.strip():
+            continue
+        where = f"{path} line {number}"
+        try:
+            yield where, json.loads(line), ""
+        except (ValueError, RecursionError) as problem:
+            yield where, None, f"it is not valid JSON ({problem})"
+
+
+def field_documents(path: Path, text_field: str) -> Iterator[str]:
+    """The text field of each line or row, null as an empty document; anything else is an error."""
+    for where, value, problem in records(path, (text_field,)):
+        if problem:
+            fail(f"{where}: {problem}; correct or remove the line")
+        text = value.get(text_field, 0) if isinstance(value, dict) else 0
+        if text is not None and not isinstance(text, str):
+            found = ", ".join(list(value)[:9]) if isinstance(value, dict) else type(value).__name__
+            fail(f"{where} has no string field {text_field!r} (found: {found}); choose another with --text-field")
+        yield text or ""
+
+
 def read_lines(path: Path) -> Iterator[bytes]:
     """The lines of a plain, .gz or .zst file without their line end, split at b"\\n" only: texts may hold
     U+2028 and the like, which str.splitlines would break. A file that ends early is an error."""
@@ -365,64 +370,59 @@ def read_lines(path: Path) -> Iterator[bytes]:
     try:
         with open_lines(path) as f:
             for line in f:
-                if number == 0 and (b"\0" in line or line.startswith((b"\xff\xfe", b"\xfe\xff"))):
-                    fail(f"{path} is UTF-16 or no text: {line[:8]!r} is not UTF-8; convert it to UTF-8")
+                if number == 0 and b"\0" in line:
+                    fail(f"{path} is UTF-16 or no text; convert it to UTF-8")
                 number += 1
                 yield line.removesuffix(b"\n")
     except (EOFError, zlib.error, OSError) as problem:
-        fail(f"{path} cannot be read after line {number} ({problem}); check its permissions or fetch it again")
+        fail(f"{path} cannot be read after line {number} ({problem}); fetch it again")
 
 
 def open_lines(path: Path) -> BinaryIO:
-    """A file opened for reading lines of bytes, decompressed. A compressed one without any byte is an error."""
-    if not path.name.endswith((".gz", ".zst")):
-        return open(path, "rb")
-    if not path.stat().st_size:
-        fail(f"{path} is empty, even of the bytes with which a compressed file begins; fetch it again")
+    if path.name.endswith((".gz", ".zst")) and not path.stat().st_size:
+        fail(f"{path} is empty; fetch it again")
     if path.name.endswith(".gz"):
         return gzip.open(path)
+    if not path.name.endswith(".zst"):
+        return open(path, "rb")
     import pyarrow
 
     return io.BufferedReader(pyarrow.input_stream(str(path), compression="zstd"), 2**16)
 
 
-def jsonl_documents(path: Path, text_field: str) -> Iterator[str]:
-    """The text field of each line, null as an empty document; blank lines are passed over, anything else is an error
-    with its line."""
-    for number, line in enumerate(read_lines(path), 1):
-        if not line.strip():
-            continue
-        try:
-            value = json.loads(line)
-        except (ValueError, RecursionError) as problem:
-            fail(f"{path} line {number} is not valid JSON ({problem}); correct or remove the line")
-        text = value.get(text_field, 0) if isinstance(value, dict) else 0
-        if text is not None and not isinstance(text, str):
-            found = ", ".join(list(value)[:9]) if isinstance(value, dict) else type(value).__name__
-            fail(
-                f"{path} line {number} has no string field {text_field!r} (found: {found}); "
-                "choose another with --text-field"
-            )
-        yield text or ""
+def parquet_rows(path: Path, columns: tuple[str, ...]) -> Iterator[dict[str, Any]]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        with pyarrow.parquet.ParquetFile(path, pre_buffer=False) as file:
+            names = file.schema_arrow.names
+            for column in columns:
+                if column not in names:
+                    found = ", ".join(names)
+                    fail(f"{path} has no column {column!r} (found: {found}); choose another file or --text-field")
+            for batch in file.iter_batches(1024, columns=list(columns)):
+                yield from batch.to_pylist()
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as problem:
+        fail(f"{path} is not a readable parquet file ({problem}); fetch it again")
 
 
 def text_documents(path: Path) -> Iterator[str]:
     """Documents of a text file: parted by lines that hold only <|endoftext|>, and cut at a blank line (else
     at a line) into sections of at most TEXT_SECTION characters, a longer single line excepted."""
     section: list[str] = []
-    length, warned = 0, False
+    length = 0
+    warned = False
     for line in read_lines(path):
         text = line.decode("utf-8", "replace") + "\n"
         if not warned and "\ufffd" in text and "\ufffd".encode() not in line:
             warned = True
-            print(
-                f"warning: {path} is not UTF-8 everywhere; convert it, or the rest becomes \ufffd",
-                file=sys.stderr,
-            )
+            print(f"warning: {path} is not UTF-8 everywhere; convert it, or the rest becomes \ufffd", file=sys.stderr)
         if text.strip() == "<|endoftext|>":
             if section:
                 yield "".join(section)
-            section, length = [], 0
+            section = []
+            length = 0
             continue
         while section and length + len(text) > TEXT_SECTION:
             blank = [i for i, s in enumerate(section) if not s.strip()]
@@ -436,27 +436,6 @@ def text_documents(path: Path) -> Iterator[str]:
         yield "".join(section)
 
 
-def parquet_documents(path: Path, text_field: str) -> Iterator[str]:
-    """The text column, a row group and at most 1,024 rows at a time; nulls count as empty documents."""
-    import pyarrow
-    import pyarrow.parquet
-
-    way = "choose another with --text-field"
-    try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            names = file.schema_arrow.names
-            if text_field not in names:
-                fail(f"{path} has no column {text_field!r} (found: {', '.join(names)}); {way}")
-            kind = file.schema_arrow.field(text_field).type
-            if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
-                fail(f"{path} column {text_field!r} holds {kind}, expected string; {way}")
-            for group in range(file.num_row_groups):
-                for batch in file.iter_batches(1024, row_groups=[group], columns=[text_field]):
-                    yield from (text or "" for text in batch.column(0).to_pylist())
-    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as problem:
-        fail(f"{path} is not a readable parquet file ({problem}); fetch it again")
-
-
 # ==== Hugging Face
 
 
@@ -464,21 +443,20 @@ def hub_files(spec: str) -> tuple[str, str, dict[str, list]]:
     """(repository, its commit now, {name: [size, digest]}) of the files of climbmix, fineweb-edu or hf:REPO/GLOB, in
     the order of their names."""
     parts = HUB_SOURCES.get(spec, spec).removeprefix("hf:").split("/", 2)
-    if len(parts) < 3 or not all(parts):
-        fail(f"--source {spec} is not of the form hf:OWNER/NAME/GLOB; add the file pattern, e.g. /*.parquet")
+    if len(parts) < 3:
+        fail(f"--source {spec} is not of the form hf:OWNER/NAME/GLOB, e.g. with /*.parquet")
     repo, pattern = "/".join(parts[:2]), parts[2]
     commit, files = hub.list_files(repo)
     names = sorted(name for name in files if fnmatch(name, pattern) and name.endswith(SUFFIXES))
     if not names:
-        endings = ", ".join(SUFFIXES)
-        fail(f"--source {spec}: no {endings} file in dataset {repo} matches {pattern!r}; check the pattern")
+        fail(f"--source {spec}: no {', '.join(SUFFIXES)} file of {repo} matches {pattern!r}; check the pattern")
     return repo, commit, {name: files[name] for name in names}
 
 
 def hub_documents(
     repo: str, commit: str, names: list[str], text_field: str, empty: dict[str, int]
 ) -> Iterator[str]:
-    """Documents of dataset files in the Hugging Face cache, fetched up to four files ahead of the reader."""
+    """Documents of Hugging Face files, fetched up to four files ahead of the reader."""
     with ThreadPoolExecutor(4) as pool:
         ahead = [pool.submit(hub.fetch, repo, name, commit) for name in names[:4]]
         try:
@@ -501,20 +479,15 @@ def stdlib_root() -> Path:
 def stdlib_files() -> list[str]:
     """Sorted paths (relative to stdlib_root) of the modules that people wrote: no installed packages, tests,
     demos, character maps, or other files that are mostly generated tables."""
-    skip = set(
-        "site-packages dist-packages test tests __pycache__ idlelib turtledemo _bundled".split()
-    )
+    skip = set("site-packages dist-packages test tests __pycache__ idlelib turtledemo _bundled".split())
     generated = {"pydoc_data/topics.py", "html/entities.py"}
     root = stdlib_root()
     names = []
     for path in root.rglob("*.py"):
-        relative = path.relative_to(root)
-        name = relative.as_posix()
-        if skip & set(relative.parts) or name in generated or name.startswith("config-"):
-            continue
-        if path.name.startswith("_sysconfigdata") or not path.is_file():
-            continue
-        names.append(name)
+        name = path.relative_to(root).as_posix()
+        is_made = name in generated or name.startswith("config-") or path.name.startswith("_sysconfigdata")
+        if path.is_file() and not is_made and not skip & set(name.split("/")):
+            names.append(name)
     return sorted(names)
 
 
@@ -530,12 +503,10 @@ def stdlib_documents(part: str) -> Iterator[str]:
         if is_val_file(name) != (part == "val"):
             continue
         text = (stdlib_root() / name).read_text(encoding="utf-8", errors="replace")
-        # encodings/ is half small codecs and half generated character maps; the maps hold these names.
+        # Half of encodings/ are generated character maps, which hold these names.
         if name.startswith("encodings/") and ("decoding_table" in text or "decoding_map" in text):
             continue
         sections += cut_sections(text, STDLIB_SECTION)
-    if not sections:
-        fail(f"the Python standard library in {stdlib_root()} holds no source files; choose another --source")
     random.Random(20240520).shuffle(sections)
     return map(clean, sections)
 
@@ -552,7 +523,7 @@ def add_source_flags(parser: argparse.ArgumentParser) -> None:
     add("--max-files", type=int, default=HUB_FILES, help="Hugging Face training files to use")
     add("--max-documents", type=int, help="stop reading the source after this many documents")
     add("--max-bytes", type=int, help="stop reading the source after this many bytes of text")
-    side_by_side = "read local files side by side, not one after the other; for files of different kinds of text"
+    side_by_side = "read local files side by side, not one after the other"
     add("--interleave", action="store_true", help=side_by_side)
 
 

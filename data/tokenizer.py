@@ -24,17 +24,8 @@ from format import MAX_VOCAB, fail, read_json, run, sha256_file, write_json
 from sources import TextSettings, add_source_flags, check_positive, clean, open_text
 
 FORMAT = "decoderstack-tokenizer-1"
-SPECIAL_TOKENS = [
-    "<|bos|>",
-    "<|user_start|>",
-    "<|user_end|>",
-    "<|assistant_start|>",
-    "<|assistant_end|>",
-    "<|python_start|>",
-    "<|python_end|>",
-    "<|output_start|>",
-    "<|output_end|>",
-]
+ROLES = ("user", "assistant", "python", "output")
+SPECIAL_TOKENS = ["<|bos|>", *(f"<|{role}_{end}|>" for role in ROLES for end in ("start", "end"))]
 # GPT-4's split pattern with one change: digits in groups of one or two instead of up to three, which spends
 # fewer of a small vocabulary's entries on numbers (published for a 12-layer model: 0.965 bits per byte with
 # two, 0.969 with one, 0.972 with three).
@@ -44,21 +35,21 @@ PATTERN = (
 )
 # As tiktoken has it for GPT-2.
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
-# llama.cpp knows the tokenizers of these models by their patterns, and so runs models with such a tokenizer.
+# llama.cpp knows the tokenizers of these models by their patterns.
 LLAMA3_PATTERN = (
     r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
     r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-QWEN2_PATTERN = LLAMA3_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}")
 PATTERNS = {
     "gpt4": PATTERN,
     "llama3": LLAMA3_PATTERN,
-    "qwen2": QWEN2_PATTERN,
+    "qwen2": LLAMA3_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}"),
     "gpt2": GPT2_PATTERN,
 }
 VOCAB_SIZE = 32_768
-DOC_CAP = 10_000  # characters of one document that the trainer sees, so that no single book shapes the merges
+DOC_CAP = 10_000  # characters of a document that are trained on, so that no book shapes the merges
 MAX_CHARS = 2_000_000_000
+AGAIN = "train it again with data/tokenizer.py"
 PIECE = 100_000  # characters of a text that is too much for the split regex at once
 # A text for trying a pattern: many characters, some prose, and runs of each printable character, which a pattern
 # that backtracks would split in too many ways.
@@ -76,7 +67,7 @@ def train(
     doc_cap: int = DOC_CAP,
     pattern: str = PATTERN,
 ) -> dict:
-    """Trains BPE on the first max_chars characters; returns the content of tokenizer.json. Deterministic."""
+    """Trains BPE on the first max_chars characters; returns the content of tokenizer.json."""
     import rustbpe
 
     check_vocab_size(vocab_size)
@@ -84,14 +75,11 @@ def train(
     trainer = rustbpe.Tokenizer()
     trainer.train_from_iterator(cap(documents, max_chars, doc_cap), wanted, pattern=pattern)
     pairs = sorted(trainer.get_mergeable_ranks(), key=lambda pair: pair[1])
-    # Two merge paths can spell the same bytes; tiktoken finds tokens by bytes, so the second would be dead.
+    # Two merge paths can spell the same bytes; for tiktoken the second would be dead.
     ranks = list(dict.fromkeys(bytes(token) for token, _ in pairs))
     if len(ranks) < wanted:
         most = len(ranks) + len(SPECIAL_TOKENS)
-        fail(
-            f"the text is too small for --vocab-size {vocab_size}: only {most} entries could be trained; "
-            "give more text or that size"
-        )
+        fail(f"the text is too small for --vocab-size {vocab_size}: only {most} entries; give more text or that size")
     special = {name: wanted + i for i, name in enumerate(SPECIAL_TOKENS)}
     return make_spec(pattern, ranks, special)
 
@@ -105,9 +93,7 @@ def pattern_name(path: str | Path) -> str:
 def check_vocab_size(vocab_size: int) -> None:
     least = 256 + len(SPECIAL_TOKENS)
     if not least <= vocab_size <= MAX_VOCAB:
-        fail(
-            f"--vocab-size {vocab_size} is out of range: shards hold uint16 tokens; give {least} to {MAX_VOCAB}"
-        )
+        fail(f"--vocab-size {vocab_size} is out of range; give {least} to {MAX_VOCAB}")
 
 
 def cap(documents: Iterable[str], max_chars: int, doc_cap: int) -> Iterator[str]:
@@ -129,51 +115,35 @@ def make_spec(pattern: str, ranks: list[bytes], special: dict[str, int]) -> dict
 def read_spec(path: str | Path) -> tuple[str, list[bytes], dict[str, int]]:
     """(pattern, ranks, special tokens) of a tokenizer.json, checked."""
     value = read_json(path)
-    if not isinstance(value, dict) or value.get("format") != FORMAT:
-        found = value.get("format") if isinstance(value, dict) else type(value).__name__
+    found = value.get("format") if isinstance(value, dict) else type(value).__name__
+    if found != FORMAT:
         fail(f"{path} has format {found!r}, expected {FORMAT!r}; train one with data/tokenizer.py")
-    pattern, spelled, special = (value.get(key) for key in ("pattern", "ranks", "special_tokens"))
-    again = "train it again with data/tokenizer.py"
-    if not (isinstance(pattern, str) and isinstance(spelled, list) and isinstance(special, dict)):
-        fail(f"{path} is damaged: it needs a text pattern, a list ranks and a table special_tokens; {again}")
     try:
-        ranks = [base64.b64decode(text, validate=True) for text in spelled]
-    except (TypeError, ValueError) as problem:
-        fail(f"{path} is damaged: its ranks are not the base64 of tokens ({problem}); {again}")
-    problem = ranks_problem(ranks) or special_problem(special, len(ranks))
-    problem = problem or pattern_problem(pattern)
-    if problem:
-        fail(f"{path} is damaged: {problem}; {again}")
+        pattern = value["pattern"]
+        special = value["special_tokens"]
+        ranks = [base64.b64decode(text, validate=True) for text in value["ranks"]]
+        ids = sorted(special.values())
+        is_whole = {bytes([b]) for b in range(256)} <= set(ranks) and b"" not in ranks
+        is_whole = is_whole and len(set(ranks)) == len(ranks)
+    except (KeyError, TypeError, ValueError, AttributeError) as problem:
+        fail(f"{path} is damaged ({problem!r}); {AGAIN}")
+    end = len(ranks) + len(special)
+    if not is_whole:
+        fail(f"{path} is damaged: its ranks must differ and hold all bytes; {AGAIN}")
+    if end > MAX_VOCAB or not all(type(i) is int for i in ids) or ids != list(range(len(ranks), end)):
+        fail(f"{path} is damaged: special ids follow the ranks, below {MAX_VOCAB}; {AGAIN}")
+    # JSON can spell lone surrogates, which tiktoken does not take.
+    if not all(name and name == clean(name) for name in special):
+        fail(f"{path} is damaged: a special token has no name; {AGAIN}")
+    if not {"<|bos|>", "<|endoftext|>"} & set(special):
+        fail(f"{path} has no <|bos|> or <|endoftext|> token, with which documents start; {AGAIN}")
+    if problem := pattern_problem(pattern):
+        fail(f"{path} is damaged: {problem}; {AGAIN}")
     return pattern, ranks, special
 
 
-def ranks_problem(ranks: list[bytes]) -> str | None:
-    """Tokens are not empty, all different, and every single byte is among them."""
-    if b"" in ranks:
-        return f"its rank {ranks.index(b'')} is empty"
-    if len(set(ranks)) != len(ranks) or not {bytes([b]) for b in range(256)} <= set(ranks):
-        return "its ranks must be distinct and hold the 256 single bytes"
-    return None
-
-
-def special_problem(special: dict[str, Any], first: int) -> str | None:
-    """The special tokens have names, and their ids follow the ranks."""
-    end = first + len(special)
-    if end > MAX_VOCAB:
-        return f"it has {end} entries, but shards hold uint16 tokens: at most {MAX_VOCAB}"
-    ids = list(special.values())
-    if any(type(i) is not int for i in ids) or sorted(ids) != list(range(first, end)):
-        return f"its special ids must be {first} to {end - 1}, which follow the ranks"
-    if not {"<|bos|>", "<|endoftext|>"} & set(special):
-        return "it has no <|bos|> or <|endoftext|> token, and documents must start with one"
-    # JSON can spell lone surrogates, which tiktoken does not take.
-    if not all(name and name == clean(name) for name in special):
-        return "a special token has no name"
-    return None
-
-
 def pattern_problem(pattern: str) -> str | None:
-    """Whether tiktoken compiles the pattern, and every character of a text is in one of its matches.
+    """Whether tiktoken compiles the pattern, and no character of a text is lost.
 
     It is tried with a vocabulary of single bytes. The empty entry is for patterns that match nothing at some place:
     tiktoken would crash there if it did not find the empty piece.
@@ -184,7 +154,7 @@ def pattern_problem(pattern: str) -> str | None:
             "trial", pat_str=pattern, mergeable_ranks=ranks, special_tokens={}
         )
         tokens = trial.encode_to_numpy(TEST_TEXT, allowed_special=set(), disallowed_special=())
-    except ValueError as problem:
+    except (TypeError, ValueError) as problem:
         return f"its pattern does not work ({problem})"
     if 256 in tokens or bytes(tokens.tolist()) != TEST_TEXT.encode():
         return "its pattern loses text or matches nothing at some place"
@@ -196,15 +166,13 @@ def load(path: str | Path) -> tiktoken.Encoding:
     pattern, ranks, special = read_spec(path)
     name = f"decoderstack-{sha256_file(path)[:12]}"
     mergeable = {token: rank for rank, token in enumerate(ranks)}
-    return tiktoken.Encoding(
-        name, pat_str=pattern, mergeable_ranks=mergeable, special_tokens=special
-    )
+    return tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=mergeable, special_tokens=special)
 
 
 def token_bytes(path: str | Path) -> np.ndarray:
     """int32 [vocabulary]: how many bytes of text each token stands for; 0 for special tokens.
 
-    From the raw bytes, never from decoded strings: half a character decodes to U+FFFD, which is three.
+    From the raw bytes: half a character would decode to U+FFFD, which is three.
     """
     _, ranks, special = read_spec(path)
     return np.array([len(token) for token in ranks] + [0] * len(special), dtype=np.int32)
@@ -243,36 +211,29 @@ def bos_id(encoding: tiktoken.Encoding) -> int:
 
 
 def gpt2_spec(vocab_bpe: Path | None, encoder_json: Path | None) -> dict[str, Any]:
-    """GPT-2's published vocabulary as tokenizer.json, from its two files or from tiktoken's copy."""
+    """GPT-2's vocabulary as tokenizer.json, from its two files or tiktoken's copy."""
     if (vocab_bpe is None) != (encoder_json is None):
-        fail("--vocab-bpe and --encoder-json belong together but one is missing; give both or neither")
+        fail("--vocab-bpe and --encoder-json belong together; give both or neither")
     if vocab_bpe is None:
         try:
             encoding = tiktoken.get_encoding("gpt2")
         except Exception as problem:  # tiktoken lets through whatever its HTTP client raises
-            fail(
-                f"tiktoken cannot fetch the gpt2 files ({type(problem).__name__}); download vocab.bpe and "
-                "encoder.json of GPT-2 and give them with --vocab-bpe and --encoder-json"
-            )
+            way = "download vocab.bpe and encoder.json of GPT-2 and give them with --vocab-bpe and --encoder-json"
+            fail(f"tiktoken cannot fetch the gpt2 files ({type(problem).__name__}); {way}")
         ranks = [encoding.decode_single_token_bytes(i) for i in range(50256)]
         return make_spec(GPT2_PATTERN, ranks, {"<|endoftext|>": 50256})
-    # The files spell each byte as one character: printable bytes as themselves, the others from U+0100 on.
+    # The files spell printable bytes as themselves, the others from U+0100 on.
     printable = [b for b in range(256) if chr(b).isprintable() and b != 32]
     others = [b for b in range(256) if b not in printable]
     to_byte = {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
-    try:
-        merges = vocab_bpe.read_text(encoding="utf-8").split("\n")[1:-1]  # after the version line
-        ids = json.loads(encoder_json.read_text(encoding="utf-8"))
-        ids.pop("<|endoftext|>", None)
-        spelled = [bytes(to_byte[c] for c in token) for token in sorted(ids, key=ids.get)]
-        ranks = [bytes([b]) for b in printable + others]
-        ranks += [bytes(to_byte[c] for c in merge.replace(" ", "")) for merge in merges]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
-        fail(f"{vocab_bpe} and {encoder_json} are not GPT-2's files ({problem!r}); download them again")
-    if spelled != ranks or sorted(ids.values()) != list(range(len(ranks))):
-        fail(
-            f"{vocab_bpe} gives {len(ranks)} tokens that are not the {len(ids)} of {encoder_json}; download both again"
-        )
+    merges = vocab_bpe.read_text(encoding="utf-8").split("\n")[1:-1]  # after the version line
+    ids = read_json(encoder_json)
+    ids.pop("<|endoftext|>", None)
+    spelled = [*map(chr, printable), *(chr(256 + i) for i in range(len(others)))]
+    spelled += [merge.replace(" ", "") for merge in merges]
+    if ids != {token: i for i, token in enumerate(spelled)}:
+        fail(f"the tokens of {vocab_bpe} are not those of {encoder_json}; download both again")
+    ranks = [bytes(to_byte[c] for c in token) for token in spelled]
     return make_spec(GPT2_PATTERN, ranks, {"<|endoftext|>": len(ranks)})
 
 
@@ -283,34 +244,35 @@ def evaluate(path: str | Path, documents: Iterable[str]) -> dict[str, float]:
     """Compression on a text: bytes per token, tokens per word (fertility), seconds of encoding, and the share
     of the tokens produced that are not valid UTF-8 alone (parts of a character)."""
     encoding = load(path)
-    lengths = token_bytes(path)
-    counts = np.zeros(len(lengths), dtype=np.int64)
-    words, seconds = 0, 0.0
+    ranks = read_spec(path)[1]
+    counts = np.zeros(encoding.n_vocab, dtype=np.int64)
+    words = 0
+    seconds = 0.0
     for text in documents:
         start = time.perf_counter()
         tokens = encode(encoding, text)
         seconds += time.perf_counter() - start
         counts += np.bincount(tokens, minlength=len(counts))
         words += len(text.split())
-    if not counts.sum() or not words:
+    total = int(counts.sum())
+    if not words:
         fail("the source holds no text to measure on; choose another --source")
-    total, size = int(counts.sum()), int(counts @ lengths)
+    size = int(counts @ token_bytes(path))
     # Bytes that are no UTF-8 alone decode to other ones.
-    is_part = [token.decode(errors="replace").encode() != token for token in read_spec(path)[1]]
+    is_part = [token.decode(errors="replace").encode() != token for token in ranks]
     return {
         "tokens": total,
         "bytes": size,
         "bytes_per_token": size / total,
         "tokens_per_word": total / words,
         "seconds": seconds,
-        "partial_utf8_share": int(counts[: len(is_part)][is_part].sum()) / total,
+        "partial_utf8_share": int(counts[: len(ranks)][is_part].sum()) / total,
     }
 
 
 def add_pattern_flag(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--pattern", choices=PATTERNS, help="split pattern of a new tokenizer (default gpt4)"
-    )
+    what = "split pattern of a new tokenizer (default gpt4)"
+    parser.add_argument("--pattern", choices=PATTERNS, help=what)
 
 
 def main() -> None:
@@ -346,12 +308,10 @@ def parse_arguments() -> argparse.Namespace:
     add_source_flags(p)
     add_pattern_flag(p)
     add = p.add_argument
-    size = "entries, the nine special tokens included"
-    add("--vocab-size", type=int, default=VOCAB_SIZE, help=size)
+    add("--vocab-size", type=int, default=VOCAB_SIZE, help="with the nine special tokens")
     add("--max-chars", type=int, default=MAX_CHARS, help="characters of text to train on")
     add("--doc-cap", type=int, default=DOC_CAP, help="characters to take of each document")
-    held_out = "held-out part of local files, not trained on: 1 document in round(1 / F)"
-    add("--val-fraction", type=float, default=0.01, help=held_out)
+    add("--val-fraction", type=float, default=0.01, help="held out of local files")
     add("--out", required=True, type=Path)
 
     p = commands.add_parser("show", help="print how a tokenizer splits a text")

@@ -112,7 +112,7 @@ def sections(*texts: str) -> list[pypi.Section]:
     return result
 
 
-# --- rules ------------------------------------------------------------------------------------------------
+# ==== rules
 
 TABLE = "".join(f'    "{a}{b}": "{b}{a}",\n' for a, b in itertools.combinations(WORDS[:12], 2))
 DROPPED = {
@@ -206,7 +206,7 @@ def test_the_fast_ways_find_what_the_patterns_say():
     assert pypi.split_words(every) == pypi.WORD.findall(every)
 
 
-# --- near duplicates --------------------------------------------------------------------------------------
+# ==== near duplicates
 
 
 @functools.cache
@@ -268,7 +268,9 @@ def test_hashes_are_the_same_on_every_machine():
 
 def test_validation_goes_first_and_the_first_hash_stays():
     a, b, c, d = prose(1), prose(2), prose(3), prose(4)
-    val, train = pypi.drop_duplicates([sections(a, b), sections(edited(a, 0.02, 1), b, c, edited(d, 0.02, 2), d)])
+    val, train = pypi.drop_duplicates(
+        [sections(a, b), sections(edited(a, 0.02, 1), b, c, edited(d, 0.02, 2), d)], Counter()
+    )
     assert sorted(val) == sorted([a.encode(), b.encode()])
     assert len(train) == 2 and c.encode() in train
     pair = sections(d, edited(d, 0.02, 2))
@@ -276,22 +278,7 @@ def test_validation_goes_first_and_the_first_hash_stays():
     assert train == sorted(train, key=lambda text: hashlib.blake2b(text, digest_size=16).digest())
 
 
-# --- archives that are not what they state ----------------------------------------------------------------
-
-
-def test_a_damaged_archive_is_one_sentence(tmp_path):
-    path = make_wheel(tmp_path, "x", {"x/a.py": prose(1)})
-    data = bytearray(path.read_bytes())
-    data[60] ^= 255
-    path.write_bytes(data)
-    with pytest.raises(SystemExit, match="not a readable wheel"):
-        pypi.read_wheel(str(path))
-    path.write_bytes(data[:100])
-    with pytest.raises(SystemExit, match="not a readable wheel"):
-        pypi.read_wheel(str(path))
-
-
-# --- pip --------------------------------------------------------------------------------------------------
+# ==== pip
 
 
 def test_wheels_are_downloaded_once(world, monkeypatch, capsys):
@@ -305,8 +292,7 @@ def test_wheels_are_downloaded_once(world, monkeypatch, capsys):
     paths[0].write_bytes(b"damaged")
     assert "downloading 3 wheels" in capsys.readouterr().out
     pypi.fetch(packages, folder)
-    printed = capsys.readouterr().out
-    assert "is damaged" in printed and "downloading 1 wheels" in printed
+    assert "downloading 1 wheels" in capsys.readouterr().out
     assert format.sha256_file(paths[0]) == packages[0]["sha256"]
 
     monkeypatch.setattr(pypi, "download", lambda *args: pytest.fail("downloaded again"))
@@ -316,7 +302,7 @@ def test_wheels_are_downloaded_once(world, monkeypatch, capsys):
 def test_what_was_downloaded_stays_when_the_index_lacks_a_wheel(world):
     (world / "index/two-1.0-py3-none-any.whl").unlink()
     packages = pypi.set_packages(pypi.read_lock(), "p34")
-    with pytest.raises(SystemExit, match=r"the configured index has no two-1.0-py3-none-any.whl; .* stays"):
+    with pytest.raises(SystemExit, match=r"pip cannot download two-1.0-py3-none-any.whl \(No matching.* stays"):
         pypi.fetch(packages, world / "wheels")
     names = sorted(path.name for path in (world / "wheels").iterdir())
     assert names == ["held-1.0-py3-none-any.whl", "one-1.0-py3-none-any.whl"]
@@ -325,7 +311,7 @@ def test_what_was_downloaded_stays_when_the_index_lacks_a_wheel(world):
 def test_another_file_under_the_name_is_refused(world):
     make_wheel(world / "index", "two", {"two/evil.py": prose(77)})
     packages = pypi.set_packages(pypi.read_lock(), "p34")
-    with pytest.raises(SystemExit, match="another file for two==1.0 .* its sha256 differs"):
+    with pytest.raises(SystemExit, match=r"pip cannot download two-1.0-py3-none-any.whl \(.* DO NOT MATCH"):
         pypi.fetch(packages, world / "wheels")
     assert not (world / "wheels/two-1.0-py3-none-any.whl").exists()
 
@@ -347,27 +333,10 @@ def test_no_network_is_one_sentence(world, monkeypatch):
     monkeypatch.delenv("PIP_NO_INDEX")
     monkeypatch.delenv("PIP_FIND_LINKS")
     monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
-    for retries in ("0", "1"):
-        monkeypatch.setenv("PIP_RETRIES", retries)
-        packages = pypi.set_packages(pypi.read_lock(), "p34")[:1]
-        with pytest.raises(SystemExit, match="cannot reach its index for held==1.0"):
-            pypi.fetch(packages, world / "wheels")
-
-
-@pytest.mark.parametrize(
-    "output, message",
-    [
-        ("python: No module named pip\n", "no pip; run"),
-        ("ERROR: Could not install packages: [Errno 28] No space left on device\n", "the disk is full"),
-        ("WARNING: x\nERROR: something else\n\nNotice: y\n", r"cannot download a==1 \(something else\)"),
-        ("", "no message"),
-    ],
-)
-def test_other_answers_of_pip_are_one_sentence(output, message):
-    sentence = pypi.explain("a==1", "a-1-py3-none-any.whl", output)
-    assert "\n" not in sentence
-    with pytest.raises(SystemExit, match=message):
-        format.fail(sentence)
+    monkeypatch.setenv("PIP_RETRIES", "0")
+    packages = pypi.set_packages(pypi.read_lock(), "p34")[:1]
+    with pytest.raises(SystemExit, match="pip cannot download held-1.0-py3-none-any.whl .*check the network"):
+        pypi.fetch(packages, world / "wheels")
 
 
 def test_an_unknown_set_is_one_sentence(world):
@@ -375,7 +344,7 @@ def test_an_unknown_set_is_one_sentence(world):
         pypi.open_set("pypi:p7", 1)
 
 
-# --- the lock ---------------------------------------------------------------------------------------------
+# ==== the lock
 
 
 def test_the_dataset_does_not_depend_on_the_workers_and_the_lock_names_the_layer(downloaded, capsys):
@@ -404,7 +373,7 @@ def test_the_dataset_does_not_depend_on_the_workers_and_the_lock_names_the_layer
         pypi.LOCK.write_text(json.dumps(value))
 
     change("documents", "train", "sha256")
-    with pytest.raises(SystemExit, match="wheels of pypi:p34 are those of the lock, but their train documents differ"):
+    with pytest.raises(SystemExit, match="those of the lock, but their train documents differ"):
         pypi.verify("p34", one, 1)
     change("dataset", "tokenizer")
     with pytest.raises(SystemExit, match="has the documents of pypi:p34, but its tokenizer differs"):
@@ -494,7 +463,7 @@ def test_the_tracks_are_of_the_locked_datasets():
         assert 0.99 < track["scored"]["targets"] / entry["dataset"]["tokens"]["val"] <= 1
 
 
-# --- models -----------------------------------------------------------------------------------------------
+# ==== models
 
 
 @pytest.mark.parametrize("name", ["p34_6x512", "p34_4x256"])
