@@ -21,8 +21,8 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 LINES = {
-    "train_small.py": 4100,
-    "train_medium.py": 4250,
+    "train_small.py": 4190,  # of them 90 for the portable recipe
+    "train_medium.py": 4340,
     "runs/*.py": 8600,
     "data/*.py": 3700,
     "records/*.py": 1950,
