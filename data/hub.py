@@ -182,7 +182,7 @@ def get_files(repo: Repo, commit: str, files: dict[str, dict], out: Path, manife
 
 
 def send_files(repo: Repo, folder: Path, names: Iterable[str], private: bool) -> None:
-    """Sends files in one commit, so nobody can download half of them. The server keeps what it has already."""
+    """Sends files in one commit, so nobody can download half of them."""
     from huggingface_hub import HfApi
 
     create = lambda: HfApi().create_repo(
@@ -219,7 +219,7 @@ def download(repo: Repo, out: Path, revision: str = "main") -> None:
 
 
 def upload(folder: Path, repo: Repo, private: bool = False) -> None:
-    """Sends a dataset: the files that dataset.json lists. Nothing is sent unless every file is right."""
+    """Sends a dataset: the files that dataset.json lists, if every one is right."""
     files = read_dataset(folder)["files"]
     for name, entry in tqdm(files.items(), desc="checking", disable=None):
         if not is_right(folder / name, entry["sha256"]):
@@ -280,7 +280,7 @@ def list_entries(folder: Path, names: Iterable[str]) -> dict[str, dict]:
 
 
 def upload_run(run_dir: Path, repo: Repo, private: bool = False) -> None:
-    """Sends a run: what is in its folder and RUN_FILE names, with the newest whole checkpoint alone."""
+    """Sends a run: what RUN_FILE names, with the newest whole checkpoint alone."""
     from huggingface_hub import HfApi
 
     names = sorted(path.name for path in run_dir.iterdir() if RUN_FILE.fullmatch(path.name))

@@ -1,4 +1,4 @@
-"""Text to a dataset directory in one command: trains a tokenizer, encodes in parallel, writes token shards.
+"""Text to a dataset directory: trains a tokenizer, encodes in threads, writes token shards.
 
     python data/pretrain.py --source stdlib --vocab-size 4096 --out data/shards/stdlib
     python data/pretrain.py --source pypi:p34 --out data/shards/p34
@@ -62,7 +62,7 @@ from tqdm import tqdm
 
 BATCH_CHARS = 500_000  # of text given to a thread at once
 SHARD_TOKENS = 100_000_000
-# Flags that make another dataset than the lock of data/pypi.py states, unless they have these values.
+# Flags that must have these values for the dataset that data/pypi.py locks.
 LOCKED_FLAGS = {
     **dict.fromkeys(("max_documents", "max_bytes", "val_source", "val_documents")),
     **dict.fromkeys(("tokenizer", "vocab_size", "pattern")),
@@ -75,7 +75,7 @@ LOCKED_FLAGS = {
 
 
 class Encoder:
-    """Encodes documents in threads: the tokenizer, which is nearly all of the work, runs without Python's lock."""
+    """Encodes documents in threads: the tokenizer runs without Python's lock."""
 
     def __init__(self, tokenizer_path: Path, workers: int):
         self.encoding = tokenizer.load(tokenizer_path)
@@ -88,7 +88,7 @@ class Encoder:
         return in_threads(self.encode_batch, make_batches(documents), self.workers)
 
     def encode_batch(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(tokens uint16 [n], tokens of each and text bytes of each document, int64 [documents])."""
+        """(tokens uint16 [n], tokens and text bytes of each document, int64 [documents])."""
         bos = np.array([self.bos_id], dtype=np.uint16)
         pieces = []
         lengths = []
@@ -164,7 +164,7 @@ class ShardWriter:
         while first < len(lengths):
             begin = int(ends[first] - lengths[first])
             room = self.shard_tokens - self.tokens
-            # Documents first to last - 1 fit. There is no room at all behind one that was larger than a shard.
+            # Documents first to last - 1 fit; none behind one that was larger than a shard.
             last = int(np.searchsorted(ends, begin + room, side="right"))
             if last <= first:
                 if self.tokens:
@@ -200,7 +200,7 @@ class ShardWriter:
 
 
 def write_split(writer: ShardWriter, documents: Iterable[str]) -> None:
-    """Encodes the documents of a split that are not in a shard yet; notes in progress.json that it is complete."""
+    """Encodes the documents of a split that are not in a shard yet."""
     progress, split = writer.progress, writer.split
     already = sum(entry["documents"] for entry in progress["shards"][split])
     with tqdm(unit="B", unit_scale=True, desc=split, disable=None, mininterval=1) as bar:
@@ -213,7 +213,7 @@ def write_split(writer: ShardWriter, documents: Iterable[str]) -> None:
 
 
 def keep_matching(out: Path, source: Source, progress: dict[str, Any], encoder: Encoder) -> None:
-    """After a change of the source: keeps the first shards of each split whose documents the source still has."""
+    """After a change of the source: keeps the first shards whose documents it still has."""
     for split, documents in (("val", source.val()), ("train", source.train())):
         entries = progress["shards"][split]
         kept = 0
@@ -222,7 +222,7 @@ def keep_matching(out: Path, source: Source, progress: dict[str, Any], encoder: 
         # The last shard of a complete split may have room for the documents that follow now.
         if kept and split in progress["complete"] and next(documents, None) is not None:
             kept -= 1
-        print(f"the source has changed: {kept} of {len(entries)} {split} shards hold its text still and stay")
+        print(f"the source has changed: {kept} of {len(entries)} {split} shards still hold its text")
         progress["shards"][split] = entries[:kept]
         for entry in entries[kept:]:
             (out / entry["path"]).unlink(missing_ok=True)
@@ -263,7 +263,7 @@ def read_progress(out: Path) -> dict[str, Any] | None:
 
 
 def compare_settings(out: Path, progress: dict[str, Any], settings: dict[str, Any]) -> bool:
-    """Whether the source files are those of an earlier run; ends the script if any other setting differs."""
+    """Whether the source files are those of before; fails if another setting differs."""
     old = progress["settings"]
     for key in settings:
         # Without --name it is that of the folder, which may be renamed.
@@ -284,7 +284,7 @@ def compare_settings(out: Path, progress: dict[str, Any], settings: dict[str, An
 
 
 def is_complete(out: Path, progress: dict[str, Any]) -> bool:
-    """True if dataset.json is there and every shard is; a shard that vanished or shrank ends the script."""
+    """Whether dataset.json and every shard are there; fails if a shard vanished or shrank."""
     for entry in progress["shards"]["train"] + progress["shards"]["val"]:
         path = out / entry["path"]
         if read_header(path)["tokens"] != entry["tokens"]:
@@ -429,7 +429,7 @@ def write_shards(
 
 
 def adopt(args: argparse.Namespace) -> None:
-    """Makes a dataset directory of shards that others tokenized: checks, links or copies, and counts them."""
+    """Makes a dataset directory of shards that others tokenized."""
     out = args.out
     spec = args.source.removeprefix("shards:")
     if args.interleave:
@@ -454,7 +454,7 @@ def adopt(args: argparse.Namespace) -> None:
     if progress and is_same_source and is_complete(out, progress):
         print(f"{out} is already complete")
         return
-    # Everything is checked before the first file is made, so that a wrong set leaves nothing behind.
+    # Everything is checked before the first file is made.
     encoding, lengths = tokenizer.load(args.tokenizer), tokenizer.token_bytes(args.tokenizer)
     bos, sha = tokenizer.bos_id(encoding), settings["tokenizer"]
     counts = {path: count_hosted(path, bos, lengths, sha) for path in paths}
@@ -471,7 +471,7 @@ def adopt(args: argparse.Namespace) -> None:
 
 
 def count_hosted(path: Path, bos: int, lengths: np.ndarray, sha256: str) -> dict[str, int]:
-    """Tokens, documents and bytes of text of a shard; ends the script if it is not of the given tokenizer."""
+    """Tokens, documents and bytes of text of a shard of the given tokenizer."""
     header = read_header(path)
     again = "give the tokenizer it was made with"
     if header["tokenizer_sha256"] not in ("", sha256):
@@ -492,7 +492,7 @@ def count_hosted(path: Path, bos: int, lengths: np.ndarray, sha256: str) -> dict
 
 
 def sort_hosted(paths: list[Path], spec: str) -> dict[str, list[Path]]:
-    """The shards of each split, by a whole word of their names: "retrieval_train_01" is training."""
+    """The shards of each split, by a word of their names: "retrieval_train_01" is training."""
     by_split: dict[str, list[Path]] = {"train": [], "val": []}
     for path in paths:
         words = re.findall("[a-z]+", path.stem.lower())
@@ -525,7 +525,7 @@ def link_or_copy(path: Path, target: Path) -> None:
 
 def main() -> None:
     args = parse_arguments()
-    # From here on: reading the source alone may take minutes, and a second process should not learn it after them.
+    # From here on: reading the source alone may take minutes.
     with lock_folder(args.out):
         if args.source.startswith("shards:"):
             adopt(args)
@@ -567,7 +567,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def available_cores() -> int:
-    """Cores this process may use, at most 16: one reader feeds no more, and each encoder takes 0.1 GiB."""
+    """Cores this process may use, at most 16: one reader feeds no more."""
     if hasattr(os, "sched_getaffinity"):
         return min(len(os.sched_getaffinity(0)), 16)
     return min(os.cpu_count() or 1, 16)

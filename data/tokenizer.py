@@ -166,7 +166,8 @@ def load(path: str | Path) -> tiktoken.Encoding:
     pattern, ranks, special = read_spec(path)
     name = f"decoderstack-{sha256_file(path)[:12]}"
     mergeable = {token: rank for rank, token in enumerate(ranks)}
-    return tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=mergeable, special_tokens=special)
+    options = {"mergeable_ranks": mergeable, "special_tokens": special}
+    return tiktoken.Encoding(name, pat_str=pattern, **options)
 
 
 def token_bytes(path: str | Path) -> np.ndarray:
@@ -189,7 +190,7 @@ def encode(encoding: tiktoken.Encoding, text: str) -> np.ndarray:
         tokens = encoding.encode_to_numpy(text, allowed_special=set(), disallowed_special=())
     except ValueError as problem:
         if len(text) <= PIECE:
-            fail(f"the tokenizer's pattern fails on the text {text[:40]!r}... ({problem}); use another tokenizer")
+            fail(f"the pattern fails on the text {text[:40]!r}... ({problem}); use another tokenizer")
         parts = [text[i : i + PIECE] for i in range(0, len(text), PIECE)]
         return np.concatenate([encode(encoding, part) for part in parts])
     return tokens.astype(np.uint16)
@@ -297,7 +298,7 @@ def main() -> None:
         spec = train(documents, args.vocab_size, args.max_chars, args.doc_cap, pattern)
         sha = write_json(args.out, spec)
         seconds = time.perf_counter() - start
-        print(f"trained {args.vocab_size} entries in {seconds:.1f} s; wrote {args.out} (sha256 {sha})")
+        print(f"trained {args.vocab_size} entries in {seconds:.1f} s: {args.out} (sha256 {sha})")
 
 
 def parse_arguments() -> argparse.Namespace:

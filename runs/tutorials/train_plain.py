@@ -1,4 +1,4 @@
-"""The model of train_small.py and its training in plain PyTorch, to be read in half an hour and to try ideas in.
+"""The model of train_small.py and its training in plain PyTorch, to read and to try ideas in.
 
     python runs/tutorials/train_plain.py --data data/shards/stdlib                  a tiny model, on a laptop
     python runs/tutorials/train_plain.py --data data/shards/climbmix --size small   the real one, on a GPU
@@ -76,7 +76,7 @@ def norm(x: Tensor) -> Tensor:
 
 
 def rotate(x_THK: Tensor, angles_T1K: Tensor) -> Tensor:
-    """Rotary embedding of the first half of each head; angles (T, 1, K / 4). The other half knows no positions."""
+    """Rotary embedding of the first half of each head; angles (T, 1, K / 4)."""
     a, b, *still = x_THK.chunk(4, -1)
     cos = angles_T1K.cos()
     sin = angles_T1K.sin()
@@ -120,7 +120,7 @@ class Model(nn.Module):
         self.mix_out = nn.Parameter(torch.zeros(6, 128))  # zero: no effect at first
 
     def forward(self, tokens_T: Tensor, positions_T: Tensor) -> Tensor:
-        """Ids of packed documents and positions in them, both int64 (T,) -> logits (T, V) for the next token."""
+        """Ids of packed documents and positions in them, int64 (T,) -> logits (T, V)."""
         first_T = positions_T == 0  # nothing may leak in from the document before
         previous_T = torch.cat((tokens_T[:1], tokens_T[:-1]))
         frequencies = (1 / 1024) ** np.linspace(0, 1, self.config.head_dim // 4)  # radians a token
@@ -136,7 +136,7 @@ class Model(nn.Module):
         x = x0 = middle = norm(self.embed[tokens_T])
 
         # Bigrams: an embedding of each pair of neighbours, hashed into a table (record 62; worth 0.010). Most pairs
-        # that share a row get different random signs, so they hardly disturb each other (record 83).
+        # that share a row get different random signs and hardly disturb each other (record 83).
         row_T = ((36313 * tokens_T) ^ (27191 * previous_T)) % (self.config.bigram_rows - 1)
         sign_T = (tokens_T ^ previous_T) % len(self.bigram_signs)
         bigram = self.bigram_embed[row_T.masked_fill(first_T, self.config.bigram_rows - 1)]
@@ -195,7 +195,7 @@ class Model(nn.Module):
             previous = torch.cat((shifted[:1], shifted[:-1]))
             k_THK = torch.cat((own, torch.where(first_T[:, None, None], shifted, previous)), -1)
 
-        # Value embeddings: a table of what each token has to say in this layer (record 14; worth 0.039).
+        # Value embeddings: what each token has to say in this layer (record 14; worth 0.039).
         if layer in self.config.value_embed_layers:
             index = self.config.value_embed_layers.index(layer)
             gate_TH = 2 * torch.sigmoid(F.linear(a_TD[:, :12], self.value_gate[index]))
@@ -211,26 +211,26 @@ class Model(nn.Module):
 def losses(
     model: Model, documents: list[np.ndarray], prefixes_V: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Nats (T,) of the next token, of the one after that, and of the next one's prefix; 0 where there is none."""
+    """Nats (T,) of the next token, the one after it and the prefix; 0 where there is none."""
     tokens_T = torch.tensor(np.concatenate([document[:-1] for document in documents]))
     targets_T = torch.tensor(np.concatenate([document[1:] for document in documents]))
     positions_T = torch.cat([torch.arange(len(document) - 1) for document in documents])
     logits_TV = model(tokens_T, positions_T)
     # Further targets: the token after the next (record 53; worth 0.003), and the longest shorter token that the next
-    # one begins with, since who guesses " the" for " them" is nearly right (record 88; worth 0.003).
+    # one begins with, as " the" for " them" is nearly right (record 88; worth 0.003).
     second_T = torch.tensor(np.concatenate([np.append(document[2:], -1) for document in documents]))
     targets = (targets_T, second_T, prefixes_V[targets_T])
     return tuple(F.cross_entropy(logits_TV, t, ignore_index=-1, reduction="none") for t in targets)
 
 
 # ---- 4. DATA: shards of tokens -> documents -> packs
-class Dataset:  # a directory that data/pretrain.py made: a tokenizer, and shards of 16-bit token ids
+class Dataset:  # a directory that data/pretrain.py made: a tokenizer, and shards of token ids
     def __init__(self, root: Path):
         if not (root / "dataset.json").is_file():
             raise SystemExit(f"no dataset at {root}; make one with data/pretrain.py")
         self.root = root
 
-        # The bytes of each token. Special tokens follow the others; their names are no text of a document.
+        # The bytes of each token. Special tokens follow the others.
         tokenizer = json.loads((root / "tokenizer.json").read_text())
         specials = sorted(tokenizer["special_tokens"], key=tokenizer["special_tokens"].get)
         ordinary = [base64.b64decode(token) for token in tokenizer["ranks"]]
@@ -238,7 +238,7 @@ class Dataset:  # a directory that data/pretrain.py made: a tokenizer, and shard
         self.bytes = ordinary + [name.encode() for name in specials]
         self.text_bytes = torch.tensor([len(token) for token in ordinary] + [0] * len(specials))
 
-        # The prefix of a token: the longest other one that its bytes begin with; -1: none, as of specials.
+        # The prefix of a token: the longest other one that its bytes begin with, or -1.
         ids = {token: index for index, token in enumerate(ordinary)}
         prefixes = [-1] * len(self.bytes)
         for index, token in enumerate(ordinary):
@@ -257,7 +257,7 @@ class Dataset:  # a directory that data/pretrain.py made: a tokenizer, and shard
                 yield document.astype(int)
 
     def pack(self, config: Config) -> list[np.ndarray]:
-        """The next documents, each with one token more, its last target. The rest of a long one comes next."""
+        """The next documents, each with one token more. The rest of a long one comes next."""
         documents = []
         room = config.pack_tokens
         while room and len(documents) < config.pack_docs:
@@ -274,7 +274,7 @@ class Dataset:  # a directory that data/pretrain.py made: a tokenizer, and shard
         return b"".join(self.bytes[i] for i in ids).decode(errors="replace")
 
 
-# ---- 5. OPTIMIZER: NorMuon for matrices, RMSProp for tables, else Adam. Most numbers are of modded-nanogpt.
+# ---- 5. OPTIMIZER: NorMuon for matrices, RMSProp for tables, else Adam.
 @dataclass(frozen=True)
 class Policy:  # of Adam; without the first moment it is RMSProp
     lr_mult: float  # times 0.006
@@ -302,7 +302,7 @@ POLAR_EXPRESS = (  # polynomials, arXiv 2505.16932
 
 
 def polar_express(x: Tensor) -> Tensor:
-    """Matrices (..., R, C) -> those with the same singular vectors whose singular values are all about 1."""
+    """Matrices (..., R, C) -> the same singular vectors, singular values of about 1."""
     if x.size(-2) > x.size(-1):
         return polar_express(x.mT).mT
     x = x / (x.norm(dim=(-2, -1), keepdim=True) * 1.02 + 1e-6)
@@ -314,13 +314,13 @@ def polar_express(x: Tensor) -> Tensor:
 
 @torch.no_grad()
 def update_parameters(model: Model, state: defaultdict, step: int) -> None:
-    """One step of the optimizer from the gradients. The state by (name, kind) starts at 0; steps count from 0."""
+    """One step of the optimizer. The state by (name, kind) starts at 0; steps count from 0."""
     config = model.config
     schedule = lr_multiplier(config, step)
     for name, param in model.named_parameters():
         grad = param.grad
         if name in MUON_LR_MULT:
-            # NorMuon (arXiv 2510.05491): momentum with a look ahead (Nesterov), then equal singular values.
+            # NorMuon (arXiv 2510.05491): Nesterov's momentum, then equal singular values.
             beta = muon_momentum(config, step)
             mean = beta * state[name, "mean"] + (1 - beta) * grad
             update = polar_express(beta * mean + (1 - beta) * grad)
@@ -350,7 +350,7 @@ def update_parameters(model: Model, state: defaultdict, step: int) -> None:
             lr = 0.006 * policy.lr_mult
             decay = policy.weight_decay * (update * param > 0)
 
-        # Cautious decay: none where the update makes a weight larger (arXiv 2510.12402; no clear gain on B34).
+        # Cautious decay: none where the update makes a weight larger (arXiv 2510.12402).
         param -= lr * schedule * (update + schedule * decay * param)
         state[name, "mean"] = mean
         state[name, "square"] = square
@@ -363,13 +363,13 @@ def stage_index(config: Config, step: int) -> int:
 
 
 def lr_multiplier(config: Config, step: int) -> float:
-    """The stage's factor; over the last 60 % of the run a straight line down to 0.15. There is no warm-up."""
+    """The stage's factor; over the last 60 % of the run a straight line down to 0.15."""
     fall = max(0.0, (step / config.steps - 0.4) / 0.6)
     return config.stages[stage_index(config, step)].lr_mult * (1 - fall) + 0.15 * fall
 
 
 def muon_momentum(config: Config, step: int) -> float:
-    """Rises over the first steps, when gradients still turn quickly, and falls over the last ones."""
+    """Rises over the first steps and falls over the last ones."""
     rise = step / max(1, min(300, config.steps // 3))
     fall = (config.steps - step) / max(1, min(50, config.steps // 10))
     return 0.85 + (0.95 - 0.85) * min(1.0, rise, fall)
@@ -397,7 +397,7 @@ def train_step(model: Model, state: defaultdict, dataset: Dataset, step: int) ->
 
 @torch.no_grad()
 def bits_per_byte(model: Model, dataset: Dataset) -> float:
-    """Over validation documents, one by one. Targets without text, which are special tokens, do not count."""
+    """Over validation documents, one by one. Special tokens do not count."""
     nats = 0.0
     text_bytes = 0
     for document in dataset.documents("val"):
