@@ -2,11 +2,14 @@
 
     python runs/export.py out/RUN --out export/my-model [--push OWNER/NAME]
     AutoModelForCausalLM.from_pretrained("export/my-model", trust_remote_code=True)   # then, in Python
+    python runs/export.py out/RUN --gguf my-model.gguf [--type q8_0]        for llama.cpp, ollama, LM Studio
 
 It writes model.safetensors, config.json, generation_config.json, tokenizer.json (for the `tokenizers` library),
 tokenizer_config.json with the chat template, the model's code (export_model.py, a plain layered model whose logits are
 the script's) and README.md with results and commands. Exporting needs no transformers. --push also sends the folder to
 the hub, with the token of `hf auth login` or of HF_TOKEN; `hf upload OWNER/NAME export/my-model` does the same later.
+
+A run of runs/portable.args becomes a Qwen3ForCausalLM, which needs no code of its own. Only such a run has a GGUF file.
 
 This executes the training script that lies in the run directory.
 """
@@ -26,6 +29,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "data"))
+import export_portable
 import hub
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -73,7 +77,7 @@ def read_checkpoint(script, run_dir: Path, step: int | None) -> tuple[torch.nn.M
 SAME_FIELDS = (
     "head_dim window_short window_long attention_scale rotary_base no_attention_layers long_layers "
     "key_offset_layers value_embed_layers shared_input_from gate_width "
-    "x0_injection bigram_rows backout_layer mix_width"
+    "bigram_rows backout_layer mix_width"
 ).split()
 
 
@@ -81,7 +85,15 @@ def describe_model(model) -> dict:
     """The fields of DecoderStackConfig."""
     c = model.config
     high, shift, slope = c.softcap
+    classes = "modeling_decoderstack.DecoderStack"
     return {
+        "model_type": "decoderstack",
+        "architectures": ["DecoderStackForCausalLM"],
+        "auto_map": {
+            "AutoConfig": classes + "Config",
+            "AutoModel": classes + "Model",
+            "AutoModelForCausalLM": classes + "ForCausalLM",
+        },
         "vocab_size": c.vocab_size,
         "hidden_size": c.width,
         "num_hidden_layers": c.num_layers,
@@ -89,7 +101,8 @@ def describe_model(model) -> dict:
         "num_key_value_heads": c.num_heads,
         "intermediate_size": c.mlp_width,
         "max_position_embeddings": c.max_seq_len,
-        "tie_word_embeddings": c.tied,
+        "tie_word_embeddings": getattr(c, "tied", True),
+        "x0_injection": getattr(c, "x0_injection", False),
         "injects_first": hasattr(model, "residual"),
         # high sigmoid((z + shift) / slope) = C tanh(scale (z + shift) / C) + C with C = high / 2:
         # the form that other tools know from other models.
@@ -114,7 +127,7 @@ def read_scalars(model) -> tuple[list[dict], Tensor]:
     used = []
     for layer, column in enumerate(table.T):
         found = dict(zip(names, column, strict=False))
-        kept = {"share_x0": c.x0_injection, "share_bigram": c.bigram_rows, "resid_mlp": True}
+        kept = {"share_x0": getattr(c, "x0_injection", False), "share_bigram": c.bigram_rows, "resid_mlp": True}
         kept["resid_attn"] = layer in c.attention_layers
         if is_medium:
             found["resid_attn"] = model.residual[layer]
@@ -134,7 +147,7 @@ def convert_weights(model) -> dict[str, Tensor]:
     D = c.width
     scalars, backout = read_scalars(model)
     tensors = {"model.embed_tokens.weight": model.embed[:V]}
-    if not c.tied:
+    if not getattr(c, "tied", True):
         tensors["lm_head.weight"] = model.head[:V]
     tensors["lm_head.bias"] = torch.full((V,), float(c.softcap[1]))
     if c.bigram_rows:
@@ -363,20 +376,7 @@ def write_tokenizer(args, tokenizer, context: int, bos: str, end: str) -> None:
 
 
 def write_config(folder: Path, fields: dict, ids: dict, dtype: str) -> None:
-    classes = "modeling_decoderstack.DecoderStack"
-    config = {
-        "model_type": "decoderstack",
-        "architectures": ["DecoderStackForCausalLM"],
-        "auto_map": {
-            "AutoConfig": classes + "Config",
-            "AutoModel": classes + "Model",
-            "AutoModelForCausalLM": classes + "ForCausalLM",
-        },
-        **ids,
-        "dtype": dtype,
-        **fields,
-    }
-    write_json(folder / "config.json", config)
+    write_json(folder / "config.json", {**fields, **ids, "dtype": dtype})
     sampling = {"do_sample": True, "temperature": 0.8, "top_k": 50}
     write_json(folder / "generation_config.json", {**ids, **sampling})
 
@@ -389,7 +389,7 @@ def make_folder(out: Path) -> None:
 
 
 def export(args: argparse.Namespace) -> None:
-    """Writes the repository. Raises: RunError"""
+    """Writes the repository, the GGUF file, or both. Raises: RunError"""
     script = import_script(args.run_dir)
     try:
         model, step = read_checkpoint(script, args.run_dir, args.step)
@@ -397,34 +397,70 @@ def export(args: argparse.Namespace) -> None:
     except script.UserError as error:
         raise RunError(str(error)) from None
 
-    is_chat = is_chat_run(args.run_dir)
+    c = model.config
+    reason = export_portable.why_not_portable(model)
+    advice = "train with @runs/portable.args on a dataset of `data/pretrain.py --pattern llama3`"
+    if reason and args.gguf:
+        raise RunError(f"llama.cpp does not know the shape of {args.run_dir} ({reason}); {advice}")
+    if reason and (c.swiglu or c.rotary_full or not c.softcap):
+        raise RunError(f"{args.run_dir} has a part of @runs/portable.args alone ({reason}); {advice}")
+    if reason:
+        fields = describe_model(model)
+        tensors = convert_weights(model)
+    else:
+        fields = export_portable.qwen_config(c)
+        tensors = export_portable.qwen_weights(model)
+    parameters = sum(value.numel() for value in tensors.values() if value.dtype != torch.int8)
+
+    kind = "chat" if is_chat_run(args.run_dir) else "base"
+    about = f"step {step}, {parameters / 1e6:.1f} M parameters"
+    if args.gguf:
+        write_gguf(args, c, tensors, tokenizer)
+        size = args.gguf.stat().st_size / 1e6
+        print(f"wrote {args.gguf}: {about}, {args.type}, {size:.1f} MB, {kind} model")
+        print(export_portable.how_to_run(args.gguf, c.max_seq_len, kind == "chat"))
+    if args.out:
+        card = model_card(args, fields, parameters, step, special_tokens(args, tokenizer)[0])
+        write_folder(args, fields, tensors, tokenizer, card)
+        size = sum(path.stat().st_size for path in args.out.iterdir()) / 1e6
+        print(f"wrote {args.out}: {about}, {size:.1f} MB, {kind} model")
+
+
+def special_tokens(args: argparse.Namespace, tokenizer) -> tuple[str, str]:
+    """What a text begins with, and what ends an answer."""
     bos = next(text for text, i in tokenizer.specials.items() if i == tokenizer.bos_id)
-    end = CHAT_END if is_chat else bos
+    return bos, CHAT_END if is_chat_run(args.run_dir) else bos
+
+
+def write_folder(args: argparse.Namespace, fields: dict, tensors: dict, tokenizer, card: str) -> None:
+    """The weights come last, so that a folder that was not finished does not load."""
+    bos, end = special_tokens(args, tokenizer)
     ids = {
         "bos_token_id": tokenizer.bos_id,
         "eos_token_id": sorted({tokenizer.bos_id, tokenizer.specials[end]}),
         "pad_token_id": tokenizer.bos_id,
     }
-    fields = describe_model(model)
-    context = fields["max_position_embeddings"]
-    tensors = convert_weights(model)
-    parameters = sum(value.numel() for value in tensors.values() if value.dtype != torch.int8)
-    card = model_card(args, fields, parameters, step, bos)
-
-    # The weights come last, so that a folder that was not finished does not load.
     make_folder(args.out)
     (args.out / "README.md").write_text(card, encoding="utf-8")
     if "(curve.png)" in card:
         shutil.copyfile(args.run_dir / "curve.png", args.out / "curve.png")
-    shutil.copyfile(MODEL_CODE, args.out / "modeling_decoderstack.py")
+    if "auto_map" in fields:
+        shutil.copyfile(MODEL_CODE, args.out / "modeling_decoderstack.py")
     write_config(args.out, fields, ids, args.dtype)
-    write_tokenizer(args, tokenizer, context, bos, end)
+    write_tokenizer(args, tokenizer, fields["max_position_embeddings"], bos, end)
     store_weights(args.out / "model.safetensors", tensors, DTYPES[args.dtype])
 
-    size = sum(path.stat().st_size for path in args.out.iterdir()) / 1e6
-    kind = "chat" if is_chat else "base"
-    figures = f"step {step}, {parameters / 1e6:.1f} M parameters, {size:.1f} MB, {kind} model"
-    print(f"wrote {args.out}: {figures}")
+
+def write_gguf(args: argparse.Namespace, config, tensors: dict, tokenizer) -> None:
+    if args.gguf.exists():
+        raise RunError(f"{args.gguf} exists; choose another --gguf or remove it")
+    bos, end = special_tokens(args, tokenizer)
+    spec = json.loads((args.run_dir / "tokenizer.json").read_text(encoding="utf-8"))
+    ranks = sorted(tokenizer.mergeable, key=tokenizer.mergeable.get)
+    known = export_portable.check_pattern(spec)
+    ids = {"bos": tokenizer.bos_id, "eos": tokenizer.specials[end]}
+    content = convert_tokenizer(spec, ranks, bos)
+    export_portable.write_gguf(args.gguf, args.type, config, tensors, content, known, ids, args.name)
 
 
 def push(folder: Path, repo: str) -> None:
@@ -444,7 +480,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="A trained model as a Hugging Face repository.")
     add = parser.add_argument
     add("run_dir", metavar="RUN_DIR", type=Path)
-    add("--out", required=True, type=Path, help="new folder")
+    add("--out", type=Path, help="new folder, for transformers")
+    add("--gguf", type=Path, metavar="FILE", help="new file, for llama.cpp")
+    add("--type", choices=export_portable.TYPES, default="f16", help="of the weights in it (default f16)")
     add("--step", type=int, help="checkpoint to take (default: the newest)")
     add("--dtype", choices=list(DTYPES), default="float32", help="of the stored weights")
     add("--name", help="name in the model card, e.g. OWNER/NAME (default: the folder's)")
@@ -452,7 +490,11 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--language", default="en", help="for the model card (default: en)")
     add("--push", metavar="OWNER/NAME", help="also send it to the hub")
     args = parser.parse_args(argv)
-    args.name = args.name or args.push or args.out.resolve().name
+    if not (args.out or args.gguf):
+        parser.error("give --out DIR, --gguf FILE, or both")
+    if args.push and not args.out:
+        parser.error("--push sends a folder; give --out DIR")
+    args.name = args.name or args.push or (args.out or args.gguf).resolve().stem
     if args.push and not re.fullmatch(r"[\w.-]+/[\w.-]+", args.push):
         parser.error(f"--push {args.push} is not a repository name; give OWNER/NAME")
     return args
