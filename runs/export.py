@@ -266,6 +266,34 @@ BASE_SCORED = "held-out text"
 CHAT_SCORED = "what the assistant says in held-out conversations"
 
 
+# What the card says of the two kinds of model.
+OWN_CODE = {
+    "trust": ", trust_remote_code=True",
+    "trust_flag": ",trust_remote_code=True",
+    "code_license": ". The code in `modeling_decoderstack.py` has the MIT License.",
+    "runs_in": """\
+`trust_remote_code=True` runs `modeling_decoderstack.py`, the one Python file of this repository. Read it first.""",
+    "dpo_reason": "DPO needs a second copy of the model, because TRL would load it without `trust_remote_code`",
+    "limits": """\
+- A text of more than {context:,} tokens is refused, and so is a request to generate beyond that.
+- vLLM and llama.cpp (GGUF), and what builds on them, do not know this architecture, which the first lines of
+  `modeling_decoderstack.py` describe. vLLM takes models from plugins, but there is none for this one. A model that
+  runs in all of them is trained with DecoderStack's `runs/portable.args`.
+- `generate` keeps keys and values in transformers' `DynamicCache`. Static and quantized caches are refused, and
+  attention runs through torch's scaled_dot_product_attention only.""",
+}
+QWEN_CODE = {
+    "trust": "",
+    "trust_flag": "",
+    "code_license": ".",
+    "runs_in": """\
+The architecture is that of Qwen3, so transformers needs no code from here. vLLM should load it as it is, which is not
+tested. For llama.cpp, ollama and LM Studio, `runs/export.py RUN --gguf FILE` of DecoderStack writes it as GGUF.""",
+    "dpo_reason": "DPO compares with a second copy of the model",
+    "limits": "- It was trained on texts of up to {context:,} tokens. Longer ones are not refused, but get worse.",
+}
+
+
 def read_log(run_dir: Path) -> list[dict]:
     """The run's log without a last line that a crash cut."""
     path = run_dir / "log.jsonl"
@@ -321,7 +349,10 @@ def model_card(args: argparse.Namespace, fields: dict, parameters: int, step: in
     config = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))["config"]
     has_picture = is_newest and (run_dir / "curve.png").is_file()
     is_chat = is_chat_run(run_dir)
+    code = OWN_CODE if "auto_map" in fields else QWEN_CODE
+    code = {key: text.format(context=fields["max_position_embeddings"]) for key, text in code.items()}
     return CARD.read_text(encoding="utf-8").format(
+        **code,
         name=args.name,
         millions=parameters / 1e6,
         layers=fields["num_hidden_layers"],

@@ -1,16 +1,16 @@
-// llama.cpp, as npm's node-llama-cpp ships it, asked by tests/test_export_gguf.py and dev/check_gguf.py:
-//     node tests/llama_cpp.mjs NODE_MODULES MODEL.gguf < request.json > answer.json
+// llama.cpp, as npm's node-llama-cpp ships it, asked by tests/test_export_gguf.py:
+//     node tests/llama_cpp.mjs NODE_MODULES MODEL.gguf request.json answer.json
 // request: texts to tokenize; prompts, token ids to continue greedily by `count` tokens; scored, token ids whose nats are
 // asked for, from the second on; messages, to be rendered with the file's chat template and answered.
 import fs from "node:fs";
 import path from "node:path";
 
-const [folder, file] = process.argv.slice(2);
+const [folder, file, asked, answered] = process.argv.slice(2);
 const api = await import(path.resolve(folder, "node-llama-cpp/dist/index.js"));
-const request = JSON.parse(fs.readFileSync(0, "utf8"));
+const request = JSON.parse(fs.readFileSync(asked, "utf8"));
 const llama = await api.getLlama({ gpu: false, build: "never", logLevel: "error", progressLogs: false });
 const model = await llama.loadModel({ modelPath: file });
-const context = await model.createContext({ contextSize: model.trainContextSize, threads: 2 });
+const context = await model.createContext({ contextSize: model.trainContextSize, threads: 1 });
 const sequence = context.getSequence();
 const answer = { texts: [], prompts: [], scored: [] };
 
@@ -30,11 +30,11 @@ for (const ids of request.prompts ?? []) {
 
 for (const ids of request.scored ?? []) {
   await sequence.clearHistory();
-  const asked = ids.slice(0, -1).map((id, i) => {
+  const inputs = ids.slice(0, -1).map((id, i) => {
     const logits = { filter: { tokens: [ids[i + 1]], includeTop: 1 } };
     return [id, { generateNext: { logits, totalLogitWeight: true, options: { temperature: 0 } } }];
   });
-  const results = await sequence.controlledEvaluate(asked);
+  const results = await sequence.controlledEvaluate(inputs);
   answer.scored.push(results.map(({ next }, i) => {
     const most = Math.max(...next.logits.values());
     return Math.log(next.totalLogitWeight) + most - next.logits.get(ids[i + 1]);
@@ -50,5 +50,5 @@ if (request.messages) {
   const { contextText } = wrapper.generateContextState({ chatHistory: history });
   answer.rendered = contextText.tokenize(model.tokenizer);
 }
-console.log(JSON.stringify(answer));
+fs.writeFileSync(answered, JSON.stringify(answer));
 process.exit(0);
