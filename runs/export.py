@@ -266,32 +266,23 @@ BASE_SCORED = "held-out text"
 CHAT_SCORED = "what the assistant says in held-out conversations"
 
 
-# What the card says of the two kinds of model.
-OWN_CODE = {
-    "trust": ", trust_remote_code=True",
-    "trust_flag": ",trust_remote_code=True",
-    "code_license": ". The code in `modeling_decoderstack.py` has the MIT License.",
-    "runs_in": """\
-`trust_remote_code=True` runs `modeling_decoderstack.py`, the one Python file of this repository. Read it first.""",
-    "dpo_reason": "DPO needs a second copy of the model, because TRL would load it without `trust_remote_code`",
-    "limits": """\
+OWN_CODE = """\
+`trust_remote_code=True` runs `modeling_decoderstack.py`, the one Python file of this repository.
+Read it first."""
+OWN_LICENSE = " The code in `modeling_decoderstack.py` has the MIT License."
+OWN_LIMITS = """\
 - A text of more than {context:,} tokens is refused, and so is a request to generate beyond that.
-- vLLM and llama.cpp (GGUF), and what builds on them, do not know this architecture, which the first lines of
-  `modeling_decoderstack.py` describe. vLLM takes models from plugins, but there is none for this one. A model that
-  runs in all of them is trained with DecoderStack's `runs/portable.args`.
-- `generate` keeps keys and values in transformers' `DynamicCache`. Static and quantized caches are refused, and
-  attention runs through torch's scaled_dot_product_attention only.""",
-}
-QWEN_CODE = {
-    "trust": "",
-    "trust_flag": "",
-    "code_license": ".",
-    "runs_in": """\
-The architecture is that of Qwen3, so transformers needs no code from here. vLLM should load it as it is, which is not
-tested. For llama.cpp, ollama and LM Studio, `runs/export.py RUN --gguf FILE` of DecoderStack writes it as GGUF.""",
-    "dpo_reason": "DPO compares with a second copy of the model",
-    "limits": "- It was trained on texts of up to {context:,} tokens. Longer ones are not refused, but get worse.",
-}
+- vLLM and llama.cpp (GGUF), and what builds on them, do not know this architecture, which the
+  first lines of `modeling_decoderstack.py` describe. vLLM takes models from plugins, but there is
+  none for this one. DecoderStack's `runs/portable.args` trains models that run everywhere.
+- `generate` keeps keys and values in transformers' `DynamicCache`. Static and quantized caches are
+  refused, and attention runs through torch's scaled_dot_product_attention only."""
+QWEN_CODE = """\
+The architecture is that of Qwen3, so transformers needs no code from here. vLLM should load it as
+it is, which is not tested. `runs/export.py RUN --gguf FILE` of DecoderStack writes it for
+llama.cpp, ollama and LM Studio."""
+QWEN_LIMITS = """\
+- It was trained on texts of up to {context:,} tokens. Longer ones are not refused, but get worse."""
 
 
 def read_log(run_dir: Path) -> list[dict]:
@@ -349,17 +340,23 @@ def model_card(args: argparse.Namespace, fields: dict, parameters: int, step: in
     config = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))["config"]
     has_picture = is_newest and (run_dir / "curve.png").is_file()
     is_chat = is_chat_run(run_dir)
-    code = OWN_CODE if "auto_map" in fields else QWEN_CODE
-    code = {key: text.format(context=fields["max_position_embeddings"]) for key, text in code.items()}
+    context = fields["max_position_embeddings"]
+    is_own = "auto_map" in fields
+    trust = ", trust_remote_code=True" if is_own else ""
+    limits = OWN_LIMITS if is_own else QWEN_LIMITS
     return CARD.read_text(encoding="utf-8").format(
-        **code,
+        trust=trust,
+        trust_flag=trust.replace(" ", ""),
+        code=OWN_CODE if is_own else QWEN_CODE,
+        code_license=OWN_LICENSE if is_own else "",
+        limits=limits.format(context=context),
         name=args.name,
         millions=parameters / 1e6,
         layers=fields["num_hidden_layers"],
         width=fields["hidden_size"],
         vocab=fields["vocab_size"],
-        context=fields["max_position_embeddings"],
-        new_tokens=min(100, fields["max_position_embeddings"] // 2),
+        context=context,
+        new_tokens=min(100, context // 2),
         kind=CHAT_KIND if is_chat else BASE_KIND,
         data=training_data(Path(config["data"]), is_chat),
         language=args.language,
@@ -434,7 +431,7 @@ def export(args: argparse.Namespace) -> None:
     if reason and args.gguf:
         raise RunError(f"llama.cpp does not know the shape of {args.run_dir} ({reason}); {advice}")
     if reason and (c.swiglu or c.rotary_full or not c.softcap):
-        raise RunError(f"{args.run_dir} has a part of @runs/portable.args alone ({reason}); {advice}")
+        raise RunError(f"{args.run_dir} is only partly portable ({reason}); {advice}")
     if reason:
         fields = describe_model(model)
         tensors = convert_weights(model)
@@ -463,8 +460,8 @@ def special_tokens(args: argparse.Namespace, tokenizer) -> tuple[str, str]:
     return bos, CHAT_END if is_chat_run(args.run_dir) else bos
 
 
-def write_folder(args: argparse.Namespace, fields: dict, tensors: dict, tokenizer, card: str) -> None:
-    """The weights come last, so that a folder that was not finished does not load."""
+def write_folder(args, fields: dict, tensors: dict, tokenizer, card: str) -> None:
+    """The repository. The weights come last, so that a folder that was not finished does not load."""
     bos, end = special_tokens(args, tokenizer)
     ids = {
         "bos_token_id": tokenizer.bos_id,
@@ -482,16 +479,19 @@ def write_folder(args: argparse.Namespace, fields: dict, tensors: dict, tokenize
     store_weights(args.out / "model.safetensors", tensors, DTYPES[args.dtype])
 
 
-def write_gguf(args: argparse.Namespace, config, tensors: dict, tokenizer) -> None:
+def write_gguf(args, config, tensors: dict, tokenizer) -> None:
     if args.gguf.exists():
         raise RunError(f"{args.gguf} exists; choose another --gguf or remove it")
     bos, end = special_tokens(args, tokenizer)
     spec = json.loads((args.run_dir / "tokenizer.json").read_text(encoding="utf-8"))
     ranks = sorted(tokenizer.mergeable, key=tokenizer.mergeable.get)
-    known = export_portable.check_pattern(spec)
-    ids = {"bos": tokenizer.bos_id, "eos": tokenizer.specials[end]}
-    content = convert_tokenizer(spec, ranks, bos)
-    export_portable.write_gguf(args.gguf, args.type, config, tensors, content, known, ids, args.name)
+    vocabulary = export_portable.Vocabulary(
+        content=convert_tokenizer(spec, ranks, bos),
+        pattern=export_portable.check_pattern(spec),
+        bos_id=tokenizer.bos_id,
+        eos_id=tokenizer.specials[end],
+    )
+    export_portable.write_gguf(args.gguf, args.type, args.name, config, tensors, vocabulary)
 
 
 def push(folder: Path, repo: str) -> None:

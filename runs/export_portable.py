@@ -11,6 +11,7 @@ and two tables, one for the input and one for the output. What the script has be
 
 import math
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -166,13 +167,19 @@ def check_pattern(spec: dict) -> str:
     return names[spec["pattern"]]
 
 
+class Vocabulary(NamedTuple):
+    content: dict  # tokenizer.json of the `tokenizers` library
+    pattern: str  # by check_pattern()
+    bos_id: int
+    eos_id: int
+
+
 def write_gguf(
-    path: Path, kind: str, config, tensors: dict, tokenizer: dict, pattern: str, ids: dict, name: str
+    path: Path, kind: str, name: str, config, tensors: dict, vocabulary: Vocabulary
 ) -> None:
     """Writes a GGUF file, whole or not at all.
 
-    Args:   kind one of TYPES; config the script's; tensors by qwen_weights(); tokenizer by
-            export.convert_tokenizer(); pattern by check_pattern(); ids of bos and eos
+    Args:   kind one of TYPES; name for people; config the script's; tensors by qwen_weights()
     Raises: RunError, OSError
     """
     try:
@@ -184,7 +191,7 @@ def write_gguf(
     try:
         writer = gguf.GGUFWriter(part, "qwen3")
         add_model_fields(writer, config, gguf.LlamaFileType[LLAMA_FILE_TYPES[kind]], name)
-        add_tokenizer(writer, gguf.TokenType, tokenizer, pattern, ids)
+        add_vocabulary(writer, gguf.TokenType, vocabulary)
         for key, tensor in tensors.items():
             values, q8 = stored(gguf, tensor.detach().float().contiguous().numpy(), kind)
             writer.add_tensor(llama_cpp_name(key), values, raw_dtype=q8)
@@ -226,18 +233,19 @@ def add_model_fields(writer, c, file_type: int, name: str) -> None:
     writer.add_vocab_size(c.vocab_size)
 
 
-def add_tokenizer(writer, types, tokenizer: dict, pattern: str, ids: dict) -> None:
-    """Tokens, merges and special tokens, and the chat template of models that know the marks of a chat."""
-    vocab = tokenizer["model"]["vocab"]
-    specials = {token["content"]: token["id"] for token in tokenizer["added_tokens"]}
-    tokens = sorted({**vocab, **specials}.items(), key=lambda pair: pair[1])
+def add_vocabulary(writer, types, vocabulary: Vocabulary) -> None:
+    """Tokens, merges, special tokens, and the chat template where the marks of a chat are among them."""
+    model = vocabulary.content["model"]
+    specials = {token["content"]: token["id"] for token in vocabulary.content["added_tokens"]}
+    tokens = sorted({**model["vocab"], **specials}.items(), key=lambda pair: pair[1])
+    kinds = [types.CONTROL if text in specials else types.NORMAL for text, _ in tokens]
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(pattern)
+    writer.add_tokenizer_pre(vocabulary.pattern)
     writer.add_token_list([text for text, _ in tokens])
-    writer.add_token_types([types.CONTROL if text in specials else types.NORMAL for text, _ in tokens])
-    writer.add_token_merges([" ".join(pair) for pair in tokenizer["model"]["merges"]])
-    writer.add_bos_token_id(ids["bos"])
-    writer.add_eos_token_id(ids["eos"])
+    writer.add_token_types(kinds)
+    writer.add_token_merges([" ".join(pair) for pair in model["merges"]])
+    writer.add_bos_token_id(vocabulary.bos_id)
+    writer.add_eos_token_id(vocabulary.eos_id)
     writer.add_add_bos_token(True)
     writer.add_add_eos_token(False)
     if specials.keys() >= set(CHAT_MARKS):

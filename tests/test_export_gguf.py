@@ -170,7 +170,7 @@ def test_user_errors(run_dir, bpe, tmp_path, monkeypatch):  # noqa: F811
     fails(run_dir, "--gguf", full, "exists")
     fails(run_dir, "--gguf", full / "x", "Not a directory")
     with monkeypatch.context() as patch:
-        patch.setattr(export_portable, "add_tokenizer", lambda *_: (_ for _ in ()).throw(OSError(28, "No space")))
+        patch.setattr(export_portable, "add_vocabulary", lambda *_: (_ for _ in ()).throw(OSError(28, "No space")))
         fails(run_dir, "--gguf", new, "No space")
     with monkeypatch.context() as patch:
         patch.setattr(builtins, "__import__", failing_import)
