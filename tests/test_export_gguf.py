@@ -7,16 +7,15 @@ llama.cpp comes from npm:
 
 import builtins
 import json
-import os
 import random
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 import train_small as ts
+from dev.check_gguf import NODE_MODULES, ask_llama_cpp, own_logits
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -32,20 +31,10 @@ import sources  # isort: skip
 import tokenizer  # isort: skip
 from protocol import Protocol  # isort: skip
 
-NODE_MODULES = Path(os.environ.get("NODE_MODULES", ROOT / ".venv/node_modules"))
 needs_llama_cpp = pytest.mark.skipif(
     not (shutil.which("node") and (NODE_MODULES / "node-llama-cpp").is_dir()),
     reason="llama.cpp is not here; the header of this file names the command that installs it",
 )
-
-
-def ask_llama_cpp(model: Path, **request) -> dict:
-    asked, answered = (model.with_name(name) for name in ("request.json", "answer.json"))
-    asked.write_text(json.dumps(request))
-    command = ["node", ROOT / "tests/llama_cpp.mjs", NODE_MODULES, model, asked, answered]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return json.loads(answered.read_text())
 
 
 def portable_run(folder: Path, pattern: str = "llama3", chat: bool = True, **overrides) -> Path:
@@ -65,13 +54,6 @@ def run_dir(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def run(run_dir):
     return engine.load_run(run_dir, device="cpu")
-
-
-def own_logits(run, ids: list[int]) -> torch.Tensor:
-    count = len(ids)
-    borders = torch.tensor([0, count], dtype=torch.int32)
-    with torch.no_grad():
-        return run.model(torch.tensor(ids).int(), None, torch.arange(count), borders, count)[:, :900]
 
 
 def server_ids(run, messages: list[dict]) -> list[int]:
@@ -218,7 +200,7 @@ def test_tokens_in_llama_cpp(pattern, tmp_path):
     code = (ROOT / "train_small.py").read_text(encoding="utf-8")
     texts = [*VARIED, *random_texts(1500), *(code[i : i + 400] for i in range(0, 200_000, 400))]
     texts = [text for text in texts if "\x00" not in text]
-    answer = ask_llama_cpp(tmp_path / "m.gguf", texts=texts)
+    answer = ask_llama_cpp(tmp_path, tmp_path / "m.gguf", {"texts": texts})
     for text, found in zip(texts, answer["texts"], strict=True):
         assert found["ids"] == own.encode(text), repr(text)
         assert found["special"] == own.encoding.encode(text, allowed_special="all"), repr(text)
@@ -233,8 +215,8 @@ def test_llama_cpp(kind, run, run_dir, tmp_path):
     texts = [random_ids(64, seed) for seed in range(4)]
     prompts = [random_ids(20, seed) for seed in range(8)]
     messages = conversation("suau", "Be kind.", "Hi", "Yes?", "How?")
-    more = {"prompts": prompts, "count": 20, "messages": [*messages, {"role": "assistant", "content": ""}]}
-    answer = ask_llama_cpp(path, scored=texts, **more)
+    asked = {"prompts": prompts, "count": 20, "messages": [*messages, {"role": "assistant", "content": ""}]}
+    answer = ask_llama_cpp(tmp_path, path, asked | {"scored": texts})
 
     tolerance = {"f32": 2e-3, "f16": 5e-3, "q8_0": 0.1}[kind]  # keys and values are fp16 in llama.cpp
     for ids, nats in zip(texts, answer["scored"], strict=True):
