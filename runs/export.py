@@ -2,11 +2,14 @@
 
     python runs/export.py out/RUN --out export/my-model [--push OWNER/NAME]
     AutoModelForCausalLM.from_pretrained("export/my-model", trust_remote_code=True)   # then, in Python
+    python runs/export.py out/RUN --gguf my-model.gguf [--type q8_0]        for llama.cpp, ollama, LM Studio
 
 It writes model.safetensors, config.json, generation_config.json, tokenizer.json (for the `tokenizers` library),
 tokenizer_config.json with the chat template, the model's code (export_model.py, a plain layered model whose logits are
 the script's) and README.md with results and commands. Exporting needs no transformers. --push also sends the folder to
 the hub, with the token of `hf auth login` or of HF_TOKEN; `hf upload OWNER/NAME export/my-model` does the same later.
+
+A run of runs/portable.args becomes a Qwen3ForCausalLM, which needs no code of its own. Only such a run has a GGUF file.
 
 This executes the training script that lies in the run directory.
 """
@@ -26,6 +29,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "data"))
+import export_portable
 import hub
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -81,7 +85,15 @@ def describe_model(model) -> dict:
     """The fields of DecoderStackConfig."""
     c = model.config
     high, shift, slope = c.softcap
+    classes = "modeling_decoderstack.DecoderStack"
     return {
+        "model_type": "decoderstack",
+        "architectures": ["DecoderStackForCausalLM"],
+        "auto_map": {
+            "AutoConfig": classes + "Config",
+            "AutoModel": classes + "Model",
+            "AutoModelForCausalLM": classes + "ForCausalLM",
+        },
         "vocab_size": c.vocab_size,
         "hidden_size": c.width,
         "num_hidden_layers": c.num_layers,
@@ -254,6 +266,25 @@ BASE_SCORED = "held-out text"
 CHAT_SCORED = "what the assistant says in held-out conversations"
 
 
+OWN_CODE = """\
+`trust_remote_code=True` runs `modeling_decoderstack.py`, the one Python file of this repository.
+Read it first."""
+OWN_LICENSE = " The code in `modeling_decoderstack.py` has the MIT License."
+OWN_LIMITS = """\
+- A text of more than {context:,} tokens is refused, and so is a request to generate beyond that.
+- vLLM and llama.cpp (GGUF), and what builds on them, do not know this architecture, which the
+  first lines of `modeling_decoderstack.py` describe. vLLM takes models from plugins, but there is
+  none for this one. DecoderStack's `runs/portable.args` trains models that run everywhere.
+- `generate` keeps keys and values in transformers' `DynamicCache`. Static and quantized caches are
+  refused, and attention runs through torch's scaled_dot_product_attention only."""
+QWEN_CODE = """\
+The architecture is that of Qwen3, so transformers needs no code from here. vLLM should load it as
+it is, which is not tested. `runs/export.py RUN --gguf FILE` of DecoderStack writes it for
+llama.cpp, ollama and LM Studio."""
+QWEN_LIMITS = """\
+- It was trained on texts of up to {context:,} tokens. Longer ones are not refused, but get worse."""
+
+
 def read_log(run_dir: Path) -> list[dict]:
     """The run's log without a last line that a crash cut."""
     path = run_dir / "log.jsonl"
@@ -309,14 +340,23 @@ def model_card(args: argparse.Namespace, fields: dict, parameters: int, step: in
     config = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))["config"]
     has_picture = is_newest and (run_dir / "curve.png").is_file()
     is_chat = is_chat_run(run_dir)
+    context = fields["max_position_embeddings"]
+    is_own = "auto_map" in fields
+    trust = ", trust_remote_code=True" if is_own else ""
+    limits = OWN_LIMITS if is_own else QWEN_LIMITS
     return CARD.read_text(encoding="utf-8").format(
+        trust=trust,
+        trust_flag=trust.replace(" ", ""),
+        code=OWN_CODE if is_own else QWEN_CODE,
+        code_license=OWN_LICENSE if is_own else "",
+        limits=limits.format(context=context),
         name=args.name,
         millions=parameters / 1e6,
         layers=fields["num_hidden_layers"],
         width=fields["hidden_size"],
         vocab=fields["vocab_size"],
-        context=fields["max_position_embeddings"],
-        new_tokens=min(100, fields["max_position_embeddings"] // 2),
+        context=context,
+        new_tokens=min(100, context // 2),
         kind=CHAT_KIND if is_chat else BASE_KIND,
         data=training_data(Path(config["data"]), is_chat),
         language=args.language,
@@ -364,20 +404,7 @@ def write_tokenizer(args, tokenizer, context: int, bos: str, end: str) -> None:
 
 
 def write_config(folder: Path, fields: dict, ids: dict, dtype: str) -> None:
-    classes = "modeling_decoderstack.DecoderStack"
-    config = {
-        "model_type": "decoderstack",
-        "architectures": ["DecoderStackForCausalLM"],
-        "auto_map": {
-            "AutoConfig": classes + "Config",
-            "AutoModel": classes + "Model",
-            "AutoModelForCausalLM": classes + "ForCausalLM",
-        },
-        **ids,
-        "dtype": dtype,
-        **fields,
-    }
-    write_json(folder / "config.json", config)
+    write_json(folder / "config.json", {**fields, **ids, "dtype": dtype})
     sampling = {"do_sample": True, "temperature": 0.8, "top_k": 50}
     write_json(folder / "generation_config.json", {**ids, **sampling})
 
@@ -390,7 +417,7 @@ def make_folder(out: Path) -> None:
 
 
 def export(args: argparse.Namespace) -> None:
-    """Writes the repository. Raises: RunError"""
+    """Writes the repository, the GGUF file, or both. Raises: RunError"""
     script = import_script(args.run_dir)
     try:
         model, step = read_checkpoint(script, args.run_dir, args.step)
@@ -398,34 +425,73 @@ def export(args: argparse.Namespace) -> None:
     except script.UserError as error:
         raise RunError(str(error)) from None
 
-    is_chat = is_chat_run(args.run_dir)
+    c = model.config
+    reason = export_portable.why_not_portable(model)
+    advice = "train with @runs/portable.args on a dataset of `data/pretrain.py --pattern llama3`"
+    if reason and args.gguf:
+        raise RunError(f"llama.cpp does not know the shape of {args.run_dir} ({reason}); {advice}")
+    if reason and (c.swiglu or c.rotary_full or not c.softcap):
+        raise RunError(f"{args.run_dir} is only partly portable ({reason}); {advice}")
+    if reason:
+        fields = describe_model(model)
+        tensors = convert_weights(model)
+    else:
+        fields = export_portable.qwen_config(c)
+        tensors = export_portable.qwen_weights(model)
+    parameters = sum(value.numel() for value in tensors.values() if value.dtype != torch.int8)
+
+    kind = "chat" if is_chat_run(args.run_dir) else "base"
+    about = f"step {step}, {parameters / 1e6:.1f} M parameters"
+    if args.gguf:
+        write_gguf(args, c, tensors, tokenizer)
+        size = args.gguf.stat().st_size / 1e6
+        print(f"wrote {args.gguf}: {about}, {args.type}, {size:.1f} MB, {kind} model")
+        print(export_portable.how_to_run(args.gguf, c.max_seq_len, kind == "chat"))
+    if args.out:
+        card = model_card(args, fields, parameters, step, special_tokens(args, tokenizer)[0])
+        write_folder(args, fields, tensors, tokenizer, card)
+        size = sum(path.stat().st_size for path in args.out.iterdir()) / 1e6
+        print(f"wrote {args.out}: {about}, {size:.1f} MB, {kind} model")
+
+
+def special_tokens(args: argparse.Namespace, tokenizer) -> tuple[str, str]:
+    """What a text begins with, and what ends an answer."""
     bos = next(text for text, i in tokenizer.specials.items() if i == tokenizer.bos_id)
-    end = CHAT_END if is_chat else bos
+    return bos, CHAT_END if is_chat_run(args.run_dir) else bos
+
+
+def write_folder(args, fields: dict, tensors: dict, tokenizer, card: str) -> None:
+    """The repository. The weights come last, so that a folder that was not finished does not load."""
+    bos, end = special_tokens(args, tokenizer)
     ids = {
         "bos_token_id": tokenizer.bos_id,
         "eos_token_id": sorted({tokenizer.bos_id, tokenizer.specials[end]}),
         "pad_token_id": tokenizer.bos_id,
     }
-    fields = describe_model(model)
-    context = fields["max_position_embeddings"]
-    tensors = convert_weights(model)
-    parameters = sum(value.numel() for value in tensors.values() if value.dtype != torch.int8)
-    card = model_card(args, fields, parameters, step, bos)
-
-    # The weights come last, so that a folder that was not finished does not load.
     make_folder(args.out)
     (args.out / "README.md").write_text(card, encoding="utf-8")
     if "(curve.png)" in card:
         shutil.copyfile(args.run_dir / "curve.png", args.out / "curve.png")
-    shutil.copyfile(MODEL_CODE, args.out / "modeling_decoderstack.py")
+    if "auto_map" in fields:
+        shutil.copyfile(MODEL_CODE, args.out / "modeling_decoderstack.py")
     write_config(args.out, fields, ids, args.dtype)
-    write_tokenizer(args, tokenizer, context, bos, end)
+    write_tokenizer(args, tokenizer, fields["max_position_embeddings"], bos, end)
     store_weights(args.out / "model.safetensors", tensors, DTYPES[args.dtype])
 
-    size = sum(path.stat().st_size for path in args.out.iterdir()) / 1e6
-    kind = "chat" if is_chat else "base"
-    figures = f"step {step}, {parameters / 1e6:.1f} M parameters, {size:.1f} MB, {kind} model"
-    print(f"wrote {args.out}: {figures}")
+
+def write_gguf(args, config, tensors: dict, tokenizer) -> None:
+    if args.gguf.exists():
+        raise RunError(f"{args.gguf} exists; choose another --gguf or remove it")
+    bos, end = special_tokens(args, tokenizer)
+    spec = json.loads((args.run_dir / "tokenizer.json").read_text(encoding="utf-8"))
+    ranks = sorted(tokenizer.mergeable, key=tokenizer.mergeable.get)
+    vocabulary = export_portable.Vocabulary(
+        content=convert_tokenizer(spec, ranks, bos),
+        pattern=export_portable.check_pattern(spec),
+        bos_id=tokenizer.bos_id,
+        eos_id=tokenizer.specials[end],
+    )
+    export_portable.write_gguf(args.gguf, args.type, args.name, config, tensors, vocabulary)
 
 
 def push(folder: Path, repo: str) -> None:
@@ -445,7 +511,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="A trained model as a Hugging Face repository.")
     add = parser.add_argument
     add("run_dir", metavar="RUN_DIR", type=Path)
-    add("--out", required=True, type=Path, help="new folder")
+    add("--out", type=Path, help="new folder, for transformers")
+    add("--gguf", type=Path, metavar="FILE", help="new file, for llama.cpp")
+    add("--type", choices=export_portable.TYPES, default="f16", help="of the weights in it (default f16)")
     add("--step", type=int, help="checkpoint to take (default: the newest)")
     add("--dtype", choices=list(DTYPES), default="float32", help="of the stored weights")
     add("--name", help="name in the model card, e.g. OWNER/NAME (default: the folder's)")
@@ -453,7 +521,11 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--language", default="en", help="for the model card (default: en)")
     add("--push", metavar="OWNER/NAME", help="also send it to the hub")
     args = parser.parse_args(argv)
-    args.name = args.name or args.push or args.out.resolve().name
+    if not (args.out or args.gguf):
+        parser.error("give --out DIR, --gguf FILE, or both")
+    if args.push and not args.out:
+        parser.error("--push sends a folder; give --out DIR")
+    args.name = args.name or args.push or (args.out or args.gguf).resolve().stem
     if args.push and not re.fullmatch(r"[\w.-]+/[\w.-]+", args.push):
         parser.error(f"--push {args.push} is not a repository name; give OWNER/NAME")
     return args

@@ -184,7 +184,14 @@ def load_source(script: ModuleType, state, checkpoint: Path, moments: bool) -> N
     state.loss_scale = loss_scale
     state.optimizer.drop_gradients()  # late ones are of text that is not trained on now
     if not moments:
-        state.optimizer.drop_moments()
+        drop_moments(state.optimizer)
+
+
+def drop_moments(optimizer) -> None:
+    optimizer.count = 0
+    for slot in optimizer.slots:
+        for moment in slot.moments.values():
+            moment.zero_()
 
 
 # ---- the run

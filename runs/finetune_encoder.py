@@ -34,6 +34,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import train_encoder as encoder
+from finetune import drop_moments
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -447,7 +448,7 @@ def make_job(config: encoder.Config, settings: Settings, tokenizer):
     def load_start(state) -> None:
         script.load_checkpoint(state, Path(settings.run) / "checkpoints" / settings.checkpoint)
         state.step = 0
-        state.optimizer.drop_moments()
+        drop_moments(state.optimizer)
 
     this_script = Path(__file__)
     digests = [encoder.file_sha256(Path(path)) for path in (settings.pairs, settings.val_pairs)]

@@ -570,14 +570,15 @@ def unrolled(command: str) -> list[str]:
 
 
 def known_flags(script: str) -> set[str]:
-    """Flags of a script, from its parser; what data/*.py share is in data/sources.py."""
+    """Flags of a script, from its parser; what data/*.py share is in two of them."""
     if script == "train_small.py":
         return {flag for action in ts.build_parser()._actions for flag in action.option_strings}
     if script == "runs/finetune_hf.py":
         import finetune_hf
 
         return {"--resume", *(f"--{name.replace('_', '-')}" for name in finetune_hf.setting_names())}
-    sources = [ROOT / script, *([ROOT / "data/sources.py"] if script.startswith("data/") else [])]
+    shared = ("data/sources.py", "data/tokenizer.py") if script.startswith("data/") else ()
+    sources = [ROOT / name for name in (script, *shared)]
     pattern = r"^# (--[a-z-]+)" if script.endswith(".sh") else r'"(--[a-z-]+)"'
     return {flag for path in sources for flag in re.findall(pattern, path.read_text(encoding="utf-8"), re.M)}
 
@@ -616,6 +617,8 @@ SMOKE = (
     (r"--vocab-size (16384|4096)", "--vocab-size 400"),
     (r"--tokens 50000000", "@runs/tiny.args --steps 2 --data data/shards/mine"),
     (r"(--data data/shards/own .*)", r"\1 --steps 2"),
+    (r"@runs/cpu.args (@runs/portable.args) --set mlp_width=512 (.*) --tokens 614400",
+     r"@runs/tiny.args \1 --set window_short=256 \2 --steps 2"),
     (r"(train_small.py --run-dir out/base --resume)", r"\1"),
     (r"^(python train_small.py)( --run-dir out/\w+ --save-every 500)$",
      r"\1 @runs/tiny.args --data data/shards/climbmix\2"),
@@ -637,6 +640,7 @@ NOT_RUN = {  # pattern: why, and what does it in the tests
     r"runs/(chat_eval|rl|serve)\.py": "test_chat_eval.py, test_rl.py and test_serve.py have runs of their own",
     r"runs/(speedrun_\w+|miniseries|scaling_laws)\.sh": "they make .venv; .ci/run has the small one at toy size",
     r"train_medium\.py": "needs a GPU; test_medium.py trains a small one",
+    r"dev/check_gguf\.py": "needs llama.cpp; test_export_gguf.py has the same comparisons",
     r"runs/finetune_hf\.py|out/qwen": "needs a model of the hub; test_finetune_hf.py makes one",
     r"data/core\.py|runs/score_core\.py": "needs the CORE files; test_core.py makes small ones",
     r"sbatch |multi_node\.sh": "needs machines; test_multi_node.py has two agents and fakes of SLURM",

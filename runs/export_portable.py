@@ -1,0 +1,275 @@
+"""A run of runs/portable.args as a Qwen3ForCausalLM, in safetensors or GGUF; runs/export.py calls this.
+
+Qwen3's shape has norms with gains, a scale of 1 / sqrt(head width), rotary pairs of the channels i and i + K / 2,
+and two tables, one for the input and one for the output. What the script has beside them folds in exactly:
+
+- A factor on the residual stream goes into all that was written to the stream before, as norm(a x) = norm(x).
+- The norm of the embedding goes into the input's table, which therefore is no longer the output's.
+- The attention scale goes into the gains of the queries' norm; all other gains are 1.
+- Channels of queries and keys are reordered within each head.
+"""
+
+import math
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from engine import RunError
+from tokenizer import PATTERNS
+from torch import Tensor
+
+EPS = torch.finfo(torch.float32).eps  # what F.rms_norm adds
+TYPES = ("f32", "f16", "q8_0")
+# Split patterns that llama.cpp knows, by their names in data/tokenizer.py, and what llama.cpp calls them.
+LLAMA_CPP_PATTERNS = {"llama3": "llama-bpe", "qwen2": "qwen2", "gpt2": "gpt-2"}
+CHAT_TEMPLATE = Path(__file__).with_name("export_gguf.jinja")
+CHAT_MARKS = ("<|user_start|>", "<|user_end|>", "<|assistant_start|>", "<|assistant_end|>")
+
+
+# ---- the model
+
+
+def why_not_portable(model) -> str:
+    """What a model has that Qwen3 has not, or ""."""
+    c = model.config
+    if hasattr(model, "residual"):
+        return "it is of train_medium.py"
+    if not getattr(c, "swiglu", False):
+        return "its MLP is not SwiGLU"
+    if not c.rotary_full:
+        return "rotary embedding turns half of each head"
+    if c.softcap:
+        return "its logits have a softcap"
+    extras = ("bigram_rows", "mix_width", "value_embed_layers", "key_offset_layers", "no_attention_layers")
+    for name in extras:
+        if getattr(c, name):
+            return f"it has {name}={getattr(c, name)}"
+    if c.backout_layer >= 0:
+        return f"it has backout_layer={c.backout_layer}"
+    if c.shared_input_from < c.num_layers - 1:
+        return f"it has shared_input_from={c.shared_input_from}"
+    windows = {(c.window_short, c.window_long)[layer in c.long_layers] for layer in c.attention_layers}
+    if min(windows) < c.max_seq_len - 1:
+        return f"a window of {min(windows)} tokens is shorter than its context of {c.max_seq_len}"
+    return ""
+
+
+def qwen_config(c) -> dict:
+    """config.json without the ids of special tokens; c is the script's Config."""
+    return {
+        "model_type": "qwen3",
+        "architectures": ["Qwen3ForCausalLM"],
+        "vocab_size": c.vocab_size,
+        "hidden_size": c.width,
+        "intermediate_size": c.mlp_width,
+        "num_hidden_layers": c.num_layers,
+        "num_attention_heads": c.num_heads,
+        "num_key_value_heads": c.num_heads,
+        "head_dim": c.head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": c.max_seq_len,
+        "rms_norm_eps": EPS,
+        "rope_theta": c.rotary_base,
+        "rope_parameters": {"rope_type": "default", "rope_theta": c.rotary_base},
+        "attention_bias": False,
+        "use_sliding_window": False,
+        "tie_word_embeddings": False,
+    }
+
+
+@torch.no_grad()
+def qwen_weights(model) -> dict[str, Tensor]:
+    """The weights by the names of Qwen3ForCausalLM, fp32, without rows that only pad the vocabulary."""
+    c = model.config
+    V = c.vocab_size
+    D = c.width
+    H = c.num_heads
+    ones = torch.ones(D)
+    x0 = torch.nn.functional.rms_norm(model.embed[:V], (D,))
+    tensors = {"model.embed_tokens.weight": x0}
+    factor = 1.0  # what the script's stream is, over the exported one
+    for layer, weights in enumerate(model.layer_weights()):
+        prefix = f"model.layers.{layer}"
+        q, k, v = weights.qkv.view(3, D, D)
+        factor = positive(factor * model.scalars[0, layer].item(), layer)
+        tensors[f"{prefix}.input_layernorm.weight"] = ones
+        tensors[f"{prefix}.self_attn.q_proj.weight"] = reorder_channels(q, H)
+        tensors[f"{prefix}.self_attn.k_proj.weight"] = reorder_channels(k, H)
+        tensors[f"{prefix}.self_attn.v_proj.weight"] = v
+        tensors[f"{prefix}.self_attn.o_proj.weight"] = weights.o / factor
+        gain = c.attention_scale * math.sqrt(c.head_dim)
+        tensors[f"{prefix}.self_attn.q_norm.weight"] = torch.full((c.head_dim,), gain)
+        tensors[f"{prefix}.self_attn.k_norm.weight"] = torch.ones(c.head_dim)
+
+        gate, up = weights.up.chunk(2)
+        factor = positive(factor * model.scalars[1, layer].item(), layer)
+        tensors[f"{prefix}.post_attention_layernorm.weight"] = ones
+        tensors[f"{prefix}.mlp.gate_proj.weight"] = gate
+        tensors[f"{prefix}.mlp.up_proj.weight"] = up
+        tensors[f"{prefix}.mlp.down_proj.weight"] = weights.down.T / factor
+    tensors["model.norm.weight"] = ones
+    tensors["lm_head.weight"] = model.embed[:V]
+    return tensors
+
+
+def positive(factor: float, layer: int) -> float:
+    """A factor that a norm takes away. Raises: RunError if it is none"""
+    if not factor > 1e-6:
+        raise RunError(f"the residual factor of layer {layer} fell to {factor:.2g}; export an earlier --step")
+    return factor
+
+
+def reorder_channels(matrix: Tensor, heads: int) -> Tensor:
+    """Rows of Q or K (D, D): the second of each rotary pair into the first half of its head, the first behind.
+
+    The script turns its first quarter with the second and its third with the fourth, in the other direction.
+    """
+    quarters = matrix.view(heads, 4, -1, matrix.size(1))
+    return quarters[:, [1, 3, 0, 2]].reshape_as(matrix)
+
+
+# ---- GGUF, the format of llama.cpp
+
+LLAMA_CPP_NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+def llama_cpp_name(name: str) -> str:
+    """model.layers.3.mlp.up_proj.weight -> blk.3.ffn_up.weight"""
+    name = name.removesuffix(".weight")
+    if name.startswith("model.layers."):
+        _, _, layer, module = name.split(".", 3)
+        return f"blk.{layer}.{LLAMA_CPP_NAMES[module]}.weight"
+    return f"{LLAMA_CPP_NAMES[name]}.weight"
+
+
+def check_pattern(spec: dict) -> str:
+    """What llama.cpp calls the split pattern of a tokenizer.json. Raises: RunError"""
+    names = {PATTERNS[name]: known for name, known in LLAMA_CPP_PATTERNS.items()}
+    if spec["pattern"] not in names:
+        advice = "train on a dataset of `data/pretrain.py --pattern llama3`"
+        raise RunError(f"llama.cpp does not know the split pattern of this run's tokenizer; {advice}")
+    return names[spec["pattern"]]
+
+
+class Vocabulary(NamedTuple):
+    content: dict  # tokenizer.json of the `tokenizers` library
+    pattern: str  # by check_pattern()
+    bos_id: int
+    eos_id: int
+
+
+def write_gguf(
+    path: Path, kind: str, name: str, config, tensors: dict, vocabulary: Vocabulary
+) -> None:
+    """Writes a GGUF file, whole or not at all.
+
+    Args:   kind one of TYPES; name for people; config the script's; tensors by qwen_weights()
+    Raises: RunError, OSError
+    """
+    try:
+        import gguf
+    except ImportError:
+        raise RunError("GGUF needs a package; run pip install -r requirements.txt") from None
+
+    part = path.with_name(path.name + ".part")
+    try:
+        writer = gguf.GGUFWriter(part, "qwen3")
+        add_model_fields(writer, config, gguf.LlamaFileType[LLAMA_FILE_TYPES[kind]], name)
+        add_vocabulary(writer, gguf.TokenType, vocabulary)
+        for key, tensor in tensors.items():
+            values, q8 = stored(gguf, tensor.detach().float().contiguous().numpy(), kind)
+            writer.add_tensor(llama_cpp_name(key), values, raw_dtype=q8)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+LLAMA_FILE_TYPES = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "q8_0": "MOSTLY_Q8_0"}
+
+
+def stored(gguf, values: np.ndarray, kind: str) -> tuple:
+    """A tensor as it is stored, and its type where numpy has none: gains stay fp32."""
+    if values.ndim == 1 or kind == "f32":
+        return values, None
+    if kind == "q8_0" and values.shape[-1] % 32 == 0:
+        q8 = gguf.GGMLQuantizationType.Q8_0
+        return gguf.quants.quantize(values, q8), q8
+    return values.astype(np.float16), None
+
+
+def add_model_fields(writer, c, file_type: int, name: str) -> None:
+    writer.add_name(name)
+    writer.add_file_type(file_type)
+    writer.add_context_length(c.max_seq_len)
+    writer.add_embedding_length(c.width)
+    writer.add_block_count(c.num_layers)
+    writer.add_feed_forward_length(c.mlp_width)
+    writer.add_head_count(c.num_heads)
+    writer.add_head_count_kv(c.num_heads)
+    writer.add_key_length(c.head_dim)
+    writer.add_value_length(c.head_dim)
+    writer.add_rope_freq_base(c.rotary_base)
+    writer.add_layer_norm_rms_eps(EPS)
+    writer.add_vocab_size(c.vocab_size)
+
+
+def add_vocabulary(writer, types, vocabulary: Vocabulary) -> None:
+    """Tokens, merges, special tokens, and the chat template where the marks of a chat are among them."""
+    model = vocabulary.content["model"]
+    specials = {token["content"]: token["id"] for token in vocabulary.content["added_tokens"]}
+    tokens = sorted({**model["vocab"], **specials}.items(), key=lambda pair: pair[1])
+    kinds = [types.CONTROL if text in specials else types.NORMAL for text, _ in tokens]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(vocabulary.pattern)
+    writer.add_token_list([text for text, _ in tokens])
+    writer.add_token_types(kinds)
+    writer.add_token_merges([" ".join(pair) for pair in model["merges"]])
+    writer.add_bos_token_id(vocabulary.bos_id)
+    writer.add_eos_token_id(vocabulary.eos_id)
+    writer.add_add_bos_token(True)
+    writer.add_add_eos_token(False)
+    if specials.keys() >= set(CHAT_MARKS):
+        writer.add_chat_template(CHAT_TEMPLATE.read_text(encoding="utf-8"))
+
+
+HOW_TO_RUN = """\
+With llama.cpp:
+llama-cli -m {path} -c {context} {prompt}
+llama-server -m {path} -c {context} --jinja
+With ollama, from this Modelfile:
+FROM ./{file}
+PARAMETER num_ctx {context}
+"""
+MODELFILE = "TEMPLATE {{ .Prompt }}"
+CHAT_MODELFILE = '''\
+PARAMETER stop <|assistant_end|>
+TEMPLATE """<|user_start|>{{ if .System }}{{ .System }}
+
+{{ end }}{{ .Prompt }}<|user_end|><|assistant_start|>{{ .Response }}<|assistant_end|>"""'''
+
+
+def how_to_run(path: Path, context: int, is_chat: bool) -> str:
+    """Commands for llama.cpp, and a Modelfile for ollama."""
+    prompt = "--jinja -cnv" if is_chat else '-no-cnv -p "Once upon a time" -n 100'
+    modelfile = CHAT_MODELFILE if is_chat else MODELFILE
+    return HOW_TO_RUN.format(path=path, file=path.name, context=context, prompt=prompt) + modelfile

@@ -1,0 +1,232 @@
+"""A portable run in transformers, in GGUF and in llama.cpp, against the training script.
+
+llama.cpp comes from npm:
+
+    npm install --prefix .venv --omit=optional node-llama-cpp@3.22.1 @node-llama-cpp/linux-x64@3.22.1
+"""
+
+import builtins
+import json
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+import train_small as ts
+from dev.check_gguf import NODE_MODULES, ask_llama_cpp, own_logits
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from conftest import ROOT, random_model
+from test_export import VARIED, bpe, conversation, export_run, random_texts, write_run  # noqa: F401  (bpe is a fixture)
+from test_portable import portable_config
+
+import engine  # isort: skip
+import export  # isort: skip
+import export_portable  # isort: skip
+import format  # isort: skip
+import sources  # isort: skip
+import tokenizer  # isort: skip
+from protocol import Protocol  # isort: skip
+
+needs_llama_cpp = pytest.mark.skipif(
+    not (shutil.which("node") and (NODE_MODULES / "node-llama-cpp").is_dir()),
+    reason="llama.cpp is not here; the header of this file names the command that installs it",
+)
+
+
+def portable_run(folder: Path, pattern: str = "llama3", chat: bool = True, **overrides) -> Path:
+    """A run of a tiny model with random weights, residual factors and all, and a tokenizer of 900 entries."""
+    documents = list(sources.open_source("stdlib", max_documents=30).train())
+    path = folder / "tokenizer.json"
+    format.write_json(path, tokenizer.train(iter(documents), 900, pattern=tokenizer.PATTERNS[pattern]))
+    config = portable_config(vocab_size=900, dtype="float32", **overrides)
+    return write_run(folder / "run", path, chat=chat, config=config)
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory) -> Path:
+    return portable_run(tmp_path_factory.mktemp("portable"))
+
+
+@pytest.fixture(scope="module")
+def run(run_dir):
+    return engine.load_run(run_dir, device="cpu")
+
+
+def server_ids(run, messages: list[dict]) -> list[int]:
+    server = Protocol("x", run.tokenizer, 1000, True, 1)
+    return server.tokenize(json.dumps({"messages": messages}).encode())["tokens"]
+
+
+def random_ids(count: int, seed: int = 0) -> list[int]:
+    return random.Random(seed).choices(range(891), k=count)
+
+
+# ---- transformers
+
+
+def test_transformers(run, run_dir, tmp_path):
+    """Qwen3ForCausalLM without code of ours: its logits, its tokens, and what it generates with a cache."""
+    card = export_run(run_dir, tmp_path / "model")
+    assert "trust_remote_code" not in card and not list((tmp_path / "model").glob("*.py"))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "model")
+    assert type(model).__name__ == "Qwen3ForCausalLM"
+    ids = random_ids(64)
+    expected = own_logits(run, ids)
+    with torch.no_grad():
+        found = model(torch.tensor([ids])).logits[0]
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+
+    text = "def f(x):\n    return 12345"
+    ids = [run.tokenizer.bos_id, *run.tokenizer.encode(text)]
+    assert theirs(text).input_ids == ids
+    for _ in range(8):
+        ids.append(int(own_logits(run, ids)[-1].argmax()))
+    start = torch.tensor([ids[:-8]])
+    found = model.generate(start, do_sample=False, max_new_tokens=8, eos_token_id=-1)
+    assert found[0].tolist() == ids
+
+
+# ---- GGUF
+
+
+@pytest.mark.parametrize("kind", export_portable.TYPES)
+def test_file(kind, run_dir, tmp_path, capsys):
+    """The gguf package reads the weights of the transformers export, to the precision of their type."""
+    import gguf
+
+    path = tmp_path / "m.gguf"
+    export.main([str(run_dir), "--gguf", str(path), "--type", kind, "--out", str(tmp_path / "hf")])
+    said = capsys.readouterr().out
+    assert f"llama-cli -m {path} -c 64 --jinja -cnv\n" in said and "\nFROM ./m.gguf\n" in said
+    reader = gguf.GGUFReader(path)
+    fields = {name: field.contents() for name, field in reader.fields.items()}
+    assert fields["general.architecture"] == "qwen3" and fields["qwen3.context_length"] == 64
+    own = ts.Tokenizer(run_dir / "tokenizer.json")
+    assert fields["tokenizer.ggml.pre"] == "llama-bpe" and len(fields["tokenizer.ggml.tokens"]) == 900
+    assert fields["tokenizer.ggml.bos_token_id"] == own.bos_id
+    assert fields["tokenizer.ggml.eos_token_id"] == own.specials["<|assistant_end|>"]
+
+    weights = load_file(tmp_path / "hf/model.safetensors")
+    assert len(reader.tensors) == len(weights) == 3 + 4 * 11
+    found = {t.name: torch.tensor(gguf.quants.dequantize(t.data, t.tensor_type)) for t in reader.tensors}
+    tolerance = {"f32": 0, "f16": 1e-3, "q8_0": 1e-2}[kind]
+    for name, weight in weights.items():
+        got = found[export_portable.llama_cpp_name(name)]
+        assert got.shape == weight.shape
+        assert (got - weight).norm() <= tolerance * weight.norm()
+
+
+def failing_import(name, *args, **kwargs):
+    if name == "gguf":
+        raise ImportError
+    return REAL_IMPORT(name, *args, **kwargs)
+
+
+REAL_IMPORT = builtins.__import__
+
+
+def test_user_errors(run_dir, bpe, tmp_path, monkeypatch):  # noqa: F811
+    """One sentence, exit code not 0, and no file, not even a part of one."""
+    default = write_run(tmp_path / "default", bpe)
+    gpt4 = write_run(tmp_path / "gpt4", bpe, config=portable_config(vocab_size=900, dtype="float32"))
+    half = write_run(tmp_path / "half", bpe, config=portable_config(vocab_size=900, dtype="float32", backout_layer=2))
+    full = tmp_path / "full.gguf"
+    full.write_text("mine")
+    new = tmp_path / "new"
+
+    def fails(run, flag, out, message):
+        with pytest.raises(SystemExit) as end:
+            export.main([str(run), flag, str(out)])
+        assert message in end.value.code and end.value.code.startswith("error: ") and "\n" not in end.value.code
+        assert not new.exists() and not new.with_name("new.part").exists()
+
+    fails(default, "--gguf", new, "(its MLP is not SwiGLU); train with @runs/portable.args on a dataset of")
+    fails(gpt4, "--gguf", new, "does not know the split pattern")
+    fails(half, "--gguf", new, "backout_layer=2")
+    fails(half, "--out", new, "backout_layer=2")
+    fails(run_dir, "--gguf", full, "exists")
+    fails(run_dir, "--gguf", full / "x", "Not a directory")
+    with monkeypatch.context() as patch:
+        patch.setattr(export_portable, "add_vocabulary", lambda *_: (_ for _ in ()).throw(OSError(28, "No space")))
+        fails(run_dir, "--gguf", new, "No space")
+    with monkeypatch.context() as patch:
+        patch.setattr(builtins, "__import__", failing_import)
+        fails(run_dir, "--gguf", new, "pip install -r requirements.txt")
+    assert full.read_text() == "mine"
+
+
+def test_a_residual_factor_that_no_norm_takes_away(tmp_path):
+    model = random_model(portable_config(vocab_size=900))
+    with torch.no_grad():
+        model.scalars[1, 2] = -0.5
+    with pytest.raises(export.RunError, match="residual factor of layer 2 fell to"):
+        export_portable.qwen_weights(model)
+
+
+@pytest.mark.parametrize("changed", [
+    {}, {"softcap": (15.0, 0.0, 15.0)}, {"window_short": 32}, {"value_embed_layers": (1,)}, {"shared_input_from": 1},
+    {"rotary_full": False}, {"no_attention_layers": (2,)}, {"swiglu": False}, {"mix_width": 8}, {"bigram_rows": 9},
+])  # fmt: skip
+def test_what_is_portable(changed):
+    reason = export_portable.why_not_portable(random_model(portable_config(**changed)))
+    assert bool(reason) == bool(changed)
+
+
+@pytest.mark.parametrize("turns", ["u", "su", "uau", "suasu"])
+def test_chat_template(turns, run, run_dir, tmp_path):
+    """The template of GGUF files gives the ids that the server gives its model."""
+    export_run(run_dir, tmp_path / "model")
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "model")
+    messages = conversation(turns, *(f"text {i}" for i in range(len(turns))))
+    template = export_portable.CHAT_TEMPLATE.read_text()
+    found = theirs.apply_chat_template(messages, chat_template=template, add_generation_prompt=True)
+    assert found["input_ids"] == server_ids(run, messages)
+
+
+# ---- llama.cpp
+
+
+@needs_llama_cpp
+@pytest.mark.parametrize("pattern", export_portable.LLAMA_CPP_PATTERNS)
+def test_tokens_in_llama_cpp(pattern, tmp_path):
+    run_dir = portable_run(tmp_path, pattern)
+    own = ts.Tokenizer(run_dir / "tokenizer.json")
+    export.main([str(run_dir), "--gguf", str(tmp_path / "m.gguf")])
+    code = (ROOT / "train_small.py").read_text(encoding="utf-8")
+    texts = [*VARIED, *random_texts(1500), *(code[i : i + 400] for i in range(0, 200_000, 400))]
+    texts = [text for text in texts if "\x00" not in text]
+    answer = ask_llama_cpp(tmp_path, tmp_path / "m.gguf", {"texts": texts})
+    for text, found in zip(texts, answer["texts"], strict=True):
+        assert found["ids"] == own.encode(text), repr(text)
+        assert found["special"] == own.encoding.encode(text, allowed_special="all"), repr(text)
+
+
+@needs_llama_cpp
+@pytest.mark.parametrize("kind", export_portable.TYPES)
+def test_llama_cpp(kind, run, run_dir, tmp_path):
+    """Nats of each token, greedy continuations as far as the first two are apart, and the chat template."""
+    path = tmp_path / "m.gguf"
+    export.main([str(run_dir), "--gguf", str(path), "--type", kind])
+    texts = [random_ids(64, seed) for seed in range(4)]
+    prompts = [random_ids(20, seed) for seed in range(8)]
+    messages = conversation("suau", "Be kind.", "Hi", "Yes?", "How?")
+    asked = {"prompts": prompts, "count": 20, "messages": [*messages, {"role": "assistant", "content": ""}]}
+    answer = ask_llama_cpp(tmp_path, path, asked | {"scored": texts})
+
+    tolerance = {"f32": 2e-3, "f16": 5e-3, "q8_0": 0.1}[kind]  # keys and values are fp16 in llama.cpp
+    for ids, nats in zip(texts, answer["scored"], strict=True):
+        expected = F.cross_entropy(own_logits(run, ids)[:-1], torch.tensor(ids[1:]), reduction="none")
+        assert (torch.tensor(nats) - expected).abs().mean() < tolerance
+    for ids, found in zip(prompts, answer["prompts"], strict=True):
+        logits = own_logits(run, ids + found)[len(ids) - 1 : -1]
+        lost = logits.amax(1) - logits.gather(1, torch.tensor(found)[:, None])[:, 0]
+        assert lost.max() < 10 * tolerance
+
+    assert answer["architecture"] == "qwen3"
+    decode = run.tokenizer.encoding.decode  # this package tokenizes the parts of a text one by one
+    assert decode(answer["rendered"]) == decode(server_ids(run, messages))
