@@ -99,14 +99,6 @@ def reach(action: Callable[[], Any], what: str) -> Any:
     return call(action, what)
 
 
-# The names by which runs/export.py knows it. Nothing needs to be prepared.
-retry = reach
-
-
-def prepare() -> None:
-    pass
-
-
 def fetch(repo: str, name: str, commit: str | None = None, type: str = "dataset") -> Path:
     """A file of a repository in the Hugging Face cache, of a commit or of what main is now."""
     from huggingface_hub import hf_hub_download
