@@ -498,12 +498,11 @@ def push(folder: Path, repo: str) -> None:
     """Sends an export to a model repository of the hub, which is made if there is none."""
     from huggingface_hub import HfApi
 
-    hub.prepare()
     api = HfApi()
     way = f"({folder} is written; `hf upload {repo} {folder}` sends it later)"
-    hub.retry(lambda: api.create_repo(repo, exist_ok=True), f"creating {repo} {way}")
+    hub.reach(lambda: api.create_repo(repo, exist_ok=True), f"creating {repo} {way}")
     options = {"repo_id": repo, "folder_path": folder, "commit_message": "Add the model"}
-    hub.retry(lambda: api.upload_folder(**options), f"sending to {repo} {way}")
+    hub.reach(lambda: api.upload_folder(**options), f"sending to {repo} {way}")
     print(f"sent {folder} to {repo}")
 
 
