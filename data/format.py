@@ -409,7 +409,8 @@ def find_problems(folder: Path) -> Iterator[str]:
             yield f"{folder}/dataset.json has another {key} than {path}; build the dataset again"
     lengths = tokenizer.token_bytes(path)
     for name in files:
-        if name.endswith(".bin") and not problems[name]:
+        masked = name.replace(".mask.bin", ".bin")
+        if name.endswith(".bin") and not problems[name] and not problems.get(masked):
             yield from shard_problems(folder / name, files[name], dataset, found["bos_id"], lengths)
 
 

@@ -418,7 +418,8 @@ def encode_source(
         found.append((tokens, counted))
     tally["dropped"] += dropped
     if not found:
-        fail(f"--source {source.name} gives no conversation, {dropped} are longer than --max-len")
+        way = "give a larger --max-len" if dropped else "check the file"
+        fail(f"--source {source.name} gives no conversation, {dropped} are too long; {way}")
     return found
 
 

@@ -3,6 +3,8 @@
 import errno
 import hashlib
 import os
+import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -13,8 +15,12 @@ from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "data"))
 import format
+import tokenizer
 
 TOKENS = np.arange(1, 5001, dtype=np.uint16)
+AA = "aa" * 32
+SPECIAL = {"<|bos|>": 256, "<|end|>": 257}
+OTHER = "has other tokens or another BOS"
 SHA = hashlib.sha256(b"a tokenizer").hexdigest()
 
 
@@ -307,3 +313,117 @@ def test_missing_dataset_json(tmp_path):
     with pytest.raises(SystemExit) as e:
         format.read_dataset(tmp_path)
     expect_error(e, "no dataset.json")
+
+
+def write_whole(root: Path, train: list[list[int]], val: list[list[int]], **header) -> dict:
+    """A dataset of documents, whose tokens are bytes, with conversations; returns the value of dataset.json."""
+    spec = tokenizer.make_spec(tokenizer.PATTERN, [bytes([b]) for b in range(256)], SPECIAL)
+    sha = format.write_json(root / "tokenizer.json", spec)
+    files = {"tokenizer.json": format.entry_of(root / "tokenizer.json", sha)}
+    for split, documents in (("train", train), ("val", val)):
+        tokens = np.array([t for document in documents for t in [256, *document]], np.uint16)
+        stated = {"bos_id": 256, "vocab_size": 258, "tokenizer_sha256": sha, **header}
+        for folder in ("pretrain", "sft"):
+            path = root / folder / f"{split}_000000.bin"
+            counts = {"tokens": len(tokens), "documents": len(documents), "conversations": len(documents)}
+            counts["text_bytes"] = len(tokens) - len(documents)
+            written = format.write_shard(path, tokens, **stated)
+            files[f"{folder}/{path.name}"] = {**counts, **format.entry_of(path, written)}
+        mask = root / f"sft/{split}_000000.mask.bin"
+        written = format.write_shard(mask, np.ones(len(tokens), np.uint16), None, 2, sha)
+        files[f"sft/{mask.name}"] = {"tokens": len(tokens), **format.entry_of(mask, written)}
+    dataset = {"name": "x", "sources": [], "tokenizer_sha256": sha, "vocab_size": 258, "bos_id": 256}
+    format.write_dataset(root, {**dataset, "special_tokens": SPECIAL, "files": files})
+    return format.read_dataset(root)
+
+
+def check(root: Path) -> tuple[int, str]:
+    """Exit code and output of the command."""
+    command = [sys.executable, format.__file__, "check", str(root)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_check_of_a_whole_dataset(tmp_path):
+    write_whole(tmp_path, [[1, 2], [3]], [[4], [5, 6]])
+    code, output = check(tmp_path)
+    assert code == 0 and re.fullmatch(r".* is whole: 7 files, fingerprint [0-9a-f]{12}\n", output)
+
+
+def test_check_counts_validation_text_that_is_also_training_text(tmp_path):
+    write_whole(tmp_path, [[1, 2], [3], [9]], [[3], [5, 6], [3], [1, 2, 9]])
+    code, output = check(tmp_path)
+    assert code == 0 and output.splitlines()[1:] == [
+        "2 of 4 documents of the validation split are also in the training split",
+        "2 of 4 conversations of the validation split are also in the training split",
+    ]
+
+
+def list_again(root: Path, name: str, **counts) -> None:
+    """Puts a file's new sha256 and size into dataset.json, as someone would who changed both."""
+    value = format.read_json(root / "dataset.json")
+    value["files"][name] |= {**counts, **format.entry_of(root / name, format.sha256_file(root / name))}
+    format.write_dataset(root, value)
+
+
+TRAIN = "pretrain/train_000000.bin"
+
+
+def change_tokenizer(root: Path, **fields) -> None:
+    value = format.read_json(root / "tokenizer.json") | fields
+    sha = format.write_json(root / "tokenizer.json", value)
+    dataset = format.read_json(root / "dataset.json") | {"tokenizer_sha256": sha}
+    dataset["files"]["tokenizer.json"]["sha256"] = sha
+    dataset["files"]["tokenizer.json"].pop("bytes")
+    format.write_dataset(root, dataset)
+
+
+def rewrite(root: Path, name: str, tokens: list[int], listed: int, **header) -> None:
+    format.write_shard(root / name, np.array(tokens, np.uint16), **header)
+    list_again(root, name, tokens=listed)
+
+
+PROBLEMS = {
+    "missing": (lambda root: (root / TRAIN).unlink(), "is missing, but dataset.json lists it"),
+    "truncated": (lambda root: (root / TRAIN).write_bytes((root / TRAIN).read_bytes()[:-2]), "is truncated"),
+    "changed": (lambda root: format.write_shard(root / TRAIN, TOKENS[:5]), "was changed"),
+    "unlisted": (lambda root: format.write_shard(root / "pretrain/train_000001.bin", TOKENS), "is not listed"),
+    "large token": (lambda root: rewrite(root, TRAIN, [256, 1, 300, 256, 3], 5), OTHER),
+    "no BOS": (lambda root: rewrite(root, TRAIN, [1, 2, 1, 2, 3], 5), OTHER),
+    "counts": (lambda root: rewrite(root, TRAIN, [256, 1, 2, 3, 4], 5), "holds 1 documents, dataset.json lists 2"),
+    "vocabulary": (lambda root: rewrite(root, TRAIN, [256, 1, 2, 256, 3], 5, bos_id=255), OTHER),
+    "tokenizer": (
+        lambda root: rewrite(root, TRAIN, [256, 1, 2, 256, 3], 5, tokenizer_sha256=AA),
+        "was made with another tokenizer",
+    ),
+    "mask": (lambda root: rewrite(root, "sft/train_000000.mask.bin", [2] * 5, 5), "is not a mask of the shard"),
+    "pattern": (lambda root: change_tokenizer(root, pattern=r"\w+"), "its pattern loses text"),
+    "specials": (
+        lambda root: change_tokenizer(root, special_tokens={"<|bos|>": 257, "<|end|>": 256}),
+        "has another bos_id",
+    ),
+    "fingerprint": (
+        lambda root: format.write_json(
+            root / "dataset.json", format.read_json(root / "dataset.json") | {"fingerprint": AA}
+        ),
+        "does not agree with itself",
+    ),
+    "no dataset": (lambda root: (root / "dataset.json").unlink(), "holds no dataset.json"),
+}
+
+
+@pytest.mark.parametrize("case", PROBLEMS)
+def test_check_names_each_problem(tmp_path, case):
+    change, words = PROBLEMS[case]
+    write_whole(tmp_path, [[1, 2], [3]], [[4], [5, 6]])
+    change(tmp_path)
+    code, output = check(tmp_path)
+    assert code == 1 and words in output, output
+
+
+def test_check_names_all_problems(tmp_path):
+    write_whole(tmp_path, [[1, 2], [3]], [[4], [5, 6]])
+    (tmp_path / TRAIN).unlink()
+    (tmp_path / "sft/val_000000.bin").write_bytes(b"short")
+    code, output = check(tmp_path)
+    assert code == 1 and len(output.splitlines()) == 2 and "truncated" in output and "missing" in output

@@ -403,3 +403,9 @@ def test_user_errors(data, tmp_path):
     format.write_dataset(data, info)
     assert "has no <|assistant_end|> token" in run(data, "--source", path, code=1)
     assert "complete dataset" in run(tmp_path, "--source", path, code=1)
+
+
+def test_conversations_that_are_all_too_long_name_the_flag(data, tmp_path):
+    path = write_jsonl(tmp_path / "c.jsonl", [chat("q" * 60, "z")] * 5)
+    out = run(data, "--source", path, "--max-len", 20, code=1)
+    assert "gives no conversation, 5 are too long; give a larger --max-len" in out
