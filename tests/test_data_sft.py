@@ -409,3 +409,12 @@ def test_conversations_that_are_all_too_long_name_the_flag(data, tmp_path):
     path = write_jsonl(tmp_path / "c.jsonl", [chat("q" * 60, "z")] * 5)
     out = run(data, "--source", path, "--max-len", 20, code=1)
     assert "gives no conversation, 5 are too long; give a larger --max-len" in out
+
+
+def test_the_same_conversations_in_both_splits_are_said(data, tmp_path):
+    values = random_conversations(20)
+    train = write_jsonl(tmp_path / "c.jsonl", values)
+    val = write_jsonl(tmp_path / "v.jsonl", [*values[:3], chat("only", "here")])
+    out = run(data, "--source", train, "--val-source", val)
+    assert "note: 3 of 4 conversations of the validation split are also in the training split" in out
+    assert "note" not in run(data, "--source", train)

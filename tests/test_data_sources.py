@@ -373,3 +373,27 @@ def test_hub_sources(tmp_path):
             result = program(*arguments)
             assert result.returncode == 1 and part in result.stderr, result.stderr
             assert result.stderr.splitlines()[-1].startswith("error: ")
+
+
+@pytest.mark.parametrize("ending", ["jsonl.gz", "jsonl.zst"])
+def test_compressed_files_without_a_byte_are_refused(tmp_path, ending):
+    path = tmp_path / f"x.{ending}"
+    path.write_bytes(b"")
+    expect_error(lambda: read(path), path, "is empty", "fetch it again")
+
+
+def test_null_is_an_empty_document(tmp_path):
+    """In JSON lines as in parquet: passed over and counted."""
+    path = write(tmp_path / "x.jsonl", ["a", None, "b"])
+    source = sources.open_source(str(path), "stdlib")
+    assert list(source.train()) == ["a", "b"] and sum(source.empty.values()) == 1
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "jsonl.gz", "txt"])
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be"])
+def test_utf16_is_refused(tmp_path, ending, encoding):
+    """With a byte order mark and without one."""
+    path = tmp_path / f"x.{ending}"
+    raw = '{"text": "\u4f60\u597d, a text"}\n'.encode(encoding)
+    path.write_bytes(gzip.compress(raw) if ending.endswith("gz") else raw)
+    expect_error(lambda: read(path), path, "UTF-16", "convert it to UTF-8")
