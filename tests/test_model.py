@@ -205,18 +205,6 @@ def test_prefix_loss(config):
 
 
 @both
-def test_no_leak_between_documents(config):
-    """Another text in the middle document leaves the losses of its neighbours as they were."""
-    model, (a, b, c) = random_model(config), random_documents((20, 31, 40))
-    other = random_documents((31,), seed=5)[0]
-    before, after = (model(*pack([a, middle, c]))[1] for middle in (b, other))
-    same = torch.ones(len(before), dtype=torch.bool)
-    same[19:49] = False  # the middle document's own
-    assert (before - after)[same].abs().max() < 1e-6
-    assert (before - after)[~same].abs().min() > 0
-
-
-@both
 @pytest.mark.parametrize("border", (1, 2, 9, 30))
 def test_no_leak_from_the_future(config, border):
     """Logits before a token do not change with that token or later ones."""
@@ -293,21 +281,6 @@ def test_offset_keys_by_hand():
     first = torch.tensor([True, False, True]).view(3, 1, 1)
     found = ts.GPT.offset_keys(keys, torch.cat((keys[:1], keys[:-1])), first)
     assert found[:, 0].tolist() == [[0, 1, 2, 3], [4, 5, 2, 3], [8, 9, 10, 11]]
-
-
-def test_layer_weights():
-    """The banks by layer and by name; scalars of V, O and down are in their matrices."""
-    config = tiny_config()
-    model = random_model(config)
-    weights = model.layer_weights()
-    scalars = dict(zip(ts.SCALARS, model.scalars, strict=False))
-    assert [w.qkv is None and w.o is None for w in weights] == [False, False, True, False]
-    assert weights[2].up is not None and weights[3].qkv.shape == (3 * 64, 64)
-    assert torch.equal(weights[3].qkv[:128], model.qk_bank[2]), "layer 2 has none, so layer 3 has the third of the bank"
-    assert torch.equal(weights[3].qkv[128:], model.vo_bank[4] * scalars["scale_v"][3])
-    assert torch.equal(weights[3].o, model.vo_bank[5] * scalars["scale_o"][3])
-    assert torch.equal(weights[3].up, model.mlp_bank[6])
-    assert torch.equal(weights[3].down, model.mlp_bank[7] * scalars["scale_down"][3])
 
 
 def test_bigram_rows_and_signs():

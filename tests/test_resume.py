@@ -148,11 +148,6 @@ def test_signal_saves_and_resumes(finished, dataset_dir, tmp_path, monkeypatch, 
     assert_same_run(run_dir, finished)
 
 
-def test_equal_runs_have_equal_files(finished, halfway):  # noqa: F811
-    for step in (3, 6):
-        assert files_of(halfway, step) == files_of(finished, step)
-
-
 def test_resume_of_a_finished_run(finished, tmp_path):  # noqa: F811
     """Nothing left to do: the same result again, no step repeated, checkpoints and config untouched."""
     run_dir = shutil.copytree(finished, tmp_path / "again")
@@ -283,14 +278,6 @@ def test_no_whole_checkpoint_is_one_sentence(run_dir):
         damage(folder / "model.safetensors", "truncated")
     err = refused("--resume", "--run-dir", run_dir)
     assert f"{run_dir}/checkpoints has no whole checkpoint; start again without --resume" in err
-
-
-def test_checkpoints_from_step_a_million_on(state, tmp_path):
-    """They are sorted as numbers; seven digits come after six."""
-    for step in (999_998, 999_999, 1_000_000, 1_000_001):
-        save(state, tmp_path, step)
-    assert saved(tmp_path) == [1_000_000, 1_000_001] and newest(tmp_path) == "step_1000001"
-    assert ts.load_checkpoint(state, ts.checkpoints(tmp_path)[-1])["step"] == 1_000_001
 
 
 def test_other_folders_are_left_alone(state, tmp_path):
@@ -440,13 +427,6 @@ def test_another_run_is_not_resumed(run_dir, other_text, tmp_path, monkeypatch, 
     assert starts[1]["changed"][0].startswith(difference)
 
 
-@pytest.mark.parametrize("change", ("width=64", "num_layers=5", "long_layers=(0,)", "pack_tokens=256", "seed=3"))
-def test_each_field_of_the_recipe_counts(run_dir, change):
-    before = snapshot(run_dir)
-    err = refused("--resume", "--run-dir", run_dir, "--set", change)
-    assert f"{change.partition('=')[0]} was " in err and snapshot(run_dir) == before
-
-
 def test_what_is_free(run_dir, dataset_dir, tmp_path):
     """Intervals, where the text lies, how it is computed, and the length: none of it makes another run."""
     elsewhere = shutil.copytree(dataset_dir, tmp_path / "moved")
@@ -457,14 +437,6 @@ def test_what_is_free(run_dir, dataset_dir, tmp_path):
     assert ts.read_config(run_dir).data == str(elsewhere)
     for script in (ts, tm):
         assert set(ts.FREE_ON_RESUME) <= {f.name for f in dataclasses.fields(script.Config)}
-
-
-def test_an_edited_interval_keeps_the_checkpoints(run_dir):
-    """save_every is no part of the recipe, also in config.json."""
-    path = run_dir / "config.json"
-    path.write_text(path.read_text().replace('"save_every": 3', '"save_every": 4'))
-    assert "resumed at step 6" in passes("--resume", "--run-dir", run_dir, "--steps", "9")
-    assert saved(run_dir) == [3, 6, 8, 9]
 
 
 def test_resume_remembers_new_flags(run_dir):

@@ -574,12 +574,6 @@ def test_command_line_mistakes(argv, words):
     assert [word for word in words if word not in err] == [], err
 
 
-def test_no_special_layers():
-    """A plain ablation: the lists of layers may all be empty."""
-    layers = ("no_attention_layers", "long_layers", "value_embed_layers", "key_offset_layers")
-    ts.validate(tiny_config(**dict.fromkeys(layers, ())))
-
-
 # ---- bad data: one sentence, exit code 1, nothing lost
 
 
@@ -654,5 +648,3 @@ def test_existing_run_is_not_overwritten(finished, dataset_dir):
     err = refused(*flags(dataset_dir, finished))
     assert "already holds a run; continue it with --resume" in err
     assert snapshot(finished) == before
-
-

@@ -115,23 +115,6 @@ def test_losses_and_validation_are_those_of_train_small_at_every_step(dataset_di
     assert plain.bits_per_byte(model, dataset) == pytest.approx(small.bits_per_byte(), rel=1e-5)
 
 
-def test_packs_are_those_of_train_small(dataset_dir):
-    small = Small(dataset_dir)
-    dataset = plain.Dataset(dataset_dir)
-    config = plain_config(small.config)
-    loader = small.loader()
-    for step in range(STEPS):
-        stage = config.stages[plain.stage_index(config, step)]
-        packs = [dataset.pack(config) for _ in range(stage.packs)]
-        batch = loader.next()
-        counted = batch.targets >= 0  # train_plain does without padding
-        documents = [document for pack in packs for document in pack]
-        assert np.array_equal(np.concatenate([d[:-1] for d in documents]), batch.tokens[counted])
-        assert np.array_equal(np.concatenate([d[1:] for d in documents]), batch.targets[counted])
-        assert np.array_equal(np.concatenate([np.arange(len(d) - 1) for d in documents]), batch.positions[counted])
-    loader.close()
-
-
 def test_schedule_is_that_of_train_small_over_the_small_recipe():
     small = ts.Config()
     config = plain.Config()

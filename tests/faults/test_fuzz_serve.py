@@ -3,10 +3,8 @@
 FUZZ_CASES=20000 sets how many requests are tried (default 200).
 """
 
-import contextlib
 import json
 import os
-import socket
 import sys
 from pathlib import Path
 
@@ -81,24 +79,6 @@ def server(runs, request):  # noqa: F811
     running.close()
 
 
-class Connection:
-    """One connection after the other to a server; reads whole answers."""
-
-    def __init__(self, running):
-        self.place = ("127.0.0.1", int(running.url.rpartition(":")[2]))
-
-    def send(self, data: bytes) -> bytes:
-        """All that the server says to some bytes, after which the client says nothing more."""
-        with socket.create_connection(self.place, timeout=60) as connection:
-            answer = b""
-            with contextlib.suppress(OSError):  # the server may close before it has read all
-                connection.sendall(data)
-                connection.shutdown(socket.SHUT_WR)
-                while part := connection.recv(65536):
-                    answer += part
-            return answer
-
-
 def post(running, path: str, body: bytes) -> tuple[int, str]:
     reply = running.session.post(running.url + path, content=body, headers={"Content-Type": "application/json"})
     return reply.status_code, reply.text
@@ -138,49 +118,3 @@ def test_bodies(server, capfd):
     one()
     server.session.close()
     quiet(capfd)
-
-
-def test_bytes(server, capfd):
-    """What is no JSON, cut JSON, or no HTTP at all."""
-    connection = Connection(server)
-    whole = json.dumps({"messages": HELLO, "prompt": "x", "max_tokens": 1}).encode()
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    heads = st.lists(
-        st.sampled_from([
-            b"Host: localhost", b"Host: evil.example", b"Content-Type: application/json", b"Content-Length: 5",
-            b"Content-Length: -1", b"Content-Length: 99999999999999999999", b"Transfer-Encoding: chunked",
-            b"Connection: upgrade", b"Upgrade: websocket", b"Origin: null", b"Authorization: Bearer \xe9",
-            b"Expect: 100-continue",
-            b"X: " + b"y" * 70_000, b": no name", b"\x00", b" folded",
-        ]) | st.binary(max_size=20),
-        max_size=5,
-    )  # fmt: skip
-    lines = st.sampled_from([
-        b"GET / HTTP/1.1", b"POST /v1/completions HTTP/1.1", b"GET /../../etc/passwd HTTP/1.1", b"GET /%ff%00 HTTP/1.1",
-        b"HEAD / HTTP/1.0", b"OPTIONS * HTTP/1.1", b"GET http://evil/ HTTP/1.1", b"PRI * HTTP/2.0",
-        b"GET /\xff HTTP/1.1",
-    ]) | st.binary(max_size=30)  # fmt: skip
-    bodies = st.binary(max_size=60) | st.integers(0, len(whole)).map(lambda n: whole[:n])
-
-    @settings(MANY, max_examples=max(20, CASES // 4))
-    @given(line=lines, fields=heads, body=bodies, length=st.none() | st.integers(0, 90))
-    def one(line, fields, body, length):
-        if length is None:
-            data = b"\r\n".join([line, *fields, b"", body])
-        else:
-            data = head + b"Content-Length: %d\r\nConnection: close\r\n\r\n" % length + body
-        answer = connection.send(data)
-        if not answer:
-            return  # nothing that could be answered came
-        first, _, rest = answer.partition(b"\r\n")
-        status = int(first.split()[1])
-        assert first.startswith(b"HTTP/1.1 ") and status < 500, answer[:300]
-        if status >= 400 and b"\r\n\r\n" in rest and not line.startswith(b"HEAD"):
-            text = rest.partition(b"\r\n\r\n")[2]
-            if text and b"chunked" not in rest and text != b"Invalid HTTP request received.":  # uvicorn's own
-                first_object, _ = json.JSONDecoder().raw_decode(text.decode())
-                check_error(json.dumps(first_object))
-
-    one()
-    quiet(capfd)
-    assert Connection(server).send(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n").startswith(b"HTTP/1.1 200")
