@@ -143,6 +143,7 @@ def test_the_script_is_short_and_needs_only_torch_and_numpy():
 def test_the_command_prints_losses_bits_per_byte_and_samples(dataset_dir, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["train_plain.py", "--data", str(dataset_dir), "--steps", "2"])
     plain.main()
+    torch.set_default_device(None)  # which it has set
     out = capsys.readouterr().out
     assert "step 1 | loss" in out
     assert "step 2 | loss" in out
