@@ -93,55 +93,6 @@ def test_linear_cross_entropy_fp32(case, kernel, monkeypatch):
     assert not nats.requires_grad
 
 
-def ce_with_gradient(logits, targets, weights, row_weight):
-    """Losses and nats of the reference, and by autograd the gradient of its losses times row_weight."""
-    leaf = logits.detach().clone().requires_grad_()
-    losses, nats = references.softcap_ce(leaf, targets, weights, CAP)
-    total = losses.sum() if row_weight is None else losses @ row_weight
-    (gradient,) = torch.autograd.grad(total, leaf)
-    return losses.detach(), nats.detach(), gradient
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_softcap_ce_on_a_cpu(case):
-    """The reference and the form in few passes, both against F.cross_entropy and autograd."""
-    _, _, targets, weights, rows, _ = ce_inputs(case, "cpu", torch.float32)
-    T, V = CASES[case][:2]
-    logits = (torch.randn(T, V) * 4).requires_grad_()
-    want_total, want_nats = naive(logits, torch.eye(V), targets, weights, rows)
-    (want_gradient,) = torch.autograd.grad(want_total, logits)
-
-    plain = ce_with_gradient(logits, targets, weights, rows)
-    parts = []
-    for own in (slice(0, T // 2), slice(T // 2, T)):
-        part = logits.detach()[own].clone()
-        parts.append(K.softcap_ce_cpu(part, targets, weights, rows, CAP, own.start))
-    fast = [torch.cat(pieces) for pieces in zip(*parts, strict=True)]
-    for losses, nats, gradient in (plain, fast):
-        total = losses.sum() if rows is None else losses @ rows
-        torch.testing.assert_close(total, want_total.detach(), rtol=2e-6, atol=2e-6)
-        torch.testing.assert_close(nats, want_nats.detach(), rtol=2e-6, atol=2e-6)
-        torch.testing.assert_close(gradient, want_gradient, rtol=2e-6, atol=2e-6)
-
-    losses, nats, nothing = K.softcap_ce_cpu(logits.detach(), targets, weights, rows, CAP, grad=False)
-    assert torch.equal(losses, fast[0]) and torch.equal(nats, fast[1]) and nothing is None
-
-
-def test_softcap_ce_kernel():
-    """Logits in fp32, with the gradient in their place, and in 8 bits beside them; 192 of 256 columns exist."""
-    if torch.cuda.is_available():
-        pytest.skip("interpreter only")
-    x, w, targets, weights, rows, _ = ce_inputs("four", "cpu", torch.float32, V=192)
-    logits = (x @ w.T).detach() * 4
-    want = ce_with_gradient(logits, targets, weights, rows)
-    got = K.softcap_ce(logits.clone(), targets, weights, rows, CAP)
-    for a, b in zip(got, want, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
-    out = torch.full(logits.shape, float("nan")).to(torch.float8_e5m2)
-    _, _, g8 = K.softcap_ce(logits.clone(), targets, weights, rows * 1000, CAP, out=out)
-    close(g8.float() / 1000, want[2], 0.12)
-
-
 def test_to_fp8():
     """Four bits of each number, whatever its row holds, and no number above 448, even alone in its row."""
     torch.manual_seed(0)
@@ -364,25 +315,6 @@ def test_weights_fp8(device):
 
 
 @devices
-def test_head_gates_compiled(device):
-    """Compiled gates are sums, their gradients products: the values and gradients of uncompiled ones."""
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    x = torch.randn(40, 32, device=device).to(dtype).requires_grad_()
-    weight = torch.randn(6, 12, device=device).to(dtype).requires_grad_()
-    g = torch.randn(40, 6, device=device).to(dtype)
-    compiled = torch.compile(K.head_gates, fullgraph=True, backend="inductor" if device == "cuda" else "aot_eager")
-    results = []
-    for function in (compiled, K.head_gates):
-        with torch.no_grad():
-            decoded = function(x, weight)
-        y = function(x, weight)
-        results.append((decoded, y, *torch.autograd.grad(y, (x, weight), g)))
-    for a, b in zip(*results, strict=True):
-        close(a, b, 1e-5 if device == "cpu" else 1e-2)
-    assert results[0][2][:, 12:].abs().max() == 0 and results[0][2][:, :12].abs().min() > 0
-
-
-@devices
 def test_qkv_fp8(device):
     """Against norm_rotate of the plain product; gradients of a token outside the sample may be 100 times as large."""
     cuda = device == "cuda"
@@ -499,27 +431,6 @@ def test_compiled_fullgraph(device):
     got = torch.autograd.grad(compiled(*leaves), leaves)
     for a, b in zip(got, want, strict=False):
         close(a, b, 1e-5 if device == "cpu" else 1e-2)
-
-
-@devices
-def test_fp8_compiled_fullgraph(device):
-    """The fp8 products of a layer in one graph, with the gradients of uncompiled code but for where bf16 is rounded."""
-    needs_hopper(device)
-    cuda = device == "cuda"
-    dtype, (T, D, Fw) = (torch.bfloat16, (512, 128, 512)) if cuda else (torch.float32, (128, 64, 256))
-    w, up, down = (torch.randn(n, D, device=device).mul(0.1).to(dtype).requires_grad_() for n in (3 * D, Fw, Fw))
-    x, turn = torch.randn(T, D, device=device, dtype=dtype), torch.rand(T, 1, D // 2, device=device, dtype=dtype)
-    scale = torch.tensor(0.5, device=device)
-
-    def step(x, w, up, down):
-        q, k, v = K.project_qkv(K.norm(x), w, turn, turn / 2, scale, *weights8(w))
-        return K.mlp_relu2(K.norm((q * k + v).flatten(1)), up, down, *weights8(up, down)).float().square().sum()
-
-    leaves = (x.requires_grad_(), w, up, down)
-    compiled = torch.compile(step, fullgraph=True, backend="inductor" if cuda else "aot_eager")
-    got, want = (torch.autograd.grad(function(*leaves), leaves) for function in (compiled, step))
-    for a, b in zip(got, want, strict=True):
-        close(a, b, 0.25 if cuda else 1e-5)
 
 
 def test_imports_without_triton():

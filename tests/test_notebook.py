@@ -154,13 +154,3 @@ def test_what_colab_may_take_away_is_on_drive(monkeypatch, tmp_path, capsys):
     settings["DRIVE"] = False
     exec(cell_with("google.colab"), settings)
     assert settings["run"] == Path("out/first") and "DRIVE = True" in capsys.readouterr().out
-
-
-def test_notebook_is_clean():
-    """Committed without outputs, valid for nbformat, with short cells."""
-    notebook = nbformat.read(NOTEBOOK, as_version=4)
-    nbformat.validate(notebook)
-    for cell in notebook.cells:
-        assert cell.source.count("\n") < 30 and all(len(line) <= 125 for line in cell.source.split("\n")), cell.source
-        if cell.cell_type == "code":
-            assert cell.outputs == [] and cell.execution_count is None

@@ -14,8 +14,10 @@ import subprocess
 import sys
 
 import pytest
+import torch
 import train_medium as tm
 import train_small as ts
+from safetensors.torch import load_file
 
 from conftest import ALONE, MERGES, ROOT, tiny_config, write_dataset
 from processes import python
@@ -148,11 +150,6 @@ def test_signal_saves_and_resumes(finished, dataset_dir, tmp_path, monkeypatch, 
     assert_same_run(run_dir, finished)
 
 
-def test_equal_runs_have_equal_files(finished, halfway):  # noqa: F811
-    for step in (3, 6):
-        assert files_of(halfway, step) == files_of(finished, step)
-
-
 def test_resume_of_a_finished_run(finished, tmp_path):  # noqa: F811
     """Nothing left to do: the same result again, no step repeated, checkpoints and config untouched."""
     run_dir = shutil.copytree(finished, tmp_path / "again")
@@ -203,11 +200,10 @@ def import_copy(path, monkeypatch, edit=b""):
     return script
 
 
-@pytest.mark.parametrize("newline", (b"\n", b"\r\n"), ids=("LF", "CRLF"))
-def test_the_script_that_runs_is_kept(dataset_dir, finished, tmp_path, monkeypatch, newline):  # noqa: F811
+def test_the_script_that_runs_is_kept(dataset_dir, finished, tmp_path, monkeypatch):  # noqa: F811
     """Byte by byte as it was when it started, whatever an editor saves meanwhile; from there the run goes on."""
     path, run_dir, elsewhere = tmp_path / "train_small.py", tmp_path / "run", tmp_path / "elsewhere"
-    source = (ROOT / "train_small.py").read_bytes().replace(b"\n", newline)
+    source = (ROOT / "train_small.py").read_bytes().replace(b"\n", b"\r\n")
     path.write_bytes(source)
     script = import_copy(path, monkeypatch, edit=b"raise SystemExit('edited')\n")
     assert path.read_bytes() != source
@@ -241,7 +237,7 @@ def test_the_script_that_runs_is_kept(dataset_dir, finished, tmp_path, monkeypat
     ("name", "how", "at"),
     [(name, how, 0.7) for name in FILES for how in ("truncated", "empty")]
     + [(name, "missing", 0) for name in ts.CHECKPOINT_FILES]
-    + [(name, "flipped", at) for name in ts.CHECKPOINT_FILES for at in (0, 0.01, 0.5, 0.999)],
+    + [(name, "flipped", at) for name in ts.CHECKPOINT_FILES for at in (0.01, 0.999)],
 )
 def test_a_damaged_checkpoint_is_passed_over(run_dir, name, how, at):
     """Whatever happened to whichever file: the one before is taken, and one line names both."""
@@ -283,14 +279,6 @@ def test_no_whole_checkpoint_is_one_sentence(run_dir):
         damage(folder / "model.safetensors", "truncated")
     err = refused("--resume", "--run-dir", run_dir)
     assert f"{run_dir}/checkpoints has no whole checkpoint; start again without --resume" in err
-
-
-def test_checkpoints_from_step_a_million_on(state, tmp_path):
-    """They are sorted as numbers; seven digits come after six."""
-    for step in (999_998, 999_999, 1_000_000, 1_000_001):
-        save(state, tmp_path, step)
-    assert saved(tmp_path) == [1_000_000, 1_000_001] and newest(tmp_path) == "step_1000001"
-    assert ts.load_checkpoint(state, ts.checkpoints(tmp_path)[-1])["step"] == 1_000_001
 
 
 def test_other_folders_are_left_alone(state, tmp_path):
@@ -359,30 +347,17 @@ def test_a_full_disk(dataset_dir, finished, tmp_path, monkeypatch, capsys):  # n
     assert_same_run(tmp_path / "run", finished)
 
 
-def test_files_are_on_the_disk_before_the_rename(state, tmp_path, monkeypatch):
-    """Each file is synced, then comes the rename, then older ones go."""
-    for step in (1, 2):
-        save(state, tmp_path, step)
-    calls = []
-
-    def note(module, name):
-        real = getattr(module, name)
-
-        def call(place, *args, **kwargs):
-            target = os.readlink(f"/proc/self/fd/{place}") if name == "fsync" else place
-            calls.append((name, os.path.basename(target)))
-            return real(place, *args, **kwargs)
-
-        monkeypatch.setattr(module, name, call)
-
-    note(os, "fsync")
-    note(os, "replace")
-    note(shutil, "rmtree")
-    save(state, tmp_path, 3)
-    calls = [call for call in calls if call not in (("rmtree", "saving"), ("rmtree", "step_000003"))]
-    assert set(calls[:2]) == {("fsync", name) for name in ts.CHECKPOINT_FILES}
-    assert calls[2:] == [("fsync", ".state.json.tmp"), ("replace", ".state.json.tmp"), ("replace", "saving"),
-                         ("rmtree", "step_000001")]  # fmt: skip
+def test_tensors_are_those_that_were_written(tmp_path):
+    """By the library that everybody reads them with; the sha256 is that of the file."""
+    written = {str(dtype): torch.arange(12).view(3, 4).to(dtype) for dtype in ts.SAFETENSORS_NAMES}
+    written |= {"transposed": torch.randn(3, 5).mT, "empty": torch.zeros(0, 2), "number": torch.tensor(3.5)}
+    written["larger than a piece"] = torch.arange(2**24 + 5).int()
+    path = tmp_path / "some.safetensors"
+    assert ts.write_tensors(path, written) == ts.hashlib.sha256(path.read_bytes()).hexdigest()
+    read = load_file(path)
+    assert read.keys() == written.keys()
+    for name, tensor in written.items():
+        assert read[name].dtype == tensor.dtype and torch.equal(read[name], tensor)
 
 
 @pytest.mark.parametrize(
@@ -440,13 +415,6 @@ def test_another_run_is_not_resumed(run_dir, other_text, tmp_path, monkeypatch, 
     assert starts[1]["changed"][0].startswith(difference)
 
 
-@pytest.mark.parametrize("change", ("width=64", "num_layers=5", "long_layers=(0,)", "pack_tokens=256", "seed=3"))
-def test_each_field_of_the_recipe_counts(run_dir, change):
-    before = snapshot(run_dir)
-    err = refused("--resume", "--run-dir", run_dir, "--set", change)
-    assert f"{change.partition('=')[0]} was " in err and snapshot(run_dir) == before
-
-
 def test_what_is_free(run_dir, dataset_dir, tmp_path):
     """Intervals, where the text lies, how it is computed, and the length: none of it makes another run."""
     elsewhere = shutil.copytree(dataset_dir, tmp_path / "moved")
@@ -457,14 +425,6 @@ def test_what_is_free(run_dir, dataset_dir, tmp_path):
     assert ts.read_config(run_dir).data == str(elsewhere)
     for script in (ts, tm):
         assert set(ts.FREE_ON_RESUME) <= {f.name for f in dataclasses.fields(script.Config)}
-
-
-def test_an_edited_interval_keeps_the_checkpoints(run_dir):
-    """save_every is no part of the recipe, also in config.json."""
-    path = run_dir / "config.json"
-    path.write_text(path.read_text().replace('"save_every": 3', '"save_every": 4'))
-    assert "resumed at step 6" in passes("--resume", "--run-dir", run_dir, "--steps", "9")
-    assert saved(run_dir) == [3, 6, 8, 9]
 
 
 def test_resume_remembers_new_flags(run_dir):
@@ -515,12 +475,11 @@ def test_a_second_process_is_kept_out(run_dir, dataset_dir):
     passes("--resume", "--run-dir", run_dir)
 
 
-@pytest.mark.parametrize("error", (OSError(errno.ENOLCK, "No locks available"), NotImplementedError()))
-def test_a_file_system_without_locks(run_dir, monkeypatch, error):
+def test_a_file_system_without_locks(run_dir, monkeypatch):
     """The run goes on."""
 
     def refuse(*args, **options):
-        raise error
+        raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(ts.filelock.FileLock, "acquire", refuse)
     passes("--resume", "--run-dir", run_dir)
