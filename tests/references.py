@@ -4,15 +4,6 @@ import torch
 import torch.nn.functional as F
 
 
-def softcap_ce(logits, targets, weights, cap):
-    """logits (T, V), targets (N, T), weights (N,) -> losses (T,) and nats of the first target (T,)."""
-    a, b, c = cap
-    real = targets.T >= 0
-    z = a * torch.sigmoid((logits.float() + b) / c)
-    terms = z.logsumexp(1, keepdim=True) - z.gather(1, targets.T.long().clamp(min=0))
-    return (weights * real * terms).sum(1), terms[:, 0] * real[:, 0]
-
-
 def linear_relu2(a, b, post=None, factor=1.0):
     """relu(a b^T)^2 factor, or with post 2 (a b^T) sqrt(post) factor, in the dtype of a; the same transposed."""
     product = a.double() @ b.double().T

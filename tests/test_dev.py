@@ -176,7 +176,7 @@ def long_file(lines: int) -> str:
     [
         ("README.md", "x\n" * 190, None),
         ("README.md", "x\n" * 191, "README.md, lines"),
-        ("dev/a.py", "x = 1\n" * 2951, "dev/*.py, lines"),
+        ("dev/a.py", "x = 1\n" * 3051, "dev/*.py, lines"),
         ("runs/a.py", long_file(60) + "x = 1\n" * 300, None),
         ("runs/a.py", long_file(61) + "x = 1\n" * 300, "runs/a.py, longest"),
         ("runs/a.py", long_file(300), None),
@@ -190,7 +190,7 @@ def test_limits(small_repository, capsys, name, text, figure):
     (small_repository / name).parent.mkdir(exist_ok=True)
     (small_repository / name).write_text(text)
     assert readability.main() == (figure is not None)
-    errors = re.findall(r"^error: (.+): ", capsys.readouterr().out, re.M)
+    errors = re.findall(r"^error: (.+): ", capsys.readouterr().err, re.M)
     assert errors == ([figure] if figure else [])
 
 
