@@ -710,7 +710,7 @@ def test_finetuning_refuses_in_a_sentence(pretrained, finetuned, some_pairs, tmp
     description = ts.read_description(copy)
     description["starts"][-1]["identity"]["scripts"]["finetune_encoder.py"] = "0"
     (copy / "config.json").write_text(json.dumps(description))
-    assert "would not continue" in refused(ft.main, "--resume", "--run-dir", copy)
+    assert "did not begin like this" in refused(ft.main, "--resume", "--run-dir", copy)
     assert "leave out RUN" in refused(ft.main, pretrained, "--resume", "--run-dir", finetuned)
     for flag, default in (("--steps", 1000), ("--batch", 256), ("--temperature", 0.05)):
         assert f"leave out {flag}" in refused(ft.main, "--resume", "--run-dir", finetuned, flag, default)

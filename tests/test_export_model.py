@@ -191,7 +191,7 @@ def test_modules_have_their_usual_names(exported):
     assert exported.model.get_output_embeddings() is exported.model.lm_head
     assert exported.model.base_model is exported.model.model
     is_tied = exported.model.lm_head.weight is exported.model.model.embed_tokens.weight
-    assert is_tied == exported.gpt.config.tied
+    assert is_tied == getattr(exported.gpt.config, "tied", True)
 
 
 def test_new_tokens(own_model, exported, tmp_path):
