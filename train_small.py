@@ -331,9 +331,9 @@ def train(config: Config, args: argparse.Namespace, job: Job | None = None) -> d
     # A new run begins with its first weights, a resumed one with those of its newest checkpoint.
     if args.resume:
         resume(run, changed)
-    elif job.load_start:
-        job.load_start(run.state)
-    if not args.resume:
+    else:
+        if job.load_start:
+            job.load_start(run.state)
         describe_start(run, {"overridden": args.set}, [])
 
     prepare_loop(run)
@@ -2460,8 +2460,8 @@ class Dataset:
         root = Path(root)
         path = root / "dataset.json"
         if not path.is_file():
-            way = f"python data/pretrain.py --source climbmix --out {root}"
-            raise UserError(f"no dataset at {root}; make one with `{way}`, or see data/README.md")
+            way = f"`python data/pretrain.py --source climbmix --out {root}`"
+            raise UserError(f"no dataset at {root}; make one with {way}, or stdlib, which needs no network")
         info = json.loads(path.read_text(encoding="utf-8"))
         tokenizer = root / "tokenizer.json"
         listed = info["files"]["tokenizer.json"]["sha256"]
@@ -3268,7 +3268,7 @@ E5M2, E5M2_MAX = torch.float8_e5m2, 57344.0
 
 
 def fits_fp8(x: Tensor, *sizes: int) -> bool:
-    """Whether x is bf16 on Hopper or B200 (an RTX 50 lacks shared memory), and all sizes fit."""
+    """Whether x is bf16 on Hopper or B200 (an RTX 50 lacks shared memory), and 16 divides all sizes."""
     device_fits = use_triton(x, (9, 0)) and not use_triton(x, (12, 0))
     return device_fits and x.dtype == torch.bfloat16 and all(n % 16 == 0 for n in sizes)
 

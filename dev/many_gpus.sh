@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # What several GPUs of one host give: speed against one of them, the loss of the same steps, and what happens when a
-# process dies, hangs or finds no memory. One call, some 20 minutes on 8 GPUs:
+# process dies or hangs. One call; tried with two processes on CPUs, without the parts `speed` and STOP:
 #
 #     bash dev/many_gpus.sh 8 @runs/p34.args --set fewest_packs=8
 #
@@ -19,7 +19,7 @@ steps=${STEPS:-100}
 out=out/many_gpus
 rm -rf "$out"
 mkdir -p "$out"
-export TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC=60 # a hanging process ends the others after a minute
+export TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC=60 # NCCL's watchdog; not tried with a process that hangs
 
 say() { echo "$*" | tee -a "$out/summary.txt"; }
 many() { torchrun --standalone --nproc_per_node="$count" "$@"; }
