@@ -188,6 +188,7 @@ class Config:
     momentum: tuple = (0.85, 0.95, 300, 50)  # from, to, warm-up steps, cool-down steps
     cooldown: float = 0.65  # share of the run over which the rate falls; nanochat
     lr_floor: float = 0.1  # rate at the end, as a fraction of the base rate
+    average: float = 0.0  # share of the run, at its end, over which weights are averaged; 0: off
     # -- run knobs (flags of their own, no part of the recipe)
     data: str = "data/shards/climbmix"
     seed: int = 0
@@ -328,6 +329,7 @@ class Policy:
     odd_mult: float = 1.0  # NorMuon: factor on lr_mult of every second matrix of a bank
     late: bool = False  # updated one step later, see Optimizer.step
     sparse: bool = False  # RMSProp: the gradient has rows that were read, and no others
+    average: float = 0.0  # what the last weights take from their average, see blend_averages
 
 
 def parameter_table(config: Config) -> dict[str, Policy]:
@@ -396,6 +398,18 @@ def muon_momentum(config: Config, step: int) -> float:
     rise = min(1.0, step / warm) if warm else 1.0
     fall = min(1.0, (config.num_steps - step) / cool) if cool else 1.0
     return low + (high - low) * min(rise, fall)
+
+
+def average_weight(config: Config, step: int) -> float:
+    """Weight of the weights after a step in their running mean: 1, 1/2, 1/3 ...; 0 between samples.
+
+    Every fourth step gives a sample, and the last step gives the last one.
+    """
+    samples = math.ceil(config.average * config.num_steps / 4)
+    left, between = divmod(config.num_steps - step, 4)
+    if between or left >= samples:
+        return 0.0
+    return 1 / (samples - left)
 
 
 def loss_weights(config: Config, step: int) -> list[float]:
@@ -527,6 +541,10 @@ def train_step(state: TrainState, batch: Batch) -> Tensor:
     if state.loss_scale != 1.0:
         adjust_loss_scale(state, stepped)
     state.step += 1
+    if config.average:
+        state.optimizer.update_averages(average_weight(config, state.step))
+        if state.step == config.num_steps:
+            state.optimizer.blend_averages()
     return loss
 
 
@@ -1589,6 +1607,32 @@ class Optimizer:
         dist.all_gather_into_tensor(full, part.contiguous())
         return full[: slot.shape[0]].cpu()  # whole moments of all slots may not fit into the device
 
+    # -- averages of the last part of the run (modded-nanogpt PR 360)
+
+    def update_averages(self, weight: float) -> None:
+        """Moves the averages towards the master weights."""
+        slots = [slot for slot in self.slots if weight and "average" in slot.moments]
+        if slots:
+            averages = [slot.moments["average"] for slot in slots]
+            torch._foreach_lerp_(averages, [slot.master for slot in slots], weight)
+
+    @torch.no_grad()
+    def blend_averages(self) -> None:
+        """Ends the run near the averages, but as long as its last weights: averages are shorter.
+
+        Each matrix of NorMuon gets its norm back, and each table (of several ranks, each part of it).
+        """
+        for slot in self.slots:
+            average = slot.moments.pop("average", None)  # which no checkpoint needs from here on
+            if average is None:
+                continue
+            axes = (-2, -1) if slot.policy.optimizer == "normuon" else None
+            before = torch.linalg.vector_norm(slot.master, dim=axes, keepdim=True)
+            slot.master.lerp_(average, slot.policy.average)
+            after = torch.linalg.vector_norm(slot.master, dim=axes, keepdim=True)
+            slot.master.mul_(before / after.clamp_min(1e-10))
+            slot.param.copy_(self.gather(slot, slot.master).view(slot.param.shape))
+
     # -- state
 
     @torch.no_grad()
@@ -1612,6 +1656,8 @@ class Optimizer:
                     "exp_avg": torch.zeros_like(slot.master),
                     "exp_avg_sq": torch.zeros_like(slot.master),
                 }
+            if self.config.average and slot.policy.average:
+                slot.moments["average"] = torch.zeros_like(slot.master)
 
     def reset_normuon(self, slot: Slot) -> None:
         N, R, C = slot.master.shape
@@ -1656,8 +1702,9 @@ class Optimizer:
             slot.master.copy_(self.slice(slot, full.float()))
             slot.param.copy_(full.view(slot.param.shape))
             for name, moment in slot.moments.items():
-                saved = state[f"{slot.name}.{name}"].to(moment.device)
-                moment.copy_(self.slice(slot, saved))
+                saved = state.get(f"{slot.name}.{name}")
+                if saved is not None:  # a finished run has no averages any more
+                    moment.copy_(self.slice(slot, saved.to(moment.device)))
             slot.forget_gradient()
             if f"{slot.name}.grad" in state:
                 slot.grad = self.slice(slot, state[f"{slot.name}.grad"].to(slot.param))
