@@ -85,7 +85,7 @@ def read_pairs(path: Path, negatives: int) -> Pairs:
     try:
         with Path(path).open(encoding="utf-8", newline="\n") as file:
             for number, line in enumerate(file, 1):
-                row = read_row(line, f"{path} line {number}")
+                row = read_row(line.strip(), f"{path} line {number}")
                 texts = [row.query, row.positive, *row.negatives[:negatives]]
                 query, positive, *others = (index.setdefault(text, len(index)) for text in texts)
                 pairs.append(Pair(query, positive, tuple(others)))
