@@ -39,9 +39,12 @@ SENTENCES = (
 )  # fmt: skip
 
 
-def flags(**changes) -> list[str]:
-    values = {**TINY, **changes}
-    return [word for name, value in values.items() for word in (flag_of(name), str(value))]
+def flags(**values) -> list:
+    return [word for name, value in values.items() for word in ("--" + name.replace("_", "-"), value)]
+
+
+def tiny_flags(**changes) -> list:
+    return flags(**{**TINY, **changes})
 
 
 def call(main, *argv) -> tuple[int, str, str]:
@@ -57,10 +60,6 @@ def refused(main, *argv) -> str:
     code, _, err = call(main, *argv)
     assert code == 1 and err.startswith("error: ") and err.count("\n") == 1, err
     return err
-
-
-def flag_of(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 def ran(main, *argv) -> dict:
@@ -274,7 +273,7 @@ def test_flops_by_hand(setting):
 def pretrained(dataset_dir, tmp_path_factory):
     """8 steps, with checkpoints of steps 4 and 8. Tests must not change it."""
     run_dir = tmp_path_factory.mktemp("encoder") / "run"
-    ran(te.main, "--data", dataset_dir, "--run-dir", run_dir, *flags(save_every=4, eval_every=4))
+    ran(te.main, "--data", dataset_dir, "--run-dir", run_dir, *tiny_flags(save_every=4, eval_every=4))
     return run_dir
 
 
@@ -359,7 +358,7 @@ def test_sigterm_saves(pretrained, dataset_dir, tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(ts, "log_steps", stopping_log)
-        sizes = flags(save_every=4, eval_every=4)
+        sizes = tiny_flags(save_every=4, eval_every=4)
         message = refused(te.main, "--data", dataset_dir, "--run-dir", tmp_path / "run", *sizes)
     assert "stopped by a signal at step 6, saved" in message and "--resume --run-dir" in message
     ran(te.main, "--resume", "--run-dir", tmp_path / "run")
@@ -391,18 +390,18 @@ def assert_close_runs(found, expected) -> None:
 
 
 def test_two_ranks_equal_one(pretrained, dataset_dir, tmp_path):
-    sizes = flags(save_every=4, eval_every=4)
+    sizes = tiny_flags(save_every=4, eval_every=4)
     two_ranks(te.main, "--data", dataset_dir, "--run-dir", tmp_path / "two", *sizes)
     assert_close_runs(tmp_path / "two", pretrained)
 
 
 def test_it_refuses_in_a_sentence(pretrained, dataset_dir, tmp_path):
     base = ("--data", dataset_dir, "--run-dir", tmp_path / "new")
-    assert "multiple of an even --head-dim" in refused(te.main, *base, *flags(head_dim=15))
-    assert "fit into a pack" in refused(te.main, *base, *flags(max_seq_len=200))
-    assert "allow repeats" in refused(te.main, *base, *flags(steps=10**6))
+    assert "multiple of an even --head-dim" in refused(te.main, *base, *tiny_flags(head_dim=15))
+    assert "fit into a pack" in refused(te.main, *base, *tiny_flags(max_seq_len=200))
+    assert "allow repeats" in refused(te.main, *base, *tiny_flags(steps=10**6))
     assert not (tmp_path / "new").exists()
-    assert "already holds a run" in refused(te.main, "--data", dataset_dir, "--run-dir", pretrained, *flags())
+    assert "already holds a run" in refused(te.main, "--data", dataset_dir, "--run-dir", pretrained, *tiny_flags())
     for steps in (9, te.Config.steps):
         assert "leave out --steps" in refused(te.main, "--resume", "--run-dir", pretrained, "--steps", steps)
     assert "leave out --size" in refused(te.main, "--resume", "--run-dir", pretrained, "--size", "small")
@@ -611,8 +610,7 @@ def test_a_step_in_micro_batches_is_one_step(pretrained, some_pairs, monkeypatch
 
 def ft_flags(pairs, run_dir, **changes) -> list:
     values = {"steps": 8, "batch": 4, "max_len": 24, "save_every": 4, "eval_every": 4, "log_every": 1, "muon_lr": 0.01}
-    words = [word for name, value in {**values, **changes}.items() for word in (flag_of(name), value)]
-    return ["--pairs", pairs, "--val-pairs", pairs, "--run-dir", run_dir, *words]
+    return flags(pairs=pairs, val_pairs=pairs, run_dir=run_dir, **{**values, **changes})
 
 
 @pytest.fixture(scope="module")
@@ -652,7 +650,7 @@ def test_pairs_need_no_packs(finetuned, dataset_dir, tmp_path, monkeypatch):
     assert config.packs == 2 and te.build_state(config, three).packs == 1
     assert te.build_state(dataclasses.replace(config, packs=6), three).packs == 2
     monkeypatch.setattr(ts, "start_ranks", lambda: three)
-    error = refused(te.main, "--data", dataset_dir, "--run-dir", tmp_path / "new", *flags())
+    error = refused(te.main, "--data", dataset_dir, "--run-dir", tmp_path / "new", *tiny_flags())
     assert "--packs 2 do not divide over 3 processes" in error
 
 
