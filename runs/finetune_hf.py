@@ -877,7 +877,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("command", nargs="?", help="sft or pretrain")
-    add("@", dest="file", type=Path, action=ReadFile, metavar="FILE", help="settings of a TOML file")
+    add("@", dest="file", type=Path, action=ReadFile, metavar="FILE", help="a TOML file")
     for name, setting in setting_names().items():
         default = "required" if setting.is_required() else setting.default
         text = f"{setting.description} [{default}]".replace("%", "%%")

@@ -51,13 +51,12 @@ SIZES = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "vocab_size": 272, "max_position_embeddings": 256,
 }  # fmt: skip
+NO_DROPOUT = {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
 # The last one sees 8 tokens back.
 MODELS = {
     "qwen": Qwen2Config(**SIZES, tie_word_embeddings=True),
     "llama": LlamaConfig(**SIZES),
-    "learned positions": GPT2Config(
-        n_embd=32, n_layer=2, n_head=4, vocab_size=272, n_positions=256, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
-    ),
+    "learned positions": GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=272, n_positions=256, **NO_DROPOUT),
     "window": Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=8, max_window_layers=0),
 }
 CHAT = [
@@ -175,11 +174,7 @@ def test_assistant_mask_by_hand():
     """What the assistant says counts, with the mark that ends its turn, and nothing else."""
     tokenizer = byte_tokenizer()
     batch = ft.tokenize_chats({"messages": [CHAT]}, tokenizer, "messages")
-    text = (
-        "<|im_start|>system\nBe short.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
-        "<|im_start|>assistant\nHello!<|im_end|>\n"
-        "<|im_start|>user\nBye<|im_end|>\n<|im_start|>assistant\nCiao.<|im_end|>\n"
-    )
+    text = "".join(f"<|im_start|>{turn['role']}\n{turn['content']}<|im_end|>\n" for turn in CHAT)
     tokens = batch["tokens"][0]
     assert tokenizer.decode(tokens) == text
     counted = [token for token, flag in zip(tokens, batch["counted"][0], strict=True) if flag]
@@ -201,9 +196,7 @@ def test_tools_in_the_form_of_openai():
     pairs = list(zip(batch["tokens"][0], batch["counted"][0], strict=True))
     text = tokenizer.decode([token for token, _ in pairs])
     called = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>'
-    assert text.startswith(
-        "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.\n\n"
-    )
+    assert text.startswith("<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.")
     assert '<tools>\n{"type": "function", "function": {"name": "add"}}\n</tools>' in text
     assert text.endswith(
         f"<|im_start|>user\nAdd.<|im_end|>\n<|im_start|>assistant\n{called}\n<|im_start|>user\n<tool_response>\n3\n"
@@ -373,12 +366,9 @@ def test_attention_that_looks_across_documents_is_refused(monkeypatch, leaking, 
 
 
 MIXING = {
-    "opt": OPTConfig(
-        hidden_size=32, ffn_dim=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=272,
-        max_position_embeddings=256, word_embed_proj_dim=32,
-    ),
+    "opt": OPTConfig(**SIZES, ffn_dim=48, word_embed_proj_dim=32),
     "lfm2": Lfm2Config(**SIZES, layer_types=["conv", "full_attention"]),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", MIXING)
@@ -421,9 +411,8 @@ def test_decay_and_rate():
     model = random_model(MODELS["llama"])
     matrices, others = ft.build_optimizer(model, config).param_groups
     names = {id(p): name for name, p in model.named_parameters()}
-    assert {names[id(p)].split(".")[-2] for p in others["params"]} == {
-        "embed_tokens", "input_layernorm", "post_attention_layernorm", "norm"
-    }  # fmt: skip
+    plain = {"embed_tokens", "input_layernorm", "post_attention_layernorm", "norm"}
+    assert {names[id(p)].split(".")[-2] for p in others["params"]} == plain
     assert len(matrices["params"]) == 2 * 7 + 1 and others["weight_decay"] == 0
     rates = [ft.learning_rate(config, step, 10) for step in range(10)]
     assert rates[:3] == [0.5, 1.0, 1.0] and rates[6] == pytest.approx(0.55)
@@ -456,9 +445,8 @@ def tensors_of(folder) -> dict:
 
 
 def test_run_directory(reference):
-    assert {path.name for path in reference.iterdir()} == {
-        "config.json", "log.jsonl", "checkpoints", "result.json", "report.md", "curve.png", "model", "finetune_hf.py"
-    }  # fmt: skip
+    names = "config.json log.jsonl checkpoints result.json report.md curve.png model finetune_hf.py"
+    assert {path.name for path in reference.iterdir()} == set(names.split())
     log = log_of(reference)
     assert [entry["step"] for entry in log] == [0, 1, 2, 3, 3, 4, 5, 6, 6]
     assert log[-1]["val_loss"] < log[0]["val_loss"] - 0.5
@@ -490,17 +478,6 @@ def test_lora_trains_the_adapters_alone(folder, lora):
     with torch.no_grad():
         adapted = peft.PeftModel.from_pretrained(base, lora / "adapter")(ids).logits
         torch.testing.assert_close(merged(ids).logits, adapted, rtol=1e-4, atol=1e-5)
-
-
-def test_lora_resumes_bit_for_bit(lora, tmp_path, capsys):
-    shutil.copytree(lora, tmp_path / "run")
-    shutil.rmtree(tmp_path / "run/checkpoints/step_000006")
-    shutil.rmtree(tmp_path / "run/model")
-    run(capsys, "--resume", "--run-dir", tmp_path / "run")
-    assert losses_of(tmp_path / "run") == losses_of(lora)
-    ours = tensors_of(tmp_path / "run/model")
-    assert ours and all(torch.equal(ours[name], tensor) for name, tensor in tensors_of(lora / "model").items())
-    assert "other data" in refused(capsys, "--resume", "--run-dir", tmp_path / "run", "--lora-rank", 8)
 
 
 def test_report(reference):
@@ -547,9 +524,10 @@ def test_chat_talks_to_it(reference):
     assert len(long) < 7 and long[-1] == messages[0]  # the oldest turns do not fit into 256 tokens
 
 
-@pytest.mark.parametrize("damage", [None, "short"])
-def test_resume_bit_for_bit(reference, tmp_path, capsys, damage):
+@pytest.mark.parametrize(("kind", "damage"), [("reference", False), ("reference", True), ("lora", False)])
+def test_resume_bit_for_bit(request, tmp_path, capsys, kind, damage):
     """From step 3, whether the checkpoint of step 6 is gone or too short."""
+    reference = request.getfixturevalue(kind)
     run_dir = tmp_path / "run"
     shutil.copytree(reference, run_dir)
     last = run_dir / "checkpoints/step_000006"
@@ -717,8 +695,8 @@ def test_runs_are_neither_overwritten_nor_mixed(folder, reference, tmp_path, cap
     words = ["sft", f"@{folder}/sft.toml", "--run-dir", reference]
     before = (reference / "log.jsonl").read_text()
     assert "already holds a run" in refused(capsys, *words)
-    others = ["--sequence-length", 100], ["--packs", 4], ["--seed", 1], ["--val-rows", 9], ["--workers", 2]
-    for other in others:
+    lengths = ["--sequence-length", 100], ["--packs", 4]
+    for other in (*lengths, ["--seed", 1], ["--val-rows", 9], ["--workers", 2], ["--lora-rank", 8]):
         error = refused(capsys, "--resume", "--run-dir", reference, *other)
         assert "has other data, model, length, packs, workers or seed" in error
     assert (reference / "log.jsonl").read_text() == before
