@@ -531,18 +531,12 @@ def add_number(parser: argparse.ArgumentParser, flag: str, default: float, help:
     parser.add_argument(flag, default=default, help=f"{help} (default {default})", **options)
 
 
-def add_run_flags(parser: argparse.ArgumentParser) -> None:
-    where = "where the run is written (default: under out/)"
-    parser.add_argument("--run-dir", type=Path, metavar="DIR", help=where)
-    resume = "continue the run in --run-dir, with its flags"
-    parser.add_argument("--resume", action="store_true", help=resume)
-
-
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     add = parser.add_argument
 
-    add_run_flags(parser)
+    add("--run-dir", type=Path, metavar="DIR", help="what the run writes (default: under out/)")
+    add("--resume", action="store_true", help="continue the run in --run-dir, with its flags")
     add("--data", default=Config.data, metavar="DIR", help=f"dataset (default {Config.data})")
     add("--size", choices=tuple(SIZES), default="small", help="number of layers (default small)")
     for field in dataclasses.fields(Config):
