@@ -57,7 +57,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 IGNORED = -100  # label of a token that is not counted
 COUNTS = ("documents", "tokens", "counted", "attended")  # what is known of each pack
-SAMPLE_TOKENS = 64  # most tokens of the answer in the report
 # Dense bf16 peak in TFLOP/s, from the maker's data sheets.
 PEAK_TFLOPS = {"H200": 989, "H100 PCIe": 756, "H100": 989, "B200": 2250, "A100": 312, "L40S": 362}
 
@@ -717,7 +716,7 @@ def sample_text(run: Run) -> str:
     prompt = torch.tensor(row["input_ids"][None, :start], device=run.model.device)
     model = load_model(run.config.run_dir / "model")
     model.to(run.model.device, run.model.export_dtype)
-    options = {"max_new_tokens": SAMPLE_TOKENS, "do_sample": False}
+    options = {"max_new_tokens": 64, "do_sample": False}
     tokens = model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)[0]
     return run.tokenizer.decode(tokens)
 
@@ -904,7 +903,8 @@ def make_config(argv: list[str]) -> Config:
     try:
         return Config(**settings, data=source)
     except ValidationError as error:
-        first = error.errors()[0]
+        # An unknown name comes first: it may be a required one, misspelled.
+        first = min(error.errors(), key=lambda error: error["type"] != "extra_forbidden")
     name = ".".join(map(str, first["loc"][:2])).replace("_", "-")
     found = "missing" if first["type"] == "missing" else repr(first["input"])
     raise RunError(f"--{name} is {found}: {first['msg'].lower()}; see --help")

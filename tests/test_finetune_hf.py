@@ -453,6 +453,11 @@ def test_run_directory(reference):
     assert abs(log[0]["val_loss"] - math.log(272)) < 0.3  # the random model knows nothing
     assert not list(reference.glob("**/*.pt")) and not list(reference.glob("**/.metadata"))  # no pickle
 
+    report = (reference / "report.md").read_text()
+    assert f"| validation | {log[-1]['val_loss']:.4f} nats" in report and "| validation, before | 5." in report
+    assert "mfu" not in report.lower()  # of a CPU
+    assert re.search(r"````text\n<\|im_start\|>system\n\.<\|im_end\|>.*<\|im_start\|>assistant\n.+\n````", report, re.S)
+
 
 @pytest.fixture(scope="module")
 def lora(folder, tmp_path_factory):
@@ -478,15 +483,6 @@ def test_lora_trains_the_adapters_alone(folder, lora):
     with torch.no_grad():
         adapted = peft.PeftModel.from_pretrained(base, lora / "adapter")(ids).logits
         torch.testing.assert_close(merged(ids).logits, adapted, rtol=1e-4, atol=1e-5)
-
-
-def test_report(reference):
-    """Figures without needless digits, and how the model goes on with a held-out conversation."""
-    report = (reference / "report.md").read_text()
-    result = json.loads((reference / "result.json").read_text())
-    assert f"| validation | {result['val_loss']:.4f} nats" in report and "| validation, before | 5." in report
-    assert "mfu" not in report.lower()  # of a CPU
-    assert re.search(r"````text\n<\|im_start\|>system\n\.<\|im_end\|>.*<\|im_start\|>assistant\n.+\n````", report, re.S)
 
 
 def test_export_is_the_trained_model(folder, reference):
@@ -666,7 +662,10 @@ def test_later_settings_count(tmp_path):
     config = ft.make_config(words)
     assert (config.command, config.lr, config.resume, config.recompute) == ("sft", 1e-4, False, True)
     assert config.data == ft.Source(path="json", split="b")
-    assert all(field.description for model in (ft.Config, ft.Source) for field in model.model_fields.values())
+    assert all(field.description for field in ft.setting_names().values())
+    (tmp_path / "a.toml").write_text("packz = 3")
+    with pytest.raises(ft.RunError, match="--packz is 3: extra inputs are not permitted"):
+        ft.make_config(words)
 
 
 @pytest.mark.parametrize(("words", "sentence"), [
