@@ -30,14 +30,13 @@ MASK = "<|mask|>"
 def convert_weights(model: encoder.Encoder) -> dict[str, Tensor]:
     """The weights by EuroBERT's names. Its norms have gains, which are 1."""
     c = model.config
-    V = c.vocab_size
     ones = torch.ones(c.width)
     # The first norm of this model works on the embedding, so it can be taken into the table.
     tensors = {
-        "model.embed_tokens.weight": encoder.norm(model.embed[:V]),
-        "lm_head.weight": model.embed[:V],
+        "model.embed_tokens.weight": encoder.norm(model.embed[: c.vocab_size]),
+        "lm_head.weight": model.embed[: c.vocab_size],
+        "model.norm.weight": ones,
     }
-    tensors["model.norm.weight"] = ones
     for layer in range(c.num_layers):
         prefix = f"model.layers.{layer}"
         q, k = model.qk_bank[layer].chunk(2)

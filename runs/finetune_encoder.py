@@ -18,23 +18,24 @@ Letters in shape comments: T packed tokens, D width, N texts.
 
 import argparse
 import dataclasses
-import difflib
 import hashlib
-import json
 import math
 import re
 import sys
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import Annotated, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import train_encoder as encoder
+from engine import print_note
 from finetune import drop_moments
+from pydantic import BaseModel, StringConstraints, ValidationError
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -66,55 +67,44 @@ class Pairs:
             self.sequences.append(np.array(ids, np.int32))
 
 
+Text = Annotated[str, StringConstraints(min_length=1)]
+
+
+class Row(BaseModel, extra="forbid"):
+    """A line of a pairs file."""
+
+    query: Text
+    positive: Text
+    negatives: list[Text] = []
+
+
 def read_pairs(path: Path, negatives: int) -> Pairs:
-    """Reads {"query", "positive", "negatives"} lines, with at most `negatives` of the last."""
+    """Reads the lines of a file, with at most `negatives` of each. Raises: UserError"""
     index = {}
     pairs = []
     try:
         with Path(path).open(encoding="utf-8", newline="\n") as file:
             for number, line in enumerate(file, 1):
-                row = parse_pair(line, f"{path} line {number}")
-                texts = [row["query"], row["positive"], *row.get("negatives", [])[:negatives]]
+                row = read_row(line.strip(), f"{path} line {number}")
+                texts = [row.query, row.positive, *row.negatives[:negatives]]
                 query, positive, *others = (index.setdefault(text, len(index)) for text in texts)
                 pairs.append(Pair(query, positive, tuple(others)))
-    except UnicodeDecodeError as error:
-        raise script.UserError(f"{path} is not UTF-8 ({error.reason}); convert it") from None
-    except OSError as error:
-        raise script.UserError(f"cannot read {path} ({error.strerror}); name a file of pairs") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise script.UserError(f"cannot read {path} ({error}); name a file of pairs in UTF-8") from None
     if not pairs:
         raise script.UserError(f"{path} holds no pairs; make some with data/pairs.py")
     return Pairs(list(index), pairs)
 
 
-def parse_pair(line: str, place: str) -> dict:
-    """One line of a pairs file; raises UserError if it is not what it must be."""
-    known = ("query", "positive", "negatives")
+def read_row(line: str, place: str) -> Row:
     try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise script.UserError(f"{place} is no JSON ({error}); each line is an object") from None
-    if not isinstance(row, dict):
-        raise script.UserError(f"{place} is a {type(row).__name__}, not an object with a query")
-    for key in row:
-        if key not in known:
-            near = difflib.get_close_matches(key, known, 1)
-            hint = f"did you mean {near[0]!r}?" if near else f"the keys are {', '.join(known)}"
-            raise script.UserError(f"{place} has the key {key!r}; {hint}")
-    for key in ("query", "positive"):
-        if not is_text(row.get(key)):
-            raise script.UserError(
-                f"{place} must have a text as {key!r}, found {row.get(key)!r:.80}; correct or drop it"
-            )
-    negatives = row.get("negatives", [])
-    if not isinstance(negatives, list) or not all(is_text(text) for text in negatives):
-        raise script.UserError(f"{place} must have a list of texts as 'negatives'; correct it")
-    if row["positive"] in negatives:
-        raise script.UserError(f"{place} has its positive among its negatives; take it out")
-    return row
-
-
-def is_text(value) -> bool:
-    return isinstance(value, str) and bool(value.strip())
+        return Row.model_validate_json(line)
+    except ValidationError as error:
+        first = error.errors()[0]
+    key = "".join(f" {part!r}" for part in first["loc"])
+    form = '{"query": TEXT, "positive": TEXT} with an optional list "negatives"'
+    problem = f"{place}{key} is {first['input']!r:.80} ({first['msg']})"
+    raise script.UserError(f"{problem}; a line is {form}")
 
 
 def pairs_of_step(count: int, batch: int, seed: int, step: int) -> np.ndarray:
@@ -204,22 +194,13 @@ def bm25_scores(data: Pairs) -> dict[str, float]:
 # ONE STEP
 
 
-class PackedTexts(NamedTuple):
-    """What Encoder.embed_texts reads."""
-
-    tokens_T: Tensor
-    positions_T: Tensor
-    cu_seqlens: Tensor
-    max_doc: int
-
-
-def pack_texts(sequences: list[np.ndarray], device: torch.device) -> PackedTexts:
+def pack_texts(sequences: list[np.ndarray], device: torch.device) -> tuple:
+    """What Encoder.embed_texts reads: tokens and positions (T,), borders (N + 1,), the longest text."""
     lengths = [len(sequence) for sequence in sequences]
     positions = np.concatenate([np.arange(length, dtype=np.int32) for length in lengths])
     ends = np.cumsum([0, *lengths], dtype=np.int32)
     arrays = (np.concatenate(sequences), positions, ends)
-    tensors = [torch.from_numpy(array).to(device) for array in arrays]
-    return PackedTexts(*tensors, max(lengths))
+    return *(torch.from_numpy(array).to(device) for array in arrays), max(lengths)
 
 
 def group_texts(sequences: list[np.ndarray], most: int) -> list[list[np.ndarray]]:
@@ -361,20 +342,8 @@ def new_run(args: argparse.Namespace) -> tuple[encoder.Config, Settings]:
     if not args.pairs or not args.val_pairs:
         raise script.UserError("--pairs and --val-pairs are missing; data/pairs.py makes such files")
     folder = script.newest_whole(args.run, print_note)
-    config = dataclasses.replace(
-        base,
-        steps=args.steps,
-        muon_lr=args.muon_lr,
-        adam_lr=args.adam_lr,
-        # The rate falls from the first step to the last. The moments are new, so momentum rises.
-        cooldown=1.0,
-        lr_floor=0.0,
-        seed=args.seed,
-        eval_every=args.eval_every,
-        save_every=args.save_every,
-        log_every=args.log_every,
-        micro_batch_tokens=args.micro_batch_tokens,
-    )
+    # The rate falls from the first step to the last. The moments are new, so momentum rises.
+    config = dataclasses.replace(base, **encoder.fields_of(args), cooldown=1.0, lr_floor=0.0)
     settings = Settings(
         run=str(args.run),
         checkpoint=folder.name,
@@ -388,17 +357,6 @@ def new_run(args: argparse.Namespace) -> tuple[encoder.Config, Settings]:
     return config, settings
 
 
-@dataclass
-class PairBatch:
-    """The pairs of a step, with what the loop of train_small.py asks of a batch."""
-
-    chosen: np.ndarray
-    total_tokens: int
-    position: None = None
-    positions: None = None
-    notes: dict = field(default_factory=dict)
-
-
 class PairLoader:
     """The pairs of each step, from the step of a run on."""
 
@@ -408,11 +366,13 @@ class PairLoader:
         self.seed = run.job.config.seed
         self.step = run.state.step
 
-    def next(self) -> PairBatch:
+    def next(self) -> SimpleNamespace:
+        """The pairs, with what the loop of train_small.py asks of a batch."""
         chosen = pairs_of_step(len(self.train.pairs), self.batch, self.seed, self.step)
         self.step += 1
         tokens = sum(len(self.train.sequences[i]) for i in texts_of(self.train, chosen))
-        return PairBatch(chosen, tokens)
+        unused = {"position": None, "positions": None, "notes": {}}
+        return SimpleNamespace(chosen=chosen, total_tokens=tokens, **unused)
 
     def close(self) -> None:
         pass
@@ -428,9 +388,6 @@ def finetune(args: argparse.Namespace) -> dict:
         config, settings = new_run(args)
         home = Path(settings.run)
     job = make_job(config, settings, script.Tokenizer(home / "tokenizer.json"))
-    if settings.batch < script.start_ranks().world:
-        found = f"--batch {settings.batch} is below the number of processes"
-        raise script.UserError(f"{found}; raise it, or start fewer")
     return script.train(config, args, job)
 
 
@@ -472,10 +429,9 @@ def make_job(config: encoder.Config, settings: Settings, tokenizer):
 def load_encoder(run_dir: Path) -> tuple[encoder.Encoder, dict, int]:
     """The newest model of a run in fp32 on the CPU, its config.json and its step."""
     config, description = encoder.read_run(run_dir)
-    names = ("model.safetensors",)
-    folder = script.newest_whole(run_dir, print_note, names)
+    folder = script.newest_whole(run_dir, print_note, ("model.safetensors",))
     model = encoder.Encoder(config)
-    model.load_state_dict(load_file(folder / names[0]))
+    model.load_state_dict(load_file(folder / "model.safetensors"))
     return model.eval(), description, int(folder.name[5:])
 
 
@@ -502,25 +458,17 @@ def score(args: argparse.Namespace) -> dict:
 # COMMAND LINE
 
 
-def print_note(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     add = parser.add_argument
 
-    def number(flag: str, default: int | float, help: str) -> None:
-        metavar = "X" if isinstance(default, float) else "N"
-        help = f"{help} (default {default})"
-        add(flag, type=type(default), default=default, metavar=metavar, help=help)
+    def number(flag: str, default: float, help: str) -> None:
+        encoder.add_number(parser, flag, default, help)
 
     add("run", type=Path, nargs="?", metavar="RUN", help="run directory to start from")
     add("--pairs", type=Path, metavar="FILE", help="to train on")
     add("--val-pairs", type=Path, metavar="FILE", help="held out")
-    add(
-        "--run-dir", type=Path, metavar="DIR", help="where the run is written (default: under out/)"
-    )
+    add("--run-dir", type=Path, metavar="DIR", help="what the run writes (default: under out/)")
     add("--resume", action="store_true", help="continue the run in --run-dir, with its flags")
     add("--score-only", action="store_true", help="score RUN on --val-pairs and train nothing")
     number("--steps", 1000, "length of the run")
@@ -539,15 +487,12 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = build_parser()
-    args = parser.parse_args(argv)
-
     def command() -> dict:
-        encoder.check_resume(parser, argv)
+        args = encoder.read_flags(build_parser(), argv)
         if not args.resume and not args.run:
             way = "as in python runs/finetune_encoder.py RUN"
             raise script.UserError(f"finetuning starts from a run directory; name it first, {way}")
-        return score(args) if args.score_only else finetune(encoder.for_training(args, argv))
+        return score(args) if args.score_only else finetune(args)
 
     return script.run_command(command)
 

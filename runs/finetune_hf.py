@@ -11,16 +11,13 @@ files (@FILE or @ FILE) and from flags, and the last one counts. --help lists th
 A step takes packs of documents: positions start at 0 in each document, and no token sees another document. The loss
 is the sum over all counted tokens of the step, on all ranks and in all micro-batches, divided by their number.
 
-The run directory holds config.json, log.jsonl, checkpoints/, report.md, curve.png, this script, and model/, which
-save_pretrained wrote: talk to it with runs/chat.py. With --lora-rank, model/ has the adapters merged into the weights.
-The last line on stdout is one JSON object with the result.
+The run directory holds config.json, log.jsonl, checkpoints/, result.json, report.md, curve.png, this script, and
+model/, which save_pretrained wrote: talk to it with runs/chat.py. With --lora-rank, model/ has the adapters merged
+into the weights. The last line on stdout is one JSON object with the result.
 """
 
-import bisect
+import argparse
 import contextlib
-import difflib
-import hashlib
-import importlib
 import inspect
 import json
 import math
@@ -41,12 +38,14 @@ import datasets
 import engine
 import numpy as np
 import peft
+import report
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
+from datasets.fingerprint import Hasher
 from engine import RunError
-from matplotlib.figure import Figure
+from finetune import best_fit
 from pydantic import BaseModel, Field, ValidationError
 from torch import Tensor, nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
@@ -58,7 +57,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 IGNORED = -100  # label of a token that is not counted
 COUNTS = ("documents", "tokens", "counted", "attended")  # what is known of each pack
-SAMPLE_TOKENS = 64  # most tokens of the answer in the report
 # Dense bf16 peak in TFLOP/s, from the maker's data sheets.
 PEAK_TFLOPS = {"H200": 989, "H100 PCIe": 756, "H100": 989, "B200": 2250, "A100": 312, "L40S": 362}
 
@@ -271,7 +269,7 @@ def load_tokenizer(config: Config):
         return tokenizer
 
     if config.chat_template:
-        tokenizer.chat_template = read_text(config.chat_template, "--chat-template")
+        tokenizer.chat_template = Path(config.chat_template).read_text(encoding="utf-8")
     if not re.search(r"\{%-?\s*generation\s*-?%\}", str(tokenizer.chat_template)):
         found = f"the chat template of {config.chat_template or config.model_name}"
         advice = "use --chat-template FILE (runs/chat_template_qwen.jinja is for Qwen2.5)"
@@ -306,13 +304,13 @@ def make_packs(config: Config, tokenizer, rows: datasets.Dataset, column: str) -
     """Tokens of all rows, then packs of them; both come from the cache where it has them."""
     function = {"sft": tokenize_chats, "pretrain": tokenize_texts}[config.command]
     with explain(f"{config.model_name} has no fast tokenizer", "choose a model that has one"):
-        identity = [tokenizer.backend_tokenizer.to_str(), str(tokenizer.special_tokens_map)]
-    identity += [str(tokenizer.chat_template), column]
+        identity = [tokenizer.backend_tokenizer.to_str(), tokenizer.special_tokens_map]
+    identity += [tokenizer.chat_template, column]
     arguments = {"tokenizer": tokenizer, "column": column}
     tokenized = cached_map(config, rows, function, arguments, identity)
 
     arguments = {"length": config.sequence_length, "cut": config.command == "pretrain"}
-    identity = [str(arguments), str(config.workers)]  # each worker packs a part of the rows
+    identity = [arguments, config.workers]  # each worker packs a part of the rows
     packed = cached_map(config, tokenized, pack, arguments, identity)
     if len(packed) == 0:
         raise RunError(f"nothing of {len(rows):,} rows is left; look at --sequence-length")
@@ -323,9 +321,8 @@ def make_packs(config: Config, tokenizer, rows: datasets.Dataset, column: str) -
     return Packs(packed.with_format("numpy"), counts)
 
 
-def cached_map(config: Config, rows, function: Callable, arguments: dict, identity: list[str]):
+def cached_map(config: Config, rows, function: Callable, arguments: dict, identity: list):
     """rows.map, cached by the data, the function's text and identity. Its own hash changes as a tokenizer is used."""
-    words = [rows._fingerprint, inspect.getsource(function), *identity]
     return rows.map(
         function,
         batched=True,
@@ -333,7 +330,7 @@ def cached_map(config: Config, rows, function: Callable, arguments: dict, identi
         fn_kwargs=arguments,
         remove_columns=rows.column_names,
         num_proc=config.workers if config.workers > 1 else None,
-        new_fingerprint=hashlib.sha256("\0".join(words).encode()).hexdigest()[:32],
+        new_fingerprint=Hasher.hash([rows._fingerprint, inspect.getsource(function), identity]),
         desc=function.__name__,
     )
 
@@ -384,24 +381,13 @@ def pack(batch: dict, length: int, cut: bool) -> dict:
             labels[0] = IGNORED
             if (labels != IGNORED).any():
                 documents.append((part, labels))
-    documents.sort(key=lambda document: -len(document[0]))
-
-    packs = []
-    unfilled = []  # (room left, number of the pack), sorted
-    for document in documents:
-        size = len(document[0])
-        at = bisect.bisect_left(unfilled, (size, 0))
-        if at < len(unfilled):
-            room, number = unfilled.pop(at)
-        else:
-            room = length
-            number = len(packs)
-            packs.append([])
-        packs[number].append(document)
-        bisect.insort(unfilled, (room - size, number))
-
     result = {name: [] for name in ("input_ids", "labels", "lengths", *COUNTS)}
-    for members in packs:
+    if not documents:
+        return result
+    sizes = np.array([len(part) for part, _ in documents])
+    order = np.argsort(-sizes, kind="stable")
+    for numbers in best_fit(sizes, order, length, len(documents)):
+        members = [documents[number] for number in numbers]
         tokens, labels = (np.concatenate(parts) for parts in zip(*members, strict=True))
         lengths = np.array([len(part) for part, _ in members])
         padding = length - len(tokens)
@@ -608,8 +594,7 @@ def build_optimizer(model: nn.Module, config: Config) -> torch.optim.AdamW:
     known = {*matrices(model)}
     decayed = {"params": [p for p in trained if p in known], "weight_decay": config.weight_decay}
     others = {"params": [p for p in trained if p not in known], "weight_decay": 0.0}
-    groups = [group for group in (decayed, others) if group["params"]]
-    optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), fused=True)
+    optimizer = torch.optim.AdamW([decayed, others], lr=config.lr, betas=(0.9, 0.95), fused=True)
     for parameter in trained:
         state = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
         optimizer.state[parameter] = state | {"step": torch.zeros((), device=parameter.device)}
@@ -685,10 +670,9 @@ def load_newest(run: Run) -> None:
     for moments in run.optimizer.state.values():
         moments["step"].fill_(run.progress.step)
     if dist.get_rank() == 0:  # what was logged behind the checkpoint will be logged again
-        entries = [entry for entry in read_log(run) if entry["step"] <= run.progress.step]
-        lines = (json.dumps(entry) + "\n" for entry in entries)
-        (folder / "log.tmp").write_text("".join(lines), encoding="utf-8")
-        (folder / "log.tmp").replace(folder / "log.jsonl")
+        kept = [entry for entry in report.read_log(folder) if entry["step"] <= run.progress.step]
+        lines = "".join(json.dumps(entry) + "\n" for entry in kept)
+        (folder / "log.jsonl").write_text(lines, encoding="utf-8")
 
 
 def export(run: Run) -> str:
@@ -732,7 +716,7 @@ def sample_text(run: Run) -> str:
     prompt = torch.tensor(row["input_ids"][None, :start], device=run.model.device)
     model = load_model(run.config.run_dir / "model")
     model.to(run.model.device, run.model.export_dtype)
-    options = {"max_new_tokens": SAMPLE_TOKENS, "do_sample": False}
+    options = {"max_new_tokens": 64, "do_sample": False}
     tokens = model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)[0]
     return run.tokenizer.decode(tokens)
 
@@ -749,14 +733,10 @@ def write_log(run: Run, entry: dict, line: str) -> None:
     if dist.get_rank() == 0:
         with (run.config.run_dir / "log.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(entry) + "\n")
-        if project := run.config.wandb:  # its package only where it is asked for
-            wandb = importlib.import_module("wandb")
+        if project := run.config.wandb:
+            import wandb  # only where it is asked for
+
             (wandb.run or wandb.init(project=project)).log(entry, step=entry["step"])
-
-
-def read_log(run: Run) -> list[dict]:
-    lines = (run.config.run_dir / "log.jsonl").read_text(encoding="utf-8").splitlines()
-    return [json.loads(line) for line in lines if line.endswith("}")]  # kill -9 may cut one
 
 
 def log_step(run: Run, loss: float, norm: float, seconds: float, rows: np.ndarray) -> None:
@@ -801,8 +781,7 @@ def finish(run: Run, sample: str) -> dict:
     """Writes the report and returns the result."""
     progress = run.progress
     folder = run.config.run_dir
-    entries = read_log(run)
-    steps = [entry for entry in entries if "loss" in entry]
+    steps = [entry for entry in report.read_log(folder) if "loss" in entry]
     result = asdict(progress) | {"steps": progress.step, "run_dir": str(folder)}
     result["loss"] = steps[-1]["loss"]
     result["tokens_per_second"] = progress.tokens / progress.train_seconds
@@ -810,24 +789,12 @@ def finish(run: Run, sample: str) -> dict:
         result["mfu"] = float(np.median([entry["mfu"] for entry in steps]))
     if "memory_gib" in steps[-1]:
         result["peak_memory_gib"] = max(entry["memory_gib"] for entry in steps)
-    if dist.get_rank() != 0:
-        return result
-
-    result = {k: round(v, 4) if isinstance(v, float) else v for k, v in result.items()}
-    rows = {"val_loss before": f"{entries[0]['val_loss']:.4f}", **result}
-    table = "".join(f"| {key} | {value} |\n" for key, value in rows.items())
-    title = f"{folder.name}: {run.config.command} of {run.config.model_name}"
-    head = f"# {title}\n\n| | |\n| --- | --- |\n{table}\n![loss](curve.png)\n"
-    text = f"{head}\n## A held-out text, continued\n\n````text\n{sample}\n````\n"
-    (folder / "report.md").write_text(text, encoding="utf-8")
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.subplots()
-    for key, style in (("loss", "-"), ("val_loss", "o-")):
-        points = [(entry["step"], entry[key]) for entry in entries if key in entry]
-        axes.plot(*zip(*points, strict=True), style, ms=3, label=key)
-    axes.set(xlabel="step", ylabel="nats for each counted token")
-    axes.legend()
-    figure.savefig(folder / "curve.png", dpi=120)
+    if dist.get_rank() == 0:
+        result = {k: round(v, 4) if isinstance(v, float) else v for k, v in result.items()}
+        (folder / "result.json").write_text(json.dumps(result, indent=1), encoding="utf-8")
+        report.write_report(folder, with_samples=False)
+        with (folder / "report.md").open("a", encoding="utf-8") as file:
+            file.write(f"\n## A held-out text, continued\n\n````text\n{sample}\n````\n")
     return result
 
 
@@ -879,87 +846,73 @@ def first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {engine.first_line(error)[:200]}"
 
 
-def read_text(path: Path | str, what: str) -> str:
-    """A file that a setting names. Raises: RunError"""
-    with explain(f"{what} {path} cannot be read", "check the path"):
-        return Path(path).read_text(encoding="utf-8")
-
-
 def setting_names() -> dict[str, Any]:
     """All settings as flags name them, with what pydantic knows of them."""
     names = {name: setting for name, setting in Config.model_fields.items() if name != "data"}
     return names | {f"data.{name}": setting for name, setting in Source.model_fields.items()}
 
 
-def read_settings(argv: list[str]) -> dict:
-    """Settings of the command line and its files; the last one counts."""
-    settings = {"data": {}}
-    words = list(argv)
-    while words:
-        word = words.pop(0)
-        if word in ("sft", "pretrain"):
-            found = {"command": word}
-        elif word.startswith("@"):
-            file = Path(word[1:] or (words or [""]).pop(0))
-            text = read_text(file, "the settings file")
-            with explain(f"{file} cannot be understood", "correct that line"):
-                found = json.loads(text) if file.suffix == ".json" else tomllib.loads(text)
-        elif word.startswith("--"):
-            name, equals, value = word[2:].partition("=")
-            if not equals:  # a switch is a flag without a value
-                alone = not words or words[0].startswith(("--", "@"))
-                value = "true" if alone else words.pop(0)
-            outer, _, inner = name.replace("-", "_").rpartition(".")
-            found = {outer: {inner: value}} if outer else {inner: value}
-        else:
-            raise RunError(f"{word} is neither sft, pretrain, @FILE nor a flag; see --help")
+class ReadFile(argparse.Action):
+    """Takes the settings of a TOML file, or those of a run from its config.json."""
 
-        with explain("--data is no setting", "use --data.path, --data.data-files and so on"):
-            settings["data"] |= found.pop("data", {})
-        settings |= found
-    return settings
+    def __call__(self, parser, namespace, file, flag=None):
+        text = file.read_text(encoding="utf-8")
+        with explain(f"{file} cannot be understood", "correct that line"):
+            found = json.loads(text) if file.suffix == ".json" else tomllib.loads(text)
+            data = found.pop("data", {})
+            found |= {f"data.{name}": value for name, value in data.items()}
+        vars(namespace).update(found)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """A flag for each setting. What is not given is not in the result."""
+    parser = argparse.ArgumentParser(
+        usage="%(prog)s sft|pretrain @FILE [flags], or %(prog)s --resume --run-dir DIR [flags]",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        prefix_chars="-@",
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("command", nargs="?", help="sft or pretrain")
+    add("@", dest="file", type=Path, action=ReadFile, metavar="FILE", help="a TOML file")
+    for name, setting in setting_names().items():
+        default = "required" if setting.is_required() else setting.default
+        text = f"{setting.description} [{default}]".replace("%", "%%")
+        switch = {"nargs": "?", "const": True} if setting.annotation is bool else {}
+        add(f"--{name.replace('_', '-')}", dest=name, metavar="X", help=text, **switch)
+    return parser
 
 
 def make_config(argv: list[str]) -> Config:
-    """The settings, checked. With --resume those of the run come first."""
-    settings = read_settings(argv)
+    """The settings, checked; the last one counts. With --resume those of the run come first."""
+    words = []
+    for word in argv:
+        words += ["@", word[1:]] if re.match("@.", word) else [word]
+    parser = build_parser()
+    settings = vars(parser.parse_intermixed_args(words))
     if settings.get("resume") in (True, "true") and "run_dir" in settings:
         file = Path(settings["run_dir"]) / "config.json"
         if not file.is_file():
             raise RunError(f"--run-dir {file.parent} holds no run to resume; name another")
-        settings = read_settings([f"@{file}", *argv])
+        settings = vars(parser.parse_intermixed_args(["@", str(file), *words]))
+
+    data = [name for name in settings if name.startswith("data.")]
+    source = {name.removeprefix("data."): settings.pop(name) for name in data}
     try:
-        return Config(**settings)
+        return Config(**settings, data=source)
     except ValidationError as error:
+        # An unknown name comes first: it may be a required one, misspelled.
         first = min(error.errors(), key=lambda error: error["type"] != "extra_forbidden")
-    name = ".".join(map(str, first["loc"][:2]))
-    if first["type"] == "extra_forbidden":
-        raise RunError(f"unknown setting {flag(name)}; did you mean {flag(nearest_setting(name))}?")
+    name = ".".join(map(str, first["loc"][:2])).replace("_", "-")
     found = "missing" if first["type"] == "missing" else repr(first["input"])
-    raise RunError(f"{flag(name)} is {found}: {first['msg'].lower()}; see --help")
-
-
-def flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
-
-
-def nearest_setting(name: str) -> str:
-    """The setting whose description has these words, or else the one that is spelled most alike."""
-    settings = setting_names()
-    words = name.replace("_", " ")
-    known = [key for key, setting in settings.items() if words in setting.description]
-    return (known or difflib.get_close_matches(name, settings, n=1, cutoff=0.0))[0]
+    raise RunError(f"--{name} is {found}: {first['msg'].lower()}; see --help")
 
 
 def main(argv: list[str]) -> int:
-    if not argv or "--help" in argv or "-h" in argv:
-        print(__doc__.strip() + "\n\nSettings:")
-        for name, setting in setting_names().items():
-            default = "required" if setting.is_required() else setting.default
-            print(f"  {flag(name):20} {setting.description} [{default}]")
-        return 0
     try:
-        say(json.dumps(train(make_config(argv))))
+        say(json.dumps(train(make_config(argv or ["--help"]))))
         return 0
     except RunError as error:
         message = str(error)

@@ -37,7 +37,6 @@ from torch import Tensor, nn
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 script = importlib.import_module("train_small")
 
-FORMAT = 1  # of run directories: it rises when the model of this file changes
 NORM_EPS = 1e-6
 CE_ROWS = 8192  # rows of logits that exist at the same time
 
@@ -45,41 +44,48 @@ CE_ROWS = 8192  # rows of logits that exist at the same time
 # CONFIG
 
 
+def number(flag: str, default: float, help: str):
+    """A field of Config that a flag sets."""
+    return dataclasses.field(default=default, metadata={"flag": flag, "help": help})
+
+
 @dataclass(frozen=True)
 class Config:
-    """Every number of a run. Flags set them, and build_parser() says what they are."""
+    """Every number of a run."""
 
-    num_layers: int = 12
-    width: int = 768
-    head_dim: int = 128  # 5 % faster than 64 on an H200, the same loss
-    mlp_width: int = 2048
-    max_seq_len: int = 1024
+    num_layers: int = number("--num-layers", 12, "in place of that of --size")
+    width: int = number("--width", 768, "of the hidden states")
+    # 5 % faster than 64 on an H200, the same loss.
+    head_dim: int = number("--head-dim", 128, "width of an attention head")
+    mlp_width: int = number("--mlp-width", 2048, "hidden width of the SwiGLU")
+    max_seq_len: int = number("--max-seq-len", 1024, "longest document; the rest is another one")
     rotary_base: float = 10000.0
     vocab_size: int = 0  # entries of the tokenizer, and the mask token
 
     data: str = "data/shards/climbmix"
-    mask_rate: float = 0.2
-    pack_tokens: int = 8192
-    pack_docs: int = 64  # attention looks at as many, whether there are or not
-    packs: int = 16
-    max_epochs: int = 1
-    val_tokens: int = 1_048_576
+    mask_rate: float = number("--mask-rate", 0.2, "share of the tokens that are masked")
+    pack_tokens: int = number("--pack-tokens", 8192, "tokens in a pack of documents")
+    # Attention looks at as many, whether there are or not.
+    pack_docs: int = number("--pack-docs", 64, "most documents in a pack")
+    packs: int = number("--packs", 16, "packs in a step, over all GPUs")
+    max_epochs: int = number("--max-epochs", 1, "passes over the text that are allowed")
+    val_tokens: int = number("--val-tokens", 1_048_576, "held-out tokens to score")
 
-    steps: int = 2600
-    muon_lr: float = 0.02
-    adam_lr: float = 0.006
+    steps: int = number("--steps", 2600, "length of the run")
+    muon_lr: float = number("--muon-lr", 0.02, "rate of matrices")
+    adam_lr: float = number("--adam-lr", 0.006, "rate of the embedding")
     muon_beta2: float = 0.9
     adam_eps: float = 1e-10
     momentum: tuple = (0.85, 0.95, 300, 50)  # from, to, warm-up steps, cool-down steps
     cooldown: float = 0.6  # share of the run over which the rates fall
     lr_floor: float = 0.0  # what they fall to, as a share of the first
 
-    seed: int = 0
-    eval_every: int = 250
-    save_every: int = 0
-    log_every: int = 10
+    seed: int = number("--seed", 0, "of weights and masks")
+    eval_every: int = number("--eval-every", 250, "steps between evaluations, 0: only at the end")
+    save_every: int = number("--save-every", 0, "steps between checkpoints, 0: only at the end")
+    log_every: int = number("--log-every", 10, "steps between lines of the log")
     keep_checkpoints: int = 2
-    micro_batch_tokens: int = 0
+    micro_batch_tokens: int = number("--micro-batch-tokens", 0, "0: 65,536 on a GPU, else 8,192")
     attention: str = "auto"
     dtype: str = "auto"
     compile: bool = True
@@ -131,14 +137,10 @@ def parameter_table(config: Config) -> dict:
     }
 
 
-CHOICES = {"attention": ("auto", "varlen", "sdpa"), "dtype": ("auto", "bfloat16", "float32")}
-
-
 def check_config(c: Config) -> None:
     """Raises UserError with the first thing that a person gets wrong; torch reports the rest."""
     if c.width % c.head_dim or c.head_dim % 2:
-        found = f"--width {c.width} and --head-dim {c.head_dim}"
-        raise script.UserError(f"{found}: the width must be a multiple of an even head width")
+        raise script.UserError(f"--width {c.width} must be a multiple of an even --head-dim, found {c.head_dim}")
     if c.max_seq_len > c.pack_tokens:
         found = f"--max-seq-len {c.max_seq_len} is above --pack-tokens {c.pack_tokens}"
         raise script.UserError(f"{found}; a document must fit into a pack, so change one of them")
@@ -291,22 +293,11 @@ def varlen_attention(positions_T, cu_seqlens, max_doc: int) -> Callable:
     return lambda q, k, v: varlen_attn(q, k, v, *sizes, window_size=(-1, -1))
 
 
-def choose_attention(name: str, device: torch.device, dtype: torch.dtype) -> Callable:
-    """The kernel where it runs, if nothing else is asked for."""
-    if name == "auto":
-        name = "varlen" if device.type == "cuda" and dtype == torch.bfloat16 else "sdpa"
-    return {"varlen": varlen_attention, "sdpa": sdpa_attention}[name]
+ATTENTION = {"varlen": varlen_attention, "sdpa": sdpa_attention}
 
 
 # -- cross-entropy of masked tokens: CE_ROWS rows of logits at a time, with their gradient, so that
 # (M, V) never exists in fp32.
-
-
-def cross_entropy_ref(hidden_MD: Tensor, head_VD: Tensor, targets_M: Tensor):
-    """What cross_entropy() computes, in the plain form."""
-    logits = F.linear(hidden_MD, head_VD).float()
-    nats = F.cross_entropy(logits, targets_M, ignore_index=-1, reduction="none")
-    return nats.sum(), nats.detach()
 
 
 def cross_entropy(hidden_MD: Tensor, head_VD: Tensor, targets_M: Tensor, rows: int = CE_ROWS):
@@ -395,14 +386,6 @@ class MaskedPacks(script.PackLoader):
         return dataclasses.replace(masked, **fields, ends=masked.ends[own])
 
 
-def validation_of(dataset, config: Config, is_text_V: np.ndarray):
-    """Held-out documents. On a dataset, equal --pack-tokens, --pack-docs and --max-seq-len give equal masks."""
-    documents = script.validation_documents(dataset, config)
-    scored = script.scored_documents(documents, config)
-    batch = script.validation_batch(scored, config, dataset.tokenizer.bos_id)
-    return mask_tokens(batch, config, is_text_V, [0])
-
-
 def flops_per_token(config: Config, positions: Tensor) -> float:
     """Training FLOPs: 6 a matrix weight, of the head for masked tokens, 12 x width a token seen."""
     c = config
@@ -425,9 +408,8 @@ def micro_batch_limit(config: Config, device: torch.device) -> int:
 def choose_packs(config: Config, ranks) -> int:
     """Packs in a micro-batch: the most that divide a rank's share and stay below the limit."""
     share = max(1, config.packs // ranks.world)
-    limit = micro_batch_limit(config, ranks.device)
-    fitting = [n for n in range(1, share + 1) if share % n == 0 and n * config.pack_tokens <= limit]
-    return max(fitting, default=1)
+    most = max(1, micro_batch_limit(config, ranks.device) // config.pack_tokens)
+    return max(n for n in range(1, min(share, most) + 1) if share % n == 0)
 
 
 def build_state(config: Config, ranks, say: Callable = print):
@@ -436,7 +418,8 @@ def build_state(config: Config, ranks, say: Callable = print):
     if dtype == torch.float16:
         dtype = torch.float32  # GPUs without bf16 need no loss scale then
     model = Encoder(config, ranks.device, dtype)
-    model.attention = choose_attention(config.attention, ranks.device, dtype)
+    kernel = "varlen" if dtype == torch.bfloat16 and ranks.device.type == "cuda" else "sdpa"
+    model.attention = ATTENTION.get(config.attention, ATTENTION[kernel])
     model.init_weights(config.seed)
     forward = model
     if config.compile and ranks.device.type == "cuda":
@@ -453,7 +436,7 @@ def file_sha256(path: Path) -> str:
 def facts(*tools: Path) -> dict:
     """Entries of config.json that make a run of an encoder known, and that --resume compares."""
     paths = (Path(__file__), *tools)
-    return {"format": FORMAT, "scripts": {path.name: file_sha256(path) for path in paths}}
+    return {"scripts": {path.name: file_sha256(path) for path in paths}}
 
 
 def read_run(run_dir: Path, command: str = "") -> tuple[Config, dict]:
@@ -461,9 +444,6 @@ def read_run(run_dir: Path, command: str = "") -> tuple[Config, dict]:
     description = script.read_description(run_dir)
     if "scripts" not in description:
         raise script.UserError(f"{run_dir} is no run of an encoder; name one that is")
-    if description["format"] != FORMAT:
-        found = f"{run_dir} has format {description['format']}, this script reads {FORMAT}"
-        raise script.UserError(f"{found}; call the scripts that lie in it")
     if command not in ("", description["command"]):
         way = f"continue it with python runs/{description['command']}.py --resume"
         raise script.UserError(f"{run_dir} is another kind of run; {way}")
@@ -477,7 +457,10 @@ def read_run(run_dir: Path, command: str = "") -> tuple[Config, dict]:
 
 def pretrain(args: argparse.Namespace) -> dict:
     """Runs or resumes; returns the result that is printed last."""
-    config = read_run(args.run_dir, "train_encoder")[0] if args.resume else new_config(args)
+    if args.resume:
+        config, _ = read_run(args.run_dir, "train_encoder")
+    else:
+        config = Config(**{**SIZES[args.size], **fields_of(args)})
     dataset = script.Dataset.open(config.data)
     job = make_job(config, dataset)
     world = script.start_ranks().world
@@ -499,7 +482,10 @@ def make_job(config: Config, dataset):
     token_bytes = np.zeros(config.padded_vocab, np.int64)
     token_bytes[:vocab_size] = tokenizer.token_bytes
     is_text = token_bytes > 0
-    validation = validation_of(dataset, config, is_text)
+    # On a dataset, equal --pack-tokens, --pack-docs and --max-seq-len give equal masks.
+    documents = script.scored_documents(script.validation_documents(dataset, config), config)
+    validation = script.validation_batch(documents, config, tokenizer.bos_id)
+    validation = mask_tokens(validation, config, is_text, [0])
 
     def loader(run):
         return MaskedPacks(reader, config, run.ranks, is_text, run.state.step)
@@ -529,85 +515,58 @@ def make_job(config: Config, dataset):
     )
 
 
-def new_config(args: argparse.Namespace) -> Config:
-    names = [f.name for f in dataclasses.fields(Config)]
-    given = {name: getattr(args, name) for name in names if getattr(args, name, None) is not None}
-    return Config(**{**SIZES[args.size], **given})
+def fields_of(args: argparse.Namespace) -> dict:
+    """What the flags say of the fields of Config."""
+    names = {field.name for field in dataclasses.fields(Config)}
+    return {name: value for name, value in vars(args).items() if name in names and value is not None}
 
 
 # ==================================================================================================
 # COMMAND LINE
 
 
+def add_number(parser: argparse.ArgumentParser, flag: str, default: float, help: str) -> None:
+    """A flag of the type of its default."""
+    options = {"type": type(default), "metavar": "X" if isinstance(default, float) else "N"}
+    parser.add_argument(flag, default=default, help=f"{help} (default {default})", **options)
+
+
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     add = parser.add_argument
 
-    def number(flag: str, help: str) -> None:
-        default = getattr(Config, flag[2:].replace("-", "_"))
-        metavar = "X" if isinstance(default, float) else "N"
-        add(flag, type=type(default), metavar=metavar, help=f"{help} (default {default})")
-
-    add(
-        "--run-dir", type=Path, metavar="DIR", help="where the run is written (default: under out/)"
-    )
+    add("--run-dir", type=Path, metavar="DIR", help="what the run writes (default: under out/)")
     add("--resume", action="store_true", help="continue the run in --run-dir, with its flags")
-    add("--data", metavar="DIR", help=f"dataset directory (default {Config.data})")
+    add("--data", default=Config.data, metavar="DIR", help=f"dataset (default {Config.data})")
     add("--size", choices=tuple(SIZES), default="small", help="number of layers (default small)")
-    number("--num-layers", "in place of that of --size")
-    number("--width", "of the hidden states")
-    number("--head-dim", "width of an attention head")
-    number("--mlp-width", "hidden width of the SwiGLU")
-    number("--max-seq-len", "longest document; a longer one goes on as another")
-    number("--mask-rate", "share of the tokens that are masked")
-    number("--steps", "length of the run")
-    number("--packs", "packs in a step, over all GPUs")
-    number("--pack-tokens", "tokens in a pack of documents")
-    number("--pack-docs", "most documents in a pack")
-    number("--max-epochs", "passes over the text that are allowed")
-    number("--val-tokens", "held-out tokens to score")
-    number("--muon-lr", "rate of matrices")
-    number("--adam-lr", "rate of the embedding")
-    number("--seed", "of weights and masks")
-    number("--eval-every", "steps between evaluations, 0: only at the end")
-    number("--save-every", "steps between checkpoints, 0: only at the end")
-    number("--log-every", "steps between lines of the log")
-    number("--micro-batch-tokens", "0: 65,536 on a GPU, else 8,192")
-    add("--attention", choices=CHOICES["attention"])
-    add("--dtype", choices=CHOICES["dtype"])
-    add("--no-compile", dest="compile", action="store_const", const=False, help="quicker start")
+    for field in dataclasses.fields(Config):
+        if field.metadata:
+            add_number(parser, default=field.default, **field.metadata)
+    add("--attention", choices=("auto", *ATTENTION))
+    add("--dtype", choices=("auto", "bfloat16", "float32"))
+    add("--no-compile", dest="compile", action="store_false", help="quicker start")
+    parser.set_defaults(num_layers=None, head_dim=None)  # --size has them
     return parser
 
 
-def check_resume(parser: argparse.ArgumentParser, argv: list[str] | None) -> None:
-    """Raises UserError if flags stand beside --resume that only a new run can have."""
-    unset = dict.fromkeys(vars(parser.parse_args(argv)))  # which keeps the defaults out
-    args = parser.parse_args(argv, argparse.Namespace(**unset))
+def read_flags(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace:
+    """The flags, with what train_small.py asks of its own. Beside --resume there are no others."""
+    flags = sys.argv[1:] if argv is None else list(argv)
+    args = parser.parse_args(flags, argparse.Namespace(flags=flags, set=[], resume_changed=False))
     if not args.resume:
-        return
+        return args
     if not args.run_dir:
         raise script.UserError("--resume needs --run-dir, the run to continue")
-    for name, value in vars(args).items():
-        if name not in ("resume", "run_dir") and value is not None:
-            flag = "RUN" if name == "run" else "--" + name.replace("_", "-")
+    given = [word.split("=")[0] for word in flags if word.startswith("--")]
+    given += ["RUN"] * ("run" in args and args.run is not None)
+    for flag in given:
+        if flag not in ("--resume", "--run-dir"):
             raise script.UserError(f"--resume uses the flags of {args.run_dir}; leave out {flag}")
-
-
-def for_training(args: argparse.Namespace, argv: list[str] | None) -> argparse.Namespace:
-    """The flags with what train_small.py asks of its own."""
-    flags = sys.argv[1:] if argv is None else list(argv)
-    return argparse.Namespace(**vars(args), resume_changed=False, set=[], flags=flags)
+    return args
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = build_parser()
-    args = parser.parse_args(argv)
-
-    def command() -> dict:
-        check_resume(parser, argv)
-        return pretrain(for_training(args, argv))
-
-    return script.run_command(command)
+    return script.run_command(lambda: pretrain(read_flags(build_parser(), argv)))
 
 
 if __name__ == "__main__":

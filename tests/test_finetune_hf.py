@@ -1,5 +1,6 @@
 """runs/finetune_hf.py with tiny random models on a CPU: data, loss, training, resuming, export, errors."""
 
+import contextlib
 import copy
 import functools
 import gc
@@ -10,6 +11,7 @@ import re
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import types
 
@@ -49,13 +51,12 @@ SIZES = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "vocab_size": 272, "max_position_embeddings": 256,
 }  # fmt: skip
+NO_DROPOUT = {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
 # The last one sees 8 tokens back.
 MODELS = {
     "qwen": Qwen2Config(**SIZES, tie_word_embeddings=True),
     "llama": LlamaConfig(**SIZES),
-    "learned positions": GPT2Config(
-        n_embd=32, n_layer=2, n_head=4, vocab_size=272, n_positions=256, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
-    ),
+    "learned positions": GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=272, n_positions=256, **NO_DROPOUT),
     "window": Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=8, max_window_layers=0),
 }
 CHAT = [
@@ -67,27 +68,31 @@ CHAT = [
 ]
 
 
-def byte_tokenizer() -> PreTrainedTokenizerFast:
+def byte_tokenizer(template: str | None = TEMPLATE.read_text()) -> PreTrainedTokenizerFast:
     """One token for each byte, and Qwen's marks."""
     vocab = {character: i for i, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     plain = Tokenizer(models.BPE(vocab, []))
     plain.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     plain.decoder = decoders.ByteLevel()
     marks = ["<|im_start|>", "<|im_end|>"]
-    return PreTrainedTokenizerFast(tokenizer_object=plain, eos_token="<|endoftext|>", additional_special_tokens=marks)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=plain, eos_token="<|endoftext|>", additional_special_tokens=marks
+    )
+    tokenizer.chat_template = template
+    return tokenizer
 
 
-def random_model(name: str):
+def random_model(config):
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(copy.deepcopy(MODELS[name]))
+    return AutoModelForCausalLM.from_config(copy.deepcopy(config))
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A model, conversations and texts; the cache of datasets is in it too."""
     folder = tmp_path_factory.mktemp("hf")
-    random_model("qwen").save_pretrained(folder / "model")
-    byte_tokenizer().save_pretrained(folder / "model")
+    random_model(MODELS["qwen"]).save_pretrained(folder / "model")
+    byte_tokenizer(template=None).save_pretrained(folder / "model")
 
     rng = np.random.default_rng(0)
     words = "red green blue one two three sun moon".split()
@@ -131,6 +136,13 @@ def call(words) -> int:
     return ft.main([str(word) for word in words])
 
 
+def in_processes(folder, *words, **environment) -> subprocess.CompletedProcess:
+    environment |= {"HF_DATASETS_CACHE": str(folder / "cache"), "HF_HUB_OFFLINE": "1"}
+    done = python(*words, env={**os.environ, **environment})
+    assert done.returncode == 0, done.stderr
+    return done
+
+
 def run(capsys, *words) -> dict:
     """The result of a run in this process."""
     capsys.readouterr()
@@ -143,9 +155,10 @@ def run(capsys, *words) -> dict:
 def refused(capsys, *words) -> str:
     """The one sentence of a run that cannot be."""
     capsys.readouterr()
-    assert call(words) == 1
+    with contextlib.suppress(SystemExit):  # of argparse
+        assert call(words) == 1
     error = capsys.readouterr().err.splitlines()[-1]
-    assert error.startswith("error: ")
+    assert "error: " in error
     return error
 
 
@@ -160,13 +173,8 @@ def one_config(**settings) -> ft.Config:
 def test_assistant_mask_by_hand():
     """What the assistant says counts, with the mark that ends its turn, and nothing else."""
     tokenizer = byte_tokenizer()
-    tokenizer.chat_template = TEMPLATE.read_text()
     batch = ft.tokenize_chats({"messages": [CHAT]}, tokenizer, "messages")
-    text = (
-        "<|im_start|>system\nBe short.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
-        "<|im_start|>assistant\nHello!<|im_end|>\n"
-        "<|im_start|>user\nBye<|im_end|>\n<|im_start|>assistant\nCiao.<|im_end|>\n"
-    )
+    text = "".join(f"<|im_start|>{turn['role']}\n{turn['content']}<|im_end|>\n" for turn in CHAT)
     tokens = batch["tokens"][0]
     assert tokenizer.decode(tokens) == text
     counted = [token for token, flag in zip(tokens, batch["counted"][0], strict=True) if flag]
@@ -183,15 +191,12 @@ def test_tools_in_the_form_of_openai():
         {"role": "assistant", "content": "It is 3."},
     ]  # fmt: skip
     tokenizer = byte_tokenizer()
-    tokenizer.chat_template = TEMPLATE.read_text()
     tools = [{"type": "function", "function": {"name": "add"}}]
     batch = ft.tokenize_chats({"messages": [messages], "tools": [tools]}, tokenizer, "messages")
     pairs = list(zip(batch["tokens"][0], batch["counted"][0], strict=True))
     text = tokenizer.decode([token for token, _ in pairs])
     called = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>'
-    assert text.startswith(
-        "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.\n\n"
-    )
+    assert text.startswith("<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.")
     assert '<tools>\n{"type": "function", "function": {"name": "add"}}\n</tools>' in text
     assert text.endswith(
         f"<|im_start|>user\nAdd.<|im_end|>\n<|im_start|>assistant\n{called}\n<|im_start|>user\n<tool_response>\n3\n"
@@ -214,7 +219,6 @@ def test_nulls_of_other_tools_are_left_out(tmp_path):
     read = datasets.load_dataset("parquet", data_files=str(tmp_path / "rows.parquet"), split="train")
     assert read[0]["messages"][1]["tool_calls"][0]["function"]["arguments"]["city"] is None
     tokenizer = byte_tokenizer()
-    tokenizer.chat_template = TEMPLATE.read_text()
     alone = ft.tokenize_chats({name: [row[name] for row in rows] for name in rows[0]}, tokenizer, "messages")
     assert ft.tokenize_chats(read[:], tokenizer, "messages") == alone
 
@@ -271,9 +275,8 @@ def test_cache_serves_the_next_run(folder, monkeypatch):
 
     def prepare(length: int, template: str) -> list[str]:
         calls.clear()
-        tokenizer = byte_tokenizer()
-        tokenizer.chat_template = template
-        packs = ft.make_packs(one_config(sequence_length=length), tokenizer, rows, "messages")
+        config = one_config(sequence_length=length)
+        packs = ft.make_packs(config, byte_tokenizer(template), rows, "messages")
         assert max(packs.counts["tokens"]) <= length
         return list(calls)
 
@@ -319,10 +322,10 @@ def test_micro_batch_by_hand():
 
 @pytest.mark.parametrize("name", MODELS)
 def test_packed_equals_one_document_at_a_time(name):
-    """Loss and every gradient agree with transformers' own model, which gets each document alone."""
+    """Loss and every gradient agree with transformers' own model, which gets each document alone; it may be trained."""
     generator = torch.Generator().manual_seed(1)
     documents = [torch.randint(0, 256, (n,), generator=generator) for n in (20, 31, 5, 40, 2)]
-    plain = random_model(name)
+    plain = random_model(MODELS[name])
     plain_loss = 0.0
     for document in documents:
         targets = document[1:].clone()
@@ -331,7 +334,7 @@ def test_packed_equals_one_document_at_a_time(name):
         plain_loss = plain_loss + F.cross_entropy(logits, targets, reduction="sum")
     plain_loss.backward()
 
-    hf = random_model(name)
+    hf = random_model(MODELS[name])
     hf.loss_options = {}
     ft.choose_attention(hf, torch.device("cpu"))
     packed_loss = ft.packed_loss(hf, packed_batch(documents, [[0, 1, 2], [3, 4]]), counted=10)
@@ -339,68 +342,49 @@ def test_packed_equals_one_document_at_a_time(name):
     assert packed_loss.item() == pytest.approx(plain_loss.item() / 10, rel=1e-6)
     for (key, ours), reference in zip(hf.named_parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(ours.grad * 10, reference.grad, rtol=1e-4, atol=1e-5, msg=key)
+    ft.check_documents(hf)
 
 
-def test_attention_that_looks_across_documents_is_refused(monkeypatch):
+@pytest.mark.parametrize(("leaking", "share"), [(False, 1.0), (True, 1.0), (False, 0.5)])
+def test_attention_that_looks_across_documents_is_refused(monkeypatch, leaking, share):
     """The check finds one that is causal but blind to the bounds, or has half the gradient of v, and no good one."""
-    AttentionInterface.register("varlen", ft.varlen_attention)
-    hf = random_model("qwen")
 
-    def causal(q, k, v, bounds, *sizes, scale=None, window_size=None, enable_gqa=True):
+    def causal(q, k, v, bounds, *sizes, scale=None, window_size=None):
         v = v.detach() + (v - v.detach()) * share
         parts = [slice(0, 96)] if leaking else [slice(0, 40), slice(40, 96)]
         one = [[x[part].transpose(0, 1) for x in (q, k, v)] for part in parts]
-        parts = [F.scaled_dot_product_attention(*x, is_causal=True, enable_gqa=enable_gqa) for x in one]
+        parts = [F.scaled_dot_product_attention(*x, is_causal=True, enable_gqa=True) for x in one]
         return torch.cat(parts, dim=1).transpose(0, 1)
 
+    AttentionInterface.register("varlen", ft.varlen_attention)
     monkeypatch.setattr(ft, "varlen_attn", causal)
+    hf = random_model(MODELS["qwen"])
     hf.set_attn_implementation("varlen")
-    leaking = False
-    share = 1.0
-    ft.check_attention(hf, torch.device("cpu"))
-    leaking = True
-    with pytest.raises(RuntimeError, match="differ from sdpa's"):
-        ft.check_attention(hf, torch.device("cpu"))
-    leaking = False
-    share = 0.5
-    with pytest.raises(RuntimeError, match="differ from sdpa's"):
+    expected = pytest.raises(RuntimeError, match="differ from sdpa's")
+    with expected if leaking or share < 1 else contextlib.nullcontext():
         ft.check_attention(hf, torch.device("cpu"))
 
 
 MIXING = {
-    "opt": OPTConfig(
-        hidden_size=32, ffn_dim=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=272,
-        max_position_embeddings=256, word_embed_proj_dim=32,
-    ),
+    "opt": OPTConfig(**SIZES, ffn_dim=48, word_embed_proj_dim=32),
     "lfm2": Lfm2Config(**SIZES, layer_types=["conv", "full_attention"]),
-}  # fmt: skip
+}
 
 
-@pytest.mark.parametrize("name", [*MODELS, *MIXING])
-def test_models_that_mix_documents_are_refused(name):
-    """On a CPU, OPT attends across documents and LFM2 convolves across them; the others of this file are right."""
-    torch.manual_seed(0)
-    hf = AutoModelForCausalLM.from_config(copy.deepcopy({**MODELS, **MIXING}[name]))
-    ft.choose_attention(hf, torch.device("cpu"))
-    if name in MODELS:
-        return ft.check_documents(hf)
-    with pytest.raises(ft.RunError, match=f"{name} models mix the documents of a pack"):
-        ft.check_documents(hf)
-
-
-def test_a_model_that_mixes_documents_trains_nothing(folder, tmp_path, capsys):
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(copy.deepcopy(MIXING["opt"])).save_pretrained(tmp_path / "opt")
-    byte_tokenizer().save_pretrained(tmp_path / "opt")
-    words = ["sft", f"@{folder}/sft.toml", "--run-dir", tmp_path / "run", "--model-name", tmp_path / "opt"]
-    assert "opt models mix the documents" in refused(capsys, *words)
+@pytest.mark.parametrize("name", MIXING)
+def test_models_that_mix_documents_are_refused(folder, tmp_path, capsys, name):
+    """On a CPU, OPT attends across documents and LFM2 convolves across them."""
+    random_model(MIXING[name]).save_pretrained(tmp_path / "model")
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    words = ["sft", f"@{folder}/sft.toml", "--run-dir", tmp_path / "run", "--model-name", tmp_path / "model"]
+    assert f"{name} models mix the documents of a pack" in refused(capsys, *words)
 
 
 def test_matrices():
     """Of Qwen's shape here: q and o 32 x 32, k and v 16 x 32, three of the MLP; the head is none if it is tied."""
     layer = 2 * 32 * 32 + 2 * 16 * 32 + 3 * 32 * 48
-    assert sum(p.numel() for p in ft.matrices(random_model("qwen"))) == 2 * layer
-    assert sum(p.numel() for p in ft.matrices(random_model("llama"))) == 2 * layer + 272 * 32
+    assert sum(p.numel() for p in ft.matrices(random_model(MODELS["qwen"]))) == 2 * layer
+    assert sum(p.numel() for p in ft.matrices(random_model(MODELS["llama"]))) == 2 * layer + 272 * 32
 
 
 def test_liger_gives_the_loss_alone(monkeypatch):
@@ -414,22 +398,21 @@ def test_liger_gives_the_loss_alone(monkeypatch):
     monkeypatch.setitem(sys.modules, "liger_kernel", types.ModuleType("liger_kernel"))
     monkeypatch.setitem(sys.modules, "liger_kernel.transformers", types.ModuleType("liger_kernel.transformers"))
     monkeypatch.setitem(sys.modules, "liger_kernel.transformers.monkey_patch", package)
-    model = random_model("qwen")
+    model = random_model(MODELS["qwen"])
     width = model.config.hidden_size
     expected = {"skip_logits": True, "accum_dtype": torch.float32, "chunk_mem_const": 57344 // width}
     assert ft.apply_liger(model) == expected
     assert calls == [(False, False, True, model)]
-    assert ft.apply_liger(random_model("llama")) == {}
+    assert ft.apply_liger(random_model(MODELS["llama"])) == {}
 
 
 def test_decay_and_rate():
     config = one_config(lr=1.0, warmup=0.2)
-    model = random_model("llama")
+    model = random_model(MODELS["llama"])
     matrices, others = ft.build_optimizer(model, config).param_groups
     names = {id(p): name for name, p in model.named_parameters()}
-    assert {names[id(p)].split(".")[-2] for p in others["params"]} == {
-        "embed_tokens", "input_layernorm", "post_attention_layernorm", "norm"
-    }  # fmt: skip
+    plain = {"embed_tokens", "input_layernorm", "post_attention_layernorm", "norm"}
+    assert {names[id(p)].split(".")[-2] for p in others["params"]} == plain
     assert len(matrices["params"]) == 2 * 7 + 1 and others["weight_decay"] == 0
     rates = [ft.learning_rate(config, step, 10) for step in range(10)]
     assert rates[:3] == [0.5, 1.0, 1.0] and rates[6] == pytest.approx(0.55)
@@ -462,14 +445,18 @@ def tensors_of(folder) -> dict:
 
 
 def test_run_directory(reference):
-    assert {path.name for path in reference.iterdir()} == {
-        "config.json", "log.jsonl", "checkpoints", "report.md", "curve.png", "model", "finetune_hf.py"
-    }  # fmt: skip
+    names = "config.json log.jsonl checkpoints result.json report.md curve.png model finetune_hf.py"
+    assert {path.name for path in reference.iterdir()} == set(names.split())
     log = log_of(reference)
     assert [entry["step"] for entry in log] == [0, 1, 2, 3, 3, 4, 5, 6, 6]
     assert log[-1]["val_loss"] < log[0]["val_loss"] - 0.5
     assert abs(log[0]["val_loss"] - math.log(272)) < 0.3  # the random model knows nothing
     assert not list(reference.glob("**/*.pt")) and not list(reference.glob("**/.metadata"))  # no pickle
+
+    report = (reference / "report.md").read_text()
+    assert f"| validation | {log[-1]['val_loss']:.4f} nats" in report and "| validation, before | 5." in report
+    assert "mfu" not in report.lower()  # of a CPU
+    assert re.search(r"````text\n<\|im_start\|>system\n\.<\|im_end\|>.*<\|im_start\|>assistant\n.+\n````", report, re.S)
 
 
 @pytest.fixture(scope="module")
@@ -496,25 +483,6 @@ def test_lora_trains_the_adapters_alone(folder, lora):
     with torch.no_grad():
         adapted = peft.PeftModel.from_pretrained(base, lora / "adapter")(ids).logits
         torch.testing.assert_close(merged(ids).logits, adapted, rtol=1e-4, atol=1e-5)
-
-
-def test_lora_resumes_bit_for_bit(lora, tmp_path, capsys):
-    shutil.copytree(lora, tmp_path / "run")
-    shutil.rmtree(tmp_path / "run/checkpoints/step_000006")
-    shutil.rmtree(tmp_path / "run/model")
-    run(capsys, "--resume", "--run-dir", tmp_path / "run")
-    assert losses_of(tmp_path / "run") == losses_of(lora)
-    ours = tensors_of(tmp_path / "run/model")
-    assert ours and all(torch.equal(ours[name], tensor) for name, tensor in tensors_of(lora / "model").items())
-    assert "other data" in refused(capsys, "--resume", "--run-dir", tmp_path / "run", "--lora-rank", 8)
-
-
-def test_report(reference):
-    """Figures without needless digits, and how the model goes on with a held-out conversation."""
-    report = (reference / "report.md").read_text()
-    assert re.search(r"\| val_loss before \| \d\.\d{1,4} \|", report) and not re.search(r"\d\.\d{7}", report)
-    assert "mfu" not in report and "MFU" not in report  # of a CPU
-    assert re.search(r"````text\n<\|im_start\|>system\n\.<\|im_end\|>.*<\|im_start\|>assistant\n.+\n````", report, re.S)
 
 
 def test_export_is_the_trained_model(folder, reference):
@@ -552,9 +520,10 @@ def test_chat_talks_to_it(reference):
     assert len(long) < 7 and long[-1] == messages[0]  # the oldest turns do not fit into 256 tokens
 
 
-@pytest.mark.parametrize("damage", [None, "short"])
-def test_resume_bit_for_bit(reference, tmp_path, capsys, damage):
+@pytest.mark.parametrize(("kind", "damage"), [("reference", False), ("reference", True), ("lora", False)])
+def test_resume_bit_for_bit(request, tmp_path, capsys, kind, damage):
     """From step 3, whether the checkpoint of step 6 is gone or too short."""
+    reference = request.getfixturevalue(kind)
     run_dir = tmp_path / "run"
     shutil.copytree(reference, run_dir)
     last = run_dir / "checkpoints/step_000006"
@@ -615,10 +584,9 @@ def test_two_ranks_and_back_to_one(folder, reference, lora, tmp_path, capsys, fl
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    environment = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    environment |= {"HF_DATASETS_CACHE": str(folder / "cache"), "HF_HUB_OFFLINE": "1"}
-    done = python("-c", TWO_RANKS, "sft", f"@{folder}/sft.toml", "--run-dir", run_dir, *flags, env=environment)
-    assert done.returncode == 0, done.stderr
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    words = ["sft", f"@{folder}/sft.toml", "--run-dir", run_dir, *flags]
+    done = in_processes(folder, "-c", TWO_RANKS, *words, **address)
     assert "tokenize_chats:" not in done.stderr  # the reference has filled the cache
     assert losses_of(run_dir) == pytest.approx(losses_of(reference), rel=1e-5)
     assert len(list((run_dir / "checkpoints/step_000003").glob("*.safetensors"))) == 2
@@ -639,9 +607,7 @@ def test_pretrain(folder, tmp_path):
     words = ["pretrain", "--model-name", folder / "model", "--data.path=json", "--data.data-files",
              folder / "texts.jsonl", "--val-rows", 5, "--sequence-length", 100, "--packs", 4, "--epochs", 1.5,
              "--lr", 0.01, "--workers", 2, "--recompute", "false", "--run-dir", tmp_path / "run"]  # fmt: skip
-    environment = {**os.environ, "HF_DATASETS_CACHE": str(folder / "cache"), "HF_HUB_OFFLINE": "1"}
-    done = python("runs/finetune_hf.py", *words, env=environment)
-    assert done.returncode == 0, done.stderr
+    done = in_processes(folder, "runs/finetune_hf.py", *words)
     config = json.loads((tmp_path / "run/config.json").read_text())
     assert config["command"] == "pretrain" and config["recompute"] is False
     log = log_of(tmp_path / "run")
@@ -652,37 +618,26 @@ def test_pretrain(folder, tmp_path):
 
 
 def test_order_of_packs(folder, tmp_path, monkeypatch, capsys):
-    """Every epoch has each pack once, in an order of its own; another seed has another one."""
+    """Every epoch has each pack once, in an order of its own; the last step may have fewer."""
+    toml = (folder / "sft.toml").read_text().replace("steps = 6\n", "")
+    (tmp_path / "epochs.toml").write_text(toml)
 
-    def order(*words) -> list[int]:
+    def order(*words) -> tuple[list[int], int]:
         runs = []
         with monkeypatch.context() as patch:
             patch.setattr(ft, "run_steps", runs.append)
             patch.setattr(ft, "export", lambda run: None)
             patch.setattr(ft, "finish", lambda run, sample: {})
-            run(capsys, "sft", f"@{folder}/sft.toml", "--run-dir", tmp_path, "--packs", 2, *words)
-        return runs[0].order.tolist()
+            run(capsys, "sft", f"@{tmp_path}/epochs.toml", "--run-dir", tmp_path / "run", *words)
+        return runs[0].order.tolist(), runs[0].steps
 
-    first = order("--steps", 50)
+    first, steps = order("--packs", 4, "--epochs", 2)
     count = max(first) + 1
-    assert len(first) >= 100 and sorted(first[:count]) == sorted(first[count : 2 * count]) == list(range(count))
-    assert first[:count] != first[count : 2 * count] and first[: 2 * count] == order("--steps", count)
-    assert order("--steps", 50, "--seed", 1) != first
-
-
-def test_an_epoch_has_each_pack_once(folder, tmp_path, capsys):
-    """Also if the packs do not fill the last step, or not even one."""
-    (tmp_path / "epochs.toml").write_text((folder / "sft.toml").read_text().replace("steps = 6\n", ""))
-
-    def train(**settings) -> dict:
-        run_dir = tmp_path / str(len(list(tmp_path.iterdir())))
-        flags = [word for name, value in settings.items() for word in (f"--{name}", value)]
-        return run(capsys, "sft", f"@{tmp_path}/epochs.toml", "--run-dir", run_dir, *flags)
-
-    one = train(packs=1000)
-    assert one["steps"] == 1
-    two = train(packs=4, epochs=2)
-    assert two["tokens"] == 2 * one["tokens"] and two["steps"] > 2
+    assert sorted(first[:count]) == sorted(first[count:]) == list(range(count))
+    assert first[:count] != first[count:] and count % 4 and steps == -(-2 * count // 4)
+    assert order("--packs", 1000) == (first[:count], 1)
+    assert order("--packs", 2, "--steps", count) == (first, count)
+    assert order("--packs", 4, "--epochs", 2, "--seed", 1)[0] != first
 
 
 def test_newest_and_best_are_kept(tmp_path):
@@ -707,51 +662,40 @@ def test_later_settings_count(tmp_path):
     config = ft.make_config(words)
     assert (config.command, config.lr, config.resume, config.recompute) == ("sft", 1e-4, False, True)
     assert config.data == ft.Source(path="json", split="b")
-    assert all(field.description for model in (ft.Config, ft.Source) for field in model.model_fields.values())
+    assert all(field.description for field in ft.setting_names().values())
+    (tmp_path / "a.toml").write_text("packz = 3")
+    with pytest.raises(ft.RunError, match="--packz is 3: extra inputs are not permitted"):
+        ft.make_config(words)
 
 
 @pytest.mark.parametrize(("words", "sentence"), [
-    (["--sequence-lenght", "9"], "unknown setting --sequence-lenght; did you mean --sequence-length?"),
-    (["--data.fles", "9"], "unknown setting --data.fles; did you mean --data.data-files?"),
-    (["--learning-rate", "9"], "unknown setting --learning-rate; did you mean --lr?"),
-    (["--data", "9"], "--data is no setting"),
+    (["--sequence-lenght", "9"], "unrecognized arguments: --sequence-lenght 9"),
+    (["--data.fles", "9"], "unrecognized arguments: --data.fles 9"),
     (["--packs", "many"], "--packs is 'many': input should be a valid integer"),
     (["--packs", "0"], "--packs is '0'"),
     (["--column", "talk"], "no column talk in ['messages']; name one with --column"),
     (["--val-rows", "60"], "--val-rows 60 of 60 is too much"),
+    (["--chat-template", ROOT / "runs/sft_qwen.toml"], "does not mark what the assistant says with {% generation %}"),
     (["--data.path", "/nowhere/x"], "load_dataset cannot load"),
     (["--model-name", "/nowhere/x"], "--model-name /nowhere/x has no tokenizer that loads"),
     (["--sequence-length", "1000"], "--sequence-length is above the model's 256 positions"),
     (["--sequence-length", "10"], "nothing of 52 rows is left; look at --sequence-length"),
     (["--resume", "--run-dir", "/nowhere"], "--run-dir /nowhere holds no run to resume; name another"),
-    (["@/nowhere.toml"], "the settings file /nowhere.toml cannot be read"),
-    (["--chat-template", "/nowhere.jinja"], "--chat-template /nowhere.jinja cannot be read"),
-    (["finetune"], "finetune is neither sft, pretrain, @FILE nor a flag"),
+    (["@/nowhere.toml"], "No such file or directory: '/nowhere.toml'; correct that"),
+    (["--chat-template", "/nowhere.jinja"], "No such file or directory: '/nowhere.jinja'; correct that"),
+    (["finetune"], "unrecognized arguments: finetune"),
 ])  # fmt: skip
 def test_mistakes_are_one_sentence(folder, tmp_path, capsys, words, sentence):
     words = ["sft", f"@{folder}/sft.toml", "--run-dir", tmp_path / "run", *words]
     assert sentence in refused(capsys, *words)
 
 
-def test_template_without_marks_is_an_error(folder, tmp_path, capsys):
-    """None at all, and one like Qwen2.5's own, which marks nothing."""
-    words = ["sft", f"@{folder}/sft.toml", "--run-dir", tmp_path / "run", "--chat-template"]
-    (tmp_path / "plain.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
-    error = refused(capsys, *words, tmp_path / "plain.jinja")
-    assert "does not mark what the assistant says with {% generation %}" in error
-    assert "use --chat-template FILE (runs/chat_template_qwen.jinja" in error
-    bare = (folder / "sft.toml").read_text().replace(f'chat_template = "{TEMPLATE}"', "")
-    (tmp_path / "bare.toml").write_text(bare)
-    error = refused(capsys, "sft", f"@{tmp_path}/bare.toml", "--run-dir", tmp_path / "run")
-    assert f"the chat template of {folder}/model does not mark" in error
-
-
 def test_runs_are_neither_overwritten_nor_mixed(folder, reference, tmp_path, capsys):
     words = ["sft", f"@{folder}/sft.toml", "--run-dir", reference]
     before = (reference / "log.jsonl").read_text()
     assert "already holds a run" in refused(capsys, *words)
-    others = ["--sequence-length", 100], ["--packs", 4], ["--seed", 1], ["--val-rows", 9], ["--workers", 2]
-    for other in others:
+    lengths = ["--sequence-length", 100], ["--packs", 4]
+    for other in (*lengths, ["--seed", 1], ["--val-rows", 9], ["--workers", 2], ["--lora-rank", 8]):
         error = refused(capsys, "--resume", "--run-dir", reference, *other)
         assert "has other data, model, length, packs, workers or seed" in error
     assert (reference / "log.jsonl").read_text() == before
