@@ -326,10 +326,10 @@ class Policy:
     # Cautious, and tied to the schedule: p -= lr * weight_decay * schedule * p.
     weight_decay: float = 0.0
     rows: int = 0  # NorMuon: rows of one orthogonalised matrix; 0: the bank's own
-    odd_mult: float = 1.0  # NorMuon: factor on lr_mult of every second matrix of a bank
+    odd_mult: float = 1.0  # NorMuon: factor on lr_mult of every second matrix (records 36, 48)
     late: bool = False  # updated one step later, see Optimizer.step
     sparse: bool = False  # RMSProp: the gradient has rows that were read, and no others
-    average: float = 0.0  # what the last weights take from their average, see blend_averages
+    average: float = 0.0  # what the weights take from their average at the end of the run
 
 
 def parameter_table(config: Config) -> dict[str, Policy]:
@@ -400,18 +400,6 @@ def muon_momentum(config: Config, step: int) -> float:
     return low + (high - low) * min(rise, fall)
 
 
-def average_weight(config: Config, step: int) -> float:
-    """Weight of the weights after a step in their running mean: 1, 1/2, 1/3 ...; 0 between samples.
-
-    Every fourth step gives a sample, and the last step gives the last one.
-    """
-    samples = math.ceil(config.average * config.num_steps / 4)
-    left, between = divmod(config.num_steps - step, 4)
-    if between or left >= samples:
-        return 0.0
-    return 1 / (samples - left)
-
-
 def loss_weights(config: Config, step: int) -> list[float]:
     """Weights of the next tokens in the loss, which fade out but for the first, and of the prefix.
 
@@ -470,6 +458,7 @@ def run_steps(run: Run) -> None:
         # The step itself. The device works on it while the host goes on.
         batch = run.loader.next()
         losses.append(step(state, batch))
+        average_weights(state)
         progress.position = batch.position
         progress.tokens += batch.total_tokens
 
@@ -541,10 +530,6 @@ def train_step(state: TrainState, batch: Batch) -> Tensor:
     if state.loss_scale != 1.0:
         adjust_loss_scale(state, stepped)
     state.step += 1
-    if config.average:
-        state.optimizer.update_averages(average_weight(config, state.step))
-        if state.step == config.num_steps:
-            state.optimizer.blend_averages()
     return loss
 
 
@@ -1607,32 +1592,6 @@ class Optimizer:
         dist.all_gather_into_tensor(full, part.contiguous())
         return full[: slot.shape[0]].cpu()  # whole moments of all slots may not fit into the device
 
-    # -- averages of the last part of the run (modded-nanogpt PR 360)
-
-    def update_averages(self, weight: float) -> None:
-        """Moves the averages towards the master weights."""
-        slots = [slot for slot in self.slots if weight and "average" in slot.moments]
-        if slots:
-            averages = [slot.moments["average"] for slot in slots]
-            torch._foreach_lerp_(averages, [slot.master for slot in slots], weight)
-
-    @torch.no_grad()
-    def blend_averages(self) -> None:
-        """Ends the run near the averages, but as long as its last weights: averages are shorter.
-
-        Each matrix of NorMuon gets its norm back, and each table (of several ranks, each part of it).
-        """
-        for slot in self.slots:
-            average = slot.moments.pop("average", None)  # which no checkpoint needs from here on
-            if average is None:
-                continue
-            axes = (-2, -1) if slot.policy.optimizer == "normuon" else None
-            before = torch.linalg.vector_norm(slot.master, dim=axes, keepdim=True)
-            slot.master.lerp_(average, slot.policy.average)
-            after = torch.linalg.vector_norm(slot.master, dim=axes, keepdim=True)
-            slot.master.mul_(before / after.clamp_min(1e-10))
-            slot.param.copy_(self.gather(slot, slot.master).view(slot.param.shape))
-
     # -- state
 
     @torch.no_grad()
@@ -1734,6 +1693,43 @@ def build_optimizer(model: nn.Module, config: Config, table=None, ranks=None) ->
     """The optimizer of a model before its first step; by default all of parameter_table on one rank."""
     ranks = ranks or Ranks(0, 1, next(model.parameters()).device)
     return Optimizer(model, config, ranks, table or parameter_table(config))
+
+
+# -- averages of the last part of the run; each tensor then gets the norm that it had without (PR 360)
+
+
+def average_weight(config: Config, step: int) -> float:
+    """Weight of the newest sample in a running mean: 1, 1/2, 1/3 ...; 0 after steps that give none.
+
+    Every fourth step gives a sample, and the last step gives the last one.
+    """
+    samples = math.ceil(config.average * config.num_steps / 4)
+    left, between = divmod(config.num_steps - step, 4)
+    if between or left >= samples:
+        return 0.0
+    return 1 / (samples - left)
+
+
+@torch.no_grad()
+def average_weights(state: TrainState) -> None:
+    """Takes a sample of the master weights where one is due; the last step then blends the averages in."""
+    weight = average_weight(state.config, state.step)
+    slots = [slot for slot in state.optimizer.slots if "average" in slot.moments]
+    if weight and slots:
+        averages = [slot.moments["average"] for slot in slots]
+        torch._foreach_lerp_(averages, [slot.master for slot in slots], weight)
+    if state.step < state.config.num_steps:
+        return
+
+    for slot in slots:
+        # An average is shorter than what it is made of. Each matrix of NorMuon gets its norm back, and
+        # each table (of several ranks, each part of it).
+        axes = (-2, -1) if slot.policy.optimizer == "normuon" else None
+        before = torch.linalg.vector_norm(slot.master, dim=axes, keepdim=True)
+        slot.master.lerp_(slot.moments.pop("average"), slot.policy.average)
+        after = torch.linalg.vector_norm(slot.master, dim=axes, keepdim=True)
+        slot.master.mul_(before / after.clamp_min(1e-10))
+        slot.param.copy_(state.optimizer.gather(slot, slot.master).view(slot.param.shape))
 
 
 # ===============================================================================
