@@ -49,9 +49,8 @@ MEDIUM_SCALARS = ("share_x0", "share_bigram")
 
 # Fields of the script's Config that DecoderStackConfig has under the same name.
 SAME_FIELDS = (
-    "head_dim window_short window_long attention_scale rotary_base no_attention_layers long_layers "
-    "key_offset_layers value_embed_layers shared_input_from gate_width "
-    "bigram_rows backout_layer mix_width"
+    "window_short window_long attention_scale rotary_base no_attention_layers long_layers key_offset_layers "
+    "value_embed_layers shared_input_from gate_width bigram_rows backout_layer mix_width"
 ).split()
 
 
@@ -68,13 +67,7 @@ def describe_model(model) -> dict:
             "AutoModel": classes + "Model",
             "AutoModelForCausalLM": classes + "ForCausalLM",
         },
-        "vocab_size": c.vocab_size,
-        "hidden_size": c.width,
-        "num_hidden_layers": c.num_layers,
-        "num_attention_heads": c.num_heads,
-        "num_key_value_heads": c.num_heads,
-        "intermediate_size": c.mlp_width,
-        "max_position_embeddings": c.max_seq_len,
+        **export_portable.sizes(c),
         "tie_word_embeddings": getattr(c, "tied", True),
         "x0_injection": getattr(c, "x0_injection", False),
         "injects_first": hasattr(model, "residual"),
@@ -96,8 +89,8 @@ def read_scalars(model) -> tuple[list[dict], Tensor]:
     used = []
     for layer, column in enumerate(torch.stack(table).T):
         found = dict(zip(names, column, strict=True))
-        kept = {"share_x0": getattr(c, "x0_injection", False), "share_bigram": c.bigram_rows, "resid_mlp": True}
-        kept["resid_attn"] = layer in c.attention_layers
+        kept = {"resid_attn": layer in c.attention_layers, "resid_mlp": True}
+        kept |= {"share_x0": getattr(c, "x0_injection", False), "share_bigram": c.bigram_rows}
         if is_medium:
             found["resid_attn"] = model.residual[layer]
         used.append({name: found[name] for name in found if kept.get(name)})
@@ -163,7 +156,7 @@ def store_weights(path: Path, tensors: dict[str, Tensor], dtype: torch.dtype) ->
 
 
 def byte_letters() -> list[str]:
-    """GPT-2's spelling of bytes as characters: printable ones as themselves, the others from U+0100 on."""
+    """GPT-2's spelling of bytes: printable ones as themselves, the others from U+0100 on."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     letters = {b: chr(b) for b in printable}
     for b in range(256):
@@ -346,7 +339,7 @@ def write_json(path: Path, value) -> None:
 
 
 def write_tokenizer(folder: Path, vocabulary: export_portable.Vocabulary, context: int) -> None:
-    """tokenizer.json and tokenizer_config.json; base models have the template too, to be finetuned."""
+    """tokenizer.json and tokenizer_config.json; a base model has the chat template for finetuning."""
     write_json(folder / "tokenizer.json", vocabulary.content)
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -385,7 +378,7 @@ def convert(run_dir: Path, model, for_llama_cpp: bool) -> tuple[dict, dict[str, 
 
 
 def read_vocabulary(run_dir: Path, tokenizer, is_chat: bool) -> export_portable.Vocabulary:
-    """The tokenizer of a run for other libraries, with what begins a text and what ends an answer."""
+    """The tokenizer of a run for other libraries."""
     specials = tokenizer.specials
     bos = next(text for text, i in specials.items() if i == tokenizer.bos_id)
     end = CHAT_END if is_chat else bos
@@ -420,7 +413,7 @@ def export(args: argparse.Namespace) -> None:
 
 
 def write_folder(args, fields: dict, tensors: dict, vocabulary, card: str) -> None:
-    """The repository. The weights come last, so that a folder that was not finished does not load."""
+    """The repository. The weights come last, so that an unfinished folder does not load."""
     bos_id = vocabulary.specials[vocabulary.bos]
     end_id = vocabulary.specials[vocabulary.end]
     ids = {"bos_token_id": bos_id, "eos_token_id": sorted({bos_id, end_id}), "pad_token_id": bos_id}

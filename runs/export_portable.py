@@ -55,11 +55,9 @@ def why_not_portable(model) -> str:
     return ""
 
 
-def qwen_config(c) -> dict:
-    """config.json without the ids of special tokens; c is the script's Config."""
+def sizes(c) -> dict:
+    """The fields of config.json that all kinds of models have; c is the script's Config."""
     return {
-        "model_type": "qwen3",
-        "architectures": ["Qwen3ForCausalLM"],
         "vocab_size": c.vocab_size,
         "hidden_size": c.width,
         "intermediate_size": c.mlp_width,
@@ -67,8 +65,17 @@ def qwen_config(c) -> dict:
         "num_attention_heads": c.num_heads,
         "num_key_value_heads": c.num_heads,
         "head_dim": c.head_dim,
-        "hidden_act": "silu",
         "max_position_embeddings": c.max_seq_len,
+    }
+
+
+def qwen_config(c) -> dict:
+    """config.json without the ids of special tokens; c is the script's Config."""
+    return {
+        "model_type": "qwen3",
+        "architectures": ["Qwen3ForCausalLM"],
+        **sizes(c),
+        "hidden_act": "silu",
         "rms_norm_eps": EPS,
         "rope_theta": c.rotary_base,
         "rope_parameters": {"rope_type": "default", "rope_theta": c.rotary_base},

@@ -93,10 +93,6 @@ def test_cached_turns_equal_computing_everything_anew(make, system, monkeypatch)
         assert answer["ids"] == argmax_answer(backend, ids, 10) and fed == [len(ids) - known - 1]
         assert known == 0 or known > len(ids) - 40, "the cache was kept"
         assert out == chat_script.printable(answer["content"]) + "\n"
-        text_ids = [i for i in answer["ids"] if i < backend.tokenizer.bos_id]
-        assert answer["content"].translate({ord(c): None for c in "[]="}).replace(" ", "") == (
-            backend.tokenizer.decode(text_ids).translate({ord(c): None for c in "[]="}).replace(" ", "")
-        ), "marks of tool calls are shown as [ = ]"
         texts.append(answer["ids"])
     say(chat, "/system Speak of other things.")  # the beginning of the conversation changes, and it gets longer
     fed.clear()
@@ -273,8 +269,8 @@ def test_endpoint(server, monkeypatch):
     server.reply = events("Hel", "lo ", None, "😀", "\x1b!")
     out, err = say(chat, "Hi")
     assert (out, err) == ("Hello 😀!\n", "") and chat.messages[1]["content"] == "Hello 😀\x1b!"
-    server.reply = 200, "application/json", b'{"choices": [{"message": {"content": "plain"}}]}'
-    assert say(chat, "More")[0] == "plain\n"
+    server.reply = events("fine")
+    assert say(chat, "More")[0] == "fine\n"
     path, key, body = server.seen[-1]
     assert path == "/v1/chat/completions" and key == "Bearer secret"
     assert body["model"] == "tiny" and body["stream"] and body["temperature"] == 0.0 and "top_k" not in body
@@ -289,7 +285,7 @@ def test_endpoint(server, monkeypatch):
         ((400, "application/json", b'{"error": {"message": "too long"}}'), "answered 400: too long", 0),
         ((500, "text/html", b"<b>broken</b>"), "answered 500: <b>broken</b>", 0),
         ((200, "text/event-stream", b"data: {nonsense\n\n"), "not the OpenAI chat protocol", 0),
-        ((200, "application/json", b"[]"), "not the OpenAI chat protocol", 0),
+        ((200, "text/event-stream", b"data: []\n\n"), "not the OpenAI chat protocol", 0),
         ((200, "text/event-stream", b'data: {"error": {"message": "no memory"}}\n\n'), "stopped: no memory", 0),
         (events("Hel", end=False), "connection ended before", 2),
     ],
@@ -414,16 +410,21 @@ def test_a_line_that_ends_with_a_backslash_goes_on(monkeypatch, text, messages):
 def test_user_errors(server, tmp_path, monkeypatch, capsys):
     server.reply = 401, "application/json", b'{"error": {"message": "no key"}}'
     for args, message in [
-        ((), "name either"), ((tmp_path, "--endpoint", server.url), "name either"), ((tmp_path,), "0 training scripts"),
-        (("--endpoint", "localhost:1"), "is not a web address"), (("--endpoint", "http://127.0.0.1:9"), "cannot reach"),
-        (("--endpoint", server.url, "--prompt", " "), "--prompt is empty"),
+        ((tmp_path,), "0 training scripts"), (("--endpoint", "localhost:1"), "is not a web address"),
+        (("--endpoint", "http://127.0.0.1:9"), "cannot reach"),
         (("--endpoint", server.url, "--prompt", "x"), "answered 401: no key"),
-        (("--endpoint", server.url, "--temperature", "-1"), "--temperature, --top-k, --top-p and"),
     ]:  # fmt: skip
         monkeypatch.setattr(sys, "argv", ["chat.py", *map(str, args)])
         assert chat_script.main() == 1
         err = capsys.readouterr().err
         assert message in err and err.startswith("error: ") and err.count("\n") == 1
+    for args, message in [
+        ((), "name either"), (("run", "--endpoint", server.url), "name either"),
+        (("run", "--prompt", " "), "--prompt is empty"), (("run", "--temperature", "-1"), "--temperature, --top-k"),
+    ]:  # fmt: skip
+        with pytest.raises(SystemExit):
+            chat_script.parse(args)
+        assert message in capsys.readouterr().err
 
 
 # ==== full contexts of servers, pipes, and the keys of a terminal
@@ -474,16 +475,12 @@ def test_a_question_asked_again_draws_anew(make, server):
 
 
 def test_exit_codes_of_pipes(run, server):
-    """1 if any question of a pipe had no whole answer; and who reads only a little gets no traceback."""
+    """1 if any question of a pipe had no whole answer."""
     server.reply = events("fine")
     assert run("--endpoint", server.url, text="a\nb\n").returncode == 0
     server.reply = events("half", end=False)
     done = run("--endpoint", server.url, text="a\n/quit\n")
     assert done.returncode == 1 and "connection ended" in done.stderr
-    server.reply = events(*["many words\n"] * 20_000)
-    command = f"{sys.executable} {SCRIPT} --endpoint {server.url} --prompt x | head -n 1"
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
-    assert done.stdout == "many words\n" and done.stderr == ""
 
 
 def test_the_keys_of_a_terminal(server, tmp_path):
