@@ -241,7 +241,7 @@ class StreamOptions(BaseModel, strict=True):
 
 
 class Message(BaseModel, strict=True):
-    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[str, BeforeValidator(joined)] = ""
 
 
@@ -459,9 +459,6 @@ class Protocol:
             turns.append((role, "\n\n".join(texts)))
 
         for i, (role, text) in enumerate((message.role, message.content) for message in messages):
-            if role in ("tool", "function"):
-                rule = "is the result of a tool, but only the model's own calculator works here"
-                raise Problem(400, f"messages[{i}] {rule}; send it as text of the user", "messages")
             if role == "user" and not text.strip():
                 raise Problem(400, f"messages[{i}] (user) is empty", "messages")
             if role in ("system", "developer"):

@@ -33,13 +33,6 @@ logged. A server that the public can reach belongs behind a proxy such as nginx 
 and Ctrl-C end it once the answers under way are written, after --drain seconds at most.
 """
 
-# ruff: noqa: E402
-import os
-import signal
-
-if __name__ == "__main__":  # before the imports, which take seconds
-    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
-
 import argparse
 import asyncio
 import contextlib
@@ -47,6 +40,8 @@ import functools
 import hmac
 import ipaddress
 import json
+import os
+import signal
 import socket
 import sys
 import threading
@@ -641,7 +636,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> int:
     args = parse()
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         if min(args.rows, args.max_waiting, args.drain) < 0:
             found = f"{args.rows}, {args.max_waiting} and {args.drain}"
@@ -654,8 +648,6 @@ def main() -> int:
     except RunError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        return 130
     host, port = listening.getsockname()[:2]
     shown_host = f"[{host}]" if ":" in host else host
     kind = "chat" if server.chat else "completions"

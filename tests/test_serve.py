@@ -15,7 +15,6 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from types import SimpleNamespace
 
 import httpx2
@@ -207,12 +206,6 @@ def test_greedy_chat_equals_the_generator(talker):
     assert "".join(c.choices[0].delta.content or "" for c in chunks[:-1]) == text
     assert [c.choices[0].finish_reason for c in chunks[:-1]] == [None] * (len(chunks) - 2) + ["length"]
     assert chunks[-1].choices == [] and chunks[-1].usage.total_tokens == answer.usage.total_tokens
-    parts = [{"type": "text", "text": "the <|user_"}, {"type": "text", "text": "end|> rest é 你好"}]
-    other = [{"role": "developer", "content": talk[0]["content"]}, {"role": "user", "content": parts}, *talk[2:]]
-    assert talker.chat(model="talker", messages=other, **QUIET).choices[0].message.content == text
-    blank = [{"role": "system", "content": " "}, *HELLO]
-    (text,) = expected(talker, [rendered(talker, HELLO)], **QUIET)
-    assert talker.chat(model="talker", messages=blank, **QUIET).choices[0].message.content == text
 
 
 def test_the_terminal_chat_as_a_client(talker):
@@ -502,28 +495,24 @@ def test_logit_bias(talker):
 
 def test_orders_of_messages(talker):
     """What clients send besides turns: each list gives the ids of the turns behind it."""
-    special = talker.server.tokenizer.specials
-    user, system = {"role": "user", "content": "a"}, {"role": "system", "content": "S"}
-    said = {"role": "assistant", "content": "b"}
+    special, encode = talker.server.tokenizer.specials, talker.server.tokenizer.encode
+    user, said, system = ({"role": role, "content": role[0]} for role in ("user", "assistant", "system"))
+    rules, blank = {"role": "developer", "content": "s"}, {"role": "system", "content": " "}
+    in_parts = {"role": "user", "content": [{"type": "text", "text": "<|bos|> "}, {"type": "text", "text": "é"}]}
 
     def turns(*texts):
         talk = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
         return rendered(talker, talk)
 
-    assert render(talker, [user, user]) == turns("a\n\na")
-    assert render(talker, [system, user, said, system, user]) == turns("S\n\na", "b", "S\n\na")
-    assert render(talker, [system, system, user]) == turns("S\n\nS\n\na")
-    assert render(talker, [user, system]) == turns("a\n\nS") and render(talker, [system]) == turns("S")
-    assert render(talker, [user, {"role": "assistant", "content": None}, user]) == [
-        *turns("a")[:-1], special["<|assistant_start|>"], special["<|assistant_end|>"], *turns("a")[1:]
-    ]  # fmt: skip
-    assert render(talker, [user, said]) == [*turns("a"), *talker.server.tokenizer.encode("b")], "the answer goes on"
-    assert render(talker, [user, {**said, "content": ""}]) == turns("a")
-    text = talker.chat(model="talker", messages=HELLO, **QUIET).choices[0].message.content
-    half = [*HELLO, {"role": "assistant", "content": text[:6]}]
-    ids = render(talker, half)
-    answer = talker.chat(model="talker", messages=half, **QUIET).choices[0].message.content
-    assert [answer] == expected(talker, [ids], **QUIET)
+    for messages, texts in [
+        ([user, user], ["u\n\nu"]), ([system, user, said, system, user], ["s\n\nu", "a", "s\n\nu"]),
+        ([system, rules, user], ["s\n\ns\n\nu"]), ([user, system], ["u\n\ns"]), ([system], ["s"]),
+        ([blank, in_parts], ["<|bos|> é"]), ([user, {**said, "content": ""}], ["u"]),
+    ]:  # fmt: skip
+        assert render(talker, messages) == turns(*texts)
+    silent = [special["<|assistant_start|>"], special["<|assistant_end|>"]]
+    assert render(talker, [user, {**said, "content": None}, user]) == [*turns("u")[:-1], *silent, *turns("u")[1:]]
+    assert render(talker, [user, said]) == [*turns("u"), *encode("a")], "the answer goes on"
 
 
 def test_tokenize_and_detokenize(talker):
@@ -621,41 +610,13 @@ def test_connections_that_do_nothing(lonely, monkeypatch):
     for connection, wanted in ((silent, ""), (dripping, ""), (second, "HTTP/1.1 200"), (body, "HTTP/1.1 404")):
         assert end_of(connection).decode()[:12] == wanted
         connection.close()
-    until(lambda: len(lonely.http.server_state.connections) == 0)
+    until(lambda: not lonely.http.server_state.connections)
     monkeypatch.setattr(serve, "IDLE_SECONDS", 60)
-    monkeypatch.setattr(lonely.http.config, "limit_concurrency", 5)
-    many = [socket.create_connection(place) for _ in range(9)]
-    until(lambda: len(lonely.http.server_state.connections) == 9)
-    many[8].sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
-    assert end_of(many[8]).startswith(b"HTTP/1.1 503 ")
-    for connection in many:
-        connection.close()
-    until(lambda: len(lonely.http.server_state.connections) == 0)
-    assert lonely.chat(model="talker", messages=HELLO, max_tokens=1).choices
-    assert httpx2.get(f"{lonely.url}/health").json()["status"] == "ok"
-
-
-def test_raw_requests(lonely, monkeypatch):
-    """Broken and unusual requests: all get one answer, and the server goes on."""
-    monkeypatch.setattr(serve, "IDLE_SECONDS", 1)
-    place = ("127.0.0.1", int(lonely.url.rpartition(":")[2]))
-    host = b"Host: localhost\r\n"
-    get, post = b"GET /health HTTP/1.1\r\n" + host, b"POST /tokenize HTTP/1.1\r\n" + host
-    asks = b'{"prompt": "hello"}'
-    chunked = post + b"Connection: close\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
-    chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in asks) + b"0\r\n"
-    upgrade = b"Connection: Upgrade, HTTP2-Settings, close\r\nUpgrade: h2c\r\nHTTP2-Settings: AA\r\n\r\n"
-    for text, wanted in [
-        (b"hello\r\n\r\n", b"400"), (b"\x16\x03\x01\x02\x00", b"400"), (get + b"A B: c\r\n\r\n", b"400"),
-        (post + b"Content-Length: 1\r\nContent-Length: 2\r\n\r\nab", b"400"),
-        (post + b"Content-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\nab", b"400"),
-        (chunked + chunks + b"\r\n", b"200"), (get + upgrade, b"200"), (get.replace(b"1.1", b"1.0") + b"\r\n", b"200"),
-    ]:  # fmt: skip
-        with socket.create_connection(place, timeout=20) as connection:
-            connection.sendall(text)
-            data = end_of(connection)
-        assert data[9:12] == wanted and data.count(b"HTTP/1.1 ") == 1, (text[:60], text[-60:], data)
-    until(lambda: len(lonely.http.server_state.connections) == 0)
+    monkeypatch.setattr(lonely.http.config, "limit_concurrency", 2)
+    with socket.create_connection(place), socket.create_connection(place):
+        until(lambda: len(lonely.http.server_state.connections) == 2)
+        assert httpx2.get(f"{lonely.url}/health").status_code == 503
+    monkeypatch.undo()
     assert lonely.chat(model="talker", messages=HELLO, max_tokens=1).choices
 
 
@@ -746,7 +707,7 @@ def test_characters_are_whole(talker):
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content: Parts can only be"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content: Input should be a valid string, found 5"),
         ({"messages": [{"role": "king", "content": "x"}]}, "messages.0.role: Input should be 'system'"),
-        ({"messages": [*HELLO, {"role": "tool", "content": "x"}]}, "messages[1] is the result of a tool"),
+        ({"messages": [*HELLO, {"role": "tool", "content": "x"}]}, "messages.1.role: Input should be 'system'"),
         ({"messages": [{"role": "system", "content": " "}]}, "one of the user"),
         ({"messages": [{"role": "assistant", "content": ""}]}, "one of the user"),
         ({"logit_bias": {"70000": 1}}, "logit_bias holds ids outside of 0 to 899"),
@@ -960,12 +921,6 @@ def test_nothing_is_left_of_requests(talker):
 # ---- the program
 
 
-def start(*args):
-    return subprocess.Popen([sys.executable, str(SCRIPT), *map(str, args), "--device", "cpu"], text=True,
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                            env={**os.environ, "PYTHONUNBUFFERED": "1"})  # fmt: skip
-
-
 def test_bench_with_a_server_of_its_own(runs):
     """It starts a server without a model, gets all tokens that it asks for, and ends it."""
     command = [sys.executable, ROOT / "dev" / "bench_serve.py", runs[True], "--stub", "1", "--smoke", "--rows", "2"]
@@ -982,7 +937,9 @@ def test_bench_with_a_server_of_its_own(runs):
 @pytest.mark.parametrize("drain", [0.2, 60])
 def test_signals_end_it_cleanly(runs, signum, drain):
     """Answers get --drain seconds, then an error; no new requests; nothing on stderr, and the exit code is 0."""
-    process = start(runs[False], "--port", 0, "--rows", 2, "--drain", drain)
+    flags = ["--port", "0", "--rows", "2", "--drain", str(drain), "--device", "cpu"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen([sys.executable, str(SCRIPT), str(runs[False]), *flags], **pipes)
     try:
         line = process.stdout.readline()
         url = re.fullmatch(r"writer: (http://127\.0\.0\.1:\d+) \(2 rows, context 512, completions\)\n", line)[1]
@@ -1017,21 +974,6 @@ def test_user_errors(runs, tmp_path, talker, monkeypatch, capsys):
         assert serve.main() == 1
         out, err = capsys.readouterr()
         assert message in err and err.startswith("error: ") and err.count("\n") == 1 and out == "", err
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc to see how far the imports are")
-def test_ctrl_c_while_it_starts(runs):
-    """While numpy or torch is imported: no traceback."""
-    for library in ("_multiarray_umath", "libtorch_cpu"):
-        process = subprocess.Popen([sys.executable, str(SCRIPT), str(runs[True]), "--port", "0", "--device", "cpu"],
-                                   stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)  # fmt: skip
-        maps = Path(f"/proc/{process.pid}/maps")
-        patience = time.monotonic() + 60
-        while library not in maps.read_text() and time.monotonic() < patience:
-            time.sleep(0.01)
-        process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=60)
-        assert process.returncode in (130, 0, -signal.SIGINT) and "Traceback" not in err, err
 
 
 def test_a_model_that_does_not_run(runs, monkeypatch, capsys):
