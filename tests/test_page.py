@@ -353,16 +353,13 @@ def test_page_names_searches_exports_and_imports(talker, page):
 
 
 def test_page_asks_for_the_key(runs, chromium):
-    running = Running(runs[True], "--api-key", "a key", "--rows", "2")
-    try:
+    with Running(runs[True], "--api-key", "a key", "--rows", "2") as running:
         with browser.open_page(running.url, chromium, ready="#key") as page:
             page.fill("#key", "a key")
             page.press("#key", "Enter")
             page.wait_for_selector("#send:enabled")
             ask(page, running, "hello")
             until(lambda: page.text_content(".assistant .text:not(.raw)") == "yes")
-    finally:
-        running.close()
 
 
 AXE = Path(os.environ.get("AXE_PATH", "axe.min.js"))  # of the npm package axe-core
