@@ -1,10 +1,7 @@
 """The exported model against the training script, and as trainers use it, through its own and transformers' classes."""
 
-import json
 import math
-import os
 import random
-import subprocess
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,7 +10,7 @@ import torch
 import train_small as ts
 from safetensors.torch import load_file
 from torch.nn.utils.rnn import pad_sequence
-from transformers import DynamicCache
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from conftest import tiny_config, tiny_medium
 from test_export import bpe, export_run, write_run  # noqa: F401  (bpe is a fixture)
@@ -335,62 +332,36 @@ CONVERSATION = [
     ("user", "é\n sure? "),
     ("assistant", "Yes."),
 ]  # fmt: skip
-
-TRY = """
-import json, sys
-import torch
-from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
-request = json.load(sys.stdin)
-trust = {"trust_remote_code": True}
-for folder in request["folders"]:
-    tokenizer = AutoTokenizer.from_pretrained(folder, **trust)
-    model = AutoModelForCausalLM.from_pretrained(folder, **trust)
-    ids = torch.tensor([request["ids"]])
-    answer = {"text": tokenizer(request["text"])["input_ids"], "kind": type(model).__name__, "dtype": str(model.dtype)}
-    answer["bare"] = tokenizer(request["text"], add_special_tokens=False)["input_ids"]
-    chat = tokenizer.apply_chat_template(request["chat"], return_dict=True, return_assistant_tokens_mask=True)
-    answer["chat"], answer["counted"] = chat["input_ids"], chat["assistant_masks"]
-    answer["asked"] = tokenizer.apply_chat_template(request["chat"][:2], add_generation_prompt=True)["input_ids"]
-    with torch.no_grad():
-        answer["logits"] = model(ids).logits[0].tolist()
-    model.save_pretrained(folder + "-again")
-    tokenizer.save_pretrained(folder + "-again")
-    again = AutoModelForCausalLM.from_pretrained(folder + "-again", **trust)
-    base = AutoModel.from_pretrained(folder, **trust)
-    with torch.no_grad():
-        answer["again"] = again(ids).logits[0].tolist()
-        answer["base"] = torch.equal(base(ids).last_hidden_state, model.base_model(ids).last_hidden_state)
-    print(json.dumps(answer))
-"""
+TRUST = {"trust_remote_code": True}
 
 
-def test_auto_classes(bpe, tmp_path, fast_python):  # noqa: F811
-    """In a process of its own, from the folders alone: model, tokenizer and chat template, also saved again."""
+def test_auto_classes(exported, tmp_path):
+    """The model from the folder alone, and saved again."""
+    model = AutoModelForCausalLM.from_pretrained(exported.folder, **TRUST)
+    assert type(model).__module__.startswith("transformers_modules.") and model.dtype == torch.float32
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path, **TRUST)
+    base = AutoModel.from_pretrained(exported.folder, **TRUST)
     (row,) = random_rows(30)
+    ids = torch.tensor([row])
+    with torch.no_grad():
+        for each in (model, again):
+            assert_same(each(ids).logits[0], exported.reference(row))
+        assert torch.equal(base(ids).last_hidden_state, model.base_model(ids).last_hidden_state)
+
+
+def test_auto_tokenizer(exported, tmp_path):
+    """A text starts with one BOS, or with none if the caller adds its own; conversations are those of data/sft.py."""
+    own = exported.tokenizer
     text = "the rest\n 12"
     chat = [{"role": role, "content": content} for role, content in CONVERSATION]
-    for kind in ("small", "medium"):
-        write_run(tmp_path / kind, bpe, chat=True, config=KINDS[kind]())
-        export_run(tmp_path / kind, tmp_path / f"{kind}-hf")
-    request = {"ids": row, "text": text, "chat": chat, "folders": [f"{tmp_path}/small-hf", f"{tmp_path}/medium-hf"]}
-    env = {**os.environ, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run([fast_python, "-c", TRY], input=json.dumps(request), text=True, cwd=tmp_path,
-                          capture_output=True, env=env, timeout=240)  # fmt: skip
-    assert done.returncode == 0, done.stderr
-
-    own = ts.Tokenizer(bpe)
-    for kind, line in zip(("small", "medium"), done.stdout.splitlines()[-2:], strict=True):
-        answer = json.loads(line)
-        run = engine.load_run(tmp_path / kind, device="cpu")
-        assert answer["kind"] == "DecoderStackForCausalLM" and answer["dtype"] == "torch.float32" and answer["base"]
-        expected = Exported(run.model, None, own, tmp_path).reference(row)
-        assert_same(torch.tensor(answer["logits"]), expected)
-        assert_same(torch.tensor(answer["again"]), expected)
-
-        # a text starts with one BOS, and with none if the caller adds its own.
-        assert answer["text"] == [own.bos_id, *own.encode(text)] and answer["bare"] == own.encode(text)
-        messages = sft.check_messages({"messages": chat})
-        tokens, counted = sft.render(messages, lambda text: own.encode(text) or [], own.specials)
-        assert answer["chat"] == tokens.tolist() and answer["counted"] == counted.astype(int).tolist()
-        asked = len(answer["asked"])
-        assert answer["asked"] == [*tokens.tolist()[: asked - 1], own.specials["<|assistant_start|>"]]
+    tokens, counted = sft.render(sft.check_messages({"messages": chat}), own.encode, own.specials)
+    first = AutoTokenizer.from_pretrained(exported.folder)
+    first.save_pretrained(tmp_path)
+    for theirs in (first, AutoTokenizer.from_pretrained(tmp_path)):
+        assert theirs(text).input_ids == [own.bos_id, *own.encode(text)]
+        assert theirs(text, add_special_tokens=False).input_ids == own.encode(text)
+        found = theirs.apply_chat_template(chat, return_dict=True, return_assistant_tokens_mask=True)
+        assert found["input_ids"] == tokens.tolist() and found["assistant_masks"] == counted.astype(int).tolist()
+        asked = theirs.apply_chat_template(chat[:2], add_generation_prompt=True)["input_ids"]
+        assert asked == [*tokens.tolist()[: len(asked) - 1], own.specials["<|assistant_start|>"]]
