@@ -355,26 +355,23 @@ class Protocol:
     def check(self, fields: AnswerFields, count: int) -> None:
         """Raises: Problem if a request is for another model or for too many answers"""
         if fields.model not in ("", self.name):
-            message = f"there is no model {shorten(fields.model)} here, only {self.name}"
-            raise Problem(404, message, "model", "model_not_found")
+            wrong = f"there is no model {shorten(fields.model)} here, only {self.name}"
+            raise Problem(404, wrong, "model", "model_not_found")
         if count > self.most_choices:
-            message = f"the request asks for {count:,} answers; at most {self.most_choices} work"
-            raise Problem(400, message, "n")
+            raise Problem(400, f"the request asks for {count:,} answers; at most {self.most_choices} work", "n")
 
     def ask(self, fields: AnswerFields, prompts, most: int, logprobs, echo: bool = False) -> Ask:
         """The answers to some prompts, of up to `most` tokens each. Raises: Problem"""
         least = 0 if echo else 1  # with echo, none is the prompt alone
         if not least <= most <= self.limit:
-            rule = f"max_tokens must be at least {least} and at most {self.limit:,}"
-            raise Problem(400, f"{rule}, found {most:,}", "max_tokens")
+            raise Problem(400, f"max_tokens must be {least} to {self.limit:,}, found {most:,}", "max_tokens")
         jobs = []
         sampling = self.sampling(fields)
         mask = self.mask(fields.response_format)
         for prompt in prompts:
             if len(prompt) > self.limit:
-                context = f"the context of this model is {self.limit:,} tokens"
-                message = f"{context} but the prompt has {len(prompt):,}; shorten it"
-                raise Problem(400, message, fields.source, "context_length_exceeded")
+                wrong = f"the context of this model is {self.limit:,} tokens but the prompt has {len(prompt):,}"
+                raise Problem(400, f"{wrong}; shorten it", fields.source, "context_length_exceeded")
             for _ in range(fields.n):
                 completion = engine.Completion(
                     prompt,
@@ -402,8 +399,8 @@ class Protocol:
             schema = wanted.json_schema.given if shaped else {"type": "object"}
             return Mask.of(schema, self.vocabulary)
         except ValueError as error:
-            message = f"response_format: this schema does not work here ({error})"
-            raise Problem(400, message, "response_format") from None
+            wrong = f"response_format: this schema does not work here ({error})"
+            raise Problem(400, wrong, "response_format") from None
 
     def sampling(self, fields: AnswerFields) -> dict:
         """What shapes the draw of an id, as Completion takes it."""
@@ -433,8 +430,7 @@ class Protocol:
         """
         if not self.chat:
             advice = "use /v1/completions to continue a text, or finetune it with runs/finetune.py"
-            message = f"{self.name} was not finetuned for chat; {advice}"
-            raise Problem(400, message, "model", "not_a_chat_model")
+            raise Problem(400, f"{self.name} was not finetuned for chat; {advice}", "model", "not_a_chat_model")
         special = self.tokenizer.specials
         ids = [self.tokenizer.bos_id]
         for role, text in self.turns(messages):

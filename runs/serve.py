@@ -147,8 +147,8 @@ class Worker(threading.Thread):
             taken = self.waiting() + len(self.jobs)
             most = self.decoder.rows + self.max_waiting
             if taken + len(ask.jobs) > most:
-                busy = f"{taken} answers are being written or wait, and at most {most} may"
-                raise Problem(429, f"{busy}; try again in a moment", code="queue_full")
+                busy = f"{taken} answers are being written or wait, and at most {most} may; try again in a moment"
+                raise Problem(429, busy, code="queue_full")
             self.queue[ask] = None
             self.wake.notify()
 
@@ -369,8 +369,8 @@ class Server:
         try:
             self.worker = Worker(run.model, self.tokenizer, rows, args.max_waiting, args.compile)
         except (RuntimeError, MemoryError) as error:
-            reason = f"does not fit into memory ({engine.first_line(error)})"
-            raise RunError(f"the cache of {rows:,} rows {reason}; use fewer --rows") from None
+            reason = engine.first_line(error)
+            raise RunError(f"{rows:,} rows do not fit into memory ({reason}); use fewer --rows") from None
         self.limit = self.worker.decoder.max_len
         most = rows + args.max_waiting
         self.protocol = Protocol(self.name, self.tokenizer, self.limit, self.chat, most)
@@ -517,9 +517,8 @@ class Gate:
             if origin is not None and urllib.parse.urlsplit(origin).netloc.lower() != host:
                 return Problem(403, "requests from web pages of another origin are refused")
         except ValueError:
-            advice = "start it with --allow-host NAME to allow it"
-            message = f"this server does not know {shorten(host)} of the Host header; {advice}"
-            return Problem(403, message)
+            wrong = f"this server does not know {shorten(host)} of the Host header"
+            return Problem(403, f"{wrong}; start it with --allow-host NAME to allow it")
         kind, _, given = headers.get("authorization", "").partition(" ")
         right = hmac.compare_digest(given.strip().encode(), (self.key or "").encode())
         if self.key is None or path in PUBLIC or (kind.lower() == "bearer" and right):
@@ -583,8 +582,7 @@ def bind(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=family, backlog=BACKLOG)
     except (OSError, OverflowError) as error:
         reason = (getattr(error, "strerror", None) or str(error)).partition(" (")[0]
-        message = f"cannot listen on {host} port {port} ({reason}); choose another --host or --port"
-        raise RunError(message) from None
+        raise RunError(f"cannot listen on {host} port {port} ({reason}); choose another --host or --port") from None
 
 
 def http_server(server: Server, args: argparse.Namespace) -> HTTPServer:
@@ -653,8 +651,8 @@ def main() -> int:
     kind = "chat" if server.chat else "completions"
     sizes = f"{server.worker.decoder.rows} rows, context {server.limit:,}, {kind}"
     if not ipaddress.ip_address(host).is_loopback and args.api_key is None:
-        note = "everyone who can reach this address can use the model; set a key with --api-key"
-        print(f"note: {note}", file=sys.stderr)
+        note = "note: everyone who can reach this address can use the model; set a key with --api-key"
+        print(note, file=sys.stderr)
     for signum in (signal.SIGTERM, signal.SIGINT):
         # uvicorn handles them while it runs, and raises them again once it is done.
         signal.signal(signum, lambda *_: setattr(http, "should_exit", True))

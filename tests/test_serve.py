@@ -664,7 +664,7 @@ def test_stop_strings_over_http(talker):
         ({"messages": [{"role": "system", "content": " "}]}, "one of the user"),
         ({"messages": [{"role": "assistant", "content": ""}]}, "one of the user"),
         ({"logit_bias": {"70000": 1}}, "logit_bias holds ids outside of 0 to 899"),
-        ({"max_tokens": 513}, "max_tokens must be at least 1 and at most 512, found 513"),
+        ({"max_tokens": 513}, "max_tokens must be 1 to 512, found 513"),
         ({"max_tokens": "10"}, 'max_tokens: Input should be a valid integer, found "10"'),
         ({"temperature": 2.5}, "temperature: Input should be less than or equal to 2, found 2.5"),
         ({"tools": [{"type": "function"}]}, "tools: Leave it out, as this server does not support it"),
@@ -904,7 +904,7 @@ def test_user_errors(runs, talker, monkeypatch, capsys):
                           ((runs[True], "--port", 0, "--rows", -1), "must be at least 0, found -1, 256 and 10"),
                           ((runs[True], "--host", "203.0.113.1"), "cannot listen on 203.0.113.1"),
                           ((runs[True], "--port", port), f"port {port} (Address already in use); choose another"),
-                          ((runs[True], "--port", 0, "--rows", 10**10), "rows does not fit into memory"),
+                          ((runs[True], "--port", 0, "--rows", 10**10), "rows do not fit into memory"),
                           ((runs[True], "--port", 0, "--api-key", ""), "--api-key is empty"),
                           ((runs[True], "--port", 0, "--step", 3), "no checkpoint of step 3")]:  # fmt: skip
         monkeypatch.setattr(sys, "argv", ["serve.py", *map(str, args)])
