@@ -223,23 +223,6 @@ def chat_run(bpe, tmp_path):  # noqa: F811
     return run_dir
 
 
-def test_finetuning_answers_questions(chat_run, capsys):
-    """Each question as a user's turn, and the most likely answer, as long as the context has room."""
-    assert report.main([str(chat_run), "--device", "cpu"]) == 0
-    run = engine.load_run(chat_run, device="cpu")
-    special = run.tokenizer.specials
-    prompts = []
-    for question in report.QUESTIONS:
-        ids = [special["<|user_start|>"], *run.tokenizer.encode(question), special["<|user_end|>"]]
-        prompts.append([run.tokenizer.bos_id, *ids, special["<|assistant_start|>"]])
-    options = {"max_tokens": min(128, 97 - max(map(len, prompts))), "stop": (special["<|assistant_end|>"],)}
-    found = engine.Generator(run.model, run.tokenizer).generate(prompts, temperature=0.0, **options)
-    answers = [run.tokenizer.decode(ids) for ids in found]
-    expected = [f"{question}\n\n{answer}" for question, answer in zip(report.QUESTIONS, answers, strict=True)]
-    assert texts_of(chat_run) == expected and all(answers)
-    assert capsys.readouterr().out.count("--- sample\n") == 3
-
-
 def test_without_the_dataset_prompts_are_fixed(chat_run):
     """As after a download of the run."""
     path = chat_run / "config.json"
