@@ -365,8 +365,11 @@ class Protocol:
         least = 0 if echo else 1  # with echo, none is the prompt alone
         if not least <= most <= self.limit:
             raise Problem(400, f"max_tokens must be {least} to {self.limit:,}, found {most:,}", "max_tokens")
+        self.check_ids(fields.logit_bias, "logit_bias")
+        names = {"temperature", "top_p", "min_p", "logit_bias"}
+        names |= {"presence_penalty", "frequency_penalty"}
+        sampling = fields.model_dump(include=names)
         jobs = []
-        sampling = self.sampling(fields)
         mask = self.mask(fields.response_format)
         for prompt in prompts:
             if len(prompt) > self.limit:
@@ -382,6 +385,7 @@ class Protocol:
                     seed=fields.seed + len(jobs) * engine.SEED_STRIDE,
                     logprobs=logprobs,
                     score_prompt=echo and logprobs is not None,
+                    top_k=min(fields.top_k, self.tokenizer.vocab_size),
                     **sampling,
                 )
                 reader = Reader(self.tokenizer, tuple(fields.stop))
@@ -401,15 +405,6 @@ class Protocol:
         except ValueError as error:
             wrong = f"response_format: this schema does not work here ({error})"
             raise Problem(400, wrong, "response_format") from None
-
-    def sampling(self, fields: AnswerFields) -> dict:
-        """What shapes the draw of an id, as Completion takes it."""
-        self.check_ids(fields.logit_bias, "logit_bias")
-        names = {"temperature", "top_p", "min_p", "logit_bias"}
-        names |= {"presence_penalty", "frequency_penalty"}
-        sampling = fields.model_dump(include=names)
-        sampling["top_k"] = min(fields.top_k, self.tokenizer.vocab_size)
-        return sampling
 
     def check_ids(self, ids: Iterable[int], param: str) -> None:
         largest = self.tokenizer.vocab_size - 1
@@ -606,12 +601,6 @@ class Answers:
         """The ids of a job that were not sent yet, with their chances."""
         if self.ask.logprobs is None:
             return None
-        found = self.new_chances(job)
-        if self.ask.chat:
-            return {"content": [self.chat_chance(*one) for one in found], "refusal": None}
-        return self.text_chances(job, found)
-
-    def new_chances(self, job: Job) -> list[tuple[int, engine.Chance | None]]:
         completion = job.completion
         found = []
         if completion.score_prompt and completion.prompt_chances and job not in self.opened:
@@ -622,7 +611,9 @@ class Answers:
             new = completion.chances[start:]  # an id is there before its chance
             found += zip(completion.tokens[start:], new, strict=False)
             self.scored[job.index] += len(new)
-        return found
+        if self.ask.chat:
+            return {"content": [self.chat_chance(*one) for one in found], "refusal": None}
+        return self.text_chances(job, found)
 
     def chat_chance(self, token: int, chance: engine.Chance) -> dict:
         def named(token: int, logprob: float) -> dict:
