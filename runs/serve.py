@@ -646,6 +646,8 @@ def main() -> int:
     except RunError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        os._exit(130)  # Python would abort while the worker is in the middle of a step
     host, port = listening.getsockname()[:2]
     shown_host = f"[{host}]" if ":" in host else host
     kind = "chat" if server.chat else "completions"
