@@ -15,19 +15,13 @@ chat continues the text instead.
 Result: the exit code is 1 if a question of --prompt or of a pipe got no whole answer.
 """
 
-# ruff: noqa: E402
-import os
-import signal
-
-if __name__ == "__main__":  # before the imports, which take seconds
-    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
-
 import argparse
 import atexit
 import codecs
 import contextlib
 import http.client
 import json
+import os
 import random
 import sys
 import threading
@@ -35,9 +29,11 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import engine
+import torch
 from engine import RunError
 
 HELP = """\
@@ -200,15 +196,12 @@ class Pretrained:
             raise RunError(f"transformers cannot load {folder} ({engine.first_line(error)})") from None
         if not self.tokenizer.chat_template:
             raise RunError(f"{folder} has no chat template, so it is no model to chat with")
-        import torch
-
         self.args = args
         self.model.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self.limit = self.model.config.max_position_embeddings
         self.seed = random.randrange(2**32) if args.seed is None else args.seed
         self.max_tokens = args.max_tokens or MAX_TOKENS
         self.turns = 0
-        self.problem: Exception | None = None  # of the thread of the last answer
 
     def render(self, system: str, messages: list[dict]) -> list[int]:
         """The ids of a conversation, up to where the next answer starts."""
@@ -222,21 +215,17 @@ class Pretrained:
         ids = fit(self, system, messages, self.max_tokens)
         streamer = TextIteratorStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
         stopped = threading.Event()
-        self.problem = None
-        thread = threading.Thread(target=self.generate, args=(ids, streamer, stopped))
-        thread.start()
-        try:
-            yield from filter(None, streamer)
-        finally:  # Ctrl-C ends the answer at its next token
-            stopped.set()
-            thread.join()
-        if self.problem:
-            raise RunError(f"transformers failed ({engine.first_line(self.problem)})")
+        with ThreadPoolExecutor(1) as pool:
+            done = pool.submit(self.generate, ids, streamer, stopped)
+            try:
+                yield from filter(None, streamer)
+            finally:  # Ctrl-C ends the answer at its next token
+                stopped.set()
+        if problem := done.exception():
+            raise RunError(f"transformers failed ({engine.first_line(problem)})")
 
     def generate(self, ids: list[int], streamer, stopped: threading.Event) -> None:
         """Runs in a thread of its own, since generate() returns only when the answer is complete."""
-        import torch
-
         room = min(self.max_tokens, self.limit + 1 - len(ids))
         settings = {"do_sample": self.args.temperature > 0, "max_new_tokens": room, "pad_token_id": 0}
         if self.args.temperature > 0:
@@ -252,15 +241,13 @@ class Pretrained:
                 stopping_criteria=[lambda *_: stopped.is_set()],
                 **settings,
             )
-        except Exception as error:
-            self.problem = error
         finally:
             streamer.end()
 
 
-def pretrained_folder(path: Path | None) -> Path | None:
+def pretrained_folder(path: Path) -> Path | None:
     """The folder of save_pretrained that a path names, itself or its model/; None if it is another run."""
-    for folder in (path, path / "model") if path else ():
+    for folder in (path, path / "model"):
         with contextlib.suppress(OSError, ValueError, AttributeError):
             found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
             if "model_type" in found:
@@ -298,42 +285,32 @@ class Remote:
                 request.add_unredirected_header("Authorization", f"Bearer {key}")
             return urllib.request.urlopen(request, timeout=TIMEOUT)
         except urllib.error.HTTPError as error:
-            text = error.read(10_000).decode("utf-8", "replace").strip()
-            too_long = error.code == 400 and "context" in text.lower()  # in its message or its code
+            text = error.read().decode("utf-8", "replace").strip()
+            is_full = error.code == 400 and "context" in text.lower()  # in its message or its code
             with contextlib.suppress(ValueError, LookupError, TypeError):
                 text = str(json.loads(text)["error"]["message"])
-            kind = TooLong if too_long else RunError
             said = printable(text)[:500] or error.reason
+            kind = TooLong if is_full else RunError
             raise kind(f"the server answered {error.code}: {said}") from None
         except (OSError, http.client.HTTPException, ValueError) as error:
             reason = getattr(error, "reason", error)
             raise RunError(f"cannot reach {self.base} ({reason}); check the address and the server") from None
 
     def stream(self, system: str, messages: list[dict], answer: dict) -> Iterator[str]:
-        """Pieces of the answer as server-sent events bring them. May drop the oldest messages.
-
-        A server that does not stream gives one piece.
-        """
-        finished = False
+        """Pieces of the answer as server-sent events bring them. May drop the oldest messages."""
         try:
             with self.ask(system, messages) as response:
-                if "event-stream" not in response.headers.get("Content-Type", ""):
-                    yield json.loads(response.read())["choices"][0]["message"]["content"] or ""
-                    return
                 for line in response:
-                    data = line[5:].strip() if line.startswith(b"data:") else b""
-                    finished = finished or data == b"[DONE]"
-                    if finished:
-                        break
-                    if data:
-                        text, finished = delta(json.loads(data))
-                        yield text
+                    field, _, data = line.partition(b":")  # a comment has no field
+                    if data.strip() == b"[DONE]":
+                        return
+                    if field == b"data":
+                        yield delta(json.loads(data))
         except (OSError, http.client.HTTPException):
-            finished = False
+            pass  # the connection broke
         except (ValueError, LookupError, TypeError, AttributeError):
             raise RunError("the server sent something that is not the OpenAI chat protocol") from None
-        if not finished:
-            raise RunError("the connection ended before the answer did")
+        raise RunError("the connection ended before the answer did")
 
     def ask(self, system: str, messages: list[dict]):
         """The response to a conversation, without its oldest turns if they are too much for it."""
@@ -344,9 +321,9 @@ class Remote:
                 response = self.open("chat/completions", self.request(system, messages[first:]))
                 break
             except TooLong:
-                if first + 2 >= len(messages):
-                    raise
                 first += 2
+                if first >= len(messages):
+                    raise
         if first:
             del messages[:first]  # only now: a message too long by itself costs nothing
             say(f"(the context is full, oldest turns dropped: {first // 2})")
@@ -365,15 +342,14 @@ class Remote:
         return body
 
 
-def delta(event: dict) -> tuple[str, bool]:
-    """The text that an event adds, and whether it ends the answer. Raises: RunError"""
+def delta(event: dict) -> str:
+    """The text that an event adds. Raises: RunError"""
     if "error" in event:
         error = event["error"]
         text = error.get("message") if isinstance(error, dict) else error
         raise RunError(f"the server stopped: {printable(str(text))[:500]}")
     choices = event.get("choices") or [{}]  # none in an event that counts tokens
-    text = (choices[0].get("delta") or {}).get("content") or ""
-    return text, bool(choices[0].get("finish_reason"))
+    return (choices[0].get("delta") or {}).get("content") or ""
 
 
 def printable(text: str) -> str:
@@ -481,7 +457,7 @@ class Chat:
             except EOFError:
                 if terminal:
                     print()
-                return good
+                return good or terminal  # who sits there has seen what went wrong
             except KeyboardInterrupt:
                 if not terminal:
                     return False
@@ -489,7 +465,7 @@ class Chat:
                 continue
             if line.startswith("/") and not line.startswith("//"):
                 if not self.command(line.strip()):
-                    return good
+                    return good or terminal
             elif line.strip():
                 good = self.turn(line.removeprefix("/")) and good
 
@@ -537,7 +513,14 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--seed", type=int, help="the same seed gives the same answers (default: a random one)")
     add("--step", type=int, help="checkpoint to use (default: the newest)")
     add("--device", help="cuda, mps or cpu (default: the best available)")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if (args.run_dir is None) == (args.endpoint is None):
+        parser.error("name either a run directory or --endpoint URL")
+    if min(args.temperature, args.top_k or 0, args.top_p, args.max_tokens or 0) < 0:
+        parser.error("--temperature, --top-k, --top-p and --max-tokens must be at least 0")
+    if args.prompt is not None and not args.prompt.strip():
+        parser.error("--prompt is empty; give it a text")
+    return args
 
 
 def sampling(args: argparse.Namespace) -> dict:
@@ -546,43 +529,22 @@ def sampling(args: argparse.Namespace) -> dict:
     return {"temperature": args.temperature, "top_k": top_k, "top_p": args.top_p}
 
 
-def check_flags(args: argparse.Namespace) -> None:
-    """Raises RunError if a flag has a value that makes no sense."""
-    if (args.run_dir is None) == (args.endpoint is None):
-        raise RunError("name either a run directory or --endpoint URL")
-    if min(args.temperature, args.top_k or 0, args.top_p, args.max_tokens or 0) < 0:
-        raise RunError("--temperature, --top-k, --top-p and --max-tokens must be at least 0")
-    if args.prompt is not None and not args.prompt.strip():
-        raise RunError("--prompt is empty; give it a text")
-
-
 def main() -> int:
     args = parse()
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")  # a terminal that lacks a character shows "?"
+        stream.reconfigure(errors="replace")  # a terminal that lacks a character shows "?"
     try:
-        check_flags(args)
-        folder = pretrained_folder(args.run_dir)
-        if folder:
+        if args.endpoint:
+            backend = Remote(args.endpoint, args)
+        elif folder := pretrained_folder(args.run_dir):
             backend = Pretrained(folder, args)
         else:
-            backend = Local(args.run_dir, args) if args.run_dir else Remote(args.endpoint, args)
+            backend = Local(args.run_dir, args)
     except RunError as error:
         say(f"error: {error}")
         return 1
-    except KeyboardInterrupt:  # while the model was being loaded
-        return 130
     chat = Chat(backend, args.system)
-    try:
-        good = chat.turn(args.prompt) if args.prompt is not None else chat.loop()
-    except BrokenPipeError:
-        # Whoever read the answers has left. What Python still wants to write goes nowhere.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-    if sys.stdin.isatty() and args.prompt is None:
-        return 0  # the reader has seen what went wrong
+    good = chat.turn(args.prompt) if args.prompt is not None else chat.loop()
     return 0 if good else 1
 
 

@@ -24,8 +24,9 @@ from pathlib import Path
 
 import torch
 from chat import is_chat_run
-from engine import RunError, import_script, print_note
-from safetensors.torch import load_file, save_file
+from engine import RunError, load_run
+from report import read_log
+from safetensors.torch import save_file
 from torch import Tensor
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "data"))
@@ -46,38 +47,10 @@ MEDIUM_SCALARS = ("share_x0", "share_bigram")
 # ---- the model
 
 
-def read_checkpoint(script, run_dir: Path, step: int | None) -> tuple[torch.nn.Module, int]:
-    """The script's model with a checkpoint's weights, fp32 on the CPU, and its step.
-
-    Raises: RunError or the script's UserError if there is none, or if it is damaged
-    """
-    names = ("model.safetensors",)
-    if step is None:
-        folder = script.newest_whole(run_dir, print_note, names)
-    else:
-        folder = run_dir / "checkpoints" / f"step_{step:06d}"
-        if folder not in script.checkpoints(run_dir):
-            advice = "leave --step out for the newest"
-            raise RunError(f"no checkpoint of step {step} in {run_dir}/checkpoints; {advice}")
-    step = script.check_checkpoint(folder, names)["step"]
-
-    model = script.GPT(script.read_config(run_dir), "cpu", torch.float32)
-    weights = load_file(folder / "model.safetensors")
-    try:
-        model.load_state_dict(weights)
-    except RuntimeError:
-        fix = "restore config.json as the run wrote it"
-        raise RunError(f"the weights in {folder} do not fit config.json; {fix}") from None
-    if not all(value.isfinite().all() for value in weights.values()):
-        raise RunError(f"the weights in {folder} are not all finite; name an earlier --step")
-    return model, step
-
-
 # Fields of the script's Config that DecoderStackConfig has under the same name.
 SAME_FIELDS = (
-    "head_dim window_short window_long attention_scale rotary_base no_attention_layers long_layers "
-    "key_offset_layers value_embed_layers shared_input_from gate_width "
-    "bigram_rows backout_layer mix_width"
+    "window_short window_long attention_scale rotary_base no_attention_layers long_layers key_offset_layers "
+    "value_embed_layers shared_input_from gate_width bigram_rows backout_layer mix_width"
 ).split()
 
 
@@ -94,13 +67,7 @@ def describe_model(model) -> dict:
             "AutoModel": classes + "Model",
             "AutoModelForCausalLM": classes + "ForCausalLM",
         },
-        "vocab_size": c.vocab_size,
-        "hidden_size": c.width,
-        "num_hidden_layers": c.num_layers,
-        "num_attention_heads": c.num_heads,
-        "num_key_value_heads": c.num_heads,
-        "intermediate_size": c.mlp_width,
-        "max_position_embeddings": c.max_seq_len,
+        **export_portable.sizes(c),
         "tie_word_embeddings": getattr(c, "tied", True),
         "x0_injection": getattr(c, "x0_injection", False),
         "injects_first": hasattr(model, "residual"),
@@ -118,21 +85,16 @@ def read_scalars(model) -> tuple[list[dict], Tensor]:
     c = model.config
     is_medium = hasattr(model, "residual")
     names = MEDIUM_SCALARS if is_medium else SMALL_SCALARS
-    table = model.scalars
-    if len(table) != len(names) + 1:
-        found = f"{len(table)} rows and not {len(names) + 1}"
-        advice = "use the export.py of the commit that made the run"
-        raise RunError(f"the script's table of scalars has {found}; {advice}")
-
+    *table, last_row = model.scalars
     used = []
-    for layer, column in enumerate(table.T):
-        found = dict(zip(names, column, strict=False))
-        kept = {"share_x0": getattr(c, "x0_injection", False), "share_bigram": c.bigram_rows, "resid_mlp": True}
-        kept["resid_attn"] = layer in c.attention_layers
+    for layer, column in enumerate(torch.stack(table).T):
+        found = dict(zip(names, column, strict=True))
+        kept = {"resid_attn": layer in c.attention_layers, "resid_mlp": True}
+        kept |= {"share_x0": getattr(c, "x0_injection", False), "share_bigram": c.bigram_rows}
         if is_medium:
             found["resid_attn"] = model.residual[layer]
         used.append({name: found[name] for name in found if kept.get(name)})
-    return used, table[-1, 0]
+    return used, last_row[0]
 
 
 @torch.no_grad()
@@ -194,7 +156,7 @@ def store_weights(path: Path, tensors: dict[str, Tensor], dtype: torch.dtype) ->
 
 
 def byte_letters() -> list[str]:
-    """GPT-2's spelling of bytes as characters: printable ones as themselves, the others from U+0100 on."""
+    """GPT-2's spelling of bytes: printable ones as themselves, the others from U+0100 on."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     letters = {b: chr(b) for b in printable}
     for b in range(256):
@@ -283,13 +245,6 @@ it is, which is not tested. `runs/export.py RUN --gguf FILE` of DecoderStack wri
 llama.cpp, ollama and LM Studio."""
 QWEN_LIMITS = """\
 - It was trained on texts of up to {context:,} tokens. Longer ones are not refused, but get worse."""
-
-
-def read_log(run_dir: Path) -> list[dict]:
-    """The run's log without a last line that a crash cut."""
-    path = run_dir / "log.jsonl"
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.is_file() else []
-    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def result_table(run_dir: Path, figures: dict, is_newest: bool) -> str:
@@ -383,30 +338,22 @@ def write_json(path: Path, value) -> None:
     path.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def write_tokenizer(args, tokenizer, context: int, bos: str, end: str) -> None:
-    """tokenizer.json and tokenizer_config.json; base models have the template too, to be finetuned."""
-    spec = json.loads((args.run_dir / "tokenizer.json").read_text(encoding="utf-8"))
-    ranks = sorted(tokenizer.mergeable, key=tokenizer.mergeable.get)
-    write_json(args.out / "tokenizer.json", convert_tokenizer(spec, ranks, bos))
+def write_tokenizer(folder: Path, vocabulary: export_portable.Vocabulary, context: int) -> None:
+    """tokenizer.json and tokenizer_config.json; a base model has the chat template for finetuning."""
+    write_json(folder / "tokenizer.json", vocabulary.content)
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": bos,
-        "eos_token": end,
-        "pad_token": bos,
+        "bos_token": vocabulary.bos,
+        "eos_token": vocabulary.end,
+        "pad_token": vocabulary.bos,
         "model_max_length": context,
         "clean_up_tokenization_spaces": False,
         "padding_side": "left",
         "model_input_names": ["input_ids", "attention_mask"],
     }
-    if CHAT_END in tokenizer.specials:
+    if CHAT_END in vocabulary.specials:
         settings["chat_template"] = CHAT_TEMPLATE.read_text(encoding="utf-8")
-    write_json(args.out / "tokenizer_config.json", settings)
-
-
-def write_config(folder: Path, fields: dict, ids: dict, dtype: str) -> None:
-    write_json(folder / "config.json", {**fields, **ids, "dtype": dtype})
-    sampling = {"do_sample": True, "temperature": 0.8, "top_k": 50}
-    write_json(folder / "generation_config.json", {**ids, **sampling})
+    write_json(folder / "tokenizer_config.json", settings)
 
 
 def make_folder(out: Path) -> None:
@@ -416,82 +363,71 @@ def make_folder(out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
 
 
-def export(args: argparse.Namespace) -> None:
-    """Writes the repository, the GGUF file, or both. Raises: RunError"""
-    script = import_script(args.run_dir)
-    try:
-        model, step = read_checkpoint(script, args.run_dir, args.step)
-        tokenizer = script.Tokenizer(args.run_dir / "tokenizer.json")
-    except script.UserError as error:
-        raise RunError(str(error)) from None
-
+def convert(run_dir: Path, model, for_llama_cpp: bool) -> tuple[dict, dict[str, Tensor]]:
+    """The fields of config.json and the weights. Raises: RunError for a shape that no export has"""
     c = model.config
     reason = export_portable.why_not_portable(model)
+    if not reason:
+        return export_portable.qwen_config(c), export_portable.qwen_weights(model)
     advice = "train with @runs/portable.args on a dataset of `data/pretrain.py --pattern llama3`"
-    if reason and args.gguf:
-        raise RunError(f"llama.cpp does not know the shape of {args.run_dir} ({reason}); {advice}")
-    if reason and (c.swiglu or c.rotary_full or not c.softcap):
-        raise RunError(f"{args.run_dir} is only partly portable ({reason}); {advice}")
-    if reason:
-        fields = describe_model(model)
-        tensors = convert_weights(model)
-    else:
-        fields = export_portable.qwen_config(c)
-        tensors = export_portable.qwen_weights(model)
-    parameters = sum(value.numel() for value in tensors.values() if value.dtype != torch.int8)
+    if for_llama_cpp:
+        raise RunError(f"llama.cpp does not know the shape of {run_dir} ({reason}); {advice}")
+    if c.swiglu or c.rotary_full or not c.softcap:
+        raise RunError(f"{run_dir} is only partly portable ({reason}); {advice}")
+    return describe_model(model), convert_weights(model)
 
-    kind = "chat" if is_chat_run(args.run_dir) else "base"
-    about = f"step {step}, {parameters / 1e6:.1f} M parameters"
+
+def read_vocabulary(run_dir: Path, tokenizer, is_chat: bool) -> export_portable.Vocabulary:
+    """The tokenizer of a run for other libraries."""
+    specials = tokenizer.specials
+    bos = next(text for text, i in specials.items() if i == tokenizer.bos_id)
+    end = CHAT_END if is_chat else bos
+    spec = json.loads((run_dir / "tokenizer.json").read_text(encoding="utf-8"))
+    ranks = sorted(tokenizer.mergeable, key=tokenizer.mergeable.get)
+    content = convert_tokenizer(spec, ranks, bos)
+    return export_portable.Vocabulary(content, spec["pattern"], specials, bos, end)
+
+
+def export(args: argparse.Namespace) -> None:
+    """Writes the repository, the GGUF file, or both. Raises: RunError, OSError"""
+    run = load_run(args.run_dir, args.step, "cpu", dtype="float32")
+    if not all(value.isfinite().all() for value in run.model.parameters()):
+        raise RunError(f"the weights of step {run.step} are not all finite; name an earlier --step")
+    fields, tensors = convert(args.run_dir, run.model, bool(args.gguf))
+    is_chat = is_chat_run(args.run_dir)
+    vocabulary = read_vocabulary(args.run_dir, run.tokenizer, is_chat)
+
+    kind = "chat" if is_chat else "base"
+    parameters = sum(value.numel() for value in tensors.values() if value.dtype != torch.int8)
+    about = f"step {run.step}, {parameters / 1e6:.1f} M parameters"
     if args.gguf:
-        write_gguf(args, c, tensors, tokenizer)
+        export_portable.write_gguf(args.gguf, args.type, args.name, run.config, tensors, vocabulary)
         size = args.gguf.stat().st_size / 1e6
         print(f"wrote {args.gguf}: {about}, {args.type}, {size:.1f} MB, {kind} model")
-        print(export_portable.how_to_run(args.gguf, c.max_seq_len, kind == "chat"))
+        print(export_portable.how_to_run(args.gguf, run.config.max_seq_len, is_chat))
     if args.out:
-        card = model_card(args, fields, parameters, step, special_tokens(args, tokenizer)[0])
-        write_folder(args, fields, tensors, tokenizer, card)
+        card = model_card(args, fields, parameters, run.step, vocabulary.bos)
+        write_folder(args, fields, tensors, vocabulary, card)
         size = sum(path.stat().st_size for path in args.out.iterdir()) / 1e6
         print(f"wrote {args.out}: {about}, {size:.1f} MB, {kind} model")
 
 
-def special_tokens(args: argparse.Namespace, tokenizer) -> tuple[str, str]:
-    """What a text begins with, and what ends an answer."""
-    bos = next(text for text, i in tokenizer.specials.items() if i == tokenizer.bos_id)
-    return bos, CHAT_END if is_chat_run(args.run_dir) else bos
-
-
-def write_folder(args, fields: dict, tensors: dict, tokenizer, card: str) -> None:
-    """The repository. The weights come last, so that a folder that was not finished does not load."""
-    bos, end = special_tokens(args, tokenizer)
-    ids = {
-        "bos_token_id": tokenizer.bos_id,
-        "eos_token_id": sorted({tokenizer.bos_id, tokenizer.specials[end]}),
-        "pad_token_id": tokenizer.bos_id,
-    }
+def write_folder(args, fields: dict, tensors: dict, vocabulary, card: str) -> None:
+    """The repository. The weights come last, so that an unfinished folder does not load."""
+    bos_id = vocabulary.specials[vocabulary.bos]
+    end_id = vocabulary.specials[vocabulary.end]
+    ids = {"bos_token_id": bos_id, "eos_token_id": sorted({bos_id, end_id}), "pad_token_id": bos_id}
+    sampling = {"do_sample": True, "temperature": 0.8, "top_k": 50}
     make_folder(args.out)
     (args.out / "README.md").write_text(card, encoding="utf-8")
     if "(curve.png)" in card:
         shutil.copyfile(args.run_dir / "curve.png", args.out / "curve.png")
     if "auto_map" in fields:
         shutil.copyfile(MODEL_CODE, args.out / "modeling_decoderstack.py")
-    write_config(args.out, fields, ids, args.dtype)
-    write_tokenizer(args, tokenizer, fields["max_position_embeddings"], bos, end)
+    write_json(args.out / "config.json", {**fields, **ids, "dtype": args.dtype})
+    write_json(args.out / "generation_config.json", {**ids, **sampling})
+    write_tokenizer(args.out, vocabulary, fields["max_position_embeddings"])
     store_weights(args.out / "model.safetensors", tensors, DTYPES[args.dtype])
-
-
-def write_gguf(args, config, tensors: dict, tokenizer) -> None:
-    if args.gguf.exists():
-        raise RunError(f"{args.gguf} exists; choose another --gguf or remove it")
-    bos, end = special_tokens(args, tokenizer)
-    spec = json.loads((args.run_dir / "tokenizer.json").read_text(encoding="utf-8"))
-    ranks = sorted(tokenizer.mergeable, key=tokenizer.mergeable.get)
-    vocabulary = export_portable.Vocabulary(
-        content=convert_tokenizer(spec, ranks, bos),
-        pattern=export_portable.check_pattern(spec),
-        bos_id=tokenizer.bos_id,
-        eos_id=tokenizer.specials[end],
-    )
-    export_portable.write_gguf(args.gguf, args.type, args.name, config, tensors, vocabulary)
 
 
 def push(folder: Path, repo: str) -> None:

@@ -137,11 +137,6 @@ class BigramEmbedding(nn.Module):
         signs = self.signs[sign_row.masked_fill(is_first, 0)]
         return self.embed(row.masked_fill(is_first, last_row)) * signs
 
-    def init_signs(self) -> None:
-        rng = torch.Generator().manual_seed(0)
-        signs = torch.randint(0, 2, self.signs.shape, generator=rng) * 2 - 1
-        self.signs.copy_(signs)
-
 
 # -- the layers
 
@@ -340,7 +335,8 @@ class DecoderStackPreTrainedModel(PreTrainedModel):
             for name, value in module.start.items():
                 nn.init.constant_(getattr(module, name), value)
         elif isinstance(module, BigramEmbedding):
-            module.init_signs()
+            rng = torch.Generator().manual_seed(0)
+            module.signs.copy_(torch.randint(0, 2, module.signs.shape, generator=rng) * 2 - 1)
 
 
 class DecoderStackModel(DecoderStackPreTrainedModel):
@@ -415,11 +411,8 @@ class DecoderStackModel(DecoderStackPreTrainedModel):
         if middle is not None:
             x = x - times(self.scalars.backout, middle)
         hidden = norm(x)
-        return BaseModelOutputWithPast(
-            last_hidden_state=hidden,
-            past_key_values=past_key_values if use_cache else None,
-            hidden_states=(*states, hidden) if output_hidden_states else None,
-        )
+        states = (*states, hidden) if output_hidden_states else None
+        return BaseModelOutputWithPast(hidden, past_key_values if use_cache else None, states)
 
     def find_positions(self, ids, attention_mask, position_ids, past: int) -> Tensor:
         """The position of each new token in its text, -1 for padding: (B, T).
@@ -484,11 +477,10 @@ class DecoderStackModel(DecoderStackPreTrainedModel):
 
     def embed(self, context: Context) -> tuple[Tensor, Tensor | None]:
         """The normalised embedding of each token and the embedding of its bigram, (B, T, D)."""
-        x = self.embed_tokens(context.ids)
-        bigram = None
-        if self.bigram is not None:
-            bigram = self.bigram(context.ids.long(), context.previous.long(), context.is_first)
-        return norm(x), bigram
+        x = norm(self.embed_tokens(context.ids))
+        if self.bigram is None:
+            return x, None
+        return x, self.bigram(context.ids.long(), context.previous.long(), context.is_first)
 
 
 def check_length(count: int, limit: int) -> None:
@@ -561,11 +553,8 @@ class DecoderStackForCausalLM(DecoderStackPreTrainedModel, GenerationMixin):
         loss = None
         if labels is not None:
             labels = self.drop_labels(labels, attention_mask, position_ids)
-            vocab_size = self.config.vocab_size
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=vocab_size, **kwargs)
-        cache = outputs.past_key_values
-        states = outputs.hidden_states
-        return CausalLMOutputWithPast(loss, logits, past_key_values=cache, hidden_states=states)
+            loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **kwargs)
+        return CausalLMOutputWithPast(loss, logits, outputs.past_key_values, outputs.hidden_states)
 
     @staticmethod
     def drop_labels(labels: Tensor, attention_mask, position_ids) -> Tensor:

@@ -15,16 +15,16 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from chat import Local
 from engine import RunError
 from tokenizer import PATTERNS
 from torch import Tensor
 
 EPS = torch.finfo(torch.float32).eps  # what F.rms_norm adds
-TYPES = ("f32", "f16", "q8_0")
-# Split patterns that llama.cpp knows, by their names in data/tokenizer.py, and what llama.cpp calls them.
-LLAMA_CPP_PATTERNS = {"llama3": "llama-bpe", "qwen2": "qwen2", "gpt2": "gpt-2"}
+TYPES = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "q8_0": "MOSTLY_Q8_0"}  # and llama.cpp's names of them
+# Split patterns that llama.cpp knows, and what it calls them.
+LLAMA_CPP_PATTERNS = {PATTERNS["llama3"]: "llama-bpe", PATTERNS["qwen2"]: "qwen2", PATTERNS["gpt2"]: "gpt-2"}
 CHAT_TEMPLATE = Path(__file__).with_name("export_gguf.jinja")
-CHAT_MARKS = ("<|user_start|>", "<|user_end|>", "<|assistant_start|>", "<|assistant_end|>")
 
 
 # ---- the model
@@ -55,11 +55,9 @@ def why_not_portable(model) -> str:
     return ""
 
 
-def qwen_config(c) -> dict:
-    """config.json without the ids of special tokens; c is the script's Config."""
+def sizes(c) -> dict:
+    """The fields of config.json that all kinds of models have; c is the script's Config."""
     return {
-        "model_type": "qwen3",
-        "architectures": ["Qwen3ForCausalLM"],
         "vocab_size": c.vocab_size,
         "hidden_size": c.width,
         "intermediate_size": c.mlp_width,
@@ -67,8 +65,17 @@ def qwen_config(c) -> dict:
         "num_attention_heads": c.num_heads,
         "num_key_value_heads": c.num_heads,
         "head_dim": c.head_dim,
-        "hidden_act": "silu",
         "max_position_embeddings": c.max_seq_len,
+    }
+
+
+def qwen_config(c) -> dict:
+    """config.json without the ids of special tokens; c is the script's Config."""
+    return {
+        "model_type": "qwen3",
+        "architectures": ["Qwen3ForCausalLM"],
+        **sizes(c),
+        "hidden_act": "silu",
         "rms_norm_eps": EPS,
         "rope_theta": c.rotary_base,
         "rope_parameters": {"rope_type": "default", "rope_theta": c.rotary_base},
@@ -131,53 +138,17 @@ def reorder_channels(matrix: Tensor, heads: int) -> Tensor:
 
 # ---- GGUF, the format of llama.cpp
 
-LLAMA_CPP_NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-
-
-def llama_cpp_name(name: str) -> str:
-    """model.layers.3.mlp.up_proj.weight -> blk.3.ffn_up.weight"""
-    name = name.removesuffix(".weight")
-    if name.startswith("model.layers."):
-        _, _, layer, module = name.split(".", 3)
-        return f"blk.{layer}.{LLAMA_CPP_NAMES[module]}.weight"
-    return f"{LLAMA_CPP_NAMES[name]}.weight"
-
-
-def check_pattern(spec: dict) -> str:
-    """What llama.cpp calls the split pattern of a tokenizer.json. Raises: RunError"""
-    names = {PATTERNS[name]: known for name, known in LLAMA_CPP_PATTERNS.items()}
-    if spec["pattern"] not in names:
-        advice = "train on a dataset of `data/pretrain.py --pattern llama3`"
-        raise RunError(f"llama.cpp does not know the split pattern of this run's tokenizer; {advice}")
-    return names[spec["pattern"]]
-
 
 class Vocabulary(NamedTuple):
     content: dict  # tokenizer.json of the `tokenizers` library
-    pattern: str  # by check_pattern()
-    bos_id: int
-    eos_id: int
+    pattern: str  # by which text is split
+    specials: dict[str, int]
+    bos: str  # begins a text
+    end: str  # ends an answer
 
 
-def write_gguf(
-    path: Path, kind: str, name: str, config, tensors: dict, vocabulary: Vocabulary
-) -> None:
-    """Writes a GGUF file, whole or not at all.
+def write_gguf(path: Path, kind: str, name: str, config, tensors: dict, vocabulary) -> None:
+    """Writes a new GGUF file, whole or not at all.
 
     Args:   kind one of TYPES; name for people; config the script's; tensors by qwen_weights()
     Raises: RunError, OSError
@@ -187,14 +158,20 @@ def write_gguf(
     except ImportError:
         raise RunError("GGUF needs a package; run pip install -r requirements.txt") from None
 
+    if path.exists():
+        raise RunError(f"{path} exists; choose another --gguf or remove it")
+    if vocabulary.pattern not in LLAMA_CPP_PATTERNS:
+        advice = "train on a dataset of `data/pretrain.py --pattern llama3`"
+        raise RunError(f"llama.cpp does not know the split pattern of this run's tokenizer; {advice}")
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, config.num_layers)
     part = path.with_name(path.name + ".part")
     try:
         writer = gguf.GGUFWriter(part, "qwen3")
-        add_model_fields(writer, config, gguf.LlamaFileType[LLAMA_FILE_TYPES[kind]], name)
+        add_model_fields(writer, config, gguf.LlamaFileType[TYPES[kind]], name)
         add_vocabulary(writer, gguf.TokenType, vocabulary)
         for key, tensor in tensors.items():
             values, q8 = stored(gguf, tensor.detach().float().contiguous().numpy(), kind)
-            writer.add_tensor(llama_cpp_name(key), values, raw_dtype=q8)
+            writer.add_tensor(names.get_name(key, (".weight",)), values, raw_dtype=q8)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
@@ -202,9 +179,6 @@ def write_gguf(
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)
-
-
-LLAMA_FILE_TYPES = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "q8_0": "MOSTLY_Q8_0"}
 
 
 def stored(gguf, values: np.ndarray, kind: str) -> tuple:
@@ -236,19 +210,19 @@ def add_model_fields(writer, c, file_type: int, name: str) -> None:
 def add_vocabulary(writer, types, vocabulary: Vocabulary) -> None:
     """Tokens, merges, special tokens, and the chat template where the marks of a chat are among them."""
     model = vocabulary.content["model"]
-    specials = {token["content"]: token["id"] for token in vocabulary.content["added_tokens"]}
+    specials = vocabulary.specials
     tokens = sorted({**model["vocab"], **specials}.items(), key=lambda pair: pair[1])
     kinds = [types.CONTROL if text in specials else types.NORMAL for text, _ in tokens]
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(vocabulary.pattern)
+    writer.add_tokenizer_pre(LLAMA_CPP_PATTERNS[vocabulary.pattern])
     writer.add_token_list([text for text, _ in tokens])
     writer.add_token_types(kinds)
     writer.add_token_merges([" ".join(pair) for pair in model["merges"]])
-    writer.add_bos_token_id(vocabulary.bos_id)
-    writer.add_eos_token_id(vocabulary.eos_id)
+    writer.add_bos_token_id(specials[vocabulary.bos])
+    writer.add_eos_token_id(specials[vocabulary.end])
     writer.add_add_bos_token(True)
     writer.add_add_eos_token(False)
-    if specials.keys() >= set(CHAT_MARKS):
+    if specials.keys() >= set(Local.MARKS):
         writer.add_chat_template(CHAT_TEMPLATE.read_text(encoding="utf-8"))
 
 

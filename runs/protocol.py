@@ -241,7 +241,7 @@ class StreamOptions(BaseModel, strict=True):
 
 
 class Message(BaseModel, strict=True):
-    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[str, BeforeValidator(joined)] = ""
 
 
@@ -355,26 +355,26 @@ class Protocol:
     def check(self, fields: AnswerFields, count: int) -> None:
         """Raises: Problem if a request is for another model or for too many answers"""
         if fields.model not in ("", self.name):
-            message = f"there is no model {shorten(fields.model)} here, only {self.name}"
-            raise Problem(404, message, "model", "model_not_found")
+            wrong = f"there is no model {shorten(fields.model)} here, only {self.name}"
+            raise Problem(404, wrong, "model", "model_not_found")
         if count > self.most_choices:
-            message = f"the request asks for {count:,} answers; at most {self.most_choices} work"
-            raise Problem(400, message, "n")
+            raise Problem(400, f"the request asks for {count:,} answers; at most {self.most_choices} work", "n")
 
     def ask(self, fields: AnswerFields, prompts, most: int, logprobs, echo: bool = False) -> Ask:
         """The answers to some prompts, of up to `most` tokens each. Raises: Problem"""
         least = 0 if echo else 1  # with echo, none is the prompt alone
         if not least <= most <= self.limit:
-            rule = f"max_tokens must be at least {least} and at most {self.limit:,}"
-            raise Problem(400, f"{rule}, found {most:,}", "max_tokens")
+            raise Problem(400, f"max_tokens must be {least} to {self.limit:,}, found {most:,}", "max_tokens")
+        self.check_ids(fields.logit_bias, "logit_bias")
+        names = {"temperature", "top_p", "min_p", "logit_bias"}
+        names |= {"presence_penalty", "frequency_penalty"}
+        sampling = fields.model_dump(include=names)
         jobs = []
-        sampling = self.sampling(fields)
         mask = self.mask(fields.response_format)
         for prompt in prompts:
             if len(prompt) > self.limit:
-                context = f"the context of this model is {self.limit:,} tokens"
-                message = f"{context} but the prompt has {len(prompt):,}; shorten it"
-                raise Problem(400, message, fields.source, "context_length_exceeded")
+                wrong = f"the context of this model is {self.limit:,} tokens but the prompt has {len(prompt):,}"
+                raise Problem(400, f"{wrong}; shorten it", fields.source, "context_length_exceeded")
             for _ in range(fields.n):
                 completion = engine.Completion(
                     prompt,
@@ -385,6 +385,7 @@ class Protocol:
                     seed=fields.seed + len(jobs) * engine.SEED_STRIDE,
                     logprobs=logprobs,
                     score_prompt=echo and logprobs is not None,
+                    top_k=min(fields.top_k, self.tokenizer.vocab_size),
                     **sampling,
                 )
                 reader = Reader(self.tokenizer, tuple(fields.stop))
@@ -402,17 +403,8 @@ class Protocol:
             schema = wanted.json_schema.given if shaped else {"type": "object"}
             return Mask.of(schema, self.vocabulary)
         except ValueError as error:
-            message = f"response_format: this schema does not work here ({error})"
-            raise Problem(400, message, "response_format") from None
-
-    def sampling(self, fields: AnswerFields) -> dict:
-        """What shapes the draw of an id, as Completion takes it."""
-        self.check_ids(fields.logit_bias, "logit_bias")
-        names = {"temperature", "top_p", "min_p", "logit_bias"}
-        names |= {"presence_penalty", "frequency_penalty"}
-        sampling = fields.model_dump(include=names)
-        sampling["top_k"] = min(fields.top_k, self.tokenizer.vocab_size)
-        return sampling
+            wrong = f"response_format: this schema does not work here ({error})"
+            raise Problem(400, wrong, "response_format") from None
 
     def check_ids(self, ids: Iterable[int], param: str) -> None:
         largest = self.tokenizer.vocab_size - 1
@@ -433,8 +425,7 @@ class Protocol:
         """
         if not self.chat:
             advice = "use /v1/completions to continue a text, or finetune it with runs/finetune.py"
-            message = f"{self.name} was not finetuned for chat; {advice}"
-            raise Problem(400, message, "model", "not_a_chat_model")
+            raise Problem(400, f"{self.name} was not finetuned for chat; {advice}", "model", "not_a_chat_model")
         special = self.tokenizer.specials
         ids = [self.tokenizer.bos_id]
         for role, text in self.turns(messages):
@@ -459,9 +450,6 @@ class Protocol:
             turns.append((role, "\n\n".join(texts)))
 
         for i, (role, text) in enumerate((message.role, message.content) for message in messages):
-            if role in ("tool", "function"):
-                rule = "is the result of a tool, but only the model's own calculator works here"
-                raise Problem(400, f"messages[{i}] {rule}; send it as text of the user", "messages")
             if role == "user" and not text.strip():
                 raise Problem(400, f"messages[{i}] (user) is empty", "messages")
             if role in ("system", "developer"):
@@ -613,12 +601,6 @@ class Answers:
         """The ids of a job that were not sent yet, with their chances."""
         if self.ask.logprobs is None:
             return None
-        found = self.new_chances(job)
-        if self.ask.chat:
-            return {"content": [self.chat_chance(*one) for one in found], "refusal": None}
-        return self.text_chances(job, found)
-
-    def new_chances(self, job: Job) -> list[tuple[int, engine.Chance | None]]:
         completion = job.completion
         found = []
         if completion.score_prompt and completion.prompt_chances and job not in self.opened:
@@ -629,7 +611,9 @@ class Answers:
             new = completion.chances[start:]  # an id is there before its chance
             found += zip(completion.tokens[start:], new, strict=False)
             self.scored[job.index] += len(new)
-        return found
+        if self.ask.chat:
+            return {"content": [self.chat_chance(*one) for one in found], "refusal": None}
+        return self.text_chances(job, found)
 
     def chat_chance(self, token: int, chance: engine.Chance) -> dict:
         def named(token: int, logprob: float) -> dict:

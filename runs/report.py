@@ -242,10 +242,8 @@ def answers_to_questions(run) -> list[str]:
 
 def samples(run_dir: Path, command: str, device: str | None, live) -> tuple[list[str], str]:
     """Texts of the newest checkpoint or of a live model, and the heading over them or why there are none."""
-    try:
-        import engine
-    except ImportError as error:
-        return [], f"no samples: {error}"
+    import engine
+
     try:
         run = engine.Run(*live) if live else engine.load_run(run_dir, device=device)
         texts = answers_to_questions(run) if command == "finetune" else continuations(run)

@@ -55,9 +55,9 @@ def column(rows: list[dict], key: str) -> np.ndarray:
 
 
 def budgets(rows: list[dict]) -> list[list[dict]]:
-    """Groups of rows of at least three sizes whose FLOPs differ by at most 5 %."""
+    """Groups of rows, sorted by FLOPs, of at least three sizes whose FLOPs differ by at most 5 %."""
     groups: list[list[dict]] = []
-    for row in sorted(rows, key=lambda row: row["flops"]):
+    for row in rows:
         if groups and row["flops"] <= 1.05 * groups[-1][0]["flops"]:
             groups[-1].append(row)
         else:
@@ -66,13 +66,13 @@ def budgets(rows: list[dict]) -> list[list[dict]]:
 
 
 def optimum(group: list[dict]) -> dict:
-    """Best size of a budget; weights and tokens are None if no minimum lies between the smallest and the largest."""
+    """Best size of a budget, and its parabola; no weights and tokens without a minimum between the sizes."""
     weights = column(group, "weights")
     val_bpb = column(group, "val_bpb")
     flops = float(np.exp(np.mean(np.log(column(group, "flops")))))
     curve = np.polyfit(np.log(weights), val_bpb, 2)
     lowest = float(val_bpb.min())
-    found = {"flops": flops, "curve": curve, "weights": None, "tokens": None, "val_bpb": lowest}
+    found = {"flops": flops, "curve": curve.tolist(), "val_bpb": lowest, "weights": None, "tokens": None}
     if curve[0] <= 0:  # the parabola opens downward
         return found
     best = math.exp(-curve[1] / (2 * curve[0]))
@@ -115,10 +115,10 @@ def floor_and_power(x: np.ndarray, y: np.ndarray) -> dict | None:
 
 
 def analyse(rows: list[dict]) -> dict:
-    """Best sizes of all budgets, and the fits over them."""
+    """Best sizes of all budgets, and the fits over them, from rows sorted by FLOPs."""
     best = [optimum(group) for group in budgets(rows)]
     inside = [found for found in best if found["weights"]]
-    points = best or sorted(rows, key=lambda row: row["flops"])
+    points = best or rows
     return {
         "runs": len(rows),
         "budgets": best,
@@ -231,8 +231,7 @@ def main() -> None:
     finished = sorted(path.parent for path in args.folder.glob("*/result.json"))
     if not finished:
         sys.exit(f"error: {args.folder} holds no finished run; train some with runs/miniseries.sh")
-    rows = [read_run(run_dir) for run_dir in finished]
-    rows.sort(key=lambda row: (row["flops"], row["weights"]))
+    rows = sorted(map(read_run, finished), key=lambda row: (row["flops"], row["weights"]))
     result = analyse(rows)
 
     out.mkdir(parents=True, exist_ok=True)
@@ -245,8 +244,6 @@ def main() -> None:
     print_table(rows)
     print_result(result)
     print(f"{out / 'results.csv'}, {out / 'scaling.png'}")
-    for found in result["budgets"]:
-        del found["curve"]  # an array, for the picture only
     print(json.dumps(result))
 
 

@@ -33,13 +33,6 @@ logged. A server that the public can reach belongs behind a proxy such as nginx 
 and Ctrl-C end it once the answers under way are written, after --drain seconds at most.
 """
 
-# ruff: noqa: E402
-import os
-import signal
-
-if __name__ == "__main__":  # before the imports, which take seconds
-    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
-
 import argparse
 import asyncio
 import contextlib
@@ -47,6 +40,8 @@ import functools
 import hmac
 import ipaddress
 import json
+import os
+import signal
 import socket
 import sys
 import threading
@@ -152,8 +147,8 @@ class Worker(threading.Thread):
             taken = self.waiting() + len(self.jobs)
             most = self.decoder.rows + self.max_waiting
             if taken + len(ask.jobs) > most:
-                busy = f"{taken} answers are being written or wait, and at most {most} may"
-                raise Problem(429, f"{busy}; try again in a moment", code="queue_full")
+                busy = f"{taken} answers are being written or wait, and at most {most} may; try again in a moment"
+                raise Problem(429, busy, code="queue_full")
             self.queue[ask] = None
             self.wake.notify()
 
@@ -374,8 +369,8 @@ class Server:
         try:
             self.worker = Worker(run.model, self.tokenizer, rows, args.max_waiting, args.compile)
         except (RuntimeError, MemoryError) as error:
-            reason = f"does not fit into memory ({engine.first_line(error)})"
-            raise RunError(f"the cache of {rows:,} rows {reason}; use fewer --rows") from None
+            reason = engine.first_line(error)
+            raise RunError(f"{rows:,} rows do not fit into memory ({reason}); use fewer --rows") from None
         self.limit = self.worker.decoder.max_len
         most = rows + args.max_waiting
         self.protocol = Protocol(self.name, self.tokenizer, self.limit, self.chat, most)
@@ -522,9 +517,8 @@ class Gate:
             if origin is not None and urllib.parse.urlsplit(origin).netloc.lower() != host:
                 return Problem(403, "requests from web pages of another origin are refused")
         except ValueError:
-            advice = "start it with --allow-host NAME to allow it"
-            message = f"this server does not know {shorten(host)} of the Host header; {advice}"
-            return Problem(403, message)
+            wrong = f"this server does not know {shorten(host)} of the Host header"
+            return Problem(403, f"{wrong}; start it with --allow-host NAME to allow it")
         kind, _, given = headers.get("authorization", "").partition(" ")
         right = hmac.compare_digest(given.strip().encode(), (self.key or "").encode())
         if self.key is None or path in PUBLIC or (kind.lower() == "bearer" and right):
@@ -588,8 +582,7 @@ def bind(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=family, backlog=BACKLOG)
     except (OSError, OverflowError) as error:
         reason = (getattr(error, "strerror", None) or str(error)).partition(" (")[0]
-        message = f"cannot listen on {host} port {port} ({reason}); choose another --host or --port"
-        raise RunError(message) from None
+        raise RunError(f"cannot listen on {host} port {port} ({reason}); choose another --host or --port") from None
 
 
 def http_server(server: Server, args: argparse.Namespace) -> HTTPServer:
@@ -641,7 +634,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> int:
     args = parse()
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         if min(args.rows, args.max_waiting, args.drain) < 0:
             found = f"{args.rows}, {args.max_waiting} and {args.drain}"
@@ -655,14 +647,14 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        return 130
+        os._exit(130)  # Python would abort while the worker is in the middle of a step
     host, port = listening.getsockname()[:2]
     shown_host = f"[{host}]" if ":" in host else host
     kind = "chat" if server.chat else "completions"
     sizes = f"{server.worker.decoder.rows} rows, context {server.limit:,}, {kind}"
     if not ipaddress.ip_address(host).is_loopback and args.api_key is None:
-        note = "everyone who can reach this address can use the model; set a key with --api-key"
-        print(f"note: {note}", file=sys.stderr)
+        note = "note: everyone who can reach this address can use the model; set a key with --api-key"
+        print(note, file=sys.stderr)
     for signum in (signal.SIGTERM, signal.SIGINT):
         # uvicorn handles them while it runs, and raises them again once it is done.
         signal.signal(signum, lambda *_: setattr(http, "should_exit", True))

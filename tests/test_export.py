@@ -131,6 +131,12 @@ def conversation(turns: str, *contents) -> list[dict]:
     return [{"role": roles[letter], "content": content} for letter, content in zip(turns, contents, strict=True)]
 
 
+def server_ids(tokenizer, messages: list[dict]) -> list[int]:
+    """A conversation as the server gives it to its model."""
+    request = json.dumps({"messages": messages}).encode()
+    return Protocol("x", tokenizer, 1000, True, 1).tokenize(request)["tokens"]
+
+
 def parts(*texts) -> list[dict]:
     return [{"type": "text", "text": text} for text in texts]
 
@@ -176,15 +182,14 @@ def exported_chat(bpe, tmp_path_factory) -> Path:
 @pytest.mark.parametrize("name", [*SHAPES, *REFUSED])
 def test_template_and_server_agree(name, bpe, exported_chat):
     """transformers gives the ids that the server gives its model, and refuses what the server refuses."""
-    server = Protocol("x", ts.Tokenizer(bpe), 1000, True, 1)
+    messages = {**SHAPES, **REFUSED}[name]
     theirs = PreTrainedTokenizerFast.from_pretrained(exported_chat)
-    request = {"messages": {**SHAPES, **REFUSED}[name]}
-    render = functools.partial(theirs.apply_chat_template, request["messages"], add_generation_prompt=True)
+    render = functools.partial(theirs.apply_chat_template, messages, add_generation_prompt=True)
     if name in SHAPES:
-        assert render()["input_ids"] == server.tokenize(json.dumps(request).encode())["tokens"]
+        assert render()["input_ids"] == server_ids(ts.Tokenizer(bpe), messages)
         return
     with pytest.raises(Problem):
-        server.tokenize(json.dumps(request).encode())
+        server_ids(ts.Tokenizer(bpe), messages)
     with pytest.raises(Exception, match="role tool|is empty|no text|must hold"):
         render()
 
@@ -215,8 +220,7 @@ def test_card_and_files(bpe, tmp_path, capsys):
     assert "| validation, bits per byte | 1.25 |" in card and not re.search("speed|copa|curve.png", card)
 
     log = run_dir / "log.jsonl"
-    lines = log.read_text().splitlines()
-    log.write_text("\n".join([*lines[:2], lines[2][:9]]))  # a crash cut the last line
+    log.write_text(log.read_text()[:-20])  # a crash cut the last line
     (tmp_path / "empty").mkdir()
     card = export_run(run_dir, tmp_path / "empty")
     assert "/home/me" not in card and "| data |" not in card
@@ -224,21 +228,17 @@ def test_card_and_files(bpe, tmp_path, capsys):
     assert (tmp_path / "empty" / "curve.png").read_bytes() == b"png"
 
 
-def test_card_names_the_data(bpe, tmp_path):
-    """The sources of the dataset; conversations are those of a chat model."""
-    description = {"sources": ["climbmix"], "sft": {"sources": ["smol-smoltalk"]}}
-    (tmp_path / "dataset.json").write_text(json.dumps(description))
-    for chat, expected in ((False, "climbmix"), (True, "climbmix, smol-smoltalk")):
-        run_dir = write_run(tmp_path / f"run-{chat}", bpe, chat=chat, data=str(tmp_path))
-        assert f"Training data: {expected}\n" in export_run(run_dir, tmp_path / f"model-{chat}")
-
-
 @pytest.mark.parametrize("chat", (False, True))
 def test_card_commands(chat, bpe, tmp_path, monkeypatch, capsys):
-    """The code for transformers runs from any folder, that for TRL where TRL is installed; harness and server."""
-    run_dir = write_run(tmp_path / "run", bpe, chat=chat)
+    """The code for transformers runs from any folder, that for TRL where TRL is installed; harness and server.
+
+    The training data are the sources of the dataset; conversations are those of a chat model.
+    """
+    (tmp_path / "dataset.json").write_text(json.dumps({"sources": ["climbmix"], "sft": {"sources": ["smol-smoltalk"]}}))
+    run_dir = write_run(tmp_path / "run", bpe, chat=chat, data=str(tmp_path))
     card = export_run(run_dir, tmp_path / "model", "--name", str(tmp_path / "model"))
     assert "{" not in re.sub(r"```python.*?```|`python`|\{\"type.*?\}", "", card, flags=re.S), "nothing left to fill in"
+    assert f"Training data: climbmix{', smol-smoltalk' if chat else ''}\n" in card
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -262,25 +262,17 @@ def test_card_commands(chat, bpe, tmp_path, monkeypatch, capsys):
 
 def test_user_errors(bpe, tmp_path):
     """One sentence, exit code not 0, and nothing is left behind."""
-    run_dir, full = write_run(tmp_path / "run", bpe), tmp_path / "full"
+    run_dir, full, new = write_run(tmp_path / "run", bpe), tmp_path / "full", tmp_path / "new"
     full.mkdir()
     (full / "x").write_text("mine")
-    broken = write_run(tmp_path / "broken", bpe)
-    (broken / "checkpoints/step_000007/model.safetensors").write_bytes(b"x")
-    bare = write_run(tmp_path / "bare", bpe)
-    (bare / "config.json").unlink()
     model = random_model(tiny_config(vocab_size=900))
     with torch.no_grad():
         model.scalars[0, 0] = math.nan
     diverged = write_run(tmp_path / "diverged", bpe, model=model)
-    other = write_run(tmp_path / "other", bpe, model=random_model(tiny_config(vocab_size=300)))
-    new = tmp_path / "new"
     for run, out, flags, message in [
         (run_dir, full, (), "not an empty folder"), (run_dir, full / "x", (), "not an empty folder"),
-        (tmp_path / "none", new, (), "0 training scripts"), (bare, new, (), "is no run directory"),
-        (run_dir, new, ("--step", "8"), "no checkpoint of step 8"), (broken, new, (), "whole"),
-        (broken, new, ("--step", "7"), "is damaged"), (diverged, new, (), "not all finite"),
-        (other, new, (), "do not fit config.json"), (run_dir, full / "x" / "y", (), "Not a directory"),
+        (tmp_path / "none", new, (), "0 training scripts"), (run_dir, new, ("--step", "8"), "no checkpoint of step 8"),
+        (diverged, new, (), "not all finite"), (run_dir, full / "x" / "y", (), "Not a directory"),
     ]:  # fmt: skip
         with pytest.raises(SystemExit) as end:
             export_run(run, out, *flags)
@@ -309,11 +301,3 @@ def test_push(bpe, tmp_path):
     assert "Traceback" not in done.stderr and (tmp_path / "b" / "model.safetensors").is_file()
     done = run(hub.url, tmp_path / "c", "tiny")
     assert done.returncode == 2 and "give OWNER/NAME" in done.stderr and not (tmp_path / "c").exists()
-
-
-def test_another_table_of_scalars():
-    """A script whose scalars this file does not know is refused, not exported wrongly."""
-    model = random_model(tiny_config(vocab_size=900))
-    model.scalars = torch.nn.Parameter(torch.zeros(9, 4))
-    with pytest.raises(export.RunError, match="table of scalars has 9 rows and not 7; use the export.py of the commit"):
-        export.convert_weights(model)

@@ -47,22 +47,6 @@ def test_loss_without_a_softcap(kernel, monkeypatch):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
-def test_rotary_is_that_of_qwen():
-    """Quarters of rotate() in the order of Qwen's halves are x cos + rotate_half(x) sin."""
-    model = ts.GPT(portable_config(head_dim=32, width=64))
-    positions = torch.arange(20)
-    cos, sin = (table[positions][:, None] for table in model.rotary)
-    x = torch.randn(20, 2, 32)
-    q0, q1, q2, q3 = ts.rotate(x, cos, sin).chunk(4, -1)
-
-    angle = positions[:, None] * 10000.0 ** (-torch.arange(16) / 16)
-    c, s = (f(angle).repeat(1, 2)[:, None] for f in (torch.cos, torch.sin))
-    x0, x1, x2, x3 = x.chunk(4, -1)
-    ours = torch.cat((x1, x3, x0, x2), -1)
-    half = torch.cat((-ours[..., 16:], ours[..., :16]), -1)
-    torch.testing.assert_close(torch.cat((q1, q3, q0, q2), -1), ours * c + half * s, rtol=1e-5, atol=1e-5)
-
-
 def test_norm_rotate_kernel_turns_all_of_a_head(monkeypatch):
     """The kernel in Triton's interpreter against norm_rotate_ref, forward and backward."""
     model = ts.GPT(portable_config(head_dim=32, width=64))

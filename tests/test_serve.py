@@ -1,10 +1,10 @@
 """The server, through the official client and by hand: answers, streams, limits and failures."""
 
-import codecs
 import contextlib
 import gc
 import html.parser
 import http.client
+import itertools
 import json
 import os
 import re
@@ -15,8 +15,8 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import httpx2
 import openai
@@ -69,7 +69,10 @@ class Running:
         # verify: else certificates are read each time, which takes as long as the answer
         return httpx2.post(f"{self.url}/v1/{path}", content=content, headers=headers, timeout=30, verify=False)
 
-    def close(self):
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
         self.http.should_exit = True
         self.thread.join(20)
         assert not self.thread.is_alive()
@@ -86,24 +89,21 @@ def runs(bpe, tmp_path_factory):  # noqa: F811
 
 @pytest.fixture(scope="module")
 def talker(runs):
-    running = Running(runs[True], "--rows", "6")
-    yield running
-    running.close()
+    with Running(runs[True], "--rows", "6") as running:
+        yield running
 
 
 @pytest.fixture(scope="module")
 def writer(runs):
-    running = Running(runs[False], "--rows", "4", "--max-waiting", "20")
-    yield running
-    running.close()
+    with Running(runs[False], "--rows", "4", "--max-waiting", "20") as running:
+        yield running
 
 
 @pytest.fixture(scope="module")
 def lonely(runs):
     """One row, and one answer may wait."""
-    running = Running(runs[True], "--rows", "1", "--max-waiting", "1")
-    yield running
-    running.close()
+    with Running(runs[True], "--rows", "1", "--max-waiting", "1") as running:
+        yield running
 
 
 def expected(running, prompts, stops=None, **options) -> list[str]:
@@ -136,19 +136,15 @@ def until(condition, seconds=60):
 @contextlib.contextmanager
 def script(running, ids):
     """The model says these ids, whatever it is asked; results of tools come between them by themselves."""
-    decoder, rest, sample = running.decoder, iter(ids), running.decoder.sample
-    stop = running.server.tokenizer.bos_id
+    rest, stop = iter(ids), running.server.tokenizer.bos_id
 
     def scripted(logits, *_):
-        (completion,) = decoder.live.values()
+        (completion,) = running.decoder.live.values()
         token = 0 if completion.queue else next(rest, stop)  # what is drawn while a result is forced is lost
         return torch.full((len(logits),), token)
 
-    decoder.sample = scripted
-    try:
+    with mock.patch.object(running.decoder, "sample", scripted):
         yield {"model": running.model, "messages": HELLO, "temperature": 1.0}
-    finally:
-        decoder.sample = sample
 
 
 @contextlib.contextmanager
@@ -161,11 +157,10 @@ def gate(running):
             steps.acquire()
         return step()
 
-    decoder.step = gated
     try:
-        yield steps
+        with mock.patch.object(decoder, "step", gated):
+            yield steps
     finally:
-        decoder.step = step
         steps.release(10_000)
 
 
@@ -207,12 +202,6 @@ def test_greedy_chat_equals_the_generator(talker):
     assert "".join(c.choices[0].delta.content or "" for c in chunks[:-1]) == text
     assert [c.choices[0].finish_reason for c in chunks[:-1]] == [None] * (len(chunks) - 2) + ["length"]
     assert chunks[-1].choices == [] and chunks[-1].usage.total_tokens == answer.usage.total_tokens
-    parts = [{"type": "text", "text": "the <|user_"}, {"type": "text", "text": "end|> rest é 你好"}]
-    other = [{"role": "developer", "content": talk[0]["content"]}, {"role": "user", "content": parts}, *talk[2:]]
-    assert talker.chat(model="talker", messages=other, **QUIET).choices[0].message.content == text
-    blank = [{"role": "system", "content": " "}, *HELLO]
-    (text,) = expected(talker, [rendered(talker, HELLO)], **QUIET)
-    assert talker.chat(model="talker", messages=blank, **QUIET).choices[0].message.content == text
 
 
 def test_the_terminal_chat_as_a_client(talker):
@@ -287,16 +276,13 @@ def test_tool_calls(talker):
     plan = [*tok.encode("is "), *call, *tok.encode(" so "), *wrong, *tok.encode(", "), *wrong, *own]
     text = "is [3*4 = 12] so [3*x], [3*x = 9]"
     with script(talker, plan) as ask:
-        chunks = [c.choices[0].delta for c in talker.chat(**ask, stream=True)]
-    parts: list = []
-    for delta in chunks:
-        part = getattr(delta, "part", "text")
-        if parts and parts[-1][0] == part:
-            parts[-1][1] += delta.content or ""
-        elif delta.content:
-            parts.append([part, delta.content])
-    assert parts == [["text", "is "], ["python", "[3*4"], ["python_output", " = 12]"], ["text", " so "],
-                     ["python", "[3*x]"], ["text", ", "], ["python", "[3*x"], ["text", " = 9]"]]  # fmt: skip
+        deltas = [c.choices[0].delta for c in talker.chat(**ask, stream=True)]
+    pieces = [(getattr(delta, "part", "text"), delta.content) for delta in deltas if delta.content]
+    groups = itertools.groupby(pieces, key=lambda piece: piece[0])
+    assert [(part, "".join(text for _, text in group)) for part, group in groups] == [
+        ("text", "is "), ("python", "[3*4"), ("python_output", " = 12]"), ("text", " so "), ("python", "[3*x]"),
+        ("text", ", "), ("python", "[3*x"), ("text", " = 9]"),
+    ]  # fmt: skip
     with script(talker, plan) as ask:
         answer = talker.chat(**ask)
     assert answer.choices[0].message.content == text and answer.choices[0].finish_reason == "stop"
@@ -320,7 +306,7 @@ def test_tool_calls(talker):
 
 def test_a_conversation_keeps_its_cache(lonely, talker):
     """A turn computes only what is new, in the row that knows most of it; else the oldest row is taken."""
-    words = [i for i in talker.server.tokenizer.encode("the rest of an old stone")]
+    words = talker.server.tokenizer.encode("the rest of an old stone")
 
     def turn(running, messages, plan):
         with script(running, plan) as ask:
@@ -333,9 +319,8 @@ def test_a_conversation_keeps_its_cache(lonely, talker):
         before = len(rendered(talker, talks[i][:-2])) + len(words) if len(talks[i]) > 1 else 0
         assert (cached == before) if before else cached <= 2
         talks[i] += [{"role": "assistant", "content": text}, {"role": "user", "content": "and so on"}]
-    assert turn(lonely, talks[0][:1], words)[1] == 0
-    assert turn(lonely, talks[1][:1], words)[1] == 0, "another conversation took the row"
-    assert turn(lonely, talks[0][:1], words)[1] == 0
+    for talk in (talks[0], talks[1], talks[0]):
+        assert turn(lonely, talk[:1], words)[1] == 0, "another conversation took the row"
 
 
 # ---- turns, shared beginnings, chances, and what operators need
@@ -347,11 +332,10 @@ def test_a_short_request_beside_two_large_ones(runs, ahead):
 
     Theirs are the answers that they would be anyway.
     """
-    running = Running(runs[True], "--rows", "4")
-    try:
+    options = {"max_tokens": 4, "temperature": 1.0}
+    body = {"model": "talker", "messages": HELLO, "n": 64, **options}
+    with Running(runs[True], "--rows", "4") as running:
         running.decoder.ahead = ahead
-        options = {"max_tokens": 4, "temperature": 1.0}
-        body = {"model": "talker", "messages": HELLO, "n": 64, **options}
         prompts = [rendered(running, HELLO)] * 64
         wanted = [expected(running, prompts, seed=seed, **options) for seed in (1, 2)]
         with gate(running) as steps, ThreadPoolExecutor(3) as pool:
@@ -360,15 +344,12 @@ def test_a_short_request_beside_two_large_ones(runs, ahead):
             steps.release(2)  # answers are under way
             until(lambda: steps._value == 0)
             short = pool.submit(running.chat, model="talker", messages=HELLO, max_tokens=1, temperature=0)
-            asks = lambda: [*running.worker.queue, *(job.ask for job in list(running.worker.jobs.values()))]  # noqa: E731
-            until(lambda: any(len(ask.jobs) == 1 for ask in asks()))
+            until(lambda: any(len(ask.jobs) == 1 for ask in list(running.worker.queue)))
             steps.release(1)  # a step that was under way when its request came
             steps.release(2 if ahead else 1)
             assert short.result(20).usage.completion_tokens <= 1
             steps.release(10_000)
             assert [[c.message.content for c in call.result(60).choices] for call in large] == wanted
-    finally:
-        running.close()
 
 
 def test_shared_beginnings_are_computed_once(talker):
@@ -457,73 +438,53 @@ def test_text_offset_behind_characters_of_several_ids(writer):
     assert choice.logprobs.text_offset == [0, 0, 0, 1, 1, 1, 2, 3, 3, 3, 3, 4]
 
 
-def test_penalties_and_min_p(talker):
-    """A large presence penalty brings only new ids; min_p of 1 leaves the likeliest alone."""
-    options = {"model": "talker", "messages": HELLO, "max_tokens": 30, "logprobs": True}
+@pytest.mark.parametrize("shape", [{"presence_penalty": 1.5}, {"frequency_penalty": 1.5},
+                                   {"logit_bias": {str(id): 3.0 for id in range(0, 600, 2)}}])  # fmt: skip
+def test_penalties_biases_and_min_p(talker, shape):
+    """They change the logits of their request alone; min_p of 1 leaves the likeliest id alone."""
+    options = {"model": "talker", "messages": HELLO, "max_tokens": 30, "temperature": 0, "logprobs": True}
 
-    def ids(**more):
-        entries = talker.chat(**options, **more).choices[0].logprobs.content
+    def answer(**more):
+        entries = talker.chat(**{**options, **more}).choices[0].logprobs.content
         return [bytes(entry.bytes) for entry in entries]
 
-    greedy = ids(temperature=0)
-    assert ids(temperature=1.7, seed=1, extra_body={"min_p": 1}) == greedy
-    for penalty in ("presence_penalty", "frequency_penalty"):
-        prompt, tokens = rendered(talker, HELLO), []
-        for _ in range(30):
-            row = logits(talker.worker.model, [*prompt, *tokens])[-1, : talker.server.tokenizer.vocab_size].clone()
-            for id in set(tokens):
-                row[id] -= 1.5 * (tokens.count(id) if penalty[0] == "f" else 1)
-            token = row.argmax().item()
-            if token in talker.server.protocol.stops:
-                break
-            tokens.append(token)
-        found = ids(temperature=0, **{penalty: 1.5})
-        assert found == [talker.server.tokenizer.bytes[id] for id in tokens]
-
-
-def test_logit_bias(talker):
-    """A bias is added to the logits of its request alone: it makes an id certain, or only a little likelier."""
-    tokenizer, prompt = talker.server.tokenizer, rendered(talker, HELLO)
-    options = {"model": "talker", "messages": HELLO, "temperature": 0, "max_tokens": 1}
-    row = logits(talker.worker.model, prompt)[-1, : tokenizer.vocab_size]
-    plain = [id for id in row.argsort(descending=True).tolist() if id < 128]  # whole characters
-    second, last = plain[1], plain[-1]
-
-    def answer(bias):
-        bias = {str(id): value for id, value in bias.items()}
-        return talker.chat(**options, logit_bias=bias).choices[0].message.content
-
-    assert answer({row.argmax().item(): -100, last: 100}) == chr(last)
-    missing = (row.max() - row[second]).item()
-    assert answer({second: missing + 0.01}) == chr(second) != answer({second: missing - 0.01})
-    both = talker.text(model="talker", prompt=[prompt] * 6, temperature=0, max_tokens=4).choices
-    assert len({choice.text for choice in both}) == 1, "a row keeps no bias of an earlier answer"
+    prompt, tokens = rendered(talker, HELLO), []
+    while len(tokens) < 30:
+        row = logits(talker.worker.model, [*prompt, *tokens])[-1, : talker.server.tokenizer.vocab_size].clone()
+        for id, bias in shape.get("logit_bias", {}).items():
+            row[int(id)] += bias
+        for id in set(tokens):
+            row[id] -= shape.get("presence_penalty", 0) + shape.get("frequency_penalty", 0) * tokens.count(id)
+        tokens.append(row.argmax().item())
+        if tokens[-1] in talker.server.protocol.stops:
+            del tokens[-1]
+            break
+    plain = answer()
+    assert answer(**shape) == [talker.server.tokenizer.bytes[id] for id in tokens] != plain
+    for _ in range(6):  # all rows
+        assert answer(temperature=1.7, extra_body={"min_p": 1}) == plain
 
 
 def test_orders_of_messages(talker):
     """What clients send besides turns: each list gives the ids of the turns behind it."""
-    special = talker.server.tokenizer.specials
-    user, system = {"role": "user", "content": "a"}, {"role": "system", "content": "S"}
-    said = {"role": "assistant", "content": "b"}
+    special, encode = talker.server.tokenizer.specials, talker.server.tokenizer.encode
+    user, said, system = ({"role": role, "content": role[0]} for role in ("user", "assistant", "system"))
+    rules, blank = {"role": "developer", "content": "s"}, {"role": "system", "content": " "}
+    in_parts = {"role": "user", "content": [{"type": "text", "text": "<|bos|> "}, {"type": "text", "text": "é"}]}
 
     def turns(*texts):
         talk = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
         return rendered(talker, talk)
 
-    assert render(talker, [user, user]) == turns("a\n\na")
-    assert render(talker, [system, user, said, system, user]) == turns("S\n\na", "b", "S\n\na")
-    assert render(talker, [system, system, user]) == turns("S\n\nS\n\na")
-    assert render(talker, [user, system]) == turns("a\n\nS") and render(talker, [system]) == turns("S")
-    assert render(talker, [user, {"role": "assistant", "content": None}, user]) == [
-        *turns("a")[:-1], special["<|assistant_start|>"], special["<|assistant_end|>"], *turns("a")[1:]
-    ]  # fmt: skip
-    assert render(talker, [user, said]) == [*turns("a"), *talker.server.tokenizer.encode("b")], "the answer goes on"
-    assert render(talker, [user, {**said, "content": ""}]) == turns("a")
-    text = talker.chat(model="talker", messages=HELLO, **QUIET).choices[0].message.content
-    half = [*HELLO, {"role": "assistant", "content": text[:6]}]
-    ids = render(talker, half)
-    answer = talker.chat(model="talker", messages=half, **QUIET).choices[0].message.content
-    assert [answer] == expected(talker, [ids], **QUIET)
+    for messages, texts in [
+        ([user, user], ["u\n\nu"]), ([system, user, said, system, user], ["s\n\nu", "a", "s\n\nu"]),
+        ([system, rules, user], ["s\n\ns\n\nu"]), ([user, system], ["u\n\ns"]), ([system], ["s"]),
+        ([blank, in_parts], ["<|bos|> é"]), ([user, {**said, "content": ""}], ["u"]),
+    ]:  # fmt: skip
+        assert render(talker, messages) == turns(*texts)
+    silent = [special["<|assistant_start|>"], special["<|assistant_end|>"]]
+    assert render(talker, [user, {**said, "content": None}, user]) == [*turns("u")[:-1], *silent, *turns("u")[1:]]
+    assert render(talker, [user, said]) == [*turns("u"), *encode("a")], "the answer goes on"
 
 
 def test_tokenize_and_detokenize(talker):
@@ -578,8 +539,7 @@ def test_metrics(talker):
 
 def test_api_key_and_access_log(runs, capfd, monkeypatch):
     monkeypatch.setenv(serve.KEY_VARIABLE, "s3cret")
-    running = Running(runs[True], "--rows", "1", "--access-log")
-    try:
+    with Running(runs[True], "--rows", "1", "--access-log") as running:
         with pytest.raises(openai.AuthenticationError, match="needs its key"):
             running.chat(model="talker", messages=HELLO)
         client = openai.OpenAI(base_url=f"{running.url}/v1", api_key="s3cret", max_retries=0)
@@ -589,8 +549,6 @@ def test_api_key_and_access_log(runs, capfd, monkeypatch):
         for value in ("s3cret", "Basic s3cret", "Bearer", "Bearer s3cre", "Bearer s3crets", "Bearer \xe9".encode()):
             assert httpx2.get(f"{running.url}/metrics", headers={"Authorization": value}).status_code == 401
         assert httpx2.get(f"{running.url}/metrics", headers={"Authorization": "bearer s3cret"}).status_code == 200
-    finally:
-        running.close()
     log = "".join(capfd.readouterr())
     assert re.search(r'127\.0\.0\.1:\d+ - "POST /v1/chat/completions HTTP/1\.1" 200', log)
     assert '"GET /metrics HTTP/1.1" 401' in log and "hello" not in log and "s3cret" not in log
@@ -621,41 +579,13 @@ def test_connections_that_do_nothing(lonely, monkeypatch):
     for connection, wanted in ((silent, ""), (dripping, ""), (second, "HTTP/1.1 200"), (body, "HTTP/1.1 404")):
         assert end_of(connection).decode()[:12] == wanted
         connection.close()
-    until(lambda: len(lonely.http.server_state.connections) == 0)
+    until(lambda: not lonely.http.server_state.connections)
     monkeypatch.setattr(serve, "IDLE_SECONDS", 60)
-    monkeypatch.setattr(lonely.http.config, "limit_concurrency", 5)
-    many = [socket.create_connection(place) for _ in range(9)]
-    until(lambda: len(lonely.http.server_state.connections) == 9)
-    many[8].sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
-    assert end_of(many[8]).startswith(b"HTTP/1.1 503 ")
-    for connection in many:
-        connection.close()
-    until(lambda: len(lonely.http.server_state.connections) == 0)
-    assert lonely.chat(model="talker", messages=HELLO, max_tokens=1).choices
-    assert httpx2.get(f"{lonely.url}/health").json()["status"] == "ok"
-
-
-def test_raw_requests(lonely, monkeypatch):
-    """Broken and unusual requests: all get one answer, and the server goes on."""
-    monkeypatch.setattr(serve, "IDLE_SECONDS", 1)
-    place = ("127.0.0.1", int(lonely.url.rpartition(":")[2]))
-    host = b"Host: localhost\r\n"
-    get, post = b"GET /health HTTP/1.1\r\n" + host, b"POST /tokenize HTTP/1.1\r\n" + host
-    asks = b'{"prompt": "hello"}'
-    chunked = post + b"Connection: close\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
-    chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in asks) + b"0\r\n"
-    upgrade = b"Connection: Upgrade, HTTP2-Settings, close\r\nUpgrade: h2c\r\nHTTP2-Settings: AA\r\n\r\n"
-    for text, wanted in [
-        (b"hello\r\n\r\n", b"400"), (b"\x16\x03\x01\x02\x00", b"400"), (get + b"A B: c\r\n\r\n", b"400"),
-        (post + b"Content-Length: 1\r\nContent-Length: 2\r\n\r\nab", b"400"),
-        (post + b"Content-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\nab", b"400"),
-        (chunked + chunks + b"\r\n", b"200"), (get + upgrade, b"200"), (get.replace(b"1.1", b"1.0") + b"\r\n", b"200"),
-    ]:  # fmt: skip
-        with socket.create_connection(place, timeout=20) as connection:
-            connection.sendall(text)
-            data = end_of(connection)
-        assert data[9:12] == wanted and data.count(b"HTTP/1.1 ") == 1, (text[:60], text[-60:], data)
-    until(lambda: len(lonely.http.server_state.connections) == 0)
+    monkeypatch.setattr(lonely.http.config, "limit_concurrency", 2)
+    with socket.create_connection(place), socket.create_connection(place):
+        until(lambda: len(lonely.http.server_state.connections) == 2)
+        assert httpx2.get(f"{lonely.url}/health").status_code == 503
+    monkeypatch.undo()
     assert lonely.chat(model="talker", messages=HELLO, max_tokens=1).choices
 
 
@@ -691,7 +621,7 @@ def read(reader, ids) -> tuple[list[str], bool]:
     return pieces + [text for _, text in new], stopped
 
 
-@given(st.text("abcé\n", max_size=40), st.lists(st.text("abcé\n", min_size=1, max_size=5), max_size=3))
+@given(st.text("abcé你😀\n", max_size=40), st.lists(st.text("abcé\n", min_size=1, max_size=5), max_size=3))
 def test_stop_strings(text, stops):
     """Byte by byte: all of the text before the first place where a stop string is complete, and nothing of it."""
     reader = protocol.Reader(SimpleNamespace(bytes=[bytes([b]) for b in range(256)], specials={}), tuple(stops))
@@ -710,28 +640,14 @@ def test_stop_strings_over_http(talker):
     whole = "one two three four"
     for stop, wanted in (("two three", "one "), (["nothing", "our"], "one two three f"), ("o", ""), ("fourteen", whole),
                          ([], whole)):  # fmt: skip
-        until(lambda: not talker.worker.jobs)  # the plan is for one answer at a time
-        with script(talker, plan) as ask:
-            choice = talker.chat(**ask, stop=stop).choices[0]
-        until(lambda: not talker.worker.jobs)
-        assert (choice.message.content, choice.finish_reason) == (wanted, "stop")
-        with script(talker, plan) as ask:
-            chunks = list(talker.chat(**ask, stop=stop, stream=True))
-        assert "".join(c.choices[0].delta.content or "" for c in chunks) == wanted
+        for stream in (False, True):
+            until(lambda: not talker.worker.jobs)  # the plan is for one answer at a time
+            with script(talker, plan) as ask:
+                answer = talker.chat(**ask, stop=stop, stream=stream)
+                choices = [c.choices[0] for c in answer] if stream else answer.choices
+            contents = [(choice.delta if stream else choice.message).content or "" for choice in choices]
+            assert "".join(contents) == wanted and choices[-1].finish_reason == "stop"
     until(lambda: not talker.worker.jobs)
-
-
-def test_characters_are_whole(talker):
-    text = "é你😀 a\x1b\u2028\n"
-    one = {bytes([b]): i for i, b in enumerate(b[0] for b in talker.server.tokenizer.bytes[:256])}
-    plan = [one[bytes([b])] for b in text.encode()]
-    with script(talker, [*plan, one[b"\xff"], one[b"\xc3"]]) as ask:
-        reply = talker.post({**ask, "stream": True})
-    found = [e["choices"][0]["delta"].get("content", "") for e in events(reply.text)[1:-1]]
-    assert "".join(found) == text + "\ufffd\ufffd" and {"你", "😀", "é"} <= set(found)
-    assert reply.headers["content-type"].startswith("text/event-stream")
-    pieces, _ = read(make_reader(talker), plan)
-    assert "".join(pieces) == codecs.decode(text.encode(), "utf-8")
 
 
 # ---- what is refused
@@ -740,23 +656,19 @@ def test_characters_are_whole(talker):
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ({"messages": None}, "messages: Field required"),
         ({"messages": []}, "messages: List should have at least 1 item after validation, not 0, found []"),
         ({"messages": [{"role": "user", "content": " \n"}]}, "messages[0] (user) is empty"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content: Parts can only be"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content: Input should be a valid string, found 5"),
-        ({"messages": [{"role": "king", "content": "x"}]}, "messages.0.role: Input should be 'system'"),
-        ({"messages": [*HELLO, {"role": "tool", "content": "x"}]}, "messages[1] is the result of a tool"),
+        ({"messages": [*HELLO, {"role": "tool", "content": "x"}]}, "messages.1.role: Input should be 'system'"),
         ({"messages": [{"role": "system", "content": " "}]}, "one of the user"),
         ({"messages": [{"role": "assistant", "content": ""}]}, "one of the user"),
         ({"logit_bias": {"70000": 1}}, "logit_bias holds ids outside of 0 to 899"),
-        ({"max_tokens": 513}, "max_tokens must be at least 1 and at most 512, found 513"),
-        ({"max_completion_tokens": 10**30}, "at most 512"),
+        ({"max_tokens": 513}, "max_tokens must be 1 to 512, found 513"),
         ({"max_tokens": "10"}, 'max_tokens: Input should be a valid integer, found "10"'),
         ({"temperature": 2.5}, "temperature: Input should be less than or equal to 2, found 2.5"),
         ({"tools": [{"type": "function"}]}, "tools: Leave it out, as this server does not support it"),
         ({"response_format": {"type": "xml"}}, "response_format: Input tag 'xml'"),
-        ({"response_format": {"type": "json_schema"}}, "json_schema: Field required"),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "king"}}}},
          "response_format: this schema does not work here (Invalid type: king)"),
     ],
@@ -885,8 +797,7 @@ def test_a_client_that_leaves(lonely, stream, place):
         if place == "row":
             steps.release(5)
             until(lambda: len(job.completion.tokens) == 5)
-            if stream:
-                assert other.getresponse().read(10)
+            assert not stream or other.getresponse().read(10)
         other.sock.close() if other.sock else None
         other.close()
         until(lambda: job.ask.gone)
@@ -897,8 +808,7 @@ def test_a_client_that_leaves(lonely, stream, place):
         else:
             assert not lonely.worker.queue, "it makes room at once"
             steps.release(10_000)
-            assert before.result().json()["usage"]["completion_tokens"] <= 20
-            assert not job.completion.tokens
+            assert before.result().json()["usage"]["completion_tokens"] <= 20 and not job.completion.tokens
         pool.shutdown()
     assert lonely.chat(model="talker", messages=HELLO, **QUIET).choices
 
@@ -906,33 +816,29 @@ def test_a_client_that_leaves(lonely, stream, place):
 def test_failures_are_told_and_survived(talker, capfd):
     """A step that breaks ends what is in the rows, a prefill that breaks only the new; then all is as before."""
     wanted = talker.chat(model="talker", messages=HELLO, **QUIET).choices[0].message.content
-    decoder, step, admit = talker.decoder, talker.decoder.step, talker.decoder.admit
-    secret = [{"role": "user", "content": "my secret word"}]
-    try:
-        with gate(talker) as steps, ThreadPoolExecutor(2) as pool:
-            endless = {str(id): -100 for id in talker.server.tokenizer.specials.values()}
-            body = {"messages": secret, "max_tokens": 40, "temperature": 0, "logit_bias": endless}
-            calls = [pool.submit(talker.post, {**body, "stream": stream}) for stream in (True, False)]
-            until(lambda: len(talker.worker.jobs) + talker.worker.waiting() == 2)
-            gated, count = decoder.step, iter(range(100))
+    decoder = talker.decoder
+    endless = {str(id): -100 for id in talker.server.tokenizer.specials.values()}
+    body = {"messages": [{"role": "user", "content": "my secret word"}], "max_tokens": 40, "temperature": 0}
+    with gate(talker) as steps, ThreadPoolExecutor(2) as pool:
+        calls = [pool.submit(talker.post, body | {"stream": stream, "logit_bias": endless}) for stream in (True, False)]
+        until(lambda: len(talker.worker.jobs) + talker.worker.waiting() == 2)
+        gated, count = decoder.step, iter(range(100))
 
-            def broken():
-                events = gated()
-                return events if next(count) < 5 else 1 / 0
+        def broken():
+            events = gated()
+            return events if next(count) < 5 else 1 / 0
 
-            decoder.step = broken
+        with mock.patch.object(decoder, "step", broken):
             steps.release(1000)
             streamed, plain = (call.result() for call in calls)
-            decoder.step = gated
-        assert plain.status_code == 500 and plain.json()["error"]["type"] == "server_error"
-        found = events(streamed.text)
-        assert streamed.status_code == 200 and "the model failed" in found[-1]["error"]["message"] and len(found) > 1
-        assert not talker.worker.jobs and not decoder.live
-        decoder.admit = lambda completions: 1 / 0
+    assert plain.status_code == 500 and plain.json()["error"]["type"] == "server_error"
+    found = events(streamed.text)
+    assert streamed.status_code == 200 and streamed.headers["content-type"].startswith("text/event-stream")
+    assert "the model failed" in found[-1]["error"]["message"] and len(found) > 1
+    assert not talker.worker.jobs and not decoder.live
+    with mock.patch.object(decoder, "admit", lambda completions: 1 / 0):
         with pytest.raises(openai.InternalServerError, match="the model failed"):
             talker.chat(model="talker", messages=HELLO, stream=True)
-    finally:
-        decoder.step, decoder.admit = step, admit
     assert talker.chat(model="talker", messages=HELLO, **QUIET).choices[0].message.content == wanted
     assert httpx2.get(f"{talker.url}/health").json()["status"] == "ok"
     log = capfd.readouterr().err
@@ -942,28 +848,16 @@ def test_failures_are_told_and_survived(talker, capfd):
 def test_nothing_is_left_of_requests(talker):
     """After answers, streams, errors and clients that left, no object of a request is alive."""
     for i in range(30):
-        body = {"messages": HELLO, "max_tokens": 3 if i % 5 else 10**9, "stream": i % 2 == 0}
-        talker.post(body)
-    with talker.client.chat.completions.create(model="talker", messages=HELLO, stream=True) as stream:
+        talker.post({"messages": HELLO, "max_tokens": 3 if i % 5 else 10**9, "stream": i % 2 == 0})
+    with talker.chat(model="talker", messages=HELLO, stream=True) as stream:
         next(iter(stream))
+    kinds = (protocol.Job, protocol.Ask, protocol.Reader, protocol.Problem, engine.Completion)
     until(lambda: not talker.worker.jobs)
-
-    def left():
-        gc.collect()
-        kinds = (protocol.Job, protocol.Ask, protocol.Reader, protocol.Problem, engine.Completion)
-        return [o for o in gc.get_objects() if type(o) in kinds]
-
-    until(lambda: not left())
+    until(lambda: gc.collect() >= 0 and not any(type(found) in kinds for found in gc.get_objects()))
     assert sum(map(len, talker.decoder.known)) <= 6 * 512
 
 
 # ---- the program
-
-
-def start(*args):
-    return subprocess.Popen([sys.executable, str(SCRIPT), *map(str, args), "--device", "cpu"], text=True,
-                            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                            env={**os.environ, "PYTHONUNBUFFERED": "1"})  # fmt: skip
 
 
 def test_bench_with_a_server_of_its_own(runs):
@@ -982,7 +876,9 @@ def test_bench_with_a_server_of_its_own(runs):
 @pytest.mark.parametrize("drain", [0.2, 60])
 def test_signals_end_it_cleanly(runs, signum, drain):
     """Answers get --drain seconds, then an error; no new requests; nothing on stderr, and the exit code is 0."""
-    process = start(runs[False], "--port", 0, "--rows", 2, "--drain", drain)
+    flags = ["--port", "0", "--rows", "2", "--drain", str(drain), "--device", "cpu"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen([sys.executable, str(SCRIPT), str(runs[False]), *flags], **pipes)
     try:
         line = process.stdout.readline()
         url = re.fullmatch(r"writer: (http://127\.0\.0\.1:\d+) \(2 rows, context 512, completions\)\n", line)[1]
@@ -1002,45 +898,22 @@ def test_signals_end_it_cleanly(runs, signum, drain):
         process.kill()
 
 
-def test_user_errors(runs, tmp_path, talker, monkeypatch, capsys):
+def test_user_errors(runs, talker, monkeypatch, capsys):
+    """One sentence, also where the first step of the model fails."""
     port = talker.url.rpartition(":")[2]
-    for args, message in [((tmp_path, "--port", 0), "0 training scripts"),
-                          ((runs[True], "--port", 99999), "port must be 0-65535"),
-                          ((runs[True], "--port", 0, "--rows", -1), "must be at least 0, found -1, 256 and 10"),
-                          ((runs[True], "--host", "203.0.113.1"), "cannot listen on 203.0.113.1"),
-                          ((runs[True], "--port", port), f"port {port} (Address already in use); choose another"),
-                          ((runs[True], "--port", 0, "--rows", 10**10), "rows does not fit into memory"),
-                          ((runs[True], "--port", 0, "--api-key", ""), "--api-key is empty"),
-                          ((runs[True], "--port", 0, "--step", 3), "no checkpoint of step 3"),
-                          ((runs[True], "--port", 0, "--device", "gpu"), "device")]:  # fmt: skip
-        monkeypatch.setattr(sys, "argv", ["serve.py", *map(str, args)])
+
+    def fails(message, *flags):
+        monkeypatch.setattr(sys, "argv", ["serve.py", str(runs[True]), "--device", "cpu", "--port", "0", *flags])
         assert serve.main() == 1
         out, err = capsys.readouterr()
         assert message in err and err.startswith("error: ") and err.count("\n") == 1 and out == "", err
 
-
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc to see how far the imports are")
-def test_ctrl_c_while_it_starts(runs):
-    """While numpy or torch is imported: no traceback."""
-    for library in ("_multiarray_umath", "libtorch_cpu"):
-        process = subprocess.Popen([sys.executable, str(SCRIPT), str(runs[True]), "--port", "0", "--device", "cpu"],
-                                   stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)  # fmt: skip
-        maps = Path(f"/proc/{process.pid}/maps")
-        patience = time.monotonic() + 60
-        while library not in maps.read_text() and time.monotonic() < patience:
-            time.sleep(0.01)
-        process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=60)
-        assert process.returncode in (130, 0, -signal.SIGINT) and "Traceback" not in err, err
-
-
-def test_a_model_that_does_not_run(runs, monkeypatch, capsys):
-    """A failure of the first step is one sentence."""
-
-    def fail(decoder):
-        raise RuntimeError("1 row")
-
-    monkeypatch.setattr(engine.Decoder, "step", fail)
-    monkeypatch.setattr(sys, "argv", ["serve.py", str(runs[True]), "--port", "0", "--device", "cpu"])
-    assert serve.main() == 1
-    assert capsys.readouterr().err == "error: the model does not run: 1 row\n"
+    fails("port must be 0-65535", "--port", "99999")
+    fails("must be at least 0, found -1, 256 and 10", "--rows", "-1")
+    fails("cannot listen on 203.0.113.1", "--host", "203.0.113.1")
+    fails(f"port {port} (Address already in use); choose another", "--port", port)
+    fails("rows do not fit into memory", "--rows", str(10**10))
+    fails("--api-key is empty", "--api-key", "")
+    fails("no checkpoint of step 3", "--step", "3")
+    with mock.patch.object(engine.Decoder, "step", side_effect=RuntimeError("1 row")):
+        fails("the model does not run: 1 row\n")
