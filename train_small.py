@@ -4226,6 +4226,7 @@ class QKV8(torch.autograd.Function):
 def project_qkv(x_TD: Tensor, w: Tensor, cos_TK: Tensor, sin_TK: Tensor, scale, w8=None):
     """x w^T, w (3 H K, D), as q, k, v, each (T, H, K), through norm_rotate; w8: a Weight8, see QKV8."""
     K = cos_TK.size(-1)
+    # TMA asks for quarters of 16 bytes, and a head of 256 would not fit into a program's registers.
     if w8 is not None and use_triton(x_TD) and K in (32, 64, 128):
         return QKV8.apply(x_TD, w, cos_TK, sin_TK, scale, *w8)
     return norm_rotate(F.linear(x_TD, w).view(len(x_TD), 3, -1, K), cos_TK, sin_TK, scale)
