@@ -3638,6 +3638,14 @@ def update_rows(master, grad, row_square, weights, index=None, **numbers) -> Non
 # root is relu(x w^T), which is all that the backward needs.
 
 
+def persistent_programs(x: Tensor, tiles: int) -> int:
+    """Two on each multiprocessor: one multiplies while the other stores."""
+    programs = 3  # of the interpreter
+    if x.is_cuda:
+        programs = 2 * torch.cuda.get_device_properties(x.device).multi_processor_count
+    return min(tiles, programs)
+
+
 @jit
 def store_relu2(acc, aux, out, out_T, m0, n0, factor):
     if aux is not None:
@@ -3659,8 +3667,7 @@ def linear_relu2_kernel(
 ):  # fmt: skip
     """out = relu(a b^T)^2 factor, or with aux 2 (a b^T) sqrt(aux) factor.
 
-    Descriptors of a (M, K), b (N, K), aux and out (M, N), and out_T (N, M). Programs persist, two
-    on each multiprocessor: one multiplies while the other stores.
+    Descriptors of a (M, K), b (N, K), aux and out (M, N), and out_T (N, M).
     """
     tiles_m = tl.cdiv(M, BM)
     tiles_n = tl.cdiv(N, BN)
@@ -3699,11 +3706,7 @@ def linear_relu2(a: Tensor, b: Tensor, post: Tensor | None, factor: float) -> tu
     aux = None if post is None else describe(post.contiguous(), half)
     operands = (describe(a.contiguous(), [BM, BK]), describe(b.contiguous(), [BN, BK]), aux)
     results = (describe(out, half), describe(out_T, half[::-1]))
-
-    programs = 3  # of the interpreter
-    if a.is_cuda:
-        programs = 2 * torch.cuda.get_device_properties(a.device).multi_processor_count
-    programs = min(triton.cdiv(M, BM) * triton.cdiv(N, BN), programs)
+    programs = persistent_programs(a, triton.cdiv(M, BM) * triton.cdiv(N, BN))
     sizes = (factor, M, N, K)
     linear_relu2_kernel[(programs,)](*operands, *results, *sizes, PROGRAMS=programs, **RELU2_TILES)
     return out, out_T
@@ -3821,9 +3824,15 @@ def attention_bounds(cu_seqlens: Tensor, T: int, window: int) -> Tensor:
 
 
 @jit
-def load_rows(x, index, stride, T, D: tl.constexpr):
-    """Rows of one head: x points at its first value, `stride` values lie between tokens."""
-    x += index.to(tl.int64)[:, None] * stride + tl.arange(0, D)[None, :]
+def load_rows(x, index, stride, T, D: tl.constexpr, SWAP: tl.constexpr = 0):
+    """Rows of one head: x points at its first value, `stride` values lie between tokens.
+
+    SWAP, a power of two: every second piece of so many values changes places with the one before it.
+    """
+    column = tl.arange(0, D)
+    if SWAP:  # the hints keep loads wide
+        column = tl.max_contiguous(tl.multiple_of(column ^ SWAP, SWAP), SWAP)
+    x += index.to(tl.int64)[:, None] * stride + column[None, :]
     return tl.load(x, mask=index[:, None] < T, other=0.0)
 
 
@@ -4013,169 +4022,136 @@ NORM_EPS = torch.finfo(torch.float32).eps  # what F.rms_norm adds in 16 and 32 b
 
 
 @jit
-def quarter(x, row, K: tl.constexpr):
-    """Pointers to the first quarters of rows of K values."""
-    return x + row[:, None] * K + tl.arange(0, K // 4)[None, :]
-
-
-@jit
-def load_quarters(x, K: tl.constexpr, live):
-    """Four quarters, fp32: two of them turn against each other, and the loads stay wide."""
-    x0 = tl.load(x, mask=live, other=0.0).to(tl.float32)
-    x1 = tl.load(x + K // 4, mask=live, other=0.0).to(tl.float32)
-    x2 = tl.load(x + K // 2, mask=live, other=0.0).to(tl.float32)
-    x3 = tl.load(x + 3 * (K // 4), mask=live, other=0.0).to(tl.float32)
-    return x0, x1, x2, x3
-
-
-@jit
-def store_quarters(x, x0, x1, x2, x3, factor, K: tl.constexpr, live):
-    tl.store(x, (x0 * factor).to(x.dtype.element_ty), mask=live)
-    tl.store(x + K // 4, (x1 * factor).to(x.dtype.element_ty), mask=live)
-    tl.store(x + K // 2, (x2 * factor).to(x.dtype.element_ty), mask=live)
-    tl.store(x + 3 * (K // 4), (x3 * factor).to(x.dtype.element_ty), mask=live)
-
-
-@jit
 def norm_rotate_kernel(
-    qkv, q, k, cos, sin, scale,
-    rows, H, eps,
+    qkv, qk, rstd, cos, sin, scale,
+    T, H, eps,
     K: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip
-    """From qkv (T, 3, H, K) to q and k (T, H, K), BR rows of K values a program."""
+    """From qkv (T, 3, H, K) to qk (T, 2, H, K) and rstd (T, 2, H), BR rows of K values a program."""
     row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
-    live = (row < rows)[:, None]
     head = row % H
     t = row // H
-    C = tl.load(quarter(cos, t, K), mask=live, other=0.0).to(tl.float32)
-    S = tl.load(quarter(sin, t, K), mask=live, other=0.0).to(tl.float32)
-    C2 = tl.load(quarter(cos, t, K) + K // 2, mask=live, other=0.0).to(tl.float32)
-    S2 = tl.load(quarter(sin, t, K) + K // 2, mask=live, other=0.0).to(tl.float32)
+    C = load_rows(cos, t, K, T, K).to(tl.float32)
+    S = load_rows(sin, t, K, T, K).to(tl.float32)
     for part in tl.static_range(2):
-        x0, x1, x2, x3 = load_quarters(quarter(qkv, (t * 3 + part) * H + head, K), K, live)
-        squares = tl.sum(x0 * x0 + x1 * x1 + x2 * x2 + x3 * x3, 1)
-        factor = tl.rsqrt(squares / K + eps)[:, None]
+        before = (t * 3 + part) * H + head
+        after = (t * 2 + part) * H + head
+        x = load_rows(qkv, before, K, 3 * T * H, K).to(tl.float32)
+        other = load_rows(qkv, before, K, 3 * T * H, K, K // 4).to(tl.float32)
+        factor = tl.rsqrt(tl.sum(x * x, 1) / K + eps)
+        tl.store(rstd + after, factor, mask=t < T)
         if part == 0:
-            factor = factor * tl.load(scale)
-        turned0 = x0 * C + x1 * S
-        turned1 = x1 * C - x0 * S
-        turned2 = x2 * C2 + x3 * S2
-        turned3 = x3 * C2 - x2 * S2
-        out = quarter(q if part == 0 else k, t * H + head, K)
-        store_quarters(out, turned0, turned1, turned2, turned3, factor, K, live)
+            factor *= tl.load(scale)
+        store_rows(qk, (x * C + other * S) * factor[:, None], after, K, 2 * T * H, K)
 
 
 @jit
 def norm_rotate_grad_kernel(
-    qkv, dq, dk, dv, cos, sin, scale, unit, dqkv,
-    rows, H, every, eps,
+    qk, rstd, dq, dk, dv, cos, sin, scale, unit, dqkv,
+    T, N, H, parts, every,
     K: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip
     """From the gradients dq, dk, dv (T, H, K) to dqkv (N, 3, H, K), BR rows of K values a program.
 
-    Row n of dqkv is of token n * every, divided by the unit.
+    Row n of dqkv is of token n * every, divided by the unit; qk (T, parts, H, K) begins with q and k.
+    With n = x rstd and y = s R n, R a rotation: dx = rstd R^T (s dy - y mean(y dy) / s), since the
+    norm takes away the part of the gradient along y.
     """
     row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
-    live = (row < rows)[:, None]
     head = row % H
     n = row // H
     t = n * every
-    C = tl.load(quarter(cos, t, K), mask=live, other=0.0).to(tl.float32)
-    S = tl.load(quarter(sin, t, K), mask=live, other=0.0).to(tl.float32)
-    C2 = tl.load(quarter(cos, t, K) + K // 2, mask=live, other=0.0).to(tl.float32)
-    S2 = tl.load(quarter(sin, t, K) + K // 2, mask=live, other=0.0).to(tl.float32)
+    C = load_rows(cos, t, K, T, K).to(tl.float32)
+    S = load_rows(sin, t, K, T, K).to(tl.float32)
     inverse = 1.0 / tl.load(unit)
     for part in tl.static_range(2):
-        x0, x1, x2, x3 = load_quarters(quarter(qkv, (t * 3 + part) * H + head, K), K, live)
-        squares = tl.sum(x0 * x0 + x1 * x1 + x2 * x2 + x3 * x3, 1)
-        shrink = tl.rsqrt(squares / K + eps)[:, None]
-        factor = shrink * tl.load(scale) if part == 0 else shrink
-        g = quarter(dq if part == 0 else dk, t * H + head, K)
-        g0, g1, g2, g3 = load_quarters(g, K, live)
-        turned0 = g0 * C - g1 * S
-        turned1 = g0 * S + g1 * C
-        turned2 = g2 * C2 - g3 * S2
-        turned3 = g2 * S2 + g3 * C2
-        # The norm takes away the part of the gradient along x.
-        along = tl.sum(x0 * turned0 + x1 * turned1 + x2 * turned2 + x3 * turned3, 1)
-        along = (along / K)[:, None] * shrink * shrink
-        g0 = (turned0 - x0 * along) * factor
-        g1 = (turned1 - x1 * along) * factor
-        g2 = (turned2 - x2 * along) * factor
-        g3 = (turned3 - x3 * along) * factor
-        out = quarter(dqkv, (n * 3 + part) * H + head, K)
-        store_quarters(out, g0, g1, g2, g3, inverse, K, live)
-    g0, g1, g2, g3 = load_quarters(quarter(dv, t * H + head, K), K, live)
-    out = quarter(dqkv, (n * 3 + 2) * H + head, K)
-    store_quarters(out, g0, g1, g2, g3, inverse, K, live)
+        gradient = dq if part == 0 else dk
+        dy = load_rows(gradient, t * H + head, K, T * H, K).to(tl.float32)
+        result = (t * parts + part) * H + head
+        y = load_rows(qk, result, K, T * parts * H, K).to(tl.float32)
+        s = tl.load(scale) if part == 0 else 1.0
+        along = (tl.sum(y * dy, 1) / (K * s))[:, None]
+        dn = s * dy - y * along
+        dy = load_rows(gradient, t * H + head, K, T * H, K, K // 4).to(tl.float32)
+        y = load_rows(qk, result, K, T * parts * H, K, K // 4).to(tl.float32)
+        other = s * dy - y * along
+        factor = tl.load(rstd + (t * 2 + part) * H + head, mask=t < T, other=0.0) * inverse
+        dx = (dn * C - other * S) * factor[:, None]
+        store_rows(dqkv, dx, (n * 3 + part) * H + head, K, 3 * N * H, K)
+    g = load_rows(dv, t * H + head, K, T * H, K).to(tl.float32)
+    store_rows(dqkv, g * inverse, (n * 3 + 2) * H + head, K, 3 * N * H, K)
 
 
-ROTATE_ROWS = 32  # of a program
+ROTATE_ROWS = 16  # of a program; not measured yet
 
 
 @torch.library.custom_op(f"{OPS}::norm_rotate", mutates_args=())
 def norm_rotate_forward(
     qkv: Tensor, cos: Tensor, sin: Tensor, scale: Tensor
 ) -> tuple[Tensor, Tensor]:
+    """q and k of norm_rotate in one tensor (T, 2, H, K), and what they were multiplied by, (T, 2, H)."""
     T, _, H, K = qkv.shape
-    q, k = (qkv.new_empty(T, H, K) for _ in range(2))
-    tensors = (qkv.contiguous(), q, k, cos.contiguous(), sin.contiguous(), scale)
+    qk, rstd = empty_norm_rotate(qkv)
+    tensors = (qkv.contiguous(), qk, rstd, cos.contiguous(), sin.contiguous(), scale)
     grid = (triton.cdiv(T * H, ROTATE_ROWS),)
-    norm_rotate_kernel[grid](*tensors, T * H, H, NORM_EPS, K, ROTATE_ROWS)
-    return q, k
+    norm_rotate_kernel[grid](*tensors, T, H, NORM_EPS, K, ROTATE_ROWS)
+    return qk, rstd
 
 
 @torch.library.custom_op(f"{OPS}::norm_rotate_grad", mutates_args=())
 def norm_rotate_grad(
-    qkv: Tensor, dq: Tensor, dk: Tensor, dv: Tensor,
+    qk: Tensor, rstd: Tensor, dq: Tensor, dk: Tensor, dv: Tensor,
     cos: Tensor, sin: Tensor, scale: Tensor, fp8: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The gradient of qkv, in e5m2 if fp8, and its scale: 256 times that of every 64th token, else 1.
 
-    e5m2 has 32 binades, so other tokens may exceed those by 8 of them (what exceeds more becomes
-    the largest number) and fall below by 20.
+    qk and rstd as the forward returned them; parts of qk behind q and k are not read. e5m2 has 32
+    binades, so other tokens may exceed those by 8 of them (what exceeds more becomes the largest
+    number) and fall below by 20.
     """
-    tensors = [t.contiguous() for t in (qkv, dq, dk, dv, cos, sin, scale)]
-    _, _, H, K = qkv.shape
+    tensors = [t.contiguous() for t in (qk, rstd, dq, dk, dv, cos, sin, scale)]
+    T, parts, H, K = qk.shape
 
     def launch(dqkv: Tensor, unit: Tensor, every: int) -> None:
-        rows = len(dqkv) * H
-        grid = (triton.cdiv(rows, ROTATE_ROWS),)
-        sizes = (rows, H, every, NORM_EPS, K, ROTATE_ROWS)
+        N = len(dqkv)
+        grid = (triton.cdiv(N * H, ROTATE_ROWS),)
+        sizes = (T, N, H, parts, every, K, ROTATE_ROWS)
         norm_rotate_grad_kernel[grid](*tensors, unit, dqkv, *sizes)
 
-    unit = torch.ones((), device=qkv.device)
+    unit = torch.ones((), device=qk.device)
     if fp8:
-        sample = qkv.new_empty(math.ceil(len(qkv) / 64), *qkv.shape[1:])
+        sample = qk.new_empty(math.ceil(T / 64), 3, H, K)
         launch(sample, unit, 64)
         largest = torch.linalg.vector_norm(sample, float("inf"), dtype=torch.float32)
         unit = largest.clamp(min=1e-30) * (256 / E5M2_MAX)
-    dqkv = qkv.new_empty(qkv.shape, dtype=E5M2 if fp8 else qkv.dtype)
+    dqkv = qk.new_empty(T, 3, H, K, dtype=E5M2 if fp8 else qk.dtype)
     launch(dqkv, unit, 1)
     return dqkv, unit
 
 
 @norm_rotate_forward.register_fake
-def _(qkv, *rest):
-    return qkv.new_empty(qkv[:, 0].shape), qkv.new_empty(qkv[:, 0].shape)
+def empty_norm_rotate(qkv, *rest):
+    T, _, H, K = qkv.shape
+    return qkv.new_empty(T, 2, H, K), qkv.new_empty(T, 2, H, dtype=torch.float32)
 
 
 @norm_rotate_grad.register_fake
-def _(qkv, dq, dk, dv, cos, sin, scale, fp8):
-    dqkv = qkv.new_empty(qkv.shape, dtype=E5M2 if fp8 else qkv.dtype)
-    return dqkv, qkv.new_empty((), dtype=torch.float32)
+def _(qk, rstd, dq, dk, dv, cos, sin, scale, fp8):
+    dqkv = qk.new_empty(len(qk), 3, *dq.shape[1:], dtype=E5M2 if fp8 else qk.dtype)
+    return dqkv, qk.new_empty((), dtype=torch.float32)
 
 
 class NormRotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx, qkv, cos, sin, scale):
-        ctx.save_for_backward(qkv, cos, sin, scale)
-        return *norm_rotate_forward(qkv, cos, sin, scale), qkv[:, 2]
+        qk, rstd = norm_rotate_forward(qkv, cos, sin, scale)
+        ctx.save_for_backward(qk, rstd, cos, sin, scale)
+        return *qk.unbind(1), qkv[:, 2]
 
     @staticmethod
     def backward(ctx, dq, dk, dv):
-        qkv, *rotary = ctx.saved_tensors
-        dqkv, _ = norm_rotate_grad(qkv, dq, dk, dv, *rotary, False)
+        qk, rstd, *rotary = ctx.saved_tensors
+        dqkv, _ = norm_rotate_grad(qk, rstd, dq, dk, dv, *rotary, False)
         return dqkv, None, None, None
 
 
@@ -4192,6 +4168,79 @@ def norm_rotate(qkv: Tensor, cos_TK: Tensor, sin_TK: Tensor, scale: Tensor):
     return norm_rotate_ref(qkv, cos_TK, sin_TK, scale)
 
 
+# -- the same in the epilogue of an fp8 product: q and k are written once, and not read
+
+
+@jit
+def linear_rotate_kernel(
+    a, b, cos, sin, out, rstd, unit, scale,
+    T, H, eps,
+    D: tl.constexpr, K: tl.constexpr, PROGRAMS: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """From a b^T unit to out, whose q and k went through norm and rotation, and rstd (T, 2, H).
+
+    Descriptors of a (T, D), b (3 H K, D), cos and sin (T, 2, K / 2), out (T, 6 H, K / 2). A tile is
+    BM rows of one head of q, k or v.
+    """
+    size = tl.load(unit)
+    for tile in tl.range(tl.program_id(0), tl.cdiv(T, BM) * 3 * H, PROGRAMS, flatten=True):
+        m0 = tile // (3 * H) * BM
+        head = tile % (3 * H)
+        acc = tl.zeros([BM, K], tl.float32)
+        for d0 in range(0, D, BD):
+            acc = tl.dot(a.load([m0, d0]), b.load([head * K, d0]).T, acc)
+
+        # The quarters of both halves that turn against each other.
+        x0, x1 = tl.split(tl.permute(tl.reshape(acc * size, (BM, 2, 2, K // 4)), (0, 1, 3, 2)))
+        part = head // H
+        if part < 2:
+            squares = tl.sum(tl.sum(x0 * x0 + x1 * x1, 2), 1)
+            factor = tl.rsqrt(squares / K + eps)
+            t = m0 + tl.arange(0, BM)
+            tl.store(rstd + (t * 2 + part) * H + head % H, factor, mask=t < T)
+            factor *= tl.load(scale, mask=part == 0, other=1.0)
+            C = cos.load([m0, 0, 0]) * factor[:, None, None]
+            S = sin.load([m0, 0, 0]) * factor[:, None, None]
+            turned = x0 * C + x1 * S
+            x1 = x1 * C - x0 * S
+            x0 = turned
+        out.store([m0, 2 * head, 0], x0.to(out.dtype))
+        out.store([m0, 2 * head, K // 4], x1.to(out.dtype))
+
+
+# Two programs fit on a multiprocessor of a Hopper; not measured yet.
+ROTATE_TILES = dict(BM=128, BD=64, num_warps=4, num_stages=5)
+
+
+@torch.library.custom_op(f"{OPS}::linear_rotate", mutates_args=(), tags=ANY_LAYOUT)
+def linear_rotate(
+    a: Tensor, b: Tensor, unit: Tensor, cos: Tensor, sin: Tensor, scale: Tensor
+) -> tuple[Tensor, Tensor]:
+    """q, k, v of norm_rotate in one tensor (T, 3, H, K), of qkv = a b^T unit; and rstd (T, 2, H).
+
+    a (T, D) and b (3 H K, D) in fp8, unit fp32, 0-D; the first result has the dtype of cos.
+    """
+    T, D = a.shape
+    out, rstd = empty_linear_rotate(a, b, unit, cos)
+    _, _, H, K = out.shape
+    BM, BD = (ROTATE_TILES[name] for name in ("BM", "BD"))
+    describe = TensorDescriptor.from_tensor
+    operands = (describe(a.contiguous(), [BM, BD]), describe(b.contiguous(), [K, BD]))
+    quarters = [BM, 2, K // 4]
+    halves = [describe(x.contiguous().view(T, -1, K // 2), quarters) for x in (cos, sin, out)]
+    programs = persistent_programs(a, triton.cdiv(T, BM) * 3 * H)
+    sizes = (T, H, NORM_EPS, D, K, programs)
+    linear_rotate_kernel[(programs,)](*operands, *halves, rstd, unit, scale, *sizes, **ROTATE_TILES)
+    return out, rstd
+
+
+@linear_rotate.register_fake
+def empty_linear_rotate(a, b, unit, cos, *rest):
+    T, K = len(a), cos.size(-1)
+    H = len(b) // (3 * K)
+    return cos.new_empty(T, 3, H, K), cos.new_empty(T, 2, H, dtype=torch.float32)
+
+
 class QKV8(torch.autograd.Function):
     """project_qkv with fp8 products, for an x whose rows have norm sqrt(D) as after norm()."""
 
@@ -4200,17 +4249,17 @@ class QKV8(torch.autograd.Function):
         w8 = Weight8(*weight8)
         row_x = math.sqrt(x.size(1))
         x8 = cast8(x, E4M3_MAX / row_x)
-        qkv = product8(x8, w8.values, w8.row * (row_x / E4M3_MAX**2), x.dtype, fast=True)
-        qkv = qkv.view(len(x), 3, -1, cos.size(-1))
-        ctx.save_for_backward(x8, qkv, cos, sin, scale, *w8)
-        return *norm_rotate_forward(qkv, cos, sin, scale), qkv[:, 2]
+        unit = w8.row * (row_x / E4M3_MAX**2)
+        qkv, rstd = linear_rotate(x8, w8.values, unit, cos, sin, scale)
+        ctx.save_for_backward(x8, qkv, rstd, cos, sin, scale, *w8)
+        return qkv.unbind(1)
 
     @staticmethod
     def backward(ctx, dq, dk, dv):
-        x8, qkv, cos, sin, scale, *weight8 = ctx.saved_tensors
+        x8, qkv, rstd, cos, sin, scale, *weight8 = ctx.saved_tensors
         w8 = Weight8(*weight8)
         row_x = math.sqrt(x8.size(1))
-        g8, unit = norm_rotate_grad(qkv, dq, dk, dv, cos, sin, scale, True)
+        g8, unit = norm_rotate_grad(qkv, rstd, dq, dk, dv, cos, sin, scale, True)
         g8 = g8.view(len(x8), -1)
         dx = product8(g8, w8.transposed, unit * w8.row / E4M3_MAX, dq.dtype, fast=True)
         dw = product8(transpose8(g8), transpose8(x8), unit * (row_x / E4M3_MAX), dq.dtype)
@@ -4220,7 +4269,8 @@ class QKV8(torch.autograd.Function):
 def project_qkv(x_TD: Tensor, w: Tensor, cos_TK: Tensor, sin_TK: Tensor, scale, w8=None):
     """x w^T, w (3 H K, D), as q, k, v, each (T, H, K), through norm_rotate; w8: a Weight8, see QKV8."""
     K = cos_TK.size(-1)
-    if w8 is not None and use_triton(x_TD) and K & (K - 1) == 0:
+    # TMA asks for quarters of 16 bytes, and a head of 256 would not fit into a program's registers.
+    if w8 is not None and use_triton(x_TD) and K in (32, 64, 128):
         return QKV8.apply(x_TD, w, cos_TK, sin_TK, scale, *w8)
     return norm_rotate(F.linear(x_TD, w).view(len(x_TD), 3, -1, K), cos_TK, sin_TK, scale)
 

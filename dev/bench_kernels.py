@@ -1,7 +1,7 @@
 # ruff: noqa: B023, E402, E731
 """Times every kernel of the scripts on a CUDA device against plain PyTorch; tests/test_kernels.py checks them.
 
-    python dev/bench_kernels.py [ce] [sym] [mlp] [attention] [rotate] [fp8] [--seconds 110]
+    python dev/bench_kernels.py [ce] [sym] [mlp] [attention] [rotate] [qkv] [fp8] [--seconds 110]
 
 Times are medians of triton.testing.do_bench, which flushes the L2 cache between runs. Per cent are of what this device
 reaches in a large bf16 product (fp8: fp8 product) and in a large copy, measured first. The table comes last. The exit
@@ -291,19 +291,41 @@ def rotate_case(T: int, H: int):
 
 def time_rotate() -> None:
     plain = torch.compile(K.norm_rotate_ref)
+    kept = K.ROTATE_ROWS
     for T, H in ((65536, 6), (32768, 12)):
         qkv, *rotary, grads = rotate_case(T, H)
         moved = 2 * T * H * 128
+        results = K.norm_rotate_forward(qkv, *rotary)
         forward = lambda: K.norm_rotate_forward(qkv, *rotary)
-        backward = lambda: K.norm_rotate_grad(qkv, *grads, *rotary, False)
-        backward8 = lambda: K.norm_rotate_grad(qkv, *grads, *rotary, True)
+        backward = lambda: K.norm_rotate_grad(*results, *grads, *rotary, False)
+        backward8 = lambda: K.norm_rotate_grad(*results, *grads, *rotary, True)
         both = lambda function: torch.autograd.grad(function(qkv, *rotary), qkv, grads)
 
-        timed(f"norm_rotate {T} x {H}, forward", forward, moved=4 * moved)
-        timed("  backward", backward, moved=8 * moved)
-        timed("  backward to fp8", backward8, moved=6.5 * moved)
+        for rows in (kept, 8, 32):
+            K.ROTATE_ROWS = rows
+            timed(f"norm_rotate {T} x {H}, {rows} rows a program, forward", forward, moved=4 * moved)
+            timed("  backward", backward, moved=8 * moved)
+            timed("  backward to fp8", backward8, moved=6.5 * moved)
+        K.ROTATE_ROWS = kept
         timed("  both ways", lambda: both(K.norm_rotate), moved=12 * moved)
         timed("  torch.compile, both ways", lambda: both(plain), moved=12 * moved)
+
+
+def time_qkv() -> None:
+    names = "BM BD num_warps num_stages"
+    rows = "128 64 4 5,128 64 4 4,128 128 4 2,128 128 8 2,128 64 8 5,64 128 4 3,256 128 8 3,256 64 8 5"
+    for T, H in ((65536, 6), (32768, 12)):
+        D = 128 * H
+        _, *rotary, _ = rotate_case(T, H)
+        x, _, w, _ = operands8(T, D, 3 * D)
+        unit = torch.tensor(448.0**-2, device="cuda")
+        product = lambda: K.product8(x, w, unit, bf16, fast=True).view(T, 3, H, 128)
+        fused = lambda: K.linear_rotate(x, w, unit, *rotary)
+        separate = lambda: K.norm_rotate_forward(product(), *rotary)
+        work = {"flop": 6 * T * D * D, "kind": "fp8"}
+        timed(f"qkv {T} x {D}: product8", product, **work)
+        timed("  product8 and norm_rotate", separate, **work)
+        sweep("  linear_rotate", "ROTATE_TILES", names, rows, fused, **work)
 
 
 # ---- fp8 products of a layer, at the widths of both models
@@ -366,6 +388,7 @@ PARTS = {
     "mlp": time_mlp,
     "attention": time_attention,
     "rotate": time_rotate,
+    "qkv": time_qkv,
     "fp8": time_fp8,
 }
 
@@ -384,8 +407,8 @@ def main() -> int:
     if not torch.cuda.is_available() or not K.use_triton(torch.empty(1, device="cuda", dtype=bf16)):
         sys.exit("error: bench_kernels.py needs a CUDA device of capability 8.0 or newer, and triton")
     if not K.fits_fp8(randn(8, 8)):
-        parts = [part for part in parts if part not in ("mlp", "fp8")]
-        say("mlp and fp8 skipped: they need the shared memory of a Hopper or a B200")
+        parts = [part for part in parts if part not in ("mlp", "qkv", "fp8")]
+        say("mlp, qkv and fp8 skipped: they need the shared memory of a Hopper or a B200")
     torch.manual_seed(0)
     print(torch.cuda.get_device_name(), torch.__version__, flush=True)
     limits()

@@ -314,6 +314,35 @@ def test_weights_fp8(device):
         assert (back - w).abs().max() <= w.abs().max() / 15
 
 
+def rotary(T, width, dtype, device, full=False):
+    """Cosines and sines (T, 1, width) of random angles for rotate(), of the first half of each head or of both."""
+    first, second = (torch.rand(T, 1, width // 4, device=device) * 6 for _ in range(2))
+    second = second * full
+    cos = torch.cat((first.cos(), first.cos(), second.cos(), second.cos()), 2).to(dtype)
+    return cos, torch.cat((first.sin(), -first.sin(), second.sin(), -second.sin()), 2).to(dtype)
+
+
+@devices
+@pytest.mark.parametrize("full", [False, True], ids=["half", "full"])
+def test_linear_rotate(full, device, monkeypatch):
+    """The fp8 product with its epilogue against a product and norm_rotate_ref in float64, with a last tile cut off."""
+    needs_hopper(device)
+    if device == "cpu":
+        monkeypatch.setattr(K, "ROTATE_TILES", dict(BM=32, BD=32))
+    cuda = device == "cuda"
+    dtype, (T, D, H, width) = (torch.bfloat16, (5003, 768, 6, 128)) if cuda else (torch.float32, (77, 48, 3, 32))
+    a, b = (torch.randn(n, D, device=device).mul(60).to(K.E4M3) for n in (T, 3 * H * width))
+    cos, sin = rotary(T, width, dtype, device, full)
+    unit, scale = torch.tensor(3e-5, device=device), torch.tensor(0.3, device=device)
+    out, rstd = K.linear_rotate(a, b, unit, cos, sin, scale)
+    qkv = (a.double() @ b.double().T * unit.double()).view(T, 3, H, width)
+    want = K.norm_rotate_ref(qkv, cos.double(), sin.double(), scale.double())
+    assert out.dtype == dtype and rstd.dtype == torch.float32
+    for got, exact in zip(out.unbind(1), want, strict=True):
+        close(got, exact, 5e-3 if cuda else 1e-5)
+    close(rstd, (qkv[:, :2].square().mean(-1) + K.NORM_EPS).rsqrt(), 1e-3 if cuda else 1e-5)
+
+
 @devices
 def test_qkv_fp8(device):
     """Against norm_rotate of the plain product; gradients of a token outside the sample may be 100 times as large."""
@@ -322,9 +351,7 @@ def test_qkv_fp8(device):
     dtype, (T, D, H, width) = (torch.bfloat16, (5008, 768, 6, 128)) if cuda else (torch.float32, (208, 64, 2, 32))
     x = F.rms_norm(torch.randn(T, D, device=device), (D,)).to(dtype).requires_grad_()
     w = torch.randn(3 * H * width, D, device=device).mul(0.1).to(dtype).requires_grad_()
-    angle, still = torch.rand(T, 1, width // 4, device=device) * 6, torch.ones(T, 1, width // 2, device=device)
-    cos, sin = (torch.cat(t, 2).to(dtype) for t in ((angle.cos(), angle.cos(), still),
-                                                    (angle.sin(), -angle.sin(), still * 0)))  # fmt: skip
+    cos, sin = rotary(T, width, dtype, device)
     scale, grads = torch.tensor(0.1, device=device), torch.randn(3, T, H, width, device=device).mul(1e-5).to(dtype)
     grads[:, 5] *= 100
     y = K.project_qkv(x, w, cos, sin, scale, *weights8(w))
@@ -338,8 +365,9 @@ def test_qkv_fp8(device):
     close(got[3][5], want[3][5], 0.08 if cuda else 0.15)
     grads[:, 64] *= 1000
     qkv = F.linear(x, w).view(T, 3, H, width).detach()
-    _, scale8 = K.norm_rotate_grad(qkv, *grads, cos, sin, scale, True)
-    sampled, one = K.norm_rotate_grad(qkv, *grads, cos, sin, scale, False)
+    forward = K.norm_rotate_forward(qkv, cos, sin, scale)
+    _, scale8 = K.norm_rotate_grad(*forward, *grads, cos, sin, scale, True)
+    sampled, one = K.norm_rotate_grad(*forward, *grads, cos, sin, scale, False)
     assert one == 1
     torch.testing.assert_close(scale8, sampled[::64].abs().amax().float() * 256 / K.E5M2_MAX)
     close(K.project_qkv(x, w, cos, sin, scale)[0], z[0], 1e-2 if cuda else 1e-5)
@@ -379,23 +407,19 @@ def test_norm_rotate(T, heads, width, device, monkeypatch):
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     T = T * 101 if device == "cuda" else T
     qkv = torch.randn(T, 3, heads, width, device=device).to(dtype).requires_grad_()
-    angle = torch.rand(T, 1, width // 4, device=device) * 6
-    still = torch.zeros(T, 1, width // 2, device=device)
-    cos = torch.cat((angle.cos(), angle.cos(), still + 1), 2).to(dtype)
-    sin = torch.cat((angle.sin(), -angle.sin(), still), 2).to(dtype)
+    cos, sin = rotary(T, width, dtype, device, full=True)
     scale = torch.tensor(0.3, device=device)
     grads = [torch.randn(T, heads, width, device=device).to(dtype) for _ in "qkv"]
     q, k, v = K.norm_rotate(qkv, cos, sin, scale)
     assert torch.equal(v, qkv[:, 2]) and type(v.grad_fn).__name__ == "NormRotateBackward"
     got = (q, k, *torch.autograd.grad((q, k, v), qkv, grads))
     exact = qkv.detach().double().requires_grad_()
-    turns = torch.complex(cos[..., : width // 4].double(), -sin[..., : width // 4].double())
+    turns = torch.complex(cos.double(), -sin.double()).unflatten(-1, (2, 2, -1))[..., 0, :]
 
     def turned(x):
         x = x / (x.square().mean(-1, keepdim=True) + torch.finfo(torch.float32).eps).sqrt()
-        first, second, rest = x.split((width // 4, width // 4, width // 2), -1)
-        pair = torch.complex(first, second) * turns
-        return torch.cat((pair.real, pair.imag, rest), -1)
+        pair = torch.complex(*x.unflatten(-1, (2, 2, -1)).unbind(-2)) * turns
+        return torch.stack((pair.real, pair.imag), -2).flatten(-3)
 
     want = (turned(exact[:, 0]) * 0.3, turned(exact[:, 1]), exact[:, 2])
     want = (*want[:2], *torch.autograd.grad(want, exact, [g.double() for g in grads]))
@@ -461,5 +485,6 @@ def test_kernels_compile_for_gpus_that_are_not_here(flags):
     kernels = set()
     for file in (PATH, PATH.parent / "runs/engine.py", PATH.parent / "runs/score_core.py"):
         kernels |= set(re.findall(r"^@jit\ndef (\w+_kernel)\(", file.read_text(), re.M))
-    assert found["9.0"] == kernels and len(kernels) == 12
-    assert found["8.0"] == found["12.0"] == kernels - {"transpose_kernel", "linear_relu2_kernel"}
+    assert found["9.0"] == kernels and len(kernels) == 13
+    hopper = {"transpose_kernel", "linear_relu2_kernel", "linear_rotate_kernel"}
+    assert found["8.0"] == found["12.0"] == kernels - hopper
