@@ -766,7 +766,7 @@ class Inputs(NamedTuple):
 
     x0: Tensor  # (T, D) normalised embedding
     bigram: Tensor | None  # (T, D) embedding of the token pair
-    values: Tensor | None  # (E, T, D) value embeddings
+    values: tuple | None  # E value embeddings (T, D)
     cos: Tensor  # (T, 1, K)
     sin: Tensor  # (T, 1, K)
 
@@ -996,7 +996,7 @@ class GPT(nn.Module):
         values = None
         if c.value_embed_layers:
             tables = torch.arange(len(c.value_embed_layers), device=x.device)[:, None]
-            values = F.embedding(tokens_T + tables * c.padded_vocab, self.value_embed)
+            values = F.embedding(tokens_T + tables * c.padded_vocab, self.value_embed).unbind(0)
         return Inputs(norm(x), bigram_TD, values, cos, sin)
 
     def bigram_index(self, tokens_T, previous_T, positions_T) -> tuple[Tensor, Tensor]:

@@ -61,6 +61,7 @@ PATTERNS = (
     (r"linear_ce|softcap_ce", "head and loss"),
     (r"attention|flash|fmha|varlen", "attention"),
     (r"relu2", "MLP"),
+    (r"linear_rotate", "qkv and o products"),
     (r"transpose8|transpose_kernel", "copies"),
     (r"<product>", ""),  # by the sizes of its operands
     (r"embedding|index_put|indexing_backward|index_select", "embeddings"),
