@@ -43,13 +43,14 @@ import tempfile
 import zipfile
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from format import fail, read_dataset, read_json, run, sha256_file, write_atomic
+from format import check_file, fail, read_dataset, read_json, run, sha256_file, write_atomic
 from sections import cut_sections
 from tqdm import tqdm
 
@@ -112,10 +113,7 @@ class Corpus(NamedTuple):
 
 
 def read_lock() -> dict[str, Any]:
-    lock = read_json(LOCK)
-    if lock["format"] != LOCK_FORMAT:
-        fail(f"{LOCK} is not of the format {LOCK_FORMAT}; check out the file again")
-    return lock
+    return read_json(LOCK)
 
 
 def read_set(lock: dict[str, Any], name: str) -> dict[str, Any]:
@@ -147,13 +145,8 @@ def fetch(packages: list[dict[str, Any]], folder: Path) -> list[Path]:
         size = sum(package["size"] for package in missing)
         print(f"downloading {len(missing)} wheels ({size / 1e6:.0f} MB) with pip to {folder}")
         with ThreadPoolExecutor(4) as pool:
-            running = [pool.submit(download, package, folder) for package in missing]
-            try:
-                for done in tqdm(as_completed(running), "wheels", len(running), disable=None):
-                    done.result()
-            finally:
-                # No further ones after the first problem.
-                pool.shutdown(cancel_futures=True)
+            done = pool.map(partial(download, folder=folder), missing)
+            list(tqdm(done, "wheels", len(missing), disable=None))
     return [folder / package["file"] for package in packages]
 
 
@@ -519,9 +512,7 @@ def verify(name: str, out: Path, workers: int) -> None:
     make_corpus(lock, name, wheel_folder(), workers)
     print(f"wheels and documents are those of pypi:{name}")
     for path, entry in dataset["files"].items():
-        file = out / path
-        if not file.exists() or sha256_file(file) != entry["sha256"]:
-            fail(f"{file} is not the file that dataset.json lists; delete {out} and build it again")
+        check_file(out / path, entry)
     compare_dataset(out, name, lock)
 
 

@@ -32,7 +32,6 @@ import argparse
 import hashlib
 import random
 import re
-import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -40,25 +39,21 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import hub
 import numpy as np
 import tokenizer
 from format import (
     entry_of,
     fail,
     lock_folder,
+    new_folder,
     read_dataset,
-    remove_leftovers,
-    replace_folder,
     run,
     sha256_file,
-    sum_splits,
     tell_shared,
-    write_dataset,
     write_shard,
 )
-from pretrain import available_cores, in_threads
-from sources import check_apart, clean, hub_files, identify, local_paths, read_lines, records
+from pretrain import available_cores
+from sources import File, check_apart, clean, find_files, in_threads, is_hub, read_lines, records
 from tqdm import tqdm
 
 NAMED = {"smol-smoltalk": "hf:HuggingFaceTB/smol-smoltalk/data/train-*.parquet"}
@@ -179,26 +174,20 @@ def parse_source(spec: str, flag: str, args: argparse.Namespace) -> Source:
     if not 0 < weight <= 1000:
         fail(f"{flag} {spec} has the weight {weight:g}, which must lie above 0 and at most 1000")
 
-    name = path = NAMED.get(path, path)
-    if path.startswith("hf:"):
-        repo, commit, files = hub_files(path)
-        inputs = [[f"{repo}/{file}", *content] for file, content in files.items()]
-        open_files = [partial(hub.fetch, repo, file, commit) for file in files]
-    else:
-        paths = local_paths(path, SUFFIXES)
-        inputs = [identify(path) for path in paths]
-        name = ",".join(path.name for path in paths)
-        open_files = [partial(Path, path) for path in paths]
+    path = NAMED.get(path, path)
+    files = find_files(path, SUFFIXES)
+    inputs = [file.identity for file in files]
+    name = path if is_hub(path) else ",".join(name for name, *_ in inputs)
     prefix = "gsm8k:" if kind == "gsm8k" else ""
-    return Source(f"{prefix}{name}:{weight:g}", weight, inputs, partial(read_files, kind, open_files))
+    return Source(f"{prefix}{name}:{weight:g}", weight, inputs, partial(read_files, kind, files))
 
 
-def read_files(kind: str, open_files: list[Callable[[], Path]], split: str) -> Iterator[Record]:
-    for open_file in open_files:
+def read_files(kind: str, files: list[File], split: str) -> Iterator[Record]:
+    for file in files:
         if kind == "chat":
-            yield from records(open_file(), ("messages",))
+            yield from records(file.fetch(), ("messages",))
             continue
-        for where, value, problem in records(open_file(), ("question", "answer")):
+        for where, value, problem in records(file.fetch(), ("question", "answer")):
             try:
                 yield where, None if problem else gsm8k_conversation(value), problem
             except ValueError as error:
@@ -397,7 +386,8 @@ def encode_source(
     """(tokens, counted) of every conversation of a source, in its order, cut to --max-len."""
     stream = source.read(split)
     batches = iter(lambda: list(islice(stream, BATCH)), [])
-    results = in_threads(partial(encode_records, encoding), batches, args.workers)
+    work = partial(encode_records, encoding)
+    results = in_threads(work, batches, args.workers, 3 * args.workers)
     found = []
     dropped = 0
     bar = tqdm(chain.from_iterable(results), source.name, unit=" conversations", disable=None)
@@ -503,22 +493,6 @@ def write_pair(path: Path, talks: list[tuple], tokenizer_path: Path) -> dict[str
     return {f"sft/{path.name}": entry, f"sft/{mask_path.name}": mask_entry}
 
 
-def register(out: Path, files: dict[str, dict], notes: dict[str, Any] | None) -> None:
-    """Replaces what dataset.json says about sft/ by these files (none: forgets them)."""
-    dataset = read_dataset(out)
-    dataset.pop("sft", None)
-    kept = {path: entry for path, entry in dataset["files"].items() if not path.startswith("sft/")}
-    splits = dataset.get("splits", {})
-    dataset["splits"] = {name: splits[name] for name in splits if not name.startswith("sft_")}
-    if files:
-        shards = {name: files[name] for name in files if not name.endswith(".mask.bin")}
-        found = sum_splits(shards, "sft", ("tokens", "counted_tokens", "conversations"))
-        dataset["splits"] |= {f"sft_{split}": total for split, total in found.items()}
-        dataset["sft"] = notes
-    dataset["files"] = {**kept, **files}
-    write_dataset(out, dataset)
-
-
 def open_tokenizer(out: Path) -> Any:
     """The encoding of a dataset; ends the script if it cannot spell conversations."""
     path = out / "tokenizer.json"
@@ -547,27 +521,14 @@ def build(args: argparse.Namespace) -> None:
     }
     for split, pool in pools.items():
         notes[split] = {name: pool.tally[name] for name in ("cut", "dropped", "bad")}
-    write_folder(out, pools, notes, args.shard_tokens)
+    with new_folder(out, "sft", sft=notes) as (folder, files):
+        for split, pool in pools.items():
+            files |= write_split(folder, split, pool, args.shard_tokens, out / "tokenizer.json")
     for split in pools:
         print_totals(split, read_dataset(out), args.max_len)
     if line := tell_shared(out, tokenizer.bos_id(encoding), "sft"):
         print(f"note: {line}")
     print(f"wrote {out / 'sft'}")
-
-
-def write_folder(out: Path, pools: dict[str, Pool], notes: dict, shard_tokens: int) -> None:
-    """The new folder takes the old one's place between two true states of dataset.json."""
-    new = out / ".sft.new.tmp"
-    remove_leftovers(out)
-    files: dict[str, dict] = {}
-    try:
-        for split, pool in pools.items():
-            files |= write_split(new, split, pool, shard_tokens, out / "tokenizer.json")
-        register(out, {}, None)
-        replace_folder(new, out / "sft")
-    finally:
-        shutil.rmtree(new, ignore_errors=True)
-    register(out, files, notes)
 
 
 def print_totals(split: str, dataset: dict[str, Any], max_len: int) -> None:

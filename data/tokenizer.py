@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import tiktoken
+import tiktoken.load
 from format import MAX_VOCAB, fail, read_json, run, sha256_file, write_json
 from sources import TextSettings, add_source_flags, check_positive, clean, open_text
 
@@ -123,18 +124,14 @@ def read_spec(path: str | Path) -> tuple[str, list[bytes], dict[str, int]]:
         special = value["special_tokens"]
         ranks = [base64.b64decode(text, validate=True) for text in value["ranks"]]
         ids = sorted(special.values())
-        is_whole = {bytes([b]) for b in range(256)} <= set(ranks) and b"" not in ranks
-        is_whole = is_whole and len(set(ranks)) == len(ranks)
     except (KeyError, TypeError, ValueError, AttributeError) as problem:
         fail(f"{path} is damaged ({problem!r}); {AGAIN}")
-    end = len(ranks) + len(special)
-    if not is_whole:
+    every_byte = {bytes([b]) for b in range(256)}
+    if not every_byte <= set(ranks) or b"" in ranks or len(set(ranks)) < len(ranks):
         fail(f"{path} is damaged: its ranks must differ and hold all bytes; {AGAIN}")
-    if end > MAX_VOCAB or not all(type(i) is int for i in ids) or ids != list(range(len(ranks), end)):
+    end = len(ranks) + len(special)
+    if end > MAX_VOCAB or ids != list(range(len(ranks), end)):
         fail(f"{path} is damaged: special ids follow the ranks, below {MAX_VOCAB}; {AGAIN}")
-    # JSON can spell lone surrogates, which tiktoken does not take.
-    if not all(name and name == clean(name) for name in special):
-        fail(f"{path} is damaged: a special token has no name; {AGAIN}")
     if not {"<|bos|>", "<|endoftext|>"} & set(special):
         fail(f"{path} has no <|bos|> or <|endoftext|> token, with which documents start; {AGAIN}")
     if problem := pattern_problem(pattern):
@@ -208,6 +205,17 @@ def bos_id(encoding: tiktoken.Encoding) -> int:
     return special.get("<|bos|>", special.get("<|endoftext|>", -1))
 
 
+def describe(path: str | Path) -> dict[str, Any]:
+    """What dataset.json says of a tokenizer."""
+    encoding = load(path)
+    return {
+        "vocab_size": encoding.n_vocab,
+        "pattern": pattern_name(path),
+        "bos_id": bos_id(encoding),
+        "special_tokens": special_tokens(encoding),
+    }
+
+
 # ==== GPT-2
 
 
@@ -223,19 +231,13 @@ def gpt2_spec(vocab_bpe: Path | None, encoder_json: Path | None) -> dict[str, An
             fail(f"tiktoken cannot fetch the gpt2 files ({type(problem).__name__}); {way}")
         ranks = [encoding.decode_single_token_bytes(i) for i in range(50256)]
         return make_spec(GPT2_PATTERN, ranks, {"<|endoftext|>": 50256})
-    # The files spell printable bytes as themselves, the others from U+0100 on.
-    printable = [b for b in range(256) if chr(b).isprintable() and b != 32]
-    others = [b for b in range(256) if b not in printable]
-    to_byte = {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
-    merges = vocab_bpe.read_text(encoding="utf-8").split("\n")[1:-1]  # after the version line
-    ids = read_json(encoder_json)
-    ids.pop("<|endoftext|>", None)
-    spelled = [*map(chr, printable), *(chr(256 + i) for i in range(len(others)))]
-    spelled += [merge.replace(" ", "") for merge in merges]
-    if ids != {token: i for i, token in enumerate(spelled)}:
+    try:
+        ranks = tiktoken.load.data_gym_to_mergeable_bpe_ranks(
+            str(vocab_bpe), str(encoder_json), sha256_file(vocab_bpe), sha256_file(encoder_json)
+        )
+    except AssertionError:
         fail(f"the tokens of {vocab_bpe} are not those of {encoder_json}; download both again")
-    ranks = [bytes(to_byte[c] for c in token) for token in spelled]
-    return make_spec(GPT2_PATTERN, ranks, {"<|endoftext|>": len(ranks)})
+    return make_spec(GPT2_PATTERN, sorted(ranks, key=ranks.get), {"<|endoftext|>": len(ranks)})
 
 
 # ==== measuring
