@@ -46,10 +46,9 @@ from format import (
     new_folder,
     read_dataset,
     run,
-    sha256_file,
     write_atomic,
 )
-from sources import clean
+from sources import check_flags, clean
 from tqdm import tqdm
 
 URL = "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip"
@@ -255,8 +254,6 @@ def build_task(
 def build(bundle: Path, root: Path, max_seq_len: int, limit: int = 0) -> None:
     """Writes core/*.npz of all tasks; the old ones stay until all are there."""
     path = root / "tokenizer.json"
-    if sha256_file(path) != read_dataset(root)["tokenizer_sha256"]:
-        fail(f"{path} is not the tokenizer of {root}/dataset.json; restore it")
     encoding = tokenizer.load(path)
     lengths = tokenizer.token_bytes(path)
     tasks = read_tasks(bundle)
@@ -293,8 +290,7 @@ def main() -> None:
     add("--max-seq-len", type=int, default=2048, help="longer rows lose their beginning")
     add("--items", type=int, default=0, help="so many items of each task (default all)")
     args = parser.parse_args()
-    if args.max_seq_len < 2 or args.items < 0:
-        fail(f"--max-seq-len {args.max_seq_len} must be at least 2, --items {args.items} at least 0")
+    check_flags(args, max_seq_len=2, items=0)
     read_dataset(args.data)
     with lock_folder(args.data), tempfile.TemporaryDirectory() as temporary:
         if args.download:

@@ -80,6 +80,10 @@ def sha256_file(path: str | Path) -> str:
         return hashlib.file_digest(f, "sha256").hexdigest()
 
 
+def is_right(path: Path, sha256: str) -> bool:
+    return path.is_file() and sha256_file(path) == sha256
+
+
 def write_atomic(path: str | Path, pieces: Iterable[bytes | memoryview]) -> str:
     """Writes the pieces to `path` through a temporary file beside it; returns the hex sha256.
 

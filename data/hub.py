@@ -27,6 +27,7 @@ from format import (
     check_file,
     entry_of,
     fail,
+    is_right,
     json_bytes,
     lock_folder,
     read_dataset,
@@ -131,10 +132,6 @@ def list_files(repo: str) -> tuple[str, dict[str, list]]:
 
 
 # ==== files that a manifest lists
-
-
-def is_right(path: Path, sha256: str) -> bool:
-    return path.is_file() and sha256_file(path) == sha256
 
 
 def get_files(repo: Repo, commit: str, files: dict[str, dict], out: Path, manifest: Path) -> None:

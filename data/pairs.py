@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from format import fail, run, write_atomic
-from sources import TextSettings, add_source_flags, check_positive, open_text
+from sources import TextSettings, add_source_flags, check_flags, open_text
 
 MOST_TITLE_WORDS = 20
 LEAST_WORDS = 8  # of a positive, and of the query in --kind passages
@@ -105,9 +105,7 @@ def main() -> None:
     add("--passage-words", type=int, default=100, help="most words of a positive (100)")
     add("--seed", type=int, default=0, help="of the places of passages")
     args = parser.parse_args()
-    check_positive(args, "max_pairs", "val_pairs", "query_words")
-    if args.passage_words < LEAST_WORDS:
-        fail(f"--passage-words must be at least {LEAST_WORDS}, found {args.passage_words}")
+    check_flags(args, max_pairs=1, val_pairs=1, query_words=1, passage_words=LEAST_WORDS)
 
     source = open_text(TextSettings.of(args))
     args.out.mkdir(parents=True, exist_ok=True)

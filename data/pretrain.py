@@ -32,6 +32,7 @@ from format import (
     count_shard,
     entry_of,
     fail,
+    is_right,
     lock_folder,
     read_dataset,
     read_documents,
@@ -50,7 +51,7 @@ from sources import (
     Source,
     TextSettings,
     add_source_flags,
-    check_positive,
+    check_flags,
     identify,
     in_threads,
     local_paths,
@@ -265,7 +266,7 @@ def get_tokenizer(
     """Puts tokenizer.json into the directory: kept, copied or trained."""
     path = out / "tokenizer.json"
     noted = progress["tokenizer_sha256"]
-    if noted and not (path.exists() and sha256_file(path) == noted):
+    if noted and not is_right(path, noted):
         fail(f"{path} is not the tokenizer that this dataset was begun with; delete {out} and run again")
     if args.tokenizer and not path.exists():
         tokenizer.read_spec(args.tokenizer)
@@ -483,7 +484,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--workers", type=int, default=available_cores(), help=threads)
     args = parser.parse_args()
 
-    check_positive(args, "shard_tokens", "workers", "val_documents", "tokenizer_chars")
+    check_flags(args, shard_tokens=1, workers=1, val_documents=1, tokenizer_chars=1)
     if args.vocab_size:
         tokenizer.check_vocab_size(args.vocab_size)
     return args

@@ -32,7 +32,9 @@ Nothing here depends on the number of workers, the order of a set, the locale or
 """
 
 import argparse
+import functools
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -44,13 +46,12 @@ import zipfile
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from format import check_file, fail, read_dataset, read_json, run, sha256_file, write_atomic
+from format import check_file, fail, is_right, read_dataset, read_json, run, write_atomic
 from sections import cut_sections
 from tqdm import tqdm
 
@@ -139,41 +140,36 @@ def wheel_folder() -> Path:
 
 def fetch(packages: list[dict[str, Any]], folder: Path) -> list[Path]:
     """The wheels in `folder`, downloaded with pip where they are missing or damaged."""
-    missing = [package for package in packages if not is_whole(folder / package["file"], package)]
+    missing = [wheel for wheel in packages if not is_right(folder / wheel["file"], wheel["sha256"])]
     if missing:
         folder.mkdir(parents=True, exist_ok=True)
         size = sum(package["size"] for package in missing)
         print(f"downloading {len(missing)} wheels ({size / 1e6:.0f} MB) with pip to {folder}")
         with ThreadPoolExecutor(4) as pool:
-            done = pool.map(partial(download, folder=folder), missing)
+            done = pool.map(functools.partial(download, folder=folder), missing)
             list(tqdm(done, "wheels", len(missing), disable=None))
     return [folder / package["file"] for package in packages]
 
 
-def is_whole(path: Path, package: dict[str, Any]) -> bool:
-    return path.exists() and sha256_file(path) == package["sha256"]
-
-
 def download(package: dict[str, Any], folder: Path) -> None:
-    """One wheel, through a folder of its own, so that a half file never has the wheel's name."""
-    name = f"{package['name']}=={package['version']}"
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".download-") as temporary:
+    """One wheel with pip, which compares its sha256."""
+    path = folder / package["file"]
+    with tempfile.TemporaryDirectory() as temporary:
         requirement = Path(temporary) / "requirements.txt"
-        requirement.write_text(f"{name} --hash=sha256:{package['sha256']}\n")
+        pinned = f"{package['name']}=={package['version']} --hash=sha256:{package['sha256']}\n"
+        requirement.write_text(pinned)
         command = [sys.executable, "-m", "pip", "download", "--no-input", "--no-deps"]
         command += ["--disable-pip-version-check", "--progress-bar=off", "--only-binary=:all:"]
-        command += ["--require-hashes", "--ignore-requires-python", "--dest", temporary]
+        command += ["--require-hashes", "--ignore-requires-python", "--dest", str(folder)]
         command += ["-r", str(requirement)]
         result = subprocess.run(command, capture_output=True, text=True, errors="replace")
-        path = Path(temporary) / package["file"]
-        if result.returncode or not is_whole(path, package):
-            errors = re.findall(r"^ERROR: (.+)", result.stderr, re.MULTILINE)
-            reason = errors[-1] if errors else result.stderr
-            fail(
-                f"pip cannot download {package['file']} ({reason}); check the network, pip's index and the space on "
-                "the disk, and run the same command again: what was downloaded stays"
-            )
-        os.replace(path, folder / package["file"])
+    if result.returncode or not is_right(path, package["sha256"]):
+        errors = re.findall(r"^ERROR: (.+)", result.stderr, re.MULTILINE)
+        reason = errors[-1] if errors else result.stderr
+        fail(
+            f"pip cannot download {package['file']} ({reason}); check the network, pip's index and the space on "
+            "the disk, and run the same command again: what was downloaded stays"
+        )
 
 
 # ==== reading
@@ -183,7 +179,7 @@ def read_wheel(path: str) -> tuple[list[Section], Counter]:
     """The sections of a wheel by steps 1 to 3, and how many files or sections each rule dropped."""
     dropped: Counter = Counter()
     sections: dict[bytes, Section] = {}
-    word_hashes.clear()  # one wheel's words are few, all of them would fill the memory
+    hash_word.cache_clear()  # one wheel's words are few, all of them would fill the memory
     for data in read_members(path, dropped):
         text = normalise(data)
         if text is None:
@@ -262,14 +258,9 @@ def without_licence(text: str) -> str:
     return text
 
 
-LETTERS = np.zeros(256, dtype=bool)
-LETTERS[[*range(65, 91), *range(97, 123), *range(128, 256)]] = True
-DIGITS = np.zeros(256, dtype=bool)
-DIGITS[48:58] = True
-BLANKS = np.zeros(256, dtype=bool)
-BLANKS[[9, 10, 12, 32]] = True
-
-
+LETTERS = bytes([*range(65, 91), *range(97, 123), *range(128, 256)])
+DIGITS = b"0123456789"
+BLANKS = b"\t\n\f "
 ENTRY = frozenset(b"\"'0123456789([{")  # first bytes of the entries of a table
 
 
@@ -277,9 +268,10 @@ def is_data(section: bytes) -> bool:
     """Whether a section holds a table, numbers or an encoded file rather than what a person wrote line by line:
     a line over 1,000 bytes, more than 15 % digits or less than half letters (blanks not counted), more than half
     of the lines beginning with a quote, a digit or a bracket, or more than half of the longer lines repeated."""
-    counts = np.bincount(np.frombuffer(section, dtype=np.uint8), minlength=256)
-    visible = counts.sum() - counts[BLANKS].sum()
-    if 100 * counts[DIGITS].sum() > 15 * visible or 2 * counts[LETTERS].sum() < visible:
+    visible = len(section) - count_bytes(section, BLANKS)
+    if 100 * count_bytes(section, DIGITS) > 15 * visible:
+        return True
+    if 2 * count_bytes(section, LETTERS) < visible:
         return True
 
     lines = [line.lstrip(b" \t") for line in section.split(b"\n")]
@@ -291,18 +283,16 @@ def is_data(section: bytes) -> bool:
     return len(longer) > 20 and 2 * len(set(longer)) < len(longer)
 
 
+def count_bytes(section: bytes, kinds: bytes) -> int:
+    return len(section) - len(section.translate(None, kinds))
+
+
 # ==== near duplicates
 
 
-class WordHashes(dict):
-    """The 64-bit hash of each word that was looked up, as 8 bytes."""
-
-    def __missing__(self, word: bytes) -> bytes:
-        self[word] = hashlib.blake2b(word, digest_size=8).digest()
-        return self[word]
-
-
-word_hashes = WordHashes()
+@functools.cache
+def hash_word(word: bytes) -> bytes:
+    return hashlib.blake2b(word, digest_size=8).digest()
 
 
 def mix(values: np.ndarray) -> np.ndarray:
@@ -322,7 +312,7 @@ def split_words(text: bytes) -> list[bytes]:
 def shingles(text: bytes) -> np.ndarray:
     """uint64 [n]: a hash for every run of five words, or one for a shorter text."""
     words = split_words(text)
-    joined = b"".join(map(word_hashes.__getitem__, words))
+    joined = b"".join(map(hash_word, words))
     hashes = np.frombuffer(joined, dtype=">u8").astype(np.uint64)
     count = max(len(words) - SHINGLE_WORDS + 1, 1)
     runs = np.zeros(count, dtype=np.uint64)
@@ -366,7 +356,8 @@ def drop_duplicates(groups: list[list[Section]], dropped: Counter) -> list[list[
                 continue
             seen.add(section.digest)
             found = [buckets.setdefault(key, []) for key in row.tolist()]
-            if any(is_near(section.sketch, other) for bucket in found for other in bucket):
+            others = itertools.chain.from_iterable(found)
+            if any(np.sum(section.sketch == other) >= MIN_AGREEING for other in others):
                 dropped["near duplicates"] += 1
                 continue
             kept.append(section.text)
@@ -374,10 +365,6 @@ def drop_duplicates(groups: list[list[Section]], dropped: Counter) -> list[list[
                 bucket.append(section.sketch)
         result.append(kept)
     return result
-
-
-def is_near(sketch: np.ndarray, other: np.ndarray) -> bool:
-    return np.count_nonzero(sketch == other) >= MIN_AGREEING
 
 
 # ==== the corpus
@@ -507,7 +494,6 @@ def dataset_layers(dataset: dict[str, Any]) -> dict[str, Any]:
 def verify(name: str, out: Path, workers: int) -> None:
     """All layers of a dataset directory: wheels, documents, tokenizer, shards."""
     lock = read_lock()
-    read_set(lock, name)
     dataset = read_dataset(out)
     make_corpus(lock, name, wheel_folder(), workers)
     print(f"wheels and documents are those of pypi:{name}")

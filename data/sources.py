@@ -30,6 +30,7 @@ from dataclasses import dataclass, fields
 from fnmatch import fnmatch
 from functools import partial
 from glob import glob
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -102,7 +103,9 @@ def open_source(source: str, val_source: str | None = None, **options: Any) -> S
 
 def open_text(settings: TextSettings) -> Source:
     """Resolves a --source and a --val-source; mistakes end the script before any text is read."""
-    check_settings(settings)
+    is_local = settings.source != "stdlib" and not settings.source.startswith(("pypi:", "hf:"))
+    if settings.interleave and (not is_local or settings.source in HUB_SOURCES):
+        fail(f"--interleave is for files on this machine, --source is {settings.source}; leave it out")
     if settings.source == "stdlib":
         source = open_stdlib()
     elif settings.source.startswith("pypi:"):
@@ -129,15 +132,6 @@ def open_text(settings: TextSettings) -> Source:
         val = partial(one_part, train, settings.val_fraction, True)
         train = partial(one_part, train, settings.val_fraction, False)
     return Source(inputs, train, partial(limited, val, most_val), source.empty, tokenizer_text)
-
-
-def check_settings(settings: TextSettings) -> None:
-    fraction = settings.val_fraction
-    spec = settings.source
-    if not 0 < fraction <= 0.5:
-        fail(f"--val-fraction must lie above 0 and at most 0.5, found {fraction}; 0.01 is usual")
-    if settings.interleave and (spec == "stdlib" or spec.startswith("pypi:") or is_hub(spec)):
-        fail(f"--interleave is for files on this machine, --source is {spec}; leave it out")
 
 
 def is_hub(spec: str) -> bool:
@@ -203,12 +197,9 @@ def limited(
     read: Callable[[], Iterator[str]], max_documents: int | None = None, max_bytes: int | None = None
 ) -> Iterator[str]:
     """The first documents of a pass, whole, up to either limit."""
-    count = size = 0
-    for text in read():
-        count += 1
-        size += utf8_length(text)
-        if max_documents and count > max_documents:
-            return
+    size = 0
+    for text in islice(read(), max_documents):
+        size += len(text.encode())
         if max_bytes and size > max_bytes:
             return
         yield text
@@ -233,13 +224,7 @@ def one_part(
 
 def clean(text: str) -> str:
     """Text that UTF-8 can hold: lone surrogates, which JSON escapes can spell, become "?"."""
-    if text.isascii():
-        return text
     return text.encode("utf-8", "replace").decode()
-
-
-def utf8_length(text: str) -> int:
-    return len(text) if text.isascii() else len(text.encode())
 
 
 # ==== files
@@ -350,7 +335,7 @@ def interleaved_documents(
         if text is None:
             heapq.heappop(parts)
         else:
-            heapq.heapreplace(parts, (part + utf8_length(text) / sizes[i], i))
+            heapq.heapreplace(parts, (part + len(text.encode()) / sizes[i], i))
             yield text
 
 
@@ -358,7 +343,8 @@ def interleaved_documents(
 def count_text(paths: tuple[Path, ...], text_field: str) -> list[int]:
     """Bytes of text in each file."""
     print(f"counting the text of {len(paths)} files, to read them side by side", file=sys.stderr)
-    return [sum(map(utf8_length, documents_in(path, text_field, {}))) for path in paths]
+    documents = [documents_in(path, text_field, {}) for path in paths]
+    return [sum(len(text.encode()) for text in texts) for texts in documents]
 
 
 def records(path: Path, columns: tuple[str, ...]) -> Iterator[tuple[str, Any, str]]:
@@ -520,13 +506,16 @@ def add_source_flags(parser: argparse.ArgumentParser) -> None:
     add("--interleave", action="store_true", help=side_by_side)
 
 
-def check_positive(args: argparse.Namespace, *more: str) -> None:
-    """Ends the script if a number of add_source_flags, or of the flags named, is below 1."""
-    for flag in ("max_files", "max_documents", "max_bytes", *more):
-        value = getattr(args, flag)
-        if value is not None and value < 1:
-            name = flag.replace("_", "-")
-            fail(f"--{name} must be at least 1, found {value}; leave it out for the default")
+def check_flags(args: argparse.Namespace, **least: int) -> None:
+    """Ends the script if a number of add_source_flags is below 1, or a flag named here below its least value."""
+    least = {"max_files": 1, "max_documents": 1, "max_bytes": 1, **least}
+    for flag, smallest in least.items():
+        value = getattr(args, flag, None)
+        if value is not None and value < smallest:
+            fail(f"--{flag.replace('_', '-')} must be at least {smallest}, found {value}")
+    fraction = getattr(args, "val_fraction", 0.01)
+    if not 0 < fraction <= 0.5:
+        fail(f"--val-fraction must lie above 0 and at most 0.5, found {fraction}; 0.01 is usual")
 
 
 def main() -> None:
@@ -535,7 +524,7 @@ def main() -> None:
     parser.add_argument("--split", choices=["train", "val"], default="train")
     parser.add_argument("--show", type=int, default=3, help="number of documents to print")
     args = parser.parse_args()
-    check_positive(args)
+    check_flags(args)
     source = open_text(TextSettings.of(args))
     for i, text in enumerate(getattr(source, args.split)()):
         if i == args.show:

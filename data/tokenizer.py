@@ -22,7 +22,7 @@ import numpy as np
 import tiktoken
 import tiktoken.load
 from format import MAX_VOCAB, fail, read_json, run, sha256_file, write_json
-from sources import TextSettings, add_source_flags, check_positive, clean, open_text
+from sources import TextSettings, add_source_flags, check_flags, clean, open_text
 
 FORMAT = "decoderstack-tokenizer-1"
 ROLES = ("user", "assistant", "python", "output")
@@ -332,8 +332,7 @@ def parse_arguments() -> argparse.Namespace:
     p.add_argument("--out", required=True, type=Path)
 
     args = parser.parse_args()
-    if args.command in ("train", "eval"):
-        check_positive(args, *(("max_chars", "doc_cap") if args.command == "train" else ()))
+    check_flags(args, max_chars=1, doc_cap=1)
     return args
 
 
