@@ -253,9 +253,8 @@ def build_task(
 
 def build(bundle: Path, root: Path, max_seq_len: int, limit: int = 0) -> None:
     """Writes core/*.npz of all tasks; the old ones stay until all are there."""
-    path = root / "tokenizer.json"
-    encoding = tokenizer.load(path)
-    lengths = tokenizer.token_bytes(path)
+    encoding = tokenizer.load(root / "tokenizer.json")
+    lengths = tokenizer.token_bytes(root / "tokenizer.json")
     tasks = read_tasks(bundle)
     with new_folder(root, "core") as (folder, files):
         for task in tqdm(tasks, "CORE", disable=None):

@@ -66,22 +66,16 @@ def explained(what: str) -> Iterator[None]:
 
 
 def explain(problem: Exception) -> str:
-    from huggingface_hub.constants import is_offline_mode
-    from huggingface_hub.errors import (
-        EntryNotFoundError,
-        HfHubHTTPError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
+    from huggingface_hub import constants, errors
 
-    missing = (RepositoryNotFoundError, RevisionNotFoundError, EntryNotFoundError)
-    if is_offline_mode():
+    if constants.is_offline_mode():
         return "it is not in the cache and HF_HUB_OFFLINE is set; unset it"
+    missing = (errors.RepositoryNotFoundError, errors.RevisionNotFoundError)
     # LocalEntryNotFoundError: not in the cache, and the server did not answer.
-    if isinstance(problem, missing) and not isinstance(problem, LocalEntryNotFoundError):
+    is_local = isinstance(problem, errors.LocalEntryNotFoundError)
+    if isinstance(problem, (*missing, errors.EntryNotFoundError)) and not is_local:
         return f"not found ({problem}); check the names, and HF_TOKEN if it is private"
-    if isinstance(problem, HfHubHTTPError):
+    if isinstance(problem, errors.HfHubHTTPError):
         return f"the server refused ({problem}); check HF_TOKEN and its permissions, or try later"
     if isinstance(problem, OSError) and problem.errno in FULL_DISK:
         return f"the disk is full ({problem}); free some space and run again"
@@ -187,8 +181,6 @@ def download(repo: Repo, out: Path, revision: str = "main") -> None:
         new = dataset["fingerprint"][:12]
         if old != new:
             fail(f"{out} holds another dataset (fingerprint {old}, {repo.name} has {new}); choose another --out")
-    elif (out / "progress.json").exists():
-        fail(f"{out} holds a dataset that data/pretrain.py has begun; choose another --out")
     get_files(repo, commit, dataset["files"], out, manifest)
 
 

@@ -79,8 +79,13 @@ class Encoder:
     def __init__(self, tokenizer_path: Path, workers: int):
         self.encoding = tokenizer.load(tokenizer_path)
         self.bos_id = tokenizer.bos_id(self.encoding)
-        self.tokenizer_sha256 = sha256_file(tokenizer_path)
         self.workers = workers
+        # For the headers of shards.
+        self.stated = {
+            "bos_id": self.bos_id,
+            "vocab_size": self.encoding.n_vocab,
+            "tokenizer_sha256": sha256_file(tokenizer_path),
+        }
 
     def encode(self, documents: Iterable[str]) -> Iterator[tuple[np.ndarray, int]]:
         """(tokens uint16 [n] from BOS on, bytes of text) of each document, in the stream's order."""
@@ -150,11 +155,8 @@ class ShardWriter:
             return
         done = self.progress["shards"][self.split]
         path = f"pretrain/{self.split}_{len(done):06d}.bin"
-        coder = self.encoder
         content = self.buffer[: self.tokens]
-        sha = write_shard(
-            self.out / path, content, coder.bos_id, coder.encoding.n_vocab, coder.tokenizer_sha256
-        )
+        sha = write_shard(self.out / path, content, **self.encoder.stated)
         counts = {key: getattr(self, key) for key in ("tokens", "documents", "text_bytes")}
         done.append({"path": path, **counts, "sha256": sha})
         write_json(self.out / "progress.json", self.progress)
@@ -208,28 +210,25 @@ def is_same(path: Path, documents: Iterator[str], encoder: Encoder) -> bool:
 # ==== the dataset directory
 
 
-def new_progress(settings: dict[str, Any]) -> dict[str, Any]:
-    shards = {"train": [], "val": []}
-    return {"settings": settings, "tokenizer_sha256": None, "shards": shards, "complete": []}
-
-
-def read_progress(out: Path) -> dict[str, Any] | None:
-    """progress.json of an earlier run, or None in a fresh directory; else an error."""
+def read_progress(out: Path, settings: dict[str, Any]) -> tuple[dict[str, Any], bool]:
+    """(progress.json of an earlier run with these settings, or a new one; whether the source is another one now)."""
     path = out / "progress.json"
+    shards = {"train": [], "val": []}
+    new = {"settings": settings, "tokenizer_sha256": None, "shards": shards, "complete": []}
     if not path.exists():
         if (out / "dataset.json").exists() or any((out / "pretrain").glob("*.bin")):
             fail(f"{out} already holds a dataset that this command did not write; choose another --out")
-        return None
+        return new, False
     progress = read_json(path)
     # Stopped before anything was made, for example as the text was too small for the tokenizer.
-    if not progress.get("tokenizer_sha256") and not (out / "tokenizer.json").exists():
-        return None
-    return progress
+    if not progress["tokenizer_sha256"] and not (out / "tokenizer.json").exists():
+        return new, False
+    compare_settings(out, progress["settings"], settings)
+    return progress, progress["settings"]["inputs"] != settings["inputs"]
 
 
-def compare_settings(out: Path, progress: dict[str, Any], settings: dict[str, Any]) -> bool:
-    """Whether the source files are those of before; fails if another setting differs."""
-    old = progress["settings"]
+def compare_settings(out: Path, old: dict[str, Any], settings: dict[str, Any]) -> None:
+    """Ends the script if a setting differs, or the source of a complete dataset."""
     for key in settings:
         # Without --name it is that of the folder, which may be renamed.
         is_free = key == "inputs" or (key == "name" and not settings["name"])
@@ -239,13 +238,10 @@ def compare_settings(out: Path, progress: dict[str, Any], settings: dict[str, An
                 f"{out} was built with other settings: {flag} was {old.get(key)!r} before and is {settings[key]!r} "
                 "now; choose another --out or the same settings"
             )
-    if old.get("inputs") == settings["inputs"]:
-        return True
-    if (out / "dataset.json").exists():
+    if old["inputs"] != settings["inputs"] and (out / "dataset.json").exists():
         fail(
             f"{out} is complete, and the source files (names, sizes or content) are not as before; choose another --out"
         )
-    return False
 
 
 def is_complete(out: Path, progress: dict[str, Any]) -> bool:
@@ -283,12 +279,12 @@ def get_tokenizer(
     sha = sha256_file(path)
     if args.tokenizer and sha != sha256_file(args.tokenizer):
         fail(f"{path} differs from --tokenizer {args.tokenizer}; choose another --out")
-    found = tokenizer.load(path).n_vocab
-    if args.vocab_size and found != args.vocab_size:
-        fail(f"{path} has {found} entries but --vocab-size is {args.vocab_size}; leave the flag out or train anew")
-    name = tokenizer.pattern_name(path)
-    if args.pattern and name != args.pattern:
-        fail(f"{path} has the pattern {name!r} but --pattern is {args.pattern}; leave the flag out or train anew")
+    found = tokenizer.describe(path)
+    for key in ("vocab_size", "pattern"):
+        asked = getattr(args, key)
+        if asked and found[key] != asked:
+            flag = f"--{key.replace('_', '-')}"
+            fail(f"{path} has {flag} {found[key]}, not {asked}; leave the flag out or train anew")
     progress["tokenizer_sha256"] = sha
     write_json(out / "progress.json", progress)
 
@@ -298,13 +294,15 @@ def finish(out: Path, progress: dict[str, Any]) -> None:
     path = out / "tokenizer.json"
     sha256 = progress["tokenizer_sha256"]
     settings = progress["settings"]
+    inputs = settings["inputs"]
+    sources = [f"{entry[1]} (val)" if entry[0] == "val" else entry[0] for entry in inputs]
     files = {"tokenizer.json": entry_of(path, sha256)}
     for entry in progress["shards"]["train"] + progress["shards"]["val"]:
         counts = {key: entry[key] for key in ("tokens", "documents", "text_bytes")}
         files[entry["path"]] = {**counts, **entry_of(out / entry["path"], entry["sha256"])}
     dataset = {
         "name": settings["name"] or out.resolve().name,
-        "sources": [f"{name[1]} (val)" if name[0] == "val" else name[0] for name in settings["inputs"]],
+        "sources": sources,
         "tokenizer_sha256": sha256,
         **tokenizer.describe(path),
         "files": files,
@@ -317,15 +315,6 @@ def finish(out: Path, progress: dict[str, Any]) -> None:
     if line := tell_shared(out, dataset["bos_id"]):
         print(f"note: {line}")
     print(f"wrote {out / 'dataset.json'}")
-
-
-def check_both_splits(source: Source) -> None:
-    for split, documents in (("train", source.train), ("val", source.val)):
-        if next(documents(), None) is None:
-            fail(
-                f"the source gives no {split} document with text in it; give at least two documents, or "
-                "--val-source for separate validation text"
-            )
 
 
 def build(args: argparse.Namespace) -> None:
@@ -342,14 +331,15 @@ def build(args: argparse.Namespace) -> None:
         "pattern": args.pattern,
         "tokenizer": sha256_file(args.tokenizer) if args.tokenizer else None,
     }
-    progress = read_progress(out)
-    is_changed = progress is not None and not compare_settings(out, progress, settings)
-    if progress and is_complete(out, progress):
+    progress, is_changed = read_progress(out, settings)
+    if is_complete(out, progress):
         print(f"{out} is already complete")
     else:
-        if progress is None:
-            check_both_splits(source)
-            progress = new_progress(settings)
+        if not progress["tokenizer_sha256"]:
+            for split, documents in (("train", source.train), ("val", source.val)):
+                if next(documents(), None) is None:
+                    way = "give at least two documents, or --val-source for separate validation text"
+                    fail(f"the source gives no {split} document with text in it; {way}")
         progress["settings"]["inputs"] = settings["inputs"]
         for folder in (out, out / "pretrain"):
             remove_leftovers(folder)
@@ -402,16 +392,15 @@ def adopt(args: argparse.Namespace) -> None:
         "tokenizer": sha256_file(args.tokenizer),
         "hosted_shards": True,
     }
-    progress = read_progress(out)
-    is_same_source = progress is None or compare_settings(out, progress, settings)
-    if progress and is_same_source and is_complete(out, progress):
+    progress, _ = read_progress(out, settings)
+    if is_complete(out, progress):
         print(f"{out} is already complete")
         return
     # Everything is checked before the first file is made.
     encoding, lengths = tokenizer.load(args.tokenizer), tokenizer.token_bytes(args.tokenizer)
     bos, sha = tokenizer.bos_id(encoding), settings["tokenizer"]
     counts = {path: count_shard(path, sha, bos, lengths) for path in paths}
-    progress = new_progress(settings)
+    progress |= {"settings": settings, "shards": {"train": [], "val": []}}
     get_tokenizer(out, args, None, progress)
     for split, found in by_split.items():
         for i, path in enumerate(tqdm(found, desc=split, disable=None)):

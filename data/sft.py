@@ -478,18 +478,12 @@ def write_pair(path: Path, talks: list[Talk], tokenizer_path: Path) -> dict[str,
     return {f"sft/{path.name}": entry, f"sft/{mask_path.name}": mask_entry}
 
 
-def open_tokenizer(out: Path) -> Any:
-    """The encoding of a dataset; ends the script if it cannot spell conversations."""
+def build(args: argparse.Namespace) -> None:
+    out = args.data
     encoding = tokenizer.load(out / "tokenizer.json")
     missing = set(tokenizer.SPECIAL_TOKENS) - set(tokenizer.special_tokens(encoding))
     if missing:
         fail(f"the tokenizer of {out} has no {min(missing)} token; train one")
-    return encoding
-
-
-def build(args: argparse.Namespace) -> None:
-    out = args.data
-    encoding = open_tokenizer(out)
     sources = [parse_source(spec, "--source", args) for spec in args.source]
     val_sources = [parse_source(spec, "--val-source", args) for spec in args.val_source]
     # Even two of --source: each would draw its own conversations to hold out.
@@ -506,22 +500,19 @@ def build(args: argparse.Namespace) -> None:
     with new_folder(out, "sft", sft=notes) as (folder, files):
         for split, talks in splits.items():
             files |= write_split(folder, split, talks, args.shard_tokens, out / "tokenizer.json")
-    for split in splits:
-        print_totals(split, read_dataset(out), args.max_len)
+
+    totals = read_dataset(out)["splits"]
+    for split, tally in tallies.items():
+        total = totals[f"sft_{split}"]
+        share = total["counted_tokens"] / total["tokens"]
+        print(
+            f"{split}: {total['conversations']:,} conversations, {total['tokens']:,} tokens, "
+            f"{share:.1%} of them counted; {tally['cut']:,} cut to {args.max_len:,} tokens, "
+            f"{tally['dropped']:,} with no answer left, {tally['bad']:,} bad ones left out"
+        )
     if line := tell_shared(out, tokenizer.bos_id(encoding), "sft"):
         print(f"note: {line}")
     print(f"wrote {out / 'sft'}")
-
-
-def print_totals(split: str, dataset: dict[str, Any], max_len: int) -> None:
-    total = dataset["splits"][f"sft_{split}"]
-    tally = dataset["sft"][split]
-    share = total["counted_tokens"] / total["tokens"]
-    print(
-        f"{split}: {total['conversations']:,} conversations, {total['tokens']:,} tokens, "
-        f"{share:.1%} of them counted; {tally['cut']:,} cut to {max_len:,} tokens, "
-        f"{tally['dropped']:,} with no answer left, {tally['bad']:,} bad ones left out"
-    )
 
 
 def main() -> None:

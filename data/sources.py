@@ -103,12 +103,13 @@ def open_source(source: str, val_source: str | None = None, **options: Any) -> S
 
 def open_text(settings: TextSettings) -> Source:
     """Resolves a --source and a --val-source; mistakes end the script before any text is read."""
-    is_local = settings.source != "stdlib" and not settings.source.startswith(("pypi:", "hf:"))
-    if settings.interleave and (not is_local or settings.source in HUB_SOURCES):
-        fail(f"--interleave is for files on this machine, --source is {settings.source}; leave it out")
-    if settings.source == "stdlib":
+    spec = settings.source
+    is_named = spec == "stdlib" or spec.startswith("pypi:") or is_hub(spec)
+    if settings.interleave and is_named:
+        fail(f"--interleave is for files on this machine, --source is {spec}; leave it out")
+    if spec == "stdlib":
         source = open_stdlib()
-    elif settings.source.startswith("pypi:"):
+    elif spec.startswith("pypi:"):
         source = open_pypi(settings)
     else:
         source = open_files(settings)
@@ -120,14 +121,12 @@ def open_text(settings: TextSettings) -> Source:
         check_apart(inputs, held_out.inputs)
         inputs = inputs + [["val", *entry] for entry in held_out.inputs]
         val = held_out.val
-    elif is_hub(settings.source) and most_val is None:
+    elif is_hub(spec) and most_val is None:
         most_val = HUB_VAL_DOCUMENTS
 
-    limits = {"max_documents": settings.max_documents, "max_bytes": settings.max_bytes}
-    train = partial(limited, source.train, **limits)
-    tokenizer_text = source.tokenizer_text
-    if tokenizer_text:
-        tokenizer_text = partial(limited, tokenizer_text, **limits)
+    limit = partial(limited, max_documents=settings.max_documents, max_bytes=settings.max_bytes)
+    train = partial(limit, source.train)
+    tokenizer_text = partial(limit, source.tokenizer_text) if source.tokenizer_text else None
     if val is None:
         val = partial(one_part, train, settings.val_fraction, True)
         train = partial(one_part, train, settings.val_fraction, False)
@@ -526,9 +525,8 @@ def main() -> None:
     args = parser.parse_args()
     check_flags(args)
     source = open_text(TextSettings.of(args))
-    for i, text in enumerate(getattr(source, args.split)()):
-        if i == args.show:
-            break
+    documents = getattr(source, args.split)()
+    for i, text in enumerate(islice(documents, args.show)):
         print(f"--- document {i}: {len(text)} characters\n{text}")
 
 

@@ -85,12 +85,6 @@ def train(
     return make_spec(pattern, ranks, special)
 
 
-def pattern_name(path: str | Path) -> str:
-    """The name of a tokenizer's pattern in PATTERNS, or "other"."""
-    pattern = read_spec(path)[0]
-    return next((name for name, known in PATTERNS.items() if known == pattern), "other")
-
-
 def check_vocab_size(vocab_size: int) -> None:
     least = 256 + len(SPECIAL_TOKENS)
     if not least <= vocab_size <= MAX_VOCAB:
@@ -206,11 +200,12 @@ def bos_id(encoding: tiktoken.Encoding) -> int:
 
 
 def describe(path: str | Path) -> dict[str, Any]:
-    """What dataset.json says of a tokenizer."""
+    """What dataset.json says of a tokenizer; its pattern by the name in PATTERNS, or "other"."""
     encoding = load(path)
+    pattern = read_spec(path)[0]
     return {
         "vocab_size": encoding.n_vocab,
-        "pattern": pattern_name(path),
+        "pattern": next((name for name in PATTERNS if PATTERNS[name] == pattern), "other"),
         "bos_id": bos_id(encoding),
         "special_tokens": special_tokens(encoding),
     }
@@ -293,7 +288,6 @@ def main() -> None:
         source = open_text(TextSettings.of(args))
         print(json.dumps(evaluate(args.tokenizer, getattr(source, args.split)())))
     else:
-        check_vocab_size(args.vocab_size)
         start = time.perf_counter()
         documents = open_text(TextSettings.of(args)).train()
         pattern = PATTERNS[args.pattern or "gpt4"]
