@@ -14,7 +14,6 @@ import hashlib
 import json
 import os
 import re
-import subprocess
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -36,9 +35,17 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-def run_hub(*argv, env: dict) -> subprocess.CompletedProcess:
-    """data/hub.py with arguments, hurried."""
-    return python("-c", IN_A_HURRY, HUB, *argv, env={**os.environ, **env})
+TOKEN = "hf_AbCdEfSecretSecret"
+
+
+def run_hub(hub: SimpleNamespace, *args: object, code: int = 0, **env: str) -> str:
+    """Runs data/hub.py, hurried, with hub.home as HF_HOME; stdout and stderr together, which never show the token."""
+    env = {"HF_ENDPOINT": hub.url, "HF_HOME": str(hub.home), "HF_HUB_DISABLE_XET": "1", "HF_TOKEN": TOKEN, **env}
+    done = python("-c", IN_A_HURRY, HUB, *args, env={**os.environ, "HF_HUB_DOWNLOAD_TIMEOUT": "1", **env})
+    output = done.stdout + done.stderr
+    assert done.returncode == code and TOKEN not in output and "Traceback" not in output, output
+    assert not code or re.search(r"^error: .+\n\Z", done.stderr, re.M), output
+    return output
 
 
 COMMIT = "c0ffee" + "0" * 34
