@@ -457,7 +457,7 @@ def main() -> None:
     p = commands.add_parser("check", help="read every file of a dataset, and print what is wrong")
     p.add_argument("data", metavar="DIR", type=Path, help="dataset directory")
     args = parser.parse_args()
-    problems = list(filter(None, find_problems(args.data)))
+    problems = find_problems(args.data)
     for problem in problems:
         print(problem)
     if problems:
