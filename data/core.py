@@ -27,7 +27,6 @@ import io
 import json
 import random
 import re
-import shutil
 import tarfile
 import tempfile
 import urllib.request
@@ -44,20 +43,16 @@ from format import (
     entry_of,
     fail,
     lock_folder,
+    new_folder,
     read_dataset,
-    remove_leftovers,
-    replace_folder,
     run,
-    sha256_file,
     write_atomic,
-    write_dataset,
 )
-from sources import clean
+from sources import check_flags, clean
 from tqdm import tqdm
 
 URL = "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip"
 NUM_TASKS = 22
-WANTED = (".jsonl", ".csv", "core.yaml")
 AGAIN = "fetch the bundle again"
 TYPES = {
     "multiple_choice": ("query", "choices", "gold"),
@@ -69,34 +64,31 @@ TYPES = {
 # ==== the bundle
 
 
-def open_bundle(path: Path) -> dict[str, bytes]:
-    """{name inside the bundle: bytes} of a folder, .zip or tar archive."""
+def open_bundle(path: Path, unpacked: Path) -> Path:
+    """The folder with core.yaml in a bundle: a folder, or a .zip or tar archive, which goes into `unpacked`."""
     try:
-        files = read_bundle(path)
+        if path.is_dir():
+            unpacked = path
+        elif path.suffix == ".zip":
+            with zipfile.ZipFile(path) as archive:
+                archive.extractall(unpacked)
+        else:
+            unpack_tar(path, unpacked)
     except (OSError, EOFError, zipfile.BadZipFile, zlib.error, tarfile.TarError, zstandard.ZstdError) as problem:
         fail(f"the bundle {path} cannot be read ({problem}); check the path or fetch it again")
-    top = [name for name in files if name.endswith("core.yaml") and "__MACOSX" not in name]
-    if not top:
+    found = sorted(unpacked.rglob("core.yaml"), key=lambda file: len(file.parts))
+    if not found:
         fail(f"{path} holds no core.yaml, so it is no CORE bundle; check the path")
-    prefix = min(top, key=len).removesuffix("core.yaml")
-    inside = [name for name in files if name.startswith(prefix)]
-    return {name.removeprefix(prefix): files[name] for name in inside}
+    return found[0].parent
 
 
-def read_bundle(path: Path) -> dict[str, bytes]:
-    if path.is_dir():
-        found = [file for file in path.rglob("*") if file.name.endswith(WANTED)]
-        return {file.relative_to(path).as_posix(): file.read_bytes() for file in found}
-    if path.suffix == ".zip":
-        with zipfile.ZipFile(path) as archive:
-            return {name: archive.read(name) for name in archive.namelist() if name.endswith(WANTED)}
-    content = path.read_bytes()
-    if path.suffix == ".zst":
-        decompressor = zstandard.ZstdDecompressor(max_window_size=2**27)
-        content = decompressor.stream_reader(content, read_across_frames=True).read()
-    with tarfile.open(fileobj=io.BytesIO(content)) as archive:
-        members = [member for member in archive if member.isfile() and member.name.endswith(WANTED)]
-        return {member.name: archive.extractfile(member).read() for member in members}
+def unpack_tar(path: Path, folder: Path) -> None:
+    with open(path, "rb") as file:
+        if path.suffix == ".zst":
+            decompressor = zstandard.ZstdDecompressor(max_window_size=2**27)
+            file = decompressor.stream_reader(file, read_across_frames=True)
+        with tarfile.open(fileobj=file, mode="r|*") as archive:
+            archive.extractall(folder, filter="data")
 
 
 def download(path: Path) -> None:
@@ -106,16 +98,7 @@ def download(path: Path) -> None:
         fail(f"{URL} cannot be fetched ({problem}); get it in another way and pass --bundle")
 
 
-def read_text(bundle: dict[str, bytes], name: str) -> str:
-    if name not in bundle:
-        fail(f"the bundle has no {name}, so it is incomplete; {AGAIN}")
-    try:
-        return bundle[name].decode("utf-8-sig")
-    except UnicodeDecodeError as problem:
-        fail(f"{name} of the bundle is damaged ({problem}); {AGAIN}")
-
-
-def read_tasks(bundle: dict[str, bytes]) -> list[dict[str, Any]]:
+def read_tasks(bundle: Path) -> list[dict[str, Any]]:
     """The tasks of core.yaml with their random baselines."""
     table = csv.DictReader(io.StringIO(read_text(bundle, "eval_meta_data.csv"), newline=""))
     try:
@@ -136,48 +119,33 @@ def read_tasks(bundle: dict[str, bytes]) -> list[dict[str, Any]]:
     for task in tasks:
         if task["type"] not in TYPES or not re.fullmatch(r"[A-Za-z0-9_]{1,100}", task["label"]):
             fail(f"core.yaml names a task {task['label']!r} of type {task['type']!r}; {AGAIN}")
-        if task["shots"] < 0 or not 0 <= task["baseline"] < 100:
-            found = f"{task['shots']} shots and a baseline of {task['baseline']} percent"
-            fail(f"core.yaml and eval_meta_data.csv give the task {task['label']} {found}; {AGAIN}")
     return tasks
 
 
-def read_items(bundle: dict[str, bytes], task: dict[str, Any]) -> list[dict[str, Any]]:
+def read_text(bundle: Path, name: str) -> str:
+    try:
+        return (bundle / name).read_bytes().decode("utf-8-sig")
+    except (OSError, UnicodeDecodeError) as problem:
+        fail(f"{name} of the bundle is missing or damaged ({problem}); {AGAIN}")
+
+
+def read_items(bundle: Path, task: dict[str, Any]) -> list[dict[str, Any]]:
     """The items of a task in their shuffled order."""
     items = []
     for number, line in enumerate(read_text(bundle, task["file"]).split("\n"), 1):
         if not line.strip():
             continue
         try:
-            items.append(read_item(line, task["type"]))
-        except (ValueError, RecursionError) as problem:
-            fail(f"{task['file']} line {number} is no item of type {task['type']} ({problem}); {AGAIN}")
+            value = json.loads(line)
+            item = {key: value[key] for key in TYPES[task["type"]]}
+            solved(item, task)
+        except (ValueError, LookupError, TypeError, AttributeError) as problem:
+            fail(f"{task['file']} line {number} is no item of type {task['type']} ({problem!r}); {AGAIN}")
+        items.append(item)
     if len(items) <= task["shots"]:
         fail(f"{task['file']} has {len(items)} items, too few for {task['shots']} shots; {AGAIN}")
     random.Random(1337).shuffle(items)
     return items
-
-
-def read_item(line: str, kind: str) -> dict[str, Any]:
-    """An item of a task of this kind; ValueError with what is wrong with it."""
-    value = json.loads(line)
-    item: dict[str, Any] = {}
-    options: list[str] = []
-    for key in TYPES[kind]:
-        found = value.get(key) if isinstance(value, dict) else None
-        if key == "gold":
-            if type(found) is not int or found not in range(len(options)):
-                raise ValueError(f"there is no choice {found!r}")
-            item[key] = found
-        elif key in ("choices", "context_options"):
-            if not isinstance(found, list) or not all(isinstance(text, str) for text in found):
-                raise ValueError(f"{key!r} is no list of texts")
-            options = item[key] = [clean(text) for text in found]
-        elif isinstance(found, str):
-            item[key] = clean(found)
-        else:
-            raise ValueError(f"{key!r} is no text")
-    return item
 
 
 # ==== prompts
@@ -252,7 +220,8 @@ def build_task(
     for index, item in enumerate(items[:limit] if limit else items):
         shown = "".join(texts[i] for i in draw_shots(len(items), index, task["shots"]))
         prompts = render(item, shown, task)
-        encoded = [np.concatenate((bos, tokenizer.encode(encoding, text))) for text in prompts]
+        encoded = [tokenizer.encode(encoding, clean(text)) for text in prompts]
+        encoded = [np.concatenate((bos, tokens)) for tokens in encoded]
         rows, starts = spans(encoded, task["type"])
         if task["type"] == "language_modeling":
             counts["merged"] += starts[0] < len(encoded[0])
@@ -282,57 +251,32 @@ def build_task(
     return arrays, counts
 
 
-def build(bundle: dict[str, bytes], root: Path, max_seq_len: int, limit: int = 0) -> None:
+def build(bundle: Path, root: Path, max_seq_len: int, limit: int = 0) -> None:
     """Writes core/*.npz of all tasks; the old ones stay until all are there."""
-    dataset = read_dataset(root)
-    path = root / "tokenizer.json"
-    if sha256_file(path) != dataset["tokenizer_sha256"]:
-        fail(f"{path} is not the tokenizer of {root}/dataset.json; restore it")
+    encoding = tokenizer.load(root / "tokenizer.json")
+    lengths = tokenizer.token_bytes(root / "tokenizer.json")
     tasks = read_tasks(bundle)
-    remove_leftovers(root)
-    new = root / ".core.new.tmp"
-    files = dataset["files"]
-    others = {name: files[name] for name in files if not name.startswith("core/")}
-    try:
-        written = write_tasks(bundle, tasks, path, new, max_seq_len, limit)
-        # The new folder takes the old one's place between two true states of dataset.json.
-        write_dataset(root, {**dataset, "files": others})
-        replace_folder(new, root / "core")
-    finally:
-        shutil.rmtree(new, ignore_errors=True)
-    write_dataset(root, {**dataset, "files": {**others, **written}})
+    with new_folder(root, "core") as (folder, files):
+        for task in tqdm(tasks, "CORE", disable=None):
+            items = read_items(bundle, task)
+            arrays, counts = build_task(task, items, encoding, max_seq_len, limit)
+            target = folder / f"{task['label']}.npz"
+            buffer = io.BytesIO()
+            np.savez(buffer, **arrays)
+            sha256 = write_atomic(target, [buffer.getvalue()])
+            tokens = arrays["tokens"]
+            files[f"core/{target.name}"] = {
+                "items": len(arrays["gold"]),
+                "tokens": len(tokens),
+                "text_bytes": int(lengths[tokens].sum()),
+                **entry_of(target, sha256),
+            }
+            line = f"{task['label']}: {len(arrays['gold']):,} items, {len(tokens):,} tokens"
+            # A token may lie across the border of context and continuation; scoring begins with it.
+            merged = f"{counts['merged']:,} borders inside a token"
+            tqdm.write(f"{line}, {counts['cut']:,} rows cut, {merged}")
     if len(tasks) != NUM_TASKS:
         print(f"note: the bundle has {len(tasks)} tasks; CORE is the mean over {NUM_TASKS}")
-
-
-def write_tasks(
-    bundle: dict[str, bytes],
-    tasks: list[dict[str, Any]],
-    tokenizer_path: Path,
-    folder: Path,
-    max_seq_len: int,
-    limit: int,
-) -> dict[str, dict[str, Any]]:
-    """Writes TASK.npz of every task into a folder; returns their entries for dataset.json."""
-    encoding = tokenizer.load(tokenizer_path)
-    lengths = tokenizer.token_bytes(tokenizer_path)
-    files = {}
-    for task in tqdm(tasks, "CORE", disable=None):
-        arrays, counts = build_task(task, read_items(bundle, task), encoding, max_seq_len, limit)
-        target = folder / f"{task['label']}.npz"
-        buffer = io.BytesIO()
-        np.savez(buffer, **arrays)
-        sha256 = write_atomic(target, [buffer.getvalue()])
-        files[f"core/{target.name}"] = {
-            "items": len(arrays["gold"]),
-            "tokens": len(arrays["tokens"]),
-            "text_bytes": int(lengths[arrays["tokens"]].sum()),
-            **entry_of(target, sha256),
-        }
-        line = f"{task['label']}: {len(arrays['gold']):,} items, {len(arrays['tokens']):,} tokens"
-        # A token may lie across the border of context and continuation; scoring begins with it.
-        tqdm.write(f"{line}, {counts['cut']:,} rows cut, {counts['merged']:,} borders inside a token")
-    return files
 
 
 def main() -> None:
@@ -345,14 +289,14 @@ def main() -> None:
     add("--max-seq-len", type=int, default=2048, help="longer rows lose their beginning")
     add("--items", type=int, default=0, help="so many items of each task (default all)")
     args = parser.parse_args()
-    if args.max_seq_len < 2 or args.items < 0:
-        fail(f"--max-seq-len {args.max_seq_len} must be at least 2, --items {args.items} at least 0")
+    check_flags(args, max_seq_len=2, items=0)
     read_dataset(args.data)
     with lock_folder(args.data), tempfile.TemporaryDirectory() as temporary:
         if args.download:
             args.bundle = Path(temporary) / "bundle.zip"
             download(args.bundle)
-        build(open_bundle(args.bundle), args.data, args.max_seq_len, args.items)
+        bundle = open_bundle(args.bundle, Path(temporary) / "bundle")
+        build(bundle, args.data, args.max_seq_len, args.items)
 
 
 if __name__ == "__main__":

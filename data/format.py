@@ -43,7 +43,11 @@ FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # What dataset.json may list: one level of folders, and no name that begins with a dot.
 FOLDERS = ("pretrain", "sft", "core", "chat_eval")
 LISTED_NAME = re.compile(rf"tokenizer\.json|({'|'.join(FOLDERS)})/[A-Za-z0-9_][A-Za-z0-9_.-]{{0,199}}")
-SHA256 = re.compile(r"[0-9a-f]{64}")
+# What the splits of a folder count.
+COUNTS = {
+    "pretrain": ("tokens", "documents", "text_bytes"),
+    "sft": ("tokens", "counted_tokens", "conversations"),
+}
 
 
 def fail(message: str) -> NoReturn:
@@ -74,6 +78,10 @@ def sha256_file(path: str | Path) -> str:
     """Hex sha256 of a file's bytes, read in pieces."""
     with open(path, "rb") as f:
         return hashlib.file_digest(f, "sha256").hexdigest()
+
+
+def is_right(path: Path, sha256: str) -> bool:
+    return path.is_file() and sha256_file(path) == sha256
 
 
 def write_atomic(path: str | Path, pieces: Iterable[bytes | memoryview]) -> str:
@@ -112,10 +120,8 @@ def remove_leftovers(folder: str | Path) -> None:
 def lock_folder(folder: Path) -> Iterator[None]:
     """Keeps every other process out of a dataset directory while this one is in `with`.
 
-    The folder is made if it does not exist, and goes if an error leaves nothing in it.
-    Otherwise its file .lock stays, as deleting it would let two processes in.
+    The folder is made if it does not exist. Its file .lock stays, as deleting it would let two processes in.
     """
-    is_new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     lock = filelock.FileLock(folder / ".lock")
     try:
@@ -126,22 +132,8 @@ def lock_folder(folder: Path) -> Iterator[None]:
         pass  # the file system has no locks
     try:
         yield
-    except BaseException:
-        if is_new and [path.name for path in folder.iterdir()] == [".lock"]:
-            shutil.rmtree(folder)
-        raise
     finally:
         lock.release()
-
-
-def replace_folder(new: Path, target: Path) -> None:
-    """Puts a folder in the place of another one; dataset.json must list neither meanwhile."""
-    old = target.with_name(f".{target.name}.old.tmp")
-    shutil.rmtree(old, ignore_errors=True)
-    if target.exists():
-        target.rename(old)
-    new.rename(target)
-    shutil.rmtree(old, ignore_errors=True)
 
 
 def json_bytes(value: Any) -> bytes:
@@ -163,11 +155,6 @@ def read_json(path: str | Path) -> Any:
         fail(f"{path} is not a readable JSON file ({problem}); restore or delete it")
 
 
-def is_count(value: Any, least: int = 0) -> bool:
-    """True for a whole number from `least` up to what 64 bits hold; JSON's true is none."""
-    return type(value) is int and least <= value < 2**63
-
-
 def entry_of(path: str | Path, sha256: str) -> dict[str, Any]:
     """What dataset.json says about every file: its size in bytes and its sha256."""
     return {"bytes": os.path.getsize(path), "sha256": sha256}
@@ -185,12 +172,9 @@ def write_shard(
 ) -> str:
     """Writes tokens (uint16 [n], n > 0) as one shard; returns the hex sha256 of the whole file.
 
-    None, 0 and "" are written as "not stated". ValueError on wrong input.
+    None, 0 and "" are written as "not stated".
     """
-    if tokens.ndim != 1 or tokens.dtype != np.uint16:
-        raise ValueError(f"tokens must be uint16 [n], not {tokens.dtype} {tokens.shape}")
-    if not 0 < len(tokens) < 2**31:
-        raise ValueError(f"a shard holds 1 to {2**31 - 1} tokens, not {len(tokens)}")
+    assert tokens.dtype == np.uint16, f"tokens must be uint16, not {tokens.dtype}"
     payload = np.ascontiguousarray(tokens, dtype="<u2")
     header = np.zeros(HEADER_WORDS, dtype="<i4")
     header[:3] = MAGIC, VERSION, len(tokens)
@@ -210,9 +194,7 @@ def read_header(path: str | Path) -> dict[str, Any]:
     with open(path, "rb") as f:
         raw = f.read(HEADER_BYTES)
         size = os.fstat(f.fileno()).st_size
-    if len(raw) < HEADER_BYTES:
-        fail(f"shard {path} is truncated: expected {HEADER_BYTES} bytes, found {size}; {again}")
-    header = np.frombuffer(raw, dtype="<i4")
+    header = np.frombuffer(raw.ljust(HEADER_BYTES, b"\0"), dtype="<i4")
     magic, version, count = map(int, header[:3])
     if magic != MAGIC or version != VERSION:
         fail(f"{path} is not a token shard: it has magic {magic} version {version}; {again}")
@@ -256,13 +238,6 @@ def read_documents(paths: Iterable[Path], bos_id: int) -> Iterator[bytes]:
             yield tokens[start:end].tobytes()
 
 
-def count_shared(train: Iterable[Path], val: Iterable[Path], bos_id: int) -> int:
-    """How many documents of the validation shards are also in a training shard, token for token."""
-    held_out = Counter(read_documents(val, bos_id))
-    seen = {document for document in read_documents(train, bos_id) if document in held_out}
-    return sum(held_out[document] for document in seen)
-
-
 # ==== dataset.json
 
 
@@ -278,17 +253,19 @@ def fingerprint(files: dict[str, dict[str, Any]], folder: str = "pretrain") -> s
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
-def sum_splits(
-    files: dict[str, dict[str, Any]],
-    folder: str = "pretrain",
-    keys: tuple[str, ...] = ("tokens", "documents", "text_bytes"),
-) -> dict[str, dict[str, int]]:
-    """The sums of these numbers over the shards of a folder, by split."""
+def sum_splits(files: dict[str, dict[str, Any]], folder: str) -> dict[str, dict[str, int]]:
+    """The sums of COUNTS over the shards of a folder, by split."""
     splits = {}
     for split in ("train", "val"):
-        entries = [files[name] for name in files if name.startswith(f"{folder}/{split}_")]
-        splits[split] = {key: sum(entry[key] for entry in entries) for key in keys}
+        entries = [files[name] for name in shard_names(files, f"{folder}/{split}_")]
+        name = split if folder == "pretrain" else f"{folder}_{split}"
+        splits[name] = {key: sum(entry.get(key, 0) for entry in entries) for key in COUNTS[folder]}
     return splits
+
+
+def shard_names(files: Iterable[str], prefix: str) -> list[str]:
+    """The shards of a split, such as "pretrain/train_", without masks."""
+    return [name for name in files if name.startswith(prefix) and not name.endswith(".mask.bin")]
 
 
 def write_dataset(folder: str | Path, dataset: dict[str, Any]) -> None:
@@ -296,14 +273,15 @@ def write_dataset(folder: str | Path, dataset: dict[str, Any]) -> None:
     "special_tokens", "files", ...}; the format, the split totals and the fingerprints are filled in here.
     """
     files = dict(sorted(dataset["files"].items()))
-    splits = {**dataset.get("splits", {}), **sum_splits(files)}
-    value = {"format": DATASET_FORMAT, **dataset, "splits": splits, "files": files}
-    value["fingerprint"] = fingerprint(files)
+    value = {"format": DATASET_FORMAT, **dataset, "splits": sum_splits(files, "pretrain")}
+    value |= {"files": files, "fingerprint": fingerprint(files)}
     for name in FOLDERS[1:]:
         if any(path.startswith(f"{name}/") for path in files):
             value[name] = {**value.get(name, {}), "fingerprint": fingerprint(files, name)}
         else:
             value.pop(name, None)
+    if "sft" in value:
+        value["splits"] |= sum_splits(files, "sft")
     write_json(Path(folder) / "dataset.json", value)
 
 
@@ -320,52 +298,44 @@ def check_dataset(value: Any, path: str | Path) -> dict[str, Any]:
     found = value.get("format") if isinstance(value, dict) else type(value).__name__
     if found != DATASET_FORMAT:
         fail(f"{path} has format {found!r}, expected {DATASET_FORMAT!r}; build the dataset again")
-    try:
-        problem = dataset_problem(value)
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        problem = repr(error)
-    if problem:
-        fail(f"{path} does not agree with itself: {problem}; build the dataset again")
+    files = value["files"]
+    for name in files:
+        # The names of a downloaded dataset must not point out of the folder.
+        if not LISTED_NAME.fullmatch(name):
+            fail(f"{path} lists the file {name!r} with a bad path; build the dataset again")
+    for name in FOLDERS:
+        right = fingerprint(files, name)
+        # Those of earlier versions state none of sft/ and core/.
+        stated = value if name == "pretrain" else value.get(name, {})
+        if stated.get("fingerprint", right) != right:
+            fail(f"{path} does not agree with itself: the files of {name}/ have another fingerprint; build it again")
     return value
 
 
-def dataset_problem(value: dict[str, Any]) -> str:
-    """What is wrong with a dataset.json, or "". Those of earlier versions state less."""
-    files = value["files"]
-    for name, entry in files.items():
-        # The names of a downloaded dataset must not point out of the folder.
-        if not LISTED_NAME.fullmatch(name):
-            return f"it lists the file {name!r} with a bad path"
-        if not SHA256.fullmatch(entry["sha256"]):
-            return f"it lists the file {name!r} without its sha256"
-        for key in ("bytes", "tokens", "documents", "text_bytes"):
-            if not is_count(entry.get(key, 0)):
-                return f"it lists the file {name!r} with {key} that are no whole number"
+@contextlib.contextmanager
+def new_folder(root: Path, name: str, **more: Any) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """(a folder to fill, a dict for the entries of its files in dataset.json), which replace those of root/NAME
+    after the `with`; `more` goes into dataset.json too.
 
-    # Rates per byte divide by what the splits hold.
-    stated = value.get("splits", {})
-    for split, total in sum_splits(files).items():
-        if stated.get(split, total) != total:
-            return f"its split {split!r} is not the sum of its files"
-        if not total["tokens"] or not total["text_bytes"]:
-            return f"there are no tokens or text_bytes of the split {split!r}"
-
-    # As in every tokenizer.json the vocabulary ends with the special tokens.
-    if "special_tokens" in value:
-        ids = list(value["special_tokens"].values())
-        if not all(map(is_count, ids)) or value["vocab_size"] != max(ids) + 1 or value["bos_id"] not in ids:
-            return "its vocab_size or bos_id does not belong to its special_tokens"
-
-    tokenizer_sha256 = value["tokenizer_sha256"]
-    if files.get("tokenizer.json", {"sha256": tokenizer_sha256})["sha256"] != tokenizer_sha256:
-        return "its tokenizer_sha256 is not that of its tokenizer.json"
-    if value["fingerprint"] != fingerprint(files):
-        return "its fingerprint is not that of its files"
-    for name in FOLDERS[1:]:
-        right = fingerprint(files, name)
-        if value.get(name, {}).get("fingerprint", right) != right:
-            return f"the fingerprint of {name}/ is not that of its files"
-    return ""
+    The old folder stays until the new one is whole. While they change places, dataset.json lists neither.
+    """
+    dataset = read_dataset(root)
+    remove_leftovers(root)
+    files = dataset["files"]
+    others = {path: files[path] for path in files if not path.startswith(f"{name}/")}
+    new = root / f".{name}.new.tmp"
+    old = root / f".{name}.old.tmp"
+    written: dict[str, Any] = {}
+    try:
+        yield new, written
+        write_dataset(root, {**dataset, "files": others})
+        if (root / name).exists():
+            (root / name).rename(old)
+        new.rename(root / name)
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)
+    write_dataset(root, {**dataset, **more, "files": {**others, **written}})
 
 
 # ==== python data/format.py check
@@ -380,103 +350,104 @@ def problem_of(action: Callable, *args: Any) -> str:
     return ""
 
 
-def find_problems(folder: Path) -> Iterator[str]:
+def find_problems(folder: Path) -> list[str]:
     """What is wrong with a dataset directory, from reading every listed file."""
     # It imports this module.
     import tokenizer
 
     dataset = read_dataset(folder)
     files = dataset["files"]
-    for path in sorted(folder.glob("*/*.bin")):
-        if path.parent.name in FOLDERS and f"{path.parent.name}/{path.name}" not in files:
-            yield f"{path} is not listed in dataset.json; remove it"
-    problems = {name: file_problem(folder / name, entry) for name, entry in files.items()}
-    yield from filter(None, problems.values())
+    listed = {folder / name for name in files}
+    shards = [path for path in sorted(folder.glob("*/*.bin")) if path.parent.name in FOLDERS]
+    unlisted = [path for path in shards if path not in listed]
+    problems = [f"{path} is not listed in dataset.json; remove it" for path in unlisted]
 
     path = folder / "tokenizer.json"
-    if problem := problems["tokenizer.json"] or problem_of(tokenizer.load, path):
-        yield problem
-        return
-    encoding = tokenizer.load(path)
-    found = {
-        "vocab_size": encoding.n_vocab,
-        "bos_id": tokenizer.bos_id(encoding),
-        "special_tokens": tokenizer.special_tokens(encoding),
-    }
-    for key, value in found.items():
-        # Datasets made by hand state none.
-        if dataset.get(key, value) != value:
-            yield f"{folder}/dataset.json has another {key} than {path}; build the dataset again"
+    of_file = {name: problem_of(check_file, folder / name, files[name]) for name in files}
+    of_file["tokenizer.json"] = of_file["tokenizer.json"] or problem_of(tokenizer.load, path)
+    problems += filter(None, of_file.values())
+    if of_file["tokenizer.json"]:
+        return problems
+
+    found = tokenizer.describe(path)
+    # Datasets made by hand state none.
+    wrong = [key for key in found if dataset.get(key, found[key]) != found[key]]
+    problems += [f"dataset.json has another {key} than {path}; build it again" for key in wrong]
     lengths = tokenizer.token_bytes(path)
     for name in files:
         masked = name.replace(".mask.bin", ".bin")
-        if name.endswith(".bin") and not problems[name] and not problems.get(masked):
-            yield from shard_problems(folder / name, files[name], dataset, found["bos_id"], lengths)
+        if name.endswith(".bin") and not of_file[name] and not of_file.get(masked):
+            stated = (files[name], dataset["tokenizer_sha256"], found["bos_id"], lengths)
+            problems.append(problem_of(check_shard, folder / name, *stated))
+    return list(filter(None, problems))
 
 
-def file_problem(path: Path, entry: dict[str, Any]) -> str:
-    """Whether a listed file is there, with its size and its sha256."""
+def check_file(path: Path, entry: dict[str, Any]) -> None:
+    """Ends the script unless a listed file is there, with its size and its sha256."""
     if not path.is_file():
-        return f"{path} is missing, but dataset.json lists it; restore it"
-    if path.suffix == ".bin" and (problem := problem_of(read_shard, path, True)):
-        return problem
+        fail(f"{path} is missing, but dataset.json lists it; restore it")
+    if path.suffix == ".bin":
+        read_header(path)
     found = sha256_file(path)
     size = path.stat().st_size
     if found != entry["sha256"] or size != entry.get("bytes", size):
-        return f"{path} was changed: dataset.json lists another size or sha256; restore it"
-    return ""
+        fail(f"{path} was changed: dataset.json lists another size or sha256; restore it")
 
 
-def shard_problems(
-    path: Path, entry: dict[str, Any], dataset: dict[str, Any], bos: int, lengths: np.ndarray
-) -> Iterator[str]:
-    """What is wrong inside a shard whose sha256 is right, or with what dataset.json says of it."""
-    header = read_header(path)
-    tokens = read_shard(path)
-    if header["tokenizer_sha256"] not in ("", dataset["tokenizer_sha256"]):
-        yield f"{path} was made with another tokenizer; make it again with that of the dataset"
+def check_shard(
+    path: Path, entry: dict[str, Any], tokenizer_sha256: str, bos: int, lengths: np.ndarray
+) -> None:
+    """Ends the script unless a shard is right inside, and is what dataset.json says of it."""
     if path.name.endswith(".mask.bin"):
+        mask = read_shard(path)
         masked = path.with_name(path.name.replace(".mask.bin", ".bin"))
-        if not masked.exists() or len(tokens) != len(read_shard(masked)) or tokens.max() > 1:
-            yield f"{path} is not a mask of the shard beside it; run data/sft.py again"
+        if not masked.exists() or len(mask) != len(read_shard(masked)) or mask.max() > 1:
+            fail(f"{path} is not a mask of the shard beside it; run data/sft.py again")
         return
-
-    counts = count_tokens(tokens, len(lengths))
-    states_other = header["bos_id"] not in (None, bos) or header["vocab_size"] not in (0, len(lengths))
-    if states_other or len(counts) > len(lengths) or not counts[bos]:
-        yield f"{path} has other tokens or another BOS than tokenizer.json"
-        return
-    found = {"tokens": int(counts.sum()), "documents": int(counts[bos])}
-    found["text_bytes"] = int(counts @ lengths)
-    for key, value in found.items():
+    for key, value in count_shard(path, tokenizer_sha256, bos, lengths).items():
         if entry.get(key, value) != value:
-            yield f"{path} holds {value:,} {key}, dataset.json lists {entry[key]:,}"
+            fail(f"{path} holds {value:,} {key}, dataset.json lists {entry[key]:,}")
 
 
-def count_tokens(tokens: np.ndarray, entries: int) -> np.ndarray:
-    """int64: how often each token occurs; longer than `entries` if a larger token does."""
-    counts = np.zeros(max(entries, int(tokens.max()) + 1), dtype=np.int64)
+def count_shard(path: Path, tokenizer_sha256: str, bos: int, lengths: np.ndarray) -> dict[str, int]:
+    """Tokens, documents and bytes of text of a shard; ends the script if it is of another tokenizer.
+
+    lengths int32 [vocabulary]: the bytes of text of each token.
+    """
+    header = read_header(path)
+    again = "give the tokenizer it was made with, or make it again"
+    found = header["tokenizer_sha256"]
+    if found not in ("", tokenizer_sha256):
+        fail(f"{path} was made with another tokenizer (sha256 {found}, not {tokenizer_sha256}); {again}")
+    tokens = read_shard(path, verify=True)
+    if tokens.max() >= len(lengths):
+        fail(f"{path} holds token {tokens.max()} but the tokenizer has {len(lengths)} entries; {again}")
     # A piece at a time, as bincount widens to int64.
-    for start in range(0, len(tokens), 2**24):
-        counts += np.bincount(tokens[start : start + 2**24], minlength=len(counts))
-    return counts
-
-
-def split_paths(folder: Path, dataset: dict[str, Any], prefix: str) -> list[Path]:
-    """The shards of a split, such as "pretrain/train_", without masks."""
-    names = [name for name in dataset["files"] if name.startswith(prefix)]
-    return [folder / name for name in names if not name.endswith(".mask.bin")]
+    pieces = [tokens[start : start + 2**24] for start in range(0, len(tokens), 2**24)]
+    counts = sum(np.bincount(piece, minlength=len(lengths)) for piece in pieces)
+    stated = header["bos_id"]
+    entries = header["vocab_size"]
+    if stated not in (None, bos) or entries not in (0, len(lengths)) or not counts[bos]:
+        fail(
+            f"{path} holds no BOS {bos} of the tokenizer, or states another vocabulary (BOS {stated}, {entries} "
+            f"entries); {again}"
+        )
+    size = int(counts @ lengths)
+    return {"tokens": len(tokens), "documents": int(counts[bos]), "text_bytes": size}
 
 
 def tell_shared(folder: Path, bos_id: int, kind: str = "pretrain") -> str:
     """A sentence, if documents of the validation split are also in the training split."""
-    dataset = read_dataset(folder)
+    files = read_dataset(folder)["files"]
     what = "conversations" if kind == "sft" else "documents"
-    val = split_paths(folder, dataset, f"{kind}/val_")
-    total = sum(dataset["files"][f"{kind}/{path.name}"][what] for path in val)
-    shared = count_shared(split_paths(folder, dataset, f"{kind}/train_"), val, bos_id)
+    train, val = (shard_names(files, f"{kind}/{split}_") for split in ("train", "val"))
+    held_out = Counter(read_documents([folder / name for name in val], bos_id))
+    documents = read_documents([folder / name for name in train], bos_id)
+    seen = {document for document in documents if document in held_out}
+    shared = sum(held_out[document] for document in seen)
     if not shared:
         return ""
+    total = sum(files[name][what] for name in val)
     return f"{shared:,} of {total:,} {what} of the validation split are also in the training split"
 
 
@@ -486,7 +457,7 @@ def main() -> None:
     p = commands.add_parser("check", help="read every file of a dataset, and print what is wrong")
     p.add_argument("data", metavar="DIR", type=Path, help="dataset directory")
     args = parser.parse_args()
-    problems = list(find_problems(args.data))
+    problems = find_problems(args.data)
     for problem in problems:
         print(problem)
     if problems:
@@ -498,7 +469,7 @@ def main() -> None:
     print(f"{args.data} is whole: {len(dataset['files'])} files, fingerprint {dataset['fingerprint'][:12]}")
     bos = tokenizer.bos_id(tokenizer.load(args.data / "tokenizer.json"))
     for kind in ("pretrain", "sft"):
-        if split_paths(args.data, dataset, f"{kind}/") and (line := tell_shared(args.data, bos, kind)):
+        if line := tell_shared(args.data, bos, kind):
             print(line)
 
 

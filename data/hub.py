@@ -13,35 +13,34 @@ huggingface_hub does the transfers. HF_ENDPOINT chooses another server and HF_TO
 """
 
 import argparse
+import contextlib
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from format import (
     FULL_DISK,
-    SHA256,
     check_dataset,
+    check_file,
     entry_of,
     fail,
+    is_right,
     json_bytes,
     lock_folder,
     read_dataset,
     read_json,
     run,
     sha256_file,
+    write_atomic,
 )
 from tqdm import tqdm
 
 SECONDS = 10  # without an answer, the network counts as missing
 RUN_FORMAT = "decoderstack-run-1"
-CHECKPOINT = (
-    "state.json",
-    "model.safetensors",
-    "optimizer.safetensors",
-)
+CHECKPOINT = ("state.json", "model.safetensors", "optimizer.safetensors")
 NEEDED = ("config.json", "log.jsonl", "tokenizer.json")
 # What a run may consist of, in the hub and on the disk.
 RUN_FILE = re.compile(
@@ -57,31 +56,26 @@ class Repo(NamedTuple):
     type: str  # "dataset" or "model"
 
 
-def call(action: Callable[[], Any], what: str) -> Any:
-    """What an action of huggingface_hub returns; a failure ends the script with one sentence."""
+@contextlib.contextmanager
+def explained(what: str) -> Iterator[None]:
+    """Ends the script with one sentence if a call of huggingface_hub in the `with` fails."""
     try:
-        return action()
+        yield
     except Exception as problem:  # of huggingface_hub, of its HTTP client or of the disk
         fail(f"{what}: {explain(problem)}")
 
 
 def explain(problem: Exception) -> str:
-    from huggingface_hub.constants import is_offline_mode
-    from huggingface_hub.errors import (
-        EntryNotFoundError,
-        HfHubHTTPError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
+    from huggingface_hub import constants, errors
 
-    missing = (RepositoryNotFoundError, RevisionNotFoundError, EntryNotFoundError)
-    if is_offline_mode():
+    if constants.is_offline_mode():
         return "it is not in the cache and HF_HUB_OFFLINE is set; unset it"
+    missing = (errors.RepositoryNotFoundError, errors.RevisionNotFoundError)
     # LocalEntryNotFoundError: not in the cache, and the server did not answer.
-    if isinstance(problem, missing) and not isinstance(problem, LocalEntryNotFoundError):
+    is_local = isinstance(problem, errors.LocalEntryNotFoundError)
+    if isinstance(problem, (*missing, errors.EntryNotFoundError)) and not is_local:
         return f"not found ({problem}); check the names, and HF_TOKEN if it is private"
-    if isinstance(problem, HfHubHTTPError):
+    if isinstance(problem, errors.HfHubHTTPError):
         return f"the server refused ({problem}); check HF_TOKEN and its permissions, or try later"
     if isinstance(problem, OSError) and problem.errno in FULL_DISK:
         return f"the disk is full ({problem}); free some space and run again"
@@ -90,31 +84,31 @@ def explain(problem: Exception) -> str:
 
 
 def reach(action: Callable[[], Any], what: str) -> Any:
-    """call, behind a request that finds out within seconds whether there is a network: many requests of huggingface_hub
-    wait for minutes."""
+    """What an action returns, behind a request that finds out within seconds whether there is a network: many
+    requests of huggingface_hub wait for minutes."""
     import huggingface_hub
     from huggingface_hub.constants import ENDPOINT
 
-    call(lambda: huggingface_hub.get_session().head(ENDPOINT, timeout=SECONDS), what)
-    return call(action, what)
+    with explained(what):
+        huggingface_hub.get_session().head(ENDPOINT, timeout=SECONDS)
+        return action()
 
 
 def fetch(repo: str, name: str, commit: str | None = None, type: str = "dataset") -> Path:
     """A file of a repository in the Hugging Face cache, of a commit or of what main is now."""
     from huggingface_hub import hf_hub_download
 
-    action = lambda: hf_hub_download(repo, name, repo_type=type, revision=commit)
-    return Path(call(action, f"fetching {name} of {repo}"))
+    with explained(f"fetching {name} of {repo}"):
+        return Path(hf_hub_download(repo, name, repo_type=type, revision=commit))
 
 
 def find_commit(repo: Repo, revision: str = "main") -> str:
     """The commit that a revision is now: one for all files, even if someone uploads meanwhile."""
     from huggingface_hub import HfApi
 
-    action = lambda: HfApi().repo_info(
-        repo.name, repo_type=repo.type, revision=revision, timeout=SECONDS
-    )
-    return call(action, f"opening {repo.name} at {revision}").sha
+    options = {"repo_type": repo.type, "revision": revision, "timeout": SECONDS}
+    with explained(f"opening {repo.name} at {revision}"):
+        return HfApi().repo_info(repo.name, **options).sha
 
 
 def list_files(repo: str) -> tuple[str, dict[str, list]]:
@@ -122,22 +116,16 @@ def list_files(repo: str) -> tuple[str, dict[str, list]]:
     from huggingface_hub import HfApi
 
     commit = find_commit(Repo(repo, "dataset"))
-    action = lambda: list(
-        HfApi().list_repo_tree(repo, repo_type="dataset", revision=commit, recursive=True)
-    )
-    files = {}
-    for entry in call(action, f"listing {repo}"):
-        # Folders have no size.
-        if hasattr(entry, "size"):
-            files[entry.path] = [entry.size, entry.lfs.sha256 if entry.lfs else entry.blob_id]
-    return commit, files
+    options = {"repo_type": "dataset", "revision": commit, "recursive": True}
+    with explained(f"listing {repo}"):
+        entries = list(HfApi().list_repo_tree(repo, **options))
+    # Folders have no size.
+    files = [entry for entry in entries if hasattr(entry, "size")]
+    digest = lambda file: file.lfs.sha256 if file.lfs else file.blob_id
+    return commit, {file.path: [file.size, digest(file)] for file in files}
 
 
 # ==== files that a manifest lists
-
-
-def is_right(path: Path, sha256: str) -> bool:
-    return path.is_file() and sha256_file(path) == sha256
 
 
 def get_files(repo: Repo, commit: str, files: dict[str, dict], out: Path, manifest: Path) -> None:
@@ -148,15 +136,10 @@ def get_files(repo: Repo, commit: str, files: dict[str, dict], out: Path, manife
     checked = tqdm(files.items(), desc="checking", disable=None)
     missing = [name for name, entry in checked if not is_right(out / name, entry["sha256"])]
     folder = out / ".download"
-    action = lambda: snapshot_download(
-        repo.name,
-        repo_type=repo.type,
-        revision=commit,
-        allow_patterns=missing,
-        local_dir=folder,
-    )
+    options = {"repo_type": repo.type, "revision": commit, "allow_patterns": missing}
     if missing:
-        call(action, f"fetching {len(missing)} files of {repo.name}")
+        with explained(f"fetching {len(missing)} files of {repo.name}"):
+            snapshot_download(repo.name, local_dir=folder, **options)
     for name in missing:
         if not is_right(folder / name, files[name]["sha256"]):
             (folder / name).unlink(missing_ok=True)
@@ -167,8 +150,7 @@ def get_files(repo: Repo, commit: str, files: dict[str, dict], out: Path, manife
         (out / name).parent.mkdir(parents=True, exist_ok=True)
         os.replace(folder / name, out / name)
     shutil.rmtree(folder, ignore_errors=True)
-    shutil.copyfile(manifest, out / f".{manifest.name}.tmp")
-    os.replace(out / f".{manifest.name}.tmp", out / manifest.name)
+    write_atomic(out / manifest.name, [manifest.read_bytes()])
     there = len(files) - len(missing)
     print(f"{out} is complete: {len(files)} files, {there} were there already, commit {commit}")
 
@@ -177,18 +159,13 @@ def send_files(repo: Repo, folder: Path, names: Iterable[str], private: bool) ->
     """Sends files in one commit, so nobody can download half of them."""
     from huggingface_hub import HfApi
 
-    create = lambda: HfApi().create_repo(
-        repo.name, repo_type=repo.type, private=private, exist_ok=True
-    )
+    api = HfApi()
+    flags = {"private": private, "exist_ok": True}
+    create = lambda: api.create_repo(repo.name, repo_type=repo.type, **flags)
     reach(create, f"creating {repo.name}")
-    send = lambda: HfApi().upload_folder(
-        repo_id=repo.name,
-        repo_type=repo.type,
-        folder_path=folder,
-        allow_patterns=list(names),
-        commit_message="Add files",
-    )
-    call(send, f"uploading {folder} to {repo.name}")
+    content = {"folder_path": folder, "allow_patterns": list(names), "commit_message": "Add files"}
+    with explained(f"uploading {folder} to {repo.name}"):
+        api.upload_folder(repo_id=repo.name, repo_type=repo.type, **content)
 
 
 # ==== datasets
@@ -200,13 +177,10 @@ def download(repo: Repo, out: Path, revision: str = "main") -> None:
     manifest = fetch(repo.name, "dataset.json", commit)
     dataset = check_dataset(read_json(manifest), f"dataset.json of {repo.name}")
     if (out / "dataset.json").exists():
-        old, new = read_dataset(out)["fingerprint"][:12], dataset["fingerprint"][:12]
+        old = read_dataset(out)["fingerprint"][:12]
+        new = dataset["fingerprint"][:12]
         if old != new:
-            fail(
-                f"{out} holds another dataset (fingerprint {old}, {repo.name} has {new}); choose another --out"
-            )
-    elif (out / "progress.json").exists():
-        fail(f"{out} holds a dataset that data/pretrain.py has begun; choose another --out")
+            fail(f"{out} holds another dataset (fingerprint {old}, {repo.name} has {new}); choose another --out")
     get_files(repo, commit, dataset["files"], out, manifest)
 
 
@@ -214,10 +188,7 @@ def upload(folder: Path, repo: Repo, private: bool = False) -> None:
     """Sends a dataset: the files that dataset.json lists, if every one is right."""
     files = read_dataset(folder)["files"]
     for name, entry in tqdm(files.items(), desc="checking", disable=None):
-        if not is_right(folder / name, entry["sha256"]):
-            fail(
-                f"{folder / name} is missing or damaged: dataset.json lists sha256 {entry['sha256']}; build it again"
-            )
+        check_file(folder / name, entry)
     send_files(repo, folder, [*files, "dataset.json"], private)
     print(f"{repo.name} is complete: {len(files)} files")
 
@@ -230,14 +201,11 @@ def check_run(value: Any, path: str) -> dict[str, dict]:
     found = value.get("format") if isinstance(value, dict) else type(value).__name__
     if found != RUN_FORMAT:
         fail(f"{path} has format {found!r}, expected {RUN_FORMAT!r}; upload the run again")
-    files = value.get("files")
-    names = sorted(files) if isinstance(files, dict) else []
+    files = value["files"]
+    names = sorted(files, key=lambda name: (name != "config.json", name))
     for name in names:
         if not RUN_FILE.fullmatch(name):
             fail(f"{path} lists {name!r}, which is no file of a run; upload the run again")
-        sha256 = files[name].get("sha256") if isinstance(files[name], dict) else None
-        if not isinstance(sha256, str) or not SHA256.fullmatch(sha256):
-            fail(f"{path} lists {name} without its sha256; upload the run again")
 
     scripts = [name for name in names if name.endswith(".py")]
     folders = {name.rsplit("/", 1)[0] for name in names if "/" in name}
@@ -245,9 +213,9 @@ def check_run(value: Any, path: str) -> dict[str, dict]:
     if len(scripts) != 1 or len(folders) != 1 or not set(needed).issubset(names):
         fail(
             f"{path} must list one script train_*.py, {', '.join(NEEDED)} and one checkpoint, but lists "
-            f"{', '.join(names) or 'nothing'}; only whole runs of such a script can be shared"
+            f"{', '.join(names)}; only whole runs of such a script can be shared"
         )
-    return {name: files[name] for name in sorted(names, key=lambda name: name != "config.json")}
+    return {name: files[name] for name in names}
 
 
 def newest_checkpoint(run_dir: Path) -> dict[str, dict]:
@@ -256,8 +224,7 @@ def newest_checkpoint(run_dir: Path) -> dict[str, dict]:
     folders = [path.parent for path in states if RUN_FILE.fullmatch(path.as_posix())]
     for folder in sorted(folders, key=lambda path: int(path.name[5:]), reverse=True):
         entries = list_entries(run_dir, [(folder / name).as_posix() for name in CHECKPOINT])
-        state = read_json(run_dir / folder / "state.json")
-        listed = state.get("files") if isinstance(state, dict) else None
+        listed = read_json(run_dir / folder / "state.json")["files"]
         found = {Path(name).name: entry["sha256"] for name, entry in entries.items()}
         if found.pop("state.json") and found == listed:
             return entries
@@ -279,19 +246,20 @@ def upload_run(run_dir: Path, repo: Repo, private: bool = False) -> None:
     files = {**list_entries(run_dir, names), **newest_checkpoint(run_dir)}
     manifest = {"format": RUN_FORMAT, "files": files}
     check_run(manifest, f"run.json of {run_dir}")
+    api = HfApi()
     what = f"opening {repo.name}"
-    exists = reach(lambda: HfApi().repo_exists(repo.name), what)
-    there = call(lambda: HfApi().list_repo_files(repo.name), what) if exists else []
+    exists = reach(lambda: api.repo_exists(repo.name), what)
+    with explained(what):
+        there = api.list_repo_files(repo.name) if exists else []
     others = [name for name in there if not RUN_FILE.fullmatch(name) and name not in OF_THE_HUB]
     if others:
         fail(f"{repo.name} holds {others[0]}, which is no file of a run; choose another repository")
 
     # The manifest goes last: what is half-uploaded has none, and cannot be downloaded by mistake.
     send_files(repo, run_dir, files, private)
-    action = lambda: HfApi().upload_file(
-        repo_id=repo.name, path_or_fileobj=json_bytes(manifest), path_in_repo="run.json"
-    )
-    call(action, f"uploading run.json to {repo.name}")
+    options = {"path_or_fileobj": json_bytes(manifest), "path_in_repo": "run.json"}
+    with explained(f"uploading run.json to {repo.name}"):
+        api.upload_file(repo_id=repo.name, **options)
     print(f"{repo.name} is complete: {len(files)} files")
 
 

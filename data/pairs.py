@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from format import fail, run, write_atomic
-from sources import HUB_FILES, TextSettings, open_text
+from sources import TextSettings, add_source_flags, check_flags, open_text
 
 MOST_TITLE_WORDS = 20
 LEAST_WORDS = 8  # of a positive, and of the query in --kind passages
@@ -90,24 +90,13 @@ def write_pairs(path: Path, pairs: Iterable[Pair]) -> int:
     return len(lines)
 
 
-def check(args: argparse.Namespace) -> None:
-    least = {"max_files": 1, "max_pairs": 1, "val_pairs": 1, "query_words": 1}
-    least["passage_words"] = LEAST_WORDS
-    for name, smallest in least.items():
-        value = getattr(args, name)
-        if value is not None and value < smallest:
-            fail(f"--{name.replace('_', '-')} must be at least {smallest}, found {value}")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--source", required=True, help="training text, as in data/pretrain.py")
+    add_source_flags(parser)
     add("--val-source", help="held-out text (default: a part of --source)")
-    add("--text-field", default="text", help="field of JSON lines, column of parquet")
-    add("--max-files", type=int, default=HUB_FILES, help="of a Hugging Face dataset")
     add("--kind", choices=("title", "passages"), default="title")
     add("--out", required=True, type=Path, help="folder for train.jsonl and val.jsonl")
     add("--max-pairs", type=int, help="most pairs to train on")
@@ -116,7 +105,7 @@ def main() -> None:
     add("--passage-words", type=int, default=100, help="most words of a positive (100)")
     add("--seed", type=int, default=0, help="of the places of passages")
     args = parser.parse_args()
-    check(args)
+    check_flags(args, max_pairs=1, val_pairs=1, query_words=1, passage_words=LEAST_WORDS)
 
     source = open_text(TextSettings.of(args))
     args.out.mkdir(parents=True, exist_ok=True)

@@ -19,9 +19,7 @@ import re
 import shutil
 import sys
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -31,15 +29,15 @@ import numpy as np
 import pypi
 import tokenizer
 from format import (
-    count_tokens,
+    count_shard,
     entry_of,
     fail,
+    is_right,
     lock_folder,
     read_dataset,
     read_documents,
     read_header,
     read_json,
-    read_shard,
     remove_leftovers,
     run,
     sha256_file,
@@ -53,8 +51,9 @@ from sources import (
     Source,
     TextSettings,
     add_source_flags,
-    check_positive,
+    check_flags,
     identify,
+    in_threads,
     local_paths,
     open_text,
 )
@@ -80,24 +79,24 @@ class Encoder:
     def __init__(self, tokenizer_path: Path, workers: int):
         self.encoding = tokenizer.load(tokenizer_path)
         self.bos_id = tokenizer.bos_id(self.encoding)
-        self.tokenizer_sha256 = sha256_file(tokenizer_path)
         self.workers = workers
+        # For the headers of shards.
+        self.stated = {
+            "bos_id": self.bos_id,
+            "vocab_size": self.encoding.n_vocab,
+            "tokenizer_sha256": sha256_file(tokenizer_path),
+        }
 
-    def encode(self, documents: Iterable[str]) -> Iterator[tuple]:
-        """encode_batch over a stream, results in the stream's order."""
-        return in_threads(self.encode_batch, make_batches(documents), self.workers)
+    def encode(self, documents: Iterable[str]) -> Iterator[tuple[np.ndarray, int]]:
+        """(tokens uint16 [n] from BOS on, bytes of text) of each document, in the stream's order."""
+        batches = make_batches(documents)
+        for batch in in_threads(self.encode_batch, batches, self.workers, 3 * self.workers):
+            yield from batch
 
-    def encode_batch(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(tokens uint16 [n], tokens and text bytes of each document, int64 [documents])."""
+    def encode_batch(self, texts: list[str]) -> list[tuple[np.ndarray, int]]:
         bos = np.array([self.bos_id], dtype=np.uint16)
-        pieces = []
-        lengths = []
-        for text in texts:
-            tokens = tokenizer.encode(self.encoding, text)
-            pieces += [bos, tokens]
-            lengths.append(len(tokens) + 1)
-        sizes = [len(text.encode()) for text in texts]
-        return np.concatenate(pieces), np.array(lengths), np.array(sizes)
+        encode = lambda text: np.concatenate((bos, tokenizer.encode(self.encoding, text)))
+        return [(encode(text), len(text.encode())) for text in texts]
 
 
 def make_batches(documents: Iterable[str]) -> Iterator[list[str]]:
@@ -113,24 +112,6 @@ def make_batches(documents: Iterable[str]) -> Iterator[list[str]]:
             size = 0
     if batch:
         yield batch
-
-
-def in_threads(work: Callable[[list], Any], batches: Iterable[list], workers: int) -> Iterator[Any]:
-    """work over batches, results in their order; at most 3 batches a thread are under way.
-
-    Threads are enough: the encoder, which is nearly all of the work, runs without Python's lock.
-    """
-    if workers == 1:
-        yield from map(work, batches)
-        return
-    waiting: deque = deque()
-    with ThreadPoolExecutor(workers) as threads:
-        for batch in batches:
-            waiting.append(threads.submit(work, batch))
-            if len(waiting) >= 3 * workers:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
 
 
 # ==== shards
@@ -157,28 +138,16 @@ class ShardWriter:
     def __post_init__(self) -> None:
         self.buffer = np.empty(self.shard_tokens, dtype=np.uint16)
 
-    def add(self, tokens: np.ndarray, lengths: np.ndarray, sizes: np.ndarray) -> None:
-        """A batch of encode_batch."""
-        ends = np.cumsum(lengths)
-        first = 0  # document of the batch that is not in the buffer yet
-        while first < len(lengths):
-            begin = int(ends[first] - lengths[first])
-            room = self.shard_tokens - self.tokens
-            # Documents first to last - 1 fit; none behind one that was larger than a shard.
-            last = int(np.searchsorted(ends, begin + room, side="right"))
-            if last <= first:
-                if self.tokens:
-                    self.close()
-                    continue
-                last = first + 1
-                if lengths[first] > len(self.buffer):
-                    self.buffer = np.empty(int(lengths[first]), dtype=np.uint16)
-            part = tokens[begin : int(ends[last - 1])]
-            self.buffer[self.tokens : self.tokens + len(part)] = part
-            self.tokens += len(part)
-            self.documents += last - first
-            self.text_bytes += int(sizes[first:last].sum())
-            first = last
+    def add(self, tokens: np.ndarray, text_bytes: int) -> None:
+        """A document."""
+        if self.tokens + len(tokens) > self.shard_tokens:
+            self.close()
+        if len(tokens) > len(self.buffer):
+            self.buffer = np.empty(len(tokens), dtype=np.uint16)
+        self.buffer[self.tokens : self.tokens + len(tokens)] = tokens
+        self.tokens += len(tokens)
+        self.documents += 1
+        self.text_bytes += text_bytes
 
     def close(self) -> None:
         """Writes what is in the buffer, if anything is."""
@@ -186,11 +155,8 @@ class ShardWriter:
             return
         done = self.progress["shards"][self.split]
         path = f"pretrain/{self.split}_{len(done):06d}.bin"
-        coder = self.encoder
         content = self.buffer[: self.tokens]
-        sha = write_shard(
-            self.out / path, content, coder.bos_id, coder.encoding.n_vocab, coder.tokenizer_sha256
-        )
+        sha = write_shard(self.out / path, content, **self.encoder.stated)
         counts = {key: getattr(self, key) for key in ("tokens", "documents", "text_bytes")}
         done.append({"path": path, **counts, "sha256": sha})
         write_json(self.out / "progress.json", self.progress)
@@ -201,12 +167,13 @@ class ShardWriter:
 
 def write_split(writer: ShardWriter, documents: Iterable[str]) -> None:
     """Encodes the documents of a split that are not in a shard yet."""
-    progress, split = writer.progress, writer.split
+    progress = writer.progress
+    split = writer.split
     already = sum(entry["documents"] for entry in progress["shards"][split])
     with tqdm(unit="B", unit_scale=True, desc=split, disable=None, mininterval=1) as bar:
-        for batch in writer.encoder.encode(islice(documents, already, None)):
-            writer.add(*batch)
-            bar.update(int(batch[2].sum()))
+        for tokens, text_bytes in writer.encoder.encode(islice(documents, already, None)):
+            writer.add(tokens, text_bytes)
+            bar.update(text_bytes)
         writer.close()
     progress["complete"].append(split)
     write_json(writer.out / "progress.json", progress)
@@ -243,28 +210,25 @@ def is_same(path: Path, documents: Iterator[str], encoder: Encoder) -> bool:
 # ==== the dataset directory
 
 
-def new_progress(settings: dict[str, Any]) -> dict[str, Any]:
-    shards = {"train": [], "val": []}
-    return {"settings": settings, "tokenizer_sha256": None, "shards": shards, "complete": []}
-
-
-def read_progress(out: Path) -> dict[str, Any] | None:
-    """progress.json of an earlier run, or None in a fresh directory; else an error."""
+def read_progress(out: Path, settings: dict[str, Any]) -> tuple[dict[str, Any], bool]:
+    """(progress.json of an earlier run with these settings, or a new one; whether the source is another one now)."""
     path = out / "progress.json"
+    shards = {"train": [], "val": []}
+    new = {"settings": settings, "tokenizer_sha256": None, "shards": shards, "complete": []}
     if not path.exists():
         if (out / "dataset.json").exists() or any((out / "pretrain").glob("*.bin")):
             fail(f"{out} already holds a dataset that this command did not write; choose another --out")
-        return None
+        return new, False
     progress = read_json(path)
     # Stopped before anything was made, for example as the text was too small for the tokenizer.
-    if not progress.get("tokenizer_sha256") and not (out / "tokenizer.json").exists():
-        return None
-    return progress
+    if not progress["tokenizer_sha256"] and not (out / "tokenizer.json").exists():
+        return new, False
+    compare_settings(out, progress["settings"], settings)
+    return progress, progress["settings"]["inputs"] != settings["inputs"]
 
 
-def compare_settings(out: Path, progress: dict[str, Any], settings: dict[str, Any]) -> bool:
-    """Whether the source files are those of before; fails if another setting differs."""
-    old = progress["settings"]
+def compare_settings(out: Path, old: dict[str, Any], settings: dict[str, Any]) -> None:
+    """Ends the script if a setting differs, or the source of a complete dataset."""
     for key in settings:
         # Without --name it is that of the folder, which may be renamed.
         is_free = key == "inputs" or (key == "name" and not settings["name"])
@@ -274,13 +238,10 @@ def compare_settings(out: Path, progress: dict[str, Any], settings: dict[str, An
                 f"{out} was built with other settings: {flag} was {old.get(key)!r} before and is {settings[key]!r} "
                 "now; choose another --out or the same settings"
             )
-    if old.get("inputs") == settings["inputs"]:
-        return True
-    if (out / "dataset.json").exists():
+    if old["inputs"] != settings["inputs"] and (out / "dataset.json").exists():
         fail(
             f"{out} is complete, and the source files (names, sizes or content) are not as before; choose another --out"
         )
-    return False
 
 
 def is_complete(out: Path, progress: dict[str, Any]) -> bool:
@@ -301,59 +262,49 @@ def get_tokenizer(
     """Puts tokenizer.json into the directory: kept, copied or trained."""
     path = out / "tokenizer.json"
     noted = progress["tokenizer_sha256"]
-    if path.exists():
-        sha = sha256_file(path)
-        if noted and sha != noted:
-            fail(f"{path} is not the tokenizer that this dataset was begun with; delete {out} and run again")
-        if not noted and args.tokenizer and sha != sha256_file(args.tokenizer):
-            fail(f"{path} differs from --tokenizer {args.tokenizer}; choose another --out")
-    elif noted:
-        fail(f"{path} is missing but shards were written with it; delete {out} and run again")
-    elif args.tokenizer:
+    if noted and not is_right(path, noted):
+        fail(f"{path} is not the tokenizer that this dataset was begun with; delete {out} and run again")
+    if args.tokenizer and not path.exists():
         tokenizer.read_spec(args.tokenizer)
-        sha = write_atomic(path, [args.tokenizer.read_bytes()])
-    else:
+        write_atomic(path, [args.tokenizer.read_bytes()])
+    elif not path.exists():
         # First, so that a stop from here on is recognised as this command's.
         write_json(out / "progress.json", progress)
         start = time.perf_counter()
         documents = (source.tokenizer_text or source.train)()
         entries = args.vocab_size or tokenizer.VOCAB_SIZE
         pattern = tokenizer.PATTERNS[args.pattern or "gpt4"]
-        spec = tokenizer.train(documents, entries, args.tokenizer_chars, pattern=pattern)
-        sha = write_json(path, spec)
+        write_json(path, tokenizer.train(documents, entries, args.tokenizer_chars, pattern=pattern))
         print(f"trained the tokenizer in {time.perf_counter() - start:.1f} s")
-    found = tokenizer.load(path).n_vocab
-    if args.vocab_size and found != args.vocab_size:
-        fail(f"{path} has {found} entries but --vocab-size is {args.vocab_size}; leave the flag out or train anew")
-    name = tokenizer.pattern_name(path)
-    if args.pattern and name != args.pattern:
-        fail(f"{path} has the pattern {name!r} but --pattern is {args.pattern}; leave the flag out or train anew")
+    sha = sha256_file(path)
+    if args.tokenizer and sha != sha256_file(args.tokenizer):
+        fail(f"{path} differs from --tokenizer {args.tokenizer}; choose another --out")
+    found = tokenizer.describe(path)
+    for key in ("vocab_size", "pattern"):
+        asked = getattr(args, key)
+        if asked and found[key] != asked:
+            flag = f"--{key.replace('_', '-')}"
+            fail(f"{path} has {flag} {found[key]}, not {asked}; leave the flag out or train anew")
     progress["tokenizer_sha256"] = sha
     write_json(out / "progress.json", progress)
-
-
-def source_names(inputs: list[list[Any]]) -> list[str]:
-    """What dataset.json calls the sources: file names without the folders of this computer."""
-    return [f"{entry[1]} (val)" if entry[0] == "val" else entry[0] for entry in inputs]
 
 
 def finish(out: Path, progress: dict[str, Any]) -> None:
     """Writes dataset.json, the sign that the dataset is whole, and prints the totals."""
     path = out / "tokenizer.json"
-    encoding = tokenizer.load(path)
-    sha256, settings = progress["tokenizer_sha256"], progress["settings"]
+    sha256 = progress["tokenizer_sha256"]
+    settings = progress["settings"]
+    inputs = settings["inputs"]
+    sources = [f"{entry[1]} (val)" if entry[0] == "val" else entry[0] for entry in inputs]
     files = {"tokenizer.json": entry_of(path, sha256)}
     for entry in progress["shards"]["train"] + progress["shards"]["val"]:
         counts = {key: entry[key] for key in ("tokens", "documents", "text_bytes")}
         files[entry["path"]] = {**counts, **entry_of(out / entry["path"], entry["sha256"])}
     dataset = {
         "name": settings["name"] or out.resolve().name,
-        "sources": source_names(settings["inputs"]),
+        "sources": sources,
         "tokenizer_sha256": sha256,
-        "vocab_size": encoding.n_vocab,
-        "pattern": tokenizer.pattern_name(path),
-        "bos_id": tokenizer.bos_id(encoding),
-        "special_tokens": tokenizer.special_tokens(encoding),
+        **tokenizer.describe(path),
         "files": files,
     }
     write_dataset(out, dataset)
@@ -364,15 +315,6 @@ def finish(out: Path, progress: dict[str, Any]) -> None:
     if line := tell_shared(out, dataset["bos_id"]):
         print(f"note: {line}")
     print(f"wrote {out / 'dataset.json'}")
-
-
-def check_both_splits(source: Source) -> None:
-    for split, documents in (("train", source.train), ("val", source.val)):
-        if next(documents(), None) is None:
-            fail(
-                f"the source gives no {split} document with text in it; give at least two documents, or "
-                "--val-source for separate validation text"
-            )
 
 
 def build(args: argparse.Namespace) -> None:
@@ -389,14 +331,15 @@ def build(args: argparse.Namespace) -> None:
         "pattern": args.pattern,
         "tokenizer": sha256_file(args.tokenizer) if args.tokenizer else None,
     }
-    progress = read_progress(out)
-    is_changed = progress is not None and not compare_settings(out, progress, settings)
-    if progress and is_complete(out, progress):
+    progress, is_changed = read_progress(out, settings)
+    if is_complete(out, progress):
         print(f"{out} is already complete")
     else:
-        if progress is None:
-            check_both_splits(source)
-            progress = new_progress(settings)
+        if not progress["tokenizer_sha256"]:
+            for split, documents in (("train", source.train), ("val", source.val)):
+                if next(documents(), None) is None:
+                    way = "give at least two documents, or --val-source for separate validation text"
+                    fail(f"the source gives no {split} document with text in it; {way}")
         progress["settings"]["inputs"] = settings["inputs"]
         for folder in (out, out / "pretrain"):
             remove_leftovers(folder)
@@ -449,16 +392,15 @@ def adopt(args: argparse.Namespace) -> None:
         "tokenizer": sha256_file(args.tokenizer),
         "hosted_shards": True,
     }
-    progress = read_progress(out)
-    is_same_source = progress is None or compare_settings(out, progress, settings)
-    if progress and is_same_source and is_complete(out, progress):
+    progress, _ = read_progress(out, settings)
+    if is_complete(out, progress):
         print(f"{out} is already complete")
         return
     # Everything is checked before the first file is made.
     encoding, lengths = tokenizer.load(args.tokenizer), tokenizer.token_bytes(args.tokenizer)
     bos, sha = tokenizer.bos_id(encoding), settings["tokenizer"]
-    counts = {path: count_hosted(path, bos, lengths, sha) for path in paths}
-    progress = new_progress(settings)
+    counts = {path: count_shard(path, sha, bos, lengths) for path in paths}
+    progress |= {"settings": settings, "shards": {"train": [], "val": []}}
     get_tokenizer(out, args, None, progress)
     for split, found in by_split.items():
         for i, path in enumerate(tqdm(found, desc=split, disable=None)):
@@ -470,39 +412,16 @@ def adopt(args: argparse.Namespace) -> None:
     finish(out, progress)
 
 
-def count_hosted(path: Path, bos: int, lengths: np.ndarray, sha256: str) -> dict[str, int]:
-    """Tokens, documents and bytes of text of a shard of the given tokenizer."""
-    header = read_header(path)
-    again = "give the tokenizer it was made with"
-    if header["tokenizer_sha256"] not in ("", sha256):
-        fail(f"{path} was made with another tokenizer (sha256 {header['tokenizer_sha256']}, given {sha256}); {again}")
-    counts = count_tokens(read_shard(path, verify=True), len(lengths))
-    if len(counts) > len(lengths):
-        fail(f"{path} holds token {len(counts) - 1} but --tokenizer has {len(lengths)} entries; {again}")
-    stated = header["bos_id"], header["vocab_size"]
-    if stated[0] not in (None, bos) or stated[1] not in (0, len(lengths)) or not counts[bos]:
-        fail(
-            f"{path} holds no BOS {bos} of --tokenizer, or states another vocabulary (BOS {stated[0]}, "
-            f"{stated[1]} entries); {again}"
-        )
-    size = int(counts @ lengths)
-    if not size:
-        fail(f"{path} holds no text, only special tokens; give another one")
-    return {"tokens": int(counts.sum()), "documents": int(counts[bos]), "text_bytes": size}
-
-
 def sort_hosted(paths: list[Path], spec: str) -> dict[str, list[Path]]:
     """The shards of each split, by a word of their names: "retrieval_train_01" is training."""
     by_split: dict[str, list[Path]] = {"train": [], "val": []}
     for path in paths:
         words = re.findall("[a-z]+", path.stem.lower())
         found = [split for split in by_split if split in words]
-        if len(found) == 2:
-            fail(f"{path} has both 'train' and 'val' in its name; name it *_train_* or *_val_*")
-        if found:
+        if len(found) == 1:
             by_split[found[0]].append(path)
         else:
-            print(f"left out {path.name}: its name says neither train nor val")
+            print(f"left out {path.name}: its name must say either train or val")
     for split, found in by_split.items():
         if not found:
             fail(
@@ -554,15 +473,9 @@ def parse_arguments() -> argparse.Namespace:
     add("--workers", type=int, default=available_cores(), help=threads)
     args = parser.parse_args()
 
-    check_positive(args, "shard_tokens", "workers", "val_documents", "tokenizer_chars")
-    if args.shard_tokens >= 2**31:
-        fail(f"--shard-tokens {args.shard_tokens} does not fit the header's int32; give less than {2**31}")
+    check_flags(args, shard_tokens=1, workers=1, val_documents=1, tokenizer_chars=1)
     if args.vocab_size:
         tokenizer.check_vocab_size(args.vocab_size)
-    if args.tokenizer and args.pattern:
-        fail("--pattern is for a new tokenizer, --tokenizer names one that is there; leave one out")
-    if args.tokenizer and not os.path.isfile(args.tokenizer):
-        fail(f"--tokenizer {args.tokenizer} does not exist; give a tokenizer.json or leave it out to train one")
     return args
 
 

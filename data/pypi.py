@@ -32,7 +32,9 @@ Nothing here depends on the number of workers, the order of a set, the locale or
 """
 
 import argparse
+import functools
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -43,13 +45,13 @@ import tempfile
 import zipfile
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from format import fail, read_dataset, read_json, run, sha256_file, write_atomic
+from format import check_file, fail, is_right, read_dataset, read_json, run, write_atomic
 from sections import cut_sections
 from tqdm import tqdm
 
@@ -112,10 +114,7 @@ class Corpus(NamedTuple):
 
 
 def read_lock() -> dict[str, Any]:
-    lock = read_json(LOCK)
-    if lock["format"] != LOCK_FORMAT:
-        fail(f"{LOCK} is not of the format {LOCK_FORMAT}; check out the file again")
-    return lock
+    return read_json(LOCK)
 
 
 def read_set(lock: dict[str, Any], name: str) -> dict[str, Any]:
@@ -141,57 +140,52 @@ def wheel_folder() -> Path:
 
 def fetch(packages: list[dict[str, Any]], folder: Path) -> list[Path]:
     """The wheels in `folder`, downloaded with pip where they are missing or damaged."""
-    missing = [package for package in packages if not is_whole(folder / package["file"], package)]
+    missing = [wheel for wheel in packages if not is_right(folder / wheel["file"], wheel["sha256"])]
     if missing:
         folder.mkdir(parents=True, exist_ok=True)
         size = sum(package["size"] for package in missing)
         print(f"downloading {len(missing)} wheels ({size / 1e6:.0f} MB) with pip to {folder}")
         with ThreadPoolExecutor(4) as pool:
-            running = [pool.submit(download, package, folder) for package in missing]
-            try:
-                for done in tqdm(as_completed(running), "wheels", len(running), disable=None):
-                    done.result()
-            finally:
-                # No further ones after the first problem.
-                pool.shutdown(cancel_futures=True)
+            done = pool.map(functools.partial(download, folder=folder), missing)
+            list(tqdm(done, "wheels", len(missing), disable=None))
     return [folder / package["file"] for package in packages]
 
 
-def is_whole(path: Path, package: dict[str, Any]) -> bool:
-    return path.exists() and sha256_file(path) == package["sha256"]
-
-
 def download(package: dict[str, Any], folder: Path) -> None:
-    """One wheel, through a folder of its own, so that a half file never has the wheel's name."""
-    name = f"{package['name']}=={package['version']}"
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".download-") as temporary:
+    """One wheel with pip, which compares its sha256."""
+    path = folder / package["file"]
+    with tempfile.TemporaryDirectory() as temporary:
         requirement = Path(temporary) / "requirements.txt"
-        requirement.write_text(f"{name} --hash=sha256:{package['sha256']}\n")
+        pinned = f"{package['name']}=={package['version']} --hash=sha256:{package['sha256']}\n"
+        requirement.write_text(pinned)
         command = [sys.executable, "-m", "pip", "download", "--no-input", "--no-deps"]
         command += ["--disable-pip-version-check", "--progress-bar=off", "--only-binary=:all:"]
-        command += ["--require-hashes", "--ignore-requires-python", "--dest", temporary]
+        command += ["--require-hashes", "--ignore-requires-python", "--dest", str(folder)]
         command += ["-r", str(requirement)]
         result = subprocess.run(command, capture_output=True, text=True, errors="replace")
-        path = Path(temporary) / package["file"]
-        if result.returncode or not is_whole(path, package):
-            errors = re.findall(r"^ERROR: (.+)", result.stderr, re.MULTILINE)
-            reason = errors[-1] if errors else result.stderr
-            fail(
-                f"pip cannot download {package['file']} ({reason}); check the network, pip's index and the space on "
-                "the disk, and run the same command again: what was downloaded stays"
-            )
-        os.replace(path, folder / package["file"])
+    if result.returncode or not is_right(path, package["sha256"]):
+        errors = re.findall(r"^ERROR: (.+)", result.stderr, re.MULTILINE)
+        reason = errors[-1] if errors else result.stderr
+        fail(
+            f"pip cannot download {package['file']} ({reason}); check the network, pip's index and the space on "
+            "the disk, and run the same command again: what was downloaded stays"
+        )
 
 
 # ==== reading
 
 
-def read_wheel(path: str) -> tuple[list[Section], Counter]:
+def read_wheel(path: Path) -> tuple[list[Section], Counter]:
     """The sections of a wheel by steps 1 to 3, and how many files or sections each rule dropped."""
     dropped: Counter = Counter()
     sections: dict[bytes, Section] = {}
-    word_hashes.clear()  # one wheel's words are few, all of them would fill the memory
-    for data in read_members(path, dropped):
+    hash_word.cache_clear()  # one wheel's words are few, all of them would fill the memory
+    # The sha256 of the lock vouches for the archive.
+    with zipfile.ZipFile(path) as wheel:
+        members = [member for member in wheel.infolist() if is_text(member, dropped)]
+        names = sorted(member.filename for member in members)
+        files = [wheel.read(name) for name in names]
+    for data in files:
         text = normalise(data)
         if text is None:
             dropped["files that are not UTF-8 text"] += 1
@@ -214,14 +208,6 @@ def read_wheel(path: str) -> tuple[list[Section], Counter]:
             else:
                 sections[digest] = Section(encoded, digest, sketch(shingles(encoded)))
     return list(sections.values()), dropped
-
-
-def read_members(path: str, dropped: Counter) -> Iterator[bytes]:
-    """The text files of a wheel, by name. The sha256 of the lock vouches for the archive."""
-    with zipfile.ZipFile(path) as wheel:
-        members = [member for member in wheel.infolist() if is_text(member, dropped)]
-        for member in sorted(members, key=lambda member: member.filename):
-            yield wheel.read(member)
 
 
 def is_text(member: zipfile.ZipInfo, dropped: Counter) -> bool:
@@ -269,14 +255,9 @@ def without_licence(text: str) -> str:
     return text
 
 
-LETTERS = np.zeros(256, dtype=bool)
-LETTERS[[*range(65, 91), *range(97, 123), *range(128, 256)]] = True
-DIGITS = np.zeros(256, dtype=bool)
-DIGITS[48:58] = True
-BLANKS = np.zeros(256, dtype=bool)
-BLANKS[[9, 10, 12, 32]] = True
-
-
+LETTERS = bytes([*range(65, 91), *range(97, 123), *range(128, 256)])
+DIGITS = b"0123456789"
+BLANKS = b"\t\n\f "
 ENTRY = frozenset(b"\"'0123456789([{")  # first bytes of the entries of a table
 
 
@@ -284,9 +265,10 @@ def is_data(section: bytes) -> bool:
     """Whether a section holds a table, numbers or an encoded file rather than what a person wrote line by line:
     a line over 1,000 bytes, more than 15 % digits or less than half letters (blanks not counted), more than half
     of the lines beginning with a quote, a digit or a bracket, or more than half of the longer lines repeated."""
-    counts = np.bincount(np.frombuffer(section, dtype=np.uint8), minlength=256)
-    visible = counts.sum() - counts[BLANKS].sum()
-    if 100 * counts[DIGITS].sum() > 15 * visible or 2 * counts[LETTERS].sum() < visible:
+    visible = len(section) - count_bytes(section, BLANKS)
+    if 100 * count_bytes(section, DIGITS) > 15 * visible:
+        return True
+    if 2 * count_bytes(section, LETTERS) < visible:
         return True
 
     lines = [line.lstrip(b" \t") for line in section.split(b"\n")]
@@ -298,18 +280,16 @@ def is_data(section: bytes) -> bool:
     return len(longer) > 20 and 2 * len(set(longer)) < len(longer)
 
 
+def count_bytes(section: bytes, kinds: bytes) -> int:
+    return len(section) - len(section.translate(None, kinds))
+
+
 # ==== near duplicates
 
 
-class WordHashes(dict):
-    """The 64-bit hash of each word that was looked up, as 8 bytes."""
-
-    def __missing__(self, word: bytes) -> bytes:
-        self[word] = hashlib.blake2b(word, digest_size=8).digest()
-        return self[word]
-
-
-word_hashes = WordHashes()
+@functools.cache
+def hash_word(word: bytes) -> bytes:
+    return hashlib.blake2b(word, digest_size=8).digest()
 
 
 def mix(values: np.ndarray) -> np.ndarray:
@@ -329,7 +309,7 @@ def split_words(text: bytes) -> list[bytes]:
 def shingles(text: bytes) -> np.ndarray:
     """uint64 [n]: a hash for every run of five words, or one for a shorter text."""
     words = split_words(text)
-    joined = b"".join(map(word_hashes.__getitem__, words))
+    joined = b"".join(map(hash_word, words))
     hashes = np.frombuffer(joined, dtype=">u8").astype(np.uint64)
     count = max(len(words) - SHINGLE_WORDS + 1, 1)
     runs = np.zeros(count, dtype=np.uint64)
@@ -373,7 +353,8 @@ def drop_duplicates(groups: list[list[Section]], dropped: Counter) -> list[list[
                 continue
             seen.add(section.digest)
             found = [buckets.setdefault(key, []) for key in row.tolist()]
-            if any(is_near(section.sketch, other) for bucket in found for other in bucket):
+            others = itertools.chain.from_iterable(found)
+            if any(np.sum(section.sketch == other) >= MIN_AGREEING for other in others):
                 dropped["near duplicates"] += 1
                 continue
             kept.append(section.text)
@@ -381,10 +362,6 @@ def drop_duplicates(groups: list[list[Section]], dropped: Counter) -> list[list[
                 bucket.append(section.sketch)
         result.append(kept)
     return result
-
-
-def is_near(sketch: np.ndarray, other: np.ndarray) -> bool:
-    return np.count_nonzero(sketch == other) >= MIN_AGREEING
 
 
 # ==== the corpus
@@ -412,7 +389,14 @@ def make_corpus(lock: dict[str, Any], name: str, folder: Path, workers: int) -> 
     ends = np.cumsum([len(text) for text in tokenizer_text])
     tokenizer_text = tokenizer_text[: int(np.searchsorted(ends, TOKENIZER_BYTES, side="right"))]
     corpus = Corpus(texts[1], texts[0], tokenizer_text, dict(dropped))
-    compare_documents(corpus, lock, name)
+    # The first layer; a set that the lock does not describe yet passes.
+    found = describe(corpus)
+    stated = lock["sets"][name].get("documents", found)
+    if found != stated:
+        fail(
+            f"the wheels of pypi:{name} are those of the lock, but their documents differ: found {found}, stated "
+            f"{stated}; report it with your versions of Python and numpy"
+        )
     return corpus
 
 
@@ -430,12 +414,11 @@ def open_set(spec: str, workers: int) -> tuple[list[list[Any]], Corpus]:
 
 def read_all(paths: list[Path], workers: int) -> Iterator[tuple[list[Section], Counter]]:
     """read_wheel over the paths, in their order."""
-    names = [str(path) for path in paths]
     if workers == 1:
-        yield from tqdm(map(read_wheel, names), "reading wheels", len(names), disable=None)
+        yield from tqdm(map(read_wheel, paths), "reading wheels", len(paths), disable=None)
         return
     with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
-        yield from tqdm(pool.map(read_wheel, names), "reading wheels", len(names), disable=None)
+        yield from tqdm(pool.map(read_wheel, paths), "reading wheels", len(paths), disable=None)
 
 
 def hash_documents(documents: Iterable[bytes]) -> str:
@@ -457,18 +440,6 @@ def describe(corpus: Corpus) -> dict[str, Any]:
         }
         for split, documents in (("train", corpus.train), ("val", corpus.val))
     }
-
-
-def compare_documents(corpus: Corpus, lock: dict[str, Any], name: str) -> None:
-    """The first layer; a set that the lock does not describe yet passes."""
-    stated = lock["sets"][name].get("documents")
-    found = describe(corpus)
-    for split in ("val", "train"):
-        if stated and found[split] != stated[split]:
-            fail(
-                f"the wheels of pypi:{name} are those of the lock, but their {split} documents differ: found "
-                f"{found[split]}, stated {stated[split]}; report it with your versions of Python and numpy"
-            )
 
 
 def compare_build(args: argparse.Namespace, defaults: dict[str, Any]) -> None:
@@ -514,14 +485,11 @@ def dataset_layers(dataset: dict[str, Any]) -> dict[str, Any]:
 def verify(name: str, out: Path, workers: int) -> None:
     """All layers of a dataset directory: wheels, documents, tokenizer, shards."""
     lock = read_lock()
-    read_set(lock, name)
     dataset = read_dataset(out)
     make_corpus(lock, name, wheel_folder(), workers)
     print(f"wheels and documents are those of pypi:{name}")
     for path, entry in dataset["files"].items():
-        file = out / path
-        if not file.exists() or sha256_file(file) != entry["sha256"]:
-            fail(f"{file} is not the file that dataset.json lists; delete {out} and build it again")
+        check_file(out / path, entry)
     compare_dataset(out, name, lock)
 
 

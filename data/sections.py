@@ -20,26 +20,13 @@ def cut_sections(text: str, limit: int) -> list[str]:
         end = max(bisect_right(ends, taken + limit), start + 1)  # the first line that does not fit
         if end == len(lines):
             break
-        cut = best_cut(lines, start, end)
+        # Of equally good places the last one fills the section best.
+        cut = max(range(end, start, -1), key=lambda i: cut_quality(lines, i))
         sections.append("".join(lines[start:cut]))
         start = cut
         taken = ends[cut - 1]
     sections.append("".join(lines[start:]))
     return [section for section in sections if section.strip()]
-
-
-def best_cut(lines: list[str], start: int, end: int) -> int:
-    """The best cut among lines start+1 .. end; of equals the last, which fills the section best."""
-    best = end
-    quality = -1
-    for i in range(end, start, -1):
-        found = cut_quality(lines, i)
-        if found == 3:
-            return i
-        if found > quality:
-            best = i
-            quality = found
-    return best
 
 
 def cut_quality(lines: list[str], i: int) -> int:

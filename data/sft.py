@@ -32,7 +32,6 @@ import argparse
 import hashlib
 import random
 import re
-import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -40,25 +39,31 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import hub
 import numpy as np
 import tokenizer
 from format import (
     entry_of,
     fail,
     lock_folder,
+    new_folder,
     read_dataset,
-    remove_leftovers,
-    replace_folder,
     run,
     sha256_file,
-    sum_splits,
     tell_shared,
-    write_dataset,
     write_shard,
 )
-from pretrain import available_cores, in_threads
-from sources import check_apart, clean, hub_files, identify, local_paths, read_lines, records
+from pretrain import available_cores
+from sources import (
+    File,
+    check_apart,
+    check_flags,
+    clean,
+    find_files,
+    in_threads,
+    is_hub,
+    read_lines,
+    records,
+)
 from tqdm import tqdm
 
 NAMED = {"smol-smoltalk": "hf:HuggingFaceTB/smol-smoltalk/data/train-*.parquet"}
@@ -151,7 +156,7 @@ def render(
 
 # ==== sources
 
-# Where it stands, the conversation or None, and what is wrong with it or "".
+# Where it stands, what was read or None, and what is wrong with it or "".
 Record = tuple[str, Any, str]
 
 
@@ -162,6 +167,7 @@ class Source(NamedTuple):
     weight: float
     inputs: list[list[Any]]  # as sources.identify gives them
     read: Callable[[str], Iterator[Record]]
+    convert: Callable[[Any], dict] | None = None  # what is read into a conversation
     generated: bool = False
 
 
@@ -173,36 +179,24 @@ def parse_source(spec: str, flag: str, args: argparse.Namespace) -> Source:
     if kind != "gsm8k":
         kind = "chat"
         rest = spec
-    match = re.fullmatch(r"(.+?)(?::([0-9]+\.?[0-9]*))?", rest)
-    path = match[1] if match else rest
-    weight = float(match[2] or 1) if match else 1.0
+    path, weight = re.fullmatch(r"(.*?)(?::([0-9]+\.?[0-9]*))?", rest).groups()
+    weight = float(weight or 1)
     if not 0 < weight <= 1000:
         fail(f"{flag} {spec} has the weight {weight:g}, which must lie above 0 and at most 1000")
 
-    name = path = NAMED.get(path, path)
-    if path.startswith("hf:"):
-        repo, commit, files = hub_files(path)
-        inputs = [[f"{repo}/{file}", *content] for file, content in files.items()]
-        open_files = [partial(hub.fetch, repo, file, commit) for file in files]
-    else:
-        paths = local_paths(path, SUFFIXES)
-        inputs = [identify(path) for path in paths]
-        name = ",".join(path.name for path in paths)
-        open_files = [partial(Path, path) for path in paths]
-    prefix = "gsm8k:" if kind == "gsm8k" else ""
-    return Source(f"{prefix}{name}:{weight:g}", weight, inputs, partial(read_files, kind, open_files))
+    path = NAMED.get(path, path)
+    files = find_files(path, SUFFIXES)
+    inputs = [file.identity for file in files]
+    name = path if is_hub(path) else ",".join(name for name, *_ in inputs)
+    if kind == "gsm8k":
+        read = partial(read_files, files, ("question", "answer"))
+        return Source(f"gsm8k:{name}:{weight:g}", weight, inputs, read, gsm8k_conversation)
+    return Source(f"{name}:{weight:g}", weight, inputs, partial(read_files, files, ("messages",)))
 
 
-def read_files(kind: str, open_files: list[Callable[[], Path]], split: str) -> Iterator[Record]:
-    for open_file in open_files:
-        if kind == "chat":
-            yield from records(open_file(), ("messages",))
-            continue
-        for where, value, problem in records(open_file(), ("question", "answer")):
-            try:
-                yield where, None if problem else gsm8k_conversation(value), problem
-            except ValueError as error:
-                yield where, None, str(error)
+def read_files(files: list[File], columns: tuple[str, ...], split: str) -> Iterator[Record]:
+    for file in files:
+        yield from records(file.fetch(), columns)
 
 
 def generated_source(spec: str, flag: str, args: argparse.Namespace) -> Source:
@@ -216,7 +210,8 @@ def generated_source(spec: str, flag: str, args: argparse.Namespace) -> Source:
         make = partial(spelling_tasks, read_words(Path(match["file"]), flag))
         name = f"spelling:{Path(match['file']).name}:{count}"
     else:
-        count, digits = int(match["count"]), int(match["digits"] or 2)
+        count = int(match["count"])
+        digits = int(match["digits"] or 2)
         make = partial(addition_tasks, digits)
         name = f"addition:{count}:{digits}"
 
@@ -227,7 +222,7 @@ def generated_source(spec: str, flag: str, args: argparse.Namespace) -> Source:
         for number, task in enumerate(make(most, split, args.seed), 1):
             yield f"task {number}", task, ""
 
-    return Source(name, 1.0, [], read, True)
+    return Source(name, 1.0, [], read, generated=True)
 
 
 def gsm8k_conversation(value: Any) -> dict[str, Any]:
@@ -359,24 +354,10 @@ def addition_tasks(digits: int, count: int, split: str, seed: int) -> Iterator[d
 # ==== encoding
 
 
-class Pool(NamedTuple):
-    """The encoded conversations of a split, the order to write them in, and what was left out."""
-
-    talks: list[tuple[np.ndarray, np.ndarray]]
-    order: list[int]
-    tally: Counter
-
-    def put(self, found: list[tuple], weight: float, rng: np.random.Generator) -> None:
-        """Adds conversations int(weight) times, and the rest of the weight as a drawn part."""
-        start = len(self.talks)
-        self.talks.extend(found)
-        whole = int(weight)
-        rest = rng.choice(len(found), round((weight - whole) * len(found)), replace=False)
-        self.order.extend([*range(start, start + len(found))] * whole)
-        self.order.extend(start + int(i) for i in sorted(rest))
+Talk = tuple[np.ndarray, np.ndarray]  # of a conversation, its tokens and which of them count
 
 
-def encode_records(encoding: Any, batch: list[Record]) -> list[tuple]:
+def encode_records(encoding: Any, convert: Callable | None, batch: list[Record]) -> list[tuple]:
     """(where, tokens, counted) of each record, or (where, what is wrong, None)."""
     ids = tokenizer.special_tokens(encoding)
     encode = partial(tokenizer.encode, encoding)
@@ -385,7 +366,8 @@ def encode_records(encoding: Any, batch: list[Record]) -> list[tuple]:
         try:
             if problem:
                 raise ValueError(problem)
-            done.append((where, *render(check_messages(value), encode, ids)))
+            messages = check_messages(convert(value) if convert else value)
+            done.append((where, *render(messages, encode, ids)))
         except ValueError as error:
             done.append((where, str(error), None))
     return done
@@ -393,97 +375,90 @@ def encode_records(encoding: Any, batch: list[Record]) -> list[tuple]:
 
 def encode_source(
     source: Source, split: str, encoding: Any, args: argparse.Namespace, tally: Counter
-) -> list[tuple[np.ndarray, np.ndarray]]:
+) -> list[Talk]:
     """(tokens, counted) of every conversation of a source, in its order, cut to --max-len."""
     stream = source.read(split)
     batches = iter(lambda: list(islice(stream, BATCH)), [])
-    results = in_threads(partial(encode_records, encoding), batches, args.workers)
+    work = partial(encode_records, encoding, source.convert)
+    results = in_threads(work, batches, args.workers, 3 * args.workers)
     found = []
-    dropped = 0
     bar = tqdm(chain.from_iterable(results), source.name, unit=" conversations", disable=None)
     for where, tokens, counted in bar:
         if counted is None:
             if not args.skip_bad:
                 fail(f"{where}: {tokens}; fix it, or leave out such conversations with --skip-bad")
             tally["bad"] += 1
-            continue
-        is_long = len(tokens) > args.max_len
-        tokens = tokens[: args.max_len]
-        counted = counted[: args.max_len]
-        # Only a question is left, which teaches nothing.
-        if not counted.any():
-            dropped += 1
-            continue
-        tally["cut"] += is_long
-        found.append((tokens, counted))
-    tally["dropped"] += dropped
+        elif not counted[: args.max_len].any():
+            # Only a question is left, which teaches nothing.
+            tally["dropped"] += 1
+        else:
+            tally["cut"] += len(tokens) > args.max_len
+            found.append((tokens[: args.max_len], counted[: args.max_len]))
     if not found:
-        way = "give a larger --max-len" if dropped else "check the file"
-        fail(f"--source {source.name} gives no conversation, {dropped} are too long; {way}")
+        way = f"check the file, or whether --max-len {args.max_len} cuts all answers"
+        fail(f"--source {source.name} gives no conversation; {way}")
     return found
 
 
-def fill_pools(
+def read_splits(
     sources: list[Source], val_sources: list[Source], encoding: Any, args: argparse.Namespace
-) -> dict[str, Pool]:
-    """The conversations of both splits."""
-    pools = {split: Pool([], [], Counter()) for split in ("train", "val")}
-    train = pools["train"]
-    val = pools["val"]
+) -> tuple[dict[str, list[Talk]], dict[str, Counter]]:
+    """The conversations of both splits in the order to write them in, and what was left out."""
+    train: list[Talk] = []
+    val: list[Talk] = []
+    tallies = {"train": Counter(), "val": Counter()}
     for i, source in enumerate(sources):
         rng = np.random.default_rng([args.seed, 0, i])
-        found = encode_source(source, "train", encoding, args, train.tally)
+        found = encode_source(source, "train", encoding, args, tallies["train"])
         if not val_sources and source.generated:
-            val.put(encode_source(source, "val", encoding, args, val.tally), 1.0, rng)
+            val += encode_source(source, "val", encoding, args, tallies["val"])
         elif not val_sources:
-            found, held_out = hold_out(found, args.val_fraction, source.name, rng)
-            val.put(held_out, 1.0, rng)
-        train.put(found, source.weight, rng)
+            count = max(1, round(args.val_fraction * len(found)))
+            chosen = set(rng.choice(len(found), count, replace=False).tolist())
+            val += [talk for i, talk in enumerate(found) if i in chosen]
+            found = [talk for i, talk in enumerate(found) if i not in chosen]
+        train += weigh(found, source.weight, rng)
     for i, source in enumerate(val_sources):
-        found = encode_source(source, "val", encoding, args, val.tally)
-        val.put(found, source.weight, np.random.default_rng([args.seed, 1, i]))
-    for i, (split, pool) in enumerate(pools.items()):
-        if not pool.order:
-            fail(f"the weights leave no {split} conversation; raise them")
-        np.random.default_rng([args.seed, 2, i]).shuffle(pool.order)
-    return pools
+        found = encode_source(source, "val", encoding, args, tallies["val"])
+        val += weigh(found, source.weight, np.random.default_rng([args.seed, 1, i]))
+    splits = {"train": train, "val": val}
+    for i, (split, talks) in enumerate(splits.items()):
+        if not talks:
+            fail(f"no {split} conversation is left; give more, larger weights or --val-source")
+        np.random.default_rng([args.seed, 2, i]).shuffle(talks)
+    return splits, tallies
 
 
-def hold_out(
-    found: list[tuple], fraction: float, name: str, rng: np.random.Generator
-) -> tuple[list[tuple], list[tuple]]:
-    """(the rest, a drawn part) of conversations."""
-    if len(found) < 2:
-        fail(f"--source {name} gives one conversation, too few to hold one out; give --val-source")
-    count = max(1, round(fraction * len(found)))
-    chosen = set(rng.choice(len(found), count, replace=False).tolist())
-    rest = [talk for i, talk in enumerate(found) if i not in chosen]
-    return rest, [talk for i, talk in enumerate(found) if i in chosen]
+def weigh(found: list[Talk], weight: float, rng: np.random.Generator) -> list[Talk]:
+    """Each conversation int(weight) times, and the rest of the weight as a drawn part."""
+    whole = int(weight)
+    rest = rng.choice(len(found), round((weight - whole) * len(found)), replace=False)
+    return found * whole + [found[i] for i in sorted(rest)]
 
 
 # ==== writing
 
 
 def write_split(
-    folder: Path, split: str, pool: Pool, shard_tokens: int, tokenizer_path: Path
+    folder: Path, split: str, talks: list[Talk], shard_tokens: int, tokenizer_path: Path
 ) -> dict[str, dict]:
     """Writes the shards and masks of a split, conversations whole; returns their entries."""
-    shards: list[list] = [[]]
+    shards: list[list[Talk]] = [[]]
     size = 0
-    for i in pool.order:
-        length = len(pool.talks[i][0])
+    for talk in talks:
+        length = len(talk[0])
         if shards[-1] and size + length > shard_tokens:
             shards.append([])
             size = 0
-        shards[-1].append(pool.talks[i])
+        shards[-1].append(talk)
         size += length
     files: dict[str, dict] = {}
-    for number, talks in enumerate(shards):
-        files |= write_pair(folder / f"{split}_{number:06d}.bin", talks, tokenizer_path)
+    for number, shard in enumerate(shards):
+        files |= write_pair(folder / f"{split}_{number:06d}.bin", shard, tokenizer_path)
     return files
 
 
-def write_pair(path: Path, talks: list[tuple], tokenizer_path: Path) -> dict[str, dict]:
+def write_pair(path: Path, talks: list[Talk], tokenizer_path: Path) -> dict[str, dict]:
     """A shard of conversations and its mask; returns the entries of both."""
     encoding = tokenizer.load(tokenizer_path)
     sha256 = sha256_file(tokenizer_path)
@@ -503,82 +478,41 @@ def write_pair(path: Path, talks: list[tuple], tokenizer_path: Path) -> dict[str
     return {f"sft/{path.name}": entry, f"sft/{mask_path.name}": mask_entry}
 
 
-def register(out: Path, files: dict[str, dict], notes: dict[str, Any] | None) -> None:
-    """Replaces what dataset.json says about sft/ by these files (none: forgets them)."""
-    dataset = read_dataset(out)
-    dataset.pop("sft", None)
-    kept = {path: entry for path, entry in dataset["files"].items() if not path.startswith("sft/")}
-    splits = dataset.get("splits", {})
-    dataset["splits"] = {name: splits[name] for name in splits if not name.startswith("sft_")}
-    if files:
-        shards = {name: files[name] for name in files if not name.endswith(".mask.bin")}
-        found = sum_splits(shards, "sft", ("tokens", "counted_tokens", "conversations"))
-        dataset["splits"] |= {f"sft_{split}": total for split, total in found.items()}
-        dataset["sft"] = notes
-    dataset["files"] = {**kept, **files}
-    write_dataset(out, dataset)
-
-
-def open_tokenizer(out: Path) -> Any:
-    """The encoding of a dataset; ends the script if it cannot spell conversations."""
-    path = out / "tokenizer.json"
-    encoding = tokenizer.load(path)
-    if read_dataset(out)["tokenizer_sha256"] != sha256_file(path):
-        fail(f"{path} is not the one that dataset.json states; restore it")
+def build(args: argparse.Namespace) -> None:
+    out = args.data
+    encoding = tokenizer.load(out / "tokenizer.json")
     missing = set(tokenizer.SPECIAL_TOKENS) - set(tokenizer.special_tokens(encoding))
     if missing:
         fail(f"the tokenizer of {out} has no {min(missing)} token; train one")
-    return encoding
-
-
-def build(args: argparse.Namespace) -> None:
-    out = args.data
-    encoding = open_tokenizer(out)
     sources = [parse_source(spec, "--source", args) for spec in args.source]
     val_sources = [parse_source(spec, "--val-source", args) for spec in args.val_source]
     # Even two of --source: each would draw its own conversations to hold out.
     check_apart(*(source.inputs for source in [*sources, *val_sources]))
-    pools = fill_pools(sources, val_sources, encoding, args)
+    splits, tallies = read_splits(sources, val_sources, encoding, args)
     notes = {
         "sources": [source.name for source in sources],
         "val_sources": [source.name for source in val_sources],
         "max_len": args.max_len,
         "seed": args.seed,
     }
-    for split, pool in pools.items():
-        notes[split] = {name: pool.tally[name] for name in ("cut", "dropped", "bad")}
-    write_folder(out, pools, notes, args.shard_tokens)
-    for split in pools:
-        print_totals(split, read_dataset(out), args.max_len)
+    for split, tally in tallies.items():
+        notes[split] = {name: tally[name] for name in ("cut", "dropped", "bad")}
+    with new_folder(out, "sft", sft=notes) as (folder, files):
+        for split, talks in splits.items():
+            files |= write_split(folder, split, talks, args.shard_tokens, out / "tokenizer.json")
+
+    totals = read_dataset(out)["splits"]
+    for split, tally in tallies.items():
+        total = totals[f"sft_{split}"]
+        share = total["counted_tokens"] / total["tokens"]
+        print(
+            f"{split}: {total['conversations']:,} conversations, {total['tokens']:,} tokens, "
+            f"{share:.1%} of them counted; {tally['cut']:,} cut to {args.max_len:,} tokens, "
+            f"{tally['dropped']:,} with no answer left, {tally['bad']:,} bad ones left out"
+        )
     if line := tell_shared(out, tokenizer.bos_id(encoding), "sft"):
         print(f"note: {line}")
     print(f"wrote {out / 'sft'}")
-
-
-def write_folder(out: Path, pools: dict[str, Pool], notes: dict, shard_tokens: int) -> None:
-    """The new folder takes the old one's place between two true states of dataset.json."""
-    new = out / ".sft.new.tmp"
-    remove_leftovers(out)
-    files: dict[str, dict] = {}
-    try:
-        for split, pool in pools.items():
-            files |= write_split(new, split, pool, shard_tokens, out / "tokenizer.json")
-        register(out, {}, None)
-        replace_folder(new, out / "sft")
-    finally:
-        shutil.rmtree(new, ignore_errors=True)
-    register(out, files, notes)
-
-
-def print_totals(split: str, dataset: dict[str, Any], max_len: int) -> None:
-    total = dataset["splits"][f"sft_{split}"]
-    tally = dataset["sft"][split]
-    share = total["counted_tokens"] / total["tokens"]
-    print(
-        f"{split}: {total['conversations']:,} conversations, {total['tokens']:,} tokens, "
-        f"{share:.1%} of them counted; {tally['cut']:,} cut to {max_len:,} tokens, "
-        f"{tally['dropped']:,} with no answer left, {tally['bad']:,} bad ones left out"
-    )
 
 
 def main() -> None:
@@ -602,12 +536,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--shard-tokens", type=int, default=SHARD_TOKENS, help="tokens in a shard")
     add("--workers", type=int, default=available_cores(), help="encoding threads")
     args = parser.parse_args()
-    for flag, least in (("max_len", 8), ("shard_tokens", 1), ("workers", 1), ("seed", 0)):
-        value = getattr(args, flag)
-        if value < least:
-            fail(f"--{flag.replace('_', '-')} must be at least {least}, found {value}")
-    if not 0 < args.val_fraction <= 0.5:
-        fail(f"--val-fraction must lie above 0 and at most 0.5, found {args.val_fraction}")
+    check_flags(args, max_len=8, shard_tokens=1, workers=1, seed=0)
     return args
 
 

@@ -23,12 +23,14 @@ import random
 import sys
 import sysconfig
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from fnmatch import fnmatch
 from functools import partial
 from glob import glob
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -71,9 +73,12 @@ class TextSettings:
         names = [field.name for field in fields(cls)]
         return cls(**{name: getattr(args, name) for name in names if hasattr(args, name)})
 
-    @property
-    def is_hub(self) -> bool:
-        return is_hub(self.source)
+
+class File(NamedTuple):
+    """A file of this machine or of Hugging Face."""
+
+    identity: list[Any]  # [name, size in bytes, digest]: what tells that it was exchanged
+    fetch: Callable[[], Path]  # where it lies here; it is downloaded before if need be
 
 
 class Source(NamedTuple):
@@ -98,15 +103,16 @@ def open_source(source: str, val_source: str | None = None, **options: Any) -> S
 
 def open_text(settings: TextSettings) -> Source:
     """Resolves a --source and a --val-source; mistakes end the script before any text is read."""
-    check_settings(settings)
-    if settings.source == "stdlib":
+    spec = settings.source
+    is_named = spec == "stdlib" or spec.startswith("pypi:") or is_hub(spec)
+    if settings.interleave and is_named:
+        fail(f"--interleave is for files on this machine, --source is {spec}; leave it out")
+    if spec == "stdlib":
         source = open_stdlib()
-    elif settings.source.startswith("pypi:"):
+    elif spec.startswith("pypi:"):
         source = open_pypi(settings)
-    elif settings.is_hub:
-        source = open_hub(settings)
     else:
-        source = open_local(settings)
+        source = open_files(settings)
     inputs = source.inputs
     val = source.val
     most_val = settings.val_documents
@@ -115,28 +121,16 @@ def open_text(settings: TextSettings) -> Source:
         check_apart(inputs, held_out.inputs)
         inputs = inputs + [["val", *entry] for entry in held_out.inputs]
         val = held_out.val
-    elif settings.is_hub and most_val is None:
+    elif is_hub(spec) and most_val is None:
         most_val = HUB_VAL_DOCUMENTS
 
-    limits = {"max_documents": settings.max_documents, "max_bytes": settings.max_bytes}
-    train = partial(limited, source.train, **limits)
-    tokenizer_text = source.tokenizer_text
-    if tokenizer_text:
-        tokenizer_text = partial(limited, tokenizer_text, **limits)
+    limit = partial(limited, max_documents=settings.max_documents, max_bytes=settings.max_bytes)
+    train = partial(limit, source.train)
+    tokenizer_text = partial(limit, source.tokenizer_text) if source.tokenizer_text else None
     if val is None:
         val = partial(one_part, train, settings.val_fraction, True)
         train = partial(one_part, train, settings.val_fraction, False)
     return Source(inputs, train, partial(limited, val, most_val), source.empty, tokenizer_text)
-
-
-def check_settings(settings: TextSettings) -> None:
-    fraction = settings.val_fraction
-    spec = settings.source
-    if not 0 < fraction <= 0.5:
-        fail(f"--val-fraction must lie above 0 and at most 0.5, found {fraction}; 0.01 is usual")
-    local = spec != "stdlib" and not spec.startswith("pypi:") and not settings.is_hub
-    if settings.interleave and not local:
-        fail(f"--interleave is for files on this machine, --source is {spec}; leave it out")
 
 
 def is_hub(spec: str) -> bool:
@@ -158,48 +152,32 @@ def open_pypi(settings: TextSettings) -> Source:
     return Source(inputs, train, val, {}, tokenizer_text)
 
 
-def open_hub(settings: TextSettings) -> Source:
-    """Without --val-source the last file is validation."""
+def open_files(settings: TextSettings) -> Source:
+    """Without --val-source the last file of the hub is validation, and a part of local documents (val is None)."""
+    files = find_files(settings.source)
+    held_out = []
+    if is_hub(settings.source):
+        if settings.val_source is None:
+            if len(files) < 2:
+                fail(f"--source {settings.source} has one file but needs 2; give --val-source")
+            held_out.append(files.pop())
+        files = files[: settings.max_files]
     empty = {}
-    repo, commit, files = hub_files(settings.source)
-    train = list(files)
-    val = []
-    if settings.val_source is None:
-        if len(train) < 2:
-            fail(f"--source {settings.source} has one file but needs 2; give --val-source")
-        val.append(train.pop())
-    train = train[: settings.max_files]
-    inputs = [[f"{repo}/{name}", *files[name]] for name in [*train, *val]]
-    read = partial(hub_documents, repo, commit, text_field=settings.text_field, empty=empty)
-    return Source(inputs, partial(read, train), partial(read, val), empty)
-
-
-def open_local(settings: TextSettings) -> Source:
-    """Validation is None: a part of the documents."""
-    empty = {}
-    paths = local_paths(settings.source)
-    interleave = settings.interleave and len(paths) > 1
-    read = interleaved_documents if interleave else local_documents
-    inputs = [identify(path) for path in paths]
-    return Source(inputs, partial(read, paths, settings.text_field, empty), None, empty)
+    read = interleaved_documents if settings.interleave and len(files) > 1 else documents_of
+    train = partial(read, files, settings.text_field, empty)
+    val = partial(documents_of, held_out, settings.text_field, empty) if held_out else None
+    return Source([file.identity for file in files + held_out], train, val, empty)
 
 
 def open_held_out(settings: TextSettings, empty: dict[str, int]) -> Source:
     """A --val-source: all of it is validation, of the named hub datasets the last file."""
-    spec = settings.val_source
-    text_field = settings.text_field
-    if spec == "stdlib":
+    if settings.val_source == "stdlib":
         return open_stdlib()
-    if is_hub(spec):
-        repo, commit, files = hub_files(spec)
-        names = list(files)[-1:] if spec in HUB_SOURCES else list(files)
-        inputs = [[f"{repo}/{name}", *files[name]] for name in names]
-        read = partial(hub_documents, repo, commit, names, text_field, empty)
-    else:
-        paths = local_paths(spec)
-        inputs = [identify(path) for path in paths]
-        read = partial(local_documents, paths, text_field, empty)
-    return Source(inputs, read, read, empty)
+    files = find_files(settings.val_source)
+    if settings.val_source in HUB_SOURCES:
+        files = files[-1:]
+    read = partial(documents_of, files, settings.text_field, empty)
+    return Source([file.identity for file in files], read, read, empty)
 
 
 def check_apart(*sources: list[list[Any]]) -> None:
@@ -218,12 +196,9 @@ def limited(
     read: Callable[[], Iterator[str]], max_documents: int | None = None, max_bytes: int | None = None
 ) -> Iterator[str]:
     """The first documents of a pass, whole, up to either limit."""
-    count = size = 0
-    for text in read():
-        count += 1
-        size += utf8_length(text)
-        if max_documents and count > max_documents:
-            return
+    size = 0
+    for text in islice(read(), max_documents):
+        size += len(text.encode())
         if max_bytes and size > max_bytes:
             return
         yield text
@@ -248,19 +223,29 @@ def one_part(
 
 def clean(text: str) -> str:
     """Text that UTF-8 can hold: lone surrogates, which JSON escapes can spell, become "?"."""
-    if text.isascii():
-        return text
     return text.encode("utf-8", "replace").decode()
 
 
-def utf8_length(text: str) -> int:
-    return len(text) if text.isascii() else len(text.encode())
+# ==== files
 
 
-# ==== local files
+def find_files(spec: str, suffixes: tuple[str, ...] = SUFFIXES) -> list[File]:
+    """The files of a path, glob, folder or list of them, of climbmix, fineweb-edu or hf:REPO/GLOB, in their order."""
+    if not is_hub(spec):
+        return [File(identify(path), partial(Path, path)) for path in local_paths(spec, suffixes)]
+    parts = HUB_SOURCES.get(spec, spec).removeprefix("hf:").split("/", 2)
+    if len(parts) < 3:
+        fail(f"--source {spec} is not of the form hf:OWNER/NAME/GLOB, e.g. with /*.parquet")
+    repo, pattern = "/".join(parts[:2]), parts[2]
+    commit, files = hub.list_files(repo)
+    names = sorted(name for name in files if fnmatch(name, pattern) and name.endswith(suffixes))
+    if not names:
+        fail(f"--source {spec}: no {', '.join(suffixes)} file of {repo} matches {pattern!r}; check the pattern")
+    fetch = partial(hub.fetch, repo, commit=commit)
+    return [File([f"{repo}/{name}", *files[name]], partial(fetch, name)) for name in names]
 
 
-def local_paths(spec: str, suffixes: tuple[str, ...] = SUFFIXES) -> list[Path]:
+def local_paths(spec: str, suffixes: tuple[str, ...]) -> list[Path]:
     """The files that a comma-separated list of paths, globs and folders names, in order."""
     endings = ", ".join(suffixes)
     paths: list[Path] = []
@@ -295,28 +280,53 @@ def identify(path: Path) -> list[Any]:
         return [path.name, f.tell(), digest]
 
 
-def local_documents(paths: Iterable[Path], text_field: str, empty: dict[str, int]) -> Iterator[str]:
-    """Every document of the files, in order; those without text are only counted in empty[file]."""
-    for path in paths:
-        is_text = path.name.endswith(".txt")
-        documents = text_documents(path) if is_text else field_documents(path, text_field)
-        empty[str(path)] = 0
-        for text in documents:
-            if not text or text.isspace():
-                empty[str(path)] += 1
-            else:
-                yield clean(text)
+def documents_of(files: list[File], text_field: str, empty: dict[str, int]) -> Iterator[str]:
+    """Every document of the files, in order; files are fetched up to four ahead of the reader."""
+    for path in in_threads(lambda file: file.fetch(), files, workers=4, ahead=5):
+        yield from documents_in(path, text_field, empty)
+
+
+def documents_in(path: Path, text_field: str, empty: dict[str, int]) -> Iterator[str]:
+    """Every document of a file; those without text are only counted in empty[file]."""
+    is_text = path.name.endswith(".txt")
+    empty[str(path)] = 0
+    for text in text_documents(path) if is_text else field_documents(path, text_field):
+        if not text or text.isspace():
+            empty[str(path)] += 1
+        else:
+            yield clean(text)
+
+
+def in_threads(
+    work: Callable[[Any], Any], items: Iterable[Any], workers: int, ahead: int
+) -> Iterator[Any]:
+    """work over items, results in their order; at most `ahead` of them are under way."""
+    if workers == 1:
+        yield from map(work, items)
+        return
+    waiting: deque = deque()
+    with ThreadPoolExecutor(workers) as threads:
+        try:
+            for item in items:
+                waiting.append(threads.submit(work, item))
+                if len(waiting) >= ahead:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        finally:
+            threads.shutdown(cancel_futures=True)
 
 
 def interleaved_documents(
-    paths: list[Path], text_field: str, empty: dict[str, int]
+    files: list[File], text_field: str, empty: dict[str, int]
 ) -> Iterator[str]:
     """Every document; the next is always of the file of which the smallest part was read.
 
     So each stretch of the text holds all files in proportion to their bytes.
     """
-    sizes = count_text(tuple(paths), text_field)
-    readers = [local_documents([path], text_field, empty) for path in paths]
+    paths = tuple(file.fetch() for file in files)
+    sizes = count_text(paths, text_field)
+    readers = [documents_in(path, text_field, empty) for path in paths]
     parts = [(0.0, i) for i in range(len(paths))]  # of each file: how much was read, from 0 to 1
     while parts:
         part, i = parts[0]
@@ -324,7 +334,7 @@ def interleaved_documents(
         if text is None:
             heapq.heappop(parts)
         else:
-            heapq.heapreplace(parts, (part + utf8_length(text) / sizes[i], i))
+            heapq.heapreplace(parts, (part + len(text.encode()) / sizes[i], i))
             yield text
 
 
@@ -332,7 +342,8 @@ def interleaved_documents(
 def count_text(paths: tuple[Path, ...], text_field: str) -> list[int]:
     """Bytes of text in each file."""
     print(f"counting the text of {len(paths)} files, to read them side by side", file=sys.stderr)
-    return [sum(map(utf8_length, local_documents([path], text_field, {}))) for path in paths]
+    documents = [documents_in(path, text_field, {}) for path in paths]
+    return [sum(len(text.encode()) for text in texts) for texts in documents]
 
 
 def records(path: Path, columns: tuple[str, ...]) -> Iterator[tuple[str, Any, str]]:
@@ -436,39 +447,6 @@ def text_documents(path: Path) -> Iterator[str]:
         yield "".join(section)
 
 
-# ==== Hugging Face
-
-
-def hub_files(spec: str) -> tuple[str, str, dict[str, list]]:
-    """(repository, its commit now, {name: [size, digest]}) of the files of climbmix, fineweb-edu or hf:REPO/GLOB, in
-    the order of their names."""
-    parts = HUB_SOURCES.get(spec, spec).removeprefix("hf:").split("/", 2)
-    if len(parts) < 3:
-        fail(f"--source {spec} is not of the form hf:OWNER/NAME/GLOB, e.g. with /*.parquet")
-    repo, pattern = "/".join(parts[:2]), parts[2]
-    commit, files = hub.list_files(repo)
-    names = sorted(name for name in files if fnmatch(name, pattern) and name.endswith(SUFFIXES))
-    if not names:
-        fail(f"--source {spec}: no {', '.join(SUFFIXES)} file of {repo} matches {pattern!r}; check the pattern")
-    return repo, commit, {name: files[name] for name in names}
-
-
-def hub_documents(
-    repo: str, commit: str, names: list[str], text_field: str, empty: dict[str, int]
-) -> Iterator[str]:
-    """Documents of Hugging Face files, fetched up to four files ahead of the reader."""
-    with ThreadPoolExecutor(4) as pool:
-        ahead = [pool.submit(hub.fetch, repo, name, commit) for name in names[:4]]
-        try:
-            for i in range(len(names)):
-                path = ahead.pop(0).result()
-                if i + 4 < len(names):
-                    ahead.append(pool.submit(hub.fetch, repo, names[i + 4], commit))
-                yield from local_documents([path], text_field, empty)
-        finally:
-            pool.shutdown(cancel_futures=True)
-
-
 # ==== the Python standard library
 
 
@@ -527,13 +505,16 @@ def add_source_flags(parser: argparse.ArgumentParser) -> None:
     add("--interleave", action="store_true", help=side_by_side)
 
 
-def check_positive(args: argparse.Namespace, *more: str) -> None:
-    """Ends the script if a number of add_source_flags, or of the flags named, is below 1."""
-    for flag in ("max_files", "max_documents", "max_bytes", *more):
-        value = getattr(args, flag)
-        if value is not None and value < 1:
-            name = flag.replace("_", "-")
-            fail(f"--{name} must be at least 1, found {value}; leave it out for the default")
+def check_flags(args: argparse.Namespace, **least: int) -> None:
+    """Ends the script if a number of add_source_flags is below 1, or a flag named here below its least value."""
+    least = {"max_files": 1, "max_documents": 1, "max_bytes": 1, **least}
+    for flag, smallest in least.items():
+        value = getattr(args, flag, None)
+        if value is not None and value < smallest:
+            fail(f"--{flag.replace('_', '-')} must be at least {smallest}, found {value}")
+    fraction = getattr(args, "val_fraction", 0.01)
+    if not 0 < fraction <= 0.5:
+        fail(f"--val-fraction must lie above 0 and at most 0.5, found {fraction}; 0.01 is usual")
 
 
 def main() -> None:
@@ -542,11 +523,10 @@ def main() -> None:
     parser.add_argument("--split", choices=["train", "val"], default="train")
     parser.add_argument("--show", type=int, default=3, help="number of documents to print")
     args = parser.parse_args()
-    check_positive(args)
+    check_flags(args)
     source = open_text(TextSettings.of(args))
-    for i, text in enumerate(getattr(source, args.split)()):
-        if i == args.show:
-            break
+    documents = getattr(source, args.split)()
+    for i, text in enumerate(islice(documents, args.show)):
         print(f"--- document {i}: {len(text)} characters\n{text}")
 
 

@@ -20,8 +20,9 @@ from typing import Any
 
 import numpy as np
 import tiktoken
+import tiktoken.load
 from format import MAX_VOCAB, fail, read_json, run, sha256_file, write_json
-from sources import TextSettings, add_source_flags, check_positive, clean, open_text
+from sources import TextSettings, add_source_flags, check_flags, clean, open_text
 
 FORMAT = "decoderstack-tokenizer-1"
 ROLES = ("user", "assistant", "python", "output")
@@ -84,12 +85,6 @@ def train(
     return make_spec(pattern, ranks, special)
 
 
-def pattern_name(path: str | Path) -> str:
-    """The name of a tokenizer's pattern in PATTERNS, or "other"."""
-    pattern = read_spec(path)[0]
-    return next((name for name, known in PATTERNS.items() if known == pattern), "other")
-
-
 def check_vocab_size(vocab_size: int) -> None:
     least = 256 + len(SPECIAL_TOKENS)
     if not least <= vocab_size <= MAX_VOCAB:
@@ -123,18 +118,14 @@ def read_spec(path: str | Path) -> tuple[str, list[bytes], dict[str, int]]:
         special = value["special_tokens"]
         ranks = [base64.b64decode(text, validate=True) for text in value["ranks"]]
         ids = sorted(special.values())
-        is_whole = {bytes([b]) for b in range(256)} <= set(ranks) and b"" not in ranks
-        is_whole = is_whole and len(set(ranks)) == len(ranks)
     except (KeyError, TypeError, ValueError, AttributeError) as problem:
         fail(f"{path} is damaged ({problem!r}); {AGAIN}")
-    end = len(ranks) + len(special)
-    if not is_whole:
+    every_byte = {bytes([b]) for b in range(256)}
+    if not every_byte <= set(ranks) or b"" in ranks or len(set(ranks)) < len(ranks):
         fail(f"{path} is damaged: its ranks must differ and hold all bytes; {AGAIN}")
-    if end > MAX_VOCAB or not all(type(i) is int for i in ids) or ids != list(range(len(ranks), end)):
+    end = len(ranks) + len(special)
+    if end > MAX_VOCAB or ids != list(range(len(ranks), end)):
         fail(f"{path} is damaged: special ids follow the ranks, below {MAX_VOCAB}; {AGAIN}")
-    # JSON can spell lone surrogates, which tiktoken does not take.
-    if not all(name and name == clean(name) for name in special):
-        fail(f"{path} is damaged: a special token has no name; {AGAIN}")
     if not {"<|bos|>", "<|endoftext|>"} & set(special):
         fail(f"{path} has no <|bos|> or <|endoftext|> token, with which documents start; {AGAIN}")
     if problem := pattern_problem(pattern):
@@ -208,6 +199,18 @@ def bos_id(encoding: tiktoken.Encoding) -> int:
     return special.get("<|bos|>", special.get("<|endoftext|>", -1))
 
 
+def describe(path: str | Path) -> dict[str, Any]:
+    """What dataset.json says of a tokenizer; its pattern by the name in PATTERNS, or "other"."""
+    encoding = load(path)
+    pattern = read_spec(path)[0]
+    return {
+        "vocab_size": encoding.n_vocab,
+        "pattern": next((name for name in PATTERNS if PATTERNS[name] == pattern), "other"),
+        "bos_id": bos_id(encoding),
+        "special_tokens": special_tokens(encoding),
+    }
+
+
 # ==== GPT-2
 
 
@@ -223,19 +226,13 @@ def gpt2_spec(vocab_bpe: Path | None, encoder_json: Path | None) -> dict[str, An
             fail(f"tiktoken cannot fetch the gpt2 files ({type(problem).__name__}); {way}")
         ranks = [encoding.decode_single_token_bytes(i) for i in range(50256)]
         return make_spec(GPT2_PATTERN, ranks, {"<|endoftext|>": 50256})
-    # The files spell printable bytes as themselves, the others from U+0100 on.
-    printable = [b for b in range(256) if chr(b).isprintable() and b != 32]
-    others = [b for b in range(256) if b not in printable]
-    to_byte = {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
-    merges = vocab_bpe.read_text(encoding="utf-8").split("\n")[1:-1]  # after the version line
-    ids = read_json(encoder_json)
-    ids.pop("<|endoftext|>", None)
-    spelled = [*map(chr, printable), *(chr(256 + i) for i in range(len(others)))]
-    spelled += [merge.replace(" ", "") for merge in merges]
-    if ids != {token: i for i, token in enumerate(spelled)}:
+    try:
+        ranks = tiktoken.load.data_gym_to_mergeable_bpe_ranks(
+            str(vocab_bpe), str(encoder_json), sha256_file(vocab_bpe), sha256_file(encoder_json)
+        )
+    except AssertionError:
         fail(f"the tokens of {vocab_bpe} are not those of {encoder_json}; download both again")
-    ranks = [bytes(to_byte[c] for c in token) for token in spelled]
-    return make_spec(GPT2_PATTERN, ranks, {"<|endoftext|>": len(ranks)})
+    return make_spec(GPT2_PATTERN, sorted(ranks, key=ranks.get), {"<|endoftext|>": len(ranks)})
 
 
 # ==== measuring
@@ -291,7 +288,6 @@ def main() -> None:
         source = open_text(TextSettings.of(args))
         print(json.dumps(evaluate(args.tokenizer, getattr(source, args.split)())))
     else:
-        check_vocab_size(args.vocab_size)
         start = time.perf_counter()
         documents = open_text(TextSettings.of(args)).train()
         pattern = PATTERNS[args.pattern or "gpt4"]
@@ -330,8 +326,7 @@ def parse_arguments() -> argparse.Namespace:
     p.add_argument("--out", required=True, type=Path)
 
     args = parser.parse_args()
-    if args.command in ("train", "eval"):
-        check_positive(args, *(("max_chars", "doc_cap") if args.command == "train" else ()))
+    check_flags(args, max_chars=1, doc_cap=1)
     return args
 
 

@@ -14,7 +14,6 @@ import hashlib
 import json
 import os
 import re
-import subprocess
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -36,16 +35,34 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-def run_hub(*argv, env: dict) -> subprocess.CompletedProcess:
-    """data/hub.py with arguments, hurried."""
-    return python("-c", IN_A_HURRY, HUB, *argv, env={**os.environ, **env})
+TOKEN = "hf_AbCdEfSecretSecret"
+
+
+def run_hub(hub: SimpleNamespace, *args: object, code: int = 0, **env: str) -> str:
+    """Runs data/hub.py, hurried, with hub.home as HF_HOME; stdout and stderr together, which never show the token."""
+    env = {"HF_ENDPOINT": hub.url, "HF_HOME": str(hub.home), "HF_HUB_DISABLE_XET": "1", "HF_TOKEN": TOKEN, **env}
+    done = python("-c", IN_A_HURRY, HUB, *args, env={**os.environ, "HF_HUB_DOWNLOAD_TIMEOUT": "1", **env})
+    output = done.stdout + done.stderr
+    assert done.returncode == code and TOKEN not in output and "Traceback" not in output, output
+    assert not code or re.search(r"^error: .+\n\Z", done.stderr, re.M), output
+    return output
 
 
 COMMIT = "c0ffee" + "0" * 34
+API = "/api/(?:datasets|models)/([^/]+/[^/]+)"
+REPO = "(?:/datasets)?/([^/]+/[^/]+)"
+LARGE = (".bin", ".parquet", ".safetensors")
 
 
 def git_blob_id(data: bytes) -> str:
     return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+
+
+def tree_entry(name: str, data: bytes) -> dict:
+    entry = {"type": "file", "path": name, "size": len(data), "oid": git_blob_id(data)}
+    if name.endswith(LARGE):
+        entry["lfs"] = {"oid": hashlib.sha256(data).hexdigest(), "size": len(data), "pointerSize": 130}
+    return entry
 
 
 def make_handler(hub: SimpleNamespace) -> type[BaseHTTPRequestHandler]:
@@ -57,10 +74,8 @@ def make_handler(hub: SimpleNamespace) -> type[BaseHTTPRequestHandler]:
 
         def answer(self, status: int, body: bytes = b"", headers: dict[str, str] | None = None) -> None:
             self.send_response(status)
-            for key, value in (headers or {}).items():
+            for key, value in {"Content-Length": str(len(body)), **(headers or {})}.items():
                 self.send_header(key, value)
-            if "Content-Length" not in (headers or {}):
-                self.send_header("Content-Length", str(len(body)))
             self.end_headers()
             if self.command != "HEAD":
                 self.wfile.write(body)
@@ -87,70 +102,51 @@ def make_handler(hub: SimpleNamespace) -> type[BaseHTTPRequestHandler]:
         def do_GET(self) -> None:
             path = unquote(urlparse(self.path).path)
             hub.requests.append((self.command, path, self.headers.get("Range")))
-            if found := re.fullmatch(r"/api/(?:datasets|models)/([^/]+/[^/]+)(/revision/[^/]+)?", path):
-                if found[1] not in hub.repos:
-                    return self.missing("RepoNotFound")
-                return self.json({"id": found[1], "sha": COMMIT, "siblings": [], "tags": [], "private": False})
-            if found := re.fullmatch(r"/api/(?:datasets|models)/([^/]+/[^/]+)/tree/[^/]+", path):
-                if found[1] not in hub.repos:
-                    return self.missing("RepoNotFound")
-                entries = []
-                for name, data in sorted(hub.repos[found[1]].items()):
-                    entry = {"type": "file", "path": name, "size": len(data), "oid": git_blob_id(data)}
-                    if name.endswith((".bin", ".parquet", ".safetensors")):
-                        entry["lfs"] = {
-                            "oid": hashlib.sha256(data).hexdigest(),
-                            "size": len(data),
-                            "pointerSize": 130,
-                        }
-                    entries.append(entry)
-                return self.json(entries)
-            if found := re.fullmatch(r"(?:/datasets)?/([^/]+/[^/]+)/resolve/[^/]+/(.+)", path):
-                if found[1] not in hub.repos:
-                    return self.missing("RepoNotFound")
-                if found[2] not in hub.repos[found[1]]:
-                    return self.missing("EntryNotFound")
-                return self.send_file(found[2], hub.repos[found[1]][found[2]])
-            self.missing("RepoNotFound")
-
-        def file_headers(self, data: bytes) -> dict[str, str]:
-            return {
-                "ETag": f'"{hashlib.sha256(data).hexdigest()}"',
-                "X-Repo-Commit": COMMIT,
-                "Accept-Ranges": "bytes",
-            }
+            found = re.fullmatch(rf"{API}(/revision/[^/]+|/tree/[^/]+)?", path)
+            found = found or re.fullmatch(rf"{REPO}/resolve/[^/]+/(.+)", path)
+            if not found or found[1] not in hub.repos:
+                return self.missing("RepoNotFound")
+            files = hub.repos[found[1]]
+            if "/resolve/" in path:
+                name = found[2]
+                return self.send_file(name, files[name]) if name in files else self.missing("EntryNotFound")
+            if "/tree/" in path:
+                return self.json([tree_entry(name, data) for name, data in sorted(files.items())])
+            return self.json({"id": found[1], "sha": COMMIT, "siblings": [], "tags": [], "private": False})
 
         def send_file(self, name: str, data: bytes) -> None:
-            headers = self.file_headers(data)
+            etag = f'"{hashlib.sha256(data).hexdigest()}"'
+            headers = {"ETag": etag, "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
             if self.command == "HEAD":
-                return self.answer(200, b"", {**headers, "Content-Length": str(len(data))})
+                return self.answer(200, data, headers)
             if hub.corrupt.get(name, 0):
                 hub.corrupt[name] -= 1
                 middle = len(data) // 2
                 data = data[:middle] + bytes([data[middle] ^ 0xFF]) + data[middle + 1 :]
-            status, total, start = 200, len(data), 0
+            status, start = 200, 0
             if asked := re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", "")):
                 status, start = 206, int(asked[1])
-                headers["Content-Range"] = f"bytes {start}-{total - 1}/{total}"
-            if (cut := hub.break_after.pop(name, None)) is not None:
-                self.send_response(status)
-                for key, value in {**headers, "Content-Length": str(total - start)}.items():
-                    self.send_header(key, value)
-                self.end_headers()
-                self.wfile.write(data[start : start + cut])
-                self.wfile.flush()
-                self.close_connection = True
-                return None
-            return self.answer(status, data[start:], headers)
+                headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
+            headers["Content-Length"] = str(len(data) - start)
+            cut = hub.break_after.pop(name, None)
+            self.close_connection = cut is not None
+            end = len(data) if cut is None else start + cut
+            return self.answer(status, data[start:end], headers)
+
+        def fails(self, path: str) -> bool:
+            """Whether fail_posts has this request answer 500."""
+            for part, left in hub.fail_posts.items():
+                if part in path and left:
+                    hub.fail_posts[part] -= 1
+                    return True
+            return False
 
         def do_POST(self) -> None:
             path = unquote(urlparse(self.path).path)
             body = self.body()
             hub.requests.append((self.command, path, None))
-            for part, left in hub.fail_posts.items():
-                if part in path and left:
-                    hub.fail_posts[part] -= 1
-                    return self.json({"error": "made up"}, 500)
+            if self.fails(path):
+                return self.json({"error": "made up"}, 500)
             if path == "/api/repos/create":
                 value = json.loads(body)
                 repo = f"{value['organization']}/{value['name']}"
@@ -161,30 +157,25 @@ def make_handler(hub: SimpleNamespace) -> type[BaseHTTPRequestHandler]:
                 return self.json(value)
             if path == "/api/validate-yaml":  # of a model card
                 return self.json({"errors": [], "warnings": []})
-            if found := re.fullmatch(r"/api/(?:datasets|models)/([^/]+/[^/]+)/preupload/[^/]+", path):
-                files = []
-                for file in json.loads(body)["files"]:
-                    mode = "lfs" if file["path"].endswith((".bin", ".safetensors")) else "regular"
-                    files.append({"path": file["path"], "uploadMode": mode, "shouldIgnore": False})
+            if re.fullmatch(f"{API}/preupload/[^/]+", path):
+                names = [file["path"] for file in json.loads(body)["files"]]
+                modes = {name: "lfs" if name.endswith(LARGE) else "regular" for name in names}
+                files = [{"path": name, "uploadMode": modes[name], "shouldIgnore": False} for name in names]
                 return self.json({"files": files})
-            if found := re.fullmatch(r"(?:/datasets)?/([^/]+/[^/]+)\.git/info/lfs/objects/batch", path):
-                objects = []
-                for item in json.loads(body)["objects"]:
-                    answer = {"oid": item["oid"], "size": item["size"]}
+            if re.fullmatch(rf"{REPO}\.git/info/lfs/objects/batch", path):
+                objects = [{"oid": item["oid"], "size": item["size"]} for item in json.loads(body)["objects"]]
+                for item in objects:
                     if item["oid"] not in hub.blobs:
-                        answer["actions"] = {"upload": {"href": f"{hub.url}/lfs/{item['oid']}"}}
-                    objects.append(answer)
+                        item["actions"] = {"upload": {"href": f"{hub.url}/lfs/{item['oid']}"}}
                 return self.json({"transfer": "basic", "objects": objects})
-            if found := re.fullmatch(r"/api/(?:datasets|models)/([^/]+/[^/]+)/commit/[^/]+", path):
-                for line in body.splitlines():
-                    item = json.loads(line)
+            if found := re.fullmatch(f"{API}/commit/[^/]+", path):
+                for item in map(json.loads, body.splitlines()):
                     value = item["value"]
-                    if item["key"] == "file":
-                        hub.repos[found[1]][value["path"]] = base64.b64decode(value["content"])
-                        hub.committed.append(value["path"])
-                    elif item["key"] == "lfsFile":
-                        hub.repos[found[1]][value["path"]] = hub.blobs[value["oid"]]
-                        hub.committed.append(value["path"])
+                    if item["key"] == "header":
+                        continue
+                    data = hub.blobs[value["oid"]] if item["key"] == "lfsFile" else base64.b64decode(value["content"])
+                    hub.repos[found[1]][value["path"]] = data
+                    hub.committed.append(value["path"])
                 return self.json({"commitUrl": f"{hub.url}/datasets/{found[1]}/commit/{COMMIT}", "commitOid": COMMIT})
             return self.missing("RepoNotFound")
 
@@ -192,10 +183,8 @@ def make_handler(hub: SimpleNamespace) -> type[BaseHTTPRequestHandler]:
             path = urlparse(self.path).path
             data = self.body()
             hub.requests.append(("PUT", path, None))
-            for part, left in hub.fail_posts.items():
-                if part in path and left:
-                    hub.fail_posts[part] -= 1
-                    return self.answer(500)
+            if self.fails(path):
+                return self.answer(500)
             if hashlib.sha256(data).hexdigest() != path.removeprefix("/lfs/"):
                 return self.answer(400)
             hub.blobs[path.removeprefix("/lfs/")] = data

