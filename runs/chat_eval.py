@@ -121,12 +121,9 @@ def check_chat_tokens(tokenizer, run_dir: Path) -> None:
 
 def complete(generator, completions: list, note: str = "") -> None:
     """Brings completions to their end; a note shows a progress bar on a terminal."""
-    if not completions:
-        return
-    rows = min(len(completions), generator.rows)
     disable = None if note else True  # None: only where there is no terminal
     with tqdm(total=len(completions), desc=note, disable=disable, leave=False) as bar:
-        for events in generator.run(completions, rows):
+        for events in generator.run(completions):
             bar.update(sum(bool(event.reason) for event in events))
 
 
