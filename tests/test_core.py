@@ -181,9 +181,9 @@ def read(data, label, limit=0) -> score_core.CoreTask:
 def packed(model, data, label, size=512, limit=0):
     dataset, task = ts.Dataset.open(data), read(data, label, limit)
 
-    def score(*inputs):
-        assert all(len(t) == size for t in inputs[:5]) and len(inputs[6]) == len(inputs[7]) == size // 2
-        return score_core.score_packed(model, *inputs)
+    def score(inputs):
+        assert all(len(t) == size for t in inputs[:5]) and all(len(t) == size // 2 for t in inputs[6:])
+        return score_core.score_packed(model, inputs)
 
     return task, score_core.score_task(score, task, size, model.windows, dataset.tokenizer.bos_id, ALONE)
 
@@ -243,8 +243,8 @@ def test_ties_go_to_the_first(data, model):
     task = score_core.CoreTask("t", "multiple_choice", 0.0, np.array([0, 1, 2]), [rows] * 3, [[(3, 4)] * 3] * 3)
     drift = iter(torch.arange(1000, 0, -1).float())
 
-    def score(*inputs):
-        targets = inputs[7]
+    def score(inputs):
+        targets = inputs.targets_R
         return torch.tensor([next(drift) for _ in targets]), targets > 0
 
     assert score_core.score_task(score, task, 64, model.windows, 0, ALONE).tolist() == [True, False, False]
@@ -277,8 +277,8 @@ def test_one_graph(data, model):
         graphs.append(graph)
         return graph.forward
 
-    def score(*inputs):
-        return score_core.score_packed(model, *inputs)
+    def score(inputs):
+        return score_core.score_packed(model, inputs)
 
     compiled, dataset = torch.compile(score, backend=backend, dynamic=False, fullgraph=True), ts.Dataset.open(data)
     for label in ("copa", "arc_easy", "winograd"):

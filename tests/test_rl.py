@@ -73,7 +73,7 @@ def setup(source):
     def build(*flags) -> rl.Learner:
         args = rl.parse([str(source), *FLAGS, *map(str, flags)])
         script = engine.import_script(source)
-        checkpoint = finetune.newest_checkpoint(script, source)
+        checkpoint = script.newest_whole(source, print)
         config = rl.fit_ranks(rl.rl_config(script, checkpoint, args), args.steps, 1)
         state = script.build_state(config, script.start_ranks(), lambda text: None)
         finetune.load_source(script, state, checkpoint, moments=False)
@@ -350,7 +350,7 @@ def test_a_run_and_its_continuation(source, tmp_path):
         assert code == 1 and message in err and err.startswith("error: ") and err.count("\n") == 1, err
     for more in (["--steps", 9], ["--steps", 250], ["--task", "addition"], [source]):  # of a parser's defaults too
         code, _, err = quiet(rl.main, "--resume", "--run-dir", tmp_path / "whole", *more)
-        assert code == 1 and f"leave out {'RUN' if more == [source] else more[0]}" in err
+        assert code == 1 and f"leave out {more[0]}" in err
     code, _, err = quiet(rl.main, "--resume", "--run-dir", source)
     assert code == 1 and "is no run of runs/rl.py" in err
     code, _, err = quiet(ts.main, "--resume", "--run-dir", tmp_path / "whole")
