@@ -114,13 +114,12 @@ def setup(data, base):
     return two.config, ts.Dataset.open(data), two.reader
 
 
-def batches(setup, position=None, first_step=0, most=10**9) -> list[ts.Batch]:
+def batches(setup, most=10**9) -> list[ts.Batch]:
     """Those of two epochs, or the first of them."""
     config, _, talks = setup
-    steps = min(most, -(-len(talks.packs) // 4) - first_step)
-    talks.seek(position or {"pack": 0})
-    loader = ts.PackLoader(talks, config, ALONE, first_step)
-    found = [loader.next() for _ in range(steps)]
+    talks.seek({"pack": 0})
+    loader = ts.PackLoader(talks, config, ALONE, 0)
+    found = [loader.next() for _ in range(min(most, -(-len(talks.packs) // 4)))]
     loader.close()
     return found
 
@@ -185,15 +184,6 @@ def test_best_fit():
     lengths = np.clip(rng.lognormal(5.5, 0.8, 5000).astype(int), 8, 2048)
     packs = finetune.best_fit(lengths, rng.permutation(5000), 8192, 256)
     assert lengths.sum() / (8192 * len(packs)) > 0.995
-
-
-def test_any_position_continues_exactly(setup):
-    """A loader that starts at a batch's position yields what follows, also over the border of the epochs."""
-    found = batches(setup)
-    assert len(found) > 12
-    for i in range(0, len(found) - 2, 3):
-        later = batches(setup, position=found[i].position, first_step=i + 1, most=2)
-        assert len(later) == 2 and all(map(same, later, found[i + 1 :]))
 
 
 # ---- the loss
@@ -266,16 +256,6 @@ def test_micro_batches_and_steps_without_a_target(setup):
     assert all(param.isfinite().all() for param in state.model.parameters())
 
 
-def test_the_last_step_holds_what_is_left(setup):
-    """An epoch that does not fill its last step ends with packs of padding."""
-    config, dataset, talks = setup
-    short = finetune.Conversations(dataset, "train", config)
-    short.packs = short.packs[:6]
-    first, last = batches((config, dataset, short))
-    assert [len(talks_of(last, row)) > 0 for row in range(4)] == [True, True, False, False]
-    assert first.total_targets > last.total_targets == (last.targets >= 0).sum() > 0
-
-
 # ---- runs
 
 
@@ -297,7 +277,9 @@ def test_run_directory_is_complete(finished, base, data):
     assert report.count("```text") == 3 and all(question in report for question in reports.QUESTIONS)
     assert (run_dir / "curve.png").stat().st_size > 5000
     result = json.loads(out.splitlines()[-1])
-    steps = -(-len(finetune.Conversations(ts.Dataset.open(data), "train", ts.read_config(run_dir)).packs) // 4)
+    packs = len(finetune.Conversations(ts.Dataset.open(data), "train", ts.read_config(run_dir)).packs)
+    steps = -(-packs // 4)
+    assert packs % 4, "the last step holds what is left"
     assert (result["steps"], result["tokens"], result["run_dir"]) == (steps, steps * 512, str(run_dir))
     assert [e["step"] for e in entries(run_dir) if "val_bpb" in e] == [0, *range(10, steps, 10), steps]
     assert result["val_bpb"] == entries(run_dir)[-1]["val_bpb"] < entries(run_dir)[0]["val_bpb"]

@@ -214,37 +214,6 @@ def test_cached_decoding_equals_full_forward(config):
                     assert error < 1e-4, f"row {row} after {done[row]} tokens: {error}"
 
 
-def test_graphs_of_prefills(generator, monkeypatch):
-    """Texts that enter, go on and share beginnings through padded prefills: those of the plain way, with as little
-    computed. A graph computes its work at once here.
-    """
-    monkeypatch.setattr(engine.Graphs, "run", lambda graphs, size, work, *arguments: work(*arguments))
-    monkeypatch.setattr(engine, "NEW_SIZES", (16, 64))
-    monkeypatch.setattr(engine, "OLD_SIZES", (0, 32))
-    monkeypatch.setattr(engine, "WORTH_SHARING", 16)
-    shared, *ends = random_documents((30, 1, 5, 9, 4, 2), 290)
-    prompts = [[*shared[:n], *end] for n, end in zip((30, 30, 30, 3, 20), ends, strict=True)]
-
-    def talk(decoder) -> tuple:
-        starts, every = [], []
-        for first in (0, 2, 4) * 3:
-            texts = dict(enumerate(map(greedy, prompts[first : first + 2], (4, 4)), 1))
-            starts.append(run_out(decoder, texts))
-            every += texts.values()
-        texts = {row: greedy([*decoder.known[row], 7, 8], 4) for row in (1, 2)}
-        texts[0] = engine.Completion(prompts[3], 4, temperature=0.0, logprobs=2, score_prompt=True)
-        starts.append(run_out(decoder, texts))
-        chances = [chance.logprob for chance in texts[0].prompt_chances[1:]]
-        return starts, [c.tokens for c in (*every, *texts.values())], chances
-
-    expected, mine = decoder_of(generator, 3, shelves=2), decoder_of(generator, 3, shelves=2)
-    mine.prefills = engine.Graphs()  # of fixed sizes, as on CUDA
-    *expected, chances = talk(expected)
-    *found, own_chances = talk(mine)
-    assert found == expected and own_chances == pytest.approx(chances, abs=1e-5)
-    assert {size.old for size in mine.packs} == {0, 32}
-
-
 # ==== generation
 
 
@@ -482,38 +451,51 @@ def test_calculator_never_raises(text):
     assert result is None or 0 < len(result) <= 31
 
 
-# ==== steps ahead of the host
+# ==== steps ahead of the host, prefills of fixed sizes, beginnings in common
 
 
-def test_steps_ahead_give_the_same_texts(generator):
-    """Stops, lengths, tool calls and rows that enter late: the same events as without, with drawn texts too."""
-    tok = generator.tokenizer
-    calls = [tok.specials[f"<|{name}|>"] for name in ("python_start", "python_end")]
-    prompts = [*PROMPTS, [*tok.encode("is "), calls[0], *tok.encode("3*4")], *random_documents((3, 70, 1), vocab=290)]
-    prompts = [prompt[:50] for prompt in prompts]
+@pytest.mark.parametrize("kind", ["ahead", "graphs"])
+def test_other_ways_give_the_same_texts(generator, monkeypatch, kind):
+    """Stops, lengths, tool calls, shared beginnings and rows that enter late or go on: as the plain way has them.
 
-    def run(ahead):
-        decoder = decoder_of(generator, 3, ahead=ahead, shaping=True, shelves=2)
-        options = [{"temperature": 0.0}, {"temperature": 1.3}, {"temperature": 0.0, "presence_penalty": 1.0}]
-        waiting = [engine.Completion(prompt, 3 + 4 * i % 13, stop=(5, 17, *range(100, 130)), seed=i, tools=True,
-                                     **options[i % 3]) for i, prompt in enumerate(prompts * 3)]  # fmt: skip
-        every = list(waiting)
+    Padded prefills compute as little. A graph computes its work at once here.
+    """
+    monkeypatch.setattr(engine.Graphs, "run", lambda graphs, size, work, *arguments: work(*arguments))
+    monkeypatch.setattr(engine, "NEW_SIZES", (16, 64))
+    monkeypatch.setattr(engine, "OLD_SIZES", (0, 32))
+    monkeypatch.setattr(engine, "WORTH_SHARING", 16)
+    shared, *ends = random_documents((30, 1, 5, 9, 2), vocab=290)
+    prompts = [*PROMPTS, *([*shared[:n], *end] for n, end in zip((30, 30, 30, 20), ends, strict=True))]
+    marks = [generator.tokenizer.specials[f"<|python_{name}|>"] for name in ("start", "end")]
+    call = {marks[0]: 300.0, ord("3"): 200.0, marks[1]: 100.0}  # one after the other
+    options = [{"temperature": 0.0}, {"temperature": 1.3}, {"logprobs": 2, "score_prompt": True},
+               {"temperature": 0.0, "logit_bias": call, "frequency_penalty": 250.0}]  # fmt: skip
+
+    def talk(decoder) -> tuple:
+        every = [engine.Completion(prompt, 3 + 4 * i % 13, stop=(5, 17, *range(100, 130)), seed=i, tools=True,
+                                   **options[i % 4]) for i, prompt in enumerate(prompts * 3)]  # fmt: skip
+        waiting, starts = every[::-1], []
         while waiting or decoder.live:
             free = [row for row in range(3) if row not in decoder.live]
             if free and waiting:
-                decoder.admit({free[0]: waiting.pop(0)})
+                starts.append(decoder.admit({row: waiting.pop() for row in free[: len(waiting)]}))
             decoder.step()
-        return [(c.tokens, c.forced, c.reason) for c in every], decoder
+        chances = [c.logprob for one in every for c in (*one.prompt_chances[1:], *one.chances)]
+        return [(c.tokens, c.forced, c.reason) for c in every], chances, starts
 
-    plain, _ = run(False)
-    ahead, decoder = run(True)
-    assert ahead == plain and {reason for *_, reason in plain} == {"stop", "length"}
+    plain = decoder_of(generator, 3, shaping=True, shelves=2)
+    other = decoder_of(generator, 3, shaping=True, shelves=2, ahead=kind == "ahead")
+    other.prefills = engine.Graphs() if kind == "graphs" else None
+    (expected, chances, starts), (found, other_chances, other_starts) = talk(plain), talk(other)
+    assert found == expected and other_chances == pytest.approx(chances, abs=1e-5)
+    assert {reason for *_, reason in found} == {"stop", "length"} and any(any(forced) for _, forced, _ in found)
+    if kind == "graphs":
+        assert other_starts == starts and {size.old for size in other.packs} == {0, 32}
     # What the rows hold continues as if it were computed anew.
     for row in range(3):
-        known = decoder.known[row][:58]
-        decoder.known[row] = known if len(known) == len(decoder.known[row]) else []
+        known = other.known[row]
         done = greedy([*known, 7], 5)
-        assert run_out(decoder, {row: done}) in ({row: len(known)}, {row: 0})
+        assert run_out(other, {row: done}) == {row: len(known)}
         assert done.tokens == argmax_loop(generator, [*known, 7], 5)
 
 
@@ -552,6 +534,7 @@ def test_shelves_hold_what_texts_have_in_common(generator, monkeypatch):
     assert [ask({row: [*second, 5 + i]}) for i, row in enumerate((0, 1, 0))] == [[0], [41], [41]]
     assert ask({2: [*first[:30], 9]}) == [30]
     assert list(decoder.shelves.texts.values()) == [first[:30]], "rows are looked at too"
+    assert ask({0: [*first[:30], 4], 1: [*second, 8]}) == [30, 0], "the shelf is in use"
     assert sum(start > 0 for start in ask({row: [*first[:35], row] for row in range(3)})) >= 2
 
 
@@ -620,13 +603,14 @@ def test_context_overflow(generator):
         generator.generate([[1], prompt], max_tokens=6)
     with pytest.raises(engine.RunError, match="1 new ones exceed the context of 64; shorten the prompt$"):
         generator.generate([[1] * 65], max_tokens=1)
-    decoder, good = decoder_of(generator, 2), greedy(PROMPTS[1], 9)
+    decoder, good, full = decoder_of(generator, 2, ahead=True), greedy(PROMPTS[1], 9), greedy(prompt, 5)
     decoder.admit({0: good})
     decoder.step()
     with pytest.raises(engine.RunError, match="at most 5"):
         decoder.admit({1: engine.Completion(prompt, 10**9)})
-    run_out(decoder)
-    assert good.tokens == argmax_loop(generator, good.prompt, 9)
+    run_out(decoder, {1: full})
+    for one in (good, full):
+        assert one.tokens == argmax_loop(generator, one.prompt, one.max_tokens)
 
 
 # ==== on a GPU
