@@ -502,7 +502,7 @@ def test_other_ways_give_the_same_texts(generator, monkeypatch, kind):
 @pytest.mark.parametrize("ahead", [False, True])
 def test_answers_that_make_room_go_on_unchanged(generator, ahead):
     """Stopped after some steps and admitted again elsewhere, an answer is the one it would have been."""
-    options = {"max_tokens": 14, "temperature": 1.2, "seed": 9, "frequency_penalty": 0.5}
+    options = {"max_tokens": 14, "temperature": 0.5, "seed": 9, "frequency_penalty": 0.5}
     whole, parted = (engine.Completion(PROMPTS[1], **options) for _ in range(2))
     decoder = decoder_of(generator, 2, ahead=ahead, shaping=True)
     run_out(decoder, {0: whole})
