@@ -39,17 +39,10 @@ import engine
 import numpy as np
 from engine import RunError
 
-
-@dataclass(frozen=True)
-class Defaults:
-    packs: int  # in a step; conversations are few, so this is less than in pretraining
-    lr: float  # rate at the start, as a fraction of the base rate
-
-
-DEFAULTS = {
-    "train_small": Defaults(8, 0.8),  # the rate is nanochat's
-    "train_medium": Defaults(16, 0.3),  # nanochat's 0.8, for an eighth of the batch
-}
+# Packs in a step: conversations are few, so these are less than in pretraining.
+PACKS = {"train_small": 8, "train_medium": 16}
+# Rates at the start, as a fraction of the base rate: nanochat's, and less for an eighth of the batch.
+RATES = {"train_small": 0.8, "train_medium": 0.3}
 
 
 # ---- conversations
@@ -202,12 +195,12 @@ def new_job(script: ModuleType, args: argparse.Namespace):
     """The job of a run that starts from args.run."""
     run_dir = Path(args.run)
     checkpoint = script.newest_whole(run_dir, engine.print_note)
-    defaults = DEFAULTS.get(Path(script.__file__).stem, DEFAULTS["train_small"])
+    name = Path(script.__file__).stem
     settings = Settings(
         run=args.run,
         checkpoint=checkpoint.name,
-        packs=defaults.packs if args.packs is None else args.packs,
-        lr=defaults.lr if args.lr is None else args.lr,
+        packs=PACKS.get(name, 8) if args.packs is None else args.packs,
+        lr=RATES.get(name, 0.8) if args.lr is None else args.lr,
         moments=args.moments is None,
     )
     if settings.lr <= 0:

@@ -198,14 +198,6 @@ class Rollout:
     advantage: float
 
 
-@dataclass
-class Group:
-    """A question and its answers."""
-
-    item: Item
-    completions: list[engine.Completion]
-
-
 def ask(run: Learner, item: Item, seeds, temperature: float) -> list[engine.Completion]:
     """A completion of the question for each seed, from the whole vocabulary; not yet drawn."""
     prompt = chat_prompt(run.tokenizer, item.question)
@@ -222,17 +214,17 @@ def ends(completion: engine.Completion, text: str) -> bool:
     return completion.reason == "stop" and NUMBER.fullmatch(number) is not None
 
 
-def judge(task: Task, tokenizer, group: Group) -> list[Rollout]:
+def judge(task: Task, tokenizer, item: Item, completions: list) -> list[Rollout]:
     """The answers to one question with their rewards and advantages."""
     rewards = []
-    for completion in group.completions:
+    for completion in completions:
         text = tokenizer.decode(completion.tokens)
-        rewards.append(task.reward(group.item, text) * ends(completion, text))
+        rewards.append(task.reward(item, text) * ends(completion, text))
     mean = sum(rewards) / len(rewards)
     differ = max(rewards) > min(rewards)  # the mean of equal rewards may be rounded
 
     rollouts = []
-    for completion, reward in zip(group.completions, rewards, strict=True):
+    for completion, reward in zip(completions, rewards, strict=True):
         tokens = [*completion.prompt, *completion.tokens]
         drawn = [False] * (len(completion.prompt) - 1)
         drawn += [not forced for forced in completion.forced]
@@ -304,26 +296,19 @@ def backward(state, answers: Answers) -> torch.Tensor:
     return total_nats
 
 
-def draw_groups(run: Learner) -> list[Group]:
-    """This rank's questions of the step, answered; the answers to one question stay together."""
-    args = run.args
-    ranks = run.ranks
-    step = run.state.step
-    groups = []
-    for place in range(ranks.rank, args.prompts, ranks.world):
-        first = ((args.seed * 1_000_003 + step) * args.prompts + place) * args.samples
-        item = run.task.train(step, place)
-        seeds = range(first, first + args.samples)
-        groups.append(Group(item, ask(run, item, seeds, args.temperature)))
-    complete(run.generator, [c for group in groups for c in group.completions])
-    return groups
-
-
 def draw_answers(run: Learner) -> Answers:
     """Draws and judges the answers of the next step with the current weights."""
     start = time.perf_counter()
     args = run.args
-    judged = [judge(run.task, run.tokenizer, group) for group in draw_groups(run)]
+    ranks = run.ranks
+    groups = []  # the answers to one question stay on one rank
+    for place in range(ranks.rank, args.prompts, ranks.world):
+        first = ((args.seed * 1_000_003 + run.state.step) * args.prompts + place) * args.samples
+        item = run.task.train(run.state.step, place)
+        seeds = range(first, first + args.samples)
+        groups.append((item, ask(run, item, seeds, args.temperature)))
+    complete(run.generator, [c for _, completions in groups for c in completions])
+    judged = [judge(run.task, run.tokenizer, *group) for group in groups]
     rollouts = [rollout for group in judged for rollout in group]
 
     # Sums over all ranks decide for all of them whether there is anything to learn.
@@ -333,7 +318,7 @@ def draw_answers(run: Learner) -> Answers:
         sum(r.reward == 1 for r in rollouts),
         sum(any(r.advantage for r in group) for group in judged),
     ]
-    drawn, reward, right, useful = sum_over_ranks(np.array(sums, float), run.ranks).tolist()
+    drawn, reward, right, useful = sum_over_ranks(np.array(sums, float), ranks).tolist()
     config = run.state.config
     answers = pack_rollouts(run.script, config, run.tokenizer.bos_id, rollouts, run.state.packs)
     answers.total_tokens = int(drawn)
@@ -386,18 +371,18 @@ def evaluate(run: Learner) -> tuple[dict[str, float], list[dict]]:
     for i in mine:
         seeds = range(10**9 + i * n, 10**9 + (i + 1) * n)
         greedy = ask(run, test[i], [0], 0.0)
-        groups.append(Group(test[i], greedy + ask(run, test[i], seeds, 1.0)))
+        groups.append(greedy + ask(run, test[i], seeds, 1.0))
     note = "held-out questions" if run.ranks.is_main else ""
-    complete(run.generator, [c for group in groups for c in group.completions], note)
+    complete(run.generator, [completion for group in groups for completion in group], note)
 
     right = np.zeros((len(test), 2), np.int64)  # of the greedy answer, of the drawn ones
     answers = []
     for i, group in zip(mine, groups, strict=True):
-        rollouts = judge(run.task, run.tokenizer, group)
+        rollouts = judge(run.task, run.tokenizer, test[i], group)
         right[i] = rollouts[0].reward == 1, sum(r.reward == 1 for r in rollouts[1:])
-        text = run.tokenizer.decode(group.completions[0].tokens)
-        answer = {"question": group.item.question, "expected": group.item.expected}
-        answers.append(answer | {"answer": text, "reward": rollouts[0].reward})
+        answer = {"question": test[i].question, "expected": test[i].expected}
+        answer["answer"] = run.tokenizer.decode(group[0].tokens)
+        answers.append(answer | {"reward": rollouts[0].reward})
     greedy, drawn = sum_over_ranks(right, run.ranks).T
     found = {"greedy": float(greedy.mean())}
     for exponent in range(n.bit_length()):

@@ -176,14 +176,14 @@ def test_forced_tokens_and_the_end_mark(setup):
         forced = [i == 1 for i in range(len(tokens))]
         answers.append(engine.Completion([1, 2, 3], tokens=tokens, forced=forced, reason=reason, ended=end))
     item = rl.Item("", "7", chat_eval.same_number("#### 7"))
-    found = rl.judge(task, generator.tokenizer, rl.Group(item, answers))
+    found = rl.judge(task, generator.tokenizer, item, answers)
     assert [r.reward for r in found] == [1.0, 0.0, 0.0]
     assert [r.advantage for r in found] == pytest.approx([2 / 3, -1 / 3, -1 / 3])
     n = len(answers[0].tokens)
     assert found[0].tokens == [1, 2, 3, *answers[0].tokens, end] and found[1].tokens == [1, 2, 3, *answers[1].tokens]
     assert found[0].drawn == [False] * 2 + [True, False] + [True] * (n - 2) + [True]
     assert found[1].drawn == found[0].drawn[:-1]
-    same = rl.judge(task, generator.tokenizer, rl.Group(item, answers[1:]))
+    same = rl.judge(task, generator.tokenizer, item, answers[1:])
     assert [r.advantage for r in same] == [0.0, 0.0]
 
 
@@ -209,8 +209,8 @@ def test_an_answer_ends_behind_its_number(setup, monkeypatch):
             completion.forced = [False] * len(completion.tokens)
         return answers
 
-    group = rl.Group(items[0], fill([engine.Completion([1]) for _ in worth]))
-    assert [r.reward for r in rl.judge(now.task, generator.tokenizer, group)] == list(worth.values())
+    answers = fill([engine.Completion([1]) for _ in worth])
+    assert [r.reward for r in rl.judge(now.task, generator.tokenizer, items[0], answers)] == list(worth.values())
     monkeypatch.setattr(rl, "complete", lambda generator, answers, *words: fill(answers))
     found, answers = rl.evaluate(now)
     assert found["greedy"] == 4 / len(worth)
