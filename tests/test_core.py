@@ -97,18 +97,13 @@ def run_core(*flags):
 def data(bundle, tmp_path_factory):
     """A dataset directory with core files. dataset.json is completed so that data/format.py accepts it."""
     root = write_dataset(tmp_path_factory.mktemp("core") / "data", hashes=False)
-    finish_description(root)
+    for name in ("tokenizer", "dataset"):
+        content = {"format": f"decoderstack-{name}-1", **json.loads((root / f"{name}.json").read_text())}
+        (root / f"{name}.json").write_text(json.dumps(content))
+    list_files(root, documents=1)
     done = run_core("--bundle", bundle, "--data", root)
     assert done.returncode == 0, done.stderr
     return root
-
-
-def finish_description(root):
-    spec = {"format": "decoderstack-tokenizer-1", **json.loads((root / "tokenizer.json").read_text())}
-    (root / "tokenizer.json").write_text(json.dumps(spec))
-    info = json.loads((root / "dataset.json").read_text())
-    (root / "dataset.json").write_text(json.dumps({"format": "decoderstack-dataset-1", **info}))
-    list_files(root, documents=1)
 
 
 # ==== the definition, one example at a time
