@@ -169,10 +169,13 @@ def load_source(script: ModuleType, state, checkpoint: Path, moments: bool) -> N
     state.good_steps = 0
     state.loss_scale = loss_scale
     state.optimizer.drop_gradients()  # late ones are of text that is not trained on now
-    if moments:
-        return
-    state.optimizer.count = 0
-    for slot in state.optimizer.slots:
+    if not moments:
+        drop_moments(state.optimizer)
+
+
+def drop_moments(optimizer) -> None:
+    optimizer.count = 0
+    for slot in optimizer.slots:
         for moment in slot.moments.values():
             moment.zero_()
 
