@@ -41,7 +41,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from decimal import Decimal
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -121,12 +121,9 @@ def check_chat_tokens(tokenizer, run_dir: Path) -> None:
 
 def complete(generator, completions: list, note: str = "") -> None:
     """Brings completions to their end; a note shows a progress bar on a terminal."""
-    if not completions:
-        return
-    rows = min(len(completions), generator.rows)
     disable = None if note else True  # None: only where there is no terminal
     with tqdm(total=len(completions), desc=note, disable=disable, leave=False) as bar:
-        for events in generator.run(completions, rows):
+        for events in generator.run(completions):
             bar.update(sum(bool(event.reason) for event in events))
 
 
@@ -213,6 +210,14 @@ def read_task(name: str, folder: Path | None, limit: int) -> list | None:
         values = sft.spelling_tasks(words, limit or SPELLING_ITEMS, "val", 0)
         return [spelling_item(value) for value in values]
 
+    items = read_items(path, name)
+    random.Random(1337).shuffle(items)  # MMLU is sorted by subject
+    return items[: limit or None]
+
+
+def read_items(path: Path, name: str) -> list:
+    """All items in a file of a task, but not of spelling. Raises: RunError if one lacks a column"""
+    task = TASKS[name]
     items = []
     for where, value, problem in sft.records(path, task.columns):
         try:
@@ -222,8 +227,7 @@ def read_task(name: str, folder: Path | None, limit: int) -> list | None:
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             columns = ", ".join(task.columns)
             raise RunError(f"{where} is no item of {name} ({error}); it needs {columns}") from None
-    random.Random(1337).shuffle(items)  # MMLU is sorted by subject
-    return items[: limit or None]
+    return items
 
 
 # ==== scoring
@@ -393,14 +397,16 @@ def score_tasks(run: engine.Run, args: argparse.Namespace, ranks, say: Callable)
     return table, samples
 
 
-def evaluate(run: engine.Run, args: argparse.Namespace) -> dict | None:
+def evaluate(args: argparse.Namespace) -> dict | None:
     """Scores the tasks and writes the files. Returns what the first rank prints last."""
+    if unknown := set(args.tasks) - set(TASKS):
+        raise RunError(f"--tasks names {unknown.pop()}, which is none of {', '.join(TASKS)}")
+    if args.files and not args.files.is_dir():
+        raise RunError(f"--files {args.files} is no folder; name one that holds task files")
+    run = engine.load_run(args.run_dir, args.step)
+    check_chat_tokens(run.tokenizer, args.run_dir)
     ranks = run.script.start_ranks()
-
-    def say(text: str) -> None:
-        if ranks.is_main:
-            print(text, flush=True)
-
+    say = partial(print, flush=True) if ranks.is_main else lambda text: None
     begin = time.perf_counter()
     table, samples = score_tasks(run, args, ranks, say)
     if not table:
@@ -434,24 +440,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--step", type=int, help="checkpoint to use (default: the newest)")
     args = parser.parse_args(argv)
     args.tasks = [task for task in args.tasks.split(",") if task]
-    try:
-        if unknown := set(args.tasks) - set(TASKS):
-            raise RunError(f"--tasks names {unknown.pop()}, which is none of {', '.join(TASKS)}")
-        if args.files and not args.files.is_dir():
-            raise RunError(f"--files {args.files} is no folder; name one that holds task files")
-        run = engine.load_run(args.run_dir, args.step)
-        check_chat_tokens(run.tokenizer, args.run_dir)
-        with torch.no_grad():
-            result = evaluate(run, args)
-        if result is not None:
-            print(json.dumps(result), flush=True)
-        return 0
-    except RunError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        return 1
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    return score_core.run_command(evaluate, args)
 
 
 if __name__ == "__main__":

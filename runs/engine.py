@@ -7,8 +7,7 @@
 
 The model is the GPT class of the script that lies in the run directory. This file imports no
 training script of the repository, so a run keeps decoding as it was trained. Everything here is
-built on GPT.trunk(attend): trunk computes all but the attention, and what happens to keys and
-values is up to the `attend` that it is given.
+built on GPT.trunk(attend), which computes all but the attention; `attend` handles keys and values.
 
     Runs          load_run: the script, the model and the tokenizer of a run directory
     Cache         KVCache, prefill, decode
@@ -30,7 +29,6 @@ import importlib.util
 import json
 import math
 import sys
-from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -70,8 +68,7 @@ def import_script(run_dir: str | Path) -> ModuleType:
     run_dir = Path(run_dir)
     scripts = sorted(run_dir.glob("train_*.py"))
     if len(scripts) != 1:
-        found = f"{run_dir} holds {len(scripts)} training scripts"
-        raise RunError(f"{found}, expected one; name a run directory")
+        raise RunError(f"{run_dir} holds {len(scripts)} training scripts, expected one; name a run directory")
     spec = importlib.util.spec_from_file_location(f"run_{scripts[0].stem}", scripts[0])
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up by name
@@ -101,19 +98,16 @@ class Run:
     step: int  # of the checkpoint
 
 
-def load_run(
-    run_dir: str | Path, step: int | None = None, device: str | None = None, **changes
-) -> Run:
+def load_run(run_dir, step: int | None = None, device: str | None = None, **changes) -> Run:
     """Loads the newest checkpoint of a run, or that of a step.
 
     Args:   device "cuda", "mps" or "cpu", by default the best there is; changes are fields of the
-            script's Config, such as dtype and attention, that may differ between machines; None
-            leaves one as it is
+            script's Config that may differ between machines, such as dtype; None changes nothing
     Raises: RunError if the run, the step or the device is missing
     """
     script = import_script(run_dir)
     try:
-        return Run(script, *load_model(script, Path(run_dir), step, device, changes))
+        return load_model(script, Path(run_dir), step, device, changes)
     except (script.UserError, RuntimeError) as error:  # torch's, if memory runs out
         raise RunError(first_line(error)) from None
 
@@ -128,12 +122,10 @@ def choose_device(name: str) -> torch.device:
     try:
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:
-        reason = first_line(error)
-        raise RunError(f"--device {name} does not work here ({reason}); leave it out") from None
+        raise RunError(f"--device {name} does not work here ({first_line(error)}); leave it out") from None
 
 
-def load_model(script: ModuleType, run_dir: Path, step, device, changes: dict) -> tuple:
-    """The model, tokenizer, config and step of a run."""
+def load_model(script: ModuleType, run_dir: Path, step, device, changes: dict) -> Run:
     needed = ("model.safetensors",)
     if step is None:
         folder = script.newest_whole(run_dir, print_note, needed)
@@ -147,8 +139,8 @@ def load_model(script: ModuleType, run_dir: Path, step, device, changes: dict) -
 
     changes = {name: value for name, value in changes.items() if value is not None}
     config = dataclasses.replace(script.read_config(run_dir), **changes)
-    default_device = script.start_ranks().device
-    device = choose_device(device) if device else default_device
+    ranks = script.start_ranks()
+    device = choose_device(device) if device else ranks.device
     model = script.GPT(config, device, script.choose_dtype(config, device))
     try:
         model.load_state_dict(weights)
@@ -157,7 +149,7 @@ def load_model(script: ModuleType, run_dir: Path, step, device, changes: dict) -
         raise RunError(f"the weights in {folder} do not fit config.json; {advice}") from None
     model.attention = script.choose_attention(model, lambda text: None)
     tokenizer = script.Tokenizer(run_dir / "tokenizer.json")
-    return model.eval(), tokenizer, config, state["step"]
+    return Run(script, model.eval(), tokenizer, config, state["step"])
 
 
 # ==== Cache
@@ -169,8 +161,7 @@ class KVCache:
     """Keys and values of every attention layer in rings: a layer holds its window, not all tokens.
 
     Position p of a row lies in slot p % S. Keys are stored rotated, so their order in the ring does
-    not matter. S is the window, the newest key and the place of the next, or one more than the
-    longest text if that is less.
+    not matter. S is window + 2, for the newest key and the next one, or longest text + 1 if less.
 
     In layers with key offset, a key takes its second half from the token before. That half waits in
     the slot of the next position until the next token comes.
@@ -179,12 +170,6 @@ class KVCache:
     keys: list[Tensor]  # of each attention layer, (B, S, H, K)
     values: list[Tensor]
     slots: tuple[int, int]  # S of layers with a short and with a long window
-
-    def first(self, rows: int) -> KVCache:
-        """The first rows of this cache, in the same memory."""
-        keys = [ring[:rows] for ring in self.keys]
-        values = [ring[:rows] for ring in self.values]
-        return KVCache(keys, values, self.slots)
 
     @staticmethod
     def empty(model, rows: int, max_len: int) -> KVCache:
@@ -219,44 +204,45 @@ class RingPlan(NamedTuple):
     A picture with a window of 3, so rings of 5 slots. Row A holds 5 tokens and gets 2 more, row B
     holds 1 token and gets 2. Old keys come from the ring, new ones from the layer:
 
-        old of all rows, then new of all rows     A2 A3 A4 B0 A5 A6 B1 B2
-                          the index of each        0  1  2  3  4  5  6  7
         packed, a text of its own for each row    A2 A3 A4 A5 A6 | B0 B1 B2
-                                         order     0  1  2  4  5    3  6  7
+                                    old_places     0  1  2          5
                                     new_places              3  4       6  7
 
     Attention runs over the packed texts. Old keys stand in for queries there, and nobody reads the
     results at their places. The ring of A afterwards, with the slots of the new keys marked:
 
         slot     0    1    2    3    4
-                A5*  A6*   .   A3   A4         first_slot 0, next_slot 2 (free for the key of A7)
+                A5*  A6*   .   A3   A4         first: slot 0, next: slot 2 (free for the key of A7)
 
-    Arrays of whole numbers; on the device tensors. A fixed size repeats some of their entries.
+    Arrays of whole numbers; on the device tensors. A fixed size repeats some of their entries. Slots
+    are numbered over all rows, S for each.
     """
 
     places: Any  # in their text, of all places of the packed texts
     borders: Any  # of the packed texts
-    order: Any  # of cat((old, new)), which gives the packed texts
-    new_places: Any  # (T,) where the new tokens are in the packed texts
-    read_rows: Any  # row and slot of each old key
-    read_slots: Any
+    old_places: Any  # where the old keys are in the packed texts
+    new_places: Any  # (T,) where the new tokens are
+    read: Any  # slot of each old key
     kept: Any  # which of the T new tokens their ring holds at the end
-    write_rows: Any  # row and slot of each of those
-    write_slots: Any
-    rows: Any  # (N,) the row of each text
-    first_slots: Any  # (N,) slot of the first new token
-    next_slots: Any  # (N,) slot of the token after the last new one
+    write: Any  # slot of each of those
+    first: Any  # (N,) slot of the first new token of each text
+    next: Any  # (N,) slot of the token after the last new one
 
     def attend(self, attention: Callable, q: Tensor, k: Tensor, v: Tensor, keys, values, long: int):
-        """Attention of the new tokens: q, k, v (T, H, K), rings (B, S, H, K) -> (T, H, K)."""
-        if not len(self.read_rows):
+        """Attention of the new tokens: q, k, v (T, H, K), rings (B * S, H, K) -> (T, H, K)."""
+        if not len(self.read):
             return attention(q, k, v, long)
-        old_keys = keys[self.read_rows, self.read_slots]
-        old_values = values[self.read_rows, self.read_slots]
-        packed_q = torch.cat((old_keys, q))[self.order]
-        packed_k = torch.cat((old_keys, k))[self.order]
-        packed_v = torch.cat((old_values, v))[self.order]
+        old_keys = keys[self.read]
+        packed_q = self.pack(old_keys, q)
+        packed_k = self.pack(old_keys, k)
+        packed_v = self.pack(values[self.read], v)
         return attention(packed_q, packed_k, packed_v, long)[self.new_places]
+
+    def pack(self, old: Tensor, new: Tensor) -> Tensor:
+        packed = new.new_empty(len(self.places), *new.shape[1:])
+        packed[self.old_places] = old
+        packed[self.new_places] = new
+        return packed
 
 
 class PrefillSize(NamedTuple):
@@ -276,11 +262,11 @@ def prefill_size(starts: list, texts: list, most_texts: int, window: int) -> Pre
     """The smallest size for some texts, of which rows hold `starts` ids; None if they are long."""
     new = sum(map(len, texts)) - sum(starts)
     old = sum(min(start, window) for start in starts)
-    new_sizes = [size for size in NEW_SIZES if size >= new]
-    old_sizes = [size for size in OLD_SIZES if size >= old]
-    if not new_sizes or not old_sizes:
+    if new > NEW_SIZES[-1] or old > OLD_SIZES[-1]:
         return None
-    return PrefillSize(most_texts, new_sizes[0], old_sizes[0])
+    new_size = min(size for size in NEW_SIZES if size >= new)
+    old_size = min(size for size in OLD_SIZES if size >= old)
+    return PrefillSize(most_texts, new_size, old_size)
 
 
 def padded(array, length: int, value: int):
@@ -305,16 +291,12 @@ def plan_ring(text_rows, starts, ends, window: int, slots: int, size: PrefillSiz
     place = np.arange(len(text)) - borders[text]
     position = place + (starts - held)[text]
     old = place < held[text]
-
-    # Old keys are numbered before all new ones.
-    number_if_old = np.cumsum(old) - 1
-    number_if_new = old.sum() + np.cumsum(~old) - 1
-    order = np.where(old, number_if_old, number_if_new)
+    slot = text_rows[text] * slots + position % slots
 
     # The ring keeps the last S - 1 tokens; one slot stays free for the token that comes next.
     new_text = text[~old]
-    new_position = position[~old]
-    kept = ((new_text < count) & (new_position > ends[new_text] - slots)).nonzero()[0]
+    stays = position[~old] > ends[new_text] - slots
+    kept = (stays & (new_text < count)).nonzero()[0]
 
     # What is written for padding is what the first of these writes too.
     which = np.arange(count)
@@ -326,16 +308,13 @@ def plan_ring(text_rows, starts, ends, window: int, slots: int, size: PrefillSiz
     return RingPlan(
         places=place,
         borders=borders,
-        order=order,
+        old_places=old.nonzero()[0],
         new_places=(~old).nonzero()[0],
-        read_rows=text_rows[text[old]],
-        read_slots=position[old] % slots,
+        read=slot[old],
         kept=kept,
-        write_rows=text_rows[new_text[kept]],
-        write_slots=new_position[kept] % slots,
-        rows=text_rows[which],
-        first_slots=starts[which] % slots,
-        next_slots=ends[which] % slots,
+        write=slot[~old][kept],
+        first=text_rows[which] * slots + starts[which] % slots,
+        next=text_rows[which] * slots + ends[which] % slots,
     )
 
 
@@ -413,22 +392,22 @@ def run_pack(model, cache: KVCache, pack: Pack, longest: list[int], weights=None
     def attend(index, layer, q, k, v):
         long = int(layer in config.long_layers)
         plan = pack.plans[long]
-        keys = cache.keys[index]
-        values = cache.values[index]
+        keys = cache.keys[index].flatten(0, 1)
+        values = cache.values[index].flatten(0, 1)
 
         own_keys = k
         offset = layer in config.key_offset_layers
         if offset:
             before = torch.cat((k[:1], k[:-1]))
             # The key before the first new one: its second half waits in the slot of that one.
-            before[pack.first_new] = keys[plan.rows, plan.first_slots]
+            before[pack.first_new] = keys[plan.first]
             k = model.offset_keys(k, before, first_T11)
 
         y = plan.attend(attentions[long], q, k, v, keys, values, long)
-        keys[plan.write_rows, plan.write_slots] = k[plan.kept]
-        values[plan.write_rows, plan.write_slots] = v[plan.kept]
+        keys[plan.write] = k[plan.kept]
+        values[plan.write] = v[plan.kept]
         if offset:
-            keys[plan.rows, plan.next_slots, :, half:] = own_keys[pack.last_new, :, half:]
+            keys[plan.next, :, half:] = own_keys[pack.last_new, :, half:]
         return y
 
     return model.trunk(pack.tokens, pack.previous, pack.positions, attend, weights)
@@ -438,8 +417,7 @@ def prefill(model, cache: KVCache, rows: list, starts: list, texts: list, weight
     """Brings rows of the cache up to the given texts, all in one packed pass through the model.
 
     Args:    rows[i] the row of texts[i], a list of ids; starts[i] how many of them the row already
-             holds, fewer than all; weights what model.layer_weights() gave, so that it is not
-             computed again
+             holds, fewer than all; weights what model.layer_weights() gave, to save its time
     Returns: hidden states of the new ids, behind each other, and of some padding (T, D)
     """
     pack = plan_pack(model, cache, rows, starts, texts)
@@ -458,9 +436,7 @@ def decode(model, cache: KVCache, tokens_B, previous_B, positions_B, weights=Non
 
     def attend(index, layer, q, k, v):
         offset = layer in model.config.key_offset_layers
-        keys = cache.keys[index]
-        values = cache.values[index]
-        return decode_attention(q, k, v, keys, values, positions_B, offset)
+        return decode_attention(q, k, v, cache.keys[index], cache.values[index], positions_B, offset)
 
     hidden = model.trunk(tokens_B, previous_B, positions_B.clamp(min=0), attend, weights)
     return model.logits(hidden)
@@ -473,14 +449,12 @@ def sample(logits_BV, temperature_B, top_k_B, top_p_B, seeds_B, counters_B, widt
     """One id for each row: argmax at temperature 0, else a draw from the likeliest.
 
     The draw is from the top_k likeliest ids, of these from the fewest whose mass reaches top_p; ids
-    as likely as the last of them count too. Logits plus Gumbel noise are largest at a draw from
-    their softmax.
+    as likely as the last of them count too. The argmax of logits plus Gumbel noise is such a draw.
 
     Args:    top_k_B 0: all ids; top_p_B 1 or more: all ids; seeds_B, counters_B integers, on which
              the noise depends, and on nothing else, so a row draws the same in any batch; width how
              many logits to sort: at least top_k of every row that cuts, V if one cuts by top_p
-             alone, 0 if none does; min_p_B: drops ids with less than this share of the likeliest
-             one's probability
+             alone, 0 if none does; min_p_B: drops ids below this share of the largest probability
     Returns: ids (B,)
     """
     z = logits_BV / temperature_B.clamp(min=1e-6)[:, None]
@@ -544,6 +518,9 @@ def lowbias32(x: Tensor) -> Tensor:
 
 # ==== Completions
 
+# The special tokens around a tool call and around its result.
+MARKS = ("<|python_start|>", "<|python_end|>", "<|output_start|>", "<|output_end|>")
+
 
 @dataclass
 class Completion:
@@ -564,14 +541,14 @@ class Completion:
     logit_bias: dict[int, float] = field(default_factory=dict)  # added to the logits of ids
     logprobs: int | None = None  # keep the chance of each new id, and of so many likeliest ones
     score_prompt: bool = False  # with logprobs: also those of the prompt's ids
-    # From the new ids so far to which may come next: booleans (V,), or None for all.
-    mask: Callable[[list[int]], Tensor | None] | None = None
+    # From the new ids so far to which may come next, booleans (V,).
+    mask: Callable[[list[int]], Tensor] | None = None
 
     # The result: new ids without the one that ended it, and whether each came from a tool.
     tokens: list[int] = field(default_factory=list)
     forced: list[bool] = field(default_factory=list)
     chances: list[Chance] = field(default_factory=list)  # of each new id, with logprobs
-    prompt_chances: list[Chance | None] = field(default_factory=list)  # None for the first id
+    prompt_chances: list[Chance | None] = field(default_factory=lambda: [None])  # of the prompt's
     reason: str = ""  # why it ended: "stop" or "length"
     ended: int = -1  # the stop token
 
@@ -606,7 +583,7 @@ class Completion:
         """The prompt and the answer so far."""
         return [*self.prompt, *self.tokens] if self.tokens else self.prompt
 
-    def accept(self, sampled: int, tokenizer, marks: ToolMarks | None) -> int | None:
+    def accept(self, sampled: int, tokenizer, marks: list[int]) -> int | None:
         """Adds the sampled id, or that of a tool's result if one is due; None if a stop came.
 
         Raises: RunError if the id was drawn from logits that are not finite
@@ -615,8 +592,7 @@ class Completion:
         if by_tool:
             token = self.queue.pop(0)
         elif sampled == NOT_FINITE:
-            wrong = "the model computes logits that are not finite"
-            raise RunError(f"{wrong}; name an earlier checkpoint with --step")
+            raise RunError("the model computes logits that are not finite; name an earlier checkpoint with --step")
         elif sampled == tokenizer.bos_id or sampled in self.stop:
             self.reason = "stop"
             self.ended = sampled
@@ -631,34 +607,18 @@ class Completion:
             self.reason = "length"
         return token
 
-    def follow_call(self, token: int, tokenizer, marks: ToolMarks) -> None:
+    def follow_call(self, token: int, tokenizer, marks: list[int]) -> None:
         """Notes the ids of a tool call; at its end the result goes into the queue."""
-        if token == marks.call_start:
+        call_start, call_end, result_start, result_end = marks
+        if token == call_start:
             self.call = []
-        elif token == marks.call_end and self.call is not None:
+        elif token == call_end and self.call is not None:
             result = calculate(tokenizer.decode(self.call))
             self.call = None
             if result is not None:
-                self.queue = [marks.result_start, *tokenizer.encode(result), marks.result_end]
+                self.queue = [result_start, *tokenizer.encode(result), result_end]
         elif self.call is not None:
             self.call.append(token)
-
-
-class ToolMarks(NamedTuple):
-    """Ids of the special tokens around a tool call and around its result."""
-
-    call_start: int
-    call_end: int
-    result_start: int
-    result_end: int
-
-    @staticmethod
-    def of(tokenizer) -> ToolMarks | None:
-        """None if the tokenizer lacks one of them."""
-        names = ("<|python_start|>", "<|python_end|>", "<|output_start|>", "<|output_end|>")
-        if not all(name in tokenizer.specials for name in names):
-            return None
-        return ToolMarks(*(tokenizer.specials[name] for name in names))
 
 
 class Event(NamedTuple):
@@ -734,8 +694,7 @@ class Penalties:
     def write(self, completions: dict[int, Completion]) -> None:
         """Sets the counts of rows to those of their answers so far, and what is added to logits.
 
-        A step counts the id that goes in. The last of a text is counted here or in the prompt, so
-        its count begins one lower.
+        A step counts the id that goes in, the last of the text first, so that one is left out here.
         """
         device = self.bias.device
         self.bias[to_device(list(completions), device)] = 0
@@ -744,11 +703,10 @@ class Penalties:
                 continue
             for token, bias in completion.logit_bias.items():
                 self.bias[row, token] = bias
-            self.counts[row] = 0
-            ids = to_device([*completion.tokens, completion.text()[-1]], device)
-            signs = torch.ones_like(ids, dtype=self.counts.dtype)
-            signs[-1] = -1
-            self.counts[row].index_add_(0, ids, signs)
+            answer = torch.tensor(completion.tokens, dtype=torch.long)
+            counts = answer.bincount(minlength=self.counts.size(1))
+            counts[completion.text()[-1]] -= 1
+            self.counts[row] = to_device(counts, device)
 
     def apply(self, logits_BV: Tensor, state: RowState) -> Tensor:
         """Counts the ids that go in. Returns the logits less the penalties, plus the bias."""
@@ -767,57 +725,54 @@ class Shelves:
     """
 
     def __init__(self, first_row: int, count: int):
-        self.texts = {first_row + i: [] for i in range(count)}  # the ids in each row of the cache
-        self.used = dict.fromkeys(self.texts, 0)  # when, in calls of choose
-        self.calls = 0
-
-    def forget(self) -> None:
-        self.texts = {row: [] for row in self.texts}
+        # The ids in each row of the cache; what was used last is at the end.
+        self.texts = {first_row + i: [] for i in range(count)}
 
     def choose(self, texts: dict[int, list[int]], starts: dict, known: list) -> tuple[dict, dict]:
         """The shelf that each text should start as a copy of, and the ids of shelves to be filled.
 
-        A beginning goes onto a shelf when a second text has it, in place of the beginning that
-        was not used for longest.
+        A beginning goes onto a shelf when a second text has it; the one used longest ago goes.
 
         Args:  starts: how many ids the row of each text holds; known: texts in the cache
         """
-        self.calls += 1
         chosen = {}
         new = {}
         others = list(known)
         for row, text in texts.items():
-            shelf = self.longest(text)
-            length = len(self.texts[shelf]) if shelf is not None else 0
-            common = max(common_length(text, other) for other in others)
+            shelf = max(self.texts, key=lambda shelf: held_length(self.texts[shelf], text))
+            length = held_length(self.texts[shelf], text)
+            start = text[:-1]
+            common = max(common_length(start, other) for other in others)
             others.append(text)
-            oldest = min(self.texts, key=lambda shelf: self.used[shelf])
-            is_free = self.used[oldest] < self.calls
+            oldest = next(iter(self.texts))
+            is_free = oldest not in chosen.values()
             if is_free and common >= max(starts[row], length) + WORTH_SHARING:
                 shelf = oldest
                 length = common
                 self.texts[shelf] = text[:common]
                 new[shelf] = text[:common]
             if length > starts[row]:
-                self.used[shelf] = self.calls
+                self.texts[shelf] = self.texts.pop(shelf)
                 chosen[row] = shelf
         return chosen, new
 
-    def longest(self, text: list[int]) -> int | None:
-        """The shelf with the longest beginning of a text, shorter than all of it."""
-        lengths = {}
-        for row, ids in self.texts.items():
-            if 0 < len(ids) < len(text) and ids == text[: len(ids)]:
-                lengths[row] = len(ids)
-        return max(lengths, key=lengths.get, default=None)
+
+def held_length(held: list[int], text: list[int]) -> int:
+    """How many ids are held, if a text begins with all of them and goes on; else 0."""
+    return len(held) if len(held) < len(text) and held == text[: len(held)] else 0
 
 
 def common_length(text: list[int], other: list[int]) -> int:
-    """How many first ids, of all but the last, a text shares with another; 0 if they are few."""
-    if text[:WORTH_SHARING] != other[:WORTH_SHARING]:
-        return 0
-    most = min(len(text) - 1, len(other))
-    return bisect_left(range(most), True, key=lambda n: text[: n + 1] != other[: n + 1])
+    """How many first ids two texts have in common."""
+    pairs = enumerate(zip(text, other, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(text), len(other)))
+
+
+def step_kind(completions, vocab_size: int) -> tuple[int, bool]:
+    """What steps of these rows need: how many logits to sort, and whether any are shaped."""
+    needed = max((c.sort_width(vocab_size) for c in completions), default=GREEDY)
+    enough = [width for width in WIDTHS if width >= needed]
+    return min([*enough, vocab_size]), any(c.is_shaped() for c in completions)
 
 
 class Graphs:
@@ -842,57 +797,13 @@ class Graphs:
         return result
 
 
-class Prefills:
-    """Prefills into a cache, by a CUDA graph where one of their size fits."""
-
-    def __init__(self, model, cache: KVCache, rows: int, weights):
-        self.model = model
-        self.cache = cache
-        self.rows = rows
-        self.weights = weights
-        self.graphs = Graphs()
-        self.packs: dict[PrefillSize, tuple] = {}  # what a graph reads: flat, and as a Pack
-        self.failed = False  # to record one, so no more are tried
-
-    def run(self, rows: list, starts: list, texts: list) -> Tensor:
-        """As prefill; the next run may overwrite what it returns."""
-        size = prefill_size(starts, texts, self.rows, max(self.model.windows))
-        if size is None or self.failed:
-            return prefill(self.model, self.cache, rows, starts, texts, self.weights)
-        pack = plan_pack(self.model, self.cache, rows, starts, texts, size)
-        if size not in self.packs:
-            flat = torch.empty_like(pack.flat(), device=self.model.embed.device)
-            self.packs[size] = (flat, pack.over(flat))
-        flat, on_device = self.packs[size]
-        flat.copy_(pack.flat(), non_blocking=True)
-        longest = [size.new + size.old] * 2
-        work = (self.model, self.cache, on_device, longest, self.weights)
-        try:
-            return self.graphs.run(size, run_pack, *work)
-        except Exception as error:
-            print_note(f"prefills are no CUDA graphs here ({error!r:.200})")
-            self.failed = True
-            # Without a capture that succeeds, the random generator stays in capture mode.
-            with torch.cuda.graph(torch.cuda.CUDAGraph()):
-                torch.zeros_like(flat)
-            return run_pack(*work)
-
-
-@dataclass
-class Flight:
+class Flight(NamedTuple):
     """A step that was launched and whose ids nobody has read yet."""
 
     rows: dict[int, Completion]  # that it computes, without those that have ended since
-    drawn: Tensor | list[int]  # its ids by row: on CUDA a copy that is complete after `done`
+    drawn: Tensor  # its ids by row, on the host; on CUDA complete after `done`
     done: torch.cuda.Event | None
     chances: list[Chance]  # by row; empty if no row wants them
-
-    def read(self) -> list[int]:
-        """The drawn ids by row, once they are there."""
-        if self.done is None:
-            return self.drawn
-        self.done.synchronize()
-        return self.drawn.tolist()
 
 
 # ==== Decoding
@@ -922,14 +833,16 @@ class Decoder:
         self.tokenizer = tokenizer
         self.rows = rows
         self.max_len = min(max_len or context, context)
-        self.windows = model.windows
-        self.marks = ToolMarks.of(tokenizer)
+        marks = [tokenizer.specials.get(name) for name in MARKS]
+        self.marks = [] if None in marks else marks
         self.ahead = cuda if ahead is None else ahead
         with torch.no_grad():
             self.weights = model.layer_weights()
 
         self.cache = KVCache.empty(model, rows + shelves, self.max_len)
-        self.row_cache = self.cache.first(rows)
+        keys = [ring[:rows] for ring in self.cache.keys]
+        values = [ring[:rows] for ring in self.cache.values]
+        self.row_cache = KVCache(keys, values, self.cache.slots)  # without the shelves
         self.state = RowState(rows, device)
         self.penalties = Penalties(rows, tokenizer.vocab_size, device) if shaping else None
         self.shelves = Shelves(rows, shelves)
@@ -937,22 +850,19 @@ class Decoder:
         self.known = [[] for _ in range(rows)]  # ids in the cache; of a live row also the next one
         self.live: dict[int, Completion] = {}
         self.flight: Flight | None = None
-        self.width = GREEDY  # of steps of the live rows, see sort_width
-        self.shaped = False  # whether any of them shapes its logits
+        self.kind = step_kind([], tokenizer.vocab_size)  # of steps of the live rows
 
         self.decode = torch.compile(decode) if compile else decode
         self.sample = torch.compile(sample) if compile else sample
-        self.graphs = None
-        self.prefills = None
-        if graph and cuda:
-            self.graphs = Graphs()  # of steps, by width and shaped
-            self.prefills = Prefills(model, self.cache, rows, self.weights)
+        self.graphs = Graphs() if graph and cuda else None  # of steps, by their kind
+        self.prefills = Graphs() if graph and cuda else None  # by size
+        self.packs: dict[PrefillSize, tuple] = {}  # what these read: flat, and as a Pack
 
     @torch.no_grad()
     def refresh(self) -> None:
         """Reads the weights of the model again; texts in the cache are forgotten."""
         self.known = [[] for _ in range(self.rows)]
-        self.shelves.forget()
+        self.shelves = Shelves(self.rows, len(self.shelves.texts))
         self.flight = None
         for old_layer, new_layer in zip(self.weights, self.model.layer_weights(), strict=True):
             for old, new in zip(old_layer, new_layer, strict=True):
@@ -974,7 +884,6 @@ class Decoder:
         starts = {}
         for row, completion in completions.items():
             assert row not in self.live, f"row {row} is taken"
-            assert self.penalties or not completion.is_shaped(), "needs shaping=True"
             completion.check(self.max_len)
             texts[row] = completion.text()
             # To score a prompt, all of it is computed.
@@ -995,15 +904,12 @@ class Decoder:
         for row, text in texts.items():
             self.known[row] = list(text)
         self.live |= completions
-        self.note_live()
+        self.kind = step_kind(self.live.values(), self.tokenizer.vocab_size)
         return starts
 
-    def held(self, row: int, prompt: list[int]) -> int:
-        """How many ids of a prompt are in a row of the cache, at most all but the last."""
-        known = self.known[row]
-        if len(known) < len(prompt) and known == prompt[: len(known)]:
-            return len(known)
-        return 0
+    def held(self, row: int, text: list[int]) -> int:
+        """How many ids of a text are in a row of the cache, at most all but the last."""
+        return held_length(self.known[row], text)
 
     def find_shelves(self, completions: dict, texts: dict, starts: dict) -> dict[int, int]:
         """The row of the cache that each text should start as a copy of; fills new shelves."""
@@ -1012,42 +918,48 @@ class Decoder:
         sharing = {row: text for row, text in texts.items() if not completions[row].score_prompt}
         sources, new = self.shelves.choose(sharing, starts, self.known)
         self.cache.clear(list(new))
-        try:
-            self.fill(new, dict.fromkeys(new, 0), {})
-        except BaseException:
-            self.shelves.forget()  # what they hold is not certain
-            raise
+        self.shelves.texts |= dict.fromkeys(new, [])  # should the prefill fail
+        self.fill(new, dict.fromkeys(new, 0), {})
+        self.shelves.texts |= new
         return sources
 
     def fill(self, texts: dict, starts: dict, completions: dict[int, Completion]) -> None:
         """Computes what rows lack of their texts, and the chances of prompts that want them."""
-        for completion in completions.values():
-            if completion.score_prompt:
-                completion.prompt_chances = [None]
         for pack in prefill_packs(texts, starts):
-            pack_starts = [starts[row] for row in pack]
-            texts_of_pack = [texts[row] for row in pack]
-            if self.prefills:
-                hidden = self.prefills.run(pack, pack_starts, texts_of_pack)
-            else:
-                work = (pack, pack_starts, texts_of_pack, self.weights)
-                hidden = prefill(self.model, self.cache, *work)
+            held = [starts[row] for row in pack]
+            hidden = self.prefill(pack, held, [texts[row] for row in pack])
             place = 0  # of a text's first new id
-            for row, start in zip(pack, pack_starts, strict=True):
-                count = len(texts[row]) - start
-                completion = completions.get(row)
-                if completion and completion.score_prompt:
-                    self.score_prompt(completion, hidden[place : place + count])
-                place += count
+            for row in pack:
+                end = place + len(texts[row]) - starts[row]
+                if row in completions and completions[row].score_prompt:
+                    self.score_prompt(completions[row], hidden[place:end])
+                place = end
+
+    def prefill(self, rows: list, starts: list, texts: list) -> Tensor:
+        """As prefill, by a CUDA graph if one fits; the next may overwrite what it returns."""
+        size = prefill_size(starts, texts, self.rows, max(self.model.windows))
+        if self.prefills is None or size is None:
+            return prefill(self.model, self.cache, rows, starts, texts, self.weights)
+        pack = plan_pack(self.model, self.cache, rows, starts, texts, size)
+        if size not in self.packs:
+            flat = torch.empty_like(pack.flat(), device=self.model.embed.device)
+            self.packs[size] = (flat, pack.over(flat))
+        flat, on_device = self.packs[size]
+        flat.copy_(pack.flat(), non_blocking=True)
+        longest = [size.new + size.old] * 2
+        work = (self.model, self.cache, on_device, longest, self.weights)
+        return self.prefills.run(size, run_pack, *work)
 
     def score_prompt(self, completion: Completion, hidden_TD: Tensor) -> None:
         """Notes the chance of each id of a prompt, given the hidden state before it."""
         vocab_size = self.tokenizer.vocab_size
         after = completion.prompt[1:]
+        chances = [None]
         for start in range(0, len(after), 256):  # logits of all at once might not fit into memory
             tokens = to_device(after[start : start + 256], hidden_TD.device)
             logits = self.model.logits(hidden_TD[start : start + len(tokens)])[:, :vocab_size]
-            completion.prompt_chances += token_chances(logits, tokens, completion.logprobs or 0)
+            chances += token_chances(logits, tokens, completion.logprobs or 0)
+        completion.prompt_chances = chances
 
     # -- steps
 
@@ -1073,54 +985,43 @@ class Decoder:
                 self.state.tokens[row] = completion.queue[0]
         masked = any(c.mask for c in self.live.values())  # a mask depends on the ids before it
         if self.ahead and not masked:
-            going_on = self.rest_those_at_their_end(rows)
+            going_on = dict(self.live)
+            for row, completion in rows.items():
+                if len(completion.tokens) + 1 >= completion.max_tokens:  # its last id is in flight
+                    self.state.positions[row] = -1
+                    del going_on[row]
             if going_on:
                 self.flight = self.launch(going_on)
         return self.accept(flight, rows)
 
-    def rest_those_at_their_end(self, rows: dict[int, Completion]) -> dict[int, Completion]:
-        """Rests those of the rows in flight whose last id is in it. Returns the live others."""
-        going_on = dict(self.live)
-        for row, completion in rows.items():
-            if len(completion.tokens) + 1 >= completion.max_tokens:
-                self.state.positions[row] = -1
-                del going_on[row]
-        return going_on
-
     def launch(self, rows: dict[int, Completion]) -> Flight:
         """Starts a step. What it draws goes in with the next one, except where a tool speaks."""
-        step = (self.width, self.shaped)
         masks = {row: c.mask(c.tokens) for row, c in rows.items() if c.mask}
         if self.graphs and not masks:
-            logits = self.graphs.run(step, self.advance, *step)
+            logits = self.graphs.run(self.kind, self.advance, *self.kind)
         else:
-            logits = self.advance(*step, masks)
+            logits = self.advance(*self.kind, masks)
         wanted = [c.logprobs for c in rows.values() if c.logprobs is not None]
         chances = token_chances(logits, self.state.tokens, max(wanted)) if wanted else []
 
-        drawn = self.state.drawn
-        if not drawn.is_cuda:
-            return Flight(dict(rows), drawn.tolist(), None, chances)
-        copy = torch.empty(self.rows, dtype=torch.long, pin_memory=True)
-        copy.copy_(drawn, non_blocking=True)
-        done = torch.cuda.Event()
-        done.record()
-        return Flight(dict(rows), copy, done, chances)
+        # Copied without waiting for the device; done is when the copy is complete.
+        cuda = self.state.drawn.is_cuda
+        drawn = self.state.drawn.to("cpu", non_blocking=cuda, copy=True)
+        done = torch.cuda.current_stream().record_event() if cuda else None
+        return Flight(dict(rows), drawn, done, chances)
 
     def advance(self, width: int, shaped: bool, masks: dict | None = None) -> Tensor:
         """The work of a step, between tensors that stay where they are. Gives the logits.
 
-        Args: masks by row, bool (V,): which ids may come; None for all
+        Args: masks by row, bool (V,): which ids may come
         """
         state = self.state
-        logits = self.decode(
-            self.model, self.row_cache, state.tokens, state.previous, state.positions, self.weights
-        )
+        inputs = (state.tokens, state.previous, state.positions)
+        logits = self.decode(self.model, self.row_cache, *inputs, self.weights)
         logits = logits[:, : self.tokenizer.vocab_size]  # without the padding of the vocabulary
         allowed = logits.clone() if masks else logits
         for row, mask in (masks or {}).items():
-            if mask is not None:
-                allowed[row].masked_fill_(~mask.to(allowed.device), -math.inf)
+            allowed[row].masked_fill_(~mask.to(allowed.device), -math.inf)
         drawn = self.draw(allowed, width, shaped)
 
         # The largest of numbers with NaN among them is NaN, so NaN is what was drawn.
@@ -1145,45 +1046,34 @@ class Decoder:
 
     def accept(self, flight: Flight, rows: dict[int, Completion]) -> list[Event]:
         """Gives the ids of a step to the completions that wait for them."""
-        drawn = flight.read()
+        if flight.done:
+            flight.done.synchronize()
+        drawn = flight.drawn.tolist()
         events = []
         for row, completion in rows.items():
             token = completion.accept(drawn[row], self.tokenizer, self.marks)
             if token is not None and completion.logprobs is not None:
-                by_tool = completion.forced[-1]
-                completion.chances.append(CERTAIN if by_tool else flight.chances[row])
+                chance = CERTAIN if completion.forced[-1] else flight.chances[row]
+                completion.chances.append(chance)
             if not completion.reason:
                 self.known[row].append(token)
             events.append(Event(row, token, completion.reason))
 
-        self.rest([e.row for e in events if e.reason])
+        ended = [event.row for event in events if event.reason]
+        if ended:
+            self.rest(ended)
         return events
 
     # -- rows that end
 
     def rest(self, rows: list[int]) -> None:
         """Ends the completions of rows; what the rows hold stays known."""
-        if not rows:
-            return
         for row in rows:
             self.state.positions[row] = -1
+            del self.live[row]
             if self.flight:
                 self.flight.rows.pop(row, None)
-        self.live = {row: c for row, c in self.live.items() if row not in rows}
-        self.note_live()
-
-    def note_live(self) -> None:
-        """Notes what steps of the live rows need, since it stays until one enters or ends.
-
-        The width, how many logits a step sorts, is one of WIDTHS or the whole vocabulary.
-        """
-        if not self.live:
-            return
-        vocab_size = self.tokenizer.vocab_size
-        needed = max(completion.sort_width(vocab_size) for completion in self.live.values())
-        enough = [width for width in WIDTHS if width >= needed]
-        self.width = min([*enough, vocab_size])
-        self.shaped = any(completion.is_shaped() for completion in self.live.values())
+        self.kind = step_kind(self.live.values(), self.tokenizer.vocab_size)
 
     def stop(self, row: int) -> None:
         """Ends a row's completion early; what the row holds stays known."""
@@ -1192,50 +1082,40 @@ class Decoder:
 
     def free(self, row: int) -> None:
         """Drops a row's completion, if it has one, and forgets its text."""
-        self.rest([row] if row in self.live else [])
+        if row in self.live:
+            self.rest([row])
         self.known[row] = []
 
 
 def prefill_packs(texts: dict[int, list[int]], starts: dict[int, int]) -> Iterator[list[int]]:
     """Rows that have something to compute, in groups of up to PREFILL_TOKENS of text."""
-    pack = []
-    size = 0
-    for row, text in texts.items():
-        if len(text) <= starts[row]:
-            continue
-        if pack and size + len(text) > PREFILL_TOKENS:
-            yield pack
-            pack = []
-            size = 0
-        pack.append(row)
-        size += len(text)
-    if pack:
-        yield pack
+    waiting = [row for row, text in texts.items() if len(text) > starts[row]]
+    while waiting:
+        sizes = np.cumsum([len(texts[row]) for row in waiting])
+        count = max(1, int((sizes <= PREFILL_TOKENS).sum()))
+        yield waiting[:count]
+        waiting = waiting[count:]
 
 
 class Generator:
     """Continues prompts of different lengths, up to `rows` at a time.
 
-    The options of its methods are the fields of Completion. They raise RunError if a prompt and its
-    answer do not fit the context.
+    Options are fields of Completion. RunError says that a prompt and its answer do not fit.
     """
 
-    def __init__(self, model, tokenizer, rows: int = 128, compile: bool = False):
+    def __init__(self, model, tokenizer, rows: int = 128):
         self.model = model
         self.tokenizer = tokenizer
         self.rows = rows
-        self.compile = compile
         self.decoder: Decoder | None = None  # of the last call, kept for its graphs
 
-    def run(self, completions: list[Completion], rows: int) -> Iterator[list[Event]]:
-        """Decodes completions, which enter free rows in turn.
-
-        Yields what Decoder.step returns, with a completion's index in place of the row.
-        """
-        decoder = self.take_decoder(completions, rows)
+    def run(self, completions: list[Completion]) -> Iterator[list[Event]]:
+        """Decodes completions, which enter free rows in turn. Yields what each step did."""
+        if not completions:
+            return
+        decoder = self.take_decoder(completions)
         rows = decoder.rows
-        waiting = list(range(len(completions)))[::-1]  # indices, the first at the end
-        index_of = {}  # by row
+        waiting = completions[::-1]  # the first at the end
         try:
             for completion in completions:
                 completion.check(decoder.max_len)
@@ -1243,17 +1123,16 @@ class Generator:
                 # A prefill holds the other rows up, so several texts enter together.
                 free = [row for row in range(rows) if row not in decoder.live]
                 if waiting and len(free) >= min(len(waiting), max(1, rows // 8)):
-                    entering = {row: waiting.pop() for row in free[: len(waiting)]}
-                    index_of |= entering
-                    decoder.admit({row: completions[index] for row, index in entering.items()})
-                yield [event._replace(row=index_of[event.row]) for event in decoder.step()]
+                    decoder.admit({row: waiting.pop() for row in free[: len(waiting)]})
+                yield decoder.step()
         finally:
             for row in range(rows):
                 decoder.free(row)
             self.decoder = decoder
 
-    def take_decoder(self, completions: list[Completion], rows: int) -> Decoder:
+    def take_decoder(self, completions: list[Completion]) -> Decoder:
         """The decoder of the last call if it fits these completions, else a new one."""
+        rows = min(len(completions), self.rows)
         length = max(len(c.prompt) + c.max_tokens for c in completions) - 1
         if self.model.embed.is_cuda:  # sizes that fit the next call too; empty slots cost no time
             rows = 1 << (rows - 1).bit_length()
@@ -1262,32 +1141,24 @@ class Generator:
         # Taken out of self, so that a call within this one gets another decoder.
         decoder = self.decoder
         self.decoder = None
-        kind = (rows, self.model.windows)
-        if decoder and (decoder.rows, decoder.windows) == kind and decoder.max_len >= length:
+        if decoder and decoder.rows == rows and decoder.max_len >= length:
             decoder.refresh()
             return decoder
         del decoder  # frees its memory before the next one is made
-        return Decoder(self.model, self.tokenizer, rows, length, self.compile)
+        return Decoder(self.model, self.tokenizer, rows, length)
 
     def complete(self, prompts, seed: int = 0, **options) -> list[Completion]:
         """Continues lists of ids to their end; equal prompts draw different noise."""
         completions = []
         for i, prompt in enumerate(prompts):
             completions.append(Completion(list(prompt), seed=seed + i * SEED_STRIDE, **options))
-        if completions:
-            for _ in self.run(completions, min(len(completions), self.rows)):
-                pass
+        for _ in self.run(completions):
+            pass
         return completions
 
     def generate(self, prompts, **options) -> list[list[int]]:
         """The new ids of each prompt, without the stop token."""
         return [completion.tokens for completion in self.complete(prompts, **options)]
-
-    def stream(self, prompt: list[int], **options) -> Iterator[int | None]:
-        """Yields each id of the answer, and None if a stop token ends it."""
-        for events in self.run([Completion(prompt, **options)], 1):
-            for event in events:
-                yield event.token
 
     def stream_text(self, prompt: str, **options) -> Iterator[str]:
         """Pieces of text as they become certain: a character is never split between two pieces.
@@ -1296,18 +1167,15 @@ class Generator:
         """
         ids = [self.tokenizer.bos_id, *self.tokenizer.encode(prompt)]
         text = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        for token in self.stream(ids, **options):
-            if token is not None:
-                yield text.decode(self.tokenizer.bytes[token])
+        for (event,) in self.run([Completion(ids, **options)]):
+            if event.token is not None:
+                yield text.decode(self.tokenizer.bytes[event.token])
         yield text.decode(b"", final=True)
 
 
 # ==== Kernel
-# Attention of one step of decoding.
-# Each row of the cache gets one key and one value, and one query looks at its ring of S slots.
-# Position p lies in slot p % S. The slot after the newest is free: in layers with key offset the
-# second half of a key waits there for its first. Rows at position -1 rest, and nothing of them is
-# written.
+# Attention of one step of decoding. Each row writes a key and a value into its ring, as KVCache
+# says, and one query looks at that ring. Rows at position -1 rest: nothing of them is written.
 
 
 def use_triton(x: Tensor) -> bool:
@@ -1321,8 +1189,7 @@ def decode_attention_ref(q, k, v, keys, values, positions, offset: bool) -> Tens
     """Writes a key and a value into each ring, and returns what the query finds there.
 
     Args:    q, k, v (B, H, K), q carries the scale; keys, values (B, S, H, K), written in place;
-             positions int (B,), -1 for rows that rest; offset: keys take their second half from the
-             token before
+             positions int (B,), -1 for rows that rest; offset: of a layer with key offset
     Returns: (B, H, K)
     """
     slots = keys.size(1)
@@ -1345,13 +1212,8 @@ def decode_attention_ref(q, k, v, keys, values, positions, offset: bool) -> Tens
     # How far behind the newest key each slot is; the oldest one is the free slot.
     behind = (position[:, None] - torch.arange(slots, device=q.device)) % slots
     seen = (behind <= position[:, None]) & (behind < slots - 1)
-    y = F.scaled_dot_product_attention(
-        q[:, :, None],
-        keys.transpose(1, 2),
-        values.transpose(1, 2),
-        seen[:, None, None],
-        scale=1.0,
-    )
+    ring = (keys.transpose(1, 2), values.transpose(1, 2))
+    y = F.scaled_dot_product_attention(q[:, :, None], *ring, seen[:, None, None], scale=1.0)
     return y[:, :, 0]
 
 
@@ -1423,9 +1285,7 @@ def decode_attention(
     B, H, D = q.shape
     if not use_triton(q) or D & (D - 1):
         return decode_attention_ref(q, k, v, keys, values, positions, offset)
-    q = adjacent_heads(q)
-    k = adjacent_heads(k)
-    v = adjacent_heads(v)
+    q, k, v = (adjacent_heads(t) for t in (q, k, v))
     o = q.new_empty(B, H, D)
     decode_attention_kernel[(B, H)](
         q, k, v, o, keys, values, positions, keys.size(1), H, q.stride(0), k.stride(0), v.stride(0),

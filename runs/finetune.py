@@ -27,7 +27,7 @@ import hashlib
 import math
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -39,17 +39,10 @@ import engine
 import numpy as np
 from engine import RunError
 
-
-@dataclass(frozen=True)
-class Defaults:
-    packs: int  # in a step; conversations are few, so this is less than in pretraining
-    lr: float  # rate at the start, as a fraction of the base rate
-
-
-DEFAULTS = {
-    "train_small": Defaults(8, 0.8),  # the rate is nanochat's
-    "train_medium": Defaults(16, 0.3),  # nanochat's 0.8, for an eighth of the batch
-}
+# Packs in a step: conversations are few, so these are less than in pretraining.
+PACKS = {"train_small": 8, "train_medium": 16}
+# Rates at the start, as a fraction of the base rate: nanochat's, and less for an eighth of the batch.
+RATES = {"train_small": 0.8, "train_medium": 0.3}
 
 
 # ---- conversations
@@ -99,13 +92,11 @@ class Conversations:
 
         # The last token of a conversation is a target only.
         lengths = np.diff(self.borders) - 1
-        longest = lengths.max()
         most = config.max_seq_len
-        if longest > most:
-            raise RunError(
-                f"{dataset.root}/sft holds a conversation of {longest + 1:,} tokens, the model reads "
-                f"{most:,}; make shorter ones with python data/sft.py --max-len {most + 1}"
-            )
+        if lengths.max() > most:
+            wrong = f"a conversation of {lengths.max() + 1:,} tokens, the model reads {most:,}"
+            way = f"make shorter ones with python data/sft.py --max-len {most + 1}"
+            raise RunError(f"{dataset.root}/sft holds {wrong}; {way}")
         self.count = len(lengths)
         self.inputs = int(lengths.sum())  # tokens, padding excluded
 
@@ -146,11 +137,6 @@ def read_shard(dataset, path: Path) -> tuple[np.ndarray, np.ndarray]:
 
 
 # ---- where finetuning starts
-
-
-def newest_checkpoint(script: ModuleType, run_dir: Path) -> Path:
-    """The one to start from: damaged ones are passed over."""
-    return script.newest_whole(run_dir, engine.print_note)
 
 
 def stage_config(script: ModuleType, checkpoint: Path, packs: int, lr: float):
@@ -207,21 +193,17 @@ class Settings:
     lr: float
     moments: bool  # kept: "slightly better" in nanochat
 
-    @property
-    def source(self) -> Path:
-        return Path(self.run) / "checkpoints" / self.checkpoint
-
 
 def new_job(script: ModuleType, args: argparse.Namespace):
     """The job of a run that starts from args.run."""
     run_dir = Path(args.run)
-    checkpoint = newest_checkpoint(script, run_dir)
-    defaults = DEFAULTS.get(Path(script.__file__).stem, DEFAULTS["train_small"])
+    checkpoint = script.newest_whole(run_dir, engine.print_note)
+    name = Path(script.__file__).stem
     settings = Settings(
         run=args.run,
         checkpoint=checkpoint.name,
-        packs=defaults.packs if args.packs is None else args.packs,
-        lr=defaults.lr if args.lr is None else args.lr,
+        packs=PACKS.get(name, 8) if args.packs is None else args.packs,
+        lr=RATES.get(name, 0.8) if args.lr is None else args.lr,
         moments=args.moments is None,
     )
     if settings.lr <= 0:
@@ -231,10 +213,9 @@ def new_job(script: ModuleType, args: argparse.Namespace):
     config = script.change_config(base, args)
     dataset = script.Dataset.open(config.data)
     if (run_dir / "tokenizer.json").read_bytes() != dataset.tokenizer.path.read_bytes():
-        raise RunError(
-            f"{dataset.root} has another tokenizer than {run_dir}; pass the --data of that run, "
-            f"or make a dataset with data/pretrain.py --tokenizer {run_dir}/tokenizer.json"
-        )
+        way = f"make a dataset with data/pretrain.py --tokenizer {run_dir}/tokenizer.json"
+        wrong = f"{dataset.root} has another tokenizer than {run_dir}"
+        raise RunError(f"{wrong}; pass the --data of that run, or {way}")
     job = make_job(script, config, dataset, settings)
     if args.steps is None and config.tokens == base.tokens:
         job.config = dataclasses.replace(job.config, tokens=job.available)
@@ -248,20 +229,17 @@ def resumed_job(script: ModuleType, args: argparse.Namespace):
     command = description.get("command")
     if command != "finetune":
         tool = "runs/rl.py" if command == "rl" else Path(script.__file__).name
-        raise RunError(
-            f"{run_dir} is no finetuning run; continue it with python {tool} --resume --run-dir "
-            f"{run_dir}, or finetune it with python runs/finetune.py {run_dir}"
-        )
+        way = f"continue it with python {tool} --resume --run-dir {run_dir}"
+        other = f"finetune it with python runs/finetune.py {run_dir}"
+        raise RunError(f"{run_dir} is no finetuning run; {way}, or {other}")
 
     settings = Settings(**description["finetune"])
-    given = {"run": args.run, "packs": args.packs, "lr": args.lr, "moments": args.moments}
-    for name, new in given.items():
+    for name in ("run", "packs", "lr", "moments"):
         old = getattr(settings, name)
+        new = getattr(args, name)
         if new is not None and new != old:
-            raise RunError(
-                f"--resume cannot change {name}: the run has {old}, the flags ask for {new}; leave "
-                f"it out, or start a new run"
-            )
+            wrong = f"the run has {old}, the flags ask for {new}"
+            raise RunError(f"--resume cannot change {name}: {wrong}; leave it out, or start a new run")
     config = script.change_config(script.read_config(run_dir), args)
     return make_job(script, config, script.Dataset.open(config.data), settings)
 
@@ -279,9 +257,10 @@ def make_job(script: ModuleType, config, dataset, settings: Settings):
     counted = conversations.tokens[conversations.counted]
 
     def load_start(state) -> None:
-        load_source(script, state, settings.source, settings.moments)
+        source = Path(settings.run) / "checkpoints" / settings.checkpoint
+        load_source(script, state, source, settings.moments)
 
-    this_script = Path(__file__).resolve()
+    notes = f"{len(counted):,} counted tokens in {conversations.count:,} conversations"
     return script.Job(
         config=config,
         tokenizer=dataset.tokenizer,
@@ -290,16 +269,18 @@ def make_job(script: ModuleType, config, dataset, settings: Settings):
         fingerprint=fingerprint(dataset.info["files"]),
         available=available,
         bytes_per_token=int(dataset.tokenizer.token_bytes[counted].sum()) / len(counted),
-        note=f"{len(counted):,} counted tokens in {conversations.count:,} conversations, "
-        f"{padding:.1%} padding",
-        command="finetune",
+        note=f"{notes}, {padding:.1%} padding",
         load_start=load_start,
-        description={
-            "finetune": dataclasses.asdict(settings),
-            "finetune_sha256": hashlib.sha256(this_script.read_bytes()).hexdigest(),
-        },
-        scripts=(this_script,),
+        **tool_entries("finetune", __file__, dataclasses.asdict(settings)),
     )
+
+
+def tool_entries(name: str, file: str, settings: dict) -> dict:
+    """What a Job says of a tool: its command, its settings and hash in config.json, its script."""
+    path = Path(file).resolve()
+    sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
+    description = {name: settings, f"{name}_sha256": sha256}
+    return {"command": name, "description": description, "scripts": (path,)}
 
 
 def fingerprint(files: dict) -> str:
@@ -312,21 +293,25 @@ def fingerprint(files: dict) -> str:
 # ---- the command line
 
 
-def script_directory(argv: list[str]) -> Path:
-    """The run directory whose script trains: RUN, or with --resume that of --run-dir."""
+def resume_flags(argv: list[str]) -> tuple[Path | None, list[str]]:
+    """The run directory to continue, None without --resume, and the other flags."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--run-dir", nargs="?")
-    known, _ = parser.parse_known_args(argv)
+    known, others = parser.parse_known_args(argv)
     if known.resume and not known.run_dir:
         raise RunError("--resume needs --run-dir, the run to continue")
-    if known.resume:
-        return Path(known.run_dir)
+    return Path(known.run_dir) if known.resume else None, others
+
+
+def script_directory(argv: list[str]) -> Path:
+    """The run directory whose script trains: RUN, or with --resume that of --run-dir."""
+    run_dir, _ = resume_flags(argv)
+    if run_dir:
+        return run_dir
     if not argv or argv[0].startswith(("-", "@")):
-        raise RunError(
-            "finetuning starts from a run directory with a checkpoint; name it first, as in "
-            "python runs/finetune.py RUN"
-        )
+        way = "name it first, as in python runs/finetune.py RUN"
+        raise RunError(f"finetuning starts from a run directory with a checkpoint; {way}")
     return Path(argv[0])
 
 
@@ -347,13 +332,30 @@ def build_parser(script: ModuleType) -> argparse.ArgumentParser:
 
 def finetune(script: ModuleType, argv: list[str]) -> dict:
     """Runs or resumes; returns the result that is printed last."""
+    args = build_parser(script).parse_args(argv)
+    args.flags = list(argv)
+    job = resumed_job(script, args) if args.resume else new_job(script, args)
+    return script.train(job.config, args, job)
+
+
+def run_with_script(directory: Callable[[], Path], work: Callable[[ModuleType], dict]) -> int:
+    """Runs work(the script of a run directory) as a command of that script; the exit code."""
     try:
-        args = build_parser(script).parse_args(argv)
-        args.flags = list(argv)
-        job = resumed_job(script, args) if args.resume else new_job(script, args)
-        return script.train(job.config, args, job)
+        script = engine.import_script(directory())
     except RunError as error:
-        raise script.UserError(str(error)) from None
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return 1
+    except KeyboardInterrupt:
+        print("error: stopped at once; nothing was done yet", file=sys.stderr, flush=True)
+        return 130
+
+    def command() -> dict:
+        try:
+            return work(script)
+        except RunError as error:
+            raise script.UserError(str(error)) from None
+
+    return script.run_command(command)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -361,15 +363,7 @@ def main(argv: list[str] | None = None) -> int:
     if argv and argv[0] in ("-h", "--help"):
         print(__doc__.strip())
         return 0
-    try:
-        script = engine.import_script(script_directory(argv))
-    except RunError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        return 1
-    except KeyboardInterrupt:
-        print("error: stopped at once; nothing was done yet", file=sys.stderr, flush=True)
-        return 130
-    return script.run_command(lambda: finetune(script, argv))
+    return run_with_script(lambda: script_directory(argv), lambda script: finetune(script, argv))
 
 
 if __name__ == "__main__":

@@ -31,7 +31,6 @@ data/sft.py --source addition:COUNT:DIGITS shows it the form.
 
 import argparse
 import dataclasses
-import hashlib
 import math
 import random
 import re
@@ -106,10 +105,8 @@ class Learner:
         found, answers = evaluate(self)
         run.log.write({"step": self.state.step, "answers": answers})
         if self.state.step == 0 and not any(found.values()):
-            run.log.say(
-                "no answer is right, so there may be nothing to learn from: finetune on such answers "
-                "first, e.g. with data/sft.py --source addition:2000"
-            )
+            way = "finetune on such answers first, e.g. with data/sft.py --source addition:2000"
+            run.log.say(f"no answer is right, so there may be nothing to learn from: {way}")
         return found
 
 
@@ -148,22 +145,18 @@ def addition_task(args: argparse.Namespace, fits: Callable[[str], bool]) -> Task
     pairs = list(dict.fromkeys(draws))  # each once
     test = [sum_item(*pair) for pair in pairs[: args.eval_items]]
     if not fits(test[0].question):
-        raise RunError(
-            f"sums of {args.digits} digits do not fit the context of this model; use fewer digits"
-        )
+        raise RunError(f"sums of {args.digits} digits do not fit the context of this model; use fewer digits")
     return Task(train, test, reward, False, MAX_TOKENS["addition"] * (args.digits + 1))
 
 
 def gsm8k_task(args: argparse.Namespace, fits: Callable[[str], bool]) -> Task:
     """Grade-school problems; `fits` tells whether the context has room for a question."""
-    train_path = gsm8k_file(args.files, "train")
-    test_path = gsm8k_file(args.files, "test")
-    train_items = [item for item in gsm8k_items(train_path) if fits(item.question)]
-    test_items = [item for item in gsm8k_items(test_path) if fits(item.question)]
+    paths = [gsm8k_file(args.files, part) for part in ("train", "test")]
+    items = [chat_eval.read_items(path, "gsm8k") for path in paths]
+    train_items = [item for item in items[0] if fits(item.question)]
+    test_items = [item for item in items[1] if fits(item.question)]
     if not train_items or not test_items:
-        raise RunError(
-            "no gsm8k question fits the context of this model; use a model with a longer context"
-        )
+        raise RunError("no gsm8k question fits the context of this model; use a model with a longer context")
     random.Random(1337).shuffle(test_items)
 
     def train(step: int, place: int) -> Item:
@@ -172,42 +165,24 @@ def gsm8k_task(args: argparse.Namespace, fits: Callable[[str], bool]) -> Task:
         order = np.random.default_rng([args.seed, epoch]).permutation(count)
         return train_items[order[index]]
 
-    def reward(item: Item, text: str) -> float:
-        return float(item.right(text))
-
+    reward = lambda item, text: float(item.right(text))
     return Task(train, test_items[: args.eval_items], reward, True, MAX_TOKENS["gsm8k"])
 
 
-def gsm8k_file(folder: Path | None, part: str) -> Path:
+def gsm8k_file(folder: str | None, part: str) -> Path:
     """The file for "train" or "test"; it is downloaded if there is no folder."""
     if not folder:
         import hub
 
         return hub.fetch("openai/gsm8k", f"main/{part}-00000-of-00001.parquet")
     if part == "test":
-        path = chat_eval.find_file(folder, "gsm8k")
+        path = chat_eval.find_file(Path(folder), "gsm8k")
     else:
-        names = sorted(folder.glob("gsm8k*train*"))
+        names = sorted(Path(folder).glob("gsm8k*train*"))
         path = next((name for name in names if name.name.endswith(sft.SUFFIXES)), None)
     if path is None:
-        raise RunError(
-            f"{folder} has no gsm8k file for {part}ing; it needs gsm8k*train* and gsm8k*test*"
-        )
+        raise RunError(f"{folder} has no gsm8k file for {part}ing; it needs gsm8k*train* and gsm8k*test*")
     return path
-
-
-def gsm8k_items(path: Path) -> list[Item]:
-    items = []
-    for where, value, problem in sft.records(path, ("question", "answer")):
-        try:
-            if problem:
-                raise ValueError(problem)
-            items.append(chat_eval.text_item("gsm8k", value))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise RunError(
-                f"{where} is no item of gsm8k ({error}); it needs question and answer"
-            ) from None
-    return items
 
 
 # ---- answers and what they are worth
@@ -223,30 +198,14 @@ class Rollout:
     advantage: float
 
 
-@dataclass
-class Group:
-    """A question and its answers."""
-
-    item: Item
-    completions: list[engine.Completion]
-
-
 def ask(run: Learner, item: Item, seeds, temperature: float) -> list[engine.Completion]:
     """A completion of the question for each seed, from the whole vocabulary; not yet drawn."""
     prompt = chat_prompt(run.tokenizer, item.question)
     room = run.state.config.max_seq_len + 1 - len(prompt)
-    return [
-        engine.Completion(
-            prompt,
-            min(run.task.max_tokens, room),
-            temperature,
-            top_k=0,
-            stop=(run.tokenizer.specials["<|assistant_end|>"],),
-            seed=seed % 2**32,
-            tools=run.task.tools,
-        )
-        for seed in seeds
-    ]
+    most = min(run.task.max_tokens, room)
+    options = {"top_k": 0, "tools": run.task.tools}
+    options["stop"] = (run.tokenizer.specials["<|assistant_end|>"],)
+    return [engine.Completion(prompt, most, temperature, seed=s % 2**32, **options) for s in seeds]
 
 
 def ends(completion: engine.Completion, text: str) -> bool:
@@ -255,17 +214,17 @@ def ends(completion: engine.Completion, text: str) -> bool:
     return completion.reason == "stop" and NUMBER.fullmatch(number) is not None
 
 
-def judge(task: Task, tokenizer, group: Group) -> list[Rollout]:
+def judge(task: Task, tokenizer, item: Item, completions: list) -> list[Rollout]:
     """The answers to one question with their rewards and advantages."""
     rewards = []
-    for completion in group.completions:
+    for completion in completions:
         text = tokenizer.decode(completion.tokens)
-        rewards.append(task.reward(group.item, text) * ends(completion, text))
+        rewards.append(task.reward(item, text) * ends(completion, text))
     mean = sum(rewards) / len(rewards)
     differ = max(rewards) > min(rewards)  # the mean of equal rewards may be rounded
 
     rollouts = []
-    for completion, reward in zip(group.completions, rewards, strict=True):
+    for completion, reward in zip(completions, rewards, strict=True):
         tokens = [*completion.prompt, *completion.tokens]
         drawn = [False] * (len(completion.prompt) - 1)
         drawn += [not forced for forced in completion.forced]
@@ -295,9 +254,7 @@ class Answers:
         return self.batch.positions
 
 
-def pack_rollouts(
-    script, config, bos_id: int, rollouts: list[Rollout], packs: int
-) -> Answers:
+def pack_rollouts(script, config, bos_id: int, rollouts: list[Rollout], packs: int) -> Answers:
     """The rollouts that have an advantage, as whole micro-batches of `packs` packs, at least one."""
     rollouts = [r for r in rollouts if r.advantage]
     rows = [[]]
@@ -339,26 +296,19 @@ def backward(state, answers: Answers) -> torch.Tensor:
     return total_nats
 
 
-def draw_groups(run: Learner) -> list[Group]:
-    """This rank's questions of the step, answered; the answers to one question stay together."""
-    args = run.args
-    ranks = run.ranks
-    step = run.state.step
-    groups = []
-    for place in range(ranks.rank, args.prompts, ranks.world):
-        first = ((args.seed * 1_000_003 + step) * args.prompts + place) * args.samples
-        item = run.task.train(step, place)
-        seeds = range(first, first + args.samples)
-        groups.append(Group(item, ask(run, item, seeds, args.temperature)))
-    complete(run.generator, [c for group in groups for c in group.completions])
-    return groups
-
-
 def draw_answers(run: Learner) -> Answers:
     """Draws and judges the answers of the next step with the current weights."""
     start = time.perf_counter()
     args = run.args
-    judged = [judge(run.task, run.tokenizer, group) for group in draw_groups(run)]
+    ranks = run.ranks
+    groups = []  # the answers to one question stay on one rank
+    for place in range(ranks.rank, args.prompts, ranks.world):
+        first = ((args.seed * 1_000_003 + run.state.step) * args.prompts + place) * args.samples
+        item = run.task.train(run.state.step, place)
+        seeds = range(first, first + args.samples)
+        groups.append((item, ask(run, item, seeds, args.temperature)))
+    complete(run.generator, [c for _, completions in groups for c in completions])
+    judged = [judge(run.task, run.tokenizer, *group) for group in groups]
     rollouts = [rollout for group in judged for rollout in group]
 
     # Sums over all ranks decide for all of them whether there is anything to learn.
@@ -368,7 +318,7 @@ def draw_answers(run: Learner) -> Answers:
         sum(r.reward == 1 for r in rollouts),
         sum(any(r.advantage for r in group) for group in judged),
     ]
-    drawn, reward, right, useful = sum_over_ranks(np.array(sums, float), run.ranks).tolist()
+    drawn, reward, right, useful = sum_over_ranks(np.array(sums, float), ranks).tolist()
     config = run.state.config
     answers = pack_rollouts(run.script, config, run.tokenizer.bos_id, rollouts, run.state.packs)
     answers.total_tokens = int(drawn)
@@ -421,27 +371,18 @@ def evaluate(run: Learner) -> tuple[dict[str, float], list[dict]]:
     for i in mine:
         seeds = range(10**9 + i * n, 10**9 + (i + 1) * n)
         greedy = ask(run, test[i], [0], 0.0)
-        groups.append(Group(test[i], greedy + ask(run, test[i], seeds, 1.0)))
+        groups.append(greedy + ask(run, test[i], seeds, 1.0))
     note = "held-out questions" if run.ranks.is_main else ""
-    complete(run.generator, [c for group in groups for c in group.completions], note)
+    complete(run.generator, [completion for group in groups for completion in group], note)
 
     right = np.zeros((len(test), 2), np.int64)  # of the greedy answer, of the drawn ones
     answers = []
     for i, group in zip(mine, groups, strict=True):
-        item = group.item
-        texts = [run.tokenizer.decode(c.tokens) for c in group.completions]
-        pairs = zip(group.completions, texts, strict=True)
-        good = [ends(completion, text) and item.right(text) for completion, text in pairs]
-        right[i] = good[0], sum(good[1:])
-        (first,) = judge(run.task, run.tokenizer, Group(item, group.completions[:1]))
-        answers.append(
-            {
-                "question": item.question,
-                "expected": item.expected,
-                "answer": texts[0],
-                "reward": first.reward,
-            }
-        )
+        rollouts = judge(run.task, run.tokenizer, test[i], group)
+        right[i] = rollouts[0].reward == 1, sum(r.reward == 1 for r in rollouts[1:])
+        answer = {"question": test[i].question, "expected": test[i].expected}
+        answer["answer"] = run.tokenizer.decode(group[0].tokens)
+        answers.append(answer | {"reward": rollouts[0].reward})
     greedy, drawn = sum_over_ranks(right, run.ranks).T
     found = {"greedy": float(greedy.mean())}
     for exponent in range(n.bit_length()):
@@ -479,47 +420,39 @@ def fit_ranks(config, steps: int, world: int):
     return dataclasses.replace(config, stages=stages, tokens=steps * world * config.pack_tokens)
 
 
-def make_task(args: argparse.Namespace, tokenizer, max_seq_len: int) -> Task:
-    def fits(question: str) -> bool:
-        return len(chat_prompt(tokenizer, question)) + 32 <= max_seq_len
-
-    if args.task == "addition":
-        return addition_task(args, fits)
-    return gsm8k_task(args, fits)
-
-
 def make_job(script, args: argparse.Namespace):
     """What the training script needs to know for reinforcement learning."""
-    home = Path(args.run_dir) if args.resume else args.source
-    checkpoint = finetune.newest_checkpoint(script, home)
+    home = Path(args.run_dir if args.resume else args.source)
+    checkpoint = script.newest_whole(home, engine.print_note)
     base = script.read_config(home) if args.resume else rl_config(script, checkpoint, args)
     config = fit_ranks(base, args.steps, script.start_ranks().world)
     tokenizer = script.Tokenizer(home / "tokenizer.json")
     chat_eval.check_chat_tokens(tokenizer, home)
-    task = make_task(args, tokenizer, config.max_seq_len)
+
+    def fits(question: str) -> bool:
+        return len(chat_prompt(tokenizer, question)) + 32 <= config.max_seq_len
+
+    task = addition_task(args, fits) if args.task == "addition" else gsm8k_task(args, fits)
     learner = Learner(script, args, task, tokenizer)
 
     def load_start(state) -> None:
         finetune.load_source(script, state, checkpoint, moments=False)
 
-    this_script = Path(__file__).resolve()
     own = ("resume", "run_dir", "resume_changed", "set", "flags")  # of the start, not of the run
-    settings = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items() if k not in own}
+    settings = {name: value for name, value in vars(args).items() if name not in own}
     all_of_them = ", all there are" if len(task.test) < args.eval_items else ""
+    note = f"{args.prompts} questions x {args.samples} answers a step"
     return script.Job(
         config=config,
         tokenizer=tokenizer,
         fingerprint=args.task,
-        note=f"{args.prompts} questions x {args.samples} answers a step, {len(task.test):,} held-out "
-        f"questions{all_of_them}, from {args.source}",
-        command="rl",
+        note=f"{note}, {len(task.test):,} held-out questions{all_of_them}, from {args.source}",
         load_start=load_start,
-        description={"rl": settings, "rl_sha256": hashlib.sha256(this_script.read_bytes()).hexdigest()},
-        scripts=(this_script,),
         loader=learner.loader,
         step=learner.step,
         evaluate=learner.evaluate,
         flops=lambda config, positions: 0.0,  # of drawing, nobody has counted them
+        **finetune.tool_entries("rl", __file__, settings),
     )
 
 
@@ -528,21 +461,18 @@ def make_job(script, args: argparse.Namespace):
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Reinforcement learning on a finetuned run.")
-
     add = parser.add_argument
 
     def number(flag: str, default: int | float, help: str = "") -> None:
         metavar = "X" if isinstance(default, float) else "N"
         add(flag, type=type(default), default=default, metavar=metavar, help=help)
 
-    add("source", nargs="?", type=Path, metavar="RUN", help="finetuned run to start from")
-    add(
-        "--run-dir", type=Path, metavar="DIR", help="where the run is written (default: under out/)"
-    )
+    add("source", nargs="?", metavar="RUN", help="finetuned run to start from")
+    add("--run-dir", type=Path, metavar="DIR", help="where to write the run (default: under out/)")
     add("--resume", action="store_true", help="continue the run in --run-dir, with its settings")
     add("--task", choices=tuple(MAX_TOKENS), default="addition")
     number("--digits", 2, "in each number of addition")
-    add("--files", type=Path, metavar="FOLDER", help="files of gsm8k (default: download)")
+    add("--files", metavar="FOLDER", help="files of gsm8k (default: download)")
     number("--steps", 250)
     number("--prompts", 16, "questions of a step, over all GPUs")
     number("--samples", 16, "answers to each question")
@@ -586,59 +516,43 @@ def check(args: argparse.Namespace) -> None:
         raise RunError(f"--digits {args.digits} must be at most 18")
 
 
-def check_resume(parser: argparse.ArgumentParser, argv: list[str]) -> None:
-    """Raises RunError unless --run-dir, and nothing else, is given with --resume."""
-    unset = dict.fromkeys(vars(parser.parse_args(argv)))  # which keeps the defaults out
-    args = parser.parse_args(argv, argparse.Namespace(**unset))
-    if not args.run_dir:
-        raise RunError("--resume needs --run-dir, the run to continue")
-    for name, value in vars(args).items():
-        if name not in ("resume", "run_dir") and value is not None:
-            flag = "RUN" if name == "source" else "--" + name.replace("_", "-")
-            raise RunError(f"--resume uses the settings of {args.run_dir}; leave out {flag}")
-
-
 def saved_settings(script: ModuleType, args: argparse.Namespace) -> argparse.Namespace:
     """The flags that a run to be resumed began with."""
     settings = script.read_description(args.run_dir).get("rl")
     if settings is None:
         raise RunError(f"{args.run_dir} is no run of runs/rl.py; continue it with the tool that began it")
-    files = settings["files"] and Path(settings["files"])
-    paths = {"source": Path(settings["source"]), "files": files}
-    return argparse.Namespace(**{**vars(args), **settings, **paths})
+    return argparse.Namespace(**vars(args) | settings)
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """The flags; with --resume only --run-dir, see saved_settings."""
-    parser = build_parser()
-    args = parser.parse_args(argv)
-    if args.resume:
-        check_resume(parser, argv)
-    else:
+    args = build_parser().parse_args(argv)
+    run_dir, others = finetune.resume_flags(argv)
+    if run_dir and others:
+        raise RunError(f"--resume uses the settings of {run_dir}; leave out {' '.join(others)}")
+    if not run_dir:
         check(args)
     return argparse.Namespace(**vars(args), resume_changed=False, set=[], flags=list(argv))
 
 
+def directory(argv: list[str]) -> Path:
+    """The run directory whose script trains."""
+    args = parse(argv)
+    return Path(args.run_dir if args.resume else args.source)
+
+
+def reinforce(script: ModuleType, argv: list[str]) -> dict:
+    """Runs or resumes; returns the result that is printed last."""
+    args = parse(argv)
+    if args.resume:
+        args = saved_settings(script, args)
+    job = make_job(script, args)
+    return script.train(job.config, args, job)
+
+
 def main(argv: list[str] | None = None) -> int:
-    try:
-        args = parse(sys.argv[1:] if argv is None else argv)
-        script = engine.import_script(args.run_dir if args.resume else args.source)
-    except RunError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        return 1
-    except KeyboardInterrupt:
-        print("error: stopped at once; nothing was done yet", file=sys.stderr, flush=True)
-        return 130
-
-    def command() -> dict:
-        try:
-            settings = saved_settings(script, args) if args.resume else args
-            job = make_job(script, settings)
-        except RunError as error:
-            raise script.UserError(str(error)) from None
-        return script.train(job.config, settings, job)
-
-    return script.run_command(command)
+    argv = sys.argv[1:] if argv is None else argv
+    return finetune.run_with_script(lambda: directory(argv), lambda script: reinforce(script, argv))
 
 
 if __name__ == "__main__":

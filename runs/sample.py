@@ -138,8 +138,8 @@ def sample(run: engine.Run, args: argparse.Namespace) -> dict:
     return {"new_tokens": new_tokens, "seconds": time.perf_counter() - start}
 
 
-def main() -> int:
-    args = build_parser().parse_args()
+def main(argv: list[str] | None = None) -> int:
+    args = build_parser().parse_args(argv)
     sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows "?"
     options = {"attention": args.attention, "dtype": args.dtype}
     try:

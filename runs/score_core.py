@@ -127,7 +127,7 @@ def shared_inputs(rows: list[np.ndarray], spans: list[tuple[int, int]]) -> int:
 
 
 class CoreInputs(NamedTuple):
-    """A batch on the device, int32. Padding tokens see only themselves; padding targets have row -1."""
+    """A batch, int32: arrays, or tensors on a device. Padding tokens see only themselves; their targets have row -1."""
 
     tokens_T: Tensor
     positions_T: Tensor  # in the row
@@ -141,19 +141,22 @@ class CoreInputs(NamedTuple):
 
 
 class CoreBatch:
-    """A batch on the host, filled item by item. Its arrays are those of CoreInputs."""
+    """A batch on the host, filled item by item."""
 
     def __init__(self, size: int, windows: tuple[int, int], bos_id: int):
         index = np.arange(size, dtype=np.int32)
-        self.tokens = np.full(size, bos_id, np.int32)
-        self.positions = np.zeros(size, np.int32)
-        self.previous = np.maximum(index - 1, 0)
-        self.branch = index.copy()
-        self.skip = index.copy()
-        self.first = np.stack((index, index))
-        self.picks = np.zeros(size // 2, np.int32)
-        self.targets = np.zeros(size // 2, np.int32)
-        self.rows = np.full(size // 2, -1, np.int32)
+        zeros = np.zeros(size // 2, np.int32)
+        self.arrays = CoreInputs(
+            tokens_T=np.full(size, bos_id, np.int32),
+            positions_T=np.zeros(size, np.int32),
+            previous_T=np.maximum(index - 1, 0),
+            branch_T=index.copy(),
+            skip_T=index.copy(),
+            first_2T=np.stack((index, index)),
+            picks_R=zeros.copy(),
+            targets_R=zeros.copy(),
+            rows_R=zeros - 1,
+        )
         self.windows = windows
         self.used = 0  # tokens
         self.picked = 0  # scored tokens
@@ -163,7 +166,8 @@ class CoreBatch:
         common = shared_inputs(rows, spans)
         tokens = common + sum(len(full) - 1 - common for full in rows)
         scored = sum(end - start for start, end in spans)
-        if self.used + tokens > self.tokens.size or self.picked + scored > self.picks.size:
+        arrays = self.arrays
+        if self.used + tokens > arrays.tokens_T.size or self.picked + scored > arrays.picks_R.size:
             return False
         begin = self.used
         self.add_part(rows[0][:common], 0, begin, begin, begin)
@@ -171,12 +175,12 @@ class CoreBatch:
             branch = self.used
             self.add_part(full[common:-1], common, begin, branch, begin + common)
             if self.used > branch:
-                self.previous[branch] = max(begin + common - 1, 0)
+                arrays.previous_T[branch] = max(begin + common - 1, 0)
             # The input before a scored token predicts it; shared_inputs leaves this input to the choice.
             picks = slice(self.picked, self.picked + end - start)
-            self.picks[picks] = np.arange(start, end) - 1 - common + branch
-            self.targets[picks] = full[start:end]
-            self.rows[picks] = number
+            arrays.picks_R[picks] = np.arange(start, end) - 1 - common + branch
+            arrays.targets_R[picks] = full[start:end]
+            arrays.rows_R[picks] = number
             self.picked = picks.stop
         return True
 
@@ -184,21 +188,19 @@ class CoreBatch:
         """Appends what the choices of an item begin with, or one choice behind the `common` tokens from `begin` on."""
         positions = np.arange(common, common + len(tokens), dtype=np.int32)
         part = slice(self.used, self.used + len(tokens))
-        self.tokens[part] = tokens
-        self.positions[part] = positions
-        self.branch[part] = branch
-        self.skip[part] = skip
+        self.arrays.tokens_T[part] = tokens
+        self.arrays.positions_T[part] = positions
+        self.arrays.branch_T[part] = branch
+        self.arrays.skip_T[part] = skip
         # The first position seen lies in the common part or in this one.
-        for window, first in zip(self.windows, self.first, strict=True):
+        for window, first in zip(self.windows, self.arrays.first_2T, strict=True):
             far = np.maximum(positions - window, 0)
             first[part] = np.where(far < common, begin + far, branch + far - common)
         self.used = part.stop
 
     def inputs(self, device: torch.device) -> CoreInputs:
         """The batch on a device. The copy may still be under way."""
-        arrays = (self.tokens, self.positions, self.previous, self.branch, self.skip, self.first)
-        arrays += (self.picks, self.targets, self.rows)
-        tensors = [torch.from_numpy(array) for array in arrays]
+        tensors = [torch.from_numpy(array) for array in self.arrays]
         if device.type == "cuda":
             tensors = [tensor.pin_memory() for tensor in tensors]
         return CoreInputs(*(tensor.to(device, non_blocking=True) for tensor in tensors))
@@ -314,29 +316,28 @@ def _(q, k, v, first, skip, branch, scale):
 # ==== Scoring
 
 
-def score_packed(
-    model, tokens_T, positions_T, previous_T, branch_T, skip_T, first_2T, picks_R, targets_R
-):
+def score_packed(model, inputs: CoreInputs) -> tuple[Tensor, Tensor]:
     """Nats of the targets, fp32 (R,), and whether each is the most likely token, bool (R,).
 
-    The head sees the hidden state at picks_R only: few tokens of a few-shot prompt are scored. Arguments: CoreInputs
-    without rows_R.
+    The head sees the hidden state at picks_R only: few tokens of a few-shot prompt are scored.
     """
     config = model.config
-    first_T11 = (positions_T == 0)[:, None, None]
+    first_T11 = (inputs.positions_T == 0)[:, None, None]
 
     def attend(index, layer, q, k, v):
         if layer in config.key_offset_layers:
-            k = model.offset_keys(k, k[previous_T], first_T11)
-        first = first_2T[int(layer in config.long_layers)]
-        return branch_attention(q, k, v, first, skip_T, branch_T, 1.0)
+            k = model.offset_keys(k, k[inputs.previous_T], first_T11)
+        first = inputs.first_2T[int(layer in config.long_layers)]
+        return branch_attention(q, k, v, first, inputs.skip_T, inputs.branch_T, 1.0)
 
-    hidden = model.trunk(tokens_T, tokens_T[previous_T], positions_T, attend)
+    previous_T = inputs.tokens_T[inputs.previous_T]
+    hidden = model.trunk(inputs.tokens_T, previous_T, inputs.positions_T, attend)
 
     # In parts, which bounds the memory of the logits.
     nats = []
     hits = []
-    for picks, targets in zip(picks_R.split(8192), targets_R.split(8192), strict=True):
+    parts = zip(inputs.picks_R.split(8192), inputs.targets_R.split(8192), strict=True)
+    for picks, targets in parts:
         z = model.logits(hidden[picks])
         nats.append(z.logsumexp(1) - z.gather(1, targets[:, None].long())[:, 0])
         hits.append(z[:, : config.vocab_size].argmax(1) == targets)
@@ -390,7 +391,7 @@ def score_task(score, task: CoreTask, size: int, windows: tuple, bos_id: int, ra
         if number % ranks.world != ranks.rank:
             continue
         inputs = batch.inputs(ranks.device)
-        nats, hits = score(*inputs[:-1])
+        nats, hits = score(inputs)
         rows = torch.where(inputs.rows_R < 0, count, inputs.rows_R)
         sums.index_add_(1, rows, torch.stack((nats, torch.ones_like(nats), hits.float())))
     if ranks.world > 1:
@@ -474,7 +475,7 @@ def evaluate_core(model, dataset, ranks, limit: int, size: int, compile, say) ->
     ranks.sync()
     start = time.perf_counter()
     with torch.no_grad():
-        score(*CoreBatch(size, model.windows, bos_id).inputs(ranks.device)[:-1])
+        score(CoreBatch(size, model.windows, bos_id).inputs(ranks.device))
     ranks.sync()
     say(f"core: {size:,} tokens a batch, compiled in {time.perf_counter() - start:.1f} s")
 
@@ -529,6 +530,21 @@ def open_dataset(run: engine.Run, args: argparse.Namespace):
     return dataset
 
 
+def run_command(score: Callable, args: argparse.Namespace) -> int:
+    """Prints what score(args) returns on the first rank, or an error; returns the exit code."""
+    try:
+        result = score(args)
+        if result is not None:
+            print(json.dumps(result), flush=True)
+        return 0
+    except RunError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return 1
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
 def score_run(args: argparse.Namespace) -> dict | None:
     """Scores the model of a run and writes the files. Returns what the first rank prints last."""
     if args.items < 0 or (args.batch_tokens is not None and args.batch_tokens < 1):
@@ -536,11 +552,7 @@ def score_run(args: argparse.Namespace) -> dict | None:
     run = engine.load_run(args.run_dir, args.step, attention=args.attention, dtype=args.dtype)
     ranks = run.script.start_ranks()
     dataset = open_dataset(run, args)
-
-    def say(text: str) -> None:
-        if ranks.is_main:
-            print(text, flush=True)
-
+    say = partial(print, flush=True) if ranks.is_main else lambda text: None
     size = args.batch_tokens or default_batch_tokens(ranks.device)
     compile = ranks.device.type == "cuda" and not args.no_compile
     rows = evaluate_core(run.model, dataset, ranks, args.items, size, compile, say)
@@ -563,18 +575,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--attention", metavar="NAME", help="if the run's backend does not work here")
     add("--dtype", choices=("bfloat16", "float16", "float32"), help="default: that of the run")
     add("--no-compile", action="store_true")
-    args = parser.parse_args(argv)
-    try:
-        result = score_run(args)
-        if result is not None:
-            print(json.dumps(result), flush=True)
-        return 0
-    except RunError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        return 1
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    return run_command(score_run, parser.parse_args(argv))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,6 @@
 """Chat evaluation: letters against one forward an item, numbers, programs under limits, files of each layout."""
 
-import contextlib
 import csv
-import io
 import json
 import random
 import sys
@@ -40,9 +38,8 @@ def test_letters_against_one_forward_an_item(bpe):  # noqa: F811
     cut = 0
     for item, found in zip(items, right, strict=True):
         lines = "".join(f"- {choice}={letter}\n" for choice, letter in zip(item.choices, "ABCDE", strict=False))
-        text = (
-            f"Multiple Choice question: {item.question}\n{lines}\nRespond only with the letter of the correct answer."
-        )
+        task = "Respond only with the letter of the correct answer."
+        text = f"Multiple Choice question: {item.question}\n{lines}\n{task}"
         ids = tokenizer.specials
         prompt = [ids["<|bos|>"], ids["<|user_start|>"], *tokenizer.encode(text), ids["<|user_end|>"],
                   ids["<|assistant_start|>"]]  # fmt: skip
@@ -173,15 +170,12 @@ def test_items_of_training_are_no_test(tmp_path):
     assert found == [None, None, "mmlu_all", "mmlu_val", "mmlu_test"]
 
 
-def evaluate(*args) -> tuple:
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = chat_eval.main([str(arg) for arg in args])
-    return code, out.getvalue(), err.getvalue()
-
-
-def test_the_command(bpe, files, tmp_path):  # noqa: F811
+def test_the_command(bpe, files, tmp_path, capsys):  # noqa: F811
     """The table, the csv file and the last line agree; ChatCORE is the mean of what goes beyond guessing."""
+
+    def evaluate(*args) -> tuple:
+        return chat_eval.main([str(arg) for arg in args]), *capsys.readouterr()
+
     run_dir = write_run(tmp_path / "run", bpe, True, None, max_seq_len=256, pack_tokens=256)
     code, out, err = evaluate(run_dir, "--files", files, "--limit", 4, "--run-code")
     assert code == 0, err

@@ -7,10 +7,8 @@ the script of their source.
 import contextlib
 import dataclasses
 import hashlib
-import importlib.util
 import io
 import json
-import os
 import random
 import shutil
 import signal
@@ -25,13 +23,14 @@ import train_medium as tm
 import train_small as ts
 from safetensors.torch import load_file
 
-from conftest import ALONE, CPU, MERGES, ROOT, TINY, TINY_MEDIUM, logits, random_model, write_dataset
+from conftest import ALONE, MERGES, ROOT, TINY, TINY_MEDIUM, logits, random_model, write_dataset
 from processes import python
 from test_data_loader import FIELDS, same, segments
 from test_data_sft import chat, read_split, run, write_jsonl
 from test_runs import entries, losses, saved, signal_handlers, snapshot, tensors  # noqa: F401  (one is a fixture)
 
 sys.path.insert(0, str(ROOT / "runs"))
+import chat as chat_script
 import engine
 import finetune
 import report as reports
@@ -115,13 +114,12 @@ def setup(data, base):
     return two.config, ts.Dataset.open(data), two.reader
 
 
-def batches(setup, ranks=ALONE, position=None, first_step=0, most=10**9) -> list[ts.Batch]:
+def batches(setup, most=10**9) -> list[ts.Batch]:
     """Those of two epochs, or the first of them."""
     config, _, talks = setup
-    steps = min(most, -(-len(talks.packs) // 4) - first_step)
-    talks.seek(position or {"pack": 0})
-    loader = ts.PackLoader(talks, config, ranks, first_step)
-    found = [loader.next() for _ in range(steps)]
+    talks.seek({"pack": 0})
+    loader = ts.PackLoader(talks, config, ALONE, 0)
+    found = [loader.next() for _ in range(min(most, -(-len(talks.packs) // 4)))]
     loader.close()
     return found
 
@@ -141,7 +139,7 @@ def expected(tokens, mask):
 
 def test_whole_conversations_once_an_epoch(setup, data):
     """Each epoch holds every conversation once, whole, with the mask's targets, in an order of its own."""
-    config, _, _ = setup
+    config = setup[0]
     truth = [expected(*talk) for talk in read_split(data, "train")]
     assert max(len(i) for i, _ in truth) == CONTEXT and len(list((data / "sft").glob("train_*.mask.bin"))) > 3
     assert any(t[-1] == -1 for _, t in truth), "some end with a question"
@@ -188,24 +186,6 @@ def test_best_fit():
     assert lengths.sum() / (8192 * len(packs)) > 0.995
 
 
-def test_any_position_continues_exactly(setup):
-    """A loader that starts at a batch's position yields what follows, also over the border of the epochs."""
-    found = batches(setup)
-    assert len(found) > 12
-    for i in range(0, len(found) - 2, 3):
-        later = batches(setup, position=found[i].position, first_step=i + 1, most=2)
-        assert len(later) == 2 and all(map(same, later, found[i + 1 :]))
-
-
-def test_ranks_share_the_same_step(setup):
-    """The ranks' packs behind each other are the packs of one process; the count is that of the whole step."""
-    whole, *parts = (batches(setup, ranks) for ranks in (ALONE, *(ts.Ranks(r, 2, CPU) for r in range(2))))
-    for batch, *shares in zip(whole, *parts, strict=True):
-        for field in FIELDS:
-            assert torch.equal(getattr(batch, field), torch.cat([getattr(s, field) for s in shares]))
-        assert {s.total_targets for s in shares} == {batch.total_targets}
-
-
 # ---- the loss
 
 
@@ -215,9 +195,8 @@ def step(setup, batch, packs=2):
     state = ts.build_state(config, ALONE, lambda text: None)
     state.model.load_state_dict(random_model(config).state_dict())
     state.packs, grads = packs, {}
-    state.optimizer.step = lambda *args: grads.update(
-        {n: p.grad.to_dense() for n, p in state.model.named_parameters()}
-    )
+    params = dict(state.model.named_parameters())
+    state.optimizer.step = lambda *args: grads.update({name: p.grad.to_dense() for name, p in params.items()})
     return ts.train_step(state, batch).item(), grads
 
 
@@ -255,12 +234,9 @@ def test_user_tokens_are_no_targets(setup):
     other.tokens[changed] = 7
     again = batches((config, dataset, other), most=1)[0]
     assert same(batch, again) and step(setup, batch)[0] == step(setup, again)[0]
-    starts = (
-        finetune.Conversations(dataset, "train", config).tokens == dataset.tokenizer.specials["<|assistant_start|>"]
-    )
-    assert not talks.counted[starts].any() and set(talks.tokens[talks.counted].tolist()).isdisjoint(
-        dataset.tokenizer.specials[name] for name in ("<|bos|>", "<|user_start|>", "<|user_end|>")
-    )
+    specials = dataset.tokenizer.specials
+    marks = {specials[name] for name in ("<|bos|>", "<|user_start|>", "<|user_end|>", "<|assistant_start|>")}
+    assert marks.isdisjoint(talks.tokens[talks.counted].tolist())
 
 
 def test_micro_batches_and_steps_without_a_target(setup):
@@ -278,16 +254,6 @@ def test_micro_batches_and_steps_without_a_target(setup):
     for _ in range(2):
         assert ts.train_step(state, empty).item() == 0
     assert all(param.isfinite().all() for param in state.model.parameters())
-
-
-def test_the_last_step_holds_what_is_left(setup):
-    """An epoch that does not fill its last step ends with packs of padding."""
-    config, dataset, talks = setup
-    short = finetune.Conversations(dataset, "train", config)
-    short.packs = short.packs[:6]
-    first, last = batches((config, dataset, short))
-    assert [len(talks_of(last, row)) > 0 for row in range(4)] == [True, True, False, False]
-    assert first.total_targets > last.total_targets == (last.targets >= 0).sum() > 0
 
 
 # ---- runs
@@ -311,7 +277,9 @@ def test_run_directory_is_complete(finished, base, data):
     assert report.count("```text") == 3 and all(question in report for question in reports.QUESTIONS)
     assert (run_dir / "curve.png").stat().st_size > 5000
     result = json.loads(out.splitlines()[-1])
-    steps = -(-len(finetune.Conversations(ts.Dataset.open(data), "train", ts.read_config(run_dir)).packs) // 4)
+    packs = len(finetune.Conversations(ts.Dataset.open(data), "train", ts.read_config(run_dir)).packs)
+    steps = -(-packs // 4)
+    assert packs % 4, "the last step holds what is left"
     assert (result["steps"], result["tokens"], result["run_dir"]) == (steps, steps * 512, str(run_dir))
     assert [e["step"] for e in entries(run_dir) if "val_bpb" in e] == [0, *range(10, steps, 10), steps]
     assert result["val_bpb"] == entries(run_dir)[-1]["val_bpb"] < entries(run_dir)[0]["val_bpb"]
@@ -386,48 +354,24 @@ sys.exit(finetune.main(sys.argv[1:]))
 
 
 def test_kill_and_resume_is_bit_identical(finished, base, tmp_path):
-    """kill -9 in step 14; --resume ends with the same weights, and needs neither the source nor its flags."""
-    run_dir, source = tmp_path / "killed", tmp_path / "source"
+    """kill -9 in step 14; --resume ends with the same weights, and needs neither the source nor its flags.
+
+    It takes them if they are the same.
+    """
+    killed, source, reference = tmp_path / "killed", tmp_path / "source", finished[0]
     shutil.copytree(base, source)
-    killed = python("-c", KILL, *tune(source, run_dir), cwd=ROOT / "runs")
-    assert killed.returncode == -signal.SIGKILL and saved(run_dir) == [5, 10]
+    done = python("-c", KILL, *tune(source, killed), cwd=ROOT / "runs")
+    assert done.returncode == -signal.SIGKILL and saved(killed) == [5, 10]
     shutil.rmtree(source)
-    assert finetune.main(["--resume", "--run-dir", str(run_dir)]) == 0
-    assert_finished_alike(run_dir, finished[0])
-
-
-def assert_finished_alike(run_dir, reference) -> None:
-    last = saved(reference)[-1]
-    assert saved(run_dir)[-1] == last
-    a, b = tensors(run_dir, last), tensors(reference, last)
-    assert a.keys() == b.keys() and [k for k in a if not torch.equal(a[k], b[k])] == []
-    kinds = [[(e["step"], "loss" in e) for e in entries(d)] for d in (run_dir, reference)]
-    assert kinds[0] == kinds[1] and losses(run_dir) == losses(reference)
-
-
-def test_signal_saves_and_resumes(finished, base, tmp_path, monkeypatch, fails):
-    """SIGTERM in step 7 saves; the same command with --resume goes on."""
-    run_dir, import_script = tmp_path / "stopped", engine.import_script
-
-    def import_stopping(directory):
-        script = import_script(directory)
-        train_step = script.train_step
-
-        def step(state, batch):
-            loss = train_step(state, batch)
-            if state.step == 7:
-                os.kill(os.getpid(), signal.SIGTERM)
-            return loss
-
-        script.train_step = step
-        return script
-
-    with monkeypatch.context() as patch:
-        patch.setattr(engine, "import_script", import_stopping)
-        fails(tune(base, run_dir), "stopped by a signal at step 7", f"--resume --run-dir {run_dir}")
-    assert saved(run_dir) == [5, 7]
-    assert finetune.main([*tune(base, run_dir), "--resume"]) == 0
-    assert_finished_alike(run_dir, finished[0])
+    for name, more in (("bare", []), ("same", tune(source, "unused")[:3])):
+        run_dir = shutil.copytree(killed, tmp_path / name)
+        assert finetune.main([*more, "--resume", "--run-dir", str(run_dir)]) == 0
+        last = saved(reference)[-1]
+        assert saved(run_dir)[-1] == last
+        a, b = tensors(run_dir, last), tensors(reference, last)
+        assert a.keys() == b.keys() and [k for k in a if not torch.equal(a[k], b[k])] == []
+        kinds = [[(e["step"], "loss" in e) for e in entries(d)] for d in (run_dir, reference)]
+        assert kinds[0] == kinds[1] and losses(run_dir) == losses(reference)
 
 
 def test_two_processes_train_like_one(finished, base, tmp_path):
@@ -464,18 +408,13 @@ def test_memorised_answers(memorised, base, monkeypatch, capsys):
     assert [tokenizer.decode(answer) for answer in answers] == list(MEMORY.values())
     report = (memorised / "report.md").read_text()
     assert all(f"````text\n{q}\n\n{a}\n````\n" in report for q, a in MEMORY.items())
-    for name in ("chat", "export"):
-        spec = importlib.util.spec_from_file_location(f"runs_{name}", ROOT / "runs" / f"{name}.py")
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        assert module.is_chat_run(memorised) and not module.is_chat_run(base)
-        if name == "chat":
-            argv = ["chat.py", str(memorised), "--prompt", "where?", "--temperature", "0", "--max-tokens", "20"]
-            monkeypatch.setattr(sys, "argv", argv)
-            capsys.readouterr()
-            assert module.main() == 0
-            out, err = capsys.readouterr()
-            assert out.strip() == "in the sea" and "not finetuned" not in err
+    assert chat_script.is_chat_run(memorised) and not chat_script.is_chat_run(base)
+    argv = ["chat.py", str(memorised), "--prompt", "where?", "--temperature", "0", "--max-tokens", "20"]
+    monkeypatch.setattr(sys, "argv", argv)
+    capsys.readouterr()
+    assert chat_script.main() == 0
+    out, err = capsys.readouterr()
+    assert out.strip() == "in the sea" and "not finetuned" not in err
 
 
 def test_finetuning_again(finished, tmp_path):
@@ -558,29 +497,27 @@ def test_training_scripts_name_the_tool(fails, finished, base):
     fails(["--resume", "--run-dir", finished[0]], "python runs/finetune.py --resume --run-dir", main=ts.main)
 
 
-@pytest.mark.parametrize("what", ("missing", "truncated", "corrupt", "foreign", "no mask", "too long"))
-def test_bad_masks(what, fails, base, data, tmp_path):
+@pytest.mark.parametrize("change", (
+    lambda mask, other, shard: mask[:-2], lambda mask, other, shard: mask[:-2] + b"\1\1",
+    lambda mask, other, shard: other, lambda mask, other, shard: shard,
+), ids=("truncated", "corrupt", "foreign", "no mask"))  # fmt: skip
+def test_bad_masks(change, fails, base, data, tmp_path):
     """One sentence with the file; the run directory is not even made."""
     root = shutil.copytree(data, tmp_path / "data")
-    mask, other = root / "sft" / "train_000001.mask.bin", root / "sft" / "train_000002.mask.bin"
-    words = [str(mask)]
-    if what == "missing":
-        mask.unlink()
-        words = ["train_000001.bin has no loss mask train_000001.mask.bin"]
-    elif what == "truncated":
-        mask.write_bytes(mask.read_bytes()[:-2])
-    elif what == "corrupt":
-        mask.write_bytes(mask.read_bytes()[:-2] + b"\1\1")
-    elif what == "foreign":
-        shutil.copy(other, mask)
-    elif what == "no mask":
-        shutil.copy(root / "sft" / "train_000001.bin", mask)
-    else:
-        talk = write_jsonl(tmp_path / "long.jsonl", [chat("why " * 40, "the " * 40)] * 3)
-        run(root, "--source", talk)
-        words = ["holds a conversation of", "the model reads 64", "--max-len 65"]
-    fails(tune(base, tmp_path / "run", "--data", root), *words)
+    files = [root / "sft" / name for name in ("train_000001.mask.bin", "train_000002.mask.bin", "train_000001.bin")]
+    files[0].write_bytes(change(*(path.read_bytes() for path in files)))
+    fails(tune(base, tmp_path / "run", "--data", root), str(files[0]))
+    files[0].unlink()
+    missing = "train_000001.bin has no loss mask train_000001.mask.bin"
+    fails(tune(base, tmp_path / "run", "--data", root), missing)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_conversation_that_is_too_long(fails, base, data, tmp_path):
+    root = shutil.copytree(data, tmp_path / "data")
+    run(root, "--source", write_jsonl(tmp_path / "long.jsonl", [chat("why " * 40, "the " * 40)] * 3))
+    words = ["holds a conversation of", "the model reads 64", "--max-len 65"]
+    fails(tune(base, tmp_path / "run", "--data", root), *words)
 
 
 def test_medium_finetunes_too(data, tmp_path, fails):

@@ -1,9 +1,7 @@
 """runs/engine.py, sample.py, calculator.py: loading, the cache, rows that come and go, sampling, tools, the kernel."""
 
 import codecs
-import contextlib
 import functools
-import io
 import json
 import re
 import sys
@@ -40,8 +38,7 @@ def test_load_run(run_dir):
     assert engine.load_run(run_dir, 7, "cpu", attention="sdpa").config.attention == "sdpa"
 
 
-@pytest.mark.parametrize(("line", "found"), [("INTERFACE = 1", 1), ("INTERFACE = 99", 99), ("", 1)])
-@pytest.mark.parametrize("commit", ["0123abc", ""])
+@pytest.mark.parametrize(("line", "found", "commit"), [("INTERFACE = 99", 99, "0123abc"), ("", 1, "")])
 def test_another_interface_is_refused(run_dir, line, found, commit):
     """One sentence names both interfaces and the commit to check out."""
     path = run_dir / "train_small.py"
@@ -73,28 +70,16 @@ def test_what_cannot_be_loaded(run_dir, bpe, tmp_path):  # noqa: F811
 # ==== decoding against the forward pass
 
 
-def shifted(decode, model, cache, tokens, previous, positions):
-    return decode(model, cache, tokens, previous, positions + 1)
-
-
-def without_previous(decode, model, cache, tokens, previous, positions):
-    return decode(model, cache, tokens, tokens, positions)
-
-
-def without_offset(decode_attention, q, k, v, keys, values, positions, offset):
-    return decode_attention(q, k, v, keys, values, positions, False)
-
-
-def with_offset(decode_attention, q, k, v, keys, values, positions, offset):
-    return decode_attention(q, k, v, keys, values, positions, True)
-
-
-def one_late(plan_ring, rows, starts, ends, window, slots, size=None):
-    return plan_ring(rows, starts, ends, max(window - 1, 1), slots, size)
-
-
-FAULTS = [("decode", shifted), ("decode", without_previous), ("decode_attention", without_offset),
-          ("decode_attention", with_offset), ("plan_ring", one_late)]  # fmt: skip
+# name in engine, and what is wrong with it; the first argument is the right one
+FAULTS = {
+    "position": ("decode", lambda decode, *args: decode(*args[:-1], args[-1] + 1)),
+    "previous": ("decode", lambda decode, model, cache, tokens, _, positions: decode(
+        model, cache, tokens, tokens, positions)),
+    "no offset": ("decode_attention", lambda attention, *args: attention(*args[:-1], False)),
+    "offset": ("decode_attention", lambda attention, *args: attention(*args[:-1], True)),
+    "window": ("plan_ring", lambda plan, rows, starts, ends, window, *more: plan(
+        rows, starts, ends, max(window - 1, 1), *more)),
+}  # fmt: skip
 
 
 def run_of(plain, dtype, device="cpu", tokenizer=None) -> engine.Run:
@@ -106,7 +91,7 @@ def run_of(plain, dtype, device="cpu", tokenizer=None) -> engine.Run:
     return engine.Run(script, model, tokenizer, plain.config, 0)
 
 
-@pytest.mark.parametrize(("name", "fault"), FAULTS, ids=[fault.__name__ for _, fault in FAULTS])
+@pytest.mark.parametrize(("name", "fault"), FAULTS.values(), ids=FAULTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("medium", [False, True], ids=("small", "medium"))
 def test_wrong_decoding_is_found(dataset, monkeypatch, name, fault, dtype, medium):
@@ -138,41 +123,37 @@ def test_logits_that_are_not_finite_are_never_decoded(generator, options):
 # ==== runs/sample.py
 
 
-def run_sample(monkeypatch, *args) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr."""
-    out, err = io.TextIOWrapper(io.BytesIO(), "utf-8"), io.StringIO()
-    monkeypatch.setattr(sys, "argv", ["sample.py", *map(str, args)])
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = sample_script.main()
-    out.seek(0)
-    return code, out.read(), err.getvalue()
+@pytest.fixture
+def run_sample(capsys):
+    """run_sample(*args): exit code, stdout and stderr."""
+    return lambda *args: (sample_script.main([str(arg) for arg in args]), *capsys.readouterr())
 
 
-def test_sample_command(run_dir, monkeypatch):
+def test_sample_command(run_dir, run_sample):
     """Prompts with their continuations, then one JSON object; the seed decides, a long prompt shortens the answer."""
     flags = (run_dir, "--device", "cpu", "--seed", 3, "--dtype", "float32", "--attention", "sdpa")
-    code, out, err = run_sample(monkeypatch, *flags, "--prompt", "the rest", "--prompt", "é", "--tokens", 9)
+    code, out, err = run_sample(*flags, "--prompt", "the rest", "--prompt", "é", "--tokens", 9)
     *lines, last = out.rstrip("\n").split("\n")
     result = json.loads(last)
     assert code == 0 and err == "" and set(result) == {"new_tokens", "seconds", "run_dir"}
     run = engine.load_run(run_dir, device="cpu")
     generator = engine.Generator(run.model, run.tokenizer)
     options = {"max_tokens": 9, "temperature": 0.8, "top_k": 50, "seed": 3}
-    texts = ["".join(generator.stream_text(prompt, **options)) for prompt in ("the rest", "é")]
-    assert "\n".join(lines) == f"the rest{texts[0]}\né{texts[1]}"
     ids = [[run.tokenizer.bos_id, *run.tokenizer.encode(prompt)] for prompt in ("the rest", "é")]
-    assert result["new_tokens"] == sum(len(generator.generate([one], **options)[0]) for one in ids)
+    (one,), (two,) = (generator.generate([prompt], **options) for prompt in ids)
+    assert "\n".join(lines) == f"the rest{run.tokenizer.decode(one)}\né{run.tokenizer.decode(two)}"
+    assert result["new_tokens"] == len(one) + len(two)
     prompt = "q" * 60
     room = 64 - len(run.tokenizer.encode(prompt))
     assert 0 < room < 9
-    code, out, _ = run_sample(monkeypatch, *flags, "--prompt", prompt, "--temperature", 0)
+    code, out, _ = run_sample(*flags, "--prompt", prompt, "--temperature", 0)
     assert code == 0 and json.loads(out.splitlines()[-1])["new_tokens"] <= room
 
 
-def test_sample_check(run_dir, monkeypatch):
+def test_sample_check(run_dir, run_sample):
     """--check says the result; a script in which keys take the other half from the token before is refused."""
     flags = (run_dir, "--device", "cpu", "--check")
-    code, out, err = run_sample(monkeypatch, *flags)
+    code, out, err = run_sample(*flags)
     line, last = out.splitlines()
     assert code == 0 and err == "" and line.startswith("decoding agrees with the forward pass")
     assert json.loads(last) == {"decoding_error": pytest.approx(0, abs=1e-5), "run_dir": str(run_dir)}
@@ -181,7 +162,7 @@ def test_sample_check(run_dir, monkeypatch):
     rule = ">= K // 2"
     assert text.count(rule) == 1
     path.write_text(text.replace(rule, "< K // 2"))
-    code, out, err = run_sample(monkeypatch, *flags)
+    code, out, err = run_sample(*flags)
     assert code == 1 and out == "" and "decodes other logits than its forward pass" in err
 
 
@@ -191,8 +172,8 @@ def test_sample_check(run_dir, monkeypatch):
     (("--attention", "varlen", "--device", "cpu"), "varlen cannot run here"),
     (("--step", 1), "no checkpoint of step 1"),
 ])  # fmt: skip
-def test_sample_errors(run_dir, monkeypatch, args, message):
-    code, out, err = run_sample(monkeypatch, run_dir, *args)
+def test_sample_errors(run_dir, run_sample, args, message):
+    code, out, err = run_sample(run_dir, *args)
     assert code == 1 and message in err and err.startswith("error: ") and err.count("\n") == 1
 
 
@@ -233,57 +214,6 @@ def test_cached_decoding_equals_full_forward(config):
                     assert error < 1e-4, f"row {row} after {done[row]} tokens: {error}"
 
 
-def with_graphs(decoder) -> engine.Decoder:
-    """The same decoder with prefills of fixed sizes, as it has them on CUDA."""
-    decoder.prefills = engine.Prefills(decoder.model, decoder.cache, decoder.rows, decoder.weights)
-    return decoder
-
-
-def test_graphs_of_prefills(generator, monkeypatch):
-    """Texts that enter, go on and share beginnings through padded prefills: those of the plain way, with as little
-    computed. A graph computes its work at once here.
-    """
-    monkeypatch.setattr(engine.Graphs, "run", lambda graphs, size, work, *arguments: work(*arguments))
-    monkeypatch.setattr(engine, "NEW_SIZES", (16, 64))
-    monkeypatch.setattr(engine, "OLD_SIZES", (0, 32))
-    monkeypatch.setattr(engine, "WORTH_SHARING", 16)
-    shared = random_documents((30,), 290)[0]
-    prompts = [[*shared[:n], *end] for n, end in zip((30, 30, 30, 3, 20), random_documents((1, 5, 9, 4, 2), 290),
-                                                     strict=True)]  # fmt: skip
-
-    def talk(decoder) -> list:
-        found = []
-        for _turn in range(3):
-            for first in (0, 2, 4):
-                rows = dict(enumerate(prompts[first : first + 2], 1))
-                texts = {row: engine.Completion(text, 4, temperature=0.0, seed=row) for row, text in rows.items()}
-                found.append(decoder.admit(texts))
-                run_out(decoder)
-                found += [c.tokens for c in texts.values()]
-        texts = {i: engine.Completion([*decoder.known[i], 7, 8], 4, temperature=0.0) for i in range(1, 3)}
-        texts[0] = engine.Completion(prompts[3], 4, temperature=0.0, logprobs=2, score_prompt=True)
-        found.append(decoder.admit(texts))
-        run_out(decoder)
-        chances = [chance.logprob for chance in texts[0].prompt_chances[1:]]
-        return [*found, *(c.tokens for c in texts.values())], chances
-
-    def decoder():
-        return engine.Decoder(generator.model, generator.tokenizer, 3, shelves=2)
-
-    expected, chances = talk(decoder())
-    mine = with_graphs(decoder())
-    found, own_chances = talk(mine)
-    assert found == expected and own_chances == pytest.approx(chances, abs=1e-5)
-    assert {size.old for size in mine.prefills.packs} == {0, 32}
-
-    # Where recording fails, all goes on without.
-    monkeypatch.setattr(engine.Graphs, "run", lambda *_: 1 / 0)
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: None)
-    monkeypatch.setattr(torch.cuda, "graph", contextlib.nullcontext)
-    mine = with_graphs(decoder())
-    assert talk(mine)[0] == expected and mine.prefills.failed
-
-
 # ==== generation
 
 
@@ -292,15 +222,31 @@ def generator(dataset):
     return engine.Generator(random_model(tiny_config()), dataset.tokenizer)
 
 
-def argmax_loop(generator, prompt, max_tokens, stop=()):
+def argmax_loop(generator, prompt, max_tokens):
     """Reference: the whole text through the full forward for every new token."""
-    ids, new = list(prompt), []
+    ids = list(prompt)
     for _ in range(max_tokens):
         token = logits(generator.model, ids)[-1, : generator.tokenizer.vocab_size].argmax().item()
-        if token in (*stop, generator.tokenizer.bos_id):
+        if token == generator.tokenizer.bos_id:
             break
-        ids, new = [*ids, token], [*new, token]
-    return new
+        ids.append(token)
+    return ids[len(prompt) :]
+
+
+def decoder_of(generator, rows, length=64, **options) -> engine.Decoder:
+    return engine.Decoder(generator.model, generator.tokenizer, rows, length, **options)
+
+
+def greedy(text, most) -> engine.Completion:
+    return engine.Completion(text, most, temperature=0.0)
+
+
+def run_out(decoder, texts=()) -> dict[int, int]:
+    """Admits completions by row, and makes steps until all rows are free. Returns what admit does."""
+    starts = decoder.admit(texts) if texts else {}
+    while decoder.live:
+        decoder.step()
+    return starts
 
 
 PROMPTS = random_documents((3, 20, 9, 1), vocab=290)
@@ -330,8 +276,8 @@ def test_stop_tokens_and_bos_end_a_row(generator):
     assert [c.reason for c in stopped] == ["stop" if stop in row else "length" for row in plain]
     assert [c.ended for c in stopped] == [stop if stop in row else -1 for row in plain]
     assert [c.forced for c in stopped] == [[False] * len(c.tokens) for c in stopped]
-    steps = list(generator.stream(PROMPTS[1], max_tokens=12, temperature=0.0, stop=(stop,)))
-    assert steps[-1] is None and len(steps) == len(stopped[1].tokens) + 1 <= 4, "nothing is computed after the end"
+    steps = list(generator.run([engine.Completion(PROMPTS[1], 12, temperature=0.0, stop=(stop,))]))
+    assert len(steps) == len(stopped[1].tokens) + 1 <= 4, "nothing is computed after the end"
     bos = generator.tokenizer.bos_id
     tokenizer = SimpleNamespace(bos_id=stop, vocab_size=300, specials={})
     other = engine.Generator(generator.model, tokenizer).generate(PROMPTS[1:2], max_tokens=12, temperature=0.0)
@@ -352,16 +298,10 @@ def test_padding_of_the_vocabulary_is_never_sampled(generator):
 # ==== rows that come and go
 
 
-def run_out(decoder) -> None:
-    while decoder.live:
-        decoder.step()
-
-
 def test_rows_come_and_go(generator):
     """Texts enter while others decode, one is dropped, its row is taken again: each is as if it were alone."""
-    decoder = engine.Decoder(generator.model, generator.tokenizer, 3, 60)
-    texts = random_documents((21, 9, 30, 1, 14), 290)
-    a, b, c, d, e = (engine.Completion(text, 25, temperature=0.0) for text in texts)
+    decoder = decoder_of(generator, 3, 60)
+    a, b, c, d, e = (greedy(text, 25) for text in random_documents((21, 9, 30, 1, 14), 290))
     decoder.admit({0: a, 2: b})
     for _ in range(4):
         assert [row for row, *_ in decoder.step()] == [0, 2]
@@ -375,8 +315,7 @@ def test_rows_come_and_go(generator):
     while 0 in decoder.live:
         events += decoder.step()
     assert [x for x in events if x[0] == 0][-1] == (0, a.tokens[-1], "length")
-    decoder.admit({0: e})
-    run_out(decoder)
+    run_out(decoder, {0: e})
     assert decoder.step() == []
     for done in (a, c, d, e):
         assert done.tokens == argmax_loop(generator, done.prompt, 25) and done.reason == "length"
@@ -385,20 +324,18 @@ def test_rows_come_and_go(generator):
 
 def test_nothing_is_left_for_the_next_text(generator):
     """Keys that are not numbers, as an overflow leaves them, do no harm to the next text in the row."""
-    decoder = engine.Decoder(generator.model, generator.tokenizer, 2)
-    first, second = (engine.Completion(text, 20, temperature=0.0) for text in random_documents((40, 4), 290))
-    decoder.admit({1: first})
-    run_out(decoder)
+    decoder = decoder_of(generator, 2)
+    first, second = (greedy(text, 20) for text in random_documents((40, 4), 290))
+    run_out(decoder, {1: first})
     for ring in (*decoder.cache.keys, *decoder.cache.values):
         ring[1] = float("nan")
-    decoder.admit({1: second})
-    run_out(decoder)
+    run_out(decoder, {1: second})
     assert second.tokens == argmax_loop(generator, second.prompt, 20)
 
 
 def test_a_stream_left_early_frees_its_rows(generator):
     """The next call starts from nothing."""
-    stream = generator.stream(PROMPTS[2], max_tokens=20, temperature=0.0)
+    stream = generator.run([greedy(PROMPTS[2], 20)])
     next(stream)
     other = generator.generate(PROMPTS[:1], max_tokens=3, temperature=0.0)  # meanwhile, with rows of its own
     stream.close()
@@ -422,46 +359,34 @@ def test_changed_weights_are_used(generator):
 def test_one_graph_of_a_step(generator, monkeypatch):
     """decode and sample compile without a break, write the cache in place, and give the same tokens."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager", fullgraph=True))
-    mine = engine.Generator(generator.model, generator.tokenizer, compile=True)
-    for options in ({"temperature": 0.0}, {"temperature": 1.0}):
-        assert mine.generate(PROMPTS, max_tokens=8, **options) == generator.generate(PROMPTS, max_tokens=8, **options)
+    decoder = decoder_of(generator, 4, compile=True)
+    for options in ({"temperature": 0.0}, {"temperature": 1.0, "seed": 3}):
+        found = [engine.Completion(prompt, 8, **options) for prompt in PROMPTS]
+        run_out(decoder, dict(enumerate(found)))
+        assert [[c.tokens] for c in found] == [generator.generate([p], max_tokens=8, **options) for p in PROMPTS]
 
 
 # ==== sampling
 
 
-def frequencies(values, draws=20000, width=None, **options):
-    """Counts over many equal rows of different seeds."""
-    row, V = torch.tensor(values, dtype=torch.float32), len(values)
-    options = {"temperature": 1.0, "top_k": 0, "top_p": 2.0, **options}
-    columns = [torch.full((draws,), value) for value in options.values()]
-    width = V if width is None else width
-    drawn = engine.sample(row.repeat(draws, 1), *columns, torch.arange(draws), torch.tensor(7), width)
-    return torch.bincount(drawn, minlength=V).double()
-
-
 LOGITS = [0.3, 2.0, -1.0, 1.2, 0.9, -30.0]
 
 
-@pytest.mark.parametrize(
-    ("options", "kept"),
-    [
-        ({}, {0, 1, 2, 3, 4}),
-        ({"temperature": 0.5}, {0, 1, 2, 3, 4}),
-        ({"temperature": 2.0}, {0, 1, 2, 3, 4}),
-        ({"top_k": 3}, {1, 3, 4}),
-        ({"top_k": 1}, {1}),
-        ({"top_k": 50}, {0, 1, 2, 3, 4}),
-        ({"top_p": 0.5}, {1, 3}),  # 0.49 does not reach a half, with 0.22 it does
-        ({"top_p": 0.45}, {1}),
-        ({"top_p": 1e-9}, {1}),
-        ({"top_k": 3, "top_p": 0.8}, {1, 3}),  # of the three best: 0.57, 0.83
-        ({"top_p": 0.8, "temperature": 2.0}, {0, 1, 3, 4}),  # flatter: 0.34, 0.57, 0.76, 0.90
-    ],
-)
+@pytest.mark.parametrize(("options", "kept"), [
+    ({}, {0, 1, 2, 3, 4}), ({"temperature": 0.5}, {0, 1, 2, 3, 4}), ({"temperature": 2.0}, {0, 1, 2, 3, 4}),
+    ({"top_k": 3}, {1, 3, 4}), ({"top_k": 1}, {1}), ({"top_k": 50}, {0, 1, 2, 3, 4}),
+    ({"top_p": 0.5}, {1, 3}),  # 0.49 does not reach a half, with 0.22 it does
+    ({"top_p": 0.45}, {1}), ({"top_p": 1e-9}, {1}),
+    ({"top_k": 3, "top_p": 0.8}, {1, 3}),  # of the three best: 0.57, 0.83
+    ({"top_p": 0.8, "temperature": 2.0}, {0, 1, 3, 4}),  # flatter: 0.34, 0.57, 0.76, 0.90
+])  # fmt: skip
 def test_sampling_has_the_exact_distribution(options, kept):
     """Only the kept entries appear, as often as softmax(logits / temperature) over them says (chi square)."""
-    counts, kept = frequencies(LOGITS, **options), sorted(kept)
+    rows = torch.tensor(LOGITS).repeat(20000, 1)
+    values = {"temperature": 1.0, "top_k": 0, "top_p": 2.0, **options}.values()
+    columns = [torch.full((20000,), value) for value in values]
+    drawn = engine.sample(rows, *columns, torch.arange(20000), torch.tensor(7), len(LOGITS))
+    counts, kept = torch.bincount(drawn, minlength=len(LOGITS)).double(), sorted(kept)
     weights = (torch.tensor(LOGITS, dtype=torch.float64) / options.get("temperature", 1.0)).exp()[kept]
     expected = weights / weights.sum() * 20000
     assert counts.sum() == counts[kept].sum() == 20000
@@ -492,35 +417,28 @@ def test_sampling_repeats_with_its_seed(generator):
 # ==== the calculator
 
 
-@pytest.mark.parametrize(
-    ("expression", "result"),
-    [
-        ("2+3*4", "14"), (" (2 + 3) * 4 ", "20"), ("48/2", "24"), ("1/4", "0.25"), ("1/3", "0.333333333333"),
-        ("0.1*3", "0.3"), ("7//2", "3"), ("-7//2", "-4"), ("7%3", "1"), ("2**10", "1024"), ("2**-1", "0.5"),
-        ("1,000*2", "2000"), ("1,234,567+.5", "1234567.5"), ("--5", "5"), ("+30+46", "76"), ("3*+6", "18"),
-        ("1e3", "1000"), ("1e20/3", "3.33333333333e+19"), ("10**15", "1000000000000000"), ("5.0", "5"), ("-0.0", "0"),
-        ("'strawberry'.count('r')", "3"), ("\"it's\".count(\"'\")", "1"), ("'1,000'.count(',')+1", "2"),
-        ("'abc'.count('')", "4"), ("9*'a'.count('a')", "9"),
-        ("1" + "+1" * 100, "101"), ("1.5**100", "4.06561177535e+17"), (f"'{'a' * 243}'.count('a')", "243"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("expression", "result"), [
+    ("2+3*4", "14"), (" (2 + 3) * 4 ", "20"), ("48/2", "24"), ("1/4", "0.25"), ("1/3", "0.333333333333"),
+    ("0.1*3", "0.3"), ("7//2", "3"), ("-7//2", "-4"), ("7%3", "1"), ("2**10", "1024"), ("2**-1", "0.5"),
+    ("1,000*2", "2000"), ("1,234,567+.5", "1234567.5"), ("--5", "5"), ("+30+46", "76"), ("3*+6", "18"),
+    ("1e3", "1000"), ("1e20/3", "3.33333333333e+19"), ("10**15", "1000000000000000"), ("5.0", "5"), ("-0.0", "0"),
+    ("'strawberry'.count('r')", "3"), ("\"it's\".count(\"'\")", "1"), ("'1,000'.count(',')+1", "2"),
+    ("'abc'.count('')", "4"), ("9*'a'.count('a')", "9"),
+    ("1" + "+1" * 100, "101"), ("1.5**100", "4.06561177535e+17"), (f"'{'a' * 243}'.count('a')", "243"),
+])  # fmt: skip
 def test_calculator(expression, result):
     assert calculate(expression) == result
 
 
-@pytest.mark.parametrize(
-    "expression",
-    [
-        "", " ", "x", "abs(1)", "__import__('os')", "'a'", "'a'*9", "'a'+'b'", "'%s'%3", "'a'.upper()", "'a'.count",
-        "1j", "'a'.count('a','b')", "'a'.count(1)", "(1).count('a')", "'a'.count(sub='a')", "'a'.count(*'a')", "[1]",
-        "1,2", "(1,2)", "1,00", "1_000", "0x10", "True", "1==1", "1 if 1 else 2", "lambda:1", "1<2", "~1", "not 1",
-        "1@2", "007", "1/0", "0**-1", "(-8)**0.5", "9**9**9", "10**400", "2.0**2000", "1e400", "9" * 31,
-        "1+" * 200 + "1", "-" * 120 + "1", "(" * 300, "(" * 100 + "1" + ")" * 101, "1\n+1", "'a\\x'.count('a')",
-        "f'a'.count('a')", "b'a'.count(b'a')", "'a'.count('a').count('a')", "'é\x00'.count", "1+", "*", "5%", "1 2",
-        "'a''", "1.count('a')", "\ud800",
-        "1" + "+1" * 101, "1.5**101", f"'{'a' * 244}'.count('a')",
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("expression", [
+    "", " ", "x", "abs(1)", "__import__('os')", "'a'", "'a'*9", "'a'+'b'", "'%s'%3", "'a'.upper()", "'a'.count",
+    "1j", "'a'.count('a','b')", "'a'.count(1)", "(1).count('a')", "'a'.count(sub='a')", "'a'.count(*'a')", "[1]",
+    "1,2", "(1,2)", "1,00", "1_000", "0x10", "True", "1==1", "1 if 1 else 2", "lambda:1", "1<2", "~1", "not 1",
+    "1@2", "007", "1/0", "0**-1", "(-8)**0.5", "9**9**9", "10**400", "2.0**2000", "1e400", "9" * 31,
+    "1+" * 200 + "1", "-" * 120 + "1", "(" * 300, "(" * 100 + "1" + ")" * 101, "1\n+1", "'a\\x'.count('a')",
+    "f'a'.count('a')", "b'a'.count(b'a')", "'a'.count('a').count('a')", "'é\x00'.count", "1+", "*", "5%", "1 2",
+    "'a''", "1.count('a')", "\ud800", "1" + "+1" * 101, "1.5**101", f"'{'a' * 244}'.count('a')",
+])  # fmt: skip
 def test_calculator_refuses(expression):
     assert calculate(expression) is None
 
@@ -533,91 +451,91 @@ def test_calculator_never_raises(text):
     assert result is None or 0 < len(result) <= 31
 
 
-# ==== steps ahead of the host
+# ==== steps ahead of the host, prefills of fixed sizes, beginnings in common
 
 
-def test_steps_ahead_give_the_same_texts(generator):
-    """Stops, lengths, tool calls and rows that enter late: the same events as without, with drawn texts too."""
-    tok = generator.tokenizer
-    calls = [tok.specials[f"<|{name}|>"] for name in ("python_start", "python_end")]
-    prompts = [*PROMPTS, [*tok.encode("is "), calls[0], *tok.encode("3*4")], *random_documents((3, 70, 1), vocab=290)]
-    prompts = [prompt[:50] for prompt in prompts]
+@pytest.mark.parametrize("kind", ["ahead", "graphs"])
+def test_other_ways_give_the_same_texts(generator, monkeypatch, kind):
+    """Stops, lengths, tool calls, shared beginnings and rows that enter late or go on: as the plain way has them.
 
-    def run(ahead):
-        decoder = engine.Decoder(generator.model, tok, 3, 64, ahead=ahead, shaping=True, shelves=2)
-        options = [{"temperature": 0.0}, {"temperature": 1.3}, {"temperature": 0.0, "presence_penalty": 1.0}]
-        waiting = [engine.Completion(prompt, 3 + 4 * i % 13, stop=(5, 17, *range(100, 130)), seed=i, tools=True,
-                                     **options[i % 3]) for i, prompt in enumerate(prompts * 3)]  # fmt: skip
-        every = list(waiting)
+    Padded prefills compute as little. A graph computes its work at once here.
+    """
+    monkeypatch.setattr(engine.Graphs, "run", lambda graphs, size, work, *arguments: work(*arguments))
+    monkeypatch.setattr(engine, "NEW_SIZES", (16, 64))
+    monkeypatch.setattr(engine, "OLD_SIZES", (0, 32))
+    monkeypatch.setattr(engine, "WORTH_SHARING", 16)
+    shared, *ends = random_documents((30, 1, 5, 9, 2), vocab=290)
+    prompts = [*PROMPTS, *([*shared[:n], *end] for n, end in zip((30, 30, 30, 20), ends, strict=True))]
+    marks = [generator.tokenizer.specials[f"<|python_{name}|>"] for name in ("start", "end")]
+    call = {marks[0]: 300.0, ord("3"): 200.0, marks[1]: 100.0}  # one after the other
+    options = [{"temperature": 0.0}, {"temperature": 1.3}, {"logprobs": 2, "score_prompt": True},
+               {"temperature": 0.0, "logit_bias": call, "frequency_penalty": 250.0}]  # fmt: skip
+
+    def talk(decoder) -> tuple:
+        every = [engine.Completion(prompt, 3 + 4 * i % 13, stop=(5, 17, *range(100, 130)), seed=i, tools=True,
+                                   **options[i % 4]) for i, prompt in enumerate(prompts * 3)]  # fmt: skip
+        waiting, starts = every[::-1], []
         while waiting or decoder.live:
             free = [row for row in range(3) if row not in decoder.live]
             if free and waiting:
-                decoder.admit({free[0]: waiting.pop(0)})
+                starts.append(decoder.admit({row: waiting.pop() for row in free[: len(waiting)]}))
             decoder.step()
-        return [(c.tokens, c.forced, c.reason) for c in every], decoder
+        chances = [c.logprob for one in every for c in (*one.prompt_chances[1:], *one.chances)]
+        return [(c.tokens, c.forced, c.reason) for c in every], chances, starts
 
-    plain, _ = run(False)
-    ahead, decoder = run(True)
-    assert ahead == plain and {reason for *_, reason in plain} == {"stop", "length"}
+    plain = decoder_of(generator, 3, shaping=True, shelves=2)
+    other = decoder_of(generator, 3, shaping=True, shelves=2, ahead=kind == "ahead")
+    other.prefills = engine.Graphs() if kind == "graphs" else None
+    (expected, chances, starts), (found, other_chances, other_starts) = talk(plain), talk(other)
+    assert found == expected and other_chances == pytest.approx(chances, abs=1e-5)
+    assert {reason for *_, reason in found} == {"stop", "length"} and any(any(forced) for _, forced, _ in found)
+    if kind == "graphs":
+        assert other_starts == starts and {size.old for size in other.packs} == {0, 32}
     # What the rows hold continues as if it were computed anew.
     for row in range(3):
-        known = decoder.known[row][:58]
-        decoder.known[row] = known if len(known) == len(decoder.known[row]) else []
-        done = engine.Completion([*known, 7], 5, temperature=0.0)
-        assert decoder.admit({row: done}) in ({row: len(known)}, {row: 0})
-        run_out(decoder)
+        known = other.known[row]
+        done = greedy([*known, 7], 5)
+        assert run_out(other, {row: done}) == {row: len(known)}
         assert done.tokens == argmax_loop(generator, [*known, 7], 5)
 
 
 @pytest.mark.parametrize("ahead", [False, True])
 def test_answers_that_make_room_go_on_unchanged(generator, ahead):
     """Stopped after some steps and admitted again elsewhere, an answer is the one it would have been."""
-    options = {"max_tokens": 14, "temperature": 1.2, "seed": 9, "frequency_penalty": 0.5}
-    whole = engine.Completion(PROMPTS[1], **options)
-    decoder = engine.Decoder(generator.model, generator.tokenizer, 2, 64, ahead=ahead, shaping=True)
-    decoder.admit({0: whole})
-    run_out(decoder)
-    parted = engine.Completion(PROMPTS[1], **options)
+    options = {"max_tokens": 14, "temperature": 0.5, "seed": 9, "frequency_penalty": 0.5}
+    whole, parted = (engine.Completion(PROMPTS[1], **options) for _ in range(2))
+    decoder = decoder_of(generator, 2, ahead=ahead, shaping=True)
+    run_out(decoder, {0: whole})
+    assert len(whole.tokens) > 12
     for row in (0, 1, 1):
         decoder.admit({row: parted})
         for _ in range(4):
             decoder.step()
-        if parted.reason:
-            break
         decoder.stop(row)
-        decoder.admit({row: engine.Completion(PROMPTS[2], 3)})  # another text takes the row
-        run_out(decoder)
-    decoder.admit({0: parted})
-    run_out(decoder)
+        run_out(decoder, {row: engine.Completion(PROMPTS[2], 3)})  # another text takes the row
+    run_out(decoder, {0: parted})
     assert parted.tokens == whole.tokens and parted.reason == whole.reason
 
 
-def test_shelves_hold_what_texts_have_in_common(generator):
+def test_shelves_hold_what_texts_have_in_common(generator, monkeypatch):
     """A third text starts with a copy, two in one batch share, and a shelf that is used longest ago makes room."""
-    decoder = engine.Decoder(generator.model, generator.tokenizer, 3, 64, shelves=1)
+    monkeypatch.setattr(engine, "WORTH_SHARING", 16)
+    decoder = decoder_of(generator, 3, shelves=1)
     first, second = ([1, *part] for part in random_documents((40, 40), vocab=290, seed=5))
-    worth = engine.WORTH_SHARING
-    try:
-        engine.WORTH_SHARING = 16
 
-        def ask(row, text):
-            completion = engine.Completion(text, 4, temperature=0.0)
-            (start,) = decoder.admit({row: completion}).values()
-            run_out(decoder)
-            assert completion.tokens == argmax_loop(generator, text, 4)
-            return start
+    def ask(texts) -> list[int]:
+        """How many ids of each text were not computed."""
+        completions = {row: greedy(text, 4) for row, text in texts.items()}
+        starts = run_out(decoder, completions)
+        assert all(c.tokens == argmax_loop(generator, c.prompt, 4) for c in completions.values())
+        return [*starts.values()]
 
-        assert [ask(0, [*first, 5]), ask(1, [*first, 6]), ask(2, [*first, 7])] == [0, 41, 41]
-        assert [ask(0, [*second, 5]), ask(1, [*second, 6]), ask(0, [*second, 7])] == [0, 41, 41]
-        assert ask(2, [*first[:30], 9]) == 30
-        assert list(decoder.shelves.texts.values()) == [first[:30]], "rows are looked at too"
-        texts = {row: engine.Completion([*first[:35], row], 4, temperature=0.0) for row in range(3)}
-        assert sum(start > 0 for start in decoder.admit(texts).values()) >= 2
-        run_out(decoder)
-        for completion in texts.values():
-            assert completion.tokens == argmax_loop(generator, completion.prompt, 4)
-    finally:
-        engine.WORTH_SHARING = worth
+    assert [ask({row: [*first, row]}) for row in range(3)] == [[0], [41], [41]]
+    assert [ask({row: [*second, 5 + i]}) for i, row in enumerate((0, 1, 0))] == [[0], [41], [41]]
+    assert ask({2: [*first[:30], 9]}) == [30]
+    assert list(decoder.shelves.texts.values()) == [first[:30]], "rows are looked at too"
+    assert ask({0: [*first[:30], 4], 1: [*second, 8]}) == [30, 0], "the shelf is in use"
+    assert sum(start > 0 for start in ask({row: [*first[:35], row] for row in range(3)})) >= 2
 
 
 # ==== tool calls
@@ -665,7 +583,7 @@ def test_tool_calls(generator, monkeypatch):
 
 def pieces_of(generator, ids) -> list[str]:
     scripted = engine.Generator(generator.model, generator.tokenizer)
-    scripted.stream = lambda prompt, **options: iter(ids)
+    scripted.run = lambda completions: ([engine.Event(0, token, "")] for token in ids)
     return list(scripted.stream_text("x"))
 
 
@@ -685,14 +603,14 @@ def test_context_overflow(generator):
         generator.generate([[1], prompt], max_tokens=6)
     with pytest.raises(engine.RunError, match="1 new ones exceed the context of 64; shorten the prompt$"):
         generator.generate([[1] * 65], max_tokens=1)
-    decoder = engine.Decoder(generator.model, generator.tokenizer, 2)
-    good = engine.Completion(PROMPTS[1], 9, temperature=0.0)
+    decoder, good, full = decoder_of(generator, 2, ahead=True), greedy(PROMPTS[1], 9), greedy(prompt, 5)
     decoder.admit({0: good})
     decoder.step()
     with pytest.raises(engine.RunError, match="at most 5"):
         decoder.admit({1: engine.Completion(prompt, 10**9)})
-    run_out(decoder)
-    assert good.tokens == argmax_loop(generator, good.prompt, 9)
+    run_out(decoder, {1: full})
+    for one in (good, full):
+        assert one.tokens == argmax_loop(generator, one.prompt, one.max_tokens)
 
 
 # ==== on a GPU
@@ -726,10 +644,11 @@ def test_graphs_of_steps_give_the_tokens_of_plain_steps(generator, dtype):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("compile", [False, True])
-def test_generator_on_a_gpu(generator, compile):
+def test_generator_on_a_gpu(generator, compile, monkeypatch):
     """fp32 on the GPU gives the CPU's greedy tokens, with rows that are taken again, twice."""
+    monkeypatch.setattr(engine, "Decoder", functools.partial(engine.Decoder, compile=compile))
     model = random_model(tiny_config()).cuda()
-    mine = engine.Generator(model, generator.tokenizer, rows=2, compile=compile)
+    mine = engine.Generator(model, generator.tokenizer, rows=2)
     for _ in range(2):
         answers = mine.generate(PROMPTS, max_tokens=20, temperature=0.0)
         assert answers == [argmax_loop(generator, prompt, 20) for prompt in PROMPTS]

@@ -31,10 +31,6 @@ SCHEMAS = [
 ]  # fmt: skip
 
 
-def shaped(schema) -> dict:
-    return {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": schema}}
-
-
 @pytest.mark.parametrize("schema", SCHEMAS)
 def test_answers_follow_a_json_schema(talker, schema, monkeypatch):
     """20 answers of a random model are valid by another library; an answer without a schema beside them is as ever.
@@ -45,7 +41,8 @@ def test_answers_follow_a_json_schema(talker, schema, monkeypatch):
     body = {"model": "talker", "messages": HELLO, "temperature": 1.5, "seed": 1, "n": 20, "max_tokens": 400}
     with ThreadPoolExecutor(2) as pool:
         other = pool.submit(talker.chat, model="talker", messages=HELLO, max_tokens=400, temperature=0)
-        choices = talker.chat(**body, response_format=shaped(schema)).choices
+        shape = {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": schema}}
+        choices = talker.chat(**body, response_format=shape).choices
     for choice in choices:
         assert choice.finish_reason == "stop"
         jsonschema.validate(json.loads(choice.message.content), schema)

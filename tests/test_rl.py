@@ -11,6 +11,7 @@ import io
 import itertools
 import json
 import random
+import shutil
 import sys
 
 import numpy as np
@@ -21,6 +22,7 @@ import train_small as ts
 from conftest import ROOT, TINY
 from processes import python
 from test_data_sft import chat, run, write_jsonl
+from test_runs import entries
 
 sys.path.insert(0, str(ROOT / "runs"))
 import chat_eval
@@ -34,12 +36,12 @@ BASE = {**{k: v for k, v in TINY.items() if k != "tokens"}, "stages": ((1.0, 2, 
 FLAGS = ("--digits", "1", "--prompts", "6", "--samples", "6", "--eval-items", "12", "--eval-samples", "4")
 
 
-def quiet(function, *args) -> tuple:
-    """(what it returns, stdout, stderr)"""
+def quiet(main, *args) -> tuple:
+    """Exit code, stdout and stderr."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        result = function(*map(str, args)) if function is run else function([str(a) for a in args])
-    return result, out.getvalue(), err.getvalue()
+        code = main([str(arg) for arg in args])
+    return code, out.getvalue(), err.getvalue()
 
 
 @pytest.fixture(scope="session")
@@ -73,7 +75,7 @@ def setup(source):
     def build(*flags) -> rl.Learner:
         args = rl.parse([str(source), *FLAGS, *map(str, flags)])
         script = engine.import_script(source)
-        checkpoint = finetune.newest_checkpoint(script, source)
+        checkpoint = script.newest_whole(source, print)
         config = rl.fit_ranks(rl.rl_config(script, checkpoint, args), args.steps, 1)
         state = script.build_state(config, script.start_ranks(), lambda text: None)
         finetune.load_source(script, state, checkpoint, moments=False)
@@ -117,7 +119,7 @@ def test_what_it_starts_with(setup, source):
     assert (now.muon_lr, now.adam_lr) == pytest.approx((0.3 * base.muon_lr, 0.04 * base.adam_lr))
     assert not now.fp8 and not now.fp8_head, "answers are drawn by bf16 products"
     assert state.optimizer.count == 0 and not any(tensor.any() for tensor in state.optimizer.state().values())
-    trained = engine.load_model(script, source, None, "cpu", {})[0].state_dict()
+    trained = engine.load_model(script, source, None, "cpu", {}).model.state_dict()
     assert all(torch.equal(weight, trained[name]) for name, weight in state.optimizer.weights().items())
 
 
@@ -156,9 +158,8 @@ def test_the_gradient_is_that_of_the_definition(setup):
     expected = {name: param.grad for name, param in state.model.named_parameters()}
     for packs in (1, 2, 16):
         close(gradients(now, rollouts, packs), expected)
-    idle = gradients(
-        now, [dataclasses.replace(r, advantage=0.0) for r in rollouts], 2
-    )  # of a GPU whose answers teach nothing
+    # Of a GPU whose answers teach nothing.
+    idle = gradients(now, [dataclasses.replace(r, advantage=0.0) for r in rollouts], 2)
     assert all(grad is not None and not grad.any() for grad in idle.values())
     other = [dataclasses.replace(r, drawn=[d and i % 2 == 0 for i, d in enumerate(r.drawn)]) for r in rollouts]
     assert (gradients(now, other, 1)["embed"] - expected["embed"]).abs().max() > 0
@@ -175,14 +176,14 @@ def test_forced_tokens_and_the_end_mark(setup):
         forced = [i == 1 for i in range(len(tokens))]
         answers.append(engine.Completion([1, 2, 3], tokens=tokens, forced=forced, reason=reason, ended=end))
     item = rl.Item("", "7", chat_eval.same_number("#### 7"))
-    found = rl.judge(task, generator.tokenizer, rl.Group(item, answers))
+    found = rl.judge(task, generator.tokenizer, item, answers)
     assert [r.reward for r in found] == [1.0, 0.0, 0.0]
     assert [r.advantage for r in found] == pytest.approx([2 / 3, -1 / 3, -1 / 3])
     n = len(answers[0].tokens)
     assert found[0].tokens == [1, 2, 3, *answers[0].tokens, end] and found[1].tokens == [1, 2, 3, *answers[1].tokens]
     assert found[0].drawn == [False] * 2 + [True, False] + [True] * (n - 2) + [True]
     assert found[1].drawn == found[0].drawn[:-1]
-    same = rl.judge(task, generator.tokenizer, rl.Group(item, answers[1:]))
+    same = rl.judge(task, generator.tokenizer, item, answers[1:])
     assert [r.advantage for r in same] == [0.0, 0.0]
 
 
@@ -208,8 +209,8 @@ def test_an_answer_ends_behind_its_number(setup, monkeypatch):
             completion.forced = [False] * len(completion.tokens)
         return answers
 
-    group = rl.Group(items[0], fill([engine.Completion([1]) for _ in worth]))
-    assert [r.reward for r in rl.judge(now.task, generator.tokenizer, group)] == list(worth.values())
+    answers = fill([engine.Completion([1]) for _ in worth])
+    assert [r.reward for r in rl.judge(now.task, generator.tokenizer, items[0], answers)] == list(worth.values())
     monkeypatch.setattr(rl, "complete", lambda generator, answers, *words: fill(answers))
     found, answers = rl.evaluate(now)
     assert found["greedy"] == 4 / len(worth)
@@ -312,10 +313,6 @@ def test_pass_at_k():
         assert rl.pass_at_k(n, right, k) == pytest.approx(sum(map(any, subsets)) / len(subsets))
 
 
-def steps_of(run_dir) -> list[dict]:
-    return [json.loads(line) for line in (run_dir / "log.jsonl").read_text().splitlines()]
-
-
 def test_a_run_and_its_continuation(source, tmp_path):
     """A whole run writes what a person looks at; stopped and resumed it goes on exactly; other tools can load it."""
     flags = [source, *FLAGS, "--steps", 4, "--eval-every", 2, "--save-every", 2]
@@ -323,18 +320,13 @@ def test_a_run_and_its_continuation(source, tmp_path):
     assert code == 0, err
     result = json.loads(out.splitlines()[-1])
     assert result["steps"] == 4 and 0 <= result["greedy"] <= 1 and "pass@4" in result and "12 held-out" in out
-    (tmp_path / "part").mkdir()
-    for path in (tmp_path / "whole").rglob("*"):  # as it was after step 2
-        new = tmp_path / "part" / path.relative_to(tmp_path / "whole")
-        if path.is_dir():
-            new.mkdir()
-        elif "step_000004" not in str(path):
-            new.write_bytes(path.read_bytes())
+    # As it was after step 2.
+    shutil.copytree(tmp_path / "whole", tmp_path / "part", ignore=shutil.ignore_patterns("step_000004"))
     code, out, err = quiet(rl.main, "--resume", "--run-dir", tmp_path / "part")
     assert code == 0 and "resumed at step 2" in out, err
     clocks = ("seconds", "_ms", "per_second", "memory")
     whole, part = ([{k: v for k, v in e.items() if not any(word in k for word in clocks)}
-                    for e in steps_of(tmp_path / name)] for name in ("whole", "part"))  # fmt: skip
+                    for e in entries(tmp_path / name)] for name in ("whole", "part"))  # fmt: skip
     assert whole == part and [e["step"] for e in whole] == [0, 0, 1, 2, 2, 2, 3, 4, 4, 4]
     rl.engine.load_run(tmp_path / "part", device="cpu")
     description = json.loads((tmp_path / "whole" / "config.json").read_text())
@@ -343,18 +335,21 @@ def test_a_run_and_its_continuation(source, tmp_path):
     tool = (ROOT / "runs" / "rl.py").read_bytes()
     assert (tmp_path / "whole" / "rl.py").read_bytes() == tool
     assert description["rl_sha256"] == hashlib.sha256(tool).hexdigest()
-    for more, message in (((), "already holds a run"), (("--samples", "1"), "must be at least 2"),
-                          (("--adam-lr", "0"), "must be above 0"),
-                          (("--task", "gsm8k", "--files", tmp_path), "has no gsm8k file for training")):  # fmt: skip
-        code, _, err = quiet(rl.main, *flags, "--run-dir", tmp_path / ("new" if "gsm8k" in more else "whole"), *more)
+    new, resume = [*flags, "--run-dir", tmp_path / "new"], ["--resume", "--run-dir", tmp_path / "whole"]
+    for main, argv, message in (
+        (rl.main, [*flags, "--run-dir", tmp_path / "whole"], "already holds a run"),
+        (rl.main, [*new, "--samples", "1"], "must be at least 2"),
+        (rl.main, [*new, "--adam-lr", "0"], "must be above 0"),
+        (rl.main, [*new, "--task", "gsm8k", "--files", tmp_path], "has no gsm8k file for training"),
+        (rl.main, [*resume, "--steps", 250], "leave out --steps 250"),  # a parser's default, too
+        (rl.main, [source, *resume], f"leave out {source}"),
+        (rl.main, ["--resume", "--run-dir", source], "is no run of runs/rl.py"),
+        (rl.main, ["--resume"], "--resume needs --run-dir"),
+        (rl.main, [], "RUN is missing"),
+        (ts.main, resume, "python runs/rl.py --resume"),
+    ):
+        code, _, err = quiet(main, *argv)
         assert code == 1 and message in err and err.startswith("error: ") and err.count("\n") == 1, err
-    for more in (["--steps", 9], ["--steps", 250], ["--task", "addition"], [source]):  # of a parser's defaults too
-        code, _, err = quiet(rl.main, "--resume", "--run-dir", tmp_path / "whole", *more)
-        assert code == 1 and f"leave out {'RUN' if more == [source] else more[0]}" in err
-    code, _, err = quiet(rl.main, "--resume", "--run-dir", source)
-    assert code == 1 and "is no run of runs/rl.py" in err
-    code, _, err = quiet(ts.main, "--resume", "--run-dir", tmp_path / "whole")
-    assert code == 1 and "python runs/rl.py --resume" in err
 
 
 def test_gsm8k_items(source, tmp_path):
