@@ -413,3 +413,46 @@ def test_number_of_steps():
     assert default.num_steps == 2402  # 48.3 M tokens / 65,536 + 144.8 M / 131,072 + 146.9 M / 262,144
     assert all(stage.packs % 8 == 0 for stage in default.stage_table)
     assert dataclasses.replace(default, vocab_size=32768).padded_vocab == 32768 and tiny_config().padded_vocab == 320
+
+
+# ---- averages of the end of a run
+
+
+def test_averages_with_norms():
+    """Twenty steps whose last half is averaged: samples after 12, 16 and 20, blended and rescaled by hand."""
+    config = tiny_config(tokens=20 * 3 * 128, average=0.5)
+    state = ts.build_state(config, ALONE, lambda text: None)
+    rng = torch.Generator().manual_seed(3)
+    samples = {slot.name: [] for slot in state.optimizer.slots if slot.policy.average}
+    assert samples.keys() >= {"qk_bank", "mlp_bank", "embed", "value_embed"}
+    last = {}
+    for step in range(1, 21):
+        state.step = step
+        for slot in state.optimizer.slots:
+            slot.master.add_(torch.randn(slot.master.shape, generator=rng))
+            last[slot.name] = slot.master.clone()
+            if slot.name in samples and step in (12, 16, 20):
+                samples[slot.name].append(last[slot.name])
+        ts.average_weights(state)
+
+    for slot in state.optimizer.slots:
+        want = last[slot.name]
+        if slot.name in samples:
+            share = slot.policy.average
+            mixed = (1 - share) * want + share * torch.stack(samples[slot.name]).mean(0)
+            matrices = mixed.flatten(0, -3) if slot.policy.optimizer == "normuon" else [mixed]
+            originals = want.flatten(0, -3) if slot.policy.optimizer == "normuon" else [want]
+            pairs = zip(matrices, originals, strict=True)
+            want = torch.stack([m * (w.norm() / m.norm()) for m, w in pairs]).view(want.shape)
+        torch.testing.assert_close(slot.master, want)
+        torch.testing.assert_close(slot.param.view(want.shape), want)
+    assert not any("average" in name for name in state.optimizer.state()), "the last checkpoint holds none"
+
+
+@pytest.mark.parametrize(("steps", "share", "due"), [(40, 0.2, [36, 40]), (3, 0.2, [3]), (8, 0.0, [])])
+def test_samples_of_the_average(steps, share, due):
+    config = schedule_config(steps, average=share)
+    weights = {step: ts.average_weight(config, step) for step in range(1, steps + 1)}
+    assert {step: weight for step, weight in weights.items() if weight} == {
+        step: 1 / (1 + number) for number, step in enumerate(due)
+    }
