@@ -508,8 +508,7 @@ class TrainState:
     step: int = 0
     loss_scale: float = 1.0  # above 1 only in fp16
     good_steps: int = 0  # since the loss scale last changed
-    # For replay(). None: the host launches every kernel.
-    graphs: dict[tuple, Graph] | None = None
+    graphs: dict[tuple, Graph] | None = None  # for replay(); None: the host launches every kernel
 
 
 def train_step(state: TrainState, batch: Batch) -> Tensor:
@@ -568,8 +567,7 @@ def micro_step(state, micro_batch: MicroBatch, factor: Tensor) -> tuple[Tensor, 
     rows = look_up_bigrams(state.model, micro_batch)
     inputs = micro_batch if rows is None else (*micro_batch, None, rows.values_TD)
     if state.sizes_differ:
-        # One compiled model serves all sizes, at the same speed: 37.0 ms on B34. Two took 79 s to
-        # compile on an H200, this one 59.
+        # One compiled model serves all sizes at the same speed. Two took 79 s to compile, this one 59.
         for tensor in filter(torch.is_tensor, inputs):
             torch._dynamo.mark_dynamic(tensor, 0)
     total, nats = state.forward(*inputs)

@@ -291,7 +291,6 @@ def rotate_case(T: int, H: int):
 
 def time_rotate() -> None:
     plain = torch.compile(K.norm_rotate_ref)
-    kept = K.ROTATE_ROWS
     for T, H in ((65536, 6), (32768, 12)):
         qkv, *rotary, grads = rotate_case(T, H)
         moved = 2 * T * H * 128
@@ -301,31 +300,26 @@ def time_rotate() -> None:
         backward8 = lambda: K.norm_rotate_grad(*results, *grads, *rotary, True)
         both = lambda function: torch.autograd.grad(function(qkv, *rotary), qkv, grads)
 
-        for rows in (kept, 8, 32):
-            K.ROTATE_ROWS = rows
-            timed(f"norm_rotate {T} x {H}, {rows} rows a program, forward", forward, moved=4 * moved)
-            timed("  backward", backward, moved=8 * moved)
-            timed("  backward to fp8", backward8, moved=6.5 * moved)
-        K.ROTATE_ROWS = kept
+        timed(f"norm_rotate {T} x {H}, forward", forward, moved=4 * moved)
+        timed("  backward", backward, moved=8 * moved)
+        timed("  backward to fp8", backward8, moved=6.5 * moved)
         timed("  both ways", lambda: both(K.norm_rotate), moved=12 * moved)
         timed("  torch.compile, both ways", lambda: both(plain), moved=12 * moved)
 
 
 def time_qkv() -> None:
-    names = "BM BD num_warps num_stages"
-    rows = "128 64 4 5,128 64 4 4,128 128 4 2,128 128 8 2,128 64 8 5,64 128 4 3,256 128 8 3,256 64 8 5"
+    tiles = ("ROTATE_TILES", "BM BD num_warps num_stages")
+    rows = "256 128 8 3,256 64 8 5,128 64 4 4,128 128 8 2,64 128 4 3"
     for T, H in ((65536, 6), (32768, 12)):
         D = 128 * H
         _, *rotary, _ = rotate_case(T, H)
         x, _, w, _ = operands8(T, D, 3 * D)
         unit = torch.tensor(448.0**-2, device="cuda")
         product = lambda: K.product8(x, w, unit, bf16, fast=True).view(T, 3, H, 128)
-        fused = lambda: K.linear_rotate(x, w, unit, *rotary)
-        separate = lambda: K.norm_rotate_forward(product(), *rotary)
         work = {"flop": 6 * T * D * D, "kind": "fp8"}
         timed(f"qkv {T} x {D}: product8", product, **work)
-        timed("  product8 and norm_rotate", separate, **work)
-        sweep("  linear_rotate", "ROTATE_TILES", names, rows, fused, **work)
+        timed("  product8 and norm_rotate", lambda: K.norm_rotate_forward(product(), *rotary), **work)
+        sweep("  linear_rotate", *tiles, rows, lambda: K.linear_rotate(x, w, unit, *rotary), **work)
 
 
 # ---- fp8 products of a layer, at the widths of both models

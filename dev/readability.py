@@ -22,12 +22,12 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 # Folders that are longer than was aimed at may not grow: runs 8,600, data 3,700, tests 17,000.
 LINES = {
-    "train_small.py": 4190,  # of them 90 for the portable recipe
-    "train_medium.py": 4340,
+    "train_small.py": 4280,  # of them 90 for the portable recipe
+    "train_medium.py": 4425,
     "runs/*.py": 10270,
-    "data/*.py": 4060,
+    "data/*.py": 3700,
     "records/*.py": 1950,
-    "dev/*.py": 3050,
+    "dev/*.py": 3065,
     "tests/**/*.py": 18370,
     "README.md": 190,
     "runs/tutorials/train_plain.py": 450,
