@@ -79,6 +79,12 @@ def tiny_medium(**overrides) -> tm.Config:
     return tm.Config(**{**TINY_MEDIUM, **overrides})
 
 
+def set_flags(values: dict) -> list[str]:
+    """--set for every field but tokens, since --steps or --tokens says how long a run is."""
+    fields = {key: str(value).replace(" ", "") for key, value in values.items() if key != "tokens"}
+    return [f"--set={key}={value}" for key, value in fields.items()]
+
+
 def script(config):
     """The training script that a Config belongs to."""
     return sys.modules[type(config).__module__]
