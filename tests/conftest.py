@@ -79,10 +79,19 @@ def tiny_medium(**overrides) -> tm.Config:
     return tm.Config(**{**TINY_MEDIUM, **overrides})
 
 
-def set_flags(values: dict) -> list[str]:
+def sets(values: dict) -> list[str]:
     """--set for every field but tokens, since --steps or --tokens says how long a run is."""
     fields = {key: str(value).replace(" ", "") for key, value in values.items() if key != "tokens"}
     return [f"--set={key}={value}" for key, value in fields.items()]
+
+
+def entries(run_dir) -> list[dict]:
+    """The log of a run."""
+    return [json.loads(line) for line in (run_dir / "log.jsonl").read_text().splitlines()]
+
+
+def losses(run_dir) -> dict[int, float]:
+    return {e["step"]: e["loss"] for e in entries(run_dir) if "loss" in e}
 
 
 def script(config):

@@ -7,17 +7,12 @@ import sys
 import pytest
 from dev import bench, readability
 
-from conftest import ROOT, TINY, TINY_MEDIUM
+from conftest import ROOT, TINY, TINY_MEDIUM, sets
 from processes import python
 
-
-def flags_of(values) -> list[str]:
-    return [part for key in values if key != "tokens" for part in ("--set", f"{key}={values[key]}".replace(" ", ""))]
-
-
-FLAGS = flags_of(TINY)
+FLAGS = sets(TINY)
 # 192: a width that tells the products of the MLP from others.
-MEDIUM = ["--script", "train_medium.py", *flags_of({**TINY_MEDIUM, "mlp_width": 192})]
+MEDIUM = ["--script", "train_medium.py", *sets({**TINY_MEDIUM, "mlp_width": 192})]
 
 
 @pytest.mark.parametrize("flags", (FLAGS, MEDIUM), ids=("small", "medium"))

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import train_small as ts
 
-from conftest import ROOT, TINY
+from conftest import ROOT, TINY, losses, sets
 from processes import descendants
 
 SLOW = """
@@ -42,15 +42,9 @@ STEPS = 30
 
 
 def flags(data, run_dir) -> list[str]:
-    sets = [word for key, value in TINY.items() if key != "tokens" for word in ("--set", f"{key}={value}")]
-    return ["--data", str(data), "--run-dir", str(run_dir), *sets, "--set", "max_epochs=99", "--steps", str(STEPS),
-            "--save-every", "5", "--eval-every", "0", "--log-every", "1"]  # fmt: skip
-
-
-def losses(run_dir) -> dict[int, float]:
-    path = Path(run_dir) / "log.jsonl"
-    lines = path.read_text().splitlines() if path.is_file() else []
-    return {e["step"]: e["loss"] for e in map(json.loads, lines) if "loss" in e}
+    where = ["--data", str(data), "--run-dir", str(run_dir)]
+    every = ["--save-every", "5", "--eval-every", "0", "--log-every", "1"]
+    return [*where, *sets({**TINY, "max_epochs": 99}), "--steps", str(STEPS), *every]
 
 
 def python_first(**more) -> dict:
@@ -117,6 +111,7 @@ def test_a_machine_is_lost_and_comes_back(agents, dataset_dir, tmp_path):
     first = agents(*argv)
     wait(lambda: listening(first.head), first)  # here both could be the head
     second = agents(*argv)
+    wait((run / "log.jsonl").exists, first)
     wait(lambda: len(losses(run)) >= 12, first)  # alone it would stop at 3
     assert len(re.findall(r"process \d of 2", first.text() + second.text())) == 2
     kill(second)

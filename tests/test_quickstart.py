@@ -17,7 +17,7 @@ import train_medium as tm
 import train_small as ts
 import zstandard
 
-from conftest import ROOT, TINY, set_flags
+from conftest import ROOT, TINY, sets
 from processes import python
 
 REQUIREMENTS = ("requirements-quickstart.txt", "requirements.txt", "requirements-test.txt")
@@ -340,10 +340,10 @@ def test_args_fit_into_memory(monkeypatch, name, gib, tokens):
 @pytest.fixture
 def run_dir(dataset_dir, tmp_path) -> Path:
     """A run of two steps on the tiny dataset, with a report."""
-    flags = set_flags({key: value for key, value in TINY.items() if key != "vocab_size"})
+    flags = [*sets(TINY), "--data", str(dataset_dir), "--run-dir", str(tmp_path / "run"), "--steps", "2"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ts, "report", lambda run: (run.run_dir / "report.md").write_text("# A run\n"))
-        assert ts.main([*flags, "--data", str(dataset_dir), "--run-dir", str(tmp_path / "run"), "--steps", "2"]) == 0
+        assert ts.main(flags) == 0
     return tmp_path / "run"
 
 

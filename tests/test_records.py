@@ -24,7 +24,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from conftest import ROOT, TINY, set_flags, ts, write_dataset
+from conftest import ROOT, TINY, sets, ts, write_dataset
 from processes import python
 
 sys.path.insert(0, str(ROOT / "records"))
@@ -68,7 +68,7 @@ def repo(tmp_path_factory):
     (repo / "baselines").mkdir()
     shutil.copy(ROOT / "train_small.py", repo)
     shutil.copytree(ROOT / "records", repo / "records", ignore=shutil.ignore_patterns("__pycache__"))
-    (repo / "runs" / "tiny.args").write_text(f"# a tiny model\n--tokens 4608 {' '.join(set_flags(TINY))}  # 12 steps\n")
+    (repo / "runs" / "tiny.args").write_text(f"# a tiny model\n--tokens 4608 {' '.join(sets(TINY))}  # 12 steps\n")
     git(repo, "init", "-q")
     git(repo, "add", ".")
     git(repo, "commit", "-qm", "tiny")

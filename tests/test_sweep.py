@@ -13,7 +13,7 @@ import train_small as ts
 from dev import sweep
 from scipy import stats
 
-from conftest import ROOT, TINY
+from conftest import ROOT, TINY, sets
 
 # Stands for a training script: bits per byte follow from its flags, a learning rate of 9 diverges.
 SCRIPT = """
@@ -175,9 +175,7 @@ def test_ablations_fit_the_script():
 def test_with_the_real_script(tmp_path, dataset_dir, fast_python, monkeypatch):
     """Two real runs: the table states the bits per byte that they printed."""
     monkeypatch.setattr(sweep, "find_gpus", lambda: [""])
-    sets = [word for key, value in TINY.items() if key != "tokens"
-            for word in ("--set", f"{key}={value}".replace(", ", ","))]  # fmt: skip
-    flags = ["--data", str(dataset_dir), "--tokens", "768", "--log-every", "1", *sets]
+    flags = ["--data", str(dataset_dir), "--tokens", "768", "--log-every", "1", *sets(TINY)]
     (tmp_path / "s.toml").write_text(f"flags = {json.dumps(flags)}\n[grid]\nadam_lr = [0.001]\n")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr(sys, "executable", str(fast_python))

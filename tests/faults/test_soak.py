@@ -29,22 +29,20 @@ import pytest
 import torch
 import train_small as ts
 from fault_runs import Job, run
-from safetensors.torch import load_file
 
-from conftest import TINY, write_dataset
+from conftest import TINY, losses, sets, write_dataset
+from test_runs import tensors
 
 pytestmark = [pytest.mark.soak, pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")]
 
 SEED = int(os.environ.get("FAULTS_SEED", 0))
 STEPS = 8
 SMALL = {**TINY, "bigram_rows": 101, "val_tokens": 400, "keep_checkpoints": 3, "max_epochs": 9}
-SMALL.pop("tokens")
 
 
 def flags(data, run_dir) -> list[str]:
-    sets = [word for key, value in SMALL.items() for word in ("--set", f"{key}={value}")]
-    return ["--data", data, "--run-dir", run_dir, *sets, "--steps", STEPS, "--save-every", "2", "--eval-every", "4",
-            "--log-every", "1"]  # fmt: skip
+    every = ["--save-every", "2", "--eval-every", "4", "--log-every", "1"]
+    return ["--data", data, "--run-dir", run_dir, *sets(SMALL), "--steps", STEPS, *every]
 
 
 # ---- what a run ended with
@@ -71,19 +69,12 @@ def silence(job: Job, may_raise: str = "nothing") -> str:
     return f"{job.output[-3000:]}\nexit code {job.code}"
 
 
-def entries(run_dir: Path) -> list[dict]:
-    return [json.loads(line) for line in (run_dir / "log.jsonl").read_text().splitlines()]
-
-
-def tensors(run_dir: Path) -> dict[str, torch.Tensor]:
-    folder = ts.checkpoints(run_dir)[-1]
-    return {f"{name}/{key}": value for name in ts.CHECKPOINT_FILES for key, value in load_file(folder / name).items()}
-
-
 def difference(run_dir: Path, reference: Path, exact: bool = True) -> str:
     """How the weights, numbers and losses of a run differ from those of an undisturbed one."""
-    ours, theirs = tensors(run_dir), tensors(reference)
-    if ours.keys() != theirs.keys() or ts.checkpoints(run_dir)[-1].name != ts.checkpoints(reference)[-1].name:
+    if ts.checkpoints(run_dir)[-1].name != ts.checkpoints(reference)[-1].name:
+        return "another checkpoint at the end"
+    ours, theirs = tensors(run_dir, STEPS), tensors(reference, STEPS)
+    if ours.keys() != theirs.keys():
         return "another checkpoint at the end"
     other = [name for name in ours if not torch.equal(ours[name], theirs[name])]
     if other and exact:
@@ -93,10 +84,10 @@ def difference(run_dir: Path, reference: Path, exact: bool = True) -> str:
     for name in ("val_bpb", "steps", "tokens"):
         if abs(a[name] - b[name]) > near:
             return f"{name} is {a[name]}, not {b[name]}"
-    losses = [{e["step"]: e["loss"] for e in entries(folder) if "loss" in e} for folder in (run_dir, reference)]
-    if losses[0].keys() != losses[1].keys():
-        return f"the log holds steps {sorted(losses[0])}"
-    if any(abs(losses[0][step] - losses[1][step]) > near for step in losses[0]):
+    ours, theirs = losses(run_dir), losses(reference)
+    if ours.keys() != theirs.keys():
+        return f"the log holds steps {sorted(ours)}"
+    if any(abs(ours[step] - theirs[step]) > near for step in ours):
         return "other losses"
     return ""
 
