@@ -6,6 +6,7 @@ needs one change here.
 """
 
 import base64
+import contextlib
 import gc
 import hashlib
 import json
@@ -151,6 +152,20 @@ def validation_of(dataset, config):
     module = script(config)
     documents = module.scored_documents(module.validation_documents(dataset, config), config)
     return module.validation_batch(documents, config, dataset.tokenizer.bos_id)
+
+
+def train_steps(state, dataset, steps: int) -> list[float]:
+    """Losses of the first steps over a dataset."""
+    module = script(state.config)
+    with contextlib.closing(loader_of(dataset, state.config)) as loader:
+        return [module.train_step(state, loader.next()).item() for _ in range(steps)]
+
+
+def val_bpb(model, config, dataset, packs: int = 1) -> float:
+    """Bits per byte of a dataset's validation split."""
+    token_bytes = torch.zeros(config.padded_vocab, dtype=torch.long)
+    token_bytes[: config.vocab_size] = torch.from_numpy(dataset.tokenizer.token_bytes)
+    return script(config).bits_per_byte(model, validation_of(dataset, config), packs, token_bytes, ALONE)
 
 
 SPECIALS = ("<|bos|>", "<|user_start|>", "<|user_end|>", "<|assistant_start|>", "<|assistant_end|>",

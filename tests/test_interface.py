@@ -9,7 +9,7 @@ import torch
 import train_medium as tm
 import train_small as ts
 
-from conftest import ALONE, ROOT, loader_of, script, tiny_config, tiny_medium, validation_of
+from conftest import ALONE, ROOT, script, tiny_config, tiny_medium, train_steps, val_bpb
 
 SCRIPTS = pytest.mark.parametrize("module", (ts, tm), ids=("small", "medium"))
 TOOLS = sorted(ROOT.glob("runs/*.py"))
@@ -73,12 +73,6 @@ def test_tools_use_only_the_interface(path):
     assert sorted(used - set(NAMES)) == []
 
 
-def test_interface_is_used():
-    """The tools together use names of a script: else the test above would prove nothing."""
-    used = set().union(*(names_of_script(path.read_text(encoding="utf-8")) for path in TOOLS))
-    assert {"UserError", "checkpoints", "start_ranks"} <= used
-
-
 @pytest.mark.parametrize("path", TOOLS, ids=lambda path: path.name)
 def test_tools_import_no_training_script(path):
     """They use the copy of a run directory, which may be of another version or size."""
@@ -139,16 +133,6 @@ def test_twenty_steps_are_those_of_before(dataset, config, losses, bpb):
     module = script(config)
     state = module.build_state(config, ALONE, lambda text: None)
     state.model.prefixes[: config.vocab_size] = torch.tensor(dataset.tokenizer.prefixes())
-    loader = loader_of(dataset, config)
-    found = []
-    for _ in range(config.num_steps):
-        found.append(module.train_step(state, loader.next()).item())
-    loader.close()
+    found = train_steps(state, dataset, config.num_steps)
     assert found == pytest.approx([float(loss) for loss in losses.split()], rel=1e-5)
-
-    token_bytes = torch.zeros(config.padded_vocab, dtype=torch.long)
-    token_bytes[: config.vocab_size] = torch.from_numpy(dataset.tokenizer.token_bytes)
-    validation = validation_of(dataset, config)
-    assert module.bits_per_byte(state.forward, validation, state.packs, token_bytes, ALONE) == pytest.approx(
-        bpb, rel=1e-5
-    )
+    assert val_bpb(state.forward, config, dataset, state.packs) == pytest.approx(bpb, rel=1e-5)

@@ -16,18 +16,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import references
-from conftest import (
-    ALONE,
-    ROOT,
-    TINY_MEDIUM,
-    loader_of,
-    losses,
-    pack,
-    random_documents,
-    random_model,
-    sets,
-    tiny_medium,
-)
+
+from conftest import ALONE, ROOT, TINY_MEDIUM, losses, pack, random_documents, random_model  # isort: skip
+from conftest import sets, tiny_medium, train_steps  # isort: skip
 
 
 def config_of(*flags) -> tm.Config:
@@ -143,52 +134,16 @@ def test_fp8_of_zeros(fp8_everywhere):
         assert y.abs().max() == 0 and x.grad.isfinite().all() and w.grad.isfinite().all()
 
 
-def test_fp8_is_for_training_only(fp8_everywhere, monkeypatch):
-    """Validation does not use it, training does, and its switch works."""
-    calls, product8 = [], tm.product8
-    monkeypatch.setattr(tm, "product8", lambda *args, **options: calls.append(0) or product8(*args, **options))
-    model, plain = random_model(tiny_medium()), random_model(tiny_medium(fp8=False, fp8_head=False))
-    batch = pack(random_documents((40, 30)))
-    with torch.no_grad():
-        assert torch.equal(model(*batch)[1], plain(*batch)[1]) and not calls
-    plain(*batch)[0].backward()
-    assert not calls
-    model(*batch)[0].backward()
-    products = 7 * model.config.num_layers + 3
-    assert len(calls) == products, "four of each MLP, three of each o, three of the head; those of qkv need a GPU"
-
-
-# ---- compiling, recomputation, memory
-
-EVERYTHING = {"num_layers": 2, "bigram_rows": 500, "mix_width": 64, "recompute": True}
-
-
-def gradients(model, function=None):
-    model.zero_grad(set_to_none=True)
-    loss, _ = (model if function is None else function)(*pack(random_documents((60, 40, 28))))
-    (loss / 128).backward()
-    return [p.grad.clone() for p in model.parameters()]
-
-
-@pytest.mark.parametrize("recompute", (False, True))
-def test_compiled_in_one_graph(fp8_everywhere, recompute):
-    """With all techniques, fp8 and recomputation: no graph break, and the gradients of the uncompiled model.
-
-    Compiled gates add up in another order, which may round a number to the fp8 value next to it.
-    """
-    model = random_model(tiny_medium(**{**EVERYTHING, "recompute": recompute}))
-    want = gradients(model)
-    torch._dynamo.reset()
-    compiled = torch.compile(model, dynamic=False, fullgraph=True, backend="aot_eager")
-    for a, b in zip(gradients(model, compiled), want, strict=True):
-        assert (a - b).norm() <= 1e-3 * b.norm() + 1e-7
+# ---- recomputation, memory
 
 
 def test_recomputation_changes_nothing():
-    kept, again = (
-        gradients(random_model(tiny_medium(mix_width=64, recompute=recompute))) for recompute in (False, True)
-    )
-    assert all(torch.equal(a, b) for a, b in zip(kept, again, strict=True))
+    found = []
+    for recompute in (False, True):
+        model = random_model(tiny_medium(mix_width=64, recompute=recompute))
+        (model(*pack(random_documents((60, 40, 28))))[0] / 128).backward()
+        found.append([p.grad for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 def test_micro_batch_limit(monkeypatch):
@@ -225,9 +180,7 @@ def test_training_in_fp8(fp8_everywhere, dataset):
     for fp8 in (False, True):
         config = tiny_medium(fp8=fp8)
         state = tm.build_state(config, ALONE, lambda text: None)
-        loader = loader_of(dataset, config)
-        curve = [tm.train_step(state, loader.next()).item() for _ in range(config.num_steps)]
-        loader.close()
+        curve = train_steps(state, dataset, config.num_steps)
         ends.append(sum(curve[-3:]) / 3)
         assert ends[-1] < 0.7 * curve[0]
     assert ends[1] == pytest.approx(ends[0], rel=0.05) and ends[1] != ends[0]

@@ -24,7 +24,8 @@ import train_medium as tm
 import train_small as ts
 from safetensors.torch import load_file
 
-from conftest import ALONE, ROOT, TINY, entries, list_files, loader_of, logits, losses, sets, tiny_config, write_dataset
+from conftest import ALONE, ROOT, TINY, entries, list_files, loader_of, logits, losses  # isort: skip
+from conftest import sets, tiny_config, train_steps, val_bpb, write_dataset  # isort: skip
 from processes import python
 
 # Wide enough for most parameters to be shared out over ranks; one table has an odd number of rows.
@@ -223,12 +224,8 @@ def test_a_run_directory_gives_its_model_back(finished, dataset):
     script = run.script
     assert script is not ts and script.__file__ == str(finished / "train_small.py")
     assert run.config.width == 128 and run.tokenizer.vocab_size == 300
-    token_bytes = torch.zeros(run.config.padded_vocab, dtype=torch.long)
-    token_bytes[:300] = torch.from_numpy(run.tokenizer.token_bytes)
-    documents = script.scored_documents(script.validation_documents(dataset, run.config), run.config)
-    validation = script.validation_batch(documents, run.config, run.tokenizer.bos_id)
-    bpb = script.bits_per_byte(run.model, validation, 2, token_bytes, ALONE)
-    assert bpb == pytest.approx(json.loads((finished / "result.json").read_text())["val_bpb"], rel=1e-6)
+    stated = json.loads((finished / "result.json").read_text())["val_bpb"]
+    assert val_bpb(run.model, run.config, dataset, 2) == pytest.approx(stated, rel=1e-6)
     earlier = engine.load_run(finished, step=9, device="cpu")
     assert not torch.equal(logits(earlier.model, [1, 2]), logits(run.model, [1, 2]))
 
@@ -445,10 +442,8 @@ def test_micro_batches_do_not_change_the_step(dataset, packs):
     for size in (1, packs):
         state = ts.build_state(config, ALONE, lambda text: None)
         state.packs = size
-        loader = loader_of(dataset, config)
-        losses.append([ts.train_step(state, loader.next()).item() for _ in range(2)])
+        losses.append(train_steps(state, dataset, 2))
         weights.append(state.optimizer.weights())
-        loader.close()
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     for name in weights[0]:
         if name not in ("bigram_embed", "value_embed", "embed"):  # Adam's first steps are signs: rounding flips some

@@ -11,7 +11,7 @@ import pytest
 import torch
 import train_small as ts
 
-from conftest import ALONE, CPU, ROOT, loader_of, tiny_config, validation_of
+from conftest import ALONE, CPU, ROOT, tiny_config, train_steps, val_bpb
 
 PATH = ROOT / "runs" / "tutorials" / "train_plain.py"
 STEPS = 20
@@ -50,9 +50,6 @@ class Small:
         self.model.prefixes[: config.vocab_size] = torch.tensor(self.dataset.tokenizer.prefixes())
         assert config.num_steps == STEPS
 
-    def loader(self):
-        return loader_of(self.dataset, self.config)
-
     def randomise(self) -> None:
         """Adds noise to all that starts at a round number: zero gates and scalars would hide mistakes."""
         generator = torch.Generator().manual_seed(1)
@@ -80,20 +77,6 @@ class Small:
                 getattr(model, name).copy_(small.scalars[row])
             model.backout_scale.copy_(small.scalars[6, 0])
 
-    def losses(self) -> list[float]:
-        loader = self.loader()
-        losses = []
-        for _ in range(STEPS):
-            losses.append(ts.train_step(self.state, loader.next()).item())
-        loader.close()
-        return losses
-
-    def bits_per_byte(self) -> float:
-        token_bytes = torch.zeros(self.config.padded_vocab, dtype=torch.long)
-        token_bytes[: self.config.vocab_size] = torch.from_numpy(self.dataset.tokenizer.token_bytes)
-        batch = validation_of(self.dataset, self.config)
-        return ts.bits_per_byte(self.model, batch, 1, token_bytes, ALONE)
-
 
 @pytest.mark.parametrize("start", ["initial weights", "random weights"])
 def test_losses_and_validation_are_those_of_train_small_at_every_step(dataset_dir, start):
@@ -106,12 +89,13 @@ def test_losses_and_validation_are_those_of_train_small_at_every_step(dataset_di
     state = collections.defaultdict(float)
 
     ours = [plain.train_step(model, state, dataset, step) for step in range(STEPS)]
-    theirs = small.losses()
+    theirs = train_steps(small.state, small.dataset, STEPS)
 
     assert len({plain.stage_index(model.config, step) for step in range(STEPS)}) == 2
     assert ours[-1] < ours[0]
     np.testing.assert_allclose(ours, theirs, rtol=1e-5)
-    assert plain.bits_per_byte(model, dataset) == pytest.approx(small.bits_per_byte(), rel=1e-5)
+    expected = val_bpb(small.model, small.config, small.dataset)
+    assert plain.bits_per_byte(model, dataset) == pytest.approx(expected, rel=1e-5)
 
 
 def test_schedule_is_that_of_train_small_over_the_small_recipe():
