@@ -132,7 +132,7 @@ class Lab:
         if not there:
             shutil.rmtree(run_dir, ignore_errors=True)
             argv = flags(self.data, run_dir)
-        last = run(argv, jobs[0].spec.out)
+        last = run(argv, jobs[0].out)
         verdict.silent = verdict.silent or silence(last)
         if last.code:
             verdict.lost = verdict.lost or f"it does not go on: {last.output[-1000:]}"
@@ -196,22 +196,17 @@ def spoil(path: Path, rng) -> None:
     """Truncates, empties or removes a file; one with a hash is also flipped in one bit, made longer or overwritten."""
     content = path.read_bytes()
     place = rng.randrange(max(1, len(content)))
-    ways = ["truncate", "empty", "missing"]
+    before, after = content[:place], content[place:]
+    damaged = [before, b"", None]
     if path.suffix != ".json" or path.name == "tokenizer.json":
-        ways += ["flip", "flip", "longer", "zeros"]
-    how = rng.choice(ways)
-    if how == "flip" and content:
-        path.write_bytes(content[:place] + bytes([content[place] ^ (1 << rng.randrange(8))]) + content[place + 1 :])
-    elif how == "truncate":
-        path.write_bytes(content[:place])
-    elif how == "longer":
-        path.write_bytes(content + rng.randbytes(rng.randint(1, 50)))
-    elif how == "zeros":
-        path.write_bytes(content[:place] + bytes(min(4096, len(content) - place)) + content[place + 4096 :])
-    elif how == "missing":
+        flipped = before + bytes([after[0] ^ (1 << rng.randrange(8))]) + after[1:]
+        zeros = before + bytes(len(after[:4096])) + after[4096:]
+        damaged += [flipped, flipped, content + rng.randbytes(rng.randint(1, 50)), zeros]
+    new = rng.choice(damaged)
+    if new is None:
         path.unlink()
     else:
-        path.write_bytes(b"")
+        path.write_bytes(new)
 
 
 def judge_damage(lab, run_dir, out, argv) -> Verdict:
@@ -327,10 +322,9 @@ KINDS = {
 
 def chosen(most: int) -> list[tuple]:
     """(kind, number): all of them, or a spread over all kinds."""
-    rounds = [(kind, number) for number in range(max(KINDS.values())) for kind in KINDS if number < KINDS[kind]]
-    named = os.environ.get("FAULT_KINDS")
-    if named:
-        rounds = [pair for pair in rounds if pair[0].__name__ in named.split(",")]
+    names = os.environ.get("FAULT_KINDS", ",".join(kind.__name__ for kind in KINDS)).split(",")
+    kinds = {kind: most for kind, most in KINDS.items() if kind.__name__ in names}
+    rounds = [(kind, number) for number in range(max(KINDS.values())) for kind in kinds if number < kinds[kind]]
     return rounds[:most]
 
 
