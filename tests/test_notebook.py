@@ -1,7 +1,6 @@
 """runs/colab_small.ipynb from top to bottom on a CPU, with its toy model; interrupted, and run again."""
 
 import contextlib
-import json
 import re
 import shutil
 import sys
@@ -15,7 +14,7 @@ import nbclient
 import nbformat
 import pytest
 
-from conftest import ROOT
+from conftest import ROOT, losses
 
 NOTEBOOK = ROOT / "runs" / "colab_small.ipynb"
 
@@ -25,12 +24,8 @@ def repo(tmp_path_factory) -> Path:
     """A copy of the files that the notebook uses, because it writes into its folder."""
     root = tmp_path_factory.mktemp("notebook") / "repo"
     for folder in ("data", "runs"):
-        (root / folder).mkdir(parents=True)
-        for path in (ROOT / folder).iterdir():
-            if path.suffix in (".py", ".args", ".md", ".jinja"):
-                shutil.copy(path, root / folder)
-    shutil.copy(ROOT / "train_small.py", root)
-    for path in ROOT.glob("requirements*.txt"):
+        shutil.copytree(ROOT / folder, root / folder, ignore=shutil.ignore_patterns("shards", "__pycache__"))
+    for path in (ROOT / "train_small.py", *ROOT.glob("requirements*.txt")):
         shutil.copy(path, root)
     return root
 
@@ -47,8 +42,8 @@ def cell_with(text: str) -> str:
 
 @contextlib.contextmanager
 def kernel(repo: Path, python: Path, monkeypatch) -> Iterator[Callable]:
-    """A kernel for the notebook at toy size, whose commands are started by `python`. Gives what runs all cells, but for
-    those that hold one of some texts, and returns everything printed."""
+    """A kernel for the notebook at toy size, whose commands are started by `python`. Gives a function that runs all
+    cells but those that hold one of some texts, and returns everything printed."""
     notebook = read()
     first = next(cell for cell in notebook.cells if cell.cell_type == "code")
     first.source, found = re.subn(r"^SMOKE = .*$", "SMOKE = True", first.source, flags=re.M)
@@ -76,8 +71,8 @@ def test_notebook_from_top_to_bottom(repo, fast_python, monkeypatch):
     with kernel(repo, fast_python, monkeypatch) as execute:
         text = execute()
         assert "installed now: nothing" in text and "no GPU" in text and "2 pictures" in text
-        log = [json.loads(line) for line in (repo / "out/first/log.jsonl").read_text().splitlines()]
-        assert max(entry["step"] for entry in log) == 20 and (repo / "out/first_chat/report.md").exists()
+        log = losses(repo / "out/first")
+        assert max(log) == 20 and (repo / "out/first_chat/report.md").exists()
         assert text.count("resumed at step") == 0 and "Once upon a time" in text and "Why is the sky blue?" in text
         times = re.findall(r"^\(\d+\.\d minutes\)$", text, re.M)
         assert len(times) == text.count("\n$ ") == 7, "each command has its time"
@@ -88,8 +83,7 @@ def test_notebook_from_top_to_bottom(repo, fast_python, monkeypatch):
         shutil.rmtree(repo / "out/first/checkpoints/step_000020")
         text = execute(without=("sample.py", "chat.py", "export.py"))
         assert "resumed at step 10" in text and "first_chat is finished" in text and "is complete" in text
-        again = [json.loads(line) for line in (repo / "out/first/log.jsonl").read_text().splitlines()]
-        assert [(e["step"], e.get("loss")) for e in again] == [(e["step"], e.get("loss")) for e in log]
+        assert losses(repo / "out/first") == log
 
 
 def test_notebook_needs_a_gpu(monkeypatch):
