@@ -10,9 +10,9 @@ import os
 import resource
 import shutil
 import signal
-import subprocess
 import sys
 
+import filelock
 import pytest
 import torch
 import train_small as ts
@@ -88,34 +88,26 @@ import os, signal, sys
 import torch
 import train_small as ts
 torch.set_num_threads(1)
-ts.report = lambda run: None
-train_step, write_tensors = ts.train_step, ts.write_tensors
-def die():
-    os.kill(os.getpid(), signal.SIGKILL)
-def killed_step(state, batch):
-    return train_step(state, batch) if state.step != 7 else die()
-def killed_save(path, tensors):
-    if step[0] == 9 and path.name == "optimizer.safetensors":
-        path.write_bytes(b"half")
-        die()
-    return write_tensors(path, tensors)
-def killed_checkpoint(run_dir, tensors, description):
-    step[0] = description["step"]
-    return write_checkpoint(run_dir, tensors, description)
-step, write_checkpoint = [0], ts.write_checkpoint
-if sys.argv.pop(1) == "step":
-    ts.train_step = killed_step
-else:
-    ts.write_tensors, ts.write_checkpoint = killed_save, killed_checkpoint
-sys.exit(ts.main(sys.argv[1:]))
+ts.report = ts.warm_up = lambda *arguments: None
+name, last = sys.argv[1], int(sys.argv[2])
+original, calls = getattr(ts, name), []
+def killed(*arguments):
+    calls.append(name)
+    if len(calls) == last:
+        if name == "write_tensors":
+            arguments[0].write_bytes(b"half")
+        os.kill(os.getpid(), signal.SIGKILL)
+    return original(*arguments)
+setattr(ts, name, killed)
+sys.exit(ts.main(sys.argv[3:]))
 """
 
 
-@pytest.mark.parametrize("where", ("step", "save"))
-def test_kill_and_resume_is_bit_identical(finished, dataset_dir, tmp_path, where):  # noqa: F811
+@pytest.mark.parametrize(("name", "last"), (("train_step", 8), ("write_tensors", 6)))
+def test_kill_and_resume_is_bit_identical(finished, dataset_dir, tmp_path, name, last):  # noqa: F811
     """kill -9 in step 8, or halfway through saving step 9; --resume ends with the undisturbed run's files."""
     run_dir = tmp_path / "killed"
-    killed = python("-c", KILL, where, *flags(dataset_dir, run_dir))
+    killed = python("-c", KILL, name, last, *flags(dataset_dir, run_dir))
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert saved(run_dir) == [3, 6] and max(losses(run_dir)) > 6
     passes("--resume", "--run-dir", run_dir)
@@ -167,14 +159,16 @@ def test_a_longer_run_drops_the_result_of_the_shorter_one(finished, tmp_path, mo
 # ---- the script that runs
 
 
-def import_copy(path, monkeypatch, edit=b""):
-    """A copy of the script as a module of its own; while it imports torch, an editor adds a line to it."""
+def test_the_script_that_runs_is_kept(dataset_dir, finished, tmp_path, monkeypatch):  # noqa: F811
+    """Byte by byte as it was when it started, whatever an editor saves meanwhile; from there the run goes on."""
+    path, run_dir = tmp_path / "train_small.py", tmp_path / "run"
+    source = (ROOT / "train_small.py").read_bytes().replace(b"\n", b"\r\n")
+    path.write_bytes(source)
     real = builtins.__import__
 
     def imported(name, *rest):
-        if name == "safetensors.torch" and edit:
-            with path.open("ab") as file:
-                file.write(edit)
+        if name == "safetensors.torch":
+            path.write_bytes(b"raise SystemExit('edited')\n")
         return real(name, *rest)
 
     spec = importlib.util.spec_from_file_location("train_small_copy", path)
@@ -183,32 +177,14 @@ def import_copy(path, monkeypatch, edit=b""):
     with monkeypatch.context() as patch:
         patch.setattr(builtins, "__import__", imported)
         spec.loader.exec_module(script)
-    return script
-
-
-def test_the_script_that_runs_is_kept(dataset_dir, finished, tmp_path, monkeypatch):  # noqa: F811
-    """Byte by byte as it was when it started, whatever an editor saves meanwhile; from there the run goes on."""
-    path, run_dir, elsewhere = tmp_path / "train_small.py", tmp_path / "run", tmp_path / "elsewhere"
-    source = (ROOT / "train_small.py").read_bytes().replace(b"\n", b"\r\n")
-    path.write_bytes(source)
-    script = import_copy(path, monkeypatch, edit=b"raise SystemExit('edited')\n")
-    assert path.read_bytes() != source
-    elsewhere.mkdir()
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data").symlink_to(dataset_dir)
-    train_step = script.train_step
-
-    def stopped_step(state, batch):
-        if state.step == 5:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return train_step(state, batch)
-
-    script.train_step = stopped_step
+    stop_at(monkeypatch, 6, script=script)
     assert script.main(flags("data", run_dir)) == 1
-    assert saved(run_dir) == [3, 6] and (run_dir / "train_small.py").read_bytes() == source
+    assert saved(run_dir) == [3, 6] and (run_dir / "train_small.py").read_bytes() == source != path.read_bytes()
     assert ts.read_description(run_dir)["machine"]["script_sha256"] == ts.hashlib.sha256(source).hexdigest()
     # The run directory alone suffices, from any folder; --data is that of the folder where the run began.
-    done = python(run_dir / "train_small.py", "--resume", cwd=elsewhere)
+    done = python(run_dir / "train_small.py", "--resume", cwd="/")
     assert done.returncode == 0, done.stderr
     for name in ts.CHECKPOINT_FILES:
         assert files_of(run_dir, 12)[name] == files_of(finished, 12)[name]
@@ -429,25 +405,14 @@ def test_damaged_lines_of_the_log_are_dropped(run_dir):
 
 # ---- one run, one owner
 
-OWNER = """
-import filelock, sys, time
-lock = filelock.FileLock(sys.argv[1])
-lock.acquire()
-print("mine", flush=True)
-time.sleep(60)
-"""
 
-
-def test_a_second_process_is_kept_out(run_dir, dataset_dir):
-    """New runs and resumed ones; the lock ends with the process that held it, however that ended."""
-    command = [sys.executable, "-c", OWNER, run_dir / ".lock"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as owner:
-        owner.stdout.readline()
+def test_a_second_owner_is_kept_out(run_dir, dataset_dir):
+    """New runs and resumed ones."""
+    with filelock.FileLock(run_dir / ".lock"):
         before = snapshot(run_dir)
         assert f"another process is training in {run_dir}" in refused("--resume", "--run-dir", run_dir)
         assert f"another process is training in {run_dir}" in refused(*flags(dataset_dir, run_dir))
         assert snapshot(run_dir) == before
-        owner.kill()
     passes("--resume", "--run-dir", run_dir)
 
 

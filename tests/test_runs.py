@@ -112,9 +112,9 @@ def halfway(dataset_dir, tmp_path_factory, only_the_run):
     return run_dir
 
 
-def at_step(monkeypatch, step: int, action) -> None:
+def at_step(monkeypatch, step: int, action, script=ts) -> None:
     """Runs action(state) behind the given optimizer step."""
-    original = ts.train_step
+    original = script.train_step
 
     def train_step(state, batch):
         loss = original(state, batch)
@@ -122,11 +122,11 @@ def at_step(monkeypatch, step: int, action) -> None:
             action(state)
         return loss
 
-    monkeypatch.setattr(ts, "train_step", train_step)
+    monkeypatch.setattr(script, "train_step", train_step)
 
 
-def stop_at(monkeypatch, step: int, number=signal.SIGTERM) -> None:
-    at_step(monkeypatch, step, lambda state: os.kill(os.getpid(), number))
+def stop_at(monkeypatch, step: int, number=signal.SIGTERM, script=ts) -> None:
+    at_step(monkeypatch, step, lambda state: os.kill(os.getpid(), number), script)
 
 
 # ---- what a run leaves
