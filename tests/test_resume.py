@@ -497,8 +497,11 @@ sys.exit(code)
 """
 
 
-def test_a_stop_waits_for_the_checkpoint(dataset_dir, tmp_path):
-    """One of two processes is asked to stop: both do at step 10, and none ends before process 0 has saved."""
+def test_a_stop_waits_for_the_checkpoint(finished, dataset_dir, tmp_path):  # noqa: F811
+    """One of two processes is asked to stop: both do at step 10, and none ends before process 0 has saved.
+
+    One process alone goes on from there.
+    """
     run_dir = tmp_path / "run"
     argv = [*flags(dataset_dir, run_dir), "--save-every", "0"]
     done = python("-c", STOP, *argv, ranks=2, env={**os.environ, "RUN_DIR": str(run_dir)})
@@ -506,3 +509,5 @@ def test_a_stop_waits_for_the_checkpoint(dataset_dir, tmp_path):
     assert "stopped at once" not in done.stderr
     for rank in (0, 1):
         assert f"process {rank} ended with ['step_000010']" in done.stdout, done.stdout
+    passes("--resume", "--run-dir", run_dir)
+    assert losses(run_dir) == pytest.approx(losses(finished), rel=1e-4)
