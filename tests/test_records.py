@@ -121,18 +121,18 @@ def refused(tool, *argv) -> str:
 @pytest.fixture(scope="session")
 def folders(repo, fast_python):
     """The records of both variants, made by the commands that a person would type."""
-    environment = {**os.environ, "PYTHONEXECUTABLE": str(fast_python)}
-    for name, more in (("a", ()), ("b", ("--against", "2026-11-22_base", "--hypothesis", "A lower rate is worse."))):
-        slug = {"a": "base", "b": "a-low-rate"}[name]
-        runs = [f"out/{name}_{seed}" for seed in SEEDS]
-        command = ["records/add.py", *runs, "--track", "small", "--slug", slug, *more]
-        assert python(*command, cwd=repo, env=environment).returncode == 0
-        if name == "a":
-            device = json.loads((repo / "out" / "a_0" / "config.json").read_text())["machine"]["device"]
-            command = ["records/tracks.py", "add", "data/tiny", "--dataset", "tiny", "--script", "small", "--tokens",
-                       "4608", "--device", device, "--max-seq-len", "64", "--val-tokens", "1500", "--made-by", "make",
-                       "--train", "train", "--first", "baselines/2026-11-22_base"]  # fmt: skip
-            assert python(*command, cwd=repo).returncode == 0
+
+    def typed(*words):
+        done = python(*words, cwd=repo, env={**os.environ, "PYTHONEXECUTABLE": str(fast_python)})
+        assert done.returncode == 0, done.stderr
+
+    device = json.loads((repo / "out" / "a_0" / "config.json").read_text())["machine"]["device"]
+    track = ["--dataset", "tiny", "--script", "small", "--tokens", "4608", "--device", device, "--max-seq-len", "64",
+             "--val-tokens", "1500", "--made-by", "make", "--train", "train"]  # fmt: skip
+    against = ["--against", "2026-11-22_base", "--hypothesis", "A lower rate is worse."]
+    typed("records/add.py", "out/a_0", "out/a_1", "out/a_2", "--track", "small", "--slug", "base")
+    typed("records/tracks.py", "add", "data/tiny", *track, "--first", "baselines/2026-11-22_base")
+    typed("records/add.py", "out/b_0", "out/b_1", "out/b_2", "--track", "small", "--slug", "a-low-rate", *against)
     return repo / "baselines" / "2026-11-22_base", repo / "baselines" / "2026-11-22_a-low-rate"
 
 
@@ -303,23 +303,17 @@ def swap(path, old, new) -> None:
     path.write_bytes(gzip.compress(changed.encode(), mtime=0) if packed else changed.encode())
 
 
-def rehash(folder) -> None:
-    """What somebody does who knows of the hashes."""
-    edit(folder / "record.json", lambda record: record.update(files=rec.hashes(folder)))
-
-
-# What is done to a copy of the entry, with hashes corrected where the name says so, and what verify says.
-LOG, LAST = "log_1.jsonl.gz", (r'"val_bpb": [\d.]+}\n$', '"val_bpb": 1.5}\n')
+# What is done to a copy of the entry, and what verify says, although the hashes are corrected.
+LOG = "log_1.jsonl.gz"
 TAMPER = {
-    "log, hashed": (lambda f: (swap(f / LOG, *LAST), rehash(f)),
-                    ["record.json.summary.val_bpb.mean", "record.json.comparison.val_bpb.p", "curve.csv, 6 is 12,",
-                     "is | 1    | ", "is - val bpb:"]),
-    "cut, hashed": (lambda f: (swap(f / LOG, r'{"step": 12, .*"loss".*\n', ""), rehash(f)),
-                    [f"{LOG}: the last validation is of step 12, the last training step is 9"]),
+    "log": (lambda f: swap(f / LOG, r'"val_bpb": [\d.]+}\n$', '"val_bpb": 1.5}\n'),
+            ["record.json.summary.val_bpb.mean", "record.json.comparison.val_bpb.p", "curve.csv, 6 is 12,",
+             "is | 1    | ", "is - val bpb:"]),
+    "cut": (lambda f: swap(f / LOG, r'{"step": 12, .*"loss".*\n', ""),
+            [f"{LOG}: the last validation is of step 12, the last training step is 9"]),
     "run left out": (lambda f: edit(f / "record.json", lambda r: r["runs"].pop()), ["has another form"]),
     "override": (lambda f: edit(f / "run_0.json", lambda r: r["flags"].extend(["--set", "muon_lr=1.0"])),
                  ["overrides the recipe, which voids record status"]),
-    "curve, hashed": (lambda f: (swap(f / "curve.csv", "\n3,", "\n4,"), rehash(f)), ["curve.csv, 3 is 4,"]),
     "base gone": (lambda f: shutil.rmtree(f.parent / "2026-11-22_base"), ["2026-11-22_base/record.json cannot"]),
 }  # fmt: skip
 
@@ -333,6 +327,7 @@ def test_verify_names_what_was_tampered_with(repo, folders, tmp_path, what):
     assert check.problems(folder) == []
     change, words = TAMPER[what]
     change(folder)
+    edit(folder / "record.json", lambda record: record.update(files=rec.hashes(folder)))
     found = check.problems(folder)
     assert [w for w in words if not any(w in text for text in found)] == [], "\n".join(found)
     assert "1 of 1 entries do not verify" in refused(verify, folder)
