@@ -17,7 +17,7 @@ import train_medium as tm
 import train_small as ts
 import zstandard
 
-from conftest import ROOT, TINY, sets
+from conftest import ROOT, TINY, entries, sets
 from processes import python
 
 REQUIREMENTS = ("requirements-quickstart.txt", "requirements.txt", "requirements-test.txt")
@@ -347,12 +347,8 @@ def run_dir(dataset_dir, tmp_path) -> Path:
     return tmp_path / "run"
 
 
-def compressors(run_dir: Path) -> subprocess.CompletedProcess:
-    return python(ROOT / "runs/compressors.py", run_dir, cwd=run_dir.parent)
-
-
 def test_compressors(run_dir, dataset):
-    done = compressors(run_dir)
+    done = python("runs/compressors.py", run_dir)
     assert done.returncode == 0, done.stderr
     rows = dict(re.findall(r"^\| (.+?) \| ([\d.]+) \|$", done.stdout, re.M))
 
@@ -372,26 +368,25 @@ def test_compressors(run_dir, dataset):
     assert rows["gzip -9"] == f"{8 * len(gzip.compress(text, compresslevel=9)) / len(text):.4f}"
     assert rows["xz -9e"] == f"{8 * len(packed) / len(text):.4f}"
 
-    log = [json.loads(line) for line in (run_dir / "log.jsonl").read_text().splitlines()]
     model = [score for name, score in rows.items() if name.startswith("this model")]
-    assert model == [f"{[e['val_bpb'] for e in log if 'val_bpb' in e][-1]:.4f}"]
+    assert model == [f"{entries(run_dir)[-1]['val_bpb']:.4f}"]
 
     report = (run_dir / "report.md").read_text()
     assert report.count("## Against compressors") == 1
     assert done.stdout in report
-    assert compressors(run_dir).returncode == 0
+    assert python("runs/compressors.py", run_dir).returncode == 0
     assert (run_dir / "report.md").read_text() == report
 
 
 def test_compressors_refuse_what_they_cannot_compare(run_dir, tmp_path):
-    done = compressors(tmp_path)
+    done = python("runs/compressors.py", tmp_path)
     assert done.returncode == 1 and "training scripts" in done.stderr and "Traceback" not in done.stderr
     description = ts.read_description(run_dir)
     gone = description["config"] | {"data": str(tmp_path / "gone")}
     cases = (({"dataset_fingerprint": "another"}, "fingerprint"), ({"config": gone}, "no dataset at"))
     for changes, words in cases:
         (run_dir / "config.json").write_text(json.dumps(description | changes))
-        done = compressors(run_dir)
+        done = python("runs/compressors.py", run_dir)
         assert done.returncode == 1 and words in done.stderr and "Traceback" not in done.stderr
 
 
@@ -426,8 +421,11 @@ def known_flags(script: str) -> set[str]:
         return {"--resume", *(f"--{name.replace('_', '-')}" for name in finetune_hf.setting_names())}
     shared = ("data/sources.py", "data/tokenizer.py") if script.startswith("data/") else ()
     sources = [ROOT / name for name in (script, *shared)]
-    pattern = r"^# (--[a-z-]+)" if script.endswith(".sh") else r'"(--[a-z-]+)"'
+    pattern = r"^# +(?:bash \S+ )?(--[a-z-]+)" if script.endswith(".sh") else r'"(--[a-z-]+)"'
     return {flag for path in sources for flag in re.findall(pattern, path.read_text(encoding="utf-8"), re.M)}
+
+
+PASSED_ON = ("runs/quickstart.sh", "runs/multi_node.sh", "runs/slurm.sh", "dev/bench.py", "dev/profile_step.py")
 
 
 @pytest.mark.parametrize("name", ["README.md", "runs/README.md", "data/README.md", "records/README.md", *TUTORIALS])
@@ -436,24 +434,17 @@ def test_readme_commands_exist(name):
     assert commands
     for command in commands:
         words = command.split()
-        scripts = [word for word in words if re.fullmatch(r"[\w/.]+\.(py|sh)", word)]
-        assert scripts or words[0] in ("source", "sed", "mv"), command
-        for script in scripts[:1]:
-            assert (ROOT / script).is_file(), command
-            arguments = words[words.index(script) + 1 :]
-            passed_on = {"runs/quickstart.sh", "runs/multi_node.sh", "runs/slurm.sh", "dev/bench.py"}
-            passed_on.add("dev/profile_step.py")
-            target = "train_small.py" if script in passed_on else script
-            if script == "runs/test.sh":
-                continue
-            if script == "runs/speedrun_medium.sh":
-                assert arguments in ([], ["--smoke"])
-                continue
-            given = {word.split("=")[0] for word in arguments if word.startswith("--")}
-            assert given <= known_flags(target), f"{command}: unknown {given - known_flags(target)}"
-            for word in arguments:
-                if word.startswith("@"):
-                    assert (ROOT / word[1:]).is_file(), command
+        script = next((word for word in words if re.fullmatch(r"[\w/.]+\.(py|sh)", word)), None)
+        if script is None:
+            assert words[0] in ("source", "sed", "mv"), command
+            continue
+        assert (ROOT / script).is_file(), command
+        arguments = words[words.index(script) + 1 :]
+        known = known_flags("train_small.py" if script in PASSED_ON else script)
+        given = {word.split("=")[0] for word in arguments if word.startswith("--")}
+        assert given <= known, f"{command}: unknown {given - known}"
+        for word in arguments:
+            assert not word.startswith("@") or (ROOT / word[1:]).is_file(), command
 
 
 # Commands of README.md, records/README.md and the tutorials in their smoke form: the first match wins. runs/tiny.args
@@ -466,7 +457,6 @@ SMOKE = (
     (r"(--data data/shards/own .*)", r"\1 --steps 2"),
     (r"@runs/cpu.args (@runs/portable.args) --set mlp_width=512 (.*) --tokens 614400",
      r"@runs/tiny.args \1 --set window_short=256 \2 --steps 2"),
-    (r"(train_small.py --run-dir out/base --resume)", r"\1"),
     (r"^(python train_small.py)( --run-dir out/\w+ --save-every 500)$",
      r"\1 @runs/tiny.args --data data/shards/climbmix\2"),
     (r"--source smol-smoltalk --source addition:2000", "--source chat.jsonl --max-len 257"),
@@ -512,8 +502,7 @@ def checkout(tmp_path_factory) -> Path:
     (root / "baselines").mkdir()
     (root / "text").mkdir()
     toy = (root / "runs/tiny.args").read_text().replace("--tokens 204800", "--tokens 8192")
-    toy = re.sub(r"--(eval|save)-every 100", r"--\1-every 4", toy)
-    toy = toy.replace("val_tokens=65536", "val_tokens=4096")
+    toy = toy.replace("-every 100", "-every 4").replace("val_tokens=65536", "val_tokens=4096")
     (root / "runs/tiny.args").write_text(toy)
     text = (ROOT / "train_small.py").read_text(encoding="utf-8")
     (root / "text/some.txt").write_text("\n\n<|endoftext|>\n".join([text] * 3))
