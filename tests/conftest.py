@@ -229,19 +229,11 @@ def list_files(root: Path, text_bytes: dict | None = None, **more) -> None:
         if name.startswith("pretrain/"):
             known = before.get(name, {}).get("text_bytes", 1)
             files[name] |= {"text_bytes": (text_bytes or {}).get(name, known), **more}
-    info |= {
-        "files": files,
-        "tokenizer_sha256": files["tokenizer.json"]["sha256"],
-        "fingerprint": fingerprint(files),
-    }
+    pretrain = [name for name in sorted(files) if name.startswith(("tokenizer.json", "pretrain/"))]
+    lines = "".join(f"{name} {files[name]['sha256']}\n" for name in pretrain)
+    info |= {"files": files, "tokenizer_sha256": files["tokenizer.json"]["sha256"]}
+    info["fingerprint"] = hashlib.sha256(lines.encode()).hexdigest()
     (root / "dataset.json").write_text(json.dumps(info))
-
-
-def fingerprint(files: dict, folder: str = "pretrain") -> str:
-    """What dataset.json states of the tokenizer and the shards of a folder."""
-    names = [name for name in sorted(files) if name == "tokenizer.json" or name.startswith(f"{folder}/")]
-    lines = "".join(f"{name} {files[name]['sha256']}\n" for name in names)
-    return hashlib.sha256(lines.encode()).hexdigest()
 
 
 @pytest.fixture(scope="session")

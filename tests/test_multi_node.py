@@ -5,6 +5,7 @@ import io
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -165,7 +166,9 @@ def fakes(tmp_path):
 
 @pytest.mark.parametrize("name", ("run", "run/", "lr[1]"))
 def test_start_and_restart(fakes, tmp_path, name):
-    """A process starts fresh, moves what died early out of the way, or resumes; a half-written checkpoint is none."""
+    """A process starts fresh, moves what died early out of the way, or resumes; a half-written checkpoint is none.
+    A finished run stays.
+    """
     fakes.write("python")
     run = tmp_path / name
     given = f"{tmp_path}/{name}"
@@ -191,17 +194,13 @@ def test_start_and_restart(fakes, tmp_path, name):
     assert subprocess.run(["bash", "-c", command], cwd=ROOT, env=with_path(tmp_path)).returncode == 0
     assert fakes.calls()[-1].endswith(f"/{name} --resume") and run.exists()
 
-
-def test_a_finished_run_without_checkpoints_stays(fakes, tmp_path):
-    """--save-every -1 leaves a report and no checkpoint."""
-    fakes.write("python")
-    (tmp_path / "run").mkdir()
-    for name in ("log.jsonl", "result.json"):
-        (tmp_path / "run" / name).touch()
+    shutil.rmtree(run / "checkpoints")  # as --save-every -1 leaves it
+    (run / "result.json").touch()
+    before = fakes.calls()
     for more in ({}, dict(SCRIPT="train_small.py", RANK="0", TORCHELASTIC_RUN_ID="x")):
-        done = fakes.run("multi_node.sh", "--run-dir", tmp_path / "run", "--save-every", "-1", **more)
-        assert done.returncode == 0 and "run is finished already; remove it to train again" in done.out
-    assert fakes.calls() == [] and (tmp_path / "run" / "result.json").exists()
+        done = fakes.run("multi_node.sh", "--run-dir", given, **more)
+        assert done.returncode == 0 and "is finished already; remove it to train again" in done.out
+    assert fakes.calls() == before and (run / "result.json").exists()
 
 
 @pytest.mark.parametrize(

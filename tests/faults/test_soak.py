@@ -338,17 +338,17 @@ def test_soak(lab, capsys):
         row = rows.setdefault(kind.__name__, Counter())
         verdict = kind(lab, random.Random(f"{SEED} {kind.__name__} {number}"))
         row["faults"] += 1
+        seconds = time.monotonic() - begin
+        said = [f"{done} of {len(faults)}: {kind.__name__} {number}, {seconds:.0f} s"]
         for name, text in vars(verdict).items():
             if text:
                 row[name] += 1
-                bad.append(f"{kind.__name__} {number}, {name}: {text}\n({lab.root}/fault_{lab.number:04d})")
-                with capsys.disabled():
-                    print(bad[-1], flush=True)
-        if not any(vars(verdict).values()):
+                said.append(f"{kind.__name__} {number}, {name}: {text}\n({lab.root}/fault_{lab.number:04d})")
+        bad += said[1:]
+        if len(said) == 1:
             shutil.rmtree(lab.root / f"fault_{lab.number:04d}", ignore_errors=True)
         with capsys.disabled():
-            seconds = time.monotonic() - begin
-            print(f"{done} of {len(faults)}: {kind.__name__} {number}, {seconds:.0f} s", flush=True)
+            print("\n".join(said), flush=True)
 
     with capsys.disabled():
         print("\n\n| kind | faults | lost | wrong | silent |\n| --- | ---: | ---: | ---: | ---: |")
