@@ -46,17 +46,22 @@ def test_profile(tmp_path):
     assert f"share of elementwise kernels: {share:.1%}\n" in done.stdout
 
 
+RECOMPILING = """
+import sys, torch
+from dev import bench, profile_step
+build = bench.ts.build_state
+def compiled(*args):
+    state = build(*args)
+    state.forward = torch.compile(state.model, backend="eager", dynamic=False)
+    return state
+bench.ts.build_state, bench.ts.warm_up = compiled, lambda state, say: None
+sys.exit(bench.run(profile_step.main))
+"""
+
+
 def test_profile_reports_a_recompile():
     """A model that is compiled with one stage in the warm-up and another one after it."""
-    code = ("import sys; sys.argv[1:] = sys.argv[2:]; import dev.profile_step as p, torch; ts = p.ts\n"
-            "build, warm_up = ts.build_state, ts.warm_up\n"
-            "def compiled(*args):\n"
-            "    state = build(*args)\n"
-            "    state.forward = torch.compile(state.model, backend='eager', dynamic=False)\n"
-            "    return state\n"
-            "ts.build_state, ts.warm_up = compiled, lambda state, say: None\n"
-            "sys.exit(p.bench.run(p.main))")  # fmt: skip
-    done = python("-c", code, "x", *FLAGS, "--steps", 1, "--out", "/dev/null")
+    done = python("-c", RECOMPILING, *FLAGS, "--steps", 1, "--out", "/dev/null")
     assert done.returncode == 1, done.stderr
     assert json.loads(done.stdout.splitlines()[-1])["recompiles"] > 0
 
@@ -120,32 +125,27 @@ def test_bench_kernels_needs_a_gpu():
 EXAMPLE = """\
 # a comment, which is no code
 
-import triton
-
 a, b = 1, 2
 c, d = e = pair()
-i = 1, 2
 
 
 @triton.jit
 def kernel(x):
-    y = x
-    w, v = y, x
+    w, v = x, x
     return w
 
 
 def short(x):
-    text = "{long}"
-    return text
+    return "{long}"
 """
 
 
 def test_density_of_an_example():
-    """19 lines, 12 of them code, 2 tuple = tuple assignments, one line of 101 characters; the longest function that is
-    no kernel has 3 lines."""
-    line = '    text = ""'
+    """14 lines, 8 of them code, 2 tuple = tuple assignments, one line of 101 characters; the longest function that is
+    no kernel has 2 lines."""
+    line = '    return ""'
     found = readability.density(EXAMPLE.format(long="x" * (101 - len(line))))
-    assert found == pytest.approx({"tuples": 100 * 2 / 12, "long %": 100 / 19, "longest": 3})
+    assert found == pytest.approx({"tuples": 100 * 2 / 8, "long %": 100 / 14, "longest": 2})
     assert readability.density(EXAMPLE.format(long="x" * (100 - len(line))))["long %"] == 0
 
 

@@ -347,25 +347,19 @@ def test_loss_weights():
     assert ts.loss_weights(schedule_config(ahead=(1.0,), prefix_weight=0.0), 10) == [1.0]
 
 
-def test_stage_rule():
-    """The batch doubles after B ** 2 / 89 tokens: by hand for three lengths, and rates with the root of the batch."""
-    found = {}
-    for tokens, fewest in ((34_000_000, 4), (34_000_000, 8), (94_371_840, 8), (340_000_000, 8)):
-        config = ts.Config(tokens=tokens, fewest_packs=fewest)
-        seen = [stage.share * config.num_steps * stage.packs * 8192 for stage in config.stage_table]
-        found[tokens, fewest] = [(stage.packs, round(own / 1e6, 1)) for stage, own in
-                                 zip(config.stage_table, seen, strict=True)]  # fmt: skip
-        assert sum(seen) == pytest.approx(tokens, rel=1e-2)
-        for stage in config.stage_table:
-            assert stage.lr_mult == pytest.approx((stage.packs / 8) ** 0.5, abs=1e-3)
-    assert [packs for packs, _ in found[34_000_000, 4]] == [4, 8]
-    assert found[34_000_000, 4][0][1] == pytest.approx(32768**2 / 89e6, rel=0.01)
-    assert found[34_000_000, 8] == [(8, 34.0)]
-    assert [packs for packs, _ in found[94_371_840, 8]] == [8, 16]
-    assert [packs for packs, _ in found[340_000_000, 8]] == [8, 16, 32]
-    assert found[340_000_000, 8][1][1] == pytest.approx((131072**2 - 65536**2) / 89e6, rel=0.01)
-    given = ((1.0, 8, 1.0),)
-    assert ts.Config(stages=given).stages == given
+@pytest.mark.parametrize(
+    ("tokens", "fewest", "packs"),
+    [(34_000_000, 4, [4, 8]), (34_000_000, 8, [8]), (94_371_840, 8, [8, 16]), (340_000_000, 8, [8, 16, 32])],
+)
+def test_stage_rule(tokens, fewest, packs):
+    """The batch B doubles after B ** 2 / 89 tokens, and rates rise with its root."""
+    config = ts.Config(tokens=tokens, fewest_packs=fewest)
+    assert [stage.packs for stage in config.stage_table] == packs
+    assert [stage.lr_mult for stage in config.stage_table] == pytest.approx([(n / 8) ** 0.5 for n in packs], abs=1e-3)
+    done = 0.0
+    for stage in config.stage_table[:-1]:
+        done += stage.share * config.num_steps * stage.packs * 8192
+        assert done == pytest.approx((stage.packs * 8192) ** 2 / 89, rel=0.01)
 
 
 def test_number_of_steps():

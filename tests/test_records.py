@@ -672,29 +672,19 @@ def test_what_sets_no_limits(new_track, change):
 # ==== running again
 
 
-def rewrite(folder) -> None:
-    """Makes record.json, curve.csv and README.md agree with changed files, as a forger would."""
+def forge(source, target, change) -> Path:
+    """A copy of an entry in which everything agrees with a changed file, as a forger would have it."""
+    folder = shutil.copytree(source, target)
+    script = folder / "train_small.py"
+    before = rec.sha256(script)
+    change(folder)
+    for path in folder.glob("run_*.json"):
+        path.write_text(path.read_text().replace(before, rec.sha256(script)))
     record = rec.read_record(folder)
     (folder / "curve.csv").write_text(rec.curve_csv(rec.read_logs(folder, record)))
     record = rec.make_record(folder, record["track"], record["against"])
     (folder / "record.json").write_text(rec.dump(record))
-    readme = (folder / "README.md").read_text()
-    part = readme[readme.index(rec.BEGIN) : readme.index(rec.END) + len(rec.END)]
-    (folder / "README.md").write_text(readme.replace(part, rec.figures_text(record, folder)))
-
-
-def forge(source, target, script=None, log=None) -> Path:
-    """A copy of an entry with another script or other logs, which verifies."""
-    folder = shutil.copytree(source, target)
-    if script:
-        before = rec.sha256(folder / "train_small.py")
-        swap(folder / "train_small.py", *script)
-        for path in folder.glob("run_*.json"):
-            path.write_text(path.read_text().replace(before, rec.sha256(folder / "train_small.py")))
-    for path in folder.glob("log_*.jsonl.gz") if log else ():
-        lines = [json.dumps(entry) for entry in log(rec.read_log(path))]
-        path.write_bytes(gzip.compress(("\n".join(lines) + "\n").encode()))
-    rewrite(folder)
+    swap(folder / "README.md", rf"(?s){rec.BEGIN}.*{rec.END}", lambda match: rec.figures_text(record, folder))
     assert check.problems(folder) == [], "without a rerun nobody sees it"
     return folder
 
@@ -714,29 +704,38 @@ def test_rerun(repo, folders, tmp_path, monkeypatch):
     assert re.search(r"steps 1 to 6 took \d", said) and said.endswith("_base: ok\n") and "step 9" not in said
     assert "is another dataset" in refused(verify, folders[0], "--rerun", 6, "--data", "data/other")
     assert "--rerun needs" in refused(verify, "all", "--rerun", 6, "--data", "data/tiny")
-    script = (r'"embed": +Policy\("adam", +1.00', '"embed": Policy("adam", 0.10')
-    said = rerun(forge(folders[0], tmp_path / "2026-11-22_forged", script=script), 12)
+
+    def script(old, new):
+        return lambda folder: swap(folder / "train_small.py", old, new)
+
+    change = script(r'"embed": +Policy\("adam", +1.00', '"embed": Policy("adam", 0.10')
+    said = rerun(forge(folders[0], tmp_path / "2026-11-22_forged", change), 12)
     assert "rerun: the loss at step 12 is" in said and "rerun: val bpb is" in said
-    script = (r"muon_lr: float = [\d.]+", "muon_lr: float = 0.5")
-    said = rerun(forge(folders[0], tmp_path / "b" / "2026-11-22_rate", script=script), 1)
+    change = script(r"muon_lr: float = [\d.]+", "muon_lr: float = 0.5")
+    said = rerun(forge(folders[0], tmp_path / "b" / "2026-11-22_rate", change), 1)
     assert "rerun: config.muon_lr is 0.023, the script makes 0.5" in said
 
 
 def test_rerun_compares_the_clock(repo, folders, tmp_path):
     """Seconds and MFU on the same card; on another one it is said that they are not compared."""
 
-    def fast(log):
-        for _ in range(10):
-            log = halved(log)
-        return [{**entry, "mfu": 0.5} if "loss" in entry else entry for entry in log]
+    def fast(folder):
+        for path in folder.glob("log_*.jsonl.gz"):
+            log = rec.read_log(path)
+            for _ in range(10):
+                log = halved(log)
+            log = [{**entry, "mfu": 0.5} if "loss" in entry else entry for entry in log]
+            path.write_bytes(gzip.compress("".join(json.dumps(entry) + "\n" for entry in log).encode()))
 
-    forged = forge(folders[0], tmp_path / "2026-11-22_fast", log=fast)
+    def elsewhere(folder):
+        for path in folder.glob("run_*.json"):
+            edit(path, lambda run: [part["machine"].update(device="T400") for part in (run, *run["starts"])])
+
+    forged = forge(folders[0], tmp_path / "2026-11-22_fast", fast)
     said = rerun(forged, 6)
     assert "rerun: step 6 of the log states an MFU that does not belong to its tokens/s" in said
     assert re.search(r"rerun: steps 1 to 6 took [\d.]+ s, in the entry 0.0\d s; that is [\d,]+% slower", said)
-    for path in forged.glob("run_*.json"):
-        edit(path, lambda run: [part["machine"].update(device="T400") for part in (run, *run["starts"])])
-    rewrite(forged)
+    forged = forge(forged, tmp_path / "b" / "2026-11-22_fast", elsewhere)
     assert "seconds and MFU are not compared: this is 1 x cpu" in rerun(forged, 6, code=0)
 
 
