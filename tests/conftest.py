@@ -176,11 +176,11 @@ MERGES = [m.encode() for m in ("th", "he", "the", " t", " a", "in", "er", "on", 
 WORDS = "the and then rest is in an order of stone ting ell hat é ü € naïve 你好 12 ... seller outer".split()
 
 
-def write_tokenizer(path: Path, merges=MERGES, specials=SPECIALS) -> str:
+def write_tokenizer(path: Path, merges=MERGES) -> str:
     """256 bytes, some merges, the specials: 300 entries by default. Returns the sha256 of the file."""
     ranks = [bytes([b]) for b in range(256)] + list(merges)
     spec = {"pattern": r"\s?\S+|\s+", "ranks": [base64.b64encode(r).decode() for r in ranks],
-            "special_tokens": {s: len(ranks) + i for i, s in enumerate(specials)}}  # fmt: skip
+            "special_tokens": {s: len(ranks) + i for i, s in enumerate(SPECIALS)}}  # fmt: skip
     path.write_text(json.dumps(spec))
     return hashlib.sha256(path.read_bytes()).hexdigest()
 

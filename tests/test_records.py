@@ -24,7 +24,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from conftest import ROOT, TINY, sets, ts, write_dataset
+from conftest import ROOT, TINY, entries, sets, ts, write_dataset
 from processes import python
 
 sys.path.insert(0, str(ROOT / "records"))
@@ -137,8 +137,7 @@ def folders(repo, fast_python):
 
 
 def raw(repo, name) -> list[list[dict]]:
-    logs = [(repo / "out" / f"{name}_{seed}" / "log.jsonl").read_text().splitlines() for seed in SEEDS]
-    return [[json.loads(line) for line in log] for log in logs]
+    return [entries(repo / "out" / f"{name}_{seed}") for seed in SEEDS]
 
 
 # ==== what is in the repository
@@ -493,10 +492,10 @@ def test_add_refuses_names(repo, folders, tmp_path):
     assert len(list((repo / "baselines").iterdir())) == 2
     (other,) = copies(repo, tmp_path, 0)
     config(lambda c: c.update(dataset_fingerprint="x" * 64))(other)
-    entries = shutil.copytree(repo / "baselines", tmp_path / "baselines")
-    argv = [other, "--track", "small", "--slug", "x", "--out", entries, "--against", "2026-11-22_base"]
+    baselines = shutil.copytree(repo / "baselines", tmp_path / "baselines")
+    argv = [other, "--track", "small", "--slug", "x", "--out", baselines, "--against", "2026-11-22_base"]
     assert "that of 2026-11-22_base is" in refused(add, *argv)
-    again = shutil.copytree(folders[0], entries / "2026-11-22_again")
+    again = shutil.copytree(folders[0], baselines / "2026-11-22_again")
     assert any("2026-11-22_base/log_2.jsonl.gz" in text for text in check.problems(again))
 
 

@@ -1,8 +1,7 @@
-"""runs/tutorials/train_plain.py trains as train_small.py does, and stays short and free of other modules."""
+"""runs/tutorials/train_plain.py trains as train_small.py does, and needs no module but torch and numpy."""
 
 import collections
 import dataclasses
-import importlib.util
 import re
 import sys
 
@@ -14,21 +13,13 @@ import train_small as ts
 from conftest import ALONE, CPU, ROOT, tiny_config, train_steps, val_bpb
 
 PATH = ROOT / "runs" / "tutorials" / "train_plain.py"
+sys.path.insert(0, str(PATH.parent))
+import train_plain as plain  # noqa: E402
+
 STEPS = 20
 
 
-def import_plain():
-    spec = importlib.util.spec_from_file_location("train_plain", PATH)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["train_plain"] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-plain = import_plain()
-
-
-def plain_config(config: ts.Config) -> "plain.Config":
+def plain_config(config: ts.Config) -> plain.Config:
     """The same recipe for train_plain, of what conftest.TINY sets."""
     same = ("num_layers", "width", "head_dim", "mlp_width", "no_attention_layers", "long_layers", "key_offset_layers",
             "value_embed_layers", "shared_input_from", "backout_layer", "bigram_rows", "max_seq_len", "window_short",

@@ -96,13 +96,11 @@ def difference(run_dir: Path, reference: Path, exact: bool = True) -> str:
 
 
 class Lab:
-    """Undisturbed runs, and a folder for each fault."""
+    """Undisturbed runs."""
 
     def __init__(self, folder: Path):
-        self.root = folder
         self.data = write_dataset(folder / "data", words=((300, 40, 90), (200, 300, 90)), val_words=(30, 60, 90))
         self.other = write_dataset(folder / "other", words=((300, 41, 90), (200, 300, 91)), val_words=(30, 60, 91))
-        self.number = 0
         self.seconds = 0.0
         self.reference = folder / "reference"
         run(flags(self.data, folder / "warm"), folder / "warm.txt")
@@ -114,12 +112,6 @@ class Lab:
         self.halfway = folder / "halfway"
         job = run(flags(self.data, self.halfway), folder / "halfway.txt", ("signal_in_step", 6, signal.SIGTERM))
         assert job.code == 1 and len(ts.checkpoints(self.halfway)) == 3, job.output
-
-    def folder(self) -> Path:
-        self.number += 1
-        folder = self.root / f"fault_{self.number:04d}"
-        folder.mkdir()
-        return folder
 
     def finish(self, run_dir: Path, *jobs: Job, exact=True, may_raise="nothing") -> Verdict:
         """Starts a disturbed run again, as a person would, and compares its end with that of an undisturbed one."""
@@ -148,21 +140,19 @@ def lab(tmp_path_factory):
         yield Lab(tmp_path_factory.mktemp("soak"))
 
 
-# ---- faults: each is a function of the lab and a random generator
+# ---- faults: each is a function of the lab, a folder of its own and a random generator
 
 
-def kill(lab, rng) -> Verdict:
+def kill(lab, folder, rng) -> Verdict:
     """kill -9 at any moment."""
-    folder = lab.folder()
     job = Job(flags(lab.data, folder / "run"), folder / "out.txt")
     job.send_after(rng.uniform(0.02, lab.seconds), signal.SIGKILL)
     job.wait()
     return lab.finish(folder / "run", job)
 
 
-def kill_twice(lab, rng) -> Verdict:
+def kill_twice(lab, folder, rng) -> Verdict:
     """The run that continues is killed too."""
-    folder = lab.folder()
     shutil.copytree(lab.halfway, folder / "run")
     job = Job(["--resume", "--run-dir", folder / "run"], folder / "out.txt")
     job.send_after(rng.uniform(0.02, lab.seconds * 0.7), signal.SIGKILL)
@@ -170,16 +160,14 @@ def kill_twice(lab, rng) -> Verdict:
     return lab.finish(folder / "run", job)
 
 
-def kill_at_disk(lab, rng) -> Verdict:
+def kill_at_disk(lab, folder, rng) -> Verdict:
     """kill -9 before a certain write, sync, rename or removal."""
-    folder = lab.folder()
     job = run(flags(lab.data, folder / "run"), folder / "out.txt", ("die_at_operation", rng.randint(1, 60)))
     return lab.finish(folder / "run", job)
 
 
-def stop(lab, rng) -> Verdict:
+def stop(lab, folder, rng) -> Verdict:
     """SIGTERM or Ctrl-C, once or twice, between steps or at any moment."""
-    folder = lab.folder()
     number = rng.choice((signal.SIGTERM, signal.SIGINT))
     times = rng.choice((1, 1, 2))
     if rng.random() < 0.5:
@@ -218,9 +206,8 @@ def judge_damage(lab, run_dir, out, argv) -> Verdict:
     return verdict
 
 
-def damage_run(lab, rng) -> Verdict:
+def damage_run(lab, folder, rng) -> Verdict:
     """One file of a checkpoint is not what was written; a whole one beside it must do."""
-    folder = lab.folder()
     run_dir = shutil.copytree(lab.halfway, folder / "run")
     victim = rng.choice(sorted(rng.choice(ts.checkpoints(run_dir)[-2:]).iterdir()))
     spoil(victim, rng)
@@ -230,9 +217,8 @@ def damage_run(lab, rng) -> Verdict:
     return verdict
 
 
-def damage_data(lab, rng) -> Verdict:
+def damage_data(lab, folder, rng) -> Verdict:
     """One file of the dataset, before a start or before a resume."""
-    folder = lab.folder()
     data = shutil.copytree(lab.data, folder / "data")
     spoil(rng.choice([data / "tokenizer.json", *sorted(data.rglob("*.bin"))]), rng)
     argv = flags(data, folder / "run")
@@ -242,9 +228,8 @@ def damage_data(lab, rng) -> Verdict:
     return judge_damage(lab, folder / "run", folder / "out.txt", argv)
 
 
-def replace_data(lab, rng) -> Verdict:
+def replace_data(lab, folder, rng) -> Verdict:
     """Another dataset, or a shard of another one."""
-    folder = lab.folder()
     data = shutil.copytree(lab.data, folder / "data")
     how = rng.choice(("whole", "train_000000.bin", "val_000000.bin"))
     if how == "whole":
@@ -259,17 +244,15 @@ def replace_data(lab, rng) -> Verdict:
     return verdict
 
 
-def full_disk(lab, rng) -> Verdict:
+def full_disk(lab, folder, rng) -> Verdict:
     """Files cannot grow any more, which the kernel says in the middle of a write. Then there is room."""
-    folder = lab.folder()
     wrong = ("limit_files", rng.randint(1, STEPS), rng.choice((20_000, 100_000, 300_000, 600_000)))
     job = run(flags(lab.data, folder / "run"), folder / "out.txt", wrong)
     return lab.finish(folder / "run", job, may_raise="OSError")
 
 
-def two_owners(lab, rng) -> Verdict:
+def two_owners(lab, folder, rng) -> Verdict:
     """Two processes start one run, or continue it, at the same time: one does it, the other says why not."""
-    folder = lab.folder()
     run_dir = folder / "run"
     argv = flags(lab.data, run_dir)
     if rng.random() < 0.5:
@@ -283,12 +266,11 @@ def two_owners(lab, rng) -> Verdict:
     return verdict
 
 
-def ranks(lab, rng) -> Verdict:
+def ranks(lab, folder, rng) -> Verdict:
     """One of two ranks, or both, are killed or asked to stop; one process goes on from there.
 
     What a rank says that lost the other is torch's; torchrun would end it.
     """
-    folder = lab.folder()
     how = rng.choice(("kill one", "kill both", "SIGTERM", "kill at disk"))
     wrong = ("die_at_operation", rng.randint(1, 60)) if how == "kill at disk" else ()
     with socket.socket() as free:
@@ -328,7 +310,7 @@ def chosen(most: int) -> list[tuple]:
     return rounds[:most]
 
 
-def test_soak(lab, capsys):
+def test_soak(lab, tmp_path, capsys):
     """No fault loses work, makes a wrong number, or ends without a sentence."""
     rows = {}
     bad = []
@@ -336,17 +318,19 @@ def test_soak(lab, capsys):
     faults = chosen(int(os.environ.get("FAULTS", sum(KINDS.values()))))
     for done, (kind, number) in enumerate(faults, 1):
         row = rows.setdefault(kind.__name__, Counter())
-        verdict = kind(lab, random.Random(f"{SEED} {kind.__name__} {number}"))
+        folder = tmp_path / f"{kind.__name__}_{number}"
+        folder.mkdir()
+        verdict = kind(lab, folder, random.Random(f"{SEED} {kind.__name__} {number}"))
         row["faults"] += 1
         seconds = time.monotonic() - begin
         said = [f"{done} of {len(faults)}: {kind.__name__} {number}, {seconds:.0f} s"]
         for name, text in vars(verdict).items():
             if text:
                 row[name] += 1
-                said.append(f"{kind.__name__} {number}, {name}: {text}\n({lab.root}/fault_{lab.number:04d})")
+                said.append(f"{kind.__name__} {number}, {name}: {text}\n({folder})")
         bad += said[1:]
         if len(said) == 1:
-            shutil.rmtree(lab.root / f"fault_{lab.number:04d}", ignore_errors=True)
+            shutil.rmtree(folder, ignore_errors=True)
         with capsys.disabled():
             print("\n".join(said), flush=True)
 
