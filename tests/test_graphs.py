@@ -7,7 +7,7 @@ import pytest
 import torch
 import train_small as ts
 
-from conftest import ALONE, tiny_config, train_steps, write_dataset
+from conftest import ALONE, tiny_config, train_steps
 
 
 class Repeated:
@@ -76,12 +76,10 @@ STAGES = ((0.5, 4, 1.0), (0.5, 2, 1.2))  # four micro-batches, then two
 
 
 @pytest.mark.parametrize("ahead", ((1.0,), (1.0, 0.5)))
-def test_replayed_steps_are_steps(stand_in, tmp_path, ahead):
+def test_replayed_steps_are_steps(stand_in, dataset, ahead):
     """Several micro-batches, two stages, a late table, changing loss weights; the warm-up captures everything."""
-    write_dataset(tmp_path / "d")
-    dataset = ts.Dataset.open(tmp_path / "d")
     captured = set()
-    config = tiny_config(stages=STAGES, vocab_size=dataset.tokenizer.vocab_size, micro_batch_tokens=128, ahead=ahead)
+    config = tiny_config(stages=STAGES, micro_batch_tokens=128, ahead=ahead)
     config = dataclasses.replace(config, tokens=round(8 * config.step_tokens))
 
     def warm_up(state):
@@ -96,10 +94,8 @@ def test_replayed_steps_are_steps(stand_in, tmp_path, ahead):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", ({}, {"dtype": "float16", "attention": "sdpa"}), ids=("bf16", "fp16 sdpa"))
-def test_graphs_gpu(tmp_path, options):
+def test_graphs_gpu(dataset, options):
     """As the same steps without graphs but for the order of sums."""
-    write_dataset(tmp_path / "d")
-    dataset = ts.Dataset.open(tmp_path / "d")
     config = ts.Config(
         num_layers=4, width=256, mlp_width=1024, no_attention_layers=(), long_layers=(3,), key_offset_layers=(3,),
         value_embed_layers=(1,), shared_input_from=3, backout_layer=-1, bigram_rows=4096, pack_tokens=1024,

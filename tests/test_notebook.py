@@ -4,7 +4,6 @@ import re
 import shutil
 import sys
 import zipfile
-from importlib import metadata
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -98,12 +97,7 @@ def test_only_missing_packages_are_installed(tmp_path, monkeypatch):
     (tmp_path / "requirements.txt").write_text("rustbpe==0.1.0\n")
 
     def asked(**installed) -> list[str]:
-        def version(package: str) -> str:
-            if package not in installed:
-                raise metadata.PackageNotFoundError
-            return installed[package]
-
-        own = SimpleNamespace(version=version, PackageNotFoundError=metadata.PackageNotFoundError)
+        own = SimpleNamespace(version=installed.__getitem__, PackageNotFoundError=KeyError)
         calls = []
         settings = {"metadata": own, "Path": Path, "sys": SimpleNamespace(modules={})}
         exec(cell_with("def is_missing"), {**settings, "sh": lambda *words: calls.extend(words)})
