@@ -6,6 +6,7 @@ needs one change here.
 """
 
 import base64
+import contextlib
 import gc
 import hashlib
 import json
@@ -79,6 +80,21 @@ def tiny_medium(**overrides) -> tm.Config:
     return tm.Config(**{**TINY_MEDIUM, **overrides})
 
 
+def sets(values: dict) -> list[str]:
+    """--set for every field but tokens, since --steps or --tokens says how long a run is."""
+    fields = {key: str(value).replace(" ", "") for key, value in values.items() if key != "tokens"}
+    return [f"--set={key}={value}" for key, value in fields.items()]
+
+
+def entries(run_dir) -> list[dict]:
+    """The log of a run."""
+    return [json.loads(line) for line in (run_dir / "log.jsonl").read_text().splitlines()]
+
+
+def losses(run_dir) -> dict[int, float]:
+    return {e["step"]: e["loss"] for e in entries(run_dir) if "loss" in e}
+
+
 def script(config):
     """The training script that a Config belongs to."""
     return sys.modules[type(config).__module__]
@@ -138,6 +154,20 @@ def validation_of(dataset, config):
     return module.validation_batch(documents, config, dataset.tokenizer.bos_id)
 
 
+def train_steps(state, dataset, steps: int) -> list[float]:
+    """Losses of the first steps over a dataset."""
+    module = script(state.config)
+    with contextlib.closing(loader_of(dataset, state.config)) as loader:
+        return [module.train_step(state, loader.next()).item() for _ in range(steps)]
+
+
+def val_bpb(model, config, dataset, packs: int = 1) -> float:
+    """Bits per byte of a dataset's validation split."""
+    token_bytes = torch.zeros(config.padded_vocab, dtype=torch.long)
+    token_bytes[: config.vocab_size] = torch.from_numpy(dataset.tokenizer.token_bytes)
+    return script(config).bits_per_byte(model, validation_of(dataset, config), packs, token_bytes, ALONE)
+
+
 SPECIALS = ("<|bos|>", "<|user_start|>", "<|user_end|>", "<|assistant_start|>", "<|assistant_end|>",
             "<|python_start|>", "<|python_end|>", "<|output_start|>", "<|output_end|>")  # fmt: skip
 MERGES = [m.encode() for m in ("th", "he", "the", " t", " a", "in", "er", "on", " the", "ed", "é", "ü", "an", "re",
@@ -146,11 +176,11 @@ MERGES = [m.encode() for m in ("th", "he", "the", " t", " a", "in", "er", "on", 
 WORDS = "the and then rest is in an order of stone ting ell hat é ü € naïve 你好 12 ... seller outer".split()
 
 
-def write_tokenizer(path: Path, merges=MERGES, specials=SPECIALS) -> str:
+def write_tokenizer(path: Path, merges=MERGES) -> str:
     """256 bytes, some merges, the specials: 300 entries by default. Returns the sha256 of the file."""
     ranks = [bytes([b]) for b in range(256)] + list(merges)
     spec = {"pattern": r"\s?\S+|\s+", "ranks": [base64.b64encode(r).decode() for r in ranks],
-            "special_tokens": {s: len(ranks) + i for i, s in enumerate(specials)}}  # fmt: skip
+            "special_tokens": {s: len(ranks) + i for i, s in enumerate(SPECIALS)}}  # fmt: skip
     path.write_text(json.dumps(spec))
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
@@ -199,19 +229,11 @@ def list_files(root: Path, text_bytes: dict | None = None, **more) -> None:
         if name.startswith("pretrain/"):
             known = before.get(name, {}).get("text_bytes", 1)
             files[name] |= {"text_bytes": (text_bytes or {}).get(name, known), **more}
-    info |= {
-        "files": files,
-        "tokenizer_sha256": files["tokenizer.json"]["sha256"],
-        "fingerprint": fingerprint(files),
-    }
+    pretrain = [name for name in sorted(files) if name.startswith(("tokenizer.json", "pretrain/"))]
+    lines = "".join(f"{name} {files[name]['sha256']}\n" for name in pretrain)
+    info |= {"files": files, "tokenizer_sha256": files["tokenizer.json"]["sha256"]}
+    info["fingerprint"] = hashlib.sha256(lines.encode()).hexdigest()
     (root / "dataset.json").write_text(json.dumps(info))
-
-
-def fingerprint(files: dict, folder: str = "pretrain") -> str:
-    """What dataset.json states of the tokenizer and the shards of a folder."""
-    names = [name for name in sorted(files) if name == "tokenizer.json" or name.startswith(f"{folder}/")]
-    lines = "".join(f"{name} {files[name]['sha256']}\n" for name in names)
-    return hashlib.sha256(lines.encode()).hexdigest()
 
 
 @pytest.fixture(scope="session")

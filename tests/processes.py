@@ -20,7 +20,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 import traceback
 from pathlib import Path
 
@@ -33,38 +32,28 @@ def python(*argv, ranks=1, cwd=ROOT, env=None, timeout=120) -> subprocess.Comple
 
     The exit code is the first one that is not 0; what the processes say stands behind each other.
     """
-    argv = [str(word) for word in argv]
-    clients, said = [], []
-    with contextlib.ExitStack() as stack, socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-        nothing = stack.enter_context(open(os.devnull))
-        for rank in range(ranks):
-            environment = dict(env or os.environ)
-            if ranks > 1:
-                environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
-                environment |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
-            said.append([stack.enter_context(tempfile.TemporaryFile("w+")) for _ in ("out", "err")])
-            clients.append(stack.enter_context(socket.socket(socket.AF_UNIX)))
-            clients[-1].connect(address())
-            socket.send_fds(clients[-1], [b"x"], [file.fileno() for file in (nothing, *said[-1])])
-            clients[-1].sendall(json.dumps([argv, str(cwd), environment]).encode() + b"\n")
-        free.close()
-        end, codes = time.monotonic() + timeout, []
-        for client in clients:
-            client.settimeout(max(0.1, end - time.monotonic()))
-            with contextlib.suppress(TimeoutError), client.makefile() as answer:
-                codes.append([int(line) for line in answer][1])
-        for file in (file for pair in said for file in pair):
-            file.seek(0)
-        out, err = ("".join(file.read() for file in files) for files in zip(*said, strict=True))
-    assert len(codes) == ranks, f"{argv} still ran after {timeout} s\n{out}\n{err}"
-    codes = [code for code in map(os.waitstatus_to_exitcode, codes) if code] or [0]
-    return subprocess.CompletedProcess(argv, codes[0], out, err)
+    client = [sys.executable, "-IS", "-c", CLIENT.format(address=address())]
+    options = dict(cwd=cwd, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    environments = [dict(env or os.environ) for _ in range(ranks)]
+    if ranks > 1:
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            port = free.getsockname()[1]
+        for rank, own in enumerate(environments):
+            own |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
+            own |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    jobs = [subprocess.Popen([*client, *map(str, argv)], env=own, **options) for own in environments]
+    try:
+        said = [job.communicate(timeout=timeout) for job in jobs]
+    finally:
+        for job in jobs:
+            job.kill()  # one that takes too long
+    codes = [job.returncode for job in jobs if job.returncode] or [0]
+    return subprocess.CompletedProcess(argv, codes[0], *map("".join, zip(*said, strict=True)))
 
 
 # Has the server start the program, passes signals on to it, and ends as it ends.
-CLIENT = """#!{python} -IS
+CLIENT = """
 import json, os, signal, socket, sys
 server = socket.socket(socket.AF_UNIX)
 server.connect({address!r})
@@ -76,7 +65,8 @@ for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, sig
     signal.signal(number, lambda number, frame: os.kill(pid, number))
 code = os.waitstatus_to_exitcode(int(answer.readline()))
 if code < 0:
-    signal.signal(-code, signal.SIG_DFL)
+    if code != -signal.SIGKILL:
+        signal.signal(-code, signal.SIG_DFL)
     os.kill(os.getpid(), -code)
 sys.exit(code)
 """
@@ -84,7 +74,7 @@ sys.exit(code)
 
 def write_python(path: Path) -> Path:
     """An executable file that stands for Python. If it is killed, its program is killed with all that it started."""
-    path.write_text(CLIENT.format(python=sys.executable, address=address()))
+    path.write_text(f"#!{sys.executable} -IS" + CLIENT.format(address=address()))
     path.chmod(0o755)
     return path
 

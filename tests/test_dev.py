@@ -7,17 +7,12 @@ import sys
 import pytest
 from dev import bench, readability
 
-from conftest import ROOT, TINY, TINY_MEDIUM
+from conftest import ROOT, TINY, TINY_MEDIUM, sets
 from processes import python
 
-
-def flags_of(values) -> list[str]:
-    return [part for key in values if key != "tokens" for part in ("--set", f"{key}={values[key]}".replace(" ", ""))]
-
-
-FLAGS = flags_of(TINY)
+FLAGS = sets(TINY)
 # 192: a width that tells the products of the MLP from others.
-MEDIUM = ["--script", "train_medium.py", *flags_of({**TINY_MEDIUM, "mlp_width": 192})]
+MEDIUM = ["--script", "train_medium.py", *sets({**TINY_MEDIUM, "mlp_width": 192})]
 
 
 @pytest.mark.parametrize("flags", (FLAGS, MEDIUM), ids=("small", "medium"))
@@ -51,17 +46,22 @@ def test_profile(tmp_path):
     assert f"share of elementwise kernels: {share:.1%}\n" in done.stdout
 
 
+RECOMPILING = """
+import sys, torch
+from dev import bench, profile_step
+build = bench.ts.build_state
+def compiled(*args):
+    state = build(*args)
+    state.forward = torch.compile(state.model, backend="eager", dynamic=False)
+    return state
+bench.ts.build_state, bench.ts.warm_up = compiled, lambda state, say: None
+sys.exit(bench.run(profile_step.main))
+"""
+
+
 def test_profile_reports_a_recompile():
     """A model that is compiled with one stage in the warm-up and another one after it."""
-    code = ("import sys; sys.argv[1:] = sys.argv[2:]; import dev.profile_step as p, torch; ts = p.ts\n"
-            "build, warm_up = ts.build_state, ts.warm_up\n"
-            "def compiled(*args):\n"
-            "    state = build(*args)\n"
-            "    state.forward = torch.compile(state.model, backend='eager', dynamic=False)\n"
-            "    return state\n"
-            "ts.build_state, ts.warm_up = compiled, lambda state, say: None\n"
-            "sys.exit(p.bench.run(p.main))")  # fmt: skip
-    done = python("-c", code, "x", *FLAGS, "--steps", 1, "--out", "/dev/null")
+    done = python("-c", RECOMPILING, *FLAGS, "--steps", 1, "--out", "/dev/null")
     assert done.returncode == 1, done.stderr
     assert json.loads(done.stdout.splitlines()[-1])["recompiles"] > 0
 
@@ -125,73 +125,37 @@ def test_bench_kernels_needs_a_gpu():
 EXAMPLE = """\
 # a comment, which is no code
 
-import triton
-
 a, b = 1, 2
 c, d = e = pair()
-i = 1, 2
 
 
 @triton.jit
 def kernel(x):
-    y = x
-    w, v = y, x
+    w, v = x, x
     return w
 
 
 def short(x):
-    text = "{long}"
-    return text
+    return "{long}"
 """
 
 
 def test_density_of_an_example():
-    """19 lines, 12 of them code, 2 tuple = tuple assignments, one line of 101 characters; the longest function that is
-    no kernel has 3 lines."""
-    line = '    text = ""'
+    """14 lines, 8 of them code, 2 tuple = tuple assignments, one line of 101 characters; the longest function that is
+    no kernel has 2 lines."""
+    line = '    return ""'
     found = readability.density(EXAMPLE.format(long="x" * (101 - len(line))))
-    assert found == pytest.approx({"tuples": 100 * 2 / 12, "long %": 100 / 19, "longest": 3})
+    assert found == pytest.approx({"tuples": 100 * 2 / 8, "long %": 100 / 14, "longest": 2})
     assert readability.density(EXAMPLE.format(long="x" * (100 - len(line))))["long %"] == 0
 
 
-@pytest.fixture
-def small_repository(tmp_path, monkeypatch):
-    """One that keeps every budget of lines and density."""
-    monkeypatch.setattr(readability, "ROOT", tmp_path)
-    monkeypatch.setattr(readability, "STEP_ENDS", {})
-    monkeypatch.setattr(readability, "AROUND", ())
-    monkeypatch.setattr(sys, "argv", ["readability.py", "--check"])
-    (tmp_path / "tests").mkdir()
-    (tmp_path / "tests/test_interface.py").write_text('NAMES = """a"""\n')
-    (tmp_path / "train_small.py").write_text("# ====\n# 1. CONFIG -- numbers\n")
-    return tmp_path
-
-
-def long_file(lines: int) -> str:
-    return "def f():\n" + "    x = 1\n" * (lines - 1)
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "figure"),
-    [
-        ("README.md", "x\n" * 190, None),
-        ("README.md", "x\n" * 191, "README.md, lines"),
-        ("dev/a.py", "x = 1\n" * 3051, "dev/*.py, lines"),
-        ("runs/a.py", long_file(60) + "x = 1\n" * 300, None),
-        ("runs/a.py", long_file(61) + "x = 1\n" * 300, "runs/a.py, longest"),
-        ("runs/a.py", long_file(300), None),
-        ("data/a.py", "#" * 101 + "\n" + "a, b = 1, 2\n" * 5 + "x = 1\n" * 300, "data/a.py, tuples"),
-        ("records/a.py", ("#" * 101 + "\n") * 13 + "x = 1\n" * 300, "records/a.py, long %"),
-        ("tests/a.py", long_file(400), None),
-    ],
-)
-def test_limits(small_repository, capsys, name, text, figure):
+@pytest.mark.parametrize(("found", "errors"), [(10, ""), (11, "error: a.py, lines: 11; the limit is 10\n")])
+def test_limits(monkeypatch, capsys, found, errors):
     """At its limit a figure is good; beyond, it is named."""
-    (small_repository / name).parent.mkdir(exist_ok=True)
-    (small_repository / name).write_text(text)
-    assert readability.main() == (figure is not None)
-    errors = re.findall(r"^error: (.+): ", capsys.readouterr().err, re.M)
-    assert errors == ([figure] if figure else [])
+    monkeypatch.setattr(sys, "argv", ["readability.py", "--check"])
+    monkeypatch.setattr(readability, "lengths", lambda: [readability.Figure("a.py, lines", found, 10)])
+    monkeypatch.setattr(readability, "densities", lambda: [])
+    assert readability.main() == bool(errors) and capsys.readouterr().err == errors
 
 
 def test_log():

@@ -7,7 +7,7 @@ import pytest
 import torch
 import train_small as ts
 
-from conftest import ALONE, loader_of, tiny_config, write_dataset
+from conftest import ALONE, tiny_config, train_steps
 
 
 class Repeated:
@@ -60,60 +60,51 @@ def stand_in(monkeypatch):
     monkeypatch.setattr(torch.cuda, "graph", capture)
 
 
-def curve(config, dataset, graphs: bool, steps: int, change=lambda state, step: None):
-    """Losses of the first steps, the weights after them, the state; change(state, step) is called before each."""
+def curve(config, dataset, graphs: bool, warm_up=lambda state: None):
+    """Losses of all steps, the weights after them, and the graphs; warm_up(state) is called first."""
     state = ts.build_state(config, ts.start_ranks() if torch.cuda.is_available() else ALONE, lambda text: None)
     if not graphs:
         state.graphs = None
     elif state.graphs is None:  # on a CPU
         state.graphs = {}
-    loader = loader_of(dataset, config)
-    losses = []
-    for step in range(steps):
-        change(state, step)
-        losses.append(ts.train_step(state, loader.next()).item())
-    loader.close()
-    return losses, {n: p.detach().float() for n, p in state.model.named_parameters()}, state
+    warm_up(state)
+    losses = train_steps(state, dataset, config.num_steps)
+    return losses, {n: p.detach().float() for n, p in state.model.named_parameters()}, state.graphs
 
 
 STAGES = ((0.5, 4, 1.0), (0.5, 2, 1.2))  # four micro-batches, then two
 
 
 @pytest.mark.parametrize("ahead", ((1.0,), (1.0, 0.5)))
-def test_replayed_steps_are_steps(stand_in, tmp_path, ahead):
+def test_replayed_steps_are_steps(stand_in, dataset, ahead):
     """Several micro-batches, two stages, a late table, changing loss weights; the warm-up captures everything."""
-    write_dataset(tmp_path / "d")
-    dataset = ts.Dataset.open(tmp_path / "d")
-    captured = []
-    config = tiny_config(stages=STAGES, vocab_size=dataset.tokenizer.vocab_size, micro_batch_tokens=128, ahead=ahead)
+    captured = set()
+    config = tiny_config(stages=STAGES, micro_batch_tokens=128, ahead=ahead)
     config = dataclasses.replace(config, tokens=round(8 * config.step_tokens))
 
-    def warmed(state, step):
-        if step == 0:
-            ts.warm_up(state, lambda text: None)
-        captured.append(set(state.graphs))
+    def warm_up(state):
+        ts.warm_up(state, lambda text: None)
+        captured.update(state.graphs)
 
-    want, weights, _ = curve(config, dataset, False, 8)
-    got, same, _ = curve(config, dataset, True, 8, warmed)
-    assert captured == [captured[0]] * 8 and len(captured[0]) == 2
+    want, weights, _ = curve(config, dataset, False)
+    got, same, graphs = curve(config, dataset, True, warm_up)
+    assert set(graphs) == captured and len(captured) == 2
     assert len(set(want)) == 8 and got == want and all(torch.equal(same[n], weights[n]) for n in weights)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", ({}, {"dtype": "float16", "attention": "sdpa"}), ids=("bf16", "fp16 sdpa"))
-def test_graphs_gpu(tmp_path, options):
+def test_graphs_gpu(dataset, options):
     """As the same steps without graphs but for the order of sums."""
-    write_dataset(tmp_path / "d")
-    dataset = ts.Dataset.open(tmp_path / "d")
     config = ts.Config(
         num_layers=4, width=256, mlp_width=1024, no_attention_layers=(), long_layers=(3,), key_offset_layers=(3,),
         value_embed_layers=(1,), shared_input_from=3, backout_layer=-1, bigram_rows=4096, pack_tokens=1024,
         max_seq_len=512, window_long=512, stages=((0.5, 4, 1.0), (0.5, 2, 1.2)), micro_batch_tokens=1024,
         vocab_size=dataset.tokenizer.vocab_size, max_epochs=1000, **options)  # fmt: skip
     config = dataclasses.replace(config, tokens=round(12 * config.step_tokens))
-    want, weights, _ = curve(config, dataset, False, 12)
-    got, same, state = curve(config, dataset, True, 12)
-    assert len(state.graphs) == 2
+    want, weights, _ = curve(config, dataset, False)
+    got, same, graphs = curve(config, dataset, True)
+    assert len(graphs) == 2
     assert got == pytest.approx(want, rel=2e-3) and want[-1] < want[0]
     for name, weight in weights.items():
         assert torch.nn.functional.cosine_similarity(same[name].flatten(), weight.flatten(), 0) > 0.99, name

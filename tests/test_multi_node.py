@@ -5,6 +5,7 @@ import io
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -15,7 +16,7 @@ from pathlib import Path
 import pytest
 import train_small as ts
 
-from conftest import ROOT, TINY
+from conftest import ROOT, TINY, losses, sets
 from processes import descendants
 
 SLOW = """
@@ -42,28 +43,21 @@ STEPS = 30
 
 
 def flags(data, run_dir) -> list[str]:
-    sets = [word for key, value in TINY.items() if key != "tokens" for word in ("--set", f"{key}={value}")]
-    return ["--data", str(data), "--run-dir", str(run_dir), *sets, "--set", "max_epochs=99", "--steps", str(STEPS),
-            "--save-every", "5", "--eval-every", "0", "--log-every", "1"]  # fmt: skip
+    where = ["--data", str(data), "--run-dir", str(run_dir)]
+    every = ["--save-every", "5", "--eval-every", "0", "--log-every", "1"]
+    return [*where, *sets({**TINY, "max_epochs": 99}), "--steps", str(STEPS), *every]
 
 
-def losses(run_dir) -> dict[int, float]:
-    path = Path(run_dir) / "log.jsonl"
-    lines = path.read_text().splitlines() if path.is_file() else []
-    return {e["step"]: e["loss"] for e in map(json.loads, lines) if "loss" in e}
-
-
-def python_first(**more) -> dict:
-    """An environment in which `python` is this one."""
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    return {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), **more}
+def with_path(folder, **more) -> dict:
+    """An environment in which the programs of a folder come first."""
+    return {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), **more}
 
 
 def wait(condition, job, seconds=90):
-    """Until the condition holds; an agent that ends before is a failure."""
+    """Until the condition holds; a job that ends before is a failure."""
     end = time.monotonic() + seconds
     while not condition():
-        assert job.poll() is None and time.monotonic() < end, job.text()
+        assert job.poll() is None and time.monotonic() < end, f"{job.args} does not get there"
         time.sleep(0.05)
 
 
@@ -79,20 +73,17 @@ def agents(tmp_path, fast_python):
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    # The look at flags and data before torchrun is another test's: it takes an import of torch for each agent.
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin/python").write_text(f'#!/bin/sh\n[ "$1" = - ] && echo 1 && exit\nexec {fast_python} "$@"\n')
-    (tmp_path / "bin/python").chmod(0o755)
-    environment = python_first(NODES="1:2", GPUS="1", HEAD=f"localhost:{port}", SCRIPT=str(tmp_path / "slow.py"),
-                               RDZV="keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=2")  # fmt: skip
-    environment["PATH"] = f"{tmp_path}/bin:{environment['PATH']}"
+    environment = with_path(fast_python.parent, NODES="1:2", GPUS="1", HEAD=f"localhost:{port}",
+                            SCRIPT=str(tmp_path / "slow.py"),
+                            RDZV="keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=2")  # fmt: skip
     started = []
 
-    def start(*argv, **more):
-        out = (tmp_path / f"agent_{len(started)}.txt").open("w+")
-        job = subprocess.Popen(["bash", "runs/multi_node.sh", *argv], cwd=ROOT, env={**environment, **more}, stdout=out,
-                               stderr=subprocess.STDOUT)  # fmt: skip
-        job.text, job.head = lambda: Path(out.name).read_text(), port
+    def start(*argv):
+        out = tmp_path / f"agent_{len(started)}.txt"
+        with out.open("w") as file:
+            job = subprocess.Popen(["bash", "runs/multi_node.sh", *argv], cwd=ROOT, env=environment, stdout=file,
+                                   stderr=subprocess.STDOUT)  # fmt: skip
+        job.text, job.head = out.read_text, port
         started.append(job)
         return job
 
@@ -117,6 +108,7 @@ def test_a_machine_is_lost_and_comes_back(agents, dataset_dir, tmp_path):
     first = agents(*argv)
     wait(lambda: listening(first.head), first)  # here both could be the head
     second = agents(*argv)
+    wait((run / "log.jsonl").exists, first)
     wait(lambda: len(losses(run)) >= 12, first)  # alone it would stop at 3
     assert len(re.findall(r"process \d of 2", first.text() + second.text())) == 2
     kill(second)
@@ -141,38 +133,42 @@ def test_a_machine_is_lost_and_comes_back(agents, dataset_dir, tmp_path):
 # ---- what the script does on each start
 
 
-@pytest.fixture
-def fakes(tmp_path):
-    """write(name) puts a program on PATH that appends its name, arguments and some variables to calls.txt."""
-    folder = tmp_path / "bin"
-    folder.mkdir()
+class Fakes:
+    """Programs that come first in PATH. Each appends its name and arguments to calls.txt, then runs some code."""
 
-    def write(*names, code=""):
-        for name in names:
-            path = folder / name
-            path.write_text(f'#!/usr/bin/env bash\necho "{name} $*" >>{tmp_path}/calls.txt\n{code}\n')
-            path.chmod(0o755)
+    def __init__(self, folder):
+        self.folder = folder
+        (folder / "calls.txt").touch()
 
-    def run(script, *argv, **more):
-        environment = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", **more}
-        job = subprocess.Popen(["bash", ROOT / "runs" / script, *map(str, argv)], cwd=ROOT, env=environment, text=True,
-                               stdout=subprocess.PIPE, stderr=subprocess.PIPE)  # fmt: skip
-        run.pid = job.pid
+    def write(self, name, code=""):
+        path = self.folder / name
+        path.write_text(f'#!/usr/bin/env bash\necho "{name} $*" >>{self.folder}/calls.txt\n{code}\n')
+        path.chmod(0o755)
+
+    def calls(self) -> list[str]:
+        return (self.folder / "calls.txt").read_text().splitlines()
+
+    def start(self, script, *argv, **more) -> subprocess.Popen:
+        command = ["bash", ROOT / "runs" / script, *map(str, argv)]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        return subprocess.Popen(command, cwd=ROOT, env=with_path(self.folder, **more), text=True, **pipes)
+
+    def run(self, script, *argv, **more) -> subprocess.Popen:
+        job = self.start(script, *argv, **more)
         job.out, job.err = job.communicate(timeout=60)
         return job
 
-    def calls():
-        path = tmp_path / "calls.txt"
-        return path.read_text().splitlines() if path.is_file() else []
 
-    fake = type("Fakes", (), {})()
-    fake.write, fake.run, fake.calls = write, run, calls
-    return fake
+@pytest.fixture
+def fakes(tmp_path):
+    return Fakes(tmp_path)
 
 
 @pytest.mark.parametrize("name", ("run", "run/", "lr[1]"))
 def test_start_and_restart(fakes, tmp_path, name):
-    """A process starts fresh, moves what died early out of the way, or resumes; a half-written checkpoint is none."""
+    """A process starts fresh, moves what died early out of the way, or resumes; a half-written checkpoint is none.
+    A finished run stays.
+    """
     fakes.write("python")
     run = tmp_path / name
     given = f"{tmp_path}/{name}"
@@ -195,21 +191,16 @@ def test_start_and_restart(fakes, tmp_path, name):
     (run / "checkpoints" / "step_000005" / "state.json").touch()
     assert worker(0) == worker(1) == f"{fresh} --resume"
     command = f"source runs/launch.sh; train train_small.py '{given}' --steps 3"
-    environment = {**os.environ, "PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}
-    assert subprocess.run(["bash", "-c", command], cwd=ROOT, env=environment).returncode == 0
+    assert subprocess.run(["bash", "-c", command], cwd=ROOT, env=with_path(tmp_path)).returncode == 0
     assert fakes.calls()[-1].endswith(f"/{name} --resume") and run.exists()
 
-
-def test_a_finished_run_without_checkpoints_stays(fakes, tmp_path):
-    """--save-every -1 leaves a report and no checkpoint."""
-    fakes.write("python")
-    (tmp_path / "run").mkdir()
-    for name in ("log.jsonl", "result.json"):
-        (tmp_path / "run" / name).touch()
+    shutil.rmtree(run / "checkpoints")  # as --save-every -1 leaves it
+    (run / "result.json").touch()
+    before = fakes.calls()
     for more in ({}, dict(SCRIPT="train_small.py", RANK="0", TORCHELASTIC_RUN_ID="x")):
-        done = fakes.run("multi_node.sh", "--run-dir", tmp_path / "run", "--save-every", "-1", **more)
-        assert done.returncode == 0 and "run is finished already; remove it to train again" in done.out
-    assert fakes.calls() == [] and (tmp_path / "run" / "result.json").exists()
+        done = fakes.run("multi_node.sh", "--run-dir", given, **more)
+        assert done.returncode == 0 and "is finished already; remove it to train again" in done.out
+    assert fakes.calls() == before and (run / "result.json").exists()
 
 
 @pytest.mark.parametrize(
@@ -226,8 +217,7 @@ def test_multi_node_calls_torchrun(fakes, fast_python, dataset_dir, tmp_path):
     """The rendezvous as asked for; and refusals before anything starts."""
     fakes.write("python", code=f'if [[ $1 == - ]]; then exec {fast_python} "$@"; fi')
     argv = flags(dataset_dir, tmp_path / "run")
-    done = fakes.run("multi_node.sh", *argv, NODES="1:2", GPUS="2", HEAD="node0:1234", JOB="seven", RESTARTS="5",
-                     PYTHONPATH=str(ROOT))  # fmt: skip
+    done = fakes.run("multi_node.sh", *argv, NODES="1:2", GPUS="2")
     assert done.returncode == 1 and "2 machines x 2 processes = 4, which does not divide a step of 2 packs" in done.err
     done = fakes.run("multi_node.sh", *argv, NODES="1:2", GPUS="1", HEAD="node0:1234", JOB="seven", RESTARTS="5")
     assert done.returncode == 0, done.err
@@ -238,7 +228,7 @@ def test_multi_node_calls_torchrun(fakes, fast_python, dataset_dir, tmp_path):
     assert words[words.index("--no-python") :][:3] == ["--no-python", "bash", "runs/multi_node.sh"]
     assert f"runs/multi_node.sh --save-every 250 {' '.join(argv)}" in call  # a later --save-every wins
     for more, text in ((["--stepps", "3"], "unrecognized arguments: --stepps"), (["--resume"], "adds --resume where")):
-        done = fakes.run("multi_node.sh", *argv, *more, PYTHONPATH=str(ROOT))
+        done = fakes.run("multi_node.sh", *argv, *more)
         assert done.returncode == 2 and text in done.err
     assert "needs --run-dir" in fakes.run("multi_node.sh", "--steps", "3").err
 
@@ -272,13 +262,8 @@ def test_sigterm_reaches_torchrun(fakes, fast_python, dataset_dir, tmp_path):
     """Processes get time to save; the script ends with them."""
     nap = "trap 'echo saved; exit 5' TERM; for i in {1..300}; do sleep 0.1; done"
     fakes.write("python", code=f'if [[ $1 == - ]]; then exec {fast_python} "$@"; fi\n{nap}')
-    environment = python_first(PYTHONPATH=str(ROOT), GPUS="2")
-    environment["PATH"] = f"{tmp_path}/bin:{environment['PATH']}"
-    job = subprocess.Popen(["bash", "runs/multi_node.sh", *flags(dataset_dir, tmp_path / "run")], cwd=ROOT,
-                           env=environment, text=True, stdout=subprocess.PIPE)  # fmt: skip
-    end = time.monotonic() + 60
-    while not any("torch.distributed.run" in call for call in fakes.calls()) and time.monotonic() < end:
-        time.sleep(0.05)
+    job = fakes.start("multi_node.sh", *flags(dataset_dir, tmp_path / "run"), GPUS="2")
+    wait(lambda: any("torch.distributed.run" in call for call in fakes.calls()), job)
     time.sleep(0.3)
     job.send_signal(signal.SIGTERM)
     out, _ = job.communicate(timeout=30)
@@ -300,12 +285,9 @@ def test_slurm(fakes, tmp_path):
     assert fakes.calls()[-2] == "srun --no-kill --kill-on-bad-exit=0 bash runs/multi_node.sh"
     assert fakes.calls()[-1] == "env 1:2 gpu7:24321 4321"
 
-    environment = {**os.environ, **slurm, "PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "NAP": "1.5"}
     before = len(fakes.calls())
-    job = subprocess.Popen(["bash", ROOT / "runs/slurm.sh"], env=environment, stderr=subprocess.PIPE, text=True)
-    end = time.monotonic() + 20
-    while len(fakes.calls()) < before + 3 and time.monotonic() < end:
-        time.sleep(0.05)
+    job = fakes.start("slurm.sh", **slurm, NAP="1.5")
+    wait(lambda: len(fakes.calls()) == before + 3, job)
     job.send_signal(signal.SIGUSR1)
     _, err = job.communicate(timeout=20)
     assert job.returncode == 0 and "goes back into the queue" in err
@@ -315,5 +297,5 @@ def test_slurm(fakes, tmp_path):
 @pytest.mark.parametrize("name", [*sorted(f"runs/{path.name}" for path in (ROOT / "runs").glob("*.sh")), ".ci/run"])
 def test_shellcheck(name):
     command = ["shellcheck", "--shell=bash", "--severity=warning", "-x", name]
-    done = subprocess.run(command, cwd=ROOT, env=python_first(), capture_output=True, text=True)
+    done = subprocess.run(command, cwd=ROOT, env=with_path(Path(sys.executable).parent), capture_output=True, text=True)
     assert done.returncode == 0, done.stdout

@@ -1,13 +1,9 @@
 """runs/colab_small.ipynb from top to bottom on a CPU, with its toy model; interrupted, and run again."""
 
-import contextlib
-import json
 import re
 import shutil
 import sys
 import zipfile
-from collections.abc import Callable, Iterator
-from importlib import metadata
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -15,7 +11,7 @@ import nbclient
 import nbformat
 import pytest
 
-from conftest import ROOT
+from conftest import ROOT, losses
 
 NOTEBOOK = ROOT / "runs" / "colab_small.ipynb"
 
@@ -25,71 +21,63 @@ def repo(tmp_path_factory) -> Path:
     """A copy of the files that the notebook uses, because it writes into its folder."""
     root = tmp_path_factory.mktemp("notebook") / "repo"
     for folder in ("data", "runs"):
-        (root / folder).mkdir(parents=True)
-        for path in (ROOT / folder).iterdir():
-            if path.suffix in (".py", ".args", ".md", ".jinja"):
-                shutil.copy(path, root / folder)
-    shutil.copy(ROOT / "train_small.py", root)
-    for path in ROOT.glob("requirements*.txt"):
+        shutil.copytree(ROOT / folder, root / folder, ignore=shutil.ignore_patterns("shards", "__pycache__"))
+    for path in (ROOT / "train_small.py", *ROOT.glob("requirements*.txt")):
         shutil.copy(path, root)
     return root
 
 
-def read() -> nbformat.NotebookNode:
-    return nbformat.read(NOTEBOOK, as_version=4)
-
-
 def cell_with(text: str) -> str:
     """The source of the one code cell that holds a text."""
-    (source,) = [cell.source for cell in read().cells if cell.cell_type == "code" and text in cell.source]
+    cells = nbformat.read(NOTEBOOK, as_version=4).cells
+    (source,) = [cell.source for cell in cells if cell.cell_type == "code" and text in cell.source]
     return source
 
 
-@contextlib.contextmanager
-def kernel(repo: Path, python: Path, monkeypatch) -> Iterator[Callable]:
-    """A kernel for the notebook at toy size, whose commands are started by `python`. Gives what runs all cells, but for
-    those that hold one of some texts, and returns everything printed."""
-    notebook = read()
-    first = next(cell for cell in notebook.cells if cell.cell_type == "code")
+@pytest.fixture
+def execute(repo, fast_python, monkeypatch):
+    """execute() runs all cells of the notebook at toy size, but those that hold one of some texts, and returns
+    everything printed. All calls share a kernel."""
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    cells = [(index, cell) for index, cell in enumerate(notebook.cells) if cell.cell_type == "code"]
+    first = cells[0][1]
     first.source, found = re.subn(r"^SMOKE = .*$", "SMOKE = True", first.source, flags=re.M)
-    first.source += f"\nimport sys; sys.executable = {str(python)!r}"
+    first.source += f"\nimport sys; sys.executable = {str(fast_python)!r}"
     assert found == 1
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     where = {"metadata": {"path": str(repo)}}
     client = nbclient.NotebookClient(notebook, timeout=240, kernel_name="python3", resources=where)
 
-    def execute(without: tuple[str, ...] = ()) -> str:
+    def run(without: tuple[str, ...] = ()) -> str:
         outputs = []
-        for index, cell in enumerate(notebook.cells):
-            if cell.cell_type == "code" and not any(text in cell.source for text in without):
+        for index, cell in cells:
+            if not any(text in cell.source for text in without):
                 outputs += client.execute_cell(cell, index).outputs
         pictures = sum("image/png" in output.get("data", {}) for output in outputs)
         return "".join(output.get("text", "") for output in outputs) + f"\n{pictures} pictures"
 
     with client.setup_kernel():
-        yield execute
+        yield run
 
 
-def test_notebook_from_top_to_bottom(repo, fast_python, monkeypatch):
+def test_notebook_from_top_to_bottom(repo, execute):
     """Data, training, curves, samples, chat and export. An interrupted run continues, finished work is not repeated."""
-    with kernel(repo, fast_python, monkeypatch) as execute:
-        text = execute()
-        assert "installed now: nothing" in text and "no GPU" in text and "2 pictures" in text
-        log = [json.loads(line) for line in (repo / "out/first/log.jsonl").read_text().splitlines()]
-        assert max(entry["step"] for entry in log) == 20 and (repo / "out/first_chat/report.md").exists()
-        assert text.count("resumed at step") == 0 and "Once upon a time" in text and "Why is the sky blue?" in text
-        times = re.findall(r"^\(\d+\.\d minutes\)$", text, re.M)
-        assert len(times) == text.count("\n$ ") == 7, "each command has its time"
-        with zipfile.ZipFile(repo / "out/first_chat_hf.zip") as archive:
-            assert {"model.safetensors", "README.md", "tokenizer.json"} <= set(archive.namelist())
+    text = execute()
+    assert "installed now: nothing" in text and "no GPU" in text and "2 pictures" in text
+    log = losses(repo / "out/first")
+    assert max(log) == 20 and (repo / "out/first_chat/report.md").exists()
+    assert text.count("resumed at step") == 0 and "Once upon a time" in text and "Why is the sky blue?" in text
+    times = re.findall(r"^\(\d+\.\d minutes\)$", text, re.M)
+    assert len(times) == text.count("\n$ ") == 7, "each command has its time"
+    with zipfile.ZipFile(repo / "out/first_chat_hf.zip") as archive:
+        assert {"model.safetensors", "README.md", "tokenizer.json"} <= set(archive.namelist())
 
-        (repo / "out/first/report.md").unlink()  # as a disconnect after step 10 leaves it
-        shutil.rmtree(repo / "out/first/checkpoints/step_000020")
-        text = execute(without=("sample.py", "chat.py", "export.py"))
-        assert "resumed at step 10" in text and "first_chat is finished" in text and "is complete" in text
-        again = [json.loads(line) for line in (repo / "out/first/log.jsonl").read_text().splitlines()]
-        assert [(e["step"], e.get("loss")) for e in again] == [(e["step"], e.get("loss")) for e in log]
+    (repo / "out/first/report.md").unlink()  # as a disconnect after step 10 leaves it
+    shutil.rmtree(repo / "out/first/checkpoints/step_000020")
+    text = execute(without=("sample.py", "chat.py", "export.py"))
+    assert "resumed at step 10" in text and "first_chat is finished" in text and "is complete" in text
+    assert losses(repo / "out/first") == log
 
 
 def test_notebook_needs_a_gpu(monkeypatch):
@@ -109,12 +97,7 @@ def test_only_missing_packages_are_installed(tmp_path, monkeypatch):
     (tmp_path / "requirements.txt").write_text("rustbpe==0.1.0\n")
 
     def asked(**installed) -> list[str]:
-        def version(package: str) -> str:
-            if package not in installed:
-                raise metadata.PackageNotFoundError
-            return installed[package]
-
-        own = SimpleNamespace(version=version, PackageNotFoundError=metadata.PackageNotFoundError)
+        own = SimpleNamespace(version=installed.__getitem__, PackageNotFoundError=KeyError)
         calls = []
         settings = {"metadata": own, "Path": Path, "sys": SimpleNamespace(modules={})}
         exec(cell_with("def is_missing"), {**settings, "sh": lambda *words: calls.extend(words)})

@@ -10,33 +10,19 @@ import os
 import resource
 import shutil
 import signal
-import subprocess
 import sys
 
+import filelock
 import pytest
 import torch
-import train_medium as tm
 import train_small as ts
 from safetensors.torch import load_file
 
-from conftest import ALONE, MERGES, ROOT, tiny_config, write_dataset
+from conftest import ALONE, MERGES, ROOT, entries, losses, tiny_config, write_dataset
 from processes import python
-from test_runs import (  # noqa: F401  (some are fixtures)
-    at_step,
-    entries,
-    finished,
-    flags,
-    halfway,
-    losses,
-    main,
-    only_the_run,
-    passes,
-    refused,
-    saved,
-    signal_handlers,
-    snapshot,
-    stop_at,
-)  # fmt: skip
+
+from test_runs import at_step, finished, flags, halfway, main, only_the_run, passes  # noqa: F401  # isort: skip
+from test_runs import refused, saved, signal_handlers, snapshot, stop_at  # noqa: F401  # isort: skip  (some are fixtures)
 
 FILES = (*ts.CHECKPOINT_FILES, "state.json")
 
@@ -78,13 +64,8 @@ def save(state, run_dir, step, val_bpb=None):
     ts.save_checkpoint(state, run_dir, {"identity": {}, **progress})
 
 
-def newest(run_dir) -> str:
-    (run_dir / "config.json").write_text('{"starts": [{"identity": {}}]}')
-    return ts.newest_whole(run_dir, print).name
-
-
 def damage(path, how: str, at: float = 0.7) -> None:
-    """Truncates a file, flips one bit of it, empties or removes it."""
+    """Truncates a file, flips one bit of it or removes it."""
     content = path.read_bytes()
     place = int(at * len(content))
     if how == "missing":
@@ -92,7 +73,7 @@ def damage(path, how: str, at: float = 0.7) -> None:
     elif how == "flipped":
         path.write_bytes(content[:place] + bytes([content[place] ^ 4]) + content[place + 1 :])
     else:
-        path.write_bytes(content[:place] if how == "truncated" else b"")
+        path.write_bytes(content[:place])
 
 
 # ---- kill, stop, resume
@@ -102,34 +83,26 @@ import os, signal, sys
 import torch
 import train_small as ts
 torch.set_num_threads(1)
-ts.report = lambda run: None
-train_step, write_tensors = ts.train_step, ts.write_tensors
-def die():
-    os.kill(os.getpid(), signal.SIGKILL)
-def killed_step(state, batch):
-    return train_step(state, batch) if state.step != 7 else die()
-def killed_save(path, tensors):
-    if step[0] == 9 and path.name == "optimizer.safetensors":
-        path.write_bytes(b"half")
-        die()
-    return write_tensors(path, tensors)
-def killed_checkpoint(run_dir, tensors, description):
-    step[0] = description["step"]
-    return write_checkpoint(run_dir, tensors, description)
-step, write_checkpoint = [0], ts.write_checkpoint
-if sys.argv.pop(1) == "step":
-    ts.train_step = killed_step
-else:
-    ts.write_tensors, ts.write_checkpoint = killed_save, killed_checkpoint
-sys.exit(ts.main(sys.argv[1:]))
+ts.report = ts.warm_up = lambda *arguments: None
+name, last = sys.argv[1], int(sys.argv[2])
+original, calls = getattr(ts, name), []
+def killed(*arguments):
+    calls.append(name)
+    if len(calls) == last:
+        if name == "write_tensors":
+            arguments[0].write_bytes(b"half")
+        os.kill(os.getpid(), signal.SIGKILL)
+    return original(*arguments)
+setattr(ts, name, killed)
+sys.exit(ts.main(sys.argv[3:]))
 """
 
 
-@pytest.mark.parametrize("where", ("step", "save"))
-def test_kill_and_resume_is_bit_identical(finished, dataset_dir, tmp_path, where):  # noqa: F811
+@pytest.mark.parametrize(("name", "last"), (("train_step", 8), ("write_tensors", 6)))
+def test_kill_and_resume_is_bit_identical(finished, dataset_dir, tmp_path, name, last):  # noqa: F811
     """kill -9 in step 8, or halfway through saving step 9; --resume ends with the undisturbed run's files."""
     run_dir = tmp_path / "killed"
-    killed = python("-c", KILL, where, *flags(dataset_dir, run_dir))
+    killed = python("-c", KILL, name, last, *flags(dataset_dir, run_dir))
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert saved(run_dir) == [3, 6] and max(losses(run_dir)) > 6
     passes("--resume", "--run-dir", run_dir)
@@ -181,14 +154,16 @@ def test_a_longer_run_drops_the_result_of_the_shorter_one(finished, tmp_path, mo
 # ---- the script that runs
 
 
-def import_copy(path, monkeypatch, edit=b""):
-    """A copy of the script as a module of its own; while it imports torch, an editor adds a line to it."""
+def test_the_script_that_runs_is_kept(dataset_dir, finished, tmp_path, monkeypatch):  # noqa: F811
+    """Byte by byte as it was when it started, whatever an editor saves meanwhile; from there the run goes on."""
+    path, run_dir = tmp_path / "train_small.py", tmp_path / "run"
+    source = (ROOT / "train_small.py").read_bytes().replace(b"\n", b"\r\n")
+    path.write_bytes(source)
     real = builtins.__import__
 
     def imported(name, *rest):
-        if name == "safetensors.torch" and edit:
-            with path.open("ab") as file:
-                file.write(edit)
+        if name == "safetensors.torch":
+            path.write_bytes(b"raise SystemExit('edited')\n")
         return real(name, *rest)
 
     spec = importlib.util.spec_from_file_location("train_small_copy", path)
@@ -197,32 +172,14 @@ def import_copy(path, monkeypatch, edit=b""):
     with monkeypatch.context() as patch:
         patch.setattr(builtins, "__import__", imported)
         spec.loader.exec_module(script)
-    return script
-
-
-def test_the_script_that_runs_is_kept(dataset_dir, finished, tmp_path, monkeypatch):  # noqa: F811
-    """Byte by byte as it was when it started, whatever an editor saves meanwhile; from there the run goes on."""
-    path, run_dir, elsewhere = tmp_path / "train_small.py", tmp_path / "run", tmp_path / "elsewhere"
-    source = (ROOT / "train_small.py").read_bytes().replace(b"\n", b"\r\n")
-    path.write_bytes(source)
-    script = import_copy(path, monkeypatch, edit=b"raise SystemExit('edited')\n")
-    assert path.read_bytes() != source
-    elsewhere.mkdir()
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data").symlink_to(dataset_dir)
-    train_step = script.train_step
-
-    def stopped_step(state, batch):
-        if state.step == 5:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return train_step(state, batch)
-
-    script.train_step = stopped_step
+    stop_at(monkeypatch, 6, script=script)
     assert script.main(flags("data", run_dir)) == 1
-    assert saved(run_dir) == [3, 6] and (run_dir / "train_small.py").read_bytes() == source
+    assert saved(run_dir) == [3, 6] and (run_dir / "train_small.py").read_bytes() == source != path.read_bytes()
     assert ts.read_description(run_dir)["machine"]["script_sha256"] == ts.hashlib.sha256(source).hexdigest()
     # The run directory alone suffices, from any folder; --data is that of the folder where the run began.
-    done = python(run_dir / "train_small.py", "--resume", cwd=elsewhere)
+    done = python(run_dir / "train_small.py", "--resume", cwd="/")
     assert done.returncode == 0, done.stderr
     for name in ts.CHECKPOINT_FILES:
         assert files_of(run_dir, 12)[name] == files_of(finished, 12)[name]
@@ -235,7 +192,7 @@ def test_the_script_that_runs_is_kept(dataset_dir, finished, tmp_path, monkeypat
 
 @pytest.mark.parametrize(
     ("name", "how", "at"),
-    [(name, how, 0.7) for name in FILES for how in ("truncated", "empty")]
+    [(name, "truncated", at) for name in FILES for at in (0, 0.7)]
     + [(name, "missing", 0) for name in ts.CHECKPOINT_FILES]
     + [(name, "flipped", at) for name in ts.CHECKPOINT_FILES for at in (0.01, 0.999)],
 )
@@ -247,10 +204,9 @@ def test_a_damaged_checkpoint_is_passed_over(run_dir, name, how, at):
     assert len(lines) == 1 and lines[0].startswith("skipped step_000006: ") and "step_000006" in lines[0][20:]
 
 
-@pytest.mark.parametrize("name", ("optimizer.safetensors", "state.json"))
-def test_a_run_goes_on_before_the_damage(run_dir, finished, name):  # noqa: F811
+def test_a_run_goes_on_before_the_damage(run_dir, finished):  # noqa: F811
     """It ends with the files of an undisturbed run, also where it saves at other steps for a while."""
-    damage(run_dir / "checkpoints" / "step_000006" / name, "truncated")
+    damage(run_dir / "checkpoints" / "step_000006" / "optimizer.safetensors", "truncated")
     with pytest.MonkeyPatch.context() as patch:
         stop_at(patch, 4)
         refused("--resume", "--run-dir", run_dir, "--set", "keep_checkpoints=1")
@@ -281,46 +237,32 @@ def test_no_whole_checkpoint_is_one_sentence(run_dir):
     assert f"{run_dir}/checkpoints has no whole checkpoint; start again without --resume" in err
 
 
-def test_other_folders_are_left_alone(state, tmp_path):
-    """A copy that somebody made beside the checkpoints is neither loaded nor removed; half of a killed save goes."""
-    save(state, tmp_path, 4)
-    foreign = ("step_000004 (copy)", "step_000009_old", "best")
-    for name in foreign:
-        shutil.copytree(tmp_path / "checkpoints" / "step_000004", tmp_path / "checkpoints" / name)
-    (tmp_path / "checkpoints" / "saving").mkdir()
-    (tmp_path / "checkpoints" / "saving" / "state.json").write_bytes(b"half")
-    for step in (5, 6, 7):
-        save(state, tmp_path, step)
-    assert saved(tmp_path) == [6, 7] and newest(tmp_path) == "step_000007"
-    names = {path.name for path in (tmp_path / "checkpoints").iterdir()}
-    assert names == {*foreign, "step_000006", "step_000007"}
-
-
 def test_newest_and_best_checkpoints_are_kept(state, tmp_path):
-    """keep_checkpoints newest ones, and the one with the lowest validation wherever it lies."""
+    """keep_checkpoints newest ones, and the one with the lowest validation wherever it lies.
+
+    A copy that somebody made beside them is neither loaded nor removed; half of a killed save goes.
+    """
+    folder = tmp_path / "checkpoints"
+    foreign = {"step_000004 (copy)", "step_000099_old", "best"}
+    for name in (*foreign, "saving"):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "state.json").write_text("{}")
     kept = []
     for step, bpb in enumerate((3.0, 1.5, None, 2.0, None, 1.2, 1.3, None, 1.4), 1):
         save(state, tmp_path, step, bpb)
         kept.append(saved(tmp_path))
     assert kept == [[1], [1, 2], [2, 3], [2, 3, 4], [2, 4, 5], [5, 6], [6, 7], [6, 7, 8], [6, 8, 9]]
+    assert {path.name for path in folder.iterdir()} == {*foreign, "step_000006", "step_000008", "step_000009"}
 
 
-@pytest.mark.parametrize("disk", ("half a file", "full"))
-def test_older_checkpoints_survive_a_bad_save(state, tmp_path, monkeypatch, disk):
-    """The error is the system's own; nothing that is there has changed."""
+def test_older_checkpoints_survive_a_bad_save(state, tmp_path):
+    """A real write really fails. The error is the system's own; nothing that is there has changed."""
     for step in (1, 2):
         save(state, tmp_path, step)
     before = snapshot(tmp_path)
-
-    def fail(file):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
-        if disk == "full":
-            monkeypatch.setattr(os, "fsync", fail)
-        else:  # a real write that really fails
-            resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
         with pytest.raises(OSError):
             save(state, tmp_path, 3)
     finally:
@@ -377,32 +319,32 @@ def test_loss_scale_follows_the_precision(run_dir, dtype, stated, expected):
 # ---- what --resume accepts
 
 
-@pytest.fixture(scope="module")
-def other_text(tmp_path_factory):
-    """A dataset of the same tokenizer with other documents."""
-    return write_dataset(tmp_path_factory.mktemp("data") / "other", words=((900, 40, 700), (800, 90)))
-
-
-@pytest.mark.parametrize("what", ("script", "data", "tokenizer", "cooldown", "stages", "config.json"))
-def test_another_run_is_not_resumed(run_dir, other_text, tmp_path, monkeypatch, what):
+@pytest.mark.parametrize(
+    ("what", "difference"),
+    [
+        ("script", "script was "),
+        ("data", "data was "),
+        ("tokenizer", "data was "),  # one of the same size
+        ("config.json", "cooldown was 0.6 and is 0.5"),  # by hand, which would be a lie about the steps before
+        ("cooldown=0.3", "cooldown was 0.6 and is 0.3"),
+        ("stages=((1.0,2,1.0),)", "stages was [[0.5, 2, 1.0], "),
+    ],
+)
+def test_another_run_is_not_resumed(run_dir, tmp_path, monkeypatch, what, difference):
     """Refused with the difference, and nothing is touched; with --resume-changed it goes on and says so for ever."""
     argv = ["--resume", "--run-dir", run_dir, "--steps", "7"]
-    difference = f"{what} was "
     if what == "script":
         monkeypatch.setattr(ts, "SOURCE", ts.SOURCE + b"\n")
     elif what == "data":
-        argv += ["--data", other_text]
-    elif what == "tokenizer":  # one of the same size
+        argv += ["--data", write_dataset(tmp_path / "other", words=((900, 40, 700), (800, 90)))]
+    elif what == "tokenizer":
         argv += ["--data", write_dataset(tmp_path / "other", merges=[*MERGES[:-1], b"qq"])]
-        difference = "data was "
-    elif what == "config.json":  # by hand: a rate that somebody changed would be a lie about the steps before
+    elif what == "config.json":
         description = ts.read_description(run_dir)
         description["config"]["cooldown"] = 0.5
         (run_dir / "config.json").write_text(json.dumps(description))
-        difference = "cooldown was 0.6 and is 0.5"
     else:
-        argv += ["--set", "cooldown=0.3" if what == "cooldown" else "stages=((1.0,2,1.0),)"]
-        difference += "0.6 and is 0.3" if what == "cooldown" else "[[0.5, 2, 1.0], "
+        argv += ["--set", what]
 
     before = snapshot(run_dir)
     err = refused(*argv)
@@ -423,8 +365,6 @@ def test_what_is_free(run_dir, dataset_dir, tmp_path):
            "--dtype", "float32", "--no-compile", "--set", "keep_checkpoints=1")  # fmt: skip
     assert [start["changed"] for start in ts.read_description(run_dir)["starts"]] == [[], []]
     assert ts.read_config(run_dir).data == str(elsewhere)
-    for script in (ts, tm):
-        assert set(ts.FREE_ON_RESUME) <= {f.name for f in dataclasses.fields(script.Config)}
 
 
 def test_resume_remembers_new_flags(run_dir):
@@ -453,25 +393,14 @@ def test_damaged_lines_of_the_log_are_dropped(run_dir):
 
 # ---- one run, one owner
 
-OWNER = """
-import filelock, sys, time
-lock = filelock.FileLock(sys.argv[1])
-lock.acquire()
-print("mine", flush=True)
-time.sleep(60)
-"""
 
-
-def test_a_second_process_is_kept_out(run_dir, dataset_dir):
-    """New runs and resumed ones; the lock ends with the process that held it, however that ended."""
-    command = [sys.executable, "-c", OWNER, run_dir / ".lock"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as owner:
-        owner.stdout.readline()
+def test_a_second_owner_is_kept_out(run_dir, dataset_dir):
+    """New runs and resumed ones."""
+    with filelock.FileLock(run_dir / ".lock"):
         before = snapshot(run_dir)
         assert f"another process is training in {run_dir}" in refused("--resume", "--run-dir", run_dir)
         assert f"another process is training in {run_dir}" in refused(*flags(dataset_dir, run_dir))
         assert snapshot(run_dir) == before
-        owner.kill()
     passes("--resume", "--run-dir", run_dir)
 
 
@@ -556,8 +485,11 @@ sys.exit(code)
 """
 
 
-def test_a_stop_waits_for_the_checkpoint(dataset_dir, tmp_path):
-    """One of two processes is asked to stop: both do at step 10, and none ends before process 0 has saved."""
+def test_a_stop_waits_for_the_checkpoint(finished, dataset_dir, tmp_path):  # noqa: F811
+    """One of two processes is asked to stop: both do at step 10, and none ends before process 0 has saved.
+
+    One process alone goes on from there.
+    """
     run_dir = tmp_path / "run"
     argv = [*flags(dataset_dir, run_dir), "--save-every", "0"]
     done = python("-c", STOP, *argv, ranks=2, env={**os.environ, "RUN_DIR": str(run_dir)})
@@ -565,3 +497,5 @@ def test_a_stop_waits_for_the_checkpoint(dataset_dir, tmp_path):
     assert "stopped at once" not in done.stderr
     for rank in (0, 1):
         assert f"process {rank} ended with ['step_000010']" in done.stdout, done.stdout
+    passes("--resume", "--run-dir", run_dir)
+    assert losses(run_dir) == pytest.approx(losses(finished), rel=1e-4)

@@ -13,7 +13,7 @@ import train_small as ts
 from dev import sweep
 from scipy import stats
 
-from conftest import ROOT, TINY
+from conftest import ROOT, TINY, sets
 
 # Stands for a training script: bits per byte follow from its flags, a learning rate of 9 diverges.
 SCRIPT = """
@@ -55,7 +55,7 @@ def files(tmp_path, monkeypatch):
     return [str(tmp_path / "s.toml"), "--out", str(tmp_path / "out")]
 
 
-def row(table, name):
+def row(table, name) -> list[str]:
     (line,) = re.findall(rf"^\| {re.escape(name)} .*", table, re.M)
     return [cell.strip() for cell in line.split("|")[1:-1]]
 
@@ -123,14 +123,10 @@ def test_ctrl_c_ends_the_runs(files, tmp_path):
         ("x", "is no TOML"),
         ("seed = [1]", "the entry seed, which means nothing here; it takes script, flags, seeds"),
         ("seeds = 3", "seeds must be a list"),
-        ("seeds = [1, 1]", "seeds must be a list of different"),
-        ("seeds = []", "seeds must be a list"),
         ('flags = "--a"', "flags must be a list of words"),
         ('script = "no.py"', "names the script no.py, which "),
-        ('[variants]\na = "--set x=1"', "the variant a must be a list of words"),
         ('[variants]\nbase = ["--set", "x=1"]', "base is the name of the runs without changes"),
         ("[grid]\nlr = 0.1", "lr in [grid] must be a list of values"),
-        ("grid = 1", "grid must be a table"),
         ('[variants]\n"a b" = []\n"a_b" = []', "would share a folder"),
     ],
 )  # fmt: skip
@@ -175,9 +171,7 @@ def test_ablations_fit_the_script():
 def test_with_the_real_script(tmp_path, dataset_dir, fast_python, monkeypatch):
     """Two real runs: the table states the bits per byte that they printed."""
     monkeypatch.setattr(sweep, "find_gpus", lambda: [""])
-    sets = [word for key, value in TINY.items() if key != "tokens"
-            for word in ("--set", f"{key}={value}".replace(", ", ","))]  # fmt: skip
-    flags = ["--data", str(dataset_dir), "--tokens", "768", "--log-every", "1", *sets]
+    flags = ["--data", str(dataset_dir), "--tokens", "768", "--log-every", "1", *sets(TINY)]
     (tmp_path / "s.toml").write_text(f"flags = {json.dumps(flags)}\n[grid]\nadam_lr = [0.001]\n")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr(sys, "executable", str(fast_python))

@@ -11,7 +11,6 @@ import shutil
 import signal
 import sys
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -79,37 +78,27 @@ def slow_steps(seconds: float) -> None:
 # ---- the process
 
 
-@dataclass
-class Spec:
-    """A run to start."""
-
-    argv: list[str]
-    out: Path  # what it prints
-    wrong: tuple = ()  # (name of a function above, its arguments...)
-    environment: dict = field(default_factory=dict)
-
-    def ready(self, pid: int) -> Path:
-        """Exists from the moment on at which a process calls main()."""
-        return self.out.with_name(f"{self.out.name}.{pid}")
+def ready(out: Path, pid: int) -> Path:
+    """Exists from the moment on at which a process calls main()."""
+    return out.with_name(f"{out.name}.{pid}")
 
 
-def child(spec: Spec) -> None:
+def child(argv: list[str], out: Path, wrong: tuple, environment: dict) -> None:
+    """A run that prints into a file. wrong: (name of a function above, its arguments...)"""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    file = os.open(spec.out, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
-    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
-    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
-    os.environ.update(spec.environment)
+    sys.stdout = sys.stderr = out.open("a", buffering=1)
+    os.dup2(sys.stdout.fileno(), 1)
+    os.dup2(sys.stdout.fileno(), 2)
+    os.environ.update(environment)
     os.chdir(ROOT)
     torch.set_num_threads(1)
     ts.report = lambda run: None  # it takes longer than the training
-    if spec.wrong:
-        name, *arguments = spec.wrong
+    if wrong:
+        name, *arguments = wrong
         globals()[name](*arguments)
-    spec.ready(os.getpid()).touch()
+    ready(out, os.getpid()).touch()
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    sys.exit(ts.main([str(a) for a in spec.argv]))
+    sys.exit(ts.main(argv))
 
 
 SERVER = multiprocessing.get_context("forkserver")
@@ -117,16 +106,15 @@ SERVER.set_forkserver_preload(["fault_runs"])
 
 
 class Job:
-    """A process that runs a Spec."""
+    """A run in a process of its own. What an earlier one has printed into the file is not its output."""
 
     def __init__(self, argv, out: Path, wrong=(), **environment):
-        self.spec = Spec([str(a) for a in argv], out, wrong, environment)
-        self.before = len(self.text())
-        self.process = SERVER.Process(target=child, args=(self.spec,), daemon=True)
+        self.out = out
+        out.touch()
+        self.before = len(out.read_text(errors="replace"))
+        words = [str(word) for word in argv]
+        self.process = SERVER.Process(target=child, args=(words, out, wrong, environment), daemon=True)
         self.process.start()
-
-    def text(self) -> str:
-        return self.spec.out.read_text(errors="replace") if self.spec.out.is_file() else ""
 
     def wait(self, seconds: float = 60) -> int:
         """The exit code; a process that hangs is killed and counts as -99."""
@@ -137,7 +125,7 @@ class Job:
             self.code = -99
         else:
             self.code = self.process.exitcode
-        self.output = self.text()[self.before :]
+        self.output = self.out.read_text(errors="replace")[self.before :]
         return self.code
 
     def cpu_seconds(self) -> float:
@@ -149,7 +137,7 @@ class Job:
 
     def send_after(self, seconds: float, *numbers: int) -> None:
         """Sends signals when the process has used so much CPU time, if it lives so long."""
-        while self.process.is_alive() and not self.spec.ready(self.process.pid).exists():
+        while self.process.is_alive() and not ready(self.out, self.process.pid).exists():
             time.sleep(0.004)
         while self.process.is_alive() and self.cpu_seconds() < seconds:
             time.sleep(0.004)

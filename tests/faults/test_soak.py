@@ -29,22 +29,20 @@ import pytest
 import torch
 import train_small as ts
 from fault_runs import Job, run
-from safetensors.torch import load_file
 
-from conftest import TINY, write_dataset
+from conftest import TINY, losses, sets, write_dataset
+from test_runs import tensors
 
 pytestmark = [pytest.mark.soak, pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")]
 
 SEED = int(os.environ.get("FAULTS_SEED", 0))
 STEPS = 8
 SMALL = {**TINY, "bigram_rows": 101, "val_tokens": 400, "keep_checkpoints": 3, "max_epochs": 9}
-SMALL.pop("tokens")
 
 
 def flags(data, run_dir) -> list[str]:
-    sets = [word for key, value in SMALL.items() for word in ("--set", f"{key}={value}")]
-    return ["--data", data, "--run-dir", run_dir, *sets, "--steps", STEPS, "--save-every", "2", "--eval-every", "4",
-            "--log-every", "1"]  # fmt: skip
+    every = ["--save-every", "2", "--eval-every", "4", "--log-every", "1"]
+    return ["--data", data, "--run-dir", run_dir, *sets(SMALL), "--steps", STEPS, *every]
 
 
 # ---- what a run ended with
@@ -71,19 +69,12 @@ def silence(job: Job, may_raise: str = "nothing") -> str:
     return f"{job.output[-3000:]}\nexit code {job.code}"
 
 
-def entries(run_dir: Path) -> list[dict]:
-    return [json.loads(line) for line in (run_dir / "log.jsonl").read_text().splitlines()]
-
-
-def tensors(run_dir: Path) -> dict[str, torch.Tensor]:
-    folder = ts.checkpoints(run_dir)[-1]
-    return {f"{name}/{key}": value for name in ts.CHECKPOINT_FILES for key, value in load_file(folder / name).items()}
-
-
 def difference(run_dir: Path, reference: Path, exact: bool = True) -> str:
     """How the weights, numbers and losses of a run differ from those of an undisturbed one."""
-    ours, theirs = tensors(run_dir), tensors(reference)
-    if ours.keys() != theirs.keys() or ts.checkpoints(run_dir)[-1].name != ts.checkpoints(reference)[-1].name:
+    if ts.checkpoints(run_dir)[-1].name != ts.checkpoints(reference)[-1].name:
+        return "another checkpoint at the end"
+    ours, theirs = tensors(run_dir, STEPS), tensors(reference, STEPS)
+    if ours.keys() != theirs.keys():
         return "another checkpoint at the end"
     other = [name for name in ours if not torch.equal(ours[name], theirs[name])]
     if other and exact:
@@ -93,10 +84,10 @@ def difference(run_dir: Path, reference: Path, exact: bool = True) -> str:
     for name in ("val_bpb", "steps", "tokens"):
         if abs(a[name] - b[name]) > near:
             return f"{name} is {a[name]}, not {b[name]}"
-    losses = [{e["step"]: e["loss"] for e in entries(folder) if "loss" in e} for folder in (run_dir, reference)]
-    if losses[0].keys() != losses[1].keys():
-        return f"the log holds steps {sorted(losses[0])}"
-    if any(abs(losses[0][step] - losses[1][step]) > near for step in losses[0]):
+    ours, theirs = losses(run_dir), losses(reference)
+    if ours.keys() != theirs.keys():
+        return f"the log holds steps {sorted(ours)}"
+    if any(abs(ours[step] - theirs[step]) > near for step in ours):
         return "other losses"
     return ""
 
@@ -105,13 +96,11 @@ def difference(run_dir: Path, reference: Path, exact: bool = True) -> str:
 
 
 class Lab:
-    """Undisturbed runs, and a folder for each fault."""
+    """Undisturbed runs."""
 
     def __init__(self, folder: Path):
-        self.root = folder
         self.data = write_dataset(folder / "data", words=((300, 40, 90), (200, 300, 90)), val_words=(30, 60, 90))
         self.other = write_dataset(folder / "other", words=((300, 41, 90), (200, 300, 91)), val_words=(30, 60, 91))
-        self.number = 0
         self.seconds = 0.0
         self.reference = folder / "reference"
         run(flags(self.data, folder / "warm"), folder / "warm.txt")
@@ -124,12 +113,6 @@ class Lab:
         job = run(flags(self.data, self.halfway), folder / "halfway.txt", ("signal_in_step", 6, signal.SIGTERM))
         assert job.code == 1 and len(ts.checkpoints(self.halfway)) == 3, job.output
 
-    def folder(self) -> Path:
-        self.number += 1
-        folder = self.root / f"fault_{self.number:04d}"
-        folder.mkdir()
-        return folder
-
     def finish(self, run_dir: Path, *jobs: Job, exact=True, may_raise="nothing") -> Verdict:
         """Starts a disturbed run again, as a person would, and compares its end with that of an undisturbed one."""
         verdict = Verdict(silent="".join(silence(job, may_raise) for job in jobs))
@@ -141,7 +124,7 @@ class Lab:
         if not there:
             shutil.rmtree(run_dir, ignore_errors=True)
             argv = flags(self.data, run_dir)
-        last = run(argv, jobs[0].spec.out)
+        last = run(argv, jobs[0].out)
         verdict.silent = verdict.silent or silence(last)
         if last.code:
             verdict.lost = verdict.lost or f"it does not go on: {last.output[-1000:]}"
@@ -157,21 +140,19 @@ def lab(tmp_path_factory):
         yield Lab(tmp_path_factory.mktemp("soak"))
 
 
-# ---- faults: each is a function of the lab and a random generator
+# ---- faults: each is a function of the lab, a folder of its own and a random generator
 
 
-def kill(lab, rng) -> Verdict:
+def kill(lab, folder, rng) -> Verdict:
     """kill -9 at any moment."""
-    folder = lab.folder()
     job = Job(flags(lab.data, folder / "run"), folder / "out.txt")
     job.send_after(rng.uniform(0.02, lab.seconds), signal.SIGKILL)
     job.wait()
     return lab.finish(folder / "run", job)
 
 
-def kill_twice(lab, rng) -> Verdict:
+def kill_twice(lab, folder, rng) -> Verdict:
     """The run that continues is killed too."""
-    folder = lab.folder()
     shutil.copytree(lab.halfway, folder / "run")
     job = Job(["--resume", "--run-dir", folder / "run"], folder / "out.txt")
     job.send_after(rng.uniform(0.02, lab.seconds * 0.7), signal.SIGKILL)
@@ -179,16 +160,14 @@ def kill_twice(lab, rng) -> Verdict:
     return lab.finish(folder / "run", job)
 
 
-def kill_at_disk(lab, rng) -> Verdict:
+def kill_at_disk(lab, folder, rng) -> Verdict:
     """kill -9 before a certain write, sync, rename or removal."""
-    folder = lab.folder()
     job = run(flags(lab.data, folder / "run"), folder / "out.txt", ("die_at_operation", rng.randint(1, 60)))
     return lab.finish(folder / "run", job)
 
 
-def stop(lab, rng) -> Verdict:
+def stop(lab, folder, rng) -> Verdict:
     """SIGTERM or Ctrl-C, once or twice, between steps or at any moment."""
-    folder = lab.folder()
     number = rng.choice((signal.SIGTERM, signal.SIGINT))
     times = rng.choice((1, 1, 2))
     if rng.random() < 0.5:
@@ -205,22 +184,17 @@ def spoil(path: Path, rng) -> None:
     """Truncates, empties or removes a file; one with a hash is also flipped in one bit, made longer or overwritten."""
     content = path.read_bytes()
     place = rng.randrange(max(1, len(content)))
-    ways = ["truncate", "empty", "missing"]
+    before, after = content[:place], content[place:]
+    damaged = [before, b"", None]
     if path.suffix != ".json" or path.name == "tokenizer.json":
-        ways += ["flip", "flip", "longer", "zeros"]
-    how = rng.choice(ways)
-    if how == "flip" and content:
-        path.write_bytes(content[:place] + bytes([content[place] ^ (1 << rng.randrange(8))]) + content[place + 1 :])
-    elif how == "truncate":
-        path.write_bytes(content[:place])
-    elif how == "longer":
-        path.write_bytes(content + rng.randbytes(rng.randint(1, 50)))
-    elif how == "zeros":
-        path.write_bytes(content[:place] + bytes(min(4096, len(content) - place)) + content[place + 4096 :])
-    elif how == "missing":
+        flipped = before + bytes([after[0] ^ (1 << rng.randrange(8))]) + after[1:]
+        zeros = before + bytes(len(after[:4096])) + after[4096:]
+        damaged += [flipped, flipped, content + rng.randbytes(rng.randint(1, 50)), zeros]
+    new = rng.choice(damaged)
+    if new is None:
         path.unlink()
     else:
-        path.write_bytes(b"")
+        path.write_bytes(new)
 
 
 def judge_damage(lab, run_dir, out, argv) -> Verdict:
@@ -232,9 +206,8 @@ def judge_damage(lab, run_dir, out, argv) -> Verdict:
     return verdict
 
 
-def damage_run(lab, rng) -> Verdict:
+def damage_run(lab, folder, rng) -> Verdict:
     """One file of a checkpoint is not what was written; a whole one beside it must do."""
-    folder = lab.folder()
     run_dir = shutil.copytree(lab.halfway, folder / "run")
     victim = rng.choice(sorted(rng.choice(ts.checkpoints(run_dir)[-2:]).iterdir()))
     spoil(victim, rng)
@@ -244,9 +217,8 @@ def damage_run(lab, rng) -> Verdict:
     return verdict
 
 
-def damage_data(lab, rng) -> Verdict:
+def damage_data(lab, folder, rng) -> Verdict:
     """One file of the dataset, before a start or before a resume."""
-    folder = lab.folder()
     data = shutil.copytree(lab.data, folder / "data")
     spoil(rng.choice([data / "tokenizer.json", *sorted(data.rglob("*.bin"))]), rng)
     argv = flags(data, folder / "run")
@@ -256,9 +228,8 @@ def damage_data(lab, rng) -> Verdict:
     return judge_damage(lab, folder / "run", folder / "out.txt", argv)
 
 
-def replace_data(lab, rng) -> Verdict:
+def replace_data(lab, folder, rng) -> Verdict:
     """Another dataset, or a shard of another one."""
-    folder = lab.folder()
     data = shutil.copytree(lab.data, folder / "data")
     how = rng.choice(("whole", "train_000000.bin", "val_000000.bin"))
     if how == "whole":
@@ -273,17 +244,15 @@ def replace_data(lab, rng) -> Verdict:
     return verdict
 
 
-def full_disk(lab, rng) -> Verdict:
+def full_disk(lab, folder, rng) -> Verdict:
     """Files cannot grow any more, which the kernel says in the middle of a write. Then there is room."""
-    folder = lab.folder()
     wrong = ("limit_files", rng.randint(1, STEPS), rng.choice((20_000, 100_000, 300_000, 600_000)))
     job = run(flags(lab.data, folder / "run"), folder / "out.txt", wrong)
     return lab.finish(folder / "run", job, may_raise="OSError")
 
 
-def two_owners(lab, rng) -> Verdict:
+def two_owners(lab, folder, rng) -> Verdict:
     """Two processes start one run, or continue it, at the same time: one does it, the other says why not."""
-    folder = lab.folder()
     run_dir = folder / "run"
     argv = flags(lab.data, run_dir)
     if rng.random() < 0.5:
@@ -297,12 +266,11 @@ def two_owners(lab, rng) -> Verdict:
     return verdict
 
 
-def ranks(lab, rng) -> Verdict:
+def ranks(lab, folder, rng) -> Verdict:
     """One of two ranks, or both, are killed or asked to stop; one process goes on from there.
 
     What a rank says that lost the other is torch's; torchrun would end it.
     """
-    folder = lab.folder()
     how = rng.choice(("kill one", "kill both", "SIGTERM", "kill at disk"))
     wrong = ("die_at_operation", rng.randint(1, 60)) if how == "kill at disk" else ()
     with socket.socket() as free:
@@ -336,14 +304,13 @@ KINDS = {
 
 def chosen(most: int) -> list[tuple]:
     """(kind, number): all of them, or a spread over all kinds."""
-    rounds = [(kind, number) for number in range(max(KINDS.values())) for kind in KINDS if number < KINDS[kind]]
-    named = os.environ.get("FAULT_KINDS")
-    if named:
-        rounds = [pair for pair in rounds if pair[0].__name__ in named.split(",")]
+    names = os.environ.get("FAULT_KINDS", ",".join(kind.__name__ for kind in KINDS)).split(",")
+    kinds = {kind: most for kind, most in KINDS.items() if kind.__name__ in names}
+    rounds = [(kind, number) for number in range(max(KINDS.values())) for kind in kinds if number < kinds[kind]]
     return rounds[:most]
 
 
-def test_soak(lab, capsys):
+def test_soak(lab, tmp_path, capsys):
     """No fault loses work, makes a wrong number, or ends without a sentence."""
     rows = {}
     bad = []
@@ -351,19 +318,21 @@ def test_soak(lab, capsys):
     faults = chosen(int(os.environ.get("FAULTS", sum(KINDS.values()))))
     for done, (kind, number) in enumerate(faults, 1):
         row = rows.setdefault(kind.__name__, Counter())
-        verdict = kind(lab, random.Random(f"{SEED} {kind.__name__} {number}"))
+        folder = tmp_path / f"{kind.__name__}_{number}"
+        folder.mkdir()
+        verdict = kind(lab, folder, random.Random(f"{SEED} {kind.__name__} {number}"))
         row["faults"] += 1
+        seconds = time.monotonic() - begin
+        said = [f"{done} of {len(faults)}: {kind.__name__} {number}, {seconds:.0f} s"]
         for name, text in vars(verdict).items():
             if text:
                 row[name] += 1
-                bad.append(f"{kind.__name__} {number}, {name}: {text}\n({lab.root}/fault_{lab.number:04d})")
-                with capsys.disabled():
-                    print(bad[-1], flush=True)
-        if not any(vars(verdict).values()):
-            shutil.rmtree(lab.root / f"fault_{lab.number:04d}", ignore_errors=True)
+                said.append(f"{kind.__name__} {number}, {name}: {text}\n({folder})")
+        bad += said[1:]
+        if len(said) == 1:
+            shutil.rmtree(folder, ignore_errors=True)
         with capsys.disabled():
-            seconds = time.monotonic() - begin
-            print(f"{done} of {len(faults)}: {kind.__name__} {number}, {seconds:.0f} s", flush=True)
+            print("\n".join(said), flush=True)
 
     with capsys.disabled():
         print("\n\n| kind | faults | lost | wrong | silent |\n| --- | ---: | ---: | ---: | ---: |")
