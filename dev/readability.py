@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-# Folders that are longer than was aimed at may not grow: runs 8,600, data 3,700, tests 17,000.
+# runs is longer than was aimed at (8,600, and 600 for portable models and schemas) and may not grow.
 LINES = {
     "train_small.py": 4280,  # of them 90 for the portable recipe
     "train_medium.py": 4425,
@@ -28,7 +28,7 @@ LINES = {
     "data/*.py": 3700,
     "records/*.py": 1950,
     "dev/*.py": 3065,
-    "tests/**/*.py": 18370,
+    "tests/**/*.py": 17000,
     "README.md": 190,
     "runs/tutorials/train_plain.py": 450,
     "runs/chat.html": 953,

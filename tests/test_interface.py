@@ -90,7 +90,7 @@ MEDIUM_LOSSES = """
 
 @pytest.mark.parametrize(
     ("config", "losses", "bpb"),
-    ((tiny_config(), SMALL_LOSSES, 2.8445460), (tiny_medium(adam_eps=1e-4), MEDIUM_LOSSES, 1.3608097)),
+    ((tiny_config(lr_floor=0.15), SMALL_LOSSES, 2.8445460), (tiny_medium(adam_eps=1e-4), MEDIUM_LOSSES, 1.3608097)),
     ids=("small", "medium"),
 )
 def test_twenty_steps_are_those_of_before(dataset, config, losses, bpb):
