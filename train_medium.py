@@ -1708,6 +1708,16 @@ def average_weight(config: Config, step: int) -> float:
     return 1 / (samples - left)
 
 
+def norms(slot: Slot) -> Tensor:
+    """The norm of each matrix of NorMuon, fp32 (N, 1, 1), or of a whole table over all ranks, 0-D."""
+    if slot.policy.optimizer == "normuon":
+        return torch.linalg.vector_norm(slot.master, dim=(-2, -1), keepdim=True)
+    square = torch.linalg.vector_norm(slot.master).square()
+    if slot.sharded:
+        dist.all_reduce(square)
+    return square.sqrt()
+
+
 @torch.no_grad()
 def average_weights(state: TrainState) -> None:
     """Takes a sample of the master weights where one is due; the last step then blends the averages in."""
@@ -1719,14 +1729,11 @@ def average_weights(state: TrainState) -> None:
     if state.step < state.config.num_steps:
         return
 
+    # An average is shorter than what it is made of, so each tensor gets its norm back.
     for slot in slots:
-        # An average is shorter than what it is made of. Each matrix of NorMuon gets its norm back, and
-        # each table (of several ranks, each part of it).
-        axes = (-2, -1) if slot.policy.optimizer == "normuon" else None
-        before = torch.linalg.vector_norm(slot.master, dim=axes, keepdim=True)
+        before = norms(slot)
         slot.master.lerp_(slot.moments.pop("average"), slot.policy.average)
-        after = torch.linalg.vector_norm(slot.master, dim=axes, keepdim=True)
-        slot.master.mul_(before / after.clamp_min(1e-10))
+        slot.master.mul_(before / norms(slot).clamp_min(1e-10))
         slot.param.copy_(state.optimizer.gather(slot, slot.master).view(slot.param.shape))
 
 

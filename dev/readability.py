@@ -22,8 +22,8 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 # runs is longer than was aimed at (8,600, and 600 for portable models and schemas) and may not grow.
 LINES = {
-    "train_small.py": 4280,  # of them 90 for the portable recipe
-    "train_medium.py": 4425,
+    "train_small.py": 4290,  # of them 90 for the portable recipe
+    "train_medium.py": 4430,
     "runs/*.py": 10270,
     "data/*.py": 3700,
     "records/*.py": 1950,
