@@ -92,6 +92,7 @@ class Config:
 
     # No fields: what train_small.py asks of its own Config.
     wandb = ""
+    average = 0.0
     bigram_rows = 0
     prefix_weight = 0.0
 

@@ -13,6 +13,7 @@ import random
 import shutil
 import signal
 import sys
+import types
 from collections import Counter
 from pathlib import Path
 
@@ -333,6 +334,20 @@ def test_flags_come_last(base):
     assert config.stages == ((1.0, 4, 0.3),) and (config.num_steps, config.cooldown) == (3, 0.4)
     assert (config.lr_floor, config.bigram_rows, config.momentum) == (0.0, 500, (0.95, 0.95, 0, 0))
     assert (config.ahead, config.prefix_weight) == ((1.0,), 0.0), "one target for a token, as validation has it"
+
+
+@pytest.mark.parametrize("old", (False, True))
+def test_weights_are_not_averaged(base, old):
+    """Whether the source averages its own or is of an older script, whose Config has no such field."""
+    config = ts.read_config(base)
+    values = dataclasses.asdict(config)
+    assert values["average"] > 0
+    if old:
+        del values["average"]
+        config = dataclasses.make_dataclass("Config", values)(**values)
+    script = types.SimpleNamespace(read_config={base: config}.get)
+    stage = finetune.stage_config(script, base / "checkpoints" / "step_000020", 4, 0.5)
+    assert stage.stages == ((1.0, 4, 0.5),) and getattr(stage, "average", None) == (None if old else 0.0)
 
 
 KILL = """
