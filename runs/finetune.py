@@ -333,6 +333,29 @@ def build_parser(script: ModuleType) -> argparse.ArgumentParser:
     return parser
 
 
+def add_flags(parser: argparse.ArgumentParser, fields: dict, prefix: str = "") -> None:
+    """A flag for each field of a pydantic model that is described; check_settings converts its value."""
+    for name, field in fields.items():
+        if field.description:
+            default = "required" if field.is_required() else field.default
+            text = f"{field.description} [{default}]".replace("%", "%%")
+            switch = {"nargs": "?", "const": True} if field.annotation is bool else {}
+            flag = f"--{prefix}{name.replace('_', '-')}"
+            parser.add_argument(flag, dest=prefix + name, metavar="X", help=text, **switch)
+
+
+def check_settings(model: type, values: dict):
+    """A pydantic model of values. Raises: RunError, about the first that is wrong"""
+    try:
+        return model(**values)
+    except ValueError as error:
+        # An unknown name comes first: it may be a required one, misspelled.
+        first = min(error.errors(), key=lambda error: error["type"] != "extra_forbidden")
+    name = ".".join(map(str, first["loc"][:2])).replace("_", "-")
+    found = "missing" if first["type"] == "missing" else repr(first["input"])
+    raise RunError(f"--{name} is {found}: {first['msg'].lower()}; see --help")
+
+
 def finetune(script: ModuleType, argv: list[str]) -> dict:
     """Runs or resumes; returns the result that is printed last."""
     args = build_parser(script).parse_args(argv)

@@ -45,8 +45,8 @@ import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from datasets.fingerprint import Hasher
 from engine import RunError
-from finetune import best_fit
-from pydantic import BaseModel, Field, ValidationError
+from finetune import add_flags, best_fit, check_settings
+from pydantic import BaseModel, Field
 from torch import Tensor, nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -82,7 +82,7 @@ class Config(BaseModel, extra="forbid"):
     chat_template: str | None = Field(None, description="file with a chat template for sft")
     run_dir: Path = Field(description="where the run is written")
     resume: bool = Field(False, description="continue the run in --run-dir")
-    data: Source = Field(description="what to train on")
+    data: Source
     val_rows: int = Field(200, ge=1, description="rows of the data held out for validation")
     column: str | None = Field(None, description="default: messages for sft, text for pretrain")
     sequence_length: int = Field(4096, ge=2, description="tokens in a pack, longest document")
@@ -846,12 +846,6 @@ def first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {engine.first_line(error)[:200]}"
 
 
-def setting_names() -> dict[str, Any]:
-    """All settings as flags name them, with what pydantic knows of them."""
-    names = {name: setting for name, setting in Config.model_fields.items() if name != "data"}
-    return names | {f"data.{name}": setting for name, setting in Source.model_fields.items()}
-
-
 class ReadFile(argparse.Action):
     """Takes the settings of a TOML file, or those of a run from its config.json."""
 
@@ -877,11 +871,8 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("command", nargs="?", help="sft or pretrain")
     add("@", dest="file", type=Path, action=ReadFile, metavar="FILE", help="a TOML file")
-    for name, setting in setting_names().items():
-        default = "required" if setting.is_required() else setting.default
-        text = f"{setting.description} [{default}]".replace("%", "%%")
-        switch = {"nargs": "?", "const": True} if setting.annotation is bool else {}
-        add(f"--{name.replace('_', '-')}", dest=name, metavar="X", help=text, **switch)
+    add_flags(parser, Config.model_fields)
+    add_flags(parser, Source.model_fields, "data.")
     return parser
 
 
@@ -900,14 +891,7 @@ def make_config(argv: list[str]) -> Config:
 
     data = [name for name in settings if name.startswith("data.")]
     source = {name.removeprefix("data."): settings.pop(name) for name in data}
-    try:
-        return Config(**settings, data=source)
-    except ValidationError as error:
-        # An unknown name comes first: it may be a required one, misspelled.
-        first = min(error.errors(), key=lambda error: error["type"] != "extra_forbidden")
-    name = ".".join(map(str, first["loc"][:2])).replace("_", "-")
-    found = "missing" if first["type"] == "missing" else repr(first["input"])
-    raise RunError(f"--{name} is {found}: {first['msg'].lower()}; see --help")
+    return check_settings(Config, settings | {"data": source})
 
 
 def main(argv: list[str]) -> int:
