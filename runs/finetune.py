@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
-if __name__ == "__main__":  # Ctrl-C ends the process quietly while torch is imported
+if __name__ == "__main__":  # Ctrl-C ends the process quietly while torch and the script are imported
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import engine
@@ -177,6 +177,7 @@ def load_source(script: ModuleType, state, checkpoint: Path, moments: bool) -> N
 
 
 def drop_moments(optimizer) -> None:
+    """Leaves an optimizer as before its first step."""
     optimizer.count = 0
     for slot in optimizer.slots:
         for moment in slot.moments.values():
@@ -202,17 +203,12 @@ def new_job(script: ModuleType, args: argparse.Namespace):
     run_dir = Path(args.run)
     checkpoint = script.newest_whole(run_dir, engine.print_note)
     name = Path(script.__file__).stem
-    settings = Settings(
-        run=args.run,
-        checkpoint=checkpoint.name,
-        packs=PACKS.get(name, 8) if args.packs is None else args.packs,
-        lr=RATES.get(name, 0.8) if args.lr is None else args.lr,
-        moments=args.moments is None,
-    )
-    if settings.lr <= 0:
-        raise RunError(f"--lr {settings.lr} must be above 0")
-
-    base = stage_config(script, checkpoint, settings.packs, settings.lr)
+    packs = PACKS.get(name, 8) if args.packs is None else args.packs
+    lr = RATES.get(name, 0.8) if args.lr is None else args.lr
+    if lr <= 0:
+        raise RunError(f"--lr {lr} must be above 0")
+    settings = Settings(args.run, checkpoint.name, packs, lr, moments=args.moments is None)
+    base = stage_config(script, checkpoint, packs, lr)
     config = script.change_config(base, args)
     dataset = script.Dataset.open(config.data)
     if (run_dir / "tokenizer.json").read_bytes() != dataset.tokenizer.path.read_bytes():
@@ -371,9 +367,7 @@ def run_with_script(directory: Callable[[], Path], work: Callable[[ModuleType], 
     except RunError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return 1
-    except KeyboardInterrupt:
-        print("error: stopped at once; nothing was done yet", file=sys.stderr, flush=True)
-        return 130
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def command() -> dict:
         try:
@@ -393,5 +387,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.exit(main())

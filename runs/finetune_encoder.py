@@ -19,6 +19,7 @@ Letters in shape comments: T packed tokens, D width, N texts.
 import argparse
 import dataclasses
 import hashlib
+import itertools
 import math
 import re
 import sys
@@ -344,38 +345,24 @@ def new_run(args: argparse.Namespace) -> tuple[encoder.Config, Settings]:
     folder = script.newest_whole(args.run, print_note)
     # The rate falls from the first step to the last. The moments are new, so momentum rises.
     config = dataclasses.replace(base, **encoder.fields_of(args), cooldown=1.0, lr_floor=0.0)
-    settings = Settings(
-        run=str(args.run),
-        checkpoint=folder.name,
-        pairs=str(args.pairs),
-        val_pairs=str(args.val_pairs),
-        batch=args.batch,
-        max_len=min(args.max_len, base.max_seq_len),
-        negatives=args.negatives,
-        temperature=args.temperature,
-    )
-    return config, settings
+    given = {name: getattr(args, name) for name in ("batch", "negatives", "temperature")}
+    given |= {"pairs": str(args.pairs), "val_pairs": str(args.val_pairs)}
+    max_len = min(args.max_len, base.max_seq_len)
+    return config, Settings(run=str(args.run), checkpoint=folder.name, max_len=max_len, **given)
 
 
-class PairLoader:
-    """The pairs of each step, from the step of a run on."""
+def pair_loader(run, train: Pairs, batch: int) -> SimpleNamespace:
+    """The pairs of each step from that of a run on, with what the loop of train_small.py asks of a batch."""
+    steps = itertools.count(run.state.step)
+    seed = run.job.config.seed
 
-    def __init__(self, run, train: Pairs, batch: int):
-        self.train = train
-        self.batch = batch
-        self.seed = run.job.config.seed
-        self.step = run.state.step
-
-    def next(self) -> SimpleNamespace:
-        """The pairs, with what the loop of train_small.py asks of a batch."""
-        chosen = pairs_of_step(len(self.train.pairs), self.batch, self.seed, self.step)
-        self.step += 1
-        tokens = sum(len(self.train.sequences[i]) for i in texts_of(self.train, chosen))
+    def next_pairs() -> SimpleNamespace:
+        chosen = pairs_of_step(len(train.pairs), batch, seed, next(steps))
+        tokens = sum(len(train.sequences[i]) for i in texts_of(train, chosen))
         unused = {"position": None, "positions": None, "notes": {}}
         return SimpleNamespace(chosen=chosen, total_tokens=tokens, **unused)
 
-    def close(self) -> None:
-        pass
+    return SimpleNamespace(next=next_pairs, close=lambda: None)
 
 
 def finetune(args: argparse.Namespace) -> dict:
@@ -407,22 +394,20 @@ def make_job(config: encoder.Config, settings: Settings, tokenizer):
         state.step = 0
         drop_moments(state.optimizer)
 
-    this_script = Path(__file__)
-    digests = [encoder.file_sha256(Path(path)) for path in (settings.pairs, settings.val_pairs)]
+    digests = [script.file_sha256(Path(path)) for path in (settings.pairs, settings.val_pairs)]
+    files = (encoder.__file__, __file__)
     return script.Job(
         config=config,
         tokenizer=tokenizer,
         fingerprint=hashlib.sha256("".join(digests).encode()).hexdigest(),
         note=f"{len(train.pairs):,} pairs to train on, {len(held_out.pairs):,} held out",
-        command="finetune_encoder",
         load_start=load_start,
-        description={**encoder.facts(this_script), "contrast": dataclasses.asdict(settings)},
-        scripts=(Path(encoder.__file__), this_script),
         build=encoder.build_state,
-        loader=lambda run: PairLoader(run, train, settings.batch),
+        loader=lambda run: pair_loader(run, train, settings.batch),
         step=lambda state, batch: contrast_step(state, train, batch.chosen, settings.temperature),
         evaluate=lambda run: {**retrieval_scores(run.state, held_out), **bm25},
         flops=lambda config, positions: 0.0,  # texts are of many lengths, and most are short
+        **encoder.script_entries(*files, contrast=dataclasses.asdict(settings)),
     )
 
 

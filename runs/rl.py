@@ -43,7 +43,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
-if __name__ == "__main__":  # Ctrl-C ends the process quietly while torch is imported
+if __name__ == "__main__":  # Ctrl-C ends the process quietly while torch and the script are imported
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import chat_eval
@@ -526,5 +526,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.exit(main())

@@ -20,7 +20,6 @@ vocabulary, L layers, P packs, N texts.
 
 import argparse
 import dataclasses
-import hashlib
 import importlib
 import math
 import sys
@@ -408,9 +407,8 @@ def micro_batch_limit(config: Config, device: torch.device) -> int:
 
 def choose_packs(config: Config, ranks) -> int:
     """Packs in a micro-batch: the most that divide a rank's share and stay below the limit."""
-    share = max(1, config.packs // ranks.world)
     most = max(1, micro_batch_limit(config, ranks.device) // config.pack_tokens)
-    return max(n for n in range(1, min(share, most) + 1) if share % n == 0)
+    return script.largest_divisor(config.packs // ranks.world, most)
 
 
 def build_state(config: Config, ranks, say: Callable = print):
@@ -430,14 +428,11 @@ def build_state(config: Config, ranks, say: Callable = print):
     return script.TrainState(config, ranks, model, forward, optimizer, packs)
 
 
-def file_sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def facts(*tools: Path) -> dict:
-    """Entries of config.json that make a run of an encoder known, and that --resume compares."""
-    paths = (Path(__file__), *tools)
-    return {"scripts": {path.name: file_sha256(path) for path in paths}}
+def script_entries(*files: str, **settings) -> dict:
+    """What a Job says of its scripts, the last of which is the command; --resume compares their hashes."""
+    paths = [Path(file) for file in files]
+    digests = {path.name: script.file_sha256(path) for path in paths}
+    return {"command": paths[-1].stem, "scripts": paths, "description": {"scripts": digests, **settings}}
 
 
 def read_run(run_dir: Path, command: str = "") -> tuple[Config, dict]:
@@ -503,16 +498,14 @@ def make_job(config: Config, dataset):
         tokenizer=tokenizer,
         fingerprint=dataset.info["fingerprint"],
         note=f"{tokens:,} training tokens",
-        command="train_encoder",
         available=tokens * config.max_epochs,
         reader=reader,
         bytes_per_token=dataset.total("train", "text_bytes") / max(tokens, 1),
-        description=facts(),
-        scripts=(Path(__file__),),
         build=build_state,
         loader=loader,
         evaluate=evaluate,
         flops=flops_per_token,
+        **script_entries(__file__),
     )
 
 
