@@ -204,17 +204,19 @@ def pack_texts(sequences: list[np.ndarray], device: torch.device) -> tuple:
     return *(torch.from_numpy(array).to(device) for array in arrays), max(lengths)
 
 
-def group_texts(sequences: list[np.ndarray], most: int) -> list[list[np.ndarray]]:
-    """Consecutive texts in groups of at most `most` tokens; a longer text is a group of its own."""
+def own_texts(state, sequences: list[np.ndarray]) -> list[tuple]:
+    """This rank's share of some texts, packed in micro-batches; a longer text is one of its own."""
+    ranks = state.ranks
+    most = encoder.micro_batch_limit(state.config, ranks.device)
     groups = []
     room = 0
-    for sequence in sequences:
+    for sequence in sequences[ranks.rank :: ranks.world]:
         if not groups or len(sequence) > room:
             groups.append([])
             room = most
         groups[-1].append(sequence)
         room -= len(sequence)
-    return groups
+    return [pack_texts(group, ranks.device) for group in groups]
 
 
 def gather_rows(part_ND: Tensor, count: int, ranks) -> Tensor:
@@ -231,12 +233,9 @@ def gather_rows(part_ND: Tensor, count: int, ranks) -> Tensor:
 @torch.no_grad()
 def embed_all(state, sequences: list[np.ndarray]) -> Tensor:
     """Embeddings of texts, fp32 (N, D), on every rank. The ranks share the work."""
-    ranks = state.ranks
-    own = sequences[ranks.rank :: ranks.world]
-    parts = [torch.zeros(0, state.config.width, device=ranks.device)]
-    for group in group_texts(own, encoder.micro_batch_limit(state.config, ranks.device)):
-        parts.append(state.model.embed_texts(*pack_texts(group, ranks.device)))
-    return gather_rows(torch.cat(parts), len(sequences), ranks)
+    parts = [torch.zeros(0, state.config.width, device=state.ranks.device)]
+    parts += [state.model.embed_texts(*packed) for packed in own_texts(state, sequences)]
+    return gather_rows(torch.cat(parts), len(sequences), state.ranks)
 
 
 def contrast_loss(embeddings_ND: Tensor, rows: list[Pair], temperature: float) -> Tensor:
@@ -283,9 +282,7 @@ def contrast_step(state, data: Pairs, chosen: np.ndarray, temperature: float) ->
     for query, positive, negatives in (data.pairs[i] for i in chosen):
         rows.append(Pair(row[query], row[positive], tuple(row[n] for n in negatives)))
 
-    own = [data.sequences[i] for i in texts[ranks.rank :: ranks.world]]
-    groups = group_texts(own, encoder.micro_batch_limit(config, ranks.device))
-    packed = [pack_texts(group, ranks.device) for group in groups]
+    packed = own_texts(state, [data.sequences[i] for i in texts])
     keeps_graph = len(packed) == 1
     with torch.set_grad_enabled(keeps_graph):
         outputs = [state.model.embed_texts(*group) for group in packed]
@@ -296,7 +293,7 @@ def contrast_step(state, data: Pairs, chosen: np.ndarray, temperature: float) ->
     loss = contrast_loss(everything, rows, temperature)
     loss.backward()
 
-    gradients = leaf.grad.split([len(group) for group in groups])
+    gradients = leaf.grad.split([len(output) for output in outputs])
     for group, output, gradient in zip(packed, outputs, gradients, strict=True):
         if not keeps_graph:
             output = state.model.embed_texts(*group)

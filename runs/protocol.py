@@ -10,6 +10,7 @@ Answers               from what the model said to JSON
 
 import asyncio
 import codecs
+import itertools
 import json
 import random
 import re
@@ -30,6 +31,8 @@ from starlette.responses import JSONResponse
 
 MAX_CHOICES = 64  # answers to one request
 MAX_TOP = 20  # likeliest ids beside each id of an answer
+# Fields that a request has in common with engine.Completion.
+SAMPLING = {"temperature", "top_p", "min_p", "logit_bias", "presence_penalty", "frequency_penalty"}
 CALL = re.compile(r"\[([^\[\]]{1,256}) = ([^\[\]]{1,64})\]")  # as Reader shows a call
 
 
@@ -366,9 +369,7 @@ class Protocol:
         if not least <= most <= self.limit:
             raise Problem(400, f"max_tokens must be {least} to {self.limit:,}, found {most:,}", "max_tokens")
         self.check_ids(fields.logit_bias, "logit_bias")
-        names = {"temperature", "top_p", "min_p", "logit_bias"}
-        names |= {"presence_penalty", "frequency_penalty"}
-        sampling = fields.model_dump(include=names)
+        sampling = fields.model_dump(include=SAMPLING)
         jobs = []
         mask = self.mask(fields.response_format)
         for prompt in prompts:
@@ -441,29 +442,27 @@ class Protocol:
         A system text goes in front of the next text of the user, and several messages of one role
         in a row become one, as the model has only seen turns.
         """
-        turns = []
-        system = []  # texts that wait for a text of the user
-
-        def add(role: str, *texts: str) -> None:
-            if turns and turns[-1][0] == role:
-                texts = (turns.pop()[1], *texts)
-            turns.append((role, "\n\n".join(texts)))
-
-        for i, (role, text) in enumerate((message.role, message.content) for message in messages):
+        said = []  # roles and texts, those of the system as the user's
+        system = []  # what waits for a text of the user
+        for i, message in enumerate(messages):
+            role = message.role
+            text = message.content
             if role == "user" and not text.strip():
                 raise Problem(400, f"messages[{i}] (user) is empty", "messages")
             if role in ("system", "developer"):
-                system += [text] if text.strip() else []
-            elif role == "user":
-                add("user", *system, text)
+                system += [("user", text)] if text.strip() else []
+                continue
+            if role == "user" or not said:
+                said += system
                 system = []
-            else:
-                if not turns:  # an assistant that speaks first
-                    add("user", *system)
-                    system = []
-                add("assistant", text)
-        if system:
-            add("user", *system)
+            if role == "assistant" and not said:  # it speaks first
+                said.append(("user", ""))
+            said.append((role, text))
+        said += system
+
+        turns = []
+        for role, group in itertools.groupby(said, key=lambda one: one[0]):
+            turns.append((role, "\n\n".join(text for _, text in group)))
         if turns and turns[-1] == ("assistant", ""):
             turns.pop()  # an empty beginning of an answer says nothing
         if not any(text for _, text in turns):
@@ -517,7 +516,6 @@ class Answers:
         self.ask = ask
         self.tokenizer = tokenizer
         self.marks = set(tokenizer.specials.values())
-        self.opened = set()  # jobs whose prompt's chances were sent
         self.ended = set()  # jobs whose end was sent
         self.scored = [0] * len(ask.jobs)  # ids whose chances were sent
         # Characters before the next id, for text_offset.
@@ -602,15 +600,15 @@ class Answers:
         if self.ask.logprobs is None:
             return None
         completion = job.completion
-        found = []
-        if completion.score_prompt and completion.prompt_chances and job not in self.opened:
-            self.opened.add(job)
-            found += zip(completion.prompt, completion.prompt_chances, strict=True)
-        if not job.silent:
-            start = self.scored[job.index]
-            new = completion.chances[start:]  # an id is there before its chance
-            found += zip(completion.tokens[start:], new, strict=False)
-            self.scored[job.index] += len(new)
+        ids = [] if job.silent else completion.tokens
+        chances = completion.chances
+        if completion.score_prompt:
+            ids = completion.prompt + ids
+            chances = completion.prompt_chances + chances
+        start = self.scored[job.index]
+        # The model's thread goes on meanwhile: an id may be there before its chance.
+        found = list(zip(ids[start:], chances[start:], strict=False))
+        self.scored[job.index] += len(found)
         if self.ask.chat:
             return {"content": [self.chat_chance(*one) for one in found], "refusal": None}
         return self.text_chances(job, found)
