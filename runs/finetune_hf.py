@@ -623,8 +623,8 @@ def save(run: Run) -> None:
     dist.barrier()
     writer = HuggingFaceStorageWriter(str(unfinished), save_distributed=True)
     dcp.save(tensors_of(run), storage_writer=writer)
-    dist.barrier()
 
+    # Process 0 comes here when all have written.
     if dist.get_rank() == 0:
         state = {"progress": asdict(run.progress), "origin": run.origin}
         state["files"] = {file.name: file.stat().st_size for file in unfinished.iterdir()}

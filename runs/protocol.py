@@ -76,14 +76,15 @@ class Reader:
         self.text = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self.part = "text"
         self.closing = False  # the call is written, and a result may follow
-        self.held: list[tuple[str, str]] = []
+        self.held: list[tuple[str, str]] = []  # characters, with their parts
+        self.stopped = False  # by a stop string
 
-    def push(self, token: int, forced: bool) -> tuple[list[tuple[str, str]], bool]:
-        """Returns pieces and whether a stop string ended the text; `forced` as in Completion."""
+    def push(self, token: int, forced: bool) -> list[tuple[str, str]]:
+        """The pieces that a token completes, some of one character; `forced` as in Completion."""
         mark = self.marks.get(token, "")
         if not (mark or self.closing or self.stops):  # as nearly always
             text = self.text.decode(self.bytes[token])
-            return [(self.part, text)] if text else [], False
+            return [(self.part, text)] if text else []
         if self.closing and mark != "<|output_start|>":
             self.add(b"]")  # a call without a result
             self.part = "text"
@@ -98,28 +99,23 @@ class Reader:
             self.part = "text"
         return self.release(self.hold)
 
-    def finish(self) -> tuple[list[tuple[str, str]], bool]:
-        """The pieces that remain after the last token, and whether a stop string was in them."""
+    def finish(self) -> list[tuple[str, str]]:
+        """The pieces that remain after the last token."""
         self.add(b"]" if self.closing else b"", final=True)
         return self.release(0)
 
     def add(self, own: bytes, final: bool = False) -> None:
-        if text := self.text.decode(own, final):
-            self.held.append((self.part, text))
+        self.held += [(self.part, character) for character in self.text.decode(own, final)]
 
-    def release(self, hold: int) -> tuple[list[tuple[str, str]], bool]:
-        """The pieces but for some characters at the end, and whether a stop string was found."""
-        text = "".join(piece for _, piece in self.held)
+    def release(self, hold: int) -> list[tuple[str, str]]:
+        """What is held, but for some characters at the end or what follows a stop string."""
+        text = "".join(character for _, character in self.held)
         places = [text.find(stop) for stop in self.stops if stop in text]
+        self.stopped = bool(places)
         cut = min(places, default=max(0, len(text) - hold))
-        pieces = []
-        rest = []
-        for part, piece in self.held:
-            pieces.append((part, piece[:cut]))
-            rest.append((part, piece[cut:]))
-            cut = max(0, cut - len(piece))
-        self.held = [piece for piece in rest if piece[1]]
-        return [piece for piece in pieces if piece[1]], bool(places)
+        pieces = self.held[:cut]
+        self.held = self.held[cut:]
+        return pieces
 
 
 # ---- requests and their answers
@@ -140,14 +136,11 @@ class Job:
 
     def take(self, event: engine.Event) -> None:
         """Turns the id of a step into text. A stop string ends the answer."""
-        stopped = False
         if event.token is not None and not self.silent:
-            pieces, stopped = self.reader.push(event.token, self.completion.forced[-1])
-            self.pieces.extend(pieces)
-        if event.reason and not stopped and not self.silent:
-            pieces, stopped = self.reader.finish()
-            self.pieces.extend(pieces)
-        self.reason = "stop" if stopped else event.reason
+            self.pieces.extend(self.reader.push(event.token, self.completion.forced[-1]))
+        if event.reason and not self.reader.stopped and not self.silent:
+            self.pieces.extend(self.reader.finish())
+        self.reason = "stop" if self.reader.stopped else event.reason
 
 
 @dataclass(eq=False)

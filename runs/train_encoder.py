@@ -380,10 +380,7 @@ class MaskedPacks(script.PackLoader):
         """This rank's packs. Every rank reads and masks all of them."""
         whole = super().batch(step)
         masked = mask_tokens(whole, self.config, self.is_text_V, [self.config.seed, step])
-        share = len(masked.tokens) // self.sharing.world
-        own = slice(self.sharing.rank * share, (self.sharing.rank + 1) * share)
-        fields = {name: getattr(masked, name)[own] for name in ("tokens", "targets", "positions")}
-        return dataclasses.replace(masked, **fields, ends=masked.ends[own])
+        return script.share_of_rank(masked, 1, self.sharing)
 
 
 def flops_per_token(config: Config, positions: Tensor) -> float:

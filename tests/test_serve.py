@@ -613,12 +613,11 @@ def read(reader, ids) -> tuple[list[str], bool]:
     """Pieces of ids until a stop string."""
     pieces = []
     for token in ids:
-        new, stopped = reader.push(token, False)
-        pieces += [text for _, text in new]
-        if stopped:
+        pieces += [text for _, text in reader.push(token, False)]
+        if reader.stopped:
             return pieces, True
-    new, stopped = reader.finish()
-    return pieces + [text for _, text in new], stopped
+    pieces += [text for _, text in reader.finish()]
+    return pieces, reader.stopped
 
 
 @given(st.text("abcé你😀\n", max_size=40), st.lists(st.text("abcé\n", min_size=1, max_size=5), max_size=3))
