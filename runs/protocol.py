@@ -204,13 +204,6 @@ def unsupported(value: Any) -> None:
         raise PydanticCustomError("unsupported", "Leave it out, as this server does not support it")
 
 
-def without_null(data: Any) -> Any:
-    """A request without the fields that are null, which is as good as none."""
-    if not isinstance(data, dict):
-        return data
-    return {name: value for name, value in data.items() if value is not None}
-
-
 class JsonSchema(BaseModel, strict=True):
     given: dict = Field(alias="schema")
 
@@ -297,7 +290,9 @@ class DetokenizeFields(BaseModel, strict=True):
 def read_fields(kind: type[BaseModel], data: bytes) -> BaseModel:
     """The fields of a request from its JSON. Raises: Problem, about the first that is wrong"""
     try:
-        body = without_null(pydantic_core.from_json(data, allow_inf_nan=False))
+        body = pydantic_core.from_json(data, allow_inf_nan=False)
+        if isinstance(body, dict):  # null is as good as none
+            body = {name: value for name, value in body.items() if value is not None}
         return kind.model_validate(body)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
@@ -528,9 +523,8 @@ class Answers:
         choices = []
         for job in self.ask.jobs:
             text = "".join(text for _, text in job.pieces)
-            content = {"text": text}
-            if self.ask.chat:
-                content = {"message": {"role": "assistant", "content": text, "refusal": None}}
+            message = {"role": "assistant", "content": text, "refusal": None}
+            content = {"message": message} if self.ask.chat else {"text": text}
             ends = {"logprobs": self.chances(job), "finish_reason": job.reason}
             choices.append({"index": job.index, **content, **ends})
         return self.head | {"choices": choices, "usage": self.usage()}

@@ -40,7 +40,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any, Literal
 
 if __name__ == "__main__":  # Ctrl-C ends the process quietly while torch and the script are imported
@@ -217,24 +217,11 @@ def judge(task: Task, tokenizer, item: Item, completions: list) -> list[Rollout]
 # ---- a step
 
 
-@dataclass
-class Answers:
-    """This rank's part of a step, packed, and what the log says of the whole step."""
+def pack_rollouts(script, config, bos_id: int, rollouts: list[Rollout], packs: int) -> tuple:
+    """The rollouts that have an advantage, as whole micro-batches of `packs` packs, at least one.
 
-    batch: Any  # the script's Batch
-    weights: torch.Tensor  # fp32 (P, pack_tokens): the advantage of the answer that a target is in
-    total_tokens: int = 0  # that were drawn, over all ranks
-    useful: bool = False  # whether the answers to any question differ in reward
-    notes: dict = dataclasses.field(default_factory=dict)
-    position: None = None
-
-    @property
-    def positions(self) -> torch.Tensor:
-        return self.batch.positions
-
-
-def pack_rollouts(script, config, bos_id: int, rollouts: list[Rollout], packs: int) -> Answers:
-    """The rollouts that have an advantage, as whole micro-batches of `packs` packs, at least one."""
+    Returns: the script's Batch; fp32 (P, pack_tokens), the advantage of the answer that a target is in
+    """
     rollouts = [r for r in rollouts if r.advantage]
     rows = [[]]
     if rollouts:
@@ -256,10 +243,10 @@ def pack_rollouts(script, config, bos_id: int, rollouts: list[Rollout], packs: i
             start = end
             documents.append((np.array(rollout.tokens, np.int32), np.array(rollout.drawn)))
         script.fill_pack(batch, row, documents)
-    return Answers(batch, weights)
+    return batch, weights
 
 
-def backward(state, answers: Answers) -> torch.Tensor:
+def backward(state, batch, weights: torch.Tensor, drawn: int) -> torch.Tensor:
     """Adds the gradient of sum(advantage * nats) / drawn tokens of this rank's packs.
 
     Returns: the sum of nats, without weights, 0-D
@@ -267,10 +254,10 @@ def backward(state, answers: Answers) -> torch.Tensor:
     device = state.ranks.device
     packs = state.packs
     total_nats = torch.zeros((), device=device)
-    for i, micro_batch in enumerate(answers.batch.micro_batches(packs, device)):
-        weight = answers.weights[i * packs : (i + 1) * packs].flatten().to(device)
+    for i, micro_batch in enumerate(batch.micro_batches(packs, device)):
+        weight = weights[i * packs : (i + 1) * packs].flatten().to(device)
         loss, nats = state.forward(*micro_batch, weight)
-        (loss / answers.total_tokens * state.loss_scale).backward()
+        (loss / drawn * state.loss_scale).backward()
         total_nats += nats.sum()
     return total_nats
 
@@ -298,7 +285,7 @@ class Learner:
     def close(self) -> None:
         pass
 
-    def next(self) -> Answers:
+    def next(self) -> SimpleNamespace:
         """Draws and judges the answers of the next step with the current weights."""
         start = time.perf_counter()
         settings = self.settings
@@ -323,18 +310,14 @@ class Learner:
             sum(any(r.advantage for r in group) for group in judged),
         ]
         drawn, reward, right, useful = sum_over_ranks(np.array(sums, float), ranks).tolist()
-        bos_id = self.tokenizer.bos_id
-        answers = pack_rollouts(self.script, self.state.config, bos_id, rollouts, self.state.packs)
-        answers.total_tokens = int(drawn)
-        answers.useful = useful > 0
         count = settings.prompts * settings.samples
-        answers.notes = {
-            "reward": reward / count,
-            "right": right / count,
-            "useful": useful / settings.prompts,
-            "draw_seconds": time.perf_counter() - start,
-        }
-        return answers
+        notes = {"reward": reward / count, "right": right / count}
+        notes |= {"useful": useful / settings.prompts}
+        bos_id = self.tokenizer.bos_id
+        batch, weights = pack_rollouts(self.script, self.state.config, bos_id, rollouts, self.state.packs)
+        notes["draw_seconds"] = time.perf_counter() - start
+        logged = {"total_tokens": int(drawn), "positions": batch.positions, "position": None}
+        return SimpleNamespace(batch=batch, weights=weights, useful=useful > 0, notes=notes, **logged)
 
     def ask(self, item: Item, seeds, temperature: float) -> list[engine.Completion]:
         """A completion of the question for each seed, from the whole vocabulary; not yet drawn."""
@@ -345,13 +328,13 @@ class Learner:
         options["stop"] = (self.tokenizer.specials["<|assistant_end|>"],)
         return [engine.Completion(prompt, most, temperature, seed=s % 2**32, **options) for s in seeds]
 
-    def step(self, state, answers: Answers) -> torch.Tensor:
+    def step(self, state, answers: SimpleNamespace) -> torch.Tensor:
         """One optimizer step on the answers of all ranks; this rank's share of the mean nats, 0-D."""
         step = state.step
         state.step += 1
         if not answers.useful:
             return torch.zeros((), device=self.ranks.device)
-        nats = backward(state, answers)
+        nats = backward(state, answers.batch, answers.weights, answers.total_tokens)
         lr_mult = self.script.lr_multiplier(state.config, step)
         momentum = self.script.muon_momentum(state.config, step)
         if not state.optimizer.step(lr_mult, momentum, state.loss_scale):
@@ -427,23 +410,18 @@ def rl_config(script, checkpoint: Path, settings: Settings):
     )
 
 
-def fit_ranks(config, steps: int, world: int):
-    """Gives the schedule `steps` steps: on paper, a step is one pack on each rank.
-
-    A micro-batch is then one pack, and a step has as many of them as its answers need.
-    """
-    stages = ((1.0, world, 1.0),)
-    return dataclasses.replace(config, stages=stages, tokens=steps * world * config.pack_tokens)
-
-
 def make_job(script, home: Path, settings: Settings, resume: bool):
     """What the training script needs to know for reinforcement learning.
 
     Args: home the run to start from or, to resume it, the run itself
     """
     checkpoint = script.newest_whole(home, engine.print_note)
-    base = script.read_config(home) if resume else rl_config(script, checkpoint, settings)
-    config = fit_ranks(base, settings.steps, script.start_ranks().world)
+    config = script.read_config(home) if resume else rl_config(script, checkpoint, settings)
+    # On paper, a step is one pack on each rank. A micro-batch is then one pack, and a step has as
+    # many of them as its answers need.
+    world = script.start_ranks().world
+    tokens = settings.steps * world * config.pack_tokens
+    config = dataclasses.replace(config, stages=((1.0, world, 1.0),), tokens=tokens)
     tokenizer = script.Tokenizer(home / "tokenizer.json")
     chat_eval.check_chat_tokens(tokenizer, home)
 

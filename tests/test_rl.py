@@ -13,6 +13,7 @@ import json
 import random
 import shutil
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -80,13 +81,10 @@ def setup(source):
     def build(*flags) -> rl.Learner:
         settings = settings_of(source, *FLAGS, *flags)
         script = engine.import_script(source)
-        checkpoint = script.newest_whole(source, print)
-        config = rl.fit_ranks(rl.rl_config(script, checkpoint, settings), settings.steps, 1)
-        state = script.build_state(config, script.start_ranks(), lambda text: None)
-        finetune.load_source(script, state, checkpoint, moments=False)
-        task = rl.addition_task(settings, lambda question: True)
-        generator = engine.Generator(state.model, script.Tokenizer(source / "tokenizer.json"))
-        return rl.Learner(script, settings, task, generator.tokenizer, state, generator)
+        job = rl.make_job(script, source, settings, resume=False)
+        state = script.build_state(job.config, script.start_ranks(), lambda text: None)
+        job.load_start(state)
+        return job.loader(SimpleNamespace(state=state))
 
     return build
 
@@ -99,7 +97,7 @@ def greedy(now) -> float:
     return dataclasses.replace(now, task=task).test()[0]["greedy"]
 
 
-def take_step(now) -> rl.Answers:
+def take_step(now) -> SimpleNamespace:
     answers = now.next()
     now.step(now.state, answers)
     return answers
@@ -134,9 +132,7 @@ def gradients(now, rollouts, packs, **changes) -> dict:
     state.model.zero_grad(set_to_none=True)
     config = dataclasses.replace(state.config, pack_tokens=64, **changes)
     state.packs = packs
-    answers = rl.pack_rollouts(script, config, 0, rollouts, packs)
-    answers.total_tokens = sum(sum(r.drawn) for r in rollouts)
-    rl.backward(state, answers)
+    rl.backward(state, *rl.pack_rollouts(script, config, 0, rollouts, packs), sum(sum(r.drawn) for r in rollouts))
     return {name: param.grad for name, param in state.model.named_parameters()}
 
 
@@ -266,9 +262,9 @@ def test_a_step_divides_by_all_that_was_drawn(setup, monkeypatch):
     """Also by the answers that teach nothing; and its rate is that of its step in a line to 0."""
     now, backward, seen = setup("--steps", 4), rl.backward, []
 
-    def watched(state, answers):
-        seen.append((answers.total_tokens, answers.batch.total_targets))
-        return backward(state, answers)
+    def watched(state, batch, weights, drawn):
+        seen.append((drawn, batch.total_targets))
+        return backward(state, batch, weights, drawn)
 
     rates = []
     monkeypatch.setattr(rl, "backward", watched)
