@@ -18,6 +18,7 @@ Letters in shape comments: T packed tokens, D width, N texts.
 
 import argparse
 import dataclasses
+import functools
 import hashlib
 import itertools
 import math
@@ -443,9 +444,7 @@ def score(args: argparse.Namespace) -> dict:
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     add = parser.add_argument
-
-    def number(flag: str, default: float, help: str) -> None:
-        encoder.add_number(parser, flag, default, help)
+    number = functools.partial(encoder.add_number, parser)
 
     add("run", type=Path, nargs="?", metavar="RUN", help="run directory to start from")
     add("--pairs", type=Path, metavar="FILE", help="to train on")

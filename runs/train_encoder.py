@@ -137,15 +137,6 @@ def parameter_table(config: Config) -> dict:
     }
 
 
-def check_config(c: Config) -> None:
-    """Raises UserError with the first thing that a person gets wrong; torch reports the rest."""
-    if c.width % c.head_dim or c.head_dim % 2:
-        raise script.UserError(f"--width {c.width} must be a multiple of an even --head-dim, found {c.head_dim}")
-    if c.max_seq_len > c.pack_tokens:
-        found = f"--max-seq-len {c.max_seq_len} is above --pack-tokens {c.pack_tokens}"
-        raise script.UserError(f"{found}; a document must fit into a pack, so change one of them")
-
-
 # ==================================================================================================
 # MODEL
 
@@ -454,13 +445,21 @@ def pretrain(args: argparse.Namespace) -> dict:
         config, _ = read_run(args.run_dir, "train_encoder")
     else:
         config = Config(**{**SIZES[args.size], **fields_of(args)})
-    dataset = script.Dataset.open(config.data)
-    job = make_job(config, dataset)
-    world = script.start_ranks().world
-    if config.packs % world:
-        found = f"--packs {config.packs} do not divide over {world} processes"
-        raise script.UserError(f"{found}; use a number that does")
+    check_config(config, script.start_ranks().world)
+    job = make_job(config, script.Dataset.open(config.data))
     return script.train(job.config, args, job)
+
+
+def check_config(c: Config, world: int) -> None:
+    """Raises UserError with the first thing that a person gets wrong; torch reports the rest."""
+    if c.width % c.head_dim or c.head_dim % 2:
+        raise script.UserError(f"--width {c.width} must be a multiple of an even --head-dim, found {c.head_dim}")
+    if c.max_seq_len > c.pack_tokens:
+        found = f"--max-seq-len {c.max_seq_len} is above --pack-tokens {c.pack_tokens}"
+        raise script.UserError(f"{found}; a document must fit into a pack, so change one of them")
+    if c.packs % world:
+        found = f"--packs {c.packs} do not divide over {world} processes"
+        raise script.UserError(f"{found}; use a number that does")
 
 
 def make_job(config: Config, dataset):
@@ -468,7 +467,6 @@ def make_job(config: Config, dataset):
     tokenizer = dataset.tokenizer
     vocab_size = tokenizer.vocab_size
     config = dataclasses.replace(config, vocab_size=vocab_size + 1)
-    check_config(config)
     reader = script.ShardReader(dataset, config)
 
     # Specials carry no text and are never masked; the mask token is no token of the dataset.
@@ -548,11 +546,12 @@ def read_flags(parser: argparse.ArgumentParser, argv: list[str] | None) -> argpa
         return args
     if not args.run_dir:
         raise script.UserError("--resume needs --run-dir, the run to continue")
-    given = [word.split("=")[0] for word in flags if word.startswith("--")]
-    given += ["RUN"] * ("run" in args and args.run is not None)
-    for flag in given:
-        if flag not in ("--resume", "--run-dir"):
-            raise script.UserError(f"--resume uses the flags of {args.run_dir}; leave out {flag}")
+    given = {word.split("=")[0] for word in flags if word.startswith("--")}
+    others = sorted(given - {"--resume", "--run-dir"})
+    if getattr(args, "run", None):
+        others.append("RUN")
+    if others:
+        raise script.UserError(f"--resume uses the flags of {args.run_dir}; leave out {', '.join(others)}")
     return args
 
 
