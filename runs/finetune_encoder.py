@@ -392,12 +392,13 @@ def make_job(config: encoder.Config, settings: Settings, tokenizer):
         state.step = 0
         drop_moments(state.optimizer)
 
-    digests = [script.file_sha256(Path(path)) for path in (settings.pairs, settings.val_pairs)]
-    files = (encoder.__file__, __file__)
+    files = [Path(path).read_bytes() for path in (settings.pairs, settings.val_pairs)]
+    digests = "".join(hashlib.sha256(content).hexdigest() for content in files)
+    scripts = (encoder.__file__, __file__)
     return script.Job(
         config=config,
         tokenizer=tokenizer,
-        fingerprint=hashlib.sha256("".join(digests).encode()).hexdigest(),
+        fingerprint=hashlib.sha256(digests.encode()).hexdigest(),
         note=f"{len(train.pairs):,} pairs to train on, {len(held_out.pairs):,} held out",
         load_start=load_start,
         build=encoder.build_state,
@@ -405,7 +406,7 @@ def make_job(config: encoder.Config, settings: Settings, tokenizer):
         step=lambda state, batch: contrast_step(state, train, batch.chosen, settings.temperature),
         evaluate=lambda run: {**retrieval_scores(run.state, held_out), **bm25},
         flops=lambda config, positions: 0.0,  # texts are of many lengths, and most are short
-        **encoder.script_entries(*files, contrast=dataclasses.asdict(settings)),
+        **encoder.script_entries(*scripts, contrast=dataclasses.asdict(settings)),
     )
 
 

@@ -43,7 +43,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, Literal
 
-if __name__ == "__main__":  # Ctrl-C ends the process quietly while torch and the script are imported
+if __name__ == "__main__":  # Ctrl-C ends the process quietly while torch is imported
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import chat_eval
@@ -78,7 +78,7 @@ class Settings(BaseModel):
     # all, did harm.
     muon_lr: float = Field(0.2, gt=0, description="rate of matrices, times that of pretraining")
     adam_lr: float = Field(0.02, gt=0, description="rate of all else, likewise")
-    partial: float = Field(0.2, ge=0, lt=1, description="reward for a wrong sum, by its right digits")
+    partial: float = Field(0.2, ge=0, lt=1, description="for a wrong sum, by its right digits")
     eval_every: int = Field(50, ge=0, description="steps between tests, 0: only before and after")
     eval_items: int = Field(200, ge=1, description="held-out questions")
     eval_samples: int = Field(8, ge=0, description="answers to each of them for pass@k, 0: none")
@@ -103,7 +103,7 @@ class Task:
 
 
 def digits_right(expected: str, text: str) -> float:
-    """Share of right digits in the number behind ####, counted from the last; 0 without a number."""
+    """Share of right digits in the number behind ####, from the last on; 0 without a number."""
     number = chat_eval.number_in(text)
     if number is None:
         return 0.0
@@ -134,7 +134,7 @@ def addition_task(settings: Settings, fits: Callable[[str], bool]) -> Task:
     pairs = list(dict.fromkeys(draws))  # each once
     test = [sum_item(*pair) for pair in pairs[: settings.eval_items]]
     if not fits(test[0].question):
-        raise RunError(f"sums of {settings.digits} digits do not fit the context of this model; use fewer digits")
+        raise RunError(f"sums of {settings.digits} digits do not fit the model's context; use fewer")
     return Task(train, test, reward, False, MAX_TOKENS["addition"] * (settings.digits + 1))
 
 
@@ -145,7 +145,7 @@ def gsm8k_task(settings: Settings, fits: Callable[[str], bool]) -> Task:
     train_items = [item for item in items[0] if fits(item.question)]
     test_items = [item for item in items[1] if fits(item.question)]
     if not train_items or not test_items:
-        raise RunError("no gsm8k question fits the context of this model; use a model with a longer context")
+        raise RunError("no gsm8k question fits the model's context; use a model with a longer one")
     random.Random(1337).shuffle(test_items)
 
     def train(step: int, place: int) -> Item:
@@ -264,7 +264,7 @@ def backward(state, batch, weights: torch.Tensor, drawn: int) -> torch.Tensor:
 
 @dataclass
 class Learner:
-    """What the loop of the training script calls in place of its own loader, step and evaluation."""
+    """What the training script's loop calls in place of its own loader, step and evaluation."""
 
     script: ModuleType  # the training script of the run directory
     settings: Settings
@@ -313,11 +313,20 @@ class Learner:
         count = settings.prompts * settings.samples
         notes = {"reward": reward / count, "right": right / count}
         notes |= {"useful": useful / settings.prompts}
+        state = self.state
         bos_id = self.tokenizer.bos_id
-        batch, weights = pack_rollouts(self.script, self.state.config, bos_id, rollouts, self.state.packs)
+        batch, weights = pack_rollouts(self.script, state.config, bos_id, rollouts, state.packs)
         notes["draw_seconds"] = time.perf_counter() - start
-        logged = {"total_tokens": int(drawn), "positions": batch.positions, "position": None}
-        return SimpleNamespace(batch=batch, weights=weights, useful=useful > 0, notes=notes, **logged)
+        return SimpleNamespace(
+            batch=batch,
+            weights=weights,
+            useful=useful > 0,
+            notes=notes,
+            # What the loop asks for, too.
+            total_tokens=int(drawn),
+            positions=batch.positions,
+            position=None,
+        )
 
     def ask(self, item: Item, seeds, temperature: float) -> list[engine.Completion]:
         """A completion of the question for each seed, from the whole vocabulary; not yet drawn."""
@@ -329,7 +338,7 @@ class Learner:
         return [engine.Completion(prompt, most, temperature, seed=s % 2**32, **options) for s in seeds]
 
     def step(self, state, answers: SimpleNamespace) -> torch.Tensor:
-        """One optimizer step on the answers of all ranks; this rank's share of the mean nats, 0-D."""
+        """One optimizer step on the answers of all ranks; this rank's share of the mean nats."""
         step = state.step
         state.step += 1
         if not answers.useful:
@@ -351,11 +360,11 @@ class Learner:
         return found
 
     def test(self) -> tuple[dict[str, float], list[dict]]:
-        """Greedy accuracy and pass@k on the held-out questions, and the greedy answers to the first few."""
+        """Greedy accuracy and pass@k on the held-out questions, and the first greedy answers."""
         items = self.task.test
         n = self.settings.eval_samples
         ranks = self.ranks
-        # Each rank has a run of questions, so that those of the report are the first for any number of ranks.
+        # Each rank has a run of questions, so the report's are the first for any number of ranks.
         share = -(-len(items) // ranks.world)
         mine = range(ranks.rank * share, min((ranks.rank + 1) * share, len(items)))
         groups = []

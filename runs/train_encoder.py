@@ -20,6 +20,7 @@ vocabulary, L layers, P packs, N texts.
 
 import argparse
 import dataclasses
+import hashlib
 import importlib
 import math
 import sys
@@ -371,7 +372,10 @@ class MaskedPacks(script.PackLoader):
         """This rank's packs. Every rank reads and masks all of them."""
         whole = super().batch(step)
         masked = mask_tokens(whole, self.config, self.is_text_V, [self.config.seed, step])
-        return script.share_of_rank(masked, 1, self.sharing)
+        share = len(masked.tokens) // self.sharing.world
+        own = slice(self.sharing.rank * share, (self.sharing.rank + 1) * share)
+        names = ("tokens", "targets", "positions", "ends")
+        return dataclasses.replace(masked, **{name: getattr(masked, name)[own] for name in names})
 
 
 def flops_per_token(config: Config, positions: Tensor) -> float:
@@ -395,8 +399,9 @@ def micro_batch_limit(config: Config, device: torch.device) -> int:
 
 def choose_packs(config: Config, ranks) -> int:
     """Packs in a micro-batch: the most that divide a rank's share and stay below the limit."""
+    share = max(1, config.packs // ranks.world)
     most = max(1, micro_batch_limit(config, ranks.device) // config.pack_tokens)
-    return script.largest_divisor(config.packs // ranks.world, most)
+    return max(n for n in range(1, min(share, most) + 1) if share % n == 0)
 
 
 def build_state(config: Config, ranks, say: Callable = print):
@@ -419,7 +424,7 @@ def build_state(config: Config, ranks, say: Callable = print):
 def script_entries(*files: str, **settings) -> dict:
     """What a Job says of its scripts, the last of which is the command; --resume compares their hashes."""
     paths = [Path(file) for file in files]
-    digests = {path.name: script.file_sha256(path) for path in paths}
+    digests = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
     return {"command": paths[-1].stem, "scripts": paths, "description": {"scripts": digests, **settings}}
 
 
