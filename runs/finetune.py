@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
-if __name__ == "__main__":  # Ctrl-C ends the process quietly while torch is imported
+if __name__ == "__main__":  # Ctrl-C ends the process quietly while torch and the script are imported
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import engine
@@ -143,8 +143,11 @@ def stage_config(script: ModuleType, checkpoint: Path, packs: int, lr: float):
     """The Config of the run that finetuning starts from, with a schedule of one stage."""
     base = script.read_config(checkpoint.parent.parent)
     full_momentum = base.momentum[1]
+    # Weights are averaged in pretraining only; the scripts of older runs have no such field.
+    unaveraged = {"average": 0.0} if hasattr(base, "average") else {}
     return dataclasses.replace(
         base,
+        **unaveraged,
         stages=((1.0, packs, lr),),
         max_epochs=1,
         # The rate falls from the first step to the last, down to 0.
@@ -174,6 +177,7 @@ def load_source(script: ModuleType, state, checkpoint: Path, moments: bool) -> N
 
 
 def drop_moments(optimizer) -> None:
+    """Leaves an optimizer as before its first step."""
     optimizer.count = 0
     for slot in optimizer.slots:
         for moment in slot.moments.values():
@@ -199,17 +203,12 @@ def new_job(script: ModuleType, args: argparse.Namespace):
     run_dir = Path(args.run)
     checkpoint = script.newest_whole(run_dir, engine.print_note)
     name = Path(script.__file__).stem
-    settings = Settings(
-        run=args.run,
-        checkpoint=checkpoint.name,
-        packs=PACKS.get(name, 8) if args.packs is None else args.packs,
-        lr=RATES.get(name, 0.8) if args.lr is None else args.lr,
-        moments=args.moments is None,
-    )
-    if settings.lr <= 0:
-        raise RunError(f"--lr {settings.lr} must be above 0")
-
-    base = stage_config(script, checkpoint, settings.packs, settings.lr)
+    packs = PACKS.get(name, 8) if args.packs is None else args.packs
+    lr = RATES.get(name, 0.8) if args.lr is None else args.lr
+    if lr <= 0:
+        raise RunError(f"--lr {lr} must be above 0")
+    settings = Settings(args.run, checkpoint.name, packs, lr, moments=args.moments is None)
+    base = stage_config(script, checkpoint, packs, lr)
     config = script.change_config(base, args)
     dataset = script.Dataset.open(config.data)
     if (run_dir / "tokenizer.json").read_bytes() != dataset.tokenizer.path.read_bytes():
@@ -330,6 +329,29 @@ def build_parser(script: ModuleType) -> argparse.ArgumentParser:
     return parser
 
 
+def add_flags(parser: argparse.ArgumentParser, fields: dict, prefix: str = "") -> None:
+    """A flag for each field of a pydantic model that is described; check_settings converts its value."""
+    for name, field in fields.items():
+        if field.description:
+            default = "required" if field.is_required() else field.default
+            text = f"{field.description} [{default}]".replace("%", "%%")
+            switch = {"nargs": "?", "const": True} if field.annotation is bool else {}
+            flag = f"--{prefix}{name.replace('_', '-')}"
+            parser.add_argument(flag, dest=prefix + name, metavar="X", help=text, **switch)
+
+
+def check_settings(model: type, values: dict):
+    """A pydantic model of values. Raises: RunError, about the first that is wrong"""
+    try:
+        return model(**values)
+    except ValueError as error:
+        # An unknown name comes first: it may be a required one, misspelled.
+        first = min(error.errors(), key=lambda error: error["type"] != "extra_forbidden")
+    name = ".".join(map(str, first["loc"][:2])).replace("_", "-")
+    found = "missing" if first["type"] == "missing" else repr(first["input"])
+    raise RunError(f"--{name} is {found}: {first['msg'].lower()}; see --help")
+
+
 def finetune(script: ModuleType, argv: list[str]) -> dict:
     """Runs or resumes; returns the result that is printed last."""
     args = build_parser(script).parse_args(argv)
@@ -345,9 +367,7 @@ def run_with_script(directory: Callable[[], Path], work: Callable[[ModuleType], 
     except RunError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return 1
-    except KeyboardInterrupt:
-        print("error: stopped at once; nothing was done yet", file=sys.stderr, flush=True)
-        return 130
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def command() -> dict:
         try:
@@ -367,5 +387,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.exit(main())

@@ -18,7 +18,9 @@ Letters in shape comments: T packed tokens, D width, N texts.
 
 import argparse
 import dataclasses
+import functools
 import hashlib
+import itertools
 import math
 import re
 import sys
@@ -203,17 +205,19 @@ def pack_texts(sequences: list[np.ndarray], device: torch.device) -> tuple:
     return *(torch.from_numpy(array).to(device) for array in arrays), max(lengths)
 
 
-def group_texts(sequences: list[np.ndarray], most: int) -> list[list[np.ndarray]]:
-    """Consecutive texts in groups of at most `most` tokens; a longer text is a group of its own."""
+def own_texts(state, sequences: list[np.ndarray]) -> list[tuple]:
+    """This rank's share of some texts, packed in micro-batches; a longer text is one of its own."""
+    ranks = state.ranks
+    most = encoder.micro_batch_limit(state.config, ranks.device)
     groups = []
     room = 0
-    for sequence in sequences:
+    for sequence in sequences[ranks.rank :: ranks.world]:
         if not groups or len(sequence) > room:
             groups.append([])
             room = most
         groups[-1].append(sequence)
         room -= len(sequence)
-    return groups
+    return [pack_texts(group, ranks.device) for group in groups]
 
 
 def gather_rows(part_ND: Tensor, count: int, ranks) -> Tensor:
@@ -230,12 +234,9 @@ def gather_rows(part_ND: Tensor, count: int, ranks) -> Tensor:
 @torch.no_grad()
 def embed_all(state, sequences: list[np.ndarray]) -> Tensor:
     """Embeddings of texts, fp32 (N, D), on every rank. The ranks share the work."""
-    ranks = state.ranks
-    own = sequences[ranks.rank :: ranks.world]
-    parts = [torch.zeros(0, state.config.width, device=ranks.device)]
-    for group in group_texts(own, encoder.micro_batch_limit(state.config, ranks.device)):
-        parts.append(state.model.embed_texts(*pack_texts(group, ranks.device)))
-    return gather_rows(torch.cat(parts), len(sequences), ranks)
+    parts = [torch.zeros(0, state.config.width, device=state.ranks.device)]
+    parts += [state.model.embed_texts(*packed) for packed in own_texts(state, sequences)]
+    return gather_rows(torch.cat(parts), len(sequences), state.ranks)
 
 
 def contrast_loss(embeddings_ND: Tensor, rows: list[Pair], temperature: float) -> Tensor:
@@ -282,9 +283,7 @@ def contrast_step(state, data: Pairs, chosen: np.ndarray, temperature: float) ->
     for query, positive, negatives in (data.pairs[i] for i in chosen):
         rows.append(Pair(row[query], row[positive], tuple(row[n] for n in negatives)))
 
-    own = [data.sequences[i] for i in texts[ranks.rank :: ranks.world]]
-    groups = group_texts(own, encoder.micro_batch_limit(config, ranks.device))
-    packed = [pack_texts(group, ranks.device) for group in groups]
+    packed = own_texts(state, [data.sequences[i] for i in texts])
     keeps_graph = len(packed) == 1
     with torch.set_grad_enabled(keeps_graph):
         outputs = [state.model.embed_texts(*group) for group in packed]
@@ -295,7 +294,7 @@ def contrast_step(state, data: Pairs, chosen: np.ndarray, temperature: float) ->
     loss = contrast_loss(everything, rows, temperature)
     loss.backward()
 
-    gradients = leaf.grad.split([len(group) for group in groups])
+    gradients = leaf.grad.split([len(output) for output in outputs])
     for group, output, gradient in zip(packed, outputs, gradients, strict=True):
         if not keeps_graph:
             output = state.model.embed_texts(*group)
@@ -344,38 +343,24 @@ def new_run(args: argparse.Namespace) -> tuple[encoder.Config, Settings]:
     folder = script.newest_whole(args.run, print_note)
     # The rate falls from the first step to the last. The moments are new, so momentum rises.
     config = dataclasses.replace(base, **encoder.fields_of(args), cooldown=1.0, lr_floor=0.0)
-    settings = Settings(
-        run=str(args.run),
-        checkpoint=folder.name,
-        pairs=str(args.pairs),
-        val_pairs=str(args.val_pairs),
-        batch=args.batch,
-        max_len=min(args.max_len, base.max_seq_len),
-        negatives=args.negatives,
-        temperature=args.temperature,
-    )
-    return config, settings
+    given = {name: getattr(args, name) for name in ("batch", "negatives", "temperature")}
+    given |= {"pairs": str(args.pairs), "val_pairs": str(args.val_pairs)}
+    max_len = min(args.max_len, base.max_seq_len)
+    return config, Settings(run=str(args.run), checkpoint=folder.name, max_len=max_len, **given)
 
 
-class PairLoader:
-    """The pairs of each step, from the step of a run on."""
+def pair_loader(run, train: Pairs, batch: int) -> SimpleNamespace:
+    """The pairs of each step from that of a run on, with what the loop of train_small.py asks of a batch."""
+    steps = itertools.count(run.state.step)
+    seed = run.job.config.seed
 
-    def __init__(self, run, train: Pairs, batch: int):
-        self.train = train
-        self.batch = batch
-        self.seed = run.job.config.seed
-        self.step = run.state.step
-
-    def next(self) -> SimpleNamespace:
-        """The pairs, with what the loop of train_small.py asks of a batch."""
-        chosen = pairs_of_step(len(self.train.pairs), self.batch, self.seed, self.step)
-        self.step += 1
-        tokens = sum(len(self.train.sequences[i]) for i in texts_of(self.train, chosen))
+    def next_pairs() -> SimpleNamespace:
+        chosen = pairs_of_step(len(train.pairs), batch, seed, next(steps))
+        tokens = sum(len(train.sequences[i]) for i in texts_of(train, chosen))
         unused = {"position": None, "positions": None, "notes": {}}
         return SimpleNamespace(chosen=chosen, total_tokens=tokens, **unused)
 
-    def close(self) -> None:
-        pass
+    return SimpleNamespace(next=next_pairs, close=lambda: None)
 
 
 def finetune(args: argparse.Namespace) -> dict:
@@ -407,22 +392,21 @@ def make_job(config: encoder.Config, settings: Settings, tokenizer):
         state.step = 0
         drop_moments(state.optimizer)
 
-    this_script = Path(__file__)
-    digests = [encoder.file_sha256(Path(path)) for path in (settings.pairs, settings.val_pairs)]
+    files = [Path(path).read_bytes() for path in (settings.pairs, settings.val_pairs)]
+    digests = "".join(hashlib.sha256(content).hexdigest() for content in files)
+    scripts = (encoder.__file__, __file__)
     return script.Job(
         config=config,
         tokenizer=tokenizer,
-        fingerprint=hashlib.sha256("".join(digests).encode()).hexdigest(),
+        fingerprint=hashlib.sha256(digests.encode()).hexdigest(),
         note=f"{len(train.pairs):,} pairs to train on, {len(held_out.pairs):,} held out",
-        command="finetune_encoder",
         load_start=load_start,
-        description={**encoder.facts(this_script), "contrast": dataclasses.asdict(settings)},
-        scripts=(Path(encoder.__file__), this_script),
         build=encoder.build_state,
-        loader=lambda run: PairLoader(run, train, settings.batch),
+        loader=lambda run: pair_loader(run, train, settings.batch),
         step=lambda state, batch: contrast_step(state, train, batch.chosen, settings.temperature),
         evaluate=lambda run: {**retrieval_scores(run.state, held_out), **bm25},
         flops=lambda config, positions: 0.0,  # texts are of many lengths, and most are short
+        **encoder.script_entries(*scripts, contrast=dataclasses.asdict(settings)),
     )
 
 
@@ -461,9 +445,7 @@ def score(args: argparse.Namespace) -> dict:
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     add = parser.add_argument
-
-    def number(flag: str, default: float, help: str) -> None:
-        encoder.add_number(parser, flag, default, help)
+    number = functools.partial(encoder.add_number, parser)
 
     add("run", type=Path, nargs="?", metavar="RUN", help="run directory to start from")
     add("--pairs", type=Path, metavar="FILE", help="to train on")

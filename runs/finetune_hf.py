@@ -45,8 +45,8 @@ import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from datasets.fingerprint import Hasher
 from engine import RunError
-from finetune import best_fit
-from pydantic import BaseModel, Field, ValidationError
+from finetune import add_flags, best_fit, check_settings
+from pydantic import BaseModel, Field
 from torch import Tensor, nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -56,7 +56,8 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, A
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 IGNORED = -100  # label of a token that is not counted
-COUNTS = ("documents", "tokens", "counted", "attended")  # what is known of each pack
+ARRAYS = ("input_ids", "labels", "lengths")  # what a pack holds
+COUNTS = ("documents", "tokens", "counted", "attended")  # what is known of it
 # Dense bf16 peak in TFLOP/s, from the maker's data sheets.
 PEAK_TFLOPS = {"H200": 989, "H100 PCIe": 756, "H100": 989, "B200": 2250, "A100": 312, "L40S": 362}
 
@@ -82,7 +83,7 @@ class Config(BaseModel, extra="forbid"):
     chat_template: str | None = Field(None, description="file with a chat template for sft")
     run_dir: Path = Field(description="where the run is written")
     resume: bool = Field(False, description="continue the run in --run-dir")
-    data: Source = Field(description="what to train on")
+    data: Source
     val_rows: int = Field(200, ge=1, description="rows of the data held out for validation")
     column: str | None = Field(None, description="default: messages for sft, text for pretrain")
     sequence_length: int = Field(4096, ge=2, description="tokens in a pack, longest document")
@@ -381,24 +382,25 @@ def pack(batch: dict, length: int, cut: bool) -> dict:
             labels[0] = IGNORED
             if (labels != IGNORED).any():
                 documents.append((part, labels))
-    result = {name: [] for name in ("input_ids", "labels", "lengths", *COUNTS)}
-    if not documents:
-        return result
     sizes = np.array([len(part) for part, _ in documents])
     order = np.argsort(-sizes, kind="stable")
-    for numbers in best_fit(sizes, order, length, len(documents)):
+    packs = []
+    for numbers in best_fit(sizes, order, length, len(documents)) if documents else ():
         members = [documents[number] for number in numbers]
         tokens, labels = (np.concatenate(parts) for parts in zip(*members, strict=True))
-        lengths = np.array([len(part) for part, _ in members])
+        lengths = sizes[numbers]
         padding = length - len(tokens)
-        result["input_ids"].append(np.pad(tokens, (0, padding)))
-        result["labels"].append(np.pad(labels, (0, padding), constant_values=IGNORED))
-        result["lengths"].append([*lengths, *filling(padding, lengths.max())])
-        result["documents"].append(len(members))
-        result["tokens"].append(len(tokens))
-        result["counted"].append(int((labels != IGNORED).sum()))
-        result["attended"].append(int((lengths * (lengths + 1) // 2).sum()))
-    return result
+        row = {
+            "input_ids": np.pad(tokens, (0, padding)),
+            "labels": np.pad(labels, (0, padding), constant_values=IGNORED),
+            "lengths": [*lengths, *filling(padding, lengths.max())],
+            "documents": len(members),
+            "tokens": len(tokens),
+            "counted": int((labels != IGNORED).sum()),
+            "attended": int((lengths * (lengths + 1) // 2).sum()),
+        }
+        packs.append(row)
+    return {name: [row[name] for row in packs] for name in (*ARRAYS, *COUNTS)}
 
 
 def filling(tokens: int, longest: int) -> list[int]:
@@ -429,17 +431,13 @@ def micro_batches(run: Run, packs: Packs, rows: np.ndarray) -> Iterator[dict]:
 
 def collate(rows: list[dict], size: int, length: int, longest: int, device: torch.device) -> dict:
     """Arguments of the model: packs one behind the other, and empty ones where rows are missing."""
-    tokens = np.zeros((size, length), np.int64)
-    labels = np.full((size, length), IGNORED)
-    lengths = [filling(length, longest)] * size
-    for i, row in enumerate(rows):
-        tokens[i] = row["input_ids"]
-        labels[i] = row["labels"]
-        lengths[i] = row["lengths"]
-    lengths = np.concatenate(lengths)
+    empty = {"input_ids": np.zeros(length, np.int64), "labels": np.full(length, IGNORED)}
+    empty["lengths"] = filling(length, longest)
+    rows = rows + [empty] * (size - len(rows))
+    tokens, labels, lengths = (np.concatenate([row[name] for row in rows]) for name in ARRAYS)
     positions = np.concatenate([np.arange(n) for n in lengths])
     arrays = {"input_ids": tokens, "labels": labels, "position_ids": positions}
-    batch = {name: torch.from_numpy(x).reshape(1, -1) for name, x in arrays.items()}
+    batch = {name: torch.from_numpy(x)[None] for name, x in arrays.items()}
     batch["cu_seq_lens_q"] = torch.from_numpy(np.cumsum([0, *lengths], dtype=np.int32))
     if device.type == "cuda":  # without waiting; one compiled layer serves any number of documents
         batch = {k: v.pin_memory().to(device, non_blocking=True) for k, v in batch.items()}
@@ -566,8 +564,9 @@ def check_attention(hf, device: torch.device) -> None:
 def check_documents(hf) -> None:
     """Raises RunError if a document gives something else behind others than in front of them."""
     hf.eval()
-    row = {"input_ids": [*range(16), *range(16, 0, -1), *range(16)], "labels": 0}
-    batch = collate([row | {"lengths": [16] * 3}], 1, 48, 16, hf.device) | {"labels": None}
+    tokens = np.array([*range(16), *range(16, 0, -1), *range(16)])
+    row = {"input_ids": tokens, "labels": tokens, "lengths": [16] * 3}
+    batch = collate([row], 1, 48, 16, hf.device) | {"labels": None}
     with torch.compiler.set_stance("force_eager"):  # training has other shapes
         first, _, last = hf(**batch, use_cache=False).logits[0].float().split(16)
     reshard(hf)
@@ -624,8 +623,8 @@ def save(run: Run) -> None:
     dist.barrier()
     writer = HuggingFaceStorageWriter(str(unfinished), save_distributed=True)
     dcp.save(tensors_of(run), storage_writer=writer)
-    dist.barrier()
 
+    # Process 0 comes here when all have written.
     if dist.get_rank() == 0:
         state = {"progress": asdict(run.progress), "origin": run.origin}
         state["files"] = {file.name: file.stat().st_size for file in unfinished.iterdir()}
@@ -846,12 +845,6 @@ def first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {engine.first_line(error)[:200]}"
 
 
-def setting_names() -> dict[str, Any]:
-    """All settings as flags name them, with what pydantic knows of them."""
-    names = {name: setting for name, setting in Config.model_fields.items() if name != "data"}
-    return names | {f"data.{name}": setting for name, setting in Source.model_fields.items()}
-
-
 class ReadFile(argparse.Action):
     """Takes the settings of a TOML file, or those of a run from its config.json."""
 
@@ -877,11 +870,8 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("command", nargs="?", help="sft or pretrain")
     add("@", dest="file", type=Path, action=ReadFile, metavar="FILE", help="a TOML file")
-    for name, setting in setting_names().items():
-        default = "required" if setting.is_required() else setting.default
-        text = f"{setting.description} [{default}]".replace("%", "%%")
-        switch = {"nargs": "?", "const": True} if setting.annotation is bool else {}
-        add(f"--{name.replace('_', '-')}", dest=name, metavar="X", help=text, **switch)
+    add_flags(parser, Config.model_fields)
+    add_flags(parser, Source.model_fields, "data.")
     return parser
 
 
@@ -900,14 +890,7 @@ def make_config(argv: list[str]) -> Config:
 
     data = [name for name in settings if name.startswith("data.")]
     source = {name.removeprefix("data."): settings.pop(name) for name in data}
-    try:
-        return Config(**settings, data=source)
-    except ValidationError as error:
-        # An unknown name comes first: it may be a required one, misspelled.
-        first = min(error.errors(), key=lambda error: error["type"] != "extra_forbidden")
-    name = ".".join(map(str, first["loc"][:2])).replace("_", "-")
-    found = "missing" if first["type"] == "missing" else repr(first["input"])
-    raise RunError(f"--{name} is {found}: {first['msg'].lower()}; see --help")
+    return check_settings(Config, settings | {"data": source})
 
 
 def main(argv: list[str]) -> int:

@@ -10,6 +10,7 @@ Answers               from what the model said to JSON
 
 import asyncio
 import codecs
+import itertools
 import json
 import random
 import re
@@ -30,6 +31,8 @@ from starlette.responses import JSONResponse
 
 MAX_CHOICES = 64  # answers to one request
 MAX_TOP = 20  # likeliest ids beside each id of an answer
+# Fields that a request has in common with engine.Completion.
+SAMPLING = {"temperature", "top_p", "min_p", "logit_bias", "presence_penalty", "frequency_penalty"}
 CALL = re.compile(r"\[([^\[\]]{1,256}) = ([^\[\]]{1,64})\]")  # as Reader shows a call
 
 
@@ -73,14 +76,15 @@ class Reader:
         self.text = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self.part = "text"
         self.closing = False  # the call is written, and a result may follow
-        self.held: list[tuple[str, str]] = []
+        self.held: list[tuple[str, str]] = []  # characters, with their parts
+        self.stopped = False  # by a stop string
 
-    def push(self, token: int, forced: bool) -> tuple[list[tuple[str, str]], bool]:
-        """Returns pieces and whether a stop string ended the text; `forced` as in Completion."""
+    def push(self, token: int, forced: bool) -> list[tuple[str, str]]:
+        """The pieces that a token completes, some of one character; `forced` as in Completion."""
         mark = self.marks.get(token, "")
         if not (mark or self.closing or self.stops):  # as nearly always
             text = self.text.decode(self.bytes[token])
-            return [(self.part, text)] if text else [], False
+            return [(self.part, text)] if text else []
         if self.closing and mark != "<|output_start|>":
             self.add(b"]")  # a call without a result
             self.part = "text"
@@ -95,28 +99,23 @@ class Reader:
             self.part = "text"
         return self.release(self.hold)
 
-    def finish(self) -> tuple[list[tuple[str, str]], bool]:
-        """The pieces that remain after the last token, and whether a stop string was in them."""
+    def finish(self) -> list[tuple[str, str]]:
+        """The pieces that remain after the last token."""
         self.add(b"]" if self.closing else b"", final=True)
         return self.release(0)
 
     def add(self, own: bytes, final: bool = False) -> None:
-        if text := self.text.decode(own, final):
-            self.held.append((self.part, text))
+        self.held += [(self.part, character) for character in self.text.decode(own, final)]
 
-    def release(self, hold: int) -> tuple[list[tuple[str, str]], bool]:
-        """The pieces but for some characters at the end, and whether a stop string was found."""
-        text = "".join(piece for _, piece in self.held)
+    def release(self, hold: int) -> list[tuple[str, str]]:
+        """What is held, but for some characters at the end or what follows a stop string."""
+        text = "".join(character for _, character in self.held)
         places = [text.find(stop) for stop in self.stops if stop in text]
+        self.stopped = bool(places)
         cut = min(places, default=max(0, len(text) - hold))
-        pieces = []
-        rest = []
-        for part, piece in self.held:
-            pieces.append((part, piece[:cut]))
-            rest.append((part, piece[cut:]))
-            cut = max(0, cut - len(piece))
-        self.held = [piece for piece in rest if piece[1]]
-        return [piece for piece in pieces if piece[1]], bool(places)
+        pieces = self.held[:cut]
+        self.held = self.held[cut:]
+        return pieces
 
 
 # ---- requests and their answers
@@ -137,14 +136,11 @@ class Job:
 
     def take(self, event: engine.Event) -> None:
         """Turns the id of a step into text. A stop string ends the answer."""
-        stopped = False
         if event.token is not None and not self.silent:
-            pieces, stopped = self.reader.push(event.token, self.completion.forced[-1])
-            self.pieces.extend(pieces)
-        if event.reason and not stopped and not self.silent:
-            pieces, stopped = self.reader.finish()
-            self.pieces.extend(pieces)
-        self.reason = "stop" if stopped else event.reason
+            self.pieces.extend(self.reader.push(event.token, self.completion.forced[-1]))
+        if event.reason and not self.reader.stopped and not self.silent:
+            self.pieces.extend(self.reader.finish())
+        self.reason = "stop" if self.reader.stopped else event.reason
 
 
 @dataclass(eq=False)
@@ -206,13 +202,6 @@ def joined(value: Any) -> Any:
 def unsupported(value: Any) -> None:
     if value:
         raise PydanticCustomError("unsupported", "Leave it out, as this server does not support it")
-
-
-def without_null(data: Any) -> Any:
-    """A request without the fields that are null, which is as good as none."""
-    if not isinstance(data, dict):
-        return data
-    return {name: value for name, value in data.items() if value is not None}
 
 
 class JsonSchema(BaseModel, strict=True):
@@ -301,7 +290,9 @@ class DetokenizeFields(BaseModel, strict=True):
 def read_fields(kind: type[BaseModel], data: bytes) -> BaseModel:
     """The fields of a request from its JSON. Raises: Problem, about the first that is wrong"""
     try:
-        body = without_null(pydantic_core.from_json(data, allow_inf_nan=False))
+        body = pydantic_core.from_json(data, allow_inf_nan=False)
+        if isinstance(body, dict):  # null is as good as none
+            body = {name: value for name, value in body.items() if value is not None}
         return kind.model_validate(body)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
@@ -366,9 +357,7 @@ class Protocol:
         if not least <= most <= self.limit:
             raise Problem(400, f"max_tokens must be {least} to {self.limit:,}, found {most:,}", "max_tokens")
         self.check_ids(fields.logit_bias, "logit_bias")
-        names = {"temperature", "top_p", "min_p", "logit_bias"}
-        names |= {"presence_penalty", "frequency_penalty"}
-        sampling = fields.model_dump(include=names)
+        sampling = fields.model_dump(include=SAMPLING)
         jobs = []
         mask = self.mask(fields.response_format)
         for prompt in prompts:
@@ -441,29 +430,27 @@ class Protocol:
         A system text goes in front of the next text of the user, and several messages of one role
         in a row become one, as the model has only seen turns.
         """
-        turns = []
-        system = []  # texts that wait for a text of the user
-
-        def add(role: str, *texts: str) -> None:
-            if turns and turns[-1][0] == role:
-                texts = (turns.pop()[1], *texts)
-            turns.append((role, "\n\n".join(texts)))
-
-        for i, (role, text) in enumerate((message.role, message.content) for message in messages):
+        said = []  # roles and texts, those of the system as the user's
+        system = []  # what waits for a text of the user
+        for i, message in enumerate(messages):
+            role = message.role
+            text = message.content
             if role == "user" and not text.strip():
                 raise Problem(400, f"messages[{i}] (user) is empty", "messages")
             if role in ("system", "developer"):
-                system += [text] if text.strip() else []
-            elif role == "user":
-                add("user", *system, text)
+                system += [("user", text)] if text.strip() else []
+                continue
+            if role == "user" or not said:
+                said += system
                 system = []
-            else:
-                if not turns:  # an assistant that speaks first
-                    add("user", *system)
-                    system = []
-                add("assistant", text)
-        if system:
-            add("user", *system)
+            if role == "assistant" and not said:  # it speaks first
+                said.append(("user", ""))
+            said.append((role, text))
+        said += system
+
+        turns = []
+        for role, group in itertools.groupby(said, key=lambda one: one[0]):
+            turns.append((role, "\n\n".join(text for _, text in group)))
         if turns and turns[-1] == ("assistant", ""):
             turns.pop()  # an empty beginning of an answer says nothing
         if not any(text for _, text in turns):
@@ -517,7 +504,6 @@ class Answers:
         self.ask = ask
         self.tokenizer = tokenizer
         self.marks = set(tokenizer.specials.values())
-        self.opened = set()  # jobs whose prompt's chances were sent
         self.ended = set()  # jobs whose end was sent
         self.scored = [0] * len(ask.jobs)  # ids whose chances were sent
         # Characters before the next id, for text_offset.
@@ -537,9 +523,8 @@ class Answers:
         choices = []
         for job in self.ask.jobs:
             text = "".join(text for _, text in job.pieces)
-            content = {"text": text}
-            if self.ask.chat:
-                content = {"message": {"role": "assistant", "content": text, "refusal": None}}
+            message = {"role": "assistant", "content": text, "refusal": None}
+            content = {"message": message} if self.ask.chat else {"text": text}
             ends = {"logprobs": self.chances(job), "finish_reason": job.reason}
             choices.append({"index": job.index, **content, **ends})
         return self.head | {"choices": choices, "usage": self.usage()}
@@ -602,15 +587,15 @@ class Answers:
         if self.ask.logprobs is None:
             return None
         completion = job.completion
-        found = []
-        if completion.score_prompt and completion.prompt_chances and job not in self.opened:
-            self.opened.add(job)
-            found += zip(completion.prompt, completion.prompt_chances, strict=True)
-        if not job.silent:
-            start = self.scored[job.index]
-            new = completion.chances[start:]  # an id is there before its chance
-            found += zip(completion.tokens[start:], new, strict=False)
-            self.scored[job.index] += len(new)
+        ids = [] if job.silent else completion.tokens
+        chances = completion.chances
+        if completion.score_prompt:
+            ids = completion.prompt + ids
+            chances = completion.prompt_chances + chances
+        start = self.scored[job.index]
+        # The model's thread goes on meanwhile: an id may be there before its chance.
+        found = list(zip(ids[start:], chances[start:], strict=False))
+        self.scored[job.index] += len(found)
         if self.ask.chat:
             return {"content": [self.chat_chance(*one) for one in found], "refusal": None}
         return self.text_chances(job, found)

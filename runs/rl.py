@@ -40,8 +40,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from types import ModuleType, SimpleNamespace
+from typing import Any, Literal
 
 if __name__ == "__main__":  # Ctrl-C ends the process quietly while torch is imported
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -54,11 +54,38 @@ import sft
 import torch
 from chat_eval import Item, chat_prompt, complete, sum_over_ranks
 from engine import RunError
+from pydantic import BaseModel, Field
 
 SHOWN = 8  # held-out questions in the report
 NUMBER = re.compile(r"\s*[-+]?\$?[0-9,]*\.?[0-9]+\.?\s*")  # all that may stand behind ####
 # Most tokens of an answer; for addition they are multiplied by the digits of the sum.
 MAX_TOKENS = {"addition": 24, "gsm8k": 256}
+
+
+class Settings(BaseModel):
+    """What the flags say of a run; the entry "rl" of config.json."""
+
+    source: str
+    no_compile: bool = False
+    task: Literal[*MAX_TOKENS] = Field("addition", description="addition or gsm8k")
+    digits: int = Field(2, ge=1, le=18, description="in each number of addition")
+    files: str | None = Field(None, description="folder with the files of gsm8k; None: download")
+    steps: int = Field(250, ge=1, description="length of the run")
+    prompts: int = Field(16, ge=1, description="questions of a step, over all GPUs")
+    samples: int = Field(16, ge=2, description="answers to each question")
+    temperature: float = Field(1.0, gt=0, description="of the answers; only 1 is on-policy")
+    # These took a small model from 35.5 % to 71.5 % of two-digit sums; 0.5 for matrices, or 0.2 for
+    # all, did harm.
+    muon_lr: float = Field(0.2, gt=0, description="rate of matrices, times that of pretraining")
+    adam_lr: float = Field(0.02, gt=0, description="rate of all else, likewise")
+    partial: float = Field(0.2, ge=0, lt=1, description="for a wrong sum, by its right digits")
+    eval_every: int = Field(50, ge=0, description="steps between tests, 0: only before and after")
+    eval_items: int = Field(200, ge=1, description="held-out questions")
+    eval_samples: int = Field(8, ge=0, description="answers to each of them for pass@k, 0: none")
+    save_every: int = Field(0, ge=0, description="steps between checkpoints, 0: only at the end")
+    log_every: int = Field(1, ge=1, description="steps between lines of the log")
+    rows: int = Field(256, ge=1, description="answers that are drawn at the same time")
+    seed: int = Field(0, ge=0, description="of questions and answers")
 
 
 @dataclass(frozen=True)
@@ -72,49 +99,11 @@ class Task:
     max_tokens: int  # in an answer
 
 
-@dataclass
-class Learner:
-    """What the loop of the training script calls in place of its own loader, step and evaluation."""
-
-    script: ModuleType  # the training script of the run directory
-    args: argparse.Namespace
-    task: Task
-    tokenizer: Any
-    state: Any = None  # the script's TrainState, once the run has begun
-    generator: Any = None
-
-    @property
-    def ranks(self):
-        return self.state.ranks
-
-    def loader(self, run):
-        self.state = run.state
-        self.generator = engine.Generator(run.state.model, self.tokenizer, rows=self.args.rows)
-        return self
-
-    def next(self):
-        return draw_answers(self)
-
-    def close(self) -> None:
-        pass
-
-    def step(self, state, answers) -> torch.Tensor:
-        return learn(self, answers)
-
-    def evaluate(self, run) -> dict[str, float]:
-        found, answers = evaluate(self)
-        run.log.write({"step": self.state.step, "answers": answers})
-        if self.state.step == 0 and not any(found.values()):
-            way = "finetune on such answers first, e.g. with data/sft.py --source addition:2000"
-            run.log.say(f"no answer is right, so there may be nothing to learn from: {way}")
-        return found
-
-
 # ---- tasks
 
 
 def digits_right(expected: str, text: str) -> float:
-    """Share of right digits in the number behind ####, counted from the last; 0 without a number."""
+    """Share of right digits in the number behind ####, from the last on; 0 without a number."""
     number = chat_eval.number_in(text)
     if number is None:
         return 0.0
@@ -128,45 +117,45 @@ def sum_item(a: int, b: int) -> Item:
     return Item(question, str(a + b), chat_eval.same_number(f"#### {a + b}"))
 
 
-def addition_task(args: argparse.Namespace, fits: Callable[[str], bool]) -> Task:
+def addition_task(settings: Settings, fits: Callable[[str], bool]) -> Task:
     """Sums; `fits` tells whether the context has room for a question."""
 
     def train(step: int, place: int) -> Item:
-        rng = random.Random(f"{args.seed} {step} {place}")
-        return sum_item(*sft.draw_sum(rng, args.digits, "train"))
+        rng = random.Random(f"{settings.seed} {step} {place}")
+        return sum_item(*sft.draw_sum(rng, settings.digits, "train"))
 
     def reward(item: Item, text: str) -> float:
         if item.right(text):
             return 1.0
-        return args.partial * digits_right(item.expected, text)
+        return settings.partial * digits_right(item.expected, text)
 
     rng = random.Random(0)  # not the seed of the run: the test is always the same
-    draws = [sft.draw_sum(rng, args.digits, "val") for _ in range(20 * args.eval_items)]
+    draws = [sft.draw_sum(rng, settings.digits, "val") for _ in range(20 * settings.eval_items)]
     pairs = list(dict.fromkeys(draws))  # each once
-    test = [sum_item(*pair) for pair in pairs[: args.eval_items]]
+    test = [sum_item(*pair) for pair in pairs[: settings.eval_items]]
     if not fits(test[0].question):
-        raise RunError(f"sums of {args.digits} digits do not fit the context of this model; use fewer digits")
-    return Task(train, test, reward, False, MAX_TOKENS["addition"] * (args.digits + 1))
+        raise RunError(f"sums of {settings.digits} digits do not fit the model's context; use fewer")
+    return Task(train, test, reward, False, MAX_TOKENS["addition"] * (settings.digits + 1))
 
 
-def gsm8k_task(args: argparse.Namespace, fits: Callable[[str], bool]) -> Task:
+def gsm8k_task(settings: Settings, fits: Callable[[str], bool]) -> Task:
     """Grade-school problems; `fits` tells whether the context has room for a question."""
-    paths = [gsm8k_file(args.files, part) for part in ("train", "test")]
+    paths = [gsm8k_file(settings.files, part) for part in ("train", "test")]
     items = [chat_eval.read_items(path, "gsm8k") for path in paths]
     train_items = [item for item in items[0] if fits(item.question)]
     test_items = [item for item in items[1] if fits(item.question)]
     if not train_items or not test_items:
-        raise RunError("no gsm8k question fits the context of this model; use a model with a longer context")
+        raise RunError("no gsm8k question fits the model's context; use a model with a longer one")
     random.Random(1337).shuffle(test_items)
 
     def train(step: int, place: int) -> Item:
         count = len(train_items)
-        epoch, index = divmod(step * args.prompts + place, count)
-        order = np.random.default_rng([args.seed, epoch]).permutation(count)
+        epoch, index = divmod(step * settings.prompts + place, count)
+        order = np.random.default_rng([settings.seed, epoch]).permutation(count)
         return train_items[order[index]]
 
     reward = lambda item, text: float(item.right(text))
-    return Task(train, test_items[: args.eval_items], reward, True, MAX_TOKENS["gsm8k"])
+    return Task(train, test_items[: settings.eval_items], reward, True, MAX_TOKENS["gsm8k"])
 
 
 def gsm8k_file(folder: str | None, part: str) -> Path:
@@ -196,16 +185,6 @@ class Rollout:
     drawn: list[bool]  # for each token but the first: the model drew it, so it can learn from it
     reward: float
     advantage: float
-
-
-def ask(run: Learner, item: Item, seeds, temperature: float) -> list[engine.Completion]:
-    """A completion of the question for each seed, from the whole vocabulary; not yet drawn."""
-    prompt = chat_prompt(run.tokenizer, item.question)
-    room = run.state.config.max_seq_len + 1 - len(prompt)
-    most = min(run.task.max_tokens, room)
-    options = {"top_k": 0, "tools": run.task.tools}
-    options["stop"] = (run.tokenizer.specials["<|assistant_end|>"],)
-    return [engine.Completion(prompt, most, temperature, seed=s % 2**32, **options) for s in seeds]
 
 
 def ends(completion: engine.Completion, text: str) -> bool:
@@ -238,24 +217,11 @@ def judge(task: Task, tokenizer, item: Item, completions: list) -> list[Rollout]
 # ---- a step
 
 
-@dataclass
-class Answers:
-    """This rank's part of a step, packed, and what the log says of the whole step."""
+def pack_rollouts(script, config, bos_id: int, rollouts: list[Rollout], packs: int) -> tuple:
+    """The rollouts that have an advantage, as whole micro-batches of `packs` packs, at least one.
 
-    batch: Any  # the script's Batch
-    weights: torch.Tensor  # fp32 (P, pack_tokens): the advantage of the answer that a target is in
-    total_tokens: int = 0  # that were drawn, over all ranks
-    useful: bool = False  # whether the answers to any question differ in reward
-    notes: dict = dataclasses.field(default_factory=dict)
-    position: None = None
-
-    @property
-    def positions(self) -> torch.Tensor:
-        return self.batch.positions
-
-
-def pack_rollouts(script, config, bos_id: int, rollouts: list[Rollout], packs: int) -> Answers:
-    """The rollouts that have an advantage, as whole micro-batches of `packs` packs, at least one."""
+    Returns: the script's Batch; fp32 (P, pack_tokens), the advantage of the answer that a target is in
+    """
     rollouts = [r for r in rollouts if r.advantage]
     rows = [[]]
     if rollouts:
@@ -277,10 +243,10 @@ def pack_rollouts(script, config, bos_id: int, rollouts: list[Rollout], packs: i
             start = end
             documents.append((np.array(rollout.tokens, np.int32), np.array(rollout.drawn)))
         script.fill_pack(batch, row, documents)
-    return Answers(batch, weights)
+    return batch, weights
 
 
-def backward(state, answers: Answers) -> torch.Tensor:
+def backward(state, batch, weights: torch.Tensor, drawn: int) -> torch.Tensor:
     """Adds the gradient of sum(advantage * nats) / drawn tokens of this rank's packs.
 
     Returns: the sum of nats, without weights, 0-D
@@ -288,68 +254,141 @@ def backward(state, answers: Answers) -> torch.Tensor:
     device = state.ranks.device
     packs = state.packs
     total_nats = torch.zeros((), device=device)
-    for i, micro_batch in enumerate(answers.batch.micro_batches(packs, device)):
-        weight = answers.weights[i * packs : (i + 1) * packs].flatten().to(device)
+    for i, micro_batch in enumerate(batch.micro_batches(packs, device)):
+        weight = weights[i * packs : (i + 1) * packs].flatten().to(device)
         loss, nats = state.forward(*micro_batch, weight)
-        (loss / answers.total_tokens * state.loss_scale).backward()
+        (loss / drawn * state.loss_scale).backward()
         total_nats += nats.sum()
     return total_nats
 
 
-def draw_answers(run: Learner) -> Answers:
-    """Draws and judges the answers of the next step with the current weights."""
-    start = time.perf_counter()
-    args = run.args
-    ranks = run.ranks
-    groups = []  # the answers to one question stay on one rank
-    for place in range(ranks.rank, args.prompts, ranks.world):
-        first = ((args.seed * 1_000_003 + run.state.step) * args.prompts + place) * args.samples
-        item = run.task.train(run.state.step, place)
-        seeds = range(first, first + args.samples)
-        groups.append((item, ask(run, item, seeds, args.temperature)))
-    complete(run.generator, [c for _, completions in groups for c in completions])
-    judged = [judge(run.task, run.tokenizer, *group) for group in groups]
-    rollouts = [rollout for group in judged for rollout in group]
+@dataclass
+class Learner:
+    """What the training script's loop calls in place of its own loader, step and evaluation."""
 
-    # Sums over all ranks decide for all of them whether there is anything to learn.
-    sums = [
-        sum(sum(r.drawn) for r in rollouts),
-        sum(r.reward for r in rollouts),
-        sum(r.reward == 1 for r in rollouts),
-        sum(any(r.advantage for r in group) for group in judged),
-    ]
-    drawn, reward, right, useful = sum_over_ranks(np.array(sums, float), ranks).tolist()
-    config = run.state.config
-    answers = pack_rollouts(run.script, config, run.tokenizer.bos_id, rollouts, run.state.packs)
-    answers.total_tokens = int(drawn)
-    answers.useful = useful > 0
-    count = args.prompts * args.samples
-    answers.notes = {
-        "reward": reward / count,
-        "right": right / count,
-        "useful": useful / args.prompts,
-        "draw_seconds": time.perf_counter() - start,
-    }
-    return answers
+    script: ModuleType  # the training script of the run directory
+    settings: Settings
+    task: Task
+    tokenizer: Any
+    state: Any = None  # the script's TrainState, once the run has begun
+    generator: Any = None
 
+    @property
+    def ranks(self):
+        return self.state.ranks
 
-def learn(run: Learner, answers: Answers) -> torch.Tensor:
-    """One optimizer step on the answers of all ranks; this rank's share of the mean nats, 0-D."""
-    state = run.state
-    step = state.step
-    state.step += 1
-    if not answers.useful:
-        return torch.zeros((), device=run.ranks.device)
-    nats = backward(state, answers)
-    lr_mult = run.script.lr_multiplier(state.config, step)
-    momentum = run.script.muon_momentum(state.config, step)
-    if not state.optimizer.step(lr_mult, momentum, state.loss_scale):
-        state.loss_scale = max(state.loss_scale / 2, 2.0)  # fp16 overflowed
-    targets = sum_over_ranks(np.array([answers.batch.total_targets], float), run.ranks)[0]
-    return nats / max(targets, 1)
+    def loader(self, run):
+        self.state = run.state
+        self.generator = engine.Generator(run.state.model, self.tokenizer, rows=self.settings.rows)
+        return self
 
+    def close(self) -> None:
+        pass
 
-# ---- held-out questions
+    def next(self) -> SimpleNamespace:
+        """Draws and judges the answers of the next step with the current weights."""
+        start = time.perf_counter()
+        settings = self.settings
+        ranks = self.ranks
+        step = self.state.step
+        groups = []  # the answers to one question stay on one rank
+        for place in range(ranks.rank, settings.prompts, ranks.world):
+            first = (settings.seed * 1_000_003 + step) * settings.prompts + place
+            first *= settings.samples
+            item = self.task.train(step, place)
+            seeds = range(first, first + settings.samples)
+            groups.append((item, self.ask(item, seeds, settings.temperature)))
+        complete(self.generator, [c for _, completions in groups for c in completions])
+        judged = [judge(self.task, self.tokenizer, *group) for group in groups]
+        rollouts = [rollout for group in judged for rollout in group]
+
+        # Sums over all ranks decide for all of them whether there is anything to learn.
+        sums = [
+            sum(sum(r.drawn) for r in rollouts),
+            sum(r.reward for r in rollouts),
+            sum(r.reward == 1 for r in rollouts),
+            sum(any(r.advantage for r in group) for group in judged),
+        ]
+        drawn, reward, right, useful = sum_over_ranks(np.array(sums, float), ranks).tolist()
+        count = settings.prompts * settings.samples
+        notes = {"reward": reward / count, "right": right / count}
+        notes |= {"useful": useful / settings.prompts}
+        state = self.state
+        bos_id = self.tokenizer.bos_id
+        batch, weights = pack_rollouts(self.script, state.config, bos_id, rollouts, state.packs)
+        notes["draw_seconds"] = time.perf_counter() - start
+        return SimpleNamespace(
+            batch=batch,
+            weights=weights,
+            useful=useful > 0,
+            notes=notes,
+            # What the loop asks for, too.
+            total_tokens=int(drawn),
+            positions=batch.positions,
+            position=None,
+        )
+
+    def ask(self, item: Item, seeds, temperature: float) -> list[engine.Completion]:
+        """A completion of the question for each seed, from the whole vocabulary; not yet drawn."""
+        prompt = chat_prompt(self.tokenizer, item.question)
+        room = self.state.config.max_seq_len + 1 - len(prompt)
+        most = min(self.task.max_tokens, room)
+        options = {"top_k": 0, "tools": self.task.tools}
+        options["stop"] = (self.tokenizer.specials["<|assistant_end|>"],)
+        return [engine.Completion(prompt, most, temperature, seed=s % 2**32, **options) for s in seeds]
+
+    def step(self, state, answers: SimpleNamespace) -> torch.Tensor:
+        """One optimizer step on the answers of all ranks; this rank's share of the mean nats."""
+        step = state.step
+        state.step += 1
+        if not answers.useful:
+            return torch.zeros((), device=self.ranks.device)
+        nats = backward(state, answers.batch, answers.weights, answers.total_tokens)
+        lr_mult = self.script.lr_multiplier(state.config, step)
+        momentum = self.script.muon_momentum(state.config, step)
+        if not state.optimizer.step(lr_mult, momentum, state.loss_scale):
+            state.loss_scale = max(state.loss_scale / 2, 2.0)  # fp16 overflowed
+        targets = sum_over_ranks(np.array([answers.batch.total_targets], float), self.ranks)[0]
+        return nats / max(targets, 1)
+
+    def evaluate(self, run) -> dict[str, float]:
+        found, answers = self.test()
+        run.log.write({"step": self.state.step, "answers": answers})
+        if self.state.step == 0 and not any(found.values()):
+            way = "finetune on such answers first, e.g. with data/sft.py --source addition:2000"
+            run.log.say(f"no answer is right, so there may be nothing to learn from: {way}")
+        return found
+
+    def test(self) -> tuple[dict[str, float], list[dict]]:
+        """Greedy accuracy and pass@k on the held-out questions, and the first greedy answers."""
+        items = self.task.test
+        n = self.settings.eval_samples
+        ranks = self.ranks
+        # Each rank has a run of questions, so the report's are the first for any number of ranks.
+        share = -(-len(items) // ranks.world)
+        mine = range(ranks.rank * share, min((ranks.rank + 1) * share, len(items)))
+        groups = []
+        for i in mine:
+            seeds = range(10**9 + i * n, 10**9 + (i + 1) * n)
+            greedy = self.ask(items[i], [0], 0.0)
+            groups.append(greedy + self.ask(items[i], seeds, 1.0))
+        note = "held-out questions" if ranks.is_main else ""
+        complete(self.generator, [completion for group in groups for completion in group], note)
+
+        right = np.zeros((len(items), 2), np.int64)  # of the greedy answer, of the drawn ones
+        answers = []
+        for i, group in zip(mine, groups, strict=True):
+            greedy, *drawn = judge(self.task, self.tokenizer, items[i], group)
+            right[i] = greedy.reward == 1, sum(r.reward == 1 for r in drawn)
+            answer = {"question": items[i].question, "expected": items[i].expected}
+            answer["answer"] = self.tokenizer.decode(group[0].tokens)
+            answers.append(answer | {"reward": greedy.reward})
+        greedy, drawn = sum_over_ranks(right, ranks).T
+        found = {"greedy": float(greedy.mean())}
+        for exponent in range(n.bit_length()):
+            k = 2**exponent
+            found[f"pass@{k}"] = float(np.mean([pass_at_k(n, int(count), k) for count in drawn]))
+        return found, answers[:SHOWN]
 
 
 def pass_at_k(n: int, right: int, k: int) -> float:
@@ -360,99 +399,64 @@ def pass_at_k(n: int, right: int, k: int) -> float:
     return 1.0 - math.comb(n - right, k) / math.comb(n, k)
 
 
-def evaluate(run: Learner) -> tuple[dict[str, float], list[dict]]:
-    """Greedy accuracy and pass@k on the held-out questions, and the greedy answers to the first few."""
-    test = run.task.test
-    n = run.args.eval_samples
-    # Each rank has a run of questions, so that those of the report are the first for any number of ranks.
-    share = -(-len(test) // run.ranks.world)
-    mine = range(run.ranks.rank * share, min((run.ranks.rank + 1) * share, len(test)))
-    groups = []
-    for i in mine:
-        seeds = range(10**9 + i * n, 10**9 + (i + 1) * n)
-        greedy = ask(run, test[i], [0], 0.0)
-        groups.append(greedy + ask(run, test[i], seeds, 1.0))
-    note = "held-out questions" if run.ranks.is_main else ""
-    complete(run.generator, [completion for group in groups for completion in group], note)
-
-    right = np.zeros((len(test), 2), np.int64)  # of the greedy answer, of the drawn ones
-    answers = []
-    for i, group in zip(mine, groups, strict=True):
-        rollouts = judge(run.task, run.tokenizer, test[i], group)
-        right[i] = rollouts[0].reward == 1, sum(r.reward == 1 for r in rollouts[1:])
-        answer = {"question": test[i].question, "expected": test[i].expected}
-        answer["answer"] = run.tokenizer.decode(group[0].tokens)
-        answers.append(answer | {"reward": rollouts[0].reward})
-    greedy, drawn = sum_over_ranks(right, run.ranks).T
-    found = {"greedy": float(greedy.mean())}
-    for exponent in range(n.bit_length()):
-        k = 2**exponent
-        found[f"pass@{k}"] = float(np.mean([pass_at_k(n, int(count), k) for count in drawn]))
-    return found, answers[:SHOWN]
-
-
 # ---- the run
 
 
-def rl_config(script, checkpoint: Path, args: argparse.Namespace):
+def rl_config(script, checkpoint: Path, settings: Settings):
     """The Config of the finetuned run with the rates of this run."""
     base = finetune.stage_config(script, checkpoint, packs=1, lr=1.0)
     return dataclasses.replace(
         base,
-        muon_lr=base.muon_lr * args.muon_lr,
-        adam_lr=base.adam_lr * args.adam_lr,
+        muon_lr=base.muon_lr * settings.muon_lr,
+        adam_lr=base.adam_lr * settings.adam_lr,
         fp8=False,
         fp8_head=False,
-        seed=args.seed,
-        log_every=args.log_every,
-        eval_every=args.eval_every,
-        save_every=args.save_every,
-        compile=base.compile and not args.no_compile,
+        seed=settings.seed,
+        log_every=settings.log_every,
+        eval_every=settings.eval_every,
+        save_every=settings.save_every,
+        compile=base.compile and not settings.no_compile,
     )
 
 
-def fit_ranks(config, steps: int, world: int):
-    """Gives the schedule `steps` steps: on paper, a step is one pack on each rank.
+def make_job(script, home: Path, settings: Settings, resume: bool):
+    """What the training script needs to know for reinforcement learning.
 
-    A micro-batch is then one pack, and a step has as many of them as its answers need.
+    Args: home the run to start from or, to resume it, the run itself
     """
-    stages = ((1.0, world, 1.0),)
-    return dataclasses.replace(config, stages=stages, tokens=steps * world * config.pack_tokens)
-
-
-def make_job(script, args: argparse.Namespace):
-    """What the training script needs to know for reinforcement learning."""
-    home = Path(args.run_dir if args.resume else args.source)
     checkpoint = script.newest_whole(home, engine.print_note)
-    base = script.read_config(home) if args.resume else rl_config(script, checkpoint, args)
-    config = fit_ranks(base, args.steps, script.start_ranks().world)
+    config = script.read_config(home) if resume else rl_config(script, checkpoint, settings)
+    # On paper, a step is one pack on each rank. A micro-batch is then one pack, and a step has as
+    # many of them as its answers need.
+    world = script.start_ranks().world
+    tokens = settings.steps * world * config.pack_tokens
+    config = dataclasses.replace(config, stages=((1.0, world, 1.0),), tokens=tokens)
     tokenizer = script.Tokenizer(home / "tokenizer.json")
     chat_eval.check_chat_tokens(tokenizer, home)
 
     def fits(question: str) -> bool:
         return len(chat_prompt(tokenizer, question)) + 32 <= config.max_seq_len
 
-    task = addition_task(args, fits) if args.task == "addition" else gsm8k_task(args, fits)
-    learner = Learner(script, args, task, tokenizer)
+    make_task = addition_task if settings.task == "addition" else gsm8k_task
+    task = make_task(settings, fits)
+    learner = Learner(script, settings, task, tokenizer)
 
     def load_start(state) -> None:
         finetune.load_source(script, state, checkpoint, moments=False)
 
-    own = ("resume", "run_dir", "resume_changed", "set", "flags")  # of the start, not of the run
-    settings = {name: value for name, value in vars(args).items() if name not in own}
-    all_of_them = ", all there are" if len(task.test) < args.eval_items else ""
-    note = f"{args.prompts} questions x {args.samples} answers a step"
+    all_of_them = ", all there are" if len(task.test) < settings.eval_items else ""
+    note = f"{settings.prompts} questions x {settings.samples} answers a step"
     return script.Job(
         config=config,
         tokenizer=tokenizer,
-        fingerprint=args.task,
-        note=f"{note}, {len(task.test):,} held-out questions{all_of_them}, from {args.source}",
+        fingerprint=settings.task,
+        note=f"{note}, {len(task.test):,} held-out questions{all_of_them}, from {settings.source}",
         load_start=load_start,
         loader=learner.loader,
         step=learner.step,
         evaluate=learner.evaluate,
         flops=lambda config, positions: 0.0,  # of drawing, nobody has counted them
-        **finetune.tool_entries("rl", __file__, settings),
+        **finetune.tool_entries("rl", __file__, settings.model_dump()),
     )
 
 
@@ -460,101 +464,53 @@ def make_job(script, args: argparse.Namespace):
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description="Reinforcement learning on a finetuned run.")
+    """The flags of a run; what is not given is not in the result."""
+    parser = argparse.ArgumentParser(
+        description="Reinforcement learning on a finetuned run.",
+        argument_default=argparse.SUPPRESS,
+    )
     add = parser.add_argument
-
-    def number(flag: str, default: int | float, help: str = "") -> None:
-        metavar = "X" if isinstance(default, float) else "N"
-        add(flag, type=type(default), default=default, metavar=metavar, help=help)
-
     add("source", nargs="?", metavar="RUN", help="finetuned run to start from")
     add("--run-dir", type=Path, metavar="DIR", help="where to write the run (default: under out/)")
     add("--resume", action="store_true", help="continue the run in --run-dir, with its settings")
-    add("--task", choices=tuple(MAX_TOKENS), default="addition")
-    number("--digits", 2, "in each number of addition")
-    add("--files", metavar="FOLDER", help="files of gsm8k (default: download)")
-    number("--steps", 250)
-    number("--prompts", 16, "questions of a step, over all GPUs")
-    number("--samples", 16, "answers to each question")
-    number("--temperature", 1.0, "of the answers; only 1 is on-policy")
-    # These took a small model from 35.5 % to 71.5 % of two-digit sums; 0.5 for matrices, or 0.2 for
-    # all, did harm.
-    number("--muon-lr", 0.2, "rate of matrices, as a fraction of pretraining's")
-    number("--adam-lr", 0.02, "rate of all else, likewise")
-    number("--partial", 0.2, "reward for a wrong sum, times its share of right digits")
-    number("--eval-every", 50, "steps between tests, 0: only before and after")
-    number("--eval-items", 200, "held-out questions")
-    number("--eval-samples", 8, "answers to each of them for pass@k, 0: none")
-    number("--save-every", 0, "steps between checkpoints, 0: only at the end")
-    number("--log-every", 1)
-    number("--rows", 256, "answers that are drawn at the same time")
-    number("--seed", 0)
-    add("--no-compile", action="store_true")
+    add("--no-compile", action="store_true", help="quicker start")
+    finetune.add_flags(parser, Settings.model_fields)
     return parser
 
 
-LEAST = {
-    "digits": 1, "steps": 1, "prompts": 1, "samples": 2, "eval_items": 1, "log_every": 1, "rows": 1,
-    "eval_every": 0, "eval_samples": 0, "save_every": 0, "seed": 0,
-}  # fmt: skip
-
-
-def check(args: argparse.Namespace) -> None:
-    """Raises RunError if a flag of a new run is missing or out of range."""
-    if not args.source:
-        raise RunError("RUN is missing; name a finetuned run to start from")
-    for name, least in LEAST.items():
-        value = getattr(args, name)
-        if value < least:
-            flag = name.replace("_", "-")
-            raise RunError(f"--{flag} {value} must be at least {least}")
-    if min(args.temperature, args.muon_lr, args.adam_lr) <= 0:
-        raise RunError("--temperature, --muon-lr and --adam-lr must be above 0")
-    if not 0 <= args.partial < 1:
-        raise RunError(f"--partial {args.partial} must be at least 0 and below 1")
-    if args.digits > 18:
-        raise RunError(f"--digits {args.digits} must be at most 18")
-
-
-def saved_settings(script: ModuleType, args: argparse.Namespace) -> argparse.Namespace:
-    """The flags that a run to be resumed began with."""
-    settings = script.read_description(args.run_dir).get("rl")
-    if settings is None:
-        raise RunError(f"{args.run_dir} is no run of runs/rl.py; continue it with the tool that began it")
-    return argparse.Namespace(**vars(args) | settings)
-
-
-def parse(argv: list[str]) -> argparse.Namespace:
-    """The flags; with --resume only --run-dir, see saved_settings."""
-    args = build_parser().parse_args(argv)
+def parse(argv: list[str]) -> tuple[Path, dict]:
+    """The run directory to start from or to continue, and the settings that were given."""
+    given = vars(build_parser().parse_args(argv))
     run_dir, others = finetune.resume_flags(argv)
     if run_dir and others:
         raise RunError(f"--resume uses the settings of {run_dir}; leave out {' '.join(others)}")
-    if not run_dir:
-        check(args)
-    return argparse.Namespace(**vars(args), resume_changed=False, set=[], flags=list(argv))
+    if not run_dir and "source" not in given:
+        raise RunError("RUN is missing; name a finetuned run to start from")
+    return run_dir or Path(given["source"]), given
 
 
-def directory(argv: list[str]) -> Path:
-    """The run directory whose script trains."""
-    args = parse(argv)
-    return Path(args.run_dir if args.resume else args.source)
+def read_settings(script: ModuleType, home: Path, given: dict) -> Settings:
+    """Those that were given, or those that the run to be resumed began with."""
+    if "resume" in given:
+        given = script.read_description(home).get("rl")
+        if given is None:
+            raise RunError(f"{home} is no run of runs/rl.py; continue it with the tool that began it")
+    return finetune.check_settings(Settings, given)
 
 
 def reinforce(script: ModuleType, argv: list[str]) -> dict:
     """Runs or resumes; returns the result that is printed last."""
-    args = parse(argv)
-    if args.resume:
-        args = saved_settings(script, args)
-    job = make_job(script, args)
+    home, given = parse(argv)
+    job = make_job(script, home, read_settings(script, home, given), "resume" in given)
+    flags = {"run_dir": given.get("run_dir"), "resume": "resume" in given, "flags": list(argv)}
+    args = argparse.Namespace(**flags, resume_changed=False, set=[])
     return script.train(job.config, args, job)
 
 
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
-    return finetune.run_with_script(lambda: directory(argv), lambda script: reinforce(script, argv))
+    return finetune.run_with_script(lambda: parse(argv)[0], lambda script: reinforce(script, argv))
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.exit(main())

@@ -101,12 +101,10 @@ class Metrics:
         self.left = counter("abandoned_requests", "Requests whose client left")
         text = "From a request to its first token"
         self.first_token = counter("first_token_seconds", text, kind=prometheus.Histogram)
-        for name, value in {
-            "rows": lambda: worker.decoder.rows,
-            "answers_live": lambda: len(worker.jobs),
-            "answers_waiting": worker.waiting,
-        }.items():
-            counter(name, name, kind=prometheus.Gauge).set_function(value)
+        gauge = functools.partial(counter, kind=prometheus.Gauge)
+        gauge("rows", "rows").set_function(lambda: worker.decoder.rows)
+        gauge("answers_live", "answers_live").set_function(lambda: len(worker.jobs))
+        gauge("answers_waiting", "answers_waiting").set_function(worker.waiting)
 
 
 class Worker(threading.Thread):
@@ -363,9 +361,8 @@ class Server:
         self.tokenizer.encode("")  # now, since later several threads would build its tables at once
         self.chat = is_chat_run(run_dir) and set(Local.MARKS) <= set(self.tokenizer.specials)
         self.name = args.name or run_dir.resolve().name
-        rows = args.rows
-        if not rows:  # without a GPU a row costs time even while it rests
-            rows = 32 if run.model.embed.is_cuda else 8
+        # Without a GPU a row costs time even while it rests.
+        rows = args.rows or (32 if run.model.embed.is_cuda else 8)
         try:
             self.worker = Worker(run.model, self.tokenizer, rows, args.max_waiting, args.compile)
         except (RuntimeError, MemoryError) as error:
@@ -635,9 +632,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 def main() -> int:
     args = parse()
     try:
-        if min(args.rows, args.max_waiting, args.drain) < 0:
-            found = f"{args.rows}, {args.max_waiting} and {args.drain}"
-            raise RunError(f"--rows, --max-waiting and --drain must be at least 0, found {found}")
         if args.api_key == "":
             raise RunError("--api-key is empty; name a key, or leave it out")
         listening = bind(args.host, args.port)  # first, since a model takes a while to load

@@ -92,6 +92,7 @@ class Config:
 
     # No fields: what train_small.py asks of its own Config.
     wandb = ""
+    average = 0.0
     bigram_rows = 0
     prefix_weight = 0.0
 
@@ -135,15 +136,6 @@ def parameter_table(config: Config) -> dict:
         "mlp_bank": script.Policy("normuon", 1.0, weight_decay=0.0276),
         "embed": script.Policy("adam", 1.0, (0.9, 0.95), 0.006),
     }
-
-
-def check_config(c: Config) -> None:
-    """Raises UserError with the first thing that a person gets wrong; torch reports the rest."""
-    if c.width % c.head_dim or c.head_dim % 2:
-        raise script.UserError(f"--width {c.width} must be a multiple of an even --head-dim, found {c.head_dim}")
-    if c.max_seq_len > c.pack_tokens:
-        found = f"--max-seq-len {c.max_seq_len} is above --pack-tokens {c.pack_tokens}"
-        raise script.UserError(f"{found}; a document must fit into a pack, so change one of them")
 
 
 # ==================================================================================================
@@ -382,8 +374,8 @@ class MaskedPacks(script.PackLoader):
         masked = mask_tokens(whole, self.config, self.is_text_V, [self.config.seed, step])
         share = len(masked.tokens) // self.sharing.world
         own = slice(self.sharing.rank * share, (self.sharing.rank + 1) * share)
-        fields = {name: getattr(masked, name)[own] for name in ("tokens", "targets", "positions")}
-        return dataclasses.replace(masked, **fields, ends=masked.ends[own])
+        names = ("tokens", "targets", "positions", "ends")
+        return dataclasses.replace(masked, **{name: getattr(masked, name)[own] for name in names})
 
 
 def flops_per_token(config: Config, positions: Tensor) -> float:
@@ -429,14 +421,11 @@ def build_state(config: Config, ranks, say: Callable = print):
     return script.TrainState(config, ranks, model, forward, optimizer, packs)
 
 
-def file_sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def facts(*tools: Path) -> dict:
-    """Entries of config.json that make a run of an encoder known, and that --resume compares."""
-    paths = (Path(__file__), *tools)
-    return {"scripts": {path.name: file_sha256(path) for path in paths}}
+def script_entries(*files: str, **settings) -> dict:
+    """What a Job says of its scripts, the last of which is the command; --resume compares their hashes."""
+    paths = [Path(file) for file in files]
+    digests = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
+    return {"command": paths[-1].stem, "scripts": paths, "description": {"scripts": digests, **settings}}
 
 
 def read_run(run_dir: Path, command: str = "") -> tuple[Config, dict]:
@@ -461,13 +450,21 @@ def pretrain(args: argparse.Namespace) -> dict:
         config, _ = read_run(args.run_dir, "train_encoder")
     else:
         config = Config(**{**SIZES[args.size], **fields_of(args)})
-    dataset = script.Dataset.open(config.data)
-    job = make_job(config, dataset)
-    world = script.start_ranks().world
-    if config.packs % world:
-        found = f"--packs {config.packs} do not divide over {world} processes"
-        raise script.UserError(f"{found}; use a number that does")
+    check_config(config, script.start_ranks().world)
+    job = make_job(config, script.Dataset.open(config.data))
     return script.train(job.config, args, job)
+
+
+def check_config(c: Config, world: int) -> None:
+    """Raises UserError with the first thing that a person gets wrong; torch reports the rest."""
+    if c.width % c.head_dim or c.head_dim % 2:
+        raise script.UserError(f"--width {c.width} must be a multiple of an even --head-dim, found {c.head_dim}")
+    if c.max_seq_len > c.pack_tokens:
+        found = f"--max-seq-len {c.max_seq_len} is above --pack-tokens {c.pack_tokens}"
+        raise script.UserError(f"{found}; a document must fit into a pack, so change one of them")
+    if c.packs % world:
+        found = f"--packs {c.packs} do not divide over {world} processes"
+        raise script.UserError(f"{found}; use a number that does")
 
 
 def make_job(config: Config, dataset):
@@ -475,7 +472,6 @@ def make_job(config: Config, dataset):
     tokenizer = dataset.tokenizer
     vocab_size = tokenizer.vocab_size
     config = dataclasses.replace(config, vocab_size=vocab_size + 1)
-    check_config(config)
     reader = script.ShardReader(dataset, config)
 
     # Specials carry no text and are never masked; the mask token is no token of the dataset.
@@ -502,16 +498,14 @@ def make_job(config: Config, dataset):
         tokenizer=tokenizer,
         fingerprint=dataset.info["fingerprint"],
         note=f"{tokens:,} training tokens",
-        command="train_encoder",
         available=tokens * config.max_epochs,
         reader=reader,
         bytes_per_token=dataset.total("train", "text_bytes") / max(tokens, 1),
-        description=facts(),
-        scripts=(Path(__file__),),
         build=build_state,
         loader=loader,
         evaluate=evaluate,
         flops=flops_per_token,
+        **script_entries(__file__),
     )
 
 
@@ -557,11 +551,12 @@ def read_flags(parser: argparse.ArgumentParser, argv: list[str] | None) -> argpa
         return args
     if not args.run_dir:
         raise script.UserError("--resume needs --run-dir, the run to continue")
-    given = [word.split("=")[0] for word in flags if word.startswith("--")]
-    given += ["RUN"] * ("run" in args and args.run is not None)
-    for flag in given:
-        if flag not in ("--resume", "--run-dir"):
-            raise script.UserError(f"--resume uses the flags of {args.run_dir}; leave out {flag}")
+    given = {word.split("=")[0] for word in flags if word.startswith("--")}
+    others = sorted(given - {"--resume", "--run-dir"})
+    if getattr(args, "run", None):
+        others.append("RUN")
+    if others:
+        raise script.UserError(f"--resume uses the flags of {args.run_dir}; leave out {', '.join(others)}")
     return args
 
 

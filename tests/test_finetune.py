@@ -13,6 +13,7 @@ import random
 import shutil
 import signal
 import sys
+import types
 from collections import Counter
 from pathlib import Path
 
@@ -83,10 +84,10 @@ def tune(base, run_dir, *more, packs=4, **overrides) -> list[str]:
 
 @pytest.fixture
 def fails(capsys):
-    def check(argv, *words, main=finetune.main) -> None:
-        """main(argv) must print one line `error: ...` that holds all the words, and return 1."""
+    def check(argv, *words) -> None:
+        """finetune.main(argv) must print one line `error: ...` that holds all the words, and return 1."""
         capsys.readouterr()
-        code, err = main([str(a) for a in argv]), capsys.readouterr().err
+        code, err = finetune.main([str(a) for a in argv]), capsys.readouterr().err
         assert code == 1 and err.startswith("error: ") and err.count("\n") == 1 and len(err) > 30, err
         assert [w for w in words if w not in err] == [], err
 
@@ -335,6 +336,15 @@ def test_flags_come_last(base):
     assert (config.ahead, config.prefix_weight) == ((1.0,), 0.0), "one target for a token, as validation has it"
 
 
+def test_weights_are_not_averaged(base):
+    """Nor if the source is of an older script, whose Config has no such field."""
+    values = dataclasses.asdict(ts.read_config(base))
+    assert values.pop("average") > job(base).config.average == 0
+    old = dataclasses.make_dataclass("Config", values)(**values)
+    script = types.SimpleNamespace(read_config=lambda run: old)
+    assert finetune.stage_config(script, base / "checkpoints" / "step_000020", 4, 0.5).stages == ((1.0, 4, 0.5),)
+
+
 KILL = """
 import os, signal, sys
 import torch
@@ -490,11 +500,6 @@ def test_mistakes(argv, words, fails, base, finished, data, tmp_path, monkeypatc
     names = {"tmp": tmp_path, "base": base, "text": text, "other": other, "sft": finished[0], "rl": rl}
     fails([a.format(**names) for a in argv], *(w.format(**names) for w in words))
     assert snapshot(base) == before and not (tmp_path / "out").exists()
-
-
-def test_training_scripts_name_the_tool(fails, finished, base):
-    """train_small.py continues no finetuning run."""
-    fails(["--resume", "--run-dir", finished[0]], "python runs/finetune.py --resume --run-dir", main=ts.main)
 
 
 @pytest.mark.parametrize("change", (

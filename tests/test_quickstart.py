@@ -1,6 +1,7 @@
 """The two commands, the comparison with compressors, and what the README promises."""
 
 import gzip
+import importlib
 import json
 import lzma
 import os
@@ -406,12 +407,9 @@ def unrolled(command: str) -> list[str]:
 
 def known_flags(script: str) -> set[str]:
     """Flags of a script, from its parser; what data/*.py share is in two of them."""
-    if script == "train_small.py":
-        return {flag for action in ts.build_parser()._actions for flag in action.option_strings}
-    if script == "runs/finetune_hf.py":
-        import finetune_hf
-
-        return {"--resume", *(f"--{name.replace('_', '-')}" for name in finetune_hf.setting_names())}
+    if script in ("train_small.py", "runs/finetune_hf.py", "runs/rl.py"):
+        parser = importlib.import_module(Path(script).stem).build_parser()
+        return {flag for action in parser._actions for flag in action.option_strings}
     shared = ("data/sources.py", "data/tokenizer.py") if script.startswith("data/") else ()
     sources = [ROOT / name for name in (script, *shared)]
     pattern = r"^# +(?:bash \S+ )?(--[a-z-]+)" if script.endswith(".sh") else r'"(--[a-z-]+)"'

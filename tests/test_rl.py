@@ -13,6 +13,7 @@ import json
 import random
 import shutil
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -68,20 +69,22 @@ def source(tmp_path_factory):
     return folder / "sft"
 
 
+def settings_of(*flags) -> rl.Settings:
+    """Those of a new run."""
+    return rl.read_settings(None, None, rl.parse([str(flag) for flag in flags])[1])
+
+
 @pytest.fixture
 def setup(source):
     """setup(*flags): a run at step 0 that writes no files."""
 
     def build(*flags) -> rl.Learner:
-        args = rl.parse([str(source), *FLAGS, *map(str, flags)])
+        settings = settings_of(source, *FLAGS, *flags)
         script = engine.import_script(source)
-        checkpoint = script.newest_whole(source, print)
-        config = rl.fit_ranks(rl.rl_config(script, checkpoint, args), args.steps, 1)
-        state = script.build_state(config, script.start_ranks(), lambda text: None)
-        finetune.load_source(script, state, checkpoint, moments=False)
-        task = rl.addition_task(args, lambda question: True)
-        generator = engine.Generator(state.model, script.Tokenizer(source / "tokenizer.json"))
-        return rl.Learner(script, args, task, generator.tokenizer, state, generator)
+        job = rl.make_job(script, source, settings, resume=False)
+        state = script.build_state(job.config, script.start_ranks(), lambda text: None)
+        job.load_start(state)
+        return job.loader(SimpleNamespace(state=state))
 
     return build
 
@@ -91,10 +94,10 @@ def greedy(now) -> float:
     pairs = [(a, b) for a, b in itertools.product(range(10), repeat=2) if not sft.is_val_sum(a, b)]
     items = [rl.Item(f"What is {a} + {b}?", "", lambda text, n=a + b: text == f"#### {n}") for a, b in pairs]
     task = dataclasses.replace(now.task, test=items)
-    return rl.evaluate(dataclasses.replace(now, task=task))[0]["greedy"]
+    return dataclasses.replace(now, task=task).test()[0]["greedy"]
 
 
-def take_step(now) -> rl.Answers:
+def take_step(now) -> SimpleNamespace:
     answers = now.next()
     now.step(now.state, answers)
     return answers
@@ -129,9 +132,7 @@ def gradients(now, rollouts, packs, **changes) -> dict:
     state.model.zero_grad(set_to_none=True)
     config = dataclasses.replace(state.config, pack_tokens=64, **changes)
     state.packs = packs
-    answers = rl.pack_rollouts(script, config, 0, rollouts, packs)
-    answers.total_tokens = sum(sum(r.drawn) for r in rollouts)
-    rl.backward(state, answers)
+    rl.backward(state, *rl.pack_rollouts(script, config, 0, rollouts, packs), sum(sum(r.drawn) for r in rollouts))
     return {name: param.grad for name, param in state.model.named_parameters()}
 
 
@@ -212,7 +213,7 @@ def test_an_answer_ends_behind_its_number(setup, monkeypatch):
     answers = fill([engine.Completion([1]) for _ in worth])
     assert [r.reward for r in rl.judge(now.task, generator.tokenizer, items[0], answers)] == list(worth.values())
     monkeypatch.setattr(rl, "complete", lambda generator, answers, *words: fill(answers))
-    found, answers = rl.evaluate(now)
+    found, answers = now.test()
     assert found["greedy"] == 4 / len(worth)
     assert [a["reward"] for a in answers] == list(worth.values())[: rl.SHOWN]
 
@@ -230,12 +231,12 @@ def test_a_report_shows_the_same_questions_on_any_number_of_ranks(setup, monkeyp
     now = setup("--eval-samples", 0)
     monkeypatch.setattr(rl, "complete", lambda generator, answers, *words: None)
     monkeypatch.setattr(rl, "sum_over_ranks", lambda values, ranks: values)
-    _, before = rl.evaluate(now)
+    _, before = now.test()
     parts = []
     for rank in range(5):  # 12 questions over 5 ranks: the last one has none
         ranks = dataclasses.replace(now.ranks, rank=rank, world=5)
         state = dataclasses.replace(now.state, ranks=ranks)
-        parts.append(rl.evaluate(dataclasses.replace(now, state=state))[1])
+        parts.append(dataclasses.replace(now, state=state).test()[1])
     asked = [answer["question"] for part in parts for answer in part]
     assert asked == [item.question for item in now.task.test]
     assert [answer["question"] for answer in before] == asked[: len(before)] and len(parts[0]) == 3
@@ -253,7 +254,7 @@ def test_every_answer_has_noise_of_its_own(setup, monkeypatch):
     for _ in range(2):
         take_step(now)
     assert len(set(seeds)) == len(seeds) == 2 * 6 * 6
-    rl.evaluate(now)
+    now.test()
     assert len(set(seeds)) == len(seeds) == 2 * 6 * 6 + 12 * 4
 
 
@@ -261,9 +262,9 @@ def test_a_step_divides_by_all_that_was_drawn(setup, monkeypatch):
     """Also by the answers that teach nothing; and its rate is that of its step in a line to 0."""
     now, backward, seen = setup("--steps", 4), rl.backward, []
 
-    def watched(state, answers):
-        seen.append((answers.total_tokens, answers.batch.total_targets))
-        return backward(state, answers)
+    def watched(state, batch, weights, drawn):
+        seen.append((drawn, batch.total_targets))
+        return backward(state, batch, weights, drawn)
 
     rates = []
     monkeypatch.setattr(rl, "backward", watched)
@@ -290,8 +291,8 @@ def test_nothing_to_learn_leaves_the_weights(setup, monkeypatch):
 
 def test_rewards():
     """1 for the number, a share for digits counted from the last."""
-    args = rl.parse(["x", "--digits", "2", "--partial", "0.3"])
-    task = rl.addition_task(args, lambda question: True)
+    settings = settings_of("x", "--digits", "2", "--partial", "0.3")
+    task = rl.addition_task(settings, lambda question: True)
     item = rl.Item("", "132", chat_eval.same_number("#### 132"))
     for text, reward in (("7+5=12\n#### 132", 1.0), ("#### 132.0", 1.0), ("#### 142", 0.2), ("#### 32", 0.2),
                          ("132", 0.0), ("#### 1132", 0.225), ("#### 999", 0.0), ("", 0.0)):  # fmt: skip
@@ -338,8 +339,9 @@ def test_a_run_and_its_continuation(source, tmp_path):
     new, resume = [*flags, "--run-dir", tmp_path / "new"], ["--resume", "--run-dir", tmp_path / "whole"]
     for main, argv, message in (
         (rl.main, [*flags, "--run-dir", tmp_path / "whole"], "already holds a run"),
-        (rl.main, [*new, "--samples", "1"], "must be at least 2"),
-        (rl.main, [*new, "--adam-lr", "0"], "must be above 0"),
+        (rl.main, [*new, "--samples", "1"], "--samples is '1': input should be greater than or equal to 2"),
+        (rl.main, [*new, "--adam-lr", "0"], "--adam-lr is '0': input should be greater than 0"),
+        (rl.main, [*new, "--task", "sums"], "input should be 'addition' or 'gsm8k'"),
         (rl.main, [*new, "--task", "gsm8k", "--files", tmp_path], "has no gsm8k file for training"),
         (rl.main, [*resume, "--steps", 250], "leave out --steps 250"),  # a parser's default, too
         (rl.main, [source, *resume], f"leave out {source}"),
@@ -357,8 +359,8 @@ def test_gsm8k_items(source, tmp_path):
     for part, n in (("train", 7), ("test", 3)):
         items = [{"question": f"{part} {i}?", "answer": f"so <<{i}+1={i + 1}>>{i + 1}\n#### {i + 1}"} for i in range(n)]
         write_jsonl(tmp_path / f"gsm8k_{part}.jsonl", items)
-    args = rl.parse([str(source), "--task", "gsm8k", "--files", str(tmp_path), "--prompts", "3"])
-    task = rl.gsm8k_task(args, lambda question: True)
+    settings = settings_of(source, "--task", "gsm8k", "--files", tmp_path, "--prompts", "3")
+    task = rl.gsm8k_task(settings, lambda question: True)
     asked = [task.train(step, place).question for step in range(7) for place in range(3)]
     for epoch in range(3):
         assert sorted(asked[7 * epoch : 7 * epoch + 7]) == [f"train {i}?" for i in range(7)]
