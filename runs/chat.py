@@ -53,22 +53,23 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def fit(backend, system: str, messages: list[dict], room: int) -> list[int]:
-    """The ids of a conversation, after dropping its oldest turns until `room` more ids fit."""
-    limit = backend.limit
-    newest = len(backend.render(system, messages[-1:]))
-    if newest > limit:
-        raise RunError(f"the message has {newest:,} tokens but the context is {limit:,}; shorten it")
-    room = min(room, limit // 4)
-    dropped = 0
-    ids = backend.render(system, messages)
-    while len(ids) + room > limit + 1 and len(messages) > 1:
-        del messages[:2]
-        dropped += 1
-        ids = backend.render(system, messages)
-    if dropped:
-        say(f"(the context of {limit:,} tokens is full, oldest turns dropped: {dropped})")
-    return ids
+def fit(backend, system: str, messages: list[dict]):
+    """What backend.ask() makes of a conversation, after dropping its oldest turns until it takes the rest."""
+    backend.turns += 1  # a question asked again draws anew
+    first = 0
+    while True:
+        try:
+            asked = backend.ask(system, messages[first:])
+            break
+        except TooLong:
+            first += 2
+            if first >= len(messages):
+                raise
+    if first:
+        del messages[:first]  # only now: a message too long by itself costs nothing
+        size = f" of {backend.limit:,} tokens" if backend.limit else ""
+        say(f"(the context{size} is full, oldest turns dropped: {first // 2})")
+    return asked
 
 
 def history(system: str, messages: list[dict]) -> list[dict]:
@@ -78,7 +79,7 @@ def history(system: str, messages: list[dict]) -> list[dict]:
 
 
 class TooLong(RunError):
-    """A server's answer to a conversation that does not fit its context."""
+    """A conversation does not fit the context."""
 
 
 def is_chat_run(run_dir: Path) -> bool:
@@ -90,7 +91,26 @@ def is_chat_run(run_dir: Path) -> bool:
 # ==== where answers come from
 
 
-class Local:
+class OwnModel:
+    """A model in this process, whose context has `limit` tokens."""
+
+    def __init__(self, args: argparse.Namespace, limit: int):
+        self.args = args
+        self.limit = limit
+        self.seed = random.randrange(2**32) if args.seed is None else args.seed
+        self.max_tokens = args.max_tokens or MAX_TOKENS
+        self.turns = 0
+
+    def ask(self, system: str, messages: list[dict]) -> list[int]:
+        """The ids of a conversation, up to where the next answer starts. Raises: TooLong"""
+        ids = self.render(system, messages)
+        room = min(self.max_tokens, self.limit // 4) if len(messages) > 1 else 1
+        if len(ids) + room > self.limit + 1:
+            raise TooLong(f"the message has {len(ids):,} tokens but the context is {self.limit:,}; shorten it")
+        return ids
+
+
+class Local(OwnModel):
     """A model of a run directory with the conversation in its KV cache."""
 
     MARKS = ("<|user_start|>", "<|user_end|>", "<|assistant_start|>", "<|assistant_end|>")
@@ -101,13 +121,9 @@ class Local:
         # Imported now, since Ctrl-C during the first answer would leave it half imported.
         import torch._dynamo  # noqa: F401
 
-        self.args = args
+        super().__init__(args, run.config.max_seq_len)
         self.model = run.model
         self.tokenizer = run.tokenizer
-        self.limit = run.config.max_seq_len
-        self.seed = random.randrange(2**32) if args.seed is None else args.seed
-        self.max_tokens = args.max_tokens or MAX_TOKENS
-        self.turns = 0
         self.decoder = engine.Decoder(run.model, run.tokenizer, 1)  # its row keeps the conversation
 
         specials = run.tokenizer.specials
@@ -118,7 +134,6 @@ class Local:
         self.stops = tuple(i for i in specials.values() if i not in self.shown)
 
     def render(self, system: str, messages: list[dict]) -> list[int]:
-        """The ids of a conversation, up to where the assistant's next answer starts."""
         special = self.tokenizer.specials
         ids = [self.tokenizer.bos_id]
         for i, message in enumerate(messages):
@@ -155,9 +170,8 @@ class Local:
 
     def stream(self, system: str, messages: list[dict], answer: dict) -> Iterator[str]:
         """Pieces of the answer; answer["ids"] grows with it. May drop the oldest messages."""
-        ids = fit(self, system, messages, self.max_tokens)
-        seed = self.seed + self.turns * engine.SEED_STRIDE  # a question asked again draws anew
-        self.turns += 1
+        ids = fit(self, system, messages)
+        seed = self.seed + (self.turns - 1) * engine.SEED_STRIDE
         room = min(self.max_tokens, self.limit + 1 - len(ids))
         options = {"seed": seed, "stop": self.stops, "tools": True, **sampling(self.args)}
         completion = engine.Completion(ids, room, **options)
@@ -178,7 +192,7 @@ class Local:
         yield text.decode(b"", final=True)
 
 
-class Pretrained:
+class Pretrained(OwnModel):
     """A folder that save_pretrained of transformers wrote, with a chat template."""
 
     def __init__(self, folder: Path, args: argparse.Namespace):
@@ -196,15 +210,10 @@ class Pretrained:
             raise RunError(f"transformers cannot load {folder} ({engine.first_line(error)})") from None
         if not self.tokenizer.chat_template:
             raise RunError(f"{folder} has no chat template, so it is no model to chat with")
-        self.args = args
+        super().__init__(args, self.model.config.max_position_embeddings)
         self.model.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        self.limit = self.model.config.max_position_embeddings
-        self.seed = random.randrange(2**32) if args.seed is None else args.seed
-        self.max_tokens = args.max_tokens or MAX_TOKENS
-        self.turns = 0
 
     def render(self, system: str, messages: list[dict]) -> list[int]:
-        """The ids of a conversation, up to where the next answer starts."""
         talk = history(system, messages)
         return self.tokenizer.apply_chat_template(talk, add_generation_prompt=True)["input_ids"]
 
@@ -212,7 +221,7 @@ class Pretrained:
         """Pieces of the answer. May drop the oldest messages. Raises: RunError"""
         from transformers import TextIteratorStreamer
 
-        ids = fit(self, system, messages, self.max_tokens)
+        ids = fit(self, system, messages)
         streamer = TextIteratorStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
         stopped = threading.Event()
         with ThreadPoolExecutor(1) as pool:
@@ -230,8 +239,7 @@ class Pretrained:
         settings = {"do_sample": self.args.temperature > 0, "max_new_tokens": room, "pad_token_id": 0}
         if self.args.temperature > 0:
             settings |= sampling(self.args)
-        torch.manual_seed(self.seed + self.turns)
-        self.turns += 1
+        torch.manual_seed(self.seed + self.turns - 1)
         tokens = torch.tensor([ids], device=self.model.device)
         try:
             self.model.generate(
@@ -257,6 +265,8 @@ def pretrained_folder(path: Path) -> Path | None:
 
 class Remote:
     """A server that speaks the OpenAI chat protocol."""
+
+    limit = None  # not known
 
     def __init__(self, url: str, args: argparse.Namespace):
         if urllib.parse.urlsplit(url).scheme not in ("http", "https"):
@@ -299,7 +309,7 @@ class Remote:
     def stream(self, system: str, messages: list[dict], answer: dict) -> Iterator[str]:
         """Pieces of the answer as server-sent events bring them. May drop the oldest messages."""
         try:
-            with self.ask(system, messages) as response:
+            with fit(self, system, messages) as response:
                 for line in response:
                     field, _, data = line.partition(b":")  # a comment has no field
                     if data.strip() == b"[DONE]":
@@ -313,24 +323,7 @@ class Remote:
         raise RunError("the connection ended before the answer did")
 
     def ask(self, system: str, messages: list[dict]):
-        """The response to a conversation, without its oldest turns if they are too much for it."""
-        first = 0
-        self.turns += 1
-        while True:
-            try:
-                response = self.open("chat/completions", self.request(system, messages[first:]))
-                break
-            except TooLong:
-                first += 2
-                if first >= len(messages):
-                    raise
-        if first:
-            del messages[:first]  # only now: a message too long by itself costs nothing
-            say(f"(the context is full, oldest turns dropped: {first // 2})")
-        return response
-
-    def request(self, system: str, messages: list[dict]) -> dict:
-        """The body of a request in the OpenAI chat protocol."""
+        """The response to a conversation. Raises: RunError"""
         body = {"model": self.model, "messages": history(system, messages), "stream": True}
         body |= {"temperature": self.args.temperature, "top_p": self.args.top_p}
         if self.args.max_tokens:  # otherwise the server decides, which knows its context
@@ -339,7 +332,7 @@ class Remote:
             body["seed"] = self.args.seed + self.turns - 1
         if self.args.top_k is not None:  # not part of the protocol, so only on request
             body["top_k"] = self.args.top_k
-        return body
+        return self.open("chat/completions", body)
 
 
 def delta(event: dict) -> str:
@@ -431,12 +424,10 @@ class Chat:
             say("there is nothing to save yet")
             return
         path = Path(name).expanduser()
-        messages = history("", self.messages)
-        for message, known in zip(messages, self.messages, strict=True):
+        messages = history(self.system, self.messages)
+        for message, known in zip(messages[-len(self.messages) :], self.messages, strict=True):
             if known.get("ids"):
                 message["content"] = self.backend.parts(known["ids"])
-        if self.system:
-            messages.insert(0, {"role": "system", "content": self.system})
         try:
             with path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"messages": messages}) + "\n")

@@ -15,6 +15,7 @@ This executes the training script that lies in the run directory.
 """
 
 import argparse
+import csv
 import json
 import os
 import re
@@ -25,6 +26,7 @@ from pathlib import Path
 import torch
 from chat import is_chat_run
 from engine import RunError, load_run
+from jinja2 import StrictUndefined, Template
 from report import read_log
 from safetensors.torch import save_file
 from torch import Tensor
@@ -215,38 +217,6 @@ def convert_tokenizer(spec: dict, ranks: list[bytes], bos: str) -> dict:
 
 # ---- model card
 
-CHAT_PROMPT = """\
-messages = [{"role": "user", "content": "Why is the sky blue?"}]
-inputs = tokenizer.apply_chat_template(
-    messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-)
-"""
-BASE_PROMPT = 'inputs = tokenizer("Once upon a time", return_tensors="pt")\n'
-BASE_KIND = "It is a base model: it continues text and was not finetuned for conversations."
-CHAT_KIND = "It was finetuned for conversations."
-BASE_SCORED = "held-out text"
-CHAT_SCORED = "what the assistant says in held-out conversations"
-
-
-OWN_CODE = """\
-`trust_remote_code=True` runs `modeling_decoderstack.py`, the one Python file of this repository.
-Read it first."""
-OWN_LICENSE = " The code in `modeling_decoderstack.py` has the MIT License."
-OWN_LIMITS = """\
-- A text of more than {context:,} tokens is refused, and so is a request to generate beyond that.
-- vLLM and llama.cpp (GGUF), and what builds on them, do not know this architecture, which the
-  first lines of `modeling_decoderstack.py` describe. vLLM takes models from plugins, but there is
-  none for this one. DecoderStack's `runs/portable.args` trains models that run everywhere.
-- `generate` keeps keys and values in transformers' `DynamicCache`. Static and quantized caches are
-  refused, and attention runs through torch's scaled_dot_product_attention only."""
-QWEN_CODE = """\
-The architecture is that of Qwen3, so transformers needs no code from here. vLLM should load it as
-it is, which is not tested. `runs/export.py RUN --gguf FILE` of DecoderStack writes it for
-llama.cpp, ollama and LM Studio."""
-QWEN_LIMITS = """\
-- It was trained on texts of up to {context:,} tokens. Longer ones are not refused, but get worse."""
-
-
 def result_table(run_dir: Path, figures: dict, is_newest: bool) -> str:
     """The table of the run's report, if that is about this step, or figures of its log.
 
@@ -259,17 +229,6 @@ def result_table(run_dir: Path, figures: dict, is_newest: bool) -> str:
     names = {"val_bpb": "validation, bits per byte", "step": "steps", "tokens": "training tokens"}
     rows = [f"| {names[key]} | {figures[key]:,.6g} |" for key in names if figures.get(key)]
     return "\n".join(["| | |", "| --- | --- |", *rows])
-
-
-def core_table(run_dir: Path) -> str:
-    """A section with core.csv, or nothing."""
-    path = run_dir / "core.csv"
-    if not path.is_file():
-        return ""
-    header, *rows = path.read_text(encoding="utf-8").strip().splitlines()
-    rule = re.sub("[^,]+", "---", header)
-    lines = [f"| {line.replace(',', ' | ')} |" for line in (header, rule, *rows)]
-    return "\n## CORE\n\n" + "\n".join(lines) + "\n"
 
 
 def training_data(dataset: Path, is_chat: bool) -> str:
@@ -291,42 +250,29 @@ def model_card(args: argparse.Namespace, fields: dict, parameters: int, step: in
     for entry in log:
         if entry["step"] <= step:
             figures |= entry
-    scored = figures.get("scored", {}).get("bytes")
+    core = []
+    if is_newest and (run_dir / "core.csv").is_file():
+        header, *rows = csv.reader((run_dir / "core.csv").read_text(encoding="utf-8").splitlines())
+        core = [header, ["---"] * len(header), *rows]
     config = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))["config"]
-    has_picture = is_newest and (run_dir / "curve.png").is_file()
     is_chat = is_chat_run(run_dir)
-    context = fields["max_position_embeddings"]
-    is_own = "auto_map" in fields
-    trust = ", trust_remote_code=True" if is_own else ""
-    limits = OWN_LIMITS if is_own else QWEN_LIMITS
-    return CARD.read_text(encoding="utf-8").format(
-        trust=trust,
-        trust_flag=trust.replace(" ", ""),
-        code=OWN_CODE if is_own else QWEN_CODE,
-        code_license=OWN_LICENSE if is_own else "",
-        limits=limits.format(context=context),
+
+    text = CARD.read_text(encoding="utf-8")
+    options = {"trim_blocks": True, "keep_trailing_newline": True, "undefined": StrictUndefined}
+    return Template(text, **options).render(
         name=args.name,
-        millions=parameters / 1e6,
-        layers=fields["num_hidden_layers"],
-        width=fields["hidden_size"],
-        vocab=fields["vocab_size"],
-        context=context,
-        new_tokens=min(100, context // 2),
-        kind=CHAT_KIND if is_chat else BASE_KIND,
-        data=training_data(Path(config["data"]), is_chat),
         language=args.language,
-        license_id=args.license or "unknown",
-        license=args.license or "not stated for the weights, so ask who made them",
-        results=result_table(run_dir, figures, is_newest),
-        scored_text=CHAT_SCORED if is_chat else BASE_SCORED,
-        scored_bytes=f", here {scored:,}" if scored else "",
-        core=core_table(run_dir) if is_newest else "",
-        picture="\n![loss curve](curve.png)\n" if has_picture else "",
-        prompt=CHAT_PROMPT if is_chat else BASE_PROMPT,
-        end_option="" if is_chat else f', eos_token="{CHAT_END}"',
+        license=args.license,
+        fields=fields,
+        millions=parameters / 1e6,
         bos=bos,
-        or_chat="or let it chat " if is_chat else "",
-        chat_flag=" --apply_chat_template" if is_chat else "",
+        is_own="auto_map" in fields,
+        is_chat=is_chat,
+        data=training_data(Path(config["data"]), is_chat),
+        results=result_table(run_dir, figures, is_newest),
+        scored_bytes=figures.get("scored", {}).get("bytes"),
+        core=core,
+        has_picture=is_newest and (run_dir / "curve.png").is_file(),
         run=run_dir.resolve().name,
     )
 
