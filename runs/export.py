@@ -34,17 +34,13 @@ from torch import Tensor
 sys.path.append(str(Path(__file__).resolve().parents[1] / "data"))
 import export_portable
 import hub
+from export_portable import Vocabulary
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MODEL_CODE = Path(__file__).with_name("export_model.py")
 CHAT_TEMPLATE = Path(__file__).with_name("export_chat.jinja")
 CARD = Path(__file__).with_name("export_card.md")
 CHAT_END = "<|assistant_end|>"
-
-# Rows of the script's table of learned scalars; the last row begins with the backout.
-SMALL_SCALARS = ("resid_attn", "resid_mlp", "scale_v", "scale_o", "scale_down", "share_bigram")
-MEDIUM_SCALARS = ("share_x0", "share_bigram")
-
 
 # ---- the model
 
@@ -82,21 +78,22 @@ def describe_model(model) -> dict:
     }
 
 
-def read_scalars(model) -> tuple[list[dict], Tensor]:
-    """The learned scalars that no matrix takes in: of each layer by name, and the backout."""
+def layer_scalars(model, layer: int) -> dict[str, Tensor]:
+    """The learned scalars of a layer that no matrix takes in, from the rows of the script's table."""
     c = model.config
     is_medium = hasattr(model, "residual")
-    names = MEDIUM_SCALARS if is_medium else SMALL_SCALARS
-    *table, last_row = model.scalars
-    used = []
-    for layer, column in enumerate(torch.stack(table).T):
-        found = dict(zip(names, column, strict=True))
-        kept = {"resid_attn": layer in c.attention_layers, "resid_mlp": True}
-        kept |= {"share_x0": getattr(c, "x0_injection", False), "share_bigram": c.bigram_rows}
-        if is_medium:
-            found["resid_attn"] = model.residual[layer]
-        used.append({name: found[name] for name in found if kept.get(name)})
-    return used, last_row[0]
+    found = {}
+    if is_medium:
+        found["resid_attn"] = model.residual[layer]
+        if c.x0_injection:
+            found["share_x0"] = model.scalars[0, layer]
+    else:
+        found["resid_mlp"] = model.scalars[1, layer]
+        if layer in c.attention_layers:
+            found["resid_attn"] = model.scalars[0, layer]
+    if c.bigram_rows:
+        found["share_bigram"] = model.scalars[1 if is_medium else 5, layer]
+    return found
 
 
 @torch.no_grad()
@@ -109,7 +106,6 @@ def convert_weights(model) -> dict[str, Tensor]:
     c = model.config
     V = c.vocab_size
     D = c.width
-    scalars, backout = read_scalars(model)
     tensors = {"model.embed_tokens.weight": model.embed[:V]}
     if not getattr(c, "tied", True):
         tensors["lm_head.weight"] = model.head[:V]
@@ -118,14 +114,14 @@ def convert_weights(model) -> dict[str, Tensor]:
         tensors["model.bigram.embed.weight"] = model.bigram_embed
         tensors["model.bigram.signs"] = model.bigram_signs.to(torch.int8)
     if c.backout_layer >= 0:
-        tensors["model.scalars.backout"] = backout.view(1)
+        tensors["model.scalars.backout"] = model.scalars[-1, :1]
     if c.mix_width:
         tensors["model.mix.in_proj.weight"] = model.mix_in
         tensors["model.mix.out_proj.weight"] = model.mix_out
 
     for layer, weights in enumerate(model.layer_weights()):
         prefix = f"model.layers.{layer}"
-        for name, value in scalars[layer].items():
+        for name, value in layer_scalars(model, layer).items():
             tensors[f"{prefix}.scalars.{name}"] = value.view(1)
         tensors[f"{prefix}.mlp.up_proj.weight"] = weights.up
         tensors[f"{prefix}.mlp.down_proj.weight"] = weights.down.T
@@ -180,7 +176,7 @@ def to_merges(ranks: list[bytes]) -> list[tuple[bytes, bytes]]:
     return merges
 
 
-def convert_tokenizer(spec: dict, ranks: list[bytes], bos: str) -> dict:
+def convert_tokenizer(pattern: str, ranks: list[bytes], specials: dict[str, int], bos: str) -> dict:
     """tokenizer.json of the `tokenizers` library; bos leads every text.
 
     Text encodes as with the project's own, except text that spells a special token, unless
@@ -188,7 +184,7 @@ def convert_tokenizer(spec: dict, ranks: list[bytes], bos: str) -> dict:
     """
     letters = byte_letters()
     spell = lambda token: "".join(letters[b] for b in token)  # noqa: E731
-    specials = dict(sorted(spec["special_tokens"].items(), key=lambda pair: pair[1]))
+    specials = dict(sorted(specials.items(), key=lambda pair: pair[1]))
     off = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     bos_piece = {"SpecialToken": {"id": bos, "type_id": 0}}
     a, b = ({"Sequence": {"id": name, "type_id": 0}} for name in "AB")
@@ -197,7 +193,7 @@ def convert_tokenizer(spec: dict, ranks: list[bytes], bos: str) -> dict:
         "added_tokens": [{"id": i, "content": text, **off, "special": True} for text, i in specials.items()],
         "normalizer": None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": [
-            {"type": "Split", "pattern": {"Regex": spec["pattern"]}, "behavior": "Isolated", "invert": False},
+            {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False},
             {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False},
         ]},
         "post_processor": {
@@ -284,8 +280,8 @@ def write_json(path: Path, value) -> None:
     path.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def write_tokenizer(folder: Path, vocabulary: export_portable.Vocabulary, context: int) -> None:
-    """tokenizer.json and tokenizer_config.json; a base model has the chat template for finetuning."""
+def write_tokenizer(folder: Path, vocabulary: Vocabulary, context: int, **more: str) -> None:
+    """tokenizer.json and tokenizer_config.json, which holds `more`."""
     write_json(folder / "tokenizer.json", vocabulary.content)
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -294,12 +290,9 @@ def write_tokenizer(folder: Path, vocabulary: export_portable.Vocabulary, contex
         "pad_token": vocabulary.bos,
         "model_max_length": context,
         "clean_up_tokenization_spaces": False,
-        "padding_side": "left",
         "model_input_names": ["input_ids", "attention_mask"],
     }
-    if CHAT_END in vocabulary.specials:
-        settings["chat_template"] = CHAT_TEMPLATE.read_text(encoding="utf-8")
-    write_json(folder / "tokenizer_config.json", settings)
+    write_json(folder / "tokenizer_config.json", settings | more)
 
 
 def make_folder(out: Path) -> None:
@@ -323,15 +316,12 @@ def convert(run_dir: Path, model, for_llama_cpp: bool) -> tuple[dict, dict[str, 
     return describe_model(model), convert_weights(model)
 
 
-def read_vocabulary(run_dir: Path, tokenizer, is_chat: bool) -> export_portable.Vocabulary:
+def read_vocabulary(tokenizer, is_chat: bool = False) -> Vocabulary:
     """The tokenizer of a run for other libraries."""
     specials = tokenizer.specials
     bos = next(text for text, i in specials.items() if i == tokenizer.bos_id)
-    end = CHAT_END if is_chat else bos
-    spec = json.loads((run_dir / "tokenizer.json").read_text(encoding="utf-8"))
-    ranks = sorted(tokenizer.mergeable, key=tokenizer.mergeable.get)
-    content = convert_tokenizer(spec, ranks, bos)
-    return export_portable.Vocabulary(content, spec["pattern"], specials, bos, end)
+    content = convert_tokenizer(tokenizer.pattern, list(tokenizer.mergeable), specials, bos)
+    return Vocabulary(content, tokenizer.pattern, specials, bos, CHAT_END if is_chat else bos)
 
 
 def export(args: argparse.Namespace) -> None:
@@ -341,7 +331,7 @@ def export(args: argparse.Namespace) -> None:
         raise RunError(f"the weights of step {run.step} are not all finite; name an earlier --step")
     fields, tensors = convert(args.run_dir, run.model, bool(args.gguf))
     is_chat = is_chat_run(args.run_dir)
-    vocabulary = read_vocabulary(args.run_dir, run.tokenizer, is_chat)
+    vocabulary = read_vocabulary(run.tokenizer, is_chat)
 
     kind = "chat" if is_chat else "base"
     parameters = sum(value.numel() for value in tensors.values() if value.dtype != torch.int8)
@@ -372,7 +362,10 @@ def write_folder(args, fields: dict, tensors: dict, vocabulary, card: str) -> No
         shutil.copyfile(MODEL_CODE, args.out / "modeling_decoderstack.py")
     write_json(args.out / "config.json", {**fields, **ids, "dtype": args.dtype})
     write_json(args.out / "generation_config.json", {**ids, **sampling})
-    write_tokenizer(args.out, vocabulary, fields["max_position_embeddings"])
+    more = {"padding_side": "left"}
+    if CHAT_END in vocabulary.specials:  # also of a base model, for finetuning
+        more["chat_template"] = CHAT_TEMPLATE.read_text(encoding="utf-8")
+    write_tokenizer(args.out, vocabulary, fields["max_position_embeddings"], **more)
     store_weights(args.out / "model.safetensors", tensors, DTYPES[args.dtype])
 
 
