@@ -193,10 +193,14 @@ def test_the_command(bpe, files, tmp_path, capsys):  # noqa: F811
     assert code == 0 and "allow that with --run-code" in out and "the mean of 1 tasks" in out
     (files / "gsm8k_test.jsonl").write_text('{"question": "x"}\n')
     for args, message in (
-        (("--files", tmp_path / "none"), "is no folder"), (("--tasks", "mmlo"), "mmlo, which is none of"),
         (("--files", tmp_path, "--tasks", "mmlu"), "mmlu cannot be scored"),
         (("--files", files, "--tasks", "gsm8k"), "is no item of gsm8k"), (("--step", 99), "no checkpoint"),
     ):  # fmt: skip
         code, _, err = evaluate(run_dir, *args)
         assert code == 1 and message in err and err.startswith("error: ") and err.count("\n") == 1, err
     assert evaluate(tmp_path)[0] == 1
+    wrong = {"--files": (tmp_path / "none", "is no folder"), "--tasks": ("mmlo", "mmlo, which is none of")}
+    for flag, (value, message) in wrong.items():
+        with pytest.raises(SystemExit):
+            evaluate(run_dir, flag, value)
+        assert message in capsys.readouterr().err
