@@ -24,12 +24,10 @@ import json
 import os
 import random
 import sys
-import threading
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from pathlib import Path
 
 import engine
@@ -168,8 +166,8 @@ class Local(OwnModel):
             return self.tokenizer.decode(ids)
         return [{"type": kind, "text": self.tokenizer.decode(part)} for kind, part in parts if part]
 
-    def stream(self, system: str, messages: list[dict], answer: dict) -> Iterator[str]:
-        """Pieces of the answer; answer["ids"] grows with it. May drop the oldest messages."""
+    def reply(self, system: str, messages: list[dict], answer: dict, show: Callable) -> None:
+        """Shows the pieces of the answer, whose ids go to answer["ids"]. May drop the oldest messages."""
         ids = fit(self, system, messages)
         seed = self.seed + (self.turns - 1) * engine.SEED_STRIDE
         room = min(self.max_tokens, self.limit + 1 - len(ids))
@@ -183,13 +181,13 @@ class Local(OwnModel):
                 if event.token is not None:
                     answer["ids"].append(event.token)
                     own_bytes = self.tokenizer.bytes[event.token]
-                    yield text.decode(self.shown.get(event.token, own_bytes))
+                    show(text.decode(self.shown.get(event.token, own_bytes)))
         finally:
             if not completion.reason:  # Ctrl-C may have come in the middle of a step
                 self.decoder.free(0)
         if completion.reason == "length":
             say(f"\n(cut after {completion.max_tokens:,} tokens)")
-        yield text.decode(b"", final=True)
+        show(text.decode(b"", final=True))
 
 
 class Pretrained(OwnModel):
@@ -217,40 +215,24 @@ class Pretrained(OwnModel):
         talk = history(system, messages)
         return self.tokenizer.apply_chat_template(talk, add_generation_prompt=True)["input_ids"]
 
-    def stream(self, system: str, messages: list[dict], answer: dict) -> Iterator[str]:
-        """Pieces of the answer. May drop the oldest messages. Raises: RunError"""
-        from transformers import TextIteratorStreamer
+    def reply(self, system: str, messages: list[dict], answer: dict, show: Callable) -> None:
+        """Shows the pieces of the answer. May drop the oldest messages. Raises: RunError"""
+        from transformers import TextStreamer
 
         ids = fit(self, system, messages)
-        streamer = TextIteratorStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
-        stopped = threading.Event()
-        with ThreadPoolExecutor(1) as pool:
-            done = pool.submit(self.generate, ids, streamer, stopped)
-            try:
-                yield from filter(None, streamer)
-            finally:  # Ctrl-C ends the answer at its next token
-                stopped.set()
-        if problem := done.exception():
-            raise RunError(f"transformers failed ({engine.first_line(problem)})")
-
-    def generate(self, ids: list[int], streamer, stopped: threading.Event) -> None:
-        """Runs in a thread of its own, since generate() returns only when the answer is complete."""
+        streamer = TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
+        streamer.on_finalized_text = lambda text, stream_end=False: show(text)
         room = min(self.max_tokens, self.limit + 1 - len(ids))
         settings = {"do_sample": self.args.temperature > 0, "max_new_tokens": room, "pad_token_id": 0}
         if self.args.temperature > 0:
             settings |= sampling(self.args)
         torch.manual_seed(self.seed + self.turns - 1)
         tokens = torch.tensor([ids], device=self.model.device)
+        mask = torch.ones_like(tokens)
         try:
-            self.model.generate(
-                tokens,
-                attention_mask=torch.ones_like(tokens),
-                streamer=streamer,
-                stopping_criteria=[lambda *_: stopped.is_set()],
-                **settings,
-            )
-        finally:
-            streamer.end()
+            self.model.generate(tokens, attention_mask=mask, streamer=streamer, **settings)
+        except Exception as error:
+            raise RunError(f"transformers failed ({engine.first_line(error)})") from None
 
 
 def pretrained_folder(path: Path) -> Path | None:
@@ -306,8 +288,8 @@ class Remote:
             reason = getattr(error, "reason", error)
             raise RunError(f"cannot reach {self.base} ({reason}); check the address and the server") from None
 
-    def stream(self, system: str, messages: list[dict], answer: dict) -> Iterator[str]:
-        """Pieces of the answer as server-sent events bring them. May drop the oldest messages."""
+    def reply(self, system: str, messages: list[dict], answer: dict, show: Callable) -> None:
+        """Shows the pieces of the answer as server-sent events bring them. May drop the oldest messages."""
         try:
             with fit(self, system, messages) as response:
                 for line in response:
@@ -315,7 +297,7 @@ class Remote:
                     if data.strip() == b"[DONE]":
                         return
                     if field == b"data":
-                        yield delta(json.loads(data))
+                        show(delta(json.loads(data)))
         except (OSError, http.client.HTTPException):
             pass  # the connection broke
         except (ValueError, LookupError, TypeError, AttributeError):
@@ -371,27 +353,25 @@ class Chat:
         """
         text = text.encode("utf-8", "replace").decode()  # a terminal may pass bytes that are no text
         answer = {"role": "assistant", "content": "", "ids": []}
-        pieces = []
         problem = None
+
+        def show(piece: str) -> None:
+            answer["content"] += piece
+            print(printable(piece), end="", flush=True)
+
         self.messages.append({"role": "user", "content": text})
-        stream = self.backend.stream(self.system, self.messages, answer)
         try:
-            for piece in stream:
-                pieces.append(piece)
-                print(printable(piece), end="", flush=True)
+            self.backend.reply(self.system, self.messages, answer, show)
         except KeyboardInterrupt:
             problem = "(stopped)"
         except RunError as error:
             problem = f"error: {error}"
-        finally:
-            stream.close()
         print(flush=True)
         if problem:
             say(problem)
-        if problem and not pieces:
+        if problem and not answer["content"]:
             self.messages.pop()
             return False
-        answer["content"] = "".join(pieces)
         self.messages.append(answer)
         return not problem
 

@@ -149,7 +149,8 @@ def test_text_streams_whole_characters_and_no_control_codes(make):
     backend.tokenizer.bytes[:256] = [bytes([b]) for b in range(256)]
     rest = iter([*text.encode(), 0xFF, backend.tokenizer.specials["<|assistant_end|>"]])
     backend.decoder.sample = lambda *_: torch.tensor([next(rest)])
-    pieces = list(backend.stream("", [{"role": "user", "content": "x"}], {"ids": []}))
+    pieces = []
+    backend.reply("", [{"role": "user", "content": "x"}], {"ids": []}, pieces.append)
     assert "".join(pieces) == text + "\ufffd" and "你" in pieces and "😀" in pieces
     assert chat_script.printable("".join(pieces)) == "é你😀 a[2J\tb\n\ufffd"
 
