@@ -93,10 +93,11 @@ class OwnModel:
     """A model in this process, whose context has `limit` tokens."""
 
     def __init__(self, args: argparse.Namespace, limit: int):
-        self.args = args
         self.limit = limit
         self.seed = random.randrange(2**32) if args.seed is None else args.seed
         self.max_tokens = args.max_tokens or MAX_TOKENS
+        top_k = 50 if args.top_k is None else args.top_k
+        self.sampling = {"temperature": args.temperature, "top_k": top_k, "top_p": args.top_p}
         self.turns = 0
 
     def ask(self, system: str, messages: list[dict]) -> list[int]:
@@ -171,7 +172,7 @@ class Local(OwnModel):
         ids = fit(self, system, messages)
         seed = self.seed + (self.turns - 1) * engine.SEED_STRIDE
         room = min(self.max_tokens, self.limit + 1 - len(ids))
-        options = {"seed": seed, "stop": self.stops, "tools": True, **sampling(self.args)}
+        options = {"seed": seed, "stop": self.stops, "tools": True, **self.sampling}
         completion = engine.Completion(ids, room, **options)
         text = codecs.getincrementaldecoder("utf-8")(errors="replace")
         try:
@@ -196,7 +197,7 @@ class Pretrained(OwnModel):
     def __init__(self, folder: Path, args: argparse.Namespace):
         if args.step is not None:
             raise RunError(f"{folder} is one model without checkpoints but --step is {args.step}; leave it out")
-        device = engine.choose_device(args.device) if args.device else None
+        device = engine.choose_device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
         try:
             from transformers import AutoModelForCausalLM, AutoTokenizer
         except ImportError:
@@ -209,7 +210,7 @@ class Pretrained(OwnModel):
         if not self.tokenizer.chat_template:
             raise RunError(f"{folder} has no chat template, so it is no model to chat with")
         super().__init__(args, self.model.config.max_position_embeddings)
-        self.model.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self.model.to(device)
 
     def render(self, system: str, messages: list[dict]) -> list[int]:
         talk = history(system, messages)
@@ -223,14 +224,14 @@ class Pretrained(OwnModel):
         streamer = TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
         streamer.on_finalized_text = lambda text, stream_end=False: show(text)
         room = min(self.max_tokens, self.limit + 1 - len(ids))
-        settings = {"do_sample": self.args.temperature > 0, "max_new_tokens": room, "pad_token_id": 0}
-        if self.args.temperature > 0:
-            settings |= sampling(self.args)
+        settings = {"do_sample": False}
+        if self.sampling["temperature"] > 0:
+            settings = {"do_sample": True, **self.sampling}
         torch.manual_seed(self.seed + self.turns - 1)
         tokens = torch.tensor([ids], device=self.model.device)
-        mask = torch.ones_like(tokens)
+        settings |= {"attention_mask": torch.ones_like(tokens), "pad_token_id": 0}
         try:
-            self.model.generate(tokens, attention_mask=mask, streamer=streamer, **settings)
+            self.model.generate(tokens, max_new_tokens=room, streamer=streamer, **settings)
         except Exception as error:
             raise RunError(f"transformers failed ({engine.first_line(error)})") from None
 
@@ -492,12 +493,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     if args.prompt is not None and not args.prompt.strip():
         parser.error("--prompt is empty; give it a text")
     return args
-
-
-def sampling(args: argparse.Namespace) -> dict:
-    """How a local model draws its answers."""
-    top_k = 50 if args.top_k is None else args.top_k
-    return {"temperature": args.temperature, "top_k": top_k, "top_p": args.top_p}
 
 
 def main() -> int:

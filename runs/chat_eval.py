@@ -194,16 +194,18 @@ def spelling_item(value: dict[str, Any]) -> Item:
     return Item(question, last.rpartition("####")[2].strip(), same_number(last))
 
 
-def read_task(name: str, folder: Path | None, limit: int) -> list | None:
-    """The items of a task, or `limit` drawn ones; None if there is no file."""
+def read_task(name: str, folder: Path | None, limit: int) -> list:
+    """The items of a task, or `limit` drawn ones; none if there is no file."""
     task = TASKS[name]
-    path = find_file(folder, name) if folder else None
-    if task.repository and not folder:
+    path = None
+    if folder:
+        path = find_file(folder, name)
+    elif task.repository:
         import hub
 
         path = hub.fetch(task.repository, task.file)
     if path is None:
-        return None
+        return []
     if name == "spelling":
         words = sft.read_words(path, "--files")
         values = sft.spelling_tasks(words, limit or SPELLING_ITEMS, "val", 0)

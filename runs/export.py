@@ -213,18 +213,16 @@ def convert_tokenizer(pattern: str, ranks: list[bytes], specials: dict[str, int]
 
 # ---- model card
 
-def result_table(run_dir: Path, figures: dict, is_newest: bool) -> str:
-    """The table of the run's report, if that is about this step, or figures of its log.
+def report_table(run_dir: Path) -> str:
+    """The table of the run's report, or "" without one.
 
     The row with the dataset is left out: it is a path on the computer that trained the model.
     """
-    report = run_dir / "report.md"
-    text = report.read_text(encoding="utf-8") if is_newest and report.is_file() else ""
-    if match := re.search(r"^\|.*\|\n\| ---.*(?:\n\|.*\|)+", text, re.M):
-        return "\n".join(row for row in match[0].splitlines() if not row.startswith("| data |"))
-    names = {"val_bpb": "validation, bits per byte", "step": "steps", "tokens": "training tokens"}
-    rows = [f"| {names[key]} | {figures[key]:,.6g} |" for key in names if figures.get(key)]
-    return "\n".join(["| | |", "| --- | --- |", *rows])
+    path = run_dir / "report.md"
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    match = re.search(r"^\|.*\|\n\| ---.*(?:\n\|.*\|)+", text, re.M)
+    rows = match[0].splitlines() if match else []
+    return "\n".join(row for row in rows if not row.startswith("| data |"))
 
 
 def training_data(dataset: Path, is_chat: bool) -> str:
@@ -265,8 +263,8 @@ def model_card(args: argparse.Namespace, fields: dict, parameters: int, step: in
         is_own="auto_map" in fields,
         is_chat=is_chat,
         data=training_data(Path(config["data"]), is_chat),
-        results=result_table(run_dir, figures, is_newest),
-        scored_bytes=figures.get("scored", {}).get("bytes"),
+        results=report_table(run_dir) if is_newest else "",
+        figures=figures,
         core=core,
         has_picture=is_newest and (run_dir / "curve.png").is_file(),
         run=run_dir.resolve().name,

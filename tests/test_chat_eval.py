@@ -157,7 +157,7 @@ def test_items_of_every_layout(files):
     for item in spelled:
         assert item.right(f"#### {item.expected}" if item in counted else f" {item.expected}\n")
         assert not item.right("#### 77")
-    assert chat_eval.read_task("arc_easy", files.parent, 0) is None
+    assert chat_eval.read_task("arc_easy", files.parent, 0) == []
 
 
 def test_items_of_training_are_no_test(tmp_path):
