@@ -79,7 +79,7 @@ def describe_model(model) -> dict:
 
 
 def layer_scalars(model, layer: int) -> dict[str, Tensor]:
-    """The learned scalars of a layer that no matrix takes in, from the rows of the script's table."""
+    """The learned scalars of a layer that no matrix takes in, from rows of the script's table."""
     c = model.config
     is_medium = hasattr(model, "residual")
     found = {}

@@ -181,7 +181,7 @@ class CoreBatch:
         return True
 
     def add_part(self, tokens: np.ndarray, common: int, begin: int, branch: int, skip: int) -> None:
-        """Appends what the choices of an item begin with, or one choice behind the `common` tokens from `begin` on."""
+        """Appends what choices begin with, or a choice behind the `common` tokens from `begin` on."""
         positions = np.arange(common, common + len(tokens), dtype=np.int32)
         part = slice(self.used, self.used + len(tokens))
         self.arrays.tokens_T[part] = tokens
@@ -501,9 +501,9 @@ def open_dataset(run: engine.Run, args: argparse.Namespace):
 
 
 def run_command(score: Callable, args: argparse.Namespace, **changes) -> int:
-    """Loads a run and prints what score(run, ranks, say, args) returns, or an error; returns the exit code.
+    """Prints what score(run, ranks, say, args) returns, or an error; returns the exit code.
 
-    Args: changes: as load_run() takes them; say, as score gets it, prints on the first rank
+    Args: changes: for load_run()
     """
     try:
         run = engine.load_run(args.run_dir, args.step, **changes)

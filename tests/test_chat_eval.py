@@ -1,6 +1,7 @@
 """Chat evaluation: letters against one forward an item, numbers, programs under limits, files of each layout."""
 
 import csv
+import functools
 import json
 import random
 import sys
@@ -137,12 +138,9 @@ def files(tmp_path):
     return folder
 
 
-def in_order(items) -> list:
-    return sorted(items, key=lambda item: item.question)
-
-
 def test_items_of_every_layout(files):
     read = lambda task, limit=0: chat_eval.read_task(task, files, limit)  # noqa: E731
+    in_order = functools.partial(sorted, key=lambda item: item.question)
     for task in ("arc_easy", "arc_challenge"):
         assert in_order(read(task)) == [chat_eval.ChoiceItem(f"q{i}", ["a", "b", "c"], 1) for i in range(5)]
     wanted = [chat_eval.ChoiceItem(f"m{i}", ["a", "b", "c", "d"], i % 4) for i in range(8)]
@@ -199,8 +197,7 @@ def test_the_command(bpe, files, tmp_path, capsys):  # noqa: F811
         code, _, err = evaluate(run_dir, *args)
         assert code == 1 and message in err and err.startswith("error: ") and err.count("\n") == 1, err
     assert evaluate(tmp_path)[0] == 1
-    wrong = {"--files": (tmp_path / "none", "is no folder"), "--tasks": ("mmlo", "mmlo, which is none of")}
-    for flag, (value, message) in wrong.items():
+    for flag, value, message in (("--files", tmp_path / "none", "is no folder"), ("--tasks", "mmlo", "is none of")):
         with pytest.raises(SystemExit):
             evaluate(run_dir, flag, value)
         assert message in capsys.readouterr().err

@@ -112,8 +112,7 @@ def test_tokens_that_no_merge_reaches(bpe):
 
     tokens = [bytes([b]) for b in range(256)] + [b"bc", b"ab", b"cd", b"abc", b"island", b"bcd"]
     specials = {"<|bos|>": len(tokens)}
-    content = export.convert_tokenizer(tokenizer.PATTERN, tokens, specials, "<|bos|>")
-    theirs = Tokenizer.from_str(json.dumps(content))
+    theirs = Tokenizer.from_str(json.dumps(export.convert_tokenizer(tokenizer.PATTERN, tokens, specials, "<|bos|>")))
     own = tiktoken.Encoding("x", pat_str=tokenizer.PATTERN, mergeable_ranks={t: i for i, t in enumerate(tokens)},
                             special_tokens=specials)  # fmt: skip
     rng = random.Random(1)
