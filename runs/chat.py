@@ -24,12 +24,10 @@ import json
 import os
 import random
 import sys
-import threading
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from pathlib import Path
 
 import engine
@@ -53,22 +51,23 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def fit(backend, system: str, messages: list[dict], room: int) -> list[int]:
-    """The ids of a conversation, after dropping its oldest turns until `room` more ids fit."""
-    limit = backend.limit
-    newest = len(backend.render(system, messages[-1:]))
-    if newest > limit:
-        raise RunError(f"the message has {newest:,} tokens but the context is {limit:,}; shorten it")
-    room = min(room, limit // 4)
-    dropped = 0
-    ids = backend.render(system, messages)
-    while len(ids) + room > limit + 1 and len(messages) > 1:
-        del messages[:2]
-        dropped += 1
-        ids = backend.render(system, messages)
-    if dropped:
-        say(f"(the context of {limit:,} tokens is full, oldest turns dropped: {dropped})")
-    return ids
+def fit(backend, system: str, messages: list[dict]):
+    """What backend.ask() makes of a conversation, after dropping its oldest turns until it takes the rest."""
+    backend.turns += 1  # a question asked again draws anew
+    first = 0
+    while True:
+        try:
+            asked = backend.ask(system, messages[first:])
+            break
+        except TooLong:
+            first += 2
+            if first >= len(messages):
+                raise
+    if first:
+        del messages[:first]  # only now: a message too long by itself costs nothing
+        size = f" of {backend.limit:,} tokens" if backend.limit else ""
+        say(f"(the context{size} is full, oldest turns dropped: {first // 2})")
+    return asked
 
 
 def history(system: str, messages: list[dict]) -> list[dict]:
@@ -78,7 +77,7 @@ def history(system: str, messages: list[dict]) -> list[dict]:
 
 
 class TooLong(RunError):
-    """A server's answer to a conversation that does not fit its context."""
+    """A conversation does not fit the context."""
 
 
 def is_chat_run(run_dir: Path) -> bool:
@@ -90,7 +89,27 @@ def is_chat_run(run_dir: Path) -> bool:
 # ==== where answers come from
 
 
-class Local:
+class OwnModel:
+    """A model in this process, whose context has `limit` tokens."""
+
+    def __init__(self, args: argparse.Namespace, limit: int):
+        self.limit = limit
+        self.seed = random.randrange(2**32) if args.seed is None else args.seed
+        self.max_tokens = args.max_tokens or MAX_TOKENS
+        top_k = 50 if args.top_k is None else args.top_k
+        self.sampling = {"temperature": args.temperature, "top_k": top_k, "top_p": args.top_p}
+        self.turns = 0
+
+    def ask(self, system: str, messages: list[dict]) -> list[int]:
+        """The ids of a conversation, up to where the next answer starts. Raises: TooLong"""
+        ids = self.render(system, messages)
+        room = min(self.max_tokens, self.limit // 4) if len(messages) > 1 else 1
+        if len(ids) + room > self.limit + 1:
+            raise TooLong(f"the message has {len(ids):,} tokens but the context is {self.limit:,}; shorten it")
+        return ids
+
+
+class Local(OwnModel):
     """A model of a run directory with the conversation in its KV cache."""
 
     MARKS = ("<|user_start|>", "<|user_end|>", "<|assistant_start|>", "<|assistant_end|>")
@@ -101,13 +120,9 @@ class Local:
         # Imported now, since Ctrl-C during the first answer would leave it half imported.
         import torch._dynamo  # noqa: F401
 
-        self.args = args
+        super().__init__(args, run.config.max_seq_len)
         self.model = run.model
         self.tokenizer = run.tokenizer
-        self.limit = run.config.max_seq_len
-        self.seed = random.randrange(2**32) if args.seed is None else args.seed
-        self.max_tokens = args.max_tokens or MAX_TOKENS
-        self.turns = 0
         self.decoder = engine.Decoder(run.model, run.tokenizer, 1)  # its row keeps the conversation
 
         specials = run.tokenizer.specials
@@ -118,7 +133,6 @@ class Local:
         self.stops = tuple(i for i in specials.values() if i not in self.shown)
 
     def render(self, system: str, messages: list[dict]) -> list[int]:
-        """The ids of a conversation, up to where the assistant's next answer starts."""
         special = self.tokenizer.specials
         ids = [self.tokenizer.bos_id]
         for i, message in enumerate(messages):
@@ -153,13 +167,12 @@ class Local:
             return self.tokenizer.decode(ids)
         return [{"type": kind, "text": self.tokenizer.decode(part)} for kind, part in parts if part]
 
-    def stream(self, system: str, messages: list[dict], answer: dict) -> Iterator[str]:
-        """Pieces of the answer; answer["ids"] grows with it. May drop the oldest messages."""
-        ids = fit(self, system, messages, self.max_tokens)
-        seed = self.seed + self.turns * engine.SEED_STRIDE  # a question asked again draws anew
-        self.turns += 1
+    def reply(self, system: str, messages: list[dict], answer: dict, show: Callable) -> None:
+        """Shows the pieces of the answer, whose ids go to answer["ids"]. May drop the oldest messages."""
+        ids = fit(self, system, messages)
+        seed = self.seed + (self.turns - 1) * engine.SEED_STRIDE
         room = min(self.max_tokens, self.limit + 1 - len(ids))
-        options = {"seed": seed, "stop": self.stops, "tools": True, **sampling(self.args)}
+        options = {"seed": seed, "stop": self.stops, "tools": True, **self.sampling}
         completion = engine.Completion(ids, room, **options)
         text = codecs.getincrementaldecoder("utf-8")(errors="replace")
         try:
@@ -169,22 +182,22 @@ class Local:
                 if event.token is not None:
                     answer["ids"].append(event.token)
                     own_bytes = self.tokenizer.bytes[event.token]
-                    yield text.decode(self.shown.get(event.token, own_bytes))
+                    show(text.decode(self.shown.get(event.token, own_bytes)))
         finally:
             if not completion.reason:  # Ctrl-C may have come in the middle of a step
                 self.decoder.free(0)
         if completion.reason == "length":
             say(f"\n(cut after {completion.max_tokens:,} tokens)")
-        yield text.decode(b"", final=True)
+        show(text.decode(b"", final=True))
 
 
-class Pretrained:
+class Pretrained(OwnModel):
     """A folder that save_pretrained of transformers wrote, with a chat template."""
 
     def __init__(self, folder: Path, args: argparse.Namespace):
         if args.step is not None:
             raise RunError(f"{folder} is one model without checkpoints but --step is {args.step}; leave it out")
-        device = engine.choose_device(args.device) if args.device else None
+        device = engine.choose_device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
         try:
             from transformers import AutoModelForCausalLM, AutoTokenizer
         except ImportError:
@@ -196,53 +209,31 @@ class Pretrained:
             raise RunError(f"transformers cannot load {folder} ({engine.first_line(error)})") from None
         if not self.tokenizer.chat_template:
             raise RunError(f"{folder} has no chat template, so it is no model to chat with")
-        self.args = args
-        self.model.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        self.limit = self.model.config.max_position_embeddings
-        self.seed = random.randrange(2**32) if args.seed is None else args.seed
-        self.max_tokens = args.max_tokens or MAX_TOKENS
-        self.turns = 0
+        super().__init__(args, self.model.config.max_position_embeddings)
+        self.model.to(device)
 
     def render(self, system: str, messages: list[dict]) -> list[int]:
-        """The ids of a conversation, up to where the next answer starts."""
         talk = history(system, messages)
         return self.tokenizer.apply_chat_template(talk, add_generation_prompt=True)["input_ids"]
 
-    def stream(self, system: str, messages: list[dict], answer: dict) -> Iterator[str]:
-        """Pieces of the answer. May drop the oldest messages. Raises: RunError"""
-        from transformers import TextIteratorStreamer
+    def reply(self, system: str, messages: list[dict], answer: dict, show: Callable) -> None:
+        """Shows the pieces of the answer. May drop the oldest messages. Raises: RunError"""
+        from transformers import TextStreamer
 
-        ids = fit(self, system, messages, self.max_tokens)
-        streamer = TextIteratorStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
-        stopped = threading.Event()
-        with ThreadPoolExecutor(1) as pool:
-            done = pool.submit(self.generate, ids, streamer, stopped)
-            try:
-                yield from filter(None, streamer)
-            finally:  # Ctrl-C ends the answer at its next token
-                stopped.set()
-        if problem := done.exception():
-            raise RunError(f"transformers failed ({engine.first_line(problem)})")
-
-    def generate(self, ids: list[int], streamer, stopped: threading.Event) -> None:
-        """Runs in a thread of its own, since generate() returns only when the answer is complete."""
+        ids = fit(self, system, messages)
+        streamer = TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
+        streamer.on_finalized_text = lambda text, stream_end=False: show(text)
         room = min(self.max_tokens, self.limit + 1 - len(ids))
-        settings = {"do_sample": self.args.temperature > 0, "max_new_tokens": room, "pad_token_id": 0}
-        if self.args.temperature > 0:
-            settings |= sampling(self.args)
-        torch.manual_seed(self.seed + self.turns)
-        self.turns += 1
+        settings = {"do_sample": False}
+        if self.sampling["temperature"] > 0:
+            settings = {"do_sample": True, **self.sampling}
+        torch.manual_seed(self.seed + self.turns - 1)
         tokens = torch.tensor([ids], device=self.model.device)
+        settings |= {"attention_mask": torch.ones_like(tokens), "pad_token_id": 0}
         try:
-            self.model.generate(
-                tokens,
-                attention_mask=torch.ones_like(tokens),
-                streamer=streamer,
-                stopping_criteria=[lambda *_: stopped.is_set()],
-                **settings,
-            )
-        finally:
-            streamer.end()
+            self.model.generate(tokens, max_new_tokens=room, streamer=streamer, **settings)
+        except Exception as error:
+            raise RunError(f"transformers failed ({engine.first_line(error)})") from None
 
 
 def pretrained_folder(path: Path) -> Path | None:
@@ -257,6 +248,8 @@ def pretrained_folder(path: Path) -> Path | None:
 
 class Remote:
     """A server that speaks the OpenAI chat protocol."""
+
+    limit = None  # not known
 
     def __init__(self, url: str, args: argparse.Namespace):
         if urllib.parse.urlsplit(url).scheme not in ("http", "https"):
@@ -296,16 +289,16 @@ class Remote:
             reason = getattr(error, "reason", error)
             raise RunError(f"cannot reach {self.base} ({reason}); check the address and the server") from None
 
-    def stream(self, system: str, messages: list[dict], answer: dict) -> Iterator[str]:
-        """Pieces of the answer as server-sent events bring them. May drop the oldest messages."""
+    def reply(self, system: str, messages: list[dict], answer: dict, show: Callable) -> None:
+        """Shows the pieces of the answer as server-sent events bring them. May drop the oldest messages."""
         try:
-            with self.ask(system, messages) as response:
+            with fit(self, system, messages) as response:
                 for line in response:
                     field, _, data = line.partition(b":")  # a comment has no field
                     if data.strip() == b"[DONE]":
                         return
                     if field == b"data":
-                        yield delta(json.loads(data))
+                        show(delta(json.loads(data)))
         except (OSError, http.client.HTTPException):
             pass  # the connection broke
         except (ValueError, LookupError, TypeError, AttributeError):
@@ -313,24 +306,7 @@ class Remote:
         raise RunError("the connection ended before the answer did")
 
     def ask(self, system: str, messages: list[dict]):
-        """The response to a conversation, without its oldest turns if they are too much for it."""
-        first = 0
-        self.turns += 1
-        while True:
-            try:
-                response = self.open("chat/completions", self.request(system, messages[first:]))
-                break
-            except TooLong:
-                first += 2
-                if first >= len(messages):
-                    raise
-        if first:
-            del messages[:first]  # only now: a message too long by itself costs nothing
-            say(f"(the context is full, oldest turns dropped: {first // 2})")
-        return response
-
-    def request(self, system: str, messages: list[dict]) -> dict:
-        """The body of a request in the OpenAI chat protocol."""
+        """The response to a conversation. Raises: RunError"""
         body = {"model": self.model, "messages": history(system, messages), "stream": True}
         body |= {"temperature": self.args.temperature, "top_p": self.args.top_p}
         if self.args.max_tokens:  # otherwise the server decides, which knows its context
@@ -339,7 +315,7 @@ class Remote:
             body["seed"] = self.args.seed + self.turns - 1
         if self.args.top_k is not None:  # not part of the protocol, so only on request
             body["top_k"] = self.args.top_k
-        return body
+        return self.open("chat/completions", body)
 
 
 def delta(event: dict) -> str:
@@ -378,27 +354,25 @@ class Chat:
         """
         text = text.encode("utf-8", "replace").decode()  # a terminal may pass bytes that are no text
         answer = {"role": "assistant", "content": "", "ids": []}
-        pieces = []
         problem = None
+
+        def show(piece: str) -> None:
+            answer["content"] += piece
+            print(printable(piece), end="", flush=True)
+
         self.messages.append({"role": "user", "content": text})
-        stream = self.backend.stream(self.system, self.messages, answer)
         try:
-            for piece in stream:
-                pieces.append(piece)
-                print(printable(piece), end="", flush=True)
+            self.backend.reply(self.system, self.messages, answer, show)
         except KeyboardInterrupt:
             problem = "(stopped)"
         except RunError as error:
             problem = f"error: {error}"
-        finally:
-            stream.close()
         print(flush=True)
         if problem:
             say(problem)
-        if problem and not pieces:
+        if problem and not answer["content"]:
             self.messages.pop()
             return False
-        answer["content"] = "".join(pieces)
         self.messages.append(answer)
         return not problem
 
@@ -431,12 +405,10 @@ class Chat:
             say("there is nothing to save yet")
             return
         path = Path(name).expanduser()
-        messages = history("", self.messages)
-        for message, known in zip(messages, self.messages, strict=True):
+        messages = history(self.system, self.messages)
+        for message, known in zip(messages[-len(self.messages) :], self.messages, strict=True):
             if known.get("ids"):
                 message["content"] = self.backend.parts(known["ids"])
-        if self.system:
-            messages.insert(0, {"role": "system", "content": self.system})
         try:
             with path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"messages": messages}) + "\n")
@@ -521,12 +493,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     if args.prompt is not None and not args.prompt.strip():
         parser.error("--prompt is empty; give it a text")
     return args
-
-
-def sampling(args: argparse.Namespace) -> dict:
-    """How a local model draws its answers."""
-    top_k = 50 if args.top_k is None else args.top_k
-    return {"temperature": args.temperature, "top_k": top_k, "top_p": args.top_p}
 
 
 def main() -> int:

@@ -36,12 +36,11 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from decimal import Decimal
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -195,16 +194,18 @@ def spelling_item(value: dict[str, Any]) -> Item:
     return Item(question, last.rpartition("####")[2].strip(), same_number(last))
 
 
-def read_task(name: str, folder: Path | None, limit: int) -> list | None:
-    """The items of a task, or `limit` drawn ones; None if there is no file."""
+def read_task(name: str, folder: Path | None, limit: int) -> list:
+    """The items of a task, or `limit` drawn ones; none if there is no file."""
     task = TASKS[name]
-    path = find_file(folder, name) if folder else None
-    if task.repository and not folder:
+    path = None
+    if folder:
+        path = find_file(folder, name)
+    elif task.repository:
         import hub
 
         path = hub.fetch(task.repository, task.file)
     if path is None:
-        return None
+        return []
     if name == "spelling":
         words = sft.read_words(path, "--files")
         values = sft.spelling_tasks(words, limit or SPELLING_ITEMS, "val", 0)
@@ -367,66 +368,46 @@ def find_items(name: str, args: argparse.Namespace) -> tuple[list, str]:
     return [], reason
 
 
-def score_tasks(run: engine.Run, args: argparse.Namespace, ranks, say: Callable) -> tuple[list, list]:
-    """Scores the tasks and prints a row for each. Returns the rows, and this rank's answers in text."""
+def score_tasks(run: engine.Run, ranks, say: Callable, args, samples: list[dict]) -> Iterator[tuple]:
+    """Scores the tasks for score_core.make_table(); adds this rank's answers in text to samples."""
     cuda = ranks.device.type == "cuda"
     generator = engine.Generator(run.model, run.tokenizer, rows=128 if cuda else 32)
     score = score_core.scorer(run.model, compile=cuda and run.config.compile)
     size = score_core.default_batch_tokens(ranks.device)
-    if args.run_code and not isolation():
-        say("note: programs will run with access to the network: unshare is not allowed here")
-    say(score_core.HEAD)
-    table = []
-    samples = []
-    for name in TASKS:
+    for name, task in TASKS.items():
         if args.tasks and name not in args.tasks:
             continue
-        start = time.perf_counter()
         items, reason = find_items(name, args)
         if not items:
             say(f"{name:34} left out: {reason}")
             continue
-        if TASKS[name].new_tokens:
+        if task.new_tokens:
             right, answers = score_texts(generator, items, name, ranks)
             samples += answers
         else:
             right = score_choices(score, run.model, run.tokenizer, items, ranks, size)
-        seconds = time.perf_counter() - start
-        table.append(score_core.task_score(name, right, TASKS[name].guessing, seconds))
-        say(table[-1].line())
-    return table, samples
+        yield name, right, task.guessing
 
 
-def evaluate(args: argparse.Namespace) -> dict | None:
-    """Scores the tasks and writes the files. Returns what the first rank prints last."""
-    if unknown := set(args.tasks) - set(TASKS):
-        raise RunError(f"--tasks names {unknown.pop()}, which is none of {', '.join(TASKS)}")
-    if args.files and not args.files.is_dir():
-        raise RunError(f"--files {args.files} is no folder; name one that holds task files")
-    run = engine.load_run(args.run_dir, args.step)
+def evaluate(run: engine.Run, ranks, say: Callable, args: argparse.Namespace) -> dict:
+    """Scores the tasks and writes the files. Returns what is printed last."""
     check_chat_tokens(run.tokenizer, args.run_dir)
-    ranks = run.script.start_ranks()
-    say = partial(print, flush=True) if ranks.is_main else lambda text: None
-    begin = time.perf_counter()
-    table, samples = score_tasks(run, args, ranks, say)
-    if not table:
-        raise RunError("no task could be scored; give files with --files")
-
-    total = score_core.mean_score("ChatCORE", table, time.perf_counter() - begin)
-    say(total.line())
+    if args.run_code and not isolation():
+        say("note: programs will run with access to the network: unshare is not allowed here")
+    samples = []
+    rows = score_core.make_table(score_tasks(run, ranks, say, args, samples), "ChatCORE", say)
+    *table, total = rows
     left_out = [name for name in TASKS if name not in [row.task for row in table]]
     if left_out:
         say(f"note: the mean of {len(table)} tasks, without {', '.join(left_out)}")
-    if not ranks.is_main:
-        return None
-
-    score_core.write_table(args.run_dir / "chat_eval.csv", [*table, total])
-    lines = "".join(json.dumps(sample) + "\n" for sample in samples)
-    (args.run_dir / "chat_eval_samples.jsonl").write_text(lines, encoding="utf-8")
+    if ranks.is_main:
+        score_core.write_table(args.run_dir / "chat_eval.csv", rows)
+        lines = "".join(json.dumps(sample) + "\n" for sample in samples)
+        (args.run_dir / "chat_eval_samples.jsonl").write_text(lines, encoding="utf-8")
     if samples:
         say(f"answers: {args.run_dir}/chat_eval_samples.jsonl")
     result = {"chatcore": total.centered, "tasks": {row.task: row.accuracy for row in table}}
-    return result | {"chat_eval_seconds": total.seconds, "run_dir": str(args.run_dir)}
+    return result | {"chat_eval_seconds": total.seconds}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -440,6 +421,10 @@ def main(argv: list[str] | None = None) -> int:
     add("--step", type=int, help="checkpoint to use (default: the newest)")
     args = parser.parse_args(argv)
     args.tasks = [task for task in args.tasks.split(",") if task]
+    if unknown := set(args.tasks) - set(TASKS):
+        parser.error(f"--tasks names {unknown.pop()}, which is none of {', '.join(TASKS)}")
+    if args.files and not args.files.is_dir():
+        parser.error(f"--files {args.files} is no folder; name one that holds task files")
     return score_core.run_command(evaluate, args)
 
 

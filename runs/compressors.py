@@ -9,8 +9,8 @@ training script that lies in the run directory.
 
 import argparse
 import gzip
-import json
 import lzma
+import re
 import sys
 from pathlib import Path
 
@@ -47,31 +47,21 @@ def xz(text: bytes) -> int:
     return len(lzma.compress(text, preset=9 | lzma.PRESET_EXTREME))
 
 
-def open_dataset(script, run_dir: Path, config):
-    """The dataset of a run. Raises: RunError if it has changed since"""
-    root = Path(config.data)
-    if not root.exists():
-        root = ROOT / root
-    dataset = script.Dataset.open(root)
-    stated = script.read_description(run_dir)
-    if stated.get("dataset_fingerprint") != dataset.info.get("fingerprint"):
-        raise RunError(f"{dataset.root} has another fingerprint since the run; restore it, or train again")
-    return dataset
-
-
 def compare(script, run_dir: Path) -> str:
-    """The table as markdown."""
+    """The table as markdown. Raises: RunError"""
     config = script.read_config(run_dir)
-    dataset = open_dataset(script, run_dir, config)
+    root = Path(config.data)
+    dataset = script.Dataset.open(root if root.exists() else ROOT / root)
+    stated = script.read_description(run_dir)
+    if stated["dataset_fingerprint"] != dataset.info.get("fingerprint"):
+        raise RunError(f"{dataset.root} has another fingerprint since the run; restore it, or train again")
     documents = script.scored_documents(script.validation_documents(dataset, config), config)
     batch = script.validation_batch(documents, config, dataset.tokenizer.bos_id)
     text = text_of(dataset.tokenizer, batch.targets.numpy().reshape(-1))
 
-    log = run_dir / "log.jsonl"
-    lines = log.read_text(encoding="utf-8").splitlines() if log.is_file() else []
-    scores = [entry for entry in map(json.loads, lines) if "val_bpb" in entry]
+    scores = [entry for entry in report.read_log(run_dir) if "val_bpb" in entry]
     if not scores:
-        raise RunError(f"{log} has no val_bpb yet; let the run finish first")
+        raise RunError(f"{run_dir} has no val_bpb in its log yet; let the run finish first")
     score = scores[-1]
 
     bits = {"gzip -9": 8 * len(gzip.compress(text, 9)), "xz -9e": 8 * xz(text)}
@@ -87,16 +77,12 @@ def compare(script, run_dir: Path) -> str:
 
 
 def add_to_report(path: Path, table: str) -> None:
-    """Puts the table between its markers, or before the samples, or at the end."""
+    """Puts the table before the samples, or at the end, in place of an older one."""
     text = path.read_text(encoding="utf-8")
+    text = re.sub(f"{BEGIN}.*{END}\n", "", text, flags=re.DOTALL)
+    head, samples, tail = text.partition("\n## Samples")
     block = f"{BEGIN}\n## Against compressors\n\n{table}{END}\n"
-    head, _, rest = text.partition(BEGIN)
-    tail = rest.partition(END)[2].removeprefix("\n")
-    if BEGIN not in text:
-        before, samples, after = text.partition("\n## Samples")
-        head = before.rstrip("\n") + "\n\n"
-        tail = samples + after
-    path.write_text(head + block + tail, encoding="utf-8")
+    path.write_text(f"{head.rstrip()}\n\n{block}{samples}{tail}", encoding="utf-8")
 
 
 def main() -> None:
@@ -105,11 +91,11 @@ def main() -> None:
     run_dir = parser.parse_args().run_dir
     try:
         script = import_script(run_dir)
-        try:
-            table = compare(script, run_dir)
-        except script.UserError as error:
-            raise RunError(str(error)) from None
     except RunError as error:
+        sys.exit(f"error: {error}")
+    try:
+        table = compare(script, run_dir)
+    except (RunError, script.UserError) as error:
         sys.exit(f"error: {error}")
     print(table, end="")
     if (run_dir / "report.md").is_file():

@@ -15,6 +15,7 @@ This executes the training script that lies in the run directory.
 """
 
 import argparse
+import csv
 import json
 import os
 import re
@@ -25,6 +26,7 @@ from pathlib import Path
 import torch
 from chat import is_chat_run
 from engine import RunError, load_run
+from jinja2 import StrictUndefined, Template
 from report import read_log
 from safetensors.torch import save_file
 from torch import Tensor
@@ -32,17 +34,13 @@ from torch import Tensor
 sys.path.append(str(Path(__file__).resolve().parents[1] / "data"))
 import export_portable
 import hub
+from export_portable import Vocabulary
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 MODEL_CODE = Path(__file__).with_name("export_model.py")
 CHAT_TEMPLATE = Path(__file__).with_name("export_chat.jinja")
 CARD = Path(__file__).with_name("export_card.md")
 CHAT_END = "<|assistant_end|>"
-
-# Rows of the script's table of learned scalars; the last row begins with the backout.
-SMALL_SCALARS = ("resid_attn", "resid_mlp", "scale_v", "scale_o", "scale_down", "share_bigram")
-MEDIUM_SCALARS = ("share_x0", "share_bigram")
-
 
 # ---- the model
 
@@ -80,21 +78,22 @@ def describe_model(model) -> dict:
     }
 
 
-def read_scalars(model) -> tuple[list[dict], Tensor]:
-    """The learned scalars that no matrix takes in: of each layer by name, and the backout."""
+def layer_scalars(model, layer: int) -> dict[str, Tensor]:
+    """The learned scalars of a layer that no matrix takes in, from rows of the script's table."""
     c = model.config
     is_medium = hasattr(model, "residual")
-    names = MEDIUM_SCALARS if is_medium else SMALL_SCALARS
-    *table, last_row = model.scalars
-    used = []
-    for layer, column in enumerate(torch.stack(table).T):
-        found = dict(zip(names, column, strict=True))
-        kept = {"resid_attn": layer in c.attention_layers, "resid_mlp": True}
-        kept |= {"share_x0": getattr(c, "x0_injection", False), "share_bigram": c.bigram_rows}
-        if is_medium:
-            found["resid_attn"] = model.residual[layer]
-        used.append({name: found[name] for name in found if kept.get(name)})
-    return used, last_row[0]
+    found = {}
+    if is_medium:
+        found["resid_attn"] = model.residual[layer]
+        if c.x0_injection:
+            found["share_x0"] = model.scalars[0, layer]
+    else:
+        found["resid_mlp"] = model.scalars[1, layer]
+        if layer in c.attention_layers:
+            found["resid_attn"] = model.scalars[0, layer]
+    if c.bigram_rows:
+        found["share_bigram"] = model.scalars[1 if is_medium else 5, layer]
+    return found
 
 
 @torch.no_grad()
@@ -107,7 +106,6 @@ def convert_weights(model) -> dict[str, Tensor]:
     c = model.config
     V = c.vocab_size
     D = c.width
-    scalars, backout = read_scalars(model)
     tensors = {"model.embed_tokens.weight": model.embed[:V]}
     if not getattr(c, "tied", True):
         tensors["lm_head.weight"] = model.head[:V]
@@ -116,14 +114,14 @@ def convert_weights(model) -> dict[str, Tensor]:
         tensors["model.bigram.embed.weight"] = model.bigram_embed
         tensors["model.bigram.signs"] = model.bigram_signs.to(torch.int8)
     if c.backout_layer >= 0:
-        tensors["model.scalars.backout"] = backout.view(1)
+        tensors["model.scalars.backout"] = model.scalars[-1, :1]
     if c.mix_width:
         tensors["model.mix.in_proj.weight"] = model.mix_in
         tensors["model.mix.out_proj.weight"] = model.mix_out
 
     for layer, weights in enumerate(model.layer_weights()):
         prefix = f"model.layers.{layer}"
-        for name, value in scalars[layer].items():
+        for name, value in layer_scalars(model, layer).items():
             tensors[f"{prefix}.scalars.{name}"] = value.view(1)
         tensors[f"{prefix}.mlp.up_proj.weight"] = weights.up
         tensors[f"{prefix}.mlp.down_proj.weight"] = weights.down.T
@@ -178,7 +176,7 @@ def to_merges(ranks: list[bytes]) -> list[tuple[bytes, bytes]]:
     return merges
 
 
-def convert_tokenizer(spec: dict, ranks: list[bytes], bos: str) -> dict:
+def convert_tokenizer(pattern: str, ranks: list[bytes], specials: dict[str, int], bos: str) -> dict:
     """tokenizer.json of the `tokenizers` library; bos leads every text.
 
     Text encodes as with the project's own, except text that spells a special token, unless
@@ -186,7 +184,7 @@ def convert_tokenizer(spec: dict, ranks: list[bytes], bos: str) -> dict:
     """
     letters = byte_letters()
     spell = lambda token: "".join(letters[b] for b in token)  # noqa: E731
-    specials = dict(sorted(spec["special_tokens"].items(), key=lambda pair: pair[1]))
+    specials = dict(sorted(specials.items(), key=lambda pair: pair[1]))
     off = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     bos_piece = {"SpecialToken": {"id": bos, "type_id": 0}}
     a, b = ({"Sequence": {"id": name, "type_id": 0}} for name in "AB")
@@ -195,7 +193,7 @@ def convert_tokenizer(spec: dict, ranks: list[bytes], bos: str) -> dict:
         "added_tokens": [{"id": i, "content": text, **off, "special": True} for text, i in specials.items()],
         "normalizer": None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": [
-            {"type": "Split", "pattern": {"Regex": spec["pattern"]}, "behavior": "Isolated", "invert": False},
+            {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False},
             {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False},
         ]},
         "post_processor": {
@@ -215,61 +213,16 @@ def convert_tokenizer(spec: dict, ranks: list[bytes], bos: str) -> dict:
 
 # ---- model card
 
-CHAT_PROMPT = """\
-messages = [{"role": "user", "content": "Why is the sky blue?"}]
-inputs = tokenizer.apply_chat_template(
-    messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-)
-"""
-BASE_PROMPT = 'inputs = tokenizer("Once upon a time", return_tensors="pt")\n'
-BASE_KIND = "It is a base model: it continues text and was not finetuned for conversations."
-CHAT_KIND = "It was finetuned for conversations."
-BASE_SCORED = "held-out text"
-CHAT_SCORED = "what the assistant says in held-out conversations"
-
-
-OWN_CODE = """\
-`trust_remote_code=True` runs `modeling_decoderstack.py`, the one Python file of this repository.
-Read it first."""
-OWN_LICENSE = " The code in `modeling_decoderstack.py` has the MIT License."
-OWN_LIMITS = """\
-- A text of more than {context:,} tokens is refused, and so is a request to generate beyond that.
-- vLLM and llama.cpp (GGUF), and what builds on them, do not know this architecture, which the
-  first lines of `modeling_decoderstack.py` describe. vLLM takes models from plugins, but there is
-  none for this one. DecoderStack's `runs/portable.args` trains models that run everywhere.
-- `generate` keeps keys and values in transformers' `DynamicCache`. Static and quantized caches are
-  refused, and attention runs through torch's scaled_dot_product_attention only."""
-QWEN_CODE = """\
-The architecture is that of Qwen3, so transformers needs no code from here. vLLM should load it as
-it is, which is not tested. `runs/export.py RUN --gguf FILE` of DecoderStack writes it for
-llama.cpp, ollama and LM Studio."""
-QWEN_LIMITS = """\
-- It was trained on texts of up to {context:,} tokens. Longer ones are not refused, but get worse."""
-
-
-def result_table(run_dir: Path, figures: dict, is_newest: bool) -> str:
-    """The table of the run's report, if that is about this step, or figures of its log.
+def report_table(run_dir: Path) -> str:
+    """The table of the run's report, or "" without one.
 
     The row with the dataset is left out: it is a path on the computer that trained the model.
     """
-    report = run_dir / "report.md"
-    text = report.read_text(encoding="utf-8") if is_newest and report.is_file() else ""
-    if match := re.search(r"^\|.*\|\n\| ---.*(?:\n\|.*\|)+", text, re.M):
-        return "\n".join(row for row in match[0].splitlines() if not row.startswith("| data |"))
-    names = {"val_bpb": "validation, bits per byte", "step": "steps", "tokens": "training tokens"}
-    rows = [f"| {names[key]} | {figures[key]:,.6g} |" for key in names if figures.get(key)]
-    return "\n".join(["| | |", "| --- | --- |", *rows])
-
-
-def core_table(run_dir: Path) -> str:
-    """A section with core.csv, or nothing."""
-    path = run_dir / "core.csv"
-    if not path.is_file():
-        return ""
-    header, *rows = path.read_text(encoding="utf-8").strip().splitlines()
-    rule = re.sub("[^,]+", "---", header)
-    lines = [f"| {line.replace(',', ' | ')} |" for line in (header, rule, *rows)]
-    return "\n## CORE\n\n" + "\n".join(lines) + "\n"
+    path = run_dir / "report.md"
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    match = re.search(r"^\|.*\|\n\| ---.*(?:\n\|.*\|)+", text, re.M)
+    rows = match[0].splitlines() if match else []
+    return "\n".join(row for row in rows if not row.startswith("| data |"))
 
 
 def training_data(dataset: Path, is_chat: bool) -> str:
@@ -291,42 +244,29 @@ def model_card(args: argparse.Namespace, fields: dict, parameters: int, step: in
     for entry in log:
         if entry["step"] <= step:
             figures |= entry
-    scored = figures.get("scored", {}).get("bytes")
+    core = []
+    if is_newest and (run_dir / "core.csv").is_file():
+        header, *rows = csv.reader((run_dir / "core.csv").read_text(encoding="utf-8").splitlines())
+        core = [header, ["---"] * len(header), *rows]
     config = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))["config"]
-    has_picture = is_newest and (run_dir / "curve.png").is_file()
     is_chat = is_chat_run(run_dir)
-    context = fields["max_position_embeddings"]
-    is_own = "auto_map" in fields
-    trust = ", trust_remote_code=True" if is_own else ""
-    limits = OWN_LIMITS if is_own else QWEN_LIMITS
-    return CARD.read_text(encoding="utf-8").format(
-        trust=trust,
-        trust_flag=trust.replace(" ", ""),
-        code=OWN_CODE if is_own else QWEN_CODE,
-        code_license=OWN_LICENSE if is_own else "",
-        limits=limits.format(context=context),
+
+    text = CARD.read_text(encoding="utf-8")
+    options = {"trim_blocks": True, "keep_trailing_newline": True, "undefined": StrictUndefined}
+    return Template(text, **options).render(
         name=args.name,
-        millions=parameters / 1e6,
-        layers=fields["num_hidden_layers"],
-        width=fields["hidden_size"],
-        vocab=fields["vocab_size"],
-        context=context,
-        new_tokens=min(100, context // 2),
-        kind=CHAT_KIND if is_chat else BASE_KIND,
-        data=training_data(Path(config["data"]), is_chat),
         language=args.language,
-        license_id=args.license or "unknown",
-        license=args.license or "not stated for the weights, so ask who made them",
-        results=result_table(run_dir, figures, is_newest),
-        scored_text=CHAT_SCORED if is_chat else BASE_SCORED,
-        scored_bytes=f", here {scored:,}" if scored else "",
-        core=core_table(run_dir) if is_newest else "",
-        picture="\n![loss curve](curve.png)\n" if has_picture else "",
-        prompt=CHAT_PROMPT if is_chat else BASE_PROMPT,
-        end_option="" if is_chat else f', eos_token="{CHAT_END}"',
+        license=args.license,
+        fields=fields,
+        millions=parameters / 1e6,
         bos=bos,
-        or_chat="or let it chat " if is_chat else "",
-        chat_flag=" --apply_chat_template" if is_chat else "",
+        is_own="auto_map" in fields,
+        is_chat=is_chat,
+        data=training_data(Path(config["data"]), is_chat),
+        results=report_table(run_dir) if is_newest else "",
+        figures=figures,
+        core=core,
+        has_picture=is_newest and (run_dir / "curve.png").is_file(),
         run=run_dir.resolve().name,
     )
 
@@ -338,8 +278,8 @@ def write_json(path: Path, value) -> None:
     path.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def write_tokenizer(folder: Path, vocabulary: export_portable.Vocabulary, context: int) -> None:
-    """tokenizer.json and tokenizer_config.json; a base model has the chat template for finetuning."""
+def write_tokenizer(folder: Path, vocabulary: Vocabulary, context: int, **more: str) -> None:
+    """tokenizer.json and tokenizer_config.json, which holds `more`."""
     write_json(folder / "tokenizer.json", vocabulary.content)
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -348,12 +288,9 @@ def write_tokenizer(folder: Path, vocabulary: export_portable.Vocabulary, contex
         "pad_token": vocabulary.bos,
         "model_max_length": context,
         "clean_up_tokenization_spaces": False,
-        "padding_side": "left",
         "model_input_names": ["input_ids", "attention_mask"],
     }
-    if CHAT_END in vocabulary.specials:
-        settings["chat_template"] = CHAT_TEMPLATE.read_text(encoding="utf-8")
-    write_json(folder / "tokenizer_config.json", settings)
+    write_json(folder / "tokenizer_config.json", settings | more)
 
 
 def make_folder(out: Path) -> None:
@@ -377,15 +314,12 @@ def convert(run_dir: Path, model, for_llama_cpp: bool) -> tuple[dict, dict[str, 
     return describe_model(model), convert_weights(model)
 
 
-def read_vocabulary(run_dir: Path, tokenizer, is_chat: bool) -> export_portable.Vocabulary:
+def read_vocabulary(tokenizer, is_chat: bool = False) -> Vocabulary:
     """The tokenizer of a run for other libraries."""
     specials = tokenizer.specials
     bos = next(text for text, i in specials.items() if i == tokenizer.bos_id)
-    end = CHAT_END if is_chat else bos
-    spec = json.loads((run_dir / "tokenizer.json").read_text(encoding="utf-8"))
-    ranks = sorted(tokenizer.mergeable, key=tokenizer.mergeable.get)
-    content = convert_tokenizer(spec, ranks, bos)
-    return export_portable.Vocabulary(content, spec["pattern"], specials, bos, end)
+    content = convert_tokenizer(tokenizer.pattern, list(tokenizer.mergeable), specials, bos)
+    return Vocabulary(content, tokenizer.pattern, specials, bos, CHAT_END if is_chat else bos)
 
 
 def export(args: argparse.Namespace) -> None:
@@ -395,7 +329,7 @@ def export(args: argparse.Namespace) -> None:
         raise RunError(f"the weights of step {run.step} are not all finite; name an earlier --step")
     fields, tensors = convert(args.run_dir, run.model, bool(args.gguf))
     is_chat = is_chat_run(args.run_dir)
-    vocabulary = read_vocabulary(args.run_dir, run.tokenizer, is_chat)
+    vocabulary = read_vocabulary(run.tokenizer, is_chat)
 
     kind = "chat" if is_chat else "base"
     parameters = sum(value.numel() for value in tensors.values() if value.dtype != torch.int8)
@@ -426,7 +360,10 @@ def write_folder(args, fields: dict, tensors: dict, vocabulary, card: str) -> No
         shutil.copyfile(MODEL_CODE, args.out / "modeling_decoderstack.py")
     write_json(args.out / "config.json", {**fields, **ids, "dtype": args.dtype})
     write_json(args.out / "generation_config.json", {**ids, **sampling})
-    write_tokenizer(args.out, vocabulary, fields["max_position_embeddings"])
+    more = {"padding_side": "left"}
+    if CHAT_END in vocabulary.specials:  # also of a base model, for finetuning
+        more["chat_template"] = CHAT_TEMPLATE.read_text(encoding="utf-8")
+    write_tokenizer(args.out, vocabulary, fields["max_position_embeddings"], **more)
     store_weights(args.out / "model.safetensors", tensors, DTYPES[args.dtype])
 
 

@@ -11,7 +11,6 @@ texts that spell a special token, such as <|bos|>: to transformers that is the t
 """
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
@@ -19,7 +18,8 @@ import finetune_encoder
 import torch
 import train_encoder as encoder
 from engine import RunError
-from export import convert_tokenizer, make_folder, store_weights, write_json
+from export import make_folder, read_vocabulary, store_weights, write_json, write_tokenizer
+from export_portable import sizes
 from torch import Tensor
 
 script = encoder.script
@@ -55,14 +55,7 @@ def transformers_config(config: encoder.Config, bos_id: int) -> dict:
     return {
         "model_type": "eurobert",
         "architectures": ["EuroBertForMaskedLM"],
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.width,
-        "intermediate_size": config.mlp_width,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_heads,
-        "head_dim": config.head_dim,
-        "max_position_embeddings": config.max_seq_len,
+        **sizes(config),
         "rms_norm_eps": encoder.NORM_EPS,
         "rope_parameters": {"rope_type": "default", "rope_theta": config.rotary_base},
         "tie_word_embeddings": False,
@@ -72,28 +65,6 @@ def transformers_config(config: encoder.Config, bos_id: int) -> dict:
         "mask_token_id": config.vocab_size - 1,
         "dtype": "float32",
     }
-
-
-def write_tokenizer(folder: Path, path: Path, config: encoder.Config) -> None:
-    """The tokenizer for transformers, with one token more: the mask."""
-    tokenizer = script.Tokenizer(path)
-    spec = json.loads(path.read_text(encoding="utf-8"))
-    spec["special_tokens"][MASK] = config.vocab_size - 1
-    ranks = sorted(tokenizer.mergeable, key=tokenizer.mergeable.get)
-    bos = next(text for text, i in tokenizer.specials.items() if i == tokenizer.bos_id)
-    write_json(folder / "tokenizer.json", convert_tokenizer(spec, ranks, bos))
-    settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": bos,
-        "eos_token": bos,
-        "pad_token": bos,
-        "mask_token": MASK,
-        "model_max_length": config.max_seq_len,
-        "clean_up_tokenization_spaces": False,
-        "padding_side": "right",
-        "model_input_names": ["input_ids", "attention_mask"],
-    }
-    write_json(folder / "tokenizer_config.json", settings)
 
 
 def write_sentence_transformers(folder: Path, width: int, max_len: int) -> None:
@@ -116,14 +87,16 @@ def export(run_dir: Path, out: Path) -> dict:
     """Writes the folder, the weights last. Raises: UserError"""
     model, description, step = finetune_encoder.load_encoder(run_dir)
     config = model.config
-    bos_id = script.Tokenizer(run_dir / "tokenizer.json").bos_id
+    tokenizer = script.Tokenizer(run_dir / "tokenizer.json")
+    tokenizer.specials[MASK] = config.vocab_size - 1
     tensors = convert_weights(model)
     try:
         make_folder(out)
     except RunError as error:
         raise script.UserError(str(error)) from None
-    write_json(out / "config.json", transformers_config(config, bos_id))
-    write_tokenizer(out, run_dir / "tokenizer.json", config)
+    write_json(out / "config.json", transformers_config(config, tokenizer.bos_id))
+    more = {"mask_token": MASK, "padding_side": "right"}
+    write_tokenizer(out, read_vocabulary(tokenizer), config.max_seq_len, **more)
     write_sentence_transformers(out, config.width, finetune_encoder.longest_text(description))
     store_weights(out / "model.safetensors", tensors, torch.float32)
     parameters = sum(tensor.numel() for tensor in tensors.values())

@@ -147,10 +147,8 @@ class Context:
 
     ids: Tensor  # (B, T) new tokens
     previous: Tensor  # (B, T) the token before each
-    is_first: Tensor  # (B, T) whether a text starts there
-    is_first_key: Tensor  # (B, S) the same with the tokens of the cache
-    mask_short: Tensor  # (B, 1, T, S) which keys each query sees in layers with the short window
-    mask_long: Tensor  # and with the long one
+    is_first_key: Tensor  # (B, S) whether a text starts there, with the tokens of the cache
+    masks: tuple[Tensor, Tensor]  # of (B, 1, T, S): which keys each query sees, by the short and by the long window
     cos: Tensor  # (B, T, 1, K / 4)
     sin: Tensor
 
@@ -189,9 +187,7 @@ class DecoderStackAttention(nn.Module):
         self.scale = config.attention_scale
         self.is_long = layer in config.long_layers
         self.offsets_keys = layer in config.key_offset_layers
-        layers_before = [i for i in range(layer) if i not in config.no_attention_layers]
-        # The cache's first layer holds the tokens, see DecoderStackModel.remember.
-        self.cache_layer = len(layers_before) + 1
+        self.cache_layer = layer + 1  # the cache's first layer holds the tokens, see DecoderStackModel.remember
 
         self.q_proj = nn.Linear(width, heads * self.head_dim, bias=False)
         self.k_proj = nn.Linear(width, heads * self.head_dim, bias=False)
@@ -221,7 +217,7 @@ class DecoderStackAttention(nn.Module):
             k, v = cache.update(k, v, self.cache_layer)  # keys as they are before the offset
         if self.offsets_keys:
             k = self.offset_keys(k, context.is_first_key)
-        mask = context.mask_long if self.is_long else context.mask_short
+        mask = context.masks[self.is_long]
         y = F.scaled_dot_product_attention(q, k, v, mask, scale=1.0).transpose(1, 2)
         return self.o_proj(y.flatten(2))
 
@@ -386,7 +382,11 @@ class DecoderStackModel(DecoderStackPreTrainedModel):
         past = past_key_values.get_seq_length() if past_key_values is not None else 0
         positions = self.find_positions(input_ids, attention_mask, position_ids, past)
         context = self.make_context(input_ids, positions, past_key_values)
-        x0, bigram = self.embed(context)
+        x0 = norm(self.embed_tokens(input_ids))
+        bigram = None
+        if self.bigram is not None:
+            is_first = context.is_first_key[:, -input_ids.size(1) :]
+            bigram = self.bigram(input_ids.long(), context.previous.long(), is_first)
 
         x = x0
         shared_input = None
@@ -445,20 +445,15 @@ class DecoderStackModel(DecoderStackPreTrainedModel):
         if not isinstance(cache, DynamicCache):
             found = type(cache).__name__
             raise ValueError(f"this model needs a DynamicCache, not a {found}; leave cache_implementation out")
-        while len(cache.layers) < 1 + len(self.attention_layers()):
+        while len(cache.layers) <= self.config.num_hidden_layers:
             cache.layers.append(DynamicLayer())
         ids, positions = cache.update(ids[:, None, :, None], positions[:, None, :, None], 0)
         return ids[:, 0, :, 0], positions[:, 0, :, 0]
-
-    def attention_layers(self) -> list[nn.Module]:
-        return [layer for layer in self.layers if layer.self_attn is not None]
 
     def make_context(self, ids: Tensor, positions: Tensor, cache) -> Context:
         """What the layers share: the tokens before, masks, and the rotary table in fp32."""
         count = ids.size(1)
         all_ids, all_positions = self.remember(ids, positions, cache)
-        is_first_key = all_positions == 0
-        short, long = make_masks(self.config, all_positions, count)
         quarter = self.config.head_dim // 4
         exponents = [i / max(quarter - 1, 1) for i in range(quarter)]
         frequencies = [self.config.rotary_base**-exponent for exponent in exponents]
@@ -467,20 +462,11 @@ class DecoderStackModel(DecoderStackPreTrainedModel):
         return Context(
             ids=ids,
             previous=before(all_ids, 1)[:, -count:],
-            is_first=is_first_key[:, -count:],
-            is_first_key=is_first_key,
-            mask_short=short,
-            mask_long=long,
+            is_first_key=all_positions == 0,
+            masks=make_masks(self.config, all_positions, count),
             cos=angles.cos(),
             sin=angles.sin(),
         )
-
-    def embed(self, context: Context) -> tuple[Tensor, Tensor | None]:
-        """The normalised embedding of each token and the embedding of its bigram, (B, T, D)."""
-        x = norm(self.embed_tokens(context.ids))
-        if self.bigram is None:
-            return x, None
-        return x, self.bigram(context.ids.long(), context.previous.long(), context.is_first)
 
 
 def check_length(count: int, limit: int) -> None:
@@ -504,8 +490,8 @@ class DecoderStackForCausalLM(DecoderStackPreTrainedModel, GenerationMixin):
         rows = embeddings.num_embeddings
         with torch.no_grad():
             self.lm_head.bias[old_rows:] = self.config.logit_bias
-        for layer in self.model.attention_layers():
-            old = layer.self_attn.value_embed
+        for layer in self.model.layers:
+            old = layer.self_attn and layer.self_attn.value_embed
             if old is None or old.num_embeddings == rows:
                 continue
             kept = min(rows, old.num_embeddings)
@@ -533,14 +519,8 @@ class DecoderStackForCausalLM(DecoderStackPreTrainedModel, GenerationMixin):
 
         Labels at padding and at the first token of a text do not count either: nothing predicts them.
         """
-        outputs = self.model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            use_cache=use_cache,
-            output_hidden_states=output_hidden_states,
-        )
+        inputs = (input_ids, attention_mask, position_ids, past_key_values)
+        outputs = self.model(*inputs, use_cache, output_hidden_states)
         hidden = outputs.last_hidden_state
         if isinstance(logits_to_keep, Tensor):
             hidden = hidden[:, logits_to_keep]

@@ -30,23 +30,21 @@ CHAT_TEMPLATE = Path(__file__).with_name("export_gguf.jinja")
 # ---- the model
 
 
+# What Qwen3 has or lacks, as fields of the script's Config.
+QWEN = {
+    "swiglu": True, "rotary_full": True, "softcap": (), "bigram_rows": 0, "mix_width": 0, "backout_layer": -1,
+    "value_embed_layers": (), "key_offset_layers": (), "no_attention_layers": (),
+}  # fmt: skip
+
+
 def why_not_portable(model) -> str:
     """What a model has that Qwen3 has not, or ""."""
     c = model.config
     if hasattr(model, "residual"):
         return "it is of train_medium.py"
-    if not getattr(c, "swiglu", False):
-        return "its MLP is not SwiGLU"
-    if not c.rotary_full:
-        return "rotary embedding turns half of each head"
-    if c.softcap:
-        return "its logits have a softcap"
-    extras = ("bigram_rows", "mix_width", "value_embed_layers", "key_offset_layers", "no_attention_layers")
-    for name in extras:
-        if getattr(c, name):
+    for name, value in QWEN.items():
+        if getattr(c, name) != value:
             return f"it has {name}={getattr(c, name)}"
-    if c.backout_layer >= 0:
-        return f"it has backout_layer={c.backout_layer}"
     if c.shared_input_from < c.num_layers - 1:
         return f"it has shared_input_from={c.shared_input_from}"
     windows = {(c.window_short, c.window_long)[layer in c.long_layers] for layer in c.attention_layers}

@@ -20,7 +20,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -65,34 +65,30 @@ class CoreTask:
         if hashlib.sha256(content).hexdigest() != sha256:
             state = "corrupt: its sha256 is not the one in dataset.json" if content else "missing"
             raise RunError(f"{path} is {state}; make the CORE files again with python data/core.py")
-        with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
-            meta = json.loads(arrays["meta"].tobytes())
-            baseline = meta["random_baseline"] / 100
-            task = CoreTask(meta["task"], meta["type"], baseline, arrays["gold"], [], [])
-            task.unpack(arrays, limit, max_seq_len)
-        return task
+        with np.load(io.BytesIO(content), allow_pickle=False) as file:
+            arrays = dict(file)
+        meta = json.loads(arrays["meta"].tobytes())
+        items = []
+        spans = []
 
-    def unpack(self, arrays, limit: int, max_seq_len: int) -> None:
-        """Fills items and spans. A file holds what the choices of an item share once, then their rests."""
+        # The file holds what the choices of an item share once, then their rests.
         tokens = arrays["tokens"].astype(np.int32)
         choices = zip(*(arrays[name].tolist() for name in ("rest", "start", "end")), strict=True)
         cursor = 0  # in tokens
-        for shared, count in zip(arrays["shared"].tolist(), arrays["choices"].tolist(), strict=True):
+        counts = arrays["choices"][: limit or None].tolist()
+        for shared, count in zip(arrays["shared"].tolist(), counts, strict=False):
             common = tokens[cursor : cursor + shared]
             cursor += shared
-            rows = []
-            spans = []
+            items.append([])
+            spans.append([])
             for rest, start, end in islice(choices, count):
                 full = np.concatenate((common, tokens[cursor : cursor + rest]))
                 cursor += rest
                 cut = max(0, len(full) - max_seq_len)
-                rows.append(full[cut:])
-                spans.append((max(1, start - cut), max(1, end - cut)))
-            self.items.append(rows)
-            self.spans.append(spans)
-            if len(self.items) == limit:
-                break
-        self.gold = self.gold[: len(self.items)]
+                items[-1].append(full[cut:])
+                spans[-1].append((max(1, start - cut), max(1, end - cut)))
+        gold = arrays["gold"][: len(items)]
+        return CoreTask(meta["task"], meta["type"], meta["random_baseline"] / 100, gold, items, spans)
 
 
 def core_files(dataset) -> dict[str, str]:
@@ -185,7 +181,7 @@ class CoreBatch:
         return True
 
     def add_part(self, tokens: np.ndarray, common: int, begin: int, branch: int, skip: int) -> None:
-        """Appends what the choices of an item begin with, or one choice behind the `common` tokens from `begin` on."""
+        """Appends what choices begin with, or a choice behind the `common` tokens from `begin` on."""
         positions = np.arange(common, common + len(tokens), dtype=np.int32)
         part = slice(self.used, self.used + len(tokens))
         self.arrays.tokens_T[part] = tokens
@@ -428,7 +424,7 @@ def correct_items(task: CoreTask, nats, targets, hits) -> np.ndarray:
 
 
 class TaskScore(NamedTuple):
-    """A row of the table and of core.csv; the last one, of all tasks, has no accuracy."""
+    """A row of the table and of the csv file; the last one, of all tasks, has no accuracy."""
 
     task: str
     items: int
@@ -442,58 +438,32 @@ class TaskScore(NamedTuple):
         return f"{self.task:34} {self.items:7,} {numbers}"
 
 
-HEAD = f"{'task':34} {'items':>7} {'accuracy':>9} {'centered':>9} {'seconds':>8}"
+def make_table(tasks: Iterable[tuple], name: str, say: Callable) -> list[TaskScore]:
+    """Prints a row for each task, and a last one with their mean; returns the rows.
 
-
-def task_score(task: str, right: np.ndarray, guessing: float, seconds: float) -> TaskScore:
-    accuracy = float(right.mean())
-    return TaskScore(task, len(right), accuracy, (accuracy - guessing) / (1 - guessing), seconds)
-
-
-def mean_score(name: str, rows: list[TaskScore], seconds: float) -> TaskScore:
-    """CORE, or the mean of other tasks under its name."""
-    centered = float(np.mean([row.centered for row in rows]))
-    return TaskScore(name, sum(row.items for row in rows), None, centered, seconds)
+    Args: tasks: of each its name, which items are right, and the accuracy of guessing; name: of the mean
+    """
+    say(f"{'task':34} {'items':>7} {'accuracy':>9} {'centered':>9} {'seconds':>8}")
+    begin = time.perf_counter()
+    rows = []
+    for task, right, guessing in tasks:
+        accuracy = float(right.mean())
+        seconds = time.perf_counter() - begin - sum(row.seconds for row in rows)
+        centered = (accuracy - guessing) / (1 - guessing)
+        rows.append(TaskScore(task, len(right), accuracy, centered, seconds))
+        say(rows[-1].line())
+    if not rows:
+        raise RunError("no task could be scored; give files with --files")
+    mean = float(np.mean([row.centered for row in rows]))
+    total = sum(row.items for row in rows)
+    rows.append(TaskScore(name, total, None, mean, time.perf_counter() - begin))
+    say(rows[-1].line())
+    return rows
 
 
 def write_table(path: Path, rows: list[TaskScore]) -> None:
     with path.open("w", encoding="utf-8", newline="") as file:
         csv.writer(file, lineterminator="\n").writerows([TaskScore._fields, *rows])
-
-
-def evaluate_core(model, dataset, ranks, limit: int, size: int, compile, say) -> list[TaskScore]:
-    """Scores all tasks of a dataset and prints a row for each; the last row is CORE.
-
-    Args:   limit: items of each task, 0: all; size: tokens of a batch
-    Raises: RunError if a file is damaged or the loss is not finite
-    """
-    max_seq_len = model.config.max_seq_len
-    bos_id = dataset.tokenizer.bos_id
-    size = max(size, 2 * max_seq_len)  # a row and its targets must fit
-    score = scorer(model, compile)
-
-    ranks.sync()
-    start = time.perf_counter()
-    with torch.no_grad():
-        score(CoreBatch(size, model.windows, bos_id).inputs(ranks.device))
-    ranks.sync()
-    say(f"core: {size:,} tokens a batch, compiled in {time.perf_counter() - start:.1f} s")
-
-    say(HEAD)
-    begin = time.perf_counter()
-    rows = []
-    for name, sha256 in core_files(dataset).items():
-        start = time.perf_counter()
-        task = CoreTask.read(dataset.root / name, sha256, limit, max_seq_len)
-        right = score_task(score, task, size, model.windows, bos_id, ranks)
-        rows.append(task_score(task.name, right, task.baseline, time.perf_counter() - start))
-        say(rows[-1].line())
-
-    core = mean_score("CORE", rows, time.perf_counter() - begin)
-    say(core.line())
-    if len(rows) != NUM_TASKS:
-        say(f"note: {len(rows)} tasks; CORE is the mean over {NUM_TASKS}")
-    return [*rows, core]
 
 
 def default_batch_tokens(device: torch.device) -> int:
@@ -530,12 +500,17 @@ def open_dataset(run: engine.Run, args: argparse.Namespace):
     return dataset
 
 
-def run_command(score: Callable, args: argparse.Namespace) -> int:
-    """Prints what score(args) returns on the first rank, or an error; returns the exit code."""
+def run_command(score: Callable, args: argparse.Namespace, **changes) -> int:
+    """Prints what score(run, ranks, say, args) returns, or an error; returns the exit code.
+
+    Args: changes: for load_run()
+    """
     try:
-        result = score(args)
-        if result is not None:
-            print(json.dumps(result), flush=True)
+        run = engine.load_run(args.run_dir, args.step, **changes)
+        ranks = run.script.start_ranks()
+        say = partial(print, flush=True) if ranks.is_main else lambda text: None
+        result = score(run, ranks, say, args)
+        say(json.dumps(result | {"run_dir": str(args.run_dir)}))
         return 0
     except RunError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
@@ -545,23 +520,37 @@ def run_command(score: Callable, args: argparse.Namespace) -> int:
             dist.destroy_process_group()
 
 
-def score_run(args: argparse.Namespace) -> dict | None:
-    """Scores the model of a run and writes the files. Returns what the first rank prints last."""
-    if args.items < 0 or (args.batch_tokens is not None and args.batch_tokens < 1):
-        raise RunError("--items must be at least 0 and --batch-tokens at least 1")
-    run = engine.load_run(args.run_dir, args.step, attention=args.attention, dtype=args.dtype)
-    ranks = run.script.start_ranks()
+def score_run(run: engine.Run, ranks, say: Callable, args: argparse.Namespace) -> dict:
+    """Scores the model of a run and writes the files. Returns what is printed last."""
+    model = run.model
     dataset = open_dataset(run, args)
-    say = partial(print, flush=True) if ranks.is_main else lambda text: None
+    bos_id = dataset.tokenizer.bos_id
+    limit = model.config.max_seq_len
     size = args.batch_tokens or default_batch_tokens(ranks.device)
-    compile = ranks.device.type == "cuda" and not args.no_compile
-    rows = evaluate_core(run.model, dataset, ranks, args.items, size, compile, say)
-    if not ranks.is_main:
-        return None
+    size = max(size, 2 * limit)  # a row and its targets must fit
+    score = scorer(model, ranks.device.type == "cuda" and not args.no_compile)
+
+    ranks.sync()
+    start = time.perf_counter()
+    with torch.no_grad():
+        score(CoreBatch(size, model.windows, bos_id).inputs(ranks.device))
+    ranks.sync()
+    say(f"core: {size:,} tokens a batch, compiled in {time.perf_counter() - start:.1f} s")
+
+    def tasks() -> Iterator[tuple]:
+        for name, sha256 in core_files(dataset).items():
+            task = CoreTask.read(dataset.root / name, sha256, args.items, limit)
+            right = score_task(score, task, size, model.windows, bos_id, ranks)
+            yield task.name, right, task.baseline
+
+    rows = make_table(tasks(), "CORE", say)
     core = rows[-1]
+    if len(rows) != NUM_TASKS + 1:
+        say(f"note: {len(rows) - 1} tasks; CORE is the mean over {NUM_TASKS}")
     result = {"core": core.centered, "core_seconds": core.seconds, "core_items": args.items or None}
-    write_scores(run, args.run_dir, rows, result)
-    return result | {"run_dir": str(args.run_dir)}
+    if ranks.is_main:
+        write_scores(run, args.run_dir, rows, result)
+    return result
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -575,7 +564,10 @@ def main(argv: list[str] | None = None) -> int:
     add("--attention", metavar="NAME", help="if the run's backend does not work here")
     add("--dtype", choices=("bfloat16", "float16", "float32"), help="default: that of the run")
     add("--no-compile", action="store_true")
-    return run_command(score_run, parser.parse_args(argv))
+    args = parser.parse_args(argv)
+    if args.items < 0 or (args.batch_tokens is not None and args.batch_tokens < 1):
+        parser.error("--items must be at least 0 and --batch-tokens at least 1")
+    return run_command(score_run, args, attention=args.attention, dtype=args.dtype)
 
 
 if __name__ == "__main__":

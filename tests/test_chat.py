@@ -149,7 +149,8 @@ def test_text_streams_whole_characters_and_no_control_codes(make):
     backend.tokenizer.bytes[:256] = [bytes([b]) for b in range(256)]
     rest = iter([*text.encode(), 0xFF, backend.tokenizer.specials["<|assistant_end|>"]])
     backend.decoder.sample = lambda *_: torch.tensor([next(rest)])
-    pieces = list(backend.stream("", [{"role": "user", "content": "x"}], {"ids": []}))
+    pieces = []
+    backend.reply("", [{"role": "user", "content": "x"}], {"ids": []}, pieces.append)
     assert "".join(pieces) == text + "\ufffd" and "你" in pieces and "😀" in pieces
     assert chat_script.printable("".join(pieces)) == "é你😀 a[2J\tb\n\ufffd"
 
@@ -348,6 +349,8 @@ def pretrained(tmp_path, monkeypatch):
 
 def test_failures_of_transformers_are_one_sentence(pretrained):
     """A message without an answer is forgotten, a broken answer is kept, and the chat goes on."""
+    with pytest.raises(engine.RunError, match="without checkpoints but --step is 77; leave it out"):
+        pretrained(None, step=77)
     plan = Namespace(text="", fails=False)
 
     def generate(streamer):
@@ -362,11 +365,6 @@ def test_failures_of_transformers_are_one_sentence(pretrained):
         plan.text, plan.fails = text, fails
         err = "error: transformers failed (no memory)\n" if fails else ""
         assert say(chat, "a") == (f"{text}\n", err) and len(chat.messages) == messages, text
-
-
-def test_flags_of_pretrained(pretrained):
-    with pytest.raises(engine.RunError, match="without checkpoints but --step is 77; leave it out"):
-        pretrained(None, step=77)
 
 
 # ==== the command line

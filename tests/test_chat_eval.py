@@ -1,6 +1,7 @@
 """Chat evaluation: letters against one forward an item, numbers, programs under limits, files of each layout."""
 
 import csv
+import functools
 import json
 import random
 import sys
@@ -137,12 +138,9 @@ def files(tmp_path):
     return folder
 
 
-def in_order(items) -> list:
-    return sorted(items, key=lambda item: item.question)
-
-
 def test_items_of_every_layout(files):
     read = lambda task, limit=0: chat_eval.read_task(task, files, limit)  # noqa: E731
+    in_order = functools.partial(sorted, key=lambda item: item.question)
     for task in ("arc_easy", "arc_challenge"):
         assert in_order(read(task)) == [chat_eval.ChoiceItem(f"q{i}", ["a", "b", "c"], 1) for i in range(5)]
     wanted = [chat_eval.ChoiceItem(f"m{i}", ["a", "b", "c", "d"], i % 4) for i in range(8)]
@@ -157,7 +155,7 @@ def test_items_of_every_layout(files):
     for item in spelled:
         assert item.right(f"#### {item.expected}" if item in counted else f" {item.expected}\n")
         assert not item.right("#### 77")
-    assert chat_eval.read_task("arc_easy", files.parent, 0) is None
+    assert chat_eval.read_task("arc_easy", files.parent, 0) == []
 
 
 def test_items_of_training_are_no_test(tmp_path):
@@ -193,10 +191,13 @@ def test_the_command(bpe, files, tmp_path, capsys):  # noqa: F811
     assert code == 0 and "allow that with --run-code" in out and "the mean of 1 tasks" in out
     (files / "gsm8k_test.jsonl").write_text('{"question": "x"}\n')
     for args, message in (
-        (("--files", tmp_path / "none"), "is no folder"), (("--tasks", "mmlo"), "mmlo, which is none of"),
         (("--files", tmp_path, "--tasks", "mmlu"), "mmlu cannot be scored"),
         (("--files", files, "--tasks", "gsm8k"), "is no item of gsm8k"), (("--step", 99), "no checkpoint"),
     ):  # fmt: skip
         code, _, err = evaluate(run_dir, *args)
         assert code == 1 and message in err and err.startswith("error: ") and err.count("\n") == 1, err
     assert evaluate(tmp_path)[0] == 1
+    for flag, value, message in (("--files", tmp_path / "none", "is no folder"), ("--tasks", "mmlo", "is none of")):
+        with pytest.raises(SystemExit):
+            evaluate(run_dir, flag, value)
+        assert message in capsys.readouterr().err

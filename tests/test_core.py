@@ -410,9 +410,11 @@ def test_mistakes_of_the_command(trained, tmp_path, capsys, dataset_dir):
     (other / "dataset.json").write_text(json.dumps(info))
     for flags, words in (
         (("--data", dataset_dir), f"python data/core.py --download --data {dataset_dir}"),
-        (("--data", other), "another tokenizer"), (("--data", tmp_path / "none"), "none"),
-        (("--step", 99), "no checkpoint of step 99"), (("--items", -1), "at least 0"),
+        (("--data", other), "another tokenizer"), (("--data", tmp_path / "none"), "none"), (("--step", 99), "step 99"),
     ):  # fmt: skip
         code, error = score(capsys, trained, *flags)
         assert code == 1 and words in error and error.startswith("error: ") and error.count("\n") == 1, error
     assert score(capsys, tmp_path)[0] == 1
+    with pytest.raises(SystemExit):
+        score(capsys, trained, "--items", -1)
+    assert "error: --items must be at least 0" in capsys.readouterr().err

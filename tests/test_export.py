@@ -92,8 +92,7 @@ def test_tokenizer_equals_the_projects(bpe):
     from tokenizers import Tokenizer
 
     own = ts.Tokenizer(bpe)
-    spec = json.loads(bpe.read_text())
-    theirs = Tokenizer.from_str(json.dumps(export.convert_tokenizer(spec, list(own.mergeable), "<|bos|>")))
+    theirs = Tokenizer.from_str(json.dumps(export.read_vocabulary(own).content))
     assert theirs.get_vocab_size() == own.vocab_size == 900
     texts = VARIED + random_texts(3000) + [(ROOT / "train_small.py").read_text(encoding="utf-8")]
     for text in texts:
@@ -112,10 +111,10 @@ def test_tokens_that_no_merge_reaches(bpe):
     from tokenizers import Tokenizer
 
     tokens = [bytes([b]) for b in range(256)] + [b"bc", b"ab", b"cd", b"abc", b"island", b"bcd"]
-    spec = {"pattern": tokenizer.PATTERN, "special_tokens": {"<|bos|>": len(tokens)}}
-    theirs = Tokenizer.from_str(json.dumps(export.convert_tokenizer(spec, tokens, "<|bos|>")))
-    own = tiktoken.Encoding("x", pat_str=spec["pattern"], mergeable_ranks={t: i for i, t in enumerate(tokens)},
-                            special_tokens=spec["special_tokens"])  # fmt: skip
+    specials = {"<|bos|>": len(tokens)}
+    theirs = Tokenizer.from_str(json.dumps(export.convert_tokenizer(tokenizer.PATTERN, tokens, specials, "<|bos|>")))
+    own = tiktoken.Encoding("x", pat_str=tokenizer.PATTERN, mergeable_ranks={t: i for i, t in enumerate(tokens)},
+                            special_tokens=specials)  # fmt: skip
     rng = random.Random(1)
     texts = ["island", "islands", *("".join(rng.choices("abcd", k=rng.randint(1, 9))) for _ in range(2000))]
     for text in texts:

@@ -130,7 +130,7 @@ def test_user_errors(run_dir, bpe, tmp_path, monkeypatch):  # noqa: F811
         assert message in end.value.code and end.value.code.startswith("error: ") and "\n" not in end.value.code
         assert not new.exists() and not new.with_name("new.part").exists()
 
-    fails(default, "--gguf", new, "(its MLP is not SwiGLU); train with @runs/portable.args on a dataset of")
+    fails(default, "--gguf", new, "(it has swiglu=False); train with @runs/portable.args on a dataset of")
     fails(gpt4, "--gguf", new, "does not know the split pattern")
     fails(half, "--gguf", new, "backout_layer=2")
     fails(half, "--out", new, "backout_layer=2")
