@@ -510,13 +510,14 @@ def test_chat_talks_to_it(reference):
     args = chat.parse([str(reference), "--temperature", "0", "--max-tokens", "12", "--device", "cpu"])
     backend = chat.Pretrained(reference / "model", args)
     messages = [{"role": "user", "content": "red"}]
-    answer = "".join(backend.stream("", messages, {}))
+    pieces = []
+    backend.reply("", messages, {}, pieces.append)
     tokens = backend.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt")
     whole = backend.model.generate(**tokens, max_new_tokens=12, do_sample=False, pad_token_id=0)[0]
-    assert answer == backend.tokenizer.decode(whole[tokens["input_ids"].shape[1] :], skip_special_tokens=True)
+    assert "".join(pieces) == backend.tokenizer.decode(whole[tokens["input_ids"].shape[1] :], skip_special_tokens=True)
 
     long = [{"role": role, "content": "x" * 50} for role in ("user", "assistant") * 3] + messages
-    "".join(backend.stream("", long, {}))
+    backend.reply("", long, {}, pieces.append)
     assert len(long) < 7 and long[-1] == messages[0]  # the oldest turns do not fit into 256 tokens
 
 

@@ -207,7 +207,9 @@ def test_greedy_chat_equals_the_generator(talker):
 def test_the_terminal_chat_as_a_client(talker):
     remote = chat.Remote(talker.url, SimpleNamespace(model=None, seed=None, top_k=None, top_p=1.0, **QUIET))
     (text,) = expected(talker, [rendered(talker, TALK[:2])], **QUIET)
-    assert "".join(remote.stream(TALK[0]["content"], TALK[1:2], {})) == text
+    pieces = []
+    remote.reply(TALK[0]["content"], TALK[1:2], {}, pieces.append)
+    assert "".join(pieces) == text
 
 
 def test_completions(writer):
