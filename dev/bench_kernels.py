@@ -308,8 +308,7 @@ def time_rotate() -> None:
 
 
 def time_qkv() -> None:
-    tiles = ("ROTATE_TILES", "BM BD num_warps num_stages")
-    rows = "256 128 8 3,256 64 8 5,128 64 4 4,128 128 8 2,64 128 4 3"
+    tiles = ("ROTATE_TILES", "BM BD num_warps num_stages", "256 128 8 3,128 64 4 4,128 128 8 2,64 128 4 3")
     for T, H in ((65536, 6), (32768, 12)):
         D = 128 * H
         _, *rotary, _ = rotate_case(T, H)
@@ -319,7 +318,7 @@ def time_qkv() -> None:
         work = {"flop": 6 * T * D * D, "kind": "fp8"}
         timed(f"qkv {T} x {D}: product8", product, **work)
         timed("  product8 and norm_rotate", lambda: K.norm_rotate_forward(product(), *rotary), **work)
-        sweep("  linear_rotate", *tiles, rows, lambda: K.linear_rotate(x, w, unit, *rotary), **work)
+        sweep("  linear_rotate", *tiles, lambda: K.linear_rotate(x, w, unit, *rotary), **work)
 
 
 # ---- fp8 products of a layer, at the widths of both models
