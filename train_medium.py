@@ -2551,10 +2551,10 @@ def micro_batch_limit(config: Config, free: int) -> float:
         q and k, before and after norm, rotary    8 D     sum 31 D: 48 kB, 1.14 MB for 24 layers
         v, and the output of attention            4 D
 
-    fp8 products keep 30 D, their inputs being 3 D and the activation, with its transpose, 8 D. With
-    micro-batches of 32,768 tokens an H200 measured 52.1 GiB allocated and 57.2 reserved, with fp8, one
-    table for input and output, and no transposes. With `recompute` torch 2.11 keeps 7 D, and all of
-    one layer at a time, with gradients: 0.4 MB.
+    fp8 products keep 26 D: inputs of 3 D, q and k only rotated, the activation with its transpose 8 D.
+    With 30 D and micro-batches of 32,768 tokens an H200 measured 52.1 GiB allocated and 57.2 reserved,
+    with fp8, one table for input and output, and no transposes. With `recompute` torch 2.11 keeps 7 D,
+    and all of one layer at a time, with gradients: 0.4 MB.
 
     Besides, gradients of this and of earlier micro-batches need 4 bytes a parameter, 5.5 GB; fp8
     copies of weights 0.7 GB; the loss 6 bytes a logit of a chunk, 3.2 GB. Weights, masters and moments
@@ -4229,7 +4229,7 @@ def norm_rotate_grad_kernel(
     store_rows(dqkv, g * inverse, (n * 3 + 2) * H + head, K, 3 * N * H, K)
 
 
-ROTATE_ROWS = 16  # of a program; 8 and 32 are slower on an H100
+ROTATE_ROWS = 8  # of a program: its backward takes 288 us in bf16 on an H100, with 16 rows 332
 
 
 @torch.library.custom_op(f"{OPS}::norm_rotate", mutates_args=())
