@@ -318,8 +318,15 @@ def test_page_keeps_settings_and_draft(talker, page):
     page.wait_for_selector("#send:enabled")
     assert page.input_value("#message") == "a draft"
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(22, 24, 27)"
-    with page.expect_request(COMPLETIONS) as sent, script(talker, talker.server.tokenizer.encode("yes or no, one")):
-        browser.ask(page, "hello")
+    with gate(talker) as steps, says(talker, "yes or no, one"):
+        with page.expect_request(COMPLETIONS) as sent:
+            page.fill("#message", "hello")
+            page.press("#message", "Enter")
+        until(lambda: talker.worker.jobs)
+        steps.release(2)
+        until(lambda: page.text_content(".busy .text"))  # the speed is known from the second piece on
+        steps.release(100)
+        page.wait_for_selector("#send")
     body = sent.value.post_data_json
     names = ("temperature", "top_p", "max_tokens", "top_k", "min_p", "seed")
     names += ("presence_penalty", "frequency_penalty")
