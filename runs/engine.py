@@ -23,8 +23,10 @@ the cache, S slots of a ring, N texts of a prefill.
 
 from __future__ import annotations
 
+import argparse
 import codecs
 import dataclasses
+import functools
 import importlib.util
 import json
 import math
@@ -37,6 +39,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from calculator import calculate
 from safetensors.torch import load_file
@@ -73,6 +76,7 @@ def import_script(run_dir: str | Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up by name
     spec.loader.exec_module(module)
+    module.UserError = RunError  # what the script raises from now on, so tools catch one class
 
     found = getattr(module, "INTERFACE", 1)
     if found != INTERFACE:
@@ -108,8 +112,30 @@ def load_run(run_dir, step: int | None = None, device: str | None = None, **chan
     script = import_script(run_dir)
     try:
         return load_model(script, Path(run_dir), step, device, changes)
-    except (script.UserError, RuntimeError) as error:  # torch's, if memory runs out
+    except RuntimeError as error:  # torch's, if memory runs out
         raise RunError(first_line(error)) from None
+
+
+def run_command(command: Callable, args: argparse.Namespace, **changes) -> int:
+    """Prints what command(run, ranks, say, args) returns, or an error; returns the exit code.
+
+    Args: changes: for load_run()
+    """
+    try:
+        run = load_run(args.run_dir, args.step, **changes)
+        ranks = run.script.start_ranks()
+        say = functools.partial(print, flush=True) if ranks.is_main else lambda text: None
+        result = command(run, ranks, say, args)
+        say(json.dumps(result | {"run_dir": str(args.run_dir)}))
+        return 0
+    except RunError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def first_line(error: Exception) -> str:
@@ -928,12 +954,11 @@ class Decoder:
         for pack in prefill_packs(texts, starts):
             held = [starts[row] for row in pack]
             hidden = self.prefill(pack, held, [texts[row] for row in pack])
-            place = 0  # of a text's first new id
-            for row in pack:
-                end = place + len(texts[row]) - starts[row]
+            counts = [len(texts[row]) - starts[row] for row in pack]
+            parts = hidden[: sum(counts)].split(counts)
+            for row, part in zip(pack, parts, strict=True):
                 if row in completions and completions[row].score_prompt:
-                    self.score_prompt(completions[row], hidden[place:end])
-                place = end
+                    self.score_prompt(completions[row], part)
 
     def prefill(self, rows: list, starts: list, texts: list) -> Tensor:
         """As prefill, by a CUDA graph if one fits; the next may overwrite what it returns."""
