@@ -26,24 +26,6 @@ EXACT_TOLERANCE = 1e-3
 ROUNDED_TOLERANCE = 1e-1  # for 16 bits
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add = parser.add_argument
-    add("run_dir", metavar="RUN_DIR", type=Path)
-    add("--prompt", action="append", help="a text to continue, repeatable (default: an empty one)")
-    add("--tokens", type=int, default=128, help="the most new tokens for each prompt")
-    add("--temperature", type=float, default=0.8, help="0: always the most likely token")
-    add("--top-k", type=int, default=50, help="sample from this many tokens, 0: from all")
-    add("--top-p", type=float, default=1.0, help="sample from tokens with this much probability")
-    add("--seed", type=int, default=0, help="the same seed gives the same text")
-    add("--step", type=int, help="checkpoint to use (default: the newest)")
-    add("--attention", metavar="NAME", help="attention backend for the prompt")
-    add("--dtype", choices=("bfloat16", "float16", "float32"), help="default: that of the run")
-    add("--device", help="cuda, mps or cpu (default: the best available)")
-    add("--check", action="store_true", help="compare decoding with the forward pass, and end")
-    return parser
-
-
 def check(run: engine.Run) -> dict:
     """decoding_error() of the model in fp32; one of 16 bits is also compared as it is, with its kernels.
 
@@ -130,7 +112,21 @@ def sample(run: engine.Run, args: argparse.Namespace) -> dict:
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = build_parser().parse_args(argv)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("run_dir", metavar="RUN_DIR", type=Path)
+    add("--prompt", action="append", help="a text to continue, repeatable (default: an empty one)")
+    add("--tokens", type=int, default=128, help="the most new tokens for each prompt")
+    add("--temperature", type=float, default=0.8, help="0: always the most likely token")
+    add("--top-k", type=int, default=50, help="sample from this many tokens, 0: from all")
+    add("--top-p", type=float, default=1.0, help="sample from tokens with this much probability")
+    add("--seed", type=int, default=0, help="the same seed gives the same text")
+    add("--step", type=int, help="checkpoint to use (default: the newest)")
+    add("--attention", metavar="NAME", help="attention backend for the prompt")
+    add("--dtype", choices=("bfloat16", "float16", "float32"), help="default: that of the run")
+    add("--device", help="cuda, mps or cpu (default: the best available)")
+    add("--check", action="store_true", help="compare decoding with the forward pass, and end")
+    args = parser.parse_args(argv)
     sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows "?"
     command = lambda run, *_: check(run) if args.check else sample(run, args)
     changes = {"device": args.device, "attention": args.attention, "dtype": args.dtype}
