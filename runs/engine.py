@@ -13,7 +13,7 @@ built on GPT.trunk(attend), which computes all but the attention; `attend` handl
     Cache         KVCache, prefill, decode
     Sampling      sample
     Completions   Completion: one request and its result
-    Rows          what a step reads of each row, penalties, beginnings in common, CUDA graphs
+    Rows          what a step reads of each row, CUDA graphs
     Decoding      Decoder (one step for all rows), Generator (texts from prompts)
     Kernel        attention of one step of decoding, in Triton and in plain PyTorch
 
@@ -76,7 +76,7 @@ def import_script(run_dir: str | Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up by name
     spec.loader.exec_module(module)
-    module.UserError = RunError  # what the script raises from now on, so tools catch one class
+    module.UserError = RunError  # what its functions raise then, so that tools catch one class
 
     found = getattr(module, "INTERFACE", 1)
     if found != INTERFACE:
@@ -654,7 +654,6 @@ class Event(NamedTuple):
 
 
 # ==== Rows
-# The parts of a Decoder, each of which does one thing for its rows.
 
 GREEDY = -1  # a width for steps that take the most likely id in every row
 WIDTHS = (GREEDY, 0, 64, 1024)  # and the whole vocabulary; on CUDA each is a graph of its own
@@ -663,12 +662,12 @@ NOT_FINITE = -1  # in place of an id that was drawn from logits with NaN among t
 
 
 class RowState:
-    """What a step reads of each row: tensors (B,) that are only written in place.
+    """What a step reads of each row: tensors that are only written in place.
 
-    A CUDA graph of a step holds their addresses.
+    A CUDA graph of a step holds their addresses. Without shaping V is 0 here.
     """
 
-    def __init__(self, rows: int, shaped_ids: int, device: torch.device):
+    def __init__(self, rows: int, vocab_size: int, device: torch.device):
         integers = torch.zeros(rows, dtype=torch.long, device=device)
         numbers = torch.zeros(rows, device=device)
         self.tokens = integers.clone()  # the id that goes in next
@@ -683,8 +682,8 @@ class RowState:
         self.presence = numbers.clone()
         self.frequency = numbers.clone()
         # (B, V): how often each id is in the answer of a row, and what is added to its logit.
-        self.counts = torch.zeros(rows, shaped_ids, dtype=torch.int32, device=device)
-        self.bias = torch.zeros(rows, shaped_ids, device=device)
+        self.counts = torch.zeros(rows, vocab_size, dtype=torch.int32, device=device)
+        self.bias = torch.zeros(rows, vocab_size, device=device)
 
     def write(self, completions: dict[int, Completion]) -> None:
         """Sets rows so that the last id of each text goes in with the next step."""
@@ -725,7 +724,7 @@ class RowState:
         counts[completion.text()[-1]] -= 1
         self.counts[row] = to_device(counts, self.counts.device)
 
-    def shaped(self, logits_BV: Tensor) -> Tensor:
+    def apply_shape(self, logits_BV: Tensor) -> Tensor:
         """Counts the ids that go in. Returns the logits less the penalties, plus the bias."""
         live = (self.positions >= 0).to(self.counts.dtype)
         self.counts.scatter_add_(1, self.tokens[:, None], live[:, None])
@@ -895,17 +894,16 @@ class Decoder:
             if not self.shelves or completions[row].score_prompt:
                 continue
             shelf = max(self.shelves, key=lambda shelf: self.held(shelf, text))
-            length = self.held(shelf, text)
+            longest = max(starts[row], self.held(shelf, text))
             start = text[:-1]
             common = max(common_length(start, other) for other in others)
             others.append(text)
             oldest = self.shelves[0]
             is_free = oldest not in sources.values()
-            if is_free and common >= max(starts[row], length) + WORTH_SHARING:
+            if is_free and common >= longest + WORTH_SHARING:
                 shelf = oldest
-                length = common
                 new[shelf] = self.known[shelf] = text[:common]
-            if length > starts[row]:
+            if self.held(shelf, text) > starts[row]:
                 self.shelves.remove(shelf)
                 self.shelves.append(shelf)
                 sources[row] = shelf
@@ -948,12 +946,12 @@ class Decoder:
         """Notes the chance of each id of a prompt, given the hidden state before it."""
         vocab_size = self.tokenizer.vocab_size
         after = completion.prompt[1:]
-        chances = [None]
+        completion.prompt_chances = [None]
         for start in range(0, len(after), 256):  # logits of all at once might not fit into memory
             tokens = to_device(after[start : start + 256], hidden_TD.device)
             logits = self.model.logits(hidden_TD[start : start + len(tokens)])[:, :vocab_size]
-            chances += token_chances(logits, tokens, completion.logprobs or 0)
-        completion.prompt_chances = chances
+            chances = token_chances(logits, tokens, completion.logprobs or 0)
+            completion.prompt_chances += chances
 
     # -- steps
 
@@ -1033,7 +1031,7 @@ class Decoder:
             return logits.argmax(-1)
         min_p = None
         if shaped:
-            logits = state.shaped(logits)
+            logits = state.apply_shape(logits)
             min_p = state.min_p
         cuts = (state.temperature, state.top_k, state.top_p, state.seeds, state.positions, width)
         return self.sample(logits, *cuts, min_p)
@@ -1111,8 +1109,6 @@ class Generator:
         rows = decoder.rows
         waiting = completions[::-1]  # the first at the end
         try:
-            for completion in completions:
-                completion.check(decoder.max_len)
             while waiting or decoder.live:
                 # A prefill holds the other rows up, so several texts enter together.
                 free = [row for row in range(rows) if row not in decoder.live]

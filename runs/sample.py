@@ -63,10 +63,10 @@ def decoding_error(model, tokenizer) -> float:
     ids = [tokenizer.bos_id, *random_ids.tolist()]
 
     # All at once, as in training.
-    tokens_T = torch.tensor(ids, device=device, dtype=torch.int32)
+    tokens_T = torch.tensor(ids, device=device)
     positions_T = torch.arange(length, device=device, dtype=torch.int32)
     cu_seqlens = torch.tensor([0, length, length, length], device=device, dtype=torch.int32)
-    expected = model(tokens_T, None, positions_T, cu_seqlens, length)
+    expected = model(tokens_T.int(), None, positions_T, cu_seqlens, length)
 
     # In parts, with a cache.
     cache = engine.KVCache.empty(model, 1, length)

@@ -31,7 +31,6 @@ from typing import NamedTuple
 import engine
 import numpy as np
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from engine import RunError, adjacent_heads, jit, tl, triton, use_triton
 from torch import Tensor
@@ -385,10 +384,7 @@ def score_task(score, task: CoreTask, size: int, windows: tuple, bos_id: int, ra
         nats, hits = score(inputs)
         rows = torch.where(inputs.rows_R < 0, count, inputs.rows_R)
         sums.index_add_(1, rows, torch.stack((nats, torch.ones_like(nats), hits.float())))
-    if ranks.world > 1:
-        dist.all_reduce(sums)
-
-    nats, targets, hits = sums[:, :-1].cpu().double().numpy()
+    nats, targets, hits = sum(ranks.gather(sums[:, :-1].cpu().double().numpy()))
     if not np.isfinite(nats).all():
         raise RunError(f"the loss on {task.name} is not finite; score another checkpoint with --step")
     return correct_items(task, nats, targets, hits)
