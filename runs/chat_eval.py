@@ -47,8 +47,6 @@ from typing import Any
 import engine
 import numpy as np
 import score_core
-import torch
-import torch.distributed as dist
 from engine import RunError
 from tqdm import tqdm
 
@@ -127,10 +125,7 @@ def complete(generator, completions: list, note: str = "") -> None:
 
 
 def sum_over_ranks(values: np.ndarray, ranks) -> np.ndarray:
-    total = torch.from_numpy(values).to(ranks.device)
-    if ranks.world > 1:
-        dist.all_reduce(total)
-    return total.cpu().numpy()
+    return sum(ranks.gather(values))
 
 
 # ==== tasks
@@ -425,7 +420,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"--tasks names {unknown.pop()}, which is none of {', '.join(TASKS)}")
     if args.files and not args.files.is_dir():
         parser.error(f"--files {args.files} is no folder; name one that holds task files")
-    return score_core.run_command(evaluate, args)
+    return engine.run_command(evaluate, args)
 
 
 if __name__ == "__main__":

@@ -90,12 +90,8 @@ def main() -> None:
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path)
     run_dir = parser.parse_args().run_dir
     try:
-        script = import_script(run_dir)
+        table = compare(import_script(run_dir), run_dir)
     except RunError as error:
-        sys.exit(f"error: {error}")
-    try:
-        table = compare(script, run_dir)
-    except (RunError, script.UserError) as error:
         sys.exit(f"error: {error}")
     print(table, end="")
     if (run_dir / "report.md").is_file():

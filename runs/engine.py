@@ -13,7 +13,7 @@ built on GPT.trunk(attend), which computes all but the attention; `attend` handl
     Cache         KVCache, prefill, decode
     Sampling      sample
     Completions   Completion: one request and its result
-    Rows          what a step reads of each row, penalties, beginnings in common, CUDA graphs
+    Rows          what a step reads of each row, CUDA graphs
     Decoding      Decoder (one step for all rows), Generator (texts from prompts)
     Kernel        attention of one step of decoding, in Triton and in plain PyTorch
 
@@ -23,8 +23,10 @@ the cache, S slots of a ring, N texts of a prefill.
 
 from __future__ import annotations
 
+import argparse
 import codecs
 import dataclasses
+import functools
 import importlib.util
 import json
 import math
@@ -37,6 +39,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from calculator import calculate
 from safetensors.torch import load_file
@@ -73,6 +76,7 @@ def import_script(run_dir: str | Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up by name
     spec.loader.exec_module(module)
+    module.UserError = RunError  # what its functions raise then, so that tools catch one class
 
     found = getattr(module, "INTERFACE", 1)
     if found != INTERFACE:
@@ -108,8 +112,30 @@ def load_run(run_dir, step: int | None = None, device: str | None = None, **chan
     script = import_script(run_dir)
     try:
         return load_model(script, Path(run_dir), step, device, changes)
-    except (script.UserError, RuntimeError) as error:  # torch's, if memory runs out
+    except RuntimeError as error:  # torch's, if memory runs out
         raise RunError(first_line(error)) from None
+
+
+def run_command(command: Callable, args: argparse.Namespace, **changes) -> int:
+    """Prints what command(run, ranks, say, args) returns, or an error; returns the exit code.
+
+    Args: changes: for load_run()
+    """
+    try:
+        run = load_run(args.run_dir, args.step, **changes)
+        ranks = run.script.start_ranks()
+        say = functools.partial(print, flush=True) if ranks.is_main else lambda text: None
+        result = command(run, ranks, say, args)
+        say(json.dumps(result | {"run_dir": str(args.run_dir)}))
+        return 0
+    except RunError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def first_line(error: Exception) -> str:
@@ -262,11 +288,9 @@ def prefill_size(starts: list, texts: list, most_texts: int, window: int) -> Pre
     """The smallest size for some texts, of which rows hold `starts` ids; None if they are long."""
     new = sum(map(len, texts)) - sum(starts)
     old = sum(min(start, window) for start in starts)
-    if new > NEW_SIZES[-1] or old > OLD_SIZES[-1]:
-        return None
-    new_size = min(size for size in NEW_SIZES if size >= new)
-    old_size = min(size for size in OLD_SIZES if size >= old)
-    return PrefillSize(most_texts, new_size, old_size)
+    new_sizes = [size for size in NEW_SIZES if size >= new]
+    old_sizes = [size for size in OLD_SIZES if size >= old]
+    return PrefillSize(most_texts, new_sizes[0], old_sizes[0]) if new_sizes and old_sizes else None
 
 
 def padded(array, length: int, value: int):
@@ -630,7 +654,6 @@ class Event(NamedTuple):
 
 
 # ==== Rows
-# The parts of a Decoder, each of which does one thing for its rows.
 
 GREEDY = -1  # a width for steps that take the most likely id in every row
 WIDTHS = (GREEDY, 0, 64, 1024)  # and the whole vocabulary; on CUDA each is a graph of its own
@@ -639,12 +662,12 @@ NOT_FINITE = -1  # in place of an id that was drawn from logits with NaN among t
 
 
 class RowState:
-    """What a step reads of each row: tensors (B,) that are only written in place.
+    """What a step reads of each row: tensors that are only written in place.
 
-    A CUDA graph of a step holds their addresses.
+    A CUDA graph of a step holds their addresses. Without shaping V is 0 here.
     """
 
-    def __init__(self, rows: int, device: torch.device):
+    def __init__(self, rows: int, vocab_size: int, device: torch.device):
         integers = torch.zeros(rows, dtype=torch.long, device=device)
         numbers = torch.zeros(rows, device=device)
         self.tokens = integers.clone()  # the id that goes in next
@@ -658,6 +681,9 @@ class RowState:
         self.min_p = numbers.clone()
         self.presence = numbers.clone()
         self.frequency = numbers.clone()
+        # (B, V): how often each id is in the answer of a row, and what is added to its logit.
+        self.counts = torch.zeros(rows, vocab_size, dtype=torch.int32, device=device)
+        self.bias = torch.zeros(rows, vocab_size, device=device)
 
     def write(self, completions: dict[int, Completion]) -> None:
         """Sets rows so that the last id of each text goes in with the next step."""
@@ -681,85 +707,31 @@ class RowState:
         for name, column in zip(names, (*integers, *numbers), strict=True):
             tensor = getattr(self, name)
             tensor[rows] = column.to(tensor.dtype)
+        self.bias[rows] = 0
+        for row, completion in completions.items():
+            if completion.is_shaped():
+                self.write_shape(row, completion)
 
-
-class Penalties:
-    """What the penalties and logit_bias of each row change in its logits."""
-
-    def __init__(self, rows: int, vocab_size: int, device: torch.device):
-        # How often each id is in the answer of a row, and what is added to its logit.
-        self.counts = torch.zeros(rows, vocab_size, dtype=torch.int32, device=device)
-        self.bias = torch.zeros(rows, vocab_size, device=device)
-
-    def write(self, completions: dict[int, Completion]) -> None:
-        """Sets the counts of rows to those of their answers so far, and what is added to logits.
+    def write_shape(self, row: int, completion: Completion) -> None:
+        """Sets the bias of a row, and the counts to those of its answer so far.
 
         A step counts the id that goes in, the last of the text first, so that one is left out here.
         """
-        device = self.bias.device
-        self.bias[to_device(list(completions), device)] = 0
-        for row, completion in completions.items():
-            if not completion.is_shaped():
-                continue
-            for token, bias in completion.logit_bias.items():
-                self.bias[row, token] = bias
-            answer = torch.tensor(completion.tokens, dtype=torch.long)
-            counts = answer.bincount(minlength=self.counts.size(1))
-            counts[completion.text()[-1]] -= 1
-            self.counts[row] = to_device(counts, device)
+        for token, bias in completion.logit_bias.items():
+            self.bias[row, token] = bias
+        answer = torch.tensor(completion.tokens, dtype=torch.long)
+        counts = answer.bincount(minlength=self.counts.size(1))
+        counts[completion.text()[-1]] -= 1
+        self.counts[row] = to_device(counts, self.counts.device)
 
-    def apply(self, logits_BV: Tensor, state: RowState) -> Tensor:
+    def apply_shape(self, logits_BV: Tensor) -> Tensor:
         """Counts the ids that go in. Returns the logits less the penalties, plus the bias."""
-        live = (state.positions >= 0).to(self.counts.dtype)
-        self.counts.scatter_add_(1, state.tokens[:, None], live[:, None])
+        live = (self.positions >= 0).to(self.counts.dtype)
+        self.counts.scatter_add_(1, self.tokens[:, None], live[:, None])
         counts = self.counts.to(logits_BV.dtype)
-        often = state.frequency[:, None] * counts
-        present = state.presence[:, None] * (counts > 0)
+        often = self.frequency[:, None] * counts
+        present = self.presence[:, None] * (counts > 0)
         return logits_BV - often - present + self.bias
-
-
-class Shelves:
-    """Beginnings that several texts have in common, in rows of the cache behind those of the texts.
-
-    A text that begins like one of them starts with a copy of it.
-    """
-
-    def __init__(self, first_row: int, count: int):
-        # The ids in each row of the cache; what was used last is at the end.
-        self.texts = {first_row + i: [] for i in range(count)}
-
-    def choose(self, texts: dict[int, list[int]], starts: dict, known: list) -> tuple[dict, dict]:
-        """The shelf that each text should start as a copy of, and the ids of shelves to be filled.
-
-        A beginning goes onto a shelf when a second text has it; the one used longest ago goes.
-
-        Args:  starts: how many ids the row of each text holds; known: texts in the cache
-        """
-        chosen = {}
-        new = {}
-        others = list(known)
-        for row, text in texts.items():
-            shelf = max(self.texts, key=lambda shelf: held_length(self.texts[shelf], text))
-            length = held_length(self.texts[shelf], text)
-            start = text[:-1]
-            common = max(common_length(start, other) for other in others)
-            others.append(text)
-            oldest = next(iter(self.texts))
-            is_free = oldest not in chosen.values()
-            if is_free and common >= max(starts[row], length) + WORTH_SHARING:
-                shelf = oldest
-                length = common
-                self.texts[shelf] = text[:common]
-                new[shelf] = text[:common]
-            if length > starts[row]:
-                self.texts[shelf] = self.texts.pop(shelf)
-                chosen[row] = shelf
-        return chosen, new
-
-
-def held_length(held: list[int], text: list[int]) -> int:
-    """How many ids are held, if a text begins with all of them and goes on; else 0."""
-    return len(held) if len(held) < len(text) and held == text[: len(held)] else 0
 
 
 def common_length(text: list[int], other: list[int]) -> int:
@@ -819,8 +791,11 @@ class Decoder:
     read, so that the device does not wait for the host. A row that meets a stop token then computes
     one id too many. That writes only into places of its rings that the next id overwrites.
 
+    Shelves are more rows of the cache, for beginnings that several texts have in common. A text that
+    begins like one of them starts with a copy of it.
+
     Args:  max_len tokens of the longest text, by default the model's context; shaping whether
-           completions may have penalties, logit_bias and min_p; shelves how many, see Shelves
+           completions may have penalties, logit_bias and min_p; shelves how many
     """
 
     def __init__(self, model, tokenizer, rows: int, max_len: int = 0, compile: bool = False,
@@ -843,11 +818,11 @@ class Decoder:
         keys = [ring[:rows] for ring in self.cache.keys]
         values = [ring[:rows] for ring in self.cache.values]
         self.row_cache = KVCache(keys, values, self.cache.slots)  # without the shelves
-        self.state = RowState(rows, device)
-        self.penalties = Penalties(rows, tokenizer.vocab_size, device) if shaping else None
-        self.shelves = Shelves(rows, shelves)
+        self.state = RowState(rows, tokenizer.vocab_size if shaping else 0, device)
+        self.shelves = list(range(rows, rows + shelves))  # what was used last is at the end
 
-        self.known = [[] for _ in range(rows)]  # ids in the cache; of a live row also the next one
+        # The ids in each row of the cache; of a live row also the next one.
+        self.known = [[] for _ in range(rows + shelves)]
         self.live: dict[int, Completion] = {}
         self.flight: Flight | None = None
         self.kind = step_kind([], tokenizer.vocab_size)  # of steps of the live rows
@@ -861,8 +836,7 @@ class Decoder:
     @torch.no_grad()
     def refresh(self) -> None:
         """Reads the weights of the model again; texts in the cache are forgotten."""
-        self.known = [[] for _ in range(self.rows)]
-        self.shelves = Shelves(self.rows, len(self.shelves.texts))
+        self.known = [[] for _ in self.known]
         self.flight = None
         for old_layer, new_layer in zip(self.weights, self.model.layer_weights(), strict=True):
             for old, new in zip(old_layer, new_layer, strict=True):
@@ -890,41 +864,57 @@ class Decoder:
             starts[row] = 0 if completion.score_prompt else self.held(row, texts[row])
 
         sources = self.find_shelves(completions, texts, starts)
-        for row in completions:
-            self.known[row] = []  # should the prefill fail
         self.cache.clear([row for row in completions if starts[row] == 0 and row not in sources])
         self.cache.copy(sources)
         for row, shelf in sources.items():
-            starts[row] = len(self.shelves.texts[shelf])
+            starts[row] = len(self.known[shelf])
         self.fill({row: text[:-1] for row, text in texts.items()}, starts, completions)
 
         self.state.write(completions)
-        if self.penalties:
-            self.penalties.write(completions)
         for row, text in texts.items():
-            self.known[row] = list(text)
+            self.known[row].append(text[-1])
         self.live |= completions
         self.kind = step_kind(self.live.values(), self.tokenizer.vocab_size)
         return starts
 
     def held(self, row: int, text: list[int]) -> int:
-        """How many ids of a text are in a row of the cache, at most all but the last."""
-        return held_length(self.known[row], text)
+        """How many ids are in a row of the cache, if a text begins with all of them and goes on."""
+        known = self.known[row]
+        return len(known) if len(known) < len(text) and known == text[: len(known)] else 0
 
     def find_shelves(self, completions: dict, texts: dict, starts: dict) -> dict[int, int]:
-        """The row of the cache that each text should start as a copy of; fills new shelves."""
-        if not self.shelves.texts:
-            return {}
-        sharing = {row: text for row, text in texts.items() if not completions[row].score_prompt}
-        sources, new = self.shelves.choose(sharing, starts, self.known)
+        """The shelf that each text should start as a copy of; fills those that are new.
+
+        A beginning goes onto a shelf when a second text has it; the one used longest ago goes.
+        """
+        sources = {}
+        new = {}
+        others = self.known[: self.rows]
+        for row, text in texts.items():
+            if not self.shelves or completions[row].score_prompt:
+                continue
+            shelf = max(self.shelves, key=lambda shelf: self.held(shelf, text))
+            longest = max(starts[row], self.held(shelf, text))
+            start = text[:-1]
+            common = max(common_length(start, other) for other in others)
+            others.append(text)
+            oldest = self.shelves[0]
+            is_free = oldest not in sources.values()
+            if is_free and common >= longest + WORTH_SHARING:
+                shelf = oldest
+                new[shelf] = self.known[shelf] = text[:common]
+            if self.held(shelf, text) > starts[row]:
+                self.shelves.remove(shelf)
+                self.shelves.append(shelf)
+                sources[row] = shelf
         self.cache.clear(list(new))
-        self.shelves.texts |= dict.fromkeys(new, [])  # should the prefill fail
         self.fill(new, dict.fromkeys(new, 0), {})
-        self.shelves.texts |= new
         return sources
 
     def fill(self, texts: dict, starts: dict, completions: dict[int, Completion]) -> None:
         """Computes what rows lack of their texts, and the chances of prompts that want them."""
+        for row in texts:
+            self.known[row] = []  # should the prefill fail
         for pack in prefill_packs(texts, starts):
             held = [starts[row] for row in pack]
             hidden = self.prefill(pack, held, [texts[row] for row in pack])
@@ -934,6 +924,8 @@ class Decoder:
                 if row in completions and completions[row].score_prompt:
                     self.score_prompt(completions[row], hidden[place:end])
                 place = end
+        for row, text in texts.items():
+            self.known[row] = text
 
     def prefill(self, rows: list, starts: list, texts: list) -> Tensor:
         """As prefill, by a CUDA graph if one fits; the next may overwrite what it returns."""
@@ -954,12 +946,12 @@ class Decoder:
         """Notes the chance of each id of a prompt, given the hidden state before it."""
         vocab_size = self.tokenizer.vocab_size
         after = completion.prompt[1:]
-        chances = [None]
+        completion.prompt_chances = [None]
         for start in range(0, len(after), 256):  # logits of all at once might not fit into memory
             tokens = to_device(after[start : start + 256], hidden_TD.device)
             logits = self.model.logits(hidden_TD[start : start + len(tokens)])[:, :vocab_size]
-            chances += token_chances(logits, tokens, completion.logprobs or 0)
-        completion.prompt_chances = chances
+            chances = token_chances(logits, tokens, completion.logprobs or 0)
+            completion.prompt_chances += chances
 
     # -- steps
 
@@ -1039,7 +1031,7 @@ class Decoder:
             return logits.argmax(-1)
         min_p = None
         if shaped:
-            logits = self.penalties.apply(logits, state)
+            logits = state.apply_shape(logits)
             min_p = state.min_p
         cuts = (state.temperature, state.top_k, state.top_p, state.seeds, state.positions, width)
         return self.sample(logits, *cuts, min_p)
@@ -1117,8 +1109,6 @@ class Generator:
         rows = decoder.rows
         waiting = completions[::-1]  # the first at the end
         try:
-            for completion in completions:
-                completion.check(decoder.max_len)
             while waiting or decoder.live:
                 # A prefill holds the other rows up, so several texts enter together.
                 free = [row for row in range(rows) if row not in decoder.live]

@@ -9,7 +9,6 @@ or with --check decoding_error, run_dir.
 
 import argparse
 import copy
-import json
 import math
 import sys
 import time
@@ -27,25 +26,7 @@ EXACT_TOLERANCE = 1e-3
 ROUNDED_TOLERANCE = 1e-1  # for 16 bits
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add = parser.add_argument
-    add("run_dir", metavar="RUN_DIR", type=Path)
-    add("--prompt", action="append", help="a text to continue, repeatable (default: an empty one)")
-    add("--tokens", type=int, default=128, help="the most new tokens for each prompt")
-    add("--temperature", type=float, default=0.8, help="0: always the most likely token")
-    add("--top-k", type=int, default=50, help="sample from this many tokens, 0: from all")
-    add("--top-p", type=float, default=1.0, help="sample from tokens with this much probability")
-    add("--seed", type=int, default=0, help="the same seed gives the same text")
-    add("--step", type=int, help="checkpoint to use (default: the newest)")
-    add("--attention", metavar="NAME", help="attention backend for the prompt")
-    add("--dtype", choices=("bfloat16", "float16", "float32"), help="default: that of the run")
-    add("--device", help="cuda, mps or cpu (default: the best available)")
-    add("--check", action="store_true", help="compare decoding with the forward pass, and end")
-    return parser
-
-
-def check_decoding(run: engine.Run) -> float:
+def check(run: engine.Run) -> dict:
     """decoding_error() of the model in fp32; one of 16 bits is also compared as it is, with its kernels.
 
     Raises: RunError if decoding and forward pass differ by more than rounding, or are not finite
@@ -63,7 +44,8 @@ def check_decoding(run: engine.Run) -> float:
             found = f"difference {error:.1e}, at most {tolerance:.0e} is rounding"
             way = "use the tools of the commit that made the run"
             raise RunError(f"the model decodes other logits than its forward pass gives ({found}); {way}")
-    return error
+    print(f"decoding agrees with the forward pass (difference {error:.1e}, rounding)")
+    return {"decoding_error": error}
 
 
 @torch.no_grad()
@@ -81,10 +63,10 @@ def decoding_error(model, tokenizer) -> float:
     ids = [tokenizer.bos_id, *random_ids.tolist()]
 
     # All at once, as in training.
-    tokens_T = torch.tensor(ids, device=device, dtype=torch.int32)
+    tokens_T = torch.tensor(ids, device=device)
     positions_T = torch.arange(length, device=device, dtype=torch.int32)
     cu_seqlens = torch.tensor([0, length, length, length], device=device, dtype=torch.int32)
-    expected = model(tokens_T, None, positions_T, cu_seqlens, length)
+    expected = model(tokens_T.int(), None, positions_T, cu_seqlens, length)
 
     # In parts, with a cache.
     cache = engine.KVCache.empty(model, 1, length)
@@ -93,24 +75,15 @@ def decoding_error(model, tokenizer) -> float:
     engine.prefill(model, cache, [0], [0], [ids[:first]])
     engine.prefill(model, cache, [0], [first], [ids[:second]])
     found = []
-    for position in range(second, length):
-        token = torch.tensor([ids[position]], device=device)
-        previous = torch.tensor([ids[position - 1]], device=device)
-        where = torch.tensor([position], device=device, dtype=torch.int32)
-        found.append(engine.decode(model, cache, token, previous, where))
+    for i in range(second, length):
+        inputs = (tokens_T[i : i + 1], tokens_T[i - 1 : i], positions_T[i : i + 1])
+        found.append(engine.decode(model, cache, *inputs))
 
     expected = expected[second:, :vocab_size].double()
     found = torch.cat(found)[:, :vocab_size].double()
     spread = (expected - expected.mean(-1, keepdim=True)).square().mean().sqrt()
     difference = (found - expected).square().mean().sqrt()
     return (difference / spread.clamp(min=1e-30)).item()
-
-
-def check(run: engine.Run) -> dict:
-    """Says whether a run decodes as it was trained."""
-    error = check_decoding(run)
-    print(f"decoding agrees with the forward pass (difference {error:.1e}, rounding)")
-    return {"decoding_error": error}
 
 
 def sample(run: engine.Run, args: argparse.Namespace) -> dict:
@@ -139,19 +112,25 @@ def sample(run: engine.Run, args: argparse.Namespace) -> dict:
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = build_parser().parse_args(argv)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("run_dir", metavar="RUN_DIR", type=Path)
+    add("--prompt", action="append", help="a text to continue, repeatable (default: an empty one)")
+    add("--tokens", type=int, default=128, help="the most new tokens for each prompt")
+    add("--temperature", type=float, default=0.8, help="0: always the most likely token")
+    add("--top-k", type=int, default=50, help="sample from this many tokens, 0: from all")
+    add("--top-p", type=float, default=1.0, help="sample from tokens with this much probability")
+    add("--seed", type=int, default=0, help="the same seed gives the same text")
+    add("--step", type=int, help="checkpoint to use (default: the newest)")
+    add("--attention", metavar="NAME", help="attention backend for the prompt")
+    add("--dtype", choices=("bfloat16", "float16", "float32"), help="default: that of the run")
+    add("--device", help="cuda, mps or cpu (default: the best available)")
+    add("--check", action="store_true", help="compare decoding with the forward pass, and end")
+    args = parser.parse_args(argv)
     sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows "?"
-    options = {"attention": args.attention, "dtype": args.dtype}
-    try:
-        run = engine.load_run(args.run_dir, args.step, args.device, **options)
-        result = check(run) if args.check else sample(run, args)
-        print(json.dumps(result | {"run_dir": str(args.run_dir)}), flush=True)
-        return 0
-    except RunError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
+    command = lambda run, *_: check(run) if args.check else sample(run, args)
+    changes = {"device": args.device, "attention": args.attention, "dtype": args.dtype}
+    return engine.run_command(command, args, **changes)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ import json
 import math
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -30,7 +31,6 @@ from typing import NamedTuple
 import engine
 import numpy as np
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from engine import RunError, adjacent_heads, jit, tl, triton, use_triton
 from torch import Tensor
@@ -103,12 +103,10 @@ def shared_inputs(rows: list[np.ndarray], spans: list[tuple[int, int]]) -> int:
         return 0
     shortest = min(len(row) for row in rows)
     first_scored = min(start for start, _ in spans)
-    length = min(shortest - 2, first_scored - 1)
-    for row in rows[1:]:
-        different = np.flatnonzero(rows[0][:length] != row[:length])
-        if different.size:
-            length = int(different[0])
-    return max(length, 0)
+    most = max(min(shortest - 2, first_scored - 1), 0)
+    beginnings = np.stack([row[:most] for row in rows])
+    differs = (beginnings != beginnings[0]).any(0)
+    return int(differs.argmax()) if differs.any() else most
 
 
 # ==== Packing
@@ -350,25 +348,21 @@ def pack_items(task: CoreTask, size: int, windows: tuple, bos_id: int) -> Iterat
     """All items of a task in batches of `size` tokens. Rows are numbered in the task's order."""
     begins = np.cumsum([0] + [len(rows) for rows in task.items]).tolist()
     lengths = [sum(len(row) for row in rows) for rows in task.items]
-    batch = CoreBatch(size, windows, bos_id)
-
     # Longest first, so that short items fill what is left of a batch.
-    for i in sorted(range(len(task.items)), key=lambda i: -lengths[i]):
-        rows = task.items[i]
-        spans = task.spans[i]
-        if batch.add(rows, spans, begins[i]):
+    order = sorted(range(len(task.items)), key=lambda i: -lengths[i])
+    waiting = deque((task.items[i], task.spans[i], begins[i]) for i in order)
+    batch = CoreBatch(size, windows, bos_id)
+    while waiting:
+        rows, spans, first = waiting.popleft()
+        if batch.add(rows, spans, first):
             continue
-        yield batch
-        batch = CoreBatch(size, windows, bos_id)
-        if batch.add(rows, spans, begins[i]):
-            continue
-
-        # The item does not fit into an empty batch. Each of its choices does.
-        for number, (row, span) in enumerate(zip(rows, spans, strict=True), begins[i]):
-            if not batch.add([row], [span], number):
-                yield batch
-                batch = CoreBatch(size, windows, bos_id)
-                batch.add([row], [span], number)
+        if batch.used:
+            waiting.appendleft((rows, spans, first))
+            yield batch
+            batch = CoreBatch(size, windows, bos_id)
+        else:  # too long for any batch, but each of its choices is not
+            for number in reversed(range(len(rows))):
+                waiting.appendleft(([rows[number]], [spans[number]], first + number))
     yield batch
 
 
@@ -390,10 +384,7 @@ def score_task(score, task: CoreTask, size: int, windows: tuple, bos_id: int, ra
         nats, hits = score(inputs)
         rows = torch.where(inputs.rows_R < 0, count, inputs.rows_R)
         sums.index_add_(1, rows, torch.stack((nats, torch.ones_like(nats), hits.float())))
-    if ranks.world > 1:
-        dist.all_reduce(sums)
-
-    nats, targets, hits = sums[:, :-1].cpu().double().numpy()
+    nats, targets, hits = sum(ranks.gather(sums[:, :-1].cpu().double().numpy()))
     if not np.isfinite(nats).all():
         raise RunError(f"the loss on {task.name} is not finite; score another checkpoint with --step")
     return correct_items(task, nats, targets, hits)
@@ -411,12 +402,11 @@ def correct_items(task: CoreTask, nats, targets, hits) -> np.ndarray:
     means = nats / np.maximum(targets, 1)
     correct = np.zeros(len(task.items), bool)
     for i, rows in enumerate(task.items):
-        mean = means[begins[i] : begins[i + 1]].copy()
         # Equal choices have equal means, whatever rounding has made of them.
-        same = {}
-        for j, row in enumerate(rows):
-            mean[j] = mean[same.setdefault(row.tobytes(), j)]
-        correct[i] = mean.argmin() == task.gold[i]
+        choices = [row.tobytes() for row in rows]
+        first_equal = [choices.index(choice) for choice in choices]
+        own = means[begins[i] : begins[i + 1]]
+        correct[i] = own[first_equal].argmin() == task.gold[i]
     return correct
 
 
@@ -487,10 +477,7 @@ def write_scores(run: engine.Run, run_dir: Path, rows: list[TaskScore], result: 
 
 def open_dataset(run: engine.Run, args: argparse.Namespace):
     """The dataset of --data or of the run. Raises: RunError if it does not fit the run"""
-    try:
-        dataset = run.script.Dataset.open(args.data or run.config.data)
-    except run.script.UserError as error:
-        raise RunError(str(error)) from None
+    dataset = run.script.Dataset.open(args.data or run.config.data)
     root = dataset.root
     if not core_files(dataset):
         add = f"python data/core.py --download --data {root}"
@@ -498,26 +485,6 @@ def open_dataset(run: engine.Run, args: argparse.Namespace):
     if run.tokenizer.path.read_bytes() != dataset.tokenizer.path.read_bytes():
         raise RunError(f"{root} has another tokenizer than {args.run_dir}; pass the --data of the run")
     return dataset
-
-
-def run_command(score: Callable, args: argparse.Namespace, **changes) -> int:
-    """Prints what score(run, ranks, say, args) returns, or an error; returns the exit code.
-
-    Args: changes: for load_run()
-    """
-    try:
-        run = engine.load_run(args.run_dir, args.step, **changes)
-        ranks = run.script.start_ranks()
-        say = partial(print, flush=True) if ranks.is_main else lambda text: None
-        result = score(run, ranks, say, args)
-        say(json.dumps(result | {"run_dir": str(args.run_dir)}))
-        return 0
-    except RunError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        return 1
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
 
 
 def score_run(run: engine.Run, ranks, say: Callable, args: argparse.Namespace) -> dict:
@@ -567,7 +534,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.items < 0 or (args.batch_tokens is not None and args.batch_tokens < 1):
         parser.error("--items must be at least 0 and --batch-tokens at least 1")
-    return run_command(score_run, args, attention=args.attention, dtype=args.dtype)
+    return engine.run_command(score_run, args, attention=args.attention, dtype=args.dtype)
 
 
 if __name__ == "__main__":
