@@ -76,7 +76,7 @@ def import_script(run_dir: str | Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up by name
     spec.loader.exec_module(module)
-    module.UserError = RunError  # what its functions raise then, so that tools catch one class
+    module.UserError = RunError  # its functions raise this from now on, so tools catch one class
 
     found = getattr(module, "INTERFACE", 1)
     if found != INTERFACE:
@@ -1109,6 +1109,8 @@ class Generator:
         rows = decoder.rows
         waiting = completions[::-1]  # the first at the end
         try:
+            for completion in completions:
+                completion.check(decoder.max_len)
             while waiting or decoder.live:
                 # A prefill holds the other rows up, so several texts enter together.
                 free = [row for row in range(rows) if row not in decoder.live]
