@@ -410,22 +410,26 @@ class Protocol:
     def turns(self, messages: list[Message]) -> list[tuple[str, str]]:
         """Texts of user and assistant in turn, with their roles. Raises: Problem
 
-        The model has only seen turns. So texts of the system count as the user's, and several
-        messages of one role in a row become one.
+        A system text goes in front of the next text of the user, and several messages of one role
+        in a row become one, as the model has only seen turns.
         """
-        said = []
+        said = []  # roles and texts, those of the system as the user's
+        system = []  # what waits for a text of the user
         for i, message in enumerate(messages):
             role = message.role
             text = message.content
             if role == "user" and not text.strip():
                 raise Problem(400, f"messages[{i}] (user) is empty", "messages")
             if role in ("system", "developer"):
-                if not text.strip():
-                    continue
-                role = "user"
+                system += [("user", text)] if text.strip() else []
+                continue
+            if role == "user" or not said:
+                said += system
+                system = []
             if role == "assistant" and not said:  # it speaks first
                 said.append(("user", ""))
             said.append((role, text))
+        said += system
 
         turns = []
         for role, group in itertools.groupby(said, key=lambda one: one[0]):
@@ -482,7 +486,6 @@ class Answers:
         self.chat = ask.fields.source == "messages"
         self.with_usage = ask.fields.stream_options.get("include_usage")  # in a stream
         self.tokenizer = tokenizer
-        self.marks = set(tokenizer.specials.values())
         self.ended = set()  # jobs whose end was sent
         self.scored = [0] * len(ask.jobs)  # ids whose chances were sent
         # Characters before the next id, for text_offset.
@@ -603,7 +606,7 @@ class Answers:
             result["token_logprobs"].append(chance.logprob if chance else None)
             result["top_logprobs"].append(top)
             result["text_offset"].append(self.offsets[job.index])
-            if token not in self.marks:
+            if token not in self.tokenizer.specials.values():
                 # Ids that hold parts of a character add it with the last of them.
                 added = self.decoders[job.index].decode(self.tokenizer.bytes[token])
                 self.offsets[job.index] += len(added)

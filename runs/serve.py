@@ -19,11 +19,11 @@ several prompts share, such as a system text, is computed once.
 Log-probabilities are the model's own, before temperature and penalties. With echo they cover the
 prompt, as lm-evaluation-harness needs it (model local-completions, add_bos_token=True).
 
-A system message counts as the user's, and messages of one role in a row become one. If the last
-message is the assistant's, the answer continues it. A finetuned model has a calculator: its call
-and result are in the text, as [3*4 = 12], and in a stream those pieces carry "part": "python" or
-"python_output" beside "content". Models without finetuning offer only completions. With
-response_format an answer is JSON, without a calculator.
+A system message goes in front of the user message behind it, as in training, and messages of one
+role in a row become one. If the last message is the assistant's, the answer continues it. A
+finetuned model has a calculator: its call and result are in the text, as [3*4 = 12], and in a
+stream those pieces carry "part": "python" or "python_output" beside "content". Models without
+finetuning offer only completions. With response_format an answer is JSON, without a calculator.
 
 The server listens on 127.0.0.1 by default and has no CORS. With --api-key, or a key in the
 environment variable DECODERSTACK_API_KEY, all but the page and /health needs "Authorization:
@@ -549,9 +549,8 @@ class HTTPServer(uvicorn.Server):
                 # A new request, or a client that reads, makes another key.
                 key = (connection, cycle, connection.transport.get_write_buffer_size())
                 idle[key] = self.idle.get(key, now)
-        for (connection, *_), since in idle.items():
-            if now - since > IDLE_SECONDS:
-                connection.transport.abort()
+                if now - idle[key] > IDLE_SECONDS:
+                    connection.transport.abort()
         self.idle = idle
         return await super().on_tick(counter)
 

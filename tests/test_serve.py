@@ -482,7 +482,7 @@ def test_orders_of_messages(talker):
         ([user, user], ["u\n\nu"]), ([system, user, said, system, user], ["s\n\nu", "a", "s\n\nu"]),
         ([system, rules, user], ["s\n\ns\n\nu"]), ([user, system], ["u\n\ns"]), ([system], ["s"]),
         ([blank, in_parts], ["<|bos|> é"]), ([user, {**said, "content": ""}], ["u"]),
-        ([user, system, said, user], ["u\n\ns", "a", "u"]),
+        ([user, system, said, user], ["u", "a", "s\n\nu"]),
     ]:  # fmt: skip
         assert render(talker, messages) == turns(*texts)
     silent = [special["<|assistant_start|>"], special["<|assistant_end|>"]]
