@@ -33,6 +33,7 @@ from pathlib import Path
 import engine
 import torch
 from engine import RunError
+from engine import print_note as say  # stdout holds nothing but the answers
 
 HELP = """\
 /clear         forget the conversation
@@ -46,22 +47,15 @@ MAX_TOKENS = 512  # of an answer of a local model, unless --max-tokens says othe
 HISTORY_LINES = 1000
 
 
-def say(text: str) -> None:
-    """Prints a note to stderr, so that stdout holds nothing but the answers."""
-    print(text, file=sys.stderr, flush=True)
-
-
 def fit(backend, system: str, messages: list[dict]):
     """What backend.ask() makes of a conversation, after dropping its oldest turns until it takes the rest."""
     backend.turns += 1  # a question asked again draws anew
-    first = 0
-    while True:
+    for first in range(0, len(messages), 2):
         try:
             asked = backend.ask(system, messages[first:])
             break
         except TooLong:
-            first += 2
-            if first >= len(messages):
+            if first == len(messages) - 1:
                 raise
     if first:
         del messages[:first]  # only now: a message too long by itself costs nothing
@@ -135,14 +129,14 @@ class Local(OwnModel):
     def render(self, system: str, messages: list[dict]) -> list[int]:
         special = self.tokenizer.specials
         ids = [self.tokenizer.bos_id]
-        for i, message in enumerate(messages):
+        lead = f"{system}\n\n" if system else ""  # of the first text
+        for message in messages:
             role = message["role"]
             if role == "assistant":
                 part = message["ids"]
-            elif i == 0 and system:
-                part = self.tokenizer.encode(f"{system}\n\n{message['content']}")
             else:
-                part = self.tokenizer.encode(message["content"])
+                part = self.tokenizer.encode(lead + message["content"])
+                lead = ""
             if self.chat:
                 part = [special[f"<|{role}_start|>"], *part, special[f"<|{role}_end|>"]]
             ids += part
@@ -152,15 +146,11 @@ class Local(OwnModel):
 
     def parts(self, ids: list[int]) -> str | list[dict]:
         """An answer as data/sft.py reads it: a text, or a list of parts if there are tool calls."""
-        specials = self.tokenizer.specials
-        kinds = dict.fromkeys(self.shown, "text")  # of what follows each mark
-        if kinds:
-            kinds[specials["<|python_start|>"]] = "python"
-            kinds[specials["<|output_start|>"]] = "python_output"
+        kinds = {"<|python_start|>": "python", "<|output_start|>": "python_output"}
         parts = [("text", [])]
         for i in ids:
-            if i in kinds:
-                parts.append((kinds[i], []))
+            if i in self.shown:
+                parts.append((kinds.get(self.tokenizer.decode([i]), "text"), []))
             else:
                 parts[-1][1].append(i)
         if all(kind == "text" for kind, _ in parts):
@@ -405,13 +395,13 @@ class Chat:
             say("there is nothing to save yet")
             return
         path = Path(name).expanduser()
-        messages = history(self.system, self.messages)
-        for message, known in zip(messages[-len(self.messages) :], self.messages, strict=True):
-            if known.get("ids"):
-                message["content"] = self.backend.parts(known["ids"])
+        said = []
+        for message in self.messages:
+            ids = message.get("ids")
+            said.append(message | {"content": self.backend.parts(ids)} if ids else message)
         try:
             with path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"messages": messages}) + "\n")
+                file.write(json.dumps({"messages": history(self.system, said)}) + "\n")
             say(f"(saved {len(self.messages)} messages to {path})")
         except OSError as error:
             say(f"cannot write {path} ({error.strerror})")

@@ -1,6 +1,6 @@
 """Answers that are JSON: which ids may come next, by llguidance.
 
-    vocabulary = llguidance.LLTokenizer(Vocabulary(tokenizer, stop_id))
+    vocabulary = lltokenizer_from_encoding(tokenizer.encoding, eos_token=stop_id)
     mask = Mask.of({"type": "object"}, vocabulary)          for engine.Completion(..., mask=mask)
 """
 
@@ -12,22 +12,6 @@ from torch import Tensor
 
 # A model that is not sure may write blanks for ever.
 BLANKS = {"whitespace_pattern": r"[ \n\t]{0,20}"}
-
-
-class Vocabulary:
-    """A tokenizer of this project as llguidance reads one."""
-
-    bos_token_id = None
-    is_tokenizer_wrapper = True  # llguidance asks for it
-
-    def __init__(self, tokenizer, stop: int):
-        self.tokenizer = tokenizer
-        self.tokens = list(tokenizer.bytes)
-        self.special_token_ids = list(tokenizer.specials.values())
-        self.eos_token_id = stop
-
-    def __call__(self, text: str) -> list[int]:
-        return self.tokenizer.encode(text)
 
 
 class Mask:

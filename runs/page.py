@@ -15,7 +15,16 @@ from pygments.util import ClassNotFound
 from starlette.responses import HTMLResponse, Response
 
 MARKS = "\ue000-\uf8ff"  # private characters, which stand for calls of the calculator
-TASK = re.compile(r"\[([ xX])\] ")
+# What the HTML of Markdown lacks. In texts < is escaped, so none of them looks like this.
+CHANGES = (
+    # Links open in a tab of their own, which learns nothing of this page.
+    ("<a ", '<a target="_blank" rel="noopener noreferrer" '),
+    # Cells of a table get a class for their side, as the page's policy allows no style in HTML.
+    (r'<(t[hd]) style="text-align:(\w+)"', r'<\1 class="\2"'),
+    # [ ] and [x] at the beginning of an item of a list become boxes.
+    (r"<li>(\n<p>)?\[ \] ", r'<li class="task">\1☐ '),
+    (r"<li>(\n<p>)?\[[xX]\] ", r'<li class="task">\1☑ '),
+)
 
 
 def read_page() -> Response:
@@ -47,28 +56,6 @@ def highlight(code: str, name: str, _) -> str:
     return pygments.highlight(code, lexer, HtmlFormatter(nowrap=True))
 
 
-def mark_links_and_cells(tokens: list) -> None:
-    """Links open in a tab of their own, which learns nothing of this page.
-
-    Cells of a table get a class for their side, as the page's policy allows no style in HTML.
-    """
-    for token in tokens:
-        if token.type == "link_open":
-            token.attrs |= {"target": "_blank", "rel": "noopener noreferrer"}
-        if style := token.attrs.pop("style", ""):
-            token.attrs["class"] = style.removeprefix("text-align:")
-
-
-def mark_tasks(tokens: list) -> None:
-    """[ ] and [x] at the beginning of an item of a list become boxes."""
-    for item, _, inner in zip(tokens, tokens[1:], tokens[2:], strict=False):
-        first = inner.children[0] if inner.children else None
-        if item.type == "list_item_open" and first and (task := TASK.match(first.content)):
-            item.attrSet("class", "task")
-            box = "\u2610 " if task[1] == " " else "\u2611 "
-            first.content = box + first.content[task.end() :]
-
-
 def at_borders(state: StateInline, silent: bool) -> bool:
     """As with _, a * within a word is no emphasis, as in 3*4*5."""
     if re.fullmatch(r"\w\*\w", state.src[max(0, state.pos - 1) : state.pos + 2]):
@@ -76,25 +63,12 @@ def at_borders(state: StateInline, silent: bool) -> bool:
     return emphasis.tokenize(state, silent)
 
 
-def markdown() -> MarkdownIt:
-    """Markdown as GitHub has it, without HTML and images, and with links to the web alone."""
-    options = {"html": False, "breaks": True, "linkify": True, "highlight": highlight}
-    reader = MarkdownIt("commonmark", options)
-    reader.enable(["table", "strikethrough", "linkify"]).disable("image")
-    reader.inline.ruler.at("emphasis", at_borders)
-    reader.validateLink = lambda url: bool(re.match(r"(https?://|mailto:)", url))
-
-    def mark(state) -> None:
-        mark_tasks(state.tokens)
-        mark_links_and_cells(state.tokens)
-        for token in state.tokens:
-            mark_links_and_cells(token.children or [])
-
-    reader.core.ruler.push("marks", mark)
-    return reader
-
-
-MARKDOWN = markdown()
+# Markdown as GitHub has it, without HTML and images, and with links to the web alone.
+OPTIONS = {"html": False, "breaks": True, "linkify": True, "highlight": highlight}
+MARKDOWN = MarkdownIt("commonmark", OPTIONS)
+MARKDOWN.enable(["table", "strikethrough", "linkify"]).disable("image")
+MARKDOWN.inline.ruler.at("emphasis", at_borders)
+MARKDOWN.validateLink = lambda url: bool(re.match(r"(https?://|mailto:)", url))
 
 
 def render(parts: list[list[str]]) -> str:
@@ -114,4 +88,7 @@ def render(parts: list[list[str]]) -> str:
         place = ord(match[0]) - 0xE000
         return f'<code class="call">{calls[place]}</code>' if place < len(calls) else ""
 
-    return re.sub(f"[{MARKS}]", call, MARKDOWN.render(text))
+    result = MARKDOWN.render(text)
+    for pattern, new in CHANGES:
+        result = re.sub(pattern, new, result)
+    return re.sub(f"[{MARKS}]", call, result)

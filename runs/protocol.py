@@ -1,11 +1,7 @@
 """What the server's clients may ask, and what they get: OpenAI's protocol without the network.
 
-Problem               an error for the client
-Reader                from ids to pieces of text
-Job, Ask              an answer to write, and a request with its answers
-ChatFields, ...       the fields of requests
-Protocol              from the fields of a request to an Ask
-Answers               from what the model said to JSON
+Protocol turns the fields of a request into an Ask, which has a Job for each answer. A Reader turns
+ids of an answer into text, and Answers into JSON. A Problem is an error for the client.
 """
 
 import asyncio
@@ -21,10 +17,10 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
 import engine
-import llguidance
 import pydantic_core
 from chat import Local
-from json_answers import Mask, Vocabulary
+from json_answers import Mask
+from llguidance.tiktoken import lltokenizer_from_encoding
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 from pydantic_core import PydanticCustomError
 from starlette.responses import JSONResponse
@@ -148,11 +144,8 @@ class Ask:
     """A request after its checks."""
 
     jobs: list[Job]
-    chat: bool
-    stream: bool
-    usage: bool  # in the stream
-    prompt_tokens: int
-    logprobs: int | None = None  # so many likeliest ids beside each id; None: no chances
+    fields: "ChatFields | TextFields"
+    logprobs: int | None  # so many likeliest ids beside each id; None: no chances
 
     # For the model's thread: jobs without a row, and how many have one.
     waiting: deque[Job] = field(default_factory=deque)
@@ -225,10 +218,6 @@ BiasedId = Annotated[int, Field(ge=0, strict=False)]  # a text, as keys of JSON 
 Unsupported = Annotated[Any, BeforeValidator(unsupported)]  # it would change the answer
 
 
-class StreamOptions(BaseModel, strict=True):
-    include_usage: bool = False
-
-
 class Message(BaseModel, strict=True):
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[str, BeforeValidator(joined)] = ""
@@ -249,7 +238,7 @@ class AnswerFields(BaseModel, strict=True, allow_inf_nan=False):
     seed: int = Field(default_factory=lambda: random.getrandbits(32), ge=-(2**63), le=2**63 - 1)
     n: int = Field(1, ge=1, le=MAX_CHOICES)
     stream: bool = False
-    stream_options: StreamOptions = StreamOptions()
+    stream_options: dict = {}
     tools: Unsupported = None
     functions: Unsupported = None
     suffix: Unsupported = None
@@ -322,12 +311,11 @@ class Protocol:
         tools = {tokenizer.specials.get(mark) for mark in Local.SHOWN} if chat else set()
         self.stops = tuple(sorted(self.marks - tools))
         end = tokenizer.specials["<|assistant_end|>"] if chat else tokenizer.bos_id
-        self.vocabulary = llguidance.LLTokenizer(Vocabulary(tokenizer, end))
+        self.vocabulary = lltokenizer_from_encoding(tokenizer.encoding, eos_token=end)
 
     def prepare_chat(self, data: bytes) -> Ask:
         """Checks a request for the next answer of a conversation. Raises: Problem"""
         fields = read_fields(ChatFields, data)
-        self.check(fields, fields.n)
         most = fields.max_completion_tokens or fields.max_tokens or self.limit
         logprobs = fields.top_logprobs if fields.logprobs else None
         return self.ask(fields, [self.render(fields.messages)], most, logprobs)
@@ -335,7 +323,6 @@ class Protocol:
     def prepare_texts(self, data: bytes) -> Ask:
         """Checks a request for the continuation of texts. Raises: Problem"""
         fields = read_fields(TextFields, data)
-        self.check(fields, fields.n * len(fields.prompt))
         prompts = [self.prompt_ids(prompt) for prompt in fields.prompt]
         ask = self.ask(fields, prompts, fields.max_tokens, fields.logprobs, fields.echo)
         for job in ask.jobs if fields.echo else ():
@@ -343,16 +330,14 @@ class Protocol:
             job.pieces.append(("text", self.tokenizer.decode(shown)))
         return ask
 
-    def check(self, fields: AnswerFields, count: int) -> None:
-        """Raises: Problem if a request is for another model or for too many answers"""
+    def ask(self, fields: AnswerFields, prompts, most: int, logprobs, echo: bool = False) -> Ask:
+        """The answers to some prompts, of up to `most` tokens each. Raises: Problem"""
+        count = fields.n * len(prompts)
         if fields.model not in ("", self.name):
             wrong = f"there is no model {shorten(fields.model)} here, only {self.name}"
             raise Problem(404, wrong, "model", "model_not_found")
         if count > self.most_choices:
             raise Problem(400, f"the request asks for {count:,} answers; at most {self.most_choices} work", "n")
-
-    def ask(self, fields: AnswerFields, prompts, most: int, logprobs, echo: bool = False) -> Ask:
-        """The answers to some prompts, of up to `most` tokens each. Raises: Problem"""
         least = 0 if echo else 1  # with echo, none is the prompt alone
         if not least <= most <= self.limit:
             raise Problem(400, f"max_tokens must be {least} to {self.limit:,}, found {most:,}", "max_tokens")
@@ -379,9 +364,7 @@ class Protocol:
                 )
                 reader = Reader(self.tokenizer, tuple(fields.stop))
                 jobs.append(Job(len(jobs), completion, reader, silent=most == 0))
-        usage = fields.stream_options.include_usage
-        tokens = sum(map(len, prompts))
-        return Ask(jobs, fields.source == "messages", fields.stream, usage, tokens, logprobs)
+        return Ask(jobs, fields, logprobs)
 
     def mask(self, wanted: AnyFormat) -> Mask | None:
         """Which ids an answer may hold, if it must be JSON. Raises: Problem"""
@@ -461,8 +444,6 @@ class Protocol:
         """Ids of an answer; [3*4 = 12] in it is a call if the calculator gives that result."""
         special = self.tokenizer.specials
         encode = self.tokenizer.encode
-        if not all(mark in special for mark in Local.SHOWN):
-            return encode(text)
         python_start, python_end, output_start, output_end = (special[mark] for mark in Local.SHOWN)
         ids = []
         end = 0  # of the last call
@@ -502,20 +483,21 @@ class Answers:
 
     def __init__(self, ask: Ask, model: str, tokenizer):
         self.ask = ask
+        self.chat = ask.fields.source == "messages"
+        self.with_usage = ask.fields.stream_options.get("include_usage")  # in a stream
         self.tokenizer = tokenizer
-        self.marks = set(tokenizer.specials.values())
         self.ended = set()  # jobs whose end was sent
         self.scored = [0] * len(ask.jobs)  # ids whose chances were sent
         # Characters before the next id, for text_offset.
         self.offsets = [0] * len(ask.jobs)
         self.decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in ask.jobs]
-        kind = "chat.completion" if ask.chat else "text_completion"
-        if ask.chat and ask.stream:
+        kind = "chat.completion" if self.chat else "text_completion"
+        if self.chat and ask.fields.stream:
             kind = "chat.completion.chunk"
-        name = f"{'chatcmpl' if ask.chat else 'cmpl'}-{random.getrandbits(96):024x}"
+        name = f"{'chatcmpl' if self.chat else 'cmpl'}-{random.getrandbits(96):024x}"
         self.head = {"id": name, "object": kind, "created": int(time.time()), "model": model}
         # The beginning of every event of a stream.
-        shown = self.head | {"usage": None} if ask.usage else self.head
+        shown = self.head | {"usage": None} if self.with_usage else self.head
         self.start = f"data: {json.dumps(shown)[:-1]}, "
 
     def whole(self) -> dict:
@@ -524,14 +506,14 @@ class Answers:
         for job in self.ask.jobs:
             text = "".join(text for _, text in job.pieces)
             message = {"role": "assistant", "content": text, "refusal": None}
-            content = {"message": message} if self.ask.chat else {"text": text}
+            content = {"message": message} if self.chat else {"text": text}
             ends = {"logprobs": self.chances(job), "finish_reason": job.reason}
             choices.append({"index": job.index, **content, **ends})
         return self.head | {"choices": choices, "usage": self.usage()}
 
     def opening(self) -> str:
         """The first event of a stream for each choice of a chat: its role."""
-        if not self.ask.chat:
+        if not self.chat:
             return ""
         content = {"content": "", "role": "assistant"}
         return "".join(self.event(job, content, None) for job in self.ask.jobs)
@@ -543,43 +525,42 @@ class Answers:
         while job.pieces:
             part, text = job.pieces.popleft()
             if parts and parts[-1][0] == part == "text":
-                parts[-1][1] += text
-            else:
-                parts.append([part, text])
+                text = parts.pop()[1] + text
+            parts.append((part, text))
 
         events = []
         for part, text in parts:
-            content = {"content": text} if self.ask.chat else text
-            if self.ask.chat and part != "text":
+            content = {"content": text} if self.chat else text
+            if self.chat and part != "text":
                 content["part"] = part
             events.append(self.event(job, content, self.chances(job)))
         if reason and job not in self.ended:
             self.ended.add(job)
-            content = {} if self.ask.chat else ""
+            content = {} if self.chat else ""
             events.append(self.event(job, content, self.chances(job), reason))
         return "".join(events)
 
     def event(self, job: Job, content, chances: dict | None, reason: str | None = None) -> str:
-        name = "delta" if self.ask.chat else "text"
+        name = "delta" if self.chat else "text"
         choice = {"index": job.index, name: content, "logprobs": chances, "finish_reason": reason}
         return f'{self.start}"choices": [{json.dumps(choice)}]}}\n\n'
 
     def closing(self) -> str:
         """The end of a stream."""
         body = self.head | {"choices": [], "usage": self.usage()}
-        numbers = f"data: {json.dumps(body)}\n\n" if self.ask.usage else ""
+        numbers = f"data: {json.dumps(body)}\n\n" if self.with_usage else ""
         return f"{numbers}data: [DONE]\n\n"
 
     def usage(self) -> dict:
         new = sum(len(job.completion.tokens) for job in self.ask.jobs if not job.silent)
-        prompt = self.ask.prompt_tokens
-        # As in prompt_tokens, a prompt counts once, however many answers it has: the first counts.
-        cached = {id(job.completion.prompt): job.cached or 0 for job in reversed(self.ask.jobs)}
+        # A prompt counts once, however many answers it has.
+        firsts = self.ask.jobs[:: self.ask.fields.n]
+        prompt = sum(len(job.completion.prompt) for job in firsts)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": new,
             "total_tokens": prompt + new,
-            "prompt_tokens_details": {"cached_tokens": sum(cached.values())},
+            "prompt_tokens_details": {"cached_tokens": sum(job.cached for job in firsts)},
         }
 
     def chances(self, job: Job) -> dict | None:
@@ -596,7 +577,7 @@ class Answers:
         # The model's thread goes on meanwhile: an id may be there before its chance.
         found = list(zip(ids[start:], chances[start:], strict=False))
         self.scored[job.index] += len(found)
-        if self.ask.chat:
+        if self.chat:
             return {"content": [self.chat_chance(*one) for one in found], "refusal": None}
         return self.text_chances(job, found)
 
@@ -625,7 +606,7 @@ class Answers:
             result["token_logprobs"].append(chance.logprob if chance else None)
             result["top_logprobs"].append(top)
             result["text_offset"].append(self.offsets[job.index])
-            if token not in self.marks:
+            if token not in self.tokenizer.specials.values():
                 # Ids that hold parts of a character add it with the last of them.
                 added = self.decoders[job.index].decode(self.tokenizer.bytes[token])
                 self.offsets[job.index] += len(added)

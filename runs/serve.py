@@ -88,10 +88,8 @@ class Metrics:
 
     def __init__(self, worker: "Worker"):
         self.registry = prometheus.CollectorRegistry()
-
-        def counter(name: str, text: str, labels=(), kind=prometheus.Counter):
-            return kind(f"decoderstack_{name}", text, labels, registry=self.registry)
-
+        own = {"namespace": "decoderstack", "registry": self.registry}
+        counter = functools.partial(prometheus.Counter, **own)
         self.requests = counter("requests", "Requests by path and status", ("path", "status"))
         self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts")
         self.cached_tokens = counter("cached_tokens", "Tokens of prompts that were not computed")
@@ -100,8 +98,8 @@ class Metrics:
         self.moved = counter("moved_answers", "Answers that made room for another request")
         self.left = counter("abandoned_requests", "Requests whose client left")
         text = "From a request to its first token"
-        self.first_token = counter("first_token_seconds", text, kind=prometheus.Histogram)
-        gauge = functools.partial(counter, kind=prometheus.Gauge)
+        self.first_token = prometheus.Histogram("first_token_seconds", text, **own)
+        gauge = functools.partial(prometheus.Gauge, **own)
         gauge("rows", "rows").set_function(lambda: worker.decoder.rows)
         gauge("answers_live", "answers_live").set_function(lambda: len(worker.jobs))
         gauge("answers_waiting", "answers_waiting").set_function(worker.waiting)
@@ -118,8 +116,7 @@ class Worker(threading.Thread):
         self.decoder = engine.Decoder(model, tokenizer, rows, **options)
         self.queue: dict[Ask, None] = {}  # requests with jobs that wait, in order of arrival
         self.jobs: dict[int, Job] = {}  # by row
-        self.ended = [0] * rows  # when a row was last in use, in rounds
-        self.rounds = 0
+        self.free = list(range(rows))  # the other rows, the one unused for longest first
         self.held_back = 0  # rounds in a row that new jobs have waited for company
         self.untold: set[Ask] = set()  # requests with news that the event loop has not heard of
         self.told = 0.0  # when it last heard of all news
@@ -174,8 +171,7 @@ class Worker(threading.Thread):
         self.ready.set()
         while not self.problem and not self.closed:
             with self.wake:
-                while not (self.queue or self.jobs or self.closed):
-                    self.wake.wait()
+                self.wake.wait_for(lambda: self.queue or self.jobs or self.closed)
             self.round()
         self.tell(self.untold)
         with self.wake:
@@ -196,7 +192,6 @@ class Worker(threading.Thread):
 
     def round(self) -> None:
         """Drops jobs that nobody waits for, admits others into free rows, and makes one step."""
-        self.rounds += 1
         for row, job in list(self.jobs.items()):
             if job.ask.gone or job.reason:  # its client left, or a stop string ended it
                 self.leave(row)
@@ -229,8 +224,7 @@ class Worker(threading.Thread):
         if not self.jobs:
             return
         waiting = [ask for ask in self.queue if not ask.rows]
-        missing = len(waiting) - (self.decoder.rows - len(self.jobs))
-        for _ in range(missing):
+        for _ in range(len(waiting) - len(self.free)):
             richest = max((job.ask for job in self.jobs.values()), key=lambda ask: ask.rows)
             if richest.rows < 2:
                 return
@@ -248,21 +242,19 @@ class Worker(threading.Thread):
         for longest. The texts of one round are bounded, since all other rows wait for them.
         """
         new = {}
-        free = set(range(self.decoder.rows)) - set(self.jobs)
-        if not free or not self.queue or self.holds_back():
+        if not self.free or not self.queue or self.holds_back():
             return new
         tokens = 0
-        while free and self.queue and tokens < engine.PREFILL_TOKENS:
+        while self.free and self.queue and tokens < engine.PREFILL_TOKENS:
             ask = min(self.queue, key=lambda ask: ask.rows)
             job = ask.waiting.popleft()
             if not ask.waiting:
                 del self.queue[ask]
             text = job.completion.text()
-            held = {row: self.decoder.held(row, text) for row in free}
-            oldest_first = sorted(free, key=lambda row: self.ended[row])
-            row = max(oldest_first, key=held.get)  # the first of equals
+            held = {row: self.decoder.held(row, text) for row in self.free}
+            row = max(held, key=held.get)  # the first of equals
             tokens += len(text) - held[row]
-            free.remove(row)
+            self.free.remove(row)
             ask.rows += 1
             new[row] = job
         self.jobs |= new  # under the lock, so that submit() counts each once
@@ -295,7 +287,7 @@ class Worker(threading.Thread):
     def release(self, row: int) -> Job:
         job = self.jobs.pop(row)
         job.ask.rows -= 1
-        self.ended[row] = self.rounds
+        self.free.append(row)
         return job
 
     # -- results
@@ -320,8 +312,6 @@ class Worker(threading.Thread):
                 self.decoder.free(row)
             self.release(row)
         self.tell(asks, Problem(500, "the model failed; the server's log says how"))
-        for ask in asks:
-            self.withdraw(ask)
 
     def deliver(self, jobs: list[Job]) -> None:
         """Tells the event loop which requests have news: at once, while few answers are written.
@@ -331,7 +321,7 @@ class Worker(threading.Thread):
         client that does not stream.
         """
         for job in jobs:
-            if job.ask.stream or (job.reason and job.ask.done()):
+            if job.ask.fields.stream or (job.reason and job.ask.done()):
                 self.untold.add(job.ask)
         now = time.monotonic()
         urgent = {job.ask for job in jobs if job.reason or len(job.completion.tokens) == 1}
@@ -421,7 +411,7 @@ class Server:
         answers = Answers(ask, self.name, self.tokenizer)
         try:
             await ask.progress()  # an error now is still a plain error
-            if ask.stream:
+            if ask.fields.stream:
                 await send_events(ask, answers, send)
                 return
             while not ask.done():
@@ -559,9 +549,8 @@ class HTTPServer(uvicorn.Server):
                 # A new request, or a client that reads, makes another key.
                 key = (connection, cycle, connection.transport.get_write_buffer_size())
                 idle[key] = self.idle.get(key, now)
-        for (connection, *_), since in idle.items():
-            if now - since > IDLE_SECONDS:
-                connection.transport.abort()
+                if now - idle[key] > IDLE_SECONDS:
+                    connection.transport.abort()
         self.idle = idle
         return await super().on_tick(counter)
 

@@ -482,6 +482,7 @@ def test_orders_of_messages(talker):
         ([user, user], ["u\n\nu"]), ([system, user, said, system, user], ["s\n\nu", "a", "s\n\nu"]),
         ([system, rules, user], ["s\n\ns\n\nu"]), ([user, system], ["u\n\ns"]), ([system], ["s"]),
         ([blank, in_parts], ["<|bos|> é"]), ([user, {**said, "content": ""}], ["u"]),
+        ([user, system, said, user], ["u", "a", "s\n\nu"]),
     ]:  # fmt: skip
         assert render(talker, messages) == turns(*texts)
     silent = [special["<|assistant_start|>"], special["<|assistant_end|>"]]
@@ -522,6 +523,18 @@ def test_answers_as_html_hold_no_markup_of_their_own(text, call):
         assert tag in (*plain.split(), "a") and set(attributes) <= {"class", "start", "href", "title", "target", "rel"}
         assert ("href" in attributes) == (tag == "a")
         assert attributes.get("href", "http:").startswith(("http:", "https:", "mailto:"))
+
+
+def test_html_of_links_cells_and_tasks():
+    """They get what the page's style and policy need; code that looks like them does not."""
+    table = page.render([["text", "| a |\n|--:|\n| [b](https://c.d) |"]])
+    assert '<td class="right"><a target="_blank" rel="noopener noreferrer" href="https://c.d">b</a></td>' in table
+    tasks = page.render([["text", "- [ ] one\n\n- [X] two"]])
+    assert '<li class="task">\n<p>☐ one</p>' in tasks and '<li class="task">\n<p>☑ two</p>' in tasks
+    code = '<td style="text-align:right"><a href="x"><li>[x] '
+    for text in (f"- `[x] {code}`", f"```py\n'{code}'\n```", f"```\n{code}\n```"):
+        found = page.render([["text", text]])
+        assert "task" not in found and "☑" not in found and "_blank" not in found and "text-align:right" in found
 
 
 def test_metrics(talker):
