@@ -25,15 +25,11 @@ import bisect
 import dataclasses
 import hashlib
 import math
-import signal
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-
-if __name__ == "__main__":  # Ctrl-C ends the process quietly while torch and the script are imported
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import engine
 import numpy as np
@@ -173,15 +169,10 @@ def load_source(script: ModuleType, state, checkpoint: Path, moments: bool) -> N
     state.loss_scale = loss_scale
     state.optimizer.drop_gradients()  # late ones are of text that is not trained on now
     if not moments:
-        drop_moments(state.optimizer)
-
-
-def drop_moments(optimizer) -> None:
-    """Leaves an optimizer as before its first step."""
-    optimizer.count = 0
-    for slot in optimizer.slots:
-        for moment in slot.moments.values():
-            moment.zero_()
+        state.optimizer.count = 0
+        for slot in state.optimizer.slots:
+            for moment in slot.moments.values():
+                moment.zero_()
 
 
 # ---- the run
@@ -367,11 +358,15 @@ def run_with_script(directory: Callable[[], Path], work: Callable[[ModuleType], 
     except RunError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return 1
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    return run_command(script, lambda: work(script))
+
+
+def run_command(script: ModuleType, work: Callable[[], dict]) -> int:
+    """Runs work() as a command of a training script; the exit code."""
 
     def command() -> dict:
         try:
-            return work(script)
+            return work()
         except RunError as error:
             raise script.UserError(str(error)) from None
 

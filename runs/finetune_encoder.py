@@ -36,7 +36,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import train_encoder as encoder
 from engine import print_note
-from finetune import drop_moments
+from finetune import load_source
 from pydantic import BaseModel, StringConstraints, ValidationError
 from safetensors.torch import load_file
 from torch import Tensor
@@ -387,11 +387,7 @@ def make_job(config: encoder.Config, settings: Settings, tokenizer):
         data.tokenize(tokenizer, settings.max_len)
     bm25 = bm25_scores(held_out)
 
-    def load_start(state) -> None:
-        script.load_checkpoint(state, Path(settings.run) / "checkpoints" / settings.checkpoint)
-        state.step = 0
-        drop_moments(state.optimizer)
-
+    source = Path(settings.run) / "checkpoints" / settings.checkpoint
     files = [Path(path).read_bytes() for path in (settings.pairs, settings.val_pairs)]
     digests = "".join(hashlib.sha256(content).hexdigest() for content in files)
     scripts = (encoder.__file__, __file__)
@@ -400,7 +396,7 @@ def make_job(config: encoder.Config, settings: Settings, tokenizer):
         tokenizer=tokenizer,
         fingerprint=hashlib.sha256(digests.encode()).hexdigest(),
         note=f"{len(train.pairs):,} pairs to train on, {len(held_out.pairs):,} held out",
-        load_start=load_start,
+        load_start=lambda state: load_source(script, state, source, moments=False),
         build=encoder.build_state,
         loader=lambda run: pair_loader(run, train, settings.batch),
         step=lambda state, batch: contrast_step(state, train, batch.chosen, settings.temperature),

@@ -97,7 +97,7 @@ def greedy(now) -> float:
     return dataclasses.replace(now, task=task).test()[0]["greedy"]
 
 
-def take_step(now) -> SimpleNamespace:
+def take_step(now) -> ts.Batch:
     answers = now.next()
     now.step(now.state, answers)
     return answers
@@ -234,7 +234,7 @@ def test_a_report_shows_the_same_questions_on_any_number_of_ranks(setup, monkeyp
     _, before = now.test()
     parts = []
     for rank in range(5):  # 12 questions over 5 ranks: the last one has none
-        ranks = dataclasses.replace(now.ranks, rank=rank, world=5)
+        ranks = dataclasses.replace(now.state.ranks, rank=rank, world=5)
         state = dataclasses.replace(now.state, ranks=ranks)
         parts.append(dataclasses.replace(now, state=state).test()[1])
     asked = [answer["question"] for part in parts for answer in part]
@@ -271,9 +271,9 @@ def test_a_step_divides_by_all_that_was_drawn(setup, monkeypatch):
     step = now.state.optimizer.step
     monkeypatch.setattr(now.state.optimizer, "step", lambda lr, *more: (rates.append(lr), step(lr, *more))[1])
     found = [take_step(now) for _ in range(4)]
-    assert [total for total, _ in seen] == [answers.total_tokens for answers in found if answers.useful]
+    assert [total for total, _ in seen] == [answers.total_tokens for answers in found if answers.notes["useful"]]
     assert any(targets < total for total, targets in seen), "some question should be answered alike"
-    expected = [1 - i / 4 for i, answers in enumerate(found) if answers.useful]
+    expected = [1 - i / 4 for i, answers in enumerate(found) if answers.notes["useful"]]
     assert rates == pytest.approx(expected)
 
 
@@ -285,7 +285,7 @@ def test_nothing_to_learn_leaves_the_weights(setup, monkeypatch):
     now.task = dataclasses.replace(now.task, reward=lambda item, text: 0.5)
     monkeypatch.setattr(rl, "ends", lambda completion, text: True)
     answers = take_step(now)
-    assert not answers.useful and answers.notes["reward"] == 0.5 and now.state.step == 2
+    assert not answers.notes["useful"] and answers.notes["reward"] == 0.5 and now.state.step == 2
     assert all(map(torch.equal, before, now.state.model.parameters()))
 
 
