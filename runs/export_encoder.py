@@ -17,9 +17,9 @@ from pathlib import Path
 import finetune_encoder
 import torch
 import train_encoder as encoder
-from engine import RunError
 from export import make_folder, read_vocabulary, store_weights, write_json, write_tokenizer
 from export_portable import sizes
+from finetune import run_command
 from torch import Tensor
 
 script = encoder.script
@@ -84,16 +84,13 @@ def write_sentence_transformers(folder: Path, width: int, max_len: int) -> None:
 
 
 def export(run_dir: Path, out: Path) -> dict:
-    """Writes the folder, the weights last. Raises: UserError"""
+    """Writes the folder, the weights last. Raises: UserError, RunError"""
     model, description, step = finetune_encoder.load_encoder(run_dir)
     config = model.config
     tokenizer = script.Tokenizer(run_dir / "tokenizer.json")
     tokenizer.specials[MASK] = config.vocab_size - 1
     tensors = convert_weights(model)
-    try:
-        make_folder(out)
-    except RunError as error:
-        raise script.UserError(str(error)) from None
+    make_folder(out)
     write_json(out / "config.json", transformers_config(config, tokenizer.bos_id))
     more = {"mask_token": MASK, "padding_side": "right"}
     write_tokenizer(out, read_vocabulary(tokenizer), config.max_seq_len, **more)
@@ -108,7 +105,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("run", type=Path, metavar="RUN", help="run directory of an encoder")
     parser.add_argument("--out", required=True, type=Path, help="new folder")
     args = parser.parse_args(argv)
-    return script.run_command(lambda: export(args.run, args.out))
+    return run_command(script, lambda: export(args.run, args.out))
 
 
 if __name__ == "__main__":

@@ -62,6 +62,13 @@ def refused(main, *argv) -> str:
     return err
 
 
+def usage_error(capsys, main, *argv) -> str:
+    """What argparse says of flags that are wrong."""
+    with pytest.raises(SystemExit):
+        main([str(word) for word in argv])
+    return capsys.readouterr().err
+
+
 def ran(main, *argv) -> dict:
     """The result of a command that must succeed."""
     code, out, err = call(main, *argv)
@@ -395,17 +402,17 @@ def test_two_ranks_equal_one(pretrained, dataset_dir, tmp_path):
     assert_close_runs(tmp_path / "two", pretrained)
 
 
-def test_it_refuses_in_a_sentence(pretrained, dataset_dir, tmp_path):
+def test_it_refuses_in_a_sentence(pretrained, dataset_dir, tmp_path, capsys):
     base = ("--data", dataset_dir, "--run-dir", tmp_path / "new")
     assert "multiple of an even --head-dim" in refused(te.main, *base, *tiny_flags(head_dim=15))
     assert "fit into a pack" in refused(te.main, *base, *tiny_flags(max_seq_len=200))
     assert "allow repeats" in refused(te.main, *base, *tiny_flags(steps=10**6))
     assert not (tmp_path / "new").exists()
     assert "already holds a run" in refused(te.main, "--data", dataset_dir, "--run-dir", pretrained, *tiny_flags())
-    for steps in (9, te.Config.steps):
-        assert "leave out --steps" in refused(te.main, "--resume", "--run-dir", pretrained, "--steps", steps)
-    assert "leave out --size" in refused(te.main, "--resume", "--run-dir", pretrained, "--size", "small")
-    assert "--run-dir" in refused(te.main, "--resume")
+    for others in ("--steps 9", f"--steps {te.Config.steps}", "--size small"):
+        error = usage_error(capsys, te.main, "--resume", "--run-dir", pretrained, *others.split())
+        assert error.endswith(f"error: unrecognized arguments: {others}\n")
+    assert "arguments are required: --run-dir" in usage_error(capsys, te.main, "--resume")
     assert "another kind of run" in refused(ft.main, "--resume", "--run-dir", pretrained)
 
 
@@ -568,7 +575,7 @@ def test_contrast_loss_by_hand(rows, documents):
     for (query, positive, _), compared in zip(rows, documents, strict=True):
         scores = {document: (embeddings[query] @ embeddings[document]).item() / 0.1 for document in compared}
         expected -= scores[positive] - math.log(sum(math.exp(score) for score in scores.values()))
-    loss = ft.contrast_loss(embeddings, [ft.Pair(*row) for row in rows], 0.1)
+    loss = ft.contrast_loss(embeddings, range(6), [ft.Pair(*row) for row in rows], 0.1)
     assert loss.item() == pytest.approx(expected / 3, rel=1e-5)
     loss.backward()
     assert embeddings.grad.isfinite().all()
@@ -597,10 +604,11 @@ def test_a_step_in_micro_batches_is_one_step(pretrained, some_pairs, monkeypatch
     grads = {}
     taken = lambda *args: grads.update({name: p.grad.clone() for name, p in state.model.named_parameters()})
     monkeypatch.setattr(state.optimizer, "step", taken)
-    loss = ft.contrast_step(state, data, np.array([0, 2, 3, 7]), 0.1)
+    pairs = [data.pairs[i] for i in (0, 2, 3, 7)]
+    loss = ft.contrast_step(state, data, pairs, 0.1)
 
     embeddings = model.embed_texts(*ft.pack_texts(data.sequences, CPU))
-    expected = ft.contrast_loss(embeddings, [data.pairs[i] for i in (0, 2, 3, 7)], 0.1)
+    expected = ft.contrast_loss(embeddings, range(len(embeddings)), pairs, 0.1)
     expected.backward()
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
     for name, param in model.named_parameters():
@@ -654,21 +662,25 @@ def test_pairs_need_no_packs(finetuned, dataset_dir, tmp_path, monkeypatch):
     assert "--packs 2 do not divide over 3 processes" in error
 
 
-def test_finetuning_refuses_in_a_sentence(pretrained, finetuned, some_pairs, tmp_path):
+def test_finetuning_refuses_in_a_sentence(pretrained, finetuned, some_pairs, tmp_path, capsys):
     new = tmp_path / "new"
-    assert "name it first" in refused(ft.main, *ft_flags(some_pairs, new))
+    assert "arguments are required: RUN" in usage_error(capsys, ft.main, *ft_flags(some_pairs, new))
+    assert "--batch is 'x': input should be a valid integer" in refused(
+        ft.main, pretrained, *ft_flags(some_pairs, new, batch="x")
+    )
     assert "lower --batch" in refused(ft.main, pretrained, *ft_flags(some_pairs, new, batch=9))
     assert "cannot read" in refused(ft.main, pretrained, *ft_flags(tmp_path / "gone.jsonl", new))
-    assert "--pairs" in refused(ft.main, pretrained, "--run-dir", new)
+    assert "--pairs is missing" in refused(ft.main, pretrained, "--run-dir", new)
+    assert "--val-pairs is missing" in refused(ft.main, pretrained, "--score-only")
     assert not new.exists()
     copy = shutil.copytree(finetuned, tmp_path / "edited")
     description = ts.read_description(copy)
     description["starts"][-1]["identity"]["scripts"]["finetune_encoder.py"] = "0"
     (copy / "config.json").write_text(json.dumps(description))
     assert "did not begin like this" in refused(ft.main, "--resume", "--run-dir", copy)
-    assert "leave out RUN" in refused(ft.main, pretrained, "--resume", "--run-dir", finetuned)
-    for flag, default in (("--steps", 1000), ("--batch", 256), ("--temperature", 0.05)):
-        assert f"leave out {flag}" in refused(ft.main, "--resume", "--run-dir", finetuned, flag, default)
+    for others in (pretrained, "--steps 1000", "--batch 256", "--temperature 0.05"):
+        error = usage_error(capsys, ft.main, "--resume", "--run-dir", finetuned, *str(others).split())
+        assert error.endswith(f"error: unrecognized arguments: {others}\n")
 
 
 # ---- export
