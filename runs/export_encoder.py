@@ -76,8 +76,7 @@ def write_sentence_transformers(folder: Path, width: int, max_len: int) -> None:
         modules.append({"idx": number, "name": str(number), "path": path, "type": kind})
         (folder / path).mkdir(exist_ok=True)
     write_json(folder / "modules.json", modules)
-    limits = {"max_seq_length": max_len, "do_lower_case": False}
-    write_json(folder / "sentence_bert_config.json", limits)
+    write_json(folder / "sentence_bert_config.json", {"max_seq_length": max_len})
     pooling = {"word_embedding_dimension": width, "pooling_mode_mean_tokens": True}
     write_json(folder / "1_Pooling/config.json", pooling)
     write_json(folder / "2_Normalize/config.json", {})

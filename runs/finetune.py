@@ -246,10 +246,7 @@ def make_job(script: ModuleType, config, dataset, settings: Settings):
     padding = 1 - conversations.inputs * config.max_epochs / available
     counted = conversations.tokens[conversations.counted]
 
-    def load_start(state) -> None:
-        source = Path(settings.run) / "checkpoints" / settings.checkpoint
-        load_source(script, state, source, settings.moments)
-
+    source = Path(settings.run) / "checkpoints" / settings.checkpoint
     notes = f"{len(counted):,} counted tokens in {conversations.count:,} conversations"
     return script.Job(
         config=config,
@@ -260,7 +257,7 @@ def make_job(script: ModuleType, config, dataset, settings: Settings):
         available=available,
         bytes_per_token=int(dataset.tokenizer.token_bytes[counted].sum()) / len(counted),
         note=f"{notes}, {padding:.1%} padding",
-        load_start=load_start,
+        load_start=lambda state: load_source(script, state, source, settings.moments),
         **tool_entries("finetune", __file__, dataclasses.asdict(settings)),
     )
 

@@ -24,7 +24,7 @@ import math
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -86,27 +86,22 @@ def read_pairs(path: Path, negatives: int) -> Pairs:
     pairs = []
     try:
         with Path(path).open(encoding="utf-8", newline="\n") as file:
-            for number, line in enumerate(file, 1):
-                row = read_row(line.strip(), f"{path} line {number}")
+            for line in file:
+                row = Row.model_validate_json(line.strip())
                 texts = [row.query, row.positive, *row.negatives[:negatives]]
                 query, positive, *others = (index.setdefault(text, len(index)) for text in texts)
                 pairs.append(Pair(query, positive, tuple(others)))
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = "".join(f" {part!r}" for part in first["loc"])
+        problem = f"{path} line {len(pairs) + 1}{key} is {first['input']!r:.80} ({first['msg']})"
+        form = '{"query": TEXT, "positive": TEXT} with an optional list "negatives"'
+        raise script.UserError(f"{problem}; a line is {form}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise script.UserError(f"cannot read {path} ({error}); name a file of pairs in UTF-8") from None
     if not pairs:
         raise script.UserError(f"{path} holds no pairs; make some with data/pairs.py")
     return Pairs(list(index), pairs)
-
-
-def read_row(line: str, place: str) -> Row:
-    try:
-        return Row.model_validate_json(line)
-    except ValidationError as error:
-        first = error.errors()[0]
-    key = "".join(f" {part!r}" for part in first["loc"])
-    form = '{"query": TEXT, "positive": TEXT} with an optional list "negatives"'
-    problem = f"{place}{key} is {first['input']!r:.80} ({first['msg']})"
-    raise script.UserError(f"{problem}; a line is {form}")
 
 
 def pairs_of_step(count: int, batch: int, seed: int, step: int) -> np.ndarray:
@@ -152,31 +147,31 @@ def first_ten(scores: np.ndarray) -> np.ndarray:
     return np.argsort(-scores, kind="stable")[:10]
 
 
-class BM25:
-    """Okapi BM25 over words of letters and digits, with Lucene's k1, b and idf."""
+def bm25(documents: list[str], queries: list[str]) -> Iterator[np.ndarray]:
+    """Scores of all documents for each query.
 
-    def __init__(self, documents: list[str], k1: float = 1.2, b: float = 0.75):
-        counts = [Counter(words_of(document)) for document in documents]
-        lengths = np.array([max(1, sum(count.values())) for count in counts], float)
-        self.size = len(documents)
-        postings = {}
-        for number, count in enumerate(counts):
-            for word, times in count.items():
-                postings.setdefault(word, []).append((number, times))
-        self.weights = {}  # word: documents that have it, and what it adds to their scores
-        for word, entries in postings.items():
-            found, times = np.array(entries).T
-            idf = math.log(1 + (self.size - len(found) + 0.5) / (len(found) + 0.5))
-            norm = k1 * (1 - b + b * lengths[found] / lengths.mean())
-            self.weights[word] = (found, idf * times / (times + norm))
+    Okapi BM25 over words of letters and digits, with Lucene's k1 = 1.2, b = 0.75 and idf.
+    """
+    counts = [Counter(words_of(document)) for document in documents]
+    lengths = np.array([max(1, sum(count.values())) for count in counts], float)
+    postings = {}
+    for number, count in enumerate(counts):
+        for word, times in count.items():
+            postings.setdefault(word, []).append((number, times))
+    weights = {}  # word: documents that have it, and what it adds to their scores
+    for word, entries in postings.items():
+        found, times = np.array(entries).T
+        idf = math.log(1 + (len(documents) - len(found) + 0.5) / (len(found) + 0.5))
+        norm = 1.2 * (1 - 0.75 + 0.75 * lengths[found] / lengths.mean())
+        weights[word] = (found, idf * times / (times + norm))
 
-    def scores(self, query: str) -> np.ndarray:
-        total = np.zeros(self.size)
+    for query in queries:
+        scores = np.zeros(len(documents))
         for word in words_of(query):
-            if word in self.weights:
-                found, weights = self.weights[word]
-                total[found] += weights
-        return total
+            if word in weights:
+                found, added = weights[word]
+                scores[found] += added
+        yield scores
 
 
 def words_of(text: str) -> list[str]:
@@ -185,10 +180,11 @@ def words_of(text: str) -> list[str]:
 
 def bm25_scores(data: Pairs) -> dict[str, float]:
     task = retrieval_task(data.pairs)
-    index = BM25([data.texts[i] for i in task.documents])
-    rankings = [first_ten(index.scores(data.texts[i])) for i in task.relevant]
-    scores = ranking_scores(rankings, task.relevant.values())
-    return {f"bm25_{name}": score for name, score in scores.items()}
+    documents = [data.texts[i] for i in task.documents]
+    queries = [data.texts[i] for i in task.relevant]
+    rankings = [first_ten(scores) for scores in bm25(documents, queries)]
+    found = ranking_scores(rankings, task.relevant.values())
+    return {f"bm25_{name}": score for name, score in found.items()}
 
 
 # ==================================================================================================

@@ -248,11 +248,10 @@ def backward(state, batch, weights: torch.Tensor, drawn: int) -> torch.Tensor:
     Returns: the sum of nats, without weights, 0-D
     """
     device = state.ranks.device
-    packs = state.packs
     total_nats = torch.zeros((), device=device)
-    for i, micro_batch in enumerate(batch.micro_batches(packs, device)):
-        weight = weights[i * packs : (i + 1) * packs].flatten().to(device)
-        loss, nats = state.forward(*micro_batch, weight)
+    micro_batches = batch.micro_batches(state.packs, device)
+    for micro_batch, weight in zip(micro_batches, weights.split(state.packs), strict=True):
+        loss, nats = state.forward(*micro_batch, weight.flatten().to(device))
         (loss / drawn * state.loss_scale).backward()
         total_nats += nats.sum()
     return total_nats
@@ -392,17 +391,15 @@ def pass_at_k(n: int, right: int, k: int) -> float:
 def rl_config(script, checkpoint: Path, settings: Settings):
     """The Config of the finetuned run with the rates of this run."""
     base = finetune.stage_config(script, checkpoint, packs=1, lr=1.0)
+    same = settings.model_dump(include={"seed", "log_every", "eval_every", "save_every"})
     return dataclasses.replace(
         base,
         muon_lr=base.muon_lr * settings.muon_lr,
         adam_lr=base.adam_lr * settings.adam_lr,
         fp8=False,
         fp8_head=False,
-        seed=settings.seed,
-        log_every=settings.log_every,
-        eval_every=settings.eval_every,
-        save_every=settings.save_every,
         compile=base.compile and not settings.no_compile,
+        **same,
     )
 
 
@@ -428,9 +425,6 @@ def make_job(script, home: Path, settings: Settings, resume: bool):
     task = make_task(settings, fits)
     learner = Learner(script, settings, task, tokenizer)
 
-    def load_start(state) -> None:
-        finetune.load_source(script, state, checkpoint, moments=False)
-
     all_of_them = ", all there are" if len(task.test) < settings.eval_items else ""
     note = f"{settings.prompts} questions x {settings.samples} answers a step"
     return script.Job(
@@ -438,7 +432,7 @@ def make_job(script, home: Path, settings: Settings, resume: bool):
         tokenizer=tokenizer,
         fingerprint=settings.task,
         note=f"{note}, {len(task.test):,} held-out questions{all_of_them}, from {settings.source}",
-        load_start=load_start,
+        load_start=lambda state: finetune.load_source(script, state, checkpoint, moments=False),
         loader=learner.loader,
         step=learner.step,
         evaluate=learner.evaluate,

@@ -228,8 +228,8 @@ class Encoder(nn.Module):
         T = len(tokens_T)
         M = min(T, math.ceil(T * self.config.mask_rate))
         picked_M = torch.argsort((targets_T < 0).int(), stable=True)[:M]
-        targets_M = targets_T[picked_M].long()
-        total, nats_M = cross_entropy(hidden_TD[picked_M], self.embed, targets_M)
+        inputs = (hidden_TD[picked_M], self.embed, targets_T[picked_M].long())
+        total, nats_M = ChunkedCE.apply(*inputs, CE_ROWS, torch.is_grad_enabled())
         return total, nats_M.new_zeros(T).scatter(0, picked_M, nats_M)
 
     def embed_texts(self, tokens_T, positions_T, cu_seqlens, max_doc: int) -> Tensor:
@@ -288,17 +288,11 @@ def varlen_attention(positions_T, cu_seqlens, max_doc: int) -> Callable:
 ATTENTION = {"varlen": varlen_attention, "sdpa": sdpa_attention}
 
 
-# -- cross-entropy of masked tokens: CE_ROWS rows of logits at a time, with their gradient, so that
-# (M, V) never exists in fp32.
-
-
-def cross_entropy(hidden_MD: Tensor, head_VD: Tensor, targets_M: Tensor, rows: int = CE_ROWS):
-    """The sum of nats, 0-D, and the nats of each row, 0 where the target is -1; fp32."""
-    return ChunkedCE.apply(hidden_MD, head_VD, targets_M, rows, torch.is_grad_enabled())
-
-
 class ChunkedCE(torch.autograd.Function):
-    """The forward computes the gradient too, while it has the logits."""
+    """The sum of nats, 0-D, and the nats of each row, 0 where the target is -1; fp32.
+
+    Some rows of logits at a time, with their gradient, so that (M, V) never exists in fp32.
+    """
 
     @staticmethod
     def forward(ctx, hidden_MD, head_VD, targets_M, rows: int, grad: bool):
@@ -483,9 +477,6 @@ def make_job(config: Config, dataset):
     validation = script.validation_batch(documents, config, tokenizer.bos_id)
     validation = mask_tokens(validation, config, is_text, [0])
 
-    def loader(run):
-        return MaskedPacks(reader, config, run.ranks, is_text, run.state.step)
-
     def evaluate(run) -> dict:
         """Bits per byte of masked tokens."""
         bytes_V = torch.from_numpy(token_bytes).to(run.ranks.device)
@@ -502,7 +493,7 @@ def make_job(config: Config, dataset):
         reader=reader,
         bytes_per_token=dataset.total("train", "text_bytes") / max(tokens, 1),
         build=build_state,
-        loader=loader,
+        loader=lambda run: MaskedPacks(reader, config, run.ranks, is_text, run.state.step),
         evaluate=evaluate,
         flops=flops_per_token,
         **script_entries(__file__),
