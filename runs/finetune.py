@@ -280,22 +280,16 @@ def fingerprint(files: dict) -> str:
 # ---- the command line
 
 
-def resume_flags(argv: list[str]) -> tuple[Path | None, list[str]]:
-    """The run directory to continue, None without --resume, and the other flags."""
+def script_directory(argv: list[str]) -> Path:
+    """The run directory whose script trains: RUN, or with --resume that of --run-dir."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--run-dir", nargs="?")
-    known, others = parser.parse_known_args(argv)
+    known, _ = parser.parse_known_args(argv)
     if known.resume and not known.run_dir:
         raise RunError("--resume needs --run-dir, the run to continue")
-    return Path(known.run_dir) if known.resume else None, others
-
-
-def script_directory(argv: list[str]) -> Path:
-    """The run directory whose script trains: RUN, or with --resume that of --run-dir."""
-    run_dir, _ = resume_flags(argv)
-    if run_dir:
-        return run_dir
+    if known.resume:
+        return Path(known.run_dir)
     if not argv or argv[0].startswith(("-", "@")):
         way = "name it first, as in python runs/finetune.py RUN"
         raise RunError(f"finetuning starts from a run directory with a checkpoint; {way}")

@@ -43,8 +43,7 @@ from torch import Tensor
 
 script = encoder.script
 
-# ==================================================================================================
-# PAIRS
+# ---- pairs
 
 
 class Pair(NamedTuple):
@@ -111,8 +110,7 @@ def pairs_of_step(count: int, batch: int, seed: int, step: int) -> np.ndarray:
     return order[number * batch : (number + 1) * batch]
 
 
-# ==================================================================================================
-# RETRIEVAL
+# ---- retrieval
 
 
 class Task(NamedTuple):
@@ -187,8 +185,7 @@ def bm25_scores(data: Pairs) -> dict[str, float]:
     return {f"bm25_{name}": score for name, score in found.items()}
 
 
-# ==================================================================================================
-# ONE STEP
+# ---- one step
 
 
 def pack_texts(sequences: list[np.ndarray], device: torch.device) -> tuple:
@@ -303,8 +300,7 @@ def retrieval_scores(state, data: Pairs) -> dict[str, float]:
     return ranking_scores(rankings, task.relevant.values())
 
 
-# ==================================================================================================
-# THE RUN
+# ---- the run
 
 
 class Settings(BaseModel):
@@ -425,8 +421,7 @@ def score(args: argparse.Namespace) -> dict:
     return {**counts, **retrieval_scores(state, data), **bm25_scores(data)}
 
 
-# ==================================================================================================
-# COMMAND LINE
+# ---- command line
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -444,31 +444,29 @@ def make_job(script, home: Path, settings: Settings, resume: bool):
 # ---- the command line
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """The flags of a run; what is not given is not in the result."""
+def build_parser(resume: bool) -> argparse.ArgumentParser:
+    """The flags of a run; what is not given is not in the result. A resumed run keeps its settings."""
     parser = argparse.ArgumentParser(
         description="Reinforcement learning on a finetuned run.",
         argument_default=argparse.SUPPRESS,
     )
     add = parser.add_argument
-    add("source", nargs="?", metavar="RUN", help="finetuned run to start from")
-    add("--run-dir", type=Path, metavar="DIR", help="where to write the run (default: under out/)")
+    where = "where to write the run (default: under out/)"
+    add("--run-dir", type=Path, required=resume, metavar="DIR", help=where)
     add("--resume", action="store_true", help="continue the run in --run-dir, with its settings")
-    add("--no-compile", action="store_true", help="quicker start")
-    finetune.add_flags(parser, Settings.model_fields)
+    if not resume:
+        add("source", metavar="RUN", help="finetuned run to start from")
+        add("--no-compile", action="store_true", help="quicker start")
+        finetune.add_flags(parser, Settings.model_fields)
     return parser
 
 
 def parse(argv: list[str]) -> tuple[Path, argparse.Namespace]:
     """The run directory to start from or to continue, and the flags that were given."""
     unset = {"run_dir": None, "resume": False, "resume_changed": False, "set": []}
-    args = build_parser().parse_args(argv, argparse.Namespace(flags=list(argv), **unset))
-    run_dir, others = finetune.resume_flags(argv)
-    if run_dir and others:
-        raise RunError(f"--resume uses the settings of {run_dir}; leave out {' '.join(others)}")
-    if not run_dir and "source" not in args:
-        raise RunError("RUN is missing; name a finetuned run to start from")
-    return run_dir or Path(args.source), args
+    args = argparse.Namespace(flags=list(argv), **unset)
+    build_parser("--resume" in argv).parse_args(argv, args)
+    return args.run_dir if args.resume else Path(args.source), args
 
 
 def read_settings(script: ModuleType, home: Path, args: argparse.Namespace) -> Settings:

@@ -40,8 +40,7 @@ script = importlib.import_module("train_small")
 NORM_EPS = 1e-6
 CE_ROWS = 8192  # rows of logits that exist at the same time
 
-# ==================================================================================================
-# CONFIG
+# ---- config
 
 
 def flag(default, help: str):
@@ -138,8 +137,7 @@ def parameter_table(config: Config) -> dict:
     }
 
 
-# ==================================================================================================
-# MODEL
+# ---- model
 
 
 def norm(x: Tensor) -> Tensor:
@@ -325,8 +323,7 @@ class ChunkedCE(torch.autograd.Function):
         return grad_hidden * g, grad_head * g, None, None, None
 
 
-# ==================================================================================================
-# DATA
+# ---- data
 
 
 def mask_tokens(batch, config: Config, is_text_V: np.ndarray, seed: list[int]):
@@ -383,8 +380,7 @@ def flops_per_token(config: Config, positions: Tensor) -> float:
     return 6 * (c.num_layers * layer + head) + 12 * c.num_layers * c.width * seen
 
 
-# ==================================================================================================
-# RUN
+# ---- run
 
 
 def micro_batch_limit(config: Config, device: torch.device) -> int:
@@ -434,8 +430,7 @@ def read_run(run_dir: Path, command: str = "") -> tuple[Config, dict]:
     return Config(**{**values, "momentum": tuple(values["momentum"])}), description
 
 
-# ==================================================================================================
-# PRETRAINING
+# ---- pretraining
 
 
 def pretrain(args: argparse.Namespace) -> dict:
@@ -506,8 +501,7 @@ def fields_of(settings) -> dict:
     return {name: value for name, value in vars(settings).items() if name in names}
 
 
-# ==================================================================================================
-# COMMAND LINE
+# ---- command line
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -535,7 +529,7 @@ def read_flags(parser: argparse.ArgumentParser, argv: list[str] | None) -> argpa
     flags = sys.argv[1:] if argv is None else list(argv)
     resume = "--resume" in flags
     if resume:
-        parser = argparse.ArgumentParser(usage="%(prog)s --resume --run-dir DIR, with its flags")
+        parser = argparse.ArgumentParser(usage="%(prog)s --resume --run-dir DIR (it keeps its flags)")
     add = parser.add_argument
     where = "what the run writes (default: under out/)"
     add("--run-dir", type=Path, required=resume, metavar="DIR", help=where)
