@@ -318,7 +318,7 @@ class Settings(BaseModel):
     muon_lr: float = Field(0.002, gt=0, description="rate of matrices at the start")
     adam_lr: float = Field(0.0006, gt=0, description="rate of the embedding at the start")
     seed: int = Field(0, ge=0, description="of the order of the pairs")
-    eval_every: int = Field(250, ge=0, description="steps between evaluations, 0: only at both ends")
+    eval_every: int = Field(250, ge=0, description="steps between scores, 0: only at both ends")
     save_every: int = Field(0, description="steps between checkpoints, 0: only at the end")
     log_every: int = Field(10, ge=1, description="steps between lines of the log")
     micro_batch_tokens: int = Field(0, ge=0, description="0: 65,536 on a GPU, else 8,192")
@@ -372,7 +372,7 @@ def make_job(config: encoder.Config, settings: Settings, tokenizer):
         raise script.UserError(f"{found}; lower --batch, or make more pairs")
     for data in (train, held_out):
         data.tokenize(tokenizer, settings.max_len)
-    bm25 = bm25_scores(held_out)
+    baseline = bm25_scores(held_out)
 
     source = settings.run / "checkpoints" / settings.checkpoint
     files = [path.read_bytes() for path in (settings.pairs, settings.val_pairs)]
@@ -387,7 +387,7 @@ def make_job(config: encoder.Config, settings: Settings, tokenizer):
         build=encoder.build_state,
         loader=lambda run: pair_loader(run, train, settings.batch),
         step=lambda state, batch: contrast_step(state, train, batch.pairs, settings.temperature),
-        evaluate=lambda run: {**retrieval_scores(run.state, held_out), **bm25},
+        evaluate=lambda run: {**retrieval_scores(run.state, held_out), **baseline},
         flops=lambda config, positions: 0.0,  # texts are of many lengths, and most are short
         **encoder.script_entries(*scripts, contrast=settings.model_dump(mode="json")),
     )
@@ -424,21 +424,15 @@ def score(args: argparse.Namespace) -> dict:
 # ---- command line
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0],
-        argument_default=argparse.SUPPRESS,
-        allow_abbrev=False,
-    )
-    parser.add_argument("run", type=Path, metavar="RUN", help="run directory to start from")
-    score_only = "score RUN on --val-pairs and train nothing"
-    parser.add_argument("--score-only", action="store_true", help=score_only)
+def add_all_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("run", type=Path, metavar="RUN", help="run directory to start from")
+    add("--score-only", action="store_true", help="score RUN on --val-pairs and train nothing")
     add_flags(parser, Settings.model_fields)
-    return parser
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = encoder.read_flags(build_parser(), argv)
+    args = encoder.read_flags(argv, __doc__, add_all_flags)
     work = score if "score_only" in args else finetune
     return run_command(script, lambda: work(args))
 

@@ -278,7 +278,7 @@ class Learner:
         pass
 
     def next(self):
-        """Draws and judges the answers of the next step with the current weights. Returns their Batch."""
+        """The Batch of the next step: draws and judges answers with the current weights."""
         start = time.perf_counter()
         settings = self.settings
         state = self.state
@@ -445,7 +445,7 @@ def make_job(script, home: Path, settings: Settings, resume: bool):
 
 
 def build_parser(resume: bool) -> argparse.ArgumentParser:
-    """The flags of a run; what is not given is not in the result. A resumed run keeps its settings."""
+    """The flags of a run, or those beside --resume. What is not given is not in the result."""
     parser = argparse.ArgumentParser(
         description="Reinforcement learning on a finetuned run.",
         argument_default=argparse.SUPPRESS,

@@ -504,13 +504,8 @@ def fields_of(settings) -> dict:
 # ---- command line
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """The flags of a new run; what is not given is not in the result."""
-    parser = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0],
-        argument_default=argparse.SUPPRESS,
-        allow_abbrev=False,
-    )
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Those of a new run."""
     add = parser.add_argument
     add("--size", choices=tuple(SIZES), default="small", help="number of layers (default small)")
     for field in dataclasses.fields(Config):
@@ -521,25 +516,27 @@ def build_parser() -> argparse.ArgumentParser:
     add("--attention", choices=("auto", *ATTENTION))
     add("--dtype", choices=("auto", "bfloat16", "float32"))
     add("--no-compile", dest="compile", action="store_false", help="quicker start")
-    return parser
 
 
-def read_flags(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace:
-    """The flags, with what train_small.py asks of its own. Beside --resume there are no others."""
+def read_flags(argv: list[str] | None, doc: str, add_flags: Callable) -> argparse.Namespace:
+    """The flags that were given, and what train_small.py asks of its own besides."""
     flags = sys.argv[1:] if argv is None else list(argv)
     resume = "--resume" in flags
-    if resume:
-        parser = argparse.ArgumentParser(usage="%(prog)s --resume --run-dir DIR (it keeps its flags)")
+    parser = argparse.ArgumentParser(
+        description=doc.splitlines()[0], argument_default=argparse.SUPPRESS, allow_abbrev=False
+    )
     add = parser.add_argument
     where = "what the run writes (default: under out/)"
     add("--run-dir", type=Path, required=resume, metavar="DIR", help=where)
     add("--resume", action="store_true", help="continue the run in --run-dir, with its flags")
+    if not resume:
+        add_flags(parser)
     unset = {"run_dir": None, "set": [], "resume_changed": False}
     return parser.parse_args(flags, argparse.Namespace(flags=flags, resume=resume, **unset))
 
 
 def main(argv: list[str] | None = None) -> int:
-    return script.run_command(lambda: pretrain(read_flags(build_parser(), argv)))
+    return script.run_command(lambda: pretrain(read_flags(argv, __doc__, add_flags)))
 
 
 if __name__ == "__main__":
