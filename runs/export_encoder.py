@@ -17,9 +17,9 @@ from pathlib import Path
 import finetune_encoder
 import torch
 import train_encoder as encoder
-from engine import RunError
 from export import make_folder, read_vocabulary, store_weights, write_json, write_tokenizer
 from export_portable import sizes
+from finetune import run_command
 from torch import Tensor
 
 script = encoder.script
@@ -76,24 +76,20 @@ def write_sentence_transformers(folder: Path, width: int, max_len: int) -> None:
         modules.append({"idx": number, "name": str(number), "path": path, "type": kind})
         (folder / path).mkdir(exist_ok=True)
     write_json(folder / "modules.json", modules)
-    limits = {"max_seq_length": max_len, "do_lower_case": False}
-    write_json(folder / "sentence_bert_config.json", limits)
+    write_json(folder / "sentence_bert_config.json", {"max_seq_length": max_len})
     pooling = {"word_embedding_dimension": width, "pooling_mode_mean_tokens": True}
     write_json(folder / "1_Pooling/config.json", pooling)
     write_json(folder / "2_Normalize/config.json", {})
 
 
 def export(run_dir: Path, out: Path) -> dict:
-    """Writes the folder, the weights last. Raises: UserError"""
+    """Writes the folder, the weights last. Raises: UserError, RunError"""
     model, description, step = finetune_encoder.load_encoder(run_dir)
     config = model.config
     tokenizer = script.Tokenizer(run_dir / "tokenizer.json")
     tokenizer.specials[MASK] = config.vocab_size - 1
     tensors = convert_weights(model)
-    try:
-        make_folder(out)
-    except RunError as error:
-        raise script.UserError(str(error)) from None
+    make_folder(out)
     write_json(out / "config.json", transformers_config(config, tokenizer.bos_id))
     more = {"mask_token": MASK, "padding_side": "right"}
     write_tokenizer(out, read_vocabulary(tokenizer), config.max_seq_len, **more)
@@ -108,7 +104,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("run", type=Path, metavar="RUN", help="run directory of an encoder")
     parser.add_argument("--out", required=True, type=Path, help="new folder")
     args = parser.parse_args(argv)
-    return script.run_command(lambda: export(args.run, args.out))
+    return run_command(script, lambda: export(args.run, args.out))
 
 
 if __name__ == "__main__":

@@ -25,15 +25,11 @@ import bisect
 import dataclasses
 import hashlib
 import math
-import signal
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-
-if __name__ == "__main__":  # Ctrl-C ends the process quietly while torch and the script are imported
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import engine
 import numpy as np
@@ -173,15 +169,10 @@ def load_source(script: ModuleType, state, checkpoint: Path, moments: bool) -> N
     state.loss_scale = loss_scale
     state.optimizer.drop_gradients()  # late ones are of text that is not trained on now
     if not moments:
-        drop_moments(state.optimizer)
-
-
-def drop_moments(optimizer) -> None:
-    """Leaves an optimizer as before its first step."""
-    optimizer.count = 0
-    for slot in optimizer.slots:
-        for moment in slot.moments.values():
-            moment.zero_()
+        state.optimizer.count = 0
+        for slot in state.optimizer.slots:
+            for moment in slot.moments.values():
+                moment.zero_()
 
 
 # ---- the run
@@ -255,10 +246,7 @@ def make_job(script: ModuleType, config, dataset, settings: Settings):
     padding = 1 - conversations.inputs * config.max_epochs / available
     counted = conversations.tokens[conversations.counted]
 
-    def load_start(state) -> None:
-        source = Path(settings.run) / "checkpoints" / settings.checkpoint
-        load_source(script, state, source, settings.moments)
-
+    source = Path(settings.run) / "checkpoints" / settings.checkpoint
     notes = f"{len(counted):,} counted tokens in {conversations.count:,} conversations"
     return script.Job(
         config=config,
@@ -269,7 +257,7 @@ def make_job(script: ModuleType, config, dataset, settings: Settings):
         available=available,
         bytes_per_token=int(dataset.tokenizer.token_bytes[counted].sum()) / len(counted),
         note=f"{notes}, {padding:.1%} padding",
-        load_start=load_start,
+        load_start=lambda state: load_source(script, state, source, settings.moments),
         **tool_entries("finetune", __file__, dataclasses.asdict(settings)),
     )
 
@@ -292,22 +280,16 @@ def fingerprint(files: dict) -> str:
 # ---- the command line
 
 
-def resume_flags(argv: list[str]) -> tuple[Path | None, list[str]]:
-    """The run directory to continue, None without --resume, and the other flags."""
+def script_directory(argv: list[str]) -> Path:
+    """The run directory whose script trains: RUN, or with --resume that of --run-dir."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--run-dir", nargs="?")
-    known, others = parser.parse_known_args(argv)
+    known, _ = parser.parse_known_args(argv)
     if known.resume and not known.run_dir:
         raise RunError("--resume needs --run-dir, the run to continue")
-    return Path(known.run_dir) if known.resume else None, others
-
-
-def script_directory(argv: list[str]) -> Path:
-    """The run directory whose script trains: RUN, or with --resume that of --run-dir."""
-    run_dir, _ = resume_flags(argv)
-    if run_dir:
-        return run_dir
+    if known.resume:
+        return Path(known.run_dir)
     if not argv or argv[0].startswith(("-", "@")):
         way = "name it first, as in python runs/finetune.py RUN"
         raise RunError(f"finetuning starts from a run directory with a checkpoint; {way}")
@@ -367,11 +349,15 @@ def run_with_script(directory: Callable[[], Path], work: Callable[[ModuleType], 
     except RunError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return 1
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    return run_command(script, lambda: work(script))
+
+
+def run_command(script: ModuleType, work: Callable[[], dict]) -> int:
+    """Runs work() as a command of a training script; the exit code."""
 
     def command() -> dict:
         try:
-            return work(script)
+            return work()
         except RunError as error:
             raise script.UserError(str(error)) from None
 

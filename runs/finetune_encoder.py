@@ -18,13 +18,13 @@ Letters in shape comments: T packed tokens, D width, N texts.
 
 import argparse
 import dataclasses
-import functools
 import hashlib
 import itertools
 import math
 import re
 import sys
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,15 +36,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import train_encoder as encoder
 from engine import print_note
-from finetune import drop_moments
-from pydantic import BaseModel, StringConstraints, ValidationError
+from finetune import add_flags, check_settings, load_source, run_command
+from pydantic import BaseModel, Field, StringConstraints, ValidationError
 from safetensors.torch import load_file
 from torch import Tensor
 
 script = encoder.script
 
-# ==================================================================================================
-# PAIRS
+# ---- pairs
 
 
 class Pair(NamedTuple):
@@ -86,27 +85,22 @@ def read_pairs(path: Path, negatives: int) -> Pairs:
     pairs = []
     try:
         with Path(path).open(encoding="utf-8", newline="\n") as file:
-            for number, line in enumerate(file, 1):
-                row = read_row(line.strip(), f"{path} line {number}")
+            for line in file:
+                row = Row.model_validate_json(line.strip())
                 texts = [row.query, row.positive, *row.negatives[:negatives]]
                 query, positive, *others = (index.setdefault(text, len(index)) for text in texts)
                 pairs.append(Pair(query, positive, tuple(others)))
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = "".join(f" {part!r}" for part in first["loc"])
+        problem = f"{path} line {len(pairs) + 1}{key} is {first['input']!r:.80} ({first['msg']})"
+        form = '{"query": TEXT, "positive": TEXT} with an optional list "negatives"'
+        raise script.UserError(f"{problem}; a line is {form}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise script.UserError(f"cannot read {path} ({error}); name a file of pairs in UTF-8") from None
     if not pairs:
         raise script.UserError(f"{path} holds no pairs; make some with data/pairs.py")
     return Pairs(list(index), pairs)
-
-
-def read_row(line: str, place: str) -> Row:
-    try:
-        return Row.model_validate_json(line)
-    except ValidationError as error:
-        first = error.errors()[0]
-    key = "".join(f" {part!r}" for part in first["loc"])
-    form = '{"query": TEXT, "positive": TEXT} with an optional list "negatives"'
-    problem = f"{place}{key} is {first['input']!r:.80} ({first['msg']})"
-    raise script.UserError(f"{problem}; a line is {form}")
 
 
 def pairs_of_step(count: int, batch: int, seed: int, step: int) -> np.ndarray:
@@ -116,29 +110,26 @@ def pairs_of_step(count: int, batch: int, seed: int, step: int) -> np.ndarray:
     return order[number * batch : (number + 1) * batch]
 
 
-# ==================================================================================================
-# RETRIEVAL
+# ---- retrieval
 
 
 class Task(NamedTuple):
-    """A retrieval task: each query against all documents."""
+    """A retrieval task: each query against all documents. Keys are indices of texts."""
 
-    queries: list[int]  # indices of texts
-    documents: list[int]
-    relevant: list[set[int]]  # for each query, numbers of documents
-
-
-def retrieval_task(data: Pairs) -> Task:
-    positives = {}
-    for pair in data.pairs:
-        positives.setdefault(pair.query, set()).add(pair.positive)
-    documents = list(dict.fromkeys(i for p in data.pairs for i in (p.positive, *p.negatives)))
-    number = {text: i for i, text in enumerate(documents)}
-    relevant = [{number[text] for text in found} for found in positives.values()]
-    return Task(list(positives), documents, relevant)
+    documents: dict[int, int]  # numbers them
+    relevant: dict[int, set[int]]  # for each query, numbers of documents
 
 
-def ranking_scores(rankings: np.ndarray, relevant: list[set[int]]) -> dict[str, float]:
+def retrieval_task(pairs: list[Pair]) -> Task:
+    texts = dict.fromkeys(i for pair in pairs for i in (pair.positive, *pair.negatives))
+    documents = {text: number for number, text in enumerate(texts)}
+    relevant = {}
+    for pair in pairs:
+        relevant.setdefault(pair.query, set()).add(documents[pair.positive])
+    return Task(documents, relevant)
+
+
+def ranking_scores(rankings: np.ndarray, relevant: Iterable[set[int]]) -> dict[str, float]:
     """nDCG@10 and recall@10, means over queries. Each row of rankings holds the first ten documents."""
     gains = 1 / np.log2(np.arange(2, 12))
     ndcg = []
@@ -154,31 +145,31 @@ def first_ten(scores: np.ndarray) -> np.ndarray:
     return np.argsort(-scores, kind="stable")[:10]
 
 
-class BM25:
-    """Okapi BM25 over words of letters and digits, with Lucene's k1, b and idf."""
+def bm25(documents: list[str], queries: list[str]) -> Iterator[np.ndarray]:
+    """Scores of all documents for each query.
 
-    def __init__(self, documents: list[str], k1: float = 1.2, b: float = 0.75):
-        counts = [Counter(words_of(document)) for document in documents]
-        lengths = np.array([max(1, sum(count.values())) for count in counts], float)
-        self.size = len(documents)
-        postings = {}
-        for number, count in enumerate(counts):
-            for word, times in count.items():
-                postings.setdefault(word, []).append((number, times))
-        self.weights = {}  # word: documents that have it, and what it adds to their scores
-        for word, entries in postings.items():
-            found, times = np.array(entries).T
-            idf = math.log(1 + (self.size - len(found) + 0.5) / (len(found) + 0.5))
-            norm = k1 * (1 - b + b * lengths[found] / lengths.mean())
-            self.weights[word] = (found, idf * times / (times + norm))
+    Okapi BM25 over words of letters and digits, with Lucene's k1 = 1.2, b = 0.75 and idf.
+    """
+    counts = [Counter(words_of(document)) for document in documents]
+    lengths = np.array([max(1, sum(count.values())) for count in counts], float)
+    postings = {}
+    for number, count in enumerate(counts):
+        for word, times in count.items():
+            postings.setdefault(word, []).append((number, times))
+    weights = {}  # word: documents that have it, and what it adds to their scores
+    for word, entries in postings.items():
+        found, times = np.array(entries).T
+        idf = math.log(1 + (len(documents) - len(found) + 0.5) / (len(found) + 0.5))
+        norm = 1.2 * (1 - 0.75 + 0.75 * lengths[found] / lengths.mean())
+        weights[word] = (found, idf * times / (times + norm))
 
-    def scores(self, query: str) -> np.ndarray:
-        total = np.zeros(self.size)
+    for query in queries:
+        scores = np.zeros(len(documents))
         for word in words_of(query):
-            if word in self.weights:
-                found, weights = self.weights[word]
-                total[found] += weights
-        return total
+            if word in weights:
+                found, added = weights[word]
+                scores[found] += added
+        yield scores
 
 
 def words_of(text: str) -> list[str]:
@@ -186,14 +177,15 @@ def words_of(text: str) -> list[str]:
 
 
 def bm25_scores(data: Pairs) -> dict[str, float]:
-    task = retrieval_task(data)
-    index = BM25([data.texts[i] for i in task.documents])
-    rankings = [first_ten(index.scores(data.texts[i])) for i in task.queries]
-    return {f"bm25_{name}": x for name, x in ranking_scores(rankings, task.relevant).items()}
+    task = retrieval_task(data.pairs)
+    documents = [data.texts[i] for i in task.documents]
+    queries = [data.texts[i] for i in task.relevant]
+    rankings = [first_ten(scores) for scores in bm25(documents, queries)]
+    found = ranking_scores(rankings, task.relevant.values())
+    return {f"bm25_{name}": score for name, score in found.items()}
 
 
-# ==================================================================================================
-# ONE STEP
+# ---- one step
 
 
 def pack_texts(sequences: list[np.ndarray], device: torch.device) -> tuple:
@@ -239,35 +231,31 @@ def embed_all(state, sequences: list[np.ndarray]) -> Tensor:
     return gather_rows(torch.cat(parts), len(sequences), state.ranks)
 
 
-def contrast_loss(embeddings_ND: Tensor, rows: list[Pair], temperature: float) -> Tensor:
+def contrast_loss(embeddings_ND: Tensor, row, pairs: list[Pair], temperature: float) -> Tensor:
     """Mean nats of finding each query's positive among all positives and negatives of the batch.
 
     Another positive of the same query is no wrong answer, so it is left out.
-    Args: rows pairs of row numbers of embeddings_ND
+    Args: row[i] the row of embeddings_ND that text i has
     """
-    documents = list(dict.fromkeys(i for row in rows for i in (row.positive, *row.negatives)))
-    column = {document: number for number, document in enumerate(documents)}
-    right = torch.tensor([column[row.positive] for row in rows], device=embeddings_ND.device)
-    queries = embeddings_ND[[row.query for row in rows]]
-    similarity = queries @ embeddings_ND[documents].T
-
-    positives = {}
-    for row in rows:
-        positives.setdefault(row.query, set()).add(row.positive)
-    for number, row in enumerate(rows):
-        others = [column[document] for document in positives[row.query] - {row.positive}]
+    task = retrieval_task(pairs)
+    queries = embeddings_ND[[row[pair.query] for pair in pairs]]
+    documents = embeddings_ND[[row[i] for i in task.documents]]
+    similarity = queries @ documents.T
+    right = [task.documents[pair.positive] for pair in pairs]
+    for number, pair in enumerate(pairs):
+        others = task.relevant[pair.query] - {right[number]}
         if others:
-            similarity[number, others] = -math.inf
-    return F.cross_entropy(similarity / temperature, right)
+            similarity[number, list(others)] = -math.inf
+    targets = torch.tensor(right, device=similarity.device)
+    return F.cross_entropy(similarity / temperature, targets)
 
 
-def texts_of(data: Pairs, chosen: np.ndarray) -> list[int]:
+def texts_of(pairs: list[Pair]) -> list[int]:
     """The texts of some pairs, each once."""
-    pairs = [data.pairs[i] for i in chosen]
     return list(dict.fromkeys(i for p in pairs for i in (p.query, p.positive, *p.negatives)))
 
 
-def contrast_step(state, data: Pairs, chosen: np.ndarray, temperature: float) -> Tensor:
+def contrast_step(state, data: Pairs, pairs: list[Pair], temperature: float) -> Tensor:
     """One optimizer step on some pairs; returns this rank's share of the loss, 0-D.
 
     Every rank embeds its share of the texts and computes the loss of the whole batch, of which its
@@ -275,14 +263,9 @@ def contrast_step(state, data: Pairs, chosen: np.ndarray, temperature: float) ->
     first all of it without a graph, then a micro-batch at a time with the gradients of its
     embeddings (arXiv 2101.06983).
     """
-    config = state.config
     ranks = state.ranks
-    texts = texts_of(data, chosen)
+    texts = texts_of(pairs)
     row = {text: number for number, text in enumerate(texts)}
-    rows = []
-    for query, positive, negatives in (data.pairs[i] for i in chosen):
-        rows.append(Pair(row[query], row[positive], tuple(row[n] for n in negatives)))
-
     packed = own_texts(state, [data.sequences[i] for i in texts])
     keeps_graph = len(packed) == 1
     with torch.set_grad_enabled(keeps_graph):
@@ -291,7 +274,7 @@ def contrast_step(state, data: Pairs, chosen: np.ndarray, temperature: float) ->
     leaf = torch.cat(outputs).detach().requires_grad_()
     own_rows = torch.arange(ranks.rank, len(texts), ranks.world, device=ranks.device)
     everything = gather_rows(leaf, len(texts), ranks).index_copy(0, own_rows, leaf)
-    loss = contrast_loss(everything, rows, temperature)
+    loss = contrast_loss(everything, row, pairs, temperature)
     loss.backward()
 
     gradients = leaf.grad.split([len(output) for output in outputs])
@@ -299,54 +282,57 @@ def contrast_step(state, data: Pairs, chosen: np.ndarray, temperature: float) ->
         if not keeps_graph:
             output = state.model.embed_texts(*group)
         output.backward(gradient)
-    lr_mult = script.lr_multiplier(config, state.step)
-    state.optimizer.step(lr_mult, script.muon_momentum(config, state.step))
+    lr_mult = script.lr_multiplier(state.config, state.step)
+    state.optimizer.step(lr_mult, script.muon_momentum(state.config, state.step))
     state.step += 1
     return loss.detach() / ranks.world  # every rank has all of it
 
 
 def retrieval_scores(state, data: Pairs) -> dict[str, float]:
     """nDCG@10 and recall@10 of the model; every rank must call it."""
-    task = retrieval_task(data)
+    task = retrieval_task(data.pairs)
     embeddings = embed_all(state, data.sequences)
-    documents = embeddings[task.documents]
+    documents = embeddings[list(task.documents)]
     rankings = []
-    for part in torch.tensor(task.queries).split(1024):
+    for part in torch.tensor(list(task.relevant)).split(1024):
         similarity = (embeddings[part.to(embeddings.device)] @ documents.T).cpu().numpy()
         rankings += [first_ten(row) for row in similarity]
-    return ranking_scores(rankings, task.relevant)
+    return ranking_scores(rankings, task.relevant.values())
 
 
-# ==================================================================================================
-# THE RUN
+# ---- the run
 
 
-@dataclass(frozen=True)
-class Settings:
-    """What finetuning adds to the Config of a run; the entry "contrast" of config.json."""
+class Settings(BaseModel):
+    """What the flags say of a run; the entry "contrast" of config.json."""
 
-    run: str  # directory of the source
+    run: Path
     checkpoint: str  # name of the one it started from
-    pairs: str
-    val_pairs: str
-    batch: int
-    max_len: int
-    negatives: int
-    temperature: float
+    pairs: Path = Field(description="to train on; data/pairs.py makes such files")
+    val_pairs: Path = Field(description="held out")
+    steps: int = Field(1000, ge=1, description="length of the run")
+    batch: int = Field(256, ge=1, description="pairs in a step, over all GPUs")
+    max_len: int = Field(256, ge=1, description="tokens of a text; the rest is cut")
+    negatives: int = Field(1, ge=0, description="most negatives that are used of a pair")
+    temperature: float = Field(0.05, gt=0, description="of the similarities")
+    muon_lr: float = Field(0.002, gt=0, description="rate of matrices at the start")
+    adam_lr: float = Field(0.0006, gt=0, description="rate of the embedding at the start")
+    seed: int = Field(0, ge=0, description="of the order of the pairs")
+    eval_every: int = Field(250, ge=0, description="steps between scores, 0: only at both ends")
+    save_every: int = Field(0, description="steps between checkpoints, 0: only at the end")
+    log_every: int = Field(10, ge=1, description="steps between lines of the log")
+    micro_batch_tokens: int = Field(0, ge=0, description="0: 65,536 on a GPU, else 8,192")
 
 
 def new_run(args: argparse.Namespace) -> tuple[encoder.Config, Settings]:
     """The Config and the settings of a run that starts from args.run."""
     base, _ = encoder.read_run(args.run)
-    if not args.pairs or not args.val_pairs:
-        raise script.UserError("--pairs and --val-pairs are missing; data/pairs.py makes such files")
     folder = script.newest_whole(args.run, print_note)
+    settings = check_settings(Settings, {**vars(args), "checkpoint": folder.name})
+    settings.max_len = min(settings.max_len, base.max_seq_len)
     # The rate falls from the first step to the last. The moments are new, so momentum rises.
-    config = dataclasses.replace(base, **encoder.fields_of(args), cooldown=1.0, lr_floor=0.0)
-    given = {name: getattr(args, name) for name in ("batch", "negatives", "temperature")}
-    given |= {"pairs": str(args.pairs), "val_pairs": str(args.val_pairs)}
-    max_len = min(args.max_len, base.max_seq_len)
-    return config, Settings(run=str(args.run), checkpoint=folder.name, max_len=max_len, **given)
+    config = dataclasses.replace(base, **encoder.fields_of(settings), cooldown=1.0, lr_floor=0.0)
+    return config, settings
 
 
 def pair_loader(run, train: Pairs, batch: int) -> SimpleNamespace:
@@ -356,9 +342,10 @@ def pair_loader(run, train: Pairs, batch: int) -> SimpleNamespace:
 
     def next_pairs() -> SimpleNamespace:
         chosen = pairs_of_step(len(train.pairs), batch, seed, next(steps))
-        tokens = sum(len(train.sequences[i]) for i in texts_of(train, chosen))
+        pairs = [train.pairs[i] for i in chosen]
+        tokens = sum(len(train.sequences[i]) for i in texts_of(pairs))
         unused = {"position": None, "positions": None, "notes": {}}
-        return SimpleNamespace(chosen=chosen, total_tokens=tokens, **unused)
+        return SimpleNamespace(pairs=pairs, total_tokens=tokens, **unused)
 
     return SimpleNamespace(next=next_pairs, close=lambda: None)
 
@@ -371,7 +358,7 @@ def finetune(args: argparse.Namespace) -> dict:
         home = args.run_dir
     else:
         config, settings = new_run(args)
-        home = Path(settings.run)
+        home = settings.run
     job = make_job(config, settings, script.Tokenizer(home / "tokenizer.json"))
     return script.train(config, args, job)
 
@@ -385,14 +372,10 @@ def make_job(config: encoder.Config, settings: Settings, tokenizer):
         raise script.UserError(f"{found}; lower --batch, or make more pairs")
     for data in (train, held_out):
         data.tokenize(tokenizer, settings.max_len)
-    bm25 = bm25_scores(held_out)
+    baseline = bm25_scores(held_out)
 
-    def load_start(state) -> None:
-        script.load_checkpoint(state, Path(settings.run) / "checkpoints" / settings.checkpoint)
-        state.step = 0
-        drop_moments(state.optimizer)
-
-    files = [Path(path).read_bytes() for path in (settings.pairs, settings.val_pairs)]
+    source = settings.run / "checkpoints" / settings.checkpoint
+    files = [path.read_bytes() for path in (settings.pairs, settings.val_pairs)]
     digests = "".join(hashlib.sha256(content).hexdigest() for content in files)
     scripts = (encoder.__file__, __file__)
     return script.Job(
@@ -400,13 +383,13 @@ def make_job(config: encoder.Config, settings: Settings, tokenizer):
         tokenizer=tokenizer,
         fingerprint=hashlib.sha256(digests.encode()).hexdigest(),
         note=f"{len(train.pairs):,} pairs to train on, {len(held_out.pairs):,} held out",
-        load_start=load_start,
+        load_start=lambda state: load_source(script, state, source, moments=False),
         build=encoder.build_state,
         loader=lambda run: pair_loader(run, train, settings.batch),
-        step=lambda state, batch: contrast_step(state, train, batch.chosen, settings.temperature),
-        evaluate=lambda run: {**retrieval_scores(run.state, held_out), **bm25},
+        step=lambda state, batch: contrast_step(state, train, batch.pairs, settings.temperature),
+        evaluate=lambda run: {**retrieval_scores(run.state, held_out), **baseline},
         flops=lambda config, positions: 0.0,  # texts are of many lengths, and most are short
-        **encoder.script_entries(*scripts, contrast=dataclasses.asdict(settings)),
+        **encoder.script_entries(*scripts, contrast=settings.model_dump(mode="json")),
     )
 
 
@@ -426,57 +409,32 @@ def longest_text(description: dict) -> int:
 
 def score(args: argparse.Namespace) -> dict:
     """Retrieval on held-out pairs, and BM25 on the same."""
-    if not args.val_pairs:
-        raise script.UserError("--score-only needs --val-pairs, the file to score on")
+    untrained = {"pairs": "", "checkpoint": ""}
+    settings = check_settings(Settings, untrained | vars(args))
     ranks = script.start_ranks()
     model, description, step = load_encoder(args.run)
     state = encoder.build_state(model.config, ranks)
     state.model.load_state_dict(model.state_dict())
-    data = read_pairs(args.val_pairs, args.negatives)
+    data = read_pairs(settings.val_pairs, settings.negatives)
     data.tokenize(script.Tokenizer(args.run / "tokenizer.json"), longest_text(description))
-    counts = {"queries": len(retrieval_task(data).queries), "step": step}
+    counts = {"queries": len(retrieval_task(data.pairs).relevant), "step": step}
     return {**counts, **retrieval_scores(state, data), **bm25_scores(data)}
 
 
-# ==================================================================================================
-# COMMAND LINE
+# ---- command line
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+def add_all_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    number = functools.partial(encoder.add_number, parser)
-
-    add("run", type=Path, nargs="?", metavar="RUN", help="run directory to start from")
-    add("--pairs", type=Path, metavar="FILE", help="to train on")
-    add("--val-pairs", type=Path, metavar="FILE", help="held out")
-    add("--run-dir", type=Path, metavar="DIR", help="what the run writes (default: under out/)")
-    add("--resume", action="store_true", help="continue the run in --run-dir, with its flags")
+    add("run", type=Path, metavar="RUN", help="run directory to start from")
     add("--score-only", action="store_true", help="score RUN on --val-pairs and train nothing")
-    number("--steps", 1000, "length of the run")
-    number("--batch", 256, "pairs in a step, over all GPUs")
-    number("--max-len", 256, "tokens of a text; the rest is cut")
-    number("--negatives", 1, "most negatives that are used of a pair")
-    number("--temperature", 0.05, "of the similarities")
-    number("--muon-lr", 0.002, "rate of matrices at the start")
-    number("--adam-lr", 0.0006, "rate of the embedding at the start")
-    number("--seed", 0, "of the order of the pairs")
-    number("--eval-every", 250, "steps between evaluations, 0: only at both ends")
-    number("--save-every", 0, "steps between checkpoints, 0: only at the end")
-    number("--log-every", 10, "steps between lines of the log")
-    number("--micro-batch-tokens", 0, "0: 65,536 on a GPU, else 8,192")
-    return parser
+    add_flags(parser, Settings.model_fields)
 
 
 def main(argv: list[str] | None = None) -> int:
-    def command() -> dict:
-        args = encoder.read_flags(build_parser(), argv)
-        if not args.resume and not args.run:
-            way = "as in python runs/finetune_encoder.py RUN"
-            raise script.UserError(f"finetuning starts from a run directory; name it first, {way}")
-        return score(args) if args.score_only else finetune(args)
-
-    return script.run_command(command)
+    args = encoder.read_flags(argv, __doc__, add_all_flags)
+    work = score if "score_only" in args else finetune
+    return run_command(script, lambda: work(args))
 
 
 if __name__ == "__main__":

@@ -750,30 +750,31 @@ def log_step(run: Run, loss: float, norm: float, seconds: float, rows: np.ndarra
     if torch.cuda.is_available():
         entry["memory_gib"] = torch.cuda.max_memory_reserved() / 2**30
         parts.append(f"{entry['memory_gib']:.1f} GiB")
-    if peak := peak_flops():
-        entry["mfu"] = step_flops(run, rows) / seconds / peak
+    if mfu := share_of_peak(run, rows, seconds):
+        entry["mfu"] = mfu
         parts.append(f"MFU {entry['mfu']:.1%}")
     entry["eta_seconds"] = eta
     parts.append(f"{timedelta(seconds=round(eta))} left")
     write_log(run, entry, f"step {progress.step:,}/{run.steps:,}: {', '.join(parts)}")
 
 
-def peak_flops() -> float:
-    """Of all GPUs together, 0 if it is not known."""
+def share_of_peak(run: Run, rows: np.ndarray, seconds: float) -> float:
+    """MFU of a step, 0 if the peak is not known.
+
+    A weight takes 6 FLOPs a token, or 4 if it is frozen; attention 12 a pair and channel.
+    """
     card = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
     peaks = [tflops for name, tflops in PEAK_TFLOPS.items() if f" {name}" in card]
-    return peaks[0] * 1e12 * dist.get_world_size() if peaks else 0.0
-
-
-def step_flops(run: Run, rows: np.ndarray) -> float:
-    """A weight takes 6 FLOPs a token, or 4 if it is frozen; attention 12 a pair and channel."""
+    if not peaks:
+        return 0.0
     c = run.model.config
     width = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
     weights = {*matrices(run.model), run.model.get_output_embeddings().weight}
     per_token = sum(p.numel() * (6 if p.requires_grad else 4) for p in weights)
     per_pair = 12 * c.num_hidden_layers * c.num_attention_heads * width
     pairs = run.train.total("attended", rows)  # of a query and a key
-    return per_token * run.train.total("tokens", rows) + per_pair * pairs
+    flops = per_token * run.train.total("tokens", rows) + per_pair * pairs
+    return flops / seconds / (peaks[0] * 1e12 * dist.get_world_size())
 
 
 def finish(run: Run, sample: str) -> dict:
@@ -883,10 +884,8 @@ def make_config(argv: list[str]) -> Config:
     parser = build_parser()
     settings = vars(parser.parse_intermixed_args(words))
     if settings.get("resume") in (True, "true") and "run_dir" in settings:
-        file = Path(settings["run_dir"]) / "config.json"
-        if not file.is_file():
-            raise RunError(f"--run-dir {file.parent} holds no run to resume; name another")
-        settings = vars(parser.parse_intermixed_args(["@", str(file), *words]))
+        file = f"{settings['run_dir']}/config.json"
+        settings = vars(parser.parse_intermixed_args(["@", file, *words]))
 
     data = [name for name in settings if name.startswith("data.")]
     source = {name.removeprefix("data."): settings.pop(name) for name in data}

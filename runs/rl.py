@@ -34,17 +34,13 @@ import dataclasses
 import math
 import random
 import re
-import signal
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any, Literal
-
-if __name__ == "__main__":  # Ctrl-C ends the process quietly while torch is imported
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import chat_eval
 import engine
@@ -252,11 +248,10 @@ def backward(state, batch, weights: torch.Tensor, drawn: int) -> torch.Tensor:
     Returns: the sum of nats, without weights, 0-D
     """
     device = state.ranks.device
-    packs = state.packs
     total_nats = torch.zeros((), device=device)
-    for i, micro_batch in enumerate(batch.micro_batches(packs, device)):
-        weight = weights[i * packs : (i + 1) * packs].flatten().to(device)
-        loss, nats = state.forward(*micro_batch, weight)
+    micro_batches = batch.micro_batches(state.packs, device)
+    for micro_batch, weight in zip(micro_batches, weights.split(state.packs), strict=True):
+        loss, nats = state.forward(*micro_batch, weight.flatten().to(device))
         (loss / drawn * state.loss_scale).backward()
         total_nats += nats.sum()
     return total_nats
@@ -272,10 +267,7 @@ class Learner:
     tokenizer: Any
     state: Any = None  # the script's TrainState, once the run has begun
     generator: Any = None
-
-    @property
-    def ranks(self):
-        return self.state.ranks
+    weights: torch.Tensor | None = None  # of the targets of a step: advantages
 
     def loader(self, run):
         self.state = run.state
@@ -285,17 +277,17 @@ class Learner:
     def close(self) -> None:
         pass
 
-    def next(self) -> SimpleNamespace:
-        """Draws and judges the answers of the next step with the current weights."""
+    def next(self):
+        """The Batch of the next step: draws and judges answers with the current weights."""
         start = time.perf_counter()
         settings = self.settings
-        ranks = self.ranks
-        step = self.state.step
+        state = self.state
+        ranks = state.ranks
         groups = []  # the answers to one question stay on one rank
         for place in range(ranks.rank, settings.prompts, ranks.world):
-            first = (settings.seed * 1_000_003 + step) * settings.prompts + place
+            first = (settings.seed * 1_000_003 + state.step) * settings.prompts + place
             first *= settings.samples
-            item = self.task.train(step, place)
+            item = self.task.train(state.step, place)
             seeds = range(first, first + settings.samples)
             groups.append((item, self.ask(item, seeds, settings.temperature)))
         complete(self.generator, [c for _, completions in groups for c in completions])
@@ -310,23 +302,17 @@ class Learner:
             sum(any(r.advantage for r in group) for group in judged),
         ]
         drawn, reward, right, useful = sum_over_ranks(np.array(sums, float), ranks).tolist()
+        inputs = (state.config, self.tokenizer.bos_id, rollouts, state.packs)
+        batch, self.weights = pack_rollouts(self.script, *inputs)
+        batch.total_tokens = int(drawn)
         count = settings.prompts * settings.samples
-        notes = {"reward": reward / count, "right": right / count}
-        notes |= {"useful": useful / settings.prompts}
-        state = self.state
-        bos_id = self.tokenizer.bos_id
-        batch, weights = pack_rollouts(self.script, state.config, bos_id, rollouts, state.packs)
-        notes["draw_seconds"] = time.perf_counter() - start
-        return SimpleNamespace(
-            batch=batch,
-            weights=weights,
-            useful=useful > 0,
-            notes=notes,
-            # What the loop asks for, too.
-            total_tokens=int(drawn),
-            positions=batch.positions,
-            position=None,
-        )
+        batch.notes = {
+            "reward": reward / count,
+            "right": right / count,
+            "useful": useful / settings.prompts,
+            "draw_seconds": time.perf_counter() - start,
+        }
+        return batch
 
     def ask(self, item: Item, seeds, temperature: float) -> list[engine.Completion]:
         """A completion of the question for each seed, from the whole vocabulary; not yet drawn."""
@@ -337,18 +323,18 @@ class Learner:
         options["stop"] = (self.tokenizer.specials["<|assistant_end|>"],)
         return [engine.Completion(prompt, most, temperature, seed=s % 2**32, **options) for s in seeds]
 
-    def step(self, state, answers: SimpleNamespace) -> torch.Tensor:
+    def step(self, state, batch) -> torch.Tensor:
         """One optimizer step on the answers of all ranks; this rank's share of the mean nats."""
         step = state.step
         state.step += 1
-        if not answers.useful:
-            return torch.zeros((), device=self.ranks.device)
-        nats = backward(state, answers.batch, answers.weights, answers.total_tokens)
+        if not batch.notes["useful"]:
+            return torch.zeros((), device=state.ranks.device)
+        nats = backward(state, batch, self.weights, batch.total_tokens)
         lr_mult = self.script.lr_multiplier(state.config, step)
         momentum = self.script.muon_momentum(state.config, step)
         if not state.optimizer.step(lr_mult, momentum, state.loss_scale):
             state.loss_scale = max(state.loss_scale / 2, 2.0)  # fp16 overflowed
-        targets = sum_over_ranks(np.array([answers.batch.total_targets], float), self.ranks)[0]
+        targets = sum_over_ranks(np.array([batch.total_targets], float), state.ranks)[0]
         return nats / max(targets, 1)
 
     def evaluate(self, run) -> dict[str, float]:
@@ -363,7 +349,7 @@ class Learner:
         """Greedy accuracy and pass@k on the held-out questions, and the first greedy answers."""
         items = self.task.test
         n = self.settings.eval_samples
-        ranks = self.ranks
+        ranks = self.state.ranks
         # Each rank has a run of questions, so the report's are the first for any number of ranks.
         share = -(-len(items) // ranks.world)
         mine = range(ranks.rank * share, min((ranks.rank + 1) * share, len(items)))
@@ -405,17 +391,15 @@ def pass_at_k(n: int, right: int, k: int) -> float:
 def rl_config(script, checkpoint: Path, settings: Settings):
     """The Config of the finetuned run with the rates of this run."""
     base = finetune.stage_config(script, checkpoint, packs=1, lr=1.0)
+    same = settings.model_dump(include={"seed", "log_every", "eval_every", "save_every"})
     return dataclasses.replace(
         base,
         muon_lr=base.muon_lr * settings.muon_lr,
         adam_lr=base.adam_lr * settings.adam_lr,
         fp8=False,
         fp8_head=False,
-        seed=settings.seed,
-        log_every=settings.log_every,
-        eval_every=settings.eval_every,
-        save_every=settings.save_every,
         compile=base.compile and not settings.no_compile,
+        **same,
     )
 
 
@@ -441,9 +425,6 @@ def make_job(script, home: Path, settings: Settings, resume: bool):
     task = make_task(settings, fits)
     learner = Learner(script, settings, task, tokenizer)
 
-    def load_start(state) -> None:
-        finetune.load_source(script, state, checkpoint, moments=False)
-
     all_of_them = ", all there are" if len(task.test) < settings.eval_items else ""
     note = f"{settings.prompts} questions x {settings.samples} answers a step"
     return script.Job(
@@ -451,7 +432,7 @@ def make_job(script, home: Path, settings: Settings, resume: bool):
         tokenizer=tokenizer,
         fingerprint=settings.task,
         note=f"{note}, {len(task.test):,} held-out questions{all_of_them}, from {settings.source}",
-        load_start=load_start,
+        load_start=lambda state: finetune.load_source(script, state, checkpoint, moments=False),
         loader=learner.loader,
         step=learner.step,
         evaluate=learner.evaluate,
@@ -463,47 +444,43 @@ def make_job(script, home: Path, settings: Settings, resume: bool):
 # ---- the command line
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """The flags of a run; what is not given is not in the result."""
+def build_parser(resume: bool) -> argparse.ArgumentParser:
+    """The flags of a run, or those beside --resume. What is not given is not in the result."""
     parser = argparse.ArgumentParser(
         description="Reinforcement learning on a finetuned run.",
         argument_default=argparse.SUPPRESS,
     )
     add = parser.add_argument
-    add("source", nargs="?", metavar="RUN", help="finetuned run to start from")
-    add("--run-dir", type=Path, metavar="DIR", help="where to write the run (default: under out/)")
+    where = "where to write the run (default: under out/)"
+    add("--run-dir", type=Path, required=resume, metavar="DIR", help=where)
     add("--resume", action="store_true", help="continue the run in --run-dir, with its settings")
-    add("--no-compile", action="store_true", help="quicker start")
-    finetune.add_flags(parser, Settings.model_fields)
+    if not resume:
+        add("source", metavar="RUN", help="finetuned run to start from")
+        add("--no-compile", action="store_true", help="quicker start")
+        finetune.add_flags(parser, Settings.model_fields)
     return parser
 
 
-def parse(argv: list[str]) -> tuple[Path, dict]:
-    """The run directory to start from or to continue, and the settings that were given."""
-    given = vars(build_parser().parse_args(argv))
-    run_dir, others = finetune.resume_flags(argv)
-    if run_dir and others:
-        raise RunError(f"--resume uses the settings of {run_dir}; leave out {' '.join(others)}")
-    if not run_dir and "source" not in given:
-        raise RunError("RUN is missing; name a finetuned run to start from")
-    return run_dir or Path(given["source"]), given
+def parse(argv: list[str]) -> tuple[Path, argparse.Namespace]:
+    """The run directory to start from or to continue, and the flags that were given."""
+    unset = {"run_dir": None, "resume": False, "resume_changed": False, "set": []}
+    args = argparse.Namespace(flags=list(argv), **unset)
+    build_parser("--resume" in argv).parse_args(argv, args)
+    return args.run_dir if args.resume else Path(args.source), args
 
 
-def read_settings(script: ModuleType, home: Path, given: dict) -> Settings:
+def read_settings(script: ModuleType, home: Path, args: argparse.Namespace) -> Settings:
     """Those that were given, or those that the run to be resumed began with."""
-    if "resume" in given:
-        given = script.read_description(home).get("rl")
-        if given is None:
-            raise RunError(f"{home} is no run of runs/rl.py; continue it with the tool that began it")
+    given = script.read_description(home).get("rl") if args.resume else vars(args)
+    if given is None:
+        raise RunError(f"{home} is no run of runs/rl.py; continue it with the tool that began it")
     return finetune.check_settings(Settings, given)
 
 
 def reinforce(script: ModuleType, argv: list[str]) -> dict:
     """Runs or resumes; returns the result that is printed last."""
-    home, given = parse(argv)
-    job = make_job(script, home, read_settings(script, home, given), "resume" in given)
-    flags = {"run_dir": given.get("run_dir"), "resume": "resume" in given, "flags": list(argv)}
-    args = argparse.Namespace(**flags, resume_changed=False, set=[])
+    home, args = parse(argv)
+    job = make_job(script, home, read_settings(script, home, args), args.resume)
     return script.train(job.config, args, job)
 
 

@@ -40,52 +40,51 @@ script = importlib.import_module("train_small")
 NORM_EPS = 1e-6
 CE_ROWS = 8192  # rows of logits that exist at the same time
 
-# ==================================================================================================
-# CONFIG
+# ---- config
 
 
-def number(flag: str, default: float, help: str):
-    """A field of Config that a flag sets."""
-    return dataclasses.field(default=default, metadata={"flag": flag, "help": help})
+def flag(default, help: str):
+    """A field of Config that a flag of the same name sets."""
+    return dataclasses.field(default=default, metadata={"help": help})
 
 
 @dataclass(frozen=True)
 class Config:
     """Every number of a run."""
 
-    num_layers: int = number("--num-layers", 12, "in place of that of --size")
-    width: int = number("--width", 768, "of the hidden states")
+    num_layers: int = flag(12, "in place of that of --size")
+    width: int = flag(768, "of the hidden states")
     # 5 % faster than 64 on an H200, the same loss.
-    head_dim: int = number("--head-dim", 128, "width of an attention head")
-    mlp_width: int = number("--mlp-width", 2048, "hidden width of the SwiGLU")
-    max_seq_len: int = number("--max-seq-len", 1024, "longest document; the rest is another one")
+    head_dim: int = flag(128, "width of an attention head")
+    mlp_width: int = flag(2048, "hidden width of the SwiGLU")
+    max_seq_len: int = flag(1024, "longest document; the rest is another one")
     rotary_base: float = 10000.0
     vocab_size: int = 0  # entries of the tokenizer, and the mask token
 
-    data: str = "data/shards/climbmix"
-    mask_rate: float = number("--mask-rate", 0.2, "share of the tokens that are masked")
-    pack_tokens: int = number("--pack-tokens", 8192, "tokens in a pack of documents")
+    data: str = flag("data/shards/climbmix", "dataset directory")
+    mask_rate: float = flag(0.2, "share of the tokens that are masked")
+    pack_tokens: int = flag(8192, "tokens in a pack of documents")
     # Attention looks at as many, whether there are or not.
-    pack_docs: int = number("--pack-docs", 64, "most documents in a pack")
-    packs: int = number("--packs", 16, "packs in a step, over all GPUs")
-    max_epochs: int = number("--max-epochs", 1, "passes over the text that are allowed")
-    val_tokens: int = number("--val-tokens", 1_048_576, "held-out tokens to score")
+    pack_docs: int = flag(64, "most documents in a pack")
+    packs: int = flag(16, "packs in a step, over all GPUs")
+    max_epochs: int = flag(1, "passes over the text that are allowed")
+    val_tokens: int = flag(1_048_576, "held-out tokens to score")
 
-    steps: int = number("--steps", 2600, "length of the run")
-    muon_lr: float = number("--muon-lr", 0.02, "rate of matrices")
-    adam_lr: float = number("--adam-lr", 0.006, "rate of the embedding")
+    steps: int = flag(2600, "length of the run")
+    muon_lr: float = flag(0.02, "rate of matrices")
+    adam_lr: float = flag(0.006, "rate of the embedding")
     muon_beta2: float = 0.9
     adam_eps: float = 1e-10
     momentum: tuple = (0.85, 0.95, 300, 50)  # from, to, warm-up steps, cool-down steps
     cooldown: float = 0.6  # share of the run over which the rates fall
     lr_floor: float = 0.0  # what they fall to, as a share of the first
 
-    seed: int = number("--seed", 0, "of weights and masks")
-    eval_every: int = number("--eval-every", 250, "steps between evaluations, 0: only at the end")
-    save_every: int = number("--save-every", 0, "steps between checkpoints, 0: only at the end")
-    log_every: int = number("--log-every", 10, "steps between lines of the log")
+    seed: int = flag(0, "of weights and masks")
+    eval_every: int = flag(250, "steps between evaluations, 0: only at the end")
+    save_every: int = flag(0, "steps between checkpoints, 0: only at the end")
+    log_every: int = flag(10, "steps between lines of the log")
     keep_checkpoints: int = 2
-    micro_batch_tokens: int = number("--micro-batch-tokens", 0, "0: 65,536 on a GPU, else 8,192")
+    micro_batch_tokens: int = flag(0, "0: 65,536 on a GPU, else 8,192")
     attention: str = "auto"
     dtype: str = "auto"
     compile: bool = True
@@ -138,8 +137,7 @@ def parameter_table(config: Config) -> dict:
     }
 
 
-# ==================================================================================================
-# MODEL
+# ---- model
 
 
 def norm(x: Tensor) -> Tensor:
@@ -228,8 +226,8 @@ class Encoder(nn.Module):
         T = len(tokens_T)
         M = min(T, math.ceil(T * self.config.mask_rate))
         picked_M = torch.argsort((targets_T < 0).int(), stable=True)[:M]
-        targets_M = targets_T[picked_M].long()
-        total, nats_M = cross_entropy(hidden_TD[picked_M], self.embed, targets_M)
+        inputs = (hidden_TD[picked_M], self.embed, targets_T[picked_M].long())
+        total, nats_M = ChunkedCE.apply(*inputs, CE_ROWS, torch.is_grad_enabled())
         return total, nats_M.new_zeros(T).scatter(0, picked_M, nats_M)
 
     def embed_texts(self, tokens_T, positions_T, cu_seqlens, max_doc: int) -> Tensor:
@@ -288,17 +286,11 @@ def varlen_attention(positions_T, cu_seqlens, max_doc: int) -> Callable:
 ATTENTION = {"varlen": varlen_attention, "sdpa": sdpa_attention}
 
 
-# -- cross-entropy of masked tokens: CE_ROWS rows of logits at a time, with their gradient, so that
-# (M, V) never exists in fp32.
-
-
-def cross_entropy(hidden_MD: Tensor, head_VD: Tensor, targets_M: Tensor, rows: int = CE_ROWS):
-    """The sum of nats, 0-D, and the nats of each row, 0 where the target is -1; fp32."""
-    return ChunkedCE.apply(hidden_MD, head_VD, targets_M, rows, torch.is_grad_enabled())
-
-
 class ChunkedCE(torch.autograd.Function):
-    """The forward computes the gradient too, while it has the logits."""
+    """The sum of nats, 0-D, and the nats of each row, 0 where the target is -1; fp32.
+
+    Some rows of logits at a time, with their gradient, so that (M, V) never exists in fp32.
+    """
 
     @staticmethod
     def forward(ctx, hidden_MD, head_VD, targets_M, rows: int, grad: bool):
@@ -331,8 +323,7 @@ class ChunkedCE(torch.autograd.Function):
         return grad_hidden * g, grad_head * g, None, None, None
 
 
-# ==================================================================================================
-# DATA
+# ---- data
 
 
 def mask_tokens(batch, config: Config, is_text_V: np.ndarray, seed: list[int]):
@@ -389,8 +380,7 @@ def flops_per_token(config: Config, positions: Tensor) -> float:
     return 6 * (c.num_layers * layer + head) + 12 * c.num_layers * c.width * seen
 
 
-# ==================================================================================================
-# RUN
+# ---- run
 
 
 def micro_batch_limit(config: Config, device: torch.device) -> int:
@@ -440,8 +430,7 @@ def read_run(run_dir: Path, command: str = "") -> tuple[Config, dict]:
     return Config(**{**values, "momentum": tuple(values["momentum"])}), description
 
 
-# ==================================================================================================
-# PRETRAINING
+# ---- pretraining
 
 
 def pretrain(args: argparse.Namespace) -> dict:
@@ -483,9 +472,6 @@ def make_job(config: Config, dataset):
     validation = script.validation_batch(documents, config, tokenizer.bos_id)
     validation = mask_tokens(validation, config, is_text, [0])
 
-    def loader(run):
-        return MaskedPacks(reader, config, run.ranks, is_text, run.state.step)
-
     def evaluate(run) -> dict:
         """Bits per byte of masked tokens."""
         bytes_V = torch.from_numpy(token_bytes).to(run.ranks.device)
@@ -502,66 +488,55 @@ def make_job(config: Config, dataset):
         reader=reader,
         bytes_per_token=dataset.total("train", "text_bytes") / max(tokens, 1),
         build=build_state,
-        loader=loader,
+        loader=lambda run: MaskedPacks(reader, config, run.ranks, is_text, run.state.step),
         evaluate=evaluate,
         flops=flops_per_token,
         **script_entries(__file__),
     )
 
 
-def fields_of(args: argparse.Namespace) -> dict:
-    """What the flags say of the fields of Config."""
+def fields_of(settings) -> dict:
+    """What flags or settings say of the fields of Config."""
     names = {field.name for field in dataclasses.fields(Config)}
-    return {name: value for name, value in vars(args).items() if name in names and value is not None}
+    return {name: value for name, value in vars(settings).items() if name in names}
 
 
-# ==================================================================================================
-# COMMAND LINE
+# ---- command line
 
 
-def add_number(parser: argparse.ArgumentParser, flag: str, default: float, help: str) -> None:
-    """A flag of the type of its default."""
-    options = {"type": type(default), "metavar": "X" if isinstance(default, float) else "N"}
-    parser.add_argument(flag, default=default, help=f"{help} (default {default})", **options)
-
-
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Those of a new run."""
     add = parser.add_argument
-
-    add("--run-dir", type=Path, metavar="DIR", help="what the run writes (default: under out/)")
-    add("--resume", action="store_true", help="continue the run in --run-dir, with its flags")
-    add("--data", default=Config.data, metavar="DIR", help=f"dataset (default {Config.data})")
     add("--size", choices=tuple(SIZES), default="small", help="number of layers (default small)")
     for field in dataclasses.fields(Config):
         if field.metadata:
-            add_number(parser, default=field.default, **field.metadata)
+            name = "--" + field.name.replace("_", "-")
+            text = f"{field.metadata['help']} (default {field.default})"
+            add(name, type=type(field.default), metavar="X", help=text)
     add("--attention", choices=("auto", *ATTENTION))
     add("--dtype", choices=("auto", "bfloat16", "float32"))
     add("--no-compile", dest="compile", action="store_false", help="quicker start")
-    parser.set_defaults(num_layers=None, head_dim=None)  # --size has them
-    return parser
 
 
-def read_flags(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace:
-    """The flags, with what train_small.py asks of its own. Beside --resume there are no others."""
+def read_flags(argv: list[str] | None, doc: str, add_flags: Callable) -> argparse.Namespace:
+    """The flags that were given, and what train_small.py asks of its own besides."""
     flags = sys.argv[1:] if argv is None else list(argv)
-    args = parser.parse_args(flags, argparse.Namespace(flags=flags, set=[], resume_changed=False))
-    if not args.resume:
-        return args
-    if not args.run_dir:
-        raise script.UserError("--resume needs --run-dir, the run to continue")
-    given = {word.split("=")[0] for word in flags if word.startswith("--")}
-    others = sorted(given - {"--resume", "--run-dir"})
-    if getattr(args, "run", None):
-        others.append("RUN")
-    if others:
-        raise script.UserError(f"--resume uses the flags of {args.run_dir}; leave out {', '.join(others)}")
-    return args
+    resume = "--resume" in flags
+    parser = argparse.ArgumentParser(
+        description=doc.splitlines()[0], argument_default=argparse.SUPPRESS, allow_abbrev=False
+    )
+    add = parser.add_argument
+    where = "what the run writes (default: under out/)"
+    add("--run-dir", type=Path, required=resume, metavar="DIR", help=where)
+    add("--resume", action="store_true", help="continue the run in --run-dir, with its flags")
+    if not resume:
+        add_flags(parser)
+    unset = {"run_dir": None, "set": [], "resume_changed": False}
+    return parser.parse_args(flags, argparse.Namespace(flags=flags, resume=resume, **unset))
 
 
 def main(argv: list[str] | None = None) -> int:
-    return script.run_command(lambda: pretrain(read_flags(build_parser(), argv)))
+    return script.run_command(lambda: pretrain(read_flags(argv, __doc__, add_flags)))
 
 
 if __name__ == "__main__":

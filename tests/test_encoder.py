@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 import io
 import json
 import math
@@ -49,17 +48,17 @@ def tiny_flags(**changes) -> list:
 
 def call(main, *argv) -> tuple[int, str, str]:
     """(exit code, stdout, stderr)"""
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+    out, err, code = io.StringIO(), io.StringIO(), 2
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), contextlib.suppress(SystemExit):
         code = main([str(word) for word in argv])
     return code, out.getvalue(), err.getvalue()
 
 
 def refused(main, *argv) -> str:
-    """The one sentence that a command ends with."""
+    """The one sentence that a command ends with; argparse writes its usage before."""
     code, _, err = call(main, *argv)
-    assert code == 1 and err.startswith("error: ") and err.count("\n") == 1, err
-    return err
+    assert code == 2 or code == 1 and err.startswith("error: ") and err.count("\n") == 1, err
+    return err.splitlines()[-1]
 
 
 def ran(main, *argv) -> dict:
@@ -180,7 +179,7 @@ def test_cross_entropy_is_the_plain_one(rows):
     head = torch.randn(50, 8, generator=rng)
     targets = torch.randint(-1, 50, (20,), generator=rng)
     targets[3] = -1
-    chunked = functools.partial(te.cross_entropy, rows=rows)
+    chunked = lambda *inputs: te.ChunkedCE.apply(*inputs, rows, torch.is_grad_enabled())
     results = []
     for function in (plain_cross_entropy, chunked):
         inputs = [hidden.clone().requires_grad_(), head.clone().requires_grad_()]
@@ -402,10 +401,10 @@ def test_it_refuses_in_a_sentence(pretrained, dataset_dir, tmp_path):
     assert "allow repeats" in refused(te.main, *base, *tiny_flags(steps=10**6))
     assert not (tmp_path / "new").exists()
     assert "already holds a run" in refused(te.main, "--data", dataset_dir, "--run-dir", pretrained, *tiny_flags())
-    for steps in (9, te.Config.steps):
-        assert "leave out --steps" in refused(te.main, "--resume", "--run-dir", pretrained, "--steps", steps)
-    assert "leave out --size" in refused(te.main, "--resume", "--run-dir", pretrained, "--size", "small")
-    assert "--run-dir" in refused(te.main, "--resume")
+    for others in ("--steps 9", f"--steps {te.Config.steps}", "--size small"):
+        error = refused(te.main, "--resume", "--run-dir", pretrained, *others.split())
+        assert error.endswith(f"error: unrecognized arguments: {others}")
+    assert "arguments are required: --run-dir" in refused(te.main, "--resume")
     assert "another kind of run" in refused(ft.main, "--resume", "--run-dir", pretrained)
 
 
@@ -526,13 +525,14 @@ def test_ranking_scores_by_hand():
 
 def test_bm25_by_hand():
     """Two documents of two and four words, k1 = 1.2, b = 0.75."""
-    index = ft.BM25(["the hat", "The stone, the order."])
+    documents = ["the hat", "The stone, the order."]
+    hat, the, unknown = ft.bm25(documents, ["hat?", "the", "nothing known"])
     idf = math.log(1 + 1.5 / 1.5)
-    assert index.scores("hat?") == pytest.approx([idf / (1 + 1.2 * (0.25 + 0.75 * 2 / 3)), 0])
+    assert hat == pytest.approx([idf / (1 + 1.2 * (0.25 + 0.75 * 2 / 3)), 0])
     idf = math.log(1 + 0.5 / 2.5)
     both = [idf / (1 + 1.2 * (0.25 + 0.75 * 2 / 3)), idf * 2 / (2 + 1.2 * (0.25 + 0.75 * 4 / 3))]
-    assert index.scores("the") == pytest.approx(both)
-    assert index.scores("nothing known") == pytest.approx([0, 0])
+    assert the == pytest.approx(both)
+    assert unknown == pytest.approx([0, 0])
 
 
 def test_retrieval_of_known_embeddings(tmp_path, monkeypatch):
@@ -568,7 +568,7 @@ def test_contrast_loss_by_hand(rows, documents):
     for (query, positive, _), compared in zip(rows, documents, strict=True):
         scores = {document: (embeddings[query] @ embeddings[document]).item() / 0.1 for document in compared}
         expected -= scores[positive] - math.log(sum(math.exp(score) for score in scores.values()))
-    loss = ft.contrast_loss(embeddings, [ft.Pair(*row) for row in rows], 0.1)
+    loss = ft.contrast_loss(embeddings, range(6), [ft.Pair(*row) for row in rows], 0.1)
     assert loss.item() == pytest.approx(expected / 3, rel=1e-5)
     loss.backward()
     assert embeddings.grad.isfinite().all()
@@ -597,10 +597,11 @@ def test_a_step_in_micro_batches_is_one_step(pretrained, some_pairs, monkeypatch
     grads = {}
     taken = lambda *args: grads.update({name: p.grad.clone() for name, p in state.model.named_parameters()})
     monkeypatch.setattr(state.optimizer, "step", taken)
-    loss = ft.contrast_step(state, data, np.array([0, 2, 3, 7]), 0.1)
+    pairs = [data.pairs[i] for i in (0, 2, 3, 7)]
+    loss = ft.contrast_step(state, data, pairs, 0.1)
 
     embeddings = model.embed_texts(*ft.pack_texts(data.sequences, CPU))
-    expected = ft.contrast_loss(embeddings, [data.pairs[i] for i in (0, 2, 3, 7)], 0.1)
+    expected = ft.contrast_loss(embeddings, range(len(embeddings)), pairs, 0.1)
     expected.backward()
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
     for name, param in model.named_parameters():
@@ -656,19 +657,21 @@ def test_pairs_need_no_packs(finetuned, dataset_dir, tmp_path, monkeypatch):
 
 def test_finetuning_refuses_in_a_sentence(pretrained, finetuned, some_pairs, tmp_path):
     new = tmp_path / "new"
-    assert "name it first" in refused(ft.main, *ft_flags(some_pairs, new))
+    assert "arguments are required: RUN" in refused(ft.main, *ft_flags(some_pairs, new))
+    assert "--batch is 'x': input" in refused(ft.main, pretrained, *ft_flags(some_pairs, new, batch="x"))
     assert "lower --batch" in refused(ft.main, pretrained, *ft_flags(some_pairs, new, batch=9))
     assert "cannot read" in refused(ft.main, pretrained, *ft_flags(tmp_path / "gone.jsonl", new))
-    assert "--pairs" in refused(ft.main, pretrained, "--run-dir", new)
+    assert "--pairs is missing" in refused(ft.main, pretrained, "--run-dir", new)
+    assert "--val-pairs is missing" in refused(ft.main, pretrained, "--score-only")
     assert not new.exists()
     copy = shutil.copytree(finetuned, tmp_path / "edited")
     description = ts.read_description(copy)
     description["starts"][-1]["identity"]["scripts"]["finetune_encoder.py"] = "0"
     (copy / "config.json").write_text(json.dumps(description))
     assert "did not begin like this" in refused(ft.main, "--resume", "--run-dir", copy)
-    assert "leave out RUN" in refused(ft.main, pretrained, "--resume", "--run-dir", finetuned)
-    for flag, default in (("--steps", 1000), ("--batch", 256), ("--temperature", 0.05)):
-        assert f"leave out {flag}" in refused(ft.main, "--resume", "--run-dir", finetuned, flag, default)
+    for others in (pretrained, "--steps 1000", "--batch 256", "--temperature 0.05"):
+        error = refused(ft.main, "--resume", "--run-dir", finetuned, *str(others).split())
+        assert error.endswith(f"error: unrecognized arguments: {others}")
 
 
 # ---- export

@@ -1,7 +1,9 @@
 """The two commands, the comparison with compressors, and what the README promises."""
 
+import contextlib
 import gzip
 import importlib
+import io
 import json
 import lzma
 import os
@@ -405,11 +407,16 @@ def unrolled(command: str) -> list[str]:
     return [loop[3].replace(f"${loop[1]}", value) for value in loop[2].split()] if loop else [command]
 
 
+BY_HELP = "train_small.py runs/finetune_hf.py runs/rl.py runs/train_encoder.py runs/finetune_encoder.py".split()
+
+
 def known_flags(script: str) -> set[str]:
-    """Flags of a script, from its parser; what data/*.py share is in two of them."""
-    if script in ("train_small.py", "runs/finetune_hf.py", "runs/rl.py"):
-        parser = importlib.import_module(Path(script).stem).build_parser()
-        return {flag for action in parser._actions for flag in action.option_strings}
+    """Flags of a script, from its help or its text; what data/*.py share is in two of them."""
+    if script in BY_HELP:
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
+            importlib.import_module(Path(script).stem).main(["--help"])
+        return set(re.findall(r"--[a-z-]+", out.getvalue()))
     shared = ("data/sources.py", "data/tokenizer.py") if script.startswith("data/") else ()
     sources = [ROOT / name for name in (script, *shared)]
     pattern = r"^# +(?:bash \S+ )?(--[a-z-]+)" if script.endswith(".sh") else r'"(--[a-z-]+)"'
