@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-# runs is longer than was aimed at (8,600, and 600 for portable models and schemas) and may not grow.
+# runs: 8,600, and 600 for portable models, JSON schemas and LoRA.
 LINES = {
     "train_small.py": 4290,  # of them 90 for the portable recipe
     "train_medium.py": 4430,
-    "runs/*.py": 9445,
+    "runs/*.py": 9200,
     "data/*.py": 3700,
     "records/*.py": 1950,
     "dev/*.py": 3064,

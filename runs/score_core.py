@@ -156,7 +156,7 @@ class CoreBatch:
         self.picked = 0  # scored tokens
 
     def add(self, rows: list[np.ndarray], spans: list[tuple[int, int]], row: int) -> bool:
-        """Appends an item whose rows have the numbers row, row + 1, ...; False if there is no room."""
+        """Appends an item whose rows have the numbers row, row + 1, ...; False without room."""
         common = shared_inputs(rows, spans)
         tokens = common + sum(len(full) - 1 - common for full in rows)
         scored = sum(end - start for start, end in spans)
@@ -170,7 +170,7 @@ class CoreBatch:
             self.add_part(full[common:-1], common, begin, branch, begin + common)
             if self.used > branch:
                 arrays.previous_T[branch] = max(begin + common - 1, 0)
-            # The input before a scored token predicts it; shared_inputs leaves this input to the choice.
+            # The input before a scored token predicts it; shared_inputs leaves it to the choice.
             picks = slice(self.picked, self.picked + end - start)
             arrays.picks_R[picks] = np.arange(start, end) - 1 - common + branch
             arrays.targets_R[picks] = full[start:end]
@@ -179,7 +179,7 @@ class CoreBatch:
         return True
 
     def add_part(self, tokens: np.ndarray, common: int, begin: int, branch: int, skip: int) -> None:
-        """Appends what choices begin with, or a choice behind the `common` tokens from `begin` on."""
+        """Appends what choices begin with, or a choice behind `common` tokens from `begin` on."""
         positions = np.arange(common, common + len(tokens), dtype=np.int32)
         part = slice(self.used, self.used + len(tokens))
         self.arrays.tokens_T[part] = tokens
