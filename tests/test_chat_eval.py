@@ -102,11 +102,11 @@ def test_programs(answer, right):
 
 def test_programs_end(monkeypatch):
     """A sleeping program is killed with its children's group; where namespaces are allowed there is no network."""
-    monkeypatch.setattr(chat_eval, "TIMEOUT", 1)
-    assert not chat_eval.run_program("import time\ntime.sleep(60)\n", "x")
     interfaces = "import socket\nprint()\nprint(*(name for _, name in socket.if_nameindex()))\n"
     if chat_eval.isolation():
         assert chat_eval.run_program(interfaces, "lo")
+    monkeypatch.setattr(chat_eval, "TIMEOUT", 1)
+    assert not chat_eval.run_program("import time\ntime.sleep(60)\n", "x")
 
 
 # ---- files and the command
