@@ -508,6 +508,7 @@ class TrainState:
     step: int = 0
     loss_scale: float = 1.0  # above 1 only in fp16
     good_steps: int = 0  # since the loss scale last changed
+    samples: int = 0  # in the averages of the weights
     graphs: dict[tuple, Graph] | None = None  # for replay(); None: the host launches every kernel
 
 
@@ -538,11 +539,9 @@ def accumulate_gradients(state: TrainState, batch: Batch) -> Tensor:
     looked_up = []
     targets = max(batch.total_targets, 1)
     factor = torch.full_like(loss, state.loss_scale / targets)
+    compute = micro_step if state.graphs is None else replay
     for micro_batch in batch.micro_batches(state.packs, state.ranks.device):
-        if state.graphs is None:
-            nats, rows = micro_step(state, micro_batch, factor)
-        else:
-            nats, rows = replay(state, micro_batch, factor)
+        nats, rows = compute(state, micro_batch, factor)
         loss += nats / targets
         looked_up.append(rows)
     set_sparse_gradient(state.model, looked_up)
@@ -1613,7 +1612,7 @@ class Optimizer:
                     "exp_avg": torch.zeros_like(slot.master),
                     "exp_avg_sq": torch.zeros_like(slot.master),
                 }
-            if self.config.average and slot.policy.average:
+            if self.config.average > 0 and slot.policy.average:
                 slot.moments["average"] = torch.zeros_like(slot.master)
 
     def reset_normuon(self, slot: Slot) -> None:
@@ -1696,16 +1695,10 @@ def build_optimizer(model: nn.Module, config: Config, table=None, ranks=None) ->
 # -- averages of the last part of the run; each tensor then gets the norm that it had without (PR 360)
 
 
-def average_weight(config: Config, step: int) -> float:
-    """Weight of the newest sample in a running mean: 1, 1/2, 1/3 ...; 0 after steps that give none.
-
-    Every fourth step gives a sample, and the last step gives the last one.
-    """
-    samples = math.ceil(config.average * config.num_steps / 4)
-    left, between = divmod(config.num_steps - step, 4)
-    if between or left >= samples:
-        return 0.0
-    return 1 / (samples - left)
+def is_sampled(config: Config, step: int) -> bool:
+    """Whether the averages take in the weights after a step: every fourth one, the last among them."""
+    left = config.num_steps - step
+    return left % 4 == 0 and left < config.average * config.num_steps
 
 
 def norms(slot: Slot) -> Tensor:
@@ -1721,14 +1714,17 @@ def norms(slot: Slot) -> Tensor:
 @torch.no_grad()
 def average_weights(state: TrainState) -> None:
     """Takes a sample of the master weights where one is due; the last step then blends the averages in."""
-    weight = average_weight(state.config, state.step)
+    config = state.config
     slots = [slot for slot in state.optimizer.slots if "average" in slot.moments]
-    if weight and slots:
+    if slots and is_sampled(config, state.step):
+        # Counted, because a run that --resume makes longer or shorter may lack the first samples.
+        state.samples = state.samples + 1 if is_sampled(config, state.step - 4) else 1
         averages = [slot.moments["average"] for slot in slots]
-        torch._foreach_lerp_(averages, [slot.master for slot in slots], weight)
-    if state.step < state.config.num_steps:
+        torch._foreach_lerp_(averages, [slot.master for slot in slots], 1 / state.samples)
+    if state.step < config.num_steps:
         return
 
+    state.samples = 0
     # An average is shorter than what it is made of, so each tensor gets its norm back.
     for slot in slots:
         before = norms(slot)
@@ -2836,7 +2832,7 @@ def save_checkpoint(state: TrainState, run_dir: Path, progress: dict) -> None:
     moments = state.optimizer.state()
     if state.ranks.is_main:
         buffers = {k: v for k, v in state.model.state_dict().items() if k not in weights}
-        names = ("step", "loss_scale", "good_steps")
+        names = ("step", "loss_scale", "good_steps", "samples")
         description = {name: getattr(state, name) for name in names}
         description |= {"optimizer_count": state.optimizer.count, **progress}
         write_checkpoint(run_dir, (weights | buffers, moments), description)
@@ -2951,6 +2947,7 @@ def load_checkpoint(state: TrainState, folder: Path) -> dict:
         buffers[name].copy_(weights[name])
     state.step = saved["step"]
     state.good_steps = saved["good_steps"]
+    state.samples = saved.get("samples", 0)  # older scripts did not count them
     if state.loss_scale != 1.0 and saved["loss_scale"] != 1.0:  # both are in fp16
         state.loss_scale = saved["loss_scale"]
     return saved
