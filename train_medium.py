@@ -15,11 +15,11 @@ The file reads downward. One training step needs sections 1 to 6; kernels come l
      2. SCHEDULE      learning rate, momentum, loss weights: pure functions of the step
      3. TRAINING      the outline of a run, the loop, one step, CUDA graphs
      4. MODEL         one trunk between token ids and head; attention is passed in
-     5. DATA          shards -> packs of documents -> micro-batches
-     6. OPTIMIZER     NorMuon and Adam, state sharded over ranks
-     7. EVALUATION    bits per byte, samples
-     8. RUN           ranks and devices, model building, warm-up, start, resume, finish
-     9. FILES         dataset directory, run directory: log, checkpoints, report
+     5. DATA          packs of documents -> micro-batches
+     6. OPTIMIZER     NorMuon, RMSProp and Adam, state sharded over ranks
+     7. DOCUMENTS     shards -> documents, for training and for validation; bits per byte
+     8. RUN           start, resume, finish; model building, warm-up, ranks and devices
+     9. FILES         dataset directory, run directory: log and checkpoints
     10. COMMAND LINE  flags, overrides, checks of the config
     11. ATTENTION     FlashAttention 3, a Triton kernel, torch varlen or SDPA behind one signature
     12. KERNELS       Triton, each beside a plain reference; fp8 products
@@ -54,6 +54,7 @@ shapes in its comments are those of the small model. What differs, and why:
                                                                       for Q, K and V saves a copy a layer
     down moves twice as far as up    as far as up                     between modded-nanogpt (4 x a square
                                                                       matrix) and nanochat (1 x)
+    averages of the last weights     none                             not measured at this size
     fp8 in head, qkv and MLP         and in o                         computed: at width 768 the casts cost
                                                                       what that saves
 
@@ -188,7 +189,6 @@ class Config:
     momentum: tuple = (0.85, 0.95, 300, 50)  # from, to, warm-up steps, cool-down steps
     cooldown: float = 0.65  # share of the run over which the rate falls; nanochat
     lr_floor: float = 0.1  # rate at the end, as a fraction of the base rate
-    average: float = 0.0  # share of the run, at its end, over which weights are averaged; 0: off
     # -- run knobs (flags of their own, no part of the recipe)
     data: str = "data/shards/climbmix"
     seed: int = 0
@@ -203,11 +203,11 @@ class Config:
     cuda_graphs: bool = True  # where compiled; False launches every kernel and needs less memory
     wandb: str = ""
 
-    # No fields: shared code asks for what differs in the small model.
+    # No fields: what shared code and tools ask for, and only the small model has.
     no_attention_layers = ()
     shared_input_from = -1
-
-    swiglu = rotary_full = False  # no fields: only the small model has them
+    swiglu = rotary_full = False
+    average = 0.0
 
     def __post_init__(self):
         """Fills in what is 0, so that the config of a run holds every number in use."""
@@ -329,7 +329,6 @@ class Policy:
     odd_mult: float = 1.0  # NorMuon: factor on lr_mult of every second matrix (records 36, 48)
     late: bool = False  # updated one step later, see Optimizer.step
     sparse: bool = False  # RMSProp: the gradient has rows that were read, and no others
-    average: float = 0.0  # what the weights take from their average at the end of the run
 
 
 def parameter_table(config: Config) -> dict[str, Policy]:
@@ -4423,5 +4422,4 @@ def project_qkv(x_TD: Tensor, w: Tensor, cos_TK: Tensor, sin_TK: Tensor, scale, 
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.exit(main())

@@ -13,10 +13,10 @@ The file reads downward. One training step needs sections 1 to 6; kernels come l
      3. TRAINING      the outline of a run, the loop, one step, CUDA graphs
      4. MODEL         one trunk between token ids and head; attention is passed in
      5. DATA          packs of documents -> micro-batches
-     6. OPTIMIZER     NorMuon and Adam, state sharded over ranks
+     6. OPTIMIZER     NorMuon, RMSProp and Adam, state sharded over ranks
      7. DOCUMENTS     shards -> documents, for training and for validation; bits per byte
-     8. RUN           ranks and devices, model building, warm-up, start, resume, finish
-     9. FILES         dataset directory, run directory: log, checkpoints, report
+     8. RUN           start, resume, finish; model building, warm-up, ranks and devices
+     9. FILES         dataset directory, run directory: log and checkpoints
     10. COMMAND LINE  flags, overrides, checks of the config
     11. ATTENTION     FlashAttention 3, a Triton kernel, torch varlen or SDPA behind one signature
     12. KERNELS       Triton, each beside a plain reference; fp8 products
