@@ -404,7 +404,8 @@ def loss_weights(config: Config, step: int) -> list[float]:
 
     The prefix has its full weight for a third of the run, and none after two thirds.
     """
-    fade = max(0.0, 1 - step / (config.num_steps * config.ahead_until))
+    until = config.num_steps * config.ahead_until
+    fade = max(0.0, 1 - step / until) if until else 0.0
     weights = [config.ahead[0], *(weight * fade for weight in config.ahead[1:])]
     if config.prefix_weight:
         weights.append(config.prefix_weight * min(1.0, max(0.0, 2 - 3 * step / config.num_steps)))
@@ -2973,6 +2974,7 @@ def validate(config: Config) -> None:
     c = config
     shares = sum(stage.share for stage in c.stage_table)
     relations = {
+        f"dtype={c.dtype} is none of auto, {', '.join(DTYPES)}": c.dtype in ("auto", *DTYPES),
         f"the vocabulary has {c.vocab_size:,} entries; 16 bits hold 65,536": c.vocab_size <= 65536,
         f"width={c.width} is not a multiple of head_dim={c.head_dim}": c.width % c.head_dim == 0,
         f"head_dim={c.head_dim} is not a multiple of 4": c.head_dim % 4 == 0,
@@ -3056,7 +3058,7 @@ def change_config(base: Config | None, args: argparse.Namespace) -> Config:
 
     # A rule may make the batch depend on the length of the run, and so the tokens of N steps.
     while args.steps is not None:
-        longer = Config(**{**changes, "tokens": round(args.steps * config.step_tokens)})
+        longer = Config(**{**changes, "tokens": max(1, round(args.steps * config.step_tokens))})
         if longer == config:
             break
         config = longer

@@ -117,7 +117,7 @@ class Config:
     long_layers: tuple = (3, 10)
     key_offset_layers: tuple = (3, 10)  # half of each key comes from the previous token
     value_embed_layers: tuple = (1, 2, 8, 9, 10)
-    shared_input_from: int = 8  # from this layer on all attention reads the same input (record 77)
+    shared_input_from: int = 8  # from here on all attention reads the same input (record 77); 99: off
     # Hashed pairs of tokens; 0: off. 163,840 rows need 6.8 GB less, and cost 0.004 bpb on B34.
     bigram_rows: int = 1638400
     backout_layer: int = 7  # half of this layer's output is subtracted before the head; -1: off
@@ -303,7 +303,8 @@ def loss_weights(config: Config, step: int) -> list[float]:
 
     The prefix has its full weight for a third of the run, and none after two thirds.
     """
-    fade = max(0.0, 1 - step / (config.num_steps * config.ahead_until))
+    until = config.num_steps * config.ahead_until
+    fade = max(0.0, 1 - step / until) if until else 0.0
     weights = [config.ahead[0], *(weight * fade for weight in config.ahead[1:])]
     if config.prefix_weight:
         weights.append(config.prefix_weight * min(1.0, max(0.0, 2 - 3 * step / config.num_steps)))
@@ -2818,10 +2819,11 @@ def model_relations(config: Config) -> dict[str, bool]:
     named = (*c.long_layers, *c.value_embed_layers, *c.key_offset_layers, *c.no_attention_layers)
     highest = max((*named, c.backout_layer))
     without = set(c.no_attention_layers)
+    shared = c.shared_input_from
     return {
         f"layer {highest} is named, but the last one is {c.num_layers - 1}": highest < c.num_layers,
         "a layer of value_embed_layers has no attention": not without & {*c.value_embed_layers},
-        "shared_input_from is a layer without attention": c.shared_input_from not in without,
+        "shared_input_from must be a layer with attention; 99: off": shared >= 0 and shared not in without,
     }
 
 
@@ -2831,6 +2833,7 @@ def validate(config: Config) -> None:
     c = config
     shares = sum(stage.share for stage in c.stage_table)
     relations = {
+        f"dtype={c.dtype} is none of auto, {', '.join(DTYPES)}": c.dtype in ("auto", *DTYPES),
         f"the vocabulary has {c.vocab_size:,} entries; 16 bits hold 65,536": c.vocab_size <= 65536,
         f"width={c.width} is not a multiple of head_dim={c.head_dim}": c.width % c.head_dim == 0,
         f"head_dim={c.head_dim} is not a multiple of 4": c.head_dim % 4 == 0,
@@ -2914,7 +2917,7 @@ def change_config(base: Config | None, args: argparse.Namespace) -> Config:
 
     # A rule may make the batch depend on the length of the run, and so the tokens of N steps.
     while args.steps is not None:
-        longer = Config(**{**changes, "tokens": round(args.steps * config.step_tokens)})
+        longer = Config(**{**changes, "tokens": max(1, round(args.steps * config.step_tokens))})
         if longer == config:
             break
         config = longer
