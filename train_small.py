@@ -2232,10 +2232,9 @@ def warm_up(state: TrainState, say: Callable) -> None:
     begin = time.perf_counter()
     gc.disable()  # it would look through the compiler's graphs again and again
     rng = np.random.default_rng(0)
-    for index in range(len(state.config.stages)):
-        # Where memory runs out, the stage is tried again with smaller micro-batches.
-        while not warm_up_stage(state, index, rng):
-            shrink_micro_batch(state, say)
+    # Where memory runs out, all stages begin again: smaller micro-batches are new to the earlier ones too.
+    while not all(warm_up_stage(state, i, rng) for i in range(len(state.config.stages))):
+        shrink_micro_batch(state, say)
     gc.enable()
     reset_state(state)
     seconds = time.perf_counter() - begin
@@ -2247,17 +2246,17 @@ def warm_up_stage(state: TrainState, index: int, rng: np.random.Generator) -> bo
     """Trains on one stage's shapes and validates; False if the memory of a rank does not suffice."""
     ranks = state.ranks
     own = state.config.stage_table[index].packs // ranks.world
-    rows = largest_divisor(own, state.packs)
+    packs = largest_divisor(own, state.packs)
     # One micro-batch, or two equal ones if the step has several: the second has a graph of its own.
-    if state.graphs is not None and rows < own:
-        larger = range(2 * rows, own + 1, rows)
-        rows = next(n for n in larger if largest_divisor(n, state.packs) == rows)
+    if state.graphs is not None and packs < own:
+        larger = range(2 * packs, own + 1, packs)
+        packs = next(n for n in larger if largest_divisor(n, state.packs) == packs)
     token_bytes = torch.ones(state.config.padded_vocab, dtype=torch.long, device=ranks.device)
 
     # First what needs no other rank, because memory may run out on this one alone.
     fits = True
     try:
-        accumulate_gradients(state, dummy_batch(state.config, ranks, rows, rng))
+        accumulate_gradients(state, dummy_batch(state.config, ranks, packs, rng))
         state.model.zero_grad(set_to_none=True)
         batch = dummy_batch(state.config, ranks, state.packs, rng)
         bits_per_byte(state.model, batch, state.packs, token_bytes, Ranks(0, 1, ranks.device))
@@ -2266,7 +2265,7 @@ def warm_up_stage(state: TrainState, index: int, rng: np.random.Generator) -> bo
     if not all(ranks.gather(fits)):
         return False
     for _ in range(1 if index else 2):  # late tables are updated from the second step on
-        train_step(state, dummy_batch(state.config, ranks, rows, rng))
+        train_step(state, dummy_batch(state.config, ranks, packs, rng))
     return True
 
 
@@ -2284,13 +2283,13 @@ def shrink_micro_batch(state: TrainState, say: Callable) -> None:
     say(f"out of memory with {tokens} tokens a micro-batch; going on with {smaller}")
 
 
-def dummy_batch(config: Config, ranks: Ranks, rows: int, rng) -> Batch:
-    """A batch of `rows` packs for each rank, random tokens in documents of the greatest length."""
-    batch = empty_packs(rows, config, 0)
+def dummy_batch(config: Config, ranks: Ranks, packs: int, rng) -> Batch:
+    """A batch of so many packs for each rank, random tokens in documents of the greatest length."""
+    batch = empty_packs(packs, config, 0)
     random = rng.integers(0, config.vocab_size, batch.tokens.shape, np.int32)
     batch.tokens.copy_(torch.from_numpy(random))
     batch.targets.copy_(batch.tokens)
-    for row in range(rows):
+    for row in range(packs):
         pad_pack(batch, row, 0, 0)
     batch.total_tokens *= ranks.world
     batch.total_targets = batch.total_tokens

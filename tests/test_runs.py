@@ -360,6 +360,22 @@ def test_out_of_memory_in_the_warm_up(monkeypatch, capsys, where):
     assert said.count("going on with 128") == 1 and "micro-batch 128 tokens" in said
 
 
+def test_out_of_memory_in_a_later_stage(monkeypatch):
+    """Earlier stages are warmed up with their new size too: steps of 8 packs take 4 at a time where 12 take 6."""
+    state = ts.build_state(tiny_config(stages=((0.5, 8, 1.0), (0.5, 12, 1.5))), ALONE, lambda text: None)
+    trained, forward = [], state.forward
+
+    def limited(tokens, *rest):
+        trained.append(len(tokens) // 128)
+        if trained[-1] > 8:
+            raise torch.OutOfMemoryError
+        return forward(tokens, *rest)
+
+    state.forward = limited
+    warm_up(state, lambda text: None)
+    assert trained == [8, 8, 8, 12, 4, 4, 4, 6, 6]
+
+
 def test_too_little_memory_for_one_pack(monkeypatch):
     def fail(*args):
         raise torch.OutOfMemoryError
