@@ -96,9 +96,9 @@ from typing import NamedTuple
 # What runs, and what the run directory keeps: an editor may save another text during a long start.
 SOURCE = Path(__file__).read_bytes()
 
-# A warm start then skips the tracing of gradients: 15, 17 and 24 s of warm-up on an H200, 24 before. That
-# cache sees what an autograd.Function does, but not what register_autograd() is given: it would go on
-# with an old formula. So kernels here use the former.
+# A warm start then skips the tracing of gradients: warm-ups of 15, 17 and 24 s on an H200, of 24 without.
+# The cache that does so sees what an autograd.Function does, but not what register_autograd() is given:
+# it would go on with an old formula. So kernels here use the former.
 os.environ.setdefault("TORCHINDUCTOR_AUTOGRAD_CACHE_ALLOW_CUSTOM_AUTOGRAD", "1")
 
 import filelock
@@ -164,11 +164,11 @@ class Config:
     softcap: tuple = (23.0, 5.0, 7.5)  # logits = a * sigmoid((z + b) / c), modded-nanogpt record 54
     fp8: bool = True  # products of the layers, only in training, on Hopper and B200
     fp8_head: bool = True  # the same for the head
-    recompute: bool = False  # run layers again in the backward: 0.2 MB a token, not 1, without fp8
+    recompute: bool = False  # run layers again in the backward: 0.4 MB a token, not 1.1, without fp8
     # Loss weights of the next tokens; several: multi-token prediction (record 53).
     ahead: tuple = (1.0,)
     ahead_until: float = 0.5  # share of the run over which all weights but the first fall to 0
-    # Of a second target in the loss: the longest shorter token that the next one begins with. 0: off.
+    # Weight of a second target: the longest token that the next one begins with, not itself. 0: off.
     prefix_weight: float = 0.25
     # -- data
     pack_tokens: int = 8192  # the loader's unit; a step is a fixed number of packs
@@ -1270,11 +1270,11 @@ class PackLoader:
 
 # ===============================================================================
 # 6. OPTIMIZER -- NorMuon for matrices, RMSProp for tables, else Adam; state sharded over ranks
-# Each rank owns a slice of every bank and table, with its fp32 master weights and moments. A step
-# reduce-scatters all gradients, updates the own slices, and all-gathers the weights in the model's dtype.
-# A table with sparse gradients is whole on every rank, and what travels are the rows that were read.
-# Gradients of `late` tables travel while the next step computes, and their weights while matrices are
-# orthogonalised. For one process all slices are whole, and communication does nothing.
+# Each rank owns a slice of every bank and table, with its fp32 master weights and moments. In a step
+# gradients are reduce-scattered, slices updated, and weights all-gathered in the model's dtype.
+# A table with sparse gradients is whole on every rank, and only rows that were read travel. Gradients of
+# `late` tables travel while the next step computes, and their weights while matrices are orthogonalised.
+# For one process all slices are whole, and communication does nothing.
 
 # Five polynomials (a, b, c) of Polar Express (arXiv 2505.16932), for a safety factor and a cushion of 0.02.
 POLAR_EXPRESS = (
@@ -1692,7 +1692,7 @@ def build_optimizer(model: nn.Module, config: Config, table=None, ranks=None) ->
     return Optimizer(model, config, ranks, table or parameter_table(config))
 
 
-# -- averages of the last part of the run; each tensor then gets the norm that it had without (PR 360)
+# -- averages of the weights in the last part of the run (modded-nanogpt PR 360)
 
 
 def is_sampled(config: Config, step: int) -> bool:
@@ -2005,7 +2005,7 @@ def check_length(job: Job, ranks: Ranks) -> None:
             f"{config.data} holds {job.available:,} training tokens, the run asks for {needed:,}; "
             f"ask for fewer with --tokens, add text, or allow repeats with --set max_epochs=N"
         )
-    # A tiny model that read its text 2.8 times lost 0.45 bpb by 231 bigram rows for 1,000 tokens.
+    # A tiny model with 231 bigram rows for 1,000 tokens lost 0.45 bpb where it read its text 2.8 times.
     passes = needed * config.max_epochs / job.available
     if passes > 1.5 and config.bigram_rows > 163840 and ranks.is_main:
         found = f"the text is read {passes:.1f} times"
@@ -2420,7 +2420,7 @@ def dummy_batch(config: Config, ranks: Ranks, packs: int, rng) -> Batch:
 
 
 def choose_packs(config: Config, ranks: Ranks) -> int:
-    """Most packs in a micro-batch: those that fit into memory and help speed, and divide a stage's batch."""
+    """Most packs in a micro-batch: they fit into memory, help speed and divide a rank's share of a step."""
     for stage in config.stage_table:
         if stage.packs % ranks.world:
             found = f"{stage.packs} packs do not divide over {ranks.world} processes"
@@ -2472,7 +2472,7 @@ def start_ranks() -> Ranks:
         torch.set_num_threads(1)
     if world > 1 and not dist.is_initialized():
         on_gpu = device.type == "cuda"
-        # Of a process that dies torchrun ends the others; of one that hangs this timeout does.
+        # torchrun ends the others when a process dies; this timeout does when one hangs.
         dist.init_process_group(
             "nccl" if on_gpu else "gloo",
             timeout=datetime.timedelta(minutes=10),
@@ -2836,7 +2836,7 @@ def save_checkpoint(state: TrainState, run_dir: Path, progress: dict) -> None:
         description |= {"optimizer_count": state.optimizer.count, **progress}
         write_checkpoint(run_dir, (weights | buffers, moments), description)
         prune_checkpoints(run_dir, state.step, state.config.keep_checkpoints)
-    # Where the first process ends, torchrun ends the others: so none goes on before all is saved.
+    # With the first process torchrun ends the others, so none goes on before all is saved.
     state.ranks.gather(None)
 
 
@@ -4233,7 +4233,7 @@ ROTATE_ROWS = 8  # of a program: its backward takes 288 us in bf16 on an H100, w
 def norm_rotate_forward(
     qkv: Tensor, cos: Tensor, sin: Tensor, scale: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """q and k of norm_rotate in one tensor (T, 2, H, K), and what they were multiplied by, (T, 2, H)."""
+    """q and k of norm_rotate in one tensor (T, 2, H, K), and the factors of their norm, rstd (T, 2, H)."""
     T, _, H, K = qkv.shape
     qk, rstd = empty_norm_rotate(qkv)
     tensors = (qkv.contiguous(), qk, rstd, cos.contiguous(), sin.contiguous(), scale)
