@@ -900,10 +900,9 @@ class GPT(nn.Module):
         fp8 = fp8 and fits_fp8(self.embed, len(tokens_T), c.width, c.mlp_width)
         weights8 = self.layer_weights(fp8=True) if fp8 else [LayerWeights()] * c.num_layers
 
-        def block(x: Tensor, layer: int, mixed: Tensor | None) -> Tensor:
-            w = weights[layer]
-            w8 = weights8[layer]
-            return self.block(x, layer, w, w8, scalar, inputs, attend, recompute, mixed)
+        def run_block(x: Tensor, layer: int, mixed: Tensor | None) -> Tensor:
+            matrices = (weights[layer], weights8[layer])
+            return self.block(x, layer, *matrices, scalar, inputs, attend, recompute, mixed)
 
         x = backout = inputs.x0
         for layer in range(c.num_layers):
@@ -913,10 +912,10 @@ class GPT(nn.Module):
                 x = x + more
             if recompute:
                 x = torch.utils.checkpoint.checkpoint(
-                    block, x, layer, mixed, use_reentrant=False, preserve_rng_state=False
+                    run_block, x, layer, mixed, use_reentrant=False, preserve_rng_state=False
                 )
             else:
-                x = block(x, layer, mixed)
+                x = run_block(x, layer, mixed)
             if layer == c.backout_layer:
                 backout = x
         # What the middle of the network wrote for itself is not for the head (record 40).
@@ -2552,7 +2551,7 @@ def micro_batch_limit(config: Config, free: int) -> float:
     and all of one layer at a time, with gradients: 0.4 MB.
 
     Besides, gradients of this and of earlier micro-batches need 4 bytes a parameter, 5.5 GB; fp8
-    copies of weights 0.7 GB; the loss 6 bytes a logit of a chunk, 3.2 GB. Weights, masters and moments
+    copies of weights 0.7 GB; the loss 3 bytes a logit of a chunk, 3.2 GB. Weights, masters and moments
     are no longer in `free`: 10 bytes a matrix weight, 6 an entry of a value table and 14 of the others,
     11.9 GB on one GPU, of which 9.1 GB are shared out over all (computed).
     """
@@ -2564,7 +2563,7 @@ def micro_batch_limit(config: Config, free: int) -> float:
         layer = 7 * c.width + 2 * layer / c.num_layers
     matrices = matmul_weights(c)
     tables = (1 + len(c.value_embed_layers)) * c.padded_vocab * c.width
-    others = 5 * matrices + 4 * tables + 6 * 16384 * c.padded_vocab
+    others = 5 * matrices + 4 * tables + 3 * 32768 * c.padded_vocab
     # 0.65 because 32,768 tokens do not fit into the 72 GB that are free on an H100 of 80 GB.
     usable = (0.9 if c.recompute else 0.65) * free
     return min(32768, (usable - others) / (c.num_layers * layer + 16 * c.width))
