@@ -54,7 +54,7 @@ shapes in its comments are those of the small model. What differs, and why:
                                                                       for Q, K and V saves a copy a layer
     down moves twice as far as up    as far as up                     between modded-nanogpt (4 x a square
                                                                       matrix) and nanochat (1 x)
-    averages of the last weights     none                             not measured at this size
+    averages of the last weights     none, and a rate down to 0.1     not measured at this size
     fp8 in head, qkv and MLP         and in o                         computed: at width 768 the casts cost
                                                                       what that saves
 
@@ -508,7 +508,7 @@ class TrainState:
     step: int = 0
     loss_scale: float = 1.0  # above 1 only in fp16
     good_steps: int = 0  # since the loss scale last changed
-    samples: int = 0  # in the averages of the weights
+    samples: int = 0  # of the weights, in their averages
     graphs: dict[tuple, Graph] | None = None  # for replay(); None: the host launches every kernel
 
 

@@ -407,7 +407,7 @@ class TrainState:
     step: int = 0
     loss_scale: float = 1.0  # above 1 only in fp16
     good_steps: int = 0  # since the loss scale last changed
-    samples: int = 0  # in the averages of the weights
+    samples: int = 0  # of the weights, in their averages
     graphs: dict[tuple, Graph] | None = None  # for replay(); None: the host launches every kernel
 
 
