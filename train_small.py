@@ -13,10 +13,10 @@ The file reads downward. One training step needs sections 1 to 6; kernels come l
      3. TRAINING      the outline of a run, the loop, one step, CUDA graphs
      4. MODEL         one trunk between token ids and head; attention is passed in
      5. DATA          packs of documents -> micro-batches
-     6. OPTIMIZER     NorMuon and Adam, state sharded over ranks
+     6. OPTIMIZER     NorMuon, RMSProp and Adam, state sharded over ranks
      7. DOCUMENTS     shards -> documents, for training and for validation; bits per byte
-     8. RUN           ranks and devices, model building, warm-up, start, resume, finish
-     9. FILES         dataset directory, run directory: log, checkpoints, report
+     8. RUN           start, resume, finish; model building, warm-up, ranks and devices
+     9. FILES         dataset directory, run directory: log and checkpoints
     10. COMMAND LINE  flags, overrides, checks of the config
     11. ATTENTION     FlashAttention 3, a Triton kernel, torch varlen or SDPA behind one signature
     12. KERNELS       Triton, each beside a plain reference; fp8 products
@@ -59,9 +59,9 @@ from typing import NamedTuple
 # What runs, and what the run directory keeps: an editor may save another text during a long start.
 SOURCE = Path(__file__).read_bytes()
 
-# A warm start then skips the tracing of gradients: 15, 17 and 24 s of warm-up on an H200, 24 before. That
-# cache sees what an autograd.Function does, but not what register_autograd() is given: it would go on
-# with an old formula. So kernels here use the former.
+# A warm start then skips the tracing of gradients: warm-ups of 15, 17 and 24 s on an H200, of 24 without.
+# The cache that does so sees what an autograd.Function does, but not what register_autograd() is given:
+# it would go on with an old formula. So kernels here use the former.
 os.environ.setdefault("TORCHINDUCTOR_AUTOGRAD_CACHE_ALLOW_CUSTOM_AUTOGRAD", "1")
 
 import filelock
@@ -117,7 +117,7 @@ class Config:
     long_layers: tuple = (3, 10)
     key_offset_layers: tuple = (3, 10)  # half of each key comes from the previous token
     value_embed_layers: tuple = (1, 2, 8, 9, 10)
-    shared_input_from: int = 8  # from this layer on all attention reads the same input (record 77)
+    shared_input_from: int = 8  # from here on all attention reads the same input (record 77); 99: off
     # Hashed pairs of tokens; 0: off. 163,840 rows need 6.8 GB less, and cost 0.004 bpb on B34.
     bigram_rows: int = 1638400
     backout_layer: int = 7  # half of this layer's output is subtracted before the head; -1: off
@@ -132,7 +132,7 @@ class Config:
     # Loss weights of the next tokens: multi-token prediction (record 53), -0.0028 bpb on B34.
     ahead: tuple = (1.0, 0.5)
     ahead_until: float = 0.5  # share of the run over which all weights but the first fall to 0
-    # Of a second target in the loss: the longest shorter token that the next one begins with. 0: off.
+    # Weight of a second target: the longest token that the next one begins with, not itself. 0: off.
     prefix_weight: float = 0.25
     # -- data
     pack_tokens: int = 8192  # the loader's unit; a step is a fixed number of packs
@@ -234,13 +234,13 @@ class Policy:
     odd_mult: float = 1.0  # NorMuon: factor on lr_mult of every second matrix (records 36, 48)
     late: bool = False  # updated one step later, see Optimizer.step
     sparse: bool = False  # RMSProp: the gradient has rows that were read, and no others
-    average: float = 0.0  # what the weights take from their average at the end of the run
+    average: float = 0.0  # share of the average in the weights that the run ends with
 
 
 def parameter_table(config: Config) -> dict[str, Policy]:
     """All optimizer policy on one screen, in the order of communication.
 
-    They follow modded-nanogpt (record 89, averages PR 360), but for RMSProp and `late` updates.
+    It follows modded-nanogpt (record 89, averages PR 360), but for RMSProp and `late` updates.
     """
     head_pair = min(2, config.num_heads) * config.head_dim  # record 80: Q and K per pair of heads
     return {
@@ -303,7 +303,8 @@ def loss_weights(config: Config, step: int) -> list[float]:
 
     The prefix has its full weight for a third of the run, and none after two thirds.
     """
-    fade = max(0.0, 1 - step / (config.num_steps * config.ahead_until))
+    until = config.num_steps * config.ahead_until
+    fade = max(0.0, 1 - step / until) if until else 0.0
     weights = [config.ahead[0], *(weight * fade for weight in config.ahead[1:])]
     if config.prefix_weight:
         weights.append(config.prefix_weight * min(1.0, max(0.0, 2 - 3 * step / config.num_steps)))
@@ -406,6 +407,7 @@ class TrainState:
     step: int = 0
     loss_scale: float = 1.0  # above 1 only in fp16
     good_steps: int = 0  # since the loss scale last changed
+    samples: int = 0  # of the weights, in their averages
     graphs: dict[tuple, Graph] | None = None  # for replay(); None: the host launches every kernel
 
 
@@ -436,11 +438,9 @@ def accumulate_gradients(state: TrainState, batch: Batch) -> Tensor:
     looked_up = []
     targets = max(batch.total_targets, 1)
     factor = torch.full_like(loss, state.loss_scale / targets)
+    compute = micro_step if state.graphs is None else replay
     for micro_batch in batch.micro_batches(state.packs, state.ranks.device):
-        if state.graphs is None:
-            nats, rows = micro_step(state, micro_batch, factor)
-        else:
-            nats, rows = replay(state, micro_batch, factor)
+        nats, rows = compute(state, micro_batch, factor)
         loss += nats / targets
         looked_up.append(rows)
     set_sparse_gradient(state.model, looked_up)
@@ -1147,11 +1147,11 @@ class PackLoader:
 
 # ===============================================================================
 # 6. OPTIMIZER -- NorMuon for matrices, RMSProp for tables, else Adam; state sharded over ranks
-# Each rank owns a slice of every bank and table, with its fp32 master weights and moments. A step
-# reduce-scatters all gradients, updates the own slices, and all-gathers the weights in the model's dtype.
-# A table with sparse gradients is whole on every rank, and what travels are the rows that were read.
-# Gradients of `late` tables travel while the next step computes, and their weights while matrices are
-# orthogonalised. For one process all slices are whole, and communication does nothing.
+# Each rank owns a slice of every bank and table, with its fp32 master weights and moments. In a step
+# gradients are reduce-scattered, slices updated, and weights all-gathered in the model's dtype.
+# A table with sparse gradients is whole on every rank, and only rows that were read travel. Gradients of
+# `late` tables travel while the next step computes, and their weights while matrices are orthogonalised.
+# For one process all slices are whole, and communication does nothing.
 
 # Five polynomials (a, b, c) of Polar Express (arXiv 2505.16932), for a safety factor and a cushion of 0.02.
 POLAR_EXPRESS = (
@@ -1489,7 +1489,7 @@ class Optimizer:
                     "exp_avg": torch.zeros_like(slot.master),
                     "exp_avg_sq": torch.zeros_like(slot.master),
                 }
-            if self.config.average and slot.policy.average:
+            if self.config.average > 0 and slot.policy.average:
                 slot.moments["average"] = torch.zeros_like(slot.master)
 
     def reset_normuon(self, slot: Slot) -> None:
@@ -1569,19 +1569,13 @@ def build_optimizer(model: nn.Module, config: Config, table=None, ranks=None) ->
     return Optimizer(model, config, ranks, table or parameter_table(config))
 
 
-# -- averages of the last part of the run; each tensor then gets the norm that it had without (PR 360)
+# -- averages of the weights in the last part of the run (modded-nanogpt PR 360)
 
 
-def average_weight(config: Config, step: int) -> float:
-    """Weight of the newest sample in a running mean: 1, 1/2, 1/3 ...; 0 after steps that give none.
-
-    Every fourth step gives a sample, and the last step gives the last one.
-    """
-    samples = math.ceil(config.average * config.num_steps / 4)
-    left, between = divmod(config.num_steps - step, 4)
-    if between or left >= samples:
-        return 0.0
-    return 1 / (samples - left)
+def is_sampled(config: Config, step: int) -> bool:
+    """Whether the averages take in the weights after a step: every fourth one, the last among them."""
+    left = config.num_steps - step
+    return left % 4 == 0 and left < config.average * config.num_steps
 
 
 def norms(slot: Slot) -> Tensor:
@@ -1597,14 +1591,17 @@ def norms(slot: Slot) -> Tensor:
 @torch.no_grad()
 def average_weights(state: TrainState) -> None:
     """Takes a sample of the master weights where one is due; the last step then blends the averages in."""
-    weight = average_weight(state.config, state.step)
+    config = state.config
     slots = [slot for slot in state.optimizer.slots if "average" in slot.moments]
-    if weight and slots:
+    if slots and is_sampled(config, state.step):
+        # Counted, because a run that --resume makes longer or shorter may lack the first samples.
+        state.samples = state.samples + 1 if is_sampled(config, state.step - 4) else 1
         averages = [slot.moments["average"] for slot in slots]
-        torch._foreach_lerp_(averages, [slot.master for slot in slots], weight)
-    if state.step < state.config.num_steps:
+        torch._foreach_lerp_(averages, [slot.master for slot in slots], 1 / state.samples)
+    if state.step < config.num_steps:
         return
 
+    state.samples = 0
     # An average is shorter than what it is made of, so each tensor gets its norm back.
     for slot in slots:
         before = norms(slot)
@@ -1885,7 +1882,7 @@ def check_length(job: Job, ranks: Ranks) -> None:
             f"{config.data} holds {job.available:,} training tokens, the run asks for {needed:,}; "
             f"ask for fewer with --tokens, add text, or allow repeats with --set max_epochs=N"
         )
-    # A tiny model that read its text 2.8 times lost 0.45 bpb by 231 bigram rows for 1,000 tokens.
+    # A tiny model with 231 bigram rows for 1,000 tokens lost 0.45 bpb where it read its text 2.8 times.
     passes = needed * config.max_epochs / job.available
     if passes > 1.5 and config.bigram_rows > 163840 and ranks.is_main:
         found = f"the text is read {passes:.1f} times"
@@ -2235,10 +2232,9 @@ def warm_up(state: TrainState, say: Callable) -> None:
     begin = time.perf_counter()
     gc.disable()  # it would look through the compiler's graphs again and again
     rng = np.random.default_rng(0)
-    for index in range(len(state.config.stages)):
-        # Where memory runs out, the stage is tried again with smaller micro-batches.
-        while not warm_up_stage(state, index, rng):
-            shrink_micro_batch(state, say)
+    # Where memory runs out, all stages begin again: smaller micro-batches are new to the earlier ones too.
+    while not all(warm_up_stage(state, i, rng) for i in range(len(state.config.stages))):
+        shrink_micro_batch(state, say)
     gc.enable()
     reset_state(state)
     seconds = time.perf_counter() - begin
@@ -2250,17 +2246,17 @@ def warm_up_stage(state: TrainState, index: int, rng: np.random.Generator) -> bo
     """Trains on one stage's shapes and validates; False if the memory of a rank does not suffice."""
     ranks = state.ranks
     own = state.config.stage_table[index].packs // ranks.world
-    rows = largest_divisor(own, state.packs)
+    packs = largest_divisor(own, state.packs)
     # One micro-batch, or two equal ones if the step has several: the second has a graph of its own.
-    if state.graphs is not None and rows < own:
-        larger = range(2 * rows, own + 1, rows)
-        rows = next(n for n in larger if largest_divisor(n, state.packs) == rows)
+    if state.graphs is not None and packs < own:
+        larger = range(2 * packs, own + 1, packs)
+        packs = next(n for n in larger if largest_divisor(n, state.packs) == packs)
     token_bytes = torch.ones(state.config.padded_vocab, dtype=torch.long, device=ranks.device)
 
     # First what needs no other rank, because memory may run out on this one alone.
     fits = True
     try:
-        accumulate_gradients(state, dummy_batch(state.config, ranks, rows, rng))
+        accumulate_gradients(state, dummy_batch(state.config, ranks, packs, rng))
         state.model.zero_grad(set_to_none=True)
         batch = dummy_batch(state.config, ranks, state.packs, rng)
         bits_per_byte(state.model, batch, state.packs, token_bytes, Ranks(0, 1, ranks.device))
@@ -2269,7 +2265,7 @@ def warm_up_stage(state: TrainState, index: int, rng: np.random.Generator) -> bo
     if not all(ranks.gather(fits)):
         return False
     for _ in range(1 if index else 2):  # late tables are updated from the second step on
-        train_step(state, dummy_batch(state.config, ranks, rows, rng))
+        train_step(state, dummy_batch(state.config, ranks, packs, rng))
     return True
 
 
@@ -2287,13 +2283,13 @@ def shrink_micro_batch(state: TrainState, say: Callable) -> None:
     say(f"out of memory with {tokens} tokens a micro-batch; going on with {smaller}")
 
 
-def dummy_batch(config: Config, ranks: Ranks, rows: int, rng) -> Batch:
-    """A batch of `rows` packs for each rank, random tokens in documents of the greatest length."""
-    batch = empty_packs(rows, config, 0)
+def dummy_batch(config: Config, ranks: Ranks, packs: int, rng) -> Batch:
+    """A batch of so many packs for each rank, random tokens in documents of the greatest length."""
+    batch = empty_packs(packs, config, 0)
     random = rng.integers(0, config.vocab_size, batch.tokens.shape, np.int32)
     batch.tokens.copy_(torch.from_numpy(random))
     batch.targets.copy_(batch.tokens)
-    for row in range(rows):
+    for row in range(packs):
         pad_pack(batch, row, 0, 0)
     batch.total_tokens *= ranks.world
     batch.total_targets = batch.total_tokens
@@ -2301,7 +2297,7 @@ def dummy_batch(config: Config, ranks: Ranks, rows: int, rng) -> Batch:
 
 
 def choose_packs(config: Config, ranks: Ranks) -> int:
-    """Most packs in a micro-batch: those that fit into memory and help speed, and divide a stage's batch."""
+    """Most packs in a micro-batch: they fit into memory, help speed and divide a rank's share of a step."""
     for stage in config.stage_table:
         if stage.packs % ranks.world:
             found = f"{stage.packs} packs do not divide over {ranks.world} processes"
@@ -2353,7 +2349,7 @@ def start_ranks() -> Ranks:
         torch.set_num_threads(1)
     if world > 1 and not dist.is_initialized():
         on_gpu = device.type == "cuda"
-        # Of a process that dies torchrun ends the others; of one that hangs this timeout does.
+        # torchrun ends the others when a process dies; this timeout does when one hangs.
         dist.init_process_group(
             "nccl" if on_gpu else "gloo",
             timeout=datetime.timedelta(minutes=10),
@@ -2690,12 +2686,12 @@ def save_checkpoint(state: TrainState, run_dir: Path, progress: dict) -> None:
     moments = state.optimizer.state()
     if state.ranks.is_main:
         buffers = {k: v for k, v in state.model.state_dict().items() if k not in weights}
-        names = ("step", "loss_scale", "good_steps")
+        names = ("step", "loss_scale", "good_steps", "samples")
         description = {name: getattr(state, name) for name in names}
         description |= {"optimizer_count": state.optimizer.count, **progress}
         write_checkpoint(run_dir, (weights | buffers, moments), description)
         prune_checkpoints(run_dir, state.step, state.config.keep_checkpoints)
-    # Where the first process ends, torchrun ends the others: so none goes on before all is saved.
+    # With the first process torchrun ends the others, so none goes on before all is saved.
     state.ranks.gather(None)
 
 
@@ -2805,6 +2801,7 @@ def load_checkpoint(state: TrainState, folder: Path) -> dict:
         buffers[name].copy_(weights[name])
     state.step = saved["step"]
     state.good_steps = saved["good_steps"]
+    state.samples = saved.get("samples", 0)  # older scripts did not count them
     if state.loss_scale != 1.0 and saved["loss_scale"] != 1.0:  # both are in fp16
         state.loss_scale = saved["loss_scale"]
     return saved
@@ -2821,10 +2818,11 @@ def model_relations(config: Config) -> dict[str, bool]:
     named = (*c.long_layers, *c.value_embed_layers, *c.key_offset_layers, *c.no_attention_layers)
     highest = max((*named, c.backout_layer))
     without = set(c.no_attention_layers)
+    shared = c.shared_input_from
     return {
         f"layer {highest} is named, but the last one is {c.num_layers - 1}": highest < c.num_layers,
         "a layer of value_embed_layers has no attention": not without & {*c.value_embed_layers},
-        "shared_input_from is a layer without attention": c.shared_input_from not in without,
+        "shared_input_from must be a layer with attention; 99: off": shared >= 0 and shared not in without,
     }
 
 
@@ -2834,6 +2832,7 @@ def validate(config: Config) -> None:
     c = config
     shares = sum(stage.share for stage in c.stage_table)
     relations = {
+        f"dtype={c.dtype} is none of auto, {', '.join(DTYPES)}": c.dtype in ("auto", *DTYPES),
         f"the vocabulary has {c.vocab_size:,} entries; 16 bits hold 65,536": c.vocab_size <= 65536,
         f"width={c.width} is not a multiple of head_dim={c.head_dim}": c.width % c.head_dim == 0,
         f"head_dim={c.head_dim} is not a multiple of 4": c.head_dim % 4 == 0,
@@ -2917,7 +2916,7 @@ def change_config(base: Config | None, args: argparse.Namespace) -> Config:
 
     # A rule may make the batch depend on the length of the run, and so the tokens of N steps.
     while args.steps is not None:
-        longer = Config(**{**changes, "tokens": round(args.steps * config.step_tokens)})
+        longer = Config(**{**changes, "tokens": max(1, round(args.steps * config.step_tokens))})
         if longer == config:
             break
         config = longer
@@ -4093,7 +4092,7 @@ ROTATE_ROWS = 8  # of a program: its backward takes 288 us in bf16 on an H100, w
 def norm_rotate_forward(
     qkv: Tensor, cos: Tensor, sin: Tensor, scale: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """q and k of norm_rotate in one tensor (T, 2, H, K), and what they were multiplied by, (T, 2, H)."""
+    """q and k of norm_rotate in one tensor (T, 2, H, K), and the factors of their norm, rstd (T, 2, H)."""
     T, _, H, K = qkv.shape
     qk, rstd = empty_norm_rotate(qkv)
     tensors = (qkv.contiguous(), qk, rstd, cos.contiguous(), sin.contiguous(), scale)

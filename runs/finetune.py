@@ -139,8 +139,8 @@ def stage_config(script: ModuleType, checkpoint: Path, packs: int, lr: float):
     """The Config of the run that finetuning starts from, with a schedule of one stage."""
     base = script.read_config(checkpoint.parent.parent)
     full_momentum = base.momentum[1]
-    # Weights are averaged in pretraining only; the scripts of older runs have no such field.
-    unaveraged = {"average": 0.0} if hasattr(base, "average") else {}
+    # Weights are averaged in pretraining only; medium models and scripts of older runs have no such field.
+    unaveraged = {"average": 0.0} if getattr(base, "average", 0.0) else {}
     return dataclasses.replace(
         base,
         **unaveraged,

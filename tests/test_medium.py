@@ -79,6 +79,12 @@ def test_window_pattern_is_of_s_and_l(pattern):
         config_of("--set", f"window_pattern={pattern}")
 
 
+def test_averages_are_no_field():
+    """This model has none, so that a share of the run to average over is refused."""
+    with pytest.raises(tm.UserError, match="a field of Config"):
+        config_of("--set", "average=0.2")
+
+
 # ---- fp8
 
 

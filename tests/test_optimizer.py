@@ -345,6 +345,7 @@ def test_loss_weights():
                [1, 0, 0, 0]]  # fmt: skip
     assert all(a == pytest.approx(b) for a, b in zip(found, by_hand, strict=True))
     assert ts.loss_weights(schedule_config(ahead=(1.0,), prefix_weight=0.0), 10) == [1.0]
+    assert ts.loss_weights(schedule_config(ahead_until=0.0), 0) == [1.0, 0.0, 0.25], "switched off"
 
 
 @pytest.mark.parametrize(
@@ -375,28 +376,44 @@ def test_number_of_steps():
 # ---- averages of the end of a run
 
 
-def test_averages_with_norms():
-    """Twenty steps whose last half is averaged: samples after 12, 16 and 20, blended and rescaled by hand."""
-    config = tiny_config(tokens=20 * 3 * 128, average=0.5)
-    state = ts.build_state(config, ALONE, lambda text: None)
+@pytest.mark.parametrize(
+    ("steps", "stop", "resumed", "counted"),
+    [
+        (20, 14, 20, (12, 16, 20)),
+        (20, 20, 32, (24, 28, 32)),  # the samples of the run that was finished are gone
+        (40, 22, 28, (24, 28)),  # 16 and 20 had not been sampled
+        (20, 14, 24, (16, 20, 24)),
+        (20, 14, 40, (24, 28, 32, 36, 40)),
+    ],
+    ids=("same", "finished", "shorter", "longer", "much longer"),
+)
+def test_averages_with_norms(steps, stop, resumed, counted, tmp_path):
+    """The last half is averaged, blended and rescaled by hand; a resumed run may end at another step."""
     rng = torch.Generator().manual_seed(3)
-    samples = {slot.name: [] for slot in state.optimizer.slots if slot.policy.average}
-    assert samples.keys() >= {"qk_bank", "mlp_bank", "embed", "value_embed"}
-    last = {}
-    for step in range(1, 21):
-        state.step = step
-        for slot in state.optimizer.slots:
-            slot.master.add_(torch.randn(slot.master.shape, generator=rng))
-            last[slot.name] = slot.master.clone()
-            if slot.name in samples and step in (12, 16, 20):
-                samples[slot.name].append(last[slot.name])
-        ts.average_weights(state)
+    weights = []  # after each step
 
+    def run(first: int, last: int, length: int):
+        config = tiny_config(tokens=length * 3 * 128, average=0.5)
+        state = ts.build_state(config, ALONE, lambda text: None)
+        if first > 1:
+            ts.load_checkpoint(state, *ts.checkpoints(tmp_path))
+        for state.step in range(first, last + 1):
+            for slot in state.optimizer.slots:
+                slot.master.add_(torch.randn(slot.master.shape, generator=rng))
+            weights.append({slot.name: slot.master.clone() for slot in state.optimizer.slots})
+            ts.average_weights(state)
+        return state
+
+    ts.save_checkpoint(run(1, stop, steps), tmp_path, {})
+    state = run(stop + 1, resumed, resumed)
+    averaged = {slot.name for slot in state.optimizer.slots if slot.policy.average}
+    assert averaged >= {"qk_bank", "mlp_bank", "embed", "value_embed"}
     for slot in state.optimizer.slots:
-        want = last[slot.name]
-        if slot.name in samples:
+        want = weights[-1][slot.name]
+        if slot.name in averaged:
             share = slot.policy.average
-            mixed = (1 - share) * want + share * torch.stack(samples[slot.name]).mean(0)
+            mean = torch.stack([weights[step - 1][slot.name] for step in counted]).mean(0)
+            mixed = (1 - share) * want + share * mean
             matrices = mixed.flatten(0, -3) if slot.policy.optimizer == "normuon" else [mixed]
             originals = want.flatten(0, -3) if slot.policy.optimizer == "normuon" else [want]
             pairs = zip(matrices, originals, strict=True)
@@ -406,10 +423,18 @@ def test_averages_with_norms():
     assert not any("average" in name for name in state.optimizer.state()), "the last checkpoint holds none"
 
 
-@pytest.mark.parametrize(("steps", "share", "due"), [(40, 0.2, [36, 40]), (3, 0.2, [3]), (8, 0.0, [])])
+SAMPLED = [(40, 0.2, [36, 40]), (3, 0.2, [3]), (8, 0.0, []), (9, 2.0, [1, 5, 9])]
+
+
+@pytest.mark.parametrize(("steps", "share", "due"), SAMPLED)
 def test_samples_of_the_average(steps, share, due):
     config = schedule_config(steps, average=share)
-    weights = {step: ts.average_weight(config, step) for step in range(1, steps + 1)}
-    assert {step: weight for step, weight in weights.items() if weight} == {
-        step: 1 / (1 + number) for number, step in enumerate(due)
-    }
+    assert [step for step in range(1, steps + 1) if ts.is_sampled(config, step)] == due
+
+
+def test_a_negative_share_is_no_average():
+    state = ts.build_state(tiny_config(average=-0.1), ALONE, lambda text: None)
+    before = {name: weights.clone() for name, weights in state.optimizer.weights().items()}
+    state.step = state.config.num_steps
+    ts.average_weights(state)
+    assert all(torch.equal(weights, before[name]) for name, weights in state.optimizer.weights().items())

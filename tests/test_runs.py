@@ -360,6 +360,22 @@ def test_out_of_memory_in_the_warm_up(monkeypatch, capsys, where):
     assert said.count("going on with 128") == 1 and "micro-batch 128 tokens" in said
 
 
+def test_out_of_memory_in_a_later_stage(monkeypatch):
+    """Earlier stages are warmed up with their new size too: steps of 8 packs take 4 at a time where 12 take 6."""
+    state = ts.build_state(tiny_config(stages=((0.5, 8, 1.0), (0.5, 12, 1.5))), ALONE, lambda text: None)
+    trained, forward = [], state.forward
+
+    def limited(tokens, *rest):
+        trained.append(len(tokens) // 128)
+        if trained[-1] > 8:
+            raise torch.OutOfMemoryError
+        return forward(tokens, *rest)
+
+    state.forward = limited
+    warm_up(state, lambda text: None)
+    assert trained == [8, 8, 8, 12, 4, 4, 4, 6, 6]
+
+
 def test_too_little_memory_for_one_pack(monkeypatch):
     def fail(*args):
         raise torch.OutOfMemoryError
@@ -462,15 +478,15 @@ def test_flags_from_a_file(tmp_path):
 
 
 @pytest.mark.parametrize("script", (ts, tm))
-@pytest.mark.parametrize("steps", (1, 7, 1000, 6144, 10**6))
+@pytest.mark.parametrize("steps", (0, 1, 7, 1000, 6144, 10**6))
 def test_steps_and_tokens_give_the_same_run(script, steps):
-    """--steps N is --tokens of the same length: batch and rates are those of that length."""
+    """--steps N is --tokens of the same length: batch and rates are those of that length. A run has a step at least."""
 
     def config(*argv):
         return script.make_config(script.build_parser().parse_args([str(a) for a in argv]))
 
     by_steps = config("--steps", steps)
-    assert by_steps.num_steps == steps and by_steps == config("--tokens", by_steps.tokens)
+    assert by_steps.num_steps == max(steps, 1) and by_steps == config("--tokens", by_steps.tokens)
 
 
 @pytest.mark.parametrize(
@@ -500,7 +516,9 @@ def test_words_that_are_no_flags(capsys, argv):
         (["--set", "vocab_size=70000"], ["70,000", "65,536"]),
         (["--set", "long_layers=(11,)"], ["layer 11 is named, but the last one is 10"]),
         (["--set", "no_attention_layers=(1,)"], ["a layer of value_embed_layers has no attention"]),
-        (["--set", "no_attention_layers=(0,)", "--set", "shared_input_from=0"], ["shared_input_from is a layer"]),
+        (["--set", "no_attention_layers=(0,)", "--set", "shared_input_from=0"], ["shared_input_from must be a layer"]),
+        (["--set", "shared_input_from=-1"], ["shared_input_from must be a layer"]),
+        (["--set", "dtype=bf16"], ["dtype=bf16 is none of auto, bfloat16, float16, float32"]),
         (["--set", "max_seq_len=16384"], ["max_seq_len=16384"]),
         (["--set", "stages=((0.5, 16, 1.0),)"], ["0.5000, not 1"]),
         (["--micro-batch-tokens", "200"], ["--micro-batch-tokens is not a multiple of pack_tokens=8192"]),
