@@ -305,15 +305,15 @@ def parse_arguments() -> argparse.Namespace:
     add_source_flags(p)
     add_pattern_flag(p)
     add = p.add_argument
-    add("--vocab-size", type=int, default=VOCAB_SIZE, help="entries, special tokens included (default 32768)")
-    add("--max-chars", type=int, default=MAX_CHARS, help="characters to train on (default 2 billion)")
-    add("--doc-cap", type=int, default=DOC_CAP, help="characters to take of each document (default 10000)")
-    add("--val-fraction", type=float, default=0.01, help="part of local files to leave out (default 0.01)")
+    add("--vocab-size", type=int, default=VOCAB_SIZE, help="entries with special tokens (default 32768)")
+    add("--max-chars", type=int, default=MAX_CHARS, help="characters to train on (2 billion)")
+    add("--doc-cap", type=int, default=DOC_CAP, help="characters of each document (default 10000)")
+    add("--val-fraction", type=float, default=0.01, help="part of local files to leave out (0.01)")
     add("--out", required=True, type=Path, help="tokenizer.json to write")
 
     p = commands.add_parser("show", help="print how a tokenizer splits a text")
     p.add_argument("--tokenizer", required=True, type=Path, help="a tokenizer.json")
-    p.add_argument("--text", default="Hello world! In 2026 it's 3,141,592 tokens.", help="text to split")
+    p.add_argument("--text", default="Hello world! In 2026 it's 3,141,592 tokens.", help="to split")
 
     p = commands.add_parser("eval", help="measure a tokenizer on a source's validation documents")
     add_source_flags(p)
