@@ -453,10 +453,10 @@ def main() -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Turn text into a dataset directory of token shards.")
+    parser = argparse.ArgumentParser(description="Turn text, or shards:GLOB, into a dataset directory.")
     add_source_flags(parser)
     add = parser.add_argument
-    add("--val-source", help="validation text, also shards:GLOB (default: a part of --source)")
+    add("--val-source", help="validation text (default: a part of --source)")
     held_out = "held-out part of local files: 1 document in round(1 / F)"
     add("--val-fraction", type=float, default=0.01, help=held_out)
     add("--val-documents", type=int, help="most validation documents")
