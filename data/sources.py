@@ -498,8 +498,8 @@ def add_source_flags(parser: argparse.ArgumentParser) -> None:
     add("--source", required=True, help=kinds)
     add("--text-field", default="text", help="JSON field or parquet column that holds the text")
     add("--max-files", type=int, default=HUB_FILES, help="files to take from Hugging Face (default 40)")
-    add("--max-documents", type=int, help="read this many documents of --source")
-    add("--max-bytes", type=int, help="read this many bytes of its text")
+    add("--max-documents", type=int, help="most documents to read")
+    add("--max-bytes", type=int, help="most bytes of text to read")
     side_by_side = "read local files side by side, not one after the other"
     add("--interleave", action="store_true", help=side_by_side)
 

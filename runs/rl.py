@@ -74,7 +74,9 @@ class Settings(BaseModel):
     # all, did harm.
     muon_lr: float = Field(0.2, gt=0, description="rate of matrices, times that of pretraining")
     adam_lr: float = Field(0.02, gt=0, description="rate of the rest, likewise")
-    partial: float = Field(0.2, ge=0, lt=1, description="a wrong sum earns X times its right digits")
+    partial: float = Field(
+        0.2, ge=0, lt=1, description="a wrong sum earns X times its share of right digits"
+    )
     eval_every: int = Field(50, ge=0, description="steps between tests, 0: only before and after")
     eval_items: int = Field(200, ge=1, description="held-out questions")
     eval_samples: int = Field(8, ge=0, description="answers to each for pass@k, 0: none")

@@ -118,7 +118,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--prompt", action="append", help="a text to continue, repeatable (default: an empty one)")
     add("--tokens", type=int, default=128, help="most new tokens for each prompt (default 128)")
     add("--temperature", type=float, default=0.8, help="0: the most likely token (default 0.8)")
-    add("--top-k", type=int, default=50, help="sample from so many tokens, 0: all (default 50)")
+    add("--top-k", type=int, default=50, help="tokens to sample from, 0: all (default 50)")
     add("--top-p", type=float, default=1.0, help="total probability of the tokens to sample from")
     add("--seed", type=int, default=0, help="the same seed gives the same text (default 0)")
     add("--step", type=int, help="checkpoint to use (default: the newest)")

@@ -530,7 +530,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--step", type=int, metavar="N", help="checkpoint to score (default: the newest)")
     add("--attention", metavar="NAME", help="in place of the run's attention backend")
     add("--dtype", choices=("bfloat16", "float16", "float32"), help="default: that of the run")
-    add("--no-compile", action="store_true", help="slower, quicker start")
+    add("--no-compile", action="store_true", help="quicker start, slower scoring")
     args = parser.parse_args(argv)
     if args.items < 0 or (args.batch_tokens is not None and args.batch_tokens < 1):
         parser.error("--items must be at least 0 and --batch-tokens at least 1")
