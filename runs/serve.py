@@ -605,7 +605,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--port", type=int, default=8000, help="0: any free one (default 8000)")
     add("--rows", type=int, default=0, help="answers at a time (default 32, without a GPU 8)")
     add("--max-waiting", type=int, default=256, help="answers that may wait (default 256)")
-    add("--drain", type=float, default=10, metavar="SECONDS", help="for the last answers (default 10)")
+    add("--drain", type=float, default=10, metavar="SECONDS", help="to finish answers (default 10)")
     add("--allow-host", metavar="NAME", action="append", default=[],
         help="a name that clients may use for this machine, repeatable")  # fmt: skip
     add("--name", help="of the model (default: that of the run directory)")
