@@ -280,14 +280,14 @@ def build(bundle: Path, root: Path, max_seq_len: int, limit: int = 0) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Render and tokenize the CORE tasks.")
+    parser = argparse.ArgumentParser(description="Add the CORE tasks to a dataset, as tokens.")
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--bundle", type=Path, help="CORE bundle: a folder, a .zip or a .tar.zst")
     source.add_argument("--download", action="store_true", help=f"fetch {URL}")
     add = parser.add_argument
     add("--data", required=True, type=Path, help="dataset directory, e.g. data/shards/climbmix")
-    add("--max-seq-len", type=int, default=2048, help="longer rows lose their beginning")
-    add("--items", type=int, default=0, help="so many items of each task (default all)")
+    add("--max-seq-len", type=int, default=2048, help="longer rows lose their beginning (default 2048)")
+    add("--items", type=int, default=0, help="items to take of each task (default: all)")
     args = parser.parse_args()
     check_flags(args, max_seq_len=2, items=0)
     read_dataset(args.data)

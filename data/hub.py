@@ -282,12 +282,12 @@ def main() -> None:
     for suffix, what in (("", "dataset"), ("-run", "run")):
         p = commands.add_parser(f"download{suffix}", help=f"fetch a {what} directory")
         p.add_argument("repo", metavar="REPO", help="OWNER/NAME on Hugging Face")
-        p.add_argument("--out", required=True, type=Path)
-        p.add_argument("--revision", default="main")
+        p.add_argument("--out", required=True, type=Path, help="folder to write")
+        p.add_argument("--revision", default="main", help="branch, tag or commit (default main)")
         p = commands.add_parser(f"upload{suffix}", help=f"send a {what} directory")
-        p.add_argument("folder", metavar="DIR", type=Path)
+        p.add_argument("folder", metavar="DIR", type=Path, help=f"{what} directory")
         p.add_argument("repo", metavar="REPO", help="OWNER/NAME, made if it does not exist")
-        p.add_argument("--private", action="store_true")
+        p.add_argument("--private", action="store_true", help="make a new repository private")
     args = parser.parse_args()
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", args.repo):
         fail(f"{args.repo!r} is not a repository name; give OWNER/NAME")

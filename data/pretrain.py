@@ -1,4 +1,4 @@
-"""Text to a dataset directory: trains a tokenizer, encodes in threads, writes token shards.
+"""Turns text into a dataset directory: trains a tokenizer, encodes in threads, writes token shards.
 
     python data/pretrain.py --source stdlib --vocab-size 4096 --out data/shards/stdlib
     python data/pretrain.py --source pypi:p34 --out data/shards/p34
@@ -453,22 +453,22 @@ def main() -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Text to a dataset directory of token shards.")
+    parser = argparse.ArgumentParser(description="Turn text, or shards:GLOB, into a dataset directory.")
     add_source_flags(parser)
     add = parser.add_argument
-    add("--val-source", help="separate validation text; without it a part of the source is held out")
+    add("--val-source", help="validation text (default: a part of --source)")
     held_out = "held-out part of local files: 1 document in round(1 / F)"
     add("--val-fraction", type=float, default=0.01, help=held_out)
-    add("--val-documents", type=int, help="at most this many validation documents")
+    add("--val-documents", type=int, help="most validation documents")
     add("--out", required=True, type=Path, help="dataset directory, e.g. data/shards/mine")
     add("--name", help="name in dataset.json (default: that of the directory)")
     size = f"entries of a new tokenizer (default {tokenizer.VOCAB_SIZE})"
     add("--vocab-size", type=int, help=size)
     tokenizer.add_pattern_flag(parser)
     add("--tokenizer", type=Path, help="use this tokenizer.json instead of training one")
-    characters = "characters to train it on"
+    characters = "characters to train a new tokenizer on"
     add("--tokenizer-chars", type=int, default=tokenizer.MAX_CHARS, help=characters)
-    add("--shard-tokens", type=int, default=SHARD_TOKENS, help="tokens in a shard")
+    add("--shard-tokens", type=int, default=SHARD_TOKENS, help="tokens in a shard (default 100 million)")
     threads = "encoding threads (default: all cores, up to 16)"
     add("--workers", type=int, default=available_cores(), help=threads)
     args = parser.parse_args()

@@ -518,10 +518,10 @@ def format_lock(lock: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Verify a dataset made of pinned wheels.")
-    parser.add_argument("command", choices=["verify", "lock"], help="lock: after a change of rules")
+    parser.add_argument("command", choices=["verify", "lock"], help="lock: rewrite pypi_lock.json")
     parser.add_argument("set", help="p34 or p100")
     parser.add_argument("data", type=Path, nargs="?", help="dataset directory, e.g. data/shards/p34")
-    parser.add_argument("--workers", type=int, default=1, help="reading processes")
+    parser.add_argument("--workers", type=int, default=1, help="reading processes (default 1)")
     args = parser.parse_args()
     if args.command == "verify" and not args.data:
         fail("verify needs a dataset directory, e.g. data/shards/p34")

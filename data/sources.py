@@ -258,8 +258,7 @@ def local_paths(spec: str, suffixes: tuple[str, ...]) -> list[Path]:
         else:
             found = sorted(path for path in map(Path, glob(part, recursive=True)) if path.is_file())
             if not found:
-                names = ", ".join(["stdlib", *HUB_SOURCES, "pypi:p34", "hf:REPO/GLOB"])
-                fail(f"--source {part} matches no file; give {names}, or an existing path or glob")
+                fail(f"--source {part} matches no file; check the path, or see --help for other sources")
             paths += found
     if not paths:
         fail(f"--source {spec} holds no {endings} file; check the path")
@@ -495,12 +494,12 @@ def stdlib_documents(part: str) -> Iterator[str]:
 def add_source_flags(parser: argparse.ArgumentParser) -> None:
     """The flags that every script which reads text shares."""
     add = parser.add_argument
-    kinds = "stdlib, climbmix, fineweb-edu, pypi:p34, pypi:p100, hf:REPO/GLOB, path or glob"
+    kinds = "stdlib, climbmix, fineweb-edu, pypi:p34, pypi:p100, hf:OWNER/NAME/GLOB, path or glob"
     add("--source", required=True, help=kinds)
     add("--text-field", default="text", help="JSON field or parquet column that holds the text")
-    add("--max-files", type=int, default=HUB_FILES, help="Hugging Face training files to use")
-    add("--max-documents", type=int, help="stop reading the source after this many documents")
-    add("--max-bytes", type=int, help="stop reading the source after this many bytes of text")
+    add("--max-files", type=int, default=HUB_FILES, help="files to take from Hugging Face (default 40)")
+    add("--max-documents", type=int, help="most documents to read")
+    add("--max-bytes", type=int, help="most bytes of text to read")
     side_by_side = "read local files side by side, not one after the other"
     add("--interleave", action="store_true", help=side_by_side)
 
@@ -521,7 +520,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Show documents of a source.")
     add_source_flags(parser)
     parser.add_argument("--split", choices=["train", "val"], default="train")
-    parser.add_argument("--show", type=int, default=3, help="number of documents to print")
+    parser.add_argument("--show", type=int, default=3, help="documents to print (default 3)")
     args = parser.parse_args()
     check_flags(args)
     source = open_text(TextSettings.of(args))

@@ -408,11 +408,11 @@ def evaluate(run: engine.Run, ranks, say: Callable, args: argparse.Namespace) ->
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Score a finetuned run on chat tasks.")
     add = parser.add_argument
-    add("run_dir", metavar="RUN_DIR", type=Path)
-    add("--files", type=Path, metavar="FOLDER", help="task files (default: from Hugging Face)")
+    add("run_dir", metavar="RUN_DIR", type=Path, help="finetuned run")
+    add("--files", type=Path, metavar="FOLDER", help="task files (default: downloaded)")
     add("--tasks", default="", metavar="A,B", help=f"some of {','.join(TASKS)} (default: all)")
-    add("--limit", type=int, default=0, metavar="N", help="drawn items of each task (default: all)")
-    add("--run-code", action="store_true", help="run humaneval; programs can reach all your files")
+    add("--limit", type=int, default=0, metavar="N", help="random items of a task (default: all)")
+    add("--run-code", action="store_true", help="score humaneval; its programs can reach all files")
     add("--step", type=int, help="checkpoint to use (default: the newest)")
     args = parser.parse_args(argv)
     args.tasks = [task for task in args.tasks.split(",") if task]

@@ -22,9 +22,9 @@ ROOT = Path(__file__).resolve().parents[1]
 BEGIN = "<!-- compressors -->"
 END = "<!-- /compressors -->"
 PREFIX_LIMIT = 16_000_000  # bytes of training text that xz may read first, which takes about 10 s
-NOTE = "The model has learned from training text first and holds weights that are not counted; "
-NOTE += "gzip and xz see the validation text alone, as one file."
-PREFIX_NOTE = " The last row counts what xz adds for it after the text that the model was trained on."
+NOTE = "The model has seen training text, and its weights are not counted. "
+NOTE += "gzip and xz see only the validation text, as one file."
+PREFIX_NOTE = " In the last row xz has seen the training text too; only what it adds counts."
 
 
 def text_of(tokenizer, ids: np.ndarray) -> bytes:
@@ -68,7 +68,7 @@ def compare(script, run_dir: Path) -> str:
     note = NOTE
     read = training_text(dataset, score["tokens"])
     if config.max_epochs == 1 and len(read) <= PREFIX_LIMIT:
-        bits["xz -9e behind the same training text"] = 8 * (xz(read + text) - xz(read))
+        bits["xz -9e after the same training text"] = 8 * (xz(read + text) - xz(read))
         note += PREFIX_NOTE
     rows = [(f"this model, after {score['tokens']:,} training tokens", f"{score['val_bpb']:.4f}")]
     rows += [(name, f"{count / len(text):.4f}") for name, count in bits.items()]
@@ -86,8 +86,8 @@ def add_to_report(path: Path, table: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Compare a run with gzip -9 and xz -9e on its text.")
-    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path)
+    parser = argparse.ArgumentParser(description="Compare a run with gzip and xz on held-out text.")
+    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="run directory")
     run_dir = parser.parse_args().run_dir
     try:
         table = compare(import_script(run_dir), run_dir)

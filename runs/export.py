@@ -380,18 +380,18 @@ def push(folder: Path, repo: str) -> None:
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="A trained model as a Hugging Face repository.")
+    parser = argparse.ArgumentParser(description="Export a model for transformers or llama.cpp.")
     add = parser.add_argument
-    add("run_dir", metavar="RUN_DIR", type=Path)
-    add("--out", type=Path, help="new folder, for transformers")
-    add("--gguf", type=Path, metavar="FILE", help="new file, for llama.cpp")
-    add("--type", choices=export_portable.TYPES, default="f16", help="of the weights in it (default f16)")
+    add("run_dir", metavar="RUN_DIR", type=Path, help="run directory")
+    add("--out", type=Path, help="folder to write, for transformers")
+    add("--gguf", type=Path, metavar="FILE", help="file to write, for llama.cpp")
+    add("--type", choices=export_portable.TYPES, default="f16", help="of --gguf (default f16)")
     add("--step", type=int, help="checkpoint to take (default: the newest)")
-    add("--dtype", choices=list(DTYPES), default="float32", help="of the stored weights")
+    add("--dtype", choices=list(DTYPES), default="float32", help="of --out (default float32)")
     add("--name", help="name in the model card, e.g. OWNER/NAME (default: the folder's)")
-    add("--license", help="of the weights, for the model card, as the hub spells it, e.g. mit")
+    add("--license", help="for the model card, as the hub spells it, e.g. mit")
     add("--language", default="en", help="for the model card (default: en)")
-    add("--push", metavar="OWNER/NAME", help="also send it to the hub")
+    add("--push", metavar="OWNER/NAME", help="send --out to the hub too")
     args = parser.parse_args(argv)
     if not (args.out or args.gguf):
         parser.error("give --out DIR, --gguf FILE, or both")

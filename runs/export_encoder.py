@@ -102,7 +102,7 @@ def export(run_dir: Path, out: Path) -> dict:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("run", type=Path, metavar="RUN", help="run directory of an encoder")
-    parser.add_argument("--out", required=True, type=Path, help="new folder")
+    parser.add_argument("--out", required=True, type=Path, help="folder to write")
     args = parser.parse_args(argv)
     return run_command(script, lambda: export(args.run, args.out))
 

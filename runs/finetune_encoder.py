@@ -308,12 +308,12 @@ class Settings(BaseModel):
 
     run: Path
     checkpoint: str  # name of the one it started from
-    pairs: Path = Field(description="to train on; data/pairs.py makes such files")
-    val_pairs: Path = Field(description="held out")
+    pairs: Path = Field(description="file to train on, see data/pairs.py")
+    val_pairs: Path = Field(description="file to score on")
     steps: int = Field(1000, ge=1, description="length of the run")
     batch: int = Field(256, ge=1, description="pairs in a step, over all GPUs")
-    max_len: int = Field(256, ge=1, description="tokens of a text; the rest is cut")
-    negatives: int = Field(1, ge=0, description="most negatives that are used of a pair")
+    max_len: int = Field(256, ge=1, description="most tokens of a text; the rest is cut")
+    negatives: int = Field(1, ge=0, description="most negatives to use of each pair")
     temperature: float = Field(0.05, gt=0, description="of the similarities")
     muon_lr: float = Field(0.002, gt=0, description="rate of matrices at the start")
     adam_lr: float = Field(0.0006, gt=0, description="rate of the embedding at the start")

@@ -41,7 +41,7 @@ HELD_OUT_DRAWN = {"color": "#c0392b", "marker": ".", "linestyle": ":"}
 # The unit of a plot, and its curves: what log.jsonl calls them, what the legend does, their style.
 PLOTS = {
     "bits per byte": [
-        ("bpb", "training (from mean bytes)", TRAINING),
+        ("bpb", "training (estimate)", TRAINING),
         ("val_bpb", "validation", HELD_OUT),
     ],
     "loss, nats": [("loss", "training", TRAINING), ("val_loss", "validation", HELD_OUT)],
@@ -322,8 +322,8 @@ def write_report(run_dir: Path, with_samples: bool = True, device: str | None = 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN")
-    parser.add_argument("--no-samples", action="store_true", help="quicker, and without PyTorch")
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run directory")
+    parser.add_argument("--no-samples", action="store_true", help="quicker, needs no PyTorch")
     parser.add_argument("--device", help="cuda, mps or cpu (default: the best available)")
     args = parser.parse_args(argv)
     sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows "?"

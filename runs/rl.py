@@ -18,7 +18,7 @@ weights stay as they are, because Muon's step would be as large without a gradie
 are fractions of the pretraining rates and fall in a straight line to 0.
 
 The reward is 1 for the right number behind ####; for a wrong one it is --partial times the share of
-right digits. An answer that does not end right behind its number is wrong: a model that was rewarded
+right digits. An answer that does not end right after its number is wrong: a model that was rewarded
 for the number alone forgot to stop. Held-out questions are answered before the first step, every
 --eval-every steps and at the end: greedily, and --eval-samples times at temperature 1 for pass@k.
 
@@ -65,7 +65,7 @@ class Settings(BaseModel):
     no_compile: bool = False
     task: Literal[*MAX_TOKENS] = Field("addition", description="addition or gsm8k")
     digits: int = Field(2, ge=1, le=18, description="in each number of addition")
-    files: str | None = Field(None, description="folder with the files of gsm8k; None: download")
+    files: str | None = Field(None, description="folder with the files of gsm8k, else downloaded")
     steps: int = Field(250, ge=1, description="length of the run")
     prompts: int = Field(16, ge=1, description="questions of a step, over all GPUs")
     samples: int = Field(16, ge=2, description="answers to each question")
@@ -73,14 +73,16 @@ class Settings(BaseModel):
     # These took a small model from 35.5 % to 71.5 % of two-digit sums; 0.5 for matrices, or 0.2 for
     # all, did harm.
     muon_lr: float = Field(0.2, gt=0, description="rate of matrices, times that of pretraining")
-    adam_lr: float = Field(0.02, gt=0, description="rate of all else, likewise")
-    partial: float = Field(0.2, ge=0, lt=1, description="for a wrong sum, by its right digits")
+    adam_lr: float = Field(0.02, gt=0, description="rate of the rest, likewise")
+    partial: float = Field(
+        0.2, ge=0, lt=1, description="a wrong sum earns X times its share of right digits"
+    )
     eval_every: int = Field(50, ge=0, description="steps between tests, 0: only before and after")
     eval_items: int = Field(200, ge=1, description="held-out questions")
-    eval_samples: int = Field(8, ge=0, description="answers to each of them for pass@k, 0: none")
+    eval_samples: int = Field(8, ge=0, description="answers to each for pass@k, 0: none")
     save_every: int = Field(0, ge=0, description="steps between checkpoints, 0: only at the end")
     log_every: int = Field(1, ge=1, description="steps between lines of the log")
-    rows: int = Field(256, ge=1, description="answers that are drawn at the same time")
+    rows: int = Field(256, ge=1, description="answers to sample at a time")
     seed: int = Field(0, ge=0, description="of questions and answers")
 
 

@@ -107,25 +107,25 @@ def sample(run: engine.Run, args: argparse.Namespace) -> dict:
             print(piece, end="", flush=True)
             new_tokens += 1
         new_tokens -= 1  # the last piece belongs to no token
-        print()
+        print("\n")
     return {"new_tokens": new_tokens, "seconds": time.perf_counter() - start}
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("run_dir", metavar="RUN_DIR", type=Path)
+    add("run_dir", metavar="RUN_DIR", type=Path, help="run directory")
     add("--prompt", action="append", help="a text to continue, repeatable (default: an empty one)")
-    add("--tokens", type=int, default=128, help="the most new tokens for each prompt")
-    add("--temperature", type=float, default=0.8, help="0: always the most likely token")
-    add("--top-k", type=int, default=50, help="sample from this many tokens, 0: from all")
-    add("--top-p", type=float, default=1.0, help="sample from tokens with this much probability")
-    add("--seed", type=int, default=0, help="the same seed gives the same text")
+    add("--tokens", type=int, default=128, help="most new tokens for each prompt (default 128)")
+    add("--temperature", type=float, default=0.8, help="0: the most likely token (default 0.8)")
+    add("--top-k", type=int, default=50, help="tokens to sample from, 0: all (default 50)")
+    add("--top-p", type=float, default=1.0, help="total probability of the tokens to sample from")
+    add("--seed", type=int, default=0, help="the same seed gives the same text (default 0)")
     add("--step", type=int, help="checkpoint to use (default: the newest)")
     add("--attention", metavar="NAME", help="attention backend for the prompt")
     add("--dtype", choices=("bfloat16", "float16", "float32"), help="default: that of the run")
     add("--device", help="cuda, mps or cpu (default: the best available)")
-    add("--check", action="store_true", help="compare decoding with the forward pass, and end")
+    add("--check", action="store_true", help="only compare decoding with the forward pass")
     args = parser.parse_args(argv)
     sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows "?"
     command = lambda run, *_: check(run) if args.check else sample(run, args)

@@ -600,20 +600,20 @@ def http_server(server: Server, args: argparse.Namespace) -> HTTPServer:
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     add = parser.add_argument
-    add("run_dir", metavar="RUN_DIR", type=Path)
-    add("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0: all of this machine's")
-    add("--port", type=int, default=8000, help="0: any free one")
-    add("--rows", type=int, default=0, help="answers at a time (default: 32, without a GPU 8)")
-    add("--max-waiting", type=int, default=256, help="answers that may wait; more get 429")
-    add("--drain", type=float, default=10, metavar="SECONDS", help="for answers when it is stopped")
+    add("run_dir", metavar="RUN_DIR", type=Path, help="run directory")
+    add("--host", default="127.0.0.1", help="address (default 127.0.0.1; 0.0.0.0: every network)")
+    add("--port", type=int, default=8000, help="0: any free one (default 8000)")
+    add("--rows", type=int, default=0, help="answers at a time (default 32, without a GPU 8)")
+    add("--max-waiting", type=int, default=256, help="answers that may wait (default 256)")
+    add("--drain", type=float, default=10, metavar="SECONDS", help="to finish answers (default 10)")
     add("--allow-host", metavar="NAME", action="append", default=[],
-        help="a name by which the server is reached, repeatable")  # fmt: skip
-    add("--name", help="of the model (default: the name of the run directory)")
+        help="a name that clients may use for this machine, repeatable")  # fmt: skip
+    add("--name", help="of the model (default: that of the run directory)")
     add("--step", type=int, help="checkpoint to use (default: the newest)")
     add("--device", help="cuda, mps or cpu (default: the best available)")
     add("--compile", action="store_true", help="faster steps, half a minute more at the start")
     add("--api-key", metavar="KEY", default=os.environ.get(KEY_VARIABLE) or None,
-        help=f"that clients must send (default: the environment variable {KEY_VARIABLE}, if set)")  # fmt: skip
+        help=f"key that clients must send (default: ${KEY_VARIABLE})")  # fmt: skip
     add("--access-log", action="store_true", help="print a line for each request")
     return parser.parse_args(argv)
 

@@ -103,7 +103,7 @@ def test_lists_globs_and_folders(tmp_path):
         expect_error(lambda other=other: read(a, other), words)
     assert read(f"{a},{copy}") == ["1", "2", "1", "2"], "a copy in one source is read"
     assert read("stdlib", "stdlib") == read("stdlib")
-    expect_error(lambda: read("no-such-source"), "no-such-source", "stdlib")
+    expect_error(lambda: read("no-such-source"), "no-such-source", "--help")
 
 
 def test_a_wide_zstd_window_opens(tmp_path):

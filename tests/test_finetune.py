@@ -465,7 +465,7 @@ def test_defaults(base, tmp_path, monkeypatch, capsys):
         ([], ["a run directory with a checkpoint", "python runs/finetune.py RUN"]),
         (["--steps", "5", "{base}"], ["name it first"]),
         (["--resume"], ["--resume needs --run-dir"]),
-        (["{tmp}/none"], ["{tmp}/none holds 0 training scripts"]),
+        (["{tmp}/none"], ["{tmp}/none is no run directory"]),
         (["--resume", "--run-dir", "{base}"], ["{base} is no finetuning run", "train_small.py --resume"]),
         (["--resume", "--run-dir", "{rl}"], ["{rl} is no finetuning run", "runs/rl.py --resume"]),
         (["{base}", "--run-dir", "{base}"], ["already holds a run"]),

@@ -164,7 +164,7 @@ def test_reinforcement_learning(tmp_path):
 
 
 @pytest.mark.parametrize(("names", "training", "score"), [
-    (("bpb", "val_bpb"), ("bits per byte", "training (from mean bytes)"), ("bits per byte", "validation")),
+    (("bpb", "val_bpb"), ("bits per byte", "training (estimate)"), ("bits per byte", "validation")),
     (("loss", "val_loss"), ("loss, nats", "training"), ("loss, nats", "validation")),
     (("loss", "ndcg@10"), ("loss, nats", "training"), ("nDCG@10", "held out")),
 ], ids=("pretraining", "Hugging Face", "encoder"))  # fmt: skip
