@@ -2648,7 +2648,7 @@ class Dataset:
         path = root / "dataset.json"
         if not path.is_file():
             way = f"`python data/pretrain.py --source climbmix --out {root}`"
-            raise UserError(f"no dataset at {root}; make one with {way}, or stdlib, which needs no network")
+            raise UserError(f"no dataset at {root}; make one with {way}; `--source stdlib` needs no network")
         info = json.loads(path.read_text(encoding="utf-8"))
         tokenizer = root / "tokenizer.json"
         listed = info["files"]["tokenizer.json"]["sha256"]
@@ -2737,7 +2737,7 @@ def read_description(run_dir: Path) -> dict:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise UserError(f"{run_dir} is no run directory: {path} cannot be read ({error})") from None
+        raise UserError(f"{run_dir} is no run directory ({error}); name one with --run-dir") from None
 
 
 def read_config(run_dir: Path) -> Config:
@@ -3023,7 +3023,7 @@ def parse_override(text: str) -> tuple[str, object]:
     key, equals, value = text.partition("=")
     defaults = {f.name: f.default for f in dataclasses.fields(Config)}
     if not equals or key not in defaults:
-        raise UserError(f"--set {text}: expected KEY=VALUE with a field of Config, which the script lists")
+        raise UserError(f"--set {text}: expected KEY=VALUE with a field of Config, at the top of the script")
     default = defaults[key]
     if isinstance(default, str):
         return key, value
