@@ -404,8 +404,7 @@ def loss_weights(config: Config, step: int) -> list[float]:
 
     The prefix has its full weight for a third of the run, and none after two thirds.
     """
-    until = config.num_steps * config.ahead_until
-    fade = max(0.0, 1 - step / until) if until else 0.0
+    fade = max(0.0, 1 - step / (config.num_steps * config.ahead_until))
     weights = [config.ahead[0], *(weight * fade for weight in config.ahead[1:])]
     if config.prefix_weight:
         weights.append(config.prefix_weight * min(1.0, max(0.0, 2 - 3 * step / config.num_steps)))

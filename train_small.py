@@ -303,8 +303,7 @@ def loss_weights(config: Config, step: int) -> list[float]:
 
     The prefix has its full weight for a third of the run, and none after two thirds.
     """
-    until = config.num_steps * config.ahead_until
-    fade = max(0.0, 1 - step / until) if until else 0.0
+    fade = max(0.0, 1 - step / (config.num_steps * config.ahead_until))
     weights = [config.ahead[0], *(weight * fade for weight in config.ahead[1:])]
     if config.prefix_weight:
         weights.append(config.prefix_weight * min(1.0, max(0.0, 2 - 3 * step / config.num_steps)))
@@ -2818,11 +2817,10 @@ def model_relations(config: Config) -> dict[str, bool]:
     named = (*c.long_layers, *c.value_embed_layers, *c.key_offset_layers, *c.no_attention_layers)
     highest = max((*named, c.backout_layer))
     without = set(c.no_attention_layers)
-    shared = c.shared_input_from
     return {
         f"layer {highest} is named, but the last one is {c.num_layers - 1}": highest < c.num_layers,
         "a layer of value_embed_layers has no attention": not without & {*c.value_embed_layers},
-        "shared_input_from must be a layer with attention; 99: off": shared >= 0 and shared not in without,
+        "shared_input_from is a layer without attention": c.shared_input_from not in without,
     }
 
 

@@ -286,7 +286,7 @@ def main() -> None:
     source.add_argument("--download", action="store_true", help=f"fetch {URL}")
     add = parser.add_argument
     add("--data", required=True, type=Path, help="dataset directory, e.g. data/shards/climbmix")
-    add("--max-seq-len", type=int, default=2048, help="longer rows lose their beginning (default 2048)")
+    add("--max-seq-len", type=int, default=2048, help="longer rows lose their beginning [%(default)s]")
     add("--items", type=int, default=0, help="items to take of each task (default: all)")
     args = parser.parse_args()
     check_flags(args, max_seq_len=2, items=0)

@@ -468,7 +468,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--tokenizer", type=Path, help="use this tokenizer.json instead of training one")
     characters = "characters to train a new tokenizer on"
     add("--tokenizer-chars", type=int, default=tokenizer.MAX_CHARS, help=characters)
-    add("--shard-tokens", type=int, default=SHARD_TOKENS, help="tokens in a shard (default 100 million)")
+    add("--shard-tokens", type=int, default=SHARD_TOKENS, help="tokens in a shard [%(default)s]")
     threads = "encoding threads (default: all cores, up to 16)"
     add("--workers", type=int, default=available_cores(), help=threads)
     args = parser.parse_args()

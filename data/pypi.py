@@ -521,7 +521,7 @@ def main() -> None:
     parser.add_argument("command", choices=["verify", "lock"], help="lock: rewrite pypi_lock.json")
     parser.add_argument("set", help="p34 or p100")
     parser.add_argument("data", type=Path, nargs="?", help="dataset directory, e.g. data/shards/p34")
-    parser.add_argument("--workers", type=int, default=1, help="reading processes (default 1)")
+    parser.add_argument("--workers", type=int, default=1, help="reading processes [%(default)s]")
     args = parser.parse_args()
     if args.command == "verify" and not args.data:
         fail("verify needs a dataset directory, e.g. data/shards/p34")

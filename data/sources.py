@@ -497,7 +497,7 @@ def add_source_flags(parser: argparse.ArgumentParser) -> None:
     kinds = "stdlib, climbmix, fineweb-edu, pypi:p34, pypi:p100, hf:OWNER/NAME/GLOB, path or glob"
     add("--source", required=True, help=kinds)
     add("--text-field", default="text", help="JSON field or parquet column that holds the text")
-    add("--max-files", type=int, default=HUB_FILES, help="files to take from Hugging Face (default 40)")
+    add("--max-files", type=int, default=HUB_FILES, help="files to take from Hugging Face [%(default)s]")
     add("--max-documents", type=int, help="most documents to read")
     add("--max-bytes", type=int, help="most bytes of text to read")
     side_by_side = "read local files side by side, not one after the other"
@@ -520,7 +520,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Show documents of a source.")
     add_source_flags(parser)
     parser.add_argument("--split", choices=["train", "val"], default="train")
-    parser.add_argument("--show", type=int, default=3, help="documents to print (default 3)")
+    parser.add_argument("--show", type=int, default=3, help="documents to print [%(default)s]")
     args = parser.parse_args()
     check_flags(args)
     source = open_text(TextSettings.of(args))

@@ -468,7 +468,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--model", help="name of the model on the server (default: the first one)")
     add("--prompt", help="answer this message and end")
     add("--system", default="", help="instructions ahead of the conversation")
-    add("--temperature", type=float, default=0.8, help="0: the most likely token (default 0.8)")
+    add("--temperature", type=float, default=0.8, help="0: the most likely token [%(default)s]")
     add("--top-k", type=int, help="sample from this many tokens, 0: from all (default 50)")
     add("--top-p", type=float, default=1.0, help="total probability of the tokens to sample from")
     add("--max-tokens", type=int, help=f"longest answer (default: {MAX_TOKENS}; of a server: its own)")

@@ -349,11 +349,11 @@ def run_with_script(directory: Callable[[], Path], work: Callable[[ModuleType], 
     except RunError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return 1
-    return run_command(script, lambda: work(script))
+    return script.run_command(lambda: work(script))
 
 
 def run_command(script: ModuleType, work: Callable[[], dict]) -> int:
-    """Runs work() as a command of a training script; the exit code."""
+    """Runs work() as a command of a script that engine did not import; the exit code."""
 
     def command() -> dict:
         try:

@@ -601,11 +601,11 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     add = parser.add_argument
     add("run_dir", metavar="RUN_DIR", type=Path, help="run directory")
-    add("--host", default="127.0.0.1", help="address (default 127.0.0.1; 0.0.0.0: every network)")
-    add("--port", type=int, default=8000, help="0: any free one (default 8000)")
+    add("--host", default="127.0.0.1", help="address [%(default)s]; 0.0.0.0: every network")
+    add("--port", type=int, default=8000, help="0: any free one [%(default)s]")
     add("--rows", type=int, default=0, help="answers at a time (default 32, without a GPU 8)")
-    add("--max-waiting", type=int, default=256, help="answers that may wait (default 256)")
-    add("--drain", type=float, default=10, metavar="SECONDS", help="to finish answers (default 10)")
+    add("--max-waiting", type=int, default=256, help="answers that may wait [%(default)s]")
+    add("--drain", type=float, default=10, metavar="SECONDS", help="to finish answers [%(default)s]")
     add("--allow-host", metavar="NAME", action="append", default=[],
         help="a name that clients may use for this machine, repeatable")  # fmt: skip
     add("--name", help="of the model (default: that of the run directory)")

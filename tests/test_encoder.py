@@ -5,12 +5,9 @@ import dataclasses
 import io
 import json
 import math
-import multiprocessing
 import os
-import runpy
 import shutil
 import signal
-import socket
 import sys
 
 import numpy as np
@@ -310,39 +307,15 @@ def test_run_directory(pretrained):
     assert result["tokens"] == 8 * 256 and result["val_bpb"] == entries(pretrained)[-1]["val_bpb"]
 
 
-def forked(work, count: int) -> None:
-    """Calls work(rank) in processes that have torch imported already; each must end with exit code 0."""
-
-    def begin(rank: int) -> None:
-        torch.set_num_threads(1)  # here, because the first threads of a fork that do it race for its thread pool
-        work(rank)
-
-    context = multiprocessing.get_context("fork")
-    jobs = [context.Process(target=begin, args=(rank,)) for rank in range(count)]
-    for job in jobs:
-        job.start()
-    for job in jobs:
-        job.join(120)
-    assert [job.exitcode for job in jobs] == [0] * count
-
-
 def test_resume_bit_for_bit(pretrained, tmp_path):
     """By the scripts of the run directory alone, from another folder."""
     copy = halfway(pretrained, tmp_path / "run")
-    used = tmp_path / "used.json"
-
-    def work(rank: int) -> None:
-        os.chdir(copy)
-        sys.path[:] = [str(copy), *(path for path in sys.path if "site-packages" in path or "lib/python" in path)]
-        del sys.modules["train_small"]
-        sys.argv = ["train_encoder.py", "--resume", "--run-dir", "."]
-        try:
-            runpy.run_path("train_encoder.py", run_name="__main__")
-        except SystemExit as end:
-            used.write_text(json.dumps([end.code, sys.modules["train_small"].__file__]))
-
-    forked(work, 1)
-    assert json.loads(used.read_text()) == [0, str(copy / "train_small.py")]
+    code = (
+        "import atexit, runpy, sys; atexit.register(lambda: print(sys.modules['train_small'].__file__));"
+        "runpy.run_path('train_encoder.py', run_name='__main__')"
+    )
+    done = python("-c", code, "--resume", "--run-dir", ".", cwd=copy)
+    assert done.returncode == 0 and done.stdout.splitlines()[-1] == str(copy / "train_small.py"), done.stderr
     assert_same_run(copy, pretrained)
 
 
@@ -364,18 +337,10 @@ def test_sigterm_saves(pretrained, dataset_dir, tmp_path, monkeypatch):
     assert_same_run(tmp_path / "run", pretrained)
 
 
-def two_ranks(main, *argv) -> None:
+def two_ranks(script: str, *argv) -> None:
     """Runs a command in two processes that know each other, as torchrun starts them."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-
-    def work(rank: int) -> None:
-        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        sys.exit(main([str(word) for word in argv]))
-
-    forked(work, 2)
+    done = python(ROOT / "runs" / script, *argv, ranks=2)
+    assert done.returncode == 0, done.stderr
 
 
 def assert_close_runs(found, expected) -> None:
@@ -390,7 +355,7 @@ def assert_close_runs(found, expected) -> None:
 
 def test_two_ranks_equal_one(pretrained, dataset_dir, tmp_path):
     sizes = tiny_flags(save_every=4, eval_every=4)
-    two_ranks(te.main, "--data", dataset_dir, "--run-dir", tmp_path / "two", *sizes)
+    two_ranks("train_encoder.py", "--data", dataset_dir, "--run-dir", tmp_path / "two", *sizes)
     assert_close_runs(tmp_path / "two", pretrained)
 
 
@@ -640,7 +605,7 @@ def test_finetuning_resumes_bit_for_bit(finetuned, tmp_path):
 
 
 def test_two_ranks_finetune_like_one(finetuned, pretrained, some_pairs, tmp_path):
-    two_ranks(ft.main, pretrained, *ft_flags(some_pairs, tmp_path / "two"))
+    two_ranks("finetune_encoder.py", pretrained, *ft_flags(some_pairs, tmp_path / "two"))
     assert_close_runs(tmp_path / "two", finetuned)
 
 

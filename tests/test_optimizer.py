@@ -345,7 +345,6 @@ def test_loss_weights():
                [1, 0, 0, 0]]  # fmt: skip
     assert all(a == pytest.approx(b) for a, b in zip(found, by_hand, strict=True))
     assert ts.loss_weights(schedule_config(ahead=(1.0,), prefix_weight=0.0), 10) == [1.0]
-    assert ts.loss_weights(schedule_config(ahead_until=0.0), 0) == [1.0, 0.0, 0.25], "switched off"
 
 
 @pytest.mark.parametrize(
