@@ -305,10 +305,10 @@ def parse_arguments() -> argparse.Namespace:
     add_source_flags(p)
     add_pattern_flag(p)
     add = p.add_argument
-    add("--vocab-size", type=int, default=VOCAB_SIZE, help="entries, special ones too [%(default)s]")
+    add("--vocab-size", type=int, default=VOCAB_SIZE, help="entries, specials too [%(default)s]")
     add("--max-chars", type=int, default=MAX_CHARS, help="characters to train on [%(default)s]")
     add("--doc-cap", type=int, default=DOC_CAP, help="characters of each document [%(default)s]")
-    add("--val-fraction", type=float, default=0.01, help="part of local files to omit [%(default)s]")
+    add("--val-fraction", type=float, default=0.01, help="part of local text to omit [%(default)s]")
     add("--out", required=True, type=Path, help="tokenizer.json to write")
 
     p = commands.add_parser("show", help="print how a tokenizer splits a text")
