@@ -24,8 +24,8 @@ from types import SimpleNamespace
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:1] = [str(ROOT), str(ROOT / "runs")]
-import engine
 import torch
+from lib import engine
 
 from dev import bench
 

@@ -311,8 +311,8 @@ def serve(flags: list[str], stub: float | None, core: int | None) -> None:
     if core is not None:
         os.sched_setaffinity(0, {core})
     sys.path[:1] = [str(Path(__file__).resolve().parents[1] / "runs")]
-    import engine
     import serve as server
+    from lib import engine
 
     if stub is not None:
         say_anything(engine, stub / 1000)

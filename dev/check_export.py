@@ -24,13 +24,13 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "runs"))
 
 import datasets
-import engine
 import export
 import lm_eval
 import peft
 import torch
 import transformers
 import trl
+from lib import engine
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 

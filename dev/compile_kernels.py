@@ -3,8 +3,8 @@
     python dev/compile_kernels.py [--script train_medium.py] [--quick] [80 86 89 90 100 120]
 
 The numbers are compute capabilities times ten; without any: A100, L4, H100, B200, RTX 5090. Kernels are called as the
-script, runs/engine.py and runs/score_core.py call them, on tensors of the host, and Triton goes as far as the machine
-code (its ptxas needs no GPU).
+script, runs/lib/engine.py and runs/score_core.py call them, on tensors of the host, and Triton goes as far as the
+machine code (its ptxas needs no GPU).
 With --quick only the largest form of each kernel is compiled: with all optional inputs, in one number format.
 Registers are of a thread, at most 255; spilled are bytes of a thread that did not fit into them; shared memory is in
 KiB of a program, and must stay below what the card gives one. Exit code 1 if a kernel does not fit. This says nothing
@@ -24,10 +24,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:1] = [str(ROOT), str(ROOT / "runs")]
 os.environ.pop("TRITON_INTERPRET", None)
-import engine
 import score_core
 import torch
 import triton
+from lib import engine
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction

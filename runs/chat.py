@@ -30,10 +30,10 @@ import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
-import engine
 import torch
-from engine import RunError
-from engine import print_note as say  # stdout holds nothing but the answers
+from lib import engine
+from lib.engine import RunError
+from lib.engine import print_note as say  # stdout holds nothing but the answers
 
 HELP = """\
 /clear         forget the conversation

@@ -44,10 +44,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import engine
 import numpy as np
 import score_core
-from engine import RunError
+from lib import engine
+from lib.engine import RunError
 from tqdm import tqdm
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "data"))

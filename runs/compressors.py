@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import report
-from engine import RunError, import_script
+from lib.engine import RunError, import_script
 
 ROOT = Path(__file__).resolve().parents[1]
 BEGIN = "<!-- compressors -->"

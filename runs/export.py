@@ -25,21 +25,22 @@ from pathlib import Path
 
 import torch
 from chat import is_chat_run
-from engine import RunError, load_run
 from jinja2 import StrictUndefined, Template
+from lib.engine import RunError, load_run
 from report import read_log
 from safetensors.torch import save_file
 from torch import Tensor
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "data"))
-import export_portable
 import hub
-from export_portable import Vocabulary
+from lib import export_portable
+from lib.export_portable import Vocabulary
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-MODEL_CODE = Path(__file__).with_name("export_model.py")
-CHAT_TEMPLATE = Path(__file__).with_name("export_chat.jinja")
-CARD = Path(__file__).with_name("export_card.md")
+LIB = Path(__file__).with_name("lib")
+MODEL_CODE = LIB / "export_model.py"
+CHAT_TEMPLATE = LIB / "export_chat.jinja"
+CARD = LIB / "export_card.md"
 CHAT_END = "<|assistant_end|>"
 
 # ---- the model

@@ -18,8 +18,8 @@ import finetune_encoder
 import torch
 import train_encoder as encoder
 from export import make_folder, read_vocabulary, store_weights, write_json, write_tokenizer
-from export_portable import sizes
 from finetune import run_command
+from lib.export_portable import sizes
 from torch import Tensor
 
 script = encoder.script

@@ -31,9 +31,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
-import engine
 import numpy as np
-from engine import RunError
+from lib import engine
+from lib.engine import RunError
 
 # Packs in a step: conversations are few, so these are less than in pretraining.
 PACKS = {"train_small": 8, "train_medium": 16}

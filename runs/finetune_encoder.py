@@ -35,8 +35,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import train_encoder as encoder
-from engine import print_note
 from finetune import add_flags, check_settings, load_source, run_command
+from lib.engine import print_note
 from pydantic import BaseModel, Field, StringConstraints, ValidationError
 from safetensors.torch import load_file
 from torch import Tensor

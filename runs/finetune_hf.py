@@ -35,7 +35,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import datasets
-import engine
 import numpy as np
 import peft
 import report
@@ -44,8 +43,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from datasets.fingerprint import Hasher
-from engine import RunError
 from finetune import add_flags, best_fit, check_settings
+from lib import engine
+from lib.engine import RunError
 from pydantic import BaseModel, Field
 from torch import Tensor, nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
@@ -273,7 +273,7 @@ def load_tokenizer(config: Config):
         tokenizer.chat_template = Path(config.chat_template).read_text(encoding="utf-8")
     if not re.search(r"\{%-?\s*generation\s*-?%\}", str(tokenizer.chat_template)):
         found = f"the chat template of {config.chat_template or config.model_name}"
-        advice = "use --chat-template FILE (runs/chat_template_qwen.jinja is for Qwen2.5)"
+        advice = "use --chat-template FILE (runs/lib/chat_template_qwen.jinja is for Qwen2.5)"
         raise RunError(f"{found} does not mark what the assistant says with {{% generation %}}; {advice}")
     return tokenizer
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Trains models of several depths, each with the tokens, batch and rates that train_medium.py derives from its depth (8
-# tokens a weight), then writes a table and a picture of bits per byte over FLOPs (runs/scaling_plot.py).
+# tokens a weight), then writes a table and a picture of bits per byte over FLOPs (runs/lib/scaling_plot.py).
 #
 #     bash runs/miniseries.sh                                     depths 8 to 20 on all GPUs of this machine
 #     DEPTHS="8 12 16" OUT=out/mine bash runs/miniseries.sh       other depths; flags go to train_medium.py
@@ -11,12 +11,12 @@
 # $OUT/results.csv and $OUT/scaling.png.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-source runs/setup.sh
+source runs/lib/setup.sh
 setup requirements.txt
-source runs/launch.sh
+source runs/lib/launch.sh
 out=${OUT:-out/miniseries}
 
 for depth in ${DEPTHS:-8 10 12 14 16 18 20}; do
   train train_medium.py "$out/depth_$(printf %02d "$depth")" --set "num_layers=$depth" --eval-every 0 "$@"
 done
-python runs/scaling_plot.py "$out"
+python runs/lib/scaling_plot.py "$out"

@@ -106,7 +106,7 @@ PYTHON
 # Otherwise processes share the store of the rendezvous, whose address torch 2.13 does not tell to machines that join
 # later.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
-source runs/repeat_error.sh
+source runs/lib/repeat_error.sh
 repeat_error python -m torch.distributed.run --nnodes="$nodes" --nproc-per-node="$gpus" --max-restarts="${RESTARTS:-20}" \
   --rdzv-backend=c10d --rdzv-endpoint="$head" --rdzv-id="${JOB:-${run//\//_}}" ${RDZV:+--rdzv-conf="$RDZV"} \
   --no-python bash runs/multi_node.sh "$@"

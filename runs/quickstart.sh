@@ -16,7 +16,7 @@ case " $* " in *" --run-dir"* | *" --resume "*)
   exit 2
   ;;
 esac
-source runs/setup.sh
+source runs/lib/setup.sh
 setup requirements-quickstart.txt
 
 # -- data: about 9 MB of text, a tokenizer with 4,096 entries

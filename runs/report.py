@@ -213,7 +213,7 @@ def held_out_prompts(run) -> list[list[int]]:
 
 def generate(run, prompts: list[list[int]], max_tokens: int, **options) -> list[list[int]]:
     """The ids that follow prompts, as far as the context has room."""
-    import engine
+    from lib import engine
 
     room = run.config.max_seq_len + 1 - max(map(len, prompts), default=0)
     generator = engine.Generator(run.model, run.tokenizer)
@@ -242,7 +242,7 @@ def answers_to_questions(run) -> list[str]:
 
 def samples(run_dir: Path, command: str, device: str | None, live) -> tuple[list[str], str]:
     """Texts of the newest checkpoint or of a live model, and the heading over them or why there are none."""
-    import engine
+    from lib import engine
 
     try:
         run = engine.Run(*live) if live else engine.load_run(run_dir, device=device)

@@ -43,13 +43,13 @@ from types import ModuleType
 from typing import Any, Literal
 
 import chat_eval
-import engine
 import finetune
 import numpy as np
 import sft
 import torch
 from chat_eval import Item, chat_prompt, complete, sum_over_ranks
-from engine import RunError
+from lib import engine
+from lib.engine import RunError
 from pydantic import BaseModel, Field
 
 SHOWN = 8  # held-out questions in the report

@@ -14,9 +14,9 @@ import sys
 import time
 from pathlib import Path
 
-import engine
 import torch
-from engine import RunError
+from lib import engine
+from lib.engine import RunError
 
 CHECKED_TOKENS = 32
 # Largest difference between the logits of decode and forward, relative to the spread of the logits.

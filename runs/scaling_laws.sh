@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Which size is best for a budget? Trains models of several depths for each of several budgets of FLOPs, with as many
-# tokens as the budget allows (FLOPs = 6 x weights x tokens), then fits best sizes and exponents (runs/scaling_plot.py).
+# tokens as the budget allows (FLOPs = 6 x weights x tokens), then fits best sizes and exponents (runs/lib/scaling_plot.py).
 #
 #     bash runs/scaling_laws.sh                                   4 budgets x 5 depths on all GPUs of this machine
 #     BUDGETS="1e17 3e17" DEPTHS="4 6 8" OUT=out/mine bash runs/scaling_laws.sh      another series
@@ -11,9 +11,9 @@
 # USD an hour. The results are in $OUT/results.csv and $OUT/scaling.png.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-source runs/setup.sh
+source runs/lib/setup.sh
 setup requirements.txt
-source runs/launch.sh
+source runs/lib/launch.sh
 out=${OUT:-out/scaling_laws}
 
 for budget in ${BUDGETS:-3e17 6e17 1.2e18 2.4e18}; do
@@ -41,4 +41,4 @@ EOF
       --set "num_layers=$depth" --eval-every 0 "$@" --tokens "$tokens" </dev/null
   done <<<"$plan"
 done
-python runs/scaling_plot.py "$out"
+python runs/lib/scaling_plot.py "$out"

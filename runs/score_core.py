@@ -28,11 +28,11 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
-import engine
 import numpy as np
 import torch
 import torch.nn.functional as F
-from engine import RunError, adjacent_heads, jit, tl, triton, use_triton
+from lib import engine
+from lib.engine import RunError, adjacent_heads, jit, tl, triton, use_triton
 from torch import Tensor
 
 NUM_TASKS = 22

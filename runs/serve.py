@@ -10,7 +10,7 @@
     answer = client.chat.completions.create(model=model, messages=[...], temperature=0)
 
 GET /v1/models, /health, /metrics (for Prometheus) and / (the page); POST /v1/chat/completions,
-/v1/completions, /tokenize, /detokenize and /render (Markdown); runs/protocol.py has their fields.
+/v1/completions, /tokenize, /detokenize and /render (Markdown); runs/lib/protocol.py has their fields.
 Up to --rows answers share every step of the model. Up to --max-waiting more wait, and above that
 the answer is 429. A request without a row takes one from a request with several, whose answer goes
 on later. A conversation finds its keys and values in the row that it left, and a beginning that
@@ -52,14 +52,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import engine
 import prometheus_client as prometheus
 import torch
 import uvicorn
 from chat import Local, is_chat_run
-from engine import RunError
+from lib import engine
+from lib.engine import RunError
+from lib.protocol import Answers, Ask, Job, Problem, Protocol, RenderFields, read_fields, shorten
 from page import read_page, render
-from protocol import Answers, Ask, Job, Problem, Protocol, RenderFields, read_fields, shorten
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware

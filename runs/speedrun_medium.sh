@@ -25,9 +25,9 @@ case "$*" in "") ;; --smoke) smoke=1 ;; *)
   exit 2
   ;;
 esac
-source runs/setup.sh
+source runs/lib/setup.sh
 setup requirements.txt
-source runs/launch.sh
+source runs/lib/launch.sh
 
 data=data/shards/climbmix_6b
 run=out/speedrun_medium

@@ -48,9 +48,9 @@ while (($#)); do
   esac
   shift
 done
-source runs/setup.sh
+source runs/lib/setup.sh
 setup requirements.txt
-source runs/launch.sh
+source runs/lib/launch.sh
 
 out=out/${name:-${smoke:+smoke}}
 [[ $out != out/ ]] || out=out/speedrun_small

@@ -6,7 +6,7 @@
 # Result: the last line of pytest, and its exit code.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-source runs/setup.sh
+source runs/lib/setup.sh
 setup requirements-test.txt
 ruff check .
 python dev/readability.py --check >/dev/null

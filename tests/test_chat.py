@@ -20,7 +20,7 @@ from test_export import bpe, write_run  # noqa: F401  (bpe is a fixture)
 
 sys.path.insert(0, str(ROOT / "runs"))
 import chat as chat_script
-import engine
+from lib import engine
 
 SCRIPT = ROOT / "runs" / "chat.py"
 OPTIONS = {"temperature": 0.0, "top_k": None, "top_p": 1.0, "max_tokens": 10, "seed": 0,

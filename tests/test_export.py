@@ -27,7 +27,7 @@ import export
 import format
 import sources
 import tokenizer
-from protocol import Problem, Protocol
+from lib.protocol import Problem, Protocol
 
 VARIED = [
     "", " ", "a", "the rest\n\n of  it\t ", "l'été, naïve: 你好 😀\u200d👧 e\u0301", "1 12 123 1234 ٣٤ Ⅷ ½", "I'LL 'ſ",

@@ -22,9 +22,9 @@ from conftest import ROOT, random_model
 from test_export import VARIED, bpe, conversation, export_run, random_texts, server_ids, write_run  # noqa: F401
 from test_portable import portable_config
 
-import engine  # isort: skip
+from lib import engine  # isort: skip
 import export  # isort: skip
-import export_portable  # isort: skip
+from lib import export_portable  # isort: skip
 import format  # isort: skip
 import sources  # isort: skip
 import tokenizer  # isort: skip

@@ -15,8 +15,8 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, Dynamic
 from conftest import tiny_config, tiny_medium
 from test_export import bpe, export_run, write_run  # noqa: F401  (bpe is a fixture)
 
-import engine  # isort: skip
-import export_model  # isort: skip
+from lib import engine  # isort: skip
+from lib import export_model  # isort: skip
 import sft  # isort: skip  (test_export puts the folders of all four on the path)
 
 # ---- the model, loaded by its own classes

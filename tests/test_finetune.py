@@ -32,9 +32,9 @@ from test_runs import entries, losses, saved, signal_handlers, snapshot, tensors
 
 sys.path.insert(0, str(ROOT / "runs"))
 import chat as chat_script
-import engine
 import finetune
 import report as reports
+from lib import engine
 
 CONTEXT = TINY["max_seq_len"]
 BASE = {key: value for key, value in TINY.items() if key != "tokens"}
@@ -348,7 +348,7 @@ def test_weights_are_not_averaged(base):
 KILL = """
 import os, signal, sys
 import torch
-import engine, finetune
+from lib import engine, finetune
 torch.set_num_threads(1)
 import_script = engine.import_script
 def import_deadly(run_dir):

@@ -46,7 +46,7 @@ from transformers import (  # noqa: E402
 
 del os.environ["HF_HUB_OFFLINE"]  # the tests of other files have hubs of their own
 
-TEMPLATE = ROOT / "runs/chat_template_qwen.jinja"
+TEMPLATE = ROOT / "runs/lib/chat_template_qwen.jinja"
 SIZES = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "vocab_size": 272, "max_position_embeddings": 256,

@@ -1,4 +1,4 @@
-"""runs/engine.py, sample.py, calculator.py: loading, the cache, rows that come and go, sampling, tools, the kernel."""
+"""runs/lib/engine.py, calculator.py and runs/sample.py: loading, cache, rows that come and go, sampling, tools, kernel."""
 
 import codecs
 import functools
@@ -18,9 +18,9 @@ from test_export import bpe, write_run  # noqa: F401  (bpe is a fixture)
 from test_model import CONFIGS
 
 sys.path.insert(0, str(ROOT / "runs"))
-import engine
 import sample as sample_script
-from calculator import calculate
+from lib import engine
+from lib.calculator import calculate
 
 # ==== loading
 

@@ -12,7 +12,7 @@ import train_small as ts
 from conftest import ALONE, ROOT, script, tiny_config, tiny_medium, train_steps, val_bpb
 
 SCRIPTS = pytest.mark.parametrize("module", (ts, tm), ids=("small", "medium"))
-TOOLS = sorted(ROOT.glob("runs/*.py"))
+TOOLS = sorted([*ROOT.glob("runs/*.py"), *ROOT.glob("runs/lib/*.py")])
 
 
 # ---- the names

@@ -190,7 +190,7 @@ def test_start_and_restart(fakes, tmp_path, name):
     (run / "checkpoints" / "step_000005").mkdir(parents=True)
     (run / "checkpoints" / "step_000005" / "state.json").touch()
     assert worker(0) == worker(1) == f"{fresh} --resume"
-    command = f"source runs/launch.sh; train train_small.py '{given}' --steps 3"
+    command = f"source runs/lib/launch.sh; train train_small.py '{given}' --steps 3"
     assert subprocess.run(["bash", "-c", command], cwd=ROOT, env=with_path(tmp_path)).returncode == 0
     assert fakes.calls()[-1].endswith(f"/{name} --resume") and run.exists()
 
@@ -252,7 +252,7 @@ Root Cause (first observed failure):"""
 def test_the_sentence_is_the_last_line(tmp_path, report, last):
     """What failed first, below torchrun's report, and once. The exit code is torchrun's."""
     (tmp_path / "fake").write_text(f"cat >&2 <<'END'\n{report}\nEND\nexit 3\n")
-    command = ["bash", "-c", f"source runs/repeat_error.sh; repeat_error bash {tmp_path}/fake"]
+    command = ["bash", "-c", f"source runs/lib/repeat_error.sh; repeat_error bash {tmp_path}/fake"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 3 and done.stderr.splitlines()[-1] == last
     assert done.stderr.splitlines().count(last) == 1 + (report == REPORT)
@@ -294,7 +294,10 @@ def test_slurm(fakes, tmp_path):
     assert fakes.calls()[-1] == "scontrol requeue 4321"
 
 
-@pytest.mark.parametrize("name", [*sorted(f"runs/{path.name}" for path in (ROOT / "runs").glob("*.sh")), ".ci/run"])
+SHELL_SCRIPTS = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "runs").rglob("*.sh"))
+
+
+@pytest.mark.parametrize("name", [*SHELL_SCRIPTS, ".ci/run"])
 def test_shellcheck(name):
     command = ["shellcheck", "--shell=bash", "--severity=warning", "-x", name]
     done = subprocess.run(command, cwd=ROOT, env=with_path(Path(sys.executable).parent), capture_output=True, text=True)

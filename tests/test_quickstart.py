@@ -62,7 +62,7 @@ def sandbox(tmp_path) -> Path:
 
 
 def setup(sandbox: Path, file: str, cpu_index: str = "", **environment: str) -> subprocess.CompletedProcess:
-    command = f"set -euo pipefail; source runs/setup.sh; setup {file}; command -v python"
+    command = f"set -euo pipefail; source runs/lib/setup.sh; setup {file}; command -v python"
     environment = {**os.environ, "TORCH_CPU_INDEX": cpu_index, **environment}
     return subprocess.run(["bash", "-c", command], cwd=sandbox, env=environment, capture_output=True, text=True)
 
@@ -97,7 +97,7 @@ def test_setup_tries_again_after_a_failure(sandbox):
 def test_setup_names_the_missing_python(tmp_path):
     """With no python at all in PATH there is one sentence and nothing else."""
     (tmp_path / "bash").symlink_to(shutil.which("bash"))
-    command = f"set -euo pipefail; source {ROOT}/runs/setup.sh; setup requirements.txt"
+    command = f"set -euo pipefail; source {ROOT}/runs/lib/setup.sh; setup requirements.txt"
     environment = {"PATH": str(tmp_path)}
     done = subprocess.run(["bash", "-c", command], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 1 and done.stderr.startswith("error: this requires Python 3.11 or newer"), done.stderr
@@ -141,8 +141,8 @@ class Stranger:
         subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / ".venv"], check=True)
         self.packages = next((folder / ".venv/lib").glob("python3*")) / "site-packages"
         (self.packages / "pip").symlink_to(Path(pip.__file__).parent)
-        (folder / "runs").mkdir()
-        shutil.copy(ROOT / "runs/setup.sh", folder / "runs")
+        (folder / "runs/lib").mkdir(parents=True)
+        shutil.copy(ROOT / "runs/lib/setup.sh", folder / "runs/lib")
         (folder / "requirements-quickstart.txt").write_text("torch==2.13.0\n")
         (folder / "requirements.txt").write_text("-r requirements-quickstart.txt\n")
         self.says("nvidia-smi", "")
@@ -548,11 +548,6 @@ def test_pages_name_real_flags_fields_and_files():
     fields = {*ts.Config.__dataclass_fields__, *tm.Config.__dataclass_fields__}
     assert set(re.findall(r"--set ([a-z_]+)=", text)) <= fields
 
-    files = (ROOT / "dev/FILES.md").read_text(encoding="utf-8")
-    paths = [path for row in re.findall(r"^\| (`[^|]+) \|", files, re.M) for path in re.findall(r"`([^`]+)`", row)]
-    assert len(paths) > 90
-    for path in paths:
-        assert (ROOT / path).exists(), path
     for name, page in texts.items():
         for link in re.findall(r"\]\(([\w/.-]+)\)", page):
             assert ((ROOT / name).parent / link).exists(), f"{name}: {link}"

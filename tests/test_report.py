@@ -12,8 +12,8 @@ from conftest import ROOT, TINY
 from test_export import bpe, write_run  # noqa: F401  (bpe is a fixture)
 
 sys.path.insert(0, str(ROOT / "runs"))
-import engine
 import report
+from lib import engine
 
 MACHINE = {"device": "GPU", "num_devices": 8, "torch": "2.11.0", "git_commit": "0123456789abcdef", "git_dirty": True}
 MACHINE_ROWS = {

@@ -27,10 +27,10 @@ from test_runs import entries
 
 sys.path.insert(0, str(ROOT / "runs"))
 import chat_eval
-import engine
 import finetune
 import rl
 import sft
+from lib import engine
 
 BASE = {**{k: v for k, v in TINY.items() if k != "tokens"}, "stages": ((1.0, 2, 1.0),), "window_short": 16,
         "window_long": 32}  # fmt: skip

@@ -16,11 +16,11 @@ import shutil
 import signal
 from types import SimpleNamespace
 
-import engine
 import pytest
 import torch
 import train_medium as tm
 import train_small as ts
+from lib import engine
 from safetensors.torch import load_file
 
 from conftest import ALONE, ROOT, TINY, entries, list_files, loader_of, logits, losses  # isort: skip

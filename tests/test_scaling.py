@@ -37,7 +37,7 @@ def fake_run(folder: Path, width: int, flops: float, name: str = "", vocab: int 
 
 
 def scaling_plot(folder: Path) -> subprocess.CompletedProcess:
-    return python(ROOT / "runs/scaling_plot.py", folder, cwd=folder.parent)
+    return python(ROOT / "runs/lib/scaling_plot.py", folder, cwd=folder.parent)
 
 
 def test_exponents_of_a_known_law(tmp_path):
@@ -168,7 +168,7 @@ def test_scaling_laws(sandbox, dataset_dir):
 
 
 LAUNCH = """
-source runs/launch.sh
+source runs/lib/launch.sh
 train runs/tool.py out/new SOURCE --packs 2
 mkdir -p out/stopped/checkpoints/step_000010 out/dead out/finished
 touch out/stopped/checkpoints/step_000010/state.json out/dead/log.jsonl out/finished/result.json

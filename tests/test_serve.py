@@ -31,11 +31,10 @@ from test_export import bpe, write_run  # noqa: F401  (bpe is a fixture)
 sys.path.insert(0, str(ROOT / "data"))
 sys.path.insert(0, str(ROOT / "runs"))
 import chat
-import engine
 import page
-import protocol
 import serve
 import sft
+from lib import engine, protocol
 
 SCRIPT = ROOT / "runs" / "serve.py"
 QUIET = {"temperature": 0.0, "max_tokens": 24}

@@ -1,7 +1,7 @@
 """Runs of several sizes as one table and one picture, with fitted exponents.
 
-    python runs/scaling_plot.py out/miniseries              all finished runs below that folder
-    python runs/scaling_plot.py out/laws --out out/laws     writes results.csv and scaling.png there (the default)
+    python runs/lib/scaling_plot.py out/miniseries              all finished runs below that folder
+    python runs/lib/scaling_plot.py out/laws --out out/laws     writes results.csv and scaling.png there (the default)
 
 Weights are those that are multiplied for every token (matrices and head, no embeddings), FLOPs are 6 x weights x
 tokens. Runs whose FLOPs differ by at most 5 % form a budget if there are at least three sizes among them. Its best size

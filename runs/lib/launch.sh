@@ -9,7 +9,7 @@
 #
 # If it fails, the last line is the sentence of the process that failed first.
 
-source runs/repeat_error.sh
+source runs/lib/repeat_error.sh
 gpus=$(python -c "import torch; print(torch.cuda.device_count())")
 launch=(python)
 for count in 8 4 2; do # the packs of a step divide by these

@@ -41,7 +41,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from calculator import calculate
+from lib.calculator import calculate
 from safetensors.torch import load_file
 from torch import Tensor
 

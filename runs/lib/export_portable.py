@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from chat import Local
-from engine import RunError
+from lib.engine import RunError
 from tokenizer import PATTERNS
 from torch import Tensor
 

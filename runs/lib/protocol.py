@@ -16,10 +16,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
-import engine
 import pydantic_core
 from chat import Local
-from json_answers import Mask
+from lib import engine
+from lib.json_answers import Mask
 from llguidance.tiktoken import lltokenizer_from_encoding
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 from pydantic_core import PydanticCustomError
