@@ -1,4 +1,4 @@
-"""runs/lib/engine.py, calculator.py and runs/sample.py: loading, cache, rows that come and go, sampling, tools, kernel."""
+"""runs/lib/engine.py, calculator.py and runs/sample.py: loading, cache, rows that come and go, sampling, kernel."""
 
 import codecs
 import functools
