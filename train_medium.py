@@ -901,7 +901,7 @@ class GPT(nn.Module):
 
         def run_block(x: Tensor, layer: int, mixed: Tensor | None) -> Tensor:
             matrices = (weights[layer], weights8[layer])
-            return self.block(x, layer, *matrices, scalar, inputs, attend, recompute, mixed)
+            return self.block(x, layer, *matrices, scalar, inputs, attend, mixed)
 
         x = backout = inputs.x0
         for layer in range(c.num_layers):
@@ -924,7 +924,7 @@ class GPT(nn.Module):
 
     def block(
         self, x, layer: int, w: LayerWeights, w8: LayerWeights,
-        scalar, inputs, attend, recompute, mixed,
+        scalar, inputs, attend, mixed,
     ) -> Tensor:  # fmt: skip
         """One layer: attention and MLP, each added to the residual stream x (T, D); w8 w in fp8."""
         c = self.config
@@ -935,31 +935,24 @@ class GPT(nn.Module):
             x = x + times(scalar["share_bigram"][layer], inputs.bigram)
 
         # Attention.
-        y = self.attend_layer(layer, norm(x), w.qkv, w8.qkv, inputs, attend, recompute, mixed)
+        y = self.attend_layer(layer, norm(x), w.qkv, w8.qkv, inputs, attend, mixed)
         if w8.o is not None:
             x = x + linear8(y, w.o, w8.o)
         else:
             x = x + F.linear(y, w.o)
 
         # MLP.
-        if recompute:
-            return x + F.relu(norm(x) @ w.up.T).square() @ w.down
         return x + mlp_relu2(norm(x), w.up, w.down, w8.up, w8.down)
 
     def attend_layer(
-        self, layer: int, a_TD, qkv, qkv8, inputs: Inputs, attend, recompute, mixed_TD
+        self, layer: int, a_TD, qkv, qkv8, inputs: Inputs, attend: Callable, mixed_TD
     ) -> Tensor:
         """Attention of one layer on its normalised input, before the output projection: (T, D).
 
         qkv (3 D, D) and its Weight8 or None; mixed_TD is added to the values.
         """
         c = self.config
-        rotary = (inputs.cos, inputs.sin, self.attention_scale)
-        if recompute:
-            qkv_T3HK = F.linear(a_TD, qkv).view(len(a_TD), 3, c.num_heads, c.head_dim)
-            q, k, v = norm_rotate_ref(qkv_T3HK, *rotary)
-        else:
-            q, k, v = project_qkv(a_TD, qkv, *rotary, qkv8)
+        q, k, v = project_qkv(a_TD, qkv, inputs.cos, inputs.sin, self.attention_scale, qkv8)
         if layer in c.value_embed_layers:  # record 14; the gate reads the token's hidden state
             e = c.value_embed_layers.index(layer)
             gate_TH = head_gates(a_TD, self.value_gate[e])
@@ -3904,54 +3897,6 @@ def mlp_relu2(x_TD: Tensor, up_FD: Tensor, down_FD: Tensor, up8=None, down8=None
     return F.relu(x_TD @ up_FD.T).square() @ down_FD
 
 
-class SwiGLU8(torch.autograd.Function):
-    """mlp_swiglu with its products in fp8, scaled by the same bounds as MLP8: |silu(g) u| <= |g| |u|."""
-
-    @staticmethod
-    def forward(ctx, x, up, down, *weights8):
-        up8 = Weight8(*weights8[:3])
-        down8 = Weight8(*weights8[3:])
-        row_x = math.sqrt(x.size(1))
-        x8 = cast8(x, E4M3_MAX / row_x)
-        before = product8(x8, up8.values, up8.row * (row_x / E4M3_MAX**2), x.dtype, fast=True)
-        gate, linear = before.float().chunk(2, 1)
-        bound = (row_x * up8.row) ** 2
-        post8 = cast8(F.silu(gate) * linear, E4M3_MAX / bound)
-        ctx.save_for_backward(x8, before, post8, *up8, *down8)
-        scale = bound * down8.row / E4M3_MAX**2
-        return product8(post8, down8.transposed, scale, x.dtype, fast=True)
-
-    @staticmethod
-    def backward(ctx, g):
-        x8, before, post8, *weights8 = ctx.saved_tensors
-        up8 = Weight8(*weights8[:3])
-        down8 = Weight8(*weights8[3:])
-        row_x = math.sqrt(x8.size(1))
-        row_g = largest_row(g)
-        g8 = cast8(g.contiguous(), E5M2_MAX / row_g, E5M2)
-        unit = row_g * down8.row / (E5M2_MAX * E4M3_MAX)
-        after = product8(g8, down8.values, unit, g.dtype, fast=True).float()
-        gate, linear = before.float().chunk(2, 1)
-        opened = torch.sigmoid(gate)
-        d_gate = after * linear * opened * (1 + gate * (1 - opened))
-        d_before = torch.cat((d_gate, after * gate * opened), 1)
-        unit = 1.1 * row_g * down8.row * up8.row * row_x / E5M2_MAX  # the slope of silu is below 1.1
-        before8 = cast8(d_before, 1 / unit, E5M2)
-        dx = product8(before8, up8.transposed, unit * up8.row / E4M3_MAX, g.dtype, fast=True)
-        dup = product8(transpose8(before8), transpose8(x8), unit * row_x / E4M3_MAX, g.dtype)
-        unit = (row_x * up8.row) ** 2 * row_g / (E4M3_MAX * E5M2_MAX)
-        ddown = product8(transpose8(post8), transpose8(g8), unit, g.dtype)
-        return dx, dup, ddown, *(None,) * 6
-
-
-def mlp_swiglu(x_TD: Tensor, up: Tensor, down_FD: Tensor, up8=None, down8=None) -> Tensor:
-    """(silu(gate) * linear) down, (T, D), where up (2 F, D) gives gate and linear; fp8 as mlp_relu2."""
-    if up8 is not None:
-        return SwiGLU8.apply(x_TD, up, down_FD, *up8, *down8)
-    gate, linear = (x_TD @ up.T).chunk(2, 1)
-    return (F.silu(gate) * linear) @ down_FD
-
-
 # -- sliding-window attention on packed documents, in 60 to 75 % of the time of torch varlen. Row i
 # sees keys bounds[0, i] <= j <= i; key j is seen by rows j <= i <= bounds[1, j]; no bound ever falls.
 
@@ -4151,150 +4096,8 @@ def window_attention(q_THK, k_THK, v_THK, bounds: Tensor) -> Tensor:
     return WindowAttention.apply(q_THK, k_THK, v_THK, bounds)
 
 
-# -- queries and keys: norm, scale and rotary embedding in one pass over qkv, and the way back in
-# another. torch.compile takes 1.4 times as long, since it goes back in two passes.
-
-
-def norm_rotate_ref(qkv: Tensor, cos: Tensor, sin: Tensor, scale: Tensor):
-    q, k, v = qkv.unbind(1)
-    return rotate(times(scale, norm(q)), cos, sin), rotate(norm(k), cos, sin), v
-
-
-NORM_EPS = torch.finfo(torch.float32).eps  # what F.rms_norm adds in 16 and 32 bits
-
-
-@jit
-def norm_rotate_kernel(
-    qkv, qk, rstd, cos, sin, scale,
-    T, H, eps,
-    K: tl.constexpr, BR: tl.constexpr,
-):  # fmt: skip
-    """From qkv (T, 3, H, K) to qk (T, 2, H, K) and rstd (T, 2, H), BR rows of K values a program."""
-    row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
-    head = row % H
-    t = row // H
-    C = load_rows(cos, t, K, T, K).to(tl.float32)
-    S = load_rows(sin, t, K, T, K).to(tl.float32)
-    for part in tl.static_range(2):
-        before = (t * 3 + part) * H + head
-        after = (t * 2 + part) * H + head
-        x = load_rows(qkv, before, K, 3 * T * H, K).to(tl.float32)
-        other = load_rows(qkv, before, K, 3 * T * H, K, K // 4).to(tl.float32)
-        factor = tl.rsqrt(tl.sum(x * x, 1) / K + eps)
-        tl.store(rstd + after, factor, mask=t < T)
-        if part == 0:
-            factor *= tl.load(scale)
-        store_rows(qk, (x * C + other * S) * factor[:, None], after, K, 2 * T * H, K)
-
-
-@jit
-def norm_rotate_grad_kernel(
-    qk, rstd, dq, dk, dv, cos, sin, scale, unit, dqkv,
-    T, N, H, parts, every,
-    K: tl.constexpr, BR: tl.constexpr,
-):  # fmt: skip
-    """From the gradients dq, dk, dv (T, H, K) to dqkv (N, 3, H, K), BR rows of K values a program.
-
-    Row n of dqkv is of token n * every, divided by the unit; qk (T, parts, H, K) begins with q and k.
-    With n = x rstd and y = s R n, R a rotation: dx = rstd R^T (s dy - y mean(y dy) / s), since the
-    norm takes away the part of the gradient along y.
-    """
-    row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
-    head = row % H
-    n = row // H
-    t = n * every
-    C = load_rows(cos, t, K, T, K).to(tl.float32)
-    S = load_rows(sin, t, K, T, K).to(tl.float32)
-    inverse = 1.0 / tl.load(unit)
-    for part in tl.static_range(2):
-        gradient = dq if part == 0 else dk
-        dy = load_rows(gradient, t * H + head, K, T * H, K).to(tl.float32)
-        result = (t * parts + part) * H + head
-        y = load_rows(qk, result, K, T * parts * H, K).to(tl.float32)
-        s = tl.load(scale) if part == 0 else 1.0
-        along = (tl.sum(y * dy, 1) / (K * s))[:, None]
-        dn = s * dy - y * along
-        dy = load_rows(gradient, t * H + head, K, T * H, K, K // 4).to(tl.float32)
-        y = load_rows(qk, result, K, T * parts * H, K, K // 4).to(tl.float32)
-        other = s * dy - y * along
-        factor = tl.load(rstd + (t * 2 + part) * H + head, mask=t < T, other=0.0) * inverse
-        dx = (dn * C - other * S) * factor[:, None]
-        store_rows(dqkv, dx, (n * 3 + part) * H + head, K, 3 * N * H, K)
-    g = load_rows(dv, t * H + head, K, T * H, K).to(tl.float32)
-    store_rows(dqkv, g * inverse, (n * 3 + 2) * H + head, K, 3 * N * H, K)
-
-
-ROTATE_ROWS = 8  # of a program: its backward takes 288 us in bf16 on an H100, with 16 rows 332
-
-
-@torch.library.custom_op(f"{OPS}::norm_rotate", mutates_args=())
-def norm_rotate_forward(
-    qkv: Tensor, cos: Tensor, sin: Tensor, scale: Tensor
-) -> tuple[Tensor, Tensor]:
-    """q and k of norm_rotate in one tensor (T, 2, H, K), and the factors of their norm, rstd (T, 2, H)."""
-    T, _, H, K = qkv.shape
-    qk, rstd = empty_norm_rotate(qkv)
-    tensors = (qkv.contiguous(), qk, rstd, cos.contiguous(), sin.contiguous(), scale)
-    grid = (triton.cdiv(T * H, ROTATE_ROWS),)
-    norm_rotate_kernel[grid](*tensors, T, H, NORM_EPS, K, ROTATE_ROWS)
-    return qk, rstd
-
-
-@torch.library.custom_op(f"{OPS}::norm_rotate_grad", mutates_args=())
-def norm_rotate_grad(
-    qk: Tensor, rstd: Tensor, dq: Tensor, dk: Tensor, dv: Tensor,
-    cos: Tensor, sin: Tensor, scale: Tensor, fp8: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The gradient of qkv, in e5m2 if fp8, and its scale: 256 times that of every 64th token, else 1.
-
-    qk and rstd as the forward returned them; parts of qk behind q and k are not read. e5m2 has 32
-    binades, so other tokens may exceed those by 8 of them (what exceeds more becomes the largest
-    number) and fall below by 20.
-    """
-    tensors = [t.contiguous() for t in (qk, rstd, dq, dk, dv, cos, sin, scale)]
-    T, parts, H, K = qk.shape
-
-    def launch(dqkv: Tensor, unit: Tensor, every: int) -> None:
-        N = len(dqkv)
-        grid = (triton.cdiv(N * H, ROTATE_ROWS),)
-        sizes = (T, N, H, parts, every, K, ROTATE_ROWS)
-        norm_rotate_grad_kernel[grid](*tensors, unit, dqkv, *sizes)
-
-    unit = torch.ones((), device=qk.device)
-    if fp8:
-        sample = qk.new_empty(math.ceil(T / 64), 3, H, K)
-        launch(sample, unit, 64)
-        largest = torch.linalg.vector_norm(sample, float("inf"), dtype=torch.float32)
-        unit = largest.clamp(min=1e-30) * (256 / E5M2_MAX)
-    dqkv = qk.new_empty(T, 3, H, K, dtype=E5M2 if fp8 else qk.dtype)
-    launch(dqkv, unit, 1)
-    return dqkv, unit
-
-
-@norm_rotate_forward.register_fake
-def empty_norm_rotate(qkv, *rest):
-    T, _, H, K = qkv.shape
-    return qkv.new_empty(T, 2, H, K), qkv.new_empty(T, 2, H, dtype=torch.float32)
-
-
-@norm_rotate_grad.register_fake
-def _(qk, rstd, dq, dk, dv, cos, sin, scale, fp8):
-    dqkv = qk.new_empty(qk.size(0), 3, *dq.shape[1:], dtype=E5M2 if fp8 else qk.dtype)
-    return dqkv, qk.new_empty((), dtype=torch.float32)
-
-
-class NormRotate(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, qkv, cos, sin, scale):
-        qk, rstd = norm_rotate_forward(qkv, cos, sin, scale)
-        ctx.save_for_backward(qk, rstd, cos, sin, scale)
-        return *qk.unbind(1), qkv[:, 2]
-
-    @staticmethod
-    def backward(ctx, dq, dk, dv):
-        qk, rstd, *rotary = ctx.saved_tensors
-        dqkv, _ = norm_rotate_grad(qk, rstd, dq, dk, dv, *rotary, False)
-        return dqkv, None, None, None
+# -- queries and keys: norm, scale and rotary embedding. In fp8 they join the epilogue of the product, so that
+# q and k are written once and not read; a second kernel goes the way back.
 
 
 def norm_rotate(qkv: Tensor, cos_TK: Tensor, sin_TK: Tensor, scale: Tensor):
@@ -4302,15 +4105,11 @@ def norm_rotate(qkv: Tensor, cos_TK: Tensor, sin_TK: Tensor, scale: Tensor):
 
     Each is (T, H, K). cos_TK and sin_TK (T, 1, K) as for rotate; scale 0-D, without a gradient.
     """
-    K = qkv.size(-1)
-    # Without gradients torch.compile joins the plain code with what stands around it.
-    joined = torch.compiler.is_compiling() and not torch.is_grad_enabled()
-    if use_triton(qkv) and not joined and K & (K - 1) == 0:
-        return NormRotate.apply(qkv, cos_TK, sin_TK, scale)
-    return norm_rotate_ref(qkv, cos_TK, sin_TK, scale)
+    q, k, v = qkv.unbind(1)
+    return rotate(times(scale, norm(q)), cos_TK, sin_TK), rotate(norm(k), cos_TK, sin_TK), v
 
 
-# -- the same in the epilogue of an fp8 product: q and k are written once, and not read
+NORM_EPS = torch.finfo(torch.float32).eps  # what F.rms_norm adds in 16 and 32 bits
 
 
 @jit
@@ -4383,6 +4182,80 @@ def empty_linear_rotate(a, b, unit, cos, *rest):
     return cos.new_empty(T, 3, H, K), cos.new_empty(T, 2, H, dtype=torch.float32)
 
 
+@jit
+def norm_rotate_grad_kernel(
+    qkv, rstd, dq, dk, dv, cos, sin, scale, unit, out,
+    T, N, H, every,
+    K: tl.constexpr, BR: tl.constexpr,
+):  # fmt: skip
+    """out (N, 3, H, K): the gradient before norm and rotation of every `every`-th token, divided by unit.
+
+    A program computes BR rows, heads of tokens. qkv (T, 3, H, K) and rstd are what linear_rotate returned,
+    dq, dk, dv (T, H, K) the gradients. With n = x rstd and y = s R n, R a rotation:
+
+        dx = rstd R^T (s dy - y mean(y dy) / s)
+
+    since the norm takes away the part of the gradient along y.
+    """
+    row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
+    head = row % H
+    n = row // H
+    t = n * every
+    C = load_rows(cos, t, K, T, K).to(tl.float32)
+    S = load_rows(sin, t, K, T, K).to(tl.float32)
+    inverse = 1.0 / tl.load(unit)
+    for part in tl.static_range(2):
+        gradient = dq if part == 0 else dk
+        dy = load_rows(gradient, t * H + head, K, T * H, K).to(tl.float32)
+        result = (t * 3 + part) * H + head
+        y = load_rows(qkv, result, K, T * 3 * H, K).to(tl.float32)
+        s = tl.load(scale) if part == 0 else 1.0
+        along = (tl.sum(y * dy, 1) / (K * s))[:, None]
+        dn = s * dy - y * along
+        dy = load_rows(gradient, t * H + head, K, T * H, K, K // 4).to(tl.float32)
+        y = load_rows(qkv, result, K, T * 3 * H, K, K // 4).to(tl.float32)
+        other = s * dy - y * along
+        factor = tl.load(rstd + (t * 2 + part) * H + head, mask=t < T, other=0.0) * inverse
+        dx = (dn * C - other * S) * factor[:, None]
+        store_rows(out, dx, (n * 3 + part) * H + head, K, 3 * N * H, K)
+    g = load_rows(dv, t * H + head, K, T * H, K).to(tl.float32)
+    store_rows(out, g * inverse, (n * 3 + 2) * H + head, K, 3 * N * H, K)
+
+
+ROTATE_ROWS = 8  # of a program; 16 are slower
+
+
+@torch.library.custom_op(f"{OPS}::norm_rotate_grad", mutates_args=())
+def norm_rotate_grad(
+    qkv: Tensor, rstd: Tensor, dq: Tensor, dk: Tensor, dv: Tensor,
+    cos: Tensor, sin: Tensor, scale: Tensor,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The gradient before norm and rotation, e5m2 (T, 3, H, K), and the fp32 scale it was divided by, 0-D."""
+    tensors = [t.contiguous() for t in (qkv, rstd, dq, dk, dv, cos, sin, scale)]
+    T, _, H, K = qkv.shape
+
+    def launch(out: Tensor, unit: Tensor, every: int) -> None:
+        N = len(out)
+        grid = (triton.cdiv(N * H, ROTATE_ROWS),)
+        norm_rotate_grad_kernel[grid](*tensors, unit, out, T, N, H, every, K, ROTATE_ROWS)
+
+    # The scale comes from a sample, every 64th token. e5m2 has 32 binades: other tokens may exceed the
+    # sample by 8 of them (what exceeds more becomes the largest number) and fall below by 20.
+    sample = qkv.new_empty(math.ceil(T / 64), 3, H, K)
+    launch(sample, torch.ones((), device=qkv.device), 64)
+    largest = torch.linalg.vector_norm(sample, float("inf"), dtype=torch.float32)
+    unit = largest.clamp(min=1e-30) * (256 / E5M2_MAX)
+
+    dqkv = qkv.new_empty(qkv.shape, dtype=E5M2)
+    launch(dqkv, unit, 1)
+    return dqkv, unit
+
+
+@norm_rotate_grad.register_fake
+def _(qkv, *rest):
+    return qkv.new_empty(qkv.shape, dtype=E5M2), qkv.new_empty((), dtype=torch.float32)
+
+
 class QKV8(torch.autograd.Function):
     """project_qkv with fp8 products, for an x whose rows have norm sqrt(D) as after norm()."""
 
@@ -4401,7 +4274,7 @@ class QKV8(torch.autograd.Function):
         x8, qkv, rstd, cos, sin, scale, *weight8 = ctx.saved_tensors
         w8 = Weight8(*weight8)
         row_x = math.sqrt(x8.size(1))
-        g8, unit = norm_rotate_grad(qkv, rstd, dq, dk, dv, cos, sin, scale, True)
+        g8, unit = norm_rotate_grad(qkv, rstd, dq, dk, dv, cos, sin, scale)
         g8 = g8.view(len(x8), -1)
         dx = product8(g8, w8.transposed, unit * w8.row / E4M3_MAX, dq.dtype, fast=True)
         dw = product8(transpose8(g8), transpose8(x8), unit * (row_x / E4M3_MAX), dq.dtype)

@@ -1,7 +1,7 @@
 # ruff: noqa: B023, E402, E731
 """Times every kernel of the scripts on a CUDA device against plain PyTorch; tests/test_kernels.py checks them.
 
-    python dev/bench_kernels.py [ce] [sym] [mlp] [attention] [rotate] [qkv] [fp8] [--seconds 110]
+    python dev/bench_kernels.py [ce] [sym] [mlp] [attention] [qkv] [fp8] [--seconds 110]
 
 Times are medians of triton.testing.do_bench, which flushes the L2 cache between runs. Per cent are of what this device
 reaches in a large bf16 product (fp8: fp8 product) and in a large copy, measured first. The table comes last. The exit
@@ -289,36 +289,22 @@ def rotate_case(T: int, H: int):
     return randn(T, 3, H, 128).requires_grad_(), cos, sin, scale, [randn(T, H, 128) for _ in "qkv"]
 
 
-def time_rotate() -> None:
-    plain = torch.compile(K.norm_rotate_ref)
-    for T, H in ((65536, 6), (32768, 12)):
-        qkv, *rotary, grads = rotate_case(T, H)
-        moved = 2 * T * H * 128
-        results = K.norm_rotate_forward(qkv, *rotary)
-        forward = lambda: K.norm_rotate_forward(qkv, *rotary)
-        backward = lambda: K.norm_rotate_grad(*results, *grads, *rotary, False)
-        backward8 = lambda: K.norm_rotate_grad(*results, *grads, *rotary, True)
-        both = lambda function: torch.autograd.grad(function(qkv, *rotary), qkv, grads)
-
-        timed(f"norm_rotate {T} x {H}, forward", forward, moved=4 * moved)
-        timed("  backward", backward, moved=8 * moved)
-        timed("  backward to fp8", backward8, moved=6.5 * moved)
-        timed("  both ways", lambda: both(K.norm_rotate), moved=12 * moved)
-        timed("  torch.compile, both ways", lambda: both(plain), moved=12 * moved)
-
-
 def time_qkv() -> None:
     tiles = ("ROTATE_TILES", "BM BD num_warps num_stages", "256 128 8 3,128 64 4 4,128 128 8 2,64 128 4 3")
     for T, H in ((65536, 6), (32768, 12)):
         D = 128 * H
-        _, *rotary, _ = rotate_case(T, H)
+        _, *rotary, grads = rotate_case(T, H)
         x, _, w, _ = operands8(T, D, 3 * D)
         unit = torch.tensor(448.0**-2, device="cuda")
         product = lambda: K.product8(x, w, unit, bf16, fast=True).view(T, 3, H, 128)
         work = {"flop": 6 * T * D * D, "kind": "fp8"}
         timed(f"qkv {T} x {D}: product8", product, **work)
-        timed("  product8 and norm_rotate", lambda: K.norm_rotate_forward(product(), *rotary), **work)
+        plain = torch.compile(K.norm_rotate)
+        timed("  product8 and compiled norm_rotate", lambda: plain(product(), *rotary), **work)
         sweep("  linear_rotate", *tiles, lambda: K.linear_rotate(x, w, unit, *rotary), **work)
+        results = K.linear_rotate(x, w, unit, *rotary)
+        backward = lambda: K.norm_rotate_grad(*results, *grads, *rotary)
+        timed("  norm_rotate_grad", backward, moved=13 * T * D)
 
 
 # ---- fp8 products of a layer, at the widths of both models
@@ -380,7 +366,6 @@ PARTS = {
     "sym": time_sym,
     "mlp": time_mlp,
     "attention": time_attention,
-    "rotate": time_rotate,
     "qkv": time_qkv,
     "fp8": time_fp8,
 }

@@ -96,12 +96,10 @@ def launches(script, config, quick: bool) -> None:
     o, lse = new(T, H, K), new(H, T, dtype=torch.float32)
     script.window_attention_grad(q, k, v, o, o.clone(), lse, bounds)
     turn = new(T, 1, K), new(T, 1, K), torch.ones(())
-    qk, rstd = script.norm_rotate_forward(new(T, 3, H, K), *turn)
-    script.norm_rotate_grad(qk, rstd, *new(3, T, H, K), *turn, False)
     if script.fits_fp8(new(T, D)):
         x, w = new(T, D, dtype=script.E4M3), new(3 * D, D, dtype=script.E4M3)
         qkv, rstd = script.linear_rotate(x, w, torch.ones(()), *turn)
-        script.norm_rotate_grad(qkv, rstd, *new(3, T, H, K), *turn, True)
+        script.norm_rotate_grad(qkv, rstd, *new(3, T, H, K), *turn)
     rows = (q[:4], k[:4], v[:4])
     cache = new(2, 4, 64, H, K)
     for offset in [True] if quick else [False, True]:
