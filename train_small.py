@@ -1949,6 +1949,7 @@ def describe_run(run: Run) -> None:
     run.log.say(f"{Path(__file__).name}: {size:.1f} M parameters, {model.embed.dtype}, {device}")
     run.log.say(f"data: {config.data}, vocabulary {config.vocab_size:,}, {run.job.note}")
     run.log.say(f"run:  {run.run_dir}, {config.num_steps:,} steps, {config.tokens:,} tokens")
+    run.log.say(f"micro-batch: {run.state.packs * config.pack_tokens:,} tokens")
 
 
 # What --resume may change: where a run ends, what it reports, and how the same is computed.
@@ -2212,7 +2213,7 @@ def build_state(config: Config, ranks: Ranks, say: Callable = print) -> TrainSta
         options = {"combo_kernels": True, "combo_kernel_per_subkernel_blocks": True}
         forward = torch.compile(model, dynamic=False, fullgraph=True, options=options)
     optimizer = build_optimizer(model, config, ranks=ranks)
-    # GPUs may have different free memory, but all ranks must warm up equally often.
+    # GPUs may have different free memory, but all ranks must take equally many micro-batches.
     packs = min(ranks.gather(choose_packs(config, ranks)))
     state = TrainState(config, ranks, model, forward, optimizer, packs)
     if forward is not model:
@@ -2241,55 +2242,28 @@ def warm_up(state: TrainState, say: Callable) -> None:
     begin = time.perf_counter()
     gc.disable()  # it would look through the compiler's graphs again and again
     rng = np.random.default_rng(0)
-    # Where memory runs out, all stages begin again: smaller micro-batches are new to the earlier ones too.
-    while not all(warm_up_stage(state, i, rng) for i in range(len(state.config.stages))):
-        shrink_micro_batch(state, say)
+    for index in range(len(state.config.stages)):
+        warm_up_stage(state, index, rng)
+
+    # Too little memory for validation should show now, not at the first one.
+    batch = dummy_batch(state.config, state.ranks, state.packs, rng)
+    token_bytes = torch.ones(state.config.padded_vocab, dtype=torch.long, device=state.ranks.device)
+    bits_per_byte(state.model, batch, state.packs, token_bytes, state.ranks)
+
     gc.enable()
     reset_state(state)
-    seconds = time.perf_counter() - begin
-    tokens = state.packs * state.config.pack_tokens
-    say(f"warm-up: {seconds:.1f} s, micro-batch {tokens:,} tokens")
+    say(f"warm-up: {time.perf_counter() - begin:.1f} s")
 
 
-def warm_up_stage(state: TrainState, index: int, rng: np.random.Generator) -> bool:
-    """Trains on one stage's shapes and validates; False if the memory of a rank does not suffice."""
-    ranks = state.ranks
-    own = state.config.stage_table[index].packs // ranks.world
+def warm_up_stage(state: TrainState, index: int, rng: np.random.Generator) -> None:
+    """Trains on micro-batches of one stage's size."""
+    own = state.config.stage_table[index].packs // state.ranks.world
     packs = largest_divisor(own, state.packs)
-    # One micro-batch, or two equal ones if the step has several: the second has a graph of its own.
-    if state.graphs is not None and packs < own:
-        larger = range(2 * packs, own + 1, packs)
-        packs = next(n for n in larger if largest_divisor(n, state.packs) == packs)
-    token_bytes = torch.ones(state.config.padded_vocab, dtype=torch.long, device=ranks.device)
-
-    # First what needs no other rank, because memory may run out on this one alone.
-    fits = True
-    try:
-        accumulate_gradients(state, dummy_batch(state.config, ranks, packs, rng))
-        state.model.zero_grad(set_to_none=True)
-        batch = dummy_batch(state.config, ranks, state.packs, rng)
-        bits_per_byte(state.model, batch, state.packs, token_bytes, Ranks(0, 1, ranks.device))
-    except torch.OutOfMemoryError:
-        fits = False
-    if not all(ranks.gather(fits)):
-        return False
+    # Where a step has several micro-batches, the second has a graph of its own.
+    count = packs if state.graphs is None else min(2 * packs, own)
+    stage = dataclasses.replace(state, packs=packs)
     for _ in range(1 if index else 2):  # late tables are updated from the second step on
-        train_step(state, dummy_batch(state.config, ranks, packs, rng))
-    return True
-
-
-def shrink_micro_batch(state: TrainState, say: Callable) -> None:
-    """A smaller micro-batch after the device ran out of memory; the step stays as large as before."""
-    tokens = state.packs * state.config.pack_tokens
-    if state.packs == 1:
-        raise UserError(f"the device ran out of memory with micro-batches of {tokens} tokens; lower pack_tokens")
-    state.model.zero_grad(set_to_none=True)
-    state.graphs = None if state.graphs is None else {}
-    gc.collect()  # what a failed forward leaves may lie in cycles
-    torch.cuda.empty_cache()
-    state.packs = largest_divisor(state.packs, state.packs - 1)
-    smaller = state.packs * state.config.pack_tokens
-    say(f"out of memory with {tokens} tokens a micro-batch; going on with {smaller}")
+        train_step(stage, dummy_batch(state.config, state.ranks, count, rng))
 
 
 def dummy_batch(config: Config, ranks: Ranks, packs: int, rng) -> Batch:
@@ -2959,6 +2933,10 @@ def run_command(command: Callable[[], dict]) -> int:
         result = command()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
+        return 1
+    except torch.OutOfMemoryError:
+        way = "pass --micro-batch-tokens with half of the micro-batch printed above"
+        print(f"error: the device ran out of memory; {way}, or see runs/TROUBLESHOOTING.md", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("stopped at once; a run that has saved goes on with --resume", file=sys.stderr)

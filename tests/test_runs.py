@@ -254,7 +254,7 @@ assert ts.main(["--resume", "--run-dir", {str(run_dir)!r}, "--steps", "4"]) == 0
 
 
 def test_ranks_with_different_free_memory(monkeypatch):
-    """All take the micro-batch of the one with the least: else they would warm up a different number of times."""
+    """All take the micro-batch of the one with the least: else they would run a different number of them."""
     monkeypatch.setattr(ts, "choose_packs", lambda config, ranks: 2)
     monkeypatch.setattr(ts.Ranks, "gather", lambda self, value: [value, 1 if value == 2 else value])
     assert ts.build_state(tiny_config(), ALONE, lambda text: None).packs == 1
@@ -335,55 +335,18 @@ def test_warm_up_leaves_no_trace():
     assert (warm.step, warm.optimizer.count) == (0, 0)
 
 
-@pytest.mark.parametrize("where", ("training", "validation"))
-def test_out_of_memory_in_the_warm_up(monkeypatch, capsys, where):
-    """Smaller micro-batches, in every stage."""
-    state = ts.build_state(tiny_config(micro_batch_tokens=256), ALONE, lambda text: None)
-    trained, forward, bits_per_byte = [], state.forward, ts.bits_per_byte
-
-    def limited(tokens, *rest):
-        trained.append(len(tokens) // 128)
-        if where == "training" and trained[-1] == 2:
-            raise torch.OutOfMemoryError
-        return forward(tokens, *rest)
-
-    def limited_validation(model, batch, packs, *rest):
-        if where == "validation" and packs == 2:
-            raise torch.OutOfMemoryError
-        return bits_per_byte(model, batch, packs, *rest)
-
-    state.forward = limited
-    monkeypatch.setattr(ts, "bits_per_byte", limited_validation)
-    warm_up(state, print)
-    assert trained[0] == 2 and set(trained[1:]) == {1} and len(trained) >= 6
-    said = capsys.readouterr().out
-    assert said.count("going on with 128") == 1 and "micro-batch 128 tokens" in said
-
-
-def test_out_of_memory_in_a_later_stage(monkeypatch):
-    """Earlier stages are warmed up with their new size too: steps of 8 packs take 4 at a time where 12 take 6."""
-    state = ts.build_state(tiny_config(stages=((0.5, 8, 1.0), (0.5, 12, 1.5))), ALONE, lambda text: None)
-    trained, forward = [], state.forward
-
-    def limited(tokens, *rest):
-        trained.append(len(tokens) // 128)
-        if trained[-1] > 8:
-            raise torch.OutOfMemoryError
-        return forward(tokens, *rest)
-
-    state.forward = limited
-    warm_up(state, lambda text: None)
-    assert trained == [8, 8, 8, 12, 4, 4, 4, 6, 6]
-
-
-def test_too_little_memory_for_one_pack(monkeypatch):
+@pytest.mark.parametrize("where", ("micro_step", "bits_per_byte"), ids=("training", "validation"))
+def test_out_of_memory(dataset_dir, tmp_path, monkeypatch, capsys, where):
+    """Already in the warm-up, and in one sentence that says what to do."""
     def fail(*args):
         raise torch.OutOfMemoryError
 
-    state = ts.build_state(tiny_config(), ALONE, lambda text: None)
-    monkeypatch.setattr(ts, "micro_step", fail)
-    with pytest.raises(ts.UserError, match="ran out of memory with micro-batches of 128 tokens; lower pack_tokens"):
-        warm_up(state, lambda text: None)
+    monkeypatch.setattr(ts, "warm_up", warm_up)
+    monkeypatch.setattr(ts, where, fail)
+    assert ts.main(flags(dataset_dir, tmp_path / "run")) == 1
+    found = capsys.readouterr()
+    assert "micro-batch: 512 tokens\n" in found.out and not (tmp_path / "run/log.jsonl").exists()
+    assert found.err.count("\n") == 1 and "out of memory; pass --micro-batch-tokens with half" in found.err
 
 
 def test_every_step_takes_its_own_numbers(dataset_dir, dataset, tmp_path, monkeypatch):
