@@ -1382,23 +1382,25 @@ class Slot:
     policy: Policy
     shape: tuple  # the parameter as (N, R, C) or (N, ...): ranks share out the first axis
     sharded: bool
-    rows: int  # first-axis rows in a slice; the last ranks' slices may reach into padding
+    per_rank: int  # length of a slice; those of the last ranks may reach into padding
     master: Tensor  # fp32
     moments: dict[str, Tensor] = field(default_factory=dict)
     mult: Tensor | None = None  # NorMuon: factor of each matrix
     together: int = 0  # matrices in one call of NorMuon
-    grad: Tensor | None = None  # this rank's slice of the sum; a late table keeps it for a step
-    index: Tensor | None = None  # of a sparse gradient: which row of the table each row is for
-    buffer: Tensor | None = None  # what communication under way reads or writes
-    works: list = field(default_factory=list)  # the handles of that communication
+
+
+class Pending(NamedTuple):
+    """A gradient or new weights on their way between ranks; with one process they are there already."""
+
+    slot: Slot
+    tensor: Tensor  # this rank's slice of the summed gradient, or everybody's weights
+    index: Tensor | None = None  # of a sparse gradient: which row of the table each of its rows is for
+    works: tuple = ()  # handles to wait for
+    sent: tuple = ()  # what this rank sends, kept alive until then
 
     def wait(self) -> None:
         for work in self.works:
             work.wait()
-
-    def forget_gradient(self) -> None:
-        self.grad = self.index = self.buffer = None
-        self.works = []
 
 
 class Optimizer:
@@ -1407,7 +1409,8 @@ class Optimizer:
     def __init__(self, model: nn.Module, config: Config, ranks: Ranks, table: dict[str, Policy]):
         self.config = config
         self.ranks = ranks
-        self.count = 0
+        self.count = 0  # steps
+        self.late: list[Pending] = []  # gradients that the next step uses
         params = dict(model.named_parameters())
         assert set(params) <= set(table), f"parameters without a policy: {set(params) - set(table)}"
         self.slots = [self.make_slot(n, params[n], table[n]) for n in table if n in params]
@@ -1423,11 +1426,11 @@ class Optimizer:
             R = policy.rows or param.size(-2)
             C = param.size(-1)
             shape = (param.numel() // (R * C), R, C)
-        # Small parameters are not worth sharding, and of a sparse table few rows change: every rank
-        # updates them alike.
+        # Small parameters are not worth sharding. A step touches few rows of a sparse table, so every rank
+        # keeps and updates all of it.
         sharded = self.ranks.world > 1 and param.numel() >= 65536 and not policy.sparse
-        rows = math.ceil(shape[0] / self.ranks.world) if sharded else shape[0]
-        return Slot(name, param, policy, shape, sharded, rows, master=param)
+        per_rank = math.ceil(shape[0] / self.ranks.world) if sharded else shape[0]
+        return Slot(name, param, policy, shape, sharded, per_rank, master=param)
 
     @torch.no_grad()
     def step(self, lr_mult: float, momentum: float, loss_scale: float = 1.0) -> bool:
@@ -1436,39 +1439,34 @@ class Optimizer:
         A late table uses the gradient of the step before, so that nobody waits for it.
         """
         # A loss scale must see all gradients of its step, so nothing is late then.
-        late = [s for s in self.slots if s.policy.late and loss_scale == 1.0]
-        now = [s for s in self.slots if s not in late]
+        scaled = loss_scale != 1.0
+        late = [slot for slot in self.slots if slot.policy.late and not scaled]
+        now = [slot for slot in self.slots if slot not in late]
 
-        # Sums over ranks of all gradients that are used in this step.
-        for slot in now:
-            self.start_reduce(slot)
-        if loss_scale != 1.0 and not self.all_finite():
+        # 1. The gradients that this step uses are summed. Those of late tables travel since the last step.
+        gradients = self.start_reduce(now)
+        if scaled and not self.all_finite(gradients):
             return False
+        if not scaled:
+            gradients = self.late + gradients
 
-        # Late tables come first: their sums have travelled since the last step.
+        # 2. Each is used as soon as it is there, and the new weights are sent.
         self.count += 1
-        for slot in [*late, *now]:
-            if slot.grad is None:  # a late table in the first step, or nothing used the parameter
-                continue
-            slot.wait()
+        gathers = []
+        for gradient in gradients:
+            slot = gradient.slot
+            gradient.wait()
             weights = self.own_weights(slot)
-            count = self.count - (slot in late)  # updates of this slot, with this one
-            policy = slot.policy
-            numbers = {"decay": policy.weight_decay * lr_mult, "grad_scale": 1.0 / loss_scale}
-            if policy.optimizer == "normuon":
-                numbers["lr"] = self.config.muon_lr * policy.lr_mult * lr_mult
-                self.update_normuon(slot, weights, momentum, numbers)
-            else:
-                numbers["lr"] = self.config.adam_lr * policy.lr_mult * lr_mult
-                numbers["eps"] = self.config.adam_eps
-                self.update_adam(slot, weights, count, numbers)
-            self.start_gather(slot, weights)
-        for slot in self.slots:
-            self.finish_gather(slot)
+            updates = self.count - (slot in late)  # of this slot, with this one
+            self.update(gradient, weights, updates, lr_mult, momentum, 1.0 / loss_scale)
+            gathers += self.start_gather(slot, weights)
 
-        # These gradients travel while the next step computes.
-        for slot in late:
-            self.start_reduce(slot)
+        # 3. All weights are needed for the next forward.
+        for gathered in gathers:
+            self.finish_gather(gathered)
+
+        # 4. The gradients of late tables travel while it computes.
+        self.late = self.start_reduce(late)
         return True
 
     def own_weights(self, slot: Slot) -> Tensor | None:
@@ -1478,105 +1476,123 @@ class Optimizer:
             return self.slice(slot, weights)  # RMSProp writes no row that has no gradient
         return None if weights.data_ptr() == slot.master.data_ptr() else weights
 
-    def update_normuon(self, slot: Slot, weights, momentum: float, numbers: dict) -> None:
-        """NorMuon for as many matrices at once as fit into memory."""
-        moments = (slot.moments["momentum"], slot.moments["row_square"])
-        state = (slot.master, slot.grad, *moments, slot.mult)
-        numbers |= {"momentum": momentum, "beta2": self.config.muon_beta2}
-        parts = list(zip(*(t.split(slot.together) for t in state), strict=True))
-        own = [None] * len(parts) if weights is None else weights.split(slot.together)
-        for part, part_weights in zip(parts, own, strict=True):
-            options = {"dtype": self.muon_dtype, "compiled": self.compiled}
-            normuon_update(*part, part_weights, **numbers, **options)
-
-    def update_adam(self, slot: Slot, weights, count: int, numbers: dict) -> None:
-        """Adam, or RMSProp for large tables."""
-        if slot.policy.optimizer == "rmsprop":
-            (beta2,) = slot.policy.betas
-            numbers |= {"beta2": beta2, "correction": 1 - beta2**count}
-            moment = slot.moments["row_square"]
-            update_rows(slot.master, slot.grad, moment, weights, slot.index, **numbers)
+    def update(
+        self, gradient: Pending, weights, updates: int, lr_mult: float, momentum: float, grad_scale: float
+    ) -> None:
+        """Updates the master, the moments and the weights (or None) of a slot by its policy."""
+        slot = gradient.slot
+        policy = slot.policy
+        moments = slot.moments
+        numbers = {"decay": policy.weight_decay * lr_mult, "grad_scale": grad_scale}
+        if policy.optimizer == "normuon":
+            numbers["lr"] = self.config.muon_lr * policy.lr_mult * lr_mult
+            numbers |= {"momentum": momentum, "beta2": self.config.muon_beta2}
+            self.update_normuon(gradient, weights, numbers)
             return
-        beta1, beta2 = slot.policy.betas
-        numbers |= {"beta1": beta1, "correction1": 1 - beta1**count}
-        numbers |= {"beta2": beta2, "correction2": 1 - beta2**count}
-        moments = (slot.moments["exp_avg"], slot.moments["exp_avg_sq"])
-        tensors = (slot.master, slot.grad, *moments, weights)
-        update = one_graph(adam_update) if self.compiled else adam_update
-        update(*(None if t is None else t.view(-1) for t in tensors), **numbers)
+
+        numbers["lr"] = self.config.adam_lr * policy.lr_mult * lr_mult
+        numbers["eps"] = self.config.adam_eps
+        if policy.optimizer == "rmsprop":
+            (beta2,) = policy.betas
+            numbers |= {"beta2": beta2, "correction": 1 - beta2**updates}
+            tensors = (slot.master, gradient.tensor, moments["row_square"], weights)
+            update_rows(*tensors, gradient.index, **numbers)
+        else:
+            beta1, beta2 = policy.betas
+            numbers |= {"beta1": beta1, "correction1": 1 - beta1**updates}
+            numbers |= {"beta2": beta2, "correction2": 1 - beta2**updates}
+            tensors = (slot.master, gradient.tensor, moments["exp_avg"], moments["exp_avg_sq"], weights)
+            function = one_graph(adam_update) if self.compiled else adam_update
+            function(*(None if t is None else t.view(-1) for t in tensors), **numbers)
+
+    def update_normuon(self, gradient: Pending, weights, numbers: dict) -> None:
+        """NorMuon for as many matrices at once as fit into memory."""
+        slot = gradient.slot
+        moments = (slot.moments["momentum"], slot.moments["row_square"])
+        tensors = (slot.master, gradient.tensor, *moments, slot.mult)
+        parts = list(zip(*(t.split(slot.together) for t in tensors), strict=True))
+        own = [None] * len(parts) if weights is None else weights.split(slot.together)
+        options = {"dtype": self.muon_dtype, "compiled": self.compiled}
+        for part, part_weights in zip(parts, own, strict=True):
+            normuon_update(*part, part_weights, **numbers, **options)
 
     # -- communication
 
-    def start_reduce(self, slot: Slot) -> None:
-        slot.forget_gradient()
-        grad = slot.param.grad
-        if grad is None:
-            return
-        slot.param.grad = None
-        if grad.is_sparse:
-            self.start_exchange(slot, grad)
-            return
-        grad = grad.view(slot.shape)
-        if slot.policy.late:
-            grad = grad.clone()  # replay() writes the next gradient into the same memory
-        slot.grad = grad
+    def start_reduce(self, slots: list[Slot]) -> list[Pending]:
+        """Takes the gradients from the parameters and starts to sum them over ranks, those that there are."""
+        gradients = []
+        for slot in slots:
+            grad = slot.param.grad
+            slot.param.grad = None
+            if grad is None:
+                continue
+            if grad.is_sparse:
+                gradients.append(self.start_exchange(slot, grad))
+                continue
+            grad = grad.view(slot.shape)
+            if slot.policy.late:
+                grad = grad.clone()  # replay() writes the next gradient into the same memory
+            gradients.append(self.start_sum(slot, grad))
+        return gradients
+
+    def start_sum(self, slot: Slot, grad: Tensor) -> Pending:
         if self.ranks.world == 1:
-            return
+            return Pending(slot, grad)
         if not slot.sharded:
-            slot.works = [dist.all_reduce(grad, async_op=True)]
-            return
-        padding = slot.rows * self.ranks.world - slot.shape[0]
+            return Pending(slot, grad, works=(dist.all_reduce(grad, async_op=True),))
+        padding = slot.per_rank * self.ranks.world - slot.shape[0]
         if padding:
             grad = torch.cat((grad, grad.new_zeros(padding, *grad.shape[1:])))
-        slot.grad = grad.new_empty(slot.rows, *grad.shape[1:])
-        slot.buffer = grad  # kept alive until the reduction is done
-        slot.works = [dist.reduce_scatter_tensor(slot.grad, grad, async_op=True)]
+        own = grad.new_empty(slot.per_rank, *grad.shape[1:])
+        work = dist.reduce_scatter_tensor(own, grad, async_op=True)
+        return Pending(slot, own, works=(work,), sent=(grad,))
 
-    def start_exchange(self, slot: Slot, grad: Tensor) -> None:
+    def start_exchange(self, slot: Slot, grad: Tensor) -> Pending:
         """Every rank gets the rows of all, in the same order, and so computes the same sums."""
         assert not slot.sharded, f"{slot.name} is sharded, but has a sparse gradient"
-        parts = (grad._indices()[0], grad._values())
-        slot.index, slot.grad = parts
+        index, rows = grad._indices()[0], grad._values()
         if self.ranks.world == 1:
-            return
-        whole = [part.new_empty(self.ranks.world * len(part), *part.shape[1:]) for part in parts]
-        slot.buffer = parts
-        slot.index, slot.grad = whole
-        for every, own in zip(whole, parts, strict=True):
-            slot.works.append(dist.all_gather_into_tensor(every, own, async_op=True))
+            return Pending(slot, rows, index)
+        all_index, all_rows = (
+            part.new_empty(self.ranks.world * len(part), *part.shape[1:]) for part in (index, rows)
+        )
+        works = (
+            dist.all_gather_into_tensor(all_index, index, async_op=True),
+            dist.all_gather_into_tensor(all_rows, rows, async_op=True),
+        )
+        return Pending(slot, all_rows, all_index, works, sent=(index, rows))
 
-    def start_gather(self, slot: Slot, part: Tensor | None) -> None:
-        slot.buffer = None
-        slot.works = []
+    def start_gather(self, slot: Slot, own: Tensor | None) -> list[Pending]:
+        """Sends this rank's new weights to all others, if the slot is sharded."""
         if not slot.sharded:
-            return
-        padded = slot.rows * self.ranks.world
-        if padded == slot.shape[0]:
-            slot.buffer = slot.param.detach().view(slot.shape)
-        else:
-            slot.buffer = part.new_empty(padded, *part.shape[1:])
-        slot.works = [dist.all_gather_into_tensor(slot.buffer, part, async_op=True)]
+            return []
+        whole = slot.param.detach().view(slot.shape)
+        padded = slot.per_rank * self.ranks.world
+        if padded != slot.shape[0]:
+            whole = own.new_empty(padded, *own.shape[1:])
+        work = dist.all_gather_into_tensor(whole, own, async_op=True)
+        return [Pending(slot, whole, works=(work,), sent=(own,))]
 
-    def finish_gather(self, slot: Slot) -> None:
-        slot.wait()
-        if slot.works and slot.buffer.size(0) != slot.shape[0]:
-            slot.param.detach().view(slot.shape).copy_(slot.buffer[: slot.shape[0]])
-        slot.forget_gradient()
+    def finish_gather(self, gathered: Pending) -> None:
+        gathered.wait()
+        slot = gathered.slot
+        if len(gathered.tensor) != slot.shape[0]:  # padded, and so not the parameter itself
+            slot.param.detach().view(slot.shape).copy_(gathered.tensor[: slot.shape[0]])
 
     def slice(self, slot: Slot, full: Tensor) -> Tensor:
         """This rank's rows of a full (N, ...) tensor, padded with zeros."""
         if not slot.sharded:
             return full
-        start = self.ranks.rank * slot.rows
-        part = full[start : start + slot.rows]
-        padding = part.new_zeros(slot.rows - part.size(0), *part.shape[1:])
+        start = self.ranks.rank * slot.per_rank
+        part = full[start : start + slot.per_rank]
+        padding = part.new_zeros(slot.per_rank - part.size(0), *part.shape[1:])
         return torch.cat((part, padding))
 
     def gather(self, slot: Slot, part: Tensor) -> Tensor:
         """The full (N, ...) tensor from every rank's slice."""
         if not slot.sharded:
             return part
-        full = part.new_empty(slot.rows * self.ranks.world, *part.shape[1:])
+        full = part.new_empty(slot.per_rank * self.ranks.world, *part.shape[1:])
         dist.all_gather_into_tensor(full, part.contiguous())
         return full[: slot.shape[0]].cpu()  # whole moments of all slots may not fit into the device
 
@@ -1586,8 +1602,8 @@ class Optimizer:
     def reset(self) -> None:
         """Copies the master weights from the model and zeroes the moments."""
         self.count = 0
+        self.late = []
         for slot in self.slots:
-            slot.forget_gradient()
             weights = slot.param.detach().view(slot.shape)
             if weights.dtype == torch.float32 and not slot.sharded:
                 slot.master = weights  # the parameter itself
@@ -1633,17 +1649,19 @@ class Optimizer:
         for slot in self.slots:
             for name, moment in slot.moments.items():
                 state[f"{slot.name}.{name}"] = self.gather(slot, moment)
-            slot.wait()
-            if slot.grad is not None:
-                state[f"{slot.name}.grad"] = self.gather(slot, slot.grad)
-            if slot.index is not None:
-                state[f"{slot.name}.index"] = slot.index
+        for gradient in self.late:
+            slot = gradient.slot
+            gradient.wait()
+            state[f"{slot.name}.grad"] = self.gather(slot, gradient.tensor)
+            if gradient.index is not None:
+                state[f"{slot.name}.index"] = gradient.index
         return state
 
     @torch.no_grad()
     def load(self, weights: dict[str, Tensor], state: dict[str, Tensor], count: int) -> None:
         """Restores what weights() and state() returned."""
         self.count = count
+        self.late = []
         for slot in self.slots:
             full = weights[slot.name].to(slot.master.device).view(slot.shape)
             slot.master.copy_(self.slice(slot, full.float()))
@@ -1652,29 +1670,19 @@ class Optimizer:
                 saved = state.get(f"{slot.name}.{name}")
                 if saved is not None:  # a finished run has no averages any more
                     moment.copy_(self.slice(slot, saved.to(moment.device)))
-            slot.forget_gradient()
             if f"{slot.name}.grad" in state:
-                slot.grad = self.slice(slot, state[f"{slot.name}.grad"].to(slot.param))
-            if f"{slot.name}.index" in state:
-                slot.index = state[f"{slot.name}.index"].to(slot.param.device)
+                grad = self.slice(slot, state[f"{slot.name}.grad"].to(slot.param))
+                index = state.get(f"{slot.name}.index")
+                self.late.append(Pending(slot, grad, None if index is None else index.to(grad.device)))
 
-    def all_finite(self) -> bool:
-        """Whether no gradient of any rank overflowed; if one did, all gradients are dropped."""
-        for slot in self.slots:
-            slot.wait()
-        grads = [slot.grad for slot in self.slots if slot.grad is not None]
-        finite = torch.stack([grad.isfinite().all() for grad in grads]).all().float()
+    def all_finite(self, gradients: list[Pending]) -> bool:
+        """Whether no gradient of any rank overflowed."""
+        for gradient in gradients:
+            gradient.wait()
+        finite = torch.stack([gradient.tensor.isfinite().all() for gradient in gradients]).all().float()
         if self.ranks.world > 1:
             dist.all_reduce(finite, op=dist.ReduceOp.MIN)
-        if finite.item():
-            return True
-        self.drop_gradients()
-        return False
-
-    def drop_gradients(self) -> None:
-        """Forgets all gradients: of a step that overflowed, or late ones of text that is trained on no more."""
-        for slot in self.slots:
-            slot.forget_gradient()
+        return finite.item() > 0
 
 
 def build_optimizer(model: nn.Module, config: Config, table=None, ranks=None) -> Optimizer:

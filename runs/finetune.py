@@ -167,7 +167,7 @@ def load_source(script: ModuleType, state, checkpoint: Path, moments: bool) -> N
     state.step = 0
     state.good_steps = 0
     state.loss_scale = loss_scale
-    state.optimizer.drop_gradients()  # late ones are of text that is not trained on now
+    state.optimizer.late = []  # gradients of text that is not trained on now
     if not moments:
         state.optimizer.count = 0
         for slot in state.optimizer.slots:
