@@ -379,7 +379,7 @@ def stage_index(config: Config, step: int) -> int:
 def lr_multiplier(config: Config, step: int) -> float:
     """The stage's factor, which over the last `cooldown` of the run gives way to lr_floor, linearly.
 
-    There is no warm-up. Where a stage with larger steps begins, the rate jumps up, also in the cool-down.
+    There is no warm-up. Where a stage with larger batches begins, the rate jumps up, also in the cool-down.
     """
     mult = config.stage_table[stage_index(config, step)].lr_mult
     if not config.cooldown:
@@ -458,7 +458,7 @@ def run_steps(run: Run) -> None:
         batch = run.loader.next()
         losses.append(step(state, batch))
         average_weights(state)
-        progress.position = batch.position
+        progress.reader_state = batch.reader_state
         progress.tokens += batch.total_tokens
 
         # What is due after this step?
@@ -502,7 +502,7 @@ class TrainState:
     model: GPT
     forward: Callable  # the model, compiled where that pays
     optimizer: Optimizer
-    packs: int  # the most in a micro-batch
+    micro_packs: int  # most packs in a micro-batch
     sizes_differ: bool = False  # of micro-batches, between stages
     step: int = 0
     loss_scale: float = 1.0  # above 1 only in fp16
@@ -518,8 +518,8 @@ def train_step(state: TrainState, batch: Batch) -> Tensor:
     """
     config = state.config
     if state.model.loss_weights.numel() > 1:
-        weights = torch.tensor(loss_weights(config, state.step))
-        state.model.loss_weights.copy_(weights, non_blocking=True)
+        now = torch.tensor(loss_weights(config, state.step))
+        state.model.loss_weights.copy_(now, non_blocking=True)
 
     loss = accumulate_gradients(state, batch)
     lr_mult = lr_multiplier(config, state.step)
@@ -539,7 +539,7 @@ def accumulate_gradients(state: TrainState, batch: Batch) -> Tensor:
     targets = max(batch.total_targets, 1)
     factor = torch.full_like(loss, state.loss_scale / targets)
     compute = micro_step if state.graphs is None else replay
-    for micro_batch in batch.micro_batches(state.packs, state.ranks.device):
+    for micro_batch in batch.micro_batches(state.micro_packs, state.ranks.device):
         nats, rows = compute(state, micro_batch, factor)
         loss += nats / targets
         looked_up.append(rows)
@@ -762,7 +762,7 @@ class Inputs(NamedTuple):
 
     x0: Tensor  # (T, D) normalised embedding
     bigram: Tensor | None  # (T, D) embedding of the token pair
-    values: tuple | None  # E value embeddings (T, D)
+    value_embeds: tuple | None  # E value embeddings (T, D)
     cos: Tensor  # (T, 1, K)
     sin: Tensor  # (T, 1, K)
 
@@ -774,20 +774,20 @@ class Linear8(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, w, *weight8):
         w8 = Weight8(*weight8)
-        row_x = largest_row(x)
-        x8 = cast8(x, E4M3_MAX / row_x)
-        ctx.save_for_backward(x8, row_x, *w8)
-        return product8(x8, w8.values, row_x * w8.row / E4M3_MAX**2, x.dtype, fast=True)
+        norm_x = largest_row_norm(x)
+        x8 = cast8(x, E4M3_MAX / norm_x)
+        ctx.save_for_backward(x8, norm_x, *w8)
+        return product8(x8, w8.matrix, norm_x * w8.row_norm / E4M3_MAX**2, x.dtype, fast=True)
 
     @staticmethod
     def backward(ctx, g):
-        x8, row_x, *weight8 = ctx.saved_tensors
+        x8, norm_x, *weight8 = ctx.saved_tensors
         w8 = Weight8(*weight8)
-        row_g = largest_row(g)
-        g8 = cast8(g.contiguous(), E5M2_MAX / row_g, E5M2)
-        unit = row_g / (E4M3_MAX * E5M2_MAX)
-        dx = product8(g8, w8.transposed, unit * w8.row, g.dtype)
-        dw = product8(transpose8(g8), transpose8(x8), unit * row_x, g.dtype)
+        norm_g = largest_row_norm(g)
+        g8 = cast8(g.contiguous(), E5M2_MAX / norm_g, E5M2)
+        unit = norm_g / (E4M3_MAX * E5M2_MAX)
+        dx = product8(g8, w8.transposed, unit * w8.row_norm, g.dtype)
+        dw = product8(transpose8(g8), transpose8(x8), unit * norm_x, g.dtype)
         return dx, dw, None, None, None
 
 
@@ -956,7 +956,7 @@ class GPT(nn.Module):
         if layer in c.value_embed_layers:  # record 14; the gate reads the token's hidden state
             e = c.value_embed_layers.index(layer)
             gate_TH = head_gates(a_TD, self.value_gate[e])
-            v = v + gate_TH[..., None] * inputs.values[e].view_as(v)
+            v = v + gate_TH[..., None] * inputs.value_embeds[e].view_as(v)
         if mixed_TD is not None:
             v = v + mixed_TD.view_as(v)
         return attend(layer, layer, q, k, v).reshape(len(a_TD), c.width)
@@ -977,11 +977,11 @@ class GPT(nn.Module):
             bigram_TD = bigram_TD * F.embedding(sign_T, self.bigram_signs)
 
         # Value embeddings: all tables in one lookup, so that the backward has one scatter.
-        values = None
+        value_embeds = None
         if c.value_embed_layers:
             tables = torch.arange(len(c.value_embed_layers), device=x.device)[:, None]
-            values = F.embedding(tokens_T + tables * c.padded_vocab, self.value_embed).unbind(0)
-        return Inputs(norm(x), bigram_TD, values, cos, sin)
+            value_embeds = F.embedding(tokens_T + tables * c.padded_vocab, self.value_embed).unbind(0)
+        return Inputs(norm(x), bigram_TD, value_embeds, cos, sin)
 
     def bigram_index(self, tokens_T, previous_T, positions_T) -> tuple[Tensor, Tensor]:
         """The rows of bigram_embed and of bigram_signs for each token, int64 (T,)."""
@@ -996,7 +996,7 @@ class GPT(nn.Module):
     def mix(self, x_TD: Tensor, backout_TD: Tensor, x0_TD: Tensor) -> tuple[Tensor, Tensor]:
         """What the last layer adds to its values and to its stream, (T, D) each.
 
-        Both are sums of input, middle and stream with weights that each token computes for itself
+        Both are sums of input, middle and stream with factors that each token computes for itself
         and that start at 0 (arXiv 2502.12170, modded-nanogpt record 81). Here -0.008 bpb on B34.
         """
         hidden_TM = F.gelu(F.linear(norm(x_TD), self.mix_in))
@@ -1007,13 +1007,13 @@ class GPT(nn.Module):
 
     def forward(
         self, tokens_T, targets_T, positions_T, cu_seqlens, max_doc: int,
-        row_weight_T=None, bigram_TD=None,
+        token_weight_T=None, bigram_TD=None,
     ) -> tuple[Tensor, Tensor] | Tensor:  # fmt: skip
         """Packed documents, each blind to the others.
 
         Args:    tokens_T, targets_T, positions_T int (T,), target -1 is ignored; cu_seqlens int32
                  (G + 1,) borders of documents, padded with T; max_doc bound on a document's length,
-                 a python int; row_weight_T fp32 (T,) factor on the loss of each target; bigram_TD
+                 a python int; token_weight_T fp32 (T,) factor on the loss of each target; bigram_TD
                  the rows of bigram_embed, looked up here if None
         Returns: the sum of the loss, to be differentiated, and the nats of each target, fp32 (T,),
                  detached, 0 where ignored; logits (T, V) if targets_T is None
@@ -1035,22 +1035,22 @@ class GPT(nn.Module):
         # Validation counts the next token alone; training adds more targets with weights.
         training = torch.is_grad_enabled()
         targets_NT = self.all_targets(targets_T, positions_T) if training else targets_T[None]
-        weights = self.loss_weights if training else None
+        term_weights = self.loss_weights if training else None
         fp8 = c.fp8_head and training
         return linear_cross_entropy(
-            hidden_TD, self.head, targets_NT, c.softcap, weights, row_weight_T, fp8=fp8
+            hidden_TD, self.head, targets_NT, c.softcap, term_weights, token_weight_T, fp8=fp8
         )
 
     def all_targets(self, targets_T: Tensor, positions_T: Tensor) -> Tensor:
         """The next tokens and the prefix: (N, T), a row for each of loss_weights, -1 for none."""
-        rows = [targets_T]
+        targets = [targets_T]
         for ahead in range(1, len(self.config.ahead)):
             same_document = positions_T.roll(-ahead) == positions_T + ahead
-            rows.append(torch.where(same_document, targets_T.roll(-ahead), -1))
+            targets.append(torch.where(same_document, targets_T.roll(-ahead), -1))
         if self.config.prefix_weight:
             prefixes = self.prefixes[targets_T.clamp(min=0)].to(targets_T.dtype)
-            rows.append(torch.where(targets_T < 0, -1, prefixes))
-        return torch.stack(rows)
+            targets.append(torch.where(targets_T < 0, -1, prefixes))
+        return torch.stack(targets)
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
         """Softcapped logits (T, V), fp32, of what the trunk returned."""
@@ -1144,7 +1144,7 @@ class Batch:
     max_doc: int
     total_tokens: int  # in the step, over all ranks
     total_targets: int = 0  # how many of them are not ignored
-    position: dict | None = None  # where the reader stands after this batch
+    reader_state: dict | None = None  # where the reader stands after this batch
     notes: dict = field(default_factory=dict)  # further numbers for the log
 
     def micro_batches(self, packs: int, device: torch.device) -> Iterator[MicroBatch]:
@@ -1246,7 +1246,7 @@ class PackLoader:
                 fill_pack(others, 0, documents)
         batch.total_tokens = stage.packs * config.pack_tokens
         batch.total_targets += others.total_targets
-        batch.position = dict(self.reader.position)
+        batch.reader_state = dict(self.reader.reader_state)
         return batch
 
     def next(self) -> Batch:
@@ -1296,26 +1296,26 @@ def blend_momentum(grad, buffer, dtype, *, momentum, grad_scale) -> Tensor:
     return grad.lerp(buffer, momentum).to(dtype)
 
 
-def step_cautiously(master, update, factor, lr, weights, *, decay) -> None:
+def step_cautiously(master, update, factor, lr, param, *, decay) -> None:
     """master -= lr (update factor + decay master), without the decay where the step makes a weight larger.
 
     Args: master fp32, update (N, R, C); factor fp32 (N, R, 1) or (N, 1, C), positive; lr fp32
-          (N, 1, 1); weights (N, R, C) receives the master in its own dtype, or is None
+          (N, 1, 1); param (N, R, C) receives the master in its own dtype, or is None
     """
     update = update.float() * factor
     agrees = update * master >= 0
     master.sub_(lr * (update + decay * master * agrees))
-    if weights is not None:
-        weights.copy_(master)
+    if param is not None:
+        param.copy_(master)
 
 
 def adam_update(
-    master, grad, exp_avg, exp_avg_sq, weights,
+    master, grad, exp_avg, exp_avg_sq, param,
     *, lr, beta1, beta2, correction1, correction2, eps, decay, grad_scale,
 ) -> None:  # fmt: skip
     """One Adam step with cautious weight decay, in place.
 
-    Args: master, exp_avg, exp_avg_sq fp32, grad and weights of equal shape; weights receives the
+    Args: master, exp_avg, exp_avg_sq fp32, grad and param of equal shape; param receives the
           master in its own dtype, or is None
     """
     grad = grad.float() * grad_scale
@@ -1324,8 +1324,8 @@ def adam_update(
     update = exp_avg / correction1 / ((exp_avg_sq / correction2).sqrt() + eps)
     agrees = update * master > 0
     master.sub_(lr * (update + decay * master * agrees))
-    if weights is not None:
-        weights.copy_(master)
+    if param is not None:
+        param.copy_(master)
 
 
 @functools.cache
@@ -1345,13 +1345,13 @@ def one_graph(function: Callable) -> Callable:
 
 
 def normuon_update(
-    master, grad, momentum_buffer, row_square, mult, weights,
+    master, grad, momentum_buffer, second_moment, mult, param,
     *, lr, momentum, beta2, decay, grad_scale, dtype, compiled=False,
 ) -> None:  # fmt: skip
     """One NorMuon step (arXiv 2510.05491) with cautious weight decay (arXiv 2510.12402), in place.
 
-    Args: master, grad, momentum_buffer (N, R, C); row_square (N, R, 1), or (N, 1, C) for wide
-          matrices; mult (N, 1, 1) factors on lr; weights (N, R, C) receives the master in its own
+    Args: master, grad, momentum_buffer (N, R, C); second_moment (N, R, 1), or (N, 1, C) for wide
+          matrices; mult (N, 1, 1) factors on lr; param (N, R, C) receives the master in its own
           dtype, or is None; the others are numbers, and the dtype of the orthogonalisation
     """
     blend = one_graph(blend_momentum) if compiled else blend_momentum
@@ -1365,12 +1365,12 @@ def normuon_update(
     axis = -1 if update.size(-2) >= update.size(-1) else -2
     norms = torch.linalg.vector_norm(update, dim=axis, keepdim=True, dtype=torch.float32)
     squares = norms.square()
-    row_square.lerp_(squares / update.size(axis), 1 - beta2)
-    factor = row_square.clamp_min(1e-10).rsqrt()
+    second_moment.lerp_(squares / update.size(axis), 1 - beta2)
+    factor = second_moment.clamp_min(1e-10).rsqrt()
     length = squares.sum((-2, -1), keepdim=True).sqrt()
     scaled = (squares * factor.square()).sum((-2, -1), keepdim=True).sqrt()
     factor *= length / scaled.clamp_min(1e-10)
-    step(master, update, factor, lr * mult, weights, decay=decay)
+    step(master, update, factor, lr * mult, param, decay=decay)
 
 
 @dataclass(eq=False)
@@ -1456,10 +1456,10 @@ class Optimizer:
         for gradient in gradients:
             slot = gradient.slot
             gradient.wait()
-            weights = self.own_weights(slot)
+            own = self.own_param(slot)
             updates = self.count - (slot in late)  # of this slot, with this one
-            self.update(gradient, weights, updates, lr_mult, momentum, 1.0 / loss_scale)
-            gathers += self.start_gather(slot, weights)
+            self.update(gradient, own, updates, lr_mult, momentum, 1.0 / loss_scale)
+            gathers += self.start_gather(slot, own)
 
         # 3. All weights are needed for the next forward.
         for gathered in gathers:
@@ -1469,17 +1469,17 @@ class Optimizer:
         self.late = self.start_reduce(late)
         return True
 
-    def own_weights(self, slot: Slot) -> Tensor | None:
-        """Where an update writes this rank's weights; None if the master is the parameter itself."""
-        weights = slot.param.detach().view(slot.shape)
+    def own_param(self, slot: Slot) -> Tensor | None:
+        """Where an update writes this rank's part of the parameter; None if the master is the parameter itself."""
+        own = slot.param.detach().view(slot.shape)
         if slot.sharded:
-            return self.slice(slot, weights)  # RMSProp writes no row that has no gradient
-        return None if weights.data_ptr() == slot.master.data_ptr() else weights
+            return self.slice(slot, own)  # RMSProp writes no row that has no gradient
+        return None if own.data_ptr() == slot.master.data_ptr() else own
 
     def update(
-        self, gradient: Pending, weights, updates: int, lr_mult: float, momentum: float, grad_scale: float
+        self, gradient: Pending, own, updates: int, lr_mult: float, momentum: float, grad_scale: float
     ) -> None:
-        """Updates the master, the moments and the weights (or None) of a slot by its policy."""
+        """Updates the master, the moments and this rank's part of the parameter (or None) of a slot by its policy."""
         slot = gradient.slot
         policy = slot.policy
         moments = slot.moments
@@ -1487,7 +1487,7 @@ class Optimizer:
         if policy.optimizer == "normuon":
             numbers["lr"] = self.config.muon_lr * policy.lr_mult * lr_mult
             numbers |= {"momentum": momentum, "beta2": self.config.muon_beta2}
-            self.update_normuon(gradient, weights, numbers)
+            self.update_normuon(gradient, own, numbers)
             return
 
         numbers["lr"] = self.config.adam_lr * policy.lr_mult * lr_mult
@@ -1495,26 +1495,26 @@ class Optimizer:
         if policy.optimizer == "rmsprop":
             (beta2,) = policy.betas
             numbers |= {"beta2": beta2, "correction": 1 - beta2**updates}
-            tensors = (slot.master, gradient.tensor, moments["row_square"], weights)
+            tensors = (slot.master, gradient.tensor, moments["second_moment"], own)
             update_rows(*tensors, gradient.index, **numbers)
         else:
             beta1, beta2 = policy.betas
             numbers |= {"beta1": beta1, "correction1": 1 - beta1**updates}
             numbers |= {"beta2": beta2, "correction2": 1 - beta2**updates}
-            tensors = (slot.master, gradient.tensor, moments["exp_avg"], moments["exp_avg_sq"], weights)
+            tensors = (slot.master, gradient.tensor, moments["exp_avg"], moments["exp_avg_sq"], own)
             function = one_graph(adam_update) if self.compiled else adam_update
             function(*(None if t is None else t.view(-1) for t in tensors), **numbers)
 
-    def update_normuon(self, gradient: Pending, weights, numbers: dict) -> None:
+    def update_normuon(self, gradient: Pending, own, numbers: dict) -> None:
         """NorMuon for as many matrices at once as fit into memory."""
         slot = gradient.slot
-        moments = (slot.moments["momentum"], slot.moments["row_square"])
+        moments = (slot.moments["momentum"], slot.moments["second_moment"])
         tensors = (slot.master, gradient.tensor, *moments, slot.mult)
         parts = list(zip(*(t.split(slot.together) for t in tensors), strict=True))
-        own = [None] * len(parts) if weights is None else weights.split(slot.together)
+        outs = [None] * len(parts) if own is None else own.split(slot.together)
         options = {"dtype": self.muon_dtype, "compiled": self.compiled}
-        for part, part_weights in zip(parts, own, strict=True):
-            normuon_update(*part, part_weights, **numbers, **options)
+        for part, out in zip(parts, outs, strict=True):
+            normuon_update(*part, out, **numbers, **options)
 
     # -- communication
 
@@ -1613,7 +1613,7 @@ class Optimizer:
             if slot.policy.optimizer == "normuon":
                 self.reset_normuon(slot)
             elif slot.policy.optimizer == "rmsprop":
-                slot.moments = {"row_square": torch.zeros_like(slot.master[:, 0])}
+                slot.moments = {"second_moment": torch.zeros_like(slot.master[:, 0])}
             else:
                 slot.moments = {
                     "exp_avg": torch.zeros_like(slot.master),
@@ -1627,7 +1627,7 @@ class Optimizer:
         device = slot.master.device
         slot.moments = {
             "momentum": torch.zeros(N, R, C, device=device),
-            "row_square": torch.zeros((N, R, 1) if R >= C else (N, 1, C), device=device),
+            "second_moment": torch.zeros((N, R, 1) if R >= C else (N, 1, C), device=device),
         }
         # sqrt(rows / columns) makes a step of a tall matrix as large per neuron as of a square one.
         mult = torch.full((slot.shape[0], 1, 1), max(1, R / C) ** 0.5, device=device)
@@ -1739,7 +1739,7 @@ def average_weights(state: TrainState) -> None:
 class ShardReader:
     """Walks over the training shards of a dataset and cuts them into the documents of packs.
 
-    Readers of other data need the same: `position`, where they stand; seek(); `bos_id`; pack().
+    Readers of other data need the same: `reader_state`, where they stand; seek(); `bos_id`; pack().
     """
 
     def __init__(self, dataset: Dataset, config: Config):
@@ -1749,8 +1749,8 @@ class ShardReader:
         self.files = dataset.files("train")
         self.seek({"epoch": 0, "shard": 0, "offset": 0})
 
-    def seek(self, position: dict) -> None:
-        self.position = dict(position)
+    def seek(self, reader_state: dict) -> None:
+        self.reader_state = dict(reader_state)
         self.tokens = None  # of the shard, read when needed
 
     def pack(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -1767,11 +1767,11 @@ class ShardReader:
         """The next segment with at most `room` inputs, and one more token, the last target."""
         if self.tokens is None:
             self.open_shard()
-        if self.position["offset"] == len(self.tokens):
+        if self.reader_state["offset"] == len(self.tokens):
             self.next_shard()
 
         # Where does the document end that we are in? One that goes on gets a BOS of its own.
-        offset = self.position["offset"]
+        offset = self.reader_state["offset"]
         continued = self.tokens[offset] != self.bos_id
         following = np.searchsorted(self.bos_at, offset, side="right")
         if following < len(self.bos_at):
@@ -1781,26 +1781,26 @@ class ShardReader:
 
         # Take as much of it as fits.
         stop = int(offset + min(end - offset, room - continued))
-        self.position["offset"] = stop
+        self.reader_state["offset"] = stop
         start = [self.bos_id] if continued else []
         last = self.tokens[stop] if stop < len(self.tokens) else self.bos_id
         return np.concatenate((start, self.tokens[offset:stop], [last])).astype(np.int32)
 
     def open_shard(self) -> None:
-        shard = self.position["shard"]
+        shard = self.reader_state["shard"]
         if shard < len(self.files):
             self.tokens = self.dataset.read(self.files[shard])
-        if self.tokens is None or self.position["offset"] > len(self.tokens):
+        if self.tokens is None or self.reader_state["offset"] > len(self.tokens):
             raise UserError(
                 f"{self.dataset.root} has less text than the run has read (shard {shard}, token "
-                f"{self.position['offset']:,}); pass the --data that it began with"
+                f"{self.reader_state['offset']:,}); pass the --data that it began with"
             )
         self.bos_at = np.flatnonzero(self.tokens == self.bos_id)
 
     def next_shard(self) -> None:
         """Goes on with the next shard, or with the next epoch if that is allowed."""
-        epoch = self.position["epoch"]
-        shard = self.position["shard"] + 1
+        epoch = self.reader_state["epoch"]
+        shard = self.reader_state["shard"] + 1
         if shard == len(self.files):
             epoch += 1
             shard = 0
@@ -1809,7 +1809,7 @@ class ShardReader:
                 f"{self.dataset.root} ran out of text after {self.config.max_epochs} epoch(s); train "
                 f"on fewer tokens (--tokens), or allow repeats with --set max_epochs={epoch + 1}"
             )
-        self.position = {"epoch": epoch, "shard": shard, "offset": 0}
+        self.reader_state = {"epoch": epoch, "shard": shard, "offset": 0}
         self.open_shard()
 
 
@@ -1872,29 +1872,30 @@ def load_validation(job: Job, device: torch.device) -> Validation:
 
 def validation_batch(documents: list, config: Config, bos_id: int) -> Batch:
     """The scored documents, whole in their packs."""
-    rows = [[]]
+    packs = [[]]
     room = config.pack_tokens
     for sequence, counted in documents:
-        if len(counted) > room or len(rows[-1]) == config.pack_docs:
-            rows.append([])
+        if len(counted) > room or len(packs[-1]) == config.pack_docs:
+            packs.append([])
             room = config.pack_tokens
-        rows[-1].append((sequence, counted))
+        packs[-1].append((sequence, counted))
         room -= len(counted)
 
-    batch = empty_packs(len(rows), config, bos_id)
-    for row, members in enumerate(rows):
-        fill_pack(batch, row, members)
+    batch = empty_packs(len(packs), config, bos_id)
+    for index, members in enumerate(packs):
+        fill_pack(batch, index, members)
     return batch
 
 
 @torch.no_grad()
 def bits_per_byte(
-    model: Callable, batch: Batch, packs: int, token_bytes: Tensor, ranks: Ranks
+    model: Callable, batch: Batch, micro_packs: int, token_bytes: Tensor, ranks: Ranks
 ) -> float:
     """Nats over targets that carry bytes, divided by ln 2 and by their bytes. token_bytes int (V,)"""
     nats_sum = torch.zeros((), device=ranks.device)
     bytes_sum = torch.zeros((), device=ranks.device)
-    for micro_batch in share_of_rank(batch, packs, ranks).micro_batches(packs, ranks.device):
+    share = share_of_rank(batch, micro_packs, ranks)
+    for micro_batch in share.micro_batches(micro_packs, ranks.device):
         _, nats = model(*micro_batch)
         targets = micro_batch.targets_T
         num_bytes = token_bytes[targets.clamp(min=0).long()] * (targets >= 0)
@@ -1907,16 +1908,16 @@ def bits_per_byte(
     return sums[0].item() / math.log(2) / max(sums[1].item(), 1)
 
 
-def share_of_rank(batch: Batch, packs: int, ranks: Ranks) -> Batch:
+def share_of_rank(batch: Batch, micro_packs: int, ranks: Ranks) -> Batch:
     """This rank's part, in whole micro-batches; packs that fill up the last ones count for nothing."""
     count = len(batch.tokens)
-    group = ranks.world * packs
-    share = math.ceil(count / group) * packs
+    group = ranks.world * micro_packs
+    share = math.ceil(count / group) * micro_packs
     index = torch.arange(ranks.rank * share, (ranks.rank + 1) * share)
     names = ("tokens", "targets", "positions", "ends")
-    rows = {name: getattr(batch, name)[index.clamp(max=count - 1)] for name in names}
-    rows["targets"][index >= count] = -1
-    return dataclasses.replace(batch, **rows)
+    own = {name: getattr(batch, name)[index.clamp(max=count - 1)] for name in names}
+    own["targets"][index >= count] = -1
+    return dataclasses.replace(batch, **own)
 
 
 # Dense bf16 peak (T4, V100: fp16) in TFLOP/s, from the makers' data sheets.
@@ -2015,7 +2016,7 @@ def check_length(job: Job, ranks: Ranks) -> None:
 class Progress:
     """How far a run has come; saved with every checkpoint."""
 
-    position: dict | None = None  # where the reader stands
+    reader_state: dict | None = None  # where the reader stands
     tokens: int = 0
     train_seconds: float = 0.0
     flops: float = 0.0
@@ -2062,7 +2063,7 @@ def describe_run(run: Run) -> None:
     run.log.say(f"{Path(__file__).name}: {size:.1f} M parameters, {model.embed.dtype}, {device}")
     run.log.say(f"data: {config.data}, vocabulary {config.vocab_size:,}, {run.job.note}")
     run.log.say(f"run:  {run.run_dir}, {config.num_steps:,} steps, {config.tokens:,} tokens")
-    run.log.say(f"micro-batch: {run.state.packs * config.pack_tokens:,} tokens")
+    run.log.say(f"micro-batch: {run.state.micro_packs * config.pack_tokens:,} tokens")
 
 
 # What --resume may change: where a run ends, what it reports, and how the same is computed.
@@ -2132,8 +2133,8 @@ def resume(run: Run, changed: list[str]) -> None:
     run.progress = Progress(**{f.name: saved[f.name] for f in dataclasses.fields(Progress)})
     if not is_done:
         run.progress.scores = None
-    if saved["position"]:
-        run.job.reader.seek(saved["position"])
+    if saved["reader_state"]:
+        run.job.reader.seek(saved["reader_state"])
     run.log.rewind(step)
     run.log.say(f"resumed at step {step} from {folder}")
 
@@ -2220,7 +2221,7 @@ def evaluate(run: Run) -> dict:
     else:
         held_out = run.validation
         entry["scored"] = held_out.scored
-        inputs = (held_out.batch, state.packs, held_out.token_bytes, run.ranks)
+        inputs = (held_out.batch, state.micro_packs, held_out.token_bytes, run.ranks)
         scores = {"val_bpb": bits_per_byte(state.model, *inputs)}
     for name, value in scores.items():
         check_finite(run, name, value)
@@ -2327,11 +2328,11 @@ def build_state(config: Config, ranks: Ranks, say: Callable = print) -> TrainSta
         forward = torch.compile(model, dynamic=False, fullgraph=True, options=options)
     optimizer = build_optimizer(model, config, ranks=ranks)
     # GPUs may have different free memory, but all ranks must take equally many micro-batches.
-    packs = min(ranks.gather(choose_packs(config, ranks)))
-    state = TrainState(config, ranks, model, forward, optimizer, packs)
+    micro_packs = min(ranks.gather(choose_packs(config, ranks)))
+    state = TrainState(config, ranks, model, forward, optimizer, micro_packs)
     if forward is not model:
         shares = {stage.packs // ranks.world for stage in config.stage_table}
-        state.sizes_differ = len({largest_divisor(share, packs) for share in shares}) > 1
+        state.sizes_differ = len({largest_divisor(share, micro_packs) for share in shares}) > 1
         state.graphs = {} if config.cuda_graphs else None
     reset_state(state)
     return state
@@ -2359,9 +2360,9 @@ def warm_up(state: TrainState, say: Callable) -> None:
         warm_up_stage(state, index, rng)
 
     # Too little memory for validation should show now, not at the first one.
-    batch = dummy_batch(state.config, state.ranks, state.packs, rng)
+    batch = dummy_batch(state.config, state.ranks, state.micro_packs, rng)
     token_bytes = torch.ones(state.config.padded_vocab, dtype=torch.long, device=state.ranks.device)
-    bits_per_byte(state.model, batch, state.packs, token_bytes, state.ranks)
+    bits_per_byte(state.model, batch, state.micro_packs, token_bytes, state.ranks)
 
     gc.enable()
     reset_state(state)
@@ -2371,10 +2372,10 @@ def warm_up(state: TrainState, say: Callable) -> None:
 def warm_up_stage(state: TrainState, index: int, rng: np.random.Generator) -> None:
     """Trains on micro-batches of one stage's size."""
     own = state.config.stage_table[index].packs // state.ranks.world
-    packs = largest_divisor(own, state.packs)
+    packs = largest_divisor(own, state.micro_packs)
     # Where a step has several micro-batches, the second has a graph of its own.
     count = packs if state.graphs is None else min(2 * packs, own)
-    stage = dataclasses.replace(state, packs=packs)
+    stage = dataclasses.replace(state, micro_packs=packs)
     for _ in range(1 if index else 2):  # late tables are updated from the second step on
         train_step(stage, dummy_batch(state.config, state.ranks, count, rng))
 
@@ -2678,7 +2679,7 @@ def file_sha256(path: Path) -> str:
 
 
 # Rises when a name that tools in runs/ use (tests/test_interface.py) changes its meaning.
-INTERFACE = 7
+INTERFACE = 8
 
 
 def prepare_run_dir(job: Job, args: argparse.Namespace, ranks: Ranks) -> tuple[Path, object]:
@@ -3237,22 +3238,22 @@ ANY_LAYOUT = (torch.Tag.flexible_layout,)
 
 # -- softcapped cross-entropy: head, loss and gradient in one pass over the logits
 # With z = a sigmoid((x + b) / c), s = z / a and lse = log sum_j exp z_j: row t has N terms, targets[k, t]
-# with weight w_k. Those with a negative target are left out. S is the sum of the row's weights.
+# with weight w_k. Those with a negative target are left out. S is the sum of the token's w_k.
 #   loss_t = S lse - sum_k w_k z[target_k]
 #   dloss_t/dx_j = a/c s_j (1 - s_j) (S softmax_j - sum_k w_k [j = target_k])
 # Without a softcap z = x, and the factor before the bracket is 1.
 
 
-def softcap_ce_cpu(logits, targets, weights, row_weight, cap, row0=0, grad=True):
-    """Losses (n,), nats (n,) and row_weight * gradient (n, V) or None of logits (n, V), rows row0 on.
+def softcap_ce_cpu(logits, targets, term_weights, token_weight, cap, first=0, grad=True):
+    """Losses (n,), nats (n,) and token_weight * gradient (n, V) or None of logits (n, V), tokens `first` on.
 
     Few passes, most of them in place: a quarter of the time of the formula on two CPU cores.
     """
-    own = slice(row0, row0 + len(logits))
+    own = slice(first, first + len(logits))
     picks = targets[:, own].T.long()
     real = picks >= 0
     picks = picks.clamp(min=0)
-    w = weights * real
+    w = term_weights * real
 
     # e = exp(z - top). With a softcap z <= a, so exp needs no maximum.
     if cap:
@@ -3274,8 +3275,8 @@ def softcap_ce_cpu(logits, targets, weights, row_weight, cap, row0=0, grad=True)
         return losses, nats, None
 
     g = (a / c) * w if cap else w
-    if row_weight is not None:
-        g = g * row_weight[own, None]
+    if token_weight is not None:
+        g = g * token_weight[own, None]
     e.mul_((g.sum(1) / total)[:, None]).scatter_add_(1, picks, -g)
     if cap:
         e.mul_(s.addcmul_(s, s, value=-1))
@@ -3314,24 +3315,24 @@ def load_softcap(logits, j, a, b, c, V: tl.constexpr, FAST: tl.constexpr):
 
 @jit
 def softcap_ce_kernel(
-    logits, grad, losses, nats, targets, weights, row_weight,
-    row0, T, a, b, c,
+    logits, grad, losses, nats, targets, term_weights, token_weight,
+    first, T, a, b, c,
     V: tl.constexpr, TERMS: tl.constexpr, PAD: tl.constexpr, FAST: tl.constexpr, BLOCK: tl.constexpr,
     CAP: tl.constexpr,
 ):  # fmt: skip
-    """One row of logits (n, V) a program, read once; grad (n, V) and row_weight may be None.
+    """One row of logits (n, V) a program, read once; grad (n, V) and token_weight may be None.
 
     The softmax part of the gradient is const * v with v = 4 e s (1 - s), or e without a softcap,
     known at the first look. Target columns are rewritten at the end.
     """
     row = tl.program_id(0)
-    t = row0 + row
+    t = first + row
     logits += row.to(tl.int64) * V
 
     # The terms of the row, padded to a power of two.
     k = tl.arange(0, PAD)
     target = tl.load(targets + k * T + t, mask=k < TERMS, other=-1).to(tl.int32)
-    w = tl.where(target >= 0, tl.load(weights + k, mask=k < TERMS, other=0.0), 0.0)
+    w = tl.where(target >= 0, tl.load(term_weights + k, mask=k < TERMS, other=0.0), 0.0)
     W = tl.sum(w)
 
     # e = exp(z - top). With a softcap z <= a, so no maximum is looked for.
@@ -3362,8 +3363,8 @@ def softcap_ce_kernel(
     if grad is not None:
         grad += row.to(tl.int64) * V
         g = slope
-        if row_weight is not None:
-            g = g * tl.load(row_weight + t)
+        if token_weight is not None:
+            g = g * tl.load(token_weight + t)
         v = v.to(tl.float32) * (g * W / total)
         tl.store(grad + j, v.to(grad.dtype.element_ty), mask=j < V)
         # Equal targets share a column.
@@ -3373,17 +3374,17 @@ def softcap_ce_kernel(
         tl.store(grad + target, g_t.to(grad.dtype.element_ty), mask=target >= 0)
 
 
-def softcap_ce(logits, targets, weights, row_weight, cap, row0=0, grad=True, out=None):
+def softcap_ce(logits, targets, term_weights, token_weight, cap, first=0, grad=True, out=None):
     """As softcap_ce_cpu in one read and one write; the gradient replaces the logits or fills `out`."""
     n, V = logits.shape
-    terms = len(weights)
+    terms = len(term_weights)
     losses, nats = torch.empty(2, n, dtype=torch.float32, device=logits.device)
     gradient = None
     if grad:
         gradient = logits if out is None else out
-    tensors = (logits, gradient, losses, nats, targets, weights, row_weight)
+    tensors = (logits, gradient, losses, nats, targets, term_weights, token_weight)
     softcap_ce_kernel[(n,)](
-        *tensors, row0, targets.shape[1], *(cap or (0.0, 0.0, 1.0)),
+        *tensors, first, targets.shape[1], *(cap or (0.0, 0.0, 1.0)),
         V=V,
         CAP=len(cap) > 0,
         TERMS=terms,
@@ -3437,7 +3438,7 @@ def fits_fp8(x: Tensor, *sizes: int) -> bool:
     return device_fits and x.dtype == torch.bfloat16 and all(n % 16 == 0 for n in sizes)
 
 
-def largest_row(x: Tensor) -> Tensor:
+def largest_row_norm(x: Tensor) -> Tensor:
     """The largest norm of a row of x (..., N, K), fp32, (...)."""
     return torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32).amax(-1).clamp(min=1e-20)
 
@@ -3459,49 +3460,49 @@ def product8(a_MK: Tensor, b_NK: Tensor, scale: Tensor, dtype: torch.dtype, fast
 
 def to_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
     """An e4m3 copy of x (N, K) and its scale, the largest norm of a row / 448, fp32, 0-D."""
-    scale = largest_row(x) / E4M3_MAX
+    scale = largest_row_norm(x) / E4M3_MAX
     return cast8(x, 1 / scale), scale
 
 
 class Weight8(NamedTuple):
-    """A matrix w (N, K) in e4m3: w is values * row / 448."""
+    """A matrix w (N, K) in e4m3: w is matrix * row_norm / 448."""
 
-    values: Tensor  # (N, K)
+    matrix: Tensor  # (N, K)
     transposed: Tensor  # (K, N): _scaled_mm takes one layout only
-    row: Tensor  # the largest norm of a row of w, fp32, 0-D
+    row_norm: Tensor  # the largest norm of a row of w, fp32, 0-D
 
 
 @torch.no_grad()
 def to_weights8(bank: Tensor) -> list[Weight8]:
     """The matrices of a bank (B, N, K) in fp8; all at once, which takes few kernels for many layers."""
-    row = largest_row(bank)
-    values = cast8(bank, (E4M3_MAX / row)[:, None, None])
-    # A compiled backward may write a scale into the memory of a row, and cuBLAS wants scales at
+    row_norms = largest_row_norm(bank)
+    matrices = cast8(bank, (E4M3_MAX / row_norms)[:, None, None])
+    # A compiled backward may write a scale into the memory of a norm, and cuBLAS wants scales at
     # multiples of 16 bytes: four columns.
-    row = row[:, None].expand(-1, 4).contiguous()[:, 0]
-    parts = (values, transpose8(values), row)
+    row_norms = row_norms[:, None].expand(-1, 4).contiguous()[:, 0]
+    parts = (matrices, transpose8(matrices), row_norms)
     return [Weight8(*part) for part in zip(*(t.unbind(0) for t in parts), strict=True)]
 
 
-def scale_head_gradient(x, weights, row_weight, cap) -> tuple[Tensor, Tensor]:
-    """The e5m2 scale of the logits' gradient (0-D), and row_weight (T,) divided by it.
+def scale_head_gradient(x, term_weights, token_weight, cap) -> tuple[Tensor, Tensor]:
+    """The e5m2 scale of the logits' gradient (0-D), and token_weight (T,) divided by it.
 
-    |gradient| <= a / (4 c) * sum of weights * row weight; without a softcap a / (4 c) is 1.
+    |gradient| <= a / (4 c) * sum of term weights * token weight; without a softcap a / (4 c) is 1.
     """
     slope = cap[0] / (4 * cap[2]) if cap else 1.0
-    scale = weights.abs().sum() * (slope / E5M2_MAX)
-    if row_weight is None:
-        row_weight = torch.ones(len(x), device=x.device)
+    scale = term_weights.abs().sum() * (slope / E5M2_MAX)
+    if token_weight is None:
+        token_weight = torch.ones(len(x), device=x.device)
     else:
-        scale = scale * row_weight.abs().max()
+        scale = scale * token_weight.abs().max()
     scale = scale.clamp(min=1e-30)
-    return scale, row_weight / scale
+    return scale, token_weight / scale
 
 
 @torch.library.custom_op(f"{OPS}::linear_ce", mutates_args=())
 def linear_ce(
     x: Tensor, w: Tensor, x_scale: Tensor | None, w_scale: Tensor | None,
-    targets: Tensor, weights: Tensor, row_weight: Tensor | None,
+    targets: Tensor, term_weights: Tensor, token_weight: Tensor | None,
     cap: list[float], chunk: int, grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Loss, nats, dx and dw of linear_cross_entropy by chunks of tokens; x and w in fp8 have scales."""
@@ -3514,11 +3515,11 @@ def linear_ce(
     # More than one chunk is summed in fp32: a 16-bit running sum would round once a chunk.
     wide = x.is_cuda and dtype != torch.float32 and T > chunk
     dw_dtype = torch.float32 if wide else dtype
-    factor = row_weight
+    factor = token_weight
     g8 = None  # the buffer of an fp8 gradient
     if fp8 and grad:
         w_T = transpose8(w)
-        g_scale, factor = scale_head_gradient(x, weights, row_weight, cap)
+        g_scale, factor = scale_head_gradient(x, term_weights, token_weight, cap)
         g8 = torch.empty(min(chunk, T), len(w), dtype=E5M2, device=x.device)
 
     for start in range(0, T, chunk):
@@ -3527,7 +3528,7 @@ def linear_ce(
             logits = product8(x[own], w, x_scale * w_scale, dtype, fast=True)
         else:
             logits = x[own] @ w.T
-        arguments = (targets, weights, factor, cap, start, grad)
+        arguments = (targets, term_weights, factor, cap, start, grad)
         if use_triton(logits):
             out = None if g8 is None else g8[: len(logits)]
             losses[own], nats[own], g = softcap_ce(logits, *arguments, out)
@@ -3544,12 +3545,12 @@ def linear_ce(
             part = torch.mm(g.T, x[own], out_dtype=dw_dtype) if wide else g.T @ x[own]
         dw = part if dw is None else dw.add_(part)
         del logits, g  # before the next chunk needs the memory
-    total = losses.sum() if row_weight is None else losses @ row_weight
+    total = losses.sum() if token_weight is None else losses @ token_weight
     return total, nats, dx, dw.to(dtype)
 
 
 @linear_ce.register_fake
-def _(x, w, x_scale, w_scale, targets, weights, row_weight, cap, chunk, grad):
+def _(x, w, x_scale, w_scale, targets, term_weights, token_weight, cap, chunk, grad):
     dtype = x.dtype if x_scale is None else torch.bfloat16
     nats = x.new_empty(x.size(0), dtype=torch.float32)
     dx = x.new_empty(x.shape if grad else 0, dtype=dtype)
@@ -3575,25 +3576,25 @@ class LinearCE(torch.autograd.Function):
         return dx * g, dw * g, *(None,) * 6
 
 
-def linear_cross_entropy(x, w, targets, cap, weights=None, row_weight=None, chunk=32768, fp8=False):
+def linear_cross_entropy(x, w, targets, cap, term_weights=None, token_weight=None, chunk=32768, fp8=False):
     """Softcapped head and loss.
 
-    Args:    x (T, D), w (V, D); targets int (N, T), negative for none; cap as in softcap(); weights
-             fp32 (N,), one for each row of targets; row_weight fp32 (T,); chunk tokens at a time;
+    Args:    x (T, D), w (V, D); targets int (N, T), negative for none; cap as in softcap(); term_weights
+             fp32 (N,), one for each row of targets; token_weight fp32 (T,); chunk tokens at a time;
              fp8: for training, e4m3 operands with dynamic scales and an e5m2 gradient whose scale is
              an exact bound, where fits_fp8() allows
     Returns: sum over t of row_weight_t * loss_t; nats of the first target alone, fp32 (T,),
              detached, 0 where there is none
 
     The forward computes the gradients, a chunk of logits at a time; the backward multiplies them by
-    the gradient of the sum. A weighting by token goes into row_weight: the nats carry no gradient.
+    the gradient of the sum. A weighting by token goes into token_weight: the nats carry no gradient.
     """
-    weights = torch.ones(len(targets), device=x.device) if weights is None else weights
+    term_weights = torch.ones(len(targets), device=x.device) if term_weights is None else term_weights
     grad = torch.is_grad_enabled() and (x.requires_grad or w.requires_grad)
     if not use_triton(x):  # plain code holds several fp32 copies of a chunk's logits: 256 MiB each
         chunk = min(chunk, max(2**26 // len(w), 1))
     fp8 = fp8 and fits_fp8(x, *x.shape, len(w), chunk)
-    arguments = (targets.contiguous(), weights, row_weight, list(cap), chunk)
+    arguments = (targets.contiguous(), term_weights, token_weight, list(cap), chunk)
     if grad:
         return LinearCE.apply(x, w, fp8, *arguments)
     return linear_ce(x, w, None, None, *arguments, False)[:2]
@@ -3669,12 +3670,12 @@ def sym_mm(x: Tensor, alpha: float = 1.0, beta: float = 0.0, gamma: float = 0.0)
 
 
 def update_rows_ref(
-    master, grad, row_square, weights, index=None, *, lr, beta2, correction, eps, decay, grad_scale
+    master, grad, second_moment, param, index=None, *, lr, beta2, correction, eps, decay, grad_scale
 ) -> None:
     """One RMSProp step with cautious weight decay, in place; rows without a gradient stay.
 
     Args: master fp32 (R, C); grad (R, C), or with index int64 (N,) the gradients (N, C) of these rows,
-          which are summed; row_square fp32 (R,); weights (R, C) or None
+          which are summed; second_moment fp32 (R,); param (R, C) or None
     """
     grad = grad.float() * grad_scale
     if index is None:
@@ -3683,19 +3684,19 @@ def update_rows_ref(
     else:
         rows, place = index.unique(return_inverse=True)
         grad = grad.new_zeros(len(rows), grad.size(1)).index_add_(0, place, grad)
-    row_square.mul_(beta2)
-    row_square[rows] += (1 - beta2) * grad.square().mean(1)
-    update = grad / ((row_square[rows] / correction).sqrt() + eps)[:, None]
+    second_moment.mul_(beta2)
+    second_moment[rows] += (1 - beta2) * grad.square().mean(1)
+    update = grad / ((second_moment[rows] / correction).sqrt() + eps)[:, None]
     old = master[rows]
     agrees = update * old > 0
     master[rows] -= lr * (update + decay * old * agrees)
-    if weights is not None:
-        weights[rows] = master[rows].to(weights.dtype)
+    if param is not None:
+        param[rows] = master[rows].to(param.dtype)
 
 
 @jit
 def update_rows_kernel(
-    master, grad, row_square, weights, index, order,
+    master, grad, second_moment, param, index, order,
     N, C, lr, beta2, correction, eps, decay, grad_scale, BLOCK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """One row of the gradient a program; arguments as those of update_rows_ref.
@@ -3710,7 +3711,7 @@ def update_rows_kernel(
         row = place
         first = True
         g = tl.load(grad + row * C + column, mask=inside, other=0.0).to(tl.float32)
-        square = beta2 * tl.load(row_square + row)
+        square = beta2 * tl.load(second_moment + row)
     else:
         row = tl.load(index + place)
         first = tl.load(index + place - 1, mask=place > 0, other=-1) != row
@@ -3727,30 +3728,30 @@ def update_rows_kernel(
             g += tl.sum(part.to(tl.float32), 0)
             member += GROUP
             equal = tl.load(index + member, mask=member < N, other=-1) == row
-        square = tl.load(row_square + row)  # times beta2 already
+        square = tl.load(second_moment + row)  # times beta2 already
     g *= grad_scale
     total = tl.sum(g * g)
     square += (1 - beta2) * (total / C)
-    tl.store(row_square + row, square, mask=first)
+    tl.store(second_moment + row, square, mask=first)
     if total != 0:
         x = tl.load(master + row * C + column, mask=inside, other=0.0)
         update = g / (tl.sqrt(square / correction) + eps)
         x -= lr * (update + tl.where(update * x > 0, decay * x, 0.0))
         tl.store(master + row * C + column, x, mask=inside)
-        if weights is not None:
-            tl.store(weights + row * C + column, x.to(weights.dtype.element_ty), mask=inside)
+        if param is not None:
+            tl.store(param + row * C + column, x.to(param.dtype.element_ty), mask=inside)
 
 
-def update_rows(master, grad, row_square, weights, index=None, **numbers) -> None:
+def update_rows(master, grad, second_moment, param, index=None, **numbers) -> None:
     """As update_rows_ref."""
     if not use_triton(grad):
-        return update_rows_ref(master, grad, row_square, weights, index, **numbers)
+        return update_rows_ref(master, grad, second_moment, param, index, **numbers)
     order = None
     if index is not None:
         index, order = index.sort(stable=True)
-        row_square.mul_(numbers["beta2"])
+        second_moment.mul_(numbers["beta2"])
     N, C = grad.shape
-    tensors = (master, grad, row_square, weights, index, order)
+    tensors = (master, grad, second_moment, param, index, order)
     block = triton.next_power_of_2(C)
     update_rows_kernel[(N,)](*tensors, N, C, **numbers, BLOCK=block, GROUP=8)
 
@@ -3850,12 +3851,12 @@ class MLP8(torch.autograd.Function):
     def forward(ctx, x, up, down, *weights8):
         up8 = Weight8(*weights8[:3])
         down8 = Weight8(*weights8[3:])
-        row_x = math.sqrt(x.size(1))
-        x8 = cast8(x, E4M3_MAX / row_x)
-        # In units of (row_x row_up)^2 / 448.
-        post8, post8_T = linear_relu2(x8, up8.values, None, E4M3_MAX**-3)
+        norm_x = math.sqrt(x.size(1))
+        x8 = cast8(x, E4M3_MAX / norm_x)
+        # In units of (norm_x norm_up)^2 / 448.
+        post8, post8_T = linear_relu2(x8, up8.matrix, None, E4M3_MAX**-3)
         ctx.save_for_backward(x8, post8, post8_T, *up8, *down8)
-        scale = (row_x * up8.row / E4M3_MAX) ** 2 * down8.row
+        scale = (norm_x * up8.row_norm / E4M3_MAX) ** 2 * down8.row_norm
         return product8(post8, down8.transposed, scale, x.dtype, fast=True)
 
     @staticmethod
@@ -3863,15 +3864,15 @@ class MLP8(torch.autograd.Function):
         x8, post8, post8_T, *weights8 = ctx.saved_tensors
         up8 = Weight8(*weights8[:3])
         down8 = Weight8(*weights8[3:])
-        row_x = math.sqrt(x8.size(1))
-        row_g = largest_row(g)
-        g8 = cast8(g.contiguous(), E5M2_MAX / row_g, E5M2)
-        # In units of 2 row_g row_down row_x row_up / 57344.
-        before8, before8_T = linear_relu2(g8, down8.values, post8, E4M3_MAX**-1.5 / 2)
-        unit = 2 * row_g * down8.row * up8.row * (row_x / E5M2_MAX / E4M3_MAX)
-        dx = product8(before8, up8.transposed, unit * up8.row, g.dtype, fast=True)
-        dup = product8(before8_T, transpose8(x8), unit * row_x, g.dtype)
-        unit = (row_x * up8.row) ** 2 * row_g / (E4M3_MAX * E5M2_MAX)
+        norm_x = math.sqrt(x8.size(1))
+        norm_g = largest_row_norm(g)
+        g8 = cast8(g.contiguous(), E5M2_MAX / norm_g, E5M2)
+        # In units of 2 norm_g norm_down norm_x norm_up / 57344.
+        before8, before8_T = linear_relu2(g8, down8.matrix, post8, E4M3_MAX**-1.5 / 2)
+        unit = 2 * norm_g * down8.row_norm * up8.row_norm * (norm_x / E5M2_MAX / E4M3_MAX)
+        dx = product8(before8, up8.transposed, unit * up8.row_norm, g.dtype, fast=True)
+        dup = product8(before8_T, transpose8(x8), unit * norm_x, g.dtype)
+        unit = (norm_x * up8.row_norm) ** 2 * norm_g / (E4M3_MAX * E5M2_MAX)
         ddown = product8(post8_T, transpose8(g8), unit, g.dtype)
         return dx, dup, ddown, *(None,) * 6
 
@@ -3965,8 +3966,8 @@ def attention_dq_kernel(
     Q = load_rows(q + h * D, m, sq, T, D)
     dO = load_rows(do + h * D, m, so, T, D)
     O = load_rows(o + h * D, m, so, T, D)
-    row = tl.sum(dO.to(tl.float32) * O.to(tl.float32), 1)
-    tl.store(delta + h * T + m, row, mask=m < T)
+    delta_m = tl.sum(dO.to(tl.float32) * O.to(tl.float32), 1)
+    tl.store(delta + h * T + m, delta_m, mask=m < T)
     acc = tl.zeros([BM, D], tl.float32)
     for n0 in range(tl.load(bounds + m0) // BN * BN, min(m0 + BM, T), BN):
         n = n0 + tl.arange(0, BN)
@@ -3976,7 +3977,7 @@ def attention_dq_kernel(
         p = tl.exp2(s - L[:, None])
         V = load_rows(v + h * D, n, sv, T, D)
         dp = tl.dot(dO, tl.trans(V), input_precision="ieee")
-        ds = p * (dp - row[:, None])
+        ds = p * (dp - delta_m[:, None])
         acc = tl.dot(ds.to(K.dtype), K, acc, input_precision="ieee")
     store_rows(dq + h * D, acc, m, so, T, D)
 
@@ -4001,13 +4002,13 @@ def attention_dkv_kernel(
         Q = load_rows(q + h * D, m, sq, T, D)
         dO = load_rows(do + h * D, m, so, T, D)
         L = tl.load(lse + h * T + m, mask=m < T, other=0.0)
-        row = tl.load(delta + h * T + m, mask=m < T, other=0.0)
+        delta_m = tl.load(delta + h * T + m, mask=m < T, other=0.0)
         s = tl.dot(K, tl.trans(Q), input_precision="ieee") * 1.4426950408889634
         s = tl.where((m[None, :] >= n[:, None]) & (m[None, :] <= last[:, None]), s, float("-inf"))
         p = tl.exp2(s - L[None, :])
         dV = tl.dot(p.to(dO.dtype), dO, dV, input_precision="ieee")
         dp = tl.dot(V, tl.trans(dO), input_precision="ieee")
-        ds = p * (dp - row[None, :])
+        ds = p * (dp - delta_m[None, :])
         dK = tl.dot(ds.to(Q.dtype), Q, dK, input_precision="ieee")
     store_rows(dk + h * D, dK, n, so, T, D)
     store_rows(dv + h * D, dV, n, so, T, D)
@@ -4248,10 +4249,10 @@ class QKV8(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, w, cos, sin, scale, *weight8):
         w8 = Weight8(*weight8)
-        row_x = math.sqrt(x.size(1))
-        x8 = cast8(x, E4M3_MAX / row_x)
-        unit = w8.row * (row_x / E4M3_MAX**2)
-        qkv, rstd = linear_rotate(x8, w8.values, unit, cos, sin, scale)
+        norm_x = math.sqrt(x.size(1))
+        x8 = cast8(x, E4M3_MAX / norm_x)
+        unit = w8.row_norm * (norm_x / E4M3_MAX**2)
+        qkv, rstd = linear_rotate(x8, w8.matrix, unit, cos, sin, scale)
         ctx.save_for_backward(x8, qkv, rstd, cos, sin, scale, *w8)
         return qkv.unbind(1)
 
@@ -4259,11 +4260,11 @@ class QKV8(torch.autograd.Function):
     def backward(ctx, dq, dk, dv):
         x8, qkv, rstd, cos, sin, scale, *weight8 = ctx.saved_tensors
         w8 = Weight8(*weight8)
-        row_x = math.sqrt(x8.size(1))
+        norm_x = math.sqrt(x8.size(1))
         g8, unit = norm_rotate_grad(qkv, rstd, dq, dk, dv, cos, sin, scale)
         g8 = g8.view(len(x8), -1)
-        dx = product8(g8, w8.transposed, unit * w8.row / E4M3_MAX, dq.dtype, fast=True)
-        dw = product8(transpose8(g8), transpose8(x8), unit * (row_x / E4M3_MAX), dq.dtype)
+        dx = product8(g8, w8.transposed, unit * w8.row_norm / E4M3_MAX, dq.dtype, fast=True)
+        dw = product8(transpose8(g8), transpose8(x8), unit * (norm_x / E4M3_MAX), dq.dtype)
         return dx, dw, *(None,) * 6
 
 

@@ -393,7 +393,7 @@ def start_up(config: ts.Config, ranks: ts.Ranks, say) -> tuple[ts.TrainState, di
 def micro_batch_tokens(state: ts.TrainState) -> int:
     """Of the last stage."""
     own = state.config.stage_table[-1].packs // state.ranks.world
-    return ts.largest_divisor(own, state.packs) * state.config.pack_tokens
+    return ts.largest_divisor(own, state.micro_packs) * state.config.pack_tokens
 
 
 def time_stages(state: ts.TrainState, dataset, steps: int, say) -> list[dict]:

@@ -84,7 +84,7 @@ def group_shares(shares: dict[str, float]) -> dict[str, float]:
 def visit_stages(state: ts.TrainState, dataset) -> None:
     """Two steps and a validation in each stage, which should compile nothing."""
     config = state.config
-    few = dataclasses.replace(config, val_tokens=2 * state.packs * config.pack_tokens)
+    few = dataclasses.replace(config, val_tokens=2 * state.micro_packs * config.pack_tokens)
     documents = ts.scored_documents(ts.validation_documents(dataset, few), few)
     validation = ts.validation_batch(documents, few, 0)
     ones = torch.ones(config.padded_vocab, dtype=torch.long, device=state.ranks.device)
@@ -92,7 +92,7 @@ def visit_stages(state: ts.TrainState, dataset) -> None:
         with bench.stage_batches(state, dataset, index) as next_batch:
             for _ in range(2):
                 ts.train_step(state, next_batch())
-            ts.bits_per_byte(state.model, validation, state.packs, ones, state.ranks)
+            ts.bits_per_byte(state.model, validation, state.micro_packs, ones, state.ranks)
 
 
 def main() -> dict:

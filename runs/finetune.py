@@ -72,7 +72,7 @@ def best_fit(lengths: np.ndarray, order: np.ndarray, room: int, most: int) -> li
 class Conversations:
     """The conversations of data/sft.py, one split of them in memory, and a reader of their packs.
 
-    It has what PackLoader needs of a reader: position, seek(), bos_id and pack(). All packs of all
+    It has what PackLoader needs of a reader: reader_state, seek(), bos_id and pack(). All packs of all
     epochs are laid out in advance; each epoch shuffles the conversations anew.
 
     Raises: RunError if a loss mask is missing or wrong, or if a conversation is too long
@@ -102,8 +102,8 @@ class Conversations:
             self.packs += best_fit(lengths, order, config.pack_tokens, config.pack_docs)
         self.seek({"pack": 0})
 
-    def seek(self, position: dict) -> None:
-        self.position = dict(position)
+    def seek(self, reader_state: dict) -> None:
+        self.reader_state = dict(reader_state)
 
     def read(self, i: int) -> tuple[np.ndarray, np.ndarray]:
         """A conversation, int32 (n,), and which of its n - 1 targets count, bool."""
@@ -112,8 +112,8 @@ class Conversations:
 
     def pack(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """The conversations of the next pack; none after the last one, to fill up the last step."""
-        number = self.position["pack"]
-        self.position["pack"] += 1
+        number = self.reader_state["pack"]
+        self.reader_state["pack"] += 1
         members = self.packs[number] if number < len(self.packs) else []
         for i in members:
             yield self.read(i)

@@ -344,7 +344,7 @@ def pair_loader(run, train: Pairs, batch: int) -> SimpleNamespace:
         chosen = pairs_of_step(len(train.pairs), batch, seed, next(steps))
         pairs = [train.pairs[i] for i in chosen]
         tokens = sum(len(train.sequences[i]) for i in texts_of(pairs))
-        unused = {"position": None, "positions": None, "notes": {}}
+        unused = {"reader_state": None, "positions": None, "notes": {}}
         return SimpleNamespace(pairs=pairs, total_tokens=tokens, **unused)
 
     return SimpleNamespace(next=next_pairs, close=lambda: None)

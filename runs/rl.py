@@ -251,8 +251,8 @@ def backward(state, batch, weights: torch.Tensor, drawn: int) -> torch.Tensor:
     """
     device = state.ranks.device
     total_nats = torch.zeros((), device=device)
-    micro_batches = batch.micro_batches(state.packs, device)
-    for micro_batch, weight in zip(micro_batches, weights.split(state.packs), strict=True):
+    micro_batches = batch.micro_batches(state.micro_packs, device)
+    for micro_batch, weight in zip(micro_batches, weights.split(state.micro_packs), strict=True):
         loss, nats = state.forward(*micro_batch, weight.flatten().to(device))
         (loss / drawn * state.loss_scale).backward()
         total_nats += nats.sum()
@@ -304,7 +304,7 @@ class Learner:
             sum(any(r.advantage for r in group) for group in judged),
         ]
         drawn, reward, right, useful = sum_over_ranks(np.array(sums, float), ranks).tolist()
-        inputs = (state.config, self.tokenizer.bos_id, rollouts, state.packs)
+        inputs = (state.config, self.tokenizer.bos_id, rollouts, state.micro_packs)
         batch, self.weights = pack_rollouts(self.script, *inputs)
         batch.total_tokens = int(drawn)
         count = settings.prompts * settings.samples

@@ -476,7 +476,7 @@ def make_job(config: Config, dataset):
         """Bits per byte of masked tokens."""
         bytes_V = torch.from_numpy(token_bytes).to(run.ranks.device)
         state = run.state
-        return {"val_bpb": script.bits_per_byte(state.model, validation, state.packs, bytes_V, run.ranks)}
+        return {"val_bpb": script.bits_per_byte(state.model, validation, state.micro_packs, bytes_V, run.ranks)}
 
     tokens = dataset.total("train", "tokens")
     return script.Job(

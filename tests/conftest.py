@@ -138,12 +138,12 @@ def logits(model, *documents) -> torch.Tensor:
 # ---- datasets
 
 
-def loader_of(dataset, config, ranks=ALONE, position=None, first_step=0):
-    """A PackLoader over the training shards of a dataset, from a reader's position on."""
+def loader_of(dataset, config, ranks=ALONE, reader_state=None, first_step=0):
+    """A PackLoader over the training shards of a dataset, from a state of its reader on."""
     module = script(config)
     reader = module.ShardReader(dataset, config)
-    if position is not None:
-        reader.seek(position)
+    if reader_state is not None:
+        reader.seek(reader_state)
     return module.PackLoader(reader, config, ranks, first_step)
 
 

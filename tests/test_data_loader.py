@@ -1,4 +1,4 @@
-"""Shards to packs: no text lost, exact targets, and a position from which everything can be repeated."""
+"""Shards to packs: no text lost, exact targets, and a reader state from which everything can be repeated."""
 
 import dataclasses
 import shutil
@@ -13,9 +13,9 @@ from conftest import ALONE, CPU, list_files, loader_of, tiny_config, validation_
 FIELDS = ("tokens", "targets", "positions", "ends")
 
 
-def batches(dataset, config, ranks=ALONE, position=None, first_step=0, most=10**9) -> list[ts.Batch]:
+def batches(dataset, config, ranks=ALONE, reader_state=None, first_step=0, most=10**9) -> list[ts.Batch]:
     """Batches until the run or the text ends."""
-    loader = loader_of(dataset, config, ranks, position, first_step)
+    loader = loader_of(dataset, config, ranks, reader_state, first_step)
     out = []
     try:
         while first_step + len(out) < config.num_steps and len(out) < most:
@@ -39,7 +39,7 @@ def segments(batch: ts.Batch, row: int):
 
 
 def same(a: ts.Batch, b: ts.Batch) -> bool:
-    return all(torch.equal(getattr(a, f), getattr(b, f)) for f in FIELDS) and a.position == b.position
+    return all(torch.equal(getattr(a, f), getattr(b, f)) for f in FIELDS) and a.reader_state == b.reader_state
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +78,7 @@ def test_no_token_is_lost_or_repeated(dataset, epochs):
                 lengths.append(len(inputs))
     assert at > 1.5 * len(text_of(dataset)), "the test should see the second epoch"
     assert inserted > 10 and min(lengths) == 1 and max(lengths) == 64
-    assert [b.position["epoch"] for b in found] == sorted(b.position["epoch"] for b in found)
+    assert [b.reader_state["epoch"] for b in found] == sorted(b.reader_state["epoch"] for b in found)
 
 
 def test_positions_ends_and_counts(epochs):
@@ -97,10 +97,10 @@ def test_positions_ends_and_counts(epochs):
 
 
 def test_any_position_continues_exactly(dataset, epochs):
-    """A loader that starts at a batch's position yields the batches that follow it, over shards and epochs."""
+    """A loader that starts at the reader state of a batch yields the batches that follow it, over shards and epochs."""
     config, found = epochs
     for i in range(0, len(found) - 3, 2):
-        later = batches(dataset, config, position=found[i].position, first_step=i + 1, most=3)
+        later = batches(dataset, config, reader_state=found[i].reader_state, first_step=i + 1, most=3)
         assert len(later) == 3 and all(map(same, later, found[i + 1 :]))
 
 
@@ -115,7 +115,7 @@ def test_ranks_share_the_same_step(dataset, world):
         for field in FIELDS:
             assert torch.equal(getattr(batch, field), torch.cat([getattr(s, field) for s in shares]))
         assert {(s.total_targets, s.total_tokens) for s in shares} == {(batch.total_targets, batch.total_tokens)}
-        assert all(s.position == batch.position for s in shares)
+        assert all(s.reader_state == batch.reader_state for s in shares)
 
 
 @pytest.mark.parametrize("packs", (1, 2, 4))
@@ -142,7 +142,7 @@ def test_loader_reports_the_end_of_the_text(dataset):
             loader.next()
     loader.close()
     found = batches(dataset, config)
-    assert len(found) > 20 and {batch.position["epoch"] for batch in found} == {0}, "no text comes twice unasked"
+    assert len(found) > 20 and {batch.reader_state["epoch"] for batch in found} == {0}, "no text comes twice unasked"
 
 
 def test_hosted_shard_without_extras_loads(tmp_path, dataset):
@@ -212,17 +212,17 @@ def test_a_damaged_shard_ends_the_loader(tmp_path, dataset_dir):
 
 
 def test_a_reader_of_another_kind(dataset):
-    """The loader needs of a reader `position`, `bos_id` and `pack()`: parts of a document may not count."""
+    """The loader needs of a reader `reader_state`, `bos_id` and `pack()`: parts of a document may not count."""
 
     class Counting:
         bos_id = 7
 
         def __init__(self):
-            self.position = {"next": 0}
+            self.reader_state = {"next": 0}
 
         def pack(self):
-            first = self.position["next"]
-            self.position["next"] += 1
+            first = self.reader_state["next"]
+            self.reader_state["next"] += 1
             yield np.array([7, first, first + 1]), np.array([True, False])
             yield np.array([7, first]), np.array([False])
 
@@ -234,10 +234,10 @@ def test_a_reader_of_another_kind(dataset):
     batch = whole.next()
     assert batch.tokens[1, :4].tolist() == [7, 1, 7, 7] and batch.targets[1, :4].tolist() == [1, -1, -1, -1]
     assert batch.positions[1, :4].tolist() == [0, 1, 0, 0] and batch.ends[1, :3].tolist() == [2, 3, 3 + 64]
-    assert (batch.total_targets, batch.total_tokens, batch.position) == (2, 256, {"next": 2})
+    assert (batch.total_targets, batch.total_tokens, batch.reader_state) == (2, 256, {"next": 2})
     for row, part in enumerate(loader.next() for loader in parts):
         assert torch.equal(part.tokens[0], batch.tokens[row]) and torch.equal(part.targets[0], batch.targets[row])
-        assert (part.total_targets, part.total_tokens, part.position) == (2, 256, {"next": 2})
+        assert (part.total_targets, part.total_tokens, part.reader_state) == (2, 256, {"next": 2})
     for loader in (whole, *parts):
         loader.close()
 
@@ -256,7 +256,7 @@ def test_validation_batch(dataset):
     assert all(inputs[1:] == targets[:-1] for inputs, targets in found if targets[0] != -1)
     assert all(set(targets) == {-1} and len(targets) <= 64 for _, targets in found if targets[0] == -1)
     assert batch.total_targets == sum(len(d) - 1 for d in real) == int((batch.targets >= 0).sum())
-    assert batch.max_doc == 64 and batch.position is None
+    assert batch.max_doc == 64 and batch.reader_state is None
     for pack_docs in (1, 2):  # few documents in a pack
         narrow = validation_of(dataset, dataclasses.replace(config, pack_docs=pack_docs))
         assert len(narrow.tokens) >= -(-len(real) // pack_docs) and narrow.total_targets == batch.total_targets

@@ -613,8 +613,8 @@ def test_pairs_need_no_packs(finetuned, dataset_dir, tmp_path, monkeypatch):
     """The packs of pretraining bind the number of processes there, and not for pairs."""
     config = te.read_run(finetuned, "finetune_encoder")[0]
     three = ts.Ranks(0, 3, CPU)
-    assert config.packs == 2 and te.build_state(config, three).packs == 1
-    assert te.build_state(dataclasses.replace(config, packs=6), three).packs == 2
+    assert config.packs == 2 and te.build_state(config, three).micro_packs == 1
+    assert te.build_state(dataclasses.replace(config, packs=6), three).micro_packs == 2
     monkeypatch.setattr(ts, "start_ranks", lambda: three)
     error = refused(te.main, "--data", dataset_dir, "--run-dir", tmp_path / "new", *tiny_flags())
     assert "--packs 2 do not divide over 3 processes" in error

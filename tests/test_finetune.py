@@ -195,7 +195,7 @@ def step(setup, batch, packs=2):
     config = setup[0]
     state = ts.build_state(config, ALONE, lambda text: None)
     state.model.load_state_dict(random_model(config).state_dict())
-    state.packs, grads = packs, {}
+    state.micro_packs, grads = packs, {}
     params = dict(state.model.named_parameters())
     state.optimizer.step = lambda *args: grads.update({name: p.grad.to_dense() for name, p in params.items()})
     return ts.train_step(state, batch).item(), grads

@@ -30,7 +30,7 @@ NAMES = """
 @SCRIPTS
 def test_interface_names_exist(module):
     """Each name once, and all of them in both scripts; and what tools ask of a GPT object."""
-    assert module.INTERFACE == 7
+    assert module.INTERFACE == 8
     assert len(set(NAMES)) == len(NAMES)
     assert [name for name in NAMES if not hasattr(module, name)] == []
     model = module.GPT(tiny_config() if module is ts else tiny_medium())
@@ -101,4 +101,4 @@ def test_twenty_steps_are_those_of_before(dataset, config, losses, bpb):
     state.model.prefixes[: config.vocab_size] = torch.tensor(dataset.tokenizer.prefixes())
     found = train_steps(state, dataset, config.num_steps)
     assert found == pytest.approx([float(loss) for loss in losses.split()], rel=1e-5)
-    assert val_bpb(state.forward, config, dataset, state.packs) == pytest.approx(bpb, rel=1e-5)
+    assert val_bpb(state.forward, config, dataset, state.micro_packs) == pytest.approx(bpb, rel=1e-5)

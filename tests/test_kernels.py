@@ -41,12 +41,12 @@ def close(got, want, tol):
     assert error < tol, f"relative error {error:.2e} above {tol}"
 
 
-def naive(x, w, targets, weights, row_weight, cap=CAP):
+def naive(x, w, targets, weights, token_weight, cap=CAP):
     """The formula term by term through F.cross_entropy and autograd."""
     z = cap[0] * torch.sigmoid(((x @ w.T).float() + cap[1]) / cap[2])
     nats = [F.cross_entropy(z, row.long(), ignore_index=-1, reduction="none") for row in targets]
     loss = sum(weight * row for weight, row in zip(weights, nats, strict=True))
-    return (loss * (1 if row_weight is None else row_weight)).sum(), nats[0]
+    return (loss * (1 if token_weight is None else token_weight)).sum(), nats[0]
 
 
 CASES = {  # T, V, weights, row weights, chunk, ignored
@@ -61,7 +61,7 @@ CASES = {  # T, V, weights, row weights, chunk, ignored
 
 
 def ce_inputs(case, device, dtype, T=None, V=None, D=32):
-    t, v, weights, row_weight, chunk, ignored = CASES[case]
+    t, v, weights, token_weight, chunk, ignored = CASES[case]
     T, V, D = T or t, V or v, D
     x = torch.randn(T, D, device=device).to(dtype).requires_grad_()
     w = (torch.randn(V, D, device=device) * 3 / D**0.5).to(dtype).requires_grad_()
@@ -70,7 +70,7 @@ def ce_inputs(case, device, dtype, T=None, V=None, D=32):
     targets[torch.rand(shape, device=device) < {"some": 0.3, "none": 0.0, "all": 2.0}[ignored]] = -1
     if T > 3 and ignored == "some":
         targets[:, 2] = 5  # several terms of one row share a column
-    rows = torch.rand(T, device=device) if row_weight else None
+    rows = torch.rand(T, device=device) if token_weight else None
     return x, w, targets, torch.tensor(weights, device=device), rows, chunk
 
 
@@ -305,12 +305,12 @@ def test_weights_fp8(device):
     bank = torch.randn(3, 48, 32, device=device).mul(torch.tensor([1e-3, 1, 1e3], device=device)[:, None, None])
     bank = bank.to(dtype)
     found = K.to_weights8(bank)
-    assert len(found) == 3 and len({w8.row.data_ptr() % 16 for w8 in found}) == 1
+    assert len(found) == 3 and len({w8.row_norm.data_ptr() % 16 for w8 in found}) == 1
     for w, w8 in zip(bank.float(), found, strict=True):
-        torch.testing.assert_close(w8.row, w.norm(dim=1).max())
-        assert w8.values.dtype == K.E4M3 and torch.equal(w8.transposed.float(), w8.values.float().T)
-        assert w8.values.is_contiguous() and w8.transposed.is_contiguous()
-        back = w8.values.float() * w8.row / 448
+        torch.testing.assert_close(w8.row_norm, w.norm(dim=1).max())
+        assert w8.matrix.dtype == K.E4M3 and torch.equal(w8.transposed.float(), w8.matrix.float().T)
+        assert w8.matrix.is_contiguous() and w8.transposed.is_contiguous()
+        back = w8.matrix.float() * w8.row_norm / 448
         assert (back - w).abs().max() <= w.abs().max() / 15
 
 

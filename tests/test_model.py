@@ -134,7 +134,7 @@ def test_targets_of_training():
     assert len(model.loss_weights) == len(by_hand)
 
 
-def test_row_weights_scale_each_targets_loss():
+def test_token_weights_scale_each_targets_loss():
     """Loss and gradients with weights are those of the weighted sum over targets, one by one; weight 0 is no target."""
     model = random_model(tiny_config(prefix_weight=0.0, ahead=(1.0,)))
     inputs = pack(random_documents((9, 5, 12)))
@@ -148,7 +148,7 @@ def test_row_weights_scale_each_targets_loss():
     for silent in (False, True):  # an ignored target in place of weight 0
         model.zero_grad(set_to_none=True)
         targets = torch.where(weights == 0, -1, inputs[1]) if silent else inputs[1]
-        loss, nats = model(inputs[0], targets, *inputs[2:], row_weight_T=weights)
+        loss, nats = model(inputs[0], targets, *inputs[2:], token_weight_T=weights)
         loss.backward()
         assert loss.item() == pytest.approx(expected.item(), rel=1e-4)
         torch.testing.assert_close((nats * weights).sum(), loss.detach(), rtol=1e-4, atol=1e-4)

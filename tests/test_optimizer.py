@@ -68,7 +68,7 @@ def test_rows_without_a_gradient_keep_their_weights_on_every_rank():
         ranks = ts.Ranks(rank, 2, torch.device("cpu"))
         optimizer = ts.Optimizer(model, ts.Config(), ranks, {"value_embed": policy})
         (slot,) = optimizer.slots
-        own = optimizer.own_weights(slot)
+        own = optimizer.own_param(slot)
         part = model.value_embed.detach()[rows]
         assert slot.sharded and own.shape == slot.master.shape == (501, 80)
         assert torch.equal(own[: len(part)], part)
@@ -131,7 +131,7 @@ def test_sparse_gradient_in_steps(late):
     for sparse in (True, False):
         model = random_model(config)
         optimizer = ts.build_optimizer(model, config, table)
-        state = ts.TrainState(config, ALONE, model, model, optimizer, packs=2)
+        state = ts.TrainState(config, ALONE, model, model, optimizer, micro_packs=2)
         for seed in (0, 1, 2):
             batch = pack(random_documents((60, 60), seed=seed))
             if sparse:
@@ -141,7 +141,7 @@ def test_sparse_gradient_in_steps(late):
             else:
                 (model(*batch)[0] * 0.01).backward()
             assert optimizer.step(1.0, 0.9)
-        found.append({**optimizer.weights(), "square": optimizer.state()["bigram_embed.row_square"]})
+        found.append({**optimizer.weights(), "square": optimizer.state()["bigram_embed.second_moment"]})
     for name, tensor in found[0].items():
         torch.testing.assert_close(tensor, found[1][name], atol=1e-5, rtol=1e-4, msg=name)
 

@@ -106,7 +106,7 @@ def take_step(now) -> ts.Batch:
 def test_it_learns(setup):
     """In 36 steps right sums become the most likely ones: 10 points of greedy accuracy and more."""
     now = setup("--steps", 36, "--prompts", 16, "--samples", 8, "--eval-samples", 0, "--muon-lr", 0.3, "--adam-lr", 0.3)
-    now.state.packs = 16  # in a micro-batch: all of a step
+    now.state.micro_packs = 16  # in a micro-batch: all of a step
     before = greedy(now)
     for _ in range(36):
         answers = take_step(now)
@@ -131,7 +131,7 @@ def gradients(now, rollouts, packs, **changes) -> dict:
     script, state = now.script, now.state
     state.model.zero_grad(set_to_none=True)
     config = dataclasses.replace(state.config, pack_tokens=64, **changes)
-    state.packs = packs
+    state.micro_packs = packs
     rl.backward(state, *rl.pack_rollouts(script, config, 0, rollouts, packs), sum(sum(r.drawn) for r in rollouts))
     return {name: param.grad for name, param in state.model.named_parameters()}
 

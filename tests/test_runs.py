@@ -257,7 +257,7 @@ def test_ranks_with_different_free_memory(monkeypatch):
     """All take the micro-batch of the one with the least: else they would run a different number of them."""
     monkeypatch.setattr(ts, "choose_packs", lambda config, ranks: 2)
     monkeypatch.setattr(ts.Ranks, "gather", lambda self, value: [value, 1 if value == 2 else value])
-    assert ts.build_state(tiny_config(), ALONE, lambda text: None).packs == 1
+    assert ts.build_state(tiny_config(), ALONE, lambda text: None).micro_packs == 1
 
 
 def test_flash_attention_3_by_name(monkeypatch):
@@ -395,7 +395,7 @@ def test_micro_batches_do_not_change_the_step(dataset, packs):
     losses, weights = [], []
     for size in (1, packs):
         state = ts.build_state(config, ALONE, lambda text: None)
-        state.packs = size
+        state.micro_packs = size
         losses.append(train_steps(state, dataset, 2))
         weights.append(state.optimizer.weights())
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
