@@ -376,6 +376,17 @@ def stage_index(config: Config, step: int) -> int:
     return len(config.stages) - 1
 
 
+def packs_left(config: Config, step: int) -> float:
+    """How many packs the run still trains on after so many steps."""
+    ahead = 1 - step / config.num_steps
+    packs = 0.0
+    for stage in reversed(config.stage_table):
+        share = min(stage.share, ahead)
+        packs += share * stage.packs
+        ahead -= share
+    return packs * config.num_steps
+
+
 def lr_multiplier(config: Config, step: int) -> float:
     """The stage's factor, which over the last `cooldown` of the run gives way to lr_floor, linearly.
 
@@ -413,6 +424,30 @@ def loss_weights(config: Config, step: int) -> list[float]:
 
 # ===============================================================================
 # 3. TRAINING -- the outline of a run, the loop, one step, and how a CUDA graph replays it
+
+
+@dataclass
+class Ranks:
+    """This process among all that torchrun started; one process has world 1."""
+
+    rank: int
+    world: int
+    device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def gather(self, value) -> list:
+        """The value of every rank."""
+        values = [value] * self.world
+        if self.world > 1:
+            dist.all_gather_object(values, value)
+        return values
+
+    def sync(self) -> None:
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
 
 
 def train(config: Config, args: argparse.Namespace, job: Job | None = None) -> dict:
@@ -535,67 +570,67 @@ def train_step(state: TrainState, batch: Batch) -> Tensor:
 def accumulate_gradients(state: TrainState, batch: Batch) -> Tensor:
     """Forward and backward of all micro-batches; returns what train_step returns."""
     loss = torch.zeros((), device=state.ranks.device)
-    looked_up = []
+    bigram_gradients = []
     targets = max(batch.total_targets, 1)
     factor = torch.full_like(loss, state.loss_scale / targets)
     compute = micro_step if state.graphs is None else replay
     for micro_batch in batch.micro_batches(state.micro_packs, state.ranks.device):
-        nats, rows = compute(state, micro_batch, factor)
+        nats, gradient = compute(state, micro_batch, factor)
         loss += nats / targets
-        looked_up.append(rows)
-    set_sparse_gradient(state.model, looked_up)
+        bigram_gradients.append(gradient)
+    set_sparse_gradient(state.model, bigram_gradients)
     return loss
 
 
-class Rows(NamedTuple):
-    """Rows of a table, one for each token, or their gradients."""
+class BigramRows(NamedTuple):
+    """The row of bigram_embed for each token of a micro-batch, or the gradients of these rows."""
 
-    index_T: Tensor  # int64, which rows
-    values_TD: Tensor
+    index_T: Tensor  # int64, which row
+    rows_TD: Tensor
 
 
-def micro_step(state, micro_batch: MicroBatch, factor: Tensor) -> tuple[Tensor, Rows | None]:
+def micro_step(state, micro_batch: MicroBatch, factor: Tensor) -> tuple[Tensor, BigramRows | None]:
     """Forward, and backward of the loss times a 0-D factor; gradients add up in .grad.
 
-    A gradient of the whole bigram table took 5.8 ms a step. So its rows are looked up here, as an input
-    of the model, whose gradient has a row for each token.
+    A gradient of the whole bigram table would be mostly zeros. So its rows are looked up here, and are an
+    input of the model, whose gradient has one row for each token.
 
     Returns: the sum of nats, 0-D; the gradients of the bigram rows
     """
-    rows = look_up_bigrams(state.model, micro_batch)
-    inputs = micro_batch if rows is None else (*micro_batch, None, rows.values_TD)
+    bigrams = look_up_bigrams(state.model, micro_batch)
+    more = {} if bigrams is None else {"bigram_TD": bigrams.rows_TD}
     if state.sizes_differ:
-        # One compiled model serves all sizes at the same speed. Two took 79 s to compile, this one 59.
-        for tensor in filter(torch.is_tensor, inputs):
+        # One compiled model serves all sizes at the same speed, and compiles faster than one for each.
+        for tensor in (*micro_batch.tensors(), *more.values()):
             torch._dynamo.mark_dynamic(tensor, 0)
-    total, nats = state.forward(*inputs)
+    total, nats = state.forward(*micro_batch, **more)
     (total * factor).backward()
-    if rows is not None:
-        rows = Rows(rows.index_T, rows.values_TD.grad)
-    return nats.sum(), rows
+    if bigrams is not None:
+        bigrams = BigramRows(bigrams.index_T, bigrams.rows_TD.grad)
+    return nats.sum(), bigrams
 
 
-def look_up_bigrams(model: nn.Module, micro_batch: MicroBatch) -> Rows | None:
-    """The row of bigram_embed for each token, as a leaf that gets a gradient."""
+def look_up_bigrams(model: nn.Module, micro_batch: MicroBatch) -> BigramRows | None:
+    """The rows of the bigram table, if the model has one, as a leaf that gets a gradient."""
     table = getattr(model, "bigram_embed", None)
     if table is None:
         return None
     tokens_T = micro_batch.tokens_T
     index_T, _ = model.bigram_index(tokens_T, previous_tokens(tokens_T), micro_batch.positions_T)
-    return Rows(index_T, table.detach()[index_T].requires_grad_())
+    return BigramRows(index_T, table.detach()[index_T].requires_grad_())
 
 
-def set_sparse_gradient(model: nn.Module, looked_up: list[Rows | None]) -> None:
+def set_sparse_gradient(model: nn.Module, gradients: list[BigramRows | None]) -> None:
     """The gradient of the bigram table, as a sparse tensor with a row for each token of the step."""
-    looked_up = [rows for rows in looked_up if rows is not None]
-    if looked_up:
-        index, values = looked_up[0]
-        if len(looked_up) > 1:
-            index, values = (torch.cat(parts) for parts in zip(*looked_up, strict=True))
+    gradients = [gradient for gradient in gradients if gradient is not None]
+    if gradients:
+        index, rows = gradients[0]
+        if len(gradients) > 1:
+            index, rows = (torch.cat(parts) for parts in zip(*gradients, strict=True))
         table = model.bigram_embed
         # A check would wait for the device.
         with torch.sparse.check_sparse_tensor_invariants(False):
-            table.grad = torch.sparse_coo_tensor(index[None], values, table.shape)
+            table.grad = torch.sparse_coo_tensor(index[None], rows, table.shape)
 
 
 def adjust_loss_scale(state: TrainState, stepped: bool) -> None:
@@ -610,9 +645,9 @@ def adjust_loss_scale(state: TrainState, stepped: bool) -> None:
         state.good_steps = 0
 
 
-# -- CUDA graphs launch the 960 kernels of a small step at once: 24 ms on an H200, 55 one by one. A graph
-# has memory of its own: inputs are copied into it, and the first gradients of a step always lie in the
-# same tensors, to which a second graph adds those of later micro-batches.
+# -- CUDA graphs: one call launches all kernels of a small step, which one by one take longer to launch than
+# to run. A graph always reads and writes the same memory, so inputs are copied into it. The first
+# micro-batch of a step needs a graph that writes gradients, later ones a graph that adds to them.
 
 
 @dataclass
@@ -623,51 +658,54 @@ class Graph:
     inputs: list[Tensor]  # those of the micro-batch, then the factor
     grads: list[Tensor | None]  # of each parameter
     nats: Tensor
-    rows: Rows | None
+    bigrams: BigramRows | None
 
 
-def replay(state, micro_batch: MicroBatch, factor: Tensor) -> tuple[Tensor, Rows | None]:
+def replay(state, micro_batch: MicroBatch, factor: Tensor) -> tuple[Tensor, BigramRows | None]:
     """micro_step as one graph, from the second call with the same shapes on."""
     params = list(state.model.parameters())
-    tensors = [*micro_batch.tensors(), factor]
-    # The first micro-batch of a step writes gradients, later ones add to them.
-    first = params[0].grad is None
-    key = (first, *(t.shape for t in tensors))
+    inputs = [*micro_batch.tensors(), factor]
+    is_first = params[0].grad is None  # micro-batch of a step
+    key = (is_first, *(t.shape for t in inputs))
     if key not in state.graphs:
         return capture(state, key, micro_batch, factor)
 
     graph = state.graphs[key]
-    for static, given in zip(graph.inputs, tensors, strict=True):
+    for static, given in zip(graph.inputs, inputs, strict=True):
         static.copy_(given)
     graph.cuda.replay()
     for param, grad in zip(params, graph.grads, strict=True):
         param.grad = grad
-    if graph.rows is None:
+    if graph.bigrams is None:
         return graph.nats, None
     # The next replay writes into the same memory.
-    return graph.nats, Rows(*(part.clone() for part in graph.rows))
+    return graph.nats, BigramRows(*(part.clone() for part in graph.bigrams))
 
 
-def capture(state, key: tuple, micro_batch: MicroBatch, factor) -> tuple[Tensor, Rows | None]:
-    """micro_step, and then a graph of it on copies of its inputs."""
-    first = key[0]
-    result = micro_step(state, micro_batch, factor)  # it also compiles the model
+def capture(state, key: tuple, micro_batch: MicroBatch, factor) -> tuple[Tensor, BigramRows | None]:
+    """micro_step, and then a graph of it for the next calls."""
+    # This micro-batch is computed without a graph, which also compiles the model.
+    result = micro_step(state, micro_batch, factor)
     params = list(state.model.parameters())
     grads = [param.grad for param in params]
+
+    # A capture records what is launched, and computes nothing. Where .grad is None, the graph writes
+    # gradients into new tensors of its own; else it adds to those that are there.
+    is_first = key[0]
+    if is_first:
+        state.model.zero_grad(set_to_none=True)
     inputs = [t.clone() for t in (*micro_batch.tensors(), factor)]
     static_batch = MicroBatch(*inputs[:-1], micro_batch.max_doc)
-    if first:
-        state.model.zero_grad(set_to_none=True)
     # All graphs share one pool of memory, because one runs at a time.
     pool = next((graph.cuda.pool() for graph in state.graphs.values()), None)
     cuda = torch.cuda.CUDAGraph()
     with torch.cuda.graph(cuda, pool=pool, capture_error_mode="thread_local"):
-        nats, rows = micro_step(state, static_batch, inputs[-1])
+        nats, bigrams = micro_step(state, static_batch, inputs[-1])
     static_grads = [param.grad for param in params]
-    state.graphs[key] = Graph(cuda, inputs, static_grads, nats, rows)
+    state.graphs[key] = Graph(cuda, inputs, static_grads, nats, bigrams)
 
-    # The first graph wrote its gradients into tensors of its own, which hold nothing yet.
-    if first:
+    # The new tensors take over what this micro-batch has computed.
+    if is_first:
         for own, grad in zip(static_grads, grads, strict=True):
             if own is not None:
                 own.copy_(grad)
@@ -1086,7 +1124,7 @@ class GPT(nn.Module):
         buffer("rotary", torch.stack((cosines, sines)))
         buffer("attention_scale", torch.tensor(c.attention_scale))
         buffer("loss_weights", torch.tensor(loss_weights(c, 0)))
-        buffer("prefixes", torch.full((c.padded_vocab,), -1, dtype=torch.int32))  # see set_prefixes
+        buffer("prefixes", torch.full((c.padded_vocab,), -1, dtype=torch.int32))  # prepare_loop fills them in
         self.windows = (c.window_short, c.window_long)
         self.attention: Callable | None = None  # set by choose_attention
 
@@ -1236,16 +1274,14 @@ class PackLoader:
         stage = config.stage_table[stage_index(config, step)]
         own = stage.packs // self.ranks.world
         batch = empty_packs(own, config, self.reader.bos_id)
-        others = empty_packs(1, config, self.reader.bos_id)  # packs of other ranks
         for pack in range(stage.packs):
             row = pack - self.ranks.rank * own
             documents = self.reader.pack()
             if 0 <= row < own:
                 fill_pack(batch, row, documents)
-            else:
-                fill_pack(others, 0, documents)
+            else:  # a pack of another rank
+                batch.total_targets += sum(int(counted.sum()) for _, counted in documents)
         batch.total_tokens = stage.packs * config.pack_tokens
-        batch.total_targets += others.total_targets
         batch.reader_state = dict(self.reader.reader_state)
         return batch
 
@@ -2205,7 +2241,8 @@ def log_steps(run: Run, losses: list[Tensor], batch: Batch) -> None:
         **batch.notes,
     }
     run.log.write(entry)
-    eta = (config.num_steps - state.step) * entry["step_ms"] / 1e3
+    packs = config.stage_table[stage_index(config, state.step - 1)].packs
+    eta = packs_left(config, state.step) / packs * entry["step_ms"] / 1e3
     notes = "".join(f" | {name} {value:.4g}" for name, value in batch.notes.items())
     run.log.say(step_line(entry, config.num_steps, eta) + notes)
     run.logged = dataclasses.replace(progress)
@@ -2408,30 +2445,6 @@ def choose_packs(config: Config, ranks: Ranks) -> int:
 
 
 # -- ranks and devices
-
-
-@dataclass
-class Ranks:
-    """This process among all that torchrun started; one process has world 1."""
-
-    rank: int
-    world: int
-    device: torch.device
-
-    @property
-    def is_main(self) -> bool:
-        return self.rank == 0
-
-    def gather(self, value) -> list:
-        """The value of every rank."""
-        values = [value] * self.world
-        if self.world > 1:
-            dist.all_gather_object(values, value)
-        return values
-
-    def sync(self) -> None:
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize()
 
 
 def start_ranks() -> Ranks:
@@ -3538,13 +3551,14 @@ def linear_ce(
             continue
 
         if fp8:
+            del logits  # before the transpose of g needs memory
             dx[own] = product8(g, w_T, g_scale * w_scale, dtype)
             part = product8(transpose8(g), transpose8(x[own]), g_scale * x_scale, dw_dtype)
         else:
             torch.mm(g, w, out=dx[own])
             part = torch.mm(g.T, x[own], out_dtype=dw_dtype) if wide else g.T @ x[own]
         dw = part if dw is None else dw.add_(part)
-        del logits, g  # before the next chunk needs the memory
+        logits = g = None  # before the next chunk needs the memory
     total = losses.sum() if token_weight is None else losses @ token_weight
     return total, nats, dx, dw.to(dtype)
 

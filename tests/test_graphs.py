@@ -39,7 +39,7 @@ class Repeated:
 
         self.replay = repeat
         rows.index_T.fill_(-1)
-        return nats.fill_(float("nan")), ts.Rows(rows.index_T, rows.values_TD.fill_(float("nan")))
+        return nats.fill_(float("nan")), ts.BigramRows(rows.index_T, rows.rows_TD.fill_(float("nan")))
 
 
 @pytest.fixture
