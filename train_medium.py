@@ -96,9 +96,8 @@ from typing import NamedTuple
 # What runs, and what the run directory keeps: an editor may save another text during a long start.
 SOURCE = Path(__file__).read_bytes()
 
-# A warm start then skips the tracing of gradients: warm-ups of 15, 17 and 24 s on an H200, of 24 without.
-# The cache that does so sees what an autograd.Function does, but not what register_autograd() is given:
-# it would go on with an old formula. So kernels here use the former.
+# A warm start then skips the tracing of gradients. The cache sees what an autograd.Function does, but not what
+# register_autograd() is given, and would keep using an old formula. So kernels here use the former.
 os.environ.setdefault("TORCHINDUCTOR_AUTOGRAD_CACHE_ALLOW_CUSTOM_AUTOGRAD", "1")
 
 import filelock
@@ -388,9 +387,9 @@ def packs_left(config: Config, step: int) -> float:
 
 
 def lr_multiplier(config: Config, step: int) -> float:
-    """The stage's factor, which over the last `cooldown` of the run gives way to lr_floor, linearly.
+    """The stage's factor; over the last `cooldown` of the run it is blended linearly into lr_floor.
 
-    There is no warm-up. Where a stage with larger batches begins, the rate jumps up, also in the cool-down.
+    There is no warm-up. The rate jumps up where a stage with larger batches begins, even in the cool-down.
     """
     mult = config.stage_table[stage_index(config, step)].lr_mult
     if not config.cooldown:
@@ -401,7 +400,7 @@ def lr_multiplier(config: Config, step: int) -> float:
 
 
 def muon_momentum(config: Config, step: int) -> float:
-    """Rises over the first steps, when gradients still turn quickly, and falls over the last ones."""
+    """Rises over the first steps, while gradients still change quickly, and falls over the last ones."""
     low, high, warm, cool = config.momentum
     warm = min(warm, config.num_steps // 3)
     cool = min(cool, config.num_steps // 10)
@@ -411,7 +410,7 @@ def muon_momentum(config: Config, step: int) -> float:
 
 
 def loss_weights(config: Config, step: int) -> list[float]:
-    """Weights of the next tokens in the loss, which fade out but for the first, and of the prefix.
+    """Weights in the loss of the next tokens and of the prefix. All but the first fade out.
 
     The prefix has its full weight for a third of the run, and none after two thirds.
     """
@@ -452,7 +451,7 @@ class Ranks:
 
 def train(config: Config, args: argparse.Namespace, job: Job | None = None) -> dict:
     """The outline of a run; returns the result that is printed last. job: by default pretraining."""
-    # The data comes first: nothing is written before it is known to suffice.
+    # The data comes first: nothing is written before we know that there is enough of it.
     ranks = start_ranks()
     job = job or pretraining_job(config)
     check_length(job, ranks)
@@ -466,7 +465,7 @@ def train(config: Config, args: argparse.Namespace, job: Job | None = None) -> d
     if not job.step:
         warm_up(run.state, run.log.say)
 
-    # A new run begins with its first weights, a resumed one with those of its newest checkpoint.
+    # A new run starts from its initial weights, a resumed one from its newest checkpoint.
     if args.resume:
         resume(run, changed)
     else:
@@ -489,7 +488,7 @@ def run_steps(run: Run) -> None:
     run.clock = time.perf_counter()
 
     while state.step < config.num_steps:
-        # The step itself. The device works on it while the host goes on.
+        # The step itself. The device works on it while the host continues.
         batch = run.loader.next()
         losses.append(step(state, batch))
         average_weights(state)
@@ -513,7 +512,7 @@ def run_steps(run: Run) -> None:
             save(run)
         if eval_now or save_now:
             if not done:
-                progress.scores = None  # they belong to this step alone
+                progress.scores = None  # they are of this step only
             run.ranks.sync()
             run.clock = time.perf_counter()  # validation and saving are not training time
         if stop and not done:
@@ -538,11 +537,11 @@ class TrainState:
     forward: Callable  # the model, compiled where that pays
     optimizer: Optimizer
     micro_packs: int  # most packs in a micro-batch
-    sizes_differ: bool = False  # of micro-batches, between stages
+    sizes_differ: bool = False  # whether stages have micro-batches of different sizes
     step: int = 0
     loss_scale: float = 1.0  # above 1 only in fp16
     good_steps: int = 0  # since the loss scale last changed
-    samples: int = 0  # of the weights, in their averages
+    samples: int = 0  # how many have gone into the averages of the weights
     graphs: dict[tuple, Graph] | None = None  # for replay(); None: the host launches every kernel
 
 
@@ -592,8 +591,8 @@ class BigramRows(NamedTuple):
 def micro_step(state, micro_batch: MicroBatch, factor: Tensor) -> tuple[Tensor, BigramRows | None]:
     """Forward, and backward of the loss times a 0-D factor; gradients add up in .grad.
 
-    A gradient of the whole bigram table would be mostly zeros. So its rows are looked up here, and are an
-    input of the model, whose gradient has one row for each token.
+    A gradient of the whole bigram table would be mostly zeros, and slow to write. So its rows are looked up
+    here and passed to the model, and the gradient has one row for each token.
 
     Returns: the sum of nats, 0-D; the gradients of the bigram rows
     """
@@ -737,10 +736,10 @@ def times(scalar: Tensor, x: Tensor) -> Tensor:
 
 
 def rotate(x_THK: Tensor, cos_TK: Tensor, sin_TK: Tensor) -> Tensor:
-    """Rotary embedding of both halves of each head, (T, H, K); where one does not turn, its cosine is 1.
+    """Rotary embedding of both halves of each head, (T, H, K); a half that is not rotated has cosine 1.
 
-    cos_TK, sin_TK (T, 1, K) as laid out by GPT.add_buffers. Swapping quarters by flip() keeps a
-    compiled kernel free of branches; cat() takes almost twice as long.
+    cos_TK, sin_TK (T, 1, K) as laid out by GPT.add_buffers. Quarters are swapped by flip(), which unlike
+    cat() keeps the compiled kernel free of branches.
     """
     swapped = x_THK.reshape(*x_THK.shape[:-1], 2, 2, -1).flip(-2).flatten(-3)
     return x_THK * cos_TK + swapped * sin_TK
@@ -770,7 +769,7 @@ def summed_gates(x_TG: Tensor, weight_HG: Tensor) -> Tensor:
 
 
 class HeadGates(torch.autograd.Function):
-    """summed_gates whose gradients are products: with sums for them too a step took 11 % longer."""
+    """summed_gates whose gradients are matrix products, which are faster than sums."""
 
     @staticmethod
     def forward(ctx, x, weight):
@@ -796,7 +795,7 @@ class LayerWeights(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """What all layers share of a trunk's input."""
+    """What the trunk hands to every layer."""
 
     x0: Tensor  # (T, D) normalised embedding
     bigram: Tensor | None  # (T, D) embedding of the token pair
@@ -1034,8 +1033,8 @@ class GPT(nn.Module):
     def mix(self, x_TD: Tensor, backout_TD: Tensor, x0_TD: Tensor) -> tuple[Tensor, Tensor]:
         """What the last layer adds to its values and to its stream, (T, D) each.
 
-        Both are sums of input, middle and stream with factors that each token computes for itself
-        and that start at 0 (arXiv 2502.12170, modded-nanogpt record 81). Here -0.008 bpb on B34.
+        Both are sums of input, middle and stream, with factors that each token computes for itself
+        and that start at 0 (arXiv 2502.12170, record 81).
         """
         hidden_TM = F.gelu(F.linear(norm(x_TD), self.mix_in))
         w = F.linear(hidden_TM, self.mix_out).split(1, 1)  # six times (T, 1)
@@ -1096,16 +1095,16 @@ class GPT(nn.Module):
 
     @staticmethod
     def offset_keys(k_THK: Tensor, previous_THK: Tensor, first_T11: Tensor) -> Tensor:
-        """The half of each key without position comes from the previous token (record 49, -50 steps).
+        """The half of each key without position comes from the previous token (record 49).
 
-        So one layer finds "the token after the last X", which otherwise takes two.
+        So one layer can find "the token after the last X", which otherwise takes two.
         """
         K = k_THK.size(-1)
         unrotated = torch.arange(K, device=k_THK.device) >= K // 2
         return torch.where(unrotated & ~first_T11, previous_THK, k_THK)
 
     def add_buffers(self, device) -> None:
-        """Adds what is no parameter: tensors, as numbers that change would recompile the model."""
+        """Adds what is no parameter, as tensors: numbers that change would recompile the model."""
         c = self.config
         # Cosines and sines of the rotary embedding: a half of each head holds pairs of quarters.
         exponents = np.linspace(0, 1, c.head_dim // 4)
@@ -1129,7 +1128,7 @@ class GPT(nn.Module):
         self.attention: Callable | None = None  # set by choose_attention
 
     def init_signs(self) -> None:
-        """Signs are saved with the weights, so they need no generator that is stable over versions."""
+        """Signs are saved with the weights, so other versions of torch may generate other ones."""
         rng = torch.Generator().manual_seed(0)
         self.bigram_signs.copy_(torch.randint(0, 2, self.bigram_signs.shape, generator=rng) * 2 - 1)
 
@@ -1147,15 +1146,15 @@ def previous_tokens(tokens_T: Tensor) -> Tensor:
 # ===============================================================================
 # 5. DATA -- packs of documents -> micro-batches
 # A pack is a fixed number of tokens that starts with a BOS and holds whole documents, as far as they
-# fit. A document that is longer than max_seq_len, or than what is left of the pack, goes on as a new
-# segment behind a BOS of its own, so no text is thrown away (nanochat's cropping loses 35 %).
+# fit. A document that is longer than max_seq_len, or than what is left of the pack, is continued as a new
+# segment after a BOS of its own, so no text is thrown away.
 #
-#     tokens    B a a a a B b b B c c c | B c c c c c B d ...    two packs of 12; document c goes on
+#     tokens    B a a a a B b b B c c c | B c c c c c B d ...    two packs of 12; document c is continued
 #     targets   a a a a B b b B c c c c | c c c c c B d ...      a document's last target is the next BOS
 #     positions 0 1 2 3 4 0 1 2 0 1 2 3 | 0 1 2 3 4 5 0 ...
 #
-# Rank r of W gets the r-th of W equal parts of each step, so the tokens of a step depend neither on the
-# number of ranks nor on the micro-batch.
+# Rank r of W gets the r-th of W equal parts of each step, so neither the number of ranks nor the
+# micro-batch changes the tokens of a step.
 
 
 class MicroBatch(NamedTuple):
@@ -1222,7 +1221,7 @@ def empty_packs(count: int, config: Config, bos_id: int) -> Batch:
 
 
 def fill_pack(batch: Batch, row: int, documents: Iterable) -> None:
-    """Puts whole documents behind each other into a pack, and pads the rest.
+    """Puts whole documents one after another into a pack, and pads the rest.
 
     Each is (sequence int32 (n,), counted bool (n - 1,)): inputs sequence[:-1], targets sequence[1:].
     """
@@ -1269,7 +1268,7 @@ class PackLoader:
             self.ahead.append(self.thread.submit(self.batch, step))
 
     def batch(self, step: int) -> Batch:
-        """The packs of a step. Every rank walks over all of them: walking is cheap, talking is not."""
+        """This rank's packs of a step. Every rank reads all packs, which costs less than communication."""
         config = self.config
         stage = config.stage_table[stage_index(config, step)]
         own = stage.packs // self.ranks.world
@@ -1298,10 +1297,10 @@ class PackLoader:
 # ===============================================================================
 # 6. OPTIMIZER -- NorMuon for matrices, RMSProp for tables, else Adam; state sharded over ranks
 # Each rank owns a slice of every bank and table, with its fp32 master weights and moments. In a step
-# gradients are reduce-scattered, slices updated, and weights all-gathered in the model's dtype.
-# A table with sparse gradients is whole on every rank, and only rows that were read travel. Gradients of
+# gradients are reduce-scattered, slices updated, and weights all-gathered in the model's dtype. Every rank
+# keeps the whole of a table with sparse gradients; only the rows that were looked up travel. Gradients of
 # `late` tables travel while the next step computes, and their weights while matrices are orthogonalised.
-# For one process all slices are whole, and communication does nothing.
+# With one process all slices are whole, and nothing travels.
 
 # Five polynomials (a, b, c) of Polar Express (arXiv 2505.16932), for a safety factor and a cushion of 0.02.
 POLAR_EXPRESS = (
@@ -1333,7 +1332,7 @@ def blend_momentum(grad, buffer, dtype, *, momentum, grad_scale) -> Tensor:
 
 
 def step_cautiously(master, update, factor, lr, param, *, decay) -> None:
-    """master -= lr (update factor + decay master), without the decay where the step makes a weight larger.
+    """master -= lr (update factor + decay master); decay applies only where the step shrinks the weight anyway.
 
     Args: master fp32, update (N, R, C); factor fp32 (N, R, 1) or (N, 1, C), positive; lr fp32
           (N, 1, 1); param (N, R, C) receives the master in its own dtype, or is None
@@ -1373,7 +1372,7 @@ def one_graph(function: Callable) -> Callable:
     compiled = torch.compile(function, fullgraph=True, dynamic=True)
 
     def call(*arguments, **numbers):
-        # A view would be compiled for the shape of what it is a view of.
+        # torch would compile anew for each shape of what a view is a view of.
         arguments = [a.data if isinstance(a, Tensor) else a for a in arguments]
         return compiled(*arguments, **{name: torch.tensor(n) for name, n in numbers.items()})
 
@@ -1392,12 +1391,12 @@ def normuon_update(
     """
     blend = one_graph(blend_momentum) if compiled else blend_momentum
     step = one_graph(step_cautiously) if compiled else step_cautiously
-    # Flat, so that banks of all shapes share a graph.
+    # Flat, so that banks of all shapes share one compiled graph.
     flat = (grad.view(-1), momentum_buffer.view(-1))
     blended = blend(*flat, dtype, momentum=momentum, grad_scale=grad_scale)
     update = polar_express(blended.view(master.shape))
 
-    # Every neuron moves by a similar amount, and the length of the whole update is kept.
+    # Every neuron moves by a similar amount, and the norm of the whole update stays the same.
     axis = -1 if update.size(-2) >= update.size(-1) else -2
     norms = torch.linalg.vector_norm(update, dim=axis, keepdim=True, dtype=torch.float32)
     squares = norms.square()
@@ -1630,7 +1629,7 @@ class Optimizer:
             return part
         full = part.new_empty(slot.per_rank * self.ranks.world, *part.shape[1:])
         dist.all_gather_into_tensor(full, part.contiguous())
-        return full[: slot.shape[0]].cpu()  # whole moments of all slots may not fit into the device
+        return full[: slot.shape[0]].cpu()  # the whole moments of all slots may not fit on the device
 
     # -- state
 
@@ -1644,7 +1643,7 @@ class Optimizer:
             if weights.dtype == torch.float32 and not slot.sharded:
                 slot.master = weights  # the parameter itself
             else:
-                slot.master = slot.moments = None  # two of them may not fit into memory
+                slot.master = slot.moments = None  # old and new ones may not fit into memory together
                 slot.master = self.slice(slot, weights).float()
             if slot.policy.optimizer == "normuon":
                 self.reset_normuon(slot)
@@ -1665,11 +1664,11 @@ class Optimizer:
             "momentum": torch.zeros(N, R, C, device=device),
             "second_moment": torch.zeros((N, R, 1) if R >= C else (N, 1, C), device=device),
         }
-        # sqrt(rows / columns) makes a step of a tall matrix as large per neuron as of a square one.
+        # sqrt(rows / columns): each neuron of a tall matrix moves as far as one of a square matrix.
         mult = torch.full((slot.shape[0], 1, 1), max(1, R / C) ** 0.5, device=device)
         mult[1::2] *= slot.policy.odd_mult
         slot.mult = self.slice(slot, mult)
-        # At most 2 ** 27 entries at once: each needs about 12 bytes of temporary memory (computed).
+        # At most 2 ** 27 entries at once: each needs about 12 bytes of temporary memory.
         slot.together = largest_divisor(N, 2**27 // (R * C))
 
     def weights(self) -> dict[str, Tensor]:
@@ -1704,7 +1703,7 @@ class Optimizer:
             slot.param.copy_(full.view(slot.param.shape))
             for name, moment in slot.moments.items():
                 saved = state.get(f"{slot.name}.{name}")
-                if saved is not None:  # a finished run has no averages any more
+                if saved is not None:  # a finished run no longer has averages
                     moment.copy_(self.slice(slot, saved.to(moment.device)))
             if f"{slot.name}.grad" in state:
                 grad = self.slice(slot, state[f"{slot.name}.grad"].to(slot.param))
@@ -1752,7 +1751,7 @@ def average_weights(state: TrainState) -> None:
     config = state.config
     slots = [slot for slot in state.optimizer.slots if "average" in slot.moments]
     if slots and is_sampled(config, state.step):
-        # Counted, because a run that --resume makes longer or shorter may lack the first samples.
+        # Counted, as a run that --resume makes longer or shorter may lack the first samples.
         state.samples = state.samples + 1 if is_sampled(config, state.step - 4) else 1
         averages = [slot.moments["average"] for slot in slots]
         torch._foreach_lerp_(averages, [slot.master for slot in slots], 1 / state.samples)
@@ -1760,7 +1759,7 @@ def average_weights(state: TrainState) -> None:
         return
 
     state.samples = 0
-    # An average is shorter than what it is made of, so each tensor gets its norm back.
+    # An average has a smaller norm than what it is made of, so each tensor gets its norm back.
     for slot in slots:
         before = norms(slot)
         slot.master.lerp_(slot.moments.pop("average"), slot.policy.average)
@@ -1806,7 +1805,7 @@ class ShardReader:
         if self.reader_state["offset"] == len(self.tokens):
             self.next_shard()
 
-        # Where does the document end that we are in? One that goes on gets a BOS of its own.
+        # Where does the current document end? If it is continued here, it gets a BOS of its own.
         offset = self.reader_state["offset"]
         continued = self.tokens[offset] != self.bos_id
         following = np.searchsorted(self.bos_at, offset, side="right")
@@ -1834,7 +1833,7 @@ class ShardReader:
         self.bos_at = np.flatnonzero(self.tokens == self.bos_id)
 
     def next_shard(self) -> None:
-        """Goes on with the next shard, or with the next epoch if that is allowed."""
+        """Moves to the next shard, or to the next epoch if that is allowed."""
         epoch = self.reader_state["epoch"]
         shard = self.reader_state["shard"] + 1
         if shard == len(self.files):
@@ -1945,7 +1944,7 @@ def bits_per_byte(
 
 
 def share_of_rank(batch: Batch, micro_packs: int, ranks: Ranks) -> Batch:
-    """This rank's part, in whole micro-batches; packs that fill up the last ones count for nothing."""
+    """This rank's part, in whole micro-batches; the targets of packs that fill up the last ones are ignored."""
     count = len(batch.tokens)
     group = ranks.world * micro_packs
     share = math.ceil(count / group) * micro_packs
@@ -2032,7 +2031,7 @@ def pretraining_job(config: Config) -> Job:
 
 
 def check_length(job: Job, ranks: Ranks) -> None:
-    """Raises UserError if the run needs more text than there is; warns of text that is read again."""
+    """Raises UserError if the run needs more text than there is; warns if text is read again and learned by heart."""
     config = job.config
     stages = [stage_index(config, step) for step in range(config.num_steps)]
     needed = sum(config.stage_table[stage].packs for stage in stages) * config.pack_tokens
@@ -2041,7 +2040,6 @@ def check_length(job: Job, ranks: Ranks) -> None:
             f"{config.data} holds {job.available:,} training tokens, the run asks for {needed:,}; "
             f"ask for fewer with --tokens, add text, or allow repeats with --set max_epochs=N"
         )
-    # A tiny model with 231 bigram rows for 1,000 tokens lost 0.45 bpb where it read its text 2.8 times.
     passes = needed * config.max_epochs / job.available
     if passes > 1.5 and config.bigram_rows > 163840 and ranks.is_main:
         found = f"the text is read {passes:.1f} times"
@@ -2102,7 +2100,7 @@ def describe_run(run: Run) -> None:
     run.log.say(f"micro-batch: {run.state.micro_packs * config.pack_tokens:,} tokens")
 
 
-# What --resume may change: where a run ends, what it reports, and how the same is computed.
+# What --resume may change: where a run ends, what it reports, and how the same numbers are computed.
 FREE_ON_RESUME = (
     "tokens", "log_every", "eval_every", "save_every", "keep_checkpoints", "data", "wandb",
     "micro_batch_tokens", "attention", "dtype", "compile", "cuda_graphs",
@@ -2160,7 +2158,7 @@ def check_same_run(run: Run) -> list[str]:
 
 
 def resume(run: Run, changed: list[str]) -> None:
-    """Goes on where the newest whole checkpoint stands."""
+    """Continues from the newest checkpoint without damage."""
     folder = newest_whole(run.run_dir, run.log.say) if run.ranks.is_main else None
     folder = run.ranks.gather(folder)[0]
     saved = load_checkpoint(run.state, folder)
@@ -2174,7 +2172,7 @@ def resume(run: Run, changed: list[str]) -> None:
     run.log.rewind(step)
     run.log.say(f"resumed at step {step} from {folder}")
 
-    # The next --resume goes on with the flags of this one. What an earlier end reported is out of date.
+    # The next --resume keeps the flags of this one. What the run reported at an earlier end is out of date.
     if run.ranks.is_main and not is_done:
         for name in ("result.json", "report.md"):
             (run.run_dir / name).unlink(missing_ok=True)
@@ -2201,10 +2199,10 @@ def prepare_loop(run: Run) -> None:
         torch.cuda.reset_peak_memory_stats(run.ranks.device)
 
     if job.load_start and not run.args.resume:
-        evaluate(run)  # what the loaded weights are worth
+        evaluate(run)  # the loaded weights, before any training
     run.logged = dataclasses.replace(run.progress)
     gc.collect()
-    gc.freeze()  # else a collection of what the compiler left makes one step in some hundred slow
+    gc.freeze()  # else every few hundred steps a collection of what the compiler left makes one slow
     run.ranks.sync()
 
 
@@ -2272,7 +2270,7 @@ def evaluate(run: Run) -> dict:
 def check_finite(run: Run, name: str, value: float) -> None:
     if not math.isfinite(value):
         raise UserError(
-            f"{name} became {value} at step {run.state.step}; go on from the last checkpoint with --resume "
+            f"{name} became {value} at step {run.state.step}; continue from the last checkpoint with --resume "
             f"--resume-changed, or start again, with lower rates, e.g. half of --set muon_lr= and --set adam_lr="
         )
 
@@ -2359,12 +2357,12 @@ def build_state(config: Config, ranks: Ranks, say: Callable = print) -> TrainSta
     forward = model
     if config.compile and ranks.device.type == "cuda":
         torch._dynamo.config.recompile_limit = 64
-        # Small kernels that do not depend on each other become one: 1 % of a step. Each keeps block sizes
-        # of its own: with common ones a single kernel compiles for 7 s, and a cold start took 14 s longer.
+        # Small kernels that do not depend on each other become one. Each keeps its own block sizes, since
+        # kernels with common ones take much longer to compile.
         options = {"combo_kernels": True, "combo_kernel_per_subkernel_blocks": True}
         forward = torch.compile(model, dynamic=False, fullgraph=True, options=options)
     optimizer = build_optimizer(model, config, ranks=ranks)
-    # GPUs may have different free memory, but all ranks must take equally many micro-batches.
+    # Free memory may differ between GPUs, but all ranks must run the same number of micro-batches.
     micro_packs = min(ranks.gather(choose_packs(config, ranks)))
     state = TrainState(config, ranks, model, forward, optimizer, micro_packs)
     if forward is not model:
@@ -2391,12 +2389,12 @@ def reset_state(state: TrainState) -> None:
 def warm_up(state: TrainState, say: Callable) -> None:
     """Compiles and captures everything on dummy tokens of each stage, and forgets what was trained."""
     begin = time.perf_counter()
-    gc.disable()  # it would look through the compiler's graphs again and again
+    gc.disable()  # else it scans the compiler's graphs again and again
     rng = np.random.default_rng(0)
     for index in range(len(state.config.stages)):
         warm_up_stage(state, index, rng)
 
-    # Too little memory for validation should show now, not at the first one.
+    # If memory is too small for validation, this should show now.
     batch = dummy_batch(state.config, state.ranks, state.micro_packs, rng)
     token_bytes = torch.ones(state.config.padded_vocab, dtype=torch.long, device=state.ranks.device)
     bits_per_byte(state.model, batch, state.micro_packs, token_bytes, state.ranks)
@@ -2455,11 +2453,11 @@ def start_ranks() -> Ranks:
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
-        # OpenMP threads that wait slow down runs beside this one: 87 to 125 ms a step.
+        # Spinning OpenMP threads slow down other runs on the host.
         torch.set_num_threads(1)
     if world > 1 and not dist.is_initialized():
         on_gpu = device.type == "cuda"
-        # torchrun ends the others when a process dies; this timeout does when one hangs.
+        # When a process dies, torchrun ends the others; when one hangs, this timeout does.
         dist.init_process_group(
             "nccl" if on_gpu else "gloo",
             timeout=datetime.timedelta(minutes=10),
@@ -2469,7 +2467,7 @@ def start_ranks() -> Ranks:
 
 
 def bf16_is_native() -> bool:
-    """Asks for the compute capability: torch.cuda.is_bf16_supported() is also true for slow emulation."""
+    """By compute capability, as torch.cuda.is_bf16_supported() is also true for slow emulation."""
     return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
 
 
@@ -2488,7 +2486,7 @@ def choose_dtype(config: Config, device: torch.device) -> torch.dtype:
 def peak_memory_gib(device: torch.device) -> float:
     """Most memory in use so far: of the GPU, or of the process."""
     if device.type == "cuda":
-        # Reserved, because graphs hold memory that nothing allocates any more.
+        # Reserved memory, because graphs hold memory that no longer counts as allocated.
         return torch.cuda.max_memory_reserved(device) / 2**30
     if os.name == "nt":  # which has no module resource
         return 0.0
@@ -2587,7 +2585,7 @@ class Tokenizer:
     def prefixes(self) -> list[int]:
         """For each token the longest other one that its bytes begin with, or -1; -1 for specials.
 
-        A second, coarser target: modded-nanogpt record 88; here on B34 -0.003 bpb.
+        A second, coarser target (record 88).
         """
 
         def longest_prefix(text: bytes) -> int:
@@ -2704,7 +2702,7 @@ def prepare_run_dir(job: Job, args: argparse.Namespace, ranks: Ranks) -> tuple[P
         kind = "" if job.command == "pretrain" else f"_{job.command}"
         run_dir = Path(args.run_dir or f"out/{now:%Y-%m-%d_%H-%M-%S}_{Path(__file__).stem}{kind}")
         run_dir.mkdir(parents=True, exist_ok=True)
-        # A process may come back to its own run.
+        # A process may use its own run again.
         lock = filelock.FileLock(run_dir / ".lock", is_singleton=True)
         try:
             lock.acquire(blocking=False)
@@ -2823,7 +2821,7 @@ def save_checkpoint(state: TrainState, run_dir: Path, progress: dict) -> None:
         description |= {"optimizer_count": state.optimizer.count, **progress}
         write_checkpoint(run_dir, (weights | buffers, moments), description)
         prune_checkpoints(run_dir, state.step, state.config.keep_checkpoints)
-    # With the first process torchrun ends the others, so none goes on before all is saved.
+    # When the first process ends, torchrun ends the others. So all wait until everything is saved.
     state.ranks.gather(None)
 
 
@@ -2844,7 +2842,7 @@ def write_checkpoint(run_dir: Path, tensors: tuple[dict, dict], description: dic
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor]) -> str:
-    """Writes a safetensors file piece by piece, and returns its sha256 (save_file(), then a hash: 9.4 s for 5.6 GB)."""
+    """Writes a safetensors file and hashes it at the same time, piece by piece; returns its sha256."""
     header = {}
     end = 0
     for name, tensor in tensors.items():
@@ -3042,7 +3040,7 @@ def change_config(base: Config | None, args: argparse.Namespace) -> Config:
         changes = {**vars(base), **changes}
     config = Config(**changes)
 
-    # A rule may make the batch depend on the length of the run, and so the tokens of N steps.
+    # By a rule the batch, and so the tokens of N steps, may depend on the length of the run.
     while args.steps is not None:
         longer = Config(**{**changes, "tokens": max(1, round(args.steps * config.step_tokens))})
         if longer == config:
@@ -3085,7 +3083,7 @@ def run_command(command: Callable[[], dict]) -> int:
         print(f"error: the device ran out of memory; {way}, or see runs/TROUBLESHOOTING.md", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("stopped at once; a run that has saved goes on with --resume", file=sys.stderr)
+        print("stopped at once; continue from the last checkpoint with --resume", file=sys.stderr)
         return 130
     except Exception:
         print("error: please report what follows, if it is a fault of the script", file=sys.stderr)
@@ -3171,7 +3169,7 @@ def load_varlen_attention() -> Callable:
 
 
 def load_fa3_attention() -> Callable:
-    """FlashAttention 3 from the Hugging Face hub (Hopper), only by name: it has not been measured yet."""
+    """FlashAttention 3 from the Hugging Face hub (Hopper), only if asked for: it has not been measured here."""
     from kernels import get_kernel
 
     flash = get_kernel("kernels-community/flash-attn3", version=1).flash_attn_varlen_func
@@ -3228,8 +3226,8 @@ def choose_attention(model: nn.Module, say: Callable = print) -> Callable:
 
 # ===============================================================================
 # 12. KERNELS -- Triton, each beside the plain code for CPUs, fp32 and GPUs before Ampere
-# tests/test_kernels.py compares both, dev/bench_kernels.py times them.
-# Rows of a kernel's signature: tensors, then sizes and numbers, then constants.
+# tests/test_kernels.py compares both, dev/bench_kernels.py times them and tries the tiles below.
+# Lines of a kernel's signature: tensors, then sizes and numbers, then constants.
 
 
 def use_triton(x: Tensor, capability: tuple = (8, 0)) -> bool:
@@ -3260,7 +3258,7 @@ ANY_LAYOUT = (torch.Tag.flexible_layout,)
 def softcap_ce_cpu(logits, targets, term_weights, token_weight, cap, first=0, grad=True):
     """Losses (n,), nats (n,) and token_weight * gradient (n, V) or None of logits (n, V), tokens `first` on.
 
-    Few passes, most of them in place: a quarter of the time of the formula on two CPU cores.
+    Few passes, most of them in place, since memory limits a CPU.
     """
     own = slice(first, first + len(logits))
     picks = targets[:, own].T.long()
@@ -3308,7 +3306,7 @@ def fast_tanh(x, FAST: tl.constexpr):
 
 @jit
 def to_bf16(x):
-    """Two values an instruction. Triton rounds them one by one, at a quarter of the speed."""
+    """Two numbers an instruction; Triton rounds them one by one."""
     return tl.inline_asm_elementwise(
         "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [x], tl.bfloat16, True, 2
     )
@@ -3436,10 +3434,10 @@ def transpose8(x: Tensor) -> Tensor:
 
 transpose8.register_fake(lambda x: x.new_empty(*x.shape[:-2], x.size(-1), x.size(-2)))
 
-# -- fp8 products of the layers; on B34 17 % less time, and 0.0005 bpb worse (11 runs)
-# Weights and activations are e4m3, gradients e5m2, sums fp32. A tensor has one scale, from norms of
-# rows where they bound what is to be cast: nothing of size (T, F) is searched, nothing is carried from
-# step to step. A bound may be far off: e4m3 has 18 binades, e5m2 32.
+# -- fp8 products of the layers
+# Weights and activations are e4m3, gradients e5m2, sums fp32. A tensor has one scale, computed from norms
+# of rows where these bound what is cast: nothing of size (T, F) is searched for its maximum, and nothing
+# is carried from step to step. A bound may be far off: e4m3 has 18 binades, e5m2 32.
 
 E4M3, E4M3_MAX = torch.float8_e4m3fn, 448.0
 E5M2, E5M2_MAX = torch.float8_e5m2, 57344.0
@@ -3464,8 +3462,8 @@ def cast8(x: Tensor, factor: Tensor | float, dtype: torch.dtype = E4M3) -> Tenso
 def product8(a_MK: Tensor, b_NK: Tensor, scale: Tensor, dtype: torch.dtype, fast=False) -> Tensor:
     """a b^T times a 0-D fp32 scale, (M, N) in dtype, of contiguous fp8 operands.
 
-    fast: sums of 14 bits. For gradients of inputs (K up to 3,072) they save 1 % of a step, for an error
-    of 7e-4; for those of weights (K = 65,536) they cost 0.03 bpb on B34.
+    fast: sums of 14 bits, precise enough for gradients of inputs, where K is a width, but not for those
+    of weights, where K is the number of tokens.
     """
     one = torch.ones((), device=scale.device)
     return torch._scaled_mm(a_MK, b_NK.T, scale, one, out_dtype=dtype, use_fast_accum=fast)
@@ -3487,7 +3485,7 @@ class Weight8(NamedTuple):
 
 @torch.no_grad()
 def to_weights8(bank: Tensor) -> list[Weight8]:
-    """The matrices of a bank (B, N, K) in fp8; all at once, which takes few kernels for many layers."""
+    """The matrices of a bank (B, N, K) in fp8, all layers at once in few kernels."""
     row_norms = largest_row_norm(bank)
     matrices = cast8(bank, (E4M3_MAX / row_norms)[:, None, None])
     # A compiled backward may write a scale into the memory of a norm, and cuBLAS wants scales at
@@ -3605,7 +3603,7 @@ def linear_cross_entropy(x, w, targets, cap, term_weights=None, token_weight=Non
     """
     term_weights = torch.ones(len(targets), device=x.device) if term_weights is None else term_weights
     grad = torch.is_grad_enabled() and (x.requires_grad or w.requires_grad)
-    if not use_triton(x):  # plain code holds several fp32 copies of a chunk's logits: 256 MiB each
+    if not use_triton(x):  # plain code holds several fp32 copies of a chunk's logits
         chunk = min(chunk, max(2**26 // len(w), 1))
     fp8 = fp8 and fits_fp8(x, *x.shape, len(w), chunk)
     arguments = (targets.contiguous(), term_weights, token_weight, list(cap), chunk)
@@ -3663,7 +3661,6 @@ def sym_mm_kernel(
         tl.store(out + n[:, None] * M + m[None, :], tl.trans(acc), mask=mirrored)
 
 
-# The best of five on an H200, for all four shapes.
 SYM_TILES = dict(BM=128, BN=128, BK=64, num_warps=8, num_stages=3)
 
 
@@ -3679,8 +3676,8 @@ def sym_mm(x: Tensor, alpha: float = 1.0, beta: float = 0.0, gamma: float = 0.0)
     return out
 
 
-# -- RMSProp for tables: a second moment for each row, and no first one, so that rows that no token
-# read need no update: 1 to 2 % less time than Adam, for 0.001 bpb on B34
+# -- RMSProp for tables: one second moment for each row and no first one, so that rows without a gradient
+# need no update, which saves time over Adam
 
 
 def update_rows_ref(
@@ -3770,8 +3767,8 @@ def update_rows(master, grad, second_moment, param, index=None, **numbers) -> No
     update_rows_kernel[(N,)](*tensors, N, C, **numbers, BLOCK=block, GROUP=8)
 
 
-# -- relu(x w^T)^2 in the epilogue of an fp8 product. Only the activation after the square is kept: its
-# root is relu(x w^T), which is all that the backward needs.
+# -- relu(x w^T)^2 in the epilogue of an fp8 product. Only the square is kept for the backward, which needs
+# its root, relu(x w^T).
 
 
 def persistent_programs(x: Tensor, tiles: int) -> int:
@@ -3823,7 +3820,6 @@ def linear_relu2_kernel(
         store_relu2(right, aux, out, out_T, m0, n0 + BN // 2, factor)
 
 
-# The best of twelve on an H200.
 RELU2_TILES = dict(BM=128, BN=128, BK=128, GROUP=4, num_warps=4, num_stages=3)
 
 
@@ -3898,8 +3894,8 @@ def mlp_relu2(x_TD: Tensor, up_FD: Tensor, down_FD: Tensor, up8=None, down8=None
     return F.relu(x_TD @ up_FD.T).square() @ down_FD
 
 
-# -- sliding-window attention on packed documents, in 60 to 75 % of the time of torch varlen. Row i
-# sees keys bounds[0, i] <= j <= i; key j is seen by rows j <= i <= bounds[1, j]; no bound ever falls.
+# -- sliding-window attention on packed documents, faster than torch's varlen_attn. Query i sees keys
+# bounds[0, i] <= j <= i; key j is seen by queries j <= i <= bounds[1, j]; both bounds never decrease.
 
 
 def attention_bounds(cu_seqlens: Tensor, T: int, window: int) -> Tensor:
@@ -4028,7 +4024,6 @@ def attention_dkv_kernel(
     store_rows(dv + h * D, dV, n, so, T, D)
 
 
-# The best for all three kernels and all windows on an H200.
 ATTENTION_TILES = dict(BM=64, BN=64, num_warps=4, num_stages=2)
 
 
@@ -4150,7 +4145,6 @@ def linear_rotate_kernel(
         out.store([m0, 2 * head, K // 4], x1.to(out.dtype))
 
 
-# Of eight, the best for a width of 1,536 on an H100, and within 3 % of the best for 768.
 ROTATE_TILES = dict(BM=256, BD=128, num_warps=8, num_stages=3)
 
 
@@ -4223,7 +4217,7 @@ def norm_rotate_grad_kernel(
     store_rows(out, g * inverse, (n * 3 + 2) * H + head, K, 3 * N * H, K)
 
 
-ROTATE_ROWS = 8  # of a program; 16 are slower
+ROTATE_ROWS = 8  # of a program
 
 
 @torch.library.custom_op(f"{OPS}::norm_rotate_grad", mutates_args=())
