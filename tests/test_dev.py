@@ -122,39 +122,14 @@ def test_bench_kernels_needs_a_gpu():
     assert done.stderr.count("\n") == 1 and "needs a CUDA device" in done.stderr
 
 
-EXAMPLE = """\
-# a comment, which is no code
-
-a, b = 1, 2
-c, d = e = pair()
-
-
-@triton.jit
-def kernel(x):
-    w, v = x, x
-    return w
-
-
-def short(x):
-    return "{long}"
-"""
-
-
-def test_density_of_an_example():
-    """14 lines, 8 of them code, 2 tuple = tuple assignments, one line of 101 characters; the longest function that is
-    no kernel has 2 lines."""
-    line = '    return ""'
-    found = readability.density(EXAMPLE.format(long="x" * (101 - len(line))))
-    assert found == pytest.approx({"tuples": 100 * 2 / 8, "long %": 100 / 14, "longest": 2})
-    assert readability.density(EXAMPLE.format(long="x" * (100 - len(line))))["long %"] == 0
-
-
-@pytest.mark.parametrize(("found", "errors"), [(10, ""), (11, "error: a.py, lines: 11; the limit is 10\n")])
-def test_limits(monkeypatch, capsys, found, errors):
+@pytest.mark.parametrize(("limit", "errors"), [(3, ""), (2, "error: a*.py has 3 lines; the limit is 2\n")])
+def test_limits(monkeypatch, capsys, tmp_path, limit, errors):
     """At its limit a figure is good; beyond, it is named."""
+    (tmp_path / "a.py").write_text("1\n2\n")
+    (tmp_path / "ab.py").write_text("3\n")
     monkeypatch.setattr(sys, "argv", ["readability.py", "--check"])
-    monkeypatch.setattr(readability, "lengths", lambda: [readability.Figure("a.py, lines", found, 10)])
-    monkeypatch.setattr(readability, "densities", lambda: [])
+    monkeypatch.setattr(readability, "ROOT", tmp_path)
+    monkeypatch.setattr(readability, "LINES", {"a*.py": limit})
     assert readability.main() == bool(errors) and capsys.readouterr().err == errors
 
 
