@@ -38,7 +38,6 @@ import datetime
 import functools
 import gc
 import hashlib
-import importlib
 import itertools
 import json
 import math
@@ -56,10 +55,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-# What runs, and what the run directory keeps: an editor may save another text during a long start.
+# Read first, as the run directory keeps it: an editor may change the file during a long start.
 SOURCE = Path(__file__).read_bytes()
 
-# A warm start then skips the tracing of gradients. The cache sees what an autograd.Function does, but not what
+# With this a warm start skips the tracing of gradients. The cache sees what an autograd.Function does, but not what
 # register_autograd() is given, and would keep using an old formula. So kernels here use the former.
 os.environ.setdefault("TORCHINDUCTOR_AUTOGRAD_CACHE_ALLOW_CUSTOM_AUTOGRAD", "1")
 
@@ -123,7 +122,7 @@ class Config:
     gate_width: int = 12  # channels that the gates of value embeddings read
     attention_scale: float = 0.12  # record 20
     rotary_base: float = 1024.0
-    rotary_full: bool = False  # turns all of each head, not half of it
+    rotary_full: bool = False  # rotates whole heads, not half of each
     softcap: tuple = (23.0, 5.0, 7.5)  # logits = a * sigmoid((x + b) / c), record 54; (): x
     fp8: bool = True  # products of qkv and MLP, only in training, on Hopper and B200
     fp8_head: bool = True  # the same for the head
@@ -233,10 +232,7 @@ class Policy:
 
 
 def parameter_table(config: Config) -> dict[str, Policy]:
-    """All optimizer policy on one screen, in the order of communication.
-
-    It follows modded-nanogpt (record 89, averages PR 360), except for RMSProp and `late` updates.
-    """
+    """All optimizer policy, in the order of communication; after record 89, but for RMSProp and `late` updates."""
     head_pair = min(2, config.num_heads) * config.head_dim  # record 80: Q and K per pair of heads
     return {
         # name                     optimizer  lr_mult  betas         weight_decay  rows
@@ -305,13 +301,11 @@ def muon_momentum(config: Config, step: int) -> float:
 
 
 def loss_weights(config: Config, step: int) -> list[float]:
-    """Weights in the loss of the next tokens and of the prefix. All but the first fade out.
-
-    The prefix has its full weight for a third of the run, and none after two thirds.
-    """
+    """Weights in the loss of the next tokens and of the prefix. All but the first fade out."""
     fade = max(0.0, 1 - step / (config.num_steps * config.ahead_until))
     weights = [config.ahead[0], *(weight * fade for weight in config.ahead[1:])]
     if config.prefix_weight:
+        # Full for a third of the run, none after two thirds.
         weights.append(config.prefix_weight * min(1.0, max(0.0, 2 - 3 * step / config.num_steps)))
     return weights
 
@@ -441,10 +435,7 @@ class TrainState:
 
 
 def train_step(state: TrainState, batch: Batch) -> Tensor:
-    """One optimizer step; returns this rank's share of the mean nats per target, a 0-D tensor.
-
-    Warm-up, training, benchmarks and tests all call this function.
-    """
+    """One step of training; returns this rank's share of the mean nats per target, a 0-D tensor."""
     config = state.config
     if state.model.loss_weights.numel() > 1:
         now = torch.tensor(loss_weights(config, state.step))
@@ -516,11 +507,8 @@ def look_up_bigrams(model: nn.Module, micro_batch: MicroBatch) -> BigramRows | N
 
 def set_sparse_gradient(model: nn.Module, gradients: list[BigramRows | None]) -> None:
     """The gradient of the bigram table, as a sparse tensor with a row for each token of the step."""
-    gradients = [gradient for gradient in gradients if gradient is not None]
-    if gradients:
-        index, rows = gradients[0]
-        if len(gradients) > 1:
-            index, rows = (torch.cat(parts) for parts in zip(*gradients, strict=True))
+    if gradients[0] is not None:
+        index, rows = (torch.cat(parts) for parts in zip(*gradients, strict=True))
         table = model.bigram_embed
         # A check would wait for the device.
         with torch.sparse.check_sparse_tensor_invariants(False):
@@ -529,12 +517,10 @@ def set_sparse_gradient(model: nn.Module, gradients: list[BigramRows | None]) ->
 
 def adjust_loss_scale(state: TrainState, stepped: bool) -> None:
     """For fp16: halves the scale when a gradient overflowed, doubles it after 1,000 good steps."""
+    state.good_steps = state.good_steps + 1 if stepped else 0
     if not stepped:
         state.loss_scale = max(state.loss_scale / 2, 2.0)
-        state.good_steps = 0
-        return
-    state.good_steps += 1
-    if state.good_steps == 1000:
+    elif state.good_steps == 1000:
         state.loss_scale = min(state.loss_scale * 2, 2.0**24)
         state.good_steps = 0
 
@@ -621,21 +607,15 @@ def norm(x: Tensor) -> Tensor:
 
 
 def times(scalar: Tensor, x: Tensor) -> Tensor:
-    """A learned fp32 scalar, 0-D, times x, in the dtype of x.
-
-    Eager torch would round the scalar to bf16 first. Compiled code does not, so training never does.
-    """
+    """A learned fp32 scalar, 0-D, times x, in the dtype of x. Eager torch would round the scalar to bf16 first."""
     if torch.compiler.is_compiling():
         return scalar * x
     return (scalar.view(1) * x).to(x.dtype)
 
 
 def rotate(x_THK: Tensor, cos_TK: Tensor, sin_TK: Tensor) -> Tensor:
-    """Rotary embedding of both halves of each head, (T, H, K); a half that is not rotated has cosine 1.
-
-    cos_TK, sin_TK (T, 1, K) as laid out by GPT.add_buffers. Quarters are swapped by flip(), which unlike
-    cat() keeps the compiled kernel free of branches.
-    """
+    """Rotary embedding of both halves of each head, (T, H, K); cos_TK, sin_TK (T, 1, K) by GPT.add_buffers."""
+    # Swaps quarters. Unlike cat(), flip() keeps the compiled kernel free of branches.
     swapped = x_THK.reshape(*x_THK.shape[:-1], 2, 2, -1).flip(-2).flatten(-3)
     return x_THK * cos_TK + swapped * sin_TK
 
@@ -763,7 +743,7 @@ class GPT(nn.Module):
         bound = 0.5 * math.sqrt(3 / self.config.width)  # uniform, standard deviation 0.5 / sqrt(D)
         self.embed.normal_(0, 0.005, generator=rng)  # as a head; as an input it is normalised
         self.qk_bank.uniform_(-bound, bound, generator=rng)
-        self.vo_bank.uniform_(-bound, bound, generator=rng)  # non-zero O: modded-nanogpt record 64
+        self.vo_bank.uniform_(-bound, bound, generator=rng)  # non-zero O: record 64
         self.mlp_bank.uniform_(-bound, bound, generator=rng)
         self.mlp_bank[1::2].zero_()
         if self.config.swiglu:
@@ -872,10 +852,7 @@ class GPT(nn.Module):
     def attend_layer(
         self, layer: int, a_TD, qkv, qkv8, inputs: Inputs, attend: Callable, mixed_TD=None
     ) -> Tensor:
-        """Attention of one layer on its normalised input, before the output projection: (T, D).
-
-        qkv (3 D, D) and its Weight8 or None; mixed_TD is added to the values.
-        """
+        """Attention on a layer's normalised input, before the output projection; mixed_TD is added to the values."""
         c = self.config
         index = c.attention_layers.index(layer)
         rotary = (inputs.cos, inputs.sin, self.attention_scale)
@@ -985,10 +962,7 @@ class GPT(nn.Module):
 
     @staticmethod
     def offset_keys(k_THK: Tensor, previous_THK: Tensor, first_T11: Tensor) -> Tensor:
-        """The half of each key without position comes from the previous token (record 49).
-
-        So one layer can find "the token after the last X", which otherwise takes two.
-        """
+        """The half of each key without position is the previous token's, to find what followed it (record 49)."""
         K = k_THK.size(-1)
         unrotated = torch.arange(K, device=k_THK.device) >= K // 2
         return torch.where(unrotated & ~first_T11, previous_THK, k_THK)
@@ -1023,7 +997,7 @@ class GPT(nn.Module):
         self.bigram_signs.copy_(torch.randint(0, 2, self.bigram_signs.shape, generator=rng) * 2 - 1)
 
 
-SIGN_ROWS = 8192  # 500 to 15,000 are equally good in modded-nanogpt record 83
+SIGN_ROWS = 8192  # 500 to 15,000 are equally good in record 83
 
 
 def previous_tokens(tokens_T: Tensor) -> Tensor:
@@ -1071,7 +1045,7 @@ class Batch:
     max_doc: int
     total_tokens: int  # in the step, over all ranks
     total_targets: int = 0  # how many of them are not ignored
-    reader_state: dict | None = None  # where the reader stands after this batch
+    reader_state: dict | None = None  # where the reader is after this batch
     notes: dict = field(default_factory=dict)  # further numbers for the log
 
     def micro_batches(self, packs: int, device: torch.device) -> Iterator[MicroBatch]:
@@ -1255,10 +1229,7 @@ def adam_update(
 
 @functools.cache
 def one_graph(function: Callable) -> Callable:
-    """One of the three above, compiled for tensors of any size.
-
-    Its numbers become 0-D tensors: a new learning rate then compiles nothing.
-    """
+    """One of the three above, compiled for all sizes; numbers become 0-D tensors, so that new ones compile nothing."""
     compiled = torch.compile(function, fullgraph=True, dynamic=True)
 
     def call(*arguments, **numbers):
@@ -1320,7 +1291,7 @@ class Pending(NamedTuple):
     slot: Slot
     tensor: Tensor  # this rank's slice of the summed gradient, or everybody's weights
     index: Tensor | None = None  # of a sparse gradient: which row of the table each of its rows is for
-    works: tuple = ()  # handles to wait for
+    works: Iterable = ()  # handles to wait for
     sent: tuple = ()  # what this rank sends, kept alive until then
 
     def wait(self) -> None:
@@ -1368,7 +1339,7 @@ class Optimizer:
         late = [slot for slot in self.slots if slot.policy.late and not scaled]
         now = [slot for slot in self.slots if slot not in late]
 
-        # 1. The gradients that this step uses are summed. Those of late tables travel since the last step.
+        # 1. The gradients that this step uses are summed. Those of late tables started after the last step.
         gradients = self.start_reduce(now)
         if scaled and not self.all_finite(gradients):
             return False
@@ -1386,9 +1357,12 @@ class Optimizer:
             self.update(gradient, own, updates, lr_mult, momentum, 1.0 / loss_scale)
             gathers += self.start_gather(slot, own)
 
-        # 3. All weights are needed for the next forward.
+        # 3. All weights are needed for the next forward. What was padded is not the parameter itself.
         for gathered in gathers:
-            self.finish_gather(gathered)
+            slot = gathered.slot
+            gathered.wait()
+            if len(gathered.tensor) != slot.shape[0]:
+                slot.param.view(slot.shape).copy_(gathered.tensor[: slot.shape[0]])
 
         # 4. The gradients of late tables travel while it computes.
         self.late = self.start_reduce(late)
@@ -1408,23 +1382,20 @@ class Optimizer:
         slot = gradient.slot
         policy = slot.policy
         moments = slot.moments
-        numbers = {"decay": policy.weight_decay * lr_mult, "grad_scale": grad_scale}
+        base = self.config.muon_lr if policy.optimizer == "normuon" else self.config.adam_lr
+        numbers = {"lr": base * policy.lr_mult * lr_mult, "grad_scale": grad_scale}
+        numbers["decay"] = policy.weight_decay * lr_mult
         if policy.optimizer == "normuon":
-            numbers["lr"] = self.config.muon_lr * policy.lr_mult * lr_mult
             numbers |= {"momentum": momentum, "beta2": self.config.muon_beta2}
             self.update_normuon(gradient, own, numbers)
-            return
-
-        numbers["lr"] = self.config.adam_lr * policy.lr_mult * lr_mult
-        numbers["eps"] = self.config.adam_eps
-        if policy.optimizer == "rmsprop":
+        elif policy.optimizer == "rmsprop":
             (beta2,) = policy.betas
-            numbers |= {"beta2": beta2, "correction": 1 - beta2**updates}
+            numbers |= {"beta2": beta2, "correction": 1 - beta2**updates, "eps": self.config.adam_eps}
             tensors = (slot.master, gradient.tensor, moments["second_moment"], own)
             update_rows(*tensors, gradient.index, **numbers)
         else:
             beta1, beta2 = policy.betas
-            numbers |= {"beta1": beta1, "correction1": 1 - beta1**updates}
+            numbers |= {"beta1": beta1, "correction1": 1 - beta1**updates, "eps": self.config.adam_eps}
             numbers |= {"beta2": beta2, "correction2": 1 - beta2**updates}
             tensors = (slot.master, gradient.tensor, moments["exp_avg"], moments["exp_avg_sq"], own)
             function = one_graph(adam_update) if self.compiled else adam_update
@@ -1444,23 +1415,17 @@ class Optimizer:
     # -- communication
 
     def start_reduce(self, slots: list[Slot]) -> list[Pending]:
-        """Takes the gradients from the parameters and starts to sum them over ranks, those that there are."""
-        gradients = []
-        for slot in slots:
-            grad = slot.param.grad
-            slot.param.grad = None
-            if grad is None:
-                continue
-            if grad.is_sparse:
-                gradients.append(self.start_exchange(slot, grad))
-                continue
-            grad = grad.view(slot.shape)
-            if slot.policy.late:
-                grad = grad.clone()  # replay() writes the next gradient into the same memory
-            gradients.append(self.start_sum(slot, grad))
-        return gradients
+        """Takes the gradients from the parameters, but for those that nothing used, and starts to sum them."""
+        return [self.start_sum(slot) for slot in slots if slot.param.grad is not None]
 
-    def start_sum(self, slot: Slot, grad: Tensor) -> Pending:
+    def start_sum(self, slot: Slot) -> Pending:
+        grad = slot.param.grad
+        slot.param.grad = None
+        if grad.is_sparse:
+            return self.start_exchange(slot, grad)
+        grad = grad.view(slot.shape)
+        if slot.policy.late:
+            grad = grad.clone()  # replay() writes the next gradient into the same memory
         if self.ranks.world == 1:
             return Pending(slot, grad)
         if not slot.sharded:
@@ -1475,17 +1440,13 @@ class Optimizer:
     def start_exchange(self, slot: Slot, grad: Tensor) -> Pending:
         """Every rank gets the rows of all, in the same order, and so computes the same sums."""
         assert not slot.sharded, f"{slot.name} is sharded, but has a sparse gradient"
-        index, rows = grad._indices()[0], grad._values()
-        if self.ranks.world == 1:
-            return Pending(slot, rows, index)
-        all_index, all_rows = (
-            part.new_empty(self.ranks.world * len(part), *part.shape[1:]) for part in (index, rows)
-        )
-        works = (
-            dist.all_gather_into_tensor(all_index, index, async_op=True),
-            dist.all_gather_into_tensor(all_rows, rows, async_op=True),
-        )
-        return Pending(slot, all_rows, all_index, works, sent=(index, rows))
+        index, rows = own = (grad._indices()[0], grad._values())
+        works = []
+        if self.ranks.world > 1:
+            index, rows = (part.new_empty(self.ranks.world * len(part), *part.shape[1:]) for part in own)
+            for every, part in zip((index, rows), own, strict=True):
+                works.append(dist.all_gather_into_tensor(every, part, async_op=True))
+        return Pending(slot, rows, index, works, sent=own)
 
     def start_gather(self, slot: Slot, own: Tensor | None) -> list[Pending]:
         """Sends this rank's new weights to all others, if the slot is sharded."""
@@ -1497,12 +1458,6 @@ class Optimizer:
             whole = own.new_empty(padded, *own.shape[1:])
         work = dist.all_gather_into_tensor(whole, own, async_op=True)
         return [Pending(slot, whole, works=(work,), sent=(own,))]
-
-    def finish_gather(self, gathered: Pending) -> None:
-        gathered.wait()
-        slot = gathered.slot
-        if len(gathered.tensor) != slot.shape[0]:  # padded, and so not the parameter itself
-            slot.param.detach().view(slot.shape).copy_(gathered.tensor[: slot.shape[0]])
 
     def slice(self, slot: Slot, full: Tensor) -> Tensor:
         """This rank's rows of a full (N, ...) tensor, padded with zeros."""
@@ -1566,10 +1521,7 @@ class Optimizer:
         return {s.name: self.gather(s, s.master).view(s.param.shape) for s in self.slots}
 
     def state(self) -> dict[str, Tensor]:
-        """Whole moments and late gradients, so that any number of ranks can load them.
-
-        Every rank must call it.
-        """
+        """Whole moments and late gradients, for any number of ranks to load. Every rank must call it."""
         state = {}
         for slot in self.slots:
             for name, moment in slot.moments.items():
@@ -1664,7 +1616,7 @@ def average_weights(state: TrainState) -> None:
 class ShardReader:
     """Walks over the training shards of a dataset and cuts them into the documents of packs.
 
-    Readers of other data need the same: `reader_state`, where they stand; seek(); `bos_id`; pack().
+    Readers of other data need the same: `reader_state`, which seek() restores; `bos_id`; pack().
     """
 
     def __init__(self, dataset: Dataset, config: Config):
@@ -1699,10 +1651,7 @@ class ShardReader:
         offset = self.reader_state["offset"]
         continued = self.tokens[offset] != self.bos_id
         following = np.searchsorted(self.bos_at, offset, side="right")
-        if following < len(self.bos_at):
-            end = self.bos_at[following]
-        else:
-            end = len(self.tokens)
+        end = self.bos_at[following] if following < len(self.bos_at) else len(self.tokens)
 
         # Take as much of it as fits.
         stop = int(offset + min(end - offset, room - continued))
@@ -1940,7 +1889,7 @@ def check_length(job: Job, ranks: Ranks) -> None:
 class Progress:
     """How far a run has come; saved with every checkpoint."""
 
-    reader_state: dict | None = None  # where the reader stands
+    reader_state: dict | None = None  # where the reader is
     tokens: int = 0
     train_seconds: float = 0.0
     flops: float = 0.0
@@ -1955,7 +1904,7 @@ class Run:
     args: argparse.Namespace
     ranks: Ranks
     run_dir: Path
-    lock: object  # of run_dir, held while this lives
+    lock: object  # of run_dir, held while this object exists
     machine: dict
     identity: dict
     log: Log
@@ -1986,8 +1935,8 @@ def describe_run(run: Run) -> None:
     device = f"{run.ranks.world} x {run.machine['device']}"
     run.log.say(f"{Path(__file__).name}: {size:.1f} M parameters, {model.embed.dtype}, {device}")
     run.log.say(f"data: {config.data}, vocabulary {config.vocab_size:,}, {run.job.note}")
-    run.log.say(f"run:  {run.run_dir}, {config.num_steps:,} steps, {config.tokens:,} tokens")
-    run.log.say(f"micro-batch: {run.state.micro_packs * config.pack_tokens:,} tokens")
+    micro_batch = f"micro-batch {run.state.micro_packs * config.pack_tokens:,} tokens"
+    run.log.say(f"run:  {run.run_dir}, {config.num_steps:,} steps, {config.tokens:,} tokens, {micro_batch}")
 
 
 # What --resume may change: where a run ends, what it reports, and how the same numbers are computed.
@@ -1998,7 +1947,7 @@ FREE_ON_RESUME = (
 
 
 def identity(job: Job) -> dict:
-    """What makes a run the one that it is: script, data and recipe. Its checkpoints state it."""
+    """What identifies a run: script, data and recipe. Its checkpoints repeat it."""
     recipe = dataclasses.asdict(job.config)
     for name in FREE_ON_RESUME:
         recipe.pop(name, None)
@@ -2032,7 +1981,7 @@ def describe_start(run: Run, description: dict, changed: list[str]) -> None:
 
 
 def check_same_run(run: Run) -> list[str]:
-    """What --resume-changed allows to differ; raises UserError without that flag."""
+    """What differs from the start of the run; raises UserError unless --resume-changed allows it."""
     before = read_description(run.run_dir)["starts"][-1]["identity"]
     changed = []
     for name, value in run.identity.items():
@@ -2202,7 +2151,7 @@ def report(run: Run) -> None:
     """report.md, curve.png and samples, where runs/report.py lies beside this script or the tool that runs."""
     sys.path.append(str(Path(__file__).resolve().parent / "runs"))
     try:
-        tool = importlib.import_module("report")
+        import report as tool
     except ImportError:
         run.log.say(f"for a report with samples: python runs/report.py {run.run_dir}")
         return
@@ -2264,7 +2213,7 @@ def build_state(config: Config, ranks: Ranks, say: Callable = print) -> TrainSta
 
 
 def reset_state(state: TrainState) -> None:
-    """The state of step 0: initial weights, zero moments. It also removes every trace of the warm-up."""
+    """The state of step 0: initial weights, zero moments, no trace of the warm-up."""
     state.model.zero_grad(set_to_none=True)
     state.model.init_weights(state.config.seed)
     if state.ranks.world > 1:
@@ -2306,7 +2255,7 @@ def warm_up_stage(state: TrainState, index: int, rng: np.random.Generator) -> No
 
 
 def dummy_batch(config: Config, ranks: Ranks, packs: int, rng) -> Batch:
-    """A batch of so many packs for each rank, random tokens in documents of the greatest length."""
+    """A batch of so many packs for each rank, random tokens in documents of maximal length."""
     batch = empty_packs(packs, config, 0)
     random = rng.integers(0, config.vocab_size, batch.tokens.shape, np.int32)
     batch.tokens.copy_(torch.from_numpy(random))
@@ -2412,11 +2361,11 @@ def describe_machine(ranks: Ranks) -> dict:
 # <<< shared: sections_5_to_8
 def micro_batch_limit(config: Config, free: int) -> float:
     """The most tokens in a micro-batch that fit into `free` bytes of GPU memory and help speed."""
-    # Kept for the backward: 0.9 MB a token, measured.
+    # What is kept for the backward, in bytes; the compiler keeps less.
     layer = 24 * config.width + 4 * config.mlp_width
     a_token = 2 * (config.num_layers * layer + 4 * config.padded_vocab)
     if config.compile and bf16_is_native():
-        a_token *= 0.4  # compiled, with the kernels: 0.25 MB measured, rounded up
+        a_token *= 0.4
     # Gradients of tables; the bigram table's is sparse.
     tables = config.padded_vocab * (1 + len(config.value_embed_layers))
     states = 20 * config.width * tables
@@ -2451,10 +2400,7 @@ class Tokenizer:
         self.token_bytes[len(ranks) :] = 0
 
     def prefixes(self) -> list[int]:
-        """For each token the longest other one that its bytes begin with, or -1; -1 for specials.
-
-        A second, coarser target (record 88).
-        """
+        """For each token the longest other one that its bytes begin with, or -1: a coarser target (record 88)."""
 
         def longest_prefix(text: bytes) -> int:
             for length in range(len(text) - 1, 0, -1):
@@ -2747,7 +2693,7 @@ SAFETENSORS_NAMES = {
 
 def prune_checkpoints(run_dir: Path, step: int, keep: int) -> None:
     """Removes all up to a step but the newest `keep` checkpoints and the one with the lowest val_bpb."""
-    # resume() passed over what is of a later step.
+    # resume() has skipped those of later steps.
     folders = [folder for folder in checkpoints(run_dir) if int(folder.name[5:]) <= step]
     scores = dict.fromkeys(folders, math.inf)
     for folder in folders:
@@ -2775,7 +2721,7 @@ def check_checkpoint(folder: Path, names=CHECKPOINT_FILES) -> dict:
 
 
 def newest_whole(run_dir: Path, say: Callable, names=CHECKPOINT_FILES) -> Path:
-    """The newest checkpoint of this run without damage; says which it passes over."""
+    """The newest checkpoint of this run without damage; says which ones it skips."""
     own = [start["identity"] for start in read_description(run_dir)["starts"]]
     for folder in reversed(checkpoints(run_dir)):
         try:
@@ -2811,7 +2757,7 @@ def load_checkpoint(state: TrainState, folder: Path) -> dict:
 
 
 def model_relations(config: Config) -> dict[str, bool]:
-    """What must hold in the shape of this model, by the sentence for where it does not."""
+    """Conditions on the shape of this model, each by the error message for where it fails."""
     c = config
     named = (*c.long_layers, *c.value_embed_layers, *c.key_offset_layers, *c.no_attention_layers)
     highest = max((*named, c.backout_layer))
@@ -2825,7 +2771,7 @@ def model_relations(config: Config) -> dict[str, bool]:
 
 # >>> shared: sections_10_to_12
 def validate(config: Config) -> None:
-    """Raises UserError with the first thing that a person gets wrong; torch reports the rest."""
+    """Raises UserError for the first mistake that it finds; torch reports the rest."""
     c = config
     shares = sum(stage.share for stage in c.stage_table)
     relations = {
@@ -2897,10 +2843,7 @@ def parse_override(text: str) -> tuple[str, object]:
 
 def change_config(base: Config | None, args: argparse.Namespace) -> Config:
     """A valid Config with the values that the flags give; base None: the defaults."""
-    changes = {}
-    for text in args.set:
-        key, value = parse_override(text)
-        changes[key] = value
+    changes = dict(parse_override(text) for text in args.set)
     for field_ in dataclasses.fields(Config):
         value = getattr(args, field_.name, None)
         if value is not None and field_.name in changes:
@@ -3127,17 +3070,14 @@ ANY_LAYOUT = (torch.Tag.flexible_layout,)
 
 
 def softcap_ce_cpu(logits, targets, term_weights, token_weight, cap, first=0, grad=True):
-    """Losses (n,), nats (n,) and token_weight * gradient (n, V) or None of logits (n, V), tokens `first` on.
-
-    Few passes, most of them in place, since memory limits a CPU.
-    """
+    """Losses (n,), nats (n,) and token_weight * gradient (n, V) or None of logits (n, V), tokens `first` on."""
     own = slice(first, first + len(logits))
     picks = targets[:, own].T.long()
     real = picks >= 0
     picks = picks.clamp(min=0)
     w = term_weights * real
 
-    # e = exp(z - top). With a softcap z <= a, so exp needs no maximum.
+    # e = exp(z - top). With a softcap z <= a, so exp needs no maximum. Most is in place: memory limits a CPU.
     if cap:
         a, b, c = cap
         s = torch.add(torch.full((), b / c, device=w.device), logits.float(), alpha=1 / c).sigmoid_()
@@ -3185,10 +3125,7 @@ def to_bf16(x):
 
 @jit
 def load_softcap(logits, j, a, b, c, V: tl.constexpr, FAST: tl.constexpr):
-    """h = tanh((x + b) / 2c) of the columns j, and e = exp(z - a), which is exp(a (h - 1) / 2).
-
-    s (1 - s) is (1 - h^2) / 4. In h everything takes the fewest instructions.
-    """
+    """h = tanh((x + b) / 2c) of the columns j, and e = exp(z - a) = exp(a (h - 1) / 2); s (1 - s) is (1 - h^2) / 4."""
     x = tl.load(logits + j, mask=j < V, other=0.0).to(tl.float32)
     h = fast_tanh(x * (0.5 / c) + b * (0.5 / c), FAST)
     slope = a * 0.7213475204444817  # log2(e) / 2
@@ -3217,7 +3154,7 @@ def softcap_ce_kernel(
     w = tl.where(target >= 0, tl.load(term_weights + k, mask=k < TERMS, other=0.0), 0.0)
     W = tl.sum(w)
 
-    # e = exp(z - top). With a softcap z <= a, so no maximum is looked for.
+    # e = exp(z - top). With a softcap z <= a, so no maximum is needed.
     j = tl.arange(0, BLOCK)
     if CAP:
         h_t, e_t = load_softcap(logits, tl.maximum(target, 0), a, b, c, V, FAST)
@@ -3367,10 +3304,8 @@ def to_weights8(bank: Tensor) -> list[Weight8]:
 
 
 def scale_head_gradient(x, term_weights, token_weight, cap) -> tuple[Tensor, Tensor]:
-    """The e5m2 scale of the logits' gradient (0-D), and token_weight (T,) divided by it.
-
-    |gradient| <= a / (4 c) * sum of term weights * token weight; without a softcap a / (4 c) is 1.
-    """
+    """The e5m2 scale of the logits' gradient (0-D), and token_weight (T,) divided by it."""
+    # |gradient| <= a / (4 c) * sum of term weights * token weight; without a softcap a / (4 c) is 1.
     slope = cap[0] / (4 * cap[2]) if cap else 1.0
     scale = term_weights.abs().sum() * (slope / E5M2_MAX)
     if token_weight is None:
@@ -3464,13 +3399,11 @@ def linear_cross_entropy(x, w, targets, cap, term_weights=None, token_weight=Non
 
     Args:    x (T, D), w (V, D); targets int (N, T), negative for none; cap as in softcap(); term_weights
              fp32 (N,), one for each row of targets; token_weight fp32 (T,); chunk tokens at a time;
-             fp8: for training, e4m3 operands with dynamic scales and an e5m2 gradient whose scale is
-             an exact bound, where fits_fp8() allows
+             fp8: for training, e4m3 operands and an e5m2 gradient, where fits_fp8() allows
     Returns: sum over t of row_weight_t * loss_t; nats of the first target alone, fp32 (T,),
              detached, 0 where there is none
 
-    The forward computes the gradients, a chunk of logits at a time; the backward multiplies them by
-    the gradient of the sum. A weighting by token goes into token_weight: the nats carry no gradient.
+    The forward computes the gradients, a chunk of logits at a time; the backward only multiplies them.
     """
     term_weights = torch.ones(len(targets), device=x.device) if term_weights is None else term_weights
     grad = torch.is_grad_enabled() and (x.requires_grad or w.requires_grad)
@@ -3644,10 +3577,9 @@ def update_rows(master, grad, second_moment, param, index=None, **numbers) -> No
 
 def persistent_programs(x: Tensor, tiles: int) -> int:
     """Two on each multiprocessor: one multiplies while the other stores."""
-    programs = 3  # of the interpreter
-    if x.is_cuda:
-        programs = 2 * torch.cuda.get_device_properties(x.device).multi_processor_count
-    return min(tiles, programs)
+    if not x.is_cuda:  # the interpreter
+        return min(tiles, 3)
+    return min(tiles, 2 * torch.cuda.get_device_properties(x.device).multi_processor_count)
 
 
 @jit
@@ -3669,10 +3601,7 @@ def linear_relu2_kernel(
     GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """out = relu(a b^T)^2 factor, or with aux 2 (a b^T) sqrt(aux) factor.
-
-    Descriptors of a (M, K), b (N, K), aux and out (M, N), and out_T (N, M).
-    """
+    """linear_relu2 on descriptors of a (M, K), b (N, K), aux (its post) and out (M, N), and out_T (N, M)."""
     tiles_m = tl.cdiv(M, BM)
     tiles_n = tl.cdiv(N, BN)
     # Flattened, a tile's loads begin before the last one is stored; with aux this needs too much
@@ -3696,10 +3625,7 @@ RELU2_TILES = dict(BM=128, BN=128, BK=128, GROUP=4, num_warps=4, num_stages=3)
 
 @torch.library.custom_op(f"{OPS}::linear_relu2", mutates_args=(), tags=ANY_LAYOUT)
 def linear_relu2(a: Tensor, b: Tensor, post: Tensor | None, factor: float) -> tuple[Tensor, Tensor]:
-    """relu(a b^T)^2 factor of fp8 operands, (M, N), or with post 2 (a b^T) sqrt(post) factor.
-
-    The results have the dtype of a; the second is the transpose (N, M) of the first.
-    """
+    """relu(a b^T)^2 factor, or with post 2 (a b^T) sqrt(post) factor, fp8 as a (M, N), and its transpose (N, M)."""
     M, K = a.shape
     N = len(b)
     out, out_T = empty_relu2(a, b)
@@ -3780,10 +3706,7 @@ def attention_bounds(cu_seqlens: Tensor, T: int, window: int) -> Tensor:
 
 @jit
 def load_rows(x, index, stride, T, D: tl.constexpr, SWAP: tl.constexpr = 0):
-    """Rows of one head: x points at its first value, `stride` values lie between tokens.
-
-    SWAP, a power of two: every second piece of so many values changes places with the one before it.
-    """
+    """Rows of one head, `stride` numbers apart. SWAP, a power of two: neighbouring pieces of so many swap places."""
     column = tl.arange(0, D)
     if SWAP:  # the hints keep loads wide
         column = tl.max_contiguous(tl.multiple_of(column ^ SWAP, SWAP), SWAP)
@@ -3803,10 +3726,7 @@ def attention_forward_kernel(
     T, sq, sk, sv, so,
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """One block of BM rows and one head a program; keys from the first that its first row sees.
-
-    q, k, v, o (T, H, D) with strides sq to so between tokens, lse (H, T).
-    """
+    """One block of BM queries and one head a program. q, k, v, o (T, H, D) with strides sq to so, lse (H, T)."""
     m0 = tl.program_id(0) * BM
     h = tl.program_id(1)
     m = m0 + tl.arange(0, BM)
@@ -3964,14 +3884,11 @@ def window_attention(q_THK, k_THK, v_THK, bounds: Tensor) -> Tensor:
 
 
 # -- queries and keys: norm, scale and rotary embedding. In fp8 they join the epilogue of the product, so that
-# q and k are written once and not read; a second kernel goes the way back.
+# q and k are written once and not read; a second kernel computes their gradient.
 
 
 def norm_rotate(qkv: Tensor, cos_TK: Tensor, sin_TK: Tensor, scale: Tensor):
-    """qkv (T, 3, H, K) -> q, normalised, times the scale and rotated; k, normalised and rotated; v.
-
-    Each is (T, H, K). cos_TK and sin_TK (T, 1, K) as for rotate; scale 0-D, without a gradient.
-    """
+    """qkv (T, 3, H, K) -> q, k, v (T, H, K): q and k normalised and rotated, q times the scale (0-D, no gradient)."""
     q, k, v = qkv.unbind(1)
     return rotate(times(scale, norm(q)), cos_TK, sin_TK), rotate(norm(k), cos_TK, sin_TK), v
 
@@ -3998,7 +3915,7 @@ def linear_rotate_kernel(
         for d0 in range(0, D, BD):
             acc = tl.dot(a.load([m0, d0]), b.load([head * K, d0]).T, acc)
 
-        # The quarters of both halves that turn against each other.
+        # The quarters that are rotated together, in both halves.
         x0, x1 = tl.split(tl.permute(tl.reshape(acc * size, (BM, 2, 2, K // 4)), (0, 1, 3, 2)))
         part = head // H
         if part < 2:
@@ -4023,10 +3940,7 @@ ROTATE_TILES = dict(BM=256, BD=128, num_warps=8, num_stages=3)
 def linear_rotate(
     a: Tensor, b: Tensor, unit: Tensor, cos: Tensor, sin: Tensor, scale: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """q, k, v of norm_rotate in one tensor (T, 3, H, K), of qkv = a b^T unit; and rstd (T, 2, H).
-
-    a (T, D) and b (3 H K, D) in fp8, unit fp32, 0-D; the first result has the dtype of cos.
-    """
+    """norm_rotate of a b^T unit in one tensor (T, 3, H, K), and rstd (T, 2, H); a (T, D), b (3 H K, D) in fp8."""
     T, D = a.shape
     out, rstd = empty_linear_rotate(a, b, unit, cos)
     _, _, H, K = out.shape
@@ -4056,12 +3970,9 @@ def norm_rotate_grad_kernel(
 ):  # fmt: skip
     """out (N, 3, H, K): the gradient before norm and rotation of every `every`-th token, divided by unit.
 
-    A program computes BR rows, heads of tokens. qkv (T, 3, H, K) and rstd are what linear_rotate returned,
-    dq, dk, dv (T, H, K) the gradients. With n = x rstd and y = s R n, R a rotation:
-
-        dx = rstd R^T (s dy - y mean(y dy) / s)
-
-    since the norm takes away the part of the gradient along y.
+    A program computes BR rows, heads of tokens, from what linear_rotate returned and dq, dk, dv (T, H, K).
+    With n = x rstd and y = s R n, R a rotation, dx = rstd R^T (s dy - y mean(y dy) / s): the norm takes away
+    the part of the gradient along y.
     """
     row = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     head = row % H

@@ -345,7 +345,7 @@ def test_out_of_memory(dataset_dir, tmp_path, monkeypatch, capsys, where):
     monkeypatch.setattr(ts, where, fail)
     assert ts.main(flags(dataset_dir, tmp_path / "run")) == 1
     found = capsys.readouterr()
-    assert "micro-batch: 512 tokens\n" in found.out and not (tmp_path / "run/log.jsonl").exists()
+    assert ", micro-batch 512 tokens\n" in found.out and not (tmp_path / "run/log.jsonl").exists()
     assert found.err.count("\n") == 1 and "out of memory; pass --micro-batch-tokens with half" in found.err
 
 
