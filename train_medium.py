@@ -1487,38 +1487,43 @@ class Optimizer:
         self, gradient: Pending, own, updates: int, lr_mult: float, momentum: float, grad_scale: float
     ) -> None:
         """Updates the master, the moments and this rank's part of the parameter (or None) of a slot by its policy."""
-        slot = gradient.slot
-        policy = slot.policy
-        moments = slot.moments
-        base = self.config.muon_lr if policy.optimizer == "normuon" else self.config.adam_lr
-        numbers = {"lr": base * policy.lr_mult * lr_mult, "grad_scale": grad_scale}
-        numbers["decay"] = policy.weight_decay * lr_mult
+        policy = gradient.slot.policy
+        numbers = {"decay": policy.weight_decay * lr_mult, "grad_scale": grad_scale}
         if policy.optimizer == "normuon":
-            numbers |= {"momentum": momentum, "beta2": self.config.muon_beta2}
-            self.update_normuon(gradient, own, numbers)
-        elif policy.optimizer == "rmsprop":
-            (beta2,) = policy.betas
-            numbers |= {"beta2": beta2, "correction": 1 - beta2**updates, "eps": self.config.adam_eps}
-            tensors = (slot.master, gradient.tensor, moments["second_moment"], own)
-            update_rows(*tensors, gradient.index, **numbers)
+            numbers["lr"] = self.config.muon_lr * policy.lr_mult * lr_mult
+            self.update_normuon(gradient, own, momentum, numbers)
         else:
-            beta1, beta2 = policy.betas
-            numbers |= {"beta1": beta1, "correction1": 1 - beta1**updates, "eps": self.config.adam_eps}
-            numbers |= {"beta2": beta2, "correction2": 1 - beta2**updates}
-            tensors = (slot.master, gradient.tensor, moments["exp_avg"], moments["exp_avg_sq"], own)
-            function = one_graph(adam_update) if self.compiled else adam_update
-            function(*(None if t is None else t.view(-1) for t in tensors), **numbers)
+            numbers["lr"] = self.config.adam_lr * policy.lr_mult * lr_mult
+            self.update_adam(gradient, own, updates, numbers)
 
-    def update_normuon(self, gradient: Pending, own, numbers: dict) -> None:
+    def update_normuon(self, gradient: Pending, own, momentum: float, numbers: dict) -> None:
         """NorMuon for as many matrices at once as fit into memory."""
         slot = gradient.slot
         moments = (slot.moments["momentum"], slot.moments["second_moment"])
         tensors = (slot.master, gradient.tensor, *moments, slot.mult)
         parts = list(zip(*(t.split(slot.together) for t in tensors), strict=True))
         outs = [None] * len(parts) if own is None else own.split(slot.together)
+        numbers |= {"momentum": momentum, "beta2": self.config.muon_beta2}
         options = {"dtype": self.muon_dtype, "compiled": self.compiled}
         for part, out in zip(parts, outs, strict=True):
             normuon_update(*part, out, **numbers, **options)
+
+    def update_adam(self, gradient: Pending, own, updates: int, numbers: dict) -> None:
+        """Adam, or RMSProp for large tables."""
+        slot = gradient.slot
+        numbers["eps"] = self.config.adam_eps
+        if slot.policy.optimizer == "rmsprop":
+            (beta2,) = slot.policy.betas
+            numbers |= {"beta2": beta2, "correction": 1 - beta2**updates}
+            tensors = (slot.master, gradient.tensor, slot.moments["second_moment"], own)
+            update_rows(*tensors, gradient.index, **numbers)
+            return
+        beta1, beta2 = slot.policy.betas
+        numbers |= {"beta1": beta1, "correction1": 1 - beta1**updates}
+        numbers |= {"beta2": beta2, "correction2": 1 - beta2**updates}
+        tensors = (slot.master, gradient.tensor, slot.moments["exp_avg"], slot.moments["exp_avg_sq"], own)
+        function = one_graph(adam_update) if self.compiled else adam_update
+        function(*(None if t is None else t.view(-1) for t in tensors), **numbers)
 
     # -- communication
 
