@@ -31,7 +31,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from lib import engine
+from lib import chat_format, engine
 from lib.engine import RunError
 from lib.engine import print_note as say  # stdout holds nothing but the answers
 
@@ -74,12 +74,6 @@ class TooLong(RunError):
     """A conversation does not fit the context."""
 
 
-def is_chat_run(run_dir: Path) -> bool:
-    """Whether a run was finetuned (or trained by reinforcement after it), by its config.json."""
-    description = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
-    return description.get("command") in ("finetune", "rl")
-
-
 # ==== where answers come from
 
 
@@ -106,9 +100,6 @@ class OwnModel:
 class Local(OwnModel):
     """A model of a run directory with the conversation in its KV cache."""
 
-    MARKS = ("<|user_start|>", "<|user_end|>", "<|assistant_start|>", "<|assistant_end|>")
-    SHOWN = {"<|python_start|>": "[", "<|python_end|>": "", "<|output_start|>": " = ", "<|output_end|>": "]"}
-
     def __init__(self, run_dir: Path, args: argparse.Namespace):
         run = engine.load_run(run_dir, args.step, args.device)
         # Imported now, since Ctrl-C during the first answer would leave it half imported.
@@ -120,42 +111,23 @@ class Local(OwnModel):
         self.decoder = engine.Decoder(run.model, run.tokenizer, 1)  # its row keeps the conversation
 
         specials = run.tokenizer.specials
-        self.chat = is_chat_run(run_dir) and set(self.MARKS) <= set(specials)
+        self.chat = chat_format.is_chat_run(run_dir) and set(chat_format.TURN_TOKENS) <= set(specials)
         if not self.chat:
             say("this run was not finetuned for chat, so it continues your text (see runs/finetune.py)")
-        self.shown = {specials[n]: text.encode() for n, text in self.SHOWN.items() if n in specials}
+        call_tokens = chat_format.CALL_TOKENS.items()
+        self.shown = {specials[name]: text.encode() for name, text in call_tokens if name in specials}
         self.stops = tuple(i for i in specials.values() if i not in self.shown)
 
     def render(self, system: str, messages: list[dict]) -> list[int]:
-        special = self.tokenizer.specials
-        ids = [self.tokenizer.bos_id]
-        lead = f"{system}\n\n" if system else ""  # of the first text
-        for message in messages:
-            role = message["role"]
-            if role == "assistant":
-                part = message["ids"]
-            else:
-                part = self.tokenizer.encode(lead + message["content"])
-                lead = ""
-            if self.chat:
-                part = [special[f"<|{role}_start|>"], *part, special[f"<|{role}_end|>"]]
-            ids += part
+        said = [("system", system)]
+        said += [(message["role"], message.get("ids") or message["content"]) for message in messages]
+        turns = chat_format.merge_turns(said)
         if self.chat:
-            ids.append(special["<|assistant_start|>"])
+            return chat_format.render(self.tokenizer, turns)
+        ids = [self.tokenizer.bos_id]
+        for _, content in turns:
+            ids += self.tokenizer.encode(content) if isinstance(content, str) else content
         return ids
-
-    def parts(self, ids: list[int]) -> str | list[dict]:
-        """An answer as data/sft.py reads it: a text, or a list of parts if there are tool calls."""
-        kinds = {"<|python_start|>": "python", "<|output_start|>": "python_output"}
-        parts = [("text", [])]
-        for i in ids:
-            if i in self.shown:
-                parts.append((kinds.get(self.tokenizer.decode([i]), "text"), []))
-            else:
-                parts[-1][1].append(i)
-        if all(kind == "text" for kind, _ in parts):
-            return self.tokenizer.decode(ids)
-        return [{"type": kind, "text": self.tokenizer.decode(part)} for kind, part in parts if part]
 
     def reply(self, system: str, messages: list[dict], answer: dict, show: Callable) -> None:
         """Shows the pieces of the answer, whose ids go to answer["ids"]. May drop the oldest messages."""
@@ -398,7 +370,8 @@ class Chat:
         said = []
         for message in self.messages:
             ids = message.get("ids")
-            said.append(message | {"content": self.backend.parts(ids)} if ids else message)
+            content = chat_format.answer_content(self.backend.tokenizer, ids) if ids else message["content"]
+            said.append(message | {"content": content})
         try:
             with path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"messages": history(self.system, said)}) + "\n")

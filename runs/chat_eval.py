@@ -46,7 +46,7 @@ from typing import Any
 
 import numpy as np
 import score_core
-from lib import engine
+from lib import chat_format, engine
 from lib.engine import RunError
 from tqdm import tqdm
 
@@ -103,15 +103,8 @@ class ChoiceItem:
 # ==== the run
 
 
-def chat_prompt(tokenizer, question: str) -> list[int]:
-    """The ids of a question up to where the answer starts, as data/sft.py lays them out."""
-    special = tokenizer.specials
-    user = [special["<|user_start|>"], *tokenizer.encode(question), special["<|user_end|>"]]
-    return [tokenizer.bos_id, *user, special["<|assistant_start|>"]]
-
-
 def check_chat_tokens(tokenizer, run_dir: Path) -> None:
-    if "<|assistant_end|>" not in tokenizer.specials:
+    if chat_format.ASSISTANT_END not in tokenizer.specials:
         advice = "finetune a run whose tokenizer was made by data/tokenizer.py"
         raise RunError(f"the tokenizer of {run_dir} has no chat tokens; {advice}")
 
@@ -240,7 +233,7 @@ def score_choices(score, model, tokenizer, items: list[ChoiceItem], ranks, size:
     rows = []
     spans = []
     for item in items:
-        prompt = chat_prompt(tokenizer, choice_question(item.question, item.choices))
+        prompt = chat_format.question_ids(tokenizer, choice_question(item.question, item.choices))
         prompt = prompt[-(limit - 1) :]
         own = letters[: len(item.choices)]
         rows.append([np.array([*prompt, letter], np.int32) for letter in own])
@@ -258,12 +251,12 @@ def score_texts(generator, items: list[Item], task: str, ranks) -> tuple[np.ndar
     """
     tokenizer = generator.tokenizer
     limit = generator.model.config.max_seq_len
-    stop = (tokenizer.specials["<|assistant_end|>"],)
+    stop = (tokenizer.specials[chat_format.ASSISTANT_END],)
     mine = range(ranks.rank, len(items), ranks.world)
 
     completions = {}
     for i in mine:
-        prompt = chat_prompt(tokenizer, items[i].question)
+        prompt = chat_format.question_ids(tokenizer, items[i].question)
         most = min(TASKS[task].new_tokens, limit + 1 - len(prompt))
         if most > 0:
             completions[i] = engine.Completion(prompt, most, temperature=0.0, stop=stop, tools=True)

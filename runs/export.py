@@ -24,8 +24,8 @@ import sys
 from pathlib import Path
 
 import torch
-from chat import is_chat_run
 from jinja2 import StrictUndefined, Template
+from lib.chat_format import ASSISTANT_END, is_chat_run
 from lib.engine import RunError, load_run
 from report import read_log
 from safetensors.torch import save_file
@@ -41,7 +41,6 @@ LIB = Path(__file__).with_name("lib")
 MODEL_CODE = LIB / "export_model.py"
 CHAT_TEMPLATE = LIB / "export_chat.jinja"
 CARD = LIB / "export_card.md"
-CHAT_END = "<|assistant_end|>"
 
 # ---- the model
 
@@ -320,7 +319,7 @@ def read_vocabulary(tokenizer, is_chat: bool = False) -> Vocabulary:
     specials = tokenizer.specials
     bos = next(text for text, i in specials.items() if i == tokenizer.bos_id)
     content = convert_tokenizer(tokenizer.pattern, list(tokenizer.mergeable), specials, bos)
-    return Vocabulary(content, tokenizer.pattern, specials, bos, CHAT_END if is_chat else bos)
+    return Vocabulary(content, tokenizer.pattern, specials, bos, ASSISTANT_END if is_chat else bos)
 
 
 def export(args: argparse.Namespace) -> None:
@@ -362,7 +361,7 @@ def write_folder(args, fields: dict, tensors: dict, vocabulary, card: str) -> No
     write_json(args.out / "config.json", {**fields, **ids, "dtype": args.dtype})
     write_json(args.out / "generation_config.json", {**ids, **sampling})
     more = {"padding_side": "left"}
-    if CHAT_END in vocabulary.specials:  # also of a base model, for finetuning
+    if ASSISTANT_END in vocabulary.specials:  # also of a base model, for finetuning
         more["chat_template"] = CHAT_TEMPLATE.read_text(encoding="utf-8")
     write_tokenizer(args.out, vocabulary, fields["max_position_embeddings"], **more)
     store_weights(args.out / "model.safetensors", tensors, DTYPES[args.dtype])

@@ -230,12 +230,11 @@ def continuations(run) -> list[str]:
 
 def answers_to_questions(run) -> list[str]:
     """QUESTIONS and the model's most likely answers."""
-    special = run.tokenizer.specials
-    prompts = []
-    for question in QUESTIONS:
-        ids = [special["<|user_start|>"], *run.tokenizer.encode(question), special["<|user_end|>"]]
-        prompts.append([run.tokenizer.bos_id, *ids, special["<|assistant_start|>"]])
-    found = generate(run, prompts, stop=(special["<|assistant_end|>"],), **ANSWER)
+    from lib import chat_format
+
+    prompts = [chat_format.question_ids(run.tokenizer, question) for question in QUESTIONS]
+    stop = (run.tokenizer.specials[chat_format.ASSISTANT_END],)
+    found = generate(run, prompts, stop=stop, **ANSWER)
     texts = [run.tokenizer.decode(ids) for ids in found]
     return [f"{question}\n\n{text}" for question, text in zip(QUESTIONS, texts, strict=True)]
 

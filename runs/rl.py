@@ -47,8 +47,8 @@ import finetune
 import numpy as np
 import sft
 import torch
-from chat_eval import Item, chat_prompt, complete, sum_over_ranks
-from lib import engine
+from chat_eval import Item, complete, sum_over_ranks
+from lib import chat_format, engine
 from lib.engine import RunError
 from pydantic import BaseModel, Field
 
@@ -318,11 +318,11 @@ class Learner:
 
     def ask(self, item: Item, seeds, temperature: float) -> list[engine.Completion]:
         """A completion of the question for each seed, from the whole vocabulary; not yet drawn."""
-        prompt = chat_prompt(self.tokenizer, item.question)
+        prompt = chat_format.question_ids(self.tokenizer, item.question)
         room = self.state.config.max_seq_len + 1 - len(prompt)
         most = min(self.task.max_tokens, room)
         options = {"top_k": 0, "tools": self.task.tools}
-        options["stop"] = (self.tokenizer.specials["<|assistant_end|>"],)
+        options["stop"] = (self.tokenizer.specials[chat_format.ASSISTANT_END],)
         return [engine.Completion(prompt, most, temperature, seed=s % 2**32, **options) for s in seeds]
 
     def step(self, state, batch) -> torch.Tensor:
@@ -421,7 +421,7 @@ def make_job(script, home: Path, settings: Settings, resume: bool):
     chat_eval.check_chat_tokens(tokenizer, home)
 
     def fits(question: str) -> bool:
-        return len(chat_prompt(tokenizer, question)) + 32 <= config.max_seq_len
+        return len(chat_format.question_ids(tokenizer, question)) + 32 <= config.max_seq_len
 
     make_task = addition_task if settings.task == "addition" else gsm8k_task
     task = make_task(settings, fits)

@@ -13,8 +13,7 @@ import pytest
 import train_small as ts
 import zstandard
 
-from conftest import ALONE, ROOT, logits, random_model, tiny_config
-from test_export import bpe, write_run  # noqa: F401  (bpe is a fixture)
+from conftest import ALONE, ROOT, logits, random_model, tiny_config, write_run
 
 sys.path.insert(0, str(ROOT / "runs"))
 import chat_eval

@@ -8,9 +8,19 @@ import pytest
 import torch
 import train_small as ts
 
-from conftest import ALONE, CPU, list_files, loader_of, tiny_config, validation_of, write_dataset, write_shard
-
-FIELDS = ("tokens", "targets", "positions", "ends")
+from conftest import (
+    ALONE,
+    CPU,
+    FIELDS,
+    list_files,
+    loader_of,
+    same,
+    segments,
+    tiny_config,
+    validation_of,
+    write_dataset,
+    write_shard,
+)
 
 
 def batches(dataset, config, ranks=ALONE, position=None, first_step=0, most=10**9) -> list[ts.Batch]:
@@ -28,18 +38,6 @@ def batches(dataset, config, ranks=ALONE, position=None, first_step=0, most=10**
 
 def text_of(dataset, split="train") -> np.ndarray:
     return np.concatenate([np.fromfile(p, "<u2", offset=1024) for p in dataset.files(split)]).astype(int)
-
-
-def segments(batch: ts.Batch, row: int):
-    """(inputs, targets) of each segment of a pack, by its ends alone."""
-    start = 0
-    for end in sorted({int(e) for e in batch.ends[row]}):
-        yield batch.tokens[row, start:end].tolist(), batch.targets[row, start:end].tolist()
-        start = end
-
-
-def same(a: ts.Batch, b: ts.Batch) -> bool:
-    return all(torch.equal(getattr(a, f), getattr(b, f)) for f in FIELDS) and a.position == b.position
 
 
 @pytest.fixture(scope="module")

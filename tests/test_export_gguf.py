@@ -18,13 +18,11 @@ from dev.check_gguf import NODE_MODULES, ask_llama_cpp, own_logits
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from conftest import ROOT, random_model
-from test_export import VARIED, bpe, conversation, export_run, random_texts, server_ids, write_run  # noqa: F401
-from test_portable import portable_config
+from conftest import ROOT, VARIED, export_run, portable_config, random_model, random_texts, write_run
 
 from lib import engine  # isort: skip
 import export  # isort: skip
-from lib import export_portable  # isort: skip
+from lib import chat_format, export_portable  # isort: skip
 import format  # isort: skip
 import sources  # isort: skip
 import tokenizer  # isort: skip
@@ -160,17 +158,6 @@ def test_what_is_portable(changed):
     assert bool(reason) == bool(changed)
 
 
-@pytest.mark.parametrize("turns", ["u", "su", "uau", "suasu"])
-def test_chat_template(turns, run, run_dir, tmp_path):
-    """The template of GGUF files gives the ids that the server gives its model."""
-    export_run(run_dir, tmp_path / "model")
-    theirs = AutoTokenizer.from_pretrained(tmp_path / "model")
-    messages = conversation(turns, *(f"text {i}" for i in range(len(turns))))
-    template = export_portable.CHAT_TEMPLATE.read_text()
-    found = theirs.apply_chat_template(messages, chat_template=template, add_generation_prompt=True)
-    assert found["input_ids"] == server_ids(run.tokenizer, messages)
-
-
 # ---- llama.cpp
 
 
@@ -197,7 +184,8 @@ def test_llama_cpp(kind, run, run_dir, tmp_path):
     export.main([str(run_dir), "--gguf", str(path), "--type", kind])
     texts = [random_ids(64, seed) for seed in range(4)]
     prompts = [random_ids(20, seed) for seed in range(8)]
-    messages = conversation("suau", "Be kind.", "Hi", "Yes?", "How?")
+    said = [("system", "Be kind."), ("user", "Hi"), ("assistant", "Yes?"), ("user", "How?")]
+    messages = [{"role": role, "content": content} for role, content in said]
     asked = {"prompts": prompts, "count": 20, "messages": [*messages, {"role": "assistant", "content": ""}]}
     answer = ask_llama_cpp(tmp_path, path, asked | {"scored": texts})
 
@@ -212,4 +200,4 @@ def test_llama_cpp(kind, run, run_dir, tmp_path):
 
     assert answer["architecture"] == "qwen3"
     decode = run.tokenizer.encoding.decode  # this package tokenizes the parts of a text one by one
-    assert decode(answer["rendered"]) == decode(server_ids(run.tokenizer, messages))
+    assert decode(answer["rendered"]) == decode(chat_format.render(run.tokenizer, chat_format.merge_turns(said)))

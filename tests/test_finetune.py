@@ -24,17 +24,35 @@ import train_medium as tm
 import train_small as ts
 from safetensors.torch import load_file
 
-from conftest import ALONE, MERGES, ROOT, TINY, TINY_MEDIUM, logits, random_model, write_dataset
+from conftest import (
+    ALONE,
+    FIELDS,
+    MERGES,
+    ROOT,
+    TINY,
+    TINY_MEDIUM,
+    chat,
+    entries,
+    logits,
+    losses,
+    random_model,
+    read_split,
+    run_sft,
+    same,
+    saved,
+    segments,
+    snapshot,
+    tensors,
+    write_dataset,
+    write_jsonl,
+)  # fmt: skip
 from processes import python
-from test_data_loader import FIELDS, same, segments
-from test_data_sft import chat, read_split, run, write_jsonl
-from test_runs import entries, losses, saved, signal_handlers, snapshot, tensors  # noqa: F401  (one is a fixture)
 
 sys.path.insert(0, str(ROOT / "runs"))
 import chat as chat_script
 import finetune
 import report as reports
-from lib import engine
+from lib import chat_format, engine
 
 CONTEXT = TINY["max_seq_len"]
 BASE = {key: value for key, value in TINY.items() if key != "tokens"}
@@ -58,7 +76,8 @@ def data(tmp_path_factory) -> Path:
     assert done.returncode == 0, done.stderr
     talks = [chat(*(words(rng, 16) for _ in range(rng.choice((2, 2, 2, 3, 4))))) for _ in range(400)]
     source = write_jsonl(folder / "chat.jsonl", talks)
-    run(folder / "data", "--source", source, "--val-fraction", 0.1, "--max-len", CONTEXT + 1, "--shard-tokens", 2000)
+    more = ("--val-fraction", 0.1, "--max-len", CONTEXT + 1, "--shard-tokens", 2000)
+    run_sft(folder / "data", "--source", source, *more)
     return folder / "data"
 
 
@@ -398,7 +417,7 @@ def memorised(base, tmp_path_factory) -> Path:
     data = shutil.copytree(ts.read_config(base).data, folder / "data")
     source = write_jsonl(folder / "c.jsonl", [chat(q, a) for q, a in MEMORY.items()])
     val = write_jsonl(folder / "v.jsonl", [chat("who? ", "the stone")])
-    run(data, "--source", source, "--val-source", val)
+    run_sft(data, "--source", source, "--val-source", val)
     argv = tune(base, folder / "run", "--data", data, "--eval-every", 0, "--lr", 1, packs=1, max_epochs=80)
     with contextlib.redirect_stdout(io.StringIO()), pytest.MonkeyPatch.context() as patch:
         patch.setattr(reports, "QUESTIONS", tuple(MEMORY))
@@ -418,7 +437,7 @@ def test_memorised_answers(memorised, base, monkeypatch, capsys):
     assert [tokenizer.decode(answer) for answer in answers] == list(MEMORY.values())
     report = (memorised / "report.md").read_text()
     assert all(f"````text\n{q}\n\n{a}\n````\n" in report for q, a in MEMORY.items())
-    assert chat_script.is_chat_run(memorised) and not chat_script.is_chat_run(base)
+    assert chat_format.is_chat_run(memorised) and not chat_format.is_chat_run(base)
     argv = ["chat.py", str(memorised), "--prompt", "where?", "--temperature", "0", "--max-tokens", "20"]
     monkeypatch.setattr(sys, "argv", argv)
     capsys.readouterr()
@@ -520,7 +539,7 @@ def test_bad_masks(change, fails, base, data, tmp_path):
 
 def test_a_conversation_that_is_too_long(fails, base, data, tmp_path):
     root = shutil.copytree(data, tmp_path / "data")
-    run(root, "--source", write_jsonl(tmp_path / "long.jsonl", [chat("why " * 40, "the " * 40)] * 3))
+    run_sft(root, "--source", write_jsonl(tmp_path / "long.jsonl", [chat("why " * 40, "the " * 40)] * 3))
     words = ["holds a conversation of", "the model reads 64", "--max-len 65"]
     fails(tune(base, tmp_path / "run", "--data", root), *words)
 

@@ -8,8 +8,7 @@ import sys
 import pytest
 import train_small as ts
 
-from conftest import ROOT, TINY
-from test_export import bpe, write_run  # noqa: F401  (bpe is a fixture)
+from conftest import ROOT, TINY, write_run
 
 sys.path.insert(0, str(ROOT / "runs"))
 import report

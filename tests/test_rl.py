@@ -20,10 +20,8 @@ import pytest
 import torch
 import train_small as ts
 
-from conftest import ROOT, TINY
+from conftest import ROOT, TINY, chat, entries, run_sft, write_jsonl
 from processes import python
-from test_data_sft import chat, run, write_jsonl
-from test_runs import entries
 
 sys.path.insert(0, str(ROOT / "runs"))
 import chat_eval
@@ -59,7 +57,7 @@ def source(tmp_path_factory):
     for _ in range(400):
         a, b = sft.draw_sum(rng, 1, "train")
         talks.append(chat(sft.addition_texts(a, b)[0], f"#### {a + b + (rng.random() < 0.65)}"))
-    run(folder / "data", "--source", write_jsonl(folder / "chat.jsonl", talks), "--max-len", 65)
+    run_sft(folder / "data", "--source", write_jsonl(folder / "chat.jsonl", talks), "--max-len", 65)
     sets = [word for key, value in BASE.items() for word in ("--set", f"{key}={value}")]
     flags = ["--data", folder / "data", "--run-dir", folder / "base", "--steps", 5, *sets]
     assert quiet(ts.main, *flags)[0] == 0

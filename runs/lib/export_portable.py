@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from chat import Local
+from lib.chat_format import TURN_TOKENS
 from lib.engine import RunError
 from tokenizer import PATTERNS
 from torch import Tensor
@@ -220,7 +220,7 @@ def add_vocabulary(writer, types, vocabulary: Vocabulary) -> None:
     writer.add_eos_token_id(specials[vocabulary.end])
     writer.add_add_bos_token(True)
     writer.add_add_eos_token(False)
-    if specials.keys() >= set(Local.MARKS):
+    if specials.keys() >= set(TURN_TOKENS):
         writer.add_chat_template(CHAT_TEMPLATE.read_text(encoding="utf-8"))
 
 
