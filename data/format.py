@@ -1,7 +1,5 @@
 """The dataset directory on disk: token shards, checksums, dataset.json.
 
-    python data/format.py check data/shards/mine      reads all of it, a line for each problem
-
 A shard is a header of 256 little-endian int32 words, then uint16 tokens:
 
     word 0       20240520, the magic number of llm.c and modded-nanogpt
@@ -17,7 +15,6 @@ Every write goes to a temporary file beside the target and is renamed, so a name
 or does not exist. Mistakes of the user end the script through fail(): one sentence on stderr, exit code 1.
 """
 
-import argparse
 import contextlib
 import errno
 import hashlib
@@ -338,48 +335,7 @@ def new_folder(root: Path, name: str, **more: Any) -> Iterator[tuple[Path, dict[
     write_dataset(root, {**dataset, **more, "files": {**others, **written}})
 
 
-# ==== python data/format.py check
-
-
-def problem_of(action: Callable, *args: Any) -> str:
-    """The sentence with which an action ends the script, or ""."""
-    try:
-        action(*args)
-    except SystemExit as end:
-        return str(end.code).removeprefix("error: ")
-    return ""
-
-
-def find_problems(folder: Path) -> list[str]:
-    """What is wrong with a dataset directory, from reading every listed file."""
-    # It imports this module.
-    import tokenizer
-
-    dataset = read_dataset(folder)
-    files = dataset["files"]
-    listed = {folder / name for name in files}
-    shards = [path for path in sorted(folder.glob("*/*.bin")) if path.parent.name in FOLDERS]
-    unlisted = [path for path in shards if path not in listed]
-    problems = [f"{path} is not listed in dataset.json; remove it" for path in unlisted]
-
-    path = folder / "tokenizer.json"
-    of_file = {name: problem_of(check_file, folder / name, files[name]) for name in files}
-    of_file["tokenizer.json"] = of_file["tokenizer.json"] or problem_of(tokenizer.load, path)
-    problems += filter(None, of_file.values())
-    if of_file["tokenizer.json"]:
-        return problems
-
-    found = tokenizer.describe(path)
-    # Datasets made by hand state none.
-    wrong = [key for key in found if dataset.get(key, found[key]) != found[key]]
-    problems += [f"dataset.json has another {key} than {path}; build it again" for key in wrong]
-    lengths = tokenizer.token_bytes(path)
-    for name in files:
-        masked = name.replace(".mask.bin", ".bin")
-        if name.endswith(".bin") and not of_file[name] and not of_file.get(masked):
-            stated = (files[name], dataset["tokenizer_sha256"], found["bos_id"], lengths)
-            problems.append(problem_of(check_shard, folder / name, *stated))
-    return list(filter(None, problems))
+# ==== checks
 
 
 def check_file(path: Path, entry: dict[str, Any]) -> None:
@@ -392,21 +348,6 @@ def check_file(path: Path, entry: dict[str, Any]) -> None:
     size = path.stat().st_size
     if found != entry["sha256"] or size != entry.get("bytes", size):
         fail(f"{path} was changed: dataset.json lists another size or sha256; restore it")
-
-
-def check_shard(
-    path: Path, entry: dict[str, Any], tokenizer_sha256: str, bos: int, lengths: np.ndarray
-) -> None:
-    """Ends the script unless a shard is right inside, and is what dataset.json says of it."""
-    if path.name.endswith(".mask.bin"):
-        mask = read_shard(path)
-        masked = path.with_name(path.name.replace(".mask.bin", ".bin"))
-        if not masked.exists() or len(mask) != len(read_shard(masked)) or mask.max() > 1:
-            fail(f"{path} is not a mask of the shard beside it; run data/sft.py again")
-        return
-    for key, value in count_shard(path, tokenizer_sha256, bos, lengths).items():
-        if entry.get(key, value) != value:
-            fail(f"{path} holds {value:,} {key}, dataset.json lists {entry[key]:,}")
 
 
 def count_shard(path: Path, tokenizer_sha256: str, bos: int, lengths: np.ndarray) -> dict[str, int]:
@@ -449,29 +390,3 @@ def tell_shared(folder: Path, bos_id: int, kind: str = "pretrain") -> str:
         return ""
     total = sum(files[name][what] for name in val)
     return f"{shared:,} of {total:,} {what} of the validation split are also in the training split"
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Check a dataset directory.")
-    commands = parser.add_subparsers(dest="command", required=True)
-    p = commands.add_parser("check", help="read every file of a dataset, and print what is wrong")
-    p.add_argument("data", metavar="DIR", type=Path, help="dataset directory")
-    args = parser.parse_args()
-    problems = find_problems(args.data)
-    for problem in problems:
-        print(problem)
-    if problems:
-        raise SystemExit(1)
-    # It imports this module.
-    import tokenizer
-
-    dataset = read_dataset(args.data)
-    print(f"{args.data} is whole: {len(dataset['files'])} files, fingerprint {dataset['fingerprint'][:12]}")
-    bos = tokenizer.bos_id(tokenizer.load(args.data / "tokenizer.json"))
-    for kind in ("pretrain", "sft"):
-        if line := tell_shared(args.data, bos, kind):
-            print(line)
-
-
-if __name__ == "__main__":
-    run(main)

@@ -30,21 +30,17 @@ import torch
 if not torch.cuda.is_available():  # before triton is imported anywhere: its kernels then run in the interpreter
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+import export
+import format
+import sft
+import sources
+import tokenizer
 import torch._dynamo
 import train_medium as tm
 import train_small as ts
 from safetensors.torch import load_file
 
 from processes import write_python
-
-# The tools in these folders import each other by name.
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "data"))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "runs"))
-import export
-import format
-import sft
-import sources
-import tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 CPU = torch.device("cpu")

@@ -2,17 +2,14 @@
 
 import json
 import shutil
-import sys
 from pathlib import Path
 
-import numpy as np
-import pytest
-import zstandard
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "data"))
 import core
 import format
+import numpy as np
+import pytest
 import tokenizer
+import zstandard
 
 YAML = """icl_tasks:
 - label: copa

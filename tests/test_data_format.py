@@ -8,14 +8,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import check as check_script
+import format
 import numpy as np
 import pytest
+import tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "data"))
-import format
-import tokenizer
 
 TOKENS = np.arange(1, 5001, dtype=np.uint16)
 AA = "aa" * 32
@@ -256,7 +255,7 @@ def write_whole(root: Path, train: list[list[int]], val: list[list[int]], **head
 
 def check(root: Path) -> tuple[int, str]:
     """Exit code and output of the command."""
-    command = [sys.executable, format.__file__, "check", str(root)]
+    command = [sys.executable, check_script.__file__, str(root)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     return done.returncode, done.stdout + done.stderr
 
@@ -310,9 +309,9 @@ def rewrite(root: Path, tokens: list[int], name: str = TRAIN, **header) -> None:
 )
 def test_check_names_each_problem(tmp_path, change, words):
     write_whole(tmp_path, [[1, 2], [3]], [[4], [5, 6]])
-    assert format.find_problems(tmp_path) == []
+    assert check_script.find_problems(tmp_path) == []
     change(tmp_path)
-    assert any(words in problem for problem in format.find_problems(tmp_path))
+    assert any(words in problem for problem in check_script.find_problems(tmp_path))
 
 
 def test_check_names_all_problems(tmp_path):

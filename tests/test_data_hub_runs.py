@@ -3,19 +3,16 @@
 import json
 import re
 import shutil
-import sys
 from pathlib import Path
 
+import format
+import hub as data_hub
 import pytest
 import train_small as ts
 
 from conftest import ROOT, TINY, write_dataset
 from hub_stub import run_hub, start_hub
 from processes import python
-
-sys.path.insert(0, str(ROOT / "data"))
-import format
-import hub as data_hub
 
 STEP = "checkpoints/step_000004"
 FILES = {"train_small.py", "config.json", "log.jsonl", "tokenizer.json", "report.md", "result.json", "curve.png",

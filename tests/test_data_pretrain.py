@@ -10,16 +10,14 @@ import sys
 import time
 from pathlib import Path
 
-import numpy as np
-import pytest
-
-from conftest import write_shard
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "data"))
 import format
+import numpy as np
 import pretrain
+import pytest
 import sources
 import tokenizer
+
+from conftest import write_shard
 
 DATA = Path(__file__).parents[1] / "data"
 

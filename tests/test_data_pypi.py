@@ -12,16 +12,14 @@ import zipfile
 from collections import Counter
 from pathlib import Path
 
+import format
+import pretrain
+import pypi
 import pytest
 import train_small as ts
 
 from conftest import ROOT, write_dataset
 from processes import python
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "data"))
-import format
-import pretrain
-import pypi
 
 WORDS = [
     f"{a}{b}" for a, b in itertools.product("ka lo mi ren tus vel dor".split(), "ba che fi nor sul wax zet".split())

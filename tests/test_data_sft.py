@@ -4,23 +4,20 @@ import json
 import os
 import random
 import shutil
-import sys
 from collections import Counter
 from pathlib import Path
 
+import format
 import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
+import sft
+import tokenizer
 import train_small as ts
 
 from conftest import MERGES, SPECIALS, chat, read_split, run_sft, write_jsonl
 from hub_stub import start_hub
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "data"))
-import format
-import sft
-import tokenizer
 
 SCRIPT = Path(__file__).parents[1] / "data" / "sft.py"
 PIECES = ["the rest", " of", "\n\n", "你好", "é ü €", "<|user_end|>", "<|bos|>", "12345", "'it's'", "a" * 30, "😀"]

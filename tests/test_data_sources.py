@@ -8,19 +8,16 @@ import random
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
 import pytest
+import sources
 import zstandard
 
 from hub_stub import COMMIT, git_blob_id, start_hub
 from processes import python
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "data"))
-import sources
 
 DATA = Path(__file__).parents[1] / "data"
 

@@ -8,16 +8,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import format
 import numpy as np
 import pytest
 import tiktoken
+import tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Regex, pre_tokenizers
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "data"))
-import format
-import tokenizer
 
 DATA = Path(__file__).parents[1] / "data"
 

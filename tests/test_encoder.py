@@ -10,22 +10,19 @@ import shutil
 import signal
 import sys
 
+import export_encoder
+import finetune_encoder as ft
 import numpy as np
+import pairs as data_pairs
 import pytest
 import torch
 import torch.nn.functional as F
+import train_encoder as te
 from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from conftest import ALONE, CPU, ROOT, ts
 from processes import python
-
-sys.path.insert(0, str(ROOT / "runs"))
-sys.path.insert(0, str(ROOT / "data"))
-import export_encoder
-import finetune_encoder as ft
-import pairs as data_pairs
-import train_encoder as te
 
 TINY = {"num_layers": 2, "width": 32, "head_dim": 16, "mlp_width": 48, "max_seq_len": 48, "pack_tokens": 128,
         "pack_docs": 8, "packs": 2, "steps": 8, "val_tokens": 600, "log_every": 1}  # fmt: skip

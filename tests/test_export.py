@@ -5,21 +5,17 @@ import math
 import os
 import random
 import re
-import sys
 
+import export
 import pytest
 import tiktoken
+import tokenizer
 import torch
 import train_small as ts
 
 from conftest import ROOT, VARIED, export_run, random_model, random_texts, tiny_config, write_run
 from hub_stub import start_hub
 from processes import python
-
-sys.path.insert(0, str(ROOT / "data"))
-sys.path.insert(0, str(ROOT / "runs"))
-import export
-import tokenizer
 
 
 def test_tokenizer_equals_the_projects(bpe):

@@ -10,22 +10,20 @@ import shutil
 import sys
 from pathlib import Path
 
+import export
+import format
 import pytest
+import sources
+import tokenizer
 import torch
 import torch.nn.functional as F
 import train_small as ts
 from dev.check_gguf import NODE_MODULES, ask_llama_cpp, own_logits
+from lib import chat_format, engine, export_portable
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from conftest import ROOT, VARIED, export_run, portable_config, random_model, random_texts, write_run
-
-from lib import engine  # isort: skip
-import export  # isort: skip
-from lib import chat_format, export_portable  # isort: skip
-import format  # isort: skip
-import sources  # isort: skip
-import tokenizer  # isort: skip
 
 needs_llama_cpp = pytest.mark.skipif(
     not (shutil.which("node") and (NODE_MODULES / "node-llama-cpp").is_dir()),
@@ -113,7 +111,7 @@ def test_file(kind, run_dir, tmp_path, capsys):
         assert (got - weight).norm() <= tolerance * weight.norm()
 
 
-def test_user_errors(run_dir, bpe, tmp_path, monkeypatch):  # noqa: F811
+def test_user_errors(run_dir, bpe, tmp_path, monkeypatch):
     """One sentence, exit code not 0, and no file, not even a part of one."""
     default = write_run(tmp_path / "default", bpe)
     gpt4 = write_run(tmp_path / "gpt4", bpe, config=portable_config(vocab_size=900, dtype="float32"))

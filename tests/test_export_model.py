@@ -6,17 +6,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import sft
 import torch
 import train_small as ts
+from lib import engine, export_model
 from safetensors.torch import load_file
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from conftest import export_run, tiny_config, tiny_medium, write_run
-
-from lib import engine  # isort: skip
-from lib import export_model  # isort: skip
-import sft  # isort: skip
 
 # ---- the model, loaded by its own classes
 

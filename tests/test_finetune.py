@@ -17,11 +17,15 @@ import types
 from collections import Counter
 from pathlib import Path
 
+import chat as chat_script
+import finetune
 import numpy as np
 import pytest
+import report as reports
 import torch
 import train_medium as tm
 import train_small as ts
+from lib import chat_format, engine
 from safetensors.torch import load_file
 
 from conftest import (
@@ -47,12 +51,6 @@ from conftest import (
     write_jsonl,
 )  # fmt: skip
 from processes import python
-
-sys.path.insert(0, str(ROOT / "runs"))
-import chat as chat_script
-import finetune
-import report as reports
-from lib import chat_format, engine
 
 CONTEXT = TINY["max_seq_len"]
 BASE = {key: value for key, value in TINY.items() if key != "tokens"}

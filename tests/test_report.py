@@ -6,13 +6,11 @@ import subprocess
 import sys
 
 import pytest
+import report
 import train_small as ts
+from lib import engine
 
 from conftest import ROOT, TINY, write_run
-
-sys.path.insert(0, str(ROOT / "runs"))
-import report
-from lib import engine
 
 MACHINE = {"device": "GPU", "num_devices": 8, "torch": "2.11.0", "git_commit": "0123456789abcdef", "git_dirty": True}
 MACHINE_ROWS = {
@@ -208,7 +206,7 @@ def test_pretraining_of_a_few_steps(dataset_dir, tmp_path, capsys):
 
 
 @pytest.fixture
-def chat_run(bpe, tmp_path):  # noqa: F811
+def chat_run(bpe, tmp_path):
     """A finetuned run with random weights."""
     run_dir = write_run(tmp_path / "chat", bpe, chat=True, data="nowhere", max_seq_len=96)
     description = json.loads((run_dir / "config.json").read_text())

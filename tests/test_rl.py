@@ -12,23 +12,20 @@ import itertools
 import json
 import random
 import shutil
-import sys
 from types import SimpleNamespace
 
+import chat_eval
+import finetune
 import numpy as np
 import pytest
+import rl
+import sft
 import torch
 import train_small as ts
+from lib import engine
 
 from conftest import ROOT, TINY, chat, entries, run_sft, write_jsonl
 from processes import python
-
-sys.path.insert(0, str(ROOT / "runs"))
-import chat_eval
-import finetune
-import rl
-import sft
-from lib import engine
 
 BASE = {**{k: v for k, v in TINY.items() if k != "tokens"}, "stages": ((1.0, 2, 1.0),), "window_short": 16,
         "window_long": 32}  # fmt: skip
