@@ -230,7 +230,7 @@ def main() -> None:
 
     finished = sorted(path.parent for path in args.folder.glob("*/result.json"))
     if not finished:
-        sys.exit(f"error: {args.folder} holds no finished run; train some with runs/miniseries.sh")
+        sys.exit(f"error: {args.folder} holds no finished run; train some with runs/scaling.sh")
     rows = sorted(map(read_run, finished), key=lambda row: (row["flops"], row["weights"]))
     result = analyse(rows)
 
