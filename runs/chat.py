@@ -32,8 +32,8 @@ from pathlib import Path
 
 import torch
 from lib import chat_format, engine
-from lib.engine import RunError
-from lib.engine import print_note as say  # stdout holds nothing but the answers
+from lib.command import RunError, first_line, run_command
+from lib.command import print_note as say  # stdout holds nothing but the answers
 
 HELP = """\
 /clear         forget the conversation
@@ -168,7 +168,7 @@ class Pretrained(OwnModel):
             self.tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
             self.model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
         except (OSError, ValueError) as error:
-            raise RunError(f"transformers cannot load {folder} ({engine.first_line(error)})") from None
+            raise RunError(f"transformers cannot load {folder} ({first_line(error)})") from None
         if not self.tokenizer.chat_template:
             raise RunError(f"{folder} has no chat template, so it is no model to chat with")
         super().__init__(args, self.model.config.max_position_embeddings)
@@ -195,7 +195,7 @@ class Pretrained(OwnModel):
         try:
             self.model.generate(tokens, max_new_tokens=room, streamer=streamer, **settings)
         except Exception as error:
-            raise RunError(f"transformers failed ({engine.first_line(error)})") from None
+            raise RunError(f"transformers failed ({first_line(error)})") from None
 
 
 def pretrained_folder(path: Path) -> Path | None:
@@ -458,23 +458,29 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def main() -> int:
-    args = parse()
+def talk(args: argparse.Namespace) -> bool:
+    """Answers --prompt or all that is typed; whether every message got a whole answer. Raises: RunError"""
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")  # a terminal that lacks a character shows "?"
-    try:
-        if args.endpoint:
-            backend = Remote(args.endpoint, args)
-        elif folder := pretrained_folder(args.run_dir):
-            backend = Pretrained(folder, args)
-        else:
-            backend = Local(args.run_dir, args)
-    except RunError as error:
-        say(f"error: {error}")
-        return 1
+    if args.endpoint:
+        backend = Remote(args.endpoint, args)
+    elif folder := pretrained_folder(args.run_dir):
+        backend = Pretrained(folder, args)
+    else:
+        backend = Local(args.run_dir, args)
     chat = Chat(backend, args.system)
-    good = chat.turn(args.prompt) if args.prompt is not None else chat.loop()
-    return 0 if good else 1
+    return chat.turn(args.prompt) if args.prompt is not None else chat.loop()
+
+
+def main() -> int:
+    args = parse()
+    good = True
+
+    def work() -> None:
+        nonlocal good
+        good = talk(args)
+
+    return run_command(work) or int(not good)
 
 
 if __name__ == "__main__":

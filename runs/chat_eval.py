@@ -47,7 +47,7 @@ from typing import Any
 import numpy as np
 import score_core
 from lib import chat_format, engine
-from lib.engine import RunError
+from lib.command import RunError, run_command, say
 from tqdm import tqdm
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "data"))
@@ -356,7 +356,7 @@ def find_items(name: str, args: argparse.Namespace) -> tuple[list, str]:
     return [], reason
 
 
-def score_tasks(run: engine.Run, ranks, say: Callable, args, samples: list[dict]) -> Iterator[tuple]:
+def score_tasks(run: engine.Run, ranks, args, samples: list[dict]) -> Iterator[tuple]:
     """Scores the tasks for score_core.make_table(); adds this rank's answers in text to samples."""
     cuda = ranks.device.type == "cuda"
     generator = engine.Generator(run.model, run.tokenizer, rows=128 if cuda else 32)
@@ -377,13 +377,13 @@ def score_tasks(run: engine.Run, ranks, say: Callable, args, samples: list[dict]
         yield name, right, task.guessing
 
 
-def evaluate(run: engine.Run, ranks, say: Callable, args: argparse.Namespace) -> dict:
+def evaluate(run: engine.Run, ranks, args: argparse.Namespace) -> dict:
     """Scores the tasks and writes the files. Returns what is printed last."""
     check_chat_tokens(run.tokenizer, args.run_dir)
     if args.run_code and not isolation():
         say("note: programs will run with access to the network: unshare is not allowed here")
     samples = []
-    rows = score_core.make_table(score_tasks(run, ranks, say, args, samples), "ChatCORE", say)
+    rows = score_core.make_table(score_tasks(run, ranks, args, samples), "ChatCORE")
     *table, total = rows
     left_out = [name for name in TASKS if name not in [row.task for row in table]]
     if left_out:
@@ -413,7 +413,12 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"--tasks names {unknown.pop()}, which is none of {', '.join(TASKS)}")
     if args.files and not args.files.is_dir():
         parser.error(f"--files {args.files} is no folder; name one that holds task files")
-    return engine.run_command(evaluate, args)
+
+    def work() -> dict:
+        run = engine.load_run(args.run_dir, args.step)
+        return evaluate(run, run.script.start_ranks(), args) | {"run_dir": str(args.run_dir)}
+
+    return run_command(work)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,8 @@ from pathlib import Path
 
 import numpy as np
 import report
-from lib.engine import RunError, import_script
+from lib.command import RunError, run_command
+from lib.engine import import_script
 
 ROOT = Path(__file__).resolve().parents[1]
 BEGIN = "<!-- compressors -->"
@@ -85,18 +86,19 @@ def add_to_report(path: Path, table: str) -> None:
     path.write_text(f"{head.rstrip()}\n\n{block}{samples}{tail}", encoding="utf-8")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Compare a run with gzip and xz on held-out text.")
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="run directory")
     run_dir = parser.parse_args().run_dir
-    try:
+
+    def work() -> None:
         table = compare(import_script(run_dir), run_dir)
-    except RunError as error:
-        sys.exit(f"error: {error}")
-    print(table, end="")
-    if (run_dir / "report.md").is_file():
-        add_to_report(run_dir / "report.md", table)
+        print(table, end="")
+        if (run_dir / "report.md").is_file():
+            add_to_report(run_dir / "report.md", table)
+
+    return run_command(work)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -26,7 +26,8 @@ from pathlib import Path
 import torch
 from jinja2 import StrictUndefined, Template
 from lib.chat_format import ASSISTANT_END, is_chat_run
-from lib.engine import RunError, load_run
+from lib.command import RunError, run_command
+from lib.engine import load_run
 from report import read_log
 from safetensors.torch import save_file
 from torch import Tensor
@@ -323,7 +324,7 @@ def read_vocabulary(tokenizer, is_chat: bool = False) -> Vocabulary:
 
 
 def export(args: argparse.Namespace) -> None:
-    """Writes the repository, the GGUF file, or both. Raises: RunError, OSError"""
+    """Writes the repository, the GGUF file, or both, and sends it if asked to. Raises: RunError, OSError"""
     run = load_run(args.run_dir, args.step, "cpu", dtype="float32")
     if not all(value.isfinite().all() for value in run.model.parameters()):
         raise RunError(f"the weights of step {run.step} are not all finite; name an earlier --step")
@@ -344,6 +345,8 @@ def export(args: argparse.Namespace) -> None:
         write_folder(args, fields, tensors, vocabulary, card)
         size = sum(path.stat().st_size for path in args.out.iterdir()) / 1e6
         print(f"wrote {args.out}: {about}, {size:.1f} MB, {kind} model")
+    if args.push:
+        push(args.out, args.push)
 
 
 def write_folder(args, fields: dict, tensors: dict, vocabulary, card: str) -> None:
@@ -403,15 +406,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def main(argv: list[str] | None = None) -> None:
+def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-    try:
-        export(args)
-    except (RunError, OSError) as error:
-        sys.exit(f"error: {error}")
-    if args.push:
-        push(args.out, args.push)
+    return run_command(lambda: export(args))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -43,9 +43,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from datasets.fingerprint import Hasher
-from finetune import add_flags, best_fit, check_settings
-from lib import engine
-from lib.engine import RunError
+from lib import command
+from lib.command import RunError, add_flags, check_settings, run_command, say
+from lib.tuning import best_fit
 from pydantic import BaseModel, Field
 from torch import Tensor, nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
@@ -720,12 +720,6 @@ def sample_text(run: Run) -> str:
     return run.tokenizer.decode(tokens)
 
 
-def say(text: str) -> None:
-    """One process speaks for all."""
-    if os.environ.get("RANK", "0") == "0":
-        print(text, flush=True)
-
-
 def write_log(run: Run, entry: dict, line: str) -> None:
     """A line on the screen, in log.jsonl, and to Weights & Biases if asked for."""
     say(line)
@@ -843,7 +837,7 @@ def explain(what: str, advice: str) -> Iterator[None]:
 
 
 def first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {engine.first_line(error)[:200]}"
+    return f"{type(error).__name__}: {command.first_line(error)[:200]}"
 
 
 class ReadFile(argparse.Action):
@@ -892,25 +886,17 @@ def make_config(argv: list[str]) -> Config:
     return check_settings(Config, settings | {"data": source})
 
 
-def main(argv: list[str]) -> int:
+def start(argv: list[str]) -> dict:
+    """Trains by the flags. Returns the result. Raises: RunError"""
     try:
-        say(json.dumps(train(make_config(argv or ["--help"]))))
-        return 0
-    except RunError as error:
-        message = str(error)
+        return train(make_config(argv or ["--help"]))
     except torch.OutOfMemoryError as error:
-        message = f"memory ran out ({first_line(error)}); lower --micro-packs, or use --recompute"
-    except OSError as error:
-        message = f"{first_line(error)}; correct that, then start again, with --resume if it saved"
-    except KeyboardInterrupt:
-        message = "stopped before the first step; start it again"
-    finally:
-        if dist.is_initialized() and sys.exc_info()[0] is None:
-            dist.destroy_process_group()
-    if os.environ.get("RANK", "0") != "0":
-        time.sleep(3)  # by then torchrun has ended this process, and the first one's line is enough
-    print(f"error: {message}", file=sys.stderr, flush=True)
-    return 1
+        advice = "lower --micro-packs, or use --recompute"
+        raise RunError(f"memory ran out ({first_line(error)}); {advice}") from None
+
+
+def main(argv: list[str]) -> int:
+    return run_command(lambda: start(argv))
 
 
 if __name__ == "__main__":

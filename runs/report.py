@@ -16,6 +16,8 @@ import json
 import sys
 from pathlib import Path
 
+from lib.command import RunError, first_line, run_command
+
 # What the table shows of result.json, or of log.jsonl before there is one.
 FIGURES = {
     "val_bpb": ("validation", "{:.4f} bits per byte"),
@@ -207,7 +209,7 @@ def held_out_prompts(run) -> list[list[int]]:
         documents = run.script.validation_documents(dataset, run.config)
         long = (ids for ids, _ in documents if len(ids) > PROMPT_TOKENS + 1)
         return [ids[: PROMPT_TOKENS + 1].tolist() for ids in itertools.islice(long, len(PROMPTS))]
-    except run.script.UserError:
+    except RunError:
         return [[run.tokenizer.bos_id, *run.tokenizer.encode(prompt)] for prompt in PROMPTS]
 
 
@@ -246,8 +248,8 @@ def samples(run_dir: Path, command: str, device: str | None, live) -> tuple[list
     try:
         run = engine.Run(*live) if live else engine.load_run(run_dir, device=device)
         texts = answers_to_questions(run) if command == "finetune" else continuations(run)
-    except (engine.RunError, RuntimeError) as error:  # torch's, if memory runs out
-        return [], f"no samples: {engine.first_line(error)}"
+    except (RunError, RuntimeError) as error:  # torch's, if memory runs out
+        return [], f"no samples: {first_line(error)}"
     return texts, f"## Samples of step {run.step:,}"
 
 
@@ -285,8 +287,11 @@ def write_report(run_dir: Path, with_samples: bool = True, device: str | None = 
 
     Args: live the script, model, tokenizer, config and step of a run that has just ended
     """
-    description = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
-    entries = read_log(run_dir)
+    try:
+        description = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
+        entries = read_log(run_dir)
+    except FileNotFoundError as error:
+        raise RunError(f"there is no {error.filename}; name the directory of a run that has begun") from None
     result = read_result(run_dir, entries)
     name = run_dir.resolve().name
     figures = figure_rows(entries, result)
@@ -326,12 +331,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--device", help="cuda, mps or cpu (default: the best available)")
     args = parser.parse_args(argv)
     sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows "?"
-    for run_dir in args.runs:
-        try:
+
+    def work() -> None:
+        for run_dir in args.runs:
             write_report(run_dir, not args.no_samples, args.device)
-        except FileNotFoundError as error:
-            sys.exit(f"error: there is no {error.filename}; name the directory of a run that has begun")
-    return 0
+
+    return run_command(work)
 
 
 if __name__ == "__main__":

@@ -43,13 +43,12 @@ from types import ModuleType
 from typing import Any, Literal
 
 import chat_eval
-import finetune
 import numpy as np
 import sft
 import torch
 from chat_eval import Item, complete, sum_over_ranks
-from lib import chat_format, engine
-from lib.engine import RunError
+from lib import chat_format, engine, tuning
+from lib.command import RunError, add_flags, check_settings, print_note, run_command
 from pydantic import BaseModel, Field
 
 SHOWN = 8  # held-out questions in the report
@@ -225,7 +224,7 @@ def pack_rollouts(script, config, bos_id: int, rollouts: list[Rollout], packs: i
     if rollouts:
         lengths = np.array([len(r.drawn) for r in rollouts])
         order = np.arange(len(rollouts))
-        rows = finetune.best_fit(lengths, order, config.pack_tokens, config.pack_docs)
+        rows = tuning.best_fit(lengths, order, config.pack_tokens, config.pack_docs)
     while len(rows) % packs:
         rows.append([])
 
@@ -392,7 +391,7 @@ def pass_at_k(n: int, right: int, k: int) -> float:
 
 def rl_config(script, checkpoint: Path, settings: Settings):
     """The Config of the finetuned run with the rates of this run."""
-    base = finetune.stage_config(script, checkpoint, packs=1, lr=1.0)
+    base = tuning.stage_config(script, checkpoint, packs=1, lr=1.0)
     same = settings.model_dump(include={"seed", "log_every", "eval_every", "save_every"})
     return dataclasses.replace(
         base,
@@ -410,7 +409,7 @@ def make_job(script, home: Path, settings: Settings, resume: bool):
 
     Args: home the run to start from or, to resume it, the run itself
     """
-    checkpoint = script.newest_whole(home, engine.print_note)
+    checkpoint = script.newest_whole(home, print_note)
     config = script.read_config(home) if resume else rl_config(script, checkpoint, settings)
     # On paper, a step is one pack on each rank. A micro-batch is then one pack, and a step has as
     # many of them as its answers need.
@@ -434,12 +433,12 @@ def make_job(script, home: Path, settings: Settings, resume: bool):
         tokenizer=tokenizer,
         fingerprint=settings.task,
         note=f"{note}, {len(task.test):,} held-out questions{all_of_them}, from {settings.source}",
-        load_start=lambda state: finetune.load_source(script, state, checkpoint, moments=False),
+        load_start=lambda state: tuning.load_source(script, state, checkpoint, moments=False),
         loader=learner.loader,
         step=learner.step,
         evaluate=learner.evaluate,
         flops=lambda config, positions: 0.0,  # of drawing, nobody has counted them
-        **finetune.tool_entries("rl", __file__, settings.model_dump()),
+        **tuning.tool_entries("rl", __file__, settings.model_dump()),
     )
 
 
@@ -459,7 +458,7 @@ def build_parser(resume: bool) -> argparse.ArgumentParser:
     if not resume:
         add("source", metavar="RUN", help="finetuned run to start from")
         add("--no-compile", action="store_true", help="quicker start")
-        finetune.add_flags(parser, Settings.model_fields)
+        add_flags(parser, Settings.model_fields)
     return parser
 
 
@@ -476,19 +475,20 @@ def read_settings(script: ModuleType, home: Path, args: argparse.Namespace) -> S
     given = script.read_description(home).get("rl") if args.resume else vars(args)
     if given is None:
         raise RunError(f"{home} is no run of runs/rl.py; continue it with the tool that began it")
-    return finetune.check_settings(Settings, given)
+    return check_settings(Settings, given)
 
 
-def reinforce(script: ModuleType, argv: list[str]) -> dict:
+def reinforce(argv: list[str]) -> dict:
     """Runs or resumes; returns the result that is printed last."""
     home, args = parse(argv)
+    script = engine.import_script(home)
     job = make_job(script, home, read_settings(script, home, args), args.resume)
     return script.train(job.config, args, job)
 
 
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
-    return finetune.run_with_script(lambda: parse(argv)[0], lambda script: reinforce(script, argv))
+    return run_command(lambda: reinforce(argv))
 
 
 if __name__ == "__main__":

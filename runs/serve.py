@@ -57,7 +57,7 @@ import torch
 import uvicorn
 from lib import engine
 from lib.chat_format import TURN_TOKENS, is_chat_run
-from lib.engine import RunError
+from lib.command import RunError
 from lib.protocol import Answers, Ask, Job, Problem, Protocol, RenderFields, read_fields, shorten
 from page import read_page, render
 from starlette.applications import Starlette

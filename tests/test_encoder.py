@@ -160,35 +160,6 @@ def test_packed_equals_one_document_at_a_time():
 # ---- loss
 
 
-def plain_cross_entropy(hidden, head, targets):
-    nats = F.cross_entropy(F.linear(hidden, head), targets, ignore_index=-1, reduction="none")
-    return nats.sum(), nats.detach()
-
-
-@pytest.mark.parametrize("rows", (1, 7, 64))
-def test_cross_entropy_is_the_plain_one(rows):
-    """Loss and both gradients to 1e-6, some rows ignored; no more rows of logits exist than asked for."""
-    rng = torch.Generator().manual_seed(0)
-    hidden = torch.randn(20, 8, generator=rng)
-    head = torch.randn(50, 8, generator=rng)
-    targets = torch.randint(-1, 50, (20,), generator=rng)
-    targets[3] = -1
-    chunked = lambda *inputs: te.ChunkedCE.apply(*inputs, rows, torch.is_grad_enabled())
-    results = []
-    for function in (plain_cross_entropy, chunked):
-        inputs = [hidden.clone().requires_grad_(), head.clone().requires_grad_()]
-        with Shapes() as shapes:
-            total, nats = function(*inputs, targets)
-            (0.3 * total).backward()
-        results.append((total.detach(), nats, inputs[0].grad, inputs[1].grad))
-    for expected, found in zip(*results, strict=True):
-        torch.testing.assert_close(found, expected, atol=1e-6 * max(1, expected.abs().max().item()), rtol=1e-6)
-    logits = [shape[0] for shape in shapes.found if shape[1:] == (50,) and shape[0] != 8]  # 8: the head's transpose
-    assert max(logits) == min(rows, 20)
-    with torch.no_grad():
-        torch.testing.assert_close(chunked(hidden, head, targets)[1], results[0][1])
-
-
 def test_forward_counts_masked_tokens_only():
     """The sum of nats is that of the masked positions by plain torch; other positions have 0."""
     model = random_encoder()

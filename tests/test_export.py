@@ -118,7 +118,7 @@ def test_card_commands(chat, bpe, tmp_path, monkeypatch, capsys):
     assert "python runs/serve.py out/run\n" in card
 
 
-def test_user_errors(bpe, tmp_path):
+def test_user_errors(bpe, tmp_path, capsys):
     """One sentence, exit code not 0, and nothing is left behind."""
     run_dir, full, new = write_run(tmp_path / "run", bpe), tmp_path / "full", tmp_path / "new"
     full.mkdir()
@@ -132,9 +132,10 @@ def test_user_errors(bpe, tmp_path):
         (tmp_path / "none", new, (), "0 training scripts"), (run_dir, new, ("--step", "8"), "no checkpoint of step 8"),
         (diverged, new, (), "not all finite"), (run_dir, full / "x" / "y", (), "Not a directory"),
     ]:  # fmt: skip
-        with pytest.raises(SystemExit) as end:
-            export_run(run, out, *flags)
-        assert message in end.value.code and end.value.code.startswith("error: ") and "\n" not in end.value.code
+        capsys.readouterr()
+        assert export.main([str(run), "--out", str(out), *flags]) == 1
+        error = capsys.readouterr().err
+        assert message in error and error.startswith("error: ") and error.count("\n") == 1
     assert not new.exists() and [p.name for p in full.iterdir()] == ["x"]
 
 

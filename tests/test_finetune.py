@@ -25,7 +25,7 @@ import report as reports
 import torch
 import train_medium as tm
 import train_small as ts
-from lib import chat_format, engine
+from lib import chat_format, engine, tuning
 from safetensors.torch import load_file
 
 from conftest import (
@@ -198,9 +198,9 @@ def test_best_fit():
                 max(open_packs, key=lambda p: lengths[p].sum()).append(i)
             else:
                 packs.append([i])
-        assert finetune.best_fit(lengths, order, room, most) == packs
+        assert tuning.best_fit(lengths, order, room, most) == packs
     lengths = np.clip(rng.lognormal(5.5, 0.8, 5000).astype(int), 8, 2048)
-    packs = finetune.best_fit(lengths, rng.permutation(5000), 8192, 256)
+    packs = tuning.best_fit(lengths, rng.permutation(5000), 8192, 256)
     assert lengths.sum() / (8192 * len(packs)) > 0.995
 
 
@@ -359,13 +359,14 @@ def test_weights_are_not_averaged(base):
     assert values.pop("average") > job(base).config.average == 0
     old = dataclasses.make_dataclass("Config", values)(**values)
     script = types.SimpleNamespace(read_config=lambda run: old)
-    assert finetune.stage_config(script, base / "checkpoints" / "step_000020", 4, 0.5).stages == ((1.0, 4, 0.5),)
+    assert tuning.stage_config(script, base / "checkpoints" / "step_000020", 4, 0.5).stages == ((1.0, 4, 0.5),)
 
 
 KILL = """
 import os, signal, sys
 import torch
-from lib import engine, finetune
+import finetune
+from lib import engine
 torch.set_num_threads(1)
 import_script = engine.import_script
 def import_deadly(run_dir):

@@ -680,9 +680,9 @@ def test_later_settings_count(tmp_path):
     (["--model-name", "/nowhere/x"], "--model-name /nowhere/x has no tokenizer that loads"),
     (["--sequence-length", "1000"], "--sequence-length is above the model's 256 positions"),
     (["--sequence-length", "10"], "nothing of 52 rows is left; look at --sequence-length"),
-    (["--resume", "--run-dir", "/nowhere"], "No such file or directory: '/nowhere/config.json'; correct that"),
-    (["@/nowhere.toml"], "No such file or directory: '/nowhere.toml'; correct that"),
-    (["--chat-template", "/nowhere.jinja"], "No such file or directory: '/nowhere.jinja'; correct that"),
+    (["--resume", "--run-dir", "/nowhere"], "No such file or directory: '/nowhere/config.json'; fix that"),
+    (["@/nowhere.toml"], "No such file or directory: '/nowhere.toml'; fix that"),
+    (["--chat-template", "/nowhere.jinja"], "No such file or directory: '/nowhere.jinja'; fix that"),
     (["finetune"], "unrecognized arguments: finetune"),
 ])  # fmt: skip
 def test_mistakes_are_one_sentence(folder, tmp_path, capsys, words, sentence):

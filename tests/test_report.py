@@ -253,6 +253,6 @@ def test_several_runs_without_torch(tmp_path):
         assert (run_dir / "report.md").read_text().startswith(f"# {run_dir.name}\n")
 
 
-def test_no_run_directory(tmp_path):
-    with pytest.raises(SystemExit, match=f"^error: there is no {tmp_path}/config.json; name the directory of a run"):
-        report.main([str(tmp_path)])
+def test_no_run_directory(tmp_path, capsys):
+    assert report.main([str(tmp_path)]) == 1
+    assert capsys.readouterr().err.startswith(f"error: there is no {tmp_path}/config.json; name the directory of a run")

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from lib.chat_format import TURN_TOKENS
-from lib.engine import RunError
+from lib.command import RunError
 from tokenizer import PATTERNS
 from torch import Tensor
 
