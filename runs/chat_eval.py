@@ -1,7 +1,7 @@
 """Scores a finetuned run on six chat tasks and gives their mean, ChatCORE.
 
     python runs/chat_eval.py out/RUN                              tasks from Hugging Face
-    python runs/chat_eval.py out/RUN --files FOLDER --limit 200   own files, 200 drawn items of each
+    python runs/chat_eval.py out/RUN --files FOLDER --limit 200   own files, 200 random items of each
     torchrun --standalone --nproc_per_node=8 runs/chat_eval.py out/RUN
 
     arc_easy, arc_challenge, mmlu   the most likely letter is the answer, scored in packs as CORE is
@@ -183,7 +183,7 @@ def spelling_item(value: dict[str, Any]) -> Item:
 
 
 def read_task(name: str, folder: Path | None, limit: int) -> list:
-    """The items of a task, or `limit` drawn ones; none if there is no file."""
+    """The items of a task, or `limit` random ones; none if there is no file."""
     task = TASKS[name]
     path = None
     if folder:
@@ -261,16 +261,16 @@ def score_texts(generator, items: list[Item], task: str, ranks) -> tuple[np.ndar
         if most > 0:
             completions[i] = engine.Completion(prompt, most, temperature=0.0, stop=stop, tools=True)
     complete(generator, list(completions.values()), task)
-    texts = {i: tokenizer.decode(completion.tokens) for i, completion in completions.items()}
+    answers = {i: tokenizer.decode(completion.tokens) for i, completion in completions.items()}
 
     right = np.zeros(len(items), np.int64)
     with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // ranks.world)) as threads:
-        found = threads.map(lambda i: items[i].right(texts[i]), texts)
-        right[list(texts)] = list(found)
+        found = threads.map(lambda i: items[i].right(answers[i]), answers)
+        right[list(answers)] = list(found)
 
     samples = []
     for i in mine:
-        sample = {"task": task, "question": items[i].question, "answer": texts.get(i, "")}
+        sample = {"task": task, "question": items[i].question, "answer": answers.get(i, "")}
         samples.append(sample | {"expected": items[i].expected, "right": bool(right[i])})
     return sum_over_ranks(right, ranks).astype(bool), samples
 

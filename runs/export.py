@@ -23,12 +23,12 @@ import shutil
 import sys
 from pathlib import Path
 
+import report
 import torch
 from jinja2 import StrictUndefined, Template
 from lib.chat_format import ASSISTANT_END, is_chat_run
 from lib.command import RunError, run_command
 from lib.engine import load_run
-from report import read_log
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -214,18 +214,6 @@ def convert_tokenizer(pattern: str, ranks: list[bytes], specials: dict[str, int]
 
 # ---- model card
 
-def report_table(run_dir: Path) -> str:
-    """The table of the run's report, or "" without one.
-
-    The row with the dataset is left out: it is a path on the computer that trained the model.
-    """
-    path = run_dir / "report.md"
-    text = path.read_text(encoding="utf-8") if path.is_file() else ""
-    match = re.search(r"^\|.*\|\n\| ---.*(?:\n\|.*\|)+", text, re.M)
-    rows = match[0].splitlines() if match else []
-    return "\n".join(row for row in rows if not row.startswith("| data |"))
-
-
 def training_data(dataset: Path, is_chat: bool) -> str:
     """What the sources of a dataset are called, if it still lies on this computer."""
     path = dataset / "dataset.json"
@@ -239,17 +227,17 @@ def training_data(dataset: Path, is_chat: bool) -> str:
 def model_card(args: argparse.Namespace, fields: dict, parameters: int, step: int, bos: str) -> str:
     """README.md of the repository; args are those of the command line."""
     run_dir = args.run_dir
-    log = read_log(run_dir)
-    is_newest = all(entry["step"] <= step for entry in log)
-    figures = {}
-    for entry in log:
-        if entry["step"] <= step:
-            figures |= entry
+    log = report.read_log(run_dir)
+    entries = [entry for entry in log if entry["step"] <= step]
+    is_newest = len(entries) == len(log)
+    result = report.read_result(run_dir, entries) if is_newest else report.latest(entries)
+    description = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
+    rows = report.table_rows(description, entries, result)
+    rows.pop("data", None)  # a path on the computer that trained the model
     core = []
     if is_newest and (run_dir / "core.csv").is_file():
-        header, *rows = csv.reader((run_dir / "core.csv").read_text(encoding="utf-8").splitlines())
-        core = [header, ["---"] * len(header), *rows]
-    config = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))["config"]
+        header, *tasks = csv.reader((run_dir / "core.csv").read_text(encoding="utf-8").splitlines())
+        core = [header, ["---"] * len(header), *tasks]
     is_chat = is_chat_run(run_dir)
 
     text = CARD.read_text(encoding="utf-8")
@@ -263,9 +251,9 @@ def model_card(args: argparse.Namespace, fields: dict, parameters: int, step: in
         bos=bos,
         is_own="auto_map" in fields,
         is_chat=is_chat,
-        data=training_data(Path(config["data"]), is_chat),
-        results=report_table(run_dir) if is_newest else "",
-        figures=figures,
+        data=training_data(Path(description["config"]["data"]), is_chat),
+        rows=rows,
+        scored=report.latest(entries).get("scored"),
         core=core,
         has_picture=is_newest and (run_dir / "curve.png").is_file(),
         run=run_dir.resolve().name,

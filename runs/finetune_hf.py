@@ -43,8 +43,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from datasets.fingerprint import Hasher
-from lib import command
-from lib.command import RunError, add_flags, check_settings, run_command, say
+from lib.command import RunError, add_flags, check_settings, first_line, run_command, say
 from lib.tuning import best_fit
 from pydantic import BaseModel, Field
 from torch import Tensor, nn
@@ -483,14 +482,12 @@ def build_model(config: Config, device: torch.device) -> nn.Module:
 
 
 def load_model(name: str):
-    options = {"dtype": torch.float32, "trust_remote_code": False}
-    return AutoModelForCausalLM.from_pretrained(name, **options)
+    return AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, trust_remote_code=False)
 
 
 def lora_config(rank: int):
     """Adapters at all matrices but the head, with PEFT's usual scale."""
-    where = {"target_modules": "all-linear", "task_type": "CAUSAL_LM"}
-    return peft.LoraConfig(r=rank, lora_alpha=2 * rank, **where)
+    return peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
 
 
 def trainable(model: nn.Module) -> dict[str, Tensor]:
@@ -833,11 +830,7 @@ def explain(what: str, advice: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise RunError(f"{what} ({first_line(error)}); {advice}") from None
-
-
-def first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {command.first_line(error)[:200]}"
+        raise RunError(f"{what} ({type(error).__name__}: {first_line(error)[:200]}); {advice}") from None
 
 
 class ReadFile(argparse.Action):

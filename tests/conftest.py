@@ -278,12 +278,33 @@ def flags(data, run_dir, *more, steps=12, **overrides) -> list[str]:
     return [*where, *sets({**RUN, **overrides}), "--steps", str(steps), *EVERY, *more]
 
 
+def call(main, *argv) -> tuple[int, str, str]:
+    """(exit code, stdout, stderr) of a command in this process."""
+    out, err, code = io.StringIO(), io.StringIO(), 2
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), contextlib.suppress(SystemExit):
+        code = main([str(arg) for arg in argv])
+    return code, out.getvalue(), err.getvalue()
+
+
 def main(*argv) -> tuple[int, str, str]:
     """(exit code, stdout, stderr) of train_small.py."""
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = ts.main([str(a) for a in argv])
-    return code, out.getvalue(), err.getvalue()
+    return call(ts.main, *argv)
+
+
+def stops(main, *argv) -> str:
+    """The one sentence that a command ends with; argparse writes its usage before."""
+    code, _, err = call(main, *argv)
+    assert code == 2 or code == 1 and err.startswith("error: ") and err.count("\n") == 1, err
+    return err.splitlines()[-1]
+
+
+def sentence(action, *args, **options) -> str:
+    """The sentence with which an action of data/ ends the script."""
+    with pytest.raises(SystemExit) as end:
+        action(*args, **options)
+    message = end.value.code
+    assert message.startswith("error: ") and "\n" not in message
+    return message
 
 
 def passes(*argv) -> str:

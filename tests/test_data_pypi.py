@@ -330,14 +330,11 @@ def test_the_dataset_does_not_depend_on_the_workers(locked, capsys):
     assert "bit for bit" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("path", "words"),
-    [
-        (("documents", "train", "sha256"), "those of the lock, but their documents differ"),
-        (("dataset", "tokenizer"), "has the documents of pypi:p34, but its tokenizer differs"),
-        (("dataset", "shards", "pretrain/val_000000.bin"), "the tokenizer of pypi:p34, but pretrain/val_000000.bin"),
-    ],
-)
+@pytest.mark.parametrize(("path", "words"), [
+    (("documents", "train", "sha256"), "those of the lock, but their documents differ"),
+    (("dataset", "tokenizer"), "has the documents of pypi:p34, but its tokenizer differs"),
+    (("dataset", "shards", "pretrain/val_000000.bin"), "the tokenizer of pypi:p34, but pretrain/val_000000.bin"),
+])  # fmt: skip
 def test_the_first_layer_that_differs_is_named(locked, path, words):
     """By verify, and each time by the command that built the dataset."""
     lock = pypi.read_lock()

@@ -17,7 +17,7 @@ import tokenizer
 import train_small as ts
 
 from conftest import MERGES, SPECIALS, chat, read_split, run_sft, write_jsonl
-from hub_stub import start_hub
+from hub_stub import names_of, start_hub
 
 SCRIPT = Path(__file__).parents[1] / "data" / "sft.py"
 PIECES = ["the rest", " of", "\n\n", "你好", "é ü €", "<|user_end|>", "<|bos|>", "12345", "'it's'", "a" * 30, "😀"]
@@ -179,7 +179,7 @@ def test_parquet_and_hub(data, tmp_path):
     raw = (tmp_path / "c.parquet").read_bytes()
     files = {"data/train-00000-of-00001.parquet": raw, "data/test-00000-of-00001.parquet": b"not read"}
     with start_hub({"HuggingFaceTB/smol-smoltalk": files}) as server:
-        env = {**os.environ, "HF_ENDPOINT": server.url, "HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_XET": "1"}
+        env = {**os.environ, **names_of(server, tmp_path)}
         for spec in (tmp_path / "c.parquet", "smol-smoltalk", "hf:HuggingFaceTB/smol-smoltalk/data/train*"):
             run_sft(data, "--source", f"{spec}:1", "--val-source", val, env=env)
             assert as_set(read_split(data, "train")) == as_set(reference(v, tok) for v in values)
@@ -246,7 +246,7 @@ def test_addition(data):
     seen, rng = {"train": set(), "val": set()}, random.Random(0)
     for split, found in seen.items():
         for digits in (1, 2, 3) * 300:
-            a, b = sft.draw_sum(rng, digits, split)
+            a, b = sft.random_sum(rng, digits, split)
             assert len(str(a)) == len(str(b)) == digits
             found.add((min(a, b), max(a, b)))
             question, answer = sft.addition_texts(a, b)

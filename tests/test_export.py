@@ -14,7 +14,7 @@ import torch
 import train_small as ts
 
 from conftest import ROOT, VARIED, export_run, random_model, random_texts, tiny_config, write_run
-from hub_stub import start_hub
+from hub_stub import names_of, start_hub
 from processes import python
 
 
@@ -56,33 +56,33 @@ def test_tokens_that_no_merge_reaches(bpe):
 
 
 def test_card_and_files(bpe, tmp_path, capsys):
-    """Results come from the report, or from the log up to the saved step; nothing names this computer."""
+    """Results are those of the run, or of its log up to the saved step; nothing names this computer."""
     run_dir = write_run(tmp_path / "run", bpe)
     card = export_run(run_dir, tmp_path / "model", "--name", "me/tiny", "--license", "apache-2.0")
     assert "base model" in capsys.readouterr().out
     names = {"README.md", "config.json", "generation_config.json", "model.safetensors", "modeling_decoderstack.py",
              "tokenizer.json", "tokenizer_config.json"}  # fmt: skip
     assert {p.name for p in (tmp_path / "model").iterdir()} == names
-    assert "| validation, bits per byte | 1.25 |" in card and "base model" in card and "# me/tiny" in card
+    assert "| validation | 1.2500 bits per byte |\n| tokens | 4,096 |\n" in card and "/home/me" not in card
+    assert "base model" in card and "# me/tiny" in card
     assert "license: apache-2.0\n" in card and "language: en\n" in card and "Training data: not stated" in card
     assert "measure held-out text:" in card and "UTF-8\nbytes, here 54,321." in card
     texts = [p.read_text() for p in (tmp_path / "model").iterdir() if p.suffix in (".json", ".md", ".py")]
     assert not any("/home/me" in text or str(tmp_path) in text for text in texts)
 
-    data = "| data | /home/me/secret |"
-    (run_dir / "report.md").write_text(f"# r\n\n| | |\n| --- | --- |\n{data}\n| speed | 5 |\n\n| other | x |\n")
+    (run_dir / "result.json").write_text('{"val_bpb": 1.125, "tokens_per_second": 5}')
     (run_dir / "curve.png").write_bytes(b"png")
     (run_dir / "core.csv").write_text("task,accuracy\ncopa,0.5\n")
     card = export_run(run_dir, tmp_path / "earlier")
     assert {p.name for p in (tmp_path / "earlier").iterdir()} == names, "the log ends with another step"
-    assert "| validation, bits per byte | 1.25 |" in card and not re.search("speed|copa|curve.png", card)
+    assert "| validation | 1.2500 bits" in card and not re.search("speed|copa|curve.png", card)
 
     log = run_dir / "log.jsonl"
     log.write_text(log.read_text()[:-20])  # a crash cut the last line
     (tmp_path / "empty").mkdir()
     card = export_run(run_dir, tmp_path / "empty")
     assert "/home/me" not in card and "| data |" not in card
-    assert "| speed | 5 |\n" in card and "| copa | 0.5 |" in card and "curve.png" in card and "other" not in card
+    assert "| speed | 5 tokens/s |\n" in card and "| copa | 0.5 |" in card and "curve.png" in card
     assert (tmp_path / "empty" / "curve.png").read_bytes() == b"png"
 
 
@@ -143,20 +143,19 @@ def test_push(bpe, tmp_path):
     """The repository of the hub holds the files of the folder; without a hub one sentence says what is left to do."""
     run_dir = write_run(tmp_path / "run", bpe)
 
-    def run(endpoint, out, *more):
-        names = {"HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path / "home"), "HF_TOKEN": "hf_secret"}
-        environment = {**os.environ, **names, "HF_HUB_DISABLE_XET": "1"}
+    def run(hub, out, *more):
+        environment = {**os.environ, **names_of(hub, tmp_path), "HF_TOKEN": "hf_secret"}
         return python("runs/export.py", run_dir, "--out", out, "--push", *more, env=environment)
 
     with start_hub({}) as hub:
-        done = run(hub.url, tmp_path / "a", "me/tiny")
+        done = run(hub, tmp_path / "a", "me/tiny")
         assert done.returncode == 0 and done.stdout.endswith(f"sent {tmp_path / 'a'} to me/tiny\n"), done.stderr
         sent = {name: data for name, data in hub.repos["me/tiny"].items()}
     assert sent == {path.name: path.read_bytes() for path in (tmp_path / "a").iterdir()}
     assert b"# me/tiny" in sent["README.md"]
 
-    done = run(hub.url, tmp_path / "b", "me/tiny")  # the hub has gone
+    done = run(hub, tmp_path / "b", "me/tiny")  # the hub has gone
     assert done.returncode == 1 and "hf upload me/tiny" in done.stderr and "hf_secret" not in done.stderr
     assert "Traceback" not in done.stderr and (tmp_path / "b" / "model.safetensors").is_file()
-    done = run(hub.url, tmp_path / "c", "tiny")
+    done = run(hub, tmp_path / "c", "tiny")
     assert done.returncode == 2 and "give OWNER/NAME" in done.stderr and not (tmp_path / "c").exists()

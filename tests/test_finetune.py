@@ -28,28 +28,9 @@ import train_small as ts
 from lib import chat_format, engine, tuning
 from safetensors.torch import load_file
 
-from conftest import (
-    ALONE,
-    FIELDS,
-    MERGES,
-    ROOT,
-    TINY,
-    TINY_MEDIUM,
-    chat,
-    entries,
-    logits,
-    losses,
-    random_model,
-    read_split,
-    run_sft,
-    same,
-    saved,
-    segments,
-    snapshot,
-    tensors,
-    write_dataset,
-    write_jsonl,
-)  # fmt: skip
+from conftest import ALONE, FIELDS, MERGES, ROOT, TINY, TINY_MEDIUM, chat, entries, logits, losses  # isort: skip
+from conftest import random_model, read_split, run_sft, same, saved, segments, snapshot, stops, tensors  # isort: skip
+from conftest import write_dataset, write_jsonl  # isort: skip
 from processes import python
 
 CONTEXT = TINY["max_seq_len"]
@@ -99,16 +80,10 @@ def tune(base, run_dir, *more, packs=4, **overrides) -> list[str]:
     return [str(base), "--packs", str(packs), *flags("unused", run_dir, *more, **overrides)[2:]]
 
 
-@pytest.fixture
-def fails(capsys):
-    def check(argv, *words) -> None:
-        """finetune.main(argv) must print one line `error: ...` that holds all the words, and return 1."""
-        capsys.readouterr()
-        code, err = finetune.main([str(a) for a in argv]), capsys.readouterr().err
-        assert code == 1 and err.startswith("error: ") and err.count("\n") == 1 and len(err) > 30, err
-        assert [w for w in words if w not in err] == [], err
-
-    return check
+def fails(argv, *words) -> None:
+    """finetune.main(argv) must end with one sentence that holds all the words."""
+    err = stops(finetune.main, *argv)
+    assert [word for word in words if word not in err] == [], err
 
 
 @pytest.fixture(scope="session")
@@ -477,29 +452,25 @@ def test_defaults(base, tmp_path, monkeypatch, capsys):
 # ---- errors
 
 
-@pytest.mark.parametrize(
-    ("argv", "words"),
-    [
-        ([], ["a run directory with a checkpoint", "python runs/finetune.py RUN"]),
-        (["--steps", "5", "{base}"], ["name it first"]),
-        (["--resume"], ["--resume needs --run-dir"]),
-        (["{tmp}/none"], ["{tmp}/none is no run directory"]),
-        (["--resume", "--run-dir", "{base}"], ["{base} is no finetuning run", "train_small.py --resume"]),
-        (["--resume", "--run-dir", "{rl}"], ["{rl} is no finetuning run", "runs/rl.py --resume"]),
-        (["{base}", "--run-dir", "{base}"], ["already holds a run"]),
-        (["{base}", "--set", "source=x"], ["--set source=x: expected KEY=VALUE with a field of Config"]),
-        (["{base}", "--lr", "0"], ["--lr 0.0 must be above 0"]),
-        (["{base}", "--packs", "4", "--steps", "1000"], ["the run asks for 512,000", "max_epochs"]),
-        (["{base}", "--data", "{other}"], ["{other} has another tokenizer than {base}"]),
-        (["{base}", "--data", "{text}"], ["{text}/sft has no train_*.bin", "data/sft.py --data"]),
-        (["--resume", "--run-dir", "{sft}", "--seed", "5"], ["seed was 0 and is 5", "--resume-changed"]),
-        (["--resume", "--run-dir", "{sft}", "--packs", "5"], ["--resume cannot change packs", "4", "5"]),
-        (["--resume", "--run-dir", "{sft}", "--no-moments"], ["--resume cannot change moments"]),
-        (["{tmp}", "--resume", "--run-dir", "{sft}"], ["--resume cannot change run: the run has {base}"]),
-    ],
-    ids=lambda value: " ".join(value)[:40],
-)  # fmt: skip
-def test_mistakes(argv, words, fails, base, finished, data, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("argv", "words"), [
+    ([], ["a run directory with a checkpoint", "python runs/finetune.py RUN"]),
+    (["--steps", "5", "{base}"], ["name it first"]),
+    (["--resume"], ["--resume needs --run-dir"]),
+    (["{tmp}/none"], ["{tmp}/none is no run directory"]),
+    (["--resume", "--run-dir", "{base}"], ["{base} is no finetuning run", "train_small.py --resume"]),
+    (["--resume", "--run-dir", "{rl}"], ["{rl} is no finetuning run", "runs/rl.py --resume"]),
+    (["{base}", "--run-dir", "{base}"], ["already holds a run"]),
+    (["{base}", "--set", "source=x"], ["--set source=x: expected KEY=VALUE with a field of Config"]),
+    (["{base}", "--lr", "0"], ["--lr 0.0 must be above 0"]),
+    (["{base}", "--packs", "4", "--steps", "1000"], ["the run asks for 512,000", "max_epochs"]),
+    (["{base}", "--data", "{other}"], ["{other} has another tokenizer than {base}"]),
+    (["{base}", "--data", "{text}"], ["{text}/sft has no train_*.bin", "data/sft.py --data"]),
+    (["--resume", "--run-dir", "{sft}", "--seed", "5"], ["seed was 0 and is 5", "--resume-changed"]),
+    (["--resume", "--run-dir", "{sft}", "--packs", "5"], ["--resume cannot change packs", "4", "5"]),
+    (["--resume", "--run-dir", "{sft}", "--no-moments"], ["--resume cannot change moments"]),
+    (["{tmp}", "--resume", "--run-dir", "{sft}"], ["--resume cannot change run: the run has {base}"]),
+], ids=lambda value: " ".join(value)[:40])  # fmt: skip
+def test_mistakes(argv, words, base, finished, data, tmp_path, monkeypatch):
     """Each is told in a sentence; nothing is written, into the source least of all."""
     monkeypatch.chdir(tmp_path)
     before = snapshot(base)
@@ -524,7 +495,7 @@ def test_mistakes(argv, words, fails, base, finished, data, tmp_path, monkeypatc
     lambda mask, other, shard: mask[:-2], lambda mask, other, shard: mask[:-2] + b"\1\1",
     lambda mask, other, shard: other, lambda mask, other, shard: shard,
 ), ids=("truncated", "corrupt", "foreign", "no mask"))  # fmt: skip
-def test_bad_masks(change, fails, base, data, tmp_path):
+def test_bad_masks(change, base, data, tmp_path):
     """One sentence with the file; the run directory is not even made."""
     root = shutil.copytree(data, tmp_path / "data")
     files = [root / "sft" / name for name in ("train_000001.mask.bin", "train_000002.mask.bin", "train_000001.bin")]
@@ -536,14 +507,14 @@ def test_bad_masks(change, fails, base, data, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_conversation_that_is_too_long(fails, base, data, tmp_path):
+def test_a_conversation_that_is_too_long(base, data, tmp_path):
     root = shutil.copytree(data, tmp_path / "data")
     run_sft(root, "--source", write_jsonl(tmp_path / "long.jsonl", [chat("why " * 40, "the " * 40)] * 3))
     words = ["holds a conversation of", "the model reads 64", "--max-len 65"]
     fails(tune(base, tmp_path / "run", "--data", root), *words)
 
 
-def test_medium_finetunes_too(data, tmp_path, fails):
+def test_medium_finetunes_too(data, tmp_path):
     """train_medium.py derives sizes and rates from zeros; finetuning keeps what its source had of them."""
     medium = {key: value for key, value in TINY_MEDIUM.items() if key not in ("tokens", "muon_lr", "adam_lr")}
     assert tm.main(flags(data, tmp_path / "base", "--steps", 20, **medium)) == 0

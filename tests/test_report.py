@@ -41,7 +41,7 @@ def texts_of(run_dir) -> list[str]:
 def curves(log: list[dict]) -> dict:
     """By axis and legend: the points that are drawn."""
     found = {}
-    for axes in report.draw_curves(log, "a title with $1 and $2").axes:
+    for axes in report.plot_curves(log, "a title with $1 and $2").axes:
         for line in axes.get_lines():
             found[axes.get_ylabel(), line.get_label()] = list(zip(*line.get_data(), strict=True))
     return found
@@ -115,7 +115,7 @@ def test_a_run_under_way(tmp_path):
         "speed": "80 tokens/s", "peak memory": "2.0 GiB", "data": "data/shards/mine",
     }  # fmt: skip
     text = (tmp_path / "report.md").read_text()
-    assert "Under way: the figures are those of step 30." in text
+    assert "Running: the metrics are those of step 30." in text
     assert "no samples: " in text
 
     (tmp_path / "log.jsonl").write_text("")  # it has just begun

@@ -18,23 +18,8 @@ import torch
 import train_small as ts
 from safetensors.torch import load_file
 
-from conftest import (
-    ALONE,
-    MERGES,
-    ROOT,
-    at_step,
-    entries,
-    flags,
-    losses,
-    main,
-    passes,
-    refused,
-    saved,
-    snapshot,
-    stop_at,
-    tiny_config,
-    write_dataset,
-)  # fmt: skip
+from conftest import ALONE, MERGES, ROOT, at_step, entries, flags, losses, main, passes, refused, saved  # isort: skip
+from conftest import snapshot, stop_at, tiny_config, write_dataset  # isort: skip
 from processes import python
 
 pytestmark = pytest.mark.usefixtures("only_the_run", "signal_handlers")

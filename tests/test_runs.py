@@ -20,26 +20,9 @@ import train_medium as tm
 import train_small as ts
 from lib import engine
 
-from conftest import (
-    ALONE,
-    ROOT,
-    entries,
-    flags,
-    list_files,
-    loader_of,
-    logits,
-    losses,
-    passes,
-    refused,
-    saved,
-    snapshot,
-    stop_at,
-    tensors,
-    tiny_config,
-    train_steps,
-    val_bpb,
-    write_dataset,
-)  # fmt: skip
+from conftest import ALONE, ROOT, entries, flags, list_files, loader_of, logits, losses, passes  # isort: skip
+from conftest import refused, saved, snapshot, stop_at, tensors, tiny_config, train_steps, val_bpb  # isort: skip
+from conftest import write_dataset  # isort: skip
 from processes import python
 
 pytestmark = pytest.mark.usefixtures("only_the_run", "signal_handlers")
@@ -420,32 +403,28 @@ def test_words_that_are_no_flags(capsys, argv):
     assert end.value.code == 2 and "error: " in err and argv[-1].partition("=")[0].strip("@") in err
 
 
-@pytest.mark.parametrize(
-    ("argv", "words"),
-    [
-        (["--set", "widht=64"], ["--set widht=64", "a field of Config"]),
-        (["--set", "width"], ["expected KEY=VALUE"]),
-        (["--set", "width=wide"], ["width takes a value like 768"]),
-        (["--set", "width=1.5"], ["width takes a value like 768"]),
-        (["--set", "fp8=1"], ["fp8 takes a value like True"]),
-        (["--set", "long_layers=3"], ["long_layers takes a value like (3, 10)"]),
-        (["--set", "width=100"], ["width=100", "head_dim=128"]),
-        (["--set", "width=30", "--set", "head_dim=30"], ["head_dim=30 is not a multiple of 4"]),
-        (["--set", "vocab_size=70000"], ["70,000", "65,536"]),
-        (["--set", "long_layers=(11,)"], ["layer 11 is named, but the last one is 10"]),
-        (["--set", "no_attention_layers=(1,)"], ["a layer of value_embed_layers has no attention"]),
-        (["--set", "no_attention_layers=(0,)", "--set", "shared_input_from=0"], ["shared_input_from is a layer"]),
-        (["--set", "dtype=bf16"], ["dtype=bf16 is none of auto, bfloat16, float16, float32"]),
-        (["--set", "max_seq_len=16384"], ["max_seq_len=16384"]),
-        (["--set", "stages=((0.5, 16, 1.0),)"], ["0.5000, not 1"]),
-        (["--micro-batch-tokens", "200"], ["--micro-batch-tokens is not a multiple of pack_tokens=8192"]),
-        (["--seed", "1", "--set", "seed=1"], ["seed is given by a flag and by --set; leave one out"]),
-        (["--resume-changed"], ["--resume-changed goes with --resume"]),
-        (["--resume", "--run-dir", "out/none"], ["out/none is no run directory"]),
-        (["--resume"], ["is no run directory"]),
-    ],
-    ids=lambda value: " ".join(value) if value[0][:2] == "--" else "",
-)
+@pytest.mark.parametrize(("argv", "words"), [
+    (["--set", "widht=64"], ["--set widht=64", "a field of Config"]),
+    (["--set", "width"], ["expected KEY=VALUE"]),
+    (["--set", "width=wide"], ["width takes a value like 768"]),
+    (["--set", "width=1.5"], ["width takes a value like 768"]),
+    (["--set", "fp8=1"], ["fp8 takes a value like True"]),
+    (["--set", "long_layers=3"], ["long_layers takes a value like (3, 10)"]),
+    (["--set", "width=100"], ["width=100", "head_dim=128"]),
+    (["--set", "width=30", "--set", "head_dim=30"], ["head_dim=30 is not a multiple of 4"]),
+    (["--set", "vocab_size=70000"], ["70,000", "65,536"]),
+    (["--set", "long_layers=(11,)"], ["layer 11 is named, but the last one is 10"]),
+    (["--set", "no_attention_layers=(1,)"], ["a layer of value_embed_layers has no attention"]),
+    (["--set", "no_attention_layers=(0,)", "--set", "shared_input_from=0"], ["shared_input_from is a layer"]),
+    (["--set", "dtype=bf16"], ["dtype=bf16 is none of auto, bfloat16, float16, float32"]),
+    (["--set", "max_seq_len=16384"], ["max_seq_len=16384"]),
+    (["--set", "stages=((0.5, 16, 1.0),)"], ["0.5000, not 1"]),
+    (["--micro-batch-tokens", "200"], ["--micro-batch-tokens is not a multiple of pack_tokens=8192"]),
+    (["--seed", "1", "--set", "seed=1"], ["seed is given by a flag and by --set; leave one out"]),
+    (["--resume-changed"], ["--resume-changed goes with --resume"]),
+    (["--resume", "--run-dir", "out/none"], ["out/none is no run directory"]),
+    (["--resume"], ["is no run directory"]),
+], ids=lambda value: " ".join(value) if value[0][:2] == "--" else "")  # fmt: skip
 def test_command_line_mistakes(argv, words):
     """Each is told what was wrong."""
     err = refused(*argv)
@@ -461,6 +440,8 @@ BAD = {  # what is wrong with a dataset: a file, how it changes, whether dataset
     "truncated": (SHARD, lambda b: b[:-101], False, ["train_000000.bin was changed or is missing"]),
     "missing": (SHARD, None, False, ["train_000000.bin was changed or is missing"]),
     "another format": (SHARD, lambda b: b"\1" + b[1:], True, ["train_000000.bin is not a token shard of version 1"]),
+    "another version": (SHARD, lambda b: b[:4] + b"\2" + b[5:], True, ["is not a token shard of version 1"]),
+    "cut": (SHARD, lambda b: b[:-10], True, ["train_000000.bin is not a token shard"]),
     "large token": (SHARD, lambda b: b[:-2] + b"\xff\xff", True, ["holds token 65535, which its tokenizer lacks"]),
     "tokenizer": ("tokenizer.json", lambda b: b + b"\n", False, ["tokenizer.json is not the tokenizer of its shards"]),
     "no shards": ("pretrain/val_000000.bin", None, True, ["has no val_*.bin shards", "make the dataset again"]),
