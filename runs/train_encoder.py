@@ -226,8 +226,8 @@ class Encoder(nn.Module):
         T = len(tokens_T)
         M = min(T, math.ceil(T * self.config.mask_rate))
         picked_M = torch.argsort((targets_T < 0).int(), stable=True)[:M]
-        inputs = (hidden_TD[picked_M], self.embed, targets_T[picked_M].long())
-        total, nats_M = ChunkedCE.apply(*inputs, CE_ROWS, torch.is_grad_enabled())
+        inputs = (hidden_TD[picked_M], self.embed, targets_T[picked_M][None])
+        total, nats_M = script.linear_cross_entropy(*inputs, cap=(), chunk=CE_ROWS)
         return total, nats_M.new_zeros(T).scatter(0, picked_M, nats_M)
 
     def embed_texts(self, tokens_T, positions_T, cu_seqlens, max_doc: int) -> Tensor:
@@ -284,43 +284,6 @@ def varlen_attention(positions_T, cu_seqlens, max_doc: int) -> Callable:
 
 
 ATTENTION = {"varlen": varlen_attention, "sdpa": sdpa_attention}
-
-
-class ChunkedCE(torch.autograd.Function):
-    """The sum of nats, 0-D, and the nats of each row, 0 where the target is -1; fp32.
-
-    Some rows of logits at a time, with their gradient, so that (M, V) never exists in fp32.
-    """
-
-    @staticmethod
-    def forward(ctx, hidden_MD, head_VD, targets_M, rows: int, grad: bool):
-        grad_hidden = []
-        grad_head = torch.zeros_like(head_VD, dtype=torch.float32) if grad else None
-        nats = []
-        columns = torch.arange(len(head_VD), device=head_VD.device)
-        parts = zip(hidden_MD.split(rows), targets_M.split(rows), strict=True)
-        for hidden, targets in parts:
-            logits = F.linear(hidden, head_VD).float()
-            counted = targets >= 0
-            picks = targets.clamp(min=0)[:, None]
-            log_sum = logits.logsumexp(1, keepdim=True)
-            nats.append(((log_sum - logits.gather(1, picks)) * counted[:, None])[:, 0])
-            if grad:
-                # Softmax less one at the target; a scatter would be a pass of its own.
-                g = (logits - log_sum).exp() - (columns == picks).float()
-                g = (g * counted[:, None]).to(head_VD.dtype)
-                grad_hidden.append(g @ head_VD)
-                grad_head += g.mT @ hidden
-        if grad:
-            ctx.save_for_backward(torch.cat(grad_hidden), grad_head.to(head_VD.dtype))
-        nats = torch.cat(nats)
-        ctx.mark_non_differentiable(nats)
-        return nats.sum(), nats
-
-    @staticmethod
-    def backward(ctx, g, _):
-        grad_hidden, grad_head = ctx.saved_tensors
-        return grad_hidden * g, grad_head * g, None, None, None
 
 
 # ---- data
