@@ -57,9 +57,9 @@ def run(main: Callable[[], None]) -> None:
     try:
         main()
     except KeyboardInterrupt:
-        raise SystemExit("\nstopped; repeat the same command to go on") from None
+        raise SystemExit("\nstopped; repeat the same command to continue") from None
     except BrokenPipeError:
-        # What read the output, such as head, has ended. The rest of it must go somewhere.
+        # The reader of the output, such as head, has ended, so what follows is discarded.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(1) from None
     except OSError as problem:

@@ -6,13 +6,13 @@
     python runs/chat.py --endpoint http://127.0.0.1:8000 --model NAME   (key: OPENAI_API_KEY)
 
 Text appears as it is generated. Commands: /clear /system TEXT /save FILE /help /quit; Ctrl-C ends
-an answer or empties the line, Ctrl-D ends the chat. A line that ends with a backslash goes on in
+an answer or empties the line, Ctrl-D ends the chat. A line that ends with a backslash continues on
 the next one. The lines of a terminal are kept in ~/.local/state/decoderstack/chat_history. With a
 run directory, the KV cache is kept between turns, so a turn computes only its own tokens. When the
 context is full, the oldest turns are dropped and a note says so. A model that was not finetuned for
 chat continues the text instead.
 
-Result: the exit code is 1 if a question of --prompt or of a pipe got no whole answer.
+The exit code is 1 if a question from --prompt or a pipe did not get a complete answer.
 """
 
 import argparse
@@ -41,15 +41,15 @@ HELP = """\
 /save FILE     add the conversation to FILE as one line of JSON, as data/sft.py reads it
 /help          this list
 /quit          end the chat (also Ctrl-D)
-For a message that starts with a slash, type two. A line that ends with \\ goes on in the next one."""
+To start a message with a slash, type two. A line that ends with \\ continues on the next one."""
 TIMEOUT = 300  # seconds without a word from the server
 MAX_TOKENS = 512  # of an answer of a local model, unless --max-tokens says otherwise
 HISTORY_LINES = 1000
 
 
 def fit(backend, system: str, messages: list[dict]):
-    """What backend.ask() makes of a conversation, after dropping its oldest turns until it takes the rest."""
-    backend.turns += 1  # a question asked again draws anew
+    """backend.ask() of a conversation, whose oldest turns are dropped until it fits."""
+    backend.turns += 1  # so that a question asked again gets another sample
     for first in range(0, len(messages), 2):
         try:
             asked = backend.ask(system, messages[first:])
@@ -58,7 +58,7 @@ def fit(backend, system: str, messages: list[dict]):
             if first == len(messages) - 1:
                 raise
     if first:
-        del messages[:first]  # only now: a message too long by itself costs nothing
+        del messages[:first]  # only now, so that a message that is too long by itself drops nothing
         size = f" of {backend.limit:,} tokens" if backend.limit else ""
         say(f"(the context{size} is full, oldest turns dropped: {first // 2})")
     return asked
@@ -312,7 +312,7 @@ class Chat:
     def turn(self, text: str) -> bool:
         """Sends a message and prints the answer as it comes.
 
-        False if something went wrong; without any answer the message is undone.
+        Returns False if something went wrong. A message without any answer is removed.
         """
         text = text.encode("utf-8", "replace").decode()  # a terminal may pass bytes that are no text
         answer = {"role": "assistant", "content": "", "ids": []}
@@ -380,7 +380,7 @@ class Chat:
             say(f"cannot write {path} ({error.strerror})")
 
     def loop(self) -> bool:
-        """Reads lines until /quit or the end of the input. Whether every message was answered."""
+        """Reads lines until /quit or the end of the input. Returns whether every message was answered."""
         terminal = sys.stdin.isatty()
         good = True
         if terminal:
@@ -392,7 +392,7 @@ class Chat:
             except EOFError:
                 if terminal:
                     print()
-                return good or terminal  # who sits there has seen what went wrong
+                return good or terminal  # whoever sits at the terminal has seen what went wrong
             except KeyboardInterrupt:
                 if not terminal:
                     return False
@@ -425,7 +425,7 @@ def use_history() -> None:
     path = Path(state).expanduser() / "decoderstack" / "chat_history"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch(mode=0o600)  # for nobody else to read
+        path.touch(mode=0o600)  # only the user may read it
         readline.read_history_file(path)
     except OSError:
         return
@@ -459,7 +459,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def talk(args: argparse.Namespace) -> bool:
-    """Answers --prompt or all that is typed; whether every message got a whole answer. Raises: RunError"""
+    """Answers --prompt or all that is typed; returns whether every message got a complete answer. Raises: RunError"""
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")  # a terminal that lacks a character shows "?"
     if args.endpoint:

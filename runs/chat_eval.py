@@ -15,7 +15,7 @@ chat_eval.csv and the answers to chat_eval_samples.jsonl in the run directory; t
 stdout is one JSON object.
 
 FOLDER holds arc_easy*, arc_challenge*, mmlu*, gsm8k* and humaneval* as .jsonl, .jsonl.gz,
-.jsonl.zst or .parquet with the columns of the public sets, and words*.txt with one word a line. A
+.jsonl.zst or .parquet with the columns of the public sets, and words*.txt with one word per line. A
 name with "test" goes before one with "val"; names with "train" or "dev" are never used.
 
 --run-code executes programs that the model wrote, each in an empty folder with limits on time,

@@ -1,16 +1,15 @@
-"""Bits per byte of gzip and xz on the validation text of a run, beside what the model reached.
+"""Bits per byte of gzip and xz on the validation text of a run, next to those of the model.
 
     python runs/compressors.py out/quickstart
 
 The text is exactly what the run evaluated: the bytes of all validation targets that carry bytes, one document after
-the other. The table is printed and put into the run's report.md; running this again replaces it. This executes the
-training script that lies in the run directory.
+the other. The table is printed and added to the run's report.md. This executes the training script that lies in the
+run directory.
 """
 
 import argparse
 import gzip
 import lzma
-import re
 import sys
 from pathlib import Path
 
@@ -20,8 +19,7 @@ from lib.command import RunError, run_command
 from lib.engine import import_script
 
 ROOT = Path(__file__).resolve().parents[1]
-BEGIN = "<!-- compressors -->"
-END = "<!-- /compressors -->"
+HEADING = "## Against compressors"
 PREFIX_LIMIT = 16_000_000  # bytes of training text that xz may read first, which takes about 10 s
 NOTE = "The model has seen training text, and its weights are not counted. "
 NOTE += "gzip and xz see only the validation text, as one file."
@@ -78,12 +76,9 @@ def compare(script, run_dir: Path) -> str:
 
 
 def add_to_report(path: Path, table: str) -> None:
-    """Puts the table before the samples, or at the end, in place of an older one."""
     text = path.read_text(encoding="utf-8")
-    text = re.sub(f"{BEGIN}.*{END}\n", "", text, flags=re.DOTALL)
-    head, samples, tail = text.partition("\n## Samples")
-    block = f"{BEGIN}\n## Against compressors\n\n{table}{END}\n"
-    path.write_text(f"{head.rstrip()}\n\n{block}{samples}{tail}", encoding="utf-8")
+    if HEADING not in text:
+        path.write_text(f"{text}\n{HEADING}\n\n{table}", encoding="utf-8")
 
 
 def main() -> int:

@@ -301,7 +301,7 @@ def retrieval_scores(state, data: Pairs) -> dict[str, float]:
 
 
 class Settings(BaseModel):
-    """What the flags say of a run; the entry "contrast" of config.json."""
+    """The settings of a run, from its flags; the entry "contrast" of config.json."""
 
     run: Path
     checkpoint: str  # name of the one it started from

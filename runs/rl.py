@@ -58,7 +58,7 @@ MAX_TOKENS = {"addition": 24, "gsm8k": 256}
 
 
 class Settings(BaseModel):
-    """What the flags say of a run; the entry "rl" of config.json."""
+    """The settings of a run, from its flags; the entry "rl" of config.json."""
 
     source: str
     no_compile: bool = False

@@ -158,5 +158,18 @@ stage sft train runs/finetune.py "$out/sft" "$out/base" --data "$data" "${finetu
 
 # -- evaluation and report
 stage chat_eval on_gpus runs/chat_eval.py "$out/sft" ${files:+--files "$files"} "${code[@]}"
-python runs/lib/speedrun_report.py "$out"
+{
+  echo "# ${out#out/}"
+  for run in base sft; do
+    printf '\n## [%s](%s/report.md)\n\n' "$run" "$run"
+    sed -n '/^## /q;/^|/p' "$out/$run/report.md"
+  done
+  for scores in base/core.csv sft/chat_eval.csv; do
+    if [[ -f $out/$scores ]]; then printf '\n## %s\n\n```\n%s\n```\n' "$scores" "$(<"$out/$scores")"; fi
+  done
+  printf '\n## Seconds of each stage, over all attempts\n\n'
+  for times in "$out"/logs/*.seconds; do
+    echo "- $(basename "$times" .seconds): $(($(tr '\n' '+' <"$times")0))"
+  done
+} | tee "$out/report.md"
 echo "The results are in $out. Chat with the model: python runs/chat.py $out/sft (after: source .venv/bin/activate)"

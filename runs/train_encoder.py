@@ -292,16 +292,16 @@ ATTENTION = {"varlen": varlen_attention, "sdpa": sdpa_attention}
 def mask_tokens(batch, config: Config, is_text_V: np.ndarray, seed: list[int]):
     """A Batch with tokens masked, and targets where they are.
 
-    Every pack loses the same share of its tokens of text. All of them become the mask token.
+    In every pack the same share of the text tokens becomes the mask token.
 
     Args: is_text_V which tokens of the vocabulary may be masked; seed of this batch
     """
     tokens = batch.tokens.numpy().copy()
     targets = np.full_like(tokens, -1)
     is_text = is_text_V[tokens]
-    lots = np.random.default_rng(seed).random(tokens.shape)
-    lots[~is_text] = 2.0  # they never come first
-    order = lots.argsort(1)
+    noise = np.random.default_rng(seed).random(tokens.shape)
+    noise[~is_text] = 2.0  # so that they come last
+    order = noise.argsort(1)
     for row in range(len(tokens)):
         chosen = order[row, : int(config.mask_rate * is_text[row].sum())]
         targets[row, chosen] = tokens[row, chosen]
@@ -375,7 +375,7 @@ def build_state(config: Config, ranks, say: Callable = print):
 
 
 def script_entries(*files: str, **settings) -> dict:
-    """What a Job says of its scripts, the last of which is the command; --resume compares their hashes."""
+    """Fields of a Job about its scripts, the last of which is the command; --resume compares their hashes."""
     paths = [Path(file) for file in files]
     digests = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
     return {"command": paths[-1].stem, "scripts": paths, "description": {"scripts": digests, **settings}}
@@ -408,7 +408,7 @@ def pretrain(args: argparse.Namespace) -> dict:
 
 
 def check_config(c: Config, world: int) -> None:
-    """Raises UserError with the first thing that a person gets wrong; torch reports the rest."""
+    """Raises UserError for the first setting that does not fit."""
     if c.width % c.head_dim or c.head_dim % 2:
         raise script.UserError(f"--width {c.width} must be a multiple of an even --head-dim, found {c.head_dim}")
     if c.max_seq_len > c.pack_tokens:
@@ -459,7 +459,7 @@ def make_job(config: Config, dataset):
 
 
 def fields_of(settings) -> dict:
-    """What flags or settings say of the fields of Config."""
+    """The fields of Config among flags or settings."""
     names = {field.name for field in dataclasses.fields(Config)}
     return {name: value for name, value in vars(settings).items() if name in names}
 
@@ -468,7 +468,7 @@ def fields_of(settings) -> dict:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Those of a new run."""
+    """Adds the flags of a new run."""
     add = parser.add_argument
     add("--size", choices=tuple(SIZES), default="small", help="number of layers (default small)")
     for field in dataclasses.fields(Config):
@@ -482,7 +482,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def read_flags(argv: list[str] | None, doc: str, add_flags: Callable) -> argparse.Namespace:
-    """The flags that were given, and what train_small.py asks of its own besides."""
+    """The given flags, and the defaults of others that train_small.py expects."""
     flags = sys.argv[1:] if argv is None else list(argv)
     resume = "--resume" in flags
     parser = argparse.ArgumentParser(

@@ -218,7 +218,7 @@ def test_multi_node_calls_torchrun(fakes, fast_python, dataset_dir, tmp_path):
     fakes.write("python", code=f'if [[ $1 == *check_nodes.py ]]; then exec {fast_python} "$@"; fi')
     argv = flags(dataset_dir, tmp_path / "run")
     done = fakes.run("multi_node.sh", *argv, NODES="1:2", GPUS="2")
-    assert done.returncode == 1 and "2 machines x 2 processes = 4, which does not divide a step of 2 packs" in done.err
+    assert done.returncode == 1 and "2 packs do not divide over 4 processes; use a" in done.err
     done = fakes.run("multi_node.sh", *argv, NODES="1:2", GPUS="1", HEAD="node0:1234", JOB="seven", RESTARTS="5")
     assert done.returncode == 0, done.err
     (call,) = [call for call in fakes.calls() if "torch.distributed.run" in call]

@@ -31,7 +31,6 @@ PYTHON = f"""#!/usr/bin/env bash
 case "$*" in
 "-m pip"*) echo "$@" >>pip.log; [[ ! -e fail ]]; exit ;;
 *device_count*) cat gpus; exit ;;
-*speedrun_report*) exit ;;
 *.py*) printf '%s ' "${{@//$'\\n'/ }}" >>python.log; echo >>python.log ;;
 *) exec {sys.executable} "$@" ;;
 esac
@@ -39,7 +38,7 @@ case "$*" in
 data/core.py*) echo "no network" >&2; exit 1 ;;
 data/pretrain.py*) mkdir -p "${{@: -1}}"; echo {{}} >"${{@: -1}}/dataset.json" ;;
 *--resume) ;;
-*--run-dir*) mkdir -p "${{@: -1}}"; touch "${{@: -1}}/result.json" ;;
+*--run-dir*) mkdir -p "${{@: -1}}"; touch "${{@: -1}}/"{{result.json,report.md}} ;;
 esac
 """
 

@@ -23,16 +23,12 @@ def main(path: str, nodes: str, gpus: str, *argv: str) -> None:
 
 
 def check(script, nodes: str, gpus: int, argv: tuple[str, ...]) -> None:
-    """Raises UserError if the data or the number of processes does not fit."""
+    """Raises UserError if the flags, the data or the number of processes do not fit."""
     config = script.make_config(script.build_parser().parse_args(argv))
     script.Dataset.open(config.data)
     least, _, most = nodes.partition(":")
     for machines in range(int(least), int(most or least) + 1):
-        processes = machines * gpus
-        if wrong := [stage.packs for stage in config.stage_table if stage.packs % processes]:
-            found = f"NODES={nodes} allows {machines} machines x {gpus} processes = {processes}"
-            advice = "choose NODES and GPUS that do"
-            raise script.UserError(f"{found}, which does not divide a step of {wrong[0]} packs; {advice}")
+        script.choose_packs(config, script.Ranks(0, machines * gpus, torch.device("cpu")))
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ def is_main() -> bool:
 
 
 def say(text: str) -> None:
-    """One process speaks for all."""
+    """Prints in one process only."""
     if is_main():
         print(text, flush=True)
 

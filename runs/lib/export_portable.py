@@ -38,7 +38,7 @@ QWEN = {
 
 
 def why_not_portable(model) -> str:
-    """What a model has that Qwen3 has not, or ""."""
+    """What a model has that Qwen3 lacks, or ""."""
     c = model.config
     if hasattr(model, "residual"):
         return "it is of train_medium.py"
@@ -119,7 +119,7 @@ def qwen_weights(model) -> dict[str, Tensor]:
 
 
 def positive(factor: float, layer: int) -> float:
-    """A factor that a norm takes away. Raises: RunError if it is none"""
+    """A factor that the next norm cancels. Raises: RunError if it is not positive"""
     if not factor > 1e-6:
         raise RunError(f"the residual factor of layer {layer} fell to {factor:.2g}; export an earlier --step")
     return factor

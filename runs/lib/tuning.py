@@ -75,7 +75,7 @@ def load_source(script: ModuleType, state, checkpoint: Path, moments: bool) -> N
 
 
 def tool_entries(name: str, file: str, settings: dict) -> dict:
-    """What a Job says of a tool: its command, its settings and hash in config.json, its script."""
+    """Fields of a Job about a tool: its command, its settings and hash in config.json, its script."""
     path = Path(file).resolve()
     sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
     description = {name: settings, f"{name}_sha256": sha256}
