@@ -449,10 +449,6 @@ def segments(batch: ts.Batch, row: int):
         start = end
 
 
-def same(a: ts.Batch, b: ts.Batch) -> bool:
-    return all(torch.equal(getattr(a, f), getattr(b, f)) for f in FIELDS) and a.position == b.position
-
-
 # ---- exported runs
 
 

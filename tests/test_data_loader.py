@@ -8,7 +8,7 @@ import pytest
 import torch
 import train_small as ts
 
-from conftest import ALONE, CPU, FIELDS, list_files, loader_of, same, segments, tiny_config  # isort: skip
+from conftest import ALONE, CPU, FIELDS, list_files, loader_of, segments, tiny_config  # isort: skip
 from conftest import validation_of, write_dataset, write_shard  # isort: skip
 
 
@@ -27,6 +27,10 @@ def batches(dataset, config, ranks=ALONE, position=None, first_step=0, most=10**
 
 def text_of(dataset, split="train") -> np.ndarray:
     return np.concatenate([np.fromfile(p, "<u2", offset=1024) for p in dataset.files(split)]).astype(int)
+
+
+def same(a: ts.Batch, b: ts.Batch) -> bool:
+    return all(torch.equal(getattr(a, f), getattr(b, f)) for f in FIELDS) and a.position == b.position
 
 
 @pytest.fixture(scope="module")

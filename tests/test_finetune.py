@@ -29,7 +29,7 @@ from lib import chat_format, engine, tuning
 from safetensors.torch import load_file
 
 from conftest import ALONE, FIELDS, MERGES, ROOT, TINY, TINY_MEDIUM, chat, entries, logits, losses  # isort: skip
-from conftest import random_model, read_split, run_sft, same, saved, segments, snapshot, stops, tensors  # isort: skip
+from conftest import random_model, read_split, run_sft, saved, segments, snapshot, stops, tensors  # isort: skip
 from conftest import write_dataset, write_jsonl  # isort: skip
 from processes import python
 
@@ -214,22 +214,6 @@ def test_loss_and_gradients_are_those_of_the_definition(setup, data):
         for name, param in model.named_parameters():
             scale = param.grad.abs().max().item()
             torch.testing.assert_close(grads[name], param.grad, atol=2e-5 * scale, rtol=1e-4, msg=name)
-
-
-def test_user_tokens_are_no_targets(setup):
-    """The end mark of a question without an answer is a target only: another token there changes no bit."""
-    config, dataset, talks = setup
-    batch = batches(setup, most=1)[0]
-    other = finetune.Conversations(dataset, "train", config)
-    ends = other.borders[1:] - 1
-    changed = ends[~other.counted[ends]]
-    assert len(changed) > 5
-    other.tokens[changed] = 7
-    again = batches((config, dataset, other), most=1)[0]
-    assert same(batch, again) and step(setup, batch)[0] == step(setup, again)[0]
-    specials = dataset.tokenizer.specials
-    marks = {specials[name] for name in ("<|bos|>", "<|user_start|>", "<|user_end|>", "<|assistant_start|>")}
-    assert marks.isdisjoint(talks.tokens[talks.counted].tolist())
 
 
 def test_micro_batches_and_steps_without_a_target(setup):
