@@ -239,8 +239,8 @@ def read_documents(paths: Iterable[Path], bos_id: int) -> Iterator[bytes]:
 
 
 def fingerprint(files: dict[str, dict[str, Any]], folder: str = "pretrain") -> str:
-    """One hex sha256 for all that is read from a folder: over the sorted lines "path sha256" of its files and of
-    the tokenizer.
+    """One hex sha256 for all that is read from a folder: over the sorted lines "path sha256" of its
+    files and of the tokenizer.
 
     That of pretrain/ names the dataset. Evaluation and finetuning files, which may be added later, do not make it
     another one: they have fingerprints of their own.
@@ -311,7 +311,7 @@ def check_dataset(value: Any, path: str | Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def new_folder(root: Path, name: str, **more: Any) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """(a folder to fill, a dict for the entries of its files in dataset.json), which replace those of root/NAME
+    """(a folder to fill, a dict for its entries in dataset.json), which replace those of root/NAME
     after the `with`; `more` goes into dataset.json too.
 
     The old folder stays until the new one is whole. While they change places, dataset.json lists neither.
@@ -351,7 +351,7 @@ def check_file(path: Path, entry: dict[str, Any]) -> None:
 
 
 def count_shard(path: Path, tokenizer_sha256: str, bos: int, lengths: np.ndarray) -> dict[str, int]:
-    """Tokens, documents and bytes of text of a shard; ends the script if it is of another tokenizer.
+    """Tokens, documents and bytes of text of a shard; ends the script if its tokenizer is another.
 
     lengths int32 [vocabulary]: the bytes of text of each token.
     """

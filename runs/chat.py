@@ -114,8 +114,8 @@ class Local(OwnModel):
         self.chat = chat_format.is_chat_run(run_dir) and set(chat_format.TURN_TOKENS) <= set(specials)
         if not self.chat:
             say("this run was not finetuned for chat, so it continues your text (see runs/finetune.py)")
-        call_tokens = chat_format.CALL_TOKENS.items()
-        self.shown = {specials[name]: text.encode() for name, text in call_tokens if name in specials}
+        shown = chat_format.CALL_TOKENS.items()
+        self.shown = {specials[name]: text.encode() for name, text in shown if name in specials}
         self.stops = tuple(i for i in specials.values() if i not in self.shown)
 
     def render(self, system: str, messages: list[dict]) -> list[int]:
@@ -199,7 +199,7 @@ class Pretrained(OwnModel):
 
 
 def pretrained_folder(path: Path) -> Path | None:
-    """The folder of save_pretrained that a path names, itself or its model/; None if it is another run."""
+    """The folder of save_pretrained at a path, itself or its model/; None for another run."""
     for folder in (path, path / "model"):
         with contextlib.suppress(OSError, ValueError, AttributeError):
             found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -369,9 +369,10 @@ class Chat:
         path = Path(name).expanduser()
         said = []
         for message in self.messages:
-            ids = message.get("ids")
-            content = chat_format.answer_content(self.backend.tokenizer, ids) if ids else message["content"]
-            said.append(message | {"content": content})
+            if message.get("ids"):
+                content = chat_format.answer_content(self.backend.tokenizer, message["ids"])
+                message = message | {"content": content}
+            said.append(message)
         try:
             with path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"messages": history(self.system, said)}) + "\n")
@@ -380,7 +381,7 @@ class Chat:
             say(f"cannot write {path} ({error.strerror})")
 
     def loop(self) -> bool:
-        """Reads lines until /quit or the end of the input. Returns whether every message was answered."""
+        """Reads lines until /quit or the end; returns whether every message was answered."""
         terminal = sys.stdin.isatty()
         good = True
         if terminal:
@@ -459,7 +460,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def talk(args: argparse.Namespace) -> bool:
-    """Answers --prompt or all that is typed; returns whether every message got a complete answer. Raises: RunError"""
+    """Answers --prompt or what is typed; returns whether all answers are complete. Raises: RunError"""
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")  # a terminal that lacks a character shows "?"
     if args.endpoint:

@@ -124,11 +124,13 @@ def sum_over_ranks(values: np.ndarray, ranks) -> np.ndarray:
 # ==== tasks
 
 
-def find_file(folder: Path, task: str) -> Path | None:
-    """The file of a task: "test" in its name before "val", never training or few-shot items."""
+def find_file(folder: Path, task: str, part: str = "test") -> Path | None:
+    """The file of a task: "test" in its name before "val", never few-shot or, but for "train", training items."""
     prefix = "words" if task == "spelling" else task
     endings = (".txt", ".txt.gz", ".txt.zst") if task == "spelling" else sft.SUFFIXES
     names = [p for p in sorted(folder.glob(f"{prefix}*")) if p.name.endswith(endings)]
+    if part == "train":
+        return next((p for p in names if "train" in p.name), None)
     names = [p for p in names if not re.search(r"train|dev", p.name.lower())]
     return min(names, key=lambda p: ("test" not in p.name, "val" not in p.name), default=None)
 
@@ -345,15 +347,10 @@ def find_items(name: str, args: argparse.Namespace) -> tuple[list, str]:
     if name == "humaneval" and not args.run_code:
         return [], "it executes programs of the model; allow that with --run-code"
     items = read_task(name, args.files, args.limit)
-    if items:
-        return items, ""
-    reason = "its word list is no Hugging Face dataset; give it with --files"
-    if args.files:
-        wanted = "words*.txt" if name == "spelling" else f"{name}* file"
-        reason = f"{args.files} has no {wanted}"
-    if name in args.tasks:
+    reason = f"{args.files} has no file of it" if args.files else "it is not on Hugging Face; give it with --files"
+    if not items and name in args.tasks:
         raise RunError(f"{name} cannot be scored: {reason}")
-    return [], reason
+    return items, reason
 
 
 def score_tasks(run: engine.Run, ranks, args, samples: list[dict]) -> Iterator[tuple]:

@@ -18,7 +18,6 @@ import report
 from lib.command import RunError, run_command
 from lib.engine import import_script
 
-ROOT = Path(__file__).resolve().parents[1]
 HEADING = "## Against compressors"
 PREFIX_LIMIT = 16_000_000  # bytes of training text that xz may read first, which takes about 10 s
 NOTE = "The model has seen training text, and its weights are not counted. "
@@ -49,10 +48,8 @@ def xz(text: bytes) -> int:
 def compare(script, run_dir: Path) -> str:
     """The table as markdown. Raises: RunError"""
     config = script.read_config(run_dir)
-    root = Path(config.data)
-    dataset = script.Dataset.open(root if root.exists() else ROOT / root)
-    stated = script.read_description(run_dir)
-    if stated["dataset_fingerprint"] != dataset.info.get("fingerprint"):
+    dataset = script.Dataset.open(config.data)
+    if script.read_description(run_dir)["dataset_fingerprint"] != dataset.info.get("fingerprint"):
         raise RunError(f"{dataset.root} has another fingerprint since the run; restore it, or train again")
     documents = script.scored_documents(script.validation_documents(dataset, config), config)
     batch = script.validation_batch(documents, config, dataset.tokenizer.bos_id)

@@ -120,8 +120,6 @@ def new_job(script: ModuleType, args: argparse.Namespace):
     name = Path(script.__file__).stem
     packs = PACKS.get(name, 8) if args.packs is None else args.packs
     lr = RATES.get(name, 0.8) if args.lr is None else args.lr
-    if lr <= 0:
-        raise RunError(f"--lr {lr} must be above 0")
     settings = Settings(args.run, checkpoint.name, packs, lr, moments=args.moments is None)
     base = stage_config(script, checkpoint, packs, lr)
     config = script.change_config(base, args)

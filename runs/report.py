@@ -94,12 +94,11 @@ def metric_rows(entries: list[dict], result: dict) -> dict:
     """The metrics of a run. What is 0 was not measured, like the MFU of an unknown device."""
     rows = {}
     for name, (label, form) in METRICS.items():
-        if not result.get(name):
-            continue
-        rows[label] = form.format(result[name])
-        first = next((entry for entry in entries if name in entry), {})
-        if name in SCORES and first.get("step") == 0:  # what finetuning started from
-            rows[f"{label}, before"] = form.format(first[name])
+        if result.get(name):
+            rows[label] = form.format(result[name])
+            first = next((entry for entry in entries if name in entry), {})
+            if name in SCORES and first.get("step") == 0:  # what finetuning started from
+                rows[f"{label}, before"] = form.format(first[name])
     return rows
 
 

@@ -161,11 +161,7 @@ def gsm8k_file(folder: str | None, part: str) -> Path:
         import hub
 
         return hub.fetch("openai/gsm8k", f"main/{part}-00000-of-00001.parquet")
-    if part == "test":
-        path = chat_eval.find_file(Path(folder), "gsm8k")
-    else:
-        names = sorted(Path(folder).glob("gsm8k*train*"))
-        path = next((name for name in names if name.name.endswith(sft.SUFFIXES)), None)
+    path = chat_eval.find_file(Path(folder), "gsm8k", part)
     if path is None:
         raise RunError(f"{folder} has no gsm8k file for {part}ing; it needs gsm8k*train* and gsm8k*test*")
     return path
@@ -426,13 +422,12 @@ def make_job(script, home: Path, settings: Settings, resume: bool):
     task = make_task(settings, fits)
     learner = Learner(script, settings, task, tokenizer)
 
-    all_of_them = ", all there are" if len(task.test) < settings.eval_items else ""
     note = f"{settings.prompts} questions x {settings.samples} answers a step"
     return script.Job(
         config=config,
         tokenizer=tokenizer,
         fingerprint=settings.task,
-        note=f"{note}, {len(task.test):,} held-out questions{all_of_them}, from {settings.source}",
+        note=f"{note}, {len(task.test):,} held-out questions, from {settings.source}",
         load_start=lambda state: tuning.load_source(script, state, checkpoint, moments=False),
         loader=learner.loader,
         step=learner.step,

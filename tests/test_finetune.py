@@ -445,7 +445,6 @@ def test_defaults(base, tmp_path, monkeypatch, capsys):
     (["--resume", "--run-dir", "{rl}"], ["{rl} is no finetuning run", "runs/rl.py --resume"]),
     (["{base}", "--run-dir", "{base}"], ["already holds a run"]),
     (["{base}", "--set", "source=x"], ["--set source=x: expected KEY=VALUE with a field of Config"]),
-    (["{base}", "--lr", "0"], ["--lr 0.0 must be above 0"]),
     (["{base}", "--packs", "4", "--steps", "1000"], ["the run asks for 512,000", "max_epochs"]),
     (["{base}", "--data", "{other}"], ["{other} has another tokenizer than {base}"]),
     (["{base}", "--data", "{text}"], ["{text}/sft has no train_*.bin", "data/sft.py --data"]),

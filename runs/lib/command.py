@@ -34,34 +34,28 @@ def say(text: str) -> None:
 
 def run_command(work: Callable[[], dict | None]) -> int:
     """Prints what work() returns as one JSON object on the last line, or its error; returns the exit code."""
+    result = None
+    message = ""
     try:
         result = work()
-        code = 0
     except RunError as error:
-        code = 1
         message = f"error: {error}"
     except OSError as error:
-        code = 1
         message = f"error: {first_line(error)}; fix that, then run the command again"
     except KeyboardInterrupt:
-        code = 130
         message = "stopped"
-    if "torch.distributed" in sys.modules:
-        close_process_group()
-    if code:
+    dist = sys.modules.get("torch.distributed")  # not imported here, as it takes seconds
+    if dist and dist.is_initialized():
+        dist.destroy_process_group()
+
+    if message:
         if not is_main():
             time.sleep(3)  # by then torchrun has ended this process, and the message of the first one is enough
         print_note(message)
-    elif result is not None:
+        return 130 if message == "stopped" else 1
+    if result is not None:
         say(json.dumps(result))
-    return code
-
-
-def close_process_group() -> None:
-    import torch.distributed as dist
-
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    return 0
 
 
 def add_flags(parser: argparse.ArgumentParser, fields: dict, prefix: str = "") -> None:
