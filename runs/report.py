@@ -214,7 +214,7 @@ def held_out_prompts(run) -> list[list[int]]:
         documents = run.script.validation_documents(dataset, run.config)
         long = (ids for ids, _ in documents if len(ids) > PROMPT_TOKENS + 1)
         return [ids[: PROMPT_TOKENS + 1].tolist() for ids in itertools.islice(long, len(PROMPTS))]
-    except RunError:
+    except run.script.UserError:
         return [[run.tokenizer.bos_id, *run.tokenizer.encode(prompt)] for prompt in PROMPTS]
 
 

@@ -39,7 +39,7 @@ def texts_of(run_dir) -> list[str]:
 
 
 def curves(log: list[dict]) -> dict:
-    """By axis and legend: the points that are drawn."""
+    """By axis and legend: the points that are plotted."""
     found = {}
     for axes in report.plot_curves(log, "a title with $1 and $2").axes:
         for line in axes.get_lines():
@@ -87,7 +87,7 @@ FINISHED = {
 
 @pytest.mark.parametrize("kind", FINISHED)
 def test_the_table_of_a_finished_run(tmp_path, kind):
-    """Every figure of result.json under its name, the last start's machine, and where the run came from."""
+    """Every metric of result.json under its name, the last start's machine, and where the run came from."""
     description, log, result, rows = FINISHED[kind]
     write_files(tmp_path, description, log, result)
     assert report.main([str(tmp_path), "--no-samples"]) == 0
@@ -98,8 +98,8 @@ def test_the_table_of_a_finished_run(tmp_path, kind):
     assert "![curve](curve.png)" in (tmp_path / "report.md").read_text()
 
 
-def test_a_run_under_way(tmp_path):
-    """Without result.json the table shows the newest figures of the log, whose last line may be half written."""
+def test_a_run_in_progress(tmp_path):
+    """Without result.json the table shows the newest metrics of the log, whose last line may be half written."""
     description = FINISHED["pretraining"][0]
     log = [
         {"step": 20, "tokens": 2000, "val_bpb": 1.6, "train_seconds": 24.0},
@@ -166,7 +166,7 @@ def test_reinforcement_learning(tmp_path):
     (("loss", "ndcg@10"), ("loss, nats", "training"), ("nDCG@10", "held out")),
 ], ids=("pretraining", "Hugging Face", "encoder"))  # fmt: skip
 def test_curves(names, training, score):
-    """Training and validation over millions of tokens; pretraining also logs a loss, which is not drawn."""
+    """Training and validation over millions of tokens; pretraining also logs a loss, which is not plotted."""
     log = [{"tokens": x * 1e6, "loss": 9.0, names[0]: 5 - x} for x in (1.0, 2.0)]
     log.append({"tokens": 2e6, names[1]: 0.5})
     assert curves(log) == {training: [(1.0, 4.0), (2.0, 3.0)], score: [(2.0, 0.5)]}
