@@ -2441,7 +2441,7 @@ class Tokenizer:
 
 @dataclass
 class Dataset:
-    """A dataset directory. Only what dataset.json lists is read; data/format.py check looks closer."""
+    """A dataset directory. Only what dataset.json lists is read; data/check.py looks closer."""
 
     root: Path
     info: dict  # dataset.json

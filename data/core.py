@@ -16,7 +16,7 @@ what all its choices have in common, stored once, and then the rest of each choi
     end     int32 (rows,)
     meta    uint8 (m,)       JSON: task, type, shots, random_baseline in percent, max_seq_len
 
-Items are in the shuffled order of the definition, and their shots are drawn from the whole task. So the first N items
+Items are in the shuffled order of the definition, and their shots are picked from the whole task. So the first N items
 are a fair subset, which a full run scores in the same way.
 """
 
@@ -151,8 +151,8 @@ def read_items(bundle: Path, task: dict[str, Any]) -> list[dict[str, Any]]:
 # ==== prompts
 
 
-def draw_shots(count: int, index: int, shots: int) -> list[int]:
-    """The items shown before item `index`, drawn from all even if only a part is scored."""
+def pick_shots(count: int, index: int, shots: int) -> list[int]:
+    """The items shown before item `index`, picked from all even if only a part is scored."""
     # The definition samples from a list of the other items; a range gives the same picks.
     return [i + (i >= index) for i in random.Random(1234 + index).sample(range(count - 1), shots)]
 
@@ -218,7 +218,7 @@ def build_task(
     counts = {"cut": 0, "merged": 0}
     texts = [solved(item, task) + "\n\n" for item in items] if task["shots"] else []
     for index, item in enumerate(items[:limit] if limit else items):
-        shown = "".join(texts[i] for i in draw_shots(len(items), index, task["shots"]))
+        shown = "".join(texts[i] for i in pick_shots(len(items), index, task["shots"]))
         prompts = render(item, shown, task)
         encoded = [tokenizer.encode(encoding, clean(text)) for text in prompts]
         encoded = [np.concatenate((bos, tokens)) for tokens in encoded]

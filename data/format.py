@@ -1,7 +1,5 @@
 """The dataset directory on disk: token shards, checksums, dataset.json.
 
-    python data/format.py check data/shards/mine      reads all of it, a line for each problem
-
 A shard is a header of 256 little-endian int32 words, then uint16 tokens:
 
     word 0       20240520, the magic number of llm.c and modded-nanogpt
@@ -17,7 +15,6 @@ Every write goes to a temporary file beside the target and is renamed, so a name
 or does not exist. Mistakes of the user end the script through fail(): one sentence on stderr, exit code 1.
 """
 
-import argparse
 import contextlib
 import errno
 import hashlib
@@ -60,9 +57,9 @@ def run(main: Callable[[], None]) -> None:
     try:
         main()
     except KeyboardInterrupt:
-        raise SystemExit("\nstopped; repeat the same command to go on") from None
+        raise SystemExit("\nstopped; repeat the same command to continue") from None
     except BrokenPipeError:
-        # What read the output, such as head, has ended. The rest of it must go somewhere.
+        # The reader of the output, such as head, has ended, so what follows is discarded.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(1) from None
     except OSError as problem:
@@ -242,8 +239,8 @@ def read_documents(paths: Iterable[Path], bos_id: int) -> Iterator[bytes]:
 
 
 def fingerprint(files: dict[str, dict[str, Any]], folder: str = "pretrain") -> str:
-    """One hex sha256 for all that is read from a folder: over the sorted lines "path sha256" of its files and of
-    the tokenizer.
+    """One hex sha256 for all that is read from a folder: over the sorted lines "path sha256" of its
+    files and of the tokenizer.
 
     That of pretrain/ names the dataset. Evaluation and finetuning files, which may be added later, do not make it
     another one: they have fingerprints of their own.
@@ -314,7 +311,7 @@ def check_dataset(value: Any, path: str | Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def new_folder(root: Path, name: str, **more: Any) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """(a folder to fill, a dict for the entries of its files in dataset.json), which replace those of root/NAME
+    """(a folder to fill, a dict for its entries in dataset.json), which replace those of root/NAME
     after the `with`; `more` goes into dataset.json too.
 
     The old folder stays until the new one is whole. While they change places, dataset.json lists neither.
@@ -338,48 +335,7 @@ def new_folder(root: Path, name: str, **more: Any) -> Iterator[tuple[Path, dict[
     write_dataset(root, {**dataset, **more, "files": {**others, **written}})
 
 
-# ==== python data/format.py check
-
-
-def problem_of(action: Callable, *args: Any) -> str:
-    """The sentence with which an action ends the script, or ""."""
-    try:
-        action(*args)
-    except SystemExit as end:
-        return str(end.code).removeprefix("error: ")
-    return ""
-
-
-def find_problems(folder: Path) -> list[str]:
-    """What is wrong with a dataset directory, from reading every listed file."""
-    # It imports this module.
-    import tokenizer
-
-    dataset = read_dataset(folder)
-    files = dataset["files"]
-    listed = {folder / name for name in files}
-    shards = [path for path in sorted(folder.glob("*/*.bin")) if path.parent.name in FOLDERS]
-    unlisted = [path for path in shards if path not in listed]
-    problems = [f"{path} is not listed in dataset.json; remove it" for path in unlisted]
-
-    path = folder / "tokenizer.json"
-    of_file = {name: problem_of(check_file, folder / name, files[name]) for name in files}
-    of_file["tokenizer.json"] = of_file["tokenizer.json"] or problem_of(tokenizer.load, path)
-    problems += filter(None, of_file.values())
-    if of_file["tokenizer.json"]:
-        return problems
-
-    found = tokenizer.describe(path)
-    # Datasets made by hand state none.
-    wrong = [key for key in found if dataset.get(key, found[key]) != found[key]]
-    problems += [f"dataset.json has another {key} than {path}; build it again" for key in wrong]
-    lengths = tokenizer.token_bytes(path)
-    for name in files:
-        masked = name.replace(".mask.bin", ".bin")
-        if name.endswith(".bin") and not of_file[name] and not of_file.get(masked):
-            stated = (files[name], dataset["tokenizer_sha256"], found["bos_id"], lengths)
-            problems.append(problem_of(check_shard, folder / name, *stated))
-    return list(filter(None, problems))
+# ==== checks
 
 
 def check_file(path: Path, entry: dict[str, Any]) -> None:
@@ -394,23 +350,8 @@ def check_file(path: Path, entry: dict[str, Any]) -> None:
         fail(f"{path} was changed: dataset.json lists another size or sha256; restore it")
 
 
-def check_shard(
-    path: Path, entry: dict[str, Any], tokenizer_sha256: str, bos: int, lengths: np.ndarray
-) -> None:
-    """Ends the script unless a shard is right inside, and is what dataset.json says of it."""
-    if path.name.endswith(".mask.bin"):
-        mask = read_shard(path)
-        masked = path.with_name(path.name.replace(".mask.bin", ".bin"))
-        if not masked.exists() or len(mask) != len(read_shard(masked)) or mask.max() > 1:
-            fail(f"{path} is not a mask of the shard beside it; run data/sft.py again")
-        return
-    for key, value in count_shard(path, tokenizer_sha256, bos, lengths).items():
-        if entry.get(key, value) != value:
-            fail(f"{path} holds {value:,} {key}, dataset.json lists {entry[key]:,}")
-
-
 def count_shard(path: Path, tokenizer_sha256: str, bos: int, lengths: np.ndarray) -> dict[str, int]:
-    """Tokens, documents and bytes of text of a shard; ends the script if it is of another tokenizer.
+    """Tokens, documents and bytes of text of a shard; ends the script if its tokenizer is another.
 
     lengths int32 [vocabulary]: the bytes of text of each token.
     """
@@ -449,29 +390,3 @@ def tell_shared(folder: Path, bos_id: int, kind: str = "pretrain") -> str:
         return ""
     total = sum(files[name][what] for name in val)
     return f"{shared:,} of {total:,} {what} of the validation split are also in the training split"
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Check a dataset directory.")
-    commands = parser.add_subparsers(dest="command", required=True)
-    p = commands.add_parser("check", help="read every file of a dataset, and print what is wrong")
-    p.add_argument("data", metavar="DIR", type=Path, help="dataset directory")
-    args = parser.parse_args()
-    problems = find_problems(args.data)
-    for problem in problems:
-        print(problem)
-    if problems:
-        raise SystemExit(1)
-    # It imports this module.
-    import tokenizer
-
-    dataset = read_dataset(args.data)
-    print(f"{args.data} is whole: {len(dataset['files'])} files, fingerprint {dataset['fingerprint'][:12]}")
-    bos = tokenizer.bos_id(tokenizer.load(args.data / "tokenizer.json"))
-    for kind in ("pretrain", "sft"):
-        if line := tell_shared(args.data, bos, kind):
-            print(line)
-
-
-if __name__ == "__main__":
-    run(main)

@@ -5,7 +5,7 @@
     python data/sft.py --data data/shards/mine --source "chat/*.parquet:0.5" --val-source val.jsonl
 
 --source, repeatable, each with an optional :WEIGHT (2: every conversation twice; 0.5: every second
-one, drawn by the seed; 1.5: all once and half of them again):
+one, picked by the seed; 1.5: all once and half of them again):
 
     PATH, GLOB, FOLDER           .jsonl (.gz, .zst), .parquet: {"messages": [{"role", "content"}]}
     hf:REPO/GLOB, smol-smoltalk  the same from a Hugging Face dataset
@@ -321,7 +321,7 @@ def is_val_sum(a: int, b: int) -> bool:
     return hashlib.sha256(f"{min(a, b)}+{max(a, b)}".encode()).digest()[0] < 51
 
 
-def draw_sum(rng: random.Random, digits: int, split: str) -> tuple[int, int]:
+def random_sum(rng: random.Random, digits: int, split: str) -> tuple[int, int]:
     """Two numbers of exactly so many digits, of the training or of the validation part."""
     while True:
         a, b = (rng.randrange(10 ** (digits - 1) if digits > 1 else 0, 10**digits) for _ in "ab")
@@ -348,7 +348,7 @@ def addition_tasks(digits: int, count: int, split: str, seed: int) -> Iterator[d
     """Sums of numbers with 1 to `digits` digits."""
     rng = random.Random(f"{seed} addition {split}")
     for _ in range(count):
-        yield conversation(*addition_texts(*draw_sum(rng, rng.randint(1, digits), split)))
+        yield conversation(*addition_texts(*random_sum(rng, rng.randint(1, digits), split)))
 
 
 # ==== encoding
@@ -430,7 +430,7 @@ def read_splits(
 
 
 def weigh(found: list[Talk], weight: float, rng: np.random.Generator) -> list[Talk]:
-    """Each conversation int(weight) times, and the rest of the weight as a drawn part."""
+    """Each conversation int(weight) times, and a random part of them for what remains of the weight."""
     whole = int(weight)
     rest = rng.choice(len(found), round((weight - whole) * len(found)), replace=False)
     return found * whole + [found[i] for i in sorted(rest)]
@@ -486,7 +486,7 @@ def build(args: argparse.Namespace) -> None:
         fail(f"the tokenizer of {out} has no {min(missing)} token; train one")
     sources = [parse_source(spec, "--source", args) for spec in args.source]
     val_sources = [parse_source(spec, "--val-source", args) for spec in args.val_source]
-    # Even two of --source: each would draw its own conversations to hold out.
+    # Even two of --source: each would pick its own conversations to hold out.
     check_apart(*(source.inputs for source in [*sources, *val_sources]))
     splits, tallies = read_splits(sources, val_sources, encoding, args)
     notes = {
@@ -532,7 +532,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--val-fraction", type=float, default=0.01, help="part to hold out without --val-source [%(default)s]")
     add("--max-len", type=int, default=2048, help="tokens at which conversations are cut [%(default)s]")
     add("--skip-bad", action="store_true", help="leave out malformed conversations, and count them")
-    add("--seed", type=int, default=1337, help="of the shuffle and of all draws [%(default)s]")
+    add("--seed", type=int, default=1337, help="of the shuffle and of all random choices [%(default)s]")
     add("--shard-tokens", type=int, default=SHARD_TOKENS, help="tokens in a shard [%(default)s]")
     add("--workers", type=int, default=available_cores(), help="encoding threads")
     args = parser.parse_args()

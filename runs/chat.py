@@ -6,13 +6,13 @@
     python runs/chat.py --endpoint http://127.0.0.1:8000 --model NAME   (key: OPENAI_API_KEY)
 
 Text appears as it is generated. Commands: /clear /system TEXT /save FILE /help /quit; Ctrl-C ends
-an answer or empties the line, Ctrl-D ends the chat. A line that ends with a backslash goes on in
+an answer or empties the line, Ctrl-D ends the chat. A line that ends with a backslash continues on
 the next one. The lines of a terminal are kept in ~/.local/state/decoderstack/chat_history. With a
 run directory, the KV cache is kept between turns, so a turn computes only its own tokens. When the
 context is full, the oldest turns are dropped and a note says so. A model that was not finetuned for
 chat continues the text instead.
 
-Result: the exit code is 1 if a question of --prompt or of a pipe got no whole answer.
+The exit code is 1 if a question from --prompt or a pipe did not get a complete answer.
 """
 
 import argparse
@@ -31,9 +31,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from lib import engine
-from lib.engine import RunError
-from lib.engine import print_note as say  # stdout holds nothing but the answers
+from lib import chat_format, engine
+from lib.command import RunError, first_line, run_command
+from lib.command import print_note as say  # stdout holds nothing but the answers
 
 HELP = """\
 /clear         forget the conversation
@@ -41,15 +41,15 @@ HELP = """\
 /save FILE     add the conversation to FILE as one line of JSON, as data/sft.py reads it
 /help          this list
 /quit          end the chat (also Ctrl-D)
-For a message that starts with a slash, type two. A line that ends with \\ goes on in the next one."""
+To start a message with a slash, type two. A line that ends with \\ continues on the next one."""
 TIMEOUT = 300  # seconds without a word from the server
 MAX_TOKENS = 512  # of an answer of a local model, unless --max-tokens says otherwise
 HISTORY_LINES = 1000
 
 
 def fit(backend, system: str, messages: list[dict]):
-    """What backend.ask() makes of a conversation, after dropping its oldest turns until it takes the rest."""
-    backend.turns += 1  # a question asked again draws anew
+    """backend.ask() of a conversation, whose oldest turns are dropped until it fits."""
+    backend.turns += 1  # so that a question asked again gets another sample
     for first in range(0, len(messages), 2):
         try:
             asked = backend.ask(system, messages[first:])
@@ -58,7 +58,7 @@ def fit(backend, system: str, messages: list[dict]):
             if first == len(messages) - 1:
                 raise
     if first:
-        del messages[:first]  # only now: a message too long by itself costs nothing
+        del messages[:first]  # only now, so that a message that is too long by itself drops nothing
         size = f" of {backend.limit:,} tokens" if backend.limit else ""
         say(f"(the context{size} is full, oldest turns dropped: {first // 2})")
     return asked
@@ -72,12 +72,6 @@ def history(system: str, messages: list[dict]) -> list[dict]:
 
 class TooLong(RunError):
     """A conversation does not fit the context."""
-
-
-def is_chat_run(run_dir: Path) -> bool:
-    """Whether a run was finetuned (or trained by reinforcement after it), by its config.json."""
-    description = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
-    return description.get("command") in ("finetune", "rl")
 
 
 # ==== where answers come from
@@ -106,9 +100,6 @@ class OwnModel:
 class Local(OwnModel):
     """A model of a run directory with the conversation in its KV cache."""
 
-    MARKS = ("<|user_start|>", "<|user_end|>", "<|assistant_start|>", "<|assistant_end|>")
-    SHOWN = {"<|python_start|>": "[", "<|python_end|>": "", "<|output_start|>": " = ", "<|output_end|>": "]"}
-
     def __init__(self, run_dir: Path, args: argparse.Namespace):
         run = engine.load_run(run_dir, args.step, args.device)
         # Imported now, since Ctrl-C during the first answer would leave it half imported.
@@ -120,42 +111,23 @@ class Local(OwnModel):
         self.decoder = engine.Decoder(run.model, run.tokenizer, 1)  # its row keeps the conversation
 
         specials = run.tokenizer.specials
-        self.chat = is_chat_run(run_dir) and set(self.MARKS) <= set(specials)
+        self.chat = chat_format.is_chat_run(run_dir) and set(chat_format.TURN_TOKENS) <= set(specials)
         if not self.chat:
             say("this run was not finetuned for chat, so it continues your text (see runs/finetune.py)")
-        self.shown = {specials[n]: text.encode() for n, text in self.SHOWN.items() if n in specials}
+        shown = chat_format.CALL_TOKENS.items()
+        self.shown = {specials[name]: text.encode() for name, text in shown if name in specials}
         self.stops = tuple(i for i in specials.values() if i not in self.shown)
 
     def render(self, system: str, messages: list[dict]) -> list[int]:
-        special = self.tokenizer.specials
-        ids = [self.tokenizer.bos_id]
-        lead = f"{system}\n\n" if system else ""  # of the first text
-        for message in messages:
-            role = message["role"]
-            if role == "assistant":
-                part = message["ids"]
-            else:
-                part = self.tokenizer.encode(lead + message["content"])
-                lead = ""
-            if self.chat:
-                part = [special[f"<|{role}_start|>"], *part, special[f"<|{role}_end|>"]]
-            ids += part
+        said = [("system", system)]
+        said += [(message["role"], message.get("ids") or message["content"]) for message in messages]
+        turns = chat_format.merge_turns(said)
         if self.chat:
-            ids.append(special["<|assistant_start|>"])
+            return chat_format.render(self.tokenizer, turns)
+        ids = [self.tokenizer.bos_id]
+        for _, content in turns:
+            ids += self.tokenizer.encode(content) if isinstance(content, str) else content
         return ids
-
-    def parts(self, ids: list[int]) -> str | list[dict]:
-        """An answer as data/sft.py reads it: a text, or a list of parts if there are tool calls."""
-        kinds = {"<|python_start|>": "python", "<|output_start|>": "python_output"}
-        parts = [("text", [])]
-        for i in ids:
-            if i in self.shown:
-                parts.append((kinds.get(self.tokenizer.decode([i]), "text"), []))
-            else:
-                parts[-1][1].append(i)
-        if all(kind == "text" for kind, _ in parts):
-            return self.tokenizer.decode(ids)
-        return [{"type": kind, "text": self.tokenizer.decode(part)} for kind, part in parts if part]
 
     def reply(self, system: str, messages: list[dict], answer: dict, show: Callable) -> None:
         """Shows the pieces of the answer, whose ids go to answer["ids"]. May drop the oldest messages."""
@@ -196,7 +168,7 @@ class Pretrained(OwnModel):
             self.tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
             self.model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
         except (OSError, ValueError) as error:
-            raise RunError(f"transformers cannot load {folder} ({engine.first_line(error)})") from None
+            raise RunError(f"transformers cannot load {folder} ({first_line(error)})") from None
         if not self.tokenizer.chat_template:
             raise RunError(f"{folder} has no chat template, so it is no model to chat with")
         super().__init__(args, self.model.config.max_position_embeddings)
@@ -223,11 +195,11 @@ class Pretrained(OwnModel):
         try:
             self.model.generate(tokens, max_new_tokens=room, streamer=streamer, **settings)
         except Exception as error:
-            raise RunError(f"transformers failed ({engine.first_line(error)})") from None
+            raise RunError(f"transformers failed ({first_line(error)})") from None
 
 
 def pretrained_folder(path: Path) -> Path | None:
-    """The folder of save_pretrained that a path names, itself or its model/; None if it is another run."""
+    """The folder of save_pretrained at a path, itself or its model/; None for another run."""
     for folder in (path, path / "model"):
         with contextlib.suppress(OSError, ValueError, AttributeError):
             found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -340,7 +312,7 @@ class Chat:
     def turn(self, text: str) -> bool:
         """Sends a message and prints the answer as it comes.
 
-        False if something went wrong; without any answer the message is undone.
+        Returns False if something went wrong. A message without any answer is removed.
         """
         text = text.encode("utf-8", "replace").decode()  # a terminal may pass bytes that are no text
         answer = {"role": "assistant", "content": "", "ids": []}
@@ -397,8 +369,10 @@ class Chat:
         path = Path(name).expanduser()
         said = []
         for message in self.messages:
-            ids = message.get("ids")
-            said.append(message | {"content": self.backend.parts(ids)} if ids else message)
+            if message.get("ids"):
+                content = chat_format.answer_content(self.backend.tokenizer, message["ids"])
+                message = message | {"content": content}
+            said.append(message)
         try:
             with path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"messages": history(self.system, said)}) + "\n")
@@ -407,7 +381,7 @@ class Chat:
             say(f"cannot write {path} ({error.strerror})")
 
     def loop(self) -> bool:
-        """Reads lines until /quit or the end of the input. Whether every message was answered."""
+        """Reads lines until /quit or the end; returns whether every message was answered."""
         terminal = sys.stdin.isatty()
         good = True
         if terminal:
@@ -419,7 +393,7 @@ class Chat:
             except EOFError:
                 if terminal:
                     print()
-                return good or terminal  # who sits there has seen what went wrong
+                return good or terminal  # whoever sits at the terminal has seen what went wrong
             except KeyboardInterrupt:
                 if not terminal:
                     return False
@@ -452,7 +426,7 @@ def use_history() -> None:
     path = Path(state).expanduser() / "decoderstack" / "chat_history"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch(mode=0o600)  # for nobody else to read
+        path.touch(mode=0o600)  # only the user may read it
         readline.read_history_file(path)
     except OSError:
         return
@@ -485,23 +459,29 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def main() -> int:
-    args = parse()
+def talk(args: argparse.Namespace) -> bool:
+    """Answers --prompt or what is typed; returns whether all answers are complete. Raises: RunError"""
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")  # a terminal that lacks a character shows "?"
-    try:
-        if args.endpoint:
-            backend = Remote(args.endpoint, args)
-        elif folder := pretrained_folder(args.run_dir):
-            backend = Pretrained(folder, args)
-        else:
-            backend = Local(args.run_dir, args)
-    except RunError as error:
-        say(f"error: {error}")
-        return 1
+    if args.endpoint:
+        backend = Remote(args.endpoint, args)
+    elif folder := pretrained_folder(args.run_dir):
+        backend = Pretrained(folder, args)
+    else:
+        backend = Local(args.run_dir, args)
     chat = Chat(backend, args.system)
-    good = chat.turn(args.prompt) if args.prompt is not None else chat.loop()
-    return 0 if good else 1
+    return chat.turn(args.prompt) if args.prompt is not None else chat.loop()
+
+
+def main() -> int:
+    args = parse()
+    good = True
+
+    def work() -> None:
+        nonlocal good
+        good = talk(args)
+
+    return run_command(work) or int(not good)
 
 
 if __name__ == "__main__":

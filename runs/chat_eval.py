@@ -1,7 +1,7 @@
 """Scores a finetuned run on six chat tasks and gives their mean, ChatCORE.
 
     python runs/chat_eval.py out/RUN                              tasks from Hugging Face
-    python runs/chat_eval.py out/RUN --files FOLDER --limit 200   own files, 200 drawn items of each
+    python runs/chat_eval.py out/RUN --files FOLDER --limit 200   own files, 200 random items of each
     torchrun --standalone --nproc_per_node=8 runs/chat_eval.py out/RUN
 
     arc_easy, arc_challenge, mmlu   the most likely letter is the answer, scored in packs as CORE is
@@ -15,7 +15,7 @@ chat_eval.csv and the answers to chat_eval_samples.jsonl in the run directory; t
 stdout is one JSON object.
 
 FOLDER holds arc_easy*, arc_challenge*, mmlu*, gsm8k* and humaneval* as .jsonl, .jsonl.gz,
-.jsonl.zst or .parquet with the columns of the public sets, and words*.txt with one word a line. A
+.jsonl.zst or .parquet with the columns of the public sets, and words*.txt with one word per line. A
 name with "test" goes before one with "val"; names with "train" or "dev" are never used.
 
 --run-code executes programs that the model wrote, each in an empty folder with limits on time,
@@ -46,8 +46,8 @@ from typing import Any
 
 import numpy as np
 import score_core
-from lib import engine
-from lib.engine import RunError
+from lib import chat_format, engine
+from lib.command import RunError, run_command, say
 from tqdm import tqdm
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "data"))
@@ -103,15 +103,8 @@ class ChoiceItem:
 # ==== the run
 
 
-def chat_prompt(tokenizer, question: str) -> list[int]:
-    """The ids of a question up to where the answer starts, as data/sft.py lays them out."""
-    special = tokenizer.specials
-    user = [special["<|user_start|>"], *tokenizer.encode(question), special["<|user_end|>"]]
-    return [tokenizer.bos_id, *user, special["<|assistant_start|>"]]
-
-
 def check_chat_tokens(tokenizer, run_dir: Path) -> None:
-    if "<|assistant_end|>" not in tokenizer.specials:
+    if chat_format.ASSISTANT_END not in tokenizer.specials:
         advice = "finetune a run whose tokenizer was made by data/tokenizer.py"
         raise RunError(f"the tokenizer of {run_dir} has no chat tokens; {advice}")
 
@@ -131,11 +124,13 @@ def sum_over_ranks(values: np.ndarray, ranks) -> np.ndarray:
 # ==== tasks
 
 
-def find_file(folder: Path, task: str) -> Path | None:
-    """The file of a task: "test" in its name before "val", never training or few-shot items."""
+def find_file(folder: Path, task: str, part: str = "test") -> Path | None:
+    """The file of a task: "test" in its name before "val", never few-shot or, but for "train", training items."""
     prefix = "words" if task == "spelling" else task
     endings = (".txt", ".txt.gz", ".txt.zst") if task == "spelling" else sft.SUFFIXES
     names = [p for p in sorted(folder.glob(f"{prefix}*")) if p.name.endswith(endings)]
+    if part == "train":
+        return next((p for p in names if "train" in p.name), None)
     names = [p for p in names if not re.search(r"train|dev", p.name.lower())]
     return min(names, key=lambda p: ("test" not in p.name, "val" not in p.name), default=None)
 
@@ -190,7 +185,7 @@ def spelling_item(value: dict[str, Any]) -> Item:
 
 
 def read_task(name: str, folder: Path | None, limit: int) -> list:
-    """The items of a task, or `limit` drawn ones; none if there is no file."""
+    """The items of a task, or `limit` random ones; none if there is no file."""
     task = TASKS[name]
     path = None
     if folder:
@@ -240,7 +235,7 @@ def score_choices(score, model, tokenizer, items: list[ChoiceItem], ranks, size:
     rows = []
     spans = []
     for item in items:
-        prompt = chat_prompt(tokenizer, choice_question(item.question, item.choices))
+        prompt = chat_format.question_ids(tokenizer, choice_question(item.question, item.choices))
         prompt = prompt[-(limit - 1) :]
         own = letters[: len(item.choices)]
         rows.append([np.array([*prompt, letter], np.int32) for letter in own])
@@ -258,26 +253,26 @@ def score_texts(generator, items: list[Item], task: str, ranks) -> tuple[np.ndar
     """
     tokenizer = generator.tokenizer
     limit = generator.model.config.max_seq_len
-    stop = (tokenizer.specials["<|assistant_end|>"],)
+    stop = (tokenizer.specials[chat_format.ASSISTANT_END],)
     mine = range(ranks.rank, len(items), ranks.world)
 
     completions = {}
     for i in mine:
-        prompt = chat_prompt(tokenizer, items[i].question)
+        prompt = chat_format.question_ids(tokenizer, items[i].question)
         most = min(TASKS[task].new_tokens, limit + 1 - len(prompt))
         if most > 0:
             completions[i] = engine.Completion(prompt, most, temperature=0.0, stop=stop, tools=True)
     complete(generator, list(completions.values()), task)
-    texts = {i: tokenizer.decode(completion.tokens) for i, completion in completions.items()}
+    answers = {i: tokenizer.decode(completion.tokens) for i, completion in completions.items()}
 
     right = np.zeros(len(items), np.int64)
     with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // ranks.world)) as threads:
-        found = threads.map(lambda i: items[i].right(texts[i]), texts)
-        right[list(texts)] = list(found)
+        found = threads.map(lambda i: items[i].right(answers[i]), answers)
+        right[list(answers)] = list(found)
 
     samples = []
     for i in mine:
-        sample = {"task": task, "question": items[i].question, "answer": texts.get(i, "")}
+        sample = {"task": task, "question": items[i].question, "answer": answers.get(i, "")}
         samples.append(sample | {"expected": items[i].expected, "right": bool(right[i])})
     return sum_over_ranks(right, ranks).astype(bool), samples
 
@@ -352,18 +347,13 @@ def find_items(name: str, args: argparse.Namespace) -> tuple[list, str]:
     if name == "humaneval" and not args.run_code:
         return [], "it executes programs of the model; allow that with --run-code"
     items = read_task(name, args.files, args.limit)
-    if items:
-        return items, ""
-    reason = "its word list is no Hugging Face dataset; give it with --files"
-    if args.files:
-        wanted = "words*.txt" if name == "spelling" else f"{name}* file"
-        reason = f"{args.files} has no {wanted}"
-    if name in args.tasks:
+    reason = f"{args.files} has no file of it" if args.files else "it is not on Hugging Face; give it with --files"
+    if not items and name in args.tasks:
         raise RunError(f"{name} cannot be scored: {reason}")
-    return [], reason
+    return items, reason
 
 
-def score_tasks(run: engine.Run, ranks, say: Callable, args, samples: list[dict]) -> Iterator[tuple]:
+def score_tasks(run: engine.Run, ranks, args, samples: list[dict]) -> Iterator[tuple]:
     """Scores the tasks for score_core.make_table(); adds this rank's answers in text to samples."""
     cuda = ranks.device.type == "cuda"
     generator = engine.Generator(run.model, run.tokenizer, rows=128 if cuda else 32)
@@ -384,13 +374,13 @@ def score_tasks(run: engine.Run, ranks, say: Callable, args, samples: list[dict]
         yield name, right, task.guessing
 
 
-def evaluate(run: engine.Run, ranks, say: Callable, args: argparse.Namespace) -> dict:
+def evaluate(run: engine.Run, ranks, args: argparse.Namespace) -> dict:
     """Scores the tasks and writes the files. Returns what is printed last."""
     check_chat_tokens(run.tokenizer, args.run_dir)
     if args.run_code and not isolation():
         say("note: programs will run with access to the network: unshare is not allowed here")
     samples = []
-    rows = score_core.make_table(score_tasks(run, ranks, say, args, samples), "ChatCORE", say)
+    rows = score_core.make_table(score_tasks(run, ranks, args, samples), "ChatCORE")
     *table, total = rows
     left_out = [name for name in TASKS if name not in [row.task for row in table]]
     if left_out:
@@ -420,7 +410,12 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"--tasks names {unknown.pop()}, which is none of {', '.join(TASKS)}")
     if args.files and not args.files.is_dir():
         parser.error(f"--files {args.files} is no folder; name one that holds task files")
-    return engine.run_command(evaluate, args)
+
+    def work() -> dict:
+        run = engine.load_run(args.run_dir, args.step)
+        return evaluate(run, run.script.start_ranks(), args) | {"run_dir": str(args.run_dir)}
+
+    return run_command(work)
 
 
 if __name__ == "__main__":

@@ -1,26 +1,24 @@
-"""Bits per byte of gzip and xz on the validation text of a run, beside what the model reached.
+"""Bits per byte of gzip and xz on the validation text of a run, next to those of the model.
 
     python runs/compressors.py out/quickstart
 
 The text is exactly what the run evaluated: the bytes of all validation targets that carry bytes, one document after
-the other. The table is printed and put into the run's report.md; running this again replaces it. This executes the
-training script that lies in the run directory.
+the other. The table is printed and added to the run's report.md. This executes the training script that lies in the
+run directory.
 """
 
 import argparse
 import gzip
 import lzma
-import re
 import sys
 from pathlib import Path
 
 import numpy as np
 import report
-from lib.engine import RunError, import_script
+from lib.command import RunError, run_command
+from lib.engine import import_script
 
-ROOT = Path(__file__).resolve().parents[1]
-BEGIN = "<!-- compressors -->"
-END = "<!-- /compressors -->"
+HEADING = "## Against compressors"
 PREFIX_LIMIT = 16_000_000  # bytes of training text that xz may read first, which takes about 10 s
 NOTE = "The model has seen training text, and its weights are not counted. "
 NOTE += "gzip and xz see only the validation text, as one file."
@@ -50,10 +48,8 @@ def xz(text: bytes) -> int:
 def compare(script, run_dir: Path) -> str:
     """The table as markdown. Raises: RunError"""
     config = script.read_config(run_dir)
-    root = Path(config.data)
-    dataset = script.Dataset.open(root if root.exists() else ROOT / root)
-    stated = script.read_description(run_dir)
-    if stated["dataset_fingerprint"] != dataset.info.get("fingerprint"):
+    dataset = script.Dataset.open(config.data)
+    if script.read_description(run_dir)["dataset_fingerprint"] != dataset.info.get("fingerprint"):
         raise RunError(f"{dataset.root} has another fingerprint since the run; restore it, or train again")
     documents = script.scored_documents(script.validation_documents(dataset, config), config)
     batch = script.validation_batch(documents, config, dataset.tokenizer.bos_id)
@@ -77,26 +73,24 @@ def compare(script, run_dir: Path) -> str:
 
 
 def add_to_report(path: Path, table: str) -> None:
-    """Puts the table before the samples, or at the end, in place of an older one."""
     text = path.read_text(encoding="utf-8")
-    text = re.sub(f"{BEGIN}.*{END}\n", "", text, flags=re.DOTALL)
-    head, samples, tail = text.partition("\n## Samples")
-    block = f"{BEGIN}\n## Against compressors\n\n{table}{END}\n"
-    path.write_text(f"{head.rstrip()}\n\n{block}{samples}{tail}", encoding="utf-8")
+    if HEADING not in text:
+        path.write_text(f"{text}\n{HEADING}\n\n{table}", encoding="utf-8")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Compare a run with gzip and xz on held-out text.")
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="run directory")
     run_dir = parser.parse_args().run_dir
-    try:
+
+    def work() -> None:
         table = compare(import_script(run_dir), run_dir)
-    except RunError as error:
-        sys.exit(f"error: {error}")
-    print(table, end="")
-    if (run_dir / "report.md").is_file():
-        add_to_report(run_dir / "report.md", table)
+        print(table, end="")
+        if (run_dir / "report.md").is_file():
+            add_to_report(run_dir / "report.md", table)
+
+    return run_command(work)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -23,11 +23,12 @@ import shutil
 import sys
 from pathlib import Path
 
+import report
 import torch
-from chat import is_chat_run
 from jinja2 import StrictUndefined, Template
-from lib.engine import RunError, load_run
-from report import read_log
+from lib.chat_format import ASSISTANT_END, is_chat_run
+from lib.command import RunError, run_command
+from lib.engine import load_run
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -41,7 +42,6 @@ LIB = Path(__file__).with_name("lib")
 MODEL_CODE = LIB / "export_model.py"
 CHAT_TEMPLATE = LIB / "export_chat.jinja"
 CARD = LIB / "export_card.md"
-CHAT_END = "<|assistant_end|>"
 
 # ---- the model
 
@@ -214,18 +214,6 @@ def convert_tokenizer(pattern: str, ranks: list[bytes], specials: dict[str, int]
 
 # ---- model card
 
-def report_table(run_dir: Path) -> str:
-    """The table of the run's report, or "" without one.
-
-    The row with the dataset is left out: it is a path on the computer that trained the model.
-    """
-    path = run_dir / "report.md"
-    text = path.read_text(encoding="utf-8") if path.is_file() else ""
-    match = re.search(r"^\|.*\|\n\| ---.*(?:\n\|.*\|)+", text, re.M)
-    rows = match[0].splitlines() if match else []
-    return "\n".join(row for row in rows if not row.startswith("| data |"))
-
-
 def training_data(dataset: Path, is_chat: bool) -> str:
     """What the sources of a dataset are called, if it still lies on this computer."""
     path = dataset / "dataset.json"
@@ -239,17 +227,17 @@ def training_data(dataset: Path, is_chat: bool) -> str:
 def model_card(args: argparse.Namespace, fields: dict, parameters: int, step: int, bos: str) -> str:
     """README.md of the repository; args are those of the command line."""
     run_dir = args.run_dir
-    log = read_log(run_dir)
-    is_newest = all(entry["step"] <= step for entry in log)
-    figures = {}
-    for entry in log:
-        if entry["step"] <= step:
-            figures |= entry
+    log = report.read_log(run_dir)
+    entries = [entry for entry in log if entry["step"] <= step]
+    is_newest = len(entries) == len(log)
+    result = report.read_result(run_dir, entries) if is_newest else report.latest(entries)
+    description = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
+    rows = report.table_rows(description, entries, result)
+    rows.pop("data", None)  # a path on the computer that trained the model
     core = []
     if is_newest and (run_dir / "core.csv").is_file():
-        header, *rows = csv.reader((run_dir / "core.csv").read_text(encoding="utf-8").splitlines())
-        core = [header, ["---"] * len(header), *rows]
-    config = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))["config"]
+        header, *tasks = csv.reader((run_dir / "core.csv").read_text(encoding="utf-8").splitlines())
+        core = [header, ["---"] * len(header), *tasks]
     is_chat = is_chat_run(run_dir)
 
     text = CARD.read_text(encoding="utf-8")
@@ -263,9 +251,9 @@ def model_card(args: argparse.Namespace, fields: dict, parameters: int, step: in
         bos=bos,
         is_own="auto_map" in fields,
         is_chat=is_chat,
-        data=training_data(Path(config["data"]), is_chat),
-        results=report_table(run_dir) if is_newest else "",
-        figures=figures,
+        data=training_data(Path(description["config"]["data"]), is_chat),
+        rows=rows,
+        scored=report.latest(entries).get("scored"),
         core=core,
         has_picture=is_newest and (run_dir / "curve.png").is_file(),
         run=run_dir.resolve().name,
@@ -320,11 +308,11 @@ def read_vocabulary(tokenizer, is_chat: bool = False) -> Vocabulary:
     specials = tokenizer.specials
     bos = next(text for text, i in specials.items() if i == tokenizer.bos_id)
     content = convert_tokenizer(tokenizer.pattern, list(tokenizer.mergeable), specials, bos)
-    return Vocabulary(content, tokenizer.pattern, specials, bos, CHAT_END if is_chat else bos)
+    return Vocabulary(content, tokenizer.pattern, specials, bos, ASSISTANT_END if is_chat else bos)
 
 
 def export(args: argparse.Namespace) -> None:
-    """Writes the repository, the GGUF file, or both. Raises: RunError, OSError"""
+    """Writes the repository, the GGUF file, or both, and sends it if asked to. Raises: RunError, OSError"""
     run = load_run(args.run_dir, args.step, "cpu", dtype="float32")
     if not all(value.isfinite().all() for value in run.model.parameters()):
         raise RunError(f"the weights of step {run.step} are not all finite; name an earlier --step")
@@ -345,6 +333,8 @@ def export(args: argparse.Namespace) -> None:
         write_folder(args, fields, tensors, vocabulary, card)
         size = sum(path.stat().st_size for path in args.out.iterdir()) / 1e6
         print(f"wrote {args.out}: {about}, {size:.1f} MB, {kind} model")
+    if args.push:
+        push(args.out, args.push)
 
 
 def write_folder(args, fields: dict, tensors: dict, vocabulary, card: str) -> None:
@@ -362,7 +352,7 @@ def write_folder(args, fields: dict, tensors: dict, vocabulary, card: str) -> No
     write_json(args.out / "config.json", {**fields, **ids, "dtype": args.dtype})
     write_json(args.out / "generation_config.json", {**ids, **sampling})
     more = {"padding_side": "left"}
-    if CHAT_END in vocabulary.specials:  # also of a base model, for finetuning
+    if ASSISTANT_END in vocabulary.specials:  # also of a base model, for finetuning
         more["chat_template"] = CHAT_TEMPLATE.read_text(encoding="utf-8")
     write_tokenizer(args.out, vocabulary, fields["max_position_embeddings"], **more)
     store_weights(args.out / "model.safetensors", tensors, DTYPES[args.dtype])
@@ -404,15 +394,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def main(argv: list[str] | None = None) -> None:
+def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-    try:
-        export(args)
-    except (RunError, OSError) as error:
-        sys.exit(f"error: {error}")
-    if args.push:
-        push(args.out, args.push)
+    return run_command(lambda: export(args))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -18,7 +18,7 @@ import finetune_encoder
 import torch
 import train_encoder as encoder
 from export import make_folder, read_vocabulary, store_weights, write_json, write_tokenizer
-from finetune import run_command
+from lib.command import run_command
 from lib.export_portable import sizes
 from torch import Tensor
 
@@ -83,7 +83,7 @@ def write_sentence_transformers(folder: Path, width: int, max_len: int) -> None:
 
 
 def export(run_dir: Path, out: Path) -> dict:
-    """Writes the folder, the weights last. Raises: UserError, RunError"""
+    """Writes the folder, the weights last. Raises: RunError"""
     model, description, step = finetune_encoder.load_encoder(run_dir)
     config = model.config
     tokenizer = script.Tokenizer(run_dir / "tokenizer.json")
@@ -104,7 +104,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("run", type=Path, metavar="RUN", help="run directory of an encoder")
     parser.add_argument("--out", required=True, type=Path, help="folder to write")
     args = parser.parse_args(argv)
-    return run_command(script, lambda: export(args.run, args.out))
+    return run_command(lambda: export(args.run, args.out))
 
 
 if __name__ == "__main__":

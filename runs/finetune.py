@@ -21,19 +21,19 @@ runs/chat.py; score it with runs/chat_eval.py.
 """
 
 import argparse
-import bisect
 import dataclasses
 import hashlib
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
 import numpy as np
 from lib import engine
-from lib.engine import RunError
+from lib.command import RunError, print_note, run_command
+from lib.tuning import best_fit, load_source, stage_config, tool_entries
 
 # Packs in a step: conversations are few, so these are less than in pretraining.
 PACKS = {"train_small": 8, "train_medium": 16}
@@ -44,38 +44,13 @@ RATES = {"train_small": 0.8, "train_medium": 0.3}
 # ---- conversations
 
 
-def best_fit(lengths: np.ndarray, order: np.ndarray, room: int, most: int) -> list[list[int]]:
-    """Packs documents: each goes into the fullest pack that it fits into.
-
-    Args:    lengths of all documents in tokens; order in which they are packed, indices of lengths;
-             room in a pack, in tokens; most documents in a pack
-    Returns: the indices in each pack
-    """
-    packs = []
-    unfilled = []  # (room left, number of the pack), sorted
-    smallest = lengths.min()
-    for i, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
-        at = bisect.bisect_left(unfilled, (length, 0))
-        if at < len(unfilled):
-            left, number = unfilled.pop(at)
-        else:
-            left = room
-            number = len(packs)
-            packs.append([])
-        packs[number].append(i)
-        left -= length
-        if left >= smallest and len(packs[number]) < most:
-            bisect.insort(unfilled, (left, number))
-    return packs
-
-
 class Conversations:
     """The conversations of data/sft.py, one split of them in memory, and a reader of their packs.
 
     It has what PackLoader needs of a reader: reader_state, seek(), bos_id and pack(). All packs of all
     epochs are laid out in advance; each epoch shuffles the conversations anew.
 
-    Raises: RunError if a loss mask is missing or wrong, or if a conversation is too long
+    Raises: RunError if a shard or mask is not the listed one, or if a conversation is too long
     """
 
     def __init__(self, dataset, split: str, config):
@@ -121,58 +96,7 @@ class Conversations:
 
 def read_shard(dataset, path: Path) -> tuple[np.ndarray, np.ndarray]:
     """Tokens of a shard, uint16 (n,), and which of them count as targets, bool (n,)."""
-    mask_path = path.with_suffix(".mask.bin")
-    if not mask_path.is_file():
-        raise RunError(f"{path} has no loss mask {mask_path.name} beside it; run data/sft.py again")
-    tokens = dataset.read(path)
-    mask = dataset.read(mask_path)
-    starts = tokens == dataset.tokenizer.bos_id
-    if not starts[0] or len(mask) != len(tokens) or mask.max() > 1 or mask[starts].any():
-        raise RunError(f"{mask_path} is not the loss mask of {path.name}; run data/sft.py again")
-    return tokens, mask == 1
-
-
-# ---- where finetuning starts
-
-
-def stage_config(script: ModuleType, checkpoint: Path, packs: int, lr: float):
-    """The Config of the run that finetuning starts from, with a schedule of one stage."""
-    base = script.read_config(checkpoint.parent.parent)
-    full_momentum = base.momentum[1]
-    # Weights are averaged in pretraining only; medium models and scripts of older runs have no such field.
-    unaveraged = {"average": 0.0} if getattr(base, "average", 0.0) else {}
-    return dataclasses.replace(
-        base,
-        **unaveraged,
-        stages=((1.0, packs, lr),),
-        max_epochs=1,
-        # The rate falls from the first step to the last, down to 0.
-        cooldown=1.0,
-        lr_floor=0.0,
-        # Matrices begin with full momentum, because their buffers are filled.
-        momentum=(full_momentum, full_momentum, 0, 0),
-        # One target for each token, as in validation.
-        ahead=(1.0,),
-        prefix_weight=0.0,
-        # A short conversation has 32 tokens.
-        pack_docs=max(base.pack_docs, base.pack_tokens // 32),
-        wandb="",
-    )
-
-
-def load_source(script: ModuleType, state, checkpoint: Path, moments: bool) -> None:
-    """Gives a new state the weights of another run, and its optimizer moments if asked for."""
-    loss_scale = state.loss_scale
-    script.load_checkpoint(state, checkpoint)
-    state.step = 0
-    state.good_steps = 0
-    state.loss_scale = loss_scale
-    state.optimizer.late = []  # gradients of text that is not trained on now
-    if not moments:
-        state.optimizer.count = 0
-        for slot in state.optimizer.slots:
-            for moment in slot.moments.values():
-                moment.zero_()
+    return dataset.read(path), dataset.read(path.with_suffix(".mask.bin")) == 1
 
 
 # ---- the run
@@ -192,12 +116,10 @@ class Settings:
 def new_job(script: ModuleType, args: argparse.Namespace):
     """The job of a run that starts from args.run."""
     run_dir = Path(args.run)
-    checkpoint = script.newest_whole(run_dir, engine.print_note)
+    checkpoint = script.newest_whole(run_dir, print_note)
     name = Path(script.__file__).stem
     packs = PACKS.get(name, 8) if args.packs is None else args.packs
     lr = RATES.get(name, 0.8) if args.lr is None else args.lr
-    if lr <= 0:
-        raise RunError(f"--lr {lr} must be above 0")
     settings = Settings(args.run, checkpoint.name, packs, lr, moments=args.moments is None)
     base = stage_config(script, checkpoint, packs, lr)
     config = script.change_config(base, args)
@@ -262,14 +184,6 @@ def make_job(script: ModuleType, config, dataset, settings: Settings):
     )
 
 
-def tool_entries(name: str, file: str, settings: dict) -> dict:
-    """What a Job says of a tool: its command, its settings and hash in config.json, its script."""
-    path = Path(file).resolve()
-    sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
-    description = {name: settings, f"{name}_sha256": sha256}
-    return {"command": name, "description": description, "scripts": (path,)}
-
-
 def fingerprint(files: dict) -> str:
     """One sha256 for what is read: the tokenizer and the shards of conversations."""
     read = [name for name in sorted(files) if name == "tokenizer.json" or name.startswith("sft/")]
@@ -311,57 +225,13 @@ def build_parser(script: ModuleType) -> argparse.ArgumentParser:
     return parser
 
 
-def add_flags(parser: argparse.ArgumentParser, fields: dict, prefix: str = "") -> None:
-    """A flag for each field of a pydantic model that is described; check_settings converts its value."""
-    for name, field in fields.items():
-        if field.description:
-            default = "required" if field.is_required() else field.default
-            text = f"{field.description} [{default}]".replace("%", "%%")
-            switch = {"nargs": "?", "const": True} if field.annotation is bool else {}
-            flag = f"--{prefix}{name.replace('_', '-')}"
-            parser.add_argument(flag, dest=prefix + name, metavar="X", help=text, **switch)
-
-
-def check_settings(model: type, values: dict):
-    """A pydantic model of values. Raises: RunError, about the first that is wrong"""
-    try:
-        return model(**values)
-    except ValueError as error:
-        # An unknown name comes first: it may be a required one, misspelled.
-        first = min(error.errors(), key=lambda error: error["type"] != "extra_forbidden")
-    name = ".".join(map(str, first["loc"][:2])).replace("_", "-")
-    found = "missing" if first["type"] == "missing" else repr(first["input"])
-    raise RunError(f"--{name} is {found}: {first['msg'].lower()}; see --help")
-
-
-def finetune(script: ModuleType, argv: list[str]) -> dict:
+def finetune(argv: list[str]) -> dict:
     """Runs or resumes; returns the result that is printed last."""
+    script = engine.import_script(script_directory(argv))
     args = build_parser(script).parse_args(argv)
     args.flags = list(argv)
     job = resumed_job(script, args) if args.resume else new_job(script, args)
     return script.train(job.config, args, job)
-
-
-def run_with_script(directory: Callable[[], Path], work: Callable[[ModuleType], dict]) -> int:
-    """Runs work(the script of a run directory) as a command of that script; the exit code."""
-    try:
-        script = engine.import_script(directory())
-    except RunError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        return 1
-    return script.run_command(lambda: work(script))
-
-
-def run_command(script: ModuleType, work: Callable[[], dict]) -> int:
-    """Runs work() as a command of a script that engine did not import; the exit code."""
-
-    def command() -> dict:
-        try:
-            return work()
-        except RunError as error:
-            raise script.UserError(str(error)) from None
-
-    return script.run_command(command)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -369,7 +239,7 @@ def main(argv: list[str] | None = None) -> int:
     if argv and argv[0] in ("-h", "--help"):
         print(__doc__.strip())
         return 0
-    return run_with_script(lambda: script_directory(argv), lambda script: finetune(script, argv))
+    return run_command(lambda: finetune(argv))
 
 
 if __name__ == "__main__":

@@ -35,13 +35,15 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import train_encoder as encoder
-from finetune import add_flags, check_settings, load_source, run_command
-from lib.engine import print_note
+from lib.command import RunError, add_flags, check_settings, print_note, run_command
+from lib.tuning import load_source
 from pydantic import BaseModel, Field, StringConstraints, ValidationError
 from safetensors.torch import load_file
+from scipy import sparse
 from torch import Tensor
 
 script = encoder.script
+script.UserError = RunError  # what its functions raise, and those of encoder
 
 # ---- pairs
 
@@ -80,7 +82,7 @@ class Row(BaseModel, extra="forbid"):
 
 
 def read_pairs(path: Path, negatives: int) -> Pairs:
-    """Reads the lines of a file, with at most `negatives` of each. Raises: UserError"""
+    """Reads the lines of a file, with at most `negatives` of each. Raises: RunError"""
     index = {}
     pairs = []
     try:
@@ -95,11 +97,11 @@ def read_pairs(path: Path, negatives: int) -> Pairs:
         key = "".join(f" {part!r}" for part in first["loc"])
         problem = f"{path} line {len(pairs) + 1}{key} is {first['input']!r:.80} ({first['msg']})"
         form = '{"query": TEXT, "positive": TEXT} with an optional list "negatives"'
-        raise script.UserError(f"{problem}; a line is {form}") from None
+        raise RunError(f"{problem}; a line is {form}") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise script.UserError(f"cannot read {path} ({error}); name a file of pairs in UTF-8") from None
+        raise RunError(f"cannot read {path} ({error}); name a file of pairs in UTF-8") from None
     if not pairs:
-        raise script.UserError(f"{path} holds no pairs; make some with data/pairs.py")
+        raise RunError(f"{path} holds no pairs; make some with data/pairs.py")
     return Pairs(list(index), pairs)
 
 
@@ -145,35 +147,30 @@ def first_ten(scores: np.ndarray) -> np.ndarray:
     return np.argsort(-scores, kind="stable")[:10]
 
 
+def count_words(texts: list[str], columns: dict[str, int]) -> sparse.csr_array:
+    """How often each text has each word, (texts, words); new words get new columns."""
+    counts = Counter()
+    for row, text in enumerate(texts):
+        counts.update((row, columns.setdefault(word, len(columns))) for word in re.findall(r"\w+", text.lower()))
+    rows, places = zip(*counts, strict=True) if counts else ((), ())
+    return sparse.csr_array((list(counts.values()), (rows, places)), (len(texts), len(columns)), float)
+
+
 def bm25(documents: list[str], queries: list[str]) -> Iterator[np.ndarray]:
     """Scores of all documents for each query.
 
     Okapi BM25 over words of letters and digits, with Lucene's k1 = 1.2, b = 0.75 and idf.
     """
-    counts = [Counter(words_of(document)) for document in documents]
-    lengths = np.array([max(1, sum(count.values())) for count in counts], float)
-    postings = {}
-    for number, count in enumerate(counts):
-        for word, times in count.items():
-            postings.setdefault(word, []).append((number, times))
-    weights = {}  # word: documents that have it, and what it adds to their scores
-    for word, entries in postings.items():
-        found, times = np.array(entries).T
-        idf = math.log(1 + (len(documents) - len(found) + 0.5) / (len(found) + 0.5))
-        norm = 1.2 * (1 - 0.75 + 0.75 * lengths[found] / lengths.mean())
-        weights[word] = (found, idf * times / (times + norm))
-
-    for query in queries:
-        scores = np.zeros(len(documents))
-        for word in words_of(query):
-            if word in weights:
-                found, added = weights[word]
-                scores[found] += added
-        yield scores
-
-
-def words_of(text: str) -> list[str]:
-    return re.findall(r"\w+", text.lower())
+    columns = {}
+    counts = count_words(documents, columns)
+    lengths = np.maximum(counts.sum(1), 1)
+    found = (counts > 0).sum(0)  # documents that have a word
+    idf = np.log(1 + (len(documents) - found + 0.5) / (found + 0.5))
+    norm = 1.2 * (1 - 0.75 + 0.75 * lengths / lengths.mean())
+    row, column = counts.nonzero()
+    counts.data = idf[column] * counts.data / (counts.data + norm[row])
+    for query in count_words(queries, dict(columns))[:, : len(columns)]:
+        yield counts @ query.toarray()
 
 
 def bm25_scores(data: Pairs) -> dict[str, float]:
@@ -304,7 +301,7 @@ def retrieval_scores(state, data: Pairs) -> dict[str, float]:
 
 
 class Settings(BaseModel):
-    """What the flags say of a run; the entry "contrast" of config.json."""
+    """The settings of a run, from its flags; the entry "contrast" of config.json."""
 
     run: Path
     checkpoint: str  # name of the one it started from
@@ -369,7 +366,7 @@ def make_job(config: encoder.Config, settings: Settings, tokenizer):
     held_out = read_pairs(settings.val_pairs, settings.negatives)
     if len(train.pairs) < settings.batch:
         found = f"{settings.pairs} holds {len(train.pairs):,} pairs, a step takes {settings.batch:,}"
-        raise script.UserError(f"{found}; lower --batch, or make more pairs")
+        raise RunError(f"{found}; lower --batch, or make more pairs")
     for data in (train, held_out):
         data.tokenize(tokenizer, settings.max_len)
     baseline = bm25_scores(held_out)
@@ -434,7 +431,7 @@ def add_all_flags(parser: argparse.ArgumentParser) -> None:
 def main(argv: list[str] | None = None) -> int:
     args = encoder.read_flags(argv, __doc__, add_all_flags)
     work = score if "score_only" in args else finetune
-    return run_command(script, lambda: work(args))
+    return run_command(lambda: work(args))
 
 
 if __name__ == "__main__":

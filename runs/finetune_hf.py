@@ -43,9 +43,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from datasets.fingerprint import Hasher
-from finetune import add_flags, best_fit, check_settings
-from lib import engine
-from lib.engine import RunError
+from lib.command import RunError, add_flags, check_settings, first_line, run_command, say
+from lib.tuning import best_fit
 from pydantic import BaseModel, Field
 from torch import Tensor, nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
@@ -55,11 +54,12 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from train_small import peak_flops
+
 IGNORED = -100  # label of a token that is not counted
 ARRAYS = ("input_ids", "labels", "lengths")  # what a pack holds
 COUNTS = ("documents", "tokens", "counted", "attended")  # what is known of it
-# Dense bf16 peak in TFLOP/s, from the maker's data sheets.
-PEAK_TFLOPS = {"H200": 989, "H100 PCIe": 756, "H100": 989, "B200": 2250, "A100": 312, "L40S": 362}
 
 # ---- settings
 
@@ -110,7 +110,7 @@ class Config(BaseModel, extra="forbid"):
 
 @dataclass
 class Progress:
-    """Where a run is; saved with every checkpoint."""
+    """How far a run is; saved with every checkpoint."""
 
     step: int = 0
     packs: int = 0  # packs read so far, which is the position in the data
@@ -121,7 +121,7 @@ class Progress:
 
 @dataclass
 class Run:
-    """A run under way."""
+    """A run in progress."""
 
     config: Config
     tokenizer: Any
@@ -207,9 +207,9 @@ def train_step(run: Run) -> None:
         (loss * dist.get_world_size()).backward()  # FSDP averages gradients, the sum is wanted
         total += loss.detach()
 
-    # A GPU is busy with what it was told so far. Meanwhile the packs of the next step are read.
-    rest = run.order[progress.packs + config.packs :]
-    run.ahead = list(micro_batches(run, run.train, rest[: config.packs]))
+    # The packs of the next step are read while the GPU still works on this one.
+    following = run.order[progress.packs + config.packs :][: config.packs]
+    run.ahead = list(micro_batches(run, run.train, following))
     norm = nn.utils.clip_grad_norm_(run.model.parameters(), config.clip).full_tensor()
     for group in run.optimizer.param_groups:
         group["lr"] = learning_rate(config, progress.step, run.steps)
@@ -483,14 +483,12 @@ def build_model(config: Config, device: torch.device) -> nn.Module:
 
 
 def load_model(name: str):
-    options = {"dtype": torch.float32, "trust_remote_code": False}
-    return AutoModelForCausalLM.from_pretrained(name, **options)
+    return AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, trust_remote_code=False)
 
 
 def lora_config(rank: int):
     """Adapters at all matrices but the head, with PEFT's usual scale."""
-    where = {"target_modules": "all-linear", "task_type": "CAUSAL_LM"}
-    return peft.LoraConfig(r=rank, lora_alpha=2 * rank, **where)
+    return peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
 
 
 def trainable(model: nn.Module) -> dict[str, Tensor]:
@@ -527,13 +525,13 @@ def choose_attention(hf, device: torch.device) -> None:
             say(f"attention: {name} skipped ({first_line(error)})")
 
 
-def varlen_attention(module, query, key, value, mask, scaling=None, sliding_window=None, **rest):
+def varlen_attention(module, query, key, value, mask, scaling=None, sliding_window=None, **others):
     """torch's attention for packed documents, in the form in which transformers calls it. It has no dropout."""
-    if rest.get("softcap") is not None or rest.get("s_aux") is not None:
+    if others.get("softcap") is not None or others.get("s_aux") is not None:
         raise RunError(f"varlen attention does not fit {type(module).__name__}; use flash-attn")
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     names = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-    sizes = [rest[name] for name in names]
+    sizes = [others[name] for name in names]
     reach = (-1 if sliding_window is None else sliding_window - 1, 0)
     y = varlen_attn(q, k, v, *sizes, scale=scaling, window_size=reach)
     return y[None], None
@@ -708,7 +706,7 @@ def merge(config: Config, state: dict[str, Tensor]) -> tuple[nn.Module, dict[str
 
 
 def sample_text(run: Run) -> str:
-    """The beginning of a held-out document, and how model/ goes on."""
+    """The beginning of a held-out document, continued by model/."""
     row = run.val.rows[0]
     start = int(np.argmax(row["labels"] != IGNORED))  # of the first answer
     start = start if run.config.command == "sft" else min(16, int(row["lengths"][0]) // 2)
@@ -718,12 +716,6 @@ def sample_text(run: Run) -> str:
     options = {"max_new_tokens": 64, "do_sample": False}
     tokens = model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)[0]
     return run.tokenizer.decode(tokens)
-
-
-def say(text: str) -> None:
-    """One process speaks for all."""
-    if os.environ.get("RANK", "0") == "0":
-        print(text, flush=True)
 
 
 def write_log(run: Run, entry: dict, line: str) -> None:
@@ -763,10 +755,6 @@ def share_of_peak(run: Run, rows: np.ndarray, seconds: float) -> float:
 
     A weight takes 6 FLOPs a token, or 4 if it is frozen; attention 12 a pair and channel.
     """
-    card = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
-    peaks = [tflops for name, tflops in PEAK_TFLOPS.items() if f" {name}" in card]
-    if not peaks:
-        return 0.0
     c = run.model.config
     width = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
     weights = {*matrices(run.model), run.model.get_output_embeddings().weight}
@@ -774,7 +762,7 @@ def share_of_peak(run: Run, rows: np.ndarray, seconds: float) -> float:
     per_pair = 12 * c.num_hidden_layers * c.num_attention_heads * width
     pairs = run.train.total("attended", rows)  # of a query and a key
     flops = per_token * run.train.total("tokens", rows) + per_pair * pairs
-    return flops / seconds / (peaks[0] * 1e12 * dist.get_world_size())
+    return flops / seconds / (peak_flops(run.model.device) * dist.get_world_size())
 
 
 def finish(run: Run, sample: str) -> dict:
@@ -839,11 +827,7 @@ def explain(what: str, advice: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise RunError(f"{what} ({first_line(error)}); {advice}") from None
-
-
-def first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {engine.first_line(error)[:200]}"
+        raise RunError(f"{what} ({type(error).__name__}: {first_line(error)[:200]}); {advice}") from None
 
 
 class ReadFile(argparse.Action):
@@ -878,39 +862,31 @@ def build_parser() -> argparse.ArgumentParser:
 
 def make_config(argv: list[str]) -> Config:
     """The settings, checked; the last one counts. With --resume those of the run come first."""
-    words = []
-    for word in argv:
-        words += ["@", word[1:]] if re.match("@.", word) else [word]
+    flags = []
+    for flag in argv:
+        flags += ["@", flag[1:]] if re.match("@.", flag) else [flag]
     parser = build_parser()
-    settings = vars(parser.parse_intermixed_args(words))
+    settings = vars(parser.parse_intermixed_args(flags))
     if settings.get("resume") in (True, "true") and "run_dir" in settings:
         file = f"{settings['run_dir']}/config.json"
-        settings = vars(parser.parse_intermixed_args(["@", file, *words]))
+        settings = vars(parser.parse_intermixed_args(["@", file, *flags]))
 
     data = [name for name in settings if name.startswith("data.")]
     source = {name.removeprefix("data."): settings.pop(name) for name in data}
     return check_settings(Config, settings | {"data": source})
 
 
-def main(argv: list[str]) -> int:
+def start(argv: list[str]) -> dict:
+    """Trains by the flags. Returns the result. Raises: RunError"""
     try:
-        say(json.dumps(train(make_config(argv or ["--help"]))))
-        return 0
-    except RunError as error:
-        message = str(error)
+        return train(make_config(argv or ["--help"]))
     except torch.OutOfMemoryError as error:
-        message = f"memory ran out ({first_line(error)}); lower --micro-packs, or use --recompute"
-    except OSError as error:
-        message = f"{first_line(error)}; correct that, then start again, with --resume if it saved"
-    except KeyboardInterrupt:
-        message = "stopped before the first step; start it again"
-    finally:
-        if dist.is_initialized() and sys.exc_info()[0] is None:
-            dist.destroy_process_group()
-    if os.environ.get("RANK", "0") != "0":
-        time.sleep(3)  # by then torchrun has ended this process, and the first one's line is enough
-    print(f"error: {message}", file=sys.stderr, flush=True)
-    return 1
+        advice = "lower --micro-packs, or use --recompute"
+        raise RunError(f"memory ran out ({first_line(error)}); {advice}") from None
+
+
+def main(argv: list[str]) -> int:
+    return run_command(lambda: start(argv))
 
 
 if __name__ == "__main__":

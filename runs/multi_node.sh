@@ -74,34 +74,7 @@ fi
 set -- --save-every 250 "$@"
 
 # Mistakes are reported once here, and not by every process after every restart.
-gpus=$(python - "$SCRIPT" "$nodes" "${GPUS:-}" "$@" <<'PYTHON'
-import importlib
-import sys
-from pathlib import Path
-
-import torch
-
-script, nodes, gpus, *argv = sys.argv[1:]
-least, _, most = nodes.partition(":")
-gpus = int(gpus or torch.cuda.device_count() or 1)
-sys.path[:1] = [str(Path(script).parent)]
-ts = importlib.import_module(Path(script).stem)
-if not hasattr(ts, "build_parser"):  # a tool with flags of its own, which it checks itself
-    print(gpus)
-    sys.exit()
-try:
-    config = ts.make_config(ts.build_parser().parse_args(argv))
-    ts.Dataset.open(config.data)
-    for count in range(int(least), int(most or least) + 1):
-        for stage in config.stage_table:
-            if stage.packs % (count * gpus):
-                raise ts.UserError(f"NODES={nodes} allows {count} machines x {gpus} processes = {count * gpus}, which "
-                                   f"does not divide a step of {stage.packs} packs; choose NODES and GPUS that do")
-except ts.UserError as error:
-    sys.exit(f"error: {error}")
-print(gpus)
-PYTHON
-)
+gpus=$(python runs/lib/check_nodes.py "$SCRIPT" "$nodes" "${GPUS:-}" "$@")
 
 # Otherwise processes share the store of the rendezvous, whose address torch 2.13 does not tell to machines that join
 # later.

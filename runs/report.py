@@ -3,7 +3,7 @@
     python runs/report.py out/RUN
     python runs/report.py out/RUN out/OTHER --no-samples     needs no PyTorch
 
-Every training run ends with it. Call it again at any time, also while a run is under way. The samples
+Every training run ends with it. Call it again at any time, also during a run. The samples
 are of the newest checkpoint: after pretraining it continues the first words of three held-out
 documents, after finetuning it answers three questions. A report of reinforcement learning shows the
 answers to held-out questions before and after, which are in the log.
@@ -16,8 +16,10 @@ import json
 import sys
 from pathlib import Path
 
+from lib.command import RunError, first_line, run_command
+
 # What the table shows of result.json, or of log.jsonl before there is one.
-FIGURES = {
+METRICS = {
     "val_bpb": ("validation", "{:.4f} bits per byte"),
     "val_loss": ("validation", "{:.4f} nats for each counted token"),
     "ndcg@10": ("nDCG@10", "{:.4f}"),
@@ -36,7 +38,7 @@ SCORES = ("val_bpb", "val_loss", "ndcg@10", "recall@10")
 TRAINING = {"color": "#9bb8d3"}
 MEAN = {"color": "#2c6fa3"}
 HELD_OUT = {"color": "#c0392b", "marker": "o", "markersize": 3}
-HELD_OUT_DRAWN = {"color": "#c0392b", "marker": ".", "linestyle": ":"}
+HELD_OUT_SAMPLED = {"color": "#c0392b", "marker": ".", "linestyle": ":"}
 
 # The unit of a plot, and its curves: what log.jsonl calls them, what the legend does, their style.
 PLOTS = {
@@ -50,7 +52,7 @@ PLOTS = {
         ("reward", "mean reward of a step", TRAINING),
         ("mean_reward", "mean of 20 steps", MEAN),
         ("greedy", "held out, greedy", HELD_OUT),
-        ("pass@1", "held out, pass@1", HELD_OUT_DRAWN),
+        ("pass@1", "held out, pass@1", HELD_OUT_SAMPLED),
     ],
 }
 SMOOTHED = 20  # steps in mean_reward
@@ -66,37 +68,37 @@ ANSWER = {"max_tokens": 128, "temperature": 0.0}
 
 
 def read_log(run_dir: Path) -> list[dict]:
-    """The entries of log.jsonl; a run under way may be writing the last line."""
+    """The entries of log.jsonl; a run may still be writing the last line."""
     lines = (run_dir / "log.jsonl").read_text(encoding="utf-8").splitlines()
     return [json.loads(line) for line in lines if line.endswith("}")]
 
 
 def read_result(run_dir: Path, entries: list[dict]) -> dict:
-    """result.json, or the newest figures of the log of a run that has none."""
+    """result.json, or the newest metrics of the log of a run that has none."""
     path = run_dir / "result.json"
-    if path.is_file():
-        return json.loads(path.read_text(encoding="utf-8"))
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else latest(entries)
+
+
+def latest(entries: list[dict]) -> dict:
+    """The newest value of each metric in a log."""
     result = {}
     for entry in entries:
         result |= entry
-    result["steps"] = result.get("step", 0)
-    result["peak_memory_gib"] = result.get("memory_gib", 0)
-    return result
+    return result | {"steps": result.get("step", 0), "peak_memory_gib": result.get("memory_gib", 0)}
 
 
 # ---- the table
 
 
-def figure_rows(entries: list[dict], result: dict) -> dict:
-    """The figures of a run. What is 0 was not measured, like the MFU of an unknown device."""
+def metric_rows(entries: list[dict], result: dict) -> dict:
+    """The metrics of a run. What is 0 was not measured, like the MFU of an unknown device."""
     rows = {}
-    for name, (label, form) in FIGURES.items():
-        if not result.get(name):
-            continue
-        rows[label] = form.format(result[name])
-        first = next((entry for entry in entries if name in entry), {})
-        if name in SCORES and first.get("step") == 0:  # what finetuning started from
-            rows[f"{label}, before"] = form.format(first[name])
+    for name, (label, form) in METRICS.items():
+        if result.get(name):
+            rows[label] = form.format(result[name])
+            first = next((entry for entry in entries if name in entry), {})
+            if name in SCORES and first.get("step") == 0:  # what finetuning started from
+                rows[f"{label}, before"] = form.format(first[name])
     return rows
 
 
@@ -135,6 +137,11 @@ def setting_rows(description: dict) -> dict:
     return rows
 
 
+def table_rows(description: dict, entries: list[dict], result: dict) -> dict:
+    """All rows of the table; metrics come first."""
+    return metric_rows(entries, result) | machine_rows(description, result) | setting_rows(description)
+
+
 def table(header: str, ruler: str, rows: list) -> str:
     lines = [f"| {' | '.join(map(str, row))} |" for row in rows]
     return "\n".join([header, ruler, *lines]) + "\n"
@@ -164,7 +171,7 @@ def smooth_rewards(entries: list[dict]) -> list[dict]:
     return found
 
 
-def draw_curves(entries: list[dict], title: str):
+def plot_curves(entries: list[dict], title: str):
     """A matplotlib Figure with a plot for each unit."""
     from matplotlib.figure import Figure
 
@@ -172,7 +179,7 @@ def draw_curves(entries: list[dict], title: str):
     figure = Figure(figsize=(7 * len(units), 4), layout="constrained")
     figure.suptitle(title, parse_math=False)
     for axes, unit in zip(figure.subplots(1, len(units), squeeze=False)[0], units, strict=True):
-        by_step = unit == "reward, accuracy"  # these steps have as many tokens as were drawn
+        by_step = unit == "reward, accuracy"  # such a step has as many tokens as were sampled
         if by_step:
             entries = entries + smooth_rewards(entries)
         for name, label, style in PLOTS[unit]:
@@ -191,7 +198,7 @@ def save_picture(run_dir: Path, entries: list[dict], title: str) -> str:
     if not entries:
         return "(no picture: nothing is logged yet)"
     try:
-        draw_curves(entries, title).savefig(run_dir / "curve.png", dpi=120)
+        plot_curves(entries, title).savefig(run_dir / "curve.png", dpi=120)
     except ImportError:
         return "(no picture: matplotlib is not installed)"
     return "![curve](curve.png)"
@@ -230,26 +237,25 @@ def continuations(run) -> list[str]:
 
 def answers_to_questions(run) -> list[str]:
     """QUESTIONS and the model's most likely answers."""
-    special = run.tokenizer.specials
-    prompts = []
-    for question in QUESTIONS:
-        ids = [special["<|user_start|>"], *run.tokenizer.encode(question), special["<|user_end|>"]]
-        prompts.append([run.tokenizer.bos_id, *ids, special["<|assistant_start|>"]])
-    found = generate(run, prompts, stop=(special["<|assistant_end|>"],), **ANSWER)
-    texts = [run.tokenizer.decode(ids) for ids in found]
-    return [f"{question}\n\n{text}" for question, text in zip(QUESTIONS, texts, strict=True)]
+    from lib import chat_format
+
+    prompts = [chat_format.question_ids(run.tokenizer, question) for question in QUESTIONS]
+    stop = (run.tokenizer.specials[chat_format.ASSISTANT_END],)
+    found = generate(run, prompts, stop=stop, **ANSWER)
+    answers = map(run.tokenizer.decode, found)
+    return [f"{question}\n\n{answer}" for question, answer in zip(QUESTIONS, answers, strict=True)]
 
 
 def samples(run_dir: Path, command: str, device: str | None, live) -> tuple[list[str], str]:
-    """Texts of the newest checkpoint or of a live model, and the heading over them or why there are none."""
+    """Samples of the newest checkpoint or of a live model, and the heading over them or why there are none."""
     from lib import engine
 
     try:
         run = engine.Run(*live) if live else engine.load_run(run_dir, device=device)
-        texts = answers_to_questions(run) if command == "finetune" else continuations(run)
-    except (engine.RunError, RuntimeError) as error:  # torch's, if memory runs out
-        return [], f"no samples: {engine.first_line(error)}"
-    return texts, f"## Samples of step {run.step:,}"
+        found = answers_to_questions(run) if command == "finetune" else continuations(run)
+    except (RunError, RuntimeError) as error:  # torch's, if memory runs out
+        return [], f"no samples: {first_line(error)}"
+    return found, f"## Samples of step {run.step:,}"
 
 
 # ---- the report
@@ -275,8 +281,8 @@ def answer_table(before: dict, after: dict) -> str:
     rows = []
     # More ranks than before may have left fewer to the first one.
     for a, b in zip(before["answers"], after["answers"], strict=False):
-        texts = [cell(text) for text in (a["question"], a["expected"], a["answer"], b["answer"])]
-        rows.append((*texts[:3], f"{a['reward']:.2f}", texts[3], f"{b['reward']:.2f}"))
+        first, last = (f"{entry['reward']:.2f}" for entry in (a, b))
+        rows.append((cell(a["question"]), cell(a["expected"]), cell(a["answer"]), first, cell(b["answer"]), last))
     header = "| question | expected | before | reward | after | reward |"
     return table(header, "| --- | --- | --- | ---: | --- | ---: |", rows)
 
@@ -286,16 +292,18 @@ def write_report(run_dir: Path, with_samples: bool = True, device: str | None = 
 
     Args: live the script, model, tokenizer, config and step of a run that has just ended
     """
-    description = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
-    entries = read_log(run_dir)
+    try:
+        description = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
+        entries = read_log(run_dir)
+    except FileNotFoundError as error:
+        raise RunError(f"there is no {error.filename}; name the directory of a run that has begun") from None
     result = read_result(run_dir, entries)
     name = run_dir.resolve().name
-    figures = figure_rows(entries, result)
-    rows = figures | machine_rows(description, result) | setting_rows(description)
-    title = f"{name}: {next(iter(figures.values()), '')}"
+    rows = table_rows(description, entries, result)
+    title = f"{name}: {next(iter(rows.values()), '')}"
     parts = [f"# {name}\n"]
     if not (run_dir / "result.json").is_file():
-        parts.append(f"Under way: the figures are those of step {result['steps']:,}.\n")
+        parts.append(f"Running: the metrics are those of step {result['steps']:,}.\n")
 
     evaluations = [entry for entry in entries if "greedy" in entry]
     if evaluations:
@@ -309,13 +317,13 @@ def write_report(run_dir: Path, with_samples: bool = True, device: str | None = 
 
     command = description.get("command")
     if with_samples and command in ("pretrain", "finetune"):
-        texts, heading = samples(run_dir, command, device, live)
-        if not texts:
+        found, heading = samples(run_dir, command, device, live)
+        if not found:
             print(heading)
-        for text in texts:
-            print(f"--- sample\n{text}")
         parts.append(f"{heading}\n")
-        parts += [f"````text\n{text}\n````\n" for text in texts]  # a text may hold ``` itself
+        for sample in found:
+            print(f"--- sample\n{sample}")
+            parts.append(f"````text\n{sample}\n````\n")  # a sample may hold ``` itself
     (run_dir / "report.md").write_text("\n".join(parts), encoding="utf-8")
     print(f"--- report: {run_dir}/report.md", flush=True)
 
@@ -327,12 +335,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--device", help="cuda, mps or cpu (default: the best available)")
     args = parser.parse_args(argv)
     sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows "?"
-    for run_dir in args.runs:
-        try:
+
+    def work() -> None:
+        for run_dir in args.runs:
             write_report(run_dir, not args.no_samples, args.device)
-        except FileNotFoundError as error:
-            sys.exit(f"error: there is no {error.filename}; name the directory of a run that has begun")
-    return 0
+
+    return run_command(work)
 
 
 if __name__ == "__main__":

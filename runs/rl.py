@@ -1,18 +1,18 @@
-"""Reinforcement learning on a finetuned run: REINFORCE on answers that the model draws itself.
+"""Reinforcement learning on a finetuned run: REINFORCE on answers that the model samples itself.
 
     python runs/rl.py out/SFT --task addition --digits 2      sums, worked column by column
     python runs/rl.py out/SFT --task gsm8k --files FOLDER     grade-school problems, calculator
     torchrun --standalone --nproc_per_node=8 runs/rl.py out/SFT --task gsm8k
     python runs/rl.py --resume --run-dir out/RL
 
-A step draws --samples answers to each of --prompts questions with the current weights, at temperature
+A step samples --samples answers to each of --prompts questions with the current weights, at temperature
 1 from the whole vocabulary, so it is on-policy. The advantage of an answer is its reward minus the
 mean over the answers to the same question. As in nanochat there is no division by their spread, no
 reference model and no clipping. The loss is
 
-    sum over answers and their tokens of  - advantage * log p(token)   /   all drawn tokens of the step
+    sum over answers and their tokens of  - advantage * log p(token)   /   all sampled tokens of the step
 
-over all GPUs. Tokens from the calculator were not drawn: they carry no gradient and are not counted.
+over all GPUs. Tokens from the calculator were not sampled: they carry no gradient and are not counted.
 A question whose answers all have the same reward teaches nothing. If that is so for a whole step, the
 weights stay as they are, because Muon's step would be as large without a gradient as with one. Rates
 are fractions of the pretraining rates and fall in a straight line to 0.
@@ -43,13 +43,12 @@ from types import ModuleType
 from typing import Any, Literal
 
 import chat_eval
-import finetune
 import numpy as np
 import sft
 import torch
-from chat_eval import Item, chat_prompt, complete, sum_over_ranks
-from lib import engine
-from lib.engine import RunError
+from chat_eval import Item, complete, sum_over_ranks
+from lib import chat_format, engine, tuning
+from lib.command import RunError, add_flags, check_settings, print_note, run_command
 from pydantic import BaseModel, Field
 
 SHOWN = 8  # held-out questions in the report
@@ -59,7 +58,7 @@ MAX_TOKENS = {"addition": 24, "gsm8k": 256}
 
 
 class Settings(BaseModel):
-    """What the flags say of a run; the entry "rl" of config.json."""
+    """The settings of a run, from its flags; the entry "rl" of config.json."""
 
     source: str
     no_compile: bool = False
@@ -120,7 +119,7 @@ def addition_task(settings: Settings, fits: Callable[[str], bool]) -> Task:
 
     def train(step: int, place: int) -> Item:
         rng = random.Random(f"{settings.seed} {step} {place}")
-        return sum_item(*sft.draw_sum(rng, settings.digits, "train"))
+        return sum_item(*sft.random_sum(rng, settings.digits, "train"))
 
     def reward(item: Item, text: str) -> float:
         if item.right(text):
@@ -128,9 +127,9 @@ def addition_task(settings: Settings, fits: Callable[[str], bool]) -> Task:
         return settings.partial * digits_right(item.expected, text)
 
     rng = random.Random(0)  # not the seed of the run: the test is always the same
-    draws = [sft.draw_sum(rng, settings.digits, "val") for _ in range(20 * settings.eval_items)]
-    pairs = list(dict.fromkeys(draws))  # each once
-    test = [sum_item(*pair) for pair in pairs[: settings.eval_items]]
+    pairs = [sft.random_sum(rng, settings.digits, "val") for _ in range(20 * settings.eval_items)]
+    unique = list(dict.fromkeys(pairs))
+    test = [sum_item(*pair) for pair in unique[: settings.eval_items]]
     if not fits(test[0].question):
         raise RunError(f"sums of {settings.digits} digits do not fit the model's context; use fewer")
     return Task(train, test, reward, False, MAX_TOKENS["addition"] * (settings.digits + 1))
@@ -162,11 +161,7 @@ def gsm8k_file(folder: str | None, part: str) -> Path:
         import hub
 
         return hub.fetch("openai/gsm8k", f"main/{part}-00000-of-00001.parquet")
-    if part == "test":
-        path = chat_eval.find_file(Path(folder), "gsm8k")
-    else:
-        names = sorted(Path(folder).glob("gsm8k*train*"))
-        path = next((name for name in names if name.name.endswith(sft.SUFFIXES)), None)
+    path = chat_eval.find_file(Path(folder), "gsm8k", part)
     if path is None:
         raise RunError(f"{folder} has no gsm8k file for {part}ing; it needs gsm8k*train* and gsm8k*test*")
     return path
@@ -177,10 +172,10 @@ def gsm8k_file(folder: str | None, part: str) -> Path:
 
 @dataclass(frozen=True)
 class Rollout:
-    """An answer that was drawn, behind its question."""
+    """A sampled answer behind its question."""
 
     tokens: list[int]  # the prompt, the answer, and the token that ended it
-    drawn: list[bool]  # for each token but the first: the model drew it, so it can learn from it
+    sampled: list[bool]  # for each token but the first: whether the model sampled it, so can learn from it
     reward: float
     advantage: float
 
@@ -203,12 +198,12 @@ def judge(task: Task, tokenizer, item: Item, completions: list) -> list[Rollout]
     rollouts = []
     for completion, reward in zip(completions, rewards, strict=True):
         tokens = [*completion.prompt, *completion.tokens]
-        drawn = [False] * (len(completion.prompt) - 1)
-        drawn += [not forced for forced in completion.forced]
+        sampled = [False] * (len(completion.prompt) - 1)
+        sampled += [not forced for forced in completion.forced]
         if completion.reason == "stop":
             tokens.append(completion.ended)
-            drawn.append(True)
-        rollouts.append(Rollout(tokens, drawn, reward, reward - mean if differ else 0.0))
+            sampled.append(True)
+        rollouts.append(Rollout(tokens, sampled, reward, reward - mean if differ else 0.0))
     return rollouts
 
 
@@ -223,9 +218,9 @@ def pack_rollouts(script, config, bos_id: int, rollouts: list[Rollout], packs: i
     rollouts = [r for r in rollouts if r.advantage]
     rows = [[]]
     if rollouts:
-        lengths = np.array([len(r.drawn) for r in rollouts])
+        lengths = np.array([len(r.sampled) for r in rollouts])
         order = np.arange(len(rollouts))
-        rows = finetune.best_fit(lengths, order, config.pack_tokens, config.pack_docs)
+        rows = tuning.best_fit(lengths, order, config.pack_tokens, config.pack_docs)
     while len(rows) % packs:
         rows.append([])
 
@@ -236,16 +231,16 @@ def pack_rollouts(script, config, bos_id: int, rollouts: list[Rollout], packs: i
         start = 0
         for i in members:
             rollout = rollouts[i]
-            end = start + len(rollout.drawn)
+            end = start + len(rollout.sampled)
             weights[row, start:end] = rollout.advantage
             start = end
-            documents.append((np.array(rollout.tokens, np.int32), np.array(rollout.drawn)))
+            documents.append((np.array(rollout.tokens, np.int32), np.array(rollout.sampled)))
         script.fill_pack(batch, row, documents)
     return batch, weights
 
 
-def backward(state, batch, weights: torch.Tensor, drawn: int) -> torch.Tensor:
-    """Adds the gradient of sum(advantage * nats) / drawn tokens of this rank's packs.
+def backward(state, batch, weights: torch.Tensor, sampled: int) -> torch.Tensor:
+    """Adds the gradient of sum(advantage * nats) / sampled tokens of this rank's packs.
 
     Returns: the sum of nats, without weights, 0-D
     """
@@ -254,7 +249,7 @@ def backward(state, batch, weights: torch.Tensor, drawn: int) -> torch.Tensor:
     micro_batches = batch.micro_batches(state.micro_packs, device)
     for micro_batch, weight in zip(micro_batches, weights.split(state.micro_packs), strict=True):
         loss, nats = state.forward(*micro_batch, weight.flatten().to(device))
-        (loss / drawn * state.loss_scale).backward()
+        (loss / sampled * state.loss_scale).backward()
         total_nats += nats.sum()
     return total_nats
 
@@ -280,7 +275,7 @@ class Learner:
         pass
 
     def next(self):
-        """The Batch of the next step: draws and judges answers with the current weights."""
+        """The Batch of the next step: samples and judges answers with the current weights."""
         start = time.perf_counter()
         settings = self.settings
         state = self.state
@@ -298,15 +293,15 @@ class Learner:
 
         # Sums over all ranks decide for all of them whether there is anything to learn.
         sums = [
-            sum(sum(r.drawn) for r in rollouts),
+            sum(sum(r.sampled) for r in rollouts),
             sum(r.reward for r in rollouts),
             sum(r.reward == 1 for r in rollouts),
             sum(any(r.advantage for r in group) for group in judged),
         ]
-        drawn, reward, right, useful = sum_over_ranks(np.array(sums, float), ranks).tolist()
+        sampled, reward, right, useful = sum_over_ranks(np.array(sums, float), ranks).tolist()
         inputs = (state.config, self.tokenizer.bos_id, rollouts, state.micro_packs)
         batch, self.weights = pack_rollouts(self.script, *inputs)
-        batch.total_tokens = int(drawn)
+        batch.total_tokens = int(sampled)
         count = settings.prompts * settings.samples
         batch.notes = {
             "reward": reward / count,
@@ -317,12 +312,12 @@ class Learner:
         return batch
 
     def ask(self, item: Item, seeds, temperature: float) -> list[engine.Completion]:
-        """A completion of the question for each seed, from the whole vocabulary; not yet drawn."""
-        prompt = chat_prompt(self.tokenizer, item.question)
+        """A completion of the question for each seed, from the whole vocabulary; not yet sampled."""
+        prompt = chat_format.question_ids(self.tokenizer, item.question)
         room = self.state.config.max_seq_len + 1 - len(prompt)
         most = min(self.task.max_tokens, room)
         options = {"top_k": 0, "tools": self.task.tools}
-        options["stop"] = (self.tokenizer.specials["<|assistant_end|>"],)
+        options["stop"] = (self.tokenizer.specials[chat_format.ASSISTANT_END],)
         return [engine.Completion(prompt, most, temperature, seed=s % 2**32, **options) for s in seeds]
 
     def step(self, state, batch) -> torch.Tensor:
@@ -363,24 +358,24 @@ class Learner:
         note = "held-out questions" if ranks.is_main else ""
         complete(self.generator, [completion for group in groups for completion in group], note)
 
-        right = np.zeros((len(items), 2), np.int64)  # of the greedy answer, of the drawn ones
+        right = np.zeros((len(items), 2), np.int64)  # of the greedy answer, of the sampled ones
         answers = []
         for i, group in zip(mine, groups, strict=True):
-            greedy, *drawn = judge(self.task, self.tokenizer, items[i], group)
-            right[i] = greedy.reward == 1, sum(r.reward == 1 for r in drawn)
+            greedy, *sampled = judge(self.task, self.tokenizer, items[i], group)
+            right[i] = greedy.reward == 1, sum(r.reward == 1 for r in sampled)
             answer = {"question": items[i].question, "expected": items[i].expected}
             answer["answer"] = self.tokenizer.decode(group[0].tokens)
             answers.append(answer | {"reward": greedy.reward})
-        greedy, drawn = sum_over_ranks(right, ranks).T
+        greedy, sampled = sum_over_ranks(right, ranks).T
         found = {"greedy": float(greedy.mean())}
         for exponent in range(n.bit_length()):
             k = 2**exponent
-            found[f"pass@{k}"] = float(np.mean([pass_at_k(n, int(count), k) for count in drawn]))
+            found[f"pass@{k}"] = float(np.mean([pass_at_k(n, int(count), k) for count in sampled]))
         return found, answers[:SHOWN]
 
 
 def pass_at_k(n: int, right: int, k: int) -> float:
-    """Chance that k of n answers, drawn without replacement, hold a right one.
+    """Probability that k of n answers, picked without replacement, hold a right one.
 
     The unbiased estimate of the Codex paper (arXiv 2107.03374).
     """
@@ -392,7 +387,7 @@ def pass_at_k(n: int, right: int, k: int) -> float:
 
 def rl_config(script, checkpoint: Path, settings: Settings):
     """The Config of the finetuned run with the rates of this run."""
-    base = finetune.stage_config(script, checkpoint, packs=1, lr=1.0)
+    base = tuning.stage_config(script, checkpoint, packs=1, lr=1.0)
     same = settings.model_dump(include={"seed", "log_every", "eval_every", "save_every"})
     return dataclasses.replace(
         base,
@@ -410,7 +405,7 @@ def make_job(script, home: Path, settings: Settings, resume: bool):
 
     Args: home the run to start from or, to resume it, the run itself
     """
-    checkpoint = script.newest_whole(home, engine.print_note)
+    checkpoint = script.newest_whole(home, print_note)
     config = script.read_config(home) if resume else rl_config(script, checkpoint, settings)
     # On paper, a step is one pack on each rank. A micro-batch is then one pack, and a step has as
     # many of them as its answers need.
@@ -421,25 +416,24 @@ def make_job(script, home: Path, settings: Settings, resume: bool):
     chat_eval.check_chat_tokens(tokenizer, home)
 
     def fits(question: str) -> bool:
-        return len(chat_prompt(tokenizer, question)) + 32 <= config.max_seq_len
+        return len(chat_format.question_ids(tokenizer, question)) + 32 <= config.max_seq_len
 
     make_task = addition_task if settings.task == "addition" else gsm8k_task
     task = make_task(settings, fits)
     learner = Learner(script, settings, task, tokenizer)
 
-    all_of_them = ", all there are" if len(task.test) < settings.eval_items else ""
     note = f"{settings.prompts} questions x {settings.samples} answers a step"
     return script.Job(
         config=config,
         tokenizer=tokenizer,
         fingerprint=settings.task,
-        note=f"{note}, {len(task.test):,} held-out questions{all_of_them}, from {settings.source}",
-        load_start=lambda state: finetune.load_source(script, state, checkpoint, moments=False),
+        note=f"{note}, {len(task.test):,} held-out questions, from {settings.source}",
+        load_start=lambda state: tuning.load_source(script, state, checkpoint, moments=False),
         loader=learner.loader,
         step=learner.step,
         evaluate=learner.evaluate,
-        flops=lambda config, positions: 0.0,  # of drawing, nobody has counted them
-        **finetune.tool_entries("rl", __file__, settings.model_dump()),
+        flops=lambda config, positions: 0.0,  # of sampling, nobody has counted them
+        **tuning.tool_entries("rl", __file__, settings.model_dump()),
     )
 
 
@@ -459,7 +453,7 @@ def build_parser(resume: bool) -> argparse.ArgumentParser:
     if not resume:
         add("source", metavar="RUN", help="finetuned run to start from")
         add("--no-compile", action="store_true", help="quicker start")
-        finetune.add_flags(parser, Settings.model_fields)
+        add_flags(parser, Settings.model_fields)
     return parser
 
 
@@ -476,19 +470,20 @@ def read_settings(script: ModuleType, home: Path, args: argparse.Namespace) -> S
     given = script.read_description(home).get("rl") if args.resume else vars(args)
     if given is None:
         raise RunError(f"{home} is no run of runs/rl.py; continue it with the tool that began it")
-    return finetune.check_settings(Settings, given)
+    return check_settings(Settings, given)
 
 
-def reinforce(script: ModuleType, argv: list[str]) -> dict:
+def reinforce(argv: list[str]) -> dict:
     """Runs or resumes; returns the result that is printed last."""
     home, args = parse(argv)
+    script = engine.import_script(home)
     job = make_job(script, home, read_settings(script, home, args), args.resume)
     return script.train(job.config, args, job)
 
 
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
-    return finetune.run_with_script(lambda: parse(argv)[0], lambda script: reinforce(script, argv))
+    return run_command(lambda: reinforce(argv))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 from lib import engine
-from lib.engine import RunError
+from lib.command import RunError, run_command
 
 CHECKED_TOKENS = 32
 # Largest difference between the logits of decode and forward, relative to the spread of the logits.
@@ -128,9 +128,14 @@ def main(argv: list[str] | None = None) -> int:
     add("--check", action="store_true", help="only compare decoding with the forward pass")
     args = parser.parse_args(argv)
     sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows "?"
-    command = lambda run, *_: check(run) if args.check else sample(run, args)
-    changes = {"device": args.device, "attention": args.attention, "dtype": args.dtype}
-    return engine.run_command(command, args, **changes)
+
+    def work() -> dict:
+        changes = {"device": args.device, "attention": args.attention, "dtype": args.dtype}
+        run = engine.load_run(args.run_dir, args.step, **changes)
+        result = check(run) if args.check else sample(run, args)
+        return result | {"run_dir": str(args.run_dir)}
+
+    return run_command(work)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from lib import engine
-from lib.engine import RunError, adjacent_heads, jit, tl, triton, use_triton
+from lib.command import RunError, run_command, say
+from lib.engine import adjacent_heads, jit, tl, triton, use_triton
 from torch import Tensor
 
 NUM_TASKS = 22
@@ -428,7 +429,7 @@ class TaskScore(NamedTuple):
         return f"{self.task:34} {self.items:7,} {numbers}"
 
 
-def make_table(tasks: Iterable[tuple], name: str, say: Callable) -> list[TaskScore]:
+def make_table(tasks: Iterable[tuple], name: str) -> list[TaskScore]:
     """Prints a row for each task, and a last one with their mean; returns the rows.
 
     Args: tasks: of each its name, which items are right, and the accuracy of guessing; name: of the mean
@@ -487,7 +488,7 @@ def open_dataset(run: engine.Run, args: argparse.Namespace):
     return dataset
 
 
-def score_run(run: engine.Run, ranks, say: Callable, args: argparse.Namespace) -> dict:
+def score_run(run: engine.Run, ranks, args: argparse.Namespace) -> dict:
     """Scores the model of a run and writes the files. Returns what is printed last."""
     model = run.model
     dataset = open_dataset(run, args)
@@ -510,7 +511,7 @@ def score_run(run: engine.Run, ranks, say: Callable, args: argparse.Namespace) -
             right = score_task(score, task, size, model.windows, bos_id, ranks)
             yield task.name, right, task.baseline
 
-    rows = make_table(tasks(), "CORE", say)
+    rows = make_table(tasks(), "CORE")
     core = rows[-1]
     if len(rows) != NUM_TASKS + 1:
         say(f"note: {len(rows) - 1} tasks; CORE is the mean over {NUM_TASKS}")
@@ -534,7 +535,12 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.items < 0 or (args.batch_tokens is not None and args.batch_tokens < 1):
         parser.error("--items must be at least 0 and --batch-tokens at least 1")
-    return engine.run_command(score_run, args, attention=args.attention, dtype=args.dtype)
+
+    def work() -> dict:
+        run = engine.load_run(args.run_dir, args.step, attention=args.attention, dtype=args.dtype)
+        return score_run(run, run.script.start_ranks(), args) | {"run_dir": str(args.run_dir)}
+
+    return run_command(work)
 
 
 if __name__ == "__main__":

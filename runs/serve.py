@@ -55,9 +55,9 @@ from pathlib import Path
 import prometheus_client as prometheus
 import torch
 import uvicorn
-from chat import Local, is_chat_run
 from lib import engine
-from lib.engine import RunError
+from lib.chat_format import TURN_TOKENS, is_chat_run
+from lib.command import RunError
 from lib.protocol import Answers, Ask, Job, Problem, Protocol, RenderFields, read_fields, shorten
 from page import read_page, render
 from starlette.applications import Starlette
@@ -349,7 +349,7 @@ class Server:
         run = engine.load_run(run_dir, args.step, args.device)
         self.tokenizer = run.tokenizer
         self.tokenizer.encode("")  # now, since later several threads would build its tables at once
-        self.chat = is_chat_run(run_dir) and set(Local.MARKS) <= set(self.tokenizer.specials)
+        self.chat = is_chat_run(run_dir) and set(TURN_TOKENS) <= set(self.tokenizer.specials)
         self.name = args.name or run_dir.resolve().name
         # Without a GPU a row costs time even while it rests.
         rows = args.rows or (32 if run.model.embed.is_cuda else 8)

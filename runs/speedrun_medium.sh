@@ -44,15 +44,7 @@ fi
 # -- data: text, a tokenizer with 32,768 entries, token shards; then the CORE tasks
 if [[ $smoke ]]; then
   python data/pretrain.py --source stdlib --vocab-size 4096 --out "$data"
-  mkdir -p out
-  python - >out/smoke_chat.jsonl <<'EOF'
-import json
-
-for i in range(200):
-    talk = [("user", f"What is {i} plus {i}?"), ("assistant", f"{i} plus {i} is {2 * i}.")]
-    print(json.dumps({"messages": [{"role": role, "content": text} for role, text in talk]}))
-EOF
-  conversations=(--source out/smoke_chat.jsonl --max-len 512)
+  conversations=(--source addition:200 --max-len 512)
 else
   python data/pretrain.py --source climbmix --max-files 140 --out "$data"
   if ! compgen -G "$data/core/*.npz" >/dev/null; then

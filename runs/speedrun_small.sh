@@ -95,30 +95,20 @@ on_gpus() { # so that another number of GPUs is no other command for `stage`
   "${launch[@]}" "$@"
 }
 
-smoke_files() { # tiny tasks and conversations in every layout
-  python - "$out/tasks" <<'PYTHON'
-import json
-import re
-import sys
-from pathlib import Path
-
-folder = Path(sys.argv[1])
-folder.mkdir(parents=True, exist_ok=True)
-choice = [{"question": f"Which is {n}?", "choices": [str(n + i) for i in range(4)], "answer": 0} for n in range(8)]
-arc = [{"question": c["question"], "choices": {"text": c["choices"], "label": list("ABCD")}, "answerKey": "A"}
-       for c in choice]
-grade = [{"question": f"Tom has {n} apples and gets {n}.", "answer": f"<<{n}+{n}={2 * n}>>{2 * n}\n#### {2 * n}"}
-         for n in range(2, 30)]
-human = [{"prompt": "def one():\n", "entry_point": "one", "test": "def check(f):\n    assert f() == 1\n"}]
-chat = [{"messages": [{"role": "user", "content": f"Say {n}."}, {"role": "assistant", "content": f"{n}!"}]}
-        for n in range(60)]
-files = {"arc_easy_test": arc, "arc_challenge_test": arc, "mmlu_test": choice, "humaneval": human,
-         "gsm8k_test": grade[:4], "gsm8k_train": grade[4:], "chat": chat}
-for name, items in files.items():
-    (folder / f"{name}.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items))
-words = sorted(set(re.findall("[a-z]{3,12}", Path("README.md").read_text(encoding="utf-8"))))
-(folder / "words.txt").write_text("\n".join(words))
-PYTHON
+smoke_files() { # tiny tasks and conversations in every layout; printf repeats its format for each number
+  local dir=$out/tasks
+  mkdir -p "$dir"
+  printf '{"question": "Which is %d?", "choices": ["1", "2", "3", "4"], "answer": 0}\n' {1..8} >"$dir/mmlu_test.jsonl"
+  printf '{"question": "Which is %d?", "choices": {"text": ["1", "2"], "label": ["A", "B"]}, "answerKey": "A"}\n' {1..8} |
+    tee "$dir/arc_challenge_test.jsonl" >"$dir/arc_easy_test.jsonl"
+  printf '{"question": "Tom has %d apples and gives away all but 3.", "answer": "<<2+1=3>>3\\n#### 3"}\n' {1..30} \
+    >"$dir/gsm8k_train.jsonl"
+  head -n 4 "$dir/gsm8k_train.jsonl" >"$dir/gsm8k_test.jsonl"
+  printf '{"prompt": "def one():\\n", "entry_point": "one", "test": "def check(f):\\n    assert f() == %d\\n"}\n' 1 \
+    >"$dir/humaneval.jsonl"
+  printf '{"messages": [{"role": "user", "content": "Say %d."}, {"role": "assistant", "content": "Yes!"}]}\n' {1..60} \
+    >"$dir/chat.jsonl"
+  grep -ohE '[a-z]{3,12}' README.md | sort -u >"$dir/words.txt"
 }
 
 # -- text and CORE tasks
@@ -168,48 +158,18 @@ stage sft train runs/finetune.py "$out/sft" "$out/base" --data "$data" "${finetu
 
 # -- evaluation and report
 stage chat_eval on_gpus runs/chat_eval.py "$out/sft" ${files:+--files "$files"} "${code[@]}"
-python - "$out" <<'PYTHON'
-import json
-import sys
-from pathlib import Path
-
-out = Path(sys.argv[1])
-
-
-def read(name):
-    return json.loads((out / name).read_text(encoding="utf-8"))
-
-
-base = read("base/result.json")
-sft = read("sft/result.json")
-machine = read("base/config.json")["machine"]
-lines = (out / "logs/chat_eval.log").read_text(encoding="utf-8").splitlines()
-chat = json.loads([line for line in lines if line.startswith("{")][-1])
-
-rows = {"val bpb after pretraining": f"{base['val_bpb']:.4f}"}
-rows["CORE"] = f"{base['core']:.4f}" if "core" in base else "skipped"
-rows["val bpb of the answers after finetuning"] = f"{sft['val_bpb']:.4f}"
-rows[f"ChatCORE, {len(chat['tasks'])} tasks"] = f"{chat['chatcore']:.4f}"
-for task, accuracy in chat["tasks"].items():
-    rows[f"- {task}, accuracy"] = f"{accuracy:.4f}"
-rows["pretraining tokens"] = f"{base['tokens']:,}"
-rows["training seconds, pretraining + finetuning"] = f"{base['train_seconds']:.1f} + {sft['train_seconds']:.1f}"
-
-# The time of a stage is the sum over all attempts, with start, compilation and evaluation.
-total = 0
-for stage in ("data", "core", "base", "score_core", "conversations", "sft", "chat_eval"):
-    path = out / "logs" / f"{stage}.seconds"
-    if path.exists():
-        seconds = sum(map(int, path.read_text().split()))
-        rows[f"seconds of {stage}"] = str(seconds)
-        total += seconds
-rows["seconds in total"] = str(total)
-rows["device"] = f"{machine['num_devices']} x {machine['device']}"
-rows["torch"] = machine["torch"]
-
-table = "\n".join(f"| {key} | {value} |" for key, value in rows.items())
-text = f"# {out.name}\n\n| | |\n| --- | ---: |\n{table}\n\nRuns: [base](base/report.md), [sft](sft/report.md)\n"
-(out / "report.md").write_text(text, encoding="utf-8")
-print(text)
-PYTHON
+{
+  echo "# ${out#out/}"
+  for run in base sft; do
+    printf '\n## [%s](%s/report.md)\n\n' "$run" "$run"
+    sed -n '/^## /q;/^|/p' "$out/$run/report.md"
+  done
+  for scores in base/core.csv sft/chat_eval.csv; do
+    if [[ -f $out/$scores ]]; then printf '\n## %s\n\n```\n%s\n```\n' "$scores" "$(<"$out/$scores")"; fi
+  done
+  printf '\n## Seconds of each stage, over all attempts\n\n'
+  for times in "$out"/logs/*.seconds; do
+    echo "- $(basename "$times" .seconds): $(($(tr '\n' '+' <"$times")0))"
+  done
+} | tee "$out/report.md"
 echo "The results are in $out. Chat with the model: python runs/chat.py $out/sft (after: source .venv/bin/activate)"

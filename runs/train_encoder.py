@@ -226,8 +226,8 @@ class Encoder(nn.Module):
         T = len(tokens_T)
         M = min(T, math.ceil(T * self.config.mask_rate))
         picked_M = torch.argsort((targets_T < 0).int(), stable=True)[:M]
-        inputs = (hidden_TD[picked_M], self.embed, targets_T[picked_M].long())
-        total, nats_M = ChunkedCE.apply(*inputs, CE_ROWS, torch.is_grad_enabled())
+        inputs = (hidden_TD[picked_M], self.embed, targets_T[picked_M][None])
+        total, nats_M = script.linear_cross_entropy(*inputs, cap=(), chunk=CE_ROWS)
         return total, nats_M.new_zeros(T).scatter(0, picked_M, nats_M)
 
     def embed_texts(self, tokens_T, positions_T, cu_seqlens, max_doc: int) -> Tensor:
@@ -286,59 +286,22 @@ def varlen_attention(positions_T, cu_seqlens, max_doc: int) -> Callable:
 ATTENTION = {"varlen": varlen_attention, "sdpa": sdpa_attention}
 
 
-class ChunkedCE(torch.autograd.Function):
-    """The sum of nats, 0-D, and the nats of each row, 0 where the target is -1; fp32.
-
-    Some rows of logits at a time, with their gradient, so that (M, V) never exists in fp32.
-    """
-
-    @staticmethod
-    def forward(ctx, hidden_MD, head_VD, targets_M, rows: int, grad: bool):
-        grad_hidden = []
-        grad_head = torch.zeros_like(head_VD, dtype=torch.float32) if grad else None
-        nats = []
-        columns = torch.arange(len(head_VD), device=head_VD.device)
-        parts = zip(hidden_MD.split(rows), targets_M.split(rows), strict=True)
-        for hidden, targets in parts:
-            logits = F.linear(hidden, head_VD).float()
-            counted = targets >= 0
-            picks = targets.clamp(min=0)[:, None]
-            log_sum = logits.logsumexp(1, keepdim=True)
-            nats.append(((log_sum - logits.gather(1, picks)) * counted[:, None])[:, 0])
-            if grad:
-                # Softmax less one at the target; a scatter would be a pass of its own.
-                g = (logits - log_sum).exp() - (columns == picks).float()
-                g = (g * counted[:, None]).to(head_VD.dtype)
-                grad_hidden.append(g @ head_VD)
-                grad_head += g.mT @ hidden
-        if grad:
-            ctx.save_for_backward(torch.cat(grad_hidden), grad_head.to(head_VD.dtype))
-        nats = torch.cat(nats)
-        ctx.mark_non_differentiable(nats)
-        return nats.sum(), nats
-
-    @staticmethod
-    def backward(ctx, g, _):
-        grad_hidden, grad_head = ctx.saved_tensors
-        return grad_hidden * g, grad_head * g, None, None, None
-
-
 # ---- data
 
 
 def mask_tokens(batch, config: Config, is_text_V: np.ndarray, seed: list[int]):
     """A Batch with tokens masked, and targets where they are.
 
-    Every pack loses the same share of its tokens of text. All of them become the mask token.
+    In every pack the same share of the text tokens becomes the mask token.
 
     Args: is_text_V which tokens of the vocabulary may be masked; seed of this batch
     """
     tokens = batch.tokens.numpy().copy()
     targets = np.full_like(tokens, -1)
     is_text = is_text_V[tokens]
-    lots = np.random.default_rng(seed).random(tokens.shape)
-    lots[~is_text] = 2.0  # they never come first
-    order = lots.argsort(1)
+    noise = np.random.default_rng(seed).random(tokens.shape)
+    noise[~is_text] = 2.0  # so that they come last
+    order = noise.argsort(1)
     for row in range(len(tokens)):
         chosen = order[row, : int(config.mask_rate * is_text[row].sum())]
         targets[row, chosen] = tokens[row, chosen]
@@ -412,7 +375,7 @@ def build_state(config: Config, ranks, say: Callable = print):
 
 
 def script_entries(*files: str, **settings) -> dict:
-    """What a Job says of its scripts, the last of which is the command; --resume compares their hashes."""
+    """Fields of a Job about its scripts, the last of which is the command; --resume compares their hashes."""
     paths = [Path(file) for file in files]
     digests = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
     return {"command": paths[-1].stem, "scripts": paths, "description": {"scripts": digests, **settings}}
@@ -445,7 +408,7 @@ def pretrain(args: argparse.Namespace) -> dict:
 
 
 def check_config(c: Config, world: int) -> None:
-    """Raises UserError with the first thing that a person gets wrong; torch reports the rest."""
+    """Raises UserError for the first setting that does not fit."""
     if c.width % c.head_dim or c.head_dim % 2:
         raise script.UserError(f"--width {c.width} must be a multiple of an even --head-dim, found {c.head_dim}")
     if c.max_seq_len > c.pack_tokens:
@@ -496,7 +459,7 @@ def make_job(config: Config, dataset):
 
 
 def fields_of(settings) -> dict:
-    """What flags or settings say of the fields of Config."""
+    """The fields of Config among flags or settings."""
     names = {field.name for field in dataclasses.fields(Config)}
     return {name: value for name, value in vars(settings).items() if name in names}
 
@@ -505,7 +468,7 @@ def fields_of(settings) -> dict:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Those of a new run."""
+    """Adds the flags of a new run."""
     add = parser.add_argument
     add("--size", choices=tuple(SIZES), default="small", help="number of layers (default small)")
     for field in dataclasses.fields(Config):
@@ -519,7 +482,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def read_flags(argv: list[str] | None, doc: str, add_flags: Callable) -> argparse.Namespace:
-    """The flags that were given, and what train_small.py asks of its own besides."""
+    """The given flags, and the defaults of others that train_small.py expects."""
     flags = sys.argv[1:] if argv is None else list(argv)
     resume = "--resume" in flags
     parser = argparse.ArgumentParser(

@@ -7,12 +7,20 @@ needs one change here.
 
 import base64
 import contextlib
+import dataclasses
 import gc
+import gzip
 import hashlib
+import io
 import json
 import os
+import random
+import shutil
+import signal
+import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import matplotlib.pyplot  # noqa: F401  (imported late by a run, as dynamo is)
 import numpy as np
@@ -22,14 +30,19 @@ import torch
 if not torch.cuda.is_available():  # before triton is imported anywhere: its kernels then run in the interpreter
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+import export
+import format
+import sft
+import sources
+import tokenizer
 import torch._dynamo
 import train_medium as tm
 import train_small as ts
+from safetensors.torch import load_file
 
 from processes import write_python
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "runs"))  # the tools there import each other by name
 CPU = torch.device("cpu")
 ALONE = ts.Ranks(0, 1, CPU)  # one process
 torch.set_num_threads(1)  # the model is tiny, and one thread adds up in one order
@@ -251,3 +264,253 @@ def dataset_dir(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def dataset(dataset_dir) -> ts.Dataset:
     return ts.Dataset.open(dataset_dir)
+
+
+# ---- whole runs of train_small.py: used by test_runs.py and test_resume.py
+
+# Wide enough for most parameters to be shared out over ranks; one table has an odd number of rows.
+RUN = {**TINY, "width": 128, "head_dim": 32, "bigram_rows": 1501, "keep_checkpoints": 4}
+EVERY = ("--save-every", "3", "--eval-every", "6", "--log-every", "1")
+
+
+def flags(data, run_dir, *more, steps=12, **overrides) -> list[str]:
+    where = ["--data", str(data), "--run-dir", str(run_dir)]
+    return [*where, *sets({**RUN, **overrides}), "--steps", str(steps), *EVERY, *more]
+
+
+def call(main, *argv) -> tuple[int, str, str]:
+    """(exit code, stdout, stderr) of a command in this process."""
+    out, err, code = io.StringIO(), io.StringIO(), 2
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), contextlib.suppress(SystemExit):
+        code = main([str(arg) for arg in argv])
+    return code, out.getvalue(), err.getvalue()
+
+
+def main(*argv) -> tuple[int, str, str]:
+    """(exit code, stdout, stderr) of train_small.py."""
+    return call(ts.main, *argv)
+
+
+def stops(main, *argv) -> str:
+    """The one sentence that a command ends with; argparse writes its usage before."""
+    code, _, err = call(main, *argv)
+    assert code == 2 or code == 1 and err.startswith("error: ") and err.count("\n") == 1, err
+    return err.splitlines()[-1]
+
+
+def sentence(action, *args, **options) -> str:
+    """The sentence with which an action of data/ ends the script."""
+    with pytest.raises(SystemExit) as end:
+        action(*args, **options)
+    message = end.value.code
+    assert message.startswith("error: ") and "\n" not in message
+    return message
+
+
+def passes(*argv) -> str:
+    """What train_small.py prints; it must end well."""
+    code, out, err = main(*argv)
+    assert code == 0, err
+    return out
+
+
+def refused(*argv) -> str:
+    """The one sentence that train_small.py ends with, and exit code 1."""
+    code, _, err = main(*argv)
+    assert code == 1 and err.startswith("error: ") and err.count("\n") == 1, err
+    return err
+
+
+def saved(run_dir) -> list[int]:
+    return [int(p.name[5:]) for p in ts.checkpoints(run_dir)]
+
+
+def tensors(run_dir, step=12) -> dict[str, torch.Tensor]:
+    folder = run_dir / "checkpoints" / f"step_{step:06d}"
+    return {f"{name}/{k}": v for name in ts.CHECKPOINT_FILES for k, v in load_file(folder / name).items()}
+
+
+def snapshot(folder) -> dict:
+    files = sorted(p for p in folder.rglob("*") if p.is_file() and p.name != ".lock")
+    return {str(p): (p.stat().st_mtime_ns, p.read_bytes()) for p in files}
+
+
+@pytest.fixture
+def signal_handlers():
+    """A run that ends early in this process must not keep pytest's Ctrl-C."""
+    before = [(s, signal.getsignal(s)) for s in (signal.SIGTERM, signal.SIGINT)]
+    yield
+    for number, handler in before:
+        signal.signal(number, handler)
+
+
+@pytest.fixture(scope="module")
+def only_the_run():
+    """Warm-up and report have tests of their own, and take longer than these runs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ts, "report", lambda run: None)
+        patch.setattr(ts, "warm_up", lambda state, say: None)
+        yield
+
+
+@pytest.fixture(scope="module")
+def finished(dataset_dir, tmp_path_factory, only_the_run):
+    """An undisturbed run of 12 steps; what it printed is in out.txt beside it. Tests must not change it."""
+    run_dir = tmp_path_factory.mktemp("runs") / "finished"
+    out = passes(*flags(dataset_dir, run_dir))
+    run_dir.with_name("out.txt").write_text(out)
+    return run_dir
+
+
+@pytest.fixture(scope="module")
+def halfway(dataset_dir, tmp_path_factory, only_the_run):
+    """A run that was stopped after step 6 of 12, with checkpoints of steps 3 and 6. Tests must not change it."""
+    run_dir = tmp_path_factory.mktemp("runs") / "halfway"
+    with pytest.MonkeyPatch.context() as patch:
+        stop_at(patch, 6)
+        refused(*flags(dataset_dir, run_dir))
+    return run_dir
+
+
+def at_step(monkeypatch, step: int, action, script=ts) -> None:
+    """Runs action(state) behind the given optimizer step."""
+    original = script.train_step
+
+    def train_step(state, batch):
+        loss = original(state, batch)
+        if state.step == step:
+            action(state)
+        return loss
+
+    monkeypatch.setattr(script, "train_step", train_step)
+
+
+def stop_at(monkeypatch, step: int, number=signal.SIGTERM, script=ts) -> None:
+    at_step(monkeypatch, step, lambda state: os.kill(os.getpid(), number), script)
+
+
+# ---- conversations
+
+
+def chat(*texts) -> dict:
+    """A conversation whose messages take turns."""
+    return {"messages": [{"role": ("user", "assistant")[i % 2], "content": t} for i, t in enumerate(texts)]}
+
+
+def write_jsonl(path: Path, values) -> Path:
+    raw = "".join(json.dumps(v) + "\n" for v in values).encode()
+    path.write_bytes(gzip.compress(raw) if path.name.endswith(".gz") else raw)
+    return path
+
+
+def run_sft(data: Path, *args, code: int = 0, env=None) -> str:
+    """Output and errors of data/sft.py; in this process (a new one takes a third of a second) unless env is given."""
+    argv = [str(ROOT / "data/sft.py"), "--data", str(data), *map(str, args)]
+    if env is not None:
+        done = subprocess.run([sys.executable, *argv], capture_output=True, text=True, timeout=120, env=env)
+        found, out = done.returncode, done.stdout + done.stderr
+    else:
+        stream, found, message = io.StringIO(), 0, ""
+        with contextlib.redirect_stdout(stream), mock.patch.object(sys, "argv", argv):
+            try:
+                sft.main()
+            except SystemExit as end:
+                found, message = 1, f"{end.code}\n"
+        out = stream.getvalue() + message
+    assert found == code and "Traceback" not in out, out
+    return out
+
+
+def read_split(data: Path, split: str) -> list[tuple[list[int], list[int]]]:
+    """The conversations of a split in order, from shards and masks as they lie on the disk."""
+    found = []
+    dataset = ts.Dataset.open(data)
+    for path in sorted((data / "sft").glob(f"{split}_*.bin")):
+        if path.name.endswith(".mask.bin"):
+            continue
+        tokens, mask = dataset.read(path), dataset.read(path.with_name(path.stem + ".mask.bin"))  # headers checked
+        assert len(tokens) == len(mask) and mask.max() <= 1 and tokens[0] == dataset.tokenizer.bos_id
+        starts = [*np.flatnonzero(tokens == dataset.tokenizer.bos_id), len(tokens)]
+        found += [(tokens[a:b].tolist(), mask[a:b].tolist()) for a, b in zip(starts, starts[1:], strict=False)]
+    return found
+
+
+# ---- packs
+
+
+FIELDS = ("tokens", "targets", "positions", "ends")
+
+
+def segments(batch: ts.Batch, row: int):
+    """(inputs, targets) of each segment of a pack, by its ends alone."""
+    start = 0
+    for end in sorted({int(e) for e in batch.ends[row]}):
+        yield batch.tokens[row, start:end].tolist(), batch.targets[row, start:end].tolist()
+        start = end
+
+
+# ---- exported runs
+
+
+@pytest.fixture(scope="session")
+def bpe(tmp_path_factory) -> Path:
+    """A tokenizer of 900 entries, trained on a little of the standard library."""
+    path = tmp_path_factory.mktemp("bpe") / "tokenizer.json"
+    documents = list(sources.open_source("stdlib", max_documents=60).train())
+    format.write_json(path, tokenizer.train(iter(documents), 900))
+    return path
+
+
+def write_run(folder: Path, bpe: Path, chat: bool = False, model=None, config=None, **overrides) -> Path:
+    """A run directory with a model of random weights, as pretraining or (chat) finetuning leaves it."""
+    if config is None:
+        config = tiny_config(**{"vocab_size": 900, "dtype": "float32", "data": "/home/me/secret", **overrides})
+    model = model or random_model(config)
+    folder.mkdir(parents=True)
+    state = {"step": 7, "identity": {}, "scores": {"val_bpb": 1.25}}
+    script(config).write_checkpoint(folder, (model.state_dict(), {}), state)
+    description = {"config": dataclasses.asdict(config), "command": "finetune" if chat else "pretrain", "flags": []}
+    (folder / "config.json").write_text(json.dumps(description | {"starts": [{"identity": {}}]}))
+    scored = {"step": 7, "val_bpb": 1.25, "tokens": 4096, "scored": {"bytes": 54321}}
+    entries = [{"step": 5, "loss": 2.0}, scored, {"step": 9, "val_bpb": 9.0}]
+    (folder / "log.jsonl").write_text("".join(json.dumps(e) + "\n" for e in entries))
+    shutil.copy(script(config).__file__, folder)
+    shutil.copy(bpe, folder / "tokenizer.json")
+    return folder
+
+
+SHAPE = dict(
+    swiglu=True, rotary_full=True, rotary_base=10000.0, softcap=(), window_short=64, window_long=64, bigram_rows=0,
+    value_embed_layers=(), key_offset_layers=(), no_attention_layers=(), long_layers=(), shared_input_from=99,
+    backout_layer=-1, mix_width=0,
+)  # fmt: skip
+
+
+def portable_config(**overrides) -> ts.Config:
+    return tiny_config(**{**SHAPE, **overrides})
+
+
+VARIED = [
+    "", " ", "a", "the rest\n\n of  it\t ", "l'été, naïve: 你好 😀\u200d👧 e\u0301", "1 12 123 1234 ٣٤ Ⅷ ½", "I'LL 'ſ",
+    "def f(x):\r\n        return x  # ...\n", "\x00\x01\x1c\x85\u2028\u3000\ufeff", "aaaa" * 9, " " * 70 + "x",
+    "-=" * 40, "<|bos|>", "x<|user_end|><|bos|> <|bo", "\U0010ffff\ud7ff",
+]  # fmt: skip
+
+
+def export_run(run_dir: Path, out: Path, *flags: str) -> str:
+    """Exports a run as the command line does; returns the model card."""
+    export.main([str(run_dir), "--out", str(out), *flags])
+    return (out / "README.md").read_text(encoding="utf-8")
+
+
+def random_texts(count: int) -> list[str]:
+    rng = random.Random(0)
+    alphabets = ["  \t\n\r\x0b\u00a0\u2028'sSdtlLvVeErR12½.,ab", "aab ..--==\n", ["<|bos|>", "<|", "|>", "user", " "]]
+    texts = []
+    for i in range(count):
+        if i % 2:
+            texts.append("".join(rng.choices(alphabets[i // 2 % 3], k=rng.randint(1, 30))))
+        else:
+            pick = lambda: rng.choice((rng.randrange(128), rng.randrange(0x3000), rng.randrange(0x1F000, 0x1FFFF)))  # noqa: E731
+            texts.append("".join(chr(pick()) for _ in range(rng.randint(1, 12))))
+    return texts

@@ -38,6 +38,11 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 TOKEN = "hf_AbCdEfSecretSecret"
 
 
+def names_of(hub: SimpleNamespace, folder: Path) -> dict[str, str]:
+    """The environment in which huggingface_hub asks a hub, with its cache in a folder."""
+    return {"HF_ENDPOINT": hub.url, "HF_HOME": str(folder / "home"), "HF_HUB_DISABLE_XET": "1"}
+
+
 def run_hub(hub: SimpleNamespace, *args: object, code: int = 0, **env: str) -> str:
     """Runs data/hub.py, hurried, with hub.home as HF_HOME; stdout and stderr together, which never show the token."""
     env = {"HF_ENDPOINT": hub.url, "HF_HOME": str(hub.home), "HF_HUB_DISABLE_XET": "1", "HF_TOKEN": TOKEN, **env}

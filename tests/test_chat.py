@@ -15,12 +15,11 @@ from argparse import Namespace
 import pytest
 import torch
 
-from conftest import ROOT, logits, random_model, tiny_config
-from test_export import bpe, write_run  # noqa: F401  (bpe is a fixture)
+from conftest import ROOT, logits, random_model, tiny_config, write_run
 
 sys.path.insert(0, str(ROOT / "runs"))
 import chat as chat_script
-from lib import engine
+from lib import chat_format, engine
 
 SCRIPT = ROOT / "runs" / "chat.py"
 OPTIONS = {"temperature": 0.0, "top_k": None, "top_p": 1.0, "max_tokens": 10, "seed": 0,
@@ -264,7 +263,7 @@ def events(*pieces, end=True) -> tuple:
 def test_which_runs_chat(tmp_path, command):
     """By the command in config.json."""
     (tmp_path / "config.json").write_text(json.dumps({"command": command} if command else {}))
-    assert chat_script.is_chat_run(tmp_path) is (command in ("finetune", "rl"))
+    assert chat_format.is_chat_run(tmp_path) is (command in ("finetune", "rl"))
 
 
 def test_endpoint(server, monkeypatch):

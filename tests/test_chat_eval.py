@@ -4,28 +4,24 @@ import csv
 import functools
 import json
 import random
-import sys
 
+import chat_eval
 import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
+import score_core
 import train_small as ts
 import zstandard
 
-from conftest import ALONE, ROOT, logits, random_model, tiny_config
-from test_export import bpe, write_run  # noqa: F401  (bpe is a fixture)
-
-sys.path.insert(0, str(ROOT / "runs"))
-import chat_eval
-import score_core
+from conftest import ALONE, logits, random_model, tiny_config, write_run
 
 
 def words(rng, most) -> str:
     return " ".join(rng.choices("the rest of an old stone is in that sea".split(), k=rng.randint(1, most)))
 
 
-def test_letters_against_one_forward_an_item(bpe):  # noqa: F811
+def test_letters_against_one_forward_an_item(bpe):
     """The chosen letter is the most likely of the item's letters behind the whole prompt, which may be cut."""
     tokenizer, rng = ts.Tokenizer(bpe), random.Random(0)
     config = tiny_config(vocab_size=tokenizer.vocab_size, max_seq_len=192, pack_tokens=256, bigram_rows=500)
@@ -168,7 +164,7 @@ def test_items_of_training_are_no_test(tmp_path):
     assert found == [None, None, "mmlu_all", "mmlu_val", "mmlu_test"]
 
 
-def test_the_command(bpe, files, tmp_path, capsys):  # noqa: F811
+def test_the_command(bpe, files, tmp_path, capsys):
     """The table, the csv file and the last line agree; ChatCORE is the mean of what goes beyond guessing."""
 
     def evaluate(*args) -> tuple:

@@ -2,17 +2,16 @@
 
 import json
 import shutil
-import sys
 from pathlib import Path
 
-import numpy as np
-import pytest
-import zstandard
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "data"))
 import core
 import format
+import numpy as np
+import pytest
 import tokenizer
+import zstandard
+
+from conftest import sentence
 
 YAML = """icl_tasks:
 - label: copa
@@ -66,13 +65,6 @@ def data(tmp_path) -> Path:
     return root
 
 
-def error(action) -> str:
-    with pytest.raises(SystemExit) as e:
-        action()
-    assert e.value.code.startswith("error: ") and "\n" not in e.value.code
-    return e.value.code
-
-
 def snapshot(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
@@ -108,7 +100,7 @@ def test_a_failed_run_leaves_the_old_files(data, bundle, monkeypatch):
         return format.fail("the disk is full") if path.name == "lambada.npz" else real(path, pieces)
 
     monkeypatch.setattr(core, "write_atomic", write_atomic)
-    assert "the disk is full" in error(lambda: core.build(bundle, data, 32))
+    assert "the disk is full" in sentence(lambda: core.build(bundle, data, 32))
     assert snapshot(data) == before
     monkeypatch.undo()
     (data / ".core.new.tmp").mkdir()
@@ -133,27 +125,24 @@ def test_bad_items_are_named(data, bundle, item, part):
     raw = item if isinstance(item, bytes) else json.dumps(item).encode()
     (bundle / "eval_data/a/copa.jsonl").write_bytes(lines(ITEMS["copa"][:1]) + b"\n" + raw + b"\n")
     before = snapshot(data)
-    message = error(lambda: core.build(bundle, data, 64))
+    message = sentence(lambda: core.build(bundle, data, 64))
     assert part in message and "eval_data/a/copa.jsonl line 3 is no item of type multiple_choice" in message
     assert snapshot(data) == before
 
 
-@pytest.mark.parametrize(
-    ("name", "old", "new", "part"),
-    [
-        ("core.yaml", "copa", "../copa", "'../copa'"),
-        ("core.yaml", "[1]", "[99]", "too few for 99 shots"),
-        ("core.yaml", "a/copa.jsonl", '"a/copa', "core.yaml or eval_meta_data.csv is damaged"),
-        ("core.yaml", "a/copa.jsonl", "a/none", "eval_data/a/none of the bundle is missing"),
-        ("core.yaml", "schema", "essay", "'essay'"),
-        ("eval_meta_data.csv", "copa,50", "copa", "is damaged"),
-        ("eval_meta_data.csv", "Eval Task", "Task", "is damaged"),
-    ],
-)
+@pytest.mark.parametrize(("name", "old", "new", "part"), [
+    ("core.yaml", "copa", "../copa", "'../copa'"),
+    ("core.yaml", "[1]", "[99]", "too few for 99 shots"),
+    ("core.yaml", "a/copa.jsonl", '"a/copa', "core.yaml or eval_meta_data.csv is damaged"),
+    ("core.yaml", "a/copa.jsonl", "a/none", "eval_data/a/none of the bundle is missing"),
+    ("core.yaml", "schema", "essay", "'essay'"),
+    ("eval_meta_data.csv", "copa,50", "copa", "is damaged"),
+    ("eval_meta_data.csv", "Eval Task", "Task", "is damaged"),
+])  # fmt: skip
 def test_bad_tables_are_named(data, bundle, name, old, new, part):
     path = bundle / name
     path.write_text(path.read_text().replace(old, new))
-    assert part in error(lambda: core.build(bundle, data, 64))
+    assert part in sentence(lambda: core.build(bundle, data, 64))
 
 
 def test_texts_that_are_not_utf8(data, bundle):
@@ -164,7 +153,7 @@ def test_texts_that_are_not_utf8(data, bundle):
     with np.load(data / "core/lambada.npz", allow_pickle=False) as arrays:
         assert bytes(arrays["tokens"][1:].astype(np.uint8)) == b"a? b"
     path.write_bytes(b'{"context": "a\xff", "continuation": "b"}\n')
-    assert "lambada.jsonl of the bundle is missing or damaged" in error(lambda: core.build(bundle, data, 64))
+    assert "lambada.jsonl of the bundle is missing or damaged" in sentence(lambda: core.build(bundle, data, 64))
 
 
 @pytest.mark.parametrize("ending", ["zip", "tar.zst"])
@@ -177,4 +166,4 @@ def test_damaged_archives(bundle, tmp_path, ending):
     raw = path.read_bytes()
     for damaged in (raw[:-30], raw[:100], raw[: len(raw) // 2] + bytes(200) + raw[len(raw) // 2 + 200 :], b""):
         path.write_bytes(damaged)
-        assert "cannot be read" in error(lambda: core.open_bundle(path, tmp_path / "damaged"))
+        assert "cannot be read" in sentence(lambda: core.open_bundle(path, tmp_path / "damaged"))

@@ -3,17 +3,14 @@
 import os
 import re
 import shutil
-import sys
 from pathlib import Path
 
+import format
 import numpy as np
 import pytest
 
 from hub_stub import COMMIT, run_hub, start_hub
 from processes import python
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "data"))
-import format
 
 DATA = Path(__file__).parents[1] / "data"
 TRAIN = "pretrain/train_000000.bin"

@@ -10,16 +10,14 @@ import sys
 import time
 from pathlib import Path
 
-import numpy as np
-import pytest
-
-from conftest import write_shard
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "data"))
 import format
+import numpy as np
 import pretrain
+import pytest
 import sources
 import tokenizer
+
+from conftest import write_shard
 
 DATA = Path(__file__).parents[1] / "data"
 
@@ -354,23 +352,20 @@ def test_large_and_broken_documents(tmp_path, corpus):
     assert decoded == ["<|bos|>small one", "<|bos|>" + texts[1], "<|bos|>small two<|bos|>a?b"]
 
 
-@pytest.mark.parametrize(
-    ("args", "parts"),
-    [
-        (["--source", "{tmp}/none.jsonl"], ["matches no file"]),
-        (["--source", "{tmp}/empty.jsonl"], ["no train document", "two documents"]),
-        (["--source", "{tmp}/one.jsonl"], ["no train document", "two documents"]),
-        (["--source", "{tmp}/blank.jsonl"], ["no train document"]),
-        (["--source", "{tmp}/bad.jsonl"], ["bad.jsonl line 2"]),
-        (["--source", "{tmp}/two.jsonl"], ["too small", "--vocab-size 32768"]),
-        (["--source", "{tmp}/two.jsonl", "--vocab-size", "65537"], ["65537", "65536"]),
-        (["--source", "{tmp}/two.jsonl", "--tokenizer", "{tmp}/none.json"], ["none.json", "check the path"]),
-        (["--source", "{tmp}/two.jsonl", "--tokenizer", "{tmp}/two.jsonl"], ["two.jsonl"]),
-        (["--source", "{tmp}/two.jsonl", "--shard-tokens", "0"], ["--shard-tokens"]),
-        (["--source", "{tmp}/two.jsonl", "--val-fraction", "0.9"], ["--val-fraction must lie above 0 and at most 0.5"]),
-        (["--source", "shards:{tmp}/*.bin"], ["--tokenizer"]),
-    ],
-)
+@pytest.mark.parametrize(("args", "parts"), [
+    (["--source", "{tmp}/none.jsonl"], ["matches no file"]),
+    (["--source", "{tmp}/empty.jsonl"], ["no train document", "two documents"]),
+    (["--source", "{tmp}/one.jsonl"], ["no train document", "two documents"]),
+    (["--source", "{tmp}/blank.jsonl"], ["no train document"]),
+    (["--source", "{tmp}/bad.jsonl"], ["bad.jsonl line 2"]),
+    (["--source", "{tmp}/two.jsonl"], ["too small", "--vocab-size 32768"]),
+    (["--source", "{tmp}/two.jsonl", "--vocab-size", "65537"], ["65537", "65536"]),
+    (["--source", "{tmp}/two.jsonl", "--tokenizer", "{tmp}/none.json"], ["none.json", "check the path"]),
+    (["--source", "{tmp}/two.jsonl", "--tokenizer", "{tmp}/two.jsonl"], ["two.jsonl"]),
+    (["--source", "{tmp}/two.jsonl", "--shard-tokens", "0"], ["--shard-tokens"]),
+    (["--source", "{tmp}/two.jsonl", "--val-fraction", "0.9"], ["--val-fraction must lie above 0 and at most 0.5"]),
+    (["--source", "shards:{tmp}/*.bin"], ["--tokenizer"]),
+])  # fmt: skip
 def test_user_errors(tmp_path, args, parts, monkeypatch):
     for name, lines in {
         "empty": "",

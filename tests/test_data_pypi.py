@@ -12,16 +12,14 @@ import zipfile
 from collections import Counter
 from pathlib import Path
 
+import format
+import pretrain
+import pypi
 import pytest
 import train_small as ts
 
 from conftest import ROOT, write_dataset
 from processes import python
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "data"))
-import format
-import pretrain
-import pypi
 
 WORDS = [
     f"{a}{b}" for a, b in itertools.product("ka lo mi ren tus vel dor".split(), "ba che fi nor sul wax zet".split())
@@ -332,14 +330,11 @@ def test_the_dataset_does_not_depend_on_the_workers(locked, capsys):
     assert "bit for bit" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("path", "words"),
-    [
-        (("documents", "train", "sha256"), "those of the lock, but their documents differ"),
-        (("dataset", "tokenizer"), "has the documents of pypi:p34, but its tokenizer differs"),
-        (("dataset", "shards", "pretrain/val_000000.bin"), "the tokenizer of pypi:p34, but pretrain/val_000000.bin"),
-    ],
-)
+@pytest.mark.parametrize(("path", "words"), [
+    (("documents", "train", "sha256"), "those of the lock, but their documents differ"),
+    (("dataset", "tokenizer"), "has the documents of pypi:p34, but its tokenizer differs"),
+    (("dataset", "shards", "pretrain/val_000000.bin"), "the tokenizer of pypi:p34, but pretrain/val_000000.bin"),
+])  # fmt: skip
 def test_the_first_layer_that_differs_is_named(locked, path, words):
     """By verify, and each time by the command that built the dataset."""
     lock = pypi.read_lock()

@@ -1,39 +1,26 @@
 """Conversations to shards and masks: against a plain renderer, then sources, weights, held-out parts and errors."""
 
-import contextlib
-import gzip
-import io
 import json
 import os
 import random
 import shutil
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
-from unittest import mock
 
+import format
 import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-import train_small as ts
-
-from conftest import MERGES, SPECIALS
-from hub_stub import start_hub
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "data"))
-import format
 import sft
 import tokenizer
+import train_small as ts
+
+from conftest import MERGES, SPECIALS, chat, read_split, run_sft, write_jsonl
+from hub_stub import names_of, start_hub
 
 SCRIPT = Path(__file__).parents[1] / "data" / "sft.py"
 PIECES = ["the rest", " of", "\n\n", "你好", "é ü €", "<|user_end|>", "<|bos|>", "12345", "'it's'", "a" * 30, "😀"]
-
-
-def chat(*texts) -> dict:
-    """A conversation whose messages take turns."""
-    return {"messages": [{"role": ("user", "assistant")[i % 2], "content": t} for i, t in enumerate(texts)]}
 
 
 def random_conversations(count: int, seed: int = 0) -> list[dict]:
@@ -88,12 +75,6 @@ def write_tokenizer(path: Path, specials=SPECIALS) -> str:
     return format.write_json(path, tokenizer.make_spec(tokenizer.PATTERN, ranks, special))
 
 
-def write_jsonl(path: Path, values) -> Path:
-    raw = "".join(json.dumps(v) + "\n" for v in values).encode()
-    path.write_bytes(gzip.compress(raw) if path.name.endswith(".gz") else raw)
-    return path
-
-
 @pytest.fixture
 def data(tmp_path) -> Path:
     """A dataset directory with a tokenizer and one pretraining shard of each split."""
@@ -111,38 +92,6 @@ def data(tmp_path) -> Path:
     return out
 
 
-def run(data: Path, *args, code: int = 0, env=None) -> str:
-    """The script's output and errors; in this process (a new one takes a third of a second) unless env is given."""
-    argv = [str(SCRIPT), "--data", str(data), *map(str, args)]
-    if env is not None:
-        done = subprocess.run([sys.executable, *argv], capture_output=True, text=True, timeout=120, env=env)
-        found, out = done.returncode, done.stdout + done.stderr
-    else:
-        stream, found, message = io.StringIO(), 0, ""
-        with contextlib.redirect_stdout(stream), mock.patch.object(sys, "argv", argv):
-            try:
-                sft.main()
-            except SystemExit as end:
-                found, message = 1, f"{end.code}\n"
-        out = stream.getvalue() + message
-    assert found == code and "Traceback" not in out, out
-    return out
-
-
-def read_split(data: Path, split: str) -> list[tuple[list[int], list[int]]]:
-    """The conversations of a split in order, from shards and masks as they lie on the disk."""
-    found = []
-    dataset = ts.Dataset.open(data)
-    for path in sorted((data / "sft").glob(f"{split}_*.bin")):
-        if path.name.endswith(".mask.bin"):
-            continue
-        tokens, mask = dataset.read(path), dataset.read(path.with_name(path.stem + ".mask.bin"))  # headers checked
-        assert len(tokens) == len(mask) and mask.max() <= 1 and tokens[0] == dataset.tokenizer.bos_id
-        starts = [*np.flatnonzero(tokens == dataset.tokenizer.bos_id), len(tokens)]
-        found += [(tokens[a:b].tolist(), mask[a:b].tolist()) for a, b in zip(starts, starts[1:], strict=False)]
-    return found
-
-
 def as_set(conversations) -> Counter:
     return Counter((tuple(tokens), tuple(mask)) for tokens, mask in conversations)
 
@@ -152,7 +101,7 @@ def test_every_conversation_is_as_the_plain_renderer_has_it(data, tmp_path):
     values, val = random_conversations(300), random_conversations(40, seed=1)
     source = write_jsonl(tmp_path / "chat.jsonl.gz", values)
     args = ("--source", source, "--val-source", write_jsonl(tmp_path / "val.jsonl", val), "--shard-tokens", 4000)
-    out = run(data, *args, "--workers", 3)
+    out = run_sft(data, *args, "--workers", 3)
     tok = ts.Tokenizer(data / "tokenizer.json")
     found, expected = read_split(data, "train"), [reference(v, tok) for v in values]
     assert as_set(found) == as_set(expected) and found != expected
@@ -174,9 +123,9 @@ def test_every_conversation_is_as_the_plain_renderer_has_it(data, tmp_path):
             assert name.endswith(".mask.bin") or entry["text_bytes"] == len(text)
     assert info["sft"]["fingerprint"] == format.fingerprint(info["files"], "sft")
     before = {p.name: p.read_bytes() for p in (data / "sft").iterdir()}
-    run(data, *args, "--workers", 1)  # again, over what is there: the same bytes from any number of threads
+    run_sft(data, *args, "--workers", 1)  # again, over what is there: the same bytes from any number of threads
     assert before == {p.name: p.read_bytes() for p in (data / "sft").iterdir()}
-    run(data, *args, "--seed", 7, "--shard-tokens", 10**6)
+    run_sft(data, *args, "--seed", 7, "--shard-tokens", 10**6)
     assert as_set(read_split(data, "train")) == as_set(expected) and read_split(data, "train") != found
     assert sorted(p.name for p in (data / "sft").iterdir()) == [
         f"{s}_000000{m}.bin" for s in ("train", "val") for m in ("", ".mask")
@@ -191,7 +140,7 @@ def test_weights(data, tmp_path):
     paths = [write_jsonl(tmp_path / f"{i}.jsonl", v) for i, v in enumerate(values)]
     val = write_jsonl(tmp_path / "v.jsonl", [chat("q", "z")])
     specs = [f"{path}:{weight}" for path, weight in zip(paths, ("2", "0.5", "1.5"), strict=True)]
-    run(data, *(x for spec in specs for x in ("--source", spec)), "--val-source", val)
+    run_sft(data, *(x for spec in specs for x in ("--source", spec)), "--val-source", val)
     found = as_set(read_split(data, "train"))
     copies = [Counter(found[tuple(map(tuple, reference(v, tok)))] for v in part) for part in values]
     assert copies == [{2: 40}, {0: 20, 1: 20}, {1: 20, 2: 20}] and found.total() == 80 + 20 + 60
@@ -202,7 +151,7 @@ def test_weights(data, tmp_path):
 def test_held_out_conversations_are_in_no_training_shard(data, tmp_path):
     """Without --val-source a part is held out before the weight applies."""
     path = write_jsonl(tmp_path / "chat.jsonl", random_conversations(100))
-    run(data, "--source", f"{path}:3", "--val-fraction", 0.1)
+    run_sft(data, "--source", f"{path}:3", "--val-fraction", 0.1)
     train, val = as_set(read_split(data, "train")), as_set(read_split(data, "val"))
     assert val.total() == 10 and train.total() == 270 and not set(train) & set(val) and len(train) == 90
 
@@ -213,7 +162,8 @@ def test_long_conversations(data, tmp_path):
     values = [chat("q" * 3, "z" * n) for n in (40, 41, 90)] + [chat("q" * 60, "zz")]
     lengths = [len(reference(v, tok)[0]) for v in values]
     val = write_jsonl(tmp_path / "v.jsonl", [chat("q", "z")])
-    out = run(data, "--source", write_jsonl(tmp_path / "c.jsonl", values), "--val-source", val, "--max-len", lengths[0])
+    source = write_jsonl(tmp_path / "c.jsonl", values)
+    out = run_sft(data, "--source", source, "--val-source", val, "--max-len", lengths[0])
     assert lengths[1] == lengths[0] + 1 and "2 cut to 48 tokens, 1 with no answer left" in out, lengths
     expected = [tuple(x[: lengths[0]] for x in reference(v, tok)) for v in values[:3]]
     assert as_set(read_split(data, "train")) == as_set(expected)
@@ -229,9 +179,9 @@ def test_parquet_and_hub(data, tmp_path):
     raw = (tmp_path / "c.parquet").read_bytes()
     files = {"data/train-00000-of-00001.parquet": raw, "data/test-00000-of-00001.parquet": b"not read"}
     with start_hub({"HuggingFaceTB/smol-smoltalk": files}) as server:
-        env = {**os.environ, "HF_ENDPOINT": server.url, "HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_XET": "1"}
+        env = {**os.environ, **names_of(server, tmp_path)}
         for spec in (tmp_path / "c.parquet", "smol-smoltalk", "hf:HuggingFaceTB/smol-smoltalk/data/train*"):
-            run(data, "--source", f"{spec}:1", "--val-source", val, env=env)
+            run_sft(data, "--source", f"{spec}:1", "--val-source", val, env=env)
             assert as_set(read_split(data, "train")) == as_set(reference(v, tok) for v in values)
 
 
@@ -241,11 +191,11 @@ def test_gsm8k(data, tmp_path):
     path = write_jsonl(tmp_path / "g.jsonl", [{"question": " How many? ", "answer": answer}] * 3)
     parts = [("text", "She has 3*4 = "), ("python", "3*4"), ("python_output", "12"), ("text", "12 eggs,\n"),
              ("python", "a=b"), ("python_output", "7"), ("text", " "), ("text", "so\n#### 12")]  # fmt: skip
-    run(data, "--source", f"gsm8k:{path}:2", "--val-fraction", 0.5)
+    run_sft(data, "--source", f"gsm8k:{path}:2", "--val-fraction", 0.5)
     found = as_set(read_split(data, "train"))
     value = chat("How many?", [{"type": kind, "text": text} for kind, text in parts])
     assert found == as_set([reference(value, ts.Tokenizer(data / "tokenizer.json"))] * found.total())
-    assert found.total() == 2 and "no text" in run(data, "--source", f"gsm8k:{write_jsonl(path, [{}])}", code=1)
+    assert found.total() == 2 and "no text" in run_sft(data, "--source", f"gsm8k:{write_jsonl(path, [{}])}", code=1)
 
 
 @pytest.mark.parametrize("text", ["<<see x<y>> so 3 + 4 = 7 #### 7", "<<a>b=c>>tail", "a <<b", ">>1=2<<"])
@@ -260,7 +210,7 @@ def test_spelling(data, tmp_path):
     words = ["".join(rng.choices("abcdeé", k=rng.randint(3, 9))) for _ in range(400)]
     path = tmp_path / "words.txt"
     path.write_text("\n".join([*words, "don't", "x", "Upper"]), encoding="utf-8")
-    run(data, "--source", f"spelling:{path}:200", "--val-fraction", 0.2)
+    run_sft(data, "--source", f"spelling:{path}:200", "--val-fraction", 0.2)
     assert [format.read_dataset(data)["splits"][f"sft_{s}"]["conversations"] for s in ("train", "val")] == [200, 40]
     seen = {}
     for split in ("train", "val"):
@@ -290,13 +240,13 @@ def test_shares_that_are_held_out():
 
 def test_addition(data):
     """Columns and sums are right, for numbers of any length; held-out pairs are in training in neither order."""
-    run(data, "--source", "addition:60:3", "--val-fraction", 0.2)
+    run_sft(data, "--source", "addition:60:3", "--val-fraction", 0.2)
     assert [format.read_dataset(data)["splits"][f"sft_{s}"]["conversations"] for s in ("train", "val")] == [60, 12]
     assert sft.addition_texts(47, 85) == ("What is 47 + 85?", "7+5=12\n4+8+1=13\n#### 132")
     seen, rng = {"train": set(), "val": set()}, random.Random(0)
     for split, found in seen.items():
         for digits in (1, 2, 3) * 300:
-            a, b = sft.draw_sum(rng, digits, split)
+            a, b = sft.random_sum(rng, digits, split)
             assert len(str(a)) == len(str(b)) == digits
             found.add((min(a, b), max(a, b)))
             question, answer = sft.addition_texts(a, b)
@@ -344,10 +294,10 @@ def test_bad_lines_end_the_script_or_are_counted(data, tmp_path):
     path.write_bytes(path.read_bytes() + b"\n{broken\n" + json.dumps(chat("\ud800", "b")).encode())
     val = write_jsonl(tmp_path / "v.jsonl", [chat("q", "z")])
     before = (data / "dataset.json").read_bytes()
-    out = run(data, "--source", path, "--val-source", val, code=1, env=os.environ)
+    out = run_sft(data, "--source", path, "--val-source", val, code=1, env=os.environ)
     assert "\nerror: " in f"\n{out}" and f"{path} line 6" in out and "--skip-bad" in out
     assert (data / "dataset.json").read_bytes() == before and not (data / "sft").exists()
-    out = run(data, "--source", path, "--val-source", val, "--skip-bad")
+    out = run_sft(data, "--source", path, "--val-source", val, "--skip-bad")
     tok = ts.Tokenizer(data / "tokenizer.json")
     assert f"{len(BAD) + 1:,} bad ones left out" in out
     assert as_set(read_split(data, "train")) == as_set(reference(v, tok) for v in [*good, chat("?", "b")])
@@ -377,17 +327,17 @@ def test_user_errors(data, tmp_path):
         (["--source", path, "--val-fraction", "1"], "--val-fraction"),
         (["--source", write_jsonl(tmp_path / "empty.jsonl", [])], "gives no conversation"),
     ]:
-        out = run(data, *args, code=1)
+        out = run_sft(data, *args, code=1)
         assert message in out and out.startswith("error: ") and out.count("\n") == 1, out
     write_tokenizer(data / "tokenizer.json", specials=SPECIALS[:1])
-    assert "has no <|assistant_end|> token" in run(data, "--source", path, code=1)
-    assert "complete dataset" in run(tmp_path, "--source", path, code=1)
+    assert "has no <|assistant_end|> token" in run_sft(data, "--source", path, code=1)
+    assert "complete dataset" in run_sft(tmp_path, "--source", path, code=1)
 
 
 def test_the_same_conversations_in_both_splits_are_said(data, tmp_path):
     values = random_conversations(20)
     train = write_jsonl(tmp_path / "c.jsonl", values)
     val = write_jsonl(tmp_path / "v.jsonl", [*values[:3], chat("only", "here")])
-    out = run(data, "--source", train, "--val-source", val)
+    out = run_sft(data, "--source", train, "--val-source", val)
     assert "note: 3 of 4 conversations of the validation split are also in the training split" in out
-    assert "note" not in run(data, "--source", train)
+    assert "note" not in run_sft(data, "--source", train)

@@ -8,16 +8,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import format
 import numpy as np
 import pytest
 import tiktoken
+import tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Regex, pre_tokenizers
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "data"))
-import format
-import tokenizer
 
 DATA = Path(__file__).parents[1] / "data"
 
@@ -112,27 +110,24 @@ def spoil(path, target, change):
     return target
 
 
-@pytest.mark.parametrize(
-    ("change", "part"),
-    [
-        (lambda v: v.update(format="x"), "format"),
-        (lambda v: v.pop("pattern"), "damaged"),
-        (lambda v: v["ranks"].__setitem__(300, "%%%"), "damaged"),
-        (lambda v: v["ranks"].__setitem__(300, v["ranks"][301]), "ranks must differ"),
-        (lambda v: v["ranks"].__setitem__(5, base64.b64encode(b"unseen bytes").decode()), "hold all bytes"),
-        (lambda v: v["special_tokens"].update({"<|bos|>": 5}), "special ids follow the ranks"),
-        (lambda v: v["special_tokens"].clear(), "bos"),
-        (lambda v: v.update(special_tokens=[391]), "damaged"),
-        (lambda v: v["ranks"].__setitem__(300, ""), "damaged"),
-        (lambda v: v["ranks"].__setitem__(300, ["QQ=="]), "damaged"),
-        (lambda v: v.update(pattern="("), "does not work"),
-        (lambda v: v.update(pattern=r"(x+x+)+(?=y)|[\s\S]"), "backtracking"),
-        (lambda v: v.update(pattern=r"\S+"), "loses text"),
-        (lambda v: v.update(pattern=""), "matches nothing"),
-        (lambda v: v.update(pattern=r"x?|[\s\S]"), "matches nothing"),
-        (lambda v: v["ranks"].extend(base64.b64encode(b"%d!" % i).decode() for i in range(66000)), "65536"),
-    ],
-)
+@pytest.mark.parametrize(("change", "part"), [
+    (lambda v: v.update(format="x"), "format"),
+    (lambda v: v.pop("pattern"), "damaged"),
+    (lambda v: v["ranks"].__setitem__(300, "%%%"), "damaged"),
+    (lambda v: v["ranks"].__setitem__(300, v["ranks"][301]), "ranks must differ"),
+    (lambda v: v["ranks"].__setitem__(5, base64.b64encode(b"unseen bytes").decode()), "hold all bytes"),
+    (lambda v: v["special_tokens"].update({"<|bos|>": 5}), "special ids follow the ranks"),
+    (lambda v: v["special_tokens"].clear(), "bos"),
+    (lambda v: v.update(special_tokens=[391]), "damaged"),
+    (lambda v: v["ranks"].__setitem__(300, ""), "damaged"),
+    (lambda v: v["ranks"].__setitem__(300, ["QQ=="]), "damaged"),
+    (lambda v: v.update(pattern="("), "does not work"),
+    (lambda v: v.update(pattern=r"(x+x+)+(?=y)|[\s\S]"), "backtracking"),
+    (lambda v: v.update(pattern=r"\S+"), "loses text"),
+    (lambda v: v.update(pattern=""), "matches nothing"),
+    (lambda v: v.update(pattern=r"x?|[\s\S]"), "matches nothing"),
+    (lambda v: v["ranks"].extend(base64.b64encode(b"%d!" % i).decode() for i in range(66000)), "65536"),
+])  # fmt: skip
 def test_bad_tokenizer_files(path, tmp_path, change, part):
     with pytest.raises(SystemExit) as e:
         tokenizer.load(spoil(path, tmp_path / "t.json", change))

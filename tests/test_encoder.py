@@ -5,27 +5,22 @@ import dataclasses
 import io
 import json
 import math
-import os
 import shutil
-import signal
 import sys
 
+import export_encoder
+import finetune_encoder as ft
 import numpy as np
+import pairs as data_pairs
 import pytest
 import torch
 import torch.nn.functional as F
+import train_encoder as te
 from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from conftest import ALONE, CPU, ROOT, ts
+from conftest import ALONE, CPU, ROOT, call, stops, ts, write_jsonl
 from processes import python
-
-sys.path.insert(0, str(ROOT / "runs"))
-sys.path.insert(0, str(ROOT / "data"))
-import export_encoder
-import finetune_encoder as ft
-import pairs as data_pairs
-import train_encoder as te
 
 TINY = {"num_layers": 2, "width": 32, "head_dim": 16, "mlp_width": 48, "max_seq_len": 48, "pack_tokens": 128,
         "pack_docs": 8, "packs": 2, "steps": 8, "val_tokens": 600, "log_every": 1}  # fmt: skip
@@ -41,21 +36,6 @@ def flags(**values) -> list:
 
 def tiny_flags(**changes) -> list:
     return flags(**{**TINY, **changes})
-
-
-def call(main, *argv) -> tuple[int, str, str]:
-    """(exit code, stdout, stderr)"""
-    out, err, code = io.StringIO(), io.StringIO(), 2
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), contextlib.suppress(SystemExit):
-        code = main([str(word) for word in argv])
-    return code, out.getvalue(), err.getvalue()
-
-
-def refused(main, *argv) -> str:
-    """The one sentence that a command ends with; argparse writes its usage before."""
-    code, _, err = call(main, *argv)
-    assert code == 2 or code == 1 and err.startswith("error: ") and err.count("\n") == 1, err
-    return err.splitlines()[-1]
 
 
 def ran(main, *argv) -> dict:
@@ -161,35 +141,6 @@ def test_packed_equals_one_document_at_a_time():
 
 
 # ---- loss
-
-
-def plain_cross_entropy(hidden, head, targets):
-    nats = F.cross_entropy(F.linear(hidden, head), targets, ignore_index=-1, reduction="none")
-    return nats.sum(), nats.detach()
-
-
-@pytest.mark.parametrize("rows", (1, 7, 64))
-def test_cross_entropy_is_the_plain_one(rows):
-    """Loss and both gradients to 1e-6, some rows ignored; no more rows of logits exist than asked for."""
-    rng = torch.Generator().manual_seed(0)
-    hidden = torch.randn(20, 8, generator=rng)
-    head = torch.randn(50, 8, generator=rng)
-    targets = torch.randint(-1, 50, (20,), generator=rng)
-    targets[3] = -1
-    chunked = lambda *inputs: te.ChunkedCE.apply(*inputs, rows, torch.is_grad_enabled())
-    results = []
-    for function in (plain_cross_entropy, chunked):
-        inputs = [hidden.clone().requires_grad_(), head.clone().requires_grad_()]
-        with Shapes() as shapes:
-            total, nats = function(*inputs, targets)
-            (0.3 * total).backward()
-        results.append((total.detach(), nats, inputs[0].grad, inputs[1].grad))
-    for expected, found in zip(*results, strict=True):
-        torch.testing.assert_close(found, expected, atol=1e-6 * max(1, expected.abs().max().item()), rtol=1e-6)
-    logits = [shape[0] for shape in shapes.found if shape[1:] == (50,) and shape[0] != 8]  # 8: the head's transpose
-    assert max(logits) == min(rows, 20)
-    with torch.no_grad():
-        torch.testing.assert_close(chunked(hidden, head, targets)[1], results[0][1])
 
 
 def test_forward_counts_masked_tokens_only():
@@ -319,24 +270,6 @@ def test_resume_bit_for_bit(pretrained, tmp_path):
     assert_same_run(copy, pretrained)
 
 
-def test_sigterm_saves(pretrained, dataset_dir, tmp_path, monkeypatch):
-    """A run that is asked to stop saves first, and --resume goes on as if nothing had been."""
-    log = ts.log_steps
-
-    def stopping_log(run, *rest):
-        log(run, *rest)
-        if run.state.step == 5:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(ts, "log_steps", stopping_log)
-        sizes = tiny_flags(save_every=4, eval_every=4)
-        message = refused(te.main, "--data", dataset_dir, "--run-dir", tmp_path / "run", *sizes)
-    assert "stopped by a signal at step 6, saved" in message and "--resume --run-dir" in message
-    ran(te.main, "--resume", "--run-dir", tmp_path / "run")
-    assert_same_run(tmp_path / "run", pretrained)
-
-
 def two_ranks(script: str, *argv) -> None:
     """Runs a command in two processes that know each other, as torchrun starts them."""
     done = python(ROOT / "runs" / script, *argv, ranks=2)
@@ -361,24 +294,19 @@ def test_two_ranks_equal_one(pretrained, dataset_dir, tmp_path):
 
 def test_it_refuses_in_a_sentence(pretrained, dataset_dir, tmp_path):
     base = ("--data", dataset_dir, "--run-dir", tmp_path / "new")
-    assert "multiple of an even --head-dim" in refused(te.main, *base, *tiny_flags(head_dim=15))
-    assert "fit into a pack" in refused(te.main, *base, *tiny_flags(max_seq_len=200))
-    assert "allow repeats" in refused(te.main, *base, *tiny_flags(steps=10**6))
+    assert "multiple of an even --head-dim" in stops(te.main, *base, *tiny_flags(head_dim=15))
+    assert "fit into a pack" in stops(te.main, *base, *tiny_flags(max_seq_len=200))
+    assert "allow repeats" in stops(te.main, *base, *tiny_flags(steps=10**6))
     assert not (tmp_path / "new").exists()
-    assert "already holds a run" in refused(te.main, "--data", dataset_dir, "--run-dir", pretrained, *tiny_flags())
+    assert "already holds a run" in stops(te.main, "--data", dataset_dir, "--run-dir", pretrained, *tiny_flags())
     for others in ("--steps 9", f"--steps {te.Config.steps}", "--size small"):
-        error = refused(te.main, "--resume", "--run-dir", pretrained, *others.split())
+        error = stops(te.main, "--resume", "--run-dir", pretrained, *others.split())
         assert error.endswith(f"error: unrecognized arguments: {others}")
-    assert "arguments are required: --run-dir" in refused(te.main, "--resume")
-    assert "another kind of run" in refused(ft.main, "--resume", "--run-dir", pretrained)
+    assert "arguments are required: --run-dir" in stops(te.main, "--resume")
+    assert "another kind of run" in stops(ft.main, "--resume", "--run-dir", pretrained)
 
 
 # ---- pairs
-
-
-def write_lines(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path
 
 
 BAD_PAIRS = (
@@ -402,7 +330,7 @@ def test_bad_pairs_are_refused(tmp_path, line, message):
 
 def test_pairs_are_read(tmp_path):
     rows = [{"query": "a", "positive": "b\u2028b", "negatives": ["c", "d"]}, {"query": "e", "positive": "c"}]
-    data = ft.read_pairs(write_lines(tmp_path / "p.jsonl", rows), 1)
+    data = ft.read_pairs(write_jsonl(tmp_path / "p.jsonl", rows), 1)
     assert data.texts == ["a", "b\u2028b", "c", "e"]
     assert data.pairs == [ft.Pair(0, 1, (2,)), ft.Pair(3, 2, ())]
     (tmp_path / "empty.jsonl").write_text("")
@@ -430,8 +358,8 @@ def test_titles_become_queries(tmp_path):
     body = "one two three four five six seven eight nine ten"
     texts = [f"# The  hat\n\n{body}", f"A sentence that ends.\n{body} a", f"Stone\n{body} b c d", "Hat\nshort"]
     texts += [f"the hat\n{body} e", f"Order\n{body} f"]  # the first is a repeated query
-    source = write_lines(tmp_path / "a.jsonl", [{"text": text} for text in texts])
-    val = write_lines(tmp_path / "b.jsonl", [{"text": f"Order\n{body} g"}])
+    source = write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in texts])
+    val = write_jsonl(tmp_path / "b.jsonl", [{"text": f"Order\n{body} g"}])
     train, held_out = make(tmp_path, "--source", source, "--val-source", val, "--passage-words", 12)
     assert [json.loads(line) for line in train.splitlines()] == [
         {"query": "The hat", "positive": body},
@@ -444,8 +372,8 @@ def test_passages_do_not_overlap(tmp_path):
     texts = [
         " ".join(f"{letter}{i}" for i in range(n)) for letter, n in zip("abcdefgh", range(14, 94, 10), strict=True)
     ]
-    source = write_lines(tmp_path / "a.jsonl", [{"text": text} for text in (*texts, "too short")])
-    val = write_lines(tmp_path / "b.jsonl", [{"text": texts[3].replace("d", "z")}])
+    source = write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in (*texts, "too short")])
+    val = write_jsonl(tmp_path / "b.jsonl", [{"text": texts[3].replace("d", "z")}])
     argv = ("--source", source, "--val-source", val, "--kind", "passages", "--query-words", 6, "--passage-words", 20)
     train, held_out = make(tmp_path, *argv)
     assert (train, held_out) == make(tmp_path, *argv), "the same command writes the same bytes"
@@ -458,9 +386,9 @@ def test_passages_do_not_overlap(tmp_path):
 def test_a_failed_command_leaves_no_older_training_pairs(tmp_path):
     """They may hold what the new val.jsonl holds out. If nothing can be held out, both files stay."""
     text = "one two three four five six seven eight"
-    source = write_lines(tmp_path / "a.jsonl", [{"text": f"Title\n{text}"}])
-    val = write_lines(tmp_path / "b.jsonl", [{"text": f"Other\n{text} nine"}])
-    none = write_lines(tmp_path / "none.jsonl", [{"text": "short"}])
+    source = write_jsonl(tmp_path / "a.jsonl", [{"text": f"Title\n{text}"}])
+    val = write_jsonl(tmp_path / "b.jsonl", [{"text": f"Other\n{text} nine"}])
+    none = write_jsonl(tmp_path / "none.jsonl", [{"text": "short"}])
     before = make(tmp_path, "--source", source, "--val-source", val)
     files = [tmp_path / "out/train.jsonl", tmp_path / "out/val.jsonl"]
     with pytest.raises(SystemExit):
@@ -504,7 +432,7 @@ def test_retrieval_of_known_embeddings(tmp_path, monkeypatch):
     """Queries with several answers, and negatives among the documents."""
     rows = [{"query": "q", "positive": "a", "negatives": ["n"]}, {"query": "q", "positive": "b"},
             {"query": "r", "positive": "c"}]  # fmt: skip
-    data = ft.read_pairs(write_lines(tmp_path / "p.jsonl", rows), 1)
+    data = ft.read_pairs(write_jsonl(tmp_path / "p.jsonl", rows), 1)
     table = {"q": [1, 0], "r": [0, 1], "a": [0.9, 0], "b": [0.5, 0], "n": [0.7, 0], "c": [0, 0.9]}
     embeddings = torch.tensor([table[text] for text in data.texts], dtype=torch.float32)
     monkeypatch.setattr(ft, "embed_all", lambda state, sequences: embeddings)
@@ -516,15 +444,12 @@ def test_retrieval_of_known_embeddings(tmp_path, monkeypatch):
 # ---- contrast
 
 
-@pytest.mark.parametrize(
-    ("rows", "documents"),
-    [
-        # Each document once.
-        ([(0, 1, (5,)), (2, 3, ()), (4, 1, (3,))], [(1, 5, 3), (1, 5, 3), (1, 5, 3)]),
-        # Query 0 has two positives: neither is a wrong answer for the other.
-        ([(0, 1, (4,)), (2, 3, (1,)), (0, 5, (1,))], [(1, 4, 3), (1, 4, 3, 5), (4, 3, 5)]),
-    ],
-)
+@pytest.mark.parametrize(("rows", "documents"), [
+    # Each document once.
+    ([(0, 1, (5,)), (2, 3, ()), (4, 1, (3,))], [(1, 5, 3), (1, 5, 3), (1, 5, 3)]),
+    # Query 0 has two positives: neither is a wrong answer for the other.
+    ([(0, 1, (4,)), (2, 3, (1,)), (0, 5, (1,))], [(1, 4, 3), (1, 4, 3, 5), (4, 3, 5)]),
+])  # fmt: skip
 def test_contrast_loss_by_hand(rows, documents):
     """Each query against all positives and negatives of the batch, but for other positives of its own."""
     embeddings = F.normalize(torch.randn(6, 4, generator=torch.Generator().manual_seed(0)), dim=-1)
@@ -547,7 +472,7 @@ def some_pairs(tmp_path_factory):
     rows = []
     for query, text, other in zip(SENTENCES, following, others, strict=True):
         rows.append({"query": query, "positive": f"{text} {query[:9]}", "negatives": [other]})
-    return write_lines(tmp_path_factory.mktemp("pairs") / "pairs.jsonl", rows)
+    return write_jsonl(tmp_path_factory.mktemp("pairs") / "pairs.jsonl", rows)
 
 
 @pytest.mark.parametrize("most", (10**6, 40, 1))
@@ -616,26 +541,26 @@ def test_pairs_need_no_packs(finetuned, dataset_dir, tmp_path, monkeypatch):
     assert config.packs == 2 and te.build_state(config, three).micro_packs == 1
     assert te.build_state(dataclasses.replace(config, packs=6), three).micro_packs == 2
     monkeypatch.setattr(ts, "start_ranks", lambda: three)
-    error = refused(te.main, "--data", dataset_dir, "--run-dir", tmp_path / "new", *tiny_flags())
+    error = stops(te.main, "--data", dataset_dir, "--run-dir", tmp_path / "new", *tiny_flags())
     assert "--packs 2 do not divide over 3 processes" in error
 
 
 def test_finetuning_refuses_in_a_sentence(pretrained, finetuned, some_pairs, tmp_path):
     new = tmp_path / "new"
-    assert "arguments are required: RUN" in refused(ft.main, *ft_flags(some_pairs, new))
-    assert "--batch is 'x': input" in refused(ft.main, pretrained, *ft_flags(some_pairs, new, batch="x"))
-    assert "lower --batch" in refused(ft.main, pretrained, *ft_flags(some_pairs, new, batch=9))
-    assert "cannot read" in refused(ft.main, pretrained, *ft_flags(tmp_path / "gone.jsonl", new))
-    assert "--pairs is missing" in refused(ft.main, pretrained, "--run-dir", new)
-    assert "--val-pairs is missing" in refused(ft.main, pretrained, "--score-only")
+    assert "arguments are required: RUN" in stops(ft.main, *ft_flags(some_pairs, new))
+    assert "--batch is 'x': input" in stops(ft.main, pretrained, *ft_flags(some_pairs, new, batch="x"))
+    assert "lower --batch" in stops(ft.main, pretrained, *ft_flags(some_pairs, new, batch=9))
+    assert "cannot read" in stops(ft.main, pretrained, *ft_flags(tmp_path / "gone.jsonl", new))
+    assert "--pairs is missing" in stops(ft.main, pretrained, "--run-dir", new)
+    assert "--val-pairs is missing" in stops(ft.main, pretrained, "--score-only")
     assert not new.exists()
     copy = shutil.copytree(finetuned, tmp_path / "edited")
     description = ts.read_description(copy)
     description["starts"][-1]["identity"]["scripts"]["finetune_encoder.py"] = "0"
     (copy / "config.json").write_text(json.dumps(description))
-    assert "did not begin like this" in refused(ft.main, "--resume", "--run-dir", copy)
+    assert "did not begin like this" in stops(ft.main, "--resume", "--run-dir", copy)
     for others in (pretrained, "--steps 1000", "--batch 256", "--temperature 0.05"):
-        error = refused(ft.main, "--resume", "--run-dir", finetuned, *str(others).split())
+        error = stops(ft.main, "--resume", "--run-dir", finetuned, *str(others).split())
         assert error.endswith(f"error: unrecognized arguments: {others}")
 
 
@@ -646,7 +571,7 @@ def test_finetuning_refuses_in_a_sentence(pretrained, finetuned, some_pairs, tmp
 def exported(finetuned, tmp_path_factory):
     out = tmp_path_factory.mktemp("export") / "model"
     ran(export_encoder.main, finetuned, "--out", out)
-    assert "not an empty folder" in refused(export_encoder.main, finetuned, "--out", out)
+    assert "not an empty folder" in stops(export_encoder.main, finetuned, "--out", out)
     return out
 
 

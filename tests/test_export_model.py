@@ -6,18 +6,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import sft
 import torch
 import train_small as ts
+from lib import engine, export_model
 from safetensors.torch import load_file
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
-from conftest import tiny_config, tiny_medium
-from test_export import bpe, export_run, write_run  # noqa: F401  (bpe is a fixture)
-
-from lib import engine  # isort: skip
-from lib import export_model  # isort: skip
-import sft  # isort: skip  (test_export puts the folders of all four on the path)
+from conftest import export_run, tiny_config, tiny_medium, write_run
 
 # ---- the model, loaded by its own classes
 
@@ -49,7 +46,7 @@ class Exported(NamedTuple):
 
 
 @pytest.fixture(scope="session", params=KINDS)
-def exported(request, bpe, tmp_path_factory) -> Exported:  # noqa: F811
+def exported(request, bpe, tmp_path_factory) -> Exported:
     folder = tmp_path_factory.mktemp("exported")
     run_dir = write_run(folder / "run", bpe, chat=True, config=KINDS[request.param]())
     export_run(run_dir, folder / "model")
@@ -285,7 +282,7 @@ def test_a_new_model(exported):
         assert model.lm_head.weight.std() > 0 and model.lm_head.bias.eq(5).all()
 
 
-def test_16_bits(bpe, tmp_path):  # noqa: F811
+def test_16_bits(bpe, tmp_path):
     """Stored as asked, but the learned scalars stay fp32; the ids that are most likely are mostly the same."""
     run_dir = write_run(tmp_path / "run", bpe, config=KINDS["small"]())
     export_run(run_dir, tmp_path / "model", "--dtype", "bfloat16")

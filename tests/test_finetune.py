@@ -17,24 +17,21 @@ import types
 from collections import Counter
 from pathlib import Path
 
+import chat as chat_script
+import finetune
 import numpy as np
 import pytest
+import report as reports
 import torch
 import train_medium as tm
 import train_small as ts
+from lib import chat_format, engine, tuning
 from safetensors.torch import load_file
 
-from conftest import ALONE, MERGES, ROOT, TINY, TINY_MEDIUM, logits, random_model, write_dataset
+from conftest import ALONE, FIELDS, MERGES, ROOT, TINY, TINY_MEDIUM, chat, entries, logits, losses  # isort: skip
+from conftest import random_model, read_split, run_sft, saved, segments, snapshot, stops, tensors  # isort: skip
+from conftest import write_dataset, write_jsonl  # isort: skip
 from processes import python
-from test_data_loader import FIELDS, same, segments
-from test_data_sft import chat, read_split, run, write_jsonl
-from test_runs import entries, losses, saved, signal_handlers, snapshot, tensors  # noqa: F401  (one is a fixture)
-
-sys.path.insert(0, str(ROOT / "runs"))
-import chat as chat_script
-import finetune
-import report as reports
-from lib import engine
 
 CONTEXT = TINY["max_seq_len"]
 BASE = {key: value for key, value in TINY.items() if key != "tokens"}
@@ -58,7 +55,8 @@ def data(tmp_path_factory) -> Path:
     assert done.returncode == 0, done.stderr
     talks = [chat(*(words(rng, 16) for _ in range(rng.choice((2, 2, 2, 3, 4))))) for _ in range(400)]
     source = write_jsonl(folder / "chat.jsonl", talks)
-    run(folder / "data", "--source", source, "--val-fraction", 0.1, "--max-len", CONTEXT + 1, "--shard-tokens", 2000)
+    more = ("--val-fraction", 0.1, "--max-len", CONTEXT + 1, "--shard-tokens", 2000)
+    run_sft(folder / "data", "--source", source, *more)
     return folder / "data"
 
 
@@ -82,16 +80,10 @@ def tune(base, run_dir, *more, packs=4, **overrides) -> list[str]:
     return [str(base), "--packs", str(packs), *flags("unused", run_dir, *more, **overrides)[2:]]
 
 
-@pytest.fixture
-def fails(capsys):
-    def check(argv, *words) -> None:
-        """finetune.main(argv) must print one line `error: ...` that holds all the words, and return 1."""
-        capsys.readouterr()
-        code, err = finetune.main([str(a) for a in argv]), capsys.readouterr().err
-        assert code == 1 and err.startswith("error: ") and err.count("\n") == 1 and len(err) > 30, err
-        assert [w for w in words if w not in err] == [], err
-
-    return check
+def fails(argv, *words) -> None:
+    """finetune.main(argv) must end with one sentence that holds all the words."""
+    err = stops(finetune.main, *argv)
+    assert [word for word in words if word not in err] == [], err
 
 
 @pytest.fixture(scope="session")
@@ -181,9 +173,9 @@ def test_best_fit():
                 max(open_packs, key=lambda p: lengths[p].sum()).append(i)
             else:
                 packs.append([i])
-        assert finetune.best_fit(lengths, order, room, most) == packs
+        assert tuning.best_fit(lengths, order, room, most) == packs
     lengths = np.clip(rng.lognormal(5.5, 0.8, 5000).astype(int), 8, 2048)
-    packs = finetune.best_fit(lengths, rng.permutation(5000), 8192, 256)
+    packs = tuning.best_fit(lengths, rng.permutation(5000), 8192, 256)
     assert lengths.sum() / (8192 * len(packs)) > 0.995
 
 
@@ -222,22 +214,6 @@ def test_loss_and_gradients_are_those_of_the_definition(setup, data):
         for name, param in model.named_parameters():
             scale = param.grad.abs().max().item()
             torch.testing.assert_close(grads[name], param.grad, atol=2e-5 * scale, rtol=1e-4, msg=name)
-
-
-def test_user_tokens_are_no_targets(setup):
-    """The end mark of a question without an answer is a target only: another token there changes no bit."""
-    config, dataset, talks = setup
-    batch = batches(setup, most=1)[0]
-    other = finetune.Conversations(dataset, "train", config)
-    ends = other.borders[1:] - 1
-    changed = ends[~other.counted[ends]]
-    assert len(changed) > 5
-    other.tokens[changed] = 7
-    again = batches((config, dataset, other), most=1)[0]
-    assert same(batch, again) and step(setup, batch)[0] == step(setup, again)[0]
-    specials = dataset.tokenizer.specials
-    marks = {specials[name] for name in ("<|bos|>", "<|user_start|>", "<|user_end|>", "<|assistant_start|>")}
-    assert marks.isdisjoint(talks.tokens[talks.counted].tolist())
 
 
 def test_micro_batches_and_steps_without_a_target(setup):
@@ -342,13 +318,14 @@ def test_weights_are_not_averaged(base):
     assert values.pop("average") > job(base).config.average == 0
     old = dataclasses.make_dataclass("Config", values)(**values)
     script = types.SimpleNamespace(read_config=lambda run: old)
-    assert finetune.stage_config(script, base / "checkpoints" / "step_000020", 4, 0.5).stages == ((1.0, 4, 0.5),)
+    assert tuning.stage_config(script, base / "checkpoints" / "step_000020", 4, 0.5).stages == ((1.0, 4, 0.5),)
 
 
 KILL = """
 import os, signal, sys
 import torch
-from lib import engine, finetune
+import finetune
+from lib import engine
 torch.set_num_threads(1)
 import_script = engine.import_script
 def import_deadly(run_dir):
@@ -398,7 +375,7 @@ def memorised(base, tmp_path_factory) -> Path:
     data = shutil.copytree(ts.read_config(base).data, folder / "data")
     source = write_jsonl(folder / "c.jsonl", [chat(q, a) for q, a in MEMORY.items()])
     val = write_jsonl(folder / "v.jsonl", [chat("who? ", "the stone")])
-    run(data, "--source", source, "--val-source", val)
+    run_sft(data, "--source", source, "--val-source", val)
     argv = tune(base, folder / "run", "--data", data, "--eval-every", 0, "--lr", 1, packs=1, max_epochs=80)
     with contextlib.redirect_stdout(io.StringIO()), pytest.MonkeyPatch.context() as patch:
         patch.setattr(reports, "QUESTIONS", tuple(MEMORY))
@@ -418,7 +395,7 @@ def test_memorised_answers(memorised, base, monkeypatch, capsys):
     assert [tokenizer.decode(answer) for answer in answers] == list(MEMORY.values())
     report = (memorised / "report.md").read_text()
     assert all(f"````text\n{q}\n\n{a}\n````\n" in report for q, a in MEMORY.items())
-    assert chat_script.is_chat_run(memorised) and not chat_script.is_chat_run(base)
+    assert chat_format.is_chat_run(memorised) and not chat_format.is_chat_run(base)
     argv = ["chat.py", str(memorised), "--prompt", "where?", "--temperature", "0", "--max-tokens", "20"]
     monkeypatch.setattr(sys, "argv", argv)
     capsys.readouterr()
@@ -459,29 +436,24 @@ def test_defaults(base, tmp_path, monkeypatch, capsys):
 # ---- errors
 
 
-@pytest.mark.parametrize(
-    ("argv", "words"),
-    [
-        ([], ["a run directory with a checkpoint", "python runs/finetune.py RUN"]),
-        (["--steps", "5", "{base}"], ["name it first"]),
-        (["--resume"], ["--resume needs --run-dir"]),
-        (["{tmp}/none"], ["{tmp}/none is no run directory"]),
-        (["--resume", "--run-dir", "{base}"], ["{base} is no finetuning run", "train_small.py --resume"]),
-        (["--resume", "--run-dir", "{rl}"], ["{rl} is no finetuning run", "runs/rl.py --resume"]),
-        (["{base}", "--run-dir", "{base}"], ["already holds a run"]),
-        (["{base}", "--set", "source=x"], ["--set source=x: expected KEY=VALUE with a field of Config"]),
-        (["{base}", "--lr", "0"], ["--lr 0.0 must be above 0"]),
-        (["{base}", "--packs", "4", "--steps", "1000"], ["the run asks for 512,000", "max_epochs"]),
-        (["{base}", "--data", "{other}"], ["{other} has another tokenizer than {base}"]),
-        (["{base}", "--data", "{text}"], ["{text}/sft has no train_*.bin", "data/sft.py --data"]),
-        (["--resume", "--run-dir", "{sft}", "--seed", "5"], ["seed was 0 and is 5", "--resume-changed"]),
-        (["--resume", "--run-dir", "{sft}", "--packs", "5"], ["--resume cannot change packs", "4", "5"]),
-        (["--resume", "--run-dir", "{sft}", "--no-moments"], ["--resume cannot change moments"]),
-        (["{tmp}", "--resume", "--run-dir", "{sft}"], ["--resume cannot change run: the run has {base}"]),
-    ],
-    ids=lambda value: " ".join(value)[:40],
-)  # fmt: skip
-def test_mistakes(argv, words, fails, base, finished, data, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("argv", "words"), [
+    ([], ["a run directory with a checkpoint", "python runs/finetune.py RUN"]),
+    (["--steps", "5", "{base}"], ["name it first"]),
+    (["--resume"], ["--resume needs --run-dir"]),
+    (["{tmp}/none"], ["{tmp}/none is no run directory"]),
+    (["--resume", "--run-dir", "{base}"], ["{base} is no finetuning run", "train_small.py --resume"]),
+    (["--resume", "--run-dir", "{rl}"], ["{rl} is no finetuning run", "runs/rl.py --resume"]),
+    (["{base}", "--run-dir", "{base}"], ["already holds a run"]),
+    (["{base}", "--set", "source=x"], ["--set source=x: expected KEY=VALUE with a field of Config"]),
+    (["{base}", "--packs", "4", "--steps", "1000"], ["the run asks for 512,000", "max_epochs"]),
+    (["{base}", "--data", "{other}"], ["{other} has another tokenizer than {base}"]),
+    (["{base}", "--data", "{text}"], ["{text}/sft has no train_*.bin", "data/sft.py --data"]),
+    (["--resume", "--run-dir", "{sft}", "--seed", "5"], ["seed was 0 and is 5", "--resume-changed"]),
+    (["--resume", "--run-dir", "{sft}", "--packs", "5"], ["--resume cannot change packs", "4", "5"]),
+    (["--resume", "--run-dir", "{sft}", "--no-moments"], ["--resume cannot change moments"]),
+    (["{tmp}", "--resume", "--run-dir", "{sft}"], ["--resume cannot change run: the run has {base}"]),
+], ids=lambda value: " ".join(value)[:40])  # fmt: skip
+def test_mistakes(argv, words, base, finished, data, tmp_path, monkeypatch):
     """Each is told in a sentence; nothing is written, into the source least of all."""
     monkeypatch.chdir(tmp_path)
     before = snapshot(base)
@@ -502,30 +474,27 @@ def test_mistakes(argv, words, fails, base, finished, data, tmp_path, monkeypatc
     assert snapshot(base) == before and not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("change", (
-    lambda mask, other, shard: mask[:-2], lambda mask, other, shard: mask[:-2] + b"\1\1",
-    lambda mask, other, shard: other, lambda mask, other, shard: shard,
-), ids=("truncated", "corrupt", "foreign", "no mask"))  # fmt: skip
-def test_bad_masks(change, fails, base, data, tmp_path):
+@pytest.mark.parametrize("change", [lambda mask: mask[:-2] + b"\1\1", None], ids=("changed", "missing"))
+def test_bad_masks(change, base, data, tmp_path):
     """One sentence with the file; the run directory is not even made."""
     root = shutil.copytree(data, tmp_path / "data")
-    files = [root / "sft" / name for name in ("train_000001.mask.bin", "train_000002.mask.bin", "train_000001.bin")]
-    files[0].write_bytes(change(*(path.read_bytes() for path in files)))
-    fails(tune(base, tmp_path / "run", "--data", root), str(files[0]))
-    files[0].unlink()
-    missing = "train_000001.bin has no loss mask train_000001.mask.bin"
-    fails(tune(base, tmp_path / "run", "--data", root), missing)
+    mask = root / "sft/train_000001.mask.bin"
+    content = mask.read_bytes()
+    mask.unlink()
+    if change:
+        mask.write_bytes(change(content))
+    fails(tune(base, tmp_path / "run", "--data", root), f"{mask} was changed or is missing")
     assert not (tmp_path / "run").exists()
 
 
-def test_a_conversation_that_is_too_long(fails, base, data, tmp_path):
+def test_a_conversation_that_is_too_long(base, data, tmp_path):
     root = shutil.copytree(data, tmp_path / "data")
-    run(root, "--source", write_jsonl(tmp_path / "long.jsonl", [chat("why " * 40, "the " * 40)] * 3))
+    run_sft(root, "--source", write_jsonl(tmp_path / "long.jsonl", [chat("why " * 40, "the " * 40)] * 3))
     words = ["holds a conversation of", "the model reads 64", "--max-len 65"]
     fails(tune(base, tmp_path / "run", "--data", root), *words)
 
 
-def test_medium_finetunes_too(data, tmp_path, fails):
+def test_medium_finetunes_too(data, tmp_path):
     """train_medium.py derives sizes and rates from zeros; finetuning keeps what its source had of them."""
     medium = {key: value for key, value in TINY_MEDIUM.items() if key not in ("tokens", "muon_lr", "adam_lr")}
     assert tm.main(flags(data, tmp_path / "base", "--steps", 20, **medium)) == 0

@@ -21,7 +21,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from conftest import ROOT
+from conftest import ROOT, entries
 from processes import python
 
 pytest.importorskip("datasets")
@@ -431,13 +431,9 @@ def reference(folder, tmp_path_factory):
     return run_dir
 
 
-def log_of(run_dir) -> list[dict]:
-    return [json.loads(line) for line in (run_dir / "log.jsonl").read_text().splitlines()]
-
-
 def losses_of(run_dir) -> list[float]:
     """Losses, and norms of gradients: AdamW would hide a wrong factor of the gradient."""
-    return [entry[key] for entry in log_of(run_dir) for key in ("loss", "val_loss", "grad_norm") if key in entry]
+    return [entry[key] for entry in entries(run_dir) for key in ("loss", "val_loss", "grad_norm") if key in entry]
 
 
 def tensors_of(folder) -> dict:
@@ -447,7 +443,7 @@ def tensors_of(folder) -> dict:
 def test_run_directory(reference):
     names = "config.json log.jsonl checkpoints result.json report.md curve.png model finetune_hf.py"
     assert {path.name for path in reference.iterdir()} == set(names.split())
-    log = log_of(reference)
+    log = entries(reference)
     assert [entry["step"] for entry in log] == [0, 1, 2, 3, 3, 4, 5, 6, 6]
     assert log[-1]["val_loss"] < log[0]["val_loss"] - 0.5
     assert abs(log[0]["val_loss"] - math.log(272)) < 0.3  # the random model knows nothing
@@ -471,7 +467,7 @@ def lora(folder, tmp_path_factory):
 
 def test_lora_trains_the_adapters_alone(folder, lora):
     """model/ is the untouched model with the adapter that PEFT finds in adapter/, merged."""
-    log = log_of(lora)
+    log = entries(lora)
     assert log[-1]["val_loss"] < log[0]["val_loss"] - 0.1
     names = {name.split(".", 1)[1] for name in tensors_of(lora / "checkpoints/step_000006")}
     assert names and all(".lora_A." in name or ".lora_B." in name for name in names)
@@ -499,7 +495,7 @@ def test_export_is_the_trained_model(folder, reference):
             logits = model(tokens[None, :-1]).logits[0]
         total += F.cross_entropy(logits[counted], tokens[1:][counted], reduction="sum").item()
         count += int(counted.sum())
-    assert total / count == pytest.approx(log_of(reference)[-1]["val_loss"], rel=1e-5)
+    assert total / count == pytest.approx(entries(reference)[-1]["val_loss"], rel=1e-5)
     assert model.generation_config.eos_token_id == tokenizer.convert_tokens_to_ids("<|im_end|>")
 
 
@@ -611,7 +607,7 @@ def test_pretrain(folder, tmp_path):
     done = in_processes(folder, "runs/finetune_hf.py", *words)
     config = json.loads((tmp_path / "run/config.json").read_text())
     assert config["command"] == "pretrain" and config["recompute"] is False
-    log = log_of(tmp_path / "run")
+    log = entries(tmp_path / "run")
     assert log[-1]["val_loss"] < log[0]["val_loss"] - 0.5
     lines = (folder / "texts.jsonl").read_text().splitlines()
     tokens = sum(len(json.loads(line)["text"]) + 1 for line in lines)
@@ -680,9 +676,9 @@ def test_later_settings_count(tmp_path):
     (["--model-name", "/nowhere/x"], "--model-name /nowhere/x has no tokenizer that loads"),
     (["--sequence-length", "1000"], "--sequence-length is above the model's 256 positions"),
     (["--sequence-length", "10"], "nothing of 52 rows is left; look at --sequence-length"),
-    (["--resume", "--run-dir", "/nowhere"], "No such file or directory: '/nowhere/config.json'; correct that"),
-    (["@/nowhere.toml"], "No such file or directory: '/nowhere.toml'; correct that"),
-    (["--chat-template", "/nowhere.jinja"], "No such file or directory: '/nowhere.jinja'; correct that"),
+    (["--resume", "--run-dir", "/nowhere"], "No such file or directory: '/nowhere/config.json'; fix that"),
+    (["@/nowhere.toml"], "No such file or directory: '/nowhere.toml'; fix that"),
+    (["--chat-template", "/nowhere.jinja"], "No such file or directory: '/nowhere.jinja'; fix that"),
     (["finetune"], "unrecognized arguments: finetune"),
 ])  # fmt: skip
 def test_mistakes_are_one_sentence(folder, tmp_path, capsys, words, sentence):

@@ -13,8 +13,7 @@ import train_small as ts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from conftest import ROOT, logits, random_documents, random_model, tiny_config, tiny_medium
-from test_export import bpe, write_run  # noqa: F401  (bpe is a fixture)
+from conftest import ROOT, logits, random_documents, random_model, tiny_config, tiny_medium, write_run
 from test_model import CONFIGS
 
 sys.path.insert(0, str(ROOT / "runs"))

@@ -9,7 +9,6 @@ import jsonschema
 import pydantic
 import pytest
 
-from test_export import bpe  # noqa: F401  (a fixture)
 from test_serve import HELLO, expected, model_chances, rendered, runs, talker, writer  # noqa: F401  (fixtures)
 
 SCHEMAS = [

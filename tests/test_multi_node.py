@@ -215,10 +215,10 @@ def test_multi_node_refuses_wrong_variables(fakes, wrong):
 
 def test_multi_node_calls_torchrun(fakes, fast_python, dataset_dir, tmp_path):
     """The rendezvous as asked for; and refusals before anything starts."""
-    fakes.write("python", code=f'if [[ $1 == - ]]; then exec {fast_python} "$@"; fi')
+    fakes.write("python", code=f'if [[ $1 == *check_nodes.py ]]; then exec {fast_python} "$@"; fi')
     argv = flags(dataset_dir, tmp_path / "run")
     done = fakes.run("multi_node.sh", *argv, NODES="1:2", GPUS="2")
-    assert done.returncode == 1 and "2 machines x 2 processes = 4, which does not divide a step of 2 packs" in done.err
+    assert done.returncode == 1 and "2 packs do not divide over 4 processes; use a" in done.err
     done = fakes.run("multi_node.sh", *argv, NODES="1:2", GPUS="1", HEAD="node0:1234", JOB="seven", RESTARTS="5")
     assert done.returncode == 0, done.err
     (call,) = [call for call in fakes.calls() if "torch.distributed.run" in call]
@@ -261,7 +261,7 @@ def test_the_sentence_is_the_last_line(tmp_path, report, last):
 def test_sigterm_reaches_torchrun(fakes, fast_python, dataset_dir, tmp_path):
     """Processes get time to save; the script ends with them."""
     nap = "trap 'echo saved; exit 5' TERM; for i in {1..300}; do sleep 0.1; done"
-    fakes.write("python", code=f'if [[ $1 == - ]]; then exec {fast_python} "$@"; fi\n{nap}')
+    fakes.write("python", code=f'if [[ $1 == *check_nodes.py ]]; then exec {fast_python} "$@"; fi\n{nap}')
     job = fakes.start("multi_node.sh", *flags(dataset_dir, tmp_path / "run"), GPUS="2")
     wait(lambda: any("torch.distributed.run" in call for call in fakes.calls()), job)
     time.sleep(0.3)

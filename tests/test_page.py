@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 import browser
-from test_export import bpe  # noqa: F401  (a fixture)
 from test_serve import SCRIPT, Running, expected, gate, runs, script, sft, talker, until, writer  # noqa: F401
 
 pytestmark = pytest.mark.browser

@@ -8,21 +8,11 @@ import torch.nn.functional as F
 import train_small as ts
 
 import references
-from conftest import ROOT, tiny_config
+from conftest import ROOT, portable_config
 
 sys.path.insert(0, str(ROOT / "records"))
 import record as rec
 import tracks
-
-SHAPE = dict(
-    swiglu=True, rotary_full=True, rotary_base=10000.0, softcap=(), window_short=64, window_long=64, bigram_rows=0,
-    value_embed_layers=(), key_offset_layers=(), no_attention_layers=(), long_layers=(), shared_input_from=99,
-    backout_layer=-1, mix_width=0,
-)  # fmt: skip
-
-
-def portable_config(**overrides) -> ts.Config:
-    return tiny_config(**{**SHAPE, **overrides})
 
 
 @pytest.mark.parametrize("kernel", [False, True], ids=["plain", "kernel"])

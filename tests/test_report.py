@@ -6,14 +6,11 @@ import subprocess
 import sys
 
 import pytest
-import train_small as ts
-
-from conftest import ROOT, TINY
-from test_export import bpe, write_run  # noqa: F401  (bpe is a fixture)
-
-sys.path.insert(0, str(ROOT / "runs"))
 import report
+import train_small as ts
 from lib import engine
+
+from conftest import ROOT, TINY, write_run
 
 MACHINE = {"device": "GPU", "num_devices": 8, "torch": "2.11.0", "git_commit": "0123456789abcdef", "git_dirty": True}
 MACHINE_ROWS = {
@@ -42,9 +39,9 @@ def texts_of(run_dir) -> list[str]:
 
 
 def curves(log: list[dict]) -> dict:
-    """By axis and legend: the points that are drawn."""
+    """By axis and legend: the points that are plotted."""
     found = {}
-    for axes in report.draw_curves(log, "a title with $1 and $2").axes:
+    for axes in report.plot_curves(log, "a title with $1 and $2").axes:
         for line in axes.get_lines():
             found[axes.get_ylabel(), line.get_label()] = list(zip(*line.get_data(), strict=True))
     return found
@@ -90,7 +87,7 @@ FINISHED = {
 
 @pytest.mark.parametrize("kind", FINISHED)
 def test_the_table_of_a_finished_run(tmp_path, kind):
-    """Every figure of result.json under its name, the last start's machine, and where the run came from."""
+    """Every metric of result.json under its name, the last start's machine, and where the run came from."""
     description, log, result, rows = FINISHED[kind]
     write_files(tmp_path, description, log, result)
     assert report.main([str(tmp_path), "--no-samples"]) == 0
@@ -101,8 +98,8 @@ def test_the_table_of_a_finished_run(tmp_path, kind):
     assert "![curve](curve.png)" in (tmp_path / "report.md").read_text()
 
 
-def test_a_run_under_way(tmp_path):
-    """Without result.json the table shows the newest figures of the log, whose last line may be half written."""
+def test_a_run_in_progress(tmp_path):
+    """Without result.json the table shows the newest metrics of the log, whose last line may be half written."""
     description = FINISHED["pretraining"][0]
     log = [
         {"step": 20, "tokens": 2000, "val_bpb": 1.6, "train_seconds": 24.0},
@@ -118,7 +115,7 @@ def test_a_run_under_way(tmp_path):
         "speed": "80 tokens/s", "peak memory": "2.0 GiB", "data": "data/shards/mine",
     }  # fmt: skip
     text = (tmp_path / "report.md").read_text()
-    assert "Under way: the figures are those of step 30." in text
+    assert "Running: the metrics are those of step 30." in text
     assert "no samples: " in text
 
     (tmp_path / "log.jsonl").write_text("")  # it has just begun
@@ -169,7 +166,7 @@ def test_reinforcement_learning(tmp_path):
     (("loss", "ndcg@10"), ("loss, nats", "training"), ("nDCG@10", "held out")),
 ], ids=("pretraining", "Hugging Face", "encoder"))  # fmt: skip
 def test_curves(names, training, score):
-    """Training and validation over millions of tokens; pretraining also logs a loss, which is not drawn."""
+    """Training and validation over millions of tokens; pretraining also logs a loss, which is not plotted."""
     log = [{"tokens": x * 1e6, "loss": 9.0, names[0]: 5 - x} for x in (1.0, 2.0)]
     log.append({"tokens": 2e6, names[1]: 0.5})
     assert curves(log) == {training: [(1.0, 4.0), (2.0, 3.0)], score: [(2.0, 0.5)]}
@@ -209,7 +206,7 @@ def test_pretraining_of_a_few_steps(dataset_dir, tmp_path, capsys):
 
 
 @pytest.fixture
-def chat_run(bpe, tmp_path):  # noqa: F811
+def chat_run(bpe, tmp_path):
     """A finetuned run with random weights."""
     run_dir = write_run(tmp_path / "chat", bpe, chat=True, data="nowhere", max_seq_len=96)
     description = json.loads((run_dir / "config.json").read_text())
@@ -256,6 +253,6 @@ def test_several_runs_without_torch(tmp_path):
         assert (run_dir / "report.md").read_text().startswith(f"# {run_dir.name}\n")
 
 
-def test_no_run_directory(tmp_path):
-    with pytest.raises(SystemExit, match=f"^error: there is no {tmp_path}/config.json; name the directory of a run"):
-        report.main([str(tmp_path)])
+def test_no_run_directory(tmp_path, capsys):
+    assert report.main([str(tmp_path)]) == 1
+    assert capsys.readouterr().err.startswith(f"error: there is no {tmp_path}/config.json; name the directory of a run")

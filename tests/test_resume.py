@@ -18,11 +18,11 @@ import torch
 import train_small as ts
 from safetensors.torch import load_file
 
-from conftest import ALONE, MERGES, ROOT, entries, losses, tiny_config, write_dataset
+from conftest import ALONE, MERGES, ROOT, at_step, entries, flags, losses, main, passes, refused, saved  # isort: skip
+from conftest import snapshot, stop_at, tiny_config, write_dataset  # isort: skip
 from processes import python
 
-from test_runs import at_step, finished, flags, halfway, main, only_the_run, passes  # noqa: F401  # isort: skip
-from test_runs import refused, saved, signal_handlers, snapshot, stop_at  # noqa: F401  # isort: skip  (some are fixtures)
+pytestmark = pytest.mark.usefixtures("only_the_run", "signal_handlers")
 
 FILES = (*ts.CHECKPOINT_FILES, "state.json")
 

@@ -4,45 +4,30 @@ The model is finetuned on one-digit sums of which two thirds are one too high, s
 wrong ones: what reinforcement has to turn around.
 """
 
-import contextlib
 import dataclasses
 import hashlib
-import io
 import itertools
 import json
 import random
 import shutil
-import sys
 from types import SimpleNamespace
 
-import numpy as np
-import pytest
-import torch
-import train_small as ts
-
-from conftest import ROOT, TINY
-from processes import python
-from test_data_sft import chat, run, write_jsonl
-from test_runs import entries
-
-sys.path.insert(0, str(ROOT / "runs"))
 import chat_eval
 import finetune
+import numpy as np
+import pytest
 import rl
 import sft
+import torch
+import train_small as ts
 from lib import engine
+
+from conftest import ROOT, TINY, call, chat, entries, run_sft, write_jsonl
+from processes import python
 
 BASE = {**{k: v for k, v in TINY.items() if k != "tokens"}, "stages": ((1.0, 2, 1.0),), "window_short": 16,
         "window_long": 32}  # fmt: skip
 FLAGS = ("--digits", "1", "--prompts", "6", "--samples", "6", "--eval-items", "12", "--eval-samples", "4")
-
-
-def quiet(main, *args) -> tuple:
-    """Exit code, stdout and stderr."""
-    out, err, code = io.StringIO(), io.StringIO(), 2
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), contextlib.suppress(SystemExit):
-        code = main([str(arg) for arg in args])
-    return code, out.getvalue(), err.getvalue()
 
 
 @pytest.fixture(scope="session")
@@ -57,15 +42,15 @@ def source(tmp_path_factory):
     assert done.returncode == 0, done.stderr
     talks = []
     for _ in range(400):
-        a, b = sft.draw_sum(rng, 1, "train")
+        a, b = sft.random_sum(rng, 1, "train")
         talks.append(chat(sft.addition_texts(a, b)[0], f"#### {a + b + (rng.random() < 0.65)}"))
-    run(folder / "data", "--source", write_jsonl(folder / "chat.jsonl", talks), "--max-len", 65)
+    run_sft(folder / "data", "--source", write_jsonl(folder / "chat.jsonl", talks), "--max-len", 65)
     sets = [word for key, value in BASE.items() for word in ("--set", f"{key}={value}")]
     flags = ["--data", folder / "data", "--run-dir", folder / "base", "--steps", 5, *sets]
-    assert quiet(ts.main, *flags)[0] == 0
+    assert call(ts.main, *flags)[0] == 0
     flags = [folder / "base", "--run-dir", folder / "sft", "--steps", 150, "--set", "max_epochs=99", "--packs", 4,
              "--eval-every", 0]  # fmt: skip
-    assert quiet(finetune.main, *flags)[0] == 0
+    assert call(finetune.main, *flags)[0] == 0
     return folder / "sft"
 
 
@@ -120,7 +105,7 @@ def test_what_it_starts_with(setup, source):
     script, state = now.script, now.state
     base, now = script.read_config(source), state.config
     assert (now.muon_lr, now.adam_lr) == pytest.approx((0.3 * base.muon_lr, 0.04 * base.adam_lr))
-    assert not now.fp8 and not now.fp8_head, "answers are drawn by bf16 products"
+    assert not now.fp8 and not now.fp8_head, "answers are sampled by bf16 products"
     assert state.optimizer.count == 0 and not any(tensor.any() for tensor in state.optimizer.state().values())
     trained = engine.load_model(script, source, None, "cpu", {}).model.state_dict()
     assert all(torch.equal(weight, trained[name]) for name, weight in state.optimizer.weights().items())
@@ -132,7 +117,7 @@ def gradients(now, rollouts, packs, **changes) -> dict:
     state.model.zero_grad(set_to_none=True)
     config = dataclasses.replace(state.config, pack_tokens=64, **changes)
     state.micro_packs = packs
-    rl.backward(state, *rl.pack_rollouts(script, config, 0, rollouts, packs), sum(sum(r.drawn) for r in rollouts))
+    rl.backward(state, *rl.pack_rollouts(script, config, 0, rollouts, packs), sum(sum(r.sampled) for r in rollouts))
     return {name: param.grad for name, param in state.model.named_parameters()}
 
 
@@ -142,32 +127,33 @@ def close(grads, expected) -> None:
 
 
 def test_the_gradient_is_that_of_the_definition(setup):
-    """- sum of advantage * log p over drawn tokens / their number, an answer at a time; any micro-batch gives it."""
+    """- sum of advantage * log p over sampled tokens / their number, an answer at a time; any micro-batch gives it."""
     now = setup()
     state = now.state
     rng, rollouts = np.random.default_rng(0), []
     for i in range(24):
         tokens = rng.integers(0, 300, rng.integers(8, 30)).tolist()
-        drawn = [False] * 4 + (rng.random(len(tokens) - 5) < 0.8).tolist()  # a prompt, and now and then a tool's token
-        rollouts.append(rl.Rollout(tokens, drawn, 0.0, float(rng.normal()) * (i % 5 > 0)))
-    total = sum(sum(r.drawn) for r in rollouts)
+        # A prompt, and now and then a token of a tool.
+        sampled = [False] * 4 + (rng.random(len(tokens) - 5) < 0.8).tolist()
+        rollouts.append(rl.Rollout(tokens, sampled, 0.0, float(rng.normal()) * (i % 5 > 0)))
+    total = sum(sum(r.sampled) for r in rollouts)
     for r in rollouts:
-        n, ids = len(r.drawn), torch.tensor(r.tokens)
+        n, ids = len(r.sampled), torch.tensor(r.tokens)
         z = state.model(ids[:-1], None, torch.arange(n), torch.tensor([0, n, n], dtype=torch.int32), n)
         log_p = z.log_softmax(1)[torch.arange(n), ids[1:]]
-        (-(log_p * torch.tensor(r.drawn)).sum() * r.advantage / total).backward()
+        (-(log_p * torch.tensor(r.sampled)).sum() * r.advantage / total).backward()
     expected = {name: param.grad for name, param in state.model.named_parameters()}
     for packs in (1, 2, 16):
         close(gradients(now, rollouts, packs), expected)
     # Of a GPU whose answers teach nothing.
     idle = gradients(now, [dataclasses.replace(r, advantage=0.0) for r in rollouts], 2)
     assert all(grad is not None and not grad.any() for grad in idle.values())
-    other = [dataclasses.replace(r, drawn=[d and i % 2 == 0 for i, d in enumerate(r.drawn)]) for r in rollouts]
+    other = [dataclasses.replace(r, sampled=[d and i % 2 == 0 for i, d in enumerate(r.sampled)]) for r in rollouts]
     assert (gradients(now, other, 1)["embed"] - expected["embed"]).abs().max() > 0
 
 
 def test_forced_tokens_and_the_end_mark(setup):
-    """The model drew what no tool put in, and the mark that ended the answer; not the question."""
+    """The model sampled what no tool put in, and the mark that ended the answer; not the question."""
     now = setup()
     task, generator = now.task, now.generator
     end = generator.tokenizer.specials["<|assistant_end|>"]
@@ -182,8 +168,8 @@ def test_forced_tokens_and_the_end_mark(setup):
     assert [r.advantage for r in found] == pytest.approx([2 / 3, -1 / 3, -1 / 3])
     n = len(answers[0].tokens)
     assert found[0].tokens == [1, 2, 3, *answers[0].tokens, end] and found[1].tokens == [1, 2, 3, *answers[1].tokens]
-    assert found[0].drawn == [False] * 2 + [True, False] + [True] * (n - 2) + [True]
-    assert found[1].drawn == found[0].drawn[:-1]
+    assert found[0].sampled == [False] * 2 + [True, False] + [True] * (n - 2) + [True]
+    assert found[1].sampled == found[0].sampled[:-1]
     same = rl.judge(task, generator.tokenizer, item, answers[1:])
     assert [r.advantage for r in same] == [0.0, 0.0]
 
@@ -262,9 +248,9 @@ def test_a_step_divides_by_all_that_was_drawn(setup, monkeypatch):
     """Also by the answers that teach nothing; and its rate is that of its step in a line to 0."""
     now, backward, seen = setup("--steps", 4), rl.backward, []
 
-    def watched(state, batch, weights, drawn):
-        seen.append((drawn, batch.total_targets))
-        return backward(state, batch, weights, drawn)
+    def watched(state, batch, weights, sampled):
+        seen.append((sampled, batch.total_targets))
+        return backward(state, batch, weights, sampled)
 
     rates = []
     monkeypatch.setattr(rl, "backward", watched)
@@ -317,13 +303,13 @@ def test_pass_at_k():
 def test_a_run_and_its_continuation(source, tmp_path):
     """A whole run writes what a person looks at; stopped and resumed it goes on exactly; other tools can load it."""
     flags = [source, *FLAGS, "--steps", 4, "--eval-every", 2, "--save-every", 2]
-    code, out, err = quiet(rl.main, *flags, "--run-dir", tmp_path / "whole")
+    code, out, err = call(rl.main, *flags, "--run-dir", tmp_path / "whole")
     assert code == 0, err
     result = json.loads(out.splitlines()[-1])
     assert result["steps"] == 4 and 0 <= result["greedy"] <= 1 and "pass@4" in result and "12 held-out" in out
     # As it was after step 2.
     shutil.copytree(tmp_path / "whole", tmp_path / "part", ignore=shutil.ignore_patterns("step_000004"))
-    code, out, err = quiet(rl.main, "--resume", "--run-dir", tmp_path / "part")
+    code, out, err = call(rl.main, "--resume", "--run-dir", tmp_path / "part")
     assert code == 0 and "resumed at step 2" in out, err
     clocks = ("seconds", "_ms", "per_second", "memory")
     whole, part = ([{k: v for k, v in e.items() if not any(word in k for word in clocks)}
@@ -350,7 +336,7 @@ def test_a_run_and_its_continuation(source, tmp_path):
         (rl.main, [], "the following arguments are required: RUN"),
         (ts.main, resume, "python runs/rl.py --resume"),
     ):
-        code, _, err = quiet(main, *argv)
+        code, _, err = call(main, *argv)
         assert message in err.splitlines()[-1], err
         assert code == 2 or code == 1 and err.startswith("error: ") and err.count("\n") == 1, err
 

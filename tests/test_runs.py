@@ -7,13 +7,11 @@ its own. How runs end and go on is in test_resume.py.
 import contextlib
 import dataclasses
 import hashlib
-import io
 import json
 import math
 import os
 import re
 import shutil
-import signal
 from types import SimpleNamespace
 
 import pytest
@@ -21,111 +19,14 @@ import torch
 import train_medium as tm
 import train_small as ts
 from lib import engine
-from safetensors.torch import load_file
 
-from conftest import ALONE, ROOT, TINY, entries, list_files, loader_of, logits, losses  # isort: skip
-from conftest import sets, tiny_config, train_steps, val_bpb, write_dataset  # isort: skip
+from conftest import ALONE, ROOT, entries, flags, list_files, loader_of, logits, losses, passes  # isort: skip
+from conftest import refused, saved, snapshot, stop_at, tensors, tiny_config, train_steps, val_bpb  # isort: skip
+from conftest import write_dataset  # isort: skip
 from processes import python
 
-# Wide enough for most parameters to be shared out over ranks; one table has an odd number of rows.
-RUN = {**TINY, "width": 128, "head_dim": 32, "bigram_rows": 1501, "keep_checkpoints": 4}
-EVERY = ("--save-every", "3", "--eval-every", "6", "--log-every", "1")
+pytestmark = pytest.mark.usefixtures("only_the_run", "signal_handlers")
 warm_up = ts.warm_up
-
-
-def flags(data, run_dir, *more, steps=12, **overrides) -> list[str]:
-    where = ["--data", str(data), "--run-dir", str(run_dir)]
-    return [*where, *sets({**RUN, **overrides}), "--steps", str(steps), *EVERY, *more]
-
-
-def main(*argv) -> tuple[int, str, str]:
-    """(exit code, stdout, stderr) of train_small.py."""
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = ts.main([str(a) for a in argv])
-    return code, out.getvalue(), err.getvalue()
-
-
-def passes(*argv) -> str:
-    """What train_small.py prints; it must end well."""
-    code, out, err = main(*argv)
-    assert code == 0, err
-    return out
-
-
-def refused(*argv) -> str:
-    """The one sentence that train_small.py ends with, and exit code 1."""
-    code, _, err = main(*argv)
-    assert code == 1 and err.startswith("error: ") and err.count("\n") == 1, err
-    return err
-
-
-def saved(run_dir) -> list[int]:
-    return [int(p.name[5:]) for p in ts.checkpoints(run_dir)]
-
-
-def tensors(run_dir, step=12) -> dict[str, torch.Tensor]:
-    folder = run_dir / "checkpoints" / f"step_{step:06d}"
-    return {f"{name}/{k}": v for name in ts.CHECKPOINT_FILES for k, v in load_file(folder / name).items()}
-
-
-def snapshot(folder) -> dict:
-    files = sorted(p for p in folder.rglob("*") if p.is_file() and p.name != ".lock")
-    return {str(p): (p.stat().st_mtime_ns, p.read_bytes()) for p in files}
-
-
-@pytest.fixture(autouse=True)
-def signal_handlers():
-    """A run that ends early in this process must not keep pytest's Ctrl-C."""
-    before = [(s, signal.getsignal(s)) for s in (signal.SIGTERM, signal.SIGINT)]
-    yield
-    for number, handler in before:
-        signal.signal(number, handler)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def only_the_run():
-    """Warm-up and report have tests of their own, and take longer than these runs."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ts, "report", lambda run: None)
-        patch.setattr(ts, "warm_up", lambda state, say: None)
-        yield
-
-
-@pytest.fixture(scope="module")
-def finished(dataset_dir, tmp_path_factory, only_the_run):
-    """An undisturbed run of 12 steps; what it printed is in out.txt beside it. Tests must not change it."""
-    run_dir = tmp_path_factory.mktemp("runs") / "finished"
-    out = passes(*flags(dataset_dir, run_dir))
-    run_dir.with_name("out.txt").write_text(out)
-    return run_dir
-
-
-@pytest.fixture(scope="module")
-def halfway(dataset_dir, tmp_path_factory, only_the_run):
-    """A run that was stopped after step 6 of 12, with checkpoints of steps 3 and 6. Tests must not change it."""
-    run_dir = tmp_path_factory.mktemp("runs") / "halfway"
-    with pytest.MonkeyPatch.context() as patch:
-        stop_at(patch, 6)
-        refused(*flags(dataset_dir, run_dir))
-    return run_dir
-
-
-def at_step(monkeypatch, step: int, action, script=ts) -> None:
-    """Runs action(state) behind the given optimizer step."""
-    original = script.train_step
-
-    def train_step(state, batch):
-        loss = original(state, batch)
-        if state.step == step:
-            action(state)
-        return loss
-
-    monkeypatch.setattr(script, "train_step", train_step)
-
-
-def stop_at(monkeypatch, step: int, number=signal.SIGTERM, script=ts) -> None:
-    at_step(monkeypatch, step, lambda state: os.kill(os.getpid(), number), script)
 
 
 # ---- what a run leaves
@@ -465,32 +366,28 @@ def test_words_that_are_no_flags(capsys, argv):
     assert end.value.code == 2 and "error: " in err and argv[-1].partition("=")[0].strip("@") in err
 
 
-@pytest.mark.parametrize(
-    ("argv", "words"),
-    [
-        (["--set", "widht=64"], ["--set widht=64", "a field of Config"]),
-        (["--set", "width"], ["expected KEY=VALUE"]),
-        (["--set", "width=wide"], ["width takes a value like 768"]),
-        (["--set", "width=1.5"], ["width takes a value like 768"]),
-        (["--set", "fp8=1"], ["fp8 takes a value like True"]),
-        (["--set", "long_layers=3"], ["long_layers takes a value like (3, 10)"]),
-        (["--set", "width=100"], ["width=100", "head_dim=128"]),
-        (["--set", "width=30", "--set", "head_dim=30"], ["head_dim=30 is not a multiple of 4"]),
-        (["--set", "vocab_size=70000"], ["70,000", "65,536"]),
-        (["--set", "long_layers=(11,)"], ["layer 11 is named, but the last one is 10"]),
-        (["--set", "no_attention_layers=(1,)"], ["a layer of value_embed_layers has no attention"]),
-        (["--set", "no_attention_layers=(0,)", "--set", "shared_input_from=0"], ["shared_input_from is a layer"]),
-        (["--set", "dtype=bf16"], ["dtype=bf16 is none of auto, bfloat16, float16, float32"]),
-        (["--set", "max_seq_len=16384"], ["max_seq_len=16384"]),
-        (["--set", "stages=((0.5, 16, 1.0),)"], ["0.5000, not 1"]),
-        (["--micro-batch-tokens", "200"], ["--micro-batch-tokens is not a multiple of pack_tokens=8192"]),
-        (["--seed", "1", "--set", "seed=1"], ["seed is given by a flag and by --set; leave one out"]),
-        (["--resume-changed"], ["--resume-changed goes with --resume"]),
-        (["--resume", "--run-dir", "out/none"], ["out/none is no run directory"]),
-        (["--resume"], ["is no run directory"]),
-    ],
-    ids=lambda value: " ".join(value) if value[0][:2] == "--" else "",
-)
+@pytest.mark.parametrize(("argv", "words"), [
+    (["--set", "widht=64"], ["--set widht=64", "a field of Config"]),
+    (["--set", "width"], ["expected KEY=VALUE"]),
+    (["--set", "width=wide"], ["width takes a value like 768"]),
+    (["--set", "width=1.5"], ["width takes a value like 768"]),
+    (["--set", "fp8=1"], ["fp8 takes a value like True"]),
+    (["--set", "long_layers=3"], ["long_layers takes a value like (3, 10)"]),
+    (["--set", "width=100"], ["width=100", "head_dim=128"]),
+    (["--set", "width=30", "--set", "head_dim=30"], ["head_dim=30 is not a multiple of 4"]),
+    (["--set", "vocab_size=70000"], ["70,000", "65,536"]),
+    (["--set", "long_layers=(11,)"], ["layer 11 is named, but the last one is 10"]),
+    (["--set", "no_attention_layers=(1,)"], ["a layer of value_embed_layers has no attention"]),
+    (["--set", "no_attention_layers=(0,)", "--set", "shared_input_from=0"], ["shared_input_from is a layer"]),
+    (["--set", "dtype=bf16"], ["dtype=bf16 is none of auto, bfloat16, float16, float32"]),
+    (["--set", "max_seq_len=16384"], ["max_seq_len=16384"]),
+    (["--set", "stages=((0.5, 16, 1.0),)"], ["0.5000, not 1"]),
+    (["--micro-batch-tokens", "200"], ["--micro-batch-tokens is not a multiple of pack_tokens=8192"]),
+    (["--seed", "1", "--set", "seed=1"], ["seed is given by a flag and by --set; leave one out"]),
+    (["--resume-changed"], ["--resume-changed goes with --resume"]),
+    (["--resume", "--run-dir", "out/none"], ["out/none is no run directory"]),
+    (["--resume"], ["is no run directory"]),
+], ids=lambda value: " ".join(value) if value[0][:2] == "--" else "")  # fmt: skip
 def test_command_line_mistakes(argv, words):
     """Each is told what was wrong."""
     err = refused(*argv)
@@ -506,6 +403,8 @@ BAD = {  # what is wrong with a dataset: a file, how it changes, whether dataset
     "truncated": (SHARD, lambda b: b[:-101], False, ["train_000000.bin was changed or is missing"]),
     "missing": (SHARD, None, False, ["train_000000.bin was changed or is missing"]),
     "another format": (SHARD, lambda b: b"\1" + b[1:], True, ["train_000000.bin is not a token shard of version 1"]),
+    "another version": (SHARD, lambda b: b[:4] + b"\2" + b[5:], True, ["is not a token shard of version 1"]),
+    "cut": (SHARD, lambda b: b[:-10], True, ["train_000000.bin is not a token shard"]),
     "large token": (SHARD, lambda b: b[:-2] + b"\xff\xff", True, ["holds token 65535, which its tokenizer lacks"]),
     "tokenizer": ("tokenizer.json", lambda b: b + b"\n", False, ["tokenizer.json is not the tokenizer of its shards"]),
     "no shards": ("pretrain/val_000000.bin", None, True, ["has no val_*.bin shards", "make the dataset again"]),

@@ -77,7 +77,7 @@ def test_no_minimum_inside(tmp_path):
 def test_nothing_to_plot(tmp_path):
     (tmp_path / "empty").mkdir()
     done = scaling_plot(tmp_path / "empty")
-    assert done.returncode == 1 and done.stderr.startswith("error: ") and "miniseries.sh" in done.stderr
+    assert done.returncode == 1 and done.stderr.startswith("error: ") and "scaling.sh" in done.stderr
 
 
 # ---- the series themselves
@@ -138,7 +138,7 @@ def series(sandbox: Path, name: str, data: Path, environment: str, **more) -> su
 def test_miniseries(sandbox, dataset_dir):
     """Two depths, whose width and tokens follow from them (with the default's 32,768 entries); called again, nothing
     is trained."""
-    argv = ("miniseries.sh", dataset_dir, "DEPTHS='2 3' OUT=out/mini")
+    argv = ("scaling.sh miniseries", dataset_dir, "DEPTHS='2 3' OUT=out/mini")
     done = series(sandbox, *argv, tokens_per_weight=0.0005)
     assert done.returncode == 0, done.stderr
     with (sandbox / "out/mini/results.csv").open(newline="") as file:
@@ -155,7 +155,7 @@ def test_miniseries(sandbox, dataset_dir):
 def test_scaling_laws(sandbox, dataset_dir):
     """For each budget the tokens that make 6 x weights x tokens equal for all sizes; then the fits."""
     (sandbox / "fake").touch()
-    done = series(sandbox, "scaling_laws.sh", dataset_dir, "BUDGETS='1e12 4e12 1.6e13' DEPTHS='2 3 4 5' OUT=out/laws")
+    done = series(sandbox, "scaling.sh laws", dataset_dir, "BUDGETS='1e12 4e12 1.6e13' DEPTHS='2 3 4 5' OUT=out/laws")
     assert done.returncode == 0, done.stderr
     commands = (sandbox / "train.log").read_text().splitlines()
     assert len(commands) == 12 and all(f"--data {dataset_dir}" in c and "--set head_dim=16" in c for c in commands)
@@ -163,7 +163,7 @@ def test_scaling_laws(sandbox, dataset_dir):
     assert f"--tokens {round(4e12 / 6 / weights)} --run-dir out/laws/flops_4e12_depth_03" in commands[5]
     result = json.loads(done.stdout.splitlines()[-1])
     assert result["runs"] == 12 and len(result["budgets"]) == 3
-    done = series(sandbox, "scaling_laws.sh", sandbox / "nothing", "BUDGETS=1e12")
+    done = series(sandbox, "scaling.sh laws", sandbox / "nothing", "BUDGETS=1e12")
     assert done.returncode == 1 and "no dataset at" in done.stderr and "Traceback" not in done.stderr
 
 

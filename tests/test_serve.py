@@ -25,8 +25,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conftest import ROOT, logits
-from test_export import bpe, write_run  # noqa: F401  (bpe is a fixture)
+from conftest import ROOT, logits, write_run
 
 sys.path.insert(0, str(ROOT / "data"))
 sys.path.insert(0, str(ROOT / "runs"))

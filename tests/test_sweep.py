@@ -117,19 +117,16 @@ def test_ctrl_c_ends_the_runs(files, tmp_path):
     assert (tmp_path / "out" / "base_4" / "result.json").is_file() and not (waiting.parent / "result.json").exists()
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("x", "is no TOML"),
-        ("seed = [1]", "the entry seed, which means nothing here; it takes script, flags, seeds"),
-        ("seeds = 3", "seeds must be a list"),
-        ('flags = "--a"', "flags must be a list of words"),
-        ('script = "no.py"', "names the script no.py, which "),
-        ('[variants]\nbase = ["--set", "x=1"]', "base is the name of the runs without changes"),
-        ("[grid]\nlr = 0.1", "lr in [grid] must be a list of values"),
-        ('[variants]\n"a b" = []\n"a_b" = []', "would share a folder"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("text", "words"), [
+    ("x", "is no TOML"),
+    ("seed = [1]", "the entry seed, which means nothing here; it takes script, flags, seeds"),
+    ("seeds = 3", "seeds must be a list"),
+    ('flags = "--a"', "flags must be a list of words"),
+    ('script = "no.py"', "names the script no.py, which "),
+    ('[variants]\nbase = ["--set", "x=1"]', "base is the name of the runs without changes"),
+    ("[grid]\nlr = 0.1", "lr in [grid] must be a list of values"),
+    ('[variants]\n"a b" = []\n"a_b" = []', "would share a folder"),
+])  # fmt: skip
 def test_bad_files(tmp_path, text, words):
     path = tmp_path / "s.toml"
     path.write_text(text)

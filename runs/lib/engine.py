@@ -23,10 +23,8 @@ the cache, S slots of a ring, N texts of a prefill.
 
 from __future__ import annotations
 
-import argparse
 import codecs
 import dataclasses
-import functools
 import importlib.util
 import json
 import math
@@ -39,9 +37,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from lib.calculator import calculate
+from lib.command import RunError, first_line, print_note
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -57,10 +55,6 @@ PREFILL_TOKENS = 16384  # prompt tokens computed at once; a longer prompt is a p
 SEED_STRIDE = 0x9E3779B1  # between the seeds of prompts that are generated together
 
 # ==== Runs
-
-
-class RunError(Exception):
-    """Something the user can fix. The message is one sentence: what is wrong, and what to do."""
 
 
 def import_script(run_dir: str | Path) -> ModuleType:
@@ -88,10 +82,6 @@ def import_script(run_dir: str | Path) -> ModuleType:
     return module
 
 
-def print_note(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
 @dataclass(frozen=True)
 class Run:
     """What load_run returns."""
@@ -115,33 +105,6 @@ def load_run(run_dir, step: int | None = None, device: str | None = None, **chan
         return load_model(script, Path(run_dir), step, device, changes)
     except RuntimeError as error:  # torch's, if memory runs out
         raise RunError(first_line(error)) from None
-
-
-def run_command(command: Callable, args: argparse.Namespace, **changes) -> int:
-    """Prints what command(run, ranks, say, args) returns, or an error; returns the exit code.
-
-    Args: changes: for load_run()
-    """
-    try:
-        run = load_run(args.run_dir, args.step, **changes)
-        ranks = run.script.start_ranks()
-        say = functools.partial(print, flush=True) if ranks.is_main else lambda text: None
-        result = command(run, ranks, say, args)
-        say(json.dumps(result | {"run_dir": str(args.run_dir)}))
-        return 0
-    except RunError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        return 1
-    except KeyboardInterrupt:
-        return 130
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-
-
-def first_line(error: Exception) -> str:
-    """What an error says, for a message of one sentence."""
-    return next(iter(str(error).splitlines()), repr(error))
 
 
 def choose_device(name: str) -> torch.device:

@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from chat import Local
-from lib.engine import RunError
+from lib.chat_format import TURN_TOKENS
+from lib.command import RunError
 from tokenizer import PATTERNS
 from torch import Tensor
 
@@ -38,7 +38,7 @@ QWEN = {
 
 
 def why_not_portable(model) -> str:
-    """What a model has that Qwen3 has not, or ""."""
+    """What a model has that Qwen3 lacks, or ""."""
     c = model.config
     if hasattr(model, "residual"):
         return "it is of train_medium.py"
@@ -119,7 +119,7 @@ def qwen_weights(model) -> dict[str, Tensor]:
 
 
 def positive(factor: float, layer: int) -> float:
-    """A factor that a norm takes away. Raises: RunError if it is none"""
+    """A factor that the next norm cancels. Raises: RunError if it is not positive"""
     if not factor > 1e-6:
         raise RunError(f"the residual factor of layer {layer} fell to {factor:.2g}; export an earlier --step")
     return factor
@@ -220,7 +220,7 @@ def add_vocabulary(writer, types, vocabulary: Vocabulary) -> None:
     writer.add_eos_token_id(specials[vocabulary.end])
     writer.add_add_bos_token(True)
     writer.add_add_eos_token(False)
-    if specials.keys() >= set(Local.MARKS):
+    if specials.keys() >= set(TURN_TOKENS):
         writer.add_chat_template(CHAT_TEMPLATE.read_text(encoding="utf-8"))
 
 

@@ -6,10 +6,8 @@ ids of an answer into text, and Answers into JSON. A Problem is an error for the
 
 import asyncio
 import codecs
-import itertools
 import json
 import random
-import re
 import time
 from collections import deque
 from collections.abc import Iterable
@@ -17,8 +15,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
 import pydantic_core
-from chat import Local
-from lib import engine
+from lib import chat_format, engine
 from lib.json_answers import Mask
 from llguidance.tiktoken import lltokenizer_from_encoding
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError
@@ -29,7 +26,6 @@ MAX_CHOICES = 64  # answers to one request
 MAX_TOP = 20  # likeliest ids beside each id of an answer
 # Fields that a request has in common with engine.Completion.
 SAMPLING = {"temperature", "top_p", "min_p", "logit_bias", "presence_penalty", "frequency_penalty"}
-CALL = re.compile(r"\[([^\[\]]{1,256}) = ([^\[\]]{1,64})\]")  # as Reader shows a call
 
 
 class Problem(Exception):
@@ -68,7 +64,7 @@ class Reader:
         self.stops = stops
         self.hold = max(map(len, stops), default=1) - 1
         specials = tokenizer.specials
-        self.marks = {specials[name]: name for name in Local.SHOWN if name in specials}
+        self.marks = {specials[name]: name for name in chat_format.CALL_TOKENS if name in specials}
         self.text = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self.part = "text"
         self.closing = False  # the call is written, and a result may follow
@@ -90,7 +86,7 @@ class Reader:
         elif mark == "<|output_start|>":
             # A model can write this mark itself; then no result of the calculator follows.
             self.part = "python_output" if forced else "text"
-        self.add(Local.SHOWN[mark].encode() if mark else self.bytes[token])
+        self.add(chat_format.CALL_TOKENS[mark].encode() if mark else self.bytes[token])
         if mark == "<|output_end|>":
             self.part = "text"
         return self.release(self.hold)
@@ -308,9 +304,9 @@ class Protocol:
         self.chat = chat
         self.most_choices = min(MAX_CHOICES, most_choices)
         self.marks = set(tokenizer.specials.values())
-        tools = {tokenizer.specials.get(mark) for mark in Local.SHOWN} if chat else set()
+        tools = {tokenizer.specials.get(name) for name in chat_format.CALL_TOKENS} if chat else set()
         self.stops = tuple(sorted(self.marks - tools))
-        end = tokenizer.specials["<|assistant_end|>"] if chat else tokenizer.bos_id
+        end = tokenizer.specials[chat_format.ASSISTANT_END] if chat else tokenizer.bos_id
         self.vocabulary = lltokenizer_from_encoding(tokenizer.encoding, eos_token=end)
 
     def prepare_chat(self, data: bytes) -> Ask:
@@ -391,71 +387,15 @@ class Protocol:
         return prompt
 
     def render(self, messages: list[Message]) -> list[int]:
-        """Ids of a conversation up to its next answer, in the template of data/sft.py.
-
-        If the last message is the assistant's, the answer continues it. Raises: Problem
-        """
+        """Ids of a conversation up to its next answer, as chat_format.render gives them. Raises: Problem"""
         if not self.chat:
             advice = "use /v1/completions to continue a text, or finetune it with runs/finetune.py"
             raise Problem(400, f"{self.name} was not finetuned for chat; {advice}", "model", "not_a_chat_model")
-        special = self.tokenizer.specials
-        ids = [self.tokenizer.bos_id]
-        for role, text in self.turns(messages):
-            inner = self.answer_ids(text) if role == "assistant" else self.tokenizer.encode(text)
-            ids += [special[f"<|{role}_start|>"], *inner, special[f"<|{role}_end|>"]]
-        if role == "assistant":
-            return ids[:-1]  # the last answer goes on
-        return [*ids, special["<|assistant_start|>"]]
-
-    def turns(self, messages: list[Message]) -> list[tuple[str, str]]:
-        """Texts of user and assistant in turn, with their roles. Raises: Problem
-
-        A system text goes in front of the next text of the user, and several messages of one role
-        in a row become one, as the model has only seen turns.
-        """
-        said = []  # roles and texts, those of the system as the user's
-        system = []  # what waits for a text of the user
-        for i, message in enumerate(messages):
-            role = message.role
-            text = message.content
-            if role == "user" and not text.strip():
-                raise Problem(400, f"messages[{i}] (user) is empty", "messages")
-            if role in ("system", "developer"):
-                system += [("user", text)] if text.strip() else []
-                continue
-            if role == "user" or not said:
-                said += system
-                system = []
-            if role == "assistant" and not said:  # it speaks first
-                said.append(("user", ""))
-            said.append((role, text))
-        said += system
-
-        turns = []
-        for role, group in itertools.groupby(said, key=lambda one: one[0]):
-            turns.append((role, "\n\n".join(text for _, text in group)))
-        if turns and turns[-1] == ("assistant", ""):
-            turns.pop()  # an empty beginning of an answer says nothing
-        if not any(text for _, text in turns):
-            raise Problem(400, "messages must hold one of the user or the assistant", "messages")
-        return turns
-
-    def answer_ids(self, text: str) -> list[int]:
-        """Ids of an answer; [3*4 = 12] in it is a call if the calculator gives that result."""
-        special = self.tokenizer.specials
-        encode = self.tokenizer.encode
-        python_start, python_end, output_start, output_end = (special[mark] for mark in Local.SHOWN)
-        ids = []
-        end = 0  # of the last call
-        for call in CALL.finditer(text):
-            expression, result = call.groups()
-            if engine.calculate(expression) != result:
-                continue
-            ids += encode(text[end : call.start()])
-            ids += [python_start, *encode(expression), python_end]
-            ids += [output_start, *encode(result), output_end]
-            end = call.end()
-        return ids + encode(text[end:])
+        try:
+            turns = chat_format.merge_turns((message.role, message.content) for message in messages)
+        except ValueError as error:
+            raise Problem(400, str(error), "messages") from None
+        return chat_format.render(self.tokenizer, turns)
 
     def tokenize(self, data: bytes) -> dict:
         """The ids of a prompt, or of messages up to their next answer. Raises: Problem"""

@@ -73,9 +73,7 @@ def optimum(group: list[dict]) -> dict:
     curve = np.polyfit(np.log(weights), val_bpb, 2)
     lowest = float(val_bpb.min())
     found = {"flops": flops, "curve": curve.tolist(), "val_bpb": lowest, "weights": None, "tokens": None}
-    if curve[0] <= 0:  # the parabola opens downward
-        return found
-    best = math.exp(-curve[1] / (2 * curve[0]))
+    best = math.exp(-curve[1] / (2 * curve[0])) if curve[0] > 0 else 0.0  # else it opens downward
     if weights.min() < best < weights.max():
         lowest = float(np.polyval(curve, math.log(best)))
         found |= {"weights": best, "tokens": flops / 6 / best, "val_bpb": lowest}
@@ -222,15 +220,14 @@ def print_result(result: dict) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add = parser.add_argument
-    add("folder", type=Path, help="folder with run directories")
-    add("--out", type=Path, help="folder for results.csv and scaling.png (default: FOLDER)")
+    parser.add_argument("folder", type=Path, help="folder with run directories")
+    parser.add_argument("--out", type=Path, help="folder for results.csv and scaling.png (default: FOLDER)")
     args = parser.parse_args()
     out = args.out or args.folder
 
     finished = sorted(path.parent for path in args.folder.glob("*/result.json"))
     if not finished:
-        sys.exit(f"error: {args.folder} holds no finished run; train some with runs/miniseries.sh")
+        sys.exit(f"error: {args.folder} holds no finished run; train some with runs/scaling.sh")
     rows = sorted(map(read_run, finished), key=lambda row: (row["flops"], row["weights"]))
     result = analyse(rows)
 

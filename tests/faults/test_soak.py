@@ -30,8 +30,7 @@ import torch
 import train_small as ts
 from fault_runs import Job, run
 
-from conftest import TINY, losses, sets, write_dataset
-from test_runs import tensors
+from conftest import TINY, losses, sets, tensors, write_dataset
 
 pytestmark = [pytest.mark.soak, pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")]
 

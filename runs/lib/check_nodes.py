@@ -1,0 +1,35 @@
+"""Checks flags and numbers for runs/multi_node.sh before torchrun starts; prints the processes of each machine.
+
+    python runs/lib/check_nodes.py SCRIPT NODES GPUS [flags of SCRIPT]     GPUS may be empty
+"""
+
+import importlib
+import sys
+from pathlib import Path
+
+import torch
+
+
+def main(path: str, nodes: str, gpus: str, *argv: str) -> None:
+    count = int(gpus or torch.cuda.device_count() or 1)
+    sys.path[:1] = [str(Path(path).parent)]
+    script = importlib.import_module(Path(path).stem)
+    if hasattr(script, "build_parser"):  # a tool has flags of its own, which it checks itself
+        try:
+            check(script, nodes, count, argv)
+        except script.UserError as error:
+            sys.exit(f"error: {error}")
+    print(count)
+
+
+def check(script, nodes: str, gpus: int, argv: tuple[str, ...]) -> None:
+    """Raises UserError if the flags, the data or the number of processes do not fit."""
+    config = script.make_config(script.build_parser().parse_args(argv))
+    script.Dataset.open(config.data)
+    least, _, most = nodes.partition(":")
+    for machines in range(int(least), int(most or least) + 1):
+        script.choose_packs(config, script.Ranks(0, machines * gpus, torch.device("cpu")))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,81 @@
+"""What the commands share: errors as one sentence, an exit code, and flags from settings. It needs no PyTorch."""
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+
+
+class RunError(Exception):
+    """Something the user can fix. The message is one sentence: what is wrong, and what to do."""
+
+
+def first_line(error: Exception) -> str:
+    """What an error says, for a message of one sentence."""
+    return next(iter(str(error).splitlines()), repr(error))
+
+
+def print_note(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def is_main() -> bool:
+    """Whether this is the first process of torchrun, or the only one."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def say(text: str) -> None:
+    """Prints in one process only."""
+    if is_main():
+        print(text, flush=True)
+
+
+def run_command(work: Callable[[], dict | None]) -> int:
+    """Prints what work() returns as one JSON object on the last line, or its error; returns the exit code."""
+    result = None
+    message = ""
+    try:
+        result = work()
+    except RunError as error:
+        message = f"error: {error}"
+    except OSError as error:
+        message = f"error: {first_line(error)}; fix that, then run the command again"
+    except KeyboardInterrupt:
+        message = "stopped"
+    dist = sys.modules.get("torch.distributed")  # not imported here, as it takes seconds
+    if dist and dist.is_initialized():
+        dist.destroy_process_group()
+
+    if message:
+        if not is_main():
+            time.sleep(3)  # by then torchrun has ended this process, and the message of the first one is enough
+        print_note(message)
+        return 130 if message == "stopped" else 1
+    if result is not None:
+        say(json.dumps(result))
+    return 0
+
+
+def add_flags(parser: argparse.ArgumentParser, fields: dict, prefix: str = "") -> None:
+    """A flag for each field of a pydantic model that is described; check_settings converts its value."""
+    for name, field in fields.items():
+        if field.description:
+            default = "required" if field.is_required() else field.default
+            text = f"{field.description} [{default}]".replace("%", "%%")
+            switch = {"nargs": "?", "const": True} if field.annotation is bool else {}
+            flag = f"--{prefix}{name.replace('_', '-')}"
+            parser.add_argument(flag, dest=prefix + name, metavar="X", help=text, **switch)
+
+
+def check_settings(model: type, values: dict):
+    """A pydantic model of values. Raises: RunError, about the first that is wrong"""
+    try:
+        return model(**values)
+    except ValueError as error:
+        # An unknown name comes first: it may be a required one, misspelled.
+        first = min(error.errors(), key=lambda error: error["type"] != "extra_forbidden")
+    name = ".".join(map(str, first["loc"][:2])).replace("_", "-")
+    found = "missing" if first["type"] == "missing" else repr(first["input"])
+    raise RunError(f"--{name} is {found}: {first['msg'].lower()}; see --help")

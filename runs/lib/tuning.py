@@ -1,0 +1,82 @@
+"""What finetuning and reinforcement learning share: packs, and how a run starts from another one."""
+
+import bisect
+import dataclasses
+import hashlib
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+
+
+def best_fit(lengths: np.ndarray, order: np.ndarray, room: int, most: int) -> list[list[int]]:
+    """Packs documents: each goes into the fullest pack that it fits into.
+
+    Args:    lengths of all documents in tokens; order in which they are packed, indices of lengths;
+             room in a pack, in tokens; most documents in a pack
+    Returns: the indices in each pack
+    """
+    packs = []
+    unfilled = []  # (room left, number of the pack), sorted
+    smallest = lengths.min()
+    for i, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
+        at = bisect.bisect_left(unfilled, (length, 0))
+        if at < len(unfilled):
+            left, number = unfilled.pop(at)
+        else:
+            left = room
+            number = len(packs)
+            packs.append([])
+        packs[number].append(i)
+        left -= length
+        if left >= smallest and len(packs[number]) < most:
+            bisect.insort(unfilled, (left, number))
+    return packs
+
+
+def stage_config(script: ModuleType, checkpoint: Path, packs: int, lr: float):
+    """The Config of the run that finetuning starts from, with a schedule of one stage."""
+    base = script.read_config(checkpoint.parent.parent)
+    full_momentum = base.momentum[1]
+    # Weights are averaged in pretraining only; medium models and scripts of older runs have no such field.
+    unaveraged = {"average": 0.0} if getattr(base, "average", 0.0) else {}
+    return dataclasses.replace(
+        base,
+        **unaveraged,
+        stages=((1.0, packs, lr),),
+        max_epochs=1,
+        # The rate falls from the first step to the last, down to 0.
+        cooldown=1.0,
+        lr_floor=0.0,
+        # Matrices begin with full momentum, because their buffers are filled.
+        momentum=(full_momentum, full_momentum, 0, 0),
+        # One target for each token, as in validation.
+        ahead=(1.0,),
+        prefix_weight=0.0,
+        # A short conversation has 32 tokens.
+        pack_docs=max(base.pack_docs, base.pack_tokens // 32),
+        wandb="",
+    )
+
+
+def load_source(script: ModuleType, state, checkpoint: Path, moments: bool) -> None:
+    """Gives a new state the weights of another run, and its optimizer moments if asked for."""
+    loss_scale = state.loss_scale
+    script.load_checkpoint(state, checkpoint)
+    state.step = 0
+    state.good_steps = 0
+    state.loss_scale = loss_scale
+    state.optimizer.late = []  # gradients of text that is not trained on now
+    if not moments:
+        state.optimizer.count = 0
+        for slot in state.optimizer.slots:
+            for moment in slot.moments.values():
+                moment.zero_()
+
+
+def tool_entries(name: str, file: str, settings: dict) -> dict:
+    """Fields of a Job about a tool: its command, its settings and hash in config.json, its script."""
+    path = Path(file).resolve()
+    sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
+    description = {name: settings, f"{name}_sha256": sha256}
+    return {"command": name, "description": description, "scripts": (path,)}
