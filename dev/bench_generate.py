@@ -5,12 +5,11 @@
     python dev/bench_generate.py --smoke   a tiny model, in seconds, on any machine
     python dev/bench_generate.py --script train_medium.py
 
-Greedy unless noted; no text ends early. "step" is one step with all work of the host, "GPU" the
-same steps launched without reading their tokens in between. "as graph" is the prefill as a graph of
-fixed size, where the prompts fit one, and "its equal" the share of tokens that stay the same then.
-"equal" is the share of tokens on which the plain path (no kernels in decoding, no graph, nothing
-compiled) agrees, and "until" the mean place of the first that differs: a near tie that rounding
-decides changes everything after it. Times are medians of 3. The last line is the result as JSON.
+Greedy unless noted; no text ends early. "step" is one step with all work of the host, "GPU" the same steps launched
+without reading their tokens in between. "as graph" is the prefill as a graph of fixed size, where the prompts fit one,
+and "its equal" the share of tokens that stay the same then. "equal" is the share of tokens on which the plain path (no
+kernels in decoding, no graph, nothing compiled) agrees, and "until" the mean place of the first that differs: a near
+tie that rounding decides changes everything after it. Times are medians of 3. The last line is the result as JSON.
 """
 
 import argparse
@@ -68,15 +67,15 @@ def timed(ranks: ts.Ranks, function) -> float:
 
 def fill(decoder: engine.Decoder, prompts: list, new: int, **options) -> list[engine.Completion]:
     """Puts new completions of the prompts into all rows."""
-    for row in range(decoder.rows):
+    for row in range(decoder.num_rows):
         decoder.free(row)
     completions = [engine.Completion(p, new, seed=i, **options) for i, p in enumerate(prompts)]
-    decoder.admit(dict(enumerate(completions)))
+    decoder.add_requests(dict(enumerate(completions)))
     return completions
 
 
 def finish(decoder: engine.Decoder) -> None:
-    while decoder.live:
+    while decoder.running:
         decoder.step()
 
 
@@ -109,7 +108,7 @@ def measure(model, tokenizer, prompts: list, new: int, compile: bool, ranks: ts.
     decode = []
     for _ in range(3):
         prefill.append(timed(ranks, lambda: fill(decoder, prompts, new, temperature=0.0)))
-        completions = list(decoder.live.values())
+        completions = list(decoder.running.values())
         decode.append(timed(ranks, lambda: finish(decoder)))
     prefill_ms = statistics.median(prefill)
     decode_ms = statistics.median(decode)
@@ -120,9 +119,9 @@ def measure(model, tokenizer, prompts: list, new: int, compile: bool, ranks: ts.
     row["tokens_per_second"] = count / (prefill_ms + decode_ms) * 1e3
 
     # The same steps without the host, and steps that sample.
-    if decoder.graphs is not None:
+    if decoder.step_graphs is not None:
         fill(decoder, prompts, new, temperature=0.0)
-        graph, _ = decoder.graphs.recorded[engine.GREEDY, False]
+        graph, _ = decoder.step_graphs.recorded[engine.GREEDY, False]
         row["gpu_step_ms"] = timed(ranks, lambda: [graph.replay() for _ in range(new)]) / new
     fill(decoder, prompts, new, temperature=0.8, top_k=50)
     decoder.step()

@@ -206,7 +206,7 @@ def judge(task: Task, tokenizer, item: Item, completions: list) -> list[Rollout]
         drawn = [False] * (len(completion.prompt) - 1)
         drawn += [not forced for forced in completion.forced]
         if completion.reason == "stop":
-            tokens.append(completion.ended)
+            tokens.append(completion.stop_token)
             drawn.append(True)
         rollouts.append(Rollout(tokens, drawn, reward, reward - mean if differ else 0.0))
     return rollouts
@@ -273,7 +273,7 @@ class Learner:
 
     def loader(self, run):
         self.state = run.state
-        self.generator = engine.Generator(run.state.model, self.tokenizer, rows=self.settings.rows)
+        self.generator = engine.Generator(run.state.model, self.tokenizer, num_rows=self.settings.rows)
         return self
 
     def close(self) -> None:

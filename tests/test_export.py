@@ -27,7 +27,7 @@ import export
 import format
 import sources
 import tokenizer
-from lib.protocol import Problem, Protocol
+from lib.protocol import APIError, Protocol
 
 VARIED = [
     "", " ", "a", "the rest\n\n of  it\t ", "l'été, naïve: 你好 😀\u200d👧 e\u0301", "1 12 123 1234 ٣٤ Ⅷ ½", "I'LL 'ſ",
@@ -187,7 +187,7 @@ def test_template_and_server_agree(name, bpe, exported_chat):
     if name in SHAPES:
         assert render()["input_ids"] == server_ids(ts.Tokenizer(bpe), messages)
         return
-    with pytest.raises(Problem):
+    with pytest.raises(APIError):
         server_ids(ts.Tokenizer(bpe), messages)
     with pytest.raises(Exception, match="role tool|is empty|no text|must hold"):
         render()
