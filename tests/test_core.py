@@ -10,6 +10,7 @@ import json
 import random
 import shutil
 import sys
+from os.path import commonprefix  # of any lists
 from pathlib import Path
 
 import numpy as np
@@ -123,23 +124,15 @@ def plain_rows(items, index, kind, shots, delimiter, encode, length):
     item = items[index]
     if kind == "language_modeling":
         question = prompt + item["context"].strip() + delimiter
-        without, row = encode(question.strip()), encode(question + item["continuation"])
-        start = 0
-        while start < min(len(without), len(row)) and without[start] == row[start]:
-            start += 1
-        rows, starts = [row], [start]
+        rows = [encode(question + item["continuation"])]
+        starts = [len(commonprefix([encode(question.strip()), *rows]))]
     elif kind == "schema":
         rows = [encode(prompt + context + delimiter + item["continuation"]) for context in item["context_options"]]
-        same = 0
-        while same < min(map(len, rows)) and len({row[-1 - same] for row in rows}) == 1:
-            same += 1
+        same = len(commonprefix([row[::-1] for row in rows]))
         starts = [max(len(row) - same, 1) for row in rows]
     else:
         rows = [encode(prompt + item["query"] + delimiter + choice) for choice in item["choices"]]
-        same = 0
-        while same < min(map(len, rows)) - 1 and len({row[same] for row in rows}) == 1:
-            same += 1
-        starts = [same] * len(rows)
+        starts = [min(len(commonprefix(rows)), min(map(len, rows)) - 1)] * len(rows)
     cut = [max(len(row) - length, 0) for row in rows]
     return [(row[c:], max(start - c, 1)) for row, start, c in zip(rows, starts, cut, strict=True)]
 

@@ -299,7 +299,10 @@ def test_padding_of_the_vocabulary_is_never_sampled(generator):
 
 
 def test_rows_come_and_go(generator):
-    """Requests join while others decode, one is dropped, its row is taken again: each is as if it were alone."""
+    """Requests join while others decode, one is dropped, its row is taken again: each is as if it were alone.
+
+    So it is where the row holds keys that are no numbers, as an overflow leaves them.
+    """
     decoder = decoder_of(generator, 3, 60)
     a, b, c, d, e = (greedy(ids, 25) for ids in random_documents((21, 9, 30, 1, 14), 290))
     decoder.add_requests({0: a, 2: b})
@@ -309,28 +312,19 @@ def test_rows_come_and_go(generator):
     decoder.step()
     decoder.free(2)  # the client of b left
     assert len(b.tokens) == 5 and b.reason == "" and 2 not in decoder.running
+    for ring in (*decoder.cache.keys, *decoder.cache.values):
+        ring[2] = float("nan")
     decoder.step()
     decoder.add_requests({2: d})
-    events = []
+    outputs = []
     while 0 in decoder.running:
-        events += decoder.step()
-    assert [x for x in events if x[0] == 0][-1] == (0, a.tokens[-1], "length")
+        outputs += decoder.step()
+    assert [x for x in outputs if x[0] == 0][-1] == (0, a.tokens[-1], "length")
     run_out(decoder, {0: e})
     assert decoder.step() == []
     for done in (a, c, d, e):
         assert done.tokens == argmax_loop(generator, done.prompt, 25) and done.reason == "length"
     assert b.tokens == argmax_loop(generator, b.prompt, 5)
-
-
-def test_nothing_is_left_for_the_next_request(generator):
-    """Keys that are not numbers, as an overflow leaves them, do no harm to the next request in the row."""
-    decoder = decoder_of(generator, 2)
-    first, second = (greedy(ids, 20) for ids in random_documents((40, 4), 290))
-    run_out(decoder, {1: first})
-    for ring in (*decoder.cache.keys, *decoder.cache.values):
-        ring[1] = float("nan")
-    run_out(decoder, {1: second})
-    assert second.tokens == argmax_loop(generator, second.prompt, 20)
 
 
 def test_a_stream_left_early_frees_its_rows(generator):
@@ -671,13 +665,6 @@ DEVICES = [pytest.param("cpu", id="interpreter", marks=COMPILED),
            pytest.param("cuda", id="gpu", marks=pytest.mark.gpu)]  # fmt: skip
 
 
-def close(got, want, tolerance):
-    got, want = got.double(), want.double()
-    assert torch.isfinite(got).all()
-    error = ((got - want).norm() / want.norm()).item()
-    assert error < tolerance, f"relative error {error:.2e} above {tolerance}"
-
-
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("offset", [False, True])
 @pytest.mark.parametrize("slots", [2, 21, 37])
@@ -699,7 +686,8 @@ def test_decode_attention(slots, offset, device, monkeypatch):
         q, k, v = torch.randn(len(positions), 3, H, D, device=device).to(dtype).unbind(1)
         got = engine.decode_attention(q * D**-0.5, k, v, *mine, positions, offset)
         want = engine.decode_attention_ref(q * D**-0.5, k, v, *theirs, positions, offset)
-        close(got[1:], want[1:], 1e-2 if cuda else 1e-5)
+        error = (got - want)[1:].float().norm() / want[1:].float().norm()
+        assert error < (1e-2 if cuda else 1e-5)  # not so for NaN
         assert torch.equal(torch.where(mine.isnan(), theirs, mine), theirs), "both wrote the same"
         assert mine[:, 0].isnan().all() and theirs[:, 0].eq(0).all() and got[0].isfinite().all(), "an idle row"
         positions = torch.where(positions < 0, positions, positions + 1)

@@ -36,7 +36,7 @@ SCHEMAS = [
 def test_answers_follow_a_json_schema(talker, schema, monkeypatch):
     """20 answers of a random model are valid by another library; an answer without a schema beside them is as ever.
 
-    Every other time steps are launched before the ids of the one before are known, as on a GPU.
+    Every other time steps overlap, as on a GPU.
     """
     monkeypatch.setattr(talker.decoder, "overlap", SCHEMAS.index(schema) % 2 == 1)
     body = {"model": "talker", "messages": HELLO, "temperature": 1.5, "seed": 1, "n": 20, "max_tokens": 400}

@@ -31,6 +31,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from os.path import commonprefix  # of any lists
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -69,8 +70,7 @@ def import_script(run_dir: str | Path) -> ModuleType:
     run_dir = Path(run_dir)
     scripts = sorted(run_dir.glob("train_*.py"))
     if len(scripts) != 1:
-        found = f"it has {len(scripts)} training scripts"
-        raise RunError(f"{run_dir} is no run directory: {found}; name another")
+        raise RunError(f"{run_dir} is no run directory: it has {len(scripts)} training scripts; name another")
     spec = importlib.util.spec_from_file_location(f"run_{scripts[0].stem}", scripts[0])
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up by name
@@ -157,8 +157,8 @@ def load_model(script: ModuleType, run_dir: Path, step, device, changes: dict) -
     else:
         folder = run_dir / "checkpoints" / f"step_{step:06d}"
         if folder not in script.checkpoints(run_dir):
-            way = "name another with --step, or leave it out"
-            raise RunError(f"no checkpoint of step {step} in {run_dir}/checkpoints; {way}")
+            missing = f"no checkpoint of step {step} in {run_dir}/checkpoints"
+            raise RunError(f"{missing}; name another with --step, or leave it out")
     state = script.check_checkpoint(folder, needed)
     state_dict = load_file(folder / "model.safetensors")
 
@@ -170,8 +170,8 @@ def load_model(script: ModuleType, run_dir: Path, step, device, changes: dict) -
     try:
         model.load_state_dict(state_dict)
     except RuntimeError:
-        advice = "restore config.json as the run wrote it"
-        raise RunError(f"the weights in {folder} do not fit config.json; {advice}") from None
+        wrong = f"the weights in {folder} do not fit config.json"
+        raise RunError(f"{wrong}; restore config.json as the run wrote it") from None
     model.attention = script.choose_attention(model, lambda text: None)
     tokenizer = script.Tokenizer(run_dir / "tokenizer.json")
     return Run(script, model.eval(), tokenizer, config, state["step"])
@@ -184,11 +184,11 @@ def load_model(script: ModuleType, run_dir: Path, step, device, changes: dict) -
 class KVCache:
     """Keys and values of every attention layer. A row is a ring that holds the layer's window, not the whole context.
 
-    Position p of a row lies in slot p % S. Keys are stored rotated, so their order in the ring does
-    not matter. S is window + 2, for the newest key and the next one, or longest sequence + 1 if less.
+    Position p of a row lies in slot p % S. Keys are stored rotated, so their order in the ring does not matter. S is
+    window + 2, for the newest key and the next one, or longest sequence + 1 if less.
 
-    In layers with key offset, a key takes its second half from the token before. That half waits in
-    the slot of the next position until the next token comes.
+    In layers with key offset, a key takes its second half from the token before. That half waits in the slot of the
+    next position until the next token comes.
     """
 
     keys: list[Tensor]  # of each attention layer, (B, S, H, K)
@@ -328,7 +328,7 @@ def choose_bucket(num_cached: list, sequences: list, most: int, window: int):
     return PrefillBucket(most, new_sizes[0], old_sizes[0]) if new_sizes and old_sizes else None
 
 
-def pad(array, length: int, value: int):
+def pad(array, length: int, value: int) -> np.ndarray:
     return np.concatenate((array, np.full(length - len(array), value)))
 
 
@@ -548,8 +548,7 @@ class Completion:
 
     def has_processors(self) -> bool:
         """Whether it needs a Decoder with logits_processors=True."""
-        penalties = self.presence_penalty or self.frequency_penalty
-        return bool(self.min_p or penalties or self.logit_bias)
+        return bool(self.min_p or self.presence_penalty or self.frequency_penalty or self.logit_bias)
 
     def num_sorted(self, vocab_size: int) -> int:
         """How many logits sample must sort for it, or GREEDY if it needs no sample."""
@@ -562,6 +561,10 @@ class Completion:
     def all_tokens(self) -> list[int]:
         """The prompt and the answer so far."""
         return [*self.prompt, *self.tokens] if self.tokens else self.prompt
+
+    def last_token(self) -> int:
+        """The id that goes in next."""
+        return (self.tokens or self.prompt)[-1]
 
     def accept(self, sampled: int, tokenizer, tool_ids: list[int]) -> int | None:
         """Adds the sampled id, or that of a tool's result if one is due; None if a stop token came.
@@ -700,16 +703,16 @@ class PendingStep(NamedTuple):
 class Decoder:
     """Rows of a KV cache that decode together; requests join and leave at any step (continuous batching).
 
-    On CUDA a step is a graph, launched at once. `compile` also fuses it, which costs half a minute
-    at the first step. A Decoder is for one thread.
+    On CUDA a step is a graph, launched at once. `compile` also fuses it, which costs half a minute at the first step.
+    A Decoder is for one thread.
 
-    With `overlap`, the default on CUDA, the next step is launched before the tokens of the last are
-    read, so that the device does not wait for the host. A row that meets a stop token then computes
-    one token too many. That writes only into slots of its rings that the next token overwrites.
+    With `overlap`, the default on CUDA, the next step is launched before the tokens of the last are read, so that the
+    device does not wait for the host. A row that meets a stop token then computes one token too many. That writes only
+    into slots of its rings that the next token overwrites.
 
-    Args:  max_len tokens of the longest sequence, by default the model's context; logits_processors
-           whether completions may have penalties, logit_bias and min_p; prefix_rows rows of the
-           cache beside num_rows, for prefixes that several prompts share
+    Args:  max_len: tokens of the longest sequence, by default the model's context; logits_processors: whether
+           completions may have penalties, logit_bias and min_p; prefix_rows: rows of the cache beside num_rows, for
+           prefixes that several prompts share
     """
 
     def __init__(self, model, tokenizer, num_rows: int, max_len: int = 0, compile: bool = False,
@@ -922,15 +925,15 @@ class Decoder:
         sampled = pending.sampled.tolist()
         outputs = []
         for row, completion in pending.completions.items():
-            went_in = (completion.tokens or completion.prompt)[-1]
-            self.prefix_cache.tokens[row].append(went_in)
+            self.prefix_cache.tokens[row].append(completion.last_token())  # which this step computed
             token = completion.accept(sampled[row], self.tokenizer, self.tool_ids)
             if token is not None and completion.logprobs is not None:
                 by_tool = completion.forced[-1]
                 logprob = TokenLogprob(0.0, []) if by_tool else pending.logprobs[row]
                 completion.token_logprobs.append(logprob)
             outputs.append(StepOutput(row, token, completion.reason))
-        self.stop([output.row for output in outputs if output.reason])
+        if ended := [output.row for output in outputs if output.reason]:
+            self.stop(ended)
         return outputs
 
     # -- requests leave
@@ -1031,7 +1034,7 @@ class RowState:
             self.bias[row, token] = bias
         answer = torch.tensor(completion.tokens, dtype=torch.long)
         counts = answer.bincount(minlength=self.counts.size(1))
-        counts[completion.all_tokens()[-1]] -= 1
+        counts[completion.last_token()] -= 1
         self.counts[row] = to_device(counts, self.counts.device)
 
     def process_logits(self, logits_BV: Tensor) -> Tensor:
@@ -1049,8 +1052,8 @@ def sample(
 ) -> Tensor:
     """One id for each row: argmax at temperature 0, else sampled from the likeliest.
 
-    Sampled from the top_k likeliest ids, of these from the fewest whose mass reaches top_p; ids as
-    likely as the last of them count too. The argmax of logits plus Gumbel noise is such a sample.
+    Of the top_k likeliest ids the fewest whose mass reaches top_p can come; ids as likely as the last of them count
+    too. The argmax of logits plus Gumbel noise is a sample of their softmax.
 
     Args:    top_k_B 0: all ids; top_p_B 1 or more: all ids; seeds_B, counters_B integers, on which the noise depends,
              and on nothing else, so a row samples the same in any batch; num_sorted logits to sort: at least top_k of
@@ -1103,10 +1106,9 @@ def compute_logprobs(logits_BV: Tensor, tokens_B: Tensor, num_top: int) -> list[
     logprobs = logits_BV.float().log_softmax(-1)
     chosen = logprobs.gather(1, tokens_B[:, None].long())[:, 0].tolist()
     top = logprobs.topk(max(num_top, 1))
-    top_ids = top.indices.tolist()
-    top_logprobs = top.values.tolist()
-    found = zip(chosen, top_ids, top_logprobs, strict=True)
-    return [TokenLogprob(one, list(zip(ids, their, strict=True))) for one, ids, their in found]
+    tops = zip(top.indices.tolist(), top.values.tolist(), strict=True)
+    tops = [list(zip(*pair, strict=True)) for pair in tops]
+    return [TokenLogprob(*pair) for pair in zip(chosen, tops, strict=True)]
 
 
 # ==== Prefix cache
@@ -1150,7 +1152,7 @@ class PrefixCache:
         for row, sequence in sequences.items() if self.shared else ():
             source = max(self.shared, key=lambda shared: self.match(shared, sequence))
             longest = max(num_cached[row], self.match(source, sequence))
-            common = max(common_length(sequence[:-1], other) for other in others)
+            common = max(len(commonprefix([sequence[:-1], other])) for other in others)
             others.append(sequence)
             oldest = self.shared[0]
             if common >= longest + MIN_SHARED_PREFIX and oldest not in copies.values():
@@ -1161,12 +1163,6 @@ class PrefixCache:
                 self.shared.append(source)
                 copies[row] = source
         return copies, new_prefixes
-
-
-def common_length(sequence: list[int], other: list[int]) -> int:
-    """How many first ids two sequences have in common."""
-    pairs = enumerate(zip(sequence, other, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(sequence), len(other)))
 
 
 # ==== CUDA graphs

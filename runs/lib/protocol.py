@@ -485,11 +485,11 @@ class Answers:
         self.chat = request.fields.source == "messages"
         self.with_usage = request.fields.stream_options.get("include_usage")  # in a stream
         self.tokenizer = tokenizer
-        self.ended = set()  # sequences whose end was sent
-        self.num_sent = [0] * len(request.sequences)  # ids whose logprobs were sent
-        # Characters before the next id, for text_offset.
-        self.offsets = [0] * len(request.sequences)
-        self.decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in request.sequences]
+        count = len(request.sequences)
+        self.ended = [False] * count  # whether the end of a sequence was sent
+        self.num_sent = [0] * count  # ids whose logprobs were sent
+        self.text_offsets = [0] * count  # characters before the next of these ids
+        self.decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in range(count)]
         kind = "chat.completion" if self.chat else "text_completion"
         if self.chat and request.fields.stream:
             kind = "chat.completion.chunk"
@@ -533,8 +533,8 @@ class Answers:
             if self.chat and part != "text":
                 content["part"] = part
             events.append(self.event(sequence, content, self.logprobs(sequence)))
-        if reason and sequence not in self.ended:
-            self.ended.add(sequence)
+        if reason and not self.ended[sequence.index]:
+            self.ended[sequence.index] = True
             content = {} if self.chat else ""
             events.append(self.event(sequence, content, self.logprobs(sequence), reason))
         return "".join(events)
@@ -604,9 +604,9 @@ class Answers:
             result["tokens"].append(text)
             result["token_logprobs"].append(entry.logprob if entry else None)
             result["top_logprobs"].append(top)
-            result["text_offset"].append(self.offsets[sequence.index])
+            result["text_offset"].append(self.text_offsets[sequence.index])
             if token not in self.tokenizer.specials.values():
                 # Ids that hold parts of a character add it with the last of them.
                 added = self.decoders[sequence.index].decode(self.tokenizer.bytes[token])
-                self.offsets[sequence.index] += len(added)
+                self.text_offsets[sequence.index] += len(added)
         return result
