@@ -1,9 +1,8 @@
 # ruff: noqa: E402
 """Speed of decoding with random weights: prefill, tokens a second, memory, and whether paths agree.
 
-    python dev/bench_generate.py           one GPU: batches of 1, 32, 128; 1,024 + 128 tokens
-    python dev/bench_generate.py --smoke   a tiny model, in seconds, on any machine
-    python dev/bench_generate.py --script train_medium.py
+    python dev/bench_generate.py --script train_medium.py             batches of 1, 32, 128; 1,024 + 128 tokens
+    python dev/bench_generate.py @runs/tiny.args --prompt 50 --new 8  any flags of the script, any machine
 
 Greedy unless noted; no answer ends early. "step" is one step with all work of the host, "GPU" the same steps launched
 without reading their tokens in between. "equal" is the share of tokens on which the plain path (no kernels in decoding,
@@ -11,9 +10,7 @@ no graph, nothing compiled) agrees, and "until" the mean index of the first that
 decides changes everything after it. Times are medians of 3. The last line is the result as JSON.
 """
 
-import argparse
 import contextlib
-import dataclasses
 import statistics
 import sys
 import time
@@ -29,13 +26,6 @@ from lib import engine
 from dev import bench
 
 ts = bench.ts
-SMOKE = {
-    "num_layers": 4, "width": 64, "head_dim": 16, "mlp_width": 128, "vocab_size": 512,
-    "max_seq_len": 128, "no_attention_layers": (2,), "long_layers": (1, 3),
-    "key_offset_layers": (1, 3), "value_embed_layers": (0, 3), "bigram_rows": 500,
-    "shared_input_from": 1, "backout_layer": 2, "pack_tokens": 256,
-    "window_short": 16, "window_long": 64, "stages": ((1.0, 1, 1.0),),
-}  # fmt: skip
 
 
 def build(config: ts.Config, device: torch.device) -> ts.GPT:
@@ -142,31 +132,17 @@ COLUMNS = {
 }  # fmt: skip
 
 
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--script", help=f"one of {', '.join(bench.SCRIPTS)} (default {bench.SCRIPTS[0]})")
-    parser.add_argument("--smoke", action="store_true", help="a tiny model, few tokens")
-    parser.add_argument("--batches", type=int, nargs="+", help="sizes (1 32 128; smoke 1 3)")
-    parser.add_argument("--prompt", type=int, help="tokens of each prompt (1,024; smoke 50)")
-    parser.add_argument("--new", type=int, help="new tokens (128; smoke 8)")
-    parser.add_argument("--attention", default="auto", help="backend of the prefill")
-    parser.add_argument("--no-compile", action="store_true", help="graphs of the plain operators")
-    args = parser.parse_args()
-    args.batches = args.batches or ([1, 3] if args.smoke else [1, 32, 128])
-    args.prompt = args.prompt or (50 if args.smoke else 1024)
-    args.new = args.new or (8 if args.smoke else 128)
-    return args
-
-
 def main() -> dict:
-    args = parse()
-    fields = {field.name for field in dataclasses.fields(ts.Config)}
-    tiny = {name: value for name, value in SMOKE.items() if name in fields} if args.smoke else {}
-    config = ts.Config(attention=args.attention, **tiny)
-    ts.validate(config)
+    parser = bench.make_parser("bench_generate.py", __doc__, 1)
+    parser.description = __doc__.splitlines()[0]
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 32, 128], help="prompts at a time")
+    parser.add_argument("--prompt", type=int, default=1024, help="tokens of each prompt")
+    parser.add_argument("--new", type=int, default=128, help="new tokens")
+    args = parser.parse_args()
+    config = bench.make_config(args, 0)
     ranks = ts.start_ranks()
     cuda = ranks.device.type == "cuda"
-    compile = cuda and not args.no_compile
+    compile = cuda and config.compile
     model = build(config, ranks.device)
     tokenizer = SimpleNamespace(bos_id=-1, vocab_size=config.vocab_size, specials={})
 

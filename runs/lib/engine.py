@@ -1120,7 +1120,7 @@ class PrefixCache:
     """Which ids have their keys and values in each row of the KV cache.
 
     An idle row keeps what its last sequence left, so that the next turn of a conversation computes only what is new.
-    Behind the rows of requests come shared rows, for prefixes of several sequences, such as a system text; a sequence
+    Behind the rows of requests come shared rows, for prefixes of several sequences, such as a system prompt; a sequence
     with such a prefix starts as a copy of the row. A row is used whole or not at all, since a ring only has the end.
     """
 
@@ -1191,15 +1191,14 @@ class Graphs:
 
 
 # ==== Attention kernel
-# One decoding step: each row writes a key and a value into its ring, as KVCache says, and one query
-# looks at that ring. Rows at position -1 are idle: nothing of them is written.
+# One decoding step: each row writes a key and a value into its ring, as KVCache says, and one query looks at that ring.
+# Rows at position -1 are idle: nothing of them is written.
 
 
 def use_triton(x: Tensor) -> bool:
     """The kernel runs on CUDA tensors of 16 bits from Ampere on; all else takes the plain path."""
-    if triton is None or not x.is_cuda or x.itemsize > 2:
-        return False
-    return torch.cuda.get_device_capability(x.device) >= (8, 0)
+    can_run = triton is not None and x.is_cuda and x.itemsize <= 2
+    return can_run and torch.cuda.get_device_capability(x.device) >= (8, 0)
 
 
 def decode_attention_ref(q, k, v, keys, values, positions, offset: bool) -> Tensor:
@@ -1239,7 +1238,7 @@ def decode_attention_kernel(
     q, k, v, o, keys, values, positions, S, H, stride_q, stride_k, stride_v,
     OFFSET: tl.constexpr, D: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """One row and one head a program. The new key and value are not read back from the ring."""
+    """One row and one head a program; D is the head width here. The new key and value are not read back."""
     row = tl.program_id(0)
     h = tl.program_id(1)
     d = tl.arange(0, D)

@@ -369,9 +369,8 @@ class Protocol:
         """Which ids an answer may hold, if it must be JSON. Raises: APIError"""
         if wanted.type == "text":
             return None
-        any_object = wanted.type == "json_object"
+        schema = {"type": "object"} if wanted.type == "json_object" else wanted.json_schema.given
         try:
-            schema = {"type": "object"} if any_object else wanted.json_schema.given
             return Mask.of(schema, self.vocabulary)
         except ValueError as error:
             wrong = f"response_format: this schema does not work here ({error})"
@@ -512,10 +511,9 @@ class Answers:
 
     def opening(self) -> str:
         """The first event of a stream for each choice of a chat: its role."""
-        if not self.chat:
-            return ""
         content = {"content": "", "role": "assistant"}
-        return "".join(self.event(sequence, content, None) for sequence in self.request.sequences)
+        sequences = self.request.sequences if self.chat else ()
+        return "".join(self.event(sequence, content, None) for sequence in sequences)
 
     def chunks(self, sequence: Sequence) -> str:
         """The events for what is new of a sequence; deltas of text in a row go together."""
