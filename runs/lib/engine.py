@@ -5,12 +5,12 @@
     for delta in generator.stream_text("The sky is", max_tokens=100, temperature=0.8):
         print(delta, end="")
 
-A Completion is one request and its result. Generator.run puts completions into the rows of a Decoder; when one ends,
-the next takes its row. Decoder.add_requests prefills what the KV cache lacks of a prompt (PrefixCache says what it
-has), and Decoder.step gives every running row one more token: decode computes logits, and sample picks a token from
-them. On CUDA a step is a graph over the tensors of RowState, and the next step is launched before the host reads the
-tokens of the last (PendingStep). prefill and decode are both GPT.trunk(attend), which computes everything but
-attention, with an `attend` that reads and writes the KVCache.
+A Completion is one prompt, its options and its result. Generator.run puts completions into the rows of a Decoder;
+when one ends, the next takes its row. Decoder.add_requests prefills what the KV cache lacks of a prompt (PrefixCache
+knows what it has), and Decoder.step gives every running row one more token: decode computes logits, and sample picks
+a token from them. On CUDA a step is a graph over the tensors of RowState, and the next step is launched before the
+host reads the tokens of the last (PendingStep). prefill and decode are both GPT.trunk(attend), which computes
+everything but attention, with an `attend` that reads and writes the KVCache.
 
 The model is the GPT class of the script that lies in the run directory. This file imports no training script of the
 repository, so a run keeps decoding as it was trained.
@@ -505,7 +505,7 @@ class TokenLogprob(NamedTuple):
 
 @dataclass
 class Completion:
-    """One request and its result."""
+    """One request to a Decoder: a prompt, its options, and the result. (A client's request may need several.)"""
 
     prompt: list[int]  # BOS included
     max_tokens: int = 128
@@ -749,7 +749,7 @@ class Decoder:
     @torch.no_grad()
     def reload_weights(self) -> None:
         """Reads the model's weights again; what they have computed is dropped from the prefix cache."""
-        self.prefix_cache.clear()
+        self.prefix_cache.tokens = [[] for _ in self.prefix_cache.tokens]
         self.pending = None
         for layers in zip(self.layer_weights, self.model.layer_weights(), strict=True):
             for old, new in zip(*layers, strict=True):  # in place, as graphs hold their addresses
@@ -1128,9 +1128,6 @@ class PrefixCache:
         self.num_rows = num_rows
         self.tokens: list[list[int]] = [[] for _ in range(num_rows + num_shared)]
         self.shared = list(range(num_rows, num_rows + num_shared))  # least recently used first
-
-    def clear(self) -> None:
-        self.tokens = [[] for _ in self.tokens]
 
     def match(self, row: int, sequence: list[int]) -> int:
         """How many ids a row holds, if the sequence begins with all of them and goes on; else 0."""
