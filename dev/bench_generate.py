@@ -1,26 +1,22 @@
 # ruff: noqa: E402
 """Speed of decoding with random weights: prefill, tokens a second, memory, and whether paths agree.
 
-    python dev/bench_generate.py           one GPU: batches of 1, 32, 128; 1,024 + 128 tokens
-    python dev/bench_generate.py --smoke   a tiny model, in seconds, on any machine
-    python dev/bench_generate.py --script train_medium.py
+    python dev/bench_generate.py --script train_medium.py             batches of 1, 32, 128; 1,024 + 128 tokens
+    python dev/bench_generate.py @runs/tiny.args --prompt 50 --new 8  any flags of the script, any machine
 
-Greedy unless noted; no text ends early. "step" is one step with all work of the host, "GPU" the
-same steps launched without reading their tokens in between. "as graph" is the prefill as a graph of
-fixed size, where the prompts fit one, and "its equal" the share of tokens that stay the same then.
-"equal" is the share of tokens on which the plain path (no kernels in decoding, no graph, nothing
-compiled) agrees, and "until" the mean place of the first that differs: a near tie that rounding
+Greedy unless noted; no answer ends early. "step" is one step with all work of the host, "GPU" the same steps launched
+without reading their tokens in between. "equal" is the share of tokens on which the plain path (no kernels in decoding,
+no graph, nothing compiled) agrees, and "until" the mean index of the first that differs: a near tie that rounding
 decides changes everything after it. Times are medians of 3. The last line is the result as JSON.
 """
 
-import argparse
 import contextlib
-import dataclasses
 import statistics
 import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:1] = [str(ROOT), str(ROOT / "runs")]
@@ -30,13 +26,6 @@ from lib import engine
 from dev import bench
 
 ts = bench.ts
-SMOKE = {
-    "num_layers": 4, "width": 64, "head_dim": 16, "mlp_width": 128, "vocab_size": 512,
-    "max_seq_len": 128, "no_attention_layers": (2,), "long_layers": (1, 3),
-    "key_offset_layers": (1, 3), "value_embed_layers": (0, 3), "bigram_rows": 500,
-    "shared_input_from": 1, "backout_layer": 2, "pack_tokens": 256,
-    "window_short": 16, "window_long": 64, "stages": ((1.0, 1, 1.0),),
-}  # fmt: skip
 
 
 def build(config: ts.Config, device: torch.device) -> ts.GPT:
@@ -46,11 +35,9 @@ def build(config: ts.Config, device: torch.device) -> ts.GPT:
     rng = torch.Generator(device).manual_seed(1)
     with torch.no_grad():
         for name, param in model.named_parameters():
-            scale = 0.1
+            scale = 1.0 if name in ("embed", "unembed") else 0.1
             if name.endswith("_bank"):
                 scale = 0.02
-            elif name in ("embed", "unembed"):
-                scale = 1.0
             noise = torch.randn(param.shape, generator=rng, device=device).to(param.dtype)
             param.add_(noise * scale)
     model.attention = ts.choose_attention(model)
@@ -68,66 +55,58 @@ def timed(ranks: ts.Ranks, function) -> float:
 
 def fill(decoder: engine.Decoder, prompts: list, new: int, **options) -> list[engine.Completion]:
     """Puts new completions of the prompts into all rows."""
-    for row in range(decoder.rows):
+    for row in range(decoder.num_rows):
         decoder.free(row)
     completions = [engine.Completion(p, new, seed=i, **options) for i, p in enumerate(prompts)]
-    decoder.admit(dict(enumerate(completions)))
+    decoder.add_requests(dict(enumerate(completions)))
     return completions
 
 
 def finish(decoder: engine.Decoder) -> None:
-    while decoder.live:
+    while decoder.running:
         decoder.step()
 
 
 @contextlib.contextmanager
 def without_kernels():
     """The plain path of the model and of decoding."""
-    kept_script = ts.use_triton
-    kept_engine = engine.use_triton
-    ts.use_triton = lambda *_: False
-    engine.use_triton = lambda *_: False
-    try:
+    never = lambda *_: False
+    with mock.patch.object(ts, "use_triton", never), mock.patch.object(engine, "use_triton", never):
         yield
-    finally:
-        ts.use_triton = kept_script
-        engine.use_triton = kept_engine
 
 
 def measure(model, tokenizer, prompts: list, new: int, compile: bool, ranks: ts.Ranks) -> dict:
-    """Figures of one batch size."""
+    """The result of one batch size, by the names of COLUMNS."""
     if ranks.device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     decoder = engine.Decoder(model, tokenizer, len(prompts), compile=compile)
     # The first prefill and step, which compile and capture.
     ready = timed(ranks, lambda: (fill(decoder, prompts, new, temperature=0.0), decoder.step()))
-    row = {"batch": len(prompts), "ready_s": ready / 1e3}
+    result = {"batch": len(prompts), "ready_s": ready / 1e3}
 
     # Prefill and greedy steps.
-    prefill = []
-    decode = []
+    times = []
     for _ in range(3):
-        prefill.append(timed(ranks, lambda: fill(decoder, prompts, new, temperature=0.0)))
-        completions = list(decoder.live.values())
-        decode.append(timed(ranks, lambda: finish(decoder)))
-    prefill_ms = statistics.median(prefill)
-    decode_ms = statistics.median(decode)
+        prefill_ms = timed(ranks, lambda: fill(decoder, prompts, new, temperature=0.0))
+        completions = list(decoder.running.values())
+        times.append((prefill_ms, timed(ranks, lambda: finish(decoder))))
+    prefill_ms, decode_ms = map(statistics.median, zip(*times, strict=True))
     count = len(prompts) * new
-    row["prefill_ms"] = prefill_ms
-    row["step_ms"] = decode_ms / new
-    row["decode_tokens_per_second"] = count / decode_ms * 1e3
-    row["tokens_per_second"] = count / (prefill_ms + decode_ms) * 1e3
+    result["prefill_ms"] = prefill_ms
+    result["step_ms"] = decode_ms / new
+    result["decode_tokens_per_second"] = count / decode_ms * 1e3
+    result["tokens_per_second"] = count / (prefill_ms + decode_ms) * 1e3
 
     # The same steps without the host, and steps that sample.
-    if decoder.graphs is not None:
+    if decoder.step_graphs is not None:
         fill(decoder, prompts, new, temperature=0.0)
-        graph, _ = decoder.graphs.recorded[engine.GREEDY, False]
-        row["gpu_step_ms"] = timed(ranks, lambda: [graph.replay() for _ in range(new)]) / new
+        graph, _ = decoder.step_graphs.recorded[engine.GREEDY, False]
+        result["gpu_step_ms"] = timed(ranks, lambda: [graph.replay() for _ in range(new)]) / new
     fill(decoder, prompts, new, temperature=0.8, top_k=50)
     decoder.step()
-    row["sampled_step_ms"] = timed(ranks, lambda: finish(decoder)) / (new - 1)
-    row["memory_gib"] = ts.peak_memory_gib(ranks.device)
+    result["sampled_step_ms"] = timed(ranks, lambda: finish(decoder)) / (new - 1)
+    result["memory_gib"] = ts.peak_memory_gib(ranks.device)
 
     # The plain path, and where its tokens are the same.
     graph = None
@@ -135,15 +114,15 @@ def measure(model, tokenizer, prompts: list, new: int, compile: bool, ranks: ts.
     with without_kernels():
         plain = engine.Decoder(model, tokenizer, len(prompts), graph=False)
         others = fill(plain, prompts, new, temperature=0.0)
-        row["plain_step_ms"] = timed(ranks, lambda: finish(plain)) / new
+        result["plain_step_ms"] = timed(ranks, lambda: finish(plain)) / new
     fast, slow = (torch.tensor([c.tokens for c in batch]) for batch in (completions, others))
     same = (fast == slow).double()
-    row["equal"] = same.mean().item()
-    row["until"] = same.cumprod(1).sum(1).mean().item()
-    return row
+    result["equal"] = same.mean().item()
+    result["until"] = same.cumprod(1).sum(1).mean().item()
+    return result
 
 
-# Of a row, and its head in the table.
+# Of a result, and its head in the table.
 COLUMNS = {
     "batch": "batch", "ready_s": "ready s", "prefill_ms": "prefill ms",
     "step_ms": "step ms", "gpu_step_ms": "GPU ms", "sampled_step_ms": "sampled ms",
@@ -153,31 +132,17 @@ COLUMNS = {
 }  # fmt: skip
 
 
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--script", help=f"one of {', '.join(bench.SCRIPTS)} (default {bench.SCRIPTS[0]})")
-    parser.add_argument("--smoke", action="store_true", help="a tiny model, few tokens")
-    parser.add_argument("--batches", type=int, nargs="+", help="sizes (1 32 128; smoke 1 3)")
-    parser.add_argument("--prompt", type=int, help="tokens of each prompt (1,024; smoke 50)")
-    parser.add_argument("--new", type=int, help="new tokens (128; smoke 8)")
-    parser.add_argument("--attention", default="auto", help="backend of the prefill")
-    parser.add_argument("--no-compile", action="store_true", help="graphs of the plain operators")
-    args = parser.parse_args()
-    args.batches = args.batches or ([1, 3] if args.smoke else [1, 32, 128])
-    args.prompt = args.prompt or (50 if args.smoke else 1024)
-    args.new = args.new or (8 if args.smoke else 128)
-    return args
-
-
 def main() -> dict:
-    args = parse()
-    fields = {field.name for field in dataclasses.fields(ts.Config)}
-    tiny = {name: value for name, value in SMOKE.items() if name in fields} if args.smoke else {}
-    config = ts.Config(attention=args.attention, **tiny)
-    ts.validate(config)
+    parser = bench.make_parser("bench_generate.py", __doc__, 1)
+    parser.description = __doc__.splitlines()[0]
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 32, 128], help="prompts at a time")
+    parser.add_argument("--prompt", type=int, default=1024, help="tokens of each prompt")
+    parser.add_argument("--new", type=int, default=128, help="new tokens")
+    args = parser.parse_args()
+    config = bench.make_config(args, 0)
     ranks = ts.start_ranks()
     cuda = ranks.device.type == "cuda"
-    compile = cuda and not args.no_compile
+    compile = cuda and config.compile
     model = build(config, ranks.device)
     tokenizer = SimpleNamespace(bos_id=-1, vocab_size=config.vocab_size, specials={})
 
@@ -185,23 +150,18 @@ def main() -> dict:
     print(f"prompt {args.prompt:,}, {args.new:,} new tokens, windows {model.windows}, {dtype}, compile {compile}")
     print("".join(f"{head:>13}" for head in COLUMNS.values()), flush=True)
     rng = torch.Generator().manual_seed(0)
-    rows = []
+    results = []
     for batch in args.batches:
         shape = (batch, args.prompt)
         prompts = torch.randint(0, config.vocab_size, shape, generator=rng).tolist()
-        row = measure(model, tokenizer, prompts, args.new, compile, ranks)
-        rows.append(row)
-        print("".join(f"{row.get(name, float('nan')):13,.3f}" for name in COLUMNS), flush=True)
+        results.append(measure(model, tokenizer, prompts, args.new, compile, ranks))
+        cells = [results[-1].get(name, float("nan")) for name in COLUMNS]
+        print("".join(f"{cell:13,.3f}" for cell in cells), flush=True)
     return {
-        "device": torch.cuda.get_device_name() if cuda else "cpu",
-        "torch": torch.__version__,
-        "prompt": args.prompt,
-        "new": args.new,
-        "dtype": dtype,
-        "attention": model.attention.__name__,
-        "compile": compile,
-        "batches": rows,
-    }
+        "device": torch.cuda.get_device_name() if cuda else "cpu", "torch": torch.__version__,
+        "prompt": args.prompt, "new": args.new, "dtype": dtype, "compile": compile,
+        "attention": model.attention.__name__, "batches": results,
+    }  # fmt: skip
 
 
 if __name__ == "__main__":

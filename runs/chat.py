@@ -138,7 +138,7 @@ class Local(OwnModel):
         completion = engine.Completion(ids, room, **options)
         text = codecs.getincrementaldecoder("utf-8")(errors="replace")
         try:
-            self.decoder.admit({0: completion})
+            self.decoder.add_requests({0: completion})
             while not completion.reason:
                 (event,) = self.decoder.step()
                 if event.token is not None:

@@ -201,7 +201,7 @@ def judge(task: Task, tokenizer, item: Item, completions: list) -> list[Rollout]
         sampled = [False] * (len(completion.prompt) - 1)
         sampled += [not forced for forced in completion.forced]
         if completion.reason == "stop":
-            tokens.append(completion.ended)
+            tokens.append(completion.stop_token)
             sampled.append(True)
         rollouts.append(Rollout(tokens, sampled, reward, reward - mean if differ else 0.0))
     return rollouts
@@ -268,7 +268,7 @@ class Learner:
 
     def loader(self, run):
         self.state = run.state
-        self.generator = engine.Generator(run.state.model, self.tokenizer, rows=self.settings.rows)
+        self.generator = engine.Generator(run.state.model, self.tokenizer, num_rows=self.settings.rows)
         return self
 
     def close(self) -> None:

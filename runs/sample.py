@@ -41,9 +41,9 @@ def check(run: engine.Run) -> dict:
         if math.isnan(error):
             raise RunError("the model's logits are not finite; name an earlier checkpoint with --step")
         if error > tolerance:
-            found = f"difference {error:.1e}, at most {tolerance:.0e} is rounding"
-            way = "use the tools of the commit that made the run"
-            raise RunError(f"the model decodes other logits than its forward pass gives ({found}); {way}")
+            wrong = "the model decodes other logits than its forward pass gives"
+            wrong += f" (difference {error:.1e}, at most {tolerance:.0e} is rounding)"
+            raise RunError(f"{wrong}; use the tools of the commit that made the run")
     print(f"decoding agrees with the forward pass (difference {error:.1e}, rounding)")
     return {"decoding_error": error}
 
@@ -53,7 +53,7 @@ def decoding_error(model, tokenizer) -> float:
     """Root mean square difference of the logits of decode and forward, relative to their spread.
 
     A third of CHECKED_TOKENS random ids is prefilled into an empty row, another third into the row
-    that then holds the first, and the rest is decoded one by one. NaN if any logit is not finite.
+    that then holds the first, and the others are decoded one by one. NaN if any logit is not finite.
     """
     device = model.embed.device
     vocab_size = tokenizer.vocab_size
@@ -103,10 +103,10 @@ def sample(run: engine.Run, args: argparse.Namespace) -> dict:
         room = run.config.max_seq_len - len(run.tokenizer.encode(prompt))
         most = max(1, min(args.tokens, room))
         print(prompt, end="", flush=True)
-        for piece in generator.stream_text(prompt, max_tokens=most, **options):
-            print(piece, end="", flush=True)
+        for delta in generator.stream_text(prompt, max_tokens=most, **options):
+            print(delta, end="", flush=True)
             new_tokens += 1
-        new_tokens -= 1  # the last piece belongs to no token
+        new_tokens -= 1  # the last delta belongs to no token
         print("\n")
     return {"new_tokens": new_tokens, "seconds": time.perf_counter() - start}
 

@@ -72,7 +72,7 @@ class CoreTask:
         items = []
         spans = []
 
-        # The file holds what the choices of an item share once, then their rests.
+        # The file holds once what the choices of an item share, then what each has of its own.
         tokens = arrays["tokens"].astype(np.int32)
         choices = zip(*(arrays[name].tolist() for name in ("rest", "start", "end")), strict=True)
         cursor = 0  # in tokens
@@ -82,9 +82,9 @@ class CoreTask:
             cursor += shared
             items.append([])
             spans.append([])
-            for rest, start, end in islice(choices, count):
-                full = np.concatenate((common, tokens[cursor : cursor + rest]))
-                cursor += rest
+            for length, start, end in islice(choices, count):
+                full = np.concatenate((common, tokens[cursor : cursor + length]))
+                cursor += length
                 cut = max(0, len(full) - max_seq_len)
                 items[-1].append(full[cut:])
                 spans[-1].append((max(1, start - cut), max(1, end - cut)))
@@ -472,8 +472,8 @@ def write_scores(run: engine.Run, run_dir: Path, rows: list[TaskScore], result: 
         write_table(run_dir / f"core_step_{run.step}.csv", rows)
         return
     write_table(run_dir / "core.csv", rows)
-    known = json.loads(path.read_text(encoding="utf-8"))
-    path.write_text(json.dumps(known | result, indent=1), encoding="utf-8")
+    of_training = json.loads(path.read_text(encoding="utf-8"))
+    path.write_text(json.dumps(of_training | result, indent=1), encoding="utf-8")
 
 
 def open_dataset(run: engine.Run, args: argparse.Namespace):

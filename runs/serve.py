@@ -58,12 +58,22 @@ import uvicorn
 from lib import engine
 from lib.chat_format import TURN_TOKENS, is_chat_run
 from lib.command import RunError
-from lib.protocol import Answers, Ask, Job, Problem, Protocol, RenderFields, read_fields, shorten
+from lib.protocol import (
+    Answers,
+    APIError,
+    Protocol,
+    RenderFields,
+    Request,
+    Sequence,
+    read_fields,
+    shorten,
+)
 from page import read_page, render
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HTTPRequest
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
@@ -92,7 +102,7 @@ class Metrics:
         counter = functools.partial(prometheus.Counter, **own)
         self.requests = counter("requests", "Requests by path and status", ("path", "status"))
         self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts")
-        self.cached_tokens = counter("cached_tokens", "Tokens of prompts that were not computed")
+        self.cached_tokens = counter("cached_tokens", "Tokens of prompts that earlier requests had cached")
         self.new_tokens = counter("generated_tokens", "Tokens of answers")
         self.steps = counter("steps", "Steps of the model")
         self.moved = counter("moved_answers", "Answers that made room for another request")
@@ -100,7 +110,7 @@ class Metrics:
         text = "From a request to its first token"
         self.first_token = prometheus.Histogram("first_token_seconds", text, **own)
         gauge = functools.partial(prometheus.Gauge, **own)
-        gauge("rows", "rows").set_function(lambda: worker.decoder.rows)
+        gauge("rows", "rows").set_function(lambda: worker.decoder.num_rows)
         gauge("answers_live", "answers_live").set_function(lambda: len(worker.jobs))
         gauge("answers_waiting", "answers_waiting").set_function(worker.waiting)
 
@@ -112,13 +122,13 @@ class Worker(threading.Thread):
         super().__init__(name="worker", daemon=True)
         self.model = model
         self.max_waiting = max_waiting
-        options = {"compile": compile, "shaping": True, "shelves": max(2, rows // 4)}
+        options = {"compile": compile, "logits_processors": True, "prefix_rows": max(2, rows // 4)}
         self.decoder = engine.Decoder(model, tokenizer, rows, **options)
-        self.queue: dict[Ask, None] = {}  # requests with jobs that wait, in order of arrival
-        self.jobs: dict[int, Job] = {}  # by row
+        self.queue: dict[Request, None] = {}  # requests with jobs that wait, in order of arrival
+        self.jobs: dict[int, Sequence] = {}  # by row
         self.free = list(range(rows))  # the other rows, the one unused for longest first
         self.held_back = 0  # rounds in a row that new jobs have waited for company
-        self.untold: set[Ask] = set()  # requests with news that the event loop has not heard of
+        self.untold: set[Request] = set()  # requests with news that the event loop has not heard of
         self.told = 0.0  # when it last heard of all news
         self.failures = 0  # in a row
         self.draining = False  # no new requests
@@ -133,23 +143,23 @@ class Worker(threading.Thread):
         """How many jobs wait for a row."""
         return sum(len(ask.waiting) for ask in list(self.queue))
 
-    def submit(self, ask: Ask) -> None:
-        """Queues the jobs of one request, all or none. Raises: Problem"""
+    def submit(self, ask: Request) -> None:
+        """Queues the jobs of one request, all or none. Raises: APIError"""
         self.loop = asyncio.get_running_loop()
         with self.wake:
             if self.draining:
-                raise Problem(503, STOPPING)
+                raise APIError(503, STOPPING)
             taken = self.waiting() + len(self.jobs)
-            most = self.decoder.rows + self.max_waiting
-            if taken + len(ask.jobs) > most:
+            most = self.decoder.num_rows + self.max_waiting
+            if taken + len(ask.sequences) > most:
                 busy = f"{taken} answers are being written or wait, and at most {most} may; try again in a moment"
-                raise Problem(429, busy, code="queue_full")
+                raise APIError(429, busy, code="queue_full")
             self.queue[ask] = None
             self.wake.notify()
 
-    def withdraw(self, ask: Ask) -> None:
+    def withdraw(self, ask: Request) -> None:
         """Ends a request, also when its client left; its rows are free before the next step."""
-        if not ask.gone and not ask.done() and not ask.problem:
+        if not ask.gone and not ask.done() and not ask.error:
             self.metrics.left.inc()
         ask.gone = True
         with self.wake:
@@ -175,27 +185,27 @@ class Worker(threading.Thread):
             self.round()
         self.tell(self.untold)
         with self.wake:
-            asks = {job.ask for job in self.jobs.values()} | set(self.queue)
+            asks = {job.request for job in self.jobs.values()} | set(self.queue)
             self.queue = {}
-        self.tell(asks, Problem(503, STOPPING))
+        self.tell(asks, APIError(503, STOPPING))
 
     def warm_up(self) -> None:
         """Builds the usual graphs before anyone waits for them, and takes memory for a prefill."""
         if self.model.embed.is_cuda:
             torch.cuda.set_device(self.model.embed.device)  # of this thread
-        for size in (128, *(engine.NEW_SIZES if self.decoder.prefills is not None else ())):
+        for size in (128, *(engine.NEW_BUCKETS if self.decoder.prefill_graphs is not None else ())):
             prompt = [0] * min(size, self.decoder.max_len)
             for temperature in (0.0, engine.Completion.temperature):
-                self.decoder.admit({0: engine.Completion(prompt, 1, temperature)})
+                self.decoder.add_requests({0: engine.Completion(prompt, 1, temperature)})
                 self.decoder.step()
                 self.decoder.free(0)
 
     def round(self) -> None:
         """Drops jobs that nobody waits for, admits others into free rows, and makes one step."""
         for row, job in list(self.jobs.items()):
-            if job.ask.gone or job.reason:  # its client left, or a stop string ended it
+            if job.request.gone or job.reason:  # its client left, or a stop string ended it
                 self.leave(row)
-        new: dict[int, Job] = {}
+        new: dict[int, Sequence] = {}
         try:
             with self.wake:
                 self.make_room()
@@ -223,18 +233,18 @@ class Worker(threading.Thread):
         """
         if not self.jobs:
             return
-        waiting = [ask for ask in self.queue if not ask.rows]
+        waiting = [ask for ask in self.queue if not ask.num_running]
         for _ in range(len(waiting) - len(self.free)):
-            richest = max((job.ask for job in self.jobs.values()), key=lambda ask: ask.rows)
-            if richest.rows < 2:
+            richest = max((job.request for job in self.jobs.values()), key=lambda ask: ask.num_running)
+            if richest.num_running < 2:
                 return
-            rows = [row for row, job in self.jobs.items() if job.ask is richest]
+            rows = [row for row, job in self.jobs.items() if job.request is richest]
             row = min(rows, key=lambda row: len(self.jobs[row].completion.tokens))
             richest.waiting.appendleft(self.leave(row))
             self.queue[richest] = None
             self.metrics.moved.inc()
 
-    def place(self) -> dict[int, Job]:
+    def place(self) -> dict[int, Sequence]:
         """Chooses rows for waiting jobs, and enters them.
 
         The request with the fewest rows is next, and of these the one that came first. A job gets
@@ -246,58 +256,58 @@ class Worker(threading.Thread):
             return new
         tokens = 0
         while self.free and self.queue and tokens < engine.PREFILL_TOKENS:
-            ask = min(self.queue, key=lambda ask: ask.rows)
+            ask = min(self.queue, key=lambda ask: ask.num_running)
             job = ask.waiting.popleft()
             if not ask.waiting:
                 del self.queue[ask]
-            text = job.completion.text()
-            held = {row: self.decoder.held(row, text) for row in self.free}
+            text = job.completion.all_tokens()
+            held = {row: self.decoder.prefix_cache.match(row, text) for row in self.free}
             row = max(held, key=held.get)  # the first of equals
             tokens += len(text) - held[row]
             self.free.remove(row)
-            ask.rows += 1
+            ask.num_running += 1
             new[row] = job
         self.jobs |= new  # under the lock, so that submit() counts each once
         return new
 
     def holds_back(self) -> bool:
         """Whether a few new jobs should wait for others, as each prefill holds all rows up."""
-        few = self.waiting() < self.decoder.rows // 8
+        few = self.waiting() < self.decoder.num_rows // 8
         if self.jobs and few and self.held_back < HOLD:
             self.held_back += 1
             return True
         self.held_back = 0
         return False
 
-    def admit(self, new: dict[int, Job]) -> None:
+    def admit(self, new: dict[int, Sequence]) -> None:
         """Has the decoder compute what rows lack of their texts."""
-        found = self.decoder.admit({row: job.completion for row, job in new.items()})
+        found = self.decoder.add_requests({row: job.completion for row, job in new.items()})
         for row, job in new.items():
             if job.cached is None:  # it does not go on after it made room
                 job.cached = found[row]
                 self.metrics.prompt_tokens.inc(len(job.completion.prompt))
                 self.metrics.cached_tokens.inc(found[row])
 
-    def leave(self, row: int) -> Job:
+    def leave(self, row: int) -> Sequence:
         """Frees a row whose answer is not continued; what it holds stays known."""
-        if row in self.decoder.live:
-            self.decoder.stop(row)
+        if row in self.decoder.running:
+            self.decoder.stop([row])
         return self.release(row)
 
-    def release(self, row: int) -> Job:
+    def release(self, row: int) -> Sequence:
         job = self.jobs.pop(row)
-        job.ask.rows -= 1
+        job.request.num_running -= 1
         self.free.append(row)
         return job
 
     # -- results
 
-    def take(self, event: engine.Event) -> Job:
+    def take(self, event: engine.StepOutput) -> Sequence:
         """Gives what a step did to the job in its row."""
         job = self.jobs[event.row]
         job.take(event)
         if event.token is not None and len(job.completion.tokens) == 1:
-            self.metrics.first_token.observe(time.monotonic() - job.ask.began)
+            self.metrics.first_token.observe(time.monotonic() - job.request.began)
         if event.reason:
             self.release(event.row)
         return job
@@ -306,14 +316,14 @@ class Worker(threading.Thread):
         """Reports a failure to those whose answers were in these rows; the server goes on."""
         self.failures += 1
         traceback.print_exc()
-        asks = {self.jobs[row].ask for row in rows}
+        asks = {self.jobs[row].request for row in rows}
         for row in rows:
             with contextlib.suppress(Exception):  # the device may no longer work
                 self.decoder.free(row)
             self.release(row)
-        self.tell(asks, Problem(500, "the model failed; the server's log says how"))
+        self.tell(asks, APIError(500, "the model failed; the server's log says how"))
 
-    def deliver(self, jobs: list[Job]) -> None:
+    def deliver(self, jobs: list[Sequence]) -> None:
         """Tells the event loop which requests have news: at once, while few answers are written.
 
         Messages cost more time than ids. So with many answers those of several steps go out
@@ -321,19 +331,19 @@ class Worker(threading.Thread):
         client that does not stream.
         """
         for job in jobs:
-            if job.ask.fields.stream or (job.reason and job.ask.done()):
-                self.untold.add(job.ask)
+            if job.request.fields.stream or (job.reason and job.request.done()):
+                self.untold.add(job.request)
         now = time.monotonic()
-        urgent = {job.ask for job in jobs if job.reason or len(job.completion.tokens) == 1}
+        urgent = {job.request for job in jobs if job.reason or len(job.completion.tokens) == 1}
         if not self.jobs or now - self.told >= MESSAGE_SECONDS * (len(self.jobs) - FEW):
             self.told = now
             urgent = self.untold
         self.tell(self.untold & urgent)
         self.untold = self.untold - urgent
 
-    def tell(self, asks: set[Ask], problem: Problem | None = None) -> None:
+    def tell(self, asks: set[Request], problem: APIError | None = None) -> None:
         for ask in asks:
-            ask.problem = ask.problem or problem
+            ask.error = ask.error or problem
         if asks:
             with contextlib.suppress(RuntimeError):  # nobody listens any more
                 self.loop.call_soon_threadsafe(lambda: [ask.ready.set() for ask in asks])
@@ -382,30 +392,30 @@ class Server:
         paths = {route.path for route in routes}
         counter = self.worker.metrics.requests
         gate = Middleware(Gate, allowed=hosts, key=args.api_key, paths=paths, counter=counter)
-        handlers = dict.fromkeys([Problem, HTTPException, Exception], failure)
+        handlers = dict.fromkeys([APIError, HTTPException, Exception], failure)
         self.app = Starlette(routes=routes, middleware=[gate], exception_handlers=handlers)
 
-    async def health(self, request: Request) -> Response:
+    async def health(self, request: HTTPRequest) -> Response:
         worker = self.worker
         good = worker.is_alive() and worker.failures < 3
-        state = {"status": "ok" if good else "failing", "rows": worker.decoder.rows}
+        state = {"status": "ok" if good else "failing", "rows": worker.decoder.num_rows}
         state |= {"live": len(worker.jobs), "waiting": worker.waiting()}
         return JSONResponse(state, 200 if good else 503)
 
-    async def metrics(self, request: Request) -> Response:
+    async def metrics(self, request: HTTPRequest) -> Response:
         text = prometheus.generate_latest(self.worker.metrics.registry)
         return Response(text, headers={"Content-Type": prometheus.CONTENT_TYPE_LATEST})
 
-    async def post(self, action: Callable, request: Request) -> Callable:
+    async def post(self, action: Callable, request: HTTPRequest) -> Callable:
         """The answer to a request, by an action of Protocol or by the model."""
         data = await read_body(request)
         found = await asyncio.to_thread(action, data)
-        if isinstance(found, Ask):
+        if isinstance(found, Request):
             return functools.partial(self.reply, found)
         return JSONResponse(found)
 
-    async def reply(self, ask: Ask, scope, receive, send) -> None:
-        """Has the answers to a request written, and sends them. Raises: Problem, before it sends"""
+    async def reply(self, ask: Request, scope, receive, send) -> None:
+        """Has the answers to a request written, and sends them. Raises: APIError, before it sends"""
         self.worker.submit(ask)
         departure = asyncio.ensure_future(self.watch(receive, ask))
         answers = Answers(ask, self.name, self.tokenizer)
@@ -421,16 +431,16 @@ class Server:
             departure.cancel()
             self.worker.withdraw(ask)
 
-    async def watch(self, receive, ask: Ask) -> None:
+    async def watch(self, receive, ask: Request) -> None:
         """Ends a request when its client leaves."""
         while (await receive())["type"] != "http.disconnect":
             pass
         self.worker.withdraw(ask)
-        ask.problem = Problem(499, "the client left")
+        ask.error = APIError(499, "the client left")
         ask.ready.set()
 
 
-async def send_events(ask: Ask, answers: Answers, send) -> None:
+async def send_events(ask: Request, answers: Answers, send) -> None:
     """The answers as server-sent events. What came while the client was slow goes out at once."""
     kind = (b"content-type", b"text/event-stream; charset=utf-8")
     headers = [kind, (b"cache-control", b"no-store")]
@@ -439,7 +449,7 @@ async def send_events(ask: Ask, answers: Answers, send) -> None:
     try:
         while True:
             is_done = ask.done()  # read first, as the model's thread goes on
-            text += "".join(answers.news(job) for job in ask.jobs)
+            text += "".join(answers.chunks(job) for job in ask.sequences)
             if is_done:
                 break
             if text:
@@ -448,27 +458,27 @@ async def send_events(ask: Ask, answers: Answers, send) -> None:
             text = ""
             await ask.progress()
         text += answers.closing()
-    except Problem as problem:
+    except APIError as problem:
         text = f"data: {json.dumps(problem.body())}\n\n"
     await send({"type": "http.response.body", "body": text.encode()})
 
 
-async def read_body(request: Request) -> bytes:
-    """The JSON of a request. Raises: Problem"""
+async def read_body(request: HTTPRequest) -> bytes:
+    """The JSON of a request. Raises: APIError"""
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json":
-        raise Problem(415, 'the request must have the header "Content-Type: application/json"')
+        raise APIError(415, 'the request must have the header "Content-Type: application/json"')
     data = bytearray()
     try:
         async with asyncio.timeout(BODY_SECONDS):
             async for part in request.stream():
                 data += part
                 if len(data) > MAX_BODY:
-                    raise Problem(413, f"the request is too long; at most {MAX_BODY:,} bytes work")
+                    raise APIError(413, f"the request is too long; at most {MAX_BODY:,} bytes work")
     except TimeoutError:
-        raise Problem(408, f"the request did not arrive within {BODY_SECONDS} seconds") from None
+        raise APIError(408, f"the request did not arrive within {BODY_SECONDS} seconds") from None
     except ClientDisconnect:
-        raise Problem(499, "the client left") from None
+        raise APIError(499, "the client left") from None
     return bytes(data)
 
 
@@ -491,10 +501,10 @@ class Gate:
                 self.counter.labels(label, message["status"]).inc()
             await send(message)
 
-        problem = self.check(Request(scope).headers, path)
+        problem = self.check(HTTPRequest(scope).headers, path)
         await (problem.response() if problem else self.app)(scope, receive, counting)
 
-    def check(self, headers, path: str) -> Problem | None:
+    def check(self, headers, path: str) -> APIError | None:
         host = headers.get("host", "").lower()
         origin = headers.get("origin")
         try:
@@ -502,28 +512,28 @@ class Gate:
             if name not in self.allowed:
                 ipaddress.ip_address(name)  # a page that rebinds a name has that name here
             if origin is not None and urllib.parse.urlsplit(origin).netloc.lower() != host:
-                return Problem(403, "requests from web pages of another origin are refused")
+                return APIError(403, "requests from web pages of another origin are refused")
         except ValueError:
             wrong = f"this server does not know {shorten(host)} of the Host header"
-            return Problem(403, f"{wrong}; start it with --allow-host NAME to allow it")
+            return APIError(403, f"{wrong}; start it with --allow-host NAME to allow it")
         kind, _, given = headers.get("authorization", "").partition(" ")
         right = hmac.compare_digest(given.strip().encode(), (self.key or "").encode())
         if self.key is None or path in PUBLIC or (kind.lower() == "bearer" and right):
             return None
         message = 'this server needs its key in the header "Authorization: Bearer KEY"'
-        return Problem(401, message, code="invalid_api_key")
+        return APIError(401, message, code="invalid_api_key")
 
 
-async def failure(request: Request, error: Exception) -> Response:
+async def failure(request: HTTPRequest, error: Exception) -> Response:
     """What a client gets in place of an answer."""
-    if isinstance(error, Problem):
+    if isinstance(error, APIError):
         return error.response()
     if isinstance(error, HTTPException):  # an unknown path or method
         message = f"{request.method} {request.url.path[:100]}: {error.detail}"
-        response = Problem(error.status_code, message).response()
+        response = APIError(error.status_code, message).response()
         response.headers.update(error.headers or {})
         return response
-    return Problem(500, "the server failed; its log says how").response()
+    return APIError(500, "the server failed; its log says how").response()
 
 
 # ---- the command line
@@ -634,7 +644,7 @@ def main() -> int:
     host, port = listening.getsockname()[:2]
     shown_host = f"[{host}]" if ":" in host else host
     kind = "chat" if server.chat else "completions"
-    sizes = f"{server.worker.decoder.rows} rows, context {server.limit:,}, {kind}"
+    sizes = f"{server.worker.decoder.num_rows} rows, context {server.limit:,}, {kind}"
     if not ipaddress.ip_address(host).is_loopback and args.api_key is None:
         note = "note: everyone who can reach this address can use the model; set a key with --api-key"
         print(note, file=sys.stderr)

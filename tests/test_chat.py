@@ -85,7 +85,7 @@ def test_cached_turns_equal_computing_everything_anew(make, system, monkeypatch)
     for text in ("the rest of", "<|user_end|> é 你好", "12 and 345", "a"):
         texts.append(text)
         ids = template(backend, system, texts)
-        known = len(backend.decoder.known[0])
+        known = len(backend.decoder.prefix_cache.tokens[0])
         fed.clear()
         out, _ = say(chat, text)
         answer = chat.messages[-1]
@@ -163,12 +163,12 @@ def test_tool_calls(make, tmp_path):
             *tok.encode(" so"), special["<|assistant_end|>"]]  # fmt: skip
     forced = [special["<|output_start|>"], *tok.encode("12"), special["<|output_end|>"]]
     cut = plan.index(special["<|python_end|>"]) + 1
-    rest = iter([*plan[:cut], *[7] * len(forced), *plan[cut:]])  # what is drawn while the result is forced is lost
+    rest = iter([*plan[:cut], *[7] * len(forced), *plan[cut:]])  # what is sampled while the result is forced is lost
     backend.decoder.sample = lambda *_: torch.tensor([next(rest)])
     out, _ = say(base, "3*4?")
     assert out == "is [3*4 = 12] so\n"
     assert base.messages[-1]["ids"] == [*plan[:cut], *forced, *plan[cut:-1]]
-    assert backend.decoder.known[0][-len(plan) - len(forced) + 1 :] == base.messages[-1]["ids"]
+    assert backend.decoder.prefix_cache.tokens[0][-len(plan) - len(forced) + 1 :] == base.messages[-1]["ids"]
     base.system = "Be exact."
     say(base, f"/save {tmp_path}/saved.jsonl")
     saved = json.loads((tmp_path / "saved.jsonl").read_text())

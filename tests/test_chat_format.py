@@ -8,7 +8,7 @@ import pytest
 import sft
 import train_small as ts
 from lib import chat_format, export_portable
-from lib.protocol import Problem, Protocol
+from lib.protocol import APIError, Protocol
 from transformers import PreTrainedTokenizerFast
 
 
@@ -89,7 +89,7 @@ def test_templates_and_server_agree(name, bpe, templates):
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_refused(name, bpe, templates):
-    with pytest.raises(Problem):
+    with pytest.raises(APIError):
         server_ids(ts.Tokenizer(bpe), REFUSED[name])
     for render in templates.values():
         with pytest.raises(Exception, match="role tool|is empty|no text|must hold"):

@@ -10,6 +10,7 @@ import json
 import random
 import shutil
 import sys
+from os.path import commonprefix  # of any lists
 from pathlib import Path
 
 import numpy as np
@@ -89,10 +90,6 @@ def bundle(tmp_path_factory):
     return root
 
 
-def run_core(*flags):
-    return python("data/core.py", *flags)
-
-
 @pytest.fixture(scope="module")
 def data(bundle, tmp_path_factory):
     """A dataset directory with core files. dataset.json is completed so that data/format.py accepts it."""
@@ -101,7 +98,7 @@ def data(bundle, tmp_path_factory):
         content = {"format": f"decoderstack-{name}-1", **json.loads((root / f"{name}.json").read_text())}
         (root / f"{name}.json").write_text(json.dumps(content))
     list_files(root, documents=1)
-    done = run_core("--bundle", bundle, "--data", root)
+    done = python("data/core.py", "--bundle", bundle, "--data", root)
     assert done.returncode == 0, done.stderr
     return root
 
@@ -123,23 +120,15 @@ def plain_rows(items, index, kind, shots, delimiter, encode, length):
     item = items[index]
     if kind == "language_modeling":
         question = prompt + item["context"].strip() + delimiter
-        without, row = encode(question.strip()), encode(question + item["continuation"])
-        start = 0
-        while start < min(len(without), len(row)) and without[start] == row[start]:
-            start += 1
-        rows, starts = [row], [start]
+        rows = [encode(question + item["continuation"])]
+        starts = [len(commonprefix([encode(question.strip()), *rows]))]
     elif kind == "schema":
         rows = [encode(prompt + context + delimiter + item["continuation"]) for context in item["context_options"]]
-        same = 0
-        while same < min(map(len, rows)) and len({row[-1 - same] for row in rows}) == 1:
-            same += 1
+        same = len(commonprefix([row[::-1] for row in rows]))
         starts = [max(len(row) - same, 1) for row in rows]
     else:
         rows = [encode(prompt + item["query"] + delimiter + choice) for choice in item["choices"]]
-        same = 0
-        while same < min(map(len, rows)) - 1 and len({row[same] for row in rows}) == 1:
-            same += 1
-        starts = [same] * len(rows)
+        starts = [min(len(commonprefix(rows)), min(map(len, rows)) - 1)] * len(rows)
     cut = [max(len(row) - length, 0) for row in rows]
     return [(row[c:], max(start - c, 1)) for row, start, c in zip(rows, starts, cut, strict=True)]
 
@@ -283,7 +272,7 @@ def test_one_graph(data, model, monkeypatch):
 def test_subset_has_the_shots_of_the_full_run(data, bundle, model, tmp_path):
     """The first N items score alike in a full run, in a limited one, and in files that hold N items only."""
     root = shutil.copytree(data, tmp_path / "data")
-    assert run_core("--bundle", bundle, "--data", root, "--items", 5).returncode == 0
+    assert python("data/core.py", "--bundle", bundle, "--data", root, "--items", 5).returncode == 0
     for label in ("arc_easy", "squad", "agi_eval_lsat_ar"):
         full, scores = packed(model, data, label)
         for where in (data, root):
@@ -303,7 +292,7 @@ def test_archives_and_repeats_give_the_same_files(data, bundle, tmp_path, kind):
     before = json.loads((data / "dataset.json").read_text())
     assert sum(name.startswith("core/") for name in before["files"]) == 22
     root = shutil.copytree(data, tmp_path / "data")
-    done = run_core("--bundle", archive, "--data", root)
+    done = python("data/core.py", "--bundle", archive, "--data", root)
     assert done.returncode == 0 and "arc_easy" in done.stdout, done.stderr
     assert json.loads((root / "dataset.json").read_text()) == before
 
@@ -315,7 +304,7 @@ def test_mistakes(data, bundle, tmp_path):
         (("--bundle", tmp_path, "--data", data), "no core.yaml"),
         (("--bundle", bundle, "--data", tmp_path), "dataset.json"),
     ):
-        done = run_core(*flags)
+        done = python("data/core.py", *flags)
         assert done.returncode == 1 and words in done.stderr and done.stderr.startswith("error: ")
         assert done.stderr.count("\n") == 1, done.stderr
     root = shutil.copytree(data, tmp_path / "data")

@@ -66,10 +66,11 @@ def test_profile_reports_a_recompile():
     assert json.loads(done.stdout.splitlines()[-1])["recompiles"] > 0
 
 
-@pytest.mark.parametrize("script", bench.SCRIPTS)
-def test_bench_generate(script):
-    """Figures of every batch; on a CPU both paths are the same, so every token agrees."""
-    done = python("dev/bench_generate.py", "--smoke", "--script", script)
+@pytest.mark.parametrize(("script", "recipe"), [*zip(bench.SCRIPTS, ("tiny", "cpu_medium"), strict=True)])
+def test_bench_generate(script, recipe):
+    """Every batch is measured; on a CPU both paths are the same, so every token agrees."""
+    sizes = ("--batches", "1", "3", "--prompt", "50", "--new", "8", "--dtype", "float32")
+    done = python("dev/bench_generate.py", "--script", script, f"@runs/{recipe}.args", *sizes)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
     assert [row["batch"] for row in result["batches"]] == [1, 3] and result["new"] == 8

@@ -6,10 +6,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
 
 import jsonschema
+import openai
 import pydantic
 import pytest
 
-from test_serve import HELLO, expected, model_chances, rendered, runs, talker, writer  # noqa: F401  (fixtures)
+from test_serve import HELLO, expected, model_logprobs, rendered, runs, talker, writer  # noqa: F401  (fixtures)
 
 SCHEMAS = [
     {"type": "boolean"},
@@ -34,9 +35,9 @@ SCHEMAS = [
 def test_answers_follow_a_json_schema(talker, schema, monkeypatch):
     """20 answers of a random model are valid by another library; an answer without a schema beside them is as ever.
 
-    Every other time steps are launched before the ids of the one before are known, as on a GPU.
+    Every other time steps overlap, as on a GPU.
     """
-    monkeypatch.setattr(talker.decoder, "ahead", SCHEMAS.index(schema) % 2 == 1)
+    monkeypatch.setattr(talker.decoder, "overlap", SCHEMAS.index(schema) % 2 == 1)
     body = {"model": "talker", "messages": HELLO, "temperature": 1.5, "seed": 1, "n": 20, "max_tokens": 400}
     with ThreadPoolExecutor(2) as pool:
         other = pool.submit(talker.chat, model="talker", messages=HELLO, max_tokens=400, temperature=0)
@@ -47,6 +48,17 @@ def test_answers_follow_a_json_schema(talker, schema, monkeypatch):
         jsonschema.validate(json.loads(choice.message.content), schema)
     prompt = rendered(talker, HELLO)
     assert [other.result().choices[0].message.content] == expected(talker, [prompt], max_tokens=400, temperature=0.0)
+
+
+def test_grammars_beyond_limits(talker):
+    """A schema that fails at once is refused; an answer that a grammar fails ends as too long, never as complete."""
+    def ask(schema):
+        shape = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+        return talker.chat(model="talker", messages=HELLO, n=6, temperature=1.5, response_format=shape).choices
+
+    with pytest.raises(openai.BadRequestError, match="response_format: this schema does not work here"):
+        ask({"$ref": "#"})
+    assert [c.finish_reason for c in ask({"type": "string", "pattern": "^(x?){500}x{500}$"})] == ["length"] * 6
 
 
 def test_json_objects(talker, writer):
@@ -70,6 +82,6 @@ def test_json_objects(talker, writer):
     answer = talker.client.chat.completions.parse(model="talker", messages=HELLO, response_format=Pair, logprobs=True)
     assert isinstance(answer.choices[0].message.parsed, Pair)
     first = answer.choices[0].logprobs.content[0]
-    row = model_chances(talker, rendered(talker, HELLO))[-1]
+    row = model_logprobs(talker, rendered(talker, HELLO))[-1]
     brace = row[talker.server.tokenizer.encode("{")[0]].item()
     assert first.token == "{" and first.logprob == pytest.approx(brace, abs=1e-3)

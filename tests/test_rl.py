@@ -161,7 +161,7 @@ def test_forced_tokens_and_the_end_mark(setup):
     for reason, text in (("stop", "#### 7"), ("length", "#### 8"), ("stop", "7")):
         tokens = generator.tokenizer.encode(text)
         forced = [i == 1 for i in range(len(tokens))]
-        answers.append(engine.Completion([1, 2, 3], tokens=tokens, forced=forced, reason=reason, ended=end))
+        answers.append(engine.Completion([1, 2, 3], tokens=tokens, forced=forced, reason=reason, stop_token=end))
     item = rl.Item("", "7", chat_eval.same_number("#### 7"))
     found = rl.judge(task, generator.tokenizer, item, answers)
     assert [r.reward for r in found] == [1.0, 0.0, 0.0]
@@ -192,7 +192,7 @@ def test_an_answer_ends_behind_its_number(setup, monkeypatch):
 
     def fill(answers: list) -> list:
         for completion, (reason, text) in zip(answers, worth, strict=True):
-            completion.tokens, completion.reason, completion.ended = generator.tokenizer.encode(text), reason, 0
+            completion.tokens, completion.reason, completion.stop_token = generator.tokenizer.encode(text), reason, 0
             completion.forced = [False] * len(completion.tokens)
         return answers
 

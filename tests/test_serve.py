@@ -137,8 +137,8 @@ def script(running, ids):
     rest, stop = iter(ids), running.server.tokenizer.bos_id
 
     def scripted(logits, *_):
-        (completion,) = running.decoder.live.values()
-        token = 0 if completion.queue else next(rest, stop)  # what is drawn while a result is forced is lost
+        (completion,) = running.decoder.running.values()
+        token = 0 if completion.tool_result else next(rest, stop)  # what is sampled while a result is forced is lost
         return torch.full((len(logits),), token)
 
     with mock.patch.object(running.decoder, "sample", scripted):
@@ -151,7 +151,7 @@ def gate(running):
     decoder, steps, step = running.decoder, threading.Semaphore(0), running.decoder.step
 
     def gated():
-        if decoder.live:
+        if decoder.running:
             steps.acquire()
         return step()
 
@@ -223,15 +223,15 @@ def test_completions(writer):
         assert answer.usage.prompt_tokens == sum(map(len, ids[: len(wanted)]))
     options = {"temperature": 1.5, "max_tokens": 30, "seed": 5}
     answer = writer.text(model="writer", prompt=ids[::2], n=3, **options, extra_body={"top_k": 7})
-    drawn = [c.text for c in answer.choices]
-    assert drawn == expected(writer, [ids[0]] * 3 + [ids[2]] * 3, top_k=7, **options) and len(set(drawn)) == 6
+    sampled = [c.text for c in answer.choices]
+    assert sampled == expected(writer, [ids[0]] * 3 + [ids[2]] * 3, top_k=7, **options) and len(set(sampled)) == 6
     assert answer.usage.prompt_tokens == len(ids[0]) + len(ids[2]), "a prompt counts once, however many answers"
     stream = writer.text(model="writer", prompt=ids[::2], n=3, stream=True, **options, extra_body={"top_k": 7})
     streamed = [""] * 6
     for chunk in stream:
         for choice in chunk.choices:
             streamed[choice.index] += choice.text
-    assert streamed == drawn
+    assert streamed == sampled
     cut = writer.text(model="writer", prompt=ids[0], max_tokens=8, temperature=2, top_p=0)
     assert cut.choices[0].text == expected(writer, ids[:1], max_tokens=8, temperature=0.0)[0], "top_p of 0 is greedy"
 
@@ -242,7 +242,7 @@ def test_sampling_follows_the_seed(talker):
 
     texts = [ask(seed=seed).choices[0].message.content for seed in (1, 1, 2, -(2**63), 2**63 - 1)]
     assert texts[0] == texts[1] and len(set(texts)) == 4
-    assert len({ask().choices[0].message.content for _ in range(3)}) == 3, "without a seed it is drawn"
+    assert len({ask().choices[0].message.content for _ in range(3)}) == 3, "without a seed it is sampled"
     default = talker.chat(model="talker", messages=HELLO, max_tokens=20, seed=3).choices[0].message.content
     usual = engine.Completion
     wanted = {"temperature": usual.temperature, "top_k": usual.top_k, "top_p": usual.top_p}
@@ -323,11 +323,11 @@ def test_a_conversation_keeps_its_cache(lonely, talker):
         assert turn(lonely, talk[:1], words)[1] == 0, "another conversation took the row"
 
 
-# ---- turns, shared beginnings, chances, and what operators need
+# ---- turns, shared prefixes, logprobs, and what operators need
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-def test_a_short_request_beside_two_large_ones(runs, ahead):
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_short_request_beside_two_large_ones(runs, overlap):
     """It is served within 2 steps of its turn, which comes with the next round, though two requests of n=64 wait.
 
     Theirs are the answers that they would be anyway.
@@ -335,7 +335,7 @@ def test_a_short_request_beside_two_large_ones(runs, ahead):
     options = {"max_tokens": 4, "temperature": 1.0}
     body = {"model": "talker", "messages": HELLO, "n": 64, **options}
     with Running(runs[True], "--rows", "4") as running:
-        running.decoder.ahead = ahead
+        running.decoder.overlap = overlap
         prompts = [rendered(running, HELLO)] * 64
         wanted = [expected(running, prompts, seed=seed, **options) for seed in (1, 2)]
         with gate(running) as steps, ThreadPoolExecutor(3) as pool:
@@ -344,9 +344,9 @@ def test_a_short_request_beside_two_large_ones(runs, ahead):
             steps.release(2)  # answers are under way
             until(lambda: steps._value == 0)
             short = pool.submit(running.chat, model="talker", messages=HELLO, max_tokens=1, temperature=0)
-            until(lambda: any(len(ask.jobs) == 1 for ask in list(running.worker.queue)))
+            until(lambda: any(len(ask.sequences) == 1 for ask in list(running.worker.queue)))
             steps.release(1)  # a step that was under way when its request came
-            steps.release(2 if ahead else 1)
+            steps.release(2 if overlap else 1)
             assert short.result(20).usage.completion_tokens <= 1
             steps.release(10_000)
             assert [[c.message.content for c in call.result(60).choices] for call in large] == wanted
@@ -355,26 +355,31 @@ def test_a_short_request_beside_two_large_ones(runs, ahead):
 def test_shared_beginnings_are_computed_once(talker):
     """From the second prompt on, a long system text is copied; answers stay those of the generator."""
     system = {"role": "system", "content": "the rest of an old stone, " * 12}
-    talks = [[system, {"role": "user", "content": f"{word} is it"}] for word in ("what", "who", "1", "é")]
+    talks = [[system, {"role": "user", "content": f"{word} is it"}] for word in ("1", "é", "what", "who")]
     prompts = [rendered(talker, talk) for talk in talks]
     common = len(os.path.commonprefix(prompts))
-    assert common > engine.WORTH_SHARING
+    assert common > engine.MIN_SHARED_PREFIX
     wanted = expected(talker, prompts, **QUIET)
     cached = []
     for talk, text in zip(talks, wanted, strict=True):
         answer = talker.chat(model="talker", messages=talk, **QUIET)
         assert answer.choices[0].message.content == text
         cached.append(answer.usage.prompt_tokens_details.cached_tokens)
-    assert cached[0] <= 2 and min(cached[1:]) >= common - 2, cached
-    value = lambda: talker.worker.metrics.registry.get_sample_value("decoderstack_cached_tokens_total")  # noqa: E731
-    before = value()
-    answer = talker.chat(model="talker", messages=[*HELLO, *talks[0]], n=4, **QUIET)
-    assert value() - before >= 3 * (answer.usage.prompt_tokens - 1)
-    assert answer.usage.prompt_tokens_details.cached_tokens <= 2, "the first answer computed the prompt"
+    assert max(cached[:2]) <= 2 and min(cached[2:]) >= common - 2, "the second request computed the prefix again"
+    computed = []
+
+    def counted(*args, prefill=engine.prefill):
+        computed.append(sum(map(len, args[4])) - sum(args[3]))  # sequences, num_cached
+        return prefill(*args)
+
+    with mock.patch.object(engine, "prefill", counted):
+        answer = talker.chat(model="talker", messages=[*HELLO, *talks[0]], n=4, **QUIET)
+    assert sum(computed) <= 2 * answer.usage.prompt_tokens, "once for the first answer, once for the others"
+    assert answer.usage.prompt_tokens_details.cached_tokens <= 2, "all of it was computed for this request"
     assert len({c.message.content for c in answer.choices}) == 1
 
 
-def model_chances(running, ids) -> torch.Tensor:
+def model_logprobs(running, ids) -> torch.Tensor:
     """Log-probabilities of the next id after each id of a text, from the training script's forward."""
     with torch.no_grad():
         return logits(running.worker.model, ids)[:, : running.server.tokenizer.vocab_size].log_softmax(-1)
@@ -392,7 +397,7 @@ def test_logprobs_of_answers(talker, writer):
     assert streamed == entries and len(entries) > 3
     one = {bytes(b): i for i, b in enumerate(talker.server.tokenizer.bytes)}
     ids = [one[bytes(entry.bytes)] for entry in entries]
-    table = model_chances(talker, [*prompt, *ids])[len(prompt) - 1 :]
+    table = model_logprobs(talker, [*prompt, *ids])[len(prompt) - 1 :]
     for entry, id, row in zip(entries, ids, table, strict=False):
         assert entry.logprob == pytest.approx(row[id].item(), abs=1e-3)
         best = row.topk(3)
@@ -411,7 +416,7 @@ def test_echo_scores_prompts_as_the_evaluation_harness_asks(writer):
     for _ in range(2):  # the second time rows hold the prompts already
         choices = writer.post(body, "completions").json()["choices"]
         for text, choice in zip(texts, choices, strict=True):
-            table = model_chances(writer, text)
+            table = model_logprobs(writer, text)
             found, tops = choice["logprobs"]["token_logprobs"], choice["logprobs"]["top_logprobs"]
             assert found[0] is None and tops[0] is None and len(found) == len(text) + 1
             wanted = [table[i, text[i + 1]].item() for i in range(len(text) - 1)]
@@ -619,14 +624,14 @@ def test_a_client_that_does_not_read(writer, monkeypatch):
 
 
 def make_reader(running, stops=()):
-    return protocol.Reader(running.server.tokenizer, tuple(stops))
+    return protocol.Detokenizer(running.server.tokenizer, tuple(stops))
 
 
 def read(reader, ids) -> tuple[list[str], bool]:
     """Pieces of ids until a stop string."""
     pieces = []
     for token in ids:
-        pieces += [text for _, text in reader.push(token, False)]
+        pieces += [text for _, text in reader.add(token, False)]
         if reader.stopped:
             return pieces, True
     pieces += [text for _, text in reader.finish()]
@@ -636,7 +641,7 @@ def read(reader, ids) -> tuple[list[str], bool]:
 @given(st.text("abcé你😀\n", max_size=40), st.lists(st.text("abcé\n", min_size=1, max_size=5), max_size=3))
 def test_stop_strings(text, stops):
     """Byte by byte: all of the text before the first place where a stop string is complete, and nothing of it."""
-    reader = protocol.Reader(SimpleNamespace(bytes=[bytes([b]) for b in range(256)], specials={}), tuple(stops))
+    reader = protocol.Detokenizer(SimpleNamespace(bytes=[bytes([b]) for b in range(256)], specials={}), tuple(stops))
     pieces, stopped = read(reader, text.encode())
     ends = [text.find(stop) + len(stop) for stop in stops if stop in text]
     first = min(ends, default=None)
@@ -805,14 +810,14 @@ def test_a_client_that_leaves(lonely, stream, place):
             until(lambda: lonely.worker.jobs)
         other.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
         until(lambda: lonely.worker.queue if place == "queue" else lonely.worker.jobs)
-        job = [*lonely.worker.queue][0].jobs[0] if place == "queue" else lonely.worker.jobs[0]
+        job = [*lonely.worker.queue][0].sequences[0] if place == "queue" else lonely.worker.jobs[0]
         if place == "row":
             steps.release(5)
             until(lambda: len(job.completion.tokens) == 5)
             assert not stream or other.getresponse().read(10)
         other.sock.close() if other.sock else None
         other.close()
-        until(lambda: job.ask.gone)
+        until(lambda: job.request.gone)
         if place == "row":
             steps.release(1)  # the step that the worker waits in
             until(lambda: not lonely.worker.jobs)
@@ -847,8 +852,8 @@ def test_failures_are_told_and_survived(talker, capfd):
     found = events(streamed.text)
     assert streamed.status_code == 200 and streamed.headers["content-type"].startswith("text/event-stream")
     assert "the model failed" in found[-1]["error"]["message"] and len(found) > 1
-    assert not talker.worker.jobs and not decoder.live
-    with mock.patch.object(decoder, "admit", lambda completions: 1 / 0):
+    assert not talker.worker.jobs and not decoder.running
+    with mock.patch.object(decoder, "add_requests", lambda completions: 1 / 0):
         with pytest.raises(openai.InternalServerError, match="the model failed"):
             talker.chat(model="talker", messages=HELLO, stream=True)
     assert talker.chat(model="talker", messages=HELLO, **QUIET).choices[0].message.content == wanted
@@ -863,10 +868,10 @@ def test_nothing_is_left_of_requests(talker):
         talker.post({"messages": HELLO, "max_tokens": 3 if i % 5 else 10**9, "stream": i % 2 == 0})
     with talker.chat(model="talker", messages=HELLO, stream=True) as stream:
         next(iter(stream))
-    kinds = (protocol.Job, protocol.Ask, protocol.Reader, protocol.Problem, engine.Completion)
+    kinds = (protocol.Sequence, protocol.Request, protocol.Detokenizer, protocol.APIError, engine.Completion)
     until(lambda: not talker.worker.jobs)
     until(lambda: gc.collect() >= 0 and not any(type(found) in kinds for found in gc.get_objects()))
-    assert sum(map(len, talker.decoder.known)) <= 6 * 512
+    assert sum(map(len, talker.decoder.prefix_cache.tokens)) <= 6 * 512
 
 
 # ---- the program

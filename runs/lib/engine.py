@@ -1,24 +1,22 @@
-"""Decoding with a trained model: KV cache, sampling, and rows that decode together.
+"""Decoding with a trained model: KV cache, sampling, continuous batching.
 
     run = engine.load_run("out/RUN")
     generator = engine.Generator(run.model, run.tokenizer)
-    for piece in generator.stream_text("The sky is", max_tokens=100, temperature=0.8):
-        print(piece, end="")
+    for delta in generator.stream_text("The sky is", max_tokens=100, temperature=0.8):
+        print(delta, end="")
 
-The model is the GPT class of the script that lies in the run directory. This file imports no
-training script of the repository, so a run keeps decoding as it was trained. Everything here is
-built on GPT.trunk(attend), which computes all but the attention; `attend` handles keys and values.
+A Completion is one prompt, its options and its result. Generator.run puts completions into the rows of a Decoder;
+when one ends, the next takes its row. Decoder.add_requests prefills what the KV cache lacks of a prompt (PrefixCache
+knows what it has), and Decoder.step gives every running row one more token: decode computes logits, and sample picks
+a token from them. On CUDA a step is a graph over the tensors of RowState, and the next step is launched before the
+host reads the tokens of the last (PendingStep). prefill and decode are both GPT.trunk(attend), which computes
+everything but attention, with an `attend` that reads and writes the KVCache.
 
-    Runs          load_run: the script, the model and the tokenizer of a run directory
-    Cache         KVCache, prefill, decode
-    Sampling      sample
-    Completions   Completion: one request and its result
-    Rows          what a step reads of each row, CUDA graphs
-    Decoding      Decoder (one step for all rows), Generator (texts from prompts)
-    Kernel        attention of one step of decoding, in Triton and in plain PyTorch
+The model is the GPT class of the script that lies in the run directory. This file imports no training script of the
+repository, so a run keeps decoding as it was trained.
 
-Letters in shape comments: T packed tokens, D width, H heads, K head width, V vocabulary, B rows of
-the cache, S slots of a ring, N texts of a prefill.
+Letters in shape comments: B rows of the cache, S slots of a row's ring, T new tokens of a prefill, P its packed
+tokens (old and new), N its sequences, D model width, H heads, K head width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -31,6 +29,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from os.path import commonprefix  # of any lists
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -51,10 +50,10 @@ except ImportError:
 jit = triton.jit if triton else (lambda function: function)
 
 INTERFACE = 8  # of the training scripts that this file can read
-PREFILL_TOKENS = 16384  # prompt tokens computed at once; a longer prompt is a pack of its own
+PREFILL_TOKENS = 16384  # prompt tokens computed at once; a longer prompt is a batch of its own
 SEED_STRIDE = 0x9E3779B1  # between the seeds of prompts that are generated together
 
-# ==== Runs
+# ==== Load
 
 
 def import_script(run_dir: str | Path) -> ModuleType:
@@ -65,8 +64,7 @@ def import_script(run_dir: str | Path) -> ModuleType:
     run_dir = Path(run_dir)
     scripts = sorted(run_dir.glob("train_*.py"))
     if len(scripts) != 1:
-        found = f"it has {len(scripts)} training scripts"
-        raise RunError(f"{run_dir} is no run directory: {found}; name another")
+        raise RunError(f"{run_dir} is no run directory: it has {len(scripts)} training scripts; name another")
     spec = importlib.util.spec_from_file_location(f"run_{scripts[0].stem}", scripts[0])
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up by name
@@ -122,10 +120,10 @@ def load_model(script: ModuleType, run_dir: Path, step, device, changes: dict) -
     else:
         folder = run_dir / "checkpoints" / f"step_{step:06d}"
         if folder not in script.checkpoints(run_dir):
-            way = "name another with --step, or leave it out"
-            raise RunError(f"no checkpoint of step {step} in {run_dir}/checkpoints; {way}")
+            missing = f"no checkpoint of step {step} in {run_dir}/checkpoints"
+            raise RunError(f"{missing}; name another with --step, or leave it out")
     state = script.check_checkpoint(folder, needed)
-    weights = load_file(folder / "model.safetensors")
+    state_dict = load_file(folder / "model.safetensors")
 
     changes = {name: value for name, value in changes.items() if value is not None}
     config = dataclasses.replace(script.read_config(run_dir), **changes)
@@ -133,44 +131,48 @@ def load_model(script: ModuleType, run_dir: Path, step, device, changes: dict) -
     device = choose_device(device) if device else ranks.device
     model = script.GPT(config, device, script.choose_dtype(config, device))
     try:
-        model.load_state_dict(weights)
+        model.load_state_dict(state_dict)
     except RuntimeError:
-        advice = "restore config.json as the run wrote it"
-        raise RunError(f"the weights in {folder} do not fit config.json; {advice}") from None
+        wrong = f"the weights in {folder} do not fit config.json"
+        raise RunError(f"{wrong}; restore config.json as the run wrote it") from None
     model.attention = script.choose_attention(model, lambda text: None)
     tokenizer = script.Tokenizer(run_dir / "tokenizer.json")
     return Run(script, model.eval(), tokenizer, config, state["step"])
 
 
-# ==== Cache
-# Keys and values of the texts so far. prefill adds many tokens, decode one for each row.
+# ==== KV cache
 
 
 @dataclass
 class KVCache:
-    """Keys and values of every attention layer in rings: a layer holds its window, not all tokens.
+    """Keys and values of every attention layer. A row is a ring that holds the layer's window, not the whole context.
 
-    Position p of a row lies in slot p % S. Keys are stored rotated, so their order in the ring does
-    not matter. S is window + 2, for the newest key and the next one, or longest text + 1 if less.
+    Position p of a row lies in slot p % S. Keys are stored rotated, so their order in the ring does not matter. S is
+    window + 2, for the newest key and the next one, or longest sequence + 1 if less.
 
-    In layers with key offset, a key takes its second half from the token before. That half waits in
-    the slot of the next position until the next token comes.
+    In layers with key offset, a key takes its second half from the token before. That half waits in the slot of the
+    next position until the next token comes.
     """
 
     keys: list[Tensor]  # of each attention layer, (B, S, H, K)
     values: list[Tensor]
-    slots: tuple[int, int]  # S of layers with a short and with a long window
+    ring_sizes: tuple[int, int]  # S of layers with a short and with a long window
 
     @staticmethod
-    def empty(model, rows: int, max_len: int) -> KVCache:
-        """A cache of zeros for texts of up to max_len tokens, in the model's dtype and place."""
+    def empty(model, num_rows: int, max_len: int) -> KVCache:
+        """A cache of zeros for sequences of up to max_len tokens, in the model's dtype and on its device."""
         config = model.config
-        slots = tuple(min(window + 2, max_len + 1) for window in model.windows)
-        sizes = [slots[int(layer in config.long_layers)] for layer in config.attention_layers]
-        shapes = [(rows, size, config.num_heads, config.head_dim) for size in sizes]
+        ring_sizes = tuple(min(window + 2, max_len + 1) for window in model.windows)
+        sizes = [ring_sizes[int(layer in config.long_layers)] for layer in config.attention_layers]
+        shapes = [(num_rows, size, config.num_heads, config.head_dim) for size in sizes]
         keys = [model.embed.new_zeros(shape) for shape in shapes]
         values = [model.embed.new_zeros(shape) for shape in shapes]
-        return KVCache(keys, values, slots)
+        return KVCache(keys, values, ring_sizes)
+
+    def first_rows(self, count: int) -> KVCache:
+        """The first rows, in the same memory."""
+        keys = [ring[:count] for ring in self.keys]
+        return KVCache(keys, [ring[:count] for ring in self.values], self.ring_sizes)
 
     def clear(self, rows: list[int]) -> None:
         """Zeroes rows. Old keys are masked, but infinities and NaN would get through a mask."""
@@ -188,132 +190,69 @@ class KVCache:
                 ring[target] = ring[source]
 
 
+def to_device(array, device: torch.device) -> Tensor:
+    """A tensor of an array or list, without waiting for work that is under way."""
+    return torch.as_tensor(array).to(device, non_blocking=True)
+
+
+# ==== Prefill
+# The host plans with numpy (prefill_inputs), one copy brings the plan to the device, and run_prefill follows it there.
+
+
 class RingPlan(NamedTuple):
     """How a prefill reads and writes the rings of all layers that have one window.
 
-    A picture with a window of 3, so rings of 5 slots. Row A holds 5 tokens and gets 2 more, row B
-    holds 1 token and gets 2. Old keys come from the ring, new ones from the layer:
+    An example with a window of 3, so rings of 5 slots. The cache holds 5 tokens of sequence A, which gets 2 more, and
+    1 token of sequence B, which gets 2. Old keys come from the ring, new ones from the layer:
 
-        packed, a text of its own for each row    A2 A3 A4 A5 A6 | B0 B1 B2
-                                    old_places     0  1  2          5
-                                    new_places              3  4       6  7
+        packed tokens     A2 A3 A4 A5 A6 | B0 B1 B2        cu_seqlens: 0 5 8
+        old_index          0  1  2          5
+        new_index                   3  4       6  7
 
-    Attention runs over the packed texts. Old keys stand in for queries there, and nobody reads the
-    results at their places. The ring of A afterwards, with the slots of the new keys marked:
+    Attention runs over the packed tokens. The ring of A afterwards, with the slots of the new keys marked:
 
         slot     0    1    2    3    4
-                A5*  A6*   .   A3   A4         first: slot 0, next: slot 2 (free for the key of A7)
+                A5*  A6*   .   A3   A4         first_slots: 0, next_slots: 2 (free for the key of A7)
 
-    Arrays of whole numbers; on the device tensors. A fixed size repeats some of their entries. Slots
-    are numbered over all rows, S for each.
+    Integer arrays, later tensors on the device. Padding to a bucket repeats some of their entries. Slots are numbered
+    over all rows of the cache, S for each.
     """
 
-    places: Any  # in their text, of all places of the packed texts
-    borders: Any  # of the packed texts
-    old_places: Any  # where the old keys are in the packed texts
-    new_places: Any  # (T,) where the new tokens are
-    read: Any  # slot of each old key
-    kept: Any  # which of the T new tokens their ring holds at the end
-    write: Any  # slot of each of those
-    first: Any  # (N,) slot of the first new token of each text
-    next: Any  # (N,) slot of the token after the last new one
+    packed_positions: Any  # (P,) of each packed token in its packed sequence
+    cu_seqlens: Any  # (N + 2,) where packed sequences begin and end; the last one is padding
+    old_index: Any  # which packed tokens are old
+    new_index: Any  # (T,) which are new
+    old_slots: Any  # slot of each old key
+    stored: Any  # which of the T new tokens the ring holds at the end
+    stored_slots: Any  # slot of each of those
+    first_slots: Any  # (N,) slot of the first new token of each sequence
+    next_slots: Any  # (N,) slot of the token after the last new one
 
     def attend(self, attention: Callable, q: Tensor, k: Tensor, v: Tensor, keys, values, long: int):
         """Attention of the new tokens: q, k, v (T, H, K), rings (B * S, H, K) -> (T, H, K)."""
-        if not len(self.read):
+        if not len(self.old_slots):
             return attention(q, k, v, long)
-        old_keys = keys[self.read]
-        packed_q = self.pack(old_keys, q)
+        old_keys = keys[self.old_slots]
         packed_k = self.pack(old_keys, k)
-        packed_v = self.pack(values[self.read], v)
-        return attention(packed_q, packed_k, packed_v, long)[self.new_places]
+        packed_q = self.pack(old_keys, q)  # in place of queries whose results nobody reads
+        packed_v = self.pack(values[self.old_slots], v)
+        return attention(packed_q, packed_k, packed_v, long)[self.new_index]
 
     def pack(self, old: Tensor, new: Tensor) -> Tensor:
-        packed = new.new_empty(len(self.places), *new.shape[1:])
-        packed[self.old_places] = old
-        packed[self.new_places] = new
+        packed = new.new_empty(len(self.packed_positions), *new.shape[1:])
+        packed[self.old_index] = old
+        packed[self.new_index] = new
         return packed
 
 
-class PrefillSize(NamedTuple):
-    """Lengths that a prefill is padded to, so that one CUDA graph serves all that fit them."""
+class PrefillInputs(NamedTuple):
+    """What run_prefill reads: integer arrays, later tensors on the device."""
 
-    texts: int  # without the padding
-    new: int  # tokens
-    old: int  # keys read from a ring
-
-
-# Above the largest of these the device is busy for longer than the host needs to launch a prefill.
-NEW_SIZES = (128, 256, 512, 1024, 2048, 4096)
-OLD_SIZES = (0, 1024, 4096)
-
-
-def prefill_size(starts: list, texts: list, most_texts: int, window: int) -> PrefillSize | None:
-    """The smallest size for some texts, of which rows hold `starts` ids; None if they are long."""
-    new = sum(map(len, texts)) - sum(starts)
-    old = sum(min(start, window) for start in starts)
-    new_sizes = [size for size in NEW_SIZES if size >= new]
-    old_sizes = [size for size in OLD_SIZES if size >= old]
-    return PrefillSize(most_texts, new_sizes[0], old_sizes[0]) if new_sizes and old_sizes else None
-
-
-def padded(array, length: int, value: int):
-    return np.concatenate((array, np.full(length - len(array), value)))
-
-
-def plan_ring(text_rows, starts, ends, window: int, slots: int, size: PrefillSize | None = None):
-    """The RingPlan for rings of one window, in arrays.
-
-    Args:  text_rows, starts, ends (N + 1,) int64 arrays: row of each text, how many of its tokens
-           the row holds, and its length. The last text is padding, which is never stored.
-    """
-    count = len(text_rows) - 1
-    held = np.minimum(starts, window)  # older keys are out of sight
-    if size:
-        held[-1] = size.old - held[:-1].sum()  # the padding takes whatever lies in its row
-    lengths = held + ends - starts
-    borders = np.cumsum([0, *lengths])
-
-    # For every place of the packed texts: which text, where in it, and whether its key is old.
-    text = np.repeat(np.arange(count + 1), lengths)
-    place = np.arange(len(text)) - borders[text]
-    position = place + (starts - held)[text]
-    old = place < held[text]
-    slot = text_rows[text] * slots + position % slots
-
-    # The ring keeps the last S - 1 tokens; one slot stays free for the token that comes next.
-    new_text = text[~old]
-    stays = position[~old] > ends[new_text] - slots
-    kept = (stays & (new_text < count)).nonzero()[0]
-
-    # What is written for padding is what the first of these writes too.
-    which = np.arange(count)
-    if size:
-        kept = padded(kept, size.new, kept[0])
-        which = padded(which, size.texts, 0)
-        borders = padded(borders, size.texts + 2, borders[-1])
-
-    return RingPlan(
-        places=place,
-        borders=borders,
-        old_places=old.nonzero()[0],
-        new_places=(~old).nonzero()[0],
-        read=slot[old],
-        kept=kept,
-        write=slot[~old][kept],
-        first=text_rows[which] * slots + starts[which] % slots,
-        next=text_rows[which] * slots + ends[which] % slots,
-    )
-
-
-class Pack(NamedTuple):
-    """What the host prepares for a prefill: arrays of whole numbers; on the device tensors."""
-
-    tokens: Any  # (T,) new ids of all texts, and padding
+    tokens: Any  # (T,) new ids of all sequences, and padding
     previous: Any  # (T,) the id before each
     positions: Any  # (T,)
-    first_new: Any  # (N,) of each text, among the new ids
-    last_new: Any
+    first_new: Any  # (N,) index of each sequence's first new id among the T
+    last_new: Any  # (N,)
     plans: tuple[RingPlan, RingPlan]  # of layers with a short and with a long window
 
     def arrays(self) -> list:
@@ -323,63 +262,133 @@ class Pack(NamedTuple):
         """All arrays behind each other, so that one copy brings them to the device."""
         return torch.from_numpy(np.concatenate(self.arrays()))
 
-    def over(self, flat: Tensor) -> Pack:
-        """This pack as parts of a tensor that holds what flat() gave."""
+    def views(self, flat: Tensor) -> PrefillInputs:
+        """These inputs as views of a tensor that holds what flat() gave."""
         parts = flat.split([len(array) for array in self.arrays()])
         half = 5 + len(RingPlan._fields)
-        return Pack(*parts[:5], (RingPlan(*parts[5:half]), RingPlan(*parts[half:])))
+        return PrefillInputs(*parts[:5], (RingPlan(*parts[5:half]), RingPlan(*parts[half:])))
 
 
-def to_device(array, device: torch.device) -> Tensor:
-    """A tensor with the values of an array or list, without waiting for work that is under way."""
-    return torch.as_tensor(array).to(device, non_blocking=True)
+class PrefillBucket(NamedTuple):
+    """Sizes that a prefill is padded to, so that one CUDA graph serves all that fit."""
+
+    sequences: int  # without the padding
+    new: int  # tokens
+    old: int  # keys read from a ring
 
 
-def plan_pack(model, cache: KVCache, rows, starts, texts, size: PrefillSize | None = None) -> Pack:
-    """The arrays of a prefill, padded to a size if there is one."""
-    # The new ids of all texts, and the id before each; 0 before a text, where no layer reads it.
+# Above the largest of these the device is busy for longer than the host needs to launch a prefill.
+NEW_BUCKETS = (128, 256, 512, 1024, 2048, 4096)
+OLD_BUCKETS = (0, 1024, 4096)
+
+
+def choose_bucket(num_cached: list, sequences: list, most: int, window: int):
+    """The smallest PrefillBucket for sequences with num_cached tokens in the cache; None if they are too long."""
+    new = sum(map(len, sequences)) - sum(num_cached)
+    old = sum(min(count, window) for count in num_cached)
+    new_sizes = [size for size in NEW_BUCKETS if size >= new]
+    old_sizes = [size for size in OLD_BUCKETS if size >= old]
+    return PrefillBucket(most, new_sizes[0], old_sizes[0]) if new_sizes and old_sizes else None
+
+
+def pad(array, length: int, value: int) -> np.ndarray:
+    return np.concatenate((array, np.full(length - len(array), value)))
+
+
+def plan_ring(rows, num_cached, lengths, window: int, ring_size: int, bucket=None) -> RingPlan:
+    """The plan for rings of one window, in arrays, padded to a bucket if there is one.
+
+    Args:  rows, num_cached, lengths (N + 1,) int64 arrays: row of each sequence, how many of its tokens the row holds,
+           and how many it has. The last sequence is padding, which is never stored.
+    """
+    count = len(rows) - 1
+    num_old = np.minimum(num_cached, window)  # older keys are out of sight
+    if bucket:
+        num_old[-1] = bucket.old - num_old[:-1].sum()  # the padding reads whatever lies in its row
+    packed_lengths = num_old + lengths - num_cached
+    cu_seqlens = np.cumsum([0, *packed_lengths])
+
+    # Of every packed token: which sequence it is in, where there, whether its key is old, and its slot.
+    sequence = np.repeat(np.arange(count + 1), packed_lengths)
+    packed_positions = np.arange(len(sequence)) - cu_seqlens[sequence]
+    positions = packed_positions + (num_cached - num_old)[sequence]
+    is_old = packed_positions < num_old[sequence]
+    slots = rows[sequence] * ring_size + positions % ring_size
+
+    # The ring keeps the last S - 1 tokens; one slot stays free for the token that comes next.
+    new_sequence = sequence[~is_old]
+    stays = positions[~is_old] > lengths[new_sequence] - ring_size
+    stored = (stays & (new_sequence < count)).nonzero()[0]
+
+    # What is written for padding is what the first of these writes too.
+    which = np.arange(count)
+    if bucket:
+        stored = pad(stored, bucket.new, stored[0])
+        which = pad(which, bucket.sequences, 0)
+        cu_seqlens = pad(cu_seqlens, bucket.sequences + 2, cu_seqlens[-1])
+
+    return RingPlan(
+        packed_positions=packed_positions,
+        cu_seqlens=cu_seqlens,
+        old_index=is_old.nonzero()[0],
+        new_index=(~is_old).nonzero()[0],
+        old_slots=slots[is_old],
+        stored=stored,
+        stored_slots=slots[~is_old][stored],
+        first_slots=rows[which] * ring_size + num_cached[which] % ring_size,
+        next_slots=rows[which] * ring_size + lengths[which] % ring_size,
+    )
+
+
+def prefill_inputs(model, cache, rows, num_cached, sequences, bucket=None) -> PrefillInputs:
+    """The inputs of a prefill in arrays, padded to a bucket if there is one; arguments as for prefill."""
+    # The new ids of all sequences, and the id before each; 0 before a sequence, where no layer reads it.
     tokens = []
     previous = []
-    for start, text in zip(starts, texts, strict=True):
-        tokens += text[start:]
-        previous += [0, *text[:-1]][start:]
+    for start, sequence in zip(num_cached, sequences, strict=True):
+        tokens += sequence[start:]
+        previous += [0, *sequence[:-1]][start:]
 
-    # Padding is one more text; sdpa_attention works in blocks of equal size.
-    padding = (size.new if size else -(-len(tokens) // 128) * 128) - len(tokens)
-    text_rows = np.array([*rows, rows[0]])
-    starts = np.array([*starts, 0])
-    ends = np.array([*map(len, texts), padding])
-    borders = np.cumsum([0, *(ends - starts)])
-    positions = np.concatenate([np.arange(*span) for span in zip(starts, ends, strict=True)])
-    spans = (text_rows, starts, ends)
-    kinds = zip(model.windows, cache.slots, strict=True)
-    plans = [plan_ring(*spans, window, slots, size) for window, slots in kinds]
+    # Padding is one more sequence; sdpa_attention works in blocks of equal size.
+    padding = (bucket.new if bucket else -(-len(tokens) // 128) * 128) - len(tokens)
+    rows_N1 = np.array([*rows, rows[0]])
+    starts_N1 = np.array([*num_cached, 0])
+    ends_N1 = np.array([*map(len, sequences), padding])
+    positions = np.concatenate([np.arange(*span) for span in zip(starts_N1, ends_N1, strict=True)])
+    plans = [
+        plan_ring(rows_N1, starts_N1, ends_N1, window, ring_size, bucket)
+        for window, ring_size in zip(model.windows, cache.ring_sizes, strict=True)
+    ]
 
     count = len(rows)
-    most = size.texts if size else count
-    return Pack(
-        tokens=padded(tokens, len(positions), 0),
-        previous=padded(previous, len(positions), 0),
+    most = bucket.sequences if bucket else count
+    cu_new = np.cumsum([0, *(ends_N1 - starts_N1)])
+    return PrefillInputs(
+        tokens=pad(tokens, len(positions), 0),
+        previous=pad(previous, len(positions), 0),
         positions=positions.clip(max=model.config.max_seq_len - 1),  # only padding can lie beyond
-        first_new=padded(borders[:count], most, borders[0]),
-        last_new=padded(borders[1 : count + 1] - 1, most, borders[1] - 1),
+        first_new=pad(cu_new[:count], most, cu_new[0]),
+        last_new=pad(cu_new[1 : count + 1] - 1, most, cu_new[1] - 1),
         plans=tuple(plans),
     )
 
 
-def run_pack(model, cache: KVCache, pack: Pack, longest: list[int], weights=None) -> Tensor:
-    """The work of a prefill on the device, (T, D); `longest` bounds the packed texts of each plan."""
+def run_prefill(model, cache, inputs: PrefillInputs, max_lengths: list[int], layer_weights=None):
+    """The work of a prefill on the device. Returns hidden states (T, D).
+
+    Args: max_lengths: upper bounds for the packed sequences of each plan
+    """
     config = model.config
     half = config.head_dim // 2
-    first_T11 = (pack.positions == 0)[:, None, None]
+    first_T11 = (inputs.positions == 0)[:, None, None]
     attentions = [
-        model.attention(model, plan.places, plan.borders.int(), bound)
-        for plan, bound in zip(pack.plans, longest, strict=True)
+        model.attention(model, plan.packed_positions, plan.cu_seqlens.int(), max_length)
+        for plan, max_length in zip(inputs.plans, max_lengths, strict=True)
     ]
 
-    def attend(index, layer, q, k, v):
+    def attend(index, layer, q, k, v):  # (T, H, K) -> (T, H, K)
         long = int(layer in config.long_layers)
-        plan = pack.plans[long]
+        plan = inputs.plans[long]
         keys = cache.keys[index].flatten(0, 1)
         values = cache.values[index].flatten(0, 1)
 
@@ -388,67 +397,637 @@ def run_pack(model, cache: KVCache, pack: Pack, longest: list[int], weights=None
         if offset:
             before = torch.cat((k[:1], k[:-1]))
             # The key before the first new one: its second half waits in the slot of that one.
-            before[pack.first_new] = keys[plan.first]
+            before[inputs.first_new] = keys[plan.first_slots]
             k = model.offset_keys(k, before, first_T11)
 
         y = plan.attend(attentions[long], q, k, v, keys, values, long)
-        keys[plan.write] = k[plan.kept]
-        values[plan.write] = v[plan.kept]
+        keys[plan.stored_slots] = k[plan.stored]
+        values[plan.stored_slots] = v[plan.stored]
         if offset:
-            keys[plan.next, :, half:] = own_keys[pack.last_new, :, half:]
+            keys[plan.next_slots, :, half:] = own_keys[inputs.last_new, :, half:]
         return y
 
-    return model.trunk(pack.tokens, pack.previous, pack.positions, attend, weights)
+    return model.trunk(inputs.tokens, inputs.previous, inputs.positions, attend, layer_weights)
 
 
-def prefill(model, cache: KVCache, rows: list, starts: list, texts: list, weights=None) -> Tensor:
-    """Brings rows of the cache up to the given texts, all in one packed pass through the model.
+def prefill(model, cache: KVCache, rows, num_cached, sequences, layer_weights=None) -> Tensor:
+    """Extends rows of the cache to the given sequences, all in one packed pass through the model.
 
-    Args:    rows[i] the row of texts[i], a list of ids; starts[i] how many of them the row already
-             holds, fewer than all; weights what model.layer_weights() gave, to save its time
+    Args:    rows[i] the row of sequences[i], a list of ids; num_cached[i] how many of them the row already holds,
+             fewer than all; layer_weights what model.layer_weights() gave, to save its time
     Returns: hidden states of the new ids, behind each other, and of some padding (T, D)
     """
-    pack = plan_pack(model, cache, rows, starts, texts)
-    longest = [int(np.diff(plan.borders).max()) for plan in pack.plans]
-    on_device = pack.over(to_device(pack.flat(), model.embed.device))
-    return run_pack(model, cache, on_device, longest, weights)
+    inputs = prefill_inputs(model, cache, rows, num_cached, sequences)
+    max_lengths = [int(np.diff(plan.cu_seqlens).max()) for plan in inputs.plans]
+    on_device = inputs.views(to_device(inputs.flat(), model.embed.device))
+    return run_prefill(model, cache, on_device, max_lengths, layer_weights)
 
 
-def decode(model, cache: KVCache, tokens_B, previous_B, positions_B, weights=None) -> Tensor:
+def prefill_batches(sequences: dict, num_cached: dict) -> Iterator[list[int]]:
+    """Rows that have something to compute, in groups of up to PREFILL_TOKENS tokens."""
+    waiting = [row for row, sequence in sequences.items() if len(sequence) > num_cached[row]]
+    while waiting:
+        totals = np.cumsum([len(sequences[row]) for row in waiting])
+        count = max(1, int((totals <= PREFILL_TOKENS).sum()))
+        yield waiting[:count]
+        waiting = waiting[count:]
+
+
+# ==== Decode
+
+
+def decode(model, cache: KVCache, tokens_B, previous_B, positions_B, layer_weights=None) -> Tensor:
     """Appends one token to each row of the cache.
 
     Args:    tokens_B, previous_B ids and the ids before them, int (B,); positions_B int32 (B,), -1
-             for rows that rest, of which nothing changes; weights as for prefill
-    Returns: logits (B, V) fp32, which mean nothing for rows that rest
+             for idle rows, of which nothing changes; layer_weights as for prefill
+    Returns: logits (B, V) fp32, which mean nothing for idle rows
     """
 
-    def attend(index, layer, q, k, v):
+    def attend(index, layer, q, k, v):  # (B, H, K) -> (B, H, K)
         offset = layer in model.config.key_offset_layers
-        return decode_attention(q, k, v, cache.keys[index], cache.values[index], positions_B, offset)
+        rings = (cache.keys[index], cache.values[index])
+        return decode_attention(q, k, v, *rings, positions_B, offset)
 
-    hidden = model.trunk(tokens_B, previous_B, positions_B.clamp(min=0), attend, weights)
+    hidden = model.trunk(tokens_B, previous_B, positions_B.clamp(min=0), attend, layer_weights)
     return model.logits(hidden)
+
+
+# ==== Requests
+
+# The special tokens around a tool call and around its result.
+TOOL_TOKENS = ("<|python_start|>", "<|python_end|>", "<|output_start|>", "<|output_end|>")
+
+
+class TokenLogprob(NamedTuple):
+    """Log-probability of a token, at temperature 1 and before any cut or penalty."""
+
+    logprob: float
+    top: list[tuple[int, float]]  # the likeliest ids with theirs, the likeliest first
+
+
+@dataclass
+class Completion:
+    """One request to a Decoder: a prompt, its options, and the result. (A client's request may need several.)"""
+
+    prompt: list[int]  # BOS included
+    max_tokens: int = 128
+    temperature: float = 0.8  # 0: the most likely id
+    top_k: int = 50  # 0: all
+    top_p: float = 1.0
+    stop: tuple = ()  # ids that end it; BOS always does
+    seed: int = 0
+    tools: bool = False  # run the calculator, if the tokenizer has TOOL_TOKENS
+    # These four need a Decoder with logits_processors=True.
+    min_p: float = 0.0  # leave out ids with less than this share of the likeliest one's probability
+    presence_penalty: float = 0.0  # off the logit of an id that is in the answer
+    frequency_penalty: float = 0.0  # the same, for each time that it is there
+    logit_bias: dict[int, float] = field(default_factory=dict)  # added to the logits of ids
+    logprobs: int | None = None  # keep the logprob of each new id, and of so many likeliest ones
+    score_prompt: bool = False  # with logprobs: also those of the prompt's ids
+    mask: Any = None  # a json_answers.Mask: which ids may come next
+
+    # The result.
+    tokens: list[int] = field(default_factory=list)  # new ids, without the stop token
+    forced: list[bool] = field(default_factory=list)  # whether each came from a tool
+    token_logprobs: list[TokenLogprob] = field(default_factory=list)  # of each, with logprobs
+    prompt_logprobs: list[TokenLogprob | None] = field(default_factory=lambda: [None])
+    reason: str = ""  # why it ended: "stop" or "length"
+    stop_token: int = -1  # that ended it
+
+    # A tool call under way: ids of its expression so far, and ids of its result yet to be added.
+    call: list[int] | None = None
+    tool_result: list[int] = field(default_factory=list)
+
+    def check(self, max_len: int) -> None:
+        """Raises RunError if it does not fit a row for sequences of max_len tokens."""
+        length = len(self.prompt)
+        room = max(max_len + 1 - length, 0)  # the last new token needs no slot in the cache
+        assert length and self.max_tokens > 0, "give at least a BOS token, and ask for one token"
+        if self.max_tokens > room:
+            wanted = f"a prompt of {length} tokens and {self.max_tokens} new ones"
+            fewer = f" or ask for at most {room}" if room else ""
+            raise RunError(f"{wanted} exceed the context of {max_len}; shorten the prompt{fewer}")
+
+    def has_processors(self) -> bool:
+        """Whether it needs a Decoder with logits_processors=True."""
+        return bool(self.min_p or self.presence_penalty or self.frequency_penalty or self.logit_bias)
+
+    def num_sorted(self, vocab_size: int) -> int:
+        """How many logits sample must sort for it, or GREEDY if it needs no sample."""
+        if self.temperature <= 0:
+            return 0 if self.has_processors() else GREEDY
+        if self.top_k:
+            return min(self.top_k, vocab_size)
+        return vocab_size if self.top_p < 1 else 0
+
+    def all_tokens(self) -> list[int]:
+        """The prompt and the answer so far."""
+        return [*self.prompt, *self.tokens] if self.tokens else self.prompt
+
+    def last_token(self) -> int:
+        """The id that goes in next."""
+        return (self.tokens or self.prompt)[-1]
+
+    def accept(self, sampled: int, tokenizer, tool_ids: list[int]) -> int | None:
+        """Adds the sampled id, or that of a tool's result if one is due; None if a stop token came.
+
+        Raises: RunError if the id was sampled from logits that are not finite
+        """
+        by_tool = bool(self.tool_result)
+        if by_tool:
+            token = self.tool_result.pop(0)
+        elif sampled == NOT_FINITE:
+            raise RunError("the model computes logits that are not finite; name an earlier checkpoint with --step")
+        elif sampled == tokenizer.bos_id or sampled in self.stop:
+            # A grammar beyond its limits allows only the end, in the middle of an answer.
+            self.reason = "length" if self.mask and self.mask.is_error() else "stop"
+            self.stop_token = sampled
+            return None
+        else:
+            token = sampled
+            if self.tools and tool_ids:
+                self.follow_call(token, tokenizer, tool_ids)
+        self.tokens.append(token)
+        self.forced.append(by_tool)
+        if len(self.tokens) == self.max_tokens:
+            self.reason = "length"
+        return token
+
+    def follow_call(self, token: int, tokenizer, tool_ids: list[int]) -> None:
+        """Collects the ids of a tool call; at its end the calculator gives tool_result."""
+        call_start, call_end, result_start, result_end = tool_ids
+        if token == call_start:
+            self.call = []
+        elif token == call_end and self.call is not None:
+            result = calculate(tokenizer.decode(self.call))
+            self.call = None
+            if result is not None:
+                self.tool_result = [result_start, *tokenizer.encode(result), result_end]
+        elif self.call is not None:
+            self.call.append(token)
+
+
+# ==== The loop
+
+
+class Generator:
+    """Continues prompts of different lengths, up to num_rows at a time.
+
+    Options are fields of Completion. RunError says that a prompt and its answer do not fit.
+    """
+
+    def __init__(self, model, tokenizer, num_rows: int = 128):
+        self.model = model
+        self.tokenizer = tokenizer
+        self.num_rows = num_rows
+        self.decoder: Decoder | None = None  # of the last call, kept for its graphs
+
+    def run(self, completions: list[Completion]) -> Iterator[list[StepOutput]]:
+        """Decodes completions, which take idle rows in turn. Yields the outputs of each step."""
+        if not completions:
+            return
+        decoder = self.take_decoder(completions)
+        waiting = completions[::-1]  # the first at the end
+        try:
+            for completion in completions:
+                completion.check(decoder.max_len)
+            while waiting or decoder.running:
+                # A prefill holds the other rows up, so several requests join together.
+                idle = [row for row in range(decoder.num_rows) if row not in decoder.running]
+                if waiting and len(idle) >= min(len(waiting), max(1, decoder.num_rows // 8)):
+                    decoder.add_requests({row: waiting.pop() for row in idle[: len(waiting)]})
+                yield decoder.step()
+        finally:
+            for row in range(decoder.num_rows):
+                decoder.free(row)
+            self.decoder = decoder
+
+    def take_decoder(self, completions: list[Completion]) -> Decoder:
+        """The decoder of the last call if it fits these completions, else a new one."""
+        num_rows = min(len(completions), self.num_rows)
+        length = max(len(c.prompt) + c.max_tokens for c in completions) - 1
+        if self.model.embed.is_cuda:  # sizes that fit the next call too; empty slots cost no time
+            num_rows = 1 << (num_rows - 1).bit_length()
+            length = self.model.config.max_seq_len
+
+        # Taken out of self, so that a call within this one gets another decoder.
+        decoder = self.decoder
+        self.decoder = None
+        if decoder and decoder.num_rows == num_rows and decoder.max_len >= length:
+            decoder.reload_weights()
+            return decoder
+        del decoder  # frees its memory before the next one is made
+        return Decoder(self.model, self.tokenizer, num_rows, length)
+
+    def complete(self, prompts, seed: int = 0, **options) -> list[Completion]:
+        """Continues lists of ids to their end; equal prompts get different noise."""
+        completions = []
+        for i, prompt in enumerate(prompts):
+            completions.append(Completion(list(prompt), seed=seed + i * SEED_STRIDE, **options))
+        for _ in self.run(completions):
+            pass
+        return completions
+
+    def generate(self, prompts, **options) -> list[list[int]]:
+        """The new ids of each prompt, without the stop token."""
+        return [completion.tokens for completion in self.complete(prompts, **options)]
+
+    def stream_text(self, prompt: str, **options) -> Iterator[str]:
+        """Yields the text of each token as it comes, and a rest at the end; either may be empty.
+
+        A character whose bytes are spread over several tokens comes whole, with the last of them.
+        """
+        ids = [self.tokenizer.bos_id, *self.tokenizer.encode(prompt)]
+        detokenizer = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        for (output,) in self.run([Completion(ids, **options)]):
+            if output.token is not None:
+                yield detokenizer.decode(self.tokenizer.bytes[output.token])
+        yield detokenizer.decode(b"", final=True)
+
+
+class StepOutput(NamedTuple):
+    """What a step gave a row."""
+
+    row: int
+    token: int | None  # the new id; None if a stop token came
+    reason: str  # as in Completion
+
+
+class PendingStep(NamedTuple):
+    """A step that was launched and whose tokens the host has not read yet."""
+
+    completions: dict[int, Completion]  # by row; those that are stopped meanwhile are taken out
+    sampled: Tensor  # (B,) ids, on the host; on CUDA complete after `done`
+    done: torch.cuda.Event | None
+    logprobs: list[TokenLogprob]  # by row; empty if no completion wants them
+
+
+class Decoder:
+    """Rows of a KV cache that decode together; requests join and leave at any step (continuous batching).
+
+    On CUDA a step is a graph, launched at once. `compile` also fuses it, which costs half a minute at the first step.
+    A Decoder is for one thread.
+
+    With `overlap`, the default on CUDA, the next step is launched before the tokens of the last are read, so that the
+    device does not wait for the host. A row that meets a stop token then computes one token too many. That writes only
+    into slots of its rings that the next token overwrites.
+
+    Args:  max_len: tokens of the longest sequence, by default the model's context; logits_processors: whether
+           completions may have penalties, logit_bias and min_p; prefix_rows: rows of the cache beside num_rows, for
+           prefixes that several prompts share
+    """
+
+    def __init__(self, model, tokenizer, num_rows: int, max_len: int = 0, compile: bool = False,
+                 graph: bool = True, logits_processors: bool = False, prefix_rows: int = 0,
+                 overlap: bool | None = None):  # fmt: skip
+        device = model.embed.device
+        cuda = device.type == "cuda"
+        context = model.config.max_seq_len
+        self.model = model
+        self.tokenizer = tokenizer
+        self.num_rows = num_rows
+        self.max_len = min(max_len or context, context)
+        tool_ids = [tokenizer.specials.get(name) for name in TOOL_TOKENS]
+        self.tool_ids = [] if None in tool_ids else tool_ids
+        self.overlap = cuda if overlap is None else overlap
+        with torch.no_grad():
+            self.layer_weights = model.layer_weights()
+
+        self.cache = KVCache.empty(model, num_rows + prefix_rows, self.max_len)
+        self.decode_cache = self.cache.first_rows(num_rows)
+        self.prefix_cache = PrefixCache(num_rows, prefix_rows)
+        self.state = RowState(num_rows, tokenizer.vocab_size if logits_processors else 0, device)
+        self.running: dict[int, Completion] = {}  # by row; the other rows are idle
+        self.kind = step_kind([], tokenizer.vocab_size)  # of steps of the running rows
+        self.pending: PendingStep | None = None
+
+        self.decode = torch.compile(decode) if compile else decode
+        self.sample = torch.compile(sample) if compile else sample
+        self.step_graphs = Graphs() if graph and cuda else None  # by StepKind
+        self.prefill_graphs = Graphs() if graph and cuda else None  # by PrefillBucket
+        # What each prefill graph reads: one flat tensor, and the same as PrefillInputs.
+        self.graph_inputs: dict[PrefillBucket, tuple[Tensor, PrefillInputs]] = {}
+
+    @torch.no_grad()
+    def reload_weights(self) -> None:
+        """Reads the model's weights again; what they have computed is dropped from the prefix cache."""
+        self.prefix_cache.tokens = [[] for _ in self.prefix_cache.tokens]
+        self.pending = None
+        for layers in zip(self.layer_weights, self.model.layer_weights(), strict=True):
+            for old, new in zip(*layers, strict=True):  # in place, as graphs hold their addresses
+                if old is not None:
+                    old.copy_(new)
+
+    # -- requests join
+
+    @torch.no_grad()
+    def add_requests(self, completions: dict[int, Completion]) -> dict[int, int]:
+        """Prefills completions, which then run in these rows. Returns how many ids of each earlier requests had cached.
+
+        The last id of a prompt goes in with the next step, which gives the first new one.
+
+        Raises: RunError if one does not fit its row
+        """
+        for row, completion in completions.items():
+            assert row not in self.running, f"row {row} is taken"
+            completion.check(self.max_len)
+        sequences = {row: c.all_tokens() for row, c in completions.items()}
+        scored = {row: c for row, c in completions.items() if c.score_prompt}
+
+        # What the cache holds of each; to score a prompt, all of it is computed.
+        reusing = {row: ids for row, ids in sequences.items() if row not in scored}
+        num_cached = dict.fromkeys(sequences, 0)
+        num_cached |= {row: self.prefix_cache.match(row, ids) for row, ids in reusing.items()}
+        copies, new_prefixes = self.prefix_cache.share(reusing, num_cached)
+        num_cached |= {row: len(self.prefix_cache.tokens[source]) for row, source in copies.items()}
+
+        self.fill(new_prefixes, dict.fromkeys(new_prefixes, 0), {})
+        self.cache.copy(copies)
+        self.fill({row: ids[:-1] for row, ids in sequences.items()}, num_cached, scored)
+
+        self.state.set_rows(completions)
+        self.running |= completions
+        self.kind = step_kind(self.running.values(), self.tokenizer.vocab_size)
+        computed_now = [row for row, source in copies.items() if source in new_prefixes]
+        return num_cached | dict.fromkeys(computed_now, 0)
+
+    def fill(self, sequences: dict, num_cached: dict, scored: dict[int, Completion]) -> None:
+        """Computes what rows of the cache lack of their sequences, and scores the prompts of some."""
+        self.cache.clear([row for row in sequences if num_cached[row] == 0])
+        for row in sequences:
+            self.prefix_cache.tokens[row] = []  # should the prefill fail
+        for rows in prefill_batches(sequences, num_cached):
+            counts = [num_cached[row] for row in rows]
+            hidden_TD = self.prefill(rows, counts, [sequences[row] for row in rows])
+            start = 0  # of a sequence's new ids
+            for row in rows:
+                end = start + len(sequences[row]) - num_cached[row]
+                if row in scored:
+                    self.score_prompt(scored[row], hidden_TD[start:end])
+                start = end
+        for row, sequence in sequences.items():
+            self.prefix_cache.tokens[row] = sequence
+
+    def prefill(self, rows: list, num_cached: list, sequences: list) -> Tensor:
+        """As prefill, by a CUDA graph if one fits; the next may overwrite what it returns."""
+        bucket = choose_bucket(num_cached, sequences, self.num_rows, max(self.model.windows))
+        if self.prefill_graphs is None or bucket is None:
+            return prefill(self.model, self.cache, rows, num_cached, sequences, self.layer_weights)
+        inputs = prefill_inputs(self.model, self.cache, rows, num_cached, sequences, bucket)
+        if bucket not in self.graph_inputs:
+            flat = torch.empty_like(inputs.flat(), device=self.model.embed.device)
+            self.graph_inputs[bucket] = (flat, inputs.views(flat))
+        flat, on_device = self.graph_inputs[bucket]
+        flat.copy_(inputs.flat(), non_blocking=True)
+        max_lengths = [bucket.new + bucket.old] * 2
+        work = (self.model, self.cache, on_device, max_lengths, self.layer_weights)
+        return self.prefill_graphs.run(bucket, run_prefill, *work)
+
+    def score_prompt(self, completion: Completion, hidden_TD: Tensor) -> None:
+        """Sets the logprob of each id of a prompt, given the hidden state before it."""
+        vocab_size = self.tokenizer.vocab_size
+        targets = completion.prompt[1:]
+        completion.prompt_logprobs = [None]
+        for start in range(0, len(targets), 256):  # logits of all at once might not fit into memory
+            tokens = to_device(targets[start : start + 256], hidden_TD.device)
+            logits = self.model.logits(hidden_TD[start : start + len(tokens)])[:, :vocab_size]
+            completion.prompt_logprobs += compute_logprobs(logits, tokens, completion.logprobs or 0)
+
+    # -- one step
+
+    @torch.no_grad()
+    def step(self) -> list[StepOutput]:
+        """Computes one token for each running row; a row that ends is idle afterwards.
+
+        Requests that joined while a step was pending get their first token with the next one.
+
+        Raises: RunError if the model's logits are not finite
+        """
+        pending = self.pending
+        self.pending = None
+        if not self.running:
+            return []
+        if pending is None or not pending.completions:
+            pending = self.launch(self.running)
+
+        # A tool's ids take the place of the sampled ones before they go in.
+        for row, completion in pending.completions.items():
+            if completion.tool_result:
+                self.state.tokens[row] = completion.tool_result[0]
+        masked = any(c.mask for c in self.running.values())  # a mask depends on the ids before it
+        if self.overlap and not masked:
+            self.pending = self.launch_after(pending)
+        return self.finish(pending)
+
+    def launch_after(self, pending: PendingStep) -> PendingStep | None:
+        """Launches the next step of all rows but those whose last token is pending."""
+        completions = dict(self.running)
+        for row, completion in pending.completions.items():
+            if len(completion.tokens) + 1 >= completion.max_tokens:
+                self.state.positions[row] = -1
+                del completions[row]
+        return self.launch(completions) if completions else None
+
+    def launch(self, completions: dict[int, Completion]) -> PendingStep:
+        """Starts a step. What it samples goes in with the next one, except where a tool speaks."""
+        masks = {row: c.mask(c.tokens) for row, c in completions.items() if c.mask}
+        if self.step_graphs and not masks:
+            logits = self.step_graphs.run(self.kind, self.compute_step, self.kind)
+        else:
+            logits = self.compute_step(self.kind, masks)
+        wanted = [c.logprobs for c in completions.values() if c.logprobs is not None]
+        logprobs = compute_logprobs(logits, self.state.tokens, max(wanted)) if wanted else []
+
+        # Copied without waiting for the device; done is when the copy is complete.
+        cuda = self.state.sampled.is_cuda
+        sampled = self.state.sampled.to("cpu", non_blocking=cuda, copy=True)
+        done = torch.cuda.current_stream().record_event() if cuda else None
+        return PendingStep(dict(completions), sampled, done, logprobs)
+
+    def compute_step(self, kind: StepKind, masks: dict[int, Tensor] | None = None) -> Tensor:
+        """The work of a step, from and to the tensors of RowState, in which it may be a graph.
+
+        Args:    masks by row, bool (V,): which ids may come
+        Returns: logits (B, V), before masks and processors
+        """
+        state = self.state
+        inputs = (state.tokens, state.previous, state.positions)
+        logits = self.decode(self.model, self.decode_cache, *inputs, self.layer_weights)
+        logits = logits[:, : self.tokenizer.vocab_size]  # without the padding of the vocabulary
+        allowed = logits.clone() if masks else logits
+        for row, mask in (masks or {}).items():
+            allowed[row].masked_fill_(~mask.to(allowed.device), -math.inf)
+        sampled = self.next_tokens(allowed, kind)
+
+        # The largest of numbers with NaN among them is NaN, so NaN is what was sampled.
+        broken = logits.gather(1, sampled[:, None])[:, 0].isnan()
+        state.sampled.copy_(sampled).masked_fill_(broken, NOT_FINITE)
+        state.previous.copy_(state.tokens)
+        state.tokens.copy_(sampled)
+        state.positions.add_(state.positions >= 0)
+        return logits
+
+    def next_tokens(self, logits_BV: Tensor, kind: StepKind) -> Tensor:
+        """The next id of each row, (B,): the one place where logits become ids."""
+        state = self.state
+        if kind.num_sorted == GREEDY:
+            return logits_BV.argmax(-1)
+        min_p = None
+        if kind.processors:
+            logits_BV = state.process_logits(logits_BV)
+            min_p = state.min_p
+        cuts = (state.temperature, state.top_k, state.top_p)
+        noise = (state.seeds, state.positions)
+        return self.sample(logits_BV, *cuts, *noise, kind.num_sorted, min_p)
+
+    def finish(self, pending: PendingStep) -> list[StepOutput]:
+        """Reads the ids of a step and gives them to its completions."""
+        if pending.done:
+            pending.done.synchronize()
+        sampled = pending.sampled.tolist()
+        outputs = []
+        for row, completion in pending.completions.items():
+            self.prefix_cache.tokens[row].append(completion.last_token())  # which this step computed
+            token = completion.accept(sampled[row], self.tokenizer, self.tool_ids)
+            if token is not None and completion.logprobs is not None:
+                by_tool = completion.forced[-1]
+                logprob = TokenLogprob(0.0, []) if by_tool else pending.logprobs[row]
+                completion.token_logprobs.append(logprob)
+            outputs.append(StepOutput(row, token, completion.reason))
+        if ended := [output.row for output in outputs if output.reason]:
+            self.stop(ended)
+        return outputs
+
+    # -- requests leave
+
+    def stop(self, rows: list[int]) -> None:
+        """Makes rows idle, whether their completions have ended or not. The prefix cache keeps what they hold."""
+        for row in rows:
+            self.state.positions[row] = -1
+            del self.running[row]
+            if self.pending:
+                self.pending.completions.pop(row, None)
+        self.kind = step_kind(self.running.values(), self.tokenizer.vocab_size)
+
+    def free(self, row: int) -> None:
+        """Stops a row's completion, if it has one, and drops its ids from the prefix cache."""
+        if row in self.running:
+            self.stop([row])
+        self.prefix_cache.tokens[row] = []
 
 
 # ==== Sampling
 
+GREEDY = -1  # in place of a number of logits to sort: every row takes its most likely id
+SORT_SIZES = (GREEDY, 0, 64, 1024)  # and the whole vocabulary; on CUDA each is a graph of its own
+NOT_FINITE = -1  # in place of an id that was sampled from logits with NaN among them
 
-def sample(logits_BV, temperature_B, top_k_B, top_p_B, seeds_B, counters_B, width, min_p_B=None):
-    """One id for each row: argmax at temperature 0, else a draw from the likeliest.
 
-    The draw is from the top_k likeliest ids, of these from the fewest whose mass reaches top_p; ids
-    as likely as the last of them count too. The argmax of logits plus Gumbel noise is such a draw.
+class StepKind(NamedTuple):
+    """What the steps of some rows must compute."""
 
-    Args:    top_k_B 0: all ids; top_p_B 1 or more: all ids; seeds_B, counters_B integers, on which
-             the noise depends, and on nothing else, so a row draws the same in any batch; width how
-             many logits to sort: at least top_k of every row that cuts, V if one cuts by top_p
-             alone, 0 if none does; min_p_B: drops ids below this share of the largest probability
+    num_sorted: int  # of SORT_SIZES, or the whole vocabulary
+    processors: bool  # logits processors, for any row
+
+
+def step_kind(completions, vocab_size: int) -> StepKind:
+    needed = max((c.num_sorted(vocab_size) for c in completions), default=GREEDY)
+    enough = [size for size in SORT_SIZES if size >= needed]
+    return StepKind(min([*enough, vocab_size]), any(c.has_processors() for c in completions))
+
+
+class RowState:
+    """What a step reads of each row: tensors that are only written in place, as graphs hold their addresses.
+
+    Without logits processors V is 0 here.
+    """
+
+    def __init__(self, num_rows: int, vocab_size: int, device: torch.device):
+        integers = torch.zeros(num_rows, dtype=torch.long, device=device)
+        numbers = torch.zeros(num_rows, device=device)
+        self.tokens = integers.clone()  # the id that goes in next
+        self.previous = integers.clone()  # the id before it
+        self.sampled = integers.clone()  # the id that the last step sampled, or NOT_FINITE
+        self.positions = integers.int() - 1  # of the id that goes in next; -1: the row is idle
+        self.top_k = integers.clone()
+        self.seeds = integers.clone()
+        self.temperature = numbers.clone()
+        self.top_p = numbers.clone()
+        self.min_p = numbers.clone()
+        self.presence = numbers.clone()
+        self.frequency = numbers.clone()
+        # (B, V): how often each id is in the answer of a row, and what is added to its logit.
+        self.counts = torch.zeros(num_rows, vocab_size, dtype=torch.int32, device=device)
+        self.bias = torch.zeros(num_rows, vocab_size, device=device)
+
+    def set_rows(self, completions: dict[int, Completion]) -> None:
+        """Sets rows so that the last id of each sequence goes in with the next step."""
+        integers = []
+        numbers = []
+        for c in completions.values():
+            ids = c.all_tokens()
+            previous = ids[-2] if len(ids) > 1 else 0
+            integers.append((ids[-1], previous, len(ids) - 1, c.top_k, c.seed % 2**32))
+            # 0 keeps the most likely token; at 1 the rounding of a sum could cut something.
+            top_p = max(c.top_p, 1e-6) if c.top_p < 1 else 2
+            penalties = (c.presence_penalty, c.frequency_penalty)
+            numbers.append((max(c.temperature, 0), top_p, c.min_p, *penalties))
+
+        device = self.tokens.device
+        rows = to_device(list(completions), device)
+        columns = [*to_device(np.array(integers, dtype=np.int64).T, device)]
+        columns += [*to_device(np.array(numbers, dtype=np.float32).T, device)]
+        names = ("tokens", "previous", "positions", "top_k", "seeds")
+        names += ("temperature", "top_p", "min_p", "presence", "frequency")
+        for name, column in zip(names, columns, strict=True):
+            tensor = getattr(self, name)
+            tensor[rows] = column.to(tensor.dtype)
+        self.bias[rows] = 0
+        for row, completion in completions.items():
+            if completion.has_processors():
+                self.set_processors(row, completion)
+
+    def set_processors(self, row: int, completion: Completion) -> None:
+        """Sets the bias of a row, and the counts to those of its answer so far.
+
+        A step counts the id that goes in, the last of the sequence first, so that one is left out here.
+        """
+        for token, bias in completion.logit_bias.items():
+            self.bias[row, token] = bias
+        answer = torch.tensor(completion.tokens, dtype=torch.long)
+        counts = answer.bincount(minlength=self.counts.size(1))
+        counts[completion.last_token()] -= 1
+        self.counts[row] = to_device(counts, self.counts.device)
+
+    def process_logits(self, logits_BV: Tensor) -> Tensor:
+        """Counts the ids that go in. Returns the logits less the penalties, plus the bias."""
+        running = (self.positions >= 0).to(self.counts.dtype)
+        self.counts.scatter_add_(1, self.tokens[:, None], running[:, None])
+        counts = self.counts.to(logits_BV.dtype)
+        often = self.frequency[:, None] * counts
+        present = self.presence[:, None] * (counts > 0)
+        return logits_BV - often - present + self.bias
+
+
+def sample(
+    logits_BV, temperature_B, top_k_B, top_p_B, seeds_B, counters_B, num_sorted: int, min_p_B=None
+) -> Tensor:
+    """One id for each row: argmax at temperature 0, else sampled from the likeliest.
+
+    Of the top_k likeliest ids the fewest whose mass reaches top_p can come; ids as likely as the last of them count
+    too. The argmax of logits plus Gumbel noise is a sample of their softmax.
+
+    Args:    top_k_B 0: all ids; top_p_B 1 or more: all ids; seeds_B, counters_B integers, on which the noise depends,
+             and on nothing else, so a row samples the same in any batch; num_sorted logits to sort: at least top_k of
+             every row that cuts, V if one cuts by top_p alone, 0 if none does; min_p_B: drops ids below this share of
+             the largest probability
     Returns: ids (B,)
     """
     z = logits_BV / temperature_B.clamp(min=1e-6)[:, None]
-    if width:
+    if num_sorted:
         cuts = (top_k_B > 0) | (top_p_B < 1)
-        unlikely = z < least_kept(z, top_k_B, top_p_B, width)[:, None]
+        unlikely = z < smallest_kept(z, top_k_B, top_p_B, num_sorted)[:, None]
         z = z.masked_fill(unlikely & cuts[:, None], -math.inf)
     if min_p_B is not None:
         least = z.amax(-1) + min_p_B.log()  # min_p of 0 gives minus infinity, which cuts nothing
@@ -458,41 +1037,22 @@ def sample(logits_BV, temperature_B, top_k_B, top_p_B, seeds_B, counters_B, widt
     return torch.where(greedy, logits_BV, z).argmax(-1)
 
 
-def least_kept(z_BV: Tensor, top_k_B: Tensor, top_p_B: Tensor, width: int) -> Tensor:
+def smallest_kept(z_BV: Tensor, top_k_B: Tensor, top_p_B: Tensor, num_sorted: int) -> Tensor:
     """The smallest logit of each row that top_k and top_p keep, (B,)."""
-    best = z_BV.topk(width).values
-    place = torch.arange(width, device=best.device)
-    kept = (place < top_k_B[:, None]) | (top_k_B == 0)[:, None]
-    mass = best.masked_fill(~kept, -math.inf).softmax(-1)
+    top = z_BV.topk(num_sorted).values
+    rank = torch.arange(num_sorted, device=top.device)
+    kept = (rank < top_k_B[:, None]) | (top_k_B == 0)[:, None]
+    mass = top.masked_fill(~kept, -math.inf).softmax(-1)
     mass_before = mass.cumsum(-1) - mass
     kept &= mass_before < top_p_B[:, None]  # the id that crosses top_p stays
-    return best.masked_fill(~kept, math.inf).amin(-1)
-
-
-class Chance(NamedTuple):
-    """How likely an id was to the model, at temperature 1 and without any cut or penalty."""
-
-    logprob: float
-    best: list[tuple[int, float]]  # the likeliest ids with their logprobs, the likeliest first
-
-
-CERTAIN = Chance(0.0, [])  # of the ids of a tool's result, which were not drawn
-
-
-def token_chances(logits_BV: Tensor, tokens_B: Tensor, most: int) -> list[Chance]:
-    """The chance of one id in each row, with the `most` likeliest ids, at least one."""
-    logprobs = logits_BV.float().log_softmax(-1)
-    chosen = logprobs.gather(1, tokens_B[:, None].long())[:, 0].tolist()
-    best = logprobs.topk(max(most, 1))
-    rows = zip(chosen, best.indices.tolist(), best.values.tolist(), strict=True)
-    return [Chance(one, list(zip(ids, values, strict=True))) for one, ids, values in rows]
+    return top.masked_fill(~kept, math.inf).amin(-1)
 
 
 def gumbel_noise(seeds_B: Tensor, counters_B: Tensor, vocab_size: int) -> Tensor:
     """Noise (B, V) fp32: a hash of seed, counter and id, which needs no state."""
-    ids = lowbias32(torch.arange(vocab_size, device=seeds_B.device))
-    rows = lowbias32((lowbias32(seeds_B) + counters_B) & 0xFFFFFFFF)
-    bits = lowbias32((rows[:, None] + ids) & 0xFFFFFFFF) >> 9
+    ids_V = lowbias32(torch.arange(vocab_size, device=seeds_B.device))
+    hash_B = lowbias32((lowbias32(seeds_B) + counters_B) & 0xFFFFFFFF)
+    bits = lowbias32((hash_B[:, None] + ids_V) & 0xFFFFFFFF) >> 9
     uniform = (bits.float() + 0.5) * 2**-23
     return -torch.log(-torch.log(uniform))
 
@@ -504,211 +1064,68 @@ def lowbias32(x: Tensor) -> Tensor:
     return x ^ (x >> 15)
 
 
-# ==== Completions
-
-# The special tokens around a tool call and around its result.
-MARKS = ("<|python_start|>", "<|python_end|>", "<|output_start|>", "<|output_end|>")
-
-
-@dataclass
-class Completion:
-    """One request and its result."""
-
-    prompt: list[int]  # BOS included
-    max_tokens: int = 128
-    temperature: float = 0.8  # 0: the most likely id
-    top_k: int = 50  # 0: all
-    top_p: float = 1.0
-    stop: tuple = ()  # ids that end it; BOS always does
-    seed: int = 0
-    tools: bool = False  # run the calculator, if the tokenizer has the marks of calls
-    # These four need a Decoder with shaping=True.
-    min_p: float = 0.0  # leave out ids with less than this share of the likeliest one's probability
-    presence_penalty: float = 0.0  # off the logit of an id that is in the answer
-    frequency_penalty: float = 0.0  # the same, for each time that it is there
-    logit_bias: dict[int, float] = field(default_factory=dict)  # added to the logits of ids
-    logprobs: int | None = None  # keep the chance of each new id, and of so many likeliest ones
-    score_prompt: bool = False  # with logprobs: also those of the prompt's ids
-    # From the new ids so far to which may come next, booleans (V,).
-    mask: Callable[[list[int]], Tensor] | None = None
-
-    # The result: new ids without the one that ended it, and whether each came from a tool.
-    tokens: list[int] = field(default_factory=list)
-    forced: list[bool] = field(default_factory=list)
-    chances: list[Chance] = field(default_factory=list)  # of each new id, with logprobs
-    prompt_chances: list[Chance | None] = field(default_factory=lambda: [None])  # of the prompt's
-    reason: str = ""  # why it ended: "stop" or "length"
-    ended: int = -1  # the stop token
-
-    # A tool call under way: ids of its expression so far, and ids of its result yet to be added.
-    call: list[int] | None = None
-    queue: list[int] = field(default_factory=list)
-
-    def check(self, max_len: int) -> None:
-        """Raises RunError if it does not fit a row for texts of max_len tokens."""
-        length = len(self.prompt)
-        room = max(max_len + 1 - length, 0)  # the last new token needs no place in the cache
-        assert length and self.max_tokens > 0, "give at least a BOS token, and ask for one token"
-        if self.max_tokens > room:
-            wanted = f"a prompt of {length} tokens and {self.max_tokens} new ones"
-            fewer = f" or ask for at most {room}" if room else ""
-            raise RunError(f"{wanted} exceed the context of {max_len}; shorten the prompt{fewer}")
-
-    def is_shaped(self) -> bool:
-        """Whether it needs a Decoder with shaping=True."""
-        penalties = self.presence_penalty or self.frequency_penalty
-        return bool(self.min_p or penalties or self.logit_bias)
-
-    def sort_width(self, vocab_size: int) -> int:
-        """How many logits sample must sort for it, or GREEDY if it needs no sample."""
-        if self.temperature <= 0:
-            return 0 if self.is_shaped() else GREEDY
-        if self.top_k:
-            return min(self.top_k, vocab_size)
-        return vocab_size if self.top_p < 1 else 0
-
-    def text(self) -> list[int]:
-        """The prompt and the answer so far."""
-        return [*self.prompt, *self.tokens] if self.tokens else self.prompt
-
-    def accept(self, sampled: int, tokenizer, marks: list[int]) -> int | None:
-        """Adds the sampled id, or that of a tool's result if one is due; None if a stop came.
-
-        Raises: RunError if the id was drawn from logits that are not finite
-        """
-        by_tool = bool(self.queue)
-        if by_tool:
-            token = self.queue.pop(0)
-        elif sampled == NOT_FINITE:
-            raise RunError("the model computes logits that are not finite; name an earlier checkpoint with --step")
-        elif sampled == tokenizer.bos_id or sampled in self.stop:
-            self.reason = "stop"
-            self.ended = sampled
-            return None
-        else:
-            token = sampled
-            if self.tools and marks:
-                self.follow_call(token, tokenizer, marks)
-        self.tokens.append(token)
-        self.forced.append(by_tool)
-        if len(self.tokens) == self.max_tokens:
-            self.reason = "length"
-        return token
-
-    def follow_call(self, token: int, tokenizer, marks: list[int]) -> None:
-        """Notes the ids of a tool call; at its end the result goes into the queue."""
-        call_start, call_end, result_start, result_end = marks
-        if token == call_start:
-            self.call = []
-        elif token == call_end and self.call is not None:
-            result = calculate(tokenizer.decode(self.call))
-            self.call = None
-            if result is not None:
-                self.queue = [result_start, *tokenizer.encode(result), result_end]
-        elif self.call is not None:
-            self.call.append(token)
+def compute_logprobs(logits_BV: Tensor, tokens_B: Tensor, num_top: int) -> list[TokenLogprob]:
+    """The logprob of one id in each row, and of the num_top likeliest ids, at least one."""
+    logprobs = logits_BV.float().log_softmax(-1)
+    chosen = logprobs.gather(1, tokens_B[:, None].long())[:, 0].tolist()
+    top = logprobs.topk(max(num_top, 1))
+    tops = zip(top.indices.tolist(), top.values.tolist(), strict=True)
+    tops = [list(zip(*pair, strict=True)) for pair in tops]
+    return [TokenLogprob(*pair) for pair in zip(chosen, tops, strict=True)]
 
 
-class Event(NamedTuple):
-    """What a step did to a row."""
+# ==== Prefix cache
 
-    row: int
-    token: int | None  # the new id; None if a stop token came
-    reason: str  # as in Completion
+MIN_SHARED_PREFIX = 64  # ids that two sequences must have in common before a shared row holds them
 
 
-# ==== Rows
+class PrefixCache:
+    """Which ids have their keys and values in each row of the KV cache.
 
-GREEDY = -1  # a width for steps that take the most likely id in every row
-WIDTHS = (GREEDY, 0, 64, 1024)  # and the whole vocabulary; on CUDA each is a graph of its own
-WORTH_SHARING = 64  # ids that two texts must begin with in common before a shelf holds them
-NOT_FINITE = -1  # in place of an id that was drawn from logits with NaN among them
-
-
-class RowState:
-    """What a step reads of each row: tensors that are only written in place.
-
-    A CUDA graph of a step holds their addresses. Without shaping V is 0 here.
+    An idle row keeps what its last sequence left, so that the next turn of a conversation computes only what is new.
+    Behind the rows of requests come shared rows, for prefixes of several sequences, such as a system prompt; a sequence
+    with such a prefix starts as a copy of the row. A row is used whole or not at all, since a ring only has the end.
     """
 
-    def __init__(self, rows: int, vocab_size: int, device: torch.device):
-        integers = torch.zeros(rows, dtype=torch.long, device=device)
-        numbers = torch.zeros(rows, device=device)
-        self.tokens = integers.clone()  # the id that goes in next
-        self.previous = integers.clone()  # the id before it
-        self.drawn = integers.clone()  # the id that the last step drew, or NOT_FINITE
-        self.positions = integers.int() - 1  # of the id that goes in next; -1: the row rests
-        self.top_k = integers.clone()
-        self.seeds = integers.clone()
-        self.temperature = numbers.clone()
-        self.top_p = numbers.clone()
-        self.min_p = numbers.clone()
-        self.presence = numbers.clone()
-        self.frequency = numbers.clone()
-        # (B, V): how often each id is in the answer of a row, and what is added to its logit.
-        self.counts = torch.zeros(rows, vocab_size, dtype=torch.int32, device=device)
-        self.bias = torch.zeros(rows, vocab_size, device=device)
+    def __init__(self, num_rows: int, num_shared: int):
+        self.num_rows = num_rows
+        self.tokens: list[list[int]] = [[] for _ in range(num_rows + num_shared)]
+        self.shared = list(range(num_rows, num_rows + num_shared))  # least recently used first
 
-    def write(self, completions: dict[int, Completion]) -> None:
-        """Sets rows so that the last id of each text goes in with the next step."""
-        places = []
-        samplings = []
-        for c in completions.values():
-            text = c.text()
-            previous = text[-2] if len(text) > 1 else 0
-            places.append((text[-1], previous, len(text) - 1, c.top_k, c.seed % 2**32))
-            # 0 keeps the most likely token; at 1 the rounding of a sum could cut something.
-            top_p = max(c.top_p, 1e-6) if c.top_p < 1 else 2
-            penalties = (c.presence_penalty, c.frequency_penalty)
-            samplings.append((max(c.temperature, 0), top_p, c.min_p, *penalties))
+    def match(self, row: int, sequence: list[int]) -> int:
+        """How many ids a row holds, if the sequence begins with all of them and goes on; else 0."""
+        cached = self.tokens[row]
+        is_prefix = len(cached) < len(sequence) and cached == sequence[: len(cached)]
+        return len(cached) if is_prefix else 0
 
-        device = self.tokens.device
-        rows = to_device(list(completions), device)
-        integers = to_device(np.array(places, dtype=np.int64).T, device)
-        numbers = to_device(np.array(samplings, dtype=np.float32).T, device)
-        names = ("tokens", "previous", "positions", "top_k", "seeds")
-        names += ("temperature", "top_p", "min_p", "presence", "frequency")
-        for name, column in zip(names, (*integers, *numbers), strict=True):
-            tensor = getattr(self, name)
-            tensor[rows] = column.to(tensor.dtype)
-        self.bias[rows] = 0
-        for row, completion in completions.items():
-            if completion.is_shaped():
-                self.write_shape(row, completion)
+    def share(self, sequences: dict, num_cached: dict) -> tuple[dict[int, int], dict[int, list]]:
+        """Chooses shared rows for new sequences.
 
-    def write_shape(self, row: int, completion: Completion) -> None:
-        """Sets the bias of a row, and the counts to those of its answer so far.
+        A prefix gets a shared row, the least recently used one, when a second sequence has it.
 
-        A step counts the id that goes in, the last of the text first, so that one is left out here.
+        Args:    sequences by row; num_cached what these rows hold of them
+        Returns: {row: the shared row that it should copy}, {shared row: new prefix that must be computed first}
         """
-        for token, bias in completion.logit_bias.items():
-            self.bias[row, token] = bias
-        answer = torch.tensor(completion.tokens, dtype=torch.long)
-        counts = answer.bincount(minlength=self.counts.size(1))
-        counts[completion.text()[-1]] -= 1
-        self.counts[row] = to_device(counts, self.counts.device)
-
-    def apply_shape(self, logits_BV: Tensor) -> Tensor:
-        """Counts the ids that go in. Returns the logits less the penalties, plus the bias."""
-        live = (self.positions >= 0).to(self.counts.dtype)
-        self.counts.scatter_add_(1, self.tokens[:, None], live[:, None])
-        counts = self.counts.to(logits_BV.dtype)
-        often = self.frequency[:, None] * counts
-        present = self.presence[:, None] * (counts > 0)
-        return logits_BV - often - present + self.bias
-
-
-def common_length(text: list[int], other: list[int]) -> int:
-    """How many first ids two texts have in common."""
-    pairs = enumerate(zip(text, other, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(text), len(other)))
+        copies = {}
+        new_prefixes = {}
+        others = self.tokens[: self.num_rows]
+        for row, sequence in sequences.items() if self.shared else ():
+            source = max(self.shared, key=lambda shared: self.match(shared, sequence))
+            longest = max(num_cached[row], self.match(source, sequence))
+            common = max(len(commonprefix([sequence[:-1], other])) for other in others)
+            others.append(sequence)
+            oldest = self.shared[0]
+            if common >= longest + MIN_SHARED_PREFIX and oldest not in copies.values():
+                source = oldest
+                new_prefixes[source] = self.tokens[source] = sequence[:common]
+            if self.match(source, sequence) > num_cached[row]:
+                self.shared.remove(source)
+                self.shared.append(source)
+                copies[row] = source
+        return copies, new_prefixes
 
 
-def step_kind(completions, vocab_size: int) -> tuple[int, bool]:
-    """What steps of these rows need: how many logits to sort, and whether any are shaped."""
-    needed = max((c.sort_width(vocab_size) for c in completions), default=GREEDY)
-    enough = [width for width in WIDTHS if width >= needed]
-    return min([*enough, vocab_size]), any(c.is_shaped() for c in completions)
+# ==== CUDA graphs
 
 
 class Graphs:
@@ -733,425 +1150,28 @@ class Graphs:
         return result
 
 
-class Flight(NamedTuple):
-    """A step that was launched and whose ids nobody has read yet."""
-
-    rows: dict[int, Completion]  # that it computes, without those that have ended since
-    drawn: Tensor  # its ids by row, on the host; on CUDA complete after `done`
-    done: torch.cuda.Event | None
-    chances: list[Chance]  # by row; empty if no row wants them
-
-
-# ==== Decoding
-
-
-class Decoder:
-    """Rows of a KV cache that decode together: a text enters a free row while others go on.
-
-    On CUDA a step is a graph, launched at once. `compile` also fuses it, which costs half a minute
-    at the first step. A Decoder is for one thread.
-
-    With `ahead`, the default on CUDA, the next step is launched before the ids of the last are
-    read, so that the device does not wait for the host. A row that meets a stop token then computes
-    one id too many. That writes only into places of its rings that the next id overwrites.
-
-    Shelves are more rows of the cache, for beginnings that several texts have in common. A text that
-    begins like one of them starts with a copy of it.
-
-    Args:  max_len tokens of the longest text, by default the model's context; shaping whether
-           completions may have penalties, logit_bias and min_p; shelves how many
-    """
-
-    def __init__(self, model, tokenizer, rows: int, max_len: int = 0, compile: bool = False,
-                 graph: bool = True, shaping: bool = False, shelves: int = 0,
-                 ahead: bool | None = None):  # fmt: skip
-        device = model.embed.device
-        cuda = device.type == "cuda"
-        context = model.config.max_seq_len
-        self.model = model
-        self.tokenizer = tokenizer
-        self.rows = rows
-        self.max_len = min(max_len or context, context)
-        marks = [tokenizer.specials.get(name) for name in MARKS]
-        self.marks = [] if None in marks else marks
-        self.ahead = cuda if ahead is None else ahead
-        with torch.no_grad():
-            self.weights = model.layer_weights()
-
-        self.cache = KVCache.empty(model, rows + shelves, self.max_len)
-        keys = [ring[:rows] for ring in self.cache.keys]
-        values = [ring[:rows] for ring in self.cache.values]
-        self.row_cache = KVCache(keys, values, self.cache.slots)  # without the shelves
-        self.state = RowState(rows, tokenizer.vocab_size if shaping else 0, device)
-        self.shelves = list(range(rows, rows + shelves))  # what was used last is at the end
-
-        # The ids in each row of the cache; of a live row also the next one.
-        self.known = [[] for _ in range(rows + shelves)]
-        self.live: dict[int, Completion] = {}
-        self.flight: Flight | None = None
-        self.kind = step_kind([], tokenizer.vocab_size)  # of steps of the live rows
-
-        self.decode = torch.compile(decode) if compile else decode
-        self.sample = torch.compile(sample) if compile else sample
-        self.graphs = Graphs() if graph and cuda else None  # of steps, by their kind
-        self.prefills = Graphs() if graph and cuda else None  # by size
-        self.packs: dict[PrefillSize, tuple] = {}  # what these read: flat, and as a Pack
-
-    @torch.no_grad()
-    def refresh(self) -> None:
-        """Reads the weights of the model again; texts in the cache are forgotten."""
-        self.known = [[] for _ in self.known]
-        self.flight = None
-        for old_layer, new_layer in zip(self.weights, self.model.layer_weights(), strict=True):
-            for old, new in zip(old_layer, new_layer, strict=True):
-                if old is not None:
-                    old.copy_(new)
-
-    # -- texts that enter
-
-    @torch.no_grad()
-    def admit(self, completions: dict[int, Completion]) -> dict[int, int]:
-        """Puts completions into rows that are not live. Returns how many ids each did not compute.
-
-        What a row still holds of its new text is not computed again, nor what a shelf holds. The
-        last id of a text goes in with the next step, which gives the first new one.
-
-        Raises: RunError if one does not fit its row
-        """
-        texts = {}
-        starts = {}
-        for row, completion in completions.items():
-            assert row not in self.live, f"row {row} is taken"
-            completion.check(self.max_len)
-            texts[row] = completion.text()
-            # To score a prompt, all of it is computed.
-            starts[row] = 0 if completion.score_prompt else self.held(row, texts[row])
-
-        sources = self.find_shelves(completions, texts, starts)
-        self.cache.clear([row for row in completions if starts[row] == 0 and row not in sources])
-        self.cache.copy(sources)
-        for row, shelf in sources.items():
-            starts[row] = len(self.known[shelf])
-        self.fill({row: text[:-1] for row, text in texts.items()}, starts, completions)
-
-        self.state.write(completions)
-        for row, text in texts.items():
-            self.known[row].append(text[-1])
-        self.live |= completions
-        self.kind = step_kind(self.live.values(), self.tokenizer.vocab_size)
-        return starts
-
-    def held(self, row: int, text: list[int]) -> int:
-        """How many ids are in a row of the cache, if a text begins with all of them and goes on."""
-        known = self.known[row]
-        return len(known) if len(known) < len(text) and known == text[: len(known)] else 0
-
-    def find_shelves(self, completions: dict, texts: dict, starts: dict) -> dict[int, int]:
-        """The shelf that each text should start as a copy of; fills those that are new.
-
-        A beginning goes onto a shelf when a second text has it; the one used longest ago goes.
-        """
-        sources = {}
-        new = {}
-        others = self.known[: self.rows]
-        for row, text in texts.items():
-            if not self.shelves or completions[row].score_prompt:
-                continue
-            shelf = max(self.shelves, key=lambda shelf: self.held(shelf, text))
-            longest = max(starts[row], self.held(shelf, text))
-            start = text[:-1]
-            common = max(common_length(start, other) for other in others)
-            others.append(text)
-            oldest = self.shelves[0]
-            is_free = oldest not in sources.values()
-            if is_free and common >= longest + WORTH_SHARING:
-                shelf = oldest
-                new[shelf] = self.known[shelf] = text[:common]
-            if self.held(shelf, text) > starts[row]:
-                self.shelves.remove(shelf)
-                self.shelves.append(shelf)
-                sources[row] = shelf
-        self.cache.clear(list(new))
-        self.fill(new, dict.fromkeys(new, 0), {})
-        return sources
-
-    def fill(self, texts: dict, starts: dict, completions: dict[int, Completion]) -> None:
-        """Computes what rows lack of their texts, and the chances of prompts that want them."""
-        for row in texts:
-            self.known[row] = []  # should the prefill fail
-        for pack in prefill_packs(texts, starts):
-            held = [starts[row] for row in pack]
-            hidden = self.prefill(pack, held, [texts[row] for row in pack])
-            place = 0  # of a text's first new id
-            for row in pack:
-                end = place + len(texts[row]) - starts[row]
-                if row in completions and completions[row].score_prompt:
-                    self.score_prompt(completions[row], hidden[place:end])
-                place = end
-        for row, text in texts.items():
-            self.known[row] = text
-
-    def prefill(self, rows: list, starts: list, texts: list) -> Tensor:
-        """As prefill, by a CUDA graph if one fits; the next may overwrite what it returns."""
-        size = prefill_size(starts, texts, self.rows, max(self.model.windows))
-        if self.prefills is None or size is None:
-            return prefill(self.model, self.cache, rows, starts, texts, self.weights)
-        pack = plan_pack(self.model, self.cache, rows, starts, texts, size)
-        if size not in self.packs:
-            flat = torch.empty_like(pack.flat(), device=self.model.embed.device)
-            self.packs[size] = (flat, pack.over(flat))
-        flat, on_device = self.packs[size]
-        flat.copy_(pack.flat(), non_blocking=True)
-        longest = [size.new + size.old] * 2
-        work = (self.model, self.cache, on_device, longest, self.weights)
-        return self.prefills.run(size, run_pack, *work)
-
-    def score_prompt(self, completion: Completion, hidden_TD: Tensor) -> None:
-        """Notes the chance of each id of a prompt, given the hidden state before it."""
-        vocab_size = self.tokenizer.vocab_size
-        after = completion.prompt[1:]
-        completion.prompt_chances = [None]
-        for start in range(0, len(after), 256):  # logits of all at once might not fit into memory
-            tokens = to_device(after[start : start + 256], hidden_TD.device)
-            logits = self.model.logits(hidden_TD[start : start + len(tokens)])[:, :vocab_size]
-            chances = token_chances(logits, tokens, completion.logprobs or 0)
-            completion.prompt_chances += chances
-
-    # -- steps
-
-    @torch.no_grad()
-    def step(self) -> list[Event]:
-        """Computes one token for each live row; a row that ends is free afterwards.
-
-        Rows that entered while a step was in flight get their first token with the next one.
-
-        Raises: RunError if the model's logits are not finite
-        """
-        flight = self.flight
-        self.flight = None
-        if not self.live:
-            return []
-        if not (flight and flight.rows):
-            flight = self.launch(self.live)
-        rows = flight.rows
-
-        # A tool's ids take the place of the drawn ones before they go in.
-        for row, completion in rows.items():
-            if completion.queue:
-                self.state.tokens[row] = completion.queue[0]
-        masked = any(c.mask for c in self.live.values())  # a mask depends on the ids before it
-        if self.ahead and not masked:
-            going_on = dict(self.live)
-            for row, completion in rows.items():
-                if len(completion.tokens) + 1 >= completion.max_tokens:  # its last id is in flight
-                    self.state.positions[row] = -1
-                    del going_on[row]
-            if going_on:
-                self.flight = self.launch(going_on)
-        return self.accept(flight, rows)
-
-    def launch(self, rows: dict[int, Completion]) -> Flight:
-        """Starts a step. What it draws goes in with the next one, except where a tool speaks."""
-        masks = {row: c.mask(c.tokens) for row, c in rows.items() if c.mask}
-        if self.graphs and not masks:
-            logits = self.graphs.run(self.kind, self.advance, *self.kind)
-        else:
-            logits = self.advance(*self.kind, masks)
-        wanted = [c.logprobs for c in rows.values() if c.logprobs is not None]
-        chances = token_chances(logits, self.state.tokens, max(wanted)) if wanted else []
-
-        # Copied without waiting for the device; done is when the copy is complete.
-        cuda = self.state.drawn.is_cuda
-        drawn = self.state.drawn.to("cpu", non_blocking=cuda, copy=True)
-        done = torch.cuda.current_stream().record_event() if cuda else None
-        return Flight(dict(rows), drawn, done, chances)
-
-    def advance(self, width: int, shaped: bool, masks: dict | None = None) -> Tensor:
-        """The work of a step, between tensors that stay where they are. Gives the logits.
-
-        Args: masks by row, bool (V,): which ids may come
-        """
-        state = self.state
-        inputs = (state.tokens, state.previous, state.positions)
-        logits = self.decode(self.model, self.row_cache, *inputs, self.weights)
-        logits = logits[:, : self.tokenizer.vocab_size]  # without the padding of the vocabulary
-        allowed = logits.clone() if masks else logits
-        for row, mask in (masks or {}).items():
-            allowed[row].masked_fill_(~mask.to(allowed.device), -math.inf)
-        drawn = self.draw(allowed, width, shaped)
-
-        # The largest of numbers with NaN among them is NaN, so NaN is what was drawn.
-        broken = logits.gather(1, drawn[:, None])[:, 0].isnan()
-        state.drawn.copy_(drawn).masked_fill_(broken, NOT_FINITE)
-        state.previous.copy_(state.tokens)
-        state.tokens.copy_(drawn)
-        state.positions.add_(state.positions >= 0)
-        return logits
-
-    def draw(self, logits: Tensor, width: int, shaped: bool) -> Tensor:
-        """The next id of each row, (B,): the one place where logits become ids."""
-        state = self.state
-        if width == GREEDY:
-            return logits.argmax(-1)
-        min_p = None
-        if shaped:
-            logits = state.apply_shape(logits)
-            min_p = state.min_p
-        cuts = (state.temperature, state.top_k, state.top_p, state.seeds, state.positions, width)
-        return self.sample(logits, *cuts, min_p)
-
-    def accept(self, flight: Flight, rows: dict[int, Completion]) -> list[Event]:
-        """Gives the ids of a step to the completions that wait for them."""
-        if flight.done:
-            flight.done.synchronize()
-        drawn = flight.drawn.tolist()
-        events = []
-        for row, completion in rows.items():
-            token = completion.accept(drawn[row], self.tokenizer, self.marks)
-            if token is not None and completion.logprobs is not None:
-                chance = CERTAIN if completion.forced[-1] else flight.chances[row]
-                completion.chances.append(chance)
-            if not completion.reason:
-                self.known[row].append(token)
-            events.append(Event(row, token, completion.reason))
-
-        ended = [event.row for event in events if event.reason]
-        if ended:
-            self.rest(ended)
-        return events
-
-    # -- rows that end
-
-    def rest(self, rows: list[int]) -> None:
-        """Ends the completions of rows; what the rows hold stays known."""
-        for row in rows:
-            self.state.positions[row] = -1
-            del self.live[row]
-            if self.flight:
-                self.flight.rows.pop(row, None)
-        self.kind = step_kind(self.live.values(), self.tokenizer.vocab_size)
-
-    def stop(self, row: int) -> None:
-        """Ends a row's completion early; what the row holds stays known."""
-        self.rest([row])
-        self.known[row].pop()  # the id that was to go in next
-
-    def free(self, row: int) -> None:
-        """Drops a row's completion, if it has one, and forgets its text."""
-        if row in self.live:
-            self.rest([row])
-        self.known[row] = []
-
-
-def prefill_packs(texts: dict[int, list[int]], starts: dict[int, int]) -> Iterator[list[int]]:
-    """Rows that have something to compute, in groups of up to PREFILL_TOKENS of text."""
-    waiting = [row for row, text in texts.items() if len(text) > starts[row]]
-    while waiting:
-        sizes = np.cumsum([len(texts[row]) for row in waiting])
-        count = max(1, int((sizes <= PREFILL_TOKENS).sum()))
-        yield waiting[:count]
-        waiting = waiting[count:]
-
-
-class Generator:
-    """Continues prompts of different lengths, up to `rows` at a time.
-
-    Options are fields of Completion. RunError says that a prompt and its answer do not fit.
-    """
-
-    def __init__(self, model, tokenizer, rows: int = 128):
-        self.model = model
-        self.tokenizer = tokenizer
-        self.rows = rows
-        self.decoder: Decoder | None = None  # of the last call, kept for its graphs
-
-    def run(self, completions: list[Completion]) -> Iterator[list[Event]]:
-        """Decodes completions, which enter free rows in turn. Yields what each step did."""
-        if not completions:
-            return
-        decoder = self.take_decoder(completions)
-        rows = decoder.rows
-        waiting = completions[::-1]  # the first at the end
-        try:
-            for completion in completions:
-                completion.check(decoder.max_len)
-            while waiting or decoder.live:
-                # A prefill holds the other rows up, so several texts enter together.
-                free = [row for row in range(rows) if row not in decoder.live]
-                if waiting and len(free) >= min(len(waiting), max(1, rows // 8)):
-                    decoder.admit({row: waiting.pop() for row in free[: len(waiting)]})
-                yield decoder.step()
-        finally:
-            for row in range(rows):
-                decoder.free(row)
-            self.decoder = decoder
-
-    def take_decoder(self, completions: list[Completion]) -> Decoder:
-        """The decoder of the last call if it fits these completions, else a new one."""
-        rows = min(len(completions), self.rows)
-        length = max(len(c.prompt) + c.max_tokens for c in completions) - 1
-        if self.model.embed.is_cuda:  # sizes that fit the next call too; empty slots cost no time
-            rows = 1 << (rows - 1).bit_length()
-            length = self.model.config.max_seq_len
-
-        # Taken out of self, so that a call within this one gets another decoder.
-        decoder = self.decoder
-        self.decoder = None
-        if decoder and decoder.rows == rows and decoder.max_len >= length:
-            decoder.refresh()
-            return decoder
-        del decoder  # frees its memory before the next one is made
-        return Decoder(self.model, self.tokenizer, rows, length)
-
-    def complete(self, prompts, seed: int = 0, **options) -> list[Completion]:
-        """Continues lists of ids to their end; equal prompts draw different noise."""
-        completions = []
-        for i, prompt in enumerate(prompts):
-            completions.append(Completion(list(prompt), seed=seed + i * SEED_STRIDE, **options))
-        for _ in self.run(completions):
-            pass
-        return completions
-
-    def generate(self, prompts, **options) -> list[list[int]]:
-        """The new ids of each prompt, without the stop token."""
-        return [completion.tokens for completion in self.complete(prompts, **options)]
-
-    def stream_text(self, prompt: str, **options) -> Iterator[str]:
-        """Pieces of text as they become certain: a character is never split between two pieces.
-
-        One piece for each token, which may be empty, and one more at the end.
-        """
-        ids = [self.tokenizer.bos_id, *self.tokenizer.encode(prompt)]
-        text = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        for (event,) in self.run([Completion(ids, **options)]):
-            if event.token is not None:
-                yield text.decode(self.tokenizer.bytes[event.token])
-        yield text.decode(b"", final=True)
-
-
-# ==== Kernel
-# Attention of one step of decoding. Each row writes a key and a value into its ring, as KVCache
-# says, and one query looks at that ring. Rows at position -1 rest: nothing of them is written.
+# ==== Attention kernel
+# One decoding step: each row writes a key and a value into its ring, as KVCache says, and one query looks at that ring.
+# Rows at position -1 are idle: nothing of them is written.
 
 
 def use_triton(x: Tensor) -> bool:
     """The kernel runs on CUDA tensors of 16 bits from Ampere on; all else takes the plain path."""
-    if triton is None or not x.is_cuda or x.itemsize > 2:
-        return False
-    return torch.cuda.get_device_capability(x.device) >= (8, 0)
+    can_run = triton is not None and x.is_cuda and x.itemsize <= 2
+    return can_run and torch.cuda.get_device_capability(x.device) >= (8, 0)
 
 
 def decode_attention_ref(q, k, v, keys, values, positions, offset: bool) -> Tensor:
     """Writes a key and a value into each ring, and returns what the query finds there.
 
     Args:    q, k, v (B, H, K), q carries the scale; keys, values (B, S, H, K), written in place;
-             positions int (B,), -1 for rows that rest; offset: of a layer with key offset
+             positions int (B,), -1 for idle rows; offset: of a layer with key offset
     Returns: (B, H, K)
     """
     slots = keys.size(1)
     width = keys.size(3)
     row = torch.arange(len(q), device=q.device)
-    live = (positions >= 0)[:, None, None]
+    running = (positions >= 0)[:, None, None]
     position = positions.clamp(min=0).long()
     slot = position % slots
 
@@ -1159,11 +1179,11 @@ def decode_attention_ref(q, k, v, keys, values, positions, offset: bool) -> Tens
         second_half = torch.arange(width, device=q.device) >= width // 2
         waiting = keys[row, slot]
         next_slot = (position + 1) % slots
-        keys[row, next_slot] = torch.where(live & second_half, k, keys[row, next_slot])
+        keys[row, next_slot] = torch.where(running & second_half, k, keys[row, next_slot])
         has_previous = (position > 0)[:, None, None]
         k = torch.where(second_half & has_previous, waiting, k)
-    keys[row, slot] = torch.where(live, k, keys[row, slot])
-    values[row, slot] = torch.where(live, v, values[row, slot])
+    keys[row, slot] = torch.where(running, k, keys[row, slot])
+    values[row, slot] = torch.where(running, v, values[row, slot])
 
     # How far behind the newest key each slot is; the oldest one is the free slot.
     behind = (position[:, None] - torch.arange(slots, device=q.device)) % slots
@@ -1178,14 +1198,14 @@ def decode_attention_kernel(
     q, k, v, o, keys, values, positions, S, H, stride_q, stride_k, stride_v,
     OFFSET: tl.constexpr, D: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """One row and one head a program. The new key and value are not read back from the ring."""
+    """One row and one head a program; D is the head width here. The new key and value are not read back."""
     row = tl.program_id(0)
     h = tl.program_id(1)
     d = tl.arange(0, D)
     p = tl.load(positions + row)
     slot = tl.maximum(p, 0) % S
     stride = H * D  # from slot to slot
-    live = d < tl.where(p >= 0, D, 0)
+    running = d < tl.where(p >= 0, D, 0)
     keys += (row.to(tl.int64) * S * H + h) * D
     values += (row.to(tl.int64) * S * H + h) * D
 
@@ -1195,11 +1215,11 @@ def decode_attention_kernel(
     V = tl.load(v + row * stride_v + h * D + d)
     if OFFSET:
         second_half = d >= D // 2
-        tl.store(keys + (slot + 1) % S * stride + d, K, mask=live & second_half)
+        tl.store(keys + (slot + 1) % S * stride + d, K, mask=running & second_half)
         taken = second_half & (d < p * D)  # from the token before, which the first has not
         K = tl.where(taken, tl.load(keys + slot * stride + d, mask=taken, other=0.0), K)
-    tl.store(keys + slot * stride + d, K, mask=live)
-    tl.store(values + slot * stride + d, V, mask=live)
+    tl.store(keys + slot * stride + d, K, mask=running)
+    tl.store(values + slot * stride + d, V, mask=running)
 
     # Online softmax over the ring, starting with the new key.
     top = tl.sum(Q * K.to(tl.float32), 0)

@@ -19,23 +19,29 @@ class Mask:
 
     def __init__(self, matcher: llguidance.LLMatcher):
         self.matcher = matcher
-        self.seen = 0  # ids that the matcher knows
+        self.num_read = 0  # ids that the matcher has consumed
 
     @staticmethod
     def of(schema: dict, vocabulary: llguidance.LLTokenizer) -> "Mask":
         """A mask for answers that follow a schema. Raises: ValueError if none can"""
         grammar = llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=BLANKS)
-        matcher = llguidance.LLMatcher(vocabulary, grammar, log_level=0)
-        if matcher.is_error():
-            raise ValueError(" ".join(matcher.get_error().split()))
-        return Mask(matcher)
+        mask = Mask(llguidance.LLMatcher(vocabulary, grammar, log_level=0))
+        if not mask.is_error():
+            mask([])  # some schemas fail only here
+        if mask.is_error():
+            raise ValueError(" ".join(mask.matcher.get_error().partition("<state>")[0].split()))
+        return mask
 
     def copy(self) -> "Mask":
         return Mask(self.matcher.deep_copy())
 
+    def is_error(self) -> bool:
+        """Whether the grammar has grown beyond llguidance's limits; then nothing but the end is allowed."""
+        return self.matcher.is_error()
+
     def __call__(self, tokens: list[int]) -> Tensor:
-        """Booleans over the vocabulary, from the ids of the answer so far, which only grow."""
-        self.matcher.consume_tokens(tokens[self.seen :])
-        self.seen = len(tokens)
+        """Booleans (V,), from the ids of the answer so far, which only grow."""
+        self.matcher.consume_tokens(tokens[self.num_read :])
+        self.num_read = len(tokens)
         allowed = bytearray(self.matcher.compute_logit_bias())
         return torch.frombuffer(allowed, dtype=torch.bool)

@@ -1,7 +1,7 @@
-"""What the server's clients may ask, and what they get: OpenAI's protocol without the network.
+"""OpenAI's protocol without the network: requests, their checks, and the JSON of their answers.
 
-Protocol turns the fields of a request into an Ask, which has a Job for each answer. A Reader turns
-ids of an answer into text, and Answers into JSON. A Problem is an error for the client.
+Protocol turns the JSON of a request into a Request, which has a Sequence for each answer. A Detokenizer turns the ids
+of a sequence into text, and Answers into JSON. An APIError is what a client gets in place of an answer.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ MAX_TOP = 20  # likeliest ids beside each id of an answer
 SAMPLING = {"temperature", "top_p", "min_p", "logit_bias", "presence_penalty", "frequency_penalty"}
 
 
-class Problem(Exception):
+class APIError(Exception):
     """An error in the form of OpenAI's, for the client."""
 
     def __init__(self, status: int, message: str, param: str = "", code: str | None = None):
@@ -51,121 +51,120 @@ class Problem(Exception):
 # ---- from ids to what a client sees
 
 
-class Reader:
-    """Turns ids into pieces of text as they come: (part, text), part "text", "python" or
-    "python_output".
+class Detokenizer:
+    """Turns ids into deltas as they come: (part, text), part "text", "python" or "python_output".
 
-    Characters come out whole, and stop strings do not come out at all: as many characters are held
+    Characters come out whole, and stop strings do not come out at all: as many characters are kept
     back as may be the beginning of one.
     """
 
     def __init__(self, tokenizer, stops: tuple[str, ...] = ()):
         self.bytes = tokenizer.bytes
         self.stops = stops
-        self.hold = max(map(len, stops), default=1) - 1
+        self.keep = max(map(len, stops), default=1) - 1
         specials = tokenizer.specials
         self.marks = {specials[name]: name for name in chat_format.CALL_TOKENS if name in specials}
-        self.text = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self.part = "text"
-        self.closing = False  # the call is written, and a result may follow
-        self.held: list[tuple[str, str]] = []  # characters, with their parts
+        self.call_closed = False  # the call is written, and a result may follow
+        self.buffer: list[tuple[str, str]] = []  # characters, with their parts
         self.stopped = False  # by a stop string
 
-    def push(self, token: int, forced: bool) -> list[tuple[str, str]]:
-        """The pieces that a token completes, some of one character; `forced` as in Completion."""
+    def add(self, token: int, forced: bool) -> list[tuple[str, str]]:
+        """The deltas that a token completes, some of one character; `forced` as in Completion."""
         mark = self.marks.get(token, "")
-        if not (mark or self.closing or self.stops):  # as nearly always
-            text = self.text.decode(self.bytes[token])
+        if not (mark or self.call_closed or self.stops):  # as nearly always
+            text = self.decoder.decode(self.bytes[token])
             return [(self.part, text)] if text else []
-        if self.closing and mark != "<|output_start|>":
-            self.add(b"]")  # a call without a result
+        if self.call_closed and mark != "<|output_start|>":
+            self.append(b"]")  # a call without a result
             self.part = "text"
-        self.closing = mark == "<|python_end|>"
+        self.call_closed = mark == "<|python_end|>"
         if mark == "<|python_start|>":
             self.part = "python"
         elif mark == "<|output_start|>":
             # A model can write this mark itself; then no result of the calculator follows.
             self.part = "python_output" if forced else "text"
-        self.add(chat_format.CALL_TOKENS[mark].encode() if mark else self.bytes[token])
+        self.append(chat_format.CALL_TOKENS[mark].encode() if mark else self.bytes[token])
         if mark == "<|output_end|>":
             self.part = "text"
-        return self.release(self.hold)
+        return self.release(self.keep)
 
     def finish(self) -> list[tuple[str, str]]:
-        """The pieces that remain after the last token."""
-        self.add(b"]" if self.closing else b"", final=True)
+        """The deltas that remain after the last token."""
+        self.append(b"]" if self.call_closed else b"", final=True)
         return self.release(0)
 
-    def add(self, own: bytes, final: bool = False) -> None:
-        self.held += [(self.part, character) for character in self.text.decode(own, final)]
+    def append(self, utf8: bytes, final: bool = False) -> None:
+        self.buffer += [(self.part, character) for character in self.decoder.decode(utf8, final)]
 
-    def release(self, hold: int) -> list[tuple[str, str]]:
-        """What is held, but for some characters at the end or what follows a stop string."""
-        text = "".join(character for _, character in self.held)
-        places = [text.find(stop) for stop in self.stops if stop in text]
-        self.stopped = bool(places)
-        cut = min(places, default=max(0, len(text) - hold))
-        pieces = self.held[:cut]
-        self.held = self.held[cut:]
-        return pieces
+    def release(self, keep: int) -> list[tuple[str, str]]:
+        """Takes out of the buffer all but `keep` characters, or all before a stop string."""
+        text = "".join(character for _, character in self.buffer)
+        found = [text.find(stop) for stop in self.stops if stop in text]
+        self.stopped = bool(found)
+        end = min(found, default=max(0, len(text) - keep))
+        deltas = self.buffer[:end]
+        self.buffer = self.buffer[end:]
+        return deltas
 
 
 # ---- requests and their answers
 
 
 @dataclass(eq=False)
-class Job:
+class Sequence:
     """One answer to write. The model's thread writes it, and that of the event loop reads it."""
 
     index: int  # among the choices of its request
     completion: engine.Completion
-    reader: Reader
+    detokenizer: Detokenizer
     silent: bool = False  # only the prompt is shown, and nothing of the answer
-    ask: "Ask | None" = None
-    cached: int | None = None  # ids of the prompt that were not computed; None: it had no row yet
-    pieces: deque[tuple[str, str]] = field(default_factory=deque)  # not sent yet: (part, text)
+    request: "Request | None" = None
+    cached: int | None = None  # ids of the prompt that were in the cache; None: it had no row yet
+    deltas: deque[tuple[str, str]] = field(default_factory=deque)  # not sent yet: (part, text)
     reason: str = ""  # why it ended: "stop" or "length"
 
-    def take(self, event: engine.Event) -> None:
+    def take(self, output: engine.StepOutput) -> None:
         """Turns the id of a step into text. A stop string ends the answer."""
-        if event.token is not None and not self.silent:
-            self.pieces.extend(self.reader.push(event.token, self.completion.forced[-1]))
-        if event.reason and not self.reader.stopped and not self.silent:
-            self.pieces.extend(self.reader.finish())
-        self.reason = "stop" if self.reader.stopped else event.reason
+        if output.token is not None and not self.silent:
+            self.deltas.extend(self.detokenizer.add(output.token, self.completion.forced[-1]))
+        if output.reason and not self.detokenizer.stopped and not self.silent:
+            self.deltas.extend(self.detokenizer.finish())
+        self.reason = "stop" if self.detokenizer.stopped else output.reason
 
 
 @dataclass(eq=False)
-class Ask:
+class Request:
     """A request after its checks."""
 
-    jobs: list[Job]
+    sequences: list[Sequence]
     fields: "ChatFields | TextFields"
-    logprobs: int | None  # so many likeliest ids beside each id; None: no chances
+    logprobs: int | None  # so many likeliest ids beside each id; None: no logprobs
 
-    # For the model's thread: jobs without a row, and how many have one.
-    waiting: deque[Job] = field(default_factory=deque)
-    rows: int = 0
+    # For the model's thread: sequences without a row, and how many have one.
+    waiting: deque[Sequence] = field(default_factory=deque)
+    num_running: int = 0
     gone: bool = False  # nobody waits for it any more
     began: float = field(default_factory=time.monotonic)
 
-    problem: Problem | None = None
+    error: APIError | None = None
     ready: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self):
-        self.waiting.extend(self.jobs)
-        for job in self.jobs:
-            job.ask = self
+        self.waiting.extend(self.sequences)
+        for sequence in self.sequences:
+            sequence.request = self
 
     async def progress(self) -> None:
-        """Waits for news, of however many steps. Raises: Problem"""
+        """Waits for news, of however many steps. Raises: APIError"""
         await self.ready.wait()
         self.ready.clear()
-        if self.problem and not self.done():
-            raise self.problem
+        if self.error and not self.done():
+            raise self.error
 
     def done(self) -> bool:
-        return all(job.reason for job in self.jobs)
+        return all(sequence.reason for sequence in self.sequences)
 
 
 # ---- the fields of a request
@@ -273,7 +272,7 @@ class DetokenizeFields(BaseModel, strict=True):
 
 
 def read_fields(kind: type[BaseModel], data: bytes) -> BaseModel:
-    """The fields of a request from its JSON. Raises: Problem, about the first that is wrong"""
+    """The fields of a request from its JSON. Raises: APIError, about the first that is wrong"""
     try:
         body = pydantic_core.from_json(data, allow_inf_nan=False)
         if isinstance(body, dict):  # null is as good as none
@@ -282,10 +281,10 @@ def read_fields(kind: type[BaseModel], data: bytes) -> BaseModel:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
     except ValueError as error:
-        raise Problem(400, f"the request is not valid JSON ({error})") from None
+        raise APIError(400, f"the request is not valid JSON ({error})") from None
     where = ".".join(map(str, first["loc"]))
     found = "" if first["type"] == "missing" else f", found {shorten(first['input'])}"
-    raise Problem(400, f"{where or 'the request'}: {first['msg']}{found}", where)
+    raise APIError(400, f"{where or 'the request'}: {first['msg']}{found}", where)
 
 
 def shorten(value: Any) -> str:
@@ -309,42 +308,42 @@ class Protocol:
         end = tokenizer.specials[chat_format.ASSISTANT_END] if chat else tokenizer.bos_id
         self.vocabulary = lltokenizer_from_encoding(tokenizer.encoding, eos_token=end)
 
-    def prepare_chat(self, data: bytes) -> Ask:
-        """Checks a request for the next answer of a conversation. Raises: Problem"""
+    def prepare_chat(self, data: bytes) -> Request:
+        """Checks a request for the next answer of a conversation. Raises: APIError"""
         fields = read_fields(ChatFields, data)
         most = fields.max_completion_tokens or fields.max_tokens or self.limit
         logprobs = fields.top_logprobs if fields.logprobs else None
-        return self.ask(fields, [self.render(fields.messages)], most, logprobs)
+        return self.make_request(fields, [self.render(fields.messages)], most, logprobs)
 
-    def prepare_texts(self, data: bytes) -> Ask:
-        """Checks a request for the continuation of texts. Raises: Problem"""
+    def prepare_texts(self, data: bytes) -> Request:
+        """Checks a request for the continuation of texts. Raises: APIError"""
         fields = read_fields(TextFields, data)
         prompts = [self.prompt_ids(prompt) for prompt in fields.prompt]
-        ask = self.ask(fields, prompts, fields.max_tokens, fields.logprobs, fields.echo)
-        for job in ask.jobs if fields.echo else ():
-            shown = [id for id in job.completion.prompt if id not in self.marks]
-            job.pieces.append(("text", self.tokenizer.decode(shown)))
-        return ask
+        request = self.make_request(fields, prompts, fields.max_tokens, fields.logprobs, fields.echo)
+        for sequence in request.sequences if fields.echo else ():
+            shown = [id for id in sequence.completion.prompt if id not in self.marks]
+            sequence.deltas.append(("text", self.tokenizer.decode(shown)))
+        return request
 
-    def ask(self, fields: AnswerFields, prompts, most: int, logprobs, echo: bool = False) -> Ask:
-        """The answers to some prompts, of up to `most` tokens each. Raises: Problem"""
+    def make_request(self, fields: AnswerFields, prompts, most: int, logprobs, echo: bool = False) -> Request:
+        """The answers to some prompts, of up to `most` tokens each. Raises: APIError"""
         count = fields.n * len(prompts)
         if fields.model not in ("", self.name):
             wrong = f"there is no model {shorten(fields.model)} here, only {self.name}"
-            raise Problem(404, wrong, "model", "model_not_found")
+            raise APIError(404, wrong, "model", "model_not_found")
         if count > self.most_choices:
-            raise Problem(400, f"the request asks for {count:,} answers; at most {self.most_choices} work", "n")
+            raise APIError(400, f"the request asks for {count:,} answers; at most {self.most_choices} work", "n")
         least = 0 if echo else 1  # with echo, none is the prompt alone
         if not least <= most <= self.limit:
-            raise Problem(400, f"max_tokens must be {least} to {self.limit:,}, found {most:,}", "max_tokens")
+            raise APIError(400, f"max_tokens must be {least} to {self.limit:,}, found {most:,}", "max_tokens")
         self.check_ids(fields.logit_bias, "logit_bias")
         sampling = fields.model_dump(include=SAMPLING)
-        jobs = []
+        sequences = []
         mask = self.mask(fields.response_format)
         for prompt in prompts:
             if len(prompt) > self.limit:
                 wrong = f"the context of this model is {self.limit:,} tokens but the prompt has {len(prompt):,}"
-                raise Problem(400, f"{wrong}; shorten it", fields.source, "context_length_exceeded")
+                raise APIError(400, f"{wrong}; shorten it", fields.source, "context_length_exceeded")
             for _ in range(fields.n):
                 completion = engine.Completion(
                     prompt,
@@ -352,53 +351,52 @@ class Protocol:
                     stop=self.stops,
                     tools=self.chat and mask is None,
                     mask=mask and mask.copy(),
-                    seed=fields.seed + len(jobs) * engine.SEED_STRIDE,
+                    seed=fields.seed + len(sequences) * engine.SEED_STRIDE,
                     logprobs=logprobs,
                     score_prompt=echo and logprobs is not None,
                     top_k=min(fields.top_k, self.tokenizer.vocab_size),
                     **sampling,
                 )
-                reader = Reader(self.tokenizer, tuple(fields.stop))
-                jobs.append(Job(len(jobs), completion, reader, silent=most == 0))
-        return Ask(jobs, fields, logprobs)
+                detokenizer = Detokenizer(self.tokenizer, tuple(fields.stop))
+                sequences.append(Sequence(len(sequences), completion, detokenizer, silent=most == 0))
+        return Request(sequences, fields, logprobs)
 
     def mask(self, wanted: AnyFormat) -> Mask | None:
-        """Which ids an answer may hold, if it must be JSON. Raises: Problem"""
+        """Which ids an answer may hold, if it must be JSON. Raises: APIError"""
         if wanted.type == "text":
             return None
-        shaped = wanted.type == "json_schema"
+        schema = {"type": "object"} if wanted.type == "json_object" else wanted.json_schema.given
         try:
-            schema = wanted.json_schema.given if shaped else {"type": "object"}
             return Mask.of(schema, self.vocabulary)
         except ValueError as error:
             wrong = f"response_format: this schema does not work here ({error})"
-            raise Problem(400, wrong, "response_format") from None
+            raise APIError(400, wrong, "response_format") from None
 
     def check_ids(self, ids: Iterable[int], param: str) -> None:
         largest = self.tokenizer.vocab_size - 1
         if not all(0 <= id <= largest for id in ids):
-            raise Problem(400, f"{param} holds ids outside of 0 to {largest:,}", param)
+            raise APIError(400, f"{param} holds ids outside of 0 to {largest:,}", param)
 
     def prompt_ids(self, prompt: str | list[int]) -> list[int]:
-        """One prompt as ids; ids are used as they are. Raises: Problem"""
+        """One prompt as ids; ids are used as they are. Raises: APIError"""
         if isinstance(prompt, str):
             return [self.tokenizer.bos_id, *self.tokenizer.encode(prompt)]
         self.check_ids(prompt, "prompt")
         return prompt
 
     def render(self, messages: list[Message]) -> list[int]:
-        """Ids of a conversation up to its next answer, as chat_format.render gives them. Raises: Problem"""
+        """Ids of a conversation up to its next answer, as chat_format.render gives them. Raises: APIError"""
         if not self.chat:
             advice = "use /v1/completions to continue a text, or finetune it with runs/finetune.py"
-            raise Problem(400, f"{self.name} was not finetuned for chat; {advice}", "model", "not_a_chat_model")
+            raise APIError(400, f"{self.name} was not finetuned for chat; {advice}", "model", "not_a_chat_model")
         try:
             turns = chat_format.merge_turns((message.role, message.content) for message in messages)
         except ValueError as error:
-            raise Problem(400, str(error), "messages") from None
+            raise APIError(400, str(error), "messages") from None
         return chat_format.render(self.tokenizer, turns)
 
     def tokenize(self, data: bytes) -> dict:
-        """The ids of a prompt, or of messages up to their next answer. Raises: Problem"""
+        """The ids of a prompt, or of messages up to their next answer. Raises: APIError"""
         fields = read_fields(TokenizeFields, data)
         if fields.messages:
             ids = self.render(fields.messages)
@@ -409,7 +407,7 @@ class Protocol:
         return {"tokens": ids, "count": len(ids), "max_model_len": self.limit}
 
     def detokenize(self, data: bytes) -> dict:
-        """The text of ids. Raises: Problem"""
+        """The text of ids. Raises: APIError"""
         fields = read_fields(DetokenizeFields, data)
         self.check_ids(fields.tokens, "tokens")
         return {"prompt": self.tokenizer.decode(fields.tokens)}
@@ -421,18 +419,18 @@ class Protocol:
 class Answers:
     """The JSON of the answers to one request."""
 
-    def __init__(self, ask: Ask, model: str, tokenizer):
-        self.ask = ask
-        self.chat = ask.fields.source == "messages"
-        self.with_usage = ask.fields.stream_options.get("include_usage")  # in a stream
+    def __init__(self, request: Request, model: str, tokenizer):
+        self.request = request
+        self.chat = request.fields.source == "messages"
+        self.with_usage = request.fields.stream_options.get("include_usage")  # in a stream
         self.tokenizer = tokenizer
-        self.ended = set()  # jobs whose end was sent
-        self.scored = [0] * len(ask.jobs)  # ids whose chances were sent
-        # Characters before the next id, for text_offset.
-        self.offsets = [0] * len(ask.jobs)
-        self.decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in ask.jobs]
+        count = len(request.sequences)
+        self.ended = [False] * count  # whether the end of a sequence was sent
+        self.num_sent = [0] * count  # ids whose logprobs were sent
+        self.text_offsets = [0] * count  # characters before the next of these ids
+        self.decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in range(count)]
         kind = "chat.completion" if self.chat else "text_completion"
-        if self.chat and ask.fields.stream:
+        if self.chat and request.fields.stream:
             kind = "chat.completion.chunk"
         name = f"{'chatcmpl' if self.chat else 'cmpl'}-{random.getrandbits(96):024x}"
         self.head = {"id": name, "object": kind, "created": int(time.time()), "model": model}
@@ -441,29 +439,28 @@ class Answers:
         self.start = f"data: {json.dumps(shown)[:-1]}, "
 
     def whole(self) -> dict:
-        """The answer to a request without stream, once all jobs are done."""
+        """The answer to a request without stream, once all sequences are done."""
         choices = []
-        for job in self.ask.jobs:
-            text = "".join(text for _, text in job.pieces)
+        for sequence in self.request.sequences:
+            text = "".join(text for _, text in sequence.deltas)
             message = {"role": "assistant", "content": text, "refusal": None}
             content = {"message": message} if self.chat else {"text": text}
-            ends = {"logprobs": self.chances(job), "finish_reason": job.reason}
-            choices.append({"index": job.index, **content, **ends})
+            ends = {"logprobs": self.logprobs(sequence), "finish_reason": sequence.reason}
+            choices.append({"index": sequence.index, **content, **ends})
         return self.head | {"choices": choices, "usage": self.usage()}
 
     def opening(self) -> str:
         """The first event of a stream for each choice of a chat: its role."""
-        if not self.chat:
-            return ""
         content = {"content": "", "role": "assistant"}
-        return "".join(self.event(job, content, None) for job in self.ask.jobs)
+        sequences = self.request.sequences if self.chat else ()
+        return "".join(self.event(sequence, content, None) for sequence in sequences)
 
-    def news(self, job: Job) -> str:
-        """The events for what is new of a job; pieces of text in a row go together."""
-        reason = job.reason  # read first, as the model's thread sets it behind the last piece
+    def chunks(self, sequence: Sequence) -> str:
+        """The events for what is new of a sequence; deltas of text in a row go together."""
+        reason = sequence.reason  # read first, as the model's thread sets it after the last delta
         parts = []
-        while job.pieces:
-            part, text = job.pieces.popleft()
+        while sequence.deltas:
+            part, text = sequence.deltas.popleft()
             if parts and parts[-1][0] == part == "text":
                 text = parts.pop()[1] + text
             parts.append((part, text))
@@ -473,81 +470,81 @@ class Answers:
             content = {"content": text} if self.chat else text
             if self.chat and part != "text":
                 content["part"] = part
-            events.append(self.event(job, content, self.chances(job)))
-        if reason and job not in self.ended:
-            self.ended.add(job)
+            events.append(self.event(sequence, content, self.logprobs(sequence)))
+        if reason and not self.ended[sequence.index]:
+            self.ended[sequence.index] = True
             content = {} if self.chat else ""
-            events.append(self.event(job, content, self.chances(job), reason))
+            events.append(self.event(sequence, content, self.logprobs(sequence), reason))
         return "".join(events)
 
-    def event(self, job: Job, content, chances: dict | None, reason: str | None = None) -> str:
+    def event(self, sequence: Sequence, content, logprobs: dict | None, reason: str | None = None) -> str:
         name = "delta" if self.chat else "text"
-        choice = {"index": job.index, name: content, "logprobs": chances, "finish_reason": reason}
+        choice = {"index": sequence.index, name: content, "logprobs": logprobs, "finish_reason": reason}
         return f'{self.start}"choices": [{json.dumps(choice)}]}}\n\n'
 
     def closing(self) -> str:
         """The end of a stream."""
         body = self.head | {"choices": [], "usage": self.usage()}
-        numbers = f"data: {json.dumps(body)}\n\n" if self.with_usage else ""
-        return f"{numbers}data: [DONE]\n\n"
+        usage = f"data: {json.dumps(body)}\n\n" if self.with_usage else ""
+        return f"{usage}data: [DONE]\n\n"
 
     def usage(self) -> dict:
-        new = sum(len(job.completion.tokens) for job in self.ask.jobs if not job.silent)
+        new = sum(len(sequence.completion.tokens) for sequence in self.request.sequences if not sequence.silent)
         # A prompt counts once, however many answers it has.
-        firsts = self.ask.jobs[:: self.ask.fields.n]
-        prompt = sum(len(job.completion.prompt) for job in firsts)
+        firsts = self.request.sequences[:: self.request.fields.n]
+        prompt = sum(len(sequence.completion.prompt) for sequence in firsts)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": new,
             "total_tokens": prompt + new,
-            "prompt_tokens_details": {"cached_tokens": sum(job.cached for job in firsts)},
+            "prompt_tokens_details": {"cached_tokens": sum(sequence.cached for sequence in firsts)},
         }
 
-    def chances(self, job: Job) -> dict | None:
-        """The ids of a job that were not sent yet, with their chances."""
-        if self.ask.logprobs is None:
+    def logprobs(self, sequence: Sequence) -> dict | None:
+        """The ids of a sequence that were not sent yet, with their logprobs."""
+        if self.request.logprobs is None:
             return None
-        completion = job.completion
-        ids = [] if job.silent else completion.tokens
-        chances = completion.chances
+        completion = sequence.completion
+        ids = [] if sequence.silent else completion.tokens
+        logprobs = completion.token_logprobs
         if completion.score_prompt:
             ids = completion.prompt + ids
-            chances = completion.prompt_chances + chances
-        start = self.scored[job.index]
-        # The model's thread goes on meanwhile: an id may be there before its chance.
-        found = list(zip(ids[start:], chances[start:], strict=False))
-        self.scored[job.index] += len(found)
+            logprobs = completion.prompt_logprobs + logprobs
+        start = self.num_sent[sequence.index]
+        # The model's thread continues meanwhile: an id may be there before its logprob.
+        found = list(zip(ids[start:], logprobs[start:], strict=False))
+        self.num_sent[sequence.index] += len(found)
         if self.chat:
-            return {"content": [self.chat_chance(*one) for one in found], "refusal": None}
-        return self.text_chances(job, found)
+            return {"content": [self.chat_logprob(*one) for one in found], "refusal": None}
+        return self.text_logprobs(sequence, found)
 
-    def chat_chance(self, token: int, chance: engine.Chance) -> dict:
+    def chat_logprob(self, token: int, entry: engine.TokenLogprob) -> dict:
         def named(token: int, logprob: float) -> dict:
             own = self.tokenizer.bytes[token]
             return {"token": self.shown(token), "logprob": logprob, "bytes": list(own)}
 
-        best = chance.best[: self.ask.logprobs]
-        return named(token, chance.logprob) | {"top_logprobs": [named(*one) for one in best]}
+        top = entry.top[: self.request.logprobs]
+        return named(token, entry.logprob) | {"top_logprobs": [named(*one) for one in top]}
 
     def shown(self, token: int) -> str:
         return self.tokenizer.bytes[token].decode("utf-8", "replace")
 
-    def text_chances(self, job: Job, found: list) -> dict:
-        """The form of /v1/completions. The first id of a prompt has no chance."""
+    def text_logprobs(self, sequence: Sequence, found: list) -> dict:
+        """The form of /v1/completions. The first id of a prompt has no logprob."""
         result = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-        for token, chance in found:
+        for token, entry in found:
             text = self.shown(token)
             top = None
-            if chance is not None:
-                best = [*chance.best[: self.ask.logprobs], (token, chance.logprob)]
+            if entry is not None:
+                shown = [*entry.top[: self.request.logprobs], (token, entry.logprob)]
                 # Of ids that look the same, the likeliest counts.
-                top = {self.shown(other): logprob for other, logprob in reversed(best)}
+                top = {self.shown(other): logprob for other, logprob in reversed(shown)}
             result["tokens"].append(text)
-            result["token_logprobs"].append(chance.logprob if chance else None)
+            result["token_logprobs"].append(entry.logprob if entry else None)
             result["top_logprobs"].append(top)
-            result["text_offset"].append(self.offsets[job.index])
+            result["text_offset"].append(self.text_offsets[sequence.index])
             if token not in self.tokenizer.specials.values():
                 # Ids that hold parts of a character add it with the last of them.
-                added = self.decoders[job.index].decode(self.tokenizer.bytes[token])
-                self.offsets[job.index] += len(added)
+                added = self.decoders[sequence.index].decode(self.tokenizer.bytes[token])
+                self.text_offsets[sequence.index] += len(added)
         return result
