@@ -17,7 +17,7 @@ def linear_relu2(a, b, post=None, factor=1.0):
 
 
 def linear_cross_entropy(x, w, targets, cap, weights=None, row_weight=None, **_):
-    """The formula term by term through F.cross_entropy, in the dtype of x: the weighted sum, nats of the first target."""
+    """The formula term by term, in the dtype of x: the weighted sum, and nats of the first target."""
     z = x @ w.T
     if cap:
         z = cap[0] * torch.sigmoid((z + cap[1]) / cap[2])
