@@ -19,14 +19,13 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from conftest import ROOT, random_model
-from test_export import VARIED, bpe, conversation, export_run, random_texts, server_ids, write_run  # noqa: F401
+from test_export import VARIED, bpe, conversation, export_run, frozen_code, random_texts, server_ids, write_run  # noqa: F401
 from test_portable import portable_config
 
 from lib import engine  # isort: skip
 import export  # isort: skip
 from lib import export_portable  # isort: skip
 import format  # isort: skip
-import sources  # isort: skip
 import tokenizer  # isort: skip
 
 needs_llama_cpp = pytest.mark.skipif(
@@ -37,9 +36,8 @@ needs_llama_cpp = pytest.mark.skipif(
 
 def portable_run(folder: Path, pattern: str = "llama3", chat: bool = True, **overrides) -> Path:
     """A run of a tiny model with random weights, residual factors and all, and a tokenizer of 900 entries."""
-    documents = list(sources.open_source("stdlib", max_documents=30).train())
     path = folder / "tokenizer.json"
-    format.write_json(path, tokenizer.train(iter(documents), 900, pattern=tokenizer.PATTERNS[pattern]))
+    format.write_json(path, tokenizer.train(iter(frozen_code()), 900, pattern=tokenizer.PATTERNS[pattern]))
     config = portable_config(vocab_size=900, dtype="float32", **overrides)
     return write_run(folder / "run", path, chat=chat, config=config)
 

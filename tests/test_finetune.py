@@ -348,7 +348,8 @@ def test_weights_are_not_averaged(base):
 KILL = """
 import os, signal, sys
 import torch
-from lib import engine, finetune
+import finetune
+from lib import engine
 torch.set_num_threads(1)
 import_script = engine.import_script
 def import_deadly(run_dir):
