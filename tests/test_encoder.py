@@ -170,7 +170,7 @@ def plain_cross_entropy(hidden, head, targets):
 
 @pytest.mark.parametrize("rows", (1, 7, 64))
 def test_cross_entropy_is_the_plain_one(rows):
-    """Loss and both gradients to 1e-6, some rows ignored; no more rows of logits exist than asked for."""
+    """Loss and both gradients to 5e-6, some rows ignored; no more rows of logits exist than asked for."""
     rng = torch.Generator().manual_seed(0)
     hidden = torch.randn(20, 8, generator=rng)
     head = torch.randn(50, 8, generator=rng)
@@ -185,7 +185,7 @@ def test_cross_entropy_is_the_plain_one(rows):
             (0.3 * total).backward()
         results.append((total.detach(), nats, inputs[0].grad, inputs[1].grad))
     for expected, found in zip(*results, strict=True):
-        torch.testing.assert_close(found, expected, atol=1e-6 * max(1, expected.abs().max().item()), rtol=1e-6)
+        torch.testing.assert_close(found, expected, atol=5e-6 * max(1, expected.abs().max().item()), rtol=5e-6)
     logits = [shape[0] for shape in shapes.found if shape[1:] == (50,) and shape[0] != 8]  # 8: the head's transpose
     assert max(logits) == min(rows, 20)
     with torch.no_grad():
