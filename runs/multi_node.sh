@@ -36,6 +36,10 @@ for word in "$@"; do
   case $word in --run-dir=*) run=${word#*=} ;; esac
   previous=$word
 done
+if [[ -z $run ]]; then
+  echo "error: multi_node.sh needs --run-dir; give a directory that all machines share" >&2
+  exit 2
+fi
 run=${run%/}
 states=("$run"/checkpoints/step_*/state.json)
 if [[ -e $run/result.json && ! -e ${states[0]} ]]; then # finished, with --save-every -1
@@ -56,10 +60,6 @@ fi
 export SCRIPT=${SCRIPT:-train_small.py}
 nodes=${NODES:-1}
 head=${HEAD:-localhost:29400}
-if [[ -z $run ]]; then
-  echo "error: multi_node.sh needs --run-dir; give a directory that all machines share" >&2
-  exit 2
-fi
 case " $* " in *" --resume "*)
   echo "error: multi_node.sh adds --resume where it is needed; leave it out" >&2
   exit 2

@@ -14,6 +14,7 @@ import multiprocessing.util
 import os
 import runpy
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -32,7 +33,7 @@ def python(*argv, ranks=1, cwd=ROOT, env=None, timeout=120) -> subprocess.Comple
 
     The exit code is the first one that is not 0; what the processes say stands behind each other.
     """
-    client = [sys.executable, "-IS", "-c", CLIENT.format(address=address())]
+    client = [sys.executable, "-IS", "-c", CLIENT.format(address=server()[0])]
     options = dict(cwd=cwd, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     environments = [dict(env or os.environ) for _ in range(ranks)]
     if ranks > 1:
@@ -74,7 +75,7 @@ sys.exit(code)
 
 def write_python(path: Path) -> Path:
     """An executable file that stands for Python. If it is killed, its program is killed with all that it started."""
-    path.write_text(f"#!{sys.executable} -IS" + CLIENT.format(address=address()))
+    path.write_text(f"#!{sys.executable} -IS" + CLIENT.format(address=server()[0]))
     path.chmod(0o755)
     return path
 
@@ -92,20 +93,17 @@ def descendants(pid: int) -> list[int]:
 
 
 @functools.cache
-def address() -> str:
-    """Starts the server; the path of its socket."""
-    folder = tempfile.TemporaryDirectory()
-    path = f"{folder.name}/python"
+def server() -> tuple[str, subprocess.Popen]:
+    """Starts the server; the path of its socket, and the process.
+
+    The server ends, and removes its socket, once its stdin is closed: when this process has ended. Nothing is left to
+    atexit or a finalizer here, as a fork of this process runs those at its own exit (multiprocess from Python 3.13 on).
+    """
+    path = f"{tempfile.mkdtemp()}/python"
     command = [sys.executable, __file__, path]
-    server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
-    server.stdout.readline()
-
-    def end():
-        server.communicate()
-        folder.cleanup()
-
-    atexit.register(end)
-    return path
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+    process.stdout.readline()
+    return path, process
 
 
 def serve(path: str) -> tuple[list[str], str, dict]:
@@ -121,6 +119,7 @@ def serve(path: str) -> tuple[list[str], str, dict]:
         while True:
             ready = select.select([0, listener, *running.values()], [], [], 0.005 if running else None)[0]
             if 0 in ready:
+                shutil.rmtree(os.path.dirname(path))
                 sys.exit()
             for pid in [pid for pid, client in running.items() if client in ready]:  # the client is gone
                 for each in (*descendants(pid), pid):

@@ -16,6 +16,21 @@ def linear_relu2(a, b, post=None, factor=1.0):
     return y, y.T.contiguous()
 
 
+def linear_cross_entropy(x, w, targets, cap, term_weights=None, token_weight=None, **_):
+    """The formula term by term, in the dtype of x: the weighted sum, and nats of the first target."""
+    z = x @ w.T
+    if cap:
+        z = cap[0] * torch.sigmoid((z + cap[1]) / cap[2])
+    nats = [F.cross_entropy(z, row.long(), ignore_index=-1, reduction="none") for row in targets]
+    loss = sum(weight * row for weight, row in zip(term_weights, nats, strict=True))
+    return (loss * (1 if token_weight is None else token_weight)).sum(), nats[0].detach()
+
+
+def product8(a, b, scale, dtype, fast=False):
+    """a b^T scale of fp8 operands, (M, N) in dtype. In float64 the sums are exact, so that all CPUs agree."""
+    return (a.double() @ b.double().T * scale).to(dtype)
+
+
 def window_attention(q, k, v, bounds):
     """q, k, v (T, H, K) -> (T, H, K) with dense scores (H, T, T)."""
     t = torch.arange(len(q), device=q.device)
@@ -26,7 +41,7 @@ def window_attention(q, k, v, bounds):
 
 
 def fp8_on_cpu(monkeypatch, script) -> None:
-    """The fp8 path of a script on a CPU: its own casts, scales and products, plain code in place of its kernels."""
+    """The fp8 path of a script on a CPU: its own casts and scales, plain code in place of its kernels and products."""
     plain_ce = script.softcap_ce_cpu
 
     def softcap_ce_8(logits, *arguments):
@@ -36,6 +51,7 @@ def fp8_on_cpu(monkeypatch, script) -> None:
         return losses, nats, gradient
 
     monkeypatch.setattr(script, "fits_fp8", lambda x, *sizes: True)
+    monkeypatch.setattr(script, "product8", product8)
     monkeypatch.setattr(script, "linear_relu2", linear_relu2)
     monkeypatch.setattr(script, "transpose8", lambda x: x.mT.contiguous())
     monkeypatch.setattr(script, "softcap_ce_cpu", softcap_ce_8)

@@ -13,7 +13,6 @@ from pathlib import Path
 import export
 import format
 import pytest
-import sources
 import tokenizer
 import torch
 import torch.nn.functional as F
@@ -23,7 +22,7 @@ from lib import chat_format, engine, export_portable
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from conftest import ROOT, VARIED, export_run, portable_config, random_model, random_texts, write_run
+from conftest import ROOT, VARIED, export_run, frozen_code, portable_config, random_model, random_texts, write_run
 
 needs_llama_cpp = pytest.mark.skipif(
     not (shutil.which("node") and (NODE_MODULES / "node-llama-cpp").is_dir()),
@@ -33,9 +32,8 @@ needs_llama_cpp = pytest.mark.skipif(
 
 def portable_run(folder: Path, pattern: str = "llama3", chat: bool = True, **overrides) -> Path:
     """A run of a tiny model with random weights, residual factors and all, and a tokenizer of 900 entries."""
-    documents = list(sources.open_source("stdlib", max_documents=30).train())
     path = folder / "tokenizer.json"
-    format.write_json(path, tokenizer.train(iter(documents), 900, pattern=tokenizer.PATTERNS[pattern]))
+    format.write_json(path, tokenizer.train(iter(frozen_code()), 900, pattern=tokenizer.PATTERNS[pattern]))
     config = portable_config(vocab_size=900, dtype="float32", **overrides)
     return write_run(folder / "run", path, chat=chat, config=config)
 

@@ -74,9 +74,9 @@ def pad_rows(rows, side: str) -> tuple[torch.Tensor, torch.Tensor]:
     return pad_sequence(ids, padding_value=5, **options), pad_sequence(mask, **options)
 
 
-def assert_same(found, expected, atol=5e-5) -> None:
-    """Within 1e-5 in fp32; logits are between 0 and 23."""
-    torch.testing.assert_close(found, expected, atol=atol, rtol=0)
+def assert_same(found, expected) -> None:
+    """Logits are between 0 and 23."""
+    torch.testing.assert_close(found, expected, atol=5e-5, rtol=0)
 
 
 def test_logits_are_the_scripts(exported):
@@ -101,29 +101,31 @@ def test_texts_in_one_row(exported):
     assert_same(logits, torch.cat([exported.reference(row) for row in rows]))
 
 
-def test_cache_in_parts(exported):
-    """Prefill, more at once, then token by token: the logits of one pass, also beside padding and after crop."""
+def test_cache_in_parts(own_model):
+    """Prefill, more at once, then token by token: the logits of one pass, also beside padding and after crop.
+
+    In float64, as products of one row and of many round differently, each CPU's in its way.
+    """
+    model = own_model.double()
     ids, mask = pad_rows(random_rows(60, 33, 45), "left")
     parts = [20, 9, *[1] * 31]
-    for cache in (None, DynamicCache(), DynamicCache(config=exported.model.config)):
+    for cache in (None, DynamicCache(), DynamicCache(config=model.config)):
         found, start = [], 0
         with torch.no_grad():
-            expected = exported.model(ids, attention_mask=mask).logits
+            expected = model(ids, attention_mask=mask).logits
             for count in parts:
                 end = start + count
-                out = exported.model(ids[:, start:end], attention_mask=mask[:, :end], past_key_values=cache,
-                                     use_cache=True)  # fmt: skip
+                out = model(ids[:, start:end], attention_mask=mask[:, :end], past_key_values=cache, use_cache=True)
                 cache, start = out.past_key_values, end
                 found.append(out.logits)
-        # Products of one row and of many round differently: 1.3e-5 on a CPU with AVX-512.
-        assert_same(torch.cat(found, 1)[mask.bool()], expected[mask.bool()], atol=1e-4)
+        assert_same(torch.cat(found, 1)[mask.bool()], expected[mask.bool()])
         assert cache.get_seq_length() == 60
 
     cache.crop(-15)
     cache.reorder_cache(torch.tensor([2, 0, 1]))
     with torch.no_grad():
         order = [2, 0, 1]
-        logits = exported.model(ids[order, 45:], attention_mask=mask[order], past_key_values=cache).logits
+        logits = model(ids[order, 45:], attention_mask=mask[order], past_key_values=cache).logits
     assert_same(logits, expected[order, 45:])
 
 

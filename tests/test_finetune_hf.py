@@ -339,7 +339,7 @@ def test_packed_equals_one_document_at_a_time(name):
     ft.choose_attention(hf, torch.device("cpu"))
     packed_loss = ft.packed_loss(hf, packed_batch(documents, [[0, 1, 2], [3, 4]]), counted=10)
     packed_loss.backward()
-    assert packed_loss.item() == pytest.approx(plain_loss.item() / 10, rel=1e-6)
+    assert packed_loss.item() == pytest.approx(plain_loss.item() / 10, rel=1e-5)
     for (key, ours), reference in zip(hf.named_parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(ours.grad * 10, reference.grad, rtol=1e-4, atol=1e-5, msg=key)
     ft.check_documents(hf)

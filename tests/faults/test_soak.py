@@ -32,7 +32,11 @@ from fault_runs import Job, run
 
 from conftest import TINY, losses, sets, tensors, write_dataset
 
-pytestmark = [pytest.mark.soak, pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")]
+pytestmark = [
+    pytest.mark.soak,
+    pytest.mark.timeout(0),
+    pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"),
+]
 
 SEED = int(os.environ.get("FAULTS_SEED", 0))
 STEPS = 8
