@@ -31,6 +31,8 @@ CSS = """
 mark { background: none }
 mark code { background: #fff4d6 !important; color: #5e4600 !important; border-color: #d9b75a !important }
 .dark mark code { background: #332b14 !important; color: #f0d993 !important; border-color: #7d6524 !important }
+#text textarea { height: 60vh !important }
+@media (max-width: 640px) { .row > .column:first-child { max-height: 25vh; overflow-y: auto; flex-grow: 0 !important } }
 """
 
 
@@ -62,7 +64,7 @@ async def write(create, fields: dict, dropped: int = 0):
                     note += ", cut at the longest answer or the end of the context" if reason == "length" else ""
                     note += f"; the oldest {dropped} messages no longer fit the context" if dropped else ""
                     yield text, note, ""
-                elif time.monotonic() - shown > SHOW_SECONDS:
+                elif text and time.monotonic() - shown > SHOW_SECONDS:
                     shown = time.monotonic()
                     yield text + (CALL_END if is_call else ""), "", ""
     except openai.OpenAIError as error:
@@ -94,7 +96,8 @@ def sampling(temperature: float, top_p: float, min_p: float, top_k: int, longest
     """The fields of a request."""
     fields = {"temperature": temperature, "top_p": top_p, "extra_body": {"min_p": min_p, "top_k": top_k}}
     fields |= {"max_tokens": longest} if longest else {}
-    return fields | ({"seed": seed} if seed.strip() else {})
+    number = int(seed) if seed.strip().lstrip("-").isdecimal() else seed  # else the server says what is wrong
+    return fields | ({"seed": number} if seed.strip() else {})
 
 
 def chat_page(client, model: str):
@@ -149,7 +152,7 @@ def text_page(client, model: str):
         with gr.Sidebar(position="right", open=False):
             inputs = settings(200)
         gr.Markdown(f"# {model}\nThis model was not finetuned for chat. It continues the text that you write.")
-        text = gr.Textbox(show_label=False, lines=18, max_lines=18, autofocus=True)
+        text = gr.Textbox(show_label=False, lines=3, autofocus=True, elem_id="text")
         with gr.Row():
             go, stop, undo = (gr.Button(name) for name in ("Continue", "Stop", "Undo"))
         status = gr.Markdown()
@@ -194,10 +197,9 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     print(f"page: {url}", flush=True)
-    with contextlib.suppress(KeyboardInterrupt):
-        threading.Event().wait()
-    return 0
+    threading.Event().wait()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with contextlib.suppress(KeyboardInterrupt):
+        sys.exit(main())
