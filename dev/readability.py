@@ -31,7 +31,6 @@ LINES = {
     "tests/**/*.py": 17000,
     "README.md": 190,
     "runs/tutorials/train_plain.py": 450,
-    "runs/chat.html": 953,
 }
 STEP_ENDS = {"train_small.py": 1450, "train_medium.py": 1580}
 AROUND = ("RUN", "FILES", "COMMAND LINE")  # sections of train_small.py around the step

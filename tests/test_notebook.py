@@ -70,12 +70,13 @@ def test_notebook_from_top_to_bottom(repo, execute):
     assert text.count("resumed at step") == 0 and "Once upon a time" in text and "Why is the sky blue?" in text
     times = re.findall(r"^\(\d+\.\d minutes\)$", text, re.M)
     assert len(times) == text.count("\n$ ") == 7, "each command has its time"
+    assert re.search(r"^page: http://127\.0\.0\.1:\d+/$", text, re.M), "the chat page is up"
     with zipfile.ZipFile(repo / "out/first_chat_hf.zip") as archive:
         assert {"model.safetensors", "README.md", "tokenizer.json"} <= set(archive.namelist())
 
     (repo / "out/first/report.md").unlink()  # as a disconnect after step 10 leaves it
     shutil.rmtree(repo / "out/first/checkpoints/step_000020")
-    text = execute(without=("sample.py", "chat.py", "export.py"))
+    text = execute(without=("sample.py", "chat.py", "serve.py", "export.py"))
     assert "resumed at step 10" in text and "first_chat is finished" in text and "is complete" in text
     assert losses(repo / "out/first") == log
 
