@@ -32,7 +32,10 @@ mark { background: none }
 mark code { background: #fff4d6 !important; color: #5e4600 !important; border-color: #d9b75a !important }
 .dark mark code { background: #332b14 !important; color: #f0d993 !important; border-color: #7d6524 !important }
 #text textarea { height: 60vh !important }
-@media (max-width: 640px) { .row > .column:first-child { max-height: 25vh; overflow-y: auto; flex-grow: 0 !important } }
+@media (max-width: 640px) {
+  .row:has(> .column) { flex-direction: column; flex-wrap: nowrap }
+  .row > .column:first-child { flex: none !important; width: 100%; max-height: 25vh; overflow-y: auto }
+}
 """
 
 

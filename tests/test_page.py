@@ -90,7 +90,8 @@ def browse(chromium):
 
 
 def send(page, text: str) -> None:
-    box = page.locator("textarea:visible:enabled").last
+    page.wait_for_selector(".submit-button")  # once the answer before is whole
+    box = page.locator("textarea:visible").last
     box.fill(text)
     box.press("Enter")
 
@@ -106,7 +107,7 @@ def say(page, server, question: str, answer: str) -> None:
     with script(server, server.server.tokenizer.encode(answer)):
         send(page, question)
         until(lambda: len(bots(page)) == count + 1)
-        until(lambda: page.is_visible(".submit-button") and page.is_enabled("textarea:visible >> nth=-1"))
+        page.wait_for_selector(".submit-button")
 
 
 @pytest.fixture
