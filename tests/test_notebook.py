@@ -129,12 +129,12 @@ def test_what_colab_may_take_away_is_on_drive(monkeypatch, tmp_path, capsys):
     monkeypatch.setitem(sys.modules, "google.colab", colab)
     settings = {"Path": Path}
     exec(cell_with("REPO = "), settings)
-    exec(cell_with("google.colab"), settings)
+    exec(cell_with("drive.mount"), settings)
     kept = Path("/content/drive/MyDrive/DecoderStack")
     assert mounted == ["/content/drive"] and settings["data"] == kept / "data/shards/first"
     assert settings["run"] == kept / "out/first" and settings["chat_run"] == kept / "out/first_chat"
     assert capsys.readouterr().out == ""
 
     settings["DRIVE"] = False
-    exec(cell_with("google.colab"), settings)
+    exec(cell_with("drive.mount"), settings)
     assert settings["run"] == Path("out/first") and "DRIVE = True" in capsys.readouterr().out
