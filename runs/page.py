@@ -63,7 +63,7 @@ async def write(create, fields: dict, dropped: int = 0):
                     text += getattr(delta, "content", None) or getattr(delta, "text", None) or ""
                 if event.usage:
                     count = event.usage.completion_tokens
-                    note = f"{count:,} tokens, {count / max(time.monotonic() - began, 1e-3):,.0f} tokens/s"
+                    note = f"{count:,} tokens, {(count - 1) / max(time.monotonic() - began, 1e-3):,.0f} tokens/s"
                     note += ", cut at the longest answer or the end of the context" if reason == "length" else ""
                     note += f"; the oldest {dropped} messages no longer fit the context" if dropped else ""
                     yield text, note, ""
