@@ -19,14 +19,10 @@ import argparse
 import atexit
 import codecs
 import contextlib
-import http.client
 import json
 import os
 import random
 import sys
-import urllib.error
-import urllib.parse
-import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
@@ -214,80 +210,73 @@ class Remote:
     limit = None  # not known
 
     def __init__(self, url: str, args: argparse.Namespace):
-        if urllib.parse.urlsplit(url).scheme not in ("http", "https"):
+        if not url.startswith(("http://", "https://")):
             raise RunError(f"--endpoint {url} is not a web address; give one like http://127.0.0.1:8000")
-        base = url.rstrip("/").removesuffix("/chat/completions")
-        self.base = base if base.endswith("/v1") else f"{base}/v1"
+        import openai
+
+        base = url.rstrip("/").removesuffix("/chat/completions").removesuffix("/v1")
+        key = os.environ.get("OPENAI_API_KEY") or "none"
+        options = {"base_url": f"{base}/v1", "api_key": key, "timeout": TIMEOUT, "max_retries": 0}
+        self.client = openai.OpenAI(**options)
         self.args = args
         self.turns = 0
         self.model = args.model or self.first_model()
 
     def first_model(self) -> str:
-        """The first model that the server lists."""
-        try:
-            with self.open("models") as response:
-                return json.loads(response.read())["data"][0]["id"]
-        except (ValueError, LookupError, TypeError, OSError, http.client.HTTPException):
-            raise RunError(f"{self.base}/models lists no model; name one with --model") from None
+        """The first model that the server lists. Raises: RunError"""
+        with self.failures():
+            models = self.client.models.list().data
+        if not models:
+            raise RunError(f"{self.client.base_url} lists no model; name one with --model")
+        return models[0].id
 
-    def open(self, path: str, body: dict | None = None):
-        """The response to a request: POST if there is a body, else GET. Raises: RunError"""
-        headers = {"Content-Type": "application/json", "Accept": "text/event-stream, application/json"}
-        data = json.dumps(body).encode() if body is not None else None
+    @contextlib.contextmanager
+    def failures(self):
+        """Turns what goes wrong with the server into a sentence. Raises: RunError"""
+        import openai
+
         try:
-            request = urllib.request.Request(f"{self.base}/{path}", data, headers)
-            if key := os.environ.get("OPENAI_API_KEY"):  # not for where a redirect leads
-                request.add_unredirected_header("Authorization", f"Bearer {key}")
-            return urllib.request.urlopen(request, timeout=TIMEOUT)
-        except urllib.error.HTTPError as error:
-            text = error.read().decode("utf-8", "replace").strip()
-            is_full = error.code == 400 and "context" in text.lower()  # in its message or its code
-            with contextlib.suppress(ValueError, LookupError, TypeError):
-                text = str(json.loads(text)["error"]["message"])
-            said = printable(text)[:500] or error.reason
+            yield
+        except openai.APIStatusError as error:
+            said = error.body["message"] if isinstance(error.body, dict) else error.response.text
+            # Some servers name it in the code, others in the message alone.
+            is_full = error.status_code == 400 and "context" in f"{error.code} {said}".lower()
             kind = TooLong if is_full else RunError
-            raise kind(f"the server answered {error.code}: {said}") from None
-        except (OSError, http.client.HTTPException, ValueError) as error:
-            reason = getattr(error, "reason", error)
-            raise RunError(f"cannot reach {self.base} ({reason}); check the address and the server") from None
-
-    def reply(self, system: str, messages: list[dict], answer: dict, show: Callable) -> None:
-        """Shows the pieces of the answer as server-sent events bring them. May drop the oldest messages."""
-        try:
-            with fit(self, system, messages) as response:
-                for line in response:
-                    field, _, data = line.partition(b":")  # a comment has no field
-                    if data.strip() == b"[DONE]":
-                        return
-                    if field == b"data":
-                        show(delta(json.loads(data)))
-        except (OSError, http.client.HTTPException):
-            pass  # the connection broke
+            raise kind(f"the server answered {error.status_code}: {printable(said)[:500]}") from None
+        except openai.APIConnectionError as error:
+            place = f"{self.client.base_url} ({error.__cause__ or error})"
+            raise RunError(f"cannot reach {place}; check the address and the server") from None
+        except openai.APIError as error:  # in the middle of a stream
+            raise RunError(f"the server stopped: {printable(error.message)[:500]}") from None
         except (ValueError, LookupError, TypeError, AttributeError):
             raise RunError("the server sent something that is not the OpenAI chat protocol") from None
-        raise RunError("the connection ended before the answer did")
+
+    def reply(self, system: str, messages: list[dict], answer: dict, show: Callable) -> None:
+        """Shows the pieces of the answer as they come. May drop the oldest messages."""
+        import openai
+
+        reason = None
+        with self.failures(), fit(self, system, messages) as stream:
+            with contextlib.suppress(openai.APIConnectionError):  # a sentence for it is below
+                for event in stream:
+                    for choice in event.choices:  # none in an event that counts tokens
+                        show(choice.delta.content or "")
+                        reason = choice.finish_reason or reason
+        if not reason:
+            raise RunError("the connection ended before the answer did")
 
     def ask(self, system: str, messages: list[dict]):
-        """The response to a conversation. Raises: RunError"""
-        body = {"model": self.model, "messages": history(system, messages), "stream": True}
-        body |= {"temperature": self.args.temperature, "top_p": self.args.top_p}
+        """The answer to a conversation, as a stream. Raises: RunError"""
+        fields = {"model": self.model, "messages": history(system, messages), "stream": True}
+        fields |= {"temperature": self.args.temperature, "top_p": self.args.top_p}
         if self.args.max_tokens:  # otherwise the server decides, which knows its context
-            body["max_tokens"] = self.args.max_tokens
+            fields["max_tokens"] = self.args.max_tokens
         if self.args.seed is not None:
-            body["seed"] = self.args.seed + self.turns - 1
+            fields["seed"] = self.args.seed + self.turns - 1
         if self.args.top_k is not None:  # not part of the protocol, so only on request
-            body["top_k"] = self.args.top_k
-        return self.open("chat/completions", body)
-
-
-def delta(event: dict) -> str:
-    """The text that an event adds. Raises: RunError"""
-    if "error" in event:
-        error = event["error"]
-        text = error.get("message") if isinstance(error, dict) else error
-        raise RunError(f"the server stopped: {printable(str(text))[:500]}")
-    choices = event.get("choices") or [{}]  # none in an event that counts tokens
-    return (choices[0].get("delta") or {}).get("content") or ""
+            fields["extra_body"] = {"top_k": self.args.top_k}
+        with self.failures():
+            return self.client.chat.completions.create(**fields)
 
 
 def printable(text: str) -> str:

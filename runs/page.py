@@ -1,94 +1,208 @@
-"""The web page of runs/serve.py, and its answers as HTML: Markdown by markdown-it-py, code by Pygments."""
+"""A web page for the model of a server.
 
-import base64
-import hashlib
-import html
-import re
-from pathlib import Path
+    python runs/serve.py out/RUN --page              server and page together
+    python runs/page.py http://127.0.0.1:8000        a page for a server that is running (key: OPENAI_API_KEY)
 
-import pygments
-from markdown_it import MarkdownIt
-from markdown_it.rules_inline import StateInline, emphasis
-from pygments.formatters import HtmlFormatter
-from pygments.lexers import get_lexer_by_name
-from pygments.util import ClassNotFound
-from starlette.responses import HTMLResponse, Response
+A chat model gets a chat, whose conversations are kept in the browser. Any other model gets a text box, and continues
+the text in it. The page is a process of its own and speaks OpenAI's protocol. It listens on 127.0.0.1 by default and
+loads nothing from other hosts.
+"""
 
-MARKS = "\ue000-\uf8ff"  # private characters, which stand for calls of the calculator
-# What the HTML of Markdown lacks. In texts < is escaped, so none of them looks like this.
-CHANGES = (
-    # Links open in a tab of their own, which learns nothing of this page.
-    ("<a ", '<a target="_blank" rel="noopener noreferrer" '),
-    # Cells of a table get a class for their side, as the page's policy allows no style in HTML.
-    (r'<(t[hd]) style="text-align:(\w+)"', r'<\1 class="\2"'),
-    # [ ] and [x] at the beginning of an item of a list become boxes.
-    (r"<li>(\n<p>)?\[ \] ", r'<li class="task">\1☐ '),
-    (r"<li>(\n<p>)?\[[xX]\] ", r'<li class="task">\1☑ '),
-)
+import argparse
+import contextlib
+import os
+import sys
+import threading
+import time
 
+# gradio and openai are imported where they are used, as they take seconds, for which --help should not wait.
 
-def read_page() -> Response:
-    """The web page, with headers that allow it only its own script and style, and this server."""
-    page = (Path(__file__).parent / "chat.html").read_text(encoding="utf-8")
-
-    def digest(tag: str) -> str:
-        inner = re.search(f"<{tag}>(.*?)</{tag}>", page, re.DOTALL)[1]
-        return f"'sha256-{base64.b64encode(hashlib.sha256(inner.encode()).digest()).decode()}'"
-
-    policy = f"""default-src 'none'; script-src {digest("script")}; style-src {digest("style")};
-        connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none';
-        frame-ancestors 'none'"""
-    headers = {
-        "Content-Security-Policy": " ".join(policy.split()),
-        "X-Content-Type-Options": "nosniff",
-        "Referrer-Policy": "no-referrer",
-        "Cache-Control": "no-cache",
-    }
-    return HTMLResponse(page, headers=headers)
+SHOW_SECONDS = 0.05  # between two updates of an answer
+CALL_START, CALL_END = "<mark>`", "`</mark>"  # around a call of the calculator
+LATEX = [
+    {"left": left, "right": right, "display": left != r"\("}
+    for left, right in (("$$", "$$"), (r"\[", r"\]"), (r"\(", r"\)"))  # not $, which is money more often
+]
+EXAMPLES = ["Why is the sky blue?", "What is 37 * 43? Show the steps.", "Write a short poem about a lighthouse."]
+# Otherwise a picture in an answer would be fetched from any host that the answer names.
+HEAD = """<meta http-equiv="Content-Security-Policy"
+    content="default-src 'self' 'unsafe-inline' 'unsafe-eval' data: blob:">"""
+CSS = """
+mark { background: none }
+mark code { background: #fff4d6 !important; color: #5e4600 !important; border-color: #d9b75a !important }
+.dark mark code { background: #332b14 !important; color: #f0d993 !important; border-color: #7d6524 !important }
+#text textarea { height: 60vh !important }
+@media (max-width: 640px) {
+  .row:has(> .column) { flex-direction: column; flex-wrap: nowrap }
+  .row > .column:first-child { flex: none !important; width: 100%; max-height: 25vh; overflow-y: auto }
+}
+"""
 
 
-def highlight(code: str, name: str, _) -> str:
-    """Code as HTML with a class for each kind of word; "" if its language is not known."""
+def sentence(error: Exception) -> str:
+    """What went wrong, in the server's own words where it has some."""
+    body = getattr(error, "body", None)
+    return body["message"] if isinstance(body, dict) and body.get("message") else str(error)
+
+
+async def write(create, fields: dict, dropped: int = 0):
+    """An answer as it grows: its text, at the end what there is to say about it, and what went wrong, if anything."""
+    import openai
+
+    text, reason, began, shown, is_call = "", "", 0.0, 0.0, False
     try:
-        lexer = get_lexer_by_name(name)
-    except ClassNotFound:
-        return ""
-    return pygments.highlight(code, lexer, HtmlFormatter(nowrap=True))
-
-
-def at_borders(state: StateInline, silent: bool) -> bool:
-    """As with _, a * within a word is no emphasis, as in 3*4*5."""
-    if re.fullmatch(r"\w\*\w", state.src[max(0, state.pos - 1) : state.pos + 2]):
-        return False
-    return emphasis.tokenize(state, silent)
-
-
-# Markdown as GitHub has it, without HTML and images, and with links to the web alone.
-OPTIONS = {"html": False, "breaks": True, "linkify": True, "highlight": highlight}
-MARKDOWN = MarkdownIt("commonmark", OPTIONS)
-MARKDOWN.enable(["table", "strikethrough", "linkify"]).disable("image")
-MARKDOWN.inline.ruler.at("emphasis", at_borders)
-MARKDOWN.validateLink = lambda url: bool(re.match(r"(https?://|mailto:)", url))
-
-
-def render(parts: list[list[str]]) -> str:
-    """The HTML of an answer from its parts, as Reader of protocol.py gives them."""
-    text = ""
-    calls = []
-    for part, piece in parts:
-        if part == "text":
-            text += re.sub(f"[{MARKS}]", "", piece)
-        elif part == "python_output" and calls:
-            calls[-1] += f"<b>{html.escape(piece.removesuffix(']'))}</b>"
+        async with await create(**fields, stream=True, stream_options={"include_usage": True}) as stream:
+            async for event in stream:
+                for choice in event.choices:
+                    began = began or time.monotonic()
+                    reason = choice.finish_reason or reason
+                    delta = getattr(choice, "delta", choice)  # of a chat
+                    if is_call != hasattr(delta, "part"):
+                        is_call = not is_call
+                        text += CALL_START if is_call else CALL_END
+                    text += getattr(delta, "content", None) or getattr(delta, "text", None) or ""
+                if event.usage:
+                    count = event.usage.completion_tokens
+                    note = f"{count:,} tokens, {(count - 1) / max(time.monotonic() - began, 1e-3):,.0f} tokens/s"
+                    note += ", cut at the longest answer or the end of the context" if reason == "length" else ""
+                    note += f"; the oldest {dropped} messages no longer fit the context" if dropped else ""
+                    yield text, note, ""
+                elif text and time.monotonic() - shown > SHOW_SECONDS:
+                    shown = time.monotonic()
+                    yield text + (CALL_END if is_call else ""), "", ""
+    except openai.OpenAIError as error:
+        messages = fields.get("messages", [])
+        first = int(bool(messages) and messages[0]["role"] == "system")
+        if getattr(error, "code", None) == "context_length_exceeded" and len(messages) > first + 2:
+            rest = fields | {"messages": messages[:first] + messages[first + 2 :]}
+            async for result in write(create, rest, dropped + 2):
+                yield result
         else:
-            text += chr(0xE000 + len(calls) % 6400)
-            calls.append(html.escape(piece.removeprefix("[").removesuffix("]")))
+            yield text, "", sentence(error)
 
-    def call(match: re.Match) -> str:
-        place = ord(match[0]) - 0xE000
-        return f'<code class="call">{calls[place]}</code>' if place < len(calls) else ""
 
-    result = MARKDOWN.render(text)
-    for pattern, new in CHANGES:
-        result = re.sub(pattern, new, result)
-    return re.sub(f"[{MARKS}]", call, result)
+def settings(longest: int) -> list:
+    """Inputs for what a request says beside its text, in the order of sampling()."""
+    import gradio as gr
+
+    return [
+        gr.Slider(0, 2, 0.8, step=0.05, label="Temperature"),
+        gr.Slider(0, 1, 1, step=0.01, label="Top-p"),
+        gr.Slider(0, 1, 0, step=0.01, label="Min-p"),
+        gr.Number(50, label="Top-k (0: all)", precision=0, minimum=0),
+        gr.Number(longest, label="Longest answer in tokens (0: what fits)", precision=0, minimum=0),
+        gr.Textbox("", label="Seed (empty: a new one each time)"),
+    ]
+
+
+def sampling(temperature: float, top_p: float, min_p: float, top_k: int, longest: int, seed: str) -> dict:
+    """The fields of a request."""
+    fields = {"temperature": temperature, "top_p": top_p, "extra_body": {"min_p": min_p, "top_k": top_k}}
+    fields |= {"max_tokens": longest} if longest else {}
+    number = int(seed) if seed.strip().lstrip("-").isdecimal() else seed  # else the server says what is wrong
+    return fields | ({"seed": number} if seed.strip() else {})
+
+
+def chat_page(client, model: str):
+    """A chat: conversations at the left, settings at the right."""
+    import gradio as gr
+
+    async def answer(message: str, history: list[dict], system: str, *values):
+        messages = []
+        for turn in [*history, {"role": "user", "content": [{"text": message}]}]:
+            text = "".join(part["text"] for part in turn["content"])
+            text = text.replace(CALL_START, "").replace(CALL_END, "")
+            messages.append({"role": turn["role"], "content": text})
+            if turn.get("metadata"):  # as errors have
+                messages.pop()
+                if messages[-1]["role"] == "user":
+                    messages.pop()
+        lead = [{"role": "system", "content": system}] if system.strip() else []
+        fields = {"model": model, "messages": lead + messages, **sampling(*values)}
+        async for text, note, error in write(client.chat.completions.create, fields):
+            # As a message of its own, since gradio's own errors cover the conversation.
+            failed = [{"role": "assistant", "content": error, "metadata": {"title": "Error"}}] if error else []
+            yield [text, *failed] if text or not error else failed, note
+
+    with gr.Blocks(title=model, fill_height=True, fill_width=True) as demo:
+        with gr.Sidebar(position="right", open=False):
+            inputs = [gr.Textbox("", label="System text", lines=2), *settings(0)]
+        status = gr.Markdown(render=False)
+        chatbot = gr.Chatbot(show_label=False, scale=1, editable="user", buttons=["copy", "copy_all"],
+                             latex_delimiters=LATEX, render=False)  # fmt: skip
+        chat = gr.ChatInterface(
+            answer, title=model, chatbot=chatbot, editable=True, save_history=True, additional_inputs=inputs,
+            additional_outputs=[status], examples=[[text] for text in EXAMPLES], run_examples_on_click=False,
+            concurrency_limit=None,
+        )  # fmt: skip
+        status.render()
+    # Names that stay, or a page that is started again would not find the conversations.
+    chat.saved_conversations.storage_key = f"conversations of {model}"
+    chat.saved_conversations.secret = "decoderstack"
+    return demo
+
+
+def text_page(client, model: str):
+    """A text that the model continues."""
+    import gradio as gr
+
+    async def complete(text: str, *values):
+        fields = {"model": model, "prompt": text, **sampling(*values)}
+        async for new, note, error in write(client.completions.create, fields):
+            yield text + new, f"Error: {error}" if error else note
+
+    with gr.Blocks(title=model, fill_height=True, fill_width=True) as demo:
+        with gr.Sidebar(position="right", open=False):
+            inputs = settings(200)
+        gr.Markdown(f"# {model}\nThis model was not finetuned for chat. It continues the text that you write.")
+        text = gr.Textbox(show_label=False, lines=3, autofocus=True, elem_id="text")
+        with gr.Row():
+            go, stop, undo = (gr.Button(name) for name in ("Continue", "Stop", "Undo"))
+        status = gr.Markdown()
+        before = gr.State("")
+        run = go.click(lambda text: text, text, before)
+        run = run.then(complete, [text, *inputs], [text, status], concurrency_limit=None)
+        stop.click(None, cancels=run)
+        undo.click(lambda text: text, before, text, cancels=run)
+    return demo
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    add = parser.add_argument
+    add("url", metavar="URL", nargs="?", default="http://127.0.0.1:8000", help="of the server [%(default)s]")
+    add("--host", default="127.0.0.1", help="address of the page [%(default)s]; 0.0.0.0: every network")
+    add("--port", type=int, help="of the page (default: the first free one from 7860 on)")
+    return parser.parse_args(argv)
+
+
+def main() -> int:
+    args = parse()
+    os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # which gradio reads while it is imported
+    import gradio as gr
+    import openai
+
+    base = args.url.rstrip("/").removesuffix("/v1") + "/v1"
+    access = {"base_url": base, "api_key": os.environ.get("OPENAI_API_KEY") or "none", "max_retries": 0}
+    try:
+        model = openai.OpenAI(**access).models.list().data[0]
+        page = chat_page if getattr(model, "chat", True) else text_page
+        demo = page(openai.AsyncOpenAI(**access), model.id)
+        theme = gr.themes.Default(font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"])
+        _, url, _ = demo.launch(
+            server_name=args.host, server_port=args.port, theme=theme, css=CSS, head=HEAD, share=False, ssr_mode=False,
+            run_history=False, enable_monitoring=False, footer_links=[], quiet=True, prevent_thread_lock=True,
+        )  # fmt: skip
+    except (openai.OpenAIError, IndexError) as error:
+        print(f"error: {base}/models names no model ({sentence(error)}); check the address", file=sys.stderr)
+        return 1
+    except OSError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(f"page: {url}", flush=True)
+    threading.Event().wait()
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(KeyboardInterrupt):
+        sys.exit(main())

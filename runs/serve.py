@@ -1,6 +1,7 @@
-"""An OpenAI-compatible server for a run directory, and a web page to chat with it.
+"""An OpenAI-compatible server for a run directory.
 
-    python runs/serve.py out/RUN                    then open http://127.0.0.1:8000
+    python runs/serve.py out/RUN                    at http://127.0.0.1:8000
+    python runs/serve.py out/RUN --page             with a web page to chat with it, see runs/page.py
     curl http://127.0.0.1:8000/v1/chat/completions -H "Content-Type: application/json" \\
         -d '{"messages": [{"role": "user", "content": "Why is the sky blue?"}], "stream": true}'
 
@@ -9,12 +10,12 @@
     model = client.models.list().data[0].id
     answer = client.chat.completions.create(model=model, messages=[...], temperature=0)
 
-GET /v1/models, /health, /metrics (for Prometheus) and / (the page); POST /v1/chat/completions,
-/v1/completions, /tokenize, /detokenize and /render (Markdown); runs/lib/protocol.py has their fields.
-Up to --rows answers share every step of the model. Up to --max-waiting more wait, and above that
-the answer is 429. A request without a row takes one from a request with several, whose answer goes
-on later. A conversation finds its keys and values in the row that it left, and a beginning that
-several prompts share, such as a system text, is computed once.
+GET /v1/models, /health and /metrics (for Prometheus); POST /v1/chat/completions, /v1/completions,
+/tokenize and /detokenize; runs/lib/protocol.py has their fields. Up to --rows answers share every
+step of the model. Up to --max-waiting more wait, and above that the answer is 429. A request
+without a row takes one from a request with several, whose answer continues later. A conversation
+finds its keys and values in the row that it left, and a prefix that several prompts share, such as
+a system text, is computed once.
 
 Log-probabilities are the model's own, before temperature and penalties. With echo they cover the
 prompt, as lm-evaluation-harness needs it (model local-completions, add_bos_token=True).
@@ -26,11 +27,11 @@ stream those pieces carry "part": "python" or "python_output" beside "content". 
 finetuning offer only completions. With response_format an answer is JSON, without a calculator.
 
 The server listens on 127.0.0.1 by default and has no CORS. With --api-key, or a key in the
-environment variable DECODERSTACK_API_KEY, all but the page and /health needs "Authorization:
-Bearer KEY". Host must be an IP address, localhost or an --allow-host (against DNS rebinding),
-Origin, if sent, must be the server itself, and a POST must be application/json. Texts are never
-logged. A server that the public can reach belongs behind a proxy such as nginx or Caddy. SIGTERM
-and Ctrl-C end it once the answers under way are written, after --drain seconds at most.
+environment variable DECODERSTACK_API_KEY, all but /health needs "Authorization: Bearer KEY". Host
+must be an IP address, localhost or an --allow-host (against DNS rebinding), Origin, if sent, must
+be the server itself, and a POST must be application/json. Texts are never logged. A server that the
+public can reach belongs behind a proxy such as nginx or Caddy, which closes idle connections.
+SIGTERM and Ctrl-C end it once the answers under way are written, after --drain seconds at most.
 """
 
 import argparse
@@ -43,6 +44,7 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -52,23 +54,41 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+KEY_VARIABLE = "DECODERSTACK_API_KEY"
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    add = parser.add_argument
+    add("run_dir", metavar="RUN_DIR", type=Path, help="run directory")
+    add("--host", default="127.0.0.1", help="address [%(default)s]; 0.0.0.0: every network")
+    add("--port", type=int, default=8000, help="0: any free one [%(default)s]")
+    add("--rows", type=int, default=0, help="answers at a time (default 32, without a GPU 8)")
+    add("--max-waiting", type=int, default=256, help="answers that may wait [%(default)s]")
+    add("--drain", type=float, default=10, metavar="SECONDS", help="to finish answers [%(default)s]")
+    add("--allow-host", metavar="NAME", action="append", default=[],
+        help="a name that clients may use for this machine, repeatable")  # fmt: skip
+    add("--name", help="of the model (default: that of the run directory)")
+    add("--step", type=int, help="checkpoint to use (default: the newest)")
+    add("--device", help="cuda, mps or cpu (default: the best available)")
+    add("--compile", action="store_true", help="faster steps, half a minute more at the start")
+    add("--api-key", metavar="KEY", default=os.environ.get(KEY_VARIABLE) or None,
+        help=f"key that clients must send (default: ${KEY_VARIABLE})")  # fmt: skip
+    add("--page", action="store_true", help="also start a web page, runs/page.py")
+    add("--access-log", action="store_true", help="print a line for each request")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    parse()  # before the imports that take seconds, for which --help need not wait
+
 import prometheus_client as prometheus
 import torch
 import uvicorn
 from lib import engine
 from lib.chat_format import TURN_TOKENS, is_chat_run
-from lib.command import RunError
-from lib.protocol import (
-    Answers,
-    APIError,
-    Protocol,
-    RenderFields,
-    Request,
-    Sequence,
-    read_fields,
-    shorten,
-)
-from page import read_page, render
+from lib.command import RunError, first_line
+from lib.protocol import Answers, APIError, Protocol, Request, Sequence, shorten
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -78,7 +98,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 MAX_BODY = 1 << 20  # bytes of a request
-IDLE_SECONDS = 30  # that a connection may neither get an answer nor read the one it has
+IDLE_SECONDS = 30  # that a connection stays open between two requests
 BODY_SECONDS = 60  # for sending a request
 MAX_CONNECTIONS = 1000
 BACKLOG = 64  # connections that are accepted at once
@@ -87,8 +107,7 @@ FEW = 8  # answers at a time whose ids go out with every step
 MESSAGE_SECONDS = 4e-4  # above that: between two messages to a client, for each further answer
 HOLD = 2  # steps that a new request may wait for others, so that they enter together
 STOPPING = "the server is stopping"
-PUBLIC = ("/", "/health")  # without a key
-KEY_VARIABLE = "DECODERSTACK_API_KEY"
+PUBLIC = ("/health",)  # without a key
 
 # ---- the thread that owns the model
 
@@ -111,12 +130,12 @@ class Metrics:
         self.first_token = prometheus.Histogram("first_token_seconds", text, **own)
         gauge = functools.partial(prometheus.Gauge, **own)
         gauge("rows", "rows").set_function(lambda: worker.decoder.num_rows)
-        gauge("answers_live", "answers_live").set_function(lambda: len(worker.jobs))
+        gauge("answers_live", "answers_live").set_function(lambda: len(worker.sequences))
         gauge("answers_waiting", "answers_waiting").set_function(worker.waiting)
 
 
 class Worker(threading.Thread):
-    """Decodes all jobs in the rows of one Decoder. The event loop submits, withdraws and stops."""
+    """Decodes all sequences in the rows of one Decoder. The event loop submits, withdraws and stops."""
 
     def __init__(self, model, tokenizer, rows: int, max_waiting: int, compile: bool = False):
         super().__init__(name="worker", daemon=True)
@@ -124,47 +143,47 @@ class Worker(threading.Thread):
         self.max_waiting = max_waiting
         options = {"compile": compile, "logits_processors": True, "prefix_rows": max(2, rows // 4)}
         self.decoder = engine.Decoder(model, tokenizer, rows, **options)
-        self.queue: dict[Request, None] = {}  # requests with jobs that wait, in order of arrival
-        self.jobs: dict[int, Sequence] = {}  # by row
+        self.queue: dict[Request, None] = {}  # requests with sequences that wait, in order of arrival
+        self.sequences: dict[int, Sequence] = {}  # by row
         self.free = list(range(rows))  # the other rows, the one unused for longest first
-        self.held_back = 0  # rounds in a row that new jobs have waited for company
-        self.untold: set[Request] = set()  # requests with news that the event loop has not heard of
-        self.told = 0.0  # when it last heard of all news
+        self.held_back = 0  # rounds in a row that new sequences have waited for others
+        self.pending: set[Request] = set()  # requests with news that the event loop has not heard of
+        self.notified = 0.0  # when it last heard of all news
         self.failures = 0  # in a row
         self.draining = False  # no new requests
         self.closed = False  # nothing goes on
         self.wake = threading.Condition()
         self.ready = threading.Event()
-        self.problem: Exception | None = None
+        self.error: Exception | None = None
         self.loop: asyncio.AbstractEventLoop | None = None
         self.metrics = Metrics(self)
 
     def waiting(self) -> int:
-        """How many jobs wait for a row."""
-        return sum(len(ask.waiting) for ask in list(self.queue))
+        """How many sequences wait for a row."""
+        return sum(len(request.waiting) for request in list(self.queue))
 
-    def submit(self, ask: Request) -> None:
-        """Queues the jobs of one request, all or none. Raises: APIError"""
+    def submit(self, request: Request) -> None:
+        """Queues the sequences of one request, all or none. Raises: APIError"""
         self.loop = asyncio.get_running_loop()
         with self.wake:
             if self.draining:
                 raise APIError(503, STOPPING)
-            taken = self.waiting() + len(self.jobs)
+            taken = self.waiting() + len(self.sequences)
             most = self.decoder.num_rows + self.max_waiting
-            if taken + len(ask.sequences) > most:
+            if taken + len(request.sequences) > most:
                 busy = f"{taken} answers are being written or wait, and at most {most} may; try again in a moment"
                 raise APIError(429, busy, code="queue_full")
-            self.queue[ask] = None
+            self.queue[request] = None
             self.wake.notify()
 
-    def withdraw(self, ask: Request) -> None:
+    def withdraw(self, request: Request) -> None:
         """Ends a request, also when its client left; its rows are free before the next step."""
-        if not ask.gone and not ask.done() and not ask.error:
+        if not request.gone and not request.done() and not request.error:
             self.metrics.left.inc()
-        ask.gone = True
+        request.gone = True
         with self.wake:
-            ask.waiting.clear()
-            self.queue.pop(ask, None)
+            request.waiting.clear()
+            self.queue.pop(request, None)
 
     def stop(self) -> None:
         """Ends the answers under way with an error."""
@@ -177,17 +196,17 @@ class Worker(threading.Thread):
         try:
             self.warm_up()
         except Exception as error:
-            self.problem = error
+            self.error = error
         self.ready.set()
-        while not self.problem and not self.closed:
+        while not self.error and not self.closed:
             with self.wake:
-                self.wake.wait_for(lambda: self.queue or self.jobs or self.closed)
+                self.wake.wait_for(lambda: self.queue or self.sequences or self.closed)
             self.round()
-        self.tell(self.untold)
+        self.notify(self.pending)
         with self.wake:
-            asks = {job.request for job in self.jobs.values()} | set(self.queue)
+            requests = {sequence.request for sequence in self.sequences.values()} | set(self.queue)
             self.queue = {}
-        self.tell(asks, APIError(503, STOPPING))
+        self.notify(requests, APIError(503, STOPPING))
 
     def warm_up(self) -> None:
         """Builds the usual graphs before anyone waits for them, and takes memory for a prefill."""
@@ -201,17 +220,17 @@ class Worker(threading.Thread):
                 self.decoder.free(0)
 
     def round(self) -> None:
-        """Drops jobs that nobody waits for, admits others into free rows, and makes one step."""
-        for row, job in list(self.jobs.items()):
-            if job.request.gone or job.reason:  # its client left, or a stop string ended it
-                self.leave(row)
+        """Drops sequences that nobody waits for, puts others into free rows, and makes one step."""
+        for row, sequence in list(self.sequences.items()):
+            if sequence.request.gone or sequence.reason:  # its client left, or a stop string ended it
+                self.evict(row)
         new: dict[int, Sequence] = {}
         try:
             with self.wake:
-                self.make_room()
-                new = self.place()
+                self.preempt()
+                new = self.schedule()
             if new:
-                self.admit(new)
+                self.add_sequences(new)
         except Exception:
             self.fail([*new])
         try:
@@ -222,33 +241,34 @@ class Worker(threading.Thread):
                 self.metrics.new_tokens.inc(sum(event.token is not None for event in events))
             self.deliver([self.take(event) for event in events])
         except Exception:
-            self.fail([*self.jobs])
+            self.fail([*self.sequences])
 
     # -- rows
 
-    def make_room(self) -> None:
+    def preempt(self) -> None:
         """Takes a row from the request with the most, for one that has none.
 
         The answer that has come least far waits at the front of its request.
         """
-        if not self.jobs:
+        if not self.sequences:
             return
-        waiting = [ask for ask in self.queue if not ask.num_running]
+        waiting = [request for request in self.queue if not request.num_running]
         for _ in range(len(waiting) - len(self.free)):
-            richest = max((job.request for job in self.jobs.values()), key=lambda ask: ask.num_running)
-            if richest.num_running < 2:
+            running = [sequence.request for sequence in self.sequences.values()]
+            richest = max(running, key=lambda request: request.num_running)
+            if richest.rows < 2:
                 return
-            rows = [row for row, job in self.jobs.items() if job.request is richest]
-            row = min(rows, key=lambda row: len(self.jobs[row].completion.tokens))
-            richest.waiting.appendleft(self.leave(row))
+            rows = [row for row, sequence in self.sequences.items() if sequence.request is richest]
+            row = min(rows, key=lambda row: len(self.sequences[row].completion.tokens))
+            richest.waiting.appendleft(self.evict(row))
             self.queue[richest] = None
             self.metrics.moved.inc()
 
-    def place(self) -> dict[int, Sequence]:
-        """Chooses rows for waiting jobs, and enters them.
+    def schedule(self) -> dict[int, Sequence]:
+        """Chooses rows for waiting sequences.
 
-        The request with the fewest rows is next, and of these the one that came first. A job gets
-        the row that holds the longest beginning of its text, or else the one that has been unused
+        The request with the fewest rows is next, and of these the one that came first. A sequence
+        gets the row that holds the longest prefix of its text, or else the one that has been unused
         for longest. The texts of one round are bounded, since all other rows wait for them.
         """
         new = {}
@@ -256,97 +276,97 @@ class Worker(threading.Thread):
             return new
         tokens = 0
         while self.free and self.queue and tokens < engine.PREFILL_TOKENS:
-            ask = min(self.queue, key=lambda ask: ask.num_running)
-            job = ask.waiting.popleft()
-            if not ask.waiting:
-                del self.queue[ask]
-            text = job.completion.all_tokens()
+            request = min(self.queue, key=lambda request: request.num_running)
+            sequence = request.waiting.popleft()
+            if not request.waiting:
+                del self.queue[request]
+            text = sequence.completion.all_tokens()
             held = {row: self.decoder.prefix_cache.match(row, text) for row in self.free}
             row = max(held, key=held.get)  # the first of equals
             tokens += len(text) - held[row]
             self.free.remove(row)
-            ask.num_running += 1
-            new[row] = job
-        self.jobs |= new  # under the lock, so that submit() counts each once
+            request.num_running += 1
+            new[row] = sequence
+        self.sequences |= new  # under the lock, so that submit() counts each once
         return new
 
     def holds_back(self) -> bool:
-        """Whether a few new jobs should wait for others, as each prefill holds all rows up."""
+        """Whether a few new sequences should wait for others, as each prefill holds all rows up."""
         few = self.waiting() < self.decoder.num_rows // 8
-        if self.jobs and few and self.held_back < HOLD:
+        if self.sequences and few and self.held_back < HOLD:
             self.held_back += 1
             return True
         self.held_back = 0
         return False
 
-    def admit(self, new: dict[int, Sequence]) -> None:
+    def add_sequences(self, new: dict[int, Sequence]) -> None:
         """Has the decoder compute what rows lack of their texts."""
-        found = self.decoder.add_requests({row: job.completion for row, job in new.items()})
-        for row, job in new.items():
-            if job.cached is None:  # it does not go on after it made room
-                job.cached = found[row]
-                self.metrics.prompt_tokens.inc(len(job.completion.prompt))
+        found = self.decoder.add_requests({row: sequence.completion for row, sequence in new.items()})
+        for row, sequence in new.items():
+            if sequence.cached is None:  # it is not one that was preempted
+                sequence.cached = found[row]
+                self.metrics.prompt_tokens.inc(len(sequence.completion.prompt))
                 self.metrics.cached_tokens.inc(found[row])
 
-    def leave(self, row: int) -> Sequence:
-        """Frees a row whose answer is not continued; what it holds stays known."""
+    def evict(self, row: int) -> Sequence:
+        """Frees a row whose answer is not continued; what it holds stays in the prefix cache."""
         if row in self.decoder.running:
             self.decoder.stop([row])
         return self.release(row)
 
     def release(self, row: int) -> Sequence:
-        job = self.jobs.pop(row)
-        job.request.num_running -= 1
+        sequence = self.sequences.pop(row)
+        sequence.request.num_running -= 1
         self.free.append(row)
-        return job
+        return sequence
 
     # -- results
 
     def take(self, event: engine.StepOutput) -> Sequence:
-        """Gives what a step did to the job in its row."""
-        job = self.jobs[event.row]
-        job.take(event)
-        if event.token is not None and len(job.completion.tokens) == 1:
-            self.metrics.first_token.observe(time.monotonic() - job.request.began)
+        """Gives what a step did to the sequence in its row."""
+        sequence = self.sequences[event.row]
+        sequence.take(event)
+        if event.token is not None and len(sequence.completion.tokens) == 1:
+            self.metrics.first_token.observe(time.monotonic() - sequence.request.began)
         if event.reason:
             self.release(event.row)
-        return job
+        return sequence
 
     def fail(self, rows: list[int]) -> None:
         """Reports a failure to those whose answers were in these rows; the server goes on."""
         self.failures += 1
         traceback.print_exc()
-        asks = {self.jobs[row].request for row in rows}
+        requests = {self.sequences[row].request for row in rows}
         for row in rows:
             with contextlib.suppress(Exception):  # the device may no longer work
                 self.decoder.free(row)
             self.release(row)
-        self.tell(asks, APIError(500, "the model failed; the server's log says how"))
+        self.notify(requests, APIError(500, "the model failed; the server's log says how"))
 
-    def deliver(self, jobs: list[Sequence]) -> None:
+    def deliver(self, sequences: list[Sequence]) -> None:
         """Tells the event loop which requests have news: at once, while few answers are written.
 
         Messages cost more time than ids. So with many answers those of several steps go out
         together, but the first and the last id of an answer do not wait. Only the end is news to a
         client that does not stream.
         """
-        for job in jobs:
-            if job.request.fields.stream or (job.reason and job.request.done()):
-                self.untold.add(job.request)
+        for sequence in sequences:
+            if sequence.request.fields.stream or (sequence.reason and sequence.request.done()):
+                self.pending.add(sequence.request)
         now = time.monotonic()
-        urgent = {job.request for job in jobs if job.reason or len(job.completion.tokens) == 1}
-        if not self.jobs or now - self.told >= MESSAGE_SECONDS * (len(self.jobs) - FEW):
-            self.told = now
-            urgent = self.untold
-        self.tell(self.untold & urgent)
-        self.untold = self.untold - urgent
+        urgent = {s.request for s in sequences if s.reason or len(s.completion.tokens) == 1}
+        if not self.sequences or now - self.notified >= MESSAGE_SECONDS * (len(self.sequences) - FEW):
+            self.notified = now
+            urgent = self.pending
+        self.notify(self.pending & urgent)
+        self.pending = self.pending - urgent
 
-    def tell(self, asks: set[Request], problem: APIError | None = None) -> None:
-        for ask in asks:
-            ask.error = ask.error or problem
-        if asks:
+    def notify(self, requests: set[Request], problem: APIError | None = None) -> None:
+        for request in requests:
+            request.error = request.error or problem
+        if requests:
             with contextlib.suppress(RuntimeError):  # nobody listens any more
-                self.loop.call_soon_threadsafe(lambda: [ask.ready.set() for ask in asks])
+                self.loop.call_soon_threadsafe(lambda: [request.ready.set() for request in requests])
 
 
 # ---- the HTTP handlers
@@ -361,12 +381,12 @@ class Server:
         self.tokenizer.encode("")  # now, since later several threads would build its tables at once
         self.chat = is_chat_run(run_dir) and set(TURN_TOKENS) <= set(self.tokenizer.specials)
         self.name = args.name or run_dir.resolve().name
-        # Without a GPU a row costs time even while it rests.
+        # Without a GPU a row costs time even while it is idle.
         rows = args.rows or (32 if run.model.embed.is_cuda else 8)
         try:
             self.worker = Worker(run.model, self.tokenizer, rows, args.max_waiting, args.compile)
         except (RuntimeError, MemoryError) as error:
-            reason = engine.first_line(error)
+            reason = first_line(error)
             raise RunError(f"{rows:,} rows do not fit into memory ({reason}); use fewer --rows") from None
         self.limit = self.worker.decoder.max_len
         most = rows + args.max_waiting
@@ -374,7 +394,6 @@ class Server:
         model = {"id": self.name, "object": "model", "owned_by": "local"}
         model |= {"created": int(time.time()), "max_model_len": self.limit, "chat": self.chat}
         routes = [
-            Route("/", read_page(), methods=["GET"]),
             Route("/health", self.health),
             Route("/metrics", self.metrics),
             Route("/v1/models", JSONResponse({"object": "list", "data": [model]}), methods=["GET"]),
@@ -385,7 +404,6 @@ class Server:
             "/v1/completions": self.protocol.prepare_texts,
             "/tokenize": self.protocol.tokenize,
             "/detokenize": self.protocol.detokenize,
-            "/render": lambda data: {"html": render(read_fields(RenderFields, data).parts)},
         }.items():
             routes.append(Route(path, functools.partial(self.post, action), methods=["POST"]))
         hosts = {"localhost", args.host.lower(), *map(str.lower, args.allow_host)}
@@ -395,52 +413,52 @@ class Server:
         handlers = dict.fromkeys([APIError, HTTPException, Exception], failure)
         self.app = Starlette(routes=routes, middleware=[gate], exception_handlers=handlers)
 
-    async def health(self, request: HTTPRequest) -> Response:
+    async def health(self, http_request: HTTPRequest) -> Response:
         worker = self.worker
         good = worker.is_alive() and worker.failures < 3
         state = {"status": "ok" if good else "failing", "rows": worker.decoder.num_rows}
-        state |= {"live": len(worker.jobs), "waiting": worker.waiting()}
+        state |= {"live": len(worker.sequences), "waiting": worker.waiting()}
         return JSONResponse(state, 200 if good else 503)
 
-    async def metrics(self, request: HTTPRequest) -> Response:
+    async def metrics(self, http_request: HTTPRequest) -> Response:
         text = prometheus.generate_latest(self.worker.metrics.registry)
         return Response(text, headers={"Content-Type": prometheus.CONTENT_TYPE_LATEST})
 
-    async def post(self, action: Callable, request: HTTPRequest) -> Callable:
+    async def post(self, action: Callable, http_request: HTTPRequest) -> Callable:
         """The answer to a request, by an action of Protocol or by the model."""
-        data = await read_body(request)
+        data = await read_body(http_request)
         found = await asyncio.to_thread(action, data)
         if isinstance(found, Request):
             return functools.partial(self.reply, found)
         return JSONResponse(found)
 
-    async def reply(self, ask: Request, scope, receive, send) -> None:
+    async def reply(self, request: Request, scope, receive, send) -> None:
         """Has the answers to a request written, and sends them. Raises: APIError, before it sends"""
-        self.worker.submit(ask)
-        departure = asyncio.ensure_future(self.watch(receive, ask))
-        answers = Answers(ask, self.name, self.tokenizer)
+        self.worker.submit(request)
+        departure = asyncio.ensure_future(self.watch(receive, request))
+        answers = Answers(request, self.name, self.tokenizer)
         try:
-            await ask.progress()  # an error now is still a plain error
-            if ask.fields.stream:
-                await send_events(ask, answers, send)
+            await request.progress()  # an error now is still a plain error
+            if request.fields.stream:
+                await send_events(request, answers, send)
                 return
-            while not ask.done():
-                await ask.progress()
+            while not request.done():
+                await request.progress()
             await JSONResponse(answers.whole())(scope, receive, send)
         finally:
             departure.cancel()
-            self.worker.withdraw(ask)
+            self.worker.withdraw(request)
 
-    async def watch(self, receive, ask: Request) -> None:
+    async def watch(self, receive, request: Request) -> None:
         """Ends a request when its client leaves."""
         while (await receive())["type"] != "http.disconnect":
             pass
-        self.worker.withdraw(ask)
-        ask.error = APIError(499, "the client left")
-        ask.ready.set()
+        self.worker.withdraw(request)
+        request.error = APIError(499, "the client left")
+        request.ready.set()
 
 
-async def send_events(ask: Request, answers: Answers, send) -> None:
+async def send_events(request: Request, answers: Answers, send) -> None:
     """The answers as server-sent events. What came while the client was slow goes out at once."""
     kind = (b"content-type", b"text/event-stream; charset=utf-8")
     headers = [kind, (b"cache-control", b"no-store")]
@@ -448,30 +466,30 @@ async def send_events(ask: Request, answers: Answers, send) -> None:
     text = answers.opening()
     try:
         while True:
-            is_done = ask.done()  # read first, as the model's thread goes on
-            text += "".join(answers.chunks(job) for job in ask.sequences)
+            is_done = request.done()  # read first, as the model's thread goes on
+            text += "".join(answers.chunks(sequence) for sequence in request.sequences)
             if is_done:
                 break
             if text:
                 part = {"type": "http.response.body", "body": text.encode(), "more_body": True}
                 await send(part)
             text = ""
-            await ask.progress()
+            await request.progress()
         text += answers.closing()
     except APIError as problem:
         text = f"data: {json.dumps(problem.body())}\n\n"
     await send({"type": "http.response.body", "body": text.encode()})
 
 
-async def read_body(request: HTTPRequest) -> bytes:
+async def read_body(http_request: HTTPRequest) -> bytes:
     """The JSON of a request. Raises: APIError"""
-    content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    content_type = http_request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json":
         raise APIError(415, 'the request must have the header "Content-Type: application/json"')
     data = bytearray()
     try:
         async with asyncio.timeout(BODY_SECONDS):
-            async for part in request.stream():
+            async for part in http_request.stream():
                 data += part
                 if len(data) > MAX_BODY:
                     raise APIError(413, f"the request is too long; at most {MAX_BODY:,} bytes work")
@@ -524,12 +542,12 @@ class Gate:
         return APIError(401, message, code="invalid_api_key")
 
 
-async def failure(request: HTTPRequest, error: Exception) -> Response:
+async def failure(http_request: HTTPRequest, error: Exception) -> Response:
     """What a client gets in place of an answer."""
     if isinstance(error, APIError):
         return error.response()
     if isinstance(error, HTTPException):  # an unknown path or method
-        message = f"{request.method} {request.url.path[:100]}: {error.detail}"
+        message = f"{http_request.method} {http_request.url.path[:100]}: {error.detail}"
         response = APIError(error.status_code, message).response()
         response.headers.update(error.headers or {})
         return response
@@ -540,29 +558,12 @@ async def failure(request: HTTPRequest, error: Exception) -> Response:
 
 
 class HTTPServer(uvicorn.Server):
-    """uvicorn, with an end to connections that do nothing, and to answers when it stops."""
+    """uvicorn, which ends the answers under way when it stops."""
 
     def __init__(self, config: uvicorn.Config, worker: Worker, drain: float):
         super().__init__(config)
         self.worker = worker
         self.drain = drain
-        self.idle: dict[tuple, float] = {}  # since when connections do nothing
-
-    async def on_tick(self, counter: int) -> bool:
-        """Ten times a second: closes connections that neither ask nor read for too long."""
-        now = time.monotonic()
-        idle = {}
-        for connection in self.server_state.connections:
-            cycle = connection.cycle
-            is_answered = cycle is None or cycle.response_complete
-            if is_answered or connection.flow.write_paused:
-                # A new request, or a client that reads, makes another key.
-                key = (connection, cycle, connection.transport.get_write_buffer_size())
-                idle[key] = self.idle.get(key, now)
-                if now - idle[key] > IDLE_SECONDS:
-                    connection.transport.abort()
-        self.idle = idle
-        return await super().on_tick(counter)
 
     async def shutdown(self, sockets=None) -> None:
         self.worker.draining = True
@@ -585,8 +586,8 @@ def http_server(server: Server, args: argparse.Namespace) -> HTTPServer:
     """Starts the worker and waits until it is warm. Raises: RunError if the model does not run"""
     server.worker.start()
     server.worker.ready.wait()
-    if problem := server.worker.problem:
-        raise RunError(f"the model does not run: {engine.first_line(problem)}")
+    if problem := server.worker.error:
+        raise RunError(f"the model does not run: {first_line(problem)}")
     # The worker waits for the interpreter after each call to the device, by default up to 5 ms.
     sys.setswitchinterval(SWITCH_SECONDS)
     config = uvicorn.Config(
@@ -607,25 +608,12 @@ def http_server(server: Server, args: argparse.Namespace) -> HTTPServer:
     return HTTPServer(config, server.worker, args.drain)
 
 
-def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    add = parser.add_argument
-    add("run_dir", metavar="RUN_DIR", type=Path, help="run directory")
-    add("--host", default="127.0.0.1", help="address [%(default)s]; 0.0.0.0: every network")
-    add("--port", type=int, default=8000, help="0: any free one [%(default)s]")
-    add("--rows", type=int, default=0, help="answers at a time (default 32, without a GPU 8)")
-    add("--max-waiting", type=int, default=256, help="answers that may wait [%(default)s]")
-    add("--drain", type=float, default=10, metavar="SECONDS", help="to finish answers [%(default)s]")
-    add("--allow-host", metavar="NAME", action="append", default=[],
-        help="a name that clients may use for this machine, repeatable")  # fmt: skip
-    add("--name", help="of the model (default: that of the run directory)")
-    add("--step", type=int, help="checkpoint to use (default: the newest)")
-    add("--device", help="cuda, mps or cpu (default: the best available)")
-    add("--compile", action="store_true", help="faster steps, half a minute more at the start")
-    add("--api-key", metavar="KEY", default=os.environ.get(KEY_VARIABLE) or None,
-        help=f"key that clients must send (default: ${KEY_VARIABLE})")  # fmt: skip
-    add("--access-log", action="store_true", help="print a line for each request")
-    return parser.parse_args(argv)
+def start_page(host: str, port: int, api_key: str | None) -> subprocess.Popen:
+    """Starts the web page as a process of its own, which prints its address once it is ready."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    environment = {**os.environ, "OPENAI_API_KEY": api_key or ""}
+    return subprocess.Popen([sys.executable, Path(__file__).with_name("page.py"), url], env=environment)
 
 
 def main() -> int:
@@ -652,7 +640,13 @@ def main() -> int:
         # uvicorn handles them while it runs, and raises them again once it is done.
         signal.signal(signum, lambda *_: setattr(http, "should_exit", True))
     print(f"{server.name}: http://{shown_host}:{port} ({sizes})", flush=True)
-    http.run(sockets=[listening])
+    page = start_page(host, port, args.api_key) if args.page else None
+    try:
+        http.run(sockets=[listening])
+    finally:
+        if page:
+            page.terminate()
+            page.wait()
     server.worker.join(10)
     return 0
 

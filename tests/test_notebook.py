@@ -70,12 +70,13 @@ def test_notebook_from_top_to_bottom(repo, execute):
     assert text.count("resumed at step") == 0 and "Once upon a time" in text and "Why is the sky blue?" in text
     times = re.findall(r"^\(\d+\.\d minutes\)$", text, re.M)
     assert len(times) == text.count("\n$ ") == 7, "each command has its time"
+    assert re.search(r"^page: http://127\.0\.0\.1:\d+/$", text, re.M), "the chat page is up"
     with zipfile.ZipFile(repo / "out/first_chat_hf.zip") as archive:
         assert {"model.safetensors", "README.md", "tokenizer.json"} <= set(archive.namelist())
 
     (repo / "out/first/report.md").unlink()  # as a disconnect after step 10 leaves it
     shutil.rmtree(repo / "out/first/checkpoints/step_000020")
-    text = execute(without=("sample.py", "chat.py", "export.py"))
+    text = execute(without=("sample.py", "chat.py", "serve.py", "export.py"))
     assert "resumed at step 10" in text and "first_chat is finished" in text and "is complete" in text
     assert losses(repo / "out/first") == log
 
@@ -128,12 +129,12 @@ def test_what_colab_may_take_away_is_on_drive(monkeypatch, tmp_path, capsys):
     monkeypatch.setitem(sys.modules, "google.colab", colab)
     settings = {"Path": Path}
     exec(cell_with("REPO = "), settings)
-    exec(cell_with("google.colab"), settings)
+    exec(cell_with("drive.mount"), settings)
     kept = Path("/content/drive/MyDrive/DecoderStack")
     assert mounted == ["/content/drive"] and settings["data"] == kept / "data/shards/first"
     assert settings["run"] == kept / "out/first" and settings["chat_run"] == kept / "out/first_chat"
     assert capsys.readouterr().out == ""
 
     settings["DRIVE"] = False
-    exec(cell_with("google.colab"), settings)
+    exec(cell_with("drive.mount"), settings)
     assert settings["run"] == Path("out/first") and "DRIVE = True" in capsys.readouterr().out

@@ -263,10 +263,6 @@ class TokenizeFields(BaseModel, strict=True):
     add_special_tokens: bool = True
 
 
-class RenderFields(BaseModel, strict=True):
-    parts: list[Annotated[list[str], Field(min_length=2, max_length=2)]]  # a part and its text
-
-
 class DetokenizeFields(BaseModel, strict=True):
     tokens: list[int]
 
