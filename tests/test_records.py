@@ -31,8 +31,8 @@ sys.path.insert(0, str(ROOT / "records"))
 import add
 import check
 import compare
+import entry
 import leaderboard
-import record as rec
 import tracks
 import verify
 
@@ -92,8 +92,8 @@ def here(request, monkeypatch, fast_python):
     """The tools work on the small repository in tests that use it. What they start has torch already."""
     if "repo" in request.fixturenames:
         root = request.getfixturevalue("repo")
-        monkeypatch.setattr(rec, "ROOT", root)
-        monkeypatch.setattr(rec, "BASELINES", root / "baselines")
+        monkeypatch.setattr(entry, "ROOT", root)
+        monkeypatch.setattr(entry, "BASELINES", root / "baselines")
         monkeypatch.setattr(tracks, "FILE", root / "records" / "tracks.json")
         monkeypatch.setattr(leaderboard, "README", root / "records" / "README.md")
         monkeypatch.setattr(leaderboard, "QUOTED", root / "records" / "quoted.json")
@@ -143,16 +143,16 @@ def raw(repo, name) -> list[list[dict]]:
 # ==== what is in the repository
 
 
-@pytest.mark.parametrize("folder", sorted(p.name for p in rec.BASELINES.iterdir() if p.is_dir()))
+@pytest.mark.parametrize("folder", sorted(p.name for p in entry.BASELINES.iterdir() if p.is_dir()))
 def test_every_baseline_verifies(folder):
-    assert check.problems(rec.BASELINES / folder) == []
-    assert sum(p.stat().st_size for p in (rec.BASELINES / folder).iterdir()) <= add.MAX_BYTES
+    assert check.problems(entry.BASELINES / folder) == []
+    assert sum(p.stat().st_size for p in (entry.BASELINES / folder).iterdir()) <= add.MAX_BYTES
     assert re.fullmatch(r"\d{4}-\d\d-\d\d_[a-z0-9-]+", folder)
 
 
 def test_old_entries_are_frozen(tmp_path):
     """A record.json of format 1 is known by its sha256 in tracks.json."""
-    folder = shutil.copytree(rec.BASELINES, tmp_path / "baselines") / "2026-11-22_fp8-layers"
+    folder = shutil.copytree(entry.BASELINES, tmp_path / "baselines") / "2026-11-22_fp8-layers"
     edit(folder / "record.json", lambda record: record["config"].update(width=512))
     assert any("does not hold its sha256" in problem for problem in check.problems(folder))
 
@@ -172,14 +172,14 @@ def test_record_holds_what_the_runs_say(repo, folders):
     record = json.loads((folders[1] / "record.json").read_text())
     logs = raw(repo, "b")
     assert [run["seed"] for run in record["runs"]] == list(SEEDS)
-    for log, figures in zip(logs, record["runs"], strict=True):
+    for log, metrics in zip(logs, record["runs"], strict=True):
         steps = [e for e in log if "loss" in e]
-        assert (figures["val_bpb"], figures["steps"], figures["tokens"]) == (log[-1]["val_bpb"], 12, 4608)
-        assert figures["train_seconds"] == log[-1]["train_seconds"] and figures["core"] is None
-        assert figures["tokens_per_second"] == pytest.approx(4608 / log[-1]["train_seconds"])
+        assert (metrics["val_bpb"], metrics["steps"], metrics["tokens"]) == (log[-1]["val_bpb"], 12, 4608)
+        assert metrics["train_seconds"] == log[-1]["train_seconds"] and metrics["core"] is None
+        assert metrics["tokens_per_second"] == pytest.approx(4608 / log[-1]["train_seconds"])
         seconds = np.diff([0, *(e["train_seconds"] for e in steps)])
-        assert figures["mfu"] == pytest.approx(np.average([e["mfu"] for e in steps], weights=seconds))
-        assert figures["peak_memory_gib"] == max(e["memory_gib"] for e in steps)
+        assert metrics["mfu"] == pytest.approx(np.average([e["mfu"] for e in steps], weights=seconds))
+        assert metrics["peak_memory_gib"] == max(e["memory_gib"] for e in steps)
     new, old = ([log[-1]["val_bpb"] for log in raw(repo, name)] for name in "ba")
     mean, sd = pytest.approx(np.mean(new)), pytest.approx(np.std(new, ddof=1))
     assert record["summary"]["val_bpb"] == {"mean": mean, "sd": sd}
@@ -210,7 +210,7 @@ def test_record_folder(folders):
     assert curve["step"].tolist() == [1, 3, 6, 9, 12] and not math.isnan(curve["val_bpb"][-1])
     readme = (low / "README.md").read_text()
     assert "A lower rate is worse." in readme and "config (+1 -1)" in readme and "Against `2026-11-22_base`" in readme
-    for run_ in rec.read_record(low)["runs"]:
+    for run_ in entry.read_record(low)["runs"]:
         assert repr(run_["val_bpb"]) in readme and f"{run_['val_bpb']:.5f}" in readme
     assert not [p for p in base.parent.iterdir() if p.name.startswith(".")]
 
@@ -229,7 +229,7 @@ def test_compare_records_and_runs(repo, folders, tmp_path):
     p = stats.ttest_ind(bpb["b"], bpb["a"], equal_var=False).pvalue
     difference = np.mean(bpb["b"]) - np.mean(bpb["a"])
     for table in (text, runs):
-        assert f"{difference:+.5f}, 95 % interval" in table and f"p {rec.p_text(p)} " in table
+        assert f"{difference:+.5f}, 95 % interval" in table and f"p {entry.p_text(p)} " in table
     below = stats.ttest_1samp(bpb["a"], 2.95, alternative="less").pvalue
     assert f"| {'< 0.0001' if below < 1e-4 else f'{below:.2g}'} |" in re.sub(" +", " ", text)
     seconds = np.mean([log[-1]["train_seconds"] for log in raw(repo, "a")])
@@ -326,7 +326,7 @@ def test_verify_names_what_was_tampered_with(repo, folders, tmp_path, what):
     assert check.problems(folder) == []
     change, words = TAMPER[what]
     change(folder)
-    edit(folder / "record.json", lambda record: record.update(files=rec.hashes(folder)))
+    edit(folder / "record.json", lambda record: record.update(files=entry.hashes(folder)))
     found = check.problems(folder)
     assert [w for w in words if not any(w in text for text in found)] == [], "\n".join(found)
     assert "1 of 1 entries do not verify" in refused(verify, folder)
@@ -459,7 +459,7 @@ def added(tmp_path, *run_dirs) -> Path:
 
 
 def core_table(run_dir, accuracy, items=10) -> None:
-    rows = [f"task{i},{items},0.5,{accuracy + i / 1000},1.0" for i in range(rec.CORE_TASKS)]
+    rows = [f"task{i},{items},0.5,{accuracy + i / 1000},1.0" for i in range(entry.CORE_TASKS)]
     head = "task,items,accuracy,centered,seconds"
     (run_dir / "core.csv").write_text("\n".join([head, *rows, "CORE,220,,0.3,22.0\n"]))
 
@@ -470,7 +470,7 @@ def test_add_reads_core(repo, tmp_path):
     core_table(runs[0], 0.2)
     core_table(runs[1], 0.4)
     folder = added(tmp_path, *runs)
-    record = rec.read_record(folder)
+    record = entry.read_record(folder)
     assert [r["core"] for r in record["runs"]] == [pytest.approx(0.2 + 0.0105), pytest.approx(0.4 + 0.0105)]
     assert record["summary"]["core"]["mean"] == pytest.approx(0.3105)
     swap(folder / "core_1.csv", "0.5,0.4", "0.5,0.6")
@@ -479,7 +479,7 @@ def test_add_reads_core(repo, tmp_path):
     message = refused(add, *runs, "--track", "small", "--slug", "x", "--out", tmp_path / "other")
     assert "core_1.csv: it is of other items than core_0.csv; use the same --items" in message
     (folder / "core_0.csv").write_text("task,items,accuracy,centered,seconds\nx,1,1,1,1\n")
-    assert rec.read_core(folder / "core_0.csv") == ({"x": "1"}, None)
+    assert entry.read_core(folder / "core_0.csv") == ({"x": "1"}, None)
 
 
 def test_add_refuses_names(repo, folders, tmp_path):
@@ -505,7 +505,7 @@ def test_add_one_run_without_args(repo, tmp_path, monkeypatch):
     (run_dir,) = copies(repo, tmp_path, 0)
     config(lambda c: c.update(flags=["--seed", "0", "--dtype", "auto"]))(run_dir)
     folder = added(tmp_path, run_dir)
-    record = rec.read_record(folder)
+    record = entry.read_record(folder)
     assert "there is one run" in (folder / "README.md").read_text()
     assert record["args"] is None and record["flags"] == ["--dtype", "auto"]
     assert record["loss_noise"] is None and record["summary"]["val_bpb"]["sd"] is None
@@ -524,7 +524,7 @@ def test_a_run_that_was_really_resumed(repo, tmp_path):
     train(repo / "train_small.py", "--resume", "--run-dir", run_dir, "--log-every", 3)
     day = json.loads((run_dir / "config.json").read_text())["starts"][0]["date"][:10]
     folder = added(tmp_path, run_dir)
-    record = rec.read_record(folder)
+    record = entry.read_record(folder)
     assert record["runs"][0]["starts"] == 2 and record["date"] == day
     assert "starts of each run: 2" in (folder / "README.md").read_text()
     assert str(tmp_path) not in (folder / "run_0.json").read_text()
@@ -548,22 +548,22 @@ def test_what_is_no_reason_to_refuse(repo, tmp_path):
     edit(runs[1] / "config.json", other)
     added(tmp_path, *runs)
     flags = ["@other/tiny.args", "--rank-timeout", "9", "--resume", "--run-dir=a", "--no-compile", "--log-every", "3"]
-    assert rec.recipe_flags(flags) == ["@tiny.args", "--no-compile"]
+    assert entry.recipe_flags(flags) == ["@tiny.args", "--no-compile"]
 
 
 def halved(log) -> list[dict]:
     """A log whose clock ran at half the speed; its MFU stays."""
-    out = [{**entry, "train_seconds": entry["train_seconds"] / 2} for entry in log]
-    for entry in rec.split(out)[0]:
-        entry.update(step_ms=entry["step_ms"] / 2, tokens_per_second=entry["tokens_per_second"] * 2)
+    out = [{**line, "train_seconds": line["train_seconds"] / 2} for line in log]
+    for line in entry.split(out)[0]:
+        line.update(step_ms=line["step_ms"] / 2, tokens_per_second=line["tokens_per_second"] * 2)
     return out
 
 
 @pytest.mark.parametrize("folder", ["2026-11-22_fp8-layers", "2026-11-23_first-p34-medium"])
 def test_seconds_mfu_and_speed_agree(folder):
     """FLOPs that follow from MFU and tokens/s suffice for the Config; halved seconds at an unchanged MFU do not."""
-    record = rec.read_record(rec.BASELINES / folder)
-    log = rec.read_logs(rec.BASELINES / folder, record)[0]
+    record = entry.read_record(entry.BASELINES / folder)
+    log = entry.read_logs(entry.BASELINES / folder, record)[0]
     (text,) = check.check_log(halved(log), record["config"], record["hardware"])
     assert "FLOPs a token, and a Config of this size needs about" in text
     log[5]["step_ms"] *= 2
@@ -588,7 +588,7 @@ def test_what_is_scored_is_that_of_the_track(repo, folders):
     stated = {"targets": int((sizes > 0).sum()), "bytes": int(sizes.sum()), "sha256": digest.hexdigest()}
     assert scored == {**stated, "max_seq_len": 64, "val_tokens": 1500}
 
-    record = rec.read_record(folders[0])
+    record = entry.read_record(folders[0])
     assert record["scored"] == stated
     assert tracks.scoring_problems(record, record["config"], stated, found) == []
     (text,) = tracks.scoring_problems(record, {**record["config"], "max_seq_len": 32}, stated, found)
@@ -606,16 +606,16 @@ def test_committed_tracks():
     """Limits are those of the records that they name; no record of format 1 is missing; every track has a rule."""
     found = tracks.read()
     for name, track in found["tracks"].items():
-        assert rec.device_class(track["hardware"]["device"]) == track["class"] and name.rsplit("-", 1)[1] in (
+        assert entry.device_class(track["hardware"]["device"]) == track["class"] and name.rsplit("-", 1)[1] in (
             "bpb", "seconds"), name  # fmt: skip
         assert len(tracks.rule_text(track)) > 40 and f"train_{track['script']}.py" in track["train"]
         if track["limits_from"]:
-            runs = rec.read_record(rec.BASELINES / track["limits_from"])["runs"]
+            runs = entry.read_record(entry.BASELINES / track["limits_from"])["runs"]
             if track["ranked_by"] == "val_bpb":
                 assert track["max_seconds"] == tracks.limit_of([run["train_seconds"] for run in runs])
             else:
                 assert track["target_bpb"] == tracks.target_of([run["val_bpb"] for run in runs])
-    old = [p.parent.name for p in rec.BASELINES.glob("*/record.json") if json.loads(p.read_text())["format"] == 1]
+    old = [p.parent.name for p in entry.BASELINES.glob("*/record.json") if json.loads(p.read_text())["format"] == 1]
     assert sorted(found["format_1"]) == sorted(old) and found["picture"] in found["datasets"]
 
 
@@ -675,15 +675,15 @@ def forge(source, target, change) -> Path:
     """A copy of an entry in which everything agrees with a changed file, as a forger would have it."""
     folder = shutil.copytree(source, target)
     script = folder / "train_small.py"
-    before = rec.sha256(script)
+    before = entry.sha256(script)
     change(folder)
     for path in folder.glob("run_*.json"):
-        path.write_text(path.read_text().replace(before, rec.sha256(script)))
-    record = rec.read_record(folder)
-    (folder / "curve.csv").write_text(rec.curve_csv(rec.read_logs(folder, record)))
-    record = rec.make_record(folder, record["track"], record["against"])
-    (folder / "record.json").write_text(rec.dump(record))
-    swap(folder / "README.md", rf"(?s){rec.BEGIN}.*{rec.END}", lambda match: rec.figures_text(record, folder))
+        path.write_text(path.read_text().replace(before, entry.sha256(script)))
+    record = entry.read_record(folder)
+    (folder / "curve.csv").write_text(entry.curve_csv(entry.read_logs(folder, record)))
+    record = entry.make_record(folder, record["track"], record["against"])
+    (folder / "record.json").write_text(entry.dump(record))
+    swap(folder / "README.md", rf"(?s){entry.BEGIN}.*{entry.END}", lambda match: entry.figures_text(record, folder))
     assert check.problems(folder) == [], "without a rerun nobody sees it"
     return folder
 
@@ -720,11 +720,11 @@ def test_rerun_compares_the_clock(repo, folders, tmp_path):
 
     def fast(folder):
         for path in folder.glob("log_*.jsonl.gz"):
-            log = rec.read_log(path)
+            log = entry.read_log(path)
             for _ in range(10):
                 log = halved(log)
-            log = [{**entry, "mfu": 0.5} if "loss" in entry else entry for entry in log]
-            path.write_bytes(gzip.compress("".join(json.dumps(entry) + "\n" for entry in log).encode()))
+            log = [{**line, "mfu": 0.5} if "loss" in line else line for line in log]
+            path.write_bytes(gzip.compress("".join(json.dumps(line) + "\n" for line in log).encode()))
 
     def elsewhere(folder):
         for path in folder.glob("run_*.json"):
@@ -749,19 +749,19 @@ def test_welch():
     half = stats.t.ppf(0.975, freedom) * math.sqrt(a + b)
     p = 2 * stats.t.sf(0.01825 / math.sqrt(a + b), freedom)
     wanted = {"difference": -0.01825, "low": -0.01825 - half, "high": -0.01825 + half, "p": p}
-    assert rec.welch(new, old) == pytest.approx(wanted)
+    assert entry.welch(new, old) == pytest.approx(wanted)
     for pair, difference in ((([1.0], [2.0, 3.0]), -1.5), (([1.0, 1.0], [2.0, 2.0]), -1.0)):
-        assert rec.welch(*pair) == {"difference": difference, "low": None, "high": None, "p": None}
+        assert entry.welch(*pair) == {"difference": difference, "low": None, "high": None, "p": None}
 
 
 def test_below_and_target():
     """One-sided p by hand; the first record is below the target that it sets with p < 0.01, and not below less."""
     values = [1.184300512523402, 1.1866317469768832, 1.18417808650079]
     t = (np.mean(values) - 1.19) / (np.std(values, ddof=1) / math.sqrt(3))
-    assert rec.below(values, 1.19) == pytest.approx(stats.t.cdf(t, 2))
-    assert rec.below(values, 1.18) > 0.9 and rec.below([1.0], 2) is None and rec.below([1.0, 1.0], 2) is None
+    assert entry.below(values, 1.19) == pytest.approx(stats.t.cdf(t, 2))
+    assert entry.below(values, 1.18) > 0.9 and entry.below([1.0], 2) is None and entry.below([1.0, 1.0], 2) is None
     assert tracks.target_of(values) == 1.191  # 1.18504 + 6.9646 * 0.00138 / sqrt(3) = 1.19060
-    assert rec.below(values, 1.191) < 0.01 < rec.below(values, 1.190)
+    assert entry.below(values, 1.191) < 0.01 < entry.below(values, 1.190)
 
 
 @pytest.mark.parametrize(("stated", "found", "same"), [
@@ -770,7 +770,7 @@ def test_below_and_target():
 ])  # fmt: skip
 def test_unequal(stated, found, same):
     """Rounding in the last digits is none, but whole numbers are equal or not; the place is named."""
-    problems = rec.unequal({"runs": [{"key": stated}]}, {"runs": [{"key": found}]}, "record.json")
+    problems = entry.unequal({"runs": [{"key": stated}]}, {"runs": [{"key": found}]}, "record.json")
     assert (problems == []) == same
     assert all(text.startswith("record.json.runs, 1.key is") for text in problems)
 
@@ -842,13 +842,13 @@ def test_a_small_gain_counts_beside_a_rerun_only():
 def test_sections():
     """Every line of the script is in one section."""
     text = (ROOT / "train_small.py").read_text(encoding="utf-8")
-    parts = rec.sections(text)
+    parts = entry.sections(text)
     assert sum(len(part) for part in parts.values()) == text.count("\n")
     assert {"docstring", "imports", "config", "model", "optimizer", "kernels", "run"} <= set(parts)
     parts = {name: "\n".join(lines) for name, lines in parts.items()}
     assert "class Config" in parts["config"] and "class GPT" in parts["model"]
     assert "def normuon_update" in parts["optimizer"] and "def normuon_update" not in parts["model"]
-    assert rec.changed_lines(text, text.replace("adam_lr: float", "adam_rate: float")) == ["config (+1 -1)"]
+    assert entry.changed_lines(text, text.replace("adam_lr: float", "adam_rate: float")) == ["config (+1 -1)"]
 
 
 # ==== logs of other projects: the layout of each, with numbers that are easy to check
@@ -856,7 +856,7 @@ def test_sections():
 
 def modded_log(final, seconds=80) -> str:
     source = 'print0(f"step:{step}/{train_steps} val_loss:{val_loss:.4f} train_time:{training_time_ms:.0f}ms")'
-    cards = "".join(f"|   {i}  NVIDIA H100 80GB HBM3          On  |   00000000:61:00.0 Off |                  0 |\n"
+    devices = "".join(f"|   {i}  NVIDIA H100 80GB HBM3          On  |   00000000:61:00.0 Off |                  0 |\n"
                     for i in range(8))  # fmt: skip
     lines = ["step:0/8 val_loss:10.8258 train_time:0ms step_avg:0.03ms"]
     for step in range(1, 9):
@@ -864,7 +864,7 @@ def modded_log(final, seconds=80) -> str:
         if step in (4, 8):
             loss = final if step == 8 else 4.0
             lines.append(f"step:{step}/8 val_loss:{loss:.4f} train_time:{seconds * step * 125}ms step_avg:99.00ms")
-    return "\n".join([source, "=" * 99, "Running PyTorch 2.9.0", cards, *lines,
+    return "\n".join([source, "=" * 99, "Running PyTorch 2.9.0", devices, *lines,
                       "peak memory allocated: 30720 MiB reserved: 39000 MiB\n"])  # fmt: skip
 
 
@@ -912,12 +912,12 @@ def test_nanochat_log(repo, folders, tmp_path):
     path = tmp_path / "d12.log"
     path.write_text(nanochat_log())
     _, row = compare.nanochat_row(path, path.read_text())
-    figures = row.runs[0]
-    assert (figures["val_bpb"], figures["core"], figures["peak_memory_gib"]) == (1.0, 0.1234, 50)
-    assert figures["tokens"] == 20 * 524288
-    assert figures["train_seconds"] == pytest.approx(9 * 0.25)  # steps 11 to 19
-    assert figures["tokens_per_second"] == pytest.approx(524288 / 0.25)
-    assert figures["mfu"] == pytest.approx((5 * 0.40 + 4 * 0.44) / 9)
+    metrics = row.runs[0]
+    assert (metrics["val_bpb"], metrics["core"], metrics["peak_memory_gib"]) == (1.0, 0.1234, 50)
+    assert metrics["tokens"] == 20 * 524288
+    assert metrics["train_seconds"] == pytest.approx(9 * 0.25)  # steps 11 to 19
+    assert metrics["tokens_per_second"] == pytest.approx(524288 / 0.25)
+    assert metrics["mfu"] == pytest.approx((5 * 0.40 + 4 * 0.44) / 9)
     assert (row.device, row.num_devices) == ("NVIDIA H100 80GB HBM3", 8)
     assert [p[0] for p in row.curves[0]] == [0, 10 * 524288, 20 * 524288] and row.curves[0][-1][3] == 1.0
     assert row.curves[0][1][1] == 0 and row.curves[0][2][1] == pytest.approx(2.25)
