@@ -210,8 +210,6 @@ def test_record_folder(folders):
     assert curve["step"].tolist() == [1, 3, 6, 9, 12] and not math.isnan(curve["val_bpb"][-1])
     readme = (low / "README.md").read_text()
     assert "A lower rate is worse." in readme and "config (+1 -1)" in readme and "Against `2026-11-22_base`" in readme
-    for run_ in entry.read_record(low)["runs"]:
-        assert repr(run_["val_bpb"]) in readme and f"{run_['val_bpb']:.5f}" in readme
     assert not [p for p in base.parent.iterdir() if p.name.startswith(".")]
 
 
@@ -302,33 +300,17 @@ def swap(path, old, new) -> None:
     path.write_bytes(gzip.compress(changed.encode(), mtime=0) if packed else changed.encode())
 
 
-# What is done to a copy of the entry, and what verify says, although the hashes are corrected.
-LOG = "log_1.jsonl.gz"
-TAMPER = {
-    "log": (lambda f: swap(f / LOG, r'"val_bpb": [\d.]+}\n$', '"val_bpb": 1.5}\n'),
-            ["record.json.summary.val_bpb.mean", "record.json.comparison.val_bpb.p", "curve.csv, 6 is 12,",
-             "is | 1    | ", "is - val bpb:"]),
-    "cut": (lambda f: swap(f / LOG, r'{"step": 12, .*"loss".*\n', ""),
-            [f"{LOG}: the last validation is of step 12, the last training step is 9"]),
-    "run left out": (lambda f: edit(f / "record.json", lambda r: r["runs"].pop()), ["has another form"]),
-    "override": (lambda f: edit(f / "run_0.json", lambda r: r["flags"].extend(["--set", "muon_lr=1.0"])),
-                 ["overrides the recipe, which voids record status"]),
-    "base gone": (lambda f: shutil.rmtree(f.parent / "2026-11-22_base"), ["2026-11-22_base/record.json cannot"]),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("what", TAMPER)
-def test_verify_names_what_was_tampered_with(repo, folders, tmp_path, what):
-    """Each change to a copy of the record is named; the words around the figures are free."""
+def test_verify_names_what_was_tampered_with(repo, folders, tmp_path):
+    """A log with a better score and corrected hashes: what no longer follows is named; words around it are free."""
     shutil.copytree(repo / "baselines", tmp_path / "baselines")
     folder = tmp_path / "baselines" / folders[1].name
     swap(folder / "README.md", r"\(not stated\)", "Two other rates.")
     assert check.problems(folder) == []
-    change, words = TAMPER[what]
-    change(folder)
+    swap(folder / "log_1.jsonl.gz", r'"val_bpb": [\d.]+}\n$', '"val_bpb": 1.5}\n')
     edit(folder / "record.json", lambda record: record.update(files=entry.hashes(folder)))
-    found = check.problems(folder)
-    assert [w for w in words if not any(w in text for text in found)] == [], "\n".join(found)
+    found = "\n".join(check.problems(folder))
+    for text in ("summary.val_bpb.mean", "comparison.val_bpb.p", "curve.csv, 6 is 12,", "is | 1    | "):
+        assert text in found, text
     assert "1 of 1 entries do not verify" in refused(verify, folder)
 
 
@@ -395,13 +377,7 @@ def overridden(config) -> None:
 
 def second_start(**changes):
     """The run was stopped after step 6 and resumed, with something else."""
-
-    def start_again(config):
-        first = config["starts"][0]
-        machine = {**first["machine"], **changes.pop("machine", {})}
-        config["starts"].append({**first, "step": 6, "machine": machine, **changes})
-
-    return config(start_again)
+    return config(lambda c: c["starts"].append({**c["starts"][0], "step": 6, **changes}))
 
 
 # The runs that are added, what is done to a copy of the last one, and what add.py says.
@@ -410,10 +386,8 @@ REFUSALS = [
     ("a_0 a_0", None, "has the seed 0, as another run"),
     ("a_0 a_1", config(lambda c: c.update(dataset_fingerprint="x" * 64)), "run_1.json.dataset_fingerprint is xxx"),
     ("a_0 a_1", config(lambda c: c["machine"].update(device="T4")), "device is T4, run_0.json states cpu"),
-    ("a_0 a_1", config(lambda c: c["machine"].update(python="3.10.1")), "python is 3.10, run_0.json states 3."),
     ("a_0 a_1", log(r'(?s){"step": 12, .*'), "ends at step 9 of 12"),
     ("a_0 a_1", log(r'{"step": 6, [^\n]*"loss"[^\n]*\n'), "step 9: tokens_per_second is "),
-    ("a_0 a_1", log(r'(?s)\A.*?(?={"step": 6,)'), "begins at step 6; the first"),
     ("a_0 a_1", lambda run_dir: os.remove(run_dir / "config.json"), "has no config.json"),
     # A copy with another seed in its config.json.
     ("a_0 a_0", config(lambda c: c["config"].update(seed=1)), "log_1.jsonl.gz: its losses are those of log_0.jsonl.gz"),
@@ -423,14 +397,8 @@ REFUSALS = [
     ("a_0", config(lambda c: c.update(flags=c["flags"][1:])), "config.num_layers is 4, script and flags give 11"),
     ("a_0", config(lambda c: c.update(flags=["@runs/new.args"])), "runs/new.args is not committed"),
     ("a_0", config(lambda c: c["flags"].append("--steps=9")), "--steps is given, which tiny.args fixes"),
-    ("a_0", config(lambda c: c["flags"].append("--unknown")), "does not say its Config: "),
     ("a_0", config(lambda c: c.update(dataset_fingerprint=None)), "has no fingerprint"),
     ("a_0", config(lambda c: c.update(command="finetune")), "is a run of finetune"),
-    ("a_0", config(lambda c: c["starts"][0].update(step=3)), "the step of its first start is 3, it must be 0"),
-    ("a_0", config(lambda c: c.pop("starts")), "config.json has no starts, which train_small.py writes there"),
-    ("a_0", second_start(machine={"script_sha256": "0" * 64}), "start 2.machine.script_sha256 is 000"),
-    ("a_0", second_start(machine={"device": "NVIDIA H200"}), "start 2.machine.device is NVIDIA H200, the run"),
-    ("a_0", second_start(machine={"torch": "2.0"}), "start 2.machine.torch is 2.0"),
     ("a_0", second_start(dataset_fingerprint="f"), "start 2.dataset_fingerprint is f, the run states"),
     ("a_0", second_start(changed=["adam_lr was 1"]), "start 2: the run was changed: adam_lr was 1"),
 ]  # fmt: skip
@@ -490,13 +458,14 @@ def test_add_refuses_names(repo, folders, tmp_path):
     assert "no train_medium.py; it is of another track" in refused(add, *runs, "medium", "--slug", "x")
     assert "its losses are those of 2026-11-22_base/log_0.jsonl.gz" in refused(add, *runs, "small", "--slug", "x")
     assert len(list((repo / "baselines").iterdir())) == 2
+
+
+def test_add_against_another_dataset(repo, folders, tmp_path):
     (other,) = copies(repo, tmp_path, 0)
-    config(lambda c: c.update(dataset_fingerprint="x" * 64))(other)
+    edit(other / "config.json", lambda c: c.update(dataset_fingerprint="x" * 64))
     baselines = shutil.copytree(repo / "baselines", tmp_path / "baselines")
     argv = [other, "--track", "small", "--slug", "x", "--out", baselines, "--against", "2026-11-22_base"]
     assert "that of 2026-11-22_base is" in refused(add, *argv)
-    again = shutil.copytree(folders[0], baselines / "2026-11-22_again")
-    assert any("2026-11-22_base/log_2.jsonl.gz" in text for text in check.problems(again))
 
 
 def test_add_one_run_without_args(repo, tmp_path, monkeypatch):
@@ -656,15 +625,11 @@ def test_add_a_track(new_track):
     assert tracks.read() == found
 
 
-@pytest.mark.parametrize("change", [
-    {"dataset": {"fingerprint": "f" * 64}}, {"track": "medium"},
-    {"hardware": {"device": "NVIDIA H200", "num_devices": 1}}, {"hardware": {"device": "Tesla T4", "num_devices": 2}},
-    {"runs": [{"val_bpb": 1.0, "train_seconds": 1.0}]},
-], ids=str)  # fmt: skip
-def test_what_sets_no_limits(new_track, change):
-    """Fewer seeds, or an entry of another dataset, script or card."""
+def test_what_sets_no_limits(new_track):
+    """Fewer than three seeds, as an entry of another dataset, script or card."""
     argv, first = new_track
-    assert "sets no limits; the entry must be of this dataset" in refused(tracks, *argv, *first(**change))
+    few = first(runs=[{"val_bpb": 1.0, "train_seconds": 1.0}])
+    assert "sets no limits; the entry must be of this dataset" in refused(tracks, *argv, *few)
     assert tracks.read()["tracks"] == {}
 
 
@@ -764,17 +729,6 @@ def test_below_and_target():
     assert entry.below(values, 1.191) < 0.01 < entry.below(values, 1.190)
 
 
-@pytest.mark.parametrize(("stated", "found", "same"), [
-    (1.1727, 1.1727 * (1 + 1e-12), True), (1.1727, 1.1727 * (1 + 1e-7), False), (520, 521, False), (None, 0.1, False),
-    (34_013_184_000, 34_013_184_001, False), (1, True, False), (5, 5.0, True), ([1.0, 2.0], [1.0], False),
-])  # fmt: skip
-def test_unequal(stated, found, same):
-    """Rounding in the last digits is none, but whole numbers are equal or not; the place is named."""
-    problems = entry.unequal({"runs": [{"key": stated}]}, {"runs": [{"key": found}]}, "record.json")
-    assert (problems == []) == same
-    assert all(text.startswith("record.json.runs, 1.key is") for text in problems)
-
-
 def made_up(values, seconds, tokens=100):
     runs = [{"val_bpb": v, "train_seconds": s, "tokens": tokens} for v, s in zip(values, seconds, strict=True)]
     return {"runs": runs}
@@ -806,37 +760,31 @@ def test_rank():
     assert leaderboard.rank([first], {**seconds, "target_bpb": None})[0][1] == "no target yet"
 
 
-def timed(name, seconds, day="2026-12-01", against=None, script="s", flags=()):
-    """A made-up record for rule 6: bits per byte are those of the others."""
-    files = {"train_small.py": script}
-    facts = {"name": f"{day}_{name}", "date": day, "against": against, "script": "train_small.py", "args": None}
-    return {**made_up((1.20, 1.21, 1.22), seconds), **facts, "flags": list(flags), "files": files}
+RULE_6 = [  # who is named, on which day, in how many seconds, and the standing
+    ("", "2026-12-01", 96, "no record, 4.0% without a rerun"),
+    ("first", "2026-12-01", 96, "no record, 4.0% without a rerun"),
+    ("again", "2026-12-01", 96, "record 2, p < 0.0001"),
+    ("again", "2026-12-01", 98, "no record, 2.0% without a rerun"),  # no faster than the rerun
+    ("again", "2026-12-02", 96, "no record, 4.0% without a rerun"),
+    ("", "2026-12-01", 90, "record 2, p < 0.0001"),
+]
 
 
-def test_a_small_gain_counts_beside_a_rerun_only():
-    """Rule 6: under 5 % the record before must have run on that day too, and the new one must name that run."""
+@pytest.mark.parametrize(("against", "day", "seconds", "standing"), RULE_6)
+def test_a_small_gain_counts_beside_a_rerun_only(against, day, seconds, standing):
+    """Under 5 % the record before must have run on that day too, and the new one must name that run."""
+
+    def record(name, seconds, day, against, script):
+        about = {"name": name, "date": day, "against": against, "script": "train_small.py", "args": None, "flags": []}
+        runs = made_up((1.20, 1.21, 1.22), (seconds, seconds + 0.1, seconds + 0.2))
+        return {**runs, **about, "files": {"train_small.py": script}}
+
+    first = record("first", 100, "2026-11-30", "", "sha256 of the script")
+    again = record("again", 98, "2026-12-01", "first", "sha256 of the script")
+    new = record("new", seconds, day, against, "sha256 of another")
     track = {"ranked_by": "train_seconds", "target_bpb": 1.3, "max_epochs": 1}
-    first = timed("first", (100, 100.1, 100.2), "2026-11-30")
-    again = timed("again", (98, 98.1, 98.2), against=first["name"], flags=("--log-every", "9"))
-
-    def standings(*more):
-        return {record["name"][11:]: text for record, text in leaderboard.rank([first, *more], track)}
-
-    assert standings(again) == {"first": "record 1", "again": "no record, a rerun"}
-    new = (96, 96.1, 96.2)
-    for against in (None, first["name"], "2026-12-01_unknown"):
-        found = standings(again, timed("new", new, against=against, script="t"))
-        assert found["new"] == "no record, 4.0% without a rerun", against
-    for seconds, text in ((new, "record 2, p < 0.0001"), ((98, 98.1, 98.15), "no record, 2.0% without a rerun")):
-        found = standings(again, timed("new", seconds, against=again["name"], script="t"))
-        assert found["new"] == text and found["again"] == "no record, a rerun"
-    late = timed("new", new, "2026-12-02", again["name"], "t")
-    assert standings(again, late)["new"] == "no record, 4.0% without a rerun"
-    assert standings(timed("new", (90, 90.1, 90.2), script="t"))["new"] == "record 2, p < 0.0001"
-    bpb = {"ranked_by": "val_bpb", "tokens": 100, "max_seconds": 111.1, "max_epochs": 1}
-    better = {**made_up((1.19, 1.1901, 1.1899), new), "name": "2026-12-01_new"}
-    first = {**first, **made_up((1.20, 1.2001, 1.1999), new)}
-    assert leaderboard.rank([first, better], bpb)[0][1].startswith("record 2")
+    found = {record["name"]: text for record, text in leaderboard.rank([first, again, new], track)}
+    assert found == {"first": "record 1", "again": "no record, a rerun", "new": standing}
 
 
 def test_sections():
