@@ -116,13 +116,6 @@ def test_sections_of_kernels():
     }  # fmt: skip
 
 
-@pytest.mark.skipif(bench.torch.cuda.is_available(), reason="needs a machine without a GPU")
-def test_bench_kernels_needs_a_gpu():
-    done = python("dev/bench_kernels.py")
-    assert done.returncode == 1 and done.stdout == ""
-    assert done.stderr.count("\n") == 1 and "needs a CUDA device" in done.stderr
-
-
 @pytest.mark.parametrize(("limit", "errors"), [(3, ""), (2, "error: a*.py has 3 lines; the limit is 2\n")])
 def test_limits(monkeypatch, capsys, tmp_path, limit, errors):
     """At its limit a figure is good; beyond, it is named."""

@@ -2,15 +2,13 @@
 
 import json
 import re
-import subprocess
-import sys
 
 import pytest
 import report
 import train_small as ts
 from lib import engine
 
-from conftest import ROOT, TINY, write_run
+from conftest import TINY, write_run
 
 MACHINE = {"device": "GPU", "num_devices": 8, "torch": "2.11.0", "git_commit": "0123456789abcdef", "git_dirty": True}
 MACHINE_ROWS = {
@@ -172,13 +170,6 @@ def test_curves(names, training, score):
     assert curves(log) == {training: [(1.0, 4.0), (2.0, 3.0)], score: [(2.0, 0.5)]}
 
 
-def test_without_matplotlib(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    write_files(tmp_path, *FINISHED["pretraining"][:3])
-    assert report.main([str(tmp_path), "--no-samples"]) == 0
-    assert "(no picture: matplotlib is not installed)" in (tmp_path / "report.md").read_text()
-
-
 # ---- samples
 
 
@@ -237,20 +228,6 @@ def test_a_model_that_cannot_be_loaded_costs_the_samples_only(chat_run, capsys):
 
 
 # ---- the command line
-
-
-def test_several_runs_without_torch(tmp_path):
-    """With --no-samples torch is not imported; each run gets its report."""
-    runs = [tmp_path / name for name in ("a", "b")]
-    for run_dir, kind in zip(runs, ("pretraining", "encoder"), strict=True):
-        write_files(run_dir, *FINISHED[kind][:3])
-    code = "import sys; sys.modules['torch'] = None; import report; sys.exit(report.main(sys.argv[1:]))"
-    command = [sys.executable, "-c", code, *map(str, runs), "--no-samples"]
-    done = subprocess.run(command, cwd=ROOT / "runs", capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "".join(f"--- report: {run_dir}/report.md\n" for run_dir in runs)
-    for run_dir in runs:
-        assert (run_dir / "report.md").read_text().startswith(f"# {run_dir.name}\n")
 
 
 def test_no_run_directory(tmp_path, capsys):

@@ -59,7 +59,6 @@ def test_exponents_of_a_known_law(tmp_path):
     with (tmp_path / "laws/results.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 45 and float(rows[0]["flops"]) == pytest.approx(1e18) and float(rows[0]["core"]) == 0.25
-    assert all(float(r["flops"]) == pytest.approx(6 * int(r["weights"]) * float(r["tokens"])) for r in rows)
     assert matplotlib.image.imread(tmp_path / "laws/scaling.png").std() > 0.02
 
 
@@ -224,5 +223,3 @@ def test_speedrun(sandbox):
         assert finetune.endswith(f"--run-dir {run}_sft")
         again = subprocess.run(command, cwd="/", capture_output=True, text=True)
         assert again.stdout.count("is finished already") == 2
-    refused = subprocess.run([*command[:2], "--steps", "3"], capture_output=True, text=True)
-    assert refused.returncode == 2 and refused.stderr.startswith("error: ")
