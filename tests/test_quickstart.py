@@ -128,17 +128,13 @@ def setup_on(sandbox: Path, gpu="", system="Linux", cpu_index=CPU_INDEX, version
     return done.stdout, asked
 
 
-@pytest.mark.parametrize(
-    ("machine", "says"),
-    (
-        ({}, f"no NVIDIA GPU found; installing the CPU build of torch from {CPU_INDEX}\n"),
-        ({"version": "1.0"}, f"does not offer the CPU build of torch {TORCH} now"),
-        ({"gpu": GPU}, "setup: torch comes from the default package index\n"),
-        ({"system": "Darwin"}, "setup: torch comes from the default package index\n"),
-        ({"cpu_index": ""}, "setup: torch comes from the default package index\n"),
-    ),
-    ids=("no GPU", "another version", "GPU", "macOS", "TORCH_CPU_INDEX is empty"),
-)
+@pytest.mark.parametrize(("machine", "says"), [
+    ({}, f"no NVIDIA GPU found; installing the CPU build of torch from {CPU_INDEX}\n"),
+    ({"version": "1.0"}, f"does not offer the CPU build of torch {TORCH} now"),
+    ({"gpu": GPU}, "setup: torch comes from the default package index\n"),
+    ({"system": "Darwin"}, "setup: torch comes from the default package index\n"),
+    ({"cpu_index": ""}, "setup: torch comes from the default package index\n"),
+])  # fmt: skip
 def test_where_torch_comes_from(sandbox, machine, says):
     """From the CPU index if there is no GPU and it has this version; all else from the default one."""
     said, asked = setup_on(sandbox, **machine)
@@ -170,22 +166,18 @@ def start(sandbox: Path, script: str, *flags: str) -> tuple[subprocess.Completed
 
 def test_quickstart_starts_resumes_and_skips(sandbox):
     run = sandbox / "out/quickstart"
+    fresh = "train_small.py @runs/cpu.args --run-dir out/quickstart"
     done, commands = start(sandbox, "quickstart.sh")
     assert done.returncode == 0, done.stderr
-    after = ["runs/sample.py", "runs/compressors.py"]
-    assert [command.split()[0] for command in commands] == ["data/pretrain.py", "train_small.py", *after]
+    scripts = ["data/pretrain.py", "train_small.py", "runs/sample.py", "runs/compressors.py"]
+    assert [command.split()[0] for command in commands] == scripts and commands[1] == fresh
     assert installs(sandbox) == ["requirements-quickstart.txt"]
-    assert commands[1] == "train_small.py @runs/cpu.args --run-dir out/quickstart"
-    assert commands[2].startswith("runs/sample.py out/quickstart --tokens ")
-    lines = done.stdout.splitlines()
-    assert "Report:  out/quickstart/report.md" in lines and "Picture: out/quickstart/curve.png" in lines
+    assert {"Report:  out/quickstart/report.md", "Picture: out/quickstart/curve.png"} <= {*done.stdout.splitlines()}
     done, commands = start(sandbox, "quickstart.sh")
-    assert [command.split()[0] for command in commands] == ["data/pretrain.py", *after]
-    assert "is already finished" in done.stdout
+    assert "is already finished" in done.stdout and not any("train_small.py" in command for command in commands)
 
     (run / "result.json").rename(run / "log.jsonl")  # what a kill before the first checkpoint leaves
-    done, commands = start(sandbox, "quickstart.sh")
-    assert commands[1] == "train_small.py @runs/cpu.args --run-dir out/quickstart"
+    assert start(sandbox, "quickstart.sh")[1][1] == fresh
     assert (sandbox / "out/quickstart.unfinished/log.jsonl").exists() and not (run / "log.jsonl").exists()
 
     (run / "checkpoints/step_000100").mkdir(parents=True)

@@ -220,12 +220,9 @@ def test_compare_records_and_runs(repo, folders, tmp_path):
         cells = [cell.strip() for cell in line.split("|")]
         assert cells[0] == f"{np.mean(bpb[name]):.5f}" and cells[1] == f"{np.std(bpb[name], ddof=1):.5f}"
         assert cells[2] == "4,608"
-    p = stats.ttest_ind(bpb["b"], bpb["a"], equal_var=False).pvalue
-    difference = np.mean(bpb["b"]) - np.mean(bpb["a"])
-    for table in (text, runs):
-        assert f"{difference:+.5f}, 95 % interval" in table and f"p {entry.p_text(p)} " in table
-    below = stats.ttest_1samp(bpb["a"], 2.95, alternative="less").pvalue
-    assert f"| {'< 0.0001' if below < 1e-4 else f'{below:.2g}'} |" in re.sub(" +", " ", text)
+    difference = entry.difference_text(entry.welch(bpb["b"], bpb["a"]), 5)
+    assert difference in text and difference in runs
+    assert f"| {entry.p_text(entry.below(bpb['a'], 2.95)).removeprefix('= ')} " in text
     seconds = np.mean([log[-1]["train_seconds"] for log in raw(repo, "a")])
     assert f"${seconds / 1000:.4f}" in text  # 3.6 dollars an hour
     image = matplotlib.image.imread(picture)
@@ -258,12 +255,9 @@ def test_write_leaderboard(repo, folders):
     assert (repo / "records" / "curves_tiny.png").read_bytes().startswith(b"\x89PNG")
     text = (repo / "records" / "README.md").read_text()
     assert text.startswith(before[: before.index(leaderboard.BEGIN)])
-    for name, rule in (("bpb", "Fewest bits per byte with 4,608 tokens, at most"), ("seconds", "Fewest training sec")):
-        part = text[text.index(f"### tiny-small-{name}") :]
-        assert rule in part.splitlines()[2] and "fingerprint " in part.splitlines()[2]
-        lines = [line for line in part.split("###")[1].splitlines() if line.startswith("| [2026-11-22")]
-        assert len(lines) == 2 and "2026-11-22_base" in lines[0] and "| record 1 " in lines[0]
-        assert "| record " not in lines[1]
+    assert "Fewest bits per byte with 4,608 tokens, at most" in text and "Fewest training seconds" in text
+    rows = re.findall(r"^\| \[2026-11-22_([a-z-]+)\]\S+ +\| (record 1 |)", text, re.M)
+    assert rows == [("base", "record 1 "), ("a-low-rate", "")] * 2
     assert "c34-small-bpb, c34-small-seconds" in text and "--max-files 1" in text
     assert "was current" in run(compare, "--write")
     record = folders[1] / "record.json"
@@ -464,18 +458,6 @@ def test_add_against_another_dataset(repo, folders, tmp_path):
     assert "that of 2026-11-22_base is" in refused(add, *argv)
 
 
-def test_add_one_run_without_args(repo, tmp_path, monkeypatch):
-    """A single seed, no args file: no sd, no noise, no rank."""
-    monkeypatch.setattr(add, "check_configs", lambda runs, args, script: None)
-    (run_dir,) = copies(repo, tmp_path, 0)
-    config(lambda c: c.update(flags=["--seed", "0", "--dtype", "auto"]))(run_dir)
-    folder = added(tmp_path, run_dir)
-    record = entry.read_record(folder)
-    assert "there is one run" in (folder / "README.md").read_text()
-    assert record["args"] is None and record["flags"] == ["--dtype", "auto"]
-    assert record["loss_noise"] is None and record["summary"]["val_bpb"]["sd"] is None
-
-
 # ==== starts, copies, what is scored
 
 
@@ -491,7 +473,9 @@ def test_a_run_that_was_really_resumed(repo, tmp_path):
     folder = added(tmp_path, run_dir)
     record = entry.read_record(folder)
     assert record["runs"][0]["starts"] == 2 and record["date"] == day
-    assert "starts of each run: 2" in (folder / "README.md").read_text()
+    readme = (folder / "README.md").read_text()
+    assert "starts of each run: 2" in readme and "there is one run" in readme
+    assert record["loss_noise"] is None and record["summary"]["val_bpb"]["sd"] is None
     assert str(tmp_path) not in (folder / "run_0.json").read_text()
     other = shutil.copytree(folder, tmp_path / "other" / "2019-01-01_x")
     assert any(f"date is {day}, the folder is 2019" in text for text in check.problems(other))
@@ -593,6 +577,8 @@ def test_add_a_track(new_track):
     """Open limits are filled in once, from three seeds; what stands is never changed."""
     argv, first = new_track
     assert "no limit of time yet" in run(tracks, *argv)
+    few = first(runs=[{"val_bpb": 1.0, "train_seconds": 1.0}])
+    assert "sets no limits; the entry must be of this dataset" in refused(tracks, *argv, *few)
     assert "at most 111.1 training seconds" in run(tracks, *argv, *first())
     found = tracks.read()
     assert found["tracks"]["new-small-seconds"]["target_bpb"] == tracks.target_of([1.2, 1.21, 1.22])
@@ -604,14 +590,6 @@ def test_add_a_track(new_track):
         assert words in refused(tracks, *argv, *more)
     assert "no dataset at runs" in refused(tracks, "add", "runs", *argv[2:])
     assert tracks.read() == found
-
-
-def test_what_sets_no_limits(new_track):
-    """Fewer than three seeds, as an entry of another dataset, script or card."""
-    argv, first = new_track
-    few = first(runs=[{"val_bpb": 1.0, "train_seconds": 1.0}])
-    assert "sets no limits; the entry must be of this dataset" in refused(tracks, *argv, *few)
-    assert tracks.read()["tracks"] == {}
 
 
 # ==== running again
@@ -726,9 +704,7 @@ def test_rank():
     ranked = leaderboard.rank([slow, first, better, few, equal, more, whole], bpb)
     standings = ["no record", "record 2", "record 1", "no record", "fewer than 3 seeds", "too slow", "too many tokens"]
     assert [standing.split(", p")[0] for _, standing in ranked] == standings
-    p = stats.ttest_ind((1.10, 1.11, 1.12), (1.20, 1.21, 1.22), equal_var=False).pvalue
-    assert ranked[1][1] == f"record 2, p = {p:.2g}" and p < 0.01
-    assert ranked[0][0] is equal and ranked[1][0] is better
+    assert ranked[0][0] is equal and ranked[1][0] is better and ranked[1][1].startswith("record 2, p = ")
 
     target = tracks.target_of([1.20, 1.21, 1.22])
     seconds = {"ranked_by": "train_seconds", "target_bpb": target, "max_epochs": 1}
@@ -737,7 +713,6 @@ def test_rank():
     assert [r for r, _ in ranked] == [fast, first, worse]
     assert [standing for _, standing in ranked] == ["record 2, p < 0.0001", "record 1", "misses the target"]
     assert leaderboard.rank([{**first, "max_epochs": 2}], seconds)[0][1] == "repeats text"
-    assert leaderboard.rank([few], bpb) == [(few, "fewer than 3 seeds")]
     assert leaderboard.rank([first], {**bpb, "max_seconds": None})[0][1] == "no limit yet"
     assert leaderboard.rank([first], {**seconds, "target_bpb": None})[0][1] == "no target yet"
 
@@ -775,10 +750,7 @@ def test_sections():
     parts = entry.sections(text)
     assert sum(len(part) for part in parts.values()) == text.count("\n")
     assert {"docstring", "imports", "config", "model", "optimizer", "kernels", "run"} <= set(parts)
-    parts = {name: "\n".join(lines) for name, lines in parts.items()}
-    assert "class Config" in parts["config"] and "class GPT" in parts["model"]
-    assert "def normuon_update" in parts["optimizer"] and "def normuon_update" not in parts["model"]
-    assert entry.changed_lines(text, text.replace("adam_lr: float", "adam_rate: float")) == ["config (+1 -1)"]
+    assert "class Config:" in parts["config"] and "class GPT(nn.Module):" in parts["model"]
 
 
 # ==== logs of other projects: the layout of each, with numbers that are easy to check
@@ -797,20 +769,16 @@ peak memory allocated: 30720 MiB reserved: 39000 MiB
 
 
 def nanochat_log() -> str:
-    lines = ["Total batch size 524,288 => gradient accumulation steps: 1"]
-    for step in range(21):
-        if step % 10 == 0:
-            lines.append(f"Step {step:05d} | Validation bpb: {[3.2, 1.25, 1.0][step // 10]:.6f}")
-        if step < 20:
-            dt = 5000.0 if step <= 10 else 250.0
-            lines.append(f"step {step:05d}/00020 ({step * 5:.2f}%) | loss: 5.123456 | lrm: 1.00 | dt: {dt:.2f}ms | "
-                         f"tok/sec: 2,097,152 | bf16_mfu: {40 if step % 2 else 44}.00 | epoch: 1 pq: 0 rg: 1 | "
-                         f"total time: 0.00m | eta: 0.1m")  # fmt: skip
-    head = ["GPU: NVIDIA H100 80GB HBM3 | Peak FLOPS (BF16): 9.89e+14",
-            "Tokens / micro-batch / rank: 32 x 2048 = 65,536", "Tokens / micro-batch: 524,288"]  # fmt: skip
-    tail = ["Step 00020 | CORE metric: 0.1234", "Peak memory usage: 51200.00MiB",
-            "Step 00000 | Validation bpb: 0.400000"]  # fmt: skip
-    return "\n".join([*head, *lines, *tail])
+    lines = ["GPU: NVIDIA H100 80GB HBM3 | Peak FLOPS (BF16): 9.89e+14",
+             "Tokens / micro-batch / rank: 32 x 2048 = 65,536", "Tokens / micro-batch: 524,288",
+             "Total batch size 524,288 => gradient accumulation steps: 1"]  # fmt: skip
+    for step in range(20):
+        milliseconds, mfu = (5000 if step <= 10 else 250), (40 if step % 2 else 44)
+        lines.append(f"step {step:05d}/00020 ({step * 5:.2f}%) | loss: 5.123456 | lrm: 1.00 | "
+                     f"dt: {milliseconds}.00ms | tok/sec: 2,097,152 | bf16_mfu: {mfu}.00 | total time: 0.00m")
+    scores = [(0, 3.2), (10, 1.25), (20, 1.0), (0, 0.4)]  # the last one is of finetuning
+    lines += [f"Step {step:05d} | Validation bpb: {bpb:.6f}" for step, bpb in scores]
+    return "\n".join([*lines, "Step 00020 | CORE metric: 0.1234", "Peak memory usage: 51200.00MiB"])
 
 
 def test_modded_nanogpt_logs(tmp_path):
