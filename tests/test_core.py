@@ -19,7 +19,7 @@ import torch
 import train_small as ts
 import zstandard
 
-from conftest import ALONE, MERGES, ROOT, WORDS, list_files, logits, random_model, stops, tiny_config, write_dataset
+from conftest import ALONE, MERGES, ROOT, TINY, WORDS, list_files, logits, random_model, sets, stops, write_dataset
 from processes import python
 
 sys.path.insert(0, str(ROOT / "runs"))
@@ -41,7 +41,9 @@ TABLE = [
     ("bigbench_language_identification", "multiple_choice", 10, 9.1, " "),
 ]  # fmt: skip
 LENGTH = 160  # of the model's context; many ten-shot prompts are longer
-CONFIG = tiny_config(max_seq_len=LENGTH, pack_tokens=256, window_short=16, window_long=100, stages=((1.0, 2, 1.0),))
+SIZES = {**TINY, "max_seq_len": LENGTH, "pack_tokens": 256, "window_short": 16, "window_long": 100,
+         "stages": ((1.0, 2, 1.0),)}  # fmt: skip
+CONFIG = ts.Config(**SIZES)
 
 
 def make_item(kind, rng, number):
@@ -317,13 +319,8 @@ def test_mistakes(data, bundle, tmp_path):
 def trained(data, tmp_path_factory):
     """A finished run of four steps with a checkpoint in the middle."""
     run_dir = tmp_path_factory.mktemp("run") / "run"
-    overrides = {key: getattr(CONFIG, key) for key in (
-        "num_layers", "width", "head_dim", "mlp_width", "max_seq_len", "no_attention_layers", "long_layers",
-        "key_offset_layers", "value_embed_layers", "bigram_rows", "shared_input_from", "backout_layer",
-        "pack_tokens", "pack_docs", "stages", "val_tokens")}  # fmt: skip
-    argv = [f"--set={key}={value}" for key, value in overrides.items()]
-    argv += ["--data", str(data), "--run-dir", str(run_dir), "--steps", "4", "--save-every", "2", "--dtype", "float32"]
-    assert ts.main(argv) == 0
+    argv = [*sets(SIZES), "--data", str(data), "--run-dir", str(run_dir), "--steps", "4", "--save-every", "2"]
+    assert ts.main([*argv, "--dtype", "float32"]) == 0
     return run_dir
 
 
