@@ -20,7 +20,7 @@ import sys
 from pathlib import Path
 
 import check
-import record as rec
+import entry
 import tracks
 
 MAX_BYTES = 1_000_000
@@ -45,17 +45,17 @@ def read_run(run_dir: Path, script: str) -> dict:
     for name in ("config.json", "log.jsonl", script):
         if not (run_dir / name).is_file():
             way = "it is of another track" if name == script else "name the directory of a run"
-            raise rec.UserError(f"{run_dir} has no {name}; {way}")
-    stated = rec.read_json(run_dir / "config.json")
+            raise entry.UserError(f"{run_dir} has no {name}; {way}")
+    stated = entry.read_json(run_dir / "config.json")
     if stated["command"] != "pretrain":
-        raise rec.UserError(f"{run_dir} is a run of {stated['command']}; an entry is made of pretraining runs")
+        raise entry.UserError(f"{run_dir} is a run of {stated['command']}; an entry is made of pretraining runs")
     if not stated.get("starts"):
-        raise rec.UserError(f"{run_dir}/config.json has no starts, which {script} writes there")
+        raise entry.UserError(f"{run_dir}/config.json has no starts, which {script} writes there")
     if not stated["dataset_fingerprint"]:
-        raise rec.UserError(f"the dataset of {run_dir} has no fingerprint; make it with data/pretrain.py")
-    log = rec.read_log(run_dir / "log.jsonl")
+        raise entry.UserError(f"the dataset of {run_dir} has no fingerprint; make it with data/pretrain.py")
+    log = entry.read_log(run_dir / "log.jsonl")
     problems = check.check_log(log, stated["config"], stated["machine"])
-    rec.refuse([f"{run_dir}/log.jsonl: {text}" for text in problems])
+    entry.refuse([f"{run_dir}/log.jsonl: {text}" for text in problems])
     file = run_file(stated, log)
     file["commit"], file["script_changed"] = find_commit(script, file["machine"])
     file["date"] = file["starts"][0]["date"][:10]
@@ -66,23 +66,23 @@ def run_file(stated: dict, log: list[dict]) -> dict:
     """What config.json states, without places."""
     starts = [{key: start[key] for key in START} for start in stated["starts"]]
     for start in starts:
-        start["flags"] = rec.kept_flags(start["flags"])
+        start["flags"] = entry.kept_flags(start["flags"])
     config = stated["config"]
     return {
         "seed": config["seed"],
         "data": Path(config["data"]).name,
         "dataset_fingerprint": stated["dataset_fingerprint"],
-        "flags": rec.kept_flags(stated["flags"]),
-        "config": {key: value for key, value in config.items() if key not in rec.PLACE_FIELDS},
+        "flags": entry.kept_flags(stated["flags"]),
+        "config": {key: value for key, value in config.items() if key not in entry.PLACE_FIELDS},
         "machine": stated["machine"],
         "starts": starts,
-        "scored": rec.logged_score(log),
+        "scored": entry.logged_score(log),
     }
 
 
 def committed(path: str, commit: str | None) -> str | None:
     """A file of this repository as it is committed; None if it is not."""
-    done = subprocess.run(["git", "-C", rec.ROOT, "show", f"{commit}:{path}"], capture_output=True)
+    done = subprocess.run(["git", "-C", entry.ROOT, "show", f"{commit}:{path}"], capture_output=True)
     return done.stdout.decode() if done.returncode == 0 else None
 
 
@@ -98,19 +98,19 @@ def check_configs(runs: list[dict], args: str, script: str) -> None:
     lists = []
     for run in runs:
         own = [word for word in run["flags"] if not word.startswith("@") and word != "pretrain"]
-        lists.append([*rec.args_words(args), *own])
+        lists.append([*entry.args_words(args), *own])
     first = runs[0]["dir"].resolve()
     command = [sys.executable, "-c", PRINT_CONFIGS, str(first / script), json.dumps(lists)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=first)
     if done.returncode:
         said = done.stderr.strip().splitlines() or ["it said nothing"]
-        raise rec.UserError(f"{first / script} does not say its Config: {said[-1]}")
+        raise entry.UserError(f"{first / script} does not say its Config: {said[-1]}")
     made = [json.loads(line) for line in done.stdout.splitlines()[-len(runs) :]]
     # The tokenizer gives vocab_size, and intervals may change when a run is resumed.
-    free = ("data", "wandb", "vocab_size", *rec.INTERVAL_FIELDS)
+    free = ("data", "wandb", "vocab_size", *entry.INTERVAL_FIELDS)
     for run, config in zip(runs, made, strict=True):
         pair = [{k: v for k, v in c.items() if k not in free} for c in (run["config"], config)]
-        rec.refuse(rec.unequal(*pair, f"{run['dir']}: config", "script and flags give"))
+        entry.refuse(entry.unequal(*pair, f"{run['dir']}: config", "script and flags give"))
 
 
 # ==== the entry
@@ -127,29 +127,29 @@ def build(runs: list[dict], args: argparse.Namespace, folder: Path, title: str) 
         commit = first["file"]["commit"]
         flags = committed(f"runs/{name}", commit) or committed(f"runs/{name}", "HEAD")
         if flags is None:
-            raise rec.UserError(f"runs/{name} is not committed; the args file of an entry is part of the repository")
+            raise entry.UserError(f"runs/{name} is not committed; the args file of an entry is part of the repository")
         (folder / name).write_text(flags, encoding="utf-8")
     for run in runs:
         copy_run(run, folder)
-    logs = [rec.read_log(folder / f"log_{run['file']['seed']}.jsonl.gz") for run in runs]
-    (folder / "curve.csv").write_text(rec.curve_csv(logs), encoding="utf-8")
+    logs = [entry.read_log(folder / f"log_{run['file']['seed']}.jsonl.gz") for run in runs]
+    (folder / "curve.csv").write_text(entry.curve_csv(logs), encoding="utf-8")
 
     against = args.against and Path(args.against).name
-    record = rec.make_record(folder, args.track, against)
+    record = entry.make_record(folder, args.track, against)
     if against:
-        other = rec.read_record(folder.parent / against)
+        other = entry.read_record(folder.parent / against)
         pair = [r["dataset"]["fingerprint"] for r in (record, other)]
-        rec.refuse(rec.unequal(*pair, "the dataset of these runs", f"that of {against} is"))
-    (folder / "record.json").write_text(rec.dump(record), encoding="utf-8")
+        entry.refuse(entry.unequal(*pair, "the dataset of these runs", f"that of {against} is"))
+    (folder / "record.json").write_text(entry.dump(record), encoding="utf-8")
     parts = {"Hypothesis": args.hypothesis, "Change": args.change}
-    parts |= {"Runs": rec.figures_text(record, folder), "Tried and dropped": args.dropped}
-    texts = [f"## {part}\n\n{text or '(not stated)'}" for part, text in parts.items()]
-    (folder / "README.md").write_text("\n\n".join([f"# {title}", *texts]) + "\n", encoding="utf-8")
+    parts |= {"Runs": entry.figures_text(record, folder), "Tried and dropped": args.dropped}
+    sections = [f"## {part}\n\n{text or '(not stated)'}" for part, text in parts.items()]
+    (folder / "README.md").write_text("\n\n".join([f"# {title}", *sections]) + "\n", encoding="utf-8")
 
     size = sum(p.stat().st_size for p in folder.iterdir())
     if size > MAX_BYTES:
-        raise rec.UserError(f"the entry would take {size:,} bytes of at most {MAX_BYTES:,}; raise --log-every")
-    rec.refuse([f"these runs make no entry: {text}" for text in check.problems(folder)])
+        raise entry.UserError(f"the entry would take {size:,} bytes of at most {MAX_BYTES:,}; raise --log-every")
+    entry.refuse([f"these runs make no entry: {text}" for text in check.problems(folder)])
     check_configs(runs, flags, script)
 
 
@@ -157,8 +157,8 @@ def copy_run(run: dict, folder: Path) -> None:
     seed = run["file"]["seed"]
     file = folder / f"run_{seed}.json"
     if file.exists():
-        raise rec.UserError(f"{run['dir']} has the seed {seed}, as another run; an entry needs different seeds")
-    file.write_text(rec.dump(run["file"]), encoding="utf-8")
+        raise entry.UserError(f"{run['dir']} has the seed {seed}, as another run; an entry needs different seeds")
+    file.write_text(entry.dump(run["file"]), encoding="utf-8")
     log = (run["dir"] / "log.jsonl").read_bytes()
     (folder / f"log_{seed}.jsonl.gz").write_bytes(gzip.compress(log, 9, mtime=0))
     if (run["dir"] / "core.csv").is_file():
@@ -170,24 +170,24 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     add = parser.add_argument
     add("run_dirs", metavar="RUN_DIR", type=Path, nargs="+", help="finished runs, one for each seed")
-    add("--track", required=True, choices=rec.TRACKS, help="which training script")
+    add("--track", required=True, choices=entry.TRACKS, help="which training script")
     add("--slug", required=True, help="short name in lower case, e.g. wider-mlp")
     add("--against", help="the entry to compare with, a folder of baselines/")
     add("--hypothesis", default="", help="what was expected, and why")
     add("--change", default="", help="what is different")
     add("--dropped", default="", help="what was tried and dropped")
-    add("--out", type=Path, default=rec.BASELINES, help="default baselines/")
+    add("--out", type=Path, default=entry.BASELINES, help="default baselines/")
     args = parser.parse_args(argv)
     if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", args.slug):
-        raise rec.UserError(f"--slug {args.slug} must be lower-case words and figures with - between, e.g. wider-mlp")
+        raise entry.UserError(f"--slug {args.slug} must be lower-case words and figures with - between, e.g. wider-mlp")
     if args.against and not (args.out / Path(args.against).name / "record.json").is_file():
-        raise rec.UserError(f"--against {args.against} is no entry in {args.out}; name a folder there")
+        raise entry.UserError(f"--against {args.against} is no entry in {args.out}; name a folder there")
     script = f"train_{args.track}.py"
     runs = [read_run(run_dir, script) for run_dir in args.run_dirs]
     runs.sort(key=lambda run: run["file"]["seed"])
     final = args.out / f"{max(run['file']['date'] for run in runs)}_{args.slug}"
     if final.exists():
-        raise rec.UserError(f"{final} exists; entries are never edited, so choose another --slug")
+        raise entry.UserError(f"{final} exists; entries are never edited, so choose another --slug")
     temporary = final.with_name(f".{final.name}.{os.getpid()}.tmp")
     temporary.mkdir(parents=True)
     try:
@@ -198,7 +198,7 @@ def main(argv: list[str] | None = None) -> None:
     shown = os.path.relpath(final)
     print(f"{shown} holds {len(runs)} run(s): read its README.md, edit its words, then")
     print(f"    python records/verify.py {shown}\n    python records/compare.py --write")
-    record = rec.read_record(final)
+    record = entry.read_record(final)
     found = tracks.read()
     names = tracks.tracks_of(record, found)
     for name in names:

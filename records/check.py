@@ -6,8 +6,8 @@ Hashes guard the files, and every figure is computed again. What no hash shows, 
 import math
 from pathlib import Path
 
+import entry
 import numpy as np
-import record as rec
 import tracks
 
 # Entries of "machine" that all starts and runs of an entry share.
@@ -24,11 +24,11 @@ def problems(folder: Path) -> list[str]:
     """An empty list is a good entry."""
     out = []
     try:
-        record = rec.read_record(folder)
-        logs = rec.read_logs(folder, record)
-        runs = rec.read_run_files(folder)
+        record = entry.read_record(folder)
+        logs = entry.read_logs(folder, record)
+        runs = entry.read_run_files(folder)
         if record["format"] == 1:
-            if rec.sha256(folder / "record.json") != tracks.read()["format_1"].get(folder.name):
+            if entry.sha256(folder / "record.json") != tracks.read()["format_1"].get(folder.name):
                 out.append("record.json: it is of format 1, and records/tracks.json does not hold its sha256")
             runs = [{"config": record["config"], "machine": record["hardware"]} for _ in logs]
         else:
@@ -38,11 +38,11 @@ def problems(folder: Path) -> list[str]:
             out += [f"{run['log']}: {text}" for text in found]
         tables = [folder / run["core_table"] for run in record["runs"] if run["core_table"]]
         for table in tables:
-            if rec.read_core(table)[0] != rec.read_core(tables[0])[0]:
+            if entry.read_core(table)[0] != entry.read_core(tables[0])[0]:
                 out.append(f"{table.name}: it is of other items than {tables[0].name}; use the same --items")
         out += check_copies(folder, record, logs)
-        out += check_figures(folder, record, logs)
-    except (rec.UserError, OSError) as error:
+        out += check_metrics(folder, record, logs)
+    except (entry.UserError, OSError) as error:
         out.append(str(error))
     except (LookupError, TypeError, AttributeError, ValueError) as error:
         out.append(f"record.json, README.md or a file of a run has another form ({error!r})")
@@ -61,14 +61,14 @@ def comparable(machine: dict) -> dict:
 
 
 def recipe_of(config: dict) -> dict:
-    free = (*rec.PLACE_FIELDS, *rec.INTERVAL_FIELDS)
+    free = (*entry.PLACE_FIELDS, *entry.INTERVAL_FIELDS)
     return {key: value for key, value in config.items() if key not in free}
 
 
 def identity(run: dict) -> dict:
     """What all runs of an entry share, and all starts of a run."""
     out = {"machine": comparable(run["machine"]), "dataset_fingerprint": run["dataset_fingerprint"]}
-    return {**out, "flags": " ".join(rec.recipe_flags(run["flags"]))}
+    return {**out, "flags": " ".join(entry.recipe_flags(run["flags"]))}
 
 
 def check_runs(folder: Path, record: dict, runs: list[dict]) -> list[str]:
@@ -79,12 +79,12 @@ def check_runs(folder: Path, record: dict, runs: list[dict]) -> list[str]:
     other = f"run_{first['seed']}.json states"
     for run in runs:
         name = f"run_{run['seed']}.json"
-        if run["machine"]["script_sha256"] != rec.sha256(script):
+        if run["machine"]["script_sha256"] != entry.sha256(script):
             out.append(f"{name}: script_sha256 is not that of {script.name}, which was changed after the run")
-        out += rec.unequal(identity(run), identity(first), name, other)
+        out += entry.unequal(identity(run), identity(first), name, other)
         recipes = [recipe_of(file["config"]) for file in (run, first)]
-        out += rec.unequal(*recipes, f"{name}.config", other)
-        out += rec.unequal(run["scored"], first["scored"], f"{name}.scored", other)
+        out += entry.unequal(*recipes, f"{name}.config", other)
+        out += entry.unequal(run["scored"], first["scored"], f"{name}.scored", other)
         out += start_problems(run, name)
     if not folder.name.startswith((".", record["date"])):
         out.append(f"record.json: date is {record['date']}, the folder is {folder.name}")
@@ -94,7 +94,7 @@ def check_runs(folder: Path, record: dict, runs: list[dict]) -> list[str]:
 
 def start_problems(run: dict, name: str) -> list[str]:
     """How the starts of a run differ from what it states."""
-    out = rec.unequal(run["starts"][0]["step"], 0, f"{name}: the step of its first start", "it must be")
+    out = entry.unequal(run["starts"][0]["step"], 0, f"{name}: the step of its first start", "it must be")
     for number, start in enumerate(run["starts"], 1):
         where = f"{name}: start {number}"
         if start["changed"]:
@@ -102,20 +102,20 @@ def start_problems(run: dict, name: str) -> list[str]:
         # The script itself names what a resumed run changes.
         flags = run["flags"] if number > 1 else start["flags"]
         found = identity({**start, "flags": flags})
-        out += rec.unequal(found, identity(run), where, "the run states")
+        out += entry.unequal(found, identity(run), where, "the run states")
     day = run["starts"][0]["date"][:10]
-    return out + rec.unequal(run["date"], day, f"{name}.date", "its first start was on")
+    return out + entry.unequal(run["date"], day, f"{name}.date", "its first start was on")
 
 
 def flag_problems(folder: Path, record: dict, flags: list[str]) -> list[str]:
     """Rule 1: nothing is overridden but by the args file, and no flag of that is given again."""
     args = record["args"]
-    given = rec.flag_names(rec.recipe_flags(flags))
+    given = entry.flag_names(entry.recipe_flags(flags))
     if "--set" in given:
         way = "change the script itself, or commit an args file in runs/"
         return [f"record.json: {' '.join(record['flags'])} overrides the recipe, which voids record status; {way}"]
     text = (folder / args).read_text(encoding="utf-8") if args else ""
-    fixed = rec.flag_names(rec.args_words(text))
+    fixed = entry.flag_names(entry.args_words(text))
     if "--steps" in fixed or "--tokens" in fixed:
         fixed += ["--steps", "--tokens"]
     again = [flag for flag in given if flag in fixed]
@@ -133,7 +133,7 @@ def planned_steps(config: dict) -> int:
 
 def check_log(entries: list[dict], config: dict | None, machine: dict) -> list[str]:
     """What is wrong with a log: it must be complete, and its speeds must agree with each other."""
-    train, val = rec.split(entries)
+    train, val = entry.split(entries)
     if not train or not val:
         return [f"no {'validation' if train else 'training step'} is logged"]
     out = []
@@ -153,30 +153,30 @@ def check_log(entries: list[dict], config: dict | None, machine: dict) -> list[s
         return [*out, "step, tokens and train_seconds do not all grow from line to line"]
     clock = {"tokens_per_second": tokens / seconds, "step_ms": seconds / steps * 1e3}
     for key, expected in clock.items():
-        for entry, value in zip(train, expected, strict=True):
-            stated = entry.get(key, value)
+        for line, value in zip(train, expected, strict=True):
+            stated = line.get(key, value)
             if not math.isclose(stated, value, rel_tol=1e-8):
-                out.append(f"step {entry['step']}: {key} is {stated:.1f}, since the line before it was {value:.1f}")
-    return out + check_speed(rec.figures(entries), config, machine)
+                out.append(f"step {line['step']}: {key} is {stated:.1f}, since the line before it was {value:.1f}")
+    return out + check_speed(entry.metrics(entries), config, machine)
 
 
-def check_speed(figures: dict, config: dict | None, machine: dict) -> list[str]:
+def check_speed(metrics: dict, config: dict | None, machine: dict) -> list[str]:
     """MFU and tokens/s must allow for the FLOPs of a token: 6 for each weight of attention, MLP and head."""
     sizes = ("num_layers", "width", "mlp_width", "vocab_size")
     peak = next((peak for card, peak in PEAKS.items() if card in machine["device"]), None)
-    if not peak or not figures["mfu"] or not config or not all(key in config for key in sizes):
+    if not peak or not metrics["mfu"] or not config or not all(key in config for key in sizes):
         return []
     layers, width, mlp_width, vocab_size = (config[key] for key in sizes)
     needed = 6 * width * (layers * (4 * width + 2 * mlp_width) + vocab_size)
-    spent = figures["mfu"] * peak * 1e12 * machine["num_devices"] / figures["tokens_per_second"]
+    spent = metrics["mfu"] * peak * 1e12 * machine["num_devices"] / metrics["tokens_per_second"]
     if spent >= FEWEST_FLOPS * needed:
         return []
-    stated = f"{figures['tokens_per_second']:,.0f} tokens/s at {figures['mfu']:.1%} MFU"
+    stated = f"{metrics['tokens_per_second']:,.0f} tokens/s at {metrics['mfu']:.1%} MFU"
     return [f"{stated} are {spent:.3g} FLOPs a token, and a Config of this size needs about {needed:.3g}"]
 
 
 def losses(log: list[dict]) -> list[float]:
-    return [entry["loss"] for entry in rec.split(log)[0]]
+    return [line["loss"] for line in entry.split(log)[0]]
 
 
 def check_copies(folder: Path, record: dict, logs: list[list[dict]]) -> list[str]:
@@ -184,7 +184,7 @@ def check_copies(folder: Path, record: dict, logs: list[list[dict]]) -> list[str
     known = {}
     for path in sorted(folder.parent.glob("*/log_*.jsonl.gz")):
         if path.parent != folder and not path.parent.name.startswith("."):
-            known[f"{path.parent.name}/{path.name}"] = losses(rec.read_log(path))
+            known[f"{path.parent.name}/{path.name}"] = losses(entry.read_log(path))
     out = []
     for run, log in zip(record["runs"], logs, strict=True):
         for name, other in known.items():
@@ -194,21 +194,21 @@ def check_copies(folder: Path, record: dict, logs: list[list[dict]]) -> list[str
     return out
 
 
-# ==== figures
+# ==== metrics
 
 
-def check_figures(folder: Path, record: dict, logs: list[list[dict]]) -> list[str]:
+def check_metrics(folder: Path, record: dict, logs: list[list[dict]]) -> list[str]:
     """record.json, curve.csv and README.md state what the other files give."""
-    found = {**record, **rec.recompute(folder, record), "files": rec.hashes(folder)}
+    found = {**record, **entry.recompute(folder, record), "files": entry.hashes(folder)}
     if record["format"] != 1:
-        found = rec.make_record(folder, record["track"], record["against"])
+        found = entry.make_record(folder, record["track"], record["against"])
     # Sections of the script, which older entries state, follow from its sha256.
     stated = {key: value for key, value in record.items() if key != "sections"}
     found.pop("sections", None)
-    out = rec.unequal(stated, found, "record.json")
+    out = entry.unequal(stated, found, "record.json")
     curve = (folder / "curve.csv").read_text(encoding="utf-8")
-    out += rec.unequal(curve.splitlines(), rec.curve_csv(logs).splitlines(), "curve.csv")
+    out += entry.unequal(curve.splitlines(), entry.curve_csv(logs).splitlines(), "curve.csv")
     readme = (folder / "README.md").read_text(encoding="utf-8")
-    part = readme[readme.index(rec.BEGIN) : readme.index(rec.END) + len(rec.END)]
-    wanted = rec.figures_text(found, folder)
-    return out + rec.unequal(part.splitlines(), wanted.splitlines(), "README.md")
+    part = readme[readme.index(entry.BEGIN) : readme.index(entry.END) + len(entry.END)]
+    wanted = entry.figures_text(found, folder)
+    return out + entry.unequal(part.splitlines(), wanted.splitlines(), "README.md")

@@ -21,10 +21,10 @@ import re
 from pathlib import Path
 
 import check
+import entry
 import leaderboard
 import numpy as np
 import pictures
-import record as rec
 from pictures import Row, points, record_row
 
 # ==== reading
@@ -32,19 +32,19 @@ from pictures import Row, points, record_row
 
 def run_row(run_dir: Path) -> tuple[str, Row]:
     """(what runs of one row share, a row of this run alone)."""
-    log = rec.read_log(run_dir / "log.jsonl")
-    run = rec.read_json(run_dir / "config.json")
+    log = entry.read_log(run_dir / "log.jsonl")
+    run = entry.read_json(run_dir / "config.json")
     machine = run["machine"]
     config = run["config"]
     if problems := check.check_log(log, config, machine):
-        raise rec.UserError(f"{run_dir} is not a finished run ({problems[0]})")
+        raise entry.UserError(f"{run_dir} is not a finished run ({problems[0]})")
     data = run["dataset_fingerprint"] or config["data"]
     shared = check.recipe_of(config), run["dataset_fingerprint"], check.comparable(machine)
     table = run_dir / "core.csv"
-    core = rec.read_core(table)[1] if table.is_file() else None
-    figures = {"seed": config["seed"], **rec.figures(log), "core": core}
+    core = entry.read_core(table)[1] if table.is_file() else None
+    metrics = {"seed": config["seed"], **entry.metrics(log), "core": core}
     about = run_dir.name, machine["device"], machine["num_devices"], data
-    return json.dumps(shared), Row(*about, [figures], [points(log)])
+    return json.dumps(shared), Row(*about, [metrics], [points(log)])
 
 
 def number(pattern: str, text: str) -> float | None:
@@ -60,7 +60,7 @@ def modded_row(path: Path, text: str, args: argparse.Namespace) -> tuple[str, Ro
     found = re.findall(r"^step:(\d+)/(\d+) (?:val_loss:([\d.]+) )?train_time:(\d+)ms", text, re.M)
     last, total, loss, milliseconds = found[-1]
     if last != total or not loss:
-        raise rec.UserError(f"{path} is the log of a run that did not finish: step {last} of {total}")
+        raise entry.UserError(f"{path} is the log of a run that did not finish: step {last} of {total}")
     total = int(total)
     seconds = int(milliseconds) / 1e3
 
@@ -75,7 +75,7 @@ def modded_row(path: Path, text: str, args: argparse.Namespace) -> tuple[str, Ro
 
     count = tokens(total) if sizes else None
     memory = number(r"^peak memory allocated: (\d+) MiB", text)
-    run = dict.fromkeys(rec.FIGURES)
+    run = dict.fromkeys(entry.METRICS)
     run |= {"val_bpb": bpb(loss), "steps": total, "tokens": count, "train_seconds": seconds}
     run |= {"tokens_per_second": count and count / seconds}
     run |= {"peak_memory_gib": memory and memory / 1024}
@@ -83,8 +83,8 @@ def modded_row(path: Path, text: str, args: argparse.Namespace) -> tuple[str, Ro
     for step, _, nats, ms in found:
         if nats and sizes and bytes_per_token:
             curve.append((tokens(int(step)), int(ms) / 1e3, None, bpb(nats)))
-    cards = re.findall(r"^\|\s+\d+\s+(\S.*?)\s+(?:On|Off)\s+\|", text, re.M) or ["unknown"]
-    row = Row(path.stem, cards[0], len(cards), "modded-nanogpt", [run], [curve])
+    devices = re.findall(r"^\|\s+\d+\s+(\S.*?)\s+(?:On|Off)\s+\|", text, re.M) or ["unknown"]
+    row = Row(path.stem, devices[0], len(devices), "modded-nanogpt", [run], [curve])
     return json.dumps(["modded-nanogpt", str(path.parent), total, row.device, row.num_devices]), row
 
 
@@ -95,7 +95,7 @@ def nanochat_row(path: Path, text: str) -> tuple[str, Row]:
     batch = number(r"^Total batch size ([\d,]+)", text)
     if not found or not batch:
         what = "total batch size" if found else "step with loss, dt, tok/sec and mfu"
-        raise rec.UserError(f"{path} has no {what}; give the whole log")
+        raise entry.UserError(f"{path} has no {what}; give the whole log")
     batch = int(batch)
     steps, totals, milliseconds, mfu = np.array(found, float).T
     total = int(totals[0])
@@ -107,7 +107,7 @@ def nanochat_row(path: Path, text: str) -> tuple[str, Row]:
     vals = re.findall(r"^Step (\d+) \| Validation bpb: ([\d.]+)", text, re.M)
     ends = [i for i, (step, _) in enumerate(vals) if int(step) == total]
     if not ends or not clock or total not in seconds:
-        raise rec.UserError(f"{path} is the log of a run that did not finish, or of less than 11 steps")
+        raise entry.UserError(f"{path} is the log of a run that did not finish, or of less than 11 steps")
     vals = vals[: ends[0] + 1]  # finetuning behind it counts from 0 again
 
     memory = number(r"^Peak memory usage: ([\d.]+)MiB", text)
@@ -133,7 +133,7 @@ def foreign_row(path: Path, args: argparse.Namespace) -> tuple[str, Row]:
         return modded_row(path, text, args)
     if re.search(r"^step \d+/\d+ \(.*\| dt: ", text, re.M):
         return nanochat_row(path, text)
-    raise rec.UserError(f"{path} is no log of modded-nanogpt or nanochat, and no run directory or entry")
+    raise entry.UserError(f"{path} is no log of modded-nanogpt or nanochat, and no run directory or entry")
 
 
 def read_rows(paths: list[Path], args: argparse.Namespace) -> list[Row]:
@@ -162,7 +162,7 @@ def join(group: list[Row]) -> Row:
     curves = [row.curves[0] for row in group]
     seeds = [run["seed"] for run in runs if "seed" in run]  # logs of other projects state none
     if len(set(seeds)) < len(seeds):
-        raise rec.UserError(f"{', '.join(names)} are runs of one recipe, some with the same seed; name one of each")
+        raise entry.UserError(f"{', '.join(names)} are runs of one recipe, some with the same seed; name one of each")
     return Row(name, first.device, first.num_devices, first.data, runs, curves)
 
 
@@ -170,24 +170,24 @@ def join(group: list[Row]) -> Row:
 
 
 def main_table(rows: list[Row], price: float | None, target: float | None) -> str:
-    known = {key for key in rec.FIGURES for row in rows if row.values(key)}
-    shown = [key for key in rec.FIGURES if key in known and key != "steps"]
+    known = {key for key in entry.METRICS for row in rows if row.values(key)}
+    shown = [key for key in entry.METRICS if key in known and key != "steps"]
     lines = []
     for row in rows:
         line = {"": row.name, "runs": str(len(row.runs))}
         for key in shown:
-            title, form = rec.FIGURES[key]
-            line[title] = rec.cell(row.mean(key), form)
+            title, form = entry.METRICS[key]
+            line[title] = entry.cell(row.mean(key), form)
             if key == "val_bpb":
-                line["sd"] = rec.cell(rec.spread(row.values(key)), form)
+                line["sd"] = entry.cell(entry.spread(row.values(key)), form)
         line["hardware"] = f"{row.num_devices} x {row.device}"
         if price:
             line["cost"] = f"${row.mean('train_seconds') * row.num_devices / 3600 * price:.4f}"
         if target:
-            p = rec.below(row.values("val_bpb"), target)
-            line[f"p (below {target:g})"] = rec.p_text(p).removeprefix("= ")
+            p = entry.below(row.values("val_bpb"), target)
+            line[f"p (below {target:g})"] = entry.p_text(p).removeprefix("= ")
         lines.append(line)
-    return rec.table(list(lines[0]), [list(line.values()) for line in lines])
+    return entry.table(list(lines[0]), [list(line.values()) for line in lines])
 
 
 def differences(rows: list[Row], base: Row) -> str:
@@ -201,15 +201,15 @@ def differences(rows: list[Row], base: Row) -> str:
             "val_bpb": "" if row.data == base.data else "on another dataset",
             "train_seconds": "" if same_cards else "other hardware",
         }
-        words = []
+        cells = []
         for key, why in reasons.items():
             values = row.values(key), base.values(key)
             if why or not all(values):
-                words.append(f"not compared: {why or 'not stated'}")
+                cells.append(f"not compared: {why or 'not stated'}")
             else:
-                words.append(rec.difference_text(rec.welch(*values), 5 if key == "val_bpb" else 2))
-        lines.append([row.name, *words])
-    table = rec.table([f"minus {base.name}", "val bpb", "training seconds"], lines, 3)
+                cells.append(entry.difference_text(entry.welch(*values), 5 if key == "val_bpb" else 2))
+        lines.append([row.name, *cells])
+    table = entry.table([f"minus {base.name}", "val bpb", "training seconds"], lines, 3)
     note = "Differences of means, 95 % intervals and two-sided p of Welch's t-test; negative is better."
     return f"{table}\n\n{note}"
 
@@ -222,10 +222,10 @@ def find_row(rows: list[Row], pattern: str) -> Row:
 
     found = [row for row in rows if matches(row.name)]
     if not found:
-        found = [record_row(folder) for folder in rec.entries() if matches(folder.name)]
+        found = [record_row(folder) for folder in entry.folders() if matches(folder.name)]
     if len(found) != 1:
         names = ", ".join(row.name for row in found or rows)
-        raise rec.UserError(f"--against {pattern} matches {len(found)} rows and must match one; there are {names}")
+        raise entry.UserError(f"--against {pattern} matches {len(found)} rows and must match one; there are {names}")
     return found[0]
 
 
@@ -262,8 +262,8 @@ def main(argv: list[str] | None = None) -> None:
         leaderboard.write()
         return
     if missing := [str(path) for path in args.folders if not path.exists()]:
-        raise rec.UserError(f"{', '.join(missing)} does not exist; name entries, run directories or logs")
-    rows = read_rows(args.folders or [rec.BASELINES], args)
+        raise entry.UserError(f"{', '.join(missing)} does not exist; name entries, run directories or logs")
+    rows = read_rows(args.folders or [entry.BASELINES], args)
     base = find_row(rows, args.against) if args.against else None
     if base and base not in rows:
         rows.insert(0, base)

@@ -5,16 +5,16 @@ from pathlib import Path
 from statistics import fmean
 
 import check
+import entry
 import pictures
-import record as rec
 import tracks
 
-README = rec.ROOT / "records" / "README.md"
-QUOTED = rec.ROOT / "records" / "quoted.json"
+README = entry.ROOT / "records" / "README.md"
+QUOTED = entry.ROOT / "records" / "quoted.json"
 BEGIN = "<!-- leaderboard: written by records/compare.py --write; do not edit -->"
 END = "<!-- /leaderboard -->"
 SHOWN = ("val_bpb", "train_seconds", "tokens", "tokens_per_second", "mfu", "peak_memory_gib")
-TITLES = ["entry", "standing", "seeds", "val bpb", "sd", *(rec.FIGURES[key][0] for key in SHOWN[1:])]
+TITLES = ["entry", "standing", "seeds", "val bpb", "sd", *(entry.METRICS[key][0] for key in SHOWN[1:])]
 SMALL_GAIN = 0.05  # of the seconds: less counts only beside a rerun of the record before, rule 6
 
 
@@ -24,8 +24,8 @@ SMALL_GAIN = 0.05  # of the seconds: less counts only beside a rerun of the reco
 def in_order() -> list[dict]:
     """All entries by day, and on one day each after the one that it is compared with."""
     records = {}
-    for folder in rec.entries():
-        records[folder.name] = {**rec.read_record(folder), "name": folder.name}
+    for folder in entry.folders():
+        records[folder.name] = {**entry.read_record(folder), "name": folder.name}
 
     def depth(name: str | None) -> int:
         return 1 + depth(records[name]["against"]) if name in records else 0
@@ -42,7 +42,7 @@ def same_recipe(record: dict, other: dict) -> bool:
     parts = []
     for r in (record, other):
         hashes = r["files"][r["script"]], r["files"].get(r["args"])
-        parts.append((*hashes, rec.recipe_flags(r["flags"])))
+        parts.append((*hashes, entry.recipe_flags(r["flags"])))
     return parts[0] == parts[1]
 
 
@@ -60,7 +60,7 @@ def beside_rerun(record: dict, best: dict, records: list[dict]) -> bool:
     if same_recipe(record, best) or not named or not same_recipe(named[0], best):
         return False
     pair = [values(r, "train_seconds") for r in (record, named[0])]
-    return day(named[0]) == day(record) and is_better(rec.welch(*pair))
+    return day(named[0]) == day(record) and is_better(entry.welch(*pair))
 
 
 def rank(records: list[dict], track: dict) -> list[tuple[dict, str]]:
@@ -77,16 +77,16 @@ def rank(records: list[dict], track: dict) -> list[tuple[dict, str]]:
         if best is None:
             standing = "record 1"
         else:
-            test = rec.welch(values(record, key), values(best, key))
+            test = entry.welch(values(record, key), values(best, key))
             gain = -test["difference"] / fmean(values(best, key))
             small = key == "train_seconds" and gain < SMALL_GAIN
             if not is_better(test):
-                standing = f"no record, p {rec.p_text(test['p'])}"
+                standing = f"no record, p {entry.p_text(test['p'])}"
             elif small and not beside_rerun(record, best, records):
                 why = "a rerun" if same_recipe(record, best) else f"{gain:.1%} without a rerun"
                 standing = f"no record, {why}"
             else:
-                standing = f"record {count + 1}, p {rec.p_text(test['p'])}"
+                standing = f"record {count + 1}, p {entry.p_text(test['p'])}"
         if standing.startswith("record"):
             best = record
             count += 1
@@ -104,20 +104,20 @@ def rank(records: list[dict], track: dict) -> list[tuple[dict, str]]:
 def entry_line(record: dict, standing: str) -> list[str]:
     mean = {key: record["summary"][key]["mean"] for key in SHOWN}
     sd = record["summary"]["val_bpb"]["sd"]
-    bpb, *figures = (format(mean[key], rec.FIGURES[key][1]) for key in SHOWN)
+    bpb, *metrics = (format(mean[key], entry.METRICS[key][1]) for key in SHOWN)
     link = f"[{record['name']}](../baselines/{record['name']}/README.md)"
-    return [link, standing, str(len(record["runs"])), bpb, rec.cell(sd, ".5f"), *figures]
+    return [link, standing, str(len(record["runs"])), bpb, entry.cell(sd, ".5f"), *metrics]
 
 
 def quote_line(quote: dict) -> list[str]:
-    figures = [rec.cell(quote.get(key), rec.FIGURES[key][1]) for key in SHOWN[1:]]
-    return [quote["what"], "quoted", "", rec.cell(quote.get("val_bpb"), ".4f"), "", *figures]
+    metrics = [entry.cell(quote.get(key), entry.METRICS[key][1]) for key in SHOWN[1:]]
+    return [quote["what"], "quoted", "", entry.cell(quote.get("val_bpb"), ".4f"), "", *metrics]
 
 
 def leaderboard() -> str:
     """The generated part of records/README.md, markers included."""
     found = tracks.read()
-    quotes = rec.read_json(QUOTED)
+    quotes = entry.read_json(QUOTED)
     records = in_order()
     on = {record["name"]: tracks.tracks_of(record, found) for record in records}
     blocks = []
@@ -127,20 +127,20 @@ def leaderboard() -> str:
             continue
         lines = [entry_line(record, standing) for record, standing in rank(mine, track)]
         lines += [quote_line(quote) for quote in quotes["rows"] if quote["track"] == name]
-        blocks.append(f"### {name}\n\n{about(track, found)}\n\n{rec.table(TITLES, lines, 2)}")
+        blocks.append(f"### {name}\n\n{about(track, found)}\n\n{entry.table(TITLES, lines, 2)}")
     if rest := [record for record in records if not on[record["name"]]]:
         lines = [entry_line(record, "no track") for record in rest]
-        blocks.append(f"### Entries without a track\n\n{rec.table(TITLES, lines, 2)}")
+        blocks.append(f"### Entries without a track\n\n{entry.table(TITLES, lines, 2)}")
     blocks.append(open_tracks(found, on))
     return "\n\n".join([BEGIN, *blocks, other_projects(quotes), END])
 
 
 def about(track: dict, found: dict) -> str:
-    cards = track["hardware"]
-    hardware = f"{track['class']}, {cards['num_devices']} x {cards['device']}"
+    hardware = track["hardware"]
+    card = f"{track['class']}, {hardware['num_devices']} x {hardware['device']}"
     fingerprint = found["datasets"][track["dataset"]]["fingerprint"]
     data = f"Dataset {track['dataset']}, fingerprint {fingerprint[:12]}"
-    return f"{tracks.rule_text(track)} {data}; `train_{track['script']}.py` on {hardware}."
+    return f"{tracks.rule_text(track)} {data}; `train_{track['script']}.py` on {card}."
 
 
 def open_tracks(found: dict, on: dict[str, list[str]]) -> str:
@@ -154,7 +154,7 @@ def open_tracks(found: dict, on: dict[str, list[str]]) -> str:
             lines.append([names, f"`{made_by}`", f"`{track['train']}`"])
     if not lines:
         return "Every track has an entry."
-    table = rec.table(["tracks", "makes the dataset", "trains"], lines, 3)
+    table = entry.table(["tracks", "makes the dataset", "trains"], lines, 3)
     return f"### Tracks without an entry\n\nUnmeasured: their limits are open until three seeds have run.\n\n{table}"
 
 
@@ -170,16 +170,16 @@ def other_projects(quotes: dict) -> str:
         more = [quote.get(key, "") for key in ("mfu", "memory", "start")]
         lines.append([quote["what"], hardware, quote["speed"], *more])
     head = ["training speed, quoted", "hardware", "tokens/s", "MFU", "peak memory", "start to first step"]
-    return f"### Other projects\n\n{quotes['source']}\n\n{rec.table(head, lines, len(head))}"
+    return f"### Other projects\n\n{quotes['source']}\n\n{entry.table(head, lines, len(head))}"
 
 
 def write() -> None:
-    for folder in rec.entries():
+    for folder in entry.folders():
         if problems := check.problems(folder):
-            raise rec.UserError(f"{folder.name} does not verify ({problems[0]}), so the leaderboard stays as it was")
+            raise entry.UserError(f"{folder.name} does not verify ({problems[0]}), so the leaderboard stays as it was")
     text = README.read_text(encoding="utf-8")
     new = text[: text.index(BEGIN)] + leaderboard() + text[text.index(END) + len(END) :]
-    rec.write_whole(README, new)
+    entry.write_whole(README, new)
     state = "was current" if new == text else "is written"
     print(f"{os.path.relpath(README)}: the leaderboard {state}")
     for path in draw():
@@ -200,5 +200,5 @@ def draw() -> list[Path]:
     for dataset, mine in boards.items():
         file = "curves.png" if dataset == found["picture"] else f"curves_{dataset}.png"
         paths.append(README.with_name(file))
-        pictures.draw_boards(mine, found, rec.read_json(QUOTED)["rows"], paths[-1])
+        pictures.draw_boards(mine, found, entry.read_json(QUOTED)["rows"], paths[-1])
     return paths

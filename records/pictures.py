@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
-import record as rec
+import entry
 
 FAR = 1.1  # an entry whose bits per byte are this many times those of the best is not drawn
 NOTE = (
@@ -21,7 +21,7 @@ class Row:
     device: str
     num_devices: int
     data: str  # bits per byte of rows with the same text here may be compared
-    runs: list[dict]  # figures, None where a log does not state them
+    runs: list[dict]  # metrics, None where a log does not state them
     curves: list[list[tuple]]
 
     def values(self, key: str) -> list[float]:
@@ -34,15 +34,15 @@ class Row:
 
 
 def points(log: list[dict]) -> list[tuple]:
-    train, val = rec.split(log)
+    train, val = entry.split(log)
     bpb = {e["step"]: e["val_bpb"] for e in val}
     return [(e["tokens"], e["train_seconds"], e["bpb"], bpb.get(e["step"])) for e in train]
 
 
 def record_row(folder: Path) -> Row:
-    record = rec.read_record(folder)
+    record = entry.read_record(folder)
     hardware = record["hardware"]
-    curves = [points(log) for log in rec.read_logs(folder, record)]
+    curves = [points(log) for log in entry.read_logs(folder, record)]
     about = hardware["device"], hardware["num_devices"], record["dataset"]["fingerprint"]
     return Row(folder.name, *about, record["runs"], curves)
 
@@ -93,7 +93,7 @@ def draw_boards(boards: dict[str, list[str]], found: dict, quotes: list[dict], p
     for (board, names), three in zip(boards.items(), panels, strict=True):
         bpb = found["tracks"][f"{board}-bpb"]
         seconds = found["tracks"][f"{board}-seconds"]
-        rows = [record_row(rec.BASELINES / name) for name in names]
+        rows = [record_row(entry.BASELINES / name) for name in names]
         best = min(row.mean("val_bpb") for row in rows)
         near = [row for row in rows if row.mean("val_bpb") <= FAR * best]
         draw_curves(three[:2], near)
@@ -114,8 +114,8 @@ def draw_boards(boards: dict[str, list[str]], found: dict, quotes: list[dict], p
         if target := seconds["target_bpb"]:
             three[2].axhline(target, color="0.4", ls="--", label=f"target by seconds: {target}")
         if limit := bpb["max_seconds"]:
-            words = f"limit with fixed tokens: {limit} s"
-            three[2].axvline(limit, color="0.4", ls=":", label=words)
+            label = f"limit with fixed tokens: {limit} s"
+            three[2].axvline(limit, color="0.4", ls=":", label=label)
         three[2].margins(0.15)
         three[2].set(xlabel="training seconds of the whole run", ylabel="val bpb")
         three[2].set_title("what is ranked: one dot a seed", loc="left", fontsize=10)

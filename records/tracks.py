@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 from statistics import fmean, stdev
 
-import record as rec
+import entry
 from scipy import stats
 
 FILE = Path(__file__).with_name("tracks.json")
@@ -30,7 +30,7 @@ MIN_SEEDS = 3
 
 
 def read() -> dict:
-    return rec.read_json(FILE)
+    return entry.read_json(FILE)
 
 
 # ==== limits
@@ -74,7 +74,7 @@ def scoring_problems(record: dict, config: dict, scored: dict | None, found: dic
         # The hash of an early dataset is not known.
         wanted = {key: value for key, value in dataset["scored"].items() if value is not None}
         stated = {key: stated.get(key) for key in wanted}
-        out += rec.unequal(stated, wanted, "scored", "the tracks of this dataset score")
+        out += entry.unequal(stated, wanted, "scored", "the tracks of this dataset score")
     return out
 
 
@@ -88,7 +88,7 @@ def refusal(record: dict, track: dict) -> str | None:
     if track["ranked_by"] == "train_seconds":
         if track["target_bpb"] is None:
             return "no target yet"
-        p = rec.below([run["val_bpb"] for run in runs], track["target_bpb"])
+        p = entry.below([run["val_bpb"] for run in runs], track["target_bpb"])
         return None if p is not None and p < P else "misses the target"
     if max(run["tokens"] for run in runs) > track["tokens"] * ROUNDING:
         return "too many tokens"
@@ -133,7 +133,7 @@ def make_tracks(args: argparse.Namespace, dataset: dict) -> dict:
         "dataset": args.dataset,
         "script": args.script,
         "hardware": {"device": args.device, "num_devices": args.num_devices},
-        "class": rec.device_class(args.device),
+        "class": entry.device_class(args.device),
         "max_epochs": args.max_epochs,
         "train": args.train,
         **({"config": json.loads(args.config)} if args.config else {}),
@@ -142,12 +142,12 @@ def make_tracks(args: argparse.Namespace, dataset: dict) -> dict:
     limit = None
     target = None
     if args.first:
-        record = rec.read_record(args.first)
+        record = entry.read_record(args.first)
         seeds = record["runs"]
         found = {"datasets": {args.dataset: dataset}, "tracks": {"new": common}}
         if not tracks_of(record, found) or len(seeds) < MIN_SEEDS:
             way = f"be of this dataset, script, card and number of cards, with at least {MIN_SEEDS} seeds"
-            raise rec.UserError(f"--first {args.first.name} sets no limits; the entry must {way}")
+            raise entry.UserError(f"--first {args.first.name} sets no limits; the entry must {way}")
         limit = limit_of([run["train_seconds"] for run in seeds])
         target = target_of([run["val_bpb"] for run in seeds])
     name = args.name or f"{args.dataset}-{args.script}"
@@ -164,21 +164,21 @@ def join(old: dict, new: dict, what: str) -> dict:
             out[key] = value
         elif value is not None and old[key] != value:
             way = "tracks are frozen, so choose another --dataset or --name"
-            raise rec.UserError(f"{what}: {key} is {old[key]} and would become {value}; {way}")
+            raise entry.UserError(f"{what}: {key} is {old[key]} and would become {value}; {way}")
     return out
 
 
 def add(args: argparse.Namespace) -> None:
     for flag, text in (("--dataset", args.dataset), ("--name", args.name or args.dataset)):
         if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", text):
-            raise rec.UserError(f"{flag} {text} must be lower-case words and figures with - between, e.g. p34")
-    sys.path.insert(0, str(rec.ROOT))
+            raise entry.UserError(f"{flag} {text} must be lower-case words and figures with - between, e.g. p34")
+    sys.path.insert(0, str(entry.ROOT))
     script = importlib.import_module(f"train_{args.script}")
     try:
         scored = scored_text(script, args.folder, args.max_seq_len, args.val_tokens)
     except script.UserError as error:
-        raise rec.UserError(str(error)) from None
-    info = rec.read_json(args.folder / "dataset.json")
+        raise entry.UserError(str(error)) from None
+    info = entry.read_json(args.folder / "dataset.json")
     shards = [file for name, file in info["files"].items() if name.startswith("pretrain/train")]
     dataset = {
         "fingerprint": info["fingerprint"],
@@ -189,14 +189,14 @@ def add(args: argparse.Namespace) -> None:
     }
     known = dataset["train_tokens"]
     if args.tokens > known * args.max_epochs:
-        raise rec.UserError(f"--tokens {args.tokens:,} is more than the {known:,} that {args.folder} holds")
+        raise entry.UserError(f"--tokens {args.tokens:,} is more than the {known:,} that {args.folder} holds")
     found = read()
     old = found["datasets"].get(args.dataset, {})
     found["datasets"][args.dataset] = join(old, dataset, args.dataset)
     for name, track in make_tracks(args, dataset).items():
         found["tracks"][name] = join(found["tracks"].get(name, {}), track, name)
         print(f"{name}: {rule_text(found['tracks'][name])}")
-    rec.write_whole(FILE, rec.dump(found))
+    entry.write_whole(FILE, entry.dump(found))
 
 
 def show() -> None:
@@ -206,7 +206,7 @@ def show() -> None:
         fingerprint = found["datasets"][track["dataset"]]["fingerprint"]
         hardware = f"{track['hardware']['num_devices']} x {track['hardware']['device']}"
         rows.append([name, (fingerprint or "not made yet")[:12], hardware, rule_text(track)])
-    print(rec.table(["track", "dataset", "hardware", "rule"], rows, 4))
+    print(entry.table(["track", "dataset", "hardware", "rule"], rows, 4))
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -216,7 +216,7 @@ def main(argv: list[str] | None = None) -> None:
     flag = commands.add_parser("add", help="two tracks for a dataset directory").add_argument
     flag("folder", type=Path, help="dataset directory")
     flag("--dataset", required=True, help="its name in tracks.json, e.g. p34")
-    flag("--script", required=True, choices=rec.TRACKS)
+    flag("--script", required=True, choices=entry.TRACKS)
     flag("--tokens", required=True, type=int, help="of a run on the track with fixed tokens")
     flag("--device", required=True, help='card as config.json names it, e.g. "NVIDIA H200"')
     flag("--num-devices", type=int, default=1)

@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 
 import check
-import record as rec
+import entry
 
 SPREADS = 4  # how many sd of the seeds a rerun may differ from the mean of the entry
 UNKNOWN_NOISE = 0.01  # relative, for an entry with a single run
@@ -27,13 +27,13 @@ SLOWER = 1.05  # the same code differs by about 2 % from day to day
 
 def rerun(folder: Path, steps: int, data: Path, processes: int) -> list[str]:
     """Trains with the first seed until step `steps` and compares what it logs with the entry."""
-    record = rec.read_record(folder)
+    record = entry.read_record(folder)
     fingerprint = record["dataset"]["fingerprint"]
-    found = rec.read_json(data / "dataset.json").get("fingerprint")
+    found = entry.read_json(data / "dataset.json").get("fingerprint")
     if found != fingerprint:
-        raise rec.UserError(f"{data} is another dataset: its fingerprint is {found}, the entry ran on {fingerprint}")
-    logs = rec.read_logs(folder, record)
-    last = rec.split(logs[0])[0][-1]["step"]
+        raise entry.UserError(f"{data} is another dataset: its fingerprint is {found}, the entry ran on {fingerprint}")
+    logs = entry.read_logs(folder, record)
+    last = entry.split(logs[0])[0][-1]["step"]
     with tempfile.TemporaryDirectory() as temporary:
         run_dir = Path(temporary) / "run"
         command = [sys.executable]
@@ -45,33 +45,33 @@ def rerun(folder: Path, steps: int, data: Path, processes: int) -> list[str]:
         command += [*record["flags"], "--seed", str(record["runs"][0]["seed"])]
         command += ["--data", str(data.resolve()), "--run-dir", str(run_dir)]
         log = train_until(steps, last, command, run_dir / "log.jsonl", Path(temporary) / "stderr")
-        made = rec.read_json(run_dir / "config.json")
-    log = [entry for entry in log if entry["step"] <= steps]
+        made = entry.read_json(run_dir / "config.json")
+    log = [line for line in log if line["step"] <= steps]
     problems = compare_loss(record, logs, log, steps >= last)
     if record["config"]:
         recipes = [check.recipe_of(config) for config in (record["config"], made["config"])]
-        problems += rec.unequal(*recipes, "rerun: config", "the script makes")
-    cards = [(m["num_devices"], m["device"]) for m in (made["machine"], record["hardware"])]
-    if cards[0] == cards[1]:
+        problems += entry.unequal(*recipes, "rerun: config", "the script makes")
+    hardware = [(m["num_devices"], m["device"]) for m in (made["machine"], record["hardware"])]
+    if hardware[0] == hardware[1]:
         return problems + compare_speed(logs, log)
-    ran, stated = (f"{number} x {device}" for number, device in cards)
+    ran, stated = (f"{number} x {device}" for number, device in hardware)
     print(f"  seconds and MFU are not compared: this is {ran}, the entry ran on {stated}")
     return problems
 
 
 def compare_loss(record: dict, logs: list, log: list[dict], finished: bool) -> list[str]:
     """Each logged loss, and at the end val bpb, may differ from the mean by SPREADS sd of the seeds."""
-    mine = {entry["step"]: entry["loss"] for entry in rec.split(log)[0]}
+    mine = {line["step"]: line["loss"] for line in entry.split(log)[0]}
     noise = record["loss_noise"] or UNKNOWN_NOISE
     pairs = []
-    for row in rec.loss_curve(logs):
+    for row in entry.loss_curve(logs):
         step = row["step"]
         if step in mine:
             pairs.append((f"the loss at step {step}", mine[step], row["loss"], noise))
     if finished:
         known = record["summary"]["val_bpb"]
         spread = known["sd"] / known["mean"] if known["sd"] else UNKNOWN_NOISE
-        pairs.append(("val bpb", rec.figures(log)["val_bpb"], known["mean"], spread))
+        pairs.append(("val bpb", entry.metrics(log)["val_bpb"], known["mean"], spread))
     out = []
     for what, value, mean, spread in pairs:
         off = value / mean - 1
@@ -85,14 +85,14 @@ def compare_loss(record: dict, logs: list, log: list[dict], finished: bool) -> l
 
 def compare_speed(logs: list[list[dict]], log: list[dict]) -> list[str]:
     """On the same hardware: FLOPs of a token, which MFU and tokens/s imply, are equal, and seconds similar."""
-    stated = {entry["step"]: entry for entry in rec.split(logs[0])[0]}
-    mine = [entry for entry in rec.split(log)[0] if entry["step"] in stated]
+    stated = {line["step"]: line for line in entry.split(logs[0])[0]}
+    mine = [line for line in entry.split(log)[0] if line["step"] in stated]
     out = []
-    for entry in mine:
-        other = stated[entry["step"]]
-        flops = entry["mfu"] / entry["tokens_per_second"]
+    for line in mine:
+        other = stated[line["step"]]
+        flops = line["mfu"] / line["tokens_per_second"]
         if not math.isclose(flops, other["mfu"] / other["tokens_per_second"], rel_tol=1e-6):
-            out.append(f"rerun: step {entry['step']} of the log states an MFU that does not belong to its tokens/s")
+            out.append(f"rerun: step {line['step']} of the log states an MFU that does not belong to its tokens/s")
     # The first line may hold what a process does once.
     first, last = mine[0], mine[-1]
     span = last["train_seconds"] - first["train_seconds"]
@@ -110,7 +110,7 @@ def train_until(steps: int, last: int, command: list[str], log: Path, errors: Pa
     Returns the entries of its log. If the step is the last one the run is left to finish.
     """
     with errors.open("w") as stderr:
-        run = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=stderr, cwd=rec.ROOT)
+        run = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=stderr, cwd=entry.ROOT)
     try:
         while True:
             ended = run.poll() is not None  # asked before reading, so that its last lines are seen
@@ -122,7 +122,7 @@ def train_until(steps: int, last: int, command: list[str], log: Path, errors: Pa
                 return entries
             if ended:
                 said = errors.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-                raise rec.UserError(f"the rerun ended before step {steps}: {said[-1] if said else 'it said nothing'}")
+                raise entry.UserError(f"the rerun ended before step {steps}: {said[-1] if said else 'it said nothing'}")
             time.sleep(0.2)
     finally:
         run.terminate()
@@ -139,8 +139,8 @@ def main(argv: list[str] | None = None) -> None:
     add("--processes", type=int, default=1, help="with --rerun: GPUs to use (default 1)")
     args = parser.parse_args(argv)
     if args.rerun is not None and (args.folder == "all" or not args.data or args.rerun < 1):
-        raise rec.UserError("--rerun needs one entry, a step of at least 1, and --data with its dataset")
-    folders = rec.entries() if args.folder == "all" else [Path(args.folder)]
+        raise entry.UserError("--rerun needs one entry, a step of at least 1, and --data with its dataset")
+    folders = entry.folders() if args.folder == "all" else [Path(args.folder)]
     bad = 0
     for folder in folders:
         found = check.problems(folder)
@@ -152,7 +152,7 @@ def main(argv: list[str] | None = None) -> None:
             print(f"  {text}")
         bad += bool(found)
     if bad:
-        raise rec.UserError(f"{bad} of {len(folders)} entries do not verify, see above")
+        raise entry.UserError(f"{bad} of {len(folders)} entries do not verify, see above")
 
 
 if __name__ == "__main__":

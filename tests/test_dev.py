@@ -2,10 +2,9 @@
 
 import json
 import re
-import sys
 
 import pytest
-from dev import bench, readability
+from dev import bench
 
 from conftest import ROOT, TINY, TINY_MEDIUM, sets
 from processes import python
@@ -44,26 +43,6 @@ def test_profile(tmp_path):
     share = result["groups"]["elementwise kernels"]
     assert sum(result["groups"].values()) == pytest.approx(1) and share == result["sections"]["elementwise"]
     assert f"share of elementwise kernels: {share:.1%}\n" in done.stdout
-
-
-RECOMPILING = """
-import sys, torch
-from dev import bench, profile_step
-build = bench.ts.build_state
-def compiled(*args):
-    state = build(*args)
-    state.forward = torch.compile(state.model, backend="eager", dynamic=False)
-    return state
-bench.ts.build_state, bench.ts.warm_up = compiled, lambda state, say: None
-sys.exit(bench.run(profile_step.main))
-"""
-
-
-def test_profile_reports_a_recompile():
-    """A model that is compiled with one stage in the warm-up and another one after it."""
-    done = python("-c", RECOMPILING, *FLAGS, "--steps", 1, "--out", "/dev/null")
-    assert done.returncode == 1, done.stderr
-    assert json.loads(done.stdout.splitlines()[-1])["recompiles"] > 0
 
 
 @pytest.mark.parametrize(("script", "recipe"), [*zip(bench.SCRIPTS, ("tiny", "cpu_medium"), strict=True)])
@@ -114,24 +93,6 @@ def test_sections_of_kernels():
         10: (7, "copies", "forward"), 7: (6, "NorMuon", "optimizer"), 8: (1, "copies", "optimizer"),
         9: (1, "other", "optimizer"),
     }  # fmt: skip
-
-
-@pytest.mark.skipif(bench.torch.cuda.is_available(), reason="needs a machine without a GPU")
-def test_bench_kernels_needs_a_gpu():
-    done = python("dev/bench_kernels.py")
-    assert done.returncode == 1 and done.stdout == ""
-    assert done.stderr.count("\n") == 1 and "needs a CUDA device" in done.stderr
-
-
-@pytest.mark.parametrize(("limit", "errors"), [(3, ""), (2, "error: a*.py has 3 lines; the limit is 2\n")])
-def test_limits(monkeypatch, capsys, tmp_path, limit, errors):
-    """At its limit a figure is good; beyond, it is named."""
-    (tmp_path / "a.py").write_text("1\n2\n")
-    (tmp_path / "ab.py").write_text("3\n")
-    monkeypatch.setattr(sys, "argv", ["readability.py", "--check"])
-    monkeypatch.setattr(readability, "ROOT", tmp_path)
-    monkeypatch.setattr(readability, "LINES", {"a*.py": limit})
-    assert readability.main() == bool(errors) and capsys.readouterr().err == errors
 
 
 def test_log():

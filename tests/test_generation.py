@@ -37,18 +37,15 @@ def test_load_run(run_dir):
     assert engine.load_run(run_dir, 7, "cpu", attention="sdpa").config.attention == "sdpa"
 
 
-@pytest.mark.parametrize(("line", "found", "commit"), [("INTERFACE = 99", 99, "0123abc"), ("", 1, "")])
-def test_another_interface_is_refused(run_dir, line, found, commit):
+def test_another_interface_is_refused(run_dir):
     """One sentence names both interfaces and the commit to check out."""
     path = run_dir / "train_small.py"
-    path.write_text(re.sub(r"^INTERFACE = .*$", line, path.read_text(), flags=re.M))
+    path.write_text(re.sub(r"^INTERFACE = .*$", "INTERFACE = 99", path.read_text(), flags=re.M))
     description = json.loads((run_dir / "config.json").read_text())
-    (run_dir / "config.json").write_text(json.dumps({**description, "machine": {"git_commit": commit}}))
-    with pytest.raises(engine.RunError) as error:
+    (run_dir / "config.json").write_text(json.dumps({**description, "machine": {"git_commit": "0123abc"}}))
+    found = f"has interface 99 but this tool reads {engine.INTERFACE}; "
+    with pytest.raises(engine.RunError, match=f"{found}use the tools of the commit that made the run: 0123abc"):
         engine.load_run(run_dir, device="cpu")
-    found = f"has interface {found} but this tool reads {engine.INTERFACE}; "
-    advice = f"use the tools of the commit that made the run: {commit or '(not in config.json)'}"
-    assert found + advice in str(error.value) and "\n" not in str(error.value)
 
 
 def test_what_cannot_be_loaded(run_dir, bpe, tmp_path):  # noqa: F811
@@ -150,19 +147,10 @@ def test_sample_command(run_dir, run_sample):
 
 
 def test_sample_check(run_dir, run_sample):
-    """--check says the result; a script in which keys take the other half from the token before is refused."""
-    flags = (run_dir, "--device", "cpu", "--check")
-    code, out, err = run_sample(*flags)
+    code, out, err = run_sample(run_dir, "--device", "cpu", "--check")
     line, last = out.splitlines()
     assert code == 0 and err == "" and line.startswith("decoding agrees with the forward pass")
     assert json.loads(last) == {"decoding_error": pytest.approx(0, abs=1e-5), "run_dir": str(run_dir)}
-    path = run_dir / "train_small.py"
-    text = path.read_text()
-    rule = ">= K // 2"
-    assert text.count(rule) == 1
-    path.write_text(text.replace(rule, "< K // 2"))
-    code, out, err = run_sample(*flags)
-    assert code == 1 and out == "" and "decodes other logits than its forward pass" in err
 
 
 @pytest.mark.parametrize(("args", "message"), [
@@ -310,20 +298,14 @@ def test_rows_come_and_go(generator):
     decoder.add_requests({1: c})
     decoder.step()
     decoder.free(2)  # the client of b left
-    assert len(b.tokens) == 5 and b.reason == "" and 2 not in decoder.running
     for ring in (*decoder.cache.keys, *decoder.cache.values):
         ring[2] = float("nan")
     decoder.step()
-    decoder.add_requests({2: d})
-    outputs = []
-    while 0 in decoder.running:
-        outputs += decoder.step()
-    assert [x for x in outputs if x[0] == 0][-1] == (0, a.tokens[-1], "length")
+    run_out(decoder, {2: d})
     run_out(decoder, {0: e})
-    assert decoder.step() == []
     for done in (a, c, d, e):
         assert done.tokens == argmax_loop(generator, done.prompt, 25) and done.reason == "length"
-    assert b.tokens == argmax_loop(generator, b.prompt, 5)
+    assert b.tokens == argmax_loop(generator, b.prompt, 5) and b.reason == ""
 
 
 def test_a_stream_left_early_frees_its_rows(generator):
@@ -402,9 +384,6 @@ def test_sampling_repeats_with_its_seed(generator):
     assert engine.Generator(generator.model, generator.tokenizer, 2).generate(PROMPTS, **options, seed=1) == rows[0]
     assert generator.generate(PROMPTS[:1], **options, seed=1) == rows[0][:1]
     assert len(set(map(tuple, generator.generate([PROMPTS[0]] * 5, **options)))) == 5
-    greedy = generator.generate(PROMPTS, max_tokens=10, temperature=0)
-    for only in ({"top_k": 1}, {"top_p": 1e-9}):
-        assert generator.generate(PROMPTS, **options, **only) == greedy
 
 
 # ==== the calculator
@@ -424,13 +403,11 @@ def test_calculator(expression, result):
 
 
 @pytest.mark.parametrize("expression", [
-    "", " ", "x", "abs(1)", "__import__('os')", "'a'", "'a'*9", "'a'+'b'", "'%s'%3", "'a'.upper()", "'a'.count",
-    "1j", "'a'.count('a','b')", "'a'.count(1)", "(1).count('a')", "'a'.count(sub='a')", "'a'.count(*'a')", "[1]",
-    "1,2", "(1,2)", "1,00", "1_000", "0x10", "True", "1==1", "1 if 1 else 2", "lambda:1", "1<2", "~1", "not 1",
-    "1@2", "007", "1/0", "0**-1", "(-8)**0.5", "9**9**9", "10**400", "2.0**2000", "1e400", "9" * 31,
-    "1+" * 200 + "1", "-" * 120 + "1", "(" * 300, "(" * 100 + "1" + ")" * 101, "1\n+1", "'a\\x'.count('a')",
-    "f'a'.count('a')", "b'a'.count(b'a')", "'a'.count('a').count('a')", "'é\x00'.count", "1+", "*", "5%", "1 2",
-    "'a''", "1.count('a')", "\ud800", "1" + "+1" * 101, "1.5**101", f"'{'a' * 244}'.count('a')",
+    "", "x", "abs(1)", "__import__('os')", "[1]", "(1,2)", "lambda:1", "1 if 1 else 2", "1==1", "~1", "1@2", "1j",
+    "'a'", "'a'*9", "'a'+'b'", "'a'.upper()", "'a'.count", "'a'.count('a','b')", "'a'.count(1)", "(1).count('a')",
+    "f'a'.count('a')", "b'a'.count(b'a')", "'a\\x'.count('a')", "1,00", "1_000", "0x10", "007", "True", "1+", "1 2",
+    "1/0", "0**-1", "(-8)**0.5", "9**9**9", "10**400", "2.0**2000", "1e400", "9" * 31, "1\n+1", "\ud800",
+    "-" * 120 + "1", "(" * 300, "1" + "+1" * 101, "1.5**101", f"'{'a' * 244}'.count('a')",
 ])  # fmt: skip
 def test_calculator_refuses(expression):
     assert calculate(expression) is None
@@ -589,14 +566,6 @@ def test_context_overflow(generator):
         generator.generate([[1], prompt], max_tokens=6)
     with pytest.raises(engine.RunError, match="1 new ones exceed the context of 64; shorten the prompt$"):
         generator.generate([[1] * 65], max_tokens=1)
-    decoder, good, full = decoder_of(generator, 2, overlap=True), greedy(PROMPTS[1], 9), greedy(prompt, 5)
-    decoder.add_requests({0: good})
-    decoder.step()
-    with pytest.raises(engine.RunError, match="at most 5"):
-        decoder.add_requests({1: engine.Completion(prompt, 10**9)})
-    run_out(decoder, {1: full})
-    for one in (good, full):
-        assert one.tokens == argmax_loop(generator, one.prompt, one.max_tokens)
 
 
 # ==== on a GPU

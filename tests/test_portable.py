@@ -10,7 +10,7 @@ import references
 from conftest import ROOT, portable_config
 
 sys.path.insert(0, str(ROOT / "records"))
-import record as rec
+import entry
 import tracks
 
 
@@ -45,7 +45,7 @@ def test_only_qkv_is_in_fp8(monkeypatch):
 def test_a_track_may_ask_for_a_shape():
     """Entries of another shape are not on it, whatever their dataset, script and card."""
     found = tracks.read()
-    record = rec.read_record(ROOT / "baselines" / "2026-11-25_p34-portable")
+    record = entry.read_record(ROOT / "baselines" / "2026-11-25_p34-portable")
     assert [name for name in tracks.tracks_of(record, found) if "portable" in name]
     record["config"]["softcap"] = [23.0, 5.0, 7.5]
     assert not [name for name in tracks.tracks_of(record, found) if "portable" in name]

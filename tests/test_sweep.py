@@ -13,7 +13,7 @@ import train_small as ts
 from dev import sweep
 from scipy import stats
 
-from conftest import ROOT, TINY, sets
+from conftest import ROOT, TINY, sentence, sets
 
 # Stands for a training script: bits per byte follow from its flags, a learning rate of 9 diverges.
 SCRIPT = """
@@ -123,25 +123,19 @@ def test_ctrl_c_ends_the_runs(files, tmp_path):
     ("seeds = 3", "seeds must be a list"),
     ('flags = "--a"', "flags must be a list of words"),
     ('script = "no.py"', "names the script no.py, which "),
-    ('[variants]\nbase = ["--set", "x=1"]', "base is the name of the runs without changes"),
     ("[grid]\nlr = 0.1", "lr in [grid] must be a list of values"),
     ('[variants]\n"a b" = []\n"a_b" = []', "would share a folder"),
 ])  # fmt: skip
 def test_bad_files(tmp_path, text, words):
     path = tmp_path / "s.toml"
     path.write_text(text)
-    with pytest.raises(SystemExit) as error:
-        sweep.main([str(path), "--out", str(tmp_path / "out")])
-    assert error.value.code.startswith("error: ") and words in error.value.code and "\n" not in error.value.code
+    assert words in sentence(sweep.main, [str(path), "--out", str(tmp_path / "out")])
     assert not (tmp_path / "out").exists()
 
 
-def test_bad_flags(files, tmp_path):
-    for more, words in ((["--only", "zzz"], "matches no variant"), (["--seeds", "a"], "must be whole numbers")):
-        with pytest.raises(SystemExit, match=words):
-            sweep.main([*files, *more])
-    with pytest.raises(SystemExit, match="cannot be read"):
-        sweep.main([str(tmp_path / "none.toml")])
+def test_bad_flags(files):
+    assert "matches no variant" in sentence(sweep.main, [*files, "--only", "zzz"])
+    assert "must be whole numbers" in sentence(sweep.main, [*files, "--seeds", "a"])
 
 
 def test_gpus(monkeypatch):

@@ -28,8 +28,8 @@ CORE_TASKS = 22
 BEGIN = "<!-- figures: written by records/add.py, checked by records/verify.py; do not edit -->"
 END = "<!-- /figures -->"
 
-# Figures of a run: title and format in tables.
-FIGURES = {
+# Metrics of a run: title and format in tables.
+METRICS = {
     "val_bpb": ("val bpb", ".5f"), "core": ("CORE", ".4f"), "steps": ("steps", ",.0f"), "tokens": ("tokens", ",.0f"),
     "train_seconds": ("training seconds", ",.2f"), "tokens_per_second": ("tokens/s", ",.0f"), "mfu": ("MFU", ".1%"),
     "peak_memory_gib": ("peak memory GiB", ".2f"),
@@ -158,8 +158,8 @@ def split(entries: list[dict]) -> tuple[list[dict], list[dict]]:
     return [e for e in entries if "loss" in e], [e for e in entries if "val_bpb" in e]
 
 
-def figures(entries: list[dict]) -> dict:
-    """The figures of a finished run. MFU is the mean over the run, weighted by time."""
+def metrics(entries: list[dict]) -> dict:
+    """The metrics of a finished run. MFU is the mean over the run, weighted by time."""
     train, val = split(entries)
     last = train[-1]
     seconds = np.diff([0.0, *(e["train_seconds"] for e in train)])
@@ -188,9 +188,9 @@ def read_core(path: Path) -> tuple[dict[str, str], float | None]:
 
 
 def summary(runs: list[dict]) -> dict:
-    """{figure: {"mean", "sd"}} over the runs."""
+    """{metric: {"mean", "sd"}} over the runs."""
     out = {}
-    for key in FIGURES:
+    for key in METRICS:
         values = [run[key] for run in runs]
         if None not in values:
             out[key] = {"mean": fmean(values), "sd": spread(values)}
@@ -306,7 +306,7 @@ def changed_lines(old: str, new: str) -> list[str]:
 # ==== entries
 
 
-def entries() -> list[Path]:
+def folders() -> list[Path]:
     """The folders of baselines/, by name."""
     return sorted(p for p in BASELINES.iterdir() if p.is_dir() and not p.name.startswith("."))
 
@@ -338,10 +338,10 @@ def make_record(folder: Path, track: str, against: str | None) -> dict:
     for file in files:
         seed = file["seed"]
         core = f"core_{seed}.csv"
-        entry = {"seed": seed, "log": f"log_{seed}.jsonl.gz", "run": f"run_{seed}.json"}
-        entry["core_table"] = core if (folder / core).is_file() else None
-        entry["starts"] = len(file["starts"])
-        runs.append(entry)
+        run = {"seed": seed, "log": f"log_{seed}.jsonl.gz", "run": f"run_{seed}.json"}
+        run["core_table"] = core if (folder / core).is_file() else None
+        run["starts"] = len(file["starts"])
+        runs.append(run)
     data = {"name": first["data"], "fingerprint": first["dataset_fingerprint"]}
     versions = ("python", "torch", "triton", "cuda", "numpy")
     args = [word[1:] for word in first["flags"] if word.startswith("@")]
@@ -373,8 +373,8 @@ def recompute(folder: Path, record: dict) -> dict:
     runs = []
     for run, log in zip(record["runs"], logs, strict=True):
         core = read_core(folder / run["core_table"])[1] if run["core_table"] else None
-        kept = {key: value for key, value in run.items() if key not in FIGURES}
-        runs.append({**kept, **figures(log), "core": core})
+        kept = {key: value for key, value in run.items() if key not in METRICS}
+        runs.append({**kept, **metrics(log), "core": core})
     comparison = None
     if record["against"]:
         other = read_record(folder.parent / record["against"])
@@ -432,15 +432,15 @@ def figures_text(record: dict, folder: Path) -> str:
     """The generated part of an entry's README.md, markers included."""
     runs = record["runs"]
     noise = record["loss_noise"]
-    words = "unknown, there is one run" if noise is None else f"{noise:.3%} of the loss"
+    noise_text = "unknown, there is one run" if noise is None else f"{noise:.3%} of the loss"
     raw = []
     for key in ("val_bpb", "train_seconds"):
-        raw.append(f"- {FIGURES[key][0]}: {', '.join(repr(run[key]) for run in runs)}")
+        raw.append(f"- {METRICS[key][0]}: {', '.join(repr(run[key]) for run in runs)}")
     blocks = [
         about_text(record),
         runs_table(record),
         "Raw lists, in the order of the table:\n\n" + "\n".join(raw),
-        f"Noise of the training loss between seeds: {words}.",
+        f"Noise of the training loss between seeds: {noise_text}.",
         against_text(record, folder) if record["against"] else "Not compared with another record.",
     ]
     return "\n\n".join([BEGIN, *blocks, END])
@@ -476,15 +476,15 @@ def about_text(record: dict) -> str:
 def runs_table(record: dict) -> str:
     """A row for each run, then mean and sd if there are several."""
     runs = record["runs"]
-    shown = [key for key in FIGURES if any(run[key] is not None for run in runs)]
-    rows = [[str(run["seed"]), *(cell(run[key], FIGURES[key][1]) for key in shown)] for run in runs]
+    shown = [key for key in METRICS if any(run[key] is not None for run in runs)]
+    rows = [[str(run["seed"]), *(cell(run[key], METRICS[key][1]) for key in shown)] for run in runs]
     if len(runs) > 1:
         for which in ("mean", "sd"):
             known = {key: value[which] for key, value in record["summary"].items()}
             if which == "sd":
                 known |= {"steps": None, "tokens": None}
-            rows.append([which, *(cell(known.get(key), FIGURES[key][1]) for key in shown)])
-    return table(["seed", *(FIGURES[key][0] for key in shown)], rows)
+            rows.append([which, *(cell(known.get(key), METRICS[key][1]) for key in shown)])
+    return table(["seed", *(METRICS[key][0] for key in shown)], rows)
 
 
 def against_text(record: dict, folder: Path) -> str:
