@@ -116,7 +116,7 @@ def pairs_of_step(count: int, batch: int, seed: int, step: int) -> np.ndarray:
 
 
 class Task(NamedTuple):
-    """A retrieval task: each query against all documents. Keys are indices of texts."""
+    """A retrieval task: each query against all documents but its own text. Keys are indices of texts."""
 
     documents: dict[int, int]  # numbers them
     relevant: dict[int, set[int]]  # for each query, numbers of documents
@@ -131,20 +131,25 @@ def retrieval_task(pairs: list[Pair]) -> Task:
     return Task(documents, relevant)
 
 
-def ranking_scores(rankings: np.ndarray, relevant: Iterable[set[int]]) -> dict[str, float]:
-    """nDCG@10 and recall@10, means over queries. Each row of rankings holds the first ten documents."""
+def own_text(task: Task, query: int) -> set[int]:
+    """The number of a query's own text, if that is a document; none if it is an answer."""
+    return {task.documents.get(query)} - {None} - task.relevant[query]
+
+
+def ranking_scores(task: Task, scores: Iterable[np.ndarray]) -> dict[str, float]:
+    """nDCG@10 and recall@10, means over queries.
+
+    Args: scores of all documents for each query of the task; that of its own text is overwritten
+    """
     gains = 1 / np.log2(np.arange(2, 12))
     ndcg = []
     recall = []
-    for ranking, wanted in zip(rankings, relevant, strict=True):
-        hits = np.array([int(document) in wanted for document in ranking[:10]], float)
-        ndcg.append((hits * gains[: len(hits)]).sum() / gains[: min(10, len(wanted))].sum())
-        recall.append(hits.sum() / len(wanted))
+    for (query, relevant), row in zip(task.relevant.items(), scores, strict=True):
+        row[list(own_text(task, query))] = -math.inf
+        hits = np.isin(np.argsort(-row, kind="stable")[:10], list(relevant))
+        ndcg.append((hits * gains[: len(hits)]).sum() / gains[: min(10, len(relevant))].sum())
+        recall.append(hits.sum() / len(relevant))
     return {"ndcg@10": float(np.mean(ndcg)), "recall@10": float(np.mean(recall))}
-
-
-def first_ten(scores: np.ndarray) -> np.ndarray:
-    return np.argsort(-scores, kind="stable")[:10]
 
 
 def count_words(texts: list[str], columns: dict[str, int]) -> sparse.csr_array:
@@ -177,8 +182,7 @@ def bm25_scores(data: Pairs) -> dict[str, float]:
     task = retrieval_task(data.pairs)
     documents = [data.texts[i] for i in task.documents]
     queries = [data.texts[i] for i in task.relevant]
-    rankings = [first_ten(scores) for scores in bm25(documents, queries)]
-    found = ranking_scores(rankings, task.relevant.values())
+    found = ranking_scores(task, bm25(documents, queries))
     return {f"bm25_{name}": score for name, score in found.items()}
 
 
@@ -231,7 +235,7 @@ def embed_all(state, sequences: list[np.ndarray]) -> Tensor:
 def contrast_loss(embeddings_ND: Tensor, row, pairs: list[Pair], temperature: float) -> Tensor:
     """Mean nats of finding each query's positive among all positives and negatives of the batch.
 
-    Another positive of the same query is no wrong answer, so it is left out.
+    Another positive of the same query is no wrong answer, nor is the query's own text, so they are left out.
     Args: row[i] the row of embeddings_ND that text i has
     """
     task = retrieval_task(pairs)
@@ -240,9 +244,8 @@ def contrast_loss(embeddings_ND: Tensor, row, pairs: list[Pair], temperature: fl
     similarity = queries @ documents.T
     right = [task.documents[pair.positive] for pair in pairs]
     for number, pair in enumerate(pairs):
-        others = task.relevant[pair.query] - {right[number]}
-        if others:
-            similarity[number, list(others)] = -math.inf
+        others = task.relevant[pair.query] - {right[number]} | own_text(task, pair.query)
+        similarity[number, list(others)] = -math.inf
     targets = torch.tensor(right, device=similarity.device)
     return F.cross_entropy(similarity / temperature, targets)
 
@@ -290,11 +293,8 @@ def retrieval_scores(state, data: Pairs) -> dict[str, float]:
     task = retrieval_task(data.pairs)
     embeddings = embed_all(state, data.sequences)
     documents = embeddings[list(task.documents)]
-    rankings = []
-    for part in torch.tensor(list(task.relevant)).split(1024):
-        similarity = (embeddings[part.to(embeddings.device)] @ documents.T).cpu().numpy()
-        rankings += [first_ten(row) for row in similarity]
-    return ranking_scores(rankings, task.relevant.values())
+    parts = embeddings[list(task.relevant)].split(1024)
+    return ranking_scores(task, (row for part in parts for row in (part @ documents.T).cpu().numpy()))
 
 
 # ---- the run

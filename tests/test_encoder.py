@@ -409,11 +409,26 @@ def test_pairs_of_no_files_are_refused(tmp_path):
 
 
 def test_ranking_scores_by_hand():
-    rankings = np.array([[3, 1, 2], [0, 1, 2], [2, 0, 1]])
-    found = ft.ranking_scores(rankings, [{1}, {7}, {0, 1}])
+    task = ft.Task({}, {10: {1}, 11: {7}, 12: {0, 1}})
+    scores = np.zeros((3, 12))
+    for row, first in zip(scores, ([3, 1, 2], [0, 1, 2], [2, 0, 1]), strict=True):
+        row[first] = 3, 2, 1
+    scores[1, 8:] = 1.0
     ideal = 1 + 1 / math.log2(3)
     ndcg = (1 / math.log2(3) + 0 + (1 / math.log2(3) + 1 / 2) / ideal) / 3
-    assert found == pytest.approx({"ndcg@10": ndcg, "recall@10": 2 / 3})
+    assert ft.ranking_scores(task, scores) == pytest.approx({"ndcg@10": ndcg, "recall@10": 2 / 3})
+
+
+def test_a_query_is_no_wrong_answer_to_itself(monkeypatch):
+    """Each text asks for its twin, which a perfect model embeds alike; a query may also be its own answer."""
+    pairs = [ft.Pair(0, 1, ()), ft.Pair(1, 0, ()), ft.Pair(2, 3, ()), ft.Pair(3, 2, ()), ft.Pair(4, 4, ())]
+    embeddings = torch.tensor([[1, 0, 0], [1, 0, 0], [0, 1, 0], [0, 1, 0], [0, 0, 1]], dtype=torch.float32)
+    assert ft.contrast_loss(embeddings, range(5), pairs, 0.01).item() == 0
+    monkeypatch.setattr(ft, "embed_all", lambda state, sequences: embeddings)
+    perfect = {"ndcg@10": 1.0, "recall@10": 1.0}
+    data = ft.Pairs(["the hat", "hat the", "stone", "stone stone", "order"], pairs)
+    assert ft.retrieval_scores(None, data) == perfect
+    assert ft.bm25_scores(data) == {f"bm25_{name}": score for name, score in perfect.items()}
 
 
 def test_bm25_by_hand():
