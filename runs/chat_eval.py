@@ -1,7 +1,8 @@
-"""Scores a finetuned run on six chat tasks and gives their mean, ChatCORE.
+"""Scores a finetuned run on up to six chat tasks, and gives the mean of all six, ChatCORE.
 
-    python runs/chat_eval.py out/RUN                              tasks from Hugging Face
-    python runs/chat_eval.py out/RUN --files FOLDER --limit 200   own files, 200 random items of each
+    python runs/chat_eval.py out/RUN                              the four of Hugging Face that run no programs
+    python runs/chat_eval.py out/RUN --files FOLDER --run-code    all six, from own files
+    python runs/chat_eval.py out/RUN --limit 200                  200 random items of each
     torchrun --standalone --nproc_per_node=8 runs/chat_eval.py out/RUN
 
     arc_easy, arc_challenge, mmlu   the most likely letter is the answer, scored in packs as CORE is
@@ -9,8 +10,8 @@
     humaneval    Python functions, run against their tests; only with --run-code
     spelling     words that data/sft.py keeps out of training: to spell, or to count a letter of
 
-ChatCORE is the mean of (accuracy - guessing) / (1 - guessing) over the tasks that ran; guessing
-scores 0.25 on letters. Answers are the most likely ones (temperature 0). The table goes to
+ChatCORE is the mean of (accuracy - guessing) / (1 - guessing) over all six tasks, and null if one is left
+out; guessing scores 0.25 on letters. Answers are the most likely ones (temperature 0). The table goes to
 chat_eval.csv and the answers to chat_eval_samples.jsonl in the run directory; the last line on
 stdout is one JSON object.
 
@@ -380,11 +381,8 @@ def evaluate(run: engine.Run, ranks, args: argparse.Namespace) -> dict:
     if args.run_code and not isolation():
         say("note: programs will run with access to the network: unshare is not allowed here")
     samples = []
-    rows = score_core.make_table(score_tasks(run, ranks, args, samples), "ChatCORE")
+    rows = score_core.make_table(score_tasks(run, ranks, args, samples), "ChatCORE", len(TASKS))
     *table, total = rows
-    left_out = [name for name in TASKS if name not in [row.task for row in table]]
-    if left_out:
-        say(f"note: the mean of {len(table)} tasks, without {', '.join(left_out)}")
     if ranks.is_main:
         score_core.write_table(args.run_dir / "chat_eval.csv", rows)
         lines = "".join(json.dumps(sample) + "\n" for sample in samples)

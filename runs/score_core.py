@@ -420,17 +420,16 @@ class TaskScore(NamedTuple):
     task: str
     items: int
     accuracy: float | None
-    centered: float  # (accuracy - guessing) / (1 - guessing)
+    centered: float | None  # (accuracy - guessing) / (1 - guessing); None for the mean if a task is missing
     seconds: float
 
     def line(self) -> str:
-        accuracy = "" if self.accuracy is None else f"{self.accuracy:.4f}"
-        numbers = f"{accuracy:>9} {self.centered:9.4f} {self.seconds:8.2f}"
-        return f"{self.task:34} {self.items:7,} {numbers}"
+        accuracy, centered = ("" if x is None else f"{x:.4f}" for x in (self.accuracy, self.centered))
+        return f"{self.task:34} {self.items:7,} {accuracy:>9} {centered:>9} {self.seconds:8.2f}"
 
 
-def make_table(tasks: Iterable[tuple], name: str) -> list[TaskScore]:
-    """Prints a row for each task, and a last one with their mean; returns the rows.
+def make_table(tasks: Iterable[tuple], name: str, count: int) -> list[TaskScore]:
+    """Prints a row for each task, and a last one with their mean if there are `count`; returns the rows.
 
     Args: tasks: of each its name, which items are right, and the accuracy of guessing; name: of the mean
     """
@@ -445,7 +444,9 @@ def make_table(tasks: Iterable[tuple], name: str) -> list[TaskScore]:
         say(rows[-1].line())
     if not rows:
         raise RunError("no task could be scored; give files with --files")
-    mean = float(np.mean([row.centered for row in rows]))
+    mean = float(np.mean([row.centered for row in rows])) if len(rows) == count else None
+    if mean is None:
+        say(f"note: no {name}, which is the mean of {count} tasks; {len(rows)} were scored")
     total = sum(row.items for row in rows)
     rows.append(TaskScore(name, total, None, mean, time.perf_counter() - begin))
     say(rows[-1].line())
@@ -511,10 +512,8 @@ def score_run(run: engine.Run, ranks, args: argparse.Namespace) -> dict:
             right = score_task(score, task, size, model.windows, bos_id, ranks)
             yield task.name, right, task.baseline
 
-    rows = make_table(tasks(), "CORE")
+    rows = make_table(tasks(), "CORE", NUM_TASKS)
     core = rows[-1]
-    if len(rows) != NUM_TASKS + 1:
-        say(f"note: {len(rows) - 1} tasks; CORE is the mean over {NUM_TASKS}")
     result = {"core": core.centered, "core_seconds": core.seconds, "core_items": args.items or None}
     if ranks.is_main:
         write_scores(run, args.run_dir, rows, result)
