@@ -16,7 +16,6 @@ from pathlib import Path
 import numpy as np
 import report
 from lib.command import RunError, run_command
-from lib.engine import import_script
 
 HEADING = "## Against compressors"
 PREFIX_LIMIT = 16_000_000  # bytes of training text that xz may read first, which takes about 10 s
@@ -84,6 +83,8 @@ def main() -> int:
     run_dir = parser.parse_args().run_dir
 
     def work() -> None:
+        from lib.engine import import_script  # with PyTorch, for which --help need not wait
+
         table = compare(import_script(run_dir), run_dir)
         print(table, end="")
         if (run_dir / "report.md").is_file():

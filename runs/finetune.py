@@ -31,7 +31,6 @@ from pathlib import Path
 from types import ModuleType
 
 import numpy as np
-from lib import engine
 from lib.command import RunError, print_note, run_command
 from lib.tuning import best_fit, load_source, stage_config, tool_entries
 
@@ -180,7 +179,7 @@ def make_job(script: ModuleType, config, dataset, settings: Settings):
         bytes_per_token=int(dataset.tokenizer.token_bytes[counted].sum()) / len(counted),
         note=f"{notes}, {padding:.1%} padding",
         load_start=lambda state: load_source(script, state, source, settings.moments),
-        **tool_entries("finetune", __file__, dataclasses.asdict(settings)),
+        **tool_entries("finetune", {"finetune": dataclasses.asdict(settings)}, __file__),
     )
 
 
@@ -227,7 +226,9 @@ def build_parser(script: ModuleType) -> argparse.ArgumentParser:
 
 def finetune(argv: list[str]) -> dict:
     """Runs or resumes; returns the result that is printed last."""
-    script = engine.import_script(script_directory(argv))
+    from lib.engine import import_script  # with PyTorch, for which --help need not wait
+
+    script = import_script(script_directory(argv))
     args = build_parser(script).parse_args(argv)
     args.flags = list(argv)
     job = resumed_job(script, args) if args.resume else new_job(script, args)

@@ -31,19 +31,50 @@ from types import SimpleNamespace
 from typing import Annotated, NamedTuple
 
 import numpy as np
+from lib.command import RunError, add_flags, check_settings, print_note, read_flags, run_command
+from lib.tuning import load_source, tool_entries
+from pydantic import BaseModel, Field, StringConstraints, ValidationError
+from scipy import sparse
+
+
+class Settings(BaseModel):
+    """The settings of a run, from its flags; the entry "contrast" of config.json."""
+
+    run: Path
+    checkpoint: str  # name of the one it started from
+    pairs: Path = Field(description="file to train on, see data/pairs.py")
+    val_pairs: Path = Field(description="file to score on")
+    steps: int = Field(1000, ge=1, description="length of the run")
+    batch: int = Field(256, ge=1, description="pairs in a step, over all GPUs")
+    max_len: int = Field(256, ge=1, description="most tokens of a text; the rest is cut")
+    negatives: int = Field(1, ge=0, description="most negatives to use of each pair")
+    temperature: float = Field(0.05, gt=0, description="of the similarities")
+    muon_lr: float = Field(0.002, gt=0, description="rate of matrices at the start")
+    adam_lr: float = Field(0.0006, gt=0, description="rate of the embedding at the start")
+    seed: int = Field(0, ge=0, description="of the order of the pairs")
+    eval_every: int = Field(250, ge=0, description="steps between scores, 0: only at both ends")
+    save_every: int = Field(0, description="steps between checkpoints, 0: only at the end")
+    log_every: int = Field(10, ge=1, description="steps between lines of the log")
+    micro_batch_tokens: int = Field(0, ge=0, description="0: 65,536 on a GPU, else 8,192")
+
+
+def add_new(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", type=Path, metavar="RUN", help="run directory to start from")
+    score_only = "score RUN on --val-pairs and train nothing"
+    parser.add_argument("--score-only", action="store_true", help=score_only)
+    add_flags(parser, Settings.model_fields)
+
+
+if __name__ == "__main__":
+    read_flags(None, __doc__, add_new)  # --help and wrong flags need not wait for PyTorch
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import train_encoder as encoder
-from lib.command import RunError, add_flags, check_settings, print_note, run_command
-from lib.tuning import load_source
-from pydantic import BaseModel, Field, StringConstraints, ValidationError
 from safetensors.torch import load_file
-from scipy import sparse
 from torch import Tensor
-
-script = encoder.script
-script.UserError = RunError  # what its functions raise, and those of encoder
+from train_encoder import script
 
 # ---- pairs
 
@@ -300,27 +331,6 @@ def retrieval_scores(state, data: Pairs) -> dict[str, float]:
 # ---- the run
 
 
-class Settings(BaseModel):
-    """The settings of a run, from its flags; the entry "contrast" of config.json."""
-
-    run: Path
-    checkpoint: str  # name of the one it started from
-    pairs: Path = Field(description="file to train on, see data/pairs.py")
-    val_pairs: Path = Field(description="file to score on")
-    steps: int = Field(1000, ge=1, description="length of the run")
-    batch: int = Field(256, ge=1, description="pairs in a step, over all GPUs")
-    max_len: int = Field(256, ge=1, description="most tokens of a text; the rest is cut")
-    negatives: int = Field(1, ge=0, description="most negatives to use of each pair")
-    temperature: float = Field(0.05, gt=0, description="of the similarities")
-    muon_lr: float = Field(0.002, gt=0, description="rate of matrices at the start")
-    adam_lr: float = Field(0.0006, gt=0, description="rate of the embedding at the start")
-    seed: int = Field(0, ge=0, description="of the order of the pairs")
-    eval_every: int = Field(250, ge=0, description="steps between scores, 0: only at both ends")
-    save_every: int = Field(0, description="steps between checkpoints, 0: only at the end")
-    log_every: int = Field(10, ge=1, description="steps between lines of the log")
-    micro_batch_tokens: int = Field(0, ge=0, description="0: 65,536 on a GPU, else 8,192")
-
-
 def new_run(args: argparse.Namespace) -> tuple[encoder.Config, Settings]:
     """The Config and the settings of a run that starts from args.run."""
     base, _ = encoder.read_run(args.run)
@@ -328,7 +338,7 @@ def new_run(args: argparse.Namespace) -> tuple[encoder.Config, Settings]:
     settings = check_settings(Settings, {**vars(args), "checkpoint": folder.name})
     settings.max_len = min(settings.max_len, base.max_seq_len)
     # The rate falls from the first step to the last. The moments are new, so momentum rises.
-    config = dataclasses.replace(base, **encoder.fields_of(settings), cooldown=1.0, lr_floor=0.0)
+    config = dataclasses.replace(base, **settings.model_dump(), cooldown=1.0, lr_floor=0.0)
     return config, settings
 
 
@@ -374,7 +384,7 @@ def make_job(config: encoder.Config, settings: Settings, tokenizer):
     source = settings.run / "checkpoints" / settings.checkpoint
     files = [path.read_bytes() for path in (settings.pairs, settings.val_pairs)]
     digests = "".join(hashlib.sha256(content).hexdigest() for content in files)
-    scripts = (encoder.__file__, __file__)
+    contrast = {"contrast": settings.model_dump(mode="json")}
     return script.Job(
         config=config,
         tokenizer=tokenizer,
@@ -386,7 +396,7 @@ def make_job(config: encoder.Config, settings: Settings, tokenizer):
         step=lambda state, batch: contrast_step(state, train, batch.pairs, settings.temperature),
         evaluate=lambda run: {**retrieval_scores(run.state, held_out), **baseline},
         flops=lambda config, positions: 0.0,  # texts are of many lengths, and most are short
-        **encoder.script_entries(*scripts, contrast=settings.model_dump(mode="json")),
+        **tool_entries("finetune_encoder", contrast, encoder.__file__, __file__),
     )
 
 
@@ -418,18 +428,8 @@ def score(args: argparse.Namespace) -> dict:
     return {**counts, **retrieval_scores(state, data), **bm25_scores(data)}
 
 
-# ---- command line
-
-
-def add_all_flags(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("run", type=Path, metavar="RUN", help="run directory to start from")
-    add("--score-only", action="store_true", help="score RUN on --val-pairs and train nothing")
-    add_flags(parser, Settings.model_fields)
-
-
 def main(argv: list[str] | None = None) -> int:
-    args = encoder.read_flags(argv, __doc__, add_all_flags)
+    args = read_flags(argv, __doc__, add_new)
     work = score if "score_only" in args else finetune
     return run_command(lambda: work(args))
 

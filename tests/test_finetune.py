@@ -246,7 +246,7 @@ def test_run_directory_is_complete(finished, base, data):
     assert config["config"]["data"] == str(data) and config["config"]["width"] == 64
     tool = (ROOT / "runs" / "finetune.py").read_bytes()
     assert (run_dir / "finetune.py").read_bytes() == tool
-    assert config["finetune_sha256"] == hashlib.sha256(tool).hexdigest()
+    assert config["scripts"] == {"finetune.py": hashlib.sha256(tool).hexdigest()}
     for name in ("train_small.py", "tokenizer.json"):
         assert (run_dir / name).read_bytes() == (base / name).read_bytes()
     report = (run_dir / "report.md").read_text()

@@ -56,7 +56,7 @@ def source(tmp_path_factory):
 
 def settings_of(*flags) -> rl.Settings:
     """Those of a new run."""
-    return rl.read_settings(None, None, rl.parse([str(flag) for flag in flags])[1])
+    return rl.read_settings(None, None, rl.read_flags([str(flag) for flag in flags], rl.__doc__, rl.add_new))
 
 
 @pytest.fixture
@@ -321,7 +321,7 @@ def test_a_run_and_its_continuation(source, tmp_path):
     assert description["rl"]["source"] == str(source) and description["rl"]["samples"] == 6
     tool = (ROOT / "runs" / "rl.py").read_bytes()
     assert (tmp_path / "whole" / "rl.py").read_bytes() == tool
-    assert description["rl_sha256"] == hashlib.sha256(tool).hexdigest()
+    assert description["scripts"] == {"rl.py": hashlib.sha256(tool).hexdigest()}
     new, resume = [*flags, "--run-dir", tmp_path / "new"], ["--resume", "--run-dir", tmp_path / "whole"]
     for main, argv, message in (
         (rl.main, [*flags, "--run-dir", tmp_path / "whole"], "already holds a run"),

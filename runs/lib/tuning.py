@@ -74,9 +74,8 @@ def load_source(script: ModuleType, state, checkpoint: Path, moments: bool) -> N
                 moment.zero_()
 
 
-def tool_entries(name: str, file: str, settings: dict) -> dict:
-    """Fields of a Job about a tool: its command, its settings and hash in config.json, its script."""
-    path = Path(file).resolve()
-    sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
-    description = {name: settings, f"{name}_sha256": sha256}
-    return {"command": name, "description": description, "scripts": (path,)}
+def tool_entries(command: str, settings: dict, *files: str) -> dict:
+    """Fields of a Job about a tool: its command, its settings in config.json, its scripts and their hashes."""
+    paths = [Path(file).resolve() for file in files]
+    digests = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
+    return {"command": command, "scripts": paths, "description": {**settings, "scripts": digests}}
