@@ -45,14 +45,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import score_core
-from lib import chat_format, engine
 from lib.command import RunError, run_command, say
-from tqdm import tqdm
-
-sys.path.append(str(Path(__file__).resolve().parents[1] / "data"))
-import sft
 
 
 @dataclass(frozen=True)
@@ -79,6 +72,37 @@ TASKS = {
     "spelling": Task("", "", (), 0.0, 128),
 }
 # fmt: on
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Score a finetuned run on chat tasks.")
+    add = parser.add_argument
+    add("run_dir", metavar="RUN_DIR", type=Path, help="finetuned run")
+    add("--files", type=Path, metavar="FOLDER", help="task files (default: downloaded)")
+    add("--tasks", default="", metavar="A,B", help=f"some of {','.join(TASKS)} (default: all)")
+    add("--limit", type=int, default=0, metavar="N", help="random items of a task (default: all)")
+    add("--run-code", action="store_true", help="score humaneval; its programs can reach all files")
+    add("--step", type=int, help="checkpoint to use (default: the newest)")
+    args = parser.parse_args(argv)
+    args.tasks = [task for task in args.tasks.split(",") if task]
+    if unknown := set(args.tasks) - set(TASKS):
+        parser.error(f"--tasks names {unknown.pop()}, which is none of {', '.join(TASKS)}")
+    if args.files and not args.files.is_dir():
+        parser.error(f"--files {args.files} is no folder; name one that holds task files")
+    return args
+
+
+if __name__ == "__main__":
+    parse()  # --help and wrong flags need not wait for PyTorch
+
+import numpy as np
+import score_core
+from lib import chat_format, engine
+from tqdm import tqdm
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "data"))
+import sft
+
 SPELLING_ITEMS = 512
 LETTERS = "ABCDEFGHIJ"
 
@@ -394,20 +418,7 @@ def evaluate(run: engine.Run, ranks, args: argparse.Namespace) -> dict:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Score a finetuned run on chat tasks.")
-    add = parser.add_argument
-    add("run_dir", metavar="RUN_DIR", type=Path, help="finetuned run")
-    add("--files", type=Path, metavar="FOLDER", help="task files (default: downloaded)")
-    add("--tasks", default="", metavar="A,B", help=f"some of {','.join(TASKS)} (default: all)")
-    add("--limit", type=int, default=0, metavar="N", help="random items of a task (default: all)")
-    add("--run-code", action="store_true", help="score humaneval; its programs can reach all files")
-    add("--step", type=int, help="checkpoint to use (default: the newest)")
-    args = parser.parse_args(argv)
-    args.tasks = [task for task in args.tasks.split(",") if task]
-    if unknown := set(args.tasks) - set(TASKS):
-        parser.error(f"--tasks names {unknown.pop()}, which is none of {', '.join(TASKS)}")
-    if args.files and not args.files.is_dir():
-        parser.error(f"--files {args.files} is no folder; name one that holds task files")
+    args = parse(argv)
 
     def work() -> dict:
         run = engine.load_run(args.run_dir, args.step)

@@ -28,11 +28,33 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
+from lib.command import RunError, run_command, say
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Score a pretrained run on the CORE tasks.")
+    add = parser.add_argument
+    add("run_dir", metavar="RUN", type=Path, help="run directory")
+    add("--data", metavar="DIR", help="dataset with CORE tasks (default: the run's)")
+    add("--items", type=int, default=0, metavar="N", help="first items of each task (default: all)")
+    add("--batch-tokens", type=int, metavar="N", help="tokens at a time (default: what fits)")
+    add("--step", type=int, metavar="N", help="checkpoint to score (default: the newest)")
+    add("--attention", metavar="NAME", help="in place of the run's attention backend")
+    add("--dtype", choices=("bfloat16", "float16", "float32"), help="default: that of the run")
+    add("--no-compile", action="store_true", help="quicker start, slower scoring")
+    args = parser.parse_args(argv)
+    if args.items < 0 or (args.batch_tokens is not None and args.batch_tokens < 1):
+        parser.error("--items must be at least 0 and --batch-tokens at least 1")
+    return args
+
+
+if __name__ == "__main__":
+    parse()  # --help and wrong flags need not wait for PyTorch
+
 import numpy as np
 import torch
 import torch.nn.functional as F
 from lib import engine
-from lib.command import RunError, run_command, say
 from lib.engine import adjacent_heads, jit, tl, triton, use_triton
 from torch import Tensor
 
@@ -521,19 +543,7 @@ def score_run(run: engine.Run, ranks, args: argparse.Namespace) -> dict:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Score a pretrained run on the CORE tasks.")
-    add = parser.add_argument
-    add("run_dir", metavar="RUN", type=Path, help="run directory")
-    add("--data", metavar="DIR", help="dataset with CORE tasks (default: the run's)")
-    add("--items", type=int, default=0, metavar="N", help="first items of each task (default: all)")
-    add("--batch-tokens", type=int, metavar="N", help="tokens at a time (default: what fits)")
-    add("--step", type=int, metavar="N", help="checkpoint to score (default: the newest)")
-    add("--attention", metavar="NAME", help="in place of the run's attention backend")
-    add("--dtype", choices=("bfloat16", "float16", "float32"), help="default: that of the run")
-    add("--no-compile", action="store_true", help="quicker start, slower scoring")
-    args = parser.parse_args(argv)
-    if args.items < 0 or (args.batch_tokens is not None and args.batch_tokens < 1):
-        parser.error("--items must be at least 0 and --batch-tokens at least 1")
+    args = parse(argv)
 
     def work() -> dict:
         run = engine.load_run(args.run_dir, args.step, attention=args.attention, dtype=args.dtype)
