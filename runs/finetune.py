@@ -31,8 +31,8 @@ from pathlib import Path
 from types import ModuleType
 
 import numpy as np
-from lib.command import RunError, print_note, run_command
-from lib.tuning import best_fit, load_source, stage_config, tool_entries
+from lib.command import RunError, run_command
+from lib.tuning import best_fit, load_source, newest_checkpoint, stage_config, tool_entries
 
 # Packs in a step: conversations are few, so these are less than in pretraining.
 PACKS = {"train_small": 8, "train_medium": 16}
@@ -115,7 +115,7 @@ class Settings:
 def new_job(script: ModuleType, args: argparse.Namespace):
     """The job of a run that starts from args.run."""
     run_dir = Path(args.run)
-    checkpoint = script.newest_whole(run_dir, print_note)
+    checkpoint = newest_checkpoint(script, run_dir)
     name = Path(script.__file__).stem
     packs = PACKS.get(name, 8) if args.packs is None else args.packs
     lr = RATES.get(name, 0.8) if args.lr is None else args.lr

@@ -31,8 +31,8 @@ from types import SimpleNamespace
 from typing import Annotated, NamedTuple
 
 import numpy as np
-from lib.command import RunError, add_flags, check_settings, print_note, read_flags, run_command
-from lib.tuning import load_source, tool_entries
+from lib.command import RunError, add_flags, check_settings, read_flags, run_command
+from lib.tuning import load_source, newest_checkpoint, tool_entries
 from pydantic import BaseModel, Field, StringConstraints, ValidationError
 from scipy import sparse
 
@@ -334,7 +334,7 @@ def retrieval_scores(state, data: Pairs) -> dict[str, float]:
 def new_run(args: argparse.Namespace) -> tuple[encoder.Config, Settings]:
     """The Config and the settings of a run that starts from args.run."""
     base, _ = encoder.read_run(args.run)
-    folder = script.newest_whole(args.run, print_note)
+    folder = newest_checkpoint(script, args.run)
     settings = check_settings(Settings, {**vars(args), "checkpoint": folder.name})
     settings.max_len = min(settings.max_len, base.max_seq_len)
     # The rate falls from the first step to the last. The moments are new, so momentum rises.
@@ -403,7 +403,7 @@ def make_job(config: encoder.Config, settings: Settings, tokenizer):
 def load_encoder(run_dir: Path) -> tuple[encoder.Encoder, dict, int]:
     """The newest model of a run in fp32 on the CPU, its config.json and its step."""
     config, description = encoder.read_run(run_dir)
-    folder = script.newest_whole(run_dir, print_note, ("model.safetensors",))
+    folder = newest_checkpoint(script, run_dir, ("model.safetensors",))
     model = encoder.Encoder(config)
     model.load_state_dict(load_file(folder / "model.safetensors"))
     return model.eval(), description, int(folder.name[5:])

@@ -44,7 +44,7 @@ from typing import Any, Literal
 
 import numpy as np
 from lib import chat_format, tuning
-from lib.command import RunError, add_flags, check_settings, print_note, read_flags, run_command
+from lib.command import RunError, add_flags, check_settings, read_flags, run_command
 from pydantic import BaseModel, Field
 
 SHOWN = 8  # held-out questions in the report
@@ -417,7 +417,7 @@ def make_job(script, home: Path, settings: Settings, resume: bool):
 
     Args: home the run to start from or, to resume it, the run itself
     """
-    checkpoint = script.newest_whole(home, print_note)
+    checkpoint = tuning.newest_checkpoint(script, home)
     config = script.read_config(home) if resume else rl_config(script, checkpoint, settings)
     # On paper, a step is one pack on each rank. A micro-batch is then one pack, and a step has as
     # many of them as its answers need.

@@ -38,7 +38,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from lib.calculator import calculate
-from lib.command import RunError, first_line, print_note
+from lib.command import RunError, first_line
+from lib.tuning import newest_checkpoint
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -116,7 +117,7 @@ def choose_device(name: str) -> torch.device:
 def load_model(script: ModuleType, run_dir: Path, step, device, changes: dict) -> Run:
     needed = ("model.safetensors",)
     if step is None:
-        folder = script.newest_whole(run_dir, print_note, needed)
+        folder = newest_checkpoint(script, run_dir, needed)
     else:
         folder = run_dir / "checkpoints" / f"step_{step:06d}"
         if folder not in script.checkpoints(run_dir):

@@ -1,4 +1,4 @@
-"""What finetuning and reinforcement learning share: packs, and how a run starts from another one."""
+"""What tools that start from another run share: its checkpoint, its settings, and packs."""
 
 import bisect
 import dataclasses
@@ -7,6 +7,7 @@ from pathlib import Path
 from types import ModuleType
 
 import numpy as np
+from lib.command import RunError, print_note
 
 
 def best_fit(lengths: np.ndarray, order: np.ndarray, room: int, most: int) -> list[list[int]]:
@@ -32,6 +33,16 @@ def best_fit(lengths: np.ndarray, order: np.ndarray, room: int, most: int) -> li
         if left >= smallest and len(packs[number]) < most:
             bisect.insort(unfilled, (left, number))
     return packs
+
+
+def newest_checkpoint(script: ModuleType, run_dir: Path, *names) -> Path:
+    """The newest whole checkpoint of a run, for a tool that reads it; says which ones are skipped."""
+    try:
+        return script.newest_whole(run_dir, print_note, *names)
+    except RunError as error:
+        # The script speaks to someone who resumes.
+        way = "wait until the run saves one, or name another run"
+        raise RunError(str(error).replace("start again without --resume", way)) from None
 
 
 def stage_config(script: ModuleType, checkpoint: Path, packs: int, lr: float):
