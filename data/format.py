@@ -293,6 +293,8 @@ def read_dataset(folder: str | Path) -> dict[str, Any]:
 def check_dataset(value: Any, path: str | Path) -> dict[str, Any]:
     """Ends the script unless value is a dataset.json of this format that agrees with itself."""
     found = value.get("format") if isinstance(value, dict) else type(value).__name__
+    if found == DATASET_FORMAT and not isinstance(value.get("files"), dict):
+        fail(f"{path} lists no files; build the dataset again")
     if found != DATASET_FORMAT:
         fail(f"{path} has format {found!r}, expected {DATASET_FORMAT!r}; build the dataset again")
     files = value["files"]

@@ -31,8 +31,8 @@ from pathlib import Path
 from types import ModuleType
 
 import numpy as np
+from lib import tuning
 from lib.command import RunError, run_command
-from lib.tuning import best_fit, load_source, newest_checkpoint, stage_config, tool_entries
 
 # Packs in a step: conversations are few, so these are less than in pretraining.
 PACKS = {"train_small": 8, "train_medium": 16}
@@ -73,7 +73,7 @@ class Conversations:
         self.packs = []
         for epoch in range(config.max_epochs):
             order = np.random.default_rng([config.seed, epoch]).permutation(self.count)
-            self.packs += best_fit(lengths, order, config.pack_tokens, config.pack_docs)
+            self.packs += tuning.best_fit(lengths, order, config.pack_tokens, config.pack_docs)
         self.seek({"pack": 0})
 
     def seek(self, reader_state: dict) -> None:
@@ -115,14 +115,14 @@ class Settings:
 def new_job(script: ModuleType, args: argparse.Namespace):
     """The job of a run that starts from args.run."""
     run_dir = Path(args.run)
-    checkpoint = newest_checkpoint(script, run_dir)
+    checkpoint = tuning.newest_checkpoint(script, run_dir)
     name = Path(script.__file__).stem
     packs = PACKS.get(name, 8) if args.packs is None else args.packs
     lr = RATES.get(name, 0.8) if args.lr is None else args.lr
     settings = Settings(args.run, checkpoint.name, packs, lr, moments=args.moments is None)
-    base = stage_config(script, checkpoint, packs, lr)
+    base = tuning.stage_config(script, checkpoint, packs, lr)
     config = script.change_config(base, args)
-    dataset = script.Dataset.open(config.data)
+    dataset = tuning.read_data(script.Dataset.open, config.data)
     if (run_dir / "tokenizer.json").read_bytes() != dataset.tokenizer.path.read_bytes():
         way = f"make a dataset with data/pretrain.py --tokenizer {run_dir}/tokenizer.json"
         wrong = f"{dataset.root} has another tokenizer than {run_dir}"
@@ -152,7 +152,7 @@ def resumed_job(script: ModuleType, args: argparse.Namespace):
             wrong = f"the run has {old}, the flags ask for {new}"
             raise RunError(f"--resume cannot change {name}: {wrong}; leave it out, or start a new run")
     config = script.change_config(script.read_config(run_dir), args)
-    return make_job(script, config, script.Dataset.open(config.data), settings)
+    return make_job(script, config, tuning.read_data(script.Dataset.open, config.data), settings)
 
 
 def make_job(script: ModuleType, config, dataset, settings: Settings):
@@ -178,8 +178,8 @@ def make_job(script: ModuleType, config, dataset, settings: Settings):
         available=available,
         bytes_per_token=int(dataset.tokenizer.token_bytes[counted].sum()) / len(counted),
         note=f"{notes}, {padding:.1%} padding",
-        load_start=lambda state: load_source(script, state, source, settings.moments),
-        **tool_entries("finetune", {"finetune": dataclasses.asdict(settings)}, __file__),
+        load_start=lambda state: tuning.load_source(script, state, source, settings.moments),
+        **tuning.tool_entries("finetune", {"finetune": dataclasses.asdict(settings)}, __file__),
     )
 
 

@@ -32,7 +32,7 @@ from typing import Annotated, NamedTuple
 
 import numpy as np
 from lib.command import RunError, add_flags, check_settings, read_flags, run_command
-from lib.tuning import load_source, newest_checkpoint, tool_entries
+from lib.tuning import load_source, newest_checkpoint, read_data, tool_entries
 from pydantic import BaseModel, Field, StringConstraints, ValidationError
 from scipy import sparse
 
@@ -366,7 +366,7 @@ def finetune(args: argparse.Namespace) -> dict:
     else:
         config, settings = new_run(args)
         home = settings.run
-    job = make_job(config, settings, script.Tokenizer(home / "tokenizer.json"))
+    job = make_job(config, settings, read_data(script.Tokenizer, home / "tokenizer.json"))
     return script.train(config, args, job)
 
 
@@ -423,7 +423,7 @@ def score(args: argparse.Namespace) -> dict:
     state = encoder.build_state(model.config, ranks)
     state.model.load_state_dict(model.state_dict())
     data = read_pairs(settings.val_pairs, settings.negatives)
-    data.tokenize(script.Tokenizer(args.run / "tokenizer.json"), longest_text(description))
+    data.tokenize(read_data(script.Tokenizer, args.run / "tokenizer.json"), longest_text(description))
     counts = {"queries": len(retrieval_task(data.pairs).relevant), "step": step}
     return {**counts, **retrieval_scores(state, data), **bm25_scores(data)}
 

@@ -424,7 +424,7 @@ def make_job(script, home: Path, settings: Settings, resume: bool):
     world = script.start_ranks().world
     tokens = settings.steps * world * config.pack_tokens
     config = dataclasses.replace(config, stages=((1.0, world, 1.0),), tokens=tokens)
-    tokenizer = script.Tokenizer(home / "tokenizer.json")
+    tokenizer = tuning.read_data(script.Tokenizer, home / "tokenizer.json")
     chat_eval.check_chat_tokens(tokenizer, home)
 
     def fits(question: str) -> bool:

@@ -56,6 +56,7 @@ import torch
 import torch.nn.functional as F
 from lib import engine
 from lib.engine import adjacent_heads, jit, tl, triton, use_triton
+from lib.tuning import read_data
 from torch import Tensor
 
 NUM_TASKS = 22
@@ -501,7 +502,7 @@ def write_scores(run: engine.Run, run_dir: Path, rows: list[TaskScore], result: 
 
 def open_dataset(run: engine.Run, args: argparse.Namespace):
     """The dataset of --data or of the run. Raises: RunError if it does not fit the run"""
-    dataset = run.script.Dataset.open(args.data or run.config.data)
+    dataset = read_data(run.script.Dataset.open, args.data or run.config.data)
     root = dataset.root
     if not core_files(dataset):
         add = f"python data/core.py --download --data {root}"

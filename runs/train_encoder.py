@@ -28,7 +28,7 @@ from typing import Literal
 
 import numpy as np
 from lib.command import RunError, add_flags, check_settings, read_flags
-from lib.tuning import tool_entries
+from lib.tuning import read_data, tool_entries
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
@@ -403,7 +403,7 @@ def pretrain(args: argparse.Namespace) -> dict:
     else:
         config = check_settings(Config, {**SIZES[args.size], **vars(args)})
     check_config(config, script.start_ranks().world)
-    job = make_job(config, script.Dataset.open(config.data))
+    job = make_job(config, read_data(script.Dataset.open, config.data))
     return script.train(job.config, args, job)
 
 

@@ -39,7 +39,7 @@ import torch
 import torch.nn.functional as F
 from lib.calculator import calculate
 from lib.command import RunError, first_line
-from lib.tuning import newest_checkpoint
+from lib.tuning import newest_checkpoint, read_data
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -137,7 +137,7 @@ def load_model(script: ModuleType, run_dir: Path, step, device, changes: dict) -
         wrong = f"the weights in {folder} do not fit config.json"
         raise RunError(f"{wrong}; restore config.json as the run wrote it") from None
     model.attention = script.choose_attention(model, lambda text: None)
-    tokenizer = script.Tokenizer(run_dir / "tokenizer.json")
+    tokenizer = read_data(script.Tokenizer, run_dir / "tokenizer.json")
     return Run(script, model.eval(), tokenizer, config, state["step"])
 
 
