@@ -371,10 +371,8 @@ def count_shard(path: Path, tokenizer_sha256: str, bos: int, lengths: np.ndarray
     stated = header["bos_id"]
     entries = header["vocab_size"]
     if stated not in (None, bos) or entries not in (0, len(lengths)) or not counts[bos]:
-        fail(
-            f"{path} holds no BOS {bos} of the tokenizer, or states another vocabulary (BOS {stated}, {entries} "
-            f"entries); {again}"
-        )
+        wrong = f"{path} holds no BOS {bos} of the tokenizer, or states another vocabulary (BOS {stated}"
+        fail(f"{wrong}, {entries} entries); {again}")
     size = int(counts @ lengths)
     return {"tokens": len(tokens), "documents": int(counts[bos]), "text_bytes": size}
 

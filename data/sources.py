@@ -206,9 +206,7 @@ def limited(
         yield text
 
 
-def one_part(
-    read: Callable[[], Iterator[str]], fraction: float, want_val: bool
-) -> Iterator[str]:
+def one_part(read: Callable[[], Iterator[str]], fraction: float, want_val: bool) -> Iterator[str]:
     """One of the two parts of a stream, by document number alone: the same in every pass.
 
     Of each round(1 / fraction) documents one is validation, chosen by a hash of their number.
@@ -255,11 +253,9 @@ def local_paths(spec: str, suffixes: tuple[str, ...]) -> list[Path]:
         pattern = escape(part) if os.path.lexists(part) else part  # a name may look like a pattern
         is_folder = Path(part).is_dir()
         # glob passes over hidden files, such as the ._NAME of a Mac.
-        found = map(Path, glob(f"{pattern}/**" if is_folder else pattern, recursive=True))
-        found = sorted(path for path in found if not path.is_dir())
-        if is_folder:
-            found = [path for path in found if path.name.endswith(suffixes)]
-        elif not found:
+        found = sorted(map(Path, glob(f"{pattern}/**" if is_folder else pattern, recursive=True)))
+        found = [path for path in found if not path.is_dir() and (path.name.endswith(suffixes) or not is_folder)]
+        if not found and not is_folder:
             fail(f"--source {part} matches no file; check the path, or see --help for other sources")
         paths += found
     if not paths:
@@ -347,12 +343,11 @@ def allow_open_files(count: int) -> None:
     with contextlib.suppress(ImportError):  # Windows has no such limit
         import resource
 
-        least = count + 100  # for all other files
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        if resource.RLIM_INFINITY != hard < least:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, count + 100), hard))
+        except ValueError:
             fail(f"--interleave opens {count} files at a time, the system allows {hard}; raise ulimit -n or join files")
-        if resource.RLIM_INFINITY != soft < least:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (least, hard))
 
 
 @functools.cache  # each split is a pass of its own

@@ -10,10 +10,9 @@
     humaneval    Python functions, run against their tests; only with --run-code
     spelling     words that data/sft.py keeps out of training: to spell, or to count a letter of
 
-ChatCORE is the mean of (accuracy - guessing) / (1 - guessing) over all six tasks, and null if one is left
-out; guessing scores 0.25 on letters. Answers are the most likely ones (temperature 0). The table goes to
-chat_eval.csv and the answers to chat_eval_samples.jsonl in the run directory; the last line on
-stdout is one JSON object.
+ChatCORE is the mean of (accuracy - guessing) / (1 - guessing) over all six tasks, and null if one is left out; guessing
+scores 0.25 on letters. Answers are the most likely ones (temperature 0). The table goes to chat_eval.csv and the
+answers to chat_eval_samples.jsonl in the run directory; the last line on stdout is one JSON object.
 
 FOLDER holds arc_easy*, arc_challenge*, mmlu*, gsm8k* and humaneval* as .jsonl, .jsonl.gz,
 .jsonl.zst or .parquet with the columns of the public sets, and words*.txt with one word per line. A

@@ -289,10 +289,9 @@ def texts_of(pairs: list[Pair]) -> list[int]:
 def contrast_step(state, data: Pairs, pairs: list[Pair], temperature: float) -> Tensor:
     """One optimizer step on some pairs; returns this rank's share of the loss, 0-D.
 
-    Every rank embeds its share of the texts and computes the loss of the whole batch, of which its
-    gradient is that of its own texts. A share that takes several micro-batches is embedded twice:
-    first all of it without a graph, then a micro-batch at a time with the gradients of its
-    embeddings (arXiv 2101.06983).
+    Every rank embeds its share of the texts and computes the loss of the whole batch, of which its gradient is that of
+    its own texts. A share that takes several micro-batches is embedded twice: first all of it without a graph, then a
+    micro-batch at a time with the gradients of its embeddings (arXiv 2101.06983).
     """
     ranks = state.ranks
     texts = texts_of(pairs)

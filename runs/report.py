@@ -3,10 +3,9 @@
     python runs/report.py out/RUN
     python runs/report.py out/RUN out/OTHER --no-samples     needs no PyTorch
 
-Every training run ends with it. Call it again at any time, also during a run. The samples
-are of the newest checkpoint: after pretraining it continues the first words of three held-out
-documents, after finetuning it answers three questions. A report of reinforcement learning shows the
-answers to held-out questions before and after, which are in the log.
+Every training run ends with it. Call it again at any time, also during a run. The samples are of the newest checkpoint:
+after pretraining it continues the first words of three held-out documents, after finetuning it answers three questions.
+A report of reinforcement learning shows the answers to held-out questions before and after, which are in the log.
 """
 
 import argparse

@@ -5,10 +5,9 @@
     torchrun --standalone --nproc_per_node=8 runs/rl.py out/SFT --task gsm8k
     python runs/rl.py --resume --run-dir out/RL
 
-A step samples --samples answers to each of --prompts questions with the current weights, at temperature
-1 from the whole vocabulary, so it is on-policy. The advantage of an answer is its reward minus the
-mean over the answers to the same question. As in nanochat there is no division by their spread, no
-reference model and no clipping. The loss is
+A step samples --samples answers to each of --prompts questions with the current weights, at temperature 1 from the
+whole vocabulary, so it is on-policy. The advantage of an answer is its reward minus the mean over the answers to the
+same question. As in nanochat there is no division by their spread, no reference model and no clipping. The loss is
 
     sum over answers and their tokens of  - advantage * log p(token)   /   all sampled tokens of the step
 
@@ -22,11 +21,10 @@ right digits. An answer that does not end right after its number is wrong: a mod
 for the number alone forgot to stop. Held-out questions are answered before the first step, every
 --eval-every steps and at the end: greedily, and --eval-samples times at temperature 1 for pass@k.
 
-The run directory is like that of finetuning, so chat.py, chat_eval.py and export.py read it. It holds
-this script too. Its report shows the rewards, and answers before and after. FOLDER holds gsm8k*train*
-and gsm8k*test* (or gsm8k*val*) as .jsonl, .jsonl.gz, .jsonl.zst or .parquet; without --files they are
-downloaded from Hugging Face. A model that was finetuned on general conversations may know no sums:
-data/sft.py --source addition:COUNT:DIGITS shows it the form.
+The run directory is like that of finetuning, so chat.py, chat_eval.py and export.py read it. It holds this script too.
+Its report shows the rewards, and answers before and after. FOLDER holds gsm8k*train* and gsm8k*test* (or gsm8k*val*) as
+.jsonl, .jsonl.gz, .jsonl.zst or .parquet; without --files they are downloaded from Hugging Face. A model that was
+finetuned on general conversations may know no sums: data/sft.py --source addition:COUNT:DIGITS shows it the form.
 """
 
 import argparse

@@ -4,10 +4,9 @@
     python runs/train_encoder.py --resume --run-dir out/encoder         continue a run that was stopped
     torchrun --standalone --nproc_per_node=8 runs/train_encoder.py --data data/shards/mine
 
-It reads a dataset directory of data/pretrain.py, masks 20 % of the tokens of packed documents and
-predicts them from both sides. Its sizes are small (12 layers, width 768) and neobert (28 layers,
-width 768, that of arXiv 2502.19587). Flags set every number; --help lists them. With --resume all of
-them are those that the run began with.
+It reads a dataset directory of data/pretrain.py, masks 20 % of the tokens of packed documents and predicts them from
+both sides. Its sizes are small (12 layers, width 768) and neobert (28 layers, width 768, that of arXiv 2502.19587).
+Flags set every number; --help lists them. With --resume all of them are those that the run began with.
 
 Loop, loader, optimizer, log and checkpoints are those of train_small.py. The model is that of EuroBERT in
 transformers (RMSNorm before each part, rotary positions, SwiGLU, no biases), so an export needs no
