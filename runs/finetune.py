@@ -22,7 +22,6 @@ runs/chat.py; score it with runs/chat_eval.py.
 
 import argparse
 import dataclasses
-import hashlib
 import math
 import sys
 from collections.abc import Iterator
@@ -54,9 +53,10 @@ class Conversations:
 
     def __init__(self, dataset, split: str, config):
         self.bos_id = dataset.tokenizer.bos_id
-        shards = [read_shard(dataset, path) for path in dataset.files(split, "sft")]
-        self.tokens = np.concatenate([tokens for tokens, _ in shards])
-        self.counted = np.concatenate([counted for _, counted in shards])
+        paths = dataset.files(split, "sft")
+        self.tokens = np.concatenate([dataset.read(path) for path in paths])
+        masks = [dataset.read(path.with_suffix(".mask.bin")) for path in paths]
+        self.counted = np.concatenate(masks) == 1  # which tokens count as targets
         starts = np.flatnonzero(self.tokens == self.bos_id)
         self.borders = np.append(starts, len(self.tokens))
 
@@ -91,11 +91,6 @@ class Conversations:
         members = self.packs[number] if number < len(self.packs) else []
         for i in members:
             yield self.read(i)
-
-
-def read_shard(dataset, path: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens of a shard, uint16 (n,), and which of them count as targets, bool (n,)."""
-    return dataset.read(path), dataset.read(path.with_suffix(".mask.bin")) == 1
 
 
 # ---- the run
@@ -174,20 +169,13 @@ def make_job(script: ModuleType, config, dataset, settings: Settings):
         tokenizer=dataset.tokenizer,
         reader=conversations,
         validation=(held_out.read(i) for i in range(held_out.count)),
-        fingerprint=fingerprint(dataset.info["files"]),
+        fingerprint=dataset.info.get("sft", {}).get("fingerprint", ""),  # older datasets state none
         available=available,
         bytes_per_token=int(dataset.tokenizer.token_bytes[counted].sum()) / len(counted),
         note=f"{notes}, {padding:.1%} padding",
         load_start=lambda state: tuning.load_source(script, state, source, settings.moments),
         **tuning.tool_entries("finetune", {"finetune": dataclasses.asdict(settings)}, __file__),
     )
-
-
-def fingerprint(files: dict) -> str:
-    """One sha256 for what is read: the tokenizer and the shards of conversations."""
-    read = [name for name in sorted(files) if name == "tokenizer.json" or name.startswith("sft/")]
-    lines = "".join(f"{name} {files[name]['sha256']}\n" for name in read)
-    return hashlib.sha256(lines.encode()).hexdigest()
 
 
 # ---- the command line

@@ -153,21 +153,6 @@ def test_a_file_of_the_wrong_kind(tmp_path, ending):
         expect_error(lambda: read(path), path)
 
 
-def test_parquet_that_is_not_utf8(tmp_path):
-    path = tmp_path / "x.parquet"
-    binary = pyarrow.array([b"ok", b"\xff\xfe"], pyarrow.binary())
-    texts = pyarrow.Array.from_buffers(pyarrow.string(), 2, binary.buffers())
-    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), path)
-    expect_error(lambda: read(path), path, "not a readable parquet file")
-
-
-def test_a_file_that_cannot_be_opened(tmp_path):
-    path = write(tmp_path / "x.jsonl", ["a"])
-    source = sources.open_source(str(path), "stdlib")
-    path.unlink()
-    expect_error(lambda: list(source.train()), path, "cannot be read")
-
-
 @pytest.mark.parametrize(("line", "parts"), [
     (b"[" * 100_000, ["line 3", "not valid JSON"]),
     (b'{"text": "\xff"}', ["line 3", "not valid JSON"]),
