@@ -115,7 +115,7 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-if __name__ == "__main__" and not sys.argv[1:] or "--help" in sys.argv:
+if __name__ == "__main__" and (not sys.argv[1:] or {"-h", "--help"} & {*sys.argv}):
     build_parser().parse_args(["--help"])  # need not wait for PyTorch
 
 import datasets
